@@ -1,0 +1,78 @@
+//! How a body becomes a payload.
+
+use serde::de::DeserializeOwned;
+use serde::de::value::BytesDeserializer;
+
+use crate::message::Message;
+use crate::store::Cause;
+
+/// Turns a message's body into a handler's payload.
+pub trait Decode: Send + Sync + 'static {
+    /// Decodes one body.
+    ///
+    /// # Errors
+    /// Why the body does not parse; the message goes to the dead letters with this text, so it must not quote the body.
+    fn decode<T: DeserializeOwned>(&self, message: &Message) -> Result<T, Cause>;
+}
+
+/// JSON, the default.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Json;
+
+impl Decode for Json {
+    fn decode<T: DeserializeOwned>(&self, message: &Message) -> Result<T, Cause> {
+        serde_json::from_slice(&message.body).map_err(|error| {
+            // The full text may quote the payload; line and column do not.
+            format!("not the JSON that was expected ({:?} error at line {}, column {})", error.classify(), error.line(), error.column())
+                .into()
+        })
+    }
+}
+
+/// The body as it is: for payloads that can be made of bytes, such as [`Raw`].
+#[derive(Clone, Copy, Debug, Default)]
+pub struct RawBytes;
+
+impl Decode for RawBytes {
+    fn decode<T: DeserializeOwned>(&self, message: &Message) -> Result<T, Cause> {
+        T::deserialize(BytesDeserializer::<serde::de::value::Error>::new(&message.body))
+            .map_err(|_| "the payload type cannot be made of bytes: use `Raw`".into())
+    }
+}
+
+/// A payload of bytes, with [`RawBytes`].
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Raw(pub Vec<u8>);
+
+impl<'de> serde::Deserialize<'de> for Raw {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct AsBytes;
+        impl serde::de::Visitor<'_> for AsBytes {
+            type Value = Raw;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("bytes")
+            }
+
+            fn visit_bytes<E: serde::de::Error>(self, bytes: &[u8]) -> Result<Raw, E> {
+                Ok(Raw(bytes.to_vec()))
+            }
+        }
+        deserializer.deserialize_bytes(AsBytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn json_and_raw_bytes_decode_and_errors_quote_no_payload() {
+        let number: u32 = Json.decode(&Message::new("42")).expect("a number");
+        assert_eq!(number, 42);
+        let raw: Raw = RawBytes.decode(&Message::new(vec![0xff, 0])).expect("bytes");
+        assert_eq!(raw.0, [0xff, 0]);
+        let error = Json.decode::<u32>(&Message::new("\"secret-canary\"")).expect_err("no number");
+        assert!(!error.to_string().contains("canary"), "{error}");
+    }
+}

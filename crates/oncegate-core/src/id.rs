@@ -1,0 +1,312 @@
+//! The idempotency key of a message, and how it is read.
+
+use std::fmt;
+use std::sync::Arc;
+
+use sha2::{Digest, Sha256};
+use smallvec::SmallVec;
+
+use crate::message::{Message, Position};
+
+/// The longest id that stands in a key as it is, in bytes.
+pub const LONGEST_PLAIN_ID: usize = 200;
+
+/// An idempotency key: what makes two messages the same.
+///
+/// 1 to 200 bytes of `[A-Za-z0-9._:@/+=-]` stand as they are. Anything else, longer, or beginning with the reserved
+/// `h:` becomes `h:` and its SHA-256 in hexadecimal. So two different ids never share a key, no id can reach the
+/// `|` and `!` of scopes and of oncegate's own keys or the braces of Redis Cluster, and every id is safe in a header
+/// or a log. There is no Unicode normalisation: the same text in two normal forms is two ids.
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct MessageId(SmallVec<[u8; 40]>);
+
+impl MessageId {
+    /// Reads an id from what a producer wrote; `None` if it is empty.
+    pub fn new(raw: impl AsRef<[u8]>) -> Option<Self> {
+        let raw = raw.as_ref();
+        if raw.is_empty() {
+            return None;
+        }
+        if is_plain(raw) {
+            return Some(Self(SmallVec::from_slice(raw)));
+        }
+        let mut id = SmallVec::from_slice(b"h:");
+        push_hex(&mut id, &Sha256::digest(raw));
+        Some(Self(id))
+    }
+
+    /// The id as it stands in keys, headers and logs.
+    pub fn as_str(&self) -> &str {
+        // Only plain ASCII gets in: see `is_plain` and `push_hex`.
+        std::str::from_utf8(&self.0).unwrap_or_default()
+    }
+}
+
+impl fmt::Display for MessageId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+impl fmt::Debug for MessageId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "MessageId({self})")
+    }
+}
+
+fn is_plain(raw: &[u8]) -> bool {
+    const PLAIN: [bool; 256] = {
+        let mut table = [false; 256];
+        let alphabet = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._:@/+=-";
+        let mut i = 0;
+        while i < alphabet.len() {
+            table[alphabet[i] as usize] = true;
+            i += 1;
+        }
+        table
+    };
+    raw.len() <= LONGEST_PLAIN_ID && !raw.starts_with(b"h:") && raw.iter().all(|byte| PLAIN[*byte as usize])
+}
+
+fn push_hex<const N: usize>(into: &mut SmallVec<[u8; N]>, bytes: &[u8]) {
+    for byte in bytes {
+        for digit in [byte >> 4, byte & 15] {
+            into.push(b"0123456789abcdef"[digit as usize]);
+        }
+    }
+}
+
+/// What a store remembers an id under: the id, behind its scope where there is one (`<scope>|<id>`).
+///
+/// The store puts its own prefix before it.
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Key(SmallVec<[u8; 40]>);
+
+impl Key {
+    /// The key of an id without a scope.
+    pub fn new(id: &MessageId) -> Self {
+        Self(id.0.clone())
+    }
+
+    /// The key as bytes.
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.0
+    }
+
+    /// The key as text.
+    pub fn as_str(&self) -> &str {
+        // Scope and id are both plain ASCII.
+        std::str::from_utf8(&self.0).unwrap_or_default()
+    }
+}
+
+impl fmt::Debug for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Key({})", self.as_str())
+    }
+}
+
+/// Separates several consumers of the same messages on one store. Without one, two services that share a store skip
+/// each other's messages.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Scope(Option<Arc<str>>);
+
+impl Scope {
+    /// The scope of the only consumer on its store and prefix.
+    pub const fn none() -> Self {
+        Self(None)
+    }
+
+    /// A named scope: 1 to 100 bytes of the alphabet of ids.
+    ///
+    /// # Errors
+    /// [`BadScope`] says what is allowed, if the name is anything else.
+    pub fn named(name: &str) -> Result<Self, BadScope> {
+        if name.is_empty() || name.len() > 100 || !is_plain(name.as_bytes()) {
+            return Err(BadScope(name.escape_debug().take(120).collect()));
+        }
+        Ok(Self(Some(Arc::from(name))))
+    }
+
+    /// The key of an id in this scope.
+    pub fn key(&self, id: &MessageId) -> Key {
+        let Some(scope) = &self.0 else { return Key::new(id) };
+        let mut key = SmallVec::with_capacity(scope.len() + 1 + id.0.len());
+        key.extend_from_slice(scope.as_bytes());
+        key.push(b'|');
+        key.extend_from_slice(&id.0);
+        Key(key)
+    }
+}
+
+/// A scope name that cannot stand in a key.
+#[derive(Debug, thiserror::Error)]
+#[error("scope `{0}` cannot stand in a key: use 1 to 100 of the characters A-Z a-z 0-9 . _ : @ / + = - and not `h:` at the start")]
+pub struct BadScope(String);
+
+/// Where the idempotency key of a message is read from.
+#[derive(Clone)]
+pub struct IdSource(Read);
+
+type ReadId = dyn Fn(&Message) -> Option<Vec<u8>> + Send + Sync;
+
+#[derive(Clone)]
+enum Read {
+    Header(Arc<str>),
+    MessageId,
+    Key,
+    JsonPointer(Arc<str>),
+    BodyHash,
+    Position,
+    By(Arc<ReadId>),
+}
+
+impl IdSource {
+    /// The last header of this name.
+    pub fn header(name: &str) -> Self {
+        Self(Read::Header(Arc::from(name)))
+    }
+
+    /// The CloudEvents id, as the Kafka binding carries it: the header `ce_id`.
+    pub fn cloud_events() -> Self {
+        Self::header("ce_id")
+    }
+
+    /// The AMQP property `message_id`.
+    pub fn message_id() -> Self {
+        Self(Read::MessageId)
+    }
+
+    /// The Kafka record key (the routing key on AMQP). Only where each key is sent once.
+    pub fn key() -> Self {
+        Self(Read::Key)
+    }
+
+    /// A string or a whole number in the JSON body, by its pointer (RFC 6901), such as `/payment/id`.
+    ///
+    /// Anything else that stands there (null, an object, a fraction) is no id.
+    pub fn json_pointer(pointer: &str) -> Self {
+        Self(Read::JsonPointer(Arc::from(pointer)))
+    }
+
+    /// The SHA-256 of the body: two messages are the same if their bodies are.
+    pub fn body_hash() -> Self {
+        Self(Read::BodyHash)
+    }
+
+    /// Topic, partition and offset: protects against redelivery alone, not against a producer that sends twice.
+    pub fn position() -> Self {
+        Self(Read::Position)
+    }
+
+    /// A function of the message. `None` or an empty id is a missing id.
+    pub fn by(read: impl Fn(&Message) -> Option<Vec<u8>> + Send + Sync + 'static) -> Self {
+        Self(Read::By(Arc::new(read)))
+    }
+
+    /// Reads the id of a message; `None` if it is missing or empty.
+    pub fn read(&self, message: &Message) -> Option<MessageId> {
+        match &self.0 {
+            Read::Header(name) => MessageId::new(message.headers.last(name)?),
+            Read::MessageId => MessageId::new(message.message_id.as_ref()?),
+            Read::Key => MessageId::new(message.key.as_ref()?),
+            Read::JsonPointer(pointer) => match serde_json::from_slice::<serde_json::Value>(&message.body).ok()?.pointer(pointer)? {
+                serde_json::Value::String(text) => MessageId::new(text),
+                serde_json::Value::Number(number) if number.is_i64() || number.is_u64() => MessageId::new(number.to_string()),
+                _ => None,
+            },
+            Read::BodyHash => {
+                let mut hex = SmallVec::<[u8; 64]>::new();
+                push_hex(&mut hex, &Sha256::digest(&message.body));
+                MessageId::new(hex)
+            }
+            Read::Position => match message.origin.position {
+                Position::Offset { partition, offset } => MessageId::new(format!("{}/{partition}/{offset}", message.origin.name)),
+                Position::Queue => None,
+            },
+            Read::By(read) => MessageId::new(read(message)?),
+        }
+    }
+}
+
+impl fmt::Debug for IdSource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.0 {
+            Read::Header(name) => write!(f, "header `{name}`"),
+            Read::MessageId => f.write_str("message id property"),
+            Read::Key => f.write_str("record key"),
+            Read::JsonPointer(pointer) => write!(f, "JSON pointer `{pointer}`"),
+            Read::BodyHash => f.write_str("body hash"),
+            Read::Position => f.write_str("position"),
+            Read::By(_) => f.write_str("function"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn id(raw: impl AsRef<[u8]>) -> String {
+        MessageId::new(raw).expect("an id").to_string()
+    }
+
+    #[test]
+    fn plain_ids_stand_as_they_are_and_all_others_are_hashed_without_collision() {
+        assert_eq!(id("pay-42"), "pay-42");
+        assert_eq!(id("a".repeat(200)), "a".repeat(200));
+        let odd: Vec<Vec<u8>> = vec![
+            b" ".to_vec(),
+            b"a\0b".to_vec(),
+            b"a\r\n$3\r\nSET".to_vec(),
+            vec![0xff, 0xfe],
+            b"{}".to_vec(),
+            b"{a}b".to_vec(),
+            b"a|b".to_vec(),
+            b"!canary".to_vec(),
+            b"h:0".to_vec(),
+            vec![b'a'; 201],
+            vec![b'a'; 65_536],
+            vec![b'a'; 10 << 20],
+            "\u{e9}".into(),
+            "e\u{301}".into(),
+        ];
+        let ids: std::collections::HashSet<String> = odd.iter().map(id).collect();
+        assert_eq!(ids.len(), odd.len());
+        assert!(ids.iter().all(|id| id.starts_with("h:") && id.len() == 66));
+        assert!(MessageId::new("").is_none());
+    }
+
+    #[test]
+    fn a_hashed_id_cannot_be_forged() {
+        let hashed = id("{}");
+        assert_ne!(id(&hashed), hashed);
+    }
+
+    #[test]
+    fn scopes_cannot_collide() {
+        let id = MessageId::new("b").expect("an id");
+        assert_eq!(Scope::named("a").expect("a scope").key(&id).as_str(), "a|b");
+        assert_eq!(Scope::none().key(&id).as_str(), "b");
+        assert!(["", "a|b", "!x", "h:x"].iter().all(|name| Scope::named(name).is_err()));
+    }
+
+    #[test]
+    fn every_source_reads_its_part_of_the_message() {
+        let message =
+            Message::new(r#"{"p":{"id":"x1","n":7,"f":1.5,"o":{},"z":null}}"#).with_key("k").with_message_id("m").with_header("h", "v");
+        let read = |source: IdSource| source.read(&message).map(|id| id.to_string());
+        assert_eq!(read(IdSource::header("h")).as_deref(), Some("v"));
+        assert_eq!(read(IdSource::header("other")), None);
+        assert_eq!(read(IdSource::message_id()).as_deref(), Some("m"));
+        assert_eq!(read(IdSource::key()).as_deref(), Some("k"));
+        assert_eq!(read(IdSource::json_pointer("/p/id")).as_deref(), Some("x1"));
+        assert_eq!(read(IdSource::json_pointer("/p/n")).as_deref(), Some("7"));
+        for odd in ["/p/f", "/p/o", "/p/z", "/q"] {
+            assert_eq!(read(IdSource::json_pointer(odd)), None);
+        }
+        assert_eq!(read(IdSource::body_hash()).map(|id| id.len()), Some(64));
+        assert_eq!(read(IdSource::position()), None);
+        assert_eq!(read(IdSource::by(|message| message.key.as_ref().map(|key| key.to_vec()))).as_deref(), Some("k"));
+    }
+}

@@ -1,0 +1,201 @@
+//! What was sent: a value, with no connection inside.
+
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use bytes::Bytes;
+
+/// One message as it was sent. Cloning copies no payload: key, headers and body are slices of shared memory.
+///
+/// What outlives the batch it came in (a cache, a log) should copy what it keeps, or it keeps the whole batch alive.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Message {
+    /// Where the message came from.
+    pub origin: Origin,
+    /// The Kafka record key, or the AMQP routing key.
+    pub key: Option<Bytes>,
+    /// The AMQP `message_id` property; Kafka has none.
+    pub message_id: Option<Bytes>,
+    /// The headers, in the order in which they were sent.
+    pub headers: Headers,
+    /// The payload. Empty where the broker had none (a Kafka tombstone).
+    pub body: Bytes,
+    /// When the producer or the broker says that the message was sent.
+    pub sent_at: Option<SystemTime>,
+}
+
+impl Message {
+    /// A message with a body and nothing else, as the in-memory source and tests make them.
+    pub fn new(body: impl Into<Bytes>) -> Self {
+        Self { body: body.into(), ..Self::default() }
+    }
+
+    /// The same message with a key.
+    pub fn with_key(mut self, key: impl Into<Bytes>) -> Self {
+        self.key = Some(key.into());
+        self
+    }
+
+    /// The same message with the broker's message id property.
+    pub fn with_message_id(mut self, id: impl Into<Bytes>) -> Self {
+        self.message_id = Some(id.into());
+        self
+    }
+
+    /// The same message with one more header.
+    pub fn with_header(mut self, name: &str, value: impl AsRef<[u8]>) -> Self {
+        let mut headers = HeadersBuilder::from(&self.headers);
+        headers.push(name.as_bytes(), Some(value.as_ref()));
+        self.headers = headers.finish();
+        self
+    }
+
+    /// The number of bytes that this message holds in memory: body, key and headers.
+    pub fn size(&self) -> usize {
+        self.body.len() + self.key.as_ref().map_or(0, Bytes::len) + self.headers.0.len()
+    }
+}
+
+/// Where a message came from.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Origin {
+    /// The topic or the queue.
+    pub name: Arc<str>,
+    /// The position inside it, where there is a lasting one.
+    pub position: Position,
+}
+
+impl Default for Origin {
+    fn default() -> Self {
+        Self { name: Arc::from(""), position: Position::Queue }
+    }
+}
+
+/// A message's place in its topic or queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Position {
+    /// A log keeps it at this partition and offset, for every reader the same.
+    Offset {
+        /// The partition, from 0.
+        partition: i32,
+        /// The offset in the partition, from 0.
+        offset: i64,
+    },
+    /// A queue gives it no lasting place.
+    Queue,
+}
+
+/// Message headers: names with optional values, in order, names may repeat.
+///
+/// Held as one block of bytes, so that the headers of a whole batch can share one allocation.
+#[derive(Clone, Default, PartialEq)]
+pub struct Headers(Bytes);
+
+/// A header value that is null on the wire has this length in the block.
+const NULL: u32 = u32::MAX;
+
+impl Headers {
+    /// Takes a block that [`Headers::encode`] has written. What does not parse reads as the end of the headers.
+    pub fn from_block(block: Bytes) -> Self {
+        Self(block)
+    }
+
+    /// Appends one header to a block. Names and values longer than 4 GiB do not exist on any broker.
+    pub fn encode(block: &mut Vec<u8>, name: &[u8], value: Option<&[u8]>) {
+        block.extend_from_slice(&(name.len() as u32).to_le_bytes());
+        block.extend_from_slice(&value.map_or(NULL, |value| value.len() as u32).to_le_bytes());
+        block.extend_from_slice(name);
+        block.extend_from_slice(value.unwrap_or_default());
+    }
+
+    /// The value of the last header of this name; `None` where there is no such header or its value is null.
+    ///
+    /// The last, because a hop that adds a header again means to replace it.
+    pub fn last(&self, name: &str) -> Option<&[u8]> {
+        self.iter().filter(|(it, _)| *it == name.as_bytes()).last().and_then(|(_, value)| value)
+    }
+
+    /// All headers in order. A name need not be UTF-8; a value may be null.
+    pub fn iter(&self) -> impl Iterator<Item = (&[u8], Option<&[u8]>)> {
+        let mut rest: &[u8] = &self.0;
+        std::iter::from_fn(move || {
+            let (name_length, after) = rest.split_first_chunk::<4>()?;
+            let (value_length, after) = after.split_first_chunk::<4>()?;
+            let (name, after) = after.split_at_checked(u32::from_le_bytes(*name_length) as usize)?;
+            let value_length = u32::from_le_bytes(*value_length);
+            if value_length == NULL {
+                rest = after;
+                return Some((name, None));
+            }
+            let (value, after) = after.split_at_checked(value_length as usize)?;
+            rest = after;
+            Some((name, Some(value)))
+        })
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+impl std::fmt::Debug for Headers {
+    /// Names only: values may hold what nobody should read in a log.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_list().entries(self.iter().map(|(name, _)| String::from_utf8_lossy(name))).finish()
+    }
+}
+
+/// Writes headers, one after the other.
+#[derive(Debug, Default)]
+pub struct HeadersBuilder(Vec<u8>);
+
+impl HeadersBuilder {
+    /// Appends a header.
+    pub fn push(&mut self, name: &[u8], value: Option<&[u8]>) {
+        Headers::encode(&mut self.0, name, value);
+    }
+
+    /// The headers that were pushed.
+    pub fn finish(self) -> Headers {
+        Headers(Bytes::from(self.0))
+    }
+}
+
+impl From<&Headers> for HeadersBuilder {
+    fn from(headers: &Headers) -> Self {
+        Self(headers.0.to_vec())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn headers_keep_order_repeats_nulls_and_odd_names() {
+        let mut builder = HeadersBuilder::default();
+        builder.push(b"a", Some(b"1"));
+        builder.push(&[0xff, 0xfe], None);
+        builder.push(b"a", Some(b""));
+        let headers = builder.finish();
+        let all: Vec<_> = headers.iter().collect();
+        assert_eq!(all, [(&b"a"[..], Some(&b"1"[..])), (&[0xff, 0xfe][..], None), (&b"a"[..], Some(&b""[..]))]);
+        assert_eq!(headers.last("a"), Some(&b""[..]));
+        assert_eq!(headers.last("b"), None);
+    }
+
+    #[test]
+    fn a_truncated_block_ends_the_headers() {
+        let whole = Message::new("x").with_header("name", "value").headers.0;
+        for length in 0..whole.len() {
+            assert_eq!(Headers::from_block(whole.slice(..length)).iter().count(), 0);
+        }
+    }
+
+    #[test]
+    fn debug_shows_no_header_value() {
+        let message = Message::new("x").with_header("authorization", "secret-canary");
+        assert!(!format!("{:?}", message.headers).contains("canary"));
+    }
+}

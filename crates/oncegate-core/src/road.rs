@@ -1,0 +1,467 @@
+//! The consumer's side of the promise: what one delivery does next.
+//!
+//! [`next`] is the whole of it: a stage and an event in, a stage and a step out. It has no clock, no I/O and no
+//! randomness. The consumer loop and [`Gate`](crate::Gate) carry its steps out and decide nothing themselves, so what
+//! the model checker explores is what runs. Every delivery leaves with a [`Settlement`], never with an error.
+
+use std::time::Duration;
+
+use crate::marker::{Ask, Effect, Finding, Guarantee, Verdict};
+
+/// Where a delivery stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Stage {
+    /// Handed over by the source, nothing asked yet.
+    New(History),
+    /// A claim was asked.
+    Claiming(History, Parks),
+    /// Waits to ask its claim again: the id is held elsewhere, or the store was not there.
+    Parked(History, Parks, Asked),
+    /// A claim was asked, and its grant will be given back: the consumer drains.
+    Withdrawing(History),
+    /// Granted, not started.
+    Ready(Permit),
+    /// The handler runs.
+    Running(Permit, Tries),
+    /// The handler said that nothing happened; it runs again after a pause.
+    Pausing(Permit, Tries),
+    /// Asked to mark that nobody knows whether it happened.
+    Doubting(Permit, Cause, AfterDoubt),
+    /// `reconcile` runs.
+    Reconciling(Permit, Tries, Cause),
+    /// `reconcile` did not find out; it runs again after a pause.
+    ReconcilePausing(Permit, Tries, Cause),
+    /// Asked to record what `reconcile` found.
+    Resolving(Permit, Finding),
+    /// Asked to record that it happened.
+    Completing(Permit),
+    /// Asked to free the id for another attempt.
+    Clearing(Permit, Effect, Duration),
+    /// Asked to keep the id from running again.
+    Rejecting(Permit, Reason),
+    /// The handler runs without the gate, because the store is away and the user chose so.
+    Ungated(Tries),
+    /// Left the road.
+    Settled,
+}
+
+/// What the source knows of a delivery before the gate does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct History {
+    /// How often it was released before.
+    pub releases: u32,
+    /// Whether the dedup window can still speak for it.
+    pub freshness: Freshness,
+}
+
+/// Whether a message is young enough that an absent marker means that it was never handled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Freshness {
+    /// Younger than `max_age`, or of unknown age.
+    Fresh,
+    /// Older: its marker may have expired.
+    TooOld,
+}
+
+/// How often a claim was asked in vain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Parks(pub u32);
+
+/// What became of the claim of a parked delivery.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Asked {
+    /// It was answered: someone else holds the id.
+    Answered,
+    /// It may have been applied.
+    Unknown,
+}
+
+/// How often a handler was run again in place, or a reconcile was tried.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Tries(pub u32);
+
+/// The right to handle one id now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Permit {
+    /// The attempt that the store granted: the fence.
+    pub attempt: u32,
+    /// How often the delivery was released before.
+    pub releases: u32,
+}
+
+/// Why nobody knows whether it happened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Cause {
+    /// The handler said so.
+    Said,
+    /// The handler panicked.
+    Panicked,
+    /// The handler did not return in time.
+    TimedOut,
+    /// An earlier holder crashed or lost its lease.
+    HolderGone,
+    /// The message is older than `max_age`, and its marker is absent.
+    TooOld,
+}
+
+/// What follows a doubt that was recorded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum AfterDoubt {
+    /// Find out now.
+    Reconcile,
+    /// The lease is lost: let whoever claims next find out.
+    Release,
+}
+
+/// What happened to a delivery.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Event {
+    /// The delivery has an id.
+    Arrived,
+    /// The delivery has no id.
+    NoId,
+    /// The store answered the operation that was asked last.
+    Answer(Verdict),
+    /// The store did not answer, or its answer was lost.
+    Unavailable,
+    /// The handler may start.
+    Slot,
+    /// The handler is over.
+    Returned(Outcome),
+    /// `reconcile` is over; `None` if it did not find out.
+    Found(Option<Finding>),
+    /// The lease may have ended, or the store said that it has.
+    LeaseOver,
+    /// The pause is over.
+    Woke,
+    /// The consumer stops, or the delivery belongs to someone else soon.
+    Drain,
+    /// The time to drain is over.
+    DrainOver,
+}
+
+/// How a handler ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Outcome {
+    /// It happened.
+    Done,
+    /// Nothing happened: run again.
+    Retry,
+    /// Nothing happened, and nothing ever will: dead letters.
+    Reject,
+    /// The payload does not parse.
+    Unreadable,
+    /// It may have happened.
+    Unknown(Cause),
+}
+
+/// What the loop does next.
+#[derive(Debug, PartialEq, Eq, Hash)]
+pub enum Step {
+    /// Ask the store for a claim, with a token made for it.
+    ClaimAnew,
+    /// Ask the store, with the token and the attempt of the current claim.
+    Ask(Ask),
+    /// Say [`Event::Slot`] when the handler may start.
+    Queue,
+    /// Start the handler.
+    Run,
+    /// Start `reconcile`.
+    Reconcile,
+    /// Say [`Event::Woke`] after about this long.
+    Wake(Duration),
+    /// Hand this to the source.
+    Settle(Settlement),
+    /// Nothing: an answer is still to come.
+    Wait,
+    /// Let go of the delivery without settling it; it comes back after its lease.
+    Drop,
+}
+
+/// What becomes of a delivery at the broker.
+#[derive(Debug, PartialEq, Eq, Hash)]
+pub enum Settlement {
+    /// It is done with.
+    Accept(Proof),
+    /// It comes back, not before this delay.
+    Release {
+        /// How long the source keeps it back.
+        after: Duration,
+    },
+    /// It goes to the dead-letter or the in-doubt destination.
+    Reject(Reason),
+}
+
+/// Shows that a delivery may be accepted. Only the road makes one, out of a verdict.
+#[derive(Debug, PartialEq, Eq, Hash)]
+pub struct Proof(By);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum By {
+    Completed,
+    Duplicate,
+    Resolved,
+    PassedWithoutGate,
+}
+
+impl Proof {
+    /// What the proof rests on, as metrics and logs name it.
+    pub fn as_str(&self) -> &'static str {
+        match self.0 {
+            By::Completed => "completed",
+            By::Duplicate => "duplicate",
+            By::Resolved => "resolved",
+            By::PassedWithoutGate => "passed_without_gate",
+        }
+    }
+}
+
+/// Why a delivery was rejected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Reason {
+    /// It has no id.
+    MissingId,
+    /// Its payload does not parse.
+    Unreadable,
+    /// Its id was used for another body.
+    Conflict,
+    /// The handler said that it will never work.
+    Refused,
+    /// It failed too often.
+    AttemptsSpent,
+    /// It was rejected before, and not redriven since.
+    RejectedBefore,
+    /// It is larger than the source's limit.
+    TooLarge,
+    /// Nobody could find out whether it happened.
+    InDoubt(Cause),
+}
+
+impl Reason {
+    /// The reason as it stands in headers, metrics and logs.
+    pub fn as_str(&self) -> &'static str {
+        match self {
+            Self::MissingId => "missing-id",
+            Self::Unreadable => "unreadable",
+            Self::Conflict => "conflict",
+            Self::Refused => "refused",
+            Self::AttemptsSpent => "attempts-spent",
+            Self::RejectedBefore => "rejected-before",
+            Self::TooLarge => "too-large",
+            Self::InDoubt(Cause::Said) => "in-doubt-said",
+            Self::InDoubt(Cause::Panicked) => "in-doubt-panicked",
+            Self::InDoubt(Cause::TimedOut) => "in-doubt-timed-out",
+            Self::InDoubt(Cause::HolderGone) => "in-doubt-holder-gone",
+            Self::InDoubt(Cause::TooOld) => "in-doubt-too-old",
+        }
+    }
+
+    /// Whether it goes to the in-doubt destination (a person has to find out) instead of the dead letters.
+    pub fn is_in_doubt(&self) -> bool {
+        matches!(self, Self::InDoubt(_))
+    }
+}
+
+/// What the consumer does while its store is away.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Outage {
+    /// Take nothing in, and go on when the store is back.
+    #[default]
+    Hold,
+    /// Effectively once only: run without the gate, at least once meanwhile, and count it.
+    PassThrough,
+}
+
+/// The numbers that the road goes by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Policy {
+    /// What is promised.
+    pub guarantee: Guarantee,
+    /// How many attempts a message gets before it is dead-lettered.
+    pub attempts: u32,
+    /// How often a handler is run again in place within one attempt.
+    pub retries: u32,
+    /// How often `reconcile` is tried.
+    pub reconciles: u32,
+    /// How often a claim that met a holder is asked again before its delivery is released.
+    pub parks: u32,
+    /// The first pause.
+    pub backoff: Duration,
+    /// The longest pause.
+    pub longest_backoff: Duration,
+    /// What to do while the store is away.
+    pub outage: Outage,
+}
+
+impl Policy {
+    /// The pause before the retry that follows `tries` tries: doubling, bounded.
+    pub fn pause(&self, tries: u32) -> Duration {
+        self.backoff.saturating_mul(1 << tries.min(20)).min(self.longest_backoff)
+    }
+
+    fn spent(&self, permit: Permit) -> bool {
+        permit.attempt.max(permit.releases.saturating_add(1)) >= self.attempts
+    }
+
+    fn overspent(&self, permit: Permit) -> bool {
+        permit.attempt.max(permit.releases.saturating_add(1)) > self.attempts
+    }
+}
+
+/// What a delivery does next.
+pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
+    use {Event::*, Stage::*, Verdict as V};
+    let at_most_once = policy.guarantee == Guarantee::AtMostOnce;
+    let wake = |tries| Step::Wake(policy.pause(tries));
+    match (stage, event) {
+        // In: to the gate.
+        (New(_), NoId) => reject(Reason::MissingId),
+        (New(history), Arrived) => (Claiming(history, Parks(0)), Step::ClaimAnew),
+
+        // At the gate: the claim was answered.
+        (Claiming(history, _), Answer(V::Granted { attempt })) => granted(Permit { attempt, releases: history.releases }, history, policy),
+        (Claiming(history, _), Answer(V::InDoubt { attempt })) => {
+            (Reconciling(Permit { attempt, releases: history.releases }, Tries(0), Cause::HolderGone), Step::Reconcile)
+        }
+        (Claiming(_, parks), Answer(V::Busy { .. })) if parks.0 >= policy.parks => release(policy.pause(parks.0)),
+        (Claiming(history, parks), Answer(V::Busy { remaining })) => {
+            (Parked(history, Parks(parks.0 + 1), Asked::Answered), Step::Wake(remaining.min(policy.pause(parks.0)) + A_MOMENT))
+        }
+        (Claiming(..), Answer(V::Duplicate)) => accept(By::Duplicate),
+        (Claiming(..), Answer(V::Conflict)) => reject(Reason::Conflict),
+        (Claiming(..), Answer(V::Rejected)) => reject(Reason::RejectedBefore),
+        (Claiming(..), Unavailable) if passes_through(policy) => (Ungated(Tries(0)), Step::Run),
+        (Claiming(history, parks), Unavailable) => (Parked(history, Parks(parks.0 + 1), Asked::Unknown), wake(parks.0)),
+        (Parked(history, parks, _), Woke) => (Claiming(history, parks), Step::Ask(Ask::Claim)),
+
+        // The handler: it runs only while its lease lives.
+        (Ready(permit), Slot) => (Running(permit, Tries(0)), Step::Run),
+        (Pausing(permit, tries), Woke) => (Running(permit, tries), Step::Run),
+        (Running(permit, _), Returned(Outcome::Done)) => (Completing(permit), Step::Ask(Ask::Complete)),
+        (Running(permit, tries), Returned(Outcome::Retry)) => again(permit, tries, policy),
+        (Running(permit, _), Returned(Outcome::Reject)) => (Rejecting(permit, Reason::Refused), Step::Ask(Ask::Reject)),
+        (Running(permit, _), Returned(Outcome::Unreadable)) => (Rejecting(permit, Reason::Unreadable), Step::Ask(Ask::Reject)),
+        (Running(permit, _), Returned(Outcome::Unknown(cause))) if at_most_once => doubt(permit, cause, AfterDoubt::Reconcile),
+        (Running(permit, _), Returned(Outcome::Unknown(_))) if policy.spent(permit) => {
+            (Rejecting(permit, Reason::AttemptsSpent), Step::Ask(Ask::Reject))
+        }
+        (Running(permit, _), Returned(Outcome::Unknown(_))) => clear(permit, Effect::Unknown, policy.pause(permit.attempt)),
+
+        // Nobody knows: ask the world.
+        (Doubting(permit, cause, AfterDoubt::Reconcile), Answer(V::Kept)) => (Reconciling(permit, Tries(0), cause), Step::Reconcile),
+        (Doubting(_, _, AfterDoubt::Release), Answer(_)) => release(policy.pause(0)),
+        (Reconciling(permit, _, _), Found(Some(finding))) => (Resolving(permit, finding), Step::Ask(Ask::Resolve(finding))),
+        (Reconciling(_, tries, cause), Found(None)) if tries.0 + 1 >= policy.reconciles => reject(Reason::InDoubt(cause)),
+        (Reconciling(permit, tries, cause), Found(None)) => (ReconcilePausing(permit, Tries(tries.0 + 1), cause), wake(tries.0)),
+        (ReconcilePausing(permit, tries, cause), Woke) => (Reconciling(permit, tries, cause), Step::Reconcile),
+        (Resolving(_, Finding::Happened), Answer(V::Done { .. })) => accept(By::Resolved),
+
+        // Out: the verdict stands before the settlement.
+        (Completing(_), Answer(V::Done { .. })) => accept(By::Completed),
+        (Clearing(_, _, after), Answer(_)) => release(after),
+        (Rejecting(_, reason), Answer(V::Kept)) => reject(reason),
+
+        // Without the gate, at least once.
+        (Ungated(_), Returned(Outcome::Done)) => accept(By::PassedWithoutGate),
+        (Ungated(_), Returned(Outcome::Reject)) => reject(Reason::Refused),
+        (Ungated(_), Returned(Outcome::Unreadable)) => reject(Reason::Unreadable),
+        (Ungated(tries), Returned(_)) => release(policy.pause(tries.0)),
+
+        // The marker is not ours any more, or has become what a new claim has to read: look again.
+        (Doubting(permit, ..) | Resolving(permit, _) | Completing(permit) | Rejecting(permit, _), Answer(_)) => look_again(permit),
+
+        // The lease may be over. What has a verdict to record keeps asking; what runs is dropped.
+        (Ready(permit), LeaseOver) => (Claiming(permit.history(), Parks(0)), Step::Ask(Ask::Claim)),
+        (Running(permit, _), LeaseOver) if at_most_once => doubt(permit, Cause::HolderGone, AfterDoubt::Release),
+        (Running(..), LeaseOver) => release(policy.pause(0)),
+        (Pausing(permit, _), LeaseOver) => clear(permit, Effect::Nothing, policy.pause(0)),
+        (Reconciling(..) | ReconcilePausing(..), LeaseOver) => release(policy.pause(0)),
+
+        // The store is away: whatever was asked is asked again, with the same token.
+        (Withdrawing(_) | Doubting(..) | Resolving(..) | Completing(_) | Clearing(..) | Rejecting(..), Unavailable) => (stage, wake(3)),
+        (Withdrawing(_), Woke) => (stage, Step::Ask(Ask::Claim)),
+        (Doubting(..), Woke) => (stage, Step::Ask(Ask::Doubt)),
+        (Resolving(_, finding), Woke) => (stage, Step::Ask(Ask::Resolve(finding))),
+        (Completing(_), Woke) => (stage, Step::Ask(Ask::Complete)),
+        (Clearing(_, effect, _), Woke) => (stage, Step::Ask(Ask::Clear(effect))),
+        (Rejecting(..), Woke) => (stage, Step::Ask(Ask::Reject)),
+
+        // The consumer drains: what has not started is given back, what runs may finish.
+        (New(_) | Parked(_, _, Asked::Answered), Drain) => release(Duration::ZERO),
+        (Claiming(history, _), Drain) => (Withdrawing(history), Step::Wait),
+        (Parked(history, _, Asked::Unknown), Drain) => (Withdrawing(history), Step::Ask(Ask::Claim)),
+        (Withdrawing(history), Answer(V::Granted { attempt })) => {
+            clear(Permit { attempt, releases: history.releases }, Effect::Nothing, Duration::ZERO)
+        }
+        (Withdrawing(_), Answer(V::Duplicate)) => accept(By::Duplicate),
+        (Withdrawing(_), Answer(_)) => release(Duration::ZERO),
+        (Ready(permit) | Pausing(permit, _), Drain) => clear(permit, Effect::Nothing, Duration::ZERO),
+        (ReconcilePausing(..), Drain) => release(Duration::ZERO),
+        (Settled, _) => (Settled, Step::Wait),
+        (_, DrainOver) => (Settled, Step::Drop),
+
+        // Anything else comes too late, or changes nothing: a stale wake, a renewal's answer, a drain while running.
+        (stage, _) => (stage, Step::Wait),
+    }
+}
+
+/// A pause between a lease's end and the claim after it: both clocks count in milliseconds.
+const A_MOMENT: Duration = Duration::from_millis(2);
+
+fn granted(permit: Permit, history: History, policy: &Policy) -> (Stage, Step) {
+    if policy.overspent(permit) {
+        return (Stage::Rejecting(permit, Reason::AttemptsSpent), Step::Ask(Ask::Reject));
+    }
+    if policy.guarantee == Guarantee::AtMostOnce && permit.attempt == 1 && history.freshness == Freshness::TooOld {
+        return doubt(permit, Cause::TooOld, AfterDoubt::Reconcile);
+    }
+    (Stage::Ready(permit), Step::Queue)
+}
+
+fn again(permit: Permit, tries: Tries, policy: &Policy) -> (Stage, Step) {
+    if tries.0 < policy.retries && policy.guarantee != Guarantee::Bare {
+        return (Stage::Pausing(permit, Tries(tries.0 + 1)), Step::Wake(policy.pause(tries.0)));
+    }
+    if policy.spent(permit) {
+        return (Stage::Rejecting(permit, Reason::AttemptsSpent), Step::Ask(Ask::Reject));
+    }
+    clear(permit, Effect::Nothing, policy.pause(permit.releases.saturating_add(tries.0)))
+}
+
+fn passes_through(policy: &Policy) -> bool {
+    policy.outage == Outage::PassThrough && policy.guarantee == Guarantee::EffectivelyOnce
+}
+
+fn accept(by: By) -> (Stage, Step) {
+    (Stage::Settled, Step::Settle(Settlement::Accept(Proof(by))))
+}
+
+fn release(after: Duration) -> (Stage, Step) {
+    (Stage::Settled, Step::Settle(Settlement::Release { after }))
+}
+
+fn reject(reason: Reason) -> (Stage, Step) {
+    (Stage::Settled, Step::Settle(Settlement::Reject(reason)))
+}
+
+fn clear(permit: Permit, effect: Effect, after: Duration) -> (Stage, Step) {
+    (Stage::Clearing(permit, effect, after), Step::Ask(Ask::Clear(effect)))
+}
+
+fn doubt(permit: Permit, cause: Cause, then: AfterDoubt) -> (Stage, Step) {
+    (Stage::Doubting(permit, cause, then), Step::Ask(Ask::Doubt))
+}
+
+fn look_again(permit: Permit) -> (Stage, Step) {
+    (Stage::Claiming(permit.history(), Parks(0)), Step::ClaimAnew)
+}
+
+impl Permit {
+    fn history(self) -> History {
+        // It was judged for its age when it was granted.
+        History { releases: self.releases, freshness: Freshness::Fresh }
+    }
+}
+
+#[cfg(test)]
+mod tests;

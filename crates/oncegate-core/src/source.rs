@@ -1,0 +1,200 @@
+//! The contract of a source: where deliveries come from, and where settlements go.
+
+use std::time::Instant;
+
+use async_trait::async_trait;
+
+use crate::message::Message;
+use crate::road::Settlement;
+use crate::store::Cause;
+
+/// Where deliveries come from, and where settlements go.
+///
+/// # The contract
+/// - A delivery is handed over until it is settled: what is not settled when the source ends comes back.
+/// - `Accept` never comes back. `Release` comes back, not before its delay, with [`Delivery::releases`] one higher.
+///   `Reject` stands in the dead-letter or in-doubt destination, confirmed, before the delivery is taken as settled.
+/// - Trouble with the broker is the source's own work: it reconnects with backoff, and says so in its logs. It
+///   returns an error only for what a person has to change.
+#[async_trait]
+pub trait Source: Send {
+    /// Waits until there is something, then adds all that is ready, within the limit, without waiting for more.
+    ///
+    /// Cancel-safe: a dropped future loses nothing. Also drives what the source has to do in the background, and
+    /// may return with nothing added.
+    ///
+    /// # Errors
+    /// Only for what retrying cannot heal; the consumer drains and ends with it.
+    async fn receive(&mut self, limit: Limit, into: &mut Vec<Incoming>) -> Result<(), SourceError>;
+
+    /// Hands settlements over, in any order, and returns at once, leaving `settled` empty.
+    ///
+    /// Commit watermark, multiple acknowledgement, holding a released delivery, publishing a dead letter and waiting
+    /// for its confirmation are the source's own work, done in the background.
+    ///
+    /// # Errors
+    /// As [`Source::receive`].
+    async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), SourceError>;
+
+    /// Stops handing out new deliveries; called once when a drain begins. `receive` is still called for revocations.
+    async fn stop(&mut self) {}
+
+    /// Finishes what was settled, until the deadline, then leaves the group or closes the channel.
+    ///
+    /// # Errors
+    /// What could not be finished; it will be delivered again.
+    async fn close(self: Box<Self>, deadline: Instant) -> Result<(), SourceError>;
+
+    /// What each delivery is ordered by, unless the user chose otherwise.
+    fn default_order(&self) -> Order {
+        Order::Unordered
+    }
+
+    /// How many deliveries one apply to the store should carry at the most. AMQP: a quarter of the prefetch.
+    fn chunk(&self) -> usize {
+        256
+    }
+
+    /// Whether applies to a slow store should overlap. Kafka: yes; AMQP: no.
+    fn overlap(&self) -> bool {
+        false
+    }
+}
+
+/// How much a source may hand over at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limit {
+    /// Deliveries, at least 1.
+    pub count: usize,
+    /// Bytes of key, headers and body. One delivery larger than this is handed over alone.
+    pub bytes: usize,
+}
+
+/// What a source hands over.
+#[derive(Debug)]
+pub enum Incoming {
+    /// A delivery to settle.
+    Delivery(Delivery),
+    /// Every delivery whose receipt has this epoch belongs to someone else soon: what has not started is not to
+    /// start; what runs is settled if it is quick.
+    Revoked(u64),
+}
+
+/// One hand-over of a message.
+#[derive(Debug)]
+pub struct Delivery {
+    /// What was sent.
+    pub message: Message,
+    /// The transport's handle to settle it.
+    pub receipt: Receipt,
+    /// How often this message was released before, as far as the source knows.
+    pub releases: u32,
+}
+
+/// The transport's handle to settle one delivery. Its source reads its meaning; nobody can copy it.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Receipt {
+    /// The assignment or the channel that it belongs to.
+    pub epoch: u64,
+    /// The partition, or 0.
+    pub partition: u32,
+    /// The offset or the delivery tag.
+    pub position: u64,
+}
+
+/// A delivery and what becomes of it. Made by the road alone, consumed by [`Source::settle`].
+#[derive(Debug)]
+pub struct Settled {
+    /// The delivery, moved.
+    pub delivery: Delivery,
+    /// What becomes of it.
+    pub settlement: Settlement,
+    /// What a person who finds it in the dead letters wants to know; `None` where nothing failed.
+    pub story: Option<Box<Story>>,
+}
+
+/// What is written beside a dead letter.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Story {
+    /// The id, where one could be read.
+    pub id: Option<String>,
+    /// How many attempts were granted.
+    pub attempts: u32,
+    /// The first error, cut to 1,000 bytes.
+    pub first_error: Option<String>,
+    /// The last error, cut to 1,000 bytes.
+    pub last_error: Option<String>,
+}
+
+/// What is handled one after the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Order {
+    /// Nothing: any two deliveries may run at once.
+    Unordered,
+    /// Deliveries with the same key of the same topic or queue.
+    ByKey,
+    /// Deliveries of the same partition.
+    ByPartition,
+}
+
+/// Why a source cannot go on.
+#[derive(Debug, thiserror::Error)]
+pub enum SourceError {
+    /// A setting is wrong: the text names it and says what to do.
+    #[error("{setting}: {problem}; {remedy}")]
+    Misconfigured {
+        /// The setting.
+        setting: String,
+        /// What is wrong with it.
+        problem: String,
+        /// What to do.
+        remedy: String,
+    },
+    /// The broker refuses or is not there, and trying again does not help.
+    #[error("the broker cannot be used: {0}")]
+    Unavailable(#[source] Cause),
+}
+
+impl SourceError {
+    /// A wrong setting.
+    pub fn misconfigured(setting: impl Into<String>, problem: impl Into<String>, remedy: impl Into<String>) -> Self {
+        Self::Misconfigured { setting: setting.into(), problem: problem.into(), remedy: remedy.into() }
+    }
+}
+
+/// The headers that oncegate writes on dead letters, in-doubt messages and delayed copies.
+pub mod headers {
+    /// Why the message was rejected: [`Reason::as_str`](crate::road::Reason::as_str).
+    pub const REASON: &str = "oncegate-reason";
+    /// The id that the gate used.
+    pub const ID: &str = "oncegate-id";
+    /// How many attempts were granted.
+    pub const ATTEMPTS: &str = "oncegate-attempts";
+    /// The first error.
+    pub const FIRST_ERROR: &str = "oncegate-first-error";
+    /// The last error.
+    pub const LAST_ERROR: &str = "oncegate-last-error";
+    /// Topic or queue, and partition and offset where there are some.
+    pub const ORIGIN: &str = "oncegate-origin";
+    /// How often a delayed copy was released.
+    pub const RELEASES: &str = "oncegate-releases";
+    /// When the first copy was seen, in milliseconds since 1970.
+    pub const FIRST_SEEN: &str = "oncegate-first-seen";
+}
+
+/// The headers of a rejected delivery, in the order in which they are written: name and value.
+pub fn rejection_headers(delivery: &Delivery, reason: &crate::road::Reason, story: Option<&Story>) -> Vec<(&'static str, String)> {
+    use crate::message::Position;
+    let story = story.cloned().unwrap_or_default();
+    let origin = &delivery.message.origin;
+    let origin = match origin.position {
+        Position::Offset { partition, offset } => format!("{}/{partition}/{offset}", origin.name),
+        Position::Queue => origin.name.to_string(),
+    };
+    let mut written =
+        vec![(headers::REASON, reason.as_str().to_owned()), (headers::ATTEMPTS, story.attempts.to_string()), (headers::ORIGIN, origin)];
+    written.extend(story.id.map(|id| (headers::ID, id)));
+    written.extend(story.first_error.map(|error| (headers::FIRST_ERROR, error)));
+    written.extend(story.last_error.map(|error| (headers::LAST_ERROR, error)));
+    written
+}

@@ -1,0 +1,75 @@
+//! The contract of a store: it remembers ids.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+
+use crate::marker::{Operation, Verdict};
+
+/// Remembers ids.
+///
+/// # The contract
+/// - Each operation is applied as [`marker::apply`](crate::marker::apply) says, atomically on its own key, by the
+///   store's own clock.
+/// - The answer has one entry per operation, in order. Operations on one key are applied in the order in which they
+///   stand. One bad operation spoils no other.
+/// - Dropping the future leaves each operation applied or not: its outcome is unknown, and asking again is safe.
+/// - Nothing waits for ever: an answer that does not come in time is [`StoreError::Unknown`].
+#[async_trait]
+pub trait Store: Send + Sync {
+    /// Applies the operations and answers each.
+    async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>>;
+
+    /// Whether what the store said survives its own crash. At most once refuses a store that forgets.
+    ///
+    /// Asked once, at start. A store that is not there yet says [`StoreError::NotApplied`] or
+    /// [`StoreError::Unknown`], and is asked again; [`StoreError::Misconfigured`] ends the consumer.
+    ///
+    /// # Errors
+    /// What keeps the store from being used, with what to do about it.
+    async fn memory(&self) -> Result<Memory, StoreError> {
+        Ok(Memory::Forgets("it does not say that it survives a crash".into()))
+    }
+
+    /// A handle on the same store for the renewals: they run on a thread of their own, which no handler can block, and
+    /// must not share a connection whose driver lives on another runtime. It connects when it is first used, there.
+    ///
+    /// `None` where the store itself is as good, because it needs no runtime.
+    fn for_renewals(&self) -> Option<std::sync::Arc<dyn Store>> {
+        None
+    }
+
+    /// How many applies may be in flight at once to make the best use of this store. At least 1.
+    fn parallel_applies(&self) -> usize {
+        1
+    }
+}
+
+/// Whether a store's answers survive its own crash.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Memory {
+    /// What was answered is still known after a crash; the text says what that rests on.
+    Survives(String),
+    /// It may be forgotten; the text says why, and how to change it.
+    Forgets(String),
+}
+
+/// Why a store did not answer an operation.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    /// Nothing was applied: ask again later.
+    #[error("the store did not apply the operation: {0}")]
+    NotApplied(#[source] Cause),
+    /// It may have been applied: ask again with the same token.
+    #[error("the store's answer is unknown: {0}")]
+    Unknown(#[source] Cause),
+    /// It will never work like this: stop, and tell a person what to change.
+    #[error("the store is misconfigured: {0}")]
+    Misconfigured(#[source] Cause),
+}
+
+/// The error below.
+pub type Cause = Box<dyn std::error::Error + Send + Sync>;
+
+/// How long a store may take for one apply, where it has no better figure of its own.
+pub const APPLY_TIMEOUT: Duration = Duration::from_secs(2);

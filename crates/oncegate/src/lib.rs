@@ -1,0 +1,1 @@
+//! Idempotent message consumers for Kafka and RabbitMQ.

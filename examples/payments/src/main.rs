@@ -1,0 +1,2 @@
+//! The payments demo.
+fn main() {}

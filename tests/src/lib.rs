@@ -1,0 +1,1 @@
+//! End to end: real brokers, real stores, real crashes.
