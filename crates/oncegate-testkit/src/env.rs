@@ -1,0 +1,120 @@
+//! Where the servers that all tests share answer.
+
+use crate::servers::{KafkaServer, RabbitServer, RedisOptions, RedisPersistence, RedisServer, ServerError};
+
+/// The variable that names Kafka's bootstrap servers, as `host:port`.
+const KAFKA: &str = "ONCEGATE_KAFKA";
+/// The variable that names RabbitMQ, as an `amqp://` URL.
+const RABBITMQ: &str = "ONCEGATE_RABBITMQ";
+/// The variable that names Redis, as a `redis://` URL.
+const REDIS: &str = "ONCEGATE_REDIS";
+
+/// Nobody said where a server answers.
+#[derive(Debug, thiserror::Error)]
+#[error("no address of {server}: run `cargo xtask test`, or set {variable}={example}")]
+pub struct MissingServer {
+    server: &'static str,
+    variable: &'static str,
+    example: &'static str,
+}
+
+/// The bootstrap servers of the Kafka broker that all tests share.
+///
+/// # Errors
+/// [`MissingServer`] when `ONCEGATE_KAFKA` is not set or empty.
+pub fn kafka_brokers() -> Result<String, MissingServer> {
+    address("Kafka", KAFKA, "127.0.0.1:9092")
+}
+
+/// The URL of the RabbitMQ node that all tests share.
+///
+/// # Errors
+/// [`MissingServer`] when `ONCEGATE_RABBITMQ` is not set or empty.
+pub fn rabbitmq_url() -> Result<String, MissingServer> {
+    address("RabbitMQ", RABBITMQ, "amqp://guest:guest@127.0.0.1:5672/%2f")
+}
+
+/// The URL of the Redis server that all tests share. It appends to disk every second and evicts nothing.
+///
+/// # Errors
+/// [`MissingServer`] when `ONCEGATE_REDIS` is not set or empty.
+pub fn redis_url() -> Result<String, MissingServer> {
+    address("Redis", REDIS, "redis://127.0.0.1:6379")
+}
+
+fn address(server: &'static str, variable: &'static str, example: &'static str) -> Result<String, MissingServer> {
+    std::env::var(variable).ok().filter(|address| !address.is_empty()).ok_or(MissingServer { server, variable, example })
+}
+
+/// One Kafka broker, one RabbitMQ node and one Redis server: given by the environment, or else started here.
+///
+/// Those started here are stopped when this is dropped.
+pub struct Servers {
+    kafka: Provided<KafkaServer>,
+    rabbitmq: Provided<RabbitServer>,
+    redis: Provided<RedisServer>,
+}
+
+enum Provided<S> {
+    ByEnvironment(String),
+    Here(S),
+}
+
+impl Servers {
+    /// Takes each server that the environment names and starts the others, all at once.
+    ///
+    /// # Errors
+    /// The first server that did not start; those that did are stopped again.
+    pub fn from_env_or_start() -> Result<Self, ServerError> {
+        std::thread::scope(|scope| {
+            let kafka = scope.spawn(|| provide(kafka_brokers(), KafkaServer::start));
+            let rabbitmq = scope.spawn(|| provide(rabbitmq_url(), RabbitServer::start));
+            let redis = provide(redis_url(), start_shared_redis);
+            let kafka = kafka.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            let rabbitmq = rabbitmq.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            Ok(Self { kafka: kafka?, rabbitmq: rabbitmq?, redis: redis? })
+        })
+    }
+
+    /// The bootstrap servers of Kafka.
+    pub fn kafka_brokers(&self) -> String {
+        self.kafka.address(KafkaServer::brokers)
+    }
+
+    /// The URL of RabbitMQ.
+    pub fn rabbitmq_url(&self) -> String {
+        self.rabbitmq.address(RabbitServer::url)
+    }
+
+    /// The URL of Redis.
+    pub fn redis_url(&self) -> String {
+        self.redis.address(RedisServer::url)
+    }
+
+    /// What to put into a child's environment so that [`kafka_brokers`], [`rabbitmq_url`] and [`redis_url`] find
+    /// these servers there.
+    pub fn variables(&self) -> [(&'static str, String); 3] {
+        [(KAFKA, self.kafka_brokers()), (RABBITMQ, self.rabbitmq_url()), (REDIS, self.redis_url())]
+    }
+}
+
+/// Redis as the guarantees want it: on disk every second, nothing evicted.
+fn start_shared_redis() -> Result<RedisServer, ServerError> {
+    RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EverySecond))
+}
+
+fn provide<S>(given: Result<String, MissingServer>, start: fn() -> Result<S, ServerError>) -> Result<Provided<S>, ServerError> {
+    match given {
+        Ok(address) => Ok(Provided::ByEnvironment(address)),
+        Err(MissingServer { .. }) => start().map(Provided::Here),
+    }
+}
+
+impl<S> Provided<S> {
+    fn address(&self, of: fn(&S) -> String) -> String {
+        match self {
+            Self::ByEnvironment(address) => address.clone(),
+            Self::Here(server) => of(server),
+        }
+    }
+}

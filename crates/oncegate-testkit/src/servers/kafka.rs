@@ -1,0 +1,138 @@
+//! Kafka.
+
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use super::ServerError;
+use super::kafka_distribution::fetch_kafka;
+use super::port::free_ports;
+use super::server::{Kind, Server, temporary_directory, write};
+
+/// The name of the cluster: `oncegate-kafka-1` in base64.
+const CLUSTER: &str = "b25jZWdhdGUta2Fma2EtMQ";
+
+/// A Kafka broker of one's own, its own controller too. Needs `java`, and `mvn` when the broker was not fetched yet.
+pub type KafkaServer = Server<Kafka>;
+
+/// The kind of a [`KafkaServer`].
+#[derive(Debug)]
+pub struct Kafka {
+    port: u16,
+    class_path: PathBuf,
+}
+
+impl KafkaServer {
+    /// Starts a broker and returns when it answers, which takes some seconds. Fetches the broker first when it was not
+    /// fetched yet.
+    ///
+    /// # Errors
+    /// [`ServerError`], with the end of the server's log, when it does not start or cannot be fetched.
+    pub fn start() -> Result<Self, ServerError> {
+        let class_path = fetch_kafka()?.join("*");
+        let [port, controller] = free_ports().map_err(|source| io("find free ports", source))?;
+        let directory = temporary_directory(Kafka::NAME)?;
+        write(Kafka::NAME, &directory.path().join("server.properties"), &properties(port, controller, directory.path()))?;
+        let kafka = Kafka { port, class_path };
+        kafka.format(directory.path())?;
+        Self::launch(kafka, directory)
+    }
+
+    /// Its address for clients.
+    pub fn brokers(&self) -> String {
+        format!("127.0.0.1:{}", self.kind().port)
+    }
+
+    /// Its port on 127.0.0.1, the same for as long as this value lives.
+    pub fn port(&self) -> u16 {
+        self.kind().port
+    }
+}
+
+impl Kind for Kafka {
+    const NAME: &'static str = "Kafka";
+    const ADVICE: &'static str = "`cargo xtask setup` installs what it needs (Debian's package is default-jre-headless)";
+    const START_PATIENCE: Duration = Duration::from_secs(90);
+
+    fn commands(&self, directory: &Path) -> Vec<Command> {
+        let mut command = self.java();
+        command.args(["-Xmx512m", "-Dorg.slf4j.simpleLogger.showDateTime=true", "kafka.Kafka"]);
+        command.arg(directory.join("server.properties"));
+        vec![command]
+    }
+
+    fn answers(&self, _: u32, log: &str) -> bool {
+        log.contains("Kafka Server started") && self.tells_its_versions().is_ok()
+    }
+}
+
+impl Kafka {
+    fn java(&self) -> Command {
+        let mut java = Command::new("java");
+        java.arg("-cp").arg(&self.class_path);
+        java
+    }
+
+    /// Prepares an empty data directory.
+    fn format(&self, directory: &Path) -> Result<(), ServerError> {
+        let mut command = self.java();
+        command.args(["kafka.tools.StorageTool", "format", "-t", CLUSTER, "-c"]);
+        let output = command.arg(directory.join("server.properties")).output().map_err(|source| io("run java", source))?;
+        if output.status.success() {
+            return Ok(());
+        }
+        Err(ServerError::ProgramFailed {
+            server: Self::NAME,
+            program: "kafka.tools.StorageTool format".into(),
+            output: String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned(),
+            advice: Self::ADVICE,
+        })
+    }
+
+    /// Sends an ApiVersions request, version 0, and waits for the head of the answer.
+    fn tells_its_versions(&self) -> std::io::Result<()> {
+        const API_VERSIONS: [u8; 2] = [0, 18];
+        const VERSION: [u8; 2] = [0, 0];
+        const CORRELATION: [u8; 4] = *b"once";
+        const NO_CLIENT_ID: [u8; 2] = [0xff, 0xff];
+        let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, self.port))?;
+        stream.set_read_timeout(Some(Duration::from_secs(2)))?;
+        let length = [0, 0, 0, 10];
+        let request: &[&[u8]] = &[&length, &API_VERSIONS, &VERSION, &CORRELATION, &NO_CLIENT_ID];
+        stream.write_all(&request.concat())?;
+        let mut answer = [0; 8];
+        stream.read_exact(&mut answer)?;
+        if answer[4..] == CORRELATION { Ok(()) } else { Err(std::io::ErrorKind::InvalidData.into()) }
+    }
+}
+
+/// One node that is broker and controller. Groups form at once, and sessions may be as short as a test wants.
+fn properties(port: u16, controller: u16, directory: &Path) -> String {
+    format!(
+        "process.roles=broker,controller
+node.id=1
+controller.quorum.voters=1@127.0.0.1:{controller}
+listeners=PLAINTEXT://127.0.0.1:{port},CONTROLLER://127.0.0.1:{controller}
+advertised.listeners=PLAINTEXT://127.0.0.1:{port}
+controller.listener.names=CONTROLLER
+log.dirs={data}
+offsets.topic.num.partitions=4
+offsets.topic.replication.factor=1
+transaction.state.log.num.partitions=4
+transaction.state.log.replication.factor=1
+transaction.state.log.min.isr=1
+share.coordinator.state.topic.num.partitions=4
+share.coordinator.state.topic.replication.factor=1
+share.coordinator.state.topic.min.isr=1
+group.initial.rebalance.delay.ms=0
+group.min.session.timeout.ms=1000
+",
+        data = directory.join("data").display()
+    )
+}
+
+fn io(action: &str, source: std::io::Error) -> ServerError {
+    ServerError::Io { server: Kafka::NAME, action: action.into(), source }
+}

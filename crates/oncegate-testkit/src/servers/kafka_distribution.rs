@@ -1,0 +1,105 @@
+//! Where the Kafka broker's files come from: Maven Central, once, into a cache outside the repository.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::server::{Kind, temporary_directory, write};
+use super::{Kafka, ServerError};
+
+const VERSION: &str = "4.3.0";
+
+/// Whether [`fetch_kafka`] would find the broker already there.
+pub fn kafka_is_fetched() -> bool {
+    has_broker(&libraries())
+}
+
+/// The directory with the broker's jars: `$ONCEGATE_CACHE/kafka-4.3.0/libs`, by default in `~/.cache/oncegate`.
+///
+/// Fetches them (54 MB) when they are not there; needs `mvn` for that. Several processes may do so at once.
+///
+/// # Errors
+/// [`ServerError`] when Maven fails or the cache cannot be written.
+pub fn fetch_kafka() -> Result<PathBuf, ServerError> {
+    let libraries = libraries();
+    if has_broker(&libraries) {
+        return Ok(libraries);
+    }
+    println!("fetching the Kafka broker {VERSION} into {}", libraries.display());
+    let project = temporary_directory(Kafka::NAME)?;
+    write(Kafka::NAME, &project.path().join("pom.xml"), &pom())?;
+    let output = Command::new("mvn")
+        .args(["-B", "-q", "dependency:copy-dependencies", "-DincludeScope=runtime", "-DoutputDirectory=libs"])
+        .current_dir(project.path())
+        .output()
+        .map_err(|source| io("run mvn", source))?;
+    if !output.status.success() {
+        return Err(ServerError::ProgramFailed {
+            server: Kafka::NAME,
+            program: "mvn dependency:copy-dependencies".into(),
+            output: String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned(),
+            advice: "is the network there? Maven takes a mirror or proxy from ~/.m2/settings.xml",
+        });
+    }
+    keep(&project.path().join("libs"), &libraries)?;
+    if has_broker(&libraries) { Ok(libraries) } else { Err(ServerError::NoBroker { directory: libraries }) }
+}
+
+/// Copies beside the target first and renames then: whoever looks sees all of it or nothing.
+fn keep(fetched: &Path, libraries: &Path) -> Result<(), ServerError> {
+    let cache = libraries.parent().expect("libraries() ends in libs");
+    let beside = cache.join(format!("libs.{}", std::process::id()));
+    let copy = || -> std::io::Result<()> {
+        std::fs::create_dir_all(&beside)?;
+        for entry in std::fs::read_dir(fetched)? {
+            let entry = entry?;
+            std::fs::copy(entry.path(), beside.join(entry.file_name()))?;
+        }
+        Ok(())
+    };
+    copy().map_err(|source| io("fill the cache", source))?;
+    match std::fs::rename(&beside, libraries) {
+        Ok(()) => Ok(()),
+        // Another process was faster.
+        Err(_) if has_broker(libraries) => std::fs::remove_dir_all(&beside).map_err(|source| io("tidy the cache", source)),
+        Err(source) => Err(io("fill the cache", source)),
+    }
+}
+
+fn libraries() -> PathBuf {
+    let cache = match (std::env::var_os("ONCEGATE_CACHE"), std::env::var_os("HOME")) {
+        (Some(cache), _) => PathBuf::from(cache),
+        (None, Some(home)) => Path::new(&home).join(".cache/oncegate"),
+        (None, None) => std::env::temp_dir().join("oncegate-cache"),
+    };
+    cache.join(format!("kafka-{VERSION}")).join("libs")
+}
+
+fn has_broker(libraries: &Path) -> bool {
+    libraries.join(format!("kafka_2.13-{VERSION}.jar")).is_file()
+}
+
+fn pom() -> String {
+    let dependencies: String = [
+        ("org.apache.kafka", "kafka_2.13", VERSION),
+        ("org.apache.kafka", "kafka-tools", VERSION),
+        ("org.slf4j", "slf4j-simple", "1.7.36"),
+    ]
+    .into_iter()
+    .map(|(group, artifact, version)| {
+        format!("<dependency><groupId>{group}</groupId><artifactId>{artifact}</artifactId><version>{version}</version></dependency>\n")
+    })
+    .collect();
+    format!(
+        "<project xmlns=\"http://maven.apache.org/POM/4.0.0\">
+<modelVersion>4.0.0</modelVersion>
+<groupId>oncegate</groupId><artifactId>kafka-broker</artifactId><version>1</version>
+<dependencies>
+{dependencies}</dependencies>
+</project>
+"
+    )
+}
+
+fn io(action: &str, source: std::io::Error) -> ServerError {
+    ServerError::Io { server: Kafka::NAME, action: action.into(), source }
+}

@@ -1,0 +1,80 @@
+//! Development commands of oncegate: `cargo xtask help`.
+//!
+//! Nothing here links a driver, so this compiles on a machine that has only Rust; `setup` brings the rest.
+#![forbid(unsafe_code)]
+
+mod services;
+mod setup;
+mod state;
+mod stopping;
+mod test;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Development commands of oncegate.
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask")]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Installs what the tests need and this machine lacks: servers, a Java runtime, a C++ compiler, headers.
+    Setup,
+    /// Runs the workspace's tests against real servers that live as long as the tests do.
+    ///
+    /// Installs what is missing first. A server whose address stands in ONCEGATE_KAFKA, ONCEGATE_RABBITMQ or
+    /// ONCEGATE_REDIS is used as it is, the others are started on free ports and stopped again, also after a failure
+    /// or Ctrl-C.
+    Test(test::Arguments),
+    /// Starts Kafka, RabbitMQ and Redis for as long as you like, and stops them again.
+    Services {
+        #[command(subcommand)]
+        command: services::Command,
+    },
+}
+
+fn main() -> ExitCode {
+    let outcome = match Arguments::parse().command {
+        Command::Setup => setup::run(),
+        Command::Test(arguments) => test::run(&arguments),
+        Command::Services { command } => services::run(command),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("xtask: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// What a command ends with when it cannot do what it was asked.
+#[derive(Debug, thiserror::Error)]
+enum Error {
+    /// A program ran and failed; its own output stands above.
+    #[error("`{0}` failed, see above")]
+    Failed(String),
+    /// A program could not be started.
+    #[error("cannot run `{program}`: {source}")]
+    CannotRun { program: String, source: std::io::Error },
+    /// A file could not be read or written.
+    #[error("{path}: {source}")]
+    File { path: std::path::PathBuf, source: std::io::Error },
+    /// Something must be installed by hand.
+    #[error("{0}")]
+    ByHand(String),
+    /// The state file does not read as one that this program wrote.
+    #[error("{0}")]
+    State(#[from] state::Unreadable),
+    /// A server did not start.
+    #[error(transparent)]
+    Server(#[from] oncegate_testkit::servers::ServerError),
+    /// Ctrl-C, SIGTERM or SIGHUP; what was started has been stopped.
+    #[error("stopped by a signal")]
+    Stopped,
+}

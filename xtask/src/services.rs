@@ -1,0 +1,138 @@
+//! `services up|down|status`: servers that live until they are told to stop.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Subcommand;
+use oncegate_testkit::servers::{KafkaServer, Kind, RabbitServer, RedisOptions, RedisPersistence, RedisServer, Server};
+
+use crate::Error;
+use crate::setup;
+use crate::state::{Service, State};
+
+/// How long a server may take to end in good order.
+const STOP_PATIENCE: Duration = Duration::from_secs(15);
+
+#[derive(Subcommand)]
+pub(crate) enum Command {
+    /// Starts them on free ports, prints their addresses and writes these to target/services.env.
+    ///
+    /// Where they are up already it prints the same addresses again. To use them in a shell:
+    /// `export $(cargo xtask services up)`.
+    Up,
+    /// Stops them and removes their data.
+    Down,
+    /// Says which of them run, and where.
+    Status,
+}
+
+pub(crate) fn run(command: Command) -> Result<(), Error> {
+    match command {
+        Command::Up => up(),
+        Command::Down => down(),
+        Command::Status => status(),
+    }
+}
+
+fn up() -> Result<(), Error> {
+    let state = load()?;
+    if !state.services.is_empty() && state.services.iter().all(is_up) {
+        print!("{}", state.environment());
+        return Ok(());
+    }
+    // A machine that went down has left a file about processes that are gone; half of them is of no use either.
+    stop(&state)?;
+    eprintln!("services: starting Kafka, RabbitMQ and Redis");
+    let (kafka, rabbitmq, redis) = std::thread::scope(|scope| {
+        let kafka = scope.spawn(KafkaServer::start);
+        let rabbitmq = scope.spawn(RabbitServer::start);
+        let redis = RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EverySecond));
+        let join = "starting a server reports its failures and does not panic";
+        (kafka.join().expect(join), rabbitmq.join().expect(join), redis)
+    });
+    let (kafka, rabbitmq, redis) = (kafka?, rabbitmq?, redis?);
+    let (brokers, amqp, url) = (kafka.brokers(), rabbitmq.url(), redis.url());
+    let state = State {
+        services: vec![
+            service("ONCEGATE_KAFKA", brokers, kafka),
+            service("ONCEGATE_RABBITMQ", amqp, rabbitmq),
+            service("ONCEGATE_REDIS", url, redis),
+        ],
+    };
+    write(&state_path(), &state.to_text())?;
+    write(&environment_path(), &state.environment())?;
+    print!("{}", state.environment());
+    eprintln!("services: up; written to {}; `cargo xtask services down` stops them", environment_path().display());
+    Ok(())
+}
+
+fn service<K: Kind>(variable: &str, address: String, server: Server<K>) -> Service {
+    Service { name: K::NAME.to_owned(), variable: variable.to_owned(), address, detached: server.detach() }
+}
+
+fn down() -> Result<(), Error> {
+    let state = load()?;
+    if state.services.is_empty() {
+        println!("services: none are up");
+        return Ok(());
+    }
+    stop(&state)
+}
+
+fn stop(state: &State) -> Result<(), Error> {
+    for service in &state.services {
+        eprintln!("services: stopping {}", service.name);
+        for process in &service.detached.processes {
+            process.stop(STOP_PATIENCE);
+        }
+        remove(std::fs::remove_dir_all(&service.detached.directory), &service.detached.directory)?;
+    }
+    for path in [state_path(), environment_path()] {
+        remove(std::fs::remove_file(&path), &path)?;
+    }
+    Ok(())
+}
+
+fn status() -> Result<(), Error> {
+    let state = load()?;
+    if state.services.is_empty() {
+        println!("services: none are up");
+    }
+    for service in &state.services {
+        let word = if is_up(service) { "up  " } else { "gone" };
+        println!("{word} {}={} log: {}/server.log", service.variable, service.address, service.detached.directory.display());
+    }
+    Ok(())
+}
+
+fn is_up(service: &Service) -> bool {
+    service.detached.processes.iter().all(|process| process.is_running())
+}
+
+fn load() -> Result<State, Error> {
+    match std::fs::read_to_string(state_path()) {
+        Ok(text) => Ok(State::parse(&text)?),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(State::default()),
+        Err(source) => Err(Error::File { path: state_path(), source }),
+    }
+}
+
+fn write(path: &PathBuf, text: &str) -> Result<(), Error> {
+    std::fs::write(path, text).map_err(|source| Error::File { path: path.clone(), source })
+}
+
+/// What is gone already counts as removed.
+fn remove(outcome: std::io::Result<()>, path: &std::path::Path) -> Result<(), Error> {
+    match outcome {
+        Err(source) if source.kind() != std::io::ErrorKind::NotFound => Err(Error::File { path: path.to_path_buf(), source }),
+        _ => Ok(()),
+    }
+}
+
+fn state_path() -> PathBuf {
+    setup::target_directory().join("services.state")
+}
+
+fn environment_path() -> PathBuf {
+    setup::target_directory().join("services.env")
+}

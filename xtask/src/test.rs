@@ -1,0 +1,109 @@
+//! `test`: the workspace's tests with real servers around them.
+
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command};
+use std::time::Duration;
+
+use oncegate_testkit::Servers;
+use oncegate_testkit::servers::ProcessId;
+use rustix::process::{Pid, Signal, kill_process_group};
+
+use crate::Error;
+use crate::setup;
+use crate::stopping::Stopping;
+
+/// A name for this run in the environment of everything that the tests start.
+const RUN: &str = "ONCEGATE_TEST_RUN";
+/// How long what the tests left behind may take to end in good order.
+const STOP_PATIENCE: Duration = Duration::from_secs(5);
+
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    /// Runs only the tests whose names contain this.
+    filter: Option<String>,
+    /// Runs only the tests of this package; may be given several times.
+    #[arg(short, long = "package", value_name = "NAME")]
+    packages: Vec<String>,
+}
+
+pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
+    let stopping = Stopping::on_signals().map_err(|source| Error::CannotRun { program: "a signal handler".into(), source })?;
+    setup::run()?;
+    go_on(&stopping)?;
+
+    println!("test: starting the servers that have no address in the environment");
+    let servers = Servers::from_env_or_start()?;
+    go_on(&stopping)?;
+    for (variable, address) in servers.variables() {
+        println!("test: {variable}={address}");
+    }
+
+    let run = std::process::id().to_string();
+    let mut cargo = cargo_test(arguments);
+    cargo.envs(servers.variables()).env(RUN, &run);
+    let shown = shown(&cargo);
+    println!("test: {shown}");
+    // A group of its own: a signal is passed on to cargo and to the tests together.
+    let child = cargo.process_group(0).spawn();
+    let mut child = child.map_err(|source| Error::CannotRun { program: shown.clone(), source })?;
+    let outcome = wait(&mut child, &shown, &stopping);
+    stop_what_is_left(&run);
+    println!("test: stopping the servers that were started");
+    drop(servers);
+    outcome
+}
+
+fn cargo_test(arguments: &Arguments) -> Command {
+    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    cargo.arg("test").arg("--all-features").current_dir(setup::root());
+    if arguments.packages.is_empty() {
+        cargo.arg("--workspace");
+    }
+    for package in &arguments.packages {
+        cargo.args(["--package", package]);
+    }
+    if let Some(filter) = &arguments.filter {
+        cargo.arg("--").arg(filter);
+    }
+    cargo
+}
+
+fn shown(command: &Command) -> String {
+    let words: Vec<_> = command.get_args().map(|word| word.to_string_lossy()).collect();
+    format!("cargo {}", words.join(" "))
+}
+
+fn wait(child: &mut Child, shown: &str, stopping: &Stopping) -> Result<(), Error> {
+    let cannot = |source| Error::CannotRun { program: shown.to_owned(), source };
+    loop {
+        if let Some(status) = child.try_wait().map_err(cannot)? {
+            return if status.success() { Ok(()) } else { Err(Error::Failed(shown.to_owned())) };
+        }
+        if stopping.is_told() {
+            eprintln!("test: stopping");
+            let _ = kill_process_group(Pid::from_child(child), Signal::TERM);
+            child.wait().map_err(cannot)?;
+            return Err(Error::Stopped);
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// A test that was ended by a signal has stopped nothing: whatever bears this run's name is its.
+fn stop_what_is_left(run: &str) {
+    let marker = format!("{RUN}={run}");
+    let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    let numbers = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    for number in numbers.filter(|number| *number != std::process::id()) {
+        let environment = std::fs::read(format!("/proc/{number}/environ")).unwrap_or_default();
+        let is_ours = environment.split(|byte| *byte == 0).any(|variable| variable == marker.as_bytes());
+        if let (true, Some(process)) = (is_ours, ProcessId::running(number)) {
+            eprintln!("test: stopping process {number}, which a test has left behind");
+            process.stop(STOP_PATIENCE);
+        }
+    }
+}
+
+fn go_on(stopping: &Stopping) -> Result<(), Error> {
+    if stopping.is_told() { Err(Error::Stopped) } else { Ok(()) }
+}
