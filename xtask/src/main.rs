@@ -74,6 +74,9 @@ enum Error {
     /// A server did not start.
     #[error(transparent)]
     Server(#[from] oncegate_testkit::servers::ServerError),
+    /// Signals could not be waited for.
+    #[error("cannot wait for signals: {0}")]
+    Signals(std::io::Error),
     /// Ctrl-C, SIGTERM or SIGHUP; what was started has been stopped.
     #[error("stopped by a signal")]
     Stopped,

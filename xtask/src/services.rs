@@ -1,6 +1,7 @@
 //! `services up|down|status`: servers that live until they are told to stop.
 
-use std::path::PathBuf;
+use std::net::TcpStream;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Subcommand;
@@ -9,6 +10,7 @@ use oncegate_testkit::servers::{KafkaServer, Kind, RabbitServer, RedisOptions, R
 use crate::Error;
 use crate::setup;
 use crate::state::{Service, State};
+use crate::stopping::Stopping;
 
 /// How long a server may take to end in good order.
 const STOP_PATIENCE: Duration = Duration::from_secs(15);
@@ -35,6 +37,7 @@ pub(crate) fn run(command: Command) -> Result<(), Error> {
 }
 
 fn up() -> Result<(), Error> {
+    let stopping = Stopping::on_signals()?;
     let state = load()?;
     if !state.services.is_empty() && state.services.iter().all(is_up) {
         print!("{}", state.environment());
@@ -51,6 +54,7 @@ fn up() -> Result<(), Error> {
         (kafka.join().expect(join), rabbitmq.join().expect(join), redis)
     });
     let (kafka, rabbitmq, redis) = (kafka?, rabbitmq?, redis?);
+    stopping.go_on()?;
     let (brokers, amqp, url) = (kafka.brokers(), rabbitmq.url(), redis.url());
     let state = State {
         services: vec![
@@ -106,7 +110,15 @@ fn status() -> Result<(), Error> {
 }
 
 fn is_up(service: &Service) -> bool {
-    service.detached.processes.iter().all(|process| process.is_running())
+    service.detached.processes.iter().all(|process| process.is_running()) && accepts_connections(&service.address)
+}
+
+/// Whether somebody listens there: `host:port`, alone or inside a URL.
+fn accepts_connections(address: &str) -> bool {
+    let after_scheme = address.split_once("//").map_or(address, |(_, rest)| rest);
+    let after_user = after_scheme.rsplit_once('@').map_or(after_scheme, |(_, rest)| rest);
+    let host_and_port = after_user.split_once('/').map_or(after_user, |(first, _)| first);
+    TcpStream::connect(host_and_port).is_ok()
 }
 
 fn load() -> Result<State, Error> {
@@ -122,7 +134,7 @@ fn write(path: &PathBuf, text: &str) -> Result<(), Error> {
 }
 
 /// What is gone already counts as removed.
-fn remove(outcome: std::io::Result<()>, path: &std::path::Path) -> Result<(), Error> {
+fn remove(outcome: std::io::Result<()>, path: &Path) -> Result<(), Error> {
     match outcome {
         Err(source) if source.kind() != std::io::ErrorKind::NotFound => Err(Error::File { path: path.to_path_buf(), source }),
         _ => Ok(()),

@@ -1,7 +1,7 @@
 //! `test`: the workspace's tests with real servers around them.
 
 use std::os::unix::process::CommandExt;
-use std::process::{Child, Command};
+use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use oncegate_testkit::Servers;
@@ -27,13 +27,13 @@ pub(crate) struct Arguments {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
-    let stopping = Stopping::on_signals().map_err(|source| Error::CannotRun { program: "a signal handler".into(), source })?;
+    let stopping = Stopping::on_signals()?;
     setup::run()?;
-    go_on(&stopping)?;
+    stopping.go_on()?;
 
     println!("test: starting the servers that have no address in the environment");
     let servers = Servers::from_env_or_start()?;
-    go_on(&stopping)?;
+    stopping.go_on()?;
     for (variable, address) in servers.variables() {
         println!("test: {variable}={address}");
     }
@@ -44,7 +44,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
     let shown = shown(&cargo);
     println!("test: {shown}");
     // A group of its own: a signal is passed on to cargo and to the tests together.
-    let child = cargo.process_group(0).spawn();
+    let child = cargo.process_group(0).stdin(Stdio::null()).spawn();
     let mut child = child.map_err(|source| Error::CannotRun { program: shown.clone(), source })?;
     let outcome = wait(&mut child, &shown, &stopping);
     stop_what_is_left(&run);
@@ -104,6 +104,27 @@ fn stop_what_is_left(run: &str) {
     }
 }
 
-fn go_on(stopping: &Stopping) -> Result<(), Error> {
-    if stopping.is_told() { Err(Error::Stopped) } else { Ok(()) }
+#[cfg(test)]
+mod tests {
+    use std::os::unix::process::ExitStatusExt;
+
+    use super::*;
+
+    #[test]
+    fn what_a_test_leaves_behind_is_stopped_and_nothing_else() {
+        let sleep = |run: &str| Command::new("setsid").args(["sleep", "60"]).env(RUN, run).spawn().unwrap();
+        let run = format!("unit-{}", std::process::id());
+        let (mut ours, mut other) = (sleep(&run), sleep("unit-of-another"));
+        // The marker is in the environment of the child only once it has become another program.
+        while !std::fs::read(format!("/proc/{}/comm", ours.id())).unwrap().starts_with(b"sleep") {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+
+        stop_what_is_left(&run);
+
+        assert_eq!(ours.wait().unwrap().signal(), Some(15));
+        assert!(other.try_wait().unwrap().is_none());
+        other.kill().unwrap();
+        other.wait().unwrap();
+    }
 }

@@ -118,3 +118,14 @@ impl<S> Provided<S> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_address_says_what_to_do() {
+        let error = address("Redis", "ONCEGATE_NEVER_SET", "redis://127.0.0.1:6379").unwrap_err();
+        assert_eq!(error.to_string(), "no address of Redis: run `cargo xtask test`, or set ONCEGATE_NEVER_SET=redis://127.0.0.1:6379");
+    }
+}

@@ -38,10 +38,14 @@ impl ProcessId {
         Self::running(self.number) == Some(self)
     }
 
-    /// Ends the process: SIGTERM, then, when it still runs after `patience`, SIGKILL. Returns when it is gone.
+    /// Ends the process: SIGTERM, then, when it still runs after `patience`, SIGKILL. Returns when it is gone, and with
+    /// it what it has left behind in its process group.
     ///
     /// A process that has ended already, or whose number belongs to another process by now, is left alone.
     pub fn stop(self, patience: Duration) {
+        if !self.is_running() {
+            return;
+        }
         self.signal(Signal::CONT);
         self.signal(Signal::TERM);
         if !self.gone_within(patience) {
@@ -53,6 +57,9 @@ impl ProcessId {
 
     /// Ends the process and its process group at once, and waits until it is gone.
     pub(crate) fn kill(self) {
+        if !self.is_running() {
+            return;
+        }
         self.signal(Signal::KILL);
         self.kill_group();
         self.gone_within(Duration::from_secs(10));
@@ -65,11 +72,11 @@ impl ProcessId {
         }
     }
 
-    /// Ends what the process has left behind in its group. Its number cannot have been given away while the group
-    /// has a member.
+    /// Ends what the process has left behind in its group. It was alone or the leader of it, and its number cannot have
+    /// been given away while the group has a member; a process in somebody else's group has no group by its number.
     fn kill_group(self) {
-        let taken_by_another = Self::running(self.number).is_some_and(|now| now != self);
-        if let (false, Some(pid)) = (taken_by_another, self.pid()) {
+        if let Some(pid) = self.pid() {
+            // Mostly nothing is left there, which is an error.
             let _ = kill_process_group(pid, Signal::KILL);
         }
     }
@@ -107,5 +114,34 @@ impl FromStr for ProcessId {
     fn from_str(text: &str) -> Result<Self, NotAProcess> {
         let (number, started) = text.split_once(':').ok_or(NotAProcess)?;
         Ok(Self { number: number.parse().map_err(|_| NotAProcess)?, started: started.parse().map_err(|_| NotAProcess)? })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    #[test]
+    fn a_number_given_to_another_process_is_left_alone() {
+        let mut child = Command::new("sleep").arg("60").spawn().unwrap();
+        let process = ProcessId::running(child.id()).unwrap();
+        let earlier = ProcessId { number: process.number, started: process.started - 1 };
+
+        earlier.stop(Duration::ZERO);
+        assert!(!earlier.is_running());
+        assert!(child.try_wait().unwrap().is_none(), "the other process was ended");
+
+        process.stop(Duration::from_secs(5));
+        assert!(!process.is_running());
+        child.wait().unwrap();
+    }
+
+    #[test]
+    fn a_process_reads_as_it_was_written() {
+        let process = ProcessId { number: 7, started: 11 };
+        assert_eq!(process.to_string().parse::<ProcessId>().unwrap(), process);
+        assert!("7".parse::<ProcessId>().is_err());
     }
 }
