@@ -21,5 +21,5 @@ pub use id::{IdSource, Key, MessageId, Scope};
 pub use marker::{Fingerprint, Guarantee};
 pub use message::{Headers, HeadersBuilder, Message, Origin, Position};
 pub use road::Outage;
-pub use source::{Delivery, Incoming, Limit, Order, Receipt, Settled, Source, SourceError, Story};
+pub use source::{Delivery, Incoming, Limit, Open, Order, Receipt, Settled, Source, SourceError, Story};
 pub use store::{Memory, Store, StoreError};

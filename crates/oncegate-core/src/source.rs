@@ -61,6 +61,19 @@ pub trait Source: Send {
     }
 }
 
+/// A description of a source that can be opened: what a user hands to the consumer.
+#[async_trait]
+pub trait Open: Send {
+    /// What it opens.
+    type Source: Source + 'static;
+
+    /// Checks the settings and connects.
+    ///
+    /// # Errors
+    /// What a person has to change. A broker that is not there yet is waited for, with a warning in the log.
+    async fn open(self) -> Result<Self::Source, SourceError>;
+}
+
 /// How much a source may hand over at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limit {
