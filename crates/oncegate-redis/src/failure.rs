@@ -1,0 +1,103 @@
+//! What went wrong, and what the caller does next.
+
+use std::sync::Arc;
+
+use oncegate_core::StoreError;
+use redis::RedisError;
+
+use crate::record::Unreadable;
+
+/// Why there is no verdict. Can be cloned, because one lost reply fails many operations.
+#[derive(Clone, Debug)]
+pub(crate) enum Failure {
+    /// Nothing was applied: ask again later.
+    NotApplied(Problem),
+    /// It may have been applied: ask again with the same token.
+    Unknown(Problem),
+    /// It will never work like this.
+    Misconfigured(Problem),
+}
+
+/// One line for a person, and the error below it. Holds no secret.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("{text}")]
+pub(crate) struct Problem {
+    text: Arc<str>,
+    source: Option<RedisError>,
+}
+
+impl Problem {
+    pub(crate) fn new(text: impl AsRef<str>) -> Self {
+        Self { text: text.as_ref().into(), source: None }
+    }
+
+    pub(crate) fn of(text: impl AsRef<str>, source: RedisError) -> Self {
+        Self { text: text.as_ref().into(), source: Some(source) }
+    }
+}
+
+impl From<Failure> for StoreError {
+    fn from(failure: Failure) -> Self {
+        match failure {
+            Failure::NotApplied(problem) => Self::NotApplied(problem.into()),
+            Failure::Unknown(problem) => Self::Unknown(problem.into()),
+            Failure::Misconfigured(problem) => Self::Misconfigured(problem.into()),
+        }
+    }
+}
+
+impl Failure {
+    pub(crate) fn not_applied(text: impl AsRef<str>) -> Self {
+        Self::NotApplied(Problem::new(text))
+    }
+
+    pub(crate) fn unknown(text: impl AsRef<str>) -> Self {
+        Self::Unknown(Problem::new(text))
+    }
+
+    pub(crate) fn misconfigured(text: impl AsRef<str>) -> Self {
+        Self::Misconfigured(Problem::new(text))
+    }
+
+    /// What a command's error means: its code is the first word of what the server said.
+    pub(crate) fn said_by_server(code: &str, detail: &str) -> Self {
+        let said = format!("Redis says {code} {detail}");
+        match code {
+            "LOADING" | "READONLY" | "OOM" | "MISCONF" | "NOREPLICAS" | "BUSY" | "MASTERDOWN" | "TRYAGAIN" => Self::not_applied(said),
+            "NOPERM" => Self::misconfigured(format!(
+                "{said}: let the user in Redis::at run SET, GET, DEL, PTTL, PEXPIRE, EVAL, EVALSHA and INFO on the keys of the prefix"
+            )),
+            "NOAUTH" | "WRONGPASS" => {
+                Self::misconfigured(format!("{said}: put the right user and password into the URL given to Redis::at"))
+            }
+            "WRONGTYPE" => {
+                Self::misconfigured(format!("{said}: another program uses this key; give markers a prefix of their own with Redis::prefix"))
+            }
+            "MOVED" | "ASK" | "CROSSSLOT" | "CLUSTERDOWN" => {
+                Self::misconfigured(format!("{said}: Redis::at names a node of a cluster; name a single server"))
+            }
+            "ERR" if detail.contains("syntax error") => {
+                Self::misconfigured(format!("{said}: the server at Redis::at is older than 7.0; upgrade it, or choose Guarantee::Bare"))
+            }
+            "ERR" if detail.starts_with("unknown command") => {
+                Self::misconfigured(format!("{said}: the server at Redis::at must offer SET, GET, DEL, PTTL, PEXPIRE, EVAL and EVALSHA"))
+            }
+            "ERR" if detail.contains("max number of clients") => Self::not_applied(said),
+            // A script may have been stopped midway; asking again with the same token is safe.
+            _ => Self::unknown(said),
+        }
+    }
+
+    /// What a value that is no marker of ours means.
+    pub(crate) fn unreadable(why: Unreadable) -> Self {
+        Self::misconfigured(match why {
+            Unreadable::UnknownVersion => {
+                "a newer release wrote this marker (unknown record version): upgrade oncegate here; the marker is left as it is"
+            }
+            Unreadable::NotAMarker => {
+                "another program wrote this key, or it was cut off: give markers a prefix of their own with Redis::prefix, or delete the key; \
+                 it is left as it is"
+            }
+        })
+    }
+}

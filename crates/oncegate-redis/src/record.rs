@@ -1,0 +1,244 @@
+//! A marker as Redis holds it.
+//!
+//! Done is `1`, as every program that deduplicates with `SET … 1 … NX` writes it, or `1` and the 18 digits of its
+//! fingerprint. Everything else begins with a version:
+//!
+//! ```text
+//! v1 p <token> <attempt> <lease ms> <horizon ms> <guarantee a|e|b> <fingerprint or ->   in progress
+//! v1 w …                                                                                in doubt, nobody reconciles
+//! v1 r …                                                                                in doubt, its holder reconciles
+//! v1 x <fingerprint or ->                                                               rejected
+//! v1 c <attempt>                                                                        cleared
+//! ```
+//!
+//! `apply.lua` reads and writes the same.
+
+use std::fmt::Write;
+use std::time::Duration;
+
+use oncegate_core::marker::{Doubt, Fingerprint, Guarantee, Hold, Marker, Token};
+
+/// The longest time that a record or an expiry may hold, a hundred years: beyond it Redis overflows.
+const LONGEST_MS: u64 = 100 * 365 * 24 * 3600 * 1000;
+
+/// Why a value is no marker of ours.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Unreadable {
+    /// A newer release wrote it.
+    UnknownVersion,
+    /// Something else did, or it was cut off.
+    NotAMarker,
+}
+
+/// Whole milliseconds, rounded up: nothing ends earlier than its writer meant.
+pub(crate) fn milliseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos().div_ceil(1_000_000)).map_or(LONGEST_MS, |ms| ms.min(LONGEST_MS))
+}
+
+/// The same for an expiry, which Redis refuses to be zero.
+pub(crate) fn expiry(duration: Duration) -> u64 {
+    milliseconds(duration).max(1)
+}
+
+/// The letter of a guarantee.
+pub(crate) fn letter(guarantee: Guarantee) -> char {
+    match guarantee {
+        Guarantee::AtMostOnce => 'a',
+        Guarantee::EffectivelyOnce => 'e',
+        Guarantee::Bare => 'b',
+    }
+}
+
+/// A token in hexadecimal.
+pub(crate) fn token(token: Token) -> String {
+    format!("{:032x}", token.0)
+}
+
+/// A fingerprint as 18 digits, or `-`.
+pub(crate) fn fingerprint(fingerprint: Option<Fingerprint>) -> String {
+    fingerprint.map_or_else(|| "-".into(), |it| format!("{:018}", it.get()))
+}
+
+/// The record of a marker; empty if there is none.
+pub(crate) fn encode(marker: &Marker) -> String {
+    match marker {
+        Marker::Absent => String::new(),
+        Marker::Cleared { attempt } => format!("v1 c {attempt}"),
+        Marker::InProgress(hold) => held('p', hold),
+        Marker::InDoubt(hold, Doubt::Waiting) => held('w', hold),
+        Marker::InDoubt(hold, Doubt::Reconciling) => held('r', hold),
+        Marker::Rejected(it) => format!("v1 x {}", fingerprint(*it)),
+        Marker::Done(None) => "1".into(),
+        Marker::Done(Some(it)) => format!("1{:018}", it.get()),
+    }
+}
+
+fn held(kind: char, hold: &Hold) -> String {
+    let mut record = String::with_capacity(96);
+    let (lease, horizon, guarantee) = (milliseconds(hold.lease), expiry(hold.horizon), letter(hold.guarantee));
+    // Writing to a String cannot fail.
+    let _ = write!(record, "v1 {kind} {:032x} {} {lease} {horizon} {guarantee} ", hold.token.0, hold.attempt);
+    let _ = match hold.fingerprint {
+        Some(it) => write!(record, "{:018}", it.get()),
+        None => write!(record, "-"),
+    };
+    record
+}
+
+/// Reads a record.
+///
+/// # Errors
+/// [`Unreadable`], if it is none of ours.
+pub(crate) fn decode(raw: &[u8]) -> Result<Marker, Unreadable> {
+    let text = std::str::from_utf8(raw).map_err(|_| Unreadable::NotAMarker)?;
+    if text == "1" {
+        return Ok(Marker::Done(None));
+    }
+    if let Some(version) = text.strip_prefix('v').and_then(|rest| rest.split_once(' ')).map(|(version, _)| version)
+        && version != "1"
+        && !version.is_empty()
+        && version.bytes().all(|byte| byte.is_ascii_digit())
+    {
+        return Err(Unreadable::UnknownVersion);
+    }
+    read(text).ok_or(Unreadable::NotAMarker)
+}
+
+fn read(text: &str) -> Option<Marker> {
+    if let Some(digits) = text.strip_prefix('1') {
+        return Some(Marker::Done(Some(read_fingerprint(digits)?)));
+    }
+    let mut fields = text.strip_prefix("v1 ")?.split(' ');
+    let kind = fields.next()?;
+    let marker = match kind {
+        "c" => Marker::Cleared { attempt: read_attempt(fields.next()?)? },
+        "x" => Marker::Rejected(read_optional_fingerprint(fields.next()?)?),
+        "p" | "w" | "r" => {
+            let hold = Hold {
+                token: read_token(fields.next()?)?,
+                attempt: read_attempt(fields.next()?)?,
+                lease: read_duration(fields.next()?)?,
+                horizon: read_duration(fields.next()?)?,
+                guarantee: read_guarantee(fields.next()?)?,
+                fingerprint: read_optional_fingerprint(fields.next()?)?,
+            };
+            match kind {
+                "p" => Marker::InProgress(hold),
+                "w" => Marker::InDoubt(hold, Doubt::Waiting),
+                _ => Marker::InDoubt(hold, Doubt::Reconciling),
+            }
+        }
+        _ => return None,
+    };
+    fields.next().is_none().then_some(marker)
+}
+
+/// A number of at most this many decimal digits and no sign.
+fn digits(text: &str, longest: usize) -> Option<u64> {
+    let fits = !text.is_empty() && text.len() <= longest && text.bytes().all(|byte| byte.is_ascii_digit());
+    fits.then(|| text.parse().ok()).flatten()
+}
+
+fn read_attempt(text: &str) -> Option<u32> {
+    digits(text, 10)?.try_into().ok()
+}
+
+fn read_duration(text: &str) -> Option<Duration> {
+    digits(text, 15).map(Duration::from_millis)
+}
+
+fn read_token(text: &str) -> Option<Token> {
+    let fits = text.len() == 32 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
+    fits.then(|| u128::from_str_radix(text, 16).ok()).flatten().map(Token)
+}
+
+fn read_guarantee(text: &str) -> Option<Guarantee> {
+    match text {
+        "a" => Some(Guarantee::AtMostOnce),
+        "e" => Some(Guarantee::EffectivelyOnce),
+        "b" => Some(Guarantee::Bare),
+        _ => None,
+    }
+}
+
+fn read_fingerprint(text: &str) -> Option<Fingerprint> {
+    if text.len() == 18 { digits(text, 18).map(Fingerprint::new) } else { None }
+}
+
+fn read_optional_fingerprint(text: &str) -> Option<Option<Fingerprint>> {
+    if text == "-" { Some(None) } else { read_fingerprint(text).map(Some) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hold(guarantee: Guarantee, fingerprint: Option<Fingerprint>) -> Hold {
+        let [lease, horizon] = [30_000, 86_400_000].map(Duration::from_millis);
+        Hold { token: Token(0xab), attempt: 7, lease, horizon, guarantee, fingerprint }
+    }
+
+    fn markers() -> Vec<Marker> {
+        let mut markers = vec![Marker::Cleared { attempt: u32::MAX }];
+        for body in [None, Some(Fingerprint::new(0)), Some(Fingerprint::new(Fingerprint::LIMIT - 1))] {
+            markers.extend([Marker::Rejected(body), Marker::Done(body)]);
+            for guarantee in [Guarantee::AtMostOnce, Guarantee::EffectivelyOnce, Guarantee::Bare] {
+                let hold = hold(guarantee, body);
+                markers.push(Marker::InProgress(hold));
+                markers.extend([Doubt::Waiting, Doubt::Reconciling].map(|doubt| Marker::InDoubt(hold, doubt)));
+            }
+        }
+        markers
+    }
+
+    #[test]
+    fn every_marker_is_read_as_it_was_written() {
+        for marker in markers() {
+            let record = encode(&marker);
+            assert_eq!(decode(record.as_bytes()), Ok(marker), "{record}");
+        }
+    }
+
+    #[test]
+    fn the_records_are_the_documented_bytes() {
+        assert_eq!(encode(&Marker::Done(None)), "1");
+        assert_eq!(encode(&Marker::Done(Some(Fingerprint::new(42)))), "1000000000000000042");
+        let held = Marker::InProgress(hold(Guarantee::AtMostOnce, None));
+        assert_eq!(encode(&held), "v1 p 000000000000000000000000000000ab 7 30000 86400000 a -");
+    }
+
+    #[test]
+    fn what_was_cut_off_is_no_marker() {
+        for marker in markers() {
+            let record = encode(&marker);
+            for end in 0..record.len() {
+                let cut = &record[..end];
+                // A done marker cut to `1`, and an attempt that lost digits, cannot be told from whole ones.
+                let whole = matches!(
+                    (&marker, decode(cut.as_bytes())),
+                    (Marker::Done(_), Ok(Marker::Done(None))) | (Marker::Cleared { .. }, Ok(_))
+                );
+                assert!(whole || decode(cut.as_bytes()) == Err(Unreadable::NotAMarker), "{cut}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_others_wrote_is_told_apart() {
+        for newer in ["v2 p x", "v10 ", "v0 c 1"] {
+            assert_eq!(decode(newer.as_bytes()), Err(Unreadable::UnknownVersion), "{newer}");
+        }
+        for other in ["", "2", "01", "1 ", "v1", "v1 c -1", "v1 c 4294967296", "v1 c 1 ", "v1 x 5", "processing", "\u{e9}", "v 1"] {
+            assert_eq!(decode(other.as_bytes()), Err(Unreadable::NotAMarker), "{other}");
+        }
+        assert_eq!(decode(&[0xff]), Err(Unreadable::NotAMarker));
+    }
+
+    #[test]
+    fn times_are_rounded_up_and_bounded() {
+        assert_eq!(milliseconds(Duration::from_nanos(1)), 1);
+        assert_eq!(milliseconds(Duration::ZERO), 0);
+        assert_eq!(expiry(Duration::ZERO), 1);
+        assert_eq!(milliseconds(Duration::MAX), LONGEST_MS);
+    }
+}

@@ -1,0 +1,74 @@
+//! `apply.lua`: the whole table on the server, for many keys in one call.
+
+use std::sync::LazyLock;
+
+use oncegate_core::marker::{Ask, Effect, Finding, Operation, Terms, UNRESOLVED_AT_MOST_ONCE};
+use redis::{Cmd, Script};
+
+use crate::record;
+
+static APPLY: LazyLock<Script> = LazyLock::new(|| Script::new(include_str!("apply.lua")));
+
+/// How the script is named.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum By {
+    /// Its hash, which the server may have forgotten.
+    Hash,
+    /// Its text, which the server then knows.
+    Text,
+}
+
+/// Whether two operations can travel in one call: they ask the same on the same terms, apart from the fingerprint.
+pub(crate) fn together(one: &Operation, other: &Operation) -> bool {
+    let shared = |terms: &Terms| (terms.guarantee, terms.lease, terms.window);
+    one.ask == other.ask && shared(&one.terms) == shared(&other.terms)
+}
+
+/// One call for operations that go [`together`]. There is at least one.
+pub(crate) fn call<'a>(by: By, prefix: &[u8], first: &Operation, operations: impl ExactSizeIterator<Item = &'a Operation> + Clone) -> Cmd {
+    let count = operations.len();
+    let mut call = Cmd::with_capacity(10 + 4 * count, 256 + 200 * count);
+    match by {
+        By::Hash => call.arg("EVALSHA").arg(APPLY.get_hash()),
+        By::Text => call.arg("EVAL").arg(include_str!("apply.lua")),
+    };
+    call.arg(count);
+    let mut key = prefix.to_vec();
+    for operation in operations.clone() {
+        key.truncate(prefix.len());
+        key.extend_from_slice(operation.key.as_bytes());
+        call.arg(&key[..]);
+    }
+    let terms = &first.terms;
+    let seen = match &first.ask {
+        Ask::Forget { seen } => record::encode(seen),
+        _ => String::new(),
+    };
+    call.arg(name(&first.ask))
+        .arg(record::letter(terms.guarantee).to_string())
+        .arg(record::milliseconds(terms.lease))
+        .arg(record::expiry(terms.window))
+        .arg(record::expiry(terms.horizon()))
+        .arg(record::expiry(UNRESOLVED_AT_MOST_ONCE))
+        .arg(seen);
+    for operation in operations {
+        call.arg(record::token(operation.token)).arg(operation.attempt).arg(record::fingerprint(operation.terms.fingerprint));
+    }
+    call
+}
+
+/// What the script calls an ask.
+fn name(ask: &Ask) -> &'static str {
+    match ask {
+        Ask::Claim => "claim",
+        Ask::Renew => "renew",
+        Ask::Complete => "complete",
+        Ask::Clear(Effect::Nothing) => "clear nothing",
+        Ask::Clear(Effect::Unknown) => "clear unknown",
+        Ask::Reject => "reject",
+        Ask::Doubt => "doubt",
+        Ask::Resolve(Finding::Happened) => "happened",
+        Ask::Resolve(Finding::DidNotHappen) => "did not happen",
+        Ask::Forget { .. } => "forget",
+    }
+}
