@@ -3,23 +3,40 @@
 //! Start with [`Handler`] and [`Consumer`]; [`marker`] and [`road`] hold the promise.
 #![forbid(unsafe_code)]
 
+mod builder;
+mod consumer;
 pub mod context;
 pub mod decode;
+pub mod defaults;
+pub mod error;
 pub mod handler;
 pub mod id;
+mod lanes;
 mod lease;
 pub mod marker;
+pub mod memory;
 pub mod message;
+pub mod outcome;
+pub mod passage;
+mod renewals;
 pub mod road;
+mod run;
+mod settings;
+mod slots;
 pub mod source;
 pub mod store;
 
+pub use async_trait::async_trait;
+pub use builder::{Builder, Consumer};
 pub use context::Context;
 pub use decode::{Decode, Json, Raw, RawBytes};
+pub use error::Error;
 pub use handler::{Failure, Handler, Knows, Reconciled};
 pub use id::{IdSource, Key, MessageId, Scope};
 pub use marker::{Fingerprint, Guarantee};
+pub use memory::{DeadLetter, MemoryBroker, MemorySource, MemoryStore};
 pub use message::{Headers, HeadersBuilder, Message, Origin, Position};
 pub use road::Outage;
+pub use settings::{Fingerprints, Handlers};
 pub use source::{Delivery, Incoming, Limit, Open, Order, Receipt, Settled, Source, SourceError, Story};
 pub use store::{Memory, Store, StoreError};

@@ -5,6 +5,8 @@
 
 use std::time::Duration;
 
+use sha2::{Digest, Sha256};
+
 use crate::id::Key;
 
 /// What the user chose to hold when nobody knows whether the handler's effect happened.
@@ -46,6 +48,12 @@ impl Fingerprint {
     /// A fingerprint from a number, reduced below [`Fingerprint::LIMIT`].
     pub const fn new(number: u64) -> Self {
         Self(number % Self::LIMIT)
+    }
+
+    /// The fingerprint of a body: the beginning of its SHA-256.
+    pub fn of(body: &[u8]) -> Self {
+        let digest = Sha256::digest(body);
+        Self::new(digest[..8].iter().fold(0, |number, byte| number << 8 | u64::from(*byte)))
     }
 
     /// The number.

@@ -1,0 +1,245 @@
+//! How a consumer is put together.
+
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::consumer::Running;
+use crate::decode::{Decode, Json};
+use crate::error::Error;
+use crate::handler::Handler;
+use crate::id::{IdSource, Scope};
+use crate::marker::Guarantee;
+use crate::message::Message;
+use crate::road::Outage;
+use crate::run::Runner;
+use crate::settings::{Fingerprints, Forgetful, Handlers, Settings};
+use crate::source::{Open, Order, Source};
+use crate::store::{Memory, Store, StoreError};
+
+/// The running loop: take a slot, receive, pass the gate, settle, drain. Start with [`Consumer::builder`].
+#[derive(Debug)]
+pub struct Consumer;
+
+impl Consumer {
+    /// A consumer with every setting at its default, to be given a source, a store, an id and a handler.
+    pub fn builder() -> Builder<(), (), (), Json> {
+        Builder { source: (), store: (), handler: (), decode: Json, settings: Settings::default(), scope: None }
+    }
+}
+
+/// A consumer that is being put together. It runs once it has a source, a store and a handler.
+#[derive(Clone, Debug)]
+#[must_use = "a builder does nothing until `run_until` is awaited"]
+pub struct Builder<S, T, H, D> {
+    source: S,
+    store: T,
+    handler: H,
+    decode: D,
+    settings: Settings,
+    scope: Option<String>,
+}
+
+impl<S, T, H, D> Builder<S, T, H, D> {
+    /// Where deliveries come from.
+    pub fn source<S2: Open>(self, source: S2) -> Builder<S2, T, H, D> {
+        let Self { store, handler, decode, settings, scope, .. } = self;
+        Builder { source, store, handler, decode, settings, scope }
+    }
+
+    /// What remembers ids.
+    pub fn store<T2: Store + 'static>(self, store: T2) -> Builder<S, T2, H, D> {
+        let Self { source, handler, decode, settings, scope, .. } = self;
+        Builder { source, store, handler, decode, settings, scope }
+    }
+
+    /// What handles messages.
+    pub fn handler<H2: Handler>(self, handler: H2) -> Builder<S, T, H2, D> {
+        let Self { source, store, decode, settings, scope, .. } = self;
+        Builder { source, store, handler, decode, settings, scope }
+    }
+
+    /// How bodies become payloads. Default: JSON.
+    pub fn decode<D2: Decode>(self, decode: D2) -> Builder<S, T, H, D2> {
+        let Self { source, store, handler, settings, scope, .. } = self;
+        Builder { source, store, handler, decode, settings, scope }
+    }
+
+    /// What is promised when nobody knows whether an effect happened. Default: effectively once.
+    pub fn guarantee(mut self, guarantee: Guarantee) -> Self {
+        self.settings.guarantee = guarantee;
+        self
+    }
+
+    /// Where the idempotency key of a message is read from. There is no default: a wrong guess would skip messages.
+    pub fn id(mut self, id: IdSource) -> Self {
+        self.settings.id = Some(id);
+        self
+    }
+
+    /// Separates this consumer from others on the same store: without a scope, two services that share a store skip
+    /// each other's messages. 1 to 100 bytes of the alphabet of ids.
+    pub fn scope(mut self, scope: impl Into<String>) -> Self {
+        self.scope = Some(scope.into());
+        self
+    }
+
+    /// Whether the same id with another body is told apart. Default: by the body in at most once, not otherwise.
+    pub fn fingerprints(mut self, fingerprints: Fingerprints) -> Self {
+        self.settings.fingerprints = fingerprints;
+        self
+    }
+
+    /// How long a done id is remembered, at least 1 s. Default: 24 h.
+    pub fn window(mut self, window: Duration) -> Self {
+        self.settings.window = window;
+        self
+    }
+
+    /// How long a claim holds without renewal, at least 100 ms; it is renewed at a third of this. Default: 30 s.
+    pub fn lease(mut self, lease: Duration) -> Self {
+        self.settings.lease = lease;
+        self
+    }
+
+    /// How many attempts a message gets before it is dead-lettered, at least 1. Default: 5.
+    pub fn attempts(mut self, attempts: u32) -> Self {
+        self.settings.attempts = attempts;
+        self
+    }
+
+    /// How often a handler is run again in place within one attempt. Default: 3.
+    pub fn retries(mut self, retries: u32) -> Self {
+        self.settings.retries = retries;
+        self
+    }
+
+    /// The first and the longest pause before a retry; pauses double, with jitter. Default: 100 ms and 10 s.
+    pub fn backoff(mut self, first: Duration, longest: Duration) -> Self {
+        self.settings.backoff = first;
+        self.settings.longest_backoff = longest.max(first);
+        self
+    }
+
+    /// How often `reconcile` is tried before a message goes to the in-doubt queue, at least 1. Default: 5.
+    pub fn reconciles(mut self, reconciles: u32) -> Self {
+        self.settings.reconciles = reconciles;
+        self
+    }
+
+    /// How long a handler may run; after that its outcome is unknown. Default: 5 min.
+    pub fn handler_timeout(mut self, timeout: Duration) -> Self {
+        self.settings.handler_timeout = timeout;
+        self
+    }
+
+    /// How many deliveries are in flight at the most, at least 1. Default: 512.
+    pub fn in_flight(mut self, count: usize) -> Self {
+        self.settings.in_flight = count;
+        self
+    }
+
+    /// How many bytes are in flight at the most; one larger delivery travels alone. Default: 64 MiB.
+    pub fn in_flight_bytes(mut self, bytes: usize) -> Self {
+        self.settings.in_flight_bytes = bytes;
+        self
+    }
+
+    /// How long a drain may take. Default: 30 s.
+    pub fn drain(mut self, bound: Duration) -> Self {
+        self.settings.drain = bound;
+        self
+    }
+
+    /// How old a message may be and still be taken for new when its marker is absent. Default: half the window.
+    pub fn max_age(mut self, age: Duration) -> Self {
+        self.settings.max_age = Some(age);
+        self
+    }
+
+    /// What is handled one after the other. Default: by key on Kafka, unordered on RabbitMQ.
+    pub fn order(mut self, order: Order) -> Self {
+        self.settings.order = Some(order);
+        self
+    }
+
+    /// Where handlers run. Default: each in a task of its own.
+    pub fn handlers(mut self, handlers: Handlers) -> Self {
+        self.settings.handlers = handlers;
+        self
+    }
+
+    /// What to do while the store is away. Default: hold.
+    pub fn outage(mut self, outage: Outage) -> Self {
+        self.settings.outage = outage;
+        self
+    }
+
+    /// Lets at most once run on a store that may forget what it said: you accept that a forgotten id is run again.
+    pub fn accept_forgetful_store(mut self) -> Self {
+        self.settings.forgetful = Forgetful::Accepted;
+        self
+    }
+}
+
+impl<S: Open, T: Store + 'static, H: Handler, D: Decode> Builder<S, T, H, D> {
+    /// Runs until `shutdown` is over, then drains and returns.
+    ///
+    /// Dropping the future stops at once: handlers are dropped, what is not settled comes back.
+    ///
+    /// # Errors
+    /// [`Error`] says what a person has to change: at start for a setting, later for what a broker or a store refuses.
+    /// What can heal by itself is waited for, with a warning in the log.
+    pub async fn run_until(self, shutdown: impl Future<Output = ()>) -> Result<(), Error> {
+        let Self { source, store, handler, decode, mut settings, scope } = self;
+        settings.check()?;
+        if let Some(scope) = scope {
+            settings.scope = Scope::named(&scope)?;
+        }
+        let Some(id) = settings.id.take() else {
+            let problem = "none was given, and a wrong guess would skip messages".to_owned();
+            return Err(Error::Misconfigured {
+                setting: "id",
+                problem,
+                remedy: "name where the idempotency key is: IdSource::header(\"…\"), IdSource::message_id(), …",
+            });
+        };
+        let mut shutdown = std::pin::pin!(shutdown);
+        let store: Arc<dyn Store> = Arc::new(store);
+        let opened = async {
+            preflight(&*store, &settings).await?;
+            Ok::<_, Error>(source.open().await?)
+        };
+        let source = tokio::select! {
+            opened = opened => opened?,
+            () = &mut shutdown => return Ok(()),
+        };
+        tracing::info!(guarantee = ?settings.guarantee, ?id, window = ?settings.window, lease = ?settings.lease, "consuming");
+        let runner = Runner { handler, decode, timeout: settings.handler_timeout };
+        Running::new(Box::new(source) as Box<dyn Source>, store, Arc::new(runner), id, settings)?.run(shutdown).await
+    }
+}
+
+/// Asks the store whether it can keep the promise; waits for one that is not there yet.
+pub(crate) async fn preflight(store: &dyn Store, settings: &Settings) -> Result<(), Error> {
+    let mut tries = 0;
+    loop {
+        match store.memory().await {
+            Ok(Memory::Forgets(why)) if settings.guarantee == Guarantee::AtMostOnce && settings.forgetful == Forgetful::Refused => {
+                return Err(Error::ForgetfulStore(why));
+            }
+            Ok(_) => return Ok(()),
+            Err(error @ StoreError::Misconfigured(_)) => return Err(error.into()),
+            Err(error) => {
+                tracing::warn!(%error, "waiting for the store");
+                tokio::time::sleep(settings.policy().pause(tries).min(Duration::from_secs(2))).await;
+                tries += 1;
+            }
+        }
+    }
+}
+
+/// The age of a message by its own timestamp, where it has one.
+pub(crate) fn age(message: &Message) -> Option<Duration> {
+    message.sent_at.and_then(|sent| sent.elapsed().ok())
+}

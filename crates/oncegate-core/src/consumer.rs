@@ -1,0 +1,700 @@
+//! The loop: it carries steps between the road and the world, and decides nothing.
+//!
+//! One event loop per consumer, in phases: take in what is ready, let the road say what each delivery does next, ask the
+//! store in batches, settle in batches, wait. Nothing ever waits for a batch to fill.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, VecDeque};
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures_util::FutureExt;
+use futures_util::future::BoxFuture;
+use futures_util::stream::{FuturesUnordered, StreamExt};
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::task::AbortHandle;
+
+use crate::builder::age;
+use crate::context::Context;
+use crate::decode::Decode;
+use crate::error::Error;
+use crate::handler::Handler;
+use crate::id::{IdSource, Key, MessageId};
+use crate::lanes::{Lane, Lanes, Turn, Waited};
+use crate::lease::Lease;
+use crate::marker::{Ask, Guarantee, Operation, Terms, Token, Verdict};
+use crate::outcome::Outcomes;
+use crate::passage::{Onward, Passage};
+use crate::renewals::{Over, Renewals};
+use crate::road::{Event, Freshness, History, Policy, Settlement, Stage, Step};
+use crate::run::{Finished, Runner};
+use crate::settings::{Handlers, Settings};
+use crate::slots::{Slot, Slots};
+use crate::source::{Delivery, Incoming, Limit, Settled, Source};
+use crate::store::{Store, StoreError};
+
+/// A consumer that runs.
+pub(crate) struct Running<H, D> {
+    source: Box<dyn Source>,
+    store: Arc<dyn Store>,
+    runner: Arc<Runner<H, D>>,
+    id: IdSource,
+    settings: Settings,
+    policy: Policy,
+    outcomes: Outcomes,
+    renewals: Option<Arc<Renewals>>,
+
+    flights: Slots<Flight>,
+    bytes: usize,
+    lanes: Lanes,
+    /// A delivery that an earlier attempt may have crashed on runs alone among its kind, so that it does not spend the
+    /// attempts of its neighbours.
+    takeover: Option<usize>,
+    takeovers: VecDeque<Slot>,
+
+    claims: VecDeque<Slot>,
+    verdicts: VecDeque<Slot>,
+    /// Completions of what passed without the gate, for when the store is back, and when to try.
+    late: VecDeque<Operation>,
+    late_after: Instant,
+    applies: FuturesUnordered<BoxFuture<'static, Applied>>,
+    settled: Vec<Settled>,
+    alarms: BinaryHeap<Reverse<(Instant, Slot, u32)>>,
+
+    runs: UnboundedSender<Ran>,
+    ran: UnboundedReceiver<Ran>,
+    over: UnboundedReceiver<Over>,
+    mode: Mode,
+    jitter: u64,
+}
+
+/// One delivery in flight.
+struct Flight {
+    passage: Passage,
+    id: Option<MessageId>,
+    key: Option<Key>,
+    terms: Terms,
+    token: Token,
+    attempt: u32,
+    ask: Ask,
+    lane: Option<Lane>,
+    lease: Option<Arc<Lease>>,
+    task: Option<Task>,
+    /// Counts runs and alarms, so that what comes too late is told apart.
+    turn: u32,
+    bytes: usize,
+}
+
+/// A batch that came back from the store.
+struct Applied {
+    slots: Vec<Option<Slot>>,
+    operations: Vec<Operation>,
+    sent: Instant,
+    answers: Vec<Result<Verdict, StoreError>>,
+}
+
+/// A handler that is over: where, in which turn, and what it came to.
+type Ran = (Slot, u32, Finished);
+
+/// Whether new deliveries are taken in.
+enum Mode {
+    Taking,
+    Draining { until: Instant, because: Option<Error> },
+}
+
+/// How many completions of deliveries that passed without the gate wait for the store at the most.
+const LATE_COMPLETIONS: usize = 100_000;
+
+impl<H: Handler, D: Decode> Running<H, D> {
+    pub(crate) fn new(
+        source: Box<dyn Source>,
+        store: Arc<dyn Store>,
+        runner: Arc<Runner<H, D>>,
+        id: IdSource,
+        settings: Settings,
+    ) -> Result<Self, Error> {
+        let (runs, ran) = unbounded_channel();
+        let (tell, over) = unbounded_channel();
+        let renewals = match settings.guarantee {
+            Guarantee::Bare => None,
+            _ => Some(Renewals::start(store.clone(), settings.lease, tell).map_err(|error| Error::Misconfigured {
+                setting: "renewals",
+                problem: format!("their thread could not be started: {error}"),
+                remedy: "raise the limit of threads of this process",
+            })?),
+        };
+        Ok(Self {
+            lanes: Lanes::new(settings.order.unwrap_or(source.default_order())),
+            policy: settings.policy(),
+            outcomes: Outcomes::new(),
+            flights: Slots::new(settings.in_flight),
+            source,
+            store,
+            runner,
+            id,
+            settings,
+            renewals,
+            bytes: 0,
+            takeover: None,
+            takeovers: VecDeque::new(),
+            claims: VecDeque::new(),
+            verdicts: VecDeque::new(),
+            late: VecDeque::new(),
+            late_after: Instant::now(),
+            applies: FuturesUnordered::new(),
+            settled: Vec::new(),
+            alarms: BinaryHeap::new(),
+            runs,
+            ran,
+            over,
+            mode: Mode::Taking,
+            jitter: Token::random().0 as u64 | 1,
+        })
+    }
+
+    /// Runs until `shutdown`, then drains.
+    pub(crate) async fn run(mut self, mut shutdown: Pin<&mut impl Future<Output = ()>>) -> Result<(), Error> {
+        let mut incoming = Vec::new();
+        loop {
+            self.take_in(&mut incoming).await;
+            self.ask_the_store();
+            self.settle().await;
+            if let Mode::Draining { until, .. } = self.mode {
+                if self.flights.is_empty() || Instant::now() >= until {
+                    break;
+                }
+            }
+            self.wait(&mut incoming, shutdown.as_mut()).await;
+        }
+        self.leave().await
+    }
+
+    /// Sleeps until something happens, and takes note of the first thing that did.
+    async fn wait(&mut self, incoming: &mut Vec<Incoming>, shutdown: Pin<&mut impl Future<Output = ()>>) {
+        let limit = self.room();
+        let alarm = self.next_alarm();
+        let mut applied = None;
+        let mut ran = None;
+        let mut over = None;
+        let mut failed = None;
+        let mut stopping = false;
+        {
+            let draining = matches!(self.mode, Mode::Draining { .. });
+            let sleep = async {
+                match alarm {
+                    Some(at) => tokio::time::sleep(at.saturating_duration_since(Instant::now())).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                received = self.source.receive(limit.unwrap_or(Limit { count: 1, bytes: 1 }), incoming), if limit.is_some() => failed = received.err(),
+                answer = self.applies.next(), if !self.applies.is_empty() => applied = answer,
+                finished = self.ran.recv() => ran = finished,
+                lost = self.over.recv(), if self.renewals.is_some() => over = lost,
+                () = sleep => {}
+                () = shutdown, if !draining => stopping = true,
+            }
+        }
+        if let Some(error) = failed {
+            self.drain(Some(error.into()), self.settings.drain).await;
+        }
+        if stopping {
+            self.drain(None, self.settings.drain).await;
+        }
+        if let Some(applied) = applied {
+            self.answered(applied).await;
+        }
+        if let Some(ran) = ran {
+            self.finished(ran);
+        }
+        if let Some(over) = over {
+            self.lease_over(over);
+        }
+    }
+
+    /// Takes in all that is ready, without waiting, so that sources and stores that give one at a time batch too.
+    async fn take_in(&mut self, incoming: &mut Vec<Incoming>) {
+        loop {
+            for it in incoming.drain(..) {
+                match it {
+                    Incoming::Delivery(delivery) => self.arrived(delivery),
+                    Incoming::Revoked(epoch) => self.revoked(epoch),
+                }
+            }
+            let Some(limit) = self.room() else { break };
+            match self.source.receive(limit, incoming).now_or_never() {
+                None => break,
+                Some(Ok(())) if incoming.is_empty() => break,
+                Some(Ok(())) => {}
+                Some(Err(error)) => self.drain(Some(error.into()), self.settings.drain).await,
+            }
+        }
+        while let Ok(ran) = self.ran.try_recv() {
+            self.finished(ran);
+        }
+        while let Ok(over) = self.over.try_recv() {
+            self.lease_over(over);
+        }
+        while let Some(Some(applied)) = self.applies.next().now_or_never() {
+            self.answered(applied).await;
+        }
+        self.ring();
+    }
+
+    /// How much more may come in; `None` if nothing.
+    fn room(&self) -> Option<Limit> {
+        let count = self.settings.in_flight.saturating_sub(self.flights.len());
+        let bytes = self.settings.in_flight_bytes.saturating_sub(self.bytes);
+        (count > 0 && bytes > 0 && !matches!(self.mode, Mode::Draining { .. })).then_some(Limit { count, bytes })
+    }
+
+    /// A delivery takes its slot.
+    fn arrived(&mut self, delivery: Delivery) {
+        let id = self.id.read(&delivery.message);
+        let freshness = match age(&delivery.message) {
+            Some(age) if age > self.settings.max_age() => {
+                self.outcomes.too_old();
+                Freshness::TooOld
+            }
+            _ => Freshness::Fresh,
+        };
+        let bytes = delivery.message.size();
+        let lane = self.lanes.of(&delivery);
+        let terms = self.settings.terms(&delivery.message);
+        let history = History { releases: delivery.releases, freshness };
+        let mut passage = Passage::new(delivery, history);
+        passage.tell(|story| story.id = id.as_ref().map(MessageId::to_string));
+        let flight = Flight {
+            passage,
+            key: id.as_ref().map(|id| self.settings.scope.key(id)),
+            id,
+            terms,
+            token: Token(0),
+            attempt: 0,
+            ask: Ask::Claim,
+            lane,
+            lease: None,
+            task: None,
+            turn: 0,
+            bytes,
+        };
+        self.bytes += bytes;
+        let slot = self.flights.insert(flight);
+        match lane.map_or(Turn::Now, |lane| self.lanes.enter(lane, slot)) {
+            Turn::Now => self.enter_road(slot),
+            Turn::Later => {}
+        }
+    }
+
+    /// It is this delivery's turn.
+    fn enter_road(&mut self, slot: Slot) {
+        let Some(flight) = self.flights.at(slot) else { return };
+        let event = if matches!(self.mode, Mode::Draining { .. }) {
+            Event::Drain
+        } else if flight.id.is_some() {
+            Event::Arrived
+        } else {
+            Event::NoId
+        };
+        self.happens(slot, event);
+    }
+
+    /// Something happened to a delivery: the road says what it does next, and this does it.
+    fn happens(&mut self, slot: Slot, event: Event) {
+        let mut next = Some(event);
+        while let Some(event) = next.take() {
+            let Some(flight) = self.flights.take(slot) else { return };
+            self.outcomes.happened(event);
+            let Flight { passage, id, key, terms, token, attempt, ask, lane, lease, task, turn, bytes } = flight;
+            match passage.next(event, &self.policy) {
+                Onward::Travels(passage, step) => {
+                    let mut flight = Flight { passage, id, key, terms, token, attempt, ask, lane, lease, task, turn, bytes };
+                    if !runs(flight.passage.stage()) {
+                        flight.task = None;
+                    }
+                    next = self.carry_out(slot, &mut flight, step);
+                    self.flights.put_back(slot, flight);
+                }
+                Onward::Left(settled) => {
+                    drop(task);
+                    tracing::debug_span!("oncegate.settle", id = id.as_ref().map(tracing::field::display), attempt, outcome = ?settled.settlement)
+                        .in_scope(|| self.outcomes.settled(&settled.settlement));
+                    if let (Settlement::Accept(proof), Some(key)) = (&settled.settlement, key) {
+                        if proof.as_str() == "passed_without_gate" && self.late.len() < LATE_COMPLETIONS {
+                            self.late.push_back(Operation { key, ask: Ask::Complete, token: Token::random(), attempt: 1, terms });
+                        }
+                    }
+                    self.settled.push(settled);
+                    self.left(slot, lane, lease, bytes);
+                }
+                Onward::Dropped(_) => {
+                    drop(task);
+                    self.outcomes.dropped();
+                    self.left(slot, lane, lease, bytes);
+                }
+            }
+        }
+    }
+
+    /// Does what the road said; what follows at once, if something does.
+    fn carry_out(&mut self, slot: Slot, flight: &mut Flight, step: Step) -> Option<Event> {
+        match step {
+            Step::ClaimAnew => {
+                flight.token = Token::random();
+                flight.attempt = 0;
+                flight.lease = None;
+                flight.ask = Ask::Claim;
+                self.claims.push_back(slot);
+            }
+            Step::Ask(ask) => {
+                flight.ask = ask;
+                if ask == Ask::Claim { self.claims.push_back(slot) } else { self.verdicts.push_back(slot) }
+            }
+            Step::Queue if flight.attempt > 1 && self.takeover.is_some_and(|other| other != slot.place) => self.takeovers.push_back(slot),
+            Step::Queue => {
+                if flight.attempt > 1 {
+                    self.takeover = Some(slot.place);
+                }
+                let lives = flight.lease.as_ref().is_none_or(|lease| lease.lives(Instant::now()));
+                return Some(if lives { Event::Slot } else { Event::LeaseOver });
+            }
+            Step::Run => return self.start(slot, flight, Work::Handle),
+            Step::Reconcile => return self.start(slot, flight, Work::Reconcile),
+            Step::Wake(after) => {
+                flight.turn += 1;
+                let after = self.jittered(after);
+                self.alarms.push(Reverse((Instant::now() + after, slot, flight.turn)));
+            }
+            Step::Wait => {}
+            Step::Settle(_) | Step::Drop => unreachable!("a passage that leaves the road does not travel"),
+        }
+        None
+    }
+
+    /// Starts the handler or `reconcile`; what it came to, if it was ready at once.
+    fn start(&mut self, slot: Slot, flight: &mut Flight, work: Work) -> Option<Event> {
+        let Some(id) = flight.id.clone() else { return None };
+        flight.turn += 1;
+        let turn = flight.turn;
+        let message = flight.passage.delivery().message.clone();
+        let cx = Context { id, attempt: flight.attempt.max(1), message, lease: flight.lease.clone() };
+        let runner = self.runner.clone();
+        let runs = self.runs.clone();
+        let mut run: BoxFuture<'static, Finished> = match work {
+            Work::Handle => Box::pin(runner.handle(cx)),
+            Work::Reconcile => Box::pin(runner.reconcile(cx)),
+        };
+        if self.settings.handlers == Handlers::InPlace {
+            // Polled without a waker: if it is not ready, its task polls it again before it sleeps.
+            if let Some(finished) = (&mut run).now_or_never() {
+                flight.tell(&finished);
+                return Some(finished.event);
+            }
+        }
+        let task = tokio::spawn(async move {
+            let finished = run.await;
+            let _ = runs.send((slot, turn, finished)); // the loop is gone: nobody wants to know
+        });
+        flight.task = Some(Task(task.abort_handle()));
+        None
+    }
+
+    /// A handler or `reconcile` is over.
+    fn finished(&mut self, (slot, turn, finished): Ran) {
+        let Some(flight) = self.flights.at_mut(slot) else { return };
+        if flight.turn != turn {
+            return;
+        }
+        flight.tell(&finished);
+        self.happens(slot, finished.event);
+    }
+
+    /// The renewals say that a lease is over.
+    fn lease_over(&mut self, (place, token): Over) {
+        let Some(slot) = self.flights.slot(place) else { return };
+        if self.flights.at(slot).is_some_and(|flight| flight.token == token && flight.lease.is_some()) {
+            self.happens(slot, Event::LeaseOver);
+        }
+    }
+
+    /// Asks the store: verdicts that are due and claims of what has arrived share one apply.
+    fn ask_the_store(&mut self) {
+        let at_once = if self.source.overlap() { self.store.parallel_applies() } else { 1 };
+        let chunk = self.source.chunk().max(1);
+        while self.applies.len() < at_once {
+            let verdicts = self.verdicts.len().min(chunk);
+            let claims = self.claims.len().min(chunk);
+            let late = if Instant::now() >= self.late_after { self.late.len().min(chunk) } else { 0 };
+            if verdicts + claims + late == 0 {
+                return;
+            }
+            let mut slots = Vec::with_capacity(verdicts + claims + late);
+            let mut operations = Vec::with_capacity(verdicts + claims + late);
+            for slot in self.verdicts.drain(..verdicts).chain(self.claims.drain(..claims)) {
+                let Some(flight) = self.flights.at(slot) else { continue };
+                let Some(key) = flight.key.clone() else { continue };
+                slots.push(Some(slot));
+                operations.push(Operation { key, ask: flight.ask, token: flight.token, attempt: flight.attempt, terms: flight.terms });
+            }
+            for operation in self.late.drain(..late) {
+                slots.push(None);
+                operations.push(operation);
+            }
+            if operations.is_empty() {
+                continue;
+            }
+            let store = self.store.clone();
+            self.applies.push(Box::pin(async move {
+                let sent = Instant::now();
+                let answers = store.apply(&operations).await;
+                Applied { slots, operations, sent, answers }
+            }));
+        }
+    }
+
+    /// A batch came back.
+    async fn answered(&mut self, applied: Applied) {
+        let Applied { slots, operations, sent, mut answers } = applied;
+        if answers.len() != operations.len() {
+            answers.clear();
+            answers.resize_with(operations.len(), || Err(StoreError::Unknown("the store answered with another number of verdicts".into())));
+        }
+        let mut granted = Vec::new();
+        let mut misconfigured = None;
+        let mut unavailable = None;
+        let mut events = Vec::with_capacity(slots.len());
+        for ((slot, operation), answer) in slots.into_iter().zip(operations).zip(answers) {
+            let Some(slot) = slot else {
+                if answer.is_err() {
+                    self.late_after = Instant::now() + self.policy.longest_backoff.min(Duration::from_secs(1));
+                    self.late.push_back(operation);
+                }
+                continue;
+            };
+            let event = match answer {
+                Ok(verdict) => {
+                    self.note(slot, &operation, verdict, sent, &mut granted);
+                    Event::Answer(verdict)
+                }
+                Err(error @ StoreError::Misconfigured(_)) => {
+                    misconfigured = Some(error);
+                    Event::Unavailable
+                }
+                Err(error) => {
+                    unavailable = Some(error);
+                    Event::Unavailable
+                }
+            };
+            events.push((slot, event));
+        }
+        if let Some(renewals) = &self.renewals {
+            renewals.hold(granted.into_iter());
+        }
+        if let Some(error) = unavailable {
+            tracing::warn!(%error, "the store does not answer: deliveries wait");
+        }
+        for (slot, event) in events {
+            self.happens(slot, event);
+        }
+        if let Some(error) = misconfigured {
+            tracing::error!(%error, "stopping");
+            self.drain(Some(error.into()), Duration::from_millis(100)).await;
+        }
+    }
+
+    /// Writes down the permit that a verdict gives.
+    fn note(&mut self, slot: Slot, operation: &Operation, verdict: Verdict, sent: Instant, granted: &mut Vec<(usize, Arc<Lease>)>) {
+        let span = match operation.ask {
+            Ask::Claim => {
+                tracing::debug_span!("oncegate.claim", key = operation.key.as_str(), attempt = operation.attempt, outcome = ?verdict)
+            }
+            _ => {
+                tracing::debug_span!("oncegate.complete", key = operation.key.as_str(), attempt = operation.attempt, ask = ?operation.ask, outcome = ?verdict)
+            }
+        };
+        let _entered = span.enter();
+        let (Verdict::Granted { attempt } | Verdict::InDoubt { attempt }) = verdict else { return };
+        let ends = sent + self.settings.lease + self.longest_hold();
+        let Some(flight) = self.flights.at_mut(slot) else { return };
+        flight.attempt = attempt;
+        flight.passage.tell(|story| story.attempts = story.attempts.max(attempt));
+        if self.renewals.is_some() {
+            let lease = Arc::new(Lease::new(operation, attempt, sent, ends));
+            flight.lease = Some(lease.clone());
+            granted.push((slot.place, lease));
+        }
+    }
+
+    /// How long one permit can be needed: every run in place to its timeout, every pause between, every reconcile.
+    fn longest_hold(&self) -> Duration {
+        let runs = self.policy.retries.saturating_add(self.policy.reconciles).saturating_add(1);
+        (self.settings.handler_timeout + self.policy.longest_backoff * 2).saturating_mul(runs)
+    }
+
+    /// Hands over what is settled.
+    async fn settle(&mut self) {
+        if self.settled.is_empty() {
+            return;
+        }
+        let mut settled = std::mem::take(&mut self.settled);
+        let result = self.source.settle(&mut settled).await;
+        settled.clear();
+        self.settled = settled; // its allocation serves the next batch
+        if let Err(error) = result {
+            self.drain(Some(error.into()), self.settings.drain).await;
+        }
+    }
+
+    /// A delivery's place is free: its lane and the next takeover go on.
+    fn left(&mut self, slot: Slot, lane: Option<Lane>, lease: Option<Arc<Lease>>, bytes: usize) {
+        self.flights.remove(slot);
+        self.bytes -= bytes;
+        if let (Some(renewals), Some(_)) = (&self.renewals, lease) {
+            renewals.let_go(std::iter::once(slot.place));
+        }
+        if self.takeover == Some(slot.place) {
+            self.takeover = None;
+            self.next_takeover();
+        }
+        let Some(lane) = lane else { return };
+        if self.lanes.withdraw(lane, slot) == Waited::Yes {
+            return;
+        }
+        if let Some(next) = self.lanes.leave(lane) {
+            self.enter_road(next);
+        }
+    }
+
+    /// Lets the next delivery start that an earlier attempt may have crashed on.
+    fn next_takeover(&mut self) {
+        while let Some(slot) = self.takeovers.pop_front() {
+            let Some(flight) = self.flights.at(slot) else { continue };
+            if !matches!(flight.passage.stage(), Stage::Ready(_)) {
+                continue;
+            }
+            let lives = flight.lease.as_ref().is_none_or(|lease| lease.lives(Instant::now()));
+            self.takeover = Some(slot.place);
+            self.happens(slot, if lives { Event::Slot } else { Event::LeaseOver });
+            return;
+        }
+    }
+
+    /// Deliveries of this epoch belong to someone else soon.
+    fn revoked(&mut self, epoch: u64) {
+        let theirs: Vec<Slot> = self
+            .flights
+            .slots()
+            .filter(|slot| self.flights.at(*slot).is_some_and(|it| it.passage.delivery().receipt.epoch == epoch))
+            .collect();
+        for slot in theirs {
+            self.happens(slot, Event::Drain);
+        }
+    }
+
+    /// Begins to drain: nothing new comes in, what has not started is given back.
+    async fn drain(&mut self, because: Option<Error>, bound: Duration) {
+        let until = Instant::now() + bound;
+        match &mut self.mode {
+            Mode::Draining { until: earlier, because: first } => {
+                *earlier = until.min(*earlier);
+                if first.is_none() {
+                    *first = because;
+                }
+                return;
+            }
+            mode @ Mode::Taking => *mode = Mode::Draining { until, because },
+        }
+        tracing::info!(in_flight = self.flights.len(), "draining");
+        self.source.stop().await;
+        let all: Vec<Slot> = self.flights.slots().collect();
+        for slot in all {
+            self.happens(slot, Event::Drain);
+        }
+    }
+
+    /// Lets go of what did not finish, and closes the source.
+    async fn leave(mut self) -> Result<(), Error> {
+        let left: Vec<Slot> = self.flights.slots().collect();
+        if !left.is_empty() {
+            tracing::warn!(in_flight = left.len(), "the drain is over; what did not finish comes back after its lease");
+        }
+        for slot in left {
+            self.happens(slot, Event::DrainOver);
+        }
+        self.settle().await;
+        let bound = Instant::now() + self.settings.drain.clamp(Duration::from_secs(1), Duration::from_secs(10));
+        let closed = self.source.close(bound).await;
+        match self.mode {
+            Mode::Draining { because: Some(error), .. } => Err(error),
+            _ => Ok(closed?),
+        }
+    }
+
+    /// Wakes what has waited long enough.
+    fn ring(&mut self) {
+        let now = Instant::now();
+        while let Some(Reverse((at, slot, turn))) = self.alarms.peek().copied() {
+            if at > now {
+                return;
+            }
+            self.alarms.pop();
+            if self.flights.at(slot).is_some_and(|flight| flight.turn == turn) {
+                self.happens(slot, Event::Woke);
+            }
+        }
+    }
+
+    /// When to look again at the latest.
+    fn next_alarm(&self) -> Option<Instant> {
+        let alarm = self.alarms.peek().map(|Reverse((at, ..))| *at);
+        match self.mode {
+            Mode::Draining { until, .. } => Some(alarm.map_or(until, |at| at.min(until))),
+            Mode::Taking if !self.late.is_empty() && self.applies.is_empty() => {
+                Some(alarm.map_or(self.late_after, |at| at.min(self.late_after)))
+            }
+            Mode::Taking => alarm,
+        }
+    }
+
+    /// A pause, spread by a quarter to either side, so that what failed together does not return together.
+    fn jittered(&mut self, pause: Duration) -> Duration {
+        self.jitter ^= self.jitter << 13;
+        self.jitter ^= self.jitter >> 7;
+        self.jitter ^= self.jitter << 17;
+        pause.mul_f64(0.75 + (self.jitter >> 11) as f64 / (1u64 << 53) as f64 / 2.0)
+    }
+}
+
+/// What to start.
+enum Work {
+    Handle,
+    Reconcile,
+}
+
+/// Whether a handler or `reconcile` belongs to this stage; in any other it is dropped.
+fn runs(stage: Stage) -> bool {
+    matches!(stage, Stage::Running(..) | Stage::Reconciling(..) | Stage::Ungated(_))
+}
+
+/// A handler that runs: dropping this drops it.
+struct Task(AbortHandle);
+
+impl Drop for Task {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+impl Flight {
+    /// Keeps what a run said for whoever finds the message in the dead letters.
+    fn tell(&mut self, finished: &Finished) {
+        let Some(error) = &finished.error else { return };
+        let error: String = error.chars().take(1000).collect();
+        self.passage.tell(|story| {
+            story.first_error.get_or_insert_with(|| error.clone());
+            story.last_error = Some(error);
+        });
+    }
+}

@@ -1,0 +1,26 @@
+//! Every default, in one place.
+
+use std::time::Duration;
+
+/// How long a done id is remembered.
+pub const WINDOW: Duration = Duration::from_secs(24 * 3600);
+/// How long a claim holds without renewal; it is renewed at a third of this.
+pub const LEASE: Duration = Duration::from_secs(30);
+/// How many attempts a message gets before it is dead-lettered.
+pub const ATTEMPTS: u32 = 5;
+/// How often a handler is run again in place within one attempt.
+pub const RETRIES: u32 = 3;
+/// The first pause before a retry; it doubles.
+pub const BACKOFF: Duration = Duration::from_millis(100);
+/// The longest pause before a retry.
+pub const LONGEST_BACKOFF: Duration = Duration::from_secs(10);
+/// How often `reconcile` is tried before a message goes to the in-doubt queue.
+pub const RECONCILES: u32 = 5;
+/// How long a handler may run.
+pub const HANDLER_TIMEOUT: Duration = Duration::from_secs(300);
+/// How many deliveries are in flight at the most.
+pub const IN_FLIGHT: usize = 512;
+/// How many bytes of key, headers and body are in flight at the most, but for one delivery that is larger alone.
+pub const IN_FLIGHT_BYTES: usize = 64 << 20;
+/// How long a drain may take.
+pub const DRAIN: Duration = Duration::from_secs(30);

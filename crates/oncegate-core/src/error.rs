@@ -1,0 +1,32 @@
+//! Why a consumer did not start, or ended.
+
+use crate::id::BadScope;
+use crate::source::SourceError;
+use crate::store::StoreError;
+
+/// Why a consumer did not start, or ended. Each says what to do.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A setting is wrong.
+    #[error("{setting}: {problem}; {remedy}")]
+    Misconfigured {
+        /// The setting.
+        setting: &'static str,
+        /// What is wrong with it.
+        problem: String,
+        /// What to do.
+        remedy: &'static str,
+    },
+    /// A scope that cannot stand in a key.
+    #[error(transparent)]
+    Scope(#[from] BadScope),
+    /// At most once was asked of a store that may forget what it said.
+    #[error("store: at most once needs a store that does not forget, and {0}; change that, or accept it with `accept_forgetful_store()`")]
+    ForgetfulStore(String),
+    /// The store cannot be used as it is configured.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// The source cannot go on.
+    #[error(transparent)]
+    Source(#[from] SourceError),
+}

@@ -1,0 +1,247 @@
+//! A queue in this process, with dead letters and an in-doubt queue.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use hashbrown::HashMap;
+use tokio::sync::Notify;
+
+use crate::message::{Message, Origin};
+use crate::road::{Reason, Settlement};
+use crate::source::{Delivery, Incoming, Limit, Open, Receipt, Settled, Source, SourceError, Story};
+
+/// A queue in this process. Cloning shares it; each [`MemoryBroker::source`] is one of its competing consumers.
+///
+/// It keeps a delivery until it is settled, and hands it out again when its source is dropped, as a broker does when a
+/// consumer dies.
+#[derive(Clone, Debug)]
+pub struct MemoryBroker(Arc<Shared>);
+
+/// A message that was rejected, and why.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DeadLetter {
+    /// The message.
+    pub message: Message,
+    /// Why it stands here.
+    pub reason: Reason,
+    /// What happened to it, where something did.
+    pub story: Option<Story>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    origin: Origin,
+    queue: Mutex<Queue>,
+    /// Something can be received, or was settled.
+    changed: Notify,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    ready: VecDeque<Held>,
+    delayed: Vec<(Instant, Held)>,
+    unsettled: HashMap<u64, (u64, Held)>,
+    dead_letters: Vec<DeadLetter>,
+    in_doubt: Vec<DeadLetter>,
+    next_tag: u64,
+    next_source: u64,
+    delivered: u64,
+}
+
+#[derive(Clone, Debug)]
+struct Held {
+    message: Message,
+    releases: u32,
+}
+
+impl MemoryBroker {
+    /// An empty queue of this name.
+    pub fn new(name: &str) -> Self {
+        let origin = Origin { name: Arc::from(name), ..Origin::default() };
+        Self(Arc::new(Shared { origin, queue: Mutex::default(), changed: Notify::new() }))
+    }
+
+    /// Adds a message at the end.
+    pub fn publish(&self, mut message: Message) {
+        message.origin = self.0.origin.clone();
+        self.0.lock().ready.push_back(Held { message, releases: 0 });
+        self.0.changed.notify_waiters();
+    }
+
+    /// A consumer of this queue.
+    pub fn source(&self) -> MemorySource {
+        let mut queue = self.0.lock();
+        queue.next_source += 1;
+        MemorySource { shared: self.0.clone(), name: queue.next_source, stopped: Intake::Open }
+    }
+
+    /// What was rejected so far.
+    pub fn dead_letters(&self) -> Vec<DeadLetter> {
+        self.0.lock().dead_letters.clone()
+    }
+
+    /// What nobody could find out about so far.
+    pub fn in_doubt(&self) -> Vec<DeadLetter> {
+        self.0.lock().in_doubt.clone()
+    }
+
+    /// How many messages are not settled: waiting, delayed, or handed out.
+    pub fn unsettled(&self) -> usize {
+        let queue = self.0.lock();
+        queue.ready.len() + queue.delayed.len() + queue.unsettled.len()
+    }
+
+    /// How many deliveries were handed out.
+    pub fn delivered(&self) -> u64 {
+        self.0.lock().delivered
+    }
+
+    /// Waits until everything is settled.
+    pub async fn drained(&self) {
+        loop {
+            let mut changed = std::pin::pin!(self.0.changed.notified());
+            changed.as_mut().enable();
+            if self.unsettled() == 0 {
+                return;
+            }
+            changed.await;
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One consumer of a [`MemoryBroker`].
+#[derive(Debug)]
+pub struct MemorySource {
+    shared: Arc<Shared>,
+    name: u64,
+    stopped: Intake,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Intake {
+    Open,
+    Stopped,
+}
+
+#[async_trait]
+impl Open for MemorySource {
+    type Source = Self;
+
+    async fn open(self) -> Result<Self, SourceError> {
+        Ok(self)
+    }
+}
+
+#[async_trait]
+impl Source for MemorySource {
+    async fn receive(&mut self, limit: Limit, into: &mut Vec<Incoming>) -> Result<(), SourceError> {
+        if self.stopped == Intake::Stopped {
+            return std::future::pending().await;
+        }
+        loop {
+            let mut changed = std::pin::pin!(self.shared.changed.notified());
+            changed.as_mut().enable();
+            let wake = {
+                let mut queue = self.shared.lock();
+                queue.wake(Instant::now());
+                if queue.hand_out(self.name, limit, into) {
+                    return Ok(());
+                }
+                queue.delayed.iter().map(|(at, _)| *at).min()
+            };
+            match wake {
+                Some(at) => {
+                    let _ = tokio::time::timeout(at.saturating_duration_since(Instant::now()) + Duration::from_millis(1), changed).await;
+                }
+                None => changed.await,
+            }
+        }
+    }
+
+    async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), SourceError> {
+        let mut queue = self.shared.lock();
+        for Settled { delivery, settlement, story } in settled.drain(..) {
+            let Some((_, held)) = queue.unsettled.remove(&delivery.receipt.position) else { continue };
+            match settlement {
+                Settlement::Accept(_) => {}
+                Settlement::Release { after } => {
+                    queue.delayed.push((Instant::now() + after, Held { releases: held.releases + 1, ..held }));
+                }
+                Settlement::Reject(reason) => {
+                    let letter = DeadLetter { message: held.message, reason, story: story.map(|story| *story) };
+                    if reason.is_in_doubt() { queue.in_doubt.push(letter) } else { queue.dead_letters.push(letter) }
+                }
+            }
+        }
+        drop(queue);
+        self.shared.changed.notify_waiters();
+        Ok(())
+    }
+
+    async fn stop(&mut self) {
+        self.stopped = Intake::Stopped;
+    }
+
+    async fn close(self: Box<Self>, _deadline: Instant) -> Result<(), SourceError> {
+        Ok(()) // what is not settled goes back when this is dropped
+    }
+}
+
+impl Queue {
+    /// Moves what has waited long enough to the end of the queue.
+    fn wake(&mut self, now: Instant) {
+        let mut i = 0;
+        while i < self.delayed.len() {
+            if self.delayed[i].0 <= now {
+                let (_, held) = self.delayed.swap_remove(i);
+                self.ready.push_back(held);
+            } else {
+                i += 1;
+            }
+        }
+    }
+
+    /// Hands out what is ready; whether there was anything.
+    fn hand_out(&mut self, source: u64, limit: Limit, into: &mut Vec<Incoming>) -> bool {
+        let mut bytes = 0;
+        let before = into.len();
+        while into.len() - before < limit.count {
+            let Some(size) = self.ready.front().map(|held| held.message.size()) else { break };
+            if into.len() > before && bytes + size > limit.bytes {
+                break;
+            }
+            let Some(held) = self.ready.pop_front() else { break };
+            bytes += size;
+            self.next_tag += 1;
+            self.delivered += 1;
+            let receipt = Receipt { epoch: source, partition: 0, position: self.next_tag };
+            into.push(Incoming::Delivery(Delivery { message: held.message.clone(), receipt, releases: held.releases }));
+            self.unsettled.insert(self.next_tag, (source, held));
+        }
+        into.len() > before
+    }
+}
+
+impl Drop for MemorySource {
+    /// What this consumer had and did not settle goes to the front of the queue, as a broker does it.
+    fn drop(&mut self) {
+        let mut queue = self.shared.lock();
+        let mut tags: Vec<u64> = queue.unsettled.iter().filter(|(_, (owner, _))| *owner == self.name).map(|(tag, _)| *tag).collect();
+        tags.sort_unstable_by(|a, b| b.cmp(a));
+        for tag in tags {
+            if let Some((_, held)) = queue.unsettled.remove(&tag) {
+                queue.ready.push_front(held);
+            }
+        }
+        drop(queue);
+        self.shared.changed.notify_waiters();
+    }
+}

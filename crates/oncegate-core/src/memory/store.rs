@@ -1,0 +1,129 @@
+//! A store in this process: [`marker::apply`](crate::marker::apply) on a map.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use hashbrown::HashMap;
+
+use crate::id::Key;
+use crate::marker::{Age, Change, Fingerprint, Marker, Operation, Verdict, apply};
+use crate::store::{Memory, Store, StoreError};
+
+/// Remembers ids in this process, for as long as it lives. Cloning shares what is remembered.
+///
+/// One lock a batch; what is in progress stands in a small table, what is done in a compact one.
+#[derive(Clone, Debug, Default)]
+pub struct MemoryStore(Arc<Mutex<Tables>>);
+
+#[derive(Debug, Default)]
+struct Tables {
+    open: HashMap<Key, Open>,
+    done: HashMap<Key, Done>,
+    /// When each done marker expires, in the order in which they were written. An entry whose marker was written again
+    /// since is passed over.
+    expiries: VecDeque<(Instant, Key)>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Open {
+    marker: Marker,
+    written: Instant,
+    expires: Instant,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Done {
+    fingerprint: Option<Fingerprint>,
+    expires: Instant,
+}
+
+impl MemoryStore {
+    /// A store that remembers nothing yet.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The marker of a key, and how long ago it was written where that matters.
+    pub fn marker(&self, key: &Key) -> (Marker, Duration) {
+        let now = Instant::now();
+        let (marker, age) = self.0.lock().unwrap_or_else(PoisonError::into_inner).read(key, now);
+        (marker, age)
+    }
+
+    /// How many ids are remembered.
+    pub fn len(&self) -> usize {
+        let tables = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        tables.open.len() + tables.done.len()
+    }
+
+    /// Whether nothing is remembered.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+#[async_trait]
+impl Store for MemoryStore {
+    async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
+        let now = Instant::now();
+        let mut tables = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        tables.expire(now);
+        operations.iter().map(|operation| Ok(tables.apply(operation, now))).collect()
+    }
+
+    async fn memory(&self) -> Result<Memory, StoreError> {
+        Ok(Memory::Forgets("the memory store forgets everything when its process ends".into()))
+    }
+}
+
+impl Tables {
+    fn apply(&mut self, operation: &Operation, now: Instant) -> Verdict {
+        let (marker, age) = self.read(&operation.key, now);
+        let (change, verdict) = apply(marker, Age::Of(age), operation);
+        match change {
+            Change::Keep => {}
+            Change::Delete => self.remove(&operation.key),
+            Change::Write(Marker::Done(fingerprint), window) => {
+                let expires = now + window;
+                self.open.remove(&operation.key);
+                self.done.insert(operation.key.clone(), Done { fingerprint, expires });
+                self.expiries.push_back((expires, operation.key.clone()));
+            }
+            Change::Write(marker, horizon) => {
+                self.done.remove(&operation.key);
+                self.open.insert(operation.key.clone(), Open { marker, written: now, expires: now + horizon });
+            }
+        }
+        verdict
+    }
+
+    fn read(&self, key: &Key, now: Instant) -> (Marker, Duration) {
+        if let Some(open) = self.open.get(key).filter(|open| now < open.expires) {
+            return (open.marker, now.saturating_duration_since(open.written));
+        }
+        match self.done.get(key).filter(|done| now < done.expires) {
+            Some(done) => (Marker::Done(done.fingerprint), Duration::ZERO),
+            None => (Marker::Absent, Duration::ZERO),
+        }
+    }
+
+    fn remove(&mut self, key: &Key) {
+        self.open.remove(key);
+        self.done.remove(key);
+    }
+
+    /// Forgets what has expired. What is open is few, and is looked at when it is asked for.
+    fn expire(&mut self, now: Instant) {
+        while let Some((expires, key)) = self.expiries.front() {
+            if *expires > now {
+                break;
+            }
+            if self.done.get(key).is_some_and(|done| done.expires <= now) {
+                self.done.remove(key);
+            }
+            self.expiries.pop_front();
+        }
+    }
+}

@@ -1,0 +1,58 @@
+//! One delivery on the road.
+
+use crate::road::{Event, History, Policy, Stage, Step, next};
+use crate::source::{Delivery, Settled, Story};
+
+/// One delivery on the road: moved by each step, never copied, and gone once it is settled.
+#[derive(Debug)]
+pub struct Passage {
+    delivery: Delivery,
+    stage: Stage,
+    story: Story,
+}
+
+/// What a step made of a [`Passage`].
+#[derive(Debug)]
+pub enum Onward {
+    /// It goes on; this is to be done.
+    Travels(Passage, Step),
+    /// It left the road, for the source to settle.
+    Left(Settled),
+    /// It was let go without a settlement, and comes back by itself.
+    Dropped(Delivery),
+}
+
+impl Passage {
+    /// A delivery at the beginning of the road.
+    pub fn new(delivery: Delivery, history: History) -> Self {
+        Self { delivery, stage: Stage::New(history), story: Story::default() }
+    }
+
+    /// Takes the passage one step on, as [`road::next`](crate::road::next) says.
+    pub fn next(self, event: Event, policy: &Policy) -> Onward {
+        let Self { delivery, stage, story } = self;
+        match next(stage, event, policy) {
+            (_, Step::Settle(settlement)) => {
+                let told = story != Story::default();
+                Onward::Left(Settled { delivery, settlement, story: told.then(|| Box::new(story)) })
+            }
+            (_, Step::Drop) => Onward::Dropped(delivery),
+            (stage, step) => Onward::Travels(Self { delivery, stage, story }, step),
+        }
+    }
+
+    /// The delivery.
+    pub fn delivery(&self) -> &Delivery {
+        &self.delivery
+    }
+
+    /// Where it stands.
+    pub fn stage(&self) -> Stage {
+        self.stage
+    }
+
+    /// Writes down what a person will want to know if it is dead-lettered.
+    pub fn tell(&mut self, write: impl FnOnce(&mut Story)) {
+        write(&mut self.story);
+    }
+}

@@ -1,0 +1,121 @@
+//! One run of a handler: decoded, bounded, guarded by its lease, with its panics caught.
+
+use std::future::Future;
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::{Duration, Instant};
+
+use futures_util::FutureExt;
+use tracing::Instrument;
+
+use crate::context::Context;
+use crate::decode::Decode;
+use crate::handler::{Failure, Handler, Reconciled};
+use crate::lease::Lease;
+use crate::marker::Finding;
+use crate::road::{Cause, Event, Outcome};
+
+/// A handler, and what it needs to run.
+pub(crate) struct Runner<H, D> {
+    pub(crate) handler: H,
+    pub(crate) decode: D,
+    pub(crate) timeout: Duration,
+}
+
+/// What a run came to, and what it said.
+#[derive(Debug)]
+pub(crate) struct Finished {
+    pub(crate) event: Event,
+    pub(crate) error: Option<String>,
+}
+
+impl Finished {
+    fn returned(outcome: Outcome, error: Option<String>) -> Self {
+        Self { event: Event::Returned(outcome), error }
+    }
+}
+
+impl<H: Handler, D: Decode> Runner<H, D> {
+    /// Runs the handler once.
+    pub(crate) async fn handle(self: Arc<Self>, cx: Context) -> Finished {
+        let span = tracing::debug_span!("oncegate.handle", id = %cx.id, attempt = cx.attempt, outcome = tracing::field::Empty);
+        let work = async {
+            let payload = match self.decode.decode::<H::Payload>(&cx.message) {
+                Ok(payload) => payload,
+                Err(error) => return Finished::returned(Outcome::Unreadable, Some(error.to_string())),
+            };
+            match self.handler.handle(payload, &cx).await {
+                Ok(()) => Finished::returned(Outcome::Done, None),
+                Err(failure) => {
+                    let outcome = match &failure {
+                        Failure::Retry(_) => Outcome::Retry,
+                        Failure::Reject(_) => Outcome::Reject,
+                        Failure::InDoubt(_) => Outcome::Unknown(Cause::Said),
+                    };
+                    Finished::returned(outcome, Some(failure.to_string()))
+                }
+            }
+        };
+        async {
+            let finished = match bounded(work, self.timeout, cx.lease.as_deref()).await {
+                Ended::Over(finished) => finished,
+                Ended::Panicked(said) => Finished::returned(Outcome::Unknown(Cause::Panicked), Some(said)),
+                Ended::TimedOut => Finished::returned(Outcome::Unknown(Cause::TimedOut), Some(format!("no end after {:?}", self.timeout))),
+                Ended::LeaseOver => Finished { event: Event::LeaseOver, error: Some("the lease was over".into()) },
+            };
+            tracing::Span::current().record("outcome", tracing::field::debug(&finished.event));
+            finished
+        }
+        .instrument(span)
+        .await
+    }
+
+    /// Runs `reconcile` once.
+    pub(crate) async fn reconcile(self: Arc<Self>, cx: Context) -> Finished {
+        let span = tracing::debug_span!("oncegate.reconcile", id = %cx.id, attempt = cx.attempt);
+        let work = async {
+            let payload = self.decode.decode::<H::Payload>(&cx.message).map_err(|error| error.to_string())?;
+            self.handler.reconcile(payload, &cx).await.map_err(|failure| failure.to_string())
+        };
+        let (found, error) = match bounded(work, self.timeout, cx.lease.as_deref()).instrument(span).await {
+            Ended::Over(Ok(Reconciled::Happened)) => (Some(Finding::Happened), None),
+            Ended::Over(Ok(Reconciled::DidNotHappen)) => (Some(Finding::DidNotHappen), None),
+            Ended::Over(Ok(Reconciled::Unknown)) => (None, Some("reconcile could not tell".to_owned())),
+            Ended::Over(Err(error)) => (None, Some(error)),
+            Ended::Panicked(said) => (None, Some(said)),
+            Ended::TimedOut => (None, Some(format!("reconcile had no end after {:?}", self.timeout))),
+            Ended::LeaseOver => return Finished { event: Event::LeaseOver, error: Some("the lease was over".into()) },
+        };
+        Finished { event: Event::Found(found), error }
+    }
+}
+
+/// How a bounded future ended.
+pub(crate) enum Ended<T> {
+    Over(T),
+    Panicked(String),
+    TimedOut,
+    LeaseOver,
+}
+
+/// Runs a future for so long at the most, and polls it only while the lease lives: a process that was stopped and
+/// continued polls before its timers fire.
+pub(crate) async fn bounded<T>(work: impl Future<Output = T>, timeout: Duration, lease: Option<&Lease>) -> Ended<T> {
+    let mut work = std::pin::pin!(AssertUnwindSafe(work).catch_unwind());
+    let guarded = std::future::poll_fn(|poller| match lease {
+        Some(lease) if !lease.lives(Instant::now()) => Poll::Ready(None),
+        _ => work.as_mut().poll(poller).map(Some),
+    });
+    match tokio::time::timeout(timeout, guarded).await {
+        Ok(Some(Ok(value))) => Ended::Over(value),
+        Ok(Some(Err(panic))) => Ended::Panicked(what_it_said(&*panic)),
+        Ok(None) => Ended::LeaseOver,
+        Err(_) => Ended::TimedOut,
+    }
+}
+
+fn what_it_said(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    format!("panicked: {}", text.unwrap_or("with something that is no text"))
+}

@@ -1,0 +1,204 @@
+//! What a consumer goes by, checked at start.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::defaults;
+use crate::error::Error;
+use crate::id::{IdSource, Scope};
+use crate::marker::{Fingerprint, Guarantee, Terms};
+use crate::message::Message;
+use crate::road::{Outage, Policy};
+use crate::source::Order;
+
+/// Whether the same id with another body is told apart.
+#[derive(Clone, Default)]
+pub enum Fingerprints {
+    /// By the body in at most once, not at all otherwise.
+    #[default]
+    ByGuarantee,
+    /// Not at all: the id alone decides.
+    Off,
+    /// By a hash of the body.
+    Body,
+    /// By a number that this function makes of the message.
+    By(Arc<dyn Fn(&Message) -> u64 + Send + Sync>),
+}
+
+impl Fingerprints {
+    pub(crate) fn of(&self, message: &Message, guarantee: Guarantee) -> Option<Fingerprint> {
+        match self {
+            Self::Off => None,
+            Self::ByGuarantee if guarantee != Guarantee::AtMostOnce => None,
+            Self::ByGuarantee | Self::Body => Some(Fingerprint::of(&message.body)),
+            Self::By(number) => Some(Fingerprint::new(number(message))),
+        }
+    }
+}
+
+impl std::fmt::Debug for Fingerprints {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::ByGuarantee => "ByGuarantee",
+            Self::Off => "Off",
+            Self::Body => "Body",
+            Self::By(_) => "By(function)",
+        })
+    }
+}
+
+/// Where handlers run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Handlers {
+    /// Each in a task of its own: every core is used, for waiting and for computing alike.
+    #[default]
+    Spawned,
+    /// Each is polled once where it stands, and gets a task only if it is not ready: the fast way for handlers that are
+    /// ready at once. A handler that blocks holds up the consumer.
+    InPlace,
+}
+
+/// What a consumer goes by.
+#[derive(Clone, Debug)]
+pub(crate) struct Settings {
+    pub(crate) guarantee: Guarantee,
+    pub(crate) id: Option<IdSource>,
+    pub(crate) scope: Scope,
+    pub(crate) fingerprints: Fingerprints,
+    pub(crate) window: Duration,
+    pub(crate) lease: Duration,
+    pub(crate) attempts: u32,
+    pub(crate) retries: u32,
+    pub(crate) backoff: Duration,
+    pub(crate) longest_backoff: Duration,
+    pub(crate) reconciles: u32,
+    pub(crate) handler_timeout: Duration,
+    pub(crate) in_flight: usize,
+    pub(crate) in_flight_bytes: usize,
+    pub(crate) drain: Duration,
+    pub(crate) max_age: Option<Duration>,
+    pub(crate) order: Option<Order>,
+    pub(crate) handlers: Handlers,
+    pub(crate) outage: Outage,
+    pub(crate) forgetful: Forgetful,
+}
+
+/// Whether at most once takes a store that may forget.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Forgetful {
+    Refused,
+    Accepted,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            guarantee: Guarantee::default(),
+            id: None,
+            scope: Scope::none(),
+            fingerprints: Fingerprints::default(),
+            window: defaults::WINDOW,
+            lease: defaults::LEASE,
+            attempts: defaults::ATTEMPTS,
+            retries: defaults::RETRIES,
+            backoff: defaults::BACKOFF,
+            longest_backoff: defaults::LONGEST_BACKOFF,
+            reconciles: defaults::RECONCILES,
+            handler_timeout: defaults::HANDLER_TIMEOUT,
+            in_flight: defaults::IN_FLIGHT,
+            in_flight_bytes: defaults::IN_FLIGHT_BYTES,
+            drain: defaults::DRAIN,
+            max_age: None,
+            order: None,
+            handlers: Handlers::default(),
+            outage: Outage::default(),
+            forgetful: Forgetful::Refused,
+        }
+    }
+}
+
+impl Settings {
+    /// Checks what cannot work.
+    pub(crate) fn check(&self) -> Result<(), Error> {
+        let wrong = |setting, problem: String, remedy| Err(Error::Misconfigured { setting, problem, remedy });
+        if self.lease < Duration::from_millis(100) {
+            return wrong(
+                "lease",
+                format!("{:?} is too short to be renewed in time", self.lease),
+                "set at least 100 ms; 30 s is the default",
+            );
+        }
+        if self.window.is_zero() {
+            return wrong(
+                "window",
+                "it is 0, so nothing would be remembered".into(),
+                "set the dedup window to at least twice the oldest redelivery",
+            );
+        }
+        if self.window < Duration::from_secs(1) {
+            return wrong("window", format!("{:?} is below one second", self.window), "set at least 1 s");
+        }
+        if self.lease >= self.window {
+            let problem = format!("the lease ({:?}) is not shorter than the window ({:?})", self.lease, self.window);
+            return wrong("lease", problem, "shorten the lease or lengthen the window");
+        }
+        if self.max_age.is_some_and(|age| age > self.window) {
+            return wrong(
+                "max_age",
+                "it is longer than the window, which could not speak for such messages".into(),
+                "set it to at most the window",
+            );
+        }
+        let zeros = [
+            ("attempts", self.attempts == 0, "set at least 1"),
+            ("in_flight", self.in_flight == 0, "set at least 1"),
+            ("in_flight_bytes", self.in_flight_bytes == 0, "set at least the size of one message"),
+            ("reconciles", self.reconciles == 0, "set at least 1"),
+            ("handler_timeout", self.handler_timeout.is_zero(), "set the longest time that a handler may take"),
+        ];
+        for (setting, zero, remedy) in zeros {
+            if zero {
+                return wrong(setting, "it is 0".into(), remedy);
+            }
+        }
+        if self.outage == Outage::PassThrough && self.guarantee != Guarantee::EffectivelyOnce {
+            return wrong(
+                "outage",
+                "passing through without the gate would break this guarantee".into(),
+                "use Outage::Hold, or Guarantee::EffectivelyOnce",
+            );
+        }
+        Ok(())
+    }
+
+    /// The terms of a claim.
+    pub(crate) fn terms(&self, message: &Message) -> Terms {
+        let fingerprint = self.fingerprints.of(message, self.guarantee);
+        Terms { guarantee: self.guarantee, lease: self.lease, window: self.window, fingerprint }
+    }
+
+    /// How old a message may be and still be taken for new.
+    pub(crate) fn max_age(&self) -> Duration {
+        self.max_age.unwrap_or(self.window / 2)
+    }
+
+    /// The numbers of the road. A claim that meets a holder is asked again for about two leases.
+    pub(crate) fn policy(&self) -> Policy {
+        let mut policy = Policy {
+            guarantee: self.guarantee,
+            attempts: self.attempts,
+            retries: self.retries,
+            reconciles: self.reconciles,
+            parks: 0,
+            backoff: self.backoff,
+            longest_backoff: self.longest_backoff,
+            outage: self.outage,
+        };
+        let mut waited = Duration::ZERO;
+        while waited < self.lease * 2 && policy.parks < 1000 {
+            waited += policy.pause(policy.parks).max(Duration::from_millis(1));
+            policy.parks += 1;
+        }
+        policy
+    }
+}

@@ -1,0 +1,319 @@
+//! The consumer on the in-memory source and store.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use oncegate_core::marker::Marker;
+use oncegate_core::road::{Cause, Reason};
+use oncegate_core::*;
+use tokio::sync::oneshot;
+
+/// A handler that does what the body says, and counts.
+#[derive(Clone, Default)]
+struct Scripted {
+    runs: Arc<Mutex<Vec<(String, u32)>>>,
+    effects: Arc<AtomicU32>,
+    found: Arc<Mutex<Option<Reconciled>>>,
+}
+
+#[async_trait]
+impl Handler for Scripted {
+    type Payload = String;
+
+    async fn handle(&self, says: String, cx: &Context) -> Result<(), Failure> {
+        let run = {
+            let mut runs = self.runs.lock().expect("no panic inside");
+            runs.push((cx.id().to_owned(), cx.attempt()));
+            runs.iter().filter(|(id, _)| id == cx.id()).count()
+        };
+        match says.as_str() {
+            "retry once" if run == 1 => Err("not yet").retry()?,
+            "always retry" => Err("never").retry()?,
+            "refuse" => Err("no such account").reject()?,
+            "doubt" => Err("no answer").in_doubt()?,
+            "doubt once" if run == 1 => Err("no answer").in_doubt()?,
+            "panic once" if run == 1 => std::panic::panic_any(7),
+            "hang" => std::future::pending().await,
+            "slow" => tokio::time::sleep(Duration::from_millis(300)).await,
+            _ => {}
+        }
+        self.effects.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    async fn reconcile(&self, _: String, _: &Context) -> Result<Reconciled, Failure> {
+        Ok(self.found.lock().expect("no panic inside").unwrap_or(Reconciled::Unknown))
+    }
+}
+
+struct World {
+    broker: MemoryBroker,
+    store: MemoryStore,
+    handler: Scripted,
+}
+
+impl World {
+    fn new() -> Self {
+        Self { broker: MemoryBroker::new("q"), store: MemoryStore::new(), handler: Scripted::default() }
+    }
+
+    fn publish(&self, id: &str, says: &str) {
+        self.broker.publish(Message::new(serde_json::to_vec(says).expect("JSON")).with_header("id", id));
+    }
+
+    /// Runs a consumer until everything is settled.
+    async fn drain(&self, guarantee: Guarantee) {
+        let broker = self.broker.clone();
+        self.consumer(guarantee).run_until(async move { broker.drained().await }).await.expect("a clean end");
+    }
+
+    fn consumer(&self, guarantee: Guarantee) -> Builder<MemorySource, MemoryStore, Scripted, Json> {
+        Consumer::builder()
+            .source(self.broker.source())
+            .store(self.store.clone())
+            .handler(self.handler.clone())
+            .guarantee(guarantee)
+            .id(IdSource::header("id"))
+            .accept_forgetful_store()
+            .lease(Duration::from_millis(400))
+            .backoff(Duration::from_millis(5), Duration::from_millis(20))
+            .retries(1)
+            .attempts(2)
+            .reconciles(2)
+            .handler_timeout(Duration::from_millis(900))
+            .drain(Duration::from_secs(5))
+    }
+
+    fn runs(&self) -> usize {
+        self.handler.runs.lock().expect("no panic inside").len()
+    }
+
+    fn effects(&self) -> u32 {
+        self.handler.effects.load(Ordering::Relaxed)
+    }
+
+    fn marker(&self, id: &str) -> Marker {
+        self.store.marker(&Key::new(&MessageId::new(id).expect("an id"))).0
+    }
+
+    fn reasons(&self) -> Vec<Reason> {
+        self.broker.dead_letters().into_iter().chain(self.broker.in_doubt()).map(|letter| letter.reason).collect()
+    }
+}
+
+#[tokio::test]
+async fn duplicates_are_handled_once_in_order_and_at_the_same_time() {
+    let world = World::new();
+    for id in 0..1000 {
+        world.publish(&format!("id-{id}"), "work");
+        world.publish(&format!("id-{}", id / 2), "work");
+    }
+    world.drain(Guarantee::AtMostOnce).await;
+    assert_eq!(world.effects(), 1000);
+    assert_eq!(world.reasons(), []);
+}
+
+#[tokio::test]
+async fn handlers_in_place_give_the_same_result() {
+    let world = World::new();
+    for id in 0..500 {
+        world.publish(&format!("id-{}", id / 2), if id % 50 == 0 { "slow" } else { "work" });
+    }
+    let broker = world.broker.clone();
+    let consumer = world.consumer(Guarantee::EffectivelyOnce).handlers(Handlers::InPlace);
+    consumer.run_until(async move { broker.drained().await }).await.expect("a clean end");
+    assert_eq!(world.effects(), 250);
+}
+
+#[tokio::test]
+async fn a_failure_that_did_nothing_runs_again_and_is_then_dead_lettered() {
+    let world = World::new();
+    world.publish("a", "retry once");
+    world.publish("b", "always retry");
+    world.drain(Guarantee::AtMostOnce).await;
+    assert_eq!(world.effects(), 1);
+    assert_eq!(world.marker("a"), Marker::Done(Some(Fingerprint::of(b"\"retry once\""))));
+    assert_eq!(world.reasons(), [Reason::AttemptsSpent]);
+    assert!(matches!(world.marker("b"), Marker::Rejected(_)));
+    let letter = world.broker.dead_letters().remove(0);
+    let story = letter.story.expect("a story");
+    assert_eq!(story.id.as_deref(), Some("b"));
+    assert!(story.last_error.expect("an error").contains("never"));
+}
+
+#[tokio::test]
+async fn what_cannot_be_read_or_has_no_id_goes_to_the_dead_letters_and_the_rest_goes_on() {
+    let world = World::new();
+    world.broker.publish(Message::new("{not json").with_header("id", "broken"));
+    world.broker.publish(Message::new("\"no id\""));
+    world.broker.publish(Message::new("\"empty id\"").with_header("id", ""));
+    world.publish("refused", "refuse");
+    world.publish("good", "work");
+    world.drain(Guarantee::EffectivelyOnce).await;
+    let mut reasons = world.reasons();
+    reasons.sort_by_key(|reason| reason.as_str());
+    assert_eq!(reasons, [Reason::MissingId, Reason::MissingId, Reason::Refused, Reason::Unreadable]);
+    assert_eq!(world.effects(), 1);
+}
+
+#[tokio::test]
+async fn the_same_id_with_another_body_is_a_conflict_at_most_once() {
+    let world = World::new();
+    world.publish("a", "work");
+    world.drain(Guarantee::AtMostOnce).await;
+    world.publish("a", "other work");
+    world.drain(Guarantee::AtMostOnce).await;
+    assert_eq!((world.effects(), world.reasons()), (1, vec![Reason::Conflict]));
+}
+
+#[tokio::test]
+async fn a_panic_is_unknown_never_run_again_on_a_guess_at_most_once() {
+    let world = World::new();
+    world.publish("a", "panic once");
+    world.drain(Guarantee::AtMostOnce).await;
+    assert_eq!((world.runs(), world.effects()), (1, 0));
+    assert_eq!(world.reasons(), [Reason::InDoubt(Cause::Panicked)]);
+    assert!(matches!(world.marker("a"), Marker::InDoubt(..)));
+}
+
+#[tokio::test]
+async fn a_panic_runs_again_with_a_higher_fence_effectively_once() {
+    let world = World::new();
+    world.publish("a", "panic once");
+    world.drain(Guarantee::EffectivelyOnce).await;
+    assert_eq!(*world.handler.runs.lock().expect("no panic inside"), [("a".to_owned(), 1), ("a".to_owned(), 2)]);
+    assert_eq!(world.effects(), 1);
+}
+
+#[tokio::test]
+async fn reconcile_that_finds_the_effect_accepts_without_a_run() {
+    let world = World::new();
+    *world.handler.found.lock().expect("no panic inside") = Some(Reconciled::Happened);
+    world.publish("a", "doubt");
+    world.drain(Guarantee::AtMostOnce).await;
+    assert_eq!((world.runs(), world.reasons().len()), (1, 0));
+    assert!(matches!(world.marker("a"), Marker::Done(_)));
+}
+
+#[tokio::test]
+async fn reconcile_that_finds_nothing_lets_it_run_again_with_a_higher_fence() {
+    let world = World::new();
+    *world.handler.found.lock().expect("no panic inside") = Some(Reconciled::DidNotHappen);
+    world.publish("a", "doubt once");
+    world.drain(Guarantee::AtMostOnce).await;
+    assert_eq!(*world.handler.runs.lock().expect("no panic inside"), [("a".to_owned(), 1), ("a".to_owned(), 2)]);
+    assert_eq!((world.effects(), world.reasons().len()), (1, 0));
+}
+
+#[tokio::test]
+async fn a_handler_without_end_is_in_doubt_at_its_timeout() {
+    let world = World::new();
+    world.publish("a", "hang");
+    world.drain(Guarantee::AtMostOnce).await;
+    assert_eq!(world.reasons(), [Reason::InDoubt(Cause::TimedOut)]);
+}
+
+#[tokio::test]
+async fn a_consumer_that_dies_in_a_handler_leaves_a_doubt_at_most_once_and_a_second_run_otherwise() {
+    for (guarantee, runs, in_doubt) in [(Guarantee::AtMostOnce, 1, 1), (Guarantee::EffectivelyOnce, 2, 0), (Guarantee::Bare, 1, 0)] {
+        let world = World::new();
+        world.publish("a", "slow");
+        let (dead, died) = oneshot::channel::<()>();
+        let doomed = tokio::spawn(world.consumer(guarantee).run_until(async {
+            let _ = died.await;
+        }));
+        while world.runs() == 0 {
+            tokio::task::yield_now().await;
+        }
+        doomed.abort();
+        assert!(doomed.await.expect_err("it was aborted").is_cancelled());
+        drop(dead);
+        world.drain(guarantee).await;
+        assert_eq!(world.runs(), runs, "{guarantee:?}");
+        assert_eq!(world.broker.in_doubt().len(), in_doubt, "{guarantee:?}");
+        let expected = if guarantee == Guarantee::EffectivelyOnce { 1 } else { 0 }; // bare loses it: that is its hole
+        assert_eq!(world.effects(), expected, "{guarantee:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_lease_is_renewed_while_its_handler_runs() {
+    let world = World::new();
+    for _ in 0..3 {
+        world.publish("a", "slow");
+    }
+    let broker = world.broker.clone();
+    let consumer = world.consumer(Guarantee::AtMostOnce).lease(Duration::from_millis(120));
+    consumer.run_until(async move { broker.drained().await }).await.expect("a clean end");
+    assert_eq!((world.runs(), world.effects(), world.reasons().len()), (1, 1, 0));
+}
+
+#[tokio::test]
+async fn keys_stay_in_order_and_do_not_hold_up_each_other() {
+    let world = World::new();
+    for n in 0..200 {
+        let body = serde_json::to_vec("work").expect("JSON");
+        world.broker.publish(Message::new(body).with_key(format!("key-{}", n % 7)).with_header("id", format!("{}-{n:04}", n % 7)));
+    }
+    let broker = world.broker.clone();
+    world
+        .consumer(Guarantee::EffectivelyOnce)
+        .order(Order::ByKey)
+        .run_until(async move { broker.drained().await })
+        .await
+        .expect("a clean end");
+    let runs = world.handler.runs.lock().expect("no panic inside").clone();
+    for key in 0..7 {
+        let of_key: Vec<_> = runs.iter().filter(|(id, _)| id.starts_with(&format!("{key}-"))).map(|(id, _)| id.clone()).collect();
+        assert!(of_key.is_sorted() && of_key.len() >= 28, "{of_key:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_drain_finishes_what_runs_and_gives_back_what_does_not() {
+    let world = World::new();
+    for id in 0..20 {
+        world.publish(&format!("id-{id}"), "slow");
+    }
+    let handler = world.handler.clone();
+    let started = async move {
+        while handler.runs.lock().expect("no panic inside").len() < 4 {
+            tokio::task::yield_now().await;
+        }
+    };
+    world.consumer(Guarantee::AtMostOnce).in_flight(4).run_until(started).await.expect("a clean end");
+    assert_eq!(world.effects(), 4);
+    assert_eq!(world.broker.unsettled(), 16);
+    world.drain(Guarantee::AtMostOnce).await;
+    assert_eq!((world.effects(), world.reasons().len()), (20, 0));
+}
+
+#[tokio::test]
+async fn wrong_settings_are_refused_with_the_setting_and_what_to_do() {
+    let world = World::new();
+    let base = || world.consumer(Guarantee::EffectivelyOnce);
+    let wrong = [
+        ("window", base().window(Duration::ZERO)),
+        ("lease", base().window(Duration::from_secs(1)).lease(Duration::from_secs(1))),
+        ("in_flight", base().in_flight(0)),
+        ("attempts", base().attempts(0)),
+        ("handler_timeout", base().handler_timeout(Duration::ZERO)),
+        ("outage", base().guarantee(Guarantee::AtMostOnce).outage(Outage::PassThrough)),
+        ("scope", base().scope("a|b")),
+    ];
+    for (setting, consumer) in wrong {
+        let error = consumer.run_until(async {}).await.expect_err(setting).to_string();
+        assert!(error.starts_with(setting), "{error}");
+    }
+    let forgetful = || Consumer::builder().source(world.broker.source()).store(MemoryStore::new()).handler(Scripted::default());
+    let no_id = forgetful().run_until(async {}).await.expect_err("no id").to_string();
+    assert!(no_id.starts_with("id:"), "{no_id}");
+    let error = forgetful()
+        .id(IdSource::key())
+        .guarantee(Guarantee::AtMostOnce)
+        .run_until(std::future::pending())
+        .await
+        .expect_err("a forgetful store");
+    assert!(matches!(error, Error::ForgetfulStore(_)), "{error}");
+}
