@@ -1,1 +1,32 @@
 //! The RabbitMQ source of oncegate.
+//!
+//! ```no_run
+//! use oncegate_amqp::{RabbitMq, Topology};
+//!
+//! let source = RabbitMq::queue("payments").url("amqp://guest:guest@localhost:5672/%2f").prefetch(512).topology(Topology::Declare);
+//! ```
+//!
+//! # What it does
+//! - It owns its connections and rebuilds them after any trouble, with backoff. A receipt belongs to its channel: one
+//!   from a channel that is gone is counted and dropped, never sent.
+//! - It acknowledges the contiguous prefix of settled deliveries with one frame.
+//! - Dead letters, in-doubt messages and long delays travel on a connection of their own, as confirmed copies that
+//!   stand in their queue before the original is acknowledged. A crash in between leaves both.
+//! - A released delivery waits in memory for up to five seconds, else in a delay queue. If the connection is lost
+//!   meanwhile, what waited in memory comes back at once.
+#![forbid(unsafe_code)]
+
+mod acks;
+mod backoff;
+mod copy;
+mod engine;
+mod incoming;
+mod link;
+mod publisher;
+mod session;
+mod settings;
+mod source;
+mod topology;
+
+pub use settings::{QueueKind, RabbitMq, Topology};
+pub use source::RabbitMqSource;

@@ -1,0 +1,204 @@
+//! Which delivery tags of one channel may be acknowledged, and how.
+
+use std::collections::VecDeque;
+
+/// The deliveries of one channel, and what each still carries.
+///
+/// An acknowledgement with `multiple` covers every tag up to its own, so it is only ever yielded for a prefix in which
+/// every tag is settled, and its own tag is one that was not acknowledged before: the broker refuses a tag that it
+/// does not know, and closes the channel.
+#[derive(Debug)]
+pub(crate) struct Acks<T> {
+    /// The tag of the first entry.
+    first: u64,
+    tags: VecDeque<Tag<T>>,
+    settled: usize,
+}
+
+#[derive(Debug)]
+enum Tag<T> {
+    Open(T),
+    Settled,
+    Acknowledged,
+}
+
+impl<T> Acks<T> {
+    /// Of a new channel: its tags begin with 1.
+    pub(crate) fn new() -> Self {
+        Self { first: 1, tags: VecDeque::new(), settled: 0 }
+    }
+
+    /// Takes a delivery in. The broker counts its tags up by one; a tag that it left out is none of ours.
+    pub(crate) fn delivered(&mut self, tag: u64, carried: T) {
+        let next = self.first + self.tags.len() as u64;
+        for _ in next..tag {
+            self.tags.push_back(Tag::Acknowledged);
+        }
+        if tag >= next {
+            self.tags.push_back(Tag::Open(carried));
+        }
+    }
+
+    /// What an unsettled delivery carries; `None` for a tag that is not open.
+    pub(crate) fn carried(&self, tag: u64) -> Option<&T> {
+        match self.tags.get(self.index(tag)?)? {
+            Tag::Open(carried) => Some(carried),
+            Tag::Settled | Tag::Acknowledged => None,
+        }
+    }
+
+    /// Marks a delivery as done with, and gives back what it carried; `None` for a tag that is not open.
+    pub(crate) fn settle(&mut self, tag: u64) -> Option<T> {
+        let index = self.index(tag)?;
+        let entry = self.tags.get_mut(index)?;
+        if !matches!(entry, Tag::Open(_)) {
+            return None;
+        }
+        let Tag::Open(carried) = std::mem::replace(entry, Tag::Settled) else { return None };
+        self.settled += 1;
+        Some(carried)
+    }
+
+    /// Takes the settled prefix: the tag to acknowledge with `multiple`.
+    pub(crate) fn take_prefix(&mut self) -> Option<u64> {
+        let mut last = None;
+        while let Some(Tag::Settled | Tag::Acknowledged) = self.tags.front() {
+            if let Some(Tag::Settled) = self.tags.pop_front() {
+                last = Some(self.first);
+                self.settled -= 1;
+            }
+            self.first += 1;
+        }
+        last
+    }
+
+    /// Takes all that is settled beyond the prefix: the tags to acknowledge one by one, in order.
+    pub(crate) fn take_singles(&mut self) -> Vec<u64> {
+        let mut singles = Vec::with_capacity(self.settled);
+        for (tag, entry) in (self.first..).zip(&mut self.tags) {
+            if singles.len() == self.settled {
+                break;
+            }
+            if matches!(entry, Tag::Settled) {
+                *entry = Tag::Acknowledged;
+                singles.push(tag);
+            }
+        }
+        self.settled = 0;
+        singles
+    }
+
+    /// How many are settled and not acknowledged yet.
+    pub(crate) fn settled(&self) -> usize {
+        self.settled
+    }
+
+    fn index(&self, tag: u64) -> Option<usize> {
+        usize::try_from(tag.checked_sub(self.first)?).ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    fn delivered(count: u64) -> Acks<u64> {
+        let mut acks = Acks::new();
+        (1..=count).for_each(|tag| acks.delivered(tag, tag));
+        acks
+    }
+
+    #[test]
+    fn only_the_contiguous_prefix_is_acknowledged_together() {
+        let mut acks = delivered(4);
+        for tag in [2, 3] {
+            assert_eq!(acks.settle(tag), Some(tag));
+        }
+        assert_eq!(acks.take_prefix(), None);
+        assert_eq!(acks.settle(1), Some(1));
+        assert_eq!(acks.take_prefix(), Some(3));
+        assert_eq!(acks.take_prefix(), None);
+        assert_eq!(acks.settle(4), Some(4));
+        assert_eq!(acks.take_prefix(), Some(4));
+    }
+
+    #[test]
+    fn a_prefix_never_ends_with_a_tag_that_was_acknowledged_alone() {
+        let mut acks = delivered(4);
+        acks.settle(3);
+        assert_eq!(acks.take_singles(), [3]);
+        acks.settle(2);
+        acks.settle(1);
+        assert_eq!(acks.take_prefix(), Some(2));
+        assert_eq!(acks.settled(), 0);
+        acks.settle(4);
+        assert_eq!(acks.take_prefix(), Some(4));
+    }
+
+    #[test]
+    fn a_tag_is_settled_once_and_only_if_it_was_delivered() {
+        let mut acks = delivered(2);
+        assert_eq!(acks.settle(0), None);
+        assert_eq!(acks.settle(3), None);
+        assert_eq!(acks.settle(1), Some(1));
+        assert_eq!(acks.settle(1), None);
+        assert_eq!(acks.carried(1), None);
+        assert_eq!(acks.carried(2), Some(&2));
+        acks.take_prefix();
+        assert_eq!(acks.settle(1), None);
+    }
+
+    /// The broker's side, as RabbitMQ does it: an unknown tag closes the channel.
+    #[derive(Default)]
+    struct Broker(BTreeSet<u64>);
+
+    impl Broker {
+        fn acknowledge(&mut self, tag: u64, multiple: bool, settled: &BTreeSet<u64>) {
+            assert!(self.0.contains(&tag), "406: unknown delivery tag {tag}");
+            let covered: Vec<u64> = if multiple { self.0.range(..=tag).copied().collect() } else { vec![tag] };
+            for tag in covered {
+                assert!(settled.contains(&tag), "{tag} was acknowledged and not settled: a lost message");
+                self.0.remove(&tag);
+            }
+        }
+    }
+
+    #[test]
+    fn whatever_the_order_no_tag_is_lost_refused_or_forgotten() {
+        for seed in 0..300 {
+            let mut random = fastrand::Rng::with_seed(seed);
+            let (mut acks, mut broker, mut settled) = (Acks::new(), Broker::default(), BTreeSet::new());
+            let (mut open, mut next) = (Vec::new(), 1);
+            for _ in 0..400 {
+                match random.u8(..10) {
+                    0..4 => {
+                        acks.delivered(next, ());
+                        broker.0.insert(next);
+                        open.push(next);
+                        next += 1;
+                    }
+                    4..8 if !open.is_empty() => {
+                        let tag = open.swap_remove(random.usize(..open.len()));
+                        assert_eq!(acks.settle(tag), Some(()));
+                        settled.insert(tag);
+                    }
+                    8 => acks.take_prefix().into_iter().for_each(|tag| broker.acknowledge(tag, true, &settled)),
+                    9 => {
+                        acks.take_prefix().into_iter().for_each(|tag| broker.acknowledge(tag, true, &settled));
+                        acks.take_singles().into_iter().for_each(|tag| broker.acknowledge(tag, false, &settled));
+                        assert!(broker.0.iter().all(|tag| open.contains(tag)));
+                    }
+                    _ => {}
+                }
+            }
+            for tag in open {
+                acks.settle(tag);
+                settled.insert(tag);
+            }
+            acks.take_prefix().into_iter().for_each(|tag| broker.acknowledge(tag, true, &settled));
+            assert!(broker.0.is_empty() && acks.settled() == 0, "seed {seed}: left {:?}", broker.0);
+        }
+    }
+}

@@ -1,0 +1,39 @@
+//! How long to wait before trying again.
+
+use std::time::Duration;
+
+const FIRST: Duration = Duration::from_millis(100);
+const LONGEST: Duration = Duration::from_secs(5);
+
+/// 100 ms doubling to 5 s, each cut by up to a half at random, so that many consumers do not come back at once.
+#[derive(Debug, Default)]
+pub(crate) struct Backoff(u32);
+
+impl Backoff {
+    /// The next pause.
+    pub(crate) fn pause(&mut self) -> Duration {
+        let whole = FIRST.saturating_mul(1 << self.0.min(10)).min(LONGEST);
+        self.0 = self.0.saturating_add(1);
+        whole.mul_f64(0.5 + fastrand::f64() / 2.0)
+    }
+
+    /// It worked: begin anew.
+    pub(crate) fn reset(&mut self) {
+        self.0 = 0;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_grow_and_stay_within_their_bounds() {
+        let mut backoff = Backoff::default();
+        let pauses: Vec<_> = (0..40).map(|_| backoff.pause()).collect();
+        assert!(pauses.iter().all(|pause| *pause >= FIRST / 2 && *pause <= LONGEST));
+        assert!(pauses[39] >= LONGEST / 2);
+        backoff.reset();
+        assert!(backoff.pause() <= FIRST);
+    }
+}

@@ -1,0 +1,324 @@
+//! What goes on behind the source: it keeps a channel alive and carries settlements out.
+//!
+//! It runs on a thread of its own, which no handler can block: the connection's heartbeats depend on it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use futures_util::future::BoxFuture;
+use oncegate_core::road::Settlement;
+use oncegate_core::source::{Incoming, Settled, SourceError};
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender};
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+
+use crate::backoff::Backoff;
+use crate::copy::Copy;
+use crate::incoming;
+use crate::link::Trouble;
+use crate::publisher::{Confirmed, Publisher};
+use crate::session::{Gaps, Happened, Session};
+use crate::settings::{Settings, Topology};
+
+/// A release up to this long waits in memory.
+const HOLD: Duration = Duration::from_secs(5);
+/// No release is shorter: a delivery that is given back at once must not spin.
+const SHORTEST: Duration = Duration::from_millis(20);
+/// How long the broker may take to say goodbye.
+const GOODBYE: Duration = Duration::from_secs(1);
+
+/// What the source asks for.
+pub(crate) enum Command {
+    /// Carry these out.
+    Settle(Vec<Settled>),
+    /// Take nothing more in.
+    Stop,
+    /// Finish what was settled until the deadline, then close.
+    Close {
+        /// When to give up.
+        deadline: Instant,
+        /// Hears what came of it.
+        done: oneshot::Sender<Result<(), SourceError>>,
+    },
+}
+
+/// The engine's ends of its channels to the source.
+pub(crate) struct Ends {
+    /// Where deliveries go.
+    pub(crate) out: UnboundedSender<Incoming>,
+    /// Where commands come from.
+    pub(crate) commands: UnboundedReceiver<Command>,
+    /// The epoch of the channel that is open; 0 while none is.
+    pub(crate) live: Arc<AtomicU64>,
+}
+
+/// Opens the first channel, says so, and works until the source closes or is dropped.
+pub(crate) async fn run(settings: Arc<Settings>, ends: Ends, mut opened: oneshot::Sender<Result<(), SourceError>>) {
+    let first = tokio::select! {
+        first = open_first(&settings) => first,
+        () = opened.closed() => return,
+    };
+    let session = match first {
+        Ok(session) => session,
+        Err(error) => return drop(opened.send(Err(error))),
+    };
+    ends.live.store(session.epoch, Ordering::Release);
+    let publisher = Publisher::start(Arc::clone(&settings), Arc::clone(&ends.live));
+    let engine = Engine { epoch: session.epoch, link: Link::Up(Box::new(session)), settings, ends, publisher, intake: Intake::Open, closing: None };
+    let _ = opened.send(Ok(()));
+    engine.work().await;
+}
+
+struct Engine {
+    settings: Arc<Settings>,
+    ends: Ends,
+    publisher: Publisher,
+    link: Link,
+    epoch: u64,
+    intake: Intake,
+    closing: Option<Closing>,
+}
+
+enum Link {
+    Up(Box<Session>),
+    Opening(BoxFuture<'static, Session>),
+    Down,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Intake {
+    Open,
+    Stopped,
+}
+
+struct Closing {
+    deadline: Instant,
+    done: oneshot::Sender<Result<(), SourceError>>,
+}
+
+enum Next {
+    Opened(Box<Session>),
+    Happened(Happened),
+}
+
+impl Link {
+    async fn next(&mut self) -> Next {
+        match self {
+            Self::Up(session) => Next::Happened(session.happens().await),
+            Self::Opening(opening) => Next::Opened(Box::new(opening.await)),
+            Self::Down => std::future::pending().await,
+        }
+    }
+}
+
+impl Engine {
+    async fn work(mut self) {
+        while !self.is_finished() {
+            let deadline = self.closing.as_ref().map_or_else(Instant::now, |closing| closing.deadline);
+            tokio::select! {
+                biased;
+                command = self.ends.commands.recv(), if self.closing.is_none() => match command {
+                    Some(command) => self.obey(command).await,
+                    None => break,
+                },
+                confirmed = self.publisher.confirmed() => self.confirmed(&confirmed),
+                next = self.link.next() => self.go_on(next),
+                () = tokio::time::sleep_until(deadline), if self.closing.is_some() => break,
+            }
+            if let Link::Up(session) = &mut self.link {
+                session.flush(if self.closing.is_some() { Gaps::Ignore } else { Gaps::Wait });
+            }
+        }
+        self.leave().await;
+    }
+
+    async fn obey(&mut self, command: Command) {
+        match command {
+            Command::Settle(batch) => batch.into_iter().for_each(|settled| self.settle(settled)),
+            Command::Stop => self.stop().await,
+            Command::Close { deadline, done } => {
+                self.stop().await;
+                self.closing = Some(Closing { deadline, done });
+            }
+        }
+    }
+
+    fn settle(&mut self, settled: Settled) {
+        let Settled { delivery, settlement, story } = settled;
+        let tag = delivery.receipt.position;
+        let session = match &mut self.link {
+            Link::Up(session) if session.epoch == delivery.receipt.epoch => session,
+            _ => return stale(&self.settings, tag),
+        };
+        if let Settlement::Accept(_) = settlement {
+            if session.acks.settle(tag).is_none() {
+                stale(&self.settings, tag);
+            }
+            return;
+        }
+        let Some(original) = session.acks.carried(tag) else { return stale(&self.settings, tag) };
+        match settlement {
+            Settlement::Accept(_) => {}
+            Settlement::Reject(reason) => {
+                self.publisher.publish(Copy::rejected(&delivery, &reason, story.as_deref(), original, &self.settings));
+                session.publishing += 1;
+            }
+            // Handed back while draining: closing the channel returns it to the queue.
+            Settlement::Release { after } if after.is_zero() && self.intake == Intake::Stopped => {}
+            Settlement::Release { after } => {
+                let has_queues = self.settings.topology == Topology::Declare;
+                let crowded = session.held.len() >= usize::from(self.settings.prefetch / 2).max(1);
+                if has_queues && (after > HOLD || crowded || self.intake == Intake::Stopped) {
+                    self.publisher.publish(Copy::delayed(&delivery, after, original, &self.settings));
+                    session.publishing += 1;
+                } else {
+                    session.held.insert((Instant::now() + after.max(SHORTEST), tag), delivery);
+                }
+            }
+        }
+    }
+
+    fn confirmed(&mut self, confirmed: &Confirmed) {
+        if let Link::Up(session) = &mut self.link
+            && session.epoch == confirmed.epoch
+        {
+            session.publishing = session.publishing.saturating_sub(1);
+            session.acks.settle(confirmed.tag);
+        }
+    }
+
+    fn go_on(&mut self, next: Next) {
+        match next {
+            Next::Opened(session) => {
+                self.ends.live.store(session.epoch, Ordering::Release);
+                tracing::info!(queue = &*self.settings.name, broker = self.settings.shown, "consuming again");
+                self.link = Link::Up(session);
+            }
+            Next::Happened(Happened::Delivered(deliveries)) => self.take_in(deliveries),
+            Next::Happened(Happened::Due) => self.hand_over_again(),
+            Next::Happened(Happened::Lost(problem)) => self.lost(&problem),
+        }
+    }
+
+    fn take_in(&mut self, deliveries: Vec<lapin::message::Delivery>) {
+        let Link::Up(session) = &mut self.link else { return };
+        for delivery in deliveries {
+            let tag = delivery.delivery_tag;
+            let (delivery, original) = incoming::read(delivery, &self.settings.name, session.epoch);
+            session.acks.delivered(tag, original);
+            // Nobody listens only while the source is being dropped.
+            let _ = self.ends.out.send(Incoming::Delivery(delivery));
+        }
+    }
+
+    fn hand_over_again(&mut self) {
+        let Link::Up(session) = &mut self.link else { return };
+        for mut delivery in session.take_due() {
+            delivery.releases = delivery.releases.saturating_add(1);
+            let _ = self.ends.out.send(Incoming::Delivery(delivery));
+        }
+    }
+
+    fn lost(&mut self, problem: &str) {
+        let Link::Up(session) = std::mem::replace(&mut self.link, Link::Down) else { return };
+        self.ends.live.store(0, Ordering::Release);
+        let _ = self.ends.out.send(Incoming::Revoked(session.epoch));
+        metrics::counter!("oncegate_amqp_channels_lost_total", "queue" => self.settings.name.to_string()).increment(1);
+        tracing::warn!(queue = &*self.settings.name, broker = self.settings.shown, problem, "the channel is lost; connecting again");
+        tokio::spawn(session.close(GOODBYE));
+        if self.intake == Intake::Open {
+            self.epoch += 1;
+            self.link = Link::Opening(Box::pin(open_again(Arc::clone(&self.settings), self.epoch)));
+        }
+    }
+
+    /// Takes nothing more in. What is held back moves to the delay queues, where there are some.
+    async fn stop(&mut self) {
+        self.intake = Intake::Stopped;
+        match &mut self.link {
+            Link::Up(session) => {
+                session.stop().await;
+                for ((due, tag), delivery) in std::mem::take(&mut session.held) {
+                    if let (Topology::Declare, Some(original)) = (self.settings.topology, session.acks.carried(tag)) {
+                        let after = due.saturating_duration_since(Instant::now());
+                        session.publishing += 1;
+                        self.publisher.publish(Copy::delayed(&delivery, after, original, &self.settings));
+                    }
+                }
+            }
+            link @ Link::Opening(_) => *link = Link::Down,
+            Link::Down => {}
+        }
+    }
+
+    /// Whether it was asked to close and nothing is left to do.
+    fn is_finished(&self) -> bool {
+        self.closing.is_some()
+            && match &self.link {
+                Link::Up(session) => session.is_quiet(),
+                Link::Opening(_) | Link::Down => true,
+            }
+    }
+
+    async fn leave(mut self) {
+        let finished = self.is_finished();
+        self.ends.live.store(0, Ordering::Release);
+        match self.link {
+            Link::Up(mut session) => {
+                session.flush(Gaps::Ignore);
+                if !finished {
+                    // One look, so that the last acknowledgements leave before the channel closes.
+                    let _ = tokio::time::timeout(Duration::from_millis(100), session.happens()).await;
+                }
+                session.close(GOODBYE).await;
+            }
+            Link::Opening(_) | Link::Down => {}
+        }
+        self.publisher.close(GOODBYE).await;
+        if let Some(closing) = self.closing.take() {
+            let unfinished = "not all settlements were carried out in time; their deliveries come back";
+            let _ = closing.done.send(if finished { Ok(()) } else { Err(SourceError::Unavailable(unfinished.into())) });
+        }
+    }
+}
+
+/// A settlement whose channel is gone. Sending it would close the new channel.
+fn stale(settings: &Settings, tag: u64) {
+    metrics::counter!("oncegate_amqp_stale_receipts_total", "queue" => settings.name.to_string()).increment(1);
+    tracing::debug!(queue = &*settings.name, tag, "a settlement came after its channel had gone; the delivery comes back");
+}
+
+/// Opens a channel for the first time: waits for a broker that is not there, and gives up on what a person must change.
+async fn open_first(settings: &Settings) -> Result<Session, SourceError> {
+    let mut backoff = Backoff::default();
+    loop {
+        match Session::open(settings, 1).await {
+            Ok(session) => {
+                tracing::info!(queue = &*settings.name, broker = settings.shown, prefetch = settings.prefetch, "consuming");
+                return Ok(session);
+            }
+            Err(Trouble::Wrong(error)) => return Err(error),
+            Err(Trouble::Passing(problem)) => wait(settings, &mut backoff, &problem).await,
+        }
+    }
+}
+
+/// Opens a channel again. Whatever is wrong is waited for: it worked before.
+async fn open_again(settings: Arc<Settings>, epoch: u64) -> Session {
+    let mut backoff = Backoff::default();
+    loop {
+        // Before the first try too: a channel that breaks as soon as it is open must not spin.
+        tokio::time::sleep(backoff.pause()).await;
+        match Session::open(&settings, epoch).await {
+            Ok(session) => return session,
+            Err(trouble) => tracing::warn!(queue = &*settings.name, broker = settings.shown, %trouble, "not consuming; trying again"),
+        }
+    }
+}
+
+async fn wait(settings: &Settings, backoff: &mut Backoff, problem: &str) {
+    let pause = backoff.pause();
+    tracing::warn!(queue = &*settings.name, broker = settings.shown, problem, ?pause, "the broker is not there; trying again");
+    tokio::time::sleep(pause).await;
+}

@@ -1,0 +1,158 @@
+//! What the broker hands over, as the core reads it.
+
+use std::sync::Arc;
+use std::time::{Duration, UNIX_EPOCH};
+
+use bytes::Bytes;
+use lapin::BasicProperties;
+use lapin::message::Delivery as Raw;
+use lapin::types::{AMQPValue, FieldTable};
+use oncegate_core::message::{Headers, HeadersBuilder, Message, Origin, Position};
+use oncegate_core::source::{Delivery, Receipt, headers};
+
+/// The routing key of a message before it was delayed: its copy had to be addressed to the delay queue.
+pub(crate) const ROUTING_KEY: &str = "oncegate-routing-key";
+
+/// Nobody is released more often than this: a larger number is a producer's mistake or mischief, and counts as none.
+const MOST_RELEASES: u32 = 100_000;
+
+/// The delivery for the core, and the properties that a copy of it will need. The body is not copied.
+pub(crate) fn read(raw: Raw, queue: &Arc<str>, epoch: u64) -> (Delivery, BasicProperties) {
+    let Raw { delivery_tag, routing_key, properties, data, .. } = raw;
+    let table = properties.headers().as_ref();
+    let key = table.and_then(|table| text(table, ROUTING_KEY)).unwrap_or_else(|| Bytes::from(String::from(routing_key)));
+    let message = Message {
+        origin: Origin { name: Arc::clone(queue), position: Position::Queue },
+        key: Some(key),
+        message_id: properties.message_id().as_ref().map(|id| Bytes::copy_from_slice(id.as_str().as_bytes())),
+        headers: table.map(read_headers).unwrap_or_default(),
+        body: Bytes::from(data),
+        sent_at: properties.timestamp().and_then(|seconds| UNIX_EPOCH.checked_add(Duration::from_secs(seconds))),
+    };
+    let releases = table.map_or(0, releases);
+    (Delivery { message, receipt: Receipt { epoch, partition: 0, position: delivery_tag }, releases }, properties)
+}
+
+fn read_headers(table: &FieldTable) -> Headers {
+    let mut builder = HeadersBuilder::default();
+    for (name, value) in table {
+        let name = name.as_str().as_bytes();
+        match value {
+            AMQPValue::LongString(value) => builder.push(name, Some(value.as_bytes())),
+            AMQPValue::ByteArray(value) => builder.push(name, Some(value.as_slice())),
+            AMQPValue::ShortString(value) => builder.push(name, Some(value.as_str().as_bytes())),
+            AMQPValue::Void => builder.push(name, None),
+            value => {
+                if let Some(text) = plain(value) {
+                    builder.push(name, Some(text.as_bytes()));
+                }
+            }
+        }
+    }
+    builder.finish()
+}
+
+/// A number or a truth value as text. What is nested (`x-death`, say) has no text.
+fn plain(value: &AMQPValue) -> Option<String> {
+    Some(match value {
+        AMQPValue::Boolean(value) => value.to_string(),
+        AMQPValue::ShortShortInt(value) => value.to_string(),
+        AMQPValue::ShortShortUInt(value) => value.to_string(),
+        AMQPValue::ShortInt(value) => value.to_string(),
+        AMQPValue::ShortUInt(value) => value.to_string(),
+        AMQPValue::LongInt(value) => value.to_string(),
+        AMQPValue::LongUInt(value) => value.to_string(),
+        AMQPValue::LongLongInt(value) => value.to_string(),
+        AMQPValue::Float(value) => value.to_string(),
+        AMQPValue::Double(value) => value.to_string(),
+        AMQPValue::Timestamp(value) => value.to_string(),
+        _ => return None,
+    })
+}
+
+fn text(table: &FieldTable, name: &str) -> Option<Bytes> {
+    match table.inner().get(name)? {
+        AMQPValue::LongString(value) => Some(Bytes::copy_from_slice(value.as_bytes())),
+        _ => None,
+    }
+}
+
+/// How often a copy was released. The broker's own `x-delivery-count` is not counted: it grows with every lost
+/// connection, and a message that was never handled must not spend its attempts by that.
+fn releases(table: &FieldTable) -> u32 {
+    let count = match table.inner().get(headers::RELEASES) {
+        Some(AMQPValue::LongString(value)) => std::str::from_utf8(value.as_bytes()).ok().and_then(|text| text.parse().ok()),
+        Some(value) => plain(value).and_then(|text| text.parse().ok()),
+        None => None,
+    };
+    count.filter(|count| *count <= MOST_RELEASES).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn raw(properties: BasicProperties) -> Raw {
+        let mut raw = Raw::mock(7, "".into(), "a.key".into(), false, b"body".to_vec());
+        raw.properties = properties;
+        raw
+    }
+
+    fn read_one(headers: FieldTable) -> Delivery {
+        read(raw(BasicProperties::default().with_headers(headers)), &Arc::from("q"), 3).0
+    }
+
+    #[test]
+    fn properties_and_headers_are_read_as_text() {
+        let mut table = FieldTable::default();
+        table.insert("text".into(), AMQPValue::LongString("as it is".into()));
+        table.insert("bytes".into(), AMQPValue::ByteArray(vec![0xff, 0].into()));
+        table.insert("number".into(), AMQPValue::LongLongInt(-5));
+        table.insert("truth".into(), AMQPValue::Boolean(true));
+        table.insert("null".into(), AMQPValue::Void);
+        table.insert("nested".into(), AMQPValue::FieldTable(FieldTable::default()));
+        let properties =
+            BasicProperties::default().with_headers(table).with_message_id("m-1".into()).with_timestamp(1_000).with_expiration("5".into());
+        let (delivery, properties) = read(raw(properties), &Arc::from("q"), 3);
+        let message = &delivery.message;
+        assert_eq!((message.key.as_deref(), message.message_id.as_deref()), (Some(&b"a.key"[..]), Some(&b"m-1"[..])));
+        assert_eq!(message.sent_at, Some(UNIX_EPOCH + Duration::from_secs(1_000)));
+        assert_eq!(message.headers.last("text"), Some(&b"as it is"[..]));
+        assert_eq!(message.headers.last("bytes"), Some(&[0xff, 0][..]));
+        assert_eq!(message.headers.last("number"), Some(&b"-5"[..]));
+        assert_eq!(message.headers.last("truth"), Some(&b"true"[..]));
+        assert!(message.headers.iter().any(|it| it == (&b"null"[..], None)));
+        assert_eq!(message.headers.last("nested"), None);
+        assert_eq!(delivery.receipt, Receipt { epoch: 3, partition: 0, position: 7 });
+        assert_eq!((&message.body[..], &*message.origin.name), (&b"body"[..], "q"));
+        assert!(properties.expiration().is_some());
+    }
+
+    #[test]
+    fn a_message_of_an_absurd_time_has_none() {
+        let delivery = read(raw(BasicProperties::default().with_timestamp(u64::MAX)), &Arc::from("q"), 1).0;
+        assert_eq!(delivery.message.sent_at, None);
+    }
+
+    #[test]
+    fn only_a_believable_number_of_releases_counts() {
+        let released = |value: AMQPValue| {
+            let mut table = FieldTable::default();
+            table.insert(headers::RELEASES.into(), value);
+            read_one(table).releases
+        };
+        assert_eq!(released(AMQPValue::LongString("3".into())), 3);
+        assert_eq!(released(AMQPValue::LongInt(4)), 4);
+        for odd in ["-1", "4294967295", "many", ""] {
+            assert_eq!(released(AMQPValue::LongString(odd.into())), 0, "{odd}");
+        }
+        assert_eq!(read_one(FieldTable::default()).releases, 0);
+    }
+
+    #[test]
+    fn a_delayed_copy_keeps_its_routing_key() {
+        let mut table = FieldTable::default();
+        table.insert(ROUTING_KEY.into(), AMQPValue::LongString("orders.eu".into()));
+        assert_eq!(read_one(table).message.key.as_deref(), Some(&b"orders.eu"[..]));
+    }
+}

@@ -1,0 +1,79 @@
+//! A connection to the broker, and what its refusals mean.
+
+use std::time::Duration;
+
+use lapin::{Connection, ConnectionProperties, ErrorKind};
+use oncegate_core::source::SourceError;
+
+use crate::settings::Settings;
+
+/// AMQP's reply codes that a person has to act on.
+pub(crate) mod code {
+    pub(crate) const ACCESS_REFUSED: u16 = 403;
+    pub(crate) const NOT_FOUND: u16 = 404;
+    pub(crate) const PRECONDITION_FAILED: u16 = 406;
+    pub(crate) const NOT_ALLOWED: u16 = 530;
+}
+
+/// Why something did not work.
+#[derive(Debug)]
+pub(crate) enum Trouble {
+    /// A person has to change it.
+    Wrong(SourceError),
+    /// It may work later.
+    Passing(String),
+}
+
+impl From<lapin::Error> for Trouble {
+    fn from(error: lapin::Error) -> Self {
+        Self::Passing(error.to_string())
+    }
+}
+
+impl std::fmt::Display for Trouble {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Wrong(error) => error.fmt(f),
+            Self::Passing(text) => f.write_str(text),
+        }
+    }
+}
+
+/// The broker's reply code, if it was the broker that said no.
+pub(crate) fn reply_code(error: &lapin::Error) -> Option<u16> {
+    match error.kind() {
+        ErrorKind::ProtocolError(error) => Some(error.get_id()),
+        _ => None,
+    }
+}
+
+/// Connects, within the URL's `connection_timeout` for all of the handshake.
+pub(crate) async fn connect(settings: &Settings, purpose: &str) -> Result<Connection, Trouble> {
+    let name = format!("oncegate {} ({purpose})", settings.name);
+    let properties = ConnectionProperties::default().with_connection_name(name.into());
+    let patience = Duration::from_millis(settings.uri.query.connection_timeout.unwrap_or(5_000));
+    let connecting = Connection::connect_uri(settings.uri.clone(), properties);
+    match tokio::time::timeout(patience, connecting).await {
+        Ok(connected) => connected.map_err(|error| refusal(error, settings)),
+        Err(_) => Err(Trouble::Passing(format!("no connection within {patience:?}"))),
+    }
+}
+
+fn refusal(error: lapin::Error, settings: &Settings) -> Trouble {
+    let wrong = |problem: String, remedy| Trouble::Wrong(SourceError::misconfigured("url", format!("{} ({problem})", settings.shown), remedy));
+    match reply_code(&error) {
+        Some(code::ACCESS_REFUSED) => {
+            wrong(error.to_string(), "check the user and the password; `guest` may only connect from the broker's own host")
+        }
+        Some(code::NOT_ALLOWED) => wrong(
+            error.to_string(),
+            "check that the virtual host exists and that the user may use it; the default one is written /%2f at the end of the URL",
+        ),
+        _ => error.into(),
+    }
+}
+
+/// Closes a connection, and lets go of it if the broker does not answer in time.
+pub(crate) async fn close(connection: Connection, patience: Duration) {
+    let _ = tokio::time::timeout(patience, connection.close(200, "OK".into())).await;
+}

@@ -1,0 +1,186 @@
+//! One channel that consumes: its deliveries, its acknowledgements and what it holds back.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use futures_util::future::{BoxFuture, try_join_all};
+use futures_util::{FutureExt, StreamExt};
+use lapin::options::{BasicAckOptions, BasicCancelOptions, BasicConsumeOptions, BasicQosOptions};
+use lapin::types::FieldTable;
+use lapin::{BasicProperties, Channel, Connection, Consumer};
+use oncegate_core::source::{Delivery, SourceError};
+use tokio::time::Instant;
+
+use crate::acks::Acks;
+use crate::link::{self, Trouble, code, reply_code};
+use crate::settings::Settings;
+use crate::topology;
+
+/// How long what is settled beyond a gap waits for the gap to close before it is acknowledged one by one.
+const GAP_PATIENCE: Duration = Duration::from_millis(100);
+/// How often a channel that no longer consumes is looked at.
+const LOOK: Duration = Duration::from_millis(200);
+
+/// A channel from its first delivery to its end.
+pub(crate) struct Session {
+    pub(crate) epoch: u64,
+    /// What was delivered and is not acknowledged, with the properties that a copy would need.
+    pub(crate) acks: Acks<BasicProperties>,
+    /// Released deliveries that wait for their time, by time and tag.
+    pub(crate) held: BTreeMap<(Instant, u64), Delivery>,
+    /// How many copies wait for their confirmation.
+    pub(crate) publishing: usize,
+    connection: Connection,
+    channel: Channel,
+    consumer: Option<Consumer>,
+    acknowledging: Option<BoxFuture<'static, lapin::Result<()>>>,
+    gap_since: Option<Instant>,
+    prefetch: usize,
+}
+
+/// What happened on a channel.
+pub(crate) enum Happened {
+    /// Deliveries came in.
+    Delivered(Vec<lapin::message::Delivery>),
+    /// Acknowledgements were sent, or a time has come.
+    Due,
+    /// The channel is gone.
+    Lost(String),
+}
+
+/// Whether acknowledgements may wait for a gap to close.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Gaps {
+    Wait,
+    Ignore,
+}
+
+impl Session {
+    /// Connects, prepares the queues and consumes.
+    pub(crate) async fn open(settings: &Settings, epoch: u64) -> Result<Self, Trouble> {
+        let connection = link::connect(settings, "consumes").await?;
+        topology::prepare(&connection, settings).await?;
+        let channel = connection.create_channel().await?;
+        // Before consuming: without a prefetch the broker sends all it has.
+        channel.basic_qos(settings.prefetch, BasicQosOptions::default()).await?;
+        let consuming = channel.basic_consume(settings.queue.clone(), "".into(), BasicConsumeOptions::default(), FieldTable::default());
+        let consumer = consuming.await.map_err(|error| refusal(error, settings))?;
+        Ok(Self {
+            epoch,
+            acks: Acks::new(),
+            held: BTreeMap::new(),
+            publishing: 0,
+            connection,
+            channel,
+            consumer: Some(consumer),
+            acknowledging: None,
+            gap_since: None,
+            prefetch: usize::from(settings.prefetch),
+        })
+    }
+
+    /// Waits until something happens. Cancel-safe.
+    pub(crate) async fn happens(&mut self) -> Happened {
+        let wake = self.wake();
+        let Self { acknowledging, consumer, .. } = self;
+        tokio::select! {
+            biased;
+            sent = async { acknowledging.as_mut().expect("the branch is guarded").await }, if acknowledging.is_some() => {
+                *acknowledging = None;
+                match sent {
+                    Ok(()) => Happened::Due,
+                    Err(error) => Happened::Lost(error.to_string()),
+                }
+            }
+            item = async { consumer.as_mut().expect("the branch is guarded").next().await }, if consumer.is_some() => match item {
+                Some(Ok(first)) => {
+                    let mut all = vec![first];
+                    // What ends the stream stays in it for the next call.
+                    while let Some(Some(Some(Ok(more)))) = consumer.as_mut().map(|consumer| consumer.next().now_or_never()) {
+                        all.push(more);
+                    }
+                    Happened::Delivered(all)
+                }
+                Some(Err(error)) => Happened::Lost(error.to_string()),
+                None => Happened::Lost("the broker cancelled the consumer; was its queue deleted?".into()),
+            },
+            () = tokio::time::sleep_until(wake.unwrap_or_else(Instant::now)), if wake.is_some() => {
+                if self.channel.status().connected() { Happened::Due } else { Happened::Lost("the channel is closed".into()) }
+            }
+        }
+    }
+
+    /// Sends the acknowledgements that are due: the settled prefix at once; what lies beyond a gap when it is much, or
+    /// when the gap has stood open for a while. One flush at a time, so that they leave in order.
+    pub(crate) fn flush(&mut self, gaps: Gaps) {
+        if self.acknowledging.is_some() || self.acks.settled() == 0 {
+            return;
+        }
+        let prefix = self.acks.take_prefix();
+        if prefix.is_some() {
+            self.gap_since = None;
+        }
+        let beyond = self.acks.settled();
+        let overdue = gaps == Gaps::Ignore
+            || beyond > self.prefetch / 4
+            || self.gap_since.is_some_and(|since| since.elapsed() >= GAP_PATIENCE);
+        let singles = if beyond > 0 && overdue { self.acks.take_singles() } else { Vec::new() };
+        self.gap_since = (self.acks.settled() > 0).then(|| self.gap_since.unwrap_or_else(Instant::now));
+        if prefix.is_none() && singles.is_empty() {
+            return;
+        }
+        let channel = self.channel.clone();
+        self.acknowledging = Some(Box::pin(async move {
+            let frames = prefix.into_iter().map(|tag| (tag, true)).chain(singles.into_iter().map(|tag| (tag, false)));
+            try_join_all(frames.map(|(tag, multiple)| channel.basic_ack(tag, BasicAckOptions { multiple }))).await.map(drop)
+        }));
+    }
+
+    /// Takes the released deliveries whose time has come.
+    pub(crate) fn take_due(&mut self) -> Vec<Delivery> {
+        let now = Instant::now();
+        let mut due = Vec::new();
+        while let Some(entry) = self.held.first_entry().filter(|entry| entry.key().0 <= now) {
+            due.push(entry.remove());
+        }
+        due
+    }
+
+    /// Tells the broker to send no more. What came in before may still be settled.
+    pub(crate) async fn stop(&mut self) {
+        if let Some(consumer) = self.consumer.take() {
+            let cancelling = self.channel.basic_cancel(consumer.tag(), BasicCancelOptions::default());
+            if !matches!(tokio::time::timeout(Duration::from_secs(2), cancelling).await, Ok(Ok(()))) {
+                tracing::debug!("the broker did not confirm that it sends no more");
+            }
+        }
+    }
+
+    /// Whether nothing that was settled is still on its way.
+    pub(crate) fn is_quiet(&self) -> bool {
+        self.publishing == 0 && self.acknowledging.is_none() && self.acks.settled() == 0
+    }
+
+    /// Closes the channel and the connection: the broker takes back what was not acknowledged.
+    pub(crate) async fn close(mut self, patience: Duration) {
+        self.acknowledging = None;
+        let _ = tokio::time::timeout(patience, self.channel.close(200, "OK".into())).await;
+        link::close(self.connection, patience).await;
+    }
+
+    fn wake(&self) -> Option<Instant> {
+        let held = self.held.first_key_value().map(|((due, _), _)| *due);
+        let gap = self.gap_since.filter(|_| self.acknowledging.is_none()).map(|since| since + GAP_PATIENCE);
+        let look = self.consumer.is_none().then(|| Instant::now() + LOOK);
+        [held, gap, look].into_iter().flatten().min()
+    }
+}
+
+fn refusal(error: lapin::Error, settings: &Settings) -> Trouble {
+    let wrong = |problem: &str, remedy| Trouble::Wrong(SourceError::misconfigured("queue", format!("`{}` {problem} ({error})", settings.name), remedy));
+    match reply_code(&error) {
+        Some(code::NOT_FOUND) => wrong("does not exist", "create it, or let `Topology::Declare` do so"),
+        Some(code::ACCESS_REFUSED) => wrong("may not be read", "give the user the right to read it, or end its exclusive consumer"),
+        _ => error.into(),
+    }
+}
