@@ -1,1 +1,26 @@
-//! The Kafka source of oncegate.
+//! The Kafka source of oncegate: a consumer group whose offsets say what is settled, and nothing else.
+//!
+//! ```no_run
+//! use oncegate_kafka::Kafka;
+//!
+//! let payments = Kafka::topic("payments").brokers("localhost:9092").group("ledger");
+//! ```
+//!
+//! [`Kafka`] describes the source; opening it gives a [`KafkaSource`]. What is committed for a partition is the lowest
+//! offset that was handed over and is not settled, so that a crash brings back everything that was not settled, and
+//! some of what was.
+
+// Denied by the workspace everywhere else; `batch` alone lifts it.
+#[allow(unsafe_code)]
+mod batch;
+mod dead_letters;
+mod kafka;
+mod open;
+mod poll;
+mod shared;
+mod source;
+mod topics;
+mod watermark;
+
+pub use kafka::{Kafka, StartAt, TopicCreation};
+pub use source::KafkaSource;

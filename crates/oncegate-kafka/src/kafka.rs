@@ -1,0 +1,338 @@
+//! The description of a Kafka source: what a user writes.
+
+use std::fmt;
+use std::time::Duration;
+
+use oncegate_core::SourceError;
+use oncegate_core::road::Reason;
+use rdkafka::ClientConfig;
+use rdkafka::config::RDKafkaLogLevel;
+
+/// How long revoked deliveries are waited for by default.
+const DRAIN: Duration = Duration::from_secs(10);
+/// librdkafka's own `max.poll.interval.ms`.
+const POLL_INTERVAL: Duration = Duration::from_secs(300);
+
+/// Describes a Kafka source: a member of a consumer group, reading one topic or several.
+///
+/// ```
+/// use oncegate_kafka::Kafka;
+///
+/// let source = Kafka::topic("payments").brokers("localhost:9092").group("ledger");
+/// ```
+///
+/// Rejected deliveries go to `<topic>.dead-letters` and `<topic>.in-doubt`, which have to exist unless
+/// [`create_topics`](Kafka::create_topics) says otherwise. `Debug` shows the names of properties, never their values.
+#[derive(Clone)]
+#[must_use]
+pub struct Kafka {
+    pub(crate) topics: Vec<String>,
+    pub(crate) brokers: String,
+    pub(crate) group: String,
+    pub(crate) destinations: Destinations,
+    pub(crate) creation: TopicCreation,
+    pub(crate) body_limit: usize,
+    start: StartAt,
+    drain: Duration,
+    properties: Vec<(String, String)>,
+}
+
+/// Where a group begins that has no offset yet, or whose offset is no longer in the log.
+///
+/// There is no `Latest`: it skips messages without a word.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum StartAt {
+    /// At the earliest message that is still there.
+    #[default]
+    Earliest,
+    /// Nowhere: the consumer ends with an error, and a person decides.
+    Error,
+}
+
+/// Whether the dead-letter and in-doubt topics are created where they are missing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum TopicCreation {
+    /// A missing topic is an error when the source is opened.
+    #[default]
+    Never,
+    /// A missing topic is created, and keeps its messages without limit (`retention.ms=-1`).
+    Create {
+        /// Partitions of the new topic, at least 1.
+        partitions: u16,
+        /// Replicas of each partition, at least 1; 3 where there are three brokers.
+        replication: u16,
+    },
+}
+
+/// Where rejected deliveries go.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Destinations {
+    dead_letters: Option<String>,
+    in_doubt: Option<String>,
+}
+
+impl Destinations {
+    /// Where a delivery of this topic goes that was rejected for this reason.
+    pub(crate) fn of(&self, topic: &str, reason: &Reason) -> String {
+        if reason.is_in_doubt() { self.in_doubt(topic) } else { self.dead_letters(topic) }
+    }
+
+    pub(crate) fn dead_letters(&self, topic: &str) -> String {
+        self.dead_letters.clone().unwrap_or_else(|| format!("{topic}.dead-letters"))
+    }
+
+    pub(crate) fn in_doubt(&self, topic: &str) -> String {
+        self.in_doubt.clone().unwrap_or_else(|| format!("{topic}.in-doubt"))
+    }
+}
+
+impl Kafka {
+    /// Reads one topic.
+    pub fn topic(name: impl Into<String>) -> Self {
+        Self::topics([name])
+    }
+
+    /// Reads several topics.
+    pub fn topics<T: Into<String>>(names: impl IntoIterator<Item = T>) -> Self {
+        Self {
+            topics: names.into_iter().map(Into::into).collect(),
+            brokers: String::new(),
+            group: String::new(),
+            destinations: Destinations::default(),
+            creation: TopicCreation::default(),
+            body_limit: usize::MAX,
+            start: StartAt::default(),
+            drain: DRAIN,
+            properties: Vec::new(),
+        }
+    }
+
+    /// The brokers to ask first, as `host:port`, separated by commas.
+    pub fn brokers(mut self, brokers: impl Into<String>) -> Self {
+        self.brokers = brokers.into();
+        self
+    }
+
+    /// The consumer group. Its members share the partitions.
+    pub fn group(mut self, group: impl Into<String>) -> Self {
+        self.group = group.into();
+        self
+    }
+
+    /// The topic for what was rejected; `<topic>.dead-letters` by default.
+    pub fn dead_letters(mut self, topic: impl Into<String>) -> Self {
+        self.destinations.dead_letters = Some(topic.into());
+        self
+    }
+
+    /// The topic for what nobody knows whether it happened; `<topic>.in-doubt` by default.
+    pub fn in_doubt(mut self, topic: impl Into<String>) -> Self {
+        self.destinations.in_doubt = Some(topic.into());
+        self
+    }
+
+    /// Where a group begins that has no offset yet; at the earliest message by default.
+    pub fn start(mut self, start: StartAt) -> Self {
+        self.start = start;
+        self
+    }
+
+    /// Whether missing dead-letter and in-doubt topics are created; never by default.
+    pub fn create_topics(mut self, creation: TopicCreation) -> Self {
+        self.creation = creation;
+        self
+    }
+
+    /// The largest body to hand over, in bytes; a larger one is rejected to the dead letters. No limit by default.
+    pub fn body_limit(mut self, bytes: usize) -> Self {
+        self.body_limit = bytes;
+        self
+    }
+
+    /// How long a rebalance waits for deliveries that are being handled, before their partition is given back; 10 s by
+    /// default, and never more than a third of `max.poll.interval.ms`. What is not settled by then is delivered again
+    /// elsewhere.
+    pub fn drain_on_revoke(mut self, bound: Duration) -> Self {
+        self.drain = bound;
+        self
+    }
+
+    /// Any other property of librdkafka, such as `security.protocol`, for the consumer and for the producer of dead
+    /// letters. Refused when the source is opened: what would break the promise, such as `enable.auto.commit`.
+    pub fn property(mut self, key: impl Into<String>, value: impl Into<String>) -> Self {
+        self.properties.push((key.into(), value.into()));
+        self
+    }
+
+    /// Refuses what cannot work, before any broker is asked.
+    pub(crate) fn check(&self) -> Result<(), SourceError> {
+        let wrong = |setting: &str, problem: &str, remedy: &str| Err(SourceError::misconfigured(setting, problem, remedy));
+        if self.topics.is_empty() || self.topics.iter().any(|topic| topic.trim().is_empty()) {
+            return wrong("topic", "is empty", "name the topic to read: Kafka::topic(\"payments\")");
+        }
+        if let Some(pattern) = self.topics.iter().find(|topic| topic.starts_with('^')) {
+            return wrong("topic", &format!("`{pattern}` is a pattern"), "name each topic: Kafka::topics([\"a\", \"b\"])");
+        }
+        if self.brokers.trim().is_empty() {
+            return wrong("brokers", "is empty", "name a broker: .brokers(\"localhost:9092\")");
+        }
+        if self.group.trim().is_empty() {
+            return wrong("group", "is empty", "name the consumer group: .group(\"ledger\")");
+        }
+        for topic in &self.topics {
+            for (setting, destination) in
+                [("dead_letters", self.destinations.dead_letters(topic)), ("in_doubt", self.destinations.in_doubt(topic))]
+            {
+                if destination.trim().is_empty() || self.topics.contains(&destination) {
+                    return wrong(setting, &format!("`{destination}` is empty, or is a topic that is read"), "name another topic");
+                }
+            }
+        }
+        if let TopicCreation::Create { partitions, replication } = self.creation
+            && (partitions == 0 || replication == 0)
+        {
+            return wrong("create_topics", "partitions or replication is 0", "use at least 1 of each");
+        }
+        self.properties
+            .iter()
+            .try_for_each(|(key, _)| refused(key).map_or(Ok(()), |remedy| wrong(key, "cannot be set as a property", remedy)))
+    }
+
+    /// How long a rebalance may wait, well under the interval after which the group takes this member for dead.
+    pub(crate) fn drain(&self) -> Duration {
+        let interval =
+            self.property_value("max.poll.interval.ms").and_then(|it| it.parse().ok()).map_or(POLL_INTERVAL, Duration::from_millis);
+        self.drain.min(interval / 3)
+    }
+
+    pub(crate) fn consumer_config(&self) -> ClientConfig {
+        let mut config = self.config();
+        config
+            .set("group.id", &self.group)
+            .set("fetch.queue.backoff.ms", "10")
+            .set("isolation.level", "read_committed")
+            .set("auto.commit.interval.ms", "1000");
+        if self.property_value("group.protocol") != Some("consumer") {
+            config.set("partition.assignment.strategy", "cooperative-sticky");
+        }
+        self.set_properties(&mut config);
+        config.set("enable.auto.offset.store", "false").set("enable.auto.commit", "true").set(
+            "auto.offset.reset",
+            match self.start {
+                StartAt::Earliest => "earliest",
+                StartAt::Error => "error",
+            },
+        );
+        config
+    }
+
+    pub(crate) fn producer_config(&self) -> ClientConfig {
+        let mut config = self.config();
+        // Which size is too large is for the broker to say; this is the most that librdkafka allows.
+        config.set("linger.ms", "0").set("delivery.timeout.ms", "30000").set("message.max.bytes", "1000000000");
+        self.set_properties(&mut config);
+        config.set("enable.idempotence", "true").set("acks", "all");
+        config
+    }
+
+    fn config(&self) -> ClientConfig {
+        let mut config = ClientConfig::new();
+        config.set("bootstrap.servers", &self.brokers).set("client.id", "oncegate");
+        config.set_log_level(RDKafkaLogLevel::Info);
+        config
+    }
+
+    fn set_properties(&self, config: &mut ClientConfig) {
+        for (key, value) in &self.properties {
+            config.set(key, value);
+        }
+    }
+
+    fn property_value(&self, key: &str) -> Option<&str> {
+        self.properties.iter().rev().find(|(it, _)| it == key).map(|(_, value)| value.as_str())
+    }
+}
+
+/// What to do instead of setting this property, where it may not be set.
+fn refused(key: &str) -> Option<&'static str> {
+    match key.trim() {
+        "enable.auto.commit" | "auto.commit.enable" | "enable.auto.offset.store" | "offset.store.method" => {
+            Some("leave it away: only what is settled is committed, and the source sees to that")
+        }
+        "group.id" => Some("use .group(…)"),
+        "bootstrap.servers" | "metadata.broker.list" => Some("use .brokers(…)"),
+        "auto.offset.reset" => Some("use .start(…)"),
+        "enable.idempotence" | "acks" | "request.required.acks" | "transactional.id" => {
+            Some("leave it away: a dead letter counts only when all replicas have it")
+        }
+        _ => None,
+    }
+}
+
+impl fmt::Debug for Kafka {
+    /// Properties by name only: their values may be secrets.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Kafka")
+            .field("topics", &self.topics)
+            .field("brokers", &self.brokers)
+            .field("group", &self.group)
+            .field("start", &self.start)
+            .field("properties", &self.properties.iter().map(|(key, _)| key).collect::<Vec<_>>())
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn whole() -> Kafka {
+        Kafka::topic("payments").brokers("localhost:9092").group("ledger")
+    }
+
+    fn setting(kafka: Kafka) -> String {
+        match kafka.check() {
+            Err(SourceError::Misconfigured { setting, .. }) => setting,
+            other => format!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn what_is_missing_or_breaks_the_promise_is_named() {
+        assert!(whole().check().is_ok());
+        assert_eq!(setting(Kafka::topic("").brokers("b").group("g")), "topic");
+        assert_eq!(setting(Kafka::topics(Vec::<String>::new()).brokers("b").group("g")), "topic");
+        assert_eq!(setting(Kafka::topic("^pay.*").brokers("b").group("g")), "topic");
+        assert_eq!(setting(Kafka::topic("t").group("g")), "brokers");
+        assert_eq!(setting(Kafka::topic("t").brokers("b").group(" ")), "group");
+        assert_eq!(setting(whole().dead_letters("payments")), "dead_letters");
+        assert_eq!(setting(whole().in_doubt("")), "in_doubt");
+        assert_eq!(setting(whole().create_topics(TopicCreation::Create { partitions: 0, replication: 1 })), "create_topics");
+        for key in ["enable.auto.commit", "enable.auto.offset.store", "group.id", "bootstrap.servers", "auto.offset.reset", "acks"] {
+            assert_eq!(setting(whole().property(key, "x")), key);
+        }
+    }
+
+    #[test]
+    fn the_promise_stands_over_the_users_properties_and_they_over_the_rest() {
+        let kafka = whole().property("fetch.queue.backoff.ms", "50").property("security.protocol", "ssl");
+        let consumer = kafka.consumer_config();
+        assert_eq!(consumer.get("fetch.queue.backoff.ms"), Some("50"));
+        assert_eq!(consumer.get("enable.auto.offset.store"), Some("false"));
+        assert_eq!(consumer.get("auto.offset.reset"), Some("earliest"));
+        assert_eq!(kafka.producer_config().get("security.protocol"), Some("ssl"));
+        assert_eq!(kafka.producer_config().get("acks"), Some("all"));
+    }
+
+    #[test]
+    fn a_rebalance_waits_well_under_the_poll_interval() {
+        assert_eq!(whole().drain(), Duration::from_secs(10));
+        assert_eq!(whole().property("max.poll.interval.ms", "6000").drain(), Duration::from_secs(2));
+    }
+
+    #[test]
+    fn debug_shows_no_property_value() {
+        let shown = format!("{:?}", whole().property("sasl.password", "secret-canary"));
+        assert!(shown.contains("sasl.password") && !shown.contains("canary"));
+    }
+}

@@ -1,0 +1,56 @@
+//! Opens a Kafka source: settings, broker, topics, group.
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use oncegate_core::SourceError;
+use oncegate_core::source::Open;
+use rdkafka::consumer::{BaseConsumer, Consumer};
+use rdkafka::error::KafkaError;
+
+use crate::dead_letters::DeadLetters;
+use crate::kafka::Kafka;
+use crate::poll::{self, Context};
+use crate::shared::Shared;
+use crate::source::KafkaSource;
+use crate::topics;
+
+#[async_trait]
+impl Open for Kafka {
+    type Source = KafkaSource;
+
+    /// Checks the settings, waits for a broker, checks or creates the topics, and joins the group.
+    ///
+    /// Needs a tokio runtime, which dead letters are published on.
+    async fn open(self) -> Result<KafkaSource, SourceError> {
+        self.check()?;
+        let shared = Arc::new(Shared::default());
+        let context = Context::new(shared.clone(), self.drain());
+        let consumer: BaseConsumer<Context> = self.consumer_config().create_with_context(context).map_err(wrong_setting)?;
+        let dead_letters = DeadLetters::open(self.producer_config(), self.destinations.clone()).map_err(wrong_setting)?;
+        let consumer = topics::check(&self, consumer).await?;
+
+        let names: Vec<&str> = self.topics.iter().map(String::as_str).collect();
+        consumer.subscribe(&names).map_err(|error| SourceError::misconfigured("topic", error.to_string(), "name topics that exist"))?;
+        let consumer = Arc::new(consumer);
+        std::thread::Builder::new()
+            .name("oncegate-kafka".into())
+            .spawn(move || poll::run(consumer))
+            .map_err(|error| SourceError::Unavailable(error.into()))?;
+        tracing::info!(topics = ?self.topics, group = self.group, "reading from Kafka");
+        Ok(KafkaSource::new(shared, Arc::new(dead_letters), self.body_limit))
+    }
+}
+
+/// A setting that librdkafka refuses. Its text may repeat the value, which may be a secret.
+pub(crate) fn wrong_setting(error: KafkaError) -> SourceError {
+    match error {
+        KafkaError::ClientConfig(_, text, key, _) => {
+            let secret = ["password", "secret", "key", "pem", "jaas", "token", "config"].iter().any(|part| key.contains(part));
+            let problem = if secret { "is refused by librdkafka".to_owned() } else { text };
+            SourceError::misconfigured(key, problem, "see librdkafka's CONFIGURATION.md for its properties")
+        }
+        KafkaError::ClientCreation(text) => SourceError::misconfigured("property", text, "change the property that it names"),
+        other => SourceError::misconfigured("property", other.to_string(), "change the property that it names"),
+    }
+}

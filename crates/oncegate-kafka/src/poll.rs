@@ -1,0 +1,305 @@
+//! The polling thread: it alone speaks to the consumer group, and no handler can stop it.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use oncegate_core::SourceError;
+use rdkafka::client::ClientContext;
+use rdkafka::config::RDKafkaLogLevel;
+use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext, RebalanceProtocol};
+use rdkafka::error::{KafkaError, KafkaResult, RDKafkaErrorCode};
+use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
+use rdkafka::types::RDKafkaRespErr;
+
+use crate::batch::{self, Adoption, Batch, Queue};
+use crate::shared::{Phase, Shared};
+
+/// How long one turn waits for a message. Rebalances wait as long.
+const TURN: Duration = Duration::from_millis(50);
+/// The same, while revoked deliveries are waited for.
+const DRAIN_TURN: Duration = Duration::from_millis(5);
+/// How long leaving the group may take, before the client is dropped all the same.
+const LEAVE: Duration = Duration::from_secs(5);
+
+/// Hands librdkafka's log lines to `tracing`.
+pub(crate) struct Log;
+
+impl ClientContext for Log {
+    fn log(&self, level: RDKafkaLogLevel, facility: &str, line: &str) {
+        log(level, facility, line);
+    }
+
+    fn stats_raw(&self, _: &[u8]) {}
+
+    fn error(&self, error: KafkaError, reason: &str) {
+        tracing::warn!(%error, reason, "Kafka, dead letters");
+    }
+}
+
+fn log(level: RDKafkaLogLevel, facility: &str, line: &str) {
+    match level {
+        // Properties are given to consumer and producer alike; each warns of those that are the other's.
+        _ if facility == "CONFWARN" => tracing::debug!(facility, "{line}"),
+        RDKafkaLogLevel::Emerg | RDKafkaLogLevel::Alert | RDKafkaLogLevel::Critical | RDKafkaLogLevel::Error => {
+            tracing::error!(facility, "{line}");
+        }
+        RDKafkaLogLevel::Warning => tracing::warn!(facility, "{line}"),
+        RDKafkaLogLevel::Notice | RDKafkaLogLevel::Info => tracing::info!(facility, "{line}"),
+        RDKafkaLogLevel::Debug => tracing::debug!(facility, "{line}"),
+    }
+}
+
+/// What librdkafka calls back into, on the polling thread.
+pub(crate) struct Context {
+    shared: Arc<Shared>,
+    /// How long revoked deliveries are waited for.
+    drain: Duration,
+    /// Set while the source lives; the queue holds the consumer, so it is taken out before the consumer is dropped.
+    queue: Mutex<Option<Arc<Queue<Context>>>>,
+    /// The last error of the client as a whole, for whoever waits for the broker.
+    trouble: Mutex<Option<(RDKafkaErrorCode, String)>>,
+}
+
+impl Context {
+    pub(crate) fn new(shared: Arc<Shared>, drain: Duration) -> Self {
+        Self { shared, drain, queue: Mutex::default(), trouble: Mutex::default() }
+    }
+
+    /// The last error of the client as a whole, and forgets it.
+    pub(crate) fn take_trouble(&self) -> Option<(RDKafkaErrorCode, String)> {
+        self.trouble.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    fn queue(&self) -> Option<Arc<Queue<Context>>> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn set_queue(&self, queue: Option<Arc<Queue<Context>>>) {
+        *self.queue.lock().unwrap_or_else(PoisonError::into_inner) = queue;
+    }
+
+    fn assign(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
+        // Before assigning, or first messages come through the main queue.
+        let queue = self.queue();
+        for (topic, partition) in names(partitions) {
+            let adopted = queue.as_ref().map(|queue| queue.adopt(&topic, partition));
+            if adopted != Some(Adoption::Forwarded) {
+                tracing::error!(topic, partition, "the partition's queue cannot be read in batches");
+            }
+            tracing::info!(topic, partition, "partition assigned");
+            self.shared.assign(&topic, partition);
+        }
+        metrics::counter!("oncegate_kafka_partitions_assigned_total").increment(partitions.count() as u64);
+        let assigned = match consumer.rebalance_protocol() {
+            RebalanceProtocol::Cooperative => consumer.incremental_assign(partitions),
+            _ => consumer.assign(partitions),
+        };
+        complain("assigning partitions", assigned);
+    }
+
+    /// Lets what was handed out be settled, for a while, and stores how far it came; librdkafka commits that when it
+    /// unassigns, before anyone else gets the partitions. A lost assignment is someone else's already.
+    fn revoke(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
+        let leaving = names(partitions);
+        let lost = consumer.assignment_lost();
+        let epochs = self.shared.revoke(&leaving);
+        if !lost {
+            self.drain(&epochs);
+            store(consumer, &self.shared);
+        }
+        let left = self.shared.lock().out(&epochs);
+        for (topic, partition) in &leaving {
+            tracing::info!(topic, partition, lost, unsettled = left, "partition revoked");
+        }
+        metrics::counter!("oncegate_kafka_partitions_revoked_total", "lost" => if lost { "yes" } else { "no" })
+            .increment(leaving.len() as u64);
+        self.shared.lock().forget(&epochs);
+        self.unassign(consumer, partitions);
+    }
+
+    fn drain(&self, epochs: &[u64]) {
+        let end = Instant::now() + self.drain;
+        while Instant::now() < end {
+            let state = self.shared.lock();
+            if state.phase() >= Phase::Closing || state.out(epochs) == 0 {
+                return;
+            }
+            drop(state);
+            self.pump(DRAIN_TURN);
+        }
+        tracing::warn!(bound = ?self.drain, "revoked partitions go with deliveries unsettled: they are delivered again elsewhere");
+    }
+
+    fn unassign(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
+        let unassigned = match consumer.rebalance_protocol() {
+            RebalanceProtocol::Cooperative => consumer.incremental_unassign(partitions),
+            _ => consumer.unassign(),
+        };
+        complain("giving partitions back", unassigned);
+    }
+
+    /// Reads one batch, or waits. Does not serve the main queue, so it may run inside a rebalance.
+    fn pump(&self, wait: Duration) {
+        let room = self.shared.lock().room();
+        match self.queue() {
+            Some(queue) if room > 0 => self.take_in(queue.read(room, wait)),
+            _ => self.shared.wait(wait),
+        }
+    }
+
+    fn take_in(&self, batch: Batch) {
+        for fault in batch.faults {
+            self.judge(fault.code, &format!("{}/{}", fault.topic, fault.partition));
+        }
+        self.shared.take_in(batch.records);
+    }
+
+    /// Most errors pass by themselves, and librdkafka retries them. These do not.
+    fn judge(&self, code: RDKafkaErrorCode, place: &str) {
+        use RDKafkaErrorCode as E;
+        let fault = match code {
+            E::PartitionEOF => return,
+            E::AutoOffsetReset | E::NoOffset => SourceError::misconfigured(
+                "start",
+                format!("the group has no offset for {place}, or one that is no longer in the log"),
+                "set the group's offsets, or use StartAt::Earliest",
+            ),
+            E::TopicAuthorizationFailed => {
+                SourceError::misconfigured("topic", format!("not allowed to read {place}"), "grant Read and Describe on the topic")
+            }
+            E::GroupAuthorizationFailed => SourceError::misconfigured("group", "not allowed to use the group", "grant Read on the group"),
+            E::FencedInstanceId | E::Fenced => SourceError::misconfigured(
+                "group.instance.id",
+                "another member of the group uses the same instance id",
+                "give each member an instance id of its own",
+            ),
+            E::InvalidGroupId => SourceError::misconfigured("group", "the broker refuses this group id", "choose another one"),
+            _ => {
+                tracing::warn!(%code, place, "Kafka");
+                return;
+            }
+        };
+        self.shared.fail(fault);
+    }
+}
+
+impl ClientContext for Context {
+    fn log(&self, level: RDKafkaLogLevel, facility: &str, line: &str) {
+        log(level, facility, line);
+    }
+
+    fn stats_raw(&self, _: &[u8]) {}
+
+    fn error(&self, error: KafkaError, reason: &str) {
+        tracing::warn!(%error, reason, "Kafka");
+        if let Some(code) = error.rdkafka_error_code() {
+            *self.trouble.lock().unwrap_or_else(PoisonError::into_inner) = Some((code, reason.to_owned()));
+        }
+    }
+}
+
+impl ConsumerContext for Context {
+    fn rebalance(&self, consumer: &BaseConsumer<Self>, what: RDKafkaRespErr, partitions: &mut TopicPartitionList) {
+        match what {
+            RDKafkaRespErr::RD_KAFKA_RESP_ERR__ASSIGN_PARTITIONS => self.assign(consumer, partitions),
+            RDKafkaRespErr::RD_KAFKA_RESP_ERR__REVOKE_PARTITIONS => self.revoke(consumer, partitions),
+            other => {
+                tracing::error!(code = %RDKafkaErrorCode::from(other), "rebalance");
+                self.unassign(consumer, partitions);
+            }
+        }
+    }
+
+    fn commit_callback(&self, result: KafkaResult<()>, _: &TopicPartitionList) {
+        match result {
+            Ok(()) | Err(KafkaError::ConsumerCommit(RDKafkaErrorCode::NoOffset)) => {}
+            // The offsets stay stored, and the next commit carries them.
+            Err(error) => tracing::warn!(%error, "committing offsets"),
+        }
+    }
+}
+
+/// Serves the group until the source closes, then leaves it. Runs on a thread of its own.
+pub(crate) fn run(consumer: Arc<BaseConsumer<Context>>) {
+    let shared = consumer.context().shared.clone();
+    let _ended = Ended(shared.clone());
+    stay(consumer, &shared);
+}
+
+/// The consumer is dropped, and so has left the group, when this returns.
+fn stay(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) {
+    let Some(queue) = Queue::new(&consumer) else {
+        return shared.fail(SourceError::Unavailable("librdkafka has no memory for a queue".into()));
+    };
+    consumer.context().set_queue(Some(Arc::new(queue)));
+    while shared.lock().phase() < Phase::Closing {
+        serve(&consumer);
+        store(&consumer, shared);
+        consumer.context().pump(TURN);
+    }
+    leave(&consumer, shared);
+    // The queue holds the consumer: first the queue, then the consumer, which closes when it is dropped.
+    consumer.context().set_queue(None);
+}
+
+/// Serves rebalances and errors.
+fn serve(consumer: &BaseConsumer<Context>) {
+    let context = consumer.context();
+    while let Some(event) = consumer.poll(Duration::ZERO) {
+        match event {
+            // Not to be seen, since partitions are forwarded before they are assigned; not to be lost either.
+            Ok(message) => context.take_in(batch::copy(&message)),
+            Err(KafkaError::MessageConsumptionFatal(code)) => {
+                context.judge(code, "the client");
+                context.shared.fail(SourceError::Unavailable(format!("the Kafka client failed for good: {code}").into()));
+            }
+            Err(KafkaError::MessageConsumption(code)) => context.judge(code, "the group"),
+            Err(error) => tracing::warn!(%error, "Kafka"),
+        }
+    }
+}
+
+/// Stores what is settled; librdkafka commits it within a second, and when it gives partitions back.
+fn store(consumer: &BaseConsumer<Context>, shared: &Shared) {
+    let commits = shared.lock().commits();
+    if commits.is_empty() {
+        return;
+    }
+    let mut offsets = TopicPartitionList::with_capacity(commits.len());
+    for commit in &commits {
+        complain("an offset", offsets.add_partition_offset(&commit.topic, commit.partition, Offset::Offset(commit.offset)));
+    }
+    if let Err(error) = consumer.store_offsets(&offsets) {
+        // The partition is someone else's by now: they deliver it again, and the gate knows it.
+        tracing::debug!(%error, "storing offsets");
+    }
+}
+
+/// Leaves the group: what is stored is committed on the way.
+fn leave(consumer: &BaseConsumer<Context>, shared: &Shared) {
+    store(consumer, shared);
+    consumer.unsubscribe();
+    let end = Instant::now() + LEAVE;
+    while shared.lock().partitions() > 0 && Instant::now() < end {
+        let _ = consumer.poll(DRAIN_TURN);
+    }
+}
+
+/// Says that the thread is over, also when it panicked, so that nobody waits for it.
+struct Ended(Arc<Shared>);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        self.0.enter(Phase::Ended);
+    }
+}
+
+fn names(partitions: &TopicPartitionList) -> Vec<(String, i32)> {
+    partitions.elements().iter().map(|it| (it.topic().to_owned(), it.partition())).collect()
+}
+
+fn complain(what: &str, result: KafkaResult<()>) {
+    if let Err(error) = result {
+        tracing::error!(%error, "{what}");
+    }
+}

@@ -1,0 +1,377 @@
+//! What the polling thread and the consumer share: what was read, what was handed out, what was released.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use oncegate_core::{Delivery, HeadersBuilder, Incoming, Limit, Message, Origin, Position, Receipt, SourceError};
+use tokio::sync::Notify;
+
+use crate::batch::Record;
+use crate::watermark::{Sequence, Settling, Watermark};
+
+/// Read ahead of the consumer: messages.
+const READY: usize = 2_048;
+/// Read ahead of the consumer: bytes.
+const READY_BYTES: usize = 32 << 20;
+/// Released or on their way to the dead letters: messages. Past it nothing is read.
+const HELD: usize = 10_000;
+/// Released and not yet handed over again: bytes.
+const HELD_BYTES: usize = 128 << 20;
+/// From the lowest unsettled offset of a partition to the last one read: messages. It costs 8 bytes each, and a
+/// crash brings so many back.
+const SPAN: usize = 1 << 20;
+
+/// The state behind one lock, held for a batch at a time, and what wakes either side.
+#[derive(Default)]
+pub(crate) struct Shared {
+    state: Mutex<State>,
+    /// Wakes the polling thread: there is room, or the last delivery of a revoked partition is back.
+    settled: Condvar,
+    /// Wakes the consumer.
+    news: Notify,
+}
+
+/// What the source is doing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Phase {
+    /// Hands out deliveries.
+    #[default]
+    Running,
+    /// Hands out no new ones; settlements still count.
+    Stopped,
+    /// Leaves the group.
+    Closing,
+    /// Has left.
+    Ended,
+}
+
+#[derive(Default)]
+pub(crate) struct State {
+    assigned: HashMap<u64, Assigned>,
+    last_epoch: u64,
+    ready: VecDeque<Delivery>,
+    ready_bytes: usize,
+    revoked: Vec<u64>,
+    held: BTreeMap<(Instant, u64), Delivery>,
+    held_bytes: usize,
+    releases: u64,
+    publishing: usize,
+    phase: Phase,
+    fault: Option<SourceError>,
+}
+
+/// One partition under one assignment.
+struct Assigned {
+    topic: Arc<str>,
+    partition: i32,
+    watermark: Watermark,
+    /// Handed out and not back yet.
+    out: usize,
+    keeps: Keeps,
+}
+
+/// Whether a partition stays.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Keeps {
+    /// Its messages are handed out.
+    Assigned,
+    /// It is being given back: settlements count, nothing is handed out.
+    Revoking,
+}
+
+/// An offset to commit.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Commit {
+    pub(crate) topic: Arc<str>,
+    pub(crate) partition: i32,
+    pub(crate) offset: i64,
+}
+
+impl Shared {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        // A panic under this lock is a defect; what it leaves commits less, never more: go on.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits, on the polling thread, until something was settled or handed out.
+    pub(crate) fn wait(&self, bound: Duration) {
+        drop(self.settled.wait_timeout(self.lock(), bound).unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// Wakes the polling thread.
+    pub(crate) fn wake_poller(&self) {
+        self.settled.notify_one();
+    }
+
+    /// Wakes the consumer.
+    pub(crate) fn wake_consumer(&self) {
+        self.news.notify_one();
+    }
+
+    /// Waits, on the consumer's side. Cancel-safe, and woken by what happened since the last wait.
+    pub(crate) async fn news(&self) {
+        self.news.notified().await;
+    }
+
+    /// Enters a phase; there is no way back to an earlier one.
+    pub(crate) fn enter(&self, phase: Phase) {
+        let mut state = self.lock();
+        state.phase = state.phase.max(phase);
+        drop(state);
+        self.wake_poller();
+        self.wake_consumer();
+    }
+
+    /// The source cannot go on.
+    pub(crate) fn fail(&self, error: SourceError) {
+        self.lock().fault.get_or_insert(error);
+        self.wake_consumer();
+    }
+
+    /// A partition is ours from now on.
+    pub(crate) fn assign(&self, topic: &str, partition: i32) {
+        let mut state = self.lock();
+        state.begin(Arc::from(topic), partition);
+    }
+
+    /// These partitions are about to go: hands out nothing more of them, and says so.
+    pub(crate) fn revoke(&self, leaving: &[(String, i32)]) -> Vec<u64> {
+        let epochs = self.lock().revoke(leaving);
+        self.wake_consumer();
+        epochs
+    }
+
+    /// Takes in what was read.
+    pub(crate) fn take_in(&self, records: Vec<Record>) {
+        if records.is_empty() {
+            return;
+        }
+        self.lock().take_in(records);
+        self.wake_consumer();
+    }
+}
+
+impl State {
+    pub(crate) fn phase(&self) -> Phase {
+        self.phase
+    }
+
+    pub(crate) fn take_fault(&mut self) -> Option<SourceError> {
+        self.fault.take()
+    }
+
+    pub(crate) fn publishing(&self) -> usize {
+        self.publishing
+    }
+
+    pub(crate) fn partitions(&self) -> usize {
+        self.assigned.len()
+    }
+
+    /// How many messages may be read now.
+    pub(crate) fn room(&self) -> usize {
+        let full = self.phase != Phase::Running
+            || self.ready_bytes >= READY_BYTES
+            || self.held.len() + self.publishing >= HELD
+            || self.held_bytes >= HELD_BYTES
+            || self.assigned.values().any(|it| it.watermark.span() >= SPAN);
+        if full { 0 } else { READY.saturating_sub(self.ready.len()) }
+    }
+
+    fn begin(&mut self, topic: Arc<str>, partition: i32) -> u64 {
+        self.last_epoch += 1;
+        let assigned = Assigned { topic, partition, watermark: Watermark::default(), out: 0, keeps: Keeps::Assigned };
+        self.assigned.insert(self.last_epoch, assigned);
+        self.last_epoch
+    }
+
+    fn revoke(&mut self, leaving: &[(String, i32)]) -> Vec<u64> {
+        let gone = |it: &Assigned| leaving.iter().any(|(topic, partition)| *partition == it.partition && **topic == *it.topic);
+        let epochs: Vec<u64> = self.assigned.iter().filter(|(_, it)| gone(it)).map(|(epoch, _)| *epoch).collect();
+        for epoch in &epochs {
+            self.withdraw(*epoch);
+        }
+        epochs
+    }
+
+    /// Hands out nothing more of an assignment.
+    fn withdraw(&mut self, epoch: u64) {
+        if let Some(assigned) = self.assigned.get_mut(&epoch) {
+            assigned.keeps = Keeps::Revoking;
+        }
+        self.ready.retain(|delivery| delivery.receipt.epoch != epoch);
+        self.ready_bytes = self.ready.iter().map(|delivery| delivery.message.size()).sum();
+        self.held.retain(|_, delivery| delivery.receipt.epoch != epoch);
+        self.held_bytes = self.held.values().map(|delivery| delivery.message.size()).sum();
+        self.revoked.push(epoch);
+    }
+
+    /// How many deliveries of these assignments are not back yet.
+    pub(crate) fn out(&self, epochs: &[u64]) -> usize {
+        epochs.iter().filter_map(|epoch| self.assigned.get(epoch)).map(|it| it.out).sum()
+    }
+
+    /// These assignments are over: what is settled of them from now on moves nothing.
+    pub(crate) fn forget(&mut self, epochs: &[u64]) {
+        for epoch in epochs {
+            self.assigned.remove(epoch);
+        }
+    }
+
+    fn take_in(&mut self, records: Vec<Record>) {
+        let mut last: Option<(Arc<str>, i32, u64)> = None;
+        for record in records {
+            let same = last.as_ref().filter(|(topic, partition, _)| *partition == record.partition && *topic == record.topic);
+            let epoch = match same {
+                Some((_, _, epoch)) => *epoch,
+                // Read before it was revoked: whoever owns the partition next reads it again.
+                None => match self.epoch_of(&record.topic, record.partition) {
+                    Some(epoch) => epoch,
+                    None => continue,
+                },
+            };
+            let epoch = self.sequence(epoch, &record);
+            last = Some((record.topic.clone(), record.partition, epoch));
+            let delivery = delivery(record, epoch);
+            self.ready_bytes += delivery.message.size();
+            self.ready.push_back(delivery);
+        }
+    }
+
+    fn epoch_of(&self, topic: &str, partition: i32) -> Option<u64> {
+        let ours = |it: &Assigned| it.keeps == Keeps::Assigned && it.partition == partition && *it.topic == *topic;
+        self.assigned.iter().find(|(_, it)| ours(it)).map(|(epoch, _)| *epoch)
+    }
+
+    /// Takes note of a record. If its partition was reset below what was delivered (its log was cut), what was
+    /// delivered is revoked, and a new epoch begins.
+    fn sequence(&mut self, epoch: u64, record: &Record) -> u64 {
+        let Some(assigned) = self.assigned.get_mut(&epoch) else { return epoch };
+        if assigned.watermark.deliver(record.offset) == Sequence::Ascending {
+            return epoch;
+        }
+        tracing::warn!(topic = %record.topic, partition = record.partition, offset = record.offset, "the partition was reset to an earlier offset; reading it again from there");
+        self.withdraw(epoch);
+        self.assigned.remove(&epoch);
+        let epoch = self.begin(record.topic.clone(), record.partition);
+        if let Some(assigned) = self.assigned.get_mut(&epoch) {
+            assigned.watermark.deliver(record.offset);
+        }
+        epoch
+    }
+
+    /// Hands out revocations, releases whose delay is over, and what was read, within the limit. What has a body
+    /// larger than `largest` goes to `oversize` instead, to be rejected.
+    pub(crate) fn hand_out(&mut self, limit: Limit, largest: usize, into: &mut Vec<Incoming>, oversize: &mut Vec<Delivery>) {
+        into.extend(self.revoked.drain(..).map(Incoming::Revoked));
+        if self.phase != Phase::Running {
+            return;
+        }
+        let (now, mut count, mut bytes) = (Instant::now(), 0, 0_usize);
+        while count < limit.count.max(1) {
+            let due = self.held.first_entry().filter(|held| held.key().0 <= now);
+            let next = due.as_ref().map(|held| held.get()).or(self.ready.front());
+            let Some(size) = next.map(|delivery| delivery.message.size()) else { break };
+            if count > 0 && bytes.saturating_add(size) > limit.bytes {
+                break;
+            }
+            let held = due.map(|held| held.remove());
+            match held {
+                Some(_) => self.held_bytes -= size,
+                None => self.ready_bytes -= size,
+            }
+            let Some(delivery) = held.or_else(|| self.ready.pop_front()) else { break };
+            (count, bytes) = (count + 1, bytes + size);
+            if let Some(assigned) = self.assigned.get_mut(&delivery.receipt.epoch) {
+                assigned.out += 1;
+            }
+            if delivery.message.body.len() > largest {
+                self.publishing += 1;
+                oversize.push(delivery);
+            } else {
+                into.push(Incoming::Delivery(delivery));
+            }
+        }
+    }
+
+    /// When the next release is due.
+    pub(crate) fn next_due(&self) -> Option<Instant> {
+        self.held.first_key_value().map(|((due, _), _)| *due).filter(|_| self.phase == Phase::Running)
+    }
+
+    /// A delivery is settled for good.
+    pub(crate) fn accept(&mut self, receipt: &Receipt) -> Fate {
+        let Some(assigned) = self.assigned.get_mut(&receipt.epoch) else { return Fate::Stale };
+        // Offsets came from an `i64`.
+        if assigned.watermark.settle(receipt.position as i64) == Settling::Now {
+            assigned.out = assigned.out.saturating_sub(1);
+        }
+        Fate::Counted
+    }
+
+    /// A delivery comes back after a delay, unless its partition is leaving.
+    pub(crate) fn release(&mut self, delivery: Delivery, after: Duration) -> Fate {
+        let Some(assigned) = self.assigned.get_mut(&delivery.receipt.epoch) else { return Fate::Stale };
+        assigned.out = assigned.out.saturating_sub(1);
+        if assigned.keeps == Keeps::Assigned {
+            let delivery = Delivery { message: detached(&delivery.message), releases: delivery.releases.saturating_add(1), ..delivery };
+            self.held_bytes += delivery.message.size();
+            self.releases += 1;
+            // No delay of a century ever ends: it is cut to a day.
+            let due = Instant::now() + after.min(Duration::from_secs(86_400));
+            self.held.insert((due, self.releases), delivery);
+        }
+        Fate::Counted
+    }
+
+    /// A delivery is on its way to the dead letters.
+    pub(crate) fn reject(&mut self, receipt: &Receipt) -> Fate {
+        if !self.assigned.contains_key(&receipt.epoch) {
+            return Fate::Stale;
+        }
+        self.publishing += 1;
+        Fate::Counted
+    }
+
+    /// A dead letter stands.
+    pub(crate) fn published(&mut self, receipt: &Receipt) -> Fate {
+        self.publishing = self.publishing.saturating_sub(1);
+        self.accept(receipt)
+    }
+
+    /// What there is to commit since the last call.
+    pub(crate) fn commits(&mut self) -> Vec<Commit> {
+        let ready = self.assigned.values_mut().filter_map(|it| Some((it.watermark.take_commit()?, it)));
+        ready.map(|(offset, it)| Commit { topic: it.topic.clone(), partition: it.partition, offset }).collect()
+    }
+}
+
+/// Whether a settlement counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fate {
+    Counted,
+    /// Its partition is not ours any more, or not under the same assignment.
+    Stale,
+}
+
+fn delivery(record: Record, epoch: u64) -> Delivery {
+    let Record { topic, partition, offset, sent_at, key, headers, body } = record;
+    let origin = Origin { name: topic, position: Position::Offset { partition, offset } };
+    Delivery {
+        message: Message { origin, key, message_id: None, headers, body, sent_at },
+        // Neither is ever negative in a message that was delivered.
+        receipt: Receipt { epoch, partition: partition as u32, position: offset as u64 },
+        releases: 0,
+    }
+}
+
+/// The same message in memory of its own, so that a release does not keep its whole batch.
+fn detached(message: &Message) -> Message {
+    Message {
+        key: message.key.as_ref().map(|key| key.to_vec().into()),
+        headers: HeadersBuilder::from(&message.headers).finish(),
+        body: message.body.to_vec().into(),
+        ..message.clone()
+    }
+}

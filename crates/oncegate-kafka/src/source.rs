@@ -1,0 +1,187 @@
+//! The source as the consumer sees it.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use oncegate_core::road::{Reason, Settlement};
+use oncegate_core::{Delivery, Incoming, Limit, Order, Settled, Source, SourceError, Story};
+
+use crate::dead_letters::DeadLetters;
+use crate::shared::{Fate, Phase, Shared};
+
+/// The pause before a dead letter is published again, and the longest.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
+/// What is left of the time to close for leaving the group, at the least.
+const LEAVING: Duration = Duration::from_millis(500);
+
+/// A member of a consumer group. Opened from [`Kafka`](crate::Kafka).
+///
+/// A thread of its own polls the broker, so that no handler can have the group take this member for dead. Dropped
+/// without being closed, it leaves the group on that thread, and what was not settled is delivered again.
+pub struct KafkaSource {
+    shared: Arc<Shared>,
+    dead_letters: Arc<DeadLetters>,
+    body_limit: usize,
+}
+
+impl KafkaSource {
+    pub(crate) fn new(shared: Arc<Shared>, dead_letters: Arc<DeadLetters>, body_limit: usize) -> Self {
+        Self { shared, dead_letters, body_limit }
+    }
+
+    /// Takes what is ready, without waiting.
+    fn take(&self, limit: Limit, into: &mut Vec<Incoming>) -> Result<Taken, SourceError> {
+        let mut state = self.shared.lock();
+        if let Some(fault) = state.take_fault() {
+            return Err(fault);
+        }
+        if state.phase() == Phase::Ended {
+            return Err(SourceError::Unavailable("the source has ended".into()));
+        }
+        let (before, mut oversize) = (into.len(), Vec::new());
+        state.hand_out(limit, self.body_limit, into, &mut oversize);
+        Ok(Taken { any: into.len() > before, oversize, next_due: state.next_due() })
+    }
+
+    /// Publishes a rejected delivery until it stands, then counts it as settled.
+    fn publish(&self, delivery: Delivery, reason: Reason, story: Option<Box<Story>>) {
+        let (shared, dead_letters) = (self.shared.clone(), self.dead_letters.clone());
+        tokio::spawn(async move {
+            let (mut pause, longest) = PAUSES;
+            while let Err(error) = dead_letters.publish(&delivery, &reason, story.as_deref()).await {
+                metrics::counter!("oncegate_kafka_dead_letter_failures_total").increment(1);
+                tracing::warn!(%error, reason = reason.as_str(), "a dead letter does not stand yet; publishing it again");
+                if shared.lock().phase() >= Phase::Closing {
+                    return;
+                }
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(longest);
+            }
+            metrics::counter!("oncegate_kafka_dead_letters_total", "reason" => reason.as_str()).increment(1);
+            let fate = shared.lock().published(&delivery.receipt);
+            count(fate);
+            shared.wake_poller();
+            shared.wake_consumer();
+        });
+    }
+}
+
+/// What was taken, beside what was handed over.
+struct Taken {
+    any: bool,
+    oversize: Vec<Delivery>,
+    next_due: Option<Instant>,
+}
+
+fn count(fate: Fate) {
+    if fate == Fate::Stale {
+        metrics::counter!("oncegate_kafka_stale_settlements_total").increment(1);
+    }
+}
+
+#[async_trait]
+impl Source for KafkaSource {
+    async fn receive(&mut self, limit: Limit, into: &mut Vec<Incoming>) -> Result<(), SourceError> {
+        loop {
+            let found = self.take(limit, into)?;
+            for delivery in found.oversize {
+                self.publish(delivery, Reason::TooLarge, None);
+            }
+            if found.any {
+                self.shared.wake_poller();
+                return Ok(());
+            }
+            match found.next_due {
+                // Over in time or not: what there is then is taken above.
+                Some(due) => drop(tokio::time::timeout_at(due.into(), self.shared.news()).await),
+                None => self.shared.news().await,
+            }
+        }
+    }
+
+    async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), SourceError> {
+        let mut rejected = Vec::new();
+        let mut state = self.shared.lock();
+        for Settled { delivery, settlement, story } in settled.drain(..) {
+            count(match settlement {
+                Settlement::Accept(_) => state.accept(&delivery.receipt),
+                Settlement::Release { after } => state.release(delivery, after),
+                Settlement::Reject(reason) => {
+                    let fate = state.reject(&delivery.receipt);
+                    if fate == Fate::Counted {
+                        rejected.push((delivery, reason, story));
+                    }
+                    fate
+                }
+            });
+        }
+        drop(state);
+        for (delivery, reason, story) in rejected {
+            self.publish(delivery, reason, story);
+        }
+        self.shared.wake_poller();
+        Ok(())
+    }
+
+    async fn stop(&mut self) {
+        self.shared.enter(Phase::Stopped);
+    }
+
+    /// Waits for dead letters that are on their way, commits what is settled, and leaves the group.
+    async fn close(self: Box<Self>, deadline: Instant) -> Result<(), SourceError> {
+        self.shared.enter(Phase::Stopped);
+        let publish_until = deadline.checked_sub(LEAVING).unwrap_or(deadline);
+        let unpublished = self.wait_until(publish_until, |shared| shared.lock().publishing() == 0).await;
+        self.shared.enter(Phase::Closing);
+        let staying = self.wait_until(deadline, |shared| shared.lock().phase() == Phase::Ended).await;
+        match (unpublished, staying) {
+            (Wait::InTime, Wait::InTime) => Ok(()),
+            (Wait::TooLong, _) => {
+                Err(SourceError::Unavailable("dead letters were not confirmed in time; their messages are delivered again".into()))
+            }
+            (_, Wait::TooLong) => {
+                Err(SourceError::Unavailable("the group was not left in time; what was settled last may be delivered again".into()))
+            }
+        }
+    }
+
+    fn default_order(&self) -> Order {
+        Order::ByKey
+    }
+
+    fn overlap(&self) -> bool {
+        true
+    }
+}
+
+/// How a wait ended.
+#[derive(Clone, Copy)]
+enum Wait {
+    InTime,
+    TooLong,
+}
+
+impl KafkaSource {
+    async fn wait_until(&self, deadline: Instant, reached: impl Fn(&Shared) -> bool) -> Wait {
+        while !reached(&self.shared) {
+            if tokio::time::timeout_at(deadline.into(), self.shared.news()).await.is_err() {
+                return if reached(&self.shared) { Wait::InTime } else { Wait::TooLong };
+            }
+        }
+        Wait::InTime
+    }
+}
+
+impl Drop for KafkaSource {
+    /// Returns at once: the polling thread leaves the group by itself.
+    fn drop(&mut self) {
+        self.shared.enter(Phase::Closing);
+    }
+}
+
+impl std::fmt::Debug for KafkaSource {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("KafkaSource").finish_non_exhaustive()
+    }
+}

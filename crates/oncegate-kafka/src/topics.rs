@@ -1,0 +1,174 @@
+//! Whether the topics are there, before the group is joined.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use oncegate_core::SourceError;
+use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, ResourceSpecifier, TopicReplication};
+use rdkafka::consumer::{BaseConsumer, Consumer};
+use rdkafka::error::{KafkaError, RDKafkaErrorCode};
+
+use crate::kafka::{Kafka, TopicCreation};
+use crate::open::wrong_setting;
+use crate::poll::{Context, Log};
+
+/// How long one question to the broker may take.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// The first pause before the broker is asked again, and the longest.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
+
+/// What the broker says about a topic.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Found {
+    There,
+    Missing,
+}
+
+/// Waits for a broker, then checks every topic, creating what is to be created.
+///
+/// The consumer asks, because a producer's question creates a topic on brokers that do so by themselves.
+pub(crate) async fn check(kafka: &Kafka, mut consumer: BaseConsumer<Context>) -> Result<BaseConsumer<Context>, SourceError> {
+    for topic in &kafka.topics {
+        let found;
+        (consumer, found) = look(consumer, topic.clone(), kafka).await?;
+        if found == Found::Missing {
+            return Err(SourceError::misconfigured(
+                "topic",
+                format!("the topic `{topic}` does not exist"),
+                format!("create it: kafka-topics.sh --bootstrap-server {} --create --topic {topic}", kafka.brokers),
+            ));
+        }
+    }
+    let destinations: BTreeSet<(&str, String)> = kafka
+        .topics
+        .iter()
+        .flat_map(|topic| [("dead_letters", kafka.destinations.dead_letters(topic)), ("in_doubt", kafka.destinations.in_doubt(topic))])
+        .collect();
+    for (setting, name) in &destinations {
+        let found;
+        (consumer, found) = look(consumer, name.clone(), kafka).await?;
+        match (found, kafka.creation) {
+            (Found::There, _) => warn_of_retention(kafka, name).await,
+            (Found::Missing, TopicCreation::Create { partitions, replication }) => {
+                create(kafka, setting, name, partitions, replication).await?
+            }
+            (Found::Missing, TopicCreation::Never) => {
+                return Err(SourceError::misconfigured(
+                    *setting,
+                    format!("the topic `{name}` does not exist"),
+                    format!(
+                        "create it: kafka-topics.sh --bootstrap-server {} --create --topic {name} --config retention.ms=-1; \
+                         or let the source do so: .create_topics(TopicCreation::Create {{ partitions: 1, replication: 3 }})",
+                        kafka.brokers
+                    ),
+                ));
+            }
+        }
+    }
+    Ok(consumer)
+}
+
+/// Asks until a broker answers.
+async fn look(mut consumer: BaseConsumer<Context>, topic: String, kafka: &Kafka) -> Result<(BaseConsumer<Context>, Found), SourceError> {
+    let (mut pause, longest) = PAUSES;
+    loop {
+        let name = topic.clone();
+        let asked = tokio::task::spawn_blocking(move || {
+            let answer = ask(&consumer, &name);
+            (consumer, answer)
+        });
+        let answer;
+        (consumer, answer) = asked.await.map_err(|error| SourceError::Unavailable(error.into()))?;
+        match answer {
+            Ok(found) => return Ok((consumer, found)),
+            Err(code) => judge(&consumer, code, &topic, kafka)?,
+        }
+        tokio::time::sleep(pause).await;
+        pause = (pause * 2).min(longest);
+    }
+}
+
+fn ask(consumer: &BaseConsumer<Context>, topic: &str) -> Result<Found, RDKafkaErrorCode> {
+    let metadata = consumer.fetch_metadata(Some(topic), PATIENCE);
+    // Nobody else serves its log and its errors yet.
+    while consumer.poll(Duration::ZERO).is_some() {}
+    let metadata = metadata.map_err(|error| error.rdkafka_error_code().unwrap_or(RDKafkaErrorCode::Fail))?;
+    match metadata.topics().first().and_then(|topic| topic.error()).map(RDKafkaErrorCode::from) {
+        None => Ok(Found::There),
+        Some(RDKafkaErrorCode::UnknownTopicOrPartition | RDKafkaErrorCode::UnknownTopic) => Ok(Found::Missing),
+        Some(code) => Err(code),
+    }
+}
+
+/// What may heal is waited for; what a person has to change is an error.
+fn judge(consumer: &BaseConsumer<Context>, code: RDKafkaErrorCode, topic: &str, kafka: &Kafka) -> Result<(), SourceError> {
+    use RDKafkaErrorCode as E;
+    let trouble = consumer.context().take_trouble();
+    let refused = |code: &E| matches!(code, E::Authentication | E::SaslAuthenticationFailed | E::UnsupportedSASLMechanism);
+    if let Some((_, reason)) = trouble.as_ref().filter(|(code, _)| refused(code)) {
+        return Err(SourceError::misconfigured(
+            "property",
+            format!("the broker refuses the credentials: {reason}"),
+            "check the sasl.* and ssl.* properties",
+        ));
+    }
+    match code {
+        E::TopicAuthorizationFailed => {
+            Err(SourceError::misconfigured("topic", format!("not allowed to see the topic `{topic}`"), "grant Describe and Read on it"))
+        }
+        E::InvalidTopic => {
+            Err(SourceError::misconfigured("topic", format!("`{topic}` is no name for a topic"), "name a topic that exists"))
+        }
+        _ => {
+            let reason = trouble.map_or_else(|| code.to_string(), |(_, reason)| reason);
+            tracing::warn!(
+                brokers = kafka.brokers,
+                reason,
+                "no Kafka broker answers; asking again. Is it running, and is the address right?"
+            );
+            Ok(())
+        }
+    }
+}
+
+fn admin(kafka: &Kafka) -> Result<AdminClient<Log>, SourceError> {
+    kafka.producer_config().create_with_context(Log).map_err(wrong_setting)
+}
+
+async fn create(kafka: &Kafka, setting: &str, name: &str, partitions: u16, replication: u16) -> Result<(), SourceError> {
+    let admin = admin(kafka)?;
+    let topic = NewTopic::new(name, i32::from(partitions), TopicReplication::Fixed(i32::from(replication))).set("retention.ms", "-1");
+    let options = AdminOptions::new().operation_timeout(Some(PATIENCE * 2));
+    let failed = match admin.create_topics([&topic], &options).await {
+        Ok(results) => results.into_iter().find_map(Result::err).map(|(_, code)| code.to_string()),
+        Err(error) => Some(error.to_string()),
+    };
+    match failed {
+        // Another member was quicker.
+        Some(text) if text == RDKafkaErrorCode::TopicAlreadyExists.to_string() => Ok(()),
+        Some(text) => {
+            Err(SourceError::misconfigured(setting, format!("the topic `{name}` could not be created: {text}"), "create it by hand"))
+        }
+        None => {
+            tracing::info!(topic = name, partitions, replication, "topic created");
+            Ok(())
+        }
+    }
+}
+
+/// A dead letter that expires is a lost message: says so, where the broker lets itself be asked.
+async fn warn_of_retention(kafka: &Kafka, name: &str) {
+    let Ok(admin) = admin(kafka) else { return };
+    let described = admin.describe_configs([&ResourceSpecifier::Topic(name)], &AdminOptions::new().request_timeout(Some(PATIENCE))).await;
+    let retention = described.and_then(|topics| {
+        let topic = topics.into_iter().next().ok_or(KafkaError::NoMessageReceived)?.map_err(KafkaError::AdminOp)?;
+        Ok(topic.get("retention.ms").and_then(|entry| entry.value.clone()))
+    });
+    match retention {
+        Ok(Some(limit)) if limit != "-1" => {
+            tracing::warn!(topic = name, retention_ms = limit, "what stands here expires unread; set retention.ms=-1");
+        }
+        Ok(_) => {}
+        Err(error) => tracing::debug!(topic = name, %error, "retention not known"),
+    }
+}

@@ -1,0 +1,217 @@
+//! How far a partition may be committed.
+
+use std::collections::VecDeque;
+
+/// What was handed over of one partition under one assignment, and how much of it is settled.
+///
+/// A dense ring over the offsets that were delivered. Offsets that were never delivered (compacted away, or markers
+/// of transactions) are gaps and count as settled. A settlement costs O(1) where there are no gaps and O(log n) where
+/// there are.
+#[derive(Debug, Default)]
+pub(crate) struct Watermark {
+    /// From the lowest unsettled offset on, ascending.
+    ring: VecDeque<Slot>,
+    /// One after the last offset that was delivered.
+    end: Option<i64>,
+    /// What was handed out for committing last, or where the partition began.
+    committed: i64,
+}
+
+/// An offset, as it is while unsettled and with its bits turned round once settled: offsets are never negative.
+#[derive(Clone, Copy, Debug)]
+struct Slot(i64);
+
+impl Slot {
+    fn offset(self) -> i64 {
+        self.0.max(!self.0)
+    }
+
+    fn is_settled(self) -> bool {
+        self.0 < 0
+    }
+}
+
+/// How an offset follows on those before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Sequence {
+    /// It is higher than all before it.
+    Ascending,
+    /// It is not, and was not taken: the partition was reset below what was delivered.
+    Backwards,
+}
+
+/// What a settlement did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Settling {
+    /// It settled the offset.
+    Now,
+    /// The offset was settled before, or never delivered: nothing changed.
+    Nothing,
+}
+
+impl Watermark {
+    /// Takes note of a delivered offset.
+    pub(crate) fn deliver(&mut self, offset: i64) -> Sequence {
+        match self.end {
+            Some(end) if offset < end => return Sequence::Backwards,
+            Some(_) => {}
+            None => self.committed = offset,
+        }
+        self.end = Some(offset + 1);
+        self.ring.push_back(Slot(offset));
+        Sequence::Ascending
+    }
+
+    /// Takes note that an offset is settled.
+    pub(crate) fn settle(&mut self, offset: i64) -> Settling {
+        let Some(index) = self.index(offset) else { return Settling::Nothing };
+        if self.ring[index].is_settled() {
+            return Settling::Nothing;
+        }
+        self.ring[index] = Slot(!offset);
+        while self.ring.front().is_some_and(|slot| slot.is_settled()) {
+            self.ring.pop_front();
+        }
+        Settling::Now
+    }
+
+    /// The offset to commit, if it is higher than the one that was given last.
+    pub(crate) fn take_commit(&mut self) -> Option<i64> {
+        let offset = self.ring.front().map(|slot| slot.offset()).or(self.end)?;
+        (offset > self.committed).then(|| {
+            self.committed = offset;
+            offset
+        })
+    }
+
+    /// How many offsets lie between the lowest unsettled one and the last one, settled or not.
+    pub(crate) fn span(&self) -> usize {
+        self.ring.len()
+    }
+
+    /// Where an offset stands. Without gaps it stands as far from the front as its number says.
+    fn index(&self, offset: i64) -> Option<usize> {
+        let ahead = usize::try_from(offset.checked_sub(self.ring.front()?.offset())?).ok()?;
+        match self.ring.get(ahead) {
+            Some(slot) if slot.offset() == offset => Some(ahead),
+            _ => self.ring.binary_search_by_key(&offset, |slot| slot.offset()).ok(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+
+    fn delivered(offsets: impl IntoIterator<Item = i64>) -> Watermark {
+        let mut watermark = Watermark::default();
+        for offset in offsets {
+            assert_eq!(watermark.deliver(offset), Sequence::Ascending);
+        }
+        watermark
+    }
+
+    #[test]
+    fn nothing_settled_commits_nothing() {
+        assert_eq!(Watermark::default().take_commit(), None);
+        assert_eq!(delivered(5..9).take_commit(), None);
+    }
+
+    #[test]
+    fn the_lowest_unsettled_offset_is_committed_and_only_once() {
+        let mut watermark = delivered(5..9);
+        watermark.settle(6);
+        assert_eq!(watermark.take_commit(), None);
+        watermark.settle(5);
+        assert_eq!(watermark.take_commit(), Some(7));
+        assert_eq!(watermark.take_commit(), None);
+        watermark.settle(8);
+        watermark.settle(7);
+        assert_eq!(watermark.take_commit(), Some(9));
+        assert_eq!(watermark.span(), 0);
+    }
+
+    #[test]
+    fn gaps_count_as_settled() {
+        let mut watermark = delivered([3, 1_000_000_000_000, 1_000_000_000_007]);
+        watermark.settle(1_000_000_000_000);
+        watermark.settle(3);
+        assert_eq!(watermark.take_commit(), Some(1_000_000_000_007));
+    }
+
+    #[test]
+    fn settling_twice_or_what_was_never_delivered_changes_nothing() {
+        let mut watermark = delivered([1, 3]);
+        assert_eq!(watermark.settle(2), Settling::Nothing);
+        assert_eq!(watermark.settle(0), Settling::Nothing);
+        assert_eq!(watermark.settle(-1), Settling::Nothing);
+        assert_eq!(watermark.settle(i64::MAX), Settling::Nothing);
+        assert_eq!(watermark.settle(3), Settling::Now);
+        assert_eq!(watermark.settle(3), Settling::Nothing);
+        assert_eq!(watermark.settle(1), Settling::Now);
+        assert_eq!(watermark.settle(1), Settling::Nothing);
+        assert_eq!(watermark.take_commit(), Some(4));
+    }
+
+    #[test]
+    fn an_offset_below_the_last_is_not_taken() {
+        let mut watermark = delivered([7, 8]);
+        assert_eq!(watermark.deliver(8), Sequence::Backwards);
+        assert_eq!(watermark.deliver(2), Sequence::Backwards);
+        assert_eq!(watermark.deliver(9), Sequence::Ascending);
+    }
+
+    /// Draws the same numbers on every run.
+    struct Draw(u64);
+
+    impl Draw {
+        fn below(&mut self, bound: u64) -> u64 {
+            self.0 ^= self.0 << 13;
+            self.0 ^= self.0 >> 7;
+            self.0 ^= self.0 << 17;
+            self.0 % bound
+        }
+    }
+
+    #[test]
+    fn any_history_agrees_with_a_map_of_all_offsets() {
+        for seed in 1..=300 {
+            let mut draw = Draw(seed * 0x9e37_79b9_7f4a_7c15);
+            let gaps = draw.below(2) == 0;
+            let (mut watermark, mut naive) = (Watermark::default(), BTreeMap::<i64, bool>::new());
+            let mut next = draw.below(100) as i64;
+            let mut last_commit = next;
+            for _ in 0..400 {
+                if draw.below(5) < 2 {
+                    if gaps {
+                        next += (draw.below(4) * draw.below(50)) as i64;
+                    }
+                    assert_eq!(watermark.deliver(next), Sequence::Ascending);
+                    if naive.is_empty() {
+                        last_commit = next;
+                    }
+                    naive.insert(next, false);
+                    next += 1;
+                } else {
+                    let offset = next - draw.below(60) as i64;
+                    let expected = match naive.get_mut(&offset) {
+                        Some(settled) if !*settled => {
+                            *settled = true;
+                            Settling::Now
+                        }
+                        _ => Settling::Nothing,
+                    };
+                    assert_eq!(watermark.settle(offset), expected, "seed {seed}");
+                }
+                if draw.below(3) == 0 {
+                    let lowest = naive.iter().find(|(_, settled)| !**settled).map(|(offset, _)| *offset);
+                    let expected = lowest.or(naive.keys().last().map(|last| last + 1)).filter(|offset| *offset > last_commit);
+                    assert_eq!(watermark.take_commit(), expected, "seed {seed}");
+                    last_commit = expected.unwrap_or(last_commit);
+                }
+            }
+        }
+    }
+}
