@@ -74,6 +74,9 @@ enum Error {
     /// A server did not start.
     #[error(transparent)]
     Server(#[from] oncegate_testkit::servers::ServerError),
+    /// There is no place for temporary files.
+    #[error("cannot create a temporary directory: {0}")]
+    Temporary(std::io::Error),
     /// Signals could not be waited for.
     #[error("cannot wait for signals: {0}")]
     Signals(std::io::Error),

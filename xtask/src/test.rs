@@ -39,8 +39,10 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
     }
 
     let run = std::process::id().to_string();
+    // A test that is ended by a signal removes nothing; this goes with all that is in it.
+    let temporary = tempfile::Builder::new().prefix("oncegate-test-").tempdir().map_err(Error::Temporary)?;
     let mut cargo = cargo_test(arguments);
-    cargo.envs(servers.variables()).env(RUN, &run);
+    cargo.envs(servers.variables()).env(RUN, &run).env("TMPDIR", temporary.path());
     let shown = shown(&cargo);
     println!("test: {shown}");
     // A group of its own: a signal is passed on to cargo and to the tests together.

@@ -37,7 +37,7 @@ pub fn fetch_kafka() -> Result<PathBuf, ServerError> {
             server: Kafka::NAME,
             program: "mvn dependency:copy-dependencies".into(),
             output: String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned(),
-            advice: "is the network there? Maven takes a mirror or proxy from ~/.m2/settings.xml",
+            advice: "is the network there, and does Java trust its certificates? Maven takes a mirror or proxy from ~/.m2/settings.xml",
         });
     }
     keep(&project.path().join("libs"), &libraries)?;
