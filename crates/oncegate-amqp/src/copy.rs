@@ -7,7 +7,7 @@ use lapin::types::{AMQPValue, FieldTable, ShortString};
 use oncegate_core::road::Reason;
 use oncegate_core::source::{Delivery, Story, headers, rejection_headers};
 
-use crate::incoming::ROUTING_KEY;
+use crate::incoming::{NOT_BEFORE, ROUTING_KEY};
 use crate::settings::{DELAYS, Settings};
 
 /// A copy on its way to a queue, in place of the delivery with this tag.
@@ -38,14 +38,21 @@ impl Copy {
         Self::new(delivery, to.clone(), table, original)
     }
 
-    /// To come back after the shortest of [`DELAYS`] that is long enough; the longest one for a longer delay.
+    /// To come back after the shortest of [`DELAYS`] that is long enough. For a longer delay than they have it passes
+    /// the longest several times: [`NOT_BEFORE`] says until when.
     pub(crate) fn delayed(delivery: &Delivery, after: Duration, original: &BasicProperties, settings: &Settings) -> Self {
         let delay = DELAYS.into_iter().find(|delay| *delay >= after).unwrap_or(DELAYS[DELAYS.len() - 1]);
-        let mut table = kept_headers(original, &["x-death", "x-first-death-", "x-last-death-", "x-delivery-count"]);
-        table.insert(headers::RELEASES.into(), AMQPValue::LongString(delivery.releases.saturating_add(1).to_string().into()));
-        if !table.contains_key(headers::FIRST_SEEN) {
-            let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-            table.insert(headers::FIRST_SEEN.into(), AMQPValue::LongString(now.as_millis().to_string().into()));
+        let mut table = kept_headers(original, &["x-death", "x-first-death-", "x-last-death-", "x-delivery-count", NOT_BEFORE]);
+        let mut write = |name: &str, number: u128| {
+            table.insert(name.into(), AMQPValue::LongString(number.to_string().into()));
+        };
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        write(headers::RELEASES, delivery.releases.into());
+        if delivery.message.headers.last(headers::FIRST_SEEN).is_none() {
+            write(headers::FIRST_SEEN, now.as_millis());
+        }
+        if after > delay {
+            write(NOT_BEFORE, (now + after).as_millis());
         }
         keep_routing_key(&mut table, delivery, settings);
         Self::new(delivery, settings.delay_queue(delay), table, original)
@@ -145,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn a_delayed_copy_counts_its_release_and_waits_long_enough() {
+    fn a_delayed_copy_carries_its_releases_and_waits_long_enough() {
         let to = |after| Copy::delayed(&delivery(), Duration::from_millis(after), &original(), &settings()).to.to_string();
         assert_eq!(to(1), "orders.delay.1000");
         assert_eq!(to(1_001), "orders.delay.5000");
@@ -155,6 +162,15 @@ mod tests {
         let names = names(&copy);
         assert!(names.contains(&headers::FIRST_SEEN) && names.contains(&ROUTING_KEY) && !names.iter().any(|name| name.starts_with("x-")));
         let releases = copy.properties.headers().as_ref().and_then(|table| table.inner().get(headers::RELEASES).cloned());
-        assert_eq!(releases, Some(AMQPValue::LongString("5".into())));
+        assert_eq!(releases, Some(AMQPValue::LongString("4".into())));
+    }
+
+    #[test]
+    fn a_delay_that_no_queue_has_is_written_down() {
+        let says = |after| {
+            let copy = Copy::delayed(&delivery(), Duration::from_secs(after), &original(), &settings());
+            names(&copy).contains(&NOT_BEFORE)
+        };
+        assert!(!says(600) && says(601));
     }
 }

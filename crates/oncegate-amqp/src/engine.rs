@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 use oncegate_core::road::Settlement;
-use oncegate_core::source::{Incoming, Settled, SourceError};
+use oncegate_core::source::{Delivery, Incoming, Settled, SourceError};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
@@ -65,7 +65,8 @@ pub(crate) async fn run(settings: Arc<Settings>, ends: Ends, mut opened: oneshot
     };
     ends.live.store(session.epoch, Ordering::Release);
     let publisher = Publisher::start(Arc::clone(&settings), Arc::clone(&ends.live));
-    let engine = Engine { epoch: session.epoch, link: Link::Up(Box::new(session)), settings, ends, publisher, intake: Intake::Open, closing: None };
+    let engine =
+        Engine { epoch: session.epoch, link: Link::Up(Box::new(session)), settings, ends, publisher, intake: Intake::Open, closing: None };
     let _ = opened.send(Ok(()));
     engine.work().await;
 }
@@ -145,7 +146,7 @@ impl Engine {
     }
 
     fn settle(&mut self, settled: Settled) {
-        let Settled { delivery, settlement, story } = settled;
+        let Settled { mut delivery, settlement, story } = settled;
         let tag = delivery.receipt.position;
         let session = match &mut self.link {
             Link::Up(session) if session.epoch == delivery.receipt.epoch => session,
@@ -167,15 +168,23 @@ impl Engine {
             // Handed back while draining: closing the channel returns it to the queue.
             Settlement::Release { after } if after.is_zero() && self.intake == Intake::Stopped => {}
             Settlement::Release { after } => {
-                let has_queues = self.settings.topology == Topology::Declare;
-                let crowded = session.held.len() >= usize::from(self.settings.prefetch / 2).max(1);
-                if has_queues && (after > HOLD || crowded || self.intake == Intake::Stopped) {
-                    self.publisher.publish(Copy::delayed(&delivery, after, original, &self.settings));
-                    session.publishing += 1;
-                } else {
-                    session.held.insert((Instant::now() + after.max(SHORTEST), tag), delivery);
-                }
+                delivery.releases = delivery.releases.saturating_add(1);
+                self.hold_back(delivery, after);
             }
+        }
+    }
+
+    /// Keeps a delivery back: for a short while in memory, else in a delay queue, where there are some.
+    fn hold_back(&mut self, delivery: Delivery, after: Duration) {
+        let Link::Up(session) = &mut self.link else { return };
+        let Some(original) = session.acks.carried(delivery.receipt.position) else { return };
+        let has_queues = self.settings.topology == Topology::Declare;
+        let crowded = session.held.len() >= usize::from(self.settings.prefetch / 2).max(1);
+        if has_queues && (after > HOLD || crowded || self.intake == Intake::Stopped) {
+            self.publisher.publish(Copy::delayed(&delivery, after, original, &self.settings));
+            session.publishing += 1;
+        } else {
+            session.held.insert((Instant::now() + after.max(SHORTEST), delivery.receipt.position), delivery);
         }
     }
 
@@ -202,22 +211,28 @@ impl Engine {
     }
 
     fn take_in(&mut self, deliveries: Vec<lapin::message::Delivery>) {
-        let Link::Up(session) = &mut self.link else { return };
         for delivery in deliveries {
+            let Link::Up(session) = &mut self.link else { return };
             let tag = delivery.delivery_tag;
             let (delivery, original) = incoming::read(delivery, &self.settings.name, session.epoch);
             session.acks.delivered(tag, original);
-            // Nobody listens only while the source is being dropped.
-            let _ = self.ends.out.send(Incoming::Delivery(delivery));
+            match incoming::wait(&delivery) {
+                Some(wait) => self.hold_back(delivery, wait),
+                None => self.hand_over(delivery),
+            }
         }
     }
 
     fn hand_over_again(&mut self) {
         let Link::Up(session) = &mut self.link else { return };
-        for mut delivery in session.take_due() {
-            delivery.releases = delivery.releases.saturating_add(1);
-            let _ = self.ends.out.send(Incoming::Delivery(delivery));
+        for delivery in session.take_due() {
+            self.hand_over(delivery);
         }
+    }
+
+    fn hand_over(&self, delivery: Delivery) {
+        // Nobody listens only while the source is being dropped.
+        let _ = self.ends.out.send(Incoming::Delivery(delivery));
     }
 
     fn lost(&mut self, problem: &str) {
@@ -236,19 +251,19 @@ impl Engine {
     /// Takes nothing more in. What is held back moves to the delay queues, where there are some.
     async fn stop(&mut self) {
         self.intake = Intake::Stopped;
-        match &mut self.link {
+        let held = match &mut self.link {
             Link::Up(session) => {
                 session.stop().await;
-                for ((due, tag), delivery) in std::mem::take(&mut session.held) {
-                    if let (Topology::Declare, Some(original)) = (self.settings.topology, session.acks.carried(tag)) {
-                        let after = due.saturating_duration_since(Instant::now());
-                        session.publishing += 1;
-                        self.publisher.publish(Copy::delayed(&delivery, after, original, &self.settings));
-                    }
-                }
+                std::mem::take(&mut session.held)
             }
-            link @ Link::Opening(_) => *link = Link::Down,
-            Link::Down => {}
+            link @ Link::Opening(_) => {
+                *link = Link::Down;
+                return;
+            }
+            Link::Down => return,
+        };
+        for ((due, _), delivery) in held {
+            self.hold_back(delivery, due.saturating_duration_since(Instant::now()));
         }
     }
 

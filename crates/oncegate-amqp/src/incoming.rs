@@ -1,7 +1,7 @@
 //! What the broker hands over, as the core reads it.
 
 use std::sync::Arc;
-use std::time::{Duration, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
 use lapin::BasicProperties;
@@ -12,6 +12,12 @@ use oncegate_core::source::{Delivery, Receipt, headers};
 
 /// The routing key of a message before it was delayed: its copy had to be addressed to the delay queue.
 pub(crate) const ROUTING_KEY: &str = "oncegate-routing-key";
+
+/// When a message comes back whose delay is longer than any delay queue's, in milliseconds since 1970.
+pub(crate) const NOT_BEFORE: &str = "oncegate-not-before";
+
+/// Nothing is delayed for longer than this: such a header is a producer's mistake, and counts as none.
+const LONGEST_DELAY: Duration = Duration::from_secs(366 * 86_400);
 
 /// Nobody is released more often than this: a larger number is a producer's mistake or mischief, and counts as none.
 const MOST_RELEASES: u32 = 100_000;
@@ -31,6 +37,13 @@ pub(crate) fn read(raw: Raw, queue: &Arc<str>, epoch: u64) -> (Delivery, BasicPr
     };
     let releases = table.map_or(0, releases);
     (Delivery { message, receipt: Receipt { epoch, partition: 0, position: delivery_tag }, releases }, properties)
+}
+
+/// How long a delayed copy still has to wait; `None` if its time has come.
+pub(crate) fn wait(delivery: &Delivery) -> Option<Duration> {
+    let text = std::str::from_utf8(delivery.message.headers.last(NOT_BEFORE)?).ok()?;
+    let until = UNIX_EPOCH.checked_add(Duration::from_millis(text.parse().ok()?))?;
+    until.duration_since(SystemTime::now()).ok().filter(|wait| *wait <= LONGEST_DELAY)
 }
 
 fn read_headers(table: &FieldTable) -> Headers {
@@ -147,6 +160,22 @@ mod tests {
             assert_eq!(released(AMQPValue::LongString(odd.into())), 0, "{odd}");
         }
         assert_eq!(read_one(FieldTable::default()).releases, 0);
+    }
+
+    #[test]
+    fn a_copy_whose_time_has_not_come_waits_on() {
+        let waits = |text: String| {
+            let mut table = FieldTable::default();
+            table.insert(NOT_BEFORE.into(), AMQPValue::LongString(text.into()));
+            wait(&read_one(table))
+        };
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("a clock after 1970").as_millis();
+        let minute = waits((now + 60_000).to_string()).expect("a wait");
+        assert!(minute > Duration::from_secs(50) && minute <= Duration::from_secs(60), "{minute:?}");
+        for odd in [(now - 1).to_string(), u64::MAX.to_string(), "soon".into(), String::new()] {
+            assert_eq!(waits(odd), None);
+        }
+        assert_eq!(wait(&read_one(FieldTable::default())), None);
     }
 
     #[test]

@@ -60,7 +60,8 @@ pub(crate) async fn connect(settings: &Settings, purpose: &str) -> Result<Connec
 }
 
 fn refusal(error: lapin::Error, settings: &Settings) -> Trouble {
-    let wrong = |problem: String, remedy| Trouble::Wrong(SourceError::misconfigured("url", format!("{} ({problem})", settings.shown), remedy));
+    let wrong =
+        |problem: String, remedy| Trouble::Wrong(SourceError::misconfigured("url", format!("{} ({problem})", settings.shown), remedy));
     match reply_code(&error) {
         Some(code::ACCESS_REFUSED) => {
             wrong(error.to_string(), "check the user and the password; `guest` may only connect from the broker's own host")

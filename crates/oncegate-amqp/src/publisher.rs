@@ -187,7 +187,10 @@ impl Work {
         let pause = self.backoff.pause();
         self.not_before = Instant::now() + pause;
         tracing::warn!(
-            queue = &*self.settings.name, broker = self.settings.shown, problem, ?pause,
+            queue = &*self.settings.name,
+            broker = self.settings.shown,
+            problem,
+            ?pause,
             "a rejected or delayed message could not be published; it is held and tried again"
         );
     }

@@ -121,9 +121,8 @@ impl Session {
             self.gap_since = None;
         }
         let beyond = self.acks.settled();
-        let overdue = gaps == Gaps::Ignore
-            || beyond > self.prefetch / 4
-            || self.gap_since.is_some_and(|since| since.elapsed() >= GAP_PATIENCE);
+        let overdue =
+            gaps == Gaps::Ignore || beyond > self.prefetch / 4 || self.gap_since.is_some_and(|since| since.elapsed() >= GAP_PATIENCE);
         let singles = if beyond > 0 && overdue { self.acks.take_singles() } else { Vec::new() };
         self.gap_since = (self.acks.settled() > 0).then(|| self.gap_since.unwrap_or_else(Instant::now));
         if prefix.is_none() && singles.is_empty() {
@@ -177,7 +176,9 @@ impl Session {
 }
 
 fn refusal(error: lapin::Error, settings: &Settings) -> Trouble {
-    let wrong = |problem: &str, remedy| Trouble::Wrong(SourceError::misconfigured("queue", format!("`{}` {problem} ({error})", settings.name), remedy));
+    let wrong = |problem: &str, remedy| {
+        Trouble::Wrong(SourceError::misconfigured("queue", format!("`{}` {problem} ({error})", settings.name), remedy))
+    };
     match reply_code(&error) {
         Some(code::NOT_FOUND) => wrong("does not exist", "create it, or let `Topology::Declare` do so"),
         Some(code::ACCESS_REFUSED) => wrong("may not be read", "give the user the right to read it, or end its exclusive consumer"),

@@ -173,7 +173,11 @@ impl Settings {
 /// Parses the URL, and says it again without its password. No error repeats the URL: the password may be in it.
 fn broker(url: &str) -> Result<(AMQPUri, String), SourceError> {
     let refused = |problem: &str| {
-        SourceError::misconfigured("url", problem, "write amqp://user:password@host:port/vhost, with / as %2f and the password percent-encoded")
+        SourceError::misconfigured(
+            "url",
+            problem,
+            "write amqp://user:password@host:port/vhost, with / as %2f and the password percent-encoded",
+        )
     };
     if url.contains("://[") || url.contains("@[") {
         return Err(refused("an IPv6 address cannot stand in it; use a name"));

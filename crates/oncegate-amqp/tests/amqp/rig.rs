@@ -1,0 +1,204 @@
+//! A queue of a test's own on the real broker, and what a test does with it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use lapin::options::{BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions, QueueDeleteOptions};
+use lapin::types::{AMQPValue, FieldTable};
+use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
+use oncegate_amqp::{QueueKind, RabbitMq, RabbitMqSource};
+use oncegate_core::marker::{Guarantee, Verdict};
+use oncegate_core::road::{self, Event, Freshness, History, Outage, Parks, Policy, Settlement, Stage, Step};
+use oncegate_core::source::{Delivery, Incoming, Limit, Open, Settled, Source};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
+
+/// Where the broker answers.
+pub(crate) fn url() -> String {
+    oncegate_testkit::rabbitmq_url().expect("a RabbitMQ to test against")
+}
+
+/// A queue with a name that nobody else uses.
+pub(crate) struct Rig {
+    pub(crate) queue: String,
+    pub(crate) channel: Channel,
+    pub(crate) connection: Connection,
+}
+
+impl Rig {
+    pub(crate) async fn new() -> Self {
+        static NUMBER: AtomicU64 = AtomicU64::new(0);
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).expect("a clock after 1970").as_nanos();
+        let queue = format!("test.{now}.{}", NUMBER.fetch_add(1, Ordering::Relaxed));
+        let connection = Connection::connect(&url(), ConnectionProperties::default()).await.expect("a connection");
+        let channel = connection.create_channel().await.expect("a channel");
+        channel.confirm_select(ConfirmSelectOptions::default()).await.expect("confirms");
+        Self { queue, channel, connection }
+    }
+
+    pub(crate) fn source(&self, kind: QueueKind) -> RabbitMq {
+        RabbitMq::queue(&self.queue).url(url()).queue_kind(kind)
+    }
+
+    pub(crate) async fn publish(&self, body: &str) {
+        self.publish_with(body, BasicProperties::default()).await;
+    }
+
+    pub(crate) async fn publish_with(&self, body: &str, properties: BasicProperties) {
+        let options = BasicPublishOptions { mandatory: true, ..BasicPublishOptions::default() };
+        let confirm = self.channel.basic_publish("".into(), self.queue.as_str().into(), options, body.as_bytes(), properties);
+        let confirmation = confirm.await.expect("published").await.expect("confirmed");
+        assert!(confirmation.is_ack() && confirmation.take_message().is_none(), "the message reached no queue");
+    }
+
+    /// How many messages stand ready in a queue.
+    pub(crate) async fn ready(&self, queue: &str) -> u32 {
+        let options = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
+        self.channel.queue_declare(queue.into(), options, FieldTable::default()).await.expect("the queue exists").message_count()
+    }
+
+    /// The next message of a queue, waited for up to ten seconds.
+    pub(crate) async fn take(&self, queue: &str) -> lapin::message::BasicGetMessage {
+        let patience = Instant::now() + Duration::from_secs(10);
+        while Instant::now() < patience {
+            if let Some(message) = self.channel.basic_get(queue.into(), BasicGetOptions { no_ack: true }).await.expect("the queue exists") {
+                return message;
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        panic!("nothing came to `{queue}`");
+    }
+
+    pub(crate) fn dead_letters(&self) -> String {
+        format!("{}.dead-letters", self.queue)
+    }
+
+    pub(crate) fn in_doubt(&self) -> String {
+        format!("{}.in-doubt", self.queue)
+    }
+
+    /// Removes the queues.
+    pub(crate) async fn done(self) {
+        let delays = [1_000, 5_000, 30_000, 120_000, 600_000].map(|delay| format!("{}.delay.{delay}", self.queue));
+        for queue in [self.queue.clone(), self.dead_letters(), self.in_doubt()].into_iter().chain(delays) {
+            self.channel.queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.expect("deleted");
+        }
+    }
+}
+
+pub(crate) async fn open(source: RabbitMq) -> Box<RabbitMqSource> {
+    Box::new(tokio::time::timeout(Duration::from_secs(15), source.open()).await.expect("in time").expect("opened"))
+}
+
+pub(crate) const LIMIT: Limit = Limit { count: 1_000, bytes: 1 << 20 };
+
+/// Receives until this many deliveries came; what was revoked on the way comes along.
+pub(crate) async fn deliveries(source: &mut RabbitMqSource, count: usize, patience: Duration) -> (Vec<Delivery>, Vec<u64>) {
+    within(LIMIT, source, count, patience).await
+}
+
+async fn within(limit: Limit, source: &mut RabbitMqSource, count: usize, patience: Duration) -> (Vec<Delivery>, Vec<u64>) {
+    let (mut taken, mut revoked) = (Vec::new(), Vec::new());
+    let deadline = tokio::time::Instant::now() + patience;
+    while taken.len() < count {
+        let mut into = Vec::new();
+        let receiving = tokio::time::timeout_at(deadline, source.receive(limit, &mut into)).await;
+        receiving.unwrap_or_else(|_| panic!("{} of {count} deliveries in {patience:?}", taken.len())).expect("received");
+        for incoming in into {
+            match incoming {
+                Incoming::Delivery(delivery) => taken.push(delivery),
+                Incoming::Revoked(epoch) => revoked.push(epoch),
+            }
+        }
+    }
+    (taken, revoked)
+}
+
+/// The next delivery, alone.
+pub(crate) async fn delivery(source: &mut RabbitMqSource) -> Delivery {
+    within(Limit { count: 1, ..LIMIT }, source, 1, Duration::from_secs(10)).await.0.remove(0)
+}
+
+/// Asserts that nothing is handed over for a while.
+pub(crate) async fn nothing(source: &mut RabbitMqSource, patience: Duration) {
+    let deadline = tokio::time::Instant::now() + patience;
+    let mut into = Vec::new();
+    while tokio::time::timeout_at(deadline, source.receive(LIMIT, &mut into)).await.is_ok() {
+        assert!(into.is_empty(), "{into:?}");
+    }
+}
+
+pub(crate) async fn settle(source: &mut RabbitMqSource, delivery: Delivery, settlement: Settlement) {
+    source.settle(&mut vec![Settled { delivery, settlement, story: None }]).await.expect("settled");
+}
+
+pub(crate) async fn close(source: Box<RabbitMqSource>) {
+    source.close(Instant::now() + Duration::from_secs(10)).await.expect("closed with nothing left over");
+}
+
+/// An acceptance, proven as the road proves it.
+pub(crate) fn accept() -> Settlement {
+    let policy = Policy {
+        guarantee: Guarantee::EffectivelyOnce,
+        attempts: 5,
+        retries: 3,
+        reconciles: 5,
+        parks: 5,
+        backoff: Duration::from_millis(100),
+        longest_backoff: Duration::from_secs(10),
+        outage: Outage::Hold,
+    };
+    let history = History { releases: 0, freshness: Freshness::Fresh };
+    match road::next(Stage::Claiming(history, Parks(0)), Event::Answer(Verdict::Duplicate), &policy).1 {
+        Step::Settle(settlement) => settlement,
+        step => panic!("{step:?}"),
+    }
+}
+
+pub(crate) fn release(after: Duration) -> Settlement {
+    Settlement::Release { after }
+}
+
+pub(crate) fn header(message: &lapin::message::Delivery, name: &str) -> Option<String> {
+    match message.properties.headers().as_ref()?.inner().get(name)? {
+        AMQPValue::LongString(value) => Some(value.to_string()),
+        value => Some(format!("{value:?}")),
+    }
+}
+
+/// Stands between a source and the broker, and can cut every connection through it.
+pub(crate) struct Proxy {
+    pub(crate) url: String,
+    cuts: Arc<watch::Sender<u32>>,
+}
+
+impl Proxy {
+    pub(crate) async fn start() -> Self {
+        let url = url();
+        let at = url.rfind('@').expect("user@host") + 1;
+        let end = url[at..].find('/').map_or(url.len(), |slash| at + slash);
+        let broker = url[at..end].to_owned();
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let address = listener.local_addr().expect("an address");
+        let cuts = Arc::new(watch::Sender::new(0));
+        let subscribe = Arc::clone(&cuts);
+        tokio::spawn(async move {
+            while let Ok((mut near, _)) = listener.accept().await {
+                let (mut cut, broker) = (subscribe.subscribe(), broker.clone());
+                tokio::spawn(async move {
+                    let Ok(mut far) = TcpStream::connect(&broker).await else { return };
+                    tokio::select! {
+                        _ = tokio::io::copy_bidirectional(&mut near, &mut far) => {}
+                        _ = cut.changed() => {}
+                    }
+                });
+            }
+        });
+        Self { url: format!("{}{address}{}", &url[..at], &url[end..]), cuts }
+    }
+
+    pub(crate) fn cut(&self) {
+        self.cuts.send_modify(|cuts| *cuts += 1);
+    }
+}
