@@ -119,11 +119,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
         let (tell, over) = unbounded_channel();
         let renewals = match settings.guarantee {
             Guarantee::Bare => None,
-            _ => Some(Renewals::start(store.clone(), settings.lease, tell).map_err(|error| Error::Misconfigured {
-                setting: "renewals",
-                problem: format!("their thread could not be started: {error}"),
-                remedy: "raise the limit of threads of this process",
-            })?),
+            _ => Some(Renewals::start(store.clone(), settings.lease, tell).map_err(Error::threads)?),
         };
         Ok(Self {
             lanes: Lanes::new(settings.order.unwrap_or(source.default_order())),

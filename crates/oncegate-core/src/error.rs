@@ -30,3 +30,11 @@ pub enum Error {
     #[error(transparent)]
     Source(#[from] SourceError),
 }
+
+impl Error {
+    /// The thread of the renewals did not start.
+    pub(crate) fn threads(error: std::io::Error) -> Self {
+        let problem = format!("their thread could not be started: {error}");
+        Self::Misconfigured { setting: "renewals", problem, remedy: "raise the limit of threads of this process" }
+    }
+}

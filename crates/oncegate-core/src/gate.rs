@@ -1,0 +1,333 @@
+//! The gate on its own, without a broker.
+
+use std::future::Future;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use tokio::sync::mpsc::unbounded_channel;
+
+use crate::builder::preflight;
+use crate::error::Error;
+use crate::handler::Failure;
+use crate::id::{MessageId, Scope};
+use crate::lease::Lease;
+use crate::marker::{Guarantee, Operation, Terms, Token, Verdict};
+use crate::renewals::Renewals;
+use crate::road::{Cause, Event, Freshness, History, Outcome, Policy, Reason, Settlement, Stage, Step, next};
+use crate::run::{Ended, bounded};
+use crate::settings::{Forgetful, Settings};
+use crate::slots::{Slot, Slots};
+use crate::store::{Store, StoreError};
+
+/// Guards any piece of work with an id: a cron job, an HTTP call, a cache refresh, a one-time migration.
+///
+/// It drives the same two functions as the consumer: [`marker::apply`](crate::marker::apply) in the store,
+/// [`road::next`](crate::road::next) here. Cloning shares it.
+#[derive(Clone)]
+pub struct Gate(Arc<Inner>);
+
+struct Inner {
+    store: Arc<dyn Store>,
+    settings: Settings,
+    policy: Policy,
+    renewals: Arc<Renewals>,
+    places: Mutex<Slots<()>>,
+}
+
+/// What became of guarded work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ran<T> {
+    /// It ran now; this is what it gave.
+    Now(T),
+    /// It ran before, within the window.
+    Before,
+    /// Someone else runs it at this moment, and may yet fail.
+    Elsewhere,
+}
+
+/// Why guarded work has no result.
+#[derive(Debug, thiserror::Error)]
+pub enum GateError {
+    /// The id is empty.
+    #[error("the id is empty: give each piece of work an id of its own")]
+    MissingId,
+    /// The work failed and did nothing, or never will do anything; the id is free, or rejected.
+    #[error(transparent)]
+    Failed(Failure),
+    /// The work panicked, had no end, lost its lease, or was interrupted before: nobody knows whether it happened.
+    /// At most once: find out, then resolve the id; it does not run again by itself.
+    #[error("nobody knows whether it happened: {0}")]
+    InDoubt(String),
+    /// The id was rejected before, has failed too often, or stands for other work.
+    #[error("not run: {0}")]
+    Refused(&'static str),
+    /// The work ran, but the store could not be told: it counts as unknown until its lease is over.
+    #[error("it ran, and the store could not be told")]
+    NotRecorded,
+    /// The store could not be asked; the work did not run.
+    #[error("not run, because the store does not answer: {0}")]
+    Store(#[source] StoreError),
+}
+
+/// A gate that is being put together.
+#[derive(Debug)]
+#[must_use = "a builder does nothing until `open` is awaited"]
+pub struct GateBuilder<T> {
+    store: T,
+    settings: Settings,
+    scope: Option<String>,
+}
+
+impl Gate {
+    /// A gate with every setting at its default, to be given a store.
+    pub fn builder() -> GateBuilder<()> {
+        GateBuilder { store: (), settings: Settings::default(), scope: None }
+    }
+
+    /// Runs the work if it has not run for this id within the window, and remembers that it did.
+    ///
+    /// The work is renewed while it runs, and dropped when its lease is lost. It may be started again in place after
+    /// [`Failure::Retry`].
+    ///
+    /// # Errors
+    /// [`GateError`] says what is known: it failed, it was not run, or nobody knows.
+    pub async fn run<T, W: Future<Output = Result<T, Failure>>>(
+        &self,
+        id: impl AsRef<[u8]>,
+        work: impl FnMut() -> W,
+    ) -> Result<Ran<T>, GateError> {
+        let id = MessageId::new(id).ok_or(GateError::MissingId)?;
+        let place = self.0.places.lock().unwrap_or_else(PoisonError::into_inner).insert(());
+        Guarded { gate: self, id, place, token: Token(0), attempt: 0, lease: None, result: None, said: None, silence: None }.run(work).await
+    }
+}
+
+/// How often a silent store is asked before guarded work is given up.
+const PATIENCE: u32 = 5;
+
+/// One piece of guarded work on the road.
+struct Guarded<'a, T> {
+    gate: &'a Gate,
+    id: MessageId,
+    place: Slot,
+    token: Token,
+    attempt: u32,
+    lease: Option<Arc<Lease>>,
+    result: Option<T>,
+    said: Option<Failure>,
+    silence: Option<StoreError>,
+}
+
+impl<T> Guarded<'_, T> {
+    async fn run<W: Future<Output = Result<T, Failure>>>(mut self, mut work: impl FnMut() -> W) -> Result<Ran<T>, GateError> {
+        let policy = self.gate.0.policy;
+        let mut stage = Stage::New(History { releases: 0, freshness: Freshness::Fresh });
+        let mut event = Event::Arrived;
+        let mut silent = 0;
+        loop {
+            let before = stage;
+            let (onward, step) = next(stage, event, &policy);
+            stage = onward;
+            event = match step {
+                Step::ClaimAnew => {
+                    (self.token, self.attempt) = (Token::random(), 0);
+                    self.ask(crate::marker::Ask::Claim).await
+                }
+                Step::Ask(ask) => self.ask(ask).await,
+                Step::Queue => Event::Slot,
+                Step::Run => self.work(work()).await,
+                Step::Reconcile => Event::Found(None), // nobody here can find out
+                Step::Wake(after) => {
+                    tokio::time::sleep(after).await;
+                    Event::Woke
+                }
+                Step::Settle(settlement) => return self.settled(before, settlement),
+                Step::Wait | Step::Drop => return Err(self.gave_up()),
+            };
+            silent = if event == Event::Unavailable {
+                silent + 1
+            } else if event == Event::Woke {
+                silent
+            } else {
+                0
+            };
+            if silent > PATIENCE {
+                event = Event::DrainOver;
+            }
+        }
+    }
+
+    async fn ask(&mut self, ask: crate::marker::Ask) -> Event {
+        let Inner { store, settings, renewals, .. } = &*self.gate.0;
+        let Settings { guarantee, lease, window, .. } = *settings;
+        let terms = Terms { guarantee, lease, window, fingerprint: None };
+        let operation = Operation { key: settings.scope.key(&self.id), ask, token: self.token, attempt: self.attempt, terms };
+        let sent = Instant::now();
+        match store.apply(std::slice::from_ref(&operation)).await.pop() {
+            Some(Ok(verdict)) => {
+                if let Verdict::Granted { attempt } | Verdict::InDoubt { attempt } = verdict {
+                    self.attempt = attempt;
+                    if guarantee != Guarantee::Bare {
+                        let held = Arc::new(Lease::new(&operation, attempt, sent, sent + lease + settings.handler_timeout));
+                        renewals.hold(std::iter::once((self.place.place, held.clone())));
+                        self.lease = Some(held);
+                    }
+                }
+                Event::Answer(verdict)
+            }
+            Some(Err(error)) => {
+                self.silence = Some(error);
+                Event::Unavailable
+            }
+            None => Event::Unavailable,
+        }
+    }
+
+    async fn work(&mut self, work: impl Future<Output = Result<T, Failure>>) -> Event {
+        let lease = self.lease.clone();
+        let outcome = match bounded(work, self.gate.0.settings.handler_timeout, lease.as_deref()).await {
+            Ended::Over(Ok(value)) => {
+                self.result = Some(value);
+                Outcome::Done
+            }
+            Ended::Over(Err(failure)) => {
+                let outcome = match &failure {
+                    Failure::Retry(_) => Outcome::Retry,
+                    Failure::Reject(_) => Outcome::Reject,
+                    Failure::InDoubt(_) => Outcome::Unknown(Cause::Said),
+                };
+                self.said = Some(failure);
+                outcome
+            }
+            Ended::Panicked(said) => self.unknown(said, Cause::Panicked),
+            Ended::TimedOut => self.unknown("it had no end".into(), Cause::TimedOut),
+            Ended::LeaseOver => {
+                self.said = Some(Failure::InDoubt("the lease was lost".into()));
+                return Event::LeaseOver;
+            }
+        };
+        Event::Returned(outcome)
+    }
+
+    fn unknown(&mut self, said: String, cause: Cause) -> Outcome {
+        self.said = Some(Failure::InDoubt(said.into()));
+        Outcome::Unknown(cause)
+    }
+
+    fn settled(mut self, from: Stage, settlement: Settlement) -> Result<Ran<T>, GateError> {
+        let doubt = |said: Option<Failure>| {
+            GateError::InDoubt(said.map_or_else(|| "an earlier run did not end".into(), |failure| failure.to_string()))
+        };
+        match settlement {
+            Settlement::Accept(_) => Ok(self.result.take().map_or(Ran::Before, Ran::Now)),
+            Settlement::Release { .. } if matches!(from, Stage::Claiming(..)) => Ok(Ran::Elsewhere),
+            Settlement::Release { .. } => match self.said.take() {
+                Some(failure @ (Failure::Retry(_) | Failure::Reject(_))) => Err(GateError::Failed(failure)),
+                said => Err(doubt(said)),
+            },
+            Settlement::Reject(Reason::InDoubt(_)) => Err(doubt(self.said.take())),
+            Settlement::Reject(reason) => match self.said.take() {
+                Some(failure) => Err(GateError::Failed(failure)),
+                None => Err(GateError::Refused(reason.as_str())),
+            },
+        }
+    }
+
+    fn gave_up(mut self) -> GateError {
+        match (&self.result, self.silence.take()) {
+            (None, Some(error)) if self.said.is_none() => GateError::Store(error),
+            _ => GateError::NotRecorded,
+        }
+    }
+}
+
+impl<T> Drop for Guarded<'_, T> {
+    /// Whoever drops the future interrupts the work: its lease is left to end, and the renewals let it go.
+    fn drop(&mut self) {
+        self.gate.0.renewals.let_go(std::iter::once(self.place.place));
+        self.gate.0.places.lock().unwrap_or_else(PoisonError::into_inner).remove(self.place);
+    }
+}
+
+impl<T> GateBuilder<T> {
+    /// What remembers ids.
+    pub fn store<T2: Store + 'static>(self, store: T2) -> GateBuilder<T2> {
+        GateBuilder { store, settings: self.settings, scope: self.scope }
+    }
+
+    /// What is promised when nobody knows whether the work happened. Default: effectively once.
+    pub fn guarantee(mut self, guarantee: Guarantee) -> Self {
+        self.settings.guarantee = guarantee;
+        self
+    }
+
+    /// Separates this gate from others on the same store. 1 to 100 bytes of the alphabet of ids.
+    pub fn scope(mut self, scope: impl Into<String>) -> Self {
+        self.scope = Some(scope.into());
+        self
+    }
+
+    /// How long an id is remembered, at least 1 s. Default: 24 h.
+    pub fn window(mut self, window: Duration) -> Self {
+        self.settings.window = window;
+        self
+    }
+
+    /// How long a claim holds without renewal, at least 100 ms. Default: 30 s.
+    pub fn lease(mut self, lease: Duration) -> Self {
+        self.settings.lease = lease;
+        self
+    }
+
+    /// How often the work is run again in place after [`Failure::Retry`]. Default: 3.
+    pub fn retries(mut self, retries: u32) -> Self {
+        self.settings.retries = retries;
+        self
+    }
+
+    /// The first and the longest pause before a retry. Default: 100 ms and 10 s.
+    pub fn backoff(mut self, first: Duration, longest: Duration) -> Self {
+        (self.settings.backoff, self.settings.longest_backoff) = (first, longest.max(first));
+        self
+    }
+
+    /// How long the work may take. Default: 5 min.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.settings.handler_timeout = timeout;
+        self
+    }
+
+    /// Lets at most once run on a store that may forget what it said.
+    pub fn accept_forgetful_store(mut self) -> Self {
+        self.settings.forgetful = Forgetful::Accepted;
+        self
+    }
+}
+
+impl<T: Store + 'static> GateBuilder<T> {
+    /// Checks the settings and the store; waits for a store that is not there yet, with a warning in the log.
+    ///
+    /// # Errors
+    /// What a person has to change.
+    pub async fn open(self) -> Result<Gate, Error> {
+        let Self { store, mut settings, scope } = self;
+        settings.check()?;
+        if let Some(scope) = scope {
+            settings.scope = Scope::named(&scope)?;
+        }
+        let store: Arc<dyn Store> = Arc::new(store);
+        preflight(&*store, &settings).await?;
+        // The guard asks the lease itself whenever it is polled: nobody has to be told.
+        let (over, _) = unbounded_channel();
+        let renewals = Renewals::start(store.clone(), settings.lease, over).map_err(Error::threads)?;
+        // Nobody waits here for another holder, and no one can reconcile.
+        let policy = Policy { parks: 0, reconciles: 1, attempts: u32::MAX, ..settings.policy() };
+        Ok(Gate(Arc::new(Inner { store, settings, policy, renewals, places: Mutex::new(Slots::new(16)) })))
+    }
+}
+
+impl std::fmt::Debug for Gate {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Gate").field("settings", &self.0.settings).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,71 @@
+//! The gate without a broker.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use oncegate_core::*;
+
+async fn gate(guarantee: Guarantee) -> Gate {
+    let short = Duration::from_millis(200);
+    let builder =
+        Gate::builder().store(MemoryStore::new()).guarantee(guarantee).scope("tests").lease(short).timeout(Duration::from_millis(700));
+    builder.backoff(Duration::from_millis(1), Duration::from_millis(5)).retries(2).accept_forgetful_store().open().await.expect("a gate")
+}
+
+#[tokio::test]
+async fn work_runs_once_and_is_remembered() {
+    let gate = gate(Guarantee::AtMostOnce).await;
+    assert_eq!(gate.run("day", || async { Ok(7) }).await.expect("ran"), Ran::Now(7));
+    assert_eq!(gate.run("day", || async { Ok(8) }).await.expect("remembered"), Ran::Before);
+    assert!(matches!(gate.run("", || async { Ok(0) }).await, Err(GateError::MissingId)));
+}
+
+#[tokio::test]
+async fn while_it_runs_it_is_held_elsewhere_longer_than_its_lease() {
+    let gate = gate(Guarantee::AtMostOnce).await;
+    let long = gate.run("day", || async {
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        Ok(1)
+    });
+    let second = async {
+        tokio::time::sleep(Duration::from_millis(400)).await;
+        gate.run("day", || async { Ok(2) }).await
+    };
+    let (first, second) = tokio::join!(long, second);
+    assert_eq!((first.expect("ran"), second.expect("held")), (Ran::Now(1), Ran::Elsewhere));
+}
+
+#[tokio::test]
+async fn a_failure_that_did_nothing_is_tried_again_in_place_and_leaves_the_id_free() {
+    let gate = gate(Guarantee::AtMostOnce).await;
+    let runs = AtomicU32::new(0);
+    let failed: Result<Ran<()>, _> = gate
+        .run("day", || async {
+            runs.fetch_add(1, Ordering::Relaxed);
+            Err(Failure::Retry("not yet".into()))
+        })
+        .await;
+    assert!(matches!(failed, Err(GateError::Failed(Failure::Retry(_)))), "{failed:?}");
+    assert_eq!(runs.load(Ordering::Relaxed), 3);
+    assert_eq!(gate.run("day", || async { Ok(1) }).await.expect("free"), Ran::Now(1));
+}
+
+#[tokio::test]
+async fn an_unknown_outcome_is_never_run_again_at_most_once_and_is_effectively_once() {
+    for (guarantee, again) in [(Guarantee::AtMostOnce, None), (Guarantee::EffectivelyOnce, Some(Ran::Now(1)))] {
+        let gate = gate(guarantee).await;
+        let panicked: Result<Ran<u8>, _> = gate.run("day", || async { panic!("half way") }).await;
+        assert!(matches!(panicked, Err(GateError::InDoubt(_))), "{panicked:?}");
+        assert_eq!(gate.run("day", || async { Ok(1) }).await.ok(), again, "{guarantee:?}");
+    }
+}
+
+#[tokio::test]
+async fn work_that_is_dropped_half_way_is_in_doubt_at_most_once() {
+    let gate = gate(Guarantee::AtMostOnce).await;
+    let endless = gate.run("day", || std::future::pending::<Result<(), Failure>>());
+    assert!(tokio::time::timeout(Duration::from_millis(20), endless).await.is_err());
+    assert_eq!(gate.run("day", || async { Ok(1) }).await.expect("held"), Ran::Elsewhere);
+    tokio::time::sleep(Duration::from_millis(250)).await; // the lease of the store's own clock
+    assert!(matches!(gate.run("day", || async { Ok(1) }).await, Err(GateError::InDoubt(_))));
+}
