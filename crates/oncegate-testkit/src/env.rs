@@ -1,5 +1,7 @@
 //! Where the servers that all tests share answer.
 
+use std::fmt;
+
 use crate::servers::{KafkaServer, RabbitServer, RedisOptions, RedisPersistence, RedisServer, ServerError};
 
 /// The variable that names Kafka's bootstrap servers, as `host:port`.
@@ -10,12 +12,19 @@ const RABBITMQ: &str = "ONCEGATE_RABBITMQ";
 const REDIS: &str = "ONCEGATE_REDIS";
 
 /// Nobody said where a server answers.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[error("no address of {server}: run `cargo xtask test`, or set {variable}={example}")]
 pub struct MissingServer {
     server: &'static str,
     variable: &'static str,
     example: &'static str,
+}
+
+/// As it reads for people: a test shows it by `unwrap`.
+impl fmt::Debug for MissingServer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 /// The bootstrap servers of the Kafka broker that all tests share.

@@ -12,6 +12,7 @@ mod rabbit;
 mod redis;
 mod server;
 
+use std::fmt;
 use std::path::PathBuf;
 
 pub use kafka::{Kafka, KafkaServer};
@@ -22,7 +23,7 @@ pub use redis::{Redis, RedisOptions, RedisPersistence, RedisServer};
 pub use server::{Detached, Kind, Server};
 
 /// Why a server could not be started or spoken to.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 pub enum ServerError {
     /// A file, directory, port or program could not be used.
     #[error("{server}: cannot {action}: {source}")]
@@ -64,4 +65,11 @@ pub enum ServerError {
         /// Where it should be.
         directory: PathBuf,
     },
+}
+
+/// As it reads for people, the log in lines: a test shows it by `unwrap`.
+impl fmt::Debug for ServerError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
