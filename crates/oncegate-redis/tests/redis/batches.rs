@@ -1,0 +1,153 @@
+//! Many operations in one apply.
+
+use std::sync::Arc;
+
+use oncegate_core::marker::{Ask, Effect, Fingerprint, Guarantee, Marker, Terms, Token, Verdict};
+use oncegate_core::{Store, StoreError};
+
+use crate::support::{DONE, GRANTED, SECOND, ask, claim, client, complete, key, operation, store, terms, verdicts};
+
+#[tokio::test]
+async fn a_batch_is_answered_in_order() {
+    let (store, _) = store();
+    assert!(store.apply(&[]).await.is_empty());
+    let claims: Vec<_> = (0..600).map(|it| claim(&format!("k{it}"), it)).collect();
+    assert_eq!(verdicts(&store, &claims).await, vec![GRANTED; 600]);
+    // Every third is completed by its holder, every third by a stranger, every third is claimed by another.
+    let mixed: Vec<_> = (0..600)
+        .map(|it| match it % 3 {
+            0 => complete(&format!("k{it}"), it, 1),
+            1 => complete(&format!("k{it}"), it + 1, 1),
+            _ => claim(&format!("k{it}"), it + 1),
+        })
+        .collect();
+    for (it, verdict) in verdicts(&store, &mixed).await.into_iter().enumerate() {
+        match it % 3 {
+            0 => assert_eq!(verdict, DONE),
+            1 => assert_eq!(verdict, Verdict::Lost),
+            _ => assert!(
+                matches!(verdict, Verdict::Busy { remaining } if remaining > 20 * SECOND && remaining <= 30 * SECOND),
+                "{verdict:?}"
+            ),
+        }
+    }
+}
+
+#[tokio::test]
+async fn one_bad_key_spoils_no_other() {
+    let (store, prefix) = store();
+    let mut raw = client().await;
+    let _: i64 = redis::cmd("RPUSH").arg(format!("{prefix}list")).arg("x").query_async(&mut raw).await.expect("an answer");
+    for (id, value) in [("newer", "v2 p something"), ("other", "processing"), ("cut", "v1 p 0000 1")] {
+        let _: () = redis::cmd("SET").arg(format!("{prefix}{id}")).arg(value).query_async(&mut raw).await.expect("an answer");
+    }
+    let bad = ["list", "newer", "other", "cut"];
+    for asked in [Ask::Claim, Ask::Complete, Ask::Renew, Ask::Clear(Effect::Nothing)] {
+        let good = format!("good-{asked:?}");
+        assert_eq!(ask(&store, claim(&good, 1)).await.expect("a verdict"), GRANTED);
+        let mut batch = vec![operation(&good, asked, 1, 1, terms(Guarantee::EffectivelyOnce))];
+        batch.extend(bad.map(|id| operation(id, asked, 1, 1, terms(Guarantee::EffectivelyOnce))));
+        batch.push(claim(&format!("{good}-too"), 2));
+        let answers = store.apply(&batch).await;
+        assert!(answers[0].is_ok() && answers[5].is_ok(), "{answers:?}");
+        for (answer, says) in answers[1..5].iter().zip(["WRONGTYPE", "unknown record version", "another program", "another program"]) {
+            assert!(matches!(answer, Err(StoreError::Misconfigured(why)) if why.to_string().contains(says)), "{asked:?}: {answer:?}");
+        }
+    }
+    for (id, value) in [("newer", "v2 p something"), ("other", "processing"), ("cut", "v1 p 0000 1")] {
+        let left: String = redis::cmd("GET").arg(format!("{prefix}{id}")).query_async(&mut raw).await.expect("an answer");
+        assert_eq!(left, value, "never overwritten");
+    }
+    assert!(matches!(store.look(&key("newer")).await, Err(StoreError::Misconfigured(_))));
+}
+
+#[tokio::test]
+async fn operations_on_one_key_keep_their_order() {
+    let (store, _) = store();
+    let free = |token| operation("k", Ask::Clear(Effect::Nothing), token, 1, terms(Guarantee::EffectivelyOnce));
+    let batch = [claim("k", 1), claim("other", 9), free(1), claim("k", 2), complete("k", 2, 1), claim("k", 3), complete("other", 9, 1)];
+    let expected = vec![GRANTED, GRANTED, Verdict::Kept, GRANTED, DONE, Verdict::Duplicate, DONE];
+    assert_eq!(verdicts(&store, &batch).await, expected);
+    assert_eq!(store.look(&key("k")).await.expect("a marker"), Marker::Done(None));
+}
+
+#[tokio::test]
+async fn order_is_kept_when_the_server_has_forgotten_the_script() {
+    let server = oncegate_testkit::servers::RedisServer::start(Default::default()).expect("a Redis");
+    let store = crate::support::at(&server.url());
+    let mut raw = crate::support::client_of(&server.url()).await;
+    for round in 0..3u128 {
+        let _: () = redis::cmd("SCRIPT").arg("FLUSH").query_async(&mut raw).await.expect("an answer");
+        let id = format!("k{round}");
+        let batch = [claim(&id, 1), complete(&id, 1, 1), claim(&id, 2), complete("x", 7, 1)];
+        let lost = Verdict::Done { marker_lost: true };
+        let last = if round == 0 { lost } else { DONE };
+        assert_eq!(verdicts(&store, &batch).await, vec![GRANTED, DONE, Verdict::Duplicate, last]);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn of_a_hundred_simultaneous_claims_one_is_granted() {
+    for guarantee in [Guarantee::AtMostOnce, Guarantee::EffectivelyOnce, Guarantee::Bare] {
+        let (store, prefix) = store();
+        let claims = (0..100u128).map(|token| {
+            // Ten connections, as ten programs have.
+            let store = if token % 10 == 0 { store.for_renewals().expect("a handle") } else { Arc::new(store.clone()) };
+            let claim = operation("k", Ask::Claim, token, 0, terms(guarantee));
+            tokio::spawn(async move { ask(&*store, claim).await.expect("a verdict") })
+        });
+        let verdicts: Vec<_> = futures_util::future::join_all(claims).await.into_iter().map(|verdict| verdict.expect("no panic")).collect();
+        assert_eq!(verdicts.iter().filter(|verdict| **verdict == GRANTED).count(), 1, "{prefix}: {verdicts:?}");
+        assert!(verdicts.iter().all(|verdict| matches!(verdict, Verdict::Granted { .. } | Verdict::Busy { .. } | Verdict::Duplicate)));
+    }
+}
+
+#[tokio::test]
+async fn asking_again_with_the_same_token_gives_the_same_answer_and_renews() {
+    let (store, prefix) = store();
+    let mut raw = client().await;
+    assert_eq!(verdicts(&store, &[claim("k", 5)]).await, [GRANTED]);
+    // Ten minutes of window, of which a renewal brings back what is taken here.
+    let _: i64 = redis::cmd("PEXPIRE").arg(format!("{prefix}k")).arg(590_000).query_async(&mut raw).await.expect("an answer");
+    assert_eq!(verdicts(&store, &[claim("k", 5)]).await, [GRANTED]);
+    let left: i64 = redis::cmd("PTTL").arg(format!("{prefix}k")).query_async(&mut raw).await.expect("an answer");
+    assert!(left > 595_000, "{left}");
+    assert_eq!(verdicts(&store, &[complete("k", 5, 1), complete("k", 5, 1)]).await, [DONE, DONE]);
+}
+
+#[tokio::test]
+async fn done_is_what_other_programs_write_and_stays_an_integer_with_a_fingerprint() {
+    let (store, prefix) = store();
+    let mut raw = client().await;
+    let with = |body| Terms { fingerprint: Some(Fingerprint::new(body)), ..terms(Guarantee::EffectivelyOnce) };
+    let batch = [
+        complete("plain", 1, 1),
+        operation("body", Ask::Complete, 1, 1, with(42)),
+        operation("large", Ask::Complete, 1, 1, with(Fingerprint::LIMIT - 1)),
+    ];
+    assert_eq!(verdicts(&store, &batch).await, [Verdict::Done { marker_lost: true }; 3]);
+    for (id, value) in [("plain", "1"), ("body", "1000000000000000042"), ("large", "1999999999999999999")] {
+        let name = format!("{prefix}{id}");
+        let written: String = redis::cmd("GET").arg(&name).query_async(&mut raw).await.expect("an answer");
+        let encoding: String = redis::cmd("OBJECT").arg("ENCODING").arg(&name).query_async(&mut raw).await.expect("an answer");
+        assert_eq!((written.as_str(), encoding.as_str()), (value, "int"));
+    }
+    let again = |body| operation("body", Ask::Claim, 2, 0, with(body));
+    assert_eq!(verdicts(&store, &[again(42), again(43)]).await, [Verdict::Duplicate, Verdict::Conflict]);
+    assert_eq!(verdicts(&store, &[operation("plain", Ask::Claim, 2, 0, with(43))]).await, [Verdict::Duplicate]);
+}
+
+#[tokio::test]
+async fn an_operator_forgets_only_what_was_seen() {
+    let (store, _) = store();
+    let strict = terms(Guarantee::AtMostOnce);
+    verdicts(&store, &[operation("k", Ask::Claim, 1, 0, strict), operation("k", Ask::Doubt, 1, 1, strict)]).await;
+    let seen = store.look(&key("k")).await.expect("a marker");
+    assert!(matches!(seen, Marker::InDoubt(hold, _) if hold.token == Token(1)), "{seen:?}");
+    // Someone reconciles in the meantime: it is not what was seen any more.
+    assert_eq!(verdicts(&store, &[operation("k", Ask::Claim, 2, 0, strict)]).await, [Verdict::InDoubt { attempt: 2 }]);
+    let forget = |seen| operation("k", Ask::Forget { seen }, 0, 0, strict);
+    assert_eq!(verdicts(&store, &[forget(seen)]).await, [Verdict::Lost]);
+    let seen = store.look(&key("k")).await.expect("a marker");
+    assert_eq!(verdicts(&store, &[forget(seen), operation("k", Ask::Claim, 3, 0, strict)]).await, [Verdict::Kept, GRANTED]);
+}

@@ -1,0 +1,174 @@
+//! Servers that stop, freeze, fill up and come back.
+
+use std::time::{Duration, Instant};
+
+use oncegate_core::marker::{Ask, Guarantee, Verdict};
+use oncegate_core::{Store, StoreError};
+use oncegate_redis::Redis;
+use oncegate_testkit::servers::{RedisOptions, RedisPersistence, RedisServer};
+
+use crate::support::{DONE, GRANTED, SECOND, ask, at, claim, client_of, complete, operation, terms, verdicts};
+
+/// No answer takes longer, connecting and all, on a busy machine.
+const BOUND: Duration = Duration::from_secs(8);
+
+async fn bounded(store: &Redis, operation: oncegate_core::marker::Operation) -> Result<Verdict, StoreError> {
+    let started = Instant::now();
+    let answer = ask(store, operation).await;
+    assert!(started.elapsed() < BOUND, "{answer:?} after {:?}", started.elapsed());
+    answer
+}
+
+/// Asks until the store answers again.
+async fn healed(store: &Redis, operation: oncegate_core::marker::Operation) -> Verdict {
+    let deadline = Instant::now() + 30 * SECOND;
+    loop {
+        match bounded(store, operation.clone()).await {
+            Ok(verdict) => return verdict,
+            Err(error) => assert!(Instant::now() < deadline, "still {error}"),
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stopped_server_is_noticed_at_once_and_found_again() {
+    let mut server = RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EveryWrite)).expect("a Redis");
+    let store = Redis::at(server.url());
+    assert_eq!(healed(&store, claim("k", 1)).await, GRANTED);
+    server.stop();
+    let first = bounded(&store, claim("k", 2)).await;
+    assert!(matches!(first, Err(StoreError::NotApplied(_) | StoreError::Unknown(_))), "{first:?}");
+    for _ in 0..3 {
+        let refused = bounded(&store, claim("k", 2)).await;
+        assert!(matches!(&refused, Err(StoreError::NotApplied(why)) if why.to_string().contains("127.0.0.1")), "{refused:?}");
+    }
+    assert!(matches!(store.memory().await, Err(StoreError::NotApplied(_))));
+
+    server.start_again().expect("it starts again");
+    assert!(matches!(healed(&store, claim("k", 2)).await, Verdict::Busy { .. }));
+    assert_eq!(healed(&store, complete("k", 1, 1)).await, DONE);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_that_was_never_there_is_found_when_it_comes() {
+    let mut server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    server.stop();
+    let store = Redis::at(server.url());
+    let all = futures_util::future::join_all((0..50).map(|token| bounded(&store, claim("k", token)))).await;
+    assert!(all.iter().all(|answer| matches!(answer, Err(StoreError::NotApplied(_)))), "{all:?}");
+    server.start_again().expect("it starts again");
+    assert_eq!(healed(&store, claim("k", 1)).await, GRANTED);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_frozen_server_leaves_the_outcome_unknown_and_the_connection_is_made_anew() {
+    let mut server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let store = Redis::at(server.url()).timeout(SECOND / 5);
+    assert_eq!(healed(&store, claim("k", 1)).await, GRANTED);
+    server.freeze();
+    let batch = [claim("a", 1), complete("k", 1, 1), claim("a", 1)];
+    let answers = store.apply(&batch).await;
+    assert!(matches!(answers[..2], [Err(StoreError::Unknown(_)), Err(StoreError::Unknown(_))]), "{answers:?}");
+    assert!(matches!(answers[2], Err(StoreError::NotApplied(_))), "the second on the same key was not sent: {answers:?}");
+    for _ in 0..2 {
+        assert!(matches!(bounded(&store, claim("b", 2)).await, Err(StoreError::Unknown(_))));
+    }
+    // Three timeouts in a row: connecting is what fails from now on, so nothing is sent.
+    let connecting = bounded(&store, claim("c", 3)).await;
+    assert!(matches!(connecting, Err(StoreError::NotApplied(_))), "{connecting:?}");
+    server.thaw();
+    // What was unknown was applied or not; asked again with its token it is the same.
+    assert_eq!(healed(&store, claim("a", 1)).await, GRANTED);
+    assert_eq!(healed(&store, complete("k", 1, 1)).await, DONE);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_killed_connection_heals() {
+    let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let store = at(&server.url());
+    let mut raw = client_of(&server.url()).await;
+    for token in 1..5 {
+        assert_eq!(healed(&store, claim(&format!("k{token}"), token)).await, GRANTED);
+        let _: i64 = redis::cmd("CLIENT")
+            .arg("KILL")
+            .arg("TYPE")
+            .arg("normal")
+            .arg("SKIPME")
+            .arg("yes")
+            .query_async(&mut raw)
+            .await
+            .expect("an answer");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_flushed_script_is_sent_again() {
+    let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let store = at(&server.url());
+    let mut raw = client_of(&server.url()).await;
+    for token in 1..4 {
+        let _: () = redis::cmd("SCRIPT").arg("FLUSH").query_async(&mut raw).await.expect("an answer");
+        let id = format!("k{token}");
+        assert_eq!(verdicts(&store, &[claim(&id, token), complete(&id, token, 1)]).await, [GRANTED, DONE]);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_full_server_applies_nothing_and_renewals_go_on() {
+    let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let store = at(&server.url());
+    let mut raw = client_of(&server.url()).await;
+    assert_eq!(healed(&store, claim("k", 1)).await, GRANTED);
+    let config = |value: &'static str| redis::cmd("CONFIG").arg("SET").arg("maxmemory").arg(value).to_owned();
+    let _: () = config("1").query_async(&mut raw).await.expect("an answer");
+    for refused in [claim("new", 2), complete("k", 1, 1), claim("k", 2)] {
+        let answer = bounded(&store, refused).await;
+        assert!(matches!(&answer, Err(StoreError::NotApplied(why)) if why.to_string().contains("OOM")), "{answer:?}");
+    }
+    let renew = operation("k", Ask::Renew, 1, 1, terms(Guarantee::EffectivelyOnce));
+    assert_eq!(healed(&store, renew).await, Verdict::Kept);
+    let _: () = config("0").query_async(&mut raw).await.expect("an answer");
+    assert_eq!(healed(&store, complete("k", 1, 1)).await, DONE);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_replica_and_too_few_replicas_apply_nothing() {
+    let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let store = at(&server.url());
+    let mut raw = client_of(&server.url()).await;
+    let _: () = redis::cmd("REPLICAOF").arg("127.0.0.1").arg(server.port()).query_async(&mut raw).await.expect("an answer");
+    for refused in [claim("k", 1), complete("k", 1, 1)] {
+        let answer = bounded(&store, refused).await;
+        assert!(matches!(&answer, Err(StoreError::NotApplied(why)) if why.to_string().contains("READONLY")), "{answer:?}");
+    }
+    let _: () = redis::cmd("REPLICAOF").arg("NO").arg("ONE").query_async(&mut raw).await.expect("an answer");
+    let _: () = redis::cmd("CONFIG").arg("SET").arg("min-replicas-to-write").arg(1).query_async(&mut raw).await.expect("an answer");
+    for refused in [claim("k", 1), complete("k", 1, 1)] {
+        let answer = bounded(&store, refused).await;
+        assert!(matches!(&answer, Err(StoreError::NotApplied(why)) if why.to_string().contains("NOREPLICAS")), "{answer:?}");
+    }
+    let _: () = redis::cmd("CONFIG").arg("SET").arg("min-replicas-to-write").arg(0).query_async(&mut raw).await.expect("an answer");
+    assert_eq!(healed(&store, claim("k", 1)).await, GRANTED);
+}
+
+#[test]
+fn renewals_connect_on_a_runtime_of_their_own() {
+    let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+    let store = at(&server.url()).prefix("p:");
+    let first = runtime();
+    assert_eq!(first.block_on(ask(&store, claim("k", 1))).expect("a verdict"), GRANTED);
+    let renewals = store.for_renewals().expect("a handle");
+    let renew = operation("k", Ask::Renew, 1, 1, terms(Guarantee::EffectivelyOnce));
+    assert_eq!(runtime().block_on(ask(&*renewals, renew.clone())).expect("a verdict"), Verdict::Kept);
+    // That runtime is gone, and with it the driver of the connection: it is made anew on the next one.
+    let next = runtime();
+    let verdict = next.block_on(async {
+        match ask(&*renewals, renew.clone()).await {
+            Err(_) => ask(&*renewals, renew).await,
+            answer => answer,
+        }
+    });
+    assert_eq!(verdict.expect("a verdict"), Verdict::Kept);
+    assert_eq!(first.block_on(ask(&store, complete("k", 1, 1))).expect("a verdict"), DONE);
+}

@@ -1,0 +1,137 @@
+//! Wrong settings are told in one line, without a secret.
+
+use std::net::TcpListener;
+
+use oncegate_core::{Memory, Store, StoreError};
+use oncegate_redis::Redis;
+use oncegate_testkit::servers::{RedisOptions, RedisPersistence, RedisServer};
+
+use crate::support::{GRANTED, ask, at, claim, client_of, complete};
+
+const SECRET: &str = "s3cr3tpassw0rd";
+
+/// The one line that a misconfigured store answers everything with.
+async fn misconfigured(store: &Redis) -> String {
+    assert!(!format!("{store:?}").contains(SECRET));
+    let answers = [ask(store, claim("k", 1)).await.map(|_| ()), store.memory().await.map(|_| ())];
+    let lines = answers.map(|answer| match answer {
+        Err(error @ StoreError::Misconfigured(_)) => {
+            let shown = format!("{error} {error:?}");
+            assert!(!shown.contains(SECRET), "{shown}");
+            error.to_string()
+        }
+        other => panic!("{other:?}"),
+    });
+    assert_eq!(lines[0], lines[1]);
+    assert!(lines[0].contains("Redis::at") && !lines[0].contains('\n'), "{lines:?}");
+    lines[0].clone()
+}
+
+#[tokio::test]
+async fn a_url_that_cannot_be_read() {
+    for url in ["", "localhost:6379", "http://localhost", &format!("redis://:{SECRET}@"), &format!("redis://u:{SECRET}@host/x")] {
+        let line = misconfigured(&Redis::at(url)).await;
+        assert!(line.contains("write redis://"), "{line}");
+    }
+    let line = misconfigured(&Redis::at(format!("rediss://:{SECRET}@localhost"))).await;
+    assert!(line.contains("TLS"), "{line}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_wrong_password() {
+    let server = RedisServer::start(RedisOptions::new().password("right")).expect("a Redis");
+    let port = server.port();
+    for url in [
+        format!("redis://:{SECRET}@127.0.0.1:{port}"),
+        format!("redis://someone:{SECRET}@127.0.0.1:{port}"),
+        format!("redis://127.0.0.1:{port}"),
+    ] {
+        let line = misconfigured(&at(&url)).await;
+        assert!(line.contains("password") && line.contains(&port.to_string()), "{line}");
+    }
+    assert_eq!(ask(&at(&server.url()), claim("k", 1)).await.expect("a verdict"), GRANTED);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_without_hello_is_spoken_to_in_the_old_protocol() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let renamed = directory.path().join("renamed.conf");
+    std::fs::write(&renamed, "rename-command HELLO HI\n").expect("written");
+    let options = RedisOptions::new().password(SECRET).setting("include", renamed.display().to_string());
+    let server = RedisServer::start(options).expect("a Redis");
+    let store = at(&server.url());
+    assert_eq!(ask(&store, claim("k", 1)).await.expect("a verdict"), GRANTED);
+    assert_eq!(ask(&store, complete("k", 1, 1)).await.expect("a verdict"), crate::support::DONE);
+    assert!(matches!(store.memory().await, Ok(Memory::Forgets(_))));
+    let wrong = format!("redis://:{SECRET}x@127.0.0.1:{}", server.port());
+    assert!(misconfigured(&at(&wrong)).await.contains("password"));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_database_that_is_not_there() {
+    let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let line = misconfigured(&at(&format!("{}/99", server.url()))).await;
+    assert!(line.contains("database"), "{line}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_answers_is_not_redis() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = listener.local_addr().expect("an address").port();
+    std::thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            let _ = std::io::Write::write_all(&mut &stream, b"HTTP/1.1 400 Bad Request\r\n\r\n");
+            // Closed only after the client has read it.
+            std::thread::sleep(std::time::Duration::from_millis(300));
+        }
+    });
+    let line = misconfigured(&at(&format!("redis://127.0.0.1:{port}"))).await;
+    assert!(line.contains("does not speak like Redis"), "{line}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_user_with_the_named_rights_is_enough_and_one_without_is_told() {
+    let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let mut raw = client_of(&server.url()).await;
+    let rights = ["+set", "+get", "+del", "+pttl", "+pexpire", "+eval", "+evalsha", "+info", "+hello"];
+    let user = |name: &str, rights: &[&str]| {
+        let mut command = redis::cmd("ACL");
+        command.arg("SETUSER").arg(name).arg("on").arg(format!(">{SECRET}")).arg("~processed:*").arg("-@all");
+        rights.iter().for_each(|right| {
+            command.arg(right);
+        });
+        command
+    };
+    let _: () = user("enough", &rights).query_async(&mut raw).await.expect("an answer");
+    let _: () = user("poor", &["+hello"]).query_async(&mut raw).await.expect("an answer");
+    let url = |name: &str| format!("redis://{name}:{SECRET}@127.0.0.1:{}", server.port());
+
+    let enough = at(&url("enough"));
+    let answers = enough.apply(&[claim("k", 1), claim("k", 2), complete("k", 1, 1)]).await;
+    assert!(answers.iter().all(Result::is_ok), "{answers:?}");
+    enough.memory().await.expect("INFO is allowed");
+    let elsewhere = ask(&at(&url("enough")).prefix("mine:"), claim("k", 1)).await;
+    assert!(matches!(elsewhere, Err(StoreError::Misconfigured(_))), "{elsewhere:?}");
+
+    let poor = at(&url("poor"));
+    for refused in [claim("k", 1), complete("k", 1, 1)] {
+        let answer = ask(&poor, refused).await;
+        assert!(matches!(&answer, Err(StoreError::Misconfigured(why)) if why.to_string().contains("EVALSHA")), "{answer:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn memory_is_what_the_server_says() {
+    let durable = RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EverySecond)).expect("a Redis");
+    assert!(matches!(at(&durable.url()).memory().await, Ok(Memory::Survives(_))));
+    let mut raw = client_of(&durable.url()).await;
+    let _: () = redis::cmd("CONFIG").arg("SET").arg("maxmemory-policy").arg("volatile-lru").query_async(&mut raw).await.expect("an answer");
+    let evicting = at(&durable.url()).memory().await;
+    assert!(matches!(&evicting, Ok(Memory::Forgets(why)) if why.contains("volatile-lru")), "{evicting:?}");
+
+    let volatile = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let forgets = at(&volatile.url()).memory().await;
+    assert!(matches!(&forgets, Ok(Memory::Forgets(why)) if why.contains("appendonly yes")), "{forgets:?}");
+    let accepted = at(&volatile.url()).accept_forgetful_store().memory().await;
+    assert!(matches!(&accepted, Ok(Memory::Survives(why)) if why.contains("accepted by the user")), "{accepted:?}");
+}

@@ -1,0 +1,108 @@
+//! What goes over the wire.
+
+use std::io::{BufRead, BufReader, Write};
+use std::net::{Ipv4Addr, TcpStream};
+
+use oncegate_core::marker::{Ask, Effect, Finding, Guarantee, Marker, Operation, Terms, Verdict};
+use oncegate_testkit::servers::{RedisOptions, RedisServer};
+
+use crate::support::{DONE, GRANTED, SECOND, at, claim, complete, operation, terms, verdicts};
+
+/// Everything that a server of one's own is asked.
+struct Monitor {
+    stream: BufReader<TcpStream>,
+    port: u16,
+}
+
+impl Monitor {
+    fn of(port: u16) -> Self {
+        let stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).expect("a connection");
+        stream.set_read_timeout(Some(20 * SECOND)).expect("a timeout");
+        let mut monitor = Self { stream: BufReader::new(stream), port };
+        monitor.stream.get_mut().write_all(b"MONITOR\r\n").expect("sent");
+        assert_eq!(monitor.line(), "+OK");
+        monitor
+    }
+
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.stream.read_line(&mut line).expect("a line");
+        line.trim_end().to_owned()
+    }
+
+    /// The commands so far, without those that make a connection.
+    fn commands(&mut self) -> Vec<String> {
+        let mut end = TcpStream::connect((Ipv4Addr::LOCALHOST, self.port)).expect("a connection");
+        end.write_all(b"ECHO end-of-monitor\r\n").expect("sent");
+        let mut commands = Vec::new();
+        loop {
+            let line = self.line();
+            // `+<time> [<database> <client>] "SET" "key" …`
+            let command = line.split_once("] ").map_or("", |(_, command)| command).to_owned();
+            if command.contains("end-of-monitor") {
+                return commands;
+            }
+            if !command.starts_with("\"HELLO\"") && !command.starts_with("\"CLIENT\"") {
+                commands.push(command);
+            }
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn bare_is_the_literal_gate() {
+    let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let store = at(&server.url());
+    let bare = Terms { window: 86_400 * SECOND, ..terms(Guarantee::Bare) };
+    let ask = |asked| operation("order-1", asked, 5, 1, bare);
+    let mut monitor = Monitor::of(server.port());
+
+    assert_eq!(verdicts(&store, &[ask(Ask::Claim)]).await, [GRANTED]);
+    assert_eq!(verdicts(&store, &[ask(Ask::Claim)]).await, [Verdict::Duplicate]);
+    assert_eq!(monitor.commands(), [r#""SET" "processed:order-1" "1" "EX" "86400" "NX""#; 2]);
+
+    assert_eq!(verdicts(&store, &[ask(Ask::Complete), ask(Ask::Renew)]).await, [DONE, Verdict::Kept]);
+    assert_eq!(monitor.commands(), Vec::<String>::new());
+
+    let failures = [
+        Ask::Clear(Effect::Nothing),
+        Ask::Clear(Effect::Unknown),
+        Ask::Reject,
+        Ask::Doubt,
+        Ask::Resolve(Finding::Happened),
+        Ask::Forget { seen: Marker::Done(None) },
+    ];
+    for asked in failures {
+        assert_eq!(verdicts(&store, &[ask(asked)]).await, [Verdict::Kept]);
+        assert_eq!(monitor.commands(), [r#""DEL" "processed:order-1""#], "{asked:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_claim_is_one_command_and_completions_of_many_are_one() {
+    let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let store = at(&server.url());
+    let claims: Vec<Operation> = ["a", "b", "c"].map(|id| claim(id, 7)).into();
+    verdicts(&store, &claims).await;
+    // The server learns the script.
+    verdicts(&store, &[complete("a", 7, 1)]).await;
+    let mut monitor = Monitor::of(server.port());
+
+    let batch = [claim("d", 8), complete("b", 7, 1), claim("e", 9), complete("c", 7, 1)];
+    assert_eq!(verdicts(&store, &batch).await, [GRANTED, DONE, GRANTED, DONE]);
+    let sent: Vec<String> = monitor.commands().into_iter().filter(|command| !command.is_empty()).collect();
+    let own: Vec<&str> = sent.iter().filter(|command| !is_inside_script(command)).map(String::as_str).collect();
+    assert_eq!(own.len(), 3, "{sent:?}");
+    assert!(own[0].starts_with("\"EVALSHA\"") && own[0].contains(r#""2" "processed:b" "processed:c""#), "{own:?}");
+    let record = format!("v1 p {:032x} 1 30000 600000 e -", 8);
+    assert_eq!(own[1], format!(r#""SET" "processed:d" "{record}" "NX" "GET" "PX" "600000""#));
+
+    // A duplicate is told by that one command alone.
+    assert_eq!(verdicts(&store, &[claim("b", 11)]).await, [Verdict::Duplicate]);
+    assert_eq!(monitor.commands().len(), 1);
+}
+
+/// What a script calls is shown as well; of those only a claim's own SET has NX.
+fn is_inside_script(command: &str) -> bool {
+    command.starts_with("\"GET\"") || (command.starts_with("\"SET\"") && !command.contains("\"NX\""))
+}
