@@ -24,7 +24,7 @@ use crate::handler::Handler;
 use crate::id::{IdSource, Key, MessageId};
 use crate::lanes::{Lane, Lanes, Turn, Waited};
 use crate::lease::Lease;
-use crate::marker::{Ask, Guarantee, Operation, Terms, Token, Verdict};
+use crate::marker::{Ask, Guarantee, Operation, Terms, Token, Tokens, Verdict};
 use crate::outcome::Outcomes;
 use crate::passage::{Onward, Passage};
 use crate::renewals::{Over, Renewals};
@@ -67,6 +67,7 @@ pub(crate) struct Running<H, D> {
     ran: UnboundedReceiver<Ran>,
     over: UnboundedReceiver<Over>,
     mode: Mode,
+    tokens: Tokens,
     jitter: u64,
 }
 
@@ -146,6 +147,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             ran,
             over,
             mode: Mode::Taking,
+            tokens: Tokens::default(),
             jitter: Token::random().0 as u64 | 1,
         })
     }
@@ -157,10 +159,10 @@ impl<H: Handler, D: Decode> Running<H, D> {
             self.take_in(&mut incoming).await;
             self.ask_the_store();
             self.settle().await;
-            if let Mode::Draining { until, .. } = self.mode {
-                if self.flights.is_empty() || Instant::now() >= until {
-                    break;
-                }
+            if let Mode::Draining { until, .. } = self.mode
+                && (self.flights.is_empty() || Instant::now() >= until)
+            {
+                break;
             }
             self.wait(&mut incoming, shutdown.as_mut()).await;
         }
@@ -317,10 +319,11 @@ impl<H: Handler, D: Decode> Running<H, D> {
                     drop(task);
                     tracing::debug_span!("oncegate.settle", id = id.as_ref().map(tracing::field::display), attempt, outcome = ?settled.settlement)
                         .in_scope(|| self.outcomes.settled(&settled.settlement));
-                    if let (Settlement::Accept(proof), Some(key)) = (&settled.settlement, key) {
-                        if proof.as_str() == "passed_without_gate" && self.late.len() < LATE_COMPLETIONS {
-                            self.late.push_back(Operation { key, ask: Ask::Complete, token: Token::random(), attempt: 1, terms });
-                        }
+                    if let (Settlement::Accept(proof), Some(key)) = (&settled.settlement, key)
+                        && proof.as_str() == "passed_without_gate"
+                        && self.late.len() < LATE_COMPLETIONS
+                    {
+                        self.late.push_back(Operation { key, ask: Ask::Complete, token: self.tokens.token(), attempt: 1, terms });
                     }
                     self.settled.push(settled);
                     self.left(slot, lane, lease, bytes);
@@ -338,7 +341,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
     fn carry_out(&mut self, slot: Slot, flight: &mut Flight, step: Step) -> Option<Event> {
         match step {
             Step::ClaimAnew => {
-                flight.token = Token::random();
+                flight.token = self.tokens.token();
                 flight.attempt = 0;
                 flight.lease = None;
                 flight.ask = Ask::Claim;

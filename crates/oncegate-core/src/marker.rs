@@ -30,10 +30,33 @@ pub struct Token(pub u128);
 impl Token {
     /// 128 random bits from the operating system.
     pub fn random() -> Self {
-        let mut bits = [0; 16];
+        Tokens::default().token()
+    }
+}
+
+/// Makes tokens, many from one call to the operating system.
+#[derive(Default)]
+pub struct Tokens(Vec<Token>);
+
+impl Tokens {
+    /// A token that nobody had before.
+    pub fn token(&mut self) -> Token {
+        if let Some(token) = self.0.pop() {
+            return token;
+        }
+        let mut bits = [0; 16 * 64];
         // Without randomness no claim can be told from another: there is nothing safe to go on with.
         getrandom::fill(&mut bits).expect("the operating system gives random bytes");
-        Self(u128::from_le_bytes(bits))
+        let (tokens, _) = bits.as_chunks::<16>();
+        self.0.extend(tokens.iter().map(|bits| Token(u128::from_le_bytes(*bits))));
+        self.0.swap_remove(0)
+    }
+}
+
+impl std::fmt::Debug for Tokens {
+    /// A token that is still to be given out is nobody's business.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Tokens")
     }
 }
 

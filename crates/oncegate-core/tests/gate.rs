@@ -63,7 +63,7 @@ async fn an_unknown_outcome_is_never_run_again_at_most_once_and_is_effectively_o
 #[tokio::test]
 async fn work_that_is_dropped_half_way_is_in_doubt_at_most_once() {
     let gate = gate(Guarantee::AtMostOnce).await;
-    let endless = gate.run("day", || std::future::pending::<Result<(), Failure>>());
+    let endless = gate.run("day", std::future::pending::<Result<(), Failure>>);
     assert!(tokio::time::timeout(Duration::from_millis(20), endless).await.is_err());
     assert_eq!(gate.run("day", || async { Ok(1) }).await.expect("held"), Ran::Elsewhere);
     tokio::time::sleep(Duration::from_millis(250)).await; // the lease of the store's own clock

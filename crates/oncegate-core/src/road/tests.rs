@@ -1,1 +1,333 @@
+//! Every row of the road, and a row for every stage when the lease ends, the store goes away, or the consumer drains.
 
+use std::time::Duration;
+
+use super::*;
+use crate::marker::Verdict as V;
+
+const PERMIT: Permit = Permit { attempt: 1, releases: 0 };
+const HISTORY: History = History { releases: 0, freshness: Freshness::Fresh };
+
+fn policy(guarantee: Guarantee) -> Policy {
+    Policy {
+        guarantee,
+        attempts: 3,
+        retries: 2,
+        reconciles: 2,
+        parks: 2,
+        backoff: Duration::from_millis(100),
+        longest_backoff: Duration::from_secs(10),
+        outage: Outage::Hold,
+    }
+}
+
+fn at_most_once() -> Policy {
+    policy(Guarantee::AtMostOnce)
+}
+
+fn effectively_once() -> Policy {
+    policy(Guarantee::EffectivelyOnce)
+}
+
+fn pause(tries: u32) -> Duration {
+    at_most_once().pause(tries)
+}
+
+fn accepted(by: By) -> (Stage, Step) {
+    accept(by)
+}
+
+fn permit(attempt: u32) -> Permit {
+    Permit { attempt, releases: 0 }
+}
+
+/// Every stage that a delivery can be in before it leaves.
+fn stages() -> Vec<Stage> {
+    use Stage::*;
+    vec![
+        New(HISTORY),
+        Claiming(HISTORY, Parks(0)),
+        Parked(HISTORY, Parks(1), Asked::Answered),
+        Parked(HISTORY, Parks(1), Asked::Unknown),
+        Withdrawing(HISTORY),
+        Ready(PERMIT),
+        Running(PERMIT, Tries(0)),
+        Pausing(PERMIT, Tries(1)),
+        Doubting(PERMIT, Cause::Said, AfterDoubt::Reconcile),
+        Doubting(PERMIT, Cause::HolderGone, AfterDoubt::Release),
+        Reconciling(PERMIT, Tries(0), Cause::Said),
+        ReconcilePausing(PERMIT, Tries(1), Cause::Said),
+        Resolving(PERMIT, Finding::Happened),
+        Resolving(PERMIT, Finding::DidNotHappen),
+        Completing(PERMIT),
+        Clearing(PERMIT, Effect::Nothing, Duration::ZERO),
+        Rejecting(PERMIT, Reason::Refused),
+        Ungated(Tries(0)),
+    ]
+}
+
+#[test]
+fn in_to_the_gate() {
+    let policy = at_most_once();
+    assert_eq!(next(Stage::New(HISTORY), Event::NoId, &policy), reject(Reason::MissingId));
+    assert_eq!(next(Stage::New(HISTORY), Event::Arrived, &policy), (Stage::Claiming(HISTORY, Parks(0)), Step::ClaimAnew));
+}
+
+#[test]
+fn the_claim_is_answered() {
+    let answer = |verdict, policy: &Policy| next(Stage::Claiming(HISTORY, Parks(0)), Event::Answer(verdict), policy);
+    for policy in [at_most_once(), effectively_once()] {
+        assert_eq!(answer(V::Granted { attempt: 3 }, &policy), (Stage::Ready(permit(3)), Step::Queue));
+        assert_eq!(
+            answer(V::Granted { attempt: 4 }, &policy),
+            (Stage::Rejecting(permit(4), Reason::AttemptsSpent), Step::Ask(Ask::Reject))
+        );
+        let reconciling = (Stage::Reconciling(permit(2), Tries(0), Cause::HolderGone), Step::Reconcile);
+        assert_eq!(answer(V::InDoubt { attempt: 2 }, &policy), reconciling);
+        assert_eq!(answer(V::Duplicate, &policy), accepted(By::Duplicate));
+        assert_eq!(answer(V::Conflict, &policy), reject(Reason::Conflict));
+        assert_eq!(answer(V::Rejected, &policy), reject(Reason::RejectedBefore));
+        let busy = V::Busy { remaining: Duration::from_secs(9) };
+        assert_eq!(answer(busy, &policy), (Stage::Parked(HISTORY, Parks(1), Asked::Answered), Step::Wake(pause(0) + A_MOMENT)));
+    }
+}
+
+#[test]
+fn busy_is_parked_and_asked_again_then_released_and_never_accepted() {
+    let policy = at_most_once();
+    let busy = Event::Answer(V::Busy { remaining: Duration::ZERO });
+    let mut stage = Stage::Claiming(HISTORY, Parks(0));
+    for _ in 0..policy.parks {
+        let (parked, step) = next(stage, busy, &policy);
+        assert_eq!(step, Step::Wake(A_MOMENT));
+        let (claiming, step) = next(parked, Event::Woke, &policy);
+        assert_eq!(step, Step::Ask(Ask::Claim)); // the same token
+        stage = claiming;
+    }
+    assert_eq!(next(stage, busy, &policy), release(policy.pause(policy.parks)));
+}
+
+#[test]
+fn attempts_are_bounded_by_the_marker_and_by_the_source() {
+    let policy = effectively_once();
+    for (attempt, releases, spent) in [(1, 0, false), (2, 0, false), (3, 0, true), (1, 1, false), (1, 2, true)] {
+        let permit = Permit { attempt, releases };
+        let (stage, _) = next(Stage::Running(permit, Tries(policy.retries)), Event::Returned(Outcome::Retry), &policy);
+        assert_eq!(matches!(stage, Stage::Rejecting(_, Reason::AttemptsSpent)), spent, "{permit:?}");
+    }
+    let released_too_often = History { releases: 3, freshness: Freshness::Fresh };
+    let (stage, _) = next(Stage::Claiming(released_too_often, Parks(0)), Event::Answer(V::Granted { attempt: 1 }), &policy);
+    assert!(matches!(stage, Stage::Rejecting(_, Reason::AttemptsSpent)));
+}
+
+#[test]
+fn an_old_message_whose_marker_is_absent_is_in_doubt_at_most_once() {
+    let old = Stage::Claiming(History { releases: 0, freshness: Freshness::TooOld }, Parks(0));
+    let granted = Event::Answer(V::Granted { attempt: 1 });
+    assert_eq!(next(old, granted, &at_most_once()), (Stage::Doubting(PERMIT, Cause::TooOld, AfterDoubt::Reconcile), Step::Ask(Ask::Doubt)));
+    assert_eq!(next(old, granted, &effectively_once()), (Stage::Ready(PERMIT), Step::Queue));
+}
+
+#[test]
+fn the_handler_returns() {
+    let returned = |outcome, policy: &Policy| next(Stage::Running(PERMIT, Tries(0)), Event::Returned(outcome), policy);
+    for policy in [at_most_once(), effectively_once()] {
+        assert_eq!(next(Stage::Ready(PERMIT), Event::Slot, &policy), (Stage::Running(PERMIT, Tries(0)), Step::Run));
+        assert_eq!(returned(Outcome::Done, &policy), (Stage::Completing(PERMIT), Step::Ask(Ask::Complete)));
+        assert_eq!(returned(Outcome::Retry, &policy), (Stage::Pausing(PERMIT, Tries(1)), Step::Wake(pause(0))));
+        assert_eq!(returned(Outcome::Reject, &policy), (Stage::Rejecting(PERMIT, Reason::Refused), Step::Ask(Ask::Reject)));
+        assert_eq!(returned(Outcome::Unreadable, &policy), (Stage::Rejecting(PERMIT, Reason::Unreadable), Step::Ask(Ask::Reject)));
+        assert_eq!(next(Stage::Pausing(PERMIT, Tries(1)), Event::Woke, &policy), (Stage::Running(PERMIT, Tries(1)), Step::Run));
+    }
+    let last = next(Stage::Running(PERMIT, Tries(2)), Event::Returned(Outcome::Retry), &at_most_once());
+    assert_eq!(last, (Stage::Clearing(PERMIT, Effect::Nothing, pause(2)), Step::Ask(Ask::Clear(Effect::Nothing))));
+    let bare = next(Stage::Running(PERMIT, Tries(0)), Event::Returned(Outcome::Retry), &policy(Guarantee::Bare));
+    assert!(matches!(bare, (Stage::Clearing(..), Step::Ask(Ask::Clear(_)))), "bare deletes after any failure");
+}
+
+#[test]
+fn an_unknown_outcome_is_never_run_again_in_place() {
+    for cause in [Cause::Said, Cause::Panicked, Cause::TimedOut] {
+        let unknown = Event::Returned(Outcome::Unknown(cause));
+        let doubted = (Stage::Doubting(PERMIT, cause, AfterDoubt::Reconcile), Step::Ask(Ask::Doubt));
+        assert_eq!(next(Stage::Running(PERMIT, Tries(0)), unknown, &at_most_once()), doubted);
+        let cleared = (Stage::Clearing(PERMIT, Effect::Unknown, pause(1)), Step::Ask(Ask::Clear(Effect::Unknown)));
+        assert_eq!(next(Stage::Running(PERMIT, Tries(0)), unknown, &effectively_once()), cleared);
+        let spent = next(Stage::Running(permit(3), Tries(0)), unknown, &effectively_once());
+        assert_eq!(spent, (Stage::Rejecting(permit(3), Reason::AttemptsSpent), Step::Ask(Ask::Reject)));
+    }
+}
+
+#[test]
+fn a_doubt_is_reconciled() {
+    let policy = at_most_once();
+    let reconciling = |tries| Stage::Reconciling(PERMIT, Tries(tries), Cause::Said);
+    let doubting = Stage::Doubting(PERMIT, Cause::Said, AfterDoubt::Reconcile);
+    assert_eq!(next(doubting, Event::Answer(V::Kept), &policy), (reconciling(0), Step::Reconcile));
+    for finding in [Finding::Happened, Finding::DidNotHappen] {
+        let resolving = (Stage::Resolving(PERMIT, finding), Step::Ask(Ask::Resolve(finding)));
+        assert_eq!(next(reconciling(0), Event::Found(Some(finding)), &policy), resolving);
+    }
+    let paused = Stage::ReconcilePausing(PERMIT, Tries(1), Cause::Said);
+    assert_eq!(next(reconciling(0), Event::Found(None), &policy), (paused, Step::Wake(pause(0))));
+    assert_eq!(next(paused, Event::Woke, &policy), (reconciling(1), Step::Reconcile));
+    assert_eq!(next(reconciling(1), Event::Found(None), &policy), reject(Reason::InDoubt(Cause::Said)));
+    let happened = next(Stage::Resolving(PERMIT, Finding::Happened), Event::Answer(V::Done { marker_lost: false }), &policy);
+    assert_eq!(happened, accepted(By::Resolved));
+    let did_not = next(Stage::Resolving(PERMIT, Finding::DidNotHappen), Event::Answer(V::Kept), &policy);
+    assert_eq!(did_not, (Stage::Claiming(HISTORY, Parks(0)), Step::ClaimAnew));
+}
+
+#[test]
+fn out_the_verdict_stands_before_the_settlement() {
+    let policy = at_most_once();
+    for marker_lost in [false, true] {
+        assert_eq!(next(Stage::Completing(PERMIT), Event::Answer(V::Done { marker_lost }), &policy), accepted(By::Completed));
+    }
+    let after = Duration::from_secs(3);
+    for verdict in [V::Kept, V::Lost] {
+        assert_eq!(next(Stage::Clearing(PERMIT, Effect::Nothing, after), Event::Answer(verdict), &policy), release(after));
+    }
+    assert_eq!(next(Stage::Rejecting(PERMIT, Reason::Refused), Event::Answer(V::Kept), &policy), reject(Reason::Refused));
+}
+
+#[test]
+fn a_marker_that_is_lost_is_looked_at_again_with_a_new_token() {
+    let look_again = (Stage::Claiming(HISTORY, Parks(0)), Step::ClaimAnew);
+    for stage in [
+        Stage::Completing(PERMIT),
+        Stage::Rejecting(PERMIT, Reason::Refused),
+        Stage::Resolving(PERMIT, Finding::Happened),
+        Stage::Resolving(PERMIT, Finding::DidNotHappen),
+        Stage::Doubting(PERMIT, Cause::Said, AfterDoubt::Reconcile),
+    ] {
+        assert_eq!(next(stage, Event::Answer(V::Lost), &at_most_once()), look_again, "{stage:?}");
+    }
+}
+
+#[test]
+fn without_the_gate_only_effectively_once_and_only_if_chosen() {
+    let through = Policy { outage: Outage::PassThrough, ..effectively_once() };
+    let claiming = Stage::Claiming(HISTORY, Parks(0));
+    assert_eq!(next(claiming, Event::Unavailable, &through), (Stage::Ungated(Tries(0)), Step::Run));
+    for policy in [effectively_once(), Policy { outage: Outage::PassThrough, ..at_most_once() }] {
+        assert!(matches!(next(claiming, Event::Unavailable, &policy), (Stage::Parked(_, _, Asked::Unknown), Step::Wake(_))));
+    }
+    let ungated = Stage::Ungated(Tries(0));
+    assert_eq!(next(ungated, Event::Returned(Outcome::Done), &through), accepted(By::PassedWithoutGate));
+    assert_eq!(next(ungated, Event::Returned(Outcome::Reject), &through), reject(Reason::Refused));
+    assert_eq!(next(ungated, Event::Returned(Outcome::Unreadable), &through), reject(Reason::Unreadable));
+    assert_eq!(next(ungated, Event::Returned(Outcome::Retry), &through), release(pause(0)));
+}
+
+#[test]
+fn lease_over_while_completing_keeps_asking() {
+    for policy in [at_most_once(), effectively_once()] {
+        assert_eq!(next(Stage::Completing(PERMIT), Event::LeaseOver, &policy), (Stage::Completing(PERMIT), Step::Wait));
+    }
+}
+
+#[test]
+fn lease_over_in_every_stage() {
+    use Stage::*;
+    for stage in stages() {
+        for policy in [at_most_once(), effectively_once()] {
+            let expected = match stage {
+                Ready(_) => (Claiming(HISTORY, Parks(0)), Step::Ask(Ask::Claim)),
+                Running(..) if policy.guarantee == Guarantee::AtMostOnce => {
+                    (Doubting(PERMIT, Cause::HolderGone, AfterDoubt::Release), Step::Ask(Ask::Doubt))
+                }
+                Running(..) | Reconciling(..) | ReconcilePausing(..) => release(pause(0)),
+                Pausing(..) => (Clearing(PERMIT, Effect::Nothing, pause(0)), Step::Ask(Ask::Clear(Effect::Nothing))),
+                _ => (stage, Step::Wait), // nothing runs, and what is asked is compared with token and attempt
+            };
+            assert_eq!(next(stage, Event::LeaseOver, &policy), expected, "{stage:?} {:?}", policy.guarantee);
+        }
+    }
+}
+
+#[test]
+fn store_outage_in_every_stage_asks_again_with_the_same_token() {
+    use Stage::*;
+    for stage in stages() {
+        let (after, step) = next(stage, Event::Unavailable, &at_most_once());
+        match stage {
+            Claiming(..) => assert!(matches!((after, step), (Parked(_, _, Asked::Unknown), Step::Wake(_)))),
+            Withdrawing(_) | Doubting(..) | Resolving(..) | Completing(_) | Clearing(..) | Rejecting(..) => {
+                assert_eq!((after, step), (stage, Step::Wake(pause(3))));
+                let (woken, step) = next(after, Event::Woke, &at_most_once());
+                assert_eq!(woken, stage);
+                assert!(matches!(step, Step::Ask(_)), "{stage:?}: {step:?}");
+            }
+            _ => assert_eq!((after, step), (stage, Step::Wait), "nothing was asked"),
+        }
+    }
+}
+
+#[test]
+fn drain_in_every_stage_gives_back_what_has_not_started() {
+    use Stage::*;
+    for stage in stages() {
+        let expected = match stage {
+            New(_) | Parked(_, _, Asked::Answered) | ReconcilePausing(..) => release(Duration::ZERO),
+            Claiming(..) => (Withdrawing(HISTORY), Step::Wait),
+            Parked(_, _, Asked::Unknown) => (Withdrawing(HISTORY), Step::Ask(Ask::Claim)),
+            Ready(_) | Pausing(..) => (Clearing(PERMIT, Effect::Nothing, Duration::ZERO), Step::Ask(Ask::Clear(Effect::Nothing))),
+            _ => (stage, Step::Wait),
+        };
+        assert_eq!(next(stage, Event::Drain, &at_most_once()), expected, "{stage:?}");
+        assert_eq!(next(stage, Event::DrainOver, &at_most_once()), (Settled, Step::Drop), "{stage:?}");
+    }
+}
+
+#[test]
+fn a_claim_that_is_withdrawn_is_given_back_and_does_not_stay_in_progress() {
+    let answer = |verdict| next(Stage::Withdrawing(HISTORY), Event::Answer(verdict), &at_most_once());
+    let given_back = (Stage::Clearing(permit(2), Effect::Nothing, Duration::ZERO), Step::Ask(Ask::Clear(Effect::Nothing)));
+    assert_eq!(answer(V::Granted { attempt: 2 }), given_back);
+    assert_eq!(answer(V::Duplicate), accepted(By::Duplicate));
+    for verdict in [V::Busy { remaining: Duration::ZERO }, V::InDoubt { attempt: 1 }, V::Rejected, V::Conflict] {
+        assert_eq!(answer(verdict), release(Duration::ZERO));
+    }
+}
+
+#[test]
+fn a_settled_delivery_stays_settled() {
+    for event in [Event::Woke, Event::Answer(V::Kept), Event::LeaseOver, Event::Drain, Event::DrainOver, Event::Returned(Outcome::Done)] {
+        assert_eq!(next(Stage::Settled, event, &at_most_once()), (Stage::Settled, Step::Wait));
+    }
+}
+
+#[test]
+fn nothing_is_accepted_but_on_a_verdict() {
+    let events = [
+        Event::Arrived,
+        Event::NoId,
+        Event::Unavailable,
+        Event::Slot,
+        Event::LeaseOver,
+        Event::Woke,
+        Event::Drain,
+        Event::DrainOver,
+        Event::Returned(Outcome::Done),
+        Event::Found(Some(Finding::Happened)),
+        Event::Answer(V::Busy { remaining: Duration::ZERO }),
+        Event::Answer(V::Lost),
+        Event::Answer(V::Kept),
+        Event::Answer(V::Rejected),
+        Event::Answer(V::Conflict),
+    ];
+    for stage in stages().into_iter().filter(|stage| !matches!(stage, Stage::Ungated(_))) {
+        for event in events {
+            let (_, step) = next(stage, event, &at_most_once());
+            assert!(!matches!(step, Step::Settle(Settlement::Accept(_))), "{stage:?} {event:?}");
+        }
+    }
+}
+
+#[test]
+fn pauses_double_and_are_bounded() {
+    let policy = at_most_once();
+    assert_eq!((policy.pause(0), policy.pause(1), policy.pause(3)), (policy.backoff, policy.backoff * 2, policy.backoff * 8));
+    assert_eq!(policy.pause(u32::MAX), policy.longest_backoff);
+}
