@@ -57,7 +57,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
 
 fn cargo_test(arguments: &Arguments) -> Command {
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    cargo.arg("test").arg("--all-features").current_dir(setup::root());
+    cargo.args(["test", "--all-features", "--no-fail-fast"]).current_dir(setup::root());
     if arguments.packages.is_empty() {
         cargo.arg("--workspace");
     }
