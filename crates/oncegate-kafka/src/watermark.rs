@@ -178,7 +178,7 @@ mod tests {
     #[test]
     fn any_history_agrees_with_a_map_of_all_offsets() {
         for seed in 1..=300 {
-            let mut draw = Draw(seed * 0x9e37_79b9_7f4a_7c15);
+            let mut draw = Draw(0x9e37_79b9_7f4a_7c15_u64.wrapping_mul(seed));
             let gaps = draw.below(2) == 0;
             let (mut watermark, mut naive) = (Watermark::default(), BTreeMap::<i64, bool>::new());
             let mut next = draw.below(100) as i64;

@@ -1,0 +1,7 @@
+//! The Kafka source on a real broker: `ONCEGATE_KAFKA` says where.
+
+mod group;
+mod messages;
+mod opening;
+mod settling;
+mod stage;

@@ -1,0 +1,89 @@
+//! What a message looks like when it is handed over.
+
+use std::time::SystemTime;
+
+use rdkafka::message::{Header, OwnedHeaders};
+
+use crate::stage::*;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn nulls_and_odd_header_names_are_read_as_they_are() {
+    let topic = Topic::new(1).await;
+    topic.send(None, None, OwnedHeaders::new()).await;
+    topic.send(Some(b""), Some(b""), OwnedHeaders::new()).await;
+    let odd = OwnedHeaders::new()
+        .insert(Header { key: unread(&[b'a', 0xff]), value: Some(&[0_u8, 0xff][..]) })
+        .insert(Header { key: "null", value: None::<&[u8]> })
+        .insert(Header { key: "empty", value: Some(&[][..]) });
+    topic.send(Some(b"key"), Some(b"body"), odd).await;
+
+    let mut source = topic.open().await;
+    let deliveries = receive(&mut source, 3).await;
+    let message = |index: usize| &deliveries[index].message;
+    assert_eq!((&message(0).key, message(0).body.len(), message(0).headers.is_empty()), (&None, 0, true));
+    assert_eq!((message(1).key.as_deref(), message(1).body.len()), (Some(&b""[..]), 0));
+    assert_eq!((message(2).key.as_deref(), &message(2).body[..]), (Some(&b"key"[..]), &b"body"[..]));
+    let headers: Vec<_> = message(2).headers.iter().collect();
+    assert_eq!(headers, [(&[b'a', 0xff][..], Some(&[0, 0xff][..])), (b"null", None), (b"empty", Some(b""))]);
+    let age = SystemTime::now().duration_since(message(2).sent_at.expect("a timestamp")).unwrap_or_default();
+    assert!(age < BOUND);
+    assert_eq!(&*message(2).origin.name, topic.name);
+
+    for delivery in deliveries {
+        reject(&mut source, delivery, oncegate_core::road::Reason::MissingId).await;
+    }
+    topic.await_commit(0, 3).await;
+    close(source).await;
+    let dead = topic.read(topic.dead_letters(), 3, text_headers).await;
+    assert!(dead.iter().any(|headers| headers.iter().any(|(name, _)| name == "a\u{fffd}")));
+}
+
+/// A name that no Rust producer can send by its own means.
+#[allow(unsafe_code)]
+fn unread(name: &[u8]) -> &str {
+    // SAFETY: the client takes its pointer and its length, and nothing reads it as text.
+    unsafe { std::str::from_utf8_unchecked(name) }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_limit_of_a_receive_counts_messages_and_bytes() {
+    use oncegate_core::{Limit, Source};
+    let topic = Topic::new(1).await;
+    for _ in 0..4 {
+        topic.send(None, Some(&[b'x'; 1_000]), OwnedHeaders::new()).await;
+    }
+    let mut source = topic.open().await;
+    // All of them are there when the first one is.
+    let mut waiting = receive(&mut source, 1).await;
+    for (limit, expected) in [(Limit { count: 2, bytes: 1 << 20 }, 2), (Limit { count: 9, bytes: 10 }, 1)] {
+        let mut incoming = Vec::new();
+        source.receive(limit, &mut incoming).await.expect("deliveries");
+        assert_eq!(incoming.len(), expected);
+        waiting.extend(incoming.into_iter().filter_map(delivery));
+    }
+    accept(&mut source, waiting).await;
+    topic.await_commit(0, 4).await;
+    close(source).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_large_backlog_is_read_whole_while_little_is_taken_at_a_time() {
+    let topic = Topic::new(2).await;
+    topic.send_numbers(0, 6_000).await;
+    topic.send_numbers(1, 6_000).await;
+    let mut source = topic.open().await;
+    let mut next = [0; 2];
+    for _ in 0..120 {
+        let deliveries = receive(&mut source, 100).await;
+        for it in &deliveries {
+            let partition = it.receipt.partition as usize;
+            assert_eq!(offset(it), next[partition]);
+            next[partition] += 1;
+        }
+        accept(&mut source, deliveries).await;
+    }
+    assert_eq!(next, [6_000; 2]);
+    topic.await_commit(0, 6_000).await;
+    topic.await_commit(1, 6_000).await;
+    close(source).await;
+}

@@ -1,0 +1,73 @@
+//! What opening a source refuses, and what it creates.
+
+use std::time::Duration;
+
+use oncegate_core::SourceError;
+use oncegate_core::source::Open;
+use oncegate_kafka::{Kafka, StartAt, TopicCreation};
+
+use crate::stage::*;
+
+async fn refusal(kafka: Kafka) -> (String, String) {
+    let opened = tokio::time::timeout(BOUND, kafka.open()).await.expect("an answer in time");
+    match opened {
+        Err(SourceError::Misconfigured { setting, problem, remedy }) => (setting, format!("{problem}; {remedy}")),
+        other => panic!("opened: {other:?}"),
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_missing_topic_is_named_with_what_to_do() {
+    let topic = Topic::alone(1).await;
+    let (setting, text) = refusal(Kafka::topic("oncegate-test-nowhere").brokers(&topic.brokers).group("g")).await;
+    assert_eq!(setting, "topic");
+    assert!(text.contains("oncegate-test-nowhere") && text.contains("--create"), "{text}");
+
+    let (setting, text) = refusal(topic.source()).await;
+    assert_eq!(setting, "dead_letters");
+    assert!(text.contains(&topic.dead_letters()) && text.contains("create_topics"), "{text}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn missing_dead_letter_topics_are_created_on_request() {
+    let topic = Topic::alone(1).await;
+    let kafka = || topic.source().create_topics(TopicCreation::Create { partitions: 1, replication: 1 });
+    close(kafka().open().await.expect("a source")).await;
+    // They are there now.
+    close(kafka().open().await.expect("a source")).await;
+    close(topic.open().await).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_wrong_property_is_named_without_its_value() {
+    let topic = Topic::new(1).await;
+    assert_eq!(refusal(topic.source().property("no.such.property", "1")).await.0, "no.such.property");
+    assert_eq!(refusal(topic.source().property("enable.auto.commit", "true")).await.0, "enable.auto.commit");
+    let (_, text) = refusal(topic.source().property("ssl.key.pem", "secret-canary").property("security.protocol", "ssl")).await;
+    assert!(!text.contains("canary"), "{text}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_broker_that_is_not_there_is_waited_for() {
+    let kafka = Kafka::topic("t").brokers("127.0.0.1:1").group("g");
+    assert!(tokio::time::timeout(Duration::from_secs(2), kafka.open()).await.is_err());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn start_at_error_ends_a_group_without_an_offset() {
+    use oncegate_core::{Limit, Source};
+    let topic = Topic::new(1).await;
+    let mut source = topic.source().start(StartAt::Error).open().await.expect("a source");
+    let mut incoming = Vec::new();
+    let received = tokio::time::timeout(BOUND, async {
+        while incoming.is_empty() {
+            source.receive(Limit { count: 1, bytes: 1 << 20 }, &mut incoming).await?;
+        }
+        Ok(())
+    });
+    match received.await.expect("an answer in time") {
+        Err(SourceError::Misconfigured { setting, .. }) => assert_eq!(setting, "start"),
+        other => panic!("received: {other:?}"),
+    }
+    close(source).await;
+}

@@ -1,0 +1,150 @@
+//! What a settlement does to offsets and dead letters.
+
+use std::time::{Duration, Instant};
+
+use oncegate_core::road::{Cause, Reason};
+use oncegate_core::source::Open;
+use rdkafka::Message;
+use rdkafka::message::{Header, OwnedHeaders};
+
+use crate::stage::*;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_accepted_is_committed() {
+    let topic = Topic::new(1).await;
+    topic.send_numbers(0, 600).await;
+    let mut source = topic.open().await;
+    let deliveries = receive(&mut source, 600).await;
+    assert_eq!(offsets(&deliveries), (0..600).collect::<Vec<_>>());
+    assert!(deliveries.iter().enumerate().all(|(number, it)| it.message.body == number.to_string() && it.releases == 0));
+    assert_eq!(topic.committed(0).await, None);
+    accept(&mut source, deliveries).await;
+    topic.await_commit(0, 600).await;
+    close(source).await;
+    assert_eq!(topic.committed(0).await, Some(600));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_restart_brings_back_what_was_not_settled_and_nothing_below_it() {
+    let topic = Topic::new(1).await;
+    topic.send_numbers(0, 10).await;
+    let mut source = topic.open().await;
+    let (early, late): (Vec<_>, Vec<_>) = receive(&mut source, 10).await.into_iter().partition(|it| offset(it) < 4);
+    let (unsettled, late): (Vec<_>, Vec<_>) = late.into_iter().partition(|it| offset(it) == 4);
+    accept(&mut source, late).await;
+    accept(&mut source, early).await;
+    close(source).await;
+    assert_eq!(topic.committed(0).await, Some(4));
+    assert_eq!(offsets(&unsettled), [4]);
+
+    let mut source = topic.open().await;
+    assert_eq!(offsets(&receive(&mut source, 6).await), [4, 5, 6, 7, 8, 9]);
+    close(source).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_dropped_source_returns_at_once_and_its_deliveries_come_back() {
+    let topic = Topic::new(1).await;
+    topic.send_numbers(0, 3).await;
+    let mut source = topic.open().await;
+    let mut deliveries = receive(&mut source, 3).await;
+    deliveries.truncate(1);
+    accept(&mut source, deliveries).await;
+    let begun = Instant::now();
+    drop(source);
+    assert!(begun.elapsed() < Duration::from_millis(100));
+    topic.await_commit(0, 1).await;
+    let mut source = topic.open().await;
+    assert_eq!(offsets(&receive(&mut source, 2).await), [1, 2]);
+    close(source).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_release_comes_back_after_its_delay_while_others_go_on() {
+    let topic = Topic::new(1).await;
+    topic.send_numbers(0, 1).await;
+    let mut source = topic.open().await;
+    let first = receive(&mut source, 1).await.remove(0);
+    let (released, delay) = (Instant::now(), Duration::from_millis(1_500));
+    release(&mut source, first, delay).await;
+
+    topic.send_numbers(0, 5).await;
+    let others = receive(&mut source, 5).await;
+    assert_eq!(offsets(&others), [1, 2, 3, 4, 5]);
+    assert!(released.elapsed() < delay, "the others waited for the release");
+    accept(&mut source, others).await;
+
+    let mut again = receive(&mut source, 1).await;
+    assert!(released.elapsed() >= delay);
+    assert_eq!((offsets(&again), again[0].releases), (vec![0], 1));
+    assert_eq!(again[0].message.body, "0");
+    assert_eq!(topic.committed(0).await, None);
+    let last = again.remove(0);
+    release(&mut source, last, Duration::ZERO).await;
+    let again = receive(&mut source, 1).await;
+    assert_eq!(again[0].releases, 2);
+    accept(&mut source, again).await;
+    topic.await_commit(0, 6).await;
+    close(source).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rejected_delivery_stands_in_its_topic_before_it_is_committed() {
+    let topic = Topic::new(1).await;
+    let headers = OwnedHeaders::new().insert(Header { key: "id", value: Some("p1") }).insert(Header { key: "none", value: None::<&str> });
+    topic.send(Some(b"key"), Some(b"body"), headers).await;
+    topic.send(None, Some(b"unclear"), OwnedHeaders::new()).await;
+    let mut source = topic.open().await;
+    for (delivery, reason) in receive(&mut source, 2).await.into_iter().zip([Reason::Refused, Reason::InDoubt(Cause::TimedOut)]) {
+        reject(&mut source, delivery, reason).await;
+    }
+    topic.await_commit(0, 2).await;
+    close(source).await;
+
+    let copy = |message: &rdkafka::message::BorrowedMessage<'_>| {
+        (message.key().map(<[u8]>::to_vec), message.payload().map(<[u8]>::to_vec), text_headers(message))
+    };
+    let (key, body, headers) = topic.read(topic.dead_letters(), 1, copy).await.remove(0);
+    assert_eq!((key.as_deref(), body.as_deref()), (Some(&b"key"[..]), Some(&b"body"[..])));
+    let expected = [
+        ("id", Some("p1".to_owned())),
+        ("none", None),
+        ("oncegate-reason", Some("refused".to_owned())),
+        ("oncegate-attempts", Some("0".to_owned())),
+        ("oncegate-origin", Some(format!("{}/0/0", topic.name))),
+    ];
+    assert_eq!(headers, expected.map(|(name, value)| (name.to_owned(), value)));
+    let (key, body, headers) = topic.read(topic.in_doubt(), 1, copy).await.remove(0);
+    assert_eq!((key, body.as_deref()), (None, Some(&b"unclear"[..])));
+    assert_eq!(headers[0], ("oncegate-reason".to_owned(), Some("in-doubt-timed-out".to_owned())));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_body_over_the_limit_is_rejected_whole_and_never_handed_over() {
+    let topic = Topic::new(1).await;
+    topic.send(None, Some(&[b'x'; 101]), OwnedHeaders::new()).await;
+    topic.send(None, Some(&[b'y'; 100]), OwnedHeaders::new()).await;
+    let mut source = topic.source().body_limit(100).open().await.expect("a source");
+    let deliveries = receive(&mut source, 1).await;
+    assert_eq!(offsets(&deliveries), [1]);
+    accept(&mut source, deliveries).await;
+    topic.await_commit(0, 2).await;
+    close(source).await;
+    let found = topic.read(topic.dead_letters(), 1, |it| (it.payload().map(<[u8]>::len), text_headers(it))).await;
+    assert_eq!(found[0].0, Some(101));
+    assert_eq!(found[0].1[0], ("oncegate-reason".to_owned(), Some("too-large".to_owned())));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stopped_source_hands_out_nothing_more_and_still_settles() {
+    use oncegate_core::Source;
+    let topic = Topic::new(1).await;
+    topic.send_numbers(0, 4).await;
+    let mut source = topic.open().await;
+    let two = receive(&mut source, 2).await;
+    source.stop().await;
+    assert!(is_silent(&mut source, Duration::from_millis(300)).await);
+    accept(&mut source, two).await;
+    close(source).await;
+    assert_eq!(topic.committed(0).await, Some(2));
+}

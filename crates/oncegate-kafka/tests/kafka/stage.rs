@@ -1,0 +1,237 @@
+//! Topics of a test's own on the shared broker, and what a test does with them.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use oncegate_core::marker::Verdict;
+use oncegate_core::road::{self, Event, Freshness, History, Parks, Policy, Reason, Settlement, Stage, Step};
+use oncegate_core::source::Open;
+use oncegate_core::{Delivery, Guarantee, Incoming, Limit, Outage, Position, Settled, Source};
+use oncegate_kafka::{Kafka, KafkaSource};
+use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
+use rdkafka::client::DefaultClientContext;
+use rdkafka::consumer::{BaseConsumer, Consumer};
+use rdkafka::message::{BorrowedMessage, OwnedHeaders};
+use rdkafka::producer::{FutureProducer, FutureRecord};
+use rdkafka::{ClientConfig, Message, Offset, TopicPartitionList};
+
+/// No step of a test takes longer than this.
+pub(crate) const BOUND: Duration = Duration::from_secs(40);
+
+/// A topic of a test's own.
+pub(crate) struct Topic {
+    pub(crate) name: String,
+    pub(crate) brokers: String,
+    producer: FutureProducer,
+}
+
+impl Topic {
+    /// A topic with its dead-letter and in-doubt topics.
+    pub(crate) async fn new(partitions: i32) -> Self {
+        let topic = Self::alone(partitions).await;
+        topic.create(&topic.dead_letters(), 1).await;
+        topic.create(&topic.in_doubt(), 1).await;
+        topic
+    }
+
+    /// A topic without any other.
+    pub(crate) async fn alone(partitions: i32) -> Self {
+        static COUNT: AtomicU64 = AtomicU64::new(0);
+        let brokers = oncegate_testkit::kafka_brokers().expect("a broker");
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("a clock after 1970").as_nanos();
+        let name = format!("oncegate-test-{now}-{}", COUNT.fetch_add(1, Ordering::Relaxed));
+        let producer = client(&brokers).set("linger.ms", "1").create().expect("a producer");
+        let topic = Self { name, brokers, producer };
+        topic.create(&topic.name, partitions).await;
+        topic
+    }
+
+    async fn create(&self, name: &str, partitions: i32) {
+        let admin: AdminClient<DefaultClientContext> = client(&self.brokers).create().expect("an admin client");
+        let options = AdminOptions::new().operation_timeout(Some(BOUND));
+        let created = admin.create_topics([&NewTopic::new(name, partitions, TopicReplication::Fixed(1))], &options).await;
+        assert!(created.expect("an answer").iter().all(Result::is_ok), "{name} was not created");
+    }
+
+    pub(crate) fn dead_letters(&self) -> String {
+        format!("{}.dead-letters", self.name)
+    }
+
+    pub(crate) fn in_doubt(&self) -> String {
+        format!("{}.in-doubt", self.name)
+    }
+
+    /// The source as most tests use it. Its group bears the topic's name.
+    pub(crate) fn source(&self) -> Kafka {
+        Kafka::topic(&self.name).brokers(&self.brokers).group(&self.name)
+    }
+
+    pub(crate) async fn open(&self) -> KafkaSource {
+        self.source().open().await.expect("a source")
+    }
+
+    /// Sends bodies `0`, `1`, … to one partition.
+    pub(crate) async fn send_numbers(&self, partition: i32, count: usize) {
+        let bodies: Vec<String> = (0..count).map(|number| number.to_string()).collect();
+        let sent: Vec<_> = bodies
+            .iter()
+            .map(|body| {
+                self.producer.send_result(FutureRecord::<[u8], _>::to(&self.name).partition(partition).payload(body)).expect("room")
+            })
+            .collect();
+        for one in sent {
+            one.await.expect("a producer").expect("sent");
+        }
+    }
+
+    /// Sends one message to partition 0.
+    pub(crate) async fn send(&self, key: Option<&[u8]>, body: Option<&[u8]>, headers: OwnedHeaders) {
+        let mut record = FutureRecord::<[u8], [u8]>::to(&self.name).partition(0).headers(headers);
+        (record.key, record.payload) = (key, body);
+        self.producer.send(record, BOUND).await.expect("sent");
+    }
+
+    /// What the group has committed for a partition, as the broker tells another client.
+    pub(crate) async fn committed(&self, partition: i32) -> Option<i64> {
+        let (brokers, name) = (self.brokers.clone(), self.name.clone());
+        let asked = tokio::task::spawn_blocking(move || {
+            let asker: BaseConsumer = client(&brokers).set("group.id", &name).create().expect("a consumer");
+            let mut partitions = TopicPartitionList::new();
+            partitions.add_partition(&name, partition);
+            let answer = asker.committed_offsets(partitions, BOUND).expect("an answer");
+            match answer.elements()[0].offset() {
+                Offset::Offset(offset) => Some(offset),
+                _ => None,
+            }
+        });
+        asked.await.expect("an answer")
+    }
+
+    /// Waits until the group has committed this much.
+    pub(crate) async fn await_commit(&self, partition: i32, offset: i64) {
+        let end = Instant::now() + BOUND;
+        loop {
+            let committed = self.committed(partition).await;
+            if committed == Some(offset) {
+                return;
+            }
+            assert!(Instant::now() < end && committed.is_none_or(|it| it < offset), "{committed:?} was committed, not {offset}");
+        }
+    }
+
+    /// The first messages of another topic's partition 0, read by a plain consumer.
+    pub(crate) async fn read<T: Send + 'static>(&self, topic: String, count: usize, copy: fn(&BorrowedMessage<'_>) -> T) -> Vec<T> {
+        let brokers = self.brokers.clone();
+        let read = tokio::task::spawn_blocking(move || {
+            let reader: BaseConsumer = client(&brokers).set("group.id", "oncegate-test-reader").create().expect("a consumer");
+            let mut partitions = TopicPartitionList::new();
+            partitions.add_partition_offset(&topic, 0, Offset::Beginning).expect("an offset");
+            reader.assign(&partitions).expect("an assignment");
+            let (mut found, end) = (Vec::new(), Instant::now() + BOUND);
+            while found.len() < count {
+                assert!(Instant::now() < end, "{} of {count} messages stand in {topic}", found.len());
+                if let Some(Ok(message)) = reader.poll(Duration::from_millis(100)) {
+                    found.push(copy(&message));
+                }
+            }
+            found
+        });
+        read.await.expect("messages")
+    }
+}
+
+fn client(brokers: &str) -> ClientConfig {
+    let mut config = ClientConfig::new();
+    config.set("bootstrap.servers", brokers);
+    config
+}
+
+/// Receives so many deliveries.
+pub(crate) async fn receive(source: &mut KafkaSource, count: usize) -> Vec<Delivery> {
+    let mut deliveries = Vec::new();
+    let all = async {
+        while deliveries.len() < count {
+            let limit = Limit { count: count - deliveries.len(), bytes: 1 << 20 };
+            let mut incoming = Vec::new();
+            source.receive(limit, &mut incoming).await.expect("deliveries");
+            deliveries.extend(incoming.into_iter().filter_map(delivery));
+        }
+    };
+    let in_time = tokio::time::timeout(BOUND, all).await.is_ok();
+    assert!(in_time, "{} of {count} deliveries came", deliveries.len());
+    deliveries
+}
+
+/// Whether nothing comes for a while.
+pub(crate) async fn is_silent(source: &mut KafkaSource, time: Duration) -> bool {
+    let mut incoming = Vec::new();
+    let limit = Limit { count: 1, bytes: 1 << 20 };
+    tokio::time::timeout(time, source.receive(limit, &mut incoming)).await.is_err() && incoming.is_empty()
+}
+
+pub(crate) fn delivery(incoming: Incoming) -> Option<Delivery> {
+    match incoming {
+        Incoming::Delivery(delivery) => Some(delivery),
+        Incoming::Revoked(_) => None,
+    }
+}
+
+/// Settles deliveries as done.
+pub(crate) async fn accept(source: &mut KafkaSource, deliveries: impl IntoIterator<Item = Delivery>) {
+    settle(source, deliveries.into_iter().map(|delivery| (delivery, acceptance()))).await;
+}
+
+pub(crate) async fn release(source: &mut KafkaSource, delivery: Delivery, after: Duration) {
+    settle(source, [(delivery, Settlement::Release { after })]).await;
+}
+
+pub(crate) async fn reject(source: &mut KafkaSource, delivery: Delivery, reason: Reason) {
+    settle(source, [(delivery, Settlement::Reject(reason))]).await;
+}
+
+async fn settle(source: &mut KafkaSource, settled: impl IntoIterator<Item = (Delivery, Settlement)>) {
+    let mut settled = settled.into_iter().map(|(delivery, settlement)| Settled { delivery, settlement, story: None }).collect();
+    source.settle(&mut settled).await.expect("settled");
+    assert!(settled.is_empty());
+}
+
+pub(crate) async fn close(source: KafkaSource) {
+    Box::new(source).close(Instant::now() + BOUND).await.expect("closed");
+}
+
+/// An acceptance, as the road gives one for a duplicate.
+fn acceptance() -> Settlement {
+    let policy = Policy {
+        guarantee: Guarantee::EffectivelyOnce,
+        attempts: 5,
+        retries: 0,
+        reconciles: 1,
+        parks: 1,
+        backoff: Duration::from_millis(1),
+        longest_backoff: Duration::from_millis(1),
+        outage: Outage::Hold,
+    };
+    let stage = Stage::Claiming(History { releases: 0, freshness: Freshness::Fresh }, Parks(0));
+    match road::next(stage, Event::Answer(Verdict::Duplicate), &policy) {
+        (_, Step::Settle(settlement)) => settlement,
+        other => unreachable!("a duplicate is accepted: {other:?}"),
+    }
+}
+
+pub(crate) fn offset(delivery: &Delivery) -> i64 {
+    match delivery.message.origin.position {
+        Position::Offset { offset, .. } => offset,
+        Position::Queue => unreachable!("Kafka has offsets"),
+    }
+}
+
+pub(crate) fn offsets(deliveries: &[Delivery]) -> Vec<i64> {
+    deliveries.iter().map(offset).collect()
+}
+
+/// All headers of a message, where both are text.
+pub(crate) fn text_headers(message: &BorrowedMessage<'_>) -> Vec<(String, Option<String>)> {
+    use rdkafka::message::Headers;
+    let headers = message.headers().into_iter().flat_map(|headers| headers.iter());
+    headers.map(|it| (it.key.to_owned(), it.value.map(|value| String::from_utf8_lossy(value).into_owned()))).collect()
+}
