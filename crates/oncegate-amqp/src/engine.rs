@@ -25,6 +25,8 @@ use crate::settings::{Settings, Topology};
 const HOLD: Duration = Duration::from_secs(5);
 /// No release is shorter: a delivery that is given back at once must not spin.
 const SHORTEST: Duration = Duration::from_millis(20);
+/// A channel that lived this long was sound. One that breaks as soon as it is open must not spin.
+const STEADY: Duration = Duration::from_secs(10);
 /// How long the broker may take to say goodbye.
 const GOODBYE: Duration = Duration::from_secs(1);
 
@@ -65,8 +67,17 @@ pub(crate) async fn run(settings: Arc<Settings>, ends: Ends, mut opened: oneshot
     };
     ends.live.store(session.epoch, Ordering::Release);
     let publisher = Publisher::start(Arc::clone(&settings), Arc::clone(&ends.live));
-    let engine =
-        Engine { epoch: session.epoch, link: Link::Up(Box::new(session)), settings, ends, publisher, intake: Intake::Open, closing: None };
+    let engine = Engine {
+        epoch: session.epoch,
+        link: Link::Up(Box::new(session)),
+        since: Instant::now(),
+        backoff: Backoff::default(),
+        intake: Intake::Open,
+        closing: None,
+        settings,
+        ends,
+        publisher,
+    };
     let _ = opened.send(Ok(()));
     engine.work().await;
 }
@@ -77,6 +88,9 @@ struct Engine {
     publisher: Publisher,
     link: Link,
     epoch: u64,
+    /// When the channel was opened, and how long to wait once it is lost.
+    since: Instant,
+    backoff: Backoff,
     intake: Intake,
     closing: Option<Closing>,
 }
@@ -179,7 +193,7 @@ impl Engine {
         let Link::Up(session) = &mut self.link else { return };
         let Some(original) = session.acks.carried(delivery.receipt.position) else { return };
         let has_queues = self.settings.topology == Topology::Declare;
-        let crowded = session.held.len() >= usize::from(self.settings.prefetch / 2).max(1);
+        let crowded = session.held.len() >= usize::from(self.settings.prefetch / 2);
         if has_queues && (after > HOLD || crowded || self.intake == Intake::Stopped) {
             self.publisher.publish(Copy::delayed(&delivery, after, original, &self.settings));
             session.publishing += 1;
@@ -202,6 +216,7 @@ impl Engine {
             Next::Opened(session) => {
                 self.ends.live.store(session.epoch, Ordering::Release);
                 tracing::info!(queue = &*self.settings.name, broker = self.settings.shown, "consuming again");
+                self.since = Instant::now();
                 self.link = Link::Up(session);
             }
             Next::Happened(Happened::Delivered(deliveries)) => self.take_in(deliveries),
@@ -244,7 +259,10 @@ impl Engine {
         tokio::spawn(session.close(GOODBYE));
         if self.intake == Intake::Open {
             self.epoch += 1;
-            self.link = Link::Opening(Box::pin(open_again(Arc::clone(&self.settings), self.epoch)));
+            if self.since.elapsed() > STEADY {
+                self.backoff.reset();
+            }
+            self.link = Link::Opening(Box::pin(open_again(Arc::clone(&self.settings), self.epoch, self.backoff.pause())));
         }
     }
 
@@ -319,21 +337,20 @@ async fn open_first(settings: &Settings) -> Result<Session, SourceError> {
     }
 }
 
-/// Opens a channel again. Whatever is wrong is waited for: it worked before.
-async fn open_again(settings: Arc<Settings>, epoch: u64) -> Session {
+/// Opens a channel again, after a pause. Whatever is wrong is waited for: it worked before.
+async fn open_again(settings: Arc<Settings>, epoch: u64, pause: Duration) -> Session {
+    tokio::time::sleep(pause).await;
     let mut backoff = Backoff::default();
     loop {
-        // Before the first try too: a channel that breaks as soon as it is open must not spin.
-        tokio::time::sleep(backoff.pause()).await;
         match Session::open(&settings, epoch).await {
             Ok(session) => return session,
-            Err(trouble) => tracing::warn!(queue = &*settings.name, broker = settings.shown, %trouble, "not consuming; trying again"),
+            Err(trouble) => wait(&settings, &mut backoff, &trouble.to_string()).await,
         }
     }
 }
 
 async fn wait(settings: &Settings, backoff: &mut Backoff, problem: &str) {
     let pause = backoff.pause();
-    tracing::warn!(queue = &*settings.name, broker = settings.shown, problem, ?pause, "the broker is not there; trying again");
+    tracing::warn!(queue = &*settings.name, broker = settings.shown, problem, ?pause, "not consuming; trying again");
     tokio::time::sleep(pause).await;
 }

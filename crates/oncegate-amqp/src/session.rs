@@ -20,6 +20,7 @@ use crate::topology;
 const GAP_PATIENCE: Duration = Duration::from_millis(100);
 /// How often a channel that no longer consumes is looked at.
 const LOOK: Duration = Duration::from_millis(200);
+const CANCELLED: &str = "the broker cancelled the consumer; was its queue deleted?";
 
 /// A channel from its first delivery to its end.
 pub(crate) struct Session {
@@ -33,6 +34,8 @@ pub(crate) struct Session {
     connection: Connection,
     channel: Channel,
     consumer: Option<Consumer>,
+    /// How the consumer ended, if that was read along with its last deliveries.
+    ended: Option<String>,
     acknowledging: Option<BoxFuture<'static, lapin::Result<()>>>,
     gap_since: Option<Instant>,
     prefetch: usize,
@@ -73,6 +76,7 @@ impl Session {
             connection,
             channel,
             consumer: Some(consumer),
+            ended: None,
             acknowledging: None,
             gap_since: None,
             prefetch: usize::from(settings.prefetch),
@@ -82,7 +86,10 @@ impl Session {
     /// Waits until something happens. Cancel-safe.
     pub(crate) async fn happens(&mut self) -> Happened {
         let wake = self.wake();
-        let Self { acknowledging, consumer, .. } = self;
+        let Self { acknowledging, consumer, ended, .. } = self;
+        if let Some(problem) = ended.take() {
+            return Happened::Lost(problem);
+        }
         tokio::select! {
             biased;
             sent = async { acknowledging.as_mut().expect("the branch is guarded").await }, if acknowledging.is_some() => {
@@ -94,15 +101,12 @@ impl Session {
             }
             item = async { consumer.as_mut().expect("the branch is guarded").next().await }, if consumer.is_some() => match item {
                 Some(Ok(first)) => {
-                    let mut all = vec![first];
-                    // What ends the stream stays in it for the next call.
-                    while let Some(Some(Some(Ok(more)))) = consumer.as_mut().map(|consumer| consumer.next().now_or_never()) {
-                        all.push(more);
-                    }
+                    let (all, end) = drain(first, consumer.as_mut().expect("the branch is guarded"));
+                    *ended = end;
                     Happened::Delivered(all)
                 }
                 Some(Err(error)) => Happened::Lost(error.to_string()),
-                None => Happened::Lost("the broker cancelled the consumer; was its queue deleted?".into()),
+                None => Happened::Lost(CANCELLED.into()),
             },
             () = tokio::time::sleep_until(wake.unwrap_or_else(Instant::now)), if wake.is_some() => {
                 if self.channel.status().connected() { Happened::Due } else { Happened::Lost("the channel is closed".into()) }
@@ -172,6 +176,19 @@ impl Session {
         let gap = self.gap_since.filter(|_| self.acknowledging.is_none()).map(|since| since + GAP_PATIENCE);
         let look = self.consumer.is_none().then(|| Instant::now() + LOOK);
         [held, gap, look].into_iter().flatten().min()
+    }
+}
+
+/// All that is there without waiting, and the end if it comes right behind: the stream says it once.
+fn drain(first: lapin::message::Delivery, consumer: &mut Consumer) -> (Vec<lapin::message::Delivery>, Option<String>) {
+    let mut all = vec![first];
+    loop {
+        match consumer.next().now_or_never() {
+            None => return (all, None),
+            Some(Some(Ok(more))) => all.push(more),
+            Some(Some(Err(error))) => return (all, Some(error.to_string())),
+            Some(None) => return (all, Some(CANCELLED.into())),
+        }
     }
 }
 

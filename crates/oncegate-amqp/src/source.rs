@@ -1,5 +1,6 @@
 //! The source that the consumer drives.
 
+use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
@@ -16,7 +17,6 @@ use crate::settings::RabbitMq;
 ///
 /// Dropped without [`Source::close`], it closes its connections in the background, and what was not acknowledged
 /// comes back.
-#[derive(Debug)]
 pub struct RabbitMqSource {
     /// Bounded by the prefetch.
     incoming: UnboundedReceiver<Incoming>,
@@ -117,6 +117,14 @@ impl Source for RabbitMqSource {
 impl RabbitMqSource {
     fn is_stale(&self, delivery: &Delivery) -> bool {
         self.intake == Intake::Stopped || delivery.receipt.epoch != self.live.load(Ordering::Acquire)
+    }
+}
+
+impl fmt::Debug for RabbitMqSource {
+    /// Without the messages in it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let epoch = self.live.load(Ordering::Acquire);
+        f.debug_struct("RabbitMqSource").field("epoch", &epoch).field("waiting", &self.incoming.len()).finish_non_exhaustive()
     }
 }
 

@@ -10,6 +10,7 @@ use lapin::types::{AMQPValue, FieldTable};
 use oncegate_amqp::{QueueKind, RabbitMq, Topology};
 use oncegate_core::road::{Cause, Reason, Settlement};
 use oncegate_core::source::{Open, Settled, Source, SourceError, Story, headers};
+use oncegate_testkit::servers::RabbitServer;
 
 use rig::*;
 
@@ -346,16 +347,10 @@ async fn a_deleted_queue_is_declared_and_consumed_again() {
     source.receive(LIMIT, &mut into).await.expect("received");
     assert!(matches!(into[..], [oncegate_core::Incoming::Revoked(1)]), "{into:?}");
     let patience = Instant::now() + Duration::from_secs(10);
-    let options = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
-    loop {
-        let look = rig.connection.create_channel().await.expect("a channel");
-        if look.queue_declare(rig.queue.as_str().into(), options, FieldTable::default()).await.is_ok() {
-            break;
-        }
+    while !rig.reaches("a", BasicProperties::default()).await {
         assert!(Instant::now() < patience);
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    rig.publish("a").await;
     let delivery = delivery(&mut source).await;
     settle(&mut source, delivery, accept()).await;
     close(source).await;
@@ -405,4 +400,55 @@ async fn a_broker_that_is_not_there_yet_is_waited_for() {
     let nowhere = format!("amqp://guest:guest@127.0.0.1:{port}/%2f");
     let opening = tokio::time::timeout(Duration::from_secs(1), RabbitMq::queue(&rig.queue).url(nowhere).open()).await;
     assert!(opening.is_err(), "it gave up: {opening:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_broker_short_of_memory_delays_dead_letters_and_nothing_else_and_may_restart() {
+    let mut server = tokio::task::spawn_blocking(RabbitServer::start).await.expect("no panic").expect("a server");
+    let rig = Rig::at(&server.url()).await;
+    let mut source = open(rig.source(QueueKind::Quorum).prefetch(4)).await;
+    for number in 0..20 {
+        rig.publish(&number.to_string()).await;
+    }
+    // The publishing connection stands before the alarm, as it may in a consumer that runs for long.
+    let first = delivery(&mut source).await;
+    settle(&mut source, first, Settlement::Reject(Reason::Refused)).await;
+    assert_eq!(rig.take(&rig.dead_letters()).await.delivery.data, b"0");
+
+    server.control(&["set_vm_memory_high_watermark", "0"]).expect("an alarm");
+    let second = delivery(&mut source).await;
+    settle(&mut source, second, Settlement::Reject(Reason::Refused)).await;
+    for number in 2..20 {
+        let delivery = delivery(&mut source).await;
+        assert_eq!(delivery.message.body, number.to_string());
+        settle(&mut source, delivery, accept()).await;
+    }
+    assert_eq!(server_ready(&server, &rig.dead_letters()), 0, "the alarm stopped nothing: the test proves nothing");
+
+    server.control(&["set_vm_memory_high_watermark", "0.8"]).expect("no alarm");
+    let patience = Instant::now() + Duration::from_secs(20);
+    while server_ready(&server, &rig.dead_letters()) == 0 {
+        assert!(Instant::now() < patience, "the dead letter never came");
+    }
+
+    tokio::task::block_in_place(|| {
+        server.stop();
+        server.start_again().expect("started again");
+    });
+    let again = rig.again().await;
+    again.publish("after").await;
+    let (mut after, revoked) = deliveries(&mut source, 1, Duration::from_secs(20)).await;
+    assert!(!revoked.is_empty());
+    let after = after.remove(0);
+    assert_eq!(&after.message.body[..], b"after", "what was acknowledged came back");
+    settle(&mut source, after, accept()).await;
+    close(source).await;
+    assert_eq!(again.ready(&again.queue).await, 0);
+}
+
+/// How many messages a queue holds, asked past every connection: an alarm blocks those that published.
+fn server_ready(server: &RabbitServer, queue: &str) -> u32 {
+    let listed = server.control(&["list_queues", "-q", "--no-table-headers", "name", "messages_ready"]).expect("a list");
+    let line = listed.lines().find_map(|line| line.strip_prefix(queue)).expect("the queue is listed");
+    line.trim().parse().expect("a number")
 }

@@ -21,24 +21,35 @@ pub(crate) fn url() -> String {
 
 /// A queue with a name that nobody else uses.
 pub(crate) struct Rig {
+    url: String,
     pub(crate) queue: String,
     pub(crate) channel: Channel,
-    pub(crate) connection: Connection,
+    _connection: Connection,
 }
 
 impl Rig {
     pub(crate) async fn new() -> Self {
+        Self::at(&url()).await
+    }
+
+    /// On a broker of the test's own.
+    pub(crate) async fn at(url: &str) -> Self {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).expect("a clock after 1970").as_nanos();
         let queue = format!("test.{now}.{}", NUMBER.fetch_add(1, Ordering::Relaxed));
-        let connection = Connection::connect(&url(), ConnectionProperties::default()).await.expect("a connection");
+        let connection = Connection::connect(url, ConnectionProperties::default()).await.expect("a connection");
         let channel = connection.create_channel().await.expect("a channel");
         channel.confirm_select(ConfirmSelectOptions::default()).await.expect("confirms");
-        Self { queue, channel, connection }
+        Self { url: url.to_owned(), queue, channel, _connection: connection }
+    }
+
+    /// The same queue, by a new connection.
+    pub(crate) async fn again(&self) -> Self {
+        Self { queue: self.queue.clone(), ..Self::at(&self.url).await }
     }
 
     pub(crate) fn source(&self, kind: QueueKind) -> RabbitMq {
-        RabbitMq::queue(&self.queue).url(url()).queue_kind(kind)
+        RabbitMq::queue(&self.queue).url(&self.url).queue_kind(kind)
     }
 
     pub(crate) async fn publish(&self, body: &str) {
@@ -46,10 +57,15 @@ impl Rig {
     }
 
     pub(crate) async fn publish_with(&self, body: &str, properties: BasicProperties) {
+        assert!(self.reaches(body, properties).await, "the message reached no queue");
+    }
+
+    /// Publishes, and says whether there was a queue to take it.
+    pub(crate) async fn reaches(&self, body: &str, properties: BasicProperties) -> bool {
         let options = BasicPublishOptions { mandatory: true, ..BasicPublishOptions::default() };
         let confirm = self.channel.basic_publish("".into(), self.queue.as_str().into(), options, body.as_bytes(), properties);
         let confirmation = confirm.await.expect("published").await.expect("confirmed");
-        assert!(confirmation.is_ack() && confirmation.take_message().is_none(), "the message reached no queue");
+        confirmation.is_ack() && confirmation.take_message().is_none()
     }
 
     /// How many messages stand ready in a queue.
@@ -169,7 +185,7 @@ pub(crate) fn header(message: &lapin::message::Delivery, name: &str) -> Option<S
 
 /// Stands between a source and the broker, and can cut every connection through it.
 pub(crate) struct Proxy {
-    pub(crate) url: String,
+    url: String,
     cuts: Arc<watch::Sender<u32>>,
 }
 
