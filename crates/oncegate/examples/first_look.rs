@@ -1,0 +1,138 @@
+//! A first look at speed: the bare Kafka client and oncegate, in turn, on the same topic and the same machine.
+//!
+//! `ONCEGATE_KAFKA=… ONCEGATE_REDIS=… cargo run --release -p oncegate --example first_look -- [MESSAGES]`
+//!
+//! It prints messages a second and the ratio to the bare client. It is no benchmark: one run, one size, one handler.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use oncegate::{
+    Consumer, Context, Failure, Guarantee, Handler, Handlers, IdSource, Kafka, MemoryStore, RawBytes, Redis, Store, async_trait,
+};
+use rdkafka::ClientConfig;
+use rdkafka::consumer::{Consumer as _, StreamConsumer};
+use rdkafka::producer::{BaseRecord, Producer, ThreadedProducer};
+use tokio::sync::Notify;
+
+type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
+
+/// Counts, and says when all have been seen.
+#[derive(Clone)]
+struct Count {
+    seen: Arc<AtomicUsize>,
+    all: usize,
+    done: Arc<Notify>,
+}
+
+#[async_trait]
+impl Handler for Count {
+    type Payload = oncegate::Raw;
+
+    async fn handle(&self, _: oncegate::Raw, _: &Context) -> Result<(), Failure> {
+        if self.seen.fetch_add(1, Ordering::Relaxed) + 1 == self.all {
+            self.done.notify_one();
+        }
+        Ok(())
+    }
+}
+
+#[tokio::main]
+async fn main() -> Outcome<()> {
+    let brokers = std::env::var("ONCEGATE_KAFKA").map_err(|_| "set ONCEGATE_KAFKA, as `cargo xtask services up` prints it")?;
+    let redis = std::env::var("ONCEGATE_REDIS").map_err(|_| "set ONCEGATE_REDIS, as `cargo xtask services up` prints it")?;
+    let messages = std::env::args().nth(1).map_or(Ok(1_000_000), |text| text.parse())?;
+    let run = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH)?.as_millis();
+    let topic = format!("first-look-{run}");
+    produce(&brokers, &topic, messages).await?;
+
+    let bare = bare(&brokers, &topic, messages).await?;
+    println!("{:<42} {:>10.0}/s", "bare client, recv()", bare);
+    for (name, handlers) in [("in place", Handlers::InPlace), ("spawned", Handlers::Spawned)] {
+        let memory = gated(&brokers, &topic, messages, MemoryStore::new(), handlers).await?;
+        println!("{:<42} {memory:>10.0}/s {:>6.2}", format!("oncegate, memory store, {name}"), memory / bare);
+        let store = Redis::at(&redis).prefix(format!("{topic}-{name}:").replace(' ', "-")).accept_forgetful_store();
+        let store = gated(&brokers, &topic, messages, store, handlers).await?;
+        println!("{:<42} {store:>10.0}/s {:>6.2}", format!("oncegate, Redis, {name}"), store / bare);
+    }
+    Ok(())
+}
+
+/// 100-byte messages with an id in a header, over four partitions.
+async fn produce(brokers: &str, topic: &str, messages: usize) -> Outcome<()> {
+    use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
+    let mut config = ClientConfig::new();
+    config.set("bootstrap.servers", brokers);
+    let admin: AdminClient<_> = config.create()?;
+    admin
+        .create_topics(
+            &[4, 1, 1]
+                .map(|partitions| partitions)
+                .iter()
+                .zip([topic.to_owned(), format!("{topic}.dead-letters"), format!("{topic}.in-doubt")].iter())
+                .map(|(partitions, name)| NewTopic::new(name, *partitions, TopicReplication::Fixed(1)))
+                .collect::<Vec<_>>(),
+            &AdminOptions::new(),
+        )
+        .await?;
+    let producer: ThreadedProducer<_> = config.set("queue.buffering.max.messages", "1000000").set("linger.ms", "20").create()?;
+    let body = [b'x'; 100];
+    for n in 0..messages {
+        let id = format!("{n:012}");
+        let header = rdkafka::message::Header { key: "id", value: Some(&id) };
+        let mut record = BaseRecord::<(), _>::to(topic).payload(&body).headers(rdkafka::message::OwnedHeaders::new().insert(header));
+        while let Err((_, again)) = producer.send(record) {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+            record = again;
+        }
+    }
+    producer.flush(Duration::from_secs(60))?;
+    Ok(())
+}
+
+/// The most that the client itself reaches in safe code.
+async fn bare(brokers: &str, topic: &str, messages: usize) -> Outcome<f64> {
+    let mut config = ClientConfig::new();
+    config.set("bootstrap.servers", brokers).set("group.id", format!("{topic}-bare")).set("auto.offset.reset", "earliest");
+    let consumer: StreamConsumer = config.set("fetch.queue.backoff.ms", "10").create()?;
+    consumer.subscribe(&[topic])?;
+    consumer.recv().await?;
+    let begun = Instant::now();
+    for _ in 1..messages {
+        consumer.recv().await?;
+    }
+    Ok(messages as f64 / begun.elapsed().as_secs_f64())
+}
+
+/// The same through the gate, timed from the first message to the last.
+async fn gated(brokers: &str, topic: &str, messages: usize, store: impl Store + 'static, handlers: Handlers) -> Outcome<f64> {
+    let count = Count { seen: Arc::default(), all: messages, done: Arc::default() };
+    let begun = Instant::now();
+    let (seen, done) = (count.seen.clone(), count.done.clone());
+    let timed = async move {
+        let mut first = begun;
+        while seen.load(Ordering::Relaxed) == 0 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+            first = Instant::now();
+        }
+        done.notified().await;
+        messages as f64 / first.elapsed().as_secs_f64()
+    };
+    let (tell, told) = tokio::sync::oneshot::channel();
+    let finish = async {
+        let _ = tell.send(timed.await);
+    };
+    let group = format!("{topic}-{:?}-{}", handlers, begun.elapsed().as_nanos());
+    Consumer::builder()
+        .source(Kafka::topic(topic).brokers(brokers).group(group))
+        .store(store)
+        .guarantee(Guarantee::EffectivelyOnce)
+        .id(IdSource::header("id"))
+        .decode(RawBytes)
+        .handlers(handlers)
+        .handler(count)
+        .run_until(finish)
+        .await?;
+    Ok(told.await?)
+}

@@ -1,0 +1,20 @@
+//! Settles the day once, wherever and however often the timer fires.
+
+use oncegate::{Failure, Gate, Knows, Ran, Redis};
+
+#[tokio::main]
+async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let gate = Gate::builder().store(Redis::at("redis://localhost:6379")).scope("ledger").open().await?;
+    match gate.run("settle-2026-11-20", || async { settle_the_day().await }).await? {
+        Ran::Now(entries) => println!("settled {entries} entries"),
+        Ran::Before => println!("was settled before"),
+        Ran::Elsewhere => println!("is being settled elsewhere"),
+    }
+    Ok(())
+}
+
+/// Stands for your work.
+async fn settle_the_day() -> Result<usize, Failure> {
+    let entries = tokio::fs::read_to_string("entries.txt").await.retry()?; // nothing happened: run me again
+    Ok(entries.lines().count())
+}

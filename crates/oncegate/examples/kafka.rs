@@ -1,0 +1,38 @@
+//! Charges payments from a Kafka topic, at most once.
+
+use oncegate::{Consumer, Context, Error, Failure, Guarantee, Handler, IdSource, Kafka, Knows, Redis, async_trait};
+
+#[derive(serde::Deserialize)]
+struct Payment {
+    card: String,
+    cents: u64,
+}
+struct Charge;
+
+#[async_trait]
+impl Handler for Charge {
+    type Payload = Payment;
+    async fn handle(&self, payment: Payment, cx: &Context) -> Result<(), Failure> {
+        charge(&payment.card, payment.cents, cx.id()).await.in_doubt()
+    }
+}
+
+/// Stands for your payment provider.
+async fn charge(card: &str, cents: u64, id: &str) -> Result<(), std::io::Error> {
+    println!("{id}: {cents} cents from {card}");
+    Ok(())
+}
+
+#[tokio::main]
+async fn main() -> Result<(), Error> {
+    tracing_subscriber::fmt().init();
+    Consumer::builder()
+        .source(Kafka::topic("payments").brokers("localhost:9092").group("ledger"))
+        .store(Redis::at("redis://localhost:6379"))
+        .scope("ledger")
+        .guarantee(Guarantee::AtMostOnce)
+        .id(IdSource::header("payment-id"))
+        .handler(Charge)
+        .run_until(async { drop(tokio::signal::ctrl_c().await) })
+        .await
+}

@@ -1,0 +1,32 @@
+//! Takes stock levels from a RabbitMQ queue, effectively once.
+
+use oncegate::{Consumer, Context, Error, Failure, Handler, IdSource, RabbitMq, Redis, async_trait};
+
+#[derive(serde::Deserialize)]
+struct Stock {
+    article: String,
+    level: u32,
+}
+struct Shelf;
+
+#[async_trait]
+impl Handler for Shelf {
+    type Payload = Stock;
+    async fn handle(&self, stock: Stock, cx: &Context) -> Result<(), Failure> {
+        println!("{}: {} of {}", cx.id(), stock.level, stock.article); // here: write the level to your database
+        Ok(())
+    }
+}
+
+#[tokio::main]
+async fn main() -> Result<(), Error> {
+    tracing_subscriber::fmt().init();
+    Consumer::builder()
+        .source(RabbitMq::queue("stock").url("amqp://guest:guest@localhost:5672/%2f"))
+        .store(Redis::at("redis://localhost:6379"))
+        .scope("shelf")
+        .id(IdSource::message_id())
+        .handler(Shelf)
+        .run_until(async { drop(tokio::signal::ctrl_c().await) })
+        .await
+}

@@ -1,0 +1,82 @@
+//! What the README and the book show is what the compiler sees: each of their Rust blocks stands, word for word, in a
+//! file that is compiled.
+
+use std::path::{Path, PathBuf};
+
+/// Where blocks may come from.
+const COMPILED: &[&str] = &["crates/oncegate/examples", "examples/payments/src"];
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+fn read(path: &Path) -> String {
+    std::fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+fn files(directory: &str, extension: &str) -> Vec<PathBuf> {
+    let directory = root().join(directory);
+    let entries = std::fs::read_dir(&directory).unwrap_or_else(|error| panic!("{}: {error}", directory.display()));
+    let paths = entries.map(|entry| entry.expect("an entry that can be read").path());
+    paths.filter(|path| path.extension().is_some_and(|it| it == extension)).collect()
+}
+
+/// The blocks that open with exactly this fence.
+fn blocks(markdown: &str, fence: &str) -> Vec<String> {
+    let mut blocks = Vec::new();
+    let mut open: Option<String> = None;
+    for line in markdown.lines() {
+        match &mut open {
+            None if line.trim() == fence => open = Some(String::new()),
+            None => {}
+            Some(_) if line.trim() == "```" => blocks.extend(open.take()),
+            Some(block) => *block += &format!("{line}\n"),
+        }
+    }
+    assert!(open.is_none(), "a block that begins with {fence} does not end");
+    blocks
+}
+
+/// Whether a file has this block as it stands, or further to the right: an excerpt from a function.
+fn has(file: &str, block: &str) -> bool {
+    (0..=4).any(|depth| {
+        let margin = "    ".repeat(depth);
+        let indented: String =
+            block.lines().map(|line| if line.is_empty() { "\n".to_owned() } else { format!("{margin}{line}\n") }).collect();
+        file.contains(&indented)
+    })
+}
+
+#[test]
+fn every_rust_block_stands_in_a_file_that_is_compiled() {
+    let compiled: Vec<String> = COMPILED.iter().flat_map(|directory| files(directory, "rs")).map(|path| read(&path)).collect();
+    let mut pages = files("docs/src", "md");
+    pages.push(root().join("README.md"));
+    let mut checked = 0;
+    for page in pages {
+        let text = read(&page);
+        let others = text.lines().find(|line| line.trim().starts_with("```rust") && line.trim() != "```rust");
+        assert_eq!(others, None, "{}: open Rust blocks with ```rust alone, so that they are checked", page.display());
+        for block in blocks(&text, "```rust") {
+            assert!(compiled.iter().any(|file| has(file, &block)), "{}: in no compiled file:\n{block}", page.display());
+            checked += 1;
+        }
+    }
+    assert!(checked >= 3, "only {checked} blocks were found");
+}
+
+#[test]
+fn the_readme_shows_the_whole_of_the_demos_handler() {
+    let handler = read(&root().join("examples/payments/src/charge.rs"));
+    assert!(blocks(&read(&root().join("README.md")), "```rust").contains(&handler), "copy charge.rs into the README again");
+}
+
+#[test]
+fn a_block_that_differs_is_found() {
+    let file = "fn main() {\n    one();\n\n    two();\n}\n";
+    assert!(has(file, "one();\n\ntwo();\n"));
+    assert!(has(file, file));
+    assert!(!has(file, "one();\ntwo();\n"));
+    assert!(!has(file, "one();\n\nthree();\n"));
+    assert_eq!(blocks("a\n```rust\nx\n```\n```toml\ny\n```\n", "```rust"), ["x\n"]);
+}
