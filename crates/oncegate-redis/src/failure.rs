@@ -101,3 +101,23 @@ impl Failure {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_heals_is_not_applied_and_what_a_person_has_to_change_is_misconfigured() {
+        for heals in ["LOADING", "READONLY", "OOM", "MISCONF", "NOREPLICAS", "BUSY", "MASTERDOWN", "TRYAGAIN"] {
+            assert!(matches!(Failure::said_by_server(heals, "x"), Failure::NotApplied(_)), "{heals}");
+        }
+        for wrong in ["NOPERM", "NOAUTH", "WRONGPASS", "WRONGTYPE", "MOVED", "CROSSSLOT"] {
+            assert!(matches!(Failure::said_by_server(wrong, "x"), Failure::Misconfigured(_)), "{wrong}");
+        }
+        // Redis before 7.0 knows NX and GET, but not together.
+        let old = Failure::said_by_server("ERR", "syntax error");
+        assert!(matches!(&old, Failure::Misconfigured(problem) if problem.to_string().contains("7.0")), "{old:?}");
+        assert!(matches!(Failure::said_by_server("ERR", "max number of clients reached"), Failure::NotApplied(_)));
+        assert!(matches!(Failure::said_by_server("SOMETHING", "new"), Failure::Unknown(_)));
+    }
+}

@@ -68,6 +68,15 @@ async fn a_server_without_hello_is_spoken_to_in_the_old_protocol() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_socket_on_the_same_machine() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let socket = directory.path().join("redis.sock");
+    let _server = RedisServer::start(RedisOptions::new().setting("unixsocket", socket.display().to_string())).expect("a Redis");
+    let store = at(&format!("redis+unix://{}", socket.display()));
+    assert_eq!(ask(&store, claim("k", 1)).await.expect("a verdict"), GRANTED);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_database_that_is_not_there() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let line = misconfigured(&at(&format!("{}/99", server.url()))).await;
