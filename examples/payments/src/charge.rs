@@ -1,0 +1,26 @@
+//! The handler: charges each payment once.
+
+use oncegate::{Context, Failure, Handler, Knows, Reconciled, async_trait};
+
+use crate::payment::Payment;
+use crate::provider::Provider;
+
+pub(crate) struct Charge {
+    pub(crate) provider: Provider,
+}
+
+#[async_trait]
+impl Handler for Charge {
+    type Payload = Payment;
+
+    async fn handle(&self, payment: Payment, cx: &Context) -> Result<(), Failure> {
+        let card = self.provider.card(&payment.card).await.retry()?; // nothing happened: run me again
+        self.provider.charge(card, payment.amount, cx.id(), cx.attempt()).await.in_doubt()?; // never again on a guess
+        Ok(())
+    }
+
+    async fn reconcile(&self, _: Payment, cx: &Context) -> Result<Reconciled, Failure> {
+        let found = self.provider.find_or_void(cx.id(), cx.attempt()).await.retry()?; // from now on nothing still can
+        Ok(found.map_or(Reconciled::DidNotHappen, |()| Reconciled::Happened))
+    }
+}

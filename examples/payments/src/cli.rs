@@ -1,0 +1,140 @@
+//! The command line.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, ValueEnum};
+
+/// Charges payments through oncegate, with everything going wrong that can, and counts what became of them.
+#[derive(Debug, Parser)]
+#[command(version)]
+pub(crate) struct Cli {
+    #[command(flatten)]
+    pub(crate) traffic: Traffic,
+    #[command(flatten)]
+    pub(crate) promise: Promise,
+    /// Where messages come from. `memory` needs nothing else.
+    #[arg(long, value_enum, default_value_t = Broker::Memory)]
+    pub(crate) broker: Broker,
+    /// What remembers ids. By default `memory` on the memory broker, `redis` on the others.
+    #[arg(long, value_enum)]
+    pub(crate) store: Option<StoreKind>,
+    /// How many workers.
+    #[arg(long, default_value_t = 4)]
+    pub(crate) workers: usize,
+    /// How many workers are killed while it goes.
+    #[arg(long, default_value_t = 5)]
+    pub(crate) kills: usize,
+    /// Prints the counts as one JSON object.
+    #[arg(long)]
+    pub(crate) json: bool,
+    #[cfg(feature = "real")]
+    #[command(flatten)]
+    pub(crate) servers: crate::real::Servers,
+    #[cfg(feature = "real")]
+    #[command(subcommand)]
+    pub(crate) command: Option<crate::real::Command>,
+}
+
+/// What is sent.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct Traffic {
+    /// How many payments are made up and sent.
+    #[arg(long, default_value_t = 2000)]
+    pub(crate) payments: usize,
+    /// Sends the payments of this file instead: one JSON object with `id`, `card` and `amount` (in cents) a line.
+    #[arg(long)]
+    pub(crate) input: Option<PathBuf>,
+    /// Decides what is sent and what goes wrong.
+    #[arg(long, default_value_t = 42)]
+    pub(crate) seed: u64,
+}
+
+/// What is promised, and what the provider helps with.
+#[derive(Clone, Copy, Debug, Args)]
+pub(crate) struct Promise {
+    /// What is promised of each payment.
+    #[arg(long, value_enum, default_value_t = Guaranteed::AtMostOnce)]
+    pub(crate) guarantee: Guaranteed,
+    /// The provider takes the payment's id as an idempotency key. On by itself with `--guarantee effectively-once`, which
+    /// promises nothing for an effect that cannot bear a second run.
+    #[arg(long)]
+    pub(crate) provider_deduplicates: bool,
+}
+
+/// A guarantee, by its name on the command line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Guaranteed {
+    /// Never charged again on a guess: asked at the provider, or left to a person.
+    AtMostOnce,
+    /// Run again after a crash: for effects that can bear it.
+    EffectivelyOnce,
+    /// A marker in the store and nothing more: loses payments.
+    Bare,
+}
+
+/// A broker, by its name on the command line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Broker {
+    /// In this process.
+    Memory,
+    /// Kafka.
+    Kafka,
+    /// RabbitMQ.
+    Rabbitmq,
+}
+
+/// A store, by its name on the command line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum StoreKind {
+    /// In this process.
+    Memory,
+    /// Redis.
+    Redis,
+}
+
+impl Guaranteed {
+    /// The guarantee itself.
+    pub(crate) fn guarantee(self) -> oncegate::Guarantee {
+        match self {
+            Self::AtMostOnce => oncegate::Guarantee::AtMostOnce,
+            Self::EffectivelyOnce => oncegate::Guarantee::EffectivelyOnce,
+            Self::Bare => oncegate::Guarantee::Bare,
+        }
+    }
+
+    /// What this run shows.
+    pub(crate) fn explained(self) -> &'static str {
+        match self {
+            Self::AtMostOnce => "at most once: what is unknown is asked at the provider, and never charged on a guess",
+            Self::EffectivelyOnce => {
+                "effectively once: run again after a crash, so the provider takes the payment's id as its idempotency key"
+            }
+            Self::Bare => "bare: a marker in the store and nothing more; this run is meant to lose payments",
+        }
+    }
+}
+
+impl Promise {
+    /// What the provider does with a second charge under one id.
+    pub(crate) fn repeats(self) -> crate::ledger::Repeats {
+        if self.provider_deduplicates || self.guarantee == Guaranteed::EffectivelyOnce {
+            crate::ledger::Repeats::Deduplicated
+        } else {
+            crate::ledger::Repeats::ChargeAgain
+        }
+    }
+}
+
+impl Traffic {
+    /// The payments that are sent.
+    ///
+    /// # Errors
+    /// If the input cannot be read.
+    pub(crate) fn payments(&self, prefix: &str) -> std::io::Result<Vec<crate::payment::Payment>> {
+        match &self.input {
+            Some(path) => crate::traffic::read(path)
+                .map_err(|error| std::io::Error::new(error.kind(), format!("--input {}: {error}", path.display()))),
+            None => Ok(crate::traffic::payments(self.payments, prefix, self.seed)),
+        }
+    }
+}

@@ -1,0 +1,155 @@
+//! The demo in one process: broker, store and provider in memory, workers as tasks that are aborted mid-charge.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use oncegate::{Consumer, DeadLetter, IdSource, MemoryBroker, MemoryStore, Message};
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+
+use crate::bank::{Bank, Pace};
+use crate::charge::Charge;
+use crate::cli::{Cli, Guaranteed};
+use crate::counters::Outcomes;
+use crate::faults::Faults;
+use crate::ledger::Ledger;
+use crate::payment::ID_HEADER;
+use crate::progress::Progress;
+use crate::provider::Provider;
+use crate::report::{Report, SetAside};
+use crate::traffic::{self, Outgoing};
+
+/// How long sending takes; what is sent is spread over it, so that workers can be killed meanwhile.
+const SENDING: Duration = Duration::from_secs(5);
+/// So short that what a killed worker held is taken up within the demo.
+const LEASE: Duration = Duration::from_secs(1);
+
+/// Runs the demo and counts.
+///
+/// # Errors
+/// If the input cannot be read, or a worker did not run.
+pub(crate) async fn run(cli: &Cli, outcomes: &Outcomes) -> Result<Report, Box<dyn std::error::Error>> {
+    let payments = cli.traffic.payments("pay")?;
+    let sent = traffic::of(&payments, cli.traffic.seed);
+    let progress = Progress::new(sent.len() as u64);
+    let (pace, faults) = (Pace::default(), Faults::seeded(cli.traffic.seed));
+    let bank = Bank::new(Ledger::in_memory(), faults, cli.promise.repeats(), pace);
+    let broker = MemoryBroker::new("payments");
+    let mut fleet = Fleet::start(cli, &broker, &bank);
+
+    let sending = tokio::spawn(send(broker.clone(), sent.clone()));
+    let mut rng = fastrand::Rng::with_seed(cli.traffic.seed);
+    let between_kills = SENDING / (cli.kills as u32 + 1);
+    let mut killed_at = tokio::time::Instant::now();
+    let mut kills = cli.kills;
+    while !sending.is_finished() || broker.unsettled() > 0 {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        if kills > 0 && killed_at.elapsed() >= between_kills {
+            fleet.kill_one(&mut rng).await;
+            (kills, killed_at) = (kills - 1, tokio::time::Instant::now());
+        }
+        fleet.all_run().await?;
+        progress.at(outcomes.counts().accepted());
+    }
+    sending.await?;
+    fleet.stop().await?;
+    tokio::time::sleep(pace.late + pace.timeout).await; // what arrives late is counted too
+    progress.done();
+
+    let ids = payments.iter().map(|payment| payment.id.as_str());
+    let report = Report::count((sent.len() as u64, broker.delivered()), ids, &bank.ledger(), &set_aside(&broker), &outcomes.counts());
+    Ok(report)
+}
+
+async fn send(broker: MemoryBroker, messages: Vec<Outgoing>) {
+    const STEP: Duration = Duration::from_millis(10);
+    let steps = (SENDING.as_millis() / STEP.as_millis()) as usize;
+    let mut ticks = tokio::time::interval(STEP);
+    for chunk in messages.chunks(messages.len().div_ceil(steps).max(1)) {
+        ticks.tick().await;
+        for message in chunk {
+            let body = Message::new(message.body.clone());
+            broker.publish(match &message.id {
+                Some(id) => body.with_header(ID_HEADER, id),
+                None => body,
+            });
+        }
+    }
+}
+
+fn set_aside(broker: &MemoryBroker) -> SetAside {
+    let (in_doubt, dead_letters) = (broker.in_doubt(), broker.dead_letters());
+    let id = |letter: &DeadLetter| letter.message.headers.last(ID_HEADER).map(|id| String::from_utf8_lossy(id).into_owned());
+    let ids: HashSet<String> = in_doubt.iter().chain(&dead_letters).filter_map(id).collect();
+    SetAside { in_doubt: in_doubt.len() as u64, dead_letters: dead_letters.len() as u64, ids }
+}
+
+type Worker = JoinHandle<Result<(), oncegate::Error>>;
+
+/// The workers.
+struct Fleet {
+    workers: Vec<Worker>,
+    broker: MemoryBroker,
+    store: MemoryStore,
+    bank: Arc<Bank>,
+    guarantee: Guaranteed,
+    shutdown: watch::Sender<()>,
+}
+
+impl Fleet {
+    fn start(cli: &Cli, broker: &MemoryBroker, bank: &Arc<Bank>) -> Self {
+        let mut fleet = Self {
+            workers: Vec::new(),
+            broker: broker.clone(),
+            store: MemoryStore::new(),
+            bank: Arc::clone(bank),
+            guarantee: cli.promise.guarantee,
+            shutdown: watch::Sender::new(()),
+        };
+        fleet.workers = (0..cli.workers.max(1)).map(|_| fleet.hire()).collect();
+        fleet
+    }
+
+    fn hire(&self) -> Worker {
+        let mut shutdown = self.shutdown.subscribe();
+        let consumer = Consumer::builder()
+            .source(self.broker.source())
+            .store(self.store.clone())
+            .guarantee(self.guarantee.guarantee())
+            .accept_forgetful_store() // one process: if the store goes, so do the broker and the demo
+            .id(IdSource::header(ID_HEADER))
+            .lease(LEASE)
+            .backoff(Duration::from_millis(20), LEASE / 4)
+            .in_flight(256)
+            .handler(Charge { provider: Provider::Memory(Arc::clone(&self.bank)) });
+        tokio::spawn(consumer.run_until(async move {
+            let _ = shutdown.changed().await; // an error is the end of the demo: also a reason to stop
+        }))
+    }
+
+    /// Drops a worker where it stands, mid-charge or not, and starts another.
+    async fn kill_one(&mut self, rng: &mut fastrand::Rng) {
+        let victim = rng.usize(0..self.workers.len());
+        let replacement = self.hire();
+        let worker = std::mem::replace(&mut self.workers[victim], replacement);
+        worker.abort();
+        let _ = worker.await; // it was aborted: that is what it says
+    }
+
+    /// A worker ends on its own only for an error.
+    async fn all_run(&mut self) -> Result<(), Box<dyn std::error::Error>> {
+        match self.workers.iter_mut().find(|worker| worker.is_finished()) {
+            Some(worker) => Ok(worker.await??),
+            None => Ok(()),
+        }
+    }
+
+    async fn stop(self) -> Result<(), Box<dyn std::error::Error>> {
+        self.shutdown.send_replace(());
+        for worker in self.workers {
+            worker.await??;
+        }
+        Ok(())
+    }
+}
