@@ -185,7 +185,7 @@ pub(crate) fn header(message: &lapin::message::Delivery, name: &str) -> Option<S
 
 /// Stands between a source and the broker, and can cut every connection through it.
 pub(crate) struct Proxy {
-    url: String,
+    pub(crate) url: String,
     cuts: Arc<watch::Sender<u32>>,
 }
 
