@@ -1,0 +1,134 @@
+//! A consumer process for the tests: what it reads, where it keeps its markers and what it promises stand in its
+//! arguments; what it did, in its diary. SIGTERM drains it.
+#![forbid(unsafe_code)]
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use clap::{Parser, ValueEnum};
+use oncegate::{Builder, Consumer, Decode, Error, Guarantee, Handler, IdSource, Kafka, Open, RabbitMq, Redis, TopicCreation, Topology};
+use oncegate_tests::counters::Counters;
+use oncegate_tests::diary::Diary;
+use oncegate_tests::scripted::Scripted;
+use tokio::signal::unix::{SignalKind, signal};
+
+#[derive(Parser)]
+struct Arguments {
+    #[arg(long)]
+    broker: Broker,
+    /// Kafka's bootstrap servers, or RabbitMQ's URL.
+    #[arg(long)]
+    url: String,
+    /// The topic or the queue.
+    #[arg(long)]
+    from: String,
+    /// Kafka's consumer group.
+    #[arg(long)]
+    group: String,
+    /// What to do about queues and topics that are missing.
+    #[arg(long, default_value = "declare")]
+    missing: Missing,
+    #[arg(long)]
+    redis: String,
+    #[arg(long)]
+    guarantee: Promise,
+    #[arg(long)]
+    scope: String,
+    #[arg(long)]
+    diary: PathBuf,
+    #[arg(long, default_value_t = 2_000)]
+    lease_ms: u64,
+    #[arg(long, default_value_t = 50)]
+    backoff_ms: u64,
+    #[arg(long, default_value_t = 3)]
+    retries: u32,
+    #[arg(long, default_value_t = 64)]
+    in_flight: usize,
+    #[arg(long, default_value_t = 64)]
+    prefetch: u32,
+    #[arg(long, default_value_t = 10_000)]
+    drain_ms: u64,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Broker {
+    Kafka,
+    Rabbitmq,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Missing {
+    Declare,
+    Refuse,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Promise {
+    AtMostOnce,
+    EffectivelyOnce,
+    Bare,
+}
+
+#[tokio::main]
+async fn main() -> ExitCode {
+    let filter = tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "info".into());
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false).init();
+    match consume(Arguments::parse()).await {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("consumer: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+async fn consume(arguments: Arguments) -> Result<(), Error> {
+    let diary = Arc::new(Diary::open(&arguments.diary).expect("the tests name a file that can be written"));
+    metrics::set_global_recorder(Counters::new(Arc::clone(&diary))).expect("it is the only recorder");
+    let guarantee = match arguments.guarantee {
+        Promise::AtMostOnce => Guarantee::AtMostOnce,
+        Promise::EffectivelyOnce => Guarantee::EffectivelyOnce,
+        Promise::Bare => Guarantee::Bare,
+    };
+    let backoff = Duration::from_millis(arguments.backoff_ms);
+    let consumer = Consumer::builder()
+        .store(Redis::at(&arguments.redis))
+        .handler(Scripted::new(diary))
+        .guarantee(guarantee)
+        .id(IdSource::header("id"))
+        .scope(arguments.scope)
+        .lease(Duration::from_millis(arguments.lease_ms))
+        .backoff(backoff, backoff * 8)
+        .retries(arguments.retries)
+        .reconciles(2)
+        .in_flight(arguments.in_flight)
+        .drain(Duration::from_millis(arguments.drain_ms));
+    match arguments.broker {
+        Broker::Kafka => {
+            let creation = match arguments.missing {
+                Missing::Declare => TopicCreation::Create { partitions: 1, replication: 1 },
+                Missing::Refuse => TopicCreation::Never,
+            };
+            let kafka = Kafka::topic(arguments.from).brokers(arguments.url).group(arguments.group).create_topics(creation);
+            run(consumer.source(kafka.property("session.timeout.ms", "6000").property("heartbeat.interval.ms", "1000"))).await
+        }
+        Broker::Rabbitmq => {
+            let topology = match arguments.missing {
+                Missing::Declare => Topology::Declare,
+                Missing::Refuse => Topology::Check,
+            };
+            run(consumer.source(RabbitMq::queue(arguments.from).url(arguments.url).prefetch(arguments.prefetch).topology(topology))).await
+        }
+    }
+}
+
+async fn run<S: Open, H: Handler, D: Decode>(consumer: Builder<S, Redis, H, D>) -> Result<(), Error> {
+    let mut terminate = signal(SignalKind::terminate()).expect("the system lets signals be watched");
+    consumer
+        .run_until(async move {
+            terminate.recv().await;
+        })
+        .await
+}

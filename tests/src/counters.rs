@@ -1,0 +1,62 @@
+//! The consumer's own counters, written into the diary as they grow.
+
+use std::sync::Arc;
+
+use metrics::{Counter, CounterFn, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit};
+
+use crate::diary::{Diary, Entry};
+
+/// The counter of what becomes of deliveries.
+const DELIVERIES: &str = oncegate::outcome::DELIVERIES;
+
+/// Writes each step of the deliveries' counter into a diary, and drops all other metrics.
+#[derive(Debug)]
+pub struct Counters(Arc<Diary>);
+
+impl Counters {
+    /// Counters that write into this diary.
+    pub fn new(diary: Arc<Diary>) -> Self {
+        Self(diary)
+    }
+}
+
+/// One outcome.
+struct Counted {
+    diary: Arc<Diary>,
+    outcome: String,
+}
+
+impl CounterFn for Counted {
+    fn increment(&self, by: u64) {
+        for _ in 0..by {
+            self.diary.write(&Entry::Counted(self.outcome.clone()));
+        }
+    }
+
+    fn absolute(&self, _: u64) {}
+}
+
+impl Recorder for Counters {
+    fn describe_counter(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+
+    fn describe_gauge(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+
+    fn describe_histogram(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+
+    fn register_counter(&self, key: &Key, _: &Metadata<'_>) -> Counter {
+        match key.labels().find(|label| label.key() == "outcome") {
+            Some(label) if key.name() == DELIVERIES => {
+                Counter::from_arc(Arc::new(Counted { diary: Arc::clone(&self.0), outcome: label.value().to_owned() }))
+            }
+            _ => Counter::noop(),
+        }
+    }
+
+    fn register_gauge(&self, _: &Key, _: &Metadata<'_>) -> Gauge {
+        Gauge::noop()
+    }
+
+    fn register_histogram(&self, _: &Key, _: &Metadata<'_>) -> Histogram {
+        Histogram::noop()
+    }
+}

@@ -1,0 +1,71 @@
+//! A handler that does what its message says.
+
+use std::collections::HashSet;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use oncegate::{Context, Failure, Handler, Knows, async_trait};
+use serde::Deserialize;
+
+use crate::diary::{Diary, Entry, Run};
+
+/// What a message asks of the handler, such as `{"do":"slow","ms":50}`.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Script {
+    /// What to do.
+    #[serde(rename = "do")]
+    pub action: Action,
+    /// For how long, in milliseconds, where it takes time.
+    #[serde(default)]
+    pub ms: u64,
+}
+
+/// What to do before the effect.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Action {
+    /// Nothing: the effect comes at once.
+    Work,
+    /// Take some time.
+    Slow,
+    /// Fail the first time in this process, and say that nothing happened.
+    RetryOnce,
+    /// Panic the first time in this process.
+    PanicOnce,
+    /// The first attempt never ends.
+    Hang,
+}
+
+/// Does what each message says, and writes it into the diary.
+#[derive(Debug)]
+pub struct Scripted {
+    diary: Arc<Diary>,
+    seen: Mutex<HashSet<String>>,
+}
+
+impl Scripted {
+    /// A handler that writes into this diary.
+    pub fn new(diary: Arc<Diary>) -> Self {
+        Self { diary, seen: Mutex::default() }
+    }
+}
+
+#[async_trait]
+impl Handler for Scripted {
+    type Payload = Script;
+
+    async fn handle(&self, script: Script, cx: &Context) -> Result<(), Failure> {
+        let run = Run { id: cx.id().to_owned(), attempt: cx.attempt() };
+        self.diary.write(&Entry::Start(run.clone()));
+        let first = self.seen.lock().unwrap_or_else(PoisonError::into_inner).insert(run.id.clone());
+        match script.action {
+            Action::RetryOnce if first => Err("not yet").retry()?,
+            Action::PanicOnce if first => panic!("as the message says"),
+            Action::Hang if run.attempt == 1 => std::future::pending().await,
+            Action::Slow => tokio::time::sleep(Duration::from_millis(script.ms)).await,
+            _ => {}
+        }
+        self.diary.write(&Entry::Effect(run));
+        Ok(())
+    }
+}

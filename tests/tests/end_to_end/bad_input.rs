@@ -1,0 +1,75 @@
+//! Settings that are wrong at start: refused with one line that names the setting, or waited for where it may heal.
+
+use std::time::Duration;
+
+use oncegate_testkit::servers::{RedisOptions, RedisServer};
+
+use crate::broker::Broker;
+use crate::on_both_brokers;
+use crate::world::{Settings, World};
+
+on_both_brokers!(a_wrong_setting_is_refused_with_one_line_that_names_it, a_server_that_is_not_there_is_waited_for);
+
+/// A port on which nobody listens: the system gives it to nobody either.
+const NOBODY: &str = "127.0.0.1:1";
+
+async fn a_wrong_setting_is_refused_with_one_line_that_names_it(broker: Broker) {
+    let world = World::new(broker).await;
+    let missing = format!("{}-missing", world.name);
+    let redis = RedisServer::start(RedisOptions::new().password("right")).expect("Redis starts");
+    let wrong_password = redis.url().replace("right", "canary");
+    let refused_user = broker.url().replace("guest:guest", "guest:canary");
+    let mut wrong = vec![
+        ("Redis::at", "redis", "localhost:6379"),
+        ("Redis::at", "redis", &wrong_password),
+        ("lease", "lease-ms", "0"),
+        ("lease", "lease-ms", "100000000"),
+        ("in_flight", "in-flight", "0"),
+        ("scope", "scope", "a|b"),
+    ];
+    wrong.extend(match broker {
+        Broker::Kafka => vec![("brokers", "url", ""), ("topic", "from", missing.as_str()), ("topic", "from", ""), ("group", "group", "")],
+        Broker::RabbitMq => vec![
+            ("url", "url", "http://localhost"),
+            ("url", "url", refused_user.as_str()),
+            ("queue", "from", missing.as_str()),
+            ("queue", "from", ""),
+            ("prefetch", "prefetch", "0"),
+        ],
+    });
+    for (setting, argument, value) in wrong {
+        refused(setting, world.consumer("effectively-once").with("missing", "refuse").with(argument, value)).await;
+    }
+    // It keeps nothing on disk.
+    refused("store", world.consumer("at-most-once").with("redis", redis.url())).await;
+    world.broker.remove(&world.name).await;
+}
+
+/// Starts a consumer, which ends at once and says in its last line which setting is wrong.
+async fn refused(setting: &str, settings: Settings<'_>) {
+    let arguments = format!("{settings:?}");
+    let mut consumer = settings.start();
+    let status = consumer.ended(Duration::from_secs(15)).await;
+    let log = consumer.log();
+    assert_eq!(status.code(), Some(1), "{arguments}: {log}");
+    let last = log.lines().last().unwrap_or_default();
+    let said = last.strip_prefix("consumer: ").unwrap_or_else(|| panic!("{arguments}: {log}"));
+    assert!(said.split(": ").any(|part| part.split(' ').next() == Some(setting)), "{arguments}: {said}");
+    assert!(!log.contains("canary") && !log.contains("panicked"), "{log}");
+}
+
+async fn a_server_that_is_not_there_is_waited_for(broker: Broker) {
+    let world = World::new(broker).await;
+    let nobody = match broker {
+        Broker::Kafka => NOBODY.to_owned(),
+        Broker::RabbitMq => format!("amqp://guest:canary@{NOBODY}/%2f"),
+    };
+    for (argument, value) in [("url", nobody), ("redis", format!("redis://:canary@{NOBODY}"))] {
+        let consumer = world.consumer("effectively-once").with(argument, value).start();
+        let warned = async || consumer.log().lines().any(|line| line.contains("WARN") && line.contains(NOBODY));
+        world.until(&format!("a warning about {argument}"), warned).await;
+        assert!(!consumer.log().contains("canary"), "{}", consumer.log());
+        consumer.stop().await;
+    }
+    world.broker.remove(&world.name).await;
+}

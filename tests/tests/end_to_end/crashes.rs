@@ -1,0 +1,161 @@
+//! Consumers that are killed, and consumers that are told to stop.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use crate::broker::{Broker, Sent};
+use crate::on_both_brokers;
+use crate::process::Process;
+use crate::world::World;
+
+on_both_brokers!(
+    killed_in_a_handler_is_in_doubt_at_most_once,
+    killed_in_a_handler_runs_again_effectively_once,
+    killed_in_a_handler_is_lost_bare,
+    killed_under_load_has_no_effect_twice_at_most_once,
+    killed_under_load_loses_nothing_effectively_once,
+    told_to_stop_under_load_finishes_what_runs_and_loses_nothing,
+    told_to_stop_does_not_wait_for_a_handler_without_end,
+);
+
+/// Kills a consumer in the middle of a handler, and lets another one judge what it left behind.
+async fn killed(broker: Broker, guarantee: &str) -> World {
+    let world = World::new(broker).await;
+    world.publish([Sent::new("done", "work")]).await;
+    let doomed = world.consumer(guarantee).start();
+    world.until_settled(1).await;
+    world.publish([Sent::new("a", "hang")]).await;
+    world.until_starts(2).await;
+    doomed.kill();
+    world
+}
+
+async fn killed_in_a_handler_is_in_doubt_at_most_once(broker: Broker) {
+    let world = killed(broker, "at-most-once").await;
+    let second = world.consumer("at-most-once").start();
+    world.until("it stands in doubt", async || world.in_doubt().await.len() == 1).await;
+    let letter = world.in_doubt().await.remove(0);
+    assert_eq!((letter.reason(), letter.header("oncegate-id")), ("in-doubt-holder-gone", "a"));
+    assert_eq!(letter.body, r#"{"do":"hang"}"#);
+    assert_eq!((world.attempts("a"), world.effected()), (vec![1], vec!["done".to_owned()]));
+    assert!(world.marker("a").await.is_some_and(|marker| marker.starts_with("v1 ")));
+    assert!(world.marker("done").await.is_some_and(|marker| marker.starts_with('1')));
+    world.end([second]).await;
+}
+
+async fn killed_in_a_handler_runs_again_effectively_once(broker: Broker) {
+    let world = killed(broker, "effectively-once").await;
+    let second = world.consumer("effectively-once").start();
+    world.until_effects(2).await;
+    world.until("it is marked as done", async || world.marker("a").await.as_deref() == Some("1")).await;
+    assert_eq!((world.attempts("a"), world.attempts("done")), (vec![1, 2], vec![1]));
+    assert_eq!(world.effected(), ["a", "done"]);
+    world.end([second]).await;
+}
+
+/// The hole of `bare`: the marker of the attempt that died says that the message was handled.
+async fn killed_in_a_handler_is_lost_bare(broker: Broker) {
+    let world = killed(broker, "bare").await;
+    let second = world.consumer("bare").start();
+    world.until_settled(2).await;
+    assert_eq!((world.attempts("a"), world.effected()), (vec![1], vec!["done".to_owned()]));
+    assert_eq!(world.marker("a").await.as_deref(), Some("1"));
+    world.end([second]).await;
+}
+
+const LOAD: usize = 300;
+
+/// Kills one consumer after the other in the middle of many handlers, and lets a last one finish.
+async fn killed_under_load(broker: Broker, guarantee: &str) -> (World, Process) {
+    let world = World::new(broker).await;
+    world.publish((0..LOAD).map(|n| Sent::slow(load(n), 40))).await;
+    for effects in [LOAD / 4, LOAD / 2] {
+        let doomed = world.consumer(guarantee).with("in-flight", 16).start();
+        world.until_effects(effects).await;
+        doomed.kill();
+    }
+    assert!(world.effects().len() < LOAD, "it ended before it was killed");
+    let last = world.consumer(guarantee).with("in-flight", 16).start();
+    world.until("each id has a verdict", async || each_has_a_verdict(&world).await).await;
+    (world, last)
+}
+
+fn load(n: usize) -> String {
+    format!("id-{n:03}")
+}
+
+/// Whether each id has a verdict: done, or in doubt.
+async fn each_has_a_verdict(world: &World) -> bool {
+    let doubted = world.in_doubt().await;
+    for n in 0..LOAD {
+        let done = world.marker(&load(n)).await.is_some_and(|marker| marker.starts_with('1'));
+        if !done && !doubted.iter().any(|letter| letter.header("id") == load(n)) {
+            return false;
+        }
+    }
+    true
+}
+
+async fn killed_under_load_has_no_effect_twice_at_most_once(broker: Broker) {
+    let (world, last) = killed_under_load(broker, "at-most-once").await;
+    let doubted: BTreeSet<String> = world.in_doubt().await.iter().map(|letter| letter.header("id").to_owned()).collect();
+    let effected = world.effected();
+    let once: BTreeSet<String> = effected.iter().cloned().collect();
+    assert_eq!(effected.len(), once.len(), "an effect happened twice");
+    assert_eq!(world.starts().len(), LOAD, "a handler was started twice");
+    // What had its effect and was killed before that was recorded stands in both.
+    assert_eq!(once.union(&doubted).count(), LOAD);
+    assert!(!doubted.is_empty() && doubted.len() <= 2 * 16, "{doubted:?}");
+    assert_eq!(world.dead_letters().await, []);
+    world.end([last]).await;
+}
+
+async fn killed_under_load_loses_nothing_effectively_once(broker: Broker) {
+    let (world, last) = killed_under_load(broker, "effectively-once").await;
+    let effected: BTreeSet<String> = world.effected().into_iter().collect();
+    assert_eq!(effected.len(), LOAD);
+    for n in 0..LOAD {
+        let attempts = world.attempts(&load(n));
+        assert!(attempts.is_sorted_by(|one, next| one < next), "{}: {attempts:?}", load(n));
+    }
+    assert!(world.starts().len() > LOAD, "nothing was run again");
+    assert_eq!((world.dead_letters().await, world.in_doubt().await), (vec![], vec![]));
+    world.end([last]).await;
+}
+
+async fn told_to_stop_under_load_finishes_what_runs_and_loses_nothing(broker: Broker) {
+    const COUNT: usize = 400;
+    let world = World::new(broker).await;
+    world.publish((0..COUNT).map(|n| Sent::slow(format!("id-{n:03}"), 100))).await;
+    let first = world.consumer("at-most-once").with("in-flight", 8).start();
+    world.until_effects(40).await;
+    let (status, took) = first.terminate(Duration::from_secs(15)).await;
+    assert!(status.success(), "{status}\n{}", world.story());
+    assert!(took < Duration::from_secs(10), "the drain took {took:?}");
+    let (started, ended) = (world.starts().len(), world.effects().len());
+    assert_eq!(started, ended, "what had started was not finished");
+    assert!(ended < COUNT, "it ended before it was told to");
+
+    let second = world.consumer("at-most-once").start();
+    world.until_effects(COUNT).await;
+    world.until_settled(COUNT).await;
+    let ids: Vec<String> = (0..COUNT).map(|n| format!("id-{n:03}")).collect();
+    assert_eq!(world.effected(), ids);
+    assert_eq!((world.dead_letters().await, world.in_doubt().await), (vec![], vec![]));
+    world.end([second]).await;
+}
+
+async fn told_to_stop_does_not_wait_for_a_handler_without_end(broker: Broker) {
+    let world = World::new(broker).await;
+    world.publish([Sent::new("a", "hang")]).await;
+    let first = world.consumer("effectively-once").with("drain-ms", 1_000).start();
+    world.until_starts(1).await;
+    let (status, took) = first.terminate(Duration::from_secs(15)).await;
+    assert!(status.success(), "{status}\n{}", world.story());
+    assert!(took < Duration::from_secs(6), "the drain took {took:?}");
+
+    let second = world.consumer("effectively-once").start();
+    world.until_settled(1).await;
+    assert_eq!((world.attempts("a"), world.effected()), (vec![1, 2], vec!["a".to_owned()]));
+    world.end([second]).await;
+}

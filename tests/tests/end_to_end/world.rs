@@ -1,0 +1,175 @@
+//! A topic or queue of a test's own, with the consumers on it and the diary that they write.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use oncegate_tests::diary::{self, Entry, Run};
+use tempfile::TempDir;
+
+use crate::broker::{Broker, Letter, Sent};
+use crate::process::{LOOK_EVERY, Process};
+
+/// How long anything may take before a test gives up.
+const PATIENCE: Duration = Duration::from_secs(45);
+
+/// Counted when a delivery has left for good.
+const FINAL: [&str; 5] = ["completed", "duplicate", "passed_without_gate", "rejected", "in_doubt"];
+
+#[derive(Debug)]
+pub(crate) struct World {
+    pub(crate) broker: Broker,
+    /// Of the topic or queue, the consumer group and the scope.
+    pub(crate) name: String,
+    redis: String,
+    directory: TempDir,
+    started: AtomicU32,
+}
+
+/// What a consumer is started with.
+#[derive(Debug)]
+pub(crate) struct Settings<'a> {
+    world: &'a World,
+    arguments: Vec<String>,
+}
+
+impl World {
+    pub(crate) async fn new(broker: Broker) -> Self {
+        Self::with_redis(broker, oncegate_testkit::redis_url().unwrap_or_else(|missing| panic!("{missing}"))).await
+    }
+
+    pub(crate) async fn with_redis(broker: Broker, redis: String) -> Self {
+        static WORLDS: AtomicU32 = AtomicU32::new(0);
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("a clock").as_millis();
+        let name = format!("e2e-{}-{now}-{}", std::process::id(), WORLDS.fetch_add(1, Ordering::Relaxed));
+        broker.create(&name).await;
+        Self { broker, name, redis, directory: tempfile::tempdir().expect("a directory"), started: AtomicU32::new(0) }
+    }
+
+    pub(crate) async fn publish(&self, messages: impl IntoIterator<Item = Sent>) {
+        let messages: Vec<Sent> = messages.into_iter().collect();
+        self.broker.publish(&self.name, &messages).await;
+    }
+
+    /// A consumer that promises `at-most-once`, `effectively-once` or `bare`.
+    pub(crate) fn consumer(&self, guarantee: &str) -> Settings<'_> {
+        let settings = Settings { world: self, arguments: Vec::new() };
+        settings
+            .with("broker", self.broker.name())
+            .with("url", self.broker.url())
+            .with("from", &self.name)
+            .with("group", &self.name)
+            .with("scope", &self.name)
+            .with("redis", &self.redis)
+            .with("diary", self.directory.path().join("diary").display().to_string())
+            .with("guarantee", guarantee)
+    }
+
+    fn entries(&self) -> Vec<Entry> {
+        diary::read(&self.directory.path().join("diary"))
+    }
+
+    /// Every start of a handler.
+    pub(crate) fn starts(&self) -> Vec<Run> {
+        self.entries().into_iter().filter_map(|entry| if let Entry::Start(run) = entry { Some(run) } else { None }).collect()
+    }
+
+    /// Every effect.
+    pub(crate) fn effects(&self) -> Vec<Run> {
+        self.entries().into_iter().filter_map(|entry| if let Entry::Effect(run) = entry { Some(run) } else { None }).collect()
+    }
+
+    /// The ids that had an effect, sorted; one that had two stands there twice.
+    pub(crate) fn effected(&self) -> Vec<String> {
+        let mut ids: Vec<String> = self.effects().into_iter().map(|run| run.id).collect();
+        ids.sort();
+        ids
+    }
+
+    /// The attempts with which a handler was started for this id.
+    pub(crate) fn attempts(&self, id: &str) -> Vec<u32> {
+        self.starts().into_iter().filter(|run| run.id == id).map(|run| run.attempt).collect()
+    }
+
+    /// How many deliveries have left for good, as the consumers counted.
+    pub(crate) fn settled(&self) -> usize {
+        FINAL.iter().map(|outcome| self.counted(outcome)).sum()
+    }
+
+    /// How often the consumers counted this outcome.
+    pub(crate) fn counted(&self, outcome: &str) -> usize {
+        self.entries().iter().filter(|entry| matches!(entry, Entry::Counted(it) if it == outcome)).count()
+    }
+
+    /// What stands under an id in Redis, byte for byte.
+    pub(crate) async fn marker(&self, id: &str) -> Option<String> {
+        let client = redis::Client::open(self.redis.as_str()).expect("a Redis URL");
+        let mut connection = client.get_multiplexed_async_connection().await.expect("Redis answers");
+        redis::cmd("GET").arg(format!("processed:{}|{id}", self.name)).query_async(&mut connection).await.expect("a string")
+    }
+
+    pub(crate) async fn dead_letters(&self) -> Vec<Letter> {
+        self.broker.letters(&format!("{}.dead-letters", self.name)).await
+    }
+
+    pub(crate) async fn in_doubt(&self) -> Vec<Letter> {
+        self.broker.letters(&format!("{}.in-doubt", self.name)).await
+    }
+
+    /// Waits until it is so.
+    pub(crate) async fn until(&self, what: &str, mut is_so: impl AsyncFnMut() -> bool) {
+        let until = Instant::now() + PATIENCE;
+        while !is_so().await {
+            assert!(Instant::now() < until, "not within {PATIENCE:?}: {what}\n{}", self.story());
+            tokio::time::sleep(LOOK_EVERY).await;
+        }
+    }
+
+    pub(crate) async fn until_settled(&self, count: usize) {
+        self.until(&format!("{count} deliveries are settled"), async || self.settled() >= count).await;
+    }
+
+    pub(crate) async fn until_effects(&self, count: usize) {
+        self.until(&format!("{count} effects"), async || self.effects().len() >= count).await;
+    }
+
+    pub(crate) async fn until_starts(&self, count: usize) {
+        self.until(&format!("{count} starts"), async || self.starts().len() >= count).await;
+    }
+
+    /// Drains the consumers and sees that they left nothing behind.
+    pub(crate) async fn end(self, consumers: impl IntoIterator<Item = Process>) {
+        for consumer in consumers {
+            consumer.stop().await;
+        }
+        let left = self.broker.left(&self.name).await;
+        assert_eq!(left, 0, "not settled\n{}", self.story());
+        self.broker.remove(&self.name).await;
+    }
+
+    /// What a person wants to read when a test has failed.
+    pub(crate) fn story(&self) -> String {
+        let entries = self.entries();
+        let last = entries[entries.len().saturating_sub(30)..].iter().map(Entry::to_string);
+        let logs = (0..self.started.load(Ordering::Relaxed)).flat_map(|number| {
+            let log = std::fs::read_to_string(self.directory.path().join(format!("{number}.log"))).unwrap_or_default();
+            let lines: Vec<String> = log.lines().map(str::to_owned).collect();
+            [format!("log of consumer {number}:")].into_iter().chain(lines[lines.len().saturating_sub(30)..].to_vec()).collect::<Vec<_>>()
+        });
+        last.chain(logs).collect::<Vec<_>>().join("\n")
+    }
+}
+
+impl Settings<'_> {
+    /// Replaces or adds one argument.
+    pub(crate) fn with(mut self, name: &str, value: impl ToString) -> Self {
+        let name = format!("--{name}=");
+        self.arguments.retain(|argument| !argument.starts_with(&name));
+        self.arguments.push(format!("{name}{}", value.to_string()));
+        self
+    }
+
+    pub(crate) fn start(self) -> Process {
+        let number = self.world.started.fetch_add(1, Ordering::Relaxed);
+        Process::start(&self.arguments, self.world.directory.path().join(format!("{number}.log")))
+    }
+}
