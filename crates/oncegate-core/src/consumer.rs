@@ -262,10 +262,8 @@ impl<H: Handler, D: Decode> Running<H, D> {
         let lane = self.lanes.of(&delivery);
         let terms = self.settings.terms(&delivery.message);
         let history = History { releases: delivery.releases, freshness };
-        let mut passage = Passage::new(delivery, history);
-        passage.tell(|story| story.id = id.as_ref().map(MessageId::to_string));
         let flight = Flight {
-            passage,
+            passage: Passage::new(delivery, history),
             key: id.as_ref().map(|id| self.settings.scope.key(id)),
             id,
             terms,
@@ -315,8 +313,13 @@ impl<H: Handler, D: Decode> Running<H, D> {
                     next = self.carry_out(slot, &mut flight, step);
                     self.flights.put_back(slot, flight);
                 }
-                Onward::Left(settled) => {
+                Onward::Left(mut settled) => {
                     drop(task);
+                    if let Settlement::Reject(_) = settled.settlement {
+                        let story = settled.story.get_or_insert_default();
+                        story.id = id.as_ref().map(MessageId::to_string);
+                        story.attempts = attempt;
+                    }
                     tracing::debug_span!("oncegate.settle", id = id.as_ref().map(tracing::field::display), attempt, outcome = ?settled.settlement)
                         .in_scope(|| self.outcomes.settled(&settled.settlement));
                     if let (Settlement::Accept(proof), Some(key)) = (&settled.settlement, key)
@@ -374,7 +377,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
 
     /// Starts the handler or `reconcile`; what it came to, if it was ready at once.
     fn start(&mut self, slot: Slot, flight: &mut Flight, work: Work) -> Option<Event> {
-        let Some(id) = flight.id.clone() else { return None };
+        let id = flight.id.clone()?;
         flight.turn += 1;
         let turn = flight.turn;
         let message = flight.passage.delivery().message.clone();
@@ -518,7 +521,6 @@ impl<H: Handler, D: Decode> Running<H, D> {
         let ends = sent + self.settings.lease + self.longest_hold();
         let Some(flight) = self.flights.at_mut(slot) else { return };
         flight.attempt = attempt;
-        flight.passage.tell(|story| story.attempts = story.attempts.max(attempt));
         if self.renewals.is_some() {
             let lease = Arc::new(Lease::new(operation, attempt, sent, ends));
             flight.lease = Some(lease.clone());

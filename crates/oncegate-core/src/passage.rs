@@ -1,6 +1,6 @@
 //! One delivery on the road.
 
-use crate::road::{Event, History, Policy, Stage, Step, next};
+use crate::road::{Event, History, Policy, Settlement, Stage, Step, next};
 use crate::source::{Delivery, Settled, Story};
 
 /// One delivery on the road: moved by each step, never copied, and gone once it is settled.
@@ -8,7 +8,8 @@ use crate::source::{Delivery, Settled, Story};
 pub struct Passage {
     delivery: Delivery,
     stage: Stage,
-    story: Story,
+    /// Only what failed has one.
+    story: Option<Box<Story>>,
 }
 
 /// What a step made of a [`Passage`].
@@ -25,7 +26,7 @@ pub enum Onward {
 impl Passage {
     /// A delivery at the beginning of the road.
     pub fn new(delivery: Delivery, history: History) -> Self {
-        Self { delivery, stage: Stage::New(history), story: Story::default() }
+        Self { delivery, stage: Stage::New(history), story: None }
     }
 
     /// Takes the passage one step on, as [`road::next`](crate::road::next) says.
@@ -33,8 +34,8 @@ impl Passage {
         let Self { delivery, stage, story } = self;
         match next(stage, event, policy) {
             (_, Step::Settle(settlement)) => {
-                let told = story != Story::default();
-                Onward::Left(Settled { delivery, settlement, story: told.then(|| Box::new(story)) })
+                let story = story.filter(|_| matches!(settlement, Settlement::Reject(_)));
+                Onward::Left(Settled { delivery, settlement, story })
             }
             (_, Step::Drop) => Onward::Dropped(delivery),
             (stage, step) => Onward::Travels(Self { delivery, stage, story }, step),
@@ -53,6 +54,6 @@ impl Passage {
 
     /// Writes down what a person will want to know if it is dead-lettered.
     pub fn tell(&mut self, write: impl FnOnce(&mut Story)) {
-        write(&mut self.story);
+        write(self.story.get_or_insert_default());
     }
 }

@@ -36,7 +36,7 @@ pub trait Source: Send {
     /// As [`Source::receive`].
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), SourceError>;
 
-    /// Stops handing out new deliveries; called once when a drain begins. `receive` is still called for revocations.
+    /// Stops handing out new deliveries; called once when a drain begins; `receive` is not called any more.
     async fn stop(&mut self) {}
 
     /// Finishes what was settled, until the deadline, then leaves the group or closes the channel.
