@@ -14,6 +14,7 @@ on_both_brokers!(
     killed_in_a_handler_is_lost_bare,
     killed_under_load_has_no_effect_twice_at_most_once,
     killed_under_load_loses_nothing_effectively_once,
+    consumers_that_come_and_go_share_the_load_without_an_effect_twice,
     told_to_stop_under_load_finishes_what_runs_and_loses_nothing,
     told_to_stop_does_not_wait_for_a_handler_without_end,
 );
@@ -121,6 +122,23 @@ async fn killed_under_load_loses_nothing_effectively_once(broker: Broker) {
     assert!(world.starts().len() > LOAD, "nothing was run again");
     assert_eq!((world.dead_letters().await, world.in_doubt().await), (vec![], vec![]));
     world.end([last]).await;
+}
+
+async fn consumers_that_come_and_go_share_the_load_without_an_effect_twice(broker: Broker) {
+    let world = World::new(broker).await;
+    let consumer = || world.consumer("at-most-once").with("in-flight", 4).with("prefetch", 8).start();
+    let first = consumer();
+    world.publish((0..LOAD).map(|n| Sent::slow(load(n), 60))).await;
+    world.until_effects(20).await;
+    let second = consumer();
+    world.until_effects(100).await;
+    first.stop().await;
+    let third = consumer();
+    world.until("each id has a verdict", async || each_has_a_verdict(&world).await).await;
+    let ids: Vec<String> = (0..LOAD).map(load).collect();
+    assert_eq!(world.effected(), ids);
+    assert_eq!((world.dead_letters().await, world.in_doubt().await), (vec![], vec![]));
+    world.end([second, third]).await;
 }
 
 async fn told_to_stop_under_load_finishes_what_runs_and_loses_nothing(broker: Broker) {

@@ -141,9 +141,17 @@ impl World {
         for consumer in consumers {
             consumer.stop().await;
         }
+        for number in 0..self.started.load(Ordering::Relaxed) {
+            let log = self.log(number);
+            assert!(!log.contains(" ERROR "), "{log}");
+        }
         let left = self.broker.left(&self.name).await;
         assert_eq!(left, 0, "not settled\n{}", self.story());
         self.broker.remove(&self.name).await;
+    }
+
+    fn log(&self, number: u32) -> String {
+        std::fs::read_to_string(self.directory.path().join(format!("{number}.log"))).unwrap_or_default()
     }
 
     /// What a person wants to read when a test has failed.
@@ -151,7 +159,7 @@ impl World {
         let entries = self.entries();
         let last = entries[entries.len().saturating_sub(30)..].iter().map(Entry::to_string);
         let logs = (0..self.started.load(Ordering::Relaxed)).flat_map(|number| {
-            let log = std::fs::read_to_string(self.directory.path().join(format!("{number}.log"))).unwrap_or_default();
+            let log = self.log(number);
             let lines: Vec<String> = log.lines().map(str::to_owned).collect();
             [format!("log of consumer {number}:")].into_iter().chain(lines[lines.len().saturating_sub(30)..].to_vec()).collect::<Vec<_>>()
         });
