@@ -238,7 +238,8 @@ impl Kafka {
     fn config(&self) -> ClientConfig {
         let mut config = ClientConfig::new();
         config.set("bootstrap.servers", &self.brokers).set("client.id", "oncegate");
-        config.set_log_level(RDKafkaLogLevel::Info);
+        let debug = self.property_value("debug").is_some();
+        config.set_log_level(if debug { RDKafkaLogLevel::Debug } else { RDKafkaLogLevel::Info });
         config
     }
 

@@ -14,12 +14,12 @@ use rdkafka::types::RDKafkaRespErr;
 use crate::batch::{self, Adoption, Batch, Queue};
 use crate::shared::{Phase, Shared};
 
+/// How many events of the group are served in one turn.
+const EVENTS: usize = 16;
 /// How long one turn waits for a message. Rebalances wait as long.
 const TURN: Duration = Duration::from_millis(50);
 /// The same, while revoked deliveries are waited for.
 const DRAIN_TURN: Duration = Duration::from_millis(5);
-/// How long leaving the group may take, before the client is dropped all the same.
-const LEAVE: Duration = Duration::from_secs(5);
 
 /// Hands librdkafka's log lines to `tracing`.
 pub(crate) struct Log;
@@ -237,15 +237,19 @@ fn stay(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) {
         store(&consumer, shared);
         consumer.context().pump(TURN);
     }
-    leave(&consumer, shared);
-    // The queue holds the consumer: first the queue, then the consumer, which closes when it is dropped.
+    store(&consumer, shared);
+    // The queue holds the consumer: first the queue, then the consumer, which gives its partitions back, commits and
+    // leaves when it is dropped. Not to be unsubscribed before: closing at once after that never leaves.
     consumer.context().set_queue(None);
+    drop(consumer);
 }
 
 /// Serves rebalances and errors.
 fn serve(consumer: &BaseConsumer<Context>) {
     let context = consumer.context();
-    while let Some(event) = consumer.poll(Duration::ZERO) {
+    for _ in 0..EVENTS {
+        // Nothing may mean that there is none left, or that one was served by a callback.
+        let Some(event) = consumer.poll(Duration::ZERO) else { continue };
         match event {
             // Not to be seen, since partitions are forwarded before they are assigned; not to be lost either.
             Ok(message) => context.take_in(batch::copy(&message)),
@@ -272,16 +276,6 @@ fn store(consumer: &BaseConsumer<Context>, shared: &Shared) {
     if let Err(error) = consumer.store_offsets(&offsets) {
         // The partition is someone else's by now: they deliver it again, and the gate knows it.
         tracing::debug!(%error, "storing offsets");
-    }
-}
-
-/// Leaves the group: what is stored is committed on the way.
-fn leave(consumer: &BaseConsumer<Context>, shared: &Shared) {
-    store(consumer, shared);
-    consumer.unsubscribe();
-    let end = Instant::now() + LEAVE;
-    while shared.lock().partitions() > 0 && Instant::now() < end {
-        let _ = consumer.poll(DRAIN_TURN);
     }
 }
 

@@ -165,10 +165,6 @@ impl State {
         self.publishing
     }
 
-    pub(crate) fn partitions(&self) -> usize {
-        self.assigned.len()
-    }
-
     /// How many messages may be read now.
     pub(crate) fn room(&self) -> usize {
         let full = self.phase != Phase::Running
