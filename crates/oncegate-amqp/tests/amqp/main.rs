@@ -11,6 +11,7 @@ use oncegate_amqp::{QueueKind, RabbitMq, Topology};
 use oncegate_core::road::{Cause, Reason, Settlement};
 use oncegate_core::source::{Open, Settled, Source, SourceError, Story, headers};
 use oncegate_testkit::servers::RabbitServer;
+use tokio::io::AsyncReadExt;
 
 use rig::*;
 
@@ -295,6 +296,22 @@ async fn a_cut_connection_is_rebuilt_and_stale_receipts_are_never_sent() {
 }
 
 #[tokio::test]
+async fn a_connection_on_which_nobody_answers_is_given_up() {
+    let (rig, proxy) = (Rig::new().await, Proxy::start().await);
+    let mut source = open(rig.source(QueueKind::Quorum).url(format!("{}?heartbeat=1", proxy.url))).await;
+    rig.publish("a").await;
+    let stale = delivery(&mut source).await;
+    proxy.freeze();
+    let (mut again, revoked) = deliveries(&mut source, 1, Duration::from_secs(15)).await;
+    assert_eq!(revoked, [stale.receipt.epoch]);
+    settle(&mut source, stale, accept()).await;
+    settle(&mut source, again.remove(0), accept()).await;
+    close(source).await;
+    assert_eq!(rig.ready(&rig.queue).await, 0);
+    rig.done().await;
+}
+
+#[tokio::test]
 async fn connections_that_are_cut_over_and_over_lose_nothing() {
     let (rig, proxy) = (Rig::new().await, Proxy::start().await);
     let mut source = open(rig.source(QueueKind::Quorum).url(&proxy.url).prefetch(32)).await;
@@ -451,4 +468,16 @@ fn server_ready(server: &RabbitServer, queue: &str) -> u32 {
     let listed = server.control(&["list_queues", "-q", "--no-table-headers", "name", "messages_ready"]).expect("a list");
     let line = listed.lines().find_map(|line| line.strip_prefix(queue)).expect("the queue is listed");
     line.trim().parse().expect("a number")
+}
+
+#[tokio::test]
+async fn an_encrypted_url_begins_with_a_tls_handshake() {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let url = format!("amqps://guest:guest@localhost:{}/%2f", listener.local_addr().expect("an address").port());
+    let opening = tokio::spawn(RabbitMq::queue("q").url(url).open());
+    let (mut connection, _) =
+        tokio::time::timeout(Duration::from_secs(10), listener.accept()).await.expect("in time").expect("a connection");
+    // 22 is a TLS handshake record; `A` would be AMQP with the password soon to follow.
+    assert_eq!(connection.read_u8().await.expect("a byte"), 22);
+    opening.abort();
 }

@@ -1,6 +1,5 @@
 //! A queue of a test's own on the real broker, and what a test does with it.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -183,10 +182,17 @@ pub(crate) fn header(message: &lapin::message::Delivery, name: &str) -> Option<S
     }
 }
 
-/// Stands between a source and the broker, and can cut every connection through it.
+/// Stands between a source and the broker, and can cut or freeze every connection through it.
 pub(crate) struct Proxy {
     pub(crate) url: String,
-    cuts: Arc<watch::Sender<u32>>,
+    fault: watch::Sender<Fault>,
+}
+
+#[derive(Clone, Copy)]
+enum Fault {
+    None,
+    Cut,
+    Frozen,
 }
 
 impl Proxy {
@@ -197,24 +203,36 @@ impl Proxy {
         let broker = url[at..end].to_owned();
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let address = listener.local_addr().expect("an address");
-        let cuts = Arc::new(watch::Sender::new(0));
-        let subscribe = Arc::clone(&cuts);
+        let fault = watch::Sender::new(Fault::None);
+        let faults = fault.subscribe();
         tokio::spawn(async move {
             while let Ok((mut near, _)) = listener.accept().await {
-                let (mut cut, broker) = (subscribe.subscribe(), broker.clone());
+                let (mut faults, broker) = (faults.clone(), broker.clone());
+                // A connection meets the faults that come after it.
+                faults.mark_unchanged();
                 tokio::spawn(async move {
                     let Ok(mut far) = TcpStream::connect(&broker).await else { return };
                     tokio::select! {
-                        _ = tokio::io::copy_bidirectional(&mut near, &mut far) => {}
-                        _ = cut.changed() => {}
+                        _ = tokio::io::copy_bidirectional(&mut near, &mut far) => return,
+                        _ = faults.changed() => {}
+                    }
+                    let fault = *faults.borrow();
+                    if let Fault::Frozen = fault {
+                        tokio::time::sleep(Duration::from_secs(60)).await;
                     }
                 });
             }
         });
-        Self { url: format!("{}{address}{}", &url[..at], &url[end..]), cuts }
+        Self { url: format!("{}{address}{}", &url[..at], &url[end..]), fault }
     }
 
+    /// Closes the connections that there are.
     pub(crate) fn cut(&self) {
-        self.cuts.send_modify(|cuts| *cuts += 1);
+        self.fault.send_replace(Fault::Cut);
+    }
+
+    /// Keeps the connections open, and forwards nothing on them any more.
+    pub(crate) fn freeze(&self) {
+        self.fault.send_replace(Fault::Frozen);
     }
 }
