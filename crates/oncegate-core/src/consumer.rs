@@ -47,6 +47,8 @@ pub(crate) struct Running<H, D> {
     renewals: Option<Arc<Renewals>>,
 
     flights: Slots<Flight>,
+    /// Those whose handler is over and whose completion is on its way: they hold no slot of a handler any more.
+    completing: usize,
     bytes: usize,
     lanes: Lanes,
     /// A delivery that an earlier attempt may have crashed on runs alone among its kind, so that it does not spend the
@@ -133,6 +135,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             id,
             settings,
             renewals,
+            completing: 0,
             bytes: 0,
             takeover: None,
             takeovers: VecDeque::new(),
@@ -243,7 +246,8 @@ impl<H: Handler, D: Decode> Running<H, D> {
 
     /// How much more may come in; `None` if nothing.
     fn room(&self) -> Option<Limit> {
-        let count = self.settings.in_flight.saturating_sub(self.flights.len());
+        let holding = self.flights.len() - self.completing.min(self.settings.in_flight);
+        let count = self.settings.in_flight.saturating_sub(holding);
         let bytes = self.settings.in_flight_bytes.saturating_sub(self.bytes);
         (count > 0 && bytes > 0 && !matches!(self.mode, Mode::Draining { .. })).then_some(Limit { count, bytes })
     }
@@ -304,8 +308,11 @@ impl<H: Handler, D: Decode> Running<H, D> {
             let Some(flight) = self.flights.take(slot) else { return };
             self.outcomes.happened(event);
             let Flight { passage, id, key, terms, token, attempt, ask, lane, lease, task, turn, bytes } = flight;
+            let completed = usize::from(matches!(passage.stage(), Stage::Completing(_)));
+            self.completing -= completed;
             match passage.next(event, &self.policy) {
                 Onward::Travels(passage, step) => {
+                    self.completing += usize::from(matches!(passage.stage(), Stage::Completing(_)));
                     let mut flight = Flight { passage, id, key, terms, token, attempt, ask, lane, lease, task, turn, bytes };
                     if !runs(flight.passage.stage()) {
                         flight.task = None;
