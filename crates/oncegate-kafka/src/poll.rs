@@ -159,7 +159,7 @@ impl Context {
         use RDKafkaErrorCode as E;
         let fault = match code {
             E::PartitionEOF => return,
-            E::AutoOffsetReset | E::NoOffset => SourceError::misconfigured(
+            E::AutoOffsetReset => SourceError::misconfigured(
                 "start",
                 format!("the group has no offset for {place}, or one that is no longer in the log"),
                 "set the group's offsets, or use StartAt::Earliest",

@@ -6,7 +6,7 @@ use std::time::Duration;
 use oncegate_core::SourceError;
 use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, ResourceSpecifier, TopicReplication};
 use rdkafka::consumer::{BaseConsumer, Consumer};
-use rdkafka::error::{KafkaError, RDKafkaErrorCode};
+use rdkafka::error::RDKafkaErrorCode;
 
 use crate::kafka::{Kafka, TopicCreation};
 use crate::open::wrong_setting;
@@ -44,11 +44,12 @@ pub(crate) async fn check(kafka: &Kafka, mut consumer: BaseConsumer<Context>) ->
         .iter()
         .flat_map(|topic| [("dead_letters", kafka.destinations.dead_letters(topic)), ("in_doubt", kafka.destinations.in_doubt(topic))])
         .collect();
+    let mut there = Vec::new();
     for (setting, name) in &destinations {
         let found;
         (consumer, found) = look(consumer, name.clone(), kafka).await?;
         match (found, kafka.creation) {
-            (Found::There, _) => warn_of_retention(kafka, name).await,
+            (Found::There, _) => there.push(name.as_str()),
             (Found::Missing, TopicCreation::Create { partitions, replication }) => {
                 create(kafka, setting, name, partitions, replication).await?
             }
@@ -65,6 +66,7 @@ pub(crate) async fn check(kafka: &Kafka, mut consumer: BaseConsumer<Context>) ->
             }
         }
     }
+    warn_of_retention(kafka, &there).await;
     Ok(consumer)
 }
 
@@ -157,18 +159,16 @@ async fn create(kafka: &Kafka, setting: &str, name: &str, partitions: u16, repli
 }
 
 /// A dead letter that expires is a lost message: says so, where the broker lets itself be asked.
-async fn warn_of_retention(kafka: &Kafka, name: &str) {
+async fn warn_of_retention(kafka: &Kafka, names: &[&str]) {
     let Ok(admin) = admin(kafka) else { return };
-    let described = admin.describe_configs([&ResourceSpecifier::Topic(name)], &AdminOptions::new().request_timeout(Some(PATIENCE))).await;
-    let retention = described.and_then(|topics| {
-        let topic = topics.into_iter().next().ok_or(KafkaError::NoMessageReceived)?.map_err(KafkaError::AdminOp)?;
-        Ok(topic.get("retention.ms").and_then(|entry| entry.value.clone()))
-    });
-    match retention {
-        Ok(Some(limit)) if limit != "-1" => {
-            tracing::warn!(topic = name, retention_ms = limit, "what stands here expires unread; set retention.ms=-1");
+    let asked: Vec<_> = names.iter().map(|name| ResourceSpecifier::Topic(name)).collect();
+    let described = admin.describe_configs(&asked, &AdminOptions::new().request_timeout(Some(PATIENCE))).await;
+    let Ok(described) = described.inspect_err(|error| tracing::debug!(%error, "retention not known")) else { return };
+    for (name, topic) in names.iter().zip(described) {
+        match topic.as_ref().map(|topic| topic.get("retention.ms").and_then(|entry| entry.value.as_deref())) {
+            Ok(Some("-1") | None) => {}
+            Ok(Some(limit)) => tracing::warn!(topic = name, retention_ms = limit, "what stands here expires unread; set retention.ms=-1"),
+            Err(error) => tracing::debug!(topic = name, %error, "retention not known"),
         }
-        Ok(_) => {}
-        Err(error) => tracing::debug!(topic = name, %error, "retention not known"),
     }
 }

@@ -44,6 +44,15 @@ async fn until(accepted: &Accepted, count: usize) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn members_that_come_and_go_lose_nothing_and_accept_nothing_twice() {
+    come_and_go("cooperative-sticky").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_eager_group_loses_nothing_and_accepts_nothing_twice() {
+    come_and_go("range").await;
+}
+
+async fn come_and_go(strategy: &str) {
     const PARTITIONS: i32 = 6;
     const EACH: usize = 2_000;
     let topic = Topic::new(PARTITIONS).await;
@@ -53,7 +62,8 @@ async fn members_that_come_and_go_lose_nothing_and_accept_nothing_twice() {
     let accepted = Accepted::default();
     let member = async || {
         let (leave, left) = watch::channel(());
-        (leave, tokio::spawn(accept_all(topic.open().await, accepted.clone(), left)))
+        let source = topic.source().property("partition.assignment.strategy", strategy).open().await.expect("a source");
+        (leave, tokio::spawn(accept_all(source, accepted.clone(), left)))
     };
     let total = PARTITIONS as usize * EACH;
     let first = member().await;
@@ -76,29 +86,40 @@ async fn members_that_come_and_go_lose_nothing_and_accept_nothing_twice() {
     }
 }
 
+/// Waits until a partition of this source is revoked.
+async fn revocation(source: &mut KafkaSource) -> u64 {
+    let revoked = tokio::time::timeout(BOUND, async {
+        loop {
+            let mut incoming = Vec::new();
+            source.receive(Limit { count: 1, bytes: 1 << 20 }, &mut incoming).await.expect("news");
+            if let Some(Incoming::Revoked(epoch)) = incoming.pop() {
+                return epoch;
+            }
+        }
+    });
+    revoked.await.expect("a revocation")
+}
+
 #[tokio::test(flavor = "multi_thread")]
-async fn a_late_settlement_of_a_revoked_partition_moves_nothing() {
-    let topic = Topic::new(1).await;
-    topic.send_numbers(0, 3).await;
-    // With the range assignor the first member by id has the only partition: whoever that is, it changes hands or not,
-    // so the first one leaves on purpose, by closing.
-    let mut first = topic.source().drain_on_revoke(Duration::from_millis(200)).open().await.expect("a source");
-    let mut held = receive(&mut first, 3).await;
-    accept(&mut first, held.drain(..1)).await;
+async fn a_settlement_after_the_partition_went_moves_nothing() {
+    let topic = Topic::new(2).await;
+    topic.send_numbers(0, 5).await;
+    topic.send_numbers(1, 5).await;
+    let mut first = topic.source().drain_on_revoke(Duration::from_millis(50)).open().await.expect("a source");
+    let held = receive(&mut first, 10).await;
     let mut second = topic.open().await;
-    let first_leaves = tokio::spawn(async move { close(first).await });
-    let again = receive(&mut second, 2).await;
-    first_leaves.await.expect("left");
-    assert_eq!(offsets(&again), [1, 2]);
-    // Receipts of another source: their epoch is not known here, whatever their offset says.
-    for it in &mut held {
-        it.receipt.epoch += 1_000;
-    }
-    accept(&mut second, held).await;
-    assert!(is_silent(&mut second, Duration::from_millis(1_500)).await);
-    assert_eq!(topic.committed(0).await, Some(1));
+    let epoch = revocation(&mut first).await;
+    let (gone, kept): (Vec<_>, Vec<_>) = held.into_iter().partition(|it| it.receipt.epoch == epoch);
+    let again = receive(&mut second, 5).await;
+    assert_eq!(offsets(&again), offsets(&gone));
+    let partition = again[0].receipt.partition as i32;
+    accept(&mut first, gone).await;
+    accept(&mut first, kept).await;
+    topic.await_commit(1 - partition, 5).await;
+    assert_eq!(topic.committed(partition).await, None);
     accept(&mut second, again).await;
-    topic.await_commit(0, 3).await;
+    topic.await_commit(partition, 5).await;
+    close(first).await;
     close(second).await;
 }
 
@@ -114,16 +135,7 @@ async fn a_revocation_is_announced_and_waits_for_what_is_being_handled() {
         async move { kafka.open().await.expect("a source") }
     });
     // The second member gets one of the two partitions.
-    let epoch = tokio::time::timeout(BOUND, async {
-        loop {
-            let mut incoming = Vec::new();
-            first.receive(Limit { count: 1, bytes: 1 << 20 }, &mut incoming).await.expect("news");
-            if let Some(Incoming::Revoked(epoch)) = incoming.pop() {
-                return epoch;
-            }
-        }
-    });
-    let epoch = epoch.await.expect("a revocation");
+    let epoch = revocation(&mut first).await;
     let (leaving, staying): (Vec<_>, Vec<_>) = held.drain(..).partition(|it| it.receipt.epoch == epoch);
     assert_eq!((leaving.len(), staying.len()), (20, 20));
     let partition = leaving[0].receipt.partition as i32;
