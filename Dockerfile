@@ -1,0 +1,22 @@
+# The payments demo with its real parts: Kafka, RabbitMQ, Redis and the provider over HTTP.
+
+FROM rust:1-bookworm AS build
+# What librdkafka is built with.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends g++ gcc libssl-dev make pkg-config zlib1g-dev \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /src
+COPY . .
+RUN cargo build --release --locked -p payments --features kafka,rabbitmq
+
+FROM debian:bookworm-slim
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends ca-certificates libssl3 zlib1g \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 10001 --create-home payments \
+    && install -d -o payments -g payments /data
+COPY --from=build /src/target/release/payments /usr/local/bin/payments
+USER payments
+WORKDIR /data
+VOLUME /data
+ENTRYPOINT ["payments"]
