@@ -6,7 +6,7 @@ use clap::{Args, Parser, ValueEnum};
 
 /// Charges payments through oncegate, with everything going wrong that can, and counts what became of them.
 #[derive(Debug, Parser)]
-#[command(version)]
+#[command(version, args_conflicts_with_subcommands = true)]
 pub(crate) struct Cli {
     #[command(flatten)]
     pub(crate) traffic: Traffic,
@@ -33,6 +33,17 @@ pub(crate) struct Cli {
     #[cfg(feature = "real")]
     #[command(subcommand)]
     pub(crate) command: Option<crate::real::Command>,
+}
+
+impl Cli {
+    /// Whether the counts are wanted as JSON.
+    pub(crate) fn wants_json(&self) -> bool {
+        #[cfg(feature = "real")]
+        if let Some(crate::real::Command::Report(arguments)) = &self.command {
+            return arguments.json;
+        }
+        self.json
+    }
 }
 
 /// What is sent.

@@ -29,7 +29,7 @@ const LEASE: Duration = Duration::from_secs(1);
 ///
 /// # Errors
 /// If the input cannot be read, or a worker did not run.
-pub(crate) async fn run(cli: &Cli, outcomes: &Outcomes) -> Result<Report, Box<dyn std::error::Error>> {
+pub(crate) async fn run(cli: &Cli, outcomes: &Outcomes) -> Result<Report, crate::Error> {
     let payments = cli.traffic.payments("pay")?;
     let sent = traffic::of(&payments, cli.traffic.seed);
     let progress = Progress::new(sent.len() as u64);
@@ -138,14 +138,14 @@ impl Fleet {
     }
 
     /// A worker ends on its own only for an error.
-    async fn all_run(&mut self) -> Result<(), Box<dyn std::error::Error>> {
+    async fn all_run(&mut self) -> Result<(), crate::Error> {
         match self.workers.iter_mut().find(|worker| worker.is_finished()) {
             Some(worker) => Ok(worker.await??),
             None => Ok(()),
         }
     }
 
-    async fn stop(self) -> Result<(), Box<dyn std::error::Error>> {
+    async fn stop(self) -> Result<(), crate::Error> {
         self.shutdown.send_replace(());
         for worker in self.workers {
             worker.await??;

@@ -1,9 +1,14 @@
 //! The provider's own book: what was charged, and what is refused. Neither a worker nor the framework can write in it.
 
 use std::collections::HashMap;
-use std::fs::{File, OpenOptions};
-use std::io::{self, BufRead, BufReader, Write};
-use std::path::Path;
+use std::fs::File;
+#[cfg(any(test, feature = "real"))]
+use std::fs::OpenOptions;
+use std::io::{self, Write};
+#[cfg(any(test, feature = "real"))]
+use std::io::{Read, Seek, SeekFrom};
+#[cfg(any(test, feature = "real"))]
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
@@ -75,23 +80,13 @@ impl Ledger {
     ///
     /// # Errors
     /// If the file cannot be opened, or a line of it is no entry.
-    #[cfg_attr(not(feature = "real"), allow(dead_code))]
+    #[cfg(any(test, feature = "real"))]
     pub(crate) fn in_file(path: &Path) -> io::Result<Self> {
+        let mut written = LedgerFile::at(path.to_owned());
+        written.refresh()?;
         let file = OpenOptions::new().create(true).append(true).open(path)?;
-        Ok(Self { file: Some(file), ..Self::read(path)? })
-    }
-
-    /// Reads the book of a file, to count it.
-    ///
-    /// # Errors
-    /// If the file cannot be read, or a line of it is no entry.
-    #[cfg_attr(not(feature = "real"), allow(dead_code))]
-    pub(crate) fn read(path: &Path) -> io::Result<Self> {
-        let mut ledger = Self::default();
-        for line in BufReader::new(File::open(path)?).lines() {
-            ledger.note(serde_json::from_str(&line?)?);
-        }
-        Ok(ledger)
+        file.set_len(written.offset)?; // what is cut off was never answered
+        Ok(Self { file: Some(file), ..written.ledger })
     }
 
     /// Books a charge, unless its attempt was voided or its repetition is known.
@@ -124,7 +119,7 @@ impl Ledger {
     }
 
     /// How many payments were charged at least once.
-    #[cfg_attr(not(feature = "real"), allow(dead_code))]
+    #[cfg(any(test, feature = "real"))]
     pub(crate) fn charged(&self) -> usize {
         self.charges.len()
     }
@@ -157,6 +152,52 @@ impl Ledger {
                 *voided = through.max(*voided);
             }
         }
+    }
+}
+
+/// The book of a provider in another process, to be read while it is written.
+#[cfg(any(test, feature = "real"))]
+#[derive(Debug)]
+pub(crate) struct LedgerFile {
+    path: PathBuf,
+    offset: u64,
+    lines: usize,
+    ledger: Ledger,
+}
+
+#[cfg(any(test, feature = "real"))]
+impl LedgerFile {
+    /// The book in this file; one that is missing is empty.
+    pub(crate) fn at(path: PathBuf) -> Self {
+        Self { path, offset: 0, lines: 0, ledger: Ledger::default() }
+    }
+
+    /// Reads what was added. A last line without an end is still being written, and is left for the next time.
+    ///
+    /// # Errors
+    /// If the file cannot be read, or a line of it is no entry.
+    pub(crate) fn refresh(&mut self) -> io::Result<&Ledger> {
+        let mut added = Vec::new();
+        match File::open(&self.path) {
+            Ok(mut file) => {
+                file.seek(SeekFrom::Start(self.offset))?;
+                file.read_to_end(&mut added)?;
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(error),
+        }
+        for line in added.split_inclusive(|byte| *byte == b'\n').filter(|line| line.ends_with(b"\n")) {
+            self.ledger.note(serde_json::from_slice(line)?);
+            self.offset += line.len() as u64;
+            self.lines += 1;
+        }
+        Ok(&self.ledger)
+    }
+
+    /// How many entries were read.
+    #[cfg(feature = "real")]
+    pub(crate) fn lines(&self) -> usize {
+        self.lines
     }
 }
 
@@ -204,7 +245,20 @@ mod tests {
         let mut again = Ledger::in_file(&path).expect("the same file");
         again.charge("a", 5, 1, Repeats::ChargeAgain).expect("booked");
         assert!(again.charge("b", 5, 1, Repeats::ChargeAgain).is_err());
-        let read = Ledger::read(&path).expect("the same file");
+        let mut file = LedgerFile::at(path);
+        let read = file.refresh().expect("the same file");
         assert_eq!((read.charged(), read.charged_twice(), read.has_charged("b")), (1, 1, false));
+    }
+
+    #[test]
+    fn a_line_that_is_still_being_written_is_left_for_the_next_time() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("ledger.jsonl");
+        let whole = r#"{"charged":{"id":"a","amount":5,"attempt":1}}"#;
+        std::fs::write(&path, format!("{whole}\n{}", &whole[..20])).expect("written");
+        let mut file = LedgerFile::at(path.clone());
+        assert_eq!(file.refresh().expect("one line").charged_twice(), 0);
+        std::fs::write(&path, format!("{whole}\n{whole}\n")).expect("written");
+        assert_eq!(file.refresh().expect("two lines").charged_twice(), 1);
     }
 }

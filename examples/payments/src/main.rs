@@ -8,10 +8,14 @@ mod cli;
 mod counters;
 mod embedded;
 mod faults;
+#[cfg(feature = "real")]
+mod http;
 mod ledger;
 mod payment;
 mod progress;
 mod provider;
+#[cfg(feature = "real")]
+mod real;
 mod report;
 mod traffic;
 
@@ -23,11 +27,15 @@ use crate::cli::{Broker, Cli, StoreKind};
 use crate::counters::Outcomes;
 use crate::report::Report;
 
+/// Whatever went wrong, with a text for the user.
+pub(crate) type Error = Box<dyn std::error::Error + Send + Sync>;
+
 #[tokio::main]
 async fn main() -> ExitCode {
     let cli = Cli::parse();
     match run(&cli).await {
-        Ok(report) => show(&cli, &report),
+        Ok(Some(report)) => show(&cli, &report),
+        Ok(None) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("payments: {error}");
             ExitCode::from(2)
@@ -35,25 +43,30 @@ async fn main() -> ExitCode {
     }
 }
 
-async fn run(cli: &Cli) -> Result<Report, Box<dyn std::error::Error>> {
-    let outcomes = Outcomes::install();
+async fn run(cli: &Cli) -> Result<Option<Report>, Error> {
+    #[cfg(feature = "real")]
+    if let Some(command) = &cli.command {
+        return command.run().await;
+    }
+    if !cli.json {
+        eprintln!("payments: {}", cli.promise.guarantee.explained());
+    }
     match (cli.broker, cli.store) {
-        (Broker::Memory, None | Some(StoreKind::Memory)) => {
-            if !cli.json {
-                eprintln!("payments: {}", cli.promise.guarantee.explained());
-            }
-            embedded::run(cli, &outcomes).await
-        }
+        (Broker::Memory, None | Some(StoreKind::Memory)) => embedded::run(cli, &Outcomes::install()).await.map(Some),
         (Broker::Memory, Some(StoreKind::Redis)) => {
-            Err("--store: redis is for a broker between processes; take --broker kafka or rabbitmq".into())
+            Err("--store: redis is for workers in processes of their own; take --broker kafka or rabbitmq".into())
         }
-        (Broker::Kafka | Broker::Rabbitmq, _) => Err("--broker: not in this build; add --features kafka,rabbitmq".into()),
+        (_, Some(StoreKind::Memory)) => Err("--store: workers in processes of their own share no memory; take redis".into()),
+        #[cfg(feature = "real")]
+        (_, None | Some(StoreKind::Redis)) => real::run(cli).await.map(Some),
+        #[cfg(not(feature = "real"))]
+        (_, None | Some(StoreKind::Redis)) => Err("--broker: not in this build; add --features kafka,rabbitmq".into()),
     }
 }
 
 /// Prints the counts; success only if every payment was charged once or stands aside for a person.
 fn show(cli: &Cli, report: &Report) -> ExitCode {
-    if cli.json {
+    if cli.wants_json() {
         println!("{}", serde_json::to_string(report).expect("a struct of numbers is JSON"));
     } else {
         print!("{report}");

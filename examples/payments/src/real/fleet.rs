@@ -1,0 +1,124 @@
+//! The processes of a run: the provider and the workers.
+
+use std::fs::File;
+use std::process::Stdio;
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process};
+use tokio::io::{AsyncBufReadExt, BufReader};
+use tokio::process::{Child, Command};
+
+use super::Error;
+use super::rundir::RunDir;
+
+/// How long a process may take to drain and end.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Processes of this program, each with a log in the run directory. Those that still run when it is dropped are killed.
+pub(crate) struct Fleet {
+    run_dir: RunDir,
+    environment: Vec<(&'static str, String)>,
+    arguments: Vec<String>,
+    workers: Vec<(String, Child)>,
+    started: usize,
+}
+
+/// A provider that answers.
+pub(crate) struct Provider {
+    /// Where it answers.
+    pub(crate) url: String,
+    process: Child,
+}
+
+impl Provider {
+    pub(crate) async fn start(run_dir: &RunDir, arguments: &[String]) -> Result<Self, Error> {
+        let mut process = command(run_dir, "provider")?
+            .args(["provider", "--listen", "127.0.0.1:0"])
+            .arg("--run-dir")
+            .arg(run_dir.path())
+            .args(arguments)
+            .stdout(Stdio::piped())
+            .spawn()?;
+        let stdout = process.stdout.take().ok_or("the provider has no stdout")?;
+        let url = BufReader::new(stdout).lines().next_line().await?;
+        let url = url.ok_or_else(|| format!("the provider did not start; see {}", run_dir.log("provider").display()))?;
+        Ok(Self { url, process })
+    }
+
+    pub(crate) async fn stop(mut self) -> Result<(), Error> {
+        end("provider", &mut self.process).await
+    }
+}
+
+impl Fleet {
+    /// No workers yet; these are the arguments and the environment of each.
+    pub(crate) fn new(run_dir: &RunDir, arguments: Vec<String>, environment: Vec<(&'static str, String)>) -> Self {
+        Self { run_dir: run_dir.clone(), environment, arguments, workers: Vec::new(), started: 0 }
+    }
+
+    /// Starts one more.
+    pub(crate) fn hire(&mut self) -> Result<(), Error> {
+        self.started += 1;
+        let name = format!("worker-{}", self.started);
+        let process = command(&self.run_dir, &name)?
+            .arg("work")
+            .args(&self.arguments)
+            .args(["--worker", &name, "--run-dir"])
+            .arg(self.run_dir.path())
+            .envs(self.environment.iter().cloned())
+            .stdout(Stdio::null())
+            .spawn()?;
+        self.workers.push((name, process));
+        Ok(())
+    }
+
+    /// SIGKILLs one, and starts another in its place.
+    pub(crate) async fn kill_one(&mut self, rng: &mut fastrand::Rng) -> Result<(), Error> {
+        let (_, mut victim) = self.workers.swap_remove(rng.usize(0..self.workers.len()));
+        victim.kill().await?;
+        self.hire()
+    }
+
+    /// A worker ends by itself only for a reason.
+    pub(crate) fn all_run(&mut self) -> Result<(), Error> {
+        for (name, process) in &mut self.workers {
+            if let Some(status) = process.try_wait()? {
+                return Err(format!("{name} ended with {status}; see {}", self.run_dir.log(name).display()).into());
+            }
+        }
+        Ok(())
+    }
+
+    /// SIGTERMs all, and waits until they have drained.
+    pub(crate) async fn stop(&mut self) -> Result<(), Error> {
+        for (_, process) in &self.workers {
+            terminate(process)?;
+        }
+        for (name, mut process) in self.workers.drain(..) {
+            end(&name, &mut process).await?;
+        }
+        Ok(())
+    }
+}
+
+fn command(run_dir: &RunDir, name: &str) -> Result<Command, Error> {
+    let mut command = Command::new(std::env::current_exe()?);
+    command.stdin(Stdio::null()).stderr(File::create(run_dir.log(name))?).kill_on_drop(true);
+    Ok(command)
+}
+
+fn terminate(process: &Child) -> Result<(), Error> {
+    if let Some(id) = process.id().and_then(|id| Pid::from_raw(id as i32)) {
+        kill_process(id, Signal::TERM)?;
+    }
+    Ok(())
+}
+
+async fn end(name: &str, process: &mut Child) -> Result<(), Error> {
+    terminate(process)?;
+    match tokio::time::timeout(PATIENCE, process.wait()).await {
+        Ok(status) if status.as_ref().is_ok_and(|status| status.success()) => Ok(()),
+        Ok(status) => Err(format!("{name} ended with {}", status?).into()),
+        Err(_) => Err(format!("{name} did not end within {PATIENCE:?} of SIGTERM").into()),
+    }
+}

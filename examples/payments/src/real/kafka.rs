@@ -1,0 +1,138 @@
+//! Kafka, as the demo itself uses it.
+
+use std::time::{Duration, Instant};
+
+use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
+use rdkafka::client::DefaultClientContext;
+use rdkafka::config::ClientConfig;
+use rdkafka::consumer::{BaseConsumer, Consumer};
+use rdkafka::error::RDKafkaErrorCode;
+use rdkafka::message::{Header, Headers, Message, OwnedHeaders};
+use rdkafka::producer::{FutureProducer, FutureRecord};
+use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
+
+use super::Error;
+use super::wire::Queue;
+use crate::payment::ID_HEADER;
+use crate::traffic::Outgoing;
+
+/// How long one question to the broker may take.
+const PATIENCE: Duration = Duration::from_secs(20);
+const PARTITIONS: i32 = 6;
+const ASIDE: [&str; 2] = [".dead-letters", ".in-doubt"];
+
+/// A producer, and what it takes to look.
+pub(crate) struct Wire {
+    brokers: String,
+    queue: Queue,
+    producer: FutureProducer,
+}
+
+/// Creates the topic and those beside it, where they are missing.
+pub(crate) async fn create(brokers: &str, name: &str) -> Result<(), Error> {
+    let aside = ASIDE.map(|suffix| format!("{name}{suffix}"));
+    let keeping = |name| NewTopic::new(name, 1, TopicReplication::Fixed(1)).set("retention.ms", "-1");
+    let mut topics = vec![NewTopic::new(name, PARTITIONS, TopicReplication::Fixed(1))];
+    topics.extend(aside.iter().map(|name| keeping(name)));
+    for result in admin(brokers)?.create_topics(&topics, &options()).await? {
+        match result {
+            Ok(_) | Err((_, RDKafkaErrorCode::TopicAlreadyExists)) => {}
+            Err((topic, error)) => return Err(format!("the topic {topic} cannot be created: {error}").into()),
+        }
+    }
+    Ok(())
+}
+
+impl Wire {
+    pub(crate) async fn open(brokers: String, queue: Queue) -> Result<Self, Error> {
+        create(&brokers, &queue.name).await?;
+        let producer = client(&brokers).set("enable.idempotence", "true").set("linger.ms", "5").create()?;
+        Ok(Self { brokers, queue, producer })
+    }
+
+    pub(crate) async fn send(&self, messages: &[Outgoing]) -> Result<(), Error> {
+        let mut confirmations = Vec::with_capacity(messages.len());
+        for message in messages {
+            // Without a key, so that the two copies of a payment meet different workers.
+            let mut record = FutureRecord::<(), str>::to(&self.queue.name).payload(&message.body);
+            if let Some(id) = &message.id {
+                record = record.headers(OwnedHeaders::new().insert(Header { key: ID_HEADER, value: Some(id) }));
+            }
+            confirmations.push(self.producer.send_result(record).map_err(|(error, _)| error)?);
+        }
+        for confirmation in confirmations {
+            confirmation.await?.map_err(|(error, _)| error)?;
+        }
+        Ok(())
+    }
+
+    /// How far the group is behind.
+    pub(crate) async fn backlog(&self) -> Result<u64, Error> {
+        let topic = self.queue.name.clone();
+        self.look(move |consumer| {
+            let mut partitions = TopicPartitionList::new();
+            partitions.add_partition_range(&topic, 0, PARTITIONS - 1);
+            let committed = consumer.committed_offsets(partitions, PATIENCE)?;
+            let mut behind = 0;
+            for partition in committed.elements() {
+                let (first, end) = consumer.fetch_watermarks(&topic, partition.partition(), PATIENCE)?;
+                let next = if let Offset::Offset(next) = partition.offset() { next } else { first };
+                behind += u64::try_from(end - next).unwrap_or_default();
+            }
+            Ok(behind)
+        })
+        .await
+    }
+
+    /// The ids of all messages beside the topic; `None` for one without.
+    pub(crate) async fn ids(&self, suffix: &str) -> Result<Vec<Option<String>>, Error> {
+        let topic = format!("{}{suffix}", self.queue.name);
+        self.look(move |consumer| {
+            let (first, end) = consumer.fetch_watermarks(&topic, 0, PATIENCE)?;
+            let mut partitions = TopicPartitionList::new();
+            partitions.add_partition_offset(&topic, 0, Offset::Offset(first))?;
+            consumer.assign(&partitions)?;
+            let (mut ids, mut next, begun) = (Vec::new(), first, Instant::now());
+            while next < end {
+                if begun.elapsed() > PATIENCE {
+                    return Err(format!("{topic} could not be read to its end in {PATIENCE:?}").into());
+                }
+                let Some(message) = consumer.poll(Duration::from_millis(200)) else { continue };
+                let message = message?;
+                next = message.offset() + 1;
+                let id = message.headers().into_iter().flat_map(|headers| headers.iter()).find(|header| header.key == ID_HEADER);
+                ids.push(id.and_then(|header| header.value).map(|id| String::from_utf8_lossy(id).into_owned()));
+            }
+            Ok(ids)
+        })
+        .await
+    }
+
+    pub(crate) async fn remove(&self) -> Result<(), Error> {
+        let aside = ASIDE.map(|suffix| format!("{}{suffix}", self.queue.name));
+        let topics: Vec<&str> = aside.iter().map(String::as_str).chain([self.queue.name.as_str()]).collect();
+        admin(&self.brokers)?.delete_topics(&topics, &options()).await?;
+        Ok(())
+    }
+
+    /// librdkafka waits where it is asked: on a thread that may.
+    async fn look<T: Send + 'static>(&self, ask: impl FnOnce(BaseConsumer) -> Result<T, Error> + Send + 'static) -> Result<T, Error> {
+        let consumer: BaseConsumer =
+            client(&self.brokers).set("group.id", &self.queue.group).set("enable.auto.commit", "false").create()?;
+        tokio::task::spawn_blocking(move || ask(consumer)).await?
+    }
+}
+
+fn client(brokers: &str) -> ClientConfig {
+    let mut config = ClientConfig::new();
+    config.set("bootstrap.servers", brokers);
+    config
+}
+
+fn admin(brokers: &str) -> Result<AdminClient<DefaultClientContext>, Error> {
+    Ok(client(brokers).create()?)
+}
+
+fn options() -> AdminOptions {
+    AdminOptions::new().operation_timeout(Some(PATIENCE)).request_timeout(Some(PATIENCE))
+}

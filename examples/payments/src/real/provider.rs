@@ -1,0 +1,44 @@
+//! `payments provider`: the bank behind HTTP.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+use tokio::net::TcpListener;
+
+use super::Error;
+use super::rundir::RunDir;
+use super::work::terminated;
+use crate::bank::{Bank, Pace};
+use crate::cli::Promise;
+use crate::faults::Faults;
+use crate::ledger::Ledger;
+
+/// The provider's settings.
+#[derive(Debug, Args)]
+pub(crate) struct Arguments {
+    /// Where to listen; port 0 takes a free one.
+    #[arg(long, default_value = "127.0.0.1:8080")]
+    listen: String,
+    /// Where the ledger is kept, as ledger.jsonl.
+    #[arg(long, default_value = "payments-run")]
+    run_dir: PathBuf,
+    /// Decides what goes wrong.
+    #[arg(long, default_value_t = 42)]
+    seed: u64,
+    #[command(flatten)]
+    promise: Promise,
+}
+
+/// Answers until SIGTERM. The first line on stdout is its URL.
+pub(super) async fn run(arguments: &Arguments) -> Result<(), Error> {
+    let ledger = Ledger::in_file(&RunDir::at(&arguments.run_dir)?.ledger())?;
+    let pace = Pace { answer: Duration::from_millis(20), timeout: Duration::from_millis(300), late: Duration::from_secs(1) };
+    let bank = Bank::new(ledger, Faults::seeded(arguments.seed), arguments.promise.repeats(), pace);
+    let listener = TcpListener::bind(&arguments.listen).await.map_err(|error| format!("--listen {}: {error}", arguments.listen))?;
+    println!("http://{}", listener.local_addr()?);
+    std::io::stdout().flush()?;
+    axum::serve(listener, crate::http::router(bank)).with_graceful_shutdown(terminated()?).await?;
+    Ok(())
+}

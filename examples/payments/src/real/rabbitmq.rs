@@ -1,0 +1,114 @@
+//! RabbitMQ, as the demo itself uses it.
+
+use std::time::{Duration, Instant};
+
+use lapin::options::{BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions, QueueDeleteOptions};
+use lapin::types::{AMQPValue, FieldTable};
+use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
+
+use super::Error;
+use crate::payment::ID_HEADER;
+use crate::traffic::Outgoing;
+
+/// How long the workers may take to declare the queue.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Where the source of oncegate keeps what waits for another attempt.
+const DELAYS: [&str; 5] = [".delay.1000", ".delay.5000", ".delay.30000", ".delay.120000", ".delay.600000"];
+const ASIDE: [&str; 2] = [".dead-letters", ".in-doubt"];
+
+/// A connection that sends, and looks.
+pub(crate) struct Wire {
+    connection: Connection,
+    channel: Channel,
+    queue: String,
+}
+
+impl Wire {
+    /// Waits until a worker has declared the queue.
+    pub(crate) async fn open(url: &str, queue: &str) -> Result<Self, Error> {
+        let begun = Instant::now();
+        loop {
+            let trouble = match Self::connect(url, queue).await {
+                Ok(wire) => match wire.ready("").await {
+                    Ok(_) => return Ok(wire),
+                    Err(error) => format!("the queue {queue} is not there ({error}); a worker declares it"),
+                },
+                Err(error) => format!("RabbitMQ cannot be used: {error}"),
+            };
+            if begun.elapsed() > PATIENCE {
+                return Err(trouble.into());
+            }
+            tokio::time::sleep(Duration::from_millis(200)).await;
+        }
+    }
+
+    async fn connect(url: &str, queue: &str) -> Result<Self, Error> {
+        let connection = Connection::connect(url, ConnectionProperties::default()).await?;
+        let channel = connection.create_channel().await?;
+        channel.confirm_select(ConfirmSelectOptions::default()).await?;
+        Ok(Self { connection, channel, queue: queue.to_owned() })
+    }
+
+    pub(crate) async fn send(&self, messages: &[Outgoing]) -> Result<(), Error> {
+        let mut confirmations = Vec::with_capacity(messages.len());
+        for message in messages {
+            let mut properties = BasicProperties::default().with_delivery_mode(2);
+            if let Some(id) = &message.id {
+                let mut headers = FieldTable::default();
+                headers.insert(ID_HEADER.into(), AMQPValue::LongString(id.as_str().into()));
+                properties = properties.with_headers(headers);
+            }
+            let options = BasicPublishOptions { mandatory: true, ..BasicPublishOptions::default() };
+            let publish = self.channel.basic_publish("".into(), self.queue.as_str().into(), options, message.body.as_bytes(), properties);
+            confirmations.push(publish.await?);
+        }
+        for confirmation in confirmations {
+            let confirmation = confirmation.await?;
+            if !confirmation.is_ack() || confirmation.take_message().is_some() {
+                return Err(format!("RabbitMQ did not take a message for the queue {}", self.queue).into());
+            }
+        }
+        Ok(())
+    }
+
+    /// What is ready, or waits for another attempt.
+    pub(crate) async fn backlog(&self) -> Result<u64, Error> {
+        let mut waiting = 0;
+        for suffix in [""].into_iter().chain(DELAYS) {
+            waiting += self.ready(suffix).await?;
+        }
+        Ok(waiting)
+    }
+
+    /// The ids of all messages beside the queue; `None` for one without.
+    pub(crate) async fn ids(&self, suffix: &str) -> Result<Vec<Option<String>>, Error> {
+        let name = format!("{}{suffix}", self.queue);
+        // What is got and not acknowledged goes back when the channel closes.
+        let channel = self.connection.create_channel().await?;
+        let mut ids = Vec::new();
+        while let Some(message) = channel.basic_get(name.as_str().into(), BasicGetOptions::default()).await? {
+            let headers = message.delivery.properties.headers().as_ref();
+            let id = headers.and_then(|headers| headers.inner().get(ID_HEADER)).and_then(|id| match id {
+                AMQPValue::LongString(id) => Some(String::from_utf8_lossy(id.as_bytes()).into_owned()),
+                _ => None,
+            });
+            ids.push(id);
+        }
+        channel.close(200, "OK".into()).await?;
+        Ok(ids)
+    }
+
+    pub(crate) async fn remove(&self) -> Result<(), Error> {
+        for suffix in [""].into_iter().chain(ASIDE).chain(DELAYS) {
+            let name = format!("{}{suffix}", self.queue);
+            self.channel.queue_delete(name.into(), QueueDeleteOptions::default()).await?;
+        }
+        Ok(())
+    }
+
+    async fn ready(&self, suffix: &str) -> Result<u64, Error> {
+        let name = format!("{}{suffix}", self.queue);
+        let options = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
+        Ok(self.channel.queue_declare(name.into(), options, FieldTable::default()).await?.message_count().into())
+    }
+}

@@ -1,0 +1,113 @@
+//! The run directory: what each process wrote down of what it did.
+
+use std::collections::BTreeSet;
+use std::fs::OpenOptions;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::Error;
+use crate::counters::Counts;
+use crate::traffic::{Kind, Outgoing};
+
+/// A directory that the processes of one run share.
+#[derive(Clone, Debug)]
+pub(crate) struct RunDir(PathBuf);
+
+#[derive(Serialize, Deserialize)]
+struct Published {
+    id: Option<String>,
+    kind: Kind,
+}
+
+/// What was sent.
+#[derive(Debug, Default)]
+pub(crate) struct Sent {
+    /// How many messages.
+    pub(crate) messages: u64,
+    /// The ids of the valid payments among them.
+    pub(crate) payments: BTreeSet<String>,
+}
+
+impl RunDir {
+    /// This directory, which is made if it is missing.
+    ///
+    /// # Errors
+    /// If it cannot be made.
+    pub(crate) fn at(path: &Path) -> Result<Self, Error> {
+        std::fs::create_dir_all(path).map_err(|error| format!("--run-dir {}: {error}", path.display()))?;
+        Ok(Self(path.to_owned()))
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.0
+    }
+
+    /// The provider's ledger.
+    pub(crate) fn ledger(&self) -> PathBuf {
+        self.0.join("ledger.jsonl")
+    }
+
+    /// The log of a process.
+    pub(crate) fn log(&self, process: &str) -> PathBuf {
+        self.0.join(format!("{process}.log"))
+    }
+
+    /// Writes down that these were sent, once the broker has confirmed them.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub(crate) fn note_sent(&self, messages: &[Outgoing]) -> Result<(), Error> {
+        let mut lines = Vec::new();
+        for message in messages {
+            serde_json::to_writer(&mut lines, &Published { id: message.id.clone(), kind: message.kind })?;
+            lines.push(b'\n');
+        }
+        OpenOptions::new().create(true).append(true).open(self.0.join("sent.jsonl"))?.write_all(&lines)?;
+        Ok(())
+    }
+
+    /// What was sent.
+    ///
+    /// # Errors
+    /// If it cannot be read, or nothing was sent.
+    pub(crate) fn sent(&self) -> Result<Sent, Error> {
+        let path = self.0.join("sent.jsonl");
+        let text = std::fs::read_to_string(&path).map_err(|error| format!("{}: {error}; was anything sent?", path.display()))?;
+        let mut sent = Sent::default();
+        for line in text.lines() {
+            let published: Published = serde_json::from_str(line)?;
+            sent.messages += 1;
+            sent.payments.extend(published.id.filter(|_| published.kind == Kind::Valid));
+        }
+        Ok(sent)
+    }
+
+    /// Writes down what a worker has counted so far. A worker that is killed takes its last moments with it.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub(crate) fn note_counts(&self, worker: &str, counts: &Counts) -> Result<(), Error> {
+        let (written, whole) = (self.0.join(format!("counts-{worker}.tmp")), self.0.join(format!("counts-{worker}.json")));
+        std::fs::write(&written, serde_json::to_vec(counts)?)?;
+        std::fs::rename(written, whole)?;
+        Ok(())
+    }
+
+    /// What all workers have counted.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub(crate) fn counts(&self) -> Result<Counts, Error> {
+        let mut all = Counts::default();
+        for entry in std::fs::read_dir(&self.0)? {
+            let path = entry?.path();
+            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            if name.starts_with("counts-") && name.ends_with(".json") {
+                all.add(&serde_json::from_slice(&std::fs::read(&path)?)?);
+            }
+        }
+        Ok(all)
+    }
+}

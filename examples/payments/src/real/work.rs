@@ -1,0 +1,124 @@
+//! `payments work`: one worker.
+
+use std::future::Future;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+use oncegate::{Consumer, IdSource, Open, Redis};
+use tokio::signal::unix::{SignalKind, signal};
+
+use super::rundir::RunDir;
+use super::wire::Queue;
+use super::{Error, Servers};
+use crate::charge::Charge;
+use crate::cli::{Broker, Promise};
+use crate::counters::Outcomes;
+use crate::payment::ID_HEADER;
+use crate::provider::Provider;
+
+/// How often the counts are written down.
+const NOTING: Duration = Duration::from_millis(200);
+
+/// A worker's settings.
+#[derive(Debug, Args)]
+pub(crate) struct Arguments {
+    /// Where payments come from.
+    #[arg(long, value_enum)]
+    broker: Broker,
+    #[command(flatten)]
+    servers: Servers,
+    #[command(flatten)]
+    queue: Queue,
+    /// Where the payment provider is.
+    #[arg(long, default_value = "http://127.0.0.1:8080")]
+    provider: String,
+    /// Where the counts are kept.
+    #[arg(long, default_value = "payments-run")]
+    run_dir: PathBuf,
+    /// What the counts of this worker are kept under; each worker needs a name of its own.
+    #[arg(long, env = "HOSTNAME", default_value = "worker")]
+    worker: String,
+    /// How long a claim holds without renewal, in milliseconds.
+    #[arg(long, default_value_t = 2000)]
+    lease: u64,
+    /// How many payments are charged at once.
+    #[arg(long, default_value_t = 256)]
+    in_flight: usize,
+    #[command(flatten)]
+    promise: Promise,
+}
+
+/// Works until SIGTERM or Ctrl-C, then drains.
+pub(super) async fn run(arguments: &Arguments) -> Result<(), Error> {
+    tracing_subscriber::fmt().with_env_filter(tracing_subscriber::EnvFilter::new("warn,oncegate=info")).with_writer(std::io::stderr).init();
+    let outcomes = Outcomes::install();
+    let run_dir = RunDir::at(&arguments.run_dir)?;
+    let noting = async {
+        loop {
+            tokio::time::sleep(NOTING).await;
+            if let Err(error) = run_dir.note_counts(&arguments.worker, &outcomes.counts()) {
+                eprintln!("payments: the counts are not written down: {error}");
+            }
+        }
+    };
+    tokio::select! {
+        worked = consume(arguments) => worked?,
+        () = noting => {}
+    }
+    run_dir.note_counts(&arguments.worker, &outcomes.counts())
+}
+
+async fn consume(arguments: &Arguments) -> Result<(), Error> {
+    match arguments.broker {
+        Broker::Memory => Err("--broker: a worker of its own needs kafka or rabbitmq".into()),
+        #[cfg(feature = "kafka")]
+        Broker::Kafka => {
+            use oncegate::{Kafka, TopicCreation};
+            let brokers = arguments.servers.kafka()?;
+            super::kafka::create(&brokers, &arguments.queue.name).await?;
+            let source = Kafka::topic(&arguments.queue.name)
+                .brokers(brokers)
+                .group(&arguments.queue.group)
+                .create_topics(TopicCreation::Create { partitions: 1, replication: 1 })
+                .property("session.timeout.ms", "6000")
+                .property("heartbeat.interval.ms", "1000");
+            consume_from(source, arguments).await
+        }
+        #[cfg(feature = "rabbitmq")]
+        Broker::Rabbitmq => {
+            let source = oncegate::RabbitMq::queue(&arguments.queue.name).url(arguments.servers.rabbitmq()?);
+            consume_from(source, arguments).await
+        }
+        #[allow(unreachable_patterns)]
+        broker => Err(super::wire::not_in_this_build(broker)),
+    }
+}
+
+async fn consume_from(source: impl Open, arguments: &Arguments) -> Result<(), Error> {
+    let lease = Duration::from_millis(arguments.lease);
+    Consumer::builder()
+        .source(source)
+        .store(Redis::at(arguments.servers.redis()?))
+        .guarantee(arguments.promise.guarantee.guarantee())
+        .id(IdSource::header(ID_HEADER))
+        .scope(&arguments.queue.name)
+        .lease(lease)
+        .backoff(Duration::from_millis(50), lease / 4)
+        .in_flight(arguments.in_flight)
+        .handler(Charge { provider: Provider::Http(crate::http::Client::at(&arguments.provider)?) })
+        .run_until(terminated()?)
+        .await?;
+    Ok(())
+}
+
+/// Over at SIGTERM or Ctrl-C.
+pub(super) fn terminated() -> Result<impl Future<Output = ()> + Send + 'static, Error> {
+    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    Ok(async move {
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+    })
+}
