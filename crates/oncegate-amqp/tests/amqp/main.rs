@@ -1,5 +1,6 @@
 //! The RabbitMQ source against a real broker.
 
+mod consumer;
 mod rig;
 
 use std::time::{Duration, Instant};
