@@ -1,10 +1,12 @@
 //! The same id more than once.
 
-use crate::broker::{Broker, Sent};
+use std::collections::BTreeSet;
+
+use crate::broker::{Broker, Letter, Sent};
 use crate::on_both_brokers;
 use crate::world::World;
 
-on_both_brokers!(one_after_the_other, at_the_same_time);
+on_both_brokers!(one_after_the_other, at_the_same_time, whatever_the_id_looks_like, with_another_body_is_a_conflict_at_most_once);
 
 async fn one_after_the_other(broker: Broker) {
     let world = World::new(broker).await;
@@ -35,4 +37,33 @@ async fn at_the_same_time(broker: Broker) {
     let marker = world.marker("id-00").await.expect("a marker");
     assert!(marker.len() == 19 && marker.starts_with('1') && marker.bytes().all(|byte| byte.is_ascii_digit()), "{marker}");
     world.end(consumers).await;
+}
+
+async fn whatever_the_id_looks_like(broker: Broker) {
+    let odd = ["a b", "a|b", "{a}b", "h:0", "\u{e9}", "e\u{301}", "a\r\nSET x", &"long".repeat(5_000)];
+    let world = World::new(broker).await;
+    let consumer = world.consumer("effectively-once").start();
+    for _ in 0..2 {
+        world.publish(odd.map(|id| Sent::new(id, "work"))).await;
+    }
+    world.until_settled(odd.len() * 2).await;
+    let ids: BTreeSet<String> = world.effected().into_iter().collect();
+    assert_eq!((ids.len(), world.effects().len()), (odd.len(), odd.len()), "{ids:?}");
+    assert!(ids.iter().all(|id| id.starts_with("h:")), "{ids:?}");
+    world.end([consumer]).await;
+}
+
+async fn with_another_body_is_a_conflict_at_most_once(broker: Broker) {
+    let world = World::new(broker).await;
+    let consumer = world.consumer("at-most-once").start();
+    world.publish([Sent::new("a", "work")]).await;
+    world.until_settled(1).await;
+    world.publish([Sent::slow("a", 0), Sent::new("a", "work")]).await;
+    world.until_settled(3).await;
+    world.until("it stands in the dead letters", async || !world.dead_letters().await.is_empty()).await;
+    let letters = world.dead_letters().await;
+    assert_eq!(letters.iter().map(Letter::reason).collect::<Vec<_>>(), ["conflict"]);
+    assert_eq!(letters[0].body, r#"{"do":"slow","ms":0}"#);
+    assert_eq!(world.effected(), ["a"]);
+    world.end([consumer]).await;
 }

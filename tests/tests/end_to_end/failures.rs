@@ -71,18 +71,19 @@ async fn what_cannot_be_handled_goes_to_the_dead_letters_and_the_rest_goes_on(br
         Sent::raw(Some("unknown".into()), r#"{"do":"what nobody knows"}"#),
         Sent::raw(None, r#"{"do":"work"}"#),
         Sent::raw(Some(String::new()), r#"{"do":"slow"}"#),
+        Sent::raw(Some("empty".into()), ""),
     ];
     world.publish([Sent::new("before", "work")].into_iter().chain(bad.clone())).await;
     let consumer = world.consumer("effectively-once").start();
-    world.until_settled(5).await;
-    world.publish([Sent::new("after", "work")]).await;
     world.until_settled(6).await;
+    world.publish([Sent::new("after", "work")]).await;
+    world.until_settled(7).await;
     assert_eq!(world.effected(), ["after", "before"]);
-    world.until("all stand in the dead letters", async || world.dead_letters().await.len() == 4).await;
+    world.until("all stand in the dead letters", async || world.dead_letters().await.len() == bad.len()).await;
     let letters = world.dead_letters().await;
     let of = |sent: &Sent| letters.iter().find(|letter| letter.body == sent.body).unwrap_or_else(|| panic!("{sent:?}: {letters:?}"));
     let reasons: Vec<&str> = bad.iter().map(of).map(Letter::reason).collect();
-    assert_eq!(reasons, ["unreadable", "unreadable", "missing-id", "missing-id"]);
+    assert_eq!(reasons, ["unreadable", "unreadable", "missing-id", "missing-id", "unreadable"]);
     assert_eq!(of(&bad[0]).header("oncegate-id"), "broken");
     assert!(letters.iter().all(|letter| letter.header("oncegate-origin").starts_with(&world.name)), "{letters:?}");
     assert_eq!(world.in_doubt().await, []);

@@ -1,5 +1,6 @@
 //! Redis goes away and comes back.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use oncegate_testkit::servers::{RedisOptions, RedisPersistence, RedisServer};
@@ -8,7 +9,7 @@ use crate::broker::{Broker, Sent};
 use crate::on_both_brokers;
 use crate::world::World;
 
-on_both_brokers!(redis_stopped_and_started_again_loses_and_doubles_nothing);
+on_both_brokers!(redis_stopped_and_started_again_loses_and_doubles_nothing, told_to_stop_while_redis_is_away_ends_in_time);
 
 async fn redis_stopped_and_started_again_loses_and_doubles_nothing(broker: Broker) {
     const COUNT: usize = 400;
@@ -35,4 +36,31 @@ async fn redis_stopped_and_started_again_loses_and_doubles_nothing(broker: Broke
         assert_eq!((world.dead_letters().await, world.in_doubt().await), (vec![], vec![]), "{guarantee}");
         world.end([consumer]).await;
     }
+}
+
+/// What was done and could not be recorded is in doubt for whoever comes next.
+async fn told_to_stop_while_redis_is_away_ends_in_time(broker: Broker) {
+    const COUNT: usize = 40;
+    let mut redis = RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EveryWrite)).expect("Redis starts");
+    let world = World::with_redis(broker, redis.url()).await;
+    let ids: BTreeSet<String> = (0..COUNT).map(|n| format!("id-{n:03}")).collect();
+    world.publish(ids.iter().map(|id| Sent::slow(id, 300))).await;
+    let first = world.consumer("at-most-once").with("in-flight", 8).with("drain-ms", 1_500).start();
+    world.until_effects(8).await;
+    world.until("more has started", async || world.starts().len() > world.effects().len()).await;
+    redis.stop();
+    let (status, took) = first.terminate(Duration::from_secs(15)).await;
+    assert!(status.success(), "{status}\n{}", world.story());
+    assert!(took < Duration::from_secs(8), "the drain took {took:?}");
+    redis.start_again().expect("Redis starts again");
+
+    let second = world.consumer("at-most-once").start();
+    world.until_judged(ids.clone()).await;
+    let doubted = world.in_doubt().await.into_iter().map(|letter| letter.header("id").to_owned());
+    assert_eq!(world.effected().into_iter().chain(doubted).collect::<BTreeSet<String>>(), ids);
+    let effected = world.effected();
+    assert_eq!(effected.len(), effected.iter().collect::<BTreeSet<_>>().len(), "an effect happened twice");
+    let starts: BTreeSet<String> = world.starts().into_iter().map(|run| run.id).collect();
+    assert_eq!(world.starts().len(), starts.len(), "a handler was started twice");
+    world.end([second]).await;
 }
