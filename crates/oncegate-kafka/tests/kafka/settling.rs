@@ -148,3 +148,42 @@ async fn a_stopped_source_hands_out_nothing_more_and_still_settles() {
     close(source).await;
     assert_eq!(topic.committed(0).await, Some(2));
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_dead_letter_that_does_not_stand_holds_its_offset_and_nothing_else() {
+    use oncegate_core::{Source, SourceError};
+    // A compacted topic refuses what has no key.
+    let topic = Topic::with_dead_letters(&[("cleanup.policy", "compact")]).await;
+    topic.send_numbers(0, 3).await;
+    let mut source = topic.open().await;
+    let mut deliveries = receive(&mut source, 3).await;
+    accept(&mut source, deliveries.drain(..1)).await;
+    reject(&mut source, deliveries.remove(0), Reason::Refused).await;
+    accept(&mut source, deliveries).await;
+    topic.await_commit(0, 1).await;
+    topic.send_numbers(0, 1).await;
+    let next = receive(&mut source, 1).await;
+    assert_eq!(offsets(&next), [3]);
+    accept(&mut source, next).await;
+    let closed = Box::new(source).close(Instant::now() + Duration::from_secs(3)).await;
+    assert!(matches!(closed, Err(SourceError::Unavailable(_))), "{closed:?}");
+    assert_eq!(topic.committed(0).await, Some(1));
+
+    let mut source = topic.open().await;
+    assert_eq!(offsets(&receive(&mut source, 3).await), [1, 2, 3]);
+    close(source).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_body_that_the_dead_letter_topic_does_not_take_is_left_out_and_said_to_be() {
+    let topic = Topic::with_dead_letters(&[("max.message.bytes", "2000")]).await;
+    topic.send(Some(b"key"), Some(&[b'x'; 5_000]), OwnedHeaders::new()).await;
+    let mut source = topic.open().await;
+    let delivery = receive(&mut source, 1).await.remove(0);
+    reject(&mut source, delivery, Reason::Refused).await;
+    topic.await_commit(0, 1).await;
+    close(source).await;
+    let (length, headers) = topic.read(topic.dead_letters(), 1, |it| (it.payload().map(<[u8]>::len), text_headers(it))).await.remove(0);
+    assert_eq!(length, Some(0));
+    assert!(headers.contains(&("oncegate-body-omitted".to_owned(), Some("5000".to_owned()))), "{headers:?}");
+}

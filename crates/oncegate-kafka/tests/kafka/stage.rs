@@ -29,8 +29,16 @@ impl Topic {
     /// A topic with its dead-letter and in-doubt topics.
     pub(crate) async fn new(partitions: i32) -> Self {
         let topic = Self::alone(partitions).await;
-        topic.create(&topic.dead_letters(), 1).await;
-        topic.create(&topic.in_doubt(), 1).await;
+        topic.create(&topic.dead_letters(), 1, &[]).await;
+        topic.create(&topic.in_doubt(), 1, &[]).await;
+        topic
+    }
+
+    /// A topic whose dead-letter topic is configured in a way of its own.
+    pub(crate) async fn with_dead_letters(config: &[(&str, &str)]) -> Self {
+        let topic = Self::alone(1).await;
+        topic.create(&topic.dead_letters(), 1, config).await;
+        topic.create(&topic.in_doubt(), 1, &[]).await;
         topic
     }
 
@@ -42,14 +50,16 @@ impl Topic {
         let name = format!("oncegate-test-{now}-{}", COUNT.fetch_add(1, Ordering::Relaxed));
         let producer = client(&brokers).set("linger.ms", "1").create().expect("a producer");
         let topic = Self { name, brokers, producer };
-        topic.create(&topic.name, partitions).await;
+        topic.create(&topic.name, partitions, &[]).await;
         topic
     }
 
-    async fn create(&self, name: &str, partitions: i32) {
+    async fn create(&self, name: &str, partitions: i32, config: &[(&str, &str)]) {
         let admin: AdminClient<DefaultClientContext> = client(&self.brokers).create().expect("an admin client");
         let options = AdminOptions::new().operation_timeout(Some(BOUND));
-        let created = admin.create_topics([&NewTopic::new(name, partitions, TopicReplication::Fixed(1))], &options).await;
+        let topic = NewTopic::new(name, partitions, TopicReplication::Fixed(1));
+        let topic = config.iter().fold(topic, |topic, (key, value)| topic.set(key, value));
+        let created = admin.create_topics([&topic], &options).await;
         assert!(created.expect("an answer").iter().all(Result::is_ok), "{name} was not created");
     }
 
