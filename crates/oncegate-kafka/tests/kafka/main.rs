@@ -3,5 +3,6 @@
 mod group;
 mod messages;
 mod opening;
+mod outage;
 mod settling;
 mod stage;

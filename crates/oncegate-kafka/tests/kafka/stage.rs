@@ -44,8 +44,12 @@ impl Topic {
 
     /// A topic without any other.
     pub(crate) async fn alone(partitions: i32) -> Self {
+        Self::at(oncegate_testkit::kafka_brokers().expect("a broker"), partitions).await
+    }
+
+    /// A topic without any other, on this broker.
+    pub(crate) async fn at(brokers: String, partitions: i32) -> Self {
         static COUNT: AtomicU64 = AtomicU64::new(0);
-        let brokers = oncegate_testkit::kafka_brokers().expect("a broker");
         let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("a clock after 1970").as_nanos();
         let name = format!("oncegate-test-{now}-{}", COUNT.fetch_add(1, Ordering::Relaxed));
         let producer = client(&brokers).set("linger.ms", "1").create().expect("a producer");

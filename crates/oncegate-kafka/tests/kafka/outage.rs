@@ -1,0 +1,53 @@
+//! A broker that dies and comes back.
+
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+use oncegate_core::source::Open;
+use oncegate_core::{Delivery, Limit, Source};
+use oncegate_kafka::TopicCreation;
+use oncegate_testkit::servers::KafkaServer;
+
+use crate::stage::*;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_outage_heals_by_itself_and_never_holds_up_a_close() {
+    let mut server = tokio::task::spawn_blocking(|| KafkaServer::start().expect("a broker")).await.expect("a broker");
+    let topic = Topic::at(server.brokers(), 1).await;
+    topic.send_numbers(0, 20).await;
+    let kafka = topic.source().create_topics(TopicCreation::Create { partitions: 1, replication: 1 });
+    let mut source = kafka.open().await.expect("a source");
+    let mut deliveries = receive(&mut source, 20).await;
+    accept(&mut source, deliveries.drain(..5)).await;
+    topic.await_commit(0, 5).await;
+
+    server.kill();
+    // Settled while nobody hears it: committed later, or delivered again.
+    accept(&mut source, deliveries.drain(..5)).await;
+    assert!(is_silent(&mut source, Duration::from_secs(2)).await);
+    let again = tokio::task::spawn_blocking(move || {
+        server.start_again().expect("the broker again");
+        server
+    });
+    let mut server = again.await.expect("the broker again");
+    accept(&mut source, deliveries).await;
+    topic.send_numbers(0, 5).await;
+    let mut seen = BTreeSet::new();
+    let healed = tokio::time::timeout(BOUND, async {
+        while !(20..25).all(|offset| seen.contains(&offset)) {
+            let mut incoming = Vec::new();
+            source.receive(Limit { count: 50, bytes: 1 << 20 }, &mut incoming).await.expect("no error");
+            let deliveries: Vec<Delivery> = incoming.into_iter().filter_map(delivery).collect();
+            seen.extend(offsets(&deliveries));
+            accept(&mut source, deliveries).await;
+        }
+    });
+    assert!(healed.await.is_ok(), "only {seen:?} came");
+    topic.await_commit(0, 25).await;
+
+    server.kill();
+    let begun = Instant::now();
+    // Left or not: it ends in time.
+    let _ = Box::new(source).close(begun + Duration::from_secs(2)).await;
+    assert!(begun.elapsed() < Duration::from_secs(3));
+}
