@@ -5,7 +5,7 @@ use crate::source::SourceError;
 use crate::store::StoreError;
 
 /// Why a consumer did not start, or ended. Each says what to do.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 pub enum Error {
     /// A setting is wrong.
     #[error("{setting}: {problem}; {remedy}")]
@@ -36,5 +36,12 @@ impl Error {
     pub(crate) fn threads(error: std::io::Error) -> Self {
         let problem = format!("their thread could not be started: {error}");
         Self::Misconfigured { setting: "renewals", problem, remedy: "raise the limit of threads of this process" }
+    }
+}
+
+impl std::fmt::Debug for Error {
+    /// The same line as `Display`: it is what a `main` that returns this error prints.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{self}")
     }
 }
