@@ -27,6 +27,10 @@ pub(crate) struct Cli {
     /// Prints the counts as one JSON object.
     #[arg(long)]
     pub(crate) json: bool,
+    /// Keeps what a run on real servers leaves there, and its ledger, counts and logs.
+    #[cfg(feature = "real")]
+    #[arg(long)]
+    pub(crate) keep: bool,
     #[cfg(feature = "real")]
     #[command(flatten)]
     pub(crate) servers: crate::real::Servers,

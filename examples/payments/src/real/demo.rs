@@ -75,7 +75,7 @@ pub(crate) async fn run(cli: &Cli) -> Result<Report, Error> {
     let run_dir = RunDir::at(&directory)?;
     let mut run = Run::start(cli, Queue { name, group: "ledger".to_owned() }, run_dir).await?;
     let report = run.to_the_end(cli).await.map_err(|error| format!("{error}; what was written lies in {}", directory.display()))?;
-    run.finish(&report, &directory).await?;
+    run.finish(cli.keep || !report.is_right(), &directory).await?;
     Ok(report)
 }
 
@@ -150,13 +150,13 @@ impl Run {
         count(&self.run_dir, &self.run_dir.sent()?, &self.wire.set_aside().await?)
     }
 
-    async fn finish(self, report: &Report, directory: &Path) -> Result<(), Error> {
+    async fn finish(self, keep: bool, directory: &Path) -> Result<(), Error> {
         self.provider.stop().await?;
-        if report.is_right() {
+        if keep {
+            eprintln!("payments: ledger, counts and logs lie in {}", directory.display());
+        } else {
             self.wire.remove().await?;
             std::fs::remove_dir_all(directory)?;
-        } else {
-            eprintln!("payments: ledger, counts and logs lie in {}", directory.display());
         }
         Ok(())
     }

@@ -105,6 +105,7 @@ async fn consume_from(source: impl Open, arguments: &Arguments) -> Result<(), Er
         .scope(&arguments.queue.name)
         .lease(lease)
         .backoff(Duration::from_millis(50), lease / 4)
+        .attempts(20) // each kill costs an attempt, and the demo kills more often than life does
         .in_flight(arguments.in_flight)
         .handler(Charge { provider: Provider::Http(crate::http::Client::at(&arguments.provider)?) })
         .run_until(terminated()?)
