@@ -217,6 +217,17 @@ impl<H: Handler, D: Decode> Running<H, D> {
 
     /// Takes in all that is ready, without waiting, so that sources and stores that give one at a time batch too.
     async fn take_in(&mut self, incoming: &mut Vec<Incoming>) {
+        // First what frees slots, so that what comes in next travels with the verdicts that freed them.
+        while let Ok(over) = self.over.try_recv() {
+            self.lease_over(over);
+        }
+        while let Some(Some(applied)) = self.applies.next().now_or_never() {
+            self.answered(applied).await;
+        }
+        while let Ok(ran) = self.ran.try_recv() {
+            self.finished(ran);
+        }
+        self.ring();
         loop {
             for it in incoming.drain(..) {
                 match it {
@@ -232,16 +243,6 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 Some(Err(error)) => self.drain(Some(error.into()), self.settings.drain).await,
             }
         }
-        while let Ok(ran) = self.ran.try_recv() {
-            self.finished(ran);
-        }
-        while let Ok(over) = self.over.try_recv() {
-            self.lease_over(over);
-        }
-        while let Some(Some(applied)) = self.applies.next().now_or_never() {
-            self.answered(applied).await;
-        }
-        self.ring();
     }
 
     /// How much more may come in; `None` if nothing.
