@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use clap::{Args, ValueEnum};
 use tokio::time::Instant;
 
-use super::fleet::{Fleet, Provider};
+use super::fleet::{Fleet, Killed, Provider};
 use super::rundir::{RunDir, Sent};
 use super::wire::{Queue, Wire};
 use super::{Error, Servers};
@@ -74,7 +74,7 @@ pub(crate) async fn run(cli: &Cli) -> Result<Report, Error> {
     let directory = std::env::temp_dir().join(&name);
     let run_dir = RunDir::at(&directory)?;
     let mut run = Run::start(cli, Queue { name, group: "ledger".to_owned() }, run_dir).await?;
-    let report = run.to_the_end(cli).await.map_err(|error| format!("{error}; what was written lies in {}", directory.display()))?;
+    let report = run.see_through(cli).await.map_err(|error| format!("{error}; what was written lies in {}", directory.display()))?;
     run.finish(cli.keep || !report.is_right(), &directory).await?;
     Ok(report)
 }
@@ -107,11 +107,10 @@ impl Run {
         Ok(Self { run_dir, provider, fleet, wire, workers })
     }
 
-    async fn to_the_end(&mut self, cli: &Cli) -> Result<Report, Error> {
+    async fn see_through(&mut self, cli: &Cli) -> Result<Report, Error> {
         let payments = cli.traffic.payments("pay")?;
         let messages = traffic::of(&payments, cli.traffic.seed);
         let progress = Progress::new(payments.len() as u64);
-        let mut rng = fastrand::Rng::with_seed(cli.traffic.seed);
         let mut ledger = LedgerFile::at(self.run_dir.ledger());
         let (mut batches, mut killed) = (messages.chunks(BATCH), 0);
         let mut quiet = Quiet::begin();
@@ -128,8 +127,7 @@ impl Run {
             progress.at(charged as u64);
             progress.says(format!("charged, {killed} workers killed"));
             if killed < cli.kills && charged > payments.len() * (killed + 1) / (cli.kills + 2) {
-                self.fleet.kill_one(&mut rng).await?;
-                killed += 1;
+                killed += usize::from(self.fleet.kill_busiest().await? == Killed::One);
             }
             quiet.look(ledger.lines(), &self.run_dir)?;
             let long_enough = if charged >= payments.len() { QUIET } else { STUCK };

@@ -14,6 +14,9 @@ use super::rundir::RunDir;
 /// How long a process may take to drain and end.
 const PATIENCE: Duration = Duration::from_secs(60);
 
+/// How long it is looked who works; longer than workers take to write their counts down.
+const LOOK: Duration = Duration::from_millis(250);
+
 /// Processes of this program, each with a log in the run directory. Those that still run when it is dropped are killed.
 pub(crate) struct Fleet {
     run_dir: RunDir,
@@ -21,6 +24,13 @@ pub(crate) struct Fleet {
     arguments: Vec<String>,
     workers: Vec<(String, Child)>,
     started: usize,
+}
+
+/// Whether a worker was killed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Killed {
+    One,
+    None,
 }
 
 /// A provider that answers.
@@ -72,11 +82,22 @@ impl Fleet {
         Ok(())
     }
 
-    /// SIGKILLs one, and starts another in its place.
-    pub(crate) async fn kill_one(&mut self, rng: &mut fastrand::Rng) -> Result<(), Error> {
-        let (_, mut victim) = self.workers.swap_remove(rng.usize(0..self.workers.len()));
-        victim.kill().await?;
-        self.hire()
+    /// SIGKILLs the one that does the most just now, so that it dies mid-charge, and starts another in its place. Kills
+    /// none while none does anything, as in the middle of a rebalance.
+    pub(crate) async fn kill_busiest(&mut self) -> Result<Killed, Error> {
+        let before = self.settled();
+        tokio::time::sleep(LOOK).await;
+        let done = self.settled().into_iter().zip(before).map(|(now, before)| now.saturating_sub(before));
+        let Some((victim, _)) = done.enumerate().filter(|(_, done)| *done > 0).max_by_key(|(_, done)| *done) else {
+            return Ok(Killed::None);
+        };
+        self.workers.swap_remove(victim).1.kill().await?;
+        self.hire()?;
+        Ok(Killed::One)
+    }
+
+    fn settled(&self) -> Vec<u64> {
+        self.workers.iter().map(|(name, _)| self.run_dir.counts_of(name).settled()).collect()
     }
 
     /// A worker ends by itself only for a reason.

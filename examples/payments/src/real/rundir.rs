@@ -95,6 +95,12 @@ impl RunDir {
         Ok(())
     }
 
+    /// What one worker has counted; nothing if it has not begun.
+    pub(crate) fn counts_of(&self, worker: &str) -> Counts {
+        let read = std::fs::read(self.0.join(format!("counts-{worker}.json"))).ok();
+        read.and_then(|counts| serde_json::from_slice(&counts).ok()).unwrap_or_default()
+    }
+
     /// What all workers have counted.
     ///
     /// # Errors

@@ -23,7 +23,7 @@ pub(crate) enum Wire {
     #[cfg(feature = "kafka")]
     Kafka(super::kafka::Wire),
     #[cfg(feature = "rabbitmq")]
-    RabbitMq(super::rabbitmq::Wire),
+    RabbitMq(Box<super::rabbitmq::Wire>),
 }
 
 impl Wire {
@@ -36,7 +36,7 @@ impl Wire {
             #[cfg(feature = "kafka")]
             Broker::Kafka => Ok(Self::Kafka(super::kafka::Wire::open(servers.kafka()?, queue.clone()).await?)),
             #[cfg(feature = "rabbitmq")]
-            Broker::Rabbitmq => Ok(Self::RabbitMq(super::rabbitmq::Wire::open(&servers.rabbitmq()?, &queue.name).await?)),
+            Broker::Rabbitmq => Ok(Self::RabbitMq(Box::new(super::rabbitmq::Wire::open(&servers.rabbitmq()?, &queue.name).await?))),
             broker => Err(not_in_this_build(broker)),
         }
     }
