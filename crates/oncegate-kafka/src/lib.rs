@@ -10,6 +10,8 @@
 //! offset that was handed over and is not settled, so that a crash brings back everything that was not settled, and
 //! some of what was.
 
+#![warn(clippy::undocumented_unsafe_blocks)]
+
 // Denied by the workspace everywhere else; `batch` alone lifts it.
 #[allow(unsafe_code)]
 mod batch;
