@@ -69,7 +69,8 @@ const LOAD: usize = 300;
 /// Kills one consumer after the other in the middle of many handlers, and lets a last one finish.
 async fn killed_under_load(broker: Broker, guarantee: &str) -> (World, Process) {
     let world = World::new(broker).await;
-    world.publish((0..LOAD).map(|n| Sent::slow(load(n), 40))).await;
+    // Of different lengths, so that some handler always runs.
+    world.publish((0..LOAD).map(|n| Sent::slow(load(n), [20, 35, 50, 65, 90][n % 5]))).await;
     for effects in [LOAD / 4, LOAD / 2] {
         let doomed = world.consumer(guarantee).with("in-flight", 16).start();
         world.until_effects(effects).await;

@@ -1,6 +1,6 @@
 //! Kafka with rdkafka alone.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
 use rdkafka::client::DefaultClientContext;
@@ -11,6 +11,7 @@ use rdkafka::producer::{FutureProducer, FutureRecord};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 
 use crate::broker::{Letter, Sent};
+use crate::process::LOOK_EVERY;
 
 /// Partitions of a topic, so that copies of a message are handled at the same time.
 const PARTITIONS: i32 = 3;
@@ -20,6 +21,15 @@ pub(crate) async fn create(brokers: &str, topic: &str) {
     let new = NewTopic::new(topic, PARTITIONS, TopicReplication::Fixed(1));
     let created = admin(brokers).create_topics([&new], &AdminOptions::new().operation_timeout(Some(PATIENCE))).await;
     created.expect("Kafka answers").into_iter().for_each(|topic| drop(topic.expect("a topic that is new")));
+    // The broker says that a topic is created a moment before it says that it exists.
+    on_a_thread(brokers, topic, |consumer, topic| {
+        let until = Instant::now() + PATIENCE;
+        while partitions(consumer, topic) != (0..PARTITIONS) {
+            assert!(Instant::now() < until, "the new topic is not there");
+            std::thread::sleep(LOOK_EVERY);
+        }
+    })
+    .await;
 }
 
 pub(crate) async fn publish(brokers: &str, topic: &str, messages: &[Sent]) {
