@@ -352,6 +352,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
     fn carry_out(&mut self, slot: Slot, flight: &mut Flight, step: Step) -> Option<Event> {
         match step {
             Step::ClaimAnew => {
+                flight.turn += 1;
                 flight.token = self.tokens.token();
                 flight.attempt = 0;
                 flight.lease = None;
@@ -359,6 +360,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 self.claims.push_back(slot);
             }
             Step::Ask(ask) => {
+                flight.turn += 1; // an alarm that was set before must not ask a second time: it would come after the answer
                 flight.ask = ask;
                 if ask == Ask::Claim { self.claims.push_back(slot) } else { self.verdicts.push_back(slot) }
             }
@@ -424,7 +426,9 @@ impl<H: Handler, D: Decode> Running<H, D> {
     /// The renewals say that a lease is over.
     fn lease_over(&mut self, (place, token): Over) {
         let Some(slot) = self.flights.slot(place) else { return };
-        if self.flights.at(slot).is_some_and(|flight| flight.token == token && flight.lease.is_some()) {
+        let now = Instant::now();
+        let theirs = |lease: &Arc<Lease>| lease.token == token && !lease.lives(now); // not one that was granted again since
+        if self.flights.at(slot).is_some_and(|flight| flight.lease.as_ref().is_some_and(theirs)) {
             self.happens(slot, Event::LeaseOver);
         }
     }

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use oncegate_core::marker::Marker;
+use oncegate_core::marker::{Ask, Marker, Operation, Verdict};
 use oncegate_core::road::{Cause, Reason};
 use oncegate_core::*;
 use tokio::sync::oneshot;
@@ -316,4 +316,52 @@ async fn wrong_settings_are_refused_with_the_setting_and_what_to_do() {
         .await
         .expect_err("a forgetful store");
     assert!(matches!(error, Error::ForgetfulStore(_)), "{error}");
+}
+
+/// A store that applies claims and loses the replies until it is told to answer.
+#[derive(Clone, Default)]
+struct Silent {
+    store: MemoryStore,
+    claims: Arc<AtomicU32>,
+    answers: Arc<std::sync::atomic::AtomicBool>,
+}
+
+#[async_trait]
+impl Store for Silent {
+    async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
+        self.claims.fetch_add(operations.iter().filter(|it| it.ask == Ask::Claim).count() as u32, Ordering::Relaxed);
+        let verdicts = self.store.apply(operations).await;
+        if self.answers.load(Ordering::Relaxed) {
+            return verdicts;
+        }
+        operations.iter().map(|_| Err(StoreError::Unknown("the reply was lost".into()))).collect()
+    }
+}
+
+#[tokio::test]
+async fn a_drain_gives_back_claims_whose_replies_were_lost() {
+    let world = World::new();
+    for id in 0..50 {
+        world.publish(&format!("id-{id}"), "work");
+    }
+    let store = Silent { store: world.store.clone(), ..Silent::default() };
+    let (claims, answers) = (store.claims.clone(), store.answers.clone());
+    let shutdown = async move {
+        while claims.load(Ordering::Relaxed) < 150 {
+            tokio::task::yield_now().await;
+        }
+        answers.store(true, Ordering::Relaxed);
+    };
+    let consumer = world
+        .consumer(Guarantee::AtMostOnce)
+        .store(store)
+        .lease(Duration::from_secs(20))
+        .backoff(Duration::from_millis(2), Duration::from_millis(4));
+    consumer.run_until(shutdown).await.expect("a clean end");
+    for id in 0..50 {
+        let marker = world.marker(&format!("id-{id}"));
+        assert!(matches!(marker, Marker::Absent | Marker::Done(_)), "id-{id}: {marker:?}");
+    }
+    world.drain(Guarantee::AtMostOnce).await;
+    assert_eq!((world.effects(), world.reasons().len()), (50, 0));
 }
