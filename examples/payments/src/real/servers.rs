@@ -47,7 +47,7 @@ impl Servers {
 }
 
 fn find(given: &Option<String>, flag: &str, variable: &str) -> Result<String, Error> {
-    given.clone().or_else(|| written_down(variable)).ok_or_else(|| {
+    given.clone().filter(|address| !address.trim().is_empty()).or_else(|| written_down(variable)).ok_or_else(|| {
         format!("{flag}: not given, and neither {variable} nor {SERVICES} says where; run `cargo xtask services up`, or give {flag}").into()
     })
 }
