@@ -82,8 +82,9 @@ impl Context {
         // Before assigning, or first messages come through the main queue.
         let queue = self.queue();
         for (topic, partition) in names(partitions) {
+            // No queue: the source is leaving, and nothing is read any more.
             let adopted = queue.as_ref().map(|queue| queue.adopt(&topic, partition));
-            if adopted != Some(Adoption::Forwarded) {
+            if adopted == Some(Adoption::NoSuchPartition) {
                 tracing::error!(topic, partition, "the partition's queue cannot be read in batches");
             }
             tracing::info!(topic, partition, "partition assigned");

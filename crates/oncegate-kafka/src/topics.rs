@@ -17,6 +17,10 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// The first pause before the broker is asked again, and the longest.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
 
+/// How often a topic that is missing is asked for again, a pause apart: one that was created a moment ago is not known
+/// to every broker yet.
+const SECOND_LOOKS: u32 = 3;
+
 /// What the broker says about a topic.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Found {
@@ -73,6 +77,7 @@ pub(crate) async fn check(kafka: &Kafka, mut consumer: BaseConsumer<Context>) ->
 /// Asks until a broker answers.
 async fn look(mut consumer: BaseConsumer<Context>, topic: String, kafka: &Kafka) -> Result<(BaseConsumer<Context>, Found), SourceError> {
     let (mut pause, longest) = PAUSES;
+    let mut second_looks = 0;
     loop {
         let name = topic.clone();
         let asked = tokio::task::spawn_blocking(move || {
@@ -82,6 +87,7 @@ async fn look(mut consumer: BaseConsumer<Context>, topic: String, kafka: &Kafka)
         let answer;
         (consumer, answer) = asked.await.map_err(|error| SourceError::Unavailable(error.into()))?;
         match answer {
+            Ok(Found::Missing) if second_looks < SECOND_LOOKS => second_looks += 1,
             Ok(found) => return Ok((consumer, found)),
             Err(code) => judge(&consumer, code, &topic, kafka)?,
         }
