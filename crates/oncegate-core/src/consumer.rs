@@ -65,6 +65,8 @@ pub(crate) struct Running<H, D> {
     settled: Vec<Settled>,
     alarms: BinaryHeap<Reverse<(Instant, Slot, u32)>>,
 
+    /// How many handlers were spawned since they were last let run.
+    spawned: usize,
     runs: UnboundedSender<Ran>,
     ran: UnboundedReceiver<Ran>,
     over: UnboundedReceiver<Over>,
@@ -146,6 +148,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             applies: FuturesUnordered::new(),
             settled: Vec::new(),
             alarms: BinaryHeap::new(),
+            spawned: 0,
             runs,
             ran,
             over,
@@ -160,6 +163,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
         let mut incoming = Vec::new();
         loop {
             self.take_in(&mut incoming).await;
+            self.let_handlers_run().await;
             self.ask_the_store();
             self.settle().await;
             if let Mode::Draining { until, .. } = self.mode
@@ -170,6 +174,18 @@ impl<H: Handler, D: Decode> Running<H, D> {
             self.wait(&mut incoming, shutdown.as_mut()).await;
         }
         self.leave().await
+    }
+
+    /// Steps back once for the handlers that were just spawned, so that the verdicts of those that are ready at once
+    /// travel together. Waits for none that is not.
+    async fn let_handlers_run(&mut self) {
+        if std::mem::take(&mut self.spawned) == 0 {
+            return;
+        }
+        tokio::task::yield_now().await;
+        while let Ok(ran) = self.ran.try_recv() {
+            self.finished(ran);
+        }
     }
 
     /// Sleeps until something happens, and takes note of the first thing that did.
@@ -410,6 +426,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             let _ = runs.send((slot, turn, finished)); // the loop is gone: nobody wants to know
         });
         flight.task = Some(Task(task.abort_handle()));
+        self.spawned += 1;
         None
     }
 
