@@ -1,6 +1,8 @@
 //! A first look at speed: the bare Kafka client and oncegate, in turn, on the same topic and the same machine.
 //!
-//! `ONCEGATE_KAFKA=… ONCEGATE_REDIS=… cargo run --release -p oncegate --example first_look -- [MESSAGES]`
+//! `ONCEGATE_KAFKA=… ONCEGATE_REDIS=… cargo run --release -p oncegate --example first_look -- [MESSAGES [ONLY]]`
+//!
+//! `ONLY` is a part of the names of what is to be run beside the bare client, such as `Redis, spawned`.
 //!
 //! It prints messages a second and the ratio to the bare client. It is no benchmark: one run, one size, one handler.
 
@@ -49,12 +51,19 @@ async fn main() -> Outcome<()> {
 
     let bare = bare(&brokers, &topic, messages).await?;
     println!("{:<42} {:>10.0}/s", "bare client, recv()", bare);
+    let only = std::env::args().nth(2).unwrap_or_default();
     for (name, handlers) in [("in place", Handlers::InPlace), ("spawned", Handlers::Spawned)] {
-        let memory = gated(&brokers, &topic, messages, MemoryStore::new(), handlers).await?;
-        println!("{:<42} {memory:>10.0}/s {:>6.2}", format!("oncegate, memory store, {name}"), memory / bare);
-        let store = Redis::at(&redis).prefix(format!("{topic}-{name}:").replace(' ', "-")).accept_forgetful_store();
-        let store = gated(&brokers, &topic, messages, store, handlers).await?;
-        println!("{:<42} {store:>10.0}/s {:>6.2}", format!("oncegate, Redis, {name}"), store / bare);
+        let memory = format!("oncegate, memory store, {name}");
+        if memory.contains(&only) {
+            let rate = gated(&brokers, &topic, messages, MemoryStore::new(), handlers).await?;
+            println!("{memory:<42} {rate:>10.0}/s {:>6.2}", rate / bare);
+        }
+        let on_redis = format!("oncegate, Redis, {name}");
+        if on_redis.contains(&only) {
+            let store = Redis::at(&redis).prefix(format!("{topic}-{handlers:?}:")).accept_forgetful_store();
+            let rate = gated(&brokers, &topic, messages, store, handlers).await?;
+            println!("{on_redis:<42} {rate:>10.0}/s {:>6.2}", rate / bare);
+        }
     }
     Ok(())
 }
@@ -65,17 +74,9 @@ async fn produce(brokers: &str, topic: &str, messages: usize) -> Outcome<()> {
     let mut config = ClientConfig::new();
     config.set("bootstrap.servers", brokers);
     let admin: AdminClient<_> = config.create()?;
-    admin
-        .create_topics(
-            &[4, 1, 1]
-                .map(|partitions| partitions)
-                .iter()
-                .zip([topic.to_owned(), format!("{topic}.dead-letters"), format!("{topic}.in-doubt")].iter())
-                .map(|(partitions, name)| NewTopic::new(name, *partitions, TopicReplication::Fixed(1)))
-                .collect::<Vec<_>>(),
-            &AdminOptions::new(),
-        )
-        .await?;
+    let topics = [(topic.to_owned(), 4), (format!("{topic}.dead-letters"), 1), (format!("{topic}.in-doubt"), 1)];
+    let new: Vec<_> = topics.iter().map(|(name, partitions)| NewTopic::new(name, *partitions, TopicReplication::Fixed(1))).collect();
+    admin.create_topics(&new, &AdminOptions::new()).await?;
     let producer: ThreadedProducer<_> = config.set("queue.buffering.max.messages", "1000000").set("linger.ms", "20").create()?;
     let body = [b'x'; 100];
     for n in 0..messages {
