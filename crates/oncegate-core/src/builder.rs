@@ -2,7 +2,7 @@
 
 use std::future::Future;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use crate::consumer::Running;
 use crate::decode::{Decode, Json};
@@ -14,7 +14,7 @@ use crate::message::Message;
 use crate::road::Outage;
 use crate::run::Runner;
 use crate::settings::{Fingerprints, Forgetful, Handlers, Settings};
-use crate::source::{Open, Order, Source};
+use crate::source::{Open, Order, Source, headers};
 use crate::store::{Memory, Store, StoreError};
 
 /// The running loop: take a slot, receive, pass the gate, settle, drain. Start with [`Consumer::builder`].
@@ -240,7 +240,39 @@ pub(crate) async fn preflight(store: &dyn Store, settings: &Settings) -> Result<
     }
 }
 
-/// The age of a message by its own timestamp, where it has one.
+/// The age of a message by its own timestamp or by when its first copy was seen, whichever is longer ago.
 pub(crate) fn age(message: &Message) -> Option<Duration> {
-    message.sent_at.and_then(|sent| sent.elapsed().ok())
+    let first_seen = message.headers.last(headers::FIRST_SEEN).and_then(|value| std::str::from_utf8(value).ok()?.parse().ok());
+    let first_seen = first_seen.and_then(|ms| SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(ms)));
+    message.sent_at.into_iter().chain(first_seen).filter_map(|at| at.elapsed().ok()).max()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::message::Headers;
+
+    #[test]
+    fn a_message_is_as_old_as_its_first_copy() {
+        let hours = |hours: u64| Duration::from_secs(hours * 3600);
+        let seen = |value: &[u8]| {
+            let mut block = Vec::new();
+            Headers::encode(&mut block, headers::FIRST_SEEN.as_bytes(), Some(value));
+            Headers::from_block(block.into())
+        };
+        let now = SystemTime::now();
+        let ms = |at: SystemTime| at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_millis().to_string();
+        let day_ago = ms(now - hours(24));
+        let aged = |headers, sent_at| age(&Message { headers, sent_at, ..Message::default() });
+        let about = |age: Option<Duration>, expected| age.is_some_and(|age| age >= expected && age < expected + hours(1));
+
+        assert_eq!(aged(Headers::default(), None), None);
+        assert!(about(aged(Headers::default(), Some(now - hours(2))), hours(2)));
+        assert!(about(aged(seen(day_ago.as_bytes()), None), hours(24)));
+        assert!(about(aged(seen(day_ago.as_bytes()), Some(now)), hours(24)), "a copy is published anew, with a new timestamp");
+        assert!(about(aged(seen(ms(now).as_bytes()), Some(now - hours(2))), hours(2)));
+        for nonsense in [&b"soon"[..], b"", b"-1", b"\xff", b"99999999999999999999", b"18446744073709551615"] {
+            assert_eq!(aged(seen(nonsense), None), None, "{nonsense:?}");
+        }
+    }
 }
