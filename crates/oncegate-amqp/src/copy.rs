@@ -47,7 +47,7 @@ impl Copy {
             table.insert(name.into(), AMQPValue::LongString(number.to_string().into()));
         };
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        write(headers::RELEASES, delivery.releases.into());
+        write(headers::FAILURES, delivery.failures.into());
         if delivery.message.headers.last(headers::FIRST_SEEN).is_none() {
             write(headers::FIRST_SEEN, now.as_millis());
         }
@@ -124,7 +124,7 @@ mod tests {
 
     fn delivery() -> Delivery {
         let message = Message::new("body").with_key("orders.eu");
-        Delivery { message, receipt: Receipt { epoch: 2, partition: 0, position: 9 }, releases: 4 }
+        Delivery { message, receipt: Receipt { epoch: 2, partition: 0, position: 9 }, failures: 4 }
     }
 
     fn settings() -> Settings {
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn a_delayed_copy_carries_its_releases_and_waits_long_enough() {
+    fn a_delayed_copy_carries_its_failures_and_waits_long_enough() {
         let to = |after| Copy::delayed(&delivery(), Duration::from_millis(after), &original(), &settings()).to.to_string();
         assert_eq!(to(1), "orders.delay.1000");
         assert_eq!(to(1_001), "orders.delay.5000");
@@ -161,8 +161,8 @@ mod tests {
         let copy = Copy::delayed(&delivery(), Duration::from_secs(6), &original(), &settings());
         let names = names(&copy);
         assert!(names.contains(&headers::FIRST_SEEN) && names.contains(&ROUTING_KEY) && !names.iter().any(|name| name.starts_with("x-")));
-        let releases = copy.properties.headers().as_ref().and_then(|table| table.inner().get(headers::RELEASES).cloned());
-        assert_eq!(releases, Some(AMQPValue::LongString("4".into())));
+        let failures = copy.properties.headers().as_ref().and_then(|table| table.inner().get(headers::FAILURES).cloned());
+        assert_eq!(failures, Some(AMQPValue::LongString("4".into())));
     }
 
     #[test]

@@ -180,9 +180,9 @@ impl Engine {
                 session.publishing += 1;
             }
             // Handed back while draining: closing the channel returns it to the queue.
-            Settlement::Release { after } if after.is_zero() && self.intake == Intake::Stopped => {}
-            Settlement::Release { after } => {
-                delivery.releases = delivery.releases.saturating_add(1);
+            Settlement::Release { after, .. } if after.is_zero() && self.intake == Intake::Stopped => {}
+            Settlement::Release { after, failures } => {
+                delivery.failures = failures;
                 self.hold_back(delivery, after);
             }
         }

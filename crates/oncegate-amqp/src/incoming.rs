@@ -20,7 +20,7 @@ pub(crate) const NOT_BEFORE: &str = "oncegate-not-before";
 const LONGEST_DELAY: Duration = Duration::from_secs(366 * 86_400);
 
 /// Nobody is released more often than this: a larger number is a producer's mistake or mischief, and counts as none.
-const MOST_RELEASES: u32 = 100_000;
+const MOST_FAILURES: u32 = 100_000;
 
 /// The delivery for the core, and the properties that a copy of it will need. The body is not copied.
 pub(crate) fn read(raw: Raw, queue: &Arc<str>, epoch: u64) -> (Delivery, BasicProperties) {
@@ -35,8 +35,8 @@ pub(crate) fn read(raw: Raw, queue: &Arc<str>, epoch: u64) -> (Delivery, BasicPr
         body: Bytes::from(data),
         sent_at: properties.timestamp().and_then(|seconds| UNIX_EPOCH.checked_add(Duration::from_secs(seconds))),
     };
-    let releases = table.map_or(0, releases);
-    (Delivery { message, receipt: Receipt { epoch, partition: 0, position: delivery_tag }, releases }, properties)
+    let failures = table.map_or(0, failures);
+    (Delivery { message, receipt: Receipt { epoch, partition: 0, position: delivery_tag }, failures }, properties)
 }
 
 /// How long a delayed copy still has to wait; `None` if its time has come.
@@ -90,15 +90,15 @@ fn text(table: &FieldTable, name: &str) -> Option<Bytes> {
     }
 }
 
-/// How often a copy was released. The broker's own `x-delivery-count` is not counted: it grows with every lost
+/// How many attempts of a copy failed. The broker's own `x-delivery-count` is not counted: it grows with every lost
 /// connection, and a message that was never handled must not spend its attempts by that.
-fn releases(table: &FieldTable) -> u32 {
-    let count = match table.inner().get(headers::RELEASES) {
+fn failures(table: &FieldTable) -> u32 {
+    let count = match table.inner().get(headers::FAILURES) {
         Some(AMQPValue::LongString(value)) => std::str::from_utf8(value.as_bytes()).ok().and_then(|text| text.parse().ok()),
         Some(value) => plain(value).and_then(|text| text.parse().ok()),
         None => None,
     };
-    count.filter(|count| *count <= MOST_RELEASES).unwrap_or(0)
+    count.filter(|count| *count <= MOST_FAILURES).unwrap_or(0)
 }
 
 #[cfg(test)]
@@ -148,18 +148,18 @@ mod tests {
     }
 
     #[test]
-    fn only_a_believable_number_of_releases_counts() {
+    fn only_a_believable_number_of_failures_counts() {
         let released = |value: AMQPValue| {
             let mut table = FieldTable::default();
-            table.insert(headers::RELEASES.into(), value);
-            read_one(table).releases
+            table.insert(headers::FAILURES.into(), value);
+            read_one(table).failures
         };
         assert_eq!(released(AMQPValue::LongString("3".into())), 3);
         assert_eq!(released(AMQPValue::LongInt(4)), 4);
         for odd in ["-1", "4294967295", "many", ""] {
             assert_eq!(released(AMQPValue::LongString(odd.into())), 0, "{odd}");
         }
-        assert_eq!(read_one(FieldTable::default()).releases, 0);
+        assert_eq!(read_one(FieldTable::default()).failures, 0);
     }
 
     #[test]

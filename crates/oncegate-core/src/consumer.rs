@@ -282,7 +282,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
         let bytes = delivery.message.size();
         let lane = self.lanes.of(&delivery);
         let terms = self.settings.terms(&delivery.message);
-        let history = History { releases: delivery.releases, freshness };
+        let history = History { failures: delivery.failures, freshness };
         let flight = Flight {
             passage: Passage::new(delivery, history),
             key: id.as_ref().map(|id| self.settings.scope.key(id)),

@@ -121,7 +121,7 @@ struct Guarded<'a, T> {
 impl<T> Guarded<'_, T> {
     async fn run<W: Future<Output = Result<T, Failure>>>(mut self, mut work: impl FnMut() -> W) -> Result<Ran<T>, GateError> {
         let policy = self.gate.0.policy;
-        let mut stage = Stage::New(History { releases: 0, freshness: Freshness::Fresh });
+        let mut stage = Stage::New(History { failures: 0, freshness: Freshness::Fresh });
         let mut event = Event::Arrived;
         let mut silent = 0;
         loop {

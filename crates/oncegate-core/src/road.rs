@@ -40,7 +40,7 @@ pub enum Stage {
     /// Asked to keep the id from running again.
     Rejecting(Permit, Reason),
     /// The handler runs without the gate, because the store is away and the user chose so.
-    Ungated(Tries),
+    Ungated(History),
     /// Left the road.
     Settled,
 }
@@ -48,8 +48,8 @@ pub enum Stage {
 /// What the source knows of a delivery before the gate does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct History {
-    /// How often it was released before.
-    pub releases: u32,
+    /// How many attempts failed before and were released.
+    pub failures: u32,
     /// Whether the dedup window can still speak for it.
     pub freshness: Freshness,
 }
@@ -85,8 +85,8 @@ pub struct Tries(pub u32);
 pub struct Permit {
     /// The attempt that the store granted: the fence.
     pub attempt: u32,
-    /// How often the delivery was released before.
-    pub releases: u32,
+    /// How many attempts of this delivery failed before and were released: the marker forgets those that did nothing.
+    pub failures: u32,
 }
 
 /// Why nobody knows whether it happened.
@@ -187,6 +187,8 @@ pub enum Settlement {
     Release {
         /// How long the source keeps it back.
         after: Duration,
+        /// How many attempts have failed by now: what the delivery says of itself when it is back.
+        failures: u32,
     },
     /// It goes to the dead-letter or the in-doubt destination.
     Reject(Reason),
@@ -300,11 +302,11 @@ impl Policy {
     }
 
     fn spent(&self, permit: Permit) -> bool {
-        permit.attempt.max(permit.releases.saturating_add(1)) >= self.attempts
+        permit.attempt.max(permit.failures.saturating_add(1)) >= self.attempts
     }
 
     fn overspent(&self, permit: Permit) -> bool {
-        permit.attempt.max(permit.releases.saturating_add(1)) > self.attempts
+        permit.attempt.max(permit.failures.saturating_add(1)) > self.attempts
     }
 }
 
@@ -319,18 +321,18 @@ pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
         (New(history), Arrived) => (Claiming(history, Parks(0)), Step::ClaimAnew),
 
         // At the gate: the claim was answered.
-        (Claiming(history, _), Answer(V::Granted { attempt })) => granted(Permit { attempt, releases: history.releases }, history, policy),
+        (Claiming(history, _), Answer(V::Granted { attempt })) => granted(Permit { attempt, failures: history.failures }, history, policy),
         (Claiming(history, _), Answer(V::InDoubt { attempt })) => {
-            (Reconciling(Permit { attempt, releases: history.releases }, Tries(0), Cause::HolderGone), Step::Reconcile)
+            (Reconciling(Permit { attempt, failures: history.failures }, Tries(0), Cause::HolderGone), Step::Reconcile)
         }
-        (Claiming(_, parks), Answer(V::Busy { .. })) if parks.0 >= policy.parks => release(policy.pause(parks.0)),
+        (Claiming(history, parks), Answer(V::Busy { .. })) if parks.0 >= policy.parks => release(policy.pause(parks.0), history.failures),
         (Claiming(history, parks), Answer(V::Busy { remaining })) => {
             (Parked(history, Parks(parks.0 + 1), Asked::Answered), Step::Wake(remaining.min(policy.pause(parks.0)) + A_MOMENT))
         }
         (Claiming(..), Answer(V::Duplicate)) => accept(By::Duplicate),
         (Claiming(..), Answer(V::Conflict)) => reject(Reason::Conflict),
         (Claiming(..), Answer(V::Rejected)) => reject(Reason::RejectedBefore),
-        (Claiming(..), Unavailable) if passes_through(policy) => (Ungated(Tries(0)), Step::Run),
+        (Claiming(history, _), Unavailable) if passes_through(policy) => (Ungated(history), Step::Run),
         (Claiming(history, parks), Unavailable) => (Parked(history, Parks(parks.0 + 1), Asked::Unknown), wake(parks.0)),
         (Parked(history, parks, _), Woke) => (Claiming(history, parks), Step::Ask(Ask::Claim)),
 
@@ -345,11 +347,11 @@ pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
         (Running(permit, _), Returned(Outcome::Unknown(_))) if policy.spent(permit) => {
             (Rejecting(permit, Reason::AttemptsSpent), Step::Ask(Ask::Reject))
         }
-        (Running(permit, _), Returned(Outcome::Unknown(_))) => clear(permit, Effect::Unknown, policy.pause(permit.attempt)),
+        (Running(permit, _), Returned(Outcome::Unknown(_))) => clear(permit.failed(), Effect::Unknown, policy.pause(permit.attempt)),
 
         // Nobody knows: ask the world.
         (Doubting(permit, cause, AfterDoubt::Reconcile), Answer(V::Kept)) => (Reconciling(permit, Tries(0), cause), Step::Reconcile),
-        (Doubting(_, _, AfterDoubt::Release), Answer(_)) => release(policy.pause(0)),
+        (Doubting(permit, _, AfterDoubt::Release), Answer(_)) => release(policy.pause(0), permit.failures),
         (Reconciling(permit, _, _), Found(Some(finding))) => (Resolving(permit, finding), Step::Ask(Ask::Resolve(finding))),
         (Reconciling(_, tries, cause), Found(None)) if tries.0 + 1 >= policy.reconciles => reject(Reason::InDoubt(cause)),
         (Reconciling(permit, tries, cause), Found(None)) => (ReconcilePausing(permit, Tries(tries.0 + 1), cause), wake(tries.0)),
@@ -358,14 +360,15 @@ pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
 
         // Out: the verdict stands before the settlement.
         (Completing(_), Answer(V::Done { .. })) => accept(By::Completed),
-        (Clearing(_, _, after), Answer(_)) => release(after),
+        (Clearing(permit, _, after), Answer(_)) => release(after, permit.failures),
         (Rejecting(_, reason), Answer(V::Kept)) => reject(reason),
 
         // Without the gate, at least once.
         (Ungated(_), Returned(Outcome::Done)) => accept(By::PassedWithoutGate),
         (Ungated(_), Returned(Outcome::Reject)) => reject(Reason::Refused),
         (Ungated(_), Returned(Outcome::Unreadable)) => reject(Reason::Unreadable),
-        (Ungated(tries), Returned(_)) => release(policy.pause(tries.0)),
+        (Ungated(history), Returned(_)) if history.failures.saturating_add(1) >= policy.attempts => reject(Reason::AttemptsSpent),
+        (Ungated(history), Returned(_)) => release(policy.pause(history.failures), history.failures + 1),
 
         // The marker is not ours any more, or has become what a new claim has to read: look again.
         (Doubting(permit, ..) | Resolving(permit, _) | Completing(permit) | Rejecting(permit, _), Answer(_)) => look_again(permit),
@@ -373,9 +376,9 @@ pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
         // The lease may be over. What has a verdict to record keeps asking; what runs is dropped.
         (Ready(permit), LeaseOver) => (Claiming(permit.history(), Parks(0)), Step::Ask(Ask::Claim)),
         (Running(permit, _), LeaseOver) if at_most_once => doubt(permit, Cause::HolderGone, AfterDoubt::Release),
-        (Running(..), LeaseOver) => release(policy.pause(0)),
-        (Pausing(permit, _), LeaseOver) => clear(permit, Effect::Nothing, policy.pause(0)),
-        (Reconciling(..) | ReconcilePausing(..), LeaseOver) => release(policy.pause(0)),
+        (Running(permit, _), LeaseOver) => release(policy.pause(0), permit.failures),
+        (Pausing(permit, _), LeaseOver) => clear(permit.failed(), Effect::Nothing, policy.pause(0)),
+        (Reconciling(permit, ..) | ReconcilePausing(permit, ..), LeaseOver) => release(policy.pause(0), permit.failures),
 
         // The store is away: whatever was asked is asked again, with the same token.
         (Withdrawing(_) | Doubting(..) | Resolving(..) | Completing(_) | Clearing(..) | Rejecting(..), Unavailable) => (stage, wake(3)),
@@ -387,16 +390,16 @@ pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
         (Rejecting(..), Woke) => (stage, Step::Ask(Ask::Reject)),
 
         // The consumer drains: what has not started is given back, what runs may finish.
-        (New(_) | Parked(_, _, Asked::Answered), Drain) => release(Duration::ZERO),
+        (New(history) | Parked(history, _, Asked::Answered), Drain) => release(Duration::ZERO, history.failures),
         (Claiming(history, _), Drain) => (Withdrawing(history), Step::Wait),
         (Parked(history, _, Asked::Unknown), Drain) => (Withdrawing(history), Step::Ask(Ask::Claim)),
         (Withdrawing(history), Answer(V::Granted { attempt })) => {
-            clear(Permit { attempt, releases: history.releases }, Effect::Nothing, Duration::ZERO)
+            clear(Permit { attempt, failures: history.failures }, Effect::Nothing, Duration::ZERO)
         }
         (Withdrawing(_), Answer(V::Duplicate)) => accept(By::Duplicate),
-        (Withdrawing(_), Answer(_)) => release(Duration::ZERO),
+        (Withdrawing(history), Answer(_)) => release(Duration::ZERO, history.failures),
         (Ready(permit) | Pausing(permit, _), Drain) => clear(permit, Effect::Nothing, Duration::ZERO),
-        (ReconcilePausing(..), Drain) => release(Duration::ZERO),
+        (ReconcilePausing(permit, ..), Drain) => release(Duration::ZERO, permit.failures),
         (Settled, _) => (Settled, Step::Wait),
         (_, DrainOver) => (Settled, Step::Drop),
 
@@ -425,7 +428,7 @@ fn again(permit: Permit, tries: Tries, policy: &Policy) -> (Stage, Step) {
     if policy.spent(permit) {
         return (Stage::Rejecting(permit, Reason::AttemptsSpent), Step::Ask(Ask::Reject));
     }
-    clear(permit, Effect::Nothing, policy.pause(permit.releases.saturating_add(tries.0)))
+    clear(permit.failed(), Effect::Nothing, policy.pause(permit.failures.saturating_add(tries.0)))
 }
 
 fn passes_through(policy: &Policy) -> bool {
@@ -436,8 +439,8 @@ fn accept(by: By) -> (Stage, Step) {
     (Stage::Settled, Step::Settle(Settlement::Accept(Proof(by))))
 }
 
-fn release(after: Duration) -> (Stage, Step) {
-    (Stage::Settled, Step::Settle(Settlement::Release { after }))
+fn release(after: Duration, failures: u32) -> (Stage, Step) {
+    (Stage::Settled, Step::Settle(Settlement::Release { after, failures }))
 }
 
 fn reject(reason: Reason) -> (Stage, Step) {
@@ -459,7 +462,12 @@ fn look_again(permit: Permit) -> (Stage, Step) {
 impl Permit {
     fn history(self) -> History {
         // It was judged for its age when it was granted.
-        History { releases: self.releases, freshness: Freshness::Fresh }
+        History { failures: self.failures, freshness: Freshness::Fresh }
+    }
+
+    /// The same, with one more attempt that failed.
+    fn failed(self) -> Self {
+        Self { failures: self.failures.saturating_add(1), ..self }
     }
 }
 

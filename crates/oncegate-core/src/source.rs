@@ -12,7 +12,7 @@ use crate::store::Cause;
 ///
 /// # The contract
 /// - A delivery is handed over until it is settled: what is not settled when the source ends comes back.
-/// - `Accept` never comes back. `Release` comes back, not before its delay, with [`Delivery::releases`] one higher.
+/// - `Accept` never comes back. `Release` comes back, not before its delay, with [`Delivery::failures`] as it says.
 ///   `Reject` stands in the dead-letter or in-doubt destination, confirmed, before the delivery is taken as settled.
 /// - Trouble with the broker is the source's own work: it reconnects with backoff, and says so in its logs. It
 ///   returns an error only for what a person has to change.
@@ -100,8 +100,8 @@ pub struct Delivery {
     pub message: Message,
     /// The transport's handle to settle it.
     pub receipt: Receipt,
-    /// How often this message was released before, as far as the source knows.
-    pub releases: u32,
+    /// How many attempts of this message failed before, as its last release said; 0 where the source does not know.
+    pub failures: u32,
 }
 
 /// The transport's handle to settle one delivery. Its source reads its meaning; nobody can copy it.
@@ -189,8 +189,8 @@ pub mod headers {
     pub const LAST_ERROR: &str = "oncegate-last-error";
     /// Topic or queue, and partition and offset where there are some.
     pub const ORIGIN: &str = "oncegate-origin";
-    /// How often a delayed copy was released.
-    pub const RELEASES: &str = "oncegate-releases";
+    /// How many attempts of a delayed copy failed before.
+    pub const FAILURES: &str = "oncegate-failures";
     /// When the first copy was seen, in milliseconds since 1970.
     pub const FIRST_SEEN: &str = "oncegate-first-seen";
 }

@@ -320,7 +320,7 @@ impl State {
         let Some(assigned) = self.assigned.get_mut(&delivery.receipt.epoch) else { return Fate::Stale };
         assigned.out = assigned.out.saturating_sub(1);
         if assigned.keeps == Keeps::Assigned {
-            let delivery = Delivery { message: detached(&delivery.message), releases: delivery.releases.saturating_add(1), ..delivery };
+            let delivery = Delivery { message: detached(&delivery.message), ..delivery };
             self.held_bytes += delivery.message.size();
             self.releases += 1;
             // No delay of a century ever ends: it is cut to a day.
@@ -367,7 +367,7 @@ fn delivery(record: Record, epoch: u64) -> Delivery {
         message: Message { origin, key, message_id: None, headers, body, sent_at },
         // Neither is ever negative in a message that was delivered.
         receipt: Receipt { epoch, partition: partition as u32, position: offset as u64 },
-        releases: 0,
+        failures: 0,
     }
 }
 

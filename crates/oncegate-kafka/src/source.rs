@@ -106,7 +106,7 @@ impl Source for KafkaSource {
         for Settled { delivery, settlement, story } in settled.drain(..) {
             count(match settlement {
                 Settlement::Accept(_) => state.accept(&delivery.receipt),
-                Settlement::Release { after } => state.release(delivery, after),
+                Settlement::Release { after, failures } => state.release(Delivery { failures, ..delivery }, after),
                 Settlement::Reject(reason) => {
                     let fate = state.reject(&delivery.receipt);
                     if fate == Fate::Counted {

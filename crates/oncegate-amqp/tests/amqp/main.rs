@@ -82,7 +82,7 @@ async fn what_was_not_settled_comes_back() {
         let mut bodies: Vec<_> = three.iter().map(|delivery| &delivery.message.body[..]).collect();
         bodies.sort();
         assert_eq!(bodies, [b"a", b"c", b"d"]);
-        assert!(three.iter().all(|delivery| delivery.releases == 0), "a shutdown is not a release");
+        assert!(three.iter().all(|delivery| delivery.failures == 0), "a shutdown is not a release");
         close(again).await;
         rig.done().await;
     }
@@ -110,10 +110,10 @@ async fn a_short_release_comes_back_after_its_delay_while_others_go_on() {
         settle(&mut source, later, release(Duration::from_millis(400))).await;
         rig.publish("now").await;
         let now = delivery(&mut source).await;
-        assert_eq!((&now.message.body[..], now.releases), (&b"now"[..], 0));
+        assert_eq!((&now.message.body[..], now.failures), (&b"now"[..], 0));
         settle(&mut source, now, accept()).await;
         let later = delivery(&mut source).await;
-        assert_eq!((&later.message.body[..], later.releases), (&b"later"[..], 1));
+        assert_eq!((&later.message.body[..], later.failures), (&b"later"[..], 1));
         let after = released.elapsed();
         assert!(after >= Duration::from_millis(400) && after < Duration::from_secs(2), "{after:?}");
         settle(&mut source, later, accept()).await;
@@ -139,7 +139,7 @@ async fn a_release_that_waits_at_shutdown_keeps_its_delay_and_its_count() {
         let mut again = open(rig.source(kind)).await;
         let later = delivery(&mut again).await;
         assert!(released.elapsed() >= Duration::from_millis(900), "{:?}", released.elapsed());
-        assert_eq!((&later.message.body[..], later.releases), (&b"later"[..], 1));
+        assert_eq!((&later.message.body[..], later.failures), (&b"later"[..], 1));
         assert_eq!(later.message.headers.last("mine"), Some(&b"kept"[..]));
         assert_eq!(later.message.message_id.as_deref(), Some(&b"m"[..]));
         assert!(later.message.headers.last(headers::FIRST_SEEN).is_some());
@@ -163,7 +163,7 @@ async fn a_long_release_waits_in_a_delay_queue_and_not_in_the_prefetch() {
     settle(&mut source, now, accept()).await;
     close(source).await;
     let copy = rig.take(&format!("{}.delay.30000", rig.queue)).await;
-    assert_eq!(header(&copy.delivery, headers::RELEASES).as_deref(), Some("1"));
+    assert_eq!(header(&copy.delivery, headers::FAILURES).as_deref(), Some("1"));
     assert_eq!(rig.ready(&rig.queue).await, 0);
     rig.done().await;
 }
@@ -179,7 +179,7 @@ async fn a_release_without_delay_queues_waits_in_memory() {
     settle(&mut source, later, release(Duration::from_secs(6))).await;
     let later = delivery(&mut source).await;
     assert!(released.elapsed() >= Duration::from_secs(6));
-    assert_eq!(later.releases, 1);
+    assert_eq!(later.failures, 1);
     settle(&mut source, later, accept()).await;
     close(source).await;
     assert_eq!(rig.ready(&rig.queue).await, 0);

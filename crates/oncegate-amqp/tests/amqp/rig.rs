@@ -164,7 +164,7 @@ pub(crate) fn accept() -> Settlement {
         longest_backoff: Duration::from_secs(10),
         outage: Outage::Hold,
     };
-    let history = History { releases: 0, freshness: Freshness::Fresh };
+    let history = History { failures: 0, freshness: Freshness::Fresh };
     match road::next(Stage::Claiming(history, Parks(0)), Event::Answer(Verdict::Duplicate), &policy).1 {
         Step::Settle(settlement) => settlement,
         step => panic!("{step:?}"),
@@ -172,7 +172,7 @@ pub(crate) fn accept() -> Settlement {
 }
 
 pub(crate) fn release(after: Duration) -> Settlement {
-    Settlement::Release { after }
+    Settlement::Release { after, failures: 1 }
 }
 
 pub(crate) fn header(message: &lapin::message::Delivery, name: &str) -> Option<String> {

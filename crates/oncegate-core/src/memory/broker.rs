@@ -53,7 +53,7 @@ struct Queue {
 #[derive(Clone, Debug)]
 struct Held {
     message: Message,
-    releases: u32,
+    failures: u32,
 }
 
 impl MemoryBroker {
@@ -66,7 +66,7 @@ impl MemoryBroker {
     /// Adds a message at the end.
     pub fn publish(&self, mut message: Message) {
         message.origin = self.0.origin.clone();
-        self.0.lock().ready.push_back(Held { message, releases: 0 });
+        self.0.lock().ready.push_back(Held { message, failures: 0 });
         self.0.changed.notify_waiters();
     }
 
@@ -172,8 +172,8 @@ impl Source for MemorySource {
             let Some((_, held)) = queue.unsettled.remove(&delivery.receipt.position) else { continue };
             match settlement {
                 Settlement::Accept(_) => {}
-                Settlement::Release { after } => {
-                    queue.delayed.push((Instant::now() + after, Held { releases: held.releases + 1, ..held }));
+                Settlement::Release { after, failures } => {
+                    queue.delayed.push((Instant::now() + after, Held { failures, ..held }));
                 }
                 Settlement::Reject(reason) => {
                     let letter = DeadLetter { message: held.message, reason, story: story.map(|story| *story) };
@@ -223,7 +223,7 @@ impl Queue {
             self.next_tag += 1;
             self.delivered += 1;
             let receipt = Receipt { epoch: source, partition: 0, position: self.next_tag };
-            into.push(Incoming::Delivery(Delivery { message: held.message.clone(), receipt, releases: held.releases }));
+            into.push(Incoming::Delivery(Delivery { message: held.message.clone(), receipt, failures: held.failures }));
             self.unsettled.insert(self.next_tag, (source, held));
         }
         into.len() > before

@@ -5,8 +5,8 @@ use std::time::Duration;
 use super::*;
 use crate::marker::Verdict as V;
 
-const PERMIT: Permit = Permit { attempt: 1, releases: 0 };
-const HISTORY: History = History { releases: 0, freshness: Freshness::Fresh };
+const PERMIT: Permit = Permit { attempt: 1, failures: 0 };
+const HISTORY: History = History { failures: 0, freshness: Freshness::Fresh };
 
 fn policy(guarantee: Guarantee) -> Policy {
     Policy {
@@ -38,7 +38,7 @@ fn accepted(by: By) -> (Stage, Step) {
 }
 
 fn permit(attempt: u32) -> Permit {
-    Permit { attempt, releases: 0 }
+    Permit { attempt, failures: 0 }
 }
 
 /// Every stage that a delivery can be in before it leaves.
@@ -62,7 +62,7 @@ fn stages() -> Vec<Stage> {
         Completing(PERMIT),
         Clearing(PERMIT, Effect::Nothing, Duration::ZERO),
         Rejecting(PERMIT, Reason::Refused),
-        Ungated(Tries(0)),
+        Ungated(HISTORY),
     ]
 }
 
@@ -104,25 +104,47 @@ fn busy_is_parked_and_asked_again_then_released_and_never_accepted() {
         assert_eq!(step, Step::Ask(Ask::Claim)); // the same token
         stage = claiming;
     }
-    assert_eq!(next(stage, busy, &policy), release(policy.pause(policy.parks)));
+    assert_eq!(next(stage, busy, &policy), release(policy.pause(policy.parks), 0));
 }
 
 #[test]
 fn attempts_are_bounded_by_the_marker_and_by_the_source() {
     let policy = effectively_once();
-    for (attempt, releases, spent) in [(1, 0, false), (2, 0, false), (3, 0, true), (1, 1, false), (1, 2, true)] {
-        let permit = Permit { attempt, releases };
+    for (attempt, failures, spent) in [(1, 0, false), (2, 0, false), (3, 0, true), (1, 1, false), (1, 2, true)] {
+        let permit = Permit { attempt, failures };
         let (stage, _) = next(Stage::Running(permit, Tries(policy.retries)), Event::Returned(Outcome::Retry), &policy);
         assert_eq!(matches!(stage, Stage::Rejecting(_, Reason::AttemptsSpent)), spent, "{permit:?}");
     }
-    let released_too_often = History { releases: 3, freshness: Freshness::Fresh };
-    let (stage, _) = next(Stage::Claiming(released_too_often, Parks(0)), Event::Answer(V::Granted { attempt: 1 }), &policy);
+    let failed_too_often = History { failures: 3, freshness: Freshness::Fresh };
+    let (stage, _) = next(Stage::Claiming(failed_too_often, Parks(0)), Event::Answer(V::Granted { attempt: 1 }), &policy);
     assert!(matches!(stage, Stage::Rejecting(_, Reason::AttemptsSpent)));
 }
 
 #[test]
+fn only_what_ran_and_failed_counts_as_a_failure() {
+    let policy = effectively_once();
+    let history = History { failures: 1, ..HISTORY };
+    let permit = Permit { failures: 1, ..PERMIT };
+    let failures = |stage, event| match next(stage, event, &policy) {
+        (_, Step::Settle(Settlement::Release { failures, .. })) => failures,
+        (Stage::Clearing(permit, ..), _) => permit.failures,
+        other => panic!("{other:?}"),
+    };
+    let last_try = Stage::Running(permit, Tries(policy.retries));
+    for outcome in [Outcome::Retry, Outcome::Unknown(Cause::Panicked)] {
+        assert_eq!(failures(last_try, Event::Returned(outcome)), 2);
+    }
+    let busy = Event::Answer(V::Busy { remaining: Duration::ZERO });
+    assert_eq!(failures(Stage::Claiming(history, Parks(policy.parks)), busy), 1, "someone else held it");
+    assert_eq!(failures(last_try, Event::LeaseOver), 1, "the marker counts the takeover");
+    for waiting in [Stage::New(history), Stage::Parked(history, Parks(1), Asked::Answered), Stage::Ready(permit)] {
+        assert_eq!(failures(waiting, Event::Drain), 1, "a shutdown is no failure");
+    }
+}
+
+#[test]
 fn an_old_message_whose_marker_is_absent_is_in_doubt_at_most_once() {
-    let old = Stage::Claiming(History { releases: 0, freshness: Freshness::TooOld }, Parks(0));
+    let old = Stage::Claiming(History { failures: 0, freshness: Freshness::TooOld }, Parks(0));
     let granted = Event::Answer(V::Granted { attempt: 1 });
     assert_eq!(next(old, granted, &at_most_once()), (Stage::Doubting(PERMIT, Cause::TooOld, AfterDoubt::Reconcile), Step::Ask(Ask::Doubt)));
     assert_eq!(next(old, granted, &effectively_once()), (Stage::Ready(PERMIT), Step::Queue));
@@ -140,7 +162,7 @@ fn the_handler_returns() {
         assert_eq!(next(Stage::Pausing(PERMIT, Tries(1)), Event::Woke, &policy), (Stage::Running(PERMIT, Tries(1)), Step::Run));
     }
     let last = next(Stage::Running(PERMIT, Tries(2)), Event::Returned(Outcome::Retry), &at_most_once());
-    assert_eq!(last, (Stage::Clearing(PERMIT, Effect::Nothing, pause(2)), Step::Ask(Ask::Clear(Effect::Nothing))));
+    assert_eq!(last, (Stage::Clearing(PERMIT.failed(), Effect::Nothing, pause(2)), Step::Ask(Ask::Clear(Effect::Nothing))));
     let bare = next(Stage::Running(PERMIT, Tries(0)), Event::Returned(Outcome::Retry), &policy(Guarantee::Bare));
     assert!(matches!(bare, (Stage::Clearing(..), Step::Ask(Ask::Clear(_)))), "bare deletes after any failure");
 }
@@ -151,7 +173,7 @@ fn an_unknown_outcome_is_never_run_again_in_place() {
         let unknown = Event::Returned(Outcome::Unknown(cause));
         let doubted = (Stage::Doubting(PERMIT, cause, AfterDoubt::Reconcile), Step::Ask(Ask::Doubt));
         assert_eq!(next(Stage::Running(PERMIT, Tries(0)), unknown, &at_most_once()), doubted);
-        let cleared = (Stage::Clearing(PERMIT, Effect::Unknown, pause(1)), Step::Ask(Ask::Clear(Effect::Unknown)));
+        let cleared = (Stage::Clearing(PERMIT.failed(), Effect::Unknown, pause(1)), Step::Ask(Ask::Clear(Effect::Unknown)));
         assert_eq!(next(Stage::Running(PERMIT, Tries(0)), unknown, &effectively_once()), cleared);
         let spent = next(Stage::Running(permit(3), Tries(0)), unknown, &effectively_once());
         assert_eq!(spent, (Stage::Rejecting(permit(3), Reason::AttemptsSpent), Step::Ask(Ask::Reject)));
@@ -186,7 +208,7 @@ fn out_the_verdict_stands_before_the_settlement() {
     }
     let after = Duration::from_secs(3);
     for verdict in [V::Kept, V::Lost] {
-        assert_eq!(next(Stage::Clearing(PERMIT, Effect::Nothing, after), Event::Answer(verdict), &policy), release(after));
+        assert_eq!(next(Stage::Clearing(PERMIT, Effect::Nothing, after), Event::Answer(verdict), &policy), release(after, 0));
     }
     assert_eq!(next(Stage::Rejecting(PERMIT, Reason::Refused), Event::Answer(V::Kept), &policy), reject(Reason::Refused));
 }
@@ -209,15 +231,17 @@ fn a_marker_that_is_lost_is_looked_at_again_with_a_new_token() {
 fn without_the_gate_only_effectively_once_and_only_if_chosen() {
     let through = Policy { outage: Outage::PassThrough, ..effectively_once() };
     let claiming = Stage::Claiming(HISTORY, Parks(0));
-    assert_eq!(next(claiming, Event::Unavailable, &through), (Stage::Ungated(Tries(0)), Step::Run));
+    assert_eq!(next(claiming, Event::Unavailable, &through), (Stage::Ungated(HISTORY), Step::Run));
     for policy in [effectively_once(), Policy { outage: Outage::PassThrough, ..at_most_once() }] {
         assert!(matches!(next(claiming, Event::Unavailable, &policy), (Stage::Parked(_, _, Asked::Unknown), Step::Wake(_))));
     }
-    let ungated = Stage::Ungated(Tries(0));
+    let ungated = Stage::Ungated(HISTORY);
     assert_eq!(next(ungated, Event::Returned(Outcome::Done), &through), accepted(By::PassedWithoutGate));
     assert_eq!(next(ungated, Event::Returned(Outcome::Reject), &through), reject(Reason::Refused));
     assert_eq!(next(ungated, Event::Returned(Outcome::Unreadable), &through), reject(Reason::Unreadable));
-    assert_eq!(next(ungated, Event::Returned(Outcome::Retry), &through), release(pause(0)));
+    assert_eq!(next(ungated, Event::Returned(Outcome::Retry), &through), release(pause(0), 1));
+    let last = History { failures: through.attempts - 1, ..HISTORY };
+    assert_eq!(next(Stage::Ungated(last), Event::Returned(Outcome::Retry), &through), reject(Reason::AttemptsSpent));
 }
 
 #[test]
@@ -237,8 +261,8 @@ fn lease_over_in_every_stage() {
                 Running(..) if policy.guarantee == Guarantee::AtMostOnce => {
                     (Doubting(PERMIT, Cause::HolderGone, AfterDoubt::Release), Step::Ask(Ask::Doubt))
                 }
-                Running(..) | Reconciling(..) | ReconcilePausing(..) => release(pause(0)),
-                Pausing(..) => (Clearing(PERMIT, Effect::Nothing, pause(0)), Step::Ask(Ask::Clear(Effect::Nothing))),
+                Running(..) | Reconciling(..) | ReconcilePausing(..) => release(pause(0), 0),
+                Pausing(..) => (Clearing(PERMIT.failed(), Effect::Nothing, pause(0)), Step::Ask(Ask::Clear(Effect::Nothing))),
                 _ => (stage, Step::Wait), // nothing runs, and what is asked is compared with token and attempt
             };
             assert_eq!(next(stage, Event::LeaseOver, &policy), expected, "{stage:?} {:?}", policy.guarantee);
@@ -269,7 +293,7 @@ fn drain_in_every_stage_gives_back_what_has_not_started() {
     use Stage::*;
     for stage in stages() {
         let expected = match stage {
-            New(_) | Parked(_, _, Asked::Answered) | ReconcilePausing(..) => release(Duration::ZERO),
+            New(_) | Parked(_, _, Asked::Answered) | ReconcilePausing(..) => release(Duration::ZERO, 0),
             Claiming(..) => (Withdrawing(HISTORY), Step::Wait),
             Parked(_, _, Asked::Unknown) => (Withdrawing(HISTORY), Step::Ask(Ask::Claim)),
             Ready(_) | Pausing(..) => (Clearing(PERMIT, Effect::Nothing, Duration::ZERO), Step::Ask(Ask::Clear(Effect::Nothing))),
@@ -287,7 +311,7 @@ fn a_claim_that_is_withdrawn_is_given_back_and_does_not_stay_in_progress() {
     assert_eq!(answer(V::Granted { attempt: 2 }), given_back);
     assert_eq!(answer(V::Duplicate), accepted(By::Duplicate));
     for verdict in [V::Busy { remaining: Duration::ZERO }, V::InDoubt { attempt: 1 }, V::Rejected, V::Conflict] {
-        assert_eq!(answer(verdict), release(Duration::ZERO));
+        assert_eq!(answer(verdict), release(Duration::ZERO, 0));
     }
 }
 

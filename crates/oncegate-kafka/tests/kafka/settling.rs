@@ -16,7 +16,7 @@ async fn what_is_accepted_is_committed() {
     let mut source = topic.open().await;
     let deliveries = receive(&mut source, 600).await;
     assert_eq!(offsets(&deliveries), (0..600).collect::<Vec<_>>());
-    assert!(deliveries.iter().enumerate().all(|(number, it)| it.message.body == number.to_string() && it.releases == 0));
+    assert!(deliveries.iter().enumerate().all(|(number, it)| it.message.body == number.to_string() && it.failures == 0));
     assert_eq!(topic.committed(0).await, None);
     accept(&mut source, deliveries).await;
     topic.await_commit(0, 600).await;
@@ -76,13 +76,13 @@ async fn a_release_comes_back_after_its_delay_while_others_go_on() {
 
     let mut again = receive(&mut source, 1).await;
     assert!(released.elapsed() >= delay);
-    assert_eq!((offsets(&again), again[0].releases), (vec![0], 1));
+    assert_eq!((offsets(&again), again[0].failures), (vec![0], 1));
     assert_eq!(again[0].message.body, "0");
     assert_eq!(topic.committed(0).await, None);
     let last = again.remove(0);
     release(&mut source, last, Duration::ZERO).await;
     let again = receive(&mut source, 1).await;
-    assert_eq!(again[0].releases, 2);
+    assert_eq!(again[0].failures, 2);
     accept(&mut source, again).await;
     topic.await_commit(0, 6).await;
     close(source).await;

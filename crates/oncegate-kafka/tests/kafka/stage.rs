@@ -196,7 +196,8 @@ pub(crate) async fn accept(source: &mut KafkaSource, deliveries: impl IntoIterat
 }
 
 pub(crate) async fn release(source: &mut KafkaSource, delivery: Delivery, after: Duration) {
-    settle(source, [(delivery, Settlement::Release { after })]).await;
+    let failures = delivery.failures + 1;
+    settle(source, [(delivery, Settlement::Release { after, failures })]).await;
 }
 
 pub(crate) async fn reject(source: &mut KafkaSource, delivery: Delivery, reason: Reason) {
@@ -225,7 +226,7 @@ fn acceptance() -> Settlement {
         longest_backoff: Duration::from_millis(1),
         outage: Outage::Hold,
     };
-    let stage = Stage::Claiming(History { releases: 0, freshness: Freshness::Fresh }, Parks(0));
+    let stage = Stage::Claiming(History { failures: 0, freshness: Freshness::Fresh }, Parks(0));
     match road::next(stage, Event::Answer(Verdict::Duplicate), &policy) {
         (_, Step::Settle(settlement)) => settlement,
         other => unreachable!("a duplicate is accepted: {other:?}"),
