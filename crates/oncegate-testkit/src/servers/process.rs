@@ -16,16 +16,17 @@ pub struct ProcessId {
     started: u64,
 }
 
+#[derive(PartialEq, Eq)]
+enum Life {
+    Runs,
+    HasEnded,
+}
+
 impl ProcessId {
     /// The process that has this number now, if one has and it has not ended.
     pub fn running(number: u32) -> Option<Self> {
-        let stat = std::fs::read_to_string(format!("/proc/{number}/stat")).ok()?;
-        // The second field is the program's name in brackets and may hold anything, spaces and brackets too.
-        let (_, after_name) = stat.rsplit_once(')')?;
-        let mut fields = after_name.split_ascii_whitespace();
-        let state = fields.next()?;
-        let started = fields.nth(18)?.parse().ok()?;
-        (!matches!(state, "Z" | "X")).then_some(Self { number, started })
+        let (process, life) = Self::bearing(number)?;
+        (life == Life::Runs).then_some(process)
     }
 
     /// The process number.
@@ -49,8 +50,7 @@ impl ProcessId {
         self.signal(Signal::CONT);
         self.signal(Signal::TERM);
         if !self.gone_within(patience) {
-            self.signal(Signal::KILL);
-            self.gone_within(patience);
+            self.kill();
         }
         self.kill_group();
     }
@@ -72,13 +72,27 @@ impl ProcessId {
         }
     }
 
-    /// Ends what the process has left behind in its group. It was alone or the leader of it, and its number cannot have
-    /// been given away while the group has a member; a process in somebody else's group has no group by its number.
+    /// Ends what the process has left behind in its group, of which it was the leader.
+    ///
+    /// A number is not given away while a group of that number has a member. So where another process bears it by now,
+    /// nothing of ours is left, and the group is a stranger's: it is left alone.
     fn kill_group(self) {
-        if let Some(pid) = self.pid() {
+        let is_given_away = Self::bearing(self.number).is_some_and(|(process, _)| process != self);
+        if let (false, Some(pid)) = (is_given_away, self.pid()) {
             // Mostly nothing is left there, which is an error.
             let _ = kill_process_group(pid, Signal::KILL);
         }
+    }
+
+    /// The process that has this number now; one that has ended keeps it until its parent has looked.
+    fn bearing(number: u32) -> Option<(Self, Life)> {
+        let stat = std::fs::read_to_string(format!("/proc/{number}/stat")).ok()?;
+        // The second field is the program's name in brackets and may hold anything, spaces and brackets too.
+        let (_, after_name) = stat.rsplit_once(')')?;
+        let mut fields = after_name.split_ascii_whitespace();
+        let life = if matches!(fields.next()?, "Z" | "X") { Life::HasEnded } else { Life::Runs };
+        let started = fields.nth(18)?.parse().ok()?;
+        Some((Self { number, started }, life))
     }
 
     fn gone_within(self, patience: Duration) -> bool {
@@ -119,23 +133,48 @@ impl FromStr for ProcessId {
 
 #[cfg(test)]
 mod tests {
-    use std::process::Command;
+    use std::io::{BufRead, BufReader};
+    use std::os::unix::process::CommandExt;
+    use std::process::{Command, Stdio};
 
     use super::*;
 
     #[test]
     fn a_number_given_to_another_process_is_left_alone() {
-        let mut child = Command::new("sleep").arg("60").spawn().unwrap();
+        let mut child = Command::new("sleep").arg("60").process_group(0).spawn().unwrap();
         let process = ProcessId::running(child.id()).unwrap();
         let earlier = ProcessId { number: process.number, started: process.started - 1 };
 
         earlier.stop(Duration::ZERO);
         assert!(!earlier.is_running());
         assert!(child.try_wait().unwrap().is_none(), "the other process was ended");
+        earlier.kill_group();
+        assert!(!ended_soon(&mut child), "the other process's group was ended");
 
         process.stop(Duration::from_secs(5));
         assert!(!process.is_running());
         child.wait().unwrap();
+    }
+
+    /// A signal takes its time.
+    fn ended_soon(child: &mut std::process::Child) -> bool {
+        std::thread::sleep(Duration::from_millis(100));
+        child.try_wait().unwrap().is_some()
+    }
+
+    #[test]
+    fn what_a_process_leaves_behind_in_its_group_ends_with_it() {
+        let script = "sleep 60 & echo $!; exec sleep 60";
+        let mut leader = Command::new("sh").args(["-c", script]).process_group(0).stdout(Stdio::piped()).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(leader.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        let left_behind = ProcessId::running(line.trim().parse().unwrap()).unwrap();
+        let process = ProcessId::running(leader.id()).unwrap();
+
+        let reaping = std::thread::spawn(move || leader.wait().unwrap()); // as init does it for one that was detached
+        process.stop(Duration::from_secs(5));
+        reaping.join().unwrap();
+        assert!(left_behind.gone_within(Duration::from_secs(5)));
     }
 
     #[test]
