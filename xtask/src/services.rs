@@ -63,11 +63,22 @@ fn up() -> Result<(), Error> {
             service("ONCEGATE_REDIS", url, redis),
         ],
     };
-    write(&state_path(), &state.to_text())?;
-    write(&environment_path(), &state.environment())?;
+    write_down(&state, &state_path(), &environment_path())?;
     print!("{}", state.environment());
     eprintln!("services: up; written to {}; `cargo xtask services down` stops them", environment_path().display());
     Ok(())
+}
+
+/// Servers that stand in no file could not be stopped by `services down`: they are stopped here if it cannot be written.
+fn write_down(state: &State, state_path: &PathBuf, environment_path: &PathBuf) -> Result<(), Error> {
+    let written = write(state_path, &state.to_text()).and_then(|()| write(environment_path, &state.environment()));
+    if written.is_err() {
+        // What was to be written is the first to be told of; what is left stands on the screen.
+        if let Err(error) = stop_processes(state).and_then(|()| remove_files([state_path, environment_path])) {
+            eprintln!("services: {error}");
+        }
+    }
+    written
 }
 
 fn service<K: Kind>(variable: &str, address: String, server: Server<K>) -> Service {
@@ -84,6 +95,11 @@ fn down() -> Result<(), Error> {
 }
 
 fn stop(state: &State) -> Result<(), Error> {
+    stop_processes(state)?;
+    remove_files([&state_path(), &environment_path()])
+}
+
+fn stop_processes(state: &State) -> Result<(), Error> {
     for service in &state.services {
         eprintln!("services: stopping {}", service.name);
         for process in &service.detached.processes {
@@ -91,8 +107,12 @@ fn stop(state: &State) -> Result<(), Error> {
         }
         remove(std::fs::remove_dir_all(&service.detached.directory), &service.detached.directory)?;
     }
-    for path in [state_path(), environment_path()] {
-        remove(std::fs::remove_file(&path), &path)?;
+    Ok(())
+}
+
+fn remove_files(paths: [&PathBuf; 2]) -> Result<(), Error> {
+    for path in paths {
+        remove(std::fs::remove_file(path), path)?;
     }
     Ok(())
 }
@@ -147,4 +167,32 @@ fn state_path() -> PathBuf {
 
 fn environment_path() -> PathBuf {
     setup::target_directory().join("services.env")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use oncegate_testkit::servers::{Detached, ProcessId};
+
+    use super::*;
+
+    #[test]
+    fn servers_that_cannot_be_written_down_are_stopped() {
+        let room = tempfile::tempdir().unwrap();
+        let (written, not_written) = (room.path().join("services.state"), room.path().join("missing/services.env"));
+        for (state_path, environment_path) in [(&not_written, &written), (&written, &not_written)] {
+            let mut server = Command::new("sleep").arg("60").spawn().unwrap();
+            let directory = room.path().join("data");
+            std::fs::create_dir(&directory).unwrap();
+            let detached = Detached { processes: vec![ProcessId::running(server.id()).unwrap()], directory: directory.clone() };
+            let service = Service { name: "A".to_owned(), variable: "ONCEGATE_A".to_owned(), address: "a:1".to_owned(), detached };
+
+            let outcome = write_down(&State { services: vec![service] }, state_path, environment_path);
+
+            assert!(matches!(outcome, Err(Error::File { path, .. }) if path == not_written));
+            assert!(server.try_wait().unwrap().is_some(), "the server still runs");
+            assert!(!directory.exists() && !written.exists());
+        }
+    }
 }
