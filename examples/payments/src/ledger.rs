@@ -1,16 +1,19 @@
 //! The provider's own book: what was charged, and what is refused. Neither a worker nor the framework can write in it.
 
 use std::collections::HashMap;
-use std::fs::File;
+use std::io;
 #[cfg(any(test, feature = "real"))]
-use std::fs::OpenOptions;
-use std::io::{self, Write};
-#[cfg(any(test, feature = "real"))]
-use std::io::{Read, Seek, SeekFrom};
-#[cfg(any(test, feature = "real"))]
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
+
+#[cfg(any(test, feature = "real"))]
+mod file;
+
+#[cfg(any(test, feature = "real"))]
+use file::Appended;
+#[cfg(feature = "real")]
+pub(crate) use file::LedgerFile;
 
 /// What the provider does with a second charge under one id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,9 +68,11 @@ pub(crate) enum NotBooked {
 /// The book: in memory, and line by line in a file where there is one.
 #[derive(Debug, Default)]
 pub(crate) struct Ledger {
-    charges: HashMap<String, u32>,
+    /// The amount of each charge.
+    charges: HashMap<String, Vec<u64>>,
     voided: HashMap<String, u32>,
-    file: Option<File>,
+    #[cfg(any(test, feature = "real"))]
+    file: Option<Appended>,
 }
 
 impl Ledger {
@@ -79,14 +84,11 @@ impl Ledger {
     /// Opens the book of a file, which is made if it is missing. Every entry is written before it is answered.
     ///
     /// # Errors
-    /// If the file cannot be opened, or a line of it is no entry.
+    /// If the file cannot be opened, another provider has it open, or a line of it is no entry.
     #[cfg(any(test, feature = "real"))]
     pub(crate) fn in_file(path: &Path) -> io::Result<Self> {
-        let mut written = LedgerFile::at(path.to_owned());
-        written.refresh()?;
-        let file = OpenOptions::new().create(true).append(true).open(path)?;
-        file.set_len(written.offset)?; // what is cut off was never answered
-        Ok(Self { file: Some(file), ..written.ledger })
+        let (file, read) = Appended::open(path)?;
+        Ok(Self { file: Some(file), ..read })
     }
 
     /// Books a charge, unless its attempt was voided or its repetition is known.
@@ -126,7 +128,7 @@ impl Ledger {
 
     /// How many payments were charged more than once.
     pub(crate) fn charged_twice(&self) -> usize {
-        self.charges.values().filter(|times| **times > 1).count()
+        self.charges.values().filter(|amounts| amounts.len() > 1).count()
     }
 
     /// Whether this payment was charged.
@@ -135,10 +137,11 @@ impl Ledger {
     }
 
     fn write(&mut self, entry: Entry) -> io::Result<()> {
+        #[cfg(any(test, feature = "real"))]
         if let Some(file) = &mut self.file {
             let mut line = serde_json::to_vec(&entry)?;
             line.push(b'\n');
-            file.write_all(&line)?;
+            file.append(&line)?;
         }
         self.note(entry);
         Ok(())
@@ -146,58 +149,12 @@ impl Ledger {
 
     fn note(&mut self, entry: Entry) {
         match entry {
-            Entry::Charged { id, .. } => *self.charges.entry(id).or_default() += 1,
+            Entry::Charged { id, amount, .. } => self.charges.entry(id).or_default().push(amount),
             Entry::Voided { id, through } => {
                 let voided = self.voided.entry(id).or_default();
                 *voided = through.max(*voided);
             }
         }
-    }
-}
-
-/// The book of a provider in another process, to be read while it is written.
-#[cfg(any(test, feature = "real"))]
-#[derive(Debug)]
-pub(crate) struct LedgerFile {
-    path: PathBuf,
-    offset: u64,
-    lines: usize,
-    ledger: Ledger,
-}
-
-#[cfg(any(test, feature = "real"))]
-impl LedgerFile {
-    /// The book in this file; one that is missing is empty.
-    pub(crate) fn at(path: PathBuf) -> Self {
-        Self { path, offset: 0, lines: 0, ledger: Ledger::default() }
-    }
-
-    /// Reads what was added. A last line without an end is still being written, and is left for the next time.
-    ///
-    /// # Errors
-    /// If the file cannot be read, or a line of it is no entry.
-    pub(crate) fn refresh(&mut self) -> io::Result<&Ledger> {
-        let mut added = Vec::new();
-        match File::open(&self.path) {
-            Ok(mut file) => {
-                file.seek(SeekFrom::Start(self.offset))?;
-                file.read_to_end(&mut added)?;
-            }
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => return Err(error),
-        }
-        for line in added.split_inclusive(|byte| *byte == b'\n').filter(|line| line.ends_with(b"\n")) {
-            self.ledger.note(serde_json::from_slice(line)?);
-            self.offset += line.len() as u64;
-            self.lines += 1;
-        }
-        Ok(&self.ledger)
-    }
-
-    /// How many entries were read.
-    #[cfg(feature = "real")]
-    pub(crate) fn lines(&self) -> usize {
-        self.lines
     }
 }
 
@@ -232,33 +189,5 @@ mod tests {
         ledger.charge("a", 5, 2, Repeats::ChargeAgain).expect("booked");
         assert!(ledger.find_or_void("a", 2).expect("in memory"));
         assert_eq!((ledger.charged(), ledger.charged_twice()), (1, 0));
-    }
-
-    #[test]
-    fn a_file_keeps_the_charges_and_the_refusals() {
-        let directory = tempfile::tempdir().expect("a directory");
-        let path = directory.path().join("ledger.jsonl");
-        let mut ledger = Ledger::in_file(&path).expect("a new file");
-        ledger.charge("a", 5, 1, Repeats::ChargeAgain).expect("booked");
-        ledger.find_or_void("b", 1).expect("written");
-        drop(ledger);
-        let mut again = Ledger::in_file(&path).expect("the same file");
-        again.charge("a", 5, 1, Repeats::ChargeAgain).expect("booked");
-        assert!(again.charge("b", 5, 1, Repeats::ChargeAgain).is_err());
-        let mut file = LedgerFile::at(path);
-        let read = file.refresh().expect("the same file");
-        assert_eq!((read.charged(), read.charged_twice(), read.has_charged("b")), (1, 1, false));
-    }
-
-    #[test]
-    fn a_line_that_is_still_being_written_is_left_for_the_next_time() {
-        let directory = tempfile::tempdir().expect("a directory");
-        let path = directory.path().join("ledger.jsonl");
-        let whole = r#"{"charged":{"id":"a","amount":5,"attempt":1}}"#;
-        std::fs::write(&path, format!("{whole}\n{}", &whole[..20])).expect("written");
-        let mut file = LedgerFile::at(path.clone());
-        assert_eq!(file.refresh().expect("one line").charged_twice(), 0);
-        std::fs::write(&path, format!("{whole}\n{whole}\n")).expect("written");
-        assert_eq!(file.refresh().expect("two lines").charged_twice(), 1);
     }
 }

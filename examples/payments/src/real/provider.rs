@@ -33,10 +33,11 @@ pub(crate) struct Arguments {
 
 /// Answers until SIGTERM. The first line on stdout is its URL.
 pub(super) async fn run(arguments: &Arguments) -> Result<(), Error> {
+    // Before the ledger is touched: who cannot answer has no business there.
+    let listener = TcpListener::bind(&arguments.listen).await.map_err(|error| format!("--listen {}: {error}", arguments.listen))?;
     let ledger = Ledger::in_file(&RunDir::at(&arguments.run_dir)?.ledger())?;
     let pace = Pace { answer: Duration::from_millis(20), timeout: Duration::from_millis(300), late: Duration::from_secs(1) };
     let bank = Bank::new(ledger, Faults::seeded(arguments.seed), arguments.promise.repeats(), pace);
-    let listener = TcpListener::bind(&arguments.listen).await.map_err(|error| format!("--listen {}: {error}", arguments.listen))?;
     println!("http://{}", listener.local_addr()?);
     std::io::stdout().flush()?;
     axum::serve(listener, crate::http::router(bank)).with_graceful_shutdown(terminated()?).await?;
