@@ -209,7 +209,7 @@ impl<S: Open, T: Store + 'static, H: Handler, D: Decode> Builder<S, T, H, D> {
         let store: Arc<dyn Store> = Arc::new(store);
         let opened = async {
             preflight(&*store, &settings).await?;
-            Ok::<_, Error>(source.open().await?)
+            Ok::<_, Error>(source.for_in_flight(settings.in_flight).open().await?)
         };
         let source = tokio::select! {
             opened = opened => opened?,

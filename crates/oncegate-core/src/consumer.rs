@@ -206,7 +206,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 }
             };
             tokio::select! {
-                received = self.source.receive(limit.unwrap_or(Limit { count: 1, bytes: 1 }), incoming), if limit.is_some() => failed = received.err(),
+                received = self.source.receive(limit, incoming), if !draining => failed = received.err(),
                 answer = self.applies.next(), if !self.applies.is_empty() => applied = answer,
                 finished = self.ran.recv() => ran = finished,
                 lost = self.over.recv(), if self.renewals.is_some() => over = lost,
@@ -251,8 +251,10 @@ impl<H: Handler, D: Decode> Running<H, D> {
                     Incoming::Revoked(epoch) => self.revoked(epoch),
                 }
             }
-            let Some(limit) = self.room() else { break };
-            match self.source.receive(limit, incoming).now_or_never() {
+            if let Mode::Draining { .. } = self.mode {
+                break;
+            }
+            match self.source.receive(self.room(), incoming).now_or_never() {
                 None => break,
                 Some(Ok(())) if incoming.is_empty() => break,
                 Some(Ok(())) => {}
@@ -261,12 +263,12 @@ impl<H: Handler, D: Decode> Running<H, D> {
         }
     }
 
-    /// How much more may come in; `None` if nothing.
-    fn room(&self) -> Option<Limit> {
+    /// How much more may come in. Where nothing may, revocations still do.
+    fn room(&self) -> Limit {
         let holding = self.flights.len() - self.completing.min(self.settings.in_flight);
         let count = self.settings.in_flight.saturating_sub(holding);
         let bytes = self.settings.in_flight_bytes.saturating_sub(self.bytes);
-        (count > 0 && bytes > 0 && !matches!(self.mode, Mode::Draining { .. })).then_some(Limit { count, bytes })
+        if count > 0 && bytes > 0 { Limit { count, bytes } } else { Limit::NOTHING }
     }
 
     /// A delivery takes its slot.

@@ -67,6 +67,16 @@ pub trait Open: Send {
     /// What it opens.
     type Source: Source + 'static;
 
+    /// Told before it is opened: how many deliveries the consumer holds at once. What a source takes beyond that only
+    /// waits in it, and may wait too long for its broker.
+    fn for_in_flight(self, count: usize) -> Self
+    where
+        Self: Sized,
+    {
+        let _ = count;
+        self
+    }
+
     /// Checks the settings and connects.
     ///
     /// # Errors
@@ -77,10 +87,15 @@ pub trait Open: Send {
 /// How much a source may hand over at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limit {
-    /// Deliveries, at least 1.
+    /// Deliveries. With 0, only revocations and errors are waited for.
     pub count: usize,
     /// Bytes of key, headers and body. One delivery larger than this is handed over alone.
     pub bytes: usize,
+}
+
+impl Limit {
+    /// No deliveries: the consumer is full, and still wants to hear what is taken from it.
+    pub const NOTHING: Self = Self { count: 0, bytes: 0 };
 }
 
 /// What a source hands over.

@@ -2,12 +2,12 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use oncegate_core::marker::{Ask, Marker, Operation, Verdict};
-use oncegate_core::road::{Cause, Reason};
+use oncegate_core::marker::{Ask, Marker, Operation, Terms, Token, Verdict};
+use oncegate_core::road::{Cause, Reason, Settlement};
 use oncegate_core::*;
-use tokio::sync::oneshot;
+use tokio::sync::{Notify, oneshot};
 
 /// A handler that does what the body says, and counts.
 #[derive(Clone, Default)]
@@ -364,4 +364,73 @@ async fn a_drain_gives_back_claims_whose_replies_were_lost() {
     }
     world.drain(Guarantee::AtMostOnce).await;
     assert_eq!((world.effects(), world.reasons().len()), (50, 0));
+}
+
+/// A source whose deliveries are taken from it when it is told so.
+struct Revoking {
+    source: MemorySource,
+    epoch: u64,
+    revoke: Arc<Notify>,
+    released: Arc<Notify>,
+}
+
+#[async_trait]
+impl Open for Revoking {
+    type Source = Self;
+
+    async fn open(self) -> Result<Self, SourceError> {
+        Ok(self)
+    }
+}
+
+#[async_trait]
+impl Source for Revoking {
+    async fn receive(&mut self, limit: Limit, into: &mut Vec<Incoming>) -> Result<(), SourceError> {
+        tokio::select! {
+            biased;
+            () = self.revoke.notified() => into.push(Incoming::Revoked(self.epoch)),
+            received = self.source.receive(limit, into) => received?,
+        }
+        if let Some(Incoming::Delivery(delivery)) = into.last() {
+            self.epoch = delivery.receipt.epoch;
+        }
+        Ok(())
+    }
+
+    async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), SourceError> {
+        if settled.iter().any(|it| matches!(it.settlement, Settlement::Release { .. })) {
+            self.released.notify_one();
+        }
+        self.source.settle(settled).await
+    }
+
+    async fn close(self: Box<Self>, deadline: Instant) -> Result<(), SourceError> {
+        Box::new(self.source).close(deadline).await
+    }
+}
+
+#[tokio::test]
+async fn a_full_consumer_gives_back_what_is_revoked() {
+    let world = World::new();
+    let terms = Terms {
+        guarantee: Guarantee::EffectivelyOnce,
+        lease: Duration::from_secs(60),
+        window: Duration::from_secs(600),
+        fingerprint: None,
+    };
+    let key = Key::new(&MessageId::new("id").expect("an id"));
+    let elsewhere = Operation { key, ask: Ask::Claim, token: Token(1), attempt: 0, terms };
+    assert!(matches!(world.store.apply(&[elsewhere]).await[..], [Ok(Verdict::Granted { .. })]));
+    world.publish("id", "work");
+
+    let (revoke, released) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
+    let source = Revoking { source: world.broker.source(), epoch: 0, revoke: revoke.clone(), released: released.clone() };
+    let shutdown = async move {
+        tokio::time::sleep(Duration::from_millis(50)).await; // by now its place is taken, and it waits for the holder
+        revoke.notify_one();
+        tokio::time::timeout(Duration::from_secs(5), released.notified()).await.expect("given back");
+    };
+    let consumer = world.consumer(Guarantee::EffectivelyOnce).source(source).lease(Duration::from_secs(60)).in_flight(1);
+    consumer.run_until(shutdown).await.expect("a clean end");
+    assert_eq!(world.runs(), 0);
 }
