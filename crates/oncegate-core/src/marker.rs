@@ -306,10 +306,8 @@ pub fn apply(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdic
         (Ask::Reject, Absent | Cleared { .. }) if terms.guarantee != Guarantee::AtMostOnce => (Keep, Verdict::Kept),
 
         (Ask::Doubt, InProgress(hold) | InDoubt(hold, _)) if mine(&hold) => (held(InDoubt(hold, Doubt::Waiting), hold), Verdict::Kept),
-        (Ask::Doubt, Absent | Cleared { .. }) => {
-            let hold = own_hold(operation, operation.attempt);
-            (held(InDoubt(hold, Doubt::Waiting), hold), Verdict::Kept)
-        }
+        (Ask::Doubt, Absent) => doubted(operation, operation.attempt),
+        (Ask::Doubt, Cleared { attempt }) => doubted(operation, attempt.max(operation.attempt)), // the fence never steps back
 
         (Ask::Resolve(Finding::Happened), InDoubt(hold, _)) if mine(&hold) => done(false),
         (Ask::Resolve(Finding::DidNotHappen), InDoubt(hold, _)) if mine(&hold) => cleared(hold.attempt),
@@ -346,7 +344,7 @@ fn claim(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdict) {
         InProgress(hold) if !over(&hold) => busy(&hold),
         InProgress(hold) if strict(hold.guarantee, terms.guarantee) => take_doubt(hold.attempt.saturating_add(1)),
         InProgress(hold) => grant(hold.attempt.saturating_add(1)),
-        InDoubt(hold, _) if hold.token == operation.token => (Keep, Verdict::InDoubt { attempt: hold.attempt }),
+        InDoubt(hold, _) if hold.token == operation.token => (Write(marker, hold.horizon), Verdict::InDoubt { attempt: hold.attempt }),
         InDoubt(hold, _) if other_body(hold.fingerprint) => (Keep, Verdict::Conflict),
         InDoubt(hold, Doubt::Reconciling) if !over(&hold) => busy(&hold),
         InDoubt(hold, _) => take_doubt(hold.attempt.saturating_add(1)),
@@ -365,6 +363,12 @@ fn apply_bare(marker: Marker, operation: &Operation) -> (Change, Verdict) {
         (Ask::Complete, _) => (Change::Keep, Verdict::Done { marker_lost: false }),
         (Ask::Clear(_) | Ask::Reject | Ask::Doubt | Ask::Resolve(_) | Ask::Forget { .. }, _) => (Change::Delete, Verdict::Kept),
     }
+}
+
+/// In doubt without having been in progress: nobody finds out yet.
+fn doubted(operation: &Operation, attempt: u32) -> (Change, Verdict) {
+    let hold = own_hold(operation, attempt);
+    (Change::Write(Marker::InDoubt(hold, Doubt::Waiting), hold.horizon), Verdict::Kept)
 }
 
 fn own_hold(operation: &Operation, attempt: u32) -> Hold {

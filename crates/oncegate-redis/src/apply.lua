@@ -79,11 +79,12 @@ local function claim(key, token, fingerprint, state, body, at, holder, their_lea
 
   local in_progress = state == 'in progress'
   if holder == token then
-    return in_progress and keep_anew(key, their_horizon, 'granted ' .. at) or 'in-doubt ' .. at
+    return keep_anew(key, their_horizon, (in_progress and 'granted ' or 'in-doubt ') .. at)
   end
   if other_body and not in_progress then return 'conflict' end
 
-  local left = redis.call('PTTL', key)
+  local left = redis.pcall('PTTL', key)
+  if type(left) == 'table' then return 'error ' .. left.err end
   local known = left >= 0 and left <= tonumber(their_horizon)
   local age = tonumber(their_horizon) - left
   local over = known and age > tonumber(their_lease)
@@ -133,6 +134,8 @@ local function apply(key, token, attempt, fingerprint)
       return cleared(key, at)
     end
   elseif ask == 'doubt' then
+    -- The fence never steps back.
+    if state == 'cleared' and tonumber(at) > tonumber(attempt) then attempt = at end
     if free then return put(key, held('w', token, attempt, lease, horizon, guarantee, fingerprint), horizon, 'kept') end
     if mine then return put(key, held('w', holder, at, their_lease, their_horizon, promise, body), their_horizon, 'kept') end
   elseif ask == 'happened' then

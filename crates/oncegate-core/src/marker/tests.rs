@@ -67,7 +67,7 @@ fn claim() {
                 (running(guarantee, MINE, 4), OVER, fourth.0, fourth.1), // renewed, the same attempt
                 (running(guarantee, THEIRS, 1), ALIVE, Keep, Verdict::Busy { remaining: Duration::from_secs(29) }),
                 (running(guarantee, THEIRS, 1), Age::Unknown, write(running(guarantee, THEIRS, 1)), Verdict::Busy { remaining: LEASE }),
-                (doubted(MINE, 2, Doubt::Reconciling), ALIVE, Keep, Verdict::InDoubt { attempt: 2 }),
+                (doubted(MINE, 2, Doubt::Reconciling), ALIVE, write(doubted(MINE, 2, Doubt::Reconciling)), Verdict::InDoubt { attempt: 2 }),
                 (doubted(THEIRS, 2, Doubt::Reconciling), ALIVE, Keep, Verdict::Busy { remaining: Duration::from_secs(29) }),
                 (doubted(THEIRS, 2, Doubt::Waiting), ALIVE, write(doubted(MINE, 3, Doubt::Reconciling)), Verdict::InDoubt { attempt: 3 }),
                 (
@@ -187,6 +187,8 @@ fn doubt() {
     for marker in [running(AMO, MINE, 1), doubted(MINE, 1, Doubt::Reconciling), Marker::Absent, Marker::Cleared { attempt: 1 }] {
         assert_eq!(apply(marker, OVER, &operation(AMO, Ask::Doubt, 1)), waiting, "{marker:?}");
     }
+    let later = (write(doubted(MINE, 3, Doubt::Waiting)), Verdict::Kept);
+    assert_eq!(apply(Marker::Cleared { attempt: 3 }, OVER, &operation(AMO, Ask::Doubt, 1)), later, "the fence never steps back");
     loses_but(Ask::Doubt, AMO, nothing_there);
 }
 
