@@ -40,11 +40,15 @@ impl Step {
 
 /// Applies the operations and answers each, in order.
 pub(crate) async fn apply(link: &Link, prefix: &[u8], operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
-    let mut batch = Batch { prefix, operations, answers: operations.iter().map(answer_unsent).collect() };
+    let answers = operations.iter().map(answer_unsent).collect();
+    let mut batch = Batch { prefix, operations, answers, primary: Primary::Here };
     for round in rounds(operations) {
         if batch.run(link, plan(operations, &round)).await.is_err() {
             break;
         }
+    }
+    if batch.primary == Primary::Elsewhere {
+        link.distrust().await;
     }
     let unsent = || Err(Failure::not_applied("not sent, because an earlier command in the same batch was not answered"));
     batch.answers.into_iter().map(|answer| answer.unwrap_or_else(unsent).map_err(Into::into)).collect()
@@ -59,19 +63,25 @@ fn answer_unsent(operation: &Operation) -> Option<Answer> {
     }
 }
 
-/// Splits the operations so that no key stands twice in one part: what is on one key keeps its order.
+/// Splits the operations so that what is on one key keeps its order: claims may follow each other in one part, since a
+/// pipeline runs in order and so does a script; anything else that has its key before it waits for the next part.
 fn rounds(operations: &[Operation]) -> Vec<Vec<usize>> {
     if operations.len() == 1 {
         return vec![vec![0]];
     }
-    let mut seen: HashMap<&Key, usize> = HashMap::with_capacity(operations.len());
+    let mut last: HashMap<&Key, (usize, &Ask)> = HashMap::with_capacity(operations.len());
     let mut rounds: Vec<Vec<usize>> = Vec::with_capacity(1);
     for (index, operation) in operations.iter().enumerate() {
-        let times = seen.entry(&operation.key).and_modify(|times| *times += 1).or_insert(0);
-        if *times == rounds.len() {
+        let round = match last.get(&operation.key) {
+            None => 0,
+            Some((round, Ask::Claim)) if operation.ask == Ask::Claim => *round,
+            Some((round, _)) => round + 1,
+        };
+        last.insert(&operation.key, (round, &operation.ask));
+        if round == rounds.len() {
             rounds.push(Vec::with_capacity(operations.len()));
         }
-        rounds[*times].push(index);
+        rounds[round].push(index);
     }
     rounds
 }
@@ -116,6 +126,14 @@ struct Batch<'a> {
     prefix: &'a [u8],
     operations: &'a [Operation],
     answers: Vec<Option<Answer>>,
+    primary: Primary,
+}
+
+/// Whether the server at the other end may write.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Primary {
+    Here,
+    Elsewhere,
 }
 
 impl Batch<'_> {
@@ -185,7 +203,7 @@ impl Batch<'_> {
                 again.push(Step::Script(By::Text, call));
             }
             (step, Value::ServerError(error)) => {
-                let failure = Failure::said_by_server(error.code(), error.details().unwrap_or_default());
+                let failure = self.said_by_server(error.code(), error.details().unwrap_or_default());
                 self.answer_all(step.operations(), &failure);
             }
             (Step::Claim(index), reply) => match self.read_claim(index, reply) {
@@ -207,10 +225,29 @@ impl Batch<'_> {
             }
             (Step::Script(_, call), Value::Array(verdicts)) if verdicts.len() == call.len() => {
                 for (index, verdict) in call.into_iter().zip(verdicts) {
-                    self.answers[index] = Some(read_verdict(&verdict));
+                    self.answers[index] = Some(self.read_verdict(&verdict));
                 }
             }
             (step, other) => self.answer_all(step.operations(), &unexpected(&other)),
+        }
+    }
+
+    fn said_by_server(&mut self, code: &str, detail: &str) -> Failure {
+        if matches!(code, "READONLY" | "MASTERDOWN") {
+            self.primary = Primary::Elsewhere;
+        }
+        Failure::said_by_server(code, detail)
+    }
+
+    /// Reads one of the texts of `apply.lua`.
+    fn read_verdict(&mut self, value: &Value) -> Answer {
+        let Value::BulkString(text) = value else { return Err(unexpected(value)) };
+        match String::from_utf8_lossy(text).strip_prefix("error ") {
+            Some(said) => {
+                let (code, detail) = said.split_once(' ').unwrap_or((said, ""));
+                Err(self.said_by_server(code, detail))
+            }
+            None => read_verdict(value),
         }
     }
 
@@ -241,7 +278,7 @@ fn seconds(window: Duration) -> u64 {
     record::expiry(window).div_ceil(1000)
 }
 
-/// Reads one of the texts of `apply.lua`.
+/// Reads a text of `apply.lua` that is no error of a command in it.
 fn read_verdict(value: &Value) -> Answer {
     let Value::BulkString(text) = value else { return Err(unexpected(value)) };
     let text = String::from_utf8_lossy(text);
@@ -260,10 +297,6 @@ fn read_verdict(value: &Value) -> Answer {
         ("lost", "") => Verdict::Lost,
         ("unknown", "version") => return Err(Failure::unreadable(Unreadable::UnknownVersion)),
         ("unreadable", "") => return Err(Failure::unreadable(Unreadable::NotAMarker)),
-        ("error", said) => {
-            let (code, detail) = said.split_once(' ').unwrap_or((said, ""));
-            return Err(Failure::said_by_server(code, detail));
-        }
         _ => return Err(unexpected(value)),
     })
 }

@@ -82,6 +82,8 @@ impl Failure {
             "ERR" if detail.starts_with("unknown command") => {
                 Self::misconfigured(format!("{said}: the server at Redis::at must offer SET, GET, DEL, PTTL, PEXPIRE, EVAL and EVALSHA"))
             }
+            // What Redis 7.0 says when a script runs what its user may not.
+            "ERR" if detail.contains("user executing the script can't") => Self::said_by_server("NOPERM", detail),
             "ERR" if detail.contains("max number of clients") => Self::not_applied(said),
             // A script may have been stopped midway; asking again with the same token is safe.
             _ => Self::unknown(said),

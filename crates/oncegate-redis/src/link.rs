@@ -17,6 +17,11 @@ pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// After so many timeouts in a row the connection is made anew: a frozen server or a silent network never closes it.
 const TIMEOUTS_IN_A_ROW: u32 = 3;
 
+/// What was sent and is not acknowledged by the other machine for so long ends the connection: the keepalive does not
+/// act meanwhile.
+#[cfg(target_os = "linux")]
+const USER_TIMEOUT: Duration = Duration::from_secs(10);
+
 /// A silent peer is probed after this long.
 const KEEPALIVE: Duration = Duration::from_secs(15);
 
@@ -42,6 +47,8 @@ impl Server {
             Problem::new(format!("Redis::at: {why}; write redis://[user[:password]@]host[:port][/database]"))
         })?;
         let tcp = TcpSettings::default().set_nodelay(true).set_keepalive(socket2::TcpKeepalive::new().with_time(KEEPALIVE));
+        #[cfg(target_os = "linux")]
+        let tcp = tcp.set_user_timeout(USER_TIMEOUT);
         let info = client.get_connection_info().clone().set_tcp_settings(tcp);
         Ok(Self { address: info.addr().to_string(), info })
     }
@@ -78,6 +85,23 @@ struct Live {
     timeouts: Arc<AtomicU32>,
 }
 
+impl Live {
+    fn timed_out(&self) {
+        if self.timeouts.fetch_add(1, Ordering::Relaxed) + 1 >= TIMEOUTS_IN_A_ROW {
+            self.broken.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Who asked has not waited for the reply, and had a bound of its own that was shorter than ours: a timeout like any.
+struct Abandoned<'a>(&'a Live);
+
+impl Drop for Abandoned<'_> {
+    fn drop(&mut self) {
+        self.0.timed_out();
+    }
+}
+
 impl Link {
     pub(crate) fn new(server: Result<Server, Problem>, timeout: Duration) -> Self {
         Self { server, timeout, state: Mutex::default() }
@@ -97,14 +121,12 @@ impl Link {
     /// `NotApplied` or `Misconfigured` if nothing was sent; `Unknown` if it may have been.
     pub(crate) async fn ask(&self, commands: &Pipeline) -> Result<Vec<Value>, Failure> {
         let live = self.live().await?;
+        let abandoned = Abandoned(&live);
         let sent = live.connection.clone().send_packed_commands(commands, 0, commands.len()).await;
+        std::mem::forget(abandoned);
         match sent {
             Ok(replies) if replies.len() == commands.len() => {
                 live.timeouts.store(0, Ordering::Relaxed);
-                if replies.iter().any(is_read_only) {
-                    // The primary is elsewhere now: look its name up again.
-                    live.broken.store(true, Ordering::Relaxed);
-                }
                 Ok(replies)
             }
             Ok(replies) => {
@@ -112,15 +134,20 @@ impl Link {
                 Err(Failure::unknown(format!("{} commands were answered {} times", commands.len(), replies.len())))
             }
             Err(error) if error.is_timeout() => {
-                if live.timeouts.fetch_add(1, Ordering::Relaxed) + 1 >= TIMEOUTS_IN_A_ROW {
-                    live.broken.store(true, Ordering::Relaxed);
-                }
+                live.timed_out();
                 Err(Failure::Unknown(Problem::of(format!("no reply from Redis within {:?}", self.timeout), error)))
             }
             Err(error) => {
                 live.broken.store(true, Ordering::Relaxed);
                 Err(Failure::Unknown(Problem::of(format!("the connection to Redis broke: {error}"), error)))
             }
+        }
+    }
+
+    /// Connects anew before the next command: the name may mean another server by now.
+    pub(crate) async fn distrust(&self) {
+        if let Some(live) = &self.state.lock().await.live {
+            live.broken.store(true, Ordering::Relaxed);
         }
     }
 
@@ -179,10 +206,6 @@ async fn open(server: &Server, protocol: ProtocolVersion, config: &AsyncConnecti
 /// Redis before 6.0.
 fn knows_no_resp3(error: &RedisError) -> bool {
     error.kind() == ErrorKind::RESP3NotSupported || error.detail().is_some_and(|detail| detail.starts_with("unknown command"))
-}
-
-fn is_read_only(reply: &Value) -> bool {
-    matches!(reply, Value::ServerError(error) if error.code() == "READONLY")
 }
 
 /// Why there is no connection. The server's own words are left out: they may repeat the password.

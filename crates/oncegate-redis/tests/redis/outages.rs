@@ -1,11 +1,14 @@
 //! Servers that stop, freeze, fill up and come back.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
 use oncegate_core::marker::{Ask, Guarantee, Verdict};
 use oncegate_core::{Store, StoreError};
 use oncegate_redis::Redis;
 use oncegate_testkit::servers::{RedisOptions, RedisPersistence, RedisServer};
+use tokio::net::{TcpListener, TcpStream};
 
 use crate::support::{DONE, GRANTED, SECOND, ask, at, claim, client_of, complete, operation, terms, verdicts};
 
@@ -66,7 +69,7 @@ async fn a_frozen_server_leaves_the_outcome_unknown_and_the_connection_is_made_a
     let store = Redis::at(server.url()).timeout(SECOND / 5);
     assert_eq!(healed(&store, claim("k", 1)).await, GRANTED);
     server.freeze();
-    let batch = [claim("a", 1), complete("k", 1, 1), claim("a", 1)];
+    let batch = [claim("a", 1), complete("k", 1, 1), complete("a", 1, 1)];
     let answers = store.apply(&batch).await;
     assert!(matches!(answers[..2], [Err(StoreError::Unknown(_)), Err(StoreError::Unknown(_))]), "{answers:?}");
     assert!(matches!(answers[2], Err(StoreError::NotApplied(_))), "the second on the same key was not sent: {answers:?}");
@@ -80,6 +83,57 @@ async fn a_frozen_server_leaves_the_outcome_unknown_and_the_connection_is_made_a
     // What was unknown was applied or not; asked again with its token it is the same.
     assert_eq!(healed(&store, claim("a", 1)).await, GRANTED);
     assert_eq!(healed(&store, complete("k", 1, 1)).await, DONE);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_waits_less_than_the_timeout_still_has_the_connection_made_anew() {
+    let mut server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let store = at(&server.url());
+    assert_eq!(healed(&store, claim("k", 1)).await, GRANTED);
+    server.freeze();
+    for _ in 0..3 {
+        let impatient = tokio::time::timeout(SECOND / 20, ask(&store, claim("k", 1))).await;
+        assert!(impatient.is_err(), "a frozen server answered: {impatient:?}");
+    }
+    let connecting = bounded(&store, claim("k", 1)).await;
+    assert!(matches!(connecting, Err(StoreError::NotApplied(_))), "{connecting:?}");
+    server.thaw();
+    assert_eq!(healed(&store, claim("k", 1)).await, GRANTED);
+}
+
+/// A name that means one server first and another later; connections that stand stay where they are.
+async fn name_of(first: &RedisServer) -> (String, Arc<AtomicU16>) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let url = format!("redis://{}", listener.local_addr().expect("an address"));
+    let meant = Arc::new(AtomicU16::new(first.port()));
+    let now = meant.clone();
+    tokio::spawn(async move {
+        while let Ok((mut here, _)) = listener.accept().await {
+            let port = now.load(Ordering::SeqCst);
+            tokio::spawn(async move {
+                let mut there = TcpStream::connect(("127.0.0.1", port)).await?;
+                tokio::io::copy_bidirectional(&mut here, &mut there).await
+            });
+        }
+    });
+    (url, meant)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_primary_that_is_elsewhere_now_is_found_without_a_claim() {
+    let old = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let new = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let (url, meant) = name_of(&old).await;
+    let store = at(&url);
+    assert_eq!(healed(&store, complete("learns the script", 1, 1)).await, Verdict::Done { marker_lost: true });
+
+    meant.store(new.port(), Ordering::SeqCst);
+    let mut raw = client_of(&old.url()).await;
+    let _: () = redis::cmd("REPLICAOF").arg("127.0.0.1").arg(new.port()).query_async(&mut raw).await.expect("an answer");
+    // Renewals send nothing but the script, and so does a consumer whose queue is quiet.
+    let refused = bounded(&store, complete("k", 1, 1)).await;
+    assert!(matches!(&refused, Err(StoreError::NotApplied(why)) if why.to_string().contains("READONLY")), "{refused:?}");
+    assert_eq!(bounded(&store, complete("k", 1, 1)).await.expect("the new primary"), Verdict::Done { marker_lost: true });
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -2,11 +2,12 @@
 
 use std::net::TcpListener;
 
+use oncegate_core::marker::{Ask, Effect, Operation, Verdict};
 use oncegate_core::{Memory, Store, StoreError};
 use oncegate_redis::Redis;
 use oncegate_testkit::servers::{RedisOptions, RedisPersistence, RedisServer};
 
-use crate::support::{GRANTED, ask, at, claim, client_of, complete};
+use crate::support::{GRANTED, ask, at, claim, client_of, complete, key};
 
 const SECRET: &str = "s3cr3tpassw0rd";
 
@@ -121,6 +122,22 @@ async fn a_user_with_the_named_rights_is_enough_and_one_without_is_told() {
     enough.memory().await.expect("INFO is allowed");
     let elsewhere = ask(&at(&url("enough")).prefix("mine:"), claim("k", 1)).await;
     assert!(matches!(elsewhere, Err(StoreError::Misconfigured(_))), "{elsewhere:?}");
+
+    // A right that only the script needs is missed where the script misses it.
+    let held = complete("held", 1, 1);
+    for (name, missing) in [("no-pttl", "+pttl"), ("no-del", "+del"), ("no-pexpire", "+pexpire")] {
+        let rest: Vec<&str> = rights.iter().filter(|right| **right != missing).copied().collect();
+        let _: () = user(name, &rest).query_async(&mut raw).await.expect("an answer");
+        let store = at(&url(name));
+        let id = |operation: Operation| Operation { key: key(name), ..operation };
+        let clear = Operation { ask: Ask::Clear(Effect::Nothing), ..claim("k", 1) };
+        let batch = [id(claim("k", 1)), held.clone(), id(claim("k", 1)), id(claim("k", 2)), id(Operation { attempt: 1, ..clear })];
+        let answers = store.apply(&batch).await;
+        assert!(answers[0].is_ok() && answers[1].is_ok(), "{missing}: {answers:?}");
+        let told = |answer: &Result<Verdict, StoreError>| matches!(answer, Err(StoreError::Misconfigured(why)) if why.to_string().contains("PEXPIRE"));
+        assert!(answers[2..].iter().any(told), "{missing}: {answers:?}");
+        assert!(answers.iter().all(|answer| answer.is_ok() || told(answer)), "{missing}: {answers:?}");
+    }
 
     let poor = at(&url("poor"));
     for refused in [claim("k", 1), complete("k", 1, 1)] {

@@ -102,6 +102,20 @@ async fn a_claim_is_one_command_and_completions_of_many_are_one() {
     assert_eq!(monitor.commands().len(), 1);
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn claims_of_one_id_travel_together() {
+    let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let store = at(&server.url());
+    verdicts(&store, &[complete("learns the script", 1, 1)]).await;
+    let mut monitor = Monitor::of(server.port());
+    let copies: Vec<Operation> = (0..50).map(|token| claim("k", token)).collect();
+    let told = verdicts(&store, &copies).await;
+    assert_eq!(told[0], GRANTED);
+    assert!(told[1..].iter().all(|verdict| matches!(verdict, Verdict::Busy { .. })), "{told:?}");
+    let calls = monitor.commands().iter().filter(|command| command.starts_with("\"EVALSHA\"")).count();
+    assert_eq!(calls, 1, "one script call for all that were contended");
+}
+
 /// What a script calls is shown as well; of those only a claim's own SET has NX.
 fn is_inside_script(command: &str) -> bool {
     command.starts_with("\"GET\"") || (command.starts_with("\"SET\"") && !command.contains("\"NX\""))
