@@ -137,7 +137,13 @@ impl Engine {
                     Some(command) => self.obey(command).await,
                     None => break,
                 },
-                confirmed = self.publisher.confirmed() => self.confirmed(&confirmed),
+                confirmed = self.publisher.confirmed() => match confirmed {
+                    Some(confirmed) => self.confirmed(&confirmed),
+                    None => {
+                        tracing::error!(queue = &*self.settings.name, "the publisher of copies has ended, which is a defect of oncegate; the source ends");
+                        break;
+                    }
+                },
                 next = self.link.next() => self.go_on(next),
                 () = tokio::time::sleep_until(deadline), if self.closing.is_some() => break,
             }

@@ -20,6 +20,7 @@ mod acks;
 mod backoff;
 mod copy;
 mod engine;
+mod flight;
 mod incoming;
 mod link;
 mod publisher;

@@ -75,6 +75,6 @@ fn refusal(error: lapin::Error, settings: &Settings) -> Trouble {
 }
 
 /// Closes a connection, and lets go of it if the broker does not answer in time.
-pub(crate) async fn close(connection: Connection, patience: Duration) {
+pub(crate) async fn close(connection: &Connection, patience: Duration) {
     let _ = tokio::time::timeout(patience, connection.close(200, "OK".into())).await;
 }

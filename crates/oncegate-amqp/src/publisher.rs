@@ -3,7 +3,7 @@
 //! Of its own, because a broker that is short of memory stops reading from connections that publish, and
 //! acknowledgements must not wait for that.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -11,19 +11,18 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use futures_util::future::BoxFuture;
 use futures_util::stream::FuturesUnordered;
-use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
-use lapin::{Channel, Confirmation, Connection};
+use lapin::Connection;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use crate::backoff::Backoff;
 use crate::copy::Copy;
-use crate::link::{self, Trouble};
+use crate::flight::{Flight, Landed, Trouble};
+use crate::link;
 use crate::settings::Settings;
-use crate::topology;
 
-/// How many copies may wait for their confirmation at once.
+/// How many copies may wait for their confirmation at once, for each destination.
 const WINDOW: usize = 256;
 
 /// The engine's end of the publisher.
@@ -50,28 +49,24 @@ impl Publisher {
             live,
             copies: to_publish,
             confirms,
-            waiting: VecDeque::new(),
+            lanes: BTreeMap::new(),
             flying: FuturesUnordered::new(),
-            window: WINDOW,
             backoff: Backoff::default(),
             not_before: Instant::now(),
-            open: None,
+            connection: None,
         };
         Self { copies, confirmed, running: tokio::spawn(work.run()) }
     }
 
     /// Sees to it that the copy is published and confirmed, however often it takes.
     pub(crate) fn publish(&self, copy: Copy) {
-        // It ends only when this end does.
+        // If it has ended, `confirmed` says so.
         let _ = self.copies.send(copy);
     }
 
-    /// The next copy that stands in its queue.
-    pub(crate) async fn confirmed(&mut self) -> Confirmed {
-        match self.confirmed.recv().await {
-            Some(confirmed) => confirmed,
-            None => std::future::pending().await,
-        }
+    /// The next copy that stands in its queue; `None` if the publisher has ended, which only a bug in it can do.
+    pub(crate) async fn confirmed(&mut self) -> Option<Confirmed> {
+        self.confirmed.recv().await
     }
 
     /// Ends it; what was not confirmed is given up.
@@ -86,106 +81,141 @@ struct Work {
     live: Arc<AtomicU64>,
     copies: UnboundedReceiver<Copy>,
     confirms: UnboundedSender<Confirmed>,
+    lanes: BTreeMap<Lane, Line>,
+    flying: FuturesUnordered<BoxFuture<'static, (Lane, Landed)>>,
+    /// For connecting.
+    backoff: Backoff,
+    not_before: Instant,
+    connection: Option<Arc<Connection>>,
+}
+
+/// What waits in one line, and fails together.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Lane {
+    /// The copies for one queue: while it is missing, no others wait for it.
+    To(String),
+    /// A copy, by its tag, that was alone when its channel was closed. It takes no others with it again.
+    Alone(u64),
+}
+
+struct Line {
     waiting: VecDeque<Copy>,
-    flying: FuturesUnordered<BoxFuture<'static, (Copy, Outcome)>>,
-    /// One after an error, so that a copy that the broker answers by closing the channel takes no other with it.
+    /// One after a failure: then it is clear which copy failed, and none is published twice for another's sake.
     window: usize,
     backoff: Backoff,
     not_before: Instant,
-    open: Option<(Connection, Channel)>,
+    flight: Option<Flight>,
 }
 
-enum Outcome {
-    Confirmed,
-    /// The broker did not take this copy.
-    Refused(String),
-    /// The channel is gone.
-    Lost(String),
+impl Line {
+    fn new() -> Self {
+        Self {
+            waiting: VecDeque::new(),
+            window: WINDOW,
+            backoff: Backoff::default(),
+            not_before: Instant::now(),
+            flight: Some(Flight::default()),
+        }
+    }
+
+    /// When it may go on; `None` while it has nothing to do or waits for confirmations.
+    fn due(&self) -> Option<Instant> {
+        (!self.waiting.is_empty() && self.flight.is_some()).then_some(self.not_before)
+    }
 }
 
 impl Work {
     async fn run(mut self) {
         loop {
             self.fill().await;
-            let blocked = !self.waiting.is_empty() && self.flying.len() < self.window;
+            let due = self.lanes.values().filter_map(Line::due).min().map(|due| due.max(self.not_before));
             tokio::select! {
                 copy = self.copies.recv() => match copy {
-                    Some(copy) => self.waiting.push_back(copy),
+                    Some(copy) => self.take(copy),
                     None => break,
                 },
-                Some((copy, outcome)) = self.flying.next(), if !self.flying.is_empty() => self.landed(copy, outcome).await,
-                () = tokio::time::sleep_until(self.not_before), if blocked => {}
+                Some((lane, landed)) = self.flying.next(), if !self.flying.is_empty() => self.landed(lane, landed),
+                () = tokio::time::sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {}
             }
         }
-        if let Some((connection, _)) = self.open.take() {
-            link::close(connection, Duration::from_secs(1)).await;
+        if let Some(connection) = self.connection.take() {
+            link::close(&connection, Duration::from_secs(1)).await;
         }
     }
 
-    /// Publishes what waits, as far as the window goes.
+    fn take(&mut self, copy: Copy) {
+        self.lanes.entry(Lane::To(copy.to.to_string())).or_insert_with(Line::new).waiting.push_back(copy);
+    }
+
+    /// Publishes what waits, as far as the windows go.
     async fn fill(&mut self) {
         while let Ok(copy) = self.copies.try_recv() {
-            self.waiting.push_back(copy);
+            self.take(copy);
         }
         let live = self.live.load(Ordering::Acquire);
-        self.waiting.retain(|copy| copy.epoch == live);
-        if self.waiting.is_empty() || self.flying.len() >= self.window || Instant::now() < self.not_before {
+        self.lanes.values_mut().for_each(|line| line.waiting.retain(|copy| copy.epoch == live));
+        self.lanes.retain(|lane, line| matches!(lane, Lane::To(_)) || line.flight.is_none() || !line.waiting.is_empty());
+        let now = Instant::now();
+        if now < self.not_before || !self.lanes.values().filter_map(Line::due).any(|due| due <= now) {
             return;
         }
-        let channel = match self.channel().await {
-            Ok(channel) => channel,
-            Err(trouble) => return self.pause(&trouble.to_string()),
-        };
-        while self.flying.len() < self.window {
-            let Some(copy) = self.waiting.pop_front() else { break };
-            self.flying.push(Box::pin(publish(channel.clone(), copy)));
+        let Some(connection) = self.connection().await else { return };
+        for (lane, line) in self.lanes.iter_mut().filter(|(_, line)| line.due().is_some_and(|due| due <= now)) {
+            let Some(flight) = line.flight.take() else { continue };
+            let batch: Vec<Copy> = line.waiting.drain(..line.window.min(line.waiting.len())).collect();
+            let (lane, connection, settings) = (lane.clone(), Arc::clone(&connection), Arc::clone(&self.settings));
+            self.flying.push(Box::pin(async move { (lane, flight.fly(&connection, &settings, batch).await) }));
         }
     }
 
-    async fn channel(&mut self) -> Result<Channel, Trouble> {
-        if let Some((_, channel)) = self.open.as_ref().filter(|(_, channel)| channel.status().connected()) {
-            return Ok(channel.clone());
+    async fn connection(&mut self) -> Option<Arc<Connection>> {
+        if let Some(connection) = self.connection.as_ref().filter(|connection| connection.status().connected()) {
+            return Some(Arc::clone(connection));
         }
-        self.open = None;
-        let connection = link::connect(&self.settings, "publishes").await?;
-        let channel = connection.create_channel().await?;
-        channel.confirm_select(ConfirmSelectOptions::default()).await?;
-        self.open = Some((connection, channel.clone()));
-        Ok(channel)
-    }
-
-    async fn landed(&mut self, copy: Copy, outcome: Outcome) {
-        match outcome {
-            Outcome::Confirmed => {
-                self.window = (self.window * 2).min(WINDOW);
+        self.connection = None;
+        match link::connect(&self.settings, "publishes").await {
+            Ok(connection) => {
                 self.backoff.reset();
-                let _ = self.confirms.send(Confirmed { epoch: copy.epoch, tag: copy.tag });
+                Some(Arc::clone(self.connection.insert(Arc::new(connection))))
             }
-            Outcome::Refused(problem) => {
-                self.pause(&format!("`{}` did not take the copy: {problem}", copy.to));
-                self.waiting.push_back(copy);
-                if let Some((connection, _)) = &self.open
-                    && let Err(trouble) = topology::prepare(connection, &self.settings).await
-                {
-                    tracing::warn!(queue = &*self.settings.name, %trouble, "the queues could not be prepared");
-                }
-            }
-            Outcome::Lost(problem) => {
-                self.window = 1;
-                self.pause(&problem);
-                self.waiting.push_back(copy);
+            Err(trouble) => {
+                let pause = self.backoff.pause();
+                self.not_before = Instant::now() + pause;
+                self.warn(&trouble.to_string(), pause);
+                None
             }
         }
     }
 
-    /// Waits a while before trying again. What fails together counts as one failure.
-    fn pause(&mut self, problem: &str) {
-        metrics::counter!("oncegate_amqp_publish_retries_total", "queue" => self.settings.name.to_string()).increment(1);
-        if Instant::now() < self.not_before {
-            return;
+    fn landed(&mut self, lane: Lane, landed: Landed) {
+        let Landed { flight, confirmed, mut unsure, trouble } = landed;
+        let was_alone = confirmed.is_empty() && unsure.len() == 1;
+        for copy in confirmed {
+            let _ = self.confirms.send(Confirmed { epoch: copy.epoch, tag: copy.tag });
         }
-        let pause = self.backoff.pause();
-        self.not_before = Instant::now() + pause;
+        let line = self.lanes.entry(lane.clone()).or_insert_with(Line::new);
+        line.flight = Some(flight);
+        let Some(trouble) = trouble else {
+            line.window = (line.window * 2).min(WINDOW);
+            line.backoff.reset();
+            return;
+        };
+        metrics::counter!("oncegate_amqp_publish_retries_total", "queue" => self.settings.name.to_string()).increment(unsure.len() as u64);
+        let pause = line.backoff.pause();
+        line.not_before = Instant::now() + pause;
+        line.window = 1;
+        let alone = if was_alone && matches!((&trouble, &lane), (Trouble::Lost(_), Lane::To(_))) { unsure.pop() } else { None };
+        unsure.into_iter().rev().for_each(|copy| line.waiting.push_front(copy));
+        if let Some(copy) = alone {
+            let alone = self.lanes.entry(Lane::Alone(copy.tag)).or_insert_with(Line::new);
+            alone.window = 1;
+            alone.not_before = Instant::now() + alone.backoff.pause();
+            alone.waiting.push_back(copy);
+        }
+        self.warn(&trouble.to_string(), pause);
+    }
+
+    fn warn(&self, problem: &str, pause: Duration) {
         tracing::warn!(
             queue = &*self.settings.name,
             broker = self.settings.shown,
@@ -194,21 +224,4 @@ impl Work {
             "a rejected or delayed message could not be published; it is held and tried again"
         );
     }
-}
-
-async fn publish(channel: Channel, copy: Copy) -> (Copy, Outcome) {
-    let options = BasicPublishOptions { mandatory: true, ..BasicPublishOptions::default() };
-    let publishing = channel.basic_publish("".into(), copy.to.clone(), options, &copy.body, copy.properties.clone());
-    let confirmation = match publishing.await {
-        Ok(confirm) => confirm.await,
-        Err(error) => Err(error),
-    };
-    let outcome = match confirmation {
-        Ok(Confirmation::Ack(None)) => Outcome::Confirmed,
-        Ok(Confirmation::Ack(Some(returned)) | Confirmation::Nack(Some(returned))) => Outcome::Refused(returned.reply_text.to_string()),
-        Ok(Confirmation::Nack(None)) => Outcome::Refused("the broker refused it".into()),
-        Ok(Confirmation::NotRequested) => Outcome::Lost("the broker confirms nothing".into()),
-        Err(error) => Outcome::Lost(error.to_string()),
-    };
-    (copy, outcome)
 }

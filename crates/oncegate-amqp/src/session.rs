@@ -168,7 +168,7 @@ impl Session {
     pub(crate) async fn close(mut self, patience: Duration) {
         self.acknowledging = None;
         let _ = tokio::time::timeout(patience, self.channel.close(200, "OK".into())).await;
-        link::close(self.connection, patience).await;
+        link::close(&self.connection, patience).await;
     }
 
     fn wake(&self) -> Option<Instant> {

@@ -37,6 +37,16 @@ pub(crate) async fn prepare(connection: &Connection, settings: &Settings) -> Res
     Ok(())
 }
 
+/// Creates the dead-letter, in-doubt or delay queue of this name again, if it is the source that creates queues.
+pub(crate) async fn restore(connection: &Connection, settings: &Settings, name: &ShortString) -> Result<(), Trouble> {
+    let queue = named_queues(settings).into_iter().chain(delay_queues(settings)).find(|queue| queue.name == *name);
+    let Some(queue) = queue.filter(|_| settings.topology == Topology::Declare) else { return Ok(()) };
+    let mut channel = connection.create_channel().await?;
+    declare(&mut channel, connection, &queue).await?;
+    channel.close(200, "OK".into()).await?;
+    Ok(())
+}
+
 async fn check(channel: &Channel, queue: &Queue) -> Result<(), Trouble> {
     match passively(channel, queue).await {
         Ok(()) => Ok(()),

@@ -1,6 +1,7 @@
 //! The RabbitMQ source against a real broker.
 
 mod consumer;
+mod copies;
 mod rig;
 
 use std::time::{Duration, Instant};

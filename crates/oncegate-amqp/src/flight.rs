@@ -1,0 +1,153 @@
+//! One batch of copies on its way to one queue.
+
+use futures_util::future::join_all;
+use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
+use lapin::{Channel, Confirmation, Connection};
+
+use crate::copy::Copy;
+use crate::settings::Settings;
+use crate::topology;
+
+/// The channel that a batch flies on; opened for the first, kept for the next.
+///
+/// A channel of its own for each batch that is under way, because the client hands a returned message to whichever
+/// confirmation comes next on the channel: which copy of a batch was returned cannot be told, only that one was.
+#[derive(Default)]
+pub(crate) struct Flight(Option<Channel>);
+
+/// What came of a batch, once all of it was answered.
+pub(crate) struct Landed {
+    pub(crate) flight: Flight,
+    /// These stand in the queue.
+    pub(crate) confirmed: Vec<Copy>,
+    /// These may not, in their order: publish them again.
+    pub(crate) unsure: Vec<Copy>,
+    /// Why, if there are some.
+    pub(crate) trouble: Option<Trouble>,
+}
+
+/// Why a copy does not stand in its queue.
+pub(crate) enum Trouble {
+    /// The broker did not take one of the batch.
+    Refused(String),
+    /// The channel is gone.
+    Lost(String),
+}
+
+impl std::fmt::Display for Trouble {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Refused(problem) | Self::Lost(problem) => f.write_str(problem),
+        }
+    }
+}
+
+impl Flight {
+    /// Publishes a batch to its one queue, and waits until all of it was answered. A queue that turns out to be
+    /// missing is created again, where that was asked for.
+    pub(crate) async fn fly(self, connection: &Connection, settings: &Settings, batch: Vec<Copy>) -> Landed {
+        let channel = match self.channel(connection).await {
+            Ok(channel) => channel,
+            Err(error) => {
+                let trouble = Some(Trouble::Lost(error.to_string()));
+                return Landed { flight: Self(None), confirmed: Vec::new(), unsure: batch, trouble };
+            }
+        };
+        let answers = join_all(batch.iter().map(|copy| publish(&channel, copy))).await;
+        let to = batch.first().map(|copy| copy.to.clone());
+        let (confirmed, unsure, trouble) = judge(batch, answers);
+        match (&trouble, to) {
+            (Some(Trouble::Lost(_)), _) => return Landed { flight: Self(None), confirmed, unsure, trouble },
+            (Some(Trouble::Refused(_)), Some(to)) => {
+                if let Err(problem) = topology::restore(connection, settings, &to).await {
+                    tracing::warn!(queue = to.as_str(), %problem, "the queue could not be prepared");
+                }
+            }
+            _ => {}
+        }
+        Landed { flight: Self(Some(channel)), confirmed, unsure, trouble }
+    }
+
+    async fn channel(self, connection: &Connection) -> lapin::Result<Channel> {
+        if let Some(channel) = self.0.filter(|channel| channel.status().connected()) {
+            return Ok(channel);
+        }
+        let channel = connection.create_channel().await?;
+        channel.confirm_select(ConfirmSelectOptions::default()).await?;
+        Ok(channel)
+    }
+}
+
+/// Sorts a batch by its answers. With one refusal in it, no confirmation counts: it may have been another's.
+///
+/// Without one, each counts, even if the channel was lost in the middle: a returned message comes before its own
+/// confirmation, so the confirmation that took it up is among the answers, as a refusal.
+fn judge(batch: Vec<Copy>, answers: Vec<Result<(), Trouble>>) -> (Vec<Copy>, Vec<Copy>, Option<Trouble>) {
+    let mut trouble = None;
+    let mut stands = Vec::with_capacity(batch.len());
+    for answer in answers {
+        stands.push(answer.is_ok());
+        match (answer, &trouble) {
+            (Err(refused @ Trouble::Refused(_)), _) => return (Vec::new(), batch, Some(refused)),
+            (Err(lost), None) => trouble = Some(lost),
+            _ => {}
+        }
+    }
+    let mut stands = stands.into_iter();
+    let (confirmed, unsure) = batch.into_iter().partition(|_| stands.next().unwrap_or(false));
+    (confirmed, unsure, trouble)
+}
+
+async fn publish(channel: &Channel, copy: &Copy) -> Result<(), Trouble> {
+    let options = BasicPublishOptions { mandatory: true, ..BasicPublishOptions::default() };
+    let publishing = channel.basic_publish("".into(), copy.to.clone(), options, &copy.body, copy.properties.clone());
+    let answer = match publishing.await {
+        Ok(confirm) => confirm.await,
+        Err(error) => Err(error),
+    };
+    let refused = |problem: &str| Err(Trouble::Refused(format!("`{}` did not take the copy: {problem}", copy.to)));
+    match answer {
+        Ok(Confirmation::Ack(None)) => Ok(()),
+        Ok(Confirmation::Ack(Some(returned)) | Confirmation::Nack(Some(returned))) => refused(returned.reply_text.as_str()),
+        Ok(Confirmation::Nack(None)) => refused("the broker refused it"),
+        Ok(Confirmation::NotRequested) => Err(Trouble::Lost("the broker confirms nothing".into())),
+        Err(error) => Err(Trouble::Lost(error.to_string())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use lapin::BasicProperties;
+
+    use super::*;
+
+    fn tags(answers: Vec<Result<(), Trouble>>) -> (Vec<u64>, Vec<u64>) {
+        let copy = |tag| Copy { epoch: 1, tag, to: "q".into(), properties: BasicProperties::default(), body: "".into() };
+        let batch = (1..=answers.len() as u64).map(copy).collect();
+        let (confirmed, unsure, trouble) = judge(batch, answers);
+        assert_eq!(trouble.is_some(), !unsure.is_empty());
+        let tags = |copies: Vec<Copy>| copies.iter().map(|copy| copy.tag).collect();
+        (tags(confirmed), tags(unsure))
+    }
+
+    fn refused() -> Result<(), Trouble> {
+        Err(Trouble::Refused("NO_ROUTE".into()))
+    }
+
+    fn lost() -> Result<(), Trouble> {
+        Err(Trouble::Lost("closed".into()))
+    }
+
+    #[test]
+    fn beside_a_returned_copy_no_confirmation_counts() {
+        assert_eq!(tags(vec![Ok(()), Ok(())]), (vec![1, 2], vec![]));
+        assert_eq!(tags(vec![Ok(()), refused(), Ok(())]), (vec![], vec![1, 2, 3]));
+        assert_eq!(tags(vec![Ok(()), lost(), refused()]), (vec![], vec![1, 2, 3]));
+    }
+
+    #[test]
+    fn what_was_confirmed_before_the_channel_was_lost_counts() {
+        assert_eq!(tags(vec![Ok(()), lost(), Ok(())]), (vec![1, 3], vec![2]));
+        assert_eq!(tags(vec![refused()]), (vec![], vec![1]));
+    }
+}

@@ -1,0 +1,90 @@
+//! Copies that are refused, and what becomes of those beside them.
+
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+use lapin::options::{BasicGetOptions, QueueDeclareOptions, QueueDeleteOptions};
+use lapin::types::{AMQPValue, FieldTable};
+use oncegate_amqp::{QueueKind, RabbitMqSource, Topology};
+use oncegate_core::road::{Reason, Settlement};
+use oncegate_core::source::{Settled, Source};
+
+use crate::rig::*;
+
+const EACH: usize = 200;
+
+/// Publishes, receives and settles in one call: half of the messages rejected, half released for long.
+async fn reject_and_release(rig: &Rig, source: &mut RabbitMqSource) {
+    for number in 0..2 * EACH {
+        rig.publish(&number.to_string()).await;
+    }
+    let (all, _) = deliveries(source, 2 * EACH, Duration::from_secs(20)).await;
+    let mut settled: Vec<_> = all
+        .into_iter()
+        .enumerate()
+        .map(|(number, delivery)| {
+            let settlement = if number % 2 == 0 { Settlement::Reject(Reason::Refused) } else { release(Duration::from_secs(25)) };
+            Settled { delivery, settlement, story: None }
+        })
+        .collect();
+    source.settle(&mut settled).await.expect("settled");
+}
+
+/// Takes all that stands in a queue: its bodies, and how many messages there were.
+async fn empty(rig: &Rig, queue: &str) -> (BTreeSet<Vec<u8>>, usize) {
+    let (mut bodies, mut count) = (BTreeSet::new(), 0);
+    while let Some(message) = rig.channel.basic_get(queue.into(), BasicGetOptions { no_ack: true }).await.expect("the queue exists") {
+        bodies.insert(message.delivery.data);
+        count += 1;
+    }
+    (bodies, count)
+}
+
+#[tokio::test]
+async fn a_missing_dead_letter_queue_costs_no_copy_to_another_queue() {
+    let rig = Rig::new().await;
+    let mut source = open(rig.source(QueueKind::Quorum)).await;
+    rig.channel.queue_delete(rig.dead_letters().as_str().into(), QueueDeleteOptions::default()).await.expect("deleted");
+    reject_and_release(&rig, &mut source).await;
+    close(source).await;
+    assert_eq!(rig.ready(&rig.queue).await, 0, "an original was not acknowledged");
+    let (dead, _) = empty(&rig, &rig.dead_letters()).await;
+    let (delayed, copies) = empty(&rig, &format!("{}.delay.30000", rig.queue)).await;
+    assert_eq!((dead.len(), delayed.len()), (EACH, EACH), "a copy was lost");
+    assert_eq!(copies, EACH, "the copies to a sound queue were published again");
+    assert_eq!(dead.union(&delayed).count(), 2 * EACH);
+    rig.done().await;
+}
+
+#[tokio::test]
+async fn a_missing_dead_letter_queue_may_be_made_by_hand_later() {
+    let rig = Rig::new().await;
+    close(open(rig.source(QueueKind::Classic)).await).await;
+    let mut source = open(rig.source(QueueKind::Classic).topology(Topology::Check)).await;
+    rig.channel.queue_delete(rig.dead_letters().as_str().into(), QueueDeleteOptions::default()).await.expect("deleted");
+    for number in 0..EACH {
+        rig.publish(&number.to_string()).await;
+    }
+    let (all, _) = deliveries(&mut source, EACH, Duration::from_secs(20)).await;
+    for (number, delivery) in all.into_iter().enumerate() {
+        // In-doubt messages go on meanwhile.
+        let doubt = Reason::InDoubt(oncegate_core::road::Cause::Panicked);
+        let reason = if number % 2 == 0 { Reason::Refused } else { doubt };
+        settle(&mut source, delivery, Settlement::Reject(reason)).await;
+    }
+    let patience = Instant::now() + Duration::from_secs(10);
+    while (rig.ready(&rig.in_doubt()).await as usize) < EACH / 2 {
+        assert!(Instant::now() < patience, "the in-doubt messages wait for the dead letters");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    let mut arguments = FieldTable::default();
+    arguments.insert("x-queue-type".into(), AMQPValue::LongString("classic".into()));
+    let options = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };
+    rig.channel.queue_declare(rig.dead_letters().as_str().into(), options, arguments).await.expect("declared");
+    close(source).await;
+    let (doubt, doubts) = empty(&rig, &rig.in_doubt()).await;
+    let (dead, _) = empty(&rig, &rig.dead_letters()).await;
+    assert_eq!((dead.len(), doubt.len(), doubts), (EACH / 2, EACH / 2, EACH / 2));
+    assert_eq!(rig.ready(&rig.queue).await, 0);
+    rig.done().await;
+}
