@@ -4,7 +4,14 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, ValueEnum};
 
+/// More attempts than faults of the provider can cost one payment.
+pub(crate) const ATTEMPTS: u32 = 20;
+
 /// Charges payments through oncegate, with everything going wrong that can, and counts what became of them.
+///
+/// The exit status is 0 only if every payment was charged once, with its amount, or stands in doubt for a person, every
+/// broken message was set aside, and as many workers were killed as were asked for. Nothing is wrong with a valid
+/// payment, so it must not be a dead letter either; one that is and was not charged counts as lost.
 #[derive(Debug, Parser)]
 #[command(version, args_conflicts_with_subcommands = true)]
 pub(crate) struct Cli {
@@ -40,6 +47,12 @@ pub(crate) struct Cli {
 }
 
 impl Cli {
+    /// How many attempts a payment gets. A kill costs those that it hits one, a fault of the provider another, and no
+    /// valid payment may run out of them.
+    pub(crate) fn attempts(&self) -> u32 {
+        u32::try_from(self.kills).unwrap_or(u32::MAX).saturating_add(ATTEMPTS)
+    }
+
     /// Whether the counts are wanted as JSON.
     pub(crate) fn wants_json(&self) -> bool {
         #[cfg(feature = "real")]

@@ -1,12 +1,12 @@
 //! The demo in one process: broker, store and provider in memory, workers as tasks that are aborted mid-charge.
 
-use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
 use oncegate::{Consumer, DeadLetter, IdSource, MemoryBroker, MemoryStore, Message};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
+use tokio::time::Instant;
 
 use crate::bank::{Bank, Pace};
 use crate::charge::Charge;
@@ -18,10 +18,13 @@ use crate::payment::ID_HEADER;
 use crate::progress::Progress;
 use crate::provider::Provider;
 use crate::report::{Report, SetAside};
+use crate::sent::Sent;
 use crate::traffic::{self, Outgoing};
 
 /// How long sending takes; what is sent is spread over it, so that workers can be killed meanwhile.
 const SENDING: Duration = Duration::from_secs(5);
+/// In how many steps it is sent at the most.
+const STEPS: usize = 500;
 /// So short that what a killed worker held is taken up within the demo.
 const LEASE: Duration = Duration::from_secs(1);
 
@@ -40,14 +43,13 @@ pub(crate) async fn run(cli: &Cli, outcomes: &Outcomes) -> Result<Report, crate:
 
     let sending = tokio::spawn(send(broker.clone(), sent.clone()));
     let mut rng = fastrand::Rng::with_seed(cli.traffic.seed);
-    let between_kills = SENDING / (cli.kills as u32 + 1);
-    let mut killed_at = tokio::time::Instant::now();
-    let mut kills = cli.kills;
+    let begun = Instant::now();
+    let mut killed = 0;
     while !sending.is_finished() || broker.unsettled() > 0 {
         tokio::time::sleep(Duration::from_millis(20)).await;
-        if kills > 0 && killed_at.elapsed() >= between_kills {
+        while killed < cli.kills && begun.elapsed() >= SENDING.mul_f64((killed + 1) as f64 / (cli.kills + 1) as f64) {
             fleet.kill_one(&mut rng).await;
-            (kills, killed_at) = (kills - 1, tokio::time::Instant::now());
+            killed += 1;
         }
         fleet.all_run().await?;
         progress.at(outcomes.counts().accepted());
@@ -57,16 +59,18 @@ pub(crate) async fn run(cli: &Cli, outcomes: &Outcomes) -> Result<Report, crate:
     tokio::time::sleep(pace.late + pace.timeout).await; // what arrives late is counted too
     progress.done();
 
-    let ids = payments.iter().map(|payment| payment.id.as_str());
-    let report = Report::count((sent.len() as u64, broker.delivered()), ids, &bank.ledger(), &set_aside(&broker), &outcomes.counts());
-    Ok(report)
+    let book = bank.ledger();
+    let report =
+        Report::count(&Sent::all(&sent), broker.delivered(), (&book, cli.promise.repeats()), &set_aside(&broker), &outcomes.counts());
+    Ok(report.with_kills(killed, cli.kills))
 }
 
+/// Sends, evenly over [`SENDING`]: the last message at its end, so that something runs whenever a worker is killed.
 async fn send(broker: MemoryBroker, messages: Vec<Outgoing>) {
-    const STEP: Duration = Duration::from_millis(10);
-    let steps = (SENDING.as_millis() / STEP.as_millis()) as usize;
-    let mut ticks = tokio::time::interval(STEP);
-    for chunk in messages.chunks(messages.len().div_ceil(steps).max(1)) {
+    let chunks = messages.chunks(messages.len().div_ceil(STEPS).max(1));
+    let step = SENDING / u32::try_from(chunks.len().saturating_sub(1).max(1)).expect("at most STEPS");
+    let mut ticks = tokio::time::interval(step);
+    for chunk in chunks {
         ticks.tick().await;
         for message in chunk {
             let body = Message::new(message.body.clone());
@@ -79,10 +83,9 @@ async fn send(broker: MemoryBroker, messages: Vec<Outgoing>) {
 }
 
 fn set_aside(broker: &MemoryBroker) -> SetAside {
-    let (in_doubt, dead_letters) = (broker.in_doubt(), broker.dead_letters());
     let id = |letter: &DeadLetter| letter.message.headers.last(ID_HEADER).map(|id| String::from_utf8_lossy(id).into_owned());
-    let ids: HashSet<String> = in_doubt.iter().chain(&dead_letters).filter_map(id).collect();
-    SetAside { in_doubt: in_doubt.len() as u64, dead_letters: dead_letters.len() as u64, ids }
+    let names = |letters: Vec<DeadLetter>| letters.iter().map(|letter| traffic::name(id(letter), &letter.message.body)).collect();
+    SetAside { in_doubt: names(broker.in_doubt()), dead_letters: names(broker.dead_letters()) }
 }
 
 type Worker = JoinHandle<Result<(), oncegate::Error>>;
@@ -94,6 +97,7 @@ struct Fleet {
     store: MemoryStore,
     bank: Arc<Bank>,
     guarantee: Guaranteed,
+    attempts: u32,
     shutdown: watch::Sender<()>,
 }
 
@@ -105,6 +109,7 @@ impl Fleet {
             store: MemoryStore::new(),
             bank: Arc::clone(bank),
             guarantee: cli.promise.guarantee,
+            attempts: cli.attempts(),
             shutdown: watch::Sender::new(()),
         };
         fleet.workers = (0..cli.workers.max(1)).map(|_| fleet.hire()).collect();
@@ -121,6 +126,7 @@ impl Fleet {
             .id(IdSource::header(ID_HEADER))
             .lease(LEASE)
             .backoff(Duration::from_millis(20), LEASE / 4)
+            .attempts(self.attempts)
             .in_flight(256)
             .handler(Charge { provider: Provider::Memory(Arc::clone(&self.bank)) });
         tokio::spawn(consumer.run_until(async move {

@@ -16,9 +16,10 @@ use file::Appended;
 pub(crate) use file::LedgerFile;
 
 /// What the provider does with a second charge under one id.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Repeats {
     /// It charges again: it takes no idempotency key.
+    #[default]
     ChargeAgain,
     /// It answers as it did before: the id is its idempotency key.
     Deduplicated,
@@ -129,6 +130,11 @@ impl Ledger {
     /// How many payments were charged more than once.
     pub(crate) fn charged_twice(&self) -> usize {
         self.charges.values().filter(|amounts| amounts.len() > 1).count()
+    }
+
+    /// What was charged: each payment with the amount of each of its charges.
+    pub(crate) fn charges(&self) -> impl Iterator<Item = (&str, &[u64])> {
+        self.charges.iter().map(|(id, amounts)| (id.as_str(), amounts.as_slice()))
     }
 
     /// Whether this payment was charged.

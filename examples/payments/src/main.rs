@@ -17,6 +17,7 @@ mod provider;
 #[cfg(feature = "real")]
 mod real;
 mod report;
+mod sent;
 mod traffic;
 
 use std::process::ExitCode;
@@ -64,12 +65,15 @@ async fn run(cli: &Cli) -> Result<Option<Report>, Error> {
     }
 }
 
-/// Prints the counts; success only if every payment was charged once or stands aside for a person.
+/// Prints the counts, and what is wrong; success only if nothing is.
 fn show(cli: &Cli, report: &Report) -> ExitCode {
     if cli.wants_json() {
         println!("{}", serde_json::to_string(report).expect("a struct of numbers is JSON"));
     } else {
         print!("{report}");
+    }
+    for wrong in report.wrong() {
+        eprintln!("payments: wrong: {wrong}");
     }
     if report.is_right() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

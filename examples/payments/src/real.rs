@@ -10,6 +10,7 @@ mod provider;
 mod rabbitmq;
 mod rundir;
 mod servers;
+mod watch;
 mod wire;
 mod work;
 

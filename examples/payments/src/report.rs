@@ -6,11 +6,15 @@ use std::fmt;
 use serde::Serialize;
 
 use crate::counters::Counts;
-use crate::ledger::Ledger;
+use crate::ledger::{Ledger, Repeats};
+use crate::sent::Sent;
+
+/// How many messages are named where something is wrong.
+const NAMED: usize = 5;
 
 /// What became of the payments. `charged_twice` and `lost` are counted from the provider's ledger and the broker, never
 /// from what the framework says of itself.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct Report {
     /// Messages that were sent, copies and broken ones too.
     pub(crate) sent: u64,
@@ -32,55 +36,119 @@ pub(crate) struct Report {
     pub(crate) dead_letters: u64,
     /// Payments that were charged more than once.
     pub(crate) charged_twice: u64,
-    /// Payments that were neither charged nor set aside for a person.
+    /// Payments that were neither charged nor stand in doubt, and broken messages that stand nowhere. A payment in the
+    /// dead letters that was not charged is lost as well: nothing was wrong with it, and nobody is going to charge it.
     pub(crate) lost: u64,
+    /// What is wrong apart from that, or in detail: a sentence each.
+    #[serde(skip)]
+    wrong: Vec<String>,
+    /// Messages of which nobody knows whether the broker has them. They cannot be lost.
+    #[serde(skip)]
+    unconfirmed: u64,
+    /// What the provider did with a second charge under one id.
+    #[serde(skip)]
+    repeats: Repeats,
+    /// How many workers were killed, where this was the run to kill them.
+    #[serde(skip)]
+    killed: Option<u64>,
 }
 
-/// What the broker set aside.
+/// What the broker set aside: the name of each message. One may be set aside twice.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SetAside {
-    /// How many messages lie in the in-doubt queue.
-    pub(crate) in_doubt: u64,
-    /// How many messages lie in the dead letters.
-    pub(crate) dead_letters: u64,
-    /// The ids of both.
-    pub(crate) ids: HashSet<String>,
+    /// What waits for a person.
+    pub(crate) in_doubt: Vec<String>,
+    /// What will never work.
+    pub(crate) dead_letters: Vec<String>,
 }
 
 impl Report {
-    /// Counts. `payments` are the ids of all valid payments that were sent.
-    pub(crate) fn count<'a>(
-        (sent, delivered): (u64, u64),
-        payments: impl IntoIterator<Item = &'a str>,
-        ledger: &Ledger,
-        set_aside: &SetAside,
-        counts: &Counts,
-    ) -> Self {
-        let payments: HashSet<&str> = payments.into_iter().collect();
-        let (charged, not_charged): (Vec<&str>, Vec<&str>) = payments.into_iter().partition(|id| ledger.has_charged(id));
-        Self {
-            sent,
+    /// Counts, and looks for all that must not be.
+    pub(crate) fn count(sent: &Sent, delivered: u64, (ledger, repeats): (&Ledger, Repeats), set_aside: &SetAside, counts: &Counts) -> Self {
+        let in_doubt = names(&set_aside.in_doubt);
+        let dead_letters = names(&set_aside.dead_letters);
+        let mut report = Self {
+            sent: sent.confirmed(),
             delivered,
-            charged: charged.len() as u64,
+            charged: ledger.charges().filter(|(id, _)| sent.amounts(id).is_some()).count() as u64,
             duplicates_stopped: counts.of("duplicate"),
             retried: counts.of("retried"),
             reconciled_happened: counts.of("reconciled_happened"),
             reconciled_had_not: counts.of("reconciled_did_not_happen"),
-            in_doubt: set_aside.in_doubt,
-            dead_letters: set_aside.dead_letters,
+            in_doubt: set_aside.in_doubt.len() as u64,
+            dead_letters: set_aside.dead_letters.len() as u64,
             charged_twice: ledger.charged_twice() as u64,
-            lost: not_charged.iter().filter(|id| !set_aside.ids.contains(**id)).count() as u64,
+            lost: sent.payments().filter(|id| !ledger.has_charged(id) && !in_doubt.contains(id)).count() as u64,
+            unconfirmed: sent.unconfirmed(),
+            repeats,
+            ..Self::default()
+        };
+        report.look_for_payments_among(&dead_letters, sent);
+        report.look_for_broken_messages(sent, &in_doubt, &dead_letters);
+        report.look_for_charges_that_nobody_sent(sent, ledger);
+        report
+    }
+
+    /// With how many workers were killed. Fewer than were asked for show less than was promised, which is wrong.
+    pub(crate) fn with_kills(mut self, killed: usize, asked: usize) -> Self {
+        self.killed = Some(killed as u64);
+        if killed < asked {
+            self.wrong.push(format!("only {killed} of {asked} workers were killed; send more payments, or ask for fewer kills"));
+        }
+        self
+    }
+
+    /// Nothing is wrong with a valid payment, and it has more attempts than faults can cost: it is never a dead letter.
+    fn look_for_payments_among(&mut self, dead_letters: &HashSet<&str>, sent: &Sent) {
+        self.find("valid payments in the dead letters", dead_letters.iter().copied().filter(|id| sent.amounts(id).is_some()));
+    }
+
+    /// They belong in the dead letters. One whose worker was killed while it held it may stand in doubt: that is for a
+    /// person too.
+    fn look_for_broken_messages(&mut self, sent: &Sent, in_doubt: &HashSet<&str>, dead_letters: &HashSet<&str>) {
+        let gone: Vec<&str> = sent.broken().filter(|name| !dead_letters.contains(name) && !in_doubt.contains(name)).collect();
+        self.lost += gone.len() as u64;
+        self.find("broken messages that are not in the dead letters", gone.into_iter());
+    }
+
+    fn look_for_charges_that_nobody_sent(&mut self, sent: &Sent, ledger: &Ledger) {
+        self.find("payments charged that were never sent", ledger.charges().map(|(id, _)| id).filter(|id| sent.amounts(id).is_none()));
+        let differs =
+            |(id, charged): &(&str, &[u64])| sent.amounts(id).is_some_and(|amounts| charged.iter().any(|amount| !amounts.contains(amount)));
+        self.find("payments charged with another amount than was sent", ledger.charges().filter(differs).map(|(id, _)| id));
+    }
+
+    fn find<'a>(&mut self, what: &str, names: impl Iterator<Item = &'a str>) {
+        let mut names: Vec<&str> = names.collect();
+        names.sort_unstable();
+        if !names.is_empty() {
+            let more = if names.len() > NAMED { ", …" } else { "" };
+            self.wrong.push(format!("{} {what}: {}{more}", names.len(), names[..names.len().min(NAMED)].join(", ")));
         }
     }
 
-    /// Whether every payment was charged once or stands aside for a person.
-    pub(crate) fn is_right(&self) -> bool {
-        self.charged_twice == 0 && self.lost == 0
+    /// What is wrong apart from the counts, or in detail.
+    pub(crate) fn wrong(&self) -> &[String] {
+        &self.wrong
     }
+
+    /// Whether every payment was charged once or stands in doubt, every broken message was set aside, and nothing else
+    /// is wrong.
+    pub(crate) fn is_right(&self) -> bool {
+        self.charged_twice == 0 && self.lost == 0 && self.wrong.is_empty()
+    }
+}
+
+fn names(letters: &[String]) -> HashSet<&str> {
+    letters.iter().map(String::as_str).collect()
 }
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let charged_twice = match self.repeats {
+            Repeats::ChargeAgain => "by the provider's ledger",
+            Repeats::Deduplicated => "cannot be: the provider takes the id as its key",
+        };
         let rows = [
             ("sent", self.sent, "messages, with copies and broken ones"),
             ("delivered", self.delivered, "copies and redeliveries too"),
@@ -91,10 +159,12 @@ impl fmt::Display for Report {
             ("reconciled: had not", self.reconciled_had_not, "unknown, then voided and charged anew"),
             ("in doubt", self.in_doubt, "nobody can tell: for a person"),
             ("dead letters", self.dead_letters, "will never work"),
-            ("charged twice", self.charged_twice, "by the provider's ledger"),
-            ("lost", self.lost, "neither charged nor set aside"),
+            ("charged twice", self.charged_twice, charged_twice),
+            ("lost", self.lost, "neither charged nor in doubt; broken ones: gone"),
         ];
-        for (name, count, meaning) in rows {
+        let unconfirmed = (self.unconfirmed > 0).then_some(("unconfirmed", self.unconfirmed, "may not have arrived: not looked for"));
+        let killed = self.killed.map(|killed| ("workers killed", killed, "while payments were sent"));
+        for (name, count, meaning) in rows.into_iter().chain(unconfirmed).chain(killed) {
             writeln!(f, "  {name:<21} {count:>8}   {meaning}")?;
         }
         Ok(())
@@ -102,42 +172,4 @@ impl fmt::Display for Report {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::ledger::Repeats;
-
-    #[test]
-    fn the_ledger_and_the_broker_decide_what_is_lost_and_charged_twice() {
-        let mut ledger = Ledger::in_memory();
-        for id in ["once", "twice", "twice"] {
-            ledger.charge(id, 1, 1, Repeats::ChargeAgain).expect("booked");
-        }
-        let set_aside = SetAside { in_doubt: 1, dead_letters: 0, ids: HashSet::from(["aside".to_owned()]) };
-        let report = Report::count((9, 9), ["once", "twice", "aside", "gone"], &ledger, &set_aside, &Counts::default());
-        assert_eq!((report.charged, report.charged_twice, report.lost), (2, 1, 1));
-        assert!(!report.is_right());
-    }
-
-    #[test]
-    fn json_has_the_keys_that_scripts_read() {
-        let json = serde_json::to_value(Report::default()).expect("a struct of numbers is JSON");
-        let mut keys: Vec<_> = json.as_object().expect("an object").keys().map(String::as_str).collect();
-        keys.sort_unstable();
-        assert_eq!(
-            keys,
-            [
-                "charged",
-                "charged_twice",
-                "dead_letters",
-                "delivered",
-                "duplicates_stopped",
-                "in_doubt",
-                "lost",
-                "reconciled_had_not",
-                "reconciled_happened",
-                "retried",
-                "sent"
-            ]
-        );
-    }
-}
+mod tests;

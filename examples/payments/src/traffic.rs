@@ -18,12 +18,27 @@ pub(crate) struct Outgoing {
     pub(crate) kind: Kind,
 }
 
+impl Outgoing {
+    /// What tells it from others, here and where it ends.
+    pub(crate) fn name(&self) -> String {
+        name(self.id.clone(), self.body.as_bytes())
+    }
+}
+
+/// What tells a message from others: the id in its header, or its body if it has none.
+pub(crate) fn name(id: Option<String>, body: &[u8]) -> String {
+    id.unwrap_or_else(|| format!("without an id: {}", String::from_utf8_lossy(body)))
+}
+
 /// Whether a message is a payment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Kind {
-    /// It must be charged once.
-    Valid,
+    /// It must be charged once, with this amount.
+    Valid {
+        /// In cents.
+        amount: u64,
+    },
     /// It must end in the dead letters.
     Malformed,
 }
@@ -58,7 +73,7 @@ pub(crate) fn of(payments: &[Payment], seed: u64) -> Vec<Outgoing> {
     let mut placed = Vec::with_capacity(payments.len() * 9 / 8);
     for (place, payment) in payments.iter().enumerate() {
         let body = serde_json::to_string(payment).expect("a struct of text and numbers is JSON");
-        let message = Outgoing { id: Some(payment.id.clone()), body, kind: Kind::Valid };
+        let message = Outgoing { id: Some(payment.id.clone()), body, kind: Kind::Valid { amount: payment.amount } };
         if rng.u8(0..10) == 0 {
             let distance = if rng.bool() { 0 } else { rng.usize(50..500) };
             placed.push((place + distance, message.clone()));
@@ -91,7 +106,7 @@ mod tests {
         let sent = of(&payments, 1);
         assert_eq!(sent, of(&payments, 1));
         let mut copies: HashMap<&str, usize> = HashMap::new();
-        for message in sent.iter().filter(|message| message.kind == Kind::Valid) {
+        for message in sent.iter().filter(|message| matches!(message.kind, Kind::Valid { .. })) {
             *copies.entry(message.id.as_deref().expect("payments have ids")).or_default() += 1;
         }
         assert_eq!(copies.len(), 2000);

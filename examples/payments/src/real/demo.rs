@@ -4,17 +4,18 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use clap::{Args, ValueEnum};
-use tokio::time::Instant;
 
-use super::fleet::{Fleet, Killed, Provider};
-use super::rundir::{RunDir, Sent};
+use super::fleet::{Fleet, Provider};
+use super::rundir::RunDir;
+use super::watch::Watch;
 use super::wire::{Queue, Wire};
+use super::work::terminated;
 use super::{Error, Servers};
 use crate::cli::{Broker, Cli, Promise};
 use crate::ledger::LedgerFile;
-use crate::progress::Progress;
 use crate::report::{Report, SetAside};
-use crate::traffic;
+use crate::sent::Sending;
+use crate::traffic::{self, Outgoing};
 
 /// How long nothing may move, when everything is accounted for: longer than a late charge takes.
 const QUIET: Duration = Duration::from_secs(3);
@@ -22,6 +23,12 @@ const QUIET: Duration = Duration::from_secs(3);
 const STUCK: Duration = Duration::from_secs(20);
 /// How many messages are sent before their confirmations are waited for.
 const BATCH: usize = 250;
+/// How often it is looked how far it is.
+const LOOK: Duration = Duration::from_millis(100);
+/// How long the workers may take to settle the first of what they got: longer than it takes Kafka to give it to them.
+const BEGINNING: Duration = Duration::from_secs(60);
+/// From sending to a kill: less than a charge takes, so that it hits some in the middle.
+const MIDST: Duration = Duration::from_millis(10);
 
 /// Whose payments to count.
 #[derive(Debug, Args)]
@@ -36,6 +43,9 @@ pub(crate) struct Arguments {
     /// What the other processes have written.
     #[arg(long, default_value = "payments-run")]
     run_dir: PathBuf,
+    /// What the provider was started with.
+    #[command(flatten)]
+    promise: Promise,
     /// Prints the counts as one JSON object.
     #[arg(long)]
     pub(crate) json: bool,
@@ -50,32 +60,47 @@ pub(crate) async fn report(arguments: &Arguments) -> Result<Report, Error> {
     let mut all = SetAside::default();
     for broker in &arguments.broker {
         let aside = Wire::open(*broker, &arguments.servers, &arguments.queue).await?.set_aside().await?;
-        all.in_doubt += aside.in_doubt;
-        all.dead_letters += aside.dead_letters;
-        all.ids.extend(aside.ids);
+        all.in_doubt.extend(aside.in_doubt);
+        all.dead_letters.extend(aside.dead_letters);
     }
-    count(&run_dir, &run_dir.sent()?, &all)
+    count(&run_dir, arguments.promise, &all)
 }
 
-fn count(run_dir: &RunDir, sent: &Sent, set_aside: &SetAside) -> Result<Report, Error> {
+fn count(run_dir: &RunDir, promise: Promise, set_aside: &SetAside) -> Result<Report, Error> {
     let mut ledger = LedgerFile::at(run_dir.ledger());
     let counts = run_dir.counts()?;
-    let ids = sent.payments.iter().map(String::as_str);
-    Ok(Report::count((sent.messages, counts.settled()), ids, ledger.refresh()?, set_aside, &counts))
+    Ok(Report::count(&run_dir.sent()?, counts.settled(), (ledger.refresh()?, promise.repeats()), set_aside, &counts))
 }
 
 /// Runs the demo and counts.
 ///
 /// # Errors
-/// If a server is not there, or a process does not do its part. The run directory is kept then.
+/// If a server is not there, a process does not do its part, or SIGTERM or Ctrl-C comes. No process is left then; the
+/// run directory is kept.
 pub(crate) async fn run(cli: &Cli) -> Result<Report, Error> {
+    let payments = cli.traffic.payments("pay")?;
+    let messages = traffic::of(&payments, cli.traffic.seed);
+    if messages.len() < 2 * (cli.kills + 1) && cli.kills > 0 {
+        return Err(format!("--kills: {} are too many for {} messages; send more, or kill fewer", cli.kills, messages.len()).into());
+    }
+    // From before the first process starts: who ends here must take them along.
+    let terminated = terminated()?;
     let now = SystemTime::now().duration_since(UNIX_EPOCH)?.as_millis();
     let name = format!("payments-{now}-{}", std::process::id());
     let directory = std::env::temp_dir().join(&name);
-    let run_dir = RunDir::at(&directory)?;
-    let mut run = Run::start(cli, Queue { name, group: "ledger".to_owned() }, run_dir).await?;
-    let report = run.see_through(cli).await.map_err(|error| format!("{error}; what was written lies in {}", directory.display()))?;
-    run.finish(cli.keep || !report.is_right(), &directory).await?;
+    let ran = tokio::select! {
+        ran = run_in(cli, (payments.len(), &messages), name, &directory) => ran,
+        () = terminated => Err("stopped by a signal".into()),
+    };
+    ran.map_err(|error| format!("{error}; what was written lies in {}", directory.display()).into())
+}
+
+async fn run_in(cli: &Cli, (payments, messages): (usize, &[Outgoing]), name: String, directory: &Path) -> Result<Report, Error> {
+    let mut run = Run::start(cli, Queue { name, group: "ledger".to_owned() }, RunDir::at(directory)?, payments).await?;
+    run.send(messages, cli.kills).await?;
+    run.settle().await?;
+    let report = count(&run.run_dir, cli.promise, &run.wire.set_aside().await?)?.with_kills(run.watch.killed(), cli.kills);
+    run.finish(cli.keep || !report.is_right(), directory).await?;
     Ok(report)
 }
 
@@ -84,17 +109,26 @@ struct Run {
     provider: Provider,
     fleet: Fleet,
     wire: Wire,
+    watch: Watch,
+    payments: usize,
     workers: usize,
 }
 
 impl Run {
-    async fn start(cli: &Cli, queue: Queue, run_dir: RunDir) -> Result<Self, Error> {
+    async fn start(cli: &Cli, queue: Queue, run_dir: RunDir, payments: usize) -> Result<Self, Error> {
         let mut arguments = promise(cli.promise);
         arguments.extend(["--seed".to_owned(), cli.traffic.seed.to_string()]);
         let provider = Provider::start(&run_dir, &arguments).await?;
+        let attempts = cli.attempts().to_string();
         let broker = cli.broker.to_possible_value().ok_or("a broker without a name")?.get_name().to_owned();
         let mut arguments = promise(cli.promise);
-        for (flag, value) in [("--broker", &broker), ("--name", &queue.name), ("--group", &queue.group), ("--provider", &provider.url)] {
+        for (flag, value) in [
+            ("--broker", &broker),
+            ("--name", &queue.name),
+            ("--group", &queue.group),
+            ("--provider", &provider.url),
+            ("--attempts", &attempts),
+        ] {
             arguments.extend([flag.to_owned(), value.clone()]);
         }
         cli.servers.redis()?; // better said here than in a worker's log
@@ -104,51 +138,84 @@ impl Run {
             fleet.hire()?;
         }
         let wire = Wire::open(cli.broker, &cli.servers, &queue).await?;
-        Ok(Self { run_dir, provider, fleet, wire, workers })
+        let watch = Watch::over(&run_dir, payments);
+        Ok(Self { run_dir, provider, fleet, wire, watch, payments, workers })
     }
 
-    async fn see_through(&mut self, cli: &Cli) -> Result<Report, Error> {
-        let payments = cli.traffic.payments("pay")?;
-        let messages = traffic::of(&payments, cli.traffic.seed);
-        let progress = Progress::new(payments.len() as u64);
-        let mut ledger = LedgerFile::at(self.run_dir.ledger());
-        let (mut batches, mut killed) = (messages.chunks(BATCH), 0);
-        let mut quiet = Quiet::begin();
-        loop {
-            let batch = batches.next();
-            if let Some(batch) = batch {
-                self.wire.send(batch).await?;
-                self.run_dir.note_sent(batch)?;
-            } else {
-                tokio::time::sleep(Duration::from_millis(100)).await;
-            }
+    /// Sends all, in one portion more than workers are to be killed: one is killed in the middle of each but the last,
+    /// and the rest waits for it. So no kill comes too late, however fast the machine is.
+    async fn send(&mut self, messages: &[Outgoing], kills: usize) -> Result<(), Error> {
+        let bound = |portion: usize| messages.len() * portion / (kills + 1);
+        for portion in 0..kills {
+            let (begin, end) = (bound(portion), bound(portion + 1));
+            let middle = begin.midpoint(end);
+            let midst = end.min(middle + BATCH);
+            let before = self.fleet.settled();
+            self.send_batches(&messages[begin..middle]).await?;
+            let Some(victim) = self.busiest_since(&before).await? else {
+                return self.send_batches(&messages[middle..]).await; // the report says that kills are missing
+            };
+            self.send_batches(&messages[middle..midst]).await?;
+            tokio::time::sleep(MIDST).await;
+            self.fleet.kill(victim).await?;
+            self.watch.note_kill();
+            self.send_batches(&messages[midst..end]).await?;
+        }
+        self.send_batches(&messages[bound(kills)..]).await
+    }
+
+    async fn send_batches(&mut self, messages: &[Outgoing]) -> Result<(), Error> {
+        for batch in messages.chunks(BATCH) {
+            self.run_dir.note_sent(Sending::Attempted, batch)?;
+            self.wire.send(batch).await?;
+            self.run_dir.note_sent(Sending::Confirmed, batch)?;
             self.fleet.all_run()?;
-            let charged = ledger.refresh()?.charged();
-            progress.at(charged as u64);
-            progress.says(format!("charged, {killed} workers killed"));
-            if killed < cli.kills && charged > payments.len() * (killed + 1) / (cli.kills + 2) {
-                killed += usize::from(self.fleet.kill_busiest().await? == Killed::One);
+            self.watch.look()?;
+        }
+        Ok(())
+    }
+
+    /// Waits until a worker has done something since, as none does in the middle of a rebalance: which did the most. None
+    /// if none does anything at all.
+    async fn busiest_since(&mut self, before: &[u64]) -> Result<Option<usize>, Error> {
+        self.watch.begin_again();
+        while self.watch.quiet() < BEGINNING {
+            tokio::time::sleep(LOOK).await;
+            self.fleet.all_run()?;
+            self.watch.look()?;
+            if let Some(busiest) = self.fleet.busiest_since(before) {
+                return Ok(Some(busiest));
             }
-            quiet.look(ledger.lines(), &self.run_dir)?;
-            let long_enough = if charged >= payments.len() { QUIET } else { STUCK };
-            if batch.is_some() || quiet.lasts() < long_enough || (quiet.lasts() < STUCK && self.wire.backlog().await? > 0) {
+        }
+        Ok(None)
+    }
+
+    /// Waits until nothing moves, and stops the workers.
+    async fn settle(&mut self) -> Result<(), Error> {
+        let mut rounds = 0;
+        loop {
+            tokio::time::sleep(LOOK).await;
+            self.fleet.all_run()?;
+            self.watch.look()?;
+            let long_enough = if self.watch.charged() >= self.payments { QUIET } else { STUCK };
+            if self.watch.quiet() < long_enough || (self.watch.quiet() < STUCK && self.wire.backlog().await? > 0) {
                 continue;
             }
             // What a worker holds is seen only when it is gone.
             self.fleet.stop().await?;
-            if self.wire.backlog().await? == 0 || quiet.rounds > 0 {
-                break;
+            if self.wire.backlog().await? == 0 || rounds > 0 {
+                return Ok(());
             }
-            quiet = Quiet { rounds: quiet.rounds + 1, ..Quiet::begin() };
+            rounds += 1;
+            self.watch.begin_again();
             for _ in 0..self.workers {
                 self.fleet.hire()?;
             }
         }
-        progress.done();
-        count(&self.run_dir, &self.run_dir.sent()?, &self.wire.set_aside().await?)
     }
 
     async fn finish(self, keep: bool, directory: &Path) -> Result<(), Error> {
+        drop(self.watch); // the bar goes first
         self.provider.stop().await?;
         if keep {
             eprintln!("payments: ledger, counts and logs lie in {}", directory.display());
@@ -167,29 +234,4 @@ fn promise(promise: Promise) -> Vec<String> {
         arguments.push("--provider-deduplicates".to_owned());
     }
     arguments
-}
-
-/// For how long nothing has moved: neither the ledger nor what the workers count.
-struct Quiet {
-    since: Instant,
-    seen: (usize, u64),
-    rounds: usize,
-}
-
-impl Quiet {
-    fn begin() -> Self {
-        Self { since: Instant::now(), seen: (0, 0), rounds: 0 }
-    }
-
-    fn look(&mut self, lines: usize, run_dir: &RunDir) -> Result<(), Error> {
-        let now = (lines, run_dir.counts()?.settled());
-        if now != self.seen {
-            (self.seen, self.since) = (now, Instant::now());
-        }
-        Ok(())
-    }
-
-    fn lasts(&self) -> Duration {
-        self.since.elapsed()
-    }
 }

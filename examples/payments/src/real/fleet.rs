@@ -14,9 +14,6 @@ use super::rundir::RunDir;
 /// How long a process may take to drain and end.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// How long it is looked who works; longer than workers take to write their counts down.
-const LOOK: Duration = Duration::from_millis(250);
-
 /// Processes of this program, each with a log in the run directory. Those that still run when it is dropped are killed.
 pub(crate) struct Fleet {
     run_dir: RunDir,
@@ -24,13 +21,6 @@ pub(crate) struct Fleet {
     arguments: Vec<String>,
     workers: Vec<(String, Child)>,
     started: usize,
-}
-
-/// Whether a worker was killed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Killed {
-    One,
-    None,
 }
 
 /// A provider that answers.
@@ -82,21 +72,20 @@ impl Fleet {
         Ok(())
     }
 
-    /// SIGKILLs the one that does the most just now, so that it dies mid-charge, and starts another in its place. Kills
-    /// none while none does anything, as in the middle of a rebalance.
-    pub(crate) async fn kill_busiest(&mut self) -> Result<Killed, Error> {
-        let before = self.settled();
-        tokio::time::sleep(LOOK).await;
-        let done = self.settled().into_iter().zip(before).map(|(now, before)| now.saturating_sub(before));
-        let Some((victim, _)) = done.enumerate().filter(|(_, done)| *done > 0).max_by_key(|(_, done)| *done) else {
-            return Ok(Killed::None);
-        };
+    /// SIGKILLs one, and starts another in its place.
+    pub(crate) async fn kill(&mut self, victim: usize) -> Result<(), Error> {
         self.workers.swap_remove(victim).1.kill().await?;
-        self.hire()?;
-        Ok(Killed::One)
+        self.hire()
     }
 
-    fn settled(&self) -> Vec<u64> {
+    /// Which worker did the most since these counts; none if none did anything.
+    pub(crate) fn busiest_since(&self, before: &[u64]) -> Option<usize> {
+        let done = self.settled().into_iter().zip(before).map(|(now, before)| now.saturating_sub(*before));
+        done.enumerate().filter(|(_, done)| *done > 0).max_by_key(|(_, done)| *done).map(|(worker, _)| worker)
+    }
+
+    /// How many deliveries each worker has settled, as far as they have written it down.
+    pub(crate) fn settled(&self) -> Vec<u64> {
         self.workers.iter().map(|(name, _)| self.run_dir.counts_of(name).settled()).collect()
     }
 

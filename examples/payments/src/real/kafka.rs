@@ -14,7 +14,7 @@ use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 use super::Error;
 use super::wire::Queue;
 use crate::payment::ID_HEADER;
-use crate::traffic::Outgoing;
+use crate::traffic::{self, Outgoing};
 
 /// How long one question to the broker may take.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -46,7 +46,10 @@ pub(crate) async fn create(brokers: &str, name: &str) -> Result<(), Error> {
 impl Wire {
     pub(crate) async fn open(brokers: String, queue: Queue) -> Result<Self, Error> {
         create(&brokers, &queue.name).await?;
-        let producer = client(&brokers).set("enable.idempotence", "true").set("linger.ms", "5").create()?;
+        let mut config = client(&brokers);
+        config.set("enable.idempotence", "true").set("linger.ms", "5");
+        config.set("sticky.partitioning.linger.ms", "0"); // each to a partition of its own choice: all workers have some
+        let producer = config.create()?;
         Ok(Self { brokers, queue, producer })
     }
 
@@ -84,15 +87,15 @@ impl Wire {
         .await
     }
 
-    /// The ids of all messages beside the topic; `None` for one without.
-    pub(crate) async fn ids(&self, suffix: &str) -> Result<Vec<Option<String>>, Error> {
+    /// The names of all messages beside the topic.
+    pub(crate) async fn names(&self, suffix: &str) -> Result<Vec<String>, Error> {
         let topic = format!("{}{suffix}", self.queue.name);
         self.look(move |consumer| {
             let (first, end) = consumer.fetch_watermarks(&topic, 0, PATIENCE)?;
             let mut partitions = TopicPartitionList::new();
             partitions.add_partition_offset(&topic, 0, Offset::Offset(first))?;
             consumer.assign(&partitions)?;
-            let (mut ids, mut next, begun) = (Vec::new(), first, Instant::now());
+            let (mut names, mut next, begun) = (Vec::new(), first, Instant::now());
             while next < end {
                 if begun.elapsed() > PATIENCE {
                     return Err(format!("{topic} could not be read to its end in {PATIENCE:?}").into());
@@ -101,9 +104,10 @@ impl Wire {
                 let message = message?;
                 next = message.offset() + 1;
                 let id = message.headers().into_iter().flat_map(|headers| headers.iter()).find(|header| header.key == ID_HEADER);
-                ids.push(id.and_then(|header| header.value).map(|id| String::from_utf8_lossy(id).into_owned()));
+                let id = id.and_then(|header| header.value).map(|id| String::from_utf8_lossy(id).into_owned());
+                names.push(traffic::name(id, message.payload().unwrap_or_default()));
             }
-            Ok(ids)
+            Ok(names)
         })
         .await
     }

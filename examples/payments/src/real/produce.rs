@@ -9,6 +9,7 @@ use super::rundir::RunDir;
 use super::wire::{Queue, Wire};
 use super::{Error, Servers};
 use crate::cli::{Broker, Traffic};
+use crate::sent::Sending;
 use crate::traffic;
 
 /// How many messages are sent before their confirmations are waited for.
@@ -47,8 +48,9 @@ pub(super) async fn run(arguments: &Arguments) -> Result<(), Error> {
     let step = Duration::from_secs_f64(if arguments.rate == 0 { 0.0 } else { batch as f64 / f64::from(arguments.rate) });
     for batch in messages.chunks(batch) {
         let next = tokio::time::Instant::now() + step;
+        run_dir.note_sent(Sending::Attempted, batch)?;
         wire.send(batch).await?;
-        run_dir.note_sent(batch)?;
+        run_dir.note_sent(Sending::Confirmed, batch)?;
         tokio::time::sleep_until(next).await;
     }
     eprintln!("payments: sent {} messages", messages.len());

@@ -8,7 +8,7 @@ use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
 
 use super::Error;
 use crate::payment::ID_HEADER;
-use crate::traffic::Outgoing;
+use crate::traffic::{self, Outgoing};
 
 /// How long the workers may take to declare the queue.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -80,22 +80,22 @@ impl Wire {
         Ok(waiting)
     }
 
-    /// The ids of all messages beside the queue; `None` for one without.
-    pub(crate) async fn ids(&self, suffix: &str) -> Result<Vec<Option<String>>, Error> {
+    /// The names of all messages beside the queue.
+    pub(crate) async fn names(&self, suffix: &str) -> Result<Vec<String>, Error> {
         let name = format!("{}{suffix}", self.queue);
         // What is got and not acknowledged goes back when the channel closes.
         let channel = self.connection.create_channel().await?;
-        let mut ids = Vec::new();
+        let mut names = Vec::new();
         while let Some(message) = channel.basic_get(name.as_str().into(), BasicGetOptions::default()).await? {
             let headers = message.delivery.properties.headers().as_ref();
             let id = headers.and_then(|headers| headers.inner().get(ID_HEADER)).and_then(|id| match id {
                 AMQPValue::LongString(id) => Some(String::from_utf8_lossy(id.as_bytes()).into_owned()),
                 _ => None,
             });
-            ids.push(id);
+            names.push(traffic::name(id, &message.delivery.data));
         }
         channel.close(200, "OK".into()).await?;
-        Ok(ids)
+        Ok(names)
     }
 
     pub(crate) async fn remove(&self) -> Result<(), Error> {

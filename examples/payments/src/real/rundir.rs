@@ -1,6 +1,5 @@
 //! The run directory: what each process wrote down of what it did.
 
-use std::collections::BTreeSet;
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -9,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Error;
 use crate::counters::Counts;
+use crate::sent::{Sending, Sent};
 use crate::traffic::{Kind, Outgoing};
 
 /// A directory that the processes of one run share.
@@ -16,18 +16,10 @@ use crate::traffic::{Kind, Outgoing};
 pub(crate) struct RunDir(PathBuf);
 
 #[derive(Serialize, Deserialize)]
-struct Published {
-    id: Option<String>,
+struct Noted {
+    sending: Sending,
+    name: String,
     kind: Kind,
-}
-
-/// What was sent.
-#[derive(Debug, Default)]
-pub(crate) struct Sent {
-    /// How many messages.
-    pub(crate) messages: u64,
-    /// The ids of the valid payments among them.
-    pub(crate) payments: BTreeSet<String>,
 }
 
 impl RunDir {
@@ -54,21 +46,21 @@ impl RunDir {
         self.0.join(format!("{process}.log"))
     }
 
-    /// Writes down that these were sent, once the broker has confirmed them.
+    /// Writes down that these are sent: before it is attempted, and once the broker has confirmed it.
     ///
     /// # Errors
     /// If it cannot be written.
-    pub(crate) fn note_sent(&self, messages: &[Outgoing]) -> Result<(), Error> {
+    pub(crate) fn note_sent(&self, sending: Sending, messages: &[Outgoing]) -> Result<(), Error> {
         let mut lines = Vec::new();
         for message in messages {
-            serde_json::to_writer(&mut lines, &Published { id: message.id.clone(), kind: message.kind })?;
+            serde_json::to_writer(&mut lines, &Noted { sending, name: message.name(), kind: message.kind })?;
             lines.push(b'\n');
         }
         OpenOptions::new().create(true).append(true).open(self.0.join("sent.jsonl"))?.write_all(&lines)?;
         Ok(())
     }
 
-    /// What was sent.
+    /// What was sent. A last line without an end is still being written.
     ///
     /// # Errors
     /// If it cannot be read, or nothing was sent.
@@ -76,10 +68,9 @@ impl RunDir {
         let path = self.0.join("sent.jsonl");
         let text = std::fs::read_to_string(&path).map_err(|error| format!("{}: {error}; was anything sent?", path.display()))?;
         let mut sent = Sent::default();
-        for line in text.lines() {
-            let published: Published = serde_json::from_str(line)?;
-            sent.messages += 1;
-            sent.payments.extend(published.id.filter(|_| published.kind == Kind::Valid));
+        for line in text.split_inclusive('\n').filter(|line| line.ends_with('\n')) {
+            let noted: Noted = serde_json::from_str(line)?;
+            sent.note(noted.sending, noted.name, noted.kind);
         }
         Ok(sent)
     }

@@ -74,13 +74,11 @@ impl Wire {
     pub(crate) async fn set_aside(&self) -> Result<SetAside, Error> {
         let (in_doubt, dead_letters) = match self {
             #[cfg(feature = "kafka")]
-            Self::Kafka(wire) => (wire.ids(".in-doubt").await?, wire.ids(".dead-letters").await?),
+            Self::Kafka(wire) => (wire.names(".in-doubt").await?, wire.names(".dead-letters").await?),
             #[cfg(feature = "rabbitmq")]
-            Self::RabbitMq(wire) => (wire.ids(".in-doubt").await?, wire.ids(".dead-letters").await?),
+            Self::RabbitMq(wire) => (wire.names(".in-doubt").await?, wire.names(".dead-letters").await?),
         };
-        let counts = (in_doubt.len() as u64, dead_letters.len() as u64);
-        let ids = in_doubt.into_iter().chain(dead_letters).flatten().collect();
-        Ok(SetAside { in_doubt: counts.0, dead_letters: counts.1, ids })
+        Ok(SetAside { in_doubt, dead_letters })
     }
 
     /// Removes what the run made.

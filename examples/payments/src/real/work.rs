@@ -12,7 +12,7 @@ use super::rundir::RunDir;
 use super::wire::Queue;
 use super::{Error, Servers};
 use crate::charge::Charge;
-use crate::cli::{Broker, Promise};
+use crate::cli::{ATTEMPTS, Broker, Promise};
 use crate::counters::Outcomes;
 use crate::payment::ID_HEADER;
 use crate::provider::Provider;
@@ -45,6 +45,9 @@ pub(crate) struct Arguments {
     /// How many payments are charged at once.
     #[arg(long, default_value_t = 256)]
     in_flight: usize,
+    /// How many attempts a payment gets; a kill costs one, and a fault of the provider another.
+    #[arg(long, default_value_t = ATTEMPTS)]
+    attempts: u32,
     #[command(flatten)]
     promise: Promise,
 }
@@ -105,7 +108,7 @@ async fn consume_from(source: impl Open, arguments: &Arguments) -> Result<(), Er
         .scope(&arguments.queue.name)
         .lease(lease)
         .backoff(Duration::from_millis(50), lease / 4)
-        .attempts(20) // each kill costs an attempt, and the demo kills more often than life does
+        .attempts(arguments.attempts)
         .in_flight(arguments.in_flight)
         .handler(Charge { provider: Provider::Http(crate::http::Client::at(&arguments.provider)?) })
         .run_until(terminated()?)
