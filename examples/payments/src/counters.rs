@@ -1,6 +1,7 @@
 //! What the workers count of themselves: the outcomes that oncegate reports to the `metrics` facade.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -37,6 +38,15 @@ impl Counts {
         for (outcome, count) in &other.0 {
             *self.0.entry(outcome.clone()).or_default() += count;
         }
+    }
+}
+
+/// Those that occurred, with how often.
+impl fmt::Display for Counts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let occurred: Vec<_> =
+            self.0.iter().filter(|(_, count)| **count > 0).map(|(outcome, count)| format!("{outcome} {count}")).collect();
+        f.write_str(&occurred.join(", "))
     }
 }
 

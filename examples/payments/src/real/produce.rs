@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
+use tokio::time::Instant;
 
 use super::rundir::RunDir;
 use super::wire::{Queue, Wire};
@@ -14,6 +15,8 @@ use crate::traffic;
 
 /// How many messages are sent before their confirmations are waited for.
 const BATCH: usize = 250;
+/// How often it is said how far it is.
+const SAYING: Duration = Duration::from_secs(5);
 
 /// The producer's settings.
 #[derive(Debug, Args)]
@@ -46,11 +49,17 @@ pub(super) async fn run(arguments: &Arguments) -> Result<(), Error> {
     let wire = Wire::open(arguments.broker, &arguments.servers, &arguments.queue).await?;
     let batch = if arguments.rate == 0 { BATCH } else { BATCH.min(arguments.rate.div_ceil(10) as usize) };
     let step = Duration::from_secs_f64(if arguments.rate == 0 { 0.0 } else { batch as f64 / f64::from(arguments.rate) });
+    let (mut sent, mut said) = (0, Instant::now());
     for batch in messages.chunks(batch) {
-        let next = tokio::time::Instant::now() + step;
+        let next = Instant::now() + step;
         run_dir.note_sent(Sending::Attempted, batch)?;
         wire.send(batch).await?;
         run_dir.note_sent(Sending::Confirmed, batch)?;
+        sent += batch.len();
+        if said.elapsed() >= SAYING {
+            eprintln!("payments: sent {sent} of {} messages", messages.len());
+            said = Instant::now();
+        }
         tokio::time::sleep_until(next).await;
     }
     eprintln!("payments: sent {} messages", messages.len());

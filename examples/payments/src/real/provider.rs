@@ -2,6 +2,7 @@
 
 use std::io::Write;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Args;
@@ -14,6 +15,9 @@ use crate::bank::{Bank, Pace};
 use crate::cli::Promise;
 use crate::faults::Faults;
 use crate::ledger::Ledger;
+
+/// How often it is said what was charged, while that changes.
+const SAYING: Duration = Duration::from_secs(2);
 
 /// The provider's settings.
 #[derive(Debug, Args)]
@@ -40,6 +44,25 @@ pub(super) async fn run(arguments: &Arguments) -> Result<(), Error> {
     let bank = Bank::new(ledger, Faults::seeded(arguments.seed), arguments.promise.repeats(), pace);
     println!("http://{}", listener.local_addr()?);
     std::io::stdout().flush()?;
-    axum::serve(listener, crate::http::router(bank)).with_graceful_shutdown(terminated()?).await?;
-    Ok(())
+    let serving = axum::serve(listener, crate::http::router(Arc::clone(&bank))).with_graceful_shutdown(terminated()?);
+    tokio::select! {
+        served = serving => Ok(served?),
+        () = say(&bank) => Ok(()),
+    }
+}
+
+/// Says what was charged, as long as the provider runs.
+async fn say(bank: &Bank) {
+    let mut said = (0, 0);
+    loop {
+        tokio::time::sleep(SAYING).await;
+        let now = {
+            let ledger = bank.ledger();
+            (ledger.charged(), ledger.charged_twice())
+        };
+        if now != said {
+            eprintln!("payments: charged {}, charged twice {}", now.0, now.1);
+            said = now;
+        }
+    }
 }

@@ -1,12 +1,14 @@
 //! `payments work`: one worker.
 
 use std::future::Future;
+use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
 use oncegate::{Consumer, IdSource, Open, Redis};
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::time::Instant;
 
 use super::rundir::RunDir;
 use super::wire::Queue;
@@ -19,6 +21,8 @@ use crate::provider::Provider;
 
 /// How often the counts are written down.
 const NOTING: Duration = Duration::from_millis(200);
+/// How often they are said, while they change.
+const SAYING: Duration = Duration::from_secs(5);
 
 /// A worker's settings.
 #[derive(Debug, Args)]
@@ -54,14 +58,33 @@ pub(crate) struct Arguments {
 
 /// Works until SIGTERM or Ctrl-C, then drains.
 pub(super) async fn run(arguments: &Arguments) -> Result<(), Error> {
-    tracing_subscriber::fmt().with_env_filter(tracing_subscriber::EnvFilter::new("warn,oncegate=info")).with_writer(std::io::stderr).init();
+    tracing_subscriber::fmt()
+        .with_env_filter(tracing_subscriber::EnvFilter::new("warn,oncegate=info"))
+        .with_ansi(std::io::stderr().is_terminal())
+        .with_writer(std::io::stderr)
+        .init();
     let outcomes = Outcomes::install();
     let run_dir = RunDir::at(&arguments.run_dir)?;
+    // A worker that was killed and started again under its name goes on counting where the last one stopped.
+    let before = run_dir.counts_of(&arguments.worker);
+    let counts = || {
+        let mut counts = outcomes.counts();
+        counts.add(&before);
+        counts
+    };
     let noting = async {
+        let (mut said, mut next) = (before.clone(), Instant::now() + SAYING);
         loop {
             tokio::time::sleep(NOTING).await;
-            if let Err(error) = run_dir.note_counts(&arguments.worker, &outcomes.counts()) {
+            let counts = counts();
+            if let Err(error) = run_dir.note_counts(&arguments.worker, &counts) {
                 eprintln!("payments: the counts are not written down: {error}");
+            }
+            if Instant::now() >= next {
+                if counts != said {
+                    eprintln!("payments: {counts}");
+                }
+                (said, next) = (counts, Instant::now() + SAYING);
             }
         }
     };
@@ -69,7 +92,7 @@ pub(super) async fn run(arguments: &Arguments) -> Result<(), Error> {
         worked = consume(arguments) => worked?,
         () = noting => {}
     }
-    run_dir.note_counts(&arguments.worker, &outcomes.counts())
+    run_dir.note_counts(&arguments.worker, &counts())
 }
 
 async fn consume(arguments: &Arguments) -> Result<(), Error> {
