@@ -167,8 +167,8 @@ pub enum Ask {
     Complete,
     /// It failed; free it for another attempt.
     Clear(Effect),
-    /// It will never work: keep it from running until it is redriven.
-    Reject,
+    /// It will never work, or has failed too often: keep it from running until it is redriven.
+    Reject(Effect),
     /// Nobody knows whether it happened.
     Doubt,
     /// It is known now.
@@ -298,12 +298,12 @@ pub fn apply(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdic
         },
         (Ask::Clear(_), Absent | Cleared { .. }) => (Keep, Verdict::Kept),
 
-        (Ask::Reject, InProgress(hold)) if mine(&hold) => match terms.guarantee {
-            Guarantee::AtMostOnce => (Write(Rejected(hold.fingerprint), terms.window), Verdict::Kept),
-            _ if hold.attempt == 1 => (Delete, Verdict::Kept),
+        (Ask::Reject(effect), InProgress(hold)) if mine(&hold) => match (effect, terms.guarantee) {
+            (_, Guarantee::AtMostOnce) => (Write(Rejected(hold.fingerprint), terms.window), Verdict::Kept),
+            (Effect::Nothing, _) if hold.attempt == 1 => (Delete, Verdict::Kept),
             _ => cleared(hold.attempt),
         },
-        (Ask::Reject, Absent | Cleared { .. }) if terms.guarantee != Guarantee::AtMostOnce => (Keep, Verdict::Kept),
+        (Ask::Reject(_), Absent | Cleared { .. }) if terms.guarantee != Guarantee::AtMostOnce => (Keep, Verdict::Kept),
 
         (Ask::Doubt, InProgress(hold) | InDoubt(hold, _)) if mine(&hold) => (held(InDoubt(hold, Doubt::Waiting), hold), Verdict::Kept),
         (Ask::Doubt, Absent) => doubted(operation, operation.attempt),
@@ -361,7 +361,7 @@ fn apply_bare(marker: Marker, operation: &Operation) -> (Change, Verdict) {
         (Ask::Claim, _) => (Change::Keep, Verdict::Duplicate),
         (Ask::Renew, _) => (Change::Keep, Verdict::Kept),
         (Ask::Complete, _) => (Change::Keep, Verdict::Done { marker_lost: false }),
-        (Ask::Clear(_) | Ask::Reject | Ask::Doubt | Ask::Resolve(_) | Ask::Forget { .. }, _) => (Change::Delete, Verdict::Kept),
+        (Ask::Clear(_) | Ask::Reject(_) | Ask::Doubt | Ask::Resolve(_) | Ask::Forget { .. }, _) => (Change::Delete, Verdict::Kept),
     }
 }
 

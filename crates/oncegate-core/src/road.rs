@@ -38,7 +38,7 @@ pub enum Stage {
     /// Asked to free the id for another attempt.
     Clearing(Permit, Effect, Duration),
     /// Asked to keep the id from running again.
-    Rejecting(Permit, Reason),
+    Rejecting(Permit, Reason, Effect),
     /// The handler runs without the gate, because the store is away and the user chose so.
     Ungated(History),
     /// Left the road.
@@ -310,6 +310,13 @@ impl Policy {
     }
 }
 
+impl Stage {
+    /// Whether it pauses while it holds a lease, which may end before the pause does.
+    pub fn waits_on_lease(&self) -> bool {
+        matches!(self, Self::Pausing(..) | Self::ReconcilePausing(..))
+    }
+}
+
 /// What a delivery does next.
 pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
     use {Event::*, Stage::*, Verdict as V};
@@ -341,11 +348,11 @@ pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
         (Pausing(permit, tries), Woke) => (Running(permit, tries), Step::Run),
         (Running(permit, _), Returned(Outcome::Done)) => (Completing(permit), Step::Ask(Ask::Complete)),
         (Running(permit, tries), Returned(Outcome::Retry)) => again(permit, tries, policy),
-        (Running(permit, _), Returned(Outcome::Reject)) => (Rejecting(permit, Reason::Refused), Step::Ask(Ask::Reject)),
-        (Running(permit, _), Returned(Outcome::Unreadable)) => (Rejecting(permit, Reason::Unreadable), Step::Ask(Ask::Reject)),
+        (Running(permit, _), Returned(Outcome::Reject)) => rejecting(permit, Reason::Refused, Effect::Nothing),
+        (Running(permit, _), Returned(Outcome::Unreadable)) => rejecting(permit, Reason::Unreadable, Effect::Nothing),
         (Running(permit, _), Returned(Outcome::Unknown(cause))) if at_most_once => doubt(permit, cause, AfterDoubt::Reconcile),
         (Running(permit, _), Returned(Outcome::Unknown(_))) if policy.spent(permit) => {
-            (Rejecting(permit, Reason::AttemptsSpent), Step::Ask(Ask::Reject))
+            rejecting(permit, Reason::AttemptsSpent, Effect::Unknown)
         }
         (Running(permit, _), Returned(Outcome::Unknown(_))) => clear(permit.failed(), Effect::Unknown, policy.pause(permit.attempt)),
 
@@ -357,11 +364,12 @@ pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
         (Reconciling(permit, tries, cause), Found(None)) => (ReconcilePausing(permit, Tries(tries.0 + 1), cause), wake(tries.0)),
         (ReconcilePausing(permit, tries, cause), Woke) => (Reconciling(permit, tries, cause), Step::Reconcile),
         (Resolving(_, Finding::Happened), Answer(V::Done { .. })) => accept(By::Resolved),
+        (Resolving(permit, Finding::DidNotHappen), Answer(V::Kept)) => look_again(permit.failed()),
 
         // Out: the verdict stands before the settlement.
         (Completing(_), Answer(V::Done { .. })) => accept(By::Completed),
         (Clearing(permit, _, after), Answer(_)) => release(after, permit.failures),
-        (Rejecting(_, reason), Answer(V::Kept)) => reject(reason),
+        (Rejecting(_, reason, _), Answer(V::Kept)) => reject(reason),
 
         // Without the gate, at least once.
         (Ungated(_), Returned(Outcome::Done)) => accept(By::PassedWithoutGate),
@@ -371,7 +379,7 @@ pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
         (Ungated(history), Returned(_)) => release(policy.pause(history.failures), history.failures + 1),
 
         // The marker is not ours any more, or has become what a new claim has to read: look again.
-        (Doubting(permit, ..) | Resolving(permit, _) | Completing(permit) | Rejecting(permit, _), Answer(_)) => look_again(permit),
+        (Doubting(permit, ..) | Resolving(permit, _) | Completing(permit) | Rejecting(permit, ..), Answer(_)) => look_again(permit),
 
         // The lease may be over. What has a verdict to record keeps asking; what runs is dropped.
         (Ready(permit), LeaseOver) => (Claiming(permit.history(), Parks(0)), Step::Ask(Ask::Claim)),
@@ -379,6 +387,7 @@ pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
         (Running(permit, _), LeaseOver) => release(policy.pause(0), permit.failures),
         (Pausing(permit, _), LeaseOver) => clear(permit.failed(), Effect::Nothing, policy.pause(0)),
         (Reconciling(permit, ..) | ReconcilePausing(permit, ..), LeaseOver) => release(policy.pause(0), permit.failures),
+        (Ungated(history), LeaseOver) => release(policy.pause(0), history.failures), // it holds none: never
 
         // The store is away: whatever was asked is asked again, with the same token.
         (Withdrawing(_) | Doubting(..) | Resolving(..) | Completing(_) | Clearing(..) | Rejecting(..), Unavailable) => (stage, wake(3)),
@@ -387,7 +396,7 @@ pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
         (Resolving(_, finding), Woke) => (stage, Step::Ask(Ask::Resolve(finding))),
         (Completing(_), Woke) => (stage, Step::Ask(Ask::Complete)),
         (Clearing(_, effect, _), Woke) => (stage, Step::Ask(Ask::Clear(effect))),
-        (Rejecting(..), Woke) => (stage, Step::Ask(Ask::Reject)),
+        (Rejecting(_, _, effect), Woke) => (stage, Step::Ask(Ask::Reject(effect))),
 
         // The consumer drains: what has not started is given back, what runs may finish.
         (New(history) | Parked(history, _, Asked::Answered), Drain) => release(Duration::ZERO, history.failures),
@@ -413,7 +422,7 @@ const A_MOMENT: Duration = Duration::from_millis(2);
 
 fn granted(permit: Permit, history: History, policy: &Policy) -> (Stage, Step) {
     if policy.overspent(permit) {
-        return (Stage::Rejecting(permit, Reason::AttemptsSpent), Step::Ask(Ask::Reject));
+        return rejecting(permit, Reason::AttemptsSpent, Effect::Nothing);
     }
     if policy.guarantee == Guarantee::AtMostOnce && permit.attempt == 1 && history.freshness == Freshness::TooOld {
         return doubt(permit, Cause::TooOld, AfterDoubt::Reconcile);
@@ -426,7 +435,7 @@ fn again(permit: Permit, tries: Tries, policy: &Policy) -> (Stage, Step) {
         return (Stage::Pausing(permit, Tries(tries.0 + 1)), Step::Wake(policy.pause(tries.0)));
     }
     if policy.spent(permit) {
-        return (Stage::Rejecting(permit, Reason::AttemptsSpent), Step::Ask(Ask::Reject));
+        return rejecting(permit, Reason::AttemptsSpent, Effect::Nothing);
     }
     clear(permit.failed(), Effect::Nothing, policy.pause(permit.failures.saturating_add(tries.0)))
 }
@@ -451,6 +460,10 @@ fn clear(permit: Permit, effect: Effect, after: Duration) -> (Stage, Step) {
     (Stage::Clearing(permit, effect, after), Step::Ask(Ask::Clear(effect)))
 }
 
+fn rejecting(permit: Permit, reason: Reason, effect: Effect) -> (Stage, Step) {
+    (Stage::Rejecting(permit, reason, effect), Step::Ask(Ask::Reject(effect)))
+}
+
 fn doubt(permit: Permit, cause: Cause, then: AfterDoubt) -> (Stage, Step) {
     (Stage::Doubting(permit, cause, then), Step::Ask(Ask::Doubt))
 }
@@ -460,6 +473,11 @@ fn look_again(permit: Permit) -> (Stage, Step) {
 }
 
 impl Permit {
+    /// Whether an earlier holder may have crashed on this message: the store counted attempts that did not fail.
+    pub fn follows_a_crash(self) -> bool {
+        self.attempt > self.failures.saturating_add(1)
+    }
+
     fn history(self) -> History {
         // It was judged for its age when it was granted.
         History { failures: self.failures, freshness: Freshness::Fresh }

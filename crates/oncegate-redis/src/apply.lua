@@ -126,11 +126,11 @@ local function apply(key, token, attempt, fingerprint)
       if ask == 'clear unknown' and guarantee == 'a' then return 'lost' end
       return cleared(key, at)
     end
-  elseif ask == 'reject' then
+  elseif ask == 'reject nothing' or ask == 'reject unknown' then
     if free and guarantee ~= 'a' then return 'kept' end
     if in_progress and mine then
       if guarantee == 'a' then return put(key, 'v1 x ' .. body, window, 'kept') end
-      if tonumber(at) == 1 then return delete(key, 'kept') end
+      if ask == 'reject nothing' and tonumber(at) == 1 then return delete(key, 'kept') end
       return cleared(key, at)
     end
   elseif ask == 'doubt' then

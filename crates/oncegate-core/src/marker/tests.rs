@@ -174,11 +174,17 @@ fn clear() {
 
 #[test]
 fn reject() {
-    rows(&operation(AMO, Ask::Reject, 1), &[(running(AMO, MINE, 1), OVER, write(Marker::Rejected(None)), Verdict::Kept)]);
-    rows(&operation(EO, Ask::Reject, 1), &[(running(EO, MINE, 1), OVER, Change::Delete, Verdict::Kept)]);
-    rows(&operation(EO, Ask::Reject, 2), &[(running(EO, MINE, 2), OVER, write(Marker::Cleared { attempt: 2 }), Verdict::Kept)]);
-    loses_but(Ask::Reject, AMO, |_| false);
-    loses_but(Ask::Reject, EO, nothing_there);
+    let cleared = |attempt| write(Marker::Cleared { attempt });
+    for effect in [Effect::Nothing, Effect::Unknown] {
+        let ask = Ask::Reject(effect);
+        rows(&operation(AMO, ask, 1), &[(running(AMO, MINE, 1), OVER, write(Marker::Rejected(None)), Verdict::Kept)]);
+        rows(&operation(EO, ask, 2), &[(running(EO, MINE, 2), OVER, cleared(2), Verdict::Kept)]);
+        loses_but(ask, AMO, |_| false);
+        loses_but(ask, EO, nothing_there);
+    }
+    rows(&operation(EO, Ask::Reject(Effect::Nothing), 1), &[(running(EO, MINE, 1), OVER, Change::Delete, Verdict::Kept)]);
+    // The run may not be over: who runs it again after a redrive needs the higher fence.
+    rows(&operation(EO, Ask::Reject(Effect::Unknown), 1), &[(running(EO, MINE, 1), OVER, cleared(1), Verdict::Kept)]);
 }
 
 #[test]
@@ -247,7 +253,7 @@ fn bare_is_the_literal_gate() {
     for marker in [Marker::Done(None), running(AMO, THEIRS, 1)] {
         rows(&bare(Ask::Claim), &[(marker, ALIVE, Change::Keep, Verdict::Duplicate)]);
     }
-    for ask in [Ask::Clear(Effect::Nothing), Ask::Clear(Effect::Unknown), Ask::Reject, Ask::Doubt] {
+    for ask in [Ask::Clear(Effect::Nothing), Ask::Clear(Effect::Unknown), Ask::Reject(Effect::Unknown), Ask::Doubt] {
         rows(&bare(ask), &[(Marker::Done(None), ALIVE, Change::Delete, Verdict::Kept)]);
     }
     rows(&bare(Ask::Complete), &[(Marker::Done(None), ALIVE, Change::Keep, Verdict::Done { marker_lost: false })]);

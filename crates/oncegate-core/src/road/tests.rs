@@ -61,7 +61,7 @@ fn stages() -> Vec<Stage> {
         Resolving(PERMIT, Finding::DidNotHappen),
         Completing(PERMIT),
         Clearing(PERMIT, Effect::Nothing, Duration::ZERO),
-        Rejecting(PERMIT, Reason::Refused),
+        Rejecting(PERMIT, Reason::Refused, Effect::Nothing),
         Ungated(HISTORY),
     ]
 }
@@ -78,10 +78,7 @@ fn the_claim_is_answered() {
     let answer = |verdict, policy: &Policy| next(Stage::Claiming(HISTORY, Parks(0)), Event::Answer(verdict), policy);
     for policy in [at_most_once(), effectively_once()] {
         assert_eq!(answer(V::Granted { attempt: 3 }, &policy), (Stage::Ready(permit(3)), Step::Queue));
-        assert_eq!(
-            answer(V::Granted { attempt: 4 }, &policy),
-            (Stage::Rejecting(permit(4), Reason::AttemptsSpent), Step::Ask(Ask::Reject))
-        );
+        assert_eq!(answer(V::Granted { attempt: 4 }, &policy), rejecting(permit(4), Reason::AttemptsSpent, Effect::Nothing));
         let reconciling = (Stage::Reconciling(permit(2), Tries(0), Cause::HolderGone), Step::Reconcile);
         assert_eq!(answer(V::InDoubt { attempt: 2 }, &policy), reconciling);
         assert_eq!(answer(V::Duplicate, &policy), accepted(By::Duplicate));
@@ -113,11 +110,11 @@ fn attempts_are_bounded_by_the_marker_and_by_the_source() {
     for (attempt, failures, spent) in [(1, 0, false), (2, 0, false), (3, 0, true), (1, 1, false), (1, 2, true)] {
         let permit = Permit { attempt, failures };
         let (stage, _) = next(Stage::Running(permit, Tries(policy.retries)), Event::Returned(Outcome::Retry), &policy);
-        assert_eq!(matches!(stage, Stage::Rejecting(_, Reason::AttemptsSpent)), spent, "{permit:?}");
+        assert_eq!(matches!(stage, Stage::Rejecting(_, Reason::AttemptsSpent, _)), spent, "{permit:?}");
     }
     let failed_too_often = History { failures: 3, freshness: Freshness::Fresh };
     let (stage, _) = next(Stage::Claiming(failed_too_often, Parks(0)), Event::Answer(V::Granted { attempt: 1 }), &policy);
-    assert!(matches!(stage, Stage::Rejecting(_, Reason::AttemptsSpent)));
+    assert!(matches!(stage, Stage::Rejecting(_, Reason::AttemptsSpent, _)));
 }
 
 #[test]
@@ -157,8 +154,8 @@ fn the_handler_returns() {
         assert_eq!(next(Stage::Ready(PERMIT), Event::Slot, &policy), (Stage::Running(PERMIT, Tries(0)), Step::Run));
         assert_eq!(returned(Outcome::Done, &policy), (Stage::Completing(PERMIT), Step::Ask(Ask::Complete)));
         assert_eq!(returned(Outcome::Retry, &policy), (Stage::Pausing(PERMIT, Tries(1)), Step::Wake(pause(0))));
-        assert_eq!(returned(Outcome::Reject, &policy), (Stage::Rejecting(PERMIT, Reason::Refused), Step::Ask(Ask::Reject)));
-        assert_eq!(returned(Outcome::Unreadable, &policy), (Stage::Rejecting(PERMIT, Reason::Unreadable), Step::Ask(Ask::Reject)));
+        assert_eq!(returned(Outcome::Reject, &policy), rejecting(PERMIT, Reason::Refused, Effect::Nothing));
+        assert_eq!(returned(Outcome::Unreadable, &policy), rejecting(PERMIT, Reason::Unreadable, Effect::Nothing));
         assert_eq!(next(Stage::Pausing(PERMIT, Tries(1)), Event::Woke, &policy), (Stage::Running(PERMIT, Tries(1)), Step::Run));
     }
     let last = next(Stage::Running(PERMIT, Tries(2)), Event::Returned(Outcome::Retry), &at_most_once());
@@ -176,7 +173,7 @@ fn an_unknown_outcome_is_never_run_again_in_place() {
         let cleared = (Stage::Clearing(PERMIT.failed(), Effect::Unknown, pause(1)), Step::Ask(Ask::Clear(Effect::Unknown)));
         assert_eq!(next(Stage::Running(PERMIT, Tries(0)), unknown, &effectively_once()), cleared);
         let spent = next(Stage::Running(permit(3), Tries(0)), unknown, &effectively_once());
-        assert_eq!(spent, (Stage::Rejecting(permit(3), Reason::AttemptsSpent), Step::Ask(Ask::Reject)));
+        assert_eq!(spent, rejecting(permit(3), Reason::AttemptsSpent, Effect::Unknown));
     }
 }
 
@@ -197,7 +194,8 @@ fn a_doubt_is_reconciled() {
     let happened = next(Stage::Resolving(PERMIT, Finding::Happened), Event::Answer(V::Done { marker_lost: false }), &policy);
     assert_eq!(happened, accepted(By::Resolved));
     let did_not = next(Stage::Resolving(PERMIT, Finding::DidNotHappen), Event::Answer(V::Kept), &policy);
-    assert_eq!(did_not, (Stage::Claiming(HISTORY, Parks(0)), Step::ClaimAnew));
+    let once_failed = History { failures: 1, ..HISTORY };
+    assert_eq!(did_not, (Stage::Claiming(once_failed, Parks(0)), Step::ClaimAnew));
 }
 
 #[test]
@@ -210,7 +208,7 @@ fn out_the_verdict_stands_before_the_settlement() {
     for verdict in [V::Kept, V::Lost] {
         assert_eq!(next(Stage::Clearing(PERMIT, Effect::Nothing, after), Event::Answer(verdict), &policy), release(after, 0));
     }
-    assert_eq!(next(Stage::Rejecting(PERMIT, Reason::Refused), Event::Answer(V::Kept), &policy), reject(Reason::Refused));
+    assert_eq!(next(Stage::Rejecting(PERMIT, Reason::Refused, Effect::Nothing), Event::Answer(V::Kept), &policy), reject(Reason::Refused));
 }
 
 #[test]
@@ -218,7 +216,7 @@ fn a_marker_that_is_lost_is_looked_at_again_with_a_new_token() {
     let look_again = (Stage::Claiming(HISTORY, Parks(0)), Step::ClaimAnew);
     for stage in [
         Stage::Completing(PERMIT),
-        Stage::Rejecting(PERMIT, Reason::Refused),
+        Stage::Rejecting(PERMIT, Reason::Refused, Effect::Nothing),
         Stage::Resolving(PERMIT, Finding::Happened),
         Stage::Resolving(PERMIT, Finding::DidNotHappen),
         Stage::Doubting(PERMIT, Cause::Said, AfterDoubt::Reconcile),
@@ -261,7 +259,7 @@ fn lease_over_in_every_stage() {
                 Running(..) if policy.guarantee == Guarantee::AtMostOnce => {
                     (Doubting(PERMIT, Cause::HolderGone, AfterDoubt::Release), Step::Ask(Ask::Doubt))
                 }
-                Running(..) | Reconciling(..) | ReconcilePausing(..) => release(pause(0), 0),
+                Running(..) | Reconciling(..) | ReconcilePausing(..) | Ungated(_) => release(pause(0), 0),
                 Pausing(..) => (Clearing(PERMIT.failed(), Effect::Nothing, pause(0)), Step::Ask(Ask::Clear(Effect::Nothing))),
                 _ => (stage, Step::Wait), // nothing runs, and what is asked is compared with token and attempt
             };

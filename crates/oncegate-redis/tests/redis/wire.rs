@@ -67,7 +67,7 @@ async fn bare_is_the_literal_gate() {
     let failures = [
         Ask::Clear(Effect::Nothing),
         Ask::Clear(Effect::Unknown),
-        Ask::Reject,
+        Ask::Reject(Effect::Nothing),
         Ask::Doubt,
         Ask::Resolve(Finding::Happened),
         Ask::Forget { seen: Marker::Done(None) },
