@@ -26,6 +26,9 @@ pub enum Error {
     /// The store cannot be used as it is configured.
     #[error(transparent)]
     Store(#[from] StoreError),
+    /// The thread that renews leases ended; without it no handler is safe.
+    #[error("renewals: their thread ended, and without it no lease lives on; start again, and report what stands in the log before this")]
+    Renewals,
     /// The source cannot go on.
     #[error(transparent)]
     Source(#[from] SourceError),

@@ -134,12 +134,13 @@ impl<T> Guarded<'_, T> {
                     self.ask(crate::marker::Ask::Claim).await
                 }
                 Step::Ask(ask) => self.ask(ask).await,
+                Step::Queue if self.lease_is_over() => Event::LeaseOver,
                 Step::Queue => Event::Slot,
                 Step::Run => self.work(work()).await,
                 Step::Reconcile => Event::Found(None), // nobody here can find out
                 Step::Wake(after) => {
                     tokio::time::sleep(after).await;
-                    Event::Woke
+                    if stage.waits_on_lease() && self.lease_is_over() { Event::LeaseOver } else { Event::Woke }
                 }
                 Step::Settle(settlement) => return self.settled(before, settlement),
                 Step::Wait | Step::Drop => return Err(self.gave_up()),
@@ -168,7 +169,7 @@ impl<T> Guarded<'_, T> {
                 if let Verdict::Granted { attempt } | Verdict::InDoubt { attempt } = verdict {
                     self.attempt = attempt;
                     if guarantee != Guarantee::Bare {
-                        let held = Arc::new(Lease::new(&operation, attempt, sent, sent + lease + settings.handler_timeout));
+                        let held = Arc::new(Lease::new(&operation, attempt, sent, sent + settings.longest_hold()));
                         renewals.hold(std::iter::once((self.place.place, held.clone())));
                         self.lease = Some(held);
                     }
@@ -179,8 +180,15 @@ impl<T> Guarded<'_, T> {
                 self.silence = Some(error);
                 Event::Unavailable
             }
-            None => Event::Unavailable,
+            None => {
+                self.silence = Some(StoreError::Unknown("the store answered nothing".into()));
+                Event::Unavailable
+            }
         }
+    }
+
+    fn lease_is_over(&self) -> bool {
+        self.lease.as_ref().is_some_and(|lease| !lease.lives(Instant::now()))
     }
 
     async fn work(&mut self, work: impl Future<Output = Result<T, Failure>>) -> Event {
@@ -317,7 +325,7 @@ impl<T: Store + 'static> GateBuilder<T> {
         }
         let store: Arc<dyn Store> = Arc::new(store);
         preflight(&*store, &settings).await?;
-        // The guard asks the lease itself whenever it is polled: nobody has to be told.
+        // The guard asks the lease itself, and wakes when it ends: nobody has to be told.
         let (over, _) = unbounded_channel();
         let renewals = Renewals::start(store.clone(), settings.lease, over).map_err(Error::threads)?;
         // Nobody waits here for another holder, and no one can reconcile.

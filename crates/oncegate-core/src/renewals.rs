@@ -1,8 +1,11 @@
 //! Keeps claims alive, on a thread that no handler can block.
 
+use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use futures_util::FutureExt;
+use futures_util::future::join_all;
 use tokio::sync::mpsc::UnboundedSender;
 
 use crate::lease::Lease;
@@ -21,12 +24,17 @@ pub(crate) type Over = (usize, Token);
 const BATCH: usize = 256;
 
 impl Renewals {
-    /// Starts the thread; it ends by itself when the last handle is gone. Each lease that is over is told to `over`.
+    /// Starts the thread; it ends by itself when the last handle is gone. Each lease that is over is told to `over`, which
+    /// is closed if the thread cannot go on.
     pub(crate) fn start(store: Arc<dyn Store>, lease: Duration, over: UnboundedSender<Over>) -> std::io::Result<Arc<Self>> {
         let renewals = Arc::new(Self { places: Mutex::default() });
         let weak = Arc::downgrade(&renewals);
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         std::thread::Builder::new().name("oncegate-renewals".into()).spawn(move || {
+            // Made here: one that is dropped inside another runtime, because its thread did not start, panics.
+            let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+                Ok(runtime) => runtime,
+                Err(error) => return tracing::error!(%error, "no runtime for the renewals"),
+            };
             let store = store.for_renewals().unwrap_or(store);
             runtime.block_on(keep_alive(&weak, &*store, lease, &over));
             // The store's connection must go before the runtime that drives it.
@@ -86,8 +94,9 @@ async fn keep_alive(renewals: &Weak<Renewals>, store: &dyn Store, lease: Duratio
         for ended in ended {
             let _ = over.send(ended); // the loop is gone: nothing is left to tell
         }
-        for batch in due.chunks(BATCH) {
-            renew(store, batch, lease / 3).await;
+        let renewed = join_all(due.chunks(BATCH).map(|batch| renew(store, batch, lease / 3)));
+        if AssertUnwindSafe(renewed).catch_unwind().await.is_err() {
+            tracing::error!(leases = due.len(), "the store panicked; what could not be renewed is asked again while it lives");
         }
     }
 }

@@ -1,7 +1,7 @@
 //! One run of a handler: decoded, bounded, guarded by its lease, with its panics caught.
 
 use std::future::Future;
-use std::panic::AssertUnwindSafe;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::{Duration, Instant};
@@ -31,6 +31,11 @@ pub(crate) struct Finished {
 }
 
 impl Finished {
+    /// Its task ended without a word.
+    pub(crate) fn lost() -> Self {
+        Self::returned(Outcome::Unknown(Cause::Panicked), Some("the handler's task ended without a result".into()))
+    }
+
     fn returned(outcome: Outcome, error: Option<String>) -> Self {
         Self { event: Event::Returned(outcome), error }
     }
@@ -99,23 +104,44 @@ pub(crate) enum Ended<T> {
     LeaseOver,
 }
 
-/// Runs a future for so long at the most, and polls it only while the lease lives: a process that was stopped and
-/// continued polls before its timers fire.
+/// Runs a future for so long at the most, and no longer than its lease lives. It is polled only while the lease lives: a
+/// process that was stopped and continued polls before its timers fire. It is dropped here, where its panics are caught.
 pub(crate) async fn bounded<T>(work: impl Future<Output = T>, timeout: Duration, lease: Option<&Lease>) -> Ended<T> {
-    let mut work = std::pin::pin!(AssertUnwindSafe(work).catch_unwind());
-    let guarded = std::future::poll_fn(|poller| match lease {
-        Some(lease) if !lease.lives(Instant::now()) => Poll::Ready(None),
-        _ => work.as_mut().poll(poller).map(Some),
+    let mut work = std::pin::pin!(Some(AssertUnwindSafe(work).catch_unwind()));
+    let guarded = std::future::poll_fn(|poller| match (work.as_mut().as_pin_mut(), lease) {
+        (None, _) => Poll::Ready(None),
+        (_, Some(lease)) if !lease.lives(Instant::now()) => Poll::Ready(None),
+        (Some(work), _) => work.poll(poller).map(Some),
     });
-    match tokio::time::timeout(timeout, guarded).await {
+    let ended = tokio::select! {
+        biased;
+        ended = tokio::time::timeout(timeout, guarded) => ended,
+        () = end_of(lease) => Ok(None),
+    };
+    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| work.set(None))) {
+        tracing::error!(said = what_it_said(panic), "the handler panicked while it was dropped");
+    }
+    match ended {
         Ok(Some(Ok(value))) => Ended::Over(value),
-        Ok(Some(Err(panic))) => Ended::Panicked(what_it_said(&*panic)),
+        Ok(Some(Err(panic))) => Ended::Panicked(what_it_said(panic)),
         Ok(None) => Ended::LeaseOver,
         Err(_) => Ended::TimedOut,
     }
 }
 
-fn what_it_said(panic: &(dyn std::any::Any + Send)) -> String {
+/// Ends when the lease does, however often it is renewed meanwhile.
+async fn end_of(lease: Option<&Lease>) {
+    let Some(lease) = lease else { return std::future::pending().await };
+    while lease.lives(Instant::now()) {
+        tokio::time::sleep(lease.remaining()).await;
+    }
+}
+
+pub(crate) fn what_it_said(panic: Box<dyn std::any::Any + Send>) -> String {
     let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-    format!("panicked: {}", text.unwrap_or("with something that is no text"))
+    let said = format!("panicked: {}", text.unwrap_or("with something that is no text"));
+    if let Err(again) = catch_unwind(AssertUnwindSafe(|| drop(panic))) {
+        std::mem::forget(again); // it would go on for ever
+    }
+    said
 }

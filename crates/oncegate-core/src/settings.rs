@@ -58,6 +58,9 @@ pub enum Handlers {
     InPlace,
 }
 
+/// The longest that any setting may last, so that no clock overflows.
+const LONGEST: Duration = Duration::from_secs(3650 * 24 * 3600);
+
 /// What a consumer goes by.
 #[derive(Clone, Debug)]
 pub(crate) struct Settings {
@@ -161,6 +164,20 @@ impl Settings {
                 return wrong(setting, "it is 0".into(), remedy);
             }
         }
+        let durations =
+            [("window", self.window), ("handler_timeout", self.handler_timeout), ("backoff", self.longest_backoff), ("drain", self.drain)];
+        for (setting, duration) in durations {
+            if duration > LONGEST {
+                return wrong(
+                    setting,
+                    format!("{duration:?} is longer than ten years"),
+                    "set at most 3650 days, which is as good as no limit",
+                );
+            }
+        }
+        if self.backoff < Duration::from_millis(1) {
+            return wrong("backoff", format!("{:?} would ask a store that is away without a pause", self.backoff), "set at least 1 ms");
+        }
         if self.outage == Outage::PassThrough && self.guarantee != Guarantee::EffectivelyOnce {
             return wrong(
                 "outage",
@@ -169,6 +186,13 @@ impl Settings {
             );
         }
         Ok(())
+    }
+
+    /// How long one permit can be needed: every run in place to its timeout, every pause between, every reconcile.
+    pub(crate) fn longest_hold(&self) -> Duration {
+        let runs = self.retries.saturating_add(self.reconciles).saturating_add(1);
+        let each = self.handler_timeout.saturating_add(self.longest_backoff.saturating_mul(2));
+        self.lease + each.saturating_mul(runs).min(LONGEST)
     }
 
     /// The terms of a claim.

@@ -69,3 +69,27 @@ async fn work_that_is_dropped_half_way_is_in_doubt_at_most_once() {
     tokio::time::sleep(Duration::from_millis(250)).await; // the lease of the store's own clock
     assert!(matches!(gate.run("day", || async { Ok(1) }).await, Err(GateError::InDoubt(_))));
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn work_that_is_run_again_keeps_its_lease_and_never_runs_twice_at_once() {
+    let gate = Gate::builder().store(MemoryStore::new()).lease(Duration::from_millis(200)).timeout(Duration::from_millis(700));
+    let gate = gate.retries(2).backoff(Duration::from_millis(1), Duration::from_millis(5)).open().await.expect("a gate");
+    let (now, most, tries) = (AtomicU32::new(0), AtomicU32::new(0), AtomicU32::new(0));
+    let first = gate.run("x", || async {
+        most.fetch_max(now.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+        tokio::time::sleep(Duration::from_millis(650)).await;
+        now.fetch_sub(1, Ordering::SeqCst);
+        if tries.fetch_add(1, Ordering::SeqCst) == 0 { Err(Failure::Retry("again".into())) } else { Ok(1) }
+    });
+    let second = async {
+        tokio::time::sleep(Duration::from_millis(1100)).await;
+        gate.run("x", || async {
+            most.fetch_max(now.load(Ordering::SeqCst) + 1, Ordering::SeqCst);
+            Ok(2)
+        })
+        .await
+    };
+    let (first, second) = tokio::join!(first, second);
+    assert_eq!((first.expect("it ran"), second.expect("an answer")), (Ran::Now(1), Ran::Elsewhere));
+    assert_eq!(most.load(Ordering::SeqCst), 1);
+}
