@@ -24,7 +24,12 @@ struct Tables {
     /// When each done marker expires, in the order in which they were written. An entry whose marker was written again
     /// since is passed over.
     expiries: VecDeque<(Instant, Key)>,
+    /// When so many are open, those that have expired are looked for.
+    crowded: usize,
 }
+
+/// As many open markers as are not worth a look.
+const FEW: usize = 4096;
 
 #[derive(Clone, Copy, Debug)]
 struct Open {
@@ -114,7 +119,7 @@ impl Tables {
         self.done.remove(key);
     }
 
-    /// Forgets what has expired. What is open is few, and is looked at when it is asked for.
+    /// Forgets what has expired. What is open is few, and is looked through when it has doubled since the last time.
     fn expire(&mut self, now: Instant) {
         while let Some((expires, key)) = self.expiries.front() {
             if *expires > now {
@@ -125,5 +130,37 @@ impl Tables {
             }
             self.expiries.pop_front();
         }
+        if self.open.len() >= self.crowded.max(FEW) {
+            self.open.retain(|_, open| now < open.expires);
+            self.crowded = self.open.len() * 2;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::id::MessageId;
+    use crate::marker::{Ask, Effect, Guarantee, Terms, Token};
+
+    #[tokio::test]
+    async fn what_stays_open_is_forgotten_after_its_window() {
+        let store = MemoryStore::new();
+        let terms = Terms {
+            guarantee: Guarantee::EffectivelyOnce,
+            lease: Duration::from_millis(1),
+            window: Duration::from_millis(2),
+            fingerprint: None,
+        };
+        for id in 0..10 * FEW {
+            let key = Key::new(&MessageId::new(id.to_string()).expect("an id"));
+            let claim = Operation { key, ask: Ask::Claim, token: Token(1), attempt: 0, terms };
+            let failed = Operation { ask: Ask::Clear(Effect::Unknown), attempt: 1, ..claim.clone() };
+            store.apply(&[claim, failed]).await;
+            if id % FEW == 0 {
+                tokio::time::sleep(Duration::from_millis(3)).await;
+            }
+        }
+        assert!(store.len() <= 3 * FEW, "{} of {} expired markers are kept", store.len(), 10 * FEW);
     }
 }
