@@ -6,6 +6,7 @@
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 use std::future::Future;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -25,11 +26,12 @@ use crate::id::{IdSource, Key, MessageId};
 use crate::lanes::{Lane, Lanes, Turn, Waited};
 use crate::lease::Lease;
 use crate::marker::{Ask, Guarantee, Operation, Terms, Token, Tokens, Verdict};
+use crate::message::Message;
 use crate::outcome::Outcomes;
 use crate::passage::{Onward, Passage};
 use crate::renewals::{Over, Renewals};
 use crate::road::{Event, Freshness, History, Policy, Settlement, Stage, Step};
-use crate::run::{Finished, Runner};
+use crate::run::{Finished, Runner, what_it_said};
 use crate::settings::{Handlers, Settings};
 use crate::slots::{Slot, Slots};
 use crate::source::{Delivery, Incoming, Limit, Settled, Source};
@@ -55,6 +57,8 @@ pub(crate) struct Running<H, D> {
     /// attempts of its neighbours.
     takeover: Option<usize>,
     takeovers: VecDeque<Slot>,
+    /// Those whose turn has come because another left its place.
+    next_up: VecDeque<(Slot, Event)>,
 
     claims: VecDeque<Slot>,
     verdicts: VecDeque<Slot>,
@@ -87,9 +91,18 @@ struct Flight {
     lane: Option<Lane>,
     lease: Option<Arc<Lease>>,
     task: Option<Task>,
+    stays: Stays,
     /// Counts runs and alarms, so that what comes too late is told apart.
     turn: u32,
     bytes: usize,
+}
+
+/// Whether a delivery may still begin something.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stays {
+    Here,
+    /// The consumer drains, or the delivery belongs to someone else soon.
+    Leaves,
 }
 
 /// A batch that came back from the store.
@@ -141,6 +154,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             bytes: 0,
             takeover: None,
             takeovers: VecDeque::new(),
+            next_up: VecDeque::new(),
             claims: VecDeque::new(),
             verdicts: VecDeque::new(),
             late: VecDeque::new(),
@@ -167,7 +181,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             self.ask_the_store();
             self.settle().await;
             if let Mode::Draining { until, .. } = self.mode
-                && (self.flights.is_empty() || Instant::now() >= until)
+                && ((self.flights.is_empty() && self.late.is_empty() && self.applies.is_empty()) || Instant::now() >= until)
             {
                 break;
             }
@@ -206,12 +220,13 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 }
             };
             tokio::select! {
-                received = self.source.receive(limit, incoming), if !draining => failed = received.err(),
-                answer = self.applies.next(), if !self.applies.is_empty() => applied = answer,
-                finished = self.ran.recv() => ran = finished,
-                lost = self.over.recv(), if self.renewals.is_some() => over = lost,
-                () = sleep => {}
+                biased; // what is over before what was lost meanwhile, and the source, which may never run dry, last
                 () = shutdown, if !draining => stopping = true,
+                finished = self.ran.recv() => ran = finished,
+                answer = self.applies.next(), if !self.applies.is_empty() => applied = answer,
+                lost = self.over.recv(), if self.renewals.is_some() => over = Some(lost),
+                () = sleep => {}
+                received = self.source.receive(limit, incoming), if !draining => failed = received.err(),
             }
         }
         if let Some(error) = failed {
@@ -226,22 +241,27 @@ impl<H: Handler, D: Decode> Running<H, D> {
         if let Some(ran) = ran {
             self.finished(ran);
         }
-        if let Some(over) = over {
-            self.lease_over(over);
+        match over {
+            Some(Some(over)) => self.lease_over(over),
+            Some(None) => {
+                self.renewals = None; // nothing is heard from them any more
+                self.drain(Some(Error::Renewals), self.settings.drain).await;
+            }
+            None => {}
         }
     }
 
     /// Takes in all that is ready, without waiting, so that sources and stores that give one at a time batch too.
     async fn take_in(&mut self, incoming: &mut Vec<Incoming>) {
         // First what frees slots, so that what comes in next travels with the verdicts that freed them.
-        while let Ok(over) = self.over.try_recv() {
-            self.lease_over(over);
+        while let Ok(ran) = self.ran.try_recv() {
+            self.finished(ran);
         }
         while let Some(Some(applied)) = self.applies.next().now_or_never() {
             self.answered(applied).await;
         }
-        while let Ok(ran) = self.ran.try_recv() {
-            self.finished(ran);
+        while let Ok(over) = self.over.try_recv() {
+            self.lease_over(over);
         }
         self.ring();
         loop {
@@ -251,7 +271,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
                     Incoming::Revoked(epoch) => self.revoked(epoch),
                 }
             }
-            if let Mode::Draining { .. } = self.mode {
+            if matches!(self.mode, Mode::Draining { .. }) || self.settled.len() >= self.settings.in_flight {
                 break;
             }
             match self.source.receive(self.room(), incoming).now_or_never() {
@@ -273,7 +293,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
 
     /// A delivery takes its slot.
     fn arrived(&mut self, delivery: Delivery) {
-        let id = self.id.read(&delivery.message);
+        let (id, terms, said) = self.identify(&delivery.message);
         let freshness = match age(&delivery.message) {
             Some(age) if age > self.settings.max_age() => {
                 self.outcomes.too_old();
@@ -283,10 +303,13 @@ impl<H: Handler, D: Decode> Running<H, D> {
         };
         let bytes = delivery.message.size();
         let lane = self.lanes.of(&delivery);
-        let terms = self.settings.terms(&delivery.message);
         let history = History { failures: delivery.failures, freshness };
+        let mut passage = Passage::new(delivery, history);
+        if said.is_some() {
+            passage.tell(|story| story.first_error = said);
+        }
         let flight = Flight {
-            passage: Passage::new(delivery, history),
+            passage,
             key: id.as_ref().map(|id| self.settings.scope.key(id)),
             id,
             terms,
@@ -296,6 +319,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             lane,
             lease: None,
             task: None,
+            stays: Stays::Here,
             turn: 0,
             bytes,
         };
@@ -307,37 +331,68 @@ impl<H: Handler, D: Decode> Running<H, D> {
         }
     }
 
-    /// It is this delivery's turn.
-    fn enter_road(&mut self, slot: Slot) {
-        let Some(flight) = self.flights.at(slot) else { return };
-        let event = if matches!(self.mode, Mode::Draining { .. }) {
-            Event::Drain
-        } else if flight.id.is_some() {
-            Event::Arrived
-        } else {
-            Event::NoId
-        };
-        self.happens(slot, event);
+    /// The id and the terms of a message. The user's functions run here: one that panics has found no id.
+    fn identify(&self, message: &Message) -> (Option<MessageId>, Terms, Option<String>) {
+        let read = || (self.id.read(message), self.settings.terms(message));
+        match catch_unwind(AssertUnwindSafe(read)) {
+            Ok((id, terms)) => (id, terms, None),
+            Err(panic) => {
+                let said = format!("the function that reads the id or the fingerprint {}", what_it_said(panic));
+                tracing::error!(origin = ?message.origin, "{said}");
+                let Settings { guarantee, lease, window, .. } = self.settings;
+                (None, Terms { guarantee, lease, window, fingerprint: None }, Some(said))
+            }
+        }
     }
 
-    /// Something happened to a delivery: the road says what it does next, and this does it.
+    /// It is this delivery's turn.
+    fn enter_road(&mut self, slot: Slot) {
+        if let Some(event) = self.first_event(slot) {
+            self.happens(slot, event);
+        }
+    }
+
+    fn first_event(&self, slot: Slot) -> Option<Event> {
+        let flight = self.flights.at(slot)?;
+        Some(match flight.stays {
+            Stays::Leaves => Event::Drain,
+            Stays::Here if matches!(self.mode, Mode::Draining { .. }) => Event::Drain,
+            Stays::Here if flight.id.is_some() => Event::Arrived,
+            Stays::Here => Event::NoId,
+        })
+    }
+
+    /// Something happened to a delivery, and to those that waited for it to leave.
     fn happens(&mut self, slot: Slot, event: Event) {
+        self.advance(slot, event);
+        // In a loop of its own: a lane of thousands that leaves at once must not be as many calls deep.
+        while let Some((slot, event)) = self.next_up.pop_front() {
+            self.advance(slot, event);
+        }
+    }
+
+    /// The road says what a delivery does next, and this does it.
+    fn advance(&mut self, slot: Slot, event: Event) {
         let mut next = Some(event);
         while let Some(event) = next.take() {
             let Some(flight) = self.flights.take(slot) else { return };
             self.outcomes.happened(event);
-            let Flight { passage, id, key, terms, token, attempt, ask, lane, lease, task, turn, bytes } = flight;
+            let Flight { passage, id, key, terms, token, attempt, ask, lane, lease, task, stays, turn, bytes } = flight;
             let completed = usize::from(matches!(passage.stage(), Stage::Completing(_)));
             self.completing -= completed;
             match passage.next(event, &self.policy) {
                 Onward::Travels(passage, step) => {
                     self.completing += usize::from(matches!(passage.stage(), Stage::Completing(_)));
-                    let mut flight = Flight { passage, id, key, terms, token, attempt, ask, lane, lease, task, turn, bytes };
+                    let mut flight = Flight { passage, id, key, terms, token, attempt, ask, lane, lease, task, stays, turn, bytes };
                     if !runs(flight.passage.stage()) {
                         flight.task = None;
                     }
                     next = self.carry_out(slot, &mut flight, step);
+                    let runs_no_more = !matches!(flight.passage.stage(), Stage::Ready(_) | Stage::Running(..));
                     self.flights.put_back(slot, flight);
+                    if runs_no_more {
+                        self.end_takeover(slot);
+                    }
                 }
                 Onward::Left(mut settled) => {
                     drop(task);
@@ -352,7 +407,8 @@ impl<H: Handler, D: Decode> Running<H, D> {
                         && proof.as_str() == "passed_without_gate"
                         && self.late.len() < LATE_COMPLETIONS
                     {
-                        self.late.push_back(Operation { key, ask: Ask::Complete, token: self.tokens.token(), attempt: 1, terms });
+                        // Whatever became of its claim: with the same token it is granted, and then completed.
+                        self.late.push_back(Operation { key, ask: Ask::Claim, token, attempt: 0, terms });
                     }
                     self.settled.push(settled);
                     self.left(slot, lane, lease, bytes);
@@ -368,39 +424,58 @@ impl<H: Handler, D: Decode> Running<H, D> {
 
     /// Does what the road said; what follows at once, if something does.
     fn carry_out(&mut self, slot: Slot, flight: &mut Flight, step: Step) -> Option<Event> {
+        let leaves = flight.stays == Stays::Leaves;
         match step {
             Step::ClaimAnew => {
                 flight.turn += 1;
                 flight.token = self.tokens.token();
                 flight.attempt = 0;
-                flight.lease = None;
+                self.give_up_lease(slot, flight);
                 flight.ask = Ask::Claim;
                 self.claims.push_back(slot);
+                return leaves.then_some(Event::Drain);
             }
             Step::Ask(ask) => {
                 flight.turn += 1; // an alarm that was set before must not ask a second time: it would come after the answer
                 flight.ask = ask;
                 if ask == Ask::Claim { self.claims.push_back(slot) } else { self.verdicts.push_back(slot) }
             }
-            Step::Queue if flight.attempt > 1 && self.takeover.is_some_and(|other| other != slot.place) => self.takeovers.push_back(slot),
+            Step::Queue if leaves => return Some(Event::Drain),
             Step::Queue => {
-                if flight.attempt > 1 {
+                let alone = matches!(flight.passage.stage(), Stage::Ready(permit) if permit.follows_a_crash());
+                if alone && self.takeover.is_some_and(|other| other != slot.place) {
+                    self.takeovers.push_back(slot);
+                    return None;
+                }
+                if alone {
                     self.takeover = Some(slot.place);
                 }
-                let lives = flight.lease.as_ref().is_none_or(|lease| lease.lives(Instant::now()));
-                return Some(if lives { Event::Slot } else { Event::LeaseOver });
+                return Some(if flight.lease_is_over() { Event::LeaseOver } else { Event::Slot });
             }
-            Step::Run => return self.start(slot, flight, Work::Handle),
+            Step::Run => {
+                if let Stage::Ungated(_) = flight.passage.stage() {
+                    self.give_up_lease(slot, flight);
+                }
+                return self.start(slot, flight, Work::Handle);
+            }
             Step::Reconcile => return self.start(slot, flight, Work::Reconcile),
             Step::Wake(after) => {
                 flight.turn += 1;
                 let after = self.jittered(after);
                 self.alarms.push(Reverse((Instant::now() + after, slot, flight.turn)));
+                return leaves.then_some(Event::Drain);
             }
             Step::Wait => {}
             Step::Settle(_) | Step::Drop => unreachable!("a passage that leaves the road does not travel"),
         }
         None
+    }
+
+    /// Holds no lease any more, and renews none.
+    fn give_up_lease(&self, slot: Slot, flight: &mut Flight) {
+        if let (Some(renewals), Some(_)) = (&self.renewals, flight.lease.take()) {
+            renewals.let_go(std::iter::once(slot.place));
+        }
     }
 
     /// Starts the handler or `reconcile`; what it came to, if it was ready at once.
@@ -423,10 +498,8 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 return Some(finished.event);
             }
         }
-        let task = tokio::spawn(async move {
-            let finished = run.await;
-            let _ = runs.send((slot, turn, finished)); // the loop is gone: nobody wants to know
-        });
+        let report = Report { runs, slot, turn, finished: None };
+        let task = tokio::spawn(async move { report.tell(run.await) });
         flight.task = Some(Task(task.abort_handle()));
         self.spawned += 1;
         None
@@ -454,7 +527,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
 
     /// Asks the store: verdicts that are due and claims of what has arrived share one apply.
     fn ask_the_store(&mut self) {
-        let at_once = if self.source.overlap() { self.store.parallel_applies() } else { 1 };
+        let at_once = if self.source.overlap() { self.store.parallel_applies().max(1) } else { 1 };
         let chunk = self.source.chunk().max(1);
         while self.applies.len() < at_once {
             let verdicts = self.verdicts.len().min(chunk);
@@ -500,10 +573,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
         let mut events = Vec::with_capacity(slots.len());
         for ((slot, operation), answer) in slots.into_iter().zip(operations).zip(answers) {
             let Some(slot) = slot else {
-                if answer.is_err() {
-                    self.late_after = Instant::now() + self.policy.longest_backoff.min(Duration::from_secs(1));
-                    self.late.push_back(operation);
-                }
+                self.answered_late(operation, answer);
                 continue;
             };
             let event = match answer {
@@ -533,7 +603,22 @@ impl<H: Handler, D: Decode> Running<H, D> {
         }
         if let Some(error) = misconfigured {
             tracing::error!(%error, "stopping");
-            self.drain(Some(error.into()), Duration::from_millis(100)).await;
+            self.drain(Some(error.into()), self.settings.drain).await;
+        }
+    }
+
+    /// What passed without the gate is claimed and completed when the store is back.
+    fn answered_late(&mut self, operation: Operation, answer: Result<Verdict, StoreError>) {
+        match answer {
+            Ok(Verdict::Granted { attempt } | Verdict::InDoubt { attempt }) => {
+                self.late.push_back(Operation { ask: Ask::Complete, attempt, ..operation });
+            }
+            Ok(Verdict::Duplicate | Verdict::Done { .. }) => {}
+            Ok(verdict) => tracing::warn!(key = operation.key.as_str(), ?verdict, "it ran without the gate, and someone else has its id"),
+            Err(_) => {
+                self.late_after = Instant::now() + self.policy.longest_backoff.min(Duration::from_secs(1));
+                self.late.push_back(operation);
+            }
         }
     }
 
@@ -549,7 +634,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
         };
         let _entered = span.enter();
         let (Verdict::Granted { attempt } | Verdict::InDoubt { attempt }) = verdict else { return };
-        let ends = sent + self.settings.lease + self.longest_hold();
+        let ends = sent + self.settings.longest_hold();
         let Some(flight) = self.flights.at_mut(slot) else { return };
         flight.attempt = attempt;
         if self.renewals.is_some() {
@@ -557,12 +642,6 @@ impl<H: Handler, D: Decode> Running<H, D> {
             flight.lease = Some(lease.clone());
             granted.push((slot.place, lease));
         }
-    }
-
-    /// How long one permit can be needed: every run in place to its timeout, every pause between, every reconcile.
-    fn longest_hold(&self) -> Duration {
-        let runs = self.policy.retries.saturating_add(self.policy.reconciles).saturating_add(1);
-        (self.settings.handler_timeout + self.policy.longest_backoff * 2).saturating_mul(runs)
     }
 
     /// Hands over what is settled.
@@ -586,30 +665,31 @@ impl<H: Handler, D: Decode> Running<H, D> {
         if let (Some(renewals), Some(_)) = (&self.renewals, lease) {
             renewals.let_go(std::iter::once(slot.place));
         }
-        if self.takeover == Some(slot.place) {
-            self.takeover = None;
-            self.next_takeover();
-        }
+        self.end_takeover(slot);
         let Some(lane) = lane else { return };
         if self.lanes.withdraw(lane, slot) == Waited::Yes {
             return;
         }
-        if let Some(next) = self.lanes.leave(lane) {
-            self.enter_road(next);
+        if let Some(next) = self.lanes.leave(lane)
+            && let Some(event) = self.first_event(next)
+        {
+            self.next_up.push_back((next, event));
         }
     }
 
-    /// Lets the next delivery start that an earlier attempt may have crashed on.
-    fn next_takeover(&mut self) {
+    /// If this was the one that ran alone, the next delivery may start that an earlier attempt may have crashed on.
+    fn end_takeover(&mut self, slot: Slot) {
+        if self.takeover != Some(slot.place) {
+            return;
+        }
+        self.takeover = None;
         while let Some(slot) = self.takeovers.pop_front() {
             let Some(flight) = self.flights.at(slot) else { continue };
-            if !matches!(flight.passage.stage(), Stage::Ready(_)) {
-                continue;
+            if let Stage::Ready(_) = flight.passage.stage() {
+                self.takeover = Some(slot.place);
+                self.next_up.push_back((slot, if flight.lease_is_over() { Event::LeaseOver } else { Event::Slot }));
+                return;
             }
-            let lives = flight.lease.as_ref().is_none_or(|lease| lease.lives(Instant::now()));
-            self.takeover = Some(slot.place);
-            self.happens(slot, if lives { Event::Slot } else { Event::LeaseOver });
-            return;
         }
     }
 
@@ -621,6 +701,14 @@ impl<H: Handler, D: Decode> Running<H, D> {
             .filter(|slot| self.flights.at(*slot).is_some_and(|it| it.passage.delivery().receipt.epoch == epoch))
             .collect();
         for slot in theirs {
+            self.leaves(slot);
+        }
+    }
+
+    /// A delivery begins nothing new from here on.
+    fn leaves(&mut self, slot: Slot) {
+        if let Some(flight) = self.flights.at_mut(slot) {
+            flight.stays = Stays::Leaves;
             self.happens(slot, Event::Drain);
         }
     }
@@ -642,7 +730,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
         self.source.stop().await;
         let all: Vec<Slot> = self.flights.slots().collect();
         for slot in all {
-            self.happens(slot, Event::Drain);
+            self.leaves(slot);
         }
     }
 
@@ -672,22 +760,21 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 return;
             }
             self.alarms.pop();
-            if self.flights.at(slot).is_some_and(|flight| flight.turn == turn) {
-                self.happens(slot, Event::Woke);
-            }
+            let Some(flight) = self.flights.at(slot).filter(|flight| flight.turn == turn) else { continue };
+            let too_late = flight.passage.stage().waits_on_lease() && flight.lease_is_over();
+            self.happens(slot, if too_late { Event::LeaseOver } else { Event::Woke });
         }
     }
 
     /// When to look again at the latest.
     fn next_alarm(&self) -> Option<Instant> {
         let alarm = self.alarms.peek().map(|Reverse((at, ..))| *at);
-        match self.mode {
-            Mode::Draining { until, .. } => Some(alarm.map_or(until, |at| at.min(until))),
-            Mode::Taking if !self.late.is_empty() && self.applies.is_empty() => {
-                Some(alarm.map_or(self.late_after, |at| at.min(self.late_after)))
-            }
-            Mode::Taking => alarm,
-        }
+        let late = (!self.late.is_empty() && self.applies.is_empty()).then_some(self.late_after);
+        let over = match self.mode {
+            Mode::Draining { until, .. } => Some(until),
+            Mode::Taking => None,
+        };
+        [alarm, late, over].into_iter().flatten().min()
     }
 
     /// A pause, spread by a quarter to either side, so that what failed together does not return together.
@@ -719,7 +806,32 @@ impl Drop for Task {
     }
 }
 
+/// What is sent when a spawned handler is over, however it ends.
+struct Report {
+    runs: UnboundedSender<Ran>,
+    slot: Slot,
+    turn: u32,
+    finished: Option<Finished>,
+}
+
+impl Report {
+    fn tell(mut self, finished: Finished) {
+        self.finished = Some(finished);
+    }
+}
+
+impl Drop for Report {
+    fn drop(&mut self) {
+        let finished = self.finished.take().unwrap_or_else(Finished::lost);
+        let _ = self.runs.send((self.slot, self.turn, finished)); // the loop is gone: nobody wants to know
+    }
+}
+
 impl Flight {
+    fn lease_is_over(&self) -> bool {
+        self.lease.as_ref().is_some_and(|lease| !lease.lives(Instant::now()))
+    }
+
     /// Keeps what a run said for whoever finds the message in the dead letters.
     fn tell(&mut self, finished: &Finished) {
         let Some(error) = &finished.error else { return };

@@ -1,0 +1,323 @@
+//! The consumer when something else goes wrong: the store, the handler's own code, a burst, the settings.
+
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use oncegate_core::marker::{Ask, Marker, Operation, Verdict};
+use oncegate_core::road::Reason;
+use oncegate_core::*;
+
+const fn ms(n: u64) -> Duration {
+    Duration::from_millis(n)
+}
+
+fn message(id: &str) -> Message {
+    Message::new("x").with_header("id", id)
+}
+
+fn key(id: &str) -> Key {
+    Key::new(&MessageId::new(id).expect("an id"))
+}
+
+/// What becomes of one call to the store.
+enum Fault {
+    None,
+    /// Applied; the answer comes this late.
+    Late(Duration),
+    /// Applied; the answer is lost.
+    ReplyLost,
+    /// Not applied.
+    Away,
+    /// No answer at all.
+    Silent,
+    Panics,
+}
+
+type Plan = Arc<dyn Fn(&Operation, u32) -> Fault + Send + Sync>;
+
+/// A memory store with faults: each call asks what becomes of it, by its first operation and its number.
+#[derive(Clone)]
+struct Faulty {
+    store: MemoryStore,
+    fault: Plan,
+    calls: Arc<AtomicU32>,
+}
+
+impl Faulty {
+    fn new(fault: impl Fn(&Operation, u32) -> Fault + Send + Sync + 'static) -> Self {
+        Self { store: MemoryStore::new(), fault: Arc::new(fault), calls: Arc::default() }
+    }
+}
+
+#[async_trait]
+impl Store for Faulty {
+    async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
+        match (self.fault)(&operations[0], self.calls.fetch_add(1, Ordering::Relaxed)) {
+            Fault::None => self.store.apply(operations).await,
+            Fault::Late(after) => {
+                let answers = self.store.apply(operations).await;
+                tokio::time::sleep(after).await;
+                answers
+            }
+            Fault::ReplyLost => {
+                self.store.apply(operations).await;
+                operations.iter().map(|_| Err(StoreError::Unknown("lost".into()))).collect()
+            }
+            Fault::Away => {
+                tokio::time::sleep(ms(20)).await;
+                operations.iter().map(|_| Err(StoreError::NotApplied("away".into()))).collect()
+            }
+            Fault::Silent => std::future::pending().await,
+            Fault::Panics => panic!("as the test says"),
+        }
+    }
+}
+
+/// A handler that takes its time, and may panic where nobody expects it.
+#[derive(Clone, Default)]
+struct Slow {
+    takes: Duration,
+    panics: Panics,
+    runs: Arc<AtomicU32>,
+    dropped: Arc<Mutex<Vec<Instant>>>,
+}
+
+#[derive(Clone, Copy, Default, PartialEq)]
+enum Panics {
+    #[default]
+    Never,
+    /// In the drop of what the handler holds.
+    WhenDropped,
+    /// With a payload whose own drop panics.
+    WithABomb,
+}
+
+struct Held(Slow);
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.0.dropped.lock().expect("no panic inside").push(Instant::now());
+        assert!(self.0.panics != Panics::WhenDropped, "dropped");
+    }
+}
+
+struct Bomb;
+
+impl Drop for Bomb {
+    fn drop(&mut self) {
+        panic!("a panic about a panic");
+    }
+}
+
+#[async_trait]
+impl Handler for Slow {
+    type Payload = Raw;
+
+    async fn handle(&self, _: Raw, _: &Context) -> Result<(), Failure> {
+        self.runs.fetch_add(1, Ordering::Relaxed);
+        if self.panics == Panics::WithABomb {
+            std::panic::panic_any(Bomb);
+        }
+        let _held = Held(self.clone());
+        tokio::time::sleep(self.takes).await;
+        Ok(())
+    }
+}
+
+fn consumer<S: Store + 'static, H: Handler>(broker: &MemoryBroker, store: S, handler: H) -> Builder<MemorySource, S, H, RawBytes> {
+    Consumer::builder()
+        .source(broker.source())
+        .store(store)
+        .handler(handler)
+        .decode(RawBytes)
+        .id(IdSource::header("id"))
+        .lease(ms(400))
+        .backoff(ms(5), ms(20))
+        .drain(ms(300))
+}
+
+fn broker(ids: impl IntoIterator<Item = String>) -> MemoryBroker {
+    let broker = MemoryBroker::new("q");
+    ids.into_iter().for_each(|id| broker.publish(message(&id)));
+    broker
+}
+
+fn one() -> MemoryBroker {
+    broker(["a".to_owned()])
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_passes_without_the_gate_needs_no_lease() {
+    let (broker, handler) = (one(), Slow::default());
+    // The grant comes after its lease, and the claim that follows finds the store away.
+    let store = Faulty::new(|operation, call| match (operation.ask, call) {
+        (Ask::Claim, 0) => Fault::Late(ms(600)),
+        (Ask::Renew, _) => Fault::None,
+        _ => Fault::Away,
+    });
+    let all = broker.clone();
+    let run = consumer(&broker, store, handler.clone()).outage(Outage::PassThrough).run_until(async move { all.drained().await });
+    tokio::time::timeout(ms(10_000), run).await.expect("it is handled").expect("a clean end");
+    assert_eq!(handler.runs.load(Ordering::Relaxed), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_passed_without_the_gate_is_done_when_the_store_is_back() {
+    let (broker, handler) = (one(), Slow::default());
+    let store = Faulty::new(|operation, call| if operation.ask == Ask::Claim && call == 0 { Fault::ReplyLost } else { Fault::None });
+    let (all, markers) = (broker.clone(), store.store.clone());
+    let run = consumer(&broker, store, handler.clone()).outage(Outage::PassThrough).run_until(async move { all.drained().await });
+    run.await.expect("a clean end");
+    assert_eq!(markers.marker(&key("a")).0, Marker::Done(None), "completed before the end, with the token of the lost claim");
+    assert_eq!(handler.runs.load(Ordering::Relaxed), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_handler_is_dropped_at_the_end_of_its_lease_while_the_store_is_silent() {
+    let broker = broker((0..2000).map(|id| id.to_string()));
+    let store = Faulty::new(|operation, _| if operation.ask == Ask::Renew { Fault::Silent } else { Fault::None });
+    let handler = Slow { takes: ms(60_000), ..Slow::default() };
+    let started = Instant::now();
+    let run = consumer(&broker, store, handler.clone()).lease(ms(600)).in_flight(2000).run_until(tokio::time::sleep(ms(2500)));
+    run.await.expect("a clean end");
+    let mut dropped: Vec<Duration> = handler.dropped.lock().expect("no panic").iter().map(|at| at.duration_since(started)).collect();
+    dropped.sort_unstable();
+    assert!(dropped[1999] < ms(1400), "the last of the first 2,000 was dropped after {:?}, with a lease of 600 ms", dropped[1999]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn renewals_go_on_after_a_panic_of_the_store() {
+    let (broker, panicked) = (one(), AtomicBool::new(false));
+    let store = Faulty::new(move |operation, _| match operation.ask {
+        Ask::Renew if !panicked.swap(true, Ordering::Relaxed) => Fault::Panics,
+        _ => Fault::None,
+    });
+    let handler = Slow { takes: ms(1500), ..Slow::default() };
+    let all = broker.clone();
+    consumer(&broker, store, handler.clone()).run_until(async move { all.drained().await }).await.expect("a clean end");
+    assert_eq!(handler.runs.load(Ordering::Relaxed), 1, "its lease lived on");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_panic_in_a_drop_is_an_unknown_outcome_and_no_hang() {
+    for (panics, handlers) in
+        [(Panics::WhenDropped, Handlers::Spawned), (Panics::WithABomb, Handlers::Spawned), (Panics::WithABomb, Handlers::InPlace)]
+    {
+        let broker = one();
+        let handler = Slow { takes: ms(60_000), panics, ..Slow::default() };
+        let all = broker.clone();
+        let run = consumer(&broker, MemoryStore::new(), handler).handler_timeout(ms(300)).attempts(1).handlers(handlers);
+        let run = run.run_until(async move { all.drained().await });
+        tokio::time::timeout(ms(10_000), run).await.expect("it is settled").expect("a clean end");
+        assert_eq!(broker.dead_letters()[0].reason, Reason::AttemptsSpent);
+    }
+}
+
+#[tokio::test]
+async fn a_panic_of_the_function_that_reads_the_id_is_a_missing_id() {
+    let broker = broker(["bad".to_owned(), "good".to_owned()]);
+    let (handler, all) = (Slow::default(), broker.clone());
+    let id = IdSource::by(|message| {
+        let id = message.headers.last("id")?.to_vec();
+        assert_ne!(id, b"bad", "an id that nobody expected");
+        Some(id)
+    });
+    consumer(&broker, MemoryStore::new(), handler.clone()).id(id).run_until(async move { all.drained().await }).await.expect("a clean end");
+    let letter = broker.dead_letters().remove(0);
+    assert_eq!(letter.reason, Reason::MissingId);
+    let said = letter.story.and_then(|story| story.first_error).expect("a story");
+    assert!(said.contains("an id that nobody expected"), "{said}");
+    assert_eq!(handler.runs.load(Ordering::Relaxed), 1);
+}
+
+#[test]
+fn a_lane_of_thousands_that_leaves_at_once_is_no_deeper_than_one() {
+    const WAITING: usize = 20_000;
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime");
+    runtime.block_on(async {
+        let broker = MemoryBroker::new("q");
+        broker.publish(message("head").with_key("k"));
+        (0..WAITING).for_each(|_| broker.publish(Message::new("without an id").with_key("k")));
+        let handler = Slow { takes: ms(500), ..Slow::default() };
+        let all = broker.clone();
+        let run = consumer(&broker, MemoryStore::new(), handler).order(Order::ByKey).in_flight(WAITING + 1);
+        let run = tokio::spawn(run.run_until(async move { all.drained().await }));
+        run.await.expect("no overflow").expect("a clean end");
+        assert_eq!(broker.dead_letters().len(), WAITING);
+    });
+}
+
+#[tokio::test]
+async fn settings_beyond_every_clock_are_refused() {
+    type Set = fn(Builder<MemorySource, MemoryStore, Slow, RawBytes>) -> Builder<MemorySource, MemoryStore, Slow, RawBytes>;
+    let wrong: [(&str, Set); 5] = [
+        ("drain", |it| it.drain(Duration::MAX)),
+        ("handler_timeout", |it| it.handler_timeout(Duration::MAX)),
+        ("backoff", |it| it.backoff(ms(100), Duration::MAX)),
+        ("backoff", |it| it.backoff(Duration::ZERO, Duration::ZERO)),
+        ("window", |it| it.window(Duration::MAX)),
+    ];
+    for (setting, set) in wrong {
+        let error = set(consumer(&one(), MemoryStore::new(), Slow::default())).run_until(std::future::pending()).await.expect_err(setting);
+        assert!(error.to_string().starts_with(setting), "{error}");
+    }
+    let most = Duration::from_secs(3650 * 24 * 3600);
+    let broker = one();
+    let all = broker.clone();
+    let longest =
+        consumer(&broker, MemoryStore::new(), Slow::default()).drain(most).handler_timeout(most).backoff(ms(1), most).window(most);
+    longest.retries(u32::MAX).run_until(async move { all.drained().await }).await.expect("as good as no limit");
+}
+
+/// A handler that does not know the first time, and takes a while the second.
+#[derive(Clone, Default)]
+struct Blip(Arc<Mutex<HashSet<String>>>);
+
+#[async_trait]
+impl Handler for Blip {
+    type Payload = Raw;
+
+    async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
+        if self.0.lock().expect("no panic").insert(cx.id().to_owned()) {
+            return Err(Failure::InDoubt("no answer".into()));
+        }
+        tokio::time::sleep(ms(100)).await;
+        Ok(())
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_failed_without_a_crash_runs_again_side_by_side() {
+    let broker = broker((0..50).map(|id| id.to_string()));
+    let (all, started) = (broker.clone(), Instant::now());
+    consumer(&broker, MemoryStore::new(), Blip::default()).run_until(async move { all.drained().await }).await.expect("a clean end");
+    assert!(started.elapsed() < ms(2500), "one after the other would take 5 s: {:?}", started.elapsed());
+}
+
+/// A handler that says that nothing happened while the consumer drains, and would never end if it ran again.
+#[derive(Clone, Default)]
+struct FailsInTheDrain(Arc<AtomicU32>);
+
+#[async_trait]
+impl Handler for FailsInTheDrain {
+    type Payload = Raw;
+
+    async fn handle(&self, _: Raw, _: &Context) -> Result<(), Failure> {
+        if self.0.fetch_add(1, Ordering::Relaxed) == 0 {
+            tokio::time::sleep(ms(300)).await;
+            return Err(Failure::Retry("nothing happened".into()));
+        }
+        std::future::pending().await
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn nothing_begins_anew_in_a_drain() {
+    let (broker, store, handler) = (one(), MemoryStore::new(), FailsInTheDrain::default());
+    let run = consumer(&broker, store.clone(), handler.clone()).guarantee(Guarantee::AtMostOnce).accept_forgetful_store().drain(ms(2000));
+    run.run_until(tokio::time::sleep(ms(100))).await.expect("a clean end");
+    assert_eq!(handler.0.load(Ordering::Relaxed), 1);
+    assert_eq!(store.marker(&key("a")).0, Marker::Absent, "free for whoever comes next");
+}
