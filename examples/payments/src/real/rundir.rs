@@ -108,3 +108,27 @@ impl RunDir {
         Ok(all)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::traffic;
+
+    #[test]
+    fn what_a_producer_did_not_live_to_confirm_is_known_to_be_attempted() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let run_dir = RunDir::at(directory.path()).expect("it is there");
+        let messages = traffic::of(&traffic::payments(100, "pay", 1), 1);
+        let (confirmed, attempted) = messages.split_at(messages.len() / 2);
+        run_dir.note_sent(Sending::Attempted, &messages).expect("written");
+        run_dir.note_sent(Sending::Confirmed, confirmed).expect("written");
+        let mut file = OpenOptions::new().append(true).open(directory.path().join("sent.jsonl")).expect("it is there");
+        file.write_all(b"{\"sending\":\"conf").expect("written"); // it was killed in the middle of a line
+
+        let sent = run_dir.sent().expect("whole lines");
+        assert_eq!((sent.confirmed(), sent.unconfirmed()), (confirmed.len() as u64, attempted.len() as u64));
+        let mut valid = messages.iter().filter(|message| matches!(message.kind, traffic::Kind::Valid { .. }));
+        assert!(valid.all(|message| sent.amounts(&message.name()).is_some()));
+        assert!(sent.payments().count() < 100);
+    }
+}
