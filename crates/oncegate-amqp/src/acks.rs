@@ -93,6 +93,11 @@ impl<T> Acks<T> {
         self.settled
     }
 
+    /// Whether all that was delivered is acknowledged.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.tags.iter().all(|tag| matches!(tag, Tag::Acknowledged))
+    }
+
     fn index(&self, tag: u64) -> Option<usize> {
         usize::try_from(tag.checked_sub(self.first)?).ok()
     }

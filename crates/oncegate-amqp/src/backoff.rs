@@ -6,20 +6,34 @@ const FIRST: Duration = Duration::from_millis(100);
 const LONGEST: Duration = Duration::from_secs(5);
 
 /// 100 ms doubling to 5 s, each cut by up to a half at random, so that many consumers do not come back at once.
-#[derive(Debug, Default)]
-pub(crate) struct Backoff(u32);
+#[derive(Debug)]
+pub(crate) struct Backoff {
+    pauses: u32,
+    longest: Duration,
+}
+
+impl Default for Backoff {
+    fn default() -> Self {
+        Self::up_to(LONGEST)
+    }
+}
 
 impl Backoff {
+    /// With another longest pause.
+    pub(crate) fn up_to(longest: Duration) -> Self {
+        Self { pauses: 0, longest }
+    }
+
     /// The next pause.
     pub(crate) fn pause(&mut self) -> Duration {
-        let whole = FIRST.saturating_mul(1 << self.0.min(10)).min(LONGEST);
-        self.0 = self.0.saturating_add(1);
+        let whole = FIRST.saturating_mul(1 << self.pauses.min(10)).min(self.longest);
+        self.pauses = self.pauses.saturating_add(1);
         whole.mul_f64(0.5 + fastrand::f64() / 2.0)
     }
 
     /// It worked: begin anew.
     pub(crate) fn reset(&mut self) {
-        self.0 = 0;
+        self.pauses = 0;
     }
 }
 

@@ -3,12 +3,36 @@
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use lapin::BasicProperties;
+use lapin::protocol::basic::gen_properties;
+use lapin::types::generation::gen_value;
 use lapin::types::{AMQPValue, FieldTable, ShortString};
 use oncegate_core::road::Reason;
 use oncegate_core::source::{Delivery, Story, headers, rejection_headers};
 
 use crate::incoming::{NOT_BEFORE, ROUTING_KEY};
 use crate::settings::{DELAYS, Settings};
+
+/// Which headers of the original were too large for the copy.
+pub(crate) const DROPPED_HEADERS: &str = "oncegate-dropped-headers";
+
+/// What is ours in a copy is small, and is kept.
+const OURS: [&str; 9] = [
+    headers::REASON,
+    headers::ID,
+    headers::ATTEMPTS,
+    headers::FIRST_ERROR,
+    headers::LAST_ERROR,
+    headers::ORIGIN,
+    headers::FAILURES,
+    ROUTING_KEY,
+    NOT_BEFORE,
+];
+
+/// The most bytes of a text for people.
+const TEXT: usize = 1_000;
+
+/// What the broker may add to a header frame: `x-death` and the like.
+const BROKERS_SHARE: usize = 8 * 1024;
 
 /// A copy on its way to a queue, in place of the delivery with this tag.
 #[derive(Clone, Debug)]
@@ -30,8 +54,14 @@ impl Copy {
         settings: &Settings,
     ) -> Self {
         let to = if reason.is_in_doubt() { &settings.in_doubt } else { &settings.dead_letters };
-        let mut table = kept_headers(original, &[]);
+        // Put back into a queue, by a person or a shovel, it is to begin afresh.
+        let mut table = kept_headers(original, &[headers::FAILURES, NOT_BEFORE]);
+        if first_seen(delivery).is_none() {
+            table = without(&table, |name| name == headers::FIRST_SEEN);
+        }
         for (name, value) in rejection_headers(delivery, reason, story) {
+            let is_error = [headers::FIRST_ERROR, headers::LAST_ERROR].contains(&name);
+            let value = if is_error { cut(&value, TEXT).to_owned() } else { value };
             table.insert(name.into(), AMQPValue::LongString(value.into()));
         }
         keep_routing_key(&mut table, delivery, settings);
@@ -48,7 +78,7 @@ impl Copy {
         };
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         write(headers::FAILURES, delivery.failures.into());
-        if delivery.message.headers.last(headers::FIRST_SEEN).is_none() {
+        if first_seen(delivery).is_none() {
             write(headers::FIRST_SEEN, now.as_millis());
         }
         if after > delay {
@@ -56,6 +86,37 @@ impl Copy {
         }
         keep_routing_key(&mut table, delivery, settings);
         Self::new(delivery, settings.delay_queue(delay), table, original)
+    }
+
+    /// Drops headers of the original, the largest first, until the rest fits into one frame, as the protocol asks of
+    /// it, with room for what the broker adds. [`DROPPED_HEADERS`] names them.
+    ///
+    /// A header frame that is too large costs the connection, and would cost the next one too.
+    pub(crate) fn fit(&mut self, frame_max: u32) {
+        let most = if frame_max == 0 { usize::MAX } else { (frame_max as usize).saturating_sub(BROKERS_SHARE).max(frame_max as usize / 2) };
+        let size = size(&self.properties);
+        if size <= most {
+            return;
+        }
+        let mut excess = size - most + TEXT + DROPPED_HEADERS.len();
+        let table = self.properties.headers().clone().unwrap_or_default();
+        let mut largest: Vec<_> =
+            table.inner().iter().filter(|(name, value)| !OURS.contains(&name.as_str()) || value_size(value) > 2 * TEXT).collect();
+        largest.sort_by_key(|(_, value)| std::cmp::Reverse(value_size(value)));
+        let mut dropped = Vec::new();
+        for (name, value) in largest {
+            if excess == 0 {
+                break;
+            }
+            excess = excess.saturating_sub(name.as_str().len() + value_size(value));
+            dropped.push(name.clone());
+        }
+        let names: Vec<_> = dropped.iter().map(ShortString::as_str).collect();
+        let names = names.join(", ");
+        tracing::warn!(to = self.to.as_str(), size, headers = cut(&names, TEXT), "the headers are too large for a copy; some are dropped");
+        let mut table = without(&table, |name| dropped.iter().any(|dropped| dropped.as_str() == name));
+        table.insert(DROPPED_HEADERS.into(), AMQPValue::LongString(cut(&names, TEXT).into()));
+        self.properties = std::mem::take(&mut self.properties).with_headers(table);
     }
 
     fn new(delivery: &Delivery, to: ShortString, table: FieldTable, original: &BasicProperties) -> Self {
@@ -84,14 +145,40 @@ fn kept_properties(original: &BasicProperties) -> BasicProperties {
 
 /// Without `CC` and `BCC`, by which the broker would send the copy to other queues too.
 fn kept_headers(original: &BasicProperties, dropped: &[&str]) -> FieldTable {
+    let Some(table) = original.headers() else { return FieldTable::default() };
+    without(table, |name| ["CC", "BCC"].contains(&name) || dropped.iter().any(|dropped| name.starts_with(dropped)))
+}
+
+fn without(table: &FieldTable, drops: impl Fn(&str) -> bool) -> FieldTable {
     let mut kept = FieldTable::default();
-    for (name, value) in original.headers().iter().flatten() {
-        let drops = ["CC", "BCC"].contains(&name.as_str()) || dropped.iter().any(|dropped| name.as_str().starts_with(dropped));
-        if !drops {
-            kept.insert(name.clone(), value.clone());
-        }
+    for (name, value) in table.into_iter().filter(|(name, _)| !drops(name.as_str())) {
+        kept.insert(name.clone(), value.clone());
     }
     kept
+}
+
+/// When the first copy was seen, if its header says so in milliseconds.
+fn first_seen(delivery: &Delivery) -> Option<u64> {
+    let text = delivery.message.headers.last(headers::FIRST_SEEN).filter(|text| text.len() <= 20)?;
+    std::str::from_utf8(text).ok()?.parse().ok()
+}
+
+/// The beginning of a text, of at most so many bytes.
+fn cut(text: &str, bytes: usize) -> &str {
+    let end = (0..=bytes.min(text.len())).rev().find(|end| text.is_char_boundary(*end));
+    &text[..end.unwrap_or(0)]
+}
+
+/// The bytes of a content header's frame: 20, and the properties.
+fn size(properties: &BasicProperties) -> usize {
+    let written = gen_properties(properties)(Vec::<u8>::new().into());
+    // Writing into memory fails only on what cannot be published either.
+    20 + written.map_or(0, |written| written.into_inner().1 as usize)
+}
+
+fn value_size(value: &AMQPValue) -> usize {
+    let written = gen_value(value)(Vec::<u8>::new().into());
+    written.map_or(0, |written| written.into_inner().1 as usize)
 }
 
 fn keep_routing_key(table: &mut FieldTable, delivery: &Delivery, settings: &Settings) {
@@ -163,6 +250,52 @@ mod tests {
         assert!(names.contains(&headers::FIRST_SEEN) && names.contains(&ROUTING_KEY) && !names.iter().any(|name| name.starts_with("x-")));
         let failures = copy.properties.headers().as_ref().and_then(|table| table.inner().get(headers::FAILURES).cloned());
         assert_eq!(failures, Some(AMQPValue::LongString("4".into())));
+    }
+
+    #[test]
+    fn a_copy_for_a_person_begins_afresh_when_it_is_put_back() {
+        let rejected = |seen: &str| {
+            let mut delivery = delivery();
+            let mut table = FieldTable::default();
+            let mut builder = oncegate_core::message::HeadersBuilder::default();
+            for (name, value) in [(headers::FAILURES, "4"), (NOT_BEFORE, "1"), (headers::FIRST_SEEN, seen)] {
+                table.insert(name.into(), AMQPValue::LongString(value.into()));
+                builder.push(name.as_bytes(), Some(value.as_bytes()));
+            }
+            delivery.message.headers = builder.finish();
+            let original = BasicProperties::default().with_headers(table);
+            let copy = Copy::rejected(&delivery, &Reason::Refused, None, &original, &settings());
+            let delayed = Copy::delayed(&delivery, Duration::ZERO, &original, &settings());
+            let delayed = delayed.properties.headers().as_ref().expect("headers").inner()[headers::FIRST_SEEN].clone();
+            (names(&copy).iter().map(|name| (*name).to_owned()).collect::<Vec<_>>(), delayed)
+        };
+        let (names, delayed) = rejected("1700000000000");
+        assert!(!names.iter().any(|name| name == headers::FAILURES || name == NOT_BEFORE), "{names:?}");
+        assert!(names.iter().any(|name| name == headers::FIRST_SEEN), "{names:?}");
+        assert_eq!(delayed, AMQPValue::LongString("1700000000000".into()));
+        let (names, delayed) = rejected("yesterday");
+        assert!(!names.iter().any(|name| name == headers::FIRST_SEEN), "{names:?}");
+        assert_ne!(delayed, AMQPValue::LongString("yesterday".into()));
+    }
+
+    #[test]
+    fn headers_that_are_too_large_go_largest_first() {
+        let mut table = FieldTable::default();
+        table.insert("huge".into(), AMQPValue::LongString("h".repeat(70_000).into()));
+        table.insert("large".into(), AMQPValue::LongString("l".repeat(60_000).into()));
+        table.insert("small".into(), AMQPValue::LongString("s".into()));
+        let original = BasicProperties::default().with_headers(table);
+        let story = Story { last_error: Some("é".repeat(1_000)), ..Story::default() };
+        let mut copy = Copy::rejected(&delivery(), &Reason::Refused, Some(&story), &original, &settings());
+        let error = copy.properties.headers().as_ref().expect("headers").inner()[headers::LAST_ERROR].clone();
+        assert_eq!(error, AMQPValue::LongString("é".repeat(500).into()));
+        copy.fit(0);
+        assert!(names(&copy).contains(&"huge"));
+        copy.fit(131_072);
+        let names = names(&copy);
+        assert!(names.contains(&"large") && names.contains(&"small") && names.contains(&headers::REASON), "{names:?}");
+        assert!(!names.contains(&"huge") && names.contains(&DROPPED_HEADERS), "{names:?}");
+        assert!(size(&copy.properties) <= 131_072 - BROKERS_SHARE);
     }
 
     #[test]

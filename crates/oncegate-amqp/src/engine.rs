@@ -8,17 +8,18 @@ use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 use oncegate_core::road::Settlement;
-use oncegate_core::source::{Delivery, Incoming, Settled, SourceError};
-use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender};
+use oncegate_core::source::{Delivery, Settled, SourceError};
+use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use crate::backoff::Backoff;
 use crate::copy::Copy;
+use crate::inbox::Writer;
 use crate::incoming;
 use crate::link::Trouble;
 use crate::publisher::{Confirmed, Publisher};
-use crate::session::{Gaps, Happened, Session};
+use crate::session::{Gaps, Happened, Loss, Session};
 use crate::settings::{Settings, Topology};
 
 /// A release up to this long waits in memory.
@@ -27,6 +28,10 @@ const HOLD: Duration = Duration::from_secs(5);
 const SHORTEST: Duration = Duration::from_millis(20);
 /// A channel that lived this long was sound. One that breaks as soon as it is open must not spin.
 const STEADY: Duration = Duration::from_secs(10);
+/// How long it reads one message at a time after one that the client could not read.
+const CAREFUL: Duration = Duration::from_secs(300);
+/// How seldom it looks whether a message that the client cannot read is gone.
+const LONGEST_LOOK: Duration = Duration::from_secs(30);
 /// How long the broker may take to say goodbye.
 const GOODBYE: Duration = Duration::from_secs(1);
 
@@ -48,7 +53,7 @@ pub(crate) enum Command {
 /// The engine's ends of its channels to the source.
 pub(crate) struct Ends {
     /// Where deliveries go.
-    pub(crate) out: UnboundedSender<Incoming>,
+    pub(crate) out: Writer,
     /// Where commands come from.
     pub(crate) commands: UnboundedReceiver<Command>,
     /// The epoch of the channel that is open; 0 while none is.
@@ -72,6 +77,7 @@ pub(crate) async fn run(settings: Arc<Settings>, ends: Ends, mut opened: oneshot
         link: Link::Up(Box::new(session)),
         since: Instant::now(),
         backoff: Backoff::default(),
+        pace: Pace::Usual,
         intake: Intake::Open,
         closing: None,
         settings,
@@ -91,6 +97,7 @@ struct Engine {
     /// When the channel was opened, and how long to wait once it is lost.
     since: Instant,
     backoff: Backoff,
+    pace: Pace,
     intake: Intake,
     closing: Option<Closing>,
 }
@@ -99,6 +106,23 @@ enum Link {
     Up(Box<Session>),
     Opening(BoxFuture<'static, Session>),
     Down,
+}
+
+/// How much it takes at once.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Pace {
+    Usual,
+    /// One by one, so that a message that costs the connection costs no other one a delivery.
+    Careful,
+}
+
+impl Pace {
+    fn prefetch(self, settings: &Settings) -> u16 {
+        match self {
+            Self::Usual => settings.prefetch,
+            Self::Careful => 1,
+        }
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -146,6 +170,10 @@ impl Engine {
                 },
                 next = self.link.next() => self.go_on(next),
                 () = tokio::time::sleep_until(deadline), if self.closing.is_some() => break,
+            }
+            if self.may_hurry() {
+                self.pace = Pace::Usual;
+                self.lost(&Loss::Broken("not lost: it is opened anew to take more than one message at a time again".into()));
             }
             if let Link::Up(session) = &mut self.link {
                 session.flush(if self.closing.is_some() { Gaps::Ignore } else { Gaps::Wait });
@@ -199,7 +227,7 @@ impl Engine {
         let Link::Up(session) = &mut self.link else { return };
         let Some(original) = session.acks.carried(delivery.receipt.position) else { return };
         let has_queues = self.settings.topology == Topology::Declare;
-        let crowded = session.held.len() >= usize::from(self.settings.prefetch / 2);
+        let crowded = session.held.len() >= session.prefetch / 2;
         if has_queues && (after > HOLD || crowded || self.intake == Intake::Stopped) {
             self.publisher.publish(Copy::delayed(&delivery, after, original, &self.settings));
             session.publishing += 1;
@@ -237,38 +265,53 @@ impl Engine {
             let tag = delivery.delivery_tag;
             let (delivery, original) = incoming::read(delivery, &self.settings.name, session.epoch);
             session.acks.delivered(tag, original);
-            match incoming::wait(&delivery) {
+            match incoming::wait(&delivery, self.settings.topology) {
                 Some(wait) => self.hold_back(delivery, wait),
-                None => self.hand_over(delivery),
+                None => self.ends.out.deliver(delivery),
             }
         }
     }
 
     fn hand_over_again(&mut self) {
         let Link::Up(session) = &mut self.link else { return };
-        for delivery in session.take_due() {
-            self.hand_over(delivery);
-        }
+        session.take_due().into_iter().for_each(|delivery| self.ends.out.deliver(delivery));
     }
 
-    fn hand_over(&self, delivery: Delivery) {
-        // Nobody listens only while the source is being dropped.
-        let _ = self.ends.out.send(Incoming::Delivery(delivery));
+    /// Whether it read one by one for long enough. Asked while it holds no delivery, so that none comes back for it.
+    fn may_hurry(&self) -> bool {
+        self.pace == Pace::Careful
+            && self.intake == Intake::Open
+            && self.since.elapsed() > CAREFUL
+            && matches!(&self.link, Link::Up(session) if session.is_idle())
     }
 
-    fn lost(&mut self, problem: &str) {
+    fn lost(&mut self, loss: &Loss) {
         let Link::Up(session) = std::mem::replace(&mut self.link, Link::Down) else { return };
         self.ends.live.store(0, Ordering::Release);
-        let _ = self.ends.out.send(Incoming::Revoked(session.epoch));
+        self.ends.out.revoke(session.epoch);
         metrics::counter!("oncegate_amqp_channels_lost_total", "queue" => self.settings.name.to_string()).increment(1);
-        tracing::warn!(queue = &*self.settings.name, broker = self.settings.shown, problem, "the channel is lost; connecting again");
+        let (queue, broker) = (&*self.settings.name, &self.settings.shown);
+        match loss {
+            Loss::Broken(problem) => tracing::warn!(queue, broker, problem, "the channel is lost; connecting again"),
+            Loss::Unreadable(problem) => tracing::error!(
+                queue,
+                broker,
+                problem,
+                "a message at the head of the queue cannot be read: a property, a header's name or the routing key is not UTF-8. It stops what is behind it; take it out of the queue with the management interface or another client"
+            ),
+        }
         tokio::spawn(session.close(GOODBYE));
         if self.intake == Intake::Open {
             self.epoch += 1;
-            if self.since.elapsed() > STEADY {
-                self.backoff.reset();
+            match (loss, self.pace) {
+                (Loss::Unreadable(_), Pace::Usual) => (self.pace, self.backoff) = (Pace::Careful, Backoff::up_to(LONGEST_LOOK)),
+                (Loss::Broken(_), Pace::Usual) if self.since.elapsed() > STEADY => self.backoff = Backoff::default(),
+                (_, Pace::Careful) if self.since.elapsed() > STEADY => self.backoff.reset(),
+                _ => {}
             }
-            self.link = Link::Opening(Box::pin(open_again(Arc::clone(&self.settings), self.epoch, self.backoff.pause())));
+            let prefetch = self.pace.prefetch(&self.settings);
+            let opening = open_again(Arc::clone(&self.settings), self.epoch, prefetch, self.backoff.pause());
+            self.link = Link::Opening(Box::pin(opening));
         }
     }
 
@@ -312,7 +355,12 @@ impl Engine {
                 }
                 session.close(GOODBYE).await;
             }
-            Link::Opening(_) | Link::Down => {}
+            Link::Opening(_) | Link::Down => {
+                tracing::info!(
+                    queue = &*self.settings.name,
+                    "it closed without a channel; what was settled last and not acknowledged comes back"
+                );
+            }
         }
         self.publisher.close(GOODBYE).await;
         if let Some(closing) = self.closing.take() {
@@ -332,7 +380,7 @@ fn stale(settings: &Settings, tag: u64) {
 async fn open_first(settings: &Settings) -> Result<Session, SourceError> {
     let mut backoff = Backoff::default();
     loop {
-        match Session::open(settings, 1).await {
+        match Session::open(settings, 1, settings.prefetch).await {
             Ok(session) => {
                 tracing::info!(queue = &*settings.name, broker = settings.shown, prefetch = settings.prefetch, "consuming");
                 return Ok(session);
@@ -344,11 +392,11 @@ async fn open_first(settings: &Settings) -> Result<Session, SourceError> {
 }
 
 /// Opens a channel again, after a pause. Whatever is wrong is waited for: it worked before.
-async fn open_again(settings: Arc<Settings>, epoch: u64, pause: Duration) -> Session {
+async fn open_again(settings: Arc<Settings>, epoch: u64, prefetch: u16, pause: Duration) -> Session {
     tokio::time::sleep(pause).await;
     let mut backoff = Backoff::default();
     loop {
-        match Session::open(&settings, epoch).await {
+        match Session::open(&settings, epoch, prefetch).await {
             Ok(session) => return session,
             Err(trouble) => wait(&settings, &mut backoff, &trouble.to_string()).await,
         }

@@ -45,7 +45,7 @@ impl std::fmt::Display for Trouble {
 impl Flight {
     /// Publishes a batch to its one queue, and waits until all of it was answered. A queue that turns out to be
     /// missing is created again, where that was asked for.
-    pub(crate) async fn fly(self, connection: &Connection, settings: &Settings, batch: Vec<Copy>) -> Landed {
+    pub(crate) async fn fly(self, connection: &Connection, settings: &Settings, mut batch: Vec<Copy>) -> Landed {
         let channel = match self.channel(connection).await {
             Ok(channel) => channel,
             Err(error) => {
@@ -53,6 +53,7 @@ impl Flight {
                 return Landed { flight: Self(None), confirmed: Vec::new(), unsure: batch, trouble };
             }
         };
+        batch.iter_mut().for_each(|copy| copy.fit(connection.configuration().frame_max()));
         let answers = join_all(batch.iter().map(|copy| publish(&channel, copy))).await;
         let to = batch.first().map(|copy| copy.to.clone());
         let (confirmed, unsure, trouble) = judge(batch, answers);

@@ -21,6 +21,8 @@ mod backoff;
 mod copy;
 mod engine;
 mod flight;
+mod handshake;
+mod inbox;
 mod incoming;
 mod link;
 mod publisher;

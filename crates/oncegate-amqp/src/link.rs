@@ -5,6 +5,7 @@ use std::time::Duration;
 use lapin::{Connection, ConnectionProperties, ErrorKind};
 use oncegate_core::source::SourceError;
 
+use crate::handshake;
 use crate::settings::Settings;
 
 /// AMQP's reply codes that a person has to act on.
@@ -47,15 +48,19 @@ pub(crate) fn reply_code(error: &lapin::Error) -> Option<u16> {
     }
 }
 
+/// Whether it is the broker's own trouble: the home node of a queue, or a virtual host, is down.
+pub(crate) fn is_down(error: &lapin::Error) -> bool {
+    matches!(error.kind(), ErrorKind::ProtocolError(error) if error.get_message().as_str().contains(" is down"))
+}
+
 /// Connects, within the URL's `connection_timeout` for all of the handshake.
 pub(crate) async fn connect(settings: &Settings, purpose: &str) -> Result<Connection, Trouble> {
     let name = format!("oncegate {} ({purpose})", settings.name);
     let properties = ConnectionProperties::default().with_connection_name(name.into());
     let patience = Duration::from_millis(settings.uri.query.connection_timeout.unwrap_or(5_000));
-    let connecting = Connection::connect_uri(settings.uri.clone(), properties);
-    match tokio::time::timeout(patience, connecting).await {
-        Ok(connected) => connected.map_err(|error| refusal(error, settings)),
-        Err(_) => Err(Trouble::Passing(format!("no connection within {patience:?}"))),
+    match handshake::connect(settings.uri.clone(), properties, patience).await {
+        Some(connected) => connected.map_err(|error| refusal(error, settings)),
+        None => Err(Trouble::Passing(format!("no connection within {patience:?}"))),
     }
 }
 
@@ -66,7 +71,7 @@ fn refusal(error: lapin::Error, settings: &Settings) -> Trouble {
         Some(code::ACCESS_REFUSED) => {
             wrong(error.to_string(), "check the user and the password; `guest` may only connect from the broker's own host")
         }
-        Some(code::NOT_ALLOWED) => wrong(
+        Some(code::NOT_ALLOWED) if !is_down(&error) => wrong(
             error.to_string(),
             "check that the virtual host exists and that the user may use it; the default one is written /%2f at the end of the URL",
         ),

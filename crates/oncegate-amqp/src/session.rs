@@ -7,12 +7,12 @@ use futures_util::future::{BoxFuture, try_join_all};
 use futures_util::{FutureExt, StreamExt};
 use lapin::options::{BasicAckOptions, BasicCancelOptions, BasicConsumeOptions, BasicQosOptions};
 use lapin::types::FieldTable;
-use lapin::{BasicProperties, Channel, Connection, Consumer};
+use lapin::{BasicProperties, Channel, Connection, Consumer, ErrorKind};
 use oncegate_core::source::{Delivery, SourceError};
 use tokio::time::Instant;
 
 use crate::acks::Acks;
-use crate::link::{self, Trouble, code, reply_code};
+use crate::link::{self, Trouble, code, is_down, reply_code};
 use crate::settings::Settings;
 use crate::topology;
 
@@ -20,7 +20,6 @@ use crate::topology;
 const GAP_PATIENCE: Duration = Duration::from_millis(100);
 /// How often a channel that no longer consumes is looked at.
 const LOOK: Duration = Duration::from_millis(200);
-const CANCELLED: &str = "the broker cancelled the consumer; was its queue deleted?";
 
 /// A channel from its first delivery to its end.
 pub(crate) struct Session {
@@ -35,10 +34,10 @@ pub(crate) struct Session {
     channel: Channel,
     consumer: Option<Consumer>,
     /// How the consumer ended, if that was read along with its last deliveries.
-    ended: Option<String>,
+    ended: Option<Loss>,
     acknowledging: Option<BoxFuture<'static, lapin::Result<()>>>,
     gap_since: Option<Instant>,
-    prefetch: usize,
+    pub(crate) prefetch: usize,
 }
 
 /// What happened on a channel.
@@ -48,7 +47,24 @@ pub(crate) enum Happened {
     /// Acknowledgements were sent, or a time has come.
     Due,
     /// The channel is gone.
-    Lost(String),
+    Lost(Loss),
+}
+
+/// Why a channel is gone.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Loss {
+    Broken(String),
+    /// The client cannot read what the broker sent.
+    Unreadable(String),
+}
+
+impl From<lapin::Error> for Loss {
+    fn from(error: lapin::Error) -> Self {
+        match error.kind() {
+            ErrorKind::ParsingError(_) => Self::Unreadable(error.to_string()),
+            _ => Self::Broken(error.to_string()),
+        }
+    }
 }
 
 /// Whether acknowledgements may wait for a gap to close.
@@ -60,12 +76,12 @@ pub(crate) enum Gaps {
 
 impl Session {
     /// Connects, prepares the queues and consumes.
-    pub(crate) async fn open(settings: &Settings, epoch: u64) -> Result<Self, Trouble> {
+    pub(crate) async fn open(settings: &Settings, epoch: u64, prefetch: u16) -> Result<Self, Trouble> {
         let connection = link::connect(settings, "consumes").await?;
         topology::prepare(&connection, settings).await?;
         let channel = connection.create_channel().await?;
         // Before consuming: without a prefetch the broker sends all it has.
-        channel.basic_qos(settings.prefetch, BasicQosOptions::default()).await?;
+        channel.basic_qos(prefetch, BasicQosOptions::default()).await?;
         let consuming = channel.basic_consume(settings.queue.clone(), "".into(), BasicConsumeOptions::default(), FieldTable::default());
         let consumer = consuming.await.map_err(|error| refusal(error, settings))?;
         Ok(Self {
@@ -79,7 +95,7 @@ impl Session {
             ended: None,
             acknowledging: None,
             gap_since: None,
-            prefetch: usize::from(settings.prefetch),
+            prefetch: usize::from(prefetch),
         })
     }
 
@@ -96,7 +112,7 @@ impl Session {
                 *acknowledging = None;
                 match sent {
                     Ok(()) => Happened::Due,
-                    Err(error) => Happened::Lost(error.to_string()),
+                    Err(error) => Happened::Lost(last_word(consumer.as_mut()).unwrap_or_else(|| error.into())),
                 }
             }
             item = async { consumer.as_mut().expect("the branch is guarded").next().await }, if consumer.is_some() => match item {
@@ -105,11 +121,11 @@ impl Session {
                     *ended = end;
                     Happened::Delivered(all)
                 }
-                Some(Err(error)) => Happened::Lost(error.to_string()),
-                None => Happened::Lost(CANCELLED.into()),
+                Some(Err(error)) => Happened::Lost(error.into()),
+                None => Happened::Lost(cancelled()),
             },
             () = tokio::time::sleep_until(wake.unwrap_or_else(Instant::now)), if wake.is_some() => {
-                if self.channel.status().connected() { Happened::Due } else { Happened::Lost("the channel is closed".into()) }
+                if self.channel.status().connected() { Happened::Due } else { Happened::Lost(Loss::Broken("the channel is closed".into())) }
             }
         }
     }
@@ -164,6 +180,11 @@ impl Session {
         self.publishing == 0 && self.acknowledging.is_none() && self.acks.settled() == 0
     }
 
+    /// Whether it holds no delivery.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.is_quiet() && self.held.is_empty() && self.acks.is_empty()
+    }
+
     /// Closes the channel and the connection: the broker takes back what was not acknowledged.
     pub(crate) async fn close(mut self, patience: Duration) {
         self.acknowledging = None;
@@ -180,16 +201,31 @@ impl Session {
 }
 
 /// All that is there without waiting, and the end if it comes right behind: the stream says it once.
-fn drain(first: lapin::message::Delivery, consumer: &mut Consumer) -> (Vec<lapin::message::Delivery>, Option<String>) {
+fn drain(first: lapin::message::Delivery, consumer: &mut Consumer) -> (Vec<lapin::message::Delivery>, Option<Loss>) {
     let mut all = vec![first];
     loop {
         match consumer.next().now_or_never() {
             None => return (all, None),
             Some(Some(Ok(more))) => all.push(more),
-            Some(Some(Err(error))) => return (all, Some(error.to_string())),
-            Some(None) => return (all, Some(CANCELLED.into())),
+            Some(Some(Err(error))) => return (all, Some(error.into())),
+            Some(None) => return (all, Some(cancelled())),
         }
     }
+}
+
+/// Why the consumer ended, if it did: an acknowledgement only says that the connection is gone.
+fn last_word(consumer: Option<&mut Consumer>) -> Option<Loss> {
+    let consumer = consumer?;
+    loop {
+        match consumer.next().now_or_never()?? {
+            Ok(_) => {}
+            Err(error) => return Some(error.into()),
+        }
+    }
+}
+
+fn cancelled() -> Loss {
+    Loss::Broken("the broker cancelled the consumer; was its queue deleted?".into())
 }
 
 fn refusal(error: lapin::Error, settings: &Settings) -> Trouble {
@@ -197,7 +233,7 @@ fn refusal(error: lapin::Error, settings: &Settings) -> Trouble {
         Trouble::Wrong(SourceError::misconfigured("queue", format!("`{}` {problem} ({error})", settings.name), remedy))
     };
     match reply_code(&error) {
-        Some(code::NOT_FOUND) => wrong("does not exist", "create it, or let `Topology::Declare` do so"),
+        Some(code::NOT_FOUND) if !is_down(&error) => wrong("does not exist", "create it, or let `Topology::Declare` do so"),
         Some(code::ACCESS_REFUSED) => wrong("may not be read", "give the user the right to read it, or end its exclusive consumer"),
         _ => error.into(),
     }

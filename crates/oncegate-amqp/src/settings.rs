@@ -16,6 +16,7 @@ pub struct RabbitMq {
     queue: String,
     url: String,
     prefetch: u32,
+    in_flight: usize,
     topology: Topology,
     kind: QueueKind,
     dead_letters: Option<String>,
@@ -26,11 +27,14 @@ pub struct RabbitMq {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Topology {
     /// Creates what is missing: the queue, its dead-letter and in-doubt queues, and its delay queues
-    /// (`<queue>.delay.<milliseconds>`). A queue that exists with other arguments is used as it is, with a warning.
+    /// (`<queue>.delay.<milliseconds>`). If the queue exists with other arguments, that is an error: the broker does
+    /// not say which, and a delivery limit without a dead-letter exchange, say, loses messages. One of the other queues
+    /// is used as it is, with a warning.
     #[default]
     Declare,
     /// Creates nothing; a queue, dead-letter or in-doubt queue that is missing is an error. Released deliveries wait
     /// in memory, unacknowledged, however long their delay: keep it under the broker's consumer timeout (30 minutes).
+    /// The choice for a queue that is yours: it is taken as it is, and what it loses by its own arguments is lost.
     Check,
     /// Creates and checks nothing. Released deliveries wait as with [`Topology::Check`].
     Trust,
@@ -54,6 +58,7 @@ impl RabbitMq {
             queue: name.into(),
             url: "amqp://guest:guest@localhost:5672/%2f".into(),
             prefetch: 512,
+            in_flight: usize::MAX,
             topology: Topology::default(),
             kind: QueueKind::default(),
             dead_letters: None,
@@ -73,7 +78,9 @@ impl RabbitMq {
 
     /// How many deliveries the broker hands over ahead of their acknowledgement: 1 to 65,535, 512 by default.
     ///
-    /// It bounds what is in memory and in flight. 0 would mean without limit, and is refused.
+    /// It bounds what is in memory and in flight; 0 would mean without limit, and is refused. With
+    /// [`Topology::Declare`] the source asks for no more than twice what the consumer has in flight, because what waits
+    /// behind slow handlers runs into the broker's consumer timeout (30 minutes).
     pub fn prefetch(mut self, count: u32) -> Self {
         self.prefetch = count;
         self
@@ -103,14 +110,22 @@ impl RabbitMq {
         self
     }
 
+    pub(crate) fn in_flight(mut self, count: usize) -> Self {
+        self.in_flight = count;
+        self
+    }
+
     pub(crate) fn check(self) -> Result<Settings, SourceError> {
         let dead_letters = self.dead_letters.unwrap_or_else(|| format!("{}.dead-letters", self.queue));
         let in_doubt = self.in_doubt.unwrap_or_else(|| format!("{}.in-doubt", self.queue));
         let (uri, shown) = broker(&self.url)?;
-        let prefetch = u16::try_from(self.prefetch).ok().filter(|count| *count > 0).ok_or_else(|| {
+        let wanted = u16::try_from(self.prefetch).ok().filter(|count| *count > 0).ok_or_else(|| {
             let problem = format!("{} is not between 1 and 65535", self.prefetch);
             SourceError::misconfigured("prefetch", problem, "choose how many deliveries may be in flight; 512 is the default")
         })?;
+        // Without delay queues, what is released waits within the prefetch: there it has to be as wide as was said.
+        let enough = if self.topology == Topology::Declare { self.in_flight.max(1).saturating_mul(2) } else { usize::MAX };
+        let prefetch = u16::try_from(enough).unwrap_or(u16::MAX).min(wanted);
         if dead_letters == self.queue || in_doubt == self.queue {
             let setting = if dead_letters == self.queue { "dead_letters" } else { "in_doubt" };
             let problem = format!("`{}` is the queue that is consumed: what is rejected would come back for ever", self.queue);
@@ -235,6 +250,15 @@ mod tests {
         for url in ["", "localhost", "http://localhost", "amqp:guest:secret", "amqp://guest:secret@[::1]:5672/%2f"] {
             assert_eq!(setting(payments().url(url)), "url", "{url}");
         }
+    }
+
+    #[test]
+    fn no_more_is_asked_for_than_twice_what_is_in_flight() {
+        let prefetch = |in_flight| RabbitMq::queue("payments").in_flight(in_flight).check().expect("settings").prefetch;
+        assert_eq!([1, 8, 300, 0, usize::MAX].map(prefetch), [2, 16, 512, 2, 512]);
+        assert_eq!(RabbitMq::queue("payments").check().expect("settings").prefetch, 512);
+        assert_eq!(RabbitMq::queue("payments").topology(Topology::Check).in_flight(1).check().expect("settings").prefetch, 512);
+        assert_eq!(RabbitMq::queue("payments").prefetch(1).in_flight(64).check().expect("settings").prefetch, 1);
     }
 
     #[test]

@@ -5,15 +5,28 @@ use lapin::types::{AMQPValue, FieldTable, ShortString};
 use lapin::{Channel, Connection};
 use oncegate_core::source::SourceError;
 
-use crate::link::{Trouble, code, reply_code};
+use crate::link::{Trouble, code, is_down, reply_code};
 use crate::settings::{DELAYS, QueueKind, Settings, Topology};
 
 struct Queue {
+    role: Role,
     /// The setting that names it.
     setting: &'static str,
     name: ShortString,
     arguments: FieldTable,
 }
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Role {
+    /// Deliveries come from it. The broker does not say which arguments a queue has, and some of them lose messages.
+    Consumed,
+    /// Copies go to it.
+    Target,
+}
+
+/// How often a message may be looked at and put back in a queue that a person reads. Without this, the broker drops it
+/// after 20 times since 4.0; older ones know no word for "without limit".
+const LOOKS: i32 = i32::MAX;
 
 /// Creates or checks the queues, as the user chose.
 pub(crate) async fn prepare(connection: &Connection, settings: &Settings) -> Result<(), Trouble> {
@@ -50,7 +63,7 @@ pub(crate) async fn restore(connection: &Connection, settings: &Settings, name: 
 async fn check(channel: &Channel, queue: &Queue) -> Result<(), Trouble> {
     match passively(channel, queue).await {
         Ok(()) => Ok(()),
-        Err(error) if reply_code(&error) == Some(code::NOT_FOUND) => Err(Trouble::Wrong(SourceError::misconfigured(
+        Err(error) if reply_code(&error) == Some(code::NOT_FOUND) && !is_down(&error) => Err(Trouble::Wrong(SourceError::misconfigured(
             queue.setting,
             format!("the queue `{}` does not exist", queue.name),
             "create it, or let `Topology::Declare` do so",
@@ -68,11 +81,18 @@ async fn declare(channel: &mut Channel, connection: &Connection, queue: &Queue) 
     if reply_code(&error) != Some(code::PRECONDITION_FAILED) {
         return Err(refusal(error, queue));
     }
+    if queue.role == Role::Consumed {
+        return Err(Trouble::Wrong(SourceError::misconfigured(
+            queue.setting,
+            format!("the queue `{}` exists with other arguments ({error})", queue.name),
+            "if it is a classic queue, say `.queue_kind(QueueKind::Classic)`; if it is yours and loses nothing (a delivery limit needs a dead-letter exchange), create the dead-letter and in-doubt queues too and choose `Topology::Check`",
+        )));
+    }
     *channel = connection.create_channel().await?;
     passively(channel, queue).await.map_err(|error| refusal(error, queue))?;
     tracing::warn!(
         queue = queue.name.as_str(), %error,
-        "the queue exists with other arguments than oncegate would give it; it is used as it is. A delivery limit without a dead-letter exchange loses messages"
+        "the queue exists with other arguments than oncegate would give it; it is used as it is. A delivery limit, a length limit or a time to live loses messages"
     );
     Ok(())
 }
@@ -99,10 +119,15 @@ fn named_queues(settings: &Settings) -> [Queue; 3] {
         // What the broker gives up on (a delivery limit, 20 by default since 4.0) is not to be dropped.
         dead_letters_to(&mut consumed, &settings.dead_letters, settings.kind);
     }
+    let mut kept = of_kind(settings.kind);
+    if settings.kind == QueueKind::Quorum {
+        kept.insert("x-delivery-limit".into(), AMQPValue::LongInt(LOOKS));
+    }
+    let target = |setting, name: &ShortString| Queue { role: Role::Target, setting, name: name.clone(), arguments: kept.clone() };
     [
-        Queue { setting: "queue", name: settings.queue.clone(), arguments: consumed },
-        Queue { setting: "dead_letters", name: settings.dead_letters.clone(), arguments: of_kind(settings.kind) },
-        Queue { setting: "in_doubt", name: settings.in_doubt.clone(), arguments: of_kind(settings.kind) },
+        Queue { role: Role::Consumed, setting: "queue", name: settings.queue.clone(), arguments: consumed },
+        target("dead_letters", &settings.dead_letters),
+        target("in_doubt", &settings.in_doubt),
     ]
 }
 
@@ -112,7 +137,7 @@ fn delay_queues(settings: &Settings) -> impl Iterator<Item = Queue> {
         // At most ten minutes.
         arguments.insert("x-message-ttl".into(), AMQPValue::LongInt(delay.as_millis() as i32));
         dead_letters_to(&mut arguments, &settings.queue, settings.kind);
-        Queue { setting: "queue", name: settings.delay_queue(delay), arguments }
+        Queue { role: Role::Target, setting: "queue", name: settings.delay_queue(delay), arguments }
     })
 }
 

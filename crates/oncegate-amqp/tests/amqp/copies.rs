@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
+use lapin::BasicProperties;
 use lapin::options::{BasicGetOptions, QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::{AMQPValue, FieldTable};
 use oncegate_amqp::{QueueKind, RabbitMqSource, Topology};
@@ -62,18 +63,23 @@ async fn a_missing_dead_letter_queue_may_be_made_by_hand_later() {
     close(open(rig.source(QueueKind::Classic)).await).await;
     let mut source = open(rig.source(QueueKind::Classic).topology(Topology::Check)).await;
     rig.channel.queue_delete(rig.dead_letters().as_str().into(), QueueDeleteOptions::default()).await.expect("deleted");
-    for number in 0..EACH {
+    for number in 0..2 * EACH {
         rig.publish(&number.to_string()).await;
     }
-    let (all, _) = deliveries(&mut source, EACH, Duration::from_secs(20)).await;
-    for (number, delivery) in all.into_iter().enumerate() {
-        // In-doubt messages go on meanwhile.
-        let doubt = Reason::InDoubt(oncegate_core::road::Cause::Panicked);
-        let reason = if number % 2 == 0 { Reason::Refused } else { doubt };
-        settle(&mut source, delivery, Settlement::Reject(reason)).await;
+    let (mut dead, _) = deliveries(&mut source, 2 * EACH, Duration::from_secs(20)).await;
+    let doubtful = dead.split_off(EACH);
+    for delivery in dead {
+        settle(&mut source, delivery, Settlement::Reject(Reason::Refused)).await;
+    }
+    // In-doubt messages go on meanwhile, beside copies that are returned again and again.
+    for (number, delivery) in doubtful.into_iter().enumerate() {
+        settle(&mut source, delivery, Settlement::Reject(Reason::InDoubt(oncegate_core::road::Cause::Panicked))).await;
+        if number % 4 == 0 {
+            tokio::time::sleep(Duration::from_millis(40)).await;
+        }
     }
     let patience = Instant::now() + Duration::from_secs(10);
-    while (rig.ready(&rig.in_doubt()).await as usize) < EACH / 2 {
+    while (rig.ready(&rig.in_doubt()).await as usize) < EACH {
         assert!(Instant::now() < patience, "the in-doubt messages wait for the dead letters");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
@@ -84,7 +90,34 @@ async fn a_missing_dead_letter_queue_may_be_made_by_hand_later() {
     close(source).await;
     let (doubt, doubts) = empty(&rig, &rig.in_doubt()).await;
     let (dead, _) = empty(&rig, &rig.dead_letters()).await;
-    assert_eq!((dead.len(), doubt.len(), doubts), (EACH / 2, EACH / 2, EACH / 2));
+    assert_eq!((dead.len(), doubt.len(), doubts), (EACH, EACH, EACH));
     assert_eq!(rig.ready(&rig.queue).await, 0);
+    rig.done().await;
+}
+
+#[tokio::test]
+async fn a_message_with_as_many_headers_as_fit_can_be_rejected_and_delayed() {
+    let rig = Rig::new().await;
+    let mut source = open(rig.source(QueueKind::Quorum)).await;
+    let mut table = FieldTable::default();
+    table.insert("huge".into(), AMQPValue::LongString("h".repeat(80_000).into()));
+    table.insert("large".into(), AMQPValue::LongString("l".repeat(50_900).into()));
+    table.insert("small".into(), AMQPValue::LongString("s".into()));
+    for body in ["reject", "release"] {
+        rig.publish_with(body, BasicProperties::default().with_headers(table.clone())).await;
+    }
+    let rejected = delivery(&mut source).await;
+    settle(&mut source, rejected, Settlement::Reject(Reason::Refused)).await;
+    let released = delivery(&mut source).await;
+    settle(&mut source, released, release(Duration::from_secs(25))).await;
+    close(source).await;
+    assert_eq!(rig.ready(&rig.queue).await, 0);
+    for queue in [rig.dead_letters(), format!("{}.delay.30000", rig.queue)] {
+        let copy = rig.take(&queue).await.delivery;
+        assert_eq!(header(&copy, "huge"), None);
+        assert_eq!(header(&copy, "large").map(|value| value.len()), Some(50_900));
+        assert_eq!(header(&copy, "small").as_deref(), Some("s"));
+        assert_eq!(header(&copy, "oncegate-dropped-headers").as_deref(), Some("huge"));
+    }
     rig.done().await;
 }

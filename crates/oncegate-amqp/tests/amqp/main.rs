@@ -3,6 +3,7 @@
 mod consumer;
 mod copies;
 mod rig;
+mod trouble;
 
 use std::time::{Duration, Instant};
 
@@ -377,15 +378,25 @@ async fn a_deleted_queue_is_declared_and_consumed_again() {
 }
 
 #[tokio::test]
-async fn a_queue_with_other_arguments_is_used_as_it_is() {
+async fn a_queue_with_other_arguments_is_used_only_if_it_is_said_to_be_the_users_own() {
     let rig = Rig::new().await;
-    let options = QueueDeclareOptions { durable: false, ..QueueDeclareOptions::default() };
-    rig.channel.queue_declare(rig.queue.as_str().into(), options, FieldTable::default()).await.expect("declared");
-    let mut source = open(rig.source(QueueKind::Quorum)).await;
-    rig.publish("a").await;
-    let delivery = delivery(&mut source).await;
-    settle(&mut source, delivery, accept()).await;
-    close(source).await;
+    close(open(rig.source(QueueKind::Quorum)).await).await;
+    rig.channel.queue_delete(rig.queue.as_str().into(), QueueDeleteOptions::default()).await.expect("deleted");
+    let mut arguments = FieldTable::default();
+    arguments.insert("x-queue-type".into(), AMQPValue::LongString("quorum".into()));
+    // It drops what was delivered three times.
+    arguments.insert("x-delivery-limit".into(), AMQPValue::LongInt(3));
+    let options = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };
+    rig.channel.queue_declare(rig.queue.as_str().into(), options, arguments).await.expect("declared");
+    let refused = rig.source(QueueKind::Quorum).open().await.expect_err("it would lose messages").to_string();
+    assert!(refused.starts_with("queue: ") && refused.contains("Topology::Check") && !refused.contains('\n'), "{refused}");
+    for topology in [Topology::Check, Topology::Trust] {
+        let mut source = open(rig.source(QueueKind::Quorum).topology(topology)).await;
+        rig.publish("a").await;
+        let delivery = delivery(&mut source).await;
+        settle(&mut source, delivery, accept()).await;
+        close(source).await;
+    }
     rig.done().await;
 }
 

@@ -44,7 +44,12 @@ impl Rig {
 
     /// The same queue, by a new connection.
     pub(crate) async fn again(&self) -> Self {
-        Self { queue: self.queue.clone(), ..Self::at(&self.url).await }
+        self.again_at(&self.url).await
+    }
+
+    /// The same queue, by another way to its broker.
+    pub(crate) async fn again_at(&self, url: &str) -> Self {
+        Self { queue: self.queue.clone(), ..Self::at(url).await }
     }
 
     pub(crate) fn source(&self, kind: QueueKind) -> RabbitMq {

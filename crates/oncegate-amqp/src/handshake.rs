@@ -1,0 +1,95 @@
+//! Giving up a connection that is not there yet.
+
+use std::io;
+use std::net::{Shutdown, TcpStream};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use lapin::tcp::{AMQPUriTcpExt, OwnedTLSConfig};
+use lapin::uri::AMQPUri;
+use lapin::{AsyncTcpStream, Connection, ConnectionProperties};
+
+/// Ends the client's attempt when it is dropped before it was [`done`](Self::done).
+///
+/// The client's thread owns the socket until the broker answers, and waits for that without end: a load balancer that
+/// accepts and says nothing would cost a thread and a socket with each attempt.
+#[derive(Default)]
+struct Handshake(Arc<Mutex<State>>);
+
+#[derive(Default)]
+enum State {
+    #[default]
+    Connecting,
+    /// A second handle to the connection's socket.
+    Waiting(TcpStream),
+    Over,
+}
+
+/// Connects, and gives up after so long; `None` then.
+pub(crate) async fn connect(uri: AMQPUri, properties: ConnectionProperties, patience: Duration) -> Option<lapin::Result<Connection>> {
+    let handshake = Handshake::default();
+    let state = Arc::clone(&handshake.0);
+    let runtime = match lapin::runtime::default_runtime() {
+        Ok(runtime) => runtime,
+        Err(error) => return Some(Err(error)),
+    };
+    let connecting = Connection::connector(
+        uri,
+        runtime,
+        async move |uri, runtime| {
+            let tls = OwnedTLSConfig::default();
+            let connecting = AMQPUriTcpExt::connect_with_config_async(&uri, tls.as_ref(), &runtime);
+            let stream = tokio::time::timeout(patience, connecting).await.map_err(io::Error::from)??;
+            let socket = match &stream {
+                AsyncTcpStream::Plain(plain) => duplicate(plain.get_ref())?,
+                AsyncTcpStream::Rustls(tls) => duplicate(tls.get_ref().0.get_ref())?,
+                _ => return Ok(stream),
+            };
+            let mut state = lock(&state);
+            if let State::Over = *state {
+                return Err(io::Error::from(io::ErrorKind::TimedOut).into());
+            }
+            *state = State::Waiting(socket);
+            drop(state);
+            Ok(stream)
+        },
+        properties,
+    );
+    let connected = tokio::time::timeout(patience, connecting).await.ok();
+    if let Some(Ok(_)) = connected {
+        handshake.done();
+    }
+    connected
+}
+
+impl Handshake {
+    fn done(&self) {
+        *lock(&self.0) = State::Over;
+    }
+}
+
+impl Drop for Handshake {
+    fn drop(&mut self) {
+        if let State::Waiting(socket) = std::mem::replace(&mut *lock(&self.0), State::Over) {
+            // The client reads the end of the stream, and its thread ends.
+            let _ = socket.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
+    // Nothing panics while it is held.
+    state.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(unix)]
+fn duplicate(socket: &tokio::net::TcpStream) -> io::Result<TcpStream> {
+    use std::os::fd::AsFd;
+    Ok(socket.as_fd().try_clone_to_owned()?.into())
+}
+
+#[cfg(windows)]
+fn duplicate(socket: &tokio::net::TcpStream) -> io::Result<TcpStream> {
+    use std::os::windows::io::AsSocket;
+    Ok(socket.as_socket().try_clone_to_owned()?.into())
+}

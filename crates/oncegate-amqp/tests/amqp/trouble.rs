@@ -1,0 +1,179 @@
+//! Brokers that say nothing, messages that cannot be read, and a consumer that is full meanwhile.
+
+use std::time::{Duration, Instant};
+
+use lapin::BasicProperties;
+use lapin::options::{QueueDeclareOptions, QueuePurgeOptions};
+use lapin::types::{AMQPValue, FieldTable};
+use oncegate_amqp::{QueueKind, RabbitMq};
+use oncegate_core::source::{Incoming, Limit, Open, Source};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+
+use crate::rig::*;
+
+/// How many threads of this process belong to connections.
+fn connection_threads() -> usize {
+    let tasks = std::fs::read_dir("/proc/self/task").expect("Linux");
+    let names = tasks.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok());
+    names.filter(|name| name.starts_with("lapin-io")).count()
+}
+
+/// In a process of its own: other tests come and go with connections.
+#[test]
+fn a_broker_that_accepts_and_says_nothing_costs_no_thread_per_attempt() {
+    const ALONE: &str = "ONCEGATE_AMQP_TEST_ALONE";
+    if std::env::var_os(ALONE).is_none() {
+        let program = std::env::current_exe().expect("this test");
+        let name = "trouble::a_broker_that_accepts_and_says_nothing_costs_no_thread_per_attempt";
+        let output = std::process::Command::new(program).args([name, "--exact", "--nocapture"]).env(ALONE, "1").output().expect("run");
+        assert!(output.status.success(), "{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        return;
+    }
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+    runtime.block_on(async {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let address = listener.local_addr().expect("an address");
+        for scheme in ["amqp", "amqps"] {
+            let url = format!("{scheme}://guest:guest@{address}/%2f?connection_timeout=100");
+            let opening = tokio::spawn(RabbitMq::queue("q").url(url).open());
+            let mut accepted = Vec::new();
+            while accepted.len() < 6 {
+                let accepting = tokio::time::timeout(Duration::from_secs(20), listener.accept());
+                accepted.push(accepting.await.expect("another attempt").expect("a connection"));
+            }
+            assert!(connection_threads() <= 2, "{} threads after {} attempts", connection_threads(), accepted.len());
+            opening.abort();
+            let patience = Instant::now() + Duration::from_secs(10);
+            while connection_threads() > 0 {
+                assert!(Instant::now() < patience, "{} threads are left", connection_threads());
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        }
+    });
+}
+
+#[tokio::test]
+async fn a_full_consumer_hears_what_is_taken_from_it_and_nothing_else() {
+    let (rig, proxy) = (Rig::new().await, Proxy::start().await);
+    let mut source = open(rig.source(QueueKind::Quorum).url(&proxy.url).prefetch(4)).await;
+    for number in 0..20 {
+        rig.publish(&number.to_string()).await;
+    }
+    let held = delivery(&mut source).await;
+    let mut into = Vec::new();
+    let nothing = tokio::time::timeout(Duration::from_millis(300), source.receive(Limit::NOTHING, &mut into)).await;
+    assert!(nothing.is_err() && into.is_empty(), "{into:?}");
+    for channel in 0..3 {
+        // A new channel's prefetch has come, and is not taken.
+        let waiting = if channel == 0 { "waiting: 3" } else { "waiting: 4" };
+        let patience = Instant::now() + Duration::from_secs(10);
+        while !format!("{source:?}").contains(waiting) {
+            assert!(Instant::now() < patience, "{source:?}");
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        proxy.cut();
+        let heard = tokio::time::timeout(Duration::from_secs(10), source.receive(Limit::NOTHING, &mut into)).await;
+        heard.expect("in time").expect("received");
+    }
+    let revoked = into.iter().map(|incoming| match incoming {
+        Incoming::Revoked(epoch) => *epoch,
+        Incoming::Delivery(delivery) => panic!("{delivery:?}"),
+    });
+    assert_eq!(revoked.collect::<Vec<_>>(), [1, 2, 3]);
+    settle(&mut source, held, accept()).await;
+    // What came by channels that are gone is not handed out any more.
+    let (four, _) = deliveries(&mut source, 4, Duration::from_secs(10)).await;
+    assert!(four.len() == 4 && four.iter().all(|delivery| delivery.receipt.epoch == 4), "{four:?}");
+    close(source).await;
+    rig.done().await;
+}
+
+/// Passes on to the broker, and makes `@@@@` in what it passes a text that is not UTF-8.
+async fn spoiling_proxy() -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let url = url();
+    let at = url.rfind('@').expect("user@host") + 1;
+    let end = url[at..].find('/').map_or(url.len(), |slash| at + slash);
+    let spoiling = format!("{}{}{}", &url[..at], listener.local_addr().expect("an address"), &url[end..]);
+    let broker = url[at..end].to_owned();
+    tokio::spawn(async move {
+        let (near, _) = listener.accept().await.expect("a connection");
+        let far = TcpStream::connect(broker).await.expect("the broker");
+        let ((mut from, mut answers), (mut answered, mut to)) = (near.into_split(), far.into_split());
+        tokio::spawn(async move { tokio::io::copy(&mut answered, &mut answers).await });
+        let mut buffer = vec![0; 1 << 16];
+        while let Ok(read @ 1..) = from.read(&mut buffer).await {
+            let spoiled = &mut buffer[..read];
+            while let Some(found) = spoiled.windows(4).position(|four| four == b"@@@@") {
+                spoiled[found..found + 4].fill(0xff);
+            }
+            to.write_all(spoiled).await.expect("passed on");
+        }
+    });
+    spoiling
+}
+
+#[tokio::test]
+async fn a_message_that_cannot_be_read_stops_what_is_behind_it_and_spares_what_is_before_it() {
+    let rig = Rig::new().await;
+    close(open(rig.source(QueueKind::Quorum)).await).await;
+    let spoiler = rig.again_at(&spoiling_proxy().await).await;
+    for number in 0..5 {
+        rig.publish(&number.to_string()).await;
+    }
+    spoiler.publish_with("unreadable", BasicProperties::default().with_message_id("@@@@".into())).await;
+    rig.publish("behind").await;
+
+    let mut source = open(rig.source(QueueKind::Quorum)).await;
+    let (mut read, mut channels) = (Vec::new(), 0);
+    let until = Instant::now() + Duration::from_secs(4);
+    while let Some(patience) = until.checked_duration_since(Instant::now()) {
+        let mut into = Vec::new();
+        if tokio::time::timeout(patience, source.receive(LIMIT, &mut into)).await.is_err() {
+            break;
+        }
+        let (mut alone, number) = (true, into.len());
+        for incoming in into {
+            match incoming {
+                Incoming::Revoked(_) => channels += 1,
+                Incoming::Delivery(delivery) => {
+                    alone = number == 1;
+                    let epoch = delivery.receipt.epoch;
+                    read.push((epoch, String::from_utf8(delivery.message.body.to_vec()).expect("text")));
+                    if epoch > 1 {
+                        settle(&mut source, delivery, accept()).await;
+                    }
+                }
+            }
+        }
+        assert!(channels == 0 || alone, "more than one at a time: {read:?}");
+    }
+    assert!((2..=7).contains(&channels), "{channels} channels in four seconds");
+    let second: Vec<_> = read.iter().filter(|(epoch, _)| *epoch == 2).map(|(_, body)| body.as_str()).collect();
+    assert_eq!(second, ["0", "1", "2", "3", "4"], "{read:?}");
+    // The broker may hand out what is behind before it noticed that the last channel has gone.
+    assert!(read.iter().all(|(epoch, body)| *epoch <= 2 || body == "behind"), "what was settled came back: {read:?}");
+
+    rig.channel.queue_purge(rig.queue.as_str().into(), QueuePurgeOptions::default()).await.expect("purged");
+    rig.publish("after").await;
+    let (after, _) = deliveries(&mut source, 1, Duration::from_secs(20)).await;
+    assert_eq!(&after[0].message.body[..], b"after");
+    close(source).await;
+    rig.done().await;
+}
+
+#[tokio::test]
+async fn a_person_may_look_at_an_in_doubt_message_as_often_as_they_like() {
+    let rig = Rig::new().await;
+    close(open(rig.source(QueueKind::Quorum)).await).await;
+    for queue in [rig.dead_letters(), rig.in_doubt()] {
+        // The broker refuses to declare a queue with other arguments than it has.
+        let mut arguments = FieldTable::default();
+        arguments.insert("x-queue-type".into(), AMQPValue::LongString("quorum".into()));
+        arguments.insert("x-delivery-limit".into(), AMQPValue::LongInt(i32::MAX));
+        let options = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };
+        rig.channel.queue_declare(queue.as_str().into(), options, arguments).await.expect("these are its arguments");
+    }
+    rig.done().await;
+}
