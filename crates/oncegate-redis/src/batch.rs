@@ -63,21 +63,22 @@ fn answer_unsent(operation: &Operation) -> Option<Answer> {
     }
 }
 
-/// Splits the operations so that what is on one key keeps its order: claims may follow each other in one part, since a
-/// pipeline runs in order and so does a script; anything else that has its key before it waits for the next part.
+/// Splits the operations so that what is on one key keeps its order: claims on the same terms may follow each other in
+/// one part, since a pipeline runs in order and so does the script call that they meet in; anything else that has its key
+/// before it waits for the next part.
 fn rounds(operations: &[Operation]) -> Vec<Vec<usize>> {
     if operations.len() == 1 {
         return vec![vec![0]];
     }
-    let mut last: HashMap<&Key, (usize, &Ask)> = HashMap::with_capacity(operations.len());
+    let mut last: HashMap<&Key, (usize, &Operation)> = HashMap::with_capacity(operations.len());
     let mut rounds: Vec<Vec<usize>> = Vec::with_capacity(1);
     for (index, operation) in operations.iter().enumerate() {
         let round = match last.get(&operation.key) {
             None => 0,
-            Some((round, Ask::Claim)) if operation.ask == Ask::Claim => *round,
+            Some((round, before)) if operation.ask == Ask::Claim && script::together(before, operation) => *round,
             Some((round, _)) => round + 1,
         };
-        last.insert(&operation.key, (round, &operation.ask));
+        last.insert(&operation.key, (round, operation));
         if round == rounds.len() {
             rounds.push(Vec::with_capacity(operations.len()));
         }
