@@ -9,7 +9,8 @@
 //! 3. Every message that `rd_kafka_consume_batch_queue` has returned is destroyed exactly once, by [`Fetched`], and
 //!    no pointer into it outlives that: all its bytes are copied first.
 //! 4. The main queue is never read in batches: rebalances are served by the safe wrapper alone.
-//! 5. Error codes come from the very librdkafka that the bindings were made from, so that each is a variant of the enum.
+//! 5. A message's error code may come from the broker, which may know codes that the enum of the bindings does not. It is
+//!    read as the number it is, and no reference is made to a whole native message: fields are read one by one.
 
 use std::ffi::{CStr, CString, c_void};
 use std::ptr::{self, NonNull};
@@ -67,6 +68,8 @@ pub(crate) struct Record {
 pub(crate) struct Fault {
     pub(crate) topic: Arc<str>,
     pub(crate) partition: i32,
+    /// Where it stands, or a negative number.
+    pub(crate) offset: i64,
     pub(crate) code: RDKafkaErrorCode,
 }
 
@@ -201,15 +204,27 @@ impl Copier {
     /// # Safety
     /// `message` points to a message of librdkafka that lives until the call returns.
     unsafe fn take(&mut self, message: *mut native::rd_kafka_message_t) {
-        // SAFETY: the caller's promise; librdkafka fills every field that is read here.
-        let read = unsafe { &*message };
+        // SAFETY: the caller's promise; librdkafka fills every field that is read here. An enum of the bindings is as large
+        // as an `i32`, and any number is an `i32` (invariant 5).
+        let (code, rkt, partition, offset, key, key_len, payload, len) = unsafe {
+            (
+                (&raw const (*message).err).cast::<i32>().read(),
+                (*message).rkt,
+                (*message).partition,
+                (*message).offset,
+                (*message).key,
+                (*message).key_len,
+                (*message).payload,
+                (*message).len,
+            )
+        };
         // SAFETY: a message's topic lives as long as the message.
-        let topic = unsafe { self.topic(read.rkt) };
-        if read.err != RDKafkaRespErr::RD_KAFKA_RESP_ERR_NO_ERROR {
-            self.batch.faults.push(Fault { topic, partition: read.partition, code: read.err.into() });
+        let topic = unsafe { self.topic(rkt) };
+        if code != RDKafkaRespErr::RD_KAFKA_RESP_ERR_NO_ERROR as i32 {
+            self.batch.faults.push(Fault { topic, partition, offset, code: known(code) });
             return;
         }
-        if !self.block.is_empty() && self.block.len() + read.key_len + read.len > BLOCK {
+        if !self.block.is_empty() && self.block.len() + key_len + len > BLOCK {
             self.close_block();
         }
         let start = self.block.len();
@@ -217,7 +232,7 @@ impl Copier {
         unsafe { self.copy_headers(message) };
         let headers_end = self.block.len();
         // SAFETY: key and payload point to as many bytes as the message says, or are null.
-        let (key, body) = unsafe { (bytes(read.key, read.key_len), bytes(read.payload, read.len)) };
+        let (key, body) = unsafe { (bytes(key, key_len), bytes(payload, len)) };
         self.block.extend_from_slice(key.unwrap_or_default());
         let key_end = key.map(|_| self.block.len());
         self.block.extend_from_slice(body.unwrap_or_default());
@@ -225,8 +240,8 @@ impl Copier {
         let sent_at = unsafe { native::rd_kafka_message_timestamp(message, ptr::null_mut()) };
         self.pending.push(Pending {
             topic,
-            partition: read.partition,
-            offset: read.offset,
+            partition,
+            offset,
             sent_at: u64::try_from(sent_at).ok().map(|sent_at| UNIX_EPOCH + Duration::from_millis(sent_at)),
             start,
             headers_end,
@@ -251,7 +266,7 @@ impl Copier {
         }
     }
 
-    /// Copies the headers. A name need not be UTF-8; a value may be null.
+    /// Copies the headers. A name need not be UTF-8; a value may be null. librdkafka ends a name at a NUL inside it.
     ///
     /// # Safety
     /// `message` points to a message of librdkafka that lives until the call returns.
@@ -294,9 +309,42 @@ impl Copier {
     }
 }
 
+/// The code of this number, or `Unknown` for one that the bindings do not know.
+fn known(code: i32) -> RDKafkaErrorCode {
+    RDKafkaRespErr::try_from(code).map_or(RDKafkaErrorCode::Unknown, Into::into)
+}
+
 /// # Safety
 /// `start` is null or points to `length` bytes that live and do not change for as long as the slice is used.
 unsafe fn bytes<'a>(start: *const c_void, length: usize) -> Option<&'a [u8]> {
     // SAFETY: the caller's promise.
     (!start.is_null()).then(|| unsafe { std::slice::from_raw_parts(start.cast(), length) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_code_that_only_the_broker_knows_is_unknown() {
+        assert_eq!(known(-185), RDKafkaErrorCode::OperationTimedOut);
+        assert_eq!(known(2), RDKafkaErrorCode::InvalidMessage);
+        for code in [i32::MIN, -200_000, 9_999, i32::from(i16::MAX)] {
+            assert_eq!(known(code), RDKafkaErrorCode::Unknown);
+        }
+    }
+
+    #[test]
+    fn a_message_with_such_a_code_is_a_fault() {
+        // SAFETY: a message of nulls and zeros is a valid one; its code is written as a number, and never read as an enum.
+        let batch = unsafe {
+            let mut message = std::mem::MaybeUninit::<native::rd_kafka_message_t>::zeroed();
+            (&raw mut (*message.as_mut_ptr()).err).cast::<i32>().write(12_345);
+            let mut copier = Copier::default();
+            copier.take(message.as_mut_ptr());
+            copier.finish()
+        };
+        assert_eq!(batch.records.len(), 0);
+        assert_eq!(batch.faults[0].code, RDKafkaErrorCode::Unknown);
+    }
 }

@@ -6,13 +6,13 @@ use std::time::{Duration, Instant};
 use oncegate_core::SourceError;
 use rdkafka::client::ClientContext;
 use rdkafka::config::RDKafkaLogLevel;
-use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext, RebalanceProtocol};
+use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer, ConsumerContext, RebalanceProtocol};
 use rdkafka::error::{KafkaError, KafkaResult, RDKafkaErrorCode};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 use rdkafka::types::RDKafkaRespErr;
 
-use crate::batch::{self, Adoption, Batch, Queue};
-use crate::shared::{Phase, Shared};
+use crate::batch::{self, Adoption, Batch, Fault, Queue};
+use crate::shared::{Commit, Phase, Shared, Way};
 
 /// How many events of the group are served in one turn.
 const EVENTS: usize = 16;
@@ -150,7 +150,14 @@ impl Context {
 
     fn take_in(&self, batch: Batch) {
         for fault in batch.faults {
-            self.judge(fault.code, &format!("{}/{}", fault.topic, fault.partition));
+            match unreadable(&fault) {
+                Some(error) => {
+                    // Before the records: what follows on the unreadable part may stand in the same batch.
+                    self.shared.lock().bar(&fault.topic, fault.partition);
+                    self.shared.fail(error);
+                }
+                None => self.judge(fault.code, &format!("{}/{}", fault.topic, fault.partition)),
+            }
         }
         self.shared.take_in(batch.records);
     }
@@ -211,11 +218,18 @@ impl ConsumerContext for Context {
         }
     }
 
-    fn commit_callback(&self, result: KafkaResult<()>, _: &TopicPartitionList) {
-        match result {
-            Ok(()) | Err(KafkaError::ConsumerCommit(RDKafkaErrorCode::NoOffset)) => {}
-            // The offsets stay stored, and the next commit carries them.
-            Err(error) => tracing::warn!(%error, "committing offsets"),
+    fn commit_callback(&self, result: KafkaResult<()>, offsets: &TopicPartitionList) {
+        let failed = match result {
+            Err(KafkaError::ConsumerCommit(RDKafkaErrorCode::NoOffset)) => return,
+            Err(error) => Some(error),
+            Ok(()) => None,
+        };
+        let mut state = self.shared.lock();
+        for it in offsets.elements() {
+            if let Some(error) = failed.clone().or_else(|| it.error().err()) {
+                tracing::warn!(%error, topic = it.topic(), partition = it.partition(), "committing an offset");
+                state.commit_again(it.topic(), it.partition());
+            }
         }
     }
 }
@@ -264,20 +278,47 @@ fn serve(consumer: &BaseConsumer<Context>) {
     }
 }
 
-/// Stores what is settled; librdkafka commits it within a second, and when it gives partitions back.
+/// Stores what is settled; librdkafka commits it within a second, and when it gives partitions back. What it would not
+/// commit by itself is sent.
 fn store(consumer: &BaseConsumer<Context>, shared: &Shared) {
     let commits = shared.lock().commits();
     if commits.is_empty() {
         return;
     }
-    let mut offsets = TopicPartitionList::with_capacity(commits.len());
-    for commit in &commits {
-        complain("an offset", offsets.add_partition_offset(&commit.topic, commit.partition, Offset::Offset(commit.offset)));
-    }
-    if let Err(error) = consumer.store_offsets(&offsets) {
+    // Also what is sent: what was stored before it may be higher, and librdkafka would commit that next.
+    if let Err(error) = consumer.store_offsets(&listed(commits.iter())) {
         // The partition is someone else's by now: they deliver it again, and the gate knows it.
         tracing::debug!(%error, "storing offsets");
     }
+    let sent = listed(commits.iter().filter(|commit| commit.way == Way::Sent));
+    if sent.count() > 0 {
+        complain("sending offsets", consumer.commit(&sent, CommitMode::Async));
+    }
+}
+
+fn listed<'a>(commits: impl Iterator<Item = &'a Commit>) -> TopicPartitionList {
+    let mut list = TopicPartitionList::new();
+    for commit in commits {
+        complain("an offset", list.add_partition_offset(&commit.topic, commit.partition, Offset::Offset(commit.offset)));
+    }
+    list
+}
+
+/// The error of a part of a log that this client will never read, however often it tries.
+fn unreadable(fault: &Fault) -> Option<SourceError> {
+    use RDKafkaErrorCode as E;
+    let Fault { topic, partition, offset, code } = fault;
+    let remedy = match code {
+        E::BadMessage | E::BadCompression | E::InvalidMessage => "restore that part of the log from a replica",
+        E::NotImplemented | E::UnsupportedCompressionType => "let its producer use another format or compression",
+        E::MessageSizeTooLarge => "raise receive.message.max.bytes",
+        _ => return None,
+    };
+    Some(SourceError::misconfigured(
+        "topic",
+        format!("{topic}/{partition} cannot be read on at offset {offset}: {code}"),
+        format!("{remedy}, or move the group past it: kafka-consumer-groups.sh --reset-offsets"),
+    ))
 }
 
 /// Says that the thread is over, also when it panicked, so that nobody waits for it.

@@ -16,11 +16,13 @@ const READY: usize = 2_048;
 const READY_BYTES: usize = 32 << 20;
 /// Released or on their way to the dead letters: messages. Past it nothing is read.
 const HELD: usize = 10_000;
-/// Released and not yet handed over again: bytes.
+/// Released and not yet handed over again, or on their way to the dead letters: bytes.
 const HELD_BYTES: usize = 128 << 20;
 /// From the lowest unsettled offset of a partition to the last one read: messages. It costs 8 bytes each, and a
 /// crash brings so many back.
 const SPAN: usize = 1 << 20;
+/// How long after a commit that failed the next one is sent.
+const COMMIT_AGAIN: Duration = Duration::from_secs(1);
 
 /// The state behind one lock, held for a batch at a time, and what wakes either side.
 #[derive(Default)]
@@ -59,6 +61,7 @@ pub(crate) struct State {
     held_bytes: usize,
     releases: u64,
     publishing: usize,
+    publishing_bytes: usize,
     phase: Phase,
     fault: Option<SourceError>,
 }
@@ -71,6 +74,22 @@ struct Assigned {
     /// Handed out and not back yet.
     out: usize,
     keeps: Keeps,
+    /// From when on its position is sent by itself, once. librdkafka sends a stored offset only if it is above the
+    /// committed one: where the log was cut below that, the first position would never be sent, nor would any after
+    /// it. So each assignment begins with such a commit, and so does whatever follows on a commit that failed.
+    send_from: Option<Instant>,
+}
+
+impl Assigned {
+    fn commit(&mut self, now: Instant) -> Option<Commit> {
+        let way = if self.send_from.is_some_and(|from| from <= now) { Way::Sent } else { Way::Stored };
+        let offset = match way {
+            Way::Sent => self.watermark.take_position()?,
+            Way::Stored => self.watermark.take_commit()?,
+        };
+        self.send_from = self.send_from.filter(|_| way == Way::Stored);
+        Some(Commit { topic: self.topic.clone(), partition: self.partition, offset, way })
+    }
 }
 
 /// Whether a partition stays.
@@ -80,6 +99,8 @@ enum Keeps {
     Assigned,
     /// It is being given back: settlements count, nothing is handed out.
     Revoking,
+    /// Its log cannot be read on: what was read before is handed out, and nothing that comes after.
+    Barred,
 }
 
 /// An offset to commit.
@@ -88,6 +109,16 @@ pub(crate) struct Commit {
     pub(crate) topic: Arc<str>,
     pub(crate) partition: i32,
     pub(crate) offset: i64,
+    pub(crate) way: Way,
+}
+
+/// How an offset reaches the broker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Way {
+    /// librdkafka sends it within its interval, if it is above what was committed before.
+    Stored,
+    /// It is sent now, whatever was committed before.
+    Sent,
 }
 
 impl Shared {
@@ -172,7 +203,7 @@ impl State {
         let full = self.phase != Phase::Running
             || self.ready_bytes >= READY_BYTES
             || self.held.len() + self.publishing >= HELD
-            || self.held_bytes >= HELD_BYTES
+            || self.held_bytes + self.publishing_bytes >= HELD_BYTES
             || self.assigned.values().any(|it| it.watermark.span() >= SPAN);
         if full {
             return 0;
@@ -183,7 +214,8 @@ impl State {
 
     fn begin(&mut self, topic: Arc<str>, partition: i32) -> u64 {
         self.last_epoch += 1;
-        let assigned = Assigned { topic, partition, watermark: Watermark::default(), out: 0, keeps: Keeps::Assigned };
+        let assigned =
+            Assigned { topic, partition, watermark: Watermark::default(), out: 0, keeps: Keeps::Assigned, send_from: Some(Instant::now()) };
         self.assigned.insert(self.last_epoch, assigned);
         self.last_epoch
     }
@@ -207,6 +239,15 @@ impl State {
         self.held.retain(|_, delivery| delivery.receipt.epoch != epoch);
         self.held_bytes = self.held.values().map(|delivery| delivery.message.size()).sum();
         self.revoked.push(epoch);
+    }
+
+    /// A part of a partition's log cannot be read: takes in nothing more of it, so that nothing past it is ever
+    /// committed.
+    pub(crate) fn bar(&mut self, topic: &str, partition: i32) {
+        let epoch = self.epoch_of(topic, partition);
+        if let Some(assigned) = epoch.and_then(|epoch| self.assigned.get_mut(&epoch)) {
+            assigned.keeps = Keeps::Barred;
+        }
     }
 
     /// How many deliveries of these assignments are not back yet.
@@ -266,15 +307,15 @@ impl State {
         epoch
     }
 
-    /// Hands out revocations, releases whose delay is over, and what was read, within the limit. What has a body
-    /// larger than `largest` goes to `oversize` instead, to be rejected.
+    /// Hands out revocations, releases whose delay is over, and what was read, within the limit: of 0, revocations
+    /// alone. What has a body larger than `largest` goes to `oversize` instead, to be rejected.
     pub(crate) fn hand_out(&mut self, limit: Limit, largest: usize, into: &mut Vec<Incoming>, oversize: &mut Vec<Delivery>) {
         into.extend(self.revoked.drain(..).map(Incoming::Revoked));
         if self.phase != Phase::Running {
             return;
         }
         let (now, mut count, mut bytes) = (Instant::now(), 0, 0_usize);
-        while count < limit.count.max(1) {
+        while count < limit.count {
             let due = self.held.first_entry().filter(|held| held.key().0 <= now);
             let next = due.as_ref().map(|held| held.get()).or(self.ready.front());
             let Some(size) = next.map(|delivery| delivery.message.size()) else { break };
@@ -293,6 +334,7 @@ impl State {
             }
             if delivery.message.body.len() > largest {
                 self.publishing += 1;
+                self.publishing_bytes += size;
                 oversize.push(delivery);
             } else {
                 into.push(Incoming::Delivery(delivery));
@@ -319,7 +361,7 @@ impl State {
     pub(crate) fn release(&mut self, delivery: Delivery, after: Duration) -> Fate {
         let Some(assigned) = self.assigned.get_mut(&delivery.receipt.epoch) else { return Fate::Stale };
         assigned.out = assigned.out.saturating_sub(1);
-        if assigned.keeps == Keeps::Assigned {
+        if assigned.keeps != Keeps::Revoking {
             let delivery = Delivery { message: detached(&delivery.message), ..delivery };
             self.held_bytes += delivery.message.size();
             self.releases += 1;
@@ -331,24 +373,34 @@ impl State {
     }
 
     /// A delivery is on its way to the dead letters.
-    pub(crate) fn reject(&mut self, receipt: &Receipt) -> Fate {
-        if !self.assigned.contains_key(&receipt.epoch) {
+    pub(crate) fn reject(&mut self, delivery: &Delivery) -> Fate {
+        if !self.assigned.contains_key(&delivery.receipt.epoch) {
             return Fate::Stale;
         }
         self.publishing += 1;
+        self.publishing_bytes += delivery.message.size();
         Fate::Counted
     }
 
     /// A dead letter stands.
-    pub(crate) fn published(&mut self, receipt: &Receipt) -> Fate {
+    pub(crate) fn published(&mut self, delivery: &Delivery) -> Fate {
         self.publishing = self.publishing.saturating_sub(1);
-        self.accept(receipt)
+        self.publishing_bytes = self.publishing_bytes.saturating_sub(delivery.message.size());
+        self.accept(&delivery.receipt)
     }
 
     /// What there is to commit since the last call.
     pub(crate) fn commits(&mut self) -> Vec<Commit> {
-        let ready = self.assigned.values_mut().filter_map(|it| Some((it.watermark.take_commit()?, it)));
-        ready.map(|(offset, it)| Commit { topic: it.topic.clone(), partition: it.partition, offset }).collect()
+        let now = Instant::now();
+        self.assigned.values_mut().filter_map(|it| it.commit(now)).collect()
+    }
+
+    /// A commit of this partition failed: its position is sent by itself soon.
+    pub(crate) fn commit_again(&mut self, topic: &str, partition: i32) {
+        let theirs = |it: &&mut Assigned| it.partition == partition && *it.topic == *topic;
+        for assigned in self.assigned.values_mut().filter(theirs) {
+            assigned.send_from = Some(Instant::now() + COMMIT_AGAIN);
+        }
     }
 }
 
@@ -371,8 +423,8 @@ fn delivery(record: Record, epoch: u64) -> Delivery {
     }
 }
 
-/// The same message in memory of its own, so that a release does not keep its whole batch.
-fn detached(message: &Message) -> Message {
+/// The same message in memory of its own, so that what is kept does not keep its whole batch.
+pub(crate) fn detached(message: &Message) -> Message {
     Message {
         key: message.key.as_ref().map(|key| key.to_vec().into()),
         headers: HeadersBuilder::from(&message.headers).finish(),

@@ -8,7 +8,7 @@ use oncegate_core::road::{Reason, Settlement};
 use oncegate_core::{Delivery, Incoming, Limit, Order, Settled, Source, SourceError, Story};
 
 use crate::dead_letters::DeadLetters;
-use crate::shared::{Fate, Phase, Shared};
+use crate::shared::{Fate, Phase, Shared, detached};
 
 /// The pause before a dead letter is published again, and the longest.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
@@ -41,12 +41,15 @@ impl KafkaSource {
         }
         let (before, mut oversize) = (into.len(), Vec::new());
         state.hand_out(limit, self.body_limit, into, &mut oversize);
-        Ok(Taken { any: into.len() > before, oversize, next_due: state.next_due() })
+        // Whoever asks for no deliveries is not woken for one.
+        let next_due = state.next_due().filter(|_| limit.count > 0);
+        Ok(Taken { any: into.len() > before, oversize, next_due })
     }
 
     /// Publishes a rejected delivery until it stands, then counts it as settled.
     fn publish(&self, delivery: Delivery, reason: Reason, story: Option<Box<Story>>) {
         let (shared, dead_letters) = (self.shared.clone(), self.dead_letters.clone());
+        let delivery = Delivery { message: detached(&delivery.message), ..delivery };
         tokio::spawn(async move {
             let (mut pause, longest) = PAUSES;
             while let Err(error) = dead_letters.publish(&delivery, &reason, story.as_deref()).await {
@@ -59,7 +62,7 @@ impl KafkaSource {
                 pause = (pause * 2).min(longest);
             }
             metrics::counter!("oncegate_kafka_dead_letters_total", "reason" => reason.as_str()).increment(1);
-            let fate = shared.lock().published(&delivery.receipt);
+            let fate = shared.lock().published(&delivery);
             count(fate);
             shared.wake_poller();
             shared.wake_consumer();
@@ -108,7 +111,7 @@ impl Source for KafkaSource {
                 Settlement::Accept(_) => state.accept(&delivery.receipt),
                 Settlement::Release { after, failures } => state.release(Delivery { failures, ..delivery }, after),
                 Settlement::Reject(reason) => {
-                    let fate = state.reject(&delivery.receipt);
+                    let fate = state.reject(&delivery);
                     if fate == Fate::Counted {
                         rejected.push((delivery, reason, story));
                     }

@@ -77,11 +77,20 @@ impl Watermark {
 
     /// The offset to commit, if it is higher than the one that was given last.
     pub(crate) fn take_commit(&mut self) -> Option<i64> {
-        let offset = self.ring.front().map(|slot| slot.offset()).or(self.end)?;
-        (offset > self.committed).then(|| {
-            self.committed = offset;
-            offset
-        })
+        let offset = self.position().filter(|offset| *offset > self.committed)?;
+        self.committed = offset;
+        Some(offset)
+    }
+
+    /// The offset to commit, whatever was given last; `None` before anything was delivered.
+    pub(crate) fn take_position(&mut self) -> Option<i64> {
+        self.committed = self.position()?;
+        Some(self.committed)
+    }
+
+    /// The lowest unsettled offset, or the one after the last.
+    fn position(&self) -> Option<i64> {
+        self.ring.front().map(|slot| slot.offset()).or(self.end)
     }
 
     /// How many offsets lie between the lowest unsettled one and the last one, settled or not.
@@ -131,6 +140,19 @@ mod tests {
         watermark.settle(7);
         assert_eq!(watermark.take_commit(), Some(9));
         assert_eq!(watermark.span(), 0);
+    }
+
+    #[test]
+    fn a_position_is_given_whatever_was_given_before() {
+        assert_eq!(Watermark::default().take_position(), None);
+        let mut watermark = delivered(5..7);
+        assert_eq!(watermark.take_position(), Some(5));
+        watermark.settle(5);
+        assert_eq!(watermark.take_position(), Some(6));
+        assert_eq!(watermark.take_position(), Some(6));
+        assert_eq!(watermark.take_commit(), None);
+        watermark.settle(6);
+        assert_eq!(watermark.take_commit(), Some(7));
     }
 
     #[test]

@@ -26,6 +26,10 @@ fn hand_out(state: &mut State) -> (Vec<u64>, Vec<Delivery>) {
     (revoked, deliveries)
 }
 
+fn committed(state: &mut State) -> Vec<(i64, Way)> {
+    state.commits().into_iter().map(|it| (it.offset, it.way)).collect()
+}
+
 fn leaving() -> [(String, i32); 1] {
     [("t".to_owned(), 0)]
 }
@@ -45,7 +49,7 @@ fn a_revoked_partition_hands_out_nothing_more_and_still_counts_what_is_settled()
     assert_eq!(state.release(first.remove(1), Duration::ZERO), Fate::Counted);
     assert_eq!(state.accept(&first[1].receipt), Fate::Counted);
     assert_eq!((state.out(&epochs), state.next_due()), (0, None));
-    assert_eq!(state.commits(), [Commit { topic: Arc::from("t"), partition: 0, offset: 1 }]);
+    assert_eq!(state.commits(), [Commit { topic: Arc::from("t"), partition: 0, offset: 1, way: Way::Sent }]);
     state.forget(&epochs);
     assert_eq!(state.accept(&first[1].receipt), Fate::Stale);
     assert_eq!(state.commits(), []);
@@ -60,7 +64,7 @@ fn a_partition_that_comes_back_is_another_one() {
     state.begin(Arc::from("t"), 0);
     state.take_in(vec![record(0, 5), record(0, 6)]);
     assert_eq!(state.accept(&before[0].receipt), Fate::Stale);
-    assert_eq!(state.commits(), []);
+    assert_eq!(committed(&mut state), [(5, Way::Sent)]);
     let (_, after) = hand_out(&mut state);
     assert_eq!(state.accept(&after[0].receipt), Fate::Counted);
     assert_eq!(state.commits()[0].offset, 6);
@@ -70,13 +74,66 @@ fn a_partition_that_comes_back_is_another_one() {
 fn a_partition_that_is_reset_begins_anew() {
     let mut state = state(0, 5..8);
     let (_, before) = hand_out(&mut state);
+    assert_eq!(committed(&mut state), [(5, Way::Sent)]);
     state.take_in(vec![record(0, 2), record(0, 3)]);
+    // What was committed is above all that there is: the lower offset is sent at once, or it never would be.
+    assert_eq!(committed(&mut state), [(2, Way::Sent)]);
     let (revoked, after) = hand_out(&mut state);
     assert_eq!(revoked, [before[0].receipt.epoch]);
     assert_eq!(after.iter().map(|it| it.receipt.position).collect::<Vec<_>>(), [2, 3]);
     assert_eq!(state.accept(&before[0].receipt), Fate::Stale);
     assert_eq!(state.accept(&after[0].receipt), Fate::Counted);
-    assert_eq!(state.commits()[0].offset, 3);
+    assert_eq!(committed(&mut state), [(3, Way::Stored)]);
+}
+
+#[test]
+fn each_assignment_sends_where_it_begins_and_sends_again_what_failed() {
+    let mut state = State::default();
+    state.begin(Arc::from("t"), 0);
+    assert_eq!(committed(&mut state), []);
+    state.take_in(vec![record(0, 7), record(0, 8)]);
+    assert_eq!(committed(&mut state), [(7, Way::Sent)]);
+    assert_eq!(committed(&mut state), []);
+    state.commit_again("t", 0);
+    state.commit_again("t", 1);
+    assert_eq!(committed(&mut state), [], "not at once");
+    let soon = Instant::now() + COMMIT_AGAIN;
+    let assigned = state.assigned.values_mut().next().expect("one partition");
+    assert_eq!(assigned.commit(soon).map(|it| (it.offset, it.way)), Some((7, Way::Sent)));
+    assert_eq!(assigned.commit(soon), None);
+}
+
+#[test]
+fn nothing_past_what_cannot_be_read_is_taken_in() {
+    let mut state = state(0, 5..7);
+    state.begin(Arc::from("t"), 1);
+    state.bar("t", 0);
+    state.take_in(vec![record(0, 9), record(1, 3)]);
+    let (revoked, deliveries) = hand_out(&mut state);
+    let positions: Vec<u64> = deliveries.iter().map(|it| it.receipt.position).collect();
+    assert_eq!((revoked, positions), (vec![], vec![5, 6, 3]));
+    for it in deliveries {
+        state.accept(&it.receipt);
+    }
+    let mut committed = committed(&mut state);
+    committed.sort_by_key(|(offset, _)| *offset);
+    assert_eq!(committed, [(4, Way::Sent), (7, Way::Sent)]);
+}
+
+#[test]
+fn a_limit_of_nothing_hands_out_revocations_alone() {
+    let mut state = state(0, 0..2);
+    state.begin(Arc::from("t"), 1);
+    state.take_in(vec![record(1, 0)]);
+    let nothing = Limit { count: 0, bytes: 0 };
+    let mut incoming = Vec::new();
+    state.hand_out(nothing, usize::MAX, &mut incoming, &mut Vec::new());
+    assert!(incoming.is_empty());
+    let epochs = state.revoke(&leaving());
+    state.hand_out(nothing, usize::MAX, &mut incoming, &mut Vec::new());
+    assert!(matches!(incoming[..], [Incoming::Revoked(epoch)] if [epoch] == epochs[..]));
+    let (_, deliveries) = hand_out(&mut state);
+    assert_eq!(deliveries.len(), 1);
 }
 
 #[test]
@@ -92,8 +149,27 @@ fn nothing_is_read_while_too_much_waits() {
     full.publishing = HELD - READY;
     assert_eq!(full.room(), 0);
     full.publishing = 0;
+    full.publishing_bytes = HELD_BYTES;
+    assert_eq!(full.room(), 0);
+    full.publishing_bytes = 0;
+    assert!(full.room() > 0);
     full.phase = Phase::Stopped;
     assert_eq!(full.room(), 0);
+}
+
+#[test]
+fn what_is_on_its_way_to_the_dead_letters_counts_by_its_size_until_it_stands() {
+    let mut state = state(0, 0..2);
+    let (_, deliveries) = hand_out(&mut state);
+    for delivery in &deliveries {
+        assert_eq!(state.reject(delivery), Fate::Counted);
+    }
+    assert_eq!((state.publishing, state.publishing_bytes), (2, 2));
+    assert_eq!(state.published(&deliveries[1]), Fate::Counted);
+    assert_eq!((state.publishing, state.publishing_bytes), (1, 1));
+    state.take_in(vec![record(0, 2)]);
+    state.hand_out(Limit { count: 1, bytes: 1 }, 0, &mut Vec::new(), &mut Vec::new());
+    assert_eq!((state.publishing, state.publishing_bytes), (2, 2), "too large to be handed out");
 }
 
 #[test]

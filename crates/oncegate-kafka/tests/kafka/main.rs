@@ -1,6 +1,8 @@
 //! The Kafka source on a real broker: `ONCEGATE_KAFKA` says where.
 
+mod dead_letters;
 mod group;
+mod log;
 mod messages;
 mod opening;
 mod outage;

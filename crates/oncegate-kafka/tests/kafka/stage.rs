@@ -10,13 +10,16 @@ use oncegate_core::{Delivery, Guarantee, Incoming, Limit, Outage, Position, Sett
 use oncegate_kafka::{Kafka, KafkaSource};
 use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
 use rdkafka::client::DefaultClientContext;
-use rdkafka::consumer::{BaseConsumer, Consumer};
+use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer};
 use rdkafka::message::{BorrowedMessage, OwnedHeaders};
 use rdkafka::producer::{FutureProducer, FutureRecord};
 use rdkafka::{ClientConfig, Message, Offset, TopicPartitionList};
 
 /// No step of a test takes longer than this.
 pub(crate) const BOUND: Duration = Duration::from_secs(40);
+
+/// What a topic needs to keep its messages without limit.
+const KEEPS: [(&str, &str); 2] = [("retention.ms", "-1"), ("retention.bytes", "-1")];
 
 /// A topic of a test's own.
 pub(crate) struct Topic {
@@ -29,16 +32,19 @@ impl Topic {
     /// A topic with its dead-letter and in-doubt topics.
     pub(crate) async fn new(partitions: i32) -> Self {
         let topic = Self::alone(partitions).await;
-        topic.create(&topic.dead_letters(), 1, &[]).await;
-        topic.create(&topic.in_doubt(), 1, &[]).await;
+        topic.create(&topic.dead_letters(), 1, &KEEPS).await;
+        topic.create(&topic.in_doubt(), 1, &KEEPS).await;
         topic
     }
 
-    /// A topic whose dead-letter topic is configured in a way of its own.
+    /// A topic whose dead-letter topic is configured in a way of its own, beside keeping without limit.
+    ///
+    /// It takes messages from the future itself.
     pub(crate) async fn with_dead_letters(config: &[(&str, &str)]) -> Self {
-        let topic = Self::alone(1).await;
-        topic.create(&topic.dead_letters(), 1, config).await;
-        topic.create(&topic.in_doubt(), 1, &[]).await;
+        let brokers = oncegate_testkit::kafka_brokers().expect("a broker");
+        let topic = Self::configured(brokers, 1, &[("message.timestamp.after.max.ms", "9223372036854775807")]).await;
+        topic.create(&topic.dead_letters(), 1, &[&KEEPS, config].concat()).await;
+        topic.create(&topic.in_doubt(), 1, &KEEPS).await;
         topic
     }
 
@@ -49,22 +55,36 @@ impl Topic {
 
     /// A topic without any other, on this broker.
     pub(crate) async fn at(brokers: String, partitions: i32) -> Self {
+        Self::configured(brokers, partitions, &[]).await
+    }
+
+    /// The same, configured in a way of its own.
+    async fn configured(brokers: String, partitions: i32, config: &[(&str, &str)]) -> Self {
         static COUNT: AtomicU64 = AtomicU64::new(0);
         let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("a clock after 1970").as_nanos();
         let name = format!("oncegate-test-{now}-{}", COUNT.fetch_add(1, Ordering::Relaxed));
         let producer = client(&brokers).set("linger.ms", "1").create().expect("a producer");
         let topic = Self { name, brokers, producer };
-        topic.create(&topic.name, partitions, &[]).await;
+        topic.create(&topic.name, partitions, config).await;
         topic
     }
 
-    async fn create(&self, name: &str, partitions: i32, config: &[(&str, &str)]) {
+    pub(crate) async fn create(&self, name: &str, partitions: i32, config: &[(&str, &str)]) {
         let admin: AdminClient<DefaultClientContext> = client(&self.brokers).create().expect("an admin client");
         let options = AdminOptions::new().operation_timeout(Some(BOUND));
         let topic = NewTopic::new(name, partitions, TopicReplication::Fixed(1));
         let topic = config.iter().fold(topic, |topic, (key, value)| topic.set(key, value));
         let created = admin.create_topics([&topic], &options).await;
         assert!(created.expect("an answer").iter().all(Result::is_ok), "{name} was not created");
+    }
+
+    /// Deletes the topic and creates another one of its name, with one partition.
+    pub(crate) async fn make_anew(&self) {
+        let admin: AdminClient<DefaultClientContext> = client(&self.brokers).create().expect("an admin client");
+        let options = AdminOptions::new().operation_timeout(Some(BOUND));
+        let deleted = admin.delete_topics(&[&self.name], &options).await;
+        assert!(deleted.expect("an answer").iter().all(Result::is_ok), "{} was not deleted", self.name);
+        self.create(&self.name, 1, &[]).await;
     }
 
     pub(crate) fn dead_letters(&self) -> String {
@@ -100,9 +120,26 @@ impl Topic {
 
     /// Sends one message to partition 0.
     pub(crate) async fn send(&self, key: Option<&[u8]>, body: Option<&[u8]>, headers: OwnedHeaders) {
+        self.send_as_of(None, key, body, headers).await;
+    }
+
+    /// Sends one message to partition 0 with this timestamp, in milliseconds since 1970.
+    pub(crate) async fn send_as_of(&self, at: Option<i64>, key: Option<&[u8]>, body: Option<&[u8]>, headers: OwnedHeaders) {
         let mut record = FutureRecord::<[u8], [u8]>::to(&self.name).partition(0).headers(headers);
-        (record.key, record.payload) = (key, body);
+        (record.timestamp, record.key, record.payload) = (at, key, body);
         self.producer.send(record, BOUND).await.expect("sent");
+    }
+
+    /// Commits an offset of partition 0 for the group, from outside it.
+    pub(crate) async fn commit(&self, offset: i64) {
+        let (brokers, name) = (self.brokers.clone(), self.name.clone());
+        let committed = tokio::task::spawn_blocking(move || {
+            let outsider: BaseConsumer = client(&brokers).set("group.id", &name).create().expect("a consumer");
+            let mut partitions = TopicPartitionList::new();
+            partitions.add_partition_offset(&name, 0, Offset::Offset(offset)).expect("an offset");
+            outsider.commit(&partitions, CommitMode::Sync).expect("committed");
+        });
+        committed.await.expect("committed");
     }
 
     /// What the group has committed for a partition, as the broker tells another client.
@@ -130,6 +167,18 @@ impl Topic {
                 return;
             }
             assert!(Instant::now() < end && committed.is_none_or(|it| it < offset), "{committed:?} was committed, not {offset}");
+        }
+    }
+
+    /// Waits until the group has committed this much, wherever it stood before.
+    pub(crate) async fn await_reset(&self, partition: i32, offset: i64) {
+        let end = Instant::now() + BOUND;
+        loop {
+            let committed = self.committed(partition).await;
+            if committed == Some(offset) {
+                return;
+            }
+            assert!(Instant::now() < end, "{committed:?} was committed, not {offset}");
         }
     }
 

@@ -1,0 +1,106 @@
+//! What stands in the dead letters where the broker is choosy.
+
+use oncegate_core::road::Reason;
+use oncegate_core::source::Open;
+use rdkafka::Message;
+use rdkafka::message::{BorrowedMessage, Header, OwnedHeaders};
+
+use crate::stage::*;
+
+/// Rejects the first messages of a topic.
+async fn reject_all(topic: &Topic, count: usize) {
+    let mut source = topic.source().accept_limited_retention().open().await.expect("a source");
+    for delivery in receive(&mut source, count).await {
+        reject(&mut source, delivery, Reason::Refused).await;
+    }
+    topic.await_commit(0, count as i64).await;
+    close(source).await;
+}
+
+fn header(message: &BorrowedMessage<'_>, name: &str) -> Option<String> {
+    text_headers(message).into_iter().rfind(|(it, _)| it == name).and_then(|(_, value)| value)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_dead_letter_is_as_old_as_its_publishing_and_says_when_the_message_was_sent() {
+    const YEAR: i64 = 365 * 86_400_000;
+    let now = now();
+    // The topic would expire the first at once, and refuse the second for ever.
+    let topic = Topic::with_dead_letters(&[("retention.ms", "3600000"), ("message.timestamp.after.max.ms", "3600000")]).await;
+    for (at, headers) in [
+        (now - 3 * YEAR, OwnedHeaders::new()),
+        (now + YEAR, OwnedHeaders::new()),
+        (now, OwnedHeaders::new().insert(Header { key: "oncegate-first-seen", value: Some("1234567890123") })),
+        (now, OwnedHeaders::new().insert(Header { key: "oncegate-first-seen", value: Some("long ago") })),
+    ] {
+        topic.send_as_of(Some(at), None, Some(b"body"), headers).await;
+    }
+    reject_all(&topic, 4).await;
+    let copy = |message: &BorrowedMessage<'_>| {
+        (header(message, "oncegate-first-seen"), message.timestamp().to_millis(), header(message, "oncegate-origin"))
+    };
+    let mut dead = topic.read(topic.dead_letters(), 4, copy).await;
+    dead.sort_by_key(|(_, _, origin)| origin.clone());
+    let seen: Vec<_> = dead.iter().map(|(seen, _, _)| seen.clone().expect("a header")).collect();
+    assert_eq!(seen, [(now - 3 * YEAR).to_string(), (now + YEAR).to_string(), "1234567890123".into(), now.to_string()]);
+    let published = now..now + BOUND.as_millis() as i64;
+    assert!(dead.iter().all(|(_, at, _)| at.is_some_and(|at| published.contains(&at))), "{dead:?}");
+}
+
+fn now() -> i64 {
+    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).expect("a clock after 1970");
+    since.as_millis() as i64
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_body_that_the_dead_letter_topic_does_not_take_is_left_out_and_said_to_be() {
+    let topic = Topic::with_dead_letters(&[("max.message.bytes", "2000")]).await;
+    topic.send(Some(b"key"), Some(&[b'x'; 5_000]), OwnedHeaders::new()).await;
+    reject_all(&topic, 1).await;
+    let copy = |it: &BorrowedMessage<'_>| (it.key().map(<[u8]>::to_vec), it.payload().map(<[u8]>::len), text_headers(it));
+    let (key, length, headers) = topic.read(topic.dead_letters(), 1, copy).await.remove(0);
+    assert_eq!((key.as_deref(), length), (Some(&b"key"[..]), Some(0)));
+    assert!(headers.contains(&("oncegate-body-omitted".to_owned(), Some("5000".to_owned()))), "{headers:?}");
+    assert!(!headers.iter().any(|(name, _)| name == "oncegate-key-omitted" || name == "oncegate-headers-omitted"), "{headers:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn many_small_dead_letters_at_once_keep_their_bodies() {
+    const COUNT: usize = 256;
+    let topic = Topic::with_dead_letters(&[("max.message.bytes", "500000")]).await;
+    let body = [b'x'; 5_000];
+    for _ in 0..COUNT {
+        topic.send(None, Some(&body), OwnedHeaders::new()).await;
+    }
+    reject_all(&topic, COUNT).await;
+    let lengths = topic.read(topic.dead_letters(), COUNT, |it| it.payload().map(<[u8]>::len)).await;
+    assert_eq!(lengths, [Some(body.len()); COUNT]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_key_or_a_header_that_no_topic_takes_is_left_out_and_said_to_be() {
+    // Each message is as large as its own topic takes, and larger with the headers of the rejection.
+    const LARGE: usize = 3_000;
+    let topic = Topic::with_dead_letters(&[("max.message.bytes", "2000")]).await;
+    let huge = "h".repeat(LARGE);
+    topic.send(Some(huge.as_bytes()), Some(b"one"), OwnedHeaders::new()).await;
+    let headers = OwnedHeaders::new().insert(Header { key: "huge", value: Some(&huge) });
+    let headers = headers.insert(Header { key: "oncegate-first-seen", value: Some("1234567890123") });
+    topic.send(Some(b"key"), Some(b"three"), headers).await;
+    reject_all(&topic, 2).await;
+
+    let copy = |it: &BorrowedMessage<'_>| (it.key().is_some(), it.payload().map(<[u8]>::len), text_headers(it));
+    let mut dead = topic.read(topic.dead_letters(), 2, copy).await;
+    dead.sort_by_key(|(_, _, headers)| headers.iter().find(|(name, _)| name == "oncegate-origin").cloned());
+    for ((key, length, headers), (offset, body, key_length, count)) in dead.into_iter().zip([(0, 3, LARGE, 0), (1, 5, 3, 2)]) {
+        assert_eq!((key, length), (false, Some(0)));
+        let value = |name: &str| headers.iter().find(|(it, _)| it == name).and_then(|(_, value)| value.clone());
+        assert_eq!(value("oncegate-reason").as_deref(), Some("refused"));
+        assert_eq!(value("oncegate-origin"), Some(format!("{}/0/{offset}", topic.name)));
+        assert_eq!(value("oncegate-body-omitted"), Some(body.to_string()));
+        assert_eq!(value("oncegate-key-omitted"), Some(key_length.to_string()));
+        assert_eq!(value("oncegate-headers-omitted"), Some(count.to_string()));
+        assert_eq!(value("oncegate-first-seen").is_some_and(|seen| seen == "1234567890123"), offset == 1);
+        assert_eq!(value("huge"), None);
+    }
+}
