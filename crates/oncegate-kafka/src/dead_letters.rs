@@ -4,8 +4,8 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, UNIX_EPOCH};
 
 use oncegate_core::road::Reason;
-use oncegate_core::source::rejection_headers;
-use oncegate_core::{Delivery, Headers, Story};
+use oncegate_core::source::{headers, rejection_headers};
+use oncegate_core::{Delivery, Message, Story};
 use rdkafka::ClientConfig;
 use rdkafka::error::{KafkaError, RDKafkaErrorCode};
 use rdkafka::message::{Header, OwnedHeaders};
@@ -16,6 +16,10 @@ use crate::poll::Log;
 
 /// Says on a dead letter that its body was left out, and how large it was: the broker takes no message of that size.
 const BODY_OMITTED: &str = "oncegate-body-omitted";
+/// The same of the key.
+const KEY_OMITTED: &str = "oncegate-key-omitted";
+/// Says that the message's own headers were left out, and how many there were.
+const HEADERS_OMITTED: &str = "oncegate-headers-omitted";
 
 type Publisher = FutureProducer<Log>;
 
@@ -27,11 +31,26 @@ pub(crate) struct DeadLetters {
     producer: Mutex<Option<Publisher>>,
 }
 
-/// What goes out of the body.
-#[derive(Clone, Copy)]
-enum Body {
+/// How much of a message goes out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Extent {
+    /// All of it.
     Whole,
-    Omitted,
+    /// Key and headers.
+    NoBody,
+    /// What oncegate has to say of it.
+    Note,
+}
+
+impl Extent {
+    /// What to try when this was too large.
+    fn smaller(self) -> Option<Self> {
+        match self {
+            Self::Whole => Some(Self::NoBody),
+            Self::NoBody => Some(Self::Note),
+            Self::Note => None,
+        }
+    }
 }
 
 impl DeadLetters {
@@ -44,47 +63,39 @@ impl DeadLetters {
     /// Publishes one rejected delivery; when it returns `Ok`, all in-sync replicas have it.
     ///
     /// Key, headers and body are those of the message, with the headers of the rejection after them. A header name
-    /// that is not UTF-8 has its odd bytes replaced. A body that the broker finds too large is left out, with a header
-    /// that says so; the origin header says where it still stands.
+    /// that is not UTF-8 has its odd bytes replaced, and a tombstone has an empty body. The record is as old as its
+    /// publishing, so that no broker takes it for expired or for one from the future; when the message itself was sent
+    /// stands in the header `oncegate-first-seen`. What the broker finds too large goes without its body, and then
+    /// without key and headers, and headers say so; the origin header says where it still stands.
     ///
     /// # Errors
     /// Nobody knows whether it stands: publish again; a second copy is harmless.
     pub(crate) async fn publish(&self, delivery: &Delivery, reason: &Reason, story: Option<&Story>) -> Result<(), KafkaError> {
-        match self.send(delivery, reason, story, Body::Whole).await {
-            Err(KafkaError::MessageProduction(RDKafkaErrorCode::MessageSizeTooLarge)) => {
-                tracing::warn!(
-                    origin = %delivery.message.origin.name,
-                    position = delivery.receipt.position,
-                    bytes = delivery.message.body.len(),
-                    "the dead-letter topic takes no message of this size; the body is left out"
-                );
-                self.send(delivery, reason, story, Body::Omitted).await
-            }
-            result => result,
+        let mut extent = Extent::Whole;
+        loop {
+            let sent = self.send(delivery, reason, story, extent).await;
+            let Err(KafkaError::MessageProduction(RDKafkaErrorCode::MessageSizeTooLarge)) = sent else { return sent };
+            let Some(smaller) = extent.smaller() else { return sent };
+            tracing::warn!(
+                origin = %delivery.message.origin.name,
+                position = delivery.receipt.position,
+                bytes = delivery.message.size(),
+                "the dead-letter topic takes no message of this size; a part of it is left out"
+            );
+            extent = smaller;
         }
     }
 
-    async fn send(&self, delivery: &Delivery, reason: &Reason, story: Option<&Story>, body: Body) -> Result<(), KafkaError> {
+    async fn send(&self, delivery: &Delivery, reason: &Reason, story: Option<&Story>, extent: Extent) -> Result<(), KafkaError> {
         let message = &delivery.message;
         let topic = self.destinations.of(&message.origin.name, reason);
-        let mut headers = copied(&message.headers);
-        for (name, value) in rejection_headers(delivery, reason, story) {
-            headers = headers.insert(Header { key: name, value: Some(&value) });
-        }
-        if let Body::Omitted = body {
-            headers = headers.insert(Header { key: BODY_OMITTED, value: Some(&message.body.len().to_string()) });
-        }
-        let mut record = FutureRecord::<[u8], [u8]>::to(&topic).headers(headers).payload(match body {
-            Body::Whole => &message.body,
-            Body::Omitted => &[],
-        });
-        record.key = message.key.as_deref();
-        record.timestamp =
-            message.sent_at.and_then(|at| at.duration_since(UNIX_EPOCH).ok()).and_then(|age| i64::try_from(age.as_millis()).ok());
+        let mut record = FutureRecord::<[u8], [u8]>::to(&topic).headers(written(delivery, reason, story, extent));
+        record.payload = Some(if extent == Extent::Whole { &message.body } else { &[] });
+        record.key = message.key.as_deref().filter(|_| extent != Extent::Note);
         let producer = self.producer()?;
         let sent = producer.send(record, Duration::from_secs(30)).await;
         if sent.is_err() && producer.client().fatal_error().is_some() {
-            self.replace();
+            self.replace(&producer);
         }
         sent.map(|_| ()).map_err(|(error, _)| error)
     }
@@ -97,10 +108,13 @@ impl DeadLetters {
         }
     }
 
-    /// A fatal error of an idempotent producer stays: the next publish starts another one.
-    fn replace(&self) {
-        tracing::error!("the producer of dead letters failed for good; starting another one");
-        drop_aside(self.producer.lock().unwrap_or_else(PoisonError::into_inner).take());
+    /// A fatal error of an idempotent producer stays: the next publish starts another one, unless it has begun already.
+    fn replace(&self, failed: &Publisher) {
+        let mut producer = self.producer.lock().unwrap_or_else(PoisonError::into_inner);
+        if producer.as_ref().is_some_and(|current| current.client().native_ptr() == failed.client().native_ptr()) {
+            tracing::error!("the producer of dead letters failed for good; starting another one");
+            drop_aside(producer.take());
+        }
     }
 }
 
@@ -116,6 +130,30 @@ fn drop_aside(producer: Option<Publisher>) {
     let _ = std::thread::Builder::new().name("oncegate-kafka-drop".into()).spawn(move || drop(producer));
 }
 
-fn copied(headers: &Headers) -> OwnedHeaders {
-    headers.iter().fold(OwnedHeaders::new(), |copy, (name, value)| copy.insert(Header { key: &String::from_utf8_lossy(name), value }))
+/// All headers of a dead letter: the message's own, then ours.
+fn written(delivery: &Delivery, reason: &Reason, story: Option<&Story>, extent: Extent) -> OwnedHeaders {
+    let message = &delivery.message;
+    let mut written = OwnedHeaders::new();
+    if extent != Extent::Note {
+        for (name, value) in message.headers.iter() {
+            written = written.insert(Header { key: &String::from_utf8_lossy(name), value });
+        }
+    }
+    let mut ours = rejection_headers(delivery, reason, story);
+    ours.extend(first_seen(message, extent).map(|at| (headers::FIRST_SEEN, at.to_string())));
+    ours.extend((extent != Extent::Whole).then(|| (BODY_OMITTED, message.body.len().to_string())));
+    if extent == Extent::Note {
+        ours.extend(message.key.as_ref().map(|key| (KEY_OMITTED, key.len().to_string())));
+        ours.push((HEADERS_OMITTED, message.headers.iter().count().to_string()));
+    }
+    ours.iter().fold(written, |written, (name, value)| written.insert(Header { key: name, value: Some(value) }))
+}
+
+/// When the message was seen first, in milliseconds since 1970, where the headers that go out do not say so already.
+fn first_seen(message: &Message, extent: Extent) -> Option<u64> {
+    let told = message.headers.last(headers::FIRST_SEEN).and_then(|value| std::str::from_utf8(value).ok()?.parse().ok());
+    match told {
+        Some(told) => (extent == Extent::Note).then_some(told),
+        None => u64::try_from(message.sent_at?.duration_since(UNIX_EPOCH).ok()?.as_millis()).ok(),
+    }
 }

@@ -22,7 +22,8 @@ const POLL_INTERVAL: Duration = Duration::from_secs(300);
 /// ```
 ///
 /// Rejected deliveries go to `<topic>.dead-letters` and `<topic>.in-doubt`, which have to exist unless
-/// [`create_topics`](Kafka::create_topics) says otherwise. `Debug` shows the names of properties, never their values.
+/// [`create_topics`](Kafka::create_topics) says otherwise, and have to keep what stands there without limit unless
+/// [`accept_limited_retention`](Kafka::accept_limited_retention) says otherwise. `Debug` shows the names of properties, never their values.
 #[derive(Clone)]
 #[must_use]
 pub struct Kafka {
@@ -31,6 +32,7 @@ pub struct Kafka {
     pub(crate) group: String,
     pub(crate) destinations: Destinations,
     pub(crate) creation: TopicCreation,
+    pub(crate) retention: Retention,
     pub(crate) body_limit: usize,
     start: StartAt,
     drain: Duration,
@@ -55,13 +57,24 @@ pub enum TopicCreation {
     /// A missing topic is an error when the source is opened.
     #[default]
     Never,
-    /// A missing topic is created, and keeps its messages without limit (`retention.ms=-1`).
+    /// A missing topic is created, and keeps its messages without limit (`retention.ms=-1`, `retention.bytes=-1`,
+    /// `cleanup.policy=delete`).
     Create {
         /// Partitions of the new topic, at least 1.
         partitions: u16,
         /// Replicas of each partition, at least 1; 3 where there are three brokers.
         replication: u16,
     },
+}
+
+/// How long dead-letter and in-doubt topics have to keep what stands there.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Retention {
+    /// Until somebody takes it out.
+    #[default]
+    Unlimited,
+    /// As long as the topic happens to.
+    Any,
 }
 
 /// Where rejected deliveries go.
@@ -100,6 +113,7 @@ impl Kafka {
             group: String::new(),
             destinations: Destinations::default(),
             creation: TopicCreation::default(),
+            retention: Retention::default(),
             body_limit: usize::MAX,
             start: StartAt::default(),
             drain: DRAIN,
@@ -140,6 +154,14 @@ impl Kafka {
     /// Whether missing dead-letter and in-doubt topics are created; never by default.
     pub fn create_topics(mut self, creation: TopicCreation) -> Self {
         self.creation = creation;
+        self
+    }
+
+    /// Accepts dead-letter and in-doubt topics that forget: with a limit of time or size, or compacted. A message that
+    /// nobody has looked at by then is lost. Without this, opening the source refuses such topics, as far as it may read
+    /// their configuration.
+    pub fn accept_limited_retention(mut self) -> Self {
+        self.retention = Retention::Any;
         self
     }
 
@@ -193,6 +215,9 @@ impl Kafka {
         {
             return wrong("create_topics", "partitions or replication is 0", "use at least 1 of each");
         }
+        if self.property_value("auto.commit.interval.ms").is_some_and(|value| value.trim().parse() == Ok(0)) {
+            return wrong("auto.commit.interval.ms", "is 0, which ends all commits under way", "use at least 1; the default is 1000");
+        }
         self.properties
             .iter()
             .try_for_each(|(key, _)| refused(key).map_or(Ok(()), |remedy| wrong(key, "cannot be set as a property", remedy)))
@@ -231,7 +256,9 @@ impl Kafka {
         // Which size is too large is for the broker to say; this is the most that librdkafka allows.
         config.set("linger.ms", "0").set("delivery.timeout.ms", "30000").set("message.max.bytes", "1000000000");
         self.set_properties(&mut config);
-        config.set("enable.idempotence", "true").set("acks", "all");
+        // One message a request: a broker refuses a batch that is too large as a whole, and nobody could tell of which
+        // message it speaks.
+        config.set("enable.idempotence", "true").set("acks", "all").set("batch.num.messages", "1");
         config
     }
 
@@ -309,6 +336,8 @@ mod tests {
         assert_eq!(setting(whole().dead_letters("payments")), "dead_letters");
         assert_eq!(setting(whole().in_doubt("")), "in_doubt");
         assert_eq!(setting(whole().create_topics(TopicCreation::Create { partitions: 0, replication: 1 })), "create_topics");
+        assert_eq!(setting(whole().property("auto.commit.interval.ms", "0")), "auto.commit.interval.ms");
+        assert!(whole().property("auto.commit.interval.ms", "100").check().is_ok());
         for key in ["enable.auto.commit", "enable.auto.offset.store", "group.id", "bootstrap.servers", "auto.offset.reset", "acks"] {
             assert_eq!(setting(whole().property(key, "x")), key);
         }
@@ -316,13 +345,15 @@ mod tests {
 
     #[test]
     fn the_promise_stands_over_the_users_properties_and_they_over_the_rest() {
-        let kafka = whole().property("fetch.queue.backoff.ms", "50").property("security.protocol", "ssl");
+        let properties = [("fetch.queue.backoff.ms", "50"), ("security.protocol", "ssl"), ("batch.num.messages", "500")];
+        let kafka = properties.iter().fold(whole(), |kafka, (key, value)| kafka.property(*key, *value));
         let consumer = kafka.consumer_config();
         assert_eq!(consumer.get("fetch.queue.backoff.ms"), Some("50"));
         assert_eq!(consumer.get("enable.auto.offset.store"), Some("false"));
         assert_eq!(consumer.get("auto.offset.reset"), Some("earliest"));
         assert_eq!(kafka.producer_config().get("security.protocol"), Some("ssl"));
         assert_eq!(kafka.producer_config().get("acks"), Some("all"));
+        assert_eq!(kafka.producer_config().get("batch.num.messages"), Some("1"));
     }
 
     #[test]

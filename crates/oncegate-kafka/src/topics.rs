@@ -8,7 +8,7 @@ use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, ResourceSpecifier, Top
 use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::error::RDKafkaErrorCode;
 
-use crate::kafka::{Kafka, TopicCreation};
+use crate::kafka::{Kafka, Retention, TopicCreation};
 use crate::open::wrong_setting;
 use crate::poll::{Context, Log};
 
@@ -20,6 +20,9 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(200), Duration::from
 /// How often a topic that is missing is asked for again, a pause apart: one that was created a moment ago is not known
 /// to every broker yet.
 const SECOND_LOOKS: u32 = 3;
+
+/// What a topic needs to keep its messages until somebody takes them out.
+const KEEPS: [(&str, &str); 3] = [("retention.ms", "-1"), ("retention.bytes", "-1"), ("cleanup.policy", "delete")];
 
 /// What the broker says about a topic.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,7 +56,7 @@ pub(crate) async fn check(kafka: &Kafka, mut consumer: BaseConsumer<Context>) ->
         let found;
         (consumer, found) = look(consumer, name.clone(), kafka).await?;
         match (found, kafka.creation) {
-            (Found::There, _) => there.push(name.as_str()),
+            (Found::There, _) => there.push((*setting, name.as_str())),
             (Found::Missing, TopicCreation::Create { partitions, replication }) => {
                 create(kafka, setting, name, partitions, replication).await?
             }
@@ -62,7 +65,8 @@ pub(crate) async fn check(kafka: &Kafka, mut consumer: BaseConsumer<Context>) ->
                     *setting,
                     format!("the topic `{name}` does not exist"),
                     format!(
-                        "create it: kafka-topics.sh --bootstrap-server {} --create --topic {name} --config retention.ms=-1; \
+                        "create it: kafka-topics.sh --bootstrap-server {} --create --topic {name} --config retention.ms=-1 \
+                         --config retention.bytes=-1 --config cleanup.policy=delete; \
                          or let the source do so: .create_topics(TopicCreation::Create {{ partitions: 1, replication: 3 }})",
                         kafka.brokers
                     ),
@@ -70,7 +74,9 @@ pub(crate) async fn check(kafka: &Kafka, mut consumer: BaseConsumer<Context>) ->
             }
         }
     }
-    warn_of_retention(kafka, &there).await;
+    if kafka.retention == Retention::Unlimited {
+        check_retention(kafka, &there).await?;
+    }
     Ok(consumer)
 }
 
@@ -145,7 +151,8 @@ fn admin(kafka: &Kafka) -> Result<AdminClient<Log>, SourceError> {
 
 async fn create(kafka: &Kafka, setting: &str, name: &str, partitions: u16, replication: u16) -> Result<(), SourceError> {
     let admin = admin(kafka)?;
-    let topic = NewTopic::new(name, i32::from(partitions), TopicReplication::Fixed(i32::from(replication))).set("retention.ms", "-1");
+    let topic = NewTopic::new(name, i32::from(partitions), TopicReplication::Fixed(i32::from(replication)));
+    let topic = KEEPS.iter().fold(topic, |topic, (key, value)| topic.set(key, value));
     let options = AdminOptions::new().operation_timeout(Some(PATIENCE * 2));
     let failed = match admin.create_topics([&topic], &options).await {
         Ok(results) => results.into_iter().find_map(Result::err).map(|(_, code)| code.to_string()),
@@ -164,17 +171,83 @@ async fn create(kafka: &Kafka, setting: &str, name: &str, partitions: u16, repli
     }
 }
 
-/// A dead letter that expires is a lost message: says so, where the broker lets itself be asked.
-async fn warn_of_retention(kafka: &Kafka, names: &[&str]) {
-    let Ok(admin) = admin(kafka) else { return };
-    let asked: Vec<_> = names.iter().map(|name| ResourceSpecifier::Topic(name)).collect();
-    let described = admin.describe_configs(&asked, &AdminOptions::new().request_timeout(Some(PATIENCE))).await;
-    let Ok(described) = described.inspect_err(|error| tracing::debug!(%error, "retention not known")) else { return };
-    for (name, topic) in names.iter().zip(described) {
-        match topic.as_ref().map(|topic| topic.get("retention.ms").and_then(|entry| entry.value.as_deref())) {
-            Ok(Some("-1") | None) => {}
-            Ok(Some(limit)) => tracing::warn!(topic = name, retention_ms = limit, "what stands here expires unread; set retention.ms=-1"),
-            Err(error) => tracing::debug!(topic = name, %error, "retention not known"),
+/// A dead letter that expires is a lost message: refuses such topics, where the broker lets itself be asked.
+async fn check_retention(kafka: &Kafka, topics: &[(&str, &str)]) -> Result<(), SourceError> {
+    if topics.is_empty() {
+        return Ok(());
+    }
+    let asked: Vec<_> = topics.iter().map(|(_, name)| ResourceSpecifier::Topic(name)).collect();
+    let described = admin(kafka)?.describe_configs(&asked, &AdminOptions::new().request_timeout(Some(PATIENCE))).await;
+    let described = match described {
+        Ok(described) => described,
+        Err(error) => {
+            tracing::warn!(%error, "it is not known whether the dead-letter and in-doubt topics keep their messages without limit");
+            return Ok(());
         }
+    };
+    for ((setting, name), topic) in topics.iter().zip(described) {
+        match topic {
+            Ok(topic) => {
+                let limits = limits(|key| topic.get(key)?.value.as_deref());
+                if !limits.is_empty() {
+                    return Err(forgetful(kafka, setting, name, &limits));
+                }
+            }
+            Err(error) => tracing::warn!(
+                topic = name,
+                %error,
+                "it is not known whether the topic keeps its messages without limit; grant DescribeConfigs on it"
+            ),
+        }
+    }
+    Ok(())
+}
+
+/// The settings by which a topic loses messages, as they are and as they have to be.
+fn limits<'a>(value: impl Fn(&str) -> Option<&'a str>) -> Vec<(String, String)> {
+    let forgets = |key: &str, is: &str, keeps: &str| match key {
+        "cleanup.policy" => is.contains("compact"),
+        _ => is != keeps,
+    };
+    let found = KEEPS.iter().filter_map(|(key, keeps)| Some((key, value(key)?, keeps)));
+    found
+        .filter(|(key, is, keeps)| forgets(key, is, keeps))
+        .map(|(key, is, keeps)| (format!("{key}={is}"), format!("{key}={keeps}")))
+        .collect()
+}
+
+fn forgetful(kafka: &Kafka, setting: &str, name: &str, limits: &[(String, String)]) -> SourceError {
+    let (are, keep): (Vec<&str>, Vec<&str>) = limits.iter().map(|(is, keeps)| (is.as_str(), keeps.as_str())).unzip();
+    SourceError::misconfigured(
+        setting,
+        format!("the topic `{name}` loses messages that nobody has looked at ({})", are.join(", ")),
+        format!(
+            "let it keep them: kafka-configs.sh --bootstrap-server {} --alter --entity-type topics --entity-name {name} \
+             --add-config {}; or accept the loss: .accept_limited_retention()",
+            kafka.brokers,
+            keep.join(",")
+        ),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn limited(config: &[(&str, &str)]) -> Vec<String> {
+        let value = |key: &str| config.iter().find(|(it, _)| *it == key).map(|(_, value)| *value);
+        limits(value).into_iter().map(|(is, _)| is).collect()
+    }
+
+    #[test]
+    fn a_topic_that_loses_messages_is_told_from_one_that_keeps_them() {
+        assert_eq!(limited(&KEEPS), [""; 0]);
+        // What the broker does not tell is not held against it.
+        assert_eq!(limited(&[]), [""; 0]);
+        assert_eq!(limited(&[("retention.ms", "604800000"), ("retention.bytes", "-1")]), ["retention.ms=604800000"]);
+        assert_eq!(
+            limited(&[("retention.bytes", "1"), ("cleanup.policy", "compact,delete")]),
+            ["retention.bytes=1", "cleanup.policy=compact,delete"]
+        );
     }
 }

@@ -75,7 +75,9 @@ async fn produce(brokers: &str, topic: &str, messages: usize) -> Outcome<()> {
     config.set("bootstrap.servers", brokers);
     let admin: AdminClient<_> = config.create()?;
     let topics = [(topic.to_owned(), 4), (format!("{topic}.dead-letters"), 1), (format!("{topic}.in-doubt"), 1)];
-    let new: Vec<_> = topics.iter().map(|(name, partitions)| NewTopic::new(name, *partitions, TopicReplication::Fixed(1))).collect();
+    let new = topics.iter().map(|(name, partitions)| NewTopic::new(name, *partitions, TopicReplication::Fixed(1)));
+    // As oncegate wants the last two.
+    let new: Vec<_> = new.map(|topic| topic.set("retention.ms", "-1").set("retention.bytes", "-1")).collect();
     admin.create_topics(&new, &AdminOptions::new()).await?;
     let producer: ThreadedProducer<_> = config.set("queue.buffering.max.messages", "1000000").set("linger.ms", "20").create()?;
     let body = [b'x'; 100];

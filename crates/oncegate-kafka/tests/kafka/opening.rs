@@ -39,6 +39,23 @@ async fn missing_dead_letter_topics_are_created_on_request() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_dead_letter_topic_that_forgets_is_refused_unless_that_is_accepted() {
+    for config in [("retention.ms", "3600000"), ("retention.bytes", "1000000"), ("cleanup.policy", "compact")] {
+        let topic = Topic::with_dead_letters(&[config]).await;
+        let (setting, text) = refusal(topic.source()).await;
+        assert_eq!(setting, "dead_letters");
+        let command = format!("--entity-type topics --entity-name {} --add-config {}=", topic.dead_letters(), config.0);
+        assert!(text.contains(&command) && text.contains(&format!("{}={}", config.0, config.1)) && !text.contains('\n'), "{text}");
+        close(topic.source().accept_limited_retention().open().await.expect("a source")).await;
+    }
+    // What a topic gets from the broker by default counts too.
+    let topic = Topic::alone(1).await;
+    topic.create(&topic.dead_letters(), 1, &[("retention.ms", "-1")]).await;
+    topic.create(&topic.in_doubt(), 1, &[]).await;
+    assert_eq!(refusal(topic.source()).await.0, "in_doubt");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_wrong_property_is_named_without_its_value() {
     let topic = Topic::new(1).await;
     assert_eq!(refusal(topic.source().property("no.such.property", "1")).await.0, "no.such.property");
