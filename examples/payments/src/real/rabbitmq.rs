@@ -12,6 +12,8 @@ use crate::traffic::{self, Outgoing};
 
 /// How long the workers may take to declare the queue.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// How often a message is sent that RabbitMQ refuses.
+const TRIES: u32 = 20;
 /// Where the source of oncegate keeps what waits for another attempt.
 const DELAYS: [&str; 5] = [".delay.1000", ".delay.5000", ".delay.30000", ".delay.120000", ".delay.600000"];
 const ASIDE: [&str; 2] = [".dead-letters", ".in-doubt"];
@@ -49,7 +51,22 @@ impl Wire {
         Ok(Self { connection, channel, queue: queue.to_owned() })
     }
 
+    /// Sends, and sends again what was refused: RabbitMQ has not taken that, as happens while a quorum queue that was just
+    /// declared has no leader yet.
     pub(crate) async fn send(&self, messages: &[Outgoing]) -> Result<(), Error> {
+        let mut left: Vec<&Outgoing> = messages.iter().collect();
+        for _ in 0..TRIES {
+            left = self.publish(left).await?;
+            if left.is_empty() {
+                return Ok(());
+            }
+            tokio::time::sleep(Duration::from_millis(200)).await;
+        }
+        Err(format!("RabbitMQ refused {} messages for the queue {}, {TRIES} times", left.len(), self.queue).into())
+    }
+
+    /// Sends each once, and returns those that were refused.
+    async fn publish<'a>(&self, messages: Vec<&'a Outgoing>) -> Result<Vec<&'a Outgoing>, Error> {
         let mut confirmations = Vec::with_capacity(messages.len());
         for message in messages {
             let mut properties = BasicProperties::default().with_delivery_mode(2);
@@ -60,15 +77,20 @@ impl Wire {
             }
             let options = BasicPublishOptions { mandatory: true, ..BasicPublishOptions::default() };
             let publish = self.channel.basic_publish("".into(), self.queue.as_str().into(), options, message.body.as_bytes(), properties);
-            confirmations.push(publish.await?);
+            confirmations.push((message, publish.await?));
         }
-        for confirmation in confirmations {
+        let mut refused = Vec::new();
+        for (message, confirmation) in confirmations {
             let confirmation = confirmation.await?;
-            if !confirmation.is_ack() || confirmation.take_message().is_some() {
-                return Err(format!("RabbitMQ did not take a message for the queue {}", self.queue).into());
+            let is_ack = confirmation.is_ack();
+            if let Some(returned) = confirmation.take_message() {
+                return Err(format!("RabbitMQ returned a message for the queue {}: {}", self.queue, returned.reply_text).into());
+            }
+            if !is_ack {
+                refused.push(message);
             }
         }
-        Ok(())
+        Ok(refused)
     }
 
     /// What is ready, or waits for another attempt.
