@@ -50,7 +50,7 @@ pub(crate) fn reply_code(error: &lapin::Error) -> Option<u16> {
 
 /// Whether it is the broker's own trouble: the home node of a queue, or a virtual host, is down.
 pub(crate) fn is_down(error: &lapin::Error) -> bool {
-    matches!(error.kind(), ErrorKind::ProtocolError(error) if error.get_message().as_str().contains(" is down"))
+    matches!(error.kind(), ErrorKind::ProtocolError(error) if error.get_message().as_str().contains("' is down"))
 }
 
 /// Connects, within the URL's `connection_timeout` for all of the handshake.
@@ -82,4 +82,29 @@ fn refusal(error: lapin::Error, settings: &Settings) -> Trouble {
 /// Closes a connection, and lets go of it if the broker does not answer in time.
 pub(crate) async fn close(connection: &Connection, patience: Duration) {
     let _ = tokio::time::timeout(patience, connection.close(200, "OK".into())).await;
+}
+
+#[cfg(test)]
+mod tests {
+    use lapin::protocol::{AMQPError, AMQPErrorKind, AMQPHardError, AMQPSoftError};
+
+    use super::*;
+    use crate::RabbitMq;
+
+    #[test]
+    fn what_is_down_is_waited_for_and_what_is_missing_is_not() {
+        let settings = RabbitMq::queue("orders").check().expect("settings");
+        let trouble = |kind: AMQPErrorKind, text: &str| {
+            let error = lapin::Error::from(ErrorKind::ProtocolError(AMQPError::new(kind, text.into())));
+            (is_down(&error), refusal(error, &settings))
+        };
+        let not_allowed = || AMQPErrorKind::Hard(AMQPHardError::NOTALLOWED);
+        let down = trouble(not_allowed(), "NOT_ALLOWED - access to vhost '/' refused for user 'guest': vhost '/' is down");
+        assert!(matches!(down, (true, Trouble::Passing(_))), "{down:?}");
+        let missing = trouble(not_allowed(), "NOT_ALLOWED - vhost elsewhere not found");
+        assert!(matches!(missing, (false, Trouble::Wrong(_))), "{missing:?}");
+        let soft = AMQPErrorKind::Soft(AMQPSoftError::NOTFOUND);
+        let down = "NOT_FOUND - home node 'rabbit@a' of durable queue 'orders' in vhost '/' is down or inaccessible";
+        assert!(trouble(soft, down).0);
+    }
 }

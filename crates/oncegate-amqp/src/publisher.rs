@@ -44,17 +44,7 @@ impl Publisher {
     pub(crate) fn start(settings: Arc<Settings>, live: Arc<AtomicU64>) -> Self {
         let (copies, to_publish) = unbounded_channel();
         let (confirms, confirmed) = unbounded_channel();
-        let work = Work {
-            settings,
-            live,
-            copies: to_publish,
-            confirms,
-            lanes: BTreeMap::new(),
-            flying: FuturesUnordered::new(),
-            backoff: Backoff::default(),
-            not_before: Instant::now(),
-            connection: None,
-        };
+        let work = Work::new(settings, live, to_publish, confirms);
         Self { copies, confirmed, running: tokio::spawn(work.run()) }
     }
 
@@ -125,6 +115,20 @@ impl Line {
 }
 
 impl Work {
+    fn new(settings: Arc<Settings>, live: Arc<AtomicU64>, copies: UnboundedReceiver<Copy>, confirms: UnboundedSender<Confirmed>) -> Self {
+        Self {
+            settings,
+            live,
+            copies,
+            confirms,
+            lanes: BTreeMap::new(),
+            flying: FuturesUnordered::new(),
+            backoff: Backoff::default(),
+            not_before: Instant::now(),
+            connection: None,
+        }
+    }
+
     async fn run(mut self) {
         loop {
             self.fill().await;
@@ -223,5 +227,75 @@ impl Work {
             ?pause,
             "a rejected or delayed message could not be published; it is held and tried again"
         );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::RabbitMq;
+
+    fn work() -> Work {
+        let settings = Arc::new(RabbitMq::queue("orders").check().expect("settings"));
+        Work::new(settings, Arc::default(), unbounded_channel().1, unbounded_channel().0)
+    }
+
+    fn copy(tag: u64, to: &str) -> Copy {
+        Copy { epoch: 1, tag, to: to.into(), properties: lapin::BasicProperties::default(), body: "".into() }
+    }
+
+    fn to(name: &str) -> Lane {
+        Lane::To(name.to_owned())
+    }
+
+    fn landed(confirmed: Vec<Copy>, unsure: Vec<Copy>, trouble: Option<Trouble>) -> Landed {
+        Landed { flight: Flight::default(), confirmed, unsure, trouble }
+    }
+
+    fn lost() -> Option<Trouble> {
+        Some(Trouble::Lost("closed".into()))
+    }
+
+    #[tokio::test]
+    async fn a_copy_that_costs_the_channel_alone_is_kept_from_the_others_and_has_its_own_backoff() {
+        let mut work = work();
+        work.landed(to("a"), landed(vec![], vec![copy(1, "a"), copy(2, "a")], lost()));
+        let line = &work.lanes[&to("a")];
+        assert_eq!((line.window, line.waiting.len()), (1, 2), "which of them it was is not known");
+        work.lanes.get_mut(&to("a")).expect("the lane").waiting.clear();
+        work.landed(to("a"), landed(vec![], vec![copy(1, "a")], lost()));
+        assert!(work.lanes[&to("a")].waiting.is_empty());
+        assert_eq!(work.lanes[&Lane::Alone(1)].waiting.len(), 1);
+        for _ in 0..8 {
+            work.lanes.get_mut(&Lane::Alone(1)).expect("the lane").waiting.clear();
+            work.landed(Lane::Alone(1), landed(vec![], vec![copy(1, "a")], lost()));
+            work.landed(to("a"), landed(vec![copy(2, "a")], vec![], None));
+        }
+        assert!(work.lanes[&Lane::Alone(1)].not_before > Instant::now() + Duration::from_secs(2));
+        assert!(work.lanes[&to("a")].not_before < Instant::now() + Duration::from_secs(1));
+        assert!(work.lanes[&to("a")].window > 1);
+    }
+
+    #[tokio::test]
+    async fn what_one_queue_refuses_waits_longer_and_longer_whatever_another_takes() {
+        let mut work = work();
+        for _ in 0..8 {
+            work.lanes.entry(to("a")).or_insert_with(Line::new).waiting.clear();
+            work.landed(to("a"), landed(vec![], vec![copy(1, "a"), copy(2, "a")], Some(Trouble::Refused("NO_ROUTE".into()))));
+            work.landed(to("b"), landed(vec![copy(3, "b")], vec![], None));
+        }
+        let line = &work.lanes[&to("a")];
+        assert!(line.not_before > Instant::now() + Duration::from_secs(2));
+        assert_eq!(line.waiting.iter().map(|copy| copy.tag).collect::<Vec<_>>(), [1, 2]);
+        assert_eq!(work.lanes[&to("b")].window, WINDOW);
+    }
+
+    #[tokio::test]
+    async fn the_end_of_the_publisher_is_noticed() {
+        let settings = Arc::new(RabbitMq::queue("orders").check().expect("settings"));
+        let mut publisher = Publisher::start(settings, Arc::default());
+        publisher.running.abort();
+        let noticed = tokio::time::timeout(Duration::from_secs(5), publisher.confirmed()).await;
+        assert!(noticed.expect("in time").is_none());
     }
 }

@@ -23,7 +23,7 @@ pub(crate) struct Rig {
     url: String,
     pub(crate) queue: String,
     pub(crate) channel: Channel,
-    _connection: Connection,
+    connection: Connection,
 }
 
 impl Rig {
@@ -39,7 +39,7 @@ impl Rig {
         let connection = Connection::connect(url, ConnectionProperties::default()).await.expect("a connection");
         let channel = connection.create_channel().await.expect("a channel");
         channel.confirm_select(ConfirmSelectOptions::default()).await.expect("confirms");
-        Self { url: url.to_owned(), queue, channel, _connection: connection }
+        Self { url: url.to_owned(), queue, channel, connection }
     }
 
     /// The same queue, by a new connection.
@@ -76,6 +76,15 @@ impl Rig {
     pub(crate) async fn ready(&self, queue: &str) -> u32 {
         let options = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
         self.channel.queue_declare(queue.into(), options, FieldTable::default()).await.expect("the queue exists").message_count()
+    }
+
+    /// Whether there is such a queue. Asked on a channel of its own: the broker closes it if there is none.
+    pub(crate) async fn exists(&self, queue: &str) -> bool {
+        let channel = self.connection.create_channel().await.expect("a channel");
+        let options = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
+        let exists = channel.queue_declare(queue.into(), options, FieldTable::default()).await.is_ok();
+        let _ = channel.close(200, "OK".into()).await;
+        exists
     }
 
     /// The next message of a queue, waited for up to ten seconds.
