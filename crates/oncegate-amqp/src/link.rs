@@ -48,9 +48,11 @@ pub(crate) fn reply_code(error: &lapin::Error) -> Option<u16> {
     }
 }
 
-/// Whether it is the broker's own trouble: the home node of a queue, or a virtual host, is down.
-pub(crate) fn is_down(error: &lapin::Error) -> bool {
-    matches!(error.kind(), ErrorKind::ProtocolError(error) if error.get_message().as_str().contains("' is down"))
+/// Whether it is the broker's own trouble: the home node of a queue or a virtual host is down, or a limit of connections
+/// is reached.
+pub(crate) fn passes(error: &lapin::Error) -> bool {
+    let ErrorKind::ProtocolError(error) = error.kind() else { return false };
+    ["' is down", "limit ("].iter().any(|text| error.get_message().as_str().contains(text))
 }
 
 /// Connects, within the URL's `connection_timeout` for all of the handshake.
@@ -71,7 +73,7 @@ fn refusal(error: lapin::Error, settings: &Settings) -> Trouble {
         Some(code::ACCESS_REFUSED) => {
             wrong(error.to_string(), "check the user and the password; `guest` may only connect from the broker's own host")
         }
-        Some(code::NOT_ALLOWED) if !is_down(&error) => wrong(
+        Some(code::NOT_ALLOWED) if !passes(&error) => wrong(
             error.to_string(),
             "check that the virtual host exists and that the user may use it; the default one is written /%2f at the end of the URL",
         ),
@@ -92,15 +94,17 @@ mod tests {
     use crate::RabbitMq;
 
     #[test]
-    fn what_is_down_is_waited_for_and_what_is_missing_is_not() {
+    fn what_passes_is_waited_for_and_what_is_missing_is_not() {
         let settings = RabbitMq::queue("orders").check().expect("settings");
         let trouble = |kind: AMQPErrorKind, text: &str| {
             let error = lapin::Error::from(ErrorKind::ProtocolError(AMQPError::new(kind, text.into())));
-            (is_down(&error), refusal(error, &settings))
+            (passes(&error), refusal(error, &settings))
         };
         let not_allowed = || AMQPErrorKind::Hard(AMQPHardError::NOTALLOWED);
         let down = trouble(not_allowed(), "NOT_ALLOWED - access to vhost '/' refused for user 'guest': vhost '/' is down");
         assert!(matches!(down, (true, Trouble::Passing(_))), "{down:?}");
+        let full = trouble(not_allowed(), "NOT_ALLOWED - access to vhost '/' refused for user 'guest': connection limit (9) is reached");
+        assert!(matches!(full, (true, Trouble::Passing(_))), "{full:?}");
         let missing = trouble(not_allowed(), "NOT_ALLOWED - vhost elsewhere not found");
         assert!(matches!(missing, (false, Trouble::Wrong(_))), "{missing:?}");
         let soft = AMQPErrorKind::Soft(AMQPSoftError::NOTFOUND);

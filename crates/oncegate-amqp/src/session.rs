@@ -12,7 +12,7 @@ use oncegate_core::source::{Delivery, SourceError};
 use tokio::time::Instant;
 
 use crate::acks::Acks;
-use crate::link::{self, Trouble, code, is_down, reply_code};
+use crate::link::{self, Trouble, code, passes, reply_code};
 use crate::settings::Settings;
 use crate::topology;
 
@@ -233,7 +233,7 @@ fn refusal(error: lapin::Error, settings: &Settings) -> Trouble {
         Trouble::Wrong(SourceError::misconfigured("queue", format!("`{}` {problem} ({error})", settings.name), remedy))
     };
     match reply_code(&error) {
-        Some(code::NOT_FOUND) if !is_down(&error) => wrong("does not exist", "create it, or let `Topology::Declare` do so"),
+        Some(code::NOT_FOUND) if !passes(&error) => wrong("does not exist", "create it, or let `Topology::Declare` do so"),
         Some(code::ACCESS_REFUSED) => wrong("may not be read", "give the user the right to read it, or end its exclusive consumer"),
         _ => error.into(),
     }

@@ -5,7 +5,7 @@ use lapin::types::{AMQPValue, FieldTable, ShortString};
 use lapin::{Channel, Connection};
 use oncegate_core::source::SourceError;
 
-use crate::link::{Trouble, code, is_down, reply_code};
+use crate::link::{Trouble, code, passes, reply_code};
 use crate::settings::{DELAYS, QueueKind, Settings, Topology};
 
 struct Queue {
@@ -63,7 +63,7 @@ pub(crate) async fn restore(connection: &Connection, settings: &Settings, name: 
 async fn check(channel: &Channel, queue: &Queue) -> Result<(), Trouble> {
     match passively(channel, queue).await {
         Ok(()) => Ok(()),
-        Err(error) if reply_code(&error) == Some(code::NOT_FOUND) && !is_down(&error) => Err(Trouble::Wrong(SourceError::misconfigured(
+        Err(error) if reply_code(&error) == Some(code::NOT_FOUND) && !passes(&error) => Err(Trouble::Wrong(SourceError::misconfigured(
             queue.setting,
             format!("the queue `{}` does not exist", queue.name),
             "create it, or let `Topology::Declare` do so",
