@@ -8,7 +8,7 @@ use rdkafka::client::ClientContext;
 use rdkafka::config::RDKafkaLogLevel;
 use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer, ConsumerContext, RebalanceProtocol};
 use rdkafka::error::{KafkaError, KafkaResult, RDKafkaErrorCode};
-use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
+use rdkafka::topic_partition_list::{Offset, TopicPartitionList, TopicPartitionListElem};
 use rdkafka::types::RDKafkaRespErr;
 
 use crate::batch::{self, Adoption, Batch, Fault, Queue};
@@ -219,17 +219,18 @@ impl ConsumerContext for Context {
     }
 
     fn commit_callback(&self, result: KafkaResult<()>, offsets: &TopicPartitionList) {
-        let failed = match result {
+        let all = match result {
             Err(KafkaError::ConsumerCommit(RDKafkaErrorCode::NoOffset)) => return,
             Err(error) => Some(error),
             Ok(()) => None,
         };
+        let failed = |it: &TopicPartitionListElem<'_>| all.clone().or_else(|| it.error().err());
+        let failed: Vec<_> = offsets.elements().into_iter().filter_map(|it| Some((failed(&it)?, it))).collect();
+        let Some((error, it)) = failed.first() else { return };
+        tracing::warn!(%error, topic = it.topic(), partition = it.partition(), partitions = failed.len(), "committing offsets again");
         let mut state = self.shared.lock();
-        for it in offsets.elements() {
-            if let Some(error) = failed.clone().or_else(|| it.error().err()) {
-                tracing::warn!(%error, topic = it.topic(), partition = it.partition(), "committing an offset");
-                state.commit_again(it.topic(), it.partition());
-            }
+        for (_, it) in &failed {
+            state.commit_again(it.topic(), it.partition());
         }
     }
 }

@@ -56,6 +56,51 @@ async fn a_topic_that_is_made_anew_under_a_running_source_commits_lower() {
     assert_eq!(topic.committed(0).await, Some(10));
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_log_that_loses_its_end_under_a_running_source_commits_lower() {
+    let mut server = tokio::task::spawn_blocking(|| KafkaServer::start().expect("a broker")).await.expect("a broker");
+    let topic = Topic::at(server.brokers(), 1).await;
+    topic.send_numbers(0, 50).await;
+    let kafka = topic.source().create_topics(TopicCreation::Create { partitions: 1, replication: 1 });
+    let mut source = kafka.open().await.expect("a source");
+    let all = receive(&mut source, 50).await;
+    accept(&mut source, all).await;
+    topic.await_commit(0, 50).await;
+
+    let log = server.directory().join("data").join(format!("{}-0", topic.name));
+    let again = tokio::task::spawn_blocking(move || {
+        server.stop();
+        empty(&log);
+        server.start_again().expect("the broker again");
+        server
+    });
+    let server = again.await.expect("the broker again");
+    topic.send_numbers(0, 10).await;
+    let mut again = receive(&mut source, 10).await;
+    assert_eq!(offsets(&again), (0..10).collect::<Vec<_>>());
+    topic.await_reset(0, 0).await;
+    // Longer than librdkafka waits before it commits what was stored.
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert_eq!(topic.committed(0).await, Some(0));
+    accept(&mut source, again.drain(..4)).await;
+    topic.await_commit(0, 4).await;
+    close(source).await;
+    assert_eq!(topic.committed(0).await, Some(4));
+    drop(server);
+}
+
+/// Takes all messages from the directory of a partition.
+fn empty(log: &Path) {
+    for file in std::fs::read_dir(log).expect("a log") {
+        let path = file.expect("a file").path();
+        match path.extension().and_then(|it| it.to_str()) {
+            Some("log") => std::fs::write(path, []).expect("emptied"),
+            Some("index" | "timeindex" | "snapshot") => std::fs::remove_file(path).expect("removed"),
+            _ => {}
+        }
+    }
+}
+
 /// Receives until the source fails, and accepts what comes.
 async fn failure(source: &mut KafkaSource) -> (Vec<i64>, SourceError) {
     let mut seen = Vec::new();
