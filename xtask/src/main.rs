@@ -3,6 +3,7 @@
 //! Nothing here links a driver, so this compiles on a machine that has only Rust; `setup` brings the rest.
 #![forbid(unsafe_code)]
 
+mod model;
 mod services;
 mod setup;
 mod state;
@@ -31,6 +32,9 @@ enum Command {
     /// ONCEGATE_REDIS is used as it is, the others are started on free ports and stopped again, also after a failure
     /// or Ctrl-C.
     Test(test::Arguments),
+    /// Explores every interleaving of a small world in which the functions run that decide everything, and prints what
+    /// each guarantee withstands.
+    Model(model::Arguments),
     /// Starts Kafka, RabbitMQ and Redis for as long as you like, and stops them again.
     Services {
         #[command(subcommand)]
@@ -42,6 +46,7 @@ fn main() -> ExitCode {
     let outcome = match Arguments::parse().command {
         Command::Setup => setup::run(),
         Command::Test(arguments) => test::run(&arguments),
+        Command::Model(arguments) => model::run(&arguments),
         Command::Services { command } => services::run(command),
     };
     match outcome {

@@ -9,17 +9,19 @@ use cargo_metadata::{DependencyKind, MetadataCommand};
 const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("oncegate-core", &[]),
     ("oncegate-redis", &["oncegate-core"]),
+    ("oncegate-sql", &["oncegate-core"]),
     ("oncegate-kafka", &["oncegate-core"]),
     ("oncegate-amqp", &["oncegate-core"]),
+    ("oncegate-model", &["oncegate-core"]),
     ("oncegate-testkit", &["oncegate-core"]),
-    ("oncegate", &["oncegate-core", "oncegate-redis", "oncegate-kafka", "oncegate-amqp"]),
+    ("oncegate", &["oncegate-core", "oncegate-redis", "oncegate-sql", "oncegate-kafka", "oncegate-amqp"]),
     ("payments", &["oncegate", "oncegate-testkit"]),
     ("oncegate-tests", &["oncegate", "oncegate-testkit"]),
     ("xtask", &["oncegate-testkit"]),
 ];
 
 /// The clients of brokers and stores, which only adapters import.
-const DRIVERS: &[&str] = &["rdkafka", "lapin", "redis"];
+const DRIVERS: &[&str] = &["rdkafka", "lapin", "redis", "rusqlite"];
 
 struct Import {
     by: String,

@@ -1,0 +1,63 @@
+//! A counterexample, told.
+
+use oncegate_core::marker::Marker;
+use stateright::Path;
+
+use crate::world::{Action, Asked, World, name};
+
+/// The way into trouble, a line for each step.
+pub(crate) fn tell(path: Path<World, Action>) -> Vec<String> {
+    let steps = path.into_vec();
+    let after = |index: usize| steps.get(index + 1).map(|(world, _)| world);
+    steps.iter().enumerate().filter_map(|(index, (world, action))| Some(step(world, action.as_ref()?, after(index)))).collect()
+}
+
+fn step(world: &World, action: &Action, after: Option<&World>) -> String {
+    let asked = |who: usize| match world.consumers[who].delivery.as_ref().and_then(|it| it.asked) {
+        Some(Asked::Sent(ask) | Asked::Answered(ask, ..)) => name(&ask),
+        None => "nothing",
+    };
+    let who = |who: usize| ["A", "B"][who];
+    let marker = after.map_or(String::new(), |after| format!(" [{}]", marker(&after.marker)));
+    match *action {
+        Action::Deliver(at, _) => format!("the message is delivered to {}, which asks to claim it", who(at)),
+        Action::SendTwice => "the producer sends the message once more".into(),
+        Action::DeliverAgain(at) => {
+            format!("the broker delivers {}'s message again, and takes no settlement from {} any more", who(at), who(at))
+        }
+        Action::Apply(at) => format!("the store applies {}'s {}{marker}", who(at), asked(at)),
+        Action::ApplyLate(place) => format!("a {} that was given up arrives late{marker}", name(&world.late[place].ask)),
+        Action::Answer(at) => match world.consumers[at].delivery.as_ref().and_then(|it| it.asked) {
+            Some(Asked::Answered(ask, verdict, _)) => format!("{} hears of its {}: {verdict:?}", who(at), name(&ask)),
+            _ => format!("{} hears of its command", who(at)),
+        },
+        Action::LoseCommand(at) => format!("{}'s {} does not arrive", who(at), asked(at)),
+        Action::LateCommand(at) => format!("{} gives up waiting for its {}, which is still under way", who(at), asked(at)),
+        Action::LoseAnswer(at) => format!("the answer to {}'s {} is lost", who(at), asked(at)),
+        Action::Wake(at) => format!("{} goes on after its pause", who(at)),
+        Action::EffectHappens(at) => format!("{}'s effect happens", who(at)),
+        Action::OrphanHappens(_) => "the effect of a handler that is gone happens".into(),
+        Action::OrphanDies(_) => "the request of a handler that is gone is lost".into(),
+        Action::Return(at, outcome) => format!("{}'s handler ends: {outcome:?}", who(at)),
+        Action::FindsOut(at) => format!("{} finds out that it happened", who(at)),
+        Action::FindsNothing(at) => format!("{} finds out that it did not happen, and nothing still can", who(at)),
+        Action::LeaseEnds => "the lease ends".into(),
+        Action::LeaseFeared(at) => format!("{} cannot tell whether its lease lives", who(at)),
+        Action::HearsLeaseOver(at) => format!("{} notices that its lease is over", who(at)),
+        Action::Crash(at) => format!("{} crashes; the broker hands its delivery out again", who(at)),
+        Action::Drain(at) => format!("{} is told to stop", who(at)),
+        Action::DrainOver(at) => format!("{} stops without waiting any longer", who(at)),
+        Action::Forget => "the store forgets the marker".into(),
+    }
+}
+
+fn marker(marker: &Marker) -> String {
+    match marker {
+        Marker::Absent => "absent".into(),
+        Marker::Cleared { attempt } => format!("cleared, attempt {attempt}"),
+        Marker::InProgress(hold) => format!("in progress, attempt {}", hold.attempt),
+        Marker::InDoubt(hold, _) => format!("in doubt, attempt {}", hold.attempt),
+        Marker::Rejected(_) => "rejected".into(),
+        Marker::Done(_) => "done".into(),
+    }
+}
