@@ -17,6 +17,7 @@ use futures_util::stream::{FuturesUnordered, StreamExt};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::task::AbortHandle;
 
+use crate::breaker::{Breaker, Judgement};
 use crate::builder::age;
 use crate::context::Context;
 use crate::decode::Decode;
@@ -30,7 +31,7 @@ use crate::message::Message;
 use crate::outcome::Outcomes;
 use crate::passage::{Onward, Passage};
 use crate::renewals::{Over, Renewals};
-use crate::road::{Event, Freshness, History, Policy, Settlement, Stage, Step};
+use crate::road::{Event, Freshness, History, Outage, Policy, Settlement, Stage, Step};
 use crate::run::{Finished, Runner, what_it_said};
 use crate::settings::{Handlers, Settings};
 use crate::slots::{Slot, Slots};
@@ -65,6 +66,7 @@ pub(crate) struct Running<H, D> {
     /// Completions of what passed without the gate, for when the store is back, and when to try.
     late: VecDeque<Operation>,
     late_after: Instant,
+    breaker: Breaker,
     applies: FuturesUnordered<BoxFuture<'static, Applied>>,
     settled: Vec<Settled>,
     alarms: BinaryHeap<Reverse<(Instant, Slot, u32)>>,
@@ -159,6 +161,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             verdicts: VecDeque::new(),
             late: VecDeque::new(),
             late_after: Instant::now(),
+            breaker: Breaker::closed(),
             applies: FuturesUnordered::new(),
             settled: Vec::new(),
             alarms: BinaryHeap::new(),
@@ -527,7 +530,11 @@ impl<H: Handler, D: Decode> Running<H, D> {
 
     /// Asks the store: verdicts that are due and claims of what has arrived share one apply.
     fn ask_the_store(&mut self) {
-        let at_once = if self.source.overlap() { self.store.parallel_applies().max(1) } else { 1 };
+        let at_once = match self.breaker.judge(Instant::now()) {
+            Judgement::Ask if self.source.overlap() => self.store.parallel_applies().max(1),
+            Judgement::Ask | Judgement::TryOnce => 1,
+            Judgement::Wait => return self.pass_claims_by(),
+        };
         let chunk = self.source.chunk().max(1);
         while self.applies.len() < at_once {
             let verdicts = self.verdicts.len().min(chunk);
@@ -557,6 +564,16 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 let answers = store.apply(&operations).await;
                 Applied { slots, operations, sent, answers }
             }));
+        }
+    }
+
+    /// While the store is not asked, claims that may pass without it do so at once.
+    fn pass_claims_by(&mut self) {
+        if self.policy.outage != Outage::PassThrough {
+            return;
+        }
+        for slot in std::mem::take(&mut self.claims) {
+            self.happens(slot, Event::Unavailable);
         }
     }
 
@@ -597,6 +614,11 @@ impl<H: Handler, D: Decode> Running<H, D> {
         }
         if let Some(error) = unavailable {
             tracing::warn!(%error, "the store does not answer: deliveries wait");
+        }
+        if events.iter().any(|(_, event)| *event != Event::Unavailable) {
+            self.breaker.answered();
+        } else if !events.is_empty() {
+            self.breaker.silent(Instant::now());
         }
         for (slot, event) in events {
             self.happens(slot, event);
@@ -770,11 +792,13 @@ impl<H: Handler, D: Decode> Running<H, D> {
     fn next_alarm(&self) -> Option<Instant> {
         let alarm = self.alarms.peek().map(|Reverse((at, ..))| *at);
         let late = (!self.late.is_empty() && self.applies.is_empty()).then_some(self.late_after);
+        let due = !self.claims.is_empty() || !self.verdicts.is_empty();
+        let breaker = self.breaker.opens_at().filter(|_| due && self.applies.is_empty());
         let over = match self.mode {
             Mode::Draining { until, .. } => Some(until),
             Mode::Taking => None,
         };
-        [alarm, late, over].into_iter().flatten().min()
+        [alarm, late, breaker, over].into_iter().flatten().min()
     }
 
     /// A pause, spread by a quarter to either side, so that what failed together does not return together.

@@ -3,6 +3,7 @@
 //! Start with [`Handler`] and [`Consumer`]; [`marker`] and [`road`] hold the promise.
 #![forbid(unsafe_code)]
 
+mod breaker;
 mod builder;
 mod consumer;
 pub mod context;
@@ -32,7 +33,7 @@ pub use builder::{Builder, Consumer};
 pub use context::Context;
 pub use decode::{Decode, Json, Raw, RawBytes};
 pub use error::Error;
-pub use gate::{Gate, GateBuilder, GateError, Ran};
+pub use gate::{Gate, GateBuilder, GateError, Ran, WhenHeld};
 pub use handler::{Failure, Handler, Knows, Reconciled};
 pub use id::{IdSource, Key, MessageId, Scope};
 pub use marker::{Fingerprint, Guarantee};

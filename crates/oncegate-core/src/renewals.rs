@@ -20,6 +20,9 @@ pub(crate) struct Renewals {
 /// Says that the lease in this place, of this claim, is over.
 pub(crate) type Over = (usize, Token);
 
+/// How long a store that does not answer is left alone, if the lease allows.
+const PAUSE: Duration = Duration::from_millis(100);
+
 /// How many renewals travel together.
 const BATCH: usize = 256;
 
@@ -95,26 +98,42 @@ async fn keep_alive(renewals: &Weak<Renewals>, store: &dyn Store, lease: Duratio
             let _ = over.send(ended); // the loop is gone: nothing is left to tell
         }
         let renewed = join_all(due.chunks(BATCH).map(|batch| renew(store, batch, lease / 3)));
-        if AssertUnwindSafe(renewed).catch_unwind().await.is_err() {
+        let answered = AssertUnwindSafe(renewed).catch_unwind().await.unwrap_or_else(|_| {
             tracing::error!(leases = due.len(), "the store panicked; what could not be renewed is asked again while it lives");
+            Vec::new()
+        });
+        if !due.is_empty() && !answered.contains(&Answered::Yes) {
+            tokio::time::sleep((lease / 6).min(PAUSE)).await;
         }
     }
 }
 
+/// Whether the store said anything.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Answered {
+    Yes,
+    No,
+}
+
 /// Renews a batch; what was not answered in time is asked again at the next tick, while it lives.
-async fn renew(store: &dyn Store, batch: &[(usize, Arc<Lease>)], patience: Duration) {
+async fn renew(store: &dyn Store, batch: &[(usize, Arc<Lease>)], patience: Duration) -> Answered {
     let operations: Vec<_> = batch.iter().map(|(_, lease)| lease.renewal()).collect();
     let sent = Instant::now();
-    match tokio::time::timeout(patience, store.apply(&operations)).await {
-        Ok(answers) => {
-            for ((_, lease), answer) in batch.iter().zip(answers) {
-                match answer {
-                    Ok(Verdict::Kept) => lease.extend(sent),
-                    Ok(_) => lease.lose(),
-                    Err(error) => tracing::warn!(key = ?lease.key, %error, "a lease could not be renewed"),
-                }
+    let Ok(answers) = tokio::time::timeout(patience, store.apply(&operations)).await else {
+        tracing::warn!(leases = batch.len(), "leases could not be renewed: the store does not answer");
+        return Answered::No;
+    };
+    let mut answered = Answered::No;
+    for ((_, lease), answer) in batch.iter().zip(answers) {
+        match answer {
+            Ok(Verdict::Kept) => lease.extend(sent),
+            Ok(_) => lease.lose(),
+            Err(error) => {
+                tracing::warn!(key = ?lease.key, %error, "a lease could not be renewed");
+                continue;
             }
         }
-        Err(_) => tracing::warn!(leases = batch.len(), "leases could not be renewed: the store does not answer"),
+        answered = Answered::Yes;
     }
+    answered
 }

@@ -175,6 +175,29 @@ async fn what_passed_without_the_gate_is_done_when_the_store_is_back() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_store_that_is_away_is_asked_a_few_times_a_second_and_found_again() {
+    let broker = broker((0..3000).map(|id| id.to_string()));
+    let away = Arc::new(AtomicBool::new(false));
+    let is_away = away.clone();
+    let store = Faulty::new(move |_, _| if is_away.load(Ordering::Relaxed) { Fault::Away } else { Fault::None });
+    let calls = store.calls.clone();
+    let handler = Slow { takes: ms(100), ..Slow::default() };
+    let (all, runs) = (broker.clone(), handler.runs.clone());
+    let shutdown = async move {
+        tokio::time::sleep(ms(150)).await; // some run, and have to be renewed or completed meanwhile
+        away.store(true, Ordering::Relaxed);
+        let before = calls.load(Ordering::Relaxed);
+        tokio::time::sleep(ms(3000)).await;
+        let asked = calls.load(Ordering::Relaxed) - before;
+        assert!(asked <= 60, "{asked} times in three seconds");
+        away.store(false, Ordering::Relaxed);
+        tokio::time::timeout(ms(20_000), all.drained()).await.expect("found again");
+    };
+    consumer(&broker, store, handler).lease(ms(6000)).run_until(shutdown).await.expect("a clean end");
+    assert_eq!(runs.load(Ordering::Relaxed), 3000);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn every_handler_is_dropped_at_the_end_of_its_lease_while_the_store_is_silent() {
     let broker = broker((0..2000).map(|id| id.to_string()));
     let store = Faulty::new(|operation, _| if operation.ask == Ask::Renew { Fault::Silent } else { Fault::None });

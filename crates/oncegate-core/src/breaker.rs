@@ -1,0 +1,84 @@
+//! How often a store is asked that does not answer.
+
+use std::time::{Duration, Instant};
+
+/// Counts the silences of a store. Whoever asks goes by its judgement, so that a store that is away is asked a few times
+/// a second, however many deliveries wait for it.
+#[derive(Debug)]
+pub(crate) struct Breaker {
+    silences: u32,
+    next_try: Instant,
+}
+
+/// What to do about the store now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Judgement {
+    /// It answers: ask as you like.
+    Ask,
+    /// It did not answer: one question at a time.
+    TryOnce,
+    /// It did not answer just now: not yet.
+    Wait,
+}
+
+/// The pause after the first silence. With renewals, which wait as long, no process asks more than 20 times a second.
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+/// The longest pause: so long may a store that is back stay unnoticed.
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+
+impl Breaker {
+    /// For a store of which nothing bad is known.
+    pub(crate) fn closed() -> Self {
+        Self { silences: 0, next_try: Instant::now() }
+    }
+
+    pub(crate) fn judge(&self, now: Instant) -> Judgement {
+        match self.silences {
+            0 => Judgement::Ask,
+            _ if now >= self.next_try => Judgement::TryOnce,
+            _ => Judgement::Wait,
+        }
+    }
+
+    /// When it may be asked again; `None` if nothing keeps one from it.
+    pub(crate) fn opens_at(&self) -> Option<Instant> {
+        (self.silences > 0).then_some(self.next_try)
+    }
+
+    /// A question was answered.
+    pub(crate) fn answered(&mut self) {
+        self.silences = 0;
+    }
+
+    /// A question was not answered.
+    pub(crate) fn silent(&mut self, now: Instant) {
+        self.next_try = now + FIRST_PAUSE.saturating_mul(1 << self.silences.min(10)).min(LONGEST_PAUSE);
+        self.silences = self.silences.saturating_add(1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_silent_store_is_asked_rarely_and_one_that_answers_freely() {
+        let start = Instant::now();
+        let mut breaker = Breaker::closed();
+        assert_eq!((breaker.judge(start), breaker.opens_at()), (Judgement::Ask, None));
+        let mut now = start;
+        let mut tries = 0;
+        while now < start + Duration::from_secs(10) {
+            match breaker.judge(now) {
+                Judgement::Wait => now = breaker.opens_at().expect("it is open"),
+                Judgement::Ask | Judgement::TryOnce => {
+                    tries += 1;
+                    breaker.silent(now);
+                }
+            }
+        }
+        assert!((5..=14).contains(&tries), "{tries} in ten seconds");
+        breaker.answered();
+        assert_eq!(breaker.judge(now), Judgement::Ask);
+    }
+}
