@@ -13,9 +13,9 @@ use crate::id::{MessageId, Scope};
 use crate::lease::Lease;
 use crate::marker::{Guarantee, Operation, Terms, Token, Verdict};
 use crate::renewals::Renewals;
-use crate::road::{Cause, Event, Freshness, History, Outcome, Policy, Reason, Settlement, Stage, Step, next};
+use crate::road::{Asked, Cause, Event, Freshness, History, Outcome, Policy, Reason, Settlement, Stage, Step, next};
 use crate::run::{Ended, bounded};
-use crate::settings::{Forgetful, Settings};
+use crate::settings::{Forgetful, LONGEST, Settings};
 use crate::slots::{Slot, Slots};
 use crate::store::{Store, StoreError};
 
@@ -30,8 +30,22 @@ struct Inner {
     store: Arc<dyn Store>,
     settings: Settings,
     policy: Policy,
+    when_held: WhenHeld,
     renewals: Arc<Renewals>,
     places: Mutex<Slots<()>>,
+}
+
+/// What to do about work that someone else runs at this moment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum WhenHeld {
+    /// Answer [`Ran::Elsewhere`] at once: the other does it. For jobs that any one of many machines may run.
+    #[default]
+    Skip,
+    /// Answer [`GateError::HeldElsewhere`] at once: the caller has to try again. For requests whose sender waits.
+    GiveUp,
+    /// Wait for the other to end, for so long at the most, and then answer [`GateError::HeldElsewhere`]. If it succeeds,
+    /// the answer is [`Ran::Before`]; if it fails, the work runs here.
+    Wait(Duration),
 }
 
 /// What became of guarded work.
@@ -41,7 +55,7 @@ pub enum Ran<T> {
     Now(T),
     /// It ran before, within the window.
     Before,
-    /// Someone else runs it at this moment, and may yet fail.
+    /// Someone else runs it at this moment, and may yet fail. Only with [`WhenHeld::Skip`].
     Elsewhere,
 }
 
@@ -61,6 +75,9 @@ pub enum GateError {
     /// The id was rejected before, has failed too often, or stands for other work.
     #[error("not run: {0}")]
     Refused(&'static str),
+    /// Someone else runs it at this moment, or still did when the wait was over; it may yet fail. Try again later.
+    #[error("someone else runs it at this moment; try again later")]
+    HeldElsewhere,
     /// The work ran, but the store could not be told: it counts as unknown until its lease is over.
     #[error("it ran, and the store could not be told")]
     NotRecorded,
@@ -76,12 +93,13 @@ pub struct GateBuilder<T> {
     store: T,
     settings: Settings,
     scope: Option<String>,
+    when_held: WhenHeld,
 }
 
 impl Gate {
     /// A gate with every setting at its default, to be given a store.
     pub fn builder() -> GateBuilder<()> {
-        GateBuilder { store: (), settings: Settings::default(), scope: None }
+        GateBuilder { store: (), settings: Settings::default(), scope: None, when_held: WhenHeld::default() }
     }
 
     /// Runs the work if it has not run for this id within the window, and remembers that it did.
@@ -105,6 +123,9 @@ impl Gate {
 /// How often a silent store is asked before guarded work is given up.
 const PATIENCE: u32 = 5;
 
+/// How long one who waits for another holder pauses at the most before it asks again.
+const LONGEST_WAIT: Duration = Duration::from_secs(1);
+
 /// One piece of guarded work on the road.
 struct Guarded<'a, T> {
     gate: &'a Gate,
@@ -121,6 +142,10 @@ struct Guarded<'a, T> {
 impl<T> Guarded<'_, T> {
     async fn run<W: Future<Output = Result<T, Failure>>>(mut self, mut work: impl FnMut() -> W) -> Result<Ran<T>, GateError> {
         let policy = self.gate.0.policy;
+        let give_up_at = match self.gate.0.when_held {
+            WhenHeld::Wait(at_most) => Instant::now() + at_most.min(LONGEST),
+            WhenHeld::Skip | WhenHeld::GiveUp => Instant::now(),
+        };
         let mut stage = Stage::New(History { failures: 0, freshness: Freshness::Fresh });
         let mut event = Event::Arrived;
         let mut silent = 0;
@@ -138,6 +163,11 @@ impl<T> Guarded<'_, T> {
                 Step::Queue => Event::Slot,
                 Step::Run => self.work(work()).await,
                 Step::Reconcile => Event::Found(None), // nobody here can find out
+                Step::Wake(after) if matches!(stage, Stage::Parked(_, _, Asked::Answered)) => {
+                    let left = give_up_at.saturating_duration_since(Instant::now());
+                    tokio::time::sleep(after.min(left).min(LONGEST_WAIT)).await;
+                    if left.is_zero() { Event::Drain } else { Event::Woke }
+                }
                 Step::Wake(after) => {
                     tokio::time::sleep(after).await;
                     if stage.waits_on_lease() && self.lease_is_over() { Event::LeaseOver } else { Event::Woke }
@@ -228,7 +258,10 @@ impl<T> Guarded<'_, T> {
         };
         match settlement {
             Settlement::Accept(_) => Ok(self.result.take().map_or(Ran::Before, Ran::Now)),
-            Settlement::Release { .. } if matches!(from, Stage::Claiming(..)) => Ok(Ran::Elsewhere),
+            Settlement::Release { .. } if matches!(from, Stage::Claiming(..) | Stage::Parked(..)) => match self.gate.0.when_held {
+                WhenHeld::Skip => Ok(Ran::Elsewhere),
+                WhenHeld::GiveUp | WhenHeld::Wait(_) => Err(GateError::HeldElsewhere),
+            },
             Settlement::Release { .. } => match self.said.take() {
                 Some(failure @ (Failure::Retry(_) | Failure::Reject(_))) => Err(GateError::Failed(failure)),
                 said => Err(doubt(said)),
@@ -260,7 +293,7 @@ impl<T> Drop for Guarded<'_, T> {
 impl<T> GateBuilder<T> {
     /// What remembers ids.
     pub fn store<T2: Store + 'static>(self, store: T2) -> GateBuilder<T2> {
-        GateBuilder { store, settings: self.settings, scope: self.scope }
+        GateBuilder { store, settings: self.settings, scope: self.scope, when_held: self.when_held }
     }
 
     /// What is promised when nobody knows whether the work happened. Default: effectively once.
@@ -284,6 +317,12 @@ impl<T> GateBuilder<T> {
     /// How long a claim holds without renewal, at least 100 ms. Default: 30 s.
     pub fn lease(mut self, lease: Duration) -> Self {
         self.settings.lease = lease;
+        self
+    }
+
+    /// What to do about work that someone else runs at this moment. Default: [`WhenHeld::Skip`].
+    pub fn when_held(mut self, when_held: WhenHeld) -> Self {
+        self.when_held = when_held;
         self
     }
 
@@ -318,7 +357,7 @@ impl<T: Store + 'static> GateBuilder<T> {
     /// # Errors
     /// What a person has to change.
     pub async fn open(self) -> Result<Gate, Error> {
-        let Self { store, mut settings, scope } = self;
+        let Self { store, mut settings, scope, when_held } = self;
         settings.check()?;
         if let Some(scope) = scope {
             settings.scope = Scope::named(&scope)?;
@@ -328,9 +367,13 @@ impl<T: Store + 'static> GateBuilder<T> {
         // The guard asks the lease itself, and wakes when it ends: nobody has to be told.
         let (over, _) = unbounded_channel();
         let renewals = Renewals::start(store.clone(), settings.lease, over).map_err(Error::threads)?;
-        // Nobody waits here for another holder, and no one can reconcile.
-        let policy = Policy { parks: 0, reconciles: 1, attempts: u32::MAX, ..settings.policy() };
-        Ok(Gate(Arc::new(Inner { store, settings, policy, renewals, places: Mutex::new(Slots::new(16)) })))
+        let parks = match when_held {
+            WhenHeld::Skip | WhenHeld::GiveUp => 0,
+            WhenHeld::Wait(_) => u32::MAX, // it is the clock that ends the wait
+        };
+        // No one can reconcile here.
+        let policy = Policy { parks, reconciles: 1, attempts: u32::MAX, ..settings.policy() };
+        Ok(Gate(Arc::new(Inner { store, settings, policy, when_held, renewals, places: Mutex::new(Slots::new(16)) })))
     }
 }
 

@@ -59,7 +59,7 @@ pub enum Handlers {
 }
 
 /// The longest that any setting may last, so that no clock overflows.
-const LONGEST: Duration = Duration::from_secs(3650 * 24 * 3600);
+pub(crate) const LONGEST: Duration = Duration::from_secs(3650 * 24 * 3600);
 
 /// What a consumer goes by.
 #[derive(Clone, Debug)]

@@ -93,3 +93,43 @@ async fn work_that_is_run_again_keeps_its_lease_and_never_runs_twice_at_once() {
     assert_eq!((first.expect("it ran"), second.expect("an answer")), (Ran::Now(1), Ran::Elsewhere));
     assert_eq!(most.load(Ordering::SeqCst), 1);
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn work_that_is_held_is_skipped_given_up_or_waited_for() {
+    let store = MemoryStore::new();
+    let open = async |when_held: WhenHeld| {
+        let gate = Gate::builder().store(store.clone()).when_held(when_held).backoff(Duration::from_millis(5), Duration::from_millis(20));
+        gate.retries(0).open().await.expect("a gate")
+    };
+    let holder = open(WhenHeld::Skip).await;
+    let hold = |id: &'static str, outcome: Result<u32, ()>| {
+        let gate = holder.clone();
+        let (started, has_started) = tokio::sync::oneshot::channel();
+        let mut started = Some(started);
+        let held = tokio::spawn(async move {
+            gate.run(id, || {
+                started.take().map(|it| it.send(()));
+                async move {
+                    tokio::time::sleep(Duration::from_millis(300)).await;
+                    outcome.map_err(|()| Failure::Retry("not today".into()))
+                }
+            })
+            .await
+        });
+        (held, has_started)
+    };
+    let here = async |when_held: WhenHeld, id| open(when_held).await.run(id, || async { Ok(2) }).await;
+
+    let (held, started) = hold("a", Ok(1));
+    started.await.expect("it starts");
+    assert_eq!(here(WhenHeld::Skip, "a").await.expect("an answer"), Ran::Elsewhere);
+    assert!(matches!(here(WhenHeld::GiveUp, "a").await, Err(GateError::HeldElsewhere)));
+    assert!(matches!(here(WhenHeld::Wait(Duration::from_millis(50)), "a").await, Err(GateError::HeldElsewhere)));
+    assert_eq!(here(WhenHeld::Wait(Duration::MAX), "a").await.expect("an answer"), Ran::Before, "the other succeeded");
+    assert_eq!(held.await.expect("no panic").expect("it ran"), Ran::Now(1));
+
+    let (held, started) = hold("b", Err(()));
+    started.await.expect("it starts");
+    assert_eq!(here(WhenHeld::Wait(Duration::from_secs(10)), "b").await.expect("an answer"), Ran::Now(2), "the other failed");
+    assert!(matches!(held.await.expect("no panic"), Err(GateError::Failed(_))));
+}
