@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 mod env;
+pub mod proxy;
 pub mod servers;
 
 pub use env::{MissingServer, Servers, kafka_brokers, rabbitmq_url, redis_url};

@@ -4,22 +4,27 @@
 //! back at the same address with what it had written. Dropping the value stops the server and removes the directory.
 //! Each server is the leader of a session of its own: Ctrl-C in the terminal does not reach it.
 
+mod cluster;
 mod kafka;
 mod kafka_distribution;
 mod port;
 mod process;
 mod rabbit;
 mod redis;
+mod redis_certificates;
+mod sentinel;
 mod server;
 
 use std::fmt;
 use std::path::PathBuf;
 
+pub use cluster::ClusterServers;
 pub use kafka::{Kafka, KafkaServer};
 pub use kafka_distribution::{fetch_kafka, kafka_is_fetched};
 pub use process::ProcessId;
 pub use rabbit::{RABBITMQ_SERVER, Rabbit, RabbitServer};
 pub use redis::{Redis, RedisOptions, RedisPersistence, RedisServer};
+pub use sentinel::{SENTINEL_NAME, Sentinel, SentinelServers};
 pub use server::{Detached, Kind, Server};
 
 /// Why a server could not be started or spoken to.
@@ -72,4 +77,8 @@ impl fmt::Debug for ServerError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
     }
+}
+
+fn io(server: &'static str, action: &str, source: std::io::Error) -> ServerError {
+    ServerError::Io { server, action: action.into(), source }
 }

@@ -2,12 +2,13 @@
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpStream};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
 use super::ServerError;
 use super::port::free_ports;
+use super::redis_certificates;
 use super::server::{Kind, Server, temporary_directory};
 
 /// A Redis server of one's own. Needs `redis-server`.
@@ -30,7 +31,17 @@ pub enum RedisPersistence {
 pub struct RedisOptions {
     persistence: RedisPersistence,
     password: Option<String>,
+    replica_of: Option<u16>,
+    transport: Transport,
     settings: Vec<(String, String)>,
+}
+
+/// How clients reach it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+enum Transport {
+    #[default]
+    Plain,
+    Tls,
 }
 
 impl RedisOptions {
@@ -54,6 +65,21 @@ impl RedisOptions {
         self
     }
 
+    /// Follows the server on this port of 127.0.0.1, with the same password.
+    #[must_use]
+    pub fn replica_of(mut self, port: u16) -> Self {
+        self.replica_of = Some(port);
+        self
+    }
+
+    /// Gives clients TLS, with a certificate for `localhost` and 127.0.0.1 made when it starts: [`RedisServer::url`]
+    /// is a `rediss://` one, and [`RedisServer::certificate_authority`] what to trust. Needs `openssl`.
+    #[must_use]
+    pub fn tls(mut self) -> Self {
+        self.transport = Transport::Tls;
+        self
+    }
+
     /// Any other setting of `redis.conf`, say `maxmemory` and `10mb`. A later one wins.
     #[must_use]
     pub fn setting(mut self, name: impl Into<String>, value: impl Into<String>) -> Self {
@@ -66,6 +92,7 @@ impl RedisOptions {
 #[derive(Debug)]
 pub struct Redis {
     port: u16,
+    tls_port: u16,
     options: RedisOptions,
 }
 
@@ -75,17 +102,44 @@ impl RedisServer {
     /// # Errors
     /// [`ServerError`], with the end of the server's log, when it does not start.
     pub fn start(options: RedisOptions) -> Result<Self, ServerError> {
-        let [port] = free_ports().map_err(|source| ServerError::Io { server: Redis::NAME, action: "find a free port".into(), source })?;
-        Self::launch(Redis { port, options }, temporary_directory(Redis::NAME)?)
+        let [port, tls_port] =
+            free_ports().map_err(|source| ServerError::Io { server: Redis::NAME, action: "find free ports".into(), source })?;
+        let directory = temporary_directory(Redis::NAME)?;
+        if options.transport == Transport::Tls {
+            redis_certificates::make(directory.path())?;
+        }
+        Self::launch(Redis { port, tls_port, options }, directory)
     }
 
     /// Its address for clients, the password in it.
     pub fn url(&self) -> String {
-        let Redis { port, options } = self.kind();
-        match &options.password {
-            None => format!("redis://127.0.0.1:{port}"),
-            Some(password) => format!("redis://:{password}@127.0.0.1:{port}"),
+        let Redis { port, tls_port, options } = self.kind();
+        let login = options.password.as_ref().map_or_else(String::new, |password| format!(":{password}@"));
+        match options.transport {
+            Transport::Plain => format!("redis://{login}127.0.0.1:{port}"),
+            Transport::Tls => format!("rediss://{login}localhost:{tls_port}"),
         }
+    }
+
+    /// The certificate of the authority that signed this server's, where it was started with [`RedisOptions::tls`].
+    pub fn certificate_authority(&self) -> PathBuf {
+        self.directory().join(redis_certificates::AUTHORITY)
+    }
+
+    /// Sends one command in its plain form, say `CONFIG SET maxmemory 1`, and answers with the first line of the reply.
+    ///
+    /// # Errors
+    /// The connection's.
+    pub fn command(&self, line: &str) -> std::io::Result<String> {
+        Ok(self.reply(line)?.lines().next().unwrap_or_default().to_owned())
+    }
+
+    /// Sends one command in its plain form and answers with the whole reply, as it came.
+    ///
+    /// # Errors
+    /// The connection's.
+    pub fn reply(&self, line: &str) -> std::io::Result<String> {
+        self.kind().ask(line)
     }
 
     /// Its port on 127.0.0.1, the same for as long as this value lives.
@@ -110,7 +164,16 @@ impl Kind for Redis {
             RedisPersistence::EveryWrite => command.args(["--appendonly", "yes", "--appendfsync", "always"]),
         };
         if let Some(password) = &self.options.password {
-            command.args(["--requirepass", password]);
+            command.args(["--requirepass", password, "--masterauth", password]);
+        }
+        if let Some(primary) = self.options.replica_of {
+            command.args(["--replicaof", "127.0.0.1", &primary.to_string(), "--repl-diskless-sync-delay", "0"]);
+        }
+        if self.options.transport == Transport::Tls {
+            command.args(["--tls-port", &self.tls_port.to_string(), "--tls-auth-clients", "no"]);
+            command.arg("--tls-cert-file").arg(directory.join(redis_certificates::CERTIFICATE));
+            command.arg("--tls-key-file").arg(directory.join(redis_certificates::KEY));
+            command.arg("--tls-ca-cert-file").arg(directory.join(redis_certificates::AUTHORITY));
         }
         for (name, value) in &self.options.settings {
             command.args([&format!("--{name}"), value]);
@@ -120,20 +183,39 @@ impl Kind for Redis {
 
     fn answers(&self, number: u32, _: &str) -> bool {
         // That the answer bears our process number rules out a stranger on the same port.
-        self.ask().is_ok_and(|answer| answer.contains("+PONG\r\n") && answer.contains(&format!("\r\nprocess_id:{number}\r\n")))
+        let mine = format!("\r\nprocess_id:{number}\r\n");
+        self.ask("INFO").is_ok_and(|answer| answer.contains(&mine) && answer.contains("\r\nloading:0\r\n"))
     }
 }
 
 impl Redis {
-    fn ask(&self) -> std::io::Result<String> {
-        let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, self.port))?;
-        stream.set_read_timeout(Some(Duration::from_secs(1)))?;
-        if let Some(password) = &self.options.password {
-            write!(stream, "AUTH {password}\r\n")?;
-        }
-        stream.write_all(b"PING\r\nINFO server\r\nQUIT\r\n")?;
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer)?;
-        Ok(answer)
+    fn ask(&self, command: &str) -> std::io::Result<String> {
+        tell(self.port, self.options.password.as_deref(), command)
     }
+}
+
+/// The reply to PING.
+const END: &str = "+PONG\r\n";
+
+/// Everything that whoever listens on this port replies to a command in its plain form.
+pub(crate) fn tell(port: u16, password: Option<&str>, command: &str) -> std::io::Result<String> {
+    let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port))?;
+    stream.set_read_timeout(Some(Duration::from_secs(10)))?;
+    let login = password.map_or_else(String::new, |password| format!("AUTH {password}\r\n"));
+    // A Sentinel knows no QUIT: there, the reply to PING ends the answer.
+    write!(stream, "{login}{command}\r\nPING\r\nQUIT\r\n")?;
+    let mut answer = String::new();
+    let mut buffer = [0; 4096];
+    while let read @ 1.. = stream.read(&mut buffer)? {
+        answer.push_str(&String::from_utf8_lossy(&buffer[..read]));
+        if let Some(end) = answer.find(END) {
+            answer.truncate(end);
+            break;
+        }
+    }
+    Ok(match password {
+        None => answer,
+        // Without the +OK to AUTH.
+        Some(_) => answer.split_once("\r\n").map_or_else(String::new, |(_, rest)| rest.to_owned()),
+    })
 }

@@ -1,0 +1,118 @@
+//! Six Redis servers as one Cluster: three primaries, and a replica of each.
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use super::port::free_ports;
+use super::process::LOOK_EVERY;
+use super::redis::{RedisOptions, RedisPersistence, RedisServer};
+use super::{ServerError, io};
+
+const NAME: &str = "Redis Cluster";
+const ADVICE: &str = "`cargo xtask setup` installs it (Debian's packages are redis-server and redis-tools)";
+
+/// How long the nodes may take to agree.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Six nodes of one's own: three primaries, and a replica of each. Needs `redis-server` and `redis-cli`. Dropping it
+/// stops them all.
+pub struct ClusterServers {
+    nodes: Vec<RedisServer>,
+}
+
+impl ClusterServers {
+    /// Starts them and returns when every node says that the cluster is whole.
+    ///
+    /// # Errors
+    /// [`ServerError`], when one does not start or they do not agree.
+    pub fn start() -> Result<Self, ServerError> {
+        let ports: [u16; 6] = free_ports().map_err(|source| io(NAME, "find free ports", source))?;
+        let start = |bus: u16| {
+            let options = RedisOptions::new().persistence(RedisPersistence::EverySecond);
+            let options = options.setting("cluster-enabled", "yes").setting("cluster-port", bus.to_string());
+            RedisServer::start(options.setting("cluster-node-timeout", "1500").setting("repl-diskless-sync-delay", "0"))
+        };
+        let nodes = ports.into_iter().map(start).collect::<Result<Vec<_>, _>>()?;
+        let addresses = nodes.iter().map(|node| format!("127.0.0.1:{}", node.port()));
+        let create = Command::new("redis-cli")
+            .args(["--cluster", "create"])
+            .args(addresses)
+            .args(["--cluster-replicas", "1", "--cluster-yes"])
+            .output()
+            .map_err(|source| io(NAME, "run redis-cli", source))?;
+        if !create.status.success() {
+            let output = String::from_utf8_lossy(&create.stdout).into_owned();
+            return Err(ServerError::ProgramFailed { server: NAME, program: "redis-cli --cluster create".into(), output, advice: ADVICE });
+        }
+        let cluster = Self { nodes };
+        cluster.wait("the nodes to agree", |it| {
+            let whole = |node: &RedisServer| {
+                node.reply("CLUSTER INFO").is_ok_and(|said| said.contains("cluster_state:ok") && said.contains("cluster_known_nodes:6"))
+                    && node.reply("CLUSTER SLOTS").is_ok_and(|said| said.matches("127.0.0.1").count() == 6)
+            };
+            it.nodes.iter().all(whole)
+                && it
+                    .nodes
+                    .iter()
+                    .filter(|node| node.reply("INFO replication").is_ok_and(|said| said.contains("master_link_status:up")))
+                    .count()
+                    == 3
+        })?;
+        Ok(cluster)
+    }
+
+    /// The nodes' addresses.
+    pub fn urls(&self) -> Vec<String> {
+        self.nodes.iter().map(RedisServer::url).collect()
+    }
+
+    /// The six nodes.
+    pub fn nodes(&self) -> &[RedisServer] {
+        &self.nodes
+    }
+
+    /// One of the nodes, to be stopped, killed or frozen.
+    pub fn node_mut(&mut self, which: usize) -> &mut RedisServer {
+        &mut self.nodes[which]
+    }
+
+    /// Which of the nodes are primaries now.
+    pub fn primaries(&self) -> Vec<usize> {
+        let is_primary = |node: &RedisServer| node.reply("INFO replication").is_ok_and(|said| said.contains("role:master"));
+        (0..self.nodes.len()).filter(|which| is_primary(&self.nodes[*which])).collect()
+    }
+
+    /// Which node serves a hash slot, as the first node that answers knows it.
+    ///
+    /// # Panics
+    /// When no node answers.
+    pub fn serves(&self, slot: u16) -> usize {
+        self.primaries()
+            .into_iter()
+            .find(|which| {
+                // `<id> <address> myself,master - … <slots>`: the node's own line ends with what it serves.
+                let said = self.nodes[*which].reply("CLUSTER NODES").unwrap_or_default();
+                let own = said.lines().find(|line| line.contains("myself"));
+                own.is_some_and(|line| line.split(' ').skip(8).any(|range| within(range, slot)))
+            })
+            .expect("a primary serves the slot")
+    }
+
+    fn wait(&self, what: &str, done: impl Fn(&Self) -> bool) -> Result<(), ServerError> {
+        let deadline = Instant::now() + PATIENCE;
+        while !done(self) {
+            if Instant::now() >= deadline {
+                let reason = format!("waited for {what} for {PATIENCE:?}");
+                return Err(ServerError::DidNotStart { server: NAME, reason, log: String::new(), advice: ADVICE });
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+        Ok(())
+    }
+}
+
+/// Whether `first-last`, or a single number, holds the slot.
+fn within(range: &str, slot: u16) -> bool {
+    let (first, last) = range.split_once('-').unwrap_or((range, range));
+    matches!((first.parse::<u16>(), last.parse::<u16>()), (Ok(first), Ok(last)) if (first..=last).contains(&slot))
+}

@@ -1,0 +1,158 @@
+//! Three Redis servers, one primary and two replicas, watched by three Sentinels.
+
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use super::port::free_ports;
+use super::process::LOOK_EVERY;
+use super::redis::{RedisOptions, RedisPersistence, RedisServer, tell};
+use super::server::{Kind, Server, temporary_directory, write};
+use super::{ServerError, io};
+
+/// The name that the Sentinels know the primary by.
+pub const SENTINEL_NAME: &str = "mymaster";
+
+/// How long the replicas may take to follow, and a failover to happen.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+const PASSWORD: &str = "between-redis-servers";
+
+/// One Sentinel.
+#[derive(Debug)]
+pub struct Sentinel {
+    port: u16,
+}
+
+impl Kind for Sentinel {
+    const NAME: &'static str = "Sentinel";
+    const ADVICE: &'static str = "`cargo xtask setup` installs it (Debian's package is redis-server)";
+    const START_PATIENCE: Duration = Duration::from_secs(30);
+
+    fn commands(&self, directory: &Path) -> Vec<Command> {
+        let mut command = Command::new("redis-server");
+        command.arg(directory.join("sentinel.conf")).arg("--sentinel");
+        vec![command]
+    }
+
+    fn answers(&self, number: u32, _: &str) -> bool {
+        tell(self.port, None, "INFO server").is_ok_and(|answer| answer.contains(&format!("\r\nprocess_id:{number}\r\n")))
+    }
+}
+
+/// A primary, two replicas and three Sentinels of one's own, which agree on a failover a second after the primary fell
+/// silent. Needs `redis-server`. Dropping it stops them all.
+pub struct SentinelServers {
+    sentinels: Vec<Server<Sentinel>>,
+    redis: Vec<RedisServer>,
+}
+
+impl SentinelServers {
+    /// Starts them and returns when both replicas follow and the Sentinels know each other.
+    ///
+    /// # Errors
+    /// [`ServerError`], when one of them does not start.
+    pub fn start() -> Result<Self, ServerError> {
+        let options = || RedisOptions::new().persistence(RedisPersistence::EverySecond).password(PASSWORD);
+        let primary = RedisServer::start(options())?;
+        let port = primary.port();
+        let mut servers = Self { sentinels: Vec::new(), redis: vec![primary] };
+        for _ in 0..2 {
+            servers.redis.push(RedisServer::start(options().replica_of(port))?);
+        }
+        servers.wait("two replicas to follow", |it| it.redis[0].command("WAIT 2 100").is_ok_and(|said| said == ":2"))?;
+        for _ in 0..3 {
+            servers.sentinels.push(start_sentinel(port)?);
+        }
+        servers.wait("the Sentinels to know each other", |it| {
+            it.sentinels
+                .iter()
+                .all(|sentinel| tell(sentinel.kind().port, None, "INFO sentinel").is_ok_and(|said| said.contains("slaves=2,sentinels=3")))
+        })?;
+        Ok(servers)
+    }
+
+    /// The Sentinels' addresses, with what the Redis servers ask of clients: `redis://:password@host:port`. The
+    /// Sentinels themselves ask for no password.
+    pub fn urls(&self) -> Vec<String> {
+        self.sentinels.iter().map(|sentinel| format!("redis://:{PASSWORD}@127.0.0.1:{}", sentinel.kind().port)).collect()
+    }
+
+    /// The three Redis servers, whichever of them is the primary.
+    pub fn redis(&self) -> &[RedisServer] {
+        &self.redis
+    }
+
+    /// Which of [`redis`](Self::redis) the Sentinels take for the primary.
+    ///
+    /// # Panics
+    /// When no Sentinel answers, or they name a stranger.
+    pub fn primary(&self) -> usize {
+        self.named().expect("a Sentinel names one of the servers")
+    }
+
+    /// One of the Redis servers, to be stopped, killed or frozen.
+    pub fn redis_mut(&mut self, which: usize) -> &mut RedisServer {
+        &mut self.redis[which]
+    }
+
+    /// Cuts the link between the primary and its replicas; the Sentinels and clients still reach all of them.
+    ///
+    /// # Errors
+    /// The connections'.
+    pub fn cut_replication(&self) -> std::io::Result<()> {
+        let primary = self.primary();
+        for (which, server) in self.redis.iter().enumerate() {
+            if which != primary {
+                server.command("CONFIG SET masterauth no-such-password")?;
+            }
+        }
+        self.redis[primary].command("CLIENT KILL TYPE replica").map(drop)
+    }
+
+    /// Waits until the Sentinels name another primary than this one, and it says so of itself.
+    ///
+    /// # Errors
+    /// [`ServerError`], when they do not within a minute.
+    pub fn wait_for_failover(&self, from: usize) -> Result<usize, ServerError> {
+        self.wait("a failover", |it| {
+            it.named().is_some_and(|which| {
+                which != from && it.redis[which].command("SET oncegate-failover-probe 1 PX 1").is_ok_and(|said| said == "+OK")
+            })
+        })?;
+        Ok(self.primary())
+    }
+
+    fn named(&self) -> Option<usize> {
+        let ask = format!("SENTINEL get-master-addr-by-name {SENTINEL_NAME}");
+        let said = self.sentinels.iter().find_map(|sentinel| tell(sentinel.kind().port, None, &ask).ok())?;
+        // *2, $9, 127.0.0.1, $5, the port.
+        let port: u16 = said.lines().nth(4)?.parse().ok()?;
+        self.redis.iter().position(|server| server.port() == port)
+    }
+
+    fn wait(&self, what: &str, done: impl Fn(&Self) -> bool) -> Result<(), ServerError> {
+        let deadline = Instant::now() + PATIENCE;
+        while !done(self) {
+            if Instant::now() >= deadline {
+                let reason = format!("waited for {what} for {PATIENCE:?}");
+                return Err(ServerError::DidNotStart { server: Sentinel::NAME, reason, log: String::new(), advice: "look at their logs" });
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+        Ok(())
+    }
+}
+
+fn start_sentinel(primary: u16) -> Result<Server<Sentinel>, ServerError> {
+    let [port] = free_ports().map_err(|source| io(Sentinel::NAME, "find a free port", source))?;
+    let directory = temporary_directory(Sentinel::NAME)?;
+    let settings = format!(
+        "port {port}\nbind 127.0.0.1\nprotected-mode no\ndir {}\n\
+         sentinel monitor {SENTINEL_NAME} 127.0.0.1 {primary} 2\nsentinel auth-pass {SENTINEL_NAME} {PASSWORD}\n\
+         sentinel down-after-milliseconds {SENTINEL_NAME} 1000\nsentinel failover-timeout {SENTINEL_NAME} 5000\n",
+        directory.path().display()
+    );
+    write(Sentinel::NAME, &directory.path().join("sentinel.conf"), &settings)?;
+    Server::launch(Sentinel { port }, directory)
+}
