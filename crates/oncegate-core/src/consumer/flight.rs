@@ -1,0 +1,102 @@
+//! One delivery in flight, and what runs for it.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use tokio::sync::mpsc::UnboundedSender;
+use tokio::task::AbortHandle;
+
+use crate::id::{Key, MessageId};
+use crate::lanes::Lane;
+use crate::lease::Lease;
+use crate::marker::{Ask, Terms, Token};
+use crate::passage::Passage;
+use crate::road::Stage;
+use crate::run::Finished;
+use crate::slots::Slot;
+
+/// One delivery in flight.
+pub(super) struct Flight {
+    pub(super) passage: Passage,
+    pub(super) id: Option<MessageId>,
+    pub(super) key: Option<Key>,
+    pub(super) terms: Terms,
+    pub(super) token: Token,
+    pub(super) attempt: u32,
+    pub(super) ask: Ask,
+    pub(super) lane: Option<Lane>,
+    pub(super) lease: Option<Arc<Lease>>,
+    pub(super) task: Option<Task>,
+    pub(super) stays: Stays,
+    /// Counts runs and alarms, so that what comes too late is told apart.
+    pub(super) turn: u32,
+    pub(super) bytes: usize,
+}
+
+/// Whether a delivery may still begin something.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stays {
+    Here,
+    /// The consumer drains, or the delivery belongs to someone else soon.
+    Leaves,
+}
+
+/// A handler that is over: where, in which turn, and what it came to.
+pub(super) type Ran = (Slot, u32, Finished);
+
+/// What to start.
+pub(super) enum Work {
+    Handle,
+    Reconcile,
+}
+
+/// Whether a handler or `reconcile` belongs to this stage; in any other it is dropped.
+pub(super) fn runs(stage: Stage) -> bool {
+    matches!(stage, Stage::Running(..) | Stage::Reconciling(..) | Stage::Ungated(_))
+}
+
+/// A handler that runs: dropping this drops it.
+pub(super) struct Task(pub(super) AbortHandle);
+
+impl Drop for Task {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+/// What is sent when a spawned handler is over, however it ends.
+pub(super) struct Report {
+    pub(super) runs: UnboundedSender<Ran>,
+    pub(super) slot: Slot,
+    pub(super) turn: u32,
+    pub(super) finished: Option<Finished>,
+}
+
+impl Report {
+    pub(super) fn tell(mut self, finished: Finished) {
+        self.finished = Some(finished);
+    }
+}
+
+impl Drop for Report {
+    fn drop(&mut self) {
+        let finished = self.finished.take().unwrap_or_else(Finished::lost);
+        let _ = self.runs.send((self.slot, self.turn, finished)); // the loop is gone: nobody wants to know
+    }
+}
+
+impl Flight {
+    pub(super) fn lease_is_over(&self) -> bool {
+        self.lease.as_ref().is_some_and(|lease| !lease.lives(Instant::now()))
+    }
+
+    /// Keeps what a run said for whoever finds the message in the dead letters.
+    pub(super) fn tell(&mut self, finished: &Finished) {
+        let Some(error) = &finished.error else { return };
+        let error: String = error.chars().take(1000).collect();
+        self.passage.tell(|story| {
+            story.first_error.get_or_insert_with(|| error.clone());
+            story.last_error = Some(error);
+        });
+    }
+}

@@ -1,0 +1,111 @@
+//! How deliveries and the consumer itself come to their end.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::flight::Stays;
+use super::{Mode, Running};
+
+use crate::decode::Decode;
+use crate::error::Error;
+use crate::handler::Handler;
+use crate::lanes::{Lane, Waited};
+use crate::lease::Lease;
+use crate::road::{Event, Stage};
+use crate::slots::Slot;
+
+impl<H: Handler, D: Decode> Running<H, D> {
+    /// A delivery's place is free: its lane and the next takeover go on.
+    pub(super) fn left(&mut self, slot: Slot, lane: Option<Lane>, lease: Option<Arc<Lease>>, bytes: usize) {
+        self.flights.remove(slot);
+        self.bytes -= bytes;
+        if let (Some(renewals), Some(_)) = (&self.renewals, lease) {
+            renewals.let_go(std::iter::once(slot.place));
+        }
+        self.end_takeover(slot);
+        let Some(lane) = lane else { return };
+        if self.lanes.withdraw(lane, slot) == Waited::Yes {
+            return;
+        }
+        if let Some(next) = self.lanes.leave(lane)
+            && let Some(event) = self.first_event(next)
+        {
+            self.next_up.push_back((next, event));
+        }
+    }
+
+    /// If this was the one that ran alone, the next delivery may start that an earlier attempt may have crashed on.
+    pub(super) fn end_takeover(&mut self, slot: Slot) {
+        if self.takeover != Some(slot.place) {
+            return;
+        }
+        self.takeover = None;
+        while let Some(slot) = self.takeovers.pop_front() {
+            let Some(flight) = self.flights.at(slot) else { continue };
+            if let Stage::Ready(_) = flight.passage.stage() {
+                self.takeover = Some(slot.place);
+                self.next_up.push_back((slot, if flight.lease_is_over() { Event::LeaseOver } else { Event::Slot }));
+                return;
+            }
+        }
+    }
+
+    /// Deliveries of this epoch belong to someone else soon.
+    pub(super) fn revoked(&mut self, epoch: u64) {
+        let theirs: Vec<Slot> = self
+            .flights
+            .slots()
+            .filter(|slot| self.flights.at(*slot).is_some_and(|it| it.passage.delivery().receipt.epoch == epoch))
+            .collect();
+        for slot in theirs {
+            self.leaves(slot);
+        }
+    }
+
+    /// A delivery begins nothing new from here on.
+    pub(super) fn leaves(&mut self, slot: Slot) {
+        if let Some(flight) = self.flights.at_mut(slot) {
+            flight.stays = Stays::Leaves;
+            self.happens(slot, Event::Drain);
+        }
+    }
+
+    /// Begins to drain: nothing new comes in, what has not started is given back.
+    pub(super) async fn drain(&mut self, because: Option<Error>, bound: Duration) {
+        let until = Instant::now() + bound;
+        match &mut self.mode {
+            Mode::Draining { until: earlier, because: first } => {
+                *earlier = until.min(*earlier);
+                if first.is_none() {
+                    *first = because;
+                }
+                return;
+            }
+            mode @ Mode::Taking => *mode = Mode::Draining { until, because },
+        }
+        tracing::info!(in_flight = self.flights.len(), "draining");
+        self.source.stop().await;
+        let all: Vec<Slot> = self.flights.slots().collect();
+        for slot in all {
+            self.leaves(slot);
+        }
+    }
+
+    /// Lets go of what did not finish, and closes the source.
+    pub(super) async fn leave(mut self) -> Result<(), Error> {
+        let left: Vec<Slot> = self.flights.slots().collect();
+        if !left.is_empty() {
+            tracing::warn!(in_flight = left.len(), "the drain is over; what did not finish comes back after its lease");
+        }
+        for slot in left {
+            self.happens(slot, Event::DrainOver);
+        }
+        self.settle().await;
+        let bound = Instant::now() + self.settings.drain.clamp(Duration::from_secs(1), Duration::from_secs(10));
+        let closed = self.source.close(bound).await;
+        match self.mode {
+            Mode::Draining { because: Some(error), .. } => Err(error),
+            _ => Ok(closed?),
+        }
+    }
+}

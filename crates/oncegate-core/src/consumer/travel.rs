@@ -1,0 +1,266 @@
+//! From arrival to settlement: what the road says is carried out here.
+
+use std::cmp::Reverse;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::Instant;
+
+use futures_util::FutureExt;
+use futures_util::future::BoxFuture;
+
+use super::asking::LATE_COMPLETIONS;
+use super::flight::{Flight, Ran, Report, Stays, Task, Work, runs};
+use super::{Mode, Running};
+
+use crate::builder::age;
+use crate::context::Context;
+use crate::decode::Decode;
+use crate::handler::Handler;
+use crate::id::MessageId;
+use crate::lanes::Turn;
+use crate::lease::Lease;
+use crate::marker::{Ask, Operation, Terms, Token};
+use crate::message::Message;
+use crate::passage::{Onward, Passage};
+use crate::renewals::Over;
+use crate::road::{Event, Freshness, History, Settlement, Stage, Step};
+use crate::run::{Finished, what_it_said};
+use crate::settings::{Handlers, Settings};
+use crate::slots::Slot;
+use crate::source::Delivery;
+
+impl<H: Handler, D: Decode> Running<H, D> {
+    /// A delivery takes its slot.
+    pub(super) fn arrived(&mut self, delivery: Delivery) {
+        let (id, terms, said) = self.identify(&delivery.message);
+        let freshness = match age(&delivery.message) {
+            Some(age) if age > self.settings.max_age() => {
+                self.outcomes.too_old();
+                Freshness::TooOld
+            }
+            _ => Freshness::Fresh,
+        };
+        let bytes = delivery.message.size();
+        let lane = self.lanes.of(&delivery);
+        let history = History { failures: delivery.failures, freshness };
+        let mut passage = Passage::new(delivery, history);
+        if said.is_some() {
+            passage.tell(|story| story.first_error = said);
+        }
+        let flight = Flight {
+            passage,
+            key: id.as_ref().map(|id| self.settings.scope.key(id)),
+            id,
+            terms,
+            token: Token(0),
+            attempt: 0,
+            ask: Ask::Claim,
+            lane,
+            lease: None,
+            task: None,
+            stays: Stays::Here,
+            turn: 0,
+            bytes,
+        };
+        self.bytes += bytes;
+        let slot = self.flights.insert(flight);
+        match lane.map_or(Turn::Now, |lane| self.lanes.enter(lane, slot)) {
+            Turn::Now => self.enter_road(slot),
+            Turn::Later => {}
+        }
+    }
+
+    /// The id and the terms of a message. The user's functions run here: one that panics has found no id.
+    pub(super) fn identify(&self, message: &Message) -> (Option<MessageId>, Terms, Option<String>) {
+        let read = || (self.id.read(message), self.settings.terms(message));
+        match catch_unwind(AssertUnwindSafe(read)) {
+            Ok((id, terms)) => (id, terms, None),
+            Err(panic) => {
+                let said = format!("the function that reads the id or the fingerprint {}", what_it_said(panic));
+                tracing::error!(origin = ?message.origin, "{said}");
+                let Settings { guarantee, lease, window, .. } = self.settings;
+                (None, Terms { guarantee, lease, window, fingerprint: None }, Some(said))
+            }
+        }
+    }
+
+    /// It is this delivery's turn.
+    pub(super) fn enter_road(&mut self, slot: Slot) {
+        if let Some(event) = self.first_event(slot) {
+            self.happens(slot, event);
+        }
+    }
+
+    pub(super) fn first_event(&self, slot: Slot) -> Option<Event> {
+        let flight = self.flights.at(slot)?;
+        Some(match flight.stays {
+            Stays::Leaves => Event::Drain,
+            Stays::Here if matches!(self.mode, Mode::Draining { .. }) => Event::Drain,
+            Stays::Here if flight.id.is_some() => Event::Arrived,
+            Stays::Here => Event::NoId,
+        })
+    }
+
+    /// Something happened to a delivery, and to those that waited for it to leave.
+    pub(super) fn happens(&mut self, slot: Slot, event: Event) {
+        self.advance(slot, event);
+        // In a loop of its own: a lane of thousands that leaves at once must not be as many calls deep.
+        while let Some((slot, event)) = self.next_up.pop_front() {
+            self.advance(slot, event);
+        }
+    }
+
+    /// The road says what a delivery does next, and this does it.
+    pub(super) fn advance(&mut self, slot: Slot, event: Event) {
+        let mut next = Some(event);
+        while let Some(event) = next.take() {
+            let Some(flight) = self.flights.take(slot) else { return };
+            self.outcomes.happened(event);
+            let Flight { passage, id, key, terms, token, attempt, ask, lane, lease, task, stays, turn, bytes } = flight;
+            let completed = usize::from(matches!(passage.stage(), Stage::Completing(_)));
+            self.completing -= completed;
+            match passage.next(event, &self.policy) {
+                Onward::Travels(passage, step) => {
+                    self.completing += usize::from(matches!(passage.stage(), Stage::Completing(_)));
+                    let mut flight = Flight { passage, id, key, terms, token, attempt, ask, lane, lease, task, stays, turn, bytes };
+                    if !runs(flight.passage.stage()) {
+                        flight.task = None;
+                    }
+                    next = self.carry_out(slot, &mut flight, step);
+                    let runs_no_more = !matches!(flight.passage.stage(), Stage::Ready(_) | Stage::Running(..));
+                    self.flights.put_back(slot, flight);
+                    if runs_no_more {
+                        self.end_takeover(slot);
+                    }
+                }
+                Onward::Left(mut settled) => {
+                    drop(task);
+                    if let Settlement::Reject(_) = settled.settlement {
+                        let story = settled.story.get_or_insert_default();
+                        story.id = id.as_ref().map(MessageId::to_string);
+                        story.attempts = attempt;
+                    }
+                    tracing::debug_span!("oncegate.settle", id = id.as_ref().map(tracing::field::display), attempt, outcome = ?settled.settlement)
+                        .in_scope(|| self.outcomes.settled(&settled.settlement));
+                    if let (Settlement::Accept(proof), Some(key)) = (&settled.settlement, key)
+                        && proof.as_str() == "passed_without_gate"
+                        && self.late.len() < LATE_COMPLETIONS
+                    {
+                        // Whatever became of its claim: with the same token it is granted, and then completed.
+                        self.late.push_back(Operation { key, ask: Ask::Claim, token, attempt: 0, terms });
+                    }
+                    self.settled.push(settled);
+                    self.left(slot, lane, lease, bytes);
+                }
+                Onward::Dropped(_) => {
+                    drop(task);
+                    self.outcomes.dropped();
+                    self.left(slot, lane, lease, bytes);
+                }
+            }
+        }
+    }
+
+    /// Does what the road said; what follows at once, if something does.
+    pub(super) fn carry_out(&mut self, slot: Slot, flight: &mut Flight, step: Step) -> Option<Event> {
+        let leaves = flight.stays == Stays::Leaves;
+        match step {
+            Step::ClaimAnew => {
+                flight.turn += 1;
+                flight.token = self.tokens.token();
+                flight.attempt = 0;
+                self.give_up_lease(slot, flight);
+                flight.ask = Ask::Claim;
+                self.claims.push_back(slot);
+                return leaves.then_some(Event::Drain);
+            }
+            Step::Ask(ask) => {
+                flight.turn += 1; // an alarm that was set before must not ask a second time: it would come after the answer
+                flight.ask = ask;
+                if ask == Ask::Claim { self.claims.push_back(slot) } else { self.verdicts.push_back(slot) }
+            }
+            Step::Queue if leaves => return Some(Event::Drain),
+            Step::Queue => {
+                let alone = matches!(flight.passage.stage(), Stage::Ready(permit) if permit.follows_a_crash());
+                if alone && self.takeover.is_some_and(|other| other != slot.place) {
+                    self.takeovers.push_back(slot);
+                    return None;
+                }
+                if alone {
+                    self.takeover = Some(slot.place);
+                }
+                return Some(if flight.lease_is_over() { Event::LeaseOver } else { Event::Slot });
+            }
+            Step::Run => {
+                if let Stage::Ungated(_) = flight.passage.stage() {
+                    self.give_up_lease(slot, flight);
+                }
+                return self.start(slot, flight, Work::Handle);
+            }
+            Step::Reconcile => return self.start(slot, flight, Work::Reconcile),
+            Step::Wake(after) => {
+                flight.turn += 1;
+                let after = self.jittered(after);
+                self.alarms.push(Reverse((Instant::now() + after, slot, flight.turn)));
+                return leaves.then_some(Event::Drain);
+            }
+            Step::Wait => {}
+            Step::Settle(_) | Step::Drop => unreachable!("a passage that leaves the road does not travel"),
+        }
+        None
+    }
+
+    /// Holds no lease any more, and renews none.
+    pub(super) fn give_up_lease(&self, slot: Slot, flight: &mut Flight) {
+        if let (Some(renewals), Some(_)) = (&self.renewals, flight.lease.take()) {
+            renewals.let_go(std::iter::once(slot.place));
+        }
+    }
+
+    /// Starts the handler or `reconcile`; what it came to, if it was ready at once.
+    pub(super) fn start(&mut self, slot: Slot, flight: &mut Flight, work: Work) -> Option<Event> {
+        let id = flight.id.clone()?;
+        flight.turn += 1;
+        let turn = flight.turn;
+        let message = flight.passage.delivery().message.clone();
+        let cx = Context { id, attempt: flight.attempt.max(1), message, lease: flight.lease.clone() };
+        let runner = self.runner.clone();
+        let runs = self.runs.clone();
+        let mut run: BoxFuture<'static, Finished> = match work {
+            Work::Handle => Box::pin(runner.handle(cx)),
+            Work::Reconcile => Box::pin(runner.reconcile(cx)),
+        };
+        if self.settings.handlers == Handlers::InPlace {
+            // Polled without a waker: if it is not ready, its task polls it again before it sleeps.
+            if let Some(finished) = (&mut run).now_or_never() {
+                flight.tell(&finished);
+                return Some(finished.event);
+            }
+        }
+        let report = Report { runs, slot, turn, finished: None };
+        let task = tokio::spawn(async move { report.tell(run.await) });
+        flight.task = Some(Task(task.abort_handle()));
+        self.spawned += 1;
+        None
+    }
+
+    /// A handler or `reconcile` is over.
+    pub(super) fn finished(&mut self, (slot, turn, finished): Ran) {
+        let Some(flight) = self.flights.at_mut(slot) else { return };
+        if flight.turn != turn {
+            return;
+        }
+        flight.tell(&finished);
+        self.happens(slot, finished.event);
+    }
+
+    /// The renewals say that a lease is over.
+    pub(super) fn lease_over(&mut self, (place, token): Over) {
+        let Some(slot) = self.flights.slot(place) else { return };
+        let now = Instant::now();
+        let theirs = |lease: &Arc<Lease>| lease.token == token && !lease.lives(now); // not one that was granted again since
+        if self.flights.at(slot).is_some_and(|flight| flight.lease.as_ref().is_some_and(theirs)) {
+            self.happens(slot, Event::LeaseOver);
+        }
+    }
+}
