@@ -32,6 +32,8 @@ use crate::id::IdSource;
 use crate::lanes::Lanes;
 use crate::marker::{Guarantee, Operation, Token, Tokens};
 use crate::outcome::Outcomes;
+use crate::pace::Pace;
+use crate::readiness::{Takes, Telling};
 use crate::renewals::{Over, Renewals};
 use crate::road::{Event, Policy};
 use crate::run::Runner;
@@ -69,6 +71,9 @@ pub(crate) struct Running<H, D> {
     late: VecDeque<Operation>,
     late_after: Instant,
     breaker: Breaker,
+    pace: Pace,
+    /// What a claim asks for now.
+    lease: Duration,
     applies: FuturesUnordered<BoxFuture<'static, Applied>>,
     settled: Vec<Settled>,
     alarms: BinaryHeap<Reverse<(Instant, Slot, u32)>>,
@@ -101,7 +106,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
         let (tell, over) = unbounded_channel();
         let renewals = match settings.guarantee {
             Guarantee::Bare => None,
-            _ => Some(Renewals::start(store.clone(), settings.lease, tell).map_err(Error::threads)?),
+            _ => Some(Renewals::start(store.clone(), settings.shortest_lease(), tell).map_err(Error::threads)?),
         };
         Ok(Self {
             lanes: Lanes::new(settings.order.unwrap_or(source.default_order())),
@@ -112,6 +117,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             store,
             runner,
             id,
+            lease: settings.lease,
             settings,
             renewals,
             completing: 0,
@@ -124,6 +130,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             late: VecDeque::new(),
             late_after: Instant::now(),
             breaker: Breaker::closed(),
+            pace: Pace::new(),
             applies: FuturesUnordered::new(),
             settled: Vec::new(),
             alarms: BinaryHeap::new(),
@@ -140,6 +147,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
     /// Runs until `shutdown`, then drains.
     pub(crate) async fn run(mut self, mut shutdown: Pin<&mut impl Future<Output = ()>>) -> Result<(), Error> {
         let mut incoming = Vec::new();
+        let _telling = Telling(self.settings.readiness.clone());
         loop {
             self.take_in(&mut incoming).await;
             self.let_handlers_run().await;
@@ -150,6 +158,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             {
                 break;
             }
+            self.settings.readiness.tell(self.takes());
             self.wait(&mut incoming, shutdown.as_mut()).await;
         }
         self.leave().await
@@ -245,6 +254,13 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 Some(Ok(())) => {}
                 Some(Err(error)) => self.drain(Some(error.into()), self.settings.drain).await,
             }
+        }
+    }
+
+    fn takes(&self) -> Takes {
+        match self.mode {
+            Mode::Taking if self.breaker.opens_at().is_none() => Takes::Messages,
+            _ => Takes::Nothing,
         }
     }
 

@@ -8,6 +8,7 @@ use crate::error::Error;
 use crate::id::{IdSource, Scope};
 use crate::marker::{Fingerprint, Guarantee, Terms};
 use crate::message::Message;
+use crate::readiness::Readiness;
 use crate::road::{Outage, Policy};
 use crate::source::Order;
 
@@ -70,6 +71,8 @@ pub(crate) struct Settings {
     pub(crate) fingerprints: Fingerprints,
     pub(crate) window: Duration,
     pub(crate) lease: Duration,
+    /// Where the lease goes by how long handlers run.
+    pub(crate) shortest_lease: Option<Duration>,
     pub(crate) attempts: u32,
     pub(crate) retries: u32,
     pub(crate) backoff: Duration,
@@ -84,6 +87,7 @@ pub(crate) struct Settings {
     pub(crate) handlers: Handlers,
     pub(crate) outage: Outage,
     pub(crate) forgetful: Forgetful,
+    pub(crate) readiness: Readiness,
 }
 
 /// Whether at most once takes a store that may forget.
@@ -102,6 +106,7 @@ impl Default for Settings {
             fingerprints: Fingerprints::default(),
             window: defaults::WINDOW,
             lease: defaults::LEASE,
+            shortest_lease: None,
             attempts: defaults::ATTEMPTS,
             retries: defaults::RETRIES,
             backoff: defaults::BACKOFF,
@@ -116,6 +121,7 @@ impl Default for Settings {
             handlers: Handlers::default(),
             outage: Outage::default(),
             forgetful: Forgetful::Refused,
+            readiness: Readiness::new(),
         }
     }
 }
@@ -124,12 +130,9 @@ impl Settings {
     /// Checks what cannot work.
     pub(crate) fn check(&self) -> Result<(), Error> {
         let wrong = |setting, problem: String, remedy| Err(Error::Misconfigured { setting, problem, remedy });
-        if self.lease < Duration::from_millis(100) {
-            return wrong(
-                "lease",
-                format!("{:?} is too short to be renewed in time", self.lease),
-                "set at least 100 ms; 30 s is the default",
-            );
+        let shortest = self.shortest_lease();
+        if shortest < Duration::from_millis(100) {
+            return wrong("lease", format!("{shortest:?} is too short to be renewed in time"), "set at least 100 ms; 30 s is the default");
         }
         if self.window.is_zero() {
             return wrong(
@@ -186,6 +189,11 @@ impl Settings {
             );
         }
         Ok(())
+    }
+
+    /// The shortest lease that a claim may have.
+    pub(crate) fn shortest_lease(&self) -> Duration {
+        self.shortest_lease.unwrap_or(self.lease)
     }
 
     /// How long one permit can be needed: every run in place to its timeout, every pause between, every reconcile.

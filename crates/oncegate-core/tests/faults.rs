@@ -294,6 +294,58 @@ async fn settings_beyond_every_clock_are_refused() {
     longest.retries(u32::MAX).run_until(async move { all.drained().await }).await.expect("as good as no limit");
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn readiness_says_whether_messages_are_taken() {
+    let (broker, readiness, away) = (one(), Readiness::new(), Arc::new(AtomicBool::new(true)));
+    let is_away = away.clone();
+    let store = Faulty::new(move |_, _| if is_away.load(Ordering::Relaxed) { Fault::Away } else { Fault::None });
+    let (all, seen) = (broker.clone(), readiness.clone());
+    let becomes = async |ready: bool| {
+        let changed = async {
+            while seen.is_ready() != ready {
+                tokio::time::sleep(ms(5)).await;
+            }
+        };
+        tokio::time::timeout(ms(10_000), changed).await.unwrap_or_else(|_| panic!("readiness becomes {ready}"));
+    };
+    assert!(!readiness.is_ready(), "it has not started");
+    let shutdown = async {
+        tokio::time::sleep(ms(100)).await;
+        becomes(false).await; // a claim was not answered
+        away.store(false, Ordering::Relaxed);
+        becomes(true).await;
+        all.drained().await;
+    };
+    consumer(&broker, store, Slow::default()).readiness(readiness.clone()).run_until(shutdown).await.expect("a clean end");
+    assert!(!readiness.is_ready(), "it has ended");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_adaptive_lease_goes_by_how_long_handlers_run() {
+    let broker = broker((0..600).map(|id| id.to_string()));
+    let leases = Arc::new(Mutex::new(Vec::new()));
+    let asked = leases.clone();
+    let store = Faulty::new(move |operation, _| {
+        if operation.ask == Ask::Claim {
+            asked.lock().expect("no panic").push(operation.terms.lease);
+        }
+        Fault::None
+    });
+    let (all, more) = (broker.clone(), broker.clone());
+    let shutdown = async move {
+        all.drained().await;
+        more.publish(message("last"));
+        all.drained().await;
+    };
+    let handler = Slow { takes: ms(20), ..Slow::default() };
+    let run = consumer(&broker, store, handler).adaptive_lease(ms(300), ms(30_000));
+    run.run_until(shutdown).await.expect("a clean end");
+    let leases = leases.lock().expect("no panic");
+    assert_eq!(leases.first(), Some(&ms(30_000)), "nothing is known yet");
+    let last = *leases.last().expect("claims");
+    assert!(last > ms(1000) && last < ms(5000), "{last:?} for handlers of 20 ms");
+}
+
 /// A handler that does not know the first time, and takes a while the second.
 #[derive(Clone, Default)]
 struct Blip(Arc<Mutex<HashSet<String>>>);

@@ -27,6 +27,8 @@ pub(super) struct Flight {
     pub(super) lane: Option<Lane>,
     pub(super) lease: Option<Arc<Lease>>,
     pub(super) task: Option<Task>,
+    /// When its handler began, where that is measured.
+    pub(super) began: Option<Instant>,
     pub(super) stays: Stays,
     /// Counts runs and alarms, so that what comes too late is told apart.
     pub(super) turn: u32,

@@ -58,6 +58,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             lane,
             lease: None,
             task: None,
+            began: None,
             stays: Stays::Here,
             turn: 0,
             bytes,
@@ -72,7 +73,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
 
     /// The id and the terms of a message. The user's functions run here: one that panics has found no id.
     pub(super) fn identify(&self, message: &Message) -> (Option<MessageId>, Terms, Option<String>) {
-        let read = || (self.id.read(message), self.settings.terms(message));
+        let read = || (self.id.read(message), Terms { lease: self.lease, ..self.settings.terms(message) });
         match catch_unwind(AssertUnwindSafe(read)) {
             Ok((id, terms)) => (id, terms, None),
             Err(panic) => {
@@ -116,13 +117,13 @@ impl<H: Handler, D: Decode> Running<H, D> {
         while let Some(event) = next.take() {
             let Some(flight) = self.flights.take(slot) else { return };
             self.outcomes.happened(event);
-            let Flight { passage, id, key, terms, token, attempt, ask, lane, lease, task, stays, turn, bytes } = flight;
+            let Flight { passage, id, key, terms, token, attempt, ask, lane, lease, task, began, stays, turn, bytes } = flight;
             let completed = usize::from(matches!(passage.stage(), Stage::Completing(_)));
             self.completing -= completed;
             match passage.next(event, &self.policy) {
                 Onward::Travels(passage, step) => {
                     self.completing += usize::from(matches!(passage.stage(), Stage::Completing(_)));
-                    let mut flight = Flight { passage, id, key, terms, token, attempt, ask, lane, lease, task, stays, turn, bytes };
+                    let mut flight = Flight { passage, id, key, terms, token, attempt, ask, lane, lease, task, began, stays, turn, bytes };
                     if !runs(flight.passage.stage()) {
                         flight.task = None;
                     }
@@ -224,6 +225,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
         let turn = flight.turn;
         let message = flight.passage.delivery().message.clone();
         let cx = Context { id, attempt: flight.attempt.max(1), message, lease: flight.lease.clone() };
+        flight.began = self.settings.shortest_lease.map(|_| Instant::now());
         let runner = self.runner.clone();
         let runs = self.runs.clone();
         let mut run: BoxFuture<'static, Finished> = match work {
@@ -234,6 +236,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             // Polled without a waker: if it is not ready, its task polls it again before it sleeps.
             if let Some(finished) = (&mut run).now_or_never() {
                 flight.tell(&finished);
+                self.measure(flight.began.take());
                 return Some(finished.event);
             }
         }
@@ -244,6 +247,15 @@ impl<H: Handler, D: Decode> Running<H, D> {
         None
     }
 
+    /// Where the lease goes by how long handlers run, one more run is known.
+    fn measure(&mut self, began: Option<Instant>) {
+        let (Some(began), Some(shortest)) = (began, self.settings.shortest_lease) else { return };
+        self.pace.ran(began.elapsed());
+        if let Some(lease) = self.pace.lease() {
+            self.lease = lease.clamp(shortest, self.settings.lease);
+        }
+    }
+
     /// A handler or `reconcile` is over.
     pub(super) fn finished(&mut self, (slot, turn, finished): Ran) {
         let Some(flight) = self.flights.at_mut(slot) else { return };
@@ -251,6 +263,8 @@ impl<H: Handler, D: Decode> Running<H, D> {
             return;
         }
         flight.tell(&finished);
+        let began = flight.began.take();
+        self.measure(began);
         self.happens(slot, finished.event);
     }
 
