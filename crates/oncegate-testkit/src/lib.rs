@@ -1,11 +1,17 @@
-//! Real servers for oncegate's tests.
+//! The laws that every store keeps, fault tools, and real servers for oncegate's tests.
+//!
+//! [`store_laws!`] holds a store of yours, or one of oncegate's, against the contract. [`LosesReplies`] is a store behind
+//! a network that loses replies.
 //!
 //! [`kafka_brokers`], [`rabbitmq_url`] and [`redis_url`] say where the servers that all tests share answer;
 //! [`servers`] starts servers of a test's own, which may be stopped, killed, frozen and started again.
 #![forbid(unsafe_code)]
 
 mod env;
+pub mod laws;
+mod loses_replies;
 pub mod proxy;
 pub mod servers;
 
 pub use env::{MissingServer, Servers, kafka_brokers, rabbitmq_url, redis_url};
+pub use loses_replies::{Fate, LosesReplies};

@@ -1,0 +1,158 @@
+//! Operations in few words.
+
+use std::time::Duration;
+
+use oncegate_core::marker::{
+    Ask, Doubt, Effect, Finding, Fingerprint, Guarantee, Hold, Marker, Operation, Terms, Token, UNRESOLVED_AT_MOST_ONCE, Verdict,
+};
+use oncegate_core::{Key, MessageId, Store, StoreError};
+
+pub(crate) const AT_MOST_ONCE: Guarantee = Guarantee::AtMostOnce;
+pub(crate) const EFFECTIVELY_ONCE: Guarantee = Guarantee::EffectivelyOnce;
+pub(crate) const BOTH: [Guarantee; 2] = [AT_MOST_ONCE, EFFECTIVELY_ONCE];
+
+/// A lease that outlives every law.
+pub(crate) const LONG: Duration = Duration::from_secs(300);
+/// A lease that a law waits for.
+pub(crate) const SHORT: Duration = Duration::from_millis(60);
+/// A window that outlives every law.
+pub(crate) const WINDOW: Duration = Duration::from_secs(3600);
+/// By how much the clocks of a store may be coarser than the asker's, and timers late.
+pub(crate) const SLACK: Duration = Duration::from_millis(10);
+
+pub(crate) const MINE: Token = Token(1);
+pub(crate) const THEIRS: Token = Token(2);
+
+pub(crate) const DONE: Verdict = Verdict::Done { marker_lost: false };
+pub(crate) const DONE_THOUGH_LOST: Verdict = Verdict::Done { marker_lost: true };
+
+pub(crate) const fn granted(attempt: u32) -> Verdict {
+    Verdict::Granted { attempt }
+}
+
+pub(crate) fn key(id: impl AsRef<[u8]>) -> Key {
+    Key::new(&MessageId::new(id).expect("no law uses an empty id"))
+}
+
+pub(crate) fn terms(guarantee: Guarantee) -> Terms {
+    Terms { guarantee, lease: LONG, window: WINDOW, fingerprint: None }
+}
+
+pub(crate) fn body(number: u64) -> Option<Fingerprint> {
+    Some(Fingerprint::new(number))
+}
+
+/// One who asks: a claim, with the attempt that it was granted, and its terms.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Asker {
+    pub(crate) token: Token,
+    pub(crate) attempt: u32,
+    pub(crate) terms: Terms,
+}
+
+impl Asker {
+    pub(crate) fn new(guarantee: Guarantee, token: Token, attempt: u32) -> Self {
+        Self { token, attempt, terms: terms(guarantee) }
+    }
+
+    pub(crate) fn lease(mut self, lease: Duration) -> Self {
+        self.terms.lease = lease;
+        self
+    }
+
+    pub(crate) fn window(mut self, window: Duration) -> Self {
+        self.terms.window = window;
+        self
+    }
+
+    pub(crate) fn body(mut self, body: Option<Fingerprint>) -> Self {
+        self.terms.fingerprint = body;
+        self
+    }
+
+    pub(crate) fn asks(&self, ask: Ask, key: &Key) -> Operation {
+        let attempt = if ask == Ask::Claim { 0 } else { self.attempt };
+        Operation { key: key.clone(), ask, token: self.token, attempt, terms: self.terms }
+    }
+
+    pub(crate) fn claims(&self, key: &Key) -> Operation {
+        self.asks(Ask::Claim, key)
+    }
+}
+
+/// The hold of a claim on the usual terms.
+pub(crate) fn hold(guarantee: Guarantee, token: Token, attempt: u32) -> Hold {
+    let horizon = if guarantee == AT_MOST_ONCE { UNRESOLVED_AT_MOST_ONCE } else { WINDOW };
+    Hold { token, attempt, lease: LONG, horizon, guarantee, fingerprint: None }
+}
+
+pub(crate) fn running(guarantee: Guarantee, token: Token, attempt: u32) -> Marker {
+    Marker::InProgress(hold(guarantee, token, attempt))
+}
+
+pub(crate) fn doubted(guarantee: Guarantee, token: Token, attempt: u32) -> Marker {
+    Marker::InDoubt(hold(guarantee, token, attempt), Doubt::Waiting)
+}
+
+pub(crate) fn reconciled(token: Token, attempt: u32) -> Marker {
+    Marker::InDoubt(hold(AT_MOST_ONCE, token, attempt), Doubt::Reconciling)
+}
+
+/// The hold of a marker that has one.
+pub(crate) fn hold_of(marker: &mut Marker) -> Option<&mut Hold> {
+    match marker {
+        Marker::InProgress(hold) | Marker::InDoubt(hold, _) => Some(hold),
+        Marker::Absent | Marker::Cleared { .. } | Marker::Rejected(_) | Marker::Done(_) => None,
+    }
+}
+
+/// The same marker with a lease that a law waits for.
+pub(crate) fn over(mut marker: Marker) -> Marker {
+    if let Some(hold) = hold_of(&mut marker) {
+        hold.lease = SHORT;
+    }
+    marker
+}
+
+/// The same marker for a body.
+pub(crate) fn of_body(mut marker: Marker, body: Option<Fingerprint>) -> Marker {
+    if let Some(hold) = hold_of(&mut marker) {
+        hold.fingerprint = body;
+    }
+    marker
+}
+
+/// Every ask but a claim and a forget.
+pub(crate) const HOLDERS_ASKS: [Ask; 9] = [
+    Ask::Renew,
+    Ask::Complete,
+    Ask::Clear(Effect::Nothing),
+    Ask::Clear(Effect::Unknown),
+    Ask::Reject(Effect::Nothing),
+    Ask::Reject(Effect::Unknown),
+    Ask::Doubt,
+    Ask::Resolve(Finding::Happened),
+    Ask::Resolve(Finding::DidNotHappen),
+];
+
+/// The answers, of which there has to be one for each operation.
+pub(crate) async fn answers(store: &dyn Store, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
+    let answers = store.apply(operations).await;
+    assert_eq!(answers.len(), operations.len(), "one answer for each operation");
+    answers
+}
+
+/// The verdicts. An operation whose answer is lost or late is asked again, as the loop does.
+pub(crate) async fn verdicts(store: &dyn Store, operations: &[Operation]) -> Vec<Verdict> {
+    let answers = answers(store, operations).await;
+    let verdict = |(answer, asked): (Result<Verdict, StoreError>, &Operation)| match answer {
+        Ok(verdict) => verdict,
+        Err(error) => panic!("{error}, to {asked:?}"),
+    };
+    answers.into_iter().zip(operations).map(verdict).collect()
+}
+
+/// The verdict on one operation.
+pub(crate) async fn verdict(store: &dyn Store, operation: Operation) -> Verdict {
+    verdicts(store, &[operation]).await[0]
+}

@@ -1,0 +1,29 @@
+//! Seeds: printed, and taken from the environment to repeat a run.
+
+use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
+
+/// The variable that repeats a run: the seed that it printed.
+const SEED: &str = "ONCEGATE_LAWS_SEED";
+/// The variable that makes a run longer: how many random histories there are.
+const HISTORIES: &str = "ONCEGATE_LAWS_HISTORIES";
+
+/// The seeds of a run, one for each history. They are printed, and so shown where a law is broken.
+pub(crate) fn seeds(histories: u64) -> impl Iterator<Item = u64> {
+    let number = |variable: &str| std::env::var(variable).ok().map(|text| text.parse::<u64>().expect("a whole number in the environment"));
+    let first = number(SEED).unwrap_or_else(|| fastrand::u64(..=u64::MAX >> 16));
+    let histories = number(HISTORIES).unwrap_or(histories);
+    println!("{histories} histories from seed {first}: {SEED}={first} {HISTORIES}={histories} repeats them");
+    (0..histories).map(move |it| first.wrapping_add(it))
+}
+
+/// What to say of a history that broke a law.
+pub(crate) fn repeat(seed: u64) -> String {
+    format!("seed {seed}; {SEED}={seed} {HISTORIES}=1 repeats it")
+}
+
+/// A proptest runner with this seed.
+pub(crate) fn runner(seed: u64) -> TestRunner {
+    let mut bytes = [0; 32];
+    bytes[..8].copy_from_slice(&seed.to_le_bytes());
+    TestRunner::new_with_rng(Config::default(), TestRng::from_seed(RngAlgorithm::ChaCha, &bytes))
+}

@@ -1,0 +1,208 @@
+//! What a claim is told: each of its rows.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use oncegate_core::Store;
+use oncegate_core::marker::{Ask, Fingerprint, Guarantee, Marker, Operation, Token, Verdict};
+
+use crate::laws::ask::{
+    AT_MOST_ONCE, Asker, BOTH, EFFECTIVELY_ONCE, LONG, MINE, THEIRS, body, doubted, granted, key, of_body, over, reconciled, running,
+    verdicts,
+};
+use crate::laws::rows::{keep, row};
+
+fn claim(guarantee: Guarantee) -> (Asker, Ask) {
+    (Asker::new(guarantee, MINE, 0), Ask::Claim)
+}
+
+const BUSY: Verdict = Verdict::Busy { remaining: LONG };
+
+fn in_doubt(attempt: u32) -> Verdict {
+    Verdict::InDoubt { attempt }
+}
+
+/// A new id is granted as attempt 1.
+pub async fn a_new_id_is_granted(store: Arc<dyn Store>) {
+    let rows = BOTH.map(|of| row("claim: absent", Marker::Absent, claim(of), granted(1), running(of, MINE, 1)));
+    keep(&*store, &rows).await;
+}
+
+/// A cleared id is granted under the next attempt; the last possible one is not passed.
+pub async fn a_cleared_id_is_granted_its_next_attempt(store: Arc<dyn Store>) {
+    let mut rows = Vec::new();
+    for of in BOTH {
+        for (before, next) in [(1, 2), (3, 4), (9, 10), (u32::MAX, u32::MAX)] {
+            rows.push(row("claim: cleared", Marker::Cleared { attempt: before }, claim(of), granted(next), running(of, MINE, next)));
+        }
+    }
+    keep(&*store, &rows).await;
+}
+
+/// A claim that is asked again is the same grant, under the same attempt, also after its lease.
+pub async fn a_repeated_claim_is_the_same_grant(store: Arc<dyn Store>) {
+    let mut rows = Vec::new();
+    for of in BOTH {
+        for given in [running(of, MINE, 1), running(of, MINE, 4), over(running(of, MINE, 1)), over(running(of, MINE, 4))] {
+            let attempt = if given == running(of, MINE, 1) || given == over(running(of, MINE, 1)) { 1 } else { 4 };
+            rows.push(row("claim: in progress, my token", given, claim(of), granted(attempt), given));
+        }
+    }
+    keep(&*store, &rows).await;
+}
+
+/// While a lease lives, everybody else is told that it is held, whatever the guarantees.
+pub async fn a_live_lease_is_busy(store: Arc<dyn Store>) {
+    let mut rows = Vec::new();
+    for holder in BOTH {
+        for claimer in BOTH {
+            for given in [running(holder, THEIRS, 1), running(holder, THEIRS, 4)] {
+                rows.push(row("claim: in progress, lease alive", given, claim(claimer), BUSY, given));
+            }
+        }
+    }
+    keep(&*store, &rows).await;
+}
+
+/// A lease that is over is taken over under the next attempt, where both are effectively once.
+pub async fn an_ended_lease_is_taken_over_in_effectively_once(store: Arc<dyn Store>) {
+    let of = EFFECTIVELY_ONCE;
+    let rows = [(1, 2), (4, 5), (u32::MAX, u32::MAX)].map(|(before, next)| {
+        let given = over(running(of, THEIRS, before));
+        row("claim: in progress, lease over, effectively once", given, claim(of), granted(next), running(of, MINE, next))
+    });
+    keep(&*store, &rows).await;
+}
+
+/// A lease that is over is in doubt under the claimer's token and the next attempt, if one of the two is at most once.
+pub async fn an_ended_lease_is_in_doubt_in_at_most_once(store: Arc<dyn Store>) {
+    let mut rows = Vec::new();
+    for (holder, claimer) in [(AT_MOST_ONCE, AT_MOST_ONCE), (AT_MOST_ONCE, EFFECTIVELY_ONCE), (EFFECTIVELY_ONCE, AT_MOST_ONCE)] {
+        for (before, next) in [(1, 2), (4, 5)] {
+            let given = over(running(holder, THEIRS, before));
+            rows.push(row("claim: in progress, lease over, at most once", given, claim(claimer), in_doubt(next), reconciled(MINE, next)));
+        }
+    }
+    keep(&*store, &rows).await;
+}
+
+/// A claim that is asked again while its id is in doubt is the same doubt, under the same attempt.
+pub async fn a_repeated_claim_is_the_same_doubt(store: Arc<dyn Store>) {
+    let mut rows = Vec::new();
+    for of in BOTH {
+        for given in [reconciled(MINE, 2), over(reconciled(MINE, 2)), doubted(AT_MOST_ONCE, MINE, 2), doubted(EFFECTIVELY_ONCE, MINE, 2)] {
+            rows.push(row("claim: in doubt, my token", given, claim(of), in_doubt(2), given));
+        }
+    }
+    keep(&*store, &rows).await;
+}
+
+/// A doubt that nobody reconciles, or whose reconciler's lease is over, goes to the claimer under the next attempt.
+pub async fn a_doubt_goes_to_who_claims_it(store: Arc<dyn Store>) {
+    let mut rows = Vec::new();
+    for of in BOTH {
+        let waiting = [doubted(AT_MOST_ONCE, THEIRS, 2), doubted(EFFECTIVELY_ONCE, THEIRS, 2)];
+        rows.extend(waiting.map(|given| row("claim: in doubt, nobody reconciling", given, claim(of), in_doubt(3), reconciled(MINE, 3))));
+        let given = over(reconciled(THEIRS, 2));
+        rows.push(row("claim: in doubt, another reconciling, lease over", given, claim(of), in_doubt(3), reconciled(MINE, 3)));
+        let given = doubted(AT_MOST_ONCE, THEIRS, u32::MAX);
+        rows.push(row("claim: in doubt, last attempt", given, claim(of), in_doubt(u32::MAX), reconciled(MINE, u32::MAX)));
+    }
+    keep(&*store, &rows).await;
+}
+
+/// While somebody reconciles, everybody else is told that it is held.
+pub async fn a_doubt_that_another_reconciles_is_busy(store: Arc<dyn Store>) {
+    let rows = BOTH.map(|of| {
+        let given = reconciled(THEIRS, 2);
+        row("claim: in doubt, another reconciling, lease alive", given, claim(of), BUSY, given)
+    });
+    keep(&*store, &rows).await;
+}
+
+/// What was rejected is not run again.
+pub async fn a_rejected_id_stays_rejected(store: Arc<dyn Store>) {
+    let given = Marker::Rejected(None);
+    keep(&*store, &BOTH.map(|of| row("claim: rejected", given, claim(of), Verdict::Rejected, given))).await;
+}
+
+/// What is done is a duplicate.
+pub async fn a_done_id_is_a_duplicate(store: Arc<dyn Store>) {
+    let given = Marker::Done(None);
+    keep(&*store, &BOTH.map(|of| row("claim: done", given, claim(of), Verdict::Duplicate, given))).await;
+}
+
+/// Another body is told to wait while the first runs, even after its lease: the first may yet fail.
+pub async fn another_body_waits_for_the_first(store: Arc<dyn Store>) {
+    let mut rows = Vec::new();
+    for of in BOTH {
+        let (asker, ask) = claim(of);
+        let asked = (asker.body(body(7)), ask);
+        let given = of_body(running(of, THEIRS, 1), body(8));
+        rows.push(row("claim: another fingerprint, in progress", given, asked, BUSY, given));
+        let over = over(given);
+        rows.push(row("claim: another fingerprint, in progress", over, asked, Verdict::Busy { remaining: Duration::ZERO }, over));
+    }
+    keep(&*store, &rows).await;
+}
+
+/// Another body conflicts with what is in doubt, rejected or done.
+pub async fn another_body_conflicts_with_what_was_first(store: Arc<dyn Store>) {
+    let mut rows = Vec::new();
+    for of in BOTH {
+        let (asker, ask) = claim(of);
+        for given in [
+            of_body(doubted(AT_MOST_ONCE, THEIRS, 2), body(8)),
+            of_body(reconciled(THEIRS, 2), body(8)),
+            over(of_body(reconciled(THEIRS, 2), body(8))),
+            Marker::Rejected(body(8)),
+            Marker::Done(body(8)),
+        ] {
+            let asked = (asker.body(body(7)), ask);
+            rows.push(row("claim: another fingerprint, in doubt, rejected or done", given, asked, Verdict::Conflict, given));
+        }
+    }
+    keep(&*store, &rows).await;
+}
+
+/// The same body is no conflict, and neither is a body where there is nothing to compare it with: a claim without a
+/// fingerprint, or a marker without one, such as the bare `1` of another program.
+pub async fn a_missing_fingerprint_matches_any_body(store: Arc<dyn Store>) {
+    let mut rows = Vec::new();
+    for of in BOTH {
+        let (asker, ask) = claim(of);
+        for (first, second) in [(body(7), body(7)), (None, body(7)), (body(7), None)] {
+            let asked = (asker.body(second), ask);
+            let taken = of_body(reconciled(MINE, 3), second);
+            let doubted = of_body(doubted(AT_MOST_ONCE, THEIRS, 2), first);
+            rows.push(row("claim: in doubt, no other fingerprint", doubted, asked, in_doubt(3), taken));
+            rows.push(row(
+                "claim: rejected, no other fingerprint",
+                Marker::Rejected(first),
+                asked,
+                Verdict::Rejected,
+                Marker::Rejected(first),
+            ));
+            rows.push(row("claim: done, no other fingerprint", Marker::Done(first), asked, Verdict::Duplicate, Marker::Done(first)));
+        }
+    }
+    keep(&*store, &rows).await;
+}
+
+/// Fingerprints from 0 to the largest are kept whole, beside each other.
+pub async fn every_fingerprint_is_told_from_every_other(store: Arc<dyn Store>) {
+    const LARGEST: u64 = Fingerprint::LIMIT - 1;
+    let bodies = [0, 1, 42, 1 << 53, (1 << 53) + 1, LARGEST - 1, LARGEST].map(body);
+    let done = key("done");
+    for first in bodies {
+        let asker = |of| Asker::new(AT_MOST_ONCE, Token(1), 1).body(of);
+        assert!(matches!(verdicts(&*store, &[asker(first).asks(Ask::Complete, &done)]).await[0], Verdict::Done { .. }));
+        let claims: Vec<Operation> = bodies.iter().map(|second| asker(*second).claims(&done)).collect();
+        for (second, heard) in bodies.iter().zip(verdicts(&*store, &claims).await) {
+            let expected = if *second == first { Verdict::Duplicate } else { Verdict::Conflict };
+            assert_eq!(heard, expected, "{second:?} on an id that is done with {first:?}");
+        }
+        let forget = asker(first).asks(Ask::Forget { seen: Marker::Done(first) }, &done);
+        assert_eq!(verdicts(&*store, &[forget]).await, [Verdict::Kept]);
+    }
+}

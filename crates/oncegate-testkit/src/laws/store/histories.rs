@@ -1,0 +1,259 @@
+//! Random histories: the store does to each key what [`marker::apply`](oncegate_core::marker::apply) says.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use oncegate_core::marker::{self, Age, Ask, Change, Effect, Finding, Fingerprint, Guarantee, Marker, Operation, Terms, Token, Verdict};
+use oncegate_core::{Key, Store};
+use proptest::collection::vec;
+use proptest::prelude::{Just, Strategy, prop_oneof};
+use proptest::sample::select;
+use proptest::strategy::ValueTree;
+use tokio::task::JoinSet;
+
+use crate::laws::ask::{LONG, answers, key};
+use crate::laws::belief::{Belief, Span, Surprise};
+use crate::laws::random::{repeat, runner, seeds};
+use crate::laws::rows::questions;
+
+/// How many histories a run has, unless the environment says otherwise.
+const HISTORIES: u64 = 64;
+/// So many go on at a time.
+const AT_ONCE: usize = 8;
+/// The longest history, in steps.
+const STEPS: usize = 16;
+/// How long a broken history is shortened before it is shown.
+const SHORTENING: Duration = Duration::from_secs(30);
+
+/// Random histories of operations and waits: after each step, verdict and marker are those of the reference, by the
+/// store's own clock.
+///
+/// Each history runs on as many keys as it has steps: all of them take its first step, all but the first the second, and
+/// so on. When a key has taken its last step it is asked what it holds, so that each step's marker is looked at although
+/// to look is to change.
+pub async fn random_histories_go_as_the_reference_says(store: Arc<dyn Store>) {
+    let mut left = seeds(HISTORIES);
+    let enough = left.size_hint().0 >= HISTORIES as usize;
+    let mut running = JoinSet::new();
+    let mut seen = HashSet::new();
+    loop {
+        while running.len() < AT_ONCE
+            && let Some(seed) = left.next()
+        {
+            let (store, steps) = (store.clone(), history(seed).current());
+            running.spawn(async move { (seed, run(&*store, &seed.to_string(), &steps).await) });
+        }
+        let Some(ended) = running.join_next().await else { break };
+        match ended.expect("a history does not panic") {
+            (_, Ok(verdicts)) => seen.extend(verdicts),
+            (seed, Err(why)) => {
+                running.shutdown().await;
+                let (steps, why) = shortest(&*store, seed, why).await;
+                panic!("{why}\n{}\nafter {steps:#?}", repeat(seed));
+            }
+        }
+    }
+    // The histories have to reach every verdict, or they prove little.
+    let all = ["Granted", "InDoubt", "Busy", "Duplicate", "Rejected", "Conflict", "Kept", "Done", "Lost"];
+    assert!(!enough || all.iter().all(|verdict| seen.contains(verdict)), "only {seen:?} were seen");
+}
+
+/// The shortest history that still breaks, by proptest's own way of shortening. Time is part of a history, so what broke
+/// once may not break again.
+async fn shortest(store: &dyn Store, seed: u64, mut why: String) -> (Vec<Step>, String) {
+    let mut tree = history(seed);
+    let mut steps = tree.current();
+    let started = Instant::now();
+    for attempt in 0.. {
+        let shorter = tree.current();
+        let goes_on = match run(store, &format!("{seed}-{attempt}"), &shorter).await {
+            Err(broken) => {
+                (steps, why) = (shorter, broken);
+                tree.simplify()
+            }
+            Ok(_) => tree.complicate(),
+        };
+        if !goes_on || started.elapsed() > SHORTENING {
+            break;
+        }
+    }
+    (steps, why)
+}
+
+/// What happens next in a history.
+#[derive(Clone, Debug)]
+enum Step {
+    /// These are asked, in one batch.
+    Ask(Vec<Question>),
+    /// The clock goes on.
+    Wait(Duration),
+}
+
+/// An operation that has a good chance to be about the marker as it is.
+#[derive(Clone, Debug)]
+struct Question {
+    ask: Asked,
+    by: By,
+    attempt: Attempt,
+    terms: Terms,
+}
+
+#[derive(Clone, Debug)]
+enum Asked {
+    This(Ask),
+    ForgetWhatIsThere,
+}
+
+#[derive(Clone, Debug)]
+enum By {
+    Holder,
+    Any(Token),
+}
+
+#[derive(Clone, Debug)]
+enum Attempt {
+    ThatOfTheHolder,
+    TheNext,
+    TheLast,
+}
+
+fn history(seed: u64) -> impl ValueTree<Value = Vec<Step>> {
+    // Nothing in these strategies is refused.
+    vec(step(), 1..=STEPS).new_tree(&mut runner(seed)).expect("a history")
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let milliseconds = prop_oneof![10 => select(vec![5, 30, 60]), 3 => Just(300), 1 => Just(1100)];
+    prop_oneof![
+        5 => vec(question(), 1..=3).prop_map(Step::Ask),
+        1 => milliseconds.prop_map(|ms| Step::Wait(Duration::from_millis(ms))),
+    ]
+}
+
+fn question() -> impl Strategy<Value = Question> {
+    let one_of = |asks: &[Ask]| select(asks.to_vec()).prop_map(Asked::This);
+    let asked = prop_oneof![
+        5 => Just(Asked::This(Ask::Claim)),
+        1 => Just(Asked::This(Ask::Renew)),
+        1 => Just(Asked::This(Ask::Complete)),
+        1 => one_of(&[Ask::Clear(Effect::Nothing), Ask::Clear(Effect::Unknown)]),
+        2 => one_of(&[Ask::Reject(Effect::Nothing), Ask::Reject(Effect::Unknown)]),
+        2 => Just(Asked::This(Ask::Doubt)),
+        1 => one_of(&[Ask::Resolve(Finding::Happened), Ask::Resolve(Finding::DidNotHappen)]),
+        1 => prop_oneof![2 => Just(Asked::ForgetWhatIsThere), 1 => one_of(&[Ask::Forget { seen: Marker::Done(None) }])],
+    ];
+    let by = prop_oneof![2 => Just(By::Holder), 1 => (0..4u128).prop_map(|token| By::Any(Token(token)))];
+    let attempt = prop_oneof![13 => Just(Attempt::ThatOfTheHolder), 2 => Just(Attempt::TheNext), 1 => Just(Attempt::TheLast)];
+    (asked, by, attempt, terms()).prop_map(|(ask, by, attempt, terms)| Question { ask, by, attempt, terms })
+}
+
+fn terms() -> impl Strategy<Value = Terms> {
+    const SECOND: Duration = Duration::from_secs(1);
+    let guarantee = prop_oneof![3 => Just(Guarantee::AtMostOnce), 3 => Just(Guarantee::EffectivelyOnce), 1 => Just(Guarantee::Bare)];
+    let lease = select(vec![Duration::from_millis(40), LONG]);
+    let window = select(vec![SECOND / 4, SECOND, 600 * SECOND]);
+    let bodies = vec![None, None, Some(Fingerprint::new(7)), Some(Fingerprint::new(Fingerprint::LIMIT - 1))];
+    (guarantee, lease, window, select(bodies)).prop_map(|(guarantee, lease, window, fingerprint)| {
+        // The literal gate knows whole seconds.
+        let window = if guarantee == Guarantee::Bare { window.max(SECOND) } else { window };
+        Terms { guarantee, lease, window, fingerprint }
+    })
+}
+
+impl Question {
+    /// The operation, where this marker is believed to be.
+    fn on(&self, marker: Marker, key: &Key) -> Operation {
+        let ask = match &self.ask {
+            Asked::This(ask) => *ask,
+            Asked::ForgetWhatIsThere => Ask::Forget { seen: marker },
+        };
+        let (holder, at) = match marker {
+            Marker::InProgress(hold) | Marker::InDoubt(hold, _) => (hold.token, hold.attempt),
+            Marker::Cleared { attempt } => (Token(0), attempt),
+            Marker::Absent | Marker::Rejected(_) | Marker::Done(_) => (Token(0), 1),
+        };
+        let token = match self.by {
+            By::Holder => holder,
+            By::Any(token) => token,
+        };
+        let attempt = match self.attempt {
+            Attempt::ThatOfTheHolder => at,
+            Attempt::TheNext => at.saturating_add(1),
+            Attempt::TheLast => u32::MAX,
+        };
+        Operation { key: key.clone(), ask, token, attempt, terms: self.terms }
+    }
+}
+
+/// Runs a history, and says which verdicts it has seen.
+///
+/// # Errors
+/// The first answer that the reference cannot have given.
+async fn run(store: &dyn Store, name: &str, steps: &[Step]) -> Result<HashSet<&'static str>, String> {
+    let asked = steps.iter().filter(|step| matches!(step, Step::Ask(_))).count();
+    let start = Instant::now();
+    let mut twins: Vec<(Key, Belief)> = (0..asked).map(|it| (key(format!("{name}.{it}")), Belief::new(start))).collect();
+    let mut seen = HashSet::new();
+    // The twins before this one have taken their last step, and have been looked at.
+    let mut first = 0;
+    for (number, step) in steps.iter().enumerate() {
+        let questions_of = match step {
+            Step::Wait(duration) => {
+                tokio::time::sleep(*duration).await;
+                continue;
+            }
+            Step::Ask(questions) => questions,
+        };
+        let mut batch = Vec::with_capacity(questions_of.len() * twins.len());
+        let mut marker = twins.last().expect("a twin for each step that asks").1.marker();
+        for question in questions_of {
+            batch.extend((first..asked).map(|twin| (twin, question.on(marker, &twins[twin].0))));
+            // What the next question will probably meet.
+            marker = match marker::apply(marker, Age::Of(Duration::ZERO), &batch[batch.len() - 1].1).0 {
+                Change::Keep => marker,
+                Change::Write(marker, _) => marker,
+                Change::Delete => Marker::Absent,
+            };
+        }
+        seen.extend(exchange(store, &mut twins, batch).await.map_err(|why| format!("step {number}: {why}"))?);
+        let (key, belief) = &twins[first];
+        let look = questions(key, &belief.marker()).into_iter().map(|(operation, _)| (first, operation)).collect();
+        exchange(store, &mut twins, look).await.map_err(|why| format!("looking at what step {number} left: {why}"))?;
+        first += 1;
+    }
+    Ok(seen)
+}
+
+/// Asks in one batch, each operation of one twin, and takes in the answers. Says which verdicts there were.
+///
+/// # Errors
+/// The first answer that the reference cannot have given.
+async fn exchange(store: &dyn Store, twins: &mut [(Key, Belief)], batch: Vec<(usize, Operation)>) -> Result<Vec<&'static str>, String> {
+    let operations: Vec<Operation> = batch.iter().map(|(_, operation)| operation.clone()).collect();
+    let from = Instant::now();
+    let answers = answers(store, &operations).await;
+    let during = Span { from, to: Instant::now() };
+    let mut seen = Vec::with_capacity(answers.len());
+    for ((twin, operation), answer) in batch.into_iter().zip(answers) {
+        let heard = answer.map_err(|error| format!("{error}, to {operation:?}"))?;
+        let surprised = |it: Surprise| format!("{:?}, not {:?}, to {operation:?} on {:?}", it.heard, it.expected, it.believed);
+        twins[twin].1.hear(&operation, during, heard).map_err(surprised)?;
+        seen.push(name(heard));
+    }
+    Ok(seen)
+}
+
+fn name(verdict: Verdict) -> &'static str {
+    match verdict {
+        Verdict::Granted { .. } => "Granted",
+        Verdict::InDoubt { .. } => "InDoubt",
+        Verdict::Busy { .. } => "Busy",
+        Verdict::Duplicate => "Duplicate",
+        Verdict::Rejected => "Rejected",
+        Verdict::Conflict => "Conflict",
+        Verdict::Kept => "Kept",
+        Verdict::Done { .. } => "Done",
+        Verdict::Lost => "Lost",
+    }
+}

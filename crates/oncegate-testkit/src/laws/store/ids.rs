@@ -1,0 +1,157 @@
+//! Two ids never share a marker.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use oncegate_core::marker::{Ask, Fingerprint, Marker, Operation, Verdict};
+use oncegate_core::{Key, MessageId, Scope, Store};
+
+use crate::laws::ask::{Asker, DONE_THOUGH_LOST, EFFECTIVELY_ONCE, MINE, THEIRS, granted, verdicts};
+
+/// Ids as producers write them, and as nobody should.
+fn ids() -> Vec<Vec<u8>> {
+    let mut ids: Vec<Vec<u8>> = [
+        // What a store may take for a number, a pattern, a case, a space or a name of its own.
+        "pay-42",
+        "PAY-42",
+        "pay_42",
+        "payX42",
+        "1",
+        "01",
+        "1.0",
+        "+1",
+        "1e0",
+        "0x1",
+        "-0",
+        "0",
+        "null",
+        "NULL",
+        "true",
+        ".",
+        "..",
+        "/",
+        "a/b",
+        "a//b",
+        "./a",
+        "../a",
+        "a:b",
+        "a::b",
+        ":",
+        "processed",
+        "processed:pay-42",
+        "processed:processed:pay-42",
+        "@",
+        "a=b",
+        "-",
+        "--",
+        "=1",
+        // Blanks, quotes, patterns, braces, what separates scopes, and what is reserved.
+        " ",
+        "  ",
+        "\t",
+        "\n",
+        " pay-42",
+        "pay-42 ",
+        "pay-42\n",
+        "'",
+        "''",
+        "\"",
+        "\\",
+        "\\\\",
+        "%",
+        "pay%42",
+        "*",
+        "?",
+        "[a]",
+        "{}",
+        "{a}b",
+        "{a}c",
+        "a{b}",
+        "|",
+        "a|b",
+        "a|",
+        "|b",
+        "!",
+        "!canary",
+        "h:",
+        "h:0",
+        "H:0",
+        ";",
+        "--; DROP TABLE",
+        "$1",
+        ":1",
+        "?1",
+        "a,b",
+        "a\0b",
+        "a\0",
+        "\0",
+        "a",
+        "a\r\n$3\r\nSET\r\n",
+        "*1\r\n$8\r\nFLUSHALL\r\n",
+        // The same text in two normal forms is two ids.
+        "\u{e9}",
+        "e\u{301}",
+        "\u{212b}",
+        "\u{c5}",
+        "\u{df}",
+        "ss",
+        "\u{1f600}",
+        "\u{202e}a",
+        "\u{feff}a",
+        "\u{200b}",
+    ]
+    .into_iter()
+    .map(Vec::from)
+    .collect();
+    ids.extend([vec![0xff], vec![0xff, 0xfe], vec![0xc3], vec![0xc3, 0x28], vec![0xed, 0xa0, 0x80]]);
+    for length in [199, 200, 201, 202, 255, 256, 65_535, 65_536, 10 << 20] {
+        ids.push(vec![b'a'; length]);
+    }
+    // Long ones that differ in their last byte alone.
+    ids.extend([b'x', b'y'].map(|last| [vec![b'b'; 199], vec![last]].concat()));
+    ids.extend([b'x', b'y'].map(|last| [vec![b'b'; 400], vec![last]].concat()));
+    // An id that spells the hash of another.
+    let hashed = MessageId::new("{}").expect("not empty").to_string();
+    ids.push(hashed.into_bytes());
+    ids
+}
+
+/// Each id of the bad-input list has a marker of its own: a number, a case, a pattern, a path, RESP inside, a NUL, bytes
+/// that are no text, 10 MiB, two normal forms of one text.
+pub async fn ids_of_every_kind_stay_distinct(store: Arc<dyn Store>) {
+    let ids = ids();
+    assert_eq!(ids.iter().collect::<HashSet<_>>().len(), ids.len(), "the list names each id once");
+    let keys = ids.iter().map(|id| Key::new(&MessageId::new(id).expect("not empty"))).collect();
+    have_markers_of_their_own(&*store, keys).await;
+}
+
+/// The same id in several scopes has a marker in each, and no id reaches into another scope.
+pub async fn scopes_stay_distinct(store: Arc<dyn Store>) {
+    let scopes = ["a", "A", "a:", "a:b", "b", "ab", "1"].map(|name| Scope::named(name).expect("a name in the alphabet"));
+    let ids = ["a", "b", "ab", "a|b", "|b", "a|", "1", "b|b"].map(|id| MessageId::new(id).expect("not empty"));
+    let scoped = scopes.iter().chain([&Scope::none()]).flat_map(|scope| ids.iter().map(|id| scope.key(id))).collect();
+    have_markers_of_their_own(&*store, scoped).await;
+}
+
+/// Completes each key with a body of its own, and looks whether each still has it after all others.
+async fn have_markers_of_their_own(store: &dyn Store, keys: Vec<Key>) {
+    let asker = |it: usize| Asker::new(EFFECTIVELY_ONCE, MINE, 1).body(Some(Fingerprint::new(it as u64)));
+    let every =
+        |ask: &dyn Fn(usize, &Key) -> Operation| -> Vec<Operation> { keys.iter().enumerate().map(|(it, key)| ask(it, key)).collect() };
+    let expect = |heard: Vec<Verdict>, expected: Verdict| {
+        for (heard, key) in heard.into_iter().zip(&keys) {
+            assert_eq!(heard, expected, "{}", key.as_str());
+        }
+    };
+    // One at a time: each is new although all before it are there.
+    for (it, key) in keys.iter().enumerate() {
+        let heard = verdicts(store, &[asker(it).asks(Ask::Complete, key)]).await;
+        assert_eq!(heard, [DONE_THOUGH_LOST], "{} is taken for another id", key.as_str());
+    }
+    expect(verdicts(store, &every(&|it, key| asker(it).claims(key))).await, Verdict::Duplicate);
+    let seen = |it| Marker::Done(Some(Fingerprint::new(it as u64)));
+    expect(verdicts(store, &every(&|it, key| asker(it).asks(Ask::Forget { seen: seen(it) }, key))).await, Verdict::Kept);
+    // All at once: nothing is left, and none stands in another's way.
+    let stranger = |it: usize| Asker::new(EFFECTIVELY_ONCE, THEIRS, 0).body(asker(it).terms.fingerprint);
+    expect(verdicts(store, &every(&|it, key| stranger(it).claims(key))).await, granted(1));
+}

@@ -1,0 +1,4 @@
+//! The laws of stores: kept by the memory store and by one that a user wrote, and broken by what breaks them.
+
+mod memory;
+mod own_store;

@@ -1,0 +1,24 @@
+//! The memory store.
+
+use oncegate_core::MemoryStore;
+
+oncegate_testkit::store_laws!(async || MemoryStore::new());
+
+/// Rows whose borders only a store without a clock between two operations can tell: one batch has one moment.
+mod borders {
+    use std::time::Duration;
+
+    use oncegate_core::marker::{Ask, Guarantee, Operation, Terms, Token, Verdict};
+    use oncegate_core::{Key, MemoryStore, MessageId, Store};
+
+    #[tokio::test]
+    async fn a_lease_holds_to_its_last_moment() {
+        let key = Key::new(&MessageId::new("k").expect("an id"));
+        for guarantee in [Guarantee::AtMostOnce, Guarantee::EffectivelyOnce] {
+            let terms = Terms { guarantee, lease: Duration::ZERO, window: Duration::from_secs(9), fingerprint: None };
+            let claim = |token| Operation { key: key.clone(), ask: Ask::Claim, token: Token(token), attempt: 0, terms };
+            let heard = MemoryStore::new().apply(&[claim(1), claim(2)]).await;
+            assert!(matches!(heard[1], Ok(Verdict::Busy { remaining: Duration::ZERO })), "{heard:?}");
+        }
+    }
+}

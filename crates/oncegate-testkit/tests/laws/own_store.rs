@@ -1,0 +1,53 @@
+//! A store of one's own: what the book shows.
+
+// ANCHOR: store
+use std::collections::HashMap;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use oncegate_core::marker::{self, Age, Change, Marker, Operation, Verdict};
+use oncegate_core::{Key, Store, StoreError, async_trait};
+
+/// Keeps each marker with the moment at which it was written, and how long after it expires.
+#[derive(Default)]
+struct OwnStore {
+    rows: Mutex<HashMap<Key, (Marker, Instant, Duration)>>,
+}
+
+#[async_trait]
+impl Store for OwnStore {
+    async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
+        // What makes each operation atomic: here a lock, elsewhere a transaction or a script.
+        let mut rows = self.rows.lock().expect("nothing panics while it is locked");
+        let mut verdicts = Vec::with_capacity(operations.len());
+        for operation in operations {
+            let row = rows.get(&operation.key).map(|(marker, written, expiry)| (*marker, written.elapsed(), *expiry));
+            let (marker, age) = match row {
+                Some((marker, age, expiry)) if age < expiry => (marker, age),
+                _ => (Marker::Absent, Duration::ZERO),
+            };
+            let (change, verdict) = marker::apply(marker, Age::Of(age), operation);
+            match change {
+                Change::Keep => {}
+                Change::Write(marker, expiry) => {
+                    rows.insert(operation.key.clone(), (marker, Instant::now(), expiry));
+                }
+                Change::Delete => {
+                    rows.remove(&operation.key);
+                }
+            }
+            verdicts.push(Ok(verdict));
+        }
+        verdicts
+    }
+}
+// ANCHOR_END: store
+
+// ANCHOR: laws
+oncegate_testkit::store_laws!(async || OwnStore::default());
+// ANCHOR_END: laws
+
+#[test]
+fn all_laws_in_one_test() {
+    oncegate_testkit::laws::all(async || OwnStore::default());
+}
