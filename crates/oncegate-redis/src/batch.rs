@@ -1,21 +1,27 @@
 //! Operations on the wire: pipelines there, verdicts back.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use oncegate_core::marker::{self, Age, Ask, Guarantee, Hold, Marker, Operation, Terms, Verdict};
 use oncegate_core::{Key, StoreError};
 use redis::{Cmd, Pipeline, Value};
 
+use crate::durability::{self, Durability};
 use crate::failure::Failure;
-use crate::link::Link;
 use crate::record::{self, Unreadable};
+use crate::route::{At, Lane, Lanes, Route, View};
 use crate::script::{self, By};
 
 /// The most keys that one script call changes: it holds everyone else up meanwhile.
 const KEYS_PER_CALL: usize = 256;
 
-type Answer = Result<Verdict, Failure>;
+pub(crate) type Answer = Result<Verdict, Failure>;
+
+/// How often one step follows a node of a Cluster that names another.
+const REDIRECTIONS: u32 = 3;
 
 /// One command of a pipeline, and the operations (by index) that it carries.
 enum Step {
@@ -38,20 +44,32 @@ impl Step {
     }
 }
 
-/// Applies the operations and answers each, in order.
-pub(crate) async fn apply(link: &Link, prefix: &[u8], operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
-    let answers = operations.iter().map(answer_unsent).collect();
-    let mut batch = Batch { prefix, operations, answers, primary: Primary::Here };
+/// Applies the operations and answers each, in order. Those that have an answer already are not sent.
+pub(crate) async fn apply(
+    route: &Route,
+    durability: Durability,
+    prefix: &[u8],
+    operations: &[Operation],
+    answers: Vec<Option<Answer>>,
+) -> Vec<Result<Verdict, StoreError>> {
+    let mut batch = Batch { route, durability, prefix, operations, answers, doubted: false };
     for round in rounds(operations) {
-        if batch.run(link, plan(operations, &round)).await.is_err() {
+        let unanswered: Vec<usize> = round.into_iter().filter(|index| batch.answers[*index].is_none()).collect();
+        let steps = batch.plan(&unanswered);
+        if batch.run(steps).await.is_err() {
             break;
         }
     }
-    if batch.primary == Primary::Elsewhere {
-        link.distrust().await;
+    if batch.doubted {
+        route.distrust().await;
     }
     let unsent = || Err(Failure::not_applied("not sent, because an earlier command in the same batch was not answered"));
     batch.answers.into_iter().map(|answer| answer.unwrap_or_else(unsent).map_err(Into::into)).collect()
+}
+
+/// What needs no sending.
+pub(crate) fn unsent(operations: &[Operation]) -> Vec<Option<Answer>> {
+    operations.iter().map(answer_unsent).collect()
 }
 
 /// The literal gate neither renews nor completes: there is nothing to send.
@@ -87,81 +105,210 @@ fn rounds(operations: &[Operation]) -> Vec<Vec<usize>> {
     rounds
 }
 
-/// Script calls first, completions among them, then claims.
-fn plan(operations: &[Operation], round: &[usize]) -> Vec<Step> {
-    let mut calls = Vec::new();
-    let mut singles = Vec::with_capacity(round.len());
-    for &index in round {
-        let operation = &operations[index];
-        match (operation.terms.guarantee, operation.ask) {
-            (Guarantee::Bare, Ask::Claim) => singles.push(Step::BareClaim(index)),
-            (Guarantee::Bare, Ask::Renew | Ask::Complete) => {}
-            (Guarantee::Bare, _) => singles.push(Step::BareDelete(index)),
-            (_, Ask::Claim) => singles.push(Step::Claim(index)),
-            _ => add_call(&mut calls, operations, By::Hash, index),
-        }
-    }
-    calls.append(&mut singles);
-    calls
-}
-
-/// Adds an operation to the script call that it can travel in.
-fn add_call(steps: &mut Vec<Step>, operations: &[Operation], how: By, index: usize) {
-    for step in steps.iter_mut() {
-        if let Step::Script(by, call) = step
-            && *by == how
-            && call.len() < KEYS_PER_CALL
-            && script::together(&operations[call[0]], &operations[index])
-        {
-            call.push(index);
-            return;
-        }
-    }
-    steps.push(Step::Script(how, vec![index]));
-}
-
 /// The connection gave out; nothing more is to be sent.
 struct Interrupted;
 
 struct Batch<'a> {
+    route: &'a Route,
+    durability: Durability,
     prefix: &'a [u8],
     operations: &'a [Operation],
     answers: Vec<Option<Answer>>,
-    primary: Primary,
+    /// Whether a server said, or was too silent to say, that it may not be the right one any more.
+    doubted: bool,
 }
 
-/// Whether the server at the other end may write.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Primary {
-    Here,
-    Elsewhere,
+/// A step, and the server that it is for.
+type Sending = (Step, At);
+
+/// What travels to one server in one pipeline.
+struct Parcel {
+    lanes: Arc<Lanes>,
+    lane: Lane,
+    asking: bool,
+    steps: Vec<Step>,
 }
 
 impl Batch<'_> {
-    /// Sends the steps in one pipeline, and again what could not be decided: at most claim, script, script by text.
-    async fn run(&mut self, link: &Link, mut steps: Vec<Step>) -> Result<(), Interrupted> {
-        while !steps.is_empty() {
-            let mut pipeline = Pipeline::with_capacity(steps.len());
-            for step in &steps {
-                pipeline.add_command(self.command(step));
+    /// Script calls first, completions among them, then claims.
+    fn plan(&self, round: &[usize]) -> Vec<Sending> {
+        let mut calls = Vec::new();
+        let mut singles = Vec::with_capacity(round.len());
+        for &index in round {
+            let operation = &self.operations[index];
+            match (operation.terms.guarantee, operation.ask) {
+                (Guarantee::Bare, Ask::Claim) => singles.push((Step::BareClaim(index), At::Owner)),
+                (Guarantee::Bare, Ask::Renew | Ask::Complete) => {}
+                (Guarantee::Bare, _) => singles.push((Step::BareDelete(index), At::Owner)),
+                (_, Ask::Claim) => singles.push((Step::Claim(index), At::Owner)),
+                _ => self.add_call(&mut calls, At::Owner, index),
             }
-            match link.ask(&pipeline).await {
-                Ok(replies) => {
-                    let mut again = Vec::new();
-                    for (step, reply) in steps.into_iter().zip(replies) {
-                        self.read(step, reply, &mut again);
-                    }
-                    steps = again;
-                }
-                Err(failure) => {
-                    for index in steps.iter().flat_map(|step| step.operations()) {
-                        self.answers[*index] = Some(Err(failure.clone()));
-                    }
-                    return Err(Interrupted);
+        }
+        calls.append(&mut singles);
+        calls
+    }
+
+    /// Adds an operation to the script call that it can travel in. In a Cluster each key travels alone: two that lie
+    /// with one node today may not do so tomorrow.
+    fn add_call(&self, steps: &mut Vec<Sending>, at: At, index: usize) {
+        if let Route::One(_) = self.route {
+            for (step, _) in steps.iter_mut() {
+                if let Step::Script(By::Hash, call) = step
+                    && call.len() < KEYS_PER_CALL
+                    && script::together(&self.operations[call[0]], &self.operations[index])
+                {
+                    call.push(index);
+                    return;
                 }
             }
         }
-        Ok(())
+        steps.push((Step::Script(By::Hash, vec![index]), at));
+    }
+
+    /// Sends the steps, in one pipeline to each server, and again what could not be decided: at most claim, script, script
+    /// by text, and each of them once more wherever a node of a Cluster names another.
+    async fn run(&mut self, mut steps: Vec<Sending>) -> Result<(), Interrupted> {
+        let mut redirections = REDIRECTIONS;
+        let mut whole = Ok(());
+        while !steps.is_empty() {
+            let parcels = self.sorted(steps).await?;
+            let sent = join_all(parcels.iter().map(|parcel| self.send(parcel))).await;
+            let mut again = Vec::new();
+            let mut redirected = false;
+            for (parcel, replies) in parcels.into_iter().zip(sent) {
+                match replies {
+                    Ok(replies) => redirected |= self.read_parcel(parcel, replies, redirections, &mut again),
+                    Err(failure) => {
+                        self.doubted |= matches!(self.route, Route::Cluster(_));
+                        for step in &parcel.steps {
+                            self.answer_all(step.operations(), &failure);
+                        }
+                        whole = Err(Interrupted);
+                    }
+                }
+            }
+            if redirected {
+                redirections -= 1;
+                // Who serves what has changed; the rest of the batch may know it by now.
+                self.route.distrust().await;
+            }
+            steps = again;
+        }
+        whole
+    }
+
+    /// One parcel for each server and connection; what is for one server keeps its order.
+    async fn sorted(&mut self, steps: Vec<Sending>) -> Result<Vec<Parcel>, Interrupted> {
+        let mut parcels: Vec<Parcel> = Vec::with_capacity(1);
+        let view = match self.route.view().await {
+            Ok(view) => view,
+            Err(failure) => {
+                for (step, _) in &steps {
+                    self.answer_all(step.operations(), &failure);
+                }
+                return Err(Interrupted);
+            }
+        };
+        for (step, at) in steps {
+            let first = step.operations()[0];
+            let lanes = match (&view, &at) {
+                (View::One(lanes), _) => Arc::clone(lanes),
+                (view, at) => match view.lanes(&self.key(first), at).await {
+                    Ok(lanes) => lanes,
+                    Err(failure) => {
+                        self.doubted = true;
+                        self.answer_all(step.operations(), &failure);
+                        continue;
+                    }
+                },
+            };
+            let lane = self.lane(&self.operations[first]);
+            let asking = matches!(at, At::Asking(_));
+            let same = |parcel: &&mut Parcel| Arc::ptr_eq(&parcel.lanes, &lanes) && parcel.lane == lane && parcel.asking == asking;
+            match parcels.iter_mut().find(same) {
+                Some(parcel) => parcel.steps.push(step),
+                None => parcels.push(Parcel { lanes, lane, asking, steps: vec![step] }),
+            }
+        }
+        Ok(parcels)
+    }
+
+    /// Claims travel alone where replicas have to know of them, but for those of the literal gate.
+    fn lane(&self, operation: &Operation) -> Lane {
+        match (self.durability, operation.ask, operation.terms.guarantee) {
+            (Durability::Primary, ..) | (_, _, Guarantee::Bare) => Lane::General,
+            (Durability::Replicas { .. }, Ask::Claim, _) => Lane::Claims,
+            _ => Lane::General,
+        }
+    }
+
+    async fn send(&self, parcel: &Parcel) -> Result<Vec<Value>, Failure> {
+        let mut pipeline = Pipeline::with_capacity(parcel.steps.len() + 1);
+        let mut texts = 0;
+        for step in &parcel.steps {
+            if parcel.asking {
+                pipeline.cmd("ASKING");
+            }
+            // The first teaches the server the script.
+            texts += u32::from(matches!(step, Step::Script(By::Text, _)));
+            match step {
+                Step::Script(By::Text, call) if texts > 1 => pipeline.add_command(self.call(By::Hash, call)),
+                step => pipeline.add_command(self.command(step)),
+            };
+        }
+        // The last: it covers everything before it.
+        if let (Lane::Claims, Durability::Replicas { count, timeout }) = (parcel.lane, self.durability) {
+            pipeline.cmd("WAIT").arg(count).arg(record::expiry(timeout));
+        }
+        parcel.lanes.link(parcel.lane).ask(&pipeline).await
+    }
+
+    /// Reads what one server replied. Answers whether it named another.
+    fn read_parcel(&mut self, parcel: Parcel, mut replies: Vec<Value>, redirections: u32, again: &mut Vec<Sending>) -> bool {
+        let waited = match (parcel.lane, self.durability) {
+            (Lane::Claims, Durability::Replicas { count, .. }) => durability::covered(count, &replies.pop().unwrap_or(Value::Nil)),
+            _ => Ok(()),
+        };
+        if parcel.asking {
+            let mut each = 0;
+            replies.retain(|_| {
+                each += 1;
+                each % 2 == 0
+            });
+        }
+        let mut redirected = false;
+        for (step, reply) in parcel.steps.into_iter().zip(replies) {
+            if let (Route::Cluster(_), Value::ServerError(error)) = (self.route, &reply)
+                && let Some(at) = named_elsewhere(error.code(), error.details().unwrap_or_default())
+            {
+                redirected = true;
+                if redirections > 0 {
+                    again.push((step, at));
+                } else {
+                    self.answer_all(
+                        step.operations(),
+                        &Failure::not_applied("the nodes of the Cluster do not agree on who serves this key"),
+                    );
+                }
+                continue;
+            }
+            let operations = step.operations().to_vec();
+            self.read(step, reply, again);
+            if let Err(failure) = &waited {
+                self.withdraw(&operations, failure);
+            }
+        }
+        redirected && redirections > 0
+    }
+
+    /// What was granted is not, where too few replicas know of it.
+    fn withdraw(&mut self, operations: &[usize], failure: &Failure) {
+        for index in operations {
+            let answer = &mut self.answers[*index];
+            if matches!(answer, Some(Ok(Verdict::Granted { .. } | Verdict::InDoubt { .. }))) {
+                *answer = Some(Err(failure.clone()));
+            }
+        }
     }
 
     fn command(&self, step: &Step) -> Cmd {
@@ -186,11 +333,13 @@ impl Batch<'_> {
                 delete.arg("DEL").arg(self.key(*index));
                 delete
             }
-            Step::Script(by, call) => {
-                let operations = call.iter().map(|index| &self.operations[*index]);
-                script::call(*by, self.prefix, &self.operations[call[0]], operations)
-            }
+            Step::Script(by, call) => self.call(*by, call),
         }
+    }
+
+    fn call(&self, by: By, call: &[usize]) -> Cmd {
+        let operations = call.iter().map(|index| &self.operations[*index]);
+        script::call(by, self.prefix, &self.operations[call[0]], operations)
     }
 
     fn key(&self, index: usize) -> Vec<u8> {
@@ -198,10 +347,10 @@ impl Batch<'_> {
     }
 
     /// Reads one reply: an answer to each operation of the step, or another step.
-    fn read(&mut self, step: Step, reply: Value, again: &mut Vec<Step>) {
+    fn read(&mut self, step: Step, reply: Value, again: &mut Vec<Sending>) {
         match (step, reply) {
             (Step::Script(By::Hash, call), Value::ServerError(error)) if error.code() == "NOSCRIPT" => {
-                again.push(Step::Script(By::Text, call));
+                again.push((Step::Script(By::Text, call), At::Owner));
             }
             (step, Value::ServerError(error)) => {
                 let failure = self.said_by_server(error.code(), error.details().unwrap_or_default());
@@ -209,7 +358,7 @@ impl Batch<'_> {
             }
             (Step::Claim(index), reply) => match self.read_claim(index, reply) {
                 Some(answer) => self.answers[index] = Some(answer),
-                None => add_call(again, self.operations, By::Hash, index),
+                None => self.add_call(again, At::Owner, index),
             },
             (Step::BareClaim(index), reply) => {
                 self.answers[index] = Some(match reply {
@@ -234,10 +383,11 @@ impl Batch<'_> {
     }
 
     fn said_by_server(&mut self, code: &str, detail: &str) -> Failure {
-        if matches!(code, "READONLY" | "MASTERDOWN") {
-            self.primary = Primary::Elsewhere;
+        let moved = matches!(code, "MOVED" | "ASK" | "CLUSTERDOWN" | "CROSSSLOT") && matches!(self.route, Route::Cluster(_));
+        if moved || matches!(code, "READONLY" | "MASTERDOWN") {
+            self.doubted = true;
         }
-        Failure::said_by_server(code, detail)
+        if moved { Failure::not_applied(format!("Redis says {code} {detail}")) } else { Failure::said_by_server(code, detail) }
     }
 
     /// Reads one of the texts of `apply.lua`.
@@ -271,6 +421,16 @@ impl Batch<'_> {
             },
             other => Some(Err(unexpected(&other))),
         }
+    }
+}
+
+/// Who serves the key, where a node says that it is not the one: `MOVED <slot> <host:port>`, `ASK <slot> <host:port>`.
+fn named_elsewhere(code: &str, detail: &str) -> Option<At> {
+    let address = detail.split(' ').nth(1).filter(|address| !address.starts_with(':'))?;
+    match code {
+        "MOVED" => Some(At::Node(address.into())),
+        "ASK" => Some(At::Asking(address.into())),
+        _ => None,
     }
 }
 

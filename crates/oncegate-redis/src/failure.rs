@@ -65,22 +65,21 @@ impl Failure {
         match code {
             "LOADING" | "READONLY" | "OOM" | "MISCONF" | "NOREPLICAS" | "BUSY" | "MASTERDOWN" | "TRYAGAIN" => Self::not_applied(said),
             "NOPERM" => Self::misconfigured(format!(
-                "{said}: let the user in Redis::at run SET, GET, DEL, PTTL, PEXPIRE, EVAL, EVALSHA and INFO on the keys of the prefix"
+                "{said}: let the user in the URL run SET, GET, DEL, PTTL, PEXPIRE, EVAL, EVALSHA and INFO on the keys of the prefix, WAIT for \
+                 Durability::Replicas, and CLUSTER SLOTS and ASKING for Redis::cluster"
             )),
-            "NOAUTH" | "WRONGPASS" => {
-                Self::misconfigured(format!("{said}: put the right user and password into the URL given to Redis::at"))
-            }
+            "NOAUTH" | "WRONGPASS" => Self::misconfigured(format!("{said}: put the right user and password into the URL")),
             "WRONGTYPE" => {
                 Self::misconfigured(format!("{said}: another program uses this key; give markers a prefix of their own with Redis::prefix"))
             }
             "MOVED" | "ASK" | "CROSSSLOT" | "CLUSTERDOWN" => {
-                Self::misconfigured(format!("{said}: Redis::at names a node of a cluster; name a single server"))
+                Self::misconfigured(format!("{said}: Redis::at names a node of a cluster; give its nodes to Redis::cluster"))
             }
             "ERR" if detail.contains("syntax error") => {
-                Self::misconfigured(format!("{said}: the server at Redis::at is older than 7.0; upgrade it, or choose Guarantee::Bare"))
+                Self::misconfigured(format!("{said}: the server is older than 7.0; upgrade it, or choose Guarantee::Bare"))
             }
             "ERR" if detail.starts_with("unknown command") => {
-                Self::misconfigured(format!("{said}: the server at Redis::at must offer SET, GET, DEL, PTTL, PEXPIRE, EVAL and EVALSHA"))
+                Self::misconfigured(format!("{said}: the server must offer SET, GET, DEL, PTTL, PEXPIRE, EVAL and EVALSHA"))
             }
             // What Redis 7.0 says when a script runs what its user may not.
             "ERR" if detail.contains("user executing the script can't") => Self::said_by_server("NOPERM", detail),

@@ -5,11 +5,12 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use redis::aio::MultiplexedConnection;
-use redis::io::tcp::{TcpSettings, socket2};
-use redis::{AsyncConnectionConfig, Client, ConnectionInfo, ErrorKind, Pipeline, ProtocolVersion, PushInfo, PushKind, RedisError, Value};
+use redis::{AsyncConnectionConfig, ErrorKind, Pipeline, ProtocolVersion, PushInfo, PushKind, RedisError, Value};
 use tokio::sync::Mutex;
 
 use crate::failure::{Failure, Problem};
+use crate::sentinel::Sentinels;
+use crate::server::Server;
 
 /// How long connecting may take, with DNS and authentication.
 pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
@@ -17,56 +18,27 @@ pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// After so many timeouts in a row the connection is made anew: a frozen server or a silent network never closes it.
 const TIMEOUTS_IN_A_ROW: u32 = 3;
 
-/// What was sent and is not acknowledged by the other machine for so long ends the connection: the keepalive does not
-/// act meanwhile.
-#[cfg(target_os = "linux")]
-const USER_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// A silent peer is probed after this long.
-const KEEPALIVE: Duration = Duration::from_secs(15);
-
-/// Where the server is, and who we are there. Debug and the address hold no secret.
+/// Where the server is.
 #[derive(Clone)]
-pub(crate) struct Server {
-    info: ConnectionInfo,
-    address: String,
+pub(crate) enum Place {
+    /// Always the same.
+    Fixed(Server),
+    /// Where the Sentinels say that the primary is: they are asked each time a connection is made.
+    Primary(Sentinels),
 }
 
-impl Server {
-    /// Reads a URL.
-    ///
-    /// # Errors
-    /// What is wrong with it, without quoting it: it may hold a password.
-    pub(crate) fn at(url: &str) -> Result<Self, Problem> {
-        let client = Client::open(url).map_err(|error| {
-            let why = match error.kind() {
-                // The detail may quote the URL; the description is a fixed text.
-                ErrorKind::InvalidClientConfig if url.starts_with("rediss:") => "TLS is not built in",
-                _ => "it is not a Redis URL",
-            };
-            Problem::new(format!("Redis::at: {why}; write redis://[user[:password]@]host[:port][/database]"))
-        })?;
-        let tcp = TcpSettings::default().set_nodelay(true).set_keepalive(socket2::TcpKeepalive::new().with_time(KEEPALIVE));
-        #[cfg(target_os = "linux")]
-        let tcp = tcp.set_user_timeout(USER_TIMEOUT);
-        let info = client.get_connection_info().clone().set_tcp_settings(tcp);
-        Ok(Self { address: info.addr().to_string(), info })
-    }
-
-    /// Host and port.
-    pub(crate) fn address(&self) -> &str {
-        &self.address
-    }
-
-    fn client(&self, protocol: ProtocolVersion) -> Result<Client, RedisError> {
-        let redis = self.info.redis_settings().clone().set_protocol(protocol);
-        Client::open(self.info.clone().set_redis_settings(redis))
+impl Place {
+    async fn find(&self) -> Result<Server, Failure> {
+        match self {
+            Self::Fixed(server) => Ok(server.clone()),
+            Self::Primary(sentinels) => sentinels.primary().await,
+        }
     }
 }
 
 /// The connection, shared by all who ask through it.
 pub(crate) struct Link {
-    server: Result<Server, Problem>,
+    place: Result<Place, Problem>,
     timeout: Duration,
     state: Mutex<State>,
 }
@@ -103,16 +75,25 @@ impl Drop for Abandoned<'_> {
 }
 
 impl Link {
-    pub(crate) fn new(server: Result<Server, Problem>, timeout: Duration) -> Self {
-        Self { server, timeout, state: Mutex::default() }
+    pub(crate) fn new(place: Result<Place, Problem>, timeout: Duration) -> Self {
+        Self { place, timeout, state: Mutex::default() }
     }
 
-    pub(crate) fn server(&self) -> &Result<Server, Problem> {
-        &self.server
+    /// The host of a server that is always the same.
+    pub(crate) fn host(&self) -> &str {
+        match &self.place {
+            Ok(Place::Fixed(server)) => server.host(),
+            _ => "",
+        }
     }
 
-    pub(crate) fn timeout(&self) -> Duration {
-        self.timeout
+    /// For people.
+    pub(crate) fn described(&self) -> String {
+        match &self.place {
+            Ok(Place::Fixed(server)) => server.address().to_owned(),
+            Ok(Place::Primary(sentinels)) => sentinels.described(),
+            Err(_) => "unreadable URL".into(),
+        }
     }
 
     /// Sends the commands in one go and reads a reply to each; a reply may be [`Value::ServerError`].
@@ -179,7 +160,8 @@ impl Link {
     }
 
     async fn connect(&self) -> Result<Live, Failure> {
-        let server = self.server.as_ref().map_err(|problem| Failure::Misconfigured(problem.clone()))?;
+        let place = self.place.as_ref().map_err(|problem| Failure::Misconfigured(problem.clone()))?;
+        let server = place.find().await?;
         let broken = Arc::new(AtomicBool::new(false));
         let tell = Arc::clone(&broken);
         let config = AsyncConnectionConfig::new().set_connection_timeout(Some(CONNECT_TIMEOUT)).set_response_timeout(Some(self.timeout));
@@ -190,11 +172,25 @@ impl Link {
             }
             Ok::<(), ()>(())
         });
-        let connection = match open(server, ProtocolVersion::RESP3, &watched).await {
-            Err(error) if knows_no_resp3(&error) => open(server, ProtocolVersion::RESP2, &config).await,
+        let connection = match open(&server, ProtocolVersion::RESP3, &watched).await {
+            Err(error) if knows_no_resp3(&error) => open(&server, ProtocolVersion::RESP2, &config).await,
             opened => opened,
         };
-        let connection = connection.map_err(|error| refused(server, &error))?;
+        let mut connection = connection.map_err(|error| server.refused(&error, CONNECT_TIMEOUT))?;
+        if let Place::Primary(_) = place {
+            // Sentinels may name a server a moment before it knows.
+            let info: String = redis::cmd("INFO")
+                .arg("replication")
+                .query_async(&mut connection)
+                .await
+                .map_err(|error| server.refused(&error, self.timeout))?;
+            if !info.contains("role:master") {
+                return Err(Failure::not_applied(format!(
+                    "Redis at {} is not yet the primary that the Sentinels say it is",
+                    server.address()
+                )));
+            }
+        }
         Ok(Live { connection, broken, timeouts: Arc::default() })
     }
 }
@@ -206,37 +202,4 @@ async fn open(server: &Server, protocol: ProtocolVersion, config: &AsyncConnecti
 /// Redis before 6.0.
 fn knows_no_resp3(error: &RedisError) -> bool {
     error.kind() == ErrorKind::RESP3NotSupported || error.detail().is_some_and(|detail| detail.starts_with("unknown command"))
-}
-
-/// Why there is no connection. The server's own words are left out: they may repeat the password.
-fn refused(server: &Server, error: &RedisError) -> Failure {
-    let address = server.address();
-    let code = error.code().unwrap_or_default();
-    let detail = error.detail().unwrap_or_default();
-    if error.is_timeout() {
-        return Failure::not_applied(format!("no answer from Redis at {address} within {CONNECT_TIMEOUT:?}"));
-    }
-    match (error.kind(), code) {
-        (ErrorKind::Io, _) => Failure::not_applied(format!("no connection to Redis at {address}: {error}")),
-        (ErrorKind::Parse | ErrorKind::UnexpectedReturnType, _) => Failure::misconfigured(format!(
-            "Redis::at: what answers at {address} does not speak like Redis; correct host and port in the URL"
-        )),
-        (ErrorKind::AuthenticationFailed, _) | (_, "WRONGPASS" | "NOAUTH") => Failure::misconfigured(format!(
-            "Redis::at: {address} refuses the user or the password, or wants one; put the right ones into the URL, redis://user:password@host"
-        )),
-        (_, "NOPERM") => Failure::misconfigured(format!(
-            "Redis::at: {address} does not let this user connect (NOPERM); let it run HELLO, SELECT, SET, GET, DEL, PTTL, PEXPIRE, EVAL, \
-             EVALSHA and INFO"
-        )),
-        (_, "DENIED") => Failure::misconfigured(format!(
-            "Redis::at: {address} runs in protected mode and refuses other machines; set a password there, and in the URL"
-        )),
-        _ if detail.contains("DB index") || error.to_string().contains("switch database") => {
-            Failure::misconfigured(format!("Redis::at: {address} has no such database; correct the number at the end of the URL"))
-        }
-        _ => Failure::not_applied(format!(
-            "Redis at {address} does not take the connection ({})",
-            if code.is_empty() { error.category() } else { code }
-        )),
-    }
 }

@@ -4,14 +4,21 @@ use oncegate_core::Memory;
 
 use crate::failure::Failure;
 
+/// What the user took the server for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Shape {
+    Single,
+    Cluster,
+}
+
 /// Judges what `INFO` says.
 ///
 /// # Errors
-/// `Misconfigured` if the server is a node of a cluster.
-pub(crate) fn judge(info: &str) -> Result<Memory, Failure> {
+/// `Misconfigured` if the server is a node of a Cluster and the user does not know it.
+pub(crate) fn judge(info: &str, shape: Shape) -> Result<Memory, Failure> {
     let field = |name: &str| info.lines().find_map(|line| line.trim_end().strip_prefix(name)?.strip_prefix(':'));
-    if field("cluster_enabled") == Some("1") {
-        return Err(Failure::misconfigured("Redis::at names a node of a cluster; name a single server"));
+    if field("cluster_enabled") == Some("1") && shape == Shape::Single {
+        return Err(Failure::misconfigured("Redis::at names a node of a cluster; give its nodes to Redis::cluster"));
     }
     let mut forgets = Vec::new();
     let version = field("redis_version").unwrap_or("unknown");
@@ -41,6 +48,20 @@ pub(crate) fn judge(info: &str) -> Result<Memory, Failure> {
     }
 }
 
+/// What all servers together are worth: one that forgets is enough.
+pub(crate) fn all(judged: Vec<(String, Memory)>) -> Memory {
+    let mut forgets = Vec::new();
+    let mut survives = String::new();
+    for (address, memory) in judged {
+        match memory {
+            Memory::Survives(why) => survives = why,
+            Memory::Forgets(why) if address.is_empty() => forgets.push(why),
+            Memory::Forgets(why) => forgets.push(format!("{address}: {why}")),
+        }
+    }
+    if forgets.is_empty() { Memory::Survives(survives) } else { Memory::Forgets(forgets.join("; ")) }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -50,7 +71,7 @@ mod tests {
 
     #[test]
     fn a_server_that_keeps_what_it_was_told_survives() {
-        assert!(matches!(judge(GOOD), Ok(Memory::Survives(text)) if text.contains("7.0.15")));
+        assert!(matches!(judge(GOOD, Shape::Single), Ok(Memory::Survives(text)) if text.contains("7.0.15")));
     }
 
     #[test]
@@ -62,13 +83,23 @@ mod tests {
             ("redis_version:7.0.15", "redis_version:6.2.14", "7.0 or newer"),
             ("maxmemory_policy:noeviction\r\n", "", "maxmemory_policy"),
         ] {
-            let judged = judge(&GOOD.replace(good, bad));
+            let judged = judge(&GOOD.replace(good, bad), Shape::Single);
             assert!(matches!(&judged, Ok(Memory::Forgets(text)) if text.contains(remedy)), "{judged:?}");
         }
     }
 
     #[test]
-    fn a_cluster_is_refused() {
-        assert!(matches!(judge(&GOOD.replace("cluster_enabled:0", "cluster_enabled:1")), Err(Failure::Misconfigured(_))));
+    fn a_cluster_that_the_user_does_not_know_of_is_refused() {
+        let node = GOOD.replace("cluster_enabled:0", "cluster_enabled:1");
+        assert!(matches!(judge(&node, Shape::Single), Err(Failure::Misconfigured(_))));
+        assert!(matches!(judge(&node, Shape::Cluster), Ok(Memory::Survives(_))));
+    }
+
+    #[test]
+    fn one_server_that_forgets_is_enough() {
+        let good = judge(GOOD, Shape::Single).expect("judged");
+        let bad = judge(&GOOD.replace("aof_enabled:1", "aof_enabled:0"), Shape::Single).expect("judged");
+        assert_eq!(all(vec![("a:1".into(), good.clone()), ("b:2".into(), good.clone())]), good);
+        assert!(matches!(all(vec![("a:1".into(), good), ("b:2".into(), bad)]), Memory::Forgets(why) if why.starts_with("b:2: ")));
     }
 }

@@ -1,16 +1,22 @@
 //! The store that users name.
 
 use std::fmt;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use oncegate_core::marker::{Marker, Operation, Verdict};
 use oncegate_core::{Key, Memory, Store, StoreError};
-use redis::{Pipeline, Value};
+use redis::{Cmd, Pipeline, Value};
 
-use crate::failure::Failure;
-use crate::link::{Link, Server};
+use crate::durability::Durability;
+use crate::failure::{Failure, Problem};
+use crate::link::Place;
+use crate::memory::Shape;
+use crate::route::{Lanes, Route, Target};
+use crate::sentinel::Sentinels;
+use crate::server::{self, Server};
 use crate::{batch, memory, record};
 
 /// How long a reply may take by default.
@@ -19,21 +25,28 @@ const TIMEOUT: Duration = Duration::from_millis(500);
 /// The prefix of keys by default.
 const PREFIX: &str = "processed:";
 
-/// Remembers ids in a single Redis server, 7.0 or newer ([`Guarantee::Bare`](oncegate_core::Guarantee::Bare) needs
-/// nothing that older ones lack).
+/// Remembers ids in Redis, 7.0 or newer ([`Guarantee::Bare`](oncegate_core::Guarantee::Bare) needs nothing that older
+/// ones lack): a single server, a primary that Sentinels watch, or a Cluster.
 ///
 /// Each operation is atomic on its key and judged by the server's clock. It connects when it is first used, and again
 /// when the connection breaks; what was under way then is [`StoreError::Unknown`]. Clones share the connection.
 ///
 /// ```
 /// # use std::time::Duration;
-/// use oncegate_redis::Redis;
+/// use oncegate_redis::{Durability, Redis};
 ///
 /// let store = Redis::at("redis://localhost:6379").prefix("payments:").timeout(Duration::from_secs(1));
+/// let sentinels = ["redis://:secret@10.0.0.1:26379", "redis://:secret@10.0.0.2:26379", "redis://:secret@10.0.0.3:26379"];
+/// let outlives_failovers = Redis::sentinel(sentinels, "mymaster")
+///     .durability(Durability::Replicas { count: 1, timeout: Duration::from_millis(200) });
+/// let cluster = Redis::cluster(["rediss://10.0.0.1:6379", "rediss://10.0.0.2:6379"]);
 /// ```
 #[derive(Clone)]
 pub struct Redis {
-    link: Arc<Link>,
+    target: Result<Target, Problem>,
+    timeout: Duration,
+    durability: Durability,
+    route: Arc<Route>,
     prefix: Arc<[u8]>,
     forgetting: Forgetting,
 }
@@ -46,12 +59,63 @@ enum Forgetting {
 }
 
 impl Redis {
-    /// The server at `redis://[user[:password]@]host[:port][/database]`, or `redis+unix:///path/of.sock`.
+    /// The server at `redis://[user[:password]@]host[:port][/database]`, `rediss://…` for TLS, or
+    /// `redis+unix:///path/of.sock`.
     ///
-    /// Connects to nothing yet. A URL that cannot be read is [`StoreError::Misconfigured`] at the first use.
+    /// Connects to nothing yet. A URL that cannot be read is [`StoreError::Misconfigured`] at the first use. A server is
+    /// trusted over TLS if an authority of the system, or that of [`ca_certificate`](Self::ca_certificate), signed for its
+    /// host; nothing switches that off.
     pub fn at(url: impl AsRef<str>) -> Self {
-        let link = Link::new(Server::at(url.as_ref()), TIMEOUT);
-        Self { link: Arc::new(link), prefix: PREFIX.as_bytes().into(), forgetting: Forgetting::Told }
+        Self::of(Server::at(url.as_ref(), "Redis::at").map(|server| Target::One(Place::Fixed(server))))
+    }
+
+    /// The primary that these Sentinels know by this name.
+    ///
+    /// They are asked for it each time a connection is made: at first, when one breaks, when a server says that it may
+    /// not write, and after three timeouts in a row. User, password and database in the URLs are those of the Redis
+    /// servers; a Sentinel that asks for a login is given the same one.
+    pub fn sentinel(urls: impl IntoIterator<Item: AsRef<str>>, name: impl AsRef<str>) -> Self {
+        let sentinels = several(urls, "Redis::sentinel");
+        Self::of(sentinels.map(|sentinels| Target::One(Place::Primary(Sentinels::new(sentinels, name.as_ref())))))
+    }
+
+    /// The Cluster that these nodes belong to. One that answers is enough, and it names the others.
+    ///
+    /// Each key's commands go to the node that serves it; nodes are asked side by side. User and password in the URLs are
+    /// the same on all nodes.
+    pub fn cluster(urls: impl IntoIterator<Item: AsRef<str>>) -> Self {
+        Self::of(several(urls, "Redis::cluster").map(Target::Cluster))
+    }
+
+    fn of(target: Result<Target, Problem>) -> Self {
+        let (timeout, durability) = (TIMEOUT, Durability::default());
+        let route = Arc::new(Route::to(&target, timeout, durability));
+        Self { target, timeout, durability, route, prefix: PREFIX.as_bytes().into(), forgetting: Forgetting::Told }
+    }
+
+    /// With connections of its own, for what was set.
+    fn anew(self) -> Self {
+        Self { route: Arc::new(Route::to(&self.target, self.timeout, self.durability)), ..self }
+    }
+
+    /// Trusts, over TLS, what the authority whose certificate (PEM) is in this file signed, and nothing else.
+    ///
+    /// A file that cannot be read, or a URL that is not `rediss://`, is [`StoreError::Misconfigured`] at the first use.
+    #[must_use]
+    pub fn ca_certificate(mut self, path: impl AsRef<Path>) -> Self {
+        let trusting = |target: Target| {
+            let authority = server::authority(path.as_ref())?;
+            target.with_servers(|server| server.trusting(&authority))
+        };
+        self.target = self.target.and_then(trusting);
+        self.anew()
+    }
+
+    /// How many servers have to know of a claim before it is granted: the primary alone by default.
+    #[must_use]
+    pub fn durability(mut self, durability: Durability) -> Self {
+        self.durability = durability;
+        self.anew()
     }
 
     /// What stands before each key: `processed:` by default. Two services on one server without a prefix or a scope
@@ -65,8 +129,8 @@ impl Redis {
     /// How long a reply may take before its outcome is unknown: 500 ms by default. Connecting has 2 s of its own.
     #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.link = Arc::new(Link::new(self.link.server().clone(), timeout));
-        self
+        self.timeout = timeout;
+        self.anew()
     }
 
     /// Lets at most once run on a server that may forget what it was told: one that evicts keys, keeps no append-only
@@ -85,33 +149,42 @@ impl Redis {
     /// [`StoreError::Misconfigured`] if the key holds no marker that this release can read; otherwise as for
     /// [`Store::apply`].
     pub async fn look(&self, key: &Key) -> Result<Marker, StoreError> {
-        match self.one("GET", Some(&[&self.prefix, key.as_bytes()].concat())).await? {
+        let key = [&self.prefix, key.as_bytes()].concat();
+        let lanes = self.route.owner(&key).await?;
+        let looked = one(&lanes, redis::cmd("GET").arg(key)).await;
+        if looked.is_err() {
+            self.route.distrust().await;
+        }
+        match looked? {
             Value::Nil => Ok(Marker::Absent),
             Value::BulkString(raw) => Ok(record::decode(&raw).map_err(Failure::unreadable)?),
             _ => Err(wrong_kind("GET").into()),
         }
     }
+}
 
-    /// One command that changes nothing.
-    async fn one(&self, name: &str, argument: Option<&[u8]>) -> Result<Value, Failure> {
-        let mut pipeline = Pipeline::new();
-        pipeline.cmd(name);
-        if let Some(argument) = argument {
-            pipeline.arg(argument);
-        }
-        match self.link.ask(&pipeline).await?.pop() {
-            Some(Value::ServerError(error)) => Err(Failure::said_by_server(error.code(), error.details().unwrap_or_default())),
-            Some(reply) => Ok(reply),
-            None => Err(wrong_kind(name)),
-        }
+/// Reads URLs, of which there is at least one.
+fn several(urls: impl IntoIterator<Item: AsRef<str>>, named_by: &'static str) -> Result<Vec<Server>, Problem> {
+    let servers: Vec<Server> = urls.into_iter().map(|url| Server::at(url.as_ref(), named_by)).collect::<Result<_, _>>()?;
+    if servers.is_empty() { Err(Problem::new(format!("{named_by}: it names no server; name at least one"))) } else { Ok(servers) }
+}
+
+/// One command that changes nothing.
+async fn one(lanes: &Lanes, command: &Cmd) -> Result<Value, Failure> {
+    let mut pipeline = Pipeline::with_capacity(1);
+    pipeline.add_command(command.clone());
+    match lanes.general.ask(&pipeline).await?.pop() {
+        Some(Value::ServerError(error)) => Err(Failure::said_by_server(error.code(), error.details().unwrap_or_default())),
+        Some(reply) => Ok(reply),
+        None => Err(Failure::unknown("Redis gave no answer")),
     }
+}
 
-    async fn info(&self) -> Result<String, Failure> {
-        match self.one("INFO", None).await? {
-            Value::BulkString(info) => Ok(String::from_utf8_lossy(&info).into_owned()),
-            Value::VerbatimString { text, .. } => Ok(text),
-            _ => Err(wrong_kind("INFO")),
-        }
+async fn info(lanes: &Lanes) -> Result<String, Failure> {
+    match one(lanes, &redis::cmd("INFO")).await? {
+        Value::BulkString(info) => Ok(String::from_utf8_lossy(&info).into_owned()),
+        Value::VerbatimString { text, .. } => Ok(text),
+        _ => Err(wrong_kind("INFO")),
     }
 }
 
@@ -122,12 +195,17 @@ fn wrong_kind(command: &str) -> Failure {
 #[async_trait]
 impl Store for Redis {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
-        batch::apply(&self.link, &self.prefix, operations).await
+        let answers = batch::unsent(operations);
+        batch::apply(&self.route, self.durability, &self.prefix, operations, answers).await
     }
 
     async fn memory(&self) -> Result<Memory, StoreError> {
-        let memory = memory::judge(&self.info().await?)?;
-        Ok(match (memory, self.forgetting) {
+        let mut findings = Vec::new();
+        for (address, lanes, _) in self.route.primaries().await? {
+            let shape = if address.is_empty() { Shape::Single } else { Shape::Cluster };
+            findings.push((address, memory::judge(&info(&lanes).await?, shape)?));
+        }
+        Ok(match (memory::all(findings), self.forgetting) {
             (Memory::Forgets(why), Forgetting::Accepted) => {
                 Memory::Survives(format!("accepted by the user with accept_forgetful_store(): {why}"))
             }
@@ -136,8 +214,7 @@ impl Store for Redis {
     }
 
     fn for_renewals(&self) -> Option<Arc<dyn Store>> {
-        let link = Arc::new(Link::new(self.link.server().clone(), self.link.timeout()));
-        Some(Arc::new(Self { link, ..self.clone() }))
+        Some(Arc::new(self.clone().anew()))
     }
 
     fn parallel_applies(&self) -> usize {
@@ -148,11 +225,11 @@ impl Store for Redis {
 
 impl fmt::Debug for Redis {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let address = self.link.server().as_ref().map_or("unreadable URL", Server::address);
         f.debug_struct("Redis")
-            .field("address", &address)
+            .field("address", &self.route.described())
             .field("prefix", &String::from_utf8_lossy(&self.prefix))
-            .field("timeout", &self.link.timeout())
+            .field("timeout", &self.timeout)
+            .field("durability", &self.durability)
             .field("forgetting", &self.forgetting)
             .finish()
     }

@@ -2,6 +2,7 @@
 
 mod batches;
 mod differential;
+mod forms;
 mod outages;
 mod settings;
 mod support;

@@ -34,8 +34,8 @@ async fn a_url_that_cannot_be_read() {
         let line = misconfigured(&Redis::at(url)).await;
         assert!(line.contains("write redis://"), "{line}");
     }
-    let line = misconfigured(&Redis::at(format!("rediss://:{SECRET}@localhost"))).await;
-    assert!(line.contains("TLS"), "{line}");
+    let line = misconfigured(&Redis::at(format!("rediss://:{SECRET}@localhost/#insecure"))).await;
+    assert!(line.contains("ca_certificate"), "{line}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -51,6 +51,28 @@ async fn a_wrong_password() {
         assert!(line.contains("password") && line.contains(&port.to_string()), "{line}");
     }
     assert_eq!(ask(&at(&server.url()), claim("k", 1)).await.expect("a verdict"), GRANTED);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn tls_is_trusted_by_its_authority_alone() {
+    let server = RedisServer::start(RedisOptions::new().tls().password(SECRET)).expect("a Redis");
+    let stranger = RedisServer::start(RedisOptions::new().tls()).expect("a Redis");
+    let trusting = at(&server.url()).ca_certificate(server.certificate_authority());
+    assert_eq!(ask(&trusting, claim("k", 1)).await.expect("a verdict"), GRANTED);
+    assert_eq!(ask(&trusting, complete("k", 1, 1)).await.expect("a verdict"), crate::support::DONE);
+    let renewals = trusting.for_renewals().expect("a handle");
+    assert_eq!(ask(&*renewals, claim("k", 2)).await.expect("a verdict"), Verdict::Duplicate);
+
+    for untrusted in [at(&server.url()), at(&server.url()).ca_certificate(stranger.certificate_authority())] {
+        let line = misconfigured(&untrusted).await;
+        assert!(line.contains("certificate") && line.contains("not trusted"), "{line}");
+    }
+    let missing = ask(&at(&server.url()).ca_certificate("/no/such/file"), claim("k", 1)).await;
+    assert!(matches!(&missing, Err(StoreError::Misconfigured(why)) if why.to_string().contains("/no/such/file")), "{missing:?}");
+    let nothing = ask(&at(&server.url()).ca_certificate("Cargo.toml"), claim("k", 1)).await;
+    assert!(matches!(&nothing, Err(StoreError::Misconfigured(why)) if why.to_string().contains("ca_certificate")), "{nothing:?}");
+    let plain = ask(&at("redis://localhost").ca_certificate(server.certificate_authority()), claim("k", 1)).await;
+    assert!(matches!(&plain, Err(StoreError::Misconfigured(why)) if why.to_string().contains("rediss://")), "{plain:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -1,0 +1,217 @@
+//! Which node of a Cluster serves which key.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use redis::{Pipeline, Value};
+use tokio::sync::Mutex;
+
+use crate::durability::Durability;
+use crate::failure::Failure;
+use crate::link::Place;
+use crate::route::Lanes;
+use crate::server::{Server, joined};
+
+/// How many hash slots there are.
+const SLOTS: u16 = 16_384;
+
+/// The nodes of a Cluster, and what each serves.
+pub(crate) struct Cluster {
+    /// What the user named; there is at least one.
+    seeds: Vec<Server>,
+    timeout: Duration,
+    durability: Durability,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// `None` when it may have changed.
+    map: Option<Arc<Map>>,
+    /// By address. A node that is gone stays: it may come back, and nodes are few.
+    nodes: HashMap<String, Arc<Lanes>>,
+}
+
+/// Who serves what.
+pub(crate) struct Map {
+    /// The last slot of each range, in order, and its primary's address.
+    ranges: Vec<(u16, String)>,
+}
+
+impl Map {
+    /// The primary of a slot, where there is one.
+    pub(crate) fn owner(&self, slot: u16) -> Option<&str> {
+        let place = self.ranges.partition_point(|(last, _)| *last < slot);
+        self.ranges.get(place).map(|(_, address)| address.as_str()).filter(|address| !address.is_empty())
+    }
+
+    /// Each primary once, with the first slot of its own.
+    pub(crate) fn primaries(&self) -> Vec<(&str, u16)> {
+        let mut primaries: Vec<(&str, u16)> = Vec::new();
+        for (last, address) in &self.ranges {
+            if !address.is_empty() && primaries.iter().all(|(known, _)| known != address) {
+                primaries.push((address, *last));
+            }
+        }
+        primaries
+    }
+}
+
+impl Cluster {
+    pub(crate) fn new(seeds: Vec<Server>, timeout: Duration, durability: Durability) -> Self {
+        Self { seeds, timeout, durability, state: Mutex::default() }
+    }
+
+    pub(crate) fn described(&self) -> String {
+        let seeds: Vec<&str> = self.seeds.iter().map(Server::address).collect();
+        seeds.join(", ")
+    }
+
+    /// Who serves what, asked anew after [`distrust`](Self::distrust).
+    ///
+    /// # Errors
+    /// `NotApplied` if no node answers; `Misconfigured` if what answers is no Cluster.
+    pub(crate) async fn map(&self) -> Result<Arc<Map>, Failure> {
+        let mut state = self.state.lock().await;
+        if let Some(map) = &state.map {
+            return Ok(map.clone());
+        }
+        let known: Vec<Arc<Lanes>> = state.nodes.values().cloned().collect();
+        let mut why = None;
+        for node in known {
+            match self.ask(&node).await {
+                Ok(map) => {
+                    state.map = Some(map.clone());
+                    return Ok(map);
+                }
+                Err(failure) => why = Some(failure),
+            }
+        }
+        for seed in &self.seeds {
+            let node = state.nodes.entry(seed.address().to_owned()).or_insert_with(|| self.lanes(seed.clone())).clone();
+            match self.ask(&node).await {
+                Ok(map) => {
+                    state.map = Some(map.clone());
+                    return Ok(map);
+                }
+                Err(failure) => why = Some(failure),
+            }
+        }
+        // Whatever was said of the nodes, nothing was sent that could have been applied.
+        Err(match why {
+            Some(Failure::Unknown(problem)) => Failure::NotApplied(problem),
+            Some(failure) => failure,
+            None => Failure::misconfigured("Redis::cluster: name at least one node"),
+        })
+    }
+
+    /// The next to ask learns anew who serves what.
+    pub(crate) async fn distrust(&self) {
+        self.state.lock().await.map = None;
+    }
+
+    /// The connections to a node.
+    pub(crate) async fn node(&self, address: &str) -> Option<Arc<Lanes>> {
+        let mut state = self.state.lock().await;
+        if let Some(node) = state.nodes.get(address) {
+            return Some(node.clone());
+        }
+        let (host, port) = address.rsplit_once(':')?;
+        let node = self.lanes(self.seeds.first()?.elsewhere(host, port.parse().ok()?));
+        state.nodes.insert(address.to_owned(), node.clone());
+        Some(node)
+    }
+
+    fn lanes(&self, server: Server) -> Arc<Lanes> {
+        Arc::new(Lanes::to(Ok(Place::Fixed(server)), self.timeout, self.durability))
+    }
+
+    async fn ask(&self, node: &Lanes) -> Result<Arc<Map>, Failure> {
+        let mut pipeline = Pipeline::with_capacity(1);
+        pipeline.cmd("CLUSTER").arg("SLOTS");
+        match node.general.ask(&pipeline).await?.pop() {
+            Some(Value::Array(ranges)) => {
+                let host = node.general.host();
+                let mut ranges: Vec<(u16, u16, String)> =
+                    ranges.into_iter().map(|range| read_range(range, host)).collect::<Option<_>>().ok_or_else(wrong_kind)?;
+                ranges.sort_unstable();
+                Ok(Arc::new(Map { ranges: without_gaps(ranges) }))
+            }
+            Some(Value::ServerError(error)) if error.details().is_some_and(|detail| detail.contains("cluster support disabled")) => {
+                Err(Failure::misconfigured("Redis::cluster names a server that is no Cluster; give a single server to Redis::at"))
+            }
+            Some(Value::ServerError(error)) => Err(Failure::said_by_server(error.code(), error.details().unwrap_or_default())),
+            _ => Err(wrong_kind()),
+        }
+    }
+}
+
+fn wrong_kind() -> Failure {
+    Failure::unknown("Redis gave an answer of the wrong kind to CLUSTER SLOTS")
+}
+
+/// First, last, and the primary: `[first, last, [host, port, …], …]`. A node that does not know its own host names none.
+fn read_range(range: Value, asked: &str) -> Option<(u16, u16, String)> {
+    let Value::Array(fields) = range else { return None };
+    let [Value::Int(first), Value::Int(last), Value::Array(primary), ..] = fields.as_slice() else { return None };
+    let [host, Value::Int(port), ..] = primary.as_slice() else { return None };
+    let host = match host {
+        Value::BulkString(host) if !host.is_empty() => String::from_utf8_lossy(host).into_owned(),
+        _ => asked.to_owned(),
+    };
+    Some(((*first).try_into().ok()?, (*last).try_into().ok()?, joined(&host, (*port).try_into().ok()?)))
+}
+
+/// What nobody serves gets an empty address.
+fn without_gaps(ranges: Vec<(u16, u16, String)>) -> Vec<(u16, String)> {
+    let mut whole = Vec::with_capacity(ranges.len());
+    let mut next = 0;
+    for (first, last, address) in ranges {
+        if first > next {
+            whole.push((first - 1, String::new()));
+        }
+        whole.push((last, address));
+        next = last.saturating_add(1);
+    }
+    whole
+}
+
+/// The hash slot of a key: CRC16 (XMODEM) of the key, or of what stands in its first braces.
+pub(crate) fn slot(key: &[u8]) -> u16 {
+    let tag = key.iter().position(|byte| *byte == b'{').and_then(|open| {
+        let rest = &key[open + 1..];
+        rest.iter().position(|byte| *byte == b'}').filter(|length| *length > 0).map(|length| &rest[..length])
+    });
+    let crc = tag.unwrap_or(key).iter().fold(0_u16, |crc, byte| {
+        (0..8).fold(crc ^ u16::from(*byte) << 8, |crc, _| if crc & 0x8000 == 0 { crc << 1 } else { crc << 1 ^ 0x1021 })
+    });
+    crc % SLOTS
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slots_are_those_of_the_specification() {
+        assert_eq!(slot(b"123456789"), 0x31C3 % SLOTS);
+        assert_eq!(slot(b"foo"), 12_182);
+        assert_eq!(slot(b"{user1000}.following"), slot(b"user1000"));
+        assert_eq!(slot(b"foo{}{bar}"), slot(b"foo{}{bar}"));
+        assert_ne!(slot(b"foo{}{bar}"), slot(b"bar"));
+        assert_eq!(slot(b"foo{{bar}}zap"), slot(b"{bar"));
+    }
+
+    #[test]
+    fn a_slot_has_its_primary_or_none() {
+        let ranges = vec![(0, 5460, "a:1".into()), (5462, 10_922, "b:2".into()), (10_923, 16_000, "a:1".into())];
+        let map = Map { ranges: without_gaps(ranges) };
+        for (slot, owner) in
+            [(0, Some("a:1")), (5460, Some("a:1")), (5461, None), (5462, Some("b:2")), (16_000, Some("a:1")), (16_001, None)]
+        {
+            assert_eq!(map.owner(slot), owner, "{slot}");
+        }
+        assert_eq!(map.primaries(), [("a:1", 5460), ("b:2", 10_922)]);
+    }
+}

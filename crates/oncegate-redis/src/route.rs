@@ -1,0 +1,170 @@
+//! Over which connections a command travels.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::cluster::{Cluster, Map, slot};
+use crate::durability::Durability;
+use crate::failure::{Failure, Problem};
+use crate::link::{Link, Place};
+use crate::server::Server;
+
+/// What the user named.
+#[derive(Clone)]
+pub(crate) enum Target {
+    One(Place),
+    Cluster(Vec<Server>),
+}
+
+impl Target {
+    /// The same, reached in another way.
+    pub(crate) fn with_servers(self, change: impl Fn(Server) -> Result<Server, Problem>) -> Result<Self, Problem> {
+        Ok(match self {
+            Self::One(Place::Fixed(server)) => Self::One(Place::Fixed(change(server)?)),
+            Self::One(Place::Primary(sentinels)) => {
+                let servers = sentinels.servers().iter().cloned().map(change).collect::<Result<_, _>>()?;
+                Self::One(Place::Primary(sentinels.reached_by(servers)))
+            }
+            Self::Cluster(seeds) => Self::Cluster(seeds.into_iter().map(change).collect::<Result<_, _>>()?),
+        })
+    }
+}
+
+/// The connections to one server.
+pub(crate) struct Lanes {
+    pub(crate) general: Link,
+    /// Only where replicas have to know of claims: `WAIT` holds up everything on its connection, and answers for that
+    /// connection's own writes alone.
+    claims: Option<Link>,
+}
+
+/// Which of the connections to a server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Lane {
+    General,
+    Claims,
+}
+
+impl Lanes {
+    pub(crate) fn to(place: Result<Place, Problem>, timeout: Duration, durability: Durability) -> Self {
+        let claims = match durability {
+            Durability::Primary => None,
+            Durability::Replicas { .. } => Some(Link::new(place.clone(), timeout + durability.patience())),
+        };
+        Self { general: Link::new(place, timeout), claims }
+    }
+
+    pub(crate) fn link(&self, lane: Lane) -> &Link {
+        match (lane, &self.claims) {
+            (Lane::Claims, Some(claims)) => claims,
+            _ => &self.general,
+        }
+    }
+}
+
+/// To a single server, or to the nodes of a Cluster.
+pub(crate) enum Route {
+    One(Arc<Lanes>),
+    Cluster(Cluster),
+}
+
+/// Which server a command is for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum At {
+    /// The one that serves its key.
+    Owner,
+    /// The one that a node named instead.
+    Node(Arc<str>),
+    /// The same, which has to be told that it was named, because the key's slot is still moving.
+    Asking(Arc<str>),
+}
+
+/// What a batch goes by when it looks for servers: one view for all of its keys.
+pub(crate) enum View<'a> {
+    One(&'a Arc<Lanes>),
+    Cluster(&'a Cluster, Arc<Map>),
+}
+
+impl Route {
+    pub(crate) fn to(target: &Result<Target, Problem>, timeout: Duration, durability: Durability) -> Self {
+        match target {
+            Ok(Target::One(place)) => Self::One(Arc::new(Lanes::to(Ok(place.clone()), timeout, durability))),
+            Ok(Target::Cluster(seeds)) => Self::Cluster(Cluster::new(seeds.clone(), timeout, durability)),
+            Err(problem) => Self::One(Arc::new(Lanes::to(Err(problem.clone()), timeout, durability))),
+        }
+    }
+
+    /// Who serves what at this moment.
+    ///
+    /// # Errors
+    /// `NotApplied` or `Misconfigured`: nobody could be asked.
+    pub(crate) async fn view(&self) -> Result<View<'_>, Failure> {
+        Ok(match self {
+            Self::One(lanes) => View::One(lanes),
+            Self::Cluster(cluster) => View::Cluster(cluster, cluster.map().await?),
+        })
+    }
+
+    /// The connections to the server that a key is on.
+    pub(crate) async fn owner(&self, key: &[u8]) -> Result<Arc<Lanes>, Failure> {
+        self.view().await?.lanes(key, &At::Owner).await
+    }
+
+    /// Each primary once: its address, where there are several, with the connections to it and a slot that it serves.
+    pub(crate) async fn primaries(&self) -> Result<Vec<(String, Arc<Lanes>, Option<u16>)>, Failure> {
+        match self {
+            Self::One(lanes) => Ok(vec![(String::new(), lanes.clone(), None)]),
+            Self::Cluster(cluster) => {
+                let map = cluster.map().await?;
+                let mut primaries = Vec::new();
+                for (address, slot) in map.primaries() {
+                    if let Some(lanes) = cluster.node(address).await {
+                        primaries.push((address.to_owned(), lanes, Some(slot)));
+                    }
+                }
+                Ok(primaries)
+            }
+        }
+    }
+
+    /// Looks for the servers anew before the next command.
+    pub(crate) async fn distrust(&self) {
+        match self {
+            Self::One(lanes) => {
+                lanes.general.distrust().await;
+                if let Some(claims) = &lanes.claims {
+                    claims.distrust().await;
+                }
+            }
+            Self::Cluster(cluster) => cluster.distrust().await,
+        }
+    }
+
+    /// For people.
+    pub(crate) fn described(&self) -> String {
+        match self {
+            Self::One(lanes) => lanes.general.described(),
+            Self::Cluster(cluster) => cluster.described(),
+        }
+    }
+}
+
+impl View<'_> {
+    /// The connections to the server that a command is for.
+    pub(crate) async fn lanes(&self, key: &[u8], at: &At) -> Result<Arc<Lanes>, Failure> {
+        match self {
+            Self::One(lanes) => Ok(Arc::clone(lanes)),
+            Self::Cluster(cluster, map) => {
+                let address = match at {
+                    At::Owner => map.owner(slot(key)),
+                    At::Node(address) | At::Asking(address) => Some(&**address),
+                };
+                let lanes = match address {
+                    Some(address) => cluster.node(address).await,
+                    None => None,
+                };
+                lanes.ok_or_else(|| Failure::not_applied("no node of the Cluster serves the slot of this key"))
+            }
+        }
+    }
+}

@@ -1,0 +1,98 @@
+//! Which server is the primary, as the Sentinels know it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use redis::{AsyncConnectionConfig, ErrorKind, FromRedisValue, ProtocolVersion, RedisError, Value};
+
+use crate::failure::Failure;
+use crate::server::Server;
+
+/// How long one Sentinel may take to connect, and as long again to answer.
+const PATIENCE: Duration = Duration::from_millis(700);
+
+/// The Sentinels of one primary.
+#[derive(Clone)]
+pub(crate) struct Sentinels {
+    /// With what the Redis servers ask of us; there is at least one.
+    sentinels: Arc<[Server]>,
+    name: Arc<str>,
+    /// Which of them answered last.
+    first: Arc<AtomicUsize>,
+}
+
+/// What one Sentinel says.
+enum Said {
+    Primary(String, u16),
+    NoSuchName,
+}
+
+impl Sentinels {
+    pub(crate) fn new(sentinels: Vec<Server>, name: &str) -> Self {
+        Self { sentinels: sentinels.into(), name: name.into(), first: Arc::default() }
+    }
+
+    pub(crate) fn servers(&self) -> &[Server] {
+        &self.sentinels
+    }
+
+    /// The same Sentinels, reached in another way.
+    pub(crate) fn reached_by(&self, servers: Vec<Server>) -> Self {
+        Self { sentinels: servers.into(), name: self.name.clone(), first: Arc::default() }
+    }
+
+    pub(crate) fn described(&self) -> String {
+        let addresses: Vec<&str> = self.sentinels.iter().map(Server::address).collect();
+        format!("{} by {}", self.name, addresses.join(", "))
+    }
+
+    /// Asks one Sentinel after the other until one names the primary.
+    ///
+    /// # Errors
+    /// `NotApplied` if none answers; `Misconfigured` if those that do never heard of the name.
+    pub(crate) async fn primary(&self) -> Result<Server, Failure> {
+        let first = self.first.load(Ordering::Relaxed);
+        let mut why = None;
+        for which in (0..self.sentinels.len()).map(|it| (first + it) % self.sentinels.len()) {
+            let sentinel = &self.sentinels[which];
+            match self.ask(sentinel).await {
+                Ok(Said::Primary(host, port)) => {
+                    self.first.store(which, Ordering::Relaxed);
+                    return Ok(sentinel.elsewhere(&host, port));
+                }
+                Ok(Said::NoSuchName) => {
+                    why = Some(Failure::misconfigured(format!(
+                        "Redis::sentinel: {} watches no primary named {:?}; correct the name",
+                        sentinel.address(),
+                        self.name
+                    )));
+                }
+                Err(error) => why = why.or_else(|| Some(sentinel.refused(&error, PATIENCE))),
+            }
+        }
+        Err(why.unwrap_or_else(|| Failure::misconfigured("Redis::sentinel: name at least one Sentinel")))
+    }
+
+    /// Without a login first: most Sentinels ask for none, and refuse one that they did not ask for.
+    async fn ask(&self, sentinel: &Server) -> Result<Said, RedisError> {
+        match self.ask_as(&sentinel.without_login()).await {
+            Err(error) if error.code() == Some("NOAUTH") || error.kind() == ErrorKind::AuthenticationFailed => self.ask_as(sentinel).await,
+            said => said,
+        }
+    }
+
+    async fn ask_as(&self, sentinel: &Server) -> Result<Said, RedisError> {
+        let config = AsyncConnectionConfig::new().set_connection_timeout(Some(PATIENCE)).set_response_timeout(Some(PATIENCE));
+        let client = sentinel.client(ProtocolVersion::RESP2)?;
+        let mut connection = client.get_multiplexed_async_connection_with_config(&config).await?;
+        let said: Value = redis::cmd("SENTINEL").arg("get-master-addr-by-name").arg(&*self.name).query_async(&mut connection).await?;
+        match said {
+            Value::Nil => Ok(Said::NoSuchName),
+            said => {
+                let (host, port) = <(String, u16)>::from_redis_value(said)?;
+                Ok(Said::Primary(host, port))
+            }
+        }
+    }
+}

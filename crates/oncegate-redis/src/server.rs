@@ -1,0 +1,150 @@
+//! One Redis server: where it is, and who we are there.
+
+use std::path::Path;
+use std::time::Duration;
+
+use redis::io::tcp::{TcpSettings, socket2};
+use redis::{Client, ConnectionAddr, ConnectionInfo, ErrorKind, ProtocolVersion, RedisError, TlsCertificates};
+
+use crate::failure::{Failure, Problem};
+
+/// What was sent and is not acknowledged by the other machine for so long ends the connection: the keepalive does not
+/// act meanwhile.
+#[cfg(target_os = "linux")]
+const USER_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// A silent peer is probed after this long.
+const KEEPALIVE: Duration = Duration::from_secs(15);
+
+/// Where a server is, and who we are there. Debug and the address hold no secret.
+#[derive(Clone)]
+pub(crate) struct Server {
+    info: Box<ConnectionInfo>,
+    address: String,
+    /// The setting that named it, for messages.
+    named_by: &'static str,
+}
+
+/// Host and port, with the port last: a host may be an IPv6 address.
+pub(crate) fn joined(host: &str, port: u16) -> String {
+    format!("{host}:{port}")
+}
+
+impl Server {
+    /// Reads a URL that a user gave to `named_by`.
+    ///
+    /// # Errors
+    /// What is wrong with it, without quoting it: it may hold a password.
+    pub(crate) fn at(url: &str, named_by: &'static str) -> Result<Self, Problem> {
+        // The driver's way to switch verification off, by a word that does not say how dangerous it is.
+        if url.trim_end().ends_with("#insecure") {
+            return Err(Problem::new(format!(
+                "{named_by}: the URL ends in #insecure; take that off, and name the authority that signed the server's certificate with \
+                 ca_certificate(path)"
+            )));
+        }
+        let client = Client::open(url).map_err(|_| {
+            // The error may quote the URL.
+            Problem::new(format!(
+                "{named_by}: it is not a Redis URL; write redis://[user[:password]@]host[:port][/database], or rediss:// for TLS"
+            ))
+        })?;
+        let tcp = TcpSettings::default().set_nodelay(true).set_keepalive(socket2::TcpKeepalive::new().with_time(KEEPALIVE));
+        #[cfg(target_os = "linux")]
+        let tcp = tcp.set_user_timeout(USER_TIMEOUT);
+        let info = Box::new(client.get_connection_info().clone().set_tcp_settings(tcp));
+        Ok(Self { address: info.addr().to_string(), info, named_by })
+    }
+
+    /// The same server, trusted by what this authority signed alone.
+    pub(crate) fn trusting(self, authority: &[u8]) -> Result<Self, Problem> {
+        if !matches!(self.info.addr(), ConnectionAddr::TcpTls { .. }) {
+            return Err(Problem::new(format!("{}: a certificate is of use with a rediss:// URL alone; write rediss://", self.named_by)));
+        }
+        let certificates = TlsCertificates { client_tls: None, root_cert: Some(authority.to_vec()) };
+        let parsed = Client::build_with_tls((*self.info).clone(), certificates);
+        let info = parsed.map_err(|error| Problem::of("ca_certificate: the file holds no certificate in PEM form", error))?;
+        Ok(Self { info: Box::new(info.get_connection_info().clone()), ..self })
+    }
+
+    /// Another server that is spoken to in the same way.
+    pub(crate) fn elsewhere(&self, host: &str, port: u16) -> Self {
+        let address = match self.info.addr().clone() {
+            ConnectionAddr::TcpTls { insecure, tls_params, .. } => ConnectionAddr::TcpTls { host: host.into(), port, insecure, tls_params },
+            _ => ConnectionAddr::Tcp(host.into(), port),
+        };
+        Self { info: Box::new((*self.info).clone().set_addr(address)), address: joined(host, port), ..self.clone() }
+    }
+
+    /// The same server, with no user, password or database.
+    pub(crate) fn without_login(&self) -> Self {
+        Self { info: Box::new((*self.info).clone().set_redis_settings(redis::RedisConnectionInfo::default())), ..self.clone() }
+    }
+
+    /// The host alone.
+    pub(crate) fn host(&self) -> &str {
+        match self.info.addr() {
+            ConnectionAddr::Tcp(host, _) | ConnectionAddr::TcpTls { host, .. } => host,
+            _ => &self.address,
+        }
+    }
+
+    /// Host and port.
+    pub(crate) fn address(&self) -> &str {
+        &self.address
+    }
+
+    /// What to connect with.
+    pub(crate) fn client(&self, protocol: ProtocolVersion) -> Result<Client, RedisError> {
+        if matches!(self.info.addr(), ConnectionAddr::TcpTls { .. }) && rustls::crypto::CryptoProvider::get_default().is_none() {
+            // Whoever comes second finds one installed, which serves as well.
+            let _ = rustls::crypto::ring::default_provider().install_default();
+        }
+        let redis = self.info.redis_settings().clone().set_protocol(protocol);
+        Client::open((*self.info).clone().set_redis_settings(redis))
+    }
+
+    /// Why there is no connection. The server's own words are left out: they may repeat the password.
+    pub(crate) fn refused(&self, error: &RedisError, waited: Duration) -> Failure {
+        let Self { address, named_by, .. } = self;
+        let code = error.code().unwrap_or_default();
+        let detail = error.detail().unwrap_or_default();
+        if error.is_timeout() {
+            return Failure::not_applied(format!("no answer from Redis at {address} within {waited:?}"));
+        }
+        match (error.kind(), code) {
+            (ErrorKind::Io, _) if error.to_string().contains("certificate") => Failure::misconfigured(format!(
+                "{named_by}: the certificate of {address} is not trusted ({error}); name the authority that signed it with \
+                 ca_certificate(path), and the host as the certificate does"
+            )),
+            (ErrorKind::Io, _) => Failure::not_applied(format!("no connection to Redis at {address}: {error}")),
+            (ErrorKind::Parse | ErrorKind::UnexpectedReturnType, _) => Failure::misconfigured(format!(
+                "{named_by}: what answers at {address} does not speak like Redis; correct host and port in the URL"
+            )),
+            (ErrorKind::AuthenticationFailed, _) | (_, "WRONGPASS" | "NOAUTH") => Failure::misconfigured(format!(
+                "{named_by}: {address} refuses the user or the password, or wants one; put the right ones into the URL, \
+                 redis://user:password@host"
+            )),
+            (_, "NOPERM") => Failure::misconfigured(format!(
+                "{named_by}: {address} does not let this user connect (NOPERM); let it run HELLO, SELECT, SET, GET, DEL, PTTL, PEXPIRE, EVAL, \
+                 EVALSHA and INFO"
+            )),
+            (_, "DENIED") => Failure::misconfigured(format!(
+                "{named_by}: {address} runs in protected mode and refuses other machines; set a password there, and in the URL"
+            )),
+            _ if detail.contains("DB index") || error.to_string().contains("switch database") => {
+                Failure::misconfigured(format!("{named_by}: {address} has no such database; correct the number at the end of the URL"))
+            }
+            _ => Failure::not_applied(format!(
+                "Redis at {address} does not take the connection ({})",
+                if code.is_empty() { error.category() } else { code }
+            )),
+        }
+    }
+}
+
+/// Reads the certificate of an authority.
+pub(crate) fn authority(path: &Path) -> Result<Vec<u8>, Problem> {
+    let read = std::fs::read(path);
+    read.map_err(|error| Problem::new(format!("ca_certificate: cannot read {}: {error}", path.display())))
+}

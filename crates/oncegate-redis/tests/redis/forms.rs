@@ -1,0 +1,165 @@
+//! A primary that Sentinels watch, and a Cluster.
+
+use std::time::{Duration, Instant};
+
+use oncegate_core::marker::{Ask, Effect, Guarantee, Marker, Operation, Verdict};
+use oncegate_core::{Memory, Store, StoreError};
+use oncegate_redis::Redis;
+use oncegate_testkit::servers::{ClusterServers, RedisOptions, RedisServer, SENTINEL_NAME, SentinelServers};
+
+use crate::support::{DONE, GRANTED, SECOND, ask, claim, complete, key, operation, terms, verdicts};
+
+/// Asks until the store answers again; what is misconfigured never does.
+pub(crate) async fn healed(store: &Redis, operation: Operation) -> Verdict {
+    let deadline = Instant::now() + 40 * SECOND;
+    loop {
+        match ask(store, operation.clone()).await {
+            Ok(verdict) => return verdict,
+            Err(error @ StoreError::Misconfigured(_)) => panic!("{error}"),
+            Err(error) => assert!(Instant::now() < deadline, "still {error}"),
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_primary_is_the_one_that_the_sentinels_name() {
+    let mut servers = SentinelServers::start().expect("Redis and Sentinels");
+    let store = Redis::sentinel(servers.urls(), SENTINEL_NAME).timeout(2 * SECOND);
+    assert_eq!(ask(&store, claim("k", 1)).await.expect("a verdict"), GRANTED);
+    assert!(matches!(store.memory().await, Ok(Memory::Survives(_))));
+    let old = servers.primary();
+    assert_eq!(servers.redis()[old].command("WAIT 2 5000").expect("a reply"), ":2");
+
+    let stranger = ask(&Redis::sentinel(servers.urls(), "nobody"), claim("k", 1)).await;
+    assert!(matches!(&stranger, Err(StoreError::Misconfigured(why)) if why.to_string().contains("nobody")), "{stranger:?}");
+
+    // Killed: the connection breaks.
+    servers.redis_mut(old).kill();
+    let claimed = healed(&store, claim("k", 2)).await;
+    assert!(matches!(claimed, Verdict::Busy { .. }), "the new primary knows the holder: {claimed:?}");
+    assert_eq!(healed(&store, complete("k", 1, 1)).await, DONE);
+    let new = servers.wait_for_failover(old).expect("a failover");
+
+    // Frozen: nothing breaks, and only the timeouts tell. The old one comes back as a replica first.
+    servers.redis_mut(old).start_again().expect("it starts again");
+    let deadline = Instant::now() + 40 * SECOND;
+    while !servers.redis()[old].reply("INFO replication").is_ok_and(|said| said.contains("master_link_status:up")) {
+        assert!(Instant::now() < deadline, "the old primary does not follow");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    servers.redis_mut(new).freeze();
+    let impatient = Redis::sentinel(servers.urls(), SENTINEL_NAME).timeout(SECOND / 5);
+    assert_eq!(healed(&store, claim("k", 3)).await, Verdict::Duplicate);
+    assert_eq!(healed(&impatient, claim("l", 1)).await, GRANTED);
+    servers.redis_mut(new).thaw();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn no_sentinel_is_waited_for() {
+    let nobody = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    // A Redis is no Sentinel.
+    let answer = ask(&Redis::sentinel([nobody.url()], SENTINEL_NAME), claim("k", 1)).await;
+    assert!(matches!(answer, Err(StoreError::NotApplied(_) | StoreError::Misconfigured(_))), "{answer:?}");
+    let url = nobody.url();
+    drop(nobody);
+    let answer = ask(&Redis::sentinel([url], SENTINEL_NAME), claim("k", 1)).await;
+    assert!(matches!(answer, Err(StoreError::NotApplied(_))), "{answer:?}");
+    let none = ask(&Redis::sentinel(Vec::<String>::new(), SENTINEL_NAME), claim("k", 1)).await;
+    assert!(matches!(none, Err(StoreError::Misconfigured(_))), "{none:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_cluster_is_asked_side_by_side() {
+    let mut cluster = ClusterServers::start().expect("a Cluster");
+    // One node is enough to find the others.
+    let store = Redis::cluster(&cluster.urls()[..1]).timeout(2 * SECOND);
+    assert!(matches!(store.memory().await, Ok(Memory::Survives(_))));
+
+    let claims: Vec<Operation> = (0..600).map(|it| claim(&format!("k{it}"), it)).collect();
+    assert_eq!(verdicts(&store, &claims).await, vec![GRANTED; 600]);
+    let mixed: Vec<Operation> = (0..600)
+        .map(|it| match it % 3 {
+            0 => complete(&format!("k{it}"), it, 1),
+            1 => claim(&format!("k{it}"), it),
+            _ => claim(&format!("k{it}"), it + 1),
+        })
+        .collect();
+    for (it, verdict) in verdicts(&store, &mixed).await.into_iter().enumerate() {
+        match it % 3 {
+            0 => assert_eq!(verdict, DONE),
+            1 => assert_eq!(verdict, GRANTED),
+            _ => assert!(matches!(verdict, Verdict::Busy { .. }), "{verdict:?}"),
+        }
+    }
+    assert!(matches!(store.look(&key("k0")).await, Ok(Marker::Done(None))));
+    // Several on one key keep their order.
+    let clear = operation("same", Ask::Clear(Effect::Nothing), 1, 1, terms(Guarantee::EffectivelyOnce));
+    let told = verdicts(&store, &[claim("same", 1), clear, claim("same", 2), complete("same", 2, 1)]).await;
+    assert_eq!(told, [GRANTED, Verdict::Kept, GRANTED, DONE]);
+    for node in cluster.nodes() {
+        node.command("SCRIPT FLUSH").expect("a reply");
+    }
+    let rest: Vec<Operation> = (0..600).filter(|it| it % 3 == 1).map(|it| complete(&format!("k{it}"), it, 1)).collect();
+    assert_eq!(verdicts(&store, &rest).await, vec![DONE; 200]);
+
+    // Every node has its share.
+    for which in cluster.primaries() {
+        let said = cluster.nodes()[which].command("DBSIZE").expect("a reply");
+        assert!(said[1..].parse::<u32>().is_ok_and(|keys| keys > 100), "{said}");
+    }
+
+    // A node of it, given as a single server, is refused.
+    let single = ask(&Redis::at(&cluster.urls()[0]), claim("k0", 9)).await;
+    let moved = ask(&Redis::at(&cluster.urls()[0]), claim("k1", 9)).await;
+    assert!(
+        [single, moved].iter().any(|it| matches!(it, Err(StoreError::Misconfigured(why)) if why.to_string().contains("Redis::cluster")))
+    );
+
+    // A primary that dies: its replica takes its slots over.
+    let dead = cluster.primaries()[0];
+    for which in cluster.primaries() {
+        cluster.nodes()[which].command("WAIT 1 5000").expect("a reply");
+    }
+    cluster.node_mut(dead).kill();
+    for it in (0..600).step_by(7) {
+        let verdict = healed(&store, complete(&format!("k{it}"), it, 1)).await;
+        assert!(matches!(verdict, Verdict::Done { marker_lost: false } | Verdict::Lost), "k{it}: {verdict:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_slot_that_moves_is_followed() {
+    let cluster = ClusterServers::start().expect("a Cluster");
+    let store = Redis::cluster(cluster.urls()).timeout(2 * SECOND);
+    // Without the prefix it is `foo`, of slot 12182.
+    let store = store.prefix("");
+    let slot = 12_182;
+    assert_eq!(ask(&store, claim("foo", 1)).await.expect("a verdict"), GRANTED);
+    let from = cluster.serves(slot);
+    let to = cluster.primaries().into_iter().find(|which| *which != from).expect("another primary");
+    let id = |which: usize| cluster.nodes()[which].reply("CLUSTER MYID").expect("a reply").lines().nth(1).expect("an id").to_owned();
+    let (from_id, to_id) = (id(from), id(to));
+    let tell = |which: usize, line: String| {
+        let said = cluster.nodes()[which].command(&line).expect("a reply");
+        assert!(said.starts_with("+OK"), "{line}: {said}");
+    };
+    tell(to, format!("CLUSTER SETSLOT {slot} IMPORTING {from_id}"));
+    tell(from, format!("CLUSTER SETSLOT {slot} MIGRATING {to_id}"));
+    // Half moved: the key is at the new node, which serves only those who say that they were sent.
+    tell(from, format!("MIGRATE 127.0.0.1 {} foo 0 5000", cluster.nodes()[to].port()));
+    assert!(matches!(ask(&store, claim("foo", 2)).await, Ok(Verdict::Busy { .. })));
+    assert_eq!(ask(&store, claim("foo", 1)).await.expect("a verdict"), GRANTED);
+
+    tell(to, format!("CLUSTER SETSLOT {slot} NODE {to_id}"));
+    tell(from, format!("CLUSTER SETSLOT {slot} NODE {to_id}"));
+    assert_eq!(ask(&store, complete("foo", 1, 1)).await.expect("a verdict"), DONE);
+    assert_eq!(ask(&store, claim("foo", 2)).await.expect("a verdict"), Verdict::Duplicate);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_no_cluster_is_told() {
+    let single = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let answer = ask(&Redis::cluster([single.url()]), claim("k", 1)).await;
+    assert!(matches!(&answer, Err(StoreError::Misconfigured(why)) if why.to_string().contains("Redis::at")), "{answer:?}");
+}
