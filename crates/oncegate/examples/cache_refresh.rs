@@ -1,0 +1,36 @@
+//! Twenty readers find a stale cache; one of them refreshes it, the others serve what they have.
+//!
+//! `ONCEGATE_REDIS=redis://… cargo run -p oncegate --example cache_refresh`
+
+use std::time::Duration;
+
+use oncegate::{Failure, Gate, Ran, Redis, WhenHeld};
+
+#[tokio::main]
+async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let redis = std::env::var("ONCEGATE_REDIS").unwrap_or_else(|_| "redis://localhost:6379".into());
+    // The window is how long the cache is fresh: after it, the next reader refreshes again.
+    let gate = Gate::builder().store(Redis::at(redis)).scope("cache").window(Duration::from_secs(60)).lease(Duration::from_secs(10));
+    let gate = gate.when_held(WhenHeld::Skip).open().await?;
+    let cache = format!("prices-{}", std::process::id());
+
+    let readers: Vec<_> = (0..20).map(|_| tokio::spawn(read(gate.clone(), cache.clone()))).collect();
+    for reader in readers {
+        println!("{}", reader.await??);
+    }
+    Ok(())
+}
+
+async fn read(gate: Gate, cache: String) -> Result<&'static str, oncegate::GateError> {
+    Ok(match gate.run(cache, fetch_the_prices).await? {
+        Ran::Now(()) => "refreshed",
+        Ran::Before => "fresh",
+        Ran::Elsewhere => "stale, while another refreshes",
+    })
+}
+
+/// Stands for your work.
+async fn fetch_the_prices() -> Result<(), Failure> {
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    Ok(())
+}
