@@ -1,0 +1,231 @@
+//! The thread that works on the file: it takes all that waits, and answers it after one commit.
+
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::Duration;
+
+use oncegate_core::marker::{Marker, Operation, Verdict};
+use oncegate_core::{Key, Memory};
+use tokio::sync::oneshot;
+
+use super::clock::Clock;
+use super::failure::{Failure, Stage};
+use super::file::{OpenFile, Place};
+use super::rows::Rows;
+use super::sweep::Sweep;
+
+/// How many operations share a transaction at the most, but for those of one request, which are never parted.
+const TOGETHER: usize = 4096;
+
+/// How often expired rows are looked for while nothing else happens, and the clock is watched.
+const IDLE: Duration = Duration::from_secs(1);
+
+/// How many rows are looked at then.
+const IDLE_ROWS: u32 = 500;
+
+/// What is answered to one request.
+type Answers = Vec<Result<Verdict, Failure>>;
+
+/// What the thread is asked.
+#[derive(Debug)]
+pub(crate) enum Request {
+    /// Apply these.
+    Apply(Vec<Operation>, oneshot::Sender<Answers>),
+    /// What stands under this key?
+    Look(Key, oneshot::Sender<Result<Marker, Failure>>),
+    /// Does the file survive?
+    Memory(oneshot::Sender<Result<Memory, Failure>>),
+}
+
+impl Request {
+    /// Whether nobody waits for the answer any more. Then it is not begun: its outcome is unknown either way.
+    fn is_abandoned(&self) -> bool {
+        match self {
+            Self::Apply(_, reply) => reply.is_closed(),
+            Self::Look(_, reply) => reply.is_closed(),
+            Self::Memory(reply) => reply.is_closed(),
+        }
+    }
+}
+
+/// Starts the thread. It ends when the sender is dropped.
+///
+/// # Errors
+/// If the system starts no more threads.
+pub(crate) fn start(place: Place) -> std::io::Result<Sender<Request>> {
+    let (sender, requests) = channel();
+    let desk = Desk { place, file: None, stage: Stage::Opening, clock: Clock::new(), sweep: Sweep::default() };
+    std::thread::Builder::new().name("oncegate-sqlite".into()).spawn(move || desk.run(&requests))?;
+    Ok(sender)
+}
+
+struct Desk {
+    place: Place,
+    /// Opened when it is needed, and anew after trouble.
+    file: Option<OpenFile>,
+    /// Whether it was ever open.
+    stage: Stage,
+    clock: Clock,
+    sweep: Sweep,
+}
+
+impl Desk {
+    fn run(mut self, requests: &Receiver<Request>) {
+        loop {
+            match requests.recv_timeout(IDLE) {
+                Ok(request) => self.serve(request, requests),
+                Err(RecvTimeoutError::Timeout) => self.idle(),
+                Err(RecvTimeoutError::Disconnected) => return,
+            }
+        }
+    }
+
+    /// Answers a request, and with it all that wait behind it.
+    fn serve(&mut self, first: Request, requests: &Receiver<Request>) {
+        let (mut batch, mut count) = (Vec::new(), 0);
+        let mut next = Some(first);
+        while let Some(request) = next.take() {
+            match request {
+                abandoned if abandoned.is_abandoned() => {}
+                Request::Apply(operations, reply) => {
+                    count += operations.len();
+                    batch.push((operations, reply));
+                }
+                // Nobody is there to read what cannot be sent, here as below.
+                Request::Look(key, reply) => drop(reply.send(self.look(&key))),
+                Request::Memory(reply) => drop(reply.send(self.memory())),
+            }
+            if count < TOGETHER {
+                next = requests.try_recv().ok();
+            }
+        }
+        if batch.is_empty() {
+            return;
+        }
+        match self.apply(batch.iter().map(|(operations, _)| operations.as_slice()), count) {
+            Ok(answers) => {
+                for ((_, reply), answers) in batch.into_iter().zip(answers) {
+                    let _ = reply.send(answers);
+                }
+            }
+            Err(failure) => {
+                tracing::debug!(?failure, count, "no transaction");
+                self.file = None; // what a failed transaction leaves behind is not worth knowing
+                for (operations, reply) in batch {
+                    let _ = reply.send(operations.iter().map(|_| Err(failure.clone())).collect());
+                }
+            }
+        }
+    }
+
+    /// Applies these in one transaction, which is committed when this returns.
+    fn apply<'a>(&mut self, requests: impl Iterator<Item = &'a [Operation]>, count: usize) -> Result<Vec<Answers>, Failure> {
+        let (file, place, clock, sweep) = self.open()?;
+        let working = place.failure(Stage::Working);
+        // One that is dropped is rolled back.
+        let transaction = file.begin().map_err(&working)?;
+        file.check(place)?;
+        // Read while nobody else writes: so no row was written later than now, unless the clock went back.
+        let now = clock.now();
+        let mut rows = Rows::new(&transaction, now).map_err(&working)?;
+        let mut answers = Vec::new();
+        for operations in requests {
+            let mut answered = Vec::with_capacity(operations.len());
+            for operation in operations {
+                clock.note_window(operation.terms.window);
+                answered.push(rows.apply(operation).map_err(&working)?);
+            }
+            answers.push(answered);
+        }
+        drop(rows);
+        let rows_beside = u32::try_from(count).unwrap_or(u32::MAX);
+        let stretch = sweep.look(&transaction, rows_beside, now.forgotten).map_err(&working)?;
+        sweep.clear(&transaction, &stretch, now.forgotten).map_err(&working)?;
+        transaction.commit().map_err(place.failure(Stage::Committing))?;
+        sweep.pass(stretch);
+        Ok(answers)
+    }
+
+    fn look(&mut self, key: &Key) -> Result<Marker, Failure> {
+        let (file, place, clock, _) = self.open()?;
+        let working = place.failure(Stage::Working);
+        file.check(place)?;
+        let mut rows = Rows::new(&file.connection, clock.now()).map_err(&working)?;
+        rows.look(key).map_err(&working)?
+    }
+
+    fn memory(&mut self) -> Result<Memory, Failure> {
+        let (file, place, ..) = self.open()?;
+        file.check(place)?;
+        Ok(file.memory(place))
+    }
+
+    /// Looks for what has expired, and at the clock: a jump is not to be taken for the time that passed since.
+    fn idle(&mut self) {
+        let now = self.clock.now();
+        let Some(file) = &self.file else { return };
+        if let Err(error) = clear_a_stretch(file, &mut self.sweep, now.forgotten) {
+            // It can wait, and whoever asks next is told if it is more than that.
+            tracing::debug!(%error, "expired markers are left for the next time");
+        }
+    }
+
+    /// The open file, and what is needed beside it.
+    fn open(&mut self) -> Result<(&OpenFile, &Place, &mut Clock, &mut Sweep), Failure> {
+        let file = match self.file.take() {
+            Some(file) => file,
+            None => OpenFile::open(&self.place, self.stage)?,
+        };
+        self.stage = Stage::Working;
+        Ok((self.file.insert(file), &self.place, &mut self.clock, &mut self.sweep))
+    }
+}
+
+/// Writes only if something has expired.
+fn clear_a_stretch(file: &OpenFile, sweep: &mut Sweep, forgotten: i64) -> rusqlite::Result<()> {
+    let stretch = sweep.look(&file.connection, IDLE_ROWS, forgotten)?;
+    if stretch.expired > 0 {
+        let transaction = file.begin()?;
+        sweep.clear(&transaction, &stretch, forgotten)?;
+        transaction.commit()?;
+    }
+    sweep.pass(stretch);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use oncegate_core::MessageId;
+    use oncegate_core::marker::{Ask, Guarantee, Terms, Token};
+
+    use super::*;
+
+    #[test]
+    fn what_nobody_waits_for_any_more_is_not_begun_and_all_else_shares_a_commit() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let place = Place { path: directory.path().join("markers.db"), synchronous: Default::default(), patience: IDLE };
+        let key = |id: &str| Key::new(&MessageId::new(id).expect("an id"));
+        let terms = Terms { guarantee: Guarantee::AtMostOnce, lease: IDLE, window: IDLE, fingerprint: None };
+        let (sender, requests) = channel();
+        let hand_in = |id| {
+            let (reply, answer) = oneshot::channel();
+            let claim = Operation { key: key(id), ask: Ask::Claim, token: Token(1), attempt: 0, terms };
+            sender.send(Request::Apply(vec![claim], reply)).expect("it waits");
+            answer
+        };
+        let answers = [hand_in("a"), hand_in("b")];
+        drop(hand_in("dropped"));
+        let (reply, looked) = oneshot::channel();
+        sender.send(Request::Look(key("dropped"), reply)).expect("it waits");
+        drop(sender);
+
+        let desk = Desk { place, file: None, stage: Stage::Opening, clock: Clock::new(), sweep: Sweep::default() };
+        desk.run(&requests);
+        for answer in answers {
+            assert!(matches!(answer.blocking_recv().expect("answered")[..], [Ok(Verdict::Granted { attempt: 1 })]));
+        }
+        assert_eq!(looked.blocking_recv().expect("answered").expect("a marker"), Marker::Absent);
+        let file = rusqlite::Connection::open(directory.path().join("markers.db")).expect("it opens");
+        let keys: u32 = file.query_row("SELECT count(*) FROM markers", [], |row| row.get(0)).expect("a number");
+        assert_eq!(keys, 2);
+    }
+}

@@ -1,0 +1,165 @@
+//! Markers as rows, and what an operation does to one.
+
+use std::time::Duration;
+
+use oncegate_core::Key;
+use oncegate_core::marker::{Age, Change, Doubt, Fingerprint, Guarantee, Hold, Marker, Operation, Token, Verdict, apply};
+use rusqlite::{CachedStatement, Connection, OptionalExtension, Row, params};
+
+use super::clock::{Now, milliseconds};
+use super::failure::Failure;
+
+const READ: &str = "SELECT expires, state, fingerprint, attempt, token, lease, horizon, guarantee FROM markers WHERE key = ?1";
+
+const WRITE: &str = "INSERT INTO markers (key, expires, state, fingerprint, attempt, token, lease, horizon, guarantee)
+    VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9)
+    ON CONFLICT (key) DO UPDATE SET expires = ?2, state = ?3, fingerprint = ?4, attempt = ?5, token = ?6, lease = ?7, horizon = ?8,
+        guarantee = ?9";
+
+const DELETE: &str = "DELETE FROM markers WHERE key = ?1";
+
+/// The statements, for one transaction.
+pub(crate) struct Rows<'connection> {
+    read: CachedStatement<'connection>,
+    write: CachedStatement<'connection>,
+    delete: CachedStatement<'connection>,
+    now: Now,
+}
+
+/// A row that this release cannot have written.
+#[derive(Debug)]
+pub(crate) struct Unreadable;
+
+/// A marker with what is known of its time.
+struct Found {
+    marker: Marker,
+    age: Age,
+}
+
+const ABSENT: Found = Found { marker: Marker::Absent, age: Age::Of(Duration::ZERO) };
+
+impl<'connection> Rows<'connection> {
+    pub(crate) fn new(connection: &'connection Connection, now: Now) -> rusqlite::Result<Self> {
+        let [read, write, delete] = [READ, WRITE, DELETE].map(|sql| connection.prepare_cached(sql));
+        Ok(Self { read: read?, write: write?, delete: delete?, now })
+    }
+
+    /// Does to the row of its key what the operation asks. A row that cannot be read is left as it is.
+    ///
+    /// # Errors
+    /// If SQLite fails: then the whole transaction does.
+    pub(crate) fn apply(&mut self, operation: &Operation) -> rusqlite::Result<Result<Verdict, Failure>> {
+        let found = match self.find(&operation.key)? {
+            Ok(found) => found,
+            Err(Unreadable) => return Ok(Err(unreadable(&operation.key))),
+        };
+        let (change, verdict) = apply(found.marker, found.age, operation);
+        match change {
+            Change::Keep => {}
+            Change::Delete => {
+                self.delete.execute([operation.key.as_str()])?;
+            }
+            Change::Write(marker, after) => self.write(&operation.key, marker, after)?,
+        }
+        Ok(Ok(verdict))
+    }
+
+    /// The marker under a key.
+    pub(crate) fn look(&mut self, key: &Key) -> rusqlite::Result<Result<Marker, Failure>> {
+        Ok(self.find(key)?.map(|found| found.marker).map_err(|Unreadable| unreadable(key)))
+    }
+
+    fn find(&mut self, key: &Key) -> rusqlite::Result<Result<Found, Unreadable>> {
+        let now = self.now;
+        let found = self.read.query_row([key.as_str()], |row| Ok(read(row, now))).optional()?;
+        Ok(found.unwrap_or(Ok(ABSENT)))
+    }
+
+    fn write(&mut self, key: &Key, marker: Marker, after: Duration) -> rusqlite::Result<()> {
+        let expires = self.now.wall + milliseconds(after).max(1);
+        let (state, fingerprint, attempt, hold) = match marker {
+            Marker::Absent => unreachable!("a marker that is absent is deleted, not written"),
+            Marker::Done(fingerprint) => (0, fingerprint, None, None),
+            Marker::Cleared { attempt } => (1, None, Some(attempt), None),
+            Marker::InProgress(hold) => (2, hold.fingerprint, Some(hold.attempt), Some(hold)),
+            Marker::InDoubt(hold, Doubt::Waiting) => (3, hold.fingerprint, Some(hold.attempt), Some(hold)),
+            Marker::InDoubt(hold, Doubt::Reconciling) => (4, hold.fingerprint, Some(hold.attempt), Some(hold)),
+            Marker::Rejected(fingerprint) => (5, fingerprint, None, None),
+        };
+        // Below 10^18.
+        let fingerprint = fingerprint.map(|it| it.get() as i64);
+        let token = hold.map(|hold| hold.token.0.to_be_bytes());
+        let [lease, horizon] = [hold.map(|hold| milliseconds(hold.lease)), hold.map(|hold| milliseconds(hold.horizon).max(1))];
+        let guarantee = hold.map(|hold| match hold.guarantee {
+            Guarantee::AtMostOnce => 0,
+            Guarantee::EffectivelyOnce => 1,
+            Guarantee::Bare => 2,
+        });
+        self.write.execute(params![key.as_str(), expires, state, fingerprint, attempt, token, lease, horizon, guarantee])?;
+        Ok(())
+    }
+}
+
+/// Reads a row: expires, state, fingerprint, attempt, token, lease, horizon, guarantee.
+fn read(row: &Row<'_>, now: Now) -> Result<Found, Unreadable> {
+    let expires: i64 = row.get(0).map_err(|_| Unreadable)?;
+    if expires <= now.forgotten {
+        return Ok(ABSENT);
+    }
+    let fingerprint = match row.get::<_, Option<i64>>(2).map_err(|_| Unreadable)?.map(u64::try_from) {
+        None => None,
+        Some(Ok(number)) if number < Fingerprint::LIMIT => Some(Fingerprint::new(number)),
+        Some(_) => return Err(Unreadable),
+    };
+    let hold = || -> Result<(Hold, Age), Unreadable> {
+        let [lease, horizon] = [5, 6].map(|column| row.get::<_, i64>(column).ok().filter(|it| *it >= 0));
+        let (lease, horizon) = (lease.ok_or(Unreadable)?, horizon.ok_or(Unreadable)?);
+        let hold = Hold {
+            token: Token(u128::from_be_bytes(row.get(4).map_err(|_| Unreadable)?)),
+            attempt: row.get(3).map_err(|_| Unreadable)?,
+            lease: Duration::from_millis(lease.unsigned_abs()),
+            horizon: Duration::from_millis(horizon.unsigned_abs()),
+            guarantee: match row.get(7) {
+                Ok(0) => Guarantee::AtMostOnce,
+                Ok(1) => Guarantee::EffectivelyOnce,
+                Ok(2) => Guarantee::Bare,
+                _ => return Err(Unreadable),
+            },
+            fingerprint,
+        };
+        Ok((hold, age(expires.saturating_sub(horizon), now)))
+    };
+    let marker = match row.get(1) {
+        Ok(0) => Marker::Done(fingerprint),
+        Ok(1) => Marker::Cleared { attempt: row.get(3).map_err(|_| Unreadable)? },
+        Ok(5) => Marker::Rejected(fingerprint),
+        Ok(state @ 2..=4) => {
+            let (hold, age) = hold()?;
+            let marker = match state {
+                2 => Marker::InProgress(hold),
+                3 => Marker::InDoubt(hold, Doubt::Waiting),
+                _ => Marker::InDoubt(hold, Doubt::Reconciling),
+            };
+            return Ok(Found { marker, age });
+        }
+        _ => return Err(Unreadable),
+    };
+    Ok(Found { marker, ..ABSENT })
+}
+
+/// How old a marker is that was written at this time; unknown if that is still to come.
+fn age(written: i64, now: Now) -> Age {
+    if written > now.wall {
+        return Age::Unknown;
+    }
+    let old = now.wall.saturating_sub(written.max(now.held_since));
+    Age::Of(Duration::from_millis(u64::try_from(old).unwrap_or_default())) // held_since is never after the wall clock
+}
+
+fn unreadable(key: &Key) -> Failure {
+    Failure::misconfigured(format!(
+        "the row of {} in the table markers holds no marker that this release can read: delete the row, or upgrade oncegate here; it is left \
+         as it is",
+        key.as_str()
+    ))
+}

@@ -1,0 +1,89 @@
+//! What has expired counts as absent at once, and is cleared out a little at a time.
+
+use std::time::{Duration, Instant};
+
+use oncegate_core::Store;
+use oncegate_core::marker::{Marker, Operation, Terms};
+use rusqlite::Connection;
+
+use crate::support::{Directory, GRANTED, SECOND, ask, claim, complete, key, verdicts};
+
+/// More than are looked at in one idle second.
+const MANY: usize = 1300;
+const IDLE_ROWS: usize = 500;
+
+fn rows(raw: &Connection) -> usize {
+    raw.query_row("SELECT count(*) FROM markers", [], |row| row.get(0)).map(|count: u32| count as usize).expect("a number")
+}
+
+/// Completes so many ids under a window that is over when this returns, and none is cleared out.
+async fn expired(directory: &Directory, store: &dyn Store) -> Connection {
+    let ids: Vec<String> = (0..MANY).map(|n| format!("old-{n:06}")).collect();
+    let both = |id: &String| [claim(id, 1), complete(id, 1)];
+    let operations: Vec<Operation> = ids.iter().flat_map(both).collect();
+    verdicts(store, &operations).await;
+    let raw = directory.raw();
+    raw.execute("UPDATE markers SET expires = 1", []).expect("written");
+    raw
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_transaction_clears_out_no_more_rows_than_it_has_operations() {
+    let directory = Directory::new();
+    let store = directory.store();
+    let raw = expired(&directory, &store).await;
+    let mut left = rows(&raw);
+    let begun = Instant::now();
+    let mut round = 0;
+    while left > 200 {
+        round += 1;
+        // Behind all others: the hand that goes round meets the old ones first.
+        let claims: Vec<_> = (0..100).map(|n| claim(&format!("zzz-{round}-{n}"), 1)).collect();
+        assert!(verdicts(&store, &claims).await.iter().all(|verdict| *verdict == GRANTED));
+        let now = raw.query_row("SELECT count(*) FROM markers WHERE key < 'zzz'", [], |row| row.get(0)).map(|count: u32| count as usize);
+        let now = now.expect("a number");
+        let idle = IDLE_ROWS * (begun.elapsed().as_secs() as usize + 1);
+        assert!(left.saturating_sub(now) <= 100 + idle, "{left} rows, then {now}");
+        left = now;
+        assert!(round < 60, "{left} rows are left after {round} rounds");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_idle_store_clears_out_some_rows_a_second() {
+    let directory = Directory::new();
+    let store = directory.store();
+    let raw = expired(&directory, &store).await;
+    let begun = Instant::now();
+    loop {
+        let left = rows(&raw);
+        let seconds = begun.elapsed().as_secs() as usize + 1;
+        assert!(MANY - left <= IDLE_ROWS * seconds, "{left} rows are left after {seconds} s");
+        if left == 0 {
+            break;
+        }
+        assert!(begun.elapsed() < 20 * SECOND, "{left} rows are left");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_has_expired_is_absent_before_it_is_cleared_out() {
+    let directory = Directory::new();
+    let store = directory.store();
+    expired(&directory, &store).await;
+    assert_eq!(store.look(&key("old-001299")).await.expect("a marker"), Marker::Absent);
+    assert_eq!(ask(&store, claim("old-001299", 2)).await.expect("a verdict"), GRANTED);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_longest_window_is_a_window() {
+    let directory = Directory::new();
+    let store = directory.store();
+    let [mut claimed, mut completed] = [claim("a", 1), complete("a", 1)];
+    for operation in [&mut claimed, &mut completed] {
+        operation.terms = Terms { lease: Duration::MAX, window: Duration::MAX, ..operation.terms };
+    }
+    verdicts(&store, &[claimed, completed]).await;
+    assert_eq!(store.look(&key("a")).await.expect("a marker"), Marker::Done(None));
+}

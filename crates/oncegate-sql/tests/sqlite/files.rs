@@ -1,0 +1,232 @@
+//! Files that are not what they should be: each is said in one line that names the setting and the remedy.
+
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use oncegate_core::marker::Verdict;
+use oncegate_core::{Memory, Store, StoreError};
+use oncegate_sql::{Sqlite, Synchronous};
+use rusqlite::Connection;
+
+use crate::support::{Directory, GRANTED, ask, at, claim, line, verdicts};
+
+/// What is said at the first use of this file; a claim is told the same.
+async fn refused(path: impl AsRef<Path>) -> String {
+    let store = at(path.as_ref());
+    let at_start = store.memory().await.expect_err("it is refused");
+    assert!(matches!(at_start, StoreError::Misconfigured(_)), "{at_start:?}");
+    let claimed = ask(&store, claim("a", 1)).await.expect_err("it is refused");
+    assert_eq!(line(&at_start), line(&claimed));
+    line(&at_start)
+}
+
+fn says(line: &str, words: &[&str]) {
+    assert!(words.iter().all(|word| line.contains(word)), "{line}: lacks one of {words:?}");
+}
+
+#[tokio::test]
+async fn a_place_that_is_no_file_is_named() {
+    let directory = Directory::new();
+    let missing = directory.path().join("nowhere/payments.db");
+    says(&refused(&missing).await, &["Sqlite::file", "there is no directory", "nowhere", "create it"]);
+    says(&refused(directory.path()).await, &["Sqlite::file", "is a directory", "name a file in it"]);
+    for nothing in ["", ":memory:"] {
+        says(&refused(nothing).await, &["Sqlite::file", "is no file", "MemoryStore"]);
+    }
+    assert!(!missing.exists());
+}
+
+#[tokio::test]
+async fn a_file_that_is_not_ours_is_left_as_it_is() {
+    let directory = Directory::new();
+    let text = directory.path().join("text");
+    std::fs::write(&text, "not a database, and longer than nothing\n".repeat(100)).expect("written");
+
+    let other = directory.path().join("other.db");
+    let raw = Connection::open(&other).expect("it opens");
+    raw.execute_batch("CREATE TABLE articles (name TEXT); INSERT INTO articles VALUES ('tea')").expect("written");
+    drop(raw);
+
+    let newer = directory.path().join("newer.db");
+    let raw = Connection::open(&newer).expect("it opens");
+    raw.execute_batch("CREATE TABLE markers_2 (key TEXT)").expect("written");
+    raw.pragma_update(None, "application_id", i32::from_be_bytes(*b"once")).expect("written");
+    raw.pragma_update(None, "user_version", 2).expect("written");
+    drop(raw);
+
+    for (file, words) in [
+        (&text, ["is no SQLite database", "name another file"]),
+        (&other, ["belongs to another program", "a file of its own"]),
+        (&newer, ["newer release (version 2", "upgrade oncegate"]),
+    ] {
+        let before = std::fs::read(file).expect("it is there");
+        let line = refused(file).await;
+        says(&line, &words);
+        says(&line, &["Sqlite::file", "left as it is"]);
+        assert!(std::fs::read(file).expect("it is there") == before, "{line}");
+    }
+    let beside = std::fs::read_dir(directory.path()).expect("a directory").count();
+    assert_eq!(beside, 3, "a log was left beside a file that is not ours");
+}
+
+#[tokio::test]
+async fn a_release_that_takes_the_file_over_stops_the_older() {
+    let directory = Directory::new();
+    let store = directory.store();
+    ask(&store, claim("a", 1)).await.expect("granted");
+    directory.raw().pragma_update(None, "user_version", 2).expect("written");
+    let stopped = ask(&store, claim("b", 1)).await.expect_err("it is not ours any more");
+    assert!(matches!(stopped, StoreError::Misconfigured(_)), "{stopped:?}");
+    says(&line(&stopped), &["newer release", "upgrade oncegate here"]);
+}
+
+#[tokio::test]
+async fn a_file_that_is_removed_or_replaced_while_in_use_stops_its_users() {
+    for replace in [false, true] {
+        let directory = Directory::new();
+        let store = directory.store();
+        ask(&store, claim("a", 1)).await.expect("granted");
+        std::fs::rename(directory.file(), directory.path().join("away.db")).expect("moved");
+        if replace {
+            std::fs::write(directory.file(), "").expect("written");
+        }
+        let stopped = ask(&store, claim("b", 1)).await.expect_err("it would be seen by nobody");
+        assert!(matches!(stopped, StoreError::Misconfigured(_)), "{stopped:?}");
+        says(&line(&stopped), &["Sqlite::file", "removed or replaced", "put it back"]);
+    }
+}
+
+#[tokio::test]
+async fn a_row_that_cannot_be_read_spoils_no_other() {
+    let directory = Directory::new();
+    let store = directory.store();
+    verdicts(&store, &[claim("a", 1), claim("b", 1), claim("c", 1), claim("d", 1)]).await;
+    let raw = directory.raw();
+    raw.execute("UPDATE markers SET state = 9 WHERE key = 'a'", []).expect("written");
+    raw.execute("UPDATE markers SET token = x'00' WHERE key = 'b'", []).expect("written");
+    raw.execute("UPDATE markers SET fingerprint = -1 WHERE key = 'c'", []).expect("written");
+    let answers = store.apply(&[claim("a", 2), claim("b", 1), claim("c", 1), claim("d", 1), claim("e", 1)]).await;
+    for (answer, id) in answers.iter().zip(["a", "b", "c"]) {
+        let Err(error @ StoreError::Misconfigured(_)) = answer else { panic!("{answer:?}") };
+        says(&line(error), &[&format!("the row of {id} "), "delete the row", "left as it is"]);
+    }
+    assert!(matches!(answers[3..], [Ok(GRANTED), Ok(GRANTED)]), "{answers:?}");
+    let state: u32 = raw.query_row("SELECT state FROM markers WHERE key = 'a'", [], |row| row.get(0)).expect("it is there");
+    assert_eq!(state, 9);
+}
+
+#[tokio::test]
+async fn it_says_what_its_memory_rests_on() {
+    let directory = Directory::new();
+    let full = directory.store().memory().await.expect("a memory");
+    assert!(matches!(&full, Memory::Survives(text) if text.contains("synchronous=FULL")), "{full:?}");
+    let normal = directory.store().synchronous(Synchronous::Normal).memory().await.expect("a memory");
+    assert!(matches!(&normal, Memory::Forgets(text) if text.contains("power cut") && text.contains("Synchronous::Normal")), "{normal:?}");
+    let mode: String = directory.raw().query_row("PRAGMA journal_mode", [], |row| row.get(0)).expect("an answer");
+    assert_eq!(mode, "wal");
+}
+
+#[cfg(target_os = "linux")]
+#[tokio::test]
+async fn a_file_system_in_memory_forgets() {
+    // Where this machine has one.
+    let Ok(directory) = tempfile::tempdir_in("/dev/shm") else { return };
+    let is_in_memory = std::fs::read_to_string("/proc/mounts")
+        .expect("Linux")
+        .lines()
+        .any(|line| line.starts_with("tmpfs /dev/shm ") || line.contains(" /dev/shm tmpfs "));
+    let memory = Sqlite::file(directory.path().join("markers.db")).memory().await.expect("a memory");
+    assert_eq!(
+        matches!(&memory, Memory::Forgets(text) if text.contains("in memory") && text.contains("on a disk")),
+        is_in_memory,
+        "{memory:?}"
+    );
+}
+
+const FILE: &str = "ONCEGATE_TEST_SQLITE_FILE";
+
+/// Runs a test of this file in a process of its own, with a file.
+fn process(test: &str, program: &Path, file: &Path) -> Command {
+    let mut process = Command::new(program);
+    process.args([&format!("files::{test}"), "--exact", "--ignored", "--nocapture", "--test-threads=1"]).env(FILE, file);
+    process.stdout(Stdio::null());
+    process
+}
+
+#[tokio::test]
+#[ignore = "a process of a test below"]
+async fn finds_that_it_may_not_write() {
+    let file = std::env::var_os(FILE).expect("a file");
+    says(&refused(file).await, &["Sqlite::file", "may not be written", "let this user write the file and its directory"]);
+}
+
+#[test]
+fn a_file_that_may_not_be_written_is_refused() {
+    let directory = Directory::new();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
+    runtime.block_on(async { ask(&directory.store(), claim("a", 1)).await }).expect("granted");
+    let raw = directory.raw();
+    raw.query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |_| Ok(())).expect("an answer");
+    drop(raw);
+    // Root may write everything, so the process is somebody else: who must be able to run this program.
+    let program = directory.path().join("program");
+    std::fs::copy(std::env::current_exe().expect("this test"), &program).expect("copied");
+    let allow = |path: &Path, mode| std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).expect("ours");
+    allow(&directory.file(), 0o444);
+    allow(directory.path(), 0o555);
+    let is_root = std::fs::metadata(directory.path()).expect("it is there").uid() == 0;
+    // A file that may not be written, and one that cannot be made.
+    for file in [directory.file(), directory.path().join("new.db")] {
+        let mut found = process("finds_that_it_may_not_write", &program, &file);
+        if is_root {
+            found.uid(65_534).gid(65_534);
+        }
+        let found = found.current_dir("/").output().expect("it ran");
+        assert!(found.status.success(), "{}", String::from_utf8_lossy(&found.stderr));
+    }
+    allow(directory.path(), 0o755);
+}
+
+#[tokio::test]
+#[ignore = "a process of a test below"]
+async fn finds_that_the_disk_is_full() {
+    let store = at(std::env::var_os(FILE).expect("a file"));
+    let mut granted = 0;
+    let refused = loop {
+        let claims: Vec<_> = (0..100).map(|n| claim(&format!("{granted}-{n}"), 1)).collect();
+        let answers = store.apply(&claims).await;
+        if answers.iter().all(|answer| matches!(answer, Ok(GRANTED))) {
+            granted += 1;
+            assert!(granted < 10_000, "the disk is never full");
+            continue;
+        }
+        break answers;
+    };
+    for answer in &refused {
+        let Err(error @ (StoreError::NotApplied(_) | StoreError::Unknown(_))) = answer else { panic!("{answer:?}") };
+        assert!(line(error).contains("SQLite cannot work on") || line(error).contains("is full"), "{error}");
+    }
+    // What was granted before is known, also to who opens the file anew.
+    for round in 0..granted {
+        let marker = store.look(&crate::support::key(&format!("{round}-0"))).await.expect("a marker");
+        assert!(matches!(marker, oncegate_core::marker::Marker::InProgress(_)), "{marker:?}");
+    }
+}
+
+#[tokio::test]
+async fn what_a_full_disk_does_not_take_is_not_granted_and_all_else_is_known() {
+    let directory = Directory::new();
+    ask(&directory.store(), claim("first", 1)).await.expect("granted");
+    let mut found = Command::new("sh");
+    // Blocks of 512 or 1,024 bytes: a file that would become longer fails, as on a full disk.
+    found.args(["-c", r#"trap '' XFSZ; ulimit -f 400; exec "$0" "$@""#]).arg(std::env::current_exe().expect("this test"));
+    found.args(["files::finds_that_the_disk_is_full", "--exact", "--ignored", "--nocapture", "--test-threads=1"]);
+    let found = found.env(FILE, directory.file()).output().expect("it ran");
+    assert!(found.status.success(), "{}{}", String::from_utf8_lossy(&found.stdout), String::from_utf8_lossy(&found.stderr));
+    // There is room again.
+    let store = directory.store();
+    assert_eq!(ask(&store, claim("0-0", 1)).await.expect("a verdict"), Verdict::Granted { attempt: 1 });
+    assert_eq!(ask(&store, claim("next", 1)).await.expect("a verdict"), Verdict::Granted { attempt: 1 });
+}

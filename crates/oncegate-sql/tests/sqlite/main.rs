@@ -1,0 +1,9 @@
+//! The SQLite store on real files, of several handles and several processes.
+#![forbid(unsafe_code)]
+
+mod crash;
+mod differential;
+mod expiry;
+mod files;
+mod sharing;
+mod support;

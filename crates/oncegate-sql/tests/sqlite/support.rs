@@ -1,0 +1,111 @@
+//! What the tests share.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use oncegate_core::marker::{Ask, Guarantee, Operation, Terms, Token, Verdict};
+use oncegate_core::{Key, MessageId, Store, StoreError};
+use oncegate_sql::Sqlite;
+use rusqlite::Connection;
+use tempfile::TempDir;
+
+pub(crate) const SECOND: Duration = Duration::from_secs(1);
+pub(crate) const GRANTED: Verdict = Verdict::Granted { attempt: 1 };
+pub(crate) const DONE: Verdict = Verdict::Done { marker_lost: false };
+
+/// A directory on the disk that the build is on: one for temporary files may lie in memory.
+pub(crate) struct Directory(TempDir);
+
+impl Directory {
+    pub(crate) fn new() -> Self {
+        Self(tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory"))
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        self.0.path()
+    }
+
+    pub(crate) fn file(&self) -> PathBuf {
+        self.path().join("markers.db")
+    }
+
+    /// A handle of its own on the file.
+    pub(crate) fn store(&self) -> Sqlite {
+        at(self.file())
+    }
+
+    /// The file without the store.
+    pub(crate) fn raw(&self) -> Connection {
+        let raw = Connection::open(self.file()).expect("it opens");
+        raw.busy_timeout(20 * SECOND).expect("a number");
+        raw
+    }
+}
+
+/// A store that is patient: the machine may be busy with other tests.
+pub(crate) fn at(path: impl AsRef<Path>) -> Sqlite {
+    Sqlite::file(path).timeout(30 * SECOND)
+}
+
+pub(crate) fn key(id: &str) -> Key {
+    Key::new(&MessageId::new(id).expect("an id"))
+}
+
+pub(crate) fn terms(guarantee: Guarantee) -> Terms {
+    Terms { guarantee, lease: 30 * SECOND, window: 600 * SECOND, fingerprint: None }
+}
+
+pub(crate) fn operation(id: &str, ask: Ask, token: u128, attempt: u32, terms: Terms) -> Operation {
+    Operation { key: key(id), ask, token: Token(token), attempt, terms }
+}
+
+pub(crate) fn claim(id: &str, token: u128) -> Operation {
+    operation(id, Ask::Claim, token, 0, terms(Guarantee::AtMostOnce))
+}
+
+pub(crate) fn complete(id: &str, token: u128) -> Operation {
+    operation(id, Ask::Complete, token, 1, terms(Guarantee::AtMostOnce))
+}
+
+/// The answers, each of which has to be a verdict.
+pub(crate) async fn verdicts(store: &dyn Store, operations: &[Operation]) -> Vec<Verdict> {
+    store.apply(operations).await.into_iter().map(|answer| answer.expect("a verdict")).collect()
+}
+
+/// The answer to one operation.
+pub(crate) async fn ask(store: &dyn Store, operation: Operation) -> Result<Verdict, StoreError> {
+    let mut answers = store.apply(&[operation]).await;
+    assert_eq!(answers.len(), 1);
+    answers.remove(0)
+}
+
+/// The one line that a person reads.
+pub(crate) fn line(error: &StoreError) -> String {
+    let line = error.to_string();
+    assert!(!line.contains('\n'), "{line}");
+    line
+}
+
+/// A small generator (SplitMix64), so that a seed alone repeats what was drawn.
+pub(crate) struct Random(pub(crate) u64);
+
+impl Random {
+    /// Seeded by the system; the seed is printed, and shown where a test fails.
+    pub(crate) fn seeded() -> Self {
+        let seed = Token::random().0 as u64;
+        println!("seed {seed}");
+        Self(seed)
+    }
+
+    pub(crate) fn below(&mut self, bound: usize) -> usize {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut bits = self.0;
+        bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((bits ^ (bits >> 31)) % bound as u64) as usize
+    }
+
+    pub(crate) fn pick<T: Copy>(&mut self, from: &[T]) -> T {
+        from[self.below(from.len())]
+    }
+}
