@@ -24,7 +24,7 @@ const AT_ONCE: usize = 8;
 /// The longest history, in steps.
 const STEPS: usize = 16;
 /// How long a broken history is shortened before it is shown.
-const SHORTENING: Duration = Duration::from_secs(30);
+const SHORTENING: Duration = Duration::from_secs(10);
 
 /// Random histories of operations and waits: after each step, verdict and marker are those of the reference, by the
 /// store's own clock.

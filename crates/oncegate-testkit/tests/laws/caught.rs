@@ -1,0 +1,175 @@
+//! The laws can be broken: stores that make one mistake, and the laws that notice.
+
+use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use oncegate_core::marker::{self, Age, Change, Marker, Operation, Verdict};
+use oncegate_core::{Key, MessageId, Store, StoreError, async_trait};
+use oncegate_testkit::laws::{run, store as law};
+
+/// What a store does wrong. In all else it is the reference.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Mistake {
+    None,
+    ReadsThenWrites,
+    AnswersReversed,
+    LeavesTheLastUnanswered,
+    JudgesABatchByWhatWasThereBefore,
+    StopsAtWhatIsLost,
+    NeverExpires,
+    ExpiresWithTheLease,
+    ExpiresUnresolvedWithTheWindow,
+    KeepsTheFirstExpiry,
+    LengthensWhatItKeeps,
+    CountsWholeSeconds,
+    DropsTheAttempt,
+    DropsTheFingerprint,
+    FoldsCase,
+    CutsIds,
+    RenewsElsewhere,
+}
+
+type Rows = HashMap<Key, (Marker, Instant, Duration)>;
+
+struct Mistaken {
+    rows: Mutex<Rows>,
+    mistake: Mistake,
+}
+
+impl Mistaken {
+    fn new(mistake: Mistake) -> Self {
+        Self { rows: Mutex::default(), mistake }
+    }
+
+    fn key(&self, key: &Key) -> Key {
+        let id = match self.mistake {
+            Mistake::FoldsCase => key.as_str().to_lowercase(),
+            Mistake::CutsIds => key.as_str().chars().take(64).collect(),
+            _ => return key.clone(),
+        };
+        Key::new(&MessageId::new(id).expect("no key is empty"))
+    }
+
+    fn read(&self, rows: &Rows, key: &Key) -> (Marker, Duration) {
+        let Some((marker, written, expiry)) = rows.get(key) else { return (Marker::Absent, Duration::ZERO) };
+        let expiry = match (self.mistake, marker) {
+            (Mistake::NeverExpires, _) => Duration::MAX,
+            (Mistake::ExpiresWithTheLease, Marker::InProgress(hold)) => hold.lease,
+            (Mistake::ExpiresUnresolvedWithTheWindow, Marker::InProgress(_) | Marker::InDoubt(..)) => (*expiry).min(Duration::from_secs(1)),
+            _ => *expiry,
+        };
+        match written.elapsed() {
+            age if age >= expiry => (Marker::Absent, Duration::ZERO),
+            age if self.mistake == Mistake::CountsWholeSeconds => (*marker, Duration::from_secs(age.as_secs())),
+            age => (*marker, age),
+        }
+    }
+
+    fn write(&self, rows: &mut Rows, key: Key, change: Change) {
+        match change {
+            Change::Keep if self.mistake == Mistake::LengthensWhatItKeeps => {
+                rows.entry(key).and_modify(|row| row.1 = Instant::now());
+            }
+            Change::Keep => {}
+            Change::Write(Marker::Cleared { .. }, _) if self.mistake == Mistake::DropsTheAttempt => {
+                rows.remove(&key);
+            }
+            Change::Write(Marker::Done(_), expiry) if self.mistake == Mistake::DropsTheFingerprint => {
+                rows.insert(key, (Marker::Done(None), Instant::now(), expiry));
+            }
+            Change::Write(marker, expiry) => {
+                let first = rows.get(&key).filter(|row| row.1.elapsed() < row.2).map(|row| row.1);
+                let written = if self.mistake == Mistake::KeepsTheFirstExpiry { first } else { None };
+                rows.insert(key, (marker, written.unwrap_or_else(Instant::now), expiry));
+            }
+            Change::Delete => {
+                rows.remove(&key);
+            }
+        }
+    }
+}
+
+#[async_trait]
+impl Store for Mistaken {
+    async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
+        let rows = || self.rows.lock().expect("nothing panics while it is locked");
+        let before = rows().clone();
+        let mut verdicts = Vec::with_capacity(operations.len());
+        for operation in operations {
+            let key = self.key(&operation.key);
+            let (change, verdict) = if self.mistake == Mistake::ReadsThenWrites {
+                let (marker, age) = self.read(&rows(), &key);
+                tokio::task::yield_now().await;
+                let applied = marker::apply(marker, Age::Of(age), operation);
+                self.write(&mut rows(), key, applied.0);
+                applied
+            } else {
+                let mut rows = rows();
+                let seen = if self.mistake == Mistake::JudgesABatchByWhatWasThereBefore { &before } else { &*rows };
+                let (marker, age) = self.read(seen, &key);
+                let applied = marker::apply(marker, Age::Of(age), operation);
+                self.write(&mut rows, key, applied.0);
+                applied
+            };
+            verdicts.push(Ok(verdict));
+            if self.mistake == Mistake::StopsAtWhatIsLost && (change, verdict) == (Change::Keep, Verdict::Lost) {
+                break;
+            }
+        }
+        verdicts.resize_with(operations.len(), || Err(StoreError::NotApplied("stopped".into())));
+        match self.mistake {
+            Mistake::AnswersReversed => verdicts.reverse(),
+            Mistake::LeavesTheLastUnanswered => verdicts.truncate(operations.len().saturating_sub(1)),
+            _ => {}
+        }
+        verdicts
+    }
+
+    fn for_renewals(&self) -> Option<Arc<dyn Store>> {
+        (self.mistake == Mistake::RenewsElsewhere).then(|| Arc::new(Self::new(Mistake::None)) as Arc<dyn Store>)
+    }
+}
+
+/// Whether a law is broken by a store that makes this mistake.
+macro_rules! breaks {
+    ($mistake:ident, $law:ident) => {
+        catch_unwind(AssertUnwindSafe(|| run(async || Mistaken::new(Mistake::$mistake), law::$law))).is_err()
+    };
+}
+
+/// A test for each mistake: each of the laws beside it is broken by it, and by nothing else.
+macro_rules! mistakes {
+    ($($name:ident: $mistake:ident breaks $($law:ident),+;)+) => {$(
+        #[test]
+        fn $name() {
+            $(
+                assert!(breaks!($mistake, $law), "{} does not notice {:?}", stringify!($law), Mistake::$mistake);
+                assert!(!breaks!(None, $law), "{} is broken by the reference", stringify!($law));
+            )+
+        }
+    )+};
+}
+
+mistakes! {
+    a_store_that_is_not_atomic: ReadsThenWrites breaks
+        of_a_hundred_simultaneous_claims_one_is_granted, what_concurrent_clients_saw_has_one_order;
+    answers_in_another_order: AnswersReversed breaks a_batch_is_answered_in_order;
+    an_answer_too_few: LeavesTheLastUnanswered breaks a_batch_is_answered_in_order;
+    a_batch_whose_operations_do_not_see_each_other: JudgesABatchByWhatWasThereBefore breaks
+        the_same_key_twice_in_a_batch_keeps_its_order;
+    a_bad_item_that_spoils_others: StopsAtWhatIsLost breaks one_bad_item_spoils_no_other;
+    markers_that_stay: NeverExpires breaks what_has_the_window_is_forgotten_after_it;
+    a_lease_that_is_an_expiry: ExpiresWithTheLease breaks an_ended_lease_is_in_doubt_in_at_most_once;
+    a_doubt_that_is_forgotten: ExpiresUnresolvedWithTheWindow breaks what_is_unresolved_at_most_once_outlives_the_window;
+    a_write_that_renews_nothing: KeepsTheFirstExpiry breaks every_write_starts_the_window_anew, a_renewal_starts_the_lease_anew;
+    a_duplicate_that_renews: LengthensWhatItKeeps breaks
+        asking_in_vain_does_not_lengthen_a_window, asking_in_vain_does_not_lengthen_a_lease;
+    a_clock_of_seconds: CountsWholeSeconds breaks a_lease_ends_when_it_was_said;
+    a_fence_that_steps_back: DropsTheAttempt breaks clearing_keeps_the_attempt, random_histories_go_as_the_reference_says;
+    a_body_that_is_forgotten: DropsTheFingerprint breaks every_fingerprint_is_told_from_every_other;
+    a_key_without_case: FoldsCase breaks ids_of_every_kind_stay_distinct, scopes_stay_distinct;
+    a_key_that_is_too_short: CutsIds breaks ids_of_every_kind_stay_distinct;
+    renewals_that_go_elsewhere: RenewsElsewhere breaks the_handle_for_renewals_is_the_same_store;
+}
