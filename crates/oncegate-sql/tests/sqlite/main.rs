@@ -5,5 +5,6 @@ mod crash;
 mod differential;
 mod expiry;
 mod files;
+mod laws;
 mod sharing;
 mod support;

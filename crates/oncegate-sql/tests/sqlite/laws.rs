@@ -1,0 +1,37 @@
+//! The laws of every store.
+
+use std::sync::Arc;
+
+use oncegate_core::marker::{Operation, Verdict};
+use oncegate_core::{Memory, Store, StoreError, async_trait};
+use oncegate_sql::{Sqlite, Synchronous};
+
+use crate::support::Directory;
+
+/// A store in a directory of its own.
+struct Owned {
+    store: Sqlite,
+    _directory: Directory,
+}
+
+#[async_trait]
+impl Store for Owned {
+    async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
+        self.store.apply(operations).await
+    }
+
+    async fn memory(&self) -> Result<Memory, StoreError> {
+        self.store.memory().await
+    }
+
+    fn for_renewals(&self) -> Option<Arc<dyn Store>> {
+        // Another handle, with a thread of its own: as another process would have it.
+        Some(Arc::new(self._directory.store()))
+    }
+}
+
+oncegate_testkit::store_laws!(async || {
+    let directory = Directory::new();
+    // The laws pull no plug, and some disks take long to sync.
+    Owned { store: directory.store().synchronous(Synchronous::Normal), _directory: directory }
+});
