@@ -1,37 +1,9 @@
-//! Many operations in one apply.
-
-use std::sync::Arc;
+//! What only Redis can do to a batch; what every store has to do stands in the laws.
 
 use oncegate_core::marker::{Ask, Effect, Fingerprint, Guarantee, Marker, Terms, Token, Verdict};
 use oncegate_core::{Store, StoreError};
 
 use crate::support::{DONE, GRANTED, SECOND, ask, claim, client, complete, key, operation, store, terms, verdicts};
-
-#[tokio::test]
-async fn a_batch_is_answered_in_order() {
-    let (store, _) = store();
-    assert!(store.apply(&[]).await.is_empty());
-    let claims: Vec<_> = (0..600).map(|it| claim(&format!("k{it}"), it)).collect();
-    assert_eq!(verdicts(&store, &claims).await, vec![GRANTED; 600]);
-    // Every third is completed by its holder, every third by a stranger, every third is claimed by another.
-    let mixed: Vec<_> = (0..600)
-        .map(|it| match it % 3 {
-            0 => complete(&format!("k{it}"), it, 1),
-            1 => complete(&format!("k{it}"), it + 1, 1),
-            _ => claim(&format!("k{it}"), it + 1),
-        })
-        .collect();
-    for (it, verdict) in verdicts(&store, &mixed).await.into_iter().enumerate() {
-        match it % 3 {
-            0 => assert_eq!(verdict, DONE),
-            1 => assert_eq!(verdict, Verdict::Lost),
-            _ => assert!(
-                matches!(verdict, Verdict::Busy { remaining } if remaining > 20 * SECOND && remaining <= 30 * SECOND),
-                "{verdict:?}"
-            ),
-        }
-    }
-}
 
 #[tokio::test]
 async fn one_bad_key_spoils_no_other() {
@@ -62,16 +34,6 @@ async fn one_bad_key_spoils_no_other() {
 }
 
 #[tokio::test]
-async fn operations_on_one_key_keep_their_order() {
-    let (store, _) = store();
-    let free = |token| operation("k", Ask::Clear(Effect::Nothing), token, 1, terms(Guarantee::EffectivelyOnce));
-    let batch = [claim("k", 1), claim("other", 9), free(1), claim("k", 2), complete("k", 2, 1), claim("k", 3), complete("other", 9, 1)];
-    let expected = vec![GRANTED, GRANTED, Verdict::Kept, GRANTED, DONE, Verdict::Duplicate, DONE];
-    assert_eq!(verdicts(&store, &batch).await, expected);
-    assert_eq!(store.look(&key("k")).await.expect("a marker"), Marker::Done(None));
-}
-
-#[tokio::test]
 async fn order_is_kept_when_the_server_has_forgotten_the_script() {
     let server = oncegate_testkit::servers::RedisServer::start(Default::default()).expect("a Redis");
     let store = crate::support::at(&server.url());
@@ -84,35 +46,6 @@ async fn order_is_kept_when_the_server_has_forgotten_the_script() {
         let last = if round == 0 { lost } else { DONE };
         assert_eq!(verdicts(&store, &batch).await, vec![GRANTED, DONE, Verdict::Duplicate, last]);
     }
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn of_a_hundred_simultaneous_claims_one_is_granted() {
-    for guarantee in [Guarantee::AtMostOnce, Guarantee::EffectivelyOnce, Guarantee::Bare] {
-        let (store, prefix) = store();
-        let claims = (0..100u128).map(|token| {
-            // Ten connections, as ten programs have.
-            let store = if token % 10 == 0 { store.for_renewals().expect("a handle") } else { Arc::new(store.clone()) };
-            let claim = operation("k", Ask::Claim, token, 0, terms(guarantee));
-            tokio::spawn(async move { ask(&*store, claim).await.expect("a verdict") })
-        });
-        let verdicts: Vec<_> = futures_util::future::join_all(claims).await.into_iter().map(|verdict| verdict.expect("no panic")).collect();
-        assert_eq!(verdicts.iter().filter(|verdict| **verdict == GRANTED).count(), 1, "{prefix}: {verdicts:?}");
-        assert!(verdicts.iter().all(|verdict| matches!(verdict, Verdict::Granted { .. } | Verdict::Busy { .. } | Verdict::Duplicate)));
-    }
-}
-
-#[tokio::test]
-async fn asking_again_with_the_same_token_gives_the_same_answer_and_renews() {
-    let (store, prefix) = store();
-    let mut raw = client().await;
-    assert_eq!(verdicts(&store, &[claim("k", 5)]).await, [GRANTED]);
-    // Ten minutes of window, of which a renewal brings back what is taken here.
-    let _: i64 = redis::cmd("PEXPIRE").arg(format!("{prefix}k")).arg(590_000).query_async(&mut raw).await.expect("an answer");
-    assert_eq!(verdicts(&store, &[claim("k", 5)]).await, [GRANTED]);
-    let left: i64 = redis::cmd("PTTL").arg(format!("{prefix}k")).query_async(&mut raw).await.expect("an answer");
-    assert!(left > 595_000, "{left}");
-    assert_eq!(verdicts(&store, &[complete("k", 5, 1), complete("k", 5, 1)]).await, [DONE, DONE]);
 }
 
 #[tokio::test]

@@ -1,9 +1,10 @@
 //! The Redis store against real servers. Needs `ONCEGATE_REDIS` and `redis-server`.
 
 mod batches;
-mod differential;
 mod forms;
+mod laws;
 mod outages;
+mod replicas;
 mod settings;
 mod support;
 mod wire;

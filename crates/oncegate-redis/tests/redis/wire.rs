@@ -9,13 +9,13 @@ use oncegate_testkit::servers::{RedisOptions, RedisServer};
 use crate::support::{DONE, GRANTED, SECOND, at, claim, complete, operation, terms, verdicts};
 
 /// Everything that a server of one's own is asked.
-struct Monitor {
+pub(crate) struct Monitor {
     stream: BufReader<TcpStream>,
     port: u16,
 }
 
 impl Monitor {
-    fn of(port: u16) -> Self {
+    pub(crate) fn of(port: u16) -> Self {
         let stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).expect("a connection");
         stream.set_read_timeout(Some(20 * SECOND)).expect("a timeout");
         let mut monitor = Self { stream: BufReader::new(stream), port };
@@ -32,18 +32,23 @@ impl Monitor {
 
     /// The commands so far, without those that make a connection.
     fn commands(&mut self) -> Vec<String> {
+        self.lines().into_iter().map(|(_, command)| command).collect()
+    }
+
+    /// The same, each with the client that sent it.
+    pub(crate) fn lines(&mut self) -> Vec<(String, String)> {
         let mut end = TcpStream::connect((Ipv4Addr::LOCALHOST, self.port)).expect("a connection");
         end.write_all(b"ECHO end-of-monitor\r\n").expect("sent");
         let mut commands = Vec::new();
         loop {
             let line = self.line();
             // `+<time> [<database> <client>] "SET" "key" …`
-            let command = line.split_once("] ").map_or("", |(_, command)| command).to_owned();
+            let (client, command) = line.split_once("] ").unwrap_or_default();
             if command.contains("end-of-monitor") {
                 return commands;
             }
             if !command.starts_with("\"HELLO\"") && !command.starts_with("\"CLIENT\"") {
-                commands.push(command);
+                commands.push((client.rsplit(' ').next().unwrap_or_default().to_owned(), command.to_owned()));
             }
         }
     }
