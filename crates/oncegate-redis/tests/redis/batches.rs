@@ -3,7 +3,7 @@
 use oncegate_core::marker::{Ask, Effect, Fingerprint, Guarantee, Marker, Terms, Token, Verdict};
 use oncegate_core::{Store, StoreError};
 
-use crate::support::{DONE, GRANTED, SECOND, ask, claim, client, complete, key, operation, store, terms, verdicts};
+use crate::support::{DONE, GRANTED, ask, claim, client, complete, key, operation, store, terms, verdicts};
 
 #[tokio::test]
 async fn one_bad_key_spoils_no_other() {

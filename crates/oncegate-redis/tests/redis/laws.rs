@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use oncegate_core::marker::{Ask, Effect, Fingerprint, Guarantee, Marker, Terms, Token, UNRESOLVED_AT_MOST_ONCE, Verdict};
+use oncegate_core::marker::{Ask, Effect, Fingerprint, Guarantee, Marker, Operation, Terms, Token, UNRESOLVED_AT_MOST_ONCE, Verdict};
 use oncegate_redis::Redis;
 use oncegate_testkit::laws;
 use oncegate_testkit::servers::{ClusterServers, RedisOptions, RedisServer, SENTINEL_NAME, SentinelServers};
@@ -87,8 +87,9 @@ async fn every_marker_has_the_expiry_of_the_table() {
         ("taken in doubt", UNRESOLVED_AT_MOST_ONCE, &[(Ask::Claim, 1, 0, brief(lax)), (Ask::Claim, 2, 0, strict)]),
     ];
     for (id, expiry, asked) in cases {
+        let id = id.replace([' ', ','], "-"); // an id that stands in its key as it is
         for (ask, token, attempt, terms) in asked {
-            verdicts(&store, &[operation(id, *ask, *token, *attempt, *terms)]).await;
+            verdicts(&store, &[operation(&id, *ask, *token, *attempt, *terms)]).await;
             tokio::time::sleep(Duration::from_millis(3)).await;
         }
         let left: u64 = redis::cmd("PTTL").arg(format!("{prefix}{id}")).query_async(&mut raw).await.expect("an expiry");
@@ -107,22 +108,22 @@ async fn a_marker_whose_age_nobody_knows_gets_its_horizon_again() {
     let lax = terms(Guarantee::EffectivelyOnce);
     let body = |number| Terms { fingerprint: Some(Fingerprint::new(number)), ..lax };
     let busy = Verdict::Busy { remaining: lax.lease };
-    let doubt = [operation("", Ask::Doubt, 8, 1, strict), operation("", Ask::Claim, 1, 0, strict)];
-    let hold = |terms| [operation("", Ask::Claim, 1, 0, terms)];
-    // What is there, who asks, and the verdict.
+    let doubt = [operation("-", Ask::Doubt, 8, 1, strict), operation("-", Ask::Claim, 1, 0, strict)];
+    let hold = |terms| [operation("-", Ask::Claim, 1, 0, terms)];
+    // What is there, who asks, and the verdict. The id is another in each case.
     let cases = [
-        ("in progress", &hold(lax)[..], operation("", Ask::Claim, 2, 0, lax), busy),
-        ("in progress at most once", &hold(strict), operation("", Ask::Claim, 2, 0, strict), busy),
-        ("another body", &hold(body(7)), operation("", Ask::Claim, 2, 0, body(8)), busy),
-        ("reconciling", &doubt, operation("", Ask::Claim, 2, 0, strict), busy),
-        ("mine", &hold(lax), operation("", Ask::Claim, 1, 0, lax), GRANTED),
-        ("renewed", &hold(lax), operation("", Ask::Renew, 1, 1, lax), Verdict::Kept),
-        ("my doubt", &doubt, operation("", Ask::Claim, 1, 0, strict), Verdict::InDoubt { attempt: 2 }),
+        ("in progress", &hold(lax)[..], operation("-", Ask::Claim, 2, 0, lax), busy),
+        ("in progress at most once", &hold(strict), operation("-", Ask::Claim, 2, 0, strict), busy),
+        ("another body", &hold(body(7)), operation("-", Ask::Claim, 2, 0, body(8)), busy),
+        ("reconciling", &doubt, operation("-", Ask::Claim, 2, 0, strict), busy),
+        ("mine", &hold(lax), operation("-", Ask::Claim, 1, 0, lax), GRANTED),
+        ("renewed", &hold(lax), operation("-", Ask::Renew, 1, 1, lax), Verdict::Kept),
+        ("my doubt", &doubt, operation("-", Ask::Claim, 1, 0, strict), Verdict::InDoubt { attempt: 2 }),
     ];
     for (name, made, asked, expected) in cases {
         for (how, tamper) in [("without", None), ("beyond", Some(UNRESOLVED_AT_MOST_ONCE.as_millis() as u64 + 60_000))] {
             let id = format!("{name} {how}").replace(' ', "-");
-            let of = |operation: &oncegate_core::marker::Operation| oncegate_core::marker::Operation { key: key(&id), ..operation.clone() };
+            let of = |operation: &Operation| Operation { key: key(&id), ..operation.clone() };
             for operation in made {
                 verdicts(&store, &[of(operation)]).await;
             }
