@@ -62,6 +62,9 @@ async fn a_lease_holds_to_its_last_millisecond() {
     panic!("never busy in 2,000 claims that follow each other at once");
 }
 
+/// What is asked, by which token, in which attempt, on which terms.
+type Asked = (Ask, u128, u32, Terms);
+
 /// Every marker expires when the table says, to the millisecond.
 #[tokio::test]
 async fn every_marker_has_the_expiry_of_the_table() {
@@ -72,7 +75,7 @@ async fn every_marker_has_the_expiry_of_the_table() {
     let bare = terms(Guarantee::Bare);
     let body = |terms| Terms { fingerprint: Some(Fingerprint::new(7)), ..terms };
     let brief = |terms| Terms { lease: Duration::ZERO, window: 300 * SECOND, ..terms };
-    let cases: [(&str, Duration, &[(Ask, u128, u32, Terms)]); 12] = [
+    let cases: [(&str, Duration, &[Asked]); 12] = [
         ("claimed", WINDOW, &[(Ask::Claim, 1, 0, lax)]),
         ("claimed at most once", UNRESOLVED_AT_MOST_ONCE, &[(Ask::Claim, 1, 0, strict)]),
         ("bare", WINDOW, &[(Ask::Claim, 1, 0, bare)]),
