@@ -17,6 +17,7 @@ mod script;
 mod sentinel;
 mod server;
 mod store;
+mod watch;
 
 pub use durability::Durability;
 pub use store::Redis;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::cluster::{Cluster, Map, slot};
+use crate::cluster::{Cluster, Map, SLOTS, slot};
 use crate::durability::Durability;
 use crate::failure::{Failure, Problem};
 use crate::link::{Link, Place};
@@ -110,19 +110,21 @@ impl Route {
         self.view().await?.lanes(key, &At::Owner).await
     }
 
-    /// Each primary once: its address, where there are several, with the connections to it and a slot that it serves.
-    pub(crate) async fn primaries(&self) -> Result<Vec<(String, Arc<Lanes>, Option<u16>)>, Failure> {
+    /// Each primary once, with a key of this name that lies there; where there are several, a number is added to the name.
+    pub(crate) async fn keys_on_each(&self, name: &[u8]) -> Result<Vec<(Vec<u8>, Arc<Lanes>)>, Failure> {
         match self {
-            Self::One(lanes) => Ok(vec![(String::new(), lanes.clone(), None)]),
+            Self::One(lanes) => Ok(vec![(name.to_vec(), lanes.clone())]),
             Self::Cluster(cluster) => {
                 let map = cluster.map().await?;
-                let mut primaries = Vec::new();
-                for (address, slot) in map.primaries() {
-                    if let Some(lanes) = cluster.node(address).await {
-                        primaries.push((address.to_owned(), lanes, Some(slot)));
+                let mut found = Vec::new();
+                for address in map.primaries() {
+                    let on_it = |key: &Vec<u8>| map.owner(slot(key)) == Some(address);
+                    let key = (0..SLOTS).map(|number| [name, number.to_string().as_bytes()].concat()).find(on_it);
+                    if let (Some(key), Some(lanes)) = (key, cluster.node(address).await) {
+                        found.push((key, lanes));
                     }
                 }
-                Ok(primaries)
+                Ok(found)
             }
         }
     }

@@ -57,6 +57,22 @@ pub(crate) fn call<'a>(by: By, prefix: &[u8], first: &Operation, operations: imp
     call
 }
 
+/// A call that does nothing: whether the server takes it, and with the text, so that it knows the script.
+pub(crate) fn nothing(by: By) -> Cmd {
+    let mut call = named(by);
+    call.arg(0);
+    call
+}
+
+fn named(by: By) -> Cmd {
+    let mut call = Cmd::new();
+    match by {
+        By::Hash => call.arg("EVALSHA").arg(APPLY.get_hash()),
+        By::Text => call.arg("EVAL").arg(include_str!("apply.lua")),
+    };
+    call
+}
+
 /// What the script calls an ask.
 fn name(ask: &Ask) -> &'static str {
     match ask {

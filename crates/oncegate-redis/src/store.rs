@@ -6,17 +6,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use oncegate_core::marker::{Marker, Operation, Verdict};
+use oncegate_core::marker::{Ask, Guarantee, Marker, Operation, Verdict};
 use oncegate_core::{Key, Memory, Store, StoreError};
 use redis::{Cmd, Pipeline, Value};
 
 use crate::durability::Durability;
 use crate::failure::{Failure, Problem};
 use crate::link::Place;
-use crate::memory::Shape;
 use crate::route::{Lanes, Route, Target};
 use crate::sentinel::Sentinels;
 use crate::server::{self, Server};
+use crate::watch::Watch;
 use crate::{batch, memory, record};
 
 /// How long a reply may take by default.
@@ -47,6 +47,7 @@ pub struct Redis {
     timeout: Duration,
     durability: Durability,
     route: Arc<Route>,
+    watch: Arc<Watch>,
     prefix: Arc<[u8]>,
     forgetting: Forgetting,
 }
@@ -90,12 +91,13 @@ impl Redis {
     fn of(target: Result<Target, Problem>) -> Self {
         let (timeout, durability) = (TIMEOUT, Durability::default());
         let route = Arc::new(Route::to(&target, timeout, durability));
-        Self { target, timeout, durability, route, prefix: PREFIX.as_bytes().into(), forgetting: Forgetting::Told }
+        let watch = Arc::default();
+        Self { target, timeout, durability, route, watch, prefix: PREFIX.as_bytes().into(), forgetting: Forgetting::Told }
     }
 
     /// With connections of its own, for what was set.
     fn anew(self) -> Self {
-        Self { route: Arc::new(Route::to(&self.target, self.timeout, self.durability)), ..self }
+        Self { route: Arc::new(Route::to(&self.target, self.timeout, self.durability)), watch: Arc::default(), ..self }
     }
 
     /// Trusts, over TLS, what the authority whose certificate (PEM) is in this file signed, and nothing else.
@@ -123,7 +125,7 @@ impl Redis {
     #[must_use]
     pub fn prefix(mut self, prefix: impl AsRef<str>) -> Self {
         self.prefix = prefix.as_ref().as_bytes().into();
-        self
+        self.anew()
     }
 
     /// How long a reply may take before its outcome is unknown: 500 ms by default. Connecting has 2 s of its own.
@@ -134,11 +136,22 @@ impl Redis {
     }
 
     /// Lets at most once run on a server that may forget what it was told: one that evicts keys, keeps no append-only
-    /// file, or is a replica. A forgotten marker lets its message run again.
+    /// file, or is a replica; and go on when it is seen to forget. A forgotten marker lets its message run again.
     #[must_use]
     pub fn accept_forgetful_store(mut self) -> Self {
         self.forgetting = Forgetting::Accepted;
         self
+    }
+
+    /// Goes on after Redis was seen to forget.
+    ///
+    /// While it is asked for claims it is looked at every two seconds. When its keys or its last writes are gone, or it
+    /// evicted some, at most once claims nothing more ([`StoreError::NotApplied`]): what was handled would be taken for
+    /// new. A person finds out which messages may come again, and calls this, in each process, or starts it again.
+    /// What was granted before is completed meanwhile; other guarantees go on, and the log and
+    /// `oncegate_redis_findings_total` tell.
+    pub async fn accept_loss(&self) {
+        self.watch.accept().await;
     }
 
     /// The marker under a key as it is now: what an operator has to have seen before
@@ -180,14 +193,6 @@ async fn one(lanes: &Lanes, command: &Cmd) -> Result<Value, Failure> {
     }
 }
 
-async fn info(lanes: &Lanes) -> Result<String, Failure> {
-    match one(lanes, &redis::cmd("INFO")).await? {
-        Value::BulkString(info) => Ok(String::from_utf8_lossy(&info).into_owned()),
-        Value::VerbatimString { text, .. } => Ok(text),
-        _ => Err(wrong_kind("INFO")),
-    }
-}
-
 fn wrong_kind(command: &str) -> Failure {
     Failure::unknown(format!("Redis gave an answer of the wrong kind to {command}"))
 }
@@ -195,17 +200,22 @@ fn wrong_kind(command: &str) -> Failure {
 #[async_trait]
 impl Store for Redis {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
-        let answers = batch::unsent(operations);
+        let mut answers = batch::unsent(operations);
+        let is_claim = |operation: &&Operation| operation.ask == Ask::Claim && operation.terms.guarantee != Guarantee::Bare;
+        if operations.iter().any(|operation| is_claim(&operation)) {
+            self.watch.look(&self.route, &self.prefix).await;
+            if self.forgetting == Forgetting::Told {
+                for (operation, answer) in operations.iter().zip(&mut answers).filter(|(operation, _)| is_claim(operation)) {
+                    *answer = self.watch.withholds(&operation.terms).await.map(Err);
+                }
+            }
+        }
         batch::apply(&self.route, self.durability, &self.prefix, operations, answers).await
     }
 
     async fn memory(&self) -> Result<Memory, StoreError> {
-        let mut findings = Vec::new();
-        for (address, lanes, _) in self.route.primaries().await? {
-            let shape = if address.is_empty() { Shape::Single } else { Shape::Cluster };
-            findings.push((address, memory::judge(&info(&lanes).await?, shape)?));
-        }
-        Ok(match (memory::all(findings), self.forgetting) {
+        let memory = memory::preflight(&self.route, &self.prefix, self.durability).await?;
+        Ok(match (memory, self.forgetting) {
             (Memory::Forgets(why), Forgetting::Accepted) => {
                 Memory::Survives(format!("accepted by the user with accept_forgetful_store(): {why}"))
             }

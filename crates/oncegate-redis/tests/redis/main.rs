@@ -3,6 +3,7 @@
 mod batches;
 mod forms;
 mod laws;
+mod losses;
 mod outages;
 mod replicas;
 mod settings;

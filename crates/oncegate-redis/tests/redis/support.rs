@@ -1,5 +1,6 @@
 //! What the tests share.
 
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use oncegate_core::marker::{Ask, Guarantee, Operation, Terms, Token, Verdict};
@@ -65,3 +66,32 @@ pub(crate) async fn ask(store: &dyn Store, operation: Operation) -> Result<Verdi
 
 pub(crate) const GRANTED: Verdict = Verdict::Granted { attempt: 1 };
 pub(crate) const DONE: Verdict = Verdict::Done { marker_lost: false };
+
+/// What was logged.
+#[derive(Clone, Default)]
+pub(crate) struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl Log {
+    pub(crate) fn text(&self) -> String {
+        String::from_utf8_lossy(&self.0.lock().expect("nobody panicked with it")).into_owned()
+    }
+}
+
+impl std::io::Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().expect("nobody panicked with it").extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+impl<'a> tracing_subscriber::fmt::MakeWriter<'a> for Log {
+    type Writer = Self;
+
+    fn make_writer(&'a self) -> Self {
+        self.clone()
+    }
+}
