@@ -12,3 +12,5 @@ pub use oncegate_amqp::*;
 pub use oncegate_kafka::*;
 #[cfg(feature = "redis")]
 pub use oncegate_redis::*;
+#[cfg(feature = "sqlite")]
+pub use oncegate_sql::*;

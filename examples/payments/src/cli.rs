@@ -22,7 +22,7 @@ pub(crate) struct Cli {
     /// Where messages come from. `memory` needs nothing else.
     #[arg(long, value_enum, default_value_t = Broker::Memory)]
     pub(crate) broker: Broker,
-    /// What remembers ids. By default `memory` on the memory broker, `redis` on the others.
+    /// What remembers ids. By default `sqlite` on the memory broker, `redis` on the others.
     #[arg(long, value_enum)]
     pub(crate) store: Option<StoreKind>,
     /// How many workers.
@@ -34,8 +34,11 @@ pub(crate) struct Cli {
     /// Prints the counts as one JSON object.
     #[arg(long)]
     pub(crate) json: bool,
-    /// Keeps what a run on real servers leaves there, and its ledger, counts and logs.
-    #[cfg(feature = "real")]
+    /// Where a run with the store `sqlite` has its files: `payments.db`, and the provider's ledger. They are removed at
+    /// its end. A run on the memory broker that was killed leaves them, and goes on with them when it is started again.
+    #[arg(long, default_value = "payments-run")]
+    pub(crate) run_dir: PathBuf,
+    /// Keeps what a run leaves: its ledger and store, or its counts and logs, and what it made on real servers.
     #[arg(long)]
     pub(crate) keep: bool,
     #[cfg(feature = "real")]
@@ -114,6 +117,8 @@ pub(crate) enum Broker {
 /// A store, by its name on the command line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum StoreKind {
+    /// In a file, `payments.db`.
+    Sqlite,
     /// In this process.
     Memory,
     /// Redis.

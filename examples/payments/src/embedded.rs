@@ -1,18 +1,20 @@
-//! The demo in one process: broker, store and provider in memory, workers as tasks that are aborted mid-charge.
+//! The demo in one process: the broker in memory, store and ledger in files, workers as tasks that are aborted
+//! mid-charge. Killed and started again, it sends the same again, and goes on with the files.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use oncegate::{Consumer, DeadLetter, IdSource, MemoryBroker, MemoryStore, Message};
+use oncegate::{Consumer, DeadLetter, IdSource, MemoryBroker, MemoryStore, Message, Sqlite, Store};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use crate::bank::{Bank, Pace};
 use crate::charge::Charge;
-use crate::cli::{Cli, Guaranteed};
+use crate::cli::{Cli, Guaranteed, StoreKind};
 use crate::counters::Outcomes;
 use crate::faults::Faults;
+use crate::folder::Folder;
 use crate::ledger::Ledger;
 use crate::payment::ID_HEADER;
 use crate::progress::Progress;
@@ -31,17 +33,39 @@ const LEASE: Duration = Duration::from_secs(1);
 /// Runs the demo and counts.
 ///
 /// # Errors
-/// If the input cannot be read, or a worker did not run.
+/// If the input cannot be read, the files cannot be used, or a worker did not run.
 pub(crate) async fn run(cli: &Cli, outcomes: &Outcomes) -> Result<Report, crate::Error> {
     let payments = cli.traffic.payments("pay")?;
     let sent = traffic::of(&payments, cli.traffic.seed);
+    if cli.store == Some(StoreKind::Memory) {
+        return run_on(cli, outcomes, &sent, Ledger::in_memory(), Remembers::Memory(MemoryStore::new())).await;
+    }
+    let folder = Folder::of_run(&cli.run_dir, cli.promise.guarantee, cli.traffic.seed, &sent)?;
+    let ledger = Ledger::in_file(&folder.ledger())?;
+    if ledger.charged() > 0 {
+        let (charged, all, folder) = (ledger.charged(), payments.len(), folder.path().display());
+        eprintln!("payments: going on with a run that was cut off: {charged} of {all} payments are charged already; see {folder}");
+    }
+    let store = Remembers::Sqlite(Sqlite::file(folder.store()));
+    let report = run_on(cli, outcomes, &sent, ledger, store)
+        .await
+        .map_err(|error| format!("{error}; ledger and store lie in {}", folder.path().display()))?;
+    if cli.keep || !report.is_right() && cli.promise.guarantee != Guaranteed::Bare {
+        eprintln!("payments: ledger and store are kept in {}", folder.keep()?.display());
+    } else {
+        folder.remove()?;
+    }
+    Ok(report)
+}
+
+async fn run_on(cli: &Cli, outcomes: &Outcomes, sent: &[Outgoing], ledger: Ledger, store: Remembers) -> Result<Report, crate::Error> {
     let progress = Progress::new(sent.len() as u64);
     let (pace, faults) = (Pace::default(), Faults::seeded(cli.traffic.seed));
-    let bank = Bank::new(Ledger::in_memory(), faults, cli.promise.repeats(), pace);
+    let bank = Bank::new(ledger, faults, cli.promise.repeats(), pace);
     let broker = MemoryBroker::new("payments");
-    let mut fleet = Fleet::start(cli, &broker, &bank);
+    let mut fleet = Fleet::start(cli, &broker, store, &bank);
 
-    let sending = tokio::spawn(send(broker.clone(), sent.clone()));
+    let sending = tokio::spawn(send(broker.clone(), sent.to_vec()));
     let mut rng = fastrand::Rng::with_seed(cli.traffic.seed);
     let begun = Instant::now();
     let mut killed = 0;
@@ -61,7 +85,7 @@ pub(crate) async fn run(cli: &Cli, outcomes: &Outcomes) -> Result<Report, crate:
 
     let book = bank.ledger();
     let report =
-        Report::count(&Sent::all(&sent), broker.delivered(), (&book, cli.promise.repeats()), &set_aside(&broker), &outcomes.counts());
+        Report::count(&Sent::all(sent), broker.delivered(), (&book, cli.promise.repeats()), &set_aside(&broker), &outcomes.counts());
     Ok(report.with_kills(killed, cli.kills))
 }
 
@@ -88,13 +112,19 @@ fn set_aside(broker: &MemoryBroker) -> SetAside {
     SetAside { in_doubt: names(broker.in_doubt()), dead_letters: names(broker.dead_letters()) }
 }
 
+/// What the workers share.
+enum Remembers {
+    Memory(MemoryStore),
+    Sqlite(Sqlite),
+}
+
 type Worker = JoinHandle<Result<(), oncegate::Error>>;
 
 /// The workers.
 struct Fleet {
     workers: Vec<Worker>,
     broker: MemoryBroker,
-    store: MemoryStore,
+    store: Remembers,
     bank: Arc<Bank>,
     guarantee: Guaranteed,
     attempts: u32,
@@ -102,11 +132,11 @@ struct Fleet {
 }
 
 impl Fleet {
-    fn start(cli: &Cli, broker: &MemoryBroker, bank: &Arc<Bank>) -> Self {
+    fn start(cli: &Cli, broker: &MemoryBroker, store: Remembers, bank: &Arc<Bank>) -> Self {
         let mut fleet = Self {
             workers: Vec::new(),
             broker: broker.clone(),
-            store: MemoryStore::new(),
+            store,
             bank: Arc::clone(bank),
             guarantee: cli.promise.guarantee,
             attempts: cli.attempts(),
@@ -117,12 +147,19 @@ impl Fleet {
     }
 
     fn hire(&self) -> Worker {
+        match &self.store {
+            Remembers::Memory(store) => self.hire_with(store.clone()),
+            Remembers::Sqlite(store) => self.hire_with(store.clone()),
+        }
+    }
+
+    fn hire_with(&self, store: impl Store + 'static) -> Worker {
         let mut shutdown = self.shutdown.subscribe();
         let consumer = Consumer::builder()
             .source(self.broker.source())
-            .store(self.store.clone())
+            .store(store)
             .guarantee(self.guarantee.guarantee())
-            .accept_forgetful_store() // one process: if the store goes, so do the broker and the demo
+            .accept_forgetful_store() // in memory it ends with the broker; a file there survives what is shown here
             .id(IdSource::header(ID_HEADER))
             .lease(LEASE)
             .backoff(Duration::from_millis(20), LEASE / 4)

@@ -2,15 +2,12 @@
 
 use std::collections::HashMap;
 use std::io;
-#[cfg(any(test, feature = "real"))]
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-#[cfg(any(test, feature = "real"))]
 mod file;
 
-#[cfg(any(test, feature = "real"))]
 use file::Appended;
 #[cfg(feature = "real")]
 pub(crate) use file::LedgerFile;
@@ -72,7 +69,6 @@ pub(crate) struct Ledger {
     /// The amount of each charge.
     charges: HashMap<String, Vec<u64>>,
     voided: HashMap<String, u32>,
-    #[cfg(any(test, feature = "real"))]
     file: Option<Appended>,
 }
 
@@ -86,7 +82,6 @@ impl Ledger {
     ///
     /// # Errors
     /// If the file cannot be opened, another provider has it open, or a line of it is no entry.
-    #[cfg(any(test, feature = "real"))]
     pub(crate) fn in_file(path: &Path) -> io::Result<Self> {
         let (file, read) = Appended::open(path)?;
         Ok(Self { file: Some(file), ..read })
@@ -122,7 +117,6 @@ impl Ledger {
     }
 
     /// How many payments were charged at least once.
-    #[cfg(any(test, feature = "real"))]
     pub(crate) fn charged(&self) -> usize {
         self.charges.len()
     }
@@ -143,7 +137,6 @@ impl Ledger {
     }
 
     fn write(&mut self, entry: Entry) -> io::Result<()> {
-        #[cfg(any(test, feature = "real"))]
         if let Some(file) = &mut self.file {
             let mut line = serde_json::to_vec(&entry)?;
             line.push(b'\n');

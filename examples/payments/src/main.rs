@@ -8,6 +8,7 @@ mod cli;
 mod counters;
 mod embedded;
 mod faults;
+mod folder;
 #[cfg(feature = "real")]
 mod http;
 mod ledger;
@@ -53,15 +54,15 @@ async fn run(cli: &Cli) -> Result<Option<Report>, Error> {
         eprintln!("payments: {}", cli.promise.guarantee.explained());
     }
     match (cli.broker, cli.store) {
-        (Broker::Memory, None | Some(StoreKind::Memory)) => embedded::run(cli, &Outcomes::install()).await.map(Some),
+        (Broker::Memory, None | Some(StoreKind::Sqlite | StoreKind::Memory)) => embedded::run(cli, &Outcomes::install()).await.map(Some),
         (Broker::Memory, Some(StoreKind::Redis)) => {
             Err("--store: redis is for workers in processes of their own; take --broker kafka or rabbitmq".into())
         }
-        (_, Some(StoreKind::Memory)) => Err("--store: workers in processes of their own share no memory; take redis".into()),
+        (_, Some(StoreKind::Memory)) => Err("--store: workers in processes of their own share no memory; take redis or sqlite".into()),
         #[cfg(feature = "real")]
-        (_, None | Some(StoreKind::Redis)) => real::run(cli).await.map(Some),
+        (_, None | Some(StoreKind::Redis | StoreKind::Sqlite)) => real::run(cli).await.map(Some),
         #[cfg(not(feature = "real"))]
-        (_, None | Some(StoreKind::Redis)) => Err("--broker: not in this build; add --features kafka,rabbitmq".into()),
+        (_, None | Some(StoreKind::Redis | StoreKind::Sqlite)) => Err("--broker: not in this build; add --features kafka,rabbitmq".into()),
     }
 }
 

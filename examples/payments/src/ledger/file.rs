@@ -4,8 +4,6 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FlockOperation, flock};
-
 use super::Ledger;
 
 /// The file, as its only writer has it.
@@ -30,7 +28,8 @@ impl Appended {
     pub(super) fn open(path: &Path) -> io::Result<(Self, Ledger)> {
         let file = OpenOptions::new().create(true).append(true).open(path)?;
         // Before anything is read or cut off: the last line of another writer is no torn one.
-        flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(|error| {
+        #[cfg(unix)]
+        rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive).map_err(|error| {
             let text = format!("{} is not free, another provider may have it: {error}", path.display());
             io::Error::new(io::Error::from(error).kind(), text)
         })?;

@@ -11,7 +11,7 @@ use super::watch::Watch;
 use super::wire::{Queue, Wire};
 use super::work::terminated;
 use super::{Error, Servers};
-use crate::cli::{Broker, Cli, Promise};
+use crate::cli::{Broker, Cli, Promise, StoreKind};
 use crate::ledger::LedgerFile;
 use crate::report::{Report, SetAside};
 use crate::sent::Sending;
@@ -87,7 +87,9 @@ pub(crate) async fn run(cli: &Cli) -> Result<Report, Error> {
     let terminated = terminated()?;
     let now = SystemTime::now().duration_since(UNIX_EPOCH)?.as_millis();
     let name = format!("payments-{now}-{}", std::process::id());
-    let directory = std::env::temp_dir().join(&name);
+    // A directory for temporary files may lie in memory, where at most once has no file.
+    let above = if cli.store == Some(StoreKind::Sqlite) { cli.run_dir.clone() } else { std::env::temp_dir() };
+    let directory = above.join(&name);
     let ran = tokio::select! {
         ran = run_in(cli, (payments.len(), &messages), name, &directory) => ran,
         () = terminated => Err("stopped by a signal".into()),
@@ -120,10 +122,13 @@ impl Run {
         arguments.extend(["--seed".to_owned(), cli.traffic.seed.to_string()]);
         let provider = Provider::start(&run_dir, &arguments).await?;
         let attempts = cli.attempts().to_string();
+        let store = cli.store.unwrap_or(StoreKind::Redis);
+        let store_name = store.to_possible_value().ok_or("a store without a name")?.get_name().to_owned();
         let broker = cli.broker.to_possible_value().ok_or("a broker without a name")?.get_name().to_owned();
         let mut arguments = promise(cli.promise);
         for (flag, value) in [
             ("--broker", &broker),
+            ("--store", &store_name),
             ("--name", &queue.name),
             ("--group", &queue.group),
             ("--provider", &provider.url),
@@ -131,7 +136,9 @@ impl Run {
         ] {
             arguments.extend([flag.to_owned(), value.clone()]);
         }
-        cli.servers.redis()?; // better said here than in a worker's log
+        if store == StoreKind::Redis {
+            cli.servers.redis()?; // better said here than in a worker's log
+        }
         let mut fleet = Fleet::new(&run_dir, arguments, cli.servers.environment().collect());
         let workers = cli.workers.max(1);
         for _ in 0..workers {

@@ -41,6 +41,11 @@ impl RunDir {
         self.0.join("ledger.jsonl")
     }
 
+    /// What the store remembers, where it is a file.
+    pub(crate) fn store(&self) -> PathBuf {
+        self.0.join("payments.db")
+    }
+
     /// The log of a process.
     pub(crate) fn log(&self, process: &str) -> PathBuf {
         self.0.join(format!("{process}.log"))

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
-use oncegate::{Consumer, IdSource, Open, Redis};
+use oncegate::{Consumer, IdSource, Open, Redis, Sqlite, Store};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::Instant;
 
@@ -14,7 +14,7 @@ use super::rundir::RunDir;
 use super::wire::Queue;
 use super::{Error, Servers};
 use crate::charge::Charge;
-use crate::cli::{ATTEMPTS, Broker, Promise};
+use crate::cli::{ATTEMPTS, Broker, Promise, StoreKind};
 use crate::counters::Outcomes;
 use crate::payment::ID_HEADER;
 use crate::provider::Provider;
@@ -34,6 +34,9 @@ pub(crate) struct Arguments {
     servers: Servers,
     #[command(flatten)]
     queue: Queue,
+    /// What remembers ids, for all workers: a Redis, or the file `payments.db` in the run directory.
+    #[arg(long, value_enum, default_value_t = StoreKind::Redis)]
+    store: StoreKind,
     /// Where the payment provider is.
     #[arg(long, default_value = "http://127.0.0.1:8080")]
     provider: String,
@@ -122,10 +125,18 @@ async fn consume(arguments: &Arguments) -> Result<(), Error> {
 }
 
 async fn consume_from(source: impl Open, arguments: &Arguments) -> Result<(), Error> {
+    match arguments.store {
+        StoreKind::Memory => Err("--store: workers in processes of their own share no memory; take redis or sqlite".into()),
+        StoreKind::Redis => consume_through(source, Redis::at(arguments.servers.redis()?), arguments).await,
+        StoreKind::Sqlite => consume_through(source, Sqlite::file(RunDir::at(&arguments.run_dir)?.store()), arguments).await,
+    }
+}
+
+async fn consume_through(source: impl Open, store: impl Store + 'static, arguments: &Arguments) -> Result<(), Error> {
     let lease = Duration::from_millis(arguments.lease);
     Consumer::builder()
         .source(source)
-        .store(Redis::at(arguments.servers.redis()?))
+        .store(store)
         .guarantee(arguments.promise.guarantee.guarantee())
         .id(IdSource::header(ID_HEADER))
         .scope(&arguments.queue.name)
