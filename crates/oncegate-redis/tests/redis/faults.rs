@@ -1,0 +1,189 @@
+//! Lost replies and late commands: what a network and a stopped server do to claims.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use oncegate_core::marker::{Ask, Effect, Guarantee, Marker, Operation, Token, Verdict};
+use oncegate_core::{Gate, Ran, Store, StoreError};
+use oncegate_redis::Redis;
+use oncegate_testkit::proxy::{Fate, Proxy, holds};
+use oncegate_testkit::servers::{RedisOptions, RedisServer};
+
+use crate::support::{DONE, GRANTED, SECOND, at, key, operation, terms};
+
+const IDS: usize = 4_000;
+const GATES: usize = 4;
+const LOST_PERCENT: u8 = 5;
+
+/// How often each id took effect while replies were lost.
+struct Effects {
+    skipped: usize,
+    doubled: usize,
+    lost_replies: u64,
+}
+
+/// Passes each id through a gate until the gate says that it ran, behind a proxy that loses replies.
+async fn behind_lost_replies(guarantee: Guarantee) -> Effects {
+    let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let proxy = Proxy::to(server.port()).expect("a proxy");
+    let seed = fastrand::u64(..);
+    println!("seed {seed}");
+    let random = Mutex::new(fastrand::Rng::with_seed(seed));
+    let mut gates = Vec::new();
+    for _ in 0..GATES {
+        let store = Redis::at(format!("redis://127.0.0.1:{}", proxy.port())).accept_forgetful_store();
+        let gate = Gate::builder().store(store).guarantee(guarantee).backoff(Duration::from_millis(1), Duration::from_millis(20));
+        gates.push(gate.open().await.expect("a gate"));
+    }
+    // Of claims, completions and whatever else is about an id; connections are made as usual.
+    proxy.judge(move |request| {
+        let about_id = holds(request, "processed:id-");
+        let loses = about_id && random.lock().expect("nobody panicked with it").u8(..100) < LOST_PERCENT;
+        if loses { Fate::LoseReply } else { Fate::Pass }
+    });
+    let effects: Arc<Vec<AtomicU32>> = Arc::new((0..IDS).map(|_| AtomicU32::new(0)).collect());
+    let share = IDS / GATES;
+    let running = gates.into_iter().enumerate().map(|(which, gate)| {
+        let effects = effects.clone();
+        tokio::spawn(async move {
+            for it in which * share..(which + 1) * share {
+                let run = || {
+                    gate.run(format!("id-{it}"), async || {
+                        effects[it].fetch_add(1, Ordering::SeqCst);
+                        Ok(())
+                    })
+                };
+                // As a broker hands it over again.
+                while !matches!(run().await, Ok(Ran::Now(()) | Ran::Before)) {}
+            }
+        })
+    });
+    for done in futures_util::future::join_all(running).await {
+        done.expect("no gate panicked");
+    }
+    let times = |wanted: fn(u32) -> bool| effects.iter().filter(|effect| wanted(effect.load(Ordering::SeqCst))).count();
+    Effects { skipped: times(|it| it == 0), doubled: times(|it| it > 1), lost_replies: proxy.lost_replies() }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn of_4000_ids_none_is_skipped_or_doubled_when_replies_are_lost() {
+    for guarantee in [Guarantee::AtMostOnce, Guarantee::EffectivelyOnce] {
+        let Effects { skipped, doubled, lost_replies } = behind_lost_replies(guarantee).await;
+        println!("{guarantee:?}: {skipped} skipped, {doubled} doubled, {lost_replies} replies lost");
+        assert!(lost_replies > 200, "{lost_replies} lost: the test is blind");
+        assert_eq!((skipped, doubled), (0, 0), "{guarantee:?}");
+    }
+}
+
+/// The control: the literal gate takes its own claim for another's.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_literal_gate_skips_some_when_replies_are_lost() {
+    let Effects { skipped, doubled, lost_replies } = behind_lost_replies(Guarantee::Bare).await;
+    println!("Bare: {skipped} skipped, {doubled} doubled, {lost_replies} replies lost");
+    assert!(skipped > 20, "{skipped} skipped of {IDS}: the test is blind");
+}
+
+const OLDER: u128 = 1;
+const NEWER: u128 = 2;
+const CLAIMS: usize = 600;
+
+fn every(ask: Ask, token: u128, guarantee: Guarantee) -> Vec<Operation> {
+    (0..CLAIMS).map(|it| operation(&format!("k{it}"), ask, token, u32::from(ask != Ask::Claim), terms(guarantee))).collect()
+}
+
+/// An older claim is given up while the server is stopped for 2 s, with commands under way that nobody waits for any more,
+/// some to arrive when the server goes on, some only when a newer claim holds the ids. Answers how many markers of the newer
+/// claim were changed by them.
+async fn changed_by_late_commands(guarantee: Guarantee) -> usize {
+    let mut server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let slow = Proxy::to(server.port()).expect("a proxy");
+    let url = |port: u16| format!("redis://127.0.0.1:{port}");
+    let impatient = |port: u16| Redis::at(url(port)).timeout(Duration::from_millis(150)).accept_forgetful_store();
+    let older: Vec<Redis> = (0..8).map(|it| impatient(if it % 2 == 0 { server.port() } else { slow.port() })).collect();
+    let newer = at(&url(server.port()));
+
+    for answer in older[0].apply(&every(Ask::Claim, OLDER, guarantee)).await {
+        assert_eq!(answer.expect("a verdict"), GRANTED);
+    }
+    // The server knows the script, so that late calls of it do something.
+    crate::support::ask(&newer, operation("learns", Ask::Complete, 9, 1, terms(guarantee))).await.expect("a verdict");
+    // Everyone has a connection before it gets dark.
+    for store in &older {
+        store.look(&key("k0")).await.expect("a marker");
+    }
+    newer.look(&key("k0")).await.expect("a marker");
+    server.freeze();
+    slow.black_hole();
+    let stopped = Instant::now();
+    // Each store gives up after its third timeout in a row; what it sent until then is on its way.
+    let giving_up = older.iter().map(|store| async move {
+        for ask in [Ask::Clear(Effect::Nothing), Ask::Renew, Ask::Clear(Effect::Nothing)] {
+            let answers = store.apply(&every(ask, OLDER, guarantee)).await;
+            let abandoned = answers.iter().filter(|answer| matches!(answer, Err(StoreError::Unknown(_)))).count();
+            // The literal gate does not renew.
+            assert!(abandoned == CLAIMS || (guarantee == Guarantee::Bare && ask == Ask::Renew), "{abandoned} of {ask:?}");
+        }
+    });
+    futures_util::future::join_all(giving_up).await;
+    tokio::time::sleep((2 * SECOND).saturating_sub(stopped.elapsed())).await;
+    server.thaw();
+
+    // Under load: the newer claim asks at once, and again until it has everything.
+    let deadline = Instant::now() + 30 * SECOND;
+    let mut waiting = every(Ask::Claim, NEWER, guarantee);
+    while !waiting.is_empty() {
+        assert!(Instant::now() < deadline, "{} ids are never free", waiting.len());
+        let answers = newer.apply(&waiting).await;
+        let mut granted = answers.into_iter().map(|answer| matches!(answer, Ok(Verdict::Granted { .. })));
+        waiting.retain(|_| !granted.next().unwrap_or(false));
+    }
+    slow.pass();
+    settled(&server).await;
+
+    let mut changed = 0;
+    for it in 0..CLAIMS {
+        changed += usize::from(match newer.look(&key(&format!("k{it}"))).await.expect("a marker") {
+            Marker::InProgress(hold) => hold.token != Token(NEWER),
+            Marker::Done(None) => guarantee != Guarantee::Bare,
+            _ => true,
+        });
+    }
+    if guarantee != Guarantee::Bare {
+        let ends = newer.apply(&every(Ask::Complete, NEWER, guarantee)).await;
+        changed += ends.into_iter().filter(|answer| !matches!(answer, Ok(DONE))).count();
+    }
+    changed
+}
+
+/// Waits until the server has nothing more to do.
+async fn settled(server: &RedisServer) {
+    let clients = || {
+        server
+            .reply("INFO stats")
+            .expect("a reply")
+            .lines()
+            .find_map(|line| line.strip_prefix("total_net_input_bytes:")?.parse::<u64>().ok())
+    };
+    let mut before = clients();
+    let mut quiet = 0;
+    while quiet < 5 {
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        let now = clients();
+        // Asking adds some bytes itself.
+        let same = matches!((before, now), (Some(before), Some(now)) if now - before < 500);
+        quiet = if same { quiet + 1 } else { 0 };
+        before = now;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn no_late_command_of_an_older_claim_changes_a_newer_one() {
+    for guarantee in [Guarantee::AtMostOnce, Guarantee::EffectivelyOnce] {
+        assert_eq!(changed_by_late_commands(guarantee).await, 0, "{guarantee:?}");
+    }
+    // The control: the literal gate deletes whatever stands there.
+    let changed = changed_by_late_commands(Guarantee::Bare).await;
+    println!("Bare: {changed} of {CLAIMS} newer claims lost to late commands");
+    assert!(changed > CLAIMS / 2, "{changed}: the test is blind");
+}
