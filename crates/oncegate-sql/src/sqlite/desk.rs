@@ -9,7 +9,7 @@ use tokio::sync::oneshot;
 
 use super::clock::Clock;
 use super::failure::{Failure, Stage};
-use super::file::{OpenFile, Place};
+use super::file::{Identity, OpenFile, Place, still_is};
 use super::rows::Rows;
 use super::sweep::Sweep;
 
@@ -53,7 +53,7 @@ impl Request {
 /// If the system starts no more threads.
 pub(crate) fn start(place: Place) -> std::io::Result<Sender<Request>> {
     let (sender, requests) = channel();
-    let desk = Desk { place, file: None, stage: Stage::Opening, clock: Clock::new(), sweep: Sweep::default() };
+    let desk = Desk::new(place);
     std::thread::Builder::new().name("oncegate-sqlite".into()).spawn(move || desk.run(&requests))?;
     Ok(sender)
 }
@@ -62,13 +62,17 @@ struct Desk {
     place: Place,
     /// Opened when it is needed, and anew after trouble.
     file: Option<OpenFile>,
-    /// Whether it was ever open.
-    stage: Stage,
+    /// Which file it was at first.
+    identity: Option<Identity>,
     clock: Clock,
     sweep: Sweep,
 }
 
 impl Desk {
+    fn new(place: Place) -> Self {
+        Self { place, file: None, identity: None, clock: Clock::new(), sweep: Sweep::default() }
+    }
+
     fn run(mut self, requests: &Receiver<Request>) {
         loop {
             match requests.recv_timeout(IDLE) {
@@ -156,7 +160,7 @@ impl Desk {
     fn memory(&mut self) -> Result<Memory, Failure> {
         let (file, place, ..) = self.open()?;
         file.check(place)?;
-        Ok(file.memory(place))
+        file.memory(place).map_err(place.failure(Stage::Working))
     }
 
     /// Looks for what has expired, and at the clock: a jump is not to be taken for the time that passed since.
@@ -171,11 +175,15 @@ impl Desk {
 
     /// The open file, and what is needed beside it.
     fn open(&mut self) -> Result<(&OpenFile, &Place, &mut Clock, &mut Sweep), Failure> {
-        let file = match self.file.take() {
-            Some(file) => file,
-            None => OpenFile::open(&self.place, self.stage)?,
+        let file = match (self.file.take(), self.identity) {
+            (Some(file), _) => file,
+            (None, None) => OpenFile::open(&self.place, Stage::Opening)?,
+            (None, Some(identity)) => {
+                still_is(identity, &self.place)?;
+                OpenFile::open(&self.place, Stage::Working)?
+            }
         };
-        self.stage = Stage::Working;
+        self.identity = self.identity.or(file.identity);
         Ok((self.file.insert(file), &self.place, &mut self.clock, &mut self.sweep))
     }
 }
@@ -218,8 +226,7 @@ mod tests {
         sender.send(Request::Look(key("dropped"), reply)).expect("it waits");
         drop(sender);
 
-        let desk = Desk { place, file: None, stage: Stage::Opening, clock: Clock::new(), sweep: Sweep::default() };
-        desk.run(&requests);
+        Desk::new(place).run(&requests);
         for answer in answers {
             assert!(matches!(answer.blocking_recv().expect("answered")[..], [Ok(Verdict::Granted { attempt: 1 })]));
         }

@@ -64,7 +64,8 @@ impl Place {
 #[derive(Debug)]
 pub(crate) struct OpenFile {
     pub(crate) connection: Connection,
-    identity: Option<Identity>,
+    /// Which file it is; none if it was gone again at once.
+    pub(crate) identity: Option<Identity>,
 }
 
 impl OpenFile {
@@ -106,36 +107,55 @@ impl OpenFile {
     /// into a file that was removed is seen by nobody, and a newer release may have made it its own.
     pub(crate) fn check(&self, place: &Place) -> Result<(), Failure> {
         if Identity::of(&place.path) != self.identity {
-            return Err(Failure::misconfigured(format!(
-                "Sqlite::file: {} was removed or replaced while it was in use, and what it remembered with it: put it back, or start anew \
-                 with what is there now",
-                place.name()
-            )));
+            return Err(replaced(place));
         }
         let version = version(&self.connection).map_err(place.failure(Stage::Working))?;
         if version == VERSION { Ok(()) } else { Err(other_version(version, place)) }
     }
 
     /// Whether it survives its own crash, and a power cut.
-    pub(crate) fn memory(&self, place: &Place) -> Memory {
+    ///
+    /// # Errors
+    /// If SQLite does not say.
+    pub(crate) fn memory(&self, place: &Place) -> rusqlite::Result<Memory> {
+        const FULL: i32 = 2;
         let (file, sqlite) = (place.name(), rusqlite::version());
         if lies_in_memory(&place.path) {
-            return Memory::Forgets(format!(
+            return Ok(Memory::Forgets(format!(
                 "{file} lies on a file system in memory, and is gone when the machine starts anew: name a file on a disk, or accept it with \
                  accept_forgetful_store()"
-            ));
+            )));
         }
-        match place.synchronous {
-            Synchronous::Full => Memory::Survives(format!(
+        let synchronous: i32 = self.connection.query_row("PRAGMA synchronous", [], |row| row.get(0))?;
+        Ok(if synchronous >= FULL {
+            Memory::Survives(format!(
                 "SQLite {sqlite} writes ahead with synchronous=FULL in {file}: what was answered survives a crash and a power cut, as long as \
                  the disk keeps what it says it has written"
-            )),
-            Synchronous::Normal => Memory::Forgets(format!(
+            ))
+        } else {
+            Memory::Forgets(format!(
                 "{file} is used with synchronous=NORMAL, and a power cut may cost the last answers: leave Synchronous::Normal out, or accept \
                  it with accept_forgetful_store()"
-            )),
-        }
+            ))
+        })
     }
+}
+
+/// Refuses what stands under the path now, if it is not the file that was open before: this process went by what the other
+/// remembered.
+///
+/// # Errors
+/// [`Failure::Misconfigured`].
+pub(crate) fn still_is(identity: Identity, place: &Place) -> Result<(), Failure> {
+    if Identity::of(&place.path) == Some(identity) { Ok(()) } else { Err(replaced(place)) }
+}
+
+fn replaced(place: &Place) -> Failure {
+    Failure::misconfigured(format!(
+        "Sqlite::file: {} was removed or replaced while it was in use, and what it remembered with it: put it back, or start anew with what \
+         is there now",
+        place.name()
+    ))
 }
 
 /// What SQLite itself would say at the first write.
@@ -229,6 +249,7 @@ fn create(connection: &mut Connection, place: &Place, failed: &impl Fn(rusqlite:
         transaction.execute_batch(TABLE).map_err(failed)?;
         transaction.pragma_update(None, "application_id", APPLICATION).map_err(failed)?;
         transaction.pragma_update(None, "user_version", VERSION).map_err(failed)?;
+        tracing::info!(file = place.name(), "a new file, which remembers nothing yet");
     }
     transaction.commit().map_err(failed)
 }
@@ -250,7 +271,7 @@ fn set_up(connection: &Connection, place: &Place) -> rusqlite::Result<()> {
 
 /// Which file stands under a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Identity {
+pub(crate) struct Identity {
     device: u64,
     number: u64,
 }

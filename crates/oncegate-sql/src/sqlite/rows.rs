@@ -163,3 +163,83 @@ fn unreadable(key: &Key) -> Failure {
         key.as_str()
     ))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use oncegate_core::MessageId;
+    use oncegate_core::marker::{Ask, Terms};
+
+    use super::super::failure::Stage;
+    use super::super::file::{OpenFile, Place};
+    use super::*;
+
+    const LEASE: i64 = 30_000;
+    const WINDOW: i64 = 600_000;
+    const START: i64 = 1_700_000_000_000;
+    const HOUR: i64 = 3_600_000;
+
+    fn file(directory: &Path) -> OpenFile {
+        let place = Place { path: directory.join("markers.db"), synchronous: Default::default(), patience: Duration::ZERO };
+        OpenFile::open(&place, Stage::Opening).expect("a new file")
+    }
+
+    fn ask(file: &OpenFile, now: Now, ask: Ask, token: u128) -> Verdict {
+        let [lease, window] = [LEASE, WINDOW].map(|it| Duration::from_millis(it.unsigned_abs()));
+        let terms = Terms { guarantee: Guarantee::EffectivelyOnce, lease, window, fingerprint: None };
+        let key = Key::new(&MessageId::new("a").expect("an id"));
+        let operation = Operation { key, ask, token: Token(token), attempt: 1, terms };
+        let mut rows = Rows::new(&file.connection, now).expect("a table");
+        rows.apply(&operation).expect("no error of SQLite's").expect("a verdict")
+    }
+
+    /// Without a jump.
+    fn at(wall: i64) -> Now {
+        Now { wall, held_since: i64::MIN, forgotten: wall }
+    }
+
+    #[test]
+    fn a_lease_and_a_window_end_when_they_are_over_and_not_before() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let file = file(directory.path());
+        assert_eq!(ask(&file, at(START), Ask::Claim, 1), Verdict::Granted { attempt: 1 });
+        assert_eq!(ask(&file, at(START + LEASE), Ask::Claim, 2), Verdict::Busy { remaining: Duration::ZERO });
+        assert_eq!(ask(&file, at(START + LEASE + 1), Ask::Claim, 2), Verdict::Granted { attempt: 2 });
+    }
+
+    #[test]
+    fn a_done_marker_is_forgotten_after_its_window() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let file = file(directory.path());
+        assert_eq!(ask(&file, at(START), Ask::Complete, 1), Verdict::Done { marker_lost: true });
+        assert_eq!(ask(&file, at(START + WINDOW - 1), Ask::Claim, 2), Verdict::Duplicate);
+        assert_eq!(ask(&file, at(START + WINDOW), Ask::Claim, 2), Verdict::Granted { attempt: 1 });
+    }
+
+    #[test]
+    fn a_jump_forward_ends_no_lease_and_forgets_nothing() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let file = file(directory.path());
+        ask(&file, at(START), Ask::Claim, 1);
+        let jumped = |later: i64| Now { wall: START + HOUR + later, held_since: START + HOUR, forgotten: START + later };
+        assert_eq!(ask(&file, jumped(LEASE), Ask::Claim, 2), Verdict::Busy { remaining: Duration::ZERO });
+        assert_eq!(ask(&file, jumped(LEASE + 1), Ask::Claim, 2), Verdict::Granted { attempt: 2 });
+
+        let directory = tempfile::tempdir().expect("a directory");
+        let file = self::file(directory.path());
+        ask(&file, at(START), Ask::Complete, 1);
+        assert_eq!(ask(&file, jumped(WINDOW - 1), Ask::Claim, 2), Verdict::Duplicate);
+    }
+
+    #[test]
+    fn after_a_jump_back_the_age_is_nothing_and_then_begins_anew() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let file = file(directory.path());
+        ask(&file, at(START + HOUR), Ask::Claim, 1);
+        let lease = Duration::from_millis(LEASE.unsigned_abs());
+        assert_eq!(ask(&file, at(START), Ask::Claim, 2), Verdict::Busy { remaining: lease });
+        // Not for an hour and a lease.
+        assert_eq!(ask(&file, at(START + LEASE + 1), Ask::Claim, 2), Verdict::Granted { attempt: 2 });
+    }
+}

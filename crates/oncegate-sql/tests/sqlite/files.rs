@@ -92,9 +92,14 @@ async fn a_file_that_is_removed_or_replaced_while_in_use_stops_its_users() {
         if replace {
             std::fs::write(directory.file(), "").expect("written");
         }
-        let stopped = ask(&store, claim("b", 1)).await.expect_err("it would be seen by nobody");
-        assert!(matches!(stopped, StoreError::Misconfigured(_)), "{stopped:?}");
-        says(&line(&stopped), &["Sqlite::file", "removed or replaced", "put it back"]);
+        for id in ["b", "c"] {
+            let stopped = ask(&store, claim(id, 1)).await.expect_err("it would be seen by nobody");
+            assert!(matches!(stopped, StoreError::Misconfigured(_)), "{stopped:?}");
+            says(&line(&stopped), &["Sqlite::file", "removed or replaced", "put it back"]);
+        }
+        assert_eq!(directory.file().exists(), replace, "a new file was made");
+        std::fs::rename(directory.path().join("away.db"), directory.file()).expect("moved back");
+        assert_eq!(ask(&store, claim("b", 1)).await.expect("a verdict"), GRANTED);
     }
 }
 
