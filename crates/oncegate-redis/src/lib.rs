@@ -11,6 +11,7 @@ mod durability;
 mod failure;
 mod link;
 mod memory;
+mod plan;
 mod record;
 mod route;
 mod script;
@@ -20,4 +21,5 @@ mod store;
 mod watch;
 
 pub use durability::Durability;
+pub use plan::{Load, Markers, Plan, plan};
 pub use store::Redis;

@@ -67,7 +67,10 @@ fn judge(info: &str, route: &Route, durability: Durability, now: SystemTime) -> 
     let mut found = Found { version: field("redis_version").unwrap_or("unknown").to_owned(), ..Found::default() };
     let version = &found.version;
     if version.split('.').next().and_then(|major| major.parse().ok()).is_some_and(|major: u32| major < 7) {
-        found.forgets.push(format!("it is Redis {version}, where only Guarantee::Bare works: upgrade it to 7.0 or newer"));
+        let old = format!("it is Redis {version}, where only Guarantee::Bare works: upgrade it to 7.0 or newer");
+        // Whatever the guarantee is, the log says it.
+        found.notes.push(old.clone());
+        found.forgets.push(old);
     }
     match field("maxmemory_policy") {
         Some("noeviction") => {}

@@ -7,7 +7,7 @@ use oncegate_core::{Memory, Store, StoreError};
 use oncegate_redis::Redis;
 use oncegate_testkit::servers::{ClusterServers, RedisOptions, RedisServer, SENTINEL_NAME, SentinelServers};
 
-use crate::support::{DONE, GRANTED, SECOND, ask, claim, complete, key, operation, terms, verdicts};
+use crate::support::{DONE, GRANTED, SECOND, ask, claim, complete, key, operation, rights, terms, verdicts};
 
 /// Asks until the store answers again; what is misconfigured never does.
 pub(crate) async fn healed(store: &Redis, operation: Operation) -> Verdict {
@@ -131,9 +131,13 @@ async fn a_cluster_is_asked_side_by_side() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_slot_that_moves_is_followed() {
     let cluster = ClusterServers::start().expect("a Cluster");
-    let store = Redis::cluster(cluster.urls()).timeout(2 * SECOND);
-    // Without the prefix it is `foo`, of slot 12182.
-    let store = store.prefix("");
+    // The user of the book, but for the keys: without the prefix it is `foo`, of slot 12182.
+    let user = rights("+cluster|slots +asking").replace("~processed:*", "~*");
+    for node in cluster.nodes() {
+        assert_eq!(node.command(&user).expect("a reply"), "+OK");
+    }
+    let urls = cluster.urls().into_iter().map(|url| url.replace("redis://", "redis://oncegate:PASSWORD@"));
+    let store = Redis::cluster(urls).timeout(2 * SECOND).prefix("");
     let slot = 12_182;
     assert_eq!(ask(&store, claim("foo", 1)).await.expect("a verdict"), GRANTED);
     let from = cluster.serves(slot);

@@ -8,7 +8,7 @@ use oncegate_redis::{Durability, Redis};
 use oncegate_testkit::servers::{RedisOptions, RedisPersistence, RedisServer, SENTINEL_NAME, SentinelServers};
 
 use crate::forms::healed;
-use crate::support::{DONE, GRANTED, SECOND, ask, at, claim, client_of, complete, key, terms, verdicts};
+use crate::support::{DONE, GRANTED, SECOND, ask, at, claim, client_of, complete, key, rights, terms, verdicts};
 
 const ONE_REPLICA: Durability = Durability::Replicas { count: 1, timeout: Duration::from_millis(200) };
 
@@ -25,7 +25,8 @@ fn with_replica() -> (RedisServer, RedisServer) {
 #[tokio::test(flavor = "multi_thread")]
 async fn nothing_is_granted_while_the_replica_is_stopped() {
     let (primary, mut replica) = with_replica();
-    let store = at(&primary.url()).durability(ONE_REPLICA);
+    assert_eq!(primary.command(&rights("+wait")).expect("a reply"), "+OK");
+    let store = at(&format!("redis://oncegate:PASSWORD@127.0.0.1:{}", primary.port())).durability(ONE_REPLICA);
     let doubtful = Terms { lease: Duration::from_millis(1), ..terms(Guarantee::AtMostOnce) };
     let abandoned = Operation { terms: doubtful, ..claim("abandoned", 1) };
     assert_eq!(verdicts(&store, &[claim("k", 1), claim("own", 1), abandoned.clone(), claim("done", 1)]).await, [GRANTED; 4]);

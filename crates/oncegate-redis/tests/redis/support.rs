@@ -67,6 +67,15 @@ pub(crate) async fn ask(store: &dyn Store, operation: Operation) -> Result<Verdi
 pub(crate) const GRANTED: Verdict = Verdict::Granted { attempt: 1 };
 pub(crate) const DONE: Verdict = Verdict::Done { marker_lost: false };
 
+/// The line of the book that makes a user with just the rights that a store needs, and what it says to add for one of
+/// its forms.
+pub(crate) fn rights(added: &str) -> String {
+    let book = include_str!("../../../../docs/src/stores.md");
+    assert!(book.contains(&format!("`{added}`")), "the book does not name {added}");
+    let line = book.lines().find(|line| line.starts_with("ACL SETUSER oncegate ")).expect("the line of the book");
+    format!("{line} {added}")
+}
+
 /// What was logged.
 #[derive(Clone, Default)]
 pub(crate) struct Log(Arc<Mutex<Vec<u8>>>);
