@@ -203,7 +203,7 @@ impl Store for Redis {
         let mut answers = batch::unsent(operations);
         let is_claim = |operation: &&Operation| operation.ask == Ask::Claim && operation.terms.guarantee != Guarantee::Bare;
         if operations.iter().any(|operation| is_claim(&operation)) {
-            self.watch.look(&self.route, &self.prefix).await;
+            self.watch.look(&self.route, &self.prefix, self.durability).await;
             if self.forgetting == Forgetting::Told {
                 for (operation, answer) in operations.iter().zip(&mut answers).filter(|(operation, _)| is_claim(operation)) {
                     *answer = self.watch.withholds(&operation.terms).await.map(Err);

@@ -10,6 +10,7 @@ use oncegate_core::marker::{Guarantee, Terms, Token, UNRESOLVED_AT_MOST_ONCE};
 use redis::{Cmd, Pipeline, Value};
 use tokio::sync::Mutex;
 
+use crate::durability::Durability;
 use crate::failure::Failure;
 use crate::memory::field;
 use crate::record;
@@ -64,9 +65,14 @@ impl Finding {
         }
     }
 
-    /// Whether markers may be gone, so that what was handled would be taken for new.
-    fn forgot(&self) -> bool {
-        matches!(self, Self::CanaryLost | Self::WritesLost | Self::Evicted(_))
+    /// Whether markers may be gone, so that what was handled would be taken for new. Where replicas know of every claim,
+    /// the last writes that a failover loses are others: their ids are in progress again, and then in doubt.
+    fn forgot(&self, durability: Durability) -> bool {
+        match self {
+            Self::CanaryLost | Self::Evicted(_) => true,
+            Self::WritesLost => durability == Durability::Primary,
+            Self::Restarted | Self::ClockForward(_) | Self::ClockBackward(_) => false,
+        }
     }
 }
 
@@ -100,7 +106,7 @@ struct Seen {
 
 impl Watch {
     /// Looks at each server, unless that was done a moment ago. A server that does not answer is left for the next time.
-    pub(crate) async fn look(&self, route: &Route, prefix: &[u8]) {
+    pub(crate) async fn look(&self, route: &Route, prefix: &[u8], durability: Durability) {
         let mut state = self.state.lock().await;
         if state.looked.is_some_and(|at| at.elapsed() < EVERY) {
             return;
@@ -109,7 +115,7 @@ impl Watch {
         let Ok(servers) = route.keys_on_each(&[prefix, b"!canary"].concat()).await else { return };
         for (key, lanes) in servers {
             match look_at(&lanes, &key).await {
-                Ok(now) => state.take(key, now),
+                Ok(now) => state.take(key, now, durability),
                 Err(failure) => tracing::debug!(?failure, "Redis could not be looked at"),
             }
         }
@@ -150,12 +156,12 @@ fn paused(why: &str) -> Failure {
 }
 
 impl State {
-    fn take(&mut self, key: Vec<u8>, now: Seen) {
+    fn take(&mut self, key: Vec<u8>, now: Seen, durability: Durability) {
         if let Some(before) = self.seen.get(&key) {
             for finding in compare(before, &now) {
                 let told = finding.told();
                 metrics::counter!("oncegate_redis_findings_total", "finding" => finding.label()).increment(1);
-                if finding.forgot() {
+                if finding.forgot(durability) {
                     tracing::error!(finding = finding.label(), "{told}");
                     metrics::gauge!("oncegate_redis_paused").set(1);
                     self.forgot.get_or_insert(told);
@@ -261,6 +267,21 @@ mod tests {
             (Seen { clock: 1_011 * SECOND, ..after }, vec![]),
         ] {
             assert_eq!(compare(&before, &now), findings, "{now:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_failover_that_no_claim_was_lost_in_pauses_nothing() {
+        let at_most_once = Terms { guarantee: Guarantee::AtMostOnce, lease: SECOND, window: 60 * SECOND, fingerprint: None };
+        let before = seen(Instant::now());
+        let after = Seen { count: 4, run_id: "s".into(), evicted: 0, ..before.clone() };
+        let replicas = Durability::Replicas { count: 1, timeout: SECOND };
+        for (durability, withheld) in [(replicas, false), (Durability::Primary, true)] {
+            let watch = Watch::default();
+            for now in [&before, &after] {
+                watch.state.lock().await.take(b"k".to_vec(), now.clone(), durability);
+            }
+            assert_eq!(watch.withholds(&at_most_once).await.is_some(), withheld, "{durability:?}");
         }
     }
 

@@ -10,7 +10,8 @@ use oncegate_redis::Redis;
 use oncegate_testkit::proxy::{Fate, Proxy, holds};
 use oncegate_testkit::servers::{RedisOptions, RedisServer};
 
-use crate::support::{DONE, GRANTED, SECOND, at, key, operation, terms};
+use crate::forms::healed;
+use crate::support::{DONE, GRANTED, SECOND, ask, at, claim, complete, key, operation, terms};
 
 const IDS: usize = 4_000;
 const GATES: usize = 4;
@@ -107,7 +108,7 @@ async fn changed_by_late_commands(guarantee: Guarantee) -> usize {
         assert_eq!(answer.expect("a verdict"), GRANTED);
     }
     // The server knows the script, so that late calls of it do something.
-    crate::support::ask(&newer, operation("learns", Ask::Complete, 9, 1, terms(guarantee))).await.expect("a verdict");
+    ask(&newer, operation("learns", Ask::Complete, 9, 1, terms(guarantee))).await.expect("a verdict");
     // Everyone has a connection before it gets dark.
     for store in &older {
         store.look(&key("k0")).await.expect("a marker");
@@ -186,4 +187,90 @@ async fn no_late_command_of_an_older_claim_changes_a_newer_one() {
     let changed = changed_by_late_commands(Guarantee::Bare).await;
     println!("Bare: {changed} of {CLAIMS} newer claims lost to late commands");
     assert!(changed > CLAIMS / 2, "{changed}: the test is blind");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_late_reply_answers_nobody_else() {
+    let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let proxy = Proxy::to(server.port()).expect("a proxy");
+    let store = Redis::at(format!("redis://127.0.0.1:{}", proxy.port())).timeout(SECOND / 4);
+    assert_eq!(healed(&store, claim("warm", 1)).await, GRANTED);
+    assert_eq!(healed(&store, complete("done", 1, 1)).await, Verdict::Done { marker_lost: true });
+    proxy.judge(|request| if holds(request, "processed:late") { Fate::Delay(SECOND / 2) } else { Fate::Pass });
+    let late = ask(&store, claim("late", 1)).await;
+    assert!(matches!(late, Err(StoreError::Unknown(_))), "{late:?}");
+    // The late reply, nil, would grant this one.
+    assert_eq!(healed(&store, claim("done", 2)).await, Verdict::Duplicate);
+    proxy.pass();
+    assert_eq!(healed(&store, claim("late", 1)).await, GRANTED);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_black_hole_and_a_reset_heal() {
+    let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let proxy = Proxy::to(server.port()).expect("a proxy");
+    let store = Redis::at(format!("redis://127.0.0.1:{}", proxy.port())).timeout(SECOND / 4);
+    assert_eq!(healed(&store, claim("k", 1)).await, GRANTED);
+    proxy.black_hole();
+    for _ in 0..5 {
+        let asked = Instant::now();
+        let dark = ask(&store, claim("dark", 1)).await;
+        assert!(matches!(dark, Err(StoreError::Unknown(_) | StoreError::NotApplied(_))), "{dark:?}");
+        assert!(asked.elapsed() < 8 * SECOND, "{:?}", asked.elapsed());
+    }
+    proxy.pass();
+    assert_eq!(healed(&store, claim("dark", 1)).await, GRANTED);
+    proxy.reset();
+    assert_eq!(healed(&store, complete("dark", 1, 1)).await, DONE);
+    assert_eq!(healed(&store, complete("k", 1, 1)).await, DONE);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_right_that_is_taken_away_is_told_and_given_back_is_used() {
+    let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    server.command(&crate::support::rights("+wait")).expect("a reply");
+    let store = at(&format!("redis://oncegate:PASSWORD@127.0.0.1:{}", server.port()));
+    assert_eq!(ask(&store, claim("k", 1)).await.expect("a verdict"), GRANTED);
+    server.command("ACL SETUSER oncegate -set").expect("a reply");
+    for refused in [claim("l", 1), complete("k", 1, 1)] {
+        let answer = ask(&store, refused).await;
+        assert!(matches!(&answer, Err(StoreError::Misconfigured(why)) if why.to_string().contains("SET")), "{answer:?}");
+    }
+    server.command("ACL SETUSER oncegate +set").expect("a reply");
+    assert_eq!(ask(&store, complete("k", 1, 1)).await.expect("a verdict"), DONE);
+}
+
+/// A rolling upgrade: consumers with other leases, windows and promises share the ids for a while.
+#[tokio::test(flavor = "multi_thread")]
+async fn old_and_new_settings_side_by_side_run_each_id_once() {
+    let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let gate = |lease: u32, window: u32, guarantee| {
+        let store = at(&server.url()).accept_forgetful_store();
+        Gate::builder().store(store).guarantee(guarantee).lease(lease * SECOND / 10).window(window * SECOND).open()
+    };
+    let old = gate(5, 60, Guarantee::EffectivelyOnce).await.expect("a gate");
+    let gates = [
+        gate(300, 600, Guarantee::EffectivelyOnce).await.expect("a gate"),
+        gate(5, 600, Guarantee::AtMostOnce).await.expect("a gate"),
+        gate(300, 60, Guarantee::AtMostOnce).await.expect("a gate"),
+        old,
+    ];
+    let runs: Vec<AtomicU32> = (0..200).map(|_| AtomicU32::new(0)).collect();
+    let consumers = gates.iter().enumerate().map(|(which, gate)| {
+        let runs = &runs;
+        async move {
+            for it in 0..runs.len() {
+                // Each begins elsewhere, so that they meet in the middle of each other's work.
+                let it = (it + which * 50) % runs.len();
+                let work = || async move {
+                    runs[it].fetch_add(1, Ordering::SeqCst);
+                    tokio::time::sleep(Duration::from_millis(2)).await;
+                    Ok(())
+                };
+                while !matches!(gate.run(format!("{it}"), work).await.expect("a verdict"), Ran::Now(()) | Ran::Before) {}
+            }
+        }
+    });
+    futures_util::future::join_all(consumers).await;
+    assert!(runs.iter().all(|runs| runs.load(Ordering::SeqCst) == 1), "{runs:?}");
 }
