@@ -137,24 +137,27 @@ pub async fn every_write_starts_the_window_anew(store: Arc<dyn Store>) {
 pub async fn what_is_unresolved_at_most_once_outlives_the_window(store: Arc<dyn Store>) {
     let brief = |of, token, attempt| Asker::new(of, Token(token), attempt).lease(BRIEF / 20).window(BRIEF);
     let strict = brief(AT_MOST_ONCE, 1, 1);
-    let [running, doubted, taken, renewed, late] = ["running", "doubted", "taken", "renewed", "completed late"].map(key);
+    let [running, doubted, taken, reversed, renewed, late] =
+        ["running", "doubted", "taken", "taken the other way", "renewed", "completed late"].map(key);
     let made = [
         strict.claims(&running),
         strict.claims(&doubted),
         strict.asks(Ask::Doubt, &doubted),
         brief(EFFECTIVELY_ONCE, 1, 1).claims(&taken),
+        strict.claims(&reversed),
         strict.claims(&renewed),
         strict.asks(Ask::Renew, &renewed),
         strict.claims(&late),
     ];
     verdicts(&*store, &made).await;
     tokio::time::sleep(BRIEF / 20 + SLACK).await;
-    // A takeover that doubts what was effectively once before: from here on it is at most once.
-    assert_eq!(verdict(&*store, brief(AT_MOST_ONCE, 2, 0).claims(&taken)).await, Verdict::InDoubt { attempt: 2 });
+    // A takeover that doubts: from here on it is at most once, whichever of the two was.
+    let takeovers = [brief(AT_MOST_ONCE, 2, 0).claims(&taken), brief(EFFECTIVELY_ONCE, 2, 0).claims(&reversed)];
+    assert_eq!(verdicts(&*store, &takeovers).await, [Verdict::InDoubt { attempt: 2 }; 2]);
     tokio::time::sleep(BRIEF + SLACK).await;
     let claims: Vec<Operation> =
-        [&running, &doubted, &taken, &renewed].into_iter().map(|key| brief(AT_MOST_ONCE, 3, 0).claims(key)).collect();
-    let expected = [2, 2, 3, 2].map(|attempt| Verdict::InDoubt { attempt });
+        [&running, &doubted, &taken, &reversed, &renewed].into_iter().map(|key| brief(AT_MOST_ONCE, 3, 0).claims(key)).collect();
+    let expected = [2, 2, 3, 3, 2].map(|attempt| Verdict::InDoubt { attempt });
     assert_eq!(verdicts(&*store, &claims).await, expected);
     assert_eq!(verdict(&*store, strict.asks(Ask::Complete, &late)).await, DONE, "its holder still has it");
 }
