@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc::unbounded_channel;
+use tracing::Instrument;
 
 use crate::builder::preflight;
 use crate::error::Error;
@@ -12,11 +13,13 @@ use crate::handler::Failure;
 use crate::id::{MessageId, Scope};
 use crate::lease::Lease;
 use crate::marker::{Guarantee, Operation, Terms, Token, Verdict};
+use crate::outcome::Outcomes;
 use crate::renewals::Renewals;
 use crate::road::{Asked, Cause, Event, Freshness, History, Outcome, Policy, Reason, Settlement, Stage, Step, next};
 use crate::run::{Ended, bounded};
 use crate::settings::{Forgetful, LONGEST, Settings};
 use crate::slots::{Slot, Slots};
+use crate::spans;
 use crate::store::{Store, StoreError};
 
 /// Guards any piece of work with an id: a cron job, an HTTP call, a cache refresh, a one-time migration.
@@ -31,6 +34,7 @@ struct Inner {
     settings: Settings,
     policy: Policy,
     when_held: WhenHeld,
+    outcomes: Outcomes,
     renewals: Arc<Renewals>,
     places: Mutex<Slots<()>>,
 }
@@ -151,6 +155,7 @@ impl<T> Guarded<'_, T> {
         let mut silent = 0;
         loop {
             let before = stage;
+            self.gate.0.outcomes.happened(event);
             let (onward, step) = next(stage, event, &policy);
             stage = onward;
             event = match step {
@@ -194,8 +199,11 @@ impl<T> Guarded<'_, T> {
         let terms = Terms { guarantee, lease, window, fingerprint: None };
         let operation = Operation { key: settings.scope.key(&self.id), ask, token: self.token, attempt: self.attempt, terms };
         let sent = Instant::now();
-        match store.apply(std::slice::from_ref(&operation)).await.pop() {
+        let span = spans::asked(&ask, Some(&self.id), self.attempt);
+        let answer = store.apply(std::slice::from_ref(&operation)).instrument(span.clone()).await.pop();
+        match answer {
             Some(Ok(verdict)) => {
+                spans::answered(span, &verdict, None);
                 if let Verdict::Granted { attempt } | Verdict::InDoubt { attempt } = verdict {
                     self.attempt = attempt;
                     if guarantee != Guarantee::Bare {
@@ -223,7 +231,9 @@ impl<T> Guarded<'_, T> {
 
     async fn work(&mut self, work: impl Future<Output = Result<T, Failure>>) -> Event {
         let lease = self.lease.clone();
-        let outcome = match bounded(work, self.gate.0.settings.handler_timeout, lease.as_deref()).await {
+        let span = tracing::debug_span!("oncegate.handle", id = %self.id, attempt = self.attempt, outcome = tracing::field::Empty);
+        let ended = bounded(work, self.gate.0.settings.handler_timeout, lease.as_deref()).instrument(span.clone()).await;
+        let outcome = match ended {
             Ended::Over(Ok(value)) => {
                 self.result = Some(value);
                 Outcome::Done
@@ -244,6 +254,7 @@ impl<T> Guarded<'_, T> {
                 return Event::LeaseOver;
             }
         };
+        span.record("outcome", tracing::field::debug(&outcome));
         Event::Returned(outcome)
     }
 
@@ -253,6 +264,7 @@ impl<T> Guarded<'_, T> {
     }
 
     fn settled(mut self, from: Stage, settlement: Settlement) -> Result<Ran<T>, GateError> {
+        self.gate.0.outcomes.settled(&settlement);
         let doubt = |said: Option<Failure>| {
             GateError::InDoubt(said.map_or_else(|| "an earlier run did not end".into(), |failure| failure.to_string()))
         };
@@ -373,7 +385,15 @@ impl<T: Store + 'static> GateBuilder<T> {
         };
         // No one can reconcile here.
         let policy = Policy { parks, reconciles: 1, attempts: u32::MAX, ..settings.policy() };
-        Ok(Gate(Arc::new(Inner { store, settings, policy, when_held, renewals, places: Mutex::new(Slots::new(16)) })))
+        Ok(Gate(Arc::new(Inner {
+            store,
+            settings,
+            policy,
+            when_held,
+            outcomes: Outcomes::new(),
+            renewals,
+            places: Mutex::new(Slots::new(16)),
+        })))
     }
 }
 

@@ -28,6 +28,7 @@ mod run;
 mod settings;
 mod slots;
 pub mod source;
+mod spans;
 pub mod store;
 
 pub use async_trait::async_trait;

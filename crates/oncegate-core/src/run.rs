@@ -78,12 +78,12 @@ impl<H: Handler, D: Decode> Runner<H, D> {
 
     /// Runs `reconcile` once.
     pub(crate) async fn reconcile(self: Arc<Self>, cx: Context) -> Finished {
-        let span = tracing::debug_span!("oncegate.reconcile", id = %cx.id, attempt = cx.attempt);
+        let span = tracing::debug_span!("oncegate.reconcile", id = %cx.id, attempt = cx.attempt, outcome = tracing::field::Empty);
         let work = async {
             let payload = self.decode.decode::<H::Payload>(&cx.message).map_err(|error| error.to_string())?;
             self.handler.reconcile(payload, &cx).await.map_err(|failure| failure.to_string())
         };
-        let (found, error) = match bounded(work, self.timeout, cx.lease.as_deref()).instrument(span).await {
+        let (found, error) = match bounded(work, self.timeout, cx.lease.as_deref()).instrument(span.clone()).await {
             Ended::Over(Ok(Reconciled::Happened)) => (Some(Finding::Happened), None),
             Ended::Over(Ok(Reconciled::DidNotHappen)) => (Some(Finding::DidNotHappen), None),
             Ended::Over(Ok(Reconciled::Unknown)) => (None, Some("reconcile could not tell".to_owned())),
@@ -92,6 +92,7 @@ impl<H: Handler, D: Decode> Runner<H, D> {
             Ended::TimedOut => (None, Some(format!("reconcile had no end after {:?}", self.timeout))),
             Ended::LeaseOver => return Finished { event: Event::LeaseOver, error: Some("the lease was over".into()) },
         };
+        span.record("outcome", tracing::field::debug(&found));
         Finished { event: Event::Found(found), error }
     }
 }

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::Running;
+use tracing::Span;
 
+use super::Running;
 use crate::breaker::Judgement;
 use crate::decode::Decode;
 use crate::handler::Handler;
@@ -12,6 +13,7 @@ use crate::lease::Lease;
 use crate::marker::{Ask, Operation, Verdict};
 use crate::road::{Event, Outage};
 use crate::slots::Slot;
+use crate::spans;
 use crate::store::StoreError;
 
 /// A batch that came back from the store.
@@ -105,6 +107,11 @@ impl<H: Handler, D: Decode> Running<H, D> {
                     Event::Unavailable
                 }
             };
+            if event == Event::Unavailable
+                && let Some(flight) = self.flights.at_mut(slot)
+            {
+                spans::answered(std::mem::replace(&mut flight.asked, Span::none()), &"unavailable", None);
+            }
             events.push((slot, event));
         }
         if let Some(renewals) = &self.renewals {
@@ -151,18 +158,14 @@ impl<H: Handler, D: Decode> Running<H, D> {
         sent: Instant,
         granted: &mut Vec<(usize, Arc<Lease>)>,
     ) {
-        let span = match operation.ask {
-            Ask::Claim => {
-                tracing::debug_span!("oncegate.claim", key = operation.key.as_str(), attempt = operation.attempt, outcome = ?verdict)
-            }
-            _ => {
-                tracing::debug_span!("oncegate.complete", key = operation.key.as_str(), attempt = operation.attempt, ask = ?operation.ask, outcome = ?verdict)
-            }
-        };
-        let _entered = span.enter();
-        let (Verdict::Granted { attempt } | Verdict::InDoubt { attempt }) = verdict else { return };
         let ends = sent + self.settings.longest_hold();
         let Some(flight) = self.flights.at_mut(slot) else { return };
+        let granted_now = match verdict {
+            Verdict::Granted { attempt } | Verdict::InDoubt { attempt } => Some(attempt),
+            _ => None,
+        };
+        spans::answered(std::mem::replace(&mut flight.asked, Span::none()), &verdict, granted_now);
+        let Some(attempt) = granted_now else { return };
         flight.attempt = attempt;
         if self.renewals.is_some() {
             let lease = Arc::new(Lease::new(operation, attempt, sent, ends));

@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::task::AbortHandle;
+use tracing::Span;
 
 use crate::id::{Key, MessageId};
 use crate::lanes::Lane;
@@ -14,6 +15,7 @@ use crate::passage::Passage;
 use crate::road::Stage;
 use crate::run::Finished;
 use crate::slots::Slot;
+use crate::spans;
 
 /// One delivery in flight.
 pub(super) struct Flight {
@@ -26,6 +28,8 @@ pub(super) struct Flight {
     pub(super) ask: Ask,
     pub(super) lane: Option<Lane>,
     pub(super) lease: Option<Arc<Lease>>,
+    /// What was asked of the store, until it answers.
+    pub(super) asked: Span,
     pub(super) task: Option<Task>,
     /// When its handler began, where that is measured.
     pub(super) began: Option<Instant>,
@@ -88,6 +92,12 @@ impl Drop for Report {
 }
 
 impl Flight {
+    /// Asks the store next.
+    pub(super) fn asks(&mut self, ask: Ask) {
+        self.ask = ask;
+        self.asked = spans::asked(&ask, self.id.as_ref(), self.attempt);
+    }
+
     pub(super) fn lease_is_over(&self) -> bool {
         self.lease.as_ref().is_some_and(|lease| !lease.lives(Instant::now()))
     }

@@ -8,6 +8,8 @@ use std::time::Instant;
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 
+use tracing::Span;
+
 use super::asking::LATE_COMPLETIONS;
 use super::flight::{Flight, Ran, Report, Stays, Task, Work, runs};
 use super::{Mode, Running};
@@ -57,6 +59,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             ask: Ask::Claim,
             lane,
             lease: None,
+            asked: Span::none(),
             task: None,
             began: None,
             stays: Stays::Here,
@@ -117,13 +120,14 @@ impl<H: Handler, D: Decode> Running<H, D> {
         while let Some(event) = next.take() {
             let Some(flight) = self.flights.take(slot) else { return };
             self.outcomes.happened(event);
-            let Flight { passage, id, key, terms, token, attempt, ask, lane, lease, task, began, stays, turn, bytes } = flight;
+            let Flight { passage, id, key, terms, token, attempt, ask, lane, lease, asked, task, began, stays, turn, bytes } = flight;
             let completed = usize::from(matches!(passage.stage(), Stage::Completing(_)));
             self.completing -= completed;
             match passage.next(event, &self.policy) {
                 Onward::Travels(passage, step) => {
                     self.completing += usize::from(matches!(passage.stage(), Stage::Completing(_)));
-                    let mut flight = Flight { passage, id, key, terms, token, attempt, ask, lane, lease, task, began, stays, turn, bytes };
+                    let mut flight =
+                        Flight { passage, id, key, terms, token, attempt, ask, lane, lease, asked, task, began, stays, turn, bytes };
                     if !runs(flight.passage.stage()) {
                         flight.task = None;
                     }
@@ -171,13 +175,13 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 flight.token = self.tokens.token();
                 flight.attempt = 0;
                 self.give_up_lease(slot, flight);
-                flight.ask = Ask::Claim;
+                flight.asks(Ask::Claim);
                 self.claims.push_back(slot);
                 return leaves.then_some(Event::Drain);
             }
             Step::Ask(ask) => {
                 flight.turn += 1; // an alarm that was set before must not ask a second time: it would come after the answer
-                flight.ask = ask;
+                flight.asks(ask);
                 if ask == Ask::Claim { self.claims.push_back(slot) } else { self.verdicts.push_back(slot) }
             }
             Step::Queue if leaves => return Some(Event::Drain),

@@ -1,0 +1,89 @@
+//! The spans along the road. A process of its own: what is logged is decided once for all of it.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use oncegate_core::*;
+
+struct Scripted;
+
+#[async_trait]
+impl Handler for Scripted {
+    type Payload = Raw;
+
+    async fn handle(&self, says: Raw, _: &Context) -> Result<(), Failure> {
+        if says.0 == b"doubt" { Err("no answer").in_doubt() } else { Ok(()) }
+    }
+}
+
+async fn consume(broker: &MemoryBroker, store: &MemoryStore, guarantee: Guarantee) {
+    let all = broker.clone();
+    Consumer::builder()
+        .source(broker.source())
+        .store(store.clone())
+        .handler(Scripted)
+        .decode(RawBytes)
+        .guarantee(guarantee)
+        .id(IdSource::header("id"))
+        .accept_forgetful_store()
+        .reconciles(1)
+        .backoff(Duration::from_millis(1), Duration::from_millis(1))
+        .run_until(async move { all.drained().await })
+        .await
+        .expect("a clean end");
+}
+
+/// What is logged, kept.
+#[derive(Clone, Default)]
+struct Kept(Arc<Mutex<Vec<u8>>>);
+
+impl std::io::Write for Kept {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().expect("no panic inside").extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+#[tokio::test]
+async fn spans_along_the_road_carry_id_attempt_and_outcome() {
+    let kept = Kept::default();
+    let writer = kept.clone();
+    let log = tracing_subscriber::fmt()
+        .with_max_level(tracing_subscriber::filter::LevelFilter::DEBUG)
+        .with_ansi(false)
+        .with_span_events(tracing_subscriber::fmt::format::FmtSpan::CLOSE)
+        .with_writer(move || writer.clone())
+        .finish();
+    tracing::subscriber::set_global_default(log).expect("the first");
+    let (broker, store) = (MemoryBroker::new("q"), MemoryStore::new());
+    broker.publish(Message::new("work").with_header("id", "pay-1"));
+    consume(&broker, &store, Guarantee::EffectivelyOnce).await;
+    broker.publish(Message::new("doubt").with_header("id", "pay-2"));
+    consume(&broker, &store, Guarantee::AtMostOnce).await;
+    let gate = Gate::builder().store(store).open().await.expect("a gate");
+    gate.run("job-3", || async { Ok(()) }).await.expect("it runs");
+
+    let log = String::from_utf8(kept.0.lock().expect("no panic").clone()).expect("text");
+    let expected = [
+        ("oncegate.claim{", "id=pay-1", "outcome=Granted { attempt: 1 }"),
+        ("oncegate.handle{", "id=pay-1 attempt=1", "outcome=Returned(Done)"),
+        ("oncegate.complete{", "id=pay-1 attempt=1", "outcome=Done"),
+        ("oncegate.settle{", "id=pay-1 attempt=1", "outcome=Accept"),
+        ("oncegate.doubt{", "id=pay-2 attempt=1", "outcome=Kept"),
+        ("oncegate.reconcile{", "id=pay-2 attempt=1", "outcome=None"),
+        ("oncegate.settle{", "id=pay-2 attempt=1", "outcome=Reject"),
+        ("oncegate.claim{", "id=job-3", "outcome=Granted"),
+        ("oncegate.handle{", "id=job-3 attempt=1", "outcome=Done"),
+        ("oncegate.complete{", "id=job-3 attempt=1", "outcome=Done"),
+    ];
+    for (span, of, outcome) in expected {
+        let found = log.lines().any(|line| line.contains(span) && line.contains(of) && line.contains(outcome));
+        assert!(found, "no {span} {of} {outcome} in\n{log}");
+    }
+    let claim = log.lines().find(|line| line.contains("oncegate.claim{")).expect("a claim");
+    assert!(claim.contains(" attempt=1"), "{claim}");
+}
