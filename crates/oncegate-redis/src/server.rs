@@ -110,14 +110,25 @@ impl Server {
         let code = error.code().unwrap_or_default();
         let detail = error.detail().unwrap_or_default();
         if error.is_timeout() {
-            return Failure::not_applied(format!("no answer from Redis at {address} within {waited:?}"));
+            return Failure::not_applied(format!(
+                "{named_by}: no answer from Redis at {address} within {waited:?}; is it running and not overloaded, and are host and port in \
+                 the URL right?"
+            ));
         }
         match (error.kind(), code) {
             (ErrorKind::Io, _) if error.to_string().contains("certificate") => Failure::misconfigured(format!(
                 "{named_by}: the certificate of {address} is not trusted ({error}); name the authority that signed it with \
                  ca_certificate(path), and the host as the certificate does"
             )),
-            (ErrorKind::Io, _) => Failure::not_applied(format!("no connection to Redis at {address}: {error}")),
+            (ErrorKind::Io, _) => Failure::not_applied(format!(
+                "{named_by}: no connection to Redis at {address}: {error}; is it running, are host and port in the URL right, and does that \
+                 port speak {}?",
+                if matches!(self.info.addr(), ConnectionAddr::TcpTls { .. }) {
+                    "TLS, as rediss:// wants"
+                } else {
+                    "without TLS, as redis:// wants"
+                }
+            )),
             (ErrorKind::Parse | ErrorKind::UnexpectedReturnType, _) => Failure::misconfigured(format!(
                 "{named_by}: what answers at {address} does not speak like Redis; correct host and port in the URL"
             )),
@@ -136,7 +147,7 @@ impl Server {
                 Failure::misconfigured(format!("{named_by}: {address} has no such database; correct the number at the end of the URL"))
             }
             _ => Failure::not_applied(format!(
-                "Redis at {address} does not take the connection ({})",
+                "{named_by}: Redis at {address} does not take the connection ({}); look into its log",
                 if code.is_empty() { error.category() } else { code }
             )),
         }
@@ -147,4 +158,30 @@ impl Server {
 pub(crate) fn authority(path: &Path) -> Result<Vec<u8>, Problem> {
     let read = std::fs::read(path);
     read.map_err(|error| Problem::new(format!("ca_certificate: cannot read {}: {error}", path.display())))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+
+    #[test]
+    fn a_server_that_is_not_there_is_told_with_its_setting_and_what_to_do() {
+        let gone = RedisError::from(io::Error::from(io::ErrorKind::ConnectionRefused));
+        let line = |url: &str, named_by, error: &RedisError| match Server::at(url, named_by).expect("a URL").refused(error, KEEPALIVE) {
+            Failure::NotApplied(problem) => problem.to_string(),
+            other => panic!("{other:?}"),
+        };
+        for (url, named_by, speaks) in
+            [("redis://:s3cret@host:1", "Redis::at", "without TLS"), ("rediss://:s3cret@host:1", "Redis::cluster", "TLS, as rediss://")]
+        {
+            let said = line(url, named_by, &gone);
+            assert!(said.starts_with(&format!("{named_by}: no connection to Redis at host:1: ")), "{said}");
+            assert!(said.contains("is it running, are host and port in the URL right") && said.contains(speaks), "{said}");
+            assert!(!said.contains("s3cret") && !said.contains('\n'), "{said}");
+        }
+        let said = line("redis://host", "Redis::at", &RedisError::from(io::Error::from(io::ErrorKind::TimedOut)));
+        assert!(said.starts_with("Redis::at: no answer from Redis at host:6379 within 15s; is it running"), "{said}");
+    }
 }
