@@ -405,6 +405,6 @@ async fn open_again(settings: Arc<Settings>, epoch: u64, prefetch: u16, pause: D
 
 async fn wait(settings: &Settings, backoff: &mut Backoff, problem: &str) {
     let pause = backoff.pause();
-    tracing::warn!(queue = &*settings.name, broker = settings.shown, problem, ?pause, "not consuming; trying again");
+    tracing::warn!(queue = &*settings.name, broker = settings.shown, ?pause, "not consuming; trying again. {problem}");
     tokio::time::sleep(pause).await;
 }

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use lapin::uri::AMQPScheme;
 use lapin::{Connection, ConnectionProperties, ErrorKind};
 use oncegate_core::source::SourceError;
 
@@ -62,7 +63,7 @@ pub(crate) async fn connect(settings: &Settings, purpose: &str) -> Result<Connec
     let patience = Duration::from_millis(settings.uri.query.connection_timeout.unwrap_or(5_000));
     match handshake::connect(settings.uri.clone(), properties, patience).await {
         Some(connected) => connected.map_err(|error| refusal(error, settings)),
-        None => Err(Trouble::Passing(format!("no connection within {patience:?}"))),
+        None => Err(unreachable(&format!("no connection within {patience:?}"), settings)),
     }
 }
 
@@ -77,8 +78,21 @@ fn refusal(error: lapin::Error, settings: &Settings) -> Trouble {
             error.to_string(),
             "check that the virtual host exists and that the user may use it; the default one is written /%2f at the end of the URL",
         ),
-        _ => error.into(),
+        Some(_) => error.into(),
+        None => unreachable(&error.to_string(), settings),
     }
+}
+
+/// No broker answers there: it may come, and what else may be wrong is said meanwhile.
+fn unreachable(problem: &str, settings: &Settings) -> Trouble {
+    let remedy = if problem.contains("certificate") && !problem.contains("InvalidContentType") {
+        "SSL_CERT_FILE names the certificates that are trusted, and the host has to be the one that the broker's certificate names"
+    } else if settings.uri.scheme == AMQPScheme::AMQPS {
+        "is RabbitMQ running, are host and port right, and does that port speak TLS (usually 5671)? amqp:// is for one that does not"
+    } else {
+        "is RabbitMQ running, are host and port right, and does that port speak plain AMQP (usually 5672)? amqps:// is for one with TLS"
+    };
+    Trouble::Passing(format!("url: {} cannot be reached ({problem}); {remedy}", settings.shown))
 }
 
 /// Closes a connection, and lets go of it if the broker does not answer in time.
@@ -110,5 +124,32 @@ mod tests {
         let soft = AMQPErrorKind::Soft(AMQPSoftError::NOTFOUND);
         let down = "NOT_FOUND - home node 'rabbit@a' of durable queue 'orders' in vhost '/' is down or inaccessible";
         assert!(trouble(soft, down).0);
+    }
+
+    #[tokio::test]
+    async fn a_broker_that_is_not_there_is_told_with_the_setting_and_what_to_do() {
+        let plain = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let port = plain.local_addr().expect("an address").port();
+        tokio::spawn(async move {
+            while let Ok((mut stream, _)) = plain.accept().await {
+                // What RabbitMQ answers on its plain port to what is no AMQP.
+                let _ = tokio::io::AsyncWriteExt::write_all(&mut stream, b"AMQP\x00\x00\x09\x01").await;
+            }
+        });
+        for (scheme, port, remedy) in [
+            ("amqp", 1, "is RabbitMQ running, are host and port right, and does that port speak plain AMQP"),
+            ("amqps", 1, "is RabbitMQ running, are host and port right, and does that port speak TLS"),
+            ("amqps", port, "does that port speak TLS (usually 5671)? amqp:// is for one that does not"),
+        ] {
+            let url = format!("{scheme}://someone:canary@127.0.0.1:{port}/%2f");
+            let settings = RabbitMq::queue("orders").url(url).check().expect("settings");
+            let told = match connect(&settings, "consumes").await {
+                Err(Trouble::Passing(told)) => told,
+                Err(other) => panic!("{other}"),
+                Ok(_) => panic!("connected"),
+            };
+            assert!(told.starts_with(&format!("url: {scheme}://someone@127.0.0.1:{port}/%2f cannot be reached (")), "{told}");
+            assert!(told.contains(remedy) && !told.contains("canary") && !told.contains('\n'), "{told}");
+        }
     }
 }
