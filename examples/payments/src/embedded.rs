@@ -29,6 +29,8 @@ const SENDING: Duration = Duration::from_secs(5);
 const STEPS: usize = 500;
 /// So short that what a killed worker held is taken up within the demo.
 const LEASE: Duration = Duration::from_secs(1);
+/// So long that a run that was killed may be gone on with a year later.
+const WINDOW: Duration = Duration::from_secs(366 * 24 * 3600);
 
 /// Runs the demo and counts.
 ///
@@ -162,6 +164,7 @@ impl Fleet {
             .accept_forgetful_store() // in memory it ends with the broker; a file there survives what is shown here
             .id(IdSource::header(ID_HEADER))
             .lease(LEASE)
+            .window(WINDOW)
             .backoff(Duration::from_millis(20), LEASE / 4)
             .attempts(self.attempts)
             .in_flight(256)

@@ -60,8 +60,12 @@ pub(crate) fn read(path: &Path) -> io::Result<Vec<Payment>> {
     let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
     lines
         .map(|(n, line)| {
-            let no_payment = |error| io::Error::new(io::ErrorKind::InvalidData, format!("line {} is no payment: {error}", n + 1));
-            serde_json::from_str(line).map_err(no_payment)
+            let no_payment = |why: String| io::Error::new(io::ErrorKind::InvalidData, format!("line {} is no payment: {why}", n + 1));
+            let payment: Payment = serde_json::from_str(line).map_err(|error| no_payment(error.to_string()))?;
+            if payment.id.trim().is_empty() {
+                return Err(no_payment("its id is empty; give each payment an id of its own".to_owned()));
+            }
+            Ok(payment)
         })
         .collect()
 }
@@ -124,5 +128,22 @@ mod tests {
                 message.id.as_ref().is_none_or(|id| id.starts_with("broken-") && serde_json::from_str::<Payment>(&message.body).is_err())
             );
         }
+    }
+
+    #[test]
+    fn a_line_of_the_input_that_is_no_payment_is_named() {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        let good = r#"{"id":"a","card":"c","amount":5}"#;
+        let refusal = |bad: &str| {
+            std::fs::write(file.path(), format!("{good}\n\n{bad}\n")).expect("written");
+            read(file.path()).expect_err("no payment").to_string()
+        };
+        assert!(refusal(r#"{"id":"b","card":"c"}"#).starts_with("line 3 is no payment: missing field `amount`"));
+        for id in ["", " "] {
+            let bad = format!(r#"{{"id":"{id}","card":"c","amount":5}}"#);
+            assert_eq!(refusal(&bad), "line 3 is no payment: its id is empty; give each payment an id of its own");
+        }
+        std::fs::write(file.path(), good).expect("written");
+        assert_eq!(read(file.path()).expect("payments").len(), 1);
     }
 }
