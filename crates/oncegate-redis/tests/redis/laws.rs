@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use oncegate_core::marker::{Ask, Effect, Fingerprint, Guarantee, Marker, Operation, Terms, Token, UNRESOLVED_AT_MOST_ONCE, Verdict};
-use oncegate_redis::Redis;
+use oncegate_redis::{Durability, Redis};
 use oncegate_testkit::laws;
 use oncegate_testkit::servers::{ClusterServers, RedisOptions, RedisServer, SENTINEL_NAME, SentinelServers};
 
@@ -22,6 +22,9 @@ fn apart(store: Redis) -> Redis {
 fn all_laws_hold_behind_sentinels() {
     let servers = SentinelServers::start().expect("Redis and Sentinels");
     laws::all(async || apart(Redis::sentinel(servers.urls(), SENTINEL_NAME)));
+    // The same with claims that a replica has to know of.
+    let replica = Durability::Replicas { count: 1, timeout: 2 * SECOND };
+    laws::all(async || apart(Redis::sentinel(servers.urls(), SENTINEL_NAME).durability(replica)));
 }
 
 #[test]

@@ -1,5 +1,7 @@
 //! Seeds: printed, and taken from the environment to repeat a run.
 
+use std::time::Duration;
+
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 /// The variable that repeats a run: the seed that it printed.
@@ -9,11 +11,19 @@ const HISTORIES: &str = "ONCEGATE_LAWS_HISTORIES";
 
 /// The seeds of a run, one for each history. They are printed, and so shown where a law is broken.
 pub(crate) fn seeds(histories: u64) -> impl Iterator<Item = u64> {
-    let number = |variable: &str| std::env::var(variable).ok().map(|text| text.parse::<u64>().expect("a whole number in the environment"));
     let first = number(SEED).unwrap_or_else(|| fastrand::u64(..=u64::MAX >> 16));
     let histories = number(HISTORIES).unwrap_or(histories);
     println!("{histories} histories from seed {first}: {SEED}={first} {HISTORIES}={histories} repeats them");
     (0..histories).map(move |it| first.wrapping_add(it))
+}
+
+/// By how much a run may take longer than usual, because the environment asks for more histories.
+pub(crate) fn longer() -> Duration {
+    Duration::from_secs(number(HISTORIES).unwrap_or(0))
+}
+
+fn number(variable: &str) -> Option<u64> {
+    std::env::var(variable).ok().map(|text| text.parse().expect("a whole number in the environment"))
 }
 
 /// What to say of a history that broke a law.
