@@ -1,6 +1,6 @@
 //! Publishes rejected deliveries, and knows when they stand.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, UNIX_EPOCH};
 
 use oncegate_core::road::Reason;
@@ -12,6 +12,7 @@ use rdkafka::message::{Header, OwnedHeaders};
 use rdkafka::producer::{FutureProducer, FutureRecord, Producer};
 
 use crate::kafka::Destinations;
+use crate::outage::Outage;
 use crate::poll::Log;
 
 /// Says on a dead letter that its body was left out, and how large it was: the broker takes no message of that size.
@@ -27,6 +28,7 @@ type Publisher = FutureProducer<Log>;
 pub(crate) struct DeadLetters {
     config: ClientConfig,
     destinations: Destinations,
+    outage: Arc<Outage>,
     /// Replaced when it fails for good.
     producer: Mutex<Option<Publisher>>,
 }
@@ -55,9 +57,9 @@ impl Extent {
 
 impl DeadLetters {
     /// Starts the producer.
-    pub(crate) fn open(config: ClientConfig, destinations: Destinations) -> Result<Self, KafkaError> {
-        let producer: Publisher = config.create_with_context(Log)?;
-        Ok(Self { config, destinations, producer: Mutex::new(Some(producer)) })
+    pub(crate) fn open(config: ClientConfig, destinations: Destinations, outage: Arc<Outage>) -> Result<Self, KafkaError> {
+        let producer: Publisher = config.create_with_context(Log(outage.clone()))?;
+        Ok(Self { config, destinations, outage, producer: Mutex::new(Some(producer)) })
     }
 
     /// Publishes one rejected delivery; when it returns `Ok`, all in-sync replicas have it.
@@ -104,7 +106,7 @@ impl DeadLetters {
         let mut producer = self.producer.lock().unwrap_or_else(PoisonError::into_inner);
         match &*producer {
             Some(producer) => Ok(producer.clone()),
-            None => Ok(producer.insert(self.config.create_with_context(Log)?).clone()),
+            None => Ok(producer.insert(self.config.create_with_context(Log(self.outage.clone()))?).clone()),
         }
     }
 

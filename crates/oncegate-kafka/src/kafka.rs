@@ -8,6 +8,8 @@ use oncegate_core::road::Reason;
 use rdkafka::ClientConfig;
 use rdkafka::config::RDKafkaLogLevel;
 
+use crate::brokers;
+
 /// How long revoked deliveries are waited for by default.
 const DRAIN: Duration = Duration::from_secs(10);
 /// librdkafka's own `max.poll.interval.ms`.
@@ -198,6 +200,9 @@ impl Kafka {
         if self.brokers.trim().is_empty() {
             return wrong("brokers", "is empty", "name a broker: .brokers(\"localhost:9092\")");
         }
+        if let Err(problem) = brokers::check(&self.brokers) {
+            return wrong("brokers", &problem, "write host:port, and commas between several: .brokers(\"a:9092,b:9092\")");
+        }
         if self.group.trim().is_empty() {
             return wrong("group", "is empty", "name the consumer group: .group(\"ledger\")");
         }
@@ -332,6 +337,9 @@ mod tests {
         assert_eq!(setting(Kafka::topics(Vec::<String>::new()).brokers("b").group("g")), "topic");
         assert_eq!(setting(Kafka::topic("^pay.*").brokers("b").group("g")), "topic");
         assert_eq!(setting(Kafka::topic("t").group("g")), "brokers");
+        for brokers in ["http://x y", "localhost:99999", "a:9092,,b:9092"] {
+            assert_eq!(setting(Kafka::topic("t").brokers(brokers).group("g")), "brokers", "{brokers}");
+        }
         assert_eq!(setting(Kafka::topic("t").brokers("b").group(" ")), "group");
         assert_eq!(setting(whole().dead_letters("payments")), "dead_letters");
         assert_eq!(setting(whole().in_doubt("")), "in_doubt");

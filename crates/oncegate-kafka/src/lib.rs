@@ -15,9 +15,11 @@
 // Denied by the workspace everywhere else; `batch` alone lifts it.
 #[allow(unsafe_code)]
 mod batch;
+mod brokers;
 mod dead_letters;
 mod kafka;
 mod open;
+mod outage;
 mod poll;
 mod shared;
 mod source;

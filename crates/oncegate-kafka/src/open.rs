@@ -10,6 +10,7 @@ use rdkafka::error::KafkaError;
 
 use crate::dead_letters::DeadLetters;
 use crate::kafka::Kafka;
+use crate::outage::Outage;
 use crate::poll::{self, Context};
 use crate::shared::Shared;
 use crate::source::KafkaSource;
@@ -25,10 +26,11 @@ impl Open for Kafka {
     async fn open(self) -> Result<KafkaSource, SourceError> {
         self.check()?;
         let shared = Arc::new(Shared::default());
-        let context = Context::new(shared.clone(), self.drain());
+        let outage = Arc::new(Outage::of(&self.brokers));
+        let context = Context::new(shared.clone(), self.drain(), outage.clone());
         let consumer: BaseConsumer<Context> = self.consumer_config().create_with_context(context).map_err(wrong_setting)?;
-        let dead_letters = DeadLetters::open(self.producer_config(), self.destinations.clone()).map_err(wrong_setting)?;
-        let consumer = topics::check(&self, consumer).await?;
+        let dead_letters = DeadLetters::open(self.producer_config(), self.destinations.clone(), outage.clone()).map_err(wrong_setting)?;
+        let consumer = topics::check(&self, consumer, &outage).await?;
 
         let names: Vec<&str> = self.topics.iter().map(String::as_str).collect();
         consumer.subscribe(&names).map_err(|error| SourceError::misconfigured("topic", error.to_string(), "name topics that exist"))?;

@@ -12,6 +12,7 @@ use rdkafka::topic_partition_list::{Offset, TopicPartitionList, TopicPartitionLi
 use rdkafka::types::RDKafkaRespErr;
 
 use crate::batch::{self, Adoption, Batch, Fault, Queue};
+use crate::outage::Outage;
 use crate::shared::{Commit, Phase, Shared, Way};
 
 /// How many events of the group are served in one turn.
@@ -21,8 +22,8 @@ const TURN: Duration = Duration::from_millis(50);
 /// The same, while revoked deliveries are waited for.
 const DRAIN_TURN: Duration = Duration::from_millis(5);
 
-/// Hands librdkafka's log lines to `tracing`.
-pub(crate) struct Log;
+/// Hands librdkafka's log lines to `tracing`, and what cannot be reached to whoever speaks of that.
+pub(crate) struct Log(pub(crate) Arc<Outage>);
 
 impl ClientContext for Log {
     fn log(&self, level: RDKafkaLogLevel, facility: &str, line: &str) {
@@ -32,7 +33,10 @@ impl ClientContext for Log {
     fn stats_raw(&self, _: &[u8]) {}
 
     fn error(&self, error: KafkaError, reason: &str) {
-        tracing::warn!(%error, reason, "Kafka, dead letters");
+        match error.rdkafka_error_code() {
+            Some(code) if Outage::is(code) => self.0.tell(reason),
+            _ => tracing::warn!(%error, reason, "Kafka, dead letters"),
+        }
     }
 }
 
@@ -40,6 +44,8 @@ fn log(level: RDKafkaLogLevel, facility: &str, line: &str) {
     match level {
         // Properties are given to consumer and producer alike; each warns of those that are the other's.
         _ if facility == "CONFWARN" => tracing::debug!(facility, "{line}"),
+        // A broker failed: each such line that is an error comes as an error of the client too, which is told.
+        _ if facility == "FAIL" => tracing::debug!(facility, "{line}"),
         RDKafkaLogLevel::Emerg | RDKafkaLogLevel::Alert | RDKafkaLogLevel::Critical | RDKafkaLogLevel::Error => {
             tracing::error!(facility, "{line}");
         }
@@ -58,11 +64,12 @@ pub(crate) struct Context {
     queue: Mutex<Option<Arc<Queue<Context>>>>,
     /// The last error of the client as a whole, for whoever waits for the broker.
     trouble: Mutex<Option<(RDKafkaErrorCode, String)>>,
+    outage: Arc<Outage>,
 }
 
 impl Context {
-    pub(crate) fn new(shared: Arc<Shared>, drain: Duration) -> Self {
-        Self { shared, drain, queue: Mutex::default(), trouble: Mutex::default() }
+    pub(crate) fn new(shared: Arc<Shared>, drain: Duration, outage: Arc<Outage>) -> Self {
+        Self { shared, drain, queue: Mutex::default(), trouble: Mutex::default(), outage }
     }
 
     /// The last error of the client as a whole, and forgets it.
@@ -182,10 +189,9 @@ impl Context {
                 "give each member an instance id of its own",
             ),
             E::InvalidGroupId => SourceError::misconfigured("group", "the broker refuses this group id", "choose another one"),
-            _ => {
-                tracing::warn!(%code, place, "Kafka");
-                return;
-            }
+            // The client as a whole has told it.
+            code if Outage::is(code) => return tracing::debug!(%code, place, "Kafka"),
+            _ => return tracing::warn!(%code, place, "Kafka"),
         };
         self.shared.fail(fault);
     }
@@ -199,7 +205,11 @@ impl ClientContext for Context {
     fn stats_raw(&self, _: &[u8]) {}
 
     fn error(&self, error: KafkaError, reason: &str) {
-        tracing::warn!(%error, reason, "Kafka");
+        match error.rdkafka_error_code() {
+            Some(code) if Outage::is(code) => self.outage.tell(reason),
+            Some(RDKafkaErrorCode::Fatal) => tracing::error!(%error, reason, "Kafka"),
+            _ => tracing::warn!(%error, reason, "Kafka"),
+        }
         if let Some(code) = error.rdkafka_error_code() {
             *self.trouble.lock().unwrap_or_else(PoisonError::into_inner) = Some((code, reason.to_owned()));
         }

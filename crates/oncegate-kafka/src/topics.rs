@@ -1,6 +1,7 @@
 //! Whether the topics are there, before the group is joined.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::time::Duration;
 
 use oncegate_core::SourceError;
@@ -10,10 +11,13 @@ use rdkafka::error::RDKafkaErrorCode;
 
 use crate::kafka::{Kafka, Retention, TopicCreation};
 use crate::open::wrong_setting;
+use crate::outage::Outage;
 use crate::poll::{Context, Log};
 
 /// How long one question to the broker may take.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// How long one look for the client's errors waits meanwhile.
+const TURN: Duration = Duration::from_millis(10);
 /// The first pause before the broker is asked again, and the longest.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
 
@@ -34,10 +38,14 @@ enum Found {
 /// Waits for a broker, then checks every topic, creating what is to be created.
 ///
 /// The consumer asks, because a producer's question creates a topic on brokers that do so by themselves.
-pub(crate) async fn check(kafka: &Kafka, mut consumer: BaseConsumer<Context>) -> Result<BaseConsumer<Context>, SourceError> {
+pub(crate) async fn check(
+    kafka: &Kafka,
+    mut consumer: BaseConsumer<Context>,
+    outage: &Arc<Outage>,
+) -> Result<BaseConsumer<Context>, SourceError> {
     for topic in &kafka.topics {
         let found;
-        (consumer, found) = look(consumer, topic.clone(), kafka).await?;
+        (consumer, found) = look(consumer, topic.clone(), outage).await?;
         if found == Found::Missing {
             return Err(SourceError::misconfigured(
                 "topic",
@@ -54,11 +62,11 @@ pub(crate) async fn check(kafka: &Kafka, mut consumer: BaseConsumer<Context>) ->
     let mut there = Vec::new();
     for (setting, name) in &destinations {
         let found;
-        (consumer, found) = look(consumer, name.clone(), kafka).await?;
+        (consumer, found) = look(consumer, name.clone(), outage).await?;
         match (found, kafka.creation) {
             (Found::There, _) => there.push((*setting, name.as_str())),
             (Found::Missing, TopicCreation::Create { partitions, replication }) => {
-                create(kafka, setting, name, partitions, replication).await?
+                create(&admin(kafka, outage)?, setting, name, partitions, replication).await?
             }
             (Found::Missing, TopicCreation::Never) => {
                 return Err(SourceError::misconfigured(
@@ -75,13 +83,13 @@ pub(crate) async fn check(kafka: &Kafka, mut consumer: BaseConsumer<Context>) ->
         }
     }
     if kafka.retention == Retention::Unlimited {
-        check_retention(kafka, &there).await?;
+        check_retention(kafka, outage, &there).await?;
     }
     Ok(consumer)
 }
 
 /// Asks until a broker answers.
-async fn look(mut consumer: BaseConsumer<Context>, topic: String, kafka: &Kafka) -> Result<(BaseConsumer<Context>, Found), SourceError> {
+async fn look(mut consumer: BaseConsumer<Context>, topic: String, outage: &Outage) -> Result<(BaseConsumer<Context>, Found), SourceError> {
     let (mut pause, longest) = PAUSES;
     let mut second_looks = 0;
     loop {
@@ -95,7 +103,7 @@ async fn look(mut consumer: BaseConsumer<Context>, topic: String, kafka: &Kafka)
         match answer {
             Ok(Found::Missing) if second_looks < SECOND_LOOKS => second_looks += 1,
             Ok(found) => return Ok((consumer, found)),
-            Err(code) => judge(&consumer, code, &topic, kafka)?,
+            Err(code) => judge(&consumer, code, &topic, outage)?,
         }
         tokio::time::sleep(pause).await;
         pause = (pause * 2).min(longest);
@@ -103,9 +111,14 @@ async fn look(mut consumer: BaseConsumer<Context>, topic: String, kafka: &Kafka)
 }
 
 fn ask(consumer: &BaseConsumer<Context>, topic: &str) -> Result<Found, RDKafkaErrorCode> {
-    let metadata = consumer.fetch_metadata(Some(topic), PATIENCE);
-    // Nobody else serves its log and its errors yet.
-    while consumer.poll(Duration::ZERO).is_some() {}
+    let metadata = std::thread::scope(|scope| {
+        let asking = scope.spawn(|| consumer.fetch_metadata(Some(topic), PATIENCE));
+        // Nobody else serves its log and its errors yet, and an outage is told before the question is given up.
+        while !asking.is_finished() {
+            while consumer.poll(TURN).is_some() {}
+        }
+        asking.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    });
     let metadata = metadata.map_err(|error| error.rdkafka_error_code().unwrap_or(RDKafkaErrorCode::Fail))?;
     match metadata.topics().first().and_then(|topic| topic.error()).map(RDKafkaErrorCode::from) {
         None => Ok(Found::There),
@@ -115,7 +128,7 @@ fn ask(consumer: &BaseConsumer<Context>, topic: &str) -> Result<Found, RDKafkaEr
 }
 
 /// What may heal is waited for; what a person has to change is an error.
-fn judge(consumer: &BaseConsumer<Context>, code: RDKafkaErrorCode, topic: &str, kafka: &Kafka) -> Result<(), SourceError> {
+fn judge(consumer: &BaseConsumer<Context>, code: RDKafkaErrorCode, topic: &str, outage: &Outage) -> Result<(), SourceError> {
     use RDKafkaErrorCode as E;
     let trouble = consumer.context().take_trouble();
     let refused = |code: &E| matches!(code, E::Authentication | E::SaslAuthenticationFailed | E::UnsupportedSASLMechanism);
@@ -133,24 +146,22 @@ fn judge(consumer: &BaseConsumer<Context>, code: RDKafkaErrorCode, topic: &str, 
         E::InvalidTopic => {
             Err(SourceError::misconfigured("topic", format!("`{topic}` is no name for a topic"), "name a topic that exists"))
         }
+        code if Outage::is(code) => {
+            outage.tell(&trouble.map_or_else(|| format!("no answer within {PATIENCE:?}"), |(_, reason)| reason));
+            Ok(())
+        }
         _ => {
-            let reason = trouble.map_or_else(|| code.to_string(), |(_, reason)| reason);
-            tracing::warn!(
-                brokers = kafka.brokers,
-                reason,
-                "no Kafka broker answers; asking again. Is it running, and is the address right?"
-            );
+            tracing::warn!(topic, %code, "the broker does not say yet whether the topic exists; asking again");
             Ok(())
         }
     }
 }
 
-fn admin(kafka: &Kafka) -> Result<AdminClient<Log>, SourceError> {
-    kafka.producer_config().create_with_context(Log).map_err(wrong_setting)
+fn admin(kafka: &Kafka, outage: &Arc<Outage>) -> Result<AdminClient<Log>, SourceError> {
+    kafka.producer_config().create_with_context(Log(outage.clone())).map_err(wrong_setting)
 }
 
-async fn create(kafka: &Kafka, setting: &str, name: &str, partitions: u16, replication: u16) -> Result<(), SourceError> {
-    let admin = admin(kafka)?;
+async fn create(admin: &AdminClient<Log>, setting: &str, name: &str, partitions: u16, replication: u16) -> Result<(), SourceError> {
     let topic = NewTopic::new(name, i32::from(partitions), TopicReplication::Fixed(i32::from(replication)));
     let topic = KEEPS.iter().fold(topic, |topic, (key, value)| topic.set(key, value));
     let options = AdminOptions::new().operation_timeout(Some(PATIENCE * 2));
@@ -172,12 +183,12 @@ async fn create(kafka: &Kafka, setting: &str, name: &str, partitions: u16, repli
 }
 
 /// A dead letter that expires is a lost message: refuses such topics, where the broker lets itself be asked.
-async fn check_retention(kafka: &Kafka, topics: &[(&str, &str)]) -> Result<(), SourceError> {
+async fn check_retention(kafka: &Kafka, outage: &Arc<Outage>, topics: &[(&str, &str)]) -> Result<(), SourceError> {
     if topics.is_empty() {
         return Ok(());
     }
     let asked: Vec<_> = topics.iter().map(|(_, name)| ResourceSpecifier::Topic(name)).collect();
-    let described = admin(kafka)?.describe_configs(&asked, &AdminOptions::new().request_timeout(Some(PATIENCE))).await;
+    let described = admin(kafka, outage)?.describe_configs(&asked, &AdminOptions::new().request_timeout(Some(PATIENCE))).await;
     let described = match described {
         Ok(described) => described,
         Err(error) => {

@@ -1,0 +1,62 @@
+//! Says that no broker answers: at once, and not over and over.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use rdkafka::error::RDKafkaErrorCode;
+
+/// How often it is said while it lasts.
+const EVERY: Duration = Duration::from_secs(10);
+
+/// What the clients of one source say together of brokers that do not answer. librdkafka retries by itself, and would
+/// say so with each attempt at each broker.
+pub(crate) struct Outage {
+    brokers: String,
+    said: Mutex<Option<Instant>>,
+}
+
+impl Outage {
+    /// Nothing said yet.
+    pub(crate) fn of(brokers: &str) -> Self {
+        Self { brokers: brokers.to_owned(), said: Mutex::default() }
+    }
+
+    /// Whether this says that a broker cannot be reached, and nothing else.
+    pub(crate) fn is(code: RDKafkaErrorCode) -> bool {
+        use RDKafkaErrorCode as E;
+        matches!(code, E::AllBrokersDown | E::BrokerTransportFailure | E::Resolve | E::SSL | E::OperationTimedOut)
+    }
+
+    /// Says it, unless it was said a moment ago.
+    pub(crate) fn tell(&self, reason: &str) {
+        if self.is_due(Instant::now()) {
+            tracing::warn!(
+                "brokers: {} cannot be reached ({reason}); is Kafka running, and are host, port and security.protocol right? Trying again",
+                self.brokers
+            );
+        } else {
+            tracing::debug!(brokers = self.brokers, reason, "still no broker");
+        }
+    }
+
+    fn is_due(&self, now: Instant) -> bool {
+        let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_due = said.is_none_or(|at| now.duration_since(at) >= EVERY);
+        if is_due {
+            *said = Some(now);
+        }
+        is_due
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_is_said_at_once_and_then_every_ten_seconds() {
+        let (outage, begun) = (Outage::of("b"), Instant::now());
+        let said: Vec<u64> = (0..30).filter(|second| outage.is_due(begun + Duration::from_secs(*second))).collect();
+        assert_eq!(said, [0, 10, 20]);
+    }
+}
