@@ -22,6 +22,8 @@ const NEEDS: &[Need] = &[
     Need { what: "the headers of zlib, for librdkafka", is_met: || pkg_config_knows("zlib"), packages: &["zlib1g-dev"] },
     Need { what: "the headers of OpenSSL, for librdkafka", is_met: || pkg_config_knows("openssl"), packages: &["libssl-dev"] },
     Need { what: "the Redis server", is_met: || on_path("redis-server"), packages: &["redis-server"] },
+    Need { what: "redis-cli, which makes a Cluster", is_met: || on_path("redis-cli"), packages: &["redis-tools"] },
+    Need { what: "openssl, for the certificates of a Redis with TLS", is_met: || on_path("openssl"), packages: &["openssl"] },
     Need {
         what: "the RabbitMQ server",
         is_met: || Path::new(oncegate_testkit::servers::RABBITMQ_SERVER).exists(),

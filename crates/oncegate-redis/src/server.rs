@@ -37,11 +37,14 @@ impl Server {
     /// What is wrong with it, without quoting it: it may hold a password.
     pub(crate) fn at(url: &str, named_by: &'static str) -> Result<Self, Problem> {
         // The driver's way to switch verification off, by a word that does not say how dangerous it is.
-        if url.trim_end().ends_with("#insecure") {
-            return Err(Problem::new(format!(
+        let insecure = || {
+            Problem::new(format!(
                 "{named_by}: the URL ends in #insecure; take that off, and name the authority that signed the server's certificate with \
                  ca_certificate(path)"
-            )));
+            ))
+        };
+        if url.trim_end().ends_with("#insecure") {
+            return Err(insecure());
         }
         let client = Client::open(url).map_err(|_| {
             // The error may quote the URL.
@@ -49,6 +52,9 @@ impl Server {
                 "{named_by}: it is not a Redis URL; write redis://[user[:password]@]host[:port][/database], or rediss:// for TLS"
             ))
         })?;
+        if matches!(client.get_connection_info().addr(), ConnectionAddr::TcpTls { insecure: true, .. }) {
+            return Err(insecure());
+        }
         let tcp = TcpSettings::default().set_nodelay(true).set_keepalive(socket2::TcpKeepalive::new().with_time(KEEPALIVE));
         #[cfg(target_os = "linux")]
         let tcp = tcp.set_user_timeout(USER_TIMEOUT);

@@ -53,6 +53,39 @@ async fn a_stopped_server_is_noticed_at_once_and_found_again() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_server_that_reads_its_file_applies_nothing_yet() {
+    let options = RedisOptions::new().persistence(RedisPersistence::EveryWrite);
+    // It listens after every 1,024 commands, so there have to be many, and slow ones.
+    let mut server = RedisServer::start(options.setting("key-load-delay", "250")).expect("a Redis");
+    let store = at(&server.url());
+    assert_eq!(healed(&store, claim("k", 1)).await, GRANTED);
+    let rest: Vec<_> = (0..10_000).map(|it| claim(&format!("k{it}"), it)).collect();
+    assert_eq!(verdicts(&store, &rest).await, vec![GRANTED; 10_000]);
+    server.kill();
+    let starting = tokio::task::spawn_blocking(move || {
+        server.start_again().expect("it starts again");
+        server
+    });
+    let mut loading = 0;
+    let deadline = Instant::now() + 30 * SECOND;
+    loop {
+        match bounded(&store, claim("k", 2)).await {
+            Ok(verdict) => {
+                assert!(matches!(verdict, Verdict::Busy { .. }), "{verdict:?}");
+                break;
+            }
+            Err(StoreError::NotApplied(why)) => loading += u32::from(why.to_string().contains("LOADING")),
+            Err(StoreError::Unknown(_)) => {}
+            Err(error) => panic!("{error}"),
+        }
+        assert!(Instant::now() < deadline, "it loads for ever");
+        tokio::time::sleep(SECOND / 20).await;
+    }
+    assert!(loading > 0, "never met it while it was loading");
+    drop(starting.await.expect("started"));
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_server_that_was_never_there_is_found_when_it_comes() {
     let mut server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     server.stop();
