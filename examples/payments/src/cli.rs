@@ -31,7 +31,10 @@ pub(crate) struct Cli {
     /// How many workers are killed while it goes.
     #[arg(long, default_value_t = 5)]
     pub(crate) kills: usize,
-    /// Prints the counts as one JSON object.
+    /// Prints the counts as one JSON object. `charged`, `charged_twice` and `lost` come from the provider's ledger,
+    /// `in_doubt` and `dead_letters` from the broker. The rest but `sent` is what the workers counted: those in
+    /// processes of their own write it down five times a second, so a killed one takes its last counts along, and
+    /// `delivered`, `duplicates_stopped`, `retried` and `reconciled_…` may be too low.
     #[arg(long)]
     pub(crate) json: bool,
     /// Where a run with the store `sqlite` has its files: `payments.db`, and the provider's ledger. They are removed at

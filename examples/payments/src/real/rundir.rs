@@ -1,6 +1,6 @@
 //! The run directory: what each process wrote down of what it did.
 
-use std::fs::OpenOptions;
+use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -14,6 +14,20 @@ use crate::traffic::{Kind, Outgoing};
 /// A directory that the processes of one run share.
 #[derive(Clone, Debug)]
 pub(crate) struct RunDir(PathBuf);
+
+/// The name of a worker, which no other worker of the run has while this lives.
+#[derive(Debug)]
+pub(crate) struct Name {
+    name: String,
+    /// Its lock ends with the process, however that ends.
+    _held: File,
+}
+
+impl Name {
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+}
 
 #[derive(Serialize, Deserialize)]
 struct Noted {
@@ -80,6 +94,46 @@ impl RunDir {
         Ok(sent)
     }
 
+    /// Takes this name for a worker.
+    ///
+    /// # Errors
+    /// If a worker that runs has it, or it cannot be written down.
+    pub(crate) fn take_name(&self, name: &str) -> Result<Name, Error> {
+        let taken = || format!("--worker {name}: a worker that runs has this name in {}; give each its own", self.0.display());
+        Ok(self.try_name(name)?.ok_or_else(taken)?)
+    }
+
+    /// Takes the first name for a worker that is free: this one, or `worker` if it is empty, or that with a number.
+    ///
+    /// # Errors
+    /// If none can be written down.
+    pub(crate) fn take_free_name(&self, wanted: &str) -> Result<Name, Error> {
+        let wanted = if wanted.is_empty() { "worker" } else { wanted };
+        if let Some(taken) = self.try_name(wanted)? {
+            return Ok(taken);
+        }
+        for number in 2_u32.. {
+            if let Some(taken) = self.try_name(&format!("{wanted}-{number}"))? {
+                return Ok(taken);
+            }
+        }
+        unreachable!("numbers do not end before processes do")
+    }
+
+    /// `None` if a worker that runs has it.
+    fn try_name(&self, name: &str) -> Result<Option<Name>, Error> {
+        if name.is_empty() || name.contains(['/', '\\']) {
+            return Err(format!("--worker {name:?}: it becomes part of a file's name; use letters and digits").into());
+        }
+        let path = self.0.join(format!("counts-{name}.lock"));
+        let file = OpenOptions::new().create(true).append(true).open(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+        match rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(Some(Name { name: name.to_owned(), _held: file })),
+            Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
+            Err(error) => Err(format!("{}: {error}", path.display()).into()),
+        }
+    }
+
     /// Writes down what a worker has counted so far. A worker that is killed takes its last moments with it.
     ///
     /// # Errors
@@ -135,5 +189,21 @@ mod tests {
         let mut valid = messages.iter().filter(|message| matches!(message.kind, traffic::Kind::Valid { .. }));
         assert!(valid.all(|message| sent.amounts(&message.name()).is_some()));
         assert!(sent.payments().count() < 100);
+    }
+
+    #[test]
+    fn no_two_workers_that_run_share_a_name_and_one_that_is_over_leaves_it() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let run_dir = RunDir::at(directory.path()).expect("it is there");
+        let free = |wanted: &str| run_dir.take_free_name(wanted).expect("a name");
+        let (first, second) = (free(""), free(""));
+        assert_eq!((first.name(), second.name()), ("worker", "worker-2"));
+        let refusal = run_dir.take_name("worker-2").expect_err("it is taken").to_string();
+        assert!(refusal.starts_with("--worker worker-2: a worker that runs has this name"), "{refusal}");
+        assert_eq!(free("host").name(), "host");
+        drop(second);
+        assert_eq!(run_dir.take_name("worker-2").expect("it is free again").name(), "worker-2");
+        assert_eq!(run_dir.counts().expect("no counts yet"), Counts::default());
+        assert!(run_dir.take_name("../x").is_err());
     }
 }

@@ -43,9 +43,11 @@ pub(crate) struct Arguments {
     /// Where the counts are kept.
     #[arg(long, default_value = "payments-run")]
     run_dir: PathBuf,
-    /// What the counts of this worker are kept under; each worker needs a name of its own.
-    #[arg(long, env = "HOSTNAME", default_value = "worker")]
-    worker: String,
+    /// What the counts of this worker are kept under: a name of its own. By default the host's, or `worker`, and with a
+    /// number behind it if a worker that runs has that. One that is started again goes on counting where the last one
+    /// of its name stopped.
+    #[arg(long)]
+    worker: Option<String>,
     /// How long a claim holds without renewal, in milliseconds.
     #[arg(long, default_value_t = 2000)]
     lease: u64,
@@ -68,8 +70,13 @@ pub(super) async fn run(arguments: &Arguments) -> Result<(), Error> {
         .init();
     let outcomes = Outcomes::install();
     let run_dir = RunDir::at(&arguments.run_dir)?;
+    let taken = match &arguments.worker {
+        Some(name) => run_dir.take_name(name)?,
+        None => run_dir.take_free_name(&std::env::var("HOSTNAME").unwrap_or_default())?,
+    };
+    let worker = taken.name();
     // A worker that was killed and started again under its name goes on counting where the last one stopped.
-    let before = run_dir.counts_of(&arguments.worker);
+    let before = run_dir.counts_of(worker);
     let counts = || {
         let mut counts = outcomes.counts();
         counts.add(&before);
@@ -80,7 +87,7 @@ pub(super) async fn run(arguments: &Arguments) -> Result<(), Error> {
         loop {
             tokio::time::sleep(NOTING).await;
             let counts = counts();
-            if let Err(error) = run_dir.note_counts(&arguments.worker, &counts) {
+            if let Err(error) = run_dir.note_counts(worker, &counts) {
                 eprintln!("payments: the counts are not written down: {error}");
             }
             if Instant::now() >= next {
@@ -95,7 +102,7 @@ pub(super) async fn run(arguments: &Arguments) -> Result<(), Error> {
         worked = consume(arguments) => worked?,
         () = noting => {}
     }
-    run_dir.note_counts(&arguments.worker, &counts())
+    run_dir.note_counts(worker, &counts())
 }
 
 async fn consume(arguments: &Arguments) -> Result<(), Error> {

@@ -106,6 +106,29 @@ fn fewer_kills_than_asked_for_are_wrong() {
 }
 
 #[test]
+fn where_workers_were_killed_the_table_says_which_counts_are_theirs() {
+    let rows = |report: &Report| {
+        let table = report.to_string();
+        let named: Vec<String> = table.lines().filter(|line| line.contains("wrote it down")).map(str::to_owned).collect();
+        assert!(
+            ["charged ", "charged twice", "lost"]
+                .iter()
+                .all(|name| table.lines().any(|line| line.contains(name) && line.contains("ledger")))
+        );
+        named
+    };
+    let report = count(&sent(&["a"]), &charged(&["a"]), &SetAside::default());
+    assert_eq!(rows(&report.clone().with_kills(2, 2)), [""; 0]); // all in one process
+    let report = report.with_counts_as_written_down();
+    for killed in [report.clone(), report.clone().with_kills(2, 2)] {
+        let rows = rows(&killed);
+        let names = ["delivered", "duplicates stopped", "retried", "reconciled: happened", "reconciled: had not"];
+        assert!(rows.len() == names.len() && rows.iter().zip(names).all(|(row, name)| row.contains(name)), "{rows:?}");
+    }
+    assert_eq!(rows(&report.with_kills(0, 0)), [""; 0]);
+}
+
+#[test]
 fn where_the_provider_deduplicates_the_table_says_that_no_charge_can_be_the_second() {
     let (sent, ledger) = (sent(&["a"]), charged(&["a"]));
     let table = |repeats| Report::count(&sent, 1, (&ledger, repeats), &SetAside::default(), &Counts::default()).to_string();
