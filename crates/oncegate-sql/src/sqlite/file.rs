@@ -82,7 +82,8 @@ impl OpenFile {
         if connection.is_readonly("main").map_err(&failed)? {
             return Err(Failure::of(only_readable(), stage, place));
         }
-        let contents = Contents::of(&connection).map_err(&failed)?;
+        // In a transaction: another process may be making the table at this moment.
+        let contents = connection.unchecked_transaction().and_then(|reading| Contents::of(&reading)).map_err(&failed)?;
         if contents.is_ours(place)? == Ours::Empty {
             log_ahead(&connection, place).map_err(&failed)?;
             create(&mut connection, place, &failed)?;
@@ -198,7 +199,8 @@ enum Ours {
 }
 
 impl Contents {
-    fn of(connection: &Connection) -> rusqlite::Result<Self> {
+    /// Within a transaction, so that all of it is of one moment.
+    fn of(connection: &Transaction<'_>) -> rusqlite::Result<Self> {
         let tables = connection.query_row("SELECT count(*) FROM sqlite_schema", [], |row| row.get(0))?;
         let application = connection.query_row("PRAGMA application_id", [], |row| row.get(0))?;
         Ok(Self { application, version: version(connection)?, tables })

@@ -182,8 +182,12 @@ fn a_file_that_may_not_be_written_is_refused() {
     allow(&directory.file(), 0o444);
     allow(directory.path(), 0o555);
     let is_root = std::fs::metadata(directory.path()).expect("it is there").uid() == 0;
-    // A file that may not be written, and one that cannot be made.
-    for file in [directory.file(), directory.path().join("new.db")] {
+    // A file that may not be written, also where its log may, and one that cannot be made.
+    let open = Directory::new();
+    std::fs::copy(directory.file(), open.file()).expect("copied");
+    allow(&open.file(), 0o444);
+    allow(open.path(), 0o777);
+    for file in [directory.file(), open.file(), directory.path().join("new.db")] {
         let mut found = process("finds_that_it_may_not_write", &program, &file);
         if is_root {
             found.uid(65_534).gid(65_534);

@@ -26,6 +26,20 @@ async fn of_a_hundred_claims_over_five_handles_one_is_granted() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn all_who_find_no_file_make_one_together() {
+    for _ in 0..100 {
+        let directory = Directory::new();
+        let makers = (0..4).map(|_| {
+            let store = directory.store().synchronous(Synchronous::Normal);
+            tokio::spawn(async move { store.memory().await })
+        });
+        for made in join_all(makers).await {
+            made.expect("no panic").expect("it is there, whoever made it");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn handles_that_write_at_once_lose_nothing() {
     let directory = Directory::new();
     let writers = (0..4).map(|writer| {
