@@ -1,7 +1,7 @@
 //! The store's side of the promise: what one key may become.
 //!
 //! [`apply`] is the whole of it. The memory store is this function on a map; every other store is held against it by
-//! random histories; the model checker explores it. It has no clock: the store says how old the marker is.
+//! the laws of stores; the model checker explores it. It has no clock: the store says how old the marker is.
 
 use std::time::Duration;
 

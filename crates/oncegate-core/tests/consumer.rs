@@ -237,6 +237,62 @@ async fn a_consumer_that_dies_in_a_handler_leaves_a_doubt_at_most_once_and_a_sec
     }
 }
 
+/// Consumers of two releases on one queue: what one of them crashed on is judged by the lease and the guarantee that it
+/// was claimed with, whatever those of the other are.
+#[tokio::test]
+async fn a_change_of_terms_while_consumers_run_keeps_the_promise() {
+    use Guarantee::{AtMostOnce, EffectivelyOnce};
+    let (short, long) = (Duration::from_millis(400), Duration::from_secs(60));
+    for (old, old_lease, new, new_lease) in [
+        (AtMostOnce, short, EffectivelyOnce, long),
+        (EffectivelyOnce, short, AtMostOnce, long),
+        (AtMostOnce, long, EffectivelyOnce, short),
+        (EffectivelyOnce, short, EffectivelyOnce, long),
+    ] {
+        let case = format!("{old:?} {old_lease:?} to {new:?} {new_lease:?}");
+        let world = World::new();
+        world.publish("crashed-on", "slow");
+        let doomed = tokio::spawn(world.consumer(old).lease(old_lease).run_until(std::future::pending()));
+        while world.runs() == 0 {
+            tokio::task::yield_now().await;
+        }
+        doomed.abort();
+        assert!(doomed.await.expect_err("it was aborted").is_cancelled());
+
+        let started = Instant::now();
+        (0..50).for_each(|id| world.publish(&format!("id-{id}"), "work"));
+        let (settled, runs) = (world.broker.clone(), world.handler.runs.clone());
+        let shutdown = async move {
+            if old_lease == short {
+                settled.drained().await;
+            } else {
+                // The new consumer's lease is short, the record's is not.
+                tokio::time::sleep(2 * short).await;
+                let runs = runs.lock().expect("no panic inside").iter().filter(|(id, _)| id == "crashed-on").count();
+                assert_eq!(runs, 1, "a lease of a minute was taken for one of {short:?}");
+            }
+        };
+        let others = world.consumer(old).lease(old_lease).window(Duration::from_secs(3600)).run_until(std::future::pending());
+        let others = tokio::spawn(others);
+        world.consumer(new).lease(new_lease).window(Duration::from_secs(7200)).run_until(shutdown).await.expect("a clean end");
+        others.abort();
+        if old_lease == short {
+            assert!(started.elapsed() < Duration::from_secs(20), "{case}: the lease of the record decides");
+            let strict = old == AtMostOnce || new == AtMostOnce;
+            // Whichever consumer takes it over: with the stricter guarantee on either side it is not run on a guess.
+            let in_doubt = world.broker.in_doubt().len();
+            let again = world.handler.runs.lock().expect("no panic inside").iter().filter(|(id, _)| id == "crashed-on").count() - 1;
+            assert_eq!(in_doubt + again, 1, "{case}");
+            assert!(!(old == AtMostOnce && again > 0), "{case}: the record says at most once");
+            assert!(strict || again == 1, "{case}");
+        }
+        for id in 0..50 {
+            let runs = world.handler.runs.lock().expect("no panic inside").iter().filter(|(it, _)| *it == format!("id-{id}")).count();
+            assert_eq!(runs, 1, "{case} id-{id}");
+        }
+    }
+}
+
 #[tokio::test]
 async fn a_lease_is_renewed_while_its_handler_runs() {
     let world = World::new();

@@ -45,25 +45,25 @@ fn main() -> ExitCode {
     };
     println!("{:<17} {:<78} {:<9} {:>11} {:>6}", "mode", "at most so much trouble", "verdict", "states", "s");
     let mut right = true;
-    for (guarantee, budget, expected) in lines(how_far) {
-        right &= explore(guarantee, budget, expected);
+    for (guarantees, budget, expected) in lines(how_far) {
+        right &= explore(guarantees, budget, expected);
     }
     println!("{}", if right { "every line is as it should be" } else { "NOT as it should be" });
     if right { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-fn explore(guarantee: Guarantee, budget: Budget, expected: Expected) -> bool {
+fn explore(guarantees: [Guarantee; 2], budget: Budget, expected: Expected) -> bool {
     let started = Instant::now();
     // One thread finds the shortest way into trouble.
     let (only, threads) = match expected {
         Expected::Holds => ("", std::thread::available_parallelism().map_or(1, |it| it.get())),
         Expected::Violated(what) => (what, 1),
     };
-    let checker = Trial::new(guarantee, budget, only).checker().threads(threads).spawn_bfs().join();
+    let checker = Trial::new(guarantees, budget, only).checker().threads(threads).spawn_bfs().join();
     let found = checker.discoveries();
     let verdict = if found.is_empty() { "holds" } else { "violated" };
     let seconds = started.elapsed().as_secs_f64();
-    println!("{:<17} {:<78} {verdict:<9} {:>11} {seconds:>6.1}", mode(guarantee), budget.to_string(), checker.unique_state_count());
+    println!("{:<17} {:<78} {verdict:<9} {:>11} {seconds:>6.1}", mode(guarantees), budget.to_string(), checker.unique_state_count());
     let mut found: Vec<_> = found.into_iter().collect();
     found.sort_by_key(|(_, path)| path.clone().into_vec().len());
     let as_expected = match expected {
@@ -85,7 +85,7 @@ fn explore(guarantee: Guarantee, budget: Budget, expected: Expected) -> bool {
     as_expected
 }
 
-fn lines(how_far: HowFar) -> Vec<(Guarantee, Budget, Expected)> {
+fn lines(how_far: HowFar) -> Vec<([Guarantee; 2], Budget, Expected)> {
     use Expected::{Holds, Violated};
     use Guarantee::{AtMostOnce, Bare, EffectivelyOnce};
     let none = Budget::default();
@@ -95,9 +95,9 @@ fn lines(how_far: HowFar) -> Vec<(Guarantee, Budget, Expected)> {
         Budget { copies: 1, failures: 1, ..none },
         Budget { copies: 1, unknowns: 1, ..none },
     ];
-    let mut lines = vec![(Bare, none, Holds)];
+    let mut lines = vec![([Bare; 2], none, Holds)];
     for (budget, what) in each.into_iter().zip(["lost", "lost", "lost", "doubled"]) {
-        lines.push((Bare, budget, Violated(what)));
+        lines.push(([Bare; 2], budget, Violated(what)));
     }
     let together = [
         Budget { crashes: 1, losses: 1, expiries: 1, failures: 1, copies: 1, ..none },
@@ -108,15 +108,21 @@ fn lines(how_far: HowFar) -> Vec<(Guarantee, Budget, Expected)> {
     let all = Budget { crashes: 1, losses: 1, expiries: 1, failures: 1, unknowns: 1, copies: 1, drains: 1, forgotten: 0 };
     for guarantee in [AtMostOnce, EffectivelyOnce] {
         for budget in each.into_iter().chain(together) {
-            lines.push((guarantee, budget, Holds));
+            lines.push(([guarantee; 2], budget, Holds));
         }
         if how_far == HowFar::Deep {
-            lines.push((guarantee, all, Holds));
+            lines.push(([guarantee; 2], all, Holds));
+        }
+    }
+    // While consumers with the one guarantee replace consumers with the other: what both promise.
+    for (place, budget) in together.into_iter().enumerate() {
+        if place % 2 == 0 || how_far == HowFar::Deep {
+            lines.push(([AtMostOnce, EffectivelyOnce], budget, Holds));
         }
     }
     // What no store-side design can give: an effect that is not idempotent does not survive a marker that is forgotten.
-    lines.push((AtMostOnce, Budget { forgotten: 1, copies: 1, ..none }, Violated("doubled")));
-    lines.push((EffectivelyOnce, Budget { forgotten: 1, copies: 1, ..none }, Violated("started after it was done")));
+    lines.push(([AtMostOnce; 2], Budget { forgotten: 1, copies: 1, ..none }, Violated("doubled")));
+    lines.push(([EffectivelyOnce; 2], Budget { forgotten: 1, copies: 1, ..none }, Violated("started after it was done")));
     lines
 }
 

@@ -15,19 +15,25 @@ use crate::world::{Action, Asked, Budget, Effect, Flight, Lease, Receipt, Sent, 
 const LEASE: Duration = Duration::from_secs(1);
 const WINDOW: Duration = Duration::from_secs(100);
 
-/// One guarantee, under one budget of trouble.
+/// A guarantee for each consumer, under one budget of trouble.
 pub(crate) struct Trial {
     pub(crate) budget: Budget,
-    policy: Policy,
+    guarantees: [Guarantee; 2],
     key: Key,
     /// The one property to look at, by the beginning of its name; or all.
     only: &'static str,
 }
 
 impl Trial {
-    pub(crate) fn new(guarantee: Guarantee, budget: Budget, only: &'static str) -> Self {
-        let policy = Policy {
-            guarantee,
+    pub(crate) fn new(guarantees: [Guarantee; 2], budget: Budget, only: &'static str) -> Self {
+        // The id is not empty.
+        let id = MessageId::new("id").expect("an id");
+        Self { budget, guarantees, key: Key::new(&id), only }
+    }
+
+    fn policy(&self, who: usize) -> Policy {
+        Policy {
+            guarantee: self.guarantees[who],
             attempts: 3,
             retries: 1,
             reconciles: 1,
@@ -35,27 +41,30 @@ impl Trial {
             backoff: Duration::from_millis(1),
             longest_backoff: Duration::from_millis(1),
             outage: road::Outage::Hold,
-        };
-        // The id is not empty.
-        let id = MessageId::new("id").expect("an id");
-        Self { budget, policy, key: Key::new(&id), only }
+        }
     }
 
-    fn operation(&self, ask: Ask, token: Token, attempt: u32) -> Operation {
-        let terms = Terms { guarantee: self.policy.guarantee, lease: LEASE, window: WINDOW, fingerprint: None };
+    /// Whether both promise the same, and this.
+    fn all_promise(&self, guarantee: Guarantee) -> bool {
+        self.guarantees == [guarantee; 2]
+    }
+
+    fn operation(&self, ask: Ask, guarantee: Guarantee, token: Token, attempt: u32) -> Operation {
+        let terms = Terms { guarantee, lease: LEASE, window: WINDOW, fingerprint: None };
         Operation { key: self.key.clone(), ask, token, attempt, terms }
     }
 
     /// The store applies a command.
-    fn store(&self, world: &mut World, ask: Ask, token: Token, attempt: u32) -> Verdict {
+    fn store(&self, world: &mut World, sent: Sent) -> Verdict {
+        let Sent { ask, guarantee, token, attempt } = sent;
         let age = Age::Of(if world.over { LEASE * 2 } else { Duration::ZERO });
-        let (change, verdict) = apply(world.marker, age, &self.operation(ask, token, attempt));
+        let (change, verdict) = apply(world.marker, age, &self.operation(ask, guarantee, token, attempt));
         match change {
             Change::Keep => {}
             Change::Write(marker, _) => (world.marker, world.over) = (marker, false),
             Change::Delete => (world.marker, world.over) = (Marker::Absent, false),
         }
-        world.seen.done |= matches!(world.marker, Marker::Done(_)) && self.policy.guarantee != Guarantee::Bare;
+        world.seen.done |= matches!(world.marker, Marker::Done(_)) && !self.guarantees.contains(&Guarantee::Bare);
         verdict
     }
 
@@ -64,7 +73,7 @@ impl Trial {
         let mut next = Some(event);
         while let Some(event) = next.take() {
             let Some(flight) = world.consumers[who].delivery.as_mut() else { return };
-            let (stage, step) = road::next(flight.stage, event, &self.policy);
+            let (stage, step) = road::next(flight.stage, event, &self.policy(who));
             flight.stage = stage;
             if !matches!(stage, Stage::Running(..)) {
                 abandon(world, who);
@@ -173,8 +182,9 @@ impl Model for Trial {
         waiting.dedup();
         for (who, consumer) in world.consumers.iter().enumerate() {
             let Some(flight) = &consumer.delivery else {
-                // Two idle consumers are alike.
-                if !consumer.draining && (who == 0 || world.consumers[0].delivery.is_some()) {
+                // Two idle consumers are alike, if they promise the same.
+                let alike = self.guarantees[0] == self.guarantees[1];
+                if !consumer.draining && (who == 0 || !alike || world.consumers[0].delivery.is_some()) {
                     actions.extend(waiting.iter().map(|failures| Deliver(who, *failures)));
                 }
                 continue;
@@ -297,19 +307,19 @@ impl Model for Trial {
                 let flight = world.consumers[who].delivery.as_ref()?;
                 let Some(Asked::Sent(ask)) = flight.asked else { return None };
                 let (token, attempt) = (flight.token, flight.attempt);
-                let verdict = self.store(&mut world, ask, token, attempt);
+                let verdict = self.store(&mut world, Sent { ask, guarantee: self.guarantees[who], token, attempt });
                 world.consumers[who].delivery.as_mut()?.asked = Some(Asked::Answered(ask, verdict, Lease::Lives));
             }
             Action::ApplyLate(place) => {
-                let Sent { ask, token, attempt } = world.late.remove(place);
-                self.store(&mut world, ask, token, attempt);
+                let sent = world.late.remove(place);
+                self.store(&mut world, sent);
             }
             Action::Answer(who) => {
                 let flight = world.consumers[who].delivery.as_mut()?;
                 let Some(Asked::Answered(_, verdict, lease)) = flight.asked.take() else { return None };
                 if let Verdict::Granted { attempt } | Verdict::InDoubt { attempt } = verdict {
                     flight.attempt = attempt;
-                    flight.lease = if self.policy.guarantee == Guarantee::Bare { Lease::None } else { lease };
+                    flight.lease = if self.guarantees[who] == Guarantee::Bare { Lease::None } else { lease };
                 }
                 self.happens(&mut world, who, Event::Answer(verdict));
             }
@@ -318,7 +328,7 @@ impl Model for Trial {
                 let flight = world.consumers[who].delivery.as_mut()?;
                 let (ask, token, attempt) = (flight.asked.take()?, flight.token, flight.attempt);
                 if let (Action::LateCommand(_), Asked::Sent(ask)) = (action, ask) {
-                    world.late.push(Sent { ask, token, attempt });
+                    world.late.push(Sent { ask, guarantee: self.guarantees[who], token, attempt });
                 }
                 self.happens(&mut world, who, Event::Unavailable);
             }
@@ -375,7 +385,7 @@ impl Model for Trial {
                 let flight = world.consumers[who].delivery.as_ref()?;
                 if let Some(Asked::Sent(ask)) = flight.asked {
                     let (token, attempt) = (flight.token, flight.attempt);
-                    world.late.push(Sent { ask, token, attempt });
+                    world.late.push(Sent { ask, guarantee: self.guarantees[who], token, attempt });
                 }
                 self.comes_back(&mut world, who);
             }
@@ -394,8 +404,9 @@ impl Model for Trial {
             // Whoever has drained is started again.
             consumer.draining &= consumer.delivery.is_some();
         }
-        if self.only.is_empty() {
-            world.forget_names(); // a story needs them
+        // A story needs the names, and so does a world in which they promise different things.
+        if self.only.is_empty() && self.guarantees[0] == self.guarantees[1] {
+            world.forget_names();
         }
         world.tidy();
         (world != *before).then_some(world)
@@ -412,13 +423,13 @@ impl Model for Trial {
                 world.is_quiet() || !actions.is_empty()
             }),
         ];
-        if self.policy.guarantee != Guarantee::EffectivelyOnce {
+        if self.all_promise(Guarantee::AtMostOnce) || self.all_promise(Guarantee::Bare) {
             properties.push(Property::always(TWICE, |_, world: &World| world.provider.effects < 2));
         }
-        if self.policy.guarantee == Guarantee::AtMostOnce {
+        if self.all_promise(Guarantee::AtMostOnce) {
             properties.push(Property::always(GUESS, |_, world: &World| !world.seen.start_on_a_guess));
         }
-        if self.policy.guarantee != Guarantee::Bare {
+        if !self.guarantees.contains(&Guarantee::Bare) {
             properties.push(Property::always(AFTER_DONE, |_, world: &World| !world.seen.start_after_done));
             properties.push(Property::always(BACKWARDS, |_, world: &World| !world.seen.start_below_the_fence));
             properties.push(Property::always(AT_ONCE, |_, world: &World| !world.seen.two_at_once));

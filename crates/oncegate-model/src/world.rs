@@ -86,6 +86,7 @@ pub(crate) enum Asked {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Sent {
     pub(crate) ask: Ask,
+    pub(crate) guarantee: Guarantee,
     pub(crate) token: Token,
     pub(crate) attempt: u32,
 }
@@ -255,11 +256,12 @@ pub(crate) fn name(ask: &Ask) -> &'static str {
     }
 }
 
-/// The name of a guarantee as the table prints it.
-pub(crate) fn mode(guarantee: Guarantee) -> &'static str {
-    match guarantee {
-        Guarantee::AtMostOnce => "at-most-once",
-        Guarantee::EffectivelyOnce => "effectively-once",
-        Guarantee::Bare => "bare",
+/// What the two promise, as the table prints it.
+pub(crate) fn mode(guarantees: [Guarantee; 2]) -> &'static str {
+    match guarantees {
+        [Guarantee::AtMostOnce, Guarantee::AtMostOnce] => "at-most-once",
+        [Guarantee::EffectivelyOnce, Guarantee::EffectivelyOnce] => "effectively-once",
+        [Guarantee::Bare, Guarantee::Bare] => "bare",
+        _ => "one of each",
     }
 }

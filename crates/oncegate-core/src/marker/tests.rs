@@ -66,6 +66,7 @@ fn claim() {
                 (Cleared { attempt: 3 }, ALIVE, fourth.0, fourth.1),
                 (running(guarantee, MINE, 4), OVER, fourth.0, fourth.1), // renewed, the same attempt
                 (running(guarantee, THEIRS, 1), ALIVE, Keep, Verdict::Busy { remaining: Duration::from_secs(29) }),
+                (running(guarantee, THEIRS, 1), Age::Of(LEASE), Keep, Verdict::Busy { remaining: Duration::ZERO }), // to its last moment
                 (running(guarantee, THEIRS, 1), Age::Unknown, write(running(guarantee, THEIRS, 1)), Verdict::Busy { remaining: LEASE }),
                 (doubted(MINE, 2, Doubt::Reconciling), ALIVE, write(doubted(MINE, 2, Doubt::Reconciling)), Verdict::InDoubt { attempt: 2 }),
                 (doubted(THEIRS, 2, Doubt::Reconciling), ALIVE, Keep, Verdict::Busy { remaining: Duration::from_secs(29) }),

@@ -28,6 +28,9 @@ struct Tables {
     crowded: usize,
 }
 
+/// No clock reaches further, and nobody waits longer.
+const CENTURY: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
+
 /// As many open markers as are not worth a look.
 const FEW: usize = 4096;
 
@@ -91,14 +94,14 @@ impl Tables {
             Change::Keep => {}
             Change::Delete => self.remove(&operation.key),
             Change::Write(Marker::Done(fingerprint), window) => {
-                let expires = now + window;
+                let expires = now + window.min(CENTURY);
                 self.open.remove(&operation.key);
                 self.done.insert(operation.key.clone(), Done { fingerprint, expires });
                 self.expiries.push_back((expires, operation.key.clone()));
             }
             Change::Write(marker, horizon) => {
                 self.done.remove(&operation.key);
-                self.open.insert(operation.key.clone(), Open { marker, written: now, expires: now + horizon });
+                self.open.insert(operation.key.clone(), Open { marker, written: now, expires: now + horizon.min(CENTURY) });
             }
         }
         verdict
