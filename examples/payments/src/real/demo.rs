@@ -1,10 +1,12 @@
 //! The demo on real servers: starts the processes, kills some of them, waits until nothing moves, and counts.
 
 use std::path::{Path, PathBuf};
+use std::pin::pin;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use clap::{Args, ValueEnum};
 
+use super::check::check;
 use super::fleet::{Fleet, Provider};
 use super::rundir::RunDir;
 use super::watch::Watch;
@@ -25,6 +27,8 @@ const STUCK: Duration = Duration::from_secs(20);
 const BATCH: usize = 250;
 /// How often it is looked how far it is.
 const LOOK: Duration = Duration::from_millis(100);
+/// How long nothing may move until the user hears what the workers say.
+const SILENCE: Duration = Duration::from_secs(5);
 /// How long the workers may take to settle the first of what they got: longer than it takes Kafka to give it to them.
 const BEGINNING: Duration = Duration::from_secs(60);
 /// From sending to a kill: less than a charge takes, so that it hits some in the middle.
@@ -87,12 +91,17 @@ pub(crate) async fn run(cli: &Cli) -> Result<Report, Error> {
     if messages.len() < 2 * (cli.kills + 1) && cli.kills > 0 {
         return Err(format!("--kills: {} are too many for {} messages; send more, or kill fewer", cli.kills, messages.len()).into());
     }
+    let store = cli.store.unwrap_or(StoreKind::Redis);
     // From before the first process starts: who ends here must take them along.
-    let terminated = terminated()?;
+    let mut terminated = pin!(terminated()?);
+    tokio::select! {
+        checked = check(&cli.servers, cli.broker, store) => checked?,
+        () = &mut terminated => return Err("stopped by a signal".into()),
+    }
     let now = SystemTime::now().duration_since(UNIX_EPOCH)?.as_millis();
     let name = format!("payments-{now}-{}", std::process::id());
     // A directory for temporary files may lie in memory, where at most once has no file.
-    let above = if cli.store == Some(StoreKind::Sqlite) { cli.run_dir.clone() } else { std::env::temp_dir() };
+    let above = if store == StoreKind::Sqlite { cli.run_dir.clone() } else { std::env::temp_dir() };
     let directory = above.join(&name);
     let ran = tokio::select! {
         ran = run_in(cli, (payments.len(), &messages), name, &directory) => ran,
@@ -140,15 +149,12 @@ impl Run {
         ] {
             arguments.extend([flag.to_owned(), value.clone()]);
         }
-        if store == StoreKind::Redis {
-            cli.servers.redis()?; // better said here than in a worker's log
-        }
         let mut fleet = Fleet::new(&run_dir, arguments, cli.servers.environment().collect());
         let workers = cli.workers.max(1);
         for _ in 0..workers {
             fleet.hire()?;
         }
-        let wire = Wire::open(cli.broker, &cli.servers, &queue).await?;
+        let wire = fleet.meanwhile(Wire::open(cli.broker, &cli.servers, &queue)).await?;
         let watch = Watch::over(&run_dir, payments);
         Ok(Self { run_dir, provider, fleet, wire, watch, payments, workers })
     }
@@ -175,13 +181,22 @@ impl Run {
         self.send_batches(&messages[bound(kills)..]).await
     }
 
+    /// Looks how far it is. When nothing moves, what the workers say of it is for the user too.
+    fn look(&mut self) -> Result<(), Error> {
+        self.fleet.all_run()?;
+        self.watch.look()?;
+        if self.watch.quiet() > SILENCE {
+            self.fleet.pass_on_complaints();
+        }
+        Ok(())
+    }
+
     async fn send_batches(&mut self, messages: &[Outgoing]) -> Result<(), Error> {
         for batch in messages.chunks(BATCH) {
             self.run_dir.note_sent(Sending::Attempted, batch)?;
             self.wire.send(batch).await?;
             self.run_dir.note_sent(Sending::Confirmed, batch)?;
-            self.fleet.all_run()?;
-            self.watch.look()?;
+            self.look()?;
         }
         Ok(())
     }
@@ -192,8 +207,7 @@ impl Run {
         self.watch.begin_again();
         while self.watch.quiet() < BEGINNING {
             tokio::time::sleep(LOOK).await;
-            self.fleet.all_run()?;
-            self.watch.look()?;
+            self.look()?;
             if let Some(busiest) = self.fleet.busiest_since(before) {
                 return Ok(Some(busiest));
             }
@@ -206,8 +220,7 @@ impl Run {
         let mut rounds = 0;
         loop {
             tokio::time::sleep(LOOK).await;
-            self.fleet.all_run()?;
-            self.watch.look()?;
+            self.look()?;
             let long_enough = if self.watch.charged() >= self.payments { QUIET } else { STUCK };
             if self.watch.quiet() < long_enough || (self.watch.quiet() < STUCK && self.wire.backlog().await? > 0) {
                 continue;

@@ -1,16 +1,24 @@
 //! The processes of a run: the provider and the workers.
 
+use std::collections::HashSet;
 use std::fs::File;
+use std::future::Future;
+use std::pin::pin;
 use std::process::Stdio;
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::{Child, Command};
+use tokio::time::Instant;
 
 use super::Error;
 use super::rundir::RunDir;
 
+/// How often it is looked whether all run.
+const LOOK: Duration = Duration::from_millis(100);
+/// How long something may take until the user hears what the workers say, and how long then until the next.
+const SILENCE: Duration = Duration::from_secs(5);
 /// How long a process may take to drain and end.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -21,6 +29,9 @@ pub(crate) struct Fleet {
     arguments: Vec<String>,
     workers: Vec<(String, Child)>,
     started: usize,
+    /// Complaints that the user has heard, and when the last of them.
+    complaints: HashSet<String>,
+    told: Option<Instant>,
 }
 
 /// A provider that answers.
@@ -41,7 +52,7 @@ impl Provider {
             .spawn()?;
         let stdout = process.stdout.take().ok_or("the provider has no stdout")?;
         let url = BufReader::new(stdout).lines().next_line().await?;
-        let url = url.ok_or_else(|| format!("the provider did not start; see {}", run_dir.log("provider").display()))?;
+        let url = url.ok_or_else(|| format!("the provider did not start{}", last_words(run_dir, "provider")))?;
         Ok(Self { url, process })
     }
 
@@ -53,7 +64,7 @@ impl Provider {
 impl Fleet {
     /// No workers yet; these are the arguments and the environment of each.
     pub(crate) fn new(run_dir: &RunDir, arguments: Vec<String>, environment: Vec<(&'static str, String)>) -> Self {
-        Self { run_dir: run_dir.clone(), environment, arguments, workers: Vec::new(), started: 0 }
+        Self { run_dir: run_dir.clone(), environment, arguments, workers: Vec::new(), started: 0, complaints: HashSet::new(), told: None }
     }
 
     /// Starts one more.
@@ -93,10 +104,40 @@ impl Fleet {
     pub(crate) fn all_run(&mut self) -> Result<(), Error> {
         for (name, process) in &mut self.workers {
             if let Some(status) = process.try_wait()? {
-                return Err(format!("{name} ended with {status}; see {}", self.run_dir.log(name).display()).into());
+                return Err(format!("{name} ended with {status}{}", last_words(&self.run_dir, name)).into());
             }
         }
         Ok(())
+    }
+
+    /// Waits for this as long as all workers run, and passes on what they complain of.
+    pub(crate) async fn meanwhile<T>(&mut self, awaited: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
+        let mut awaited = pin!(awaited);
+        let begun = Instant::now();
+        loop {
+            match tokio::time::timeout(LOOK, &mut awaited).await {
+                Ok(done) => return done,
+                Err(_) => self.all_run()?,
+            }
+            if begun.elapsed() > SILENCE {
+                self.pass_on_complaints();
+            }
+        }
+    }
+
+    /// Tells the user what a worker complained of last, unless one was told a moment ago: they share their servers, and
+    /// one speaks for all.
+    pub(crate) fn pass_on_complaints(&mut self) {
+        if self.told.is_some_and(|at| at.elapsed() < SILENCE) {
+            return;
+        }
+        let mut complaints = self.workers.iter().filter_map(|(name, _)| Some((name, complaint(&self.run_dir, name)?)));
+        let new = complaints.find(|(_, complaint)| !self.complaints.contains(complaint));
+        if let Some((name, complaint)) = new {
+            eprintln!("payments: {name}: {complaint}");
+            self.complaints.insert(complaint);
+            self.told = Some(Instant::now());
+        }
     }
 
     /// SIGTERMs all, and waits until they have drained.
@@ -109,6 +150,21 @@ impl Fleet {
         }
         Ok(())
     }
+}
+
+/// What a process said last of why it ended, and where the rest is.
+fn last_words(run_dir: &RunDir, name: &str) -> String {
+    let log = run_dir.log(name);
+    let text = std::fs::read_to_string(&log).unwrap_or_default();
+    let said = text.lines().rev().find_map(|line| line.strip_prefix("payments: ")).map(|said| format!(": {said}"));
+    format!("{}; see {}", said.unwrap_or_default(), log.display())
+}
+
+/// The last warning or error in a worker's log, without its time.
+fn complaint(run_dir: &RunDir, name: &str) -> Option<String> {
+    let text = std::fs::read_to_string(run_dir.log(name)).ok()?;
+    let complaints = text.lines().rev().filter_map(|line| line.split_once(' ').map(|(_, said)| said.trim_start()));
+    complaints.filter(|said| said.starts_with("WARN ") || said.starts_with("ERROR ")).map(str::to_owned).next()
 }
 
 fn command(run_dir: &RunDir, name: &str) -> Result<Command, Error> {

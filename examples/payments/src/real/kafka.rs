@@ -1,25 +1,80 @@
 //! Kafka, as the demo itself uses it.
 
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
-use rdkafka::client::DefaultClientContext;
-use rdkafka::config::ClientConfig;
-use rdkafka::consumer::{BaseConsumer, Consumer};
-use rdkafka::error::RDKafkaErrorCode;
+use rdkafka::client::{ClientContext, DefaultClientContext};
+use rdkafka::config::{ClientConfig, RDKafkaLogLevel};
+use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext};
+use rdkafka::error::{KafkaError, RDKafkaErrorCode};
 use rdkafka::message::{Header, Headers, Message, OwnedHeaders};
 use rdkafka::producer::{FutureProducer, FutureRecord};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 
 use super::Error;
+use super::check::KAFKA;
 use super::wire::Queue;
 use crate::payment::ID_HEADER;
 use crate::traffic::{self, Outgoing};
 
 /// How long one question to the broker may take.
 const PATIENCE: Duration = Duration::from_secs(20);
+/// How long one question takes while it is not known whether anybody answers.
+const ONE_QUESTION: Duration = Duration::from_secs(1);
 const PARTITIONS: i32 = 6;
 const ASIDE: [&str; 2] = [".dead-letters", ".in-doubt"];
+
+/// What the client says of brokers that do not answer.
+#[derive(Default)]
+struct Trouble(Mutex<(Vec<RDKafkaErrorCode>, String)>);
+
+impl Trouble {
+    /// Whether no broker answers at all, and why the last one does not.
+    fn told(&self) -> (bool, String) {
+        let told = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        (told.0.contains(&RDKafkaErrorCode::AllBrokersDown), told.1.clone())
+    }
+}
+
+impl ClientContext for Trouble {
+    fn log(&self, _: RDKafkaLogLevel, _: &str, _: &str) {}
+
+    fn error(&self, error: KafkaError, reason: &str) {
+        let Some(code) = error.rdkafka_error_code() else { return };
+        let mut told = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if code != RDKafkaErrorCode::AllBrokersDown {
+            told.1 = reason.to_owned();
+        }
+        told.0.push(code);
+    }
+}
+
+impl ConsumerContext for Trouble {}
+
+/// Whether a broker answers.
+///
+/// # Errors
+/// The option, what is wrong, and what to do.
+pub(super) async fn check(brokers: &str, patience: Duration) -> Result<(), Error> {
+    let created = client(brokers).create_with_context::<_, BaseConsumer<Trouble>>(Trouble::default());
+    let consumer = created.map_err(|error| KAFKA.wrong(format!("{brokers}: {error}; write host:port, and commas between several")))?;
+    let asking = tokio::task::spawn_blocking(move || {
+        let begun = Instant::now();
+        while consumer.fetch_metadata(None, ONE_QUESTION).is_err() {
+            while consumer.poll(Duration::ZERO).is_some() {}
+            let (all_down, reason) = consumer.context().told();
+            // One that has a second address, or just starts, is asked again.
+            if begun.elapsed() >= if all_down { patience / 4 } else { patience } {
+                return Err(if reason.is_empty() { format!("no answer within {patience:?}") } else { reason });
+            }
+        }
+        Ok(())
+    });
+    asking.await?.map_err(|reason| {
+        KAFKA.wrong(format!("Kafka at {brokers} cannot be reached ({reason}); is it running, and are host and port right?"))
+    })
+}
 
 /// A producer, and what it takes to look.
 pub(crate) struct Wire {
@@ -34,7 +89,10 @@ pub(crate) async fn create(brokers: &str, name: &str) -> Result<(), Error> {
     let keeping = |name| NewTopic::new(name, 1, TopicReplication::Fixed(1)).set("retention.ms", "-1");
     let mut topics = vec![NewTopic::new(name, PARTITIONS, TopicReplication::Fixed(1))];
     topics.extend(aside.iter().map(|name| keeping(name)));
-    for result in admin(brokers)?.create_topics(&topics, &options()).await? {
+    let created = admin(brokers)?.create_topics(&topics, &options()).await;
+    let not_created =
+        |error| KAFKA.wrong(format!("the topics of {name} cannot be created at {brokers} ({error}); is Kafka running there?"));
+    for result in created.map_err(not_created)? {
         match result {
             Ok(_) | Err((_, RDKafkaErrorCode::TopicAlreadyExists)) => {}
             Err((topic, error)) => return Err(format!("the topic {topic} cannot be created: {error}").into()),

@@ -4,9 +4,11 @@ use std::time::{Duration, Instant};
 
 use lapin::options::{BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::{AMQPValue, FieldTable};
-use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
+use lapin::uri::AMQPUri;
+use lapin::{BasicProperties, Channel, Connection, ConnectionProperties, ErrorKind};
 
 use super::Error;
+use super::check::RABBITMQ;
 use crate::payment::ID_HEADER;
 use crate::traffic::{self, Outgoing};
 
@@ -14,9 +16,65 @@ use crate::traffic::{self, Outgoing};
 const PATIENCE: Duration = Duration::from_secs(60);
 /// How often a message is sent that RabbitMQ refuses.
 const TRIES: u32 = 20;
+/// How long nobody is told what is waited for.
+const SILENCE: Duration = Duration::from_secs(5);
 /// Where the source of oncegate keeps what waits for another attempt.
 const DELAYS: [&str; 5] = [".delay.1000", ".delay.5000", ".delay.30000", ".delay.120000", ".delay.600000"];
 const ASIDE: [&str; 2] = [".dead-letters", ".in-doubt"];
+
+/// AMQP's reply codes to a user, and to a virtual host, that are not right.
+const ACCESS_REFUSED: u16 = 403;
+const NOT_ALLOWED: u16 = 530;
+
+/// Why there is no connection.
+enum Refused {
+    /// It may come.
+    Absent(Error),
+    /// A person has to change it.
+    Wrong(Error),
+}
+
+impl From<Refused> for Error {
+    fn from(refused: Refused) -> Self {
+        match refused {
+            Refused::Absent(error) | Refused::Wrong(error) => error,
+        }
+    }
+}
+
+/// Whether RabbitMQ lets us in.
+///
+/// # Errors
+/// The option, what is wrong, and what to do.
+pub(super) async fn check(url: &str) -> Result<(), Error> {
+    let connection = connect(url).await?;
+    let _ = connection.close(200, "OK".into()).await; // it has answered
+    Ok(())
+}
+
+async fn connect(url: &str) -> Result<Connection, Refused> {
+    // No error repeats the URL: the password may be in it.
+    let uri: AMQPUri = url.parse().map_err(|_| {
+        let remedy = "write amqp://user:password@host:port/vhost, with / as %2f and the password percent-encoded";
+        Refused::Wrong(RABBITMQ.wrong(format!("it is not an AMQP URL; {remedy}")))
+    })?;
+    let place = format!("RabbitMQ at {}:{}", uri.authority.host, uri.authority.port);
+    let vhost = uri.vhost.clone();
+    Connection::connect_uri(uri, ConnectionProperties::default()).await.map_err(|error| match error.kind() {
+        ErrorKind::ProtocolError(refusal) if refusal.get_id() == ACCESS_REFUSED => Refused::Wrong(RABBITMQ.wrong(format!(
+            "{place} refuses the user or the password; correct them in amqp://user:password@host:port/vhost, and mind that `guest` may \
+             only connect from the broker's own host"
+        ))),
+        ErrorKind::ProtocolError(refusal) if refusal.get_id() == NOT_ALLOWED => Refused::Wrong(RABBITMQ.wrong(format!(
+            "{place} does not let this user into the virtual host {vhost:?} ({error}); correct it at the end of the URL, where / is %2f"
+        ))),
+        _ => {
+            Refused::Absent(RABBITMQ.wrong(format!(
+                "{place} cannot be reached ({error}); is it running, are host and port right, and does that port speak AMQP?"
+            )))
+        }
+    })
+}
 
 /// A connection that sends, and looks.
 pub(crate) struct Wire {
@@ -26,29 +84,36 @@ pub(crate) struct Wire {
 }
 
 impl Wire {
-    /// Waits until a worker has declared the queue.
+    /// Waits until a worker has declared the queue, and says so if that takes long.
     pub(crate) async fn open(url: &str, queue: &str) -> Result<Self, Error> {
-        let begun = Instant::now();
+        let (begun, mut said) = (Instant::now(), String::new());
         loop {
-            let trouble = match Self::connect(url, queue).await {
-                Ok(wire) => match wire.ready("").await {
-                    Ok(_) => return Ok(wire),
-                    Err(error) => format!("the queue {queue} is not there ({error}); a worker declares it"),
+            let trouble = match connect(url).await {
+                Ok(connection) => match Self::over(connection, queue).await {
+                    Ok(wire) => return Ok(wire),
+                    Err(error) => format!("the queue {queue} is not there ({error}); a worker declares it: is one running?").into(),
                 },
-                Err(error) => format!("RabbitMQ cannot be used: {error}"),
+                Err(Refused::Absent(trouble)) => trouble,
+                Err(Refused::Wrong(error)) => return Err(error),
             };
             if begun.elapsed() > PATIENCE {
-                return Err(trouble.into());
+                return Err(trouble);
+            }
+            if begun.elapsed() > SILENCE && said != trouble.to_string() {
+                said = trouble.to_string();
+                eprintln!("payments: {said}; trying again for {PATIENCE:?}");
             }
             tokio::time::sleep(Duration::from_millis(200)).await;
         }
     }
 
-    async fn connect(url: &str, queue: &str) -> Result<Self, Error> {
-        let connection = Connection::connect(url, ConnectionProperties::default()).await?;
+    /// If the queue is there.
+    async fn over(connection: Connection, queue: &str) -> Result<Self, Error> {
         let channel = connection.create_channel().await?;
         channel.confirm_select(ConfirmSelectOptions::default()).await?;
-        Ok(Self { connection, channel, queue: queue.to_owned() })
+        let wire = Self { connection, channel, queue: queue.to_owned() };
+        wire.ready("").await?;
+        Ok(wire)
     }
 
     /// Sends, and sends again what was refused: RabbitMQ has not taken that, as happens while a quorum queue that was just
