@@ -25,11 +25,11 @@ async fn of_a_hundred_claims_over_five_handles_one_is_granted() {
     }
 }
 
-#[tokio::test(flavor = "multi_thread")]
+#[tokio::test(flavor = "multi_thread", worker_threads = 8)]
 async fn all_who_find_no_file_make_one_together() {
-    for _ in 0..100 {
+    for _ in 0..150 {
         let directory = Directory::new();
-        let makers = (0..4).map(|_| {
+        let makers = (0..8).map(|_| {
             let store = directory.store().synchronous(Synchronous::Normal);
             tokio::spawn(async move { store.memory().await })
         });
