@@ -5,8 +5,12 @@ use std::io;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use oncegate_core::source::Open;
-use oncegate_kafka::Kafka;
+use oncegate_core::source::{Limit, Open, Source};
+use oncegate_kafka::{Kafka, TopicCreation};
+use oncegate_testkit::servers::KafkaServer;
+use rdkafka::ClientConfig;
+use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
+use rdkafka::client::DefaultClientContext;
 
 /// Lines, and when each came.
 #[derive(Clone, Default)]
@@ -24,18 +28,54 @@ impl io::Write for Lines {
     }
 }
 
+impl Lines {
+    /// What was said since it was taken last.
+    fn take(&self) -> Vec<(Instant, String)> {
+        std::mem::take(&mut *self.0.lock().expect("nobody panics with it"))
+    }
+}
+
+/// One after the other: there is one place where lines are heard.
 #[tokio::test(flavor = "multi_thread")]
 async fn without_a_broker_one_line_comes_soon_and_names_setting_problem_and_remedy() {
     let lines = Lines::default();
     let writer = lines.clone();
     tracing_subscriber::fmt().with_ansi(false).with_max_level(tracing::Level::INFO).with_writer(move || writer.clone()).init();
+    never_there(&lines).await;
+    gone_while_it_is_read(&lines).await;
+}
+
+async fn never_there(lines: &Lines) {
     let begun = Instant::now();
     let opening = Kafka::topic("t").brokers("127.0.0.1:1").group("g").open();
     assert!(tokio::time::timeout(Duration::from_secs(7), opening).await.is_err());
-    let lines = lines.0.lock().expect("nobody panics with it");
-    let [(at, line)] = lines.as_slice() else { panic!("{} lines in 7 s: {lines:#?}", lines.len()) };
+    is_told_once("127.0.0.1:1", begun, &lines.take());
+}
+
+async fn gone_while_it_is_read(lines: &Lines) {
+    let mut server = tokio::task::spawn_blocking(|| KafkaServer::start().expect("a broker")).await.expect("a broker");
+    let admin: AdminClient<DefaultClientContext> =
+        ClientConfig::new().set("bootstrap.servers", server.brokers()).create().expect("a client");
+    let created = admin.create_topics(&[NewTopic::new("t", 1, TopicReplication::Fixed(1))], &AdminOptions::new()).await;
+    created.expect("an answer")[0].as_ref().expect("created");
+    let kafka = Kafka::topic("t").brokers(server.brokers()).group("g");
+    let mut source = kafka.create_topics(TopicCreation::Create { partitions: 1, replication: 1 }).open().await.expect("a source");
+    lines.take();
+    server.kill();
+    let begun = Instant::now();
+    let mut none = Vec::new();
+    let reading = source.receive(Limit { count: 1, bytes: 1 << 20 }, &mut none);
+    assert!(tokio::time::timeout(Duration::from_secs(8), reading).await.is_err());
+    is_told_once(&server.brokers(), begun, &lines.take());
+    let _ = Box::new(source).close(Instant::now()).await; // there is nobody to take leave of
+}
+
+fn is_told_once(brokers: &str, begun: Instant, lines: &[(Instant, String)]) {
+    let [(at, line)] = lines else { panic!("{} lines: {lines:#?}", lines.len()) };
     assert!(at.duration_since(begun) < Duration::from_secs(2), "after {:?}", at.duration_since(begun));
-    for part in ["WARN", "brokers: 127.0.0.1:1 cannot be reached", "Connect", "refused", "is Kafka running, and are host, port"] {
+    for part in
+        ["WARN", &format!("brokers: {brokers} cannot be reached"), "is Kafka running, and are host, port and security.protocol right"]
+    {
         assert!(line.contains(part), "{part}: {line}");
     }
 }
