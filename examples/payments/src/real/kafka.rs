@@ -57,8 +57,11 @@ impl ConsumerContext for Trouble {}
 /// # Errors
 /// The option, what is wrong, and what to do.
 pub(super) async fn check(brokers: &str, patience: Duration) -> Result<(), Error> {
+    if let Some(entry) = brokers.split(',').find(|entry| !is_address(entry.trim())) {
+        return Err(KAFKA.wrong(format!("{entry:?} is no host:port; write host:port, and commas between several")));
+    }
     let created = client(brokers).create_with_context::<_, BaseConsumer<Trouble>>(Trouble::default());
-    let consumer = created.map_err(|error| KAFKA.wrong(format!("{brokers}: {error}; write host:port, and commas between several")))?;
+    let consumer = created.map_err(|error| KAFKA.wrong(format!("{brokers}: {error}")))?;
     let asking = tokio::task::spawn_blocking(move || {
         let begun = Instant::now();
         while consumer.fetch_metadata(None, ONE_QUESTION).is_err() {
@@ -74,6 +77,11 @@ pub(super) async fn check(brokers: &str, patience: Duration) -> Result<(), Error
     asking.await?.map_err(|reason| {
         KAFKA.wrong(format!("Kafka at {brokers} cannot be reached ({reason}); is it running, and are host and port right?"))
     })
+}
+
+fn is_address(entry: &str) -> bool {
+    let is_host = |host: &str| !host.is_empty() && !host.contains(|letter: char| letter.is_whitespace() || "/@".contains(letter));
+    entry.rsplit_once(':').is_some_and(|(host, port)| is_host(host) && matches!(port.parse::<u16>(), Ok(1..)))
 }
 
 /// A producer, and what it takes to look.
@@ -197,4 +205,19 @@ fn admin(brokers: &str) -> Result<AdminClient<DefaultClientContext>, Error> {
 
 fn options() -> AdminOptions {
     AdminOptions::new().operation_timeout(Some(PATIENCE)).request_timeout(Some(PATIENCE))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn what_is_no_address_of_a_broker_is_told_before_any_is_asked() {
+        for (brokers, entry) in [("http://x y", "http://x y"), ("localhost:99999", "localhost:99999"), ("a:1,,b:2", ""), ("a", "a")] {
+            let told = check(brokers, Duration::ZERO).await.expect_err(brokers).to_string();
+            let wanted = format!("--kafka (or ONCEGATE_KAFKA): {entry:?} is no host:port; write host:port, and commas between several");
+            assert_eq!(told, wanted);
+        }
+        assert!(["localhost:9092", "[::1]:9092", "a.example:1"].into_iter().all(is_address));
+    }
 }
