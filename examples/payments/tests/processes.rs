@@ -170,6 +170,16 @@ fn a_wrong_password_is_told_at_once_and_never_repeated() {
 }
 
 #[test]
+fn a_redis_that_forgets_is_refused_before_anything_starts() {
+    use oncegate_testkit::servers::{RedisOptions, RedisServer};
+    let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let rabbitmq = oncegate_testkit::rabbitmq_url().expect("ONCEGATE_RABBITMQ is set");
+    let (said, _) = ends(&["--broker", "rabbitmq", "--redis", &server.url(), "--rabbitmq", &rabbitmq]);
+    let told = line(&said, "payments: --redis (or ONCEGATE_REDIS): at most once needs a store that does not forget");
+    assert!(told.contains("set appendonly yes"), "{told}");
+}
+
+#[test]
 fn a_worker_that_ends_is_quoted() {
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
     let url = oncegate_testkit::rabbitmq_url().expect("ONCEGATE_RABBITMQ is set");

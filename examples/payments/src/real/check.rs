@@ -4,10 +4,10 @@ use std::fmt::Display;
 use std::future::Future;
 use std::time::Duration;
 
-use oncegate::{Redis, Store, StoreError};
+use oncegate::{Memory, Redis, Store, StoreError};
 
 use super::{Error, Servers};
-use crate::cli::{Broker, StoreKind};
+use crate::cli::{Broker, Guaranteed, StoreKind};
 
 /// How long each server may take to answer.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -33,21 +33,24 @@ impl Named {
 ///
 /// # Errors
 /// A line for each that does not answer, or does not let us: its option, what is wrong, and what to do.
-pub(super) async fn check(servers: &Servers, broker: Broker, store: StoreKind) -> Result<(), Error> {
-    let (store, broker) = tokio::join!(check_store(servers, store), check_broker(servers, broker));
+pub(super) async fn check(servers: &Servers, broker: Broker, store: StoreKind, guaranteed: Guaranteed) -> Result<(), Error> {
+    let (store, broker) = tokio::join!(check_store(servers, store, guaranteed), check_broker(servers, broker));
     match (store, broker) {
         (Err(store), Err(broker)) => Err(format!("{store}\npayments: {broker}").into()),
         (store, broker) => store.and(broker),
     }
 }
 
-async fn check_store(servers: &Servers, store: StoreKind) -> Result<(), Error> {
+async fn check_store(servers: &Servers, store: StoreKind, guaranteed: Guaranteed) -> Result<(), Error> {
     if store != StoreKind::Redis {
         return Ok(());
     }
     let store = Redis::at(servers.redis()?);
     in_time(REDIS, async {
         match store.memory().await {
+            Ok(Memory::Forgets(why)) if guaranteed == Guaranteed::AtMostOnce => {
+                Err(REDIS.wrong(format!("at most once needs a store that does not forget, and {why}")))
+            }
             Ok(_) => Ok(()),
             Err(StoreError::NotApplied(why) | StoreError::Unknown(why) | StoreError::Misconfigured(why)) => Err(REDIS.wrong(why)),
         }

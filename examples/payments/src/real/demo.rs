@@ -95,7 +95,7 @@ pub(crate) async fn run(cli: &Cli) -> Result<Report, Error> {
     // From before the first process starts: who ends here must take them along.
     let mut terminated = pin!(terminated()?);
     tokio::select! {
-        checked = check(&cli.servers, cli.broker, store) => checked?,
+        checked = check(&cli.servers, cli.broker, store, cli.promise.guarantee) => checked?,
         () = &mut terminated => return Err("stopped by a signal".into()),
     }
     let now = SystemTime::now().duration_since(UNIX_EPOCH)?.as_millis();
