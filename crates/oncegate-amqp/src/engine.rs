@@ -32,6 +32,8 @@ const STEADY: Duration = Duration::from_secs(10);
 const CAREFUL: Duration = Duration::from_secs(300);
 /// How seldom it looks whether a message that the client cannot read is gone.
 const LONGEST_LOOK: Duration = Duration::from_secs(30);
+/// How seldom it says why it does not consume, while that stays the same.
+const TELLING: Duration = Duration::from_secs(10);
 /// How long the broker may take to say goodbye.
 const GOODBYE: Duration = Duration::from_secs(1);
 
@@ -378,7 +380,7 @@ fn stale(settings: &Settings, tag: u64) {
 
 /// Opens a channel for the first time: waits for a broker that is not there, and gives up on what a person must change.
 async fn open_first(settings: &Settings) -> Result<Session, SourceError> {
-    let mut backoff = Backoff::default();
+    let mut attempts = Attempts::default();
     loop {
         match Session::open(settings, 1, settings.prefetch).await {
             Ok(session) => {
@@ -386,7 +388,7 @@ async fn open_first(settings: &Settings) -> Result<Session, SourceError> {
                 return Ok(session);
             }
             Err(Trouble::Wrong(error)) => return Err(error),
-            Err(Trouble::Passing(problem)) => wait(settings, &mut backoff, &problem).await,
+            Err(Trouble::Passing(problem)) => attempts.wait(settings, problem).await,
         }
     }
 }
@@ -394,17 +396,33 @@ async fn open_first(settings: &Settings) -> Result<Session, SourceError> {
 /// Opens a channel again, after a pause. Whatever is wrong is waited for: it worked before.
 async fn open_again(settings: Arc<Settings>, epoch: u64, prefetch: u16, pause: Duration) -> Session {
     tokio::time::sleep(pause).await;
-    let mut backoff = Backoff::default();
+    let mut attempts = Attempts::default();
     loop {
         match Session::open(&settings, epoch, prefetch).await {
             Ok(session) => return session,
-            Err(trouble) => wait(&settings, &mut backoff, &trouble.to_string()).await,
+            Err(trouble) => attempts.wait(&settings, trouble.to_string()).await,
         }
     }
 }
 
-async fn wait(settings: &Settings, backoff: &mut Backoff, problem: &str) {
-    let pause = backoff.pause();
-    tracing::warn!(queue = &*settings.name, broker = settings.shown, ?pause, "not consuming; trying again. {problem}");
-    tokio::time::sleep(pause).await;
+/// Attempts to open a channel, each a pause after the last.
+#[derive(Default)]
+struct Attempts {
+    backoff: Backoff,
+    /// What was told last, and when.
+    told: Option<(Instant, String)>,
+}
+
+impl Attempts {
+    /// Waits before the next, and tells why, unless just that was told a moment ago.
+    async fn wait(&mut self, settings: &Settings, problem: String) {
+        let (queue, broker, pause) = (&*settings.name, &*settings.shown, self.backoff.pause());
+        if self.told.as_ref().is_some_and(|(at, told)| *told == problem && at.elapsed() < TELLING) {
+            tracing::debug!(queue, broker, ?pause, "still not consuming. {problem}");
+        } else {
+            tracing::warn!(queue, broker, "not consuming; trying again. {problem}");
+            self.told = Some((Instant::now(), problem));
+        }
+        tokio::time::sleep(pause).await;
+    }
 }
