@@ -57,9 +57,7 @@ impl ConsumerContext for Trouble {}
 /// # Errors
 /// The option, what is wrong, and what to do.
 pub(super) async fn check(brokers: &str, patience: Duration) -> Result<(), Error> {
-    if let Some(entry) = brokers.split(',').find(|entry| !is_address(entry.trim())) {
-        return Err(KAFKA.wrong(format!("{entry:?} is no host:port; write host:port, and commas between several")));
-    }
+    check_addresses(brokers)?;
     let created = client(brokers).create_with_context::<_, BaseConsumer<Trouble>>(Trouble::default());
     let consumer = created.map_err(|error| KAFKA.wrong(format!("{brokers}: {error}")))?;
     let asking = tokio::task::spawn_blocking(move || {
@@ -77,6 +75,13 @@ pub(super) async fn check(brokers: &str, patience: Duration) -> Result<(), Error
     asking.await?.map_err(|reason| {
         KAFKA.wrong(format!("Kafka at {brokers} cannot be reached ({reason}); is it running, and are host and port right?"))
     })
+}
+
+fn check_addresses(brokers: &str) -> Result<(), Error> {
+    match brokers.split(',').find(|entry| !is_address(entry.trim())) {
+        Some(entry) => Err(KAFKA.wrong(format!("{entry:?} is no host:port; write host:port, and commas between several"))),
+        None => Ok(()),
+    }
 }
 
 fn is_address(entry: &str) -> bool {
@@ -97,6 +102,10 @@ pub(crate) async fn create(brokers: &str, name: &str) -> Result<(), Error> {
     let keeping = |name| NewTopic::new(name, 1, TopicReplication::Fixed(1)).set("retention.ms", "-1");
     let mut topics = vec![NewTopic::new(name, PARTITIONS, TopicReplication::Fixed(1))];
     topics.extend(aside.iter().map(|name| keeping(name)));
+    check_addresses(brokers)?;
+    if let Err(absent) = check(brokers, ONE_QUESTION).await {
+        eprintln!("payments: {absent} Trying again for {PATIENCE:?}");
+    }
     let created = admin(brokers)?.create_topics(&topics, &options()).await;
     let not_created =
         |error| KAFKA.wrong(format!("the topics of {name} cannot be created at {brokers} ({error}); is Kafka running there?"));
