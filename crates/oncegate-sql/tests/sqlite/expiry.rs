@@ -38,9 +38,9 @@ async fn expired(directory: &Directory, store: &dyn Store) -> Connection {
 async fn a_transaction_clears_out_no_more_rows_than_it_has_operations() {
     let directory = Directory::new();
     let store = directory.store();
+    let begun = Instant::now();
     let raw = expired(&directory, &store).await;
     let mut before = left(&raw);
-    let begun = Instant::now();
     let mut round = 0;
     while before > 200 {
         round += 1;
@@ -59,8 +59,8 @@ async fn a_transaction_clears_out_no_more_rows_than_it_has_operations() {
 async fn an_idle_store_clears_out_some_rows_a_second() {
     let directory = Directory::new();
     let store = directory.store();
-    let raw = expired(&directory, &store).await;
     let begun = Instant::now();
+    let raw = expired(&directory, &store).await;
     loop {
         let left = left(&raw);
         let seconds = begun.elapsed().as_secs() as usize + 1;
@@ -68,7 +68,7 @@ async fn an_idle_store_clears_out_some_rows_a_second() {
         if left == 0 {
             break;
         }
-        assert!(begun.elapsed() < 20 * SECOND, "{left} rows are left");
+        assert!(begun.elapsed() < 60 * SECOND, "{left} rows are left");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
