@@ -17,7 +17,21 @@ const ROUNDS: usize = 5;
 const BATCH: u64 = 256;
 /// So many claims before they are cleared.
 const STRIDE: u64 = 8 * BATCH;
-const CLAIMS: u64 = 200 * STRIDE;
+/// What a round claims at each pace.
+const PACES: [(Pace, u64); 3] =
+    [(Pace::OneAtATime, 10 * STRIDE), (Pace::SixtyFourAtOnce, 50 * STRIDE), (Pace::TwoBatchesAtOnce, 100 * STRIDE)];
+
+/// How claims follow each other.
+#[derive(Clone, Copy, Debug)]
+enum Pace {
+    /// Each waits for the one before: a gate that guards one thing after the other.
+    OneAtATime,
+    /// Single claims, 64 of them under way: a gate in front of a busy service.
+    SixtyFourAtOnce,
+    /// Batches of 256, two in flight: a consumer of Kafka with a full topic and nothing else to do. The server's one thread
+    /// is what ends this.
+    TwoBatchesAtOnce,
+}
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -26,19 +40,20 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("{FEW} done markers: {} bytes each", fill(&few, FEW, None).await?);
     println!("{MANY} done markers: {} bytes each", fill(&many, MANY, None).await?);
     let (at_few, at_many) = (Claims::on(&few).await?, Claims::on(&many).await?);
-    claim_in_turn(&at_few, &at_many, ROUNDS as u64).await;
-    for server in [&few, &many] {
-        table_rests(server).await?;
+    for (pace, claims) in PACES {
+        claim_in_turn(&at_few, &at_many, pace, claims).await;
+        table_rests(&few, &at_few, FEW).await?;
+        table_rests(&many, &at_many, MANY).await?;
+        let mut rates = [Vec::new(), Vec::new()];
+        for round in 0..ROUNDS {
+            let [few, many] = claim_in_turn(&at_few, &at_many, pace, claims).await;
+            println!("{pace:?}, round {round}: {few} claims/s at {FEW}, {many} at {MANY}");
+            rates[0].push(few);
+            rates[1].push(many);
+        }
+        let [few_rate, many_rate] = rates.map(median);
+        println!("{pace:?}, median: {few_rate} and {many_rate} claims/s, {:.3} of the rate at {FEW}", many_rate as f64 / few_rate as f64);
     }
-    let mut rates = [Vec::new(), Vec::new()];
-    for round in 0..ROUNDS {
-        let [few, many] = claim_in_turn(&at_few, &at_many, round as u64).await;
-        println!("round {round}: {few} claims/s at {FEW}, {many} at {MANY}");
-        rates[0].push(few);
-        rates[1].push(many);
-    }
-    let [few_rate, many_rate] = rates.map(median);
-    println!("median: {few_rate} and {many_rate} claims/s, {:.3} of the rate at {FEW}", many_rate as f64 / few_rate as f64);
     drop(many);
     let many = RedisServer::start(options())?;
     println!("{MANY} done markers with a fingerprint: {} bytes each", fill(&many, MANY, Some(Fingerprint::of(b"a body"))).await?);
@@ -79,14 +94,14 @@ async fn fill(server: &RedisServer, markers: u64, fingerprint: Option<Fingerprin
 }
 
 /// Claims on both by turns, so that whatever else the machine does hits both. Answers with claims a second on each.
-async fn claim_in_turn(few: &Claims, many: &Claims, round: u64) -> [u64; 2] {
+async fn claim_in_turn(few: &Claims, many: &Claims, pace: Pace, count: u64) -> [u64; 2] {
     let mut times = [Duration::ZERO; 2];
-    for first in (0..CLAIMS).step_by(STRIDE as usize) {
+    for first in (0..count).step_by(STRIDE as usize) {
         for (claims, time) in [few, many].into_iter().zip(&mut times) {
-            *time += claims.stride(round, first).await;
+            *time += claims.stride(pace, first).await;
         }
     }
-    times.map(|time| (CLAIMS as f64 / time.as_secs_f64()) as u64)
+    times.map(|time| (count as f64 / time.as_secs_f64()) as u64)
 }
 
 /// Claims of ids that nobody had.
@@ -99,19 +114,20 @@ impl Claims {
         Ok(Self(store))
     }
 
-    /// Claims some, two batches in flight as the consumer has, and clears them again, which is not timed: so the server
-    /// keeps as many markers as it had.
-    async fn stride(&self, round: u64, first: u64) -> Duration {
-        let batches: Vec<Vec<Operation>> = (0..STRIDE / BATCH)
-            .map(|it| first + it * BATCH)
-            .map(|begin| (begin..begin + BATCH).map(|it| operation(1 + round, it, Ask::Claim, None)).collect())
-            .collect();
+    /// Claims some and clears them again, which is not timed: so the server keeps as many markers as it had.
+    async fn stride(&self, pace: Pace, first: u64) -> Duration {
+        let (at_once, each) = match pace {
+            Pace::OneAtATime => (1, 1),
+            Pace::SixtyFourAtOnce => (64, 1),
+            Pace::TwoBatchesAtOnce => (2, BATCH),
+        };
+        let claims: Vec<Operation> = (first..first + STRIDE).map(|it| operation(1, it, Ask::Claim, None)).collect();
+        let batches: Vec<Vec<Operation>> = claims.chunks(each as usize).map(<[_]>::to_vec).collect();
         let started = Instant::now();
-        let (one, other) = batches.split_at(batches.len() / 2);
-        futures_util::future::join(self.claim(one), self.claim(other)).await;
+        join_all(batches.chunks(batches.len().div_ceil(at_once)).map(|share| self.claim(share))).await;
         let claiming = started.elapsed();
-        for batch in batches {
-            let clears = batch.into_iter().map(|claim| Operation { ask: Ask::Clear(Effect::Nothing), attempt: 1, ..claim });
+        for batch in claims.chunks(BATCH as usize) {
+            let clears = batch.iter().map(|claim| Operation { ask: Ask::Clear(Effect::Nothing), attempt: 1, ..claim.clone() });
             self.0.apply(&clears.collect::<Vec<_>>()).await;
         }
         claiming
@@ -126,10 +142,21 @@ impl Claims {
     }
 }
 
-/// Waits until Redis has moved everything into the table that it grew last: meanwhile each command moves a little.
-async fn table_rests(server: &RedisServer) -> Result<(), Box<dyn std::error::Error>> {
+/// Brings Redis to rest after it grew its tables: until then each command moves a little from the old one to the new. So
+/// it is asked for markers that stand there.
+async fn table_rests(server: &RedisServer, claims: &Claims, markers: u64) -> Result<(), Box<dyn std::error::Error>> {
+    let mut next = 0;
     while server.reply("DEBUG HTSTATS 0")?.contains("rehashing target") {
-        tokio::time::sleep(Duration::from_secs(2)).await;
+        let batches: Vec<Vec<Operation>> = (0..2_000)
+            .map(|it| (next + it * BATCH) % markers)
+            .map(|begin| (begin..markers.min(begin + BATCH)).map(|it| operation(0, it, Ask::Claim, None)).collect())
+            .collect();
+        next += 2_000 * BATCH;
+        for batch in batches {
+            for answer in claims.0.apply(&batch).await {
+                assert!(matches!(answer, Ok(Verdict::Duplicate)), "{answer:?}");
+            }
+        }
     }
     Ok(())
 }
