@@ -145,7 +145,7 @@ impl Guaranteed {
             Self::EffectivelyOnce => {
                 "effectively once: run again after a crash, so the provider takes the payment's id as its idempotency key"
             }
-            Self::Bare => "bare: a marker in the store and nothing more; this run is meant to lose payments",
+            Self::Bare => "bare: a marker in the store and nothing more; this run is meant to lose payments, and to charge some twice",
         }
     }
 }
