@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 /// Where blocks may come from.
-const COMPILED: &[&str] = &["crates/oncegate/examples", "examples/payments/src"];
+const COMPILED: &[&str] = &["crates/oncegate/examples", "crates/oncegate-testkit/tests/laws", "examples/payments/src"];
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")

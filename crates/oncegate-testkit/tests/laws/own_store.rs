@@ -1,6 +1,4 @@
 //! A store of one's own: what the book shows.
-
-// ANCHOR: store
 use std::collections::HashMap;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -41,11 +39,7 @@ impl Store for OwnStore {
         verdicts
     }
 }
-// ANCHOR_END: store
-
-// ANCHOR: laws
 oncegate_testkit::store_laws!(async || OwnStore::default());
-// ANCHOR_END: laws
 
 #[test]
 fn all_laws_in_one_test() {
