@@ -3,13 +3,18 @@
 //! `cargo run --release -p oncegate-redis --example ten_million`. Starts two Redis servers of its own; needs some 4 GB of
 //! memory and a quiet machine.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
-use oncegate_core::marker::{Ask, Effect, Fingerprint, Guarantee, Operation, Terms, Token, Verdict};
-use oncegate_core::{Key, MessageId, Store};
+use oncegate_core::marker::{Ask, Effect, Fingerprint, Guarantee, Marker, Operation, Terms, Token, Verdict};
+use oncegate_core::{
+    Consumer, Context, Failure, Handler, Handlers, IdSource, Key, MemoryBroker, Message, MessageId, Raw, RawBytes, Store, async_trait,
+};
 use oncegate_redis::Redis;
 use oncegate_testkit::servers::{RedisOptions, RedisServer};
+use tokio::sync::Notify;
 
 const FEW: u64 = 10_000;
 const MANY: u64 = 10_000_000;
@@ -51,19 +56,37 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
             rates[0].push(few);
             rates[1].push(many);
         }
-        let [few_rate, many_rate] = rates.map(median);
-        println!("{pace:?}, median: {few_rate} and {many_rate} claims/s, {:.3} of the rate at {FEW}", many_rate as f64 / few_rate as f64);
+        told(&format!("{pace:?}"), rates);
     }
+    let mut rates = [Vec::new(), Vec::new()];
+    for round in 0..=ROUNDS {
+        let [few, many] = consume_in_turn(&at_few, &at_many).await?;
+        // The first is not counted.
+        if round > 0 {
+            println!("consumer, round {}: {few} messages/s at {FEW}, {many} at {MANY}", round - 1);
+            rates[0].push(few);
+            rates[1].push(many);
+        }
+    }
+    told("consumer", rates);
     drop(many);
     let many = RedisServer::start(options())?;
     println!("{MANY} done markers with a fingerprint: {} bytes each", fill(&many, MANY, Some(Fingerprint::of(b"a body"))).await?);
     Ok(())
 }
 
+fn told(what: &str, rates: [Vec<u64>; 2]) {
+    let [few, many] = rates.map(median);
+    println!("{what}, median: {few} and {many} a second, {:.3} of the rate at {FEW}", many as f64 / few as f64);
+}
+
 /// As long as a UUID.
+fn id(series: u64, number: u64) -> String {
+    format!("{series:08x}-{:04x}-4000-8000-{number:012x}", number % 65_536)
+}
+
 fn operation(series: u64, number: u64, ask: Ask, fingerprint: Option<Fingerprint>) -> Operation {
-    let id = format!("{series:08x}-{:04x}-4000-8000-{number:012x}", number % 65_536);
-    let key = Key::new(&MessageId::new(id).expect("it is not empty"));
+    let key = Key::new(&MessageId::new(id(series, number)).expect("it is not empty"));
     let [lease, window] = [30, 86_400].map(Duration::from_secs);
     let terms = Terms { guarantee: Guarantee::EffectivelyOnce, lease, window, fingerprint };
     Operation { key, ask, token: Token(u128::from(number)), attempt: u32::from(ask == Ask::Complete), terms }
@@ -139,6 +162,67 @@ impl Claims {
                 assert!(matches!(answer, Ok(Verdict::Granted { .. })), "{answer:?}");
             }
         }
+    }
+}
+
+/// How many messages a consumer gets at a time, and how often by turns in a round.
+const MESSAGES: u64 = 10_000;
+const TURNS: u32 = 10;
+
+/// Consumes messages with ids that nobody had, claimed and completed, on both by turns. Answers with messages a second.
+async fn consume_in_turn(few: &Claims, many: &Claims) -> Result<[u64; 2], Box<dyn std::error::Error>> {
+    let mut times = [Duration::ZERO; 2];
+    for _ in 0..TURNS {
+        for (claims, time) in [few, many].into_iter().zip(&mut times) {
+            *time += claims.consume().await?;
+        }
+    }
+    Ok(times.map(|time| (MESSAGES as f64 * f64::from(TURNS) / time.as_secs_f64()) as u64))
+}
+
+/// Counts down, and tells when all are handled.
+struct CountDown(AtomicU64, Arc<Notify>);
+
+#[async_trait]
+impl Handler for CountDown {
+    type Payload = Raw;
+
+    async fn handle(&self, _: Raw, _: &Context) -> Result<(), Failure> {
+        if self.0.fetch_sub(1, Ordering::Relaxed) == 1 {
+            self.1.notify_one();
+        }
+        Ok(())
+    }
+}
+
+impl Claims {
+    /// From the first message to the last completion; the markers are forgotten again, which is not timed.
+    async fn consume(&self) -> Result<Duration, Box<dyn std::error::Error>> {
+        let broker = MemoryBroker::new("many");
+        for it in 0..MESSAGES {
+            broker.publish(Message::new("x").with_message_id(id(1, it)));
+        }
+        let handled = Arc::new(Notify::new());
+        let (over, source) = (handled.clone(), broker.source());
+        let consumer = Consumer::builder()
+            .source(source)
+            .store(self.0.clone())
+            .id(IdSource::message_id())
+            .decode(RawBytes)
+            .handlers(Handlers::InPlace)
+            .handler(CountDown(AtomicU64::new(MESSAGES), handled));
+        let started = Instant::now();
+        consumer.run_until(async move { over.notified().await }).await?;
+        let took = started.elapsed();
+        assert_eq!(broker.unsettled(), 0, "the consumer ends when all is settled");
+        for first in (0..MESSAGES).step_by(BATCH as usize) {
+            let forget = Ask::Forget { seen: Marker::Done(None) };
+            let batch: Vec<Operation> = (first..MESSAGES.min(first + BATCH)).map(|it| operation(1, it, forget, None)).collect();
+            for answer in self.0.apply(&batch).await {
+                assert!(matches!(answer, Ok(Verdict::Kept)), "{answer:?}");
+            }
+        }
+        Ok(took)
     }
 }
 
