@@ -1,6 +1,6 @@
 //! What can happen in the [`World`], and what it becomes.
 //!
-//! Every decision is [`road::next`] and [`marker::apply`], the functions that run in production. This file only plays
+//! Every decision is `road::next` and `marker::apply`, the functions that run in production. This file only plays
 //! the rest of the world: a network that loses and delays, processes that die, clocks, a broker and a provider.
 
 use std::time::Duration;
