@@ -303,7 +303,8 @@ impl<H: Handler, D: Decode> Running<H, D> {
     /// When to look again at the latest.
     fn next_alarm(&self) -> Option<Instant> {
         let alarm = self.alarms.peek().map(|Reverse((at, ..))| *at);
-        let late = (!self.late.is_empty() && self.applies.is_empty()).then_some(self.late_after);
+        let asks_at = |at: Instant| self.breaker.opens_at().map_or(at, |opens| opens.max(at));
+        let late = (!self.late.is_empty() && self.applies.is_empty()).then(|| asks_at(self.late_after));
         let due = !self.claims.is_empty() || !self.verdicts.is_empty();
         let breaker = self.breaker.opens_at().filter(|_| due && self.applies.is_empty());
         let over = match self.mode {

@@ -13,6 +13,7 @@ use crate::handler::Failure;
 use crate::id::{MessageId, Scope};
 use crate::lease::Lease;
 use crate::marker::{Guarantee, Operation, Terms, Token, Verdict};
+use crate::moment::Moment;
 use crate::outcome::Outcomes;
 use crate::renewals::Renewals;
 use crate::road::{Asked, Cause, Event, Freshness, History, Outcome, Policy, Reason, Settlement, Stage, Step, next};
@@ -198,7 +199,7 @@ impl<T> Guarded<'_, T> {
         let Settings { guarantee, lease, window, .. } = *settings;
         let terms = Terms { guarantee, lease, window, fingerprint: None };
         let operation = Operation { key: settings.scope.key(&self.id), ask, token: self.token, attempt: self.attempt, terms };
-        let sent = Instant::now();
+        let sent = Moment::now();
         let span = spans::asked(&ask, Some(&self.id), self.attempt);
         let answer = store.apply(std::slice::from_ref(&operation)).instrument(span.clone()).await.pop();
         match answer {
@@ -226,7 +227,7 @@ impl<T> Guarded<'_, T> {
     }
 
     fn lease_is_over(&self) -> bool {
-        self.lease.as_ref().is_some_and(|lease| !lease.lives(Instant::now()))
+        self.lease.as_ref().is_some_and(|lease| !lease.lives(Moment::now()))
     }
 
     async fn work(&mut self, work: impl Future<Output = Result<T, Failure>>) -> Event {

@@ -18,6 +18,7 @@ mod lease;
 pub mod marker;
 pub mod memory;
 pub mod message;
+mod moment;
 pub mod outcome;
 mod pace;
 pub mod passage;

@@ -2,7 +2,7 @@
 
 use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use futures_util::FutureExt;
 use futures_util::future::join_all;
@@ -10,6 +10,7 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use crate::lease::Lease;
 use crate::marker::{Token, Verdict};
+use crate::moment::Moment;
 use crate::store::Store;
 
 /// The leases that are held, one place per delivery in flight.
@@ -72,7 +73,7 @@ impl Renewals {
     }
 
     /// Those whose last third but one has begun, and those that are over: these leave their place.
-    fn due(&self, now: Instant) -> (Vec<(usize, Arc<Lease>)>, Vec<Over>) {
+    fn due(&self, now: Moment) -> (Vec<(usize, Arc<Lease>)>, Vec<Over>) {
         let (mut due, mut over) = (Vec::new(), Vec::new());
         for (place, held) in self.lock().iter_mut().enumerate() {
             let Some(lease) = held else { continue };
@@ -92,7 +93,7 @@ async fn keep_alive(renewals: &Weak<Renewals>, store: &dyn Store, lease: Duratio
     loop {
         tokio::time::sleep(tick).await;
         let Some(renewals) = renewals.upgrade() else { return };
-        let (due, ended) = renewals.due(Instant::now());
+        let (due, ended) = renewals.due(Moment::now());
         drop(renewals);
         for ended in ended {
             let _ = over.send(ended); // the loop is gone: nothing is left to tell
@@ -118,7 +119,7 @@ enum Answered {
 /// Renews a batch; what was not answered in time is asked again at the next tick, while it lives.
 async fn renew(store: &dyn Store, batch: &[(usize, Arc<Lease>)], patience: Duration) -> Answered {
     let operations: Vec<_> = batch.iter().map(|(_, lease)| lease.renewal()).collect();
-    let sent = Instant::now();
+    let sent = Moment::now();
     let Ok(answers) = tokio::time::timeout(patience, store.apply(&operations)).await else {
         tracing::warn!(leases = batch.len(), "leases could not be renewed: the store does not answer");
         return Answered::No;

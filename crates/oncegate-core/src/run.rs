@@ -4,7 +4,7 @@ use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::task::Poll;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use futures_util::FutureExt;
 use tracing::Instrument;
@@ -14,6 +14,7 @@ use crate::decode::Decode;
 use crate::handler::{Failure, Handler, Reconciled};
 use crate::lease::Lease;
 use crate::marker::Finding;
+use crate::moment::Moment;
 use crate::road::{Cause, Event, Outcome};
 
 /// A handler, and what it needs to run.
@@ -111,7 +112,7 @@ pub(crate) async fn bounded<T>(work: impl Future<Output = T>, timeout: Duration,
     let mut work = std::pin::pin!(Some(AssertUnwindSafe(work).catch_unwind()));
     let guarded = std::future::poll_fn(|poller| match (work.as_mut().as_pin_mut(), lease) {
         (None, _) => Poll::Ready(None),
-        (_, Some(lease)) if !lease.lives(Instant::now()) => Poll::Ready(None),
+        (_, Some(lease)) if !lease.lives(Moment::now()) => Poll::Ready(None),
         (Some(work), _) => work.poll(poller).map(Some),
     });
     let ended = tokio::select! {
@@ -133,7 +134,7 @@ pub(crate) async fn bounded<T>(work: impl Future<Output = T>, timeout: Duration,
 /// Ends when the lease does, however often it is renewed meanwhile.
 async fn end_of(lease: Option<&Lease>) {
     let Some(lease) = lease else { return std::future::pending().await };
-    while lease.lives(Instant::now()) {
+    while lease.lives(Moment::now()) {
         tokio::time::sleep(lease.remaining()).await;
     }
 }

@@ -11,6 +11,7 @@ use crate::decode::Decode;
 use crate::handler::Handler;
 use crate::lease::Lease;
 use crate::marker::{Ask, Operation, Verdict};
+use crate::moment::Moment;
 use crate::road::{Event, Outage};
 use crate::slots::Slot;
 use crate::spans;
@@ -20,7 +21,7 @@ use crate::store::StoreError;
 pub(super) struct Applied {
     slots: Vec<Option<Slot>>,
     operations: Vec<Operation>,
-    sent: Instant,
+    sent: Moment,
     answers: Vec<Result<Verdict, StoreError>>,
 }
 
@@ -60,7 +61,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             }
             let store = self.store.clone();
             self.applies.push(Box::pin(async move {
-                let sent = Instant::now();
+                let sent = Moment::now();
                 let answers = store.apply(&operations).await;
                 Applied { slots, operations, sent, answers }
             }));
@@ -155,7 +156,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
         slot: Slot,
         operation: &Operation,
         verdict: Verdict,
-        sent: Instant,
+        sent: Moment,
         granted: &mut Vec<(usize, Arc<Lease>)>,
     ) {
         let ends = sent + self.settings.longest_hold();

@@ -11,6 +11,7 @@ use crate::id::{Key, MessageId};
 use crate::lanes::Lane;
 use crate::lease::Lease;
 use crate::marker::{Ask, Terms, Token};
+use crate::moment::Moment;
 use crate::passage::Passage;
 use crate::road::Stage;
 use crate::run::Finished;
@@ -99,7 +100,7 @@ impl Flight {
     }
 
     pub(super) fn lease_is_over(&self) -> bool {
-        self.lease.as_ref().is_some_and(|lease| !lease.lives(Instant::now()))
+        self.lease.as_ref().is_some_and(|lease| !lease.lives(Moment::now()))
     }
 
     /// Keeps what a run said for whoever finds the message in the dead letters.

@@ -23,6 +23,7 @@ use crate::lanes::Turn;
 use crate::lease::Lease;
 use crate::marker::{Ask, Operation, Terms, Token};
 use crate::message::Message;
+use crate::moment::Moment;
 use crate::passage::{Onward, Passage};
 use crate::renewals::Over;
 use crate::road::{Event, Freshness, History, Settlement, Stage, Step};
@@ -275,7 +276,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
     /// The renewals say that a lease is over.
     pub(super) fn lease_over(&mut self, (place, token): Over) {
         let Some(slot) = self.flights.slot(place) else { return };
-        let now = Instant::now();
+        let now = Moment::now();
         let theirs = |lease: &Arc<Lease>| lease.token == token && !lease.lives(now); // not one that was granted again since
         if self.flights.at(slot).is_some_and(|flight| flight.lease.as_ref().is_some_and(theirs)) {
             self.happens(slot, Event::LeaseOver);

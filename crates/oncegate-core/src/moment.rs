@@ -1,0 +1,63 @@
+//! A clock for leases: it goes on while the machine sleeps.
+
+use std::ops::Add;
+use std::time::Duration;
+
+/// A moment by a clock that no one sets and that, on Linux, goes on while the machine is suspended, as the store's does:
+/// by [`Instant`](std::time::Instant) a machine that wakes after an hour would trust leases that ended long ago.
+///
+/// In microseconds; counted from the machine's start, or this process's where there is no such clock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Moment(u64);
+
+impl Moment {
+    #[cfg(target_os = "linux")]
+    pub(crate) fn now() -> Self {
+        let time = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+        // Neither is negative, and a machine runs less than 500,000 years.
+        Self(time.tv_sec as u64 * 1_000_000 + time.tv_nsec as u64 / 1_000 + 1)
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    pub(crate) fn now() -> Self {
+        static START: std::sync::LazyLock<std::time::Instant> = std::sync::LazyLock::new(std::time::Instant::now);
+        Self(START.elapsed().as_micros() as u64 + 1)
+    }
+
+    /// How long until then; zero if it is over.
+    pub(crate) fn left_at(self, now: Self) -> Duration {
+        Duration::from_micros(self.0.saturating_sub(now.0))
+    }
+
+    pub(crate) fn as_micros(self) -> u64 {
+        self.0
+    }
+
+    pub(crate) fn from_micros(micros: u64) -> Self {
+        Self(micros)
+    }
+}
+
+impl Add<Duration> for Moment {
+    type Output = Self;
+
+    fn add(self, duration: Duration) -> Self {
+        Self(self.0.saturating_add(u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_goes_on_and_never_overflows() {
+        let before = Moment::now();
+        std::thread::sleep(Duration::from_millis(2));
+        let after = Moment::now();
+        assert!(after >= before + Duration::from_millis(2) && before > Moment::from_micros(0));
+        assert_eq!(before.left_at(after), Duration::ZERO);
+        assert_eq!((after + Duration::from_secs(1)).left_at(after), Duration::from_secs(1));
+        assert!(before + Duration::MAX > after);
+    }
+}
