@@ -9,7 +9,7 @@ use tokio::sync::oneshot;
 
 use super::clock::Clock;
 use super::failure::{Failure, Stage};
-use super::file::{Identity, OpenFile, Place, still_is};
+use super::file::{Identity, OpenFile, Place};
 use super::rows::Rows;
 use super::sweep::Sweep;
 
@@ -175,15 +175,11 @@ impl Desk {
 
     /// The open file, and what is needed beside it.
     fn open(&mut self) -> Result<(&OpenFile, &Place, &mut Clock, &mut Sweep), Failure> {
-        let file = match (self.file.take(), self.identity) {
-            (Some(file), _) => file,
-            (None, None) => OpenFile::open(&self.place, Stage::Opening)?,
-            (None, Some(identity)) => {
-                still_is(identity, &self.place)?;
-                OpenFile::open(&self.place, Stage::Working)?
-            }
+        let file = match self.file.take() {
+            Some(file) => file,
+            None => OpenFile::open(&self.place, self.identity)?,
         };
-        self.identity = self.identity.or(file.identity);
+        self.identity = Some(file.identity);
         Ok((self.file.insert(file), &self.place, &mut self.clock, &mut self.sweep))
     }
 }

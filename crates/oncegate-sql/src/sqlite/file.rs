@@ -64,17 +64,22 @@ impl Place {
 #[derive(Debug)]
 pub(crate) struct OpenFile {
     pub(crate) connection: Connection,
-    /// Which file it is; none if it was gone again at once.
-    pub(crate) identity: Option<Identity>,
+    /// Which file it is.
+    pub(crate) identity: Identity,
 }
 
 impl OpenFile {
-    /// Opens the file, or makes it.
+    /// Opens the file, or makes it. Once a file is `known` it is that one or none: this process went by what it remembered.
     ///
     /// # Errors
     /// [`Failure::Misconfigured`] for what a person has to change; a file that is not ours is left as it is.
-    pub(crate) fn open(place: &Place, stage: Stage) -> Result<Self, Failure> {
+    pub(crate) fn open(place: &Place, known: Option<Identity>) -> Result<Self, Failure> {
+        let before = Identity::of(&place.path);
+        if known.is_some() && before != known {
+            return Err(replaced(place));
+        }
         check_path(place)?;
+        let stage = if known.is_some() { Stage::Working } else { Stage::Opening };
         let failed = place.failure(stage);
         let flags = OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_CREATE | OpenFlags::SQLITE_OPEN_NO_MUTEX;
         let mut connection = Connection::open_with_flags(&place.path, flags).map_err(&failed)?;
@@ -96,7 +101,9 @@ impl OpenFile {
             )));
         }
         set_up(&connection, place).map_err(&failed)?;
-        Ok(Self { connection, identity: Identity::of(&place.path) })
+        // SQLite opened it between these two looks at its name.
+        let identity = Identity::of(&place.path).filter(|after| before.is_none_or(|before| before == *after));
+        Ok(Self { connection, identity: identity.ok_or_else(|| replaced(place))? })
     }
 
     /// Begins a transaction that nobody else's write can come into.
@@ -107,7 +114,7 @@ impl OpenFile {
     /// Whether this still is the file under its name, and of our version. Asked within each transaction: what is written
     /// into a file that was removed is seen by nobody, and a newer release may have made it its own.
     pub(crate) fn check(&self, place: &Place) -> Result<(), Failure> {
-        if Identity::of(&place.path) != self.identity {
+        if Identity::of(&place.path) != Some(self.identity) {
             return Err(replaced(place));
         }
         let version = version(&self.connection).map_err(place.failure(Stage::Working))?;
@@ -140,15 +147,6 @@ impl OpenFile {
             ))
         })
     }
-}
-
-/// Refuses what stands under the path now, if it is not the file that was open before: this process went by what the other
-/// remembered.
-///
-/// # Errors
-/// [`Failure::Misconfigured`].
-pub(crate) fn still_is(identity: Identity, place: &Place) -> Result<(), Failure> {
-    if Identity::of(&place.path) == Some(identity) { Ok(()) } else { Err(replaced(place)) }
 }
 
 fn replaced(place: &Place) -> Failure {

@@ -171,7 +171,6 @@ mod tests {
     use oncegate_core::MessageId;
     use oncegate_core::marker::{Ask, Terms};
 
-    use super::super::failure::Stage;
     use super::super::file::{OpenFile, Place};
     use super::*;
 
@@ -182,7 +181,7 @@ mod tests {
 
     fn file(directory: &Path) -> OpenFile {
         let place = Place { path: directory.join("markers.db"), synchronous: Default::default(), patience: Duration::ZERO };
-        OpenFile::open(&place, Stage::Opening).expect("a new file")
+        OpenFile::open(&place, None).expect("a new file")
     }
 
     fn ask(file: &OpenFile, now: Now, ask: Ask, token: u128) -> Verdict {
