@@ -167,9 +167,9 @@ impl Desk {
     fn idle(&mut self) {
         let now = self.clock.now();
         let Some(file) = &self.file else { return };
-        if let Err(error) = clear_a_stretch(file, &mut self.sweep, now.forgotten) {
+        if let Err(failure) = clear_a_stretch(file, &self.place, &mut self.sweep, now.forgotten) {
             // It can wait, and whoever asks next is told if it is more than that.
-            tracing::debug!(%error, "expired markers are left for the next time");
+            tracing::debug!(?failure, "expired markers are left for the next time");
         }
     }
 
@@ -184,13 +184,15 @@ impl Desk {
     }
 }
 
-/// Writes only if something has expired.
-fn clear_a_stretch(file: &OpenFile, sweep: &mut Sweep, forgotten: i64) -> rusqlite::Result<()> {
-    let stretch = sweep.look(&file.connection, IDLE_ROWS, forgotten)?;
+/// Writes only if something has expired, and the file still is ours to write to.
+fn clear_a_stretch(file: &OpenFile, place: &Place, sweep: &mut Sweep, forgotten: i64) -> Result<(), Failure> {
+    let working = place.failure(Stage::Working);
+    let stretch = sweep.look(&file.connection, IDLE_ROWS, forgotten).map_err(&working)?;
     if stretch.expired > 0 {
-        let transaction = file.begin()?;
-        sweep.clear(&transaction, &stretch, forgotten)?;
-        transaction.commit()?;
+        let transaction = file.begin().map_err(&working)?;
+        file.check(place)?;
+        sweep.clear(&transaction, &stretch, forgotten).map_err(&working)?;
+        transaction.commit().map_err(place.failure(Stage::Committing))?;
     }
     sweep.pass(stretch);
     Ok(())
@@ -230,5 +232,21 @@ mod tests {
         let file = rusqlite::Connection::open(directory.path().join("markers.db")).expect("it opens");
         let keys: u32 = file.query_row("SELECT count(*) FROM markers", [], |row| row.get(0)).expect("a number");
         assert_eq!(keys, 2);
+    }
+
+    #[test]
+    fn an_idle_desk_clears_out_nothing_of_a_newer_release() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("markers.db");
+        let mut desk = Desk::new(Place { path: path.clone(), synchronous: Default::default(), patience: IDLE });
+        desk.open().expect("a new file");
+        let other = rusqlite::Connection::open(path).expect("it opens");
+        other.execute("INSERT INTO markers (key, expires, state) VALUES ('old', 1, 0)", []).expect("written");
+        for (version, left) in [(2, 1), (1, 0)] {
+            other.pragma_update(None, "user_version", version).expect("written");
+            desk.idle();
+            let rows: u32 = other.query_row("SELECT count(*) FROM markers", [], |row| row.get(0)).expect("a number");
+            assert_eq!(rows, left, "of version {version}");
+        }
     }
 }
