@@ -113,7 +113,7 @@ impl Desk {
             }
             Err(failure) => {
                 tracing::debug!(?failure, count, "no transaction");
-                self.file = None; // what a failed transaction leaves behind is not worth knowing
+                self.let_go();
                 for (operations, reply) in batch {
                     let _ = reply.send(operations.iter().map(|_| Err(failure.clone())).collect());
                 }
@@ -171,6 +171,12 @@ impl Desk {
             // It can wait, and whoever asks next is told if it is more than that.
             tracing::debug!(?failure, "expired markers are left for the next time");
         }
+    }
+
+    /// Closes the file after trouble: what a failed transaction leaves behind is not worth knowing. But not a file whose log
+    /// was replaced: opened anew it would go by another log, and grant again what stands in this one.
+    fn let_go(&mut self) {
+        self.file.take_if(|file| file.stands(&self.place));
     }
 
     /// The open file, and what is needed beside it.

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use oncegate_core::Memory;
+use rusqlite::config::DbConfig;
 use rusqlite::{Connection, ErrorCode, OpenFlags, Transaction, TransactionBehavior};
 
 use super::Synchronous;
@@ -66,6 +67,9 @@ pub(crate) struct OpenFile {
     pub(crate) connection: Connection,
     /// Which file it is.
     pub(crate) identity: Identity,
+    /// What lies beside it: its log, and the memory that all who use the log share. SQLite makes both for the first who
+    /// reads, and removes them with the last; who has the file open has a lock on it that keeps others from that.
+    beside: [(PathBuf, Identity); 2],
 }
 
 impl OpenFile {
@@ -101,9 +105,12 @@ impl OpenFile {
             )));
         }
         set_up(&connection, place).map_err(&failed)?;
+        version(&connection).map_err(&failed)?; // from this reading on, the log is open
         // SQLite opened it between these two looks at its name.
         let identity = Identity::of(&place.path).filter(|after| before.is_none_or(|before| before == *after));
-        Ok(Self { connection, identity: identity.ok_or_else(|| replaced(place))? })
+        let identity = identity.ok_or_else(|| replaced(place))?;
+        let beside = beside(&place.path).ok_or_else(|| replaced(place))?;
+        Ok(Self { connection, identity, beside })
     }
 
     /// Begins a transaction that nobody else's write can come into.
@@ -111,14 +118,20 @@ impl OpenFile {
         Transaction::new_unchecked(&self.connection, TransactionBehavior::Immediate)
     }
 
-    /// Whether this still is the file under its name, and of our version. Asked within each transaction: what is written
-    /// into a file that was removed is seen by nobody, and a newer release may have made it its own.
+    /// Whether this still is the file under its name, with its log, and of our version. Asked within each transaction: what
+    /// is written into a file or a log that was removed is seen by nobody, and a newer release may have made it its own.
     pub(crate) fn check(&self, place: &Place) -> Result<(), Failure> {
-        if Identity::of(&place.path) != Some(self.identity) {
+        if !self.stands(place) {
             return Err(replaced(place));
         }
         let version = version(&self.connection).map_err(place.failure(Stage::Working))?;
         if version == VERSION { Ok(()) } else { Err(other_version(version, place)) }
+    }
+
+    /// Whether the file, its log and the memory that is shared are those that were opened.
+    pub(crate) fn stands(&self, place: &Place) -> bool {
+        let stands = |(path, identity): &(PathBuf, Identity)| Identity::of(path) == Some(*identity);
+        Identity::of(&place.path) == Some(self.identity) && self.beside.iter().all(stands)
     }
 
     /// Whether it survives its own crash, and a power cut.
@@ -149,10 +162,35 @@ impl OpenFile {
     }
 }
 
+impl Drop for OpenFile {
+    /// The last to close copies its log into the file, and removes what has the log's name. If that is another log by now,
+    /// both would destroy what others wrote since.
+    fn drop(&mut self) {
+        let is_another = |(path, identity): &(PathBuf, Identity)| Identity::of(path).is_some_and(|found| found != *identity);
+        if self.beside.iter().any(is_another)
+            && let Err(error) = self.connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true)
+        {
+            tracing::debug!(%error, "a log that was replaced is closed like any other");
+        }
+    }
+}
+
+/// The log and the shared memory. They lie beside the file itself, not beside a link to it.
+fn beside(path: &Path) -> Option<[(PathBuf, Identity); 2]> {
+    let file = std::fs::canonicalize(path).ok()?;
+    let one = |suffix| {
+        let mut name = file.clone().into_os_string();
+        name.push(suffix);
+        let path = PathBuf::from(name);
+        Identity::of(&path).map(|identity| (path, identity))
+    };
+    Some([one("-wal")?, one("-shm")?])
+}
+
 fn replaced(place: &Place) -> Failure {
     Failure::misconfigured(format!(
-        "Sqlite::file: {} was removed or replaced while it was in use, and what it remembered with it: put it back, or start anew with what \
-         is there now",
+        "Sqlite::file: {} or its log (-wal, -shm) was removed or replaced while it was in use, and what it remembered with it: put it back, or \
+         start anew with what is there now",
         place.name()
     ))
 }

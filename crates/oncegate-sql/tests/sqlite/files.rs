@@ -10,7 +10,7 @@ use oncegate_core::{Memory, Store, StoreError};
 use oncegate_sql::{Sqlite, Synchronous};
 use rusqlite::Connection;
 
-use crate::support::{Directory, GRANTED, ask, at, claim, line, verdicts};
+use crate::support::{Directory, GRANTED, SECOND, ask, at, claim, line, verdicts};
 
 /// What is said at the first use of this file; a claim is told the same.
 async fn refused(path: impl AsRef<Path>) -> String {
@@ -101,6 +101,73 @@ async fn a_file_that_is_removed_or_replaced_while_in_use_stops_its_users() {
         std::fs::rename(directory.path().join("away.db"), directory.file()).expect("moved back");
         assert_eq!(ask(&store, claim("b", 1)).await.expect("a verdict"), GRANTED);
     }
+}
+
+/// Removes the log and the memory that its users share, as by hand.
+#[cfg(target_os = "linux")]
+fn remove_log(directory: &Directory) {
+    for suffix in ["-wal", "-shm"] {
+        std::fs::remove_file(format!("{}{suffix}", directory.file().display())).expect("removed");
+    }
+}
+
+/// Drops the store, and returns when its thread has closed the file.
+#[cfg(target_os = "linux")]
+fn close(directory: &Directory, store: Sqlite) {
+    drop(store);
+    let is_open = || {
+        let files = std::fs::read_dir("/proc/self/fd").expect("Linux").flatten();
+        files.filter_map(|file| std::fs::read_link(file.path()).ok()).any(|path| path.starts_with(directory.path()))
+    };
+    let begun = std::time::Instant::now();
+    while is_open() {
+        assert!(begun.elapsed() < 30 * SECOND, "it stays open");
+        std::thread::yield_now();
+    }
+}
+
+#[cfg(target_os = "linux")]
+#[tokio::test]
+async fn a_log_that_is_removed_while_in_use_stops_its_users_and_is_saved_by_the_last() {
+    let directory = Directory::new();
+    let store = directory.store();
+    ask(&store, claim("a", 1)).await.expect("granted");
+    remove_log(&directory);
+    for id in ["b", "c"] {
+        let stopped = ask(&store, claim(id, 1)).await.expect_err("it would be seen by nobody");
+        assert!(matches!(stopped, StoreError::Misconfigured(_)), "{stopped:?}");
+        says(&line(&stopped), &["Sqlite::file", "-wal", "removed or replaced", "put it back"]);
+    }
+    close(&directory, store);
+    let verdict = ask(&directory.store(), claim("a", 2)).await.expect("a verdict");
+    assert!(matches!(verdict, Verdict::Busy { .. }), "{verdict:?}");
+}
+
+#[tokio::test]
+#[ignore = "a process of the test below"]
+async fn is_granted_b() {
+    let file = std::env::var_os(FILE).expect("a file");
+    assert_eq!(ask(&at(file), claim("b", 2)).await.expect("a verdict"), GRANTED);
+}
+
+#[cfg(target_os = "linux")]
+#[tokio::test]
+async fn of_two_who_have_a_log_each_the_one_whose_log_was_removed_stops_and_spoils_nothing() {
+    let directory = Directory::new();
+    let store = directory.store();
+    ask(&store, claim("a", 1)).await.expect("granted");
+    remove_log(&directory);
+    let program = std::env::current_exe().expect("this test");
+    // In a process of its own: in this one, SQLite would know of the removed log.
+    let other = process("is_granted_b", &program, &directory.file()).output().expect("it ran");
+    assert!(other.status.success(), "{}", String::from_utf8_lossy(&other.stderr));
+    for _ in 0..2 {
+        let stopped = ask(&store, claim("b", 1)).await.expect_err("another was granted it");
+        assert!(matches!(stopped, StoreError::Misconfigured(_)), "{stopped:?}");
+    }
+    close(&directory, store);
+    let verdict = ask(&directory.store(), claim("b", 3)).await.expect("a verdict");
+    assert!(matches!(verdict, Verdict::Busy { .. }), "{verdict:?}");
 }
 
 #[tokio::test]
