@@ -98,7 +98,7 @@ impl Sqlite {
         self.0.hand_in(request(reply))?;
         match tokio::time::timeout(self.0.timeout, answer).await {
             Ok(Ok(answer)) => Ok(answer),
-            Ok(Err(_)) => Err(Failure::unknown(format!("the thread that works on {} ended", self.0.place.name()))),
+            Ok(Err(_)) => Err(Failure::unknown(format!("the thread that works on {} panicked", self.0.place.name()))),
             Err(_) => Err(Failure::unknown(format!(
                 "{} has not answered within {:?}: its disk is slow, or others write to it all the time; Sqlite::timeout allows more",
                 self.0.place.name(),
@@ -109,20 +109,14 @@ impl Sqlite {
 }
 
 impl Handle {
-    /// Gives a request to the thread, which is started where none runs.
+    /// Gives a request to the thread, which the first one starts.
     fn hand_in(&self, request: Request) -> Result<(), Failure> {
         let mut desk = self.desk.lock().unwrap_or_else(PoisonError::into_inner);
-        let request = match &*desk {
-            None => request,
-            Some(running) => match running.send(request) {
-                Ok(()) => return Ok(()),
-                Err(refused) => refused.0, // it panicked; another may do better
-            },
+        let running = match desk.take() {
+            Some(running) => running,
+            None => desk::start(self.place.clone()).map_err(|error| Failure::not_applied(format!("no thread for SQLite: {error}")))?,
         };
-        let started = desk::start(self.place.clone()).map_err(|error| Failure::not_applied(format!("no thread for SQLite: {error}")))?;
-        let handed_in = started.send(request).map_err(|_| Failure::not_applied("the thread for SQLite ended at once"));
-        *desk = Some(started);
-        handed_in
+        desk.insert(running).send(request).map_err(|_| Failure::not_applied("the thread for SQLite ended"))
     }
 }
 

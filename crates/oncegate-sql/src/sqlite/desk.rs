@@ -1,5 +1,6 @@
 //! The thread that works on the file: it takes all that waits, and answers it after one commit.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
@@ -34,6 +35,9 @@ pub(crate) enum Request {
     Look(Key, oneshot::Sender<Result<Marker, Failure>>),
     /// Does the file survive?
     Memory(oneshot::Sender<Result<Memory, Failure>>),
+    /// Panic.
+    #[cfg(test)]
+    Panic,
 }
 
 impl Request {
@@ -43,18 +47,26 @@ impl Request {
             Self::Apply(_, reply) => reply.is_closed(),
             Self::Look(_, reply) => reply.is_closed(),
             Self::Memory(reply) => reply.is_closed(),
+            #[cfg(test)]
+            Self::Panic => false,
         }
     }
 }
 
-/// Starts the thread. It ends when the sender is dropped.
+/// Starts the thread. It ends when the sender is dropped. What panics costs the answers of that moment alone: which file it
+/// was and how the clock jumped have to be known for as long as the store is used.
 ///
 /// # Errors
 /// If the system starts no more threads.
 pub(crate) fn start(place: Place) -> std::io::Result<Sender<Request>> {
     let (sender, requests) = channel();
-    let desk = Desk::new(place);
-    std::thread::Builder::new().name("oncegate-sqlite".into()).spawn(move || desk.run(&requests))?;
+    let mut desk = Desk::new(place);
+    let work = move || {
+        while catch_unwind(AssertUnwindSafe(|| desk.run(&requests))).is_err() {
+            desk.let_go();
+        }
+    };
+    std::thread::Builder::new().name("oncegate-sqlite".into()).spawn(work)?;
     Ok(sender)
 }
 
@@ -73,7 +85,7 @@ impl Desk {
         Self { place, file: None, identity: None, clock: Clock::new(), sweep: Sweep::default() }
     }
 
-    fn run(mut self, requests: &Receiver<Request>) {
+    fn run(&mut self, requests: &Receiver<Request>) {
         loop {
             match requests.recv_timeout(IDLE) {
                 Ok(request) => self.serve(request, requests),
@@ -97,6 +109,8 @@ impl Desk {
                 // Nobody is there to read what cannot be sent, here as below.
                 Request::Look(key, reply) => drop(reply.send(self.look(&key))),
                 Request::Memory(reply) => drop(reply.send(self.memory())),
+                #[cfg(test)]
+                Request::Panic => panic!("as it was asked"),
             }
             if count < TOGETHER {
                 next = requests.try_recv().ok();
@@ -254,5 +268,24 @@ mod tests {
             let rows: u32 = other.query_row("SELECT count(*) FROM markers", [], |row| row.get(0)).expect("a number");
             assert_eq!(rows, left, "of version {version}");
         }
+    }
+
+    #[test]
+    fn who_panics_still_knows_which_file_it_was() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("markers.db");
+        let sender = start(Place { path: path.clone(), synchronous: Default::default(), patience: IDLE }).expect("a thread");
+        let memory = || {
+            let (reply, answer) = oneshot::channel();
+            sender.send(Request::Memory(reply)).expect("it waits");
+            answer.blocking_recv().expect("answered")
+        };
+        memory().expect("a new file");
+        sender.send(Request::Panic).expect("it waits");
+        memory().expect("it goes on");
+        std::fs::rename(&path, directory.path().join("away.db")).expect("moved");
+        sender.send(Request::Panic).expect("it waits");
+        memory().expect_err("it is gone");
+        assert!(!path.exists(), "a new file was made");
     }
 }
