@@ -27,15 +27,6 @@ pub(crate) enum Place {
     Primary(Sentinels),
 }
 
-impl Place {
-    async fn find(&self) -> Result<Server, Failure> {
-        match self {
-            Self::Fixed(server) => Ok(server.clone()),
-            Self::Primary(sentinels) => sentinels.primary().await,
-        }
-    }
-}
-
 /// The connection, shared by all who ask through it.
 pub(crate) struct Link {
     place: Result<Place, Problem>,
@@ -161,7 +152,19 @@ impl Link {
 
     async fn connect(&self) -> Result<Live, Failure> {
         let place = self.place.as_ref().map_err(|problem| Failure::Misconfigured(problem.clone()))?;
-        let server = place.find().await?;
+        match place {
+            Place::Fixed(server) => self.connect_to(server).await,
+            Place::Primary(sentinels) => {
+                let named = sentinels.primary().await?;
+                let mut live = self.connect_to(&named.server).await?;
+                self.is_primary(&mut live, &named.server).await?;
+                sentinels.proved_right(&named);
+                Ok(live)
+            }
+        }
+    }
+
+    async fn connect_to(&self, server: &Server) -> Result<Live, Failure> {
         let broken = Arc::new(AtomicBool::new(false));
         let tell = Arc::clone(&broken);
         let config = AsyncConnectionConfig::new().set_connection_timeout(Some(CONNECT_TIMEOUT)).set_response_timeout(Some(self.timeout));
@@ -172,26 +175,25 @@ impl Link {
             }
             Ok::<(), ()>(())
         });
-        let connection = match open(&server, ProtocolVersion::RESP3, &watched).await {
-            Err(error) if knows_no_resp3(&error) => open(&server, ProtocolVersion::RESP2, &config).await,
+        let connection = match open(server, ProtocolVersion::RESP3, &watched).await {
+            Err(error) if knows_no_resp3(&error) => open(server, ProtocolVersion::RESP2, &config).await,
             opened => opened,
         };
-        let mut connection = connection.map_err(|error| server.refused(&error, CONNECT_TIMEOUT))?;
-        if let Place::Primary(_) = place {
-            // Sentinels may name a server a moment before it knows.
-            let info: String = redis::cmd("INFO")
-                .arg("replication")
-                .query_async(&mut connection)
-                .await
-                .map_err(|error| server.refused(&error, self.timeout))?;
-            if !info.contains("role:master") {
-                return Err(Failure::not_applied(format!(
-                    "Redis at {} is not yet the primary that the Sentinels say it is",
-                    server.address()
-                )));
-            }
-        }
+        let connection = connection.map_err(|error| server.refused(&error, CONNECT_TIMEOUT))?;
         Ok(Live { connection, broken, timeouts: Arc::default() })
+    }
+
+    /// Sentinels may name a server a moment before it knows.
+    async fn is_primary(&self, live: &mut Live, server: &Server) -> Result<(), Failure> {
+        let info: String = redis::cmd("INFO")
+            .arg("replication")
+            .query_async(&mut live.connection)
+            .await
+            .map_err(|error| server.refused(&error, self.timeout))?;
+        if info.contains("role:master") {
+            return Ok(());
+        }
+        Err(Failure::not_applied(format!("Redis at {} is not yet the primary that the Sentinels say it is", server.address())))
     }
 }
 

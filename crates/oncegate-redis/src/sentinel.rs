@@ -18,8 +18,14 @@ pub(crate) struct Sentinels {
     /// With what the Redis servers ask of us; there is at least one.
     sentinels: Arc<[Server]>,
     name: Arc<str>,
-    /// Which of them answered last.
+    /// Which of them is asked first: the one whose word led to the primary last, else the one after those that were asked.
     first: Arc<AtomicUsize>,
+}
+
+/// What a Sentinel named.
+pub(crate) struct Named {
+    pub(crate) server: Server,
+    which: usize,
 }
 
 /// What one Sentinel says.
@@ -47,37 +53,48 @@ impl Sentinels {
         format!("{} by {}", self.name, addresses.join(", "))
     }
 
-    /// Asks one Sentinel after the other until one names the primary.
+    /// Asks one Sentinel after the other until one names the primary. The next call starts with the Sentinel after it,
+    /// unless this one [proves right](Self::proved_right): a Sentinel that was cut off names a primary of the past.
     ///
     /// # Errors
-    /// `NotApplied` if none answers; `Misconfigured` if those that do never heard of the name.
-    pub(crate) async fn primary(&self) -> Result<Server, Failure> {
+    /// `Misconfigured` if all of them say what a person has to change, such as a name that they never heard of; `NotApplied`
+    /// otherwise.
+    pub(crate) async fn primary(&self) -> Result<Named, Failure> {
+        let count = self.sentinels.len();
         let first = self.first.load(Ordering::Relaxed);
         let mut why = None;
-        for which in (0..self.sentinels.len()).map(|it| (first + it) % self.sentinels.len()) {
+        for which in (0..count).map(|it| (first + it) % count) {
             let sentinel = &self.sentinels[which];
-            match self.ask(sentinel).await {
-                Ok(Said::Primary(host, port)) => {
-                    self.first.store(which, Ordering::Relaxed);
-                    return Ok(sentinel.elsewhere(&host, port));
-                }
-                Ok(Said::NoSuchName) => {
-                    why = Some(Failure::misconfigured(format!(
-                        "Redis::sentinel: {} watches no primary named {:?}; correct the name",
-                        sentinel.address(),
-                        self.name
-                    )));
-                }
-                Err(error) => why = why.or_else(|| Some(sentinel.refused(&error, PATIENCE))),
+            // Before it is asked: who waits no longer than this one is silent asks another the next time.
+            self.first.store((which + 1) % count, Ordering::Relaxed);
+            let failure = match self.ask(sentinel).await {
+                Ok(Said::Primary(host, port)) => return Ok(Named { server: sentinel.elsewhere(&host, port), which }),
+                Ok(Said::NoSuchName) => Failure::misconfigured(format!(
+                    "Redis::sentinel: {} watches no primary named {:?}; correct the name",
+                    sentinel.address(),
+                    self.name
+                )),
+                Err(error) => sentinel.refused(&error, PATIENCE),
+            };
+            // One that may answer yet outranks those whose answer no time changes.
+            if !matches!((&why, &failure), (Some(_), Failure::Misconfigured(_)) | (Some(Failure::NotApplied(_)), _)) {
+                why = Some(failure);
             }
         }
         Err(why.unwrap_or_else(|| Failure::misconfigured("Redis::sentinel: name at least one Sentinel")))
     }
 
-    /// Without a login first: most Sentinels ask for none, and refuse one that they did not ask for.
+    /// Where this Sentinel said that it is, the primary was.
+    pub(crate) fn proved_right(&self, named: &Named) {
+        self.first.store(named.which, Ordering::Relaxed);
+    }
+
+    /// Without a login first: most Sentinels ask for none, and refuse one that they did not ask for. They have no databases.
     async fn ask(&self, sentinel: &Server) -> Result<Said, RedisError> {
         match self.ask_as(&sentinel.without_login()).await {
-            Err(error) if error.code() == Some("NOAUTH") || error.kind() == ErrorKind::AuthenticationFailed => self.ask_as(sentinel).await,
+            Err(error) if error.code() == Some("NOAUTH") || error.kind() == ErrorKind::AuthenticationFailed => {
+                self.ask_as(&sentinel.without_database()).await
+            }
             said => said,
         }
     }

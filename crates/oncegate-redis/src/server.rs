@@ -87,6 +87,12 @@ impl Server {
         Self { info: Box::new((*self.info).clone().set_redis_settings(redis::RedisConnectionInfo::default())), ..self.clone() }
     }
 
+    /// The same server with the same login, and no database.
+    pub(crate) fn without_database(&self) -> Self {
+        let redis = self.info.redis_settings().clone().set_db(0);
+        Self { info: Box::new((*self.info).clone().set_redis_settings(redis)), ..self.clone() }
+    }
+
     /// The host alone.
     pub(crate) fn host(&self) -> &str {
         match self.info.addr() {

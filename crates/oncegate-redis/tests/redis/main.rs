@@ -7,6 +7,7 @@ mod laws;
 mod losses;
 mod outages;
 mod replicas;
+mod sentinels;
 mod settings;
 mod support;
 mod wire;

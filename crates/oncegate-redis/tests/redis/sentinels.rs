@@ -1,0 +1,124 @@
+//! Sentinels that do not agree, or are not all there.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use oncegate_core::StoreError;
+use oncegate_core::marker::Marker;
+use oncegate_redis::Redis;
+use oncegate_testkit::proxy::holds;
+use oncegate_testkit::servers::{RedisOptions, RedisServer};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+
+use crate::support::{GRANTED, SECOND, ask, claim, key};
+
+/// The password of the Sentinels that want one.
+const PASSWORD: &str = "s3cret";
+
+/// What a Sentinel of ours says.
+#[derive(Clone, Copy)]
+enum Says {
+    /// The primary is at this port.
+    At(u16),
+    /// The same, to who logs in.
+    AtToUsers(u16),
+    NoSuchName,
+}
+
+/// A Sentinel that says one thing to whoever asks. Answers its URL, and how often it was asked.
+async fn sentinel(says: Says) -> (String, Arc<AtomicU32>) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let url = format!("redis://one:{PASSWORD}@{}/3", listener.local_addr().expect("an address"));
+    let asked = Arc::new(AtomicU32::new(0));
+    let counts = asked.clone();
+    tokio::spawn(async move {
+        while let Ok((client, _)) = listener.accept().await {
+            tokio::spawn(talk(client, says, counts.clone()));
+        }
+    });
+    (url, asked)
+}
+
+async fn talk(mut client: TcpStream, says: Says, asked: Arc<AtomicU32>) {
+    let mut request = vec![0; 4096];
+    let mut logged_in = false;
+    while let Ok(length @ 1..) = client.read(&mut request).await {
+        // Each command begins with the number of its words.
+        for command in String::from_utf8_lossy(&request[..length]).split('*').skip(1) {
+            let is = |word: &str| holds(command.as_bytes(), word);
+            let reply = match says {
+                // As a Sentinel does.
+                _ if is("SELECT") => "-ERR unknown command 'SELECT'\r\n".into(),
+                _ if is("AUTH") => {
+                    logged_in = is(PASSWORD);
+                    "+OK\r\n".into()
+                }
+                Says::AtToUsers(_) if !logged_in => "-NOAUTH Authentication required.\r\n".into(),
+                _ if !is("get-master-addr-by-name") => "+OK\r\n".into(),
+                Says::NoSuchName => "*-1\r\n".into(),
+                Says::At(port) | Says::AtToUsers(port) => {
+                    asked.fetch_add(1, Ordering::SeqCst);
+                    let port = port.to_string();
+                    format!("*2\r\n$9\r\n127.0.0.1\r\n${}\r\n{port}\r\n", port.len())
+                }
+            };
+            if client.write_all(reply.as_bytes()).await.is_err() {
+                return;
+            }
+        }
+    }
+}
+
+/// A Redis that takes the login of the URLs.
+fn redis() -> RedisServer {
+    let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    assert_eq!(server.command(&format!("ACL SETUSER one on >{PASSWORD} ~* &* +@all")).expect("a reply"), "+OK");
+    server
+}
+
+/// A port where nobody listens.
+async fn nobody() -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    listener.local_addr().expect("an address").port()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_sentinel_that_names_a_primary_of_the_past_is_not_asked_for_ever() {
+    let (primary, replica) = (redis(), redis());
+    replica.command(&format!("REPLICAOF 127.0.0.1 {}", primary.port())).expect("a reply");
+    for past in [nobody().await, replica.port()] {
+        let ((stale, _), (right, asked)) = (sentinel(Says::At(past)).await, sentinel(Says::At(primary.port())).await);
+        let store = Redis::sentinel([stale, right], "mymaster").timeout(5 * SECOND);
+        let first = store.look(&key("k")).await;
+        assert!(matches!(first, Err(StoreError::NotApplied(_))), "{first:?}");
+        assert!(matches!(store.look(&key("k")).await, Ok(Marker::Absent)));
+        assert_eq!(ask(&store, claim("k", 1)).await.expect("a verdict"), GRANTED);
+        // The one that was right is asked first from now on.
+        let again = asked.load(Ordering::SeqCst);
+        primary.command("CLIENT KILL TYPE normal SKIPME yes").expect("a reply");
+        assert_eq!(crate::forms::healed(&store, claim("k", 1)).await, GRANTED);
+        assert!(asked.load(Ordering::SeqCst) > again);
+        primary.command("FLUSHALL").expect("a reply");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_name_is_wrong_only_if_every_sentinel_says_so() {
+    let ((stranger, _), gone) = (sentinel(Says::NoSuchName).await, format!("redis://127.0.0.1:{}", nobody().await));
+    for urls in [[&stranger, &gone], [&gone, &stranger]] {
+        let answer = ask(&Redis::sentinel(urls, "mymaster"), claim("k", 1)).await;
+        assert!(matches!(answer, Err(StoreError::NotApplied(_))), "{answer:?}");
+    }
+    let answer = ask(&Redis::sentinel([&stranger, &stranger], "mymaster"), claim("k", 1)).await;
+    assert!(matches!(&answer, Err(StoreError::Misconfigured(why)) if why.to_string().contains("mymaster")), "{answer:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_sentinel_with_a_login_is_asked_for_no_database() {
+    let primary = redis();
+    let (url, _) = sentinel(Says::AtToUsers(primary.port())).await;
+    let store = Redis::sentinel([url], "mymaster").timeout(5 * SECOND);
+    assert_eq!(ask(&store, claim("k", 1)).await.expect("a verdict"), GRANTED);
+    assert!(primary.reply("INFO keyspace").expect("a reply").contains("db3:"), "the primary has databases");
+}
