@@ -11,9 +11,11 @@ use redis::{Cmd, Pipeline, Value};
 
 use crate::durability::{self, Durability};
 use crate::failure::Failure;
+use crate::link::Open;
 use crate::record::{self, Unreadable};
 use crate::route::{At, Lane, Lanes, Route, View};
 use crate::script::{self, By};
+use crate::watch::Watch;
 
 /// The most keys that one script call changes: it holds everyone else up meanwhile.
 const KEYS_PER_CALL: usize = 256;
@@ -44,15 +46,17 @@ impl Step {
     }
 }
 
-/// Applies the operations and answers each, in order. Those that have an answer already are not sent.
+/// Applies the operations and answers each, in order. Those that have an answer already are not sent. With a watch, at most
+/// once is claimed only of servers that it looked at since they were connected to.
 pub(crate) async fn apply(
     route: &Route,
+    watch: Option<&Watch>,
     durability: Durability,
     prefix: &[u8],
     operations: &[Operation],
     answers: Vec<Option<Answer>>,
 ) -> Vec<Result<Verdict, StoreError>> {
-    let mut batch = Batch { route, durability, prefix, operations, answers, doubted: false };
+    let mut batch = Batch { route, watch, durability, prefix, operations, answers, doubted: false };
     for round in rounds(operations) {
         let unanswered: Vec<usize> = round.into_iter().filter(|index| batch.answers[*index].is_none()).collect();
         let steps = batch.plan(&unanswered);
@@ -110,6 +114,7 @@ struct Interrupted;
 
 struct Batch<'a> {
     route: &'a Route,
+    watch: Option<&'a Watch>,
     durability: Durability,
     prefix: &'a [u8],
     operations: &'a [Operation],
@@ -260,7 +265,25 @@ impl Batch<'_> {
         if let (Lane::Claims, Durability::Replicas { count, timeout }) = (parcel.lane, self.durability) {
             pipeline.cmd("WAIT").arg(count).arg(record::expiry(timeout));
         }
-        parcel.lanes.link(parcel.lane).ask(&pipeline).await
+        let open = parcel.lanes.link(parcel.lane).open().await?;
+        if let Some(watch) = self.watch
+            && !open.was_looked_at()
+        {
+            self.look_first(watch, &open, parcel).await?;
+        }
+        open.ask(&pipeline).await
+    }
+
+    /// Looks at a server that was connected to anew, if it is to be asked for claims at most once.
+    async fn look_first(&self, watch: &Watch, open: &Open<'_>, parcel: &Parcel) -> Result<(), Failure> {
+        let operations = parcel.steps.iter().flat_map(Step::operations).map(|index| &self.operations[*index]);
+        for claim in operations.filter(|it| it.ask == Ask::Claim && it.terms.guarantee == Guarantee::AtMostOnce) {
+            watch.vouch(open, self.route, &parcel.lanes, self.prefix, self.durability).await?;
+            if let Some(withheld) = watch.withholds(&claim.terms).await {
+                return Err(withheld);
+            }
+        }
+        Ok(())
     }
 
     /// Reads what one server replied. Answers whether it named another.

@@ -46,6 +46,13 @@ struct Live {
     connection: MultiplexedConnection,
     broken: Arc<AtomicBool>,
     timeouts: Arc<AtomicU32>,
+    looked_at: Arc<AtomicBool>,
+}
+
+/// A connection, for who has to know that two things are asked on the same one.
+pub(crate) struct Open<'a> {
+    link: &'a Link,
+    live: Live,
 }
 
 impl Live {
@@ -92,28 +99,15 @@ impl Link {
     /// # Errors
     /// `NotApplied` or `Misconfigured` if nothing was sent; `Unknown` if it may have been.
     pub(crate) async fn ask(&self, commands: &Pipeline) -> Result<Vec<Value>, Failure> {
-        let live = self.live().await?;
-        let abandoned = Abandoned(&live);
-        let sent = live.connection.clone().send_packed_commands(commands, 0, commands.len()).await;
-        std::mem::forget(abandoned);
-        match sent {
-            Ok(replies) if replies.len() == commands.len() => {
-                live.timeouts.store(0, Ordering::Relaxed);
-                Ok(replies)
-            }
-            Ok(replies) => {
-                live.broken.store(true, Ordering::Relaxed);
-                Err(Failure::unknown(format!("{} commands were answered {} times", commands.len(), replies.len())))
-            }
-            Err(error) if error.is_timeout() => {
-                live.timed_out();
-                Err(Failure::Unknown(Problem::of(format!("no reply from Redis within {:?}", self.timeout), error)))
-            }
-            Err(error) => {
-                live.broken.store(true, Ordering::Relaxed);
-                Err(Failure::Unknown(Problem::of(format!("the connection to Redis broke: {error}"), error)))
-            }
-        }
+        self.open().await?.ask(commands).await
+    }
+
+    /// The connection, made if there is none.
+    ///
+    /// # Errors
+    /// `NotApplied` or `Misconfigured`: there is none.
+    pub(crate) async fn open(&self) -> Result<Open<'_>, Failure> {
+        Ok(Open { link: self, live: self.live().await? })
     }
 
     /// Connects anew before the next command: the name may mean another server by now.
@@ -180,7 +174,7 @@ impl Link {
             opened => opened,
         };
         let connection = connection.map_err(|error| server.refused(&error, CONNECT_TIMEOUT))?;
-        Ok(Live { connection, broken, timeouts: Arc::default() })
+        Ok(Live { connection, broken, timeouts: Arc::default(), looked_at: Arc::default() })
     }
 
     /// Sentinels may name a server a moment before it knows.
@@ -194,6 +188,43 @@ impl Link {
             return Ok(());
         }
         Err(Failure::not_applied(format!("Redis at {} is not yet the primary that the Sentinels say it is", server.address())))
+    }
+}
+
+impl Open<'_> {
+    /// As [`Link::ask`], on this connection and no other.
+    pub(crate) async fn ask(&self, commands: &Pipeline) -> Result<Vec<Value>, Failure> {
+        let Self { link, live } = self;
+        let abandoned = Abandoned(live);
+        let sent = live.connection.clone().send_packed_commands(commands, 0, commands.len()).await;
+        std::mem::forget(abandoned);
+        match sent {
+            Ok(replies) if replies.len() == commands.len() => {
+                live.timeouts.store(0, Ordering::Relaxed);
+                Ok(replies)
+            }
+            Ok(replies) => {
+                live.broken.store(true, Ordering::Relaxed);
+                Err(Failure::unknown(format!("{} commands were answered {} times", commands.len(), replies.len())))
+            }
+            Err(error) if error.is_timeout() => {
+                live.timed_out();
+                Err(Failure::Unknown(Problem::of(format!("no reply from Redis within {:?}", link.timeout), error)))
+            }
+            Err(error) => {
+                live.broken.store(true, Ordering::Relaxed);
+                Err(Failure::Unknown(Problem::of(format!("the connection to Redis broke: {error}"), error)))
+            }
+        }
+    }
+
+    /// Whether the server was looked at since this connection was made.
+    pub(crate) fn was_looked_at(&self) -> bool {
+        self.live.looked_at.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_looked_at(&self) {
+        self.live.looked_at.store(true, Ordering::Relaxed);
     }
 }
 

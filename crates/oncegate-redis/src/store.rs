@@ -145,7 +145,8 @@ impl Redis {
 
     /// Goes on after Redis was seen to forget.
     ///
-    /// While it is asked for claims it is looked at every two seconds. When its keys or its last writes are gone, or it
+    /// While it is asked for claims it is looked at every two seconds, and at most once claims of no server that was not
+    /// looked at since it was connected to. When its keys or its last writes are gone, or it
     /// evicted some, at most once claims nothing more ([`StoreError::NotApplied`]): what was handled would be taken for
     /// new. A person finds out which messages may come again, and calls this, in each process, or starts it again.
     /// What was granted before is completed meanwhile; other guarantees go on, and the log and
@@ -210,7 +211,8 @@ impl Store for Redis {
                 }
             }
         }
-        batch::apply(&self.route, self.durability, &self.prefix, operations, answers).await
+        let watch = (self.forgetting == Forgetting::Told).then_some(&*self.watch);
+        batch::apply(&self.route, watch, self.durability, &self.prefix, operations, answers).await
     }
 
     async fn memory(&self) -> Result<Memory, StoreError> {

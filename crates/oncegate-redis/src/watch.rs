@@ -4,6 +4,7 @@
 //! counted back, it lost its last writes. `INFO` tells the rest: evicted keys, another process, a clock that jumped.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use oncegate_core::marker::{Guarantee, Terms, Token, UNRESOLVED_AT_MOST_ONCE};
@@ -12,6 +13,7 @@ use tokio::sync::Mutex;
 
 use crate::durability::Durability;
 use crate::failure::Failure;
+use crate::link::Open;
 use crate::memory::field;
 use crate::record;
 use crate::route::{Lanes, Route};
@@ -114,11 +116,43 @@ impl Watch {
         state.looked = Some(Instant::now());
         let Ok(servers) = route.keys_on_each(&[prefix, b"!canary"].concat()).await else { return };
         for (key, lanes) in servers {
-            match look_at(&lanes, &key).await {
-                Ok(now) => state.take(key, now, durability),
-                Err(failure) => tracing::debug!(?failure, "Redis could not be looked at"),
+            let looked = match lanes.general.open().await {
+                Ok(open) => state.look_at(&open, key, durability).await,
+                Err(failure) => Err(failure),
+            };
+            if let Err(failure) = looked {
+                tracing::debug!(?failure, "Redis could not be looked at");
             }
         }
+    }
+
+    /// Looks at the server behind a connection that was made since the last look: it may be another one, or the same with
+    /// its keys lost. A node of a Cluster that serves no slot of its own yet is not looked at.
+    ///
+    /// # Errors
+    /// `NotApplied` or `Misconfigured`: it could not be looked at, and nothing is known of it.
+    pub(crate) async fn vouch(
+        &self,
+        open: &Open<'_>,
+        route: &Route,
+        lanes: &Arc<Lanes>,
+        prefix: &[u8],
+        durability: Durability,
+    ) -> Result<(), Failure> {
+        if open.was_looked_at() {
+            return Ok(());
+        }
+        let servers = route.keys_on_each(&[prefix, b"!canary"].concat()).await?;
+        let Some((key, _)) = servers.into_iter().find(|(_, its)| Arc::ptr_eq(its, lanes)) else { return Ok(()) };
+        let mut state = self.state.lock().await;
+        if open.was_looked_at() {
+            return Ok(());
+        }
+        state.look_at(open, key, durability).await.map_err(|failure| match failure {
+            // Of the claims nothing was sent.
+            Failure::Unknown(problem) => Failure::NotApplied(problem),
+            failure => failure,
+        })
     }
 
     /// Why a claim on these terms is not to be asked at this moment.
@@ -156,6 +190,13 @@ fn paused(why: &str) -> Failure {
 }
 
 impl State {
+    async fn look_at(&mut self, open: &Open<'_>, key: Vec<u8>, durability: Durability) -> Result<(), Failure> {
+        let now = look_at(open, &key).await?;
+        self.take(key, now, durability);
+        open.set_looked_at();
+        Ok(())
+    }
+
     fn take(&mut self, key: Vec<u8>, now: Seen, durability: Durability) {
         if let Some(before) = self.seen.get(&key) {
             for finding in compare(before, &now) {
@@ -204,13 +245,16 @@ fn compare(before: &Seen, now: &Seen) -> Vec<Finding> {
     findings
 }
 
-async fn look_at(lanes: &Lanes, key: &[u8]) -> Result<Seen, Failure> {
+async fn look_at(open: &Open<'_>, key: &[u8]) -> Result<Seen, Failure> {
     let mut pipeline = Pipeline::with_capacity(2);
     pipeline.add_command(count_up(key)).cmd("INFO");
-    let replies = lanes.general.ask(&pipeline).await?;
+    let replies = open.ask(&pipeline).await?;
     let at = Instant::now();
     let [canary, info] = <[Value; 2]>::try_from(replies).map_err(|_| Failure::unknown("Redis answered half"))?;
-    let wrong = |what: &Value| Failure::unknown(format!("Redis gave an answer of the wrong kind to a look: {what:?}"));
+    let wrong = |what: &Value| match what {
+        Value::ServerError(error) => Failure::said_by_server(error.code(), error.details().unwrap_or_default()),
+        what => Failure::unknown(format!("Redis gave an answer of the wrong kind to a look: {what:?}")),
+    };
     let info = match &info {
         Value::BulkString(info) => String::from_utf8_lossy(info).into_owned(),
         Value::VerbatimString { text, .. } => text.clone(),

@@ -39,6 +39,26 @@ async fn at_most_once_pauses_when_the_keys_are_gone() {
     assert_eq!(ask(&store, strict("charged", 2)).await.expect("a verdict"), GRANTED);
 }
 
+/// Nobody waits for the next look: who connects anew looks first.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_that_comes_back_without_its_keys_is_asked_for_nothing_at_most_once() {
+    let mut server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let store = at(&server.url());
+    assert_eq!(ask(&store, strict("charged", 1)).await.expect("a verdict"), GRANTED);
+    assert_eq!(ask(&store, Operation { attempt: 1, ask: Ask::Complete, ..strict("charged", 1) }).await.expect("a verdict"), DONE);
+    server.kill();
+    server.start_again().expect("it starts again");
+    let deadline = std::time::Instant::now() + 20 * SECOND;
+    loop {
+        match ask(&store, strict("charged", 2)).await {
+            Err(StoreError::NotApplied(why)) if why.to_string().contains("accept_loss") => break,
+            Err(StoreError::NotApplied(_) | StoreError::Unknown(_)) => assert!(std::time::Instant::now() < deadline, "never told"),
+            granted => panic!("{granted:?}"),
+        }
+    }
+    assert_eq!(server.command("EXISTS processed:charged").expect("a reply"), ":0", "nothing was sent");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_crash_that_loses_nothing_pauses_nothing() {
     let mut server = RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EveryWrite)).expect("a Redis");
