@@ -29,8 +29,10 @@ pub(crate) struct Cluster {
 struct State {
     /// `None` when it may have changed.
     map: Option<Arc<Map>>,
-    /// By address. A node that is gone stays: it may come back, and nodes are few.
+    /// By address: the seeds, the nodes of the last map, and those that a node named since.
     nodes: HashMap<String, Arc<Lanes>>,
+    /// Which of the known nodes is asked first for the next map: another one each time, for any may be wrong.
+    first: usize,
 }
 
 /// Who serves what.
@@ -44,6 +46,17 @@ impl Map {
     pub(crate) fn owner(&self, slot: u16) -> Option<&str> {
         let place = self.ranges.partition_point(|(last, _)| *last < slot);
         self.ranges.get(place).map(|(_, address)| address.as_str()).filter(|address| !address.is_empty())
+    }
+
+    /// How many slots somebody serves.
+    fn served(&self) -> u16 {
+        let mut next = 0;
+        let mut served = 0;
+        for (last, address) in &self.ranges {
+            served += if address.is_empty() { 0 } else { (last + 1).saturating_sub(next) };
+            next = next.max(last + 1);
+        }
+        served
     }
 
     /// Each primary once.
@@ -65,41 +78,51 @@ impl Cluster {
         seeds.join(", ")
     }
 
-    /// Who serves what, asked anew after [`distrust`](Self::distrust).
+    /// Who serves what, asked anew after [`distrust`](Self::distrust). One node after the other is asked until one knows
+    /// of every slot; where none does, the one that knows of most is believed. A node that was reset knows of none.
     ///
     /// # Errors
-    /// `NotApplied` if no node answers; `Misconfigured` if what answers is no Cluster.
+    /// `NotApplied` if no node knows of a slot; `Misconfigured` if what answers is no Cluster, and all answer.
     pub(crate) async fn map(&self) -> Result<Arc<Map>, Failure> {
         let mut state = self.state.lock().await;
         if let Some(map) = &state.map {
             return Ok(map.clone());
         }
-        let known: Vec<Arc<Lanes>> = state.nodes.values().cloned().collect();
-        let mut why = None;
-        for node in known {
-            match self.ask(&node).await {
+        for seed in &self.seeds {
+            state.nodes.entry(seed.address().to_owned()).or_insert_with(|| self.lanes(seed.clone()));
+        }
+        let mut known: Vec<(String, Arc<Lanes>)> = state.nodes.iter().map(|(address, node)| (address.clone(), node.clone())).collect();
+        known.sort_unstable_by(|(one, _), (other, _)| one.cmp(other));
+        let (mut best, mut why): (Option<Map>, Option<Failure>) = (None, None);
+        for _ in 0..known.len() {
+            let (_, node) = &known[state.first % known.len()];
+            // Before it is asked: who waits no longer than this one is silent asks another the next time.
+            state.first = (state.first + 1) % known.len();
+            match self.ask(node).await {
                 Ok(map) => {
-                    state.map = Some(map.clone());
-                    return Ok(map);
+                    let served = map.served();
+                    if served > best.as_ref().map_or(0, Map::served) {
+                        best = Some(map);
+                    }
+                    if served == SLOTS {
+                        break;
+                    }
                 }
-                Err(failure) => why = Some(failure),
+                Err(failure) => why = Some(failure.beside(why)),
             }
         }
-        for seed in &self.seeds {
-            let node = state.nodes.entry(seed.address().to_owned()).or_insert_with(|| self.lanes(seed.clone())).clone();
-            match self.ask(&node).await {
-                Ok(map) => {
-                    state.map = Some(map.clone());
-                    return Ok(map);
-                }
-                Err(failure) => why = Some(failure),
-            }
+        if let Some(map) = best {
+            let is_seed = |address: &String| self.seeds.iter().any(|seed| seed.address() == address);
+            state.nodes.retain(|address, _| is_seed(address) || map.primaries().contains(&address.as_str()));
+            let map = Arc::new(map);
+            state.map = Some(map.clone());
+            return Ok(map);
         }
         // Whatever was said of the nodes, nothing was sent that could have been applied.
         Err(match why {
             Some(Failure::Unknown(problem)) => Failure::NotApplied(problem),
             Some(failure) => failure,
-            None => Failure::misconfigured("Redis::cluster: name at least one node"),
+            None => Failure::not_applied(format!("Redis::cluster: no slot is served, say {}; is the Cluster made?", self.described())),
         })
     }
 
@@ -124,7 +147,7 @@ impl Cluster {
         Arc::new(Lanes::to(Ok(Place::Fixed(server)), self.timeout, self.durability))
     }
 
-    async fn ask(&self, node: &Lanes) -> Result<Arc<Map>, Failure> {
+    async fn ask(&self, node: &Lanes) -> Result<Map, Failure> {
         let mut pipeline = Pipeline::with_capacity(1);
         pipeline.cmd("CLUSTER").arg("SLOTS");
         match node.general.ask(&pipeline).await?.pop() {
@@ -133,7 +156,7 @@ impl Cluster {
                 let mut ranges: Vec<(u16, u16, String)> =
                     ranges.into_iter().map(|range| read_range(range, host)).collect::<Option<_>>().ok_or_else(wrong_kind)?;
                 ranges.sort_unstable();
-                Ok(Arc::new(Map { ranges: without_gaps(ranges) }))
+                Ok(Map { ranges: without_gaps(ranges) })
             }
             Some(Value::ServerError(error)) if error.details().is_some_and(|detail| detail.contains("cluster support disabled")) => {
                 Err(Failure::misconfigured("Redis::cluster names a server that is no Cluster; give a single server to Redis::at"))
@@ -157,7 +180,8 @@ fn read_range(range: Value, asked: &str) -> Option<(u16, u16, String)> {
         Value::BulkString(host) if !host.is_empty() => String::from_utf8_lossy(host).into_owned(),
         _ => asked.to_owned(),
     };
-    Some(((*first).try_into().ok()?, (*last).try_into().ok()?, joined(&host, (*port).try_into().ok()?)))
+    let last = u16::try_from(*last).ok().filter(|last| *last < SLOTS)?;
+    Some(((*first).try_into().ok()?, last, joined(&host, (*port).try_into().ok()?)))
 }
 
 /// What nobody serves gets an empty address.
@@ -210,5 +234,8 @@ mod tests {
             assert_eq!(map.owner(slot), owner, "{slot}");
         }
         assert_eq!(map.primaries(), ["a:1", "b:2"]);
+        assert_eq!(map.served(), 16_000);
+        assert_eq!(Map { ranges: without_gaps(vec![(0, SLOTS - 1, "a:1".into())]) }.served(), SLOTS);
+        assert_eq!(Map { ranges: vec![] }.served(), 0);
     }
 }

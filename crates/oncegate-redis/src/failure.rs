@@ -59,6 +59,15 @@ impl Failure {
         Self::Misconfigured(Problem::new(text))
     }
 
+    /// What to say when several were asked in vain: who may answer yet outranks those whose answer no time changes.
+    pub(crate) fn beside(self, before: Option<Self>) -> Self {
+        match (before, self) {
+            (Some(before @ Self::Misconfigured(_)), Self::Misconfigured(_)) => before,
+            (Some(before @ (Self::NotApplied(_) | Self::Unknown(_))), _) => before,
+            (_, failure) => failure,
+        }
+    }
+
     /// What a command's error means: its code is the first word of what the server said.
     pub(crate) fn said_by_server(code: &str, detail: &str) -> Self {
         let said = format!("Redis says {code} {detail}");

@@ -76,10 +76,7 @@ impl Sentinels {
                 )),
                 Err(error) => sentinel.refused(&error, PATIENCE),
             };
-            // One that may answer yet outranks those whose answer no time changes.
-            if !matches!((&why, &failure), (Some(_), Failure::Misconfigured(_)) | (Some(Failure::NotApplied(_)), _)) {
-                why = Some(failure);
-            }
+            why = Some(failure.beside(why));
         }
         Err(why.unwrap_or_else(|| Failure::misconfigured("Redis::sentinel: name at least one Sentinel")))
     }

@@ -167,3 +167,20 @@ async fn what_is_no_cluster_is_told() {
     let answer = ask(&Redis::cluster([single.url()]), claim("k", 1)).await;
     assert!(matches!(&answer, Err(StoreError::Misconfigured(why)) if why.to_string().contains("Redis::at")), "{answer:?}");
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_node_that_was_reset_is_not_believed() {
+    let cluster = ClusterServers::start().expect("a Cluster");
+    let urls = cluster.urls();
+    let primaries = cluster.primaries();
+    // A replica: it may leave without a slot being lost. By its address it is the first to be asked.
+    let leaving = (0..urls.len()).filter(|which| !primaries.contains(which)).min_by_key(|which| &urls[*which]).expect("a replica");
+    assert_eq!(cluster.nodes()[leaving].command("CLUSTER RESET").expect("a reply"), "+OK");
+    let (left, other) = (&urls[leaving], urls.iter().max().expect("a node"));
+    let store = Redis::cluster([left, other]).timeout(2 * SECOND);
+    for it in 0..20 {
+        assert_eq!(ask(&store, claim(&format!("k{it}"), 1)).await.expect("a verdict"), GRANTED);
+    }
+    let alone = ask(&Redis::cluster([left]), claim("k", 1)).await;
+    assert!(matches!(&alone, Err(StoreError::NotApplied(why)) if why.to_string().contains("no slot is served")), "{alone:?}");
+}
