@@ -56,7 +56,7 @@ pub(crate) async fn apply(
     operations: &[Operation],
     answers: Vec<Option<Answer>>,
 ) -> Vec<Result<Verdict, StoreError>> {
-    let mut batch = Batch { route, watch, durability, prefix, operations, answers, doubted: false };
+    let mut batch = Batch { route, watch, durability, prefix, operations, answers, doubt: Doubt::of(route) };
     for round in rounds(operations) {
         let unanswered: Vec<usize> = round.into_iter().filter(|index| batch.answers[*index].is_none()).collect();
         let steps = batch.plan(&unanswered);
@@ -64,9 +64,7 @@ pub(crate) async fn apply(
             break;
         }
     }
-    if batch.doubted {
-        route.distrust().await;
-    }
+    batch.doubt.unfinished = false;
     let unsent = || Err(Failure::not_applied("not sent, because an earlier command in the same batch was not answered"));
     batch.answers.into_iter().map(|answer| answer.unwrap_or_else(unsent).map_err(Into::into)).collect()
 }
@@ -119,8 +117,31 @@ struct Batch<'a> {
     prefix: &'a [u8],
     operations: &'a [Operation],
     answers: Vec<Option<Answer>>,
+    doubt: Doubt<'a>,
+}
+
+/// Looks for the servers anew after the batch where there is reason to, even if nobody waited for its end: a renewal waits
+/// for a part of its lease alone.
+struct Doubt<'a> {
+    route: &'a Route,
     /// Whether a server said, or was too silent to say, that it may not be the right one any more.
     doubted: bool,
+    unfinished: bool,
+}
+
+impl<'a> Doubt<'a> {
+    fn of(route: &'a Route) -> Self {
+        Self { route, doubted: false, unfinished: true }
+    }
+}
+
+impl Drop for Doubt<'_> {
+    fn drop(&mut self) {
+        // Of a single server the connection itself counts how often nobody waited.
+        if self.doubted || (self.unfinished && matches!(self.route, Route::Cluster(_))) {
+            self.route.distrust();
+        }
+    }
 }
 
 /// A step, and the server that it is for.
@@ -184,7 +205,7 @@ impl Batch<'_> {
                 match replies {
                     Ok(replies) => redirected |= self.read_parcel(parcel, replies, redirections, &mut again),
                     Err(failure) => {
-                        self.doubted |= matches!(self.route, Route::Cluster(_));
+                        self.doubt.doubted |= matches!(self.route, Route::Cluster(_));
                         for step in &parcel.steps {
                             self.answer_all(step.operations(), &failure);
                         }
@@ -195,7 +216,7 @@ impl Batch<'_> {
             if redirected {
                 redirections -= 1;
                 // Who serves what has changed; the rest of the batch may know it by now.
-                self.route.distrust().await;
+                self.route.distrust();
             }
             steps = again;
         }
@@ -221,7 +242,7 @@ impl Batch<'_> {
                 (view, at) => match view.lanes(&self.key(first), at).await {
                     Ok(lanes) => lanes,
                     Err(failure) => {
-                        self.doubted = true;
+                        self.doubt.doubted = true;
                         self.answer_all(step.operations(), &failure);
                         continue;
                     }
@@ -408,7 +429,7 @@ impl Batch<'_> {
     fn said_by_server(&mut self, code: &str, detail: &str) -> Failure {
         let moved = matches!(code, "MOVED" | "ASK" | "CLUSTERDOWN" | "CROSSSLOT") && matches!(self.route, Route::Cluster(_));
         if moved || matches!(code, "READONLY" | "MASTERDOWN") {
-            self.doubted = true;
+            self.doubt.doubted = true;
         }
         if moved { Failure::not_applied(format!("Redis says {code} {detail}")) } else { Failure::said_by_server(code, detail) }
     }

@@ -2,14 +2,14 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use redis::{Pipeline, Value};
 use tokio::sync::Mutex;
 
 use crate::durability::Durability;
 use crate::failure::Failure;
-use crate::link::Place;
+use crate::link::{Patience, Place};
 use crate::route::Lanes;
 use crate::server::{Server, joined};
 
@@ -20,14 +20,16 @@ pub(crate) const SLOTS: u16 = 16_384;
 pub(crate) struct Cluster {
     /// What the user named; there is at least one.
     seeds: Vec<Server>,
-    timeout: Duration,
+    patience: Patience,
     durability: Durability,
+    /// Whether to ask anew who serves what.
+    distrusted: AtomicBool,
     state: Mutex<State>,
 }
 
 #[derive(Default)]
 struct State {
-    /// `None` when it may have changed.
+    /// The last one.
     map: Option<Arc<Map>>,
     /// By address: the seeds, the nodes of the last map, and those that a node named since.
     nodes: HashMap<String, Arc<Lanes>>,
@@ -69,8 +71,8 @@ impl Map {
 }
 
 impl Cluster {
-    pub(crate) fn new(seeds: Vec<Server>, timeout: Duration, durability: Durability) -> Self {
-        Self { seeds, timeout, durability, state: Mutex::default() }
+    pub(crate) fn new(seeds: Vec<Server>, patience: Patience, durability: Durability) -> Self {
+        Self { seeds, patience, durability, distrusted: AtomicBool::new(false), state: Mutex::default() }
     }
 
     pub(crate) fn described(&self) -> String {
@@ -85,6 +87,9 @@ impl Cluster {
     /// `NotApplied` if no node knows of a slot; `Misconfigured` if what answers is no Cluster, and all answer.
     pub(crate) async fn map(&self) -> Result<Arc<Map>, Failure> {
         let mut state = self.state.lock().await;
+        if self.distrusted.swap(false, Ordering::Relaxed) {
+            state.map = None;
+        }
         if let Some(map) = &state.map {
             return Ok(map.clone());
         }
@@ -127,8 +132,8 @@ impl Cluster {
     }
 
     /// The next to ask learns anew who serves what.
-    pub(crate) async fn distrust(&self) {
-        self.state.lock().await.map = None;
+    pub(crate) fn distrust(&self) {
+        self.distrusted.store(true, Ordering::Relaxed);
     }
 
     /// The connections to a node.
@@ -144,7 +149,7 @@ impl Cluster {
     }
 
     fn lanes(&self, server: Server) -> Arc<Lanes> {
-        Arc::new(Lanes::to(Ok(Place::Fixed(server)), self.timeout, self.durability))
+        Arc::new(Lanes::to(Ok(Place::Fixed(server)), self.patience, self.durability))
     }
 
     async fn ask(&self, node: &Lanes) -> Result<Map, Failure> {

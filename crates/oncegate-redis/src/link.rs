@@ -12,8 +12,13 @@ use crate::failure::{Failure, Problem};
 use crate::sentinel::Sentinels;
 use crate::server::Server;
 
-/// How long connecting may take, with DNS and authentication.
-pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long is waited for a server.
+#[derive(Clone, Copy)]
+pub(crate) struct Patience {
+    /// For connecting, with DNS and authentication.
+    pub(crate) connect: Duration,
+    pub(crate) reply: Duration,
+}
 
 /// After so many timeouts in a row the connection is made anew: a frozen server or a silent network never closes it.
 const TIMEOUTS_IN_A_ROW: u32 = 3;
@@ -30,7 +35,9 @@ pub(crate) enum Place {
 /// The connection, shared by all who ask through it.
 pub(crate) struct Link {
     place: Result<Place, Problem>,
-    timeout: Duration,
+    patience: Patience,
+    /// Whether to connect anew before the next command.
+    distrusted: AtomicBool,
     state: Mutex<State>,
 }
 
@@ -73,8 +80,8 @@ impl Drop for Abandoned<'_> {
 }
 
 impl Link {
-    pub(crate) fn new(place: Result<Place, Problem>, timeout: Duration) -> Self {
-        Self { place, timeout, state: Mutex::default() }
+    pub(crate) fn new(place: Result<Place, Problem>, patience: Patience) -> Self {
+        Self { place, patience, distrusted: AtomicBool::new(false), state: Mutex::default() }
     }
 
     /// The host of a server that is always the same.
@@ -111,15 +118,19 @@ impl Link {
     }
 
     /// Connects anew before the next command: the name may mean another server by now.
-    pub(crate) async fn distrust(&self) {
-        if let Some(live) = &self.state.lock().await.live {
-            live.broken.store(true, Ordering::Relaxed);
-        }
+    pub(crate) fn distrust(&self) {
+        self.distrusted.store(true, Ordering::Relaxed);
     }
 
     async fn live(&self) -> Result<Live, Failure> {
         let asked = Instant::now();
         let mut state = self.state.lock().await;
+        if self.distrusted.swap(false, Ordering::Relaxed)
+            && let Some(live) = &state.live
+        {
+            // Who still holds it is to know.
+            live.broken.store(true, Ordering::Relaxed);
+        }
         if let Some(live) = &state.live
             && !live.broken.load(Ordering::Relaxed)
         {
@@ -161,7 +172,9 @@ impl Link {
     async fn connect_to(&self, server: &Server) -> Result<Live, Failure> {
         let broken = Arc::new(AtomicBool::new(false));
         let tell = Arc::clone(&broken);
-        let config = AsyncConnectionConfig::new().set_connection_timeout(Some(CONNECT_TIMEOUT)).set_response_timeout(Some(self.timeout));
+        let config = AsyncConnectionConfig::new()
+            .set_connection_timeout(Some(self.patience.connect))
+            .set_response_timeout(Some(self.patience.reply));
         // Over RESP3 the driver says so when the connection is lost, even while nobody asks.
         let watched = config.clone().set_push_sender(move |push: PushInfo| {
             if push.kind == PushKind::Disconnection {
@@ -173,7 +186,7 @@ impl Link {
             Err(error) if knows_no_resp3(&error) => open(server, ProtocolVersion::RESP2, &config).await,
             opened => opened,
         };
-        let connection = connection.map_err(|error| server.refused(&error, CONNECT_TIMEOUT))?;
+        let connection = connection.map_err(|error| server.refused(&error, self.patience.connect))?;
         Ok(Live { connection, broken, timeouts: Arc::default(), looked_at: Arc::default() })
     }
 
@@ -183,7 +196,7 @@ impl Link {
             .arg("replication")
             .query_async(&mut live.connection)
             .await
-            .map_err(|error| server.refused(&error, self.timeout))?;
+            .map_err(|error| server.refused(&error, self.patience.reply))?;
         if info.contains("role:master") {
             return Ok(());
         }
@@ -209,7 +222,7 @@ impl Open<'_> {
             }
             Err(error) if error.is_timeout() => {
                 live.timed_out();
-                Err(Failure::Unknown(Problem::of(format!("no reply from Redis within {:?}", link.timeout), error)))
+                Err(Failure::Unknown(Problem::of(format!("no reply from Redis within {:?}", link.patience.reply), error)))
             }
             Err(error) => {
                 live.broken.store(true, Ordering::Relaxed);

@@ -171,12 +171,14 @@ async fn info(lanes: &Lanes) -> Result<String, Failure> {
 mod tests {
     use super::*;
     use crate::failure::Problem;
+    use crate::link::Patience;
 
     const GOOD: &str = "# Server\r\nredis_version:7.0.15\r\nserver_time_usec:1000000000\r\nmaxmemory_policy:noeviction\r\nused_memory:79\r\n\
                         maxmemory:100\r\naof_enabled:1\r\naof_last_write_status:ok\r\nrole:master\r\nconnected_slaves:1\r\ncluster_enabled:0\r\n";
 
     fn judged(info: &str) -> Result<Found, Failure> {
-        let route = Route::to(&Err(Problem::new("nowhere")), Duration::ZERO, Durability::Primary);
+        let patience = Patience { connect: Duration::ZERO, reply: Duration::ZERO };
+        let route = Route::to(&Err(Problem::new("nowhere")), patience, Durability::Primary);
         let replicas = Durability::Replicas { count: 1, timeout: Duration::ZERO };
         judge(info, &route, replicas, SystemTime::UNIX_EPOCH + Duration::from_secs(1_001))
     }

@@ -1,12 +1,11 @@
 //! Over which connections a command travels.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use crate::cluster::{Cluster, Map, SLOTS, slot};
 use crate::durability::Durability;
 use crate::failure::{Failure, Problem};
-use crate::link::{Link, Place};
+use crate::link::{Link, Patience, Place};
 use crate::server::Server;
 
 /// What the user named.
@@ -46,12 +45,15 @@ pub(crate) enum Lane {
 }
 
 impl Lanes {
-    pub(crate) fn to(place: Result<Place, Problem>, timeout: Duration, durability: Durability) -> Self {
+    pub(crate) fn to(place: Result<Place, Problem>, patience: Patience, durability: Durability) -> Self {
         let claims = match durability {
             Durability::Primary => None,
-            Durability::Replicas { .. } => Some(Link::new(place.clone(), timeout + durability.patience())),
+            Durability::Replicas { .. } => {
+                let reply = patience.reply + durability.patience();
+                Some(Link::new(place.clone(), Patience { reply, ..patience }))
+            }
         };
-        Self { general: Link::new(place, timeout), claims }
+        Self { general: Link::new(place, patience), claims }
     }
 
     pub(crate) fn link(&self, lane: Lane) -> &Link {
@@ -86,11 +88,11 @@ pub(crate) enum View<'a> {
 }
 
 impl Route {
-    pub(crate) fn to(target: &Result<Target, Problem>, timeout: Duration, durability: Durability) -> Self {
+    pub(crate) fn to(target: &Result<Target, Problem>, patience: Patience, durability: Durability) -> Self {
         match target {
-            Ok(Target::One(place)) => Self::One(Arc::new(Lanes::to(Ok(place.clone()), timeout, durability))),
-            Ok(Target::Cluster(seeds)) => Self::Cluster(Cluster::new(seeds.clone(), timeout, durability)),
-            Err(problem) => Self::One(Arc::new(Lanes::to(Err(problem.clone()), timeout, durability))),
+            Ok(Target::One(place)) => Self::One(Arc::new(Lanes::to(Ok(place.clone()), patience, durability))),
+            Ok(Target::Cluster(seeds)) => Self::Cluster(Cluster::new(seeds.clone(), patience, durability)),
+            Err(problem) => Self::One(Arc::new(Lanes::to(Err(problem.clone()), patience, durability))),
         }
     }
 
@@ -130,15 +132,15 @@ impl Route {
     }
 
     /// Looks for the servers anew before the next command.
-    pub(crate) async fn distrust(&self) {
+    pub(crate) fn distrust(&self) {
         match self {
             Self::One(lanes) => {
-                lanes.general.distrust().await;
+                lanes.general.distrust();
                 if let Some(claims) = &lanes.claims {
-                    claims.distrust().await;
+                    claims.distrust();
                 }
             }
-            Self::Cluster(cluster) => cluster.distrust().await,
+            Self::Cluster(cluster) => cluster.distrust(),
         }
     }
 

@@ -12,7 +12,7 @@ use redis::{Cmd, Pipeline, Value};
 
 use crate::durability::Durability;
 use crate::failure::{Failure, Problem};
-use crate::link::Place;
+use crate::link::{Patience, Place};
 use crate::route::{Lanes, Route, Target};
 use crate::sentinel::Sentinels;
 use crate::server::{self, Server};
@@ -21,6 +21,13 @@ use crate::{batch, memory, record};
 
 /// How long a reply may take by default.
 const TIMEOUT: Duration = Duration::from_millis(500);
+
+/// How long connecting may take.
+const CONNECTING: Duration = Duration::from_secs(2);
+
+/// The same for renewals, unless a reply may take longer: they wait for a part of a lease alone, and another server may
+/// answer within it.
+const CONNECTING_TO_RENEW: Duration = Duration::from_millis(500);
 
 /// The prefix of keys by default.
 const PREFIX: &str = "processed:";
@@ -90,14 +97,19 @@ impl Redis {
 
     fn of(target: Result<Target, Problem>) -> Self {
         let (timeout, durability) = (TIMEOUT, Durability::default());
-        let route = Arc::new(Route::to(&target, timeout, durability));
+        let route = Arc::new(Route::to(&target, Patience { connect: CONNECTING, reply: timeout }, durability));
         let watch = Arc::default();
         Self { target, timeout, durability, route, watch, prefix: PREFIX.as_bytes().into(), forgetting: Forgetting::Told }
     }
 
     /// With connections of its own, for what was set.
     fn anew(self) -> Self {
-        Self { route: Arc::new(Route::to(&self.target, self.timeout, self.durability)), watch: Arc::default(), ..self }
+        self.connecting_within(CONNECTING)
+    }
+
+    fn connecting_within(self, connect: Duration) -> Self {
+        let patience = Patience { connect, reply: self.timeout };
+        Self { route: Arc::new(Route::to(&self.target, patience, self.durability)), watch: Arc::default(), ..self }
     }
 
     /// Trusts, over TLS, what the authority whose certificate (PEM) is in this file signed, and nothing else.
@@ -128,7 +140,8 @@ impl Redis {
         self.anew()
     }
 
-    /// How long a reply may take before its outcome is unknown: 500 ms by default. Connecting has 2 s of its own.
+    /// How long a reply may take before its outcome is unknown: 500 ms by default. Connecting has 2 s of its own; for
+    /// renewals, as long as a reply and at least 500 ms.
     #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
@@ -167,7 +180,7 @@ impl Redis {
         let lanes = self.route.owner(&key).await?;
         let looked = one(&lanes, redis::cmd("GET").arg(key)).await;
         if looked.is_err() {
-            self.route.distrust().await;
+            self.route.distrust();
         }
         match looked? {
             Value::Nil => Ok(Marker::Absent),
@@ -226,7 +239,8 @@ impl Store for Redis {
     }
 
     fn for_renewals(&self) -> Option<Arc<dyn Store>> {
-        Some(Arc::new(self.clone().anew()))
+        let connect = self.timeout.clamp(CONNECTING_TO_RENEW, CONNECTING);
+        Some(Arc::new(self.clone().connecting_within(connect)))
     }
 
     fn parallel_applies(&self) -> usize {

@@ -184,3 +184,25 @@ async fn a_node_that_was_reset_is_not_believed() {
     let alone = ask(&Redis::cluster([left]), claim("k", 1)).await;
     assert!(matches!(&alone, Err(StoreError::NotApplied(why)) if why.to_string().contains("no slot is served")), "{alone:?}");
 }
+
+/// A renewal waits for a part of its lease, which may be shorter than a reply may take.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_renewal_that_is_given_up_each_time_finds_the_new_primary_of_its_slot() {
+    let mut cluster = ClusterServers::start().expect("a Cluster");
+    let store = Redis::cluster(cluster.urls()).timeout(5 * SECOND).prefix("");
+    let long = oncegate_core::marker::Terms { lease: 120 * SECOND, ..terms(Guarantee::EffectivelyOnce) };
+    // Of slot 12182.
+    assert_eq!(ask(&store, operation("foo", Ask::Claim, 1, 0, long)).await.expect("a verdict"), GRANTED);
+    let renewals = store.for_renewals().expect("a handle");
+    let renew = operation("foo", Ask::Renew, 1, 1, long);
+    assert_eq!(ask(&*renewals, renew.clone()).await.expect("a verdict"), Verdict::Kept);
+    let serves = cluster.serves(12_182);
+    assert_eq!(cluster.nodes()[serves].command("WAIT 1 5000").expect("a reply"), ":1");
+    cluster.node_mut(serves).freeze();
+    let deadline = Instant::now() + 40 * SECOND;
+    while !matches!(tokio::time::timeout(SECOND / 5, ask(&*renewals, renew.clone())).await, Ok(Ok(Verdict::Kept))) {
+        assert!(Instant::now() < deadline, "still at the node that is frozen");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    cluster.node_mut(serves).thaw();
+}
