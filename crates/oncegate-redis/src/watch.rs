@@ -89,6 +89,8 @@ struct State {
     looked: Option<Instant>,
     /// What each server showed last, by its canary's key.
     seen: HashMap<Vec<u8>, Seen>,
+    /// How many keys each process had evicted, by its `run_id`: in a Cluster a canary moves to another node with its slot.
+    evicted: HashMap<String, u64>,
     /// Until a person accepts it.
     forgot: Option<String>,
     /// When a forward jump of the clock was noticed, and how far it went.
@@ -198,8 +200,10 @@ impl State {
     }
 
     fn take(&mut self, key: Vec<u8>, now: Seen, durability: Durability) {
+        // A new process counts from 0.
+        let evicted_before = self.evicted.insert(now.run_id.clone(), now.evicted).unwrap_or(0);
         if let Some(before) = self.seen.get(&key) {
-            for finding in compare(before, &now) {
+            for finding in compare(before, &now, evicted_before) {
                 let told = finding.told();
                 metrics::counter!("oncegate_redis_findings_total", "finding" => finding.label()).increment(1);
                 if finding.forgot(durability) {
@@ -219,7 +223,7 @@ impl State {
 }
 
 /// What happened between two looks.
-fn compare(before: &Seen, now: &Seen) -> Vec<Finding> {
+fn compare(before: &Seen, now: &Seen, evicted_before: u64) -> Vec<Finding> {
     let mut findings = Vec::new();
     let restarted = now.run_id != before.run_id;
     if now.birth != before.birth {
@@ -229,8 +233,6 @@ fn compare(before: &Seen, now: &Seen) -> Vec<Finding> {
     } else if restarted {
         findings.push(Finding::Restarted);
     }
-    // A new process counts from 0.
-    let evicted_before = if restarted { 0 } else { before.evicted };
     if now.evicted > evicted_before {
         findings.push(Finding::Evicted(now.evicted - evicted_before));
     }
@@ -296,6 +298,7 @@ mod tests {
         let at = Instant::now();
         let before = seen(at);
         let after = Seen { count: 6, clock: 1_010 * SECOND, at: at + 10 * SECOND, ..before.clone() };
+        let compare = |before: &Seen, now: &Seen| compare(before, now, if now.run_id == before.run_id { before.evicted } else { 0 });
         assert_eq!(compare(&before, &after), []);
         let restarted = Seen { run_id: "s".into(), evicted: 0, ..after.clone() };
         for (now, findings) in [
@@ -311,6 +314,22 @@ mod tests {
             (Seen { clock: 1_011 * SECOND, ..after }, vec![]),
         ] {
             assert_eq!(compare(&before, &now), findings, "{now:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_canary_that_moves_to_a_node_which_evicted_keys_long_ago_tells_of_none() {
+        let at_most_once = Terms { guarantee: Guarantee::AtMostOnce, lease: SECOND, window: 60 * SECOND, fingerprint: None };
+        let at = Instant::now();
+        let (one, other) = (Seen { evicted: 0, ..seen(at) }, Seen { run_id: "other".into(), evicted: 9, ..seen(at) });
+        let watch = Watch::default();
+        let mut looks = vec![(b"1", one.clone()), (b"2", other.clone()), (b"1", Seen { count: 6, ..other.clone() })];
+        for (more, withheld) in [(None, false), (Some((b"1", Seen { count: 7, evicted: 10, ..other })), true)] {
+            looks.extend(more);
+            for (key, now) in looks.drain(..) {
+                watch.state.lock().await.take(key.to_vec(), now, Durability::Primary);
+            }
+            assert_eq!(watch.withholds(&at_most_once).await.is_some(), withheld);
         }
     }
 
