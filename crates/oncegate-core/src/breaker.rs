@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 #[derive(Debug)]
 pub(crate) struct Breaker {
     silences: u32,
+    /// When the first silence of the row was noticed.
+    since: Instant,
     next_try: Instant,
 }
 
@@ -29,7 +31,8 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 impl Breaker {
     /// For a store of which nothing bad is known.
     pub(crate) fn closed() -> Self {
-        Self { silences: 0, next_try: Instant::now() }
+        let now = Instant::now();
+        Self { silences: 0, since: now, next_try: now }
     }
 
     pub(crate) fn judge(&self, now: Instant) -> Judgement {
@@ -45,13 +48,16 @@ impl Breaker {
         (self.silences > 0).then_some(self.next_try)
     }
 
-    /// A question was answered.
-    pub(crate) fn answered(&mut self) {
-        self.silences = 0;
+    /// A question was answered. How long none was before, if it is the first.
+    pub(crate) fn answered(&mut self, now: Instant) -> Option<Duration> {
+        (std::mem::take(&mut self.silences) > 0).then(|| now.duration_since(self.since))
     }
 
     /// A question was not answered.
     pub(crate) fn silent(&mut self, now: Instant) {
+        if self.silences == 0 {
+            self.since = now;
+        }
         self.next_try = now + FIRST_PAUSE.saturating_mul(1 << self.silences.min(10)).min(LONGEST_PAUSE);
         self.silences = self.silences.saturating_add(1);
     }
@@ -78,7 +84,7 @@ mod tests {
             }
         }
         assert!((5..=14).contains(&tries), "{tries} in ten seconds");
-        breaker.answered();
-        assert_eq!(breaker.judge(now), Judgement::Ask);
+        assert!(breaker.answered(now).is_some_and(|away| away >= Duration::from_secs(9)));
+        assert_eq!((breaker.judge(now), breaker.answered(now)), (Judgement::Ask, None));
     }
 }

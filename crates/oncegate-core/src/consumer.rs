@@ -37,6 +37,7 @@ use crate::readiness::{Takes, Telling};
 use crate::renewals::{Over, Renewals};
 use crate::road::{Event, Policy};
 use crate::run::Runner;
+use crate::seldom::Seldom;
 use crate::settings::Settings;
 use crate::slots::{Slot, Slots};
 use crate::source::{Incoming, Limit, Settled, Source};
@@ -71,6 +72,7 @@ pub(crate) struct Running<H, D> {
     late: VecDeque<Operation>,
     late_after: Instant,
     breaker: Breaker,
+    says: Says,
     pace: Pace,
     /// What a claim asks for now.
     lease: Duration,
@@ -86,6 +88,21 @@ pub(crate) struct Running<H, D> {
     mode: Mode,
     tokens: Tokens,
     jitter: u64,
+}
+
+/// What is said now and then, however often it happens.
+struct Says {
+    unavailable: Seldom,
+    rejected: Seldom,
+    in_doubt: Seldom,
+    not_remembered: Seldom,
+}
+
+impl Says {
+    fn nothing_yet() -> Self {
+        let [unavailable, rejected, in_doubt, not_remembered] = [10, 1, 1, 10].map(|seconds| Seldom::every(Duration::from_secs(seconds)));
+        Self { unavailable, rejected, in_doubt, not_remembered }
+    }
 }
 
 /// Whether new deliveries are taken in.
@@ -130,6 +147,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             late: VecDeque::new(),
             late_after: Instant::now(),
             breaker: Breaker::closed(),
+            says: Says::nothing_yet(),
             pace: Pace::new(),
             applies: FuturesUnordered::new(),
             settled: Vec::new(),

@@ -26,6 +26,7 @@ mod readiness;
 mod renewals;
 pub mod road;
 mod run;
+mod seldom;
 mod settings;
 mod slots;
 pub mod source;

@@ -125,16 +125,21 @@ async fn renew(store: &dyn Store, batch: &[(usize, Arc<Lease>)], patience: Durat
         return Answered::No;
     };
     let mut answered = Answered::No;
+    let (mut failed, mut why) = (0, None);
     for ((_, lease), answer) in batch.iter().zip(answers) {
         match answer {
             Ok(Verdict::Kept) => lease.extend(sent),
             Ok(_) => lease.lose(),
             Err(error) => {
-                tracing::warn!(key = ?lease.key, %error, "a lease could not be renewed");
+                failed += 1;
+                why = Some(error);
                 continue;
             }
         }
         answered = Answered::Yes;
+    }
+    if let Some(error) = why {
+        tracing::warn!(leases = failed, %error, "leases could not be renewed");
     }
     answered
 }

@@ -64,6 +64,8 @@ async fn spans_along_the_road_carry_id_attempt_and_outcome() {
     consume(&broker, &store, Guarantee::EffectivelyOnce).await;
     broker.publish(Message::new("doubt").with_header("id", "pay-2"));
     consume(&broker, &store, Guarantee::AtMostOnce).await;
+    (0..100).for_each(|_| broker.publish(Message::new("without an id")));
+    consume(&broker, &store, Guarantee::EffectivelyOnce).await;
     let gate = Gate::builder().store(store).open().await.expect("a gate");
     gate.run("job-3", || async { Ok(()) }).await.expect("it runs");
 
@@ -84,6 +86,10 @@ async fn spans_along_the_road_carry_id_attempt_and_outcome() {
         let found = log.lines().any(|line| line.contains(span) && line.contains(of) && line.contains(outcome));
         assert!(found, "no {span} {of} {outcome} in\n{log}");
     }
+    let set_aside: Vec<&str> = log.lines().filter(|line| line.contains("WARN") && line.contains("set aside")).collect();
+    let [in_doubt, missing_id] = set_aside[..] else { panic!("{set_aside:#?}") };
+    assert!(in_doubt.contains("in-doubt-said") && in_doubt.contains("pay-2") && in_doubt.contains("reconcile could not tell"), "{in_doubt}");
+    assert!(missing_id.contains("missing-id"), "one line stands for a hundred: {missing_id}");
     let claim = log.lines().find(|line| line.contains("oncegate.claim{")).expect("a claim");
     assert!(claim.contains(" attempt=1"), "{claim}");
 }

@@ -118,13 +118,18 @@ impl<H: Handler, D: Decode> Running<H, D> {
         if let Some(renewals) = &self.renewals {
             renewals.hold(granted.into_iter());
         }
-        if let Some(error) = unavailable {
-            tracing::warn!(%error, "the store does not answer: deliveries wait");
+        let now = Instant::now();
+        if let Some(error) = unavailable
+            && let Some(kept_back) = self.says.unavailable.due(now)
+        {
+            tracing::warn!(%error, in_flight = self.flights.len(), kept_back, "the store does not answer: deliveries wait");
         }
         if events.iter().any(|(_, event)| *event != Event::Unavailable) {
-            self.breaker.answered();
+            if let Some(away) = self.breaker.answered(now) {
+                tracing::info!(?away, "the store answers again");
+            }
         } else if !events.is_empty() {
-            self.breaker.silent(Instant::now());
+            self.breaker.silent(now);
         }
         for (slot, event) in events {
             self.happens(slot, event);

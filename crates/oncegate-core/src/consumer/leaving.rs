@@ -97,6 +97,10 @@ impl<H: Handler, D: Decode> Running<H, D> {
         if !left.is_empty() {
             tracing::warn!(in_flight = left.len(), "the drain is over; what did not finish comes back after its lease");
         }
+        if !self.late.is_empty() {
+            let count = self.late.len();
+            tracing::warn!(count, "handled without the gate, and the store could not be told: a copy may run again");
+        }
         for slot in left {
             self.happens(slot, Event::DrainOver);
         }

@@ -30,7 +30,7 @@ use crate::road::{Event, Freshness, History, Settlement, Stage, Step};
 use crate::run::{Finished, what_it_said};
 use crate::settings::{Handlers, Settings};
 use crate::slots::Slot;
-use crate::source::Delivery;
+use crate::source::{Delivery, Settled};
 
 impl<H: Handler, D: Decode> Running<H, D> {
     /// A delivery takes its slot.
@@ -146,14 +146,13 @@ impl<H: Handler, D: Decode> Running<H, D> {
                         story.id = id.as_ref().map(MessageId::to_string);
                         story.attempts = attempt;
                     }
+                    self.say_if_set_aside(&settled);
                     tracing::debug_span!("oncegate.settle", id = id.as_ref().map(tracing::field::display), attempt, outcome = ?settled.settlement)
                         .in_scope(|| self.outcomes.settled(&settled.settlement));
                     if let (Settlement::Accept(proof), Some(key)) = (&settled.settlement, key)
                         && proof.as_str() == "passed_without_gate"
-                        && self.late.len() < LATE_COMPLETIONS
                     {
-                        // Whatever became of its claim: with the same token it is granted, and then completed.
-                        self.late.push_back(Operation { key, ask: Ask::Claim, token, attempt: 0, terms });
+                        self.remember_later(Operation { key, ask: Ask::Claim, token, attempt: 0, terms });
                     }
                     self.settled.push(settled);
                     self.left(slot, lane, lease, bytes);
@@ -164,6 +163,27 @@ impl<H: Handler, D: Decode> Running<H, D> {
                     self.left(slot, lane, lease, bytes);
                 }
             }
+        }
+    }
+
+    /// A message that a person will have to look at is named in the log, though not each of many.
+    fn say_if_set_aside(&mut self, settled: &Settled) {
+        let Settlement::Reject(reason) = settled.settlement else { return };
+        let seldom = if reason.is_in_doubt() { &mut self.says.in_doubt } else { &mut self.says.rejected };
+        let Some(kept_back) = seldom.due(Instant::now()) else { return };
+        let story = settled.story.as_deref();
+        let (id, error) =
+            (story.and_then(|it| it.id.as_deref()), story.and_then(|it| it.last_error.as_deref().or(it.first_error.as_deref())));
+        let (reason, origin) = (reason.as_str(), &settled.delivery.message.origin);
+        tracing::warn!(reason, id, ?origin, error, kept_back, "a message is set aside for a person");
+    }
+
+    /// What passed without the gate is claimed when the store is back, with the token of its lost claim, and completed.
+    fn remember_later(&mut self, claim: Operation) {
+        if self.late.len() < LATE_COMPLETIONS {
+            self.late.push_back(claim);
+        } else if let Some(kept_back) = self.says.not_remembered.due(Instant::now()) {
+            tracing::warn!(kept_back, "too much passed without the gate: a copy of a message may run again");
         }
     }
 
