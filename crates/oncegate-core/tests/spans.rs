@@ -88,7 +88,10 @@ async fn spans_along_the_road_carry_id_attempt_and_outcome() {
     }
     let set_aside: Vec<&str> = log.lines().filter(|line| line.contains("WARN") && line.contains("set aside")).collect();
     let [in_doubt, missing_id] = set_aside[..] else { panic!("{set_aside:#?}") };
-    assert!(in_doubt.contains("in-doubt-said") && in_doubt.contains("pay-2") && in_doubt.contains("reconcile could not tell"), "{in_doubt}");
+    assert!(
+        in_doubt.contains("in-doubt-said") && in_doubt.contains("pay-2") && in_doubt.contains("reconcile could not tell"),
+        "{in_doubt}"
+    );
     assert!(missing_id.contains("missing-id"), "one line stands for a hundred: {missing_id}");
     let claim = log.lines().find(|line| line.contains("oncegate.claim{")).expect("a claim");
     assert!(claim.contains(" attempt=1"), "{claim}");
