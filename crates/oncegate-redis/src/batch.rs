@@ -5,14 +5,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use oncegate_core::marker::{self, Age, Ask, Guarantee, Hold, Marker, Operation, Terms, Verdict};
+use oncegate_core::marker::{Ask, Guarantee, Hold, Marker, Operation, Terms, Verdict};
 use oncegate_core::{Key, StoreError};
 use redis::{Cmd, Pipeline, Value};
 
+use crate::doubt::Doubt;
 use crate::durability::{self, Durability};
 use crate::failure::Failure;
 use crate::link::Open;
-use crate::record::{self, Unreadable};
+use crate::record;
+use crate::reply;
 use crate::route::{At, Lane, Lanes, Route, View};
 use crate::script::{self, By};
 use crate::watch::Watch;
@@ -118,30 +120,6 @@ struct Batch<'a> {
     operations: &'a [Operation],
     answers: Vec<Option<Answer>>,
     doubt: Doubt<'a>,
-}
-
-/// Looks for the servers anew after the batch where there is reason to, even if nobody waited for its end: a renewal waits
-/// for a part of its lease alone.
-struct Doubt<'a> {
-    route: &'a Route,
-    /// Whether a server said, or was too silent to say, that it may not be the right one any more.
-    doubted: bool,
-    unfinished: bool,
-}
-
-impl<'a> Doubt<'a> {
-    fn of(route: &'a Route) -> Self {
-        Self { route, doubted: false, unfinished: true }
-    }
-}
-
-impl Drop for Doubt<'_> {
-    fn drop(&mut self) {
-        // Of a single server the connection itself counts how often nobody waited.
-        if self.doubted || (self.unfinished && matches!(self.route, Route::Cluster(_))) {
-            self.route.distrust();
-        }
-    }
 }
 
 /// A step, and the server that it is for.
@@ -323,7 +301,7 @@ impl Batch<'_> {
         let mut redirected = false;
         for (step, reply) in parcel.steps.into_iter().zip(replies) {
             if let (Route::Cluster(_), Value::ServerError(error)) = (self.route, &reply)
-                && let Some(at) = named_elsewhere(error.code(), error.details().unwrap_or_default())
+                && let Some(at) = reply::named_elsewhere(error.code(), error.details().unwrap_or_default())
             {
                 redirected = true;
                 if redirections > 0 {
@@ -400,7 +378,7 @@ impl Batch<'_> {
                 let failure = self.said_by_server(error.code(), error.details().unwrap_or_default());
                 self.answer_all(step.operations(), &failure);
             }
-            (Step::Claim(index), reply) => match self.read_claim(index, reply) {
+            (Step::Claim(index), reply) => match reply::claim(reply, &self.operations[index]) {
                 Some(answer) => self.answers[index] = Some(answer),
                 None => self.add_call(again, At::Owner, index),
             },
@@ -408,13 +386,13 @@ impl Batch<'_> {
                 self.answers[index] = Some(match reply {
                     Value::Okay => Ok(Verdict::Granted { attempt: 1 }),
                     Value::Nil => Ok(Verdict::Duplicate),
-                    other => Err(unexpected(&other)),
+                    other => Err(reply::unexpected(&other)),
                 });
             }
             (Step::BareDelete(index), reply) => {
                 self.answers[index] = Some(match reply {
                     Value::Int(_) => Ok(Verdict::Kept),
-                    other => Err(unexpected(&other)),
+                    other => Err(reply::unexpected(&other)),
                 });
             }
             (Step::Script(_, call), Value::Array(verdicts)) if verdicts.len() == call.len() => {
@@ -422,7 +400,7 @@ impl Batch<'_> {
                     self.answers[index] = Some(self.read_verdict(&verdict));
                 }
             }
-            (step, other) => self.answer_all(step.operations(), &unexpected(&other)),
+            (step, other) => self.answer_all(step.operations(), &reply::unexpected(&other)),
         }
     }
 
@@ -436,13 +414,13 @@ impl Batch<'_> {
 
     /// Reads one of the texts of `apply.lua`.
     fn read_verdict(&mut self, value: &Value) -> Answer {
-        let Value::BulkString(text) = value else { return Err(unexpected(value)) };
+        let Value::BulkString(text) = value else { return Err(reply::unexpected(value)) };
         match String::from_utf8_lossy(text).strip_prefix("error ") {
             Some(said) => {
                 let (code, detail) = said.split_once(' ').unwrap_or((said, ""));
                 Err(self.said_by_server(code, detail))
             }
-            None => read_verdict(value),
+            None => reply::verdict(value),
         }
     }
 
@@ -451,62 +429,9 @@ impl Batch<'_> {
             self.answers[*index] = Some(Err(failure.clone()));
         }
     }
-
-    /// What a claim's fast path tells; `None` where the holder's age matters, or the holder is the asker.
-    fn read_claim(&self, index: usize, reply: Value) -> Option<Answer> {
-        match reply {
-            Value::Nil => Some(Ok(Verdict::Granted { attempt: 1 })),
-            Value::BulkString(record) => match record::decode(&record) {
-                Ok(marker @ (Marker::Done(_) | Marker::Rejected(_))) => {
-                    Some(Ok(marker::apply(marker, Age::Unknown, &self.operations[index]).1))
-                }
-                Ok(_) => None,
-                Err(why) => Some(Err(Failure::unreadable(why))),
-            },
-            other => Some(Err(unexpected(&other))),
-        }
-    }
-}
-
-/// Who serves the key, where a node says that it is not the one: `MOVED <slot> <host:port>`, `ASK <slot> <host:port>`.
-fn named_elsewhere(code: &str, detail: &str) -> Option<At> {
-    let address = detail.split(' ').nth(1).filter(|address| !address.starts_with(':'))?;
-    match code {
-        "MOVED" => Some(At::Node(address.into())),
-        "ASK" => Some(At::Asking(address.into())),
-        _ => None,
-    }
 }
 
 /// Whole seconds, rounded up, at least one: what `EX` takes.
 fn seconds(window: Duration) -> u64 {
     record::expiry(window).div_ceil(1000)
-}
-
-/// Reads a text of `apply.lua` that is no error of a command in it.
-fn read_verdict(value: &Value) -> Answer {
-    let Value::BulkString(text) = value else { return Err(unexpected(value)) };
-    let text = String::from_utf8_lossy(text);
-    let (word, rest) = text.split_once(' ').unwrap_or((&text, ""));
-    let attempt = || rest.parse().map_err(|_| unexpected(value));
-    Ok(match (word, rest) {
-        ("granted", _) => Verdict::Granted { attempt: attempt()? },
-        ("in-doubt", _) => Verdict::InDoubt { attempt: attempt()? },
-        ("busy", _) => Verdict::Busy { remaining: rest.parse().map(Duration::from_millis).map_err(|_| unexpected(value))? },
-        ("duplicate", "") => Verdict::Duplicate,
-        ("rejected", "") => Verdict::Rejected,
-        ("conflict", "") => Verdict::Conflict,
-        ("kept", "") => Verdict::Kept,
-        ("done", "") => Verdict::Done { marker_lost: false },
-        ("done", "lost") => Verdict::Done { marker_lost: true },
-        ("lost", "") => Verdict::Lost,
-        ("unknown", "version") => return Err(Failure::unreadable(Unreadable::UnknownVersion)),
-        ("unreadable", "") => return Err(Failure::unreadable(Unreadable::NotAMarker)),
-        _ => return Err(unexpected(value)),
-    })
-}
-
-fn unexpected(reply: &Value) -> Failure {
-    let shown: String = format!("{reply:?}").chars().take(120).collect();
-    Failure::unknown(format!("Redis gave an answer of the wrong kind: {shown}"))
 }

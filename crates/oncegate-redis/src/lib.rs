@@ -7,12 +7,14 @@
 
 mod batch;
 mod cluster;
+mod doubt;
 mod durability;
 mod failure;
 mod link;
 mod memory;
 mod plan;
 mod record;
+mod reply;
 mod route;
 mod script;
 mod sentinel;
