@@ -20,6 +20,11 @@ use crate::topology;
 const GAP_PATIENCE: Duration = Duration::from_millis(100);
 /// How often a channel that no longer consumes is looked at.
 const LOOK: Duration = Duration::from_millis(200);
+/// A quorum queue applies 32 acknowledgements of a channel at a time. RabbitMQ keeps those beyond in the channel, tells
+/// nobody, and forgets them when the channel closes: they would come back as redeliveries.
+const APPLIED_AT_ONCE: usize = 16;
+/// How long a channel stays open after more acknowledgements than that.
+const APPLYING: Duration = Duration::from_millis(500);
 
 /// A channel from its first delivery to its end.
 pub(crate) struct Session {
@@ -37,6 +42,8 @@ pub(crate) struct Session {
     ended: Option<Loss>,
     acknowledging: Option<BoxFuture<'static, lapin::Result<()>>>,
     gap_since: Option<Instant>,
+    /// The latest acknowledgements that left soon after one another: how many, and when the last one did.
+    burst: Option<(usize, Instant)>,
     pub(crate) prefetch: usize,
 }
 
@@ -95,6 +102,7 @@ impl Session {
             ended: None,
             acknowledging: None,
             gap_since: None,
+            burst: None,
             prefetch: usize::from(prefetch),
         })
     }
@@ -148,6 +156,9 @@ impl Session {
         if prefix.is_none() && singles.is_empty() {
             return;
         }
+        let now = Instant::now();
+        let before = self.burst.filter(|(_, last)| now < *last + APPLYING).map_or(0, |(count, _)| count);
+        self.burst = Some((before + usize::from(prefix.is_some()) + singles.len(), now));
         let channel = self.channel.clone();
         self.acknowledging = Some(Box::pin(async move {
             let frames = prefix.into_iter().map(|tag| (tag, true)).chain(singles.into_iter().map(|tag| (tag, false)));
@@ -188,6 +199,11 @@ impl Session {
     /// Closes the channel and the connection: the broker takes back what was not acknowledged.
     pub(crate) async fn close(mut self, patience: Duration) {
         self.acknowledging = None;
+        if let Some((_, last)) = self.burst.filter(|(count, _)| *count > APPLIED_AT_ONCE)
+            && self.channel.status().connected()
+        {
+            tokio::time::sleep_until(last + APPLYING).await;
+        }
         let _ = tokio::time::timeout(patience, self.channel.close(200, "OK".into())).await;
         link::close(&self.connection, patience).await;
     }

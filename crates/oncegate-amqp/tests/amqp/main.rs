@@ -65,6 +65,25 @@ async fn a_delivery_that_is_never_settled_does_not_stall_the_others() {
 }
 
 #[tokio::test]
+async fn what_was_settled_just_before_the_end_does_not_come_back() {
+    for _ in 0..8 {
+        let rig = Rig::new().await;
+        let mut source = open(rig.source(QueueKind::Quorum)).await;
+        for number in 0..200 {
+            rig.publish(&number.to_string()).await;
+        }
+        let (mut all, _) = deliveries(&mut source, 200, Duration::from_secs(10)).await;
+        // The first stays open, so that the others are acknowledged one by one.
+        let mut settled: Vec<_> = all.drain(1..).map(|delivery| Settled { delivery, settlement: accept(), story: None }).collect();
+        source.settle(&mut settled).await.expect("settled");
+        close(source).await;
+        rig.take(&rig.queue).await;
+        assert_eq!(rig.ready(&rig.queue).await, 0);
+        rig.done().await;
+    }
+}
+
+#[tokio::test]
 async fn what_was_not_settled_comes_back() {
     for kind in KINDS {
         let rig = Rig::new().await;
