@@ -14,6 +14,7 @@ use oncegate_core::{
 };
 use oncegate_redis::Redis;
 use oncegate_testkit::servers::{RedisOptions, RedisServer};
+use redis::aio::MultiplexedConnection;
 use tokio::sync::Notify;
 
 const FEW: u64 = 10_000;
@@ -23,8 +24,12 @@ const BATCH: u64 = 256;
 /// So many claims before they are cleared.
 const STRIDE: u64 = 8 * BATCH;
 /// What a round claims at each pace.
-const PACES: [(Pace, u64); 3] =
-    [(Pace::OneAtATime, 10 * STRIDE), (Pace::SixtyFourAtOnce, 50 * STRIDE), (Pace::TwoBatchesAtOnce, 100 * STRIDE)];
+const PACES: [(Pace, u64); 4] = [
+    (Pace::OneAtATime, 10 * STRIDE),
+    (Pace::SixtyFourAtOnce, 50 * STRIDE),
+    (Pace::TwoBatchesAtOnce, 100 * STRIDE),
+    (Pace::TwoBareBatchesAtOnce, 100 * STRIDE),
+];
 
 /// How claims follow each other.
 #[derive(Clone, Copy, Debug)]
@@ -36,6 +41,8 @@ enum Pace {
     /// Batches of 256, two in flight: a consumer of Kafka with a full topic and nothing else to do. The server's one thread
     /// is what ends this.
     TwoBatchesAtOnce,
+    /// The same, without oncegate: `SET … 1 EX … NX`, pipelined by hand. What this loses, Redis loses by itself.
+    TwoBareBatchesAtOnce,
 }
 
 #[tokio::main]
@@ -127,14 +134,15 @@ async fn claim_in_turn(few: &Claims, many: &Claims, pace: Pace, count: u64) -> [
     times.map(|time| (count as f64 / time.as_secs_f64()) as u64)
 }
 
-/// Claims of ids that nobody had.
-struct Claims(Redis);
+/// Claims of ids that nobody had, by oncegate and by hand.
+struct Claims(Redis, MultiplexedConnection);
 
 impl Claims {
     async fn on(server: &RedisServer) -> Result<Self, Box<dyn std::error::Error>> {
         let store = Redis::at(server.url()).timeout(Duration::from_secs(10));
         store.look(&operation(0, 0, Ask::Claim, None).key).await?;
-        Ok(Self(store))
+        let bare = redis::Client::open(server.url())?.get_multiplexed_async_connection().await?;
+        Ok(Self(store, bare))
     }
 
     /// Claims some and clears them again, which is not timed: so the server keeps as many markers as it had.
@@ -142,13 +150,22 @@ impl Claims {
         let (at_once, each) = match pace {
             Pace::OneAtATime => (1, 1),
             Pace::SixtyFourAtOnce => (64, 1),
-            Pace::TwoBatchesAtOnce => (2, BATCH),
+            Pace::TwoBatchesAtOnce | Pace::TwoBareBatchesAtOnce => (2, BATCH),
         };
         let claims: Vec<Operation> = (first..first + STRIDE).map(|it| operation(1, it, Ask::Claim, None)).collect();
         let batches: Vec<Vec<Operation>> = claims.chunks(each as usize).map(<[_]>::to_vec).collect();
         let started = Instant::now();
-        join_all(batches.chunks(batches.len().div_ceil(at_once)).map(|share| self.claim(share))).await;
+        let shares = batches.chunks(batches.len().div_ceil(at_once));
+        if let Pace::TwoBareBatchesAtOnce = pace {
+            join_all(shares.map(|share| self.set_bare(share))).await;
+        } else {
+            join_all(shares.map(|share| self.claim(share))).await;
+        }
         let claiming = started.elapsed();
+        if let Pace::TwoBareBatchesAtOnce = pace {
+            self.delete_bare(&claims).await;
+            return claiming;
+        }
         for batch in claims.chunks(BATCH as usize) {
             let clears = batch.iter().map(|claim| Operation { ask: Ask::Clear(Effect::Nothing), attempt: 1, ..claim.clone() });
             self.0.apply(&clears.collect::<Vec<_>>()).await;
@@ -162,6 +179,25 @@ impl Claims {
                 assert!(matches!(answer, Ok(Verdict::Granted { .. })), "{answer:?}");
             }
         }
+    }
+}
+
+impl Claims {
+    async fn set_bare(&self, batches: &[Vec<Operation>]) {
+        for batch in batches {
+            let mut pipeline = redis::pipe();
+            for claim in batch {
+                pipeline.cmd("SET").arg(claim.key.as_bytes()).arg("1").arg("EX").arg(86_400).arg("NX");
+            }
+            let set: Vec<bool> = pipeline.query_async(&mut self.1.clone()).await.expect("Redis takes it");
+            assert!(set.iter().all(|it| *it), "nobody had these ids");
+        }
+    }
+
+    async fn delete_bare(&self, claims: &[Operation]) {
+        let keys: Vec<_> = claims.iter().map(|claim| claim.key.as_bytes()).collect();
+        let deleted: usize = redis::cmd("DEL").arg(keys).query_async(&mut self.1.clone()).await.expect("Redis takes it");
+        assert_eq!(deleted, claims.len());
     }
 }
 
