@@ -253,11 +253,9 @@ impl<S: Open, T: Store + 'static, H: Handler, D: Decode> Builder<S, T, H, D> {
 pub(crate) async fn preflight(store: &dyn Store, settings: &Settings) -> Result<(), Error> {
     let mut tries = 0;
     loop {
-        match store.memory().await {
-            Ok(Memory::Forgets(why)) if settings.guarantee == Guarantee::AtMostOnce && settings.forgetful == Forgetful::Refused => {
-                return Err(Error::ForgetfulStore(why));
-            }
-            Ok(_) => return Ok(()),
+        match forgets(store, settings).await {
+            Ok(Some(why)) => return Err(Error::ForgetfulStore(why)),
+            Ok(None) => return Ok(()),
             Err(error @ StoreError::Misconfigured(_)) => return Err(error.into()),
             Err(error) => {
                 tracing::warn!(%error, "waiting for the store");
@@ -266,6 +264,18 @@ pub(crate) async fn preflight(store: &dyn Store, settings: &Settings) -> Result<
             }
         }
     }
+}
+
+/// Why the store may forget what it said, where that is refused.
+async fn forgets(store: &dyn Store, settings: &Settings) -> Result<Option<String>, StoreError> {
+    store.preflight(settings.guarantee).await?;
+    if settings.guarantee != Guarantee::AtMostOnce || settings.forgetful == Forgetful::Accepted {
+        return Ok(None);
+    }
+    Ok(match store.memory().await? {
+        Memory::Forgets(why) => Some(why),
+        Memory::Survives(_) => None,
+    })
 }
 
 /// The age of a message by its own timestamp or by when its first copy was seen, whichever is longer ago.

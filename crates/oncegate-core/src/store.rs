@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
-use crate::marker::{Operation, Verdict};
+use crate::marker::{Guarantee, Operation, Verdict};
 
 /// Remembers ids.
 ///
@@ -20,9 +20,23 @@ pub trait Store: Send + Sync {
     /// Applies the operations and answers each.
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>>;
 
-    /// Whether what the store said survives its own crash. At most once refuses a store that forgets.
+    /// Whether the store, as it is set up, offers all that this guarantee asks of it: its version, its commands, the rights of
+    /// its user. By default it is enough that it can tell its [`memory`](Self::memory).
     ///
-    /// Asked once, at start. A store that is not there yet says [`StoreError::NotApplied`] or
+    /// Asked at start, before anything is received. A store that is not there yet says [`StoreError::NotApplied`] or
+    /// [`StoreError::Unknown`], and is asked again; [`StoreError::Misconfigured`] ends the consumer.
+    ///
+    /// # Errors
+    /// What keeps the store from being used on these terms: the setting, what is wrong with it, and what to do.
+    async fn preflight(&self, guarantee: Guarantee) -> Result<(), StoreError> {
+        let _ = guarantee;
+        self.memory().await.map(drop)
+    }
+
+    /// Whether what the store said survives its own crash. At most once refuses a store that forgets, and is the only
+    /// guarantee that asks.
+    ///
+    /// Asked at start, after [`preflight`](Self::preflight). A store that is not there yet says [`StoreError::NotApplied`] or
     /// [`StoreError::Unknown`], and is asked again; [`StoreError::Misconfigured`] ends the consumer.
     ///
     /// # Errors

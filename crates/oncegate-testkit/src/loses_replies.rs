@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use oncegate_core::marker::{Operation, Verdict};
+use oncegate_core::marker::{Guarantee, Operation, Verdict};
 use oncegate_core::{Memory, Store, StoreError};
 
 /// A store behind a network that loses replies: what was asked is applied, or the first part of it, and the asker is not
@@ -53,6 +53,10 @@ impl<P: Fn(&[Operation]) -> Fate + Send + Sync> Store for LosesReplies<P> {
                 operations.iter().map(|_| Err(StoreError::Unknown("the reply was lost".into()))).collect()
             }
         }
+    }
+
+    async fn preflight(&self, guarantee: Guarantee) -> Result<(), StoreError> {
+        self.store.preflight(guarantee).await
     }
 
     async fn memory(&self) -> Result<Memory, StoreError> {

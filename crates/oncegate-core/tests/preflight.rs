@@ -1,0 +1,109 @@
+//! What a store asks for is told at start, before anything is received.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use oncegate_core::marker::{Operation, Verdict};
+use oncegate_core::*;
+
+/// A store without what at most once needs of it. It writes down what it is asked.
+#[derive(Clone, Default)]
+struct Limited {
+    asked: Arc<Mutex<Vec<String>>>,
+    store: MemoryStore,
+}
+
+impl Limited {
+    fn note(&self, asked: impl Into<String>) {
+        self.asked.lock().expect("no panic inside").push(asked.into());
+    }
+
+    fn asked(&self) -> Vec<String> {
+        std::mem::take(&mut self.asked.lock().expect("no panic inside"))
+    }
+}
+
+#[async_trait]
+impl Store for Limited {
+    async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
+        self.note("apply");
+        self.store.apply(operations).await
+    }
+
+    async fn preflight(&self, guarantee: Guarantee) -> Result<(), StoreError> {
+        self.note(format!("preflight {guarantee:?}"));
+        match guarantee {
+            Guarantee::AtMostOnce => Err(StoreError::Misconfigured("it refuses SET: let the user run it".into())),
+            _ => Ok(()),
+        }
+    }
+
+    async fn memory(&self) -> Result<Memory, StoreError> {
+        self.note("memory");
+        self.store.memory().await
+    }
+}
+
+/// A handler that is never reached.
+struct Nothing;
+
+#[async_trait]
+impl Handler for Nothing {
+    type Payload = String;
+
+    async fn handle(&self, _: String, _: &Context) -> Result<(), Failure> {
+        Ok(())
+    }
+}
+
+#[tokio::test]
+async fn a_store_that_cannot_keep_the_guarantee_ends_the_start() {
+    let store = Limited::default();
+    let broker = MemoryBroker::new("q");
+    let consumer = |guarantee| {
+        let source = broker.source();
+        Consumer::builder().source(source).store(store.clone()).handler(Nothing).id(IdSource::key()).guarantee(guarantee)
+    };
+    let refused = consumer(Guarantee::AtMostOnce).accept_forgetful_store().run_until(std::future::pending()).await;
+    let line = refused.expect_err("a right is missing").to_string();
+    assert!(line.contains("let the user run it"), "{line}");
+    assert_eq!(store.asked(), ["preflight AtMostOnce"], "nothing else is asked");
+
+    let gate = Gate::builder().store(store.clone()).guarantee(Guarantee::AtMostOnce).open().await;
+    assert!(gate.is_err_and(|error| error.to_string().contains("let the user run it")));
+    store.asked();
+
+    // What another guarantee needs is there.
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let runs = consumer(Guarantee::EffectivelyOnce).run_until(async {
+        let _ = stopped.await;
+    });
+    let ends = async {
+        while store.asked.lock().expect("no panic inside").is_empty() {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        let _ = stop.send(());
+    };
+    let (ran, ()) = tokio::join!(runs, ends);
+    ran.expect("it starts");
+    assert_eq!(store.asked(), ["preflight EffectivelyOnce"], "whether it forgets is asked for at most once alone");
+}
+
+/// A store that asks for nothing is asked whether it is there.
+#[tokio::test]
+async fn by_default_a_store_has_to_tell_its_memory() {
+    struct Unreadable;
+
+    #[async_trait]
+    impl Store for Unreadable {
+        async fn apply(&self, _: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
+            Vec::new()
+        }
+
+        async fn memory(&self) -> Result<Memory, StoreError> {
+            Err(StoreError::Misconfigured("it is no file of ours".into()))
+        }
+    }
+    let gate = Gate::builder().store(Unreadable).open().await;
+    assert!(gate.is_err_and(|error| error.to_string().contains("no file of ours")));
+}
