@@ -126,7 +126,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             _ => Some(Renewals::start(store.clone(), settings.shortest_lease(), tell).map_err(Error::threads)?),
         };
         Ok(Self {
-            lanes: Lanes::new(settings.order.unwrap_or(source.default_order())),
+            lanes: Lanes::new(settings.order.unwrap_or(source.default_order()), source.returns()),
             policy: settings.policy(),
             outcomes: Outcomes::new(),
             flights: Slots::new(settings.in_flight),

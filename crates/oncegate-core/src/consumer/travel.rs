@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
@@ -19,7 +19,7 @@ use crate::context::Context;
 use crate::decode::Decode;
 use crate::handler::Handler;
 use crate::id::MessageId;
-use crate::lanes::Turn;
+use crate::lanes::{Away, Lane, Turn};
 use crate::lease::Lease;
 use crate::marker::{Ask, Operation, Terms, Token};
 use crate::message::Message;
@@ -31,6 +31,9 @@ use crate::run::{Finished, what_it_said};
 use crate::settings::{Handlers, Settings};
 use crate::slots::Slot;
 use crate::source::{Delivery, Settled};
+
+/// What waits behind a pause as long as this takes no slot meanwhile.
+const LONG_PAUSE: Duration = Duration::from_millis(100);
 
 impl<H: Handler, D: Decode> Running<H, D> {
     /// A delivery takes its slot.
@@ -44,7 +47,9 @@ impl<H: Handler, D: Decode> Running<H, D> {
             _ => Freshness::Fresh,
         };
         let bytes = delivery.message.size();
-        let lane = self.lanes.of(&delivery);
+        // Without an id it is rejected, and waits for nobody.
+        let lane = id.as_ref().and_then(|_| self.lanes.of(&delivery));
+        let epoch = delivery.receipt.epoch;
         let history = History { failures: delivery.failures, freshness };
         let mut passage = Passage::new(delivery, history);
         if said.is_some() {
@@ -69,9 +74,17 @@ impl<H: Handler, D: Decode> Running<H, D> {
         };
         self.bytes += bytes;
         let slot = self.flights.insert(flight);
-        match lane.map_or(Turn::Now, |lane| self.lanes.enter(lane, slot)) {
+        let turn = match (lane, self.flights.at(slot).and_then(|flight| flight.key.as_ref())) {
+            (Some(lane), Some(key)) => self.lanes.enter(lane, slot, (key, epoch), Instant::now()),
+            _ => Turn::Now,
+        };
+        match turn {
             Turn::Now => self.enter_road(slot),
             Turn::Later => {}
+            Turn::Behind(after) => {
+                self.leave_lane(slot);
+                self.happens(slot, Event::Behind(after));
+            }
         }
     }
 
@@ -146,6 +159,13 @@ impl<H: Handler, D: Decode> Running<H, D> {
                         story.id = id.as_ref().map(MessageId::to_string);
                         story.attempts = attempt;
                     }
+                    if let (Settlement::Release { after, .. }, Some(lane), Stays::Here, Mode::Taking) =
+                        (&settled.settlement, lane, stays, &self.mode)
+                    {
+                        let (epoch, due) = (settled.delivery.receipt.epoch, Instant::now() + *after);
+                        let first = key.clone().map(|key| Away { key, epoch, due });
+                        self.keep_places(lane, first, *after);
+                    }
                     self.say_if_set_aside(&settled);
                     tracing::debug_span!("oncegate.settle", id = id.as_ref().map(tracing::field::display), attempt, outcome = ?settled.settlement)
                         .in_scope(|| self.outcomes.settled(&settled.settlement));
@@ -176,6 +196,31 @@ impl<H: Handler, D: Decode> Running<H, D> {
             (story.and_then(|it| it.id.as_deref()), story.and_then(|it| it.last_error.as_deref().or(it.first_error.as_deref())));
         let (reason, origin) = (reason.as_str(), &settled.delivery.message.origin);
         tracing::warn!(reason, id, ?origin, error, kept_back, "a message is set aside for a person");
+    }
+
+    /// The first of a lane is given back or pauses: what waits behind it is given back, so that it takes no slot meanwhile.
+    fn keep_places(&mut self, lane: Lane, first: Option<Away>, after: Duration) {
+        let behind: Vec<Slot> = self.lanes.waiting(lane).collect();
+        let due = Instant::now() + after;
+        let mut all = Vec::from_iter(first);
+        for slot in behind {
+            let Some(flight) = self.flights.at(slot) else { continue };
+            if flight.stays == Stays::Here
+                && let Some(key) = flight.key.clone()
+            {
+                all.push(Away { key, epoch: flight.passage.delivery().receipt.epoch, due });
+            }
+            self.leave_lane(slot);
+            self.next_up.push_back((slot, Event::Behind(after)));
+        }
+        self.lanes.give_back(lane, all);
+    }
+
+    /// This delivery is in no lane any more.
+    fn leave_lane(&mut self, slot: Slot) {
+        if let Some(flight) = self.flights.at_mut(slot) {
+            flight.lane = None;
+        }
     }
 
     /// What passed without the gate is claimed when the store is back, with the token of its lost claim, and completed.
@@ -227,6 +272,9 @@ impl<H: Handler, D: Decode> Running<H, D> {
             Step::Wake(after) => {
                 flight.turn += 1;
                 let after = self.jittered(after);
+                if let Some(lane) = flight.lane.filter(|_| after >= LONG_PAUSE && flight.passage.stage().waits_by_itself() && !leaves) {
+                    self.keep_places(lane, None, after);
+                }
                 self.alarms.push(Reverse((Instant::now() + after, slot, flight.turn)));
                 return leaves.then_some(Event::Drain);
             }

@@ -1,6 +1,6 @@
 //! A queue in this process, with dead letters and an in-doubt queue.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -41,7 +41,9 @@ struct Shared {
 #[derive(Debug, Default)]
 struct Queue {
     ready: VecDeque<Held>,
-    delayed: Vec<(Instant, Held)>,
+    /// By the time when each is due, and in the order of their releases.
+    delayed: BTreeMap<(Instant, u64), Held>,
+    releases: u64,
     unsettled: HashMap<u64, (u64, Held)>,
     dead_letters: Vec<DeadLetter>,
     in_doubt: Vec<DeadLetter>,
@@ -155,7 +157,7 @@ impl Source for MemorySource {
                 if queue.hand_out(self.name, limit, into) {
                     return Ok(());
                 }
-                queue.delayed.iter().map(|(at, _)| *at).min()
+                queue.delayed.first_key_value().map(|((at, _), _)| *at)
             };
             match wake {
                 Some(at) => {
@@ -173,7 +175,9 @@ impl Source for MemorySource {
             match settlement {
                 Settlement::Accept(_) => {}
                 Settlement::Release { after, failures } => {
-                    queue.delayed.push((Instant::now() + after, Held { failures, ..held }));
+                    queue.releases += 1;
+                    let place = (Instant::now() + after, queue.releases);
+                    queue.delayed.insert(place, Held { failures, ..held });
                 }
                 Settlement::Reject(reason) => {
                     let letter = DeadLetter { message: held.message, reason, story: story.map(|story| *story) };
@@ -198,14 +202,8 @@ impl Source for MemorySource {
 impl Queue {
     /// Moves what has waited long enough to the end of the queue.
     fn wake(&mut self, now: Instant) {
-        let mut i = 0;
-        while i < self.delayed.len() {
-            if self.delayed[i].0 <= now {
-                let (_, held) = self.delayed.swap_remove(i);
-                self.ready.push_back(held);
-            } else {
-                i += 1;
-            }
+        while let Some(due) = self.delayed.first_entry().filter(|entry| entry.key().0 <= now) {
+            self.ready.push_back(due.remove());
         }
     }
 
