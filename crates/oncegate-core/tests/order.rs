@@ -7,13 +7,16 @@ use std::time::Duration;
 use oncegate_core::marker::{Ask, Operation, Terms, Token};
 use oncegate_core::*;
 
-/// What was handled, in order; and what a run comes to, by its id and how often it ran before.
+/// Does what the script says, and writes down what was handled, in order.
 #[derive(Clone)]
 struct Scripted {
     done: Arc<Mutex<Vec<String>>>,
     runs: Arc<Mutex<HashMap<String, u32>>>,
-    says: Arc<dyn Fn(&str, u32, &[String]) -> Says + Send + Sync>,
+    says: Arc<Script>,
 }
+
+/// Says what a run comes to: by the id, how often it ran before, and what was handled so far.
+type Script = dyn Fn(&str, u32, &[String]) -> Says + Send + Sync;
 
 enum Says {
     Done,
