@@ -1,6 +1,7 @@
 //! The description of a Kafka source: what a user writes.
 
 use std::fmt;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use oncegate_core::SourceError;
@@ -9,6 +10,7 @@ use rdkafka::ClientConfig;
 use rdkafka::config::RDKafkaLogLevel;
 
 use crate::brokers;
+use crate::security::{self, KafkaLogin, Security};
 
 /// How long revoked deliveries are waited for by default.
 const DRAIN: Duration = Duration::from_secs(10);
@@ -38,6 +40,7 @@ pub struct Kafka {
     pub(crate) body_limit: usize,
     start: StartAt,
     drain: Duration,
+    security: Security,
     properties: Vec<(String, String)>,
 }
 
@@ -119,6 +122,7 @@ impl Kafka {
             body_limit: usize::MAX,
             start: StartAt::default(),
             drain: DRAIN,
+            security: Security::default(),
             properties: Vec::new(),
         }
     }
@@ -181,7 +185,38 @@ impl Kafka {
         self
     }
 
-    /// Any other property of librdkafka, such as `security.protocol`, for the consumer and for the producer of dead
+    /// Speaks TLS, and believes brokers whose certificate one of the system's authorities signed for their host.
+    pub fn tls(mut self) -> Self {
+        self.security.tls();
+        self
+    }
+
+    /// Speaks TLS, and believes the authority of this certificate (a PEM file) instead of the system's.
+    pub fn ca_certificate(mut self, file: impl Into<PathBuf>) -> Self {
+        self.security.trust_authority(file.into());
+        self
+    }
+
+    /// Speaks TLS, and shows the broker this certificate with this key (PEM files): mutual TLS.
+    pub fn client_certificate(mut self, certificate: impl Into<PathBuf>, key: impl Into<PathBuf>) -> Self {
+        self.security.present(certificate.into(), key.into());
+        self
+    }
+
+    /// Logs in, inside TLS.
+    pub fn login(mut self, login: KafkaLogin) -> Self {
+        self.security.log_in(login);
+        self
+    }
+
+    /// Speaks TLS to whoever answers: neither the certificate nor the host's name is looked at, and anybody in between may
+    /// read and change everything, the password of [`KafkaLogin::plain`] too.
+    pub fn danger_accept_any_certificate(mut self) -> Self {
+        self.security.trust_anyone();
+        self
+    }
+
+    /// Any other property of librdkafka, such as `session.timeout.ms`, for the consumer and for the producer of dead
     /// letters. Refused when the source is opened: what would break the promise, such as `enable.auto.commit`.
     pub fn property(mut self, key: impl Into<String>, value: impl Into<String>) -> Self {
         self.properties.push((key.into(), value.into()));
@@ -222,6 +257,10 @@ impl Kafka {
         }
         if self.property_value("auto.commit.interval.ms").is_some_and(|value| value.trim().parse() == Ok(0)) {
             return wrong("auto.commit.interval.ms", "is 0, which ends all commits under way", "use at least 1; the default is 1000");
+        }
+        self.security.check()?;
+        if let Some((key, _)) = self.properties.iter().find(|(key, value)| security::trusts_anyone(key, value)) {
+            return wrong(key, "would believe any certificate", "use .danger_accept_any_certificate(), if you must");
         }
         self.properties
             .iter()
@@ -271,6 +310,7 @@ impl Kafka {
         let mut config = ClientConfig::new();
         config.set("bootstrap.servers", &self.brokers).set("client.id", "oncegate");
         let debug = self.property_value("debug").is_some();
+        self.security.set(&mut config);
         config.set_log_level(if debug { RDKafkaLogLevel::Debug } else { RDKafkaLogLevel::Info });
         config
     }
@@ -346,6 +386,8 @@ mod tests {
         assert_eq!(setting(whole().create_topics(TopicCreation::Create { partitions: 0, replication: 1 })), "create_topics");
         assert_eq!(setting(whole().property("auto.commit.interval.ms", "0")), "auto.commit.interval.ms");
         assert!(whole().property("auto.commit.interval.ms", "100").check().is_ok());
+        assert_eq!(setting(whole().property("enable.ssl.certificate.verification", "false")), "enable.ssl.certificate.verification");
+        assert_eq!(setting(whole().ca_certificate("/no/such/file")), "ca_certificate");
         for key in ["enable.auto.commit", "enable.auto.offset.store", "group.id", "bootstrap.servers", "auto.offset.reset", "acks"] {
             assert_eq!(setting(whole().property(key, "x")), key);
         }

@@ -21,10 +21,12 @@ mod kafka;
 mod open;
 mod outage;
 mod poll;
+mod security;
 mod shared;
 mod source;
 mod topics;
 mod watermark;
 
 pub use kafka::{Kafka, StartAt, TopicCreation};
+pub use security::KafkaLogin;
 pub use source::KafkaSource;

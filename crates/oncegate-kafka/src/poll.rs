@@ -211,9 +211,19 @@ impl ClientContext for Context {
             _ => tracing::warn!(%error, reason, "Kafka"),
         }
         if let Some(code) = error.rdkafka_error_code() {
-            *self.trouble.lock().unwrap_or_else(PoisonError::into_inner) = Some((code, reason.to_owned()));
+            let mut trouble = self.trouble.lock().unwrap_or_else(PoisonError::into_inner);
+            // That all brokers are down is said right after the reason why.
+            if !(Outage::is(code) && trouble.as_ref().is_some_and(|(before, _)| is_refusal(*before))) {
+                *trouble = Some((code, reason.to_owned()));
+            }
         }
     }
+}
+
+/// Whether this says that the broker does not let the client in.
+pub(crate) fn is_refusal(code: RDKafkaErrorCode) -> bool {
+    use RDKafkaErrorCode as E;
+    matches!(code, E::Authentication | E::SaslAuthenticationFailed | E::UnsupportedSASLMechanism)
 }
 
 impl ConsumerContext for Context {

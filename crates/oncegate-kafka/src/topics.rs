@@ -12,7 +12,7 @@ use rdkafka::error::RDKafkaErrorCode;
 use crate::kafka::{Kafka, Retention, TopicCreation};
 use crate::open::wrong_setting;
 use crate::outage::Outage;
-use crate::poll::{Context, Log};
+use crate::poll::{Context, Log, is_refusal};
 
 /// How long one question to the broker may take.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -131,12 +131,11 @@ fn ask(consumer: &BaseConsumer<Context>, topic: &str) -> Result<Found, RDKafkaEr
 fn judge(consumer: &BaseConsumer<Context>, code: RDKafkaErrorCode, topic: &str, outage: &Outage) -> Result<(), SourceError> {
     use RDKafkaErrorCode as E;
     let trouble = consumer.context().take_trouble();
-    let refused = |code: &E| matches!(code, E::Authentication | E::SaslAuthenticationFailed | E::UnsupportedSASLMechanism);
-    if let Some((_, reason)) = trouble.as_ref().filter(|(code, _)| refused(code)) {
+    if let Some((_, reason)) = trouble.as_ref().filter(|(code, _)| is_refusal(*code)) {
         return Err(SourceError::misconfigured(
             "property",
             format!("the broker refuses the credentials: {reason}"),
-            "check the sasl.* and ssl.* properties",
+            "check .login(…), or the sasl.* and ssl.* properties",
         ));
     }
     match code {

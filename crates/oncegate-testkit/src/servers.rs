@@ -4,14 +4,16 @@
 //! back at the same address with what it had written. Dropping the value stops the server and removes the directory.
 //! Each server is the leader of a session of its own: Ctrl-C in the terminal does not reach it.
 
+mod certificates;
 mod cluster;
 mod kafka;
 mod kafka_distribution;
+mod kafka_doors;
 mod port;
 mod process;
 mod rabbit;
+mod rabbit_cluster;
 mod redis;
-mod redis_certificates;
 mod sentinel;
 mod server;
 
@@ -21,8 +23,10 @@ use std::path::PathBuf;
 pub use cluster::ClusterServers;
 pub use kafka::{Kafka, KafkaServer};
 pub use kafka_distribution::{fetch_kafka, kafka_is_fetched};
+pub use kafka_doors::{KafkaDoor, KafkaUser};
 pub use process::ProcessId;
-pub use rabbit::{RABBITMQ_SERVER, Rabbit, RabbitServer};
+pub use rabbit::{RABBITMQ_CLIENT, RABBITMQ_SERVER, Rabbit, RabbitOptions, RabbitServer};
+pub use rabbit_cluster::RabbitCluster;
 pub use redis::{Redis, RedisOptions, RedisPersistence, RedisServer};
 pub use sentinel::{SENTINEL_NAME, Sentinel, SentinelServers};
 pub use server::{Detached, Kind, Server};

@@ -7,7 +7,9 @@ use std::process::Command;
 use std::time::Duration;
 
 use super::ServerError;
+use super::certificates;
 use super::kafka_distribution::fetch_kafka;
+use super::kafka_doors::{self, KafkaDoor, KafkaUser};
 use super::port::free_ports;
 use super::server::{Kind, Server, temporary_directory, write};
 
@@ -21,6 +23,10 @@ pub type KafkaServer = Server<Kafka>;
 #[derive(Debug)]
 pub struct Kafka {
     port: u16,
+    /// Of the other doors, where there are some.
+    doors: Vec<(KafkaDoor, u16)>,
+    /// Whom it lets in by the door that asks for a login.
+    user: Option<KafkaUser>,
     class_path: PathBuf,
 }
 
@@ -31,18 +37,66 @@ impl KafkaServer {
     /// # Errors
     /// [`ServerError`], with the end of the server's log, when it does not start or cannot be fetched.
     pub fn start() -> Result<Self, ServerError> {
+        Self::start_with(None, &[])
+    }
+
+    /// The same, with properties of its own for the broker, say `log.retention.check.interval.ms` and `1000`.
+    ///
+    /// # Errors
+    /// As [`KafkaServer::start`].
+    pub fn start_configured(properties: &[(&str, &str)]) -> Result<Self, ServerError> {
+        Self::start_with(None, properties)
+    }
+
+    /// Starts a broker with every [`KafkaDoor`]: by the plain one a test's own tools come in. Its certificate is for
+    /// `localhost` and 127.0.0.1. Needs `openssl`.
+    ///
+    /// # Errors
+    /// As [`KafkaServer::start`], or when no certificate can be made.
+    pub fn start_secured(user: KafkaUser) -> Result<Self, ServerError> {
+        Self::start_with(Some(user), &[])
+    }
+
+    fn start_with(user: Option<KafkaUser>, configured: &[(&str, &str)]) -> Result<Self, ServerError> {
         let class_path = fetch_kafka()?.join("*");
-        let [port, controller] = free_ports().map_err(|source| io("find free ports", source))?;
+        let [port, controller, tls, mutual, login] = free_ports().map_err(|source| io("find free ports", source))?;
+        let doors = user.as_ref().map(|_| KafkaDoor::SECURED.into_iter().zip([tls, mutual, login]).collect()).unwrap_or_default();
         let directory = temporary_directory(Kafka::NAME)?;
-        write(Kafka::NAME, &directory.path().join("server.properties"), &properties(port, controller, directory.path()))?;
-        let kafka = Kafka { port, class_path };
+        let kafka = Kafka { port, doors, user, class_path };
+        let mut written = kafka.properties(controller, directory.path());
+        if let Some(user) = &kafka.user {
+            kafka_doors::make_certificates(Kafka::NAME, directory.path())?;
+            written += &kafka_doors::properties(user, directory.path());
+        }
+        written.extend(configured.iter().map(|(key, value)| format!("{key}={value}\n")));
+        write(Kafka::NAME, &directory.path().join("server.properties"), &written)?;
         kafka.format(directory.path())?;
         Self::launch(kafka, directory)
     }
 
-    /// Its address for clients.
+    /// Its address for clients that come by plain text.
     pub fn brokers(&self) -> String {
         format!("127.0.0.1:{}", self.kind().port)
+    }
+
+    /// Its address behind one of its doors.
+    ///
+    /// # Panics
+    /// When it has no such door: only [`KafkaServer::start_secured`] gives it others than the plain one.
+    pub fn brokers_by(&self, door: KafkaDoor) -> String {
+        let Kafka { port, doors, .. } = self.kind();
+        let found = doors.iter().find(|(it, _)| *it == door).map(|(_, port)| port).or((door == KafkaDoor::Plain).then_some(port));
+        format!("localhost:{}", found.expect("a door that this broker has"))
+    }
+
+    /// The certificate of the authority that signed a secured broker's.
+    pub fn certificate_authority(&self) -> PathBuf {
+        self.directory().join(certificates::AUTHORITY)
+    }
+
+    /// A certificate and its key, with which a client comes in by [`KafkaDoor::MutualTls`].
+    pub fn client_certificate(&self) -> (PathBuf, PathBuf) {
+        (self.directory().join(certificates::CLIENT_CERTIFICATE), self.directory().join(certificates::CLIENT_KEY))
     }
 
     /// Its port on 127.0.0.1, the same for as long as this value lives.
@@ -78,8 +132,9 @@ impl Kafka {
     /// Prepares an empty data directory.
     fn format(&self, directory: &Path) -> Result<(), ServerError> {
         let mut command = self.java();
-        command.args(["kafka.tools.StorageTool", "format", "-t", CLUSTER, "-c"]);
-        let output = command.arg(directory.join("server.properties")).output().map_err(|source| io("run java", source))?;
+        command.args(["kafka.tools.StorageTool", "format", "-t", CLUSTER, "-c"]).arg(directory.join("server.properties"));
+        command.args(self.user.iter().flat_map(KafkaUser::scram));
+        let output = command.output().map_err(|source| io("run java", source))?;
         if output.status.success() {
             return Ok(());
         }
@@ -106,16 +161,18 @@ impl Kafka {
         stream.read_exact(&mut answer)?;
         if answer[4..] == CORRELATION { Ok(()) } else { Err(std::io::ErrorKind::InvalidData.into()) }
     }
-}
 
-/// One node that is broker and controller. Groups form at once, and sessions may be as short as a test wants.
-fn properties(port: u16, controller: u16, directory: &Path) -> String {
-    format!(
-        "process.roles=broker,controller
+    /// One node that is broker and controller. Groups form at once, and sessions may be as short as a test wants.
+    fn properties(&self, controller: u16, directory: &Path) -> String {
+        let doors: Vec<(&str, u16)> =
+            [(KafkaDoor::Plain, self.port)].iter().chain(&self.doors).map(|(door, port)| (door.listener(), *port)).collect();
+        let at = |host: &str| doors.iter().map(|(name, port)| format!("{name}://{host}:{port}")).collect::<Vec<_>>().join(",");
+        format!(
+            "process.roles=broker,controller
 node.id=1
 controller.quorum.voters=1@127.0.0.1:{controller}
-listeners=PLAINTEXT://127.0.0.1:{port},CONTROLLER://127.0.0.1:{controller}
-advertised.listeners=PLAINTEXT://127.0.0.1:{port}
+listeners={listeners},CONTROLLER://127.0.0.1:{controller}
+advertised.listeners={advertised}
 controller.listener.names=CONTROLLER
 log.dirs={data}
 offsets.topic.num.partitions=4
@@ -129,8 +186,11 @@ share.coordinator.state.topic.min.isr=1
 group.initial.rebalance.delay.ms=0
 group.min.session.timeout.ms=1000
 ",
-        data = directory.join("data").display()
-    )
+            listeners = at("127.0.0.1"),
+            advertised = at(if self.doors.is_empty() { "127.0.0.1" } else { "localhost" }),
+            data = directory.join("data").display()
+        )
+    }
 }
 
 fn io(action: &str, source: std::io::Error) -> ServerError {

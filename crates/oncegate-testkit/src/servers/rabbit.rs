@@ -3,11 +3,12 @@
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpStream};
 use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
 use super::ServerError;
+use super::certificates;
 use super::port::free_ports;
 use super::server::{Kind, Server, temporary_directory, write};
 
@@ -23,7 +24,106 @@ pub type RabbitServer = Server<Rabbit>;
 pub struct Rabbit {
     port: u16,
     distribution_port: u16,
-    name_server_port: u16,
+    name_server: NameServer,
+    transport: Transport,
+}
+
+/// How clients reach it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+enum Transport {
+    #[default]
+    Plain,
+    Tls,
+}
+
+/// Which `epmd` it finds other nodes by, and its port.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum NameServer {
+    Own(u16),
+    Shared(u16),
+}
+
+/// How to start a [`RabbitServer`]. By default it speaks plain AMQP and is alone.
+#[derive(Debug, Clone, Default)]
+pub struct RabbitOptions {
+    transport: Transport,
+    name_server: Option<u16>,
+    joins: Option<String>,
+    settings: Vec<(String, String)>,
+}
+
+impl RabbitOptions {
+    /// The defaults.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Takes no plain connection, only TLS from clients that show a certificate of its authority, made when it starts:
+    /// [`RabbitServer::url`] is an `amqps://` one, [`RabbitServer::certificate_authority`] what to trust and
+    /// [`RabbitServer::client_certificate`] what to show. With `EXTERNAL` the user is the certificate's common name,
+    /// [`RABBITMQ_CLIENT`]. Needs `openssl`.
+    #[must_use]
+    pub fn tls(mut self) -> Self {
+        self.transport = Transport::Tls;
+        self
+    }
+
+    /// Any other setting of `rabbitmq.conf`.
+    #[must_use]
+    pub fn setting(mut self, name: impl Into<String>, value: impl Into<String>) -> Self {
+        self.settings.push((name.into(), value.into()));
+        self
+    }
+
+    /// Finds others by the name server on this port, and starts none.
+    pub(crate) fn name_server(mut self, port: u16) -> Self {
+        self.name_server = Some(port);
+        self
+    }
+
+    /// Joins the cluster of this node, which runs.
+    pub(crate) fn joins(mut self, node: &RabbitServer) -> Self {
+        self.joins = Some(node.kind().name());
+        self
+    }
+
+    /// The lines of `rabbitmq.conf`.
+    fn lines(&self, port: u16, directory: &Path) -> Vec<String> {
+        let mut lines = match self.transport {
+            Transport::Plain => vec![format!("listeners.tcp.default = 127.0.0.1:{port}")],
+            Transport::Tls => {
+                let file = |name: &str| directory.join(name).display().to_string();
+                vec![
+                    "listeners.tcp = none".to_owned(),
+                    format!("listeners.ssl.default = 127.0.0.1:{port}"),
+                    format!("ssl_options.cacertfile = {}", file(certificates::AUTHORITY)),
+                    format!("ssl_options.certfile = {}", file(certificates::CERTIFICATE)),
+                    format!("ssl_options.keyfile = {}", file(certificates::KEY)),
+                    "ssl_options.verify = verify_peer".to_owned(),
+                    "ssl_options.fail_if_no_peer_cert = true".to_owned(),
+                    "auth_mechanisms.1 = PLAIN".to_owned(),
+                    "auth_mechanisms.2 = EXTERNAL".to_owned(),
+                    "ssl_cert_login_from = common_name".to_owned(),
+                ]
+            }
+        };
+        if let Some(node) = &self.joins {
+            lines.push("cluster_formation.peer_discovery_backend = classic_config".to_owned());
+            lines.push(format!("cluster_formation.classic_config.nodes.1 = {node}"));
+            lines.push(format!("cluster_formation.classic_config.nodes.2 = {}", name(port)));
+        }
+        lines.extend(self.settings.iter().map(|(name, value)| format!("{name} = {value}")));
+        lines
+    }
+}
+
+/// The common name of the certificate that [`RabbitServer::client_certificate`] names.
+pub const RABBITMQ_CLIENT: &str = "oncegate test client";
+
+/// The name of the node that listens on a port.
+fn name(port: u16) -> String {
+    format!("oncegate{port}@localhost")
 }
 
 impl RabbitServer {
@@ -32,20 +132,50 @@ impl RabbitServer {
     /// # Errors
     /// [`ServerError`], with the end of the server's log, when it does not start.
     pub fn start() -> Result<Self, ServerError> {
-        let [port, distribution_port, name_server_port] = free_ports().map_err(|source| io("find free ports", source))?;
+        Self::start_with(&RabbitOptions::new())
+    }
+
+    /// Starts a node as the options say.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start).
+    pub fn start_with(options: &RabbitOptions) -> Result<Self, ServerError> {
+        let [port, distribution_port, own] = free_ports().map_err(|source| io("find free ports", source))?;
         let directory = temporary_directory(Rabbit::NAME)?;
         let cookie = directory.path().join(".erlang.cookie");
         write(Rabbit::NAME, &cookie, "ONCEGATE")?;
         std::fs::set_permissions(&cookie, std::fs::Permissions::from_mode(0o600)).map_err(|source| io("protect the cookie", source))?;
-        let listener = format!("listeners.tcp.default = 127.0.0.1:{port}\n");
-        write(Rabbit::NAME, &directory.path().join("rabbitmq.conf"), &listener)?;
-        write(Rabbit::NAME, &directory.path().join("enabled_plugins"), "[].\n")?;
-        Self::launch(Rabbit { port, distribution_port, name_server_port }, directory)
+        let plugins = match options.transport {
+            Transport::Plain => "[].\n",
+            Transport::Tls => "[rabbitmq_auth_mechanism_ssl].\n",
+        };
+        if options.transport == Transport::Tls {
+            certificates::make(Rabbit::NAME, directory.path())?;
+            certificates::make_client(Rabbit::NAME, directory.path())?;
+        }
+        let lines = options.lines(port, directory.path()).join("\n") + "\n";
+        write(Rabbit::NAME, &directory.path().join("rabbitmq.conf"), &lines)?;
+        write(Rabbit::NAME, &directory.path().join("enabled_plugins"), plugins)?;
+        let name_server = options.name_server.map_or(NameServer::Own(own), NameServer::Shared);
+        Self::launch(Rabbit { port, distribution_port, name_server, transport: options.transport }, directory)
     }
 
     /// Its address for clients: user guest, virtual host `/`.
     pub fn url(&self) -> String {
-        format!("amqp://guest:guest@127.0.0.1:{}/%2f", self.kind().port)
+        match self.kind().transport {
+            Transport::Plain => format!("amqp://guest:guest@127.0.0.1:{}/%2f", self.kind().port),
+            Transport::Tls => format!("amqps://guest:guest@localhost:{}/%2f", self.kind().port),
+        }
+    }
+
+    /// The file (PEM) of the authority that signed the certificate of a node started with [`RabbitOptions::tls`].
+    pub fn certificate_authority(&self) -> PathBuf {
+        self.directory().join(certificates::AUTHORITY)
+    }
+
+    /// The files (PEM) of a client's certificate and its key, which a node started with [`RabbitOptions::tls`] trusts.
+    pub fn client_certificate(&self) -> (PathBuf, PathBuf) {
+        (self.directory().join(certificates::CLIENT_CERTIFICATE), self.directory().join(certificates::CLIENT_KEY))
     }
 
     /// Its port on 127.0.0.1, the same for as long as this value lives.
@@ -81,10 +211,6 @@ impl Kind for Rabbit {
     const START_PATIENCE: Duration = Duration::from_secs(90);
 
     fn commands(&self, directory: &Path) -> Vec<Command> {
-        // Started here and not by the node, which would leave it behind.
-        let mut name_server = Command::new("epmd");
-        name_server.args(["-port", &self.name_server_port.to_string(), "-address", "127.0.0.1"]);
-
         let mut node = Command::new(RABBITMQ_SERVER);
         self.surround(&mut node, directory);
         node.env("RABBITMQ_NODE_PORT", self.port.to_string())
@@ -98,7 +224,10 @@ impl Kind for Rabbit {
             // With these two the script becomes the node instead of waiting for it as its child.
             .env("RABBITMQ_ALLOW_INPUT", "true")
             .env("RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS", "-noinput +S 2:2");
-        vec![name_server, node]
+        match self.name_server {
+            NameServer::Own(port) => vec![name_server(port), node],
+            NameServer::Shared(_) => vec![node],
+        }
     }
 
     fn answers(&self, _: u32, log: &str) -> bool {
@@ -109,22 +238,38 @@ impl Kind for Rabbit {
 impl Rabbit {
     /// What the node and its tools must agree on.
     fn surround(&self, command: &mut Command, directory: &Path) {
+        let (NameServer::Own(port) | NameServer::Shared(port)) = self.name_server;
         command
             .env("HOME", directory)
-            .env("RABBITMQ_NODENAME", format!("oncegate{}@localhost", self.port))
-            .env("ERL_EPMD_PORT", self.name_server_port.to_string())
+            .env("RABBITMQ_NODENAME", self.name())
+            .env("ERL_EPMD_PORT", port.to_string())
             .env("ERL_EPMD_ADDRESS", "127.0.0.1");
+    }
+
+    fn name(&self) -> String {
+        name(self.port)
     }
 
     /// Sends AMQP's protocol header, which the node answers with a method frame (type 1), `connection.start`.
     fn greets(&self) -> std::io::Result<()> {
         let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, self.port))?;
+        if self.transport == Transport::Tls {
+            // It says nothing to a stranger.
+            return Ok(());
+        }
         stream.set_read_timeout(Some(Duration::from_secs(2)))?;
         stream.write_all(b"AMQP\x00\x00\x09\x01")?;
         let mut frame_type = [0];
         stream.read_exact(&mut frame_type)?;
         if frame_type == [1] { Ok(()) } else { Err(std::io::ErrorKind::InvalidData.into()) }
     }
+}
+
+/// Started here and not by the node, which would leave it behind.
+pub(crate) fn name_server(port: u16) -> Command {
+    let mut command = Command::new("epmd");
+    command.args(["-port", &port.to_string(), "-address", "127.0.0.1"]);
+    command
 }
 
 fn io(action: &str, source: std::io::Error) -> ServerError {

@@ -7,8 +7,8 @@ use std::process::Command;
 use std::time::Duration;
 
 use super::ServerError;
+use super::certificates;
 use super::port::free_ports;
-use super::redis_certificates;
 use super::server::{Kind, Server, temporary_directory};
 
 /// A Redis server of one's own. Needs `redis-server`.
@@ -106,7 +106,7 @@ impl RedisServer {
             free_ports().map_err(|source| ServerError::Io { server: Redis::NAME, action: "find free ports".into(), source })?;
         let directory = temporary_directory(Redis::NAME)?;
         if options.transport == Transport::Tls {
-            redis_certificates::make(directory.path())?;
+            certificates::make(Redis::NAME, directory.path())?;
         }
         Self::launch(Redis { port, tls_port, options }, directory)
     }
@@ -123,7 +123,7 @@ impl RedisServer {
 
     /// The certificate of the authority that signed this server's, where it was started with [`RedisOptions::tls`].
     pub fn certificate_authority(&self) -> PathBuf {
-        self.directory().join(redis_certificates::AUTHORITY)
+        self.directory().join(certificates::AUTHORITY)
     }
 
     /// Sends one command in its plain form, say `CONFIG SET maxmemory 1`, and answers with the first line of the reply.
@@ -171,9 +171,9 @@ impl Kind for Redis {
         }
         if self.options.transport == Transport::Tls {
             command.args(["--tls-port", &self.tls_port.to_string(), "--tls-auth-clients", "no"]);
-            command.arg("--tls-cert-file").arg(directory.join(redis_certificates::CERTIFICATE));
-            command.arg("--tls-key-file").arg(directory.join(redis_certificates::KEY));
-            command.arg("--tls-ca-cert-file").arg(directory.join(redis_certificates::AUTHORITY));
+            command.arg("--tls-cert-file").arg(directory.join(certificates::CERTIFICATE));
+            command.arg("--tls-key-file").arg(directory.join(certificates::KEY));
+            command.arg("--tls-ca-cert-file").arg(directory.join(certificates::AUTHORITY));
         }
         for (name, value) in &self.options.settings {
             command.args([&format!("--{name}"), value]);

@@ -1,0 +1,80 @@
+//! Three RabbitMQ nodes as one cluster.
+
+use std::net::{Ipv4Addr, TcpStream};
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use super::port::free_ports;
+use super::rabbit::{RabbitOptions, RabbitServer, name_server};
+use super::server::{Kind, Server, temporary_directory};
+use super::{ServerError, io};
+
+const NAME: &str = "RabbitMQ cluster";
+
+/// Three nodes of one's own, any of which may be stopped, killed, frozen and started again. Needs `rabbitmq-server`.
+/// Dropping it stops them all.
+pub struct RabbitCluster {
+    nodes: Vec<RabbitServer>,
+    /// Outlives the nodes, which find each other by it.
+    _names: Server<Names>,
+}
+
+/// `epmd` alone, so that it does not end with a node.
+#[derive(Debug)]
+struct Names {
+    port: u16,
+}
+
+impl Kind for Names {
+    const NAME: &'static str = "epmd";
+    const ADVICE: &'static str = "`cargo xtask setup` installs it (Debian's package is erlang-base)";
+    const START_PATIENCE: Duration = Duration::from_secs(10);
+
+    fn commands(&self, _: &Path) -> Vec<Command> {
+        vec![name_server(self.port)]
+    }
+
+    fn answers(&self, _: u32, _: &str) -> bool {
+        TcpStream::connect((Ipv4Addr::LOCALHOST, self.port)).is_ok()
+    }
+}
+
+impl RabbitCluster {
+    /// Starts the nodes and returns when all three answer and belong together, which takes half a minute or so.
+    ///
+    /// # Errors
+    /// [`ServerError`], when one does not start.
+    pub fn start() -> Result<Self, ServerError> {
+        let [port] = free_ports().map_err(|source| io(NAME, "find free ports", source))?;
+        let names = Server::launch(Names { port }, temporary_directory(NAME)?)?;
+        let first = RabbitServer::start_with(&RabbitOptions::new().name_server(port))?;
+        let mut nodes = vec![first];
+        for _ in 1..3 {
+            let options = RabbitOptions::new().name_server(port).joins(&nodes[0]);
+            nodes.push(RabbitServer::start_with(&options)?);
+        }
+        let cluster = Self { nodes, _names: names };
+        let running = cluster.nodes[0].control(&["-q", "eval", "length(rabbit_nodes:all_running())."])?;
+        if running.trim() != "3" {
+            let reason = format!("{} of 3 nodes belong together", running.trim());
+            return Err(ServerError::DidNotStart { server: NAME, reason, log: String::new(), advice: "look at the nodes' logs" });
+        }
+        Ok(cluster)
+    }
+
+    /// The nodes' addresses for clients.
+    pub fn urls(&self) -> Vec<String> {
+        self.nodes.iter().map(RabbitServer::url).collect()
+    }
+
+    /// The three nodes.
+    pub fn nodes(&self) -> &[RabbitServer] {
+        &self.nodes
+    }
+
+    /// One of the nodes, to be stopped, killed or frozen.
+    pub fn node_mut(&mut self, which: usize) -> &mut RabbitServer {
+        &mut self.nodes[which]
+    }
+}
