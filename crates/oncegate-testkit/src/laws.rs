@@ -12,11 +12,15 @@
 //!
 //! The laws use the contract alone: a store needs nothing that is there for tests. What a key holds is found out by
 //! asking, since each marker has questions that no other answers alike.
+//!
+//! [`source_laws!`](crate::source_laws) does the same for the laws in [`source`]. It needs a [`source::TestQueue`]: a queue
+//! or topic of the law's own, and a way to publish to it and to look at what was rejected.
 
 mod ask;
 mod belief;
 mod random;
 mod rows;
+pub mod source;
 pub mod store;
 
 use std::sync::Arc;
@@ -24,6 +28,8 @@ use std::time::Duration;
 
 use oncegate_core::Store;
 use tokio::runtime::{Builder, Runtime};
+
+use self::source::TestQueue;
 
 /// How long one law may take. None waits for more than a few seconds; a store that waits for ever breaks its contract.
 const LONGEST: Duration = Duration::from_secs(120);
@@ -62,6 +68,35 @@ macro_rules! __store_law_list {
     ($kind:ident; $($law:ident)*) => {
         &[$((stringify!($law), |runtime, store| runtime.block_on(within_bounds($crate::laws::store::$law(store)))),)*]
     };
+}
+
+/// Makes a `#[test]` of each law of a [`Source`](oncegate_core::Source), named like the law.
+///
+/// It takes what makes a [`TestQueue`](crate::laws::source::TestQueue): an async function or closure without arguments,
+/// called once for each law.
+#[macro_export]
+macro_rules! source_laws {
+    ($make:expr) => {
+        $crate::__each_source_law!(__source_law_tests, $make);
+    };
+}
+
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __source_law_tests {
+    ($make:expr; $($law:ident)*) => {
+        $(
+            #[test]
+            fn $law() {
+                $crate::laws::run_source($make, $crate::laws::source::$law);
+            }
+        )*
+    };
+}
+
+/// Holds one law against a fresh queue. Panics, with what was seen, if its source breaks it.
+pub fn run_source<Q: TestQueue>(make: impl AsyncFn() -> Q, law: impl AsyncFn(Q)) {
+    runtime().block_on(async { within_bounds(law(make().await)).await });
 }
 
 /// Holds one law against a fresh store. Panics, with what was seen, if the store breaks it.

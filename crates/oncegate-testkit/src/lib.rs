@@ -1,6 +1,7 @@
 //! The laws that every store keeps, fault tools, and real servers for oncegate's tests.
 //!
-//! [`store_laws!`] holds a store of yours, or one of oncegate's, against the contract. [`LosesReplies`] is a store behind
+//! [`store_laws!`] holds a store of yours, or one of oncegate's, against the contract, and [`source_laws!`] a source.
+//! [`LosesReplies`] is a store behind
 //! a network that loses replies.
 //!
 //! [`kafka_brokers`], [`rabbitmq_url`] and [`redis_url`] say where the servers that all tests share answer;

@@ -1,0 +1,139 @@
+//! What the laws do with a source, and see.
+
+use std::time::{Duration, Instant};
+
+use oncegate_core::marker::Verdict;
+use oncegate_core::road::{self, Event, Freshness, History, Parks, Policy, Settlement, Stage, Step};
+use oncegate_core::{Delivery, Guarantee, Incoming, Limit, Message, Outage, Settled, Source, Story};
+
+use super::{Destination, TestQueue};
+
+/// More than any law has.
+pub(super) const ALL: Limit = Limit { count: 10_000, bytes: 64 << 20 };
+
+/// A source that is open, and how long it may take for anything.
+pub(super) struct Client<S>(pub(super) Box<S>, Duration);
+
+impl<S: Source + 'static> Client<S> {
+    pub(super) async fn of(queue: &impl TestQueue<Source = S>) -> Self {
+        Self(Box::new(queue.source().await), queue.patience())
+    }
+
+    /// The next deliveries, exactly so many.
+    pub(super) async fn receive(&mut self, count: usize) -> Vec<Delivery> {
+        let (mut all, patience) = (Vec::new(), self.1);
+        let receiving = async {
+            while all.len() < count {
+                let mut incoming = Vec::new();
+                self.0.receive(Limit { count: count - all.len(), ..ALL }, &mut incoming).await.expect("it receives");
+                all.extend(incoming.into_iter().filter_map(delivery));
+            }
+        };
+        let in_time = tokio::time::timeout(patience, receiving).await.is_ok();
+        assert!(in_time, "{} of {count} deliveries came in {patience:?}: {:?}", all.len(), bodies(&all));
+        all
+    }
+
+    pub(super) async fn receive_one(&mut self) -> Delivery {
+        self.receive(1).await.remove(0)
+    }
+
+    /// Waits, and panics if anything is delivered meanwhile.
+    pub(super) async fn hears_nothing(&mut self, time: Duration, why: &str) {
+        let until = Instant::now() + time;
+        while let Some(left) = until.checked_duration_since(Instant::now()) {
+            let mut incoming = Vec::new();
+            let _ = tokio::time::timeout(left, self.0.receive(ALL, &mut incoming)).await;
+            let heard: Vec<_> = incoming.into_iter().filter_map(delivery).collect();
+            assert!(heard.is_empty(), "{why}, and it delivered {:?}", bodies(&heard));
+        }
+    }
+
+    pub(super) async fn settle(&mut self, settled: impl IntoIterator<Item = (Delivery, Settlement)>) {
+        let mut settled = settled.into_iter().map(|(delivery, settlement)| Settled { delivery, settlement, story: None }).collect();
+        self.0.settle(&mut settled).await.expect("it settles");
+        assert!(settled.is_empty(), "settling empties the list");
+    }
+
+    pub(super) async fn settle_with(&mut self, delivery: Delivery, settlement: Settlement, story: Story) {
+        let mut settled = vec![Settled { delivery, settlement, story: Some(Box::new(story)) }];
+        self.0.settle(&mut settled).await.expect("it settles");
+    }
+
+    pub(super) async fn accept(&mut self, deliveries: impl IntoIterator<Item = Delivery>) {
+        self.settle(deliveries.into_iter().map(|delivery| (delivery, accepted()))).await;
+    }
+
+    pub(super) async fn close(self) {
+        self.0.close(Instant::now() + self.1).await.expect("all that was settled is carried out");
+    }
+
+    /// Closes it where deliveries are left that were never settled, which is no error.
+    pub(super) async fn close_unsettled(mut self) {
+        self.0.stop().await;
+        self.close().await;
+    }
+}
+
+pub(super) fn delivery(incoming: Incoming) -> Option<Delivery> {
+    match incoming {
+        Incoming::Delivery(delivery) => Some(delivery),
+        Incoming::Revoked(_) => None,
+    }
+}
+
+pub(super) fn body(delivery: &Delivery) -> String {
+    String::from_utf8_lossy(&delivery.message.body).into_owned()
+}
+
+pub(super) fn bodies(deliveries: &[Delivery]) -> Vec<String> {
+    deliveries.iter().map(body).collect()
+}
+
+/// Publishes messages with the bodies `0`, `1`, …
+pub(super) async fn publish_numbers(queue: &impl TestQueue, count: usize) {
+    for number in numbers(0..count) {
+        queue.publish(Message::new(number)).await;
+    }
+}
+
+pub(super) fn numbers(range: impl IntoIterator<Item = usize>) -> Vec<String> {
+    range.into_iter().map(|number| number.to_string()).collect()
+}
+
+/// What stands in a destination, once it is so many messages.
+pub(super) async fn set_aside(queue: &impl TestQueue, destination: Destination, count: usize) -> Vec<Message> {
+    let until = Instant::now() + queue.patience();
+    loop {
+        let found = queue.set_aside(destination).await;
+        if found.len() >= count {
+            assert_eq!(found.len(), count, "{destination:?}");
+            return found;
+        }
+        assert!(Instant::now() < until, "{} of {count} messages stand in {destination:?}", found.len());
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+/// An acceptance, as the road gives one for a duplicate: nobody else can make one.
+pub(super) fn accepted() -> Settlement {
+    let policy = Policy {
+        guarantee: Guarantee::EffectivelyOnce,
+        attempts: 5,
+        retries: 0,
+        reconciles: 1,
+        parks: 1,
+        backoff: Duration::from_millis(1),
+        longest_backoff: Duration::from_millis(1),
+        outage: Outage::Hold,
+    };
+    let stage = Stage::Claiming(History { failures: 0, freshness: Freshness::Fresh }, Parks(0));
+    match road::next(stage, Event::Answer(Verdict::Duplicate), &policy) {
+        (_, Step::Settle(settlement)) => settlement,
+        other => unreachable!("a duplicate is accepted: {other:?}"),
+    }
+}
+
+pub(super) fn released(after: Duration, failures: u32) -> Settlement {
+    Settlement::Release { after, failures }
+}

@@ -1,0 +1,125 @@
+//! Laws of what is handed over.
+
+use std::time::Duration;
+
+use futures_util::FutureExt;
+use oncegate_core::{Limit, Message, Source};
+
+use super::TestQueue;
+use super::client::*;
+
+/// Body, headers and order are those of the publisher; failures begin at 0.
+pub async fn messages_arrive_as_they_were_sent_and_in_order(queue: impl TestQueue) {
+    let binary: Vec<u8> = (0..=255).collect();
+    let sent = [
+        Message::new("plain"),
+        Message::new(""),
+        Message::new(binary.clone()),
+        Message::new("with headers").with_header("payment-id", "42").with_header("Odd name, with spaces", "ä €"),
+        Message::new(vec![b'x'; 100_000]),
+    ];
+    for message in &sent {
+        queue.publish(message.clone()).await;
+    }
+    let mut client = Client::of(&queue).await;
+    let received = client.receive(sent.len()).await;
+    for (sent, received) in sent.iter().zip(&received) {
+        assert_eq!(received.message.body, sent.body);
+        for (name, value) in sent.headers.iter() {
+            let name = std::str::from_utf8(name).expect("it was made of text");
+            assert_eq!(received.message.headers.last(name), value, "{name}");
+        }
+        assert_eq!(received.failures, 0);
+    }
+    client.accept(received).await;
+    client.close().await;
+}
+
+/// A delivery is open until it is settled, and is not handed over a second time meanwhile.
+pub async fn what_came_is_not_delivered_again_while_it_is_open(queue: impl TestQueue) {
+    publish_numbers(&queue, 3).await;
+    let mut client = Client::of(&queue).await;
+    let open = client.receive(3).await;
+    client.hears_nothing(Duration::from_millis(700), "all are open").await;
+    client.accept(open).await;
+    client.close().await;
+}
+
+/// Neither in number nor in bytes; but one delivery that is larger than the bound is handed over alone.
+pub async fn no_more_is_handed_over_than_was_asked_for(queue: impl TestQueue) {
+    for _ in 0..10 {
+        queue.publish(Message::new(vec![b'x'; 1_000])).await;
+    }
+    let mut client = Client::of(&queue).await;
+    let mut all = Vec::new();
+    for limit in [
+        Limit { count: 1, bytes: 1 << 20 },
+        Limit { count: 3, bytes: 1 << 20 },
+        Limit { count: 100, bytes: 2_500 },
+        Limit { count: 100, bytes: 10 },
+    ] {
+        let mut incoming = Vec::new();
+        while incoming.is_empty() {
+            let receiving = client.0.receive(limit, &mut incoming);
+            tokio::time::timeout(queue.patience(), receiving).await.expect("there is more").expect("it receives");
+        }
+        let came: Vec<_> = incoming.into_iter().filter_map(delivery).collect();
+        let bytes: usize = came.iter().map(|it| it.message.size()).sum();
+        assert!(
+            came.len() <= limit.count && (came.len() <= 1 || bytes <= limit.bytes),
+            "{limit:?}: {} deliveries, {bytes} bytes",
+            came.len()
+        );
+        all.extend(came);
+    }
+    let rest = client.receive(10 - all.len()).await;
+    client.accept(all.into_iter().chain(rest)).await;
+    client.close().await;
+}
+
+/// A full consumer waits for revocations, and is handed no delivery.
+pub async fn who_asks_for_nothing_gets_nothing(queue: impl TestQueue) {
+    publish_numbers(&queue, 3).await;
+    let mut client = Client::of(&queue).await;
+    let first = client.receive(1).await;
+    for _ in 0..5 {
+        let mut incoming = Vec::new();
+        let _ = tokio::time::timeout(Duration::from_millis(100), client.0.receive(Limit::NOTHING, &mut incoming)).await;
+        assert!(incoming.into_iter().filter_map(delivery).next().is_none());
+    }
+    let rest = client.receive(2).await;
+    assert_eq!(bodies(&rest), ["1", "2"]);
+    client.accept(first.into_iter().chain(rest)).await;
+    client.close().await;
+}
+
+/// `receive` may be dropped at any moment: what was not handed over comes with the next one.
+pub async fn a_dropped_receive_loses_nothing(queue: impl TestQueue) {
+    let mut client = Client::of(&queue).await;
+    let publishing = async {
+        for number in numbers(0..100) {
+            queue.publish(Message::new(number)).await;
+            tokio::task::yield_now().await;
+        }
+    };
+    let receiving = async {
+        let mut all = Vec::new();
+        while all.len() < 100 {
+            let mut incoming = Vec::new();
+            // Polled once, then given up, in turn with one that waits a little.
+            let dropped = client.0.receive(Limit { count: 7, ..ALL }, &mut incoming).now_or_never();
+            dropped.unwrap_or(Ok(())).expect("it receives");
+            let waiting = client.0.receive(Limit { count: 7, ..ALL }, &mut incoming);
+            if let Ok(received) = tokio::time::timeout(Duration::from_millis(3), waiting).await {
+                received.expect("it receives");
+            }
+            all.extend(incoming.into_iter().filter_map(delivery));
+        }
+        all
+    };
+    let both = async { tokio::join!(publishing, receiving).1 };
+    let all = tokio::time::timeout(queue.patience(), both).await.expect("all of them come");
+    assert_eq!(bodies(&all), numbers(0..100));
+    client.accept(all).await;
+    client.close().await;
+}

@@ -1,0 +1,195 @@
+//! The laws of sources can be broken: sources that make one mistake, and the laws that notice.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::{Duration, Instant};
+
+use oncegate_core::road::{Reason, Settlement};
+use oncegate_core::{Delivery, Incoming, Limit, MemoryBroker, MemorySource, Message, Receipt, Settled, Source, SourceError, async_trait};
+use oncegate_testkit::laws::run_source;
+use oncegate_testkit::laws::source::{self as law, Destination, TestQueue};
+
+use crate::memory_broker::Memory;
+
+/// What a source does wrong. In all else it is the memory broker's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Mistake {
+    None,
+    DropsHeaders,
+    DeliversTwice,
+    HandsOverAllThatIsThere,
+    LosesWhatIsDropped,
+    LeavesTheLastUnsettled,
+    ForgetsWhatIsAccepted,
+    AcceptsAtDelivery,
+    AcceptsAllBefore,
+    StopsSettling,
+    ReleasesAtOnce,
+    ReleasesInTheirOrder,
+    LosesLongReleases,
+    CountsNothing,
+    DropsTheStory,
+    HasOneDestination,
+    RejectsOneInABatch,
+    SettlesABatchAsItsFirst,
+}
+
+struct Queue {
+    memory: Memory,
+    mistake: Mistake,
+}
+
+struct Mistaken {
+    inner: MemorySource,
+    broker: MemoryBroker,
+    mistake: Mistake,
+    open: Vec<Receipt>,
+    stopped: Option<Instant>,
+}
+
+#[async_trait]
+impl TestQueue for Queue {
+    type Source = Mistaken;
+
+    async fn source(&self) -> Mistaken {
+        Mistaken { inner: self.memory.0.source(), broker: self.memory.0.clone(), mistake: self.mistake, open: Vec::new(), stopped: None }
+    }
+
+    async fn publish(&self, message: Message) {
+        self.memory.publish(message).await;
+    }
+
+    async fn set_aside(&self, destination: Destination) -> Vec<Message> {
+        self.memory.set_aside(destination).await
+    }
+
+    fn patience(&self) -> Duration {
+        Duration::from_secs(6)
+    }
+}
+
+/// The same delivery, which only a test can make.
+fn copy(receipt: &Receipt) -> Delivery {
+    let Receipt { epoch, partition, position } = *receipt;
+    Delivery { message: Message::new(""), receipt: Receipt { epoch, partition, position }, failures: 0 }
+}
+
+#[async_trait]
+impl Source for Mistaken {
+    async fn receive(&mut self, limit: Limit, into: &mut Vec<Incoming>) -> Result<(), SourceError> {
+        let limit = match self.mistake {
+            Mistake::HandsOverAllThatIsThere => Limit { count: 1_000, bytes: 1 << 30 },
+            _ => limit,
+        };
+        let mut taken = Vec::new();
+        self.inner.receive(limit, &mut taken).await?;
+        if self.mistake == Mistake::LosesWhatIsDropped {
+            tokio::task::yield_now().await;
+        }
+        for incoming in taken {
+            let Incoming::Delivery(mut delivery) = incoming else { continue };
+            match self.mistake {
+                Mistake::DropsHeaders => delivery.message.headers = Message::default().headers,
+                Mistake::DeliversTwice => self.broker.publish(delivery.message.clone()),
+                Mistake::AcceptsAtDelivery => {
+                    let settlement = Settlement::Release { after: Duration::from_secs(3600), failures: 0 };
+                    self.inner.settle(&mut vec![Settled { delivery: copy(&delivery.receipt), settlement, story: None }]).await?;
+                }
+                _ => {}
+            }
+            self.open.push(copy(&delivery.receipt).receipt);
+            into.push(Incoming::Delivery(delivery));
+        }
+        Ok(())
+    }
+
+    async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), SourceError> {
+        let gone = || Settlement::Release { after: Duration::from_secs(3600), failures: 0 };
+        let left = match self.mistake {
+            Mistake::LeavesTheLastUnsettled => settled.pop(),
+            _ => None,
+        };
+        let mut first = true;
+        for mut it in std::mem::take(settled) {
+            if self.stopped.is_some() && self.mistake == Mistake::StopsSettling {
+                continue;
+            }
+            let before = self.open.iter().take_while(|open| **open != it.delivery.receipt).count();
+            it.settlement = match (self.mistake, it.settlement) {
+                (Mistake::ForgetsWhatIsAccepted, Settlement::Accept(_)) => Settlement::Release { after: Duration::ZERO, failures: 0 },
+                (Mistake::AcceptsAllBefore, accepted @ Settlement::Accept(_)) => {
+                    let delivery = |receipt: &Receipt| Settled { delivery: copy(receipt), settlement: gone(), story: None };
+                    let mut all: Vec<Settled> = self.open[..before].iter().map(delivery).collect();
+                    self.inner.settle(&mut all).await?;
+                    accepted
+                }
+                (Mistake::ReleasesAtOnce, Settlement::Release { failures, .. }) => Settlement::Release { after: Duration::ZERO, failures },
+                (Mistake::ReleasesInTheirOrder, Settlement::Release { failures, .. }) => {
+                    Settlement::Release { after: Duration::from_secs(2), failures }
+                }
+                (Mistake::LosesLongReleases, Settlement::Release { after, .. }) if after > Duration::from_secs(3) => gone(),
+                (Mistake::CountsNothing, Settlement::Release { after, .. }) => Settlement::Release { after, failures: 0 },
+                (Mistake::HasOneDestination, Settlement::Reject(_)) => Settlement::Reject(Reason::Refused),
+                (Mistake::RejectsOneInABatch, Settlement::Reject(_)) if !first => gone(),
+                (Mistake::SettlesABatchAsItsFirst, _) if !first => gone(),
+                (_, settlement) => settlement,
+            };
+            if self.mistake == Mistake::DropsTheStory {
+                it.story = None;
+            }
+            first = false;
+            self.inner.settle(&mut vec![it]).await?;
+        }
+        settled.extend(left);
+        Ok(())
+    }
+
+    async fn stop(&mut self) {
+        self.stopped = Some(Instant::now());
+        self.inner.stop().await;
+    }
+
+    async fn close(self: Box<Self>, deadline: Instant) -> Result<(), SourceError> {
+        Box::new(self.inner).close(deadline).await
+    }
+}
+
+/// Whether a law is broken by a source that makes this mistake.
+macro_rules! breaks {
+    ($mistake:ident, $law:ident) => {{
+        let queue = async || Queue { memory: Memory(MemoryBroker::new("mistaken")), mistake: Mistake::$mistake };
+        catch_unwind(AssertUnwindSafe(|| run_source(queue, law::$law))).is_err()
+    }};
+}
+
+/// A test for each mistake: each of the laws beside it is broken by it, and by nothing else.
+macro_rules! mistakes {
+    ($($name:ident: $mistake:ident breaks $($law:ident),+;)+) => {$(
+        #[test]
+        fn $name() {
+            $(
+                assert!(breaks!($mistake, $law), "{} does not notice {:?}", stringify!($law), Mistake::$mistake);
+                assert!(!breaks!(None, $law), "{} is broken by the reference", stringify!($law));
+            )+
+        }
+    )+};
+}
+
+mistakes! {
+    headers_that_are_lost: DropsHeaders breaks messages_arrive_as_they_were_sent_and_in_order;
+    what_is_open_and_comes_again: DeliversTwice breaks what_came_is_not_delivered_again_while_it_is_open;
+    a_bound_that_is_none: HandsOverAllThatIsThere breaks no_more_is_handed_over_than_was_asked_for, who_asks_for_nothing_gets_nothing;
+    a_receive_that_must_not_be_dropped: LosesWhatIsDropped breaks a_dropped_receive_loses_nothing;
+    a_settlement_that_is_left: LeavesTheLastUnsettled breaks settling_empties_the_list;
+    an_acceptance_that_does_not_hold: ForgetsWhatIsAccepted breaks what_is_accepted_never_comes_back, a_stopped_source_still_settles;
+    an_acceptance_before_the_work: AcceptsAtDelivery breaks what_is_not_settled_comes_back, what_is_dropped_with_its_source_comes_back;
+    an_acceptance_of_all_before: AcceptsAllBefore breaks a_gap_keeps_its_place_and_nothing_else;
+    a_stop_that_stops_too_much: StopsSettling breaks a_stopped_source_still_settles;
+    a_delay_that_is_none: ReleasesAtOnce breaks what_is_released_comes_back_after_its_delay_and_holds_up_no_other;
+    one_delay_for_all: ReleasesInTheirOrder breaks releases_come_back_in_the_order_of_their_delays;
+    a_long_release_that_is_lost: LosesLongReleases breaks what_is_released_for_long_comes_back_to_the_next_source;
+    failures_that_are_forgotten: CountsNothing breaks what_is_released_again_and_again_keeps_its_count;
+    a_dead_letter_without_a_story: DropsTheStory breaks what_is_rejected_stands_in_the_dead_letters_with_its_story;
+    doubt_among_the_dead_letters: HasOneDestination breaks what_is_in_doubt_stands_apart;
+    one_dead_letter_of_many: RejectsOneInABatch breaks many_rejections_at_once_all_arrive;
+    a_batch_that_is_settled_as_one: SettlesABatchAsItsFirst breaks each_settlement_of_a_batch_is_its_own;
+}
