@@ -13,6 +13,8 @@ pub(crate) struct Acks<T> {
     first: u64,
     tags: VecDeque<Tag<T>>,
     settled: usize,
+    /// How many are not acknowledged.
+    unacked: usize,
 }
 
 #[derive(Debug)]
@@ -25,7 +27,7 @@ enum Tag<T> {
 impl<T> Acks<T> {
     /// Of a new channel: its tags begin with 1.
     pub(crate) fn new() -> Self {
-        Self { first: 1, tags: VecDeque::new(), settled: 0 }
+        Self { first: 1, tags: VecDeque::new(), settled: 0, unacked: 0 }
     }
 
     /// Takes a delivery in. The broker counts its tags up by one; a tag that it left out is none of ours.
@@ -36,6 +38,7 @@ impl<T> Acks<T> {
         }
         if tag >= next {
             self.tags.push_back(Tag::Open(carried));
+            self.unacked += 1;
         }
     }
 
@@ -59,6 +62,24 @@ impl<T> Acks<T> {
         Some(carried)
     }
 
+    /// Marks a delivery as rejected, and gives back what it carried; `None` for a tag that is not open. The rejection has
+    /// to leave before the next acknowledgement does: that may cover the tag.
+    pub(crate) fn reject(&mut self, tag: u64) -> Option<T> {
+        let index = self.index(tag)?;
+        let entry = self.tags.get_mut(index)?;
+        if !matches!(entry, Tag::Open(_)) {
+            return None;
+        }
+        let Tag::Open(carried) = std::mem::replace(entry, Tag::Acknowledged) else { return None };
+        self.unacked -= 1;
+        Some(carried)
+    }
+
+    /// What the delivery carries that has stood open for longest.
+    pub(crate) fn oldest(&self) -> Option<&T> {
+        self.tags.iter().find_map(|tag| if let Tag::Open(carried) = tag { Some(carried) } else { None })
+    }
+
     /// Takes the settled prefix: the tag to acknowledge with `multiple`.
     pub(crate) fn take_prefix(&mut self) -> Option<u64> {
         let mut last = None;
@@ -66,6 +87,7 @@ impl<T> Acks<T> {
             if let Some(Tag::Settled) = self.tags.pop_front() {
                 last = Some(self.first);
                 self.settled -= 1;
+                self.unacked -= 1;
             }
             self.first += 1;
         }
@@ -85,6 +107,7 @@ impl<T> Acks<T> {
             }
         }
         self.settled = 0;
+        self.unacked -= singles.len();
         singles
     }
 
@@ -93,9 +116,14 @@ impl<T> Acks<T> {
         self.settled
     }
 
+    /// How many are not acknowledged, settled or not.
+    pub(crate) fn unacked(&self) -> usize {
+        self.unacked
+    }
+
     /// Whether all that was delivered is acknowledged.
     pub(crate) fn is_empty(&self) -> bool {
-        self.tags.iter().all(|tag| matches!(tag, Tag::Acknowledged))
+        self.unacked == 0
     }
 
     fn index(&self, tag: u64) -> Option<usize> {
@@ -143,6 +171,18 @@ mod tests {
     }
 
     #[test]
+    fn a_rejected_tag_is_never_acknowledged_and_the_oldest_is_the_first_that_is_open() {
+        let mut acks = delivered(4);
+        assert_eq!((acks.reject(2), acks.reject(2), acks.settle(2)), (Some(2), None, None));
+        assert_eq!((acks.oldest(), acks.unacked()), (Some(&1), 3));
+        acks.settle(1);
+        acks.settle(3);
+        assert_eq!((acks.take_prefix(), acks.oldest(), acks.unacked()), (Some(3), Some(&4), 1));
+        assert_eq!(acks.reject(4), Some(4));
+        assert_eq!((acks.take_prefix(), acks.is_empty()), (None, true));
+    }
+
+    #[test]
     fn a_tag_is_settled_once_and_only_if_it_was_delivered() {
         let mut acks = delivered(2);
         assert_eq!(acks.settle(0), None);
@@ -177,7 +217,13 @@ mod tests {
             let (mut acks, mut broker, mut settled) = (Acks::new(), Broker::default(), BTreeSet::new());
             let (mut open, mut next) = (Vec::new(), 1);
             for _ in 0..400 {
-                match random.u8(..10) {
+                assert_eq!(acks.unacked(), broker.0.len());
+                match random.u8(..11) {
+                    10 if !open.is_empty() => {
+                        let tag = open.swap_remove(random.usize(..open.len()));
+                        assert_eq!(acks.reject(tag), Some(()));
+                        assert!(broker.0.remove(&tag), "406: unknown delivery tag {tag}");
+                    }
                     0..4 => {
                         acks.delivered(next, ());
                         broker.0.insert(next);

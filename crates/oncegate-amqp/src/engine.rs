@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
-use oncegate_core::road::Settlement;
-use oncegate_core::source::{Delivery, Settled, SourceError};
+use oncegate_core::road::{Reason, Settlement};
+use oncegate_core::source::{Delivery, Settled, SourceError, Story};
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
@@ -19,8 +19,8 @@ use crate::inbox::Writer;
 use crate::incoming;
 use crate::link::Trouble;
 use crate::publisher::{Confirmed, Publisher};
-use crate::session::{Gaps, Happened, Loss, Session};
-use crate::settings::{Settings, Topology};
+use crate::session::{Carried, Gaps, Happened, Loss, Session};
+use crate::settings::{Rejects, Settings, Topology};
 
 /// A release up to this long waits in memory.
 const HOLD: Duration = Duration::from_secs(5);
@@ -179,6 +179,7 @@ impl Engine {
             }
             if let Link::Up(session) = &mut self.link {
                 session.flush(if self.closing.is_some() { Gaps::Ignore } else { Gaps::Wait });
+                self.settings.meter.holds(session.acks.unacked());
             }
         }
         self.leave().await;
@@ -208,13 +209,9 @@ impl Engine {
             }
             return;
         }
-        let Some(original) = session.acks.carried(tag) else { return stale(&self.settings, tag) };
         match settlement {
             Settlement::Accept(_) => {}
-            Settlement::Reject(reason) => {
-                self.publisher.publish(Copy::rejected(&delivery, &reason, story.as_deref(), original, &self.settings));
-                session.publishing += 1;
-            }
+            Settlement::Reject(reason) => self.reject(delivery, &reason, story.as_deref()),
             // Handed back while draining: closing the channel returns it to the queue.
             Settlement::Release { after, .. } if after.is_zero() && self.intake == Intake::Stopped => {}
             Settlement::Release { after, failures } => {
@@ -224,17 +221,35 @@ impl Engine {
         }
     }
 
+    /// Sees to it that a delivery reaches the dead letters, or a person.
+    fn reject(&mut self, delivery: Delivery, reason: &Reason, story: Option<&Story>) {
+        let Link::Up(session) = &mut self.link else { return };
+        let tag = delivery.receipt.position;
+        if self.settings.rejects == Rejects::ByQueue && !reason.is_in_doubt() {
+            if !session.reject(tag) {
+                stale(&self.settings, tag);
+            }
+            return;
+        }
+        let Some(carried) = session.acks.carried(tag) else { return stale(&self.settings, tag) };
+        self.publisher.publish(Copy::rejected(&delivery, reason, story, &carried.original, &self.settings));
+        session.publishing += 1;
+    }
+
     /// Keeps a delivery back: for a short while in memory, else in a delay queue, where there are some.
     fn hold_back(&mut self, delivery: Delivery, after: Duration) {
         let Link::Up(session) = &mut self.link else { return };
-        let Some(original) = session.acks.carried(delivery.receipt.position) else { return };
+        let tag = delivery.receipt.position;
+        let Some(carried) = session.acks.carried(tag) else { return stale(&self.settings, tag) };
         let has_queues = self.settings.topology == Topology::Declare;
         let crowded = session.held.len() >= session.prefetch / 2;
         if has_queues && (after > HOLD || crowded || self.intake == Intake::Stopped) {
-            self.publisher.publish(Copy::delayed(&delivery, after, original, &self.settings));
+            self.publisher.publish(Copy::delayed(&delivery, after, &carried.original, &self.settings));
             session.publishing += 1;
         } else {
-            session.held.insert((Instant::now() + after.max(SHORTEST), delivery.receipt.position), delivery);
+            // What waits beyond the broker's timeout would cost the channel.
+            let after = after.min(self.settings.consumer_timeout / 2).max(SHORTEST);
+            session.held.insert((Instant::now() + after, tag), delivery);
         }
     }
 
@@ -251,7 +266,7 @@ impl Engine {
         match next {
             Next::Opened(session) => {
                 self.ends.live.store(session.epoch, Ordering::Release);
-                tracing::info!(queue = &*self.settings.name, broker = self.settings.shown, "consuming again");
+                tracing::info!(queue = &*self.settings.name, broker = self.settings.shown(), "consuming again");
                 self.since = Instant::now();
                 self.link = Link::Up(session);
             }
@@ -262,11 +277,23 @@ impl Engine {
     }
 
     fn take_in(&mut self, deliveries: Vec<lapin::message::Delivery>) {
+        self.settings.meter.delivered(deliveries.len(), deliveries.iter().filter(|delivery| delivery.redelivered).count());
         for delivery in deliveries {
             let Link::Up(session) = &mut self.link else { return };
             let tag = delivery.delivery_tag;
             let (delivery, original) = incoming::read(delivery, &self.settings.name, session.epoch);
-            session.acks.delivered(tag, original);
+            session.acks.delivered(tag, Carried::now(original));
+            let size = delivery.message.body.len();
+            if size > self.settings.body_limit {
+                tracing::warn!(
+                    queue = &*self.settings.name,
+                    size,
+                    limit = self.settings.body_limit,
+                    "a body is over the limit: to the dead letters"
+                );
+                self.reject(delivery, &Reason::TooLarge, None);
+                continue;
+            }
             match incoming::wait(&delivery, self.settings.topology) {
                 Some(wait) => self.hold_back(delivery, wait),
                 None => self.ends.out.deliver(delivery),
@@ -291,8 +318,9 @@ impl Engine {
         let Link::Up(session) = std::mem::replace(&mut self.link, Link::Down) else { return };
         self.ends.live.store(0, Ordering::Release);
         self.ends.out.revoke(session.epoch);
-        metrics::counter!("oncegate_amqp_channels_lost_total", "queue" => self.settings.name.to_string()).increment(1);
-        let (queue, broker) = (&*self.settings.name, &self.settings.shown);
+        self.settings.meter.lost();
+        self.settings.meter.holds(0);
+        let (queue, broker) = (&*self.settings.name, self.settings.shown());
         match loss {
             Loss::Broken(problem) => tracing::warn!(queue, broker, problem, "the channel is lost; connecting again"),
             Loss::Unreadable(problem) => tracing::error!(
@@ -347,6 +375,7 @@ impl Engine {
 
     async fn leave(mut self) {
         let finished = self.is_finished();
+        self.settings.meter.holds(0);
         self.ends.live.store(0, Ordering::Release);
         match self.link {
             Link::Up(mut session) => {
@@ -374,7 +403,7 @@ impl Engine {
 
 /// A settlement whose channel is gone. Sending it would close the new channel.
 fn stale(settings: &Settings, tag: u64) {
-    metrics::counter!("oncegate_amqp_stale_receipts_total", "queue" => settings.name.to_string()).increment(1);
+    settings.meter.stale();
     tracing::debug!(queue = &*settings.name, tag, "a settlement came after its channel had gone; the delivery comes back");
 }
 
@@ -384,7 +413,7 @@ async fn open_first(settings: &Settings) -> Result<Session, SourceError> {
     loop {
         match Session::open(settings, 1, settings.prefetch).await {
             Ok(session) => {
-                tracing::info!(queue = &*settings.name, broker = settings.shown, prefetch = settings.prefetch, "consuming");
+                tracing::info!(queue = &*settings.name, broker = settings.shown(), prefetch = settings.prefetch, "consuming");
                 return Ok(session);
             }
             Err(Trouble::Wrong(error)) => return Err(error),
@@ -416,7 +445,7 @@ struct Attempts {
 impl Attempts {
     /// Waits before the next, and tells why, unless just that was told a moment ago.
     async fn wait(&mut self, settings: &Settings, problem: String) {
-        let (queue, broker, pause) = (&*settings.name, &*settings.shown, self.backoff.pause());
+        let (queue, broker, pause) = (&*settings.name, settings.shown(), self.backoff.pause());
         if self.told.as_ref().is_some_and(|(at, told)| *told == problem && at.elapsed() < TELLING) {
             tracing::debug!(queue, broker, ?pause, "still not consuming. {problem}");
         } else {

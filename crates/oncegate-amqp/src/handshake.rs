@@ -5,7 +5,7 @@ use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use lapin::tcp::{AMQPUriTcpExt, OwnedTLSConfig};
+use lapin::tcp::RustlsConnector;
 use lapin::uri::AMQPUri;
 use lapin::{AsyncTcpStream, Connection, ConnectionProperties};
 
@@ -25,8 +25,13 @@ enum State {
     Over,
 }
 
-/// Connects, and gives up after so long; `None` then.
-pub(crate) async fn connect(uri: AMQPUri, properties: ConnectionProperties, patience: Duration) -> Option<lapin::Result<Connection>> {
+/// Connects, encrypted where there is something to do so with, and gives up after so long; `None` then.
+pub(crate) async fn connect(
+    uri: AMQPUri,
+    tls: Option<RustlsConnector>,
+    properties: ConnectionProperties,
+    patience: Duration,
+) -> Option<lapin::Result<Connection>> {
     let handshake = Handshake::default();
     let state = Arc::clone(&handshake.0);
     let runtime = match lapin::runtime::default_runtime() {
@@ -37,8 +42,15 @@ pub(crate) async fn connect(uri: AMQPUri, properties: ConnectionProperties, pati
         uri,
         runtime,
         async move |uri, runtime| {
-            let tls = OwnedTLSConfig::default();
-            let connecting = AMQPUriTcpExt::connect_with_config_async(&uri, tls.as_ref(), &runtime);
+            // By hand, because the client's own way traces the password.
+            let connecting = async {
+                let host = uri.authority.host.clone();
+                let stream = AsyncTcpStream::connect(&runtime, runtime.to_socket_addrs((host, uri.authority.port))).await?;
+                match &tls {
+                    Some(connector) => stream.into_rustls(connector, &uri.authority.host).await,
+                    None => Ok(stream),
+                }
+            };
             let stream = tokio::time::timeout(patience, connecting).await.map_err(io::Error::from)??;
             let socket = match &stream {
                 AsyncTcpStream::Plain(plain) => duplicate(plain.get_ref())?,

@@ -25,11 +25,15 @@ mod handshake;
 mod inbox;
 mod incoming;
 mod link;
+mod node;
 mod publisher;
 mod session;
 mod settings;
 mod source;
+mod stats;
+mod tls;
 mod topology;
 
-pub use settings::{QueueKind, RabbitMq, Topology};
+pub use settings::{QueueKind, RabbitMq, Rejects, Topology};
 pub use source::RabbitMqSource;
+pub use stats::{RabbitMqSnapshot, RabbitMqStats};

@@ -7,6 +7,7 @@ use lapin::{Connection, ConnectionProperties, ErrorKind};
 use oncegate_core::source::SourceError;
 
 use crate::handshake;
+use crate::node::Node;
 use crate::settings::Settings;
 
 /// AMQP's reply codes that a person has to act on.
@@ -56,20 +57,43 @@ pub(crate) fn passes(error: &lapin::Error) -> bool {
     ["' is down", "limit ("].iter().any(|text| error.get_message().as_str().contains(text))
 }
 
-/// Connects, within the URL's `connection_timeout` for all of the handshake.
+/// Connects to a node: the one whose turn it is, and while that cannot be reached, each of the others in turn.
 pub(crate) async fn connect(settings: &Settings, purpose: &str) -> Result<Connection, Trouble> {
-    let name = format!("oncegate {} ({purpose})", settings.name);
-    let properties = ConnectionProperties::default().with_connection_name(name.into());
-    let patience = Duration::from_millis(settings.uri.query.connection_timeout.unwrap_or(5_000));
-    match handshake::connect(settings.uri.clone(), properties, patience).await {
-        Some(connected) => connected.map_err(|error| refusal(error, settings)),
-        None => Err(unreachable(&format!("no connection within {patience:?}"), settings)),
+    let mut tried = 1;
+    loop {
+        let trouble = match connect_to(settings.nodes.current(), settings, purpose).await {
+            Ok(connection) => return Ok(connection),
+            Err(trouble) => trouble,
+        };
+        settings.nodes.advance();
+        match trouble {
+            Trouble::Passing(problem) if tried < settings.nodes.len() => {
+                tracing::debug!(queue = &*settings.name, problem, "the next node is tried");
+                tried += 1;
+            }
+            Trouble::Passing(problem) if tried > 1 => return Err(Trouble::Passing(format!("none of {tried} nodes: {problem}"))),
+            trouble => return Err(trouble),
+        }
     }
 }
 
-fn refusal(error: lapin::Error, settings: &Settings) -> Trouble {
-    let wrong =
-        |problem: String, remedy| Trouble::Wrong(SourceError::misconfigured("url", format!("{} ({problem})", settings.shown), remedy));
+/// Connects, within the URL's `connection_timeout` for all of the handshake.
+async fn connect_to(node: &Node, settings: &Settings, purpose: &str) -> Result<Connection, Trouble> {
+    let name = format!("oncegate {} ({purpose})", settings.name);
+    let properties = ConnectionProperties::default().with_connection_name(name.into());
+    let patience = Duration::from_millis(node.uri.query.connection_timeout.unwrap_or(5_000));
+    let tls = match node.uri.scheme {
+        AMQPScheme::AMQP => None,
+        AMQPScheme::AMQPS => Some(settings.tls.connector().map_err(Trouble::Wrong)?),
+    };
+    match handshake::connect(node.uri.clone(), tls, properties, patience).await {
+        Some(connected) => connected.map_err(|error| refusal(error, node)),
+        None => Err(unreachable(&format!("no connection within {patience:?}"), node)),
+    }
+}
+
+fn refusal(error: lapin::Error, node: &Node) -> Trouble {
+    let wrong = |problem: String, remedy| Trouble::Wrong(SourceError::misconfigured("url", format!("{} ({problem})", node.shown), remedy));
     match reply_code(&error) {
         Some(code::ACCESS_REFUSED) => {
             wrong(error.to_string(), "check the user and the password; `guest` may only connect from the broker's own host")
@@ -79,20 +103,25 @@ fn refusal(error: lapin::Error, settings: &Settings) -> Trouble {
             "check that the virtual host exists and that the user may use it; the default one is written /%2f at the end of the URL",
         ),
         Some(_) => error.into(),
-        None => unreachable(&error.to_string(), settings),
+        None => unreachable(&error.to_string(), node),
     }
 }
 
 /// No broker answers there: it may come, and what else may be wrong is said meanwhile.
-fn unreachable(problem: &str, settings: &Settings) -> Trouble {
-    let remedy = if problem.contains("certificate") && !problem.contains("InvalidContentType") {
-        "SSL_CERT_FILE names the certificates that are trusted, and the host has to be the one that the broker's certificate names"
-    } else if settings.uri.scheme == AMQPScheme::AMQPS {
-        "is RabbitMQ running, are host and port right, and does that port speak TLS (usually 5671)? amqp:// is for one that does not"
+fn unreachable(problem: &str, node: &Node) -> Trouble {
+    let remedy = if ["CertificateRequired", "CertificateUnknown", "BadCertificate", "UnknownCA", "HandshakeFailure"]
+        .iter()
+        .any(|alert| problem.contains(&format!("received fatal alert: {alert}")))
+    {
+        "the broker wants a client's certificate that it trusts: name one by `.client_certificate(certificate, key)`"
+    } else if problem.contains("certificate") && !problem.contains("InvalidContentType") {
+        "`.ca_certificate(path)` names the authority that is trusted, and the host has to be the one that the broker's certificate names"
+    } else if node.uri.scheme == AMQPScheme::AMQPS {
+        "is RabbitMQ running, are host and port right, and does that port speak TLS (usually 5671)? amqp:// is for one that does not. One that wants a client's certificate may hang up without it"
     } else {
         "is RabbitMQ running, are host and port right, and does that port speak plain AMQP (usually 5672)? amqps:// is for one with TLS"
     };
-    Trouble::Passing(format!("url: {} cannot be reached ({problem}); {remedy}", settings.shown))
+    Trouble::Passing(format!("url: {} cannot be reached ({problem}); {remedy}", node.shown))
 }
 
 /// Closes a connection, and lets go of it if the broker does not answer in time.
@@ -109,10 +138,10 @@ mod tests {
 
     #[test]
     fn what_passes_is_waited_for_and_what_is_missing_is_not() {
-        let settings = RabbitMq::queue("orders").check().expect("settings");
+        let node = Node::read("amqp://localhost").expect("a URL");
         let trouble = |kind: AMQPErrorKind, text: &str| {
             let error = lapin::Error::from(ErrorKind::ProtocolError(AMQPError::new(kind, text.into())));
-            (passes(&error), refusal(error, &settings))
+            (passes(&error), refusal(error, &node))
         };
         let not_allowed = || AMQPErrorKind::Hard(AMQPHardError::NOTALLOWED);
         let down = trouble(not_allowed(), "NOT_ALLOWED - access to vhost '/' refused for user 'guest': vhost '/' is down");

@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use futures_util::StreamExt;
 use futures_util::future::BoxFuture;
-use futures_util::stream::FuturesUnordered;
-use lapin::Connection;
+use futures_util::stream::{BoxStream, FuturesUnordered};
+use lapin::{Connection, Event};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
@@ -77,6 +77,8 @@ struct Work {
     backoff: Backoff,
     not_before: Instant,
     connection: Option<Arc<Connection>>,
+    /// What the broker says about the connection; ends with it.
+    events: BoxStream<'static, Event>,
 }
 
 /// What waits in one line, and fails together.
@@ -126,6 +128,7 @@ impl Work {
             backoff: Backoff::default(),
             not_before: Instant::now(),
             connection: None,
+            events: Box::pin(futures_util::stream::pending()),
         }
     }
 
@@ -139,11 +142,33 @@ impl Work {
                     None => break,
                 },
                 Some((lane, landed)) = self.flying.next(), if !self.flying.is_empty() => self.landed(lane, landed),
+                event = self.events.next() => self.told(event),
                 () = tokio::time::sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {}
             }
         }
+        self.settings.meter.unblocked();
         if let Some(connection) = self.connection.take() {
             link::close(&connection, Duration::from_secs(1)).await;
+        }
+    }
+
+    /// Whether the broker reads what is published.
+    fn told(&mut self, event: Option<Event>) {
+        let queue = &*self.settings.name;
+        match event {
+            Some(Event::ConnectionBlocked(reason)) => {
+                tracing::warn!(queue, reason, "the broker takes nothing that is published; dead letters and delayed messages are held");
+                self.settings.meter.blocked();
+            }
+            Some(Event::ConnectionUnblocked) => {
+                tracing::info!(queue, "the broker takes what is published again");
+                self.settings.meter.unblocked();
+            }
+            Some(_) => {}
+            None => {
+                self.settings.meter.unblocked();
+                self.events = Box::pin(futures_util::stream::pending());
+            }
         }
     }
 
@@ -177,9 +202,11 @@ impl Work {
             return Some(Arc::clone(connection));
         }
         self.connection = None;
+        self.settings.meter.unblocked();
         match link::connect(&self.settings, "publishes").await {
             Ok(connection) => {
                 self.backoff.reset();
+                self.events = Box::pin(connection.events_listener());
                 Some(Arc::clone(self.connection.insert(Arc::new(connection))))
             }
             Err(trouble) => {
@@ -194,6 +221,7 @@ impl Work {
     fn landed(&mut self, lane: Lane, landed: Landed) {
         let Landed { flight, confirmed, mut unsure, trouble } = landed;
         let was_alone = confirmed.is_empty() && unsure.len() == 1;
+        self.settings.meter.copied(confirmed.len());
         for copy in confirmed {
             let _ = self.confirms.send(Confirmed { epoch: copy.epoch, tag: copy.tag });
         }
@@ -204,7 +232,7 @@ impl Work {
             line.backoff.reset();
             return;
         };
-        metrics::counter!("oncegate_amqp_publish_retries_total", "queue" => self.settings.name.to_string()).increment(unsure.len() as u64);
+        self.settings.meter.copies_again(unsure.len());
         let pause = line.backoff.pause();
         line.not_before = Instant::now() + pause;
         line.window = 1;
@@ -222,7 +250,7 @@ impl Work {
     fn warn(&self, problem: &str, pause: Duration) {
         tracing::warn!(
             queue = &*self.settings.name,
-            broker = self.settings.shown,
+            broker = self.settings.shown(),
             problem,
             ?pause,
             "a rejected or delayed message could not be published; it is held and tried again"

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use futures_util::future::{BoxFuture, try_join_all};
 use futures_util::{FutureExt, StreamExt};
-use lapin::options::{BasicAckOptions, BasicCancelOptions, BasicConsumeOptions, BasicQosOptions};
-use lapin::types::FieldTable;
+use lapin::options::{BasicAckOptions, BasicCancelOptions, BasicConsumeOptions, BasicNackOptions, BasicQosOptions, BasicRejectOptions};
+use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Channel, Connection, Consumer, ErrorKind};
 use oncegate_core::source::{Delivery, SourceError};
 use tokio::time::Instant;
@@ -26,11 +26,29 @@ const APPLIED_AT_ONCE: usize = 16;
 /// How long a channel stays open after more acknowledgements than that.
 const APPLYING: Duration = Duration::from_millis(500);
 
+/// The consumer's argument that says how it ranks among the others of a queue.
+const PRIORITY: &str = "x-priority";
+/// How long connecting and preparing the queues may take: a node without its cluster accepts, and answers nothing.
+const OPENING: Duration = Duration::from_secs(30);
+
+/// What a delivery leaves here until it is settled.
+pub(crate) struct Carried {
+    /// The properties that a copy would need.
+    pub(crate) original: BasicProperties,
+    since: Instant,
+}
+
+impl Carried {
+    pub(crate) fn now(original: BasicProperties) -> Self {
+        Self { original, since: Instant::now() }
+    }
+}
+
 /// A channel from its first delivery to its end.
 pub(crate) struct Session {
     pub(crate) epoch: u64,
-    /// What was delivered and is not acknowledged, with the properties that a copy would need.
-    pub(crate) acks: Acks<BasicProperties>,
+    /// What was delivered and is not acknowledged.
+    pub(crate) acks: Acks<Carried>,
     /// Released deliveries that wait for their time, by time and tag.
     pub(crate) held: BTreeMap<(Instant, u64), Delivery>,
     /// How many copies wait for their confirmation.
@@ -41,6 +59,10 @@ pub(crate) struct Session {
     /// How the consumer ended, if that was read along with its last deliveries.
     ended: Option<Loss>,
     acknowledging: Option<BoxFuture<'static, lapin::Result<()>>>,
+    /// Rejected for the queue's own dead-letter exchange, and not sent yet.
+    rejecting: Vec<u64>,
+    /// How long a delivery may stand open.
+    patience: Duration,
     gap_since: Option<Instant>,
     /// The latest acknowledgements that left soon after one another: how many, and when the last one did.
     burst: Option<(usize, Instant)>,
@@ -85,11 +107,24 @@ impl Session {
     /// Connects, prepares the queues and consumes.
     pub(crate) async fn open(settings: &Settings, epoch: u64, prefetch: u16) -> Result<Self, Trouble> {
         let connection = link::connect(settings, "consumes").await?;
+        let opening = tokio::time::timeout(OPENING, Self::consume(connection, settings, epoch, prefetch)).await;
+        opening.unwrap_or_else(|_| Err(Trouble::Passing(format!("the broker did not prepare the queues within {OPENING:?}")))).inspect_err(
+            |_| {
+                // The node answers, and does not serve.
+                settings.nodes.advance();
+            },
+        )
+    }
+
+    async fn consume(connection: Connection, settings: &Settings, epoch: u64, prefetch: u16) -> Result<Self, Trouble> {
         topology::prepare(&connection, settings).await?;
         let channel = connection.create_channel().await?;
         // Before consuming: without a prefetch the broker sends all it has.
         channel.basic_qos(prefetch, BasicQosOptions::default()).await?;
-        let consuming = channel.basic_consume(settings.queue.clone(), "".into(), BasicConsumeOptions::default(), FieldTable::default());
+        let mut arguments = FieldTable::default();
+        // The usual priority. A stream knows none and refuses it; by nothing else would it be told from a queue.
+        arguments.insert(PRIORITY.into(), AMQPValue::LongInt(0));
+        let consuming = channel.basic_consume(settings.queue.clone(), "".into(), BasicConsumeOptions::default(), arguments);
         let consumer = consuming.await.map_err(|error| refusal(error, settings))?;
         Ok(Self {
             epoch,
@@ -101,6 +136,8 @@ impl Session {
             consumer: Some(consumer),
             ended: None,
             acknowledging: None,
+            rejecting: Vec::new(),
+            patience: settings.consumer_timeout.mul_f64(0.9),
             gap_since: None,
             burst: None,
             prefetch: usize::from(prefetch),
@@ -133,7 +170,14 @@ impl Session {
                 None => Happened::Lost(cancelled()),
             },
             () = tokio::time::sleep_until(wake.unwrap_or_else(Instant::now)), if wake.is_some() => {
-                if self.channel.status().connected() { Happened::Due } else { Happened::Lost(Loss::Broken("the channel is closed".into())) }
+                if !self.channel.status().connected() {
+                    Happened::Lost(Loss::Broken("the channel is closed".into()))
+                } else if self.timeout().is_some_and(|timeout| timeout <= Instant::now()) {
+                    let problem = format!("a delivery was not settled within {:?}, and the broker would soon close the channel for it", self.patience);
+                    Happened::Lost(Loss::Broken(problem))
+                } else {
+                    Happened::Due
+                }
             }
         }
     }
@@ -141,7 +185,7 @@ impl Session {
     /// Sends the acknowledgements that are due: the settled prefix at once; what lies beyond a gap when it is much, or
     /// when the gap has stood open for a while. One flush at a time, so that they leave in order.
     pub(crate) fn flush(&mut self, gaps: Gaps) {
-        if self.acknowledging.is_some() || self.acks.settled() == 0 {
+        if self.acknowledging.is_some() || (self.acks.settled() == 0 && self.rejecting.is_empty()) {
             return;
         }
         let prefix = self.acks.take_prefix();
@@ -153,17 +197,31 @@ impl Session {
             gaps == Gaps::Ignore || beyond > self.prefetch / 4 || self.gap_since.is_some_and(|since| since.elapsed() >= GAP_PATIENCE);
         let singles = if beyond > 0 && overdue { self.acks.take_singles() } else { Vec::new() };
         self.gap_since = (self.acks.settled() > 0).then(|| self.gap_since.unwrap_or_else(Instant::now));
-        if prefix.is_none() && singles.is_empty() {
+        if prefix.is_none() && singles.is_empty() && self.rejecting.is_empty() {
             return;
         }
+        let rejected = std::mem::take(&mut self.rejecting);
         let now = Instant::now();
         let before = self.burst.filter(|(_, last)| now < *last + APPLYING).map_or(0, |(count, _)| count);
-        self.burst = Some((before + usize::from(prefix.is_some()) + singles.len(), now));
+        self.burst = Some((before + rejected.len() + usize::from(prefix.is_some()) + singles.len(), now));
         let channel = self.channel.clone();
         self.acknowledging = Some(Box::pin(async move {
+            // First, and one after the other: the prefix covers their tags.
+            for tag in rejected {
+                channel.basic_reject(tag, BasicRejectOptions { requeue: false }).await?;
+            }
             let frames = prefix.into_iter().map(|tag| (tag, true)).chain(singles.into_iter().map(|tag| (tag, false)));
             try_join_all(frames.map(|(tag, multiple)| channel.basic_ack(tag, BasicAckOptions { multiple }))).await.map(drop)
         }));
+    }
+
+    /// Leaves a delivery to the queue's own dead-letter exchange; `false` if it was not open.
+    pub(crate) fn reject(&mut self, tag: u64) -> bool {
+        let is_open = self.acks.reject(tag).is_some();
+        if is_open {
+            self.rejecting.push(tag);
+        }
+        is_open
     }
 
     /// Takes the released deliveries whose time has come.
@@ -188,7 +246,7 @@ impl Session {
 
     /// Whether nothing that was settled is still on its way.
     pub(crate) fn is_quiet(&self) -> bool {
-        self.publishing == 0 && self.acknowledging.is_none() && self.acks.settled() == 0
+        self.publishing == 0 && self.acknowledging.is_none() && self.rejecting.is_empty() && self.acks.settled() == 0
     }
 
     /// Whether it holds no delivery.
@@ -204,15 +262,36 @@ impl Session {
         {
             tokio::time::sleep_until(last + APPLYING).await;
         }
+        if self.consumer.is_none() && !self.acks.is_empty() {
+            let _ = tokio::time::timeout(patience, self.hand_back()).await;
+        }
         let _ = tokio::time::timeout(patience, self.channel.close(200, "OK".into())).await;
         link::close(&self.connection, patience).await;
+    }
+
+    /// Gives back what was not settled, in a way that a broker which counts failed deliveries understands (RabbitMQ does
+    /// from 4.3 on): what failed and waits is rejected, the rest was only handed over.
+    async fn hand_back(&mut self) -> lapin::Result<()> {
+        for ((_, tag), _) in std::mem::take(&mut self.held) {
+            if self.acks.reject(tag).is_some() {
+                self.channel.basic_reject(tag, BasicRejectOptions { requeue: true }).await?;
+            }
+        }
+        // 0 is all that is left.
+        self.channel.basic_nack(0, BasicNackOptions { multiple: true, requeue: true }).await?;
+        Ok(())
+    }
+
+    /// When the channel is given up for the delivery that has stood open for longest.
+    fn timeout(&self) -> Option<Instant> {
+        self.acks.oldest()?.since.checked_add(self.patience)
     }
 
     fn wake(&self) -> Option<Instant> {
         let held = self.held.first_key_value().map(|((due, _), _)| *due);
         let gap = self.gap_since.filter(|_| self.acknowledging.is_none()).map(|since| since + GAP_PATIENCE);
         let look = self.consumer.is_none().then(|| Instant::now() + LOOK);
-        [held, gap, look].into_iter().flatten().min()
+        [held, gap, look, self.timeout()].into_iter().flatten().min()
     }
 }
 
@@ -250,6 +329,10 @@ fn refusal(error: lapin::Error, settings: &Settings) -> Trouble {
     };
     match reply_code(&error) {
         Some(code::NOT_FOUND) if !passes(&error) => wrong("does not exist", "create it, or let `Topology::Declare` do so"),
+        Some(code::PRECONDITION_FAILED) if error.to_string().contains(PRIORITY) => wrong(
+            "is a stream",
+            "consume a quorum or a classic queue: a stream keeps its messages whatever is acknowledged, and hands none of them out twice",
+        ),
         Some(code::ACCESS_REFUSED) => wrong("may not be read", "give the user the right to read it, or end its exclusive consumer"),
         _ => error.into(),
     }

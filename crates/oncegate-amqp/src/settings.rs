@@ -1,12 +1,19 @@
 //! What the user says about the queue, checked.
 
 use std::fmt;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use lapin::types::ShortString;
-use lapin::uri::{AMQPScheme, AMQPUri};
 use oncegate_core::source::SourceError;
+
+use crate::node::{Node, Nodes};
+use crate::stats::{Meter, RabbitMqStats};
+use crate::tls::{Identity, Tls};
+
+/// How long RabbitMQ waits for an acknowledgement before it closes the channel, unless it was told otherwise.
+const CONSUMER_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
 /// A RabbitMQ queue to consume from: hand it to the consumer as its source.
 ///
@@ -14,13 +21,19 @@ use oncegate_core::source::SourceError;
 #[derive(Clone)]
 pub struct RabbitMq {
     queue: String,
-    url: String,
+    urls: Vec<String>,
+    tls: Tls,
     prefetch: u32,
     in_flight: usize,
+    body_limit: usize,
+    consumer_timeout: Duration,
     topology: Topology,
     kind: QueueKind,
+    consumers: Consumers,
+    rejects: Rejects,
     dead_letters: Option<String>,
     in_doubt: Option<String>,
+    stats: RabbitMqStats,
 }
 
 /// What the source does about its queues when it connects.
@@ -51,28 +64,77 @@ pub enum QueueKind {
     Classic,
 }
 
+/// How what is rejected reaches the dead letters.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Rejects {
+    /// The source publishes a copy to the dead-letter queue, with the reason, the errors and the id in its headers, and
+    /// acknowledges the original once the copy is confirmed.
+    #[default]
+    Published,
+    /// The broker is told to reject, and the queue's own dead-letter exchange does the rest. No reason goes along.
+    /// Choose it only for a queue that *has* a dead-letter exchange which loses nothing: without one the broker drops
+    /// the message, and it tells nobody which a queue has. In-doubt messages are published nevertheless.
+    ByQueue,
+}
+
+/// Who consumes a queue that [`Topology::Declare`] creates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Consumers {
+    Competing,
+    SingleActive,
+}
+
 impl RabbitMq {
     /// Consumes from this queue.
     pub fn queue(name: impl Into<String>) -> Self {
         Self {
             queue: name.into(),
-            url: "amqp://guest:guest@localhost:5672/%2f".into(),
+            urls: vec!["amqp://guest:guest@localhost:5672/%2f".into()],
+            tls: Tls::default(),
             prefetch: 512,
             in_flight: usize::MAX,
+            body_limit: usize::MAX,
+            consumer_timeout: CONSUMER_TIMEOUT,
             topology: Topology::default(),
             kind: QueueKind::default(),
+            consumers: Consumers::Competing,
+            rejects: Rejects::default(),
             dead_letters: None,
             in_doubt: None,
+            stats: RabbitMqStats::default(),
         }
     }
 
-    /// The broker: `amqp://user:password@host:port/vhost`, or `amqps://`. The default virtual host is written `%2f`.
+    /// The broker: `amqp://user:password@host:port/vhost`, or `amqps://`. The default virtual host is written `%2f`; an
+    /// IPv6 address stands in brackets; what is odd in user, password and virtual host is percent-encoded.
     ///
-    /// The default is `amqp://guest:guest@localhost:5672/%2f`. `heartbeat` (10 s unless it says otherwise) and
-    /// `connection_timeout` (5,000 ms, for the whole handshake) may stand in its query. With `amqps://` the broker's
-    /// certificate is checked against the system's; the environment variable `SSL_CERT_FILE` names others.
-    pub fn url(mut self, url: impl Into<String>) -> Self {
-        self.url = url.into();
+    /// The default is `amqp://guest:guest@localhost:5672/%2f`. In its query may stand `heartbeat` (10 s unless it says
+    /// otherwise), `connection_timeout` (5,000 ms, for the whole handshake), `frame_max`, `channel_max`, and
+    /// `auth_mechanism`: with `external` the broker takes the user from the client's certificate. With `amqps://` the
+    /// broker's certificate is always checked, against the system's authorities and that of
+    /// [`ca_certificate`](Self::ca_certificate); the environment variable `SSL_CERT_FILE` names others for the system's.
+    pub fn url(self, url: impl Into<String>) -> Self {
+        self.urls([url])
+    }
+
+    /// The nodes of a cluster, with one virtual host. It begins with any of them; while one cannot be reached or does not
+    /// serve, the next is tried at once.
+    pub fn urls(mut self, urls: impl IntoIterator<Item = impl Into<String>>) -> Self {
+        self.urls = urls.into_iter().map(Into::into).collect();
+        self
+    }
+
+    /// Trusts the authorities in this file (PEM) beside the system's, for `amqps://`. It is read at each connection.
+    pub fn ca_certificate(mut self, path: impl Into<PathBuf>) -> Self {
+        self.tls.authority = Some(path.into());
+        self
+    }
+
+    /// Shows this certificate to a broker that asks for one, for `amqps://`: the files of the certificate, with what
+    /// links it to its authority, and of its key (PEM, without a passphrase). They are read at each connection, so that
+    /// a certificate which was renewed is used.
+    pub fn client_certificate(mut self, certificate: impl Into<PathBuf>, key: impl Into<PathBuf>) -> Self {
+        self.tls.identity = Some(Identity { certificate: certificate.into(), key: key.into() });
         self
     }
 
@@ -86,6 +148,25 @@ impl RabbitMq {
         self
     }
 
+    /// The largest body to hand over, in bytes; a larger one is rejected to the dead letters. No limit by default.
+    ///
+    /// It does not keep such a message from being received: what a consumer may hold in memory is the prefetch times the
+    /// largest message that the broker takes.
+    pub fn body_limit(mut self, bytes: usize) -> Self {
+        self.body_limit = bytes;
+        self
+    }
+
+    /// The broker's consumer timeout, if it is not RabbitMQ's default of 30 minutes: how long a delivery may stay
+    /// unacknowledged before the broker closes the channel.
+    ///
+    /// When a delivery has stood open for nine tenths of it, the source gives the channel up by itself and says so in its
+    /// log; all that the channel held comes back. A release that waits in memory waits for half of it at the most.
+    pub fn consumer_timeout(mut self, timeout: Duration) -> Self {
+        self.consumer_timeout = timeout;
+        self
+    }
+
     /// What to do about the queues; [`Topology::Declare`] by default.
     pub fn topology(mut self, topology: Topology) -> Self {
         self.topology = topology;
@@ -95,6 +176,25 @@ impl RabbitMq {
     /// What kind of queue to create; [`QueueKind::Quorum`] by default.
     pub fn queue_kind(mut self, kind: QueueKind) -> Self {
         self.kind = kind;
+        self
+    }
+
+    /// Creates the queue with a single active consumer: of a fleet, one consumes, and when it goes the next one does.
+    /// With `Order::ByKey` the order by key then holds across the fleet. A queue that exists keeps what it has.
+    pub fn single_active_consumer(mut self) -> Self {
+        self.consumers = Consumers::SingleActive;
+        self
+    }
+
+    /// How what is rejected reaches the dead letters; [`Rejects::Published`] by default.
+    pub fn rejects(mut self, rejects: Rejects) -> Self {
+        self.rejects = rejects;
+        self
+    }
+
+    /// Where to count. See [`RabbitMqStats`].
+    pub fn stats(mut self, stats: RabbitMqStats) -> Self {
+        self.stats = stats;
         self
     }
 
@@ -118,7 +218,14 @@ impl RabbitMq {
     pub(crate) fn check(self) -> Result<Settings, SourceError> {
         let dead_letters = self.dead_letters.unwrap_or_else(|| format!("{}.dead-letters", self.queue));
         let in_doubt = self.in_doubt.unwrap_or_else(|| format!("{}.in-doubt", self.queue));
-        let (uri, shown) = broker(&self.url)?;
+        let nodes = Nodes::read(&self.urls)?;
+        if self.tls.is_asked_for() {
+            if nodes.speak_plainly() {
+                let problem = "amqp:// is plain text, and a certificate is named";
+                return Err(SourceError::misconfigured("url", problem, "write amqps://, or name no certificate"));
+            }
+            self.tls.connector()?;
+        }
         let wanted = u16::try_from(self.prefetch).ok().filter(|count| *count > 0).ok_or_else(|| {
             let problem = format!("{} is not between 1 and 65535", self.prefetch);
             SourceError::misconfigured("prefetch", problem, "choose how many deliveries may be in flight; 512 is the default")
@@ -131,16 +238,29 @@ impl RabbitMq {
             let problem = format!("`{}` is the queue that is consumed: what is rejected would come back for ever", self.queue);
             return Err(SourceError::misconfigured(setting, problem, "name another queue"));
         }
+        if self.consumer_timeout < Duration::from_secs(1) {
+            let problem = format!("{:?} is too short", self.consumer_timeout);
+            return Err(SourceError::misconfigured("consumer_timeout", problem, "name the broker's; 30 minutes is RabbitMQ's default"));
+        }
+        if (self.rejects, self.kind, self.topology) == (Rejects::ByQueue, QueueKind::Classic, Topology::Declare) {
+            let problem = "a classic queue is declared without a dead-letter exchange: the broker would drop what is rejected";
+            return Err(SourceError::misconfigured("rejects", problem, "let oncegate publish dead letters, or choose a quorum queue"));
+        }
         Ok(Settings {
+            meter: Meter::new(self.stats, &self.queue),
             name: Arc::from(self.queue.as_str()),
             queue: queue_name("queue", self.queue)?,
             dead_letters: queue_name("dead_letters", dead_letters)?,
             in_doubt: queue_name("in_doubt", in_doubt)?,
-            uri,
-            shown,
+            nodes,
+            tls: self.tls,
             prefetch,
+            body_limit: self.body_limit,
+            consumer_timeout: self.consumer_timeout,
             topology: self.topology,
             kind: self.kind,
+            consumers: self.consumers,
+            rejects: self.rejects,
         })
     }
 }
@@ -150,14 +270,23 @@ impl fmt::Debug for RabbitMq {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RabbitMq")
             .field("queue", &self.queue)
-            .field("url", &broker(&self.url).map_or_else(|_| "(not a broker's URL)".to_owned(), |(_, shown)| shown))
+            .field("urls", &self.urls.iter().map(|url| shown(url)).collect::<Vec<_>>())
+            .field("tls", &self.tls)
             .field("prefetch", &self.prefetch)
+            .field("body_limit", &self.body_limit)
+            .field("consumer_timeout", &self.consumer_timeout)
             .field("topology", &self.topology)
             .field("kind", &self.kind)
+            .field("consumers", &self.consumers)
+            .field("rejects", &self.rejects)
             .field("dead_letters", &self.dead_letters)
             .field("in_doubt", &self.in_doubt)
-            .finish()
+            .finish_non_exhaustive()
     }
+}
+
+fn shown(url: &str) -> String {
+    Node::read(url).map_or_else(|_| "(not a broker's URL)".to_owned(), |node| node.shown)
 }
 
 /// What the user said, once it was checked.
@@ -166,12 +295,16 @@ pub(crate) struct Settings {
     pub(crate) queue: ShortString,
     pub(crate) dead_letters: ShortString,
     pub(crate) in_doubt: ShortString,
-    pub(crate) uri: AMQPUri,
-    /// The URL without its password.
-    pub(crate) shown: String,
+    pub(crate) nodes: Nodes,
+    pub(crate) tls: Tls,
     pub(crate) prefetch: u16,
+    pub(crate) body_limit: usize,
+    pub(crate) consumer_timeout: Duration,
     pub(crate) topology: Topology,
     pub(crate) kind: QueueKind,
+    pub(crate) consumers: Consumers,
+    pub(crate) rejects: Rejects,
+    pub(crate) meter: Meter,
 }
 
 /// The delays that have a queue. A fixed time to live per queue, because a queue expires messages at its head alone.
@@ -184,33 +317,11 @@ impl Settings {
         // The longest such name was checked with the queue's.
         format!("{}.delay.{}", self.name, delay.as_millis()).into()
     }
-}
 
-/// Parses the URL, and says it again without its password. No error repeats the URL: the password may be in it.
-fn broker(url: &str) -> Result<(AMQPUri, String), SourceError> {
-    let refused = |problem: &str| {
-        SourceError::misconfigured(
-            "url",
-            problem,
-            "write amqp://user:password@host:port/vhost, with / as %2f and the password percent-encoded",
-        )
-    };
-    if url.contains("://[") || url.contains("@[") {
-        return Err(refused("an IPv6 address cannot stand in it; use a name"));
+    /// The URL of the node that is used, without its password.
+    pub(crate) fn shown(&self) -> &str {
+        &self.nodes.current().shown
     }
-    let mut uri: AMQPUri = url.parse().map_err(|_| refused("it is not an AMQP URL"))?;
-    if uri.authority.host.is_empty() {
-        return Err(refused("it names no host"));
-    }
-    uri.query.heartbeat.get_or_insert(10);
-    uri.query.connection_timeout.get_or_insert(5_000);
-    let scheme = match uri.scheme {
-        AMQPScheme::AMQP => "amqp",
-        AMQPScheme::AMQPS => "amqps",
-    };
-    let vhost = uri.vhost.replace('%', "%25").replace('/', "%2f");
-    let shown = format!("{scheme}://{}@{}:{}/{vhost}", uri.authority.userinfo.username, uri.authority.host, uri.authority.port);
-    Ok((uri, shown))
 }
 
 /// A name that leaves room for `.delay.600000` within AMQP's 255 bytes.
@@ -247,9 +358,15 @@ mod tests {
         assert_eq!(setting(payments().prefetch(65_536)), "prefetch");
         assert_eq!(setting(payments().dead_letters("payments")), "dead_letters");
         assert_eq!(setting(payments().in_doubt("payments")), "in_doubt");
-        for url in ["", "localhost", "http://localhost", "amqp:guest:secret", "amqp://guest:secret@[::1]:5672/%2f"] {
+        for url in ["", "localhost", "http://localhost", "amqp:guest:secret", "amqp://guest:secret@[::1]:5672/%2f?heart=1"] {
             assert_eq!(setting(payments().url(url)), "url", "{url}");
         }
+        assert_eq!(setting(payments().urls(Vec::<String>::new())), "url");
+        assert_eq!(setting(payments().ca_certificate("/nowhere.pem")), "url", "a certificate is no use in plain text");
+        assert_eq!(setting(payments().url("amqps://broker").ca_certificate("/nowhere.pem")), "ca_certificate");
+        assert_eq!(setting(payments().consumer_timeout(Duration::ZERO)), "consumer_timeout");
+        assert_eq!(setting(payments().rejects(Rejects::ByQueue)), "none");
+        assert_eq!(setting(payments().rejects(Rejects::ByQueue).queue_kind(QueueKind::Classic)), "rejects");
     }
 
     #[test]
@@ -267,7 +384,7 @@ mod tests {
             let source = RabbitMq::queue("payments").url(url);
             assert!(!format!("{source:?}").contains("canary"), "{source:?}");
             match source.check() {
-                Ok(settings) => assert_eq!(settings.shown, "amqp://guest@localhost:5672/%2f"),
+                Ok(settings) => assert_eq!(settings.shown(), "amqp://guest@localhost:5672/%2f"),
                 Err(error) => assert!(!format!("{error} {error:?}").contains("canary"), "{error}"),
             }
         }

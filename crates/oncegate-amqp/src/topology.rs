@@ -6,7 +6,7 @@ use lapin::{Channel, Connection};
 use oncegate_core::source::SourceError;
 
 use crate::link::{Trouble, code, passes, reply_code};
-use crate::settings::{DELAYS, QueueKind, Settings, Topology};
+use crate::settings::{Consumers, DELAYS, QueueKind, Settings, Topology};
 
 struct Queue {
     role: Role,
@@ -118,6 +118,9 @@ fn named_queues(settings: &Settings) -> [Queue; 3] {
     if settings.kind == QueueKind::Quorum {
         // What the broker gives up on (a delivery limit, 20 by default since 4.0) is not to be dropped.
         dead_letters_to(&mut consumed, &settings.dead_letters, settings.kind);
+    }
+    if settings.consumers == Consumers::SingleActive {
+        consumed.insert("x-single-active-consumer".into(), AMQPValue::Boolean(true));
     }
     let mut kept = of_kind(settings.kind);
     if settings.kind == QueueKind::Quorum {

@@ -3,6 +3,7 @@
 mod consumer;
 mod copies;
 mod rig;
+mod security;
 mod trouble;
 
 use std::time::{Duration, Instant};

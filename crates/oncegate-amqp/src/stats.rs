@@ -1,0 +1,221 @@
+//! What a source has done and what it holds, for those who ask from outside.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use metrics::{Counter, Gauge};
+
+/// What one RabbitMQ source has done and holds. Clones share it.
+///
+/// The same figures go through the `metrics` facade, with the label `queue`: `oncegate_amqp_unacked`,
+/// `oncegate_amqp_delivered_total`, `oncegate_amqp_redelivered_total`, `oncegate_amqp_channels_lost_total`,
+/// `oncegate_amqp_stale_receipts_total`, `oncegate_amqp_copies_total`, `oncegate_amqp_publish_retries_total` and
+/// `oncegate_amqp_blocked_milliseconds_total`.
+///
+/// ```
+/// use oncegate_amqp::{RabbitMq, RabbitMqStats};
+///
+/// let stats = RabbitMqStats::new();
+/// let source = RabbitMq::queue("payments").stats(stats.clone());
+/// assert_eq!(stats.snapshot().reconnects, 0);
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct RabbitMqStats(Arc<Counts>);
+
+/// The figures of one moment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RabbitMqSnapshot {
+    /// Deliveries of the open channel that were not acknowledged yet. It never exceeds the prefetch.
+    pub unacked: u64,
+    /// Deliveries that came in.
+    pub delivered: u64,
+    /// Those of them that the broker marked as redelivered.
+    pub redelivered: u64,
+    /// Channels that were lost; each is opened anew.
+    pub reconnects: u64,
+    /// Settlements whose channel had gone. They were not sent, and their deliveries come back.
+    pub stale_receipts: u64,
+    /// Dead letters, in-doubt messages and delayed copies that stand in their queue.
+    pub copies: u64,
+    /// Copies that were not confirmed and are published again.
+    pub copy_retries: u64,
+    /// How long the broker has refused to read what is published, for want of memory or disk space. The present
+    /// refusal counts.
+    pub blocked: Duration,
+}
+
+#[derive(Debug, Default)]
+struct Counts {
+    unacked: AtomicU64,
+    delivered: AtomicU64,
+    redelivered: AtomicU64,
+    reconnects: AtomicU64,
+    stale_receipts: AtomicU64,
+    copies: AtomicU64,
+    copy_retries: AtomicU64,
+    blocked: Mutex<Blocked>,
+}
+
+#[derive(Debug, Default)]
+struct Blocked {
+    before: Duration,
+    since: Option<Instant>,
+}
+
+impl RabbitMqStats {
+    /// Of a source that has not been opened. Hand it to one source alone: to [`RabbitMq::stats`](crate::RabbitMq::stats).
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The figures as they are now.
+    pub fn snapshot(&self) -> RabbitMqSnapshot {
+        let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        let counts = &*self.0;
+        let blocked = counts.blocked();
+        RabbitMqSnapshot {
+            unacked: read(&counts.unacked),
+            delivered: read(&counts.delivered),
+            redelivered: read(&counts.redelivered),
+            reconnects: read(&counts.reconnects),
+            stale_receipts: read(&counts.stale_receipts),
+            copies: read(&counts.copies),
+            copy_retries: read(&counts.copy_retries),
+            blocked: blocked.before + blocked.since.map_or(Duration::ZERO, |since| since.elapsed()),
+        }
+    }
+}
+
+impl Counts {
+    fn blocked(&self) -> MutexGuard<'_, Blocked> {
+        // Nothing panics while it is held.
+        self.blocked.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Counts, here and through the `metrics` facade.
+pub(crate) struct Meter {
+    stats: RabbitMqStats,
+    unacked: Gauge,
+    delivered: Counter,
+    redelivered: Counter,
+    reconnects: Counter,
+    stale_receipts: Counter,
+    copies: Counter,
+    copy_retries: Counter,
+    blocked: Counter,
+}
+
+impl Meter {
+    pub(crate) fn new(stats: RabbitMqStats, queue: &str) -> Self {
+        let counter = |name: &'static str| metrics::counter!(name, "queue" => queue.to_owned());
+        Self {
+            stats,
+            unacked: metrics::gauge!("oncegate_amqp_unacked", "queue" => queue.to_owned()),
+            delivered: counter("oncegate_amqp_delivered_total"),
+            redelivered: counter("oncegate_amqp_redelivered_total"),
+            reconnects: counter("oncegate_amqp_channels_lost_total"),
+            stale_receipts: counter("oncegate_amqp_stale_receipts_total"),
+            copies: counter("oncegate_amqp_copies_total"),
+            copy_retries: counter("oncegate_amqp_publish_retries_total"),
+            blocked: counter("oncegate_amqp_blocked_milliseconds_total"),
+        }
+    }
+
+    /// How many deliveries the channel holds unacknowledged.
+    pub(crate) fn holds(&self, unacked: usize) {
+        if self.stats.0.unacked.swap(unacked as u64, Ordering::Relaxed) != unacked as u64 {
+            self.unacked.set(unacked as f64);
+        }
+    }
+
+    pub(crate) fn delivered(&self, count: usize, redelivered: usize) {
+        add(&self.stats.0.delivered, &self.delivered, count);
+        add(&self.stats.0.redelivered, &self.redelivered, redelivered);
+    }
+
+    pub(crate) fn lost(&self) {
+        add(&self.stats.0.reconnects, &self.reconnects, 1);
+    }
+
+    pub(crate) fn stale(&self) {
+        add(&self.stats.0.stale_receipts, &self.stale_receipts, 1);
+    }
+
+    pub(crate) fn copied(&self, count: usize) {
+        add(&self.stats.0.copies, &self.copies, count);
+    }
+
+    pub(crate) fn copies_again(&self, count: usize) {
+        add(&self.stats.0.copy_retries, &self.copy_retries, count);
+    }
+
+    /// The broker reads nothing that is published from now on.
+    pub(crate) fn blocked(&self) {
+        self.stats.0.blocked().since.get_or_insert_with(Instant::now);
+    }
+
+    /// It reads again, or there is no connection on which it would not.
+    pub(crate) fn unblocked(&self) {
+        let mut blocked = self.stats.0.blocked();
+        if let Some(since) = blocked.since.take() {
+            let lasted = since.elapsed();
+            blocked.before += lasted;
+            self.blocked.increment(u64::try_from(lasted.as_millis()).unwrap_or(u64::MAX));
+        }
+    }
+}
+
+fn add(count: &AtomicU64, counter: &Counter, by: usize) {
+    if by > 0 {
+        count.fetch_add(by as u64, Ordering::Relaxed);
+        counter.increment(by as u64);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_counted_is_read() {
+        let stats = RabbitMqStats::new();
+        let meter = Meter::new(stats.clone(), "orders");
+        meter.holds(7);
+        meter.delivered(9, 2);
+        meter.lost();
+        meter.stale();
+        meter.copied(3);
+        meter.copies_again(4);
+        let read = stats.snapshot();
+        let expected = RabbitMqSnapshot {
+            unacked: 7,
+            delivered: 9,
+            redelivered: 2,
+            reconnects: 1,
+            stale_receipts: 1,
+            copies: 3,
+            copy_retries: 4,
+            ..read
+        };
+        assert_eq!((read, read.blocked), (expected, Duration::ZERO));
+    }
+
+    #[test]
+    fn the_time_of_a_refusal_grows_while_it_lasts_and_stays_when_it_is_over() {
+        let stats = RabbitMqStats::new();
+        let meter = Meter::new(stats.clone(), "orders");
+        meter.blocked();
+        std::thread::sleep(Duration::from_millis(2));
+        let during = stats.snapshot().blocked;
+        assert!(during >= Duration::from_millis(2));
+        meter.blocked();
+        meter.unblocked();
+        let after = stats.snapshot().blocked;
+        assert!(after >= during);
+        meter.unblocked();
+        assert_eq!(stats.snapshot().blocked, after);
+    }
+}

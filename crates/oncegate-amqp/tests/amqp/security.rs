@@ -1,0 +1,105 @@
+//! Encrypted connections to a broker that takes no other, and clients that it does not know.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use lapin::options::{BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions};
+use lapin::tcp::{OwnedIdentity, OwnedTLSConfig};
+use lapin::types::FieldTable;
+use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
+use oncegate_amqp::RabbitMq;
+use oncegate_core::road::{Reason, Settlement};
+use oncegate_core::source::{Open, SourceError};
+use oncegate_testkit::servers::{RABBITMQ_CLIENT, RabbitOptions, RabbitServer};
+
+use crate::rig::*;
+
+const QUEUE: &str = "payments";
+
+/// A channel of the plain client's, by which the test publishes and counts.
+async fn channel(server: &RabbitServer) -> (Connection, Channel) {
+    let read = |path: &Path| std::fs::read(path).expect("a file");
+    let (certificate, key) = server.client_certificate();
+    let identity = OwnedIdentity::PKCS8 { pem: read(&certificate), key: read(&key) };
+    let authority = String::from_utf8(read(&server.certificate_authority())).expect("text");
+    let config = OwnedTLSConfig { identity: Some(identity), cert_chain: Some(authority) };
+    let runtime = lapin::runtime::default_runtime().expect("a runtime");
+    let url = server.url();
+    let connecting = Connection::connect_with_config(&url, ConnectionProperties::default(), config, runtime);
+    let connection = connecting.await.expect("a connection");
+    let channel = connection.create_channel().await.expect("a channel");
+    channel.confirm_select(ConfirmSelectOptions::default()).await.expect("confirms");
+    (connection, channel)
+}
+
+async fn publish(channel: &Channel, body: &str) {
+    let options = BasicPublishOptions { mandatory: true, ..BasicPublishOptions::default() };
+    let published = channel.basic_publish("".into(), QUEUE.into(), options, body.as_bytes(), BasicProperties::default());
+    let confirmation = published.await.expect("published").await.expect("confirmed");
+    assert!(confirmation.is_ack() && confirmation.take_message().is_none());
+}
+
+async fn ready(channel: &Channel, queue: &str) -> u32 {
+    let options = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
+    channel.queue_declare(queue.into(), options, FieldTable::default()).await.expect("the queue").message_count()
+}
+
+/// Consumes one message and rejects another, so that both connections are used.
+async fn consumes(source: RabbitMq, channel: &Channel) {
+    let mut source = open(source).await;
+    publish(channel, "accepted").await;
+    publish(channel, "rejected").await;
+    for settlement in [accept(), Settlement::Reject(Reason::Refused)] {
+        let delivery = delivery(&mut source).await;
+        settle(&mut source, delivery, settlement).await;
+    }
+    close(source).await;
+    let patience = Instant::now() + Duration::from_secs(20);
+    while ready(channel, QUEUE).await > 0 || ready(channel, "payments.dead-letters").await == 0 {
+        assert!(Instant::now() < patience, "the settlements did not arrive");
+    }
+    let options = lapin::options::QueuePurgeOptions::default();
+    channel.queue_purge("payments.dead-letters".into(), options).await.expect("purged");
+}
+
+/// What an attempt without a good outcome is told, at the level of a warning.
+async fn waits(source: RabbitMq) {
+    let opening = tokio::time::timeout(Duration::from_millis(700), source.open()).await;
+    assert!(opening.is_err(), "it should be waited for: {opening:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_broker_that_wants_tls_and_a_clients_certificate_is_consumed_from() {
+    let start = || RabbitServer::start_with(&RabbitOptions::new().tls());
+    let server = tokio::task::spawn_blocking(start).await.expect("no panic").expect("a server");
+    let (authority, (certificate, key)) = (server.certificate_authority(), server.client_certificate());
+    let (connection, channel) = channel(&server).await;
+    let source = || RabbitMq::queue(QUEUE).url(server.url()).ca_certificate(&authority);
+    consumes(source().client_certificate(&certificate, &key), &channel).await;
+
+    // The user is whom the certificate names: no password at all.
+    for arguments in [
+        &["add_user", RABBITMQ_CLIENT, "not-used"][..],
+        &["clear_password", RABBITMQ_CLIENT],
+        &["set_permissions", RABBITMQ_CLIENT, ".*", ".*", ".*"],
+    ] {
+        server.control(arguments).expect("a user");
+    }
+    let external = server.url().replacen("guest:guest@", "", 1) + "?auth_mechanism=external";
+    consumes(source().url(external).client_certificate(&certificate, &key), &channel).await;
+    let listed = server.control(&["-q", "list_connections", "user", "ssl"]).expect("a list");
+    assert!(listed.lines().skip(1).all(|line| line.ends_with("true")), "{listed}");
+
+    waits(source()).await;
+    waits(RabbitMq::queue(QUEUE).url(server.url()).client_certificate(&certificate, &key)).await;
+    let swapped = source().client_certificate(&key, &certificate).open().await.expect_err("they are swapped").to_string();
+    assert!(swapped.starts_with("client_certificate: "), "{swapped}");
+    let foreign = source().client_certificate(&authority, &key).open().await.expect_err("another key").to_string();
+    assert!(foreign.starts_with("client_certificate: "), "{foreign}");
+    let wrong = source().client_certificate(&certificate, &key).url(server.url().replacen("guest:guest", "guest:canary", 1)).open().await;
+    match wrong {
+        Err(error @ SourceError::Misconfigured { .. }) => assert!(!error.to_string().contains("canary"), "{error}"),
+        other => panic!("{other:?}"),
+    }
+    connection.close(200, "OK".into()).await.expect("closed");
+}
