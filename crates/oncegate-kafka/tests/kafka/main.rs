@@ -2,6 +2,7 @@
 
 mod dead_letters;
 mod group;
+mod laws;
 mod log;
 mod messages;
 mod opening;

@@ -182,6 +182,16 @@ impl Topic {
         }
     }
 
+    /// How many messages were written to partition 0 of another topic.
+    pub(crate) async fn end_of(&self, topic: &str) -> usize {
+        let (brokers, topic) = (self.brokers.clone(), topic.to_owned());
+        let asked = tokio::task::spawn_blocking(move || {
+            let asker: BaseConsumer = client(&brokers).create().expect("a consumer");
+            asker.fetch_watermarks(&topic, 0, BOUND).expect("an answer").1
+        });
+        usize::try_from(asked.await.expect("an answer")).expect("offsets begin at 0")
+    }
+
     /// The first messages of another topic's partition 0, read by a plain consumer.
     pub(crate) async fn read<T: Send + 'static>(&self, topic: String, count: usize, copy: fn(&BorrowedMessage<'_>) -> T) -> Vec<T> {
         let brokers = self.brokers.clone();
