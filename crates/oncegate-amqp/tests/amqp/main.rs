@@ -2,6 +2,7 @@
 
 mod consumer;
 mod copies;
+mod laws;
 mod rig;
 mod security;
 mod trouble;

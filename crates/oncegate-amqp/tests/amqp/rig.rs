@@ -65,9 +65,9 @@ impl Rig {
     }
 
     /// Publishes, and says whether there was a queue to take it.
-    pub(crate) async fn reaches(&self, body: &str, properties: BasicProperties) -> bool {
+    pub(crate) async fn reaches(&self, body: impl AsRef<[u8]>, properties: BasicProperties) -> bool {
         let options = BasicPublishOptions { mandatory: true, ..BasicPublishOptions::default() };
-        let confirm = self.channel.basic_publish("".into(), self.queue.as_str().into(), options, body.as_bytes(), properties);
+        let confirm = self.channel.basic_publish("".into(), self.queue.as_str().into(), options, body.as_ref(), properties);
         let confirmation = confirm.await.expect("published").await.expect("confirmed");
         confirmation.is_ack() && confirmation.take_message().is_none()
     }
