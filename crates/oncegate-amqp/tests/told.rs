@@ -1,41 +1,15 @@
 //! What a source says while there is no broker. Alone in its process, because it listens to all that is logged.
 #![forbid(unsafe_code)]
 
-use std::io;
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use oncegate_amqp::RabbitMq;
 use oncegate_core::source::Open;
-
-/// Lines, and when each came.
-#[derive(Clone, Default)]
-struct Lines(Arc<Mutex<Vec<(Instant, String)>>>);
-
-impl io::Write for Lines {
-    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        let said = String::from_utf8_lossy(line).into_owned();
-        self.0.lock().expect("nobody panics with it").push((Instant::now(), said));
-        Ok(line.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
-impl Lines {
-    /// What was said since it was taken last.
-    fn take(&self) -> Vec<(Instant, String)> {
-        std::mem::take(&mut *self.0.lock().expect("nobody panics with it"))
-    }
-}
+use oncegate_testkit::Lines;
 
 #[tokio::test]
 async fn without_a_broker_one_line_comes_soon_and_names_setting_problem_and_remedy() {
-    let lines = Lines::default();
-    let writer = lines.clone();
-    tracing_subscriber::fmt().with_ansi(false).with_max_level(tracing::Level::INFO).with_writer(move || writer.clone()).init();
+    let lines = Lines::of_this_process();
     let begun = Instant::now();
     let opening = RabbitMq::queue("q").url("amqp://someone:canary@127.0.0.1:1/%2f").open();
     // Long enough for six attempts.

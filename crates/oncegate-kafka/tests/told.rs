@@ -1,46 +1,20 @@
 //! What a source says while there is no broker. Alone in its process, because it listens to all that is logged.
 #![forbid(unsafe_code)]
 
-use std::io;
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use oncegate_core::source::{Limit, Open, Source};
 use oncegate_kafka::{Kafka, TopicCreation};
+use oncegate_testkit::Lines;
 use oncegate_testkit::servers::KafkaServer;
 use rdkafka::ClientConfig;
 use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
 use rdkafka::client::DefaultClientContext;
 
-/// Lines, and when each came.
-#[derive(Clone, Default)]
-struct Lines(Arc<Mutex<Vec<(Instant, String)>>>);
-
-impl io::Write for Lines {
-    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        let said = String::from_utf8_lossy(line).into_owned();
-        self.0.lock().expect("nobody panics with it").push((Instant::now(), said));
-        Ok(line.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
-impl Lines {
-    /// What was said since it was taken last.
-    fn take(&self) -> Vec<(Instant, String)> {
-        std::mem::take(&mut *self.0.lock().expect("nobody panics with it"))
-    }
-}
-
 /// One after the other: there is one place where lines are heard.
 #[tokio::test(flavor = "multi_thread")]
 async fn without_a_broker_one_line_comes_soon_and_names_setting_problem_and_remedy() {
-    let lines = Lines::default();
-    let writer = lines.clone();
-    tracing_subscriber::fmt().with_ansi(false).with_max_level(tracing::Level::INFO).with_writer(move || writer.clone()).init();
+    let lines = Lines::of_this_process();
     never_there(&lines).await;
     gone_while_it_is_read(&lines).await;
 }

@@ -1,6 +1,7 @@
 //! The laws that every store keeps, fault tools, and real servers for oncegate's tests.
 //!
 //! [`store_laws!`] holds a store of yours, or one of oncegate's, against the contract, and [`source_laws!`] a source.
+//! [`Lines`] is what was logged.
 //! [`LosesReplies`] is a store behind
 //! a network that loses replies.
 //!
@@ -10,9 +11,11 @@
 
 mod env;
 pub mod laws;
+mod lines;
 mod loses_replies;
 pub mod proxy;
 pub mod servers;
 
 pub use env::{MissingServer, Servers, kafka_brokers, rabbitmq_url, redis_url};
+pub use lines::Lines;
 pub use loses_replies::{Fate, LosesReplies};

@@ -8,6 +8,7 @@ mod endings;
 mod rejections;
 mod releases;
 
+pub use client::accepted;
 pub use deliveries::*;
 pub use endings::*;
 pub use rejections::*;

@@ -115,8 +115,8 @@ pub(super) async fn set_aside(queue: &impl TestQueue, destination: Destination, 
     }
 }
 
-/// An acceptance, as the road gives one for a duplicate: nobody else can make one.
-pub(super) fn accepted() -> Settlement {
+/// An acceptance, for tests of a source. The road alone can make one, so it is asked what becomes of a duplicate.
+pub fn accepted() -> Settlement {
     let policy = Policy {
         guarantee: Guarantee::EffectivelyOnce,
         attempts: 5,
