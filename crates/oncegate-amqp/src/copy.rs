@@ -55,7 +55,7 @@ impl Copy {
     ) -> Self {
         let to = if reason.is_in_doubt() { &settings.in_doubt } else { &settings.dead_letters };
         // Put back into a queue, by a person or a shovel, it is to begin afresh.
-        let mut table = kept_headers(original, &[headers::FAILURES, NOT_BEFORE]);
+        let mut table = kept_headers(original, &[headers::FAILURES, NOT_BEFORE, "x-death"]);
         if first_seen(delivery).is_none() {
             table = without(&table, |name| name == headers::FIRST_SEEN);
         }
@@ -227,10 +227,10 @@ mod tests {
         let copy = Copy::rejected(&delivery(), &Reason::Refused, None, &original(), &settings());
         assert_eq!((copy.to.as_str(), copy.tag, copy.epoch, &copy.body[..]), ("orders.dead-letters", 9, 2, &b"body"[..]));
         let names = names(&copy);
-        for name in [headers::REASON, headers::ATTEMPTS, headers::ORIGIN, ROUTING_KEY, "mine", "x-death"] {
+        for name in [headers::REASON, headers::ATTEMPTS, headers::ORIGIN, ROUTING_KEY, "mine", "x-first-death-queue"] {
             assert!(names.contains(&name), "{name} in {names:?}");
         }
-        assert!(!names.contains(&"CC") && !names.contains(&"BCC"));
+        assert!(!names.contains(&"CC") && !names.contains(&"BCC") && !names.contains(&"x-death"));
         let properties = &copy.properties;
         assert_eq!((properties.expiration(), properties.user_id(), properties.delivery_mode()), (&None, &None, &Some(2)));
         assert!(properties.content_type().is_some() && properties.message_id().is_some());

@@ -37,7 +37,7 @@ pub(crate) fn read(raw: Raw, queue: &Arc<str>, epoch: u64) -> (Delivery, BasicPr
         body: Bytes::from(data),
         sent_at: properties.timestamp().and_then(|seconds| UNIX_EPOCH.checked_add(Duration::from_secs(seconds))),
     };
-    let failures = table.map_or(0, failures);
+    let failures = table.map_or(0, |table| failures(table).max(rejections(table, queue)));
     (Delivery { message, receipt: Receipt { epoch, partition: 0, position: delivery_tag }, failures }, properties)
 }
 
@@ -96,15 +96,38 @@ fn text(table: &FieldTable, name: &str) -> Option<Bytes> {
     }
 }
 
-/// How many attempts of a copy failed. The broker's own `x-delivery-count` is not counted: it grows with every lost
-/// connection, and a message that was never handled must not spend its attempts by that.
+/// How many attempts of a copy failed, as its last release said.
+///
+/// The broker's own `x-delivery-count` and `x-acquired-count` are not counted: they grow with every lost connection, and
+/// a message that lay in the prefetch and was never handled must not spend its attempts by that. Attempts that ended with
+/// their process are counted by the store.
 fn failures(table: &FieldTable) -> u32 {
-    let count = match table.inner().get(headers::FAILURES) {
-        Some(AMQPValue::LongString(value)) => std::str::from_utf8(value.as_bytes()).ok().and_then(|text| text.parse().ok()),
-        Some(value) => plain(value).and_then(|text| text.parse().ok()),
-        None => None,
-    };
-    count.filter(|count| *count <= MOST_FAILURES).unwrap_or(0)
+    believable(table.inner().get(headers::FAILURES).and_then(number))
+}
+
+/// How often consumers of this queue rejected a message that came back to it by its dead-letter exchange.
+fn rejections(table: &FieldTable, queue: &str) -> u32 {
+    let Some(AMQPValue::FieldArray(deaths)) = table.inner().get("x-death") else { return 0 };
+    let counts = deaths.as_slice().iter().filter_map(|death| match death {
+        AMQPValue::FieldTable(death) => {
+            let is = |name: &str, value: &str| text(death, name).is_some_and(|text| text == value.as_bytes());
+            (is("queue", queue) && is("reason", "rejected")).then(|| death.inner().get("count").and_then(number))?
+        }
+        _ => None,
+    });
+    believable(Some(counts.fold(0, u64::saturating_add)))
+}
+
+/// A number in any of the ways in which one may be written.
+fn number(value: &AMQPValue) -> Option<u64> {
+    match value {
+        AMQPValue::LongString(value) => std::str::from_utf8(value.as_bytes()).ok()?.parse().ok(),
+        value => plain(value)?.parse().ok(),
+    }
+}
+
+fn believable(count: Option<u64>) -> u32 {
+    count.and_then(|count| u32::try_from(count).ok()).filter(|count| *count <= MOST_FAILURES).unwrap_or(0)
 }
 
 #[cfg(test)]
@@ -166,6 +189,66 @@ mod tests {
             assert_eq!(released(AMQPValue::LongString(odd.into())), 0, "{odd}");
         }
         assert_eq!(read_one(FieldTable::default()).failures, 0);
+    }
+
+    fn death(queue: AMQPValue, reason: &str, count: AMQPValue) -> AMQPValue {
+        let mut death = FieldTable::default();
+        death.insert("queue".into(), queue);
+        death.insert("reason".into(), AMQPValue::LongString(reason.into()));
+        death.insert("count".into(), count);
+        AMQPValue::FieldTable(death)
+    }
+
+    fn dead(deaths: Vec<AMQPValue>) -> FieldTable {
+        let mut table = FieldTable::default();
+        table.insert("x-death".into(), AMQPValue::FieldArray(deaths.into()));
+        table
+    }
+
+    #[test]
+    fn rejections_by_this_queue_count_and_the_larger_number_wins() {
+        let queue = |name: &str| AMQPValue::LongString(name.into());
+        let deaths = || {
+            vec![
+                death(queue("q"), "rejected", AMQPValue::LongLongInt(3)),
+                death(queue("q"), "expired", AMQPValue::LongLongInt(90)),
+                death(queue("another"), "rejected", AMQPValue::LongLongInt(80)),
+            ]
+        };
+        assert_eq!(read_one(dead(deaths())).failures, 3);
+        for (released, failures) in [(2, 3), (4, 4)] {
+            let mut table = dead(deaths());
+            table.insert(headers::FAILURES.into(), AMQPValue::LongLongInt(released));
+            assert_eq!(read_one(table).failures, failures);
+        }
+    }
+
+    #[test]
+    fn forged_counts_of_odd_types_count_as_none() {
+        let queue = || AMQPValue::LongString("q".into());
+        for count in [
+            AMQPValue::LongLongInt(-7),
+            AMQPValue::LongLongInt(i64::MAX),
+            AMQPValue::Double(f64::INFINITY),
+            AMQPValue::LongString("9999999999999999999999".into()),
+            AMQPValue::FieldTable(FieldTable::default()),
+            AMQPValue::Void,
+            AMQPValue::ByteArray(vec![0xff; 40].into()),
+        ] {
+            assert_eq!(read_one(dead(vec![death(queue(), "rejected", count.clone())])).failures, 0, "{count:?}");
+            let mut own = FieldTable::default();
+            own.insert(headers::FAILURES.into(), count.clone());
+            assert_eq!(read_one(own).failures, 0, "{count:?}");
+        }
+        let mut many = FieldTable::default();
+        many.insert("x-death".into(), AMQPValue::LongString("not an array".into()));
+        many.insert("x-delivery-count".into(), AMQPValue::LongLongInt(50));
+        many.insert("x-acquired-count".into(), AMQPValue::LongLongInt(50));
+        assert_eq!(read_one(many).failures, 0, "lost connections are no failures");
+        let odd = vec![AMQPValue::Void, death(AMQPValue::Boolean(true), "rejected", AMQPValue::LongInt(1))];
+        assert_eq!(read_one(dead(odd)).failures, 0);
+        let overflow = vec![death(queue(), "rejected", AMQPValue::LongLongInt(i64::MAX)); 3];
+        assert_eq!(read_one(dead(overflow)).failures, 0);
     }
 
     #[test]

@@ -1,8 +1,10 @@
 //! The RabbitMQ source against a real broker.
 
+mod bad_input;
 mod consumer;
 mod copies;
 mod laws;
+mod limits;
 mod rig;
 mod security;
 mod trouble;

@@ -7,9 +7,9 @@ use lapin::options::{BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions,
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
 use oncegate_amqp::{QueueKind, RabbitMq, RabbitMqSource};
-use oncegate_core::marker::{Guarantee, Verdict};
-use oncegate_core::road::{self, Event, Freshness, History, Outage, Parks, Policy, Settlement, Stage, Step};
+use oncegate_core::road::Settlement;
 use oncegate_core::source::{Delivery, Incoming, Limit, Open, Settled, Source};
+pub(crate) use oncegate_testkit::laws::source::accepted as accept;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 
@@ -76,6 +76,15 @@ impl Rig {
     pub(crate) async fn ready(&self, queue: &str) -> u32 {
         let options = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
         self.channel.queue_declare(queue.into(), options, FieldTable::default()).await.expect("the queue exists").message_count()
+    }
+
+    /// Waits until nothing stands ready in a queue. The broker puts back what a channel held only after it closed.
+    pub(crate) async fn becomes_empty(&self, queue: &str) {
+        let patience = Instant::now() + Duration::from_secs(10);
+        while self.ready(queue).await > 0 {
+            assert!(Instant::now() < patience, "{} messages stay in `{queue}`", self.ready(queue).await);
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
     }
 
     /// Whether there is such a queue. Asked on a channel of its own: the broker closes it if there is none.
@@ -167,24 +176,6 @@ pub(crate) async fn close(source: Box<RabbitMqSource>) {
 }
 
 /// An acceptance, proven as the road proves it.
-pub(crate) fn accept() -> Settlement {
-    let policy = Policy {
-        guarantee: Guarantee::EffectivelyOnce,
-        attempts: 5,
-        retries: 3,
-        reconciles: 5,
-        parks: 5,
-        backoff: Duration::from_millis(100),
-        longest_backoff: Duration::from_secs(10),
-        outage: Outage::Hold,
-    };
-    let history = History { failures: 0, freshness: Freshness::Fresh };
-    match road::next(Stage::Claiming(history, Parks(0)), Event::Answer(Verdict::Duplicate), &policy).1 {
-        Step::Settle(settlement) => settlement,
-        step => panic!("{step:?}"),
-    }
-}
-
 pub(crate) fn release(after: Duration) -> Settlement {
     Settlement::Release { after, failures: 1 }
 }

@@ -89,8 +89,8 @@ async fn a_full_consumer_hears_what_is_taken_from_it_and_nothing_else() {
     rig.done().await;
 }
 
-/// Passes on to the broker, and makes `@@@@` in what it passes a text that is not UTF-8.
-async fn spoiling_proxy() -> String {
+/// Passes one connection on to the broker, and changes what it passes.
+pub(crate) async fn spoiling_proxy(spoil: impl Fn(&mut [u8]) + Send + 'static) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let url = url();
     let at = url.rfind('@').expect("user@host") + 1;
@@ -104,25 +104,29 @@ async fn spoiling_proxy() -> String {
         tokio::spawn(async move { tokio::io::copy(&mut answered, &mut answers).await });
         let mut buffer = vec![0; 1 << 16];
         while let Ok(read @ 1..) = from.read(&mut buffer).await {
-            let spoiled = &mut buffer[..read];
-            while let Some(found) = spoiled.windows(4).position(|four| four == b"@@@@") {
-                spoiled[found..found + 4].fill(0xff);
-            }
-            to.write_all(spoiled).await.expect("passed on");
+            spoil(&mut buffer[..read]);
+            to.write_all(&buffer[..read]).await.expect("passed on");
         }
     });
     spoiling
+}
+
+/// Makes `@@@@` a text that is not UTF-8.
+fn not_text(passed: &mut [u8]) {
+    while let Some(found) = passed.windows(4).position(|four| four == b"@@@@") {
+        passed[found..found + 4].fill(0xff);
+    }
 }
 
 #[tokio::test]
 async fn a_message_that_cannot_be_read_stops_what_is_behind_it_and_spares_what_is_before_it() {
     let rig = Rig::new().await;
     close(open(rig.source(QueueKind::Quorum)).await).await;
-    let spoiler = rig.again_at(&spoiling_proxy().await).await;
+    let spoiler = rig.again_at(&spoiling_proxy(not_text).await).await;
     for number in 0..5 {
         rig.publish(&number.to_string()).await;
     }
-    spoiler.publish_with("unreadable", BasicProperties::default().with_message_id("@@@@".into())).await;
+    spoiler.publish_with("unreadable", BasicProperties::default().with_message_id(("@".repeat(252) + "end").into())).await;
     rig.publish("behind").await;
 
     let mut source = open(rig.source(QueueKind::Quorum)).await;
