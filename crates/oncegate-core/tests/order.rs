@@ -2,10 +2,12 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use oncegate_core::marker::{Ask, Operation, Terms, Token};
+use oncegate_core::road::Settlement;
 use oncegate_core::*;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 /// Does what the script says, and writes down what was handled, in order.
 #[derive(Clone)]
@@ -136,4 +138,66 @@ async fn every_key_stays_in_order_whatever_fails() {
     for key in keys {
         assert_eq!(of(&format!("{key}-"), &done), in_order(&key, 40));
     }
+}
+
+/// A source that hands over what a test says, and tells it what was settled.
+struct Driven {
+    incoming: UnboundedReceiver<Incoming>,
+    settled: UnboundedSender<Settled>,
+}
+
+#[async_trait]
+impl Open for Driven {
+    type Source = Self;
+
+    async fn open(self) -> Result<Self, SourceError> {
+        Ok(self)
+    }
+}
+
+#[async_trait]
+impl Source for Driven {
+    async fn receive(&mut self, limit: Limit, into: &mut Vec<Incoming>) -> Result<(), SourceError> {
+        match self.incoming.recv().await {
+            Some(incoming) if limit.count > 0 => into.push(incoming),
+            _ => std::future::pending().await,
+        }
+        Ok(())
+    }
+
+    async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), SourceError> {
+        settled.drain(..).for_each(|it| self.settled.send(it).expect("the test listens"));
+        Ok(())
+    }
+
+    async fn close(self: Box<Self>, _: Instant) -> Result<(), SourceError> {
+        Ok(())
+    }
+
+    fn returns(&self) -> Returns {
+        Returns::Here
+    }
+}
+
+#[tokio::test]
+async fn what_was_released_and_then_revoked_is_not_waited_for() {
+    let (hand_over, incoming) = unbounded_channel();
+    let (tell, mut settled) = unbounded_channel();
+    let delivery = |id: &str, epoch| {
+        let message = Message::new("x").with_key("a").with_message_id(id.to_owned());
+        Incoming::Delivery(Delivery { message, receipt: Receipt { epoch, partition: 0, position: 0 }, failures: 0 })
+    };
+    let handler = Scripted::new(|id, _, _| if id == "a-0" { Says::Retry } else { Says::Done });
+    let consumer = consumer(&MemoryBroker::new("unused"), &MemoryStore::new(), &handler).source(Driven { incoming, settled: tell });
+    let script = async move {
+        hand_over.send(delivery("a-0", 1)).expect("it runs");
+        let first = settled.recv().await.expect("it runs");
+        assert!(matches!(first.settlement, Settlement::Release { .. }), "{first:?}");
+        hand_over.send(Incoming::Revoked(1)).expect("it runs");
+        hand_over.send(delivery("a-1", 2)).expect("it runs");
+        let second = settled.recv().await.expect("it runs");
+        assert!(matches!(second.settlement, Settlement::Accept(_)), "{second:?}");
+    };
+    let ended = tokio::time::timeout(Duration::from_secs(60), consumer.run_until(script)).await;
+    ended.expect("nothing is stuck").expect("a clean end");
 }
