@@ -49,7 +49,7 @@ struct Line {
     away: VecDeque<Away>,
     /// When the last that is away comes back. Whatever comes out of turn is sent behind it, so that the next time all come in
     /// their order.
-    latest: Instant,
+    latest: Option<Instant>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,27 +83,20 @@ impl Lanes {
     }
 
     /// Enters a lane; whether it was free. If not, the slot waits its turn, or goes back behind what is away.
-    pub(crate) fn enter(&mut self, lane: Lane, slot: Slot, (key, epoch): (&Key, u64), now: Instant) -> Turn {
+    /// The clock is read only where something is away.
+    pub(crate) fn enter(&mut self, lane: Lane, slot: Slot, (key, epoch): (&Key, u64), now: impl FnOnce() -> Instant) -> Turn {
         let line = match self.lanes.entry(lane) {
             hashbrown::hash_map::Entry::Vacant(free) => {
-                free.insert(Line { held: Held::Yes, waiting: VecDeque::new(), away: VecDeque::new(), latest: now });
+                free.insert(Line { held: Held::Yes, waiting: VecDeque::new(), away: VecDeque::new(), latest: None });
                 return Turn::Now;
             }
             hashbrown::hash_map::Entry::Occupied(taken) => taken.into_mut(),
         };
-        line.forget_what_is_gone(key, now, self.returns);
-        if let Some(first) = line.away.front() {
-            if first.key == *key {
-                line.away.pop_front();
-            } else {
-                let soon = if now > first.due + LATE { LATER } else { SOON };
-                let due = line.latest.max(now + soon);
-                line.latest = due;
-                match line.away.iter_mut().find(|it| it.key == *key) {
-                    Some(place) => place.due = due,
-                    None => line.away.push_back(Away { key: key.clone(), epoch, due }),
-                }
-                return Turn::Behind(due - now);
+        if !line.away.is_empty() {
+            let now = now();
+            line.forget_what_is_gone(key, now, self.returns);
+            if let Some(turn) = line.return_of(key, epoch, now) {
+                return turn;
             }
         }
         match line.held {
@@ -141,7 +134,7 @@ impl Lanes {
     pub(crate) fn give_back(&mut self, lane: Lane, all: Vec<Away>) {
         let Some(line) = self.lanes.get_mut(&lane) else { return };
         line.waiting.clear();
-        line.latest = all.iter().map(|it| it.due).fold(line.latest, Instant::max);
+        line.latest = all.iter().map(|it| it.due).max().max(line.latest);
         all.into_iter().rev().for_each(|it| line.away.push_front(it));
         if self.returns == Returns::Anywhere && self.lanes.len() >= self.crowded {
             self.forget_what_never_came(Instant::now());
@@ -165,12 +158,29 @@ impl Lanes {
     }
 
     fn forget_what_never_came(&mut self, now: Instant) {
-        self.lanes.retain(|_, line| line.held == Held::Yes || now <= line.latest + PATIENCE);
+        self.lanes.retain(|_, line| line.held == Held::Yes || line.latest.is_some_and(|latest| now <= latest + PATIENCE));
         self.crowded = (self.lanes.len() * 2).max(FEW);
     }
 }
 
 impl Line {
+    /// One comes while others are away; nothing if it is its turn.
+    fn return_of(&mut self, key: &Key, epoch: u64, now: Instant) -> Option<Turn> {
+        let first = self.away.front()?;
+        if first.key == *key {
+            self.away.pop_front();
+            return None;
+        }
+        let soon = now + if now > first.due + LATE { LATER } else { SOON };
+        let due = self.latest.map_or(soon, |latest| latest.max(soon));
+        self.latest = Some(due);
+        match self.away.iter_mut().find(|it| it.key == *key) {
+            Some(place) => place.due = due,
+            None => self.away.push_back(Away { key: key.clone(), epoch, due }),
+        }
+        Some(Turn::Behind(due - now))
+    }
+
     /// Waits no longer for what will not come: it went elsewhere, or what comes now would have come after it.
     fn forget_what_is_gone(&mut self, comes: &Key, now: Instant, returns: Returns) {
         while let Some(first) = self.away.front().filter(|first| now > first.due + PATIENCE && first.key != *comes) {
@@ -230,8 +240,8 @@ mod tests {
     fn with_two_away(returns: Returns, slot: Slot, now: Instant) -> (Lanes, Lane) {
         let mut lanes = Lanes::new(Order::ByKey, returns);
         let lane = lane(&lanes);
-        assert_eq!(lanes.enter(lane, slot, (&key("first"), 1), now), Turn::Now);
-        assert_eq!(lanes.enter(lane, slot, (&key("second"), 1), now), Turn::Later);
+        assert_eq!(lanes.enter(lane, slot, (&key("first"), 1), || now), Turn::Now);
+        assert_eq!(lanes.enter(lane, slot, (&key("second"), 1), || now), Turn::Later);
         lanes.give_back(lane, away(&["first", "second"], now + DELAY));
         assert_eq!(lanes.leave(lane), None);
         (lanes, lane)
@@ -242,14 +252,14 @@ mod tests {
         let (slot, now) = (Slots::new(1).insert(()), Instant::now());
         let (mut lanes, lane) = with_two_away(Returns::Here, slot, now);
         for id in ["third", "second", "third"] {
-            assert_eq!(lanes.enter(lane, slot, (&key(id), 1), now), Turn::Behind(DELAY), "{id}");
+            assert_eq!(lanes.enter(lane, slot, (&key(id), 1), || now), Turn::Behind(DELAY), "{id}");
         }
         let late = now + DELAY + PATIENCE;
-        assert_eq!(lanes.enter(lane, slot, (&key("third"), 1), late), Turn::Behind(LATER));
-        assert_eq!(lanes.enter(lane, slot, (&key("first"), 1), late), Turn::Now);
-        assert_eq!(lanes.enter(lane, slot, (&key("third"), 1), late), Turn::Behind(LATER));
-        assert_eq!(lanes.enter(lane, slot, (&key("second"), 1), late), Turn::Later);
-        assert_eq!(lanes.enter(lane, slot, (&key("third"), 1), late), Turn::Later);
+        assert_eq!(lanes.enter(lane, slot, (&key("third"), 1), || late), Turn::Behind(LATER));
+        assert_eq!(lanes.enter(lane, slot, (&key("first"), 1), || late), Turn::Now);
+        assert_eq!(lanes.enter(lane, slot, (&key("third"), 1), || late), Turn::Behind(LATER));
+        assert_eq!(lanes.enter(lane, slot, (&key("second"), 1), || late), Turn::Later);
+        assert_eq!(lanes.enter(lane, slot, (&key("third"), 1), || late), Turn::Later);
         assert_eq!([lanes.leave(lane), lanes.leave(lane), lanes.leave(lane)], [Some(slot), Some(slot), None]);
         assert!(lanes.lanes.is_empty());
     }
@@ -259,17 +269,17 @@ mod tests {
         let (slot, now) = (Slots::new(1).insert(()), Instant::now());
         let (mut lanes, lane) = with_two_away(Returns::Here, slot, now);
         let due = now + DELAY;
-        assert_eq!(lanes.enter(lane, slot, (&key("fourth"), 1), due), Turn::Behind(SOON));
-        assert_eq!(lanes.enter(lane, slot, (&key("third"), 1), due), Turn::Behind(SOON), "not before the fourth");
-        assert_eq!(lanes.enter(lane, slot, (&key("second"), 1), due - SOON), Turn::Behind(SOON * 2));
+        assert_eq!(lanes.enter(lane, slot, (&key("fourth"), 1), || due), Turn::Behind(SOON));
+        assert_eq!(lanes.enter(lane, slot, (&key("third"), 1), || due), Turn::Behind(SOON), "not before the fourth");
+        assert_eq!(lanes.enter(lane, slot, (&key("second"), 1), || due - SOON), Turn::Behind(SOON * 2));
     }
 
     #[test]
     fn what_went_elsewhere_is_not_waited_for_without_end() {
         let (slot, now) = (Slots::new(1).insert(()), Instant::now());
         let (mut lanes, lane) = with_two_away(Returns::Anywhere, slot, now);
-        assert_eq!(lanes.enter(lane, slot, (&key("second"), 1), now + DELAY + PATIENCE), Turn::Behind(LATER));
-        assert_eq!(lanes.enter(lane, slot, (&key("second"), 1), now + DELAY + PATIENCE * 2), Turn::Now);
+        assert_eq!(lanes.enter(lane, slot, (&key("second"), 1), || now + DELAY + PATIENCE), Turn::Behind(LATER));
+        assert_eq!(lanes.enter(lane, slot, (&key("second"), 1), || now + DELAY + PATIENCE * 2), Turn::Now);
         let (mut lanes, _) = with_two_away(Returns::Anywhere, slot, now);
         lanes.forget_what_never_came(now + DELAY + PATIENCE);
         assert_eq!(lanes.lanes.len(), 1);
@@ -282,13 +292,13 @@ mod tests {
         let (slot, now) = (Slots::new(1).insert(()), Instant::now());
         let (mut lanes, lane) = with_two_away(Returns::Here, slot, now);
         // The first comes back and is given back once more, for longer; the second is due before it and comes first.
-        assert_eq!(lanes.enter(lane, slot, (&key("first"), 1), now), Turn::Now);
+        assert_eq!(lanes.enter(lane, slot, (&key("first"), 1), || now), Turn::Now);
         lanes.give_back(lane, away(&["first"], now + DELAY * 2));
         assert_eq!(lanes.leave(lane), None);
         let late = now + DELAY * 2 + PATIENCE * 2;
-        assert_eq!(lanes.enter(lane, slot, (&key("second"), 1), late), Turn::Behind(LATER));
+        assert_eq!(lanes.enter(lane, slot, (&key("second"), 1), || late), Turn::Behind(LATER));
         // It was sent behind the first now. If it comes again, the first is gone.
-        assert_eq!(lanes.enter(lane, slot, (&key("second"), 1), late + LATER), Turn::Now);
+        assert_eq!(lanes.enter(lane, slot, (&key("second"), 1), || late + LATER), Turn::Now);
     }
 
     #[test]
@@ -296,8 +306,8 @@ mod tests {
         let (slot, now) = (Slots::new(1).insert(()), Instant::now());
         let (mut lanes, lane) = with_two_away(Returns::Here, slot, now);
         lanes.revoke(2);
-        assert_eq!(lanes.enter(lane, slot, (&key("third"), 2), now), Turn::Behind(DELAY));
+        assert_eq!(lanes.enter(lane, slot, (&key("third"), 2), || now), Turn::Behind(DELAY));
         lanes.revoke(1);
-        assert_eq!(lanes.enter(lane, slot, (&key("third"), 2), now), Turn::Now);
+        assert_eq!(lanes.enter(lane, slot, (&key("third"), 2), || now), Turn::Now);
     }
 }

@@ -75,7 +75,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
         self.bytes += bytes;
         let slot = self.flights.insert(flight);
         let turn = match (lane, self.flights.at(slot).and_then(|flight| flight.key.as_ref())) {
-            (Some(lane), Some(key)) => self.lanes.enter(lane, slot, (key, epoch), Instant::now()),
+            (Some(lane), Some(key)) => self.lanes.enter(lane, slot, (key, epoch), Instant::now),
             _ => Turn::Now,
         };
         match turn {
