@@ -98,6 +98,22 @@ impl<C: ConsumerContext + 'static> Queue<C> {
         Adoption::Forwarded
     }
 
+    /// The client.
+    pub(crate) fn consumer(&self) -> &BaseConsumer<C> {
+        &self.consumer
+    }
+
+    /// The first offset that a partition's log still has, as the broker's last answer to a fetch said.
+    pub(crate) fn first_offset(&self, topic: &str, partition: i32) -> Option<i64> {
+        let topic = CString::new(topic).ok()?;
+        let (mut low, mut high) = (-1, -1);
+        // SAFETY: the client lives (invariant 1), `topic` ends in NUL and outlives the call, and both numbers are ours.
+        let code = unsafe {
+            native::rd_kafka_get_watermark_offsets(self.consumer.client().native_ptr(), topic.as_ptr(), partition, &mut low, &mut high)
+        };
+        (code == RDKafkaRespErr::RD_KAFKA_RESP_ERR_NO_ERROR && low >= 0).then_some(low)
+    }
+
     /// Reads what is there, at most `limit` messages and [`MOST`]; if there is nothing, waits for the first.
     pub(crate) fn read(&self, limit: usize, wait: Duration) -> Batch {
         let mut fetched = Fetched::default();

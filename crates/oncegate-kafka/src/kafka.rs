@@ -38,13 +38,14 @@ pub struct Kafka {
     pub(crate) creation: TopicCreation,
     pub(crate) retention: Retention,
     pub(crate) body_limit: usize,
-    start: StartAt,
+    pub(crate) start: StartAt,
+    pub(crate) out_of_range: OutOfRange,
     drain: Duration,
     security: Security,
     properties: Vec<(String, String)>,
 }
 
-/// Where a group begins that has no offset yet, or whose offset is no longer in the log.
+/// Where a group begins that has no offset yet.
 ///
 /// There is no `Latest`: it skips messages without a word.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -52,7 +53,21 @@ pub enum StartAt {
     /// At the earliest message that is still there.
     #[default]
     Earliest,
-    /// Nowhere: the consumer ends with an error, and a person decides.
+    /// Nowhere: the consumer ends with an error, and a person decides; so it does where the offset is
+    /// [out of range](OutOfRange), whatever is said of that. A partition that was added to a topic which the
+    /// group reads already is read from its beginning all the same: nothing of it was ever read.
+    Error,
+}
+
+/// What to do where the log does not have the offset any more that the group stands at: messages were removed before
+/// they were read, the topic was made anew, or the log lost its end.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OutOfRange {
+    /// Reads on at the earliest message that is there. What was missed is counted
+    /// (`oncegate_kafka_messages_missed_total`, `oncegate_kafka_logs_cut_total`) and logged as an error with the offsets.
+    #[default]
+    Earliest,
+    /// The consumer ends with an error that names the offset, and a person decides.
     Error,
 }
 
@@ -121,6 +136,7 @@ impl Kafka {
             retention: Retention::default(),
             body_limit: usize::MAX,
             start: StartAt::default(),
+            out_of_range: OutOfRange::default(),
             drain: DRAIN,
             security: Security::default(),
             properties: Vec::new(),
@@ -154,6 +170,13 @@ impl Kafka {
     /// Where a group begins that has no offset yet; at the earliest message by default.
     pub fn start(mut self, start: StartAt) -> Self {
         self.start = start;
+        self
+    }
+
+    /// What to do where the log does not have the group's offset any more; by default it is read on at the earliest
+    /// message, and what was missed is counted and logged.
+    pub fn out_of_range(mut self, policy: OutOfRange) -> Self {
+        self.out_of_range = policy;
         self
     }
 
@@ -285,11 +308,15 @@ impl Kafka {
             config.set("partition.assignment.strategy", "cooperative-sticky");
         }
         self.set_properties(&mut config);
+        // That a topic was made anew is said there alone.
+        config.set_log_level(RDKafkaLogLevel::Debug);
+        config.set("debug", self.property_value("debug").map_or_else(|| "metadata".to_owned(), |debug| format!("{debug},metadata")));
+        // Where the group has no offset the source says itself where to begin.
         config.set("enable.auto.offset.store", "false").set("enable.auto.commit", "true").set(
             "auto.offset.reset",
-            match self.start {
-                StartAt::Earliest => "earliest",
-                StartAt::Error => "error",
+            match (self.start, self.out_of_range) {
+                (StartAt::Earliest, OutOfRange::Earliest) => "earliest",
+                _ => "error",
             },
         );
         config
@@ -334,7 +361,8 @@ fn refused(key: &str) -> Option<&'static str> {
         }
         "group.id" => Some("use .group(…)"),
         "bootstrap.servers" | "metadata.broker.list" => Some("use .brokers(…)"),
-        "auto.offset.reset" => Some("use .start(…)"),
+        "auto.offset.reset" => Some("use .start(…) and .out_of_range(…)"),
+        "enable.partition.eof" => Some("leave it away: librdkafka would count each end as a message, and skip one after a rebalance"),
         "enable.idempotence" | "acks" | "request.required.acks" | "transactional.id" => {
             Some("leave it away: a dead letter counts only when all replicas have it")
         }

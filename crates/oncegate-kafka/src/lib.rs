@@ -24,9 +24,10 @@ mod poll;
 mod security;
 mod shared;
 mod source;
+mod standing;
 mod topics;
 mod watermark;
 
-pub use kafka::{Kafka, StartAt, TopicCreation};
+pub use kafka::{Kafka, OutOfRange, StartAt, TopicCreation};
 pub use security::KafkaLogin;
 pub use source::KafkaSource;

@@ -27,7 +27,7 @@ impl Open for Kafka {
         self.check()?;
         let shared = Arc::new(Shared::default());
         let outage = Arc::new(Outage::of(&self.brokers));
-        let context = Context::new(shared.clone(), self.drain(), outage.clone());
+        let context = Context::new(shared.clone(), &self, outage.clone());
         let consumer: BaseConsumer<Context> = self.consumer_config().create_with_context(context).map_err(wrong_setting)?;
         let dead_letters = DeadLetters::open(self.producer_config(), self.destinations.clone(), outage.clone()).map_err(wrong_setting)?;
         let consumer = topics::check(&self, consumer, &outage).await?;

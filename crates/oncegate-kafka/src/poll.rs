@@ -12,8 +12,10 @@ use rdkafka::topic_partition_list::{Offset, TopicPartitionList, TopicPartitionLi
 use rdkafka::types::RDKafkaRespErr;
 
 use crate::batch::{self, Adoption, Batch, Fault, Queue};
+use crate::kafka::{Kafka, OutOfRange, StartAt};
 use crate::outage::Outage;
-use crate::shared::{Commit, Phase, Shared, Way};
+use crate::shared::{Begins, Commit, Jump, Phase, Shared, Way};
+use crate::standing;
 
 /// How many events of the group are served in one turn.
 const EVENTS: usize = 16;
@@ -21,6 +23,10 @@ const EVENTS: usize = 16;
 const TURN: Duration = Duration::from_millis(50);
 /// The same, while revoked deliveries are waited for.
 const DRAIN_TURN: Duration = Duration::from_millis(5);
+/// How long librdkafka may take to begin at another offset.
+const SEEK: Duration = Duration::from_secs(1);
+/// How often it is looked whether markers of transactions are to be passed.
+const LOOK: Duration = Duration::from_millis(500);
 
 /// Hands librdkafka's log lines to `tracing`, and what cannot be reached to whoever speaks of that.
 pub(crate) struct Log(pub(crate) Arc<Outage>);
@@ -58,6 +64,10 @@ fn log(level: RDKafkaLogLevel, facility: &str, line: &str) {
 /// What librdkafka calls back into, on the polling thread.
 pub(crate) struct Context {
     shared: Arc<Shared>,
+    start: StartAt,
+    out_of_range: OutOfRange,
+    /// Topics that were deleted and made anew, and are to be read from their beginning.
+    made_anew: Mutex<Vec<String>>,
     /// How long revoked deliveries are waited for.
     drain: Duration,
     /// Set while the source lives; the queue holds the consumer, so it is taken out before the consumer is dropped.
@@ -68,8 +78,10 @@ pub(crate) struct Context {
 }
 
 impl Context {
-    pub(crate) fn new(shared: Arc<Shared>, drain: Duration, outage: Arc<Outage>) -> Self {
-        Self { shared, drain, queue: Mutex::default(), trouble: Mutex::default(), outage }
+    pub(crate) fn new(shared: Arc<Shared>, kafka: &Kafka, outage: Arc<Outage>) -> Self {
+        let (start, out_of_range, drain) = (kafka.start, kafka.out_of_range, kafka.drain());
+        let (made_anew, queue, trouble) = (Mutex::default(), Mutex::default(), Mutex::default());
+        Self { shared, start, out_of_range, made_anew, drain, queue, trouble, outage }
     }
 
     /// The last error of the client as a whole, and forgets it.
@@ -88,21 +100,34 @@ impl Context {
     fn assign(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
         // Before assigning, or first messages come through the main queue.
         let queue = self.queue();
-        for (topic, partition) in names(partitions) {
+        let mut assigned = partitions.clone();
+        for (topic, partition, begins) in standing::ask(consumer, partitions) {
             // No queue: the source is leaving, and nothing is read any more.
             let adopted = queue.as_ref().map(|queue| queue.adopt(&topic, partition));
             if adopted == Some(Adoption::NoSuchPartition) {
                 tracing::error!(topic, partition, "the partition's queue cannot be read in batches");
             }
-            tracing::info!(topic, partition, "partition assigned");
-            self.shared.assign(&topic, partition);
+            match begins {
+                Begins::At(offset) => tracing::info!(topic, partition, offset, "partition assigned"),
+                Begins::Unknown => tracing::info!(topic, partition, "partition assigned"),
+                Begins::Nowhere if self.start == StartAt::Earliest || standing::is_added(consumer, &topic, partition) => {
+                    tracing::info!(
+                        topic,
+                        partition,
+                        "partition assigned; the group has no offset for it yet, so it is read from its beginning"
+                    );
+                    complain("a beginning", assigned.set_partition_offset(&topic, partition, Offset::Beginning));
+                }
+                Begins::Nowhere => tracing::info!(topic, partition, "partition assigned; the group has no offset for it"),
+            }
+            self.shared.assign(&topic, partition, begins);
         }
         metrics::counter!("oncegate_kafka_partitions_assigned_total").increment(partitions.count() as u64);
-        let assigned = match consumer.rebalance_protocol() {
-            RebalanceProtocol::Cooperative => consumer.incremental_assign(partitions),
-            _ => consumer.assign(partitions),
+        let outcome = match consumer.rebalance_protocol() {
+            RebalanceProtocol::Cooperative => consumer.incremental_assign(&assigned),
+            _ => consumer.assign(&assigned),
         };
-        complain("assigning partitions", assigned);
+        complain("assigning partitions", outcome);
     }
 
     /// Lets what was handed out be settled, for a while, and stores how far it came; librdkafka commits that when it
@@ -150,35 +175,65 @@ impl Context {
     fn pump(&self, wait: Duration) {
         let room = self.shared.lock().room();
         match self.queue() {
-            Some(queue) if room > 0 => self.take_in(queue.read(room, wait)),
+            Some(queue) if room > 0 => self.take_in(queue.read(room, wait), &queue),
             _ => self.shared.wait(wait),
         }
     }
 
-    fn take_in(&self, batch: Batch) {
-        for fault in batch.faults {
-            match unreadable(&fault) {
+    fn take_in(&self, batch: Batch, queue: &Queue<Self>) {
+        for fault in &batch.faults {
+            match unreadable(fault) {
                 Some(error) => {
                     // Before the records: what follows on the unreadable part may stand in the same batch.
                     self.shared.lock().bar(&fault.topic, fault.partition);
                     self.shared.fail(error);
                 }
+                None if fault.code == RDKafkaErrorCode::AutoOffsetReset => self.shared.fail(standing::lost(queue, fault)),
                 None => self.judge(fault.code, &format!("{}/{}", fault.topic, fault.partition)),
             }
         }
-        self.shared.take_in(batch.records);
+        let findings = self.shared.take_in(batch.records);
+        findings.jumps.iter().for_each(|jump| look_into(jump, queue));
+        // After the records, which may stand before.
+        let faulty = batch.faults.iter().filter(|fault| fault.offset >= 0).map(|fault| (&*fault.topic, fault.partition));
+        for (topic, partition) in faulty.chain(findings.restarted.iter().map(|(topic, partition)| (&**topic, *partition))) {
+            self.read_on(topic, partition, queue);
+        }
     }
 
+    /// Has librdkafka read on after the last message that was read. It counts an error that it hands over as a message, and
+    /// does not notice when a log begins anew: after the next rebalance it would read on too far up, and skip what lies
+    /// before.
+    fn read_on(&self, topic: &str, partition: i32, queue: &Queue<Self>) {
+        let Some(offset) = self.shared.lock().distrust(topic, partition) else { return };
+        if let Err(error) = queue.consumer().seek(topic, partition, Offset::Offset(offset), SEEK) {
+            tracing::warn!(%error, topic, partition, offset, "reading on");
+        }
+    }
+}
+
+/// Tells what was removed before it was read from what nobody is ever handed (compacted away, markers of transactions).
+fn look_into(jump: &Jump, queue: &Queue<Context>) {
+    let Some(first) = queue.first_offset(&jump.topic, jump.partition) else { return };
+    if (jump.from + 1..=jump.to).contains(&first) {
+        let missed = first - jump.from;
+        metrics::counter!("oncegate_kafka_messages_missed_total").increment(u64::try_from(missed).unwrap_or(0));
+        tracing::error!(
+            topic = %jump.topic,
+            partition = jump.partition,
+            stood = jump.from,
+            first,
+            missed,
+            "messages missed: they were removed from the log before the group had read them; reading on at the first that is left"
+        );
+    }
+}
+
+impl Context {
     /// Most errors pass by themselves, and librdkafka retries them. These do not.
     fn judge(&self, code: RDKafkaErrorCode, place: &str) {
         use RDKafkaErrorCode as E;
         let fault = match code {
-            E::PartitionEOF => return,
-            E::AutoOffsetReset => SourceError::misconfigured(
-                "start",
-                format!("the group has no offset for {place}, or one that is no longer in the log"),
-                "set the group's offsets, or use StartAt::Earliest",
-            ),
             E::TopicAuthorizationFailed => {
                 SourceError::misconfigured("topic", format!("not allowed to read {place}"), "grant Read and Describe on the topic")
             }
@@ -199,6 +254,9 @@ impl Context {
 
 impl ClientContext for Context {
     fn log(&self, level: RDKafkaLogLevel, facility: &str, line: &str) {
+        if let Some(topic) = standing::with_another_id(line) {
+            self.made_anew.lock().unwrap_or_else(PoisonError::into_inner).push(topic.to_owned());
+        }
         log(level, facility, line);
     }
 
@@ -268,8 +326,14 @@ fn stay(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) {
         return shared.fail(SourceError::Unavailable("librdkafka has no memory for a queue".into()));
     };
     consumer.context().set_queue(Some(Arc::new(queue)));
+    let mut looked = Instant::now();
     while shared.lock().phase() < Phase::Closing {
         serve(&consumer);
+        begin_anew(&consumer, shared);
+        if looked.elapsed() >= LOOK {
+            pass_markers(&consumer, shared);
+            looked = Instant::now();
+        }
         store(&consumer, shared);
         consumer.context().pump(TURN);
     }
@@ -280,6 +344,37 @@ fn stay(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) {
     drop(consumer);
 }
 
+/// Goes back to the beginning of topics that were deleted and made anew. librdkafka reads on where it stood, and where the
+/// new log is longer than that, nobody would ever read what lies before.
+fn begin_anew(consumer: &BaseConsumer<Context>, shared: &Shared) {
+    let context = consumer.context();
+    let topics = std::mem::take(&mut *context.made_anew.lock().unwrap_or_else(PoisonError::into_inner));
+    for topic in topics {
+        metrics::counter!("oncegate_kafka_topics_made_anew_total").increment(1);
+        if context.out_of_range == OutOfRange::Error {
+            shared.fail(standing::made_anew(&topic));
+            continue;
+        }
+        tracing::error!(topic, "topic made anew: it was deleted and created again; reading it from its beginning");
+        for partition in shared.lock().partitions_of(&topic) {
+            if let Err(error) = consumer.seek(&topic, partition, Offset::Beginning, SEEK) {
+                tracing::warn!(%error, topic, partition, "going back to the beginning");
+            }
+        }
+    }
+}
+
+/// What is handed over is a message; how far librdkafka has read, it counts in markers of transactions too.
+fn pass_markers(consumer: &BaseConsumer<Context>, shared: &Shared) {
+    let Ok(positions) = consumer.position() else { return };
+    let mut state = shared.lock();
+    for it in positions.elements() {
+        if let Offset::Offset(offset) = it.offset() {
+            state.reached(it.topic(), it.partition(), offset);
+        }
+    }
+}
+
 /// Serves rebalances and errors.
 fn serve(consumer: &BaseConsumer<Context>) {
     let context = consumer.context();
@@ -288,7 +383,11 @@ fn serve(consumer: &BaseConsumer<Context>) {
         let Some(event) = consumer.poll(Duration::ZERO) else { continue };
         match event {
             // Not to be seen, since partitions are forwarded before they are assigned; not to be lost either.
-            Ok(message) => context.take_in(batch::copy(&message)),
+            Ok(message) => {
+                if let Some(queue) = context.queue() {
+                    context.take_in(batch::copy(&message), &queue);
+                }
+            }
             Err(KafkaError::MessageConsumptionFatal(code)) => {
                 context.judge(code, "the client");
                 context.shared.fail(SourceError::Unavailable(format!("the Kafka client failed for good: {code}").into()));

@@ -71,6 +71,8 @@ struct Assigned {
     topic: Arc<str>,
     partition: i32,
     watermark: Watermark,
+    begins: Begins,
+    read_to: ReadTo,
     /// Handed out and not back yet.
     out: usize,
     keeps: Keeps,
@@ -81,6 +83,20 @@ struct Assigned {
 }
 
 impl Assigned {
+    /// The log was read to this offset: says so if it is below the one that the group stood at when the partition was
+    /// assigned, and answers if it is above the one that was expected.
+    fn arrive(&self, offset: i64) -> Option<Jump> {
+        let stood = match self.begins {
+            Begins::At(offset) => Some(offset),
+            Begins::Nowhere | Begins::Unknown => None,
+        };
+        if self.watermark.end().is_none() && stood.is_some_and(|stood| offset < stood) {
+            tell_of_a_shorter_log(&self.topic, self.partition, stood, offset);
+        }
+        let from = self.watermark.end().or(stood).filter(|from| *from < offset)?;
+        Some(Jump { topic: self.topic.clone(), partition: self.partition, from, to: offset })
+    }
+
     fn commit(&mut self, now: Instant) -> Option<Commit> {
         let way = if self.send_from.is_some_and(|from| from <= now) { Way::Sent } else { Way::Stored };
         let offset = match way {
@@ -90,6 +106,46 @@ impl Assigned {
         self.send_from = self.send_from.filter(|_| way == Way::Stored);
         Some(Commit { topic: self.topic.clone(), partition: self.partition, offset, way })
     }
+}
+
+/// Where a partition is to be read on, as the broker said when it was assigned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Begins {
+    /// At the offset that the group has committed.
+    At(i64),
+    /// The group has no offset for it.
+    Nowhere,
+    /// The broker did not say.
+    Unknown,
+}
+
+/// Whether librdkafka knows how far a partition was read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ReadTo {
+    Known,
+    /// It takes an error for a message, and never goes back: after either it would read on too far up.
+    Unknown,
+}
+
+/// What is to be done about a batch.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Findings {
+    /// Where something is missing.
+    pub(crate) jumps: Vec<Jump>,
+    /// The partitions that begin anew at an earlier offset.
+    pub(crate) restarted: Vec<(Arc<str>, i32)>,
+}
+
+/// The next message of a partition was not the one that the group stood at: what lies between may be a gap, or may have
+/// been removed before it was read.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Jump {
+    pub(crate) topic: Arc<str>,
+    pub(crate) partition: i32,
+    /// Where the group stood.
+    pub(crate) from: i64,
+    /// What came instead.
+    pub(crate) to: i64,
 }
 
 /// Whether a partition stays.
@@ -163,9 +219,8 @@ impl Shared {
     }
 
     /// A partition is ours from now on.
-    pub(crate) fn assign(&self, topic: &str, partition: i32) {
-        let mut state = self.lock();
-        state.begin(Arc::from(topic), partition);
+    pub(crate) fn assign(&self, topic: &str, partition: i32, begins: Begins) {
+        self.lock().begin(Arc::from(topic), partition, begins);
     }
 
     /// These partitions are about to go: hands out nothing more of them, and says so.
@@ -176,12 +231,13 @@ impl Shared {
     }
 
     /// Takes in what was read.
-    pub(crate) fn take_in(&self, records: Vec<Record>) {
+    pub(crate) fn take_in(&self, records: Vec<Record>) -> Findings {
         if records.is_empty() {
-            return;
+            return Findings::default();
         }
-        self.lock().take_in(records);
+        let findings = self.lock().take_in(records);
         self.wake_consumer();
+        findings
     }
 }
 
@@ -212,10 +268,10 @@ impl State {
         fitting.min(READY.saturating_sub(self.ready.len()))
     }
 
-    fn begin(&mut self, topic: Arc<str>, partition: i32) -> u64 {
+    fn begin(&mut self, topic: Arc<str>, partition: i32, begins: Begins) -> u64 {
         self.last_epoch += 1;
-        let assigned =
-            Assigned { topic, partition, watermark: Watermark::default(), out: 0, keeps: Keeps::Assigned, send_from: Some(Instant::now()) };
+        let (watermark, send_from) = (Watermark::default(), Some(Instant::now()));
+        let assigned = Assigned { topic, partition, watermark, begins, read_to: ReadTo::Known, out: 0, keeps: Keeps::Assigned, send_from };
         self.assigned.insert(self.last_epoch, assigned);
         self.last_epoch
     }
@@ -262,8 +318,8 @@ impl State {
         }
     }
 
-    fn take_in(&mut self, records: Vec<Record>) {
-        let (count, mut bytes) = (records.len(), 0);
+    fn take_in(&mut self, records: Vec<Record>) -> Findings {
+        let (count, mut bytes, mut findings) = (records.len(), 0, Findings::default());
         let mut last: Option<(Arc<str>, i32, u64)> = None;
         for record in records {
             let same = last.as_ref().filter(|(topic, partition, _)| *partition == record.partition && *topic == record.topic);
@@ -275,7 +331,7 @@ impl State {
                     None => continue,
                 },
             };
-            let epoch = self.sequence(epoch, &record);
+            let epoch = self.sequence(epoch, &record, &mut findings);
             last = Some((record.topic.clone(), record.partition, epoch));
             let delivery = delivery(record, epoch);
             bytes += delivery.message.size();
@@ -283,6 +339,29 @@ impl State {
             self.ready.push_back(delivery);
         }
         self.size = bytes / count;
+        findings
+    }
+
+    /// A partition was read up to this offset: the markers of transactions below it are passed.
+    pub(crate) fn reached(&mut self, topic: &str, partition: i32, offset: i64) {
+        let epoch = self.epoch_of(topic, partition);
+        if let Some(assigned) = epoch.and_then(|epoch| self.assigned.get_mut(&epoch)).filter(|it| it.read_to == ReadTo::Known) {
+            assigned.watermark.pass(offset);
+        }
+    }
+
+    /// What librdkafka takes for its position in this partition is not to be believed under this assignment; answers where
+    /// it is to read on instead.
+    pub(crate) fn distrust(&mut self, topic: &str, partition: i32) -> Option<i64> {
+        let epoch = self.epoch_of(topic, partition)?;
+        let assigned = self.assigned.get_mut(&epoch)?;
+        assigned.read_to = ReadTo::Unknown;
+        assigned.watermark.end()
+    }
+
+    /// The partitions of a topic that are ours.
+    pub(crate) fn partitions_of(&self, topic: &str) -> Vec<i32> {
+        self.assigned.values().filter(|it| it.keeps == Keeps::Assigned && *it.topic == *topic).map(|it| it.partition).collect()
     }
 
     fn epoch_of(&self, topic: &str, partition: i32) -> Option<u64> {
@@ -292,18 +371,20 @@ impl State {
 
     /// Takes note of a record. If its partition was reset below what was delivered (its log was cut), what was
     /// delivered is revoked, and a new epoch begins.
-    fn sequence(&mut self, epoch: u64, record: &Record) -> u64 {
+    fn sequence(&mut self, epoch: u64, record: &Record, findings: &mut Findings) -> u64 {
         let Some(assigned) = self.assigned.get_mut(&epoch) else { return epoch };
+        findings.jumps.extend(assigned.arrive(record.offset));
         if assigned.watermark.deliver(record.offset) == Sequence::Ascending {
             return epoch;
         }
-        tracing::warn!(topic = %record.topic, partition = record.partition, offset = record.offset, "the partition was reset to an earlier offset; reading it again from there");
+        tell_of_a_shorter_log(&record.topic, record.partition, assigned.watermark.end(), record.offset);
         self.withdraw(epoch);
         self.assigned.remove(&epoch);
-        let epoch = self.begin(record.topic.clone(), record.partition);
+        let epoch = self.begin(record.topic.clone(), record.partition, Begins::At(record.offset));
         if let Some(assigned) = self.assigned.get_mut(&epoch) {
             assigned.watermark.deliver(record.offset);
         }
+        findings.restarted.push((record.topic.clone(), record.partition));
         epoch
     }
 
@@ -402,6 +483,18 @@ impl State {
             assigned.send_from = Some(Instant::now() + COMMIT_AGAIN);
         }
     }
+}
+
+/// What a log that ends before the group's offset means, by its name.
+fn tell_of_a_shorter_log(topic: &str, partition: i32, stood: Option<i64>, offset: i64) {
+    metrics::counter!("oncegate_kafka_logs_cut_total").increment(1);
+    tracing::error!(
+        topic,
+        partition,
+        stood,
+        offset,
+        "log cut: it ends before the group's offset, since the topic was made anew or its log lost its end; reading it again from its beginning"
+    );
 }
 
 /// Whether a settlement counts.

@@ -11,7 +11,7 @@ use std::collections::VecDeque;
 pub(crate) struct Watermark {
     /// From the lowest unsettled offset on, ascending.
     ring: VecDeque<Slot>,
-    /// One after the last offset that was delivered.
+    /// One after the last offset that was delivered or passed.
     end: Option<i64>,
     /// What was handed out for committing last, or where the partition began.
     committed: i64,
@@ -62,6 +62,18 @@ impl Watermark {
         Sequence::Ascending
     }
 
+    /// Takes note that the log was read up to this offset: what lies below it and was not delivered is a gap. So the
+    /// markers at the end of a transaction, which nobody is handed, hold nothing back. Does nothing before the first
+    /// delivery.
+    pub(crate) fn pass(&mut self, offset: i64) {
+        self.end = self.end.map(|end| end.max(offset));
+    }
+
+    /// One after the last offset that was delivered or passed.
+    pub(crate) fn end(&self) -> Option<i64> {
+        self.end
+    }
+
     /// Takes note that an offset is settled.
     pub(crate) fn settle(&mut self, offset: i64) -> Settling {
         let Some(index) = self.index(offset) else { return Settling::Nothing };
@@ -89,7 +101,7 @@ impl Watermark {
     }
 
     /// The lowest unsettled offset, or the one after the last.
-    fn position(&self) -> Option<i64> {
+    pub(crate) fn position(&self) -> Option<i64> {
         self.ring.front().map(|slot| slot.offset()).or(self.end)
     }
 

@@ -9,7 +9,7 @@ fn record(partition: i32, offset: i64) -> Record {
 
 fn state(partition: i32, offsets: impl IntoIterator<Item = i64>) -> State {
     let mut state = State::default();
-    state.begin(Arc::from("t"), partition);
+    state.begin(Arc::from("t"), partition, Begins::Unknown);
     state.take_in(offsets.into_iter().map(|offset| record(partition, offset)).collect());
     state
 }
@@ -61,7 +61,7 @@ fn a_partition_that_comes_back_is_another_one() {
     let (_, before) = hand_out(&mut state);
     let epochs = state.revoke(&leaving());
     state.forget(&epochs);
-    state.begin(Arc::from("t"), 0);
+    state.begin(Arc::from("t"), 0, Begins::Unknown);
     state.take_in(vec![record(0, 5), record(0, 6)]);
     assert_eq!(state.accept(&before[0].receipt), Fate::Stale);
     assert_eq!(committed(&mut state), [(5, Way::Sent)]);
@@ -89,7 +89,7 @@ fn a_partition_that_is_reset_begins_anew() {
 #[test]
 fn each_assignment_sends_where_it_begins_and_sends_again_what_failed() {
     let mut state = State::default();
-    state.begin(Arc::from("t"), 0);
+    state.begin(Arc::from("t"), 0, Begins::Unknown);
     assert_eq!(committed(&mut state), []);
     state.take_in(vec![record(0, 7), record(0, 8)]);
     assert_eq!(committed(&mut state), [(7, Way::Sent)]);
@@ -106,7 +106,7 @@ fn each_assignment_sends_where_it_begins_and_sends_again_what_failed() {
 #[test]
 fn nothing_past_what_cannot_be_read_is_taken_in() {
     let mut state = state(0, 5..7);
-    state.begin(Arc::from("t"), 1);
+    state.begin(Arc::from("t"), 1, Begins::Unknown);
     state.bar("t", 0);
     state.take_in(vec![record(0, 9), record(1, 3)]);
     let (revoked, deliveries) = hand_out(&mut state);
@@ -123,7 +123,7 @@ fn nothing_past_what_cannot_be_read_is_taken_in() {
 #[test]
 fn a_limit_of_nothing_hands_out_revocations_alone() {
     let mut state = state(0, 0..2);
-    state.begin(Arc::from("t"), 1);
+    state.begin(Arc::from("t"), 1, Begins::Unknown);
     state.take_in(vec![record(1, 0)]);
     let nothing = Limit { count: 0, bytes: 0 };
     let mut incoming = Vec::new();
@@ -182,4 +182,43 @@ fn a_release_is_handed_over_when_its_delay_is_over_and_not_before() {
     assert_eq!((again.len(), again[0].receipt.position, again[0].failures), (1, 1, 0));
     assert!(state.next_due().is_some_and(|due| due > Instant::now()));
     assert_eq!(state.out(&[1]), 1);
+}
+
+#[test]
+fn what_is_missing_before_a_message_is_told() {
+    let jump = |from, to| Jump { topic: Arc::from("t"), partition: 0, from, to };
+    let mut state = State::default();
+    state.begin(Arc::from("t"), 0, Begins::At(5));
+    let found = state.take_in(vec![record(0, 8), record(0, 9), record(0, 11)]);
+    assert_eq!(found, Findings { jumps: vec![jump(5, 8), jump(10, 11)], restarted: vec![] });
+    let found = state.take_in(vec![record(0, 12), record(0, 2)]);
+    assert_eq!(found, Findings { jumps: vec![], restarted: vec![(Arc::from("t"), 0)] });
+}
+
+#[test]
+fn markers_are_passed_where_it_is_known_how_far_was_read() {
+    let mut state = state(0, 5..8);
+    state.reached("t", 1, 15);
+    state.reached("t", 0, 10);
+    let (_, deliveries) = hand_out(&mut state);
+    assert_eq!(committed(&mut state), [(5, Way::Sent)]);
+    deliveries.iter().for_each(|it| assert_eq!(state.accept(&it.receipt), Fate::Counted));
+    assert_eq!(committed(&mut state), [(10, Way::Stored)]);
+    assert_eq!(state.distrust("t", 0), Some(10));
+    state.reached("t", 0, 20);
+    assert_eq!(committed(&mut state), [], "librdkafka counted an error as a message");
+
+    let mut barred = self::state(0, 5..6);
+    barred.bar("t", 0);
+    barred.reached("t", 0, 20);
+    assert_eq!(committed(&mut barred), [(5, Way::Sent)]);
+}
+
+#[test]
+fn an_assignment_that_has_read_nothing_passes_nothing() {
+    // What librdkafka says then may be of an assignment before.
+    let mut state = State::default();
+    state.begin(Arc::from("t"), 0, Begins::At(5));
+    state.reached("t", 0, 100);
+    assert_eq!(committed(&mut state), []);
 }

@@ -7,5 +7,7 @@ mod log;
 mod messages;
 mod opening;
 mod outage;
+mod positions;
 mod settling;
 mod stage;
+mod transactions;

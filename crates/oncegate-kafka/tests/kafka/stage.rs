@@ -3,12 +3,12 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use oncegate_core::marker::Verdict;
-use oncegate_core::road::{self, Event, Freshness, History, Parks, Policy, Reason, Settlement, Stage, Step};
+use oncegate_core::road::{Reason, Settlement};
 use oncegate_core::source::Open;
-use oncegate_core::{Delivery, Guarantee, Incoming, Limit, Outage, Position, Settled, Source};
+use oncegate_core::{Delivery, Incoming, Limit, Position, Settled, Source};
 use oncegate_kafka::{Kafka, KafkaSource};
-use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
+use oncegate_testkit::laws::source::accepted;
+use rdkafka::admin::{AdminClient, AdminOptions, NewPartitions, NewTopic, TopicReplication};
 use rdkafka::client::DefaultClientContext;
 use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer};
 use rdkafka::message::{BorrowedMessage, OwnedHeaders};
@@ -78,13 +78,38 @@ impl Topic {
         assert!(created.expect("an answer").iter().all(Result::is_ok), "{name} was not created");
     }
 
+    fn admin(&self) -> (AdminClient<DefaultClientContext>, AdminOptions) {
+        let admin = client(&self.brokers).create().expect("an admin client");
+        (admin, AdminOptions::new().operation_timeout(Some(BOUND)))
+    }
+
+    /// Gives the topic so many partitions in all.
+    pub(crate) async fn grow(&self, partitions: usize) {
+        let (admin, options) = self.admin();
+        let grown = admin.create_partitions(&[NewPartitions::new(&self.name, partitions)], &options).await;
+        assert!(grown.expect("an answer").iter().all(Result::is_ok), "{} did not grow", self.name);
+    }
+
+    /// Removes what stands below an offset of partition 0, as its retention would.
+    pub(crate) async fn remove_below(&self, offset: i64) {
+        let (admin, options) = self.admin();
+        let mut partitions = TopicPartitionList::new();
+        partitions.add_partition_offset(&self.name, 0, Offset::Offset(offset)).expect("an offset");
+        admin.delete_records(&partitions, &options).await.expect("removed");
+    }
+
     /// Deletes the topic and creates another one of its name, with one partition.
     pub(crate) async fn make_anew(&self) {
-        let admin: AdminClient<DefaultClientContext> = client(&self.brokers).create().expect("an admin client");
-        let options = AdminOptions::new().operation_timeout(Some(BOUND));
+        let (admin, options) = self.admin();
         let deleted = admin.delete_topics(&[&self.name], &options).await;
         assert!(deleted.expect("an answer").iter().all(Result::is_ok), "{} was not deleted", self.name);
         self.create(&self.name, 1, &[]).await;
+    }
+
+    /// The same topic, with a producer that knows of all its partitions.
+    pub(crate) fn renewed(&self) -> Self {
+        let producer = client(&self.brokers).set("linger.ms", "1").create().expect("a producer");
+        Self { name: self.name.clone(), brokers: self.brokers.clone(), producer }
     }
 
     pub(crate) fn dead_letters(&self) -> String {
@@ -251,7 +276,7 @@ pub(crate) fn delivery(incoming: Incoming) -> Option<Delivery> {
 
 /// Settles deliveries as done.
 pub(crate) async fn accept(source: &mut KafkaSource, deliveries: impl IntoIterator<Item = Delivery>) {
-    settle(source, deliveries.into_iter().map(|delivery| (delivery, acceptance()))).await;
+    settle(source, deliveries.into_iter().map(|delivery| (delivery, accepted()))).await;
 }
 
 pub(crate) async fn release(source: &mut KafkaSource, delivery: Delivery, after: Duration) {
@@ -271,25 +296,6 @@ async fn settle(source: &mut KafkaSource, settled: impl IntoIterator<Item = (Del
 
 pub(crate) async fn close(source: KafkaSource) {
     Box::new(source).close(Instant::now() + BOUND).await.expect("closed");
-}
-
-/// An acceptance, as the road gives one for a duplicate.
-fn acceptance() -> Settlement {
-    let policy = Policy {
-        guarantee: Guarantee::EffectivelyOnce,
-        attempts: 5,
-        retries: 0,
-        reconciles: 1,
-        parks: 1,
-        backoff: Duration::from_millis(1),
-        longest_backoff: Duration::from_millis(1),
-        outage: Outage::Hold,
-    };
-    let stage = Stage::Claiming(History { failures: 0, freshness: Freshness::Fresh }, Parks(0));
-    match road::next(stage, Event::Answer(Verdict::Duplicate), &policy) {
-        (_, Step::Settle(settlement)) => settlement,
-        other => unreachable!("a duplicate is accepted: {other:?}"),
-    }
 }
 
 pub(crate) fn offset(delivery: &Delivery) -> i64 {

@@ -1,0 +1,83 @@
+//! Topics that are written in transactions.
+
+use std::time::Duration;
+
+use rdkafka::ClientConfig;
+use rdkafka::producer::{FutureProducer, FutureRecord, Producer};
+
+use crate::stage::*;
+
+struct Writer(FutureProducer);
+
+impl Writer {
+    async fn new(topic: &Topic) -> Self {
+        let mut config = ClientConfig::new();
+        config.set("bootstrap.servers", &topic.brokers).set("transactional.id", &topic.name);
+        let producer: FutureProducer = config.create().expect("a producer");
+        let ready = producer.clone();
+        let begun = tokio::task::spawn_blocking(move || ready.init_transactions(BOUND));
+        begun.await.expect("no panic").expect("transactions");
+        Self(producer)
+    }
+
+    /// Writes these into a transaction that stays open.
+    async fn write(&self, topic: &Topic, bodies: &[&str]) {
+        self.0.begin_transaction().expect("a transaction");
+        for body in bodies {
+            let record = FutureRecord::<[u8], _>::to(&topic.name).partition(0).payload(*body);
+            self.0.send(record, BOUND).await.expect("sent");
+        }
+    }
+
+    async fn commit(&self) {
+        let producer = self.0.clone();
+        tokio::task::spawn_blocking(move || producer.commit_transaction(BOUND)).await.expect("no panic").expect("committed");
+    }
+
+    async fn abort(&self) {
+        let producer = self.0.clone();
+        tokio::task::spawn_blocking(move || producer.abort_transaction(BOUND)).await.expect("no panic").expect("aborted");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_was_committed_is_read_and_what_was_aborted_is_not_and_markers_hold_nothing_back() {
+    let topic = Topic::new(1).await;
+    let writer = Writer::new(&topic).await;
+    let mut source = topic.open().await;
+
+    writer.write(&topic, &["a", "b"]).await;
+    assert!(is_silent(&mut source, Duration::from_millis(700)).await, "read before it was committed");
+    writer.commit().await;
+    let first = receive(&mut source, 2).await;
+    assert_eq!(offsets(&first), [0, 1]);
+    accept(&mut source, first).await;
+    // Past the marker at 2.
+    topic.await_commit(0, 3).await;
+
+    writer.write(&topic, &["never"; 4]).await;
+    writer.abort().await;
+    // Past four messages and their marker, none of which is handed over.
+    topic.await_commit(0, 8).await;
+
+    writer.write(&topic, &["never"]).await;
+    writer.abort().await;
+    writer.write(&topic, &["c"]).await;
+    writer.commit().await;
+    writer.write(&topic, &["open"]).await;
+    let last = receive(&mut source, 1).await;
+    assert_eq!((offsets(&last), &last[0].message.body[..]), (vec![10], &b"c"[..]));
+    topic.await_commit(0, 10).await;
+    accept(&mut source, last).await;
+    topic.await_commit(0, 12).await;
+    // Not past a transaction that may yet be committed.
+    assert!(is_silent(&mut source, Duration::from_millis(1_500)).await);
+    assert_eq!(topic.committed(0).await, Some(12));
+    writer.commit().await;
+    let opened = receive(&mut source, 1).await;
+    assert_eq!(offsets(&opened), [12]);
+    accept(&mut source, opened).await;
+    topic.await_commit(0, 14).await;
+    close(source).await;
+    assert_eq!(topic.committed(0).await, Some(14));
+}
