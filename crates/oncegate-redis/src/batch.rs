@@ -7,17 +7,19 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use oncegate_core::marker::{Ask, Guarantee, Hold, Marker, Operation, Terms, Verdict};
 use oncegate_core::{Key, StoreError};
-use redis::{Cmd, Pipeline, Value};
+use redis::{Cmd, Value};
 
 use crate::doubt::Doubt;
-use crate::durability::{self, Durability};
+use crate::durability::Durability;
 use crate::failure::Failure;
-use crate::link::Open;
 use crate::record;
 use crate::reply;
-use crate::route::{At, Lane, Lanes, Route, View};
+use crate::route::{At, Lane, Route, View};
 use crate::script::{self, By};
 use crate::watch::Watch;
+use sending::{Parcel, Replies};
+
+mod sending;
 
 /// The most keys that one script call changes: it holds everyone else up meanwhile.
 const KEYS_PER_CALL: usize = 256;
@@ -69,6 +71,10 @@ pub(crate) async fn apply(
     batch.doubt.unfinished = false;
     let unsent = || Err(Failure::not_applied("not sent, because an earlier command in the same batch was not answered"));
     batch.answers.into_iter().map(|answer| answer.unwrap_or_else(unsent).map_err(Into::into)).collect()
+}
+
+fn is_strict(operation: &Operation) -> bool {
+    operation.ask == Ask::Claim && operation.terms.guarantee == Guarantee::AtMostOnce
 }
 
 /// What needs no sending.
@@ -124,14 +130,6 @@ struct Batch<'a> {
 
 /// A step, and the server that it is for.
 type Sending = (Step, At);
-
-/// What travels to one server in one pipeline.
-struct Parcel {
-    lanes: Arc<Lanes>,
-    lane: Lane,
-    asking: bool,
-    steps: Vec<Step>,
-}
 
 impl Batch<'_> {
     /// Script calls first, completions among them, then claims.
@@ -246,60 +244,11 @@ impl Batch<'_> {
         }
     }
 
-    async fn send(&self, parcel: &Parcel) -> Result<Vec<Value>, Failure> {
-        let mut pipeline = Pipeline::with_capacity(parcel.steps.len() + 1);
-        let mut texts = 0;
-        for step in &parcel.steps {
-            if parcel.asking {
-                pipeline.cmd("ASKING");
-            }
-            // The first teaches the server the script.
-            texts += u32::from(matches!(step, Step::Script(By::Text, _)));
-            match step {
-                Step::Script(By::Text, call) if texts > 1 => pipeline.add_command(self.call(By::Hash, call)),
-                step => pipeline.add_command(self.command(step)),
-            };
-        }
-        // The last: it covers everything before it.
-        if let (Lane::Claims, Durability::Replicas { count, timeout }) = (parcel.lane, self.durability) {
-            pipeline.cmd("WAIT").arg(count).arg(record::expiry(timeout));
-        }
-        let open = parcel.lanes.link(parcel.lane).open().await?;
-        if let Some(watch) = self.watch
-            && !open.was_looked_at()
-        {
-            self.look_first(watch, &open, parcel).await?;
-        }
-        open.ask(&pipeline).await
-    }
-
-    /// Looks at a server that was connected to anew, if it is to be asked for claims at most once.
-    async fn look_first(&self, watch: &Watch, open: &Open<'_>, parcel: &Parcel) -> Result<(), Failure> {
-        let operations = parcel.steps.iter().flat_map(Step::operations).map(|index| &self.operations[*index]);
-        for claim in operations.filter(|it| it.ask == Ask::Claim && it.terms.guarantee == Guarantee::AtMostOnce) {
-            watch.vouch(open, self.route, &parcel.lanes, self.prefix, self.durability).await?;
-            if let Some(withheld) = watch.withholds(&claim.terms).await {
-                return Err(withheld);
-            }
-        }
-        Ok(())
-    }
-
     /// Reads what one server replied. Answers whether it named another.
-    fn read_parcel(&mut self, parcel: Parcel, mut replies: Vec<Value>, redirections: u32, again: &mut Vec<Sending>) -> bool {
-        let waited = match (parcel.lane, self.durability) {
-            (Lane::Claims, Durability::Replicas { count, .. }) => durability::covered(count, &replies.pop().unwrap_or(Value::Nil)),
-            _ => Ok(()),
-        };
-        if parcel.asking {
-            let mut each = 0;
-            replies.retain(|_| {
-                each += 1;
-                each % 2 == 0
-            });
-        }
+    fn read_parcel(&mut self, parcel: Parcel, replies: Replies, redirections: u32, again: &mut Vec<Sending>) -> bool {
+        let Replies { each, waited, watched } = replies;
         let mut redirected = false;
-        for (step, reply) in parcel.steps.into_iter().zip(replies) {
+        for (step, reply) in parcel.steps.into_iter().zip(each) {
             if let (Route::Cluster(_), Value::ServerError(error)) = (self.route, &reply)
                 && let Some(at) = reply::named_elsewhere(error.code(), error.details().unwrap_or_default())
             {
@@ -317,15 +266,18 @@ impl Batch<'_> {
             let operations = step.operations().to_vec();
             self.read(step, reply, again);
             if let Err(failure) = &waited {
-                self.withdraw(&operations, failure);
+                self.withdraw(&operations, failure, |_| true);
+            }
+            if let Err(failure) = &watched {
+                self.withdraw(&operations, failure, is_strict);
             }
         }
         redirected && redirections > 0
     }
 
-    /// What was granted is not, where too few replicas know of it.
-    fn withdraw(&mut self, operations: &[usize], failure: &Failure) {
-        for index in operations {
+    /// What was granted is not, where too few replicas know of it, or the server was seen to forget.
+    fn withdraw(&mut self, operations: &[usize], failure: &Failure, concerned: impl Fn(&Operation) -> bool) {
+        for index in operations.iter().filter(|index| concerned(&self.operations[**index])) {
             let answer = &mut self.answers[*index];
             if matches!(answer, Some(Ok(Verdict::Granted { .. } | Verdict::InDoubt { .. }))) {
                 *answer = Some(Err(failure.clone()));

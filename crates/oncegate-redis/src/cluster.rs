@@ -14,7 +14,7 @@ use crate::route::Lanes;
 use crate::server::{Server, joined};
 
 /// How many hash slots there are.
-pub(crate) const SLOTS: u16 = 16_384;
+const SLOTS: u16 = 16_384;
 
 /// The nodes of a Cluster, and what each serves.
 pub(crate) struct Cluster {
@@ -59,6 +59,15 @@ impl Map {
             next = next.max(last + 1);
         }
         served
+    }
+
+    /// The first key of this name and a number that a node serves.
+    pub(crate) fn key_at(&self, address: &str, name: &[u8]) -> Option<Vec<u8>> {
+        if !self.ranges.iter().any(|(_, it)| it == address) {
+            return None;
+        }
+        let numbered = |number: u16| [name, number.to_string().as_bytes()].concat();
+        (0..SLOTS).map(numbered).find(|key| self.owner(slot(key)) == Some(address))
     }
 
     /// Each primary once.

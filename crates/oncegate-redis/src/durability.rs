@@ -44,11 +44,8 @@ pub(crate) fn covered(count: u32, reply: &Value) -> Result<(), Failure> {
     match reply {
         Value::Int(know) if *know >= i64::from(count) => Ok(()),
         Value::Int(know) => Err(Failure::unknown(format!("{know} of the {count} replicas that a claim needs know of it"))),
-        Value::ServerError(error) => match Failure::said_by_server(error.code(), error.details().unwrap_or_default()) {
-            // The claims before it may stand.
-            Failure::NotApplied(problem) => Err(Failure::Unknown(problem)),
-            failure => Err(failure),
-        },
+        // The claims before it may stand.
+        Value::ServerError(error) => Err(Failure::said_by_server(error.code(), error.details().unwrap_or_default()).though_it_may_stand()),
         _ => Err(Failure::unknown("Redis gave an answer of the wrong kind to WAIT")),
     }
 }

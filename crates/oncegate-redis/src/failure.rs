@@ -59,6 +59,14 @@ impl Failure {
         Self::Misconfigured(Problem::new(text))
     }
 
+    /// The same, where it may have been applied after all.
+    pub(crate) fn though_it_may_stand(self) -> Self {
+        match self {
+            Self::NotApplied(problem) => Self::Unknown(problem),
+            failure => failure,
+        }
+    }
+
     /// What to say when several were asked in vain: who may answer yet outranks those whose answer no time changes.
     pub(crate) fn beside(self, before: Option<Self>) -> Self {
         match (before, self) {

@@ -6,13 +6,17 @@
 #![forbid(unsafe_code)]
 
 mod batch;
+mod canary;
 mod cluster;
 mod doubt;
 mod durability;
 mod failure;
+mod finding;
+mod info;
 mod link;
 mod memory;
 mod plan;
+mod preflight;
 mod record;
 mod reply;
 mod route;

@@ -92,6 +92,14 @@ impl Link {
         }
     }
 
+    /// The setting that names the server, for messages.
+    pub(crate) fn setting(&self) -> &'static str {
+        match &self.place {
+            Ok(Place::Primary(_)) => "Redis::sentinel",
+            _ => "Redis::at",
+        }
+    }
+
     /// For people.
     pub(crate) fn described(&self) -> String {
         match &self.place {

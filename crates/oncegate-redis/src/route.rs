@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::cluster::{Cluster, Map, SLOTS, slot};
+use crate::cluster::{Cluster, Map, slot};
 use crate::durability::Durability;
 use crate::failure::{Failure, Problem};
 use crate::link::{Link, Patience, Place};
@@ -120,14 +120,33 @@ impl Route {
                 let map = cluster.map().await?;
                 let mut found = Vec::new();
                 for address in map.primaries() {
-                    let on_it = |key: &Vec<u8>| map.owner(slot(key)) == Some(address);
-                    let key = (0..SLOTS).map(|number| [name, number.to_string().as_bytes()].concat()).find(on_it);
-                    if let (Some(key), Some(lanes)) = (key, cluster.node(address).await) {
+                    if let (Some(key), Some(lanes)) = (map.key_at(address, name), cluster.node(address).await) {
                         found.push((key, lanes));
                     }
                 }
                 Ok(found)
             }
+        }
+    }
+
+    /// The key of this name that lies on one server; `None` where that serves no slot.
+    pub(crate) async fn key_on(&self, lanes: &Lanes, name: &[u8]) -> Result<Option<Vec<u8>>, Failure> {
+        Ok(match self {
+            Self::One(_) => Some(name.to_vec()),
+            Self::Cluster(cluster) => cluster.map().await?.key_at(&lanes.general.described(), name),
+        })
+    }
+
+    /// The connections to each primary once.
+    pub(crate) async fn primaries(&self) -> Result<Vec<Arc<Lanes>>, Failure> {
+        Ok(self.keys_on_each(b"").await?.into_iter().map(|(_, lanes)| lanes).collect())
+    }
+
+    /// The setting that names the servers, for messages.
+    pub(crate) fn setting(&self) -> &'static str {
+        match self {
+            Self::One(lanes) => lanes.general.setting(),
+            Self::Cluster(_) => "Redis::cluster",
         }
     }
 

@@ -148,7 +148,8 @@ impl Server {
                 "{named_by}: {address} refuses the user or the password, or wants one; put the right ones into the URL, \
                  redis://user:password@host"
             )),
-            (_, "NOPERM") => Failure::misconfigured(format!(
+            // To SELECT the driver gives no code.
+            _ if code == "NOPERM" || detail.contains("no permissions") => Failure::misconfigured(format!(
                 "{named_by}: {address} does not let this user connect (NOPERM); let it run HELLO, SELECT, SET, GET, DEL, PTTL, PEXPIRE, EVAL, \
                  EVALSHA and INFO"
             )),

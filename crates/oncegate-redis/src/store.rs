@@ -13,11 +13,12 @@ use redis::{Cmd, Pipeline, Value};
 use crate::durability::Durability;
 use crate::failure::{Failure, Problem};
 use crate::link::{Patience, Place};
+use crate::preflight::Asked;
 use crate::route::{Lanes, Route, Target};
 use crate::sentinel::Sentinels;
 use crate::server::{self, Server};
 use crate::watch::Watch;
-use crate::{batch, memory, record};
+use crate::{batch, memory, preflight, record};
 
 /// How long a reply may take by default.
 const TIMEOUT: Duration = Duration::from_millis(500);
@@ -158,14 +159,27 @@ impl Redis {
 
     /// Goes on after Redis was seen to forget.
     ///
-    /// While it is asked for claims it is looked at every two seconds, and at most once claims of no server that was not
-    /// looked at since it was connected to. When its keys or its last writes are gone, or it
-    /// evicted some, at most once claims nothing more ([`StoreError::NotApplied`]): what was handled would be taken for
-    /// new. A person finds out which messages may come again, and calls this, in each process, or starts it again.
+    /// With each pipeline of claims at most once, and with each connection and every two seconds besides, it is seen whether
+    /// the server still has what it was told. When its keys or its last writes are gone, or it evicted some, at most once
+    /// claims nothing more ([`StoreError::NotApplied`]): what was handled would be taken for new. A person finds out which
+    /// messages may come again, and calls this, in each process, on a clone of the store; or starts the process again.
     /// What was granted before is completed meanwhile; other guarantees go on, and the log and
     /// `oncegate_redis_findings_total` tell.
+    ///
+    /// ```
+    /// # use oncegate_redis::Redis;
+    /// # async fn a_person_says_so() {}
+    /// # async fn example() {
+    /// let store = Redis::at("redis://localhost:6379");
+    /// let accepts = store.clone(); // The store itself goes to the consumer.
+    /// tokio::spawn(async move {
+    ///     a_person_says_so().await;
+    ///     accepts.accept_loss().await;
+    /// });
+    /// # }
+    /// ```
     pub async fn accept_loss(&self) {
-        self.watch.accept().await;
+        self.watch.accept();
     }
 
     /// The marker under a key as it is now: what an operator has to have seen before
@@ -220,7 +234,7 @@ impl Store for Redis {
             self.watch.look(&self.route, &self.prefix, self.durability).await;
             if self.forgetting == Forgetting::Told {
                 for (operation, answer) in operations.iter().zip(&mut answers).filter(|(operation, _)| is_claim(operation)) {
-                    *answer = self.watch.withholds(&operation.terms).await.map(Err);
+                    *answer = self.watch.withholds(&operation.terms).map(Err);
                 }
             }
         }
@@ -228,8 +242,13 @@ impl Store for Redis {
         batch::apply(&self.route, watch, self.durability, &self.prefix, operations, answers).await
     }
 
+    async fn preflight(&self, guarantee: Guarantee) -> Result<(), StoreError> {
+        let asked = Asked { guarantee, durability: self.durability, prefix: &self.prefix };
+        Ok(preflight::preflight(&self.route, asked).await?)
+    }
+
     async fn memory(&self) -> Result<Memory, StoreError> {
-        let memory = memory::preflight(&self.route, &self.prefix, self.durability).await?;
+        let memory = memory::memory(&self.route).await?;
         Ok(match (memory, self.forgetting) {
             (Memory::Forgets(why), Forgetting::Accepted) => {
                 Memory::Survives(format!("accepted by the user with accept_forgetful_store(): {why}"))

@@ -1,135 +1,143 @@
 //! Notices, while running, that a server forgot what it was told.
 //!
-//! A canary stands under `<prefix>!canary` and is counted up with every look. Gone or born anew, the server lost its keys;
-//! counted back, it lost its last writes. `INFO` tells the rest: evicted keys, another process, a clock that jumped.
+//! The [canary](crate::canary) tells of lost keys and lost writes, `INFO` the rest: evicted keys, another process, a clock
+//! that jumped.
 
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use oncegate_core::marker::{Guarantee, Terms, Token, UNRESOLVED_AT_MOST_ONCE};
-use redis::{Cmd, Pipeline, Value};
-use tokio::sync::Mutex;
+use oncegate_core::marker::{Guarantee, Terms, Token};
+use redis::{Pipeline, Value};
 
+use crate::canary::{self, COUNT_STANDS, Canary, Keys};
 use crate::durability::Durability;
 use crate::failure::Failure;
+use crate::finding::Finding;
+use crate::info::Info;
 use crate::link::Open;
-use crate::memory::field;
-use crate::record;
 use crate::route::{Lanes, Route};
 
 /// How often a server is looked at while it is asked for claims.
 const EVERY: Duration = Duration::from_secs(2);
 
+/// How long at most once waits after a restart: who lost its last writes finds out when it asks again, at least once a
+/// second, and tells.
+const OTHERS_MAY_TELL: Duration = Duration::from_secs(3);
+
 /// A clock may go wrong by so much between two looks, and by a thousandth of the time between them.
 const CLOCK_TOLERANCE: Duration = Duration::from_secs(2);
 
-/// What was noticed.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Finding {
-    /// The canary is gone: the keys were lost, deleted or evicted.
-    CanaryLost,
-    /// The canary counts back: the last writes were lost, as in a failover or a power cut.
-    WritesLost,
-    /// Keys were evicted.
-    Evicted(u64),
-    /// Another process answers; it still has the keys.
-    Restarted,
-    /// The clock went on by this much more than time did.
-    ClockForward(Duration),
-    /// The clock went on by this much less.
-    ClockBackward(Duration),
-}
-
-impl Finding {
-    /// The label of the counter.
-    fn label(&self) -> &'static str {
-        match self {
-            Self::CanaryLost => "canary_lost",
-            Self::WritesLost => "writes_lost",
-            Self::Evicted(_) => "evicted",
-            Self::Restarted => "restarted",
-            Self::ClockForward(_) => "clock_forward",
-            Self::ClockBackward(_) => "clock_backward",
-        }
-    }
-
-    fn told(&self) -> String {
-        match self {
-            Self::CanaryLost => "the canary key is gone: Redis lost its keys, or someone deleted them".into(),
-            Self::WritesLost => "the canary key counts back: Redis lost its last writes, as in a failover or a power cut".into(),
-            Self::Evicted(keys) => format!("Redis evicted {keys} keys: set maxmemory-policy noeviction, and give it more memory"),
-            Self::Restarted => "another Redis process answers; it still has the keys".into(),
-            Self::ClockForward(by) => {
-                format!("the clock of Redis jumped forward by {by:?}: leases and markers end early; slew it with NTP")
-            }
-            Self::ClockBackward(by) => format!("the clock of Redis jumped back by {by:?}: leases and markers end late; slew it with NTP"),
-        }
-    }
-
-    /// Whether markers may be gone, so that what was handled would be taken for new. Where replicas know of every claim,
-    /// the last writes that a failover loses are others: their ids are in progress again, and then in doubt.
-    fn forgot(&self, durability: Durability) -> bool {
-        match self {
-            Self::CanaryLost | Self::Evicted(_) => true,
-            Self::WritesLost => durability == Durability::Primary,
-            Self::Restarted | Self::ClockForward(_) | Self::ClockBackward(_) => false,
-        }
-    }
-}
-
 /// Looks at servers now and then, and remembers what it saw.
-#[derive(Default)]
 pub(crate) struct Watch {
+    /// Whose counts are ours.
+    process: Token,
     state: Mutex<State>,
+}
+
+impl Default for Watch {
+    fn default() -> Self {
+        Self { process: Token::random(), state: Mutex::default() }
+    }
 }
 
 #[derive(Default)]
 struct State {
     looked: Option<Instant>,
-    /// What each server showed last, by its canary's key.
-    seen: HashMap<Vec<u8>, Seen>,
-    /// How many keys each process had evicted, by its `run_id`: in a Cluster a canary moves to another node with its slot.
-    evicted: HashMap<String, u64>,
+    /// By key. In a Cluster each primary has one; it moves to another node with its slot.
+    births: HashMap<Vec<u8>, Birth>,
+    /// By key, as well.
+    counts: HashMap<Vec<u8>, Counted>,
+    /// What each process of Redis showed last, by its `run_id`.
+    processes: HashMap<String, Shown>,
     /// Until a person accepts it.
     forgot: Option<String>,
     /// When a forward jump of the clock was noticed, and how far it went.
     jumped: Option<(Instant, Duration)>,
+    /// When another process was noticed, where the last one may have taken writes with it.
+    restarted: Option<Instant>,
 }
 
-/// What a server showed.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Seen {
-    birth: Vec<u8>,
-    count: u64,
+/// What is known of a canary that all share.
+#[derive(Clone, Debug, Default)]
+struct Birth {
+    /// `None` once it was seen to be gone.
+    birth: Option<Vec<u8>>,
+    /// The `run_id` of the process that had it last.
+    process: Option<String>,
+    /// Whether it is to end, because what we wrote is gone.
+    ends: bool,
+}
+
+/// The count that no server may be behind: claims that were granted stand with it.
+#[derive(Clone, Copy, Debug)]
+struct Counted {
+    least: u64,
+    at: Instant,
+}
+
+/// What a process showed of itself.
+#[derive(Clone, Debug)]
+struct Shown {
     run_id: String,
     evicted: u64,
     clock: Duration,
     at: Instant,
 }
 
+/// What was known of a canary when it was asked.
+pub(crate) struct Asked {
+    pub(crate) keys: Keys,
+    birth: Birth,
+    least: u64,
+}
+
+/// Whether a count is one that must not be lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stands {
+    /// As the claims before it do.
+    Firmly,
+    /// Replicas have to know of claims, and may not know of this.
+    Perhaps,
+}
+
 impl Watch {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Looks at each server, unless that was done a moment ago. A server that does not answer is left for the next time.
     pub(crate) async fn look(&self, route: &Route, prefix: &[u8], durability: Durability) {
-        let mut state = self.state.lock().await;
-        if state.looked.is_some_and(|at| at.elapsed() < EVERY) {
-            return;
+        {
+            let mut state = self.state();
+            let to_tell = state.births.values().any(|birth| birth.ends);
+            if !to_tell && state.looked.is_some_and(|at| at.elapsed() < EVERY) {
+                return;
+            }
+            state.looked = Some(Instant::now());
         }
-        state.looked = Some(Instant::now());
-        let Ok(servers) = route.keys_on_each(&[prefix, b"!canary"].concat()).await else { return };
-        for (key, lanes) in servers {
-            let looked = match lanes.general.open().await {
-                Ok(open) => state.look_at(&open, key, durability).await,
-                Err(failure) => Err(failure),
-            };
-            if let Err(failure) = looked {
+        let Ok(servers) = route.primaries().await else { return };
+        for lanes in servers {
+            if let Err(failure) = self.look_on(&lanes, route, prefix, durability).await {
                 tracing::debug!(?failure, "Redis could not be looked at");
             }
         }
     }
 
+    async fn look_on(&self, lanes: &Lanes, route: &Route, prefix: &[u8], durability: Durability) -> Result<(), Failure> {
+        let keys = self.keys_on(route, lanes, prefix).await?;
+        self.look_at(&lanes.general.open().await?, keys, durability).await
+    }
+
+    /// The keys on one server; `None` where that serves no slot.
+    pub(crate) async fn keys_on(&self, route: &Route, lanes: &Lanes, prefix: &[u8]) -> Result<Option<Keys>, Failure> {
+        let shared = route.key_on(lanes, &canary::shared(prefix)).await?;
+        let own = route.key_on(lanes, &canary::own(prefix, self.process)).await?;
+        Ok(shared.zip(own).map(|(shared, own)| Keys { shared, own }))
+    }
+
     /// Looks at the server behind a connection that was made since the last look: it may be another one, or the same with
-    /// its keys lost. A node of a Cluster that serves no slot of its own yet is not looked at.
+    /// its keys lost. A node of a Cluster that serves no slot of its own yet has no canary.
     ///
     /// # Errors
     /// `NotApplied` or `Misconfigured`: it could not be looked at, and nothing is known of it.
@@ -144,27 +152,78 @@ impl Watch {
         if open.was_looked_at() {
             return Ok(());
         }
-        let servers = route.keys_on_each(&[prefix, b"!canary"].concat()).await?;
-        let Some((key, _)) = servers.into_iter().find(|(_, its)| Arc::ptr_eq(its, lanes)) else { return Ok(()) };
-        let mut state = self.state.lock().await;
-        if open.was_looked_at() {
-            return Ok(());
-        }
-        state.look_at(open, key, durability).await.map_err(|failure| match failure {
+        let keys = self.keys_on(route, lanes, prefix).await?;
+        self.look_at(open, keys, durability).await.map_err(|failure| match failure {
             // Of the claims nothing was sent.
             Failure::Unknown(problem) => Failure::NotApplied(problem),
             failure => failure,
         })
     }
 
+    async fn look_at(&self, open: &Open<'_>, keys: Option<Keys>, durability: Durability) -> Result<(), Failure> {
+        self.look_once(open, keys.clone(), durability).await?;
+        match keys {
+            // The others are told at once.
+            Some(keys) if self.asks(keys.clone()).birth.ends => self.look_once(open, Some(keys), durability).await,
+            _ => Ok(()),
+        }
+    }
+
+    async fn look_once(&self, open: &Open<'_>, keys: Option<Keys>, durability: Durability) -> Result<(), Failure> {
+        let asked = keys.map(|keys| self.asks(keys));
+        let mut pipeline = Pipeline::with_capacity(3);
+        pipeline.cmd("INFO");
+        if let Some(Asked { keys, birth, .. }) = &asked {
+            let ends = birth.birth.as_deref().filter(|_| birth.ends);
+            for command in canary::look(keys, ends) {
+                pipeline.add_command(command);
+            }
+        }
+        let mut replies = open.ask(&pipeline).await?.into_iter();
+        let mut next = || replies.next().unwrap_or(Value::Nil);
+        let shown = Shown::read(&Info::read(next())?);
+        let told = match asked {
+            Some(asked) => Some((asked, canary::read(next(), &next())?)),
+            None => None,
+        };
+        let stands = match durability {
+            Durability::Primary => Stands::Firmly,
+            Durability::Replicas { .. } => Stands::Perhaps,
+        };
+        self.state().take(told, shown, stands);
+        open.set_looked_at();
+        Ok(())
+    }
+
+    /// Before a canary is asked: what it has to be beyond.
+    pub(crate) fn asks(&self, keys: Keys) -> Asked {
+        let state = self.state();
+        let birth = state.births.get(&keys.shared).cloned().unwrap_or_default();
+        let counted = state.counts.get(&keys.own).filter(|counted| counted.at.elapsed() < COUNT_STANDS);
+        Asked { least: counted.map_or(0, |counted| counted.least), birth, keys }
+    }
+
+    /// After it told.
+    pub(crate) fn told(&self, asked: Asked, canary: Canary, stands: Stands) {
+        let mut state = self.state();
+        let finding = state.told(asked, canary, stands);
+        finding.into_iter().for_each(|finding| state.note(&finding, stands));
+    }
+
     /// Why a claim on these terms is not to be asked at this moment.
-    pub(crate) async fn withholds(&self, terms: &Terms) -> Option<Failure> {
+    pub(crate) fn withholds(&self, terms: &Terms) -> Option<Failure> {
         if terms.guarantee != Guarantee::AtMostOnce {
             return None;
         }
-        let state = self.state.lock().await;
+        let state = self.state();
         if let Some(why) = &state.forgot {
             return Some(paused(why));
+        }
+        if state.restarted.is_some_and(|at| at.elapsed() < OTHERS_MAY_TELL) {
+            return Some(Failure::not_applied(format!(
+                "another Redis process answers; at most once waits {OTHERS_MAY_TELL:?}, in which consumers that lost writes with the last one \
+                 tell the others"
+            )));
         }
         match state.jumped {
             // Markers that should still stand may have expired, and `max_age` does not speak for their messages.
@@ -177,9 +236,9 @@ impl Watch {
     }
 
     /// A person accepts what was forgotten.
-    pub(crate) async fn accept(&self) {
-        let mut state = self.state.lock().await;
-        (state.forgot, state.jumped) = (None, None);
+    pub(crate) fn accept(&self) {
+        let mut state = self.state();
+        (state.forgot, state.jumped, state.restarted) = (None, None, None);
         metrics::gauge!("oncegate_redis_paused").set(0);
     }
 }
@@ -192,47 +251,93 @@ fn paused(why: &str) -> Failure {
 }
 
 impl State {
-    async fn look_at(&mut self, open: &Open<'_>, key: Vec<u8>, durability: Durability) -> Result<(), Failure> {
-        let now = look_at(open, &key).await?;
-        self.take(key, now, durability);
-        open.set_looked_at();
-        Ok(())
+    /// What a look showed.
+    fn take(&mut self, told: Option<(Asked, Canary)>, shown: Shown, stands: Stands) {
+        let mut findings = Vec::new();
+        let key = told.as_ref().map(|(asked, _)| asked.keys.shared.clone());
+        if let Some((asked, canary)) = told {
+            findings.extend(self.told(asked, canary, stands));
+        }
+        let predecessor = key.and_then(|key| self.births.get_mut(&key)?.process.replace(shown.run_id.clone()));
+        let before = match (self.processes.get(&shown.run_id), predecessor) {
+            // A node that was seen before: the canary may have come to it with its slot.
+            (Some(same), _) => Some(same),
+            (None, Some(other)) => {
+                if findings.is_empty() {
+                    findings.push(Finding::Restarted);
+                }
+                self.processes.get(&other)
+            }
+            (None, None) => None,
+        };
+        findings.extend(before.map(|before| compare(before, &shown)).unwrap_or_default());
+        self.processes.insert(shown.run_id.clone(), shown);
+        findings.iter().for_each(|finding| self.note(finding, stands));
     }
 
-    fn take(&mut self, key: Vec<u8>, now: Seen, durability: Durability) {
-        // A new process counts from 0.
-        let evicted_before = self.evicted.insert(now.run_id.clone(), now.evicted).unwrap_or(0);
-        if let Some(before) = self.seen.get(&key) {
-            for finding in compare(before, &now, evicted_before) {
-                let told = finding.told();
-                metrics::counter!("oncegate_redis_findings_total", "finding" => finding.label()).increment(1);
-                if finding.forgot(durability) {
-                    tracing::error!(finding = finding.label(), "{told}");
-                    metrics::gauge!("oncegate_redis_paused").set(1);
-                    self.forgot.get_or_insert(told);
-                } else {
-                    tracing::warn!(finding = finding.label(), "{told}");
-                }
-                if let Finding::ClockForward(by) = finding {
-                    self.jumped = Some((Instant::now(), by));
-                }
-            }
+    /// What a canary told. A finding is told once, whoever else was under way.
+    fn told(&mut self, asked: Asked, canary: Canary, stands: Stands) -> Option<Finding> {
+        let Asked { keys, birth: known, least } = asked;
+        let now = Instant::now();
+        let counted = self.counts.entry(keys.own).or_insert(Counted { least: 0, at: now });
+        if counted.at.elapsed() >= COUNT_STANDS {
+            counted.least = 0;
         }
-        self.seen.insert(key, now);
+        let behind = canary.count <= least.min(counted.least);
+        if stands == Stands::Firmly || behind {
+            let least = if behind { canary.count } else { counted.least.max(canary.count) };
+            *counted = Counted { least, at: now };
+        }
+        let birth = self.births.entry(keys.shared).or_default();
+        if birth.birth != known.birth {
+            // Another was noticed meanwhile, and what is behind with it.
+            return None;
+        }
+        if canary.birth != birth.birth {
+            let ended = std::mem::take(&mut birth.ends);
+            let was_counted_on = birth.birth.is_some() && least > 0;
+            birth.birth = canary.birth;
+            // Ended by us, or never counted on.
+            return (was_counted_on && !ended).then_some(Finding::CanaryLost);
+        }
+        birth.ends |= behind;
+        behind.then_some(Finding::WritesLost)
+    }
+
+    fn note(&mut self, finding: &Finding, stands: Stands) {
+        let told = finding.told();
+        metrics::counter!("oncegate_redis_findings_total", "finding" => finding.label()).increment(1);
+        if finding.forgot() {
+            tracing::error!(finding = finding.label(), "{told}");
+            metrics::gauge!("oncegate_redis_paused").set(1);
+            self.forgot.get_or_insert(told);
+        } else {
+            tracing::warn!(finding = finding.label(), "{told}");
+        }
+        match finding {
+            Finding::ClockForward(by) => self.jumped = Some((Instant::now(), *by)),
+            Finding::Restarted if stands == Stands::Firmly => self.restarted = Some(Instant::now()),
+            _ => {}
+        }
     }
 }
 
-/// What happened between two looks.
-fn compare(before: &Seen, now: &Seen, evicted_before: u64) -> Vec<Finding> {
-    let mut findings = Vec::new();
-    let restarted = now.run_id != before.run_id;
-    if now.birth != before.birth {
-        findings.push(Finding::CanaryLost);
-    } else if now.count <= before.count {
-        findings.push(Finding::WritesLost);
-    } else if restarted {
-        findings.push(Finding::Restarted);
+impl Shown {
+    fn read(info: &Info) -> Self {
+        Self {
+            run_id: info.field("run_id").unwrap_or_default().to_owned(),
+            evicted: info.number("evicted_keys").unwrap_or(0),
+            clock: Duration::from_micros(info.number("server_time_usec").unwrap_or(0)),
+            at: Instant::now(),
+        }
     }
+}
+
+/// What happened between two looks: at the same process, or at one and the one that took its place.
+fn compare(before: &Shown, now: &Shown) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    // A new process counts from 0.
+    let evicted_before = if now.run_id == before.run_id { before.evicted } else { 0 };
     if now.evicted > evicted_before {
         findings.push(Finding::Evicted(now.evicted - evicted_before));
     }
@@ -247,120 +352,187 @@ fn compare(before: &Seen, now: &Seen, evicted_before: u64) -> Vec<Finding> {
     findings
 }
 
-async fn look_at(open: &Open<'_>, key: &[u8]) -> Result<Seen, Failure> {
-    let mut pipeline = Pipeline::with_capacity(2);
-    pipeline.add_command(count_up(key)).cmd("INFO");
-    let replies = open.ask(&pipeline).await?;
-    let at = Instant::now();
-    let [canary, info] = <[Value; 2]>::try_from(replies).map_err(|_| Failure::unknown("Redis answered half"))?;
-    let wrong = |what: &Value| match what {
-        Value::ServerError(error) => Failure::said_by_server(error.code(), error.details().unwrap_or_default()),
-        what => Failure::unknown(format!("Redis gave an answer of the wrong kind to a look: {what:?}")),
-    };
-    let info = match &info {
-        Value::BulkString(info) => String::from_utf8_lossy(info).into_owned(),
-        Value::VerbatimString { text, .. } => text.clone(),
-        other => return Err(wrong(other)),
-    };
-    let Value::Array(counted) = &canary else { return Err(wrong(&canary)) };
-    let [Value::BulkString(birth), Value::BulkString(count)] = counted.as_slice() else { return Err(wrong(&canary)) };
-    let number = |name: &str| field(&info, name).and_then(|value| value.parse().ok()).unwrap_or(0);
-    Ok(Seen {
-        birth: birth.clone(),
-        count: String::from_utf8_lossy(count).parse().map_err(|_| wrong(&canary))?,
-        run_id: field(&info, "run_id").unwrap_or_default().to_owned(),
-        evicted: number("evicted_keys"),
-        clock: Duration::from_micros(number("server_time_usec")),
-        at,
-    })
-}
-
-/// Counts the canary up, or gives it a birth that nobody had.
-fn count_up(key: &[u8]) -> Cmd {
-    let mut eval = Cmd::new();
-    eval.arg("EVAL").arg(include_str!("canary.lua")).arg(1).arg(key);
-    eval.arg(record::token(Token::random())).arg(record::expiry(UNRESOLVED_AT_MOST_ONCE));
-    eval
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     const SECOND: Duration = Duration::from_secs(1);
+    const AT_MOST_ONCE: Terms =
+        Terms { guarantee: Guarantee::AtMostOnce, lease: SECOND, window: Duration::from_secs(60), fingerprint: None };
 
-    fn seen(at: Instant) -> Seen {
-        Seen { birth: b"b".into(), count: 5, run_id: "r".into(), evicted: 3, clock: 1_000 * SECOND, at }
+    fn shown(run_id: &str) -> Shown {
+        Shown { run_id: run_id.into(), evicted: 0, clock: 1_000 * SECOND, at: Instant::now() }
+    }
+
+    fn canary(birth: &str, count: u64) -> Canary {
+        Canary { birth: Some(birth.into()), count }
+    }
+
+    fn keys(name: &str) -> Keys {
+        Keys { shared: name.into(), own: format!("own {name}").into() }
+    }
+
+    /// A look at a canary.
+    fn look(watch: &Watch, name: &str, canary: Canary, shown: Shown) {
+        let asked = watch.asks(keys(name));
+        watch.state().take(Some((asked, canary)), shown, Stands::Firmly);
+    }
+
+    fn claim(watch: &Watch, canary: Canary, stands: Stands) {
+        let asked = watch.asks(keys("k"));
+        watch.told(asked, canary, stands);
+    }
+
+    fn is_withheld(watch: &Watch) -> bool {
+        watch.withholds(&AT_MOST_ONCE).is_some()
+    }
+
+    fn why(watch: &Watch) -> String {
+        match watch.withholds(&AT_MOST_ONCE) {
+            Some(Failure::NotApplied(problem)) => problem.to_string(),
+            other => panic!("{other:?}"),
+        }
     }
 
     #[test]
-    fn each_loss_is_told_from_the_others() {
-        let at = Instant::now();
-        let before = seen(at);
-        let after = Seen { count: 6, clock: 1_010 * SECOND, at: at + 10 * SECOND, ..before.clone() };
-        let compare = |before: &Seen, now: &Seen| compare(before, now, if now.run_id == before.run_id { before.evicted } else { 0 });
-        assert_eq!(compare(&before, &after), []);
-        let restarted = Seen { run_id: "s".into(), evicted: 0, ..after.clone() };
+    fn what_a_process_shows_is_compared_with_what_it_showed() {
+        let before = Shown { evicted: 3, ..shown("r") };
+        let after = Shown { clock: 1_010 * SECOND, at: before.at + 10 * SECOND, ..before.clone() };
+        let other = Shown { run_id: "s".into(), evicted: 0, ..after.clone() };
         for (now, findings) in [
-            (Seen { birth: b"c".into(), count: 1, ..after.clone() }, vec![Finding::CanaryLost]),
-            (Seen { count: 5, ..after.clone() }, vec![Finding::WritesLost]),
-            (Seen { count: 2, ..restarted.clone() }, vec![Finding::WritesLost]),
-            (Seen { evicted: 9, ..after.clone() }, vec![Finding::Evicted(6)]),
-            (restarted.clone(), vec![Finding::Restarted]),
-            (Seen { evicted: 2, ..restarted }, vec![Finding::Restarted, Finding::Evicted(2)]),
-            (Seen { clock: 1_016 * SECOND, ..after.clone() }, vec![Finding::ClockForward(6 * SECOND)]),
-            (Seen { clock: 1_004 * SECOND, ..after.clone() }, vec![Finding::ClockBackward(6 * SECOND)]),
-            (Seen { clock: 990 * SECOND, ..after.clone() }, vec![Finding::ClockBackward(20 * SECOND)]),
-            (Seen { clock: 1_011 * SECOND, ..after }, vec![]),
+            (after.clone(), vec![]),
+            (other.clone(), vec![]),
+            (Shown { evicted: 9, ..after.clone() }, vec![Finding::Evicted(6)]),
+            (Shown { evicted: 2, ..other }, vec![Finding::Evicted(2)]),
+            (Shown { clock: 1_016 * SECOND, ..after.clone() }, vec![Finding::ClockForward(6 * SECOND)]),
+            (Shown { clock: 1_004 * SECOND, ..after.clone() }, vec![Finding::ClockBackward(6 * SECOND)]),
+            (Shown { clock: 990 * SECOND, ..after.clone() }, vec![Finding::ClockBackward(20 * SECOND)]),
+            (Shown { clock: 1_011 * SECOND, ..after }, vec![]),
         ] {
             assert_eq!(compare(&before, &now), findings, "{now:?}");
         }
     }
 
-    #[tokio::test]
-    async fn a_canary_that_moves_to_a_node_which_evicted_keys_long_ago_tells_of_none() {
-        let at_most_once = Terms { guarantee: Guarantee::AtMostOnce, lease: SECOND, window: 60 * SECOND, fingerprint: None };
-        let at = Instant::now();
-        let (one, other) = (Seen { evicted: 0, ..seen(at) }, Seen { run_id: "other".into(), evicted: 9, ..seen(at) });
-        let watch = Watch::default();
-        let mut looks = vec![(b"1", one.clone()), (b"2", other.clone()), (b"1", Seen { count: 6, ..other.clone() })];
-        for (more, withheld) in [(None, false), (Some((b"1", Seen { count: 7, evicted: 10, ..other })), true)] {
-            looks.extend(more);
-            for (key, now) in looks.drain(..) {
-                watch.state.lock().await.take(key.to_vec(), now, Durability::Primary);
-            }
-            assert_eq!(watch.withholds(&at_most_once).await.is_some(), withheld);
-        }
-    }
-
-    #[tokio::test]
-    async fn a_failover_that_no_claim_was_lost_in_pauses_nothing() {
-        let at_most_once = Terms { guarantee: Guarantee::AtMostOnce, lease: SECOND, window: 60 * SECOND, fingerprint: None };
-        let before = seen(Instant::now());
-        let after = Seen { count: 4, run_id: "s".into(), evicted: 0, ..before.clone() };
-        let replicas = Durability::Replicas { count: 1, timeout: SECOND };
-        for (durability, withheld) in [(replicas, false), (Durability::Primary, true)] {
+    #[test]
+    fn each_loss_pauses_and_is_told_from_the_others() {
+        let gone = Canary { birth: None, count: 1 };
+        for (lost, says) in
+            [(canary("c", 1), "born anew"), (gone, "born anew"), (canary("b", 5), "counts back"), (canary("b", 4), "counts back")]
+        {
             let watch = Watch::default();
-            for now in [&before, &after] {
-                watch.state.lock().await.take(b"k".to_vec(), now.clone(), durability);
-            }
-            assert_eq!(watch.withholds(&at_most_once).await.is_some(), withheld, "{durability:?}");
+            look(&watch, "k", canary("b", 5), shown("r"));
+            assert!(!is_withheld(&watch));
+            claim(&watch, lost.clone(), Stands::Firmly);
+            assert!(why(&watch).contains(says), "{lost:?}");
+            watch.accept();
+            look(&watch, "k", canary("d", lost.count + 1), shown("r"));
+            assert_eq!(is_withheld(&watch), lost.birth == Some(b"c".into()), "accepted: {lost:?}");
         }
     }
 
-    #[tokio::test]
-    async fn a_forward_jump_pauses_for_a_lease_and_a_long_one_until_it_is_accepted() {
-        let at_most_once = Terms { guarantee: Guarantee::AtMostOnce, lease: SECOND, window: 60 * SECOND, fingerprint: None };
+    /// It may have expired meanwhile.
+    #[test]
+    fn a_count_of_long_ago_is_not_gone_by() {
+        let watch = Watch::default();
+        look(&watch, "k", canary("b", 5), shown("r"));
+        for counted in watch.state().counts.values_mut() {
+            counted.at = Instant::now().checked_sub(COUNT_STANDS).expect("the machine is up longer");
+        }
+        claim(&watch, canary("b", 1), Stands::Firmly);
+        claim(&watch, canary("b", 2), Stands::Firmly);
+        assert!(!is_withheld(&watch));
+    }
+
+    /// The last write of a pipeline of claims, between two looks.
+    #[test]
+    fn a_restart_that_lost_the_last_claims_is_no_mere_restart() {
+        let watch = Watch::default();
+        look(&watch, "k", canary("b", 1), shown("r"));
+        claim(&watch, canary("b", 2), Stands::Firmly);
+        look(&watch, "k", canary("b", 2), shown("s"));
+        assert!(why(&watch).contains("last writes"));
+    }
+
+    #[test]
+    fn a_mere_restart_is_waited_for() {
+        let watch = Watch::default();
+        look(&watch, "k", canary("b", 1), shown("r"));
+        look(&watch, "k", canary("b", 2), shown("s"));
+        assert!(why(&watch).contains("another Redis process"));
+        watch.state().restarted = Instant::now().checked_sub(OTHERS_MAY_TELL);
+        assert!(!is_withheld(&watch));
+        // Who lost something tells in time.
+        claim(&watch, canary("c", 3), Stands::Firmly);
+        assert!(why(&watch).contains("another consumer's"));
+    }
+
+    #[test]
+    fn pipelines_that_overtake_each_other_are_no_loss() {
+        let watch = Watch::default();
+        look(&watch, "k", canary("b", 1), shown("r"));
+        let [first, second] = [(); 2].map(|()| watch.asks(keys("k")));
+        watch.told(second, canary("b", 3), Stands::Firmly);
+        watch.told(first, canary("b", 2), Stands::Firmly);
+        assert!(!is_withheld(&watch));
+        assert_eq!(watch.state().counts[&keys("k").own].least, 3);
+    }
+
+    #[test]
+    fn a_birth_that_we_end_ourselves_is_no_other_loss() {
+        let watch = Watch::default();
+        look(&watch, "k", canary("b", 7), shown("r"));
+        let late = watch.asks(keys("k"));
+        claim(&watch, canary("b", 3), Stands::Firmly);
+        assert!(watch.asks(keys("k")).birth.ends);
+        watch.accept();
+        watch.told(late, canary("b", 4), Stands::Firmly);
+        look(&watch, "k", canary("c", 5), shown("r"));
+        assert!(!is_withheld(&watch), "told once");
+        assert!(!watch.asks(keys("k")).birth.ends);
+    }
+
+    /// What replicas did not have to know of may be gone.
+    #[test]
+    fn a_failover_that_no_claim_was_lost_in_pauses_nothing() {
+        let watch = Watch::default();
+        let looked = |told, run_id| {
+            let asked = watch.asks(keys("k"));
+            watch.state().take(Some((asked, told)), shown(run_id), Stands::Perhaps);
+        };
+        looked(canary("b", 1), "r");
+        claim(&watch, canary("b", 2), Stands::Firmly);
+        claim(&watch, canary("b", 3), Stands::Perhaps);
+        looked(canary("b", 4), "r");
+        looked(canary("b", 3), "s");
+        assert!(!is_withheld(&watch), "what was covered is there");
+        looked(canary("b", 2), "t");
+        assert!(why(&watch).contains("last writes"), "a claim that replicas knew of is gone");
+    }
+
+    #[test]
+    fn a_canary_that_moves_to_another_node_tells_nothing() {
+        let watch = Watch::default();
+        let other = Shown { evicted: 9, clock: 1_300 * SECOND, ..shown("other") };
+        look(&watch, "1", canary("b", 1), Shown { evicted: 0, ..shown("one") });
+        look(&watch, "2", canary("b", 1), other.clone());
+        look(&watch, "1", canary("b", 2), Shown { at: Instant::now(), ..other.clone() });
+        assert!(!is_withheld(&watch));
+        look(&watch, "1", canary("b", 3), Shown { evicted: 10, at: Instant::now(), ..other });
+        assert!(is_withheld(&watch));
+    }
+
+    #[test]
+    fn a_forward_jump_pauses_for_a_lease_and_a_long_one_until_it_is_accepted() {
         let watch = Watch::default();
         let jump = |by: Duration, ago: Duration| (Instant::now().checked_sub(ago).expect("the machine is up longer"), by);
         for (jumped, withheld) in
             [(jump(3 * SECOND, Duration::ZERO), true), (jump(3 * SECOND, SECOND), false), (jump(30 * SECOND, 9 * SECOND), true)]
         {
-            watch.state.lock().await.jumped = Some(jumped);
-            assert_eq!(watch.withholds(&at_most_once).await.is_some(), withheld, "{jumped:?}");
-            assert!(watch.withholds(&Terms { guarantee: Guarantee::EffectivelyOnce, ..at_most_once }).await.is_none());
+            watch.state().jumped = Some(jumped);
+            assert_eq!(is_withheld(&watch), withheld, "{jumped:?}");
+            assert!(watch.withholds(&Terms { guarantee: Guarantee::EffectivelyOnce, ..AT_MOST_ONCE }).is_none());
         }
-        watch.accept().await;
-        assert!(watch.withholds(&at_most_once).await.is_none());
+        watch.accept();
+        assert!(!is_withheld(&watch));
     }
 }

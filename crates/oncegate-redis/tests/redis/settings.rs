@@ -2,12 +2,12 @@
 
 use std::net::TcpListener;
 
-use oncegate_core::marker::{Ask, Effect, Operation, Verdict};
+use oncegate_core::marker::{Ask, Effect, Guarantee, Operation, Verdict};
 use oncegate_core::{Memory, Store, StoreError};
-use oncegate_redis::Redis;
+use oncegate_redis::{Durability, Redis};
 use oncegate_testkit::servers::{RedisOptions, RedisPersistence, RedisServer};
 
-use crate::support::{GRANTED, ask, at, claim, client_of, complete, key};
+use crate::support::{GRANTED, Log, ask, at, claim, client_of, complete, key, rights};
 
 const SECRET: &str = "s3cr3tpassw0rd";
 
@@ -182,4 +182,113 @@ async fn memory_is_what_the_server_says() {
     assert!(matches!(&forgets, Ok(Memory::Forgets(why)) if why.contains("appendonly yes")), "{forgets:?}");
     let accepted = at(&volatile.url()).accept_forgetful_store().memory().await;
     assert!(matches!(&accepted, Ok(Memory::Survives(why)) if why.contains("accepted by the user")), "{accepted:?}");
+}
+
+/// A server with a user who may do what the book says, but for some rights.
+fn without(missing: &[&str]) -> (RedisServer, Redis) {
+    let server = RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EverySecond)).expect("a Redis");
+    let line = rights("+wait").split(' ').filter(|word| !missing.contains(word)).collect::<Vec<_>>().join(" ");
+    assert_eq!(server.command(&line).expect("a reply"), "+OK");
+    let store = at(&format!("redis://oncegate:PASSWORD@127.0.0.1:{}", server.port()));
+    (server, store)
+}
+
+const GUARANTEES: [Guarantee; 3] = [Guarantee::AtMostOnce, Guarantee::EffectivelyOnce, Guarantee::Bare];
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_right_that_a_guarantee_needs_is_missed_at_start() {
+    let all = [Guarantee::AtMostOnce, Guarantee::EffectivelyOnce];
+    let rows: [(&[&str], &[Guarantee]); 10] = [
+        (&[], &[]),
+        (&["+set"], &GUARANTEES),
+        (&["+del"], &GUARANTEES),
+        (&["+get"], &all),
+        (&["+pttl"], &all),
+        (&["+pexpire"], &all),
+        (&["+eval"], &all),
+        (&["+evalsha"], &all),
+        (&["+info"], &[Guarantee::AtMostOnce]),
+        (&["+get", "+pttl", "+pexpire", "+eval", "+evalsha", "+info", "+wait"], &all),
+    ];
+    for (missing, refused) in rows {
+        let (_server, store) = without(missing);
+        for guarantee in GUARANTEES {
+            let told = store.preflight(guarantee).await;
+            match &told {
+                Ok(()) => assert!(!refused.contains(&guarantee), "{missing:?}, {guarantee:?}"),
+                Err(StoreError::Misconfigured(why)) => {
+                    assert!(refused.contains(&guarantee), "{missing:?}, {guarantee:?}: {told:?}");
+                    let line = why.to_string();
+                    // The setting, what is wrong and what to do; INFO before the commands.
+                    let named = if missing.contains(&"+info") && guarantee == Guarantee::AtMostOnce { "+info" } else { missing[0] };
+                    let whole = line.starts_with("Redis::at: ") && line.contains(&format!("ACL SETUSER <user> {named}"));
+                    assert!(whole && line.contains(&format!("{guarantee:?}")) && !line.contains('\n'), "{line}");
+                }
+                other => panic!("{missing:?}, {guarantee:?}: {other:?}"),
+            }
+        }
+    }
+    let replicas = Durability::Replicas { count: 1, timeout: std::time::Duration::from_millis(100) };
+    for (missing, refused) in [(&["+wait"][..], true), (&[], false)] {
+        let (_server, store) = without(missing);
+        let told = store.durability(replicas).preflight(Guarantee::EffectivelyOnce).await;
+        let named = matches!(&told, Err(StoreError::Misconfigured(why)) if why.to_string().contains("+wait"));
+        assert_eq!((named, told.is_ok()), (refused, !refused), "{told:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn keys_that_the_user_may_not_touch_are_missed_at_start() {
+    let (_server, store) = without(&[]);
+    for guarantee in GUARANTEES {
+        let told = store.clone().prefix("mine:").preflight(guarantee).await;
+        assert!(matches!(&told, Err(StoreError::Misconfigured(why)) if why.to_string().contains("~mine:*")), "{told:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_command_that_is_not_there_is_missed_at_start() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let renamed = directory.path().join("renamed.conf");
+    std::fs::write(&renamed, "rename-command EVAL \"\"\n").expect("written");
+    let server = RedisServer::start(RedisOptions::new().setting("include", renamed.display().to_string())).expect("a Redis");
+    let store = at(&server.url());
+    let told = store.preflight(Guarantee::EffectivelyOnce).await;
+    assert!(matches!(&told, Err(StoreError::Misconfigured(why)) if why.to_string().contains("does not offer EVAL")), "{told:?}");
+    store.preflight(Guarantee::Bare).await.expect("the literal gate needs no script");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_that_refuses_writes_for_now_is_no_wrong_setting() {
+    let server = RedisServer::start(RedisOptions::new().setting("min-replicas-to-write", "1")).expect("a Redis");
+    for guarantee in GUARANTEES {
+        at(&server.url()).preflight(guarantee).await.expect("it heals by itself");
+    }
+}
+
+/// A database of one's own needs one right more.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_database_of_ones_own() {
+    let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let url = format!("redis://oncegate:PASSWORD@127.0.0.1:{}/3", server.port());
+    assert_eq!(server.command(&rights("+wait")).expect("a reply"), "+OK");
+    let line = misconfigured(&at(&url)).await;
+    assert!(line.contains("NOPERM") && line.contains("SELECT"), "{line}");
+    assert_eq!(server.command(&rights("+select")).expect("a reply"), "+OK");
+    let store = at(&url);
+    store.preflight(Guarantee::AtMostOnce).await.expect("nothing is missing");
+    assert_eq!(ask(&store, claim("k", 1)).await.expect("a verdict"), GRANTED);
+    assert!(server.reply("INFO keyspace").expect("a reply").contains("db3:"), "{:?}", server.reply("INFO keyspace"));
+}
+
+/// What a guarantee can do without is a line in the log.
+#[tokio::test]
+async fn losses_that_will_not_be_seen_are_told_at_start() {
+    let (_server, store) = without(&["+info"]);
+    let logged = Log::default();
+    let subscriber = tracing_subscriber::fmt().with_writer(logged.clone()).with_ansi(false).finish();
+    let _guard = tracing::subscriber::set_default(subscriber);
+    store.preflight(Guarantee::EffectivelyOnce).await.expect("it can do without");
+    let lines = logged.text();
+    assert!(lines.lines().filter(|line| line.contains("Redis::at") && line.contains("+info")).count() == 1, "{lines}");
 }
