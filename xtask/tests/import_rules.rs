@@ -17,6 +17,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("oncegate", &["oncegate-core", "oncegate-redis", "oncegate-sql", "oncegate-kafka", "oncegate-amqp"]),
     ("payments", &["oncegate", "oncegate-testkit"]),
     ("oncegate-tests", &["oncegate", "oncegate-testkit"]),
+    ("oncegate-chaos", &["oncegate", "oncegate-testkit"]),
     ("xtask", &["oncegate-testkit"]),
 ];
 

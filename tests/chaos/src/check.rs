@@ -1,0 +1,255 @@
+//! Whether a run kept its promises: reads the ledger, and nothing else.
+//!
+//! In the manner of Jepsen's `total-queue`: what was attempted, what was acknowledged, what is lost, unexpected,
+//! duplicated or recovered. Beside that the order per key, the handlers that ran at the same time, the verdicts that
+//! acceptances rest on, and what is left at the end. Each violation names its invariant and its id, and tells the id's
+//! history from all logs.
+
+mod accepts;
+mod effects;
+mod ends;
+mod faults;
+mod handlers;
+mod loss;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::time::Duration;
+
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+
+use crate::ledger::{Ledger, Record, What};
+use faults::Windows;
+
+pub(crate) use faults::FREEZE;
+
+/// What the consumers of a run promise.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Promise {
+    /// No effect twice.
+    AtMostOnce,
+    /// Again after a crash, never after it was done.
+    EffectivelyOnce,
+    /// `SET … NX` and `DEL`, which loses: the negative control.
+    Bare,
+}
+
+/// What the consumers of a run handle one after the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Ordered {
+    /// Messages with the same key.
+    ByKey,
+    /// Nothing.
+    Not,
+}
+
+/// What a run is held to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Rules {
+    /// What its consumers promise.
+    pub promise: Promise,
+    /// What is handled one after the other.
+    pub order: Ordered,
+    /// How long a claim holds.
+    pub lease: Duration,
+    /// For how long a handler that has lost its lease may still run, once its process runs.
+    pub grace: Duration,
+    /// How long after its end a fault may still be the cause of something.
+    pub aftermath: Duration,
+    /// How long a drain may take.
+    pub drain: Duration,
+}
+
+/// What must hold, by the names that reports use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Invariant {
+    /// Every confirmed message has an effect, or stands in the dead letters or in doubt.
+    I1,
+    /// At most once: no second effect.
+    I2,
+    /// Effectively once: one effect that counts, and each other has its cause in the fault log.
+    I3,
+    /// No two handlers of one id, but for one that lost its lease and was cancelled within its grace.
+    I4,
+    /// Messages with the same key have their effects in the order in which they were sent.
+    I5,
+    /// The broker closed no channel because of a refused acknowledgement (406).
+    I8,
+    /// What is accepted was completed, or was a duplicate, by a verdict of its own.
+    I9,
+    /// Everything drains, and no marker is left in progress.
+    I14,
+    /// No effect without a message.
+    Unexpected,
+    /// A consumer ends only when it is told to, with exit code 0, within its drain and a second.
+    Exit,
+}
+
+impl Invariant {
+    /// All of them.
+    pub const ALL: [Self; 10] =
+        [Self::I1, Self::I2, Self::I3, Self::I4, Self::I5, Self::I8, Self::I9, Self::I14, Self::Unexpected, Self::Exit];
+
+    /// What must hold, in a few words.
+    pub fn text(self) -> &'static str {
+        match self {
+            Self::I1 => "no loss: every confirmed message has an effect, or stands in the dead letters or in doubt",
+            Self::I2 => "at most once: no id has two effects",
+            Self::I3 => "effectively once: one unique effect an id, and each other one has its cause in the fault log",
+            Self::I4 => "no two handlers of one id at once, but for one cancelled within its grace",
+            Self::I5 => "order per key",
+            Self::I8 => "no channel was closed with 406",
+            Self::I9 => "nothing is accepted without a verdict of its own; `Busy` is none",
+            Self::I14 => "everything drains, and no marker is left in progress",
+            Self::Unexpected => "no effect without a message",
+            Self::Exit => "consumers end only when told to, with exit code 0, within drain + 1 s",
+        }
+    }
+
+    /// Whether a run under these rules is held to it. `bare` is held to nothing but what it must be seen to break.
+    pub fn applies(self, rules: &Rules) -> bool {
+        match self {
+            Self::I1 => true,
+            Self::I2 => rules.promise == Promise::AtMostOnce,
+            Self::I3 => rules.promise == Promise::EffectivelyOnce,
+            Self::I5 => rules.promise != Promise::Bare && rules.order == Ordered::ByKey,
+            _ => rules.promise != Promise::Bare,
+        }
+    }
+}
+
+impl fmt::Display for Invariant {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(self, f)
+    }
+}
+
+/// What does not hold.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Violation {
+    /// Which of them.
+    pub invariant: Invariant,
+    /// For which message; none where it is not about one.
+    pub id: Option<String>,
+    /// What was seen.
+    pub why: String,
+    /// What all logs know of the id, and the faults meanwhile.
+    pub history: Vec<String>,
+}
+
+/// What was counted.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Counts {
+    /// Ids that were handed to the broker.
+    pub attempted: u64,
+    /// Ids that the broker has confirmed.
+    pub acknowledged: u64,
+    /// Confirmed, and nowhere.
+    pub lost: u64,
+    /// Effects of ids that were never sent.
+    pub unexpected: u64,
+    /// Ids with more than one raw effect.
+    pub duplicated: u64,
+    /// Ids that were never confirmed, and had an effect all the same.
+    pub recovered: u64,
+    /// Applications at the sink.
+    pub raw_effects: u64,
+    /// What its unique table took.
+    pub unique_effects: u64,
+    /// Effects that came too late, and were refused because their attempt was void.
+    pub refused: u64,
+    /// Raw effects beyond the first of their ids, by their cause in the fault log.
+    pub explained: BTreeMap<String, u64>,
+    /// Ids that stand in the dead letters.
+    pub dead_letters: u64,
+    /// Ids that stand in doubt.
+    pub in_doubt: u64,
+    /// Times that a store answered `Busy`.
+    pub busy: u64,
+    /// Deliveries that were accepted as duplicates.
+    pub duplicates_stopped: u64,
+    /// Handlers that were cancelled within their grace while another ran already.
+    pub fenced: u64,
+    /// The longest that one of these ran beside the other, its process awake, in milliseconds.
+    pub fenced_longest_ms: u64,
+    /// Faults that were played, by kind.
+    pub faults: BTreeMap<String, u64>,
+}
+
+/// What the checker found.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Checked {
+    /// What was counted.
+    pub counts: Counts,
+    /// What does not hold; empty if all does.
+    pub violations: Vec<Violation>,
+}
+
+impl Checked {
+    /// How many violations of one invariant there are.
+    pub fn violations_of(&self, invariant: Invariant) -> usize {
+        self.violations.iter().filter(|violation| violation.invariant == invariant).count()
+    }
+}
+
+/// Checks a ledger.
+pub fn check(ledger: &Ledger, rules: &Rules) -> Checked {
+    let windows = Windows::of(ledger);
+    let mut finder = Finder { ledger, rules, windows: &windows, checked: Checked::default() };
+    finder.checked.counts.faults = windows.counts();
+    let mut ids: Vec<&str> = ledger.ids().collect();
+    ids.sort_unstable();
+    for id in ids {
+        loss::check(&mut finder, id);
+        effects::check(&mut finder, id);
+        handlers::check(&mut finder, id);
+        accepts::check(&mut finder, id);
+    }
+    effects::check_order(&mut finder);
+    ends::check(&mut finder);
+    finder.checked.violations.sort_by(|a, b| (a.invariant, &a.id).cmp(&(b.invariant, &b.id)));
+    finder.checked
+}
+
+/// What the parts of the checker share.
+struct Finder<'a> {
+    ledger: &'a Ledger,
+    rules: &'a Rules,
+    windows: &'a Windows,
+    checked: Checked,
+}
+
+impl<'a> Finder<'a> {
+    fn history(&self, id: &str) -> impl Iterator<Item = &'a Record> + Clone + use<'a> {
+        self.ledger.history(id)
+    }
+
+    /// Notes a violation, if the run is held to that.
+    fn found(&mut self, invariant: Invariant, id: Option<&str>, why: String) {
+        if invariant.applies(self.rules) {
+            let history = id.map(|id| self.story(id)).unwrap_or_default();
+            self.checked.violations.push(Violation { invariant, id: id.map(str::to_owned), why, history });
+        }
+    }
+
+    /// All that is known of an id, with the faults in between and shortly before.
+    fn story(&self, id: &str) -> Vec<String> {
+        let times = self.history(id).map(|record| record.at);
+        let before = micros(self.rules.aftermath);
+        let span = times.clone().min().unwrap_or_default().saturating_sub(before)..=times.max().unwrap_or_default();
+        let told = |record: &&Record| match &record.what {
+            What::Fault { .. } | What::Gone { .. } | What::Stalled { .. } => span.contains(&record.at),
+            what => what.id() == Some(id),
+        };
+        self.ledger.records().iter().filter(told).map(ToString::to_string).collect()
+    }
+}
+
+fn micros(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,30 @@
+//! I8, I14, and how processes end.
+
+use super::{Finder, Invariant};
+use crate::ledger::{Sent, What};
+
+pub(super) fn check(finder: &mut Finder<'_>) {
+    let bound = finder.rules.drain.as_millis() + 1_000;
+    for record in finder.ledger.records() {
+        match &record.what {
+            What::Left { count } if *count > 0 => {
+                finder.found(Invariant::I14, None, format!("{count} deliveries were left when the run had to end"));
+            }
+            What::Marker { id, record } if record.starts_with("v1 p ") || record.starts_with("v1 r ") => {
+                finder.found(Invariant::I14, Some(id), format!("its marker was left in progress: {record}"));
+            }
+            What::ChannelRefused { line } => finder.found(Invariant::I8, None, line.clone()),
+            What::Gone { consumer, after: Sent::Nothing, status, .. } => {
+                finder.found(Invariant::Exit, None, format!("{consumer} ended by itself: {status}"));
+            }
+            What::Gone { consumer, after: Sent::Terminate, status, took_ms } => {
+                if status != "exit 0" {
+                    finder.found(Invariant::Exit, None, format!("{consumer} was told to drain, and ended with {status}"));
+                } else if u128::from(*took_ms) > bound {
+                    finder.found(Invariant::Exit, None, format!("{consumer} took {took_ms} ms to drain, and may take {bound}"));
+                }
+            }
+            _ => {}
+        }
+    }
+}

@@ -1,0 +1,88 @@
+//! The fault log, as stretches of time.
+
+use std::collections::{BTreeMap, HashMap};
+
+use super::micros;
+use crate::ledger::{Edge, Ledger, What};
+use std::time::Duration;
+
+/// The kind of a fault that freezes a consumer.
+pub(crate) const FREEZE: &str = "freeze-consumer";
+/// What a consumer calls it when it did not run though nobody froze it.
+const STALL: &str = "stall";
+
+/// From when to when something was wrong, and with whom.
+#[derive(Debug)]
+struct Window {
+    from: u64,
+    to: u64,
+    kind: String,
+    /// A consumer; none if a server, which all consumers feel.
+    target: Option<String>,
+}
+
+/// All of them.
+#[derive(Debug)]
+pub(super) struct Windows(Vec<Window>);
+
+impl Windows {
+    /// A fault that never ended lasts until the end.
+    pub(super) fn of(ledger: &Ledger) -> Self {
+        let mut windows: Vec<Window> = Vec::new();
+        let mut open: HashMap<u64, usize> = HashMap::new();
+        for record in ledger.records() {
+            match &record.what {
+                What::Fault { number, kind, target, edge: Edge::Begin } => {
+                    open.insert(*number, windows.len());
+                    windows.push(Window { from: record.at, to: u64::MAX, kind: kind.clone(), target: target.clone() });
+                }
+                What::Fault { number, edge: Edge::End, .. } => {
+                    if let Some(index) = open.remove(number) {
+                        windows[index].to = record.at;
+                    }
+                }
+                What::Stalled { ms } => windows.push(Window {
+                    from: record.at.saturating_sub(micros(Duration::from_millis(*ms))),
+                    to: record.at,
+                    kind: STALL.to_owned(),
+                    target: Some(record.by.clone()),
+                }),
+                _ => {}
+            }
+        }
+        Self(windows)
+    }
+
+    /// How many there were of each kind.
+    pub(super) fn counts(&self) -> BTreeMap<String, u64> {
+        let mut counts = BTreeMap::new();
+        for window in &self.0 {
+            *counts.entry(window.kind.clone()).or_default() += 1;
+        }
+        counts
+    }
+
+    /// What may be the cause of something that began at one time and was seen at another, to one of these consumers: a
+    /// fault of their own before one of a server.
+    pub(super) fn cause(&self, from: u64, to: u64, consumers: &[&str], aftermath: Duration) -> Option<&str> {
+        let meanwhile = |window: &&Window| window.from <= to && window.to.saturating_add(micros(aftermath)) >= from;
+        let own = |window: &&Window| window.target.as_deref().is_some_and(|target| consumers.contains(&target));
+        let of_a_server = |window: &&Window| window.target.is_none();
+        let found = self.0.iter().filter(meanwhile).find(own).or_else(|| self.0.iter().filter(meanwhile).find(of_a_server));
+        found.map(|window| window.kind.as_str())
+    }
+
+    /// For how many microseconds of this stretch a consumer ran.
+    pub(super) fn awake(&self, consumer: &str, from: u64, to: u64) -> u64 {
+        let stood = |window: &&Window| window.kind == FREEZE || window.kind == STALL;
+        let of_it = |window: &&Window| window.target.as_deref() == Some(consumer);
+        let mut stretches: Vec<(u64, u64)> = self.0.iter().filter(stood).filter(of_it).map(|window| (window.from, window.to)).collect();
+        stretches.sort_unstable();
+        let (mut awake, mut at) = (0, from);
+        for (begin, end) in stretches {
+            awake += begin.min(to).saturating_sub(at);
+            at = at.max(end.min(to));
+        }
+        awake + to.saturating_sub(at)
+    }
+}

@@ -1,0 +1,63 @@
+//! I4: no two handlers of one id at the same time.
+
+use super::{Finder, Invariant, micros};
+use crate::ledger::{Record, What};
+
+/// One run of a handler.
+struct Run<'a> {
+    by: &'a str,
+    attempt: u32,
+    from: u64,
+    to: u64,
+}
+
+pub(super) fn check(finder: &mut Finder<'_>, id: &str) {
+    let runs = runs(finder, id);
+    for (index, earlier) in runs.iter().enumerate() {
+        for later in runs[index + 1..].iter().filter(|later| later.from < earlier.to) {
+            pair(finder, id, earlier, later);
+        }
+    }
+}
+
+fn pair(finder: &mut Finder<'_>, id: &str, earlier: &Run<'_>, later: &Run<'_>) {
+    let beside = finder.windows.awake(earlier.by, later.from, earlier.to);
+    let lease = micros(finder.rules.lease);
+    let had_its_lease = later.from - earlier.from < lease
+        && finder.windows.cause(earlier.from.saturating_sub(lease), later.from, &[earlier.by], std::time::Duration::ZERO).is_none();
+    let why = if later.attempt <= earlier.attempt {
+        format!("attempt {} did not rise above {}", later.attempt, earlier.attempt)
+    } else if had_its_lease {
+        "the earlier one had its lease".to_owned()
+    } else if beside > micros(finder.rules.grace) {
+        format!("the earlier one ran on for {} ms", beside / 1_000)
+    } else {
+        let counts = &mut finder.checked.counts;
+        counts.fenced += 1;
+        counts.fenced_longest_ms = counts.fenced_longest_ms.max(beside / 1_000);
+        return;
+    };
+    finder.found(Invariant::I4, Some(id), format!("two handlers at once, of {} and {}: {why}", earlier.by, later.by));
+}
+
+/// In the order of their starts.
+fn runs<'a>(finder: &Finder<'a>, id: &str) -> Vec<Run<'a>> {
+    let history = finder.history(id);
+    let started = history.clone().filter_map(|record| match &record.what {
+        What::Started { attempt, run, .. } => Some((record, *attempt, *run)),
+        _ => None,
+    });
+    let run = |(record, attempt, run): (&'a Record, u32, u64)| {
+        let ends = |end: &&Record| end.by == record.by && matches!(end.what, What::Ended { run: ended, .. } if ended == run);
+        let to = history.clone().find(ends).map_or_else(|| gone(finder, &record.by), |end| end.at);
+        Run { by: &record.by, attempt, from: record.at, to }
+    };
+    started.map(run).collect()
+}
+
+/// When a process ended, and with it all that ran in it.
+fn gone(finder: &Finder<'_>, by: &str) -> u64 {
+    let records = finder.ledger.records();
+    let gone = records.iter().find(|record| matches!(&record.what, What::Gone { consumer, .. } if consumer == by));
+    gone.or(records.last()).map_or(0, |record| record.at)
+}

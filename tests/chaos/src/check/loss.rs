@@ -1,0 +1,28 @@
+//! I1, and what the total queue counts.
+
+use super::{Finder, Invariant};
+use crate::ledger::{Place, What};
+
+pub(super) fn check(finder: &mut Finder<'_>, id: &str) {
+    let has = |wanted: fn(&What) -> bool| finder.history(id).any(|record| wanted(&record.what));
+    let attempted = has(|what| matches!(what, What::Attempted { .. }));
+    let confirmed = has(|what| matches!(what, What::Confirmed { .. }));
+    let effect = has(|what| matches!(what, What::Effect { .. }));
+    let dead = has(|what| matches!(what, What::Aside { place: Place::DeadLetters, .. }));
+    let doubted = has(|what| matches!(what, What::Aside { place: Place::InDoubt, .. }));
+
+    let counts = &mut finder.checked.counts;
+    counts.attempted += u64::from(attempted);
+    counts.acknowledged += u64::from(confirmed);
+    counts.dead_letters += u64::from(dead);
+    counts.in_doubt += u64::from(doubted);
+    counts.recovered += u64::from(attempted && !confirmed && effect);
+    if effect && !attempted {
+        counts.unexpected += 1;
+        finder.found(Invariant::Unexpected, Some(id), "an effect of an id that was never sent".into());
+    }
+    if confirmed && !effect && !dead && !doubted {
+        finder.checked.counts.lost += 1;
+        finder.found(Invariant::I1, Some(id), "confirmed, and neither an effect nor set aside".into());
+    }
+}

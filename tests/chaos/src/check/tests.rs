@@ -1,0 +1,319 @@
+//! Hand-made ledgers that break each invariant, and some that break none.
+
+use super::*;
+use crate::ledger::{Asked, Edge, Ending, Found, Place, Sent, Settling, Unique};
+
+const RULES: Rules = Rules {
+    promise: Promise::EffectivelyOnce,
+    order: Ordered::ByKey,
+    lease: Duration::from_secs(2),
+    grace: Duration::from_millis(500),
+    aftermath: Duration::from_secs(10),
+    drain: Duration::from_secs(10),
+};
+const AT_MOST_ONCE: Rules = Rules { promise: Promise::AtMostOnce, ..RULES };
+const BARE: Rules = Rules { promise: Promise::Bare, ..RULES };
+
+/// A ledger that is being made; times are in milliseconds.
+#[derive(Default)]
+struct Story(Vec<Record>);
+
+impl Story {
+    fn at(mut self, ms: u64, by: &str, what: What) -> Self {
+        self.0.push(Record { at: ms * 1_000, wall: 0, by: by.into(), what });
+        self
+    }
+
+    fn sent(self, id: &str) -> Self {
+        self.at(0, "player", What::Attempted { id: id.into() }).at(1, "player", What::Confirmed { id: id.into() })
+    }
+
+    fn start(self, ms: u64, by: &str, id: &str, attempt: u32) -> Self {
+        self.at(ms, by, What::Started { id: id.into(), attempt, run: 1 })
+    }
+
+    fn end(self, ms: u64, by: &str, id: &str, how: Ending) -> Self {
+        self.at(ms, by, What::Ended { id: id.into(), run: 1, how })
+    }
+
+    fn effect(self, ms: u64, consumer: &str, id: &str, attempt: u32, unique: Unique) -> Self {
+        self.at(ms, "sink", What::Effect { id: id.into(), consumer: consumer.into(), attempt, unique })
+    }
+
+    fn answer(self, ms: u64, by: &str, id: &str, ask: Asked, verdict: &str) -> Self {
+        self.at(ms, by, What::Answered { id: id.into(), ask, verdict: verdict.into() })
+    }
+
+    fn accept(self, ms: u64, by: &str, id: &str, why: &str) -> Self {
+        let position = "0/1".into();
+        self.at(ms, by, What::Settled { id: id.into(), position, how: Settling::Accepted, why: why.into() })
+    }
+
+    fn fault(self, kind: &str, target: Option<&str>, from: u64, to: u64) -> Self {
+        let number = self.0.len() as u64;
+        let fault = |edge| What::Fault { number, kind: kind.into(), target: target.map(str::to_owned), edge };
+        self.at(from, "player", fault(Edge::Begin)).at(to, "player", fault(Edge::End))
+    }
+
+    fn gone(self, ms: u64, consumer: &str, after: Sent, status: &str, took_ms: u64) -> Self {
+        self.at(ms, "player", What::Gone { consumer: consumer.into(), after, status: status.into(), took_ms })
+    }
+
+    /// Handled by one consumer from a time on, as it should be.
+    fn handled(self, ms: u64, by: &str, id: &str) -> Self {
+        self.answer(ms, by, id, Asked::Claim, "granted 1")
+            .start(ms + 1, by, id, 1)
+            .effect(ms + 5, by, id, 1, Unique::Accepted)
+            .end(ms + 9, by, id, Ending::Ok)
+            .answer(ms + 10, by, id, Asked::Complete, "done")
+            .accept(ms + 11, by, id, "completed")
+    }
+
+    fn check(self, rules: &Rules) -> Checked {
+        check(&Ledger::of(self.0), rules)
+    }
+
+    /// What it breaks.
+    fn breaks(self, rules: &Rules) -> Vec<(Invariant, Option<String>)> {
+        self.check(rules).violations.into_iter().map(|violation| (violation.invariant, violation.id)).collect()
+    }
+}
+
+fn broken(invariant: Invariant, id: &str) -> Vec<(Invariant, Option<String>)> {
+    vec![(invariant, Some(id.to_owned()))]
+}
+
+/// A consumer is frozen in a handler; another takes over; the first wakes and is cancelled.
+fn zombie(cancelled: u64) -> Story {
+    Story::default()
+        .sent("u-1")
+        .start(10, "c0.1", "u-1", 1)
+        .fault("freeze-consumer", Some("c0.1"), 20, 5_000)
+        .start(2_100, "c1.1", "u-1", 2)
+        .effect(2_150, "c1.1", "u-1", 2, Unique::Accepted)
+        .end(5_200, "c1.1", "u-1", Ending::Ok)
+        .end(cancelled, "c0.1", "u-1", Ending::Dropped)
+}
+
+#[test]
+fn a_run_in_which_all_went_well_breaks_nothing() {
+    let story = || Story::default().sent("k1-1").handled(10, "c0.1", "k1-1").sent("k1-2").handled(30, "c0.1", "k1-2");
+    for rules in [RULES, AT_MOST_ONCE, BARE] {
+        assert_eq!(story().breaks(&rules), []);
+    }
+    let counts = story().check(&RULES).counts;
+    assert_eq!((counts.attempted, counts.acknowledged, counts.raw_effects, counts.unique_effects), (2, 2, 2, 2));
+}
+
+#[test]
+fn i1_a_confirmed_message_without_an_effect_is_lost() {
+    let lost = || Story::default().sent("u-1").sent("u-2").handled(10, "c0.1", "u-2").accept(20, "c0.1", "u-1", "duplicate");
+    for rules in [RULES, AT_MOST_ONCE, BARE] {
+        assert!(lost().breaks(&rules).contains(&(Invariant::I1, Some("u-1".into()))));
+        assert_eq!(lost().check(&rules).counts.lost, 1);
+    }
+    let violation = lost().check(&BARE).violations.remove(0);
+    assert_eq!(violation.history.len(), 3, "{violation:?}");
+    assert!(violation.history[2].contains("c0.1") && violation.history[2].contains("why=duplicate"), "{violation:?}");
+}
+
+#[test]
+fn i1_what_is_set_aside_or_was_never_confirmed_is_not_lost() {
+    for place in [Place::DeadLetters, Place::InDoubt] {
+        let aside = What::Aside { id: "u-1".into(), place, reason: "attempts-spent".into() };
+        assert_eq!(Story::default().sent("u-1").at(50, "player", aside).breaks(&RULES), []);
+    }
+    let unconfirmed = Story::default().at(0, "player", What::Attempted { id: "u-1".into() });
+    assert_eq!(unconfirmed.breaks(&RULES), []);
+}
+
+#[test]
+fn an_effect_of_an_unconfirmed_message_is_recovered_and_of_an_unknown_one_unexpected() {
+    let recovered = Story::default().at(0, "player", What::Attempted { id: "u-1".into() }).handled(10, "c0.1", "u-1").check(&RULES);
+    assert_eq!((recovered.counts.recovered, recovered.violations.len()), (1, 0));
+    assert_eq!(Story::default().handled(10, "c0.1", "u-9").breaks(&RULES), broken(Invariant::Unexpected, "u-9"));
+}
+
+#[test]
+fn i2_two_effects_of_one_id_whatever_the_cause() {
+    let doubled = Story::default().sent("u-1").handled(10, "c0.1", "u-1").fault("kill-consumer", Some("c0.1"), 30, 40).effect(
+        3_000,
+        "c1.1",
+        "u-1",
+        2,
+        Unique::Known,
+    );
+    assert_eq!(doubled.breaks(&AT_MOST_ONCE), broken(Invariant::I2, "u-1"));
+}
+
+#[test]
+fn i2_an_effect_that_was_refused_is_none() {
+    let looked = What::Looked { id: "u-1".into(), consumer: "c1.1".into(), attempt: 2, found: Found::Voided };
+    let late = What::Refused { id: "u-1".into(), consumer: "c0.1".into(), attempt: 1 };
+    let story = Story::default().sent("u-1").at(5, "sink", looked).handled(10, "c1.1", "u-1").at(90, "sink", late).check(&AT_MOST_ONCE);
+    assert_eq!((story.violations, story.counts.refused), (vec![], 1));
+}
+
+/// Two effects of an id, with a fault or none.
+fn run_again(fault: impl Fn(Story) -> Story) -> Story {
+    fault(Story::default().sent("u-1").start(10, "c0.1", "u-1", 1).effect(15, "c0.1", "u-1", 1, Unique::Accepted))
+        .end(18, "c0.1", "u-1", Ending::Dropped)
+        .start(3_000, "c1.1", "u-1", 2)
+        .effect(3_010, "c1.1", "u-1", 2, Unique::Known)
+        .end(3_020, "c1.1", "u-1", Ending::Ok)
+}
+
+#[test]
+fn i3_a_second_effect_needs_a_cause() {
+    assert_eq!(run_again(|story| story).breaks(&RULES), broken(Invariant::I3, "u-1"));
+    let strangers = run_again(|story| story.fault("kill-consumer", Some("c2.1"), 16, 500));
+    assert_eq!(strangers.breaks(&RULES), broken(Invariant::I3, "u-1"));
+    let later = run_again(|story| story.fault("kill-consumer", Some("c0.1"), 3_500, 4_000));
+    assert_eq!(later.breaks(&RULES), broken(Invariant::I3, "u-1"));
+    let long_before = Story::default().fault("kill-redis", None, 0, 1).sent("u-1");
+    let long_before = Story(
+        long_before
+            .0
+            .into_iter()
+            .chain(run_again(|story| story).0.into_iter().map(|mut record| {
+                record.at += 20_000_000;
+                record
+            }))
+            .collect(),
+    );
+    assert_eq!(long_before.breaks(&RULES), broken(Invariant::I3, "u-1"));
+}
+
+#[test]
+fn i3_a_fault_of_its_consumer_or_of_a_server_is_a_cause() {
+    let killed = run_again(|story| story.fault("kill-consumer", Some("c0.1"), 16, 500)).check(&RULES);
+    assert_eq!((killed.violations, killed.counts.explained["kill-consumer"]), (vec![], 1));
+    assert_eq!(run_again(|story| story.fault("dark-redis", None, 12, 2_000)).breaks(&RULES), []);
+    assert_eq!(run_again(|story| story.at(2_400, "c0.1", What::Stalled { ms: 2_300 })).breaks(&RULES), []);
+}
+
+#[test]
+fn i3_two_unique_effects_are_one_too_many() {
+    let twice = Story::default().sent("u-1").fault("kill-redis", None, 0, 5).handled(10, "c0.1", "u-1").handled(50, "c1.1", "u-1");
+    assert_eq!(twice.breaks(&RULES), broken(Invariant::I3, "u-1"));
+}
+
+#[test]
+fn i4_two_handlers_at_once() {
+    let beside = Story::default()
+        .sent("u-1")
+        .start(10, "c0.1", "u-1", 1)
+        .start(20, "c1.1", "u-1", 2)
+        .end(30, "c0.1", "u-1", Ending::Dropped)
+        .effect(40, "c1.1", "u-1", 2, Unique::Accepted)
+        .end(50, "c1.1", "u-1", Ending::Ok);
+    assert_eq!(beside.breaks(&RULES), broken(Invariant::I4, "u-1"));
+}
+
+#[test]
+fn i4_a_zombie_that_is_not_cancelled_in_time_is_one_too_many() {
+    let right = zombie(5_100).check(&RULES);
+    assert_eq!((right.violations, right.counts.fenced, right.counts.fenced_longest_ms), (vec![], 1, 100));
+    assert_eq!(zombie(5_900).breaks(&RULES), broken(Invariant::I4, "u-1"));
+}
+
+#[test]
+fn i4_an_attempt_that_does_not_rise_is_no_fence() {
+    let story = Story(
+        zombie(5_100)
+            .0
+            .into_iter()
+            .map(|mut record| {
+                if let What::Started { attempt, .. } = &mut record.what {
+                    *attempt = 1;
+                }
+                record
+            })
+            .collect(),
+    );
+    assert_eq!(story.breaks(&RULES), broken(Invariant::I4, "u-1"));
+}
+
+#[test]
+fn i4_a_handler_ends_with_its_process() {
+    let story = |gone| {
+        Story::default()
+            .sent("u-1")
+            .fault("kill-consumer", Some("c0.1"), 15, 40)
+            .start(10, "c0.1", "u-1", 1)
+            .gone(gone, "c0.1", Sent::Kill, "signal 9", 1)
+            .start(2_100, "c1.1", "u-1", 2)
+            .effect(2_150, "c1.1", "u-1", 2, Unique::Accepted)
+            .end(2_200, "c1.1", "u-1", Ending::Ok)
+    };
+    assert_eq!(story(16).breaks(&RULES), []);
+    assert_eq!(story(3_000).breaks(&RULES), broken(Invariant::I4, "u-1"));
+}
+
+#[test]
+fn i5_effects_of_a_key_that_came_in_another_order() {
+    let story = || Story::default().sent("k1-7").sent("k1-9").sent("k2-8").handled(10, "c0.1", "k1-9").handled(30, "c0.1", "k1-7");
+    let story = || story().handled(50, "c0.1", "k2-8");
+    assert_eq!(story().breaks(&RULES), broken(Invariant::I5, "k1-7"));
+    assert_eq!(story().breaks(&Rules { order: Ordered::Not, ..RULES }), []);
+    let without_keys = Story::default().sent("u-7").sent("u-9").handled(10, "c0.1", "u-9").handled(30, "c0.1", "u-7");
+    assert_eq!(without_keys.breaks(&RULES), []);
+}
+
+#[test]
+fn i8_a_refused_acknowledgement() {
+    let story = Story::default().at(5, "player", What::ChannelRefused { line: "PRECONDITION_FAILED - unknown delivery tag 7".into() });
+    assert_eq!(story.breaks(&RULES), [(Invariant::I8, None)]);
+}
+
+#[test]
+fn i9_busy_is_never_accepted() {
+    let busy = |story: Story| story.sent("u-1").handled(10, "c0.1", "u-1").answer(12, "c1.1", "u-1", Asked::Claim, "busy");
+    assert_eq!(busy(Story::default()).accept(13, "c1.1", "u-1", "duplicate").breaks(&RULES), broken(Invariant::I9, "u-1"));
+    let later = busy(Story::default()).answer(90, "c1.1", "u-1", Asked::Claim, "duplicate").accept(91, "c1.1", "u-1", "duplicate");
+    let later = later.check(&RULES);
+    assert_eq!((later.violations, later.counts.busy, later.counts.duplicates_stopped), (vec![], 1, 1));
+}
+
+#[test]
+fn i9_one_verdict_is_not_enough_for_two_acceptances() {
+    let twice = Story::default().sent("u-1").handled(10, "c0.1", "u-1").accept(40, "c0.1", "u-1", "completed");
+    assert_eq!(twice.breaks(&RULES), broken(Invariant::I9, "u-1"));
+    let of_another = Story::default().sent("u-1").handled(10, "c0.1", "u-1").accept(40, "c1.1", "u-1", "completed");
+    assert_eq!(of_another.breaks(&RULES), broken(Invariant::I9, "u-1"));
+    let ungated = Story::default().sent("u-1").handled(10, "c0.1", "u-1").accept(40, "c1.1", "u-1", "passed_without_gate");
+    assert_eq!(ungated.breaks(&RULES), broken(Invariant::I9, "u-1"));
+}
+
+#[test]
+fn i14_what_is_left_and_what_is_left_in_progress() {
+    let left = |count| Story::default().sent("u-1").handled(10, "c0.1", "u-1").at(99, "player", What::Left { count });
+    assert_eq!(left(0).breaks(&RULES), []);
+    assert_eq!(left(3).breaks(&RULES), [(Invariant::I14, None)]);
+    let marker = |record: &str| {
+        let marker = What::Marker { id: "u-1".into(), record: record.into() };
+        Story::default().sent("u-1").handled(10, "c0.1", "u-1").at(99, "player", marker)
+    };
+    assert_eq!(marker("v1 p 00ff 1 2000 86400000 e -").breaks(&RULES), broken(Invariant::I14, "u-1"));
+    assert_eq!(marker("v1 r 00ff 2 2000 86400000 a -").breaks(&AT_MOST_ONCE), broken(Invariant::I14, "u-1"));
+    for at_rest in ["v1 c 3", "v1 x -", "v1 w 00ff 1 2000 86400000 a -"] {
+        assert_eq!(marker(at_rest).breaks(&AT_MOST_ONCE), [], "{at_rest}");
+    }
+}
+
+#[test]
+fn a_consumer_ends_only_when_told_to_well_and_in_time() {
+    let ended = |after, status: &str, took| Story::default().gone(20_000, "c0.1", after, status, took).breaks(&RULES);
+    assert_eq!(ended(Sent::Kill, "signal 9", 1), []);
+    assert_eq!(ended(Sent::Terminate, "exit 0", 11_000), []);
+    assert_eq!(ended(Sent::Terminate, "exit 0", 11_001), [(Invariant::Exit, None)]);
+    assert_eq!(ended(Sent::Terminate, "exit 1", 10), [(Invariant::Exit, None)]);
+    assert_eq!(ended(Sent::Nothing, "exit 0", 10), [(Invariant::Exit, None)]);
+}
+
+#[test]
+fn bare_is_held_to_nothing_but_what_it_must_be_seen_to_break() {
+    let story =
+        Story::default().sent("u-1").handled(10, "c0.1", "u-1").handled(12, "c1.1", "u-1").at(99, "player", What::Left { count: 1 });
+    assert_eq!(story.breaks(&BARE), []);
+}

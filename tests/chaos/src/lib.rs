@@ -1,0 +1,12 @@
+//! Whether the promises hold on real servers under real faults.
+//!
+//! A run publishes messages, kills and freezes whatever it can meanwhile, waits until everything has drained, and then
+//! counts. Effects are counted by a process of their own, so that a consumer that is killed can neither lose nor forge
+//! one. All that happens is written into a [`ledger`]; [`check`] reads that and nothing else, and says which invariant
+//! does not hold for which id, with the id's history.
+#![forbid(unsafe_code)]
+
+pub mod check;
+pub mod ledger;
+pub mod report;
+pub mod schedule;

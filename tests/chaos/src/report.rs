@@ -1,0 +1,300 @@
+//! What a run says of itself, for people (Markdown) and for programs (JSON).
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+
+use serde::{Deserialize, Serialize};
+
+use crate::check::{Checked, Counts, Invariant, Promise, Rules, Violation};
+
+/// How many violations a report tells with their histories; the rest is counted.
+const TOLD: usize = 20;
+
+/// What was run.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Run {
+    /// The scenario.
+    pub scenario: String,
+    /// `kafka` or `rabbitmq`.
+    pub broker: String,
+    /// The seed of messages and schedule.
+    pub seed: u64,
+    /// What the run was held to.
+    pub rules: Rules,
+    /// What was tried, with their versions.
+    pub versions: BTreeMap<String, String>,
+    /// How long it took, from the first message to the last look, in seconds.
+    pub seconds: u64,
+}
+
+/// How long it took after a fault until effects came at the rate of the publisher again.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Recovery {
+    /// How often it was measured.
+    pub times: u64,
+    /// The longest, in milliseconds.
+    pub longest_ms: u64,
+}
+
+/// One run, or the sum of several.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Report {
+    /// The runs that were added up.
+    pub runs: Vec<Run>,
+    /// What was counted in all of them.
+    pub counts: Counts,
+    /// By the kind of the fault.
+    pub recovery: BTreeMap<String, Recovery>,
+    /// For each invariant by how many runs it was looked for.
+    pub looked_for: BTreeMap<Invariant, u64>,
+    /// How often each was violated.
+    pub violated: BTreeMap<Invariant, u64>,
+    /// The first violations with their histories.
+    pub violations: Vec<Violation>,
+}
+
+/// Whether a run is right.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// What was promised held.
+    Held,
+    /// `bare` lost messages, as it must: the harness sees.
+    SeenToLose,
+    /// Something does not hold.
+    Broken,
+    /// `bare` lost nothing: the harness may be blind.
+    Blind,
+}
+
+impl Verdict {
+    /// Whether the run is as it should be.
+    pub fn is_right(self) -> bool {
+        matches!(self, Self::Held | Self::SeenToLose)
+    }
+}
+
+impl Report {
+    /// Of one run.
+    pub fn of(run: Run, checked: Checked, recovery: BTreeMap<String, Recovery>) -> Self {
+        let rules = run.rules;
+        let looked_for = Invariant::ALL.into_iter().filter(|it| it.applies(&rules)).map(|it| (it, 1)).collect();
+        let violated = |it: &Invariant| checked.violations_of(*it) as u64;
+        let violated = Invariant::ALL.into_iter().map(|it| (it, violated(&it))).filter(|(_, times)| *times > 0).collect();
+        let Checked { counts, mut violations } = checked;
+        violations.truncate(TOLD);
+        Self { runs: vec![run], counts, recovery, looked_for, violated, violations }
+    }
+
+    /// What is said of the run, or of all of them: `bare` alone is judged by whether it lost.
+    pub fn verdict(&self) -> Verdict {
+        let bare = self.runs.iter().all(|run| run.rules.promise == Promise::Bare);
+        match (bare, self.counts.lost, self.violated.is_empty()) {
+            (true, 0, _) => Verdict::Blind,
+            (true, _, _) => Verdict::SeenToLose,
+            (false, _, true) => Verdict::Held,
+            (false, _, false) => Verdict::Broken,
+        }
+    }
+
+    /// Adds another report. Runs of `bare` are not to be added to others: what they lose would count.
+    pub fn add(&mut self, other: Self) {
+        let Self { runs, counts, recovery, looked_for, violated, violations } = other;
+        self.runs.extend(runs);
+        add_counts(&mut self.counts, counts);
+        for (kind, Recovery { times, longest_ms }) in recovery {
+            let sum = self.recovery.entry(kind).or_default();
+            *sum = Recovery { times: sum.times + times, longest_ms: sum.longest_ms.max(longest_ms) };
+        }
+        add_all(&mut self.looked_for, looked_for);
+        add_all(&mut self.violated, violated);
+        self.violations.extend(violations);
+        self.violations.truncate(TOLD);
+    }
+
+    /// One line: what was run, and how it ended.
+    pub fn line(&self) -> String {
+        let runs = match self.runs.as_slice() {
+            [run] => format!("{} on {}, {}, seed {}", run.scenario, run.broker, name(run.rules.promise), run.seed),
+            runs => format!("{} runs", runs.len()),
+        };
+        let counts = &self.counts;
+        let faults: u64 = counts.faults.values().sum();
+        let said = match self.verdict() {
+            Verdict::Held => "held".to_owned(),
+            Verdict::SeenToLose => "seen to lose, as it must".to_owned(),
+            Verdict::Blind => "BLIND: bare lost nothing".to_owned(),
+            Verdict::Broken => {
+                let broken: Vec<String> = self.violated.iter().map(|(invariant, times)| format!("{invariant} × {times}")).collect();
+                format!("BROKEN: {}", broken.join(", "))
+            }
+        };
+        let extra = counts.raw_effects - counts.unique_effects;
+        format!("{runs}: {} confirmed, {faults} faults, {} lost, {extra} extra effects: {said}", counts.acknowledged, counts.lost)
+    }
+
+    /// The whole, for people.
+    pub fn to_markdown(&self) -> String {
+        let mut text = format!("# {}\n\n", self.line());
+        let counts = &self.counts;
+        // Writing to a String cannot fail.
+        let _ = self.write_runs(&mut text);
+        let explained: u64 = counts.explained.values().sum();
+        let rows = [
+            ("attempted", counts.attempted, "handed to the broker"),
+            ("acknowledged", counts.acknowledged, "confirmed by the broker"),
+            ("lost", counts.lost, "confirmed, and neither an effect nor set aside"),
+            ("unexpected", counts.unexpected, "effects of ids that were never sent"),
+            ("duplicated", counts.duplicated, "ids with more than one raw effect"),
+            ("recovered", counts.recovered, "never confirmed, and had an effect"),
+            ("raw effects", counts.raw_effects, "applications at the sink"),
+            ("unique effects", counts.unique_effects, "what its unique table took"),
+            ("explained", explained, "extra raw effects with a cause in the fault log"),
+            ("refused", counts.refused, "effects that came after their attempt was voided"),
+            ("dead letters", counts.dead_letters, "ids"),
+            ("in doubt", counts.in_doubt, "ids"),
+            ("busy", counts.busy, "answers of the store: held elsewhere"),
+            ("duplicates stopped", counts.duplicates_stopped, "deliveries accepted because it was done"),
+            ("fenced", counts.fenced, "handlers cancelled while another ran already"),
+            ("longest fenced", counts.fenced_longest_ms, "ms that one of these ran beside the other, awake"),
+        ];
+        text += "## Counts\n\n| what | count | |\n| --- | ---: | --- |\n";
+        for (what, count, means) in rows {
+            let _ = writeln!(text, "| {what} | {count} | {means} |");
+        }
+        if counts.lost == 0 && counts.acknowledged > 0 {
+            let bound = 3.0 / counts.acknowledged as f64;
+            let _ = write!(text, "\nNo loss in {} messages: the rate is below {bound:.1e} (95 %).\n", counts.acknowledged);
+        }
+        text += "\n## Faults\n\n| fault | played | extra effects | longest recovery, ms |\n| --- | ---: | ---: | ---: |\n";
+        for (kind, times) in &counts.faults {
+            let extra = counts.explained.get(kind).copied().unwrap_or_default();
+            let recovery = self.recovery.get(kind).map_or_else(|| "–".to_owned(), |recovery| recovery.longest_ms.to_string());
+            let _ = writeln!(text, "| {kind} | {times} | {extra} | {recovery} |");
+        }
+        text += "\n## Invariants\n\n| | what must hold | looked for in | violations |\n| --- | --- | ---: | ---: |\n";
+        for invariant in Invariant::ALL {
+            let runs = self.looked_for.get(&invariant).map_or_else(|| "–".to_owned(), |runs| format!("{runs} runs"));
+            let violated = self.violated.get(&invariant).copied().unwrap_or_default();
+            let _ = writeln!(text, "| {invariant} | {} | {runs} | {violated} |", invariant.text());
+        }
+        if !self.violations.is_empty() {
+            let _ = write!(text, "\n## Violations (the first {TOLD} at the most)\n");
+        }
+        for Violation { invariant, id, why, history } in &self.violations {
+            let id = id.as_ref().map(|id| format!(" {id}")).unwrap_or_default();
+            let _ = write!(text, "\n### {invariant}{id}: {why}\n\n```text\n{}\n```\n", history.join("\n"));
+        }
+        text
+    }
+
+    fn write_runs(&self, text: &mut String) -> std::fmt::Result {
+        text.push_str("| scenario | broker | guarantee | seed | seconds |\n| --- | --- | --- | ---: | ---: |\n");
+        for Run { scenario, broker, seed, rules, seconds, .. } in &self.runs {
+            writeln!(text, "| {scenario} | {broker} | {} | {seed} | {seconds} |", name(rules.promise))?;
+        }
+        let versions: BTreeMap<&String, &String> = self.runs.iter().flat_map(|run| &run.versions).collect();
+        let versions: Vec<String> = versions.into_iter().map(|(what, version)| format!("{what} {version}")).collect();
+        write!(text, "\nVersions: {}.\n\n", versions.join(", "))
+    }
+}
+
+fn name(promise: Promise) -> &'static str {
+    match promise {
+        Promise::AtMostOnce => "at most once",
+        Promise::EffectivelyOnce => "effectively once",
+        Promise::Bare => "bare",
+    }
+}
+
+fn add_all<K: Ord>(to: &mut BTreeMap<K, u64>, from: BTreeMap<K, u64>) {
+    for (key, times) in from {
+        *to.entry(key).or_default() += times;
+    }
+}
+
+fn add_counts(to: &mut Counts, from: Counts) {
+    to.attempted += from.attempted;
+    to.acknowledged += from.acknowledged;
+    to.lost += from.lost;
+    to.unexpected += from.unexpected;
+    to.duplicated += from.duplicated;
+    to.recovered += from.recovered;
+    to.raw_effects += from.raw_effects;
+    to.unique_effects += from.unique_effects;
+    to.refused += from.refused;
+    to.dead_letters += from.dead_letters;
+    to.in_doubt += from.in_doubt;
+    to.busy += from.busy;
+    to.duplicates_stopped += from.duplicates_stopped;
+    to.fenced += from.fenced;
+    to.fenced_longest_ms = to.fenced_longest_ms.max(from.fenced_longest_ms);
+    add_all(&mut to.explained, from.explained);
+    add_all(&mut to.faults, from.faults);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::check::Ordered;
+
+    fn run(promise: Promise) -> Run {
+        let second = Duration::from_secs(1);
+        let rules = Rules { promise, order: Ordered::Not, lease: 2 * second, grace: second, aftermath: second, drain: second };
+        let versions = BTreeMap::from([("Redis".to_owned(), "7.0.15".to_owned())]);
+        Run { scenario: "mixed".into(), broker: "kafka".into(), seed: 7, rules, versions, seconds: 60 }
+    }
+
+    fn report(promise: Promise, lost: u64, violations: Vec<Violation>) -> Report {
+        let faults = BTreeMap::from([("kill-redis".to_owned(), 2)]);
+        let counts = Counts { acknowledged: 300, lost, raw_effects: 301, unique_effects: 300, faults, ..Counts::default() };
+        let recovery = BTreeMap::from([("kill-redis".to_owned(), Recovery { times: 2, longest_ms: 900 })]);
+        Report::of(run(promise), Checked { counts, violations }, recovery)
+    }
+
+    fn loss() -> Violation {
+        let history = vec!["1.000000 player   confirmed".to_owned()];
+        Violation { invariant: Invariant::I1, id: Some("u-7".into()), why: "confirmed, and neither".into(), history }
+    }
+
+    #[test]
+    fn bare_must_lose_and_nothing_else_may() {
+        assert_eq!(report(Promise::AtMostOnce, 0, vec![]).verdict(), Verdict::Held);
+        assert_eq!(report(Promise::AtMostOnce, 1, vec![loss()]).verdict(), Verdict::Broken);
+        assert_eq!(report(Promise::Bare, 1, vec![loss()]).verdict(), Verdict::SeenToLose);
+        assert_eq!(report(Promise::Bare, 0, vec![]).verdict(), Verdict::Blind);
+        assert!(!Verdict::Blind.is_right() && !Verdict::Broken.is_right());
+    }
+
+    #[test]
+    fn reports_add_up() {
+        let mut sum = report(Promise::AtMostOnce, 0, vec![]);
+        sum.add(report(Promise::EffectivelyOnce, 1, vec![loss()]));
+        assert_eq!((sum.counts.acknowledged, sum.counts.lost, sum.counts.faults["kill-redis"], sum.runs.len()), (600, 1, 4, 2));
+        assert_eq!((sum.recovery["kill-redis"].times, sum.looked_for[&Invariant::I2], sum.looked_for[&Invariant::I1]), (4, 1, 2));
+        assert_eq!((sum.violated[&Invariant::I1], sum.verdict()), (1, Verdict::Broken));
+        assert!(sum.line().ends_with("BROKEN: I1 × 1"), "{}", sum.line());
+    }
+
+    #[test]
+    fn a_report_tells_what_a_person_needs_and_reads_back() {
+        let report = report(Promise::AtMostOnce, 1, vec![loss()]);
+        let text = report.to_markdown();
+        for part in [
+            "| mixed | kafka | at most once | 7 | 60 |",
+            "Redis 7.0.15",
+            "| kill-redis | 2 | 0 | 900 |",
+            "### I1 u-7",
+            "player   confirmed",
+        ] {
+            assert!(text.contains(part), "{part:?} is not in\n{text}");
+        }
+        assert!(
+            text.contains("| I3 | effectively once: one unique effect an id, and each other one has its cause in the fault log | – | 0 |")
+        );
+        assert_eq!(serde_json::from_str::<Report>(&serde_json::to_string(&report).unwrap()).unwrap(), report);
+        assert!(!text.contains("95 %"));
+        assert!(super::tests::report(Promise::AtMostOnce, 0, vec![]).to_markdown().contains("below 1.0e-2 (95 %)"));
+    }
+}

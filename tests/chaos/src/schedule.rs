@@ -1,0 +1,256 @@
+//! What is done to a run, and when: a sequence of faults that a seed determines.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::check::FREEZE;
+
+/// The lease of the consumers of a run, unless they were given another.
+pub const LEASE: Duration = Duration::from_secs(2);
+
+/// What may be done to a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Kind {
+    /// SIGKILL to a consumer; another takes its place.
+    KillConsumer,
+    /// SIGSTOP to a consumer for 1, 2 or 5 leases.
+    FreezeConsumer,
+    /// SIGTERM to a consumer; another takes its place.
+    TerminateConsumer,
+    /// SIGTERM to each consumer in turn; another takes its place.
+    RollingRestart,
+    /// SIGKILL to Redis, which has an append-only file, and a start.
+    KillRedis,
+    /// SIGSTOP to Redis.
+    FreezeRedis,
+    /// The proxy before Redis loses 1, 5 or 20 of 100 replies.
+    DropReplies,
+    /// Nothing arrives at Redis or from it; connections stay open.
+    DarkRedis,
+    /// Every connection to Redis is closed.
+    ResetRedis,
+    /// RabbitMQ is stopped in good order, and started.
+    RestartRabbit,
+    /// SIGKILL to RabbitMQ, and a start.
+    KillRabbit,
+    /// RabbitMQ closes all connections.
+    CloseConnections,
+    /// RabbitMQ closes the channels that consume.
+    CloseChannels,
+    /// RabbitMQ cancels the consumers.
+    CancelConsumers,
+    /// Nothing arrives at RabbitMQ from the consumers or back; connections stay open.
+    DarkRabbit,
+    /// The consumers' connections to RabbitMQ are closed.
+    ResetRabbit,
+    /// SIGKILL to Kafka, and a start.
+    KillKafka,
+    /// SIGSTOP to Kafka.
+    FreezeKafka,
+}
+
+/// What is done to consumers and to their store, whatever the broker.
+pub const ANYWHERE: [Kind; 9] = [
+    Kind::KillConsumer,
+    Kind::FreezeConsumer,
+    Kind::TerminateConsumer,
+    Kind::RollingRestart,
+    Kind::KillRedis,
+    Kind::FreezeRedis,
+    Kind::DropReplies,
+    Kind::DarkRedis,
+    Kind::ResetRedis,
+];
+/// What is done to RabbitMQ.
+pub const RABBITMQ: [Kind; 7] = [
+    Kind::RestartRabbit,
+    Kind::KillRabbit,
+    Kind::CloseConnections,
+    Kind::CloseChannels,
+    Kind::CancelConsumers,
+    Kind::DarkRabbit,
+    Kind::ResetRabbit,
+];
+/// What is done to Kafka.
+pub const KAFKA: [Kind; 2] = [Kind::KillKafka, Kind::FreezeKafka];
+
+/// One fault, ready to be played.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Planned {
+    /// How long after the last one was over it begins.
+    pub pause: Duration,
+    /// What is done.
+    pub kind: Kind,
+    /// How long it lasts, where that can be chosen; a killed process is started again after this.
+    pub lasts: Duration,
+    /// Which consumer, if it is done to one: any number, to be taken modulo their count.
+    pub consumer: usize,
+    /// How many in 100, where that can be chosen.
+    pub percent: u8,
+}
+
+/// How long faults last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Lengths {
+    /// As long as the table of faults has it.
+    Full,
+    /// Short ones, for a run that must be over in minutes.
+    Short,
+}
+
+/// A sequence of faults without end. The same seed makes the same.
+#[derive(Clone, Debug)]
+pub struct Schedule {
+    random: fastrand::Rng,
+    kinds: Vec<Kind>,
+    lengths: Lengths,
+    /// What is left of the present round: each kind comes once in each.
+    round: Vec<Kind>,
+}
+
+impl Schedule {
+    /// Faults of these kinds; each round has each of them once, in an order of its own.
+    pub fn new(kinds: &[Kind], lengths: Lengths, seed: u64) -> Self {
+        Self { random: fastrand::Rng::with_seed(seed), kinds: kinds.to_vec(), lengths, round: Vec::new() }
+    }
+
+    fn lasts(&mut self, kind: Kind) -> Duration {
+        let random = &mut self.random;
+        let seconds = |random: &mut fastrand::Rng, full: std::ops::RangeInclusive<u64>, short: std::ops::RangeInclusive<u64>, lengths| {
+            Duration::from_millis(random.u64(if lengths == Lengths::Full { full } else { short }))
+        };
+        match (kind, self.lengths) {
+            (Kind::FreezeConsumer, Lengths::Full) => {
+                LEASE * random.choice([1, 2, 5]).unwrap_or(1) + Duration::from_millis(random.u64(0..500))
+            }
+            (Kind::FreezeConsumer, Lengths::Short) => LEASE * 2 + Duration::from_millis(random.u64(0..500)),
+            (Kind::FreezeRedis, lengths) => seconds(random, 5_000..=30_000, 2_500..=3_500, lengths),
+            (Kind::DarkRedis | Kind::DarkRabbit, lengths) => seconds(random, 3_000..=15_000, 2_500..=3_500, lengths),
+            (Kind::DropReplies, lengths) => seconds(random, 5_000..=15_000, 4_000..=5_000, lengths),
+            (Kind::FreezeKafka, lengths) => seconds(random, 20_000..=20_000, 8_000..=8_000, lengths),
+            (Kind::KillConsumer | Kind::TerminateConsumer | Kind::KillRedis | Kind::KillKafka, _) => {
+                Duration::from_millis(random.u64(0..1_000))
+            }
+            _ => Duration::ZERO,
+        }
+    }
+}
+
+impl Iterator for Schedule {
+    type Item = Planned;
+
+    /// None only if there are no kinds.
+    fn next(&mut self) -> Option<Planned> {
+        if self.round.is_empty() {
+            self.round = self.kinds.clone();
+            self.random.shuffle(&mut self.round);
+        }
+        let kind = self.round.pop()?;
+        let lasts = self.lasts(kind);
+        let random = &mut self.random;
+        let pause = match self.lengths {
+            Lengths::Full => random.u64(500..4_000),
+            Lengths::Short => random.u64(200..1_000),
+        };
+        let percent = random.choice([1, 5, 20]).unwrap_or(5);
+        Some(Planned { pause: Duration::from_millis(pause), kind, lasts, consumer: random.usize(0..1_000), percent })
+    }
+}
+
+impl Kind {
+    /// All of them.
+    pub fn all() -> impl Iterator<Item = Self> {
+        ANYWHERE.into_iter().chain(RABBITMQ).chain(KAFKA)
+    }
+
+    /// As it stands in the fault log and on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::KillConsumer => "kill-consumer",
+            Self::FreezeConsumer => FREEZE,
+            Self::TerminateConsumer => "terminate-consumer",
+            Self::RollingRestart => "rolling-restart",
+            Self::KillRedis => "kill-redis",
+            Self::FreezeRedis => "freeze-redis",
+            Self::DropReplies => "drop-replies",
+            Self::DarkRedis => "dark-redis",
+            Self::ResetRedis => "reset-redis",
+            Self::RestartRabbit => "restart-rabbit",
+            Self::KillRabbit => "kill-rabbit",
+            Self::CloseConnections => "close-connections",
+            Self::CloseChannels => "close-channels",
+            Self::CancelConsumers => "cancel-consumers",
+            Self::DarkRabbit => "dark-rabbit",
+            Self::ResetRabbit => "reset-rabbit",
+            Self::KillKafka => "kill-kafka",
+            Self::FreezeKafka => "freeze-kafka",
+        }
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// No fault has this name.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("no fault is called {0:?}; there are {all}", all = Kind::all().map(Kind::name).collect::<Vec<_>>().join(", "))]
+pub struct NoSuchFault(String);
+
+impl FromStr for Kind {
+    type Err = NoSuchFault;
+
+    fn from_str(name: &str) -> Result<Self, NoSuchFault> {
+        Self::all().find(|kind| kind.name() == name).ok_or_else(|| NoSuchFault(name.to_owned()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    #[test]
+    fn a_seed_makes_the_same_schedule_and_another_one_another() {
+        let first = |seed| Schedule::new(&ANYWHERE, Lengths::Full, seed).take(50).collect::<Vec<_>>();
+        assert_eq!(first(7), first(7));
+        assert_ne!(first(7), first(8));
+    }
+
+    #[test]
+    fn each_round_has_each_kind_once() {
+        for seed in 0..20 {
+            let schedule: Vec<Kind> = Schedule::new(&RABBITMQ, Lengths::Short, seed).take(3 * RABBITMQ.len()).map(|it| it.kind).collect();
+            for round in schedule.chunks(RABBITMQ.len()) {
+                assert_eq!(round.iter().collect::<HashSet<_>>(), RABBITMQ.iter().collect());
+            }
+        }
+        assert_eq!(Schedule::new(&[], Lengths::Short, 1).next(), None);
+    }
+
+    #[test]
+    fn consumers_are_frozen_for_one_two_and_five_leases() {
+        let leases = |planned: Planned| planned.lasts.as_millis() / LEASE.as_millis();
+        let seen: HashSet<u128> = Schedule::new(&[Kind::FreezeConsumer], Lengths::Full, 1).take(50).map(leases).collect();
+        assert_eq!(seen, HashSet::from([1, 2, 5]));
+        let percents: HashSet<u8> = Schedule::new(&[Kind::DropReplies], Lengths::Full, 1).take(50).map(|it| it.percent).collect();
+        assert_eq!(percents, HashSet::from([1, 5, 20]));
+    }
+
+    #[test]
+    fn a_kind_has_one_name_everywhere() {
+        for kind in Kind::all() {
+            assert_eq!(kind.name().parse(), Ok(kind));
+            assert_eq!(serde_json::to_value(kind).unwrap(), kind.name());
+        }
+        assert!("kill-9".parse::<Kind>().unwrap_err().to_string().contains("kill-redis, freeze-redis"));
+    }
+}
