@@ -3,6 +3,7 @@
 //! Nothing here links a driver, so this compiles on a machine that has only Rust; `setup` brings the rest.
 #![forbid(unsafe_code)]
 
+mod faults;
 mod model;
 mod services;
 mod setup;
@@ -32,6 +33,9 @@ enum Command {
     /// ONCEGATE_REDIS is used as it is, the others are started on free ports and stopped again, also after a failure
     /// or Ctrl-C.
     Test(test::Arguments),
+    /// Restarts, cuts and confuses RabbitMQ nodes under load, at random times, and one node of three: nothing is lost or
+    /// doubled, no acknowledgement refused, and each time it consumes again within five seconds. Takes some minutes.
+    Faults(faults::Arguments),
     /// Explores every interleaving of a small world in which the functions run that decide everything, and prints what
     /// each guarantee withstands.
     Model(model::Arguments),
@@ -46,6 +50,7 @@ fn main() -> ExitCode {
     let outcome = match Arguments::parse().command {
         Command::Setup => setup::run(),
         Command::Test(arguments) => test::run(&arguments),
+        Command::Faults(arguments) => faults::run(&arguments),
         Command::Model(arguments) => model::run(&arguments),
         Command::Services { command } => services::run(command),
     };

@@ -20,13 +20,17 @@ use crate::incoming;
 use crate::link::Trouble;
 use crate::publisher::{Confirmed, Publisher};
 use crate::session::{Carried, Gaps, Happened, Loss, Session};
-use crate::settings::{Rejects, Settings, Topology};
+use crate::settings::{Rejects, Settings};
 
 /// A release up to this long waits in memory.
 const HOLD: Duration = Duration::from_secs(5);
 /// No release is shorter: a delivery that is given back at once must not spin.
 const SHORTEST: Duration = Duration::from_millis(20);
+/// The longest pause before it connects again: with the handshake, five seconds after the node is back it consumes.
+const LONGEST_PAUSE: Duration = Duration::from_secs(3);
 /// A channel that lived this long was sound. One that breaks as soon as it is open must not spin.
+const SOUND: Duration = Duration::from_secs(2);
+/// The same, while it reads one message at a time after one that the client could not read.
 const STEADY: Duration = Duration::from_secs(10);
 /// How long it reads one message at a time after one that the client could not read.
 const CAREFUL: Duration = Duration::from_secs(300);
@@ -78,7 +82,7 @@ pub(crate) async fn run(settings: Arc<Settings>, ends: Ends, mut opened: oneshot
         epoch: session.epoch,
         link: Link::Up(Box::new(session)),
         since: Instant::now(),
-        backoff: Backoff::default(),
+        backoff: Backoff::up_to(LONGEST_PAUSE),
         pace: Pace::Usual,
         intake: Intake::Open,
         closing: None,
@@ -241,7 +245,7 @@ impl Engine {
         let Link::Up(session) = &mut self.link else { return };
         let tag = delivery.receipt.position;
         let Some(carried) = session.acks.carried(tag) else { return stale(&self.settings, tag) };
-        let has_queues = self.settings.topology == Topology::Declare;
+        let has_queues = self.settings.delays_by_queue();
         let crowded = session.held.len() >= session.prefetch / 2;
         if has_queues && (after > HOLD || crowded || self.intake == Intake::Stopped) {
             self.publisher.publish(Copy::delayed(&delivery, after, &carried.original, &self.settings));
@@ -294,7 +298,7 @@ impl Engine {
                 self.reject(delivery, &Reason::TooLarge, None);
                 continue;
             }
-            match incoming::wait(&delivery, self.settings.topology) {
+            match incoming::wait(&delivery, &self.settings) {
                 Some(wait) => self.hold_back(delivery, wait),
                 None => self.ends.out.deliver(delivery),
             }
@@ -303,7 +307,7 @@ impl Engine {
 
     fn hand_over_again(&mut self) {
         let Link::Up(session) = &mut self.link else { return };
-        session.take_due().into_iter().for_each(|delivery| self.ends.out.deliver(delivery));
+        self.ends.out.deliver_first(session.take_due());
     }
 
     /// Whether it read one by one for long enough. Asked while it holds no delivery, so that none comes back for it.
@@ -335,7 +339,7 @@ impl Engine {
             self.epoch += 1;
             match (loss, self.pace) {
                 (Loss::Unreadable(_), Pace::Usual) => (self.pace, self.backoff) = (Pace::Careful, Backoff::up_to(LONGEST_LOOK)),
-                (Loss::Broken(_), Pace::Usual) if self.since.elapsed() > STEADY => self.backoff = Backoff::default(),
+                (Loss::Broken(_), Pace::Usual) if self.since.elapsed() > SOUND => self.backoff = Backoff::up_to(LONGEST_PAUSE),
                 (_, Pace::Careful) if self.since.elapsed() > STEADY => self.backoff.reset(),
                 _ => {}
             }
@@ -435,11 +439,16 @@ async fn open_again(settings: Arc<Settings>, epoch: u64, prefetch: u16, pause: D
 }
 
 /// Attempts to open a channel, each a pause after the last.
-#[derive(Default)]
 struct Attempts {
     backoff: Backoff,
     /// What was told last, and when.
     told: Option<(Instant, String)>,
+}
+
+impl Default for Attempts {
+    fn default() -> Self {
+        Self { backoff: Backoff::up_to(LONGEST_PAUSE), told: None }
+    }
 }
 
 impl Attempts {

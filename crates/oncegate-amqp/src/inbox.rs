@@ -61,6 +61,15 @@ impl Writer {
         }
     }
 
+    /// In this order, before all that came in meanwhile.
+    pub(crate) fn deliver_first(&self, deliveries: Vec<Delivery>) {
+        let mut state = self.0.state();
+        if state.life == Life::Open && !deliveries.is_empty() {
+            deliveries.into_iter().rev().for_each(|delivery| state.deliveries.push_front(delivery));
+            self.0.wake.notify_one();
+        }
+    }
+
     /// The channel of this epoch is gone: what came by it and still lies here is delivered again.
     pub(crate) fn revoke(&self, epoch: u64) {
         let mut state = self.0.state();
@@ -173,8 +182,12 @@ mod tests {
         assert_eq!(received(&mut reader, 0, 0).await, Some(vec![]));
         assert_eq!(received(&mut reader, 2, 999).await, Some(vec![(1, Some(1)), (1, Some(2))]));
         assert_eq!(received(&mut reader, 9, 1).await, Some(vec![(1, Some(3))]));
+        writer.deliver_first(vec![delivery(1, 8), delivery(1, 9)]);
+        let first = vec![(1, Some(8)), (1, Some(9)), (1, Some(4)), (1, Some(5))];
+        assert_eq!(received(&mut reader, 9, 999).await, Some(first));
         reader.stop();
         writer.deliver(delivery(1, 6));
+        writer.deliver_first(vec![delivery(1, 7)]);
         assert_eq!(received(&mut reader, 9, 999).await, Some(vec![]));
         writer.revoke(1);
         drop(writer);

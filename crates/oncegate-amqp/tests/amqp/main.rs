@@ -5,6 +5,7 @@ mod consumer;
 mod copies;
 mod laws;
 mod limits;
+mod nodes;
 mod rig;
 mod security;
 mod trouble;

@@ -1,0 +1,197 @@
+//! More than one way to the broker, and more than one consumer of a queue.
+
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use lapin::BasicProperties;
+use lapin::ExchangeKind;
+use lapin::options::{BasicPublishOptions, ExchangeDeclareOptions, ExchangeDeleteOptions, QueueBindOptions};
+use lapin::types::FieldTable;
+use oncegate_amqp::{QueueKind, RabbitMqStats};
+use oncegate_core::source::Order;
+use oncegate_core::{Consumer, Context, Failure, Guarantee, Handler, IdSource, MemoryStore, Readiness, async_trait};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::oneshot;
+
+use crate::rig::*;
+
+/// The broker's URL with another host and port.
+fn by_way_of(address: impl std::fmt::Display) -> String {
+    let url = url();
+    let at = url.rfind('@').expect("user@host") + 1;
+    let end = url[at..].find('/').map_or(url.len(), |slash| at + slash);
+    format!("{}{address}{}", &url[..at], &url[end..])
+}
+
+fn broker() -> String {
+    url().rsplit_once('@').expect("user@host").1.split('/').next().expect("a host").to_owned()
+}
+
+fn proxy() -> oncegate_testkit::proxy::Proxy {
+    let port = broker().rsplit_once(':').expect("a port").1.parse().expect("a number");
+    oncegate_testkit::proxy::Proxy::to(port).expect("a port")
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn of_several_nodes_another_takes_over() {
+    let (rig, stats) = (Rig::new().await, RabbitMqStats::new());
+    let (first, second) = (proxy(), proxy());
+    let nobody = std::net::TcpListener::bind("127.0.0.1:0").expect("a port").local_addr().expect("an address");
+    let ways = [by_way_of(nobody), by_way_of(format!("127.0.0.1:{}", first.port())), by_way_of(format!("127.0.0.1:{}", second.port()))];
+    let mut source = open(rig.source(QueueKind::Quorum).urls(ways).stats(stats.clone())).await;
+    rig.publish("a").await;
+    let stale = delivery(&mut source).await;
+    // Whichever it used: now there is one left.
+    drop(first);
+    second.reset();
+    let (mut again, _) = deliveries(&mut source, 1, Duration::from_secs(20)).await;
+    settle(&mut source, stale, accept()).await;
+    settle(&mut source, again.remove(0), accept()).await;
+    assert!(stats.snapshot().reconnects >= 1);
+    close(source).await;
+    rig.becomes_empty(&rig.queue).await;
+    rig.done().await;
+}
+
+#[tokio::test]
+async fn a_broker_is_reached_by_its_ipv6_address() {
+    let Ok(listener) = TcpListener::bind("[::1]:0").await else {
+        println!("left out: this machine has no IPv6");
+        return;
+    };
+    let url = by_way_of(listener.local_addr().expect("an address"));
+    tokio::spawn(async move {
+        while let Ok((mut near, _)) = listener.accept().await {
+            tokio::spawn(async move {
+                let mut far = TcpStream::connect(broker()).await.expect("the broker");
+                let _ = tokio::io::copy_bidirectional(&mut near, &mut far).await;
+            });
+        }
+    });
+    let rig = Rig::new().await;
+    let mut source = open(rig.source(QueueKind::Quorum).url(&url)).await;
+    assert!(url.contains("@[::1]:"), "{url}");
+    rig.publish("a").await;
+    let delivery = delivery(&mut source).await;
+    settle(&mut source, delivery, accept()).await;
+    close(source).await;
+    rig.becomes_empty(&rig.queue).await;
+    rig.done().await;
+}
+
+const KEYS: u32 = 4;
+const EACH: u32 = 60;
+const NAMES: [char; 2] = ['a', 'b'];
+
+/// What was handled, in order: key and number, and by whom.
+#[derive(Clone, Default)]
+struct Journal(Arc<Mutex<Vec<(u32, u32, char)>>>);
+
+impl Journal {
+    fn count(&self) -> usize {
+        self.0.lock().expect("nobody panics with it").len()
+    }
+
+    /// Who handled the last one.
+    fn active(&self) -> char {
+        self.0.lock().expect("nobody panics with it").last().expect("something was handled").2
+    }
+
+    async fn reaches(&self, count: usize) {
+        let patience = Instant::now() + Duration::from_secs(60);
+        while self.count() < count {
+            assert!(Instant::now() < patience, "{} of {count}", self.count());
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+}
+
+#[derive(Clone)]
+struct Writes {
+    journal: Journal,
+    name: char,
+}
+
+#[async_trait]
+impl Handler for Writes {
+    type Payload = (u32, u32);
+
+    async fn handle(&self, (key, number): (u32, u32), _: &Context) -> Result<(), Failure> {
+        tokio::time::sleep(Duration::from_millis(fastrand::u64(..20))).await;
+        self.journal.0.lock().expect("nobody panics with it").push((key, number, self.name));
+        Ok(())
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn with_a_single_active_consumer_the_order_by_key_holds_across_a_fleet() {
+    let (rig, ways, store, journal) = (Rig::new().await, [proxy(), proxy()], MemoryStore::new(), Journal::default());
+    let (mut fleet, ready) = (Vec::new(), [Readiness::new(), Readiness::new()]);
+    for (number, (way, name)) in ways.iter().zip(NAMES).enumerate() {
+        let source = rig.source(QueueKind::Quorum).single_active_consumer().url(by_way_of(format!("127.0.0.1:{}", way.port())));
+        let consumer = Consumer::builder()
+            .source(source)
+            .store(store.clone())
+            .guarantee(Guarantee::AtMostOnce)
+            .accept_forgetful_store()
+            .id(IdSource::message_id())
+            .order(Order::ByKey)
+            .in_flight(16)
+            .readiness(ready[number].clone())
+            .handler(Writes { journal: journal.clone(), name });
+        let (stop, stopped) = oneshot::channel::<()>();
+        fleet.push((stop, tokio::spawn(consumer.run_until(async { drop(stopped.await) }))));
+    }
+    let patience = Instant::now() + Duration::from_secs(60);
+    while !ready.iter().all(Readiness::is_ready) {
+        assert!(Instant::now() < patience, "one of them does not consume");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let exchange = format!("{}.exchange", rig.queue);
+    let declaring = rig.channel.exchange_declare(
+        exchange.as_str().into(),
+        ExchangeKind::Topic,
+        ExchangeDeclareOptions::default(),
+        FieldTable::default(),
+    );
+    declaring.await.expect("an exchange");
+    let binding = rig.channel.queue_bind(
+        rig.queue.as_str().into(),
+        exchange.as_str().into(),
+        "#".into(),
+        QueueBindOptions::default(),
+        FieldTable::default(),
+    );
+    binding.await.expect("bound");
+    for number in 0..EACH {
+        for key in 0..KEYS {
+            let properties = BasicProperties::default().with_message_id(format!("{key}-{number}").into());
+            let body = format!("[{key},{number}]");
+            let options = BasicPublishOptions { mandatory: true, ..BasicPublishOptions::default() };
+            let sent =
+                rig.channel.basic_publish(exchange.as_str().into(), format!("key.{key}").into(), options, body.as_bytes(), properties);
+            assert!(sent.await.expect("sent").await.expect("confirmed").take_message().is_none());
+        }
+    }
+    // Whoever is active loses the queue, again and again.
+    let all = (KEYS * EACH) as usize;
+    for part in 1..=4 {
+        journal.reaches(all * part / 6).await;
+        let active = journal.active();
+        ways.iter().zip(NAMES).filter(|(_, name)| *name == active).for_each(|(way, _)| way.reset());
+    }
+    journal.reaches(all).await;
+    for (stop, running) in fleet {
+        stop.send(()).expect("it runs");
+        running.await.expect("no panic").expect("a clean end");
+    }
+    let journal = journal.0.lock().expect("nobody panics with it").clone();
+    for key in 0..KEYS {
+        let entries: Vec<_> = journal.iter().filter(|entry| entry.0 == key).collect();
+        let numbers: Vec<u32> = entries.iter().map(|entry| entry.1).collect();
+        assert_eq!(numbers, (0..EACH).collect::<Vec<_>>(), "{entries:?}");
+    }
+    assert!(NAMES.into_iter().all(|name| journal.iter().any(|entry| entry.2 == name)), "only one of them consumed");
+    rig.channel.exchange_delete(exchange.as_str().into(), ExchangeDeleteOptions::default()).await.expect("deleted");
+    rig.done().await;
+}

@@ -1,0 +1,179 @@
+//! Messages at a steady rate, confirmed one by one, and what became of each.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use futures_util::StreamExt;
+use futures_util::stream::FuturesUnordered;
+use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
+use lapin::{BasicProperties, Channel, Confirmation, Connection, ConnectionProperties};
+use oncegate_core::{Context, Failure, Handler, async_trait};
+use tokio::time::MissedTickBehavior;
+
+/// How often a batch leaves.
+const TICK: Duration = Duration::from_millis(10);
+
+/// How often each message had its effect.
+#[derive(Clone, Default)]
+pub(crate) struct Effects(Arc<Mutex<HashMap<u32, u32>>>);
+
+impl Effects {
+    pub(crate) fn count(&self) -> usize {
+        self.0.lock().expect("nobody panics with it").len()
+    }
+
+    /// The most effects that one message had.
+    pub(crate) fn most(&self) -> u32 {
+        self.0.lock().expect("nobody panics with it").values().copied().max().unwrap_or(0)
+    }
+}
+
+#[async_trait]
+impl Handler for Effects {
+    type Payload = u32;
+
+    async fn handle(&self, number: u32, _: &Context) -> Result<(), Failure> {
+        // So that some handler always runs when something breaks.
+        tokio::time::sleep(Duration::from_millis(fastrand::u64(..6))).await;
+        *self.0.lock().expect("nobody panics with it").entry(number).or_default() += 1;
+        Ok(())
+    }
+}
+
+/// A publisher that knows of each message whether the broker has it.
+pub(crate) struct Load {
+    urls: Vec<String>,
+    queue: String,
+    rate: u32,
+    next: AtomicU32,
+    confirmed: AtomicUsize,
+    /// Published again, because it was not known whether the broker had it.
+    again: AtomicUsize,
+    paused: AtomicBool,
+    over: AtomicBool,
+}
+
+impl Load {
+    pub(crate) fn new(urls: Vec<String>, queue: &str, rate: u32) -> Arc<Self> {
+        Arc::new(Self {
+            urls,
+            queue: queue.to_owned(),
+            rate,
+            next: AtomicU32::new(0),
+            confirmed: AtomicUsize::new(0),
+            again: AtomicUsize::new(0),
+            paused: AtomicBool::new(false),
+            over: AtomicBool::new(false),
+        })
+    }
+
+    /// How many messages the broker has confirmed.
+    pub(crate) fn confirmed(&self) -> usize {
+        self.confirmed.load(Ordering::SeqCst)
+    }
+
+    pub(crate) fn again(&self) -> usize {
+        self.again.load(Ordering::SeqCst)
+    }
+
+    /// How many were sent, confirmed or not.
+    pub(crate) fn sent(&self) -> usize {
+        self.next.load(Ordering::SeqCst) as usize
+    }
+
+    /// Publishes nothing new.
+    pub(crate) fn pause(&self) {
+        self.paused.store(true, Ordering::SeqCst);
+    }
+
+    pub(crate) fn go_on(&self) {
+        self.paused.store(false, Ordering::SeqCst);
+    }
+
+    /// Publishes nothing new, and ends when all is confirmed.
+    pub(crate) fn end(&self) {
+        self.over.store(true, Ordering::SeqCst);
+    }
+
+    /// Publishes until it is told to end, whatever the broker does.
+    pub(crate) async fn run(self: Arc<Self>) {
+        let mut unsure = Vec::new();
+        for attempt in 0.. {
+            if let Ok((_connection, channel)) = connect(&self.urls[attempt % self.urls.len()]).await
+                && self.publish(&channel, &mut unsure).await.is_ok()
+            {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+
+    /// Publishes on one channel until the end, or until the channel breaks: then what has no answer is unsure.
+    async fn publish(&self, channel: &Channel, unsure: &mut Vec<u32>) -> Result<(), ()> {
+        let mut ticks = tokio::time::interval(TICK);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut answers = FuturesUnordered::new();
+        loop {
+            let mut broken = false;
+            tokio::select! {
+                _ = ticks.tick() => {
+                    let again = unsure.len();
+                    self.again.fetch_add(again, Ordering::SeqCst);
+                    let mut batch = std::mem::take(unsure);
+                    if !self.paused.load(Ordering::SeqCst) && !self.over.load(Ordering::SeqCst) {
+                        let new = self.rate / 100;
+                        let first = self.next.fetch_add(new, Ordering::SeqCst);
+                        batch.extend(first..first + new);
+                    }
+                    for number in batch {
+                        match send(channel, &self.queue, number).await {
+                            Ok(confirm) => answers.push(async move { (number, confirm.await) }),
+                            Err(_) => {
+                                unsure.push(number);
+                                broken = true;
+                            }
+                        }
+                    }
+                }
+                Some((number, answer)) = answers.next(), if !answers.is_empty() => match answer {
+                    Ok(Confirmation::Ack(None)) => {
+                        self.confirmed.fetch_add(1, Ordering::SeqCst);
+                    }
+                    // There is no queue at this moment: the next tick tries again.
+                    Ok(_) => unsure.push(number),
+                    Err(_) => {
+                        unsure.push(number);
+                        broken = true;
+                    }
+                },
+            }
+            if broken {
+                while let Some((number, answer)) = answers.next().await {
+                    match answer {
+                        Ok(Confirmation::Ack(None)) => drop(self.confirmed.fetch_add(1, Ordering::SeqCst)),
+                        _ => unsure.push(number),
+                    }
+                }
+                return Err(());
+            }
+            if self.over.load(Ordering::SeqCst) && answers.is_empty() && unsure.is_empty() {
+                return Ok(());
+            }
+        }
+    }
+}
+
+async fn connect(url: &str) -> lapin::Result<(Connection, Channel)> {
+    let connection = Connection::connect(url, ConnectionProperties::default()).await?;
+    let channel = connection.create_channel().await?;
+    channel.confirm_select(ConfirmSelectOptions::default()).await?;
+    Ok((connection, channel))
+}
+
+async fn send(channel: &Channel, queue: &str, number: u32) -> lapin::Result<lapin::PublisherConfirm> {
+    let options = BasicPublishOptions { mandatory: true, ..BasicPublishOptions::default() };
+    let properties = BasicProperties::default().with_delivery_mode(2).with_message_id(format!("n-{number}").into());
+    channel.basic_publish("".into(), queue.into(), options, number.to_string().as_bytes(), properties).await
+}

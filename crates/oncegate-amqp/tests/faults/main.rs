@@ -1,0 +1,234 @@
+//! All that a RabbitMQ node does to its consumers, at random times under load: no message is lost, none has its effect
+//! twice, and the broker never refuses an acknowledgement.
+//!
+//! One of each here; `cargo xtask faults` plays ten of each at 2,000 messages a second.
+#![forbid(unsafe_code)]
+
+mod load;
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use oncegate_amqp::{RabbitMq, RabbitMqStats};
+use oncegate_core::{Consumer, Guarantee, IdSource, MemoryStore};
+use oncegate_testkit::proxy::Proxy;
+use oncegate_testkit::servers::{RabbitCluster, RabbitServer};
+
+use load::{Effects, Load};
+
+const QUEUE: &str = "payments";
+/// How long anything may take before the run gives up. How long it took is printed, and judged in the long run.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// What the long run asks for.
+const BACK_WITHIN: Duration = Duration::from_secs(5);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fault {
+    NodeRestarted,
+    ConnectionReset,
+    ChannelClosed,
+    ConsumerCancelled,
+    QueueDeleted,
+    MemoryAlarm,
+}
+
+const FAULTS: [Fault; 6] =
+    [Fault::ConnectionReset, Fault::ChannelClosed, Fault::ConsumerCancelled, Fault::QueueDeleted, Fault::MemoryAlarm, Fault::NodeRestarted];
+
+/// How long a run is.
+struct Length {
+    rounds: usize,
+    rate: u32,
+}
+
+impl Length {
+    /// As the environment says; one round at a rate that leaves room for other tests, by default.
+    fn from_env() -> Self {
+        let number = |name: &str, usual| std::env::var(name).ok().map_or(usual, |text| text.parse().expect("a number"));
+        Self { rounds: number("ONCEGATE_FAULT_ROUNDS", 1) as usize, rate: number("ONCEGATE_FAULT_RATE", 500) }
+    }
+
+    fn is_long(&self) -> bool {
+        self.rounds > 1
+    }
+}
+
+/// A consumer under load.
+struct Stage {
+    load: Arc<Load>,
+    effects: Effects,
+    stats: RabbitMqStats,
+}
+
+impl Stage {
+    /// Runs the play between the start of the load and its end, then drains and judges.
+    async fn play(source: RabbitMq, urls: Vec<String>, length: &Length, play: impl AsyncFnOnce(&Self)) {
+        let stats = RabbitMqStats::new();
+        let stage = Self { load: Load::new(urls, QUEUE, length.rate), effects: Effects::default(), stats: stats.clone() };
+        let consumer = Consumer::builder()
+            .source(source.stats(stats))
+            .store(MemoryStore::new())
+            .guarantee(Guarantee::AtMostOnce)
+            .accept_forgetful_store()
+            .id(IdSource::message_id())
+            .handler(stage.effects.clone());
+        let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+        let running = tokio::spawn(consumer.run_until(async { drop(stopped.await) }));
+        let (publishing, begun) = (tokio::spawn(Arc::clone(&stage.load).run()), Instant::now());
+        stage.until("the first effects", || stage.effects.count() > 50).await;
+        play(&stage).await;
+        stage.load.end();
+        publishing.await.expect("no panic");
+        stage.until("each message has its effect", || stage.effects.count() == stage.load.confirmed()).await;
+        let took = begun.elapsed();
+        stop.send(()).expect("the consumer runs");
+        running.await.expect("no panic").expect("a clean end");
+        let read = stage.stats.snapshot();
+        println!(
+            "{} confirmed in {took:.1?} ({:.0}/s asked for {}), {} published again; 0 lost; most effects of one: {}\n{read:?}",
+            stage.load.confirmed(),
+            stage.load.confirmed() as f64 / took.as_secs_f64(),
+            length.rate,
+            stage.load.again(),
+            stage.effects.most(),
+        );
+        assert_eq!(stage.effects.most(), 1, "an effect happened twice");
+        assert_eq!(stage.effects.count(), stage.load.sent(), "an effect without a message");
+        assert_eq!(read.copies, 0, "something went to the dead letters");
+    }
+
+    async fn until(&self, what: &str, is_so: impl Fn() -> bool) {
+        let patience = Instant::now() + PATIENCE;
+        while !is_so() {
+            assert!(Instant::now() < patience, "not within {PATIENCE:?}: {what}\n{self:?}");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    /// Waits until a new channel has brought something, and says how long after `back` that was.
+    async fn consumes_again(&self, reconnects: u64, back: Instant) -> Duration {
+        self.until("the channel is lost", || self.stats.snapshot().reconnects > reconnects).await;
+        let delivered = self.stats.snapshot().delivered;
+        self.until("it consumes again", || self.stats.snapshot().delivered > delivered).await;
+        back.elapsed()
+    }
+}
+
+impl fmt::Debug for Stage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let counts = (self.load.sent(), self.load.confirmed(), self.effects.count());
+        f.debug_struct("Stage").field("sent_confirmed_effects", &counts).field("stats", &self.stats.snapshot()).finish()
+    }
+}
+
+/// Looks for refused acknowledgements in what a node has logged since its last start.
+fn no_refusals(server: &RabbitServer) {
+    let log = std::fs::read_to_string(server.directory().join("server.log")).expect("a log");
+    let refused: Vec<&str> = log.lines().filter(|line| line.to_lowercase().contains("precondition_failed")).collect();
+    assert!(refused.is_empty(), "406: {refused:#?}");
+}
+
+/// Lets the node do something with each `Channel` that consumes, by its `Tag` and the `Writer` to its client.
+fn to_consumers(server: &RabbitServer, does: &str) {
+    let program = [
+        &format!("[{does} || C <- rabbit_amqqueue:consumers_all(<<\"/\">>)"),
+        "Channel <- [proplists:get_value(channel_pid, C)]",
+        "Tag <- [proplists:get_value(consumer_tag, C)]",
+        "{dictionary, Dictionary} <- [process_info(Channel, dictionary)]",
+        "[Supervisor | _] <- [proplists:get_value('$ancestors', Dictionary)]",
+        "{writer, Writer, _, _} <- supervisor:which_children(Supervisor), Tag =/= Writer].",
+    ];
+    let done = server.control(&["-q", "eval", &program.join(", ")]).expect("done");
+    assert!(done.contains("ok"), "nobody consumes: {done}");
+}
+
+/// Does it, and says how long after it was over the consumer consumed again.
+async fn happens(fault: Fault, stage: &Stage, server: &mut RabbitServer, proxy: &Proxy) -> Duration {
+    let reconnects = stage.stats.snapshot().reconnects;
+    match fault {
+        Fault::NodeRestarted => {
+            no_refusals(server);
+            tokio::task::block_in_place(|| {
+                server.stop();
+                server.start_again().expect("started again");
+            });
+        }
+        Fault::ConnectionReset => proxy.reset(),
+        // As any soft error of a channel: it asks for what is not there.
+        Fault::ChannelClosed => tokio::task::block_in_place(|| {
+            to_consumers(server, "rabbit_channel:do(Channel, {'basic.get', 0, <<\"no such queue\">>, false})");
+        }),
+        // As when a queue is gone or moves.
+        Fault::ConsumerCancelled => tokio::task::block_in_place(|| {
+            to_consumers(server, "rabbit_writer:send_command(Writer, {'basic.cancel', Tag, true})");
+        }),
+        Fault::QueueDeleted => {
+            // What stands in a queue goes with it, so nothing is to stand there.
+            stage.load.pause();
+            let settled = || stage.load.confirmed() == stage.load.sent() && stage.effects.count() == stage.load.sent();
+            stage.until("the queue is empty", settled).await;
+            tokio::task::block_in_place(|| server.control(&["-q", "delete_queue", QUEUE])).expect("deleted");
+            stage.load.go_on();
+        }
+        Fault::MemoryAlarm => {
+            tokio::task::block_in_place(|| {
+                server.control(&["-q", "set_vm_memory_high_watermark", "0"]).expect("an alarm");
+                std::thread::sleep(Duration::from_millis(500));
+                server.control(&["-q", "set_vm_memory_high_watermark", "0.8"]).expect("no alarm");
+            });
+            let (back, delivered) = (Instant::now(), stage.stats.snapshot().delivered);
+            stage.until("it consumes again", || stage.stats.snapshot().delivered > delivered).await;
+            assert_eq!(stage.stats.snapshot().reconnects, reconnects, "an alarm costs no channel");
+            return back.elapsed();
+        }
+    }
+    stage.consumes_again(reconnects, Instant::now()).await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn whatever_a_node_does_nothing_is_lost_doubled_or_refused() {
+    let length = Length::from_env();
+    let mut server = tokio::task::spawn_blocking(RabbitServer::start).await.expect("no panic").expect("a server");
+    let proxy = Proxy::to(server.port()).expect("a port");
+    let url = server.url().replacen(&server.port().to_string(), &proxy.port().to_string(), 1);
+    let mut faults: Vec<Fault> = FAULTS.into_iter().flat_map(|fault| vec![fault; length.rounds]).collect();
+    fastrand::shuffle(&mut faults);
+    Stage::play(RabbitMq::queue(QUEUE).url(url), vec![server.url()], &length, async |stage| {
+        for fault in faults {
+            tokio::time::sleep(Duration::from_millis(fastrand::u64(100..600))).await;
+            let after = happens(fault, stage, &mut server, &proxy).await;
+            println!("{fault:?}: consuming again after {after:.2?}");
+            assert!(!length.is_long() || after <= BACK_WITHIN, "{fault:?}: after {after:?}");
+        }
+    })
+    .await;
+    no_refusals(&server);
+}
+
+/// Three nodes start slowly: it is left to `cargo xtask faults`.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "starts three nodes; cargo xtask faults runs it"]
+async fn a_node_of_a_cluster_is_killed_and_another_takes_over() {
+    let length = Length::from_env();
+    let mut cluster = tokio::task::spawn_blocking(RabbitCluster::start).await.expect("no panic").expect("a cluster");
+    let urls = cluster.urls();
+    Stage::play(RabbitMq::queue(QUEUE).urls(&urls), urls.clone(), &length, async |stage| {
+        for round in 0..length.rounds.min(3) {
+            tokio::time::sleep(Duration::from_millis(fastrand::u64(100..600))).await;
+            let before = (stage.effects.count(), Instant::now());
+            tokio::task::block_in_place(|| cluster.node_mut(round).kill());
+            let wanted = before.0 + length.rate as usize;
+            stage.until("messages are handled while a node is down", || stage.effects.count() > wanted).await;
+            println!("node {round} killed: a second's messages handled after {:.2?}", before.1.elapsed());
+            tokio::task::block_in_place(|| cluster.node_mut(round).start_again().expect("started again"));
+            // As whoever restarts the nodes of a cluster one after the other has to wait.
+            let next = &cluster.nodes()[(round + 1) % 3];
+            let critical =
+                || tokio::task::block_in_place(|| next.control(&["-q", "eval", "rabbit_quorum_queue:list_with_minimum_quorum()."]));
+            stage.until("the queues can spare the next node", || critical().is_ok_and(|queues| queues.trim() == "[]")).await;
+        }
+    })
+    .await;
+    cluster.nodes().iter().for_each(no_refusals);
+}

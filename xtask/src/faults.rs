@@ -1,0 +1,27 @@
+//! `faults`: all that a RabbitMQ node does to its consumers, many times, under load.
+
+use std::process::Command;
+
+use crate::Error;
+use crate::setup;
+
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    /// How often each fault happens.
+    #[arg(long, default_value_t = 10)]
+    rounds: u32,
+    /// How many messages a second are published meanwhile.
+    #[arg(long, default_value_t = 2_000)]
+    rate: u32,
+}
+
+pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
+    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    cargo
+        .args(["test", "--package", "oncegate-amqp", "--test", "faults", "--"])
+        .args(["--include-ignored", "--nocapture", "--test-threads", "1"])
+        .env("ONCEGATE_FAULT_ROUNDS", arguments.rounds.to_string())
+        .env("ONCEGATE_FAULT_RATE", arguments.rate.to_string())
+        .current_dir(setup::root());
+    setup::call(&mut cargo)
+}
