@@ -98,8 +98,10 @@ impl Failure {
             "ERR" if detail.starts_with("unknown command") => {
                 Self::misconfigured(format!("{said}: the server must offer SET, GET, DEL, PTTL, PEXPIRE, EVAL and EVALSHA"))
             }
-            // What Redis 7.0 says when a script runs what its user may not.
-            "ERR" if detail.contains("user executing the script can't") => Self::said_by_server("NOPERM", detail),
+            // What Redis 7.0 says, and what later ones say, when a script runs what its user may not.
+            "ERR" if detail.contains("user executing the script can't") || detail.starts_with("ACL failure in script") => {
+                Self::said_by_server("NOPERM", detail)
+            }
             "ERR" if detail.contains("max number of clients") => Self::not_applied(said),
             // A script may have been stopped midway; asking again with the same token is safe.
             _ => Self::unknown(said),
@@ -136,6 +138,13 @@ mod tests {
         let old = Failure::said_by_server("ERR", "syntax error");
         assert!(matches!(&old, Failure::Misconfigured(problem) if problem.to_string().contains("7.0")), "{old:?}");
         assert!(matches!(Failure::said_by_server("ERR", "max number of clients reached"), Failure::NotApplied(_)));
+        for (who, refuses) in [
+            ("Redis 7.0", "The user executing the script can't run this command or subcommand script: 1f, on @user_script:5."),
+            ("Redis 8.2", "ACL failure in script: User some has no permissions to run the 'set' command script: 1f, on @user_script:5."),
+        ] {
+            let told = Failure::said_by_server("ERR", refuses);
+            assert!(matches!(&told, Failure::Misconfigured(problem) if problem.to_string().contains("PEXPIRE")), "{who}: {told:?}");
+        }
         assert!(matches!(Failure::said_by_server("SOMETHING", "new"), Failure::Unknown(_)));
     }
 }

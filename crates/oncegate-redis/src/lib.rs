@@ -24,6 +24,7 @@ mod script;
 mod sentinel;
 mod server;
 mod store;
+mod tls;
 mod watch;
 
 pub use durability::Durability;

@@ -1,12 +1,12 @@
 //! One Redis server: where it is, and who we are there.
 
-use std::path::Path;
 use std::time::Duration;
 
 use redis::io::tcp::{TcpSettings, socket2};
-use redis::{Client, ConnectionAddr, ConnectionInfo, ErrorKind, ProtocolVersion, RedisError, TlsCertificates};
+use redis::{Client, ConnectionAddr, ConnectionInfo, ErrorKind, ProtocolVersion, RedisError};
 
 use crate::failure::{Failure, Problem};
+use crate::tls::Tls;
 
 /// What was sent and is not acknowledged by the other machine for so long ends the connection: the keepalive does not
 /// act meanwhile.
@@ -62,14 +62,13 @@ impl Server {
         Ok(Self { address: info.addr().to_string(), info, named_by })
     }
 
-    /// The same server, trusted by what this authority signed alone.
-    pub(crate) fn trusting(self, authority: &[u8]) -> Result<Self, Problem> {
+    /// The same server over TLS, with these settings.
+    pub(crate) fn over(self, tls: &Tls) -> Result<Self, Problem> {
         if !matches!(self.info.addr(), ConnectionAddr::TcpTls { .. }) {
             return Err(Problem::new(format!("{}: a certificate is of use with a rediss:// URL alone; write rediss://", self.named_by)));
         }
-        let certificates = TlsCertificates { client_tls: None, root_cert: Some(authority.to_vec()) };
-        let parsed = Client::build_with_tls((*self.info).clone(), certificates);
-        let info = parsed.map_err(|error| Problem::of("ca_certificate: the file holds no certificate in PEM form", error))?;
+        let parsed = Client::build_with_tls((*self.info).clone(), tls.certificates());
+        let info = parsed.map_err(|error| Problem::of(format!("ca_certificate or client_certificate: {error}; give PEM files"), error))?;
         Ok(Self { info: Box::new(info.get_connection_info().clone()), ..self })
     }
 
@@ -128,6 +127,11 @@ impl Server {
             ));
         }
         match (error.kind(), code) {
+            // Its alert, after it has seen what we showed.
+            (ErrorKind::Io, _) if is_about_our_certificate(&error.to_string()) => Failure::misconfigured(format!(
+                "{named_by}: {address} refuses us over TLS ({error}); if it asks for a certificate, name one that its authority signed, and the \
+                 key, with client_certificate(certificate, key)"
+            )),
             (ErrorKind::Io, _) if error.to_string().contains("certificate") => Failure::misconfigured(format!(
                 "{named_by}: the certificate of {address} is not trusted ({error}); name the authority that signed it with \
                  ca_certificate(path), and the host as the certificate does"
@@ -167,10 +171,10 @@ impl Server {
     }
 }
 
-/// Reads the certificate of an authority.
-pub(crate) fn authority(path: &Path) -> Result<Vec<u8>, Problem> {
-    let read = std::fs::read(path);
-    read.map_err(|error| Problem::new(format!("ca_certificate: cannot read {}: {error}", path.display())))
+/// Whether a server that spoke TLS refused what we showed, or that we showed nothing.
+fn is_about_our_certificate(error: &str) -> bool {
+    let alerts = ["Certificate", "UnknownCA", "HandshakeFailure", "AccessDenied"];
+    error.contains("fatal alert") && alerts.iter().any(|alert| error.contains(alert))
 }
 
 #[cfg(test)]

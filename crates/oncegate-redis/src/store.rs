@@ -16,7 +16,8 @@ use crate::link::{Patience, Place};
 use crate::preflight::Asked;
 use crate::route::{Lanes, Route, Target};
 use crate::sentinel::Sentinels;
-use crate::server::{self, Server};
+use crate::server::Server;
+use crate::tls::Tls;
 use crate::watch::Watch;
 use crate::{batch, memory, preflight, record};
 
@@ -52,6 +53,7 @@ const PREFIX: &str = "processed:";
 #[derive(Clone)]
 pub struct Redis {
     target: Result<Target, Problem>,
+    tls: Tls,
     timeout: Duration,
     durability: Durability,
     route: Arc<Route>,
@@ -100,7 +102,16 @@ impl Redis {
         let (timeout, durability) = (TIMEOUT, Durability::default());
         let route = Arc::new(Route::to(&target, Patience { connect: CONNECTING, reply: timeout }, durability));
         let watch = Arc::default();
-        Self { target, timeout, durability, route, watch, prefix: PREFIX.as_bytes().into(), forgetting: Forgetting::Told }
+        Self {
+            target,
+            tls: Tls::default(),
+            timeout,
+            durability,
+            route,
+            watch,
+            prefix: PREFIX.as_bytes().into(),
+            forgetting: Forgetting::Told,
+        }
     }
 
     /// With connections of its own, for what was set.
@@ -117,12 +128,24 @@ impl Redis {
     ///
     /// A file that cannot be read, or a URL that is not `rediss://`, is [`StoreError::Misconfigured`] at the first use.
     #[must_use]
-    pub fn ca_certificate(mut self, path: impl AsRef<Path>) -> Self {
-        let trusting = |target: Target| {
-            let authority = server::authority(path.as_ref())?;
-            target.with_servers(|server| server.trusting(&authority))
-        };
-        self.target = self.target.and_then(trusting);
+    pub fn ca_certificate(self, path: impl AsRef<Path>) -> Self {
+        self.with_tls(|tls| tls.trusting(path.as_ref()))
+    }
+
+    /// Shows servers that ask for it, over TLS, this certificate, with those that signed it if need be, and proves it with
+    /// its key (both PEM). Sentinels and the nodes of a Cluster are shown the same.
+    ///
+    /// A file that cannot be read, or a URL that is not `rediss://`, is [`StoreError::Misconfigured`] at the first use.
+    #[must_use]
+    pub fn client_certificate(self, certificate: impl AsRef<Path>, key: impl AsRef<Path>) -> Self {
+        self.with_tls(|tls| tls.showing(certificate.as_ref(), key.as_ref()))
+    }
+
+    fn with_tls(mut self, set: impl FnOnce(Tls) -> Result<Tls, Problem>) -> Self {
+        self.target = self.target.and_then(|target| {
+            self.tls = set(std::mem::take(&mut self.tls))?;
+            target.with_servers(|server| server.over(&self.tls))
+        });
         self.anew()
     }
 

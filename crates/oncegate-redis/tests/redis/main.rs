@@ -1,6 +1,7 @@
 //! The Redis store against real servers. Needs `ONCEGATE_REDIS` and `redis-server`.
 
 mod batches;
+mod certificates;
 mod faults;
 mod forms;
 mod laws;

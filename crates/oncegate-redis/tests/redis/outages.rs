@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
 use oncegate_core::marker::{Ask, Guarantee, Verdict};
-use oncegate_core::{Store, StoreError};
+use oncegate_core::{Memory, Store, StoreError};
 use oncegate_redis::Redis;
 use oncegate_testkit::servers::{RedisOptions, RedisPersistence, RedisServer};
 use tokio::net::{TcpListener, TcpStream};
@@ -258,4 +258,34 @@ fn renewals_connect_on_a_runtime_of_their_own() {
     });
     assert_eq!(verdict.expect("a verdict"), Verdict::Kept);
     assert_eq!(first.block_on(ask(&store, complete("k", 1, 1))).expect("a verdict"), DONE);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_full_disk_is_told_and_heals() {
+    let options = RedisOptions::new().persistence(RedisPersistence::EverySecond).disk_may_fill();
+    let server = RedisServer::start(options).expect("a Redis");
+    let store = at(&server.url());
+    assert_eq!(healed(&store, claim("held", 1)).await, GRANTED);
+    server.fill_disk().expect("it is full");
+    // The first that the file has no room for is answered as if it had.
+    let deadline = Instant::now() + 30 * SECOND;
+    for token in 0.. {
+        match bounded(&store, claim(&format!("k{token}"), token)).await {
+            Ok(verdict) => assert_eq!(verdict, GRANTED),
+            Err(StoreError::NotApplied(why)) if why.to_string().contains("MISCONF") => break,
+            Err(error) => panic!("{error}"),
+        }
+        assert!(Instant::now() < deadline, "never told");
+    }
+    for refused in [claim("new", 1), complete("held", 1, 1)] {
+        let answer = bounded(&store, refused).await;
+        let told = |why: &str| why.contains("MISCONF") && why.contains("AOF");
+        assert!(matches!(&answer, Err(StoreError::NotApplied(why)) if told(&why.to_string())), "{answer:?}");
+    }
+    let memory = store.memory().await;
+    assert!(matches!(&memory, Ok(Memory::Forgets(why)) if why.contains("look at its disk")), "{memory:?}");
+
+    server.free_disk().expect("there is room");
+    assert_eq!(healed(&store, complete("held", 1, 1)).await, DONE);
+    assert_eq!(healed(&store, claim("new", 1)).await, GRANTED);
 }

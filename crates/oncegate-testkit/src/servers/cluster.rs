@@ -26,15 +26,35 @@ impl ClusterServers {
     /// # Errors
     /// [`ServerError`], when one does not start or they do not agree.
     pub fn start() -> Result<Self, ServerError> {
-        let ports: [u16; 6] = free_ports().map_err(|source| io(NAME, "find free ports", source))?;
-        let start = |bus: u16| {
-            let options = RedisOptions::new().persistence(RedisPersistence::EverySecond);
-            let options = options.setting("cluster-enabled", "yes").setting("cluster-port", bus.to_string());
-            RedisServer::start(options.setting("cluster-node-timeout", "1500").setting("repl-diskless-sync-delay", "0"))
+        let nodes = bus_ports()?.into_iter().map(|bus| node(RedisOptions::new(), bus)).collect::<Result<Vec<_>, _>>()?;
+        Self::join(nodes, RedisServer::port, &[])
+    }
+
+    /// The same, all of which speak TLS to each other and to clients, and ask for certificates of their authority.
+    /// [`nodes`](Self::nodes)`()[0]` has them.
+    ///
+    /// # Errors
+    /// [`ServerError`], when one does not start or they do not agree.
+    pub fn start_with_tls() -> Result<Self, ServerError> {
+        let over_tls = |options: RedisOptions, bus| {
+            node(options.certified_clients().setting("tls-cluster", "yes").setting("tls-replication", "yes"), bus)
         };
-        let nodes = ports.into_iter().map(start).collect::<Result<Vec<_>, _>>()?;
-        let addresses = nodes.iter().map(|node| format!("127.0.0.1:{}", node.port()));
+        let [first, rest @ ..] = bus_ports()?;
+        let mut nodes = vec![over_tls(RedisOptions::new().tls(), first)?];
+        for bus in rest {
+            let options = RedisOptions::new().tls_from(nodes[0].directory());
+            nodes.push(over_tls(options, bus)?);
+        }
+        let (certificate, key) = nodes[0].client_certificate();
+        let files = [nodes[0].certificate_authority(), certificate, key].map(|file| file.display().to_string());
+        Self::join(nodes, RedisServer::tls_port, &["--tls", "--cacert", &files[0], "--cert", &files[1], "--key", &files[2]])
+    }
+
+    /// Makes a Cluster of them, at these ports.
+    fn join(nodes: Vec<RedisServer>, port: impl Fn(&RedisServer) -> u16, arguments: &[&str]) -> Result<Self, ServerError> {
+        let addresses = nodes.iter().map(|node| format!("127.0.0.1:{}", port(node)));
         let create = Command::new("redis-cli")
+            .args(arguments)
             .args(["--cluster", "create"])
             .args(addresses)
             .args(["--cluster-replicas", "1", "--cluster-yes"])
@@ -109,6 +129,16 @@ impl ClusterServers {
         }
         Ok(())
     }
+}
+
+fn bus_ports() -> Result<[u16; 6], ServerError> {
+    free_ports().map_err(|source| io(NAME, "find free ports", source))
+}
+
+fn node(options: RedisOptions, bus: u16) -> Result<RedisServer, ServerError> {
+    let options = options.persistence(RedisPersistence::EverySecond);
+    let options = options.setting("cluster-enabled", "yes").setting("cluster-port", bus.to_string());
+    RedisServer::start(options.setting("cluster-node-timeout", "1500").setting("repl-diskless-sync-delay", "0"))
 }
 
 /// Whether `first-last`, or a single number, holds the slot.

@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
+use rustix::process::{Pid, Resource, Rlimit};
+
 use super::ServerError;
 use super::certificates;
 use super::port::free_ports;
@@ -33,15 +35,36 @@ pub struct RedisOptions {
     password: Option<String>,
     replica_of: Option<u16>,
     transport: Transport,
+    clients: Clients,
+    disk: Disk,
     settings: Vec<(String, String)>,
 }
 
 /// How clients reach it.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 enum Transport {
     #[default]
     Plain,
+    /// With certificates of its own.
     Tls,
+    /// With those in this directory.
+    TlsFrom(PathBuf),
+}
+
+/// Whom it lets in over TLS.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+enum Clients {
+    #[default]
+    Anyone,
+    Certified,
+}
+
+/// Whether its disk is one that can be full.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+enum Disk {
+    #[default]
+    Large,
+    MayFill,
 }
 
 impl RedisOptions {
@@ -80,6 +103,28 @@ impl RedisOptions {
         self
     }
 
+    /// As [`tls`](Self::tls), with the certificates of another server, in its directory.
+    #[must_use]
+    pub(crate) fn tls_from(mut self, directory: &Path) -> Self {
+        self.transport = Transport::TlsFrom(directory.to_owned());
+        self
+    }
+
+    /// Lets nobody in over TLS who does not show a certificate of the same authority:
+    /// [`RedisServer::client_certificate`] is one.
+    #[must_use]
+    pub fn certified_clients(mut self) -> Self {
+        self.clients = Clients::Certified;
+        self
+    }
+
+    /// Lets [`RedisServer::fill_disk`] be used. Needs `env` of GNU coreutils 8.31 or newer.
+    #[must_use]
+    pub fn disk_may_fill(mut self) -> Self {
+        self.disk = Disk::MayFill;
+        self
+    }
+
     /// Any other setting of `redis.conf`, say `maxmemory` and `10mb`. A later one wins.
     #[must_use]
     pub fn setting(mut self, name: impl Into<String>, value: impl Into<String>) -> Self {
@@ -105,8 +150,13 @@ impl RedisServer {
         let [port, tls_port] =
             free_ports().map_err(|source| ServerError::Io { server: Redis::NAME, action: "find free ports".into(), source })?;
         let directory = temporary_directory(Redis::NAME)?;
-        if options.transport == Transport::Tls {
-            certificates::make(Redis::NAME, directory.path())?;
+        match &options.transport {
+            Transport::Plain => {}
+            Transport::Tls => {
+                certificates::make(Redis::NAME, directory.path())?;
+                certificates::make_client(Redis::NAME, directory.path())?;
+            }
+            Transport::TlsFrom(from) => copy_certificates(from, directory.path())?,
         }
         Self::launch(Redis { port, tls_port, options }, directory)
     }
@@ -115,15 +165,49 @@ impl RedisServer {
     pub fn url(&self) -> String {
         let Redis { port, tls_port, options } = self.kind();
         let login = options.password.as_ref().map_or_else(String::new, |password| format!(":{password}@"));
-        match options.transport {
+        match &options.transport {
             Transport::Plain => format!("redis://{login}127.0.0.1:{port}"),
-            Transport::Tls => format!("rediss://{login}localhost:{tls_port}"),
+            Transport::Tls | Transport::TlsFrom(_) => format!("rediss://{login}localhost:{tls_port}"),
         }
     }
 
     /// The certificate of the authority that signed this server's, where it was started with [`RedisOptions::tls`].
     pub fn certificate_authority(&self) -> PathBuf {
         self.directory().join(certificates::AUTHORITY)
+    }
+
+    /// A certificate of the same authority for clients, and its key.
+    pub fn client_certificate(&self) -> (PathBuf, PathBuf) {
+        (self.directory().join(certificates::CLIENT_CERTIFICATE), self.directory().join(certificates::CLIENT_KEY))
+    }
+
+    /// Lets no file of the server's grow any more, as a full disk does, until [`free_disk`](Self::free_disk). The server has
+    /// to be one whose [disk may fill](RedisOptions::disk_may_fill), or it ends.
+    ///
+    /// # Errors
+    /// The operating system's.
+    pub fn fill_disk(&self) -> std::io::Result<()> {
+        self.let_files_grow_to(Some(1))
+    }
+
+    /// Ends what [`fill_disk`](Self::fill_disk) began.
+    ///
+    /// # Errors
+    /// The operating system's.
+    pub fn free_disk(&self) -> std::io::Result<()> {
+        self.let_files_grow_to(None)
+    }
+
+    fn let_files_grow_to(&self, current: Option<u64>) -> std::io::Result<()> {
+        // Only the soft limit: nobody may raise the other again.
+        let limit = Rlimit { current, maximum: None };
+        rustix::process::prlimit(Pid::from_raw(self.pid().cast_signed()), Resource::Fsize, limit)?;
+        Ok(())
+    }
+
+    /// Its port for TLS.
+    pub(crate) fn tls_port(&self) -> u16 {
+        self.kind().tls_port
     }
 
     /// Sends one command in its plain form, say `CONFIG SET maxmemory 1`, and answers with the first line of the reply.
@@ -154,7 +238,15 @@ impl Kind for Redis {
     const START_PATIENCE: Duration = Duration::from_secs(30);
 
     fn commands(&self, directory: &Path) -> Vec<Command> {
-        let mut command = Command::new("redis-server");
+        let mut command = match self.options.disk {
+            Disk::Large => Command::new("redis-server"),
+            Disk::MayFill => {
+                // What a full disk is to a write, the limit is too, to who does not end by its signal.
+                let mut command = Command::new("env");
+                command.args(["--ignore-signal=XFSZ", "redis-server"]);
+                command
+            }
+        };
         command.args(["--port", &self.port.to_string(), "--bind", "127.0.0.1", "--save", ""]);
         command.arg("--dir").arg(directory);
         command.args(["--maxmemory-policy", "noeviction"]);
@@ -169,11 +261,15 @@ impl Kind for Redis {
         if let Some(primary) = self.options.replica_of {
             command.args(["--replicaof", "127.0.0.1", &primary.to_string(), "--repl-diskless-sync-delay", "0"]);
         }
-        if self.options.transport == Transport::Tls {
-            command.args(["--tls-port", &self.tls_port.to_string(), "--tls-auth-clients", "no"]);
-            command.arg("--tls-cert-file").arg(directory.join(certificates::CERTIFICATE));
-            command.arg("--tls-key-file").arg(directory.join(certificates::KEY));
-            command.arg("--tls-ca-cert-file").arg(directory.join(certificates::AUTHORITY));
+        if self.options.transport != Transport::Plain {
+            for (name, value) in tls_settings(directory, self.tls_port) {
+                command.args([&format!("--{name}"), &value]);
+            }
+            let certified = match self.options.clients {
+                Clients::Anyone => "no",
+                Clients::Certified => "yes",
+            };
+            command.args(["--tls-auth-clients", certified]);
         }
         for (name, value) in &self.options.settings {
             command.args([&format!("--{name}"), value]);
@@ -192,6 +288,29 @@ impl Redis {
     fn ask(&self, command: &str) -> std::io::Result<String> {
         tell(self.port, self.options.password.as_deref(), command)
     }
+}
+
+const CERTIFICATES: [(&str, &str); 5] = [
+    ("tls-cert-file", certificates::CERTIFICATE),
+    ("tls-key-file", certificates::KEY),
+    ("tls-ca-cert-file", certificates::AUTHORITY),
+    // Redis servers are each other's clients.
+    ("tls-client-cert-file", certificates::CLIENT_CERTIFICATE),
+    ("tls-client-key-file", certificates::CLIENT_KEY),
+];
+
+/// The settings of `redis.conf` for a server that listens for TLS on this port, with the certificates in this directory.
+pub(crate) fn tls_settings(directory: &Path, port: u16) -> Vec<(&'static str, String)> {
+    let files = CERTIFICATES.map(|(setting, file)| (setting, directory.join(file).display().to_string()));
+    [("tls-port", port.to_string())].into_iter().chain(files).collect()
+}
+
+fn copy_certificates(from: &Path, to: &Path) -> Result<(), ServerError> {
+    for (_, file) in CERTIFICATES {
+        let copied = std::fs::copy(from.join(file), to.join(file));
+        copied.map_err(|source| ServerError::Io { server: Redis::NAME, action: "copy certificates".into(), source })?;
+    }
+    Ok(())
 }
 
 /// The reply to PING.

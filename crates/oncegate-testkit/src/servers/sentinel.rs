@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::port::free_ports;
 use super::process::LOOK_EVERY;
-use super::redis::{RedisOptions, RedisPersistence, RedisServer, tell};
+use super::redis::{RedisOptions, RedisPersistence, RedisServer, tell, tls_settings};
 use super::server::{Kind, Server, temporary_directory, write};
 use super::{ServerError, io};
 
@@ -22,6 +22,7 @@ const PASSWORD: &str = "between-redis-servers";
 #[derive(Debug)]
 pub struct Sentinel {
     port: u16,
+    tls_port: u16,
 }
 
 impl Kind for Sentinel {
@@ -43,6 +44,7 @@ impl Kind for Sentinel {
 /// A primary, two replicas and three Sentinels of one's own, which agree on a failover a second after the primary fell
 /// silent. Needs `redis-server`. Dropping it stops them all.
 pub struct SentinelServers {
+    over: Over,
     sentinels: Vec<Server<Sentinel>>,
     redis: Vec<RedisServer>,
 }
@@ -53,16 +55,39 @@ impl SentinelServers {
     /// # Errors
     /// [`ServerError`], when one of them does not start.
     pub fn start() -> Result<Self, ServerError> {
-        let options = || RedisOptions::new().persistence(RedisPersistence::EverySecond).password(PASSWORD);
-        let primary = RedisServer::start(options())?;
-        let port = primary.port();
-        let mut servers = Self { sentinels: Vec::new(), redis: vec![primary] };
+        Self::start_over(Over::Plain, RedisOptions::new())
+    }
+
+    /// The same, all of which speak TLS to each other and to clients, and ask for certificates of their authority.
+    /// [`redis`](Self::redis)`()[0]` has them.
+    ///
+    /// # Errors
+    /// [`ServerError`], when one of them does not start.
+    pub fn start_with_tls() -> Result<Self, ServerError> {
+        Self::start_over(Over::Tls, RedisOptions::new().tls())
+    }
+
+    fn start_over(over: Over, options: RedisOptions) -> Result<Self, ServerError> {
+        let shared = |options: RedisOptions| {
+            let options = options.persistence(RedisPersistence::EverySecond).password(PASSWORD);
+            match over {
+                Over::Plain => options,
+                Over::Tls => options.certified_clients().setting("tls-replication", "yes"),
+            }
+        };
+        let primary = RedisServer::start(shared(options))?;
+        let port = over.port(&primary);
+        let mut servers = Self { over, sentinels: Vec::new(), redis: vec![primary] };
         for _ in 0..2 {
-            servers.redis.push(RedisServer::start(options().replica_of(port))?);
+            let options = match over {
+                Over::Plain => RedisOptions::new(),
+                Over::Tls => RedisOptions::new().tls_from(servers.redis[0].directory()),
+            };
+            servers.redis.push(RedisServer::start(shared(options).replica_of(port))?);
         }
         servers.wait("two replicas to follow", |it| it.redis[0].command("WAIT 2 100").is_ok_and(|said| said == ":2"))?;
         for _ in 0..3 {
-            servers.sentinels.push(start_sentinel(port)?);
+            servers.sentinels.push(start_sentinel(over, &servers.redis[0])?);
         }
         servers.wait("the Sentinels to know each other", |it| {
             it.sentinels
@@ -75,7 +100,11 @@ impl SentinelServers {
     /// The Sentinels' addresses, with what the Redis servers ask of clients: `redis://:password@host:port`. The
     /// Sentinels themselves ask for no password.
     pub fn urls(&self) -> Vec<String> {
-        self.sentinels.iter().map(|sentinel| format!("redis://:{PASSWORD}@127.0.0.1:{}", sentinel.kind().port)).collect()
+        let url = |sentinel: &Sentinel| match self.over {
+            Over::Plain => format!("redis://:{PASSWORD}@127.0.0.1:{}", sentinel.port),
+            Over::Tls => format!("rediss://:{PASSWORD}@127.0.0.1:{}", sentinel.tls_port),
+        };
+        self.sentinels.iter().map(|sentinel| url(sentinel.kind())).collect()
     }
 
     /// The three Redis servers, whichever of them is the primary.
@@ -128,7 +157,7 @@ impl SentinelServers {
         let said = self.sentinels.iter().find_map(|sentinel| tell(sentinel.kind().port, None, &ask).ok())?;
         // *2, $9, 127.0.0.1, $5, the port.
         let port: u16 = said.lines().nth(4)?.parse().ok()?;
-        self.redis.iter().position(|server| server.port() == port)
+        self.redis.iter().position(|server| self.over.port(server) == port)
     }
 
     fn wait(&self, what: &str, done: impl Fn(&Self) -> bool) -> Result<(), ServerError> {
@@ -144,15 +173,37 @@ impl SentinelServers {
     }
 }
 
-fn start_sentinel(primary: u16) -> Result<Server<Sentinel>, ServerError> {
-    let [port] = free_ports().map_err(|source| io(Sentinel::NAME, "find a free port", source))?;
+/// How servers and clients speak to each other.
+#[derive(Debug, Clone, Copy)]
+enum Over {
+    Plain,
+    Tls,
+}
+
+impl Over {
+    /// Where the others reach a server.
+    fn port(self, server: &RedisServer) -> u16 {
+        match self {
+            Self::Plain => server.port(),
+            Self::Tls => server.tls_port(),
+        }
+    }
+}
+
+fn start_sentinel(over: Over, primary: &RedisServer) -> Result<Server<Sentinel>, ServerError> {
+    let [port, tls_port] = free_ports().map_err(|source| io(Sentinel::NAME, "find free ports", source))?;
     let directory = temporary_directory(Sentinel::NAME)?;
-    let settings = format!(
+    let mut settings = format!(
         "port {port}\nbind 127.0.0.1\nprotected-mode no\ndir {}\n\
-         sentinel monitor {SENTINEL_NAME} 127.0.0.1 {primary} 2\nsentinel auth-pass {SENTINEL_NAME} {PASSWORD}\n\
+         sentinel monitor {SENTINEL_NAME} 127.0.0.1 {} 2\nsentinel auth-pass {SENTINEL_NAME} {PASSWORD}\n\
          sentinel down-after-milliseconds {SENTINEL_NAME} 1000\nsentinel failover-timeout {SENTINEL_NAME} 5000\n",
-        directory.path().display()
+        directory.path().display(),
+        over.port(primary)
     );
+    if let Over::Tls = over {
+        settings.extend(tls_settings(primary.directory(), tls_port).into_iter().map(|(name, value)| format!("{name} {value}\n")));
+        settings.push_str("tls-replication yes\ntls-auth-clients yes\n");
+    }
     write(Sentinel::NAME, &directory.path().join("sentinel.conf"), &settings)?;
-    Server::launch(Sentinel { port }, directory)
+    Server::launch(Sentinel { port, tls_port }, directory)
 }
