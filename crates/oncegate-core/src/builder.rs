@@ -168,6 +168,20 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
+    /// How many deliveries wait at the most, in order, behind another of their key or partition, at least 1; they are not in
+    /// flight. So is one that was released, until its delay is over. When so many wait, nothing is taken in, and other keys
+    /// wait too. Default: 10,000.
+    pub fn waiting(mut self, count: usize) -> Self {
+        self.settings.waiting = count;
+        self
+    }
+
+    /// How many bytes wait there at the most, and one delivery more. Default: 64 MiB.
+    pub fn waiting_bytes(mut self, bytes: usize) -> Self {
+        self.settings.waiting_bytes = bytes;
+        self
+    }
+
     /// How long a drain may take. Default: 30 s.
     pub fn drain(mut self, bound: Duration) -> Self {
         self.settings.drain = bound;

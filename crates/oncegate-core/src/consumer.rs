@@ -35,7 +35,7 @@ use crate::outcome::Outcomes;
 use crate::pace::Pace;
 use crate::readiness::{Takes, Telling};
 use crate::renewals::{Over, Renewals};
-use crate::road::{Event, Policy};
+use crate::road::{Event, Policy, Stage};
 use crate::run::Runner;
 use crate::seldom::Seldom;
 use crate::settings::Settings;
@@ -58,6 +58,9 @@ pub(crate) struct Running<H, D> {
     /// Those whose handler is over and whose completion is on its way: they hold no slot of a handler any more.
     completing: usize,
     bytes: usize,
+    /// Those that wait behind another of their lane, or rest: they are not in flight.
+    aside: usize,
+    aside_bytes: usize,
     lanes: Lanes,
     /// A delivery that an earlier attempt may have crashed on runs alone among its kind, so that it does not spend the
     /// attempts of its neighbours.
@@ -126,7 +129,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             _ => Some(Renewals::start(store.clone(), settings.shortest_lease(), tell).map_err(Error::threads)?),
         };
         Ok(Self {
-            lanes: Lanes::new(settings.order.unwrap_or(source.default_order()), source.returns()),
+            lanes: Lanes::new(settings.order.unwrap_or(source.default_order())),
             policy: settings.policy(),
             outcomes: Outcomes::new(),
             flights: Slots::new(settings.in_flight),
@@ -139,6 +142,8 @@ impl<H: Handler, D: Decode> Running<H, D> {
             renewals,
             completing: 0,
             bytes: 0,
+            aside: 0,
+            aside_bytes: 0,
             takeover: None,
             takeovers: VecDeque::new(),
             next_up: VecDeque::new(),
@@ -284,9 +289,12 @@ impl<H: Handler, D: Decode> Running<H, D> {
 
     /// How much more may come in. Where nothing may, revocations still do.
     fn room(&self) -> Limit {
-        let holding = self.flights.len() - self.completing.min(self.settings.in_flight);
+        if self.aside >= self.settings.waiting || self.aside_bytes >= self.settings.waiting_bytes {
+            return Limit::NOTHING;
+        }
+        let holding = self.flights.len() - self.aside - self.completing.min(self.settings.in_flight);
         let count = self.settings.in_flight.saturating_sub(holding);
-        let bytes = self.settings.in_flight_bytes.saturating_sub(self.bytes);
+        let bytes = self.settings.in_flight_bytes.saturating_sub(self.bytes - self.aside_bytes);
         if count > 0 && bytes > 0 { Limit { count, bytes } } else { Limit::NOTHING }
     }
 
@@ -313,7 +321,12 @@ impl<H: Handler, D: Decode> Running<H, D> {
             }
             self.alarms.pop();
             let Some(flight) = self.flights.at(slot).filter(|flight| flight.turn == turn) else { continue };
-            let too_late = flight.passage.stage().waits_on_lease() && flight.lease_is_over();
+            let stage = flight.passage.stage();
+            if let Stage::New(_) = stage {
+                self.enter_road(slot);
+                continue;
+            }
+            let too_late = stage.waits_on_lease() && flight.lease_is_over();
             self.happens(slot, if too_late { Event::LeaseOver } else { Event::Woke });
         }
     }

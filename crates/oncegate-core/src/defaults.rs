@@ -22,5 +22,9 @@ pub const HANDLER_TIMEOUT: Duration = Duration::from_secs(300);
 pub const IN_FLIGHT: usize = 512;
 /// How many bytes of key, headers and body are in flight at the most, but for one delivery that is larger alone.
 pub const IN_FLIGHT_BYTES: usize = 64 << 20;
+/// How many deliveries wait at the most behind others of their key or partition.
+pub const WAITING: usize = 10_000;
+/// How many bytes of key, headers and body wait there at the most, and one delivery more.
+pub const WAITING_BYTES: usize = 64 << 20;
 /// How long a drain may take.
 pub const DRAIN: Duration = Duration::from_secs(30);

@@ -47,5 +47,5 @@ pub use message::{Headers, HeadersBuilder, Message, Origin, Position};
 pub use readiness::Readiness;
 pub use road::Outage;
 pub use settings::{Fingerprints, Handlers};
-pub use source::{Delivery, Incoming, Limit, Open, Order, Receipt, Returns, Settled, Source, SourceError, Story};
+pub use source::{Delivery, Incoming, Limit, Open, Order, Receipt, Settled, Source, SourceError, Story};
 pub use store::{Memory, Store, StoreError};

@@ -134,8 +134,6 @@ pub enum Event {
     LeaseOver,
     /// The pause is over.
     Woke,
-    /// An earlier delivery of its lane was released: it follows it, after so long.
-    Behind(Duration),
     /// The consumer stops, or the delivery belongs to someone else soon.
     Drain,
     /// The time to drain is over.
@@ -317,11 +315,6 @@ impl Stage {
     pub fn waits_on_lease(&self) -> bool {
         matches!(self, Self::Pausing(..) | Self::ReconcilePausing(..))
     }
-
-    /// Whether it pauses for a reason that other ids do not share, as an outage of the store would be.
-    pub fn waits_by_itself(&self) -> bool {
-        self.waits_on_lease() || matches!(self, Self::Parked(_, _, Asked::Answered))
-    }
 }
 
 /// What a delivery does next.
@@ -333,7 +326,6 @@ pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
         // In: to the gate.
         (New(_), NoId) => reject(Reason::MissingId),
         (New(history), Arrived) => (Claiming(history, Parks(0)), Step::ClaimAnew),
-        (New(history), Behind(after)) => release(after, history.failures),
 
         // At the gate: the claim was answered.
         (Claiming(history, _), Answer(V::Granted { attempt })) => granted(Permit { attempt, failures: history.failures }, history, policy),

@@ -50,12 +50,6 @@ pub trait Source: Send {
         Order::Unordered
     }
 
-    /// Where a released delivery comes back to. In order, what comes after it waits for it: until it is back if it comes back
-    /// here, and up to ten seconds beyond its delay if it may have gone elsewhere.
-    fn returns(&self) -> Returns {
-        Returns::Anywhere
-    }
-
     /// How many deliveries one apply to the store should carry at the most. AMQP: a quarter of the prefetch.
     fn chunk(&self) -> usize {
         256
@@ -169,16 +163,6 @@ pub enum Order {
     ByKey,
     /// Deliveries of the same partition.
     ByPartition,
-}
-
-/// Where a released delivery comes back to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Returns {
-    /// To the source that released it, as long as its epoch lasts: when its delay is over, before anything new and before
-    /// what was released for longer.
-    Here,
-    /// To any consumer of its queue.
-    Anywhere,
 }
 
 /// Why a source cannot go on.

@@ -173,31 +173,107 @@ impl Source for Driven {
     async fn close(self: Box<Self>, _: Instant) -> Result<(), SourceError> {
         Ok(())
     }
+}
 
-    fn returns(&self) -> Returns {
-        Returns::Here
+/// A consumer whose first delivery, `a-0`, fails and then rests for an hour, with `a-1` behind it.
+struct Resting {
+    hand_over: UnboundedSender<Incoming>,
+    settled: UnboundedReceiver<Settled>,
+    store: MemoryStore,
+    runs: UnboundedReceiver<String>,
+}
+
+impl Resting {
+    fn new() -> (Self, Builder<Driven, MemoryStore, Scripted, RawBytes>) {
+        let (hand_over, incoming) = unbounded_channel();
+        let (tell, settled) = unbounded_channel();
+        let (ran, runs) = unbounded_channel();
+        let handler = Scripted::new(move |id, _, _| {
+            ran.send(id.to_owned()).expect("the test listens");
+            if id == "a-0" { Says::Retry } else { Says::Done }
+        });
+        let (store, hour) = (MemoryStore::new(), Duration::from_secs(3600));
+        let consumer = consumer(&MemoryBroker::new("unused"), &store, &handler).backoff(hour, hour);
+        (Self { hand_over, settled, store, runs }, consumer.source(Driven { incoming, settled: tell }))
+    }
+
+    fn hand_over(&self, id: &str, epoch: u64) {
+        let message = Message::new("x").with_key("a").with_message_id(id.to_owned());
+        let delivery = Delivery { message, receipt: Receipt { epoch, partition: 0, position: 0 }, failures: 0 };
+        self.hand_over.send(Incoming::Delivery(delivery)).expect("it runs");
+    }
+
+    /// Until the first has failed, its claim is cleared, and the consumer has had time to hear of it.
+    async fn begin(&mut self) {
+        self.hand_over("a-0", 1);
+        self.hand_over("a-1", 1);
+        assert_eq!(self.runs.recv().await.as_deref(), Some("a-0"));
+        while !self.store.is_empty() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+
+    /// What is given back: by id, how often it has failed.
+    async fn given_back(&mut self, count: usize) -> Vec<(String, u32)> {
+        let mut all = Vec::new();
+        while all.len() < count {
+            let Settled { delivery, settlement, .. } = self.settled.recv().await.expect("it runs");
+            let Settlement::Release { failures, .. } = settlement else { panic!("{settlement:?}") };
+            all.push((String::from_utf8(delivery.message.message_id.expect("an id").to_vec()).expect("text"), failures));
+        }
+        all.sort();
+        all
     }
 }
 
 #[tokio::test]
-async fn what_was_released_and_then_revoked_is_not_waited_for() {
-    let (hand_over, incoming) = unbounded_channel();
-    let (tell, mut settled) = unbounded_channel();
-    let delivery = |id: &str, epoch| {
-        let message = Message::new("x").with_key("a").with_message_id(id.to_owned());
-        Incoming::Delivery(Delivery { message, receipt: Receipt { epoch, partition: 0, position: 0 }, failures: 0 })
-    };
-    let handler = Scripted::new(|id, _, _| if id == "a-0" { Says::Retry } else { Says::Done });
-    let consumer = consumer(&MemoryBroker::new("unused"), &MemoryStore::new(), &handler).source(Driven { incoming, settled: tell });
-    let script = async move {
-        hand_over.send(delivery("a-0", 1)).expect("it runs");
-        let first = settled.recv().await.expect("it runs");
-        assert!(matches!(first.settlement, Settlement::Release { .. }), "{first:?}");
-        hand_over.send(Incoming::Revoked(1)).expect("it runs");
-        hand_over.send(delivery("a-1", 2)).expect("it runs");
-        let second = settled.recv().await.expect("it runs");
-        assert!(matches!(second.settlement, Settlement::Accept(_)), "{second:?}");
+async fn what_rests_and_is_revoked_is_given_back_and_not_waited_for() {
+    let (mut resting, consumer) = Resting::new();
+    let script = async {
+        resting.begin().await;
+        resting.hand_over.send(Incoming::Revoked(1)).expect("it runs");
+        resting.hand_over("a-2", 2);
+        assert_eq!(resting.given_back(2).await, [("a-0".to_owned(), 1), ("a-1".to_owned(), 0)]);
+        let next = resting.settled.recv().await.expect("it runs");
+        assert!(matches!(next.settlement, Settlement::Accept(_)), "{next:?}");
     };
     let ended = tokio::time::timeout(Duration::from_secs(60), consumer.run_until(script)).await;
     ended.expect("nothing is stuck").expect("a clean end");
+}
+
+#[tokio::test]
+async fn a_shutdown_gives_back_what_rests_with_its_count() {
+    let (mut resting, consumer) = Resting::new();
+    let ended = tokio::time::timeout(Duration::from_secs(60), consumer.run_until(resting.begin())).await;
+    ended.expect("nothing is stuck").expect("a clean end");
+    assert_eq!(resting.given_back(2).await, [("a-0".to_owned(), 1), ("a-1".to_owned(), 0)]);
+}
+
+#[tokio::test]
+async fn ten_thousand_behind_one_failure_are_handed_over_once() {
+    let (broker, store) = (MemoryBroker::new("q"), MemoryStore::new());
+    let handler = Scripted::new(|id, run, _| if id == "a-0" && run < 3 { Says::Retry } else { Says::Done });
+    (0..9_999).for_each(|number| publish(&broker, "a", number));
+    drain(&broker, consumer(&broker, &store, &handler)).await;
+    assert_eq!(handler.done(), in_order("a", 9_999));
+    assert_eq!(broker.delivered(), 9_999);
+}
+
+#[tokio::test]
+async fn what_waits_is_bounded() {
+    let (broker, store) = (MemoryBroker::new("q"), MemoryStore::new());
+    let (watched, most) = (broker.clone(), Arc::new(Mutex::new(0)));
+    let seen = most.clone();
+    let handler = Scripted::new(move |id, run, done| {
+        let open = watched.delivered() - done.len() as u64;
+        let mut most = seen.lock().expect("no panic inside");
+        *most = open.max(*most);
+        if id == "a-0" && run < 20 { Says::Retry } else { Says::Done }
+    });
+    (0..500).for_each(|number| publish(&broker, "a", number));
+    drain(&broker, consumer(&broker, &store, &handler).in_flight(4).waiting(20)).await;
+    assert_eq!(handler.done(), in_order("a", 500));
+    let most = *most.lock().expect("no panic inside");
+    assert!((20..=20 + 4 + 4).contains(&most), "{most} were open at once");
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use oncegate_core::road::{Reason, Settlement};
-use oncegate_core::{Delivery, Incoming, Limit, Order, Returns, Settled, Source, SourceError, Story};
+use oncegate_core::{Delivery, Incoming, Limit, Order, Settled, Source, SourceError, Story};
 
 use crate::dead_letters::DeadLetters;
 use crate::shared::{Fate, Phase, Shared, detached};
@@ -151,10 +151,6 @@ impl Source for KafkaSource {
 
     fn default_order(&self) -> Order {
         Order::ByKey
-    }
-
-    fn returns(&self) -> Returns {
-        Returns::Here
     }
 
     fn overlap(&self) -> bool {

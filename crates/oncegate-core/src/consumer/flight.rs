@@ -35,6 +35,7 @@ pub(super) struct Flight {
     /// When its handler began, where that is measured.
     pub(super) began: Option<Instant>,
     pub(super) stays: Stays,
+    pub(super) stands: Stands,
     /// Counts runs and alarms, so that what comes too late is told apart.
     pub(super) turn: u32,
     pub(super) bytes: usize,
@@ -46,6 +47,15 @@ pub(super) enum Stays {
     Here,
     /// The consumer drains, or the delivery belongs to someone else soon.
     Leaves,
+}
+
+/// Where a delivery is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stands {
+    /// On the road: it counts as in flight.
+    OnTheRoad,
+    /// It waits behind another of its lane, or rests after an attempt that failed. It has claimed nothing.
+    Aside,
 }
 
 /// A handler that is over: where, in which turn, and what it came to.

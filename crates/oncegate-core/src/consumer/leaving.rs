@@ -52,7 +52,6 @@ impl<H: Handler, D: Decode> Running<H, D> {
 
     /// Deliveries of this epoch belong to someone else soon.
     pub(super) fn revoked(&mut self, epoch: u64) {
-        self.lanes.revoke(epoch);
         let theirs: Vec<Slot> = self
             .flights
             .slots()

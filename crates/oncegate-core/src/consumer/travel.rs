@@ -11,7 +11,7 @@ use futures_util::future::BoxFuture;
 use tracing::Span;
 
 use super::asking::LATE_COMPLETIONS;
-use super::flight::{Flight, Ran, Report, Stays, Task, Work, runs};
+use super::flight::{Flight, Ran, Report, Stands, Stays, Task, Work, runs};
 use super::{Mode, Running};
 
 use crate::builder::age;
@@ -19,7 +19,7 @@ use crate::context::Context;
 use crate::decode::Decode;
 use crate::handler::Handler;
 use crate::id::MessageId;
-use crate::lanes::{Away, Lane, Turn};
+use crate::lanes::Turn;
 use crate::lease::Lease;
 use crate::marker::{Ask, Operation, Terms, Token};
 use crate::message::Message;
@@ -32,24 +32,16 @@ use crate::settings::{Handlers, Settings};
 use crate::slots::Slot;
 use crate::source::{Delivery, Settled};
 
-/// What waits behind a pause as long as this takes no slot meanwhile.
-const LONG_PAUSE: Duration = Duration::from_millis(100);
-
 impl<H: Handler, D: Decode> Running<H, D> {
     /// A delivery takes its slot.
     pub(super) fn arrived(&mut self, delivery: Delivery) {
         let (id, terms, said) = self.identify(&delivery.message);
-        let freshness = match age(&delivery.message) {
-            Some(age) if age > self.settings.max_age() => {
-                self.outcomes.too_old();
-                Freshness::TooOld
-            }
-            _ => Freshness::Fresh,
-        };
+        let freshness = self.freshness(&delivery.message);
+        if freshness == Freshness::TooOld {
+            self.outcomes.too_old();
+        }
         let bytes = delivery.message.size();
-        // Without an id it is rejected, and waits for nobody.
-        let lane = id.as_ref().and_then(|_| self.lanes.of(&delivery));
-        let epoch = delivery.receipt.epoch;
+        let lane = self.lanes.of(&delivery);
         let history = History { failures: delivery.failures, freshness };
         let mut passage = Passage::new(delivery, history);
         if said.is_some() {
@@ -69,22 +61,22 @@ impl<H: Handler, D: Decode> Running<H, D> {
             task: None,
             began: None,
             stays: Stays::Here,
+            stands: Stands::OnTheRoad,
             turn: 0,
             bytes,
         };
         self.bytes += bytes;
         let slot = self.flights.insert(flight);
-        let turn = match (lane, self.flights.at(slot).and_then(|flight| flight.key.as_ref())) {
-            (Some(lane), Some(key)) => self.lanes.enter(lane, slot, (key, epoch), Instant::now),
-            _ => Turn::Now,
-        };
-        match turn {
+        match lane.map_or(Turn::Now, |lane| self.lanes.enter(lane, slot)) {
             Turn::Now => self.enter_road(slot),
-            Turn::Later => {}
-            Turn::Behind(after) => {
-                self.leave_lane(slot);
-                self.happens(slot, Event::Behind(after));
-            }
+            Turn::Later => self.step_aside(slot),
+        }
+    }
+
+    fn freshness(&self, message: &Message) -> Freshness {
+        match age(message) {
+            Some(age) if age > self.settings.max_age() => Freshness::TooOld,
+            _ => Freshness::Fresh,
         }
     }
 
@@ -134,14 +126,36 @@ impl<H: Handler, D: Decode> Running<H, D> {
         while let Some(event) = next.take() {
             let Some(flight) = self.flights.take(slot) else { return };
             self.outcomes.happened(event);
-            let Flight { passage, id, key, terms, token, attempt, ask, lane, lease, asked, task, began, stays, turn, bytes } = flight;
+            let Flight { passage, id, key, terms, token, attempt, ask, lane, lease, asked, task, began, stays, stands, turn, bytes } =
+                flight;
+            if stands == Stands::Aside {
+                self.aside -= 1;
+                self.aside_bytes -= bytes;
+            }
+            let stands = Stands::OnTheRoad;
             let completed = usize::from(matches!(passage.stage(), Stage::Completing(_)));
             self.completing -= completed;
             match passage.next(event, &self.policy) {
                 Onward::Travels(passage, step) => {
                     self.completing += usize::from(matches!(passage.stage(), Stage::Completing(_)));
-                    let mut flight =
-                        Flight { passage, id, key, terms, token, attempt, ask, lane, lease, asked, task, began, stays, turn, bytes };
+                    let mut flight = Flight {
+                        passage,
+                        id,
+                        key,
+                        terms,
+                        token,
+                        attempt,
+                        ask,
+                        lane,
+                        lease,
+                        asked,
+                        task,
+                        began,
+                        stays,
+                        stands,
+                        turn,
+                        bytes,
+                    };
                     if !runs(flight.passage.stage()) {
                         flight.task = None;
                     }
@@ -152,19 +166,42 @@ impl<H: Handler, D: Decode> Running<H, D> {
                         self.end_takeover(slot);
                     }
                 }
+                Onward::Left(Settled { delivery, settlement: Settlement::Release { after, failures }, .. })
+                    if lane.is_some() && stays == Stays::Here && matches!(self.mode, Mode::Taking) =>
+                {
+                    drop(task);
+                    self.outcomes.settled(&Settlement::Release { after, failures });
+                    let history = History { failures, freshness: self.freshness(&delivery.message) };
+                    let (passage, turn) = (Passage::new(delivery, history), turn + 1);
+                    let (token, attempt, ask, asked, task, began) = (Token(0), 0, Ask::Claim, Span::none(), None, None);
+                    let mut flight = Flight {
+                        passage,
+                        id,
+                        key,
+                        terms,
+                        token,
+                        attempt,
+                        ask,
+                        lane,
+                        lease,
+                        asked,
+                        task,
+                        began,
+                        stays,
+                        stands,
+                        turn,
+                        bytes,
+                    };
+                    self.give_up_lease(slot, &mut flight);
+                    self.flights.put_back(slot, flight);
+                    self.rest(slot, turn, after);
+                }
                 Onward::Left(mut settled) => {
                     drop(task);
                     if let Settlement::Reject(_) = settled.settlement {
                         let story = settled.story.get_or_insert_default();
                         story.id = id.as_ref().map(MessageId::to_string);
                         story.attempts = attempt;
-                    }
-                    if let (Settlement::Release { after, .. }, Some(lane), Stays::Here, Mode::Taking) =
-                        (&settled.settlement, lane, stays, &self.mode)
-                    {
-                        let (epoch, due) = (settled.delivery.receipt.epoch, Instant::now() + *after);
-                        let first = key.clone().map(|key| Away { key, epoch, due });
-                        self.keep_places(lane, first, *after);
                     }
                     self.say_if_set_aside(&settled);
                     tracing::debug_span!("oncegate.settle", id = id.as_ref().map(tracing::field::display), attempt, outcome = ?settled.settlement)
@@ -198,29 +235,20 @@ impl<H: Handler, D: Decode> Running<H, D> {
         tracing::warn!(reason, id, ?origin, error, kept_back, "a message is set aside for a person");
     }
 
-    /// The first of a lane is given back or pauses: what waits behind it is given back, so that it takes no slot meanwhile.
-    fn keep_places(&mut self, lane: Lane, first: Option<Away>, after: Duration) {
-        let behind: Vec<Slot> = self.lanes.waiting(lane).collect();
-        let due = Instant::now() + after;
-        let mut all = Vec::from_iter(first);
-        for slot in behind {
-            let Some(flight) = self.flights.at(slot) else { continue };
-            if flight.stays == Stays::Here
-                && let Some(key) = flight.key.clone()
-            {
-                all.push(Away { key, epoch: flight.passage.delivery().receipt.epoch, due });
-            }
-            self.leave_lane(slot);
-            self.next_up.push_back((slot, Event::Behind(after)));
-        }
-        self.lanes.give_back(lane, all);
+    /// A delivery that is ordered keeps its lane after an attempt that failed, so that none of its lane overtakes it.
+    fn rest(&mut self, slot: Slot, turn: u32, after: Duration) {
+        let after = self.jittered(after);
+        self.alarms.push(Reverse((Instant::now() + after, slot, turn)));
+        self.step_aside(slot);
+        self.end_takeover(slot);
     }
 
-    /// This delivery is in no lane any more.
-    fn leave_lane(&mut self, slot: Slot) {
-        if let Some(flight) = self.flights.at_mut(slot) {
-            flight.lane = None;
-        }
+    /// A delivery counts as in flight no more, until something happens to it.
+    fn step_aside(&mut self, slot: Slot) {
+        let Some(flight) = self.flights.at_mut(slot) else { return };
+        flight.stands = Stands::Aside;
+        self.aside += 1;
+        self.aside_bytes += flight.bytes;
     }
 
     /// What passed without the gate is claimed when the store is back, with the token of its lost claim, and completed.
@@ -272,9 +300,6 @@ impl<H: Handler, D: Decode> Running<H, D> {
             Step::Wake(after) => {
                 flight.turn += 1;
                 let after = self.jittered(after);
-                if let Some(lane) = flight.lane.filter(|_| after >= LONG_PAUSE && flight.passage.stage().waits_by_itself() && !leaves) {
-                    self.keep_places(lane, None, after);
-                }
                 self.alarms.push(Reverse((Instant::now() + after, slot, flight.turn)));
                 return leaves.then_some(Event::Drain);
             }
