@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use async_trait::async_trait;
-use oncegate_core::source::{Incoming, Limit, Open, Returns, Settled, Source, SourceError};
+use oncegate_core::source::{Incoming, Limit, Open, Settled, Source, SourceError};
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::sync::oneshot;
 
@@ -23,7 +23,6 @@ pub struct RabbitMqSource {
     commands: UnboundedSender<Command>,
     live: Arc<AtomicU64>,
     chunk: usize,
-    returns: Returns,
 }
 
 #[async_trait]
@@ -38,7 +37,6 @@ impl Open for RabbitMq {
     async fn open(self) -> Result<RabbitMqSource, SourceError> {
         let settings = Arc::new(self.check()?);
         let chunk = usize::from(settings.prefetch / 4).clamp(1, 256);
-        let returns = if settings.delays_by_queue() { Returns::Anywhere } else { Returns::Here };
         let (out, incoming) = inbox();
         let (commands, obeyed) = unbounded_channel();
         let live = Arc::new(AtomicU64::new(0));
@@ -53,7 +51,7 @@ impl Open for RabbitMq {
             })
             .map_err(unavailable)?;
         outcome.await.map_err(unavailable)??;
-        Ok(RabbitMqSource { incoming, commands, live, chunk, returns })
+        Ok(RabbitMqSource { incoming, commands, live, chunk })
     }
 }
 
@@ -84,10 +82,6 @@ impl Source for RabbitMqSource {
 
     fn chunk(&self) -> usize {
         self.chunk
-    }
-
-    fn returns(&self) -> Returns {
-        self.returns
     }
 }
 
