@@ -11,7 +11,10 @@ use rdkafka::config::RDKafkaLogLevel;
 
 use crate::brokers;
 use crate::security::{self, KafkaLogin, Security};
+use crate::status::KafkaStatus;
 
+/// How long a partition may stand still while its log grows, by default.
+const STALLED_AFTER: Duration = Duration::from_secs(60);
 /// How long revoked deliveries are waited for by default.
 const DRAIN: Duration = Duration::from_secs(10);
 /// librdkafka's own `max.poll.interval.ms`.
@@ -41,6 +44,8 @@ pub struct Kafka {
     pub(crate) start: StartAt,
     pub(crate) out_of_range: OutOfRange,
     drain: Duration,
+    pub(crate) stalled_after: Duration,
+    pub(crate) status: KafkaStatus,
     security: Security,
     properties: Vec<(String, String)>,
 }
@@ -138,6 +143,8 @@ impl Kafka {
             start: StartAt::default(),
             out_of_range: OutOfRange::default(),
             drain: DRAIN,
+            stalled_after: STALLED_AFTER,
+            status: KafkaStatus::new(),
             security: Security::default(),
             properties: Vec::new(),
         }
@@ -205,6 +212,19 @@ impl Kafka {
     /// elsewhere.
     pub fn drain_on_revoke(mut self, bound: Duration) -> Self {
         self.drain = bound;
+        self
+    }
+
+    /// How long a partition may stand still, while there is room to read and its log grows, until the Kafka client is
+    /// replaced by another one; 60 s by default, at least 1 s. What was not settled by then is delivered again.
+    pub fn stalled_after(mut self, bound: Duration) -> Self {
+        self.stalled_after = bound;
+        self
+    }
+
+    /// Where to say what the source is doing.
+    pub fn status(mut self, status: KafkaStatus) -> Self {
+        self.status = status;
         self
     }
 
@@ -281,6 +301,9 @@ impl Kafka {
         if self.property_value("auto.commit.interval.ms").is_some_and(|value| value.trim().parse() == Ok(0)) {
             return wrong("auto.commit.interval.ms", "is 0, which ends all commits under way", "use at least 1; the default is 1000");
         }
+        if self.stalled_after < Duration::from_secs(1) {
+            return wrong("stalled_after", "is below a second", "use at least 1 s; the default is 60 s");
+        }
         self.security.check()?;
         if let Some((key, _)) = self.properties.iter().find(|(key, value)| security::trusts_anyone(key, value)) {
             return wrong(key, "would believe any certificate", "use .danger_accept_any_certificate(), if you must");
@@ -319,6 +342,15 @@ impl Kafka {
                 _ => "error",
             },
         );
+        config
+    }
+
+    /// Of the client that watches: it joins no group.
+    pub(crate) fn watch_config(&self) -> ClientConfig {
+        let mut config = self.config();
+        config.set("isolation.level", "read_committed");
+        self.set_properties(&mut config);
+        config.set("group.id", &self.group).remove("group.instance.id").set("enable.auto.commit", "false");
         config
     }
 

@@ -25,9 +25,12 @@ mod security;
 mod shared;
 mod source;
 mod standing;
+mod status;
 mod topics;
+mod watch;
 mod watermark;
 
 pub use kafka::{Kafka, OutOfRange, StartAt, TopicCreation};
 pub use security::KafkaLogin;
 pub use source::KafkaSource;
+pub use status::{Holder, KafkaStatus, PartitionStatus, Stuck};

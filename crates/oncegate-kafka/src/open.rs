@@ -5,7 +5,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use oncegate_core::SourceError;
 use oncegate_core::source::Open;
-use rdkafka::consumer::{BaseConsumer, Consumer};
+use rdkafka::consumer::BaseConsumer;
 use rdkafka::error::KafkaError;
 
 use crate::dead_letters::DeadLetters;
@@ -14,7 +14,7 @@ use crate::outage::Outage;
 use crate::poll::{self, Context};
 use crate::shared::Shared;
 use crate::source::KafkaSource;
-use crate::topics;
+use crate::{topics, watch};
 
 #[async_trait]
 impl Open for Kafka {
@@ -32,16 +32,20 @@ impl Open for Kafka {
         let dead_letters = DeadLetters::open(self.producer_config(), self.destinations.clone(), outage.clone()).map_err(wrong_setting)?;
         let consumer = topics::check(&self, consumer, &outage).await?;
 
-        let names: Vec<&str> = self.topics.iter().map(String::as_str).collect();
-        consumer.subscribe(&names).map_err(|error| SourceError::misconfigured("topic", error.to_string(), "name topics that exist"))?;
-        let consumer = Arc::new(consumer);
-        std::thread::Builder::new()
-            .name("oncegate-kafka".into())
-            .spawn(move || poll::run(consumer))
-            .map_err(|error| SourceError::Unavailable(error.into()))?;
+        poll::subscribe(&consumer, &self)?;
+        self.status.of(&shared);
+        let watch = (self.watch_config(), shared.clone(), outage.clone(), self.stalled_after);
         tracing::info!(topics = ?self.topics, group = self.group, "reading from Kafka");
-        Ok(KafkaSource::new(shared, Arc::new(dead_letters), self.body_limit))
+        let source = KafkaSource::new(shared, Arc::new(dead_letters), self.body_limit);
+        on_a_thread("oncegate-kafka", move || poll::run(self, Arc::new(consumer)))?;
+        on_a_thread("oncegate-kafka-watch", move || watch::run(&watch.0, &watch.1, &watch.2, watch.3))?;
+        Ok(source)
     }
+}
+
+fn on_a_thread(name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), SourceError> {
+    let spawned = std::thread::Builder::new().name(name.into()).spawn(run);
+    spawned.map(drop).map_err(|error| SourceError::Unavailable(error.into()))
 }
 
 /// A setting that librdkafka refuses. Its text may repeat the value, which may be a secret.

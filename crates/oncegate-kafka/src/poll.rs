@@ -1,6 +1,7 @@
 //! The polling thread: it alone speaks to the consumer group, and no handler can stop it.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 use oncegate_core::SourceError;
@@ -13,6 +14,7 @@ use rdkafka::types::RDKafkaRespErr;
 
 use crate::batch::{self, Adoption, Batch, Fault, Queue};
 use crate::kafka::{Kafka, OutOfRange, StartAt};
+use crate::open::wrong_setting;
 use crate::outage::Outage;
 use crate::shared::{Begins, Commit, Jump, Phase, Shared, Way};
 use crate::standing;
@@ -25,6 +27,10 @@ const TURN: Duration = Duration::from_millis(50);
 const DRAIN_TURN: Duration = Duration::from_millis(5);
 /// How long librdkafka may take to begin at another offset.
 const SEEK: Duration = Duration::from_secs(1);
+/// How long a client that is replaced may take to close before it is left behind.
+const CLOSE: Duration = Duration::from_secs(10);
+/// The pause before another client begins, and the longest.
+const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
 /// How often it is looked whether markers of transactions are to be passed.
 const LOOK: Duration = Duration::from_millis(500);
 
@@ -75,13 +81,15 @@ pub(crate) struct Context {
     /// The last error of the client as a whole, for whoever waits for the broker.
     trouble: Mutex<Option<(RDKafkaErrorCode, String)>>,
     outage: Arc<Outage>,
+    /// Set when another client has taken the place of this one: what it still has to say is of no interest.
+    is_replaced: AtomicBool,
 }
 
 impl Context {
     pub(crate) fn new(shared: Arc<Shared>, kafka: &Kafka, outage: Arc<Outage>) -> Self {
         let (start, out_of_range, drain) = (kafka.start, kafka.out_of_range, kafka.drain());
         let (made_anew, queue, trouble) = (Mutex::default(), Mutex::default(), Mutex::default());
-        Self { shared, start, out_of_range, made_anew, drain, queue, trouble, outage }
+        Self { shared, start, out_of_range, made_anew, drain, queue, trouble, outage, is_replaced: AtomicBool::new(false) }
     }
 
     /// The last error of the client as a whole, and forgets it.
@@ -287,6 +295,9 @@ pub(crate) fn is_refusal(code: RDKafkaErrorCode) -> bool {
 impl ConsumerContext for Context {
     fn rebalance(&self, consumer: &BaseConsumer<Self>, what: RDKafkaRespErr, partitions: &mut TopicPartitionList) {
         match what {
+            RDKafkaRespErr::RD_KAFKA_RESP_ERR__REVOKE_PARTITIONS if self.is_replaced.load(Ordering::Relaxed) => {
+                self.unassign(consumer, partitions);
+            }
             RDKafkaRespErr::RD_KAFKA_RESP_ERR__ASSIGN_PARTITIONS => self.assign(consumer, partitions),
             RDKafkaRespErr::RD_KAFKA_RESP_ERR__REVOKE_PARTITIONS => self.revoke(consumer, partitions),
             other => {
@@ -313,17 +324,60 @@ impl ConsumerContext for Context {
     }
 }
 
-/// Serves the group until the source closes, then leaves it. Runs on a thread of its own.
-pub(crate) fn run(consumer: Arc<BaseConsumer<Context>>) {
-    let shared = consumer.context().shared.clone();
-    let _ended = Ended(shared.clone());
-    stay(consumer, &shared);
+/// Joins the group.
+///
+/// # Errors
+/// When librdkafka does not take the topics' names.
+pub(crate) fn subscribe(consumer: &BaseConsumer<Context>, kafka: &Kafka) -> Result<(), SourceError> {
+    let names: Vec<&str> = kafka.topics.iter().map(String::as_str).collect();
+    consumer.subscribe(&names).map_err(|error| SourceError::misconfigured("topic", error.to_string(), "name topics that exist"))
 }
 
-/// The consumer is dropped, and so has left the group, when this returns.
-fn stay(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) {
+/// Serves the group until the source closes, then leaves it. A client that stalls or fails for good is replaced by another
+/// one. Runs on a thread of its own.
+pub(crate) fn run(kafka: Kafka, mut consumer: Arc<BaseConsumer<Context>>) {
+    let (shared, outage) = (consumer.context().shared.clone(), consumer.context().outage.clone());
+    let _ended = Ended(shared.clone());
+    let mut pause = PAUSES.0;
+    loop {
+        let begun = Instant::now();
+        if stay(consumer, &shared) == Left::ForGood {
+            return;
+        }
+        // One that fails again and again is not replaced in haste.
+        pause = if begun.elapsed() > PAUSES.1 * 10 { PAUSES.0 } else { (pause * 2).min(PAUSES.1) };
+        consumer = loop {
+            let until = Instant::now() + pause;
+            while Instant::now() < until {
+                if shared.lock().phase() >= Phase::Closing {
+                    return;
+                }
+                shared.wait(TURN);
+            }
+            let context = Context::new(shared.clone(), &kafka, outage.clone());
+            let created = kafka.consumer_config().create_with_context(context).map_err(wrong_setting);
+            match created.and_then(|consumer| subscribe(&consumer, &kafka).map(|()| consumer)) {
+                Ok(consumer) => break Arc::new(consumer),
+                Err(error) => tracing::error!(%error, "there is no other Kafka client; trying again"),
+            }
+        };
+    }
+}
+
+/// Why a client has left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Left {
+    /// The source closes.
+    ForGood,
+    /// Another one is to take its place.
+    ForAnother,
+}
+
+/// The consumer is dropped when this returns, and has left the group if the source closes.
+fn stay(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) -> Left {
     let Some(queue) = Queue::new(&consumer) else {
-        return shared.fail(SourceError::Unavailable("librdkafka has no memory for a queue".into()));
+        shared.fail(SourceError::Unavailable("librdkafka has no memory for a queue".into()));
+        return Left::ForGood;
     };
     consumer.context().set_queue(Some(Arc::new(queue)));
     let mut looked = Instant::now();
@@ -331,10 +385,15 @@ fn stay(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) {
         serve(&consumer);
         begin_anew(&consumer, shared);
         if looked.elapsed() >= LOOK {
+            look_for_a_fatal_error(&consumer, shared);
             pass_markers(&consumer, shared);
             looked = Instant::now();
         }
         store(&consumer, shared);
+        if shared.lock().wants_another() {
+            make_way(consumer, shared);
+            return Left::ForAnother;
+        }
         consumer.context().pump(TURN);
     }
     store(&consumer, shared);
@@ -342,6 +401,42 @@ fn stay(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) {
     // leaves when it is dropped. Not to be unsubscribed before: closing at once after that never leaves.
     consumer.context().set_queue(None);
     drop(consumer);
+    Left::ForGood
+}
+
+/// Lets what was handed out be settled, for a while, and leaves with that; whoever has the partitions next delivers the rest
+/// again. A client that does not even close is left behind on a thread of its own.
+fn make_way(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) {
+    let why = shared.lock().replacing().unwrap_or_default();
+    tracing::error!(why, "client replaced: the Kafka client does not do its work any more, and another one takes its place");
+    metrics::counter!("oncegate_kafka_clients_replaced_total").increment(1);
+    let context = consumer.context();
+    let partitions = shared.lock().partitions();
+    let epochs = shared.revoke(&partitions);
+    context.drain(&epochs);
+    store(&consumer, shared);
+    shared.lock().forget(&epochs);
+    context.is_replaced.store(true, Ordering::Relaxed);
+    context.set_queue(None);
+    let (closed, is_closed) = mpsc::channel();
+    let close = move || {
+        drop(consumer);
+        // Nobody may wait for it any more.
+        let _ = closed.send(());
+    };
+    match std::thread::Builder::new().name("oncegate-kafka-drop".into()).spawn(close) {
+        Ok(_) => drop(is_closed.recv_timeout(CLOSE)),
+        Err(error) => tracing::error!(%error, "the old Kafka client was closed here"),
+    }
+}
+
+fn look_for_a_fatal_error(consumer: &BaseConsumer<Context>, shared: &Shared) {
+    if let Some((code, text)) = consumer.client().fatal_error() {
+        match code {
+            RDKafkaErrorCode::FencedInstanceId | RDKafkaErrorCode::Fenced => consumer.context().judge(code, "the group"),
+            _ => shared.lock().ask_for_another(format!("it failed for good: {text}")),
+        }
+    }
 }
 
 /// Goes back to the beginning of topics that were deleted and made anew. librdkafka reads on where it stood, and where the
@@ -390,7 +485,7 @@ fn serve(consumer: &BaseConsumer<Context>) {
             }
             Err(KafkaError::MessageConsumptionFatal(code)) => {
                 context.judge(code, "the client");
-                context.shared.fail(SourceError::Unavailable(format!("the Kafka client failed for good: {code}").into()));
+                look_for_a_fatal_error(consumer, &context.shared);
             }
             Err(KafkaError::MessageConsumption(code)) => context.judge(code, "the group"),
             Err(error) => tracing::warn!(%error, "Kafka"),

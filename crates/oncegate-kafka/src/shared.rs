@@ -1,4 +1,7 @@
 //! What the polling thread and the consumer share: what was read, what was handed out, what was released.
+//!
+//! All of it stands behind one lock, and nothing in it is an atomic or a cell: two threads never see half of a change, so
+//! that the order of whole calls is all there is to try (`histories`), and no tool that explores interleavings has more to say.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -8,6 +11,7 @@ use oncegate_core::{Delivery, HeadersBuilder, Incoming, Limit, Message, Origin, 
 use tokio::sync::Notify;
 
 use crate::batch::Record;
+use crate::status::{Holder, PartitionStatus, Stuck};
 use crate::watermark::{Sequence, Settling, Watermark};
 
 /// Read ahead of the consumer: messages.
@@ -64,6 +68,9 @@ pub(crate) struct State {
     publishing_bytes: usize,
     phase: Phase,
     fault: Option<SourceError>,
+    /// Why the client is to be replaced by another one.
+    replace: Option<String>,
+    replaced: u64,
 }
 
 /// One partition under one assignment.
@@ -73,6 +80,10 @@ struct Assigned {
     watermark: Watermark,
     begins: Begins,
     read_to: ReadTo,
+    /// Where the log ends, as the broker said last.
+    log_end: Option<i64>,
+    /// What the lowest unsettled offset was when it was looked at last, and since when.
+    stood: (Option<i64>, Instant),
     /// Handed out and not back yet.
     out: usize,
     keeps: Keeps,
@@ -86,10 +97,7 @@ impl Assigned {
     /// The log was read to this offset: says so if it is below the one that the group stood at when the partition was
     /// assigned, and answers if it is above the one that was expected.
     fn arrive(&self, offset: i64) -> Option<Jump> {
-        let stood = match self.begins {
-            Begins::At(offset) => Some(offset),
-            Begins::Nowhere | Begins::Unknown => None,
-        };
+        let stood = self.begins.at();
         if self.watermark.end().is_none() && stood.is_some_and(|stood| offset < stood) {
             tell_of_a_shorter_log(&self.topic, self.partition, stood, offset);
         }
@@ -117,6 +125,15 @@ pub(crate) enum Begins {
     Nowhere,
     /// The broker did not say.
     Unknown,
+}
+
+impl Begins {
+    fn at(self) -> Option<i64> {
+        match self {
+            Self::At(offset) => Some(offset),
+            Self::Nowhere | Self::Unknown => None,
+        }
+    }
 }
 
 /// Whether librdkafka knows how far a partition was read.
@@ -270,8 +287,20 @@ impl State {
 
     fn begin(&mut self, topic: Arc<str>, partition: i32, begins: Begins) -> u64 {
         self.last_epoch += 1;
-        let (watermark, send_from) = (Watermark::default(), Some(Instant::now()));
-        let assigned = Assigned { topic, partition, watermark, begins, read_to: ReadTo::Known, out: 0, keeps: Keeps::Assigned, send_from };
+        let now = Instant::now();
+        let (watermark, send_from) = (Watermark::default(), Some(now));
+        let assigned = Assigned {
+            topic,
+            partition,
+            watermark,
+            begins,
+            read_to: ReadTo::Known,
+            log_end: None,
+            stood: (None, now),
+            out: 0,
+            keeps: Keeps::Assigned,
+            send_from,
+        };
         self.assigned.insert(self.last_epoch, assigned);
         self.last_epoch
     }
@@ -357,6 +386,84 @@ impl State {
         let assigned = self.assigned.get_mut(&epoch)?;
         assigned.read_to = ReadTo::Unknown;
         assigned.watermark.end()
+    }
+
+    /// The client is not to be trusted any more: another one takes its place.
+    pub(crate) fn ask_for_another(&mut self, why: String) {
+        self.replace.get_or_insert(why);
+    }
+
+    /// Why the client is to be replaced, if it is.
+    pub(crate) fn wants_another(&self) -> bool {
+        self.replace.is_some()
+    }
+
+    /// Takes note that the client is being replaced; answers why.
+    pub(crate) fn replacing(&mut self) -> Option<String> {
+        let why = self.replace.take()?;
+        self.replaced += 1;
+        Some(why)
+    }
+
+    /// How often the client was replaced.
+    pub(crate) fn replaced(&self) -> u64 {
+        self.replaced
+    }
+
+    /// All partitions that are ours.
+    pub(crate) fn partitions(&self) -> Vec<(String, i32)> {
+        self.assigned.values().map(|it| (it.topic.to_string(), it.partition)).collect()
+    }
+
+    /// Takes note of where a log ends.
+    pub(crate) fn log_ends(&mut self, topic: &str, partition: i32, offset: i64) {
+        for assigned in self.assigned.values_mut().filter(|it| it.partition == partition && *it.topic == *topic) {
+            assigned.log_end = Some(offset);
+        }
+    }
+
+    /// How far each partition was read that is read at all; nothing while there is no room to read more.
+    pub(crate) fn read_to(&self) -> Vec<(u64, Arc<str>, i32, Option<i64>)> {
+        if self.room() == 0 {
+            return Vec::new();
+        }
+        let reading = self.assigned.iter().filter(|(_, it)| it.keeps == Keeps::Assigned);
+        reading.map(|(epoch, it)| (*epoch, it.topic.clone(), it.partition, it.watermark.end().or(it.begins.at()))).collect()
+    }
+
+    /// What each partition is at, in order.
+    pub(crate) fn status(&self) -> Vec<PartitionStatus> {
+        let mut all: Vec<_> = self.assigned.iter().map(|(epoch, it)| self.status_of(*epoch, it)).collect();
+        all.sort_by(|one, other| (&one.topic, one.partition).cmp(&(&other.topic, other.partition)));
+        all
+    }
+
+    fn status_of(&self, epoch: u64, assigned: &Assigned) -> PartitionStatus {
+        let Assigned { topic, partition, watermark, begins, log_end, stood, out, .. } = assigned;
+        let committable = watermark.position().or(begins.at());
+        let held = self.held.iter().filter(|(_, delivery)| delivery.receipt.epoch == epoch);
+        let lowest = watermark.lowest().map(|offset| {
+            let it_is = |delivery: &Delivery| delivery.receipt.epoch == epoch && delivery.receipt.position == offset as u64;
+            let delayed = self.held.iter().find(|(_, delivery)| it_is(delivery));
+            let holder = match delayed {
+                Some((_, delivery)) => Holder::Delay { failures: delivery.failures },
+                None if self.ready.iter().any(it_is) => Holder::Queue,
+                None => Holder::Consumer,
+            };
+            // Looked at once a turn: what has moved since then has not stood at all.
+            let since = if stood.0 == Some(offset) { stood.1.elapsed() } else { Duration::ZERO };
+            Stuck { offset, since, holder }
+        });
+        PartitionStatus {
+            topic: topic.clone(),
+            partition: *partition,
+            committable,
+            log_end: *log_end,
+            lag: committable.zip(*log_end).map(|(at, end)| u64::try_from(end - at).unwrap_or(0)),
+            handed_out: *out,
+            delayed: held.count(),
+            lowest,
+        }
     }
 
     /// The partitions of a topic that are ours.
@@ -473,6 +580,12 @@ impl State {
     /// What there is to commit since the last call.
     pub(crate) fn commits(&mut self) -> Vec<Commit> {
         let now = Instant::now();
+        for assigned in self.assigned.values_mut() {
+            let stands = assigned.watermark.position();
+            if assigned.stood.0 != stands {
+                assigned.stood = (stands, now);
+            }
+        }
         self.assigned.values_mut().filter_map(|it| it.commit(now)).collect()
     }
 
@@ -526,5 +639,7 @@ pub(crate) fn detached(message: &Message) -> Message {
     }
 }
 
+#[cfg(test)]
+mod histories;
 #[cfg(test)]
 mod tests;

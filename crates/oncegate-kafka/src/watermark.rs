@@ -102,7 +102,12 @@ impl Watermark {
 
     /// The lowest unsettled offset, or the one after the last.
     pub(crate) fn position(&self) -> Option<i64> {
-        self.ring.front().map(|slot| slot.offset()).or(self.end)
+        self.lowest().or(self.end)
+    }
+
+    /// The lowest unsettled offset.
+    pub(crate) fn lowest(&self) -> Option<i64> {
+        self.ring.front().map(|slot| slot.offset())
     }
 
     /// How many offsets lie between the lowest unsettled one and the last one, settled or not.

@@ -11,3 +11,4 @@ mod positions;
 mod settling;
 mod stage;
 mod transactions;
+mod watch;

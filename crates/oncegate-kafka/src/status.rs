@@ -1,0 +1,121 @@
+//! What a source is doing, for those who ask from outside.
+
+use std::fmt;
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::Duration;
+
+use crate::shared::Shared;
+
+/// What a Kafka source is doing: how far each partition is, how far behind, and what holds it up. Clones share it.
+///
+/// ```
+/// use oncegate_kafka::{Kafka, KafkaStatus};
+///
+/// let status = KafkaStatus::new();
+/// let payments = Kafka::topic("payments").brokers("localhost:9092").group("ledger").status(status.clone());
+/// // Later, from anywhere:
+/// for partition in status.partitions() {
+///     println!("{partition}");
+/// }
+/// ```
+#[derive(Clone, Default)]
+pub struct KafkaStatus(Arc<OnceLock<Weak<Shared>>>);
+
+/// One partition that is assigned to this member.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PartitionStatus {
+    /// The topic.
+    pub topic: Arc<str>,
+    /// The partition.
+    pub partition: i32,
+    /// The commit watermark: all below it is settled. `None` while it is not known where the group stands.
+    pub committable: Option<i64>,
+    /// Where the log ends for those who read what is committed, asked of the broker every few seconds.
+    pub log_end: Option<i64>,
+    /// How many offsets lie between the two.
+    pub lag: Option<u64>,
+    /// Deliveries that the consumer has and has not settled.
+    pub handed_out: usize,
+    /// Deliveries that were released and wait for their delay.
+    pub delayed: usize,
+    /// What the watermark waits for; `None` where all that was read is settled.
+    pub lowest: Option<Stuck>,
+}
+
+/// The lowest message of a partition that is not settled: no offset above it is committed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Stuck {
+    /// Its offset. `kcat -C -t <topic> -p <partition> -o <offset> -c 1 -J` shows the message with its id.
+    pub offset: i64,
+    /// For how long the watermark has waited for it.
+    pub since: Duration,
+    /// Where it is.
+    pub holder: Holder,
+}
+
+/// Where an unsettled message is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Holder {
+    /// It was read, and waits until the consumer takes it.
+    Queue,
+    /// The consumer has it: it waits for its key, its claim or its handler; or its dead letter does not stand yet.
+    Consumer,
+    /// It was released, and waits for its delay.
+    Delay {
+        /// How many attempts have failed.
+        failures: u32,
+    },
+}
+
+impl KafkaStatus {
+    /// Of a source that is not open.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The partitions that are assigned to this member, in order; none before the source is open and after its end.
+    pub fn partitions(&self) -> Vec<PartitionStatus> {
+        self.shared().map(|shared| shared.lock().status()).unwrap_or_default()
+    }
+
+    /// How often the Kafka client was replaced because it had stalled or failed for good.
+    pub fn clients_replaced(&self) -> u64 {
+        self.shared().map_or(0, |shared| shared.lock().replaced())
+    }
+
+    /// Of this source, from now on; a status that was given to two sources stays with the first.
+    pub(crate) fn of(&self, shared: &Arc<Shared>) {
+        let _ = self.0.set(Arc::downgrade(shared));
+    }
+
+    fn shared(&self) -> Option<Arc<Shared>> {
+        self.0.get()?.upgrade()
+    }
+}
+
+impl fmt::Debug for KafkaStatus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("KafkaStatus").field(&self.partitions()).finish()
+    }
+}
+
+/// One line for a person: `payments/3 at 1042, 17 behind, waiting for 1042 since 12s (Consumer)`.
+impl fmt::Display for PartitionStatus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.topic, self.partition)?;
+        match self.committable {
+            Some(offset) => write!(f, " at {offset}")?,
+            None => f.write_str(" at no offset yet")?,
+        }
+        if let Some(lag) = self.lag {
+            write!(f, ", {lag} behind")?;
+        }
+        match self.lowest {
+            Some(Stuck { offset, since, holder }) => write!(f, ", waiting for {offset} since {}s ({holder:?})", since.as_secs()),
+            None => Ok(()),
+        }
+    }
+}
