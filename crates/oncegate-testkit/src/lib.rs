@@ -9,6 +9,7 @@
 //! [`servers`] starts servers of a test's own, which may be stopped, killed, frozen and started again.
 #![forbid(unsafe_code)]
 
+pub mod asking;
 mod env;
 pub mod laws;
 mod lines;

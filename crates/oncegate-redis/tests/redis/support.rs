@@ -1,14 +1,11 @@
 //! What the tests share.
 
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
-use oncegate_core::marker::{Ask, Guarantee, Operation, Terms, Token, Verdict};
-use oncegate_core::{Key, MessageId, Store, StoreError};
+use oncegate_core::marker::{Ask, Guarantee, Operation, Token};
 use oncegate_redis::Redis;
+pub(crate) use oncegate_testkit::asking::{DONE, GRANTED, SECOND, ask, key, operation, terms, verdicts};
 use redis::aio::MultiplexedConnection;
-
-pub(crate) const SECOND: Duration = Duration::from_secs(1);
 
 /// The store on the shared server, under a prefix that no other test has.
 pub(crate) fn store() -> (Redis, String) {
@@ -32,18 +29,6 @@ pub(crate) async fn client_of(url: &str) -> MultiplexedConnection {
     client.get_multiplexed_async_connection_with_config(&config).await.expect("Redis answers")
 }
 
-pub(crate) fn key(id: &str) -> Key {
-    Key::new(&MessageId::new(id).expect("an id"))
-}
-
-pub(crate) fn terms(guarantee: Guarantee) -> Terms {
-    Terms { guarantee, lease: 30 * SECOND, window: 600 * SECOND, fingerprint: None }
-}
-
-pub(crate) fn operation(id: &str, ask: Ask, token: u128, attempt: u32, terms: Terms) -> Operation {
-    Operation { key: key(id), ask, token: Token(token), attempt, terms }
-}
-
 pub(crate) fn claim(id: &str, token: u128) -> Operation {
     operation(id, Ask::Claim, token, 0, terms(Guarantee::EffectivelyOnce))
 }
@@ -51,21 +36,6 @@ pub(crate) fn claim(id: &str, token: u128) -> Operation {
 pub(crate) fn complete(id: &str, token: u128, attempt: u32) -> Operation {
     operation(id, Ask::Complete, token, attempt, terms(Guarantee::EffectivelyOnce))
 }
-
-/// The answers, each of which has to be a verdict.
-pub(crate) async fn verdicts(store: &dyn Store, operations: &[Operation]) -> Vec<Verdict> {
-    store.apply(operations).await.into_iter().map(|answer| answer.expect("a verdict")).collect()
-}
-
-/// The answer to one operation.
-pub(crate) async fn ask(store: &dyn Store, operation: Operation) -> Result<Verdict, StoreError> {
-    let mut answers = store.apply(&[operation]).await;
-    assert_eq!(answers.len(), 1);
-    answers.remove(0)
-}
-
-pub(crate) const GRANTED: Verdict = Verdict::Granted { attempt: 1 };
-pub(crate) const DONE: Verdict = Verdict::Done { marker_lost: false };
 
 /// The line of the book that makes a user with just the rights that a store needs, and what it says to add for one of
 /// its forms.

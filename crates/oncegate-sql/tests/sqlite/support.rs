@@ -1,17 +1,13 @@
 //! What the tests share.
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
-use oncegate_core::marker::{Ask, Guarantee, Operation, Terms, Token, Verdict};
-use oncegate_core::{Key, MessageId, Store, StoreError};
+use oncegate_core::StoreError;
+use oncegate_core::marker::{Ask, Guarantee, Operation, Token};
 use oncegate_sql::Sqlite;
+pub(crate) use oncegate_testkit::asking::{DONE, GRANTED, SECOND, ask, key, operation, terms, verdicts};
 use rusqlite::Connection;
 use tempfile::TempDir;
-
-pub(crate) const SECOND: Duration = Duration::from_secs(1);
-pub(crate) const GRANTED: Verdict = Verdict::Granted { attempt: 1 };
-pub(crate) const DONE: Verdict = Verdict::Done { marker_lost: false };
 
 /// A directory on the disk that the build is on: one for temporary files may lie in memory.
 pub(crate) struct Directory(TempDir);
@@ -47,36 +43,12 @@ pub(crate) fn at(path: impl AsRef<Path>) -> Sqlite {
     Sqlite::file(path).timeout(30 * SECOND)
 }
 
-pub(crate) fn key(id: &str) -> Key {
-    Key::new(&MessageId::new(id).expect("an id"))
-}
-
-pub(crate) fn terms(guarantee: Guarantee) -> Terms {
-    Terms { guarantee, lease: 30 * SECOND, window: 600 * SECOND, fingerprint: None }
-}
-
-pub(crate) fn operation(id: &str, ask: Ask, token: u128, attempt: u32, terms: Terms) -> Operation {
-    Operation { key: key(id), ask, token: Token(token), attempt, terms }
-}
-
 pub(crate) fn claim(id: &str, token: u128) -> Operation {
     operation(id, Ask::Claim, token, 0, terms(Guarantee::AtMostOnce))
 }
 
 pub(crate) fn complete(id: &str, token: u128) -> Operation {
     operation(id, Ask::Complete, token, 1, terms(Guarantee::AtMostOnce))
-}
-
-/// The answers, each of which has to be a verdict.
-pub(crate) async fn verdicts(store: &dyn Store, operations: &[Operation]) -> Vec<Verdict> {
-    store.apply(operations).await.into_iter().map(|answer| answer.expect("a verdict")).collect()
-}
-
-/// The answer to one operation.
-pub(crate) async fn ask(store: &dyn Store, operation: Operation) -> Result<Verdict, StoreError> {
-    let mut answers = store.apply(&[operation]).await;
-    assert_eq!(answers.len(), 1);
-    answers.remove(0)
 }
 
 /// The one line that a person reads.
