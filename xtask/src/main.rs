@@ -4,6 +4,7 @@
 #![forbid(unsafe_code)]
 
 mod faults;
+mod kafka_faults;
 mod model;
 mod services;
 mod setup;
@@ -36,6 +37,9 @@ enum Command {
     /// Restarts, cuts and confuses RabbitMQ nodes under load, at random times, and one node of three: nothing is lost or
     /// doubled, no acknowledgement refused, and each time it consumes again within five seconds. Takes some minutes.
     Faults(faults::Arguments),
+    /// Stops, freezes and kills Kafka brokers and members of a group for long, and prints what was lost or happened twice, and
+    /// how long it took to heal. Some 15 minutes.
+    KafkaFaults(kafka_faults::Arguments),
     /// Explores every interleaving of a small world in which the functions run that decide everything, and prints what
     /// each guarantee withstands.
     Model(model::Arguments),
@@ -51,6 +55,7 @@ fn main() -> ExitCode {
         Command::Setup => setup::run(),
         Command::Test(arguments) => test::run(&arguments),
         Command::Faults(arguments) => faults::run(&arguments),
+        Command::KafkaFaults(arguments) => kafka_faults::run(&arguments),
         Command::Model(arguments) => model::run(&arguments),
         Command::Services { command } => services::run(command),
     };

@@ -27,6 +27,11 @@ pub(crate) struct Arguments {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
+    with_servers(cargo_test(arguments))
+}
+
+/// Runs this with the servers in its environment.
+pub(crate) fn with_servers(mut cargo: Command) -> Result<(), Error> {
     let stopping = Stopping::on_signals()?;
     setup::run()?;
     stopping.go_on()?;
@@ -41,7 +46,6 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
     let run = std::process::id().to_string();
     // A test that is ended by a signal removes nothing; this goes with all that is in it.
     let temporary = tempfile::Builder::new().prefix("oncegate-test-").tempdir().map_err(Error::Temporary)?;
-    let mut cargo = cargo_test(arguments);
     cargo.envs(servers.variables()).env(RUN, &run).env("TMPDIR", temporary.path());
     let shown = shown(&cargo);
     println!("test: {shown}");

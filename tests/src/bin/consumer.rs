@@ -30,6 +30,9 @@ struct Arguments {
     /// What to do about queues and topics that are missing.
     #[arg(long, default_value = "declare")]
     missing: Missing,
+    /// A property of librdkafka, as `key=value`; may be given several times.
+    #[arg(long = "property")]
+    properties: Vec<String>,
     #[arg(long)]
     redis: String,
     #[arg(long)]
@@ -112,7 +115,9 @@ async fn consume(arguments: Arguments) -> Result<(), Error> {
                 Missing::Refuse => TopicCreation::Never,
             };
             let kafka = Kafka::topic(arguments.from).brokers(arguments.url).group(arguments.group).create_topics(creation);
-            run(consumer.source(kafka.property("session.timeout.ms", "6000").property("heartbeat.interval.ms", "1000"))).await
+            let kafka = kafka.property("session.timeout.ms", "6000").property("heartbeat.interval.ms", "1000");
+            let given = arguments.properties.iter().filter_map(|property| property.split_once('='));
+            run(consumer.source(given.fold(kafka, |kafka, (key, value)| kafka.property(key, value)))).await
         }
         Broker::Rabbitmq => {
             let topology = match arguments.missing {

@@ -2,6 +2,7 @@
 
 use std::time::SystemTime;
 
+use oncegate_core::source::Open;
 use rdkafka::message::{Header, OwnedHeaders};
 
 use crate::stage::*;
@@ -86,4 +87,61 @@ async fn a_large_backlog_is_read_whole_while_little_is_taken_at_a_time() {
     topic.await_commit(0, 6_000).await;
     topic.await_commit(1, 6_000).await;
     close(source).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_body_of_ten_megabytes_is_rejected_whole_and_what_is_behind_it_goes_on() {
+    const LARGE: usize = 10 << 20;
+    let topic = Topic::of_large_messages().await;
+    topic.send(None, Some(&vec![b'x'; LARGE]), OwnedHeaders::new()).await;
+    topic.send(None, Some(b"small"), OwnedHeaders::new()).await;
+    let mut source = topic.source().body_limit(1 << 20).open().await.expect("a source");
+    let deliveries = receive(&mut source, 1).await;
+    assert_eq!(offsets(&deliveries), [1]);
+    accept(&mut source, deliveries).await;
+    topic.await_commit(0, 2).await;
+    close(source).await;
+    let copy = |it: &rdkafka::message::BorrowedMessage<'_>| (rdkafka::Message::payload(it).map(<[u8]>::len), text_headers(it));
+    let (length, headers) = topic.read(topic.dead_letters(), 1, copy).await.remove(0);
+    assert_eq!((length, headers[0].1.as_deref()), (Some(LARGE), Some("too-large")));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn ten_thousand_headers_are_read_and_stand_in_the_dead_letters() {
+    const COUNT: usize = 10_000;
+    let topic = Topic::new(1).await;
+    let names: Vec<String> = (0..COUNT).map(|number| format!("h{number}")).collect();
+    let headers = names.iter().fold(OwnedHeaders::new_with_capacity(COUNT), |all, name| all.insert(Header { key: name, value: Some("v") }));
+    topic.send(Some(b"key"), Some(b"body"), headers).await;
+    topic.send(None, Some(b"next"), OwnedHeaders::new()).await;
+    let mut source = topic.open().await;
+    let mut deliveries = receive(&mut source, 2).await;
+    let first = deliveries.remove(0);
+    let read: Vec<_> = first.message.headers.iter().collect();
+    assert_eq!((read.len(), read[0], read[COUNT - 1]), (COUNT, (&b"h0"[..], Some(&b"v"[..])), (&b"h9999"[..], Some(&b"v"[..]))));
+    reject(&mut source, first, oncegate_core::road::Reason::Refused).await;
+    accept(&mut source, deliveries).await;
+    topic.await_commit(0, 2).await;
+    close(source).await;
+    let dead = topic.read(topic.dead_letters(), 1, text_headers).await.remove(0);
+    assert_eq!(dead.iter().filter(|(name, _)| name.starts_with('h')).count(), COUNT);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_message_without_a_timestamp_has_none() {
+    let topic = Topic::new(1).await;
+    topic.send_as_of(Some(1), None, Some(b"1970"), OwnedHeaders::new()).await;
+    topic.send_as_of(Some(-1), None, Some(b"no time at all"), OwnedHeaders::new()).await;
+    let mut source = topic.open().await;
+    let deliveries = receive(&mut source, 2).await;
+    let sent_at: Vec<_> = deliveries.iter().map(|it| it.message.sent_at).collect();
+    assert_eq!(sent_at, [Some(SystemTime::UNIX_EPOCH + std::time::Duration::from_millis(1)), None]);
+    for delivery in deliveries {
+        reject(&mut source, delivery, oncegate_core::road::Reason::Refused).await;
+    }
+    topic.await_commit(0, 2).await;
+    close(source).await;
+    let dead = topic.read(topic.dead_letters(), 2, text_headers).await;
+    let seen = |headers: &[(String, Option<String>)]| headers.iter().any(|(name, _)| name == "oncegate-first-seen");
+    assert_eq!(dead.iter().filter(|headers| seen(headers)).count(), 1);
 }

@@ -48,6 +48,16 @@ impl Topic {
         topic
     }
 
+    /// A topic that takes messages of 20 MB, with such a dead-letter topic.
+    pub(crate) async fn of_large_messages() -> Self {
+        let brokers = oncegate_testkit::kafka_brokers().expect("a broker");
+        let large = [("max.message.bytes", "20971520")];
+        let topic = Self::configured(brokers, 1, &large).await;
+        topic.create(&topic.dead_letters(), 1, &[&KEEPS[..], &large].concat()).await;
+        topic.create(&topic.in_doubt(), 1, &KEEPS).await;
+        topic
+    }
+
     /// A topic without any other.
     pub(crate) async fn alone(partitions: i32) -> Self {
         Self::at(oncegate_testkit::kafka_brokers().expect("a broker"), partitions).await
@@ -63,7 +73,7 @@ impl Topic {
         static COUNT: AtomicU64 = AtomicU64::new(0);
         let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("a clock after 1970").as_nanos();
         let name = format!("oncegate-test-{now}-{}", COUNT.fetch_add(1, Ordering::Relaxed));
-        let producer = client(&brokers).set("linger.ms", "1").create().expect("a producer");
+        let producer = client(&brokers).set("linger.ms", "1").set("message.max.bytes", "20971520").create().expect("a producer");
         let topic = Self { name, brokers, producer };
         topic.create(&topic.name, partitions, config).await;
         topic

@@ -1,0 +1,270 @@
+//! A Kafka broker and consumer processes that are stopped, frozen and killed: nothing is lost, nothing happens twice in at
+//! most once, and no offset goes back.
+//!
+//! Each scenario is one function, run short with the other tests, and long by `cargo xtask kafka-faults`, which prints what
+//! it measured.
+#![forbid(unsafe_code)]
+
+mod rig;
+
+use std::time::{Duration, Instant};
+
+use oncegate_testkit::servers::KafkaServer;
+use rustix::process::Signal;
+
+use crate::rig::{Judgement, LEASE, Rig};
+
+/// How long anything may take that is to happen soon.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Nothing lost, nothing twice, nothing out of order, nothing in doubt.
+const FLAWLESS: Judgement = Judgement { lost: 0, effects_twice: 0, starts_twice: 0, out_of_order: 0, in_doubt: 0 };
+
+async fn broker() -> KafkaServer {
+    tokio::task::spawn_blocking(|| KafkaServer::start().expect("a broker")).await.expect("a broker")
+}
+
+fn shared_broker() -> String {
+    oncegate_testkit::kafka_brokers().unwrap_or_else(|missing| panic!("{missing}"))
+}
+
+/// Members that join and leave every three seconds, up to eight, with handlers that take a second.
+async fn members_come_and_go(for_so_long: Duration) {
+    const KEYS: usize = 48;
+    let (turn, most) = (Duration::from_secs(3), 8);
+    // A key takes a message a second; so there is work until the end.
+    let each = for_so_long.as_secs() as usize;
+    let rig = Rig::new(shared_broker(), 8, 1).await;
+    rig.publish(KEYS, 0..each, Duration::from_secs(1));
+    let offsets = rig.watch_offsets();
+    let join = || rig.consumer("at-most-once", &["--in-flight=64"]);
+    let (begun, mut members, mut leaving, mut joined, mut grows) = (Instant::now(), vec![join(), join()], Vec::new(), 2, true);
+    while begun.elapsed() < for_so_long {
+        tokio::time::sleep(turn).await;
+        grows = if grows { members.len() < most } else { members.len() <= 2 };
+        if grows {
+            members.push(join());
+            joined += 1;
+        } else {
+            leaving.push(tokio::spawn(members.remove(0).leave()));
+        }
+    }
+    let judged = rig.until_judged(KEYS * each, PATIENCE + for_so_long * 3).await;
+    rig.until_committed(PATIENCE).await;
+    leaving.extend(members.into_iter().map(|member| tokio::spawn(member.leave())));
+    for left in leaving {
+        left.await.expect("it left in good order");
+    }
+    let (seen, judgement) = (offsets.end(), rig.judge(KEYS, each));
+    println!(
+        "members: {joined} joined, {} messages, {judgement:?}, {} offset regressions in {} looks, {judged:?} after the last change",
+        KEYS * each,
+        seen.regressions,
+        seen.looks
+    );
+    assert_eq!((judgement, seen.regressions), (FLAWLESS, 0), "{}", rig.logs());
+    assert!(seen.looks > 10);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn members_that_come_and_go_every_three_seconds() {
+    members_come_and_go(Duration::from_secs(24)).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "five minutes: cargo xtask kafka-faults"]
+async fn long_members_that_come_and_go_every_three_seconds() {
+    members_come_and_go(Duration::from_secs(300)).await;
+}
+
+/// What is done to the broker.
+#[derive(Clone, Copy, Debug)]
+enum BrokerFault {
+    Frozen(Duration),
+    Killed,
+}
+
+/// Two consumers under load while the broker is away; what is published when it is back is soon handled.
+async fn the_broker_fails(fault: BrokerFault) {
+    const KEYS: usize = 40;
+    const EARLY: usize = 30;
+    const ALL: usize = 35;
+    let mut server = broker().await;
+    let rig = Rig::new(server.brokers(), 4, 1).await;
+    rig.publish(KEYS, 0..EARLY, Duration::from_millis(150));
+    let offsets = rig.watch_offsets();
+    let members = [rig.consumer("at-most-once", &[]), rig.consumer("at-most-once", &[])];
+    rig.until_effects(KEYS * EARLY / 4, PATIENCE).await;
+    let server = tokio::task::spawn_blocking(move || {
+        match fault {
+            BrokerFault::Frozen(time) => {
+                server.freeze();
+                std::thread::sleep(time);
+                server.thaw();
+            }
+            BrokerFault::Killed => {
+                server.kill();
+                std::thread::sleep(Duration::from_secs(3));
+                server.start_again().expect("the broker again");
+            }
+        }
+        server
+    });
+    let server = server.await.expect("the broker again");
+    let back = Instant::now();
+    rig.publish(KEYS, EARLY..ALL, Duration::ZERO);
+    let handled = rig.until_judged(KEYS * ALL, PATIENCE).await;
+    let again = back.elapsed();
+    rig.until_committed(PATIENCE).await;
+    let committed = back.elapsed();
+    for member in members {
+        member.leave().await;
+    }
+    let (seen, judgement) = (offsets.end(), rig.judge(KEYS, ALL));
+    println!(
+        "broker {fault:?}: {} messages, {judgement:?}, {} regressions in {} looks, all handled {again:?} after it was back ({handled:?} after the last was published), committed after {committed:?}",
+        KEYS * ALL,
+        seen.regressions,
+        seen.looks
+    );
+    assert_eq!((Judgement { in_doubt: 0, ..judgement }, seen.regressions), (FLAWLESS, 0), "{}", rig.logs());
+    assert!(again < Duration::from_secs(30), "consuming again after {again:?}\n{}", rig.logs());
+    drop(server);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_broker_that_is_killed_and_comes_back() {
+    the_broker_fails(BrokerFault::Killed).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_broker_that_is_frozen_for_longer_than_a_session() {
+    the_broker_fails(BrokerFault::Frozen(Duration::from_secs(8))).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "long: cargo xtask kafka-faults"]
+async fn long_a_broker_that_is_frozen_for_twenty_seconds() {
+    the_broker_fails(BrokerFault::Frozen(Duration::from_secs(20))).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "long: cargo xtask kafka-faults"]
+async fn long_a_broker_that_is_killed_five_times() {
+    for _ in 0..5 {
+        the_broker_fails(BrokerFault::Killed).await;
+    }
+}
+
+/// What is done to one of two consumers.
+#[derive(Clone, Copy, Debug)]
+enum ConsumerFault {
+    Killed,
+    Frozen(Duration),
+}
+
+async fn a_consumer_fails(fault: ConsumerFault) {
+    const KEYS: usize = 40;
+    const EACH: usize = 20;
+    let rig = Rig::new(shared_broker(), 4, 1).await;
+    rig.publish(KEYS, 0..EACH, Duration::from_millis(150));
+    let offsets = rig.watch_offsets();
+    let mut members = vec![rig.consumer("at-most-once", &["--in-flight=16"]), rig.consumer("at-most-once", &["--in-flight=16"])];
+    rig.until_effects(KEYS * EACH / 4, PATIENCE).await;
+    let since = Instant::now();
+    match fault {
+        ConsumerFault::Killed => members.remove(0).signal(Signal::KILL),
+        ConsumerFault::Frozen(time) => {
+            members[0].signal(Signal::STOP);
+            tokio::time::sleep(time).await;
+            members[0].signal(Signal::CONT);
+        }
+    }
+    rig.until_judged(KEYS * EACH, PATIENCE * 2).await;
+    rig.until_committed(PATIENCE).await;
+    let took = since.elapsed();
+    for member in members {
+        member.leave().await;
+    }
+    let (seen, judgement) = (offsets.end(), rig.judge(KEYS, EACH));
+    println!(
+        "consumer {fault:?}: {} messages, {judgement:?}, {} regressions in {} looks, all judged and committed after {took:?}",
+        KEYS * EACH,
+        seen.regressions,
+        seen.looks
+    );
+    assert_eq!((Judgement { in_doubt: 0, ..judgement }, seen.regressions), (FLAWLESS, 0), "{}", rig.logs());
+    // What ran, and as many again whose completion was not recorded yet.
+    assert!(judgement.in_doubt <= 32, "{judgement:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_consumer_that_is_killed() {
+    a_consumer_fails(ConsumerFault::Killed).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_consumer_that_is_frozen_for_three_leases() {
+    a_consumer_fails(ConsumerFault::Frozen(LEASE * 3)).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "long: cargo xtask kafka-faults"]
+async fn long_a_consumer_that_is_killed_or_frozen_ten_times() {
+    for _ in 0..5 {
+        a_consumer_fails(ConsumerFault::Killed).await;
+        a_consumer_fails(ConsumerFault::Frozen(LEASE * 5)).await;
+    }
+}
+
+/// A handler that runs longer than the group lets a member be silent.
+async fn a_slow_handler(takes: Duration) {
+    const KEYS: usize = 4;
+    let rig = Rig::new(shared_broker(), 2, 1).await;
+    rig.publish(KEYS, 0..1, takes);
+    let member = rig.consumer("at-most-once", &["--property", "max.poll.interval.ms=6500"]);
+    rig.until_judged(KEYS, takes + PATIENCE).await;
+    rig.until_committed(PATIENCE).await;
+    // Looked at before it leaves, which gives its partitions back.
+    let (revoked, exceeded) = (rig.logged("partition revoked"), rig.logged("poll interval"));
+    member.leave().await;
+    let judgement = rig.judge(KEYS, 1);
+    println!("handler of {takes:?} with max.poll.interval.ms=6500: {judgement:?}, {revoked} revocations");
+    assert_eq!((judgement, revoked, exceeded), (FLAWLESS, 0, 0), "{}", rig.logs());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_handler_that_is_slower_than_the_poll_interval() {
+    a_slow_handler(Duration::from_secs(9)).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "long: cargo xtask kafka-faults"]
+async fn long_a_handler_that_takes_five_times_the_poll_interval() {
+    a_slow_handler(Duration::from_secs(33)).await;
+}
+
+/// The most memory of a consumer that works for a while on a backlog of so many messages, in MiB.
+async fn memory_with_a_backlog_of(count: usize) -> f64 {
+    const KEYS: usize = 1_000;
+    let server = broker().await;
+    let rig = Rig::new(server.brokers(), 4, 1).await;
+    rig.publish(KEYS, 0..count / KEYS, Duration::from_millis(50));
+    let member = rig.consumer("effectively-once", &["--in-flight=128"]);
+    rig.until_effects(1_000, PATIENCE).await;
+    let (mut most, begun) = (0, Instant::now());
+    while begun.elapsed() < Duration::from_secs(15) {
+        most = most.max(member.memory());
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    assert!(rig.effects().len() < count, "nothing was left to wait");
+    most as f64 / 1024.0
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "long: cargo xtask kafka-faults"]
+async fn long_memory_does_not_grow_with_the_backlog() {
+    let small = memory_with_a_backlog_of(50_000).await;
+    let large = memory_with_a_backlog_of(5_000_000).await;
+    println!("memory: {small:.1} MiB with a backlog of 50,000, {large:.1} MiB with one of 5,000,000: {:.2} times", large / small);
+    assert!(large <= small * 1.2, "{large} MiB, and {small} MiB with a hundredth of the backlog");
+}

@@ -1,0 +1,314 @@
+//! A topic, consumer processes on it, what they did, and what the broker says of their offsets.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::ops::Range;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use oncegate_tests::diary::{self, Entry, Run};
+use rdkafka::ClientConfig;
+use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
+use rdkafka::client::DefaultClientContext;
+use rdkafka::consumer::{BaseConsumer, Consumer};
+use rdkafka::error::{KafkaError, RDKafkaErrorCode};
+use rdkafka::message::{Header, OwnedHeaders};
+use rdkafka::producer::{BaseRecord, DefaultProducerContext, Producer, ThreadedProducer};
+use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
+use rustix::process::{Pid, Signal, kill_process};
+use tempfile::TempDir;
+
+/// The lease of the consumers.
+pub(crate) const LEASE: Duration = Duration::from_secs(2);
+/// How often to look.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// How long one question to the broker may take.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+pub(crate) struct Rig {
+    brokers: String,
+    pub(crate) name: String,
+    partitions: i32,
+    directory: TempDir,
+    started: AtomicU32,
+}
+
+impl Rig {
+    /// A topic of its own, with so many partitions and replicas.
+    pub(crate) async fn new(brokers: String, partitions: i32, replicas: i32) -> Self {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("a clock after 1970").as_nanos();
+        let name = format!("faults-{now}");
+        let admin: AdminClient<DefaultClientContext> = client(&brokers).create().expect("an admin client");
+        let options = AdminOptions::new().operation_timeout(Some(PATIENCE * 3));
+        let kept = |name| NewTopic::new(name, 1, TopicReplication::Fixed(replicas)).set("retention.ms", "-1").set("retention.bytes", "-1");
+        let (dead, doubt) = (format!("{name}.dead-letters"), format!("{name}.in-doubt"));
+        let topic = NewTopic::new(&name, partitions, TopicReplication::Fixed(replicas));
+        let created = admin.create_topics(&[topic, kept(&dead), kept(&doubt)], &options).await.expect("an answer");
+        assert!(created.iter().all(Result::is_ok), "{created:?}");
+        Self { brokers, name, partitions, directory: tempfile::tempdir().expect("a directory"), started: AtomicU32::new(0) }
+    }
+
+    /// Publishes messages of these numbers for each of `keys` keys, in their order, whose handler takes so long.
+    pub(crate) fn publish(&self, keys: usize, numbers: Range<usize>, takes: Duration) {
+        let mut config = client(&self.brokers);
+        config.set("acks", "all").set("linger.ms", "5").set("queue.buffering.max.messages", "500000");
+        let producer: ThreadedProducer<DefaultProducerContext> = config.create().expect("a producer");
+        let body = format!(r#"{{"do":"slow","ms":{}}}"#, takes.as_millis());
+        for number in numbers {
+            for key in 0..keys {
+                let (key, id) = (format!("k{key}"), id(key, number));
+                let headers = OwnedHeaders::new().insert(Header { key: "id", value: Some(&id) });
+                let mut record = BaseRecord::to(&self.name).key(&key).payload(&body).headers(headers);
+                while let Err((error, again)) = producer.send(record) {
+                    assert_eq!(error, KafkaError::MessageProduction(RDKafkaErrorCode::QueueFull));
+                    record = again;
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+            }
+        }
+        producer.flush(PATIENCE * 30).expect("all were confirmed");
+    }
+
+    /// Starts a consumer that promises `at-most-once` or `effectively-once`.
+    pub(crate) fn consumer(&self, guarantee: &str, more: &[&str]) -> Member {
+        let redis = oncegate_testkit::redis_url().unwrap_or_else(|missing| panic!("{missing}"));
+        let number = self.started.fetch_add(1, Ordering::Relaxed);
+        let log = self.directory.path().join(format!("{number}.log"));
+        let mut command = Command::new(env!("CARGO_BIN_EXE_consumer"));
+        command.args(["--broker=kafka", "--url", &self.brokers, "--from", &self.name, "--group", &self.name, "--scope", &self.name]);
+        command.args(["--redis", &redis, "--guarantee", guarantee, "--lease-ms", &LEASE.as_millis().to_string(), "--diary"]);
+        command.arg(self.directory.path().join("diary")).args(more).stdin(Stdio::null()).stdout(Stdio::null());
+        Member(command.stderr(File::create(log).expect("a log")).spawn().expect("the consumer's program"))
+    }
+
+    fn entries(&self) -> Vec<Entry> {
+        diary::read(&self.directory.path().join("diary"))
+    }
+
+    pub(crate) fn starts(&self) -> Vec<Run> {
+        self.entries().into_iter().filter_map(|entry| if let Entry::Start(run) = entry { Some(run) } else { None }).collect()
+    }
+
+    pub(crate) fn effects(&self) -> Vec<Run> {
+        self.entries().into_iter().filter_map(|entry| if let Entry::Effect(run) = entry { Some(run) } else { None }).collect()
+    }
+
+    /// Waits until so many different ids had their effect or stand in doubt; answers how long that took.
+    pub(crate) async fn until_judged(&self, count: usize, patience: Duration) -> Duration {
+        self.until(&format!("{count} ids are judged"), patience, || self.judged().len() >= count).await
+    }
+
+    pub(crate) async fn until_effects(&self, count: usize, patience: Duration) -> Duration {
+        self.until(&format!("{count} effects"), patience, || self.effects().len() >= count).await
+    }
+
+    async fn until(&self, what: &str, patience: Duration, is_so: impl Fn() -> bool) -> Duration {
+        let begun = Instant::now();
+        while !is_so() {
+            assert!(begun.elapsed() < patience, "not within {patience:?}: {what}; {} effects\n{}", self.effects().len(), self.logs());
+            tokio::time::sleep(LOOK_EVERY).await;
+        }
+        begun.elapsed()
+    }
+
+    /// The ids that had an effect or stand in the in-doubt topic.
+    fn judged(&self) -> BTreeSet<String> {
+        let effects = self.effects().into_iter().map(|run| run.id);
+        effects.chain(self.in_doubt()).collect()
+    }
+
+    /// The ids in the in-doubt topic.
+    pub(crate) fn in_doubt(&self) -> BTreeSet<String> {
+        use rdkafka::message::{Headers, Message};
+        let topic = format!("{}.in-doubt", self.name);
+        let reader: BaseConsumer = client(&self.brokers).set("group.id", "faults-reader").create().expect("a consumer");
+        // A broker that does not answer is asked again.
+        let Ok((low, high)) = reader.fetch_watermarks(&topic, 0, PATIENCE) else { return BTreeSet::new() };
+        let mut all = TopicPartitionList::new();
+        all.add_partition_offset(&topic, 0, Offset::Beginning).expect("an offset");
+        reader.assign(&all).expect("an assignment");
+        let letters = (low..high).filter_map(|_| reader.poll(PATIENCE)?.ok().map(|letter| letter.detach()));
+        let id = |headers: Option<&OwnedHeaders>| {
+            let found = headers?.iter().find(|header| header.key == "id")?.value?.to_vec();
+            String::from_utf8(found).ok()
+        };
+        letters.filter_map(|letter| id(letter.headers())).collect()
+    }
+
+    /// Holds against the promise: nothing lost, nothing twice, each key in order.
+    pub(crate) fn judge(&self, keys: usize, each: usize) -> Judgement {
+        let all: BTreeSet<String> = (0..keys).flat_map(|key| (0..each).map(move |number| id(key, number))).collect();
+        let (effects, starts, doubted) = (self.effects(), self.starts(), self.in_doubt());
+        let twice = |runs: &[Run]| {
+            let mut seen = BTreeMap::<&str, usize>::new();
+            runs.iter().for_each(|run| *seen.entry(&run.id).or_default() += 1);
+            seen.into_values().filter(|count| *count > 1).count()
+        };
+        let judged: BTreeSet<String> = effects.iter().map(|run| run.id.clone()).chain(doubted.iter().cloned()).collect();
+        let mut last = BTreeMap::<&str, &str>::new();
+        let out_of_order = effects
+            .iter()
+            .filter(|run| {
+                let (key, number) = run.id.split_once('-').expect("an id of ours");
+                last.insert(key, number).is_some_and(|before| before > number)
+            })
+            .count();
+        Judgement {
+            lost: all.difference(&judged).count(),
+            effects_twice: twice(&effects),
+            starts_twice: twice(&starts),
+            out_of_order,
+            in_doubt: doubted.len(),
+        }
+    }
+
+    /// Waits until the group has committed all that there is.
+    pub(crate) async fn until_committed(&self, patience: Duration) {
+        let asker: BaseConsumer = client(&self.brokers).set("group.id", &self.name).create().expect("a consumer");
+        let begun = Instant::now();
+        loop {
+            let committed = committed(&asker, &self.name, self.partitions);
+            let ends = (0..self.partitions).map(|it| asker.fetch_watermarks(&self.name, it, PATIENCE).map(|(_, end)| end));
+            let ends: Result<Vec<i64>, _> = ends.collect();
+            // An empty partition need not be committed.
+            if let (Some(committed), Ok(ends)) = (committed, ends)
+                && ends.iter().enumerate().all(|(partition, end)| committed.get(&(partition as i32)).copied().unwrap_or(0) == *end)
+            {
+                return;
+            }
+            assert!(begun.elapsed() < patience, "not all was committed\n{}", self.logs());
+            tokio::time::sleep(LOOK_EVERY).await;
+        }
+    }
+
+    /// Asks the broker again and again where the group stands, until it is told to stop.
+    pub(crate) fn watch_offsets(&self) -> OffsetWatch {
+        let (brokers, name, partitions) = (self.brokers.clone(), self.name.clone(), self.partitions);
+        let (stop, seen) = (Arc::new(AtomicBool::new(false)), Arc::new(Mutex::new(Seen::default())));
+        let (told, into) = (stop.clone(), seen.clone());
+        let thread = std::thread::spawn(move || {
+            let asker: BaseConsumer = client(&brokers).set("group.id", &name).create().expect("a consumer");
+            while !told.load(Ordering::Relaxed) {
+                if let Some(now) = committed(&asker, &name, partitions) {
+                    let mut seen = into.lock().expect("nobody panics with it");
+                    seen.looks += 1;
+                    for (partition, offset) in now {
+                        let before = seen.offsets.insert(partition, offset);
+                        seen.regressions += usize::from(before.is_some_and(|before| offset < before));
+                    }
+                }
+                std::thread::sleep(Duration::from_millis(200));
+            }
+        });
+        OffsetWatch { stop, seen, thread: Some(thread) }
+    }
+
+    /// The ends of the consumers' logs, and where they went wrong.
+    pub(crate) fn logs(&self) -> String {
+        let log = |number: u32| {
+            let text = std::fs::read_to_string(self.directory.path().join(format!("{number}.log"))).unwrap_or_default();
+            let lines: Vec<&str> = text.lines().collect();
+            format!("consumer {number}:\n{}", lines[lines.len().saturating_sub(15)..].join("\n"))
+        };
+        (0..self.started.load(Ordering::Relaxed)).map(log).collect::<Vec<_>>().join("\n")
+    }
+
+    /// How often any consumer has logged this.
+    pub(crate) fn logged(&self, what: &str) -> usize {
+        let numbers = 0..self.started.load(Ordering::Relaxed);
+        let texts = numbers.map(|number| std::fs::read_to_string(self.directory.path().join(format!("{number}.log"))).unwrap_or_default());
+        texts.map(|text| text.matches(what).count()).sum()
+    }
+}
+
+/// What became of all messages.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Judgement {
+    pub(crate) lost: usize,
+    pub(crate) effects_twice: usize,
+    pub(crate) starts_twice: usize,
+    pub(crate) out_of_order: usize,
+    pub(crate) in_doubt: usize,
+}
+
+/// Watches committed offsets.
+pub(crate) struct OffsetWatch {
+    stop: Arc<AtomicBool>,
+    seen: Arc<Mutex<Seen>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Seen {
+    pub(crate) looks: usize,
+    pub(crate) regressions: usize,
+    offsets: BTreeMap<i32, i64>,
+}
+
+impl OffsetWatch {
+    pub(crate) fn end(mut self) -> Seen {
+        self.stop.store(true, Ordering::Relaxed);
+        self.thread.take().expect("ended once").join().expect("no panic");
+        self.seen.lock().expect("nobody panics with it").clone()
+    }
+}
+
+/// A consumer process; killed when it is dropped.
+pub(crate) struct Member(Child);
+
+impl Member {
+    pub(crate) fn signal(&self, signal: Signal) {
+        let pid = i32::try_from(self.0.id()).ok().and_then(Pid::from_raw).expect("a process number");
+        kill_process(pid, signal).expect("it is not waited for yet");
+    }
+
+    /// Drains it.
+    pub(crate) async fn leave(mut self) {
+        self.signal(Signal::TERM);
+        let end = Instant::now() + Duration::from_secs(60);
+        while self.0.try_wait().expect("it was started here").is_none() {
+            assert!(Instant::now() < end, "it does not end");
+            tokio::time::sleep(LOOK_EVERY).await;
+        }
+        let status = self.0.wait().expect("it was started here");
+        assert!(status.success(), "{status}");
+    }
+
+    /// The memory that it has now, in KiB.
+    pub(crate) fn memory(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.0.id())).unwrap_or_default();
+        let line = status.lines().find(|line| line.starts_with("VmRSS:"));
+        line.and_then(|line| line.split_whitespace().nth(1)?.parse().ok()).unwrap_or(0)
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        // Mostly it has ended, which is an error here.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn id(key: usize, number: usize) -> String {
+    format!("k{key}-{number:07}")
+}
+
+fn committed(asker: &BaseConsumer, topic: &str, partitions: i32) -> Option<BTreeMap<i32, i64>> {
+    let mut all = TopicPartitionList::new();
+    for partition in 0..partitions {
+        all.add_partition(topic, partition);
+    }
+    let answer = asker.committed_offsets(all, Duration::from_secs(2)).ok()?;
+    let elements = answer.elements();
+    Some(elements.iter().filter_map(|it| Some((it.partition(), it.offset().to_raw().filter(|offset| *offset >= 0)?))).collect())
+}
+
+fn client(brokers: &str) -> ClientConfig {
+    let mut config = ClientConfig::new();
+    config.set("bootstrap.servers", brokers);
+    config
+}

@@ -1,0 +1,21 @@
+//! `kafka-faults`: the long forms of what is done to brokers and members of a Kafka group.
+
+use std::process::Command;
+
+use crate::Error;
+use crate::setup;
+use crate::test;
+
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    /// Runs only the scenarios whose names contain this, such as `members` or `memory`.
+    scenario: Option<String>,
+}
+
+pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
+    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    cargo.args(["test", "--package", "oncegate-tests", "--test", "kafka_faults"]).current_dir(setup::root());
+    // One after the other, so that what is measured is the scenario alone.
+    cargo.args(["--", "--ignored", "--nocapture", "--test-threads", "1"]).args(&arguments.scenario);
+    test::with_servers(cargo)
+}
