@@ -284,7 +284,7 @@ impl Engine {
         self.settings.meter.delivered(deliveries.len(), deliveries.iter().filter(|delivery| delivery.redelivered).count());
         for delivery in deliveries {
             let Link::Up(session) = &mut self.link else { return };
-            let tag = delivery.delivery_tag;
+            let (tag, spoilt) = (delivery.delivery_tag, incoming::is_spoilt(&delivery));
             let (delivery, original) = incoming::read(delivery, &self.settings.name, session.epoch);
             session.acks.delivered(tag, Carried::now(original));
             let size = delivery.message.body.len();
@@ -296,6 +296,12 @@ impl Engine {
                     "a body is over the limit: to the dead letters"
                 );
                 self.reject(delivery, &Reason::TooLarge, None);
+                continue;
+            }
+            if spoilt {
+                let problem = "a property, a header's name or the routing key is not UTF-8";
+                tracing::warn!(queue = &*self.settings.name, problem, "a message cannot be read: to the dead letters");
+                self.reject(delivery, &Reason::Unreadable, Some(&Story { last_error: Some(problem.into()), ..Story::default() }));
                 continue;
             }
             match incoming::wait(&delivery, &self.settings) {

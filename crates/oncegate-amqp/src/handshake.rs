@@ -5,9 +5,13 @@ use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use async_rs::Tokio;
+use async_rs::traits::Reactor;
 use lapin::tcp::RustlsConnector;
 use lapin::uri::AMQPUri;
 use lapin::{AsyncTcpStream, Connection, ConnectionProperties};
+
+use crate::guard::{self, Guarded};
 
 /// Ends the client's attempt when it is dropped before it was [`done`](Self::done).
 ///
@@ -34,36 +38,29 @@ pub(crate) async fn connect(
 ) -> Option<lapin::Result<Connection>> {
     let handshake = Handshake::default();
     let state = Arc::clone(&handshake.0);
-    let runtime = match lapin::runtime::default_runtime() {
-        Ok(runtime) => runtime,
-        Err(error) => return Some(Err(error)),
-    };
     let connecting = Connection::connector(
         uri,
-        runtime,
+        guard::runtime(),
         async move |uri, runtime| {
             // By hand, because the client's own way traces the password.
             let connecting = async {
                 let host = uri.authority.host.clone();
-                let stream = AsyncTcpStream::connect(&runtime, runtime.to_socket_addrs((host, uri.authority.port))).await?;
-                match &tls {
-                    Some(connector) => stream.into_rustls(connector, &uri.authority.host).await,
-                    None => Ok(stream),
-                }
+                let stream = Tokio::current().tcp_connect(runtime.to_socket_addrs((host, uri.authority.port))).await?;
+                let socket = duplicate(stream.get_ref())?;
+                let stream = match &tls {
+                    Some(connector) => Guarded::new(connector.connect_async(&uri.authority.host, stream).await?),
+                    None => Guarded::new(stream),
+                };
+                io::Result::Ok((stream, socket))
             };
-            let stream = tokio::time::timeout(patience, connecting).await.map_err(io::Error::from)??;
-            let socket = match &stream {
-                AsyncTcpStream::Plain(plain) => duplicate(plain.get_ref())?,
-                AsyncTcpStream::Rustls(tls) => duplicate(tls.get_ref().0.get_ref())?,
-                _ => return Ok(stream),
-            };
+            let (stream, socket) = tokio::time::timeout(patience, connecting).await.map_err(io::Error::from)??;
             let mut state = lock(&state);
             if let State::Over = *state {
                 return Err(io::Error::from(io::ErrorKind::TimedOut).into());
             }
             *state = State::Waiting(socket);
             drop(state);
-            Ok(stream)
+            Ok(AsyncTcpStream::Plain(stream))
         },
         properties,
     );

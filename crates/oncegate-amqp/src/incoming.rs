@@ -10,6 +10,7 @@ use lapin::types::{AMQPValue, FieldTable};
 use oncegate_core::message::{Headers, HeadersBuilder, Message, Origin, Position};
 use oncegate_core::source::{Delivery, Receipt, headers};
 
+use crate::frames::SPOILT;
 use crate::settings::{DELAYS, Settings};
 
 /// The routing key of a message before it was delayed: its copy had to be addressed to the delay queue.
@@ -39,6 +40,25 @@ pub(crate) fn read(raw: Raw, queue: &Arc<str>, epoch: u64) -> (Delivery, BasicPr
     };
     let failures = table.map_or(0, |table| failures(table).max(rejections(table, queue)));
     (Delivery { message, receipt: Receipt { epoch, partition: 0, position: delivery_tag }, failures }, properties)
+}
+
+/// Whether a short string of it was not UTF-8. What it was is gone, and two such messages could seem to be one.
+pub(crate) fn is_spoilt(raw: &Raw) -> bool {
+    let properties = &raw.properties;
+    let texts = [
+        properties.content_type(),
+        properties.content_encoding(),
+        properties.correlation_id(),
+        properties.reply_to(),
+        properties.expiration(),
+        properties.message_id(),
+        properties.kind(),
+        properties.user_id(),
+        properties.app_id(),
+        properties.cluster_id(),
+    ];
+    let names = properties.headers().iter().flat_map(|table| table.inner().keys());
+    texts.into_iter().flatten().chain(names).chain([&raw.routing_key]).any(|text| text.as_str().contains(SPOILT))
 }
 
 /// How long a delayed copy still has to wait; `None` if its time has come. Where it would wait in memory, unacknowledged,

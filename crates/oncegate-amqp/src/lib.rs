@@ -21,6 +21,8 @@ mod backoff;
 mod copy;
 mod engine;
 mod flight;
+mod frames;
+mod guard;
 mod handshake;
 mod inbox;
 mod incoming;

@@ -1,12 +1,15 @@
 //! Messages that nobody should send.
 
+use std::time::Duration;
+
 use lapin::BasicProperties;
 use lapin::types::{AMQPValue, FieldTable};
-use oncegate_amqp::QueueKind;
+use oncegate_amqp::{QueueKind, RabbitMqStats};
 use oncegate_core::road::{Reason, Settlement};
+use oncegate_core::source::headers;
 
 use crate::rig::*;
-use crate::trouble::spoiling_proxy;
+use crate::trouble::{Way, spoiling_proxy};
 
 /// A table in a table in a table, as it travels: a name of one letter, `F`, a length, and what is inside.
 fn nested(depth: usize) -> Vec<u8> {
@@ -27,18 +30,81 @@ fn as_table(passed: &mut [u8]) {
 }
 
 #[tokio::test]
-async fn headers_nested_deeply_are_carried_as_they_are() {
-    for depth in [2, 50] {
+async fn headers_nested_as_deeply_as_fits_are_carried_and_end_no_process() {
+    for depth in [2, 18_000] {
         let rig = Rig::new().await;
         let mut source = open(rig.source(QueueKind::Quorum)).await;
-        let spoiler = rig.again_at(&spoiling_proxy(as_table).await).await;
+        let spoiler = rig.again_at(&spoiling_proxy(Way::ToTheBroker, as_table).await).await;
         let mut table = FieldTable::default();
         table.insert("nested".into(), AMQPValue::LongString(nested(depth).into()));
         spoiler.publish_with("a", BasicProperties::default().with_headers(table)).await;
-        let delivery = delivery(&mut source).await;
-        settle(&mut source, delivery, Settlement::Reject(Reason::Refused)).await;
+        let first = delivery(&mut source).await;
+        assert_eq!(first.message.headers.last("nested"), None, "it was no table: the test proves nothing");
+        settle(&mut source, first, release(Duration::from_millis(1))).await;
+        let again = delivery(&mut source).await;
+        settle(&mut source, again, accept()).await;
         close(source).await;
-        rig.take(&rig.dead_letters()).await;
+        rig.becomes_empty(&rig.queue).await;
         rig.done().await;
     }
+}
+
+/// Makes `@@@@` a text that is not UTF-8.
+fn not_text(passed: &mut [u8]) {
+    while let Some(found) = passed.windows(4).position(|four| four == b"@@@@") {
+        passed[found..found + 4].fill(0xff);
+    }
+}
+
+#[tokio::test]
+async fn what_is_not_text_where_text_has_to_be_stands_in_the_dead_letters_and_stops_nothing() {
+    let (rig, stats) = (Rig::new().await, RabbitMqStats::new());
+    let mut source = open(rig.source(QueueKind::Quorum).stats(stats.clone())).await;
+    let spoiler = rig.again_at(&spoiling_proxy(Way::ToTheBroker, not_text).await).await;
+    rig.publish("before").await;
+    // As long as a short string may be.
+    spoiler.publish_with("message id", BasicProperties::default().with_message_id(("@".repeat(252) + "end").into())).await;
+    let mut table = FieldTable::default();
+    table.insert("a@@@@".into(), AMQPValue::LongString("value".into()));
+    spoiler.publish_with("header", BasicProperties::default().with_headers(table)).await;
+    rig.publish("behind").await;
+    for body in ["before", "behind"] {
+        let delivery = delivery(&mut source).await;
+        assert_eq!(delivery.message.body, body);
+        settle(&mut source, delivery, accept()).await;
+    }
+    for body in ["message id", "header"] {
+        let dead = rig.take(&rig.dead_letters()).await.delivery;
+        assert_eq!((&dead.data[..], header(&dead, headers::REASON).as_deref()), (body.as_bytes(), Some("unreadable")));
+        assert!(header(&dead, headers::LAST_ERROR).is_some_and(|error| error.contains("UTF-8")));
+    }
+    close(source).await;
+    assert_eq!(stats.snapshot().reconnects, 0);
+    rig.becomes_empty(&rig.queue).await;
+    rig.done().await;
+}
+
+#[tokio::test]
+async fn odd_priorities_and_expirations_and_a_nested_forged_history_change_nothing() {
+    let rig = Rig::new().await;
+    let mut source = open(rig.source(QueueKind::Classic)).await;
+    let mut death = FieldTable::default();
+    death.insert("queue".into(), AMQPValue::LongString(rig.queue.as_str().into()));
+    death.insert("reason".into(), AMQPValue::LongString("rejected".into()));
+    death.insert("count".into(), AMQPValue::FieldTable(FieldTable::default()));
+    let mut table = FieldTable::default();
+    table.insert("x-death".into(), AMQPValue::FieldArray(vec![AMQPValue::FieldTable(death), AMQPValue::Boolean(true)].into()));
+    table.insert("x-delivery-count".into(), AMQPValue::LongString("many".into()));
+    table.insert("x-acquired-count".into(), AMQPValue::Void);
+    table.insert(headers::FAILURES.into(), AMQPValue::Double(1e300));
+    let properties =
+        BasicProperties::default().with_headers(table).with_priority(255).with_expiration("4294967295".into()).with_timestamp(u64::MAX);
+    rig.publish_with("", properties).await;
+    let first = delivery(&mut source).await;
+    assert_eq!((first.failures, first.message.body.len(), first.message.sent_at), (0, 0, None));
+    settle(&mut source, first, Settlement::Reject(Reason::Refused)).await;
+    let dead = rig.take(&rig.dead_letters()).await.delivery;
+    assert_eq!((dead.properties.priority(), dead.properties.expiration()), (&Some(255), &None));
+    close(source).await;
+    rig.done().await;
 }

@@ -89,8 +89,15 @@ async fn a_full_consumer_hears_what_is_taken_from_it_and_nothing_else() {
     rig.done().await;
 }
 
-/// Passes one connection on to the broker, and changes what it passes.
-pub(crate) async fn spoiling_proxy(spoil: impl Fn(&mut [u8]) + Send + 'static) -> String {
+/// Which way is changed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Way {
+    ToTheBroker,
+    FromTheBroker,
+}
+
+/// Passes connections on to the broker, and changes what goes one way.
+pub(crate) async fn spoiling_proxy(way: Way, spoil: fn(&mut [u8])) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let url = url();
     let at = url.rfind('@').expect("user@host") + 1;
@@ -98,23 +105,30 @@ pub(crate) async fn spoiling_proxy(spoil: impl Fn(&mut [u8]) + Send + 'static) -
     let spoiling = format!("{}{}{}", &url[..at], listener.local_addr().expect("an address"), &url[end..]);
     let broker = url[at..end].to_owned();
     tokio::spawn(async move {
-        let (near, _) = listener.accept().await.expect("a connection");
-        let far = TcpStream::connect(broker).await.expect("the broker");
-        let ((mut from, mut answers), (mut answered, mut to)) = (near.into_split(), far.into_split());
-        tokio::spawn(async move { tokio::io::copy(&mut answered, &mut answers).await });
-        let mut buffer = vec![0; 1 << 16];
-        while let Ok(read @ 1..) = from.read(&mut buffer).await {
-            spoil(&mut buffer[..read]);
-            to.write_all(&buffer[..read]).await.expect("passed on");
+        while let Ok((near, _)) = listener.accept().await {
+            let far = TcpStream::connect(&broker).await.expect("the broker");
+            let (near, far) = (near.into_split(), far.into_split());
+            let (mut as_it_is, mut spoilt) =
+                if way == Way::ToTheBroker { ((far.0, near.1), (near.0, far.1)) } else { ((near.0, far.1), (far.0, near.1)) };
+            tokio::spawn(async move { tokio::io::copy(&mut as_it_is.0, &mut as_it_is.1).await });
+            tokio::spawn(async move {
+                let mut buffer = vec![0; 1 << 16];
+                while let Ok(read @ 1..) = spoilt.0.read(&mut buffer).await {
+                    spoil(&mut buffer[..read]);
+                    if spoilt.1.write_all(&buffer[..read]).await.is_err() {
+                        break;
+                    }
+                }
+            });
         }
     });
     spoiling
 }
 
-/// Makes `@@@@` a text that is not UTF-8.
-fn not_text(passed: &mut [u8]) {
-    while let Some(found) = passed.windows(4).position(|four| four == b"@@@@") {
-        passed[found..found + 4].fill(0xff);
+/// Gives the value under `unreadable` a type that there is not.
+fn of_no_type(passed: &mut [u8]) {
+    while let Some(found) = passed.windows(11).position(|part| part == b"unreadableS") {
+        passed[found + 10] = b'z';
     }
 }
 
@@ -122,14 +136,16 @@ fn not_text(passed: &mut [u8]) {
 async fn a_message_that_cannot_be_read_stops_what_is_behind_it_and_spares_what_is_before_it() {
     let rig = Rig::new().await;
     close(open(rig.source(QueueKind::Quorum)).await).await;
-    let spoiler = rig.again_at(&spoiling_proxy(not_text).await).await;
+    let way = spoiling_proxy(Way::FromTheBroker, of_no_type).await;
     for number in 0..5 {
         rig.publish(&number.to_string()).await;
     }
-    spoiler.publish_with("unreadable", BasicProperties::default().with_message_id(("@".repeat(252) + "end").into())).await;
+    let mut table = FieldTable::default();
+    table.insert("unreadable".into(), AMQPValue::LongString("value".into()));
+    rig.publish_with("unreadable", BasicProperties::default().with_headers(table)).await;
     rig.publish("behind").await;
 
-    let mut source = open(rig.source(QueueKind::Quorum)).await;
+    let mut source = open(rig.source(QueueKind::Quorum).url(way)).await;
     let (mut read, mut channels) = (Vec::new(), 0);
     let until = Instant::now() + Duration::from_secs(4);
     while let Some(patience) = until.checked_duration_since(Instant::now()) {

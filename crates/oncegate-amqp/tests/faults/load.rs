@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
@@ -47,6 +47,7 @@ pub(crate) struct Load {
     urls: Vec<String>,
     queue: String,
     rate: u32,
+    begun: Instant,
     next: AtomicU32,
     confirmed: AtomicUsize,
     /// Published again, because it was not known whether the broker had it.
@@ -61,6 +62,7 @@ impl Load {
             urls,
             queue: queue.to_owned(),
             rate,
+            begun: Instant::now(),
             next: AtomicU32::new(0),
             confirmed: AtomicUsize::new(0),
             again: AtomicUsize::new(0),
@@ -123,8 +125,11 @@ impl Load {
                     self.again.fetch_add(again, Ordering::SeqCst);
                     let mut batch = std::mem::take(unsure);
                     if !self.paused.load(Ordering::SeqCst) && !self.over.load(Ordering::SeqCst) {
-                        let new = self.rate / 100;
-                        let first = self.next.fetch_add(new, Ordering::SeqCst);
+                        // What was missed while the broker was away is made up for, a little at a time.
+                        let due = (self.begun.elapsed().as_secs_f64() * f64::from(self.rate)) as u32;
+                        let first = self.next.load(Ordering::SeqCst);
+                        let new = due.saturating_sub(first).min(self.rate / 20);
+                        self.next.store(first + new, Ordering::SeqCst);
                         batch.extend(first..first + new);
                     }
                     for number in batch {
