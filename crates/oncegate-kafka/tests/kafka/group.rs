@@ -154,3 +154,26 @@ async fn a_revocation_is_announced_and_waits_for_what_is_being_handled() {
     close(second).await;
     assert_eq!((topic.committed(partition).await, topic.committed(1 - partition).await), (Some(25), Some(20)));
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_member_whose_instance_id_another_one_takes_ends_and_says_so() {
+    let topic = Topic::new(1).await;
+    let open = async || topic.source().property("group.instance.id", "one").open().await.expect("a source");
+    let mut first = open().await;
+    topic.send_numbers(0, 1).await;
+    let mut deliveries = receive(&mut first, 1).await;
+    let second = open().await;
+    let ended = tokio::time::timeout(BOUND, async {
+        loop {
+            let mut incoming = Vec::new();
+            if let Err(error) = first.receive(Limit { count: 1, bytes: 1 << 20 }, &mut incoming).await {
+                return error.to_string();
+            }
+        }
+    });
+    let text = ended.await.expect("an error in time");
+    assert!(text.starts_with("group.instance.id: ") && text.contains("of its own"), "{text}");
+    accept(&mut first, deliveries.drain(..)).await;
+    close(first).await;
+    close(second).await;
+}
