@@ -1,19 +1,22 @@
 //! One channel that consumes: its deliveries, its acknowledgements and what it holds back.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::{BoxFuture, try_join_all};
 use futures_util::{FutureExt, StreamExt};
-use lapin::options::{BasicAckOptions, BasicCancelOptions, BasicConsumeOptions, BasicNackOptions, BasicQosOptions, BasicRejectOptions};
-use lapin::types::{AMQPValue, FieldTable};
+use lapin::options::{
+    BasicAckOptions, BasicCancelOptions, BasicConsumeOptions, BasicNackOptions, BasicQosOptions, BasicRejectOptions, QueueDeclareOptions,
+};
+use lapin::types::{AMQPValue, FieldTable, ShortString};
 use lapin::{BasicProperties, Channel, Connection, Consumer, ErrorKind};
 use oncegate_core::source::{Delivery, SourceError};
 use tokio::time::Instant;
 
 use crate::acks::Acks;
 use crate::link::{self, Trouble, code, passes, reply_code};
-use crate::settings::Settings;
+use crate::settings::{Consumers, Settings};
 use crate::topology;
 
 /// How long what is settled beyond a gap waits for the gap to close before it is acknowledged one by one.
@@ -28,6 +31,9 @@ const APPLYING: Duration = Duration::from_millis(500);
 
 /// The consumer's argument that says how it ranks among the others of a queue.
 const PRIORITY: &str = "x-priority";
+/// How long nothing comes before it looks whether something stands ready: a queue may forget its consumer when it moves
+/// to another node, and nobody says so.
+const SILENCE: Duration = Duration::from_secs(3);
 /// How long connecting and preparing the queues may take: a node without its cluster accepts, and answers nothing.
 const OPENING: Duration = Duration::from_secs(30);
 
@@ -53,7 +59,7 @@ pub(crate) struct Session {
     pub(crate) held: BTreeMap<(Instant, u64), Delivery>,
     /// How many copies wait for their confirmation.
     pub(crate) publishing: usize,
-    connection: Connection,
+    connection: Arc<Connection>,
     channel: Channel,
     consumer: Option<Consumer>,
     /// How the consumer ended, if that was read along with its last deliveries.
@@ -61,6 +67,14 @@ pub(crate) struct Session {
     acknowledging: Option<BoxFuture<'static, lapin::Result<()>>>,
     /// Rejected for the queue's own dead-letter exchange, and not sent yet.
     rejecting: Vec<u64>,
+    /// When to look whether something stands ready, if nothing comes until then.
+    look_at: Instant,
+    /// Looks whether something stands ready.
+    looking: Option<BoxFuture<'static, lapin::Result<u32>>>,
+    /// Whether the last look found something that had not come.
+    suspicious: bool,
+    /// The queue, if silence means anything: behind a single active consumer the others wait in silence.
+    silence: Option<ShortString>,
     /// How long a delivery may stand open.
     patience: Duration,
     gap_since: Option<Instant>,
@@ -131,12 +145,16 @@ impl Session {
             acks: Acks::new(),
             held: BTreeMap::new(),
             publishing: 0,
-            connection,
+            connection: Arc::new(connection),
             channel,
             consumer: Some(consumer),
             ended: None,
             acknowledging: None,
             rejecting: Vec::new(),
+            look_at: Instant::now() + SILENCE,
+            looking: None,
+            suspicious: false,
+            silence: (settings.consumers == Consumers::Competing).then(|| settings.queue.clone()),
             patience: settings.consumer_timeout.mul_f64(0.9),
             gap_since: None,
             burst: None,
@@ -147,7 +165,7 @@ impl Session {
     /// Waits until something happens. Cancel-safe.
     pub(crate) async fn happens(&mut self) -> Happened {
         let wake = self.wake();
-        let Self { acknowledging, consumer, ended, .. } = self;
+        let Self { acknowledging, consumer, ended, looking, .. } = self;
         if let Some(problem) = ended.take() {
             return Happened::Lost(problem);
         }
@@ -164,11 +182,27 @@ impl Session {
                 Some(Ok(first)) => {
                     let (all, end) = drain(first, consumer.as_mut().expect("the branch is guarded"));
                     *ended = end;
+                    (self.look_at, self.suspicious) = (Instant::now() + SILENCE, false);
                     Happened::Delivered(all)
                 }
                 Some(Err(error)) => Happened::Lost(error.into()),
                 None => Happened::Lost(cancelled()),
             },
+            found = async { looking.as_mut().expect("the branch is guarded").await }, if looking.is_some() => {
+                *looking = None;
+                match found {
+                    Ok(ready @ 1..) if self.acks.is_empty() && self.suspicious => {
+                        Happened::Lost(Loss::Broken(format!("nothing comes, though {ready} messages stand ready")))
+                    }
+                    // It may be on its way: one more look, soon.
+                    Ok(1..) => {
+                        self.suspicious = true;
+                        self.look_at = Instant::now() + LOOK;
+                        Happened::Due
+                    }
+                    _ => Happened::Due,
+                }
+            }
             () = tokio::time::sleep_until(wake.unwrap_or_else(Instant::now)), if wake.is_some() => {
                 if !self.channel.status().connected() {
                     Happened::Lost(Loss::Broken("the channel is closed".into()))
@@ -176,6 +210,7 @@ impl Session {
                     let problem = format!("a delivery was not settled within {:?}, and the broker would soon close the channel for it", self.patience);
                     Happened::Lost(Loss::Broken(problem))
                 } else {
+                    self.look();
                     Happened::Due
                 }
             }
@@ -282,6 +317,25 @@ impl Session {
         Ok(())
     }
 
+    /// Looks whether something stands ready, if nothing came for long though it could.
+    fn look(&mut self) {
+        let Some(queue) = self.silence.clone().filter(|_| self.silent().is_some_and(|silent| silent <= Instant::now())) else { return };
+        self.look_at = Instant::now() + SILENCE;
+        let connection = Arc::clone(&self.connection);
+        self.looking = Some(Box::pin(async move {
+            let channel = connection.create_channel().await?;
+            let options = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
+            let found = channel.queue_declare(queue, options, FieldTable::default()).await?;
+            channel.close(200, "OK".into()).await?;
+            Ok(found.message_count())
+        }));
+    }
+
+    /// When nothing will have come for long, though nothing that it holds keeps the broker from sending more.
+    fn silent(&self) -> Option<Instant> {
+        (self.silence.is_some() && self.consumer.is_some() && self.looking.is_none() && self.acks.is_empty()).then_some(self.look_at)
+    }
+
     /// When the channel is given up for the delivery that has stood open for longest.
     fn timeout(&self) -> Option<Instant> {
         self.acks.oldest()?.since.checked_add(self.patience)
@@ -291,7 +345,7 @@ impl Session {
         let held = self.held.first_key_value().map(|((due, _), _)| *due);
         let gap = self.gap_since.filter(|_| self.acknowledging.is_none()).map(|since| since + GAP_PATIENCE);
         let look = self.consumer.is_none().then(|| Instant::now() + LOOK);
-        [held, gap, look, self.timeout()].into_iter().flatten().min()
+        [held, gap, look, self.timeout(), self.silent()].into_iter().flatten().min()
     }
 }
 

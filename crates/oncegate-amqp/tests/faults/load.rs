@@ -1,6 +1,6 @@
 //! Messages at a steady rate, confirmed one by one, and what became of each.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -14,6 +14,9 @@ use tokio::time::MissedTickBehavior;
 
 /// How often a batch leaves.
 const TICK: Duration = Duration::from_millis(10);
+
+/// How long the broker may leave all that was sent unanswered. An alarm is over before that.
+const ANSWER_PATIENCE: Duration = Duration::from_secs(10);
 
 /// How often each message had its effect.
 #[derive(Clone, Default)]
@@ -117,56 +120,58 @@ impl Load {
         let mut ticks = tokio::time::interval(TICK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut answers = FuturesUnordered::new();
+        let (mut open, mut answered) = (BTreeSet::new(), Instant::now());
         loop {
-            let mut broken = false;
+            // A node of a cluster may take all that comes and never answer.
+            let mut broken = !open.is_empty() && answered.elapsed() > ANSWER_PATIENCE;
             tokio::select! {
-                _ = ticks.tick() => {
-                    let again = unsure.len();
-                    self.again.fetch_add(again, Ordering::SeqCst);
-                    let mut batch = std::mem::take(unsure);
-                    if !self.paused.load(Ordering::SeqCst) && !self.over.load(Ordering::SeqCst) {
-                        // What was missed while the broker was away is made up for, a little at a time.
-                        let due = (self.begun.elapsed().as_secs_f64() * f64::from(self.rate)) as u32;
-                        let first = self.next.load(Ordering::SeqCst);
-                        let new = due.saturating_sub(first).min(self.rate / 20);
-                        self.next.store(first + new, Ordering::SeqCst);
-                        batch.extend(first..first + new);
+                _ = ticks.tick(), if !broken => for number in self.batch(unsure) {
+                    if open.is_empty() {
+                        answered = Instant::now();
                     }
-                    for number in batch {
-                        match send(channel, &self.queue, number).await {
-                            Ok(confirm) => answers.push(async move { (number, confirm.await) }),
-                            Err(_) => {
-                                unsure.push(number);
-                                broken = true;
-                            }
-                        }
+                    open.insert(number);
+                    match send(channel, &self.queue, number).await {
+                        Ok(confirm) => answers.push(async move { (number, confirm.await) }),
+                        Err(_) => broken = true,
                     }
-                }
+                },
                 Some((number, answer)) = answers.next(), if !answers.is_empty() => match answer {
                     Ok(Confirmation::Ack(None)) => {
+                        answered = Instant::now();
+                        open.remove(&number);
                         self.confirmed.fetch_add(1, Ordering::SeqCst);
                     }
                     // There is no queue at this moment: the next tick tries again.
-                    Ok(_) => unsure.push(number),
-                    Err(_) => {
+                    Ok(_) => {
+                        open.remove(&number);
                         unsure.push(number);
-                        broken = true;
                     }
+                    Err(_) => broken = true,
                 },
             }
             if broken {
-                while let Some((number, answer)) = answers.next().await {
-                    match answer {
-                        Ok(Confirmation::Ack(None)) => drop(self.confirmed.fetch_add(1, Ordering::SeqCst)),
-                        _ => unsure.push(number),
-                    }
-                }
+                unsure.extend(open);
                 return Err(());
             }
-            if self.over.load(Ordering::SeqCst) && answers.is_empty() && unsure.is_empty() {
+            if self.over.load(Ordering::SeqCst) && open.is_empty() && unsure.is_empty() {
                 return Ok(());
             }
         }
+    }
+
+    /// What is unsure, and what is due.
+    fn batch(&self, unsure: &mut Vec<u32>) -> Vec<u32> {
+        self.again.fetch_add(unsure.len(), Ordering::SeqCst);
+        let mut batch = std::mem::take(unsure);
+        if !self.paused.load(Ordering::SeqCst) && !self.over.load(Ordering::SeqCst) {
+            // What was missed while the broker was away is made up for, a little at a time.
+            let due = (self.begun.elapsed().as_secs_f64() * f64::from(self.rate)) as u32;
+            let first = self.next.load(Ordering::SeqCst);
+            let new = due.saturating_sub(first).min(self.rate / 20);
+            self.next.store(first + new, Ordering::SeqCst);
+            batch.extend(first..first + new);
+        }
+        batch
     }
 }
 

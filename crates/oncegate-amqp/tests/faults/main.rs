@@ -29,12 +29,20 @@ enum Fault {
     ConnectionReset,
     ChannelClosed,
     ConsumerCancelled,
+    ConsumerForgotten,
     QueueDeleted,
     MemoryAlarm,
 }
 
-const FAULTS: [Fault; 6] =
-    [Fault::ConnectionReset, Fault::ChannelClosed, Fault::ConsumerCancelled, Fault::QueueDeleted, Fault::MemoryAlarm, Fault::NodeRestarted];
+const FAULTS: [Fault; 7] = [
+    Fault::ConnectionReset,
+    Fault::ChannelClosed,
+    Fault::ConsumerCancelled,
+    Fault::ConsumerForgotten,
+    Fault::QueueDeleted,
+    Fault::MemoryAlarm,
+    Fault::NodeRestarted,
+];
 
 /// How long a run is.
 struct Length {
@@ -162,6 +170,11 @@ async fn happens(fault: Fault, stage: &Stage, server: &mut RabbitServer, proxy: 
         // As when a queue is gone or moves.
         Fault::ConsumerCancelled => tokio::task::block_in_place(|| {
             to_consumers(server, "rabbit_writer:send_command(Writer, {'basic.cancel', Tag, true})");
+        }),
+        // As when the queue moved to another node and its consumer did not come along: nothing comes, and nobody says so.
+        Fault::ConsumerForgotten => tokio::task::block_in_place(|| {
+            let queue = format!("{{resource, <<\"/\">>, queue, <<\"{QUEUE}\">>}}");
+            to_consumers(server, &format!("gen_server2:cast(Channel, {{queue_event, {queue}, {{none, {{machine, eol}}}}}})"));
         }),
         Fault::QueueDeleted => {
             // What stands in a queue goes with it, so nothing is to stand there.
