@@ -135,7 +135,7 @@ async fn who_waits_less_than_the_timeout_still_has_the_connection_made_anew() {
 }
 
 /// A name that means one server first and another later; connections that stand stay where they are.
-async fn name_of(first: &RedisServer) -> (String, Arc<AtomicU16>) {
+pub(crate) async fn name_of(first: &RedisServer) -> (String, Arc<AtomicU16>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let url = format!("redis://{}", listener.local_addr().expect("an address"));
     let meant = Arc::new(AtomicU16::new(first.port()));
