@@ -7,6 +7,23 @@
 #![forbid(unsafe_code)]
 
 pub mod check;
+pub mod consume;
+pub mod fleet;
+pub mod flow;
 pub mod ledger;
+pub mod markers;
+pub mod message;
+pub mod play;
+pub mod recorded;
 pub mod report;
+pub mod scenario;
 pub mod schedule;
+pub mod sink;
+pub mod stage;
+mod stopping;
+pub mod wire;
+
+pub use stopping::Stopping;
+
+/// Why something could not be run.
+pub type Error = Box<dyn std::error::Error + Send + Sync>;

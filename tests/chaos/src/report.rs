@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
+use std::io;
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
@@ -130,6 +132,15 @@ impl Report {
         };
         let extra = counts.raw_effects - counts.unique_effects;
         format!("{runs}: {} confirmed, {faults} faults, {} lost, {extra} extra effects: {said}", counts.acknowledged, counts.lost)
+    }
+
+    /// Writes `report.md` and `report.json` into a folder.
+    ///
+    /// # Errors
+    /// What the file system said.
+    pub fn write(&self, folder: &Path) -> io::Result<()> {
+        std::fs::write(folder.join("report.md"), self.to_markdown())?;
+        std::fs::write(folder.join("report.json"), serde_json::to_vec_pretty(self)?)
     }
 
     /// The whole, for people.

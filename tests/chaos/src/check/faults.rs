@@ -1,10 +1,10 @@
 //! The fault log, as stretches of time.
 
 use std::collections::{BTreeMap, HashMap};
+use std::time::Duration;
 
 use super::micros;
 use crate::ledger::{Edge, Ledger, What};
-use std::time::Duration;
 
 /// The kind of a fault that freezes a consumer.
 pub(crate) const FREEZE: &str = "freeze-consumer";
@@ -53,10 +53,10 @@ impl Windows {
         Self(windows)
     }
 
-    /// How many there were of each kind.
+    /// How many the player played of each kind.
     pub(super) fn counts(&self) -> BTreeMap<String, u64> {
         let mut counts = BTreeMap::new();
-        for window in &self.0 {
+        for window in self.0.iter().filter(|window| window.kind != STALL) {
             *counts.entry(window.kind.clone()).or_default() += 1;
         }
         counts

@@ -1,0 +1,273 @@
+//! The processes of a run: consumers, each in a slot in which another takes its place when it ends, and the sink.
+
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::Error;
+use crate::ledger::{Edge, Log, Sent, What};
+
+/// How often it is looked whether something has ended.
+const LOOK: Duration = Duration::from_millis(10);
+/// How long a consumer may take to end after SIGTERM before it is killed: what is longer than promised is seen.
+const PATIENCE: Duration = Duration::from_secs(45);
+
+/// Consumers of this program. Those that still run when it is dropped are killed.
+#[derive(Debug)]
+pub struct Fleet {
+    folder: PathBuf,
+    arguments: Vec<String>,
+    log: Arc<Log>,
+    slots: Vec<Mutex<Slot>>,
+}
+
+/// The place of a consumer.
+#[derive(Debug, Default)]
+pub struct Slot {
+    number: usize,
+    started: u32,
+    process: Option<Process>,
+}
+
+#[derive(Debug)]
+struct Process {
+    name: String,
+    child: Child,
+    /// A process ends when this does, so that none outlives us.
+    _stdin: Option<ChildStdin>,
+}
+
+impl Fleet {
+    /// So many slots, all empty; these are the arguments of each consumer beside its name.
+    pub fn new(slots: usize, folder: &Path, arguments: Vec<String>, log: Arc<Log>) -> Self {
+        let slots = (0..slots).map(|number| Mutex::new(Slot { number, ..Slot::default() })).collect();
+        Self { folder: folder.to_owned(), arguments, log, slots }
+    }
+
+    /// How many slots there are.
+    pub fn size(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// A slot, for as long as something is done to it.
+    pub fn slot(&self, number: usize) -> MutexGuard<'_, Slot> {
+        self.slots[number % self.slots.len()].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Starts a consumer in the slot, if it is empty.
+    ///
+    /// # Errors
+    /// What the system said.
+    pub fn start(&self, slot: &mut Slot) -> Result<(), Error> {
+        if slot.process.is_none() {
+            slot.started += 1;
+            let name = format!("c{}.{}", slot.number, slot.started);
+            let mut command = this_program(&self.folder.join(format!("{name}.log")))?;
+            command.args(["consume", "--name", &name]).args(&self.arguments);
+            let mut child = command.spawn()?;
+            slot.process = Some(Process { name, _stdin: child.stdin.take(), child });
+        }
+        Ok(())
+    }
+
+    /// Starts one in each empty slot.
+    ///
+    /// # Errors
+    /// What the system said.
+    pub fn start_all(&self) -> Result<(), Error> {
+        (0..self.size()).try_for_each(|number| self.start(&mut self.slot(number)))
+    }
+
+    /// Looks for consumers that have ended by themselves, writes that down, and starts others. Leaves out those to which
+    /// something is done at the moment.
+    ///
+    /// # Errors
+    /// What the system said.
+    pub fn look(&self) -> Result<(), Error> {
+        for slot in &self.slots {
+            let Ok(mut slot) = slot.try_lock() else { continue };
+            let Some(status) = slot.process.as_mut().map(|process| process.child.try_wait()).transpose()?.flatten() else { continue };
+            if let Some(process) = slot.process.take() {
+                self.gone(&process.name, Sent::Nothing, status, Duration::ZERO);
+            }
+            self.start(&mut slot)?;
+        }
+        Ok(())
+    }
+
+    /// Ends the consumer in the slot as a crash does. Does nothing in an empty one.
+    ///
+    /// # Errors
+    /// What the system said.
+    pub fn kill(&self, slot: &mut Slot) -> Result<(), Error> {
+        let Some(mut process) = slot.process.take() else { return Ok(()) };
+        let since = Instant::now();
+        process.child.kill()?;
+        self.gone(&process.name, Sent::Kill, process.child.wait()?, since.elapsed());
+        Ok(())
+    }
+
+    /// Tells the consumer in the slot to drain, and waits until it has ended.
+    ///
+    /// # Errors
+    /// What the system said.
+    pub fn terminate(&self, slot: &mut Slot) -> Result<(), Error> {
+        slot.signal(Signal::TERM)?;
+        self.ended(slot, Instant::now())
+    }
+
+    /// Tells all to drain, and waits until all have ended.
+    ///
+    /// # Errors
+    /// What the system said.
+    pub fn terminate_all(&self) -> Result<(), Error> {
+        let mut slots: Vec<_> = (0..self.size()).map(|number| self.slot(number)).collect();
+        slots.iter().try_for_each(|slot| slot.signal(Signal::TERM))?;
+        let since = Instant::now();
+        slots.iter_mut().try_for_each(|slot| self.ended(slot, since))
+    }
+
+    fn ended(&self, slot: &mut Slot, since: Instant) -> Result<(), Error> {
+        let Some(mut process) = slot.process.take() else { return Ok(()) };
+        let status = loop {
+            match process.child.try_wait()? {
+                Some(status) => break status,
+                None if since.elapsed() > PATIENCE => {
+                    process.child.kill()?;
+                    break process.child.wait()?;
+                }
+                None => std::thread::sleep(LOOK),
+            }
+        };
+        self.gone(&process.name, Sent::Terminate, status, since.elapsed());
+        Ok(())
+    }
+
+    fn gone(&self, name: &str, after: Sent, status: ExitStatus, took: Duration) {
+        let status = match (status.code(), status.signal()) {
+            (Some(code), _) => format!("exit {code}"),
+            (None, Some(signal)) => format!("signal {signal}"),
+            (None, None) => status.to_string(),
+        };
+        let took_ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
+        self.log.write(What::Gone { consumer: name.to_owned(), after, status, took_ms });
+    }
+}
+
+impl Slot {
+    /// The name of the consumer in it.
+    pub fn name(&self) -> Option<String> {
+        self.process.as_ref().map(|process| process.name.clone())
+    }
+
+    /// Sends a signal to the consumer in it, if there is one.
+    ///
+    /// # Errors
+    /// What the system said.
+    pub fn signal(&self, signal: Signal) -> Result<(), Error> {
+        // One that has ended and was not waited for still has its number, so no other process can have it.
+        let number = self.process.as_ref().and_then(|process| i32::try_from(process.child.id()).ok()).and_then(Pid::from_raw);
+        Ok(number.map_or(Ok(()), |number| kill_process(number, signal))?)
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // Mostly it has ended, which is an error here.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The numbers and the ends of faults, in the fault log.
+#[derive(Debug)]
+pub struct Faults {
+    log: Arc<Log>,
+    next: AtomicU64,
+}
+
+impl Faults {
+    /// Into this log.
+    pub fn new(log: Arc<Log>) -> Self {
+        Self { log, next: AtomicU64::new(1) }
+    }
+
+    /// Plays a fault between its two records. What fails in it ends it.
+    ///
+    /// # Errors
+    /// Those of the fault.
+    pub fn play<T>(&self, kind: &str, target: Option<String>, play: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let fault = |edge| What::Fault { number, kind: kind.to_owned(), target: target.clone(), edge };
+        self.log.write(fault(Edge::Begin));
+        let played = play();
+        self.log.write(fault(Edge::End));
+        played
+    }
+}
+
+/// The sink's process; killed when it is dropped.
+#[derive(Debug)]
+pub struct SinkProcess {
+    process: Process,
+    address: SocketAddr,
+}
+
+impl SinkProcess {
+    /// Starts it, and returns when it listens.
+    ///
+    /// # Errors
+    /// What the system said.
+    pub fn start(folder: &Path) -> Result<Self, Error> {
+        let mut command = this_program(&folder.join("sink.log"))?;
+        command.arg("sink").arg("--folder").arg(folder).stdout(Stdio::piped());
+        let mut child = command.spawn()?;
+        let mut line = String::new();
+        if let Some(output) = child.stdout.take() {
+            BufReader::new(output).read_line(&mut line)?;
+        }
+        let process = Process { name: "sink".into(), _stdin: child.stdin.take(), child };
+        Ok(Self { process, address: line.trim().parse().map_err(|_| "the sink did not start")? })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Whether it still runs.
+    ///
+    /// # Errors
+    /// That it does not: then nothing that the run says is worth anything.
+    pub fn look(&mut self) -> Result<(), Error> {
+        match self.process.child.try_wait()? {
+            None => Ok(()),
+            Some(status) => Err(format!("the {} ended: {status}", self.process.name).into()),
+        }
+    }
+}
+
+/// This program, with its messages in a file. Its standard input is a pipe from us.
+fn this_program(log: &Path) -> Result<Command, Error> {
+    let mut command = Command::new(std::env::current_exe()?);
+    let log: File = OpenOptions::new().append(true).create(true).open(log)?;
+    command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(log);
+    Ok(command)
+}
+
+/// Ends this process when its standard input ends: then who started it is gone.
+pub fn end_with_parent() {
+    std::thread::spawn(|| {
+        let mut nothing = String::new();
+        while std::io::stdin().read_line(&mut nothing).is_ok_and(|read| read > 0) {}
+        std::process::exit(3);
+    });
+}

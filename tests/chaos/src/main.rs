@@ -1,0 +1,180 @@
+//! `oncegate-chaos`: plays real faults on real servers, and counts what becomes of messages. `cargo xtask chaos` runs it.
+#![forbid(unsafe_code)]
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use clap::{Parser, Subcommand};
+use oncegate_chaos::check::{Promise, check};
+use oncegate_chaos::consume::{self, Broker};
+use oncegate_chaos::ledger::Ledger;
+use oncegate_chaos::report::{Report, Verdict};
+use oncegate_chaos::scenario::{Director, Wish};
+use oncegate_chaos::{Error, Stopping, fleet, sink};
+
+/// Plays real faults on real servers, and counts what becomes of messages.
+///
+/// NAME is a fault (kill-consumer, freeze-consumer, terminate-consumer, rolling-restart, kill-redis, freeze-redis,
+/// drop-replies, dark-redis, reset-redis, restart-rabbit, kill-rabbit, close-connections, close-channels,
+/// cancel-consumers, dark-rabbit, reset-rabbit, kill-kafka, freeze-kafka), `mixed` for all of them in turn, or `pairs` for
+/// two at a time. Exit code 0 if every promise held.
+#[derive(Parser)]
+#[command(name = "cargo xtask chaos", bin_name = "cargo xtask chaos", args_conflicts_with_subcommands = true)]
+struct Arguments {
+    /// What to play.
+    #[arg(default_value = "mixed")]
+    name: String,
+    /// Each kind of fault once, on both brokers, and the negative control: `bare` must be seen to lose. Under four minutes.
+    #[arg(long, conflicts_with_all = ["name", "soak"])]
+    smoke: bool,
+    /// Goes on for so many minutes, with one seed after the other. Reports add up: see `sum`.
+    #[arg(long, value_name = "MINUTES")]
+    soak: Option<u64>,
+    /// Repeats a schedule. By default the time of day; in a smoke run 1.
+    #[arg(long)]
+    seed: Option<u64>,
+    /// How many different messages each run sends.
+    #[arg(long, default_value_t = 5_000)]
+    messages: u64,
+    /// How many messages are sent a second.
+    #[arg(long, default_value_t = 100)]
+    rate: u32,
+    /// How many consumers there are.
+    #[arg(long, default_value_t = 3)]
+    consumers: usize,
+    /// On which broker; on both by default.
+    #[arg(long, value_enum)]
+    broker: Option<Broker>,
+    /// With which guarantee; by default at most once and effectively once in turn. `bare` loses, and ends with exit code 1.
+    #[arg(long, value_enum)]
+    guarantee: Option<Promise>,
+    /// Where the folders of the runs go; by default a new one in target/chaos.
+    #[arg(long)]
+    folder: Option<PathBuf>,
+    #[command(subcommand)]
+    command: Option<Command>,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Checks the folder of a run again.
+    Check {
+        /// With its report.json.
+        folder: PathBuf,
+    },
+    /// Adds reports up.
+    Sum {
+        /// Files named report.json.
+        reports: Vec<PathBuf>,
+    },
+    /// A consumer of a run.
+    #[command(hide = true)]
+    Consume(consume::Arguments),
+    /// The sink of a run.
+    #[command(hide = true)]
+    Sink {
+        /// Where its file of the ledger lies.
+        #[arg(long)]
+        folder: PathBuf,
+    },
+}
+
+fn main() -> ExitCode {
+    match run(Arguments::parse()) {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("chaos: {error}");
+            println!("chaos: FAILED: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(mut arguments: Arguments) -> Result<ExitCode, Error> {
+    match arguments.command.take() {
+        None => direct(&arguments),
+        Some(Command::Check { folder }) => {
+            let before = read(&folder.join("report.json"))?;
+            let run = before.runs.into_iter().next().ok_or("the report is of no run")?;
+            let report = Report::of(run.clone(), check(&Ledger::read(&folder)?, &run.rules), before.recovery);
+            println!("{}", report.to_markdown());
+            Ok(verdict(&report, None))
+        }
+        Some(Command::Sum { reports }) => {
+            let mut sum: Option<Report> = None;
+            for path in reports {
+                let report = read(&path)?;
+                match &mut sum {
+                    None => sum = Some(report),
+                    Some(sum) => sum.add(report),
+                }
+            }
+            let sum = sum.ok_or("no reports were named")?;
+            println!("{}", sum.to_markdown());
+            Ok(verdict(&sum, None))
+        }
+        Some(Command::Consume(consumer)) => {
+            fleet::end_with_parent();
+            tokio::runtime::Runtime::new()?.block_on(consume::run(consumer))?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Some(Command::Sink { folder }) => {
+            fleet::end_with_parent();
+            sink::serve(&folder, |address| println!("{address}"))?;
+            Ok(ExitCode::SUCCESS)
+        }
+    }
+}
+
+fn direct(arguments: &Arguments) -> Result<ExitCode, Error> {
+    let stopping = Stopping::on_signals()?;
+    let now = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs();
+    let folder = arguments.folder.clone().unwrap_or_else(|| target().join("chaos").join(now.to_string()));
+    let mut director = Director::new(&folder, &stopping);
+    let report = if arguments.smoke {
+        director.smoke(arguments.seed.unwrap_or(1))?
+    } else {
+        let wish = Wish {
+            name: arguments.name.clone(),
+            brokers: arguments.broker.map_or_else(|| vec![Broker::Kafka, Broker::Rabbitmq], |broker| vec![broker]),
+            promises: arguments.guarantee.map_or_else(|| vec![Promise::AtMostOnce, Promise::EffectivelyOnce], |promise| vec![promise]),
+            seed: arguments.seed.unwrap_or(now),
+            messages: arguments.messages,
+            rate: arguments.rate.max(1),
+            consumers: arguments.consumers.max(1),
+        };
+        match arguments.soak {
+            Some(minutes) => director.soak(&wish, Duration::from_secs(60 * minutes))?,
+            None => director.run(&wish)?,
+        }
+    };
+    report.write(&folder)?;
+    Ok(verdict(&report, Some(&folder)))
+}
+
+/// The last line. Only what held is right: `bare` is red, as it should be.
+fn verdict(report: &Report, folder: Option<&Path>) -> ExitCode {
+    let place = folder.map(|folder| format!(" ({})", folder.join("report.md").display())).unwrap_or_default();
+    match report.verdict() {
+        Verdict::Held => {
+            println!("chaos: PASSED: {}{place}", report.line());
+            ExitCode::SUCCESS
+        }
+        _ => {
+            println!("chaos: FAILED: {}{place}", report.line());
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn read(path: &Path) -> Result<Report, Error> {
+    let text = std::fs::read(path).map_err(|error| format!("{}: {error}", path.display()))?;
+    Ok(serde_json::from_slice(&text)?)
+}
+
+/// Where cargo builds.
+fn target() -> PathBuf {
+    let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| workspace.join("target"), PathBuf::from)
+}

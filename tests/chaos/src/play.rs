@@ -1,0 +1,387 @@
+//! One run: messages, consumers, faults; then everything drains, and the ledger is checked.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::Scope;
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+use tokio::runtime::Runtime;
+use tokio::task::JoinHandle;
+
+use crate::check::{Ordered, Promise, Rules, check};
+use crate::consume::Broker;
+use crate::fleet::{Faults, Fleet, SinkProcess};
+use crate::flow::Flow;
+use crate::ledger::{Ledger, Log, What};
+use crate::message::Messages;
+use crate::report::{Recovery, Report, Run};
+use crate::schedule::{Kind, LEASE, Lengths, Planned, Schedule};
+use crate::stage::{Scene, Stage};
+use crate::wire::Wire;
+use crate::{Error, Stopping, markers};
+
+/// How long a drain of one consumer may take.
+const DRAIN: Duration = Duration::from_secs(10);
+/// How long a handler that lost its lease may run on, once its process runs.
+const GRACE: Duration = Duration::from_millis(500);
+/// How long after its end a fault may be the cause of something: Kafka's session, a lease, and two seconds.
+const AFTERMATH: Duration = Duration::from_secs(10);
+/// How often the publisher sends.
+const TICK: Duration = Duration::from_millis(50);
+/// How often it is looked how things go.
+const LOOK: Duration = Duration::from_millis(50);
+/// How long nothing may happen until all has drained: longer than a handler may run.
+const QUIET: Duration = Duration::from_secs(5);
+/// How long it may take to drain, and how long for effects to come again after a fault.
+const PATIENCE: Duration = Duration::from_secs(120);
+const RECOVERY: Duration = Duration::from_secs(40);
+
+/// What is to be run.
+#[derive(Clone, Debug, Serialize)]
+pub struct Plan {
+    /// Its name.
+    pub scenario: String,
+    /// What the consumers promise.
+    pub promise: Promise,
+    /// Of messages and faults.
+    pub seed: u64,
+    /// Messages a second.
+    pub rate: u32,
+    /// How many consumers.
+    pub consumers: usize,
+    /// Which faults.
+    pub kinds: Vec<Kind>,
+    /// How long they last.
+    pub lengths: Lengths,
+    /// When it is enough.
+    pub until: Until,
+    /// How many faults there are at a time.
+    pub at_once: AtOnce,
+    /// How many replies in 100 are lost, if not as the schedule has it.
+    pub percent: Option<u8>,
+}
+
+/// When a run is over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Until {
+    /// When so many different messages are sent.
+    Messages(u64),
+    /// When so many faults are over.
+    Faults(usize),
+}
+
+/// How many faults there are at a time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum AtOnce {
+    /// The next begins when all has recovered from the last.
+    One,
+    /// The next begins while the last lasts.
+    Two,
+}
+
+/// Plays it. The folder then holds the plan, the ledger, the logs of all processes, and the report.
+///
+/// # Errors
+/// If the run could not be played: then nothing is known.
+pub fn play(plan: &Plan, stage: &Stage, folder: &Path, stopping: &Stopping) -> Result<Report, Error> {
+    let begun = Instant::now();
+    std::fs::create_dir_all(folder)?;
+    std::fs::write(folder.join("plan.json"), serde_json::to_vec_pretty(plan)?)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let queue = format!("chaos-{}-{}", std::process::id(), crate::ledger::now());
+    let mut run = Playing::start(plan, stage, folder, &queue, &runtime, stopping)?;
+    let recovery = run.faults()?;
+    run.drain()?;
+    run.look_around()?;
+    drop(run);
+
+    let order = if stage.broker() == Broker::Kafka { Ordered::ByKey } else { Ordered::Not };
+    let rules = Rules { promise: plan.promise, order, lease: LEASE, grace: GRACE, aftermath: AFTERMATH, drain: DRAIN };
+    let checked = check(&Ledger::read(folder)?, &rules);
+    let (scenario, broker) = (plan.scenario.clone(), stage.broker().name().to_owned());
+    let run = Run { scenario, broker, seed: plan.seed, rules, versions: stage.versions(), seconds: begun.elapsed().as_secs() };
+    let report = Report::of(run, checked, recovery);
+    report.write(folder)?;
+    Ok(report)
+}
+
+/// A run that goes on.
+struct Playing<'a> {
+    plan: &'a Plan,
+    stage: &'a Stage,
+    folder: &'a Path,
+    queue: &'a str,
+    runtime: &'a Runtime,
+    stopping: &'a Stopping,
+    log: Arc<Log>,
+    fleet: Fleet,
+    sink: SinkProcess,
+    wire: Arc<Wire>,
+    enough: Arc<AtomicBool>,
+    publisher: Option<JoinHandle<Result<(), Error>>>,
+    flow: Flow,
+}
+
+impl<'a> Playing<'a> {
+    fn start(
+        plan: &'a Plan,
+        stage: &'a Stage,
+        folder: &'a Path,
+        queue: &'a str,
+        runtime: &'a Runtime,
+        stopping: &'a Stopping,
+    ) -> Result<Self, Error> {
+        stage.clear()?;
+        let log = Arc::new(Log::open(&folder.join("player.jsonl"), "player")?);
+        let sink = SinkProcess::start(folder)?;
+        let wire = Arc::new(runtime.block_on(Wire::open(stage.broker(), stage.url_direct(), queue))?);
+        let fleet = Fleet::new(plan.consumers, folder, arguments(plan, stage, folder, queue, &sink), Arc::clone(&log));
+        fleet.start_all()?;
+        let enough = Arc::new(AtomicBool::new(false));
+        let publisher = runtime.spawn(publish(plan.clone(), Arc::clone(&wire), Arc::clone(&log), Arc::clone(&enough)));
+        let (publisher, flow) = (Some(publisher), Flow::over(folder, plan.rate));
+        let mut playing = Self { plan, stage, folder, queue, runtime, stopping, log, fleet, sink, wire, enough, publisher, flow };
+        // The first effects tell that all is up; what is lost from here on is lost for a reason.
+        playing.until_it_flows(PATIENCE)?.ok_or("no effects: see the consumers' logs in the folder")?;
+        Ok(playing)
+    }
+
+    /// Plays faults until it is enough; then the publisher has ended, too.
+    fn faults(&mut self) -> Result<BTreeMap<String, Recovery>, Error> {
+        let faults = Faults::new(Arc::clone(&self.log));
+        let mut recovery: BTreeMap<String, Recovery> = BTreeMap::new();
+        let mut schedule = Schedule::new(&self.plan.kinds, self.plan.lengths, self.plan.seed);
+        let mut played = 0;
+        while !self.is_enough(played) {
+            let mut planned = schedule.next().ok_or("a run without a fault")?;
+            planned.percent = self.plan.percent.unwrap_or(planned.percent);
+            if self.rest(planned.pause)? == Rested::Over {
+                break;
+            }
+            match self.plan.at_once {
+                AtOnce::One => {
+                    let scene = self.scene(&faults);
+                    self.stage.inflict(&planned, self.plan.seed ^ played as u64, &scene)?;
+                    let took = self.until_it_flows(RECOVERY)?.unwrap_or(RECOVERY);
+                    let of_kind = recovery.entry(planned.kind.name().to_owned()).or_default();
+                    let ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
+                    *of_kind = Recovery { times: of_kind.times + 1, longest_ms: of_kind.longest_ms.max(ms) };
+                    played += 1;
+                }
+                AtOnce::Two => {
+                    let second = schedule.next().ok_or("a run without a fault")?;
+                    self.two(&faults, [planned, second], played as u64)?;
+                    played += 2;
+                }
+            }
+            self.look()?;
+        }
+        self.enough.store(true, Ordering::Relaxed);
+        if let Some(publisher) = self.publisher.take() {
+            self.runtime.block_on(publisher)??;
+        }
+        Ok(recovery)
+    }
+
+    /// The second begins while the first lasts.
+    fn two(&self, faults: &Faults, planned: [Planned; 2], played: u64) -> Result<(), Error> {
+        let scene = self.scene(faults);
+        let inflict = |planned: Planned, seed: u64| self.stage.inflict(&planned, seed, &scene);
+        std::thread::scope(|scope: &Scope<'_, '_>| {
+            let first = scope.spawn(|| inflict(planned[0], self.plan.seed ^ played));
+            std::thread::sleep(planned[1].pause.min(planned[0].lasts / 2));
+            let second = inflict(planned[1], self.plan.seed ^ (played + 1));
+            first.join().map_err(|_| "a fault panicked")??;
+            second
+        })
+    }
+
+    fn scene<'b>(&'b self, faults: &'b Faults) -> Scene<'b> {
+        Scene { fleet: &self.fleet, faults, folder: self.folder, log: &self.log, queue: self.queue }
+    }
+
+    fn is_enough(&self, played: usize) -> bool {
+        let sent = self.publisher.as_ref().is_none_or(JoinHandle::is_finished);
+        match self.plan.until {
+            Until::Faults(faults) => played >= faults || sent,
+            Until::Messages(_) => sent,
+        }
+    }
+
+    /// Between two faults; over sooner when all messages are sent.
+    fn rest(&mut self, pause: Duration) -> Result<Rested, Error> {
+        let until = Instant::now() + pause;
+        while Instant::now() < until {
+            if self.publisher.as_ref().is_none_or(JoinHandle::is_finished) {
+                return Ok(Rested::Over);
+            }
+            std::thread::sleep(LOOK.min(until.saturating_duration_since(Instant::now())));
+            self.look()?;
+        }
+        Ok(Rested::Well)
+    }
+
+    /// Waits until effects come at the rate of the publisher, and says how long that took; none if it took longer.
+    fn until_it_flows(&mut self, patience: Duration) -> Result<Option<Duration>, Error> {
+        let (since, begun) = (Instant::now(), crate::ledger::now());
+        while since.elapsed() < patience {
+            self.look()?;
+            if self.flow.flows_since(begun)? || self.publisher.as_ref().is_none_or(JoinHandle::is_finished) {
+                return Ok(Some(since.elapsed()));
+            }
+            std::thread::sleep(LOOK);
+        }
+        Ok(None)
+    }
+
+    fn look(&mut self) -> Result<(), Error> {
+        self.stopping.go_on()?;
+        self.sink.look()?;
+        self.fleet.look()
+    }
+
+    /// Waits until nothing is left and nothing moves, ends the consumers, and sees whether that is so without them. What
+    /// they still held goes to another one.
+    fn drain(&mut self) -> Result<(), Error> {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            self.until_quiet(until)?;
+            self.fleet.terminate_all()?;
+            let left = self.left_for_good();
+            if left == Some(0) || Instant::now() > until {
+                // What the broker does not say is not nothing.
+                self.log.write(What::Left { count: left.unwrap_or(u64::MAX) });
+                return Ok(());
+            }
+            self.fleet.start(&mut self.fleet.slot(0))?;
+        }
+    }
+
+    /// The queues say how much is ready a moment late.
+    fn left_for_good(&self) -> Option<u64> {
+        let mut left = None;
+        for _ in 0..10 {
+            left = self.runtime.block_on(self.wire.left()).ok();
+            if left == Some(0) {
+                break;
+            }
+            std::thread::sleep(4 * LOOK);
+        }
+        left
+    }
+
+    fn until_quiet(&mut self, until: Instant) -> Result<(), Error> {
+        let (mut size, mut since) = (0, Instant::now());
+        while Instant::now() < until {
+            self.look()?;
+            let now = written(self.folder)?;
+            if now != size {
+                (size, since) = (now, Instant::now());
+            }
+            if since.elapsed() > QUIET {
+                if self.runtime.block_on(self.wire.left()).is_ok_and(|left| left == 0) {
+                    return Ok(());
+                }
+                // Kafka's consumers commit once a second; a delayed copy may wait for longer than all is quiet.
+                since = Instant::now();
+            }
+            std::thread::sleep(2 * LOOK);
+        }
+        Ok(())
+    }
+
+    /// Writes down what was set aside, which markers are left, and what the servers said.
+    fn look_around(&mut self) -> Result<(), Error> {
+        let letters = self.runtime.block_on(self.wire.aside())?;
+        let aside = |letter: crate::wire::Letter| What::Aside { id: letter.id, place: letter.place, reason: letter.reason };
+        self.log.write_all(letters.into_iter().map(aside));
+        std::thread::sleep(LEASE + Duration::from_secs(1));
+        let markers = self.runtime.block_on(markers::unfinished(self.stage.redis_direct(), self.queue))?;
+        self.log.write_all(markers.into_iter().map(|(id, record)| What::Marker { id, record }));
+        self.stage.keep_logs(self.folder, &self.log)
+    }
+}
+
+impl Drop for Playing<'_> {
+    fn drop(&mut self) {
+        if let Some(publisher) = &self.publisher {
+            publisher.abort();
+        }
+    }
+}
+
+/// How a rest between faults ended.
+#[derive(PartialEq, Eq)]
+enum Rested {
+    Well,
+    Over,
+}
+
+async fn publish(plan: Plan, wire: Arc<Wire>, log: Arc<Log>, enough: Arc<AtomicBool>) -> Result<(), Error> {
+    let mut messages = Messages::new(plan.seed);
+    let (begun, mut sent) = (Instant::now(), 0_u64);
+    let mut ticks = tokio::time::interval(TICK);
+    // What could not be sent while the broker was away is not made up for in a burst.
+    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let mut behind = 0_u64;
+    while !enough.load(Ordering::Relaxed) {
+        ticks.tick().await;
+        let due = (begun.elapsed().as_secs_f64() * f64::from(plan.rate)) as u64;
+        let batch = due.saturating_sub(sent + behind);
+        let most = u64::from(plan.rate / 5).max(1);
+        behind += batch.saturating_sub(most);
+        let mut now: Vec<_> = messages.by_ref().take(usize::try_from(batch.min(most))?).collect();
+        sent += now.len() as u64;
+        let over = match plan.until {
+            Until::Messages(count) => messages.different() >= count,
+            Until::Faults(_) => false,
+        };
+        if over {
+            now.extend(messages.left());
+        }
+        wire.publish(now, &log).await?;
+        if over {
+            break;
+        }
+    }
+    wire.flush().await;
+    Ok(())
+}
+
+/// What each consumer is started with.
+fn arguments(plan: &Plan, stage: &Stage, folder: &Path, queue: &str, sink: &SinkProcess) -> Vec<String> {
+    let promise = match plan.promise {
+        Promise::AtMostOnce => "at-most-once",
+        Promise::EffectivelyOnce => "effectively-once",
+        Promise::Bare => "bare",
+    };
+    let arguments = [
+        ("folder", folder.display().to_string()),
+        ("broker", stage.broker().name().to_owned()),
+        ("url", stage.url()),
+        ("from", queue.to_owned()),
+        ("redis", stage.redis()),
+        ("guarantee", promise.to_owned()),
+        ("sink", sink.address().to_string()),
+        ("lease-ms", LEASE.as_millis().to_string()),
+        ("drain-ms", DRAIN.as_millis().to_string()),
+    ];
+    arguments.into_iter().map(|(name, value)| format!("--{name}={value}")).collect()
+}
+
+/// How many bytes of the ledger there are.
+fn written(folder: &Path) -> Result<u64, Error> {
+    let mut size = 0;
+    for entry in std::fs::read_dir(folder)? {
+        let entry = entry?;
+        if entry.path().extension().is_some_and(|extension| extension == "jsonl") {
+            size += entry.metadata()?.len();
+        }
+    }
+    Ok(size)
+}

@@ -1,0 +1,154 @@
+//! A source and a store that write down what passes through them.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use oncegate::marker::{Ask, Guarantee, Operation, Verdict};
+use oncegate::road::Settlement;
+use oncegate::source::{Delivery, Incoming, Limit, Order, Settled};
+use oncegate::{Memory, Message, Open, Source, SourceError, Store, StoreError, async_trait};
+
+use crate::ledger::{Asked, Log, Settling, What};
+use crate::message::ID_HEADER;
+
+/// A source, or a store, with its log.
+#[derive(Debug)]
+pub struct Recorded<T> {
+    inner: T,
+    log: Arc<Log>,
+}
+
+impl<T> Recorded<T> {
+    /// The same, writing into this log.
+    pub fn new(inner: T, log: Arc<Log>) -> Self {
+        Self { inner, log }
+    }
+}
+
+#[async_trait]
+impl<S: Open> Open for Recorded<S> {
+    type Source = Recorded<S::Source>;
+
+    fn for_in_flight(self, count: usize) -> Self {
+        Self { inner: self.inner.for_in_flight(count), ..self }
+    }
+
+    async fn open(self) -> Result<Self::Source, SourceError> {
+        Ok(Recorded { inner: self.inner.open().await?, log: self.log })
+    }
+}
+
+#[async_trait]
+impl<S: Source> Source for Recorded<S> {
+    async fn receive(&mut self, limit: Limit, into: &mut Vec<Incoming>) -> Result<(), SourceError> {
+        let before = into.len();
+        let received = self.inner.receive(limit, into).await;
+        self.log.write_all(into.get(before..).unwrap_or_default().iter().filter_map(|incoming| match incoming {
+            Incoming::Delivery(delivery) => Some(What::Received { id: id(&delivery.message), position: position(delivery) }),
+            Incoming::Revoked(_) => None,
+        }));
+        received
+    }
+
+    async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), SourceError> {
+        self.log.write_all(settled.iter().map(|settled| {
+            let (how, why) = match &settled.settlement {
+                Settlement::Accept(proof) => (Settling::Accepted, proof.as_str()),
+                Settlement::Release { .. } => (Settling::Released, "released"),
+                Settlement::Reject(reason) => (Settling::Rejected, reason.as_str()),
+            };
+            What::Settled { id: id(&settled.delivery.message), position: position(&settled.delivery), how, why: why.to_owned() }
+        }));
+        self.inner.settle(settled).await
+    }
+
+    async fn stop(&mut self) {
+        self.inner.stop().await;
+    }
+
+    async fn close(self: Box<Self>, deadline: Instant) -> Result<(), SourceError> {
+        Box::new(self.inner).close(deadline).await
+    }
+
+    fn default_order(&self) -> Order {
+        self.inner.default_order()
+    }
+
+    fn chunk(&self) -> usize {
+        self.inner.chunk()
+    }
+
+    fn overlap(&self) -> bool {
+        self.inner.overlap()
+    }
+}
+
+#[async_trait]
+impl<S: Store> Store for Recorded<S> {
+    async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
+        let answers = self.inner.apply(operations).await;
+        self.log.write_all(operations.iter().zip(&answers).map(|(operation, answer)| {
+            let key = operation.key.as_str();
+            let id = key.split_once('|').map_or(key, |(_, id)| id).to_owned();
+            What::Answered { id, ask: asked(operation.ask), verdict: verdict(answer) }
+        }));
+        answers
+    }
+
+    async fn preflight(&self, guarantee: Guarantee) -> Result<(), StoreError> {
+        self.inner.preflight(guarantee).await
+    }
+
+    async fn memory(&self) -> Result<Memory, StoreError> {
+        self.inner.memory().await
+    }
+
+    /// Renewals are not written down.
+    fn for_renewals(&self) -> Option<Arc<dyn Store>> {
+        self.inner.for_renewals()
+    }
+
+    fn parallel_applies(&self) -> usize {
+        self.inner.parallel_applies()
+    }
+}
+
+fn id(message: &Message) -> String {
+    String::from_utf8_lossy(message.headers.last(ID_HEADER).unwrap_or_default()).into_owned()
+}
+
+fn position(delivery: &Delivery) -> String {
+    let receipt = &delivery.receipt;
+    format!("{}/{}@{}", receipt.partition, receipt.position, receipt.epoch)
+}
+
+fn asked(ask: Ask) -> Asked {
+    match ask {
+        Ask::Claim => Asked::Claim,
+        Ask::Renew => Asked::Renew,
+        Ask::Complete => Asked::Complete,
+        Ask::Clear(_) => Asked::Clear,
+        Ask::Reject(_) => Asked::Reject,
+        Ask::Doubt => Asked::Doubt,
+        Ask::Resolve(_) => Asked::Resolve,
+        Ask::Forget { .. } => Asked::Forget,
+    }
+}
+
+/// As the checker reads it.
+fn verdict(answer: &Result<Verdict, StoreError>) -> String {
+    match answer {
+        Ok(Verdict::Granted { attempt }) => format!("granted {attempt}"),
+        Ok(Verdict::InDoubt { attempt }) => format!("in-doubt {attempt}"),
+        Ok(Verdict::Busy { .. }) => "busy".into(),
+        Ok(Verdict::Duplicate) => "duplicate".into(),
+        Ok(Verdict::Rejected) => "rejected".into(),
+        Ok(Verdict::Conflict) => "conflict".into(),
+        Ok(Verdict::Kept) => "kept".into(),
+        Ok(Verdict::Done { .. }) => "done".into(),
+        Ok(Verdict::Lost) => "lost".into(),
+        Err(StoreError::NotApplied(_)) => "not applied".into(),
+        Err(StoreError::Unknown(_)) => "unknown".into(),
+        Err(StoreError::Misconfigured(_)) => "misconfigured".into(),
+    }
+}

@@ -1,0 +1,204 @@
+//! Runs that have a name, and those that put several together.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use crate::check::Promise;
+use crate::consume::Broker;
+use crate::play::{AtOnce, Plan, Until, play};
+use crate::report::{Report, Verdict};
+use crate::schedule::{ANYWHERE, KAFKA, Kind, Lengths, RABBITMQ};
+use crate::stage::Stage;
+use crate::{Error, Stopping};
+
+/// How many messages a second the smoke run sends: few, because CI has two cores and other work.
+const SMOKE_RATE: u32 = 100;
+/// How many replies in 100 it loses, so that the negative control loses for certain.
+const SMOKE_PERCENT: u8 = 20;
+
+/// What a user may ask for.
+#[derive(Clone, Debug)]
+pub struct Wish {
+    /// A fault's name, `mixed` for all that a broker knows, or `pairs` for two of these at a time.
+    pub name: String,
+    /// On which brokers.
+    pub brokers: Vec<Broker>,
+    /// With which promises, one run each.
+    pub promises: Vec<Promise>,
+    /// Of messages and faults.
+    pub seed: u64,
+    /// How many different messages a run sends.
+    pub messages: u64,
+    /// Messages a second.
+    pub rate: u32,
+    /// How many consumers.
+    pub consumers: usize,
+}
+
+/// Runs scenarios one after the other; servers live as long as this.
+pub struct Director<'a> {
+    folder: PathBuf,
+    stopping: &'a Stopping,
+    stages: HashMap<&'static str, Stage>,
+}
+
+/// What is kept of runs that were right.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Keep {
+    /// All.
+    Everything,
+    /// The reports.
+    Reports,
+}
+
+impl Wish {
+    fn plan(&self, broker: Broker, promise: Promise) -> Result<Plan, Error> {
+        let (kinds, at_once) = match self.name.as_str() {
+            "mixed" => (all(broker), AtOnce::One),
+            "pairs" => (all(broker), AtOnce::Two),
+            name => (vec![name.parse::<Kind>()?], AtOnce::One),
+        };
+        Ok(Plan {
+            scenario: self.name.clone(),
+            promise,
+            seed: self.seed,
+            rate: self.rate,
+            consumers: self.consumers,
+            kinds,
+            lengths: Lengths::Full,
+            until: Until::Messages(self.messages),
+            at_once,
+            percent: None,
+        })
+    }
+
+    /// Whether the scenario is one of this broker.
+    fn is_of(&self, broker: Broker) -> bool {
+        let other: &[Kind] = if broker == Broker::Kafka { &RABBITMQ } else { &KAFKA };
+        !other.iter().any(|kind| kind.name() == self.name)
+    }
+}
+
+/// All that can be done on a broker.
+fn all(broker: Broker) -> Vec<Kind> {
+    let of_its_own: &[Kind] = if broker == Broker::Kafka { &KAFKA } else { &RABBITMQ };
+    ANYWHERE.iter().chain(of_its_own).copied().collect()
+}
+
+impl<'a> Director<'a> {
+    /// Puts the folders of its runs into this one.
+    pub fn new(folder: &Path, stopping: &'a Stopping) -> Self {
+        Self { folder: folder.to_owned(), stopping, stages: HashMap::new() }
+    }
+
+    /// Plays what was wished, and says for each run how it ended.
+    ///
+    /// # Errors
+    /// If a run could not be played.
+    pub fn run(&mut self, wish: &Wish) -> Result<Report, Error> {
+        let runs: Vec<(Broker, Promise)> = wish.brokers.iter().flat_map(|broker| wish.promises.iter().map(|it| (*broker, *it))).collect();
+        let mut sum = None;
+        for (broker, promise) in runs.into_iter().filter(|(broker, _)| wish.is_of(*broker)) {
+            add(&mut sum, self.play(broker, &wish.plan(broker, promise)?, Keep::Everything)?);
+        }
+        sum.ok_or_else(|| "there is nothing to run: this fault is one of another broker".into())
+    }
+
+    /// Plays what was wished with one seed after the other, until the time is over; a run that has begun is played to its
+    /// end. What is kept are the reports, and all of runs that were not right.
+    ///
+    /// # Errors
+    /// If a run could not be played.
+    pub fn soak(&mut self, wish: &Wish, time: Duration) -> Result<Report, Error> {
+        let (until, mut sum, mut wish) = (Instant::now() + time, None, wish.clone());
+        loop {
+            for broker in wish.brokers.clone().into_iter().filter(|broker| wish.is_of(*broker)) {
+                // One promise a round: the time is for many seeds.
+                let promise = wish.promises[usize::try_from(wish.seed)? % wish.promises.len()];
+                add(&mut sum, self.play(broker, &wish.plan(broker, promise)?, Keep::Reports)?);
+                if let (Some(sum), true) = (sum.as_ref(), Instant::now() >= until) {
+                    return Ok(Report::clone(sum));
+                }
+            }
+            if sum.is_none() {
+                return Err("there is nothing to run: this fault is one of another broker".into());
+            }
+            wish.seed += 1;
+        }
+    }
+
+    /// Each kind of fault once, on both brokers, and the negative control: under four minutes.
+    ///
+    /// # Errors
+    /// If a run could not be played, or the control could not be seen to lose.
+    pub fn smoke(&mut self, seed: u64) -> Result<Report, Error> {
+        use Kind::*;
+        let on_kafka = vec![KillConsumer, FreezeConsumer, TerminateConsumer, KillRedis, KillKafka, FreezeKafka];
+        let on_rabbit = [KillConsumer, RollingRestart, FreezeRedis, DropReplies, DarkRedis, ResetRedis];
+        let on_rabbit: Vec<Kind> = on_rabbit.into_iter().chain(RABBITMQ).collect();
+        // By the seed, so that each broker comes to each promise.
+        let [first, second] = if seed.is_multiple_of(2) {
+            [Promise::EffectivelyOnce, Promise::AtMostOnce]
+        } else {
+            [Promise::AtMostOnce, Promise::EffectivelyOnce]
+        };
+        let mut sum = None;
+        for (broker, promise, kinds) in [(Broker::Kafka, first, on_kafka), (Broker::Rabbitmq, second, on_rabbit)] {
+            let until = Until::Faults(kinds.len());
+            add(&mut sum, self.play(broker, &short(promise, seed, kinds, until), Keep::Everything)?);
+            let control = short(Promise::Bare, seed, vec![DropReplies], Until::Faults(1));
+            let control = self.play(broker, &control, Keep::Everything)?;
+            if control.verdict() != Verdict::SeenToLose {
+                return Err(format!("the negative control lost nothing, so the harness sees nothing: {}", control.line()).into());
+            }
+        }
+        sum.ok_or_else(|| "nothing was run".into())
+    }
+
+    fn play(&mut self, broker: Broker, plan: &Plan, keep: Keep) -> Result<Report, Error> {
+        self.stopping.go_on()?;
+        let begun = Instant::now();
+        let stage = match self.stages.entry(broker.name()) {
+            std::collections::hash_map::Entry::Occupied(stage) => stage.into_mut(),
+            std::collections::hash_map::Entry::Vacant(none) => none.insert(Stage::start(broker)?),
+        };
+        let promise = serde_json::to_value(plan.promise)?.as_str().unwrap_or_default().to_owned();
+        let folder = self.folder.join(format!("{}-{}-{promise}-{}", plan.scenario, broker.name(), plan.seed));
+        println!("chaos: {} on {}, {promise}, seed {}: {}", plan.scenario, broker.name(), plan.seed, folder.display());
+        let report =
+            play(plan, stage, &folder, self.stopping).map_err(|error| format!("{error}; what was written lies in {}", folder.display()))?;
+        println!("chaos: {} ({} s)", report.line(), begun.elapsed().as_secs());
+        for violation in &report.violations {
+            println!("chaos:   {} {}: {}", violation.invariant, violation.id.as_deref().unwrap_or("-"), violation.why);
+        }
+        if keep == Keep::Reports && report.verdict() == Verdict::Held {
+            std::fs::remove_dir_all(&folder)?;
+            std::fs::create_dir(&folder)?;
+            report.write(&folder)?;
+        }
+        Ok(report)
+    }
+}
+
+fn short(promise: Promise, seed: u64, kinds: Vec<Kind>, until: Until) -> Plan {
+    Plan {
+        scenario: "smoke".into(),
+        promise,
+        seed,
+        rate: SMOKE_RATE,
+        consumers: 2,
+        kinds,
+        lengths: Lengths::Short,
+        until,
+        at_once: AtOnce::One,
+        percent: Some(SMOKE_PERCENT),
+    }
+}
+
+fn add(sum: &mut Option<Report>, report: Report) {
+    match sum {
+        Some(sum) => sum.add(report),
+        None => *sum = Some(report),
+    }
+}

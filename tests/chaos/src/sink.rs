@@ -1,0 +1,233 @@
+//! The sink: a process that counts effects, and what consumers ask it.
+//!
+//! A consumer that is killed can neither lose an effect that the sink has taken nor forge one. Its raw table is every
+//! application, its unique table the first of each id; both stand in one append-only file of the ledger.
+//!
+//! A request is one line, `A <id> <attempt> <consumer>` to apply an effect or `F …` to find out whether there was one; an
+//! answer is one byte. All requests that have arrived are taken, written down and answered together.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::io::{self, Read, Write};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::sync::{mpsc, oneshot};
+
+use crate::ledger::{Found, Log, Unique, What};
+
+/// The file of the ledger that the sink writes.
+pub const FILE: &str = "sink.jsonl";
+
+const APPLIED: u8 = b'1';
+const REFUSED: u8 = b'0';
+
+/// Takes connections until the process ends. Calls back with its address once it listens.
+///
+/// # Errors
+/// What the system said.
+pub fn serve(folder: &Path, listening: impl FnOnce(SocketAddr)) -> io::Result<()> {
+    let table = Arc::new(Mutex::new(Table::over(Log::open(&folder.join(FILE), "sink")?)));
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+    listening(listener.local_addr()?);
+    for connection in listener.incoming() {
+        let (connection, table) = (connection?, Arc::clone(&table));
+        // A consumer that was killed has closed its end: that is how its thread ends.
+        std::thread::spawn(move || drop(answer(connection, &table)));
+    }
+    Ok(())
+}
+
+fn answer(mut connection: TcpStream, table: &Mutex<Table>) -> io::Result<()> {
+    connection.set_nodelay(true)?;
+    let (mut arrived, mut buffer) = (Vec::new(), vec![0; 1 << 16]);
+    while let read @ 1.. = connection.read(&mut buffer)? {
+        arrived.extend_from_slice(&buffer[..read]);
+        let Some(end) = arrived.iter().rposition(|byte| *byte == b'\n') else { continue };
+        let requests = String::from_utf8_lossy(&arrived[..end]).into_owned();
+        arrived.drain(..=end);
+        let answers = table.lock().unwrap_or_else(PoisonError::into_inner).take(&requests);
+        connection.write_all(&answers)?;
+    }
+    Ok(())
+}
+
+/// What the sink knows.
+#[derive(Debug)]
+struct Table {
+    log: Log,
+    unique: HashSet<String>,
+    /// Attempts up to this are void.
+    void: HashMap<String, u32>,
+}
+
+impl Table {
+    fn over(log: Log) -> Self {
+        Self { log, unique: HashSet::new(), void: HashMap::new() }
+    }
+
+    /// Carries out the requests in their order, writes them down, and answers each. What is no request is refused.
+    fn take(&mut self, requests: &str) -> Vec<u8> {
+        let mut records = Vec::new();
+        let answers = requests.lines().map(|request| match request.split(' ').collect::<Vec<_>>()[..] {
+            ["A", id, attempt, consumer] => attempt.parse().map_or(REFUSED, |attempt| self.apply(id, attempt, consumer, &mut records)),
+            ["F", id, attempt, consumer] => attempt.parse().map_or(REFUSED, |attempt| self.find(id, attempt, consumer, &mut records)),
+            _ => REFUSED,
+        });
+        let answers = answers.collect();
+        self.log.write_all(records);
+        answers
+    }
+
+    fn apply(&mut self, id: &str, attempt: u32, consumer: &str, records: &mut Vec<What>) -> u8 {
+        let (id, consumer) = (id.to_owned(), consumer.to_owned());
+        if self.void.get(&id).is_some_and(|void| attempt <= *void) {
+            records.push(What::Refused { id, consumer, attempt });
+            return REFUSED;
+        }
+        let unique = if self.unique.insert(id.clone()) { Unique::Accepted } else { Unique::Known };
+        records.push(What::Effect { id, consumer, attempt, unique });
+        APPLIED
+    }
+
+    /// Whether it happened. If not, it cannot any more under this attempt or one before.
+    fn find(&mut self, id: &str, attempt: u32, consumer: &str, records: &mut Vec<What>) -> u8 {
+        let happened = self.unique.contains(id);
+        if !happened {
+            let void = self.void.entry(id.to_owned()).or_default();
+            *void = attempt.max(*void);
+        }
+        let found = if happened { Found::Happened } else { Found::Voided };
+        records.push(What::Looked { id: id.to_owned(), consumer: consumer.to_owned(), attempt, found });
+        if happened { APPLIED } else { REFUSED }
+    }
+}
+
+/// A consumer's connection to the sink. What is asked at the same time travels together.
+#[derive(Debug)]
+pub struct Sink {
+    requests: mpsc::UnboundedSender<(String, oneshot::Sender<u8>)>,
+    consumer: String,
+}
+
+/// The sink did not answer: nobody knows what became of the request.
+#[derive(Debug, thiserror::Error)]
+#[error("the sink did not answer")]
+pub struct NoAnswer;
+
+/// The sink refused an effect, because its attempt is void.
+#[derive(Debug, thiserror::Error)]
+#[error("the sink refused it: this attempt is void")]
+pub struct Void;
+
+impl Sink {
+    /// Connects.
+    ///
+    /// # Errors
+    /// What the system said.
+    pub async fn connect(address: SocketAddr, consumer: &str) -> io::Result<Self> {
+        let connection = tokio::net::TcpStream::connect(address).await?;
+        connection.set_nodelay(true)?;
+        let (mut from, mut to) = connection.into_split();
+        let waiting: Arc<Mutex<VecDeque<oneshot::Sender<u8>>>> = Arc::default();
+        let (requests, mut asked) = mpsc::unbounded_channel::<(String, oneshot::Sender<u8>)>();
+        let answered = Arc::clone(&waiting);
+        tokio::spawn(async move {
+            let mut lines = String::new();
+            while let Some((line, answer)) = asked.recv().await {
+                let mut next = Some((line, answer));
+                while let Some((line, answer)) = next {
+                    lines.push_str(&line);
+                    waiting.lock().unwrap_or_else(PoisonError::into_inner).push_back(answer);
+                    next = asked.try_recv().ok();
+                }
+                if to.write_all(lines.as_bytes()).await.is_err() {
+                    return;
+                }
+                lines.clear();
+            }
+        });
+        tokio::spawn(async move {
+            let mut buffer = [0; 4096];
+            while let Ok(read @ 1..) = from.read(&mut buffer).await {
+                let mut waiting = answered.lock().unwrap_or_else(PoisonError::into_inner);
+                for byte in &buffer[..read] {
+                    // Who asked may be gone: its handler was cancelled.
+                    let _ = waiting.pop_front().map(|answer| answer.send(*byte));
+                }
+            }
+            answered.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        });
+        Ok(Self { requests, consumer: consumer.to_owned() })
+    }
+
+    /// Applies the effect.
+    ///
+    /// # Errors
+    /// [`NoAnswer`]: it may have happened. Inside, [`Void`]: it did not, and will not under this attempt.
+    pub async fn apply(&self, id: &str, attempt: u32) -> Result<Result<(), Void>, NoAnswer> {
+        Ok(if self.ask('A', id, attempt).await? == APPLIED { Ok(()) } else { Err(Void) })
+    }
+
+    /// Whether the effect happened; if not, it is void under this attempt and those before.
+    ///
+    /// # Errors
+    /// [`NoAnswer`].
+    pub async fn find_or_void(&self, id: &str, attempt: u32) -> Result<Found, NoAnswer> {
+        Ok(if self.ask('F', id, attempt).await? == APPLIED { Found::Happened } else { Found::Voided })
+    }
+
+    async fn ask(&self, what: char, id: &str, attempt: u32) -> Result<u8, NoAnswer> {
+        let (answer, answered) = oneshot::channel();
+        let line = format!("{what} {id} {attempt} {}\n", self.consumer);
+        self.requests.send((line, answer)).map_err(|_| NoAnswer)?;
+        answered.await.map_err(|_| NoAnswer)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ledger::Ledger;
+
+    #[test]
+    fn the_raw_table_counts_and_the_unique_one_takes_the_first() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut table = Table::over(Log::open(&folder.path().join(FILE), "sink").unwrap());
+        assert_eq!(table.take("A a 1 c0\nA a 2 c1\nA b 1 c0\nnonsense"), b"1110");
+        let ledger = Ledger::read(folder.path()).unwrap();
+        let uniques = |id| ledger.history(id).filter(|it| matches!(it.what, What::Effect { unique: Unique::Accepted, .. })).count();
+        assert_eq!((ledger.records().len(), uniques("a"), uniques("b")), (3, 1, 1));
+    }
+
+    #[test]
+    fn what_was_voided_is_refused_and_a_later_attempt_taken() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut table = Table::over(Log::open(&folder.path().join(FILE), "sink").unwrap());
+        assert_eq!(table.take("F a 2 c1\nA a 1 c0\nA a 2 c0\nA a 3 c1\nF a 4 c2"), b"00011");
+        let ledger = Ledger::read(folder.path()).unwrap();
+        assert_eq!(ledger.history("a").filter(|it| matches!(it.what, What::Refused { .. })).count(), 2);
+    }
+
+    #[tokio::test]
+    async fn requests_at_once_are_answered_each() {
+        let folder = tempfile::tempdir().unwrap();
+        let (tell, told) = std::sync::mpsc::channel();
+        let path = folder.path().to_owned();
+        std::thread::spawn(move || serve(&path, |address| tell.send(address).unwrap()));
+        let sink = Arc::new(Sink::connect(told.recv().unwrap(), "c0").await.unwrap());
+        assert_eq!(sink.find_or_void("id-7", 1).await.unwrap(), Found::Voided);
+        let asked: Vec<_> = (0..300)
+            .map(|number| {
+                let sink = Arc::clone(&sink);
+                tokio::spawn(async move { sink.apply(&format!("id-{number}"), 1).await.unwrap().is_ok() })
+            })
+            .collect();
+        for (number, answered) in asked.into_iter().enumerate() {
+            assert_eq!(answered.await.unwrap(), number != 7);
+        }
+        assert_eq!(sink.find_or_void("id-8", 1).await.unwrap(), Found::Happened);
+        assert_eq!(Ledger::read(folder.path()).unwrap().records().len(), 302);
+    }
+}

@@ -1,0 +1,341 @@
+//! The servers of a run, with proxies before them, and what can be done to them.
+
+use std::collections::BTreeMap;
+use std::fs::OpenOptions;
+use std::io::Write;
+use std::path::Path;
+use std::process::Command;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use oncegate_testkit::proxy::{Fate, Proxy};
+use oncegate_testkit::servers::{
+    KafkaServer, Kind as ServerKind, RabbitServer, RedisOptions, RedisPersistence, RedisServer, Server, fetch_kafka,
+};
+use rustix::process::Signal;
+
+use crate::Error;
+use crate::consume::Broker;
+use crate::fleet::{Faults, Fleet};
+use crate::ledger::{Log, What};
+use crate::schedule::{Kind, Planned};
+
+/// How long a fault lasts that needs a moment to be noticed.
+const MOMENT: Duration = Duration::from_millis(200);
+
+/// Servers of our own, on free ports.
+pub struct Stage {
+    redis: Mutex<Heard<RedisServer>>,
+    redis_proxy: Proxy,
+    redis_direct: String,
+    broker: BrokerServer,
+}
+
+enum BrokerServer {
+    Kafka(Mutex<Heard<KafkaServer>>, String),
+    Rabbit(Mutex<Heard<RabbitServer>>, Proxy, String),
+}
+
+/// A server, and how much of what it has said since its last start was kept.
+struct Heard<S> {
+    server: S,
+    kept: usize,
+}
+
+impl Stage {
+    /// Starts a Redis with an append-only file, and a broker.
+    ///
+    /// # Errors
+    /// The first server that does not start.
+    pub fn start(broker: Broker) -> Result<Self, Error> {
+        let redis = RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EverySecond))?;
+        let broker = match broker {
+            Broker::Kafka => {
+                let server = KafkaServer::start()?;
+                let brokers = server.brokers();
+                BrokerServer::Kafka(Mutex::new(Heard { server, kept: 0 }), brokers)
+            }
+            Broker::Rabbitmq => {
+                let server = RabbitServer::start()?;
+                let (proxy, url) = (Proxy::to(server.port())?, server.url());
+                BrokerServer::Rabbit(Mutex::new(Heard { server, kept: 0 }), proxy, url)
+            }
+        };
+        Ok(Self {
+            redis_proxy: Proxy::to(redis.port())?,
+            redis_direct: redis.url(),
+            redis: Mutex::new(Heard { server: redis, kept: 0 }),
+            broker,
+        })
+    }
+
+    /// Which broker it has.
+    pub fn broker(&self) -> Broker {
+        match self.broker {
+            BrokerServer::Kafka(..) => Broker::Kafka,
+            BrokerServer::Rabbit(..) => Broker::Rabbitmq,
+        }
+    }
+
+    /// Where consumers reach Redis: through the proxy.
+    pub fn redis(&self) -> String {
+        format!("redis://127.0.0.1:{}", self.redis_proxy.port())
+    }
+
+    /// Where Redis is, without the proxy.
+    pub fn redis_direct(&self) -> &str {
+        &self.redis_direct
+    }
+
+    /// Where consumers reach the broker: RabbitMQ through the proxy.
+    pub fn url(&self) -> String {
+        match &self.broker {
+            BrokerServer::Kafka(_, brokers) => brokers.clone(),
+            BrokerServer::Rabbit(_, proxy, _) => format!("amqp://guest:guest@127.0.0.1:{}/%2f", proxy.port()),
+        }
+    }
+
+    /// Where the broker is, without a proxy.
+    pub fn url_direct(&self) -> &str {
+        match &self.broker {
+            BrokerServer::Kafka(_, url) | BrokerServer::Rabbit(_, _, url) => url,
+        }
+    }
+
+    /// Forgets the markers of the runs before.
+    ///
+    /// # Errors
+    /// If Redis does not.
+    pub fn clear(&self) -> Result<(), Error> {
+        lock(&self.redis).server.command("FLUSHALL")?;
+        Ok(())
+    }
+
+    /// What runs here, and how old it is.
+    pub fn versions(&self) -> BTreeMap<String, String> {
+        let told = lock(&self.redis).server.reply("INFO server").unwrap_or_default();
+        let redis = told.lines().find_map(|line| line.strip_prefix("redis_version:")).unwrap_or("unknown");
+        let mut versions = BTreeMap::from([("Redis".to_owned(), redis.to_owned())]);
+        let (name, version) = match &self.broker {
+            BrokerServer::Kafka(..) => ("Kafka", kafka_version()),
+            BrokerServer::Rabbit(server, ..) => ("RabbitMQ", lock(server).server.control(&["-q", "version"]).ok()),
+        };
+        versions.insert(name.to_owned(), version.unwrap_or_else(|| "unknown".to_owned()).trim().to_owned());
+        for (name, program) in [("rustc", "rustc --version"), ("commit", "git rev-parse --short=12 HEAD")] {
+            if let Some(said) = said_by(program) {
+                versions.insert(name.to_owned(), said);
+            }
+        }
+        versions
+    }
+
+    /// Keeps what the servers have said, and looks in it for refused acknowledgements.
+    ///
+    /// # Errors
+    /// What the file system said.
+    pub fn keep_logs(&self, folder: &Path, log: &Log) -> Result<(), Error> {
+        lock(&self.redis).keep(folder)?;
+        match &self.broker {
+            BrokerServer::Kafka(server, _) => drop(lock(server).keep(folder)?),
+            BrokerServer::Rabbit(server, ..) => {
+                let said = lock(server).keep(folder)?;
+                let refused = said.lines().filter(|line| line.to_lowercase().contains("precondition_failed"));
+                log.write_all(refused.map(|line| What::ChannelRefused { line: line.to_owned() }));
+            }
+        }
+        Ok(())
+    }
+
+    /// Does what was planned, writes it down, and returns when it is over: whatever was killed runs again.
+    ///
+    /// # Errors
+    /// If that cannot be done: it says nothing about the consumers.
+    pub fn inflict(&self, planned: &Planned, seed: u64, on: &Scene<'_>) -> Result<(), Error> {
+        let Scene { fleet, faults, folder, log, .. } = *on;
+        let name = planned.kind.name();
+        let pause = || std::thread::sleep(planned.lasts);
+        let momentary = |play: &dyn Fn()| {
+            faults.play(name, None, || {
+                play();
+                std::thread::sleep(MOMENT);
+                Ok(())
+            })
+        };
+        match planned.kind {
+            Kind::KillConsumer | Kind::TerminateConsumer => {
+                let mut slot = fleet.slot(planned.consumer);
+                faults.play(name, slot.name(), || {
+                    if planned.kind == Kind::KillConsumer {
+                        fleet.kill(&mut slot)?
+                    } else {
+                        fleet.terminate(&mut slot)?
+                    }
+                    pause();
+                    fleet.start(&mut slot)
+                })
+            }
+            Kind::FreezeConsumer => {
+                let slot = fleet.slot(planned.consumer);
+                faults.play(name, slot.name(), || {
+                    slot.signal(Signal::STOP)?;
+                    pause();
+                    slot.signal(Signal::CONT)
+                })
+            }
+            Kind::RollingRestart => (0..fleet.size()).try_for_each(|number| {
+                let mut slot = fleet.slot(number);
+                faults.play(name, slot.name(), || {
+                    fleet.terminate(&mut slot)?;
+                    fleet.start(&mut slot)
+                })
+            }),
+            Kind::KillRedis => {
+                let mut redis = lock(&self.redis);
+                redis.keep(folder)?;
+                faults.play(name, None, || redis.restart(planned.lasts, Server::kill))
+            }
+            Kind::FreezeRedis => {
+                let mut redis = lock(&self.redis);
+                faults.play(name, None, || frozen(&mut redis.server, planned.lasts))
+            }
+            Kind::DropReplies => {
+                let (mut random, percent) = (fastrand::Rng::with_seed(seed), planned.percent);
+                faults.play(&format!("{name}-{percent}%"), None, || {
+                    self.redis_proxy.judge(move |_| if random.u8(0..100) < percent { Fate::LoseReply } else { Fate::Pass });
+                    pause();
+                    self.redis_proxy.pass();
+                    Ok(())
+                })
+            }
+            Kind::DarkRedis => dark(&self.redis_proxy, planned, faults),
+            Kind::ResetRedis => momentary(&|| self.redis_proxy.reset()),
+            Kind::DarkRabbit => dark(self.rabbit()?.1, planned, faults),
+            Kind::ResetRabbit => {
+                let proxy = self.rabbit()?.1;
+                momentary(&|| proxy.reset())
+            }
+            Kind::RestartRabbit | Kind::KillRabbit => {
+                self.keep_logs(folder, log)?;
+                let mut server = lock(self.rabbit()?.0);
+                let end = if planned.kind == Kind::KillRabbit { Server::kill } else { Server::stop };
+                faults.play(name, None, || server.restart(planned.lasts, end))
+            }
+            Kind::CloseConnections => self.control(on, name, &["-q", "close_all_connections", "chaos"]),
+            // As any soft error of a channel: it asks for what is not there.
+            Kind::CloseChannels => self.to_channels(on, name, "rabbit_channel:do(Channel, {'basic.get', 0, <<\"no such queue\">>, false})"),
+            // The channel stays open, and what it holds with it.
+            Kind::CancelConsumers => {
+                let does = "Cancel = {'basic.cancel', Tag, true}, rabbit_channel:do(Channel, Cancel), rabbit_channel:send_command(Channel, Cancel)";
+                self.to_channels(on, name, does)
+            }
+            Kind::KillKafka => {
+                self.keep_logs(folder, log)?;
+                let mut server = lock(self.kafka()?);
+                faults.play(name, None, || server.restart(planned.lasts, Server::kill))
+            }
+            Kind::FreezeKafka => {
+                let mut server = lock(self.kafka()?);
+                faults.play(name, None, || frozen(&mut server.server, planned.lasts))
+            }
+        }
+    }
+
+    fn kafka(&self) -> Result<&Mutex<Heard<KafkaServer>>, Error> {
+        match &self.broker {
+            BrokerServer::Kafka(server, _) => Ok(server),
+            BrokerServer::Rabbit(..) => Err("there is no Kafka here".into()),
+        }
+    }
+
+    fn rabbit(&self) -> Result<(&Mutex<Heard<RabbitServer>>, &Proxy), Error> {
+        match &self.broker {
+            BrokerServer::Rabbit(server, proxy, _) => Ok((server, proxy)),
+            BrokerServer::Kafka(..) => Err("there is no RabbitMQ here".into()),
+        }
+    }
+
+    fn control(&self, on: &Scene<'_>, name: &str, arguments: &[&str]) -> Result<(), Error> {
+        let server = lock(self.rabbit()?.0);
+        on.faults.play(name, None, || {
+            server.server.control(arguments)?;
+            Ok(())
+        })
+    }
+
+    /// Lets the node do something to each channel that consumes from the run's queue.
+    fn to_channels(&self, on: &Scene<'_>, name: &str, does: &str) -> Result<(), Error> {
+        let program = format!(
+            "[begin [Channel, Tag] = [proplists:get_value(Key, C) || Key <- [channel_pid, consumer_tag]], {does} end || \
+             C <- rabbit_amqqueue:consumers_all(<<\"/\">>), proplists:get_value(queue_name, C) == {{resource, <<\"/\">>, queue, <<\"{}\">>}}].",
+            on.queue
+        );
+        self.control(on, name, &["-q", "eval", &program])
+    }
+}
+
+/// What a fault is played on, beside the servers.
+#[derive(Clone, Copy, Debug)]
+pub struct Scene<'a> {
+    /// The consumers.
+    pub fleet: &'a Fleet,
+    /// The fault log.
+    pub faults: &'a Faults,
+    /// The run's folder.
+    pub folder: &'a Path,
+    /// The player's part of the ledger.
+    pub log: &'a Arc<Log>,
+    /// The topic or queue.
+    pub queue: &'a str,
+}
+
+impl<K: ServerKind> Heard<Server<K>> {
+    /// Ends it, and starts it again after this long.
+    fn restart(&mut self, after: Duration, end: fn(&mut Server<K>)) -> Result<(), Error> {
+        end(&mut self.server);
+        self.kept = 0;
+        std::thread::sleep(after);
+        Ok(self.server.start_again()?)
+    }
+
+    /// Appends what it has said and was not kept yet to a file in the folder.
+    fn keep(&mut self, folder: &Path) -> Result<String, Error> {
+        let said = std::fs::read(self.server.directory().join("server.log"))?;
+        let new = said.get(self.kept..).unwrap_or_default();
+        self.kept = said.len();
+        let path = folder.join(format!("{}.log", K::NAME.to_lowercase()));
+        OpenOptions::new().append(true).create(true).open(path)?.write_all(new)?;
+        Ok(String::from_utf8_lossy(new).into_owned())
+    }
+}
+
+fn frozen<K: ServerKind>(server: &mut Server<K>, lasts: Duration) -> Result<(), Error> {
+    server.freeze();
+    std::thread::sleep(lasts);
+    server.thaw();
+    Ok(())
+}
+
+fn dark(proxy: &Proxy, planned: &Planned, faults: &Faults) -> Result<(), Error> {
+    faults.play(planned.kind.name(), None, || {
+        proxy.black_hole();
+        std::thread::sleep(planned.lasts);
+        proxy.pass();
+        Ok(())
+    })
+}
+
+fn kafka_version() -> Option<String> {
+    let libraries = fetch_kafka().ok()?;
+    Some(libraries.parent()?.file_name()?.to_str()?.strip_prefix("kafka-")?.to_owned())
+}
+
+fn said_by(command: &str) -> Option<String> {
+    let mut words = command.split(' ');
+    let output = Command::new(words.next()?).args(words).output().ok().filter(|output| output.status.success())?;
+    let said = String::from_utf8(output.stdout).ok()?;
+    Some(said.trim().trim_start_matches("rustc ").to_owned())
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

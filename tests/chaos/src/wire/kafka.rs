@@ -1,0 +1,154 @@
+//! Kafka with rdkafka alone.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use oncegate::source::headers;
+use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
+use rdkafka::client::DefaultClientContext;
+use rdkafka::config::ClientConfig;
+use rdkafka::consumer::{BaseConsumer, Consumer};
+use rdkafka::error::{KafkaError, RDKafkaErrorCode};
+use rdkafka::message::{Header, Headers, Message, OwnedHeaders};
+use rdkafka::producer::{FutureProducer, FutureRecord};
+use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
+use tokio::sync::Semaphore;
+
+use super::Letter;
+use crate::Error;
+use crate::ledger::{Log, Place, What};
+use crate::message::{ID_HEADER, Outgoing};
+
+const PARTITIONS: i32 = 4;
+const PATIENCE: Duration = Duration::from_secs(10);
+/// How many messages may wait for their confirmation.
+const OUTSTANDING: u32 = 5_000;
+
+/// A topic, its group of the same name, and a producer.
+pub struct Wire {
+    brokers: String,
+    topic: String,
+    producer: FutureProducer,
+    outstanding: Arc<Semaphore>,
+}
+
+impl fmt::Debug for Wire {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Wire").field("topic", &self.topic).finish_non_exhaustive()
+    }
+}
+
+impl Wire {
+    pub(super) async fn open(brokers: &str, topic: &str) -> Result<Self, Error> {
+        let admin: AdminClient<DefaultClientContext> = config(brokers).create()?;
+        let new = NewTopic::new(topic, PARTITIONS, TopicReplication::Fixed(1));
+        for created in admin.create_topics([&new], &AdminOptions::new().operation_timeout(Some(PATIENCE))).await? {
+            created.map_err(|(topic, error)| format!("the topic {topic} cannot be created: {error}"))?;
+        }
+        let producer = config(brokers)
+            .set("enable.idempotence", "true")
+            .set("linger.ms", "5")
+            .set("message.timeout.ms", "120000")
+            // What has no key goes everywhere, so that copies meet different consumers.
+            .set("sticky.partitioning.linger.ms", "0")
+            .create()?;
+        let outstanding = Arc::new(Semaphore::new(OUTSTANDING as usize));
+        Ok(Self { brokers: brokers.to_owned(), topic: topic.to_owned(), producer, outstanding })
+    }
+
+    pub(super) async fn publish(&self, messages: Vec<Outgoing>, log: &Arc<Log>) -> Result<(), Error> {
+        for message in messages {
+            let permit = Arc::clone(&self.outstanding).acquire_owned().await?;
+            log.write(What::Attempted { id: message.id.clone() });
+            let headers = OwnedHeaders::new().insert(Header { key: ID_HEADER, value: Some(&message.id) });
+            let mut record = FutureRecord::<str, str>::to(&self.topic).payload(&message.body).headers(headers);
+            if let Some(key) = &message.key {
+                record = record.key(key);
+            }
+            let confirmation = self.producer.send_result(record).map_err(|(error, _)| error)?;
+            let (id, log) = (message.id.clone(), Arc::clone(log));
+            tokio::spawn(async move {
+                // What was given up is attempted, and no more.
+                if let Ok(Ok(_)) = confirmation.await {
+                    log.write(What::Confirmed { id });
+                }
+                drop(permit);
+            });
+        }
+        Ok(())
+    }
+
+    pub(super) async fn flush(&self) {
+        // Never closed, so it is an error only when there is nobody to wait for.
+        drop(self.outstanding.acquire_many(OUTSTANDING).await);
+    }
+
+    pub(super) async fn left(&self) -> Result<u64, Error> {
+        self.look(|consumer, topic| {
+            let mut all = TopicPartitionList::new();
+            all.add_partition_range(topic, 0, PARTITIONS - 1);
+            let mut left = 0;
+            for partition in consumer.committed_offsets(all, PATIENCE)?.elements() {
+                let (low, high) = consumer.fetch_watermarks(topic, partition.partition(), PATIENCE)?;
+                let next = partition.offset().to_raw().filter(|offset| *offset >= 0).unwrap_or(low);
+                left += u64::try_from(high - next).unwrap_or_default();
+            }
+            Ok(left)
+        })
+        .await
+    }
+
+    pub(super) async fn letters(&self, suffix: &'static str, place: Place) -> Result<Vec<Letter>, Error> {
+        self.look(move |consumer, topic| {
+            let topic = format!("{topic}{suffix}");
+            let (low, high) = match consumer.fetch_watermarks(&topic, 0, PATIENCE) {
+                // No consumer has come as far as to make it.
+                Err(KafkaError::MetadataFetch(RDKafkaErrorCode::UnknownPartition | RDKafkaErrorCode::UnknownTopicOrPartition)) => {
+                    return Ok(Vec::new());
+                }
+                watermarks => watermarks?,
+            };
+            let mut all = TopicPartitionList::new();
+            all.add_partition_offset(&topic, 0, Offset::Offset(low))?;
+            consumer.assign(&all)?;
+            let (mut letters, mut next, until) = (Vec::new(), low, Instant::now() + PATIENCE);
+            while next < high {
+                if Instant::now() > until {
+                    return Err(format!("{topic} was not read to its end within {PATIENCE:?}").into());
+                }
+                let Some(message) = consumer.poll(Duration::from_millis(200)) else { continue };
+                let message = message?;
+                next = message.offset() + 1;
+                let header = |name: &str| {
+                    let value = message.headers()?.iter().filter(|it| it.key == name).last()?.value?;
+                    Some(String::from_utf8_lossy(value).into_owned())
+                };
+                let (id, reason) = (header(ID_HEADER).unwrap_or_default(), header(headers::REASON).unwrap_or_default());
+                letters.push(Letter { id, place, reason });
+            }
+            Ok(letters)
+        })
+        .await
+    }
+
+    /// The client waits without yielding, so it does so elsewhere.
+    async fn look<T: Send + 'static>(
+        &self,
+        ask: impl FnOnce(&BaseConsumer, &str) -> Result<T, Error> + Send + 'static,
+    ) -> Result<T, Error> {
+        let (brokers, topic) = (self.brokers.clone(), self.topic.clone());
+        tokio::task::spawn_blocking(move || {
+            // The consumers' group bears the topic's name.
+            let consumer: BaseConsumer = config(&brokers).set("group.id", &topic).set("enable.auto.commit", "false").create()?;
+            ask(&consumer, &topic)
+        })
+        .await?
+    }
+}
+
+fn config(brokers: &str) -> ClientConfig {
+    let mut config = ClientConfig::new();
+    config.set("bootstrap.servers", brokers).set("log_level", "2");
+    config
+}
