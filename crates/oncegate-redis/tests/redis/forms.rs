@@ -154,6 +154,9 @@ async fn a_slot_that_moves_is_followed() {
     tell(from, format!("MIGRATE 127.0.0.1 {} foo 0 5000", cluster.nodes()[to].port()));
     assert!(matches!(ask(&store, claim("foo", 2)).await, Ok(Verdict::Busy { .. })));
     assert_eq!(ask(&store, claim("foo", 1)).await.expect("a verdict"), GRANTED);
+    // With the canary of the new node beside it.
+    let strict = Operation { terms: terms(Guarantee::AtMostOnce), ..claim("foo", 1) };
+    assert_eq!(ask(&store, strict).await.expect("a verdict"), GRANTED);
 
     tell(to, format!("CLUSTER SETSLOT {slot} NODE {to_id}"));
     tell(from, format!("CLUSTER SETSLOT {slot} NODE {to_id}"));
