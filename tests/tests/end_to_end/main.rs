@@ -10,6 +10,7 @@ mod broker;
 mod crashes;
 mod duplicates;
 mod failures;
+mod frozen;
 mod kafka;
 mod outages;
 mod process;

@@ -29,6 +29,21 @@ impl Process {
         std::fs::read_to_string(&self.log).unwrap_or_default()
     }
 
+    /// Stops it where it stands: SIGSTOP. Its connections stay open.
+    pub(crate) fn freeze(&self) {
+        self.signal(Signal::STOP);
+    }
+
+    /// Lets it go on.
+    pub(crate) fn thaw(&self) {
+        self.signal(Signal::CONT);
+    }
+
+    fn signal(&self, signal: Signal) {
+        let pid = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw).expect("a process number");
+        kill_process(pid, signal).expect("it is not waited for yet");
+    }
+
     /// Ends it as a crash does: SIGKILL.
     pub(crate) fn kill(mut self) {
         self.child.kill().expect("it runs");
@@ -38,8 +53,7 @@ impl Process {
     /// Tells it to drain: SIGTERM. Returns how it ended, and how long that took.
     pub(crate) async fn terminate(mut self, patience: Duration) -> (ExitStatus, Duration) {
         let since = Instant::now();
-        let pid = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw).expect("a process number");
-        kill_process(pid, Signal::TERM).expect("it is not waited for yet");
+        self.signal(Signal::TERM);
         (self.ended(patience).await, since.elapsed())
     }
 

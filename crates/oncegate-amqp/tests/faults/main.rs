@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 mod load;
+mod poison;
 
 use std::fmt;
 use std::sync::Arc;

@@ -1,0 +1,121 @@
+//! A message that always fails, among many that do not.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use lapin::options::{BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, QueueDeleteOptions};
+use lapin::types::AMQPValue;
+use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
+use oncegate_amqp::RabbitMq;
+use oncegate_core::source::{Open, Source, headers};
+use oncegate_core::{Consumer, Context, Failure, Handler, IdSource, MemoryStore, async_trait};
+use oncegate_testkit::servers::RabbitServer;
+
+const QUEUE: &str = "orders";
+const POISON: u32 = 0;
+
+#[derive(Clone, Default)]
+struct Counts {
+    handled: Arc<AtomicU32>,
+    poisoned: Arc<AtomicU32>,
+}
+
+#[async_trait]
+impl Handler for Counts {
+    type Payload = u32;
+
+    async fn handle(&self, number: u32, _: &Context) -> Result<(), Failure> {
+        if number == POISON {
+            self.poisoned.fetch_add(1, Ordering::SeqCst);
+            return Err(Failure::Retry("always".into()));
+        }
+        self.handled.fetch_add(1, Ordering::SeqCst);
+        Ok(())
+    }
+}
+
+/// Publishes so many messages, and confirms them.
+async fn publish(channel: &Channel, numbers: impl Iterator<Item = u32>) {
+    let mut sent = Vec::new();
+    for number in numbers {
+        let options = BasicPublishOptions { mandatory: true, ..BasicPublishOptions::default() };
+        let properties = BasicProperties::default().with_delivery_mode(2).with_message_id(format!("n-{number}").into());
+        sent.push(channel.basic_publish("".into(), QUEUE.into(), options, number.to_string().as_bytes(), properties).await.expect("sent"));
+    }
+    for confirm in sent {
+        assert!(confirm.await.expect("confirmed").take_message().is_none());
+    }
+}
+
+/// Handles so many sound messages behind a poisoned one or none; how long that took, and the dead letter if there is one.
+async fn handle(url: &str, channel: &Channel, sound: u32, first: u32) -> (Duration, Option<lapin::message::Delivery>) {
+    let source: Box<dyn Source> = Box::new(RabbitMq::queue(QUEUE).url(url).open().await.expect("opened"));
+    source.close(Instant::now() + Duration::from_secs(10)).await.expect("closed");
+    publish(channel, first..=sound).await;
+    let counts = Counts::default();
+    let consumer = Consumer::builder()
+        .source(RabbitMq::queue(QUEUE).url(url))
+        .store(MemoryStore::new())
+        .id(IdSource::message_id())
+        .attempts(3)
+        .retries(1)
+        .backoff(Duration::from_millis(20), Duration::from_millis(100))
+        .handler(counts.clone());
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let (running, begun) = (tokio::spawn(consumer.run_until(async { drop(stopped.await) })), Instant::now());
+    let until = begun + Duration::from_secs(60);
+    while counts.handled.load(Ordering::SeqCst) < sound {
+        assert!(Instant::now() < until, "{} of {sound}", counts.handled.load(Ordering::SeqCst));
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    let took = begun.elapsed();
+    let mut dead = None;
+    while first == POISON && dead.is_none() {
+        assert!(Instant::now() < until, "no dead letter");
+        let name = format!("{QUEUE}.dead-letters");
+        dead = channel.basic_get(name.into(), BasicGetOptions { no_ack: true }).await.expect("the queue");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    stop.send(()).expect("it runs");
+    running.await.expect("no panic").expect("a clean end");
+    assert_eq!(counts.handled.load(Ordering::SeqCst), sound, "one was handled twice");
+    channel.queue_delete(QUEUE.into(), QueueDeleteOptions::default()).await.expect("deleted");
+    (took, dead.map(|message| message.delivery))
+}
+
+async fn poison_among(sound: u32, pairs: usize) {
+    let server = tokio::task::spawn_blocking(RabbitServer::start).await.expect("no panic").expect("a server");
+    let connection = Connection::connect(&server.url(), ConnectionProperties::default()).await.expect("a connection");
+    let channel = connection.create_channel().await.expect("a channel");
+    channel.confirm_select(ConfirmSelectOptions::default()).await.expect("confirms");
+    let (mut with, mut without) = (Vec::new(), Vec::new());
+    for _ in 0..pairs {
+        without.push(handle(&server.url(), &channel, sound, POISON + 1).await.0);
+        let (took, dead) = handle(&server.url(), &channel, sound, POISON).await;
+        with.push(took);
+        let dead = dead.expect("a dead letter");
+        let table = dead.properties.headers().clone().unwrap_or_default();
+        let header = |name: &str| table.inner().get(name).cloned();
+        assert_eq!(dead.data, POISON.to_string().as_bytes());
+        assert_eq!(header(headers::REASON), Some(AMQPValue::LongString("attempts-spent".into())));
+    }
+    with.sort();
+    without.sort();
+    let (with, without) = (with[pairs / 2], without[pairs / 2]);
+    println!(
+        "{sound} messages: {without:.2?} alone, {with:.2?} with a poisoned one among them: {:.2}",
+        with.as_secs_f64() / without.as_secs_f64()
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_poisoned_message_is_set_aside_after_its_attempts_and_the_others_go_on() {
+    poison_among(1_000, 1).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "measures; cargo xtask faults runs it"]
+async fn a_poisoned_message_among_ten_thousand() {
+    poison_among(10_000, 5).await;
+}
