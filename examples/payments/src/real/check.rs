@@ -46,11 +46,13 @@ async fn check_store(servers: &Servers, store: StoreKind, guaranteed: Guaranteed
         return Ok(());
     }
     let store = Redis::at(servers.redis()?);
+    let asked = async {
+        store.preflight(guaranteed.guarantee()).await?;
+        if guaranteed == Guaranteed::AtMostOnce { store.memory().await.map(Some) } else { Ok(None) }
+    };
     in_time(REDIS, async {
-        match store.memory().await {
-            Ok(Memory::Forgets(why)) if guaranteed == Guaranteed::AtMostOnce => {
-                Err(REDIS.wrong(format!("at most once needs a store that does not forget, and {why}")))
-            }
+        match asked.await {
+            Ok(Some(Memory::Forgets(why))) => Err(REDIS.wrong(format!("at most once needs a store that does not forget, and {why}"))),
             Ok(_) => Ok(()),
             Err(StoreError::NotApplied(why) | StoreError::Unknown(why) | StoreError::Misconfigured(why)) => Err(REDIS.wrong(why)),
         }
