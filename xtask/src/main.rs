@@ -3,6 +3,7 @@
 //! Nothing here links a driver, so this compiles on a machine that has only Rust; `setup` brings the rest.
 #![forbid(unsafe_code)]
 
+mod chaos;
 mod faults;
 mod kafka_faults;
 mod model;
@@ -40,6 +41,9 @@ enum Command {
     /// Stops, freezes and kills Kafka brokers and members of a group for long, and prints what was lost or happened twice, and
     /// how long it took to heal. Some 15 minutes.
     KafkaFaults(kafka_faults::Arguments),
+    /// Kills, freezes and cuts off consumers, Redis, Kafka and RabbitMQ under load, counts effects in a process of their own,
+    /// and checks what was promised. `--smoke` has each fault once; `--help` says the rest.
+    Chaos(chaos::Arguments),
     /// Explores every interleaving of a small world in which the functions run that decide everything, and prints what
     /// each guarantee withstands.
     Model(model::Arguments),
@@ -56,6 +60,7 @@ fn main() -> ExitCode {
         Command::Test(arguments) => test::run(&arguments),
         Command::Faults(arguments) => faults::run(&arguments),
         Command::KafkaFaults(arguments) => kafka_faults::run(&arguments),
+        Command::Chaos(arguments) => chaos::run(&arguments),
         Command::Model(arguments) => model::run(&arguments),
         Command::Services { command } => services::run(command),
     };

@@ -168,7 +168,7 @@ impl<'a> Playing<'a> {
                     let scene = self.scene(&faults);
                     self.stage.inflict(&planned, self.plan.seed ^ played as u64, &scene)?;
                     let took = self.until_it_flows(RECOVERY)?.unwrap_or(RECOVERY);
-                    let of_kind = recovery.entry(planned.kind.name().to_owned()).or_default();
+                    let of_kind = recovery.entry(planned.name()).or_default();
                     let ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
                     *of_kind = Recovery { times: of_kind.times + 1, longest_ms: of_kind.longest_ms.max(ms) };
                     played += 1;

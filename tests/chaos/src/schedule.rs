@@ -162,6 +162,16 @@ impl Iterator for Schedule {
     }
 }
 
+impl Planned {
+    /// As it stands in the fault log: the kind, and how many in 100 where that was chosen.
+    pub fn name(&self) -> String {
+        match self.kind {
+            Kind::DropReplies => format!("{}-{}%", self.kind, self.percent),
+            kind => kind.to_string(),
+        }
+    }
+}
+
 impl Kind {
     /// All of them.
     pub fn all() -> impl Iterator<Item = Self> {

@@ -152,7 +152,7 @@ impl Stage {
     /// If that cannot be done: it says nothing about the consumers.
     pub fn inflict(&self, planned: &Planned, seed: u64, on: &Scene<'_>) -> Result<(), Error> {
         let Scene { fleet, faults, folder, log, .. } = *on;
-        let name = planned.kind.name();
+        let name = &planned.name();
         let pause = || std::thread::sleep(planned.lasts);
         let momentary = |play: &dyn Fn()| {
             faults.play(name, None, || {
@@ -200,7 +200,7 @@ impl Stage {
             }
             Kind::DropReplies => {
                 let (mut random, percent) = (fastrand::Rng::with_seed(seed), planned.percent);
-                faults.play(&format!("{name}-{percent}%"), None, || {
+                faults.play(name, None, || {
                     self.redis_proxy.judge(move |_| if random.u8(0..100) < percent { Fate::LoseReply } else { Fate::Pass });
                     pause();
                     self.redis_proxy.pass();
@@ -316,7 +316,7 @@ fn frozen<K: ServerKind>(server: &mut Server<K>, lasts: Duration) -> Result<(), 
 }
 
 fn dark(proxy: &Proxy, planned: &Planned, faults: &Faults) -> Result<(), Error> {
-    faults.play(planned.kind.name(), None, || {
+    faults.play(&planned.name(), None, || {
         proxy.black_hole();
         std::thread::sleep(planned.lasts);
         proxy.pass();
