@@ -66,7 +66,7 @@ async fn a_missing_dead_letter_queue_costs_no_copy_to_another_queue() {
         assert_eq!(dead.union(&delayed).count(), 2 * EACH);
     }
     close(source).await;
-    assert_eq!(rig.ready(&rig.queue).await, 0, "an original was not acknowledged");
+    rig.becomes_empty(&rig.queue).await;
     rig.done().await;
 }
 
@@ -104,7 +104,7 @@ async fn a_missing_dead_letter_queue_may_be_made_by_hand_later() {
     let (doubt, doubts) = empty(&rig, &rig.in_doubt()).await;
     let (dead, _) = empty(&rig, &rig.dead_letters()).await;
     assert_eq!((dead.len(), doubt.len(), doubts), (EACH, EACH, EACH));
-    assert_eq!(rig.ready(&rig.queue).await, 0);
+    rig.becomes_empty(&rig.queue).await;
     rig.done().await;
 }
 
@@ -124,7 +124,7 @@ async fn a_message_with_as_many_headers_as_fit_can_be_rejected_and_delayed() {
     let released = delivery(&mut source).await;
     settle(&mut source, released, release(Duration::from_secs(25))).await;
     close(source).await;
-    assert_eq!(rig.ready(&rig.queue).await, 0);
+    rig.becomes_empty(&rig.queue).await;
     for queue in [rig.dead_letters(), format!("{}.delay.30000", rig.queue)] {
         let copy = rig.take(&queue).await.delivery;
         assert_eq!(header(&copy, "huge"), None);
@@ -166,5 +166,5 @@ async fn a_copy_that_the_broker_answers_by_closing_the_channel_stops_no_other() 
     server.control(&["eval", "application:set_env(rabbit, max_message_size, 10000)."]).expect("no limit");
     assert_eq!(rig.take(&rig.dead_letters()).await.delivery.data.len(), 5_000);
     close(source).await;
-    assert_eq!(rig.ready(&rig.queue).await, 0);
+    rig.becomes_empty(&rig.queue).await;
 }

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use lapin::BasicProperties;
 use lapin::options::{QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::{AMQPValue, FieldTable};
-use oncegate_amqp::{QueueKind, RabbitMq, Topology};
+use oncegate_amqp::{QueueKind, RabbitMq, RabbitMqSnapshot, RabbitMqStats, Topology};
 use oncegate_core::road::{Cause, Reason, Settlement};
 use oncegate_core::source::{Open, Settled, Source, SourceError, Story, headers};
 use oncegate_testkit::servers::RabbitServer;
@@ -46,7 +46,7 @@ async fn accepted_deliveries_leave_the_queue_in_whatever_order_they_were_settled
         close(source).await;
         seen.sort_by_key(|number| number.parse::<u32>().expect("a number"));
         assert_eq!(seen, (0..100).map(|number| number.to_string()).collect::<Vec<_>>());
-        assert_eq!(rig.ready(&rig.queue).await, 0);
+        rig.becomes_empty(&rig.queue).await;
         rig.done().await;
     }
 }
@@ -65,7 +65,7 @@ async fn a_delivery_that_is_never_settled_does_not_stall_the_others() {
     }
     settle(&mut source, open_for_long, accept()).await;
     close(source).await;
-    assert_eq!(rig.ready(&rig.queue).await, 0);
+    rig.becomes_empty(&rig.queue).await;
     rig.done().await;
 }
 
@@ -83,7 +83,7 @@ async fn what_was_settled_just_before_the_end_does_not_come_back() {
         source.settle(&mut settled).await.expect("settled");
         close(source).await;
         rig.take(&rig.queue).await;
-        assert_eq!(rig.ready(&rig.queue).await, 0);
+        rig.becomes_empty(&rig.queue).await;
         rig.done().await;
     }
 }
@@ -144,7 +144,7 @@ async fn a_short_release_comes_back_after_its_delay_while_others_go_on() {
         assert!(after >= Duration::from_millis(400) && after < Duration::from_secs(2), "{after:?}");
         settle(&mut source, later, accept()).await;
         close(source).await;
-        assert_eq!(rig.ready(&rig.queue).await, 0);
+        rig.becomes_empty(&rig.queue).await;
         rig.done().await;
     }
 }
@@ -171,7 +171,7 @@ async fn a_release_that_waits_at_shutdown_keeps_its_delay_and_its_count() {
         assert!(later.message.headers.last(headers::FIRST_SEEN).is_some());
         settle(&mut again, later, accept()).await;
         close(again).await;
-        assert_eq!(rig.ready(&rig.queue).await, 0);
+        rig.becomes_empty(&rig.queue).await;
         rig.done().await;
     }
 }
@@ -190,7 +190,7 @@ async fn a_long_release_waits_in_a_delay_queue_and_not_in_the_prefetch() {
     close(source).await;
     let copy = rig.take(&format!("{}.delay.30000", rig.queue)).await;
     assert_eq!(header(&copy.delivery, headers::FAILURES).as_deref(), Some("1"));
-    assert_eq!(rig.ready(&rig.queue).await, 0);
+    rig.becomes_empty(&rig.queue).await;
     rig.done().await;
 }
 
@@ -208,7 +208,7 @@ async fn a_release_without_delay_queues_waits_in_memory() {
     assert_eq!(later.failures, 1);
     settle(&mut source, later, accept()).await;
     close(source).await;
-    assert_eq!(rig.ready(&rig.queue).await, 0);
+    rig.becomes_empty(&rig.queue).await;
     rig.done().await;
 }
 
@@ -234,7 +234,7 @@ async fn rejected_deliveries_stand_in_their_queues_with_their_story() {
         source.settle(&mut settled).await.expect("settled");
         assert!(settled.is_empty());
         close(source).await;
-        assert_eq!(rig.ready(&rig.queue).await, 0);
+        rig.becomes_empty(&rig.queue).await;
         assert_eq!((rig.ready(&rig.dead_letters()).await, rig.ready(&rig.in_doubt()).await), (299, 1));
         let doubt = rig.take(&rig.in_doubt()).await.delivery;
         assert_eq!((&doubt.data[..], header(&doubt, headers::REASON).as_deref()), (&b"0"[..], Some("in-doubt-panicked")));
@@ -262,7 +262,8 @@ async fn a_dead_letter_queue_that_went_missing_is_made_again_before_the_original
     let refused = delivery(&mut source).await;
     settle(&mut source, refused, Settlement::Reject(Reason::Refused)).await;
     close(source).await;
-    assert_eq!((rig.ready(&rig.dead_letters()).await, rig.ready(&rig.queue).await), (1, 0));
+    assert_eq!(rig.ready(&rig.dead_letters()).await, 1);
+    rig.becomes_empty(&rig.queue).await;
     rig.done().await;
 }
 
@@ -317,7 +318,7 @@ async fn a_cut_connection_is_rebuilt_and_stale_receipts_are_never_sent() {
         }
         assert_eq!(handed_over, 20);
         close(source).await;
-        assert_eq!(rig.ready(&rig.queue).await, 0);
+        rig.becomes_empty(&rig.queue).await;
         rig.done().await;
     }
 }
@@ -334,7 +335,7 @@ async fn a_connection_on_which_nobody_answers_is_given_up() {
     settle(&mut source, stale, accept()).await;
     settle(&mut source, again.remove(0), accept()).await;
     close(source).await;
-    assert_eq!(rig.ready(&rig.queue).await, 0);
+    rig.becomes_empty(&rig.queue).await;
     rig.done().await;
 }
 
@@ -460,7 +461,8 @@ async fn a_broker_that_is_not_there_yet_is_waited_for() {
 async fn a_broker_short_of_memory_delays_dead_letters_and_nothing_else_and_may_restart() {
     let mut server = tokio::task::spawn_blocking(RabbitServer::start).await.expect("no panic").expect("a server");
     let rig = Rig::at(&server.url()).await;
-    let mut source = open(rig.source(QueueKind::Quorum).prefetch(4)).await;
+    let stats = RabbitMqStats::new();
+    let mut source = open(rig.source(QueueKind::Quorum).prefetch(4).stats(stats.clone())).await;
     for number in 0..20 {
         rig.publish(&number.to_string()).await;
     }
@@ -478,12 +480,23 @@ async fn a_broker_short_of_memory_delays_dead_letters_and_nothing_else_and_may_r
         settle(&mut source, delivery, accept()).await;
     }
     assert_eq!(server_ready(&server, &rig.dead_letters()), 0, "the alarm stopped nothing: the test proves nothing");
+    let counts = async |what: &str, is_so: &dyn Fn(RabbitMqSnapshot) -> bool| {
+        let patience = Instant::now() + Duration::from_secs(20);
+        while !is_so(stats.snapshot()) {
+            assert!(Instant::now() < patience, "{what}: {:?}", stats.snapshot());
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    counts("it is blocked", &|read| read.blocked > Duration::ZERO).await;
+    let during = stats.snapshot().blocked;
 
     server.control(&["set_vm_memory_high_watermark", "0.8"]).expect("no alarm");
     let patience = Instant::now() + Duration::from_secs(20);
     while server_ready(&server, &rig.dead_letters()) == 0 {
         assert!(Instant::now() < patience, "the dead letter never came");
     }
+    counts("it was blocked for longer, and holds nothing", &|read| read.blocked > during && read.unacked == 0).await;
+    assert_eq!(stats.snapshot().reconnects, 0);
 
     tokio::task::block_in_place(|| {
         server.stop();
@@ -497,7 +510,7 @@ async fn a_broker_short_of_memory_delays_dead_letters_and_nothing_else_and_may_r
     assert_eq!(&after.message.body[..], b"after", "what was acknowledged came back");
     settle(&mut source, after, accept()).await;
     close(source).await;
-    assert_eq!(again.ready(&again.queue).await, 0);
+    again.becomes_empty(&again.queue).await;
 }
 
 /// How many messages a queue holds, asked past every connection: an alarm blocks those that published.
