@@ -175,7 +175,7 @@ pub(crate) async fn close(source: Box<RabbitMqSource>) {
     source.close(Instant::now() + Duration::from_secs(10)).await.expect("closed with nothing left over");
 }
 
-/// An acceptance, proven as the road proves it.
+/// A release for this long, after an attempt that failed.
 pub(crate) fn release(after: Duration) -> Settlement {
     Settlement::Release { after, failures: 1 }
 }

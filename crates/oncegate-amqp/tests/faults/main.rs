@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 mod load;
+mod memory;
 mod poison;
 
 use std::fmt;
