@@ -16,6 +16,7 @@
 #[allow(unsafe_code)]
 mod batch;
 mod brokers;
+mod context;
 mod dead_letters;
 mod kafka;
 mod open;

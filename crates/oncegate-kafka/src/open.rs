@@ -8,10 +8,11 @@ use oncegate_core::source::Open;
 use rdkafka::consumer::BaseConsumer;
 use rdkafka::error::KafkaError;
 
+use crate::context::Context;
 use crate::dead_letters::DeadLetters;
 use crate::kafka::Kafka;
 use crate::outage::Outage;
-use crate::poll::{self, Context};
+use crate::poll;
 use crate::shared::Shared;
 use crate::source::KafkaSource;
 use crate::{topics, watch};

@@ -11,8 +11,13 @@ use oncegate_core::{Delivery, HeadersBuilder, Incoming, Limit, Message, Origin, 
 use tokio::sync::Notify;
 
 use crate::batch::Record;
-use crate::status::{Holder, PartitionStatus, Stuck};
 use crate::watermark::{Sequence, Settling, Watermark};
+
+mod assigned;
+mod telling;
+
+use assigned::{Assigned, Keeps, ReadTo, tell_of_a_shorter_log};
+pub(crate) use assigned::{Begins, Commit, Findings, Jump, Way};
 
 /// Read ahead of the consumer: messages.
 const READY: usize = 2_048;
@@ -71,127 +76,7 @@ pub(crate) struct State {
     /// Why the client is to be replaced by another one.
     replace: Option<String>,
     replaced: u64,
-}
-
-/// One partition under one assignment.
-struct Assigned {
-    topic: Arc<str>,
-    partition: i32,
-    watermark: Watermark,
-    begins: Begins,
-    read_to: ReadTo,
-    /// Where the log ends, as the broker said last.
-    log_end: Option<i64>,
-    /// What the lowest unsettled offset was when it was looked at last, and since when.
-    stood: (Option<i64>, Instant),
-    /// Handed out and not back yet.
-    out: usize,
-    keeps: Keeps,
-    /// From when on its position is sent by itself, once. librdkafka sends a stored offset only if it is above the
-    /// committed one: where the log was cut below that, the first position would never be sent, nor would any after
-    /// it. So each assignment begins with such a commit, and so does whatever follows on a commit that failed.
-    send_from: Option<Instant>,
-}
-
-impl Assigned {
-    /// The log was read to this offset: says so if it is below the one that the group stood at when the partition was
-    /// assigned, and answers if it is above the one that was expected.
-    fn arrive(&self, offset: i64) -> Option<Jump> {
-        let stood = self.begins.at();
-        if self.watermark.end().is_none() && stood.is_some_and(|stood| offset < stood) {
-            tell_of_a_shorter_log(&self.topic, self.partition, stood, offset);
-        }
-        let from = self.watermark.end().or(stood).filter(|from| *from < offset)?;
-        Some(Jump { topic: self.topic.clone(), partition: self.partition, from, to: offset })
-    }
-
-    fn commit(&mut self, now: Instant) -> Option<Commit> {
-        let way = if self.send_from.is_some_and(|from| from <= now) { Way::Sent } else { Way::Stored };
-        let offset = match way {
-            Way::Sent => self.watermark.take_position()?,
-            Way::Stored => self.watermark.take_commit()?,
-        };
-        self.send_from = self.send_from.filter(|_| way == Way::Stored);
-        Some(Commit { topic: self.topic.clone(), partition: self.partition, offset, way })
-    }
-}
-
-/// Where a partition is to be read on, as the broker said when it was assigned.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Begins {
-    /// At the offset that the group has committed.
-    At(i64),
-    /// The group has no offset for it.
-    Nowhere,
-    /// The broker did not say.
-    Unknown,
-}
-
-impl Begins {
-    fn at(self) -> Option<i64> {
-        match self {
-            Self::At(offset) => Some(offset),
-            Self::Nowhere | Self::Unknown => None,
-        }
-    }
-}
-
-/// Whether librdkafka knows how far a partition was read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum ReadTo {
-    Known,
-    /// It takes an error for a message, and never goes back: after either it would read on too far up.
-    Unknown,
-}
-
-/// What is to be done about a batch.
-#[derive(Debug, Default, PartialEq, Eq)]
-pub(crate) struct Findings {
-    /// Where something is missing.
-    pub(crate) jumps: Vec<Jump>,
-    /// The partitions that begin anew at an earlier offset.
-    pub(crate) restarted: Vec<(Arc<str>, i32)>,
-}
-
-/// The next message of a partition was not the one that the group stood at: what lies between may be a gap, or may have
-/// been removed before it was read.
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Jump {
-    pub(crate) topic: Arc<str>,
-    pub(crate) partition: i32,
-    /// Where the group stood.
-    pub(crate) from: i64,
-    /// What came instead.
-    pub(crate) to: i64,
-}
-
-/// Whether a partition stays.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Keeps {
-    /// Its messages are handed out.
-    Assigned,
-    /// It is being given back: settlements count, nothing is handed out.
-    Revoking,
-    /// Its log cannot be read on: what was read before is handed out, and nothing that comes after.
-    Barred,
-}
-
-/// An offset to commit.
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Commit {
-    pub(crate) topic: Arc<str>,
-    pub(crate) partition: i32,
-    pub(crate) offset: i64,
-    pub(crate) way: Way,
-}
-
-/// How an offset reaches the broker.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Way {
-    /// librdkafka sends it within its interval, if it is above what was committed before.
-    Stored,
-    /// It is sent now, whatever was committed before.
-    Sent,
+    missed: u64,
 }
 
 impl Shared {
@@ -388,89 +273,6 @@ impl State {
         assigned.watermark.end()
     }
 
-    /// The client is not to be trusted any more: another one takes its place.
-    pub(crate) fn ask_for_another(&mut self, why: String) {
-        self.replace.get_or_insert(why);
-    }
-
-    /// Why the client is to be replaced, if it is.
-    pub(crate) fn wants_another(&self) -> bool {
-        self.replace.is_some()
-    }
-
-    /// Takes note that the client is being replaced; answers why.
-    pub(crate) fn replacing(&mut self) -> Option<String> {
-        let why = self.replace.take()?;
-        self.replaced += 1;
-        Some(why)
-    }
-
-    /// How often the client was replaced.
-    pub(crate) fn replaced(&self) -> u64 {
-        self.replaced
-    }
-
-    /// All partitions that are ours.
-    pub(crate) fn partitions(&self) -> Vec<(String, i32)> {
-        self.assigned.values().map(|it| (it.topic.to_string(), it.partition)).collect()
-    }
-
-    /// Takes note of where a log ends.
-    pub(crate) fn log_ends(&mut self, topic: &str, partition: i32, offset: i64) {
-        for assigned in self.assigned.values_mut().filter(|it| it.partition == partition && *it.topic == *topic) {
-            assigned.log_end = Some(offset);
-        }
-    }
-
-    /// How far each partition was read that is read at all; nothing while there is no room to read more.
-    pub(crate) fn read_to(&self) -> Vec<(u64, Arc<str>, i32, Option<i64>)> {
-        if self.room() == 0 {
-            return Vec::new();
-        }
-        let reading = self.assigned.iter().filter(|(_, it)| it.keeps == Keeps::Assigned);
-        reading.map(|(epoch, it)| (*epoch, it.topic.clone(), it.partition, it.watermark.end().or(it.begins.at()))).collect()
-    }
-
-    /// What each partition is at, in order.
-    pub(crate) fn status(&self) -> Vec<PartitionStatus> {
-        let mut all: Vec<_> = self.assigned.iter().map(|(epoch, it)| self.status_of(*epoch, it)).collect();
-        all.sort_by(|one, other| (&one.topic, one.partition).cmp(&(&other.topic, other.partition)));
-        all
-    }
-
-    fn status_of(&self, epoch: u64, assigned: &Assigned) -> PartitionStatus {
-        let Assigned { topic, partition, watermark, begins, log_end, stood, out, .. } = assigned;
-        let committable = watermark.position().or(begins.at());
-        let held = self.held.iter().filter(|(_, delivery)| delivery.receipt.epoch == epoch);
-        let lowest = watermark.lowest().map(|offset| {
-            let it_is = |delivery: &Delivery| delivery.receipt.epoch == epoch && delivery.receipt.position == offset as u64;
-            let delayed = self.held.iter().find(|(_, delivery)| it_is(delivery));
-            let holder = match delayed {
-                Some((_, delivery)) => Holder::Delay { failures: delivery.failures },
-                None if self.ready.iter().any(it_is) => Holder::Queue,
-                None => Holder::Consumer,
-            };
-            // Looked at once a turn: what has moved since then has not stood at all.
-            let since = if stood.0 == Some(offset) { stood.1.elapsed() } else { Duration::ZERO };
-            Stuck { offset, since, holder }
-        });
-        PartitionStatus {
-            topic: topic.clone(),
-            partition: *partition,
-            committable,
-            log_end: *log_end,
-            lag: committable.zip(*log_end).map(|(at, end)| u64::try_from(end - at).unwrap_or(0)),
-            handed_out: *out,
-            delayed: held.count(),
-            lowest,
-        }
-    }
-
-    /// The partitions of a topic that are ours.
-    pub(crate) fn partitions_of(&self, topic: &str) -> Vec<i32> {
-        self.assigned.values().filter(|it| it.keeps == Keeps::Assigned && *it.topic == *topic).map(|it| it.partition).collect()
-    }
-
     fn epoch_of(&self, topic: &str, partition: i32) -> Option<u64> {
         let ours = |it: &Assigned| it.keeps == Keeps::Assigned && it.partition == partition && *it.topic == *topic;
         self.assigned.iter().find(|(_, it)| ours(it)).map(|(epoch, _)| *epoch)
@@ -596,18 +398,6 @@ impl State {
             assigned.send_from = Some(Instant::now() + COMMIT_AGAIN);
         }
     }
-}
-
-/// What a log that ends before the group's offset means, by its name.
-fn tell_of_a_shorter_log(topic: &str, partition: i32, stood: Option<i64>, offset: i64) {
-    metrics::counter!("oncegate_kafka_logs_cut_total").increment(1);
-    tracing::error!(
-        topic,
-        partition,
-        stood,
-        offset,
-        "log cut: it ends before the group's offset, since the topic was made anew or its log lost its end; reading it again from its beginning"
-    );
 }
 
 /// Whether a settlement counts.

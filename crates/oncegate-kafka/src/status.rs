@@ -86,6 +86,12 @@ impl KafkaStatus {
         self.shared().map_or(0, |shared| shared.lock().replaced())
     }
 
+    /// How many messages were removed from the log before the group had read them, since the source was opened, as far as
+    /// offsets tell: those that nobody would have been handed count too.
+    pub fn messages_missed(&self) -> u64 {
+        self.shared().map_or(0, |shared| shared.lock().missed())
+    }
+
     /// Of this source, from now on; a status that was given to two sources stays with the first.
     pub(crate) fn of(&self, shared: &Arc<Shared>) {
         let _ = self.0.set(Arc::downgrade(shared));

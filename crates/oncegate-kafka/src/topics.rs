@@ -9,10 +9,10 @@ use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, ResourceSpecifier, Top
 use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::error::RDKafkaErrorCode;
 
+use crate::context::{Context, Log, is_refusal};
 use crate::kafka::{Kafka, Retention, TopicCreation};
 use crate::open::wrong_setting;
 use crate::outage::Outage;
-use crate::poll::{Context, Log, is_refusal};
 
 /// How long one question to the broker may take.
 const PATIENCE: Duration = Duration::from_secs(5);

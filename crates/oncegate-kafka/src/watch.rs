@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use rdkafka::ClientConfig;
 use rdkafka::consumer::{BaseConsumer, Consumer};
 
+use crate::context::Log;
 use crate::outage::Outage;
-use crate::poll::Log;
 use crate::shared::{Phase, Shared};
 
 /// How often it looks, at the most seldom.

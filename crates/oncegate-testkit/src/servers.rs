@@ -7,6 +7,7 @@
 mod certificates;
 mod cluster;
 mod kafka;
+mod kafka_cluster;
 mod kafka_distribution;
 mod kafka_doors;
 mod port;
@@ -22,6 +23,7 @@ use std::path::PathBuf;
 
 pub use cluster::ClusterServers;
 pub use kafka::{Kafka, KafkaServer};
+pub use kafka_cluster::KafkaServers;
 pub use kafka_distribution::{fetch_kafka, kafka_is_fetched};
 pub use kafka_doors::{KafkaDoor, KafkaUser};
 pub use process::ProcessId;

@@ -9,7 +9,7 @@ mod rig;
 
 use std::time::{Duration, Instant};
 
-use oncegate_testkit::servers::KafkaServer;
+use oncegate_testkit::servers::{KafkaServer, KafkaServers};
 use rustix::process::Signal;
 
 use crate::rig::{Judgement, LEASE, Rig};
@@ -153,6 +153,44 @@ async fn long_a_broker_that_is_killed_five_times() {
     for _ in 0..5 {
         the_broker_fails(BrokerFault::Killed).await;
     }
+}
+
+/// Each node of three is killed in its turn, whatever it leads or coordinates, and comes back.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "long: cargo xtask kafka-faults"]
+async fn long_one_of_three_brokers_is_killed() {
+    const KEYS: usize = 40;
+    const EACH: usize = 120;
+    let started = tokio::task::spawn_blocking(|| KafkaServers::start().expect("three brokers"));
+    let mut servers = started.await.expect("three brokers");
+    let rig = Rig::new(servers.brokers(), 6, 3).await;
+    rig.publish(KEYS, 0..EACH, Duration::from_millis(400));
+    let offsets = rig.watch_offsets();
+    let members = [rig.consumer("at-most-once", &[]), rig.consumer("at-most-once", &[])];
+    for node in 0..servers.count() {
+        rig.until_effects(KEYS * EACH * (node + 1) / 5, PATIENCE * 2).await;
+        let killed = tokio::task::spawn_blocking(move || {
+            servers.node_mut(node).kill();
+            std::thread::sleep(Duration::from_secs(5));
+            servers.node_mut(node).start_again().expect("the broker again");
+            servers
+        });
+        servers = killed.await.expect("the broker again");
+    }
+    rig.until_judged(KEYS * EACH, PATIENCE * 3).await;
+    rig.until_committed(PATIENCE).await;
+    for member in members {
+        member.leave().await;
+    }
+    let (seen, judgement) = (offsets.end(), rig.judge(KEYS, EACH));
+    println!(
+        "one of three brokers killed, three times: {} messages, {judgement:?}, {} regressions in {} looks",
+        KEYS * EACH,
+        seen.regressions,
+        seen.looks
+    );
+    assert_eq!((Judgement { in_doubt: 0, ..judgement }, seen.regressions), (FLAWLESS, 0), "{}", rig.logs());
+    drop(servers);
 }
 
 /// What is done to one of two consumers.

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use oncegate_core::source::Open;
+use oncegate_kafka::KafkaStatus;
 use rdkafka::ClientConfig;
 use rdkafka::producer::{FutureProducer, FutureRecord, Producer};
 
@@ -44,7 +46,8 @@ impl Writer {
 async fn what_was_committed_is_read_and_what_was_aborted_is_not_and_markers_hold_nothing_back() {
     let topic = Topic::new(1).await;
     let writer = Writer::new(&topic).await;
-    let mut source = topic.open().await;
+    let status = KafkaStatus::new();
+    let mut source = topic.source().status(status.clone()).open().await.expect("a source");
 
     writer.write(&topic, &["a", "b"]).await;
     assert!(is_silent(&mut source, Duration::from_millis(700)).await, "read before it was committed");
@@ -78,6 +81,7 @@ async fn what_was_committed_is_read_and_what_was_aborted_is_not_and_markers_hold
     assert_eq!(offsets(&opened), [12]);
     accept(&mut source, opened).await;
     topic.await_commit(0, 14).await;
+    assert_eq!(status.messages_missed(), 0, "markers are no messages");
     close(source).await;
     assert_eq!(topic.committed(0).await, Some(14));
 }

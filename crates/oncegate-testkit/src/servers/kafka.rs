@@ -28,6 +28,15 @@ pub struct Kafka {
     /// Whom it lets in by the door that asks for a login.
     user: Option<KafkaUser>,
     class_path: PathBuf,
+    heap: &'static str,
+}
+
+/// Who decides together: the nodes' ports for that, and which of the nodes this one is.
+#[derive(Debug, Clone)]
+pub(crate) struct Quorum {
+    pub(crate) controllers: Vec<u16>,
+    /// Counted from 0.
+    pub(crate) node: usize,
 }
 
 impl KafkaServer {
@@ -58,12 +67,19 @@ impl KafkaServer {
     }
 
     fn start_with(user: Option<KafkaUser>, configured: &[(&str, &str)]) -> Result<Self, ServerError> {
+        let [controller] = free_ports().map_err(|source| io("find free ports", source))?;
+        Self::start_in(&Quorum { controllers: vec![controller], node: 0 }, user, configured)
+    }
+
+    /// Starts one node of several, which answers once most of them are there.
+    pub(crate) fn start_in(quorum: &Quorum, user: Option<KafkaUser>, configured: &[(&str, &str)]) -> Result<Self, ServerError> {
         let class_path = fetch_kafka()?.join("*");
-        let [port, controller, tls, mutual, login] = free_ports().map_err(|source| io("find free ports", source))?;
+        let [port, tls, mutual, login] = free_ports().map_err(|source| io("find free ports", source))?;
         let doors = user.as_ref().map(|_| KafkaDoor::SECURED.into_iter().zip([tls, mutual, login]).collect()).unwrap_or_default();
+        let heap = if quorum.controllers.len() == 1 { "-Xmx512m" } else { "-Xmx256m" };
         let directory = temporary_directory(Kafka::NAME)?;
-        let kafka = Kafka { port, doors, user, class_path };
-        let mut written = kafka.properties(controller, directory.path());
+        let kafka = Kafka { port, doors, user, class_path, heap };
+        let mut written = kafka.properties(quorum, directory.path());
         if let Some(user) = &kafka.user {
             kafka_doors::make_certificates(Kafka::NAME, directory.path())?;
             written += &kafka_doors::properties(user, directory.path());
@@ -112,7 +128,7 @@ impl Kind for Kafka {
 
     fn commands(&self, directory: &Path) -> Vec<Command> {
         let mut command = self.java();
-        command.args(["-Xmx512m", "-Dorg.slf4j.simpleLogger.showDateTime=true", "kafka.Kafka"]);
+        command.args([self.heap, "-Dorg.slf4j.simpleLogger.showDateTime=true", "kafka.Kafka"]);
         command.arg(directory.join("server.properties"));
         vec![command]
     }
@@ -162,33 +178,43 @@ impl Kafka {
         if answer[4..] == CORRELATION { Ok(()) } else { Err(std::io::ErrorKind::InvalidData.into()) }
     }
 
-    /// One node that is broker and controller. Groups form at once, and sessions may be as short as a test wants.
-    fn properties(&self, controller: u16, directory: &Path) -> String {
+    /// A node that is broker and controller. Groups form at once, and sessions may be as short as a test wants. Of three
+    /// nodes one may fail.
+    fn properties(&self, quorum: &Quorum, directory: &Path) -> String {
+        let Quorum { controllers, node } = quorum;
         let doors: Vec<(&str, u16)> =
             [(KafkaDoor::Plain, self.port)].iter().chain(&self.doors).map(|(door, port)| (door.listener(), *port)).collect();
         let at = |host: &str| doors.iter().map(|(name, port)| format!("{name}://{host}:{port}")).collect::<Vec<_>>().join(",");
+        let voters: Vec<String> = controllers.iter().zip(1..).map(|(port, id)| format!("{id}@127.0.0.1:{port}")).collect();
         format!(
             "process.roles=broker,controller
-node.id=1
-controller.quorum.voters=1@127.0.0.1:{controller}
+node.id={id}
+controller.quorum.voters={voters}
 listeners={listeners},CONTROLLER://127.0.0.1:{controller}
 advertised.listeners={advertised}
 controller.listener.names=CONTROLLER
 log.dirs={data}
+default.replication.factor={replicas}
+min.insync.replicas={in_sync}
 offsets.topic.num.partitions=4
-offsets.topic.replication.factor=1
+offsets.topic.replication.factor={replicas}
 transaction.state.log.num.partitions=4
-transaction.state.log.replication.factor=1
-transaction.state.log.min.isr=1
+transaction.state.log.replication.factor={replicas}
+transaction.state.log.min.isr={in_sync}
 share.coordinator.state.topic.num.partitions=4
-share.coordinator.state.topic.replication.factor=1
-share.coordinator.state.topic.min.isr=1
+share.coordinator.state.topic.replication.factor={replicas}
+share.coordinator.state.topic.min.isr={in_sync}
 group.initial.rebalance.delay.ms=0
 group.min.session.timeout.ms=1000
 ",
+            id = node + 1,
+            voters = voters.join(","),
             listeners = at("127.0.0.1"),
+            controller = controllers[*node],
             advertised = at(if self.doors.is_empty() { "127.0.0.1" } else { "localhost" }),
-            data = directory.join("data").display()
+            data = directory.join("data").display(),
+            replicas = controllers.len(),
+            in_sync = controllers.len() / 2 + 1,
         )
     }
 }

@@ -1,0 +1,341 @@
+//! What librdkafka calls back into, on the polling thread.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use oncegate_core::SourceError;
+use rdkafka::client::ClientContext;
+use rdkafka::config::RDKafkaLogLevel;
+use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext, RebalanceProtocol};
+use rdkafka::error::{KafkaError, KafkaResult, RDKafkaErrorCode};
+use rdkafka::topic_partition_list::{Offset, TopicPartitionList, TopicPartitionListElem};
+use rdkafka::types::RDKafkaRespErr;
+
+use crate::batch::{Adoption, Batch, Fault, Queue};
+use crate::kafka::{Kafka, OutOfRange, StartAt};
+use crate::outage::Outage;
+use crate::poll::store;
+use crate::shared::{Begins, Jump, Phase, Shared};
+use crate::standing;
+
+/// How long one look waits for a message while revoked deliveries are waited for.
+const DRAIN_TURN: Duration = Duration::from_millis(5);
+/// How long librdkafka may take to begin at another offset.
+pub(crate) const SEEK: Duration = Duration::from_secs(1);
+
+/// Hands librdkafka's log lines to `tracing`, and what cannot be reached to whoever speaks of that.
+pub(crate) struct Log(pub(crate) Arc<Outage>);
+
+impl ClientContext for Log {
+    fn log(&self, level: RDKafkaLogLevel, facility: &str, line: &str) {
+        log(level, facility, line);
+    }
+
+    fn stats_raw(&self, _: &[u8]) {}
+
+    fn error(&self, error: KafkaError, reason: &str) {
+        match error.rdkafka_error_code() {
+            Some(code) if Outage::is(code) => self.0.tell(reason),
+            _ => tracing::warn!(%error, reason, "Kafka, dead letters"),
+        }
+    }
+}
+
+fn log(level: RDKafkaLogLevel, facility: &str, line: &str) {
+    match level {
+        // Properties are given to consumer and producer alike; each warns of those that are the other's.
+        _ if facility == "CONFWARN" => tracing::debug!(facility, "{line}"),
+        // A broker failed: each such line that is an error comes as an error of the client too, which is told.
+        _ if facility == "FAIL" => tracing::debug!(facility, "{line}"),
+        RDKafkaLogLevel::Emerg | RDKafkaLogLevel::Alert | RDKafkaLogLevel::Critical | RDKafkaLogLevel::Error => {
+            tracing::error!(facility, "{line}");
+        }
+        RDKafkaLogLevel::Warning => tracing::warn!(facility, "{line}"),
+        RDKafkaLogLevel::Notice | RDKafkaLogLevel::Info => tracing::info!(facility, "{line}"),
+        RDKafkaLogLevel::Debug => tracing::debug!(facility, "{line}"),
+    }
+}
+
+/// What librdkafka calls back into, on the polling thread.
+pub(crate) struct Context {
+    pub(crate) shared: Arc<Shared>,
+    start: StartAt,
+    pub(crate) out_of_range: OutOfRange,
+    /// Topics that were deleted and made anew, and are to be read from their beginning.
+    pub(crate) made_anew: Mutex<Vec<String>>,
+    /// How long revoked deliveries are waited for.
+    drain: Duration,
+    /// Set while the source lives; the queue holds the consumer, so it is taken out before the consumer is dropped.
+    queue: Mutex<Option<Arc<Queue<Context>>>>,
+    /// The last error of the client as a whole, for whoever waits for the broker.
+    trouble: Mutex<Option<(RDKafkaErrorCode, String)>>,
+    pub(crate) outage: Arc<Outage>,
+    /// Set when another client has taken the place of this one: what it still has to say is of no interest.
+    pub(crate) is_replaced: AtomicBool,
+}
+
+impl Context {
+    pub(crate) fn new(shared: Arc<Shared>, kafka: &Kafka, outage: Arc<Outage>) -> Self {
+        let (start, out_of_range, drain) = (kafka.start, kafka.out_of_range, kafka.drain());
+        let (made_anew, queue, trouble) = (Mutex::default(), Mutex::default(), Mutex::default());
+        Self { shared, start, out_of_range, made_anew, drain, queue, trouble, outage, is_replaced: AtomicBool::new(false) }
+    }
+
+    /// The last error of the client as a whole, and forgets it.
+    pub(crate) fn take_trouble(&self) -> Option<(RDKafkaErrorCode, String)> {
+        self.trouble.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    pub(crate) fn queue(&self) -> Option<Arc<Queue<Context>>> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(crate) fn set_queue(&self, queue: Option<Arc<Queue<Context>>>) {
+        *self.queue.lock().unwrap_or_else(PoisonError::into_inner) = queue;
+    }
+
+    fn assign(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
+        // Before assigning, or first messages come through the main queue.
+        let queue = self.queue();
+        let mut assigned = partitions.clone();
+        for (topic, partition, begins) in standing::ask(consumer, partitions) {
+            // No queue: the source is leaving, and nothing is read any more.
+            let adopted = queue.as_ref().map(|queue| queue.adopt(&topic, partition));
+            if adopted == Some(Adoption::NoSuchPartition) {
+                tracing::error!(topic, partition, "the partition's queue cannot be read in batches");
+            }
+            match begins {
+                Begins::At(offset) => tracing::info!(topic, partition, offset, "partition assigned"),
+                Begins::Unknown => tracing::info!(topic, partition, "partition assigned"),
+                Begins::Nowhere if self.start == StartAt::Earliest || standing::is_added(consumer, &topic, partition) => {
+                    tracing::info!(
+                        topic,
+                        partition,
+                        "partition assigned; the group has no offset for it yet, so it is read from its beginning"
+                    );
+                    complain("a beginning", assigned.set_partition_offset(&topic, partition, Offset::Beginning));
+                }
+                Begins::Nowhere => tracing::info!(topic, partition, "partition assigned; the group has no offset for it"),
+            }
+            self.shared.assign(&topic, partition, begins);
+        }
+        metrics::counter!("oncegate_kafka_partitions_assigned_total").increment(partitions.count() as u64);
+        let outcome = match consumer.rebalance_protocol() {
+            RebalanceProtocol::Cooperative => consumer.incremental_assign(&assigned),
+            _ => consumer.assign(&assigned),
+        };
+        complain("assigning partitions", outcome);
+    }
+
+    /// Lets what was handed out be settled, for a while, and stores how far it came; librdkafka commits that when it
+    /// unassigns, before anyone else gets the partitions. A lost assignment is someone else's already.
+    fn revoke(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
+        let leaving = names(partitions);
+        let lost = consumer.assignment_lost();
+        let epochs = self.shared.revoke(&leaving);
+        if !lost {
+            self.drain(&epochs);
+            store(consumer, &self.shared);
+        }
+        let left = self.shared.lock().out(&epochs);
+        for (topic, partition) in &leaving {
+            tracing::info!(topic, partition, lost, unsettled = left, "partition revoked");
+        }
+        metrics::counter!("oncegate_kafka_partitions_revoked_total", "lost" => if lost { "yes" } else { "no" })
+            .increment(leaving.len() as u64);
+        self.shared.lock().forget(&epochs);
+        self.unassign(consumer, partitions);
+    }
+
+    pub(crate) fn drain(&self, epochs: &[u64]) {
+        let end = Instant::now() + self.drain;
+        while Instant::now() < end {
+            let state = self.shared.lock();
+            if state.phase() >= Phase::Closing || state.out(epochs) == 0 {
+                return;
+            }
+            drop(state);
+            self.pump(DRAIN_TURN);
+        }
+        tracing::warn!(bound = ?self.drain, "revoked partitions go with deliveries unsettled: they are delivered again elsewhere");
+    }
+
+    fn unassign(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
+        let unassigned = match consumer.rebalance_protocol() {
+            RebalanceProtocol::Cooperative => consumer.incremental_unassign(partitions),
+            _ => consumer.unassign(),
+        };
+        complain("giving partitions back", unassigned);
+    }
+
+    /// Reads one batch, or waits. Does not serve the main queue, so it may run inside a rebalance.
+    pub(crate) fn pump(&self, wait: Duration) {
+        let room = self.shared.lock().room();
+        match self.queue() {
+            Some(queue) if room > 0 => self.take_in(queue.read(room, wait), &queue),
+            _ => self.shared.wait(wait),
+        }
+    }
+
+    pub(crate) fn take_in(&self, batch: Batch, queue: &Queue<Self>) {
+        for fault in &batch.faults {
+            match unreadable(fault) {
+                Some(error) => {
+                    // Before the records: what follows on the unreadable part may stand in the same batch.
+                    self.shared.lock().bar(&fault.topic, fault.partition);
+                    self.shared.fail(error);
+                }
+                None if fault.code == RDKafkaErrorCode::AutoOffsetReset => self.shared.fail(standing::lost(queue, fault)),
+                None => self.judge(fault.code, &format!("{}/{}", fault.topic, fault.partition)),
+            }
+        }
+        let findings = self.shared.take_in(batch.records);
+        findings.jumps.iter().for_each(|jump| look_into(jump, queue, &self.shared));
+        // After the records, which may stand before.
+        let faulty = batch.faults.iter().filter(|fault| fault.offset >= 0).map(|fault| (&*fault.topic, fault.partition));
+        for (topic, partition) in faulty.chain(findings.restarted.iter().map(|(topic, partition)| (&**topic, *partition))) {
+            self.read_on(topic, partition, queue);
+        }
+    }
+
+    /// Has librdkafka read on after the last message that was read. It counts an error that it hands over as a message, and
+    /// does not notice when a log begins anew: after the next rebalance it would read on too far up, and skip what lies
+    /// before.
+    fn read_on(&self, topic: &str, partition: i32, queue: &Queue<Self>) {
+        let Some(offset) = self.shared.lock().distrust(topic, partition) else { return };
+        if let Err(error) = queue.consumer().seek(topic, partition, Offset::Offset(offset), SEEK) {
+            tracing::warn!(%error, topic, partition, offset, "reading on");
+        }
+    }
+
+    /// Most errors pass by themselves, and librdkafka retries them. These do not.
+    pub(crate) fn judge(&self, code: RDKafkaErrorCode, place: &str) {
+        use RDKafkaErrorCode as E;
+        let fault = match code {
+            E::TopicAuthorizationFailed => {
+                SourceError::misconfigured("topic", format!("not allowed to read {place}"), "grant Read and Describe on the topic")
+            }
+            E::GroupAuthorizationFailed => SourceError::misconfigured("group", "not allowed to use the group", "grant Read on the group"),
+            E::FencedInstanceId | E::Fenced => SourceError::misconfigured(
+                "group.instance.id",
+                "another member of the group uses the same instance id",
+                "give each member an instance id of its own",
+            ),
+            E::InvalidGroupId => SourceError::misconfigured("group", "the broker refuses this group id", "choose another one"),
+            // The client as a whole has told it.
+            code if Outage::is(code) => return tracing::debug!(%code, place, "Kafka"),
+            _ => return tracing::warn!(%code, place, "Kafka"),
+        };
+        self.shared.fail(fault);
+    }
+}
+
+impl ClientContext for Context {
+    fn log(&self, level: RDKafkaLogLevel, facility: &str, line: &str) {
+        if let Some(topic) = standing::with_another_id(line) {
+            self.made_anew.lock().unwrap_or_else(PoisonError::into_inner).push(topic.to_owned());
+        }
+        log(level, facility, line);
+    }
+
+    fn stats_raw(&self, _: &[u8]) {}
+
+    fn error(&self, error: KafkaError, reason: &str) {
+        match error.rdkafka_error_code() {
+            Some(code) if Outage::is(code) => self.outage.tell(reason),
+            Some(RDKafkaErrorCode::Fatal) => tracing::error!(%error, reason, "Kafka"),
+            _ => tracing::warn!(%error, reason, "Kafka"),
+        }
+        if let Some(code) = error.rdkafka_error_code() {
+            let mut trouble = self.trouble.lock().unwrap_or_else(PoisonError::into_inner);
+            // That all brokers are down is said right after the reason why.
+            if !(Outage::is(code) && trouble.as_ref().is_some_and(|(before, _)| is_refusal(*before))) {
+                *trouble = Some((code, reason.to_owned()));
+            }
+        }
+    }
+}
+
+/// Whether this says that the broker does not let the client in.
+pub(crate) fn is_refusal(code: RDKafkaErrorCode) -> bool {
+    use RDKafkaErrorCode as E;
+    matches!(code, E::Authentication | E::SaslAuthenticationFailed | E::UnsupportedSASLMechanism)
+}
+
+impl ConsumerContext for Context {
+    fn rebalance(&self, consumer: &BaseConsumer<Self>, what: RDKafkaRespErr, partitions: &mut TopicPartitionList) {
+        match what {
+            RDKafkaRespErr::RD_KAFKA_RESP_ERR__REVOKE_PARTITIONS if self.is_replaced.load(Ordering::Relaxed) => {
+                self.unassign(consumer, partitions);
+            }
+            RDKafkaRespErr::RD_KAFKA_RESP_ERR__ASSIGN_PARTITIONS => self.assign(consumer, partitions),
+            RDKafkaRespErr::RD_KAFKA_RESP_ERR__REVOKE_PARTITIONS => self.revoke(consumer, partitions),
+            other => {
+                tracing::error!(code = %RDKafkaErrorCode::from(other), "rebalance");
+                self.unassign(consumer, partitions);
+            }
+        }
+    }
+
+    fn commit_callback(&self, result: KafkaResult<()>, offsets: &TopicPartitionList) {
+        let all = match result {
+            Err(KafkaError::ConsumerCommit(RDKafkaErrorCode::NoOffset)) => return,
+            Err(error) => Some(error),
+            Ok(()) => None,
+        };
+        let failed = |it: &TopicPartitionListElem<'_>| all.clone().or_else(|| it.error().err());
+        let failed: Vec<_> = offsets.elements().into_iter().filter_map(|it| Some((failed(&it)?, it))).collect();
+        let Some((error, it)) = failed.first() else { return };
+        tracing::warn!(%error, topic = it.topic(), partition = it.partition(), partitions = failed.len(), "committing offsets again");
+        let mut state = self.shared.lock();
+        for (_, it) in &failed {
+            state.commit_again(it.topic(), it.partition());
+        }
+    }
+}
+
+/// Tells what was removed before it was read from what nobody is ever handed (compacted away, markers of transactions).
+fn look_into(jump: &Jump, queue: &Queue<Context>, shared: &Shared) {
+    let Some(first) = queue.first_offset(&jump.topic, jump.partition) else { return };
+    if (jump.from + 1..=jump.to).contains(&first) {
+        let missed = u64::try_from(first - jump.from).unwrap_or(0);
+        metrics::counter!("oncegate_kafka_messages_missed_total").increment(missed);
+        shared.lock().miss(missed);
+        tracing::error!(
+            topic = %jump.topic,
+            partition = jump.partition,
+            stood = jump.from,
+            first,
+            missed,
+            "messages missed: they were removed from the log before the group had read them; reading on at the first that is left"
+        );
+    }
+}
+
+/// The error of a part of a log that this client will never read, however often it tries.
+fn unreadable(fault: &Fault) -> Option<SourceError> {
+    use RDKafkaErrorCode as E;
+    let Fault { topic, partition, offset, code } = fault;
+    let remedy = match code {
+        E::BadMessage | E::BadCompression | E::InvalidMessage => "restore that part of the log from a replica",
+        E::NotImplemented | E::UnsupportedCompressionType => "let its producer use another format or compression",
+        E::MessageSizeTooLarge => "raise receive.message.max.bytes",
+        _ => return None,
+    };
+    Some(SourceError::misconfigured(
+        "topic",
+        format!("{topic}/{partition} cannot be read on at offset {offset}: {code}"),
+        format!("{remedy}, or move the group past it: kafka-consumer-groups.sh --reset-offsets"),
+    ))
+}
+
+fn names(partitions: &TopicPartitionList) -> Vec<(String, i32)> {
+    partitions.elements().iter().map(|it| (it.topic().to_owned(), it.partition())).collect()
+}
+
+pub(crate) fn complain(what: &str, result: KafkaResult<()>) {
+    if let Err(error) = result {
+        tracing::error!(%error, "{what}");
+    }
+}

@@ -1,0 +1,139 @@
+//! One partition under one assignment: how far it was read, settled and committed.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use crate::watermark::Watermark;
+
+/// One partition under one assignment.
+pub(super) struct Assigned {
+    pub(super) topic: Arc<str>,
+    pub(super) partition: i32,
+    pub(super) watermark: Watermark,
+    pub(super) begins: Begins,
+    pub(super) read_to: ReadTo,
+    /// Where the log ends, as the broker said last.
+    pub(super) log_end: Option<i64>,
+    /// What the lowest unsettled offset was when it was looked at last, and since when.
+    pub(super) stood: (Option<i64>, Instant),
+    /// Handed out and not back yet.
+    pub(super) out: usize,
+    pub(super) keeps: Keeps,
+    /// From when on its position is sent by itself, once. librdkafka sends a stored offset only if it is above the
+    /// committed one: where the log was cut below that, the first position would never be sent, nor would any after
+    /// it. So each assignment begins with such a commit, and so does whatever follows on a commit that failed.
+    pub(super) send_from: Option<Instant>,
+}
+
+impl Assigned {
+    /// The log was read to this offset: says so if it is below the one that the group stood at when the partition was
+    /// assigned, and answers if it is above the one that was expected.
+    pub(super) fn arrive(&self, offset: i64) -> Option<Jump> {
+        let stood = self.begins.at();
+        if self.watermark.end().is_none() && stood.is_some_and(|stood| offset < stood) {
+            tell_of_a_shorter_log(&self.topic, self.partition, stood, offset);
+        }
+        let from = self.watermark.end().or(stood).filter(|from| *from < offset)?;
+        Some(Jump { topic: self.topic.clone(), partition: self.partition, from, to: offset })
+    }
+
+    pub(super) fn commit(&mut self, now: Instant) -> Option<Commit> {
+        let way = if self.send_from.is_some_and(|from| from <= now) { Way::Sent } else { Way::Stored };
+        let offset = match way {
+            Way::Sent => self.watermark.take_position()?,
+            Way::Stored => self.watermark.take_commit()?,
+        };
+        self.send_from = self.send_from.filter(|_| way == Way::Stored);
+        Some(Commit { topic: self.topic.clone(), partition: self.partition, offset, way })
+    }
+}
+
+/// Where a partition is to be read on, as the broker said when it was assigned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Begins {
+    /// At the offset that the group has committed.
+    At(i64),
+    /// The group has no offset for it.
+    Nowhere,
+    /// The broker did not say.
+    Unknown,
+}
+
+impl Begins {
+    pub(super) fn at(self) -> Option<i64> {
+        match self {
+            Self::At(offset) => Some(offset),
+            Self::Nowhere | Self::Unknown => None,
+        }
+    }
+}
+
+/// Whether librdkafka knows how far a partition was read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ReadTo {
+    Known,
+    /// It takes an error for a message, and never goes back: after either it would read on too far up.
+    Unknown,
+}
+
+/// What is to be done about a batch.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Findings {
+    /// Where something is missing.
+    pub(crate) jumps: Vec<Jump>,
+    /// The partitions that begin anew at an earlier offset.
+    pub(crate) restarted: Vec<(Arc<str>, i32)>,
+}
+
+/// The next message of a partition was not the one that the group stood at: what lies between may be a gap, or may have
+/// been removed before it was read.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Jump {
+    pub(crate) topic: Arc<str>,
+    pub(crate) partition: i32,
+    /// Where the group stood.
+    pub(crate) from: i64,
+    /// What came instead.
+    pub(crate) to: i64,
+}
+
+/// Whether a partition stays.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Keeps {
+    /// Its messages are handed out.
+    Assigned,
+    /// It is being given back: settlements count, nothing is handed out.
+    Revoking,
+    /// Its log cannot be read on: what was read before is handed out, and nothing that comes after.
+    Barred,
+}
+
+/// An offset to commit.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Commit {
+    pub(crate) topic: Arc<str>,
+    pub(crate) partition: i32,
+    pub(crate) offset: i64,
+    pub(crate) way: Way,
+}
+
+/// How an offset reaches the broker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Way {
+    /// librdkafka sends it within its interval, if it is above what was committed before.
+    Stored,
+    /// It is sent now, whatever was committed before.
+    Sent,
+}
+
+/// What a log that ends before the group's offset means, by its name.
+pub(super) fn tell_of_a_shorter_log(topic: &str, partition: i32, stood: Option<i64>, offset: i64) {
+    metrics::counter!("oncegate_kafka_logs_cut_total").increment(1);
+    tracing::error!(
+        topic,
+        partition,
+        stood,
+        offset,
+        "log cut: it ends before the group's offset, since the topic was made anew or its log lost its end; reading it again from its beginning"
+    );
+}

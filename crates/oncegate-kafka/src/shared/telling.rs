@@ -1,0 +1,105 @@
+//! What the state tells those who watch, and what they ask of it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use oncegate_core::Delivery;
+
+use super::State;
+use super::assigned::{Assigned, Keeps};
+use crate::status::{Holder, PartitionStatus, Stuck};
+
+impl State {
+    /// The client is not to be trusted any more: another one takes its place.
+    pub(crate) fn ask_for_another(&mut self, why: String) {
+        self.replace.get_or_insert(why);
+    }
+
+    /// Why the client is to be replaced, if it is.
+    pub(crate) fn wants_another(&self) -> bool {
+        self.replace.is_some()
+    }
+
+    /// Takes note that the client is being replaced; answers why.
+    pub(crate) fn replacing(&mut self) -> Option<String> {
+        let why = self.replace.take()?;
+        self.replaced += 1;
+        Some(why)
+    }
+
+    /// How often the client was replaced.
+    pub(crate) fn replaced(&self) -> u64 {
+        self.replaced
+    }
+
+    /// Takes note of messages that were removed before they were read.
+    pub(crate) fn miss(&mut self, count: u64) {
+        self.missed += count;
+    }
+
+    /// How many messages were removed before they were read.
+    pub(crate) fn missed(&self) -> u64 {
+        self.missed
+    }
+
+    /// All partitions that are ours.
+    pub(crate) fn partitions(&self) -> Vec<(String, i32)> {
+        self.assigned.values().map(|it| (it.topic.to_string(), it.partition)).collect()
+    }
+
+    /// Takes note of where a log ends.
+    pub(crate) fn log_ends(&mut self, topic: &str, partition: i32, offset: i64) {
+        for assigned in self.assigned.values_mut().filter(|it| it.partition == partition && *it.topic == *topic) {
+            assigned.log_end = Some(offset);
+        }
+    }
+
+    /// How far each partition was read that is read at all; nothing while there is no room to read more.
+    pub(crate) fn read_to(&self) -> Vec<(u64, Arc<str>, i32, Option<i64>)> {
+        if self.room() == 0 {
+            return Vec::new();
+        }
+        let reading = self.assigned.iter().filter(|(_, it)| it.keeps == Keeps::Assigned);
+        reading.map(|(epoch, it)| (*epoch, it.topic.clone(), it.partition, it.watermark.end().or(it.begins.at()))).collect()
+    }
+
+    /// What each partition is at, in order.
+    pub(crate) fn status(&self) -> Vec<PartitionStatus> {
+        let mut all: Vec<_> = self.assigned.iter().map(|(epoch, it)| self.status_of(*epoch, it)).collect();
+        all.sort_by(|one, other| (&one.topic, one.partition).cmp(&(&other.topic, other.partition)));
+        all
+    }
+
+    fn status_of(&self, epoch: u64, assigned: &Assigned) -> PartitionStatus {
+        let Assigned { topic, partition, watermark, begins, log_end, stood, out, .. } = assigned;
+        let committable = watermark.position().or(begins.at());
+        let held = self.held.iter().filter(|(_, delivery)| delivery.receipt.epoch == epoch);
+        let lowest = watermark.lowest().map(|offset| {
+            let it_is = |delivery: &Delivery| delivery.receipt.epoch == epoch && delivery.receipt.position == offset as u64;
+            let delayed = self.held.iter().find(|(_, delivery)| it_is(delivery));
+            let holder = match delayed {
+                Some((_, delivery)) => Holder::Delay { failures: delivery.failures },
+                None if self.ready.iter().any(it_is) => Holder::Queue,
+                None => Holder::Consumer,
+            };
+            // Looked at once a turn: what has moved since then has not stood at all.
+            let since = if stood.0 == Some(offset) { stood.1.elapsed() } else { Duration::ZERO };
+            Stuck { offset, since, holder }
+        });
+        PartitionStatus {
+            topic: topic.clone(),
+            partition: *partition,
+            committable,
+            log_end: *log_end,
+            lag: committable.zip(*log_end).map(|(at, end)| u64::try_from(end - at).unwrap_or(0)),
+            handed_out: *out,
+            delayed: held.count(),
+            lowest,
+        }
+    }
+
+    /// The partitions of a topic that are ours.
+    pub(crate) fn partitions_of(&self, topic: &str) -> Vec<i32> {
+        self.assigned.values().filter(|it| it.keeps == Keeps::Assigned && *it.topic == *topic).map(|it| it.partition).collect()
+    }
+}

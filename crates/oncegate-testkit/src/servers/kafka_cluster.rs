@@ -1,0 +1,50 @@
+//! Three Kafka brokers as one cluster.
+
+use super::kafka::Quorum;
+use super::port::free_ports;
+use super::server::Kind;
+use super::{Kafka, KafkaServer, ServerError, io};
+
+/// Three brokers of one's own, each a controller too: topics have three replicas, and one node may fail. Takes some 900 MB.
+/// Dropping it stops them all.
+pub struct KafkaServers {
+    nodes: Vec<KafkaServer>,
+}
+
+impl KafkaServers {
+    /// Starts them and returns when each of them answers.
+    ///
+    /// # Errors
+    /// [`ServerError`], when one does not start.
+    pub fn start() -> Result<Self, ServerError> {
+        let controllers: [u16; 3] = free_ports().map_err(|source| io(Kafka::NAME, "find free ports", source))?;
+        // None answers before most of them are there.
+        let nodes = std::thread::scope(|scope| {
+            let starting = (0..controllers.len()).map(|node| {
+                let quorum = Quorum { controllers: controllers.to_vec(), node };
+                scope.spawn(move || KafkaServer::start_in(&quorum, None, &[]))
+            });
+            let starting: Vec<_> = starting.collect();
+            starting.into_iter().map(|it| it.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect::<Result<Vec<_>, _>>()
+        })?;
+        Ok(Self { nodes })
+    }
+
+    /// Their addresses for clients.
+    pub fn brokers(&self) -> String {
+        self.nodes.iter().map(KafkaServer::brokers).collect::<Vec<_>>().join(",")
+    }
+
+    /// How many there are.
+    pub fn count(&self) -> usize {
+        self.nodes.len()
+    }
+
+    /// One of them, to be stopped, killed or frozen.
+    ///
+    /// # Panics
+    /// When there are not so many.
+    pub fn node_mut(&mut self, which: usize) -> &mut KafkaServer {
+        &mut self.nodes[which]
+    }
+}
