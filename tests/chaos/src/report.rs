@@ -8,6 +8,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use crate::check::{Checked, Counts, Invariant, Promise, Rules, Violation};
+use crate::schedule::Kind;
 
 /// How many violations a report tells with their histories; the rest is counted.
 const TOLD: usize = 20;
@@ -176,11 +177,14 @@ impl Report {
             let bound = 3.0 / counts.acknowledged as f64;
             let _ = write!(text, "\nNo loss in {} messages: the rate is below {bound:.1e} (95 %).\n", counts.acknowledged);
         }
-        text += "\n## Faults\n\n| fault | played | extra effects | longest recovery, ms |\n| --- | ---: | ---: | ---: |\n";
+        text += "\n## Faults\n\nRecovery: from the end of the fault until effects come at nine tenths of the publisher's rate for a second.\n\n\
+                 | fault | played | extra effects | longest recovery, ms | to reach, ms |\n| --- | ---: | ---: | ---: | ---: |\n";
         for (kind, times) in &counts.faults {
             let extra = counts.explained.get(kind).copied().unwrap_or_default();
-            let recovery = self.recovery.get(kind).map_or_else(|| "–".to_owned(), |recovery| recovery.longest_ms.to_string());
-            let _ = writeln!(text, "| {kind} | {times} | {extra} | {recovery} |");
+            let or_none = |ms: Option<u128>| ms.map_or_else(|| "–".to_owned(), |ms| ms.to_string());
+            let recovery = or_none(self.recovery.get(kind).map(|recovery| recovery.longest_ms.into()));
+            let bound = or_none(Kind::of(kind).and_then(Kind::recovery_bound).map(|bound| bound.as_millis()));
+            let _ = writeln!(text, "| {kind} | {times} | {extra} | {recovery} | {bound} |");
         }
         text += "\n## Invariants\n\n| | what must hold | looked for in | violations |\n| --- | --- | ---: | ---: |\n";
         for invariant in Invariant::ALL {
@@ -295,7 +299,7 @@ mod tests {
         for part in [
             "| mixed | kafka | at most once | 7 | 60 |",
             "Redis 7.0.15",
-            "| kill-redis | 2 | 0 | 900 |",
+            "| kill-redis | 2 | 0 | 900 | 5000 |",
             "### I1 u-7",
             "player   confirmed",
         ] {

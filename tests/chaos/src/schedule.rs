@@ -178,6 +178,23 @@ impl Kind {
         ANYWHERE.into_iter().chain(RABBITMQ).chain(KAFKA)
     }
 
+    /// The kind of a fault in the fault log.
+    pub fn of(logged: &str) -> Option<Self> {
+        Self::all().find(|kind| logged.starts_with(kind.name()))
+    }
+
+    /// How long it should take at the most, after the fault, until effects come at nine tenths of their rate again; none where
+    /// nothing was set.
+    pub fn recovery_bound(self) -> Option<Duration> {
+        match self {
+            // Kafka's session, a lease, and two seconds.
+            Self::KillConsumer | Self::FreezeConsumer => Some(Duration::from_secs(10)),
+            Self::KillKafka | Self::FreezeKafka => Some(Duration::from_secs(30)),
+            Self::TerminateConsumer | Self::RollingRestart => None,
+            _ => Some(Duration::from_secs(5)),
+        }
+    }
+
     /// As it stands in the fault log and on the command line.
     pub fn name(self) -> &'static str {
         match self {
@@ -260,6 +277,8 @@ mod tests {
         for kind in Kind::all() {
             assert_eq!(kind.name().parse(), Ok(kind));
             assert_eq!(serde_json::to_value(kind).unwrap(), kind.name());
+            let planned = Planned { pause: LEASE, kind, lasts: LEASE, consumer: 0, percent: 5 };
+            assert_eq!(Kind::of(&planned.name()), Some(kind));
         }
         assert!("kill-9".parse::<Kind>().unwrap_err().to_string().contains("kill-redis, freeze-redis"));
     }
