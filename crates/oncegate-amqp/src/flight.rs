@@ -1,5 +1,7 @@
 //! One batch of copies on its way to one queue.
 
+use std::time::Duration;
+
 use futures_util::future::join_all;
 use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
 use lapin::{Channel, Confirmation, Connection};
@@ -7,6 +9,9 @@ use lapin::{Channel, Confirmation, Connection};
 use crate::copy::Copy;
 use crate::settings::Settings;
 use crate::topology;
+
+/// How long the broker may take to confirm a batch.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// The channel that a batch flies on; opened for the first, kept for the next.
 ///
@@ -54,7 +59,10 @@ impl Flight {
             }
         };
         batch.iter_mut().for_each(|copy| copy.fit(connection.configuration().frame_max()));
-        let answers = join_all(batch.iter().map(|copy| publish(&channel, copy))).await;
+        let Some(answers) = answered(connection, join_all(batch.iter().map(|copy| publish(&channel, copy)))).await else {
+            let trouble = Some(Trouble::Lost(format!("no confirmation came within {PATIENCE:?}")));
+            return Landed { flight: Self(None), confirmed: Vec::new(), unsure: batch, trouble };
+        };
         let to = batch.first().map(|copy| copy.to.clone());
         let (confirmed, unsure, trouble) = judge(batch, answers);
         match (&trouble, to) {
@@ -76,6 +84,19 @@ impl Flight {
         let channel = connection.create_channel().await?;
         channel.confirm_select(ConfirmSelectOptions::default()).await?;
         Ok(channel)
+    }
+}
+
+/// Waits for the answers, as long as there may be some; `None` once none is to be expected any more. A node whose queue
+/// moved away may take what is published and never answer; one that is short of memory answers when that is over.
+async fn answered<T>(connection: &Connection, answers: impl Future<Output = T>) -> Option<T> {
+    let mut answers = std::pin::pin!(answers);
+    loop {
+        match tokio::time::timeout(PATIENCE, &mut answers).await {
+            Ok(answers) => return Some(answers),
+            Err(_) if connection.status().blocked() => {}
+            Err(_) => return None,
+        }
     }
 }
 

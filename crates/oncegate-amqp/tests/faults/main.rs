@@ -13,6 +13,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use oncegate_amqp::{RabbitMq, RabbitMqStats};
+use oncegate_core::road::{Reason, Settlement};
+use oncegate_core::source::{Incoming, Limit, Open, Settled, Source};
 use oncegate_core::{Consumer, Guarantee, IdSource, MemoryStore};
 use oncegate_testkit::proxy::Proxy;
 use oncegate_testkit::servers::{RabbitCluster, RabbitServer};
@@ -21,7 +23,7 @@ use load::{Effects, Load};
 
 const QUEUE: &str = "payments";
 /// How long anything may take before the run gives up. How long it took is printed, and judged in the long run.
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(60);
 /// What the long run asks for.
 const BACK_WITHIN: Duration = Duration::from_secs(5);
 
@@ -219,6 +221,42 @@ async fn whatever_a_node_does_nothing_is_lost_doubled_or_refused() {
     })
     .await;
     no_refusals(&server);
+}
+
+/// The channel that dead letters travel on takes what comes and answers nothing, as it may when its queue moves.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "half a minute; cargo xtask faults runs it"]
+async fn a_dead_letter_that_is_never_confirmed_is_published_again() {
+    let server = tokio::task::spawn_blocking(RabbitServer::start).await.expect("no panic").expect("a server");
+    let stats = RabbitMqStats::new();
+    let source = RabbitMq::queue(QUEUE).url(server.url()).stats(stats.clone()).open().await.expect("opened");
+    let mut source: Box<dyn Source> = Box::new(source);
+    let connection = lapin::Connection::connect(&server.url(), lapin::ConnectionProperties::default()).await.expect("a connection");
+    let channel = connection.create_channel().await.expect("a channel");
+    for round in 1..=2 {
+        let options = lapin::options::BasicPublishOptions::default();
+        let sent = channel.basic_publish("".into(), QUEUE.into(), options, b"refused", lapin::BasicProperties::default());
+        sent.await.expect("sent");
+        let mut into = Vec::new();
+        source.receive(Limit { count: 1, bytes: 1 }, &mut into).await.expect("received");
+        let Some(Incoming::Delivery(delivery)) = into.pop() else { panic!("no delivery") };
+        if round == 2 {
+            // All but the one that consumes: the publisher's, and the test's own, which is not needed any more.
+            let program = "Consuming = [proplists:get_value(channel_pid, C) || C <- rabbit_amqqueue:consumers_all(<<\"/\">>)], [sys:suspend(C) || C <- rabbit_channel:list() -- Consuming].";
+            tokio::task::block_in_place(|| server.control(&["-q", "eval", program])).expect("suspended");
+        }
+        source
+            .settle(&mut vec![Settled { delivery, settlement: Settlement::Reject(Reason::Refused), story: None }])
+            .await
+            .expect("settled");
+        let patience = Instant::now() + PATIENCE;
+        while stats.snapshot().copies < round {
+            assert!(Instant::now() < patience, "{:?}", stats.snapshot());
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+    assert!(stats.snapshot().copy_retries > 0, "the channel answered: the test proves nothing");
+    source.close(Instant::now() + Duration::from_secs(10)).await.expect("closed");
 }
 
 /// Three nodes start slowly: it is left to `cargo xtask faults`.
