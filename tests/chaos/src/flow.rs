@@ -10,7 +10,7 @@ use crate::ledger::{Record, What, now};
 use crate::sink::FILE;
 
 /// Over how long effects are counted.
-const SPAN: Duration = Duration::from_secs(1);
+pub const SPAN: Duration = Duration::from_secs(1);
 /// Nine tenths of what comes when nothing is wrong; that is 95 in 100 of the messages, as the others are copies.
 const ENOUGH: f64 = 0.9 * 0.95;
 
@@ -33,7 +33,8 @@ impl Flow {
         Self { path: folder.join(FILE), file: None, enough, rest: Vec::new(), effects: VecDeque::new() }
     }
 
-    /// Whether there were enough effects in the last second, all of them since this moment of the ledger's clock.
+    /// Whether there were enough effects in the last second, and that second began no earlier than at this moment of the
+    /// ledger's clock: a burst is no flow.
     ///
     /// # Errors
     /// What the file system said.
@@ -48,11 +49,11 @@ impl Flow {
             let records = lines.split(|byte| *byte == b'\n').filter_map(|line| serde_json::from_slice::<Record>(line).ok());
             self.effects.extend(records.filter(|record| matches!(record.what, What::Effect { .. })).map(|record| record.at));
         }
-        let from = since.max(now().saturating_sub(u64::try_from(SPAN.as_micros()).unwrap_or(u64::MAX)));
+        let from = now().saturating_sub(u64::try_from(SPAN.as_micros()).unwrap_or(u64::MAX));
         while self.effects.front().is_some_and(|at| *at < from) {
             self.effects.pop_front();
         }
-        Ok(self.effects.len() >= self.enough)
+        Ok(from >= since && self.effects.len() >= self.enough)
     }
 }
 
@@ -62,19 +63,20 @@ mod tests {
     use crate::ledger::{Log, Unique, What};
 
     #[test]
-    fn it_flows_when_there_are_enough_effects() {
+    fn it_flows_when_there_were_enough_effects_for_a_second() {
         let folder = tempfile::tempdir().unwrap();
         let log = Log::open(&folder.path().join(FILE), "sink").unwrap();
         let effects =
             |count| (0..count).map(|_| What::Effect { id: "u-1".into(), consumer: "c0.1".into(), attempt: 1, unique: Unique::Known });
         let mut flow = Flow::over(folder.path(), 100);
-        let since = now();
-        assert!(!flow.flows_since(since).unwrap());
+        let begun = now();
+        // As if it had begun a second before.
+        let before = begun - 1_000_000;
         log.write_all(effects(84));
         log.write(What::Refused { id: "u-1".into(), consumer: "c0.1".into(), attempt: 1 });
-        assert!(!flow.flows_since(since).unwrap());
+        assert!(!flow.flows_since(before).unwrap());
         log.write_all(effects(1));
-        assert!(flow.flows_since(since).unwrap());
-        assert!(!flow.flows_since(now() + 1).unwrap());
+        assert!(!flow.flows_since(begun + 3_600_000_000).unwrap());
+        assert!(flow.flows_since(before).unwrap() || now() - begun > 1_000_000);
     }
 }

@@ -11,6 +11,7 @@ use oncegate_chaos::consume::{self, Broker};
 use oncegate_chaos::ledger::Ledger;
 use oncegate_chaos::report::{Report, Verdict};
 use oncegate_chaos::scenario::{Director, Wish};
+use oncegate_chaos::schedule::Lengths;
 use oncegate_chaos::{Error, Stopping, fleet, sink};
 
 /// Plays real faults on real servers, and counts what becomes of messages.
@@ -43,6 +44,9 @@ struct Arguments {
     /// How many consumers there are.
     #[arg(long, default_value_t = 3)]
     consumers: usize,
+    /// How long faults last, and the pauses between them.
+    #[arg(long, value_enum, default_value_t = Lengths::Full)]
+    lengths: Lengths,
     /// On which broker; on both by default.
     #[arg(long, value_enum)]
     broker: Option<Broker>,
@@ -143,6 +147,7 @@ fn direct(arguments: &Arguments) -> Result<ExitCode, Error> {
             messages: arguments.messages,
             rate: arguments.rate.max(1),
             consumers: arguments.consumers.max(1),
+            lengths: arguments.lengths,
         };
         match arguments.soak {
             Some(minutes) => director.soak(&wish, Duration::from_secs(60 * minutes))?,

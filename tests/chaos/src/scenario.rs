@@ -34,6 +34,8 @@ pub struct Wish {
     pub rate: u32,
     /// How many consumers.
     pub consumers: usize,
+    /// How long faults last.
+    pub lengths: Lengths,
 }
 
 /// Runs scenarios one after the other; servers live as long as this.
@@ -66,7 +68,7 @@ impl Wish {
             rate: self.rate,
             consumers: self.consumers,
             kinds,
-            lengths: Lengths::Full,
+            lengths: self.lengths,
             until: Until::Messages(self.messages),
             at_once,
             percent: None,
