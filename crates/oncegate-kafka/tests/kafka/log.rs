@@ -1,9 +1,8 @@
 //! Logs that were cut or damaged.
 
-use std::collections::BTreeSet;
 use std::io::{Seek, SeekFrom, Write};
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use oncegate_core::source::Open;
 use oncegate_core::{Delivery, Limit, Source, SourceError};
@@ -158,64 +157,4 @@ fn damage(file: &Path, what: &[u8]) {
     let mut file = std::fs::OpenOptions::new().write(true).open(file).expect("a log");
     file.seek(SeekFrom::Start(at as u64)).expect("a place");
     file.write_all(&vec![b'#'; what.len()]).expect("damaged");
-}
-
-/// Takes and accepts what comes within a while; answers which offsets of partition 1 that were, and how many came.
-async fn take(source: &mut KafkaSource, seen: &mut BTreeSet<i64>) -> usize {
-    let mut incoming = Vec::new();
-    let receiving = source.receive(Limit { count: 50, bytes: 1 << 20 }, &mut incoming);
-    if let Ok(received) = tokio::time::timeout(Duration::from_millis(100), receiving).await {
-        received.expect("deliveries");
-    }
-    let deliveries: Vec<Delivery> = incoming.into_iter().filter_map(delivery).collect();
-    seen.extend(deliveries.iter().filter(|it| it.receipt.partition == 1).map(offset));
-    let count = deliveries.len();
-    accept(source, deliveries).await;
-    count
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_rebalance_after_a_log_began_anew_skips_nothing() {
-    let mut server = tokio::task::spawn_blocking(|| KafkaServer::start().expect("a broker")).await.expect("a broker");
-    let topic = Topic::at(server.brokers(), 2).await;
-    topic.send_numbers(1, 50).await;
-    let kafka = || topic.source().create_topics(TopicCreation::Create { partitions: 1, replication: 1 });
-    let mut first = kafka().open().await.expect("a source");
-    let all = receive(&mut first, 50).await;
-    accept(&mut first, all).await;
-    topic.await_commit(1, 50).await;
-    let log = server.directory().join("data").join(format!("{}-1", topic.name));
-    let again = tokio::task::spawn_blocking(move || {
-        server.stop();
-        empty(&log);
-        server.start_again().expect("the broker again");
-        server
-    });
-    let server = again.await.expect("the broker again");
-    topic.send_numbers(1, 10).await;
-    let (mut seen, end) = (BTreeSet::new(), Instant::now() + BOUND);
-    while seen.len() < 10 {
-        assert!(Instant::now() < end, "{seen:?}");
-        take(&mut first, &mut seen).await;
-    }
-    // A partition goes, and librdkafka begins again with the other where it thinks that it stood.
-    let (mut second, mut all) = (kafka().open().await.expect("a source"), 10);
-    while take(&mut second, &mut seen).await == 0 {
-        assert!(Instant::now() < end, "nothing moved");
-        topic.send_numbers(0, 1).await;
-        topic.send_numbers(1, 1).await;
-        all += 1;
-        take(&mut first, &mut seen).await;
-    }
-    topic.send_numbers(1, 60).await;
-    all += 60;
-    while seen.len() < all {
-        let missing = || (0..all as i64).filter(|offset| !seen.contains(offset)).collect::<Vec<_>>();
-        assert!(Instant::now() < end, "skipped: {:?}", missing());
-        take(&mut first, &mut seen).await;
-        take(&mut second, &mut seen).await;
-    }
-    close(first).await;
-    close(second).await;
-    drop(server);
 }
