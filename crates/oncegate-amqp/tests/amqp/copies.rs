@@ -32,10 +32,12 @@ async fn reject_and_release(rig: &Rig, source: &mut RabbitMqSource) {
     source.settle(&mut settled).await.expect("settled");
 }
 
-/// Takes all that stands in a queue: its bodies, and how many messages there were.
+/// Takes all that stands in a queue: its bodies, and how many messages there were. By a connection of its own: the
+/// broker ends one that asks a queue which has just been made, and is not ready.
 async fn empty(rig: &Rig, queue: &str) -> (BTreeSet<Vec<u8>>, usize) {
+    let rig = rig.again().await;
     let (mut bodies, mut count) = (BTreeSet::new(), 0);
-    while let Some(message) = rig.channel.basic_get(queue.into(), BasicGetOptions { no_ack: true }).await.expect("the queue exists") {
+    while let Ok(Some(message)) = rig.channel.basic_get(queue.into(), BasicGetOptions { no_ack: true }).await {
         bodies.insert(message.delivery.data);
         count += 1;
     }

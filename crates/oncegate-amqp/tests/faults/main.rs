@@ -23,7 +23,7 @@ use load::{Effects, Load};
 
 const QUEUE: &str = "payments";
 /// How long anything may take before the run gives up. How long it took is printed, and judged in the long run.
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(120);
 /// What the long run asks for.
 const BACK_WITHIN: Duration = Duration::from_secs(5);
 

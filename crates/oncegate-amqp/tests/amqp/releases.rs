@@ -1,0 +1,98 @@
+//! Deliveries that come back later.
+
+use std::time::{Duration, Instant};
+
+use lapin::BasicProperties;
+use lapin::types::{AMQPValue, FieldTable};
+use oncegate_amqp::{QueueKind, Topology};
+use oncegate_core::source::headers;
+
+use crate::KINDS;
+use crate::rig::*;
+
+#[tokio::test]
+async fn a_short_release_comes_back_after_its_delay_while_others_go_on() {
+    for kind in KINDS {
+        let rig = Rig::new().await;
+        let mut source = open(rig.source(kind)).await;
+        rig.publish("later").await;
+        let later = delivery(&mut source).await;
+        let released = Instant::now();
+        settle(&mut source, later, release(Duration::from_millis(400))).await;
+        rig.publish("now").await;
+        let now = delivery(&mut source).await;
+        assert_eq!((&now.message.body[..], now.failures), (&b"now"[..], 0));
+        settle(&mut source, now, accept()).await;
+        let later = delivery(&mut source).await;
+        assert_eq!((&later.message.body[..], later.failures), (&b"later"[..], 1));
+        let after = released.elapsed();
+        assert!(after >= Duration::from_millis(400) && after < Duration::from_secs(2), "{after:?}");
+        settle(&mut source, later, accept()).await;
+        close(source).await;
+        rig.becomes_empty(&rig.queue).await;
+        rig.done().await;
+    }
+}
+
+#[tokio::test]
+async fn a_release_that_waits_at_shutdown_keeps_its_delay_and_its_count() {
+    for kind in KINDS {
+        let rig = Rig::new().await;
+        let mut source = open(rig.source(kind)).await;
+        let mut table = FieldTable::default();
+        table.insert("mine".into(), AMQPValue::LongString("kept".into()));
+        let properties = BasicProperties::default().with_headers(table).with_expiration("60000".into()).with_message_id("m".into());
+        rig.publish_with("later", properties).await;
+        let later = delivery(&mut source).await;
+        let released = Instant::now();
+        settle(&mut source, later, release(Duration::from_millis(900))).await;
+        close(source).await;
+        let mut again = open(rig.source(kind)).await;
+        let later = delivery(&mut again).await;
+        assert!(released.elapsed() >= Duration::from_millis(900), "{:?}", released.elapsed());
+        assert_eq!((&later.message.body[..], later.failures), (&b"later"[..], 1));
+        assert_eq!(later.message.headers.last("mine"), Some(&b"kept"[..]));
+        assert_eq!(later.message.message_id.as_deref(), Some(&b"m"[..]));
+        assert!(later.message.headers.last(headers::FIRST_SEEN).is_some());
+        settle(&mut again, later, accept()).await;
+        close(again).await;
+        rig.becomes_empty(&rig.queue).await;
+        rig.done().await;
+    }
+}
+
+#[tokio::test]
+async fn a_long_release_waits_in_a_delay_queue_and_not_in_the_prefetch() {
+    let rig = Rig::new().await;
+    let mut source = open(rig.source(QueueKind::Quorum).prefetch(1)).await;
+    rig.publish("later").await;
+    let later = delivery(&mut source).await;
+    settle(&mut source, later, release(Duration::from_secs(20))).await;
+    rig.publish("now").await;
+    let now = delivery(&mut source).await;
+    assert_eq!(&now.message.body[..], b"now");
+    settle(&mut source, now, accept()).await;
+    close(source).await;
+    let copy = rig.take(&format!("{}.delay.30000", rig.queue)).await;
+    assert_eq!(header(&copy.delivery, headers::FAILURES).as_deref(), Some("1"));
+    rig.becomes_empty(&rig.queue).await;
+    rig.done().await;
+}
+
+#[tokio::test]
+async fn a_release_without_delay_queues_waits_in_memory() {
+    let rig = Rig::new().await;
+    close(open(rig.source(QueueKind::Classic)).await).await;
+    let mut source = open(rig.source(QueueKind::Classic).topology(Topology::Trust)).await;
+    rig.publish("later").await;
+    let later = delivery(&mut source).await;
+    let released = Instant::now();
+    settle(&mut source, later, release(Duration::from_secs(6))).await;
+    let later = delivery(&mut source).await;
+    assert!(released.elapsed() >= Duration::from_secs(6));
+    assert_eq!(later.failures, 1);
+    settle(&mut source, later, accept()).await;
+    close(source).await;
+    rig.becomes_empty(&rig.queue).await;
+    rig.done().await;
+}
