@@ -326,7 +326,7 @@ impl Kafka {
             .set("group.id", &self.group)
             .set("fetch.queue.backoff.ms", "10")
             // Read ahead of us, for each partition. librdkafka's own 100,000 messages and 64 MB are memory and no speed.
-            .set("queued.min.messages", "5000")
+            .set("queued.min.messages", "10000")
             .set("queued.max.messages.kbytes", "16384")
             .set("isolation.level", "read_committed")
             .set("auto.commit.interval.ms", "1000");

@@ -157,6 +157,7 @@ impl Rig {
             })
             .count();
         Judgement {
+            all: all.len(),
             lost: all.difference(&judged).count(),
             effects_twice: twice(&effects),
             starts_twice: twice(&starts),
@@ -225,8 +226,9 @@ impl Rig {
 }
 
 /// What became of all messages.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub(crate) struct Judgement {
+    pub(crate) all: usize,
     pub(crate) lost: usize,
     pub(crate) effects_twice: usize,
     pub(crate) starts_twice: usize,
@@ -268,7 +270,7 @@ impl Member {
     /// Drains it.
     pub(crate) async fn leave(mut self) {
         self.signal(Signal::TERM);
-        let end = Instant::now() + Duration::from_secs(60);
+        let end = Instant::now() + Duration::from_secs(120);
         while self.0.try_wait().expect("it was started here").is_none() {
             assert!(Instant::now() < end, "it does not end");
             tokio::time::sleep(LOOK_EVERY).await;
