@@ -11,7 +11,7 @@ use oncegate::{
     Consumer, Context, Failure, Guarantee, Handler, IdSource, Kafka, Knows, Open, RabbitMq, Reconciled, Redis, TopicCreation, async_trait,
 };
 use serde::{Deserialize, Serialize};
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::Error;
 use crate::check::Promise;
@@ -90,6 +90,8 @@ pub struct Arguments {
 pub async fn run(arguments: Arguments) -> Result<(), Error> {
     let filter = tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "info".into());
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false).init();
+    // Before its file of the ledger is there: whoever sees that knows that it can be told to drain.
+    let terminate = signal(SignalKind::terminate())?;
     let log = Arc::new(Log::open(&arguments.folder.join(format!("{}.jsonl", arguments.name)), &arguments.name)?);
     note_stalls(Arc::clone(&log));
     let sink = Sink::connect(arguments.sink, &arguments.name).await?;
@@ -101,22 +103,21 @@ pub async fn run(arguments: Arguments) -> Result<(), Error> {
                 .create_topics(TopicCreation::Create { partitions: 1, replication: 1 })
                 .property("session.timeout.ms", "6000")
                 .property("heartbeat.interval.ms", "1000");
-            consume(source, &arguments, sink, log).await
+            consume(source, &arguments, sink, log, terminate).await
         }
         Broker::Rabbitmq => {
             let source = RabbitMq::queue(&arguments.from).url(&arguments.url);
-            consume(source, &arguments, sink, log).await
+            consume(source, &arguments, sink, log, terminate).await
         }
     }
 }
 
-async fn consume(source: impl Open, arguments: &Arguments, sink: Sink, log: Arc<Log>) -> Result<(), Error> {
+async fn consume(source: impl Open, arguments: &Arguments, sink: Sink, log: Arc<Log>, mut terminate: Signal) -> Result<(), Error> {
     let guarantee = match arguments.guarantee {
         Promise::AtMostOnce => Guarantee::AtMostOnce,
         Promise::EffectivelyOnce => Guarantee::EffectivelyOnce,
         Promise::Bare => Guarantee::Bare,
     };
-    let mut terminate = signal(SignalKind::terminate())?;
     Consumer::builder()
         .source(Recorded::new(source, Arc::clone(&log)))
         .store(Recorded::new(Redis::at(&arguments.redis), Arc::clone(&log)))
@@ -177,6 +178,10 @@ impl Handler for Effects {
             Fate::Hang => {
                 running.how = Ending::Dropped;
                 std::future::pending().await
+            }
+            Fate::Abort => {
+                self.log.write(What::Aborting { id: id.to_owned() });
+                std::process::abort()
             }
             Fate::Work => {}
         }

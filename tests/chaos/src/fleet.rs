@@ -3,7 +3,7 @@
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
-use std::os::unix::process::ExitStatusExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -120,6 +120,7 @@ impl Fleet {
     /// # Errors
     /// What the system said.
     pub fn terminate(&self, slot: &mut Slot) -> Result<(), Error> {
+        self.until_it_listens(slot)?;
         slot.signal(Signal::TERM)?;
         self.ended(slot, Instant::now())
     }
@@ -130,9 +131,21 @@ impl Fleet {
     /// What the system said.
     pub fn terminate_all(&self) -> Result<(), Error> {
         let mut slots: Vec<_> = (0..self.size()).map(|number| self.slot(number)).collect();
+        slots.iter_mut().try_for_each(|slot| self.until_it_listens(slot))?;
         slots.iter().try_for_each(|slot| slot.signal(Signal::TERM))?;
         let since = Instant::now();
         slots.iter_mut().try_for_each(|slot| self.ended(slot, since))
+    }
+
+    /// A process that was just started would be ended by a signal that tells it to drain. Its file of the ledger is there once
+    /// it is not; see [`consume::run`](crate::consume::run).
+    fn until_it_listens(&self, slot: &mut Slot) -> Result<(), Error> {
+        let Some(process) = &mut slot.process else { return Ok(()) };
+        let (file, since) = (self.folder.join(format!("{}.jsonl", process.name)), Instant::now());
+        while !file.exists() && process.child.try_wait()?.is_none() && since.elapsed() < PATIENCE {
+            std::thread::sleep(LOOK);
+        }
+        Ok(())
     }
 
     fn ended(&self, slot: &mut Slot, since: Instant) -> Result<(), Error> {
@@ -257,7 +270,9 @@ impl SinkProcess {
 
 /// This program, with its messages in a file. Its standard input is a pipe from us.
 fn this_program(log: &Path) -> Result<Command, Error> {
-    let mut command = Command::new(std::env::current_exe()?);
+    // Not by its path: what lies there may be a newer build by now.
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0("oncegate-chaos");
     let log: File = OpenOptions::new().append(true).create(true).open(log)?;
     command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(log);
     Ok(command)

@@ -124,6 +124,11 @@ pub enum What {
         /// For how long.
         ms: u64,
     },
+    /// A consumer is about to abort, because a message says so: its process ends with SIGABRT.
+    Aborting {
+        /// The message's.
+        id: String,
+    },
     /// The player began or ended a fault.
     Fault {
         /// A number of its own among the faults of the run.
@@ -288,6 +293,7 @@ impl What {
             | Self::Started { id, .. }
             | Self::Ended { id, .. }
             | Self::Settled { id, .. }
+            | Self::Aborting { id }
             | Self::Aside { id, .. }
             | Self::Marker { id, .. } => Some(id),
             Self::Stalled { .. } | Self::Fault { .. } | Self::Gone { .. } | Self::Left { .. } | Self::ChannelRefused { .. } => None,

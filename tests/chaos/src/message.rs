@@ -36,15 +36,18 @@ pub enum Fate {
     Panic,
     /// It never ends.
     Hang,
+    /// It makes the process abort.
+    Abort,
 }
 
 impl Fate {
-    /// Of a message by its id: those that never work begin with `fail-`, `panic-` or `hang-`.
+    /// Of a message by its id: those that never work begin with `fail-`, `panic-`, `hang-` or `abort-`.
     pub fn of(id: &str) -> Self {
         match id.split_once('-').map(|(before, _)| before) {
             Some("fail") => Self::Fail,
             Some("panic") => Self::Panic,
             Some("hang") => Self::Hang,
+            Some("abort") => Self::Abort,
             _ => Self::Work,
         }
     }
@@ -56,14 +59,25 @@ impl Fate {
 pub struct Messages {
     random: fastrand::Rng,
     next: u64,
+    aborts: Aborts,
     /// Copies to be sent, and after which message.
     copies: Vec<(u64, Outgoing)>,
 }
 
+/// Whether there are messages that make a consumer abort: each ends several consumers until it is given up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Aborts {
+    /// None.
+    Never,
+    /// One in each 4,000.
+    Some,
+}
+
 impl Messages {
     /// By this seed.
-    pub fn new(seed: u64) -> Self {
-        Self { random: fastrand::Rng::with_seed(seed ^ 0x6d65_7373_6167_6573), next: 0, copies: Vec::new() }
+    pub fn new(seed: u64, aborts: Aborts) -> Self {
+        Self { random: fastrand::Rng::with_seed(seed ^ 0x6d65_7373_6167_6573), next: 0, aborts, copies: Vec::new() }
     }
 
     /// How many different ones there were so far.
@@ -101,6 +115,7 @@ impl Iterator for Messages {
         // What hangs comes early: each of its attempts takes as long as a handler may.
         let message = match (number, self.random.u16(0..1_000)) {
             (50 | 150, _) => without_key("hang"),
+            (number, _) if self.aborts == Aborts::Some && number % 4_000 == 300 => without_key("abort"),
             (_, 0..3) => without_key("fail"),
             (_, 3..6) => without_key("panic"),
             (_, 6..500) => without_key("u"),
@@ -126,17 +141,17 @@ mod tests {
 
     #[test]
     fn a_seed_makes_the_same_messages() {
-        let first = |seed| Messages::new(seed).take(500).collect::<Vec<_>>();
+        let first = |seed| Messages::new(seed, Aborts::Never).take(500).collect::<Vec<_>>();
         assert_eq!(first(1), first(1));
         assert_ne!(first(1), first(2));
     }
 
     #[test]
     fn there_is_something_of_everything() {
-        let messages: Vec<Outgoing> = Messages::new(3).take(5_000).collect();
+        let messages: Vec<Outgoing> = Messages::new(3, Aborts::Some).take(5_000).collect();
         let different: HashSet<&str> = messages.iter().map(|it| it.id.as_str()).collect();
         assert!((150..250).contains(&(messages.len() - different.len())), "copies: {}", messages.len() - different.len());
-        for fate in [Fate::Work, Fate::Fail, Fate::Panic, Fate::Hang] {
+        for fate in [Fate::Work, Fate::Fail, Fate::Panic, Fate::Hang, Fate::Abort] {
             assert!(messages.iter().any(|it| Fate::of(&it.id) == fate), "{fate:?}");
         }
         let keyed = messages.iter().filter(|it| it.key.is_some()).count();
@@ -146,7 +161,7 @@ mod tests {
     #[test]
     fn a_copy_stands_before_whatever_has_its_key_and_was_sent_later() {
         let mut latest = std::collections::HashMap::new();
-        for message in Messages::new(5).take(5_000) {
+        for message in Messages::new(5, Aborts::Some).take(5_000) {
             if let Some(key) = message.key {
                 let before = latest.insert(key, message.id.clone());
                 assert!(before.is_none_or(|before| before <= message.id));

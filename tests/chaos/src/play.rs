@@ -16,7 +16,7 @@ use crate::consume::Broker;
 use crate::fleet::{Faults, Fleet, SinkProcess};
 use crate::flow::{Flow, SPAN};
 use crate::ledger::{Ledger, Log, What};
-use crate::message::Messages;
+use crate::message::{Aborts, Messages};
 use crate::report::{Recovery, Report, Run};
 use crate::schedule::{Kind, LEASE, Lengths, Planned, Schedule};
 use crate::stage::{Scene, Stage};
@@ -60,6 +60,8 @@ pub struct Plan {
     pub until: Until,
     /// How many faults there are at a time.
     pub at_once: AtOnce,
+    /// Whether messages make consumers abort.
+    pub aborts: Aborts,
     /// How many replies in 100 are lost, if not as the schedule has it.
     pub percent: Option<u8>,
 }
@@ -324,7 +326,7 @@ enum Rested {
 }
 
 async fn publish(plan: Plan, wire: Arc<Wire>, log: Arc<Log>, enough: Arc<AtomicBool>) -> Result<(), Error> {
-    let mut messages = Messages::new(plan.seed);
+    let mut messages = Messages::new(plan.seed, plan.aborts);
     let (begun, mut sent) = (Instant::now(), 0_u64);
     let mut ticks = tokio::time::interval(TICK);
     // What could not be sent while the broker was away is not made up for in a burst.

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::check::Promise;
 use crate::consume::Broker;
+use crate::message::Aborts;
 use crate::play::{AtOnce, Plan, Until, play};
 use crate::report::{Report, Verdict};
 use crate::schedule::{ANYWHERE, KAFKA, Kind, Lengths, RABBITMQ};
@@ -56,10 +57,10 @@ pub enum Keep {
 
 impl Wish {
     fn plan(&self, broker: Broker, promise: Promise) -> Result<Plan, Error> {
-        let (kinds, at_once) = match self.name.as_str() {
-            "mixed" => (all(broker), AtOnce::One),
-            "pairs" => (all(broker), AtOnce::Two),
-            name => (vec![name.parse::<Kind>()?], AtOnce::One),
+        let (kinds, at_once, aborts) = match self.name.as_str() {
+            "mixed" => (all(broker), AtOnce::One, Aborts::Some),
+            "pairs" => (all(broker), AtOnce::Two, Aborts::Some),
+            name => (vec![name.parse::<Kind>()?], AtOnce::One, Aborts::Never),
         };
         Ok(Plan {
             scenario: self.name.clone(),
@@ -71,6 +72,7 @@ impl Wish {
             lengths: self.lengths,
             until: Until::Messages(self.messages),
             at_once,
+            aborts,
             percent: None,
         })
     }
@@ -130,32 +132,36 @@ impl<'a> Director<'a> {
         }
     }
 
-    /// Each kind of fault once, on both brokers, and the negative control: under four minutes.
+    /// Each kind of fault once, on both brokers side by side, and the negative control on each: under four minutes.
     ///
     /// # Errors
     /// If a run could not be played, or the control could not be seen to lose.
-    pub fn smoke(&mut self, seed: u64) -> Result<Report, Error> {
+    pub fn smoke(&self, seed: u64) -> Result<Report, Error> {
         use Kind::*;
         let on_kafka = vec![KillConsumer, FreezeConsumer, TerminateConsumer, KillRedis, KillKafka, FreezeKafka];
         let on_rabbit = [KillConsumer, RollingRestart, FreezeRedis, DropReplies, DarkRedis, ResetRedis];
         let on_rabbit: Vec<Kind> = on_rabbit.into_iter().chain(RABBITMQ).collect();
         // By the seed, so that each broker comes to each promise.
-        let [first, second] = if seed.is_multiple_of(2) {
-            [Promise::EffectivelyOnce, Promise::AtMostOnce]
-        } else {
-            [Promise::AtMostOnce, Promise::EffectivelyOnce]
-        };
-        let mut sum = None;
-        for (broker, promise, kinds) in [(Broker::Kafka, first, on_kafka), (Broker::Rabbitmq, second, on_rabbit)] {
+        let mut promises = [Promise::AtMostOnce, Promise::EffectivelyOnce];
+        promises.rotate_left(usize::from(seed.is_multiple_of(2)));
+        let run = |broker, promise, kinds: Vec<Kind>| -> Result<Report, Error> {
+            let mut director = Director::new(&self.folder, self.stopping);
             let until = Until::Faults(kinds.len());
-            add(&mut sum, self.play(broker, &short(promise, seed, kinds, until), Keep::Everything)?);
+            let report = director.play(broker, &short(promise, seed, kinds, until), Keep::Everything)?;
             let control = short(Promise::Bare, seed, vec![DropReplies], Until::Faults(1));
-            let control = self.play(broker, &control, Keep::Everything)?;
-            if control.verdict() != Verdict::SeenToLose {
-                return Err(format!("the negative control lost nothing, so the harness sees nothing: {}", control.line()).into());
+            let control = director.play(broker, &control, Keep::Everything)?;
+            match control.verdict() {
+                Verdict::SeenToLose => Ok(report),
+                _ => Err(format!("the negative control lost nothing, so the harness sees nothing: {}", control.line()).into()),
             }
-        }
-        sum.ok_or_else(|| "nothing was run".into())
+        };
+        std::thread::scope(|scope| {
+            let kafka = scope.spawn(|| run(Broker::Kafka, promises[0], on_kafka));
+            let rabbit = run(Broker::Rabbitmq, promises[1], on_rabbit);
+            let mut sum: Report = kafka.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+            sum.add(rabbit?);
+            Ok(sum)
+        })
     }
 
     fn play(&mut self, broker: Broker, plan: &Plan, keep: Keep) -> Result<Report, Error> {
@@ -196,6 +202,7 @@ fn short(promise: Promise, seed: u64, kinds: Vec<Kind>, until: Until) -> Plan {
         lengths: Lengths::Short,
         until,
         at_once: AtOnce::One,
+        aborts: Aborts::Never,
         percent: Some(SMOKE_PERCENT),
     }
 }

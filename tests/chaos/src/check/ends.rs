@@ -3,6 +3,9 @@
 use super::{Finder, Invariant};
 use crate::ledger::{Sent, What};
 
+/// How a process ends that aborts.
+const ABORTED: &str = "signal 6";
+
 pub(super) fn check(finder: &mut Finder<'_>) {
     let bound = finder.rules.drain.as_millis() + 1_000;
     for record in finder.ledger.records() {
@@ -14,6 +17,8 @@ pub(super) fn check(finder: &mut Finder<'_>) {
                 finder.found(Invariant::I14, Some(id), format!("its marker was left in progress: {record}"));
             }
             What::ChannelRefused { line } => finder.found(Invariant::I8, None, line.clone()),
+            // As a message told it to, whatever it was told by the player.
+            What::Gone { consumer, status, .. } if status == ABORTED && finder.windows.aborted(consumer).is_some() => {}
             What::Gone { consumer, after: Sent::Nothing, status, .. } => {
                 finder.found(Invariant::Exit, None, format!("{consumer} ended by itself: {status}"));
             }

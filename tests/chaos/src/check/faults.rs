@@ -10,6 +10,8 @@ use crate::ledger::{Edge, Ledger, What};
 pub(crate) const FREEZE: &str = "freeze-consumer";
 /// What a consumer calls it when it did not run though nobody froze it.
 const STALL: &str = "stall";
+/// What it is called when a message makes a consumer abort.
+const ABORT: &str = "abort";
 
 /// From when to when something was wrong, and with whom.
 #[derive(Debug)]
@@ -47,6 +49,10 @@ impl Windows {
                     kind: STALL.to_owned(),
                     target: Some(record.by.clone()),
                 }),
+                // Nothing of this process comes after that.
+                What::Aborting { .. } => {
+                    windows.push(Window { from: record.at, to: u64::MAX, kind: ABORT.to_owned(), target: Some(record.by.clone()) })
+                }
                 _ => {}
             }
         }
@@ -70,6 +76,12 @@ impl Windows {
         let of_a_server = |window: &&Window| window.target.is_none();
         let found = self.0.iter().filter(meanwhile).find(own).or_else(|| self.0.iter().filter(meanwhile).find(of_a_server));
         found.map(|window| window.kind.as_str())
+    }
+
+    /// When a consumer aborted, if it did.
+    pub(super) fn aborted(&self, consumer: &str) -> Option<u64> {
+        let of_it = |window: &&Window| window.kind == ABORT && window.target.as_deref() == Some(consumer);
+        self.0.iter().find(of_it).map(|window| window.from)
     }
 
     /// For how many microseconds of this stretch a consumer ran.

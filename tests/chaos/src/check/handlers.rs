@@ -58,6 +58,9 @@ fn runs<'a>(finder: &Finder<'a>, id: &str) -> Vec<Run<'a>> {
 /// When a process ended, and with it all that ran in it.
 fn gone(finder: &Finder<'_>, by: &str) -> u64 {
     let records = finder.ledger.records();
+    if let Some(aborted) = finder.windows.aborted(by) {
+        return aborted;
+    }
     let gone = records.iter().find(|record| matches!(&record.what, What::Gone { consumer, .. } if consumer == by));
     gone.or(records.last()).map_or(0, |record| record.at)
 }

@@ -312,6 +312,24 @@ fn a_consumer_ends_only_when_told_to_well_and_in_time() {
 }
 
 #[test]
+fn a_consumer_that_a_message_makes_abort_is_the_cause_of_what_it_had_begun() {
+    let story = |aborts: bool| {
+        let story = Story::default().sent("u-1").start(10, "c0.1", "u-1", 1).effect(15, "c0.1", "u-1", 1, Unique::Accepted);
+        let story = if aborts { story.at(16, "c0.1", What::Aborting { id: "abort-7".into() }) } else { story };
+        story.start(2_100, "c1.1", "u-1", 2).effect(2_150, "c1.1", "u-1", 2, Unique::Known).end(2_200, "c1.1", "u-1", Ending::Ok).gone(
+            9_000,
+            "c0.1",
+            Sent::Nothing,
+            "signal 6",
+            0,
+        )
+    };
+    assert_eq!(story(true).breaks(&RULES), []);
+    let without: Vec<Invariant> = story(false).breaks(&RULES).into_iter().map(|(invariant, _)| invariant).collect();
+    assert_eq!(without, [Invariant::I3, Invariant::I4, Invariant::Exit]);
+}
+
+#[test]
 fn bare_is_held_to_nothing_but_what_it_must_be_seen_to_break() {
     let story =
         Story::default().sent("u-1").handled(10, "c0.1", "u-1").handled(12, "c1.1", "u-1").at(99, "player", What::Left { count: 1 });
