@@ -46,15 +46,7 @@ impl KafkaServer {
     /// # Errors
     /// [`ServerError`], with the end of the server's log, when it does not start or cannot be fetched.
     pub fn start() -> Result<Self, ServerError> {
-        Self::start_with(None, &[])
-    }
-
-    /// The same, with properties of its own for the broker, say `log.retention.check.interval.ms` and `1000`.
-    ///
-    /// # Errors
-    /// As [`KafkaServer::start`].
-    pub fn start_configured(properties: &[(&str, &str)]) -> Result<Self, ServerError> {
-        Self::start_with(None, properties)
+        Self::start_with(None)
     }
 
     /// Starts a broker with every [`KafkaDoor`]: by the plain one a test's own tools come in. Its certificate is for
@@ -63,16 +55,16 @@ impl KafkaServer {
     /// # Errors
     /// As [`KafkaServer::start`], or when no certificate can be made.
     pub fn start_secured(user: KafkaUser) -> Result<Self, ServerError> {
-        Self::start_with(Some(user), &[])
+        Self::start_with(Some(user))
     }
 
-    fn start_with(user: Option<KafkaUser>, configured: &[(&str, &str)]) -> Result<Self, ServerError> {
+    fn start_with(user: Option<KafkaUser>) -> Result<Self, ServerError> {
         let [controller] = free_ports().map_err(|source| io("find free ports", source))?;
-        Self::start_in(&Quorum { controllers: vec![controller], node: 0 }, user, configured)
+        Self::start_in(&Quorum { controllers: vec![controller], node: 0 }, user)
     }
 
     /// Starts one node of several, which answers once most of them are there.
-    pub(crate) fn start_in(quorum: &Quorum, user: Option<KafkaUser>, configured: &[(&str, &str)]) -> Result<Self, ServerError> {
+    pub(crate) fn start_in(quorum: &Quorum, user: Option<KafkaUser>) -> Result<Self, ServerError> {
         let class_path = fetch_kafka()?.join("*");
         let [port, tls, mutual, login] = free_ports().map_err(|source| io("find free ports", source))?;
         let doors = user.as_ref().map(|_| KafkaDoor::SECURED.into_iter().zip([tls, mutual, login]).collect()).unwrap_or_default();
@@ -84,7 +76,6 @@ impl KafkaServer {
             kafka_doors::make_certificates(Kafka::NAME, directory.path())?;
             written += &kafka_doors::properties(user, directory.path());
         }
-        written.extend(configured.iter().map(|(key, value)| format!("{key}={value}\n")));
         write(Kafka::NAME, &directory.path().join("server.properties"), &written)?;
         kafka.format(directory.path())?;
         Self::launch(kafka, directory)

@@ -22,7 +22,7 @@ impl KafkaServers {
         let nodes = std::thread::scope(|scope| {
             let starting = (0..controllers.len()).map(|node| {
                 let quorum = Quorum { controllers: controllers.to_vec(), node };
-                scope.spawn(move || KafkaServer::start_in(&quorum, None, &[]))
+                scope.spawn(move || KafkaServer::start_in(&quorum, None))
             });
             let starting: Vec<_> = starting.collect();
             starting.into_iter().map(|it| it.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect::<Result<Vec<_>, _>>()
