@@ -111,7 +111,7 @@ fn run(mut arguments: Arguments) -> Result<ExitCode, Error> {
                 let report = read(&path)?;
                 match &mut sum {
                     None => sum = Some(report),
-                    Some(sum) => sum.add(report),
+                    Some(sum) => sum.add(report)?,
                 }
             }
             let sum = sum.ok_or("no reports were named")?;

@@ -1,6 +1,6 @@
 //! What a run says of itself, for people (Markdown) and for programs (JSON).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::io;
 use std::path::Path;
@@ -69,6 +69,11 @@ pub enum Verdict {
     Blind,
 }
 
+/// Only one of two reports is of `bare`, which loses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("runs of bare are not added to others: what they lose would count")]
+pub struct Unlike;
+
 impl Verdict {
     /// Whether the run is as it should be.
     pub fn is_right(self) -> bool {
@@ -90,8 +95,7 @@ impl Report {
 
     /// What is said of the run, or of all of them: `bare` alone is judged by whether it lost.
     pub fn verdict(&self) -> Verdict {
-        let bare = self.runs.iter().all(|run| run.rules.promise == Promise::Bare);
-        match (bare, self.counts.lost, self.violated.is_empty()) {
+        match (self.is_of_bare(), self.counts.lost, self.violated.is_empty()) {
             (true, 0, _) => Verdict::Blind,
             (true, _, _) => Verdict::SeenToLose,
             (false, _, true) => Verdict::Held,
@@ -99,8 +103,19 @@ impl Report {
         }
     }
 
-    /// Adds another report. Runs of `bare` are not to be added to others: what they lose would count.
-    pub fn add(&mut self, other: Self) {
+    /// Whether all its runs are of `bare`.
+    fn is_of_bare(&self) -> bool {
+        self.runs.iter().all(|run| run.rules.promise == Promise::Bare)
+    }
+
+    /// Adds another report.
+    ///
+    /// # Errors
+    /// [`Unlike`], and nothing is added.
+    pub fn add(&mut self, other: Self) -> Result<(), Unlike> {
+        if self.is_of_bare() != other.is_of_bare() {
+            return Err(Unlike);
+        }
         let Self { runs, counts, recovery, looked_for, violated, violations } = other;
         self.runs.extend(runs);
         add_counts(&mut self.counts, counts);
@@ -112,6 +127,7 @@ impl Report {
         add_all(&mut self.violated, violated);
         self.violations.extend(violations);
         self.violations.truncate(TOLD);
+        Ok(())
     }
 
     /// One line: what was run, and how it ended.
@@ -207,7 +223,7 @@ impl Report {
         for Run { scenario, broker, seed, rules, seconds, .. } in &self.runs {
             writeln!(text, "| {scenario} | {broker} | {} | {seed} | {seconds} |", name(rules.promise))?;
         }
-        let versions: BTreeMap<&String, &String> = self.runs.iter().flat_map(|run| &run.versions).collect();
+        let versions: BTreeSet<(&String, &String)> = self.runs.iter().flat_map(|run| &run.versions).collect();
         let versions: Vec<String> = versions.into_iter().map(|(what, version)| format!("{what} {version}")).collect();
         write!(text, "\nVersions: {}.\n\n", versions.join(", "))
     }
@@ -285,7 +301,8 @@ mod tests {
     #[test]
     fn reports_add_up() {
         let mut sum = report(Promise::AtMostOnce, 0, vec![]);
-        sum.add(report(Promise::EffectivelyOnce, 1, vec![loss()]));
+        sum.add(report(Promise::EffectivelyOnce, 1, vec![loss()])).unwrap();
+        assert_eq!(sum.add(report(Promise::Bare, 1, vec![loss()])), Err(Unlike));
         assert_eq!((sum.counts.acknowledged, sum.counts.lost, sum.counts.faults["kill-redis"], sum.runs.len()), (600, 1, 4, 2));
         assert_eq!((sum.recovery["kill-redis"].times, sum.looked_for[&Invariant::I2], sum.looked_for[&Invariant::I1]), (4, 1, 2));
         assert_eq!((sum.violated[&Invariant::I1], sum.verdict()), (1, Verdict::Broken));

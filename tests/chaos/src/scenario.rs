@@ -104,7 +104,7 @@ impl<'a> Director<'a> {
         let runs: Vec<(Broker, Promise)> = wish.brokers.iter().flat_map(|broker| wish.promises.iter().map(|it| (*broker, *it))).collect();
         let mut sum = None;
         for (broker, promise) in runs.into_iter().filter(|(broker, _)| wish.is_of(*broker)) {
-            add(&mut sum, self.play(broker, &wish.plan(broker, promise)?, Keep::Everything)?);
+            add(&mut sum, self.play(broker, &wish.plan(broker, promise)?, Keep::Everything)?)?;
         }
         sum.ok_or_else(|| "there is nothing to run: this fault is one of another broker".into())
     }
@@ -120,7 +120,7 @@ impl<'a> Director<'a> {
             for broker in wish.brokers.clone().into_iter().filter(|broker| wish.is_of(*broker)) {
                 // One promise a round: the time is for many seeds.
                 let promise = wish.promises[usize::try_from(wish.seed)? % wish.promises.len()];
-                add(&mut sum, self.play(broker, &wish.plan(broker, promise)?, Keep::Reports)?);
+                add(&mut sum, self.play(broker, &wish.plan(broker, promise)?, Keep::Reports)?)?;
                 if let (Some(sum), true) = (sum.as_ref(), Instant::now() >= until) {
                     return Ok(Report::clone(sum));
                 }
@@ -159,7 +159,7 @@ impl<'a> Director<'a> {
             let kafka = scope.spawn(|| run(Broker::Kafka, promises[0], on_kafka));
             let rabbit = run(Broker::Rabbitmq, promises[1], on_rabbit);
             let mut sum: Report = kafka.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-            sum.add(rabbit?);
+            sum.add(rabbit?)?;
             Ok(sum)
         })
     }
@@ -207,9 +207,12 @@ fn short(promise: Promise, seed: u64, kinds: Vec<Kind>, until: Until) -> Plan {
     }
 }
 
-fn add(sum: &mut Option<Report>, report: Report) {
+fn add(sum: &mut Option<Report>, report: Report) -> Result<(), Error> {
     match sum {
-        Some(sum) => sum.add(report),
-        None => *sum = Some(report),
+        Some(sum) => Ok(sum.add(report)?),
+        None => {
+            *sum = Some(report);
+            Ok(())
+        }
     }
 }
