@@ -3,7 +3,7 @@
 //! One is shared: it has a birth that no other has, which ends when the keys are gone. Each process has a count besides,
 //! counted up with each look and, as the last write, with each pipeline of claims at most once. What a crash or a failover
 //! loses is the end of what was written; so a process whose count is all there has all of its claims there. One whose count
-//! is behind ends the birth, for the others to see.
+//! is behind ends the birth, for the others to see. It does not count up before it has read that it is behind.
 
 use std::time::Duration;
 
@@ -50,24 +50,25 @@ pub(crate) fn own(prefix: &[u8], process: Token) -> Vec<u8> {
     [prefix, b"!canary:", record::token(process).as_bytes(), b":"].concat()
 }
 
-/// The two commands of a look: a birth for who has none, or still has the one that is to end; and the count.
-pub(crate) fn look(keys: &Keys, ends: Option<&[u8]>) -> [Cmd; 2] {
+/// The two commands of a look: a birth for who has none, or still has the one that is to end; and the count, which is to be
+/// `least` before it is counted up.
+pub(crate) fn look(keys: &Keys, ends: Option<&[u8]>, least: u64) -> [Cmd; 2] {
     let mut birth = Cmd::new();
     birth.arg("EVAL").arg(include_str!("canary_birth.lua")).arg(1).arg(&keys.shared);
     birth.arg(record::token(Token::random())).arg(record::expiry(UNRESOLVED_AT_MOST_ONCE)).arg(ends.unwrap_or_default());
-    [birth, count_up(keys)]
+    [birth, count_up(keys, least)]
 }
 
 /// The two commands that follow claims.
-pub(crate) fn follow(keys: &Keys) -> [Cmd; 2] {
+pub(crate) fn follow(keys: &Keys, least: u64) -> [Cmd; 2] {
     let mut birth = Cmd::new();
     birth.arg("GET").arg(&keys.shared);
-    [birth, count_up(keys)]
+    [birth, count_up(keys, least)]
 }
 
-fn count_up(keys: &Keys) -> Cmd {
+fn count_up(keys: &Keys, least: u64) -> Cmd {
     let mut count = Cmd::new();
-    count.arg("EVAL").arg(include_str!("canary_count.lua")).arg(1).arg(&keys.own).arg(record::expiry(COUNT_EXPIRES));
+    count.arg("EVAL").arg(include_str!("canary_count.lua")).arg(1).arg(&keys.own).arg(record::expiry(COUNT_EXPIRES)).arg(least);
     count
 }
 

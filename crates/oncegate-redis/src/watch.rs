@@ -89,7 +89,7 @@ struct Shown {
 pub(crate) struct Asked {
     pub(crate) keys: Keys,
     birth: Birth,
-    least: u64,
+    pub(crate) least: u64,
 }
 
 /// Whether a count is one that must not be lost.
@@ -173,9 +173,9 @@ impl Watch {
         let asked = keys.map(|keys| self.asks(keys));
         let mut pipeline = Pipeline::with_capacity(3);
         pipeline.cmd("INFO");
-        if let Some(Asked { keys, birth, .. }) = &asked {
+        if let Some(Asked { keys, birth, least }) = &asked {
             let ends = birth.birth.as_deref().filter(|_| birth.ends);
-            for command in canary::look(keys, ends) {
+            for command in canary::look(keys, ends, *least) {
                 pipeline.add_command(command);
             }
         }
@@ -283,7 +283,8 @@ impl State {
         if counted.at.elapsed() >= COUNT_STANDS {
             counted.least = 0;
         }
-        let behind = canary.count <= least.min(counted.least);
+        // Only what is not behind was counted up. Behind what it was since seen to be, or no loss of its own.
+        let behind = canary.count < least.min(counted.least);
         if stands == Stands::Firmly || behind {
             let least = if behind { canary.count } else { counted.least.max(canary.count) };
             *counted = Counted { least, at: now };
@@ -315,7 +316,11 @@ impl State {
             tracing::warn!(finding = finding.label(), "{told}");
         }
         match finding {
-            Finding::ClockForward(by) => self.jumped = Some((Instant::now(), *by)),
+            Finding::ClockForward(by) => {
+                // A smaller one does not make up for it.
+                let by = self.jumped.map_or(*by, |(_, before)| before.max(*by));
+                self.jumped = Some((Instant::now(), by));
+            }
             Finding::Restarted if stands == Stands::Firmly => self.restarted = Some(Instant::now()),
             _ => {}
         }
@@ -417,7 +422,7 @@ mod tests {
     fn each_loss_pauses_and_is_told_from_the_others() {
         let gone = Canary { birth: None, count: 1 };
         for (lost, says) in
-            [(canary("c", 1), "born anew"), (gone, "born anew"), (canary("b", 5), "counts back"), (canary("b", 4), "counts back")]
+            [(canary("c", 1), "born anew"), (gone, "born anew"), (canary("b", 0), "counts back"), (canary("b", 4), "counts back")]
         {
             let watch = Watch::default();
             look(&watch, "k", canary("b", 5), shown("r"));
@@ -449,7 +454,7 @@ mod tests {
         let watch = Watch::default();
         look(&watch, "k", canary("b", 1), shown("r"));
         claim(&watch, canary("b", 2), Stands::Firmly);
-        look(&watch, "k", canary("b", 2), shown("s"));
+        look(&watch, "k", canary("b", 1), shown("s"));
         assert!(why(&watch).contains("last writes"));
     }
 
@@ -485,7 +490,7 @@ mod tests {
         claim(&watch, canary("b", 3), Stands::Firmly);
         assert!(watch.asks(keys("k")).birth.ends);
         watch.accept();
-        watch.told(late, canary("b", 4), Stands::Firmly);
+        watch.told(late, canary("b", 3), Stands::Firmly);
         look(&watch, "k", canary("c", 5), shown("r"));
         assert!(!is_withheld(&watch), "told once");
         assert!(!watch.asks(keys("k")).birth.ends);
@@ -505,7 +510,7 @@ mod tests {
         looked(canary("b", 4), "r");
         looked(canary("b", 3), "s");
         assert!(!is_withheld(&watch), "what was covered is there");
-        looked(canary("b", 2), "t");
+        looked(canary("b", 1), "t");
         assert!(why(&watch).contains("last writes"), "a claim that replicas knew of is gone");
     }
 
@@ -534,5 +539,17 @@ mod tests {
         }
         watch.accept();
         assert!(!is_withheld(&watch));
+    }
+
+    #[test]
+    fn a_small_jump_does_not_lift_the_pause_of_a_large_one() {
+        let watch = Watch::default();
+        for by in [40, 3] {
+            watch.state().note(&Finding::ClockForward(by * SECOND), Stands::Firmly);
+        }
+        assert!(why(&watch).contains("40s") && why(&watch).contains("accept_loss"), "{}", why(&watch));
+        watch.accept();
+        watch.state().note(&Finding::ClockForward(3 * SECOND), Stands::Firmly);
+        assert!(why(&watch).contains("one lease"), "{}", why(&watch));
     }
 }

@@ -52,7 +52,7 @@ impl Batch<'_> {
         let open = parcel.lanes.link(parcel.lane).open().await?;
         let canary = self.look_first(&open, parcel).await?;
         // The last write: whoever has it has the claims before it.
-        for command in canary.iter().flat_map(|(_, asked)| canary::follow(&asked.keys)) {
+        for command in canary.iter().flat_map(|(_, asked)| canary::follow(&asked.keys, asked.least)) {
             pipeline.add_command(command);
         }
         // The last: it covers everything before it.

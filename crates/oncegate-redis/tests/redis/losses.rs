@@ -6,6 +6,7 @@ use std::time::Instant;
 use oncegate_core::marker::{Ask, Guarantee, Operation, Verdict};
 use oncegate_core::{Memory, Store, StoreError};
 use oncegate_redis::Redis;
+use oncegate_testkit::proxy::{Fate, Proxy, holds};
 use oncegate_testkit::servers::{RedisOptions, RedisPersistence, RedisServer};
 
 use crate::support::{DONE, GRANTED, SECOND, ask, at, claim, terms};
@@ -89,6 +90,29 @@ async fn a_restart_that_lost_the_last_claims_pauses() {
         assert_eq!(ask(&store, strict("charged", 1)).await.expect("a verdict"), GRANTED);
     })
     .await;
+    assert!(refused(&store, "charged", "last writes").await);
+    assert_eq!(server.command("EXISTS processed:charged").expect("a reply"), ":0", "nothing was sent");
+}
+
+/// Nobody read what the first look showed; the next one shows it again.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_look_whose_reply_is_lost_hides_no_loss() {
+    let mut server = RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EveryWrite)).expect("a Redis");
+    let proxy = Proxy::to(server.port()).expect("a proxy");
+    let store = at(&format!("redis://127.0.0.1:{}", proxy.port()));
+    assert_eq!(ask(&store, strict("kept", 1)).await.expect("a verdict"), GRANTED);
+    losing_what_is_written(&mut server, async {
+        assert_eq!(ask(&store, strict("charged", 1)).await.expect("a verdict"), GRANTED);
+        proxy.judge(|request| if holds(request, "!canary") { Fate::LoseReply } else { Fate::Pass });
+    })
+    .await;
+    let deadline = Instant::now() + 30 * SECOND;
+    while proxy.lost_replies() < 3 {
+        assert!(Instant::now() < deadline, "nobody looks");
+        let answer = ask(&store, strict("charged", 2)).await;
+        assert!(matches!(answer, Err(StoreError::NotApplied(_) | StoreError::Unknown(_))), "{answer:?}");
+    }
+    proxy.pass();
     assert!(refused(&store, "charged", "last writes").await);
     assert_eq!(server.command("EXISTS processed:charged").expect("a reply"), ":0", "nothing was sent");
 }
