@@ -32,10 +32,10 @@ mod publisher;
 mod session;
 mod settings;
 mod source;
-mod stats;
+mod status;
 mod tls;
 mod topology;
 
 pub use settings::{QueueKind, RabbitMq, Rejects, Topology};
 pub use source::RabbitMqSource;
-pub use stats::{RabbitMqSnapshot, RabbitMqStats};
+pub use status::{RabbitMqSnapshot, RabbitMqStatus};

@@ -9,7 +9,7 @@ use lapin::types::ShortString;
 use oncegate_core::source::SourceError;
 
 use crate::node::{Node, Nodes};
-use crate::stats::{Meter, RabbitMqStats};
+use crate::status::{Meter, RabbitMqStatus};
 use crate::tls::{Identity, Tls};
 
 /// How long RabbitMQ waits for an acknowledgement before it closes the channel, unless it was told otherwise.
@@ -33,7 +33,7 @@ pub struct RabbitMq {
     rejects: Rejects,
     dead_letters: Option<String>,
     in_doubt: Option<String>,
-    stats: RabbitMqStats,
+    status: RabbitMqStatus,
 }
 
 /// What the source does about its queues when it connects.
@@ -101,7 +101,7 @@ impl RabbitMq {
             rejects: Rejects::default(),
             dead_letters: None,
             in_doubt: None,
-            stats: RabbitMqStats::default(),
+            status: RabbitMqStatus::default(),
         }
     }
 
@@ -193,9 +193,9 @@ impl RabbitMq {
         self
     }
 
-    /// Where to count. See [`RabbitMqStats`].
-    pub fn stats(mut self, stats: RabbitMqStats) -> Self {
-        self.stats = stats;
+    /// Where to count. See [`RabbitMqStatus`].
+    pub fn status(mut self, status: RabbitMqStatus) -> Self {
+        self.status = status;
         self
     }
 
@@ -248,7 +248,7 @@ impl RabbitMq {
             return Err(SourceError::misconfigured("rejects", problem, "let oncegate publish dead letters, or choose a quorum queue"));
         }
         Ok(Settings {
-            meter: Meter::new(self.stats, &self.queue),
+            meter: Meter::new(self.status, &self.queue),
             name: Arc::from(self.queue.as_str()),
             queue: queue_name("queue", self.queue)?,
             dead_letters: queue_name("dead_letters", dead_letters)?,

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use lapin::BasicProperties;
 use lapin::types::{AMQPValue, FieldTable};
-use oncegate_amqp::{QueueKind, RabbitMqStats};
+use oncegate_amqp::{QueueKind, RabbitMqStatus};
 use oncegate_core::road::{Reason, Settlement};
 use oncegate_core::source::headers;
 
@@ -58,8 +58,8 @@ fn not_text(passed: &mut [u8]) {
 
 #[tokio::test]
 async fn what_is_not_text_where_text_has_to_be_stands_in_the_dead_letters_and_stops_nothing() {
-    let (rig, stats) = (Rig::new().await, RabbitMqStats::new());
-    let mut source = open(rig.source(QueueKind::Quorum).stats(stats.clone())).await;
+    let (rig, status) = (Rig::new().await, RabbitMqStatus::new());
+    let mut source = open(rig.source(QueueKind::Quorum).status(status.clone())).await;
     let spoiler = rig.again_at(&spoiling_proxy(Way::ToTheBroker, not_text).await).await;
     rig.publish("before").await;
     // As long as a short string may be.
@@ -79,7 +79,7 @@ async fn what_is_not_text_where_text_has_to_be_stands_in_the_dead_letters_and_st
         assert!(header(&dead, headers::LAST_ERROR).is_some_and(|error| error.contains("UTF-8")));
     }
     close(source).await;
-    assert_eq!(stats.snapshot().reconnects, 0);
+    assert_eq!(status.snapshot().reconnects, 0);
     rig.becomes_empty(&rig.queue).await;
     rig.done().await;
 }

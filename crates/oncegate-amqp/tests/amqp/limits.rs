@@ -6,7 +6,7 @@ use std::time::Duration;
 use lapin::BasicProperties;
 use lapin::options::QueueDeclareOptions;
 use lapin::types::{AMQPValue, FieldTable};
-use oncegate_amqp::{QueueKind, RabbitMqStats, Rejects, Topology};
+use oncegate_amqp::{QueueKind, RabbitMqStatus, Rejects, Topology};
 use oncegate_core::road::{Cause, Reason, Settlement};
 use oncegate_core::source::{Open, Source, SourceError, headers};
 
@@ -90,19 +90,19 @@ async fn a_body_over_the_limit_stands_in_the_dead_letters_and_an_empty_one_is_ha
 
 #[tokio::test]
 async fn a_delivery_that_stands_open_gives_the_channel_up_before_the_broker_does() {
-    let (rig, stats) = (Rig::new().await, RabbitMqStats::new());
-    let source = rig.source(QueueKind::Quorum).consumer_timeout(Duration::from_secs(3)).stats(stats.clone());
+    let (rig, status) = (Rig::new().await, RabbitMqStatus::new());
+    let source = rig.source(QueueKind::Quorum).consumer_timeout(Duration::from_secs(3)).status(status.clone());
     let mut source = open(source).await;
     rig.publish("slow").await;
     let stale = delivery(&mut source).await;
     let (again, revoked) = deliveries(&mut source, 1, Duration::from_secs(20)).await;
-    assert_eq!((revoked, stats.snapshot().redelivered), (vec![stale.receipt.epoch], 1));
+    assert_eq!((revoked, status.snapshot().redelivered), (vec![stale.receipt.epoch], 1));
     settle(&mut source, stale, accept()).await;
     for delivery in again {
         settle(&mut source, delivery, accept()).await;
     }
     close(source).await;
-    let read = stats.snapshot();
+    let read = status.snapshot();
     assert_eq!((read.delivered, read.stale_receipts, read.unacked), (2, 1, 0), "{read:?}");
     rig.becomes_empty(&rig.queue).await;
     rig.done().await;
@@ -111,8 +111,8 @@ async fn a_delivery_that_stands_open_gives_the_channel_up_before_the_broker_does
 #[tokio::test]
 async fn what_is_left_to_the_queues_own_dead_letter_exchange_arrives_there_and_costs_no_channel() {
     const COUNT: usize = 300;
-    let (rig, stats) = (Rig::new().await, RabbitMqStats::new());
-    let mut source = open(rig.source(QueueKind::Quorum).rejects(Rejects::ByQueue).prefetch(32).stats(stats.clone())).await;
+    let (rig, status) = (Rig::new().await, RabbitMqStatus::new());
+    let mut source = open(rig.source(QueueKind::Quorum).rejects(Rejects::ByQueue).prefetch(32).status(status.clone())).await;
     for number in 0..COUNT {
         rig.publish(&number.to_string()).await;
     }
@@ -146,7 +146,7 @@ async fn what_is_left_to_the_queues_own_dead_letter_exchange_arrives_there_and_c
     assert_eq!(dead, rejected);
     assert_eq!(rig.take(&rig.in_doubt()).await.delivery.data, b"doubt");
     close(source).await;
-    let read = stats.snapshot();
+    let read = status.snapshot();
     assert_eq!((read.reconnects, read.redelivered, read.copies), (0, 0, 1), "{read:?}");
     rig.becomes_empty(&rig.queue).await;
     assert_eq!(rig.ready(&rig.dead_letters()).await, 0, "one was rejected twice");

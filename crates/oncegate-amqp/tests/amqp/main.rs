@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use lapin::BasicProperties;
 use lapin::options::{QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::{AMQPValue, FieldTable};
-use oncegate_amqp::{QueueKind, RabbitMq, RabbitMqSnapshot, RabbitMqStats, Topology};
+use oncegate_amqp::{QueueKind, RabbitMq, RabbitMqSnapshot, RabbitMqStatus, Topology};
 use oncegate_core::road::{Cause, Reason, Settlement};
 use oncegate_core::source::{Open, Settled, Source, SourceError, Story, headers};
 use oncegate_testkit::servers::RabbitServer;
@@ -375,8 +375,8 @@ async fn a_broker_that_is_not_there_yet_is_waited_for() {
 async fn a_broker_short_of_memory_delays_dead_letters_and_nothing_else_and_may_restart() {
     let mut server = tokio::task::spawn_blocking(RabbitServer::start).await.expect("no panic").expect("a server");
     let rig = Rig::at(&server.url()).await;
-    let stats = RabbitMqStats::new();
-    let mut source = open(rig.source(QueueKind::Quorum).prefetch(4).stats(stats.clone())).await;
+    let status = RabbitMqStatus::new();
+    let mut source = open(rig.source(QueueKind::Quorum).prefetch(4).status(status.clone())).await;
     for number in 0..20 {
         rig.publish(&number.to_string()).await;
     }
@@ -396,13 +396,13 @@ async fn a_broker_short_of_memory_delays_dead_letters_and_nothing_else_and_may_r
     assert_eq!(server_ready(&server, &rig.dead_letters()), 0, "the alarm stopped nothing: the test proves nothing");
     let counts = async |what: &str, is_so: &dyn Fn(RabbitMqSnapshot) -> bool| {
         let patience = Instant::now() + Duration::from_secs(20);
-        while !is_so(stats.snapshot()) {
-            assert!(Instant::now() < patience, "{what}: {:?}", stats.snapshot());
+        while !is_so(status.snapshot()) {
+            assert!(Instant::now() < patience, "{what}: {:?}", status.snapshot());
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };
     counts("it is blocked", &|read| read.blocked > Duration::ZERO).await;
-    let during = stats.snapshot().blocked;
+    let during = status.snapshot().blocked;
 
     server.control(&["set_vm_memory_high_watermark", "0.8"]).expect("no alarm");
     let patience = Instant::now() + Duration::from_secs(20);
@@ -410,7 +410,7 @@ async fn a_broker_short_of_memory_delays_dead_letters_and_nothing_else_and_may_r
         assert!(Instant::now() < patience, "the dead letter never came");
     }
     counts("it was blocked for longer, and holds nothing", &|read| read.blocked > during && read.unacked == 0).await;
-    assert_eq!(stats.snapshot().reconnects, 0);
+    assert_eq!(status.snapshot().reconnects, 0);
 
     tokio::task::block_in_place(|| {
         server.stop();

@@ -7,7 +7,7 @@ use lapin::BasicProperties;
 use lapin::ExchangeKind;
 use lapin::options::{BasicPublishOptions, ExchangeDeclareOptions, ExchangeDeleteOptions, QueueBindOptions};
 use lapin::types::FieldTable;
-use oncegate_amqp::{QueueKind, RabbitMqStats};
+use oncegate_amqp::{QueueKind, RabbitMqStatus};
 use oncegate_core::source::Order;
 use oncegate_core::{Consumer, Context, Failure, Guarantee, Handler, IdSource, MemoryStore, Readiness, async_trait};
 use tokio::net::{TcpListener, TcpStream};
@@ -34,11 +34,11 @@ fn proxy() -> oncegate_testkit::proxy::Proxy {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn of_several_nodes_another_takes_over() {
-    let (rig, stats) = (Rig::new().await, RabbitMqStats::new());
+    let (rig, status) = (Rig::new().await, RabbitMqStatus::new());
     let (first, second) = (proxy(), proxy());
     let nobody = std::net::TcpListener::bind("127.0.0.1:0").expect("a port").local_addr().expect("an address");
     let ways = [by_way_of(nobody), by_way_of(format!("127.0.0.1:{}", first.port())), by_way_of(format!("127.0.0.1:{}", second.port()))];
-    let mut source = open(rig.source(QueueKind::Quorum).urls(ways).stats(stats.clone())).await;
+    let mut source = open(rig.source(QueueKind::Quorum).urls(ways).status(status.clone())).await;
     rig.publish("a").await;
     let stale = delivery(&mut source).await;
     // Whichever it used: now there is one left.
@@ -47,7 +47,7 @@ async fn of_several_nodes_another_takes_over() {
     let (mut again, _) = deliveries(&mut source, 1, Duration::from_secs(20)).await;
     settle(&mut source, stale, accept()).await;
     settle(&mut source, again.remove(0), accept()).await;
-    assert!(stats.snapshot().reconnects >= 1);
+    assert!(status.snapshot().reconnects >= 1);
     close(source).await;
     rig.becomes_empty(&rig.queue).await;
     rig.done().await;

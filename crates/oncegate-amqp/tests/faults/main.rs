@@ -12,7 +12,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use oncegate_amqp::{RabbitMq, RabbitMqStats};
+use oncegate_amqp::{RabbitMq, RabbitMqStatus};
 use oncegate_core::road::{Reason, Settlement};
 use oncegate_core::source::{Incoming, Limit, Open, Settled, Source};
 use oncegate_core::{Consumer, Guarantee, IdSource, MemoryStore};
@@ -70,16 +70,16 @@ impl Length {
 struct Stage {
     load: Arc<Load>,
     effects: Effects,
-    stats: RabbitMqStats,
+    status: RabbitMqStatus,
 }
 
 impl Stage {
     /// Runs the play between the start of the load and its end, then drains and judges.
     async fn play(source: RabbitMq, urls: Vec<String>, length: &Length, play: impl AsyncFnOnce(&Self)) {
-        let stats = RabbitMqStats::new();
-        let stage = Self { load: Load::new(urls, QUEUE, length.rate), effects: Effects::default(), stats: stats.clone() };
+        let status = RabbitMqStatus::new();
+        let stage = Self { load: Load::new(urls, QUEUE, length.rate), effects: Effects::default(), status: status.clone() };
         let consumer = Consumer::builder()
-            .source(source.stats(stats))
+            .source(source.status(status))
             .store(MemoryStore::new())
             .guarantee(Guarantee::AtMostOnce)
             .accept_forgetful_store()
@@ -96,7 +96,7 @@ impl Stage {
         let took = begun.elapsed();
         stop.send(()).expect("the consumer runs");
         running.await.expect("no panic").expect("a clean end");
-        let read = stage.stats.snapshot();
+        let read = stage.status.snapshot();
         println!(
             "{} confirmed in {took:.1?} ({:.0}/s asked for {}), {} published again; 0 lost; most effects of one: {}\n{read:?}",
             stage.load.confirmed(),
@@ -120,9 +120,9 @@ impl Stage {
 
     /// Waits until a new channel has brought something, and says how long after `back` that was.
     async fn consumes_again(&self, reconnects: u64, back: Instant) -> Duration {
-        self.until("the channel is lost", || self.stats.snapshot().reconnects > reconnects).await;
-        let delivered = self.stats.snapshot().delivered;
-        self.until("it consumes again", || self.stats.snapshot().delivered > delivered).await;
+        self.until("the channel is lost", || self.status.snapshot().reconnects > reconnects).await;
+        let delivered = self.status.snapshot().delivered;
+        self.until("it consumes again", || self.status.snapshot().delivered > delivered).await;
         back.elapsed()
     }
 }
@@ -130,7 +130,7 @@ impl Stage {
 impl fmt::Debug for Stage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let counts = (self.load.sent(), self.load.confirmed(), self.effects.count());
-        f.debug_struct("Stage").field("sent_confirmed_effects", &counts).field("stats", &self.stats.snapshot()).finish()
+        f.debug_struct("Stage").field("sent_confirmed_effects", &counts).field("status", &self.status.snapshot()).finish()
     }
 }
 
@@ -157,7 +157,7 @@ fn to_consumers(server: &RabbitServer, does: &str) {
 
 /// Does it, and says how long after it was over the consumer consumed again.
 async fn happens(fault: Fault, stage: &Stage, server: &mut RabbitServer, proxy: &Proxy) -> Duration {
-    let reconnects = stage.stats.snapshot().reconnects;
+    let reconnects = stage.status.snapshot().reconnects;
     match fault {
         Fault::NodeRestarted => {
             no_refusals(server);
@@ -194,9 +194,9 @@ async fn happens(fault: Fault, stage: &Stage, server: &mut RabbitServer, proxy: 
                 std::thread::sleep(Duration::from_millis(500));
                 server.control(&["-q", "set_vm_memory_high_watermark", "0.8"]).expect("no alarm");
             });
-            let (back, delivered) = (Instant::now(), stage.stats.snapshot().delivered);
-            stage.until("it consumes again", || stage.stats.snapshot().delivered > delivered).await;
-            assert_eq!(stage.stats.snapshot().reconnects, reconnects, "an alarm costs no channel");
+            let (back, delivered) = (Instant::now(), stage.status.snapshot().delivered);
+            stage.until("it consumes again", || stage.status.snapshot().delivered > delivered).await;
+            assert_eq!(stage.status.snapshot().reconnects, reconnects, "an alarm costs no channel");
             return back.elapsed();
         }
     }
@@ -228,8 +228,8 @@ async fn whatever_a_node_does_nothing_is_lost_doubled_or_refused() {
 #[ignore = "half a minute; cargo xtask faults runs it"]
 async fn a_dead_letter_that_is_never_confirmed_is_published_again() {
     let server = tokio::task::spawn_blocking(RabbitServer::start).await.expect("no panic").expect("a server");
-    let stats = RabbitMqStats::new();
-    let source = RabbitMq::queue(QUEUE).url(server.url()).stats(stats.clone()).open().await.expect("opened");
+    let status = RabbitMqStatus::new();
+    let source = RabbitMq::queue(QUEUE).url(server.url()).status(status.clone()).open().await.expect("opened");
     let mut source: Box<dyn Source> = Box::new(source);
     let connection = lapin::Connection::connect(&server.url(), lapin::ConnectionProperties::default()).await.expect("a connection");
     let channel = connection.create_channel().await.expect("a channel");
@@ -250,12 +250,12 @@ async fn a_dead_letter_that_is_never_confirmed_is_published_again() {
             .await
             .expect("settled");
         let patience = Instant::now() + PATIENCE;
-        while stats.snapshot().copies < round {
-            assert!(Instant::now() < patience, "{:?}", stats.snapshot());
+        while status.snapshot().copies < round {
+            assert!(Instant::now() < patience, "{:?}", status.snapshot());
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
-    assert!(stats.snapshot().copy_retries > 0, "the channel answered: the test proves nothing");
+    assert!(status.snapshot().copy_retries > 0, "the channel answered: the test proves nothing");
     source.close(Instant::now() + Duration::from_secs(10)).await.expect("closed");
 }
 

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
 use lapin::{BasicProperties, Connection, ConnectionProperties};
-use oncegate_amqp::{RabbitMq, RabbitMqStats};
+use oncegate_amqp::{RabbitMq, RabbitMqStatus};
 use oncegate_core::source::{Incoming, Limit, Open, Settled, Source};
 use oncegate_testkit::laws::source::accepted;
 use oncegate_testkit::servers::RabbitServer;
@@ -24,8 +24,8 @@ fn resident() -> usize {
 async fn memory_stays_flat_over_two_hundred_thousand_messages() {
     const ALL: usize = 200_000;
     let server = tokio::task::spawn_blocking(RabbitServer::start).await.expect("no panic").expect("a server");
-    let stats = RabbitMqStats::new();
-    let source = RabbitMq::queue("flat").url(server.url()).prefetch(PREFETCH).stats(stats.clone()).open().await.expect("opened");
+    let status = RabbitMqStatus::new();
+    let source = RabbitMq::queue("flat").url(server.url()).prefetch(PREFETCH).status(status.clone()).open().await.expect("opened");
     let mut source: Box<dyn Source> = Box::new(source);
     let url = server.url();
     let publishing = tokio::spawn(async move {
@@ -57,7 +57,7 @@ async fn memory_stays_flat_over_two_hundred_thousand_messages() {
         let mut settled: Vec<_> = taken.collect();
         seen += settled.len();
         source.settle(&mut settled).await.expect("settled");
-        most = most.max(stats.snapshot().unacked);
+        most = most.max(status.snapshot().unacked);
         if early == 0 && seen > ALL / 10 {
             early = resident();
         }

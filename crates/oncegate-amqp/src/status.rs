@@ -14,14 +14,14 @@ use metrics::{Counter, Gauge};
 /// `oncegate_amqp_blocked_milliseconds_total`.
 ///
 /// ```
-/// use oncegate_amqp::{RabbitMq, RabbitMqStats};
+/// use oncegate_amqp::{RabbitMq, RabbitMqStatus};
 ///
-/// let stats = RabbitMqStats::new();
-/// let source = RabbitMq::queue("payments").stats(stats.clone());
-/// assert_eq!(stats.snapshot().reconnects, 0);
+/// let status = RabbitMqStatus::new();
+/// let source = RabbitMq::queue("payments").status(status.clone());
+/// assert_eq!(status.snapshot().reconnects, 0);
 /// ```
 #[derive(Clone, Debug, Default)]
-pub struct RabbitMqStats(Arc<Counts>);
+pub struct RabbitMqStatus(Arc<Counts>);
 
 /// The figures of one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -64,8 +64,8 @@ struct Blocked {
     since: Option<Instant>,
 }
 
-impl RabbitMqStats {
-    /// Of a source that has not been opened. Hand it to one source alone: to [`RabbitMq::stats`](crate::RabbitMq::stats).
+impl RabbitMqStatus {
+    /// Of a source that has not been opened. Hand it to one source alone: to [`RabbitMq::status`](crate::RabbitMq::status).
     pub fn new() -> Self {
         Self::default()
     }
@@ -97,7 +97,7 @@ impl Counts {
 
 /// Counts, here and through the `metrics` facade.
 pub(crate) struct Meter {
-    stats: RabbitMqStats,
+    status: RabbitMqStatus,
     unacked: Gauge,
     delivered: Counter,
     redelivered: Counter,
@@ -109,10 +109,10 @@ pub(crate) struct Meter {
 }
 
 impl Meter {
-    pub(crate) fn new(stats: RabbitMqStats, queue: &str) -> Self {
+    pub(crate) fn new(status: RabbitMqStatus, queue: &str) -> Self {
         let counter = |name: &'static str| metrics::counter!(name, "queue" => queue.to_owned());
         Self {
-            stats,
+            status,
             unacked: metrics::gauge!("oncegate_amqp_unacked", "queue" => queue.to_owned()),
             delivered: counter("oncegate_amqp_delivered_total"),
             redelivered: counter("oncegate_amqp_redelivered_total"),
@@ -126,40 +126,40 @@ impl Meter {
 
     /// How many deliveries the channel holds unacknowledged.
     pub(crate) fn holds(&self, unacked: usize) {
-        if self.stats.0.unacked.swap(unacked as u64, Ordering::Relaxed) != unacked as u64 {
+        if self.status.0.unacked.swap(unacked as u64, Ordering::Relaxed) != unacked as u64 {
             self.unacked.set(unacked as f64);
         }
     }
 
     pub(crate) fn delivered(&self, count: usize, redelivered: usize) {
-        add(&self.stats.0.delivered, &self.delivered, count);
-        add(&self.stats.0.redelivered, &self.redelivered, redelivered);
+        add(&self.status.0.delivered, &self.delivered, count);
+        add(&self.status.0.redelivered, &self.redelivered, redelivered);
     }
 
     pub(crate) fn lost(&self) {
-        add(&self.stats.0.reconnects, &self.reconnects, 1);
+        add(&self.status.0.reconnects, &self.reconnects, 1);
     }
 
     pub(crate) fn stale(&self) {
-        add(&self.stats.0.stale_receipts, &self.stale_receipts, 1);
+        add(&self.status.0.stale_receipts, &self.stale_receipts, 1);
     }
 
     pub(crate) fn copied(&self, count: usize) {
-        add(&self.stats.0.copies, &self.copies, count);
+        add(&self.status.0.copies, &self.copies, count);
     }
 
     pub(crate) fn copies_again(&self, count: usize) {
-        add(&self.stats.0.copy_retries, &self.copy_retries, count);
+        add(&self.status.0.copy_retries, &self.copy_retries, count);
     }
 
     /// The broker reads nothing that is published from now on.
     pub(crate) fn blocked(&self) {
-        self.stats.0.blocked().since.get_or_insert_with(Instant::now);
+        self.status.0.blocked().since.get_or_insert_with(Instant::now);
     }
 
     /// It reads again, or there is no connection on which it would not.
     pub(crate) fn unblocked(&self) {
-        let mut blocked = self.stats.0.blocked();
+        let mut blocked = self.status.0.blocked();
         if let Some(since) = blocked.since.take() {
             let lasted = since.elapsed();
             blocked.before += lasted;
@@ -181,15 +181,15 @@ mod tests {
 
     #[test]
     fn what_is_counted_is_read() {
-        let stats = RabbitMqStats::new();
-        let meter = Meter::new(stats.clone(), "orders");
+        let status = RabbitMqStatus::new();
+        let meter = Meter::new(status.clone(), "orders");
         meter.holds(7);
         meter.delivered(9, 2);
         meter.lost();
         meter.stale();
         meter.copied(3);
         meter.copies_again(4);
-        let read = stats.snapshot();
+        let read = status.snapshot();
         let expected = RabbitMqSnapshot {
             unacked: 7,
             delivered: 9,
@@ -205,17 +205,17 @@ mod tests {
 
     #[test]
     fn the_time_of_a_refusal_grows_while_it_lasts_and_stays_when_it_is_over() {
-        let stats = RabbitMqStats::new();
-        let meter = Meter::new(stats.clone(), "orders");
+        let status = RabbitMqStatus::new();
+        let meter = Meter::new(status.clone(), "orders");
         meter.blocked();
         std::thread::sleep(Duration::from_millis(2));
-        let during = stats.snapshot().blocked;
+        let during = status.snapshot().blocked;
         assert!(during >= Duration::from_millis(2));
         meter.blocked();
         meter.unblocked();
-        let after = stats.snapshot().blocked;
+        let after = status.snapshot().blocked;
         assert!(after >= during);
         meter.unblocked();
-        assert_eq!(stats.snapshot().blocked, after);
+        assert_eq!(status.snapshot().blocked, after);
     }
 }
