@@ -10,7 +10,7 @@ use std::time::Duration;
 use oncegate_core::marker::{Token, UNRESOLVED_AT_MOST_ONCE};
 use redis::{Cmd, Value};
 
-use crate::failure::Failure;
+use crate::failure::{Failure, is_elsewhere};
 use crate::record;
 
 /// How long the count of a process stands that asks no more.
@@ -93,12 +93,10 @@ fn refused(reply: &Value) -> NoCanary {
         return NoCanary::Failed(Failure::unknown(format!("Redis gave an answer of the wrong kind to the canary: {reply:?}")));
     };
     let (code, detail) = (error.code(), error.details().unwrap_or_default());
-    match code {
-        "MOVED" | "ASK" | "TRYAGAIN" | "CLUSTERDOWN" => {
-            NoCanary::Elsewhere(Failure::not_applied(format!("Redis says {code} {detail} of the canary")))
-        }
-        _ => NoCanary::Failed(Failure::said_by_server(code, detail)),
+    if is_elsewhere(code) {
+        return NoCanary::Elsewhere(Failure::not_applied(format!("Redis says {code} {detail} of the canary")));
     }
+    NoCanary::Failed(Failure::said_by_server(code, detail))
 }
 
 impl From<NoCanary> for Failure {

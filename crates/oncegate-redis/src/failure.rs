@@ -36,6 +36,11 @@ impl Problem {
     }
 }
 
+/// Whether a node of a Cluster says by this code that it does not serve a key, or that nobody does at the moment.
+pub(crate) fn is_elsewhere(code: &str) -> bool {
+    matches!(code, "MOVED" | "ASK" | "TRYAGAIN" | "CLUSTERDOWN")
+}
+
 impl From<Failure> for StoreError {
     fn from(failure: Failure) -> Self {
         match failure {

@@ -16,12 +16,22 @@ struct Found {
 /// Looks at each server.
 ///
 /// # Errors
-/// One could not be asked.
+/// One could not be asked; the servers are looked for anew the next time.
 pub(crate) async fn memory(route: &Route) -> Result<Memory, Failure> {
+    let looked = look(route).await;
+    if looked.is_err() {
+        route.distrust();
+    }
+    looked
+}
+
+async fn look(route: &Route) -> Result<Memory, Failure> {
     let mut all = Found::default();
     let servers = route.primaries().await?;
     for lanes in &servers {
-        let found = judge(&Info::of(lanes).await?);
+        let info = Info::of(lanes).await?;
+        route.still_a_primary(&info)?;
+        let found = judge(&info);
         let at = |line: String| if servers.len() > 1 { format!("{}: {line}", lanes.general.described()) } else { line };
         all.version = found.version;
         all.forgets.extend(found.forgets.into_iter().map(at));

@@ -9,7 +9,7 @@ use oncegate_core::marker::Guarantee;
 use redis::{Cmd, Pipeline, Value};
 
 use crate::durability::Durability;
-use crate::failure::Failure;
+use crate::failure::{Failure, is_elsewhere};
 use crate::info::Info;
 use crate::route::{Lanes, Route};
 use crate::script::{self, By};
@@ -32,13 +32,26 @@ pub(crate) struct Asked<'a> {
 ///
 /// # Errors
 /// `Misconfigured`, with the setting, if a server is not what the user took it for or lacks what the guarantee needs;
-/// otherwise it cannot be asked.
+/// otherwise it cannot be asked, and the servers are looked for anew the next time.
 pub(crate) async fn preflight(route: &Route, asked: Asked<'_>) -> Result<(), Failure> {
+    let looked = look(route, asked).await;
+    if looked.is_err() {
+        route.distrust();
+    }
+    looked
+}
+
+async fn look(route: &Route, asked: Asked<'_>) -> Result<(), Failure> {
     let probes = route.keys_on_each(&[asked.prefix, b"!probe"].concat()).await?;
     for (probe, lanes) in &probes {
         let at = format!("{}: Redis at {}", route.setting(), lanes.general.described());
+        // First of all: who cannot even connect lacks no right to a command.
+        lanes.general.open().await?;
         let mut found = match Info::of(lanes).await {
-            Ok(info) => judge(&info, route, asked, SystemTime::now()),
+            Ok(info) => {
+                route.still_a_primary(&info)?;
+                judge(&info, route, asked, SystemTime::now())
+            }
             Err(Failure::Misconfigured(_)) => without_info(asked.guarantee),
             Err(failure) => return Err(failure),
         };
@@ -156,7 +169,7 @@ fn trials(probe: &[u8], route: &Route, asked: Asked<'_>) -> Vec<Trial> {
 /// Tries what claims and their ends need.
 ///
 /// # Errors
-/// The server could not be asked, or is still reading its file.
+/// The server could not be asked, is still reading its file, or is no longer the one to ask.
 async fn try_commands(lanes: &Lanes, probe: &[u8], route: &Route, asked: Asked<'_>) -> Result<Found, Failure> {
     let trials = trials(probe, route, asked);
     let mut pipeline = Pipeline::with_capacity(trials.len());
@@ -169,6 +182,10 @@ async fn try_commands(lanes: &Lanes, probe: &[u8], route: &Route, asked: Asked<'
         let (code, detail) = (error.code(), error.details().unwrap_or_default());
         let Trial { name, right, .. } = trial;
         match Failure::said_by_server(code, detail) {
+            // Its slots are on the way to another node, as in a failover: who serves them is asked again.
+            _ if matches!(route, Route::Cluster(_)) && is_elsewhere(code) => {
+                return Err(Failure::not_applied(format!("Redis says {code} {detail} of {}", String::from_utf8_lossy(probe))));
+            }
             Failure::Misconfigured(_) if matches!(code, "NOPERM") => tried.lacks.push(format!(
                 "does not let the user in the URL run {name}, which Guarantee::{:?} needs: ACL SETUSER <user> {right} ~{}* ({code} {detail})",
                 asked.guarantee,

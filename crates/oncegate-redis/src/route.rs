@@ -5,6 +5,7 @@ use std::sync::Arc;
 use crate::cluster::{Cluster, Map, slot};
 use crate::durability::Durability;
 use crate::failure::{Failure, Problem};
+use crate::info::Info;
 use crate::link::{Link, Patience, Place};
 use crate::server::Server;
 
@@ -140,6 +141,19 @@ impl Route {
     /// The connections to each primary once.
     pub(crate) async fn primaries(&self) -> Result<Vec<Arc<Lanes>>, Failure> {
         Ok(self.keys_on_each(b"").await?.into_iter().map(|(_, lanes)| lanes).collect())
+    }
+
+    /// Where others tell which server is the primary, one that is a replica by now is the wrong one.
+    ///
+    /// # Errors
+    /// `NotApplied`: the primary is to be looked for anew.
+    pub(crate) fn still_a_primary(&self, info: &Info) -> Result<(), Failure> {
+        match info.field("role") {
+            Some("slave") if self.setting() != "Redis::at" => {
+                Err(Failure::not_applied(format!("{}: a server that was the primary is a replica by now", self.setting())))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// The setting that names the servers, for messages.

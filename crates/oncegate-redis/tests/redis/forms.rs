@@ -128,6 +128,48 @@ async fn a_cluster_is_asked_side_by_side() {
     }
 }
 
+/// Asks, until the answer is no longer that the servers cannot be asked.
+async fn looked<T, F: Future<Output = Result<T, StoreError>>>(look: impl Fn() -> F) -> T {
+    let deadline = Instant::now() + 40 * SECOND;
+    loop {
+        match look().await {
+            Ok(looked) => return looked,
+            Err(StoreError::NotApplied(why)) => assert!(Instant::now() < deadline, "still {why}"),
+            Err(error) => panic!("{error}"),
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_start_beside_a_failover_finds_the_new_primary() {
+    let mut cluster = ClusterServers::start().expect("a Cluster");
+    let stores: Vec<Redis> = (0..3).map(|_| Redis::cluster(cluster.urls()).timeout(2 * SECOND)).collect();
+    for store in &stores {
+        looked(|| store.preflight(Guarantee::AtMostOnce)).await;
+    }
+    // A primary and its replica change places.
+    let slot = 12_182;
+    let old = cluster.serves(slot);
+    let its = format!("master_port:{}", cluster.nodes()[old].port());
+    let says = |which: usize, what: &str| cluster.nodes()[which].reply("INFO replication").expect("a reply").contains(what);
+    let replica = (0..cluster.nodes().len()).find(|which| says(*which, &its)).expect("its replica");
+    assert!(cluster.nodes()[replica].command("CLUSTER FAILOVER").expect("a reply").starts_with("+OK"));
+    let deadline = Instant::now() + 40 * SECOND;
+    while !says(old, "role:slave") || !says(replica, "role:master") {
+        assert!(Instant::now() < deadline, "no failover");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    for guarantee in [Guarantee::AtMostOnce, Guarantee::EffectivelyOnce] {
+        looked(|| stores[0].preflight(guarantee)).await;
+    }
+    let memory = looked(|| stores[1].memory()).await;
+    assert!(matches!(memory, Memory::Survives(_)), "{memory:?}");
+    // And where the one that was the primary does not answer at all.
+    cluster.node_mut(old).kill();
+    looked(|| stores[2].preflight(Guarantee::EffectivelyOnce)).await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_slot_that_moves_is_followed() {
     let cluster = ClusterServers::start().expect("a Cluster");
