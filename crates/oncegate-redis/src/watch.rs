@@ -80,8 +80,15 @@ struct Counted {
 #[derive(Clone, Debug)]
 struct Shown {
     run_id: String,
+    /// Of what it wrote; and of what it followed before that, if it was a replica.
+    history: String,
+    followed: Option<String>,
+    /// How long it ran.
+    up: Duration,
     evicted: u64,
     clock: Duration,
+    /// It showed this after it was asked, and before that was read.
+    asked: Instant,
     at: Instant,
 }
 
@@ -179,9 +186,10 @@ impl Watch {
                 pipeline.add_command(command);
             }
         }
+        let sent = Instant::now();
         let mut replies = open.ask(&pipeline).await?.into_iter();
         let mut next = || replies.next().unwrap_or(Value::Nil);
-        let shown = Shown::read(&Info::read(next())?);
+        let shown = Shown::read(&Info::read(next())?, sent);
         let told = match asked {
             Some(asked) => Some((asked, canary::read(next(), &next())?)),
             None => None,
@@ -207,7 +215,7 @@ impl Watch {
     pub(crate) fn told(&self, asked: Asked, canary: Canary, stands: Stands) {
         let mut state = self.state();
         let finding = state.told(asked, canary, stands);
-        finding.into_iter().for_each(|finding| state.note(&finding, stands));
+        finding.into_iter().for_each(|finding| state.note(&finding));
     }
 
     /// Why a claim on these terms is not to be asked at this moment.
@@ -263,16 +271,23 @@ impl State {
             // A node that was seen before: the canary may have come to it with its slot.
             (Some(same), _) => Some(same),
             (None, Some(other)) => {
+                let before = self.processes.get(&other);
                 if findings.is_empty() {
                     findings.push(Finding::Restarted);
+                    // What replicas had to know of is there on the one that took over. A primary that came back without its
+                    // last writes is believed by its replicas, which forget them too.
+                    let lost_nothing = stands == Stands::Perhaps && before.is_some_and(|before| shown.took_over_from(before));
+                    if !lost_nothing {
+                        self.restarted = Some(Instant::now());
+                    }
                 }
-                self.processes.get(&other)
+                before
             }
             (None, None) => None,
         };
         findings.extend(before.map(|before| compare(before, &shown)).unwrap_or_default());
         self.processes.insert(shown.run_id.clone(), shown);
-        findings.iter().for_each(|finding| self.note(finding, stands));
+        findings.iter().for_each(|finding| self.note(finding));
     }
 
     /// What a canary told. A finding is told once, whoever else was under way.
@@ -305,7 +320,7 @@ impl State {
         behind.then_some(Finding::WritesLost)
     }
 
-    fn note(&mut self, finding: &Finding, stands: Stands) {
+    fn note(&mut self, finding: &Finding) {
         let told = finding.told();
         metrics::counter!("oncegate_redis_findings_total", "finding" => finding.label()).increment(1);
         if finding.forgot() {
@@ -315,26 +330,34 @@ impl State {
         } else {
             tracing::warn!(finding = finding.label(), "{told}");
         }
-        match finding {
-            Finding::ClockForward(by) => {
-                // A smaller one does not make up for it.
-                let by = self.jumped.map_or(*by, |(_, before)| before.max(*by));
-                self.jumped = Some((Instant::now(), by));
-            }
-            Finding::Restarted if stands == Stands::Firmly => self.restarted = Some(Instant::now()),
-            _ => {}
+        if let Finding::ClockForward(by) = finding {
+            // A smaller one does not make up for it.
+            let by = self.jumped.map_or(*by, |(_, before)| before.max(*by));
+            self.jumped = Some((Instant::now(), by));
         }
     }
 }
 
 impl Shown {
-    fn read(info: &Info) -> Self {
+    fn read(info: &Info, asked: Instant) -> Self {
         Self {
             run_id: info.field("run_id").unwrap_or_default().to_owned(),
+            history: info.field("master_replid").unwrap_or_default().to_owned(),
+            followed: info.field("master_replid2").map(str::to_owned),
+            up: Duration::from_secs(info.number("uptime_in_seconds").unwrap_or(0)),
             evicted: info.number("evicted_keys").unwrap_or(0),
             clock: Duration::from_micros(info.number("server_time_usec").unwrap_or(0)),
+            asked,
             at: Instant::now(),
         }
+    }
+
+    /// Whether it followed that one, and ran already when that one was asked last: one that was started since may have read
+    /// its history from a file.
+    fn took_over_from(&self, before: &Self) -> bool {
+        !before.history.is_empty()
+            && self.followed.as_deref() == Some(&before.history)
+            && self.up > self.at.saturating_duration_since(before.asked)
     }
 }
 
@@ -346,12 +369,13 @@ fn compare(before: &Shown, now: &Shown) -> Vec<Finding> {
     if now.evicted > evicted_before {
         findings.push(Finding::Evicted(now.evicted - evicted_before));
     }
-    let (passed, shown) = (now.at.saturating_duration_since(before.at), now.clock.checked_sub(before.clock));
-    let tolerance = CLOCK_TOLERANCE + passed / 1_000;
-    match shown {
-        Some(shown) if shown > passed + tolerance => findings.push(Finding::ClockForward(shown - passed)),
-        Some(shown) if shown + tolerance < passed => findings.push(Finding::ClockBackward(passed - shown)),
-        None if before.clock - now.clock > tolerance => findings.push(Finding::ClockBackward(before.clock - now.clock + passed)),
+    // How long it may have been between the moments at which they were shown: a reply may lie unread, a request unsent.
+    let (least, most) = (now.asked.saturating_duration_since(before.at), now.at.saturating_duration_since(before.asked));
+    let tolerance = CLOCK_TOLERANCE + most / 1_000;
+    match now.clock.checked_sub(before.clock) {
+        Some(shown) if shown > most + tolerance => findings.push(Finding::ClockForward(shown - most)),
+        Some(shown) if shown + tolerance < least => findings.push(Finding::ClockBackward(least - shown)),
+        None if before.clock - now.clock > tolerance => findings.push(Finding::ClockBackward(before.clock - now.clock + least)),
         _ => {}
     }
     findings
@@ -366,7 +390,9 @@ mod tests {
         Terms { guarantee: Guarantee::AtMostOnce, lease: SECOND, window: Duration::from_secs(60), fingerprint: None };
 
     fn shown(run_id: &str) -> Shown {
-        Shown { run_id: run_id.into(), evicted: 0, clock: 1_000 * SECOND, at: Instant::now() }
+        let now = Instant::now();
+        let history = format!("of {run_id}");
+        Shown { run_id: run_id.into(), history, followed: None, up: SECOND, evicted: 0, clock: 1_000 * SECOND, asked: now, at: now }
     }
 
     fn canary(birth: &str, count: u64) -> Canary {
@@ -402,7 +428,8 @@ mod tests {
     #[test]
     fn what_a_process_shows_is_compared_with_what_it_showed() {
         let before = Shown { evicted: 3, ..shown("r") };
-        let after = Shown { clock: 1_010 * SECOND, at: before.at + 10 * SECOND, ..before.clone() };
+        let later = before.at + 10 * SECOND;
+        let after = Shown { clock: 1_010 * SECOND, asked: later, at: later, ..before.clone() };
         let other = Shown { run_id: "s".into(), evicted: 0, ..after.clone() };
         for (now, findings) in [
             (after.clone(), vec![]),
@@ -416,6 +443,23 @@ mod tests {
         ] {
             assert_eq!(compare(&before, &now), findings, "{now:?}");
         }
+    }
+
+    /// As when this process had no time to read.
+    #[test]
+    fn a_reply_that_was_read_late_is_no_jump() {
+        let soon = shown("r");
+        let late = Shown { at: soon.at + 10 * SECOND, ..soon.clone() };
+        let next = |after: u32, clock: u32| {
+            let at = late.at + after * SECOND;
+            Shown { clock: clock * SECOND, asked: at, at, ..soon.clone() }
+        };
+        // The clock went on with the time since `late` was shown, which was long before it was read.
+        assert_eq!(compare(&late, &next(1, 1_011)), []);
+        assert_eq!(compare(&late, &next(1, 1_001)), []);
+        assert_eq!(compare(&soon, &Shown { at: soon.at + 20 * SECOND, ..next(0, 1_010) }), []);
+        assert_eq!(compare(&late, &next(1, 1_014)), [Finding::ClockForward(3 * SECOND)]);
+        assert_eq!(compare(&late, &next(9, 1_001)), [Finding::ClockBackward(8 * SECOND)]);
     }
 
     #[test]
@@ -502,7 +546,8 @@ mod tests {
         let watch = Watch::default();
         let looked = |told, run_id| {
             let asked = watch.asks(keys("k"));
-            watch.state().take(Some((asked, told)), shown(run_id), Stands::Perhaps);
+            let shown = Shown { followed: Some("of r".into()), up: 100 * SECOND, ..shown(run_id) };
+            watch.state().take(Some((asked, told)), shown, Stands::Perhaps);
         };
         looked(canary("b", 1), "r");
         claim(&watch, canary("b", 2), Stands::Firmly);
@@ -512,6 +557,27 @@ mod tests {
         assert!(!is_withheld(&watch), "what was covered is there");
         looked(canary("b", 1), "t");
         assert!(why(&watch).contains("last writes"), "a claim that replicas knew of is gone");
+    }
+
+    /// Replicas follow a primary that came back, and forget what it lost.
+    #[test]
+    fn with_replicas_only_one_of_them_that_took_over_is_not_waited_for() {
+        let primary = shown("r");
+        let replica = Shown { followed: Some(primary.history.clone()), up: 100 * SECOND, ..shown("s") };
+        for (next, waits) in [
+            (replica.clone(), false),
+            (shown("the same, started again"), true),
+            (Shown { followed: Some("of another".into()), ..replica.clone() }, true),
+            (Shown { up: Duration::ZERO, ..replica }, true),
+        ] {
+            let watch = Watch::default();
+            for shown in [primary.clone(), next] {
+                let asked = watch.asks(keys("k"));
+                let told = canary("b", 1);
+                watch.state().take(Some((asked, told)), shown, Stands::Perhaps);
+            }
+            assert_eq!(is_withheld(&watch), waits);
+        }
     }
 
     #[test]
@@ -545,11 +611,11 @@ mod tests {
     fn a_small_jump_does_not_lift_the_pause_of_a_large_one() {
         let watch = Watch::default();
         for by in [40, 3] {
-            watch.state().note(&Finding::ClockForward(by * SECOND), Stands::Firmly);
+            watch.state().note(&Finding::ClockForward(by * SECOND));
         }
         assert!(why(&watch).contains("40s") && why(&watch).contains("accept_loss"), "{}", why(&watch));
         watch.accept();
-        watch.state().note(&Finding::ClockForward(3 * SECOND), Stands::Firmly);
+        watch.state().note(&Finding::ClockForward(3 * SECOND));
         assert!(why(&watch).contains("one lease"), "{}", why(&watch));
     }
 }
