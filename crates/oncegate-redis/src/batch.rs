@@ -73,7 +73,8 @@ pub(crate) async fn apply(
     batch.answers.into_iter().map(|answer| answer.unwrap_or_else(unsent).map_err(Into::into)).collect()
 }
 
-fn is_strict(operation: &Operation) -> bool {
+/// Whether it claims at most once.
+pub(crate) fn is_strict(operation: &Operation) -> bool {
     operation.ask == Ask::Claim && operation.terms.guarantee == Guarantee::AtMostOnce
 }
 

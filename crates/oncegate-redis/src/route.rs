@@ -140,7 +140,17 @@ impl Route {
 
     /// The connections to each primary once.
     pub(crate) async fn primaries(&self) -> Result<Vec<Arc<Lanes>>, Failure> {
-        Ok(self.keys_on_each(b"").await?.into_iter().map(|(_, lanes)| lanes).collect())
+        match self {
+            Self::One(lanes) => Ok(vec![lanes.clone()]),
+            Self::Cluster(cluster) => {
+                let map = cluster.map().await?;
+                let mut primaries = Vec::new();
+                for address in map.primaries() {
+                    primaries.extend(cluster.node(address).await);
+                }
+                Ok(primaries)
+            }
+        }
     }
 
     /// Where others tell which server is the primary, one that is a replica by now is the wrong one.

@@ -69,6 +69,12 @@ enum Forgetting {
     Accepted,
 }
 
+/// Whether claims wait for a look at the servers.
+enum Waits {
+    ForIt,
+    NotAtAll,
+}
+
 impl Redis {
     /// The server at `redis://[user[:password]@]host[:port][/database]`, `rediss://…` for TLS, or
     /// `redis+unix:///path/of.sock`.
@@ -201,8 +207,26 @@ impl Redis {
     /// });
     /// # }
     /// ```
+    ///
+    /// What was lost until then is accepted, noticed here before or not: each server is looked at first. One that does not
+    /// answer is looked at later, and its losses pause again.
     pub async fn accept_loss(&self) {
+        self.watch.look(&self.route, &self.prefix, self.durability).await;
         self.watch.accept();
+    }
+
+    /// Before claims, now and then. Who does not pause on what is seen does not wait for it.
+    async fn look_at_servers(&self, waits: Waits) {
+        if !self.watch.is_due() {
+            return;
+        }
+        let (watch, route, prefix, durability) = (self.watch.clone(), self.route.clone(), self.prefix.clone(), self.durability);
+        let look = async move { watch.look(&route, &prefix, durability).await };
+        match waits {
+            Waits::ForIt => look.await,
+            // It ends by itself, within the time that connecting and a reply may take.
+            Waits::NotAtAll => drop(tokio::spawn(look)),
+        }
     }
 
     /// The marker under a key as it is now: what an operator has to have seen before
@@ -254,7 +278,8 @@ impl Store for Redis {
         let mut answers = batch::unsent(operations);
         let is_claim = |operation: &&Operation| operation.ask == Ask::Claim && operation.terms.guarantee != Guarantee::Bare;
         if operations.iter().any(|operation| is_claim(&operation)) {
-            self.watch.look(&self.route, &self.prefix, self.durability).await;
+            let pauses = self.forgetting == Forgetting::Told && operations.iter().any(batch::is_strict);
+            self.look_at_servers(if pauses { Waits::ForIt } else { Waits::NotAtAll }).await;
             if self.forgetting == Forgetting::Told {
                 for (operation, answer) in operations.iter().zip(&mut answers).filter(|(operation, _)| is_claim(operation)) {
                     *answer = self.watch.withholds(&operation.terms).map(Err);

@@ -7,6 +7,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use futures_util::future::join_all;
 use oncegate_core::marker::{Guarantee, Terms, Token};
 use redis::{Pipeline, Value};
 
@@ -113,27 +114,37 @@ impl Watch {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Looks at each server, unless that was done a moment ago. A server that does not answer is left for the next time.
-    pub(crate) async fn look(&self, route: &Route, prefix: &[u8], durability: Durability) {
-        {
-            let mut state = self.state();
-            let to_tell = state.births.values().any(|birth| birth.ends);
-            if !to_tell && state.looked.is_some_and(|at| at.elapsed() < EVERY) {
-                return;
-            }
+    /// Whether it is time to look again; the one who is told so looks.
+    pub(crate) fn is_due(&self) -> bool {
+        let mut state = self.state();
+        let to_tell = state.births.values().any(|birth| birth.ends);
+        let is_due = to_tell || state.looked.is_none_or(|at| at.elapsed() >= EVERY);
+        if is_due {
             state.looked = Some(Instant::now());
         }
+        is_due
+    }
+
+    /// Looks at each server, side by side. One that does not answer is left for the next time.
+    pub(crate) async fn look(&self, route: &Route, prefix: &[u8], durability: Durability) {
         let Ok(servers) = route.primaries().await else { return };
-        for lanes in servers {
-            if let Err(failure) = self.look_on(&lanes, route, prefix, durability).await {
-                tracing::debug!(?failure, "Redis could not be looked at");
-            }
+        let looks = join_all(servers.iter().map(|lanes| self.look_on(lanes, route, prefix, durability))).await;
+        match looks.into_iter().collect::<Result<Vec<_>, _>>() {
+            Ok(keys) => self.saw_all(&keys),
+            Err(failure) => tracing::debug!(?failure, "Redis could not be looked at"),
         }
     }
 
-    async fn look_on(&self, lanes: &Lanes, route: &Route, prefix: &[u8], durability: Durability) -> Result<(), Failure> {
+    async fn look_on(&self, lanes: &Lanes, route: &Route, prefix: &[u8], durability: Durability) -> Result<Option<Keys>, Failure> {
         let keys = self.keys_on(route, lanes, prefix).await?;
-        self.look_at(&lanes.general.open().await?, keys, durability).await
+        self.look_at(&lanes.general.open().await?, keys.clone(), durability).await?;
+        Ok(keys)
+    }
+
+    /// These are the canaries of all servers: a birth that is to end and is none of them goes when it is one again.
+    fn saw_all(&self, keys: &[Option<Keys>]) {
+        let is_one = |key: &Vec<u8>| keys.iter().flatten().any(|keys| keys.shared == *key);
+        self.state().births.retain(|key, birth| !birth.ends || is_one(key));
     }
 
     /// The keys on one server; `None` where that serves no slot.
@@ -243,10 +254,10 @@ impl Watch {
         }
     }
 
-    /// A person accepts what was forgotten.
+    /// A person accepts what was forgotten. After a restart the others are waited for all the same.
     pub(crate) fn accept(&self) {
         let mut state = self.state();
-        (state.forgot, state.jumped, state.restarted) = (None, None, None);
+        (state.forgot, state.jumped) = (None, None);
         metrics::gauge!("oncegate_redis_paused").set(0);
     }
 }
@@ -538,6 +549,20 @@ mod tests {
         look(&watch, "k", canary("c", 5), shown("r"));
         assert!(!is_withheld(&watch), "told once");
         assert!(!watch.asks(keys("k")).birth.ends);
+    }
+
+    #[test]
+    fn a_birth_to_end_that_is_on_no_server_any_more_is_not_looked_for() {
+        let watch = Watch::default();
+        look(&watch, "k", canary("b", 7), shown("r"));
+        claim(&watch, canary("b", 3), Stands::Firmly);
+        assert!(watch.is_due() && watch.is_due(), "the others are to be told");
+        watch.saw_all(&[Some(keys("k")), None]);
+        assert!(watch.is_due());
+        // Its slot went to another node, which has a canary of its own.
+        watch.saw_all(&[Some(keys("other")), None]);
+        assert!(!watch.is_due());
+        assert!(is_withheld(&watch));
     }
 
     /// What replicas did not have to know of may be gone.

@@ -170,6 +170,22 @@ async fn a_start_beside_a_failover_finds_the_new_primary() {
     looked(|| stores[2].preflight(Guarantee::EffectivelyOnce)).await;
 }
 
+/// Which node forgets what is of no weight to a claim that may be repeated.
+#[tokio::test(flavor = "multi_thread")]
+async fn effectively_once_does_not_wait_for_a_node_that_is_silent() {
+    let mut cluster = ClusterServers::start().expect("a Cluster");
+    let store = Redis::cluster(cluster.urls()).timeout(120 * SECOND).prefix("");
+    // Connects to every node.
+    looked(|| store.preflight(Guarantee::EffectivelyOnce)).await;
+    // `foo` is of slot 12182.
+    let serves = cluster.serves(12_182);
+    let other = cluster.primaries().into_iter().find(|which| *which != serves).expect("another primary");
+    cluster.node_mut(other).freeze();
+    let claimed = tokio::time::timeout(60 * SECOND, healed(&store, claim("foo", 1))).await;
+    assert_eq!(claimed.expect("nobody is waited for"), GRANTED);
+    cluster.node_mut(other).thaw();
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_slot_that_moves_is_followed() {
     let cluster = ClusterServers::start().expect("a Cluster");

@@ -44,6 +44,19 @@ async fn at_most_once_pauses_when_the_keys_are_gone() {
     assert_eq!(ask(&store, strict("charged", 2)).await.expect("a verdict"), GRANTED);
 }
 
+/// A person who knows of the loss may say so before this process noticed it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_loss_may_be_accepted_before_it_was_noticed() {
+    let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let store = at(&server.url());
+    assert_eq!(ask(&store, strict("charged", 1)).await.expect("a verdict"), GRANTED);
+    server.command("FLUSHALL").expect("a reply");
+    store.accept_loss().await;
+    assert_eq!(ask(&store, strict("charged", 2)).await.expect("a verdict"), GRANTED);
+    server.command("FLUSHALL").expect("a reply");
+    assert!(refused(&store, "charged", "accept_loss").await, "the next one is another");
+}
+
 /// The canary travels with the claims: nobody waits for the next look.
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_claimed_just_after_the_keys_are_gone_is_not_granted() {
