@@ -35,8 +35,13 @@ pub(crate) struct Canary {
 
 /// Why neither is known.
 pub(crate) enum NoCanary {
-    /// A slot is moving, or was moved, to another node of the Cluster.
-    Elsewhere(Failure),
+    /// It is to be asked of another server: a slot is moving, or was moved, to another node of the Cluster, or the primary
+    /// is none any more.
+    Elsewhere {
+        /// The slot that is still on its way.
+        moving: Option<u16>,
+        failure: Failure,
+    },
     Failed(Failure),
 }
 
@@ -93,8 +98,10 @@ fn refused(reply: &Value) -> NoCanary {
         return NoCanary::Failed(Failure::unknown(format!("Redis gave an answer of the wrong kind to the canary: {reply:?}")));
     };
     let (code, detail) = (error.code(), error.details().unwrap_or_default());
-    if is_elsewhere(code) {
-        return NoCanary::Elsewhere(Failure::not_applied(format!("Redis says {code} {detail} of the canary")));
+    if is_elsewhere(code) || matches!(code, "READONLY" | "MASTERDOWN") {
+        let moving = detail.split(' ').next().filter(|_| code == "ASK").and_then(|slot| slot.parse().ok());
+        let failure = Failure::not_applied(format!("Redis says {code} {detail} of the canary"));
+        return NoCanary::Elsewhere { moving, failure };
     }
     NoCanary::Failed(Failure::said_by_server(code, detail))
 }
@@ -102,7 +109,7 @@ fn refused(reply: &Value) -> NoCanary {
 impl From<NoCanary> for Failure {
     fn from(why: NoCanary) -> Self {
         match why {
-            NoCanary::Elsewhere(failure) | NoCanary::Failed(failure) => failure,
+            NoCanary::Elsewhere { failure, .. } | NoCanary::Failed(failure) => failure,
         }
     }
 }

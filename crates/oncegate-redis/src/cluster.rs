@@ -1,11 +1,11 @@
 //! Which node of a Cluster serves which key.
 
 use std::collections::HashMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use redis::{Pipeline, Value};
-use tokio::sync::Mutex;
 
 use crate::durability::Durability;
 use crate::failure::Failure;
@@ -24,7 +24,8 @@ pub(crate) struct Cluster {
     durability: Durability,
     /// Whether to ask anew who serves what.
     distrusted: AtomicBool,
-    state: Mutex<State>,
+    pub(crate) moving: Moving,
+    state: tokio::sync::Mutex<State>,
 }
 
 #[derive(Default)]
@@ -41,6 +42,33 @@ struct State {
 pub(crate) struct Map {
     /// The last slot of each range, in order, and its primary's address.
     ranges: Vec<(u16, String)>,
+    /// The keys that were looked for: where a node has a slot or two, that takes thousands of tries.
+    keys: Mutex<HashMap<String, KeysByName>>,
+}
+
+type KeysByName = HashMap<Vec<u8>, Vec<u8>>;
+
+/// For so long a slot that was on its way to another node is taken for one that still is.
+const MOVES_FOR: Duration = Duration::from_secs(60);
+
+/// The slots that were on their way, and since when that is known.
+#[derive(Default)]
+pub(crate) struct Moving(Mutex<HashMap<u16, Instant>>);
+
+impl Moving {
+    pub(crate) fn add(&self, slot: u16) {
+        let mut moving = lock(&self.0);
+        moving.retain(|_, since| since.elapsed() < MOVES_FOR);
+        moving.insert(slot, Instant::now());
+    }
+
+    fn has(&self, slot: u16) -> bool {
+        lock(&self.0).get(&slot).is_some_and(|since| since.elapsed() < MOVES_FOR)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Map {
@@ -61,13 +89,28 @@ impl Map {
         served
     }
 
-    /// The first key of this name and a number that a node serves.
-    pub(crate) fn key_at(&self, address: &str, name: &[u8]) -> Option<Vec<u8>> {
+    fn of(ranges: Vec<(u16, String)>) -> Self {
+        Self { ranges, keys: Mutex::default() }
+    }
+
+    /// The first key of this name and a number that a node serves, and that is not on its way to another.
+    pub(crate) fn key_at(&self, address: &str, name: &[u8], moving: &Moving) -> Option<Vec<u8>> {
+        let known = lock(&self.keys).get(address).and_then(|keys| keys.get(name)).cloned();
+        if let Some(key) = known.filter(|key| !moving.has(slot(key))) {
+            return Some(key);
+        }
         if !self.ranges.iter().any(|(_, it)| it == address) {
             return None;
         }
         let numbered = |number: u16| [name, number.to_string().as_bytes()].concat();
-        (0..SLOTS).map(numbered).find(|key| self.owner(slot(key)) == Some(address))
+        let mut serves = (0..SLOTS).map(numbered).filter(|key| self.owner(slot(key)) == Some(address));
+        let first = serves.next()?;
+        if !moving.has(slot(&first)) {
+            lock(&self.keys).entry(address.to_owned()).or_default().insert(name.to_vec(), first.clone());
+            return Some(first);
+        }
+        // For the time being: those who look later agree on the first.
+        serves.find(|key| !moving.has(slot(key)))
     }
 
     /// Each primary once.
@@ -81,7 +124,14 @@ impl Map {
 
 impl Cluster {
     pub(crate) fn new(seeds: Vec<Server>, patience: Patience, durability: Durability) -> Self {
-        Self { seeds, patience, durability, distrusted: AtomicBool::new(false), state: Mutex::default() }
+        Self {
+            seeds,
+            patience,
+            durability,
+            distrusted: AtomicBool::new(false),
+            moving: Moving::default(),
+            state: tokio::sync::Mutex::default(),
+        }
     }
 
     pub(crate) fn described(&self) -> String {
@@ -170,7 +220,7 @@ impl Cluster {
                 let mut ranges: Vec<(u16, u16, String)> =
                     ranges.into_iter().map(|range| read_range(range, host)).collect::<Option<_>>().ok_or_else(wrong_kind)?;
                 ranges.sort_unstable();
-                Ok(Map { ranges: without_gaps(ranges) })
+                Ok(Map::of(without_gaps(ranges)))
             }
             Some(Value::ServerError(error)) if error.details().is_some_and(|detail| detail.contains("cluster support disabled")) => {
                 Err(Failure::misconfigured("Redis::cluster names a server that is no Cluster; give a single server to Redis::at"))
@@ -241,7 +291,7 @@ mod tests {
     #[test]
     fn a_slot_has_its_primary_or_none() {
         let ranges = vec![(0, 5460, "a:1".into()), (5462, 10_922, "b:2".into()), (10_923, 16_000, "a:1".into())];
-        let map = Map { ranges: without_gaps(ranges) };
+        let map = Map::of(without_gaps(ranges));
         for (slot, owner) in
             [(0, Some("a:1")), (5460, Some("a:1")), (5461, None), (5462, Some("b:2")), (16_000, Some("a:1")), (16_001, None)]
         {
@@ -249,7 +299,33 @@ mod tests {
         }
         assert_eq!(map.primaries(), ["a:1", "b:2"]);
         assert_eq!(map.served(), 16_000);
-        assert_eq!(Map { ranges: without_gaps(vec![(0, SLOTS - 1, "a:1".into())]) }.served(), SLOTS);
-        assert_eq!(Map { ranges: vec![] }.served(), 0);
+        assert_eq!(Map::of(without_gaps(vec![(0, SLOTS - 1, "a:1".into())])).served(), SLOTS);
+        assert_eq!(Map::of(vec![]).served(), 0);
+    }
+
+    #[test]
+    fn a_key_of_a_node_is_looked_for_once() {
+        let map = Map::of(without_gaps(vec![(0, 9_999, "a:1".into()), (10_000, SLOTS - 1, "b:2".into())]));
+        let still = Moving::default();
+        let key = map.key_at("a:1", b"name", &still).expect("a key");
+        assert_eq!(map.owner(slot(&key)), Some("a:1"));
+        assert_ne!(map.key_at("b:2", b"name", &still), Some(key));
+        assert_eq!(map.key_at("c:3", b"name", &still), None);
+        lock(&map.keys).get_mut("a:1").expect("looked for").insert(b"name".to_vec(), b"known".to_vec());
+        assert_eq!(map.key_at("a:1", b"name", &still), Some(b"known".to_vec()));
+    }
+
+    #[test]
+    fn a_key_that_is_on_its_way_is_left_for_the_next_for_a_while() {
+        let map = Map::of(without_gaps(vec![(0, SLOTS - 1, "a:1".into())]));
+        let moving = Moving::default();
+        let first = map.key_at("a:1", b"name", &moving).expect("a key");
+        moving.add(slot(&first));
+        let next = map.key_at("a:1", b"name", &moving).expect("another key");
+        assert_ne!(slot(&first), slot(&next));
+        for since in lock(&moving.0).values_mut() {
+            *since = Instant::now().checked_sub(MOVES_FOR).expect("the machine is up longer");
+        }
+        assert_eq!(map.key_at("a:1", b"name", &moving), Some(first));
     }
 }

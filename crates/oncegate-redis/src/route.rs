@@ -68,7 +68,7 @@ impl Lanes {
 /// To a single server, or to the nodes of a Cluster.
 pub(crate) enum Route {
     One(Arc<Lanes>),
-    Cluster(Cluster),
+    Cluster(Box<Cluster>),
 }
 
 /// Which server a command is for.
@@ -92,7 +92,7 @@ impl Route {
     pub(crate) fn to(target: &Result<Target, Problem>, patience: Patience, durability: Durability) -> Self {
         match target {
             Ok(Target::One(place)) => Self::One(Arc::new(Lanes::to(Ok(place.clone()), patience, durability))),
-            Ok(Target::Cluster(seeds)) => Self::Cluster(Cluster::new(seeds.clone(), patience, durability)),
+            Ok(Target::Cluster(seeds)) => Self::Cluster(Box::new(Cluster::new(seeds.clone(), patience, durability))),
             Err(problem) => Self::One(Arc::new(Lanes::to(Err(problem.clone()), patience, durability))),
         }
     }
@@ -121,7 +121,7 @@ impl Route {
                 let map = cluster.map().await?;
                 let mut found = Vec::new();
                 for address in map.primaries() {
-                    if let (Some(key), Some(lanes)) = (map.key_at(address, name), cluster.node(address).await) {
+                    if let (Some(key), Some(lanes)) = (map.key_at(address, name, &cluster.moving), cluster.node(address).await) {
                         found.push((key, lanes));
                     }
                 }
@@ -134,7 +134,7 @@ impl Route {
     pub(crate) async fn key_on(&self, lanes: &Lanes, name: &[u8]) -> Result<Option<Vec<u8>>, Failure> {
         Ok(match self {
             Self::One(_) => Some(name.to_vec()),
-            Self::Cluster(cluster) => cluster.map().await?.key_at(&lanes.general.described(), name),
+            Self::Cluster(cluster) => cluster.map().await?.key_at(&lanes.general.described(), name, &cluster.moving),
         })
     }
 
@@ -185,6 +185,14 @@ impl Route {
             }
             Self::Cluster(cluster) => cluster.distrust(),
         }
+    }
+
+    /// Looks for the servers anew, and for keys of other slots than one that is on its way to another node.
+    pub(crate) fn distrust_slot(&self, moving: Option<u16>) {
+        if let (Self::Cluster(cluster), Some(slot)) = (self, moving) {
+            cluster.moving.add(slot);
+        }
+        self.distrust();
     }
 
     /// For people.

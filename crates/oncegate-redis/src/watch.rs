@@ -11,7 +11,7 @@ use futures_util::future::join_all;
 use oncegate_core::marker::{Guarantee, Terms, Token};
 use redis::{Pipeline, Value};
 
-use crate::canary::{self, COUNT_STANDS, Canary, Keys};
+use crate::canary::{self, COUNT_STANDS, Canary, Keys, NoCanary};
 use crate::durability::Durability;
 use crate::failure::Failure;
 use crate::finding::Finding;
@@ -137,7 +137,7 @@ impl Watch {
 
     async fn look_on(&self, lanes: &Lanes, route: &Route, prefix: &[u8], durability: Durability) -> Result<Option<Keys>, Failure> {
         let keys = self.keys_on(route, lanes, prefix).await?;
-        self.look_at(&lanes.general.open().await?, keys.clone(), durability).await?;
+        self.look_at(&lanes.general.open().await?, route, keys.clone(), durability).await?;
         Ok(keys)
     }
 
@@ -171,23 +171,23 @@ impl Watch {
             return Ok(());
         }
         let keys = self.keys_on(route, lanes, prefix).await?;
-        self.look_at(open, keys, durability).await.map_err(|failure| match failure {
+        self.look_at(open, route, keys, durability).await.map_err(|failure| match failure {
             // Of the claims nothing was sent.
             Failure::Unknown(problem) => Failure::NotApplied(problem),
             failure => failure,
         })
     }
 
-    async fn look_at(&self, open: &Open<'_>, keys: Option<Keys>, durability: Durability) -> Result<(), Failure> {
-        self.look_once(open, keys.clone(), durability).await?;
+    async fn look_at(&self, open: &Open<'_>, route: &Route, keys: Option<Keys>, durability: Durability) -> Result<(), Failure> {
+        self.look_once(open, route, keys.clone(), durability).await?;
         match keys {
             // The others are told at once.
-            Some(keys) if self.asks(keys.clone()).birth.ends => self.look_once(open, Some(keys), durability).await,
+            Some(keys) if self.asks(keys.clone()).birth.ends => self.look_once(open, route, Some(keys), durability).await,
             _ => Ok(()),
         }
     }
 
-    async fn look_once(&self, open: &Open<'_>, keys: Option<Keys>, durability: Durability) -> Result<(), Failure> {
+    async fn look_once(&self, open: &Open<'_>, route: &Route, keys: Option<Keys>, durability: Durability) -> Result<(), Failure> {
         let asked = keys.map(|keys| self.asks(keys));
         let mut pipeline = Pipeline::with_capacity(3);
         pipeline.cmd("INFO");
@@ -202,7 +202,15 @@ impl Watch {
         let mut next = || replies.next().unwrap_or(Value::Nil);
         let shown = Shown::read(&Info::read(next())?, sent);
         let told = match asked {
-            Some(asked) => Some((asked, canary::read(next(), &next())?)),
+            Some(asked) => match canary::read(next(), &next()) {
+                Ok(canary) => Some((asked, canary)),
+                Err(why) => {
+                    if let NoCanary::Elsewhere { moving, .. } = why {
+                        route.distrust_slot(moving);
+                    }
+                    return Err(why.into());
+                }
+            },
             None => None,
         };
         let stands = match durability {

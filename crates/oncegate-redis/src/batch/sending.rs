@@ -117,7 +117,7 @@ impl Batch<'_> {
         match read {
             Ok(canary) => watch.told(asked, canary, stands),
             // Its slot moves: the next look finds the canary where it is by then.
-            Err(NoCanary::Elsewhere(_)) => self.route.distrust(),
+            Err(NoCanary::Elsewhere { moving, .. }) => self.route.distrust_slot(moving),
             Err(NoCanary::Failed(failure)) => return Err(failure.though_it_may_stand()),
         }
         match self.strict(parcel).find_map(|terms| watch.withholds(terms)) {

@@ -222,6 +222,35 @@ async fn a_slot_that_moves_is_followed() {
     assert_eq!(ask(&store, claim("foo", 2)).await.expect("a verdict"), Verdict::Duplicate);
 }
 
+/// A slot that stays half moved holds up who connects anew, if its key is the one that tells of a node.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_canary_on_its_way_to_another_node_holds_nobody_up() {
+    let cluster = ClusterServers::start().expect("a Cluster");
+    let strict = |id: &str, token| Operation { terms: terms(Guarantee::AtMostOnce), ..claim(id, token) };
+    let ids: Vec<String> = (0..30).map(|it| format!("k{it}")).collect();
+    let before = Redis::cluster(cluster.urls()).timeout(2 * SECOND);
+    for id in &ids {
+        assert_eq!(healed(&before, strict(id, 1)).await, GRANTED);
+    }
+    let lines = |which: usize, line: &str| cluster.nodes()[which].reply(line).expect("a reply");
+    let (from, to) = (cluster.primaries()[0], cluster.primaries()[1]);
+    let said = lines(from, "KEYS processed:!canary*");
+    let canary = said.lines().find(|line| line.starts_with("processed:!canary") && !line.contains("y:")).expect("its canary");
+    let slot = lines(from, &format!("CLUSTER KEYSLOT {canary}")).trim().trim_start_matches(':').to_owned();
+    let id = |which: usize| lines(which, "CLUSTER MYID").lines().nth(1).expect("an id").to_owned();
+    let (from_id, to_id) = (id(from), id(to));
+    assert!(lines(to, &format!("CLUSTER SETSLOT {slot} IMPORTING {from_id}")).starts_with("+OK"));
+    assert!(lines(from, &format!("CLUSTER SETSLOT {slot} MIGRATING {to_id}")).starts_with("+OK"));
+    let moved = lines(from, &format!("MIGRATE 127.0.0.1 {} {canary} 0 5000", cluster.nodes()[to].port()));
+    assert!(moved.starts_with("+OK"), "{moved}");
+
+    let anew = Redis::cluster(cluster.urls()).timeout(2 * SECOND);
+    for id in &ids {
+        assert!(matches!(healed(&anew, strict(id, 2)).await, Verdict::Busy { .. }));
+        assert!(matches!(healed(&before, strict(id, 1)).await, GRANTED));
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_no_cluster_is_told() {
     let single = RedisServer::start(RedisOptions::new()).expect("a Redis");
