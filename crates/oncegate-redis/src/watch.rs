@@ -29,6 +29,9 @@ const OTHERS_MAY_TELL: Duration = Duration::from_secs(3);
 /// A clock may go wrong by so much between two looks, and by a thousandth of the time between them.
 const CLOCK_TOLERANCE: Duration = Duration::from_secs(2);
 
+/// 1 from the first claim that is withheld until a person accepts what was forgotten.
+const PAUSED: &str = "oncegate_redis_paused";
+
 /// Looks at servers now and then, and remembers what it saw.
 pub(crate) struct Watch {
     /// Whose counts are ours.
@@ -66,6 +69,8 @@ struct Birth {
     birth: Option<Vec<u8>>,
     /// The `run_id` of the process that had it last.
     process: Option<String>,
+    /// Whether it outlives what may go wrong without a loss, such as a failover.
+    is_counted_on: bool,
     /// Whether it is to end, because what we wrote is gone.
     ends: bool,
 }
@@ -100,12 +105,14 @@ pub(crate) struct Asked {
     pub(crate) least: u64,
 }
 
-/// Whether a count is one that must not be lost.
+/// What of a canary must not be lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stands {
-    /// As the claims before it do.
+    /// Birth and count: claims stand with them.
     Firmly,
-    /// Replicas have to know of claims, and may not know of this.
+    /// The birth: a look counts too, but no claim is gone if its count is.
+    Born,
+    /// Nothing: replicas have to know of claims, and may not know of this.
     Perhaps,
 }
 
@@ -214,7 +221,7 @@ impl Watch {
             None => None,
         };
         let stands = match durability {
-            Durability::Primary => Stands::Firmly,
+            Durability::Primary => Stands::Born,
             Durability::Replicas { .. } => Stands::Perhaps,
         };
         self.state().take(told, shown, stands);
@@ -243,8 +250,11 @@ impl Watch {
             return None;
         }
         let state = self.state();
-        if let Some(why) = &state.forgot {
-            return Some(paused(why));
+        // Markers that should still stand may have expired, and `max_age` does not speak for their messages.
+        let far = state.jumped.filter(|(_, by)| *by >= terms.window / 2).map(|(_, by)| Finding::ClockForward(by).told());
+        if let Some(why) = state.forgot.clone().or(far) {
+            metrics::gauge!(PAUSED).set(1);
+            return Some(paused(&why));
         }
         if state.restarted.is_some_and(|at| at.elapsed() < OTHERS_MAY_TELL) {
             return Some(Failure::not_applied(format!(
@@ -253,8 +263,6 @@ impl Watch {
             )));
         }
         match state.jumped {
-            // Markers that should still stand may have expired, and `max_age` does not speak for their messages.
-            Some((_, by)) if by >= terms.window / 2 => Some(paused(&Finding::ClockForward(by).told())),
             Some((at, by)) if at.elapsed() < terms.lease => {
                 Some(Failure::not_applied(format!("{}; at most once pauses for one lease", Finding::ClockForward(by).told())))
             }
@@ -266,7 +274,7 @@ impl Watch {
     pub(crate) fn accept(&self) {
         let mut state = self.state();
         (state.forgot, state.jumped) = (None, None);
-        metrics::gauge!("oncegate_redis_paused").set(0);
+        metrics::gauge!(PAUSED).set(0);
     }
 }
 
@@ -330,11 +338,13 @@ impl State {
         }
         if canary.birth != birth.birth {
             let ended = std::mem::take(&mut birth.ends);
-            let was_counted_on = birth.birth.is_some() && least > 0;
+            let was_counted_on = birth.is_counted_on;
+            birth.is_counted_on = stands != Stands::Perhaps && canary.birth.is_some();
             birth.birth = canary.birth;
             // Ended by us, or never counted on.
             return (was_counted_on && !ended).then_some(Finding::CanaryLost);
         }
+        birth.is_counted_on |= stands != Stands::Perhaps && birth.birth.is_some();
         birth.ends |= behind;
         behind.then_some(Finding::WritesLost)
     }
@@ -344,7 +354,6 @@ impl State {
         metrics::counter!("oncegate_redis_findings_total", "finding" => finding.label()).increment(1);
         if finding.forgot() {
             tracing::error!(finding = finding.label(), "{told}");
-            metrics::gauge!("oncegate_redis_paused").set(1);
             self.forgot.get_or_insert(told);
         } else {
             tracing::warn!(finding = finding.label(), "{told}");
@@ -401,254 +410,4 @@ fn compare(before: &Shown, now: &Shown) -> Vec<Finding> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const SECOND: Duration = Duration::from_secs(1);
-    const AT_MOST_ONCE: Terms =
-        Terms { guarantee: Guarantee::AtMostOnce, lease: SECOND, window: Duration::from_secs(60), fingerprint: None };
-
-    fn shown(run_id: &str) -> Shown {
-        let now = Instant::now();
-        let history = format!("of {run_id}");
-        Shown { run_id: run_id.into(), history, followed: None, up: SECOND, evicted: 0, clock: 1_000 * SECOND, asked: now, at: now }
-    }
-
-    fn canary(birth: &str, count: u64) -> Canary {
-        Canary { birth: Some(birth.into()), count }
-    }
-
-    fn keys(name: &str) -> Keys {
-        Keys { shared: name.into(), own: format!("own {name}").into() }
-    }
-
-    /// A look at a canary.
-    fn look(watch: &Watch, name: &str, canary: Canary, shown: Shown) {
-        let asked = watch.asks(keys(name));
-        watch.state().take(Some((asked, canary)), shown, Stands::Firmly);
-    }
-
-    fn claim(watch: &Watch, canary: Canary, stands: Stands) {
-        let asked = watch.asks(keys("k"));
-        watch.told(asked, canary, stands);
-    }
-
-    fn is_withheld(watch: &Watch) -> bool {
-        watch.withholds(&AT_MOST_ONCE).is_some()
-    }
-
-    fn why(watch: &Watch) -> String {
-        match watch.withholds(&AT_MOST_ONCE) {
-            Some(Failure::NotApplied(problem)) => problem.to_string(),
-            other => panic!("{other:?}"),
-        }
-    }
-
-    #[test]
-    fn what_a_process_shows_is_compared_with_what_it_showed() {
-        let before = Shown { evicted: 3, ..shown("r") };
-        let later = before.at + 10 * SECOND;
-        let after = Shown { clock: 1_010 * SECOND, asked: later, at: later, ..before.clone() };
-        let other = Shown { run_id: "s".into(), evicted: 0, ..after.clone() };
-        for (now, findings) in [
-            (after.clone(), vec![]),
-            (other.clone(), vec![]),
-            (Shown { evicted: 9, ..after.clone() }, vec![Finding::Evicted(6)]),
-            (Shown { evicted: 2, ..other }, vec![Finding::Evicted(2)]),
-            (Shown { clock: 1_016 * SECOND, ..after.clone() }, vec![Finding::ClockForward(6 * SECOND)]),
-            (Shown { clock: 1_004 * SECOND, ..after.clone() }, vec![Finding::ClockBackward(6 * SECOND)]),
-            (Shown { clock: 990 * SECOND, ..after.clone() }, vec![Finding::ClockBackward(20 * SECOND)]),
-            (Shown { clock: 1_011 * SECOND, ..after }, vec![]),
-        ] {
-            assert_eq!(compare(&before, &now), findings, "{now:?}");
-        }
-    }
-
-    /// As when this process had no time to read.
-    #[test]
-    fn a_reply_that_was_read_late_is_no_jump() {
-        let soon = shown("r");
-        let late = Shown { at: soon.at + 10 * SECOND, ..soon.clone() };
-        let next = |after: u32, clock: u32| {
-            let at = late.at + after * SECOND;
-            Shown { clock: clock * SECOND, asked: at, at, ..soon.clone() }
-        };
-        // The clock went on with the time since `late` was shown, which was long before it was read.
-        assert_eq!(compare(&late, &next(1, 1_011)), []);
-        assert_eq!(compare(&late, &next(1, 1_001)), []);
-        assert_eq!(compare(&soon, &Shown { at: soon.at + 20 * SECOND, ..next(0, 1_010) }), []);
-        assert_eq!(compare(&late, &next(1, 1_014)), [Finding::ClockForward(3 * SECOND)]);
-        assert_eq!(compare(&late, &next(9, 1_001)), [Finding::ClockBackward(8 * SECOND)]);
-    }
-
-    #[test]
-    fn each_loss_pauses_and_is_told_from_the_others() {
-        let gone = Canary { birth: None, count: 1 };
-        for (lost, says) in
-            [(canary("c", 1), "born anew"), (gone, "born anew"), (canary("b", 0), "counts back"), (canary("b", 4), "counts back")]
-        {
-            let watch = Watch::default();
-            look(&watch, "k", canary("b", 5), shown("r"));
-            assert!(!is_withheld(&watch));
-            claim(&watch, lost.clone(), Stands::Firmly);
-            assert!(why(&watch).contains(says), "{lost:?}");
-            watch.accept();
-            look(&watch, "k", canary("d", lost.count + 1), shown("r"));
-            assert_eq!(is_withheld(&watch), lost.birth == Some(b"c".into()), "accepted: {lost:?}");
-        }
-    }
-
-    /// It may have expired meanwhile.
-    #[test]
-    fn a_count_of_long_ago_is_not_gone_by() {
-        let watch = Watch::default();
-        look(&watch, "k", canary("b", 5), shown("r"));
-        for counted in watch.state().counts.values_mut() {
-            counted.at = Instant::now().checked_sub(COUNT_STANDS).expect("the machine is up longer");
-        }
-        claim(&watch, canary("b", 1), Stands::Firmly);
-        claim(&watch, canary("b", 2), Stands::Firmly);
-        assert!(!is_withheld(&watch));
-    }
-
-    /// The last write of a pipeline of claims, between two looks.
-    #[test]
-    fn a_restart_that_lost_the_last_claims_is_no_mere_restart() {
-        let watch = Watch::default();
-        look(&watch, "k", canary("b", 1), shown("r"));
-        claim(&watch, canary("b", 2), Stands::Firmly);
-        look(&watch, "k", canary("b", 1), shown("s"));
-        assert!(why(&watch).contains("last writes"));
-    }
-
-    #[test]
-    fn a_mere_restart_is_waited_for() {
-        let watch = Watch::default();
-        look(&watch, "k", canary("b", 1), shown("r"));
-        look(&watch, "k", canary("b", 2), shown("s"));
-        assert!(why(&watch).contains("another Redis process"));
-        watch.state().restarted = Instant::now().checked_sub(OTHERS_MAY_TELL);
-        assert!(!is_withheld(&watch));
-        // Who lost something tells in time.
-        claim(&watch, canary("c", 3), Stands::Firmly);
-        assert!(why(&watch).contains("another consumer's"));
-    }
-
-    #[test]
-    fn pipelines_that_overtake_each_other_are_no_loss() {
-        let watch = Watch::default();
-        look(&watch, "k", canary("b", 1), shown("r"));
-        let [first, second] = [(); 2].map(|()| watch.asks(keys("k")));
-        watch.told(second, canary("b", 3), Stands::Firmly);
-        watch.told(first, canary("b", 2), Stands::Firmly);
-        assert!(!is_withheld(&watch));
-        assert_eq!(watch.state().counts[&keys("k").own].least, 3);
-    }
-
-    #[test]
-    fn a_birth_that_we_end_ourselves_is_no_other_loss() {
-        let watch = Watch::default();
-        look(&watch, "k", canary("b", 7), shown("r"));
-        let late = watch.asks(keys("k"));
-        claim(&watch, canary("b", 3), Stands::Firmly);
-        assert!(watch.asks(keys("k")).birth.ends);
-        watch.accept();
-        watch.told(late, canary("b", 3), Stands::Firmly);
-        look(&watch, "k", canary("c", 5), shown("r"));
-        assert!(!is_withheld(&watch), "told once");
-        assert!(!watch.asks(keys("k")).birth.ends);
-    }
-
-    #[test]
-    fn a_birth_to_end_that_is_on_no_server_any_more_is_not_looked_for() {
-        let watch = Watch::default();
-        look(&watch, "k", canary("b", 7), shown("r"));
-        claim(&watch, canary("b", 3), Stands::Firmly);
-        assert!(watch.is_due() && watch.is_due(), "the others are to be told");
-        watch.saw_all(&[Some(keys("k")), None]);
-        assert!(watch.is_due());
-        // Its slot went to another node, which has a canary of its own.
-        watch.saw_all(&[Some(keys("other")), None]);
-        assert!(!watch.is_due());
-        assert!(is_withheld(&watch));
-    }
-
-    /// What replicas did not have to know of may be gone.
-    #[test]
-    fn a_failover_that_no_claim_was_lost_in_pauses_nothing() {
-        let watch = Watch::default();
-        let looked = |told, run_id| {
-            let asked = watch.asks(keys("k"));
-            let shown = Shown { followed: Some("of r".into()), up: 100 * SECOND, ..shown(run_id) };
-            watch.state().take(Some((asked, told)), shown, Stands::Perhaps);
-        };
-        looked(canary("b", 1), "r");
-        claim(&watch, canary("b", 2), Stands::Firmly);
-        claim(&watch, canary("b", 3), Stands::Perhaps);
-        looked(canary("b", 4), "r");
-        looked(canary("b", 3), "s");
-        assert!(!is_withheld(&watch), "what was covered is there");
-        looked(canary("b", 1), "t");
-        assert!(why(&watch).contains("last writes"), "a claim that replicas knew of is gone");
-    }
-
-    /// Replicas follow a primary that came back, and forget what it lost.
-    #[test]
-    fn with_replicas_only_one_of_them_that_took_over_is_not_waited_for() {
-        let primary = shown("r");
-        let replica = Shown { followed: Some(primary.history.clone()), up: 100 * SECOND, ..shown("s") };
-        for (next, waits) in [
-            (replica.clone(), false),
-            (shown("the same, started again"), true),
-            (Shown { followed: Some("of another".into()), ..replica.clone() }, true),
-            (Shown { up: Duration::ZERO, ..replica }, true),
-        ] {
-            let watch = Watch::default();
-            for shown in [primary.clone(), next] {
-                let asked = watch.asks(keys("k"));
-                let told = canary("b", 1);
-                watch.state().take(Some((asked, told)), shown, Stands::Perhaps);
-            }
-            assert_eq!(is_withheld(&watch), waits);
-        }
-    }
-
-    #[test]
-    fn a_canary_that_moves_to_another_node_tells_nothing() {
-        let watch = Watch::default();
-        let other = Shown { evicted: 9, clock: 1_300 * SECOND, ..shown("other") };
-        look(&watch, "1", canary("b", 1), Shown { evicted: 0, ..shown("one") });
-        look(&watch, "2", canary("b", 1), other.clone());
-        look(&watch, "1", canary("b", 2), Shown { at: Instant::now(), ..other.clone() });
-        assert!(!is_withheld(&watch));
-        look(&watch, "1", canary("b", 3), Shown { evicted: 10, at: Instant::now(), ..other });
-        assert!(is_withheld(&watch));
-    }
-
-    #[test]
-    fn a_forward_jump_pauses_for_a_lease_and_a_long_one_until_it_is_accepted() {
-        let watch = Watch::default();
-        let jump = |by: Duration, ago: Duration| (Instant::now().checked_sub(ago).expect("the machine is up longer"), by);
-        for (jumped, withheld) in
-            [(jump(3 * SECOND, Duration::ZERO), true), (jump(3 * SECOND, SECOND), false), (jump(30 * SECOND, 9 * SECOND), true)]
-        {
-            watch.state().jumped = Some(jumped);
-            assert_eq!(is_withheld(&watch), withheld, "{jumped:?}");
-            assert!(watch.withholds(&Terms { guarantee: Guarantee::EffectivelyOnce, ..AT_MOST_ONCE }).is_none());
-        }
-        watch.accept();
-        assert!(!is_withheld(&watch));
-    }
-
-    #[test]
-    fn a_small_jump_does_not_lift_the_pause_of_a_large_one() {
-        let watch = Watch::default();
-        for by in [40, 3] {
-            watch.state().note(&Finding::ClockForward(by * SECOND));
-        }
-        assert!(why(&watch).contains("40s") && why(&watch).contains("accept_loss"), "{}", why(&watch));
-        watch.accept();
-        watch.state().note(&Finding::ClockForward(3 * SECOND));
-        assert!(why(&watch).contains("one lease"), "{}", why(&watch));
-    }
-}
+mod tests;
