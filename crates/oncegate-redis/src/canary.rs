@@ -10,7 +10,7 @@ use std::time::Duration;
 use oncegate_core::marker::{Token, UNRESOLVED_AT_MOST_ONCE};
 use redis::{Cmd, Value};
 
-use crate::failure::{Failure, is_elsewhere};
+use crate::failure::{Failure, is_elsewhere, moving};
 use crate::record;
 
 /// How long the count of a process stands that asks no more.
@@ -99,9 +99,8 @@ fn refused(reply: &Value) -> NoCanary {
     };
     let (code, detail) = (error.code(), error.details().unwrap_or_default());
     if is_elsewhere(code) || matches!(code, "READONLY" | "MASTERDOWN") {
-        let moving = detail.split(' ').next().filter(|_| code == "ASK").and_then(|slot| slot.parse().ok());
         let failure = Failure::not_applied(format!("Redis says {code} {detail} of the canary"));
-        return NoCanary::Elsewhere { moving, failure };
+        return NoCanary::Elsewhere { moving: moving(code, detail), failure };
     }
     NoCanary::Failed(Failure::said_by_server(code, detail))
 }

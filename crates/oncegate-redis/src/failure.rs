@@ -41,6 +41,11 @@ pub(crate) fn is_elsewhere(code: &str) -> bool {
     matches!(code, "MOVED" | "ASK" | "TRYAGAIN" | "CLUSTERDOWN")
 }
 
+/// The slot that is still on its way to another node, where one says `ASK <slot> <host:port>`.
+pub(crate) fn moving(code: &str, detail: &str) -> Option<u16> {
+    detail.split(' ').next().filter(|_| code == "ASK")?.parse().ok()
+}
+
 impl From<Failure> for StoreError {
     fn from(failure: Failure) -> Self {
         match failure {

@@ -9,7 +9,7 @@ use oncegate_core::marker::Guarantee;
 use redis::{Cmd, Pipeline, Value};
 
 use crate::durability::Durability;
-use crate::failure::{Failure, is_elsewhere};
+use crate::failure::{Failure, is_elsewhere, moving};
 use crate::info::Info;
 use crate::route::{Lanes, Route};
 use crate::script::{self, By};
@@ -184,6 +184,7 @@ async fn try_commands(lanes: &Lanes, probe: &[u8], route: &Route, asked: Asked<'
         match Failure::said_by_server(code, detail) {
             // Its slots are on the way to another node, as in a failover: who serves them is asked again.
             _ if matches!(route, Route::Cluster(_)) && is_elsewhere(code) => {
+                route.distrust_slot(moving(code, detail));
                 return Err(Failure::not_applied(format!("Redis says {code} {detail} of {}", String::from_utf8_lossy(probe))));
             }
             Failure::Misconfigured(_) if matches!(code, "NOPERM") => tried.lacks.push(format!(

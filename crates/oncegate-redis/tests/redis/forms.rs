@@ -236,15 +236,20 @@ async fn a_canary_on_its_way_to_another_node_holds_nobody_up() {
     let (from, to) = (cluster.primaries()[0], cluster.primaries()[1]);
     let said = lines(from, "KEYS processed:!canary*");
     let canary = said.lines().find(|line| line.starts_with("processed:!canary") && !line.contains("y:")).expect("its canary");
-    let slot = lines(from, &format!("CLUSTER KEYSLOT {canary}")).trim().trim_start_matches(':').to_owned();
+    let slot = |key: &str| lines(from, &format!("CLUSTER KEYSLOT {key}")).trim().trim_start_matches(':').parse().expect("a slot");
+    let probes = (0..).map(|number| format!("processed:!probe{number}"));
+    let probe = probes.into_iter().find(|probe| cluster.serves(slot(probe)) == from).expect("a key for each slot");
     let id = |which: usize| lines(which, "CLUSTER MYID").lines().nth(1).expect("an id").to_owned();
     let (from_id, to_id) = (id(from), id(to));
-    assert!(lines(to, &format!("CLUSTER SETSLOT {slot} IMPORTING {from_id}")).starts_with("+OK"));
-    assert!(lines(from, &format!("CLUSTER SETSLOT {slot} MIGRATING {to_id}")).starts_with("+OK"));
+    for slot in [slot(canary), slot(&probe)] {
+        assert!(lines(to, &format!("CLUSTER SETSLOT {slot} IMPORTING {from_id}")).starts_with("+OK"));
+        assert!(lines(from, &format!("CLUSTER SETSLOT {slot} MIGRATING {to_id}")).starts_with("+OK"));
+    }
     let moved = lines(from, &format!("MIGRATE 127.0.0.1 {} {canary} 0 5000", cluster.nodes()[to].port()));
     assert!(moved.starts_with("+OK"), "{moved}");
 
     let anew = Redis::cluster(cluster.urls()).timeout(2 * SECOND);
+    looked(|| anew.preflight(Guarantee::AtMostOnce)).await;
     for id in &ids {
         assert!(matches!(healed(&anew, strict(id, 2)).await, Verdict::Busy { .. }));
         assert!(matches!(healed(&before, strict(id, 1)).await, GRANTED));

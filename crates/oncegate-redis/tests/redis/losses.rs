@@ -107,6 +107,20 @@ async fn a_restart_that_lost_the_last_claims_pauses() {
     assert_eq!(server.command("EXISTS processed:charged").expect("a reply"), ":0", "nothing was sent");
 }
 
+/// Looks count up as well.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_restart_that_lost_looks_alone_pauses_nobody() {
+    let mut server = RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EveryWrite)).expect("a Redis");
+    let store = at(&server.url());
+    assert_eq!(ask(&store, strict("kept", 1)).await.expect("a verdict"), GRANTED);
+    losing_what_is_written(&mut server, async {
+        // Which looks first.
+        store.accept_loss().await;
+    })
+    .await;
+    assert_eq!(crate::forms::healed(&store, strict("new", 1)).await, GRANTED);
+}
+
 /// Nobody read what the first look showed; the next one shows it again.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_look_whose_reply_is_lost_hides_no_loss() {
