@@ -48,6 +48,11 @@ impl Breaker {
         (self.silences > 0).then_some(self.next_try)
     }
 
+    /// Someone asks now: the others wait a little longer.
+    pub(crate) fn trying(&mut self, now: Instant) {
+        self.next_try = now + FIRST_PAUSE;
+    }
+
     /// A question was answered. How long none was before, if it is the first.
     pub(crate) fn answered(&mut self, now: Instant) -> Option<Duration> {
         (std::mem::take(&mut self.silences) > 0).then(|| now.duration_since(self.since))

@@ -2,7 +2,7 @@
 
 use std::future::Future;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use crate::consumer::Running;
 use crate::decode::{Decode, Json};
@@ -15,6 +15,7 @@ use crate::pace::lease_for;
 use crate::readiness::Readiness;
 use crate::road::Outage;
 use crate::run::Runner;
+use crate::seldom::Seldom;
 use crate::settings::{Fingerprints, Forgetful, Handlers, Settings};
 use crate::source::{Open, Order, Source, headers};
 use crate::store::{Memory, Store, StoreError};
@@ -266,14 +267,18 @@ impl<S: Open, T: Store + 'static, H: Handler, D: Decode> Builder<S, T, H, D> {
 /// Asks the store whether it can keep the promise; waits for one that is not there yet.
 pub(crate) async fn preflight(store: &dyn Store, settings: &Settings) -> Result<(), Error> {
     let mut tries = 0;
+    let mut says = Seldom::every(Duration::from_secs(10));
     loop {
         match forgets(store, settings).await {
             Ok(Some(why)) => return Err(Error::ForgetfulStore(why)),
             Ok(None) => return Ok(()),
             Err(error @ StoreError::Misconfigured(_)) => return Err(error.into()),
             Err(error) => {
-                tracing::warn!(%error, "waiting for the store");
-                tokio::time::sleep(settings.policy().pause(tries).min(Duration::from_secs(2))).await;
+                if let Some(kept_back) = says.due(Instant::now()) {
+                    tracing::warn!(%error, kept_back, "waiting for the store");
+                }
+                let pause = settings.policy().pause(tries);
+                tokio::time::sleep(pause.clamp(Duration::from_millis(100), Duration::from_secs(2))).await;
                 tries += 1;
             }
         }

@@ -1,12 +1,13 @@
 //! The gate on its own, without a broker.
 
 use std::future::Future;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc::unbounded_channel;
 use tracing::Instrument;
 
+use crate::breaker::{Breaker, Judgement};
 use crate::builder::preflight;
 use crate::error::Error;
 use crate::handler::Failure;
@@ -36,6 +37,8 @@ struct Inner {
     policy: Policy,
     when_held: WhenHeld,
     outcomes: Outcomes,
+    /// What callers know of the store together: however many they are, a silent one is asked a few times a second.
+    breaker: Mutex<Breaker>,
     renewals: Arc<Renewals>,
     places: Mutex<Slots<()>>,
 }
@@ -125,6 +128,32 @@ impl Gate {
     }
 }
 
+impl Inner {
+    /// Whether the store may be asked now. Waits once for it to be anyone's turn, a second at the most.
+    async fn may_ask(&self) -> bool {
+        for _ in 0..2 {
+            let now = Instant::now();
+            let opens_at = {
+                let mut breaker = self.breaker();
+                match breaker.judge(now) {
+                    Judgement::Ask => return true,
+                    Judgement::TryOnce => {
+                        breaker.trying(now);
+                        return true;
+                    }
+                    Judgement::Wait => breaker.opens_at().unwrap_or(now),
+                }
+            };
+            tokio::time::sleep(opens_at.saturating_duration_since(now)).await;
+        }
+        false
+    }
+
+    fn breaker(&self) -> MutexGuard<'_, Breaker> {
+        self.breaker.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 /// How often a silent store is asked before guarded work is given up.
 const PATIENCE: u32 = 5;
 
@@ -195,6 +224,11 @@ impl<T> Guarded<'_, T> {
     }
 
     async fn ask(&mut self, ask: crate::marker::Ask) -> Event {
+        if !self.gate.0.may_ask().await {
+            let silent = || StoreError::NotApplied("it did not answer others just now".into());
+            self.silence.get_or_insert_with(silent);
+            return Event::Unavailable;
+        }
         let Inner { store, settings, renewals, .. } = &*self.gate.0;
         let Settings { guarantee, lease, window, .. } = *settings;
         let terms = Terms { guarantee, lease, window, fingerprint: None };
@@ -204,6 +238,7 @@ impl<T> Guarded<'_, T> {
         let answer = store.apply(std::slice::from_ref(&operation)).instrument(span.clone()).await.pop();
         match answer {
             Some(Ok(verdict)) => {
+                self.gate.0.breaker().answered(Instant::now());
                 spans::answered(span, &verdict, None);
                 if let Verdict::Granted { attempt } | Verdict::InDoubt { attempt } = verdict {
                     self.attempt = attempt;
@@ -215,12 +250,10 @@ impl<T> Guarded<'_, T> {
                 }
                 Event::Answer(verdict)
             }
-            Some(Err(error)) => {
-                self.silence = Some(error);
-                Event::Unavailable
-            }
-            None => {
-                self.silence = Some(StoreError::Unknown("the store answered nothing".into()));
+            silence => {
+                self.gate.0.breaker().silent(Instant::now());
+                let nothing = || StoreError::Unknown("the store answered nothing".into());
+                self.silence = Some(silence.and_then(Result::err).unwrap_or_else(nothing));
                 Event::Unavailable
             }
         }
@@ -392,6 +425,7 @@ impl<T: Store + 'static> GateBuilder<T> {
             policy,
             when_held,
             outcomes: Outcomes::new(),
+            breaker: Mutex::new(Breaker::closed()),
             renewals,
             places: Mutex::new(Slots::new(16)),
         })))

@@ -152,6 +152,10 @@ impl Settings {
             let problem = format!("the lease ({:?}) is not shorter than the window ({:?})", self.lease, self.window);
             return wrong("lease", problem, "shorten the lease or lengthen the window");
         }
+        if shortest > self.lease {
+            let problem = format!("its shortest lease ({shortest:?}) is longer than the lease ({:?})", self.lease);
+            return wrong("adaptive_lease", problem, "leave `.lease` out: the longest of the two is the lease");
+        }
         if self.max_age.is_some_and(|age| age > self.window) {
             return wrong(
                 "max_age",

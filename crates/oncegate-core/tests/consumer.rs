@@ -357,6 +357,8 @@ async fn wrong_settings_are_refused_with_the_setting_and_what_to_do() {
         ("handler_timeout", base().handler_timeout(Duration::ZERO)),
         ("outage", base().guarantee(Guarantee::AtMostOnce).outage(Outage::PassThrough)),
         ("scope", base().scope("a|b")),
+        ("waiting", base().waiting(0)),
+        ("adaptive_lease", base().adaptive_lease(Duration::from_millis(300), Duration::from_secs(1)).lease(Duration::from_millis(200))),
     ];
     for (setting, consumer) in wrong {
         let error = consumer.run_until(async {}).await.expect_err(setting).to_string();

@@ -1,8 +1,11 @@
 //! The gate without a broker.
 
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Duration;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::{Duration, Instant};
 
+use futures_util::future::join_all;
+use oncegate_core::marker::{Operation, Verdict};
 use oncegate_core::*;
 
 async fn gate(guarantee: Guarantee) -> Gate {
@@ -132,4 +135,63 @@ async fn work_that_is_held_is_skipped_given_up_or_waited_for() {
     started.await.expect("it starts");
     assert_eq!(here(WhenHeld::Wait(Duration::from_secs(10)), "b").await.expect("an answer"), Ran::Now(2), "the other failed");
     assert!(matches!(held.await.expect("no panic"), Err(GateError::Failed(_))));
+}
+
+/// A store that is away until it is told to be there, and counts how often it is asked.
+#[derive(Clone, Default)]
+struct Away {
+    store: MemoryStore,
+    asked: Arc<AtomicU32>,
+    there: Arc<AtomicBool>,
+}
+
+impl Away {
+    fn is_there(&self) -> bool {
+        self.asked.fetch_add(1, Ordering::Relaxed);
+        self.there.load(Ordering::Relaxed)
+    }
+}
+
+#[async_trait]
+impl Store for Away {
+    async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
+        if self.is_there() {
+            return self.store.apply(operations).await;
+        }
+        operations.iter().map(|_| Err(StoreError::NotApplied("refused".into()))).collect()
+    }
+
+    async fn preflight(&self, _: Guarantee) -> Result<(), StoreError> {
+        if self.is_there() { Ok(()) } else { Err(StoreError::NotApplied("refused".into())) }
+    }
+}
+
+/// No more than this in a time, and what was under way when the store fell silent.
+fn few(asked: u32, since: Instant) {
+    let bound = 20.0 * since.elapsed().as_secs_f64() + 5.0;
+    assert!(f64::from(asked) <= bound, "asked {asked} times in {:?}", since.elapsed());
+}
+
+#[tokio::test]
+async fn a_store_that_is_away_is_asked_a_few_times_a_second_by_all_callers_together() {
+    let store = Away::default();
+    store.there.store(true, Ordering::Relaxed);
+    let pause = Duration::from_millis(1);
+    let gate = Gate::builder().store(store.clone()).backoff(pause, pause).open().await.expect("a gate");
+    store.there.store(false, Ordering::Relaxed);
+    store.asked.store(0, Ordering::Relaxed);
+    let since = Instant::now();
+    let ran = join_all((0..300).map(|id| gate.run(format!("id-{id}"), || async { Ok(()) }))).await;
+    assert!(ran.iter().all(|it| matches!(it, Err(GateError::Store(_)))));
+    few(store.asked.load(Ordering::Relaxed), since);
+    store.there.store(true, Ordering::Relaxed);
+    assert_eq!(gate.run("id-1", || async { Ok(()) }).await.expect("it is back"), Ran::Now(()));
+}
+
+#[tokio::test]
+async fn a_store_that_is_away_at_start_is_asked_a_few_times_a_second() {
+    let (store, since, pause) = (Away::default(), Instant::now(), Duration::from_millis(1));
+    let opening = Gate::builder().store(store.clone()).backoff(pause, pause).open();
+    assert!(tokio::time::timeout(Duration::from_secs(1), opening).await.is_err());
+    few(store.asked.load(Ordering::Relaxed), since);
 }
