@@ -69,6 +69,7 @@ macro_rules! __each_store_law {
             what_has_the_window_is_forgotten_after_it
             asking_in_vain_does_not_lengthen_a_window
             every_write_starts_the_window_anew
+            the_holders_window_decides
             what_is_unresolved_at_most_once_outlives_the_window
             a_window_may_be_long
             ids_of_every_kind_stay_distinct

@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use oncegate_core::marker::{self, Age, Change, Marker, Operation, Verdict};
+use oncegate_core::marker::{self, Age, Ask, Change, Effect, Marker, Operation, Verdict};
 use oncegate_core::{Key, MessageId, Store, StoreError, async_trait};
 use oncegate_testkit::laws::{run, store as law};
 
@@ -25,6 +25,8 @@ enum Mistake {
     LengthensWhatItKeeps,
     CountsWholeSeconds,
     DropsTheAttempt,
+    DropsTheSecondAttemptThatWasRejected,
+    KeepsForTheAskersWindow,
     DropsTheFingerprint,
     FoldsCase,
     CutsIds,
@@ -67,6 +69,23 @@ impl Mistaken {
         }
     }
 
+    /// What the table says, or what this one makes of it.
+    fn judge(&self, marker: Marker, age: Duration, operation: &Operation) -> (Change, Verdict) {
+        let (change, verdict) = marker::apply(marker, Age::Of(age), operation);
+        let change = match (self.mistake, operation.ask, change) {
+            (
+                Mistake::DropsTheSecondAttemptThatWasRejected,
+                Ask::Reject(Effect::Nothing),
+                Change::Write(Marker::Cleared { attempt: 2 }, _),
+            ) => Change::Delete,
+            (Mistake::KeepsForTheAskersWindow, _, Change::Write(held @ (Marker::InProgress(_) | Marker::InDoubt(..)), _)) => {
+                Change::Write(held, operation.terms.horizon())
+            }
+            _ => change,
+        };
+        (change, verdict)
+    }
+
     fn write(&self, rows: &mut Rows, key: Key, change: Change) {
         match change {
             Change::Keep if self.mistake == Mistake::LengthensWhatItKeeps => {
@@ -102,14 +121,14 @@ impl Store for Mistaken {
             let (change, verdict) = if self.mistake == Mistake::ReadsThenWrites {
                 let (marker, age) = self.read(&rows(), &key);
                 tokio::task::yield_now().await;
-                let applied = marker::apply(marker, Age::Of(age), operation);
+                let applied = self.judge(marker, age, operation);
                 self.write(&mut rows(), key, applied.0);
                 applied
             } else {
                 let mut rows = rows();
                 let seen = if self.mistake == Mistake::JudgesABatchByWhatWasThereBefore { &before } else { &*rows };
                 let (marker, age) = self.read(seen, &key);
-                let applied = marker::apply(marker, Age::Of(age), operation);
+                let applied = self.judge(marker, age, operation);
                 self.write(&mut rows, key, applied.0);
                 applied
             };
@@ -168,6 +187,8 @@ mistakes! {
         asking_in_vain_does_not_lengthen_a_window, asking_in_vain_does_not_lengthen_a_lease;
     a_clock_of_seconds: CountsWholeSeconds breaks a_lease_ends_when_it_was_said;
     a_fence_that_steps_back: DropsTheAttempt breaks clearing_keeps_the_attempt, random_histories_go_as_the_reference_says;
+    a_rejection_that_forgets_its_attempt: DropsTheSecondAttemptThatWasRejected breaks rejecting_clears_in_effectively_once;
+    a_window_that_changes_with_the_settings: KeepsForTheAskersWindow breaks the_holders_window_decides;
     a_body_that_is_forgotten: DropsTheFingerprint breaks every_fingerprint_is_told_from_every_other;
     a_key_without_case: FoldsCase breaks ids_of_every_kind_stay_distinct, scopes_stay_distinct;
     a_key_that_is_too_short: CutsIds breaks ids_of_every_kind_stay_distinct;

@@ -6,8 +6,8 @@ use oncegate_core::Store;
 use oncegate_core::marker::{Ask, Doubt, Effect, Finding, Guarantee, Hold, Marker, Verdict};
 
 use crate::laws::ask::{
-    AT_MOST_ONCE, Asker, BOTH, DONE, DONE_THOUGH_LOST, EFFECTIVELY_ONCE, HOLDERS_ASKS, MINE, THEIRS, body, doubted, granted, of_body, over,
-    reconciled, running,
+    AT_MOST_ONCE, Asker, BOTH, DONE, DONE_THOUGH_LOST, EFFECTIVELY_ONCE, HOLDERS_ASKS, LONG, MINE, THEIRS, WINDOW, body, doubted, granted,
+    of_body, over, reconciled, running,
 };
 use crate::laws::rows::{Row, keep, row};
 
@@ -19,6 +19,11 @@ fn asks(guarantee: Guarantee, ask: Ask, attempt: u32) -> (Asker, Ask) {
     (Asker::new(guarantee, MINE, attempt), ask)
 }
 
+/// The holder of attempt 2 whose settings have changed since: what it holds stays on the terms that it was claimed on.
+fn on_other_terms(ask: Ask) -> [(Asker, Ask); 2] {
+    BOTH.map(|of| (Asker::new(of, MINE, 2).lease(LONG / 2).window(WINDOW / 2).body(body(8)), ask))
+}
+
 /// The holder renews what it runs and what it reconciles, also after its lease while nobody else has claimed.
 pub async fn the_holder_renews(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
@@ -27,6 +32,7 @@ pub async fn the_holder_renews(store: Arc<dyn Store>) {
             [running(of, MINE, 2), over(running(of, MINE, 2)), doubted(of, MINE, 2), reconciled(MINE, 2), over(reconciled(MINE, 2))]
         {
             rows.push(row("renew: mine", given, asks(of, Ask::Renew, 2), Verdict::Kept, given));
+            rows.extend(on_other_terms(Ask::Renew).map(|asked| row("renew: mine, on other terms", given, asked, Verdict::Kept, given)));
         }
     }
     keep(&*store, &rows).await;
@@ -101,8 +107,11 @@ pub async fn clearing_keeps_the_attempt(store: Arc<dyn Store>) {
     };
     let rows = [
         cleared(AT_MOST_ONCE, Effect::Nothing, 2),
+        cleared(AT_MOST_ONCE, Effect::Nothing, 3),
         cleared(EFFECTIVELY_ONCE, Effect::Nothing, 2),
+        cleared(EFFECTIVELY_ONCE, Effect::Nothing, 3),
         cleared(EFFECTIVELY_ONCE, Effect::Unknown, 1),
+        cleared(EFFECTIVELY_ONCE, Effect::Unknown, 2),
         cleared(EFFECTIVELY_ONCE, Effect::Unknown, 4),
     ];
     keep(&*store, &rows).await;
@@ -134,7 +143,7 @@ pub async fn rejecting_is_remembered_in_at_most_once(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for effect in EFFECTS {
         for of in [None, body(7)] {
-            for attempt in [1, 3] {
+            for attempt in [1, 2, 3] {
                 let given = of_body(running(AT_MOST_ONCE, MINE, attempt), of);
                 let asked = asks(AT_MOST_ONCE, Ask::Reject(effect), attempt);
                 rows.push(row("reject: in progress, mine, at most once", given, asked, Verdict::Kept, Marker::Rejected(of)));
@@ -154,7 +163,9 @@ pub async fn rejecting_clears_in_effectively_once(store: Arc<dyn Store>) {
         |effect, attempt, becomes| row(name, running(of, MINE, attempt), asks(of, Ask::Reject(effect), attempt), Verdict::Kept, becomes);
     let mut rows = vec![
         rejected(Effect::Nothing, 1, Marker::Absent),
+        rejected(Effect::Nothing, 2, Marker::Cleared { attempt: 2 }),
         rejected(Effect::Nothing, 3, Marker::Cleared { attempt: 3 }),
+        rejected(Effect::Unknown, 2, Marker::Cleared { attempt: 2 }),
         rejected(Effect::Unknown, 1, Marker::Cleared { attempt: 1 }),
         rejected(Effect::Unknown, 3, Marker::Cleared { attempt: 3 }),
     ];
@@ -176,6 +187,7 @@ pub async fn the_holder_doubts(store: Arc<dyn Store>) {
                 _ => unreachable!("each of these has a hold"),
             };
             rows.push(row("doubt: mine", given, asked, Verdict::Kept, becomes));
+            rows.extend(on_other_terms(Ask::Doubt).map(|asked| row("doubt: mine, on other terms", given, asked, Verdict::Kept, becomes)));
         }
         rows.push(row("doubt: in doubt, mine", reconciled(MINE, 2), asked, Verdict::Kept, doubted(AT_MOST_ONCE, MINE, 2)));
     }

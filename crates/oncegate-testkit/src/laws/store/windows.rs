@@ -137,6 +137,49 @@ pub async fn every_write_starts_the_window_anew(store: Arc<dyn Store>) {
     assert_eq!([doubted, cleared, completed], [Verdict::InDoubt { attempt: 2 }, granted(2), Verdict::Duplicate]);
 }
 
+/// What is unresolved is kept for as long as its claimer said, whatever the settings of who writes it again: its holder who
+/// renews, claims again or doubts after a restart with other settings.
+pub async fn the_holders_window_decides(store: Arc<dyn Store>) {
+    /// The holder's terms, those on which it asks again, and whether it is remembered after the shortest window.
+    type Case = (&'static str, Asker, Asker, bool);
+    let lax = Asker::new(EFFECTIVELY_ONCE, MINE, 1).lease(LONG);
+    let strict = Asker::new(AT_MOST_ONCE, MINE, 1).lease(LONG).window(BRIEF);
+    let cases: [Case; 4] = [
+        ("with a longer window", lax.window(BRIEF), lax, false),
+        ("as at most once", lax.window(BRIEF), strict, false),
+        ("with a shorter window", lax, lax.window(BRIEF), true),
+        ("as effectively once", strict, lax.window(BRIEF), true),
+    ];
+    let writes =
+        [("renewed", Ask::Renew, Verdict::Kept), ("claimed again", Ask::Claim, granted(1)), ("doubted", Ask::Doubt, Verdict::Kept)];
+    let (mut asked, mut expected, mut all) = (Vec::new(), Vec::new(), Vec::new());
+    for (way, holder, again, stays) in cases {
+        for (write, ask, verdict) in writes {
+            let key = key(format!("{write} {way}"));
+            asked.extend([holder.claims(&key), again.asks(ask, &key)]);
+            expected.extend([granted(1), verdict]);
+            all.push((key, ask, stays));
+        }
+    }
+    let before = Instant::now();
+    let heard = verdicts(&*store, &asked).await;
+    if before.elapsed() + SLACK > BRIEF {
+        return; // This machine slept: what is brief may have expired before it was written again.
+    }
+    assert_eq!(heard, expected);
+    tokio::time::sleep(BRIEF + SLACK).await;
+    let stranger = Asker::new(EFFECTIVELY_ONCE, THEIRS, 0);
+    let claims: Vec<Operation> = all.iter().map(|(key, ..)| stranger.claims(key)).collect();
+    for ((key, ask, stays), heard) in all.iter().zip(verdicts(&*store, &claims).await) {
+        let told = match (stays, ask) {
+            (false, _) => heard == granted(1),
+            (true, Ask::Doubt) => heard == Verdict::InDoubt { attempt: 2 },
+            (true, _) => matches!(heard, Verdict::Busy { .. }),
+        };
+        assert!(told, "{key:?} after the shortest window: {heard:?}");
+    }
+}
+
 /// What is unresolved in at most once outlives every window: an unknown on Friday is no first delivery on Monday.
 pub async fn what_is_unresolved_at_most_once_outlives_the_window(store: Arc<dyn Store>) {
     let brief = |of, token, attempt| Asker::new(of, Token(token), attempt).lease(BRIEF / 20).window(BRIEF);
