@@ -22,6 +22,9 @@ use crate::route::{Lanes, Route};
 /// How often a server is looked at while it is asked for claims.
 const EVERY: Duration = Duration::from_secs(2);
 
+/// The same, while others are to be told of a loss.
+const EVERY_TO_TELL: Duration = Duration::from_millis(100);
+
 /// How long at most once waits after a restart: who lost its last writes finds out when it asks again, at least once a
 /// second, and tells.
 const OTHERS_MAY_TELL: Duration = Duration::from_secs(3);
@@ -125,7 +128,8 @@ impl Watch {
     pub(crate) fn is_due(&self) -> bool {
         let mut state = self.state();
         let to_tell = state.births.values().any(|birth| birth.ends);
-        let is_due = to_tell || state.looked.is_none_or(|at| at.elapsed() >= EVERY);
+        let every = if to_tell { EVERY_TO_TELL } else { EVERY };
+        let is_due = state.looked.is_none_or(|at| at.elapsed() >= every);
         if is_due {
             state.looked = Some(Instant::now());
         }
