@@ -134,7 +134,7 @@ async fn looked<T, F: Future<Output = Result<T, StoreError>>>(look: impl Fn() ->
     loop {
         match look().await {
             Ok(looked) => return looked,
-            Err(StoreError::NotApplied(why)) => assert!(Instant::now() < deadline, "still {why}"),
+            Err(StoreError::NotApplied(why) | StoreError::Unknown(why)) => assert!(Instant::now() < deadline, "still {why}"),
             Err(error) => panic!("{error}"),
         }
         tokio::time::sleep(Duration::from_millis(50)).await;

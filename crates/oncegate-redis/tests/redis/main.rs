@@ -8,7 +8,6 @@ mod laws;
 mod losses;
 mod outages;
 mod replicas;
-mod script;
 mod sentinels;
 mod settings;
 mod support;
