@@ -8,6 +8,7 @@ mod laws;
 mod losses;
 mod outages;
 mod replicas;
+mod script;
 mod sentinels;
 mod settings;
 mod support;
