@@ -6,6 +6,7 @@ mod failure;
 mod file;
 mod rows;
 mod sweep;
+mod windows;
 
 use std::path::Path;
 use std::sync::mpsc::Sender;
@@ -72,7 +73,7 @@ impl Sqlite {
     }
 
     /// How long an answer may take before its outcome is unknown: 2 s by default. Half of it may be spent waiting for
-    /// other processes that write to the file; after that nothing was applied.
+    /// other processes that write to the file; after that nothing was applied. Zero is refused at the first use.
     #[must_use]
     pub fn timeout(self, timeout: Duration) -> Self {
         Self::at(Place { patience: timeout / 2, ..self.0.place.clone() }, timeout)
@@ -94,6 +95,10 @@ impl Sqlite {
     }
 
     async fn ask<T>(&self, request: impl FnOnce(oneshot::Sender<T>) -> Request) -> Result<T, Failure> {
+        if self.0.timeout.is_zero() {
+            let text = "Sqlite::timeout: no file answers within no time: allow some, or leave it out for the default of";
+            return Err(Failure::misconfigured(format!("{text} {APPLY_TIMEOUT:?}")));
+        }
         let (reply, answer) = oneshot::channel();
         self.0.hand_in(request(reply))?;
         match tokio::time::timeout(self.0.timeout, answer).await {

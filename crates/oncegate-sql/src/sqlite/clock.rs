@@ -9,17 +9,18 @@ const JUMP: i64 = 1000;
 /// because the machine slept. All times are in milliseconds since 1970.
 ///
 /// A jump forward would end every lease and every window at once. So from the moment when it is noticed, a holder has a
-/// whole lease more to renew; and what was remembered is remembered as much longer as the jump was wide, until a window
-/// has passed. After a jump back, markers seem to have been written in the future: their age is unknown, and the next
+/// whole lease more to renew; and what was remembered is remembered as much longer as the jump was wide, until the longest
+/// window of all who use the file has passed, and what is unresolved in at most once for as long as this process runs. After a jump back, markers seem to have been written in the future: their age is unknown, and the next
 /// claim starts it anew.
 #[derive(Debug)]
 pub(crate) struct Clock {
     wall: i64,
     /// Not after `wall` was read.
     read: Instant,
+    /// Those that a window may still reach back over.
     jumps: Vec<Jump>,
-    /// The longest window seen.
-    window: Duration,
+    /// The width of all that ever were.
+    wide: i64,
     held_since: i64,
 }
 
@@ -38,17 +39,28 @@ pub(crate) struct Now {
     pub(crate) held_since: i64,
     /// What expired up to this time is forgotten.
     pub(crate) forgotten: i64,
+    /// The same for what is unresolved in at most once, which outlives every window.
+    pub(crate) unresolved_forgotten: i64,
 }
 
 impl Clock {
     pub(crate) fn new() -> Self {
         let read = Instant::now();
-        Self { wall: wall(), read, jumps: Vec::new(), window: Duration::ZERO, held_since: i64::MIN }
+        Self { wall: wall(), read, jumps: Vec::new(), wide: 0, held_since: i64::MIN }
     }
 
-    /// So long is something remembered.
-    pub(crate) fn note_window(&mut self, window: Duration) {
-        self.window = self.window.max(window);
+    /// A clock that noticed a jump so long ago.
+    #[cfg(test)]
+    pub(crate) fn jumped(wide: Duration, ago: Duration) -> Self {
+        let noticed = Instant::now().checked_sub(ago).expect("the machine runs for longer");
+        let wide = milliseconds(wide);
+        Self { jumps: vec![Jump { wide, noticed }], wide, ..Self::new() }
+    }
+
+    /// Lets go of the jumps since which the longest window (in milliseconds) has passed: what was written before them has had
+    /// its own. It has to be the longest of all who write to the file, since what one forgets is cleared out for all.
+    pub(crate) fn let_go(&mut self, longest_window: i64) {
+        self.jumps.retain(|jump| milliseconds(jump.noticed.elapsed()) <= longest_window);
     }
 
     pub(crate) fn now(&mut self) -> Now {
@@ -64,16 +76,16 @@ impl Clock {
         if ahead > JUMP {
             noticed("forward", ahead);
             self.jumps.push(Jump { wide: ahead, noticed: after });
+            self.wide = self.wide.saturating_add(ahead);
             self.held_since = wall;
         } else if wall.saturating_add(JUMP) < self.wall {
             noticed("back", self.wall - wall);
         }
-        let window = self.window;
-        self.jumps.retain(|jump| after.saturating_duration_since(jump.noticed) <= window);
         self.held_since = self.held_since.min(wall);
         (self.wall, self.read) = (wall, before);
         let wide = self.jumps.iter().fold(0_i64, |all, jump| all.saturating_add(jump.wide));
-        Now { wall, held_since: self.held_since, forgotten: wall.saturating_sub(wide) }
+        let (forgotten, unresolved_forgotten) = (wall.saturating_sub(wide), wall.saturating_sub(self.wide));
+        Now { wall, held_since: self.held_since, forgotten, unresolved_forgotten }
     }
 }
 
@@ -98,12 +110,11 @@ mod tests {
     use super::*;
 
     const START: i64 = 1_000_000_000;
-    const WINDOW: Duration = Duration::from_secs(60);
 
     /// A clock that read START, and what it says when it reads `wall` after `passed` milliseconds.
     fn clock() -> (Clock, impl Fn(&mut Clock, i64, u64) -> Now) {
         let begun = Instant::now();
-        let clock = Clock { wall: START, read: begun, jumps: Vec::new(), window: WINDOW, held_since: i64::MIN };
+        let clock = Clock { wall: START, read: begun, jumps: Vec::new(), wide: 0, held_since: i64::MIN };
         let look = move |clock: &mut Clock, wall: i64, passed: u64| {
             let at = begun + Duration::from_millis(passed);
             clock.at(START + wall, at, at)
@@ -116,7 +127,8 @@ mod tests {
         let (mut clock, look) = clock();
         for (wall, passed) in [(0, 0), (500, 400), (90_000, 90_100), (90_900, 90_200)] {
             let now = look(&mut clock, wall, passed);
-            assert_eq!(now, Now { wall: START + wall, held_since: i64::MIN, forgotten: START + wall });
+            let wall = START + wall;
+            assert_eq!(now, Now { wall, held_since: i64::MIN, forgotten: wall, unresolved_forgotten: wall });
         }
     }
 
@@ -124,12 +136,22 @@ mod tests {
     fn after_a_jump_forward_leases_begin_anew_and_nothing_is_forgotten_early() {
         let (mut clock, look) = clock();
         let now = look(&mut clock, 3_600_000, 0);
-        assert_eq!(now, Now { wall: START + 3_600_000, held_since: START + 3_600_000, forgotten: START });
+        let jumped = START + 3_600_000;
+        assert_eq!(now, Now { wall: jumped, held_since: jumped, forgotten: START, unresolved_forgotten: START });
         let now = look(&mut clock, 3_600_000 + 60_000, 60_000);
-        assert_eq!((now.held_since, now.forgotten), (START + 3_600_000, START + 60_000));
-        // What was written before has had its window by now.
-        let now = look(&mut clock, 3_600_000 + 60_001, 60_001);
-        assert_eq!((now.held_since, now.forgotten), (START + 3_600_000, now.wall));
+        assert_eq!((now.held_since, now.forgotten, now.unresolved_forgotten), (jumped, START + 60_000, START + 60_000));
+    }
+
+    #[test]
+    fn a_jump_counts_until_the_longest_window_has_passed_and_for_what_is_unresolved_for_good() {
+        let wide = Duration::from_secs(3600);
+        let mut clock = Clock::jumped(wide, Duration::from_secs(10));
+        clock.let_go(milliseconds(wide));
+        let now = clock.now();
+        assert_eq!((now.wall - now.forgotten, now.wall - now.unresolved_forgotten), (milliseconds(wide), milliseconds(wide)));
+        clock.let_go(9_000);
+        let now = clock.now();
+        assert_eq!((now.wall - now.forgotten, now.wall - now.unresolved_forgotten), (0, milliseconds(wide)));
     }
 
     #[test]

@@ -8,11 +8,12 @@ use oncegate_core::marker::{Marker, Operation, Verdict};
 use oncegate_core::{Key, Memory};
 use tokio::sync::oneshot;
 
-use super::clock::Clock;
+use super::clock::{Clock, Now};
 use super::failure::{Failure, Stage};
 use super::file::{Identity, OpenFile, Place};
 use super::rows::Rows;
 use super::sweep::Sweep;
+use super::windows;
 
 /// How many operations share a transaction at the most, but for those of one request, which are never parted.
 const TOGETHER: usize = 4096;
@@ -143,21 +144,27 @@ impl Desk {
         let transaction = file.begin().map_err(&working)?;
         file.check(place)?;
         // Read while nobody else writes: so no row was written later than now, unless the clock went back.
+        let longest = windows::longest(&transaction).map_err(&working)?;
+        if let Some(longest) = longest {
+            clock.let_go(longest);
+        }
         let now = clock.now();
         let mut rows = Rows::new(&transaction, now).map_err(&working)?;
         let mut answers = Vec::new();
+        let mut window = Duration::ZERO;
         for operations in requests {
             let mut answered = Vec::with_capacity(operations.len());
             for operation in operations {
-                clock.note_window(operation.terms.window);
+                window = window.max(operation.terms.window);
                 answered.push(rows.apply(operation).map_err(&working)?);
             }
             answers.push(answered);
         }
         drop(rows);
+        windows::note(&transaction, window, longest).map_err(&working)?;
         let rows_beside = u32::try_from(count).unwrap_or(u32::MAX);
-        let stretch = sweep.look(&transaction, rows_beside, now.forgotten).map_err(&working)?;
-        sweep.clear(&transaction, &stretch, now.forgotten).map_err(&working)?;
+        let stretch = sweep.look(&transaction, rows_beside, now).map_err(&working)?;
+        sweep.clear(&transaction, &stretch, now).map_err(&working)?;
         transaction.commit().map_err(place.failure(Stage::Committing))?;
         sweep.pass(stretch);
         Ok(answers)
@@ -181,7 +188,7 @@ impl Desk {
     fn idle(&mut self) {
         let now = self.clock.now();
         let Some(file) = &self.file else { return };
-        if let Err(failure) = clear_a_stretch(file, &self.place, &mut self.sweep, now.forgotten) {
+        if let Err(failure) = clear_a_stretch(file, &self.place, &mut self.sweep, now) {
             // It can wait, and whoever asks next is told if it is more than that.
             tracing::debug!(?failure, "expired markers are left for the next time");
         }
@@ -205,13 +212,13 @@ impl Desk {
 }
 
 /// Writes only if something has expired, and the file still is ours to write to.
-fn clear_a_stretch(file: &OpenFile, place: &Place, sweep: &mut Sweep, forgotten: i64) -> Result<(), Failure> {
+fn clear_a_stretch(file: &OpenFile, place: &Place, sweep: &mut Sweep, now: Now) -> Result<(), Failure> {
     let working = place.failure(Stage::Working);
-    let stretch = sweep.look(&file.connection, IDLE_ROWS, forgotten).map_err(&working)?;
+    let stretch = sweep.look(&file.connection, IDLE_ROWS, now).map_err(&working)?;
     if stretch.expired > 0 {
         let transaction = file.begin().map_err(&working)?;
         file.check(place)?;
-        sweep.clear(&transaction, &stretch, forgotten).map_err(&working)?;
+        sweep.clear(&transaction, &stretch, now).map_err(&working)?;
         transaction.commit().map_err(place.failure(Stage::Committing))?;
     }
     sweep.pass(stretch);
@@ -267,6 +274,60 @@ mod tests {
             desk.idle();
             let rows: u32 = other.query_row("SELECT count(*) FROM markers", [], |row| row.get(0)).expect("a number");
             assert_eq!(rows, left, "of version {version}");
+        }
+    }
+
+    /// What two processes share, of which the one whose clock jumped has the shorter window, or none yet.
+    #[test]
+    fn a_jump_counts_for_the_longest_window_in_the_file_whoever_noticed_it() {
+        const HOUR: Duration = Duration::from_secs(3600);
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("markers.db");
+        let place = Place { path: path.clone(), synchronous: Default::default(), patience: IDLE };
+        let key = |id: &str| Key::new(&MessageId::new(id).expect("an id"));
+        let asks = |id: &str, ask, token, window| {
+            let terms = Terms { guarantee: Guarantee::AtMostOnce, lease: IDLE, window, fingerprint: None };
+            Operation { key: key(id), ask, token: Token(token), attempt: 1, terms }
+        };
+        let apply = |desk: &mut Desk, operations: &[Operation]| -> Vec<Verdict> {
+            let answers = desk.apply([operations].into_iter(), operations.len()).expect("a commit");
+            answers[0].iter().map(|answer| answer.clone().expect("a verdict")).collect()
+        };
+        let other = || rusqlite::Connection::open(&path).expect("it opens");
+        // The windows of who wrote, and which of the rows outlive the other's transaction.
+        let unresolved = |id| format!("{id}-unresolved");
+        for (id, window, outlive) in [("short", IDLE, 1), ("long", HOUR, 4)] {
+            let mut writer = Desk::new(place.clone());
+            let done = ["a", "b", "c"].map(|it| format!("{id}-{it}"));
+            let mut made: Vec<Operation> = done.iter().map(|id| asks(id, Ask::Complete, 1, window)).collect();
+            made.push(asks(&unresolved(id), Ask::Claim, 1, window));
+            apply(&mut writer, &made);
+            drop(writer);
+            // A jump of an hour made all of them older than they are.
+            let mine = format!("{id}-%");
+            let jumped = || Desk { clock: Clock::jumped(HOUR, 10 * IDLE), ..Desk::new(place.clone()) };
+            let rows =
+                other().execute("UPDATE markers SET expires = (unixepoch() - 60) * 1000 WHERE key LIKE ?1", [&mine]).expect("written");
+            assert_eq!(rows, 4);
+            let left = || -> u32 {
+                let count = "SELECT count(*) FROM markers WHERE key LIKE ?1";
+                other().query_row(count, [&mine], |row| row.get(0)).expect("a number")
+            };
+
+            let mut idle = jumped();
+            idle.open().expect("it is there");
+            idle.idle();
+            assert_eq!((idle.look(&key(&done[0])).expect("a marker"), left()), (Marker::Done(None), 4), "{id}: who only looks");
+
+            // More operations than there are rows: all of them are looked at.
+            let mut brief = jumped();
+            let others: Vec<Operation> = (0..20).map(|it| asks(&format!("{id}{it}"), Ask::Claim, 2, IDLE)).collect();
+            apply(&mut brief, &others);
+            assert_eq!(left(), outlive, "{id}");
+            let again = apply(&mut brief, &[asks(&done[0], Ask::Claim, 2, IDLE)]);
+            assert_eq!(again, [if outlive == 4 { Verdict::Duplicate } else { Verdict::Granted { attempt: 1 } }], "{id}");
+            let looked = brief.look(&key(&unresolved(id))).expect("a marker");
+            assert!(matches!(looked, Marker::InProgress(hold) if hold.token == Token(1)), "{id}: {looked:?}");
         }
     }
 

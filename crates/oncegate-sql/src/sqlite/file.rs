@@ -9,6 +9,7 @@ use rusqlite::{Connection, ErrorCode, OpenFlags, Transaction, TransactionBehavio
 
 use super::Synchronous;
 use super::failure::{Failure, Stage};
+use super::windows;
 
 /// Marks the file as ours: `once` in ASCII.
 const APPLICATION: i32 = i32::from_be_bytes(*b"once");
@@ -105,6 +106,7 @@ impl OpenFile {
             )));
         }
         set_up(&connection, place).map_err(&failed)?;
+        connection.execute_batch(windows::TABLE).map_err(&failed)?; // changes nothing where it is there
         version(&connection).map_err(&failed)?; // from this reading on, the log is open
         // SQLite opened it between these two looks at its name.
         let identity = Identity::of(&place.path).filter(|after| before.is_none_or(|before| before == *after));

@@ -103,7 +103,9 @@ impl<'connection> Rows<'connection> {
 /// Reads a row: expires, state, fingerprint, attempt, token, lease, horizon, guarantee.
 fn read(row: &Row<'_>, now: Now) -> Result<Found, Unreadable> {
     let expires: i64 = row.get(0).map_err(|_| Unreadable)?;
-    if expires <= now.forgotten {
+    // Of what a done marker lacks, its guarantee is one thing.
+    let forgotten = if matches!(row.get(7), Ok(Some(0))) { now.unresolved_forgotten } else { now.forgotten };
+    if expires <= forgotten {
         return Ok(ABSENT);
     }
     let fingerprint = match row.get::<_, Option<i64>>(2).map_err(|_| Unreadable)?.map(u64::try_from) {
@@ -195,7 +197,7 @@ mod tests {
 
     /// Without a jump.
     fn at(wall: i64) -> Now {
-        Now { wall, held_since: i64::MIN, forgotten: wall }
+        Now { wall, held_since: i64::MIN, forgotten: wall, unresolved_forgotten: wall }
     }
 
     #[test]
@@ -221,7 +223,10 @@ mod tests {
         let directory = tempfile::tempdir().expect("a directory");
         let file = file(directory.path());
         ask(&file, at(START), Ask::Claim, 1);
-        let jumped = |later: i64| Now { wall: START + HOUR + later, held_since: START + HOUR, forgotten: START + later };
+        let jumped = |later: i64| {
+            let forgotten = START + later;
+            Now { wall: START + HOUR + later, held_since: START + HOUR, forgotten, unresolved_forgotten: forgotten }
+        };
         assert_eq!(ask(&file, jumped(LEASE), Ask::Claim, 2), Verdict::Busy { remaining: Duration::ZERO });
         assert_eq!(ask(&file, jumped(LEASE + 1), Ask::Claim, 2), Verdict::Granted { attempt: 2 });
 

@@ -39,6 +39,21 @@ async fn a_place_that_is_no_file_is_named() {
 }
 
 #[tokio::test]
+async fn no_time_to_answer_is_refused() {
+    let directory = Directory::new();
+    let store = directory.store().timeout(std::time::Duration::ZERO);
+    let at_start = store.memory().await.expect_err("it is refused");
+    let claimed = ask(&store, claim("a", 1)).await.expect_err("it is refused");
+    let looked = store.look(&crate::support::key("a")).await.expect_err("it is refused");
+    for error in [&at_start, &claimed, &looked] {
+        assert!(matches!(error, StoreError::Misconfigured(_)), "{error:?}");
+        says(&line(error), &["Sqlite::timeout", "within no time", "2s"]);
+    }
+    assert!(!directory.file().exists());
+    assert_eq!(ask(&store.timeout(30 * SECOND), claim("a", 1)).await.expect("a verdict"), GRANTED);
+}
+
+#[tokio::test]
 async fn a_file_that_is_not_ours_is_left_as_it_is() {
     let directory = Directory::new();
     let text = directory.path().join("text");
@@ -69,6 +84,17 @@ async fn a_file_that_is_not_ours_is_left_as_it_is() {
     }
     let beside = std::fs::read_dir(directory.path()).expect("a directory").count();
     assert_eq!(beside, 3, "a log was left beside a file that is not ours");
+}
+
+#[tokio::test]
+async fn a_file_from_before_windows_were_noted_is_one_of_ours() {
+    let directory = Directory::new();
+    ask(&directory.store(), claim("a", 1)).await.expect("granted");
+    directory.raw().execute_batch("DROP TABLE windows").expect("written");
+    let verdict = ask(&directory.store(), claim("a", 2)).await.expect("a verdict");
+    assert!(matches!(verdict, Verdict::Busy { .. }), "{verdict:?}");
+    let longest: i64 = directory.raw().query_row("SELECT max(longest) FROM windows", [], |row| row.get(0)).expect("a number");
+    assert_eq!(longest, 600_000);
 }
 
 #[tokio::test]
