@@ -124,38 +124,19 @@ impl<H: Handler, D: Decode> Running<H, D> {
     pub(super) fn advance(&mut self, slot: Slot, event: Event) {
         let mut next = Some(event);
         while let Some(event) = next.take() {
-            let Some(flight) = self.flights.take(slot) else { return };
+            let Some(mut flight) = self.flights.take(slot) else { return };
             self.outcomes.happened(event);
-            let Flight { passage, id, key, terms, token, attempt, ask, lane, lease, asked, task, began, stays, stands, turn, bytes } =
-                flight;
-            if stands == Stands::Aside {
+            if flight.stands == Stands::Aside {
+                flight.stands = Stands::OnTheRoad;
                 self.aside -= 1;
-                self.aside_bytes -= bytes;
+                self.aside_bytes -= flight.bytes;
             }
-            let stands = Stands::OnTheRoad;
-            let completed = usize::from(matches!(passage.stage(), Stage::Completing(_)));
-            self.completing -= completed;
-            match passage.next(event, &self.policy) {
+            self.completing -= usize::from(matches!(flight.passage.stage(), Stage::Completing(_)));
+            let rests = flight.lane.is_some() && flight.stays == Stays::Here && matches!(self.mode, Mode::Taking);
+            match flight.passage.next(event, &self.policy) {
                 Onward::Travels(passage, step) => {
                     self.completing += usize::from(matches!(passage.stage(), Stage::Completing(_)));
-                    let mut flight = Flight {
-                        passage,
-                        id,
-                        key,
-                        terms,
-                        token,
-                        attempt,
-                        ask,
-                        lane,
-                        lease,
-                        asked,
-                        task,
-                        began,
-                        stays,
-                        stands,
-                        turn,
-                        bytes,
-                    };
+                    let mut flight = Flight { passage, ..flight };
                     if !runs(flight.passage.stage()) {
                         flight.task = None;
                     }
@@ -166,37 +147,13 @@ impl<H: Handler, D: Decode> Running<H, D> {
                         self.end_takeover(slot);
                     }
                 }
-                Onward::Left(Settled { delivery, settlement: Settlement::Release { after, failures }, .. })
-                    if lane.is_some() && stays == Stays::Here && matches!(self.mode, Mode::Taking) =>
-                {
-                    drop(task);
+                Onward::Left(Settled { delivery, settlement: Settlement::Release { after, failures }, .. }) if rests => {
                     self.outcomes.settled(&Settlement::Release { after, failures });
                     let history = History { failures, freshness: self.freshness(&delivery.message) };
-                    let (passage, turn) = (Passage::new(delivery, history), turn + 1);
-                    let (token, attempt, ask, asked, task, began) = (Token(0), 0, Ask::Claim, Span::none(), None, None);
-                    let mut flight = Flight {
-                        passage,
-                        id,
-                        key,
-                        terms,
-                        token,
-                        attempt,
-                        ask,
-                        lane,
-                        lease,
-                        asked,
-                        task,
-                        began,
-                        stays,
-                        stands,
-                        turn,
-                        bytes,
-                    };
-                    self.give_up_lease(slot, &mut flight);
-                    self.flights.put_back(slot, flight);
-                    self.rest(slot, turn, after);
+                    self.rest(slot, Flight { passage: Passage::new(delivery, history), ..flight }, after);
                 }
                 Onward::Left(mut settled) => {
+                    let Flight { id, key, terms, token, attempt, lane, lease, task, bytes, .. } = flight;
                     drop(task);
                     if let Settlement::Reject(_) = settled.settlement {
                         let story = settled.story.get_or_insert_default();
@@ -215,9 +172,9 @@ impl<H: Handler, D: Decode> Running<H, D> {
                     self.left(slot, lane, lease, bytes);
                 }
                 Onward::Dropped(_) => {
-                    drop(task);
+                    drop(flight.task);
                     self.outcomes.dropped();
-                    self.left(slot, lane, lease, bytes);
+                    self.left(slot, flight.lane, flight.lease, flight.bytes);
                 }
             }
         }
@@ -236,9 +193,13 @@ impl<H: Handler, D: Decode> Running<H, D> {
     }
 
     /// A delivery that is ordered keeps its lane after an attempt that failed, so that none of its lane overtakes it.
-    fn rest(&mut self, slot: Slot, turn: u32, after: Duration) {
+    fn rest(&mut self, slot: Slot, mut flight: Flight, after: Duration) {
+        (flight.task, flight.began) = (None, None);
+        flight.turn += 1;
+        self.give_up_lease(slot, &mut flight);
         let after = self.jittered(after);
-        self.alarms.push(Reverse((Instant::now() + after, slot, turn)));
+        self.alarms.push(Reverse((Instant::now() + after, slot, flight.turn)));
+        self.flights.put_back(slot, flight);
         self.step_aside(slot);
         self.end_takeover(slot);
     }
