@@ -99,12 +99,14 @@ struct Says {
     rejected: Seldom,
     in_doubt: Seldom,
     not_remembered: Seldom,
+    crowded: Seldom,
 }
 
 impl Says {
     fn nothing_yet() -> Self {
-        let [unavailable, rejected, in_doubt, not_remembered] = [10, 1, 1, 10].map(|seconds| Seldom::every(Duration::from_secs(seconds)));
-        Self { unavailable, rejected, in_doubt, not_remembered }
+        let [unavailable, rejected, in_doubt, not_remembered, crowded] =
+            [10, 1, 1, 10, 10].map(|seconds| Seldom::every(Duration::from_secs(seconds)));
+        Self { unavailable, rejected, in_doubt, not_remembered, crowded }
     }
 }
 
@@ -182,6 +184,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 break;
             }
             self.settings.readiness.tell(self.takes());
+            self.say_if_crowded();
             self.wait(&mut incoming, shutdown.as_mut()).await;
         }
         self.leave().await
@@ -287,9 +290,30 @@ impl<H: Handler, D: Decode> Running<H, D> {
         }
     }
 
+    /// Whether nothing may come in because so much waits in order.
+    fn is_crowded(&self) -> bool {
+        self.aside >= self.settings.waiting || self.aside_bytes >= self.settings.waiting_bytes
+    }
+
+    /// One key that is stuck stops all others now: whoever is called at night should not have to guess.
+    fn say_if_crowded(&mut self) {
+        if !self.is_crowded() {
+            return;
+        }
+        if let Some(kept_back) = self.says.crowded.due(Instant::now()) {
+            let (waiting, bytes) = (self.aside, self.aside_bytes);
+            tracing::warn!(
+                waiting,
+                bytes,
+                kept_back,
+                "so much waits behind others of its key or partition that nothing more is taken in; see what fails, or raise `waiting` or `waiting_bytes`"
+            );
+        }
+    }
+
     /// How much more may come in. Where nothing may, revocations still do.
     fn room(&self) -> Limit {
-        if self.aside >= self.settings.waiting || self.aside_bytes >= self.settings.waiting_bytes {
+        if self.is_crowded() {
             return Limit::NOTHING;
         }
         let holding = self.flights.len() - self.aside - self.completing.min(self.settings.in_flight);

@@ -12,7 +12,11 @@ impl Handler for Scripted {
     type Payload = Raw;
 
     async fn handle(&self, says: Raw, _: &Context) -> Result<(), Failure> {
-        if says.0 == b"doubt" { Err("no answer").in_doubt() } else { Ok(()) }
+        match &says.0[..] {
+            b"doubt" => Err("no answer").in_doubt(),
+            b"fail" => Err("not yet").retry(),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -27,6 +31,8 @@ async fn consume(broker: &MemoryBroker, store: &MemoryStore, guarantee: Guarante
         .id(IdSource::header("id"))
         .accept_forgetful_store()
         .reconciles(1)
+        .order(Order::ByKey)
+        .waiting(1)
         .backoff(Duration::from_millis(1), Duration::from_millis(1))
         .run_until(async move { all.drained().await })
         .await
@@ -95,4 +101,13 @@ async fn spans_along_the_road_carry_id_attempt_and_outcome() {
     assert!(missing_id.contains("missing-id"), "one line stands for a hundred: {missing_id}");
     let claim = log.lines().find(|line| line.contains("oncegate.claim{")).expect("a claim");
     assert!(claim.contains(" attempt=1"), "{claim}");
+
+    let keyed = |id: &str, body: &'static str| broker.publish(Message::new(body).with_key("k").with_header("id", id));
+    keyed("first", "fail");
+    (0..10).for_each(|number| keyed(&format!("behind-{number}"), "work"));
+    consume(&broker, &MemoryStore::new(), Guarantee::EffectivelyOnce).await;
+    let log = String::from_utf8(kept.0.lock().expect("no panic").clone()).expect("text");
+    let crowded: Vec<&str> = log.lines().filter(|line| line.contains("nothing more is taken in")).collect();
+    let [crowded] = crowded[..] else { panic!("{crowded:#?}") };
+    assert!(crowded.contains("WARN") && crowded.contains("waiting=") && crowded.contains("raise `waiting`"), "{crowded}");
 }
