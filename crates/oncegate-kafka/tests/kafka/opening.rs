@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use oncegate_core::SourceError;
 use oncegate_core::source::Open;
-use oncegate_kafka::{Kafka, StartAt, TopicCreation};
+use oncegate_kafka::{Kafka, TopicCreation};
 
 use crate::stage::*;
 
@@ -68,23 +68,4 @@ async fn a_wrong_property_is_named_without_its_value() {
 async fn a_broker_that_is_not_there_is_waited_for() {
     let kafka = Kafka::topic("t").brokers("127.0.0.1:1").group("g");
     assert!(tokio::time::timeout(Duration::from_secs(2), kafka.open()).await.is_err());
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn start_at_error_ends_a_group_without_an_offset() {
-    use oncegate_core::{Limit, Source};
-    let topic = Topic::new(1).await;
-    let mut source = topic.source().start(StartAt::Error).open().await.expect("a source");
-    let mut incoming = Vec::new();
-    let received = tokio::time::timeout(BOUND, async {
-        while incoming.is_empty() {
-            source.receive(Limit { count: 1, bytes: 1 << 20 }, &mut incoming).await?;
-        }
-        Ok(())
-    });
-    match received.await.expect("an answer in time") {
-        Err(SourceError::Misconfigured { setting, .. }) => assert_eq!(setting, "start"),
-        other => panic!("received: {other:?}"),
-    }
-    close(source).await;
 }

@@ -34,6 +34,14 @@ async fn removed() -> Topic {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn start_at_error_ends_a_group_without_an_offset() {
+    let topic = Topic::new(1).await;
+    let mut source = topic.source().start(StartAt::Error).open().await.expect("a source");
+    assert_eq!(refusal(&mut source).await.0, "start");
+    close(source).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_group_whose_messages_were_removed_reads_on_at_the_first_that_is_left() {
     let (topic, status) = (removed().await, KafkaStatus::new());
     let mut source = topic.source().status(status.clone()).open().await.expect("a source");

@@ -158,19 +158,6 @@ macro_rules! breaks {
     };
 }
 
-/// A test for each mistake: each of the laws beside it is broken by it, and by nothing else.
-macro_rules! mistakes {
-    ($($name:ident: $mistake:ident breaks $($law:ident),+;)+) => {$(
-        #[test]
-        fn $name() {
-            $(
-                assert!(breaks!($mistake, $law), "{} does not notice {:?}", stringify!($law), Mistake::$mistake);
-                assert!(!breaks!(None, $law), "{} is broken by the reference", stringify!($law));
-            )+
-        }
-    )+};
-}
-
 mistakes! {
     a_store_that_is_not_atomic: ReadsThenWrites breaks
         of_a_hundred_simultaneous_claims_one_is_granted, what_concurrent_clients_saw_has_one_order;

@@ -161,19 +161,6 @@ macro_rules! breaks {
     }};
 }
 
-/// A test for each mistake: each of the laws beside it is broken by it, and by nothing else.
-macro_rules! mistakes {
-    ($($name:ident: $mistake:ident breaks $($law:ident),+;)+) => {$(
-        #[test]
-        fn $name() {
-            $(
-                assert!(breaks!($mistake, $law), "{} does not notice {:?}", stringify!($law), Mistake::$mistake);
-                assert!(!breaks!(None, $law), "{} is broken by the reference", stringify!($law));
-            )+
-        }
-    )+};
-}
-
 mistakes! {
     headers_that_are_lost: DropsHeaders breaks messages_arrive_as_they_were_sent_and_in_order;
     what_is_open_and_comes_again: DeliversTwice breaks what_came_is_not_delivered_again_while_it_is_open;
