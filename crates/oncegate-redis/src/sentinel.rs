@@ -74,6 +74,10 @@ impl Sentinels {
                     sentinel.address(),
                     self.name
                 )),
+                Err(error) if is_no_sentinel(&error) => Failure::misconfigured(format!(
+                    "Redis::sentinel: {} is a Redis server and no Sentinel; name the Sentinels, or give this server to Redis::at",
+                    sentinel.address()
+                )),
                 Err(error) => sentinel.refused(&error, PATIENCE),
             };
             why = Some(failure.beside(why));
@@ -109,4 +113,9 @@ impl Sentinels {
             }
         }
     }
+}
+
+/// Whether a server does not know what each Sentinel does.
+fn is_no_sentinel(error: &RedisError) -> bool {
+    error.code() == Some("ERR") && error.detail().is_some_and(|detail| detail.starts_with("unknown command"))
 }

@@ -156,10 +156,19 @@ impl Redis {
     }
 
     /// How many servers have to know of a claim before it is granted: the primary alone by default.
+    ///
+    /// No replicas, or no time for them, is [`StoreError::Misconfigured`] at the first use.
     #[must_use]
     pub fn durability(mut self, durability: Durability) -> Self {
+        let wrong = match durability {
+            Durability::Replicas { count: 0, .. } => Some("count is 0; name at least 1 replica, or choose Durability::Primary"),
+            Durability::Replicas { timeout: Duration::ZERO, .. } => {
+                Some("timeout is 0, and no replica answers at once; give them what a round trip takes, such as 200 ms")
+            }
+            _ => None,
+        };
         self.durability = durability;
-        self.anew()
+        self.refused_if(wrong.map(|wrong| format!("Redis::durability: Durability::Replicas {wrong}")))
     }
 
     /// What stands before each key: `processed:` by default. Two services on one server without a prefix or a scope
@@ -172,9 +181,22 @@ impl Redis {
 
     /// How long a reply may take before its outcome is unknown: 500 ms by default. Connecting has 2 s of its own; for
     /// renewals, as long as a reply and at least 500 ms.
+    ///
+    /// 0 is [`StoreError::Misconfigured`] at the first use.
     #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
+        let wrong = timeout
+            .is_zero()
+            .then(|| "Redis::timeout: it is 0, and no reply comes at once; give it what a round trip takes, such as 500 ms");
+        self.refused_if(wrong.map(String::from))
+    }
+
+    /// With connections of its own, unless something is wrong with what was set.
+    fn refused_if(mut self, wrong: Option<String>) -> Self {
+        if let Some(wrong) = wrong {
+            self.target = self.target.and(Err(Problem::new(wrong)));
+        }
         self.anew()
     }
 

@@ -1,6 +1,7 @@
 //! Wrong settings are told in one line, without a secret.
 
 use std::net::TcpListener;
+use std::time::Duration;
 
 use oncegate_core::marker::{Ask, Effect, Guarantee, Operation, Verdict};
 use oncegate_core::{Memory, Store, StoreError};
@@ -37,6 +38,37 @@ async fn a_url_that_cannot_be_read() {
     }
     let line = misconfigured(&Redis::at(format!("rediss://:{SECRET}@localhost/#insecure"))).await;
     assert!(line.contains("ca_certificate"), "{line}");
+}
+
+#[tokio::test]
+async fn a_time_or_a_number_of_nothing() {
+    let nobody = || Redis::at(format!("redis://:{SECRET}@127.0.0.1:1"));
+    let replicas = |count, timeout| Durability::Replicas { count, timeout };
+    let wrong = [
+        (nobody().timeout(Duration::ZERO), "Redis::timeout: it is 0"),
+        (nobody().timeout(Duration::ZERO).timeout(Duration::from_secs(1)), "Redis::timeout: it is 0"),
+        (nobody().durability(replicas(0, Duration::from_secs(1))), "count is 0; name at least 1 replica"),
+        (nobody().durability(replicas(1, Duration::ZERO)), "timeout is 0"),
+        (nobody().durability(replicas(0, Duration::from_secs(1))).prefix("p:"), "count is 0"),
+    ];
+    for (store, told) in wrong {
+        let said = store.preflight(Guarantee::AtMostOnce).await;
+        assert!(matches!(&said, Err(StoreError::Misconfigured(why)) if why.to_string().contains(told)), "{said:?}");
+        let said = ask(&store, claim("k", 1)).await;
+        assert!(matches!(&said, Err(StoreError::Misconfigured(why)) if why.to_string().contains(told)), "{said:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_redis_that_is_named_as_a_sentinel() {
+    for options in [RedisOptions::new(), RedisOptions::new().password(SECRET)] {
+        let server = RedisServer::start(options).expect("a Redis");
+        let said = ask(&Redis::sentinel([server.url()], "mymaster"), claim("k", 1)).await;
+        assert!(
+            matches!(&said, Err(StoreError::Misconfigured(why)) if why.to_string().contains("give this server to Redis::at")),
+            "{said:?}"
+        );
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
