@@ -64,7 +64,7 @@ pub trait Store: Send + Sync {
 pub enum Memory {
     /// What was answered is still known after a crash; the text says what that rests on.
     Survives(String),
-    /// It may be forgotten; the text says why, and how to change it.
+    /// It may be forgotten; the text says why, and how to change it. That it can be accepted is said by whoever refuses it.
     Forgets(String),
 }
 

@@ -68,7 +68,7 @@ impl Found {
                 self.version
             ))
         } else {
-            Memory::Forgets(format!("{}; or accept it with accept_forgetful_store()", self.forgets.join("; ")))
+            Memory::Forgets(self.forgets.join("; "))
         }
     }
 }

@@ -145,8 +145,7 @@ impl OpenFile {
         let (file, sqlite) = (place.name(), rusqlite::version());
         if lies_in_memory(&place.path) {
             return Ok(Memory::Forgets(format!(
-                "{file} lies on a file system in memory, and is gone when the machine starts anew: name a file on a disk, or accept it with \
-                 accept_forgetful_store()"
+                "{file} lies on a file system in memory, and is gone when the machine starts anew: name a file on a disk"
             )));
         }
         let synchronous: i32 = self.connection.query_row("PRAGMA synchronous", [], |row| row.get(0))?;
@@ -157,8 +156,7 @@ impl OpenFile {
             ))
         } else {
             Memory::Forgets(format!(
-                "{file} is used with synchronous=NORMAL, and a power cut may cost the last answers: leave Synchronous::Normal out, or accept \
-                 it with accept_forgetful_store()"
+                "{file} is used with synchronous=NORMAL, and a power cut may cost the last answers: leave Synchronous::Normal out"
             ))
         })
     }
