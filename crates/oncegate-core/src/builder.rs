@@ -18,6 +18,7 @@ use crate::run::Runner;
 use crate::seldom::Seldom;
 use crate::settings::{Fingerprints, Forgetful, Handlers, Settings};
 use crate::source::{Open, Order, Source, headers};
+use crate::status::ConsumerStatus;
 use crate::store::{Memory, Store, StoreError};
 
 /// The running loop: take a slot, receive, pass the gate, settle, drain. Start with [`Consumer::builder`].
@@ -216,6 +217,12 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     /// Where to tell whether messages are taken: for a readiness probe.
     pub fn readiness(mut self, readiness: Readiness) -> Self {
         self.settings.readiness = readiness;
+        self
+    }
+
+    /// Where to tell what is held, and what has been held longest: for a status page.
+    pub fn status(mut self, status: ConsumerStatus) -> Self {
+        self.settings.status = Some(status);
         self
     }
 

@@ -41,6 +41,7 @@ use crate::seldom::Seldom;
 use crate::settings::Settings;
 use crate::slots::{Slot, Slots};
 use crate::source::{Incoming, Limit, Settled, Source};
+use crate::status::{Doing, Ends, Held, TELLS_EVERY};
 use crate::store::Store;
 
 /// A consumer that runs.
@@ -76,6 +77,8 @@ pub(crate) struct Running<H, D> {
     late_after: Instant,
     breaker: Breaker,
     says: Says,
+    /// When to tell what is held, if anybody asked.
+    tells_at: Instant,
     pace: Pace,
     /// What a claim asks for now.
     lease: Duration,
@@ -155,6 +158,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             late_after: Instant::now(),
             breaker: Breaker::closed(),
             says: Says::nothing_yet(),
+            tells_at: Instant::now(),
             pace: Pace::new(),
             applies: FuturesUnordered::new(),
             settled: Vec::new(),
@@ -173,6 +177,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
     pub(crate) async fn run(mut self, mut shutdown: Pin<&mut impl Future<Output = ()>>) -> Result<(), Error> {
         let mut incoming = Vec::new();
         let _telling = Telling(self.settings.readiness.clone());
+        let _ends = Ends(self.settings.status.clone());
         loop {
             self.take_in(&mut incoming).await;
             self.let_handlers_run().await;
@@ -185,6 +190,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             }
             self.settings.readiness.tell(self.takes());
             self.say_if_crowded();
+            self.tell_what_is_held();
             self.wait(&mut incoming, shutdown.as_mut()).await;
         }
         self.leave().await
@@ -311,6 +317,25 @@ impl<H: Handler, D: Decode> Running<H, D> {
         }
     }
 
+    fn tell_what_is_held(&mut self) {
+        let (Some(status), now) = (&self.settings.status, Instant::now()) else { return };
+        if now < self.tells_at {
+            return;
+        }
+        self.tells_at = now + TELLS_EVERY;
+        let all: Vec<(Instant, Slot)> = self.flights.slots().filter_map(|slot| Some((self.flights.at(slot)?.arrived, slot))).collect();
+        status.tell(self.flights.len() - self.aside, self.aside, all, |slot| {
+            let flight = self.flights.at(slot)?;
+            Some(Held {
+                id: flight.id.clone(),
+                origin: flight.passage.delivery().message.origin.clone(),
+                since: Duration::ZERO,
+                doing: Doing::of(flight.passage.stage()),
+                attempt: flight.attempt,
+            })
+        });
+    }
+
     /// How much more may come in. Where nothing may, revocations still do.
     fn room(&self) -> Limit {
         if self.is_crowded() {
@@ -366,7 +391,8 @@ impl<H: Handler, D: Decode> Running<H, D> {
             Mode::Draining { until, .. } => Some(until),
             Mode::Taking => None,
         };
-        [alarm, late, breaker, over].into_iter().flatten().min()
+        let tells = self.settings.status.is_some().then_some(self.tells_at);
+        [alarm, late, breaker, over, tells].into_iter().flatten().min()
     }
 
     /// A pause, spread by a quarter to either side, so that what failed together does not return together.

@@ -31,6 +31,7 @@ mod settings;
 mod slots;
 pub mod source;
 mod spans;
+mod status;
 pub mod store;
 
 pub use async_trait::async_trait;
@@ -48,4 +49,5 @@ pub use readiness::Readiness;
 pub use road::Outage;
 pub use settings::{Fingerprints, Handlers};
 pub use source::{Delivery, Incoming, Limit, Open, Order, Receipt, Settled, Source, SourceError, Story};
+pub use status::{ConsumerSnapshot, ConsumerStatus, Doing, Held};
 pub use store::{Memory, Store, StoreError};

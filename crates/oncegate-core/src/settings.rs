@@ -11,6 +11,7 @@ use crate::message::Message;
 use crate::readiness::Readiness;
 use crate::road::{Outage, Policy};
 use crate::source::Order;
+use crate::status::ConsumerStatus;
 
 /// Whether the same id with another body is told apart.
 #[derive(Clone, Default)]
@@ -90,6 +91,7 @@ pub(crate) struct Settings {
     pub(crate) outage: Outage,
     pub(crate) forgetful: Forgetful,
     pub(crate) readiness: Readiness,
+    pub(crate) status: Option<ConsumerStatus>,
 }
 
 /// Whether at most once takes a store that may forget.
@@ -126,6 +128,7 @@ impl Default for Settings {
             outage: Outage::default(),
             forgetful: Forgetful::Refused,
             readiness: Readiness::new(),
+            status: None,
         }
     }
 }

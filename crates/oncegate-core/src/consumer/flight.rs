@@ -34,6 +34,8 @@ pub(super) struct Flight {
     pub(super) task: Option<Task>,
     /// When its handler began, where that is measured.
     pub(super) began: Option<Instant>,
+    /// When the source handed it over.
+    pub(super) arrived: Instant,
     pub(super) stays: Stays,
     pub(super) stands: Stands,
     /// Counts runs and alarms, so that what comes too late is told apart.

@@ -60,6 +60,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             asked: Span::none(),
             task: None,
             began: None,
+            arrived: Instant::now(),
             stays: Stays::Here,
             stands: Stands::OnTheRoad,
             turn: 0,
