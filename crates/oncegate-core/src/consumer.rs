@@ -31,6 +31,7 @@ use crate::handler::Handler;
 use crate::id::IdSource;
 use crate::lanes::Lanes;
 use crate::marker::{Guarantee, Operation, Token, Tokens};
+use crate::measures::{Holds, Measures};
 use crate::outcome::Outcomes;
 use crate::pace::Pace;
 use crate::readiness::{Takes, Telling};
@@ -53,11 +54,16 @@ pub(crate) struct Running<H, D> {
     settings: Settings,
     policy: Policy,
     outcomes: Outcomes,
+    measures: Measures,
     renewals: Option<Arc<Renewals>>,
+
+    /// About now: read once for all that happens together.
+    clock: Instant,
 
     flights: Slots<Flight>,
     /// Those whose handler is over and whose completion is on its way: they hold no slot of a handler any more.
     completing: usize,
+    parked: usize,
     bytes: usize,
     /// Those that wait behind another of their lane, or rest: they are not in flight.
     aside: usize,
@@ -137,6 +143,8 @@ impl<H: Handler, D: Decode> Running<H, D> {
             lanes: Lanes::new(settings.order.unwrap_or(source.default_order())),
             policy: settings.policy(),
             outcomes: Outcomes::new(),
+            measures: Measures::new(),
+            clock: Instant::now(),
             flights: Slots::new(settings.in_flight),
             source,
             store,
@@ -146,6 +154,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             settings,
             renewals,
             completing: 0,
+            parked: 0,
             bytes: 0,
             aside: 0,
             aside_bytes: 0,
@@ -191,6 +200,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             self.settings.readiness.tell(self.takes());
             self.say_if_crowded();
             self.tell_what_is_held();
+            self.measure_what_is_held();
             self.wait(&mut incoming, shutdown.as_mut()).await;
         }
         self.leave().await
@@ -235,6 +245,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 received = self.source.receive(limit, incoming), if !draining => failed = received.err(),
             }
         }
+        self.clock = Instant::now();
         if let Some(error) = failed {
             self.drain(Some(error.into()), self.settings.drain).await;
         }
@@ -334,6 +345,12 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 attempt: flight.attempt,
             })
         });
+    }
+
+    fn measure_what_is_held(&mut self) {
+        let stores_away = usize::from(self.breaker.opens_at().is_some());
+        let in_flight = self.flights.len() - self.aside;
+        self.measures.holds(Holds { in_flight, waiting: self.aside, parked: self.parked, stores_away });
     }
 
     /// How much more may come in. Where nothing may, revocations still do.

@@ -17,7 +17,7 @@ pub const LONGEST_PLAIN_ID: usize = 200;
 /// `h:` becomes `h:` and its SHA-256 in hexadecimal. So two different ids never share a key, no id can reach the
 /// `|` and `!` of scopes and of oncegate's own keys or the braces of Redis Cluster, and every id is safe in a header
 /// or a log. There is no Unicode normalisation: the same text in two normal forms is two ids.
-#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct MessageId(SmallVec<[u8; 40]>);
 
 impl MessageId {
@@ -39,6 +39,13 @@ impl MessageId {
     pub fn as_str(&self) -> &str {
         // Only plain ASCII gets in: see `is_plain` and `push_hex`.
         std::str::from_utf8(&self.0).unwrap_or_default()
+    }
+}
+
+// By hand: a small vector clones byte by byte, and this happens several times a message.
+impl Clone for MessageId {
+    fn clone(&self) -> Self {
+        Self(SmallVec::from_slice(&self.0))
     }
 }
 
@@ -79,13 +86,13 @@ fn push_hex<const N: usize>(into: &mut SmallVec<[u8; N]>, bytes: &[u8]) {
 /// What a store remembers an id under: the id, behind its scope where there is one (`<scope>|<id>`).
 ///
 /// The store puts its own prefix before it.
-#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Key(SmallVec<[u8; 40]>);
 
 impl Key {
     /// The key of an id without a scope.
     pub fn new(id: &MessageId) -> Self {
-        Self(id.0.clone())
+        Self(SmallVec::from_slice(&id.0))
     }
 
     /// The key as bytes.
@@ -97,6 +104,12 @@ impl Key {
     pub fn as_str(&self) -> &str {
         // Scope and id are both plain ASCII.
         std::str::from_utf8(&self.0).unwrap_or_default()
+    }
+}
+
+impl Clone for Key {
+    fn clone(&self) -> Self {
+        Self(SmallVec::from_slice(&self.0))
     }
 }
 

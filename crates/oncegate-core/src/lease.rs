@@ -16,6 +16,8 @@ pub(crate) struct Lease {
     pub(crate) token: Token,
     pub(crate) attempt: u32,
     pub(crate) terms: Terms,
+    /// When the claim was sent.
+    pub(crate) sent: Moment,
     /// No renewal after this: nothing is held for ever.
     pub(crate) ends: Moment,
     /// A [`Moment`]; 0 once lost.
@@ -24,8 +26,8 @@ pub(crate) struct Lease {
 
 impl Lease {
     pub(crate) fn new(operation: &Operation, attempt: u32, sent: Moment, ends: Moment) -> Self {
-        let lease =
-            Self { key: operation.key.clone(), token: operation.token, attempt, terms: operation.terms, ends, deadline: AtomicU64::new(1) };
+        let Operation { token, terms, .. } = *operation;
+        let lease = Self { key: operation.key.clone(), token, attempt, terms, sent, ends, deadline: AtomicU64::new(1) };
         lease.extend(sent);
         lease
     }

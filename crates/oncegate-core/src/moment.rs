@@ -29,6 +29,11 @@ impl Moment {
         Duration::from_micros(self.0.saturating_sub(now.0))
     }
 
+    /// How long ago it was; zero if it is still to come.
+    pub(crate) fn ago_at(self, now: Self) -> Duration {
+        now.left_at(self)
+    }
+
     pub(crate) fn as_micros(self) -> u64 {
         self.0
     }
@@ -58,6 +63,7 @@ mod tests {
         assert!(after >= before + Duration::from_millis(2) && before > Moment::from_micros(0));
         assert_eq!(before.left_at(after), Duration::ZERO);
         assert_eq!((after + Duration::from_secs(1)).left_at(after), Duration::from_secs(1));
+        assert_eq!(after.ago_at(after + Duration::from_secs(1)), Duration::from_secs(1));
         assert!(before + Duration::MAX > after);
     }
 }

@@ -1,6 +1,6 @@
 //! The contract of a source: where deliveries come from, and where settlements go.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 
@@ -74,6 +74,16 @@ pub trait Open: Send {
         Self: Sized,
     {
         let _ = count;
+        self
+    }
+
+    /// Told before it is opened: for how long the consumer remembers a message that it has handled. What a source may
+    /// deliver again later than that is handled again; one that can tell says so when it is opened.
+    fn for_window(self, window: Duration) -> Self
+    where
+        Self: Sized,
+    {
+        let _ = window;
         self
     }
 

@@ -22,6 +22,7 @@ pub(super) struct Applied {
     slots: Vec<Option<Slot>>,
     operations: Vec<Operation>,
     sent: Moment,
+    began: Instant,
     answers: Vec<Result<Verdict, StoreError>>,
 }
 
@@ -61,9 +62,9 @@ impl<H: Handler, D: Decode> Running<H, D> {
             }
             let store = self.store.clone();
             self.applies.push(Box::pin(async move {
-                let sent = Moment::now();
+                let (sent, began) = (Moment::now(), Instant::now());
                 let answers = store.apply(&operations).await;
-                Applied { slots, operations, sent, answers }
+                Applied { slots, operations, sent, began, answers }
             }));
         }
     }
@@ -80,7 +81,10 @@ impl<H: Handler, D: Decode> Running<H, D> {
 
     /// A batch came back.
     pub(super) async fn answered(&mut self, applied: Applied) {
-        let Applied { slots, operations, sent, mut answers } = applied;
+        let Applied { slots, operations, sent, began, mut answers } = applied;
+        self.clock = Instant::now();
+        self.measures.answered(&operations, self.clock.saturating_duration_since(began));
+        let now = Moment::now();
         if answers.len() != operations.len() {
             answers.clear();
             answers.resize_with(operations.len(), || Err(StoreError::Unknown("the store answered with another number of verdicts".into())));
@@ -96,6 +100,11 @@ impl<H: Handler, D: Decode> Running<H, D> {
             };
             let event = match answer {
                 Ok(verdict) => {
+                    if let (Ask::Complete, Verdict::Done { .. }) = (operation.ask, verdict)
+                        && let Some(lease) = self.flights.at(slot).and_then(|it| it.lease.as_ref())
+                    {
+                        self.measures.completed(lease.sent.ago_at(now));
+                    }
                     self.note(slot, &operation, verdict, sent, &mut granted);
                     Event::Answer(verdict)
                 }
@@ -118,7 +127,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
         if let Some(renewals) = &self.renewals {
             renewals.hold(granted.into_iter());
         }
-        let now = Instant::now();
+        let now = self.clock;
         if let Some(error) = unavailable
             && let Some(kept_back) = self.says.unavailable.due(now)
         {

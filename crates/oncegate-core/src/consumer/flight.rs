@@ -32,7 +32,7 @@ pub(super) struct Flight {
     /// What was asked of the store, until it answers.
     pub(super) asked: Span,
     pub(super) task: Option<Task>,
-    /// When its handler began, where that is measured.
+    /// When its handler began.
     pub(super) began: Option<Instant>,
     /// When the source handed it over.
     pub(super) arrived: Instant,

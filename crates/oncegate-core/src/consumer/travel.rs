@@ -60,7 +60,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             asked: Span::none(),
             task: None,
             began: None,
-            arrived: Instant::now(),
+            arrived: self.clock,
             stays: Stays::Here,
             stands: Stands::OnTheRoad,
             turn: 0,
@@ -133,10 +133,12 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 self.aside_bytes -= flight.bytes;
             }
             self.completing -= usize::from(matches!(flight.passage.stage(), Stage::Completing(_)));
+            self.parked -= usize::from(matches!(flight.passage.stage(), Stage::Parked(..)));
             let rests = flight.lane.is_some() && flight.stays == Stays::Here && matches!(self.mode, Mode::Taking);
             match flight.passage.next(event, &self.policy) {
                 Onward::Travels(passage, step) => {
                     self.completing += usize::from(matches!(passage.stage(), Stage::Completing(_)));
+                    self.parked += usize::from(matches!(passage.stage(), Stage::Parked(..)));
                     let mut flight = Flight { passage, ..flight };
                     if !runs(flight.passage.stage()) {
                         flight.task = None;
@@ -154,8 +156,9 @@ impl<H: Handler, D: Decode> Running<H, D> {
                     self.rest(slot, Flight { passage: Passage::new(delivery, history), ..flight }, after);
                 }
                 Onward::Left(mut settled) => {
-                    let Flight { id, key, terms, token, attempt, lane, lease, task, bytes, .. } = flight;
+                    let Flight { id, key, terms, token, attempt, lane, lease, task, bytes, arrived, .. } = flight;
                     drop(task);
+                    self.measures.settled(self.clock.saturating_duration_since(arrived));
                     if let Settlement::Reject(_) = settled.settlement {
                         let story = settled.story.get_or_insert_default();
                         story.id = id.as_ref().map(MessageId::to_string);
@@ -285,7 +288,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
         let turn = flight.turn;
         let message = flight.passage.delivery().message.clone();
         let cx = Context { id, attempt: flight.attempt.max(1), message, lease: flight.lease.clone() };
-        flight.began = self.settings.shortest_lease.map(|_| Instant::now());
+        flight.began = Some(Instant::now());
         let runner = self.runner.clone();
         let runs = self.runs.clone();
         let mut run: BoxFuture<'static, Finished> = match work {
@@ -307,10 +310,12 @@ impl<H: Handler, D: Decode> Running<H, D> {
         None
     }
 
-    /// Where the lease goes by how long handlers run, one more run is known.
+    /// One more run is known; the lease may go by how long they take.
     fn measure(&mut self, began: Option<Instant>) {
-        let (Some(began), Some(shortest)) = (began, self.settings.shortest_lease) else { return };
-        self.pace.ran(began.elapsed());
+        let Some(took) = began.map(|began| began.elapsed()) else { return };
+        self.measures.handled(took);
+        let Some(shortest) = self.settings.shortest_lease else { return };
+        self.pace.ran(took);
         if let Some(lease) = self.pace.lease() {
             self.lease = lease.clamp(shortest, self.settings.lease);
         }

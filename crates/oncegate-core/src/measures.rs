@@ -1,0 +1,107 @@
+//! What a consumer measures, through the `metrics` facade.
+
+use std::time::Duration;
+
+use metrics::{Gauge, Histogram, gauge, histogram};
+
+use crate::marker::{Ask, Operation};
+use crate::metric;
+
+/// The histograms and gauges of one consumer, looked up once.
+pub(crate) struct Measures {
+    claim: Histogram,
+    handle: Histogram,
+    complete: Histogram,
+    lease_age: Histogram,
+    delivery: Histogram,
+    in_flight: Share,
+    waiting: Share,
+    parked: Share,
+    store_away: Share,
+}
+
+/// The share of one consumer in a gauge: what several of them hold adds up.
+struct Share {
+    gauge: Gauge,
+    told: usize,
+}
+
+/// What a consumer holds at one moment.
+#[derive(Default)]
+pub(crate) struct Holds {
+    pub(crate) in_flight: usize,
+    pub(crate) waiting: usize,
+    pub(crate) parked: usize,
+    pub(crate) stores_away: usize,
+}
+
+impl Share {
+    fn of(name: &'static str) -> Self {
+        let gauge = gauge!(name);
+        gauge.increment(0); // so that it is there from the start
+        Self { gauge, told: 0 }
+    }
+
+    fn tell(&mut self, now: usize) {
+        if now != self.told {
+            self.gauge.increment(now as f64 - self.told as f64);
+            self.told = now;
+        }
+    }
+}
+
+impl Measures {
+    pub(crate) fn new() -> Self {
+        Self {
+            claim: histogram!(metric::CLAIM_SECONDS),
+            handle: histogram!(metric::HANDLE_SECONDS),
+            complete: histogram!(metric::COMPLETE_SECONDS),
+            lease_age: histogram!(metric::LEASE_AGE_SECONDS),
+            delivery: histogram!(metric::DELIVERY_SECONDS),
+            in_flight: Share::of(metric::IN_FLIGHT),
+            waiting: Share::of(metric::WAITING),
+            parked: Share::of(metric::PARKED),
+            store_away: Share::of(metric::STORE_AWAY),
+        }
+    }
+
+    /// The store answered these together, after so long.
+    pub(crate) fn answered(&self, operations: &[Operation], after: Duration) {
+        let count = |asked: Ask| operations.iter().filter(|it| it.ask == asked).count();
+        for (histogram, count) in [(&self.claim, count(Ask::Claim)), (&self.complete, count(Ask::Complete))] {
+            if count > 0 {
+                histogram.record_many(after, count);
+            }
+        }
+    }
+
+    /// A handler or `reconcile` is over.
+    pub(crate) fn handled(&self, after: Duration) {
+        self.handle.record(after);
+    }
+
+    /// An id was recorded as done, so long after its claim was sent.
+    pub(crate) fn completed(&self, after: Duration) {
+        self.lease_age.record(after);
+    }
+
+    /// A delivery is settled, so long after it was handed over.
+    pub(crate) fn settled(&self, after: Duration) {
+        self.delivery.record(after);
+    }
+
+    /// What is held now.
+    pub(crate) fn holds(&mut self, now: Holds) {
+        self.in_flight.tell(now.in_flight);
+        self.waiting.tell(now.waiting);
+        self.parked.tell(now.parked);
+        self.store_away.tell(now.stores_away);
+    }
+}
+
+impl Drop for Measures {
+    /// A consumer that is gone holds nothing.
+    fn drop(&mut self) {
+        self.holds(Holds::default());
+    }
+}

@@ -1,0 +1,105 @@
+//! Every metric, with what it says: what is registered and what the book shows come from here.
+
+use metrics::{Unit, describe_counter, describe_gauge, describe_histogram};
+
+/// One metric, as a recorder is told and the book shows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Metric {
+    /// Its name, by Prometheus's conventions.
+    pub name: &'static str,
+    /// What kind of number it is.
+    pub kind: Kind,
+    /// Its labels; the values of each are few.
+    pub labels: &'static [&'static str],
+    /// What it says.
+    pub help: &'static str,
+}
+
+/// What kind of number a metric is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// It only grows, from the start of the process.
+    Counter,
+    /// It goes up and down.
+    Gauge,
+    /// How often which values were seen.
+    Histogram,
+}
+
+impl Metric {
+    /// Tells the recorder of the process what it is. Before the recorder is installed, it is told to nobody.
+    pub fn describe(&self) {
+        let Self { name, help, .. } = *self;
+        let unit = if name.ends_with("_seconds") { Unit::Seconds } else { Unit::Count };
+        match self.kind {
+            Kind::Counter => describe_counter!(name, unit, help),
+            Kind::Gauge => describe_gauge!(name, unit, help),
+            Kind::Histogram => describe_histogram!(name, unit, help),
+        }
+    }
+}
+
+impl Kind {
+    /// As Prometheus names it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Counter => "counter",
+            Self::Gauge => "gauge",
+            Self::Histogram => "histogram",
+        }
+    }
+}
+
+pub(crate) const CLAIM_SECONDS: &str = "oncegate_claim_seconds";
+pub(crate) const HANDLE_SECONDS: &str = "oncegate_handle_seconds";
+pub(crate) const COMPLETE_SECONDS: &str = "oncegate_complete_seconds";
+pub(crate) const LEASE_AGE_SECONDS: &str = "oncegate_lease_age_seconds";
+pub(crate) const DELIVERY_SECONDS: &str = "oncegate_delivery_seconds";
+pub(crate) const IN_FLIGHT: &str = "oncegate_in_flight";
+pub(crate) const WAITING: &str = "oncegate_waiting";
+pub(crate) const PARKED: &str = "oncegate_parked";
+pub(crate) const STORE_AWAY: &str = "oncegate_store_away";
+
+/// The metrics of the consumer and the gate. Where several run in one process, they add up.
+pub const METRICS: &[Metric] = &[
+    Metric {
+        name: crate::outcome::DELIVERIES,
+        kind: Kind::Counter,
+        labels: &["outcome"],
+        help: "What the gate said of deliveries, and what became of them",
+    },
+    Metric { name: CLAIM_SECONDS, kind: Kind::Histogram, labels: &[], help: "From asking the store for a claim until its answer" },
+    Metric {
+        name: HANDLE_SECONDS,
+        kind: Kind::Histogram,
+        labels: &[],
+        help: "How long a run of the handler or of reconcile took, one that was cancelled left out",
+    },
+    Metric {
+        name: COMPLETE_SECONDS,
+        kind: Kind::Histogram,
+        labels: &[],
+        help: "From asking the store to record that an id is done until its answer",
+    },
+    Metric {
+        name: LEASE_AGE_SECONDS,
+        kind: Kind::Histogram,
+        labels: &[],
+        help: "How long ago the claim was sent when the store recorded that the id is done",
+    },
+    Metric {
+        name: DELIVERY_SECONDS,
+        kind: Kind::Histogram,
+        labels: &[],
+        help: "From the hand-over of a delivery by its source until it is settled, pauses and waiting in order included",
+    },
+    Metric { name: IN_FLIGHT, kind: Kind::Gauge, labels: &[], help: "Deliveries that are claimed, handled or on their way out" },
+    Metric {
+        name: WAITING,
+        kind: Kind::Gauge,
+        labels: &[],
+        help: "Deliveries that wait behind another of their key or partition, or rest after an attempt that failed",
+    },
+    Metric { name: PARKED, kind: Kind::Gauge, labels: &[], help: "Deliveries whose id is held elsewhere, or whose store is away" },
+    Metric { name: STORE_AWAY, kind: Kind::Gauge, labels: &[], help: "Consumers whose store does not answer: they take nothing in" },
+];
