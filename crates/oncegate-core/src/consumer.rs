@@ -27,6 +27,7 @@ use self::flight::{Flight, Ran};
 use crate::breaker::Breaker;
 use crate::decode::Decode;
 use crate::error::Error;
+use crate::fault;
 use crate::handler::Handler;
 use crate::id::IdSource;
 use crate::lanes::Lanes;
@@ -370,7 +371,9 @@ impl<H: Handler, D: Decode> Running<H, D> {
             return;
         }
         let mut settled = std::mem::take(&mut self.settled);
+        fault::point("settle.before");
         let result = self.source.settle(&mut settled).await;
+        fault::point("settle.after");
         settled.clear();
         self.settled = settled; // its allocation serves the next batch
         if let Err(error) = result {

@@ -10,6 +10,8 @@ pub mod context;
 pub mod decode;
 pub mod defaults;
 pub mod error;
+#[doc(hidden)]
+pub mod fault;
 pub mod gate;
 pub mod handler;
 pub mod id;

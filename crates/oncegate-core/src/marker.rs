@@ -218,7 +218,12 @@ impl Terms {
     /// How long an unresolved marker is kept.
     pub fn horizon(&self) -> Duration {
         match self.guarantee {
-            Guarantee::AtMostOnce => UNRESOLVED_AT_MOST_ONCE,
+            Guarantee::AtMostOnce => {
+                crate::wrong_version!("unresolved-expires-with-the-window", {
+                    return self.window;
+                });
+                UNRESOLVED_AT_MOST_ONCE
+            }
             Guarantee::EffectivelyOnce | Guarantee::Bare => self.window,
         }
     }
@@ -281,6 +286,21 @@ pub fn apply(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdic
     let done = |marker_lost| (Write(Done(terms.fingerprint), terms.window), Verdict::Done { marker_lost });
     let cleared = |attempt| (Write(Cleared { attempt }, terms.window), Verdict::Kept);
     let held = |marker, hold: Hold| Write(marker, hold.horizon);
+    crate::wrong_version!("clear-without-comparing", {
+        if let (Ask::Clear(_), InProgress(_)) = (ask, marker) {
+            return (Delete, Verdict::Kept);
+        }
+    });
+    crate::wrong_version!("resolve-compares-nothing", {
+        if let (Ask::Resolve(Finding::DidNotHappen), InProgress(hold) | InDoubt(hold, _)) = (ask, marker) {
+            return cleared(hold.attempt);
+        }
+    });
+    crate::wrong_version!("complete-before-the-handler", {
+        if let (Ask::Claim, Absent) = (ask, marker) {
+            return (Write(Done(None), terms.window), Verdict::Granted { attempt: 1 });
+        }
+    });
     match (ask, marker) {
         (Ask::Claim, _) => claim(marker, age, operation),
 

@@ -8,6 +8,7 @@ use futures_util::FutureExt;
 use futures_util::future::join_all;
 use tokio::sync::mpsc::UnboundedSender;
 
+use crate::fault;
 use crate::lease::Lease;
 use crate::marker::{Token, Verdict};
 use crate::moment::Moment;
@@ -119,11 +120,15 @@ enum Answered {
 /// Renews a batch; what was not answered in time is asked again at the next tick, while it lives.
 async fn renew(store: &dyn Store, batch: &[(usize, Arc<Lease>)], patience: Duration) -> Answered {
     let operations: Vec<_> = batch.iter().map(|(_, lease)| lease.renewal()).collect();
+    fault::before(&operations);
     let sent = Moment::now();
     let Ok(answers) = tokio::time::timeout(patience, store.apply(&operations)).await else {
         tracing::warn!(leases = batch.len(), "leases could not be renewed: the store does not answer");
         return Answered::No;
     };
+    fault::after(&operations);
+    #[cfg(oncegate_chaos)]
+    let sent = if fault::wrong("renewal-from-the-reply") { Moment::now() } else { sent };
     let mut answered = Answered::No;
     let (mut failed, mut why) = (0, None);
     for ((_, lease), answer) in batch.iter().zip(answers) {

@@ -11,6 +11,7 @@ use tracing::Instrument;
 
 use crate::context::Context;
 use crate::decode::Decode;
+use crate::fault;
 use crate::handler::{Failure, Handler, Reconciled};
 use crate::lease::Lease;
 use crate::marker::Finding;
@@ -51,7 +52,10 @@ impl<H: Handler, D: Decode> Runner<H, D> {
                 Ok(payload) => payload,
                 Err(error) => return Finished::returned(Outcome::Unreadable, Some(error.to_string())),
             };
-            match self.handler.handle(payload, &cx).await {
+            fault::point("handler.before");
+            let handled = self.handler.handle(payload, &cx).await;
+            fault::point("handler.after");
+            match handled {
                 Ok(()) => Finished::returned(Outcome::Done, None),
                 Err(failure) => {
                     let outcome = match &failure {
@@ -66,7 +70,12 @@ impl<H: Handler, D: Decode> Runner<H, D> {
         async {
             let finished = match bounded(work, self.timeout, cx.lease.as_deref()).await {
                 Ended::Over(finished) => finished,
-                Ended::Panicked(said) => Finished::returned(Outcome::Unknown(Cause::Panicked), Some(said)),
+                Ended::Panicked(said) => {
+                    crate::wrong_version!("panic-is-a-failure", {
+                        return Finished::returned(Outcome::Retry, Some(said));
+                    });
+                    Finished::returned(Outcome::Unknown(Cause::Panicked), Some(said))
+                }
                 Ended::TimedOut => Finished::returned(Outcome::Unknown(Cause::TimedOut), Some(format!("no end after {:?}", self.timeout))),
                 Ended::LeaseOver => Finished { event: Event::LeaseOver, error: Some("the lease was over".into()) },
             };
@@ -82,7 +91,10 @@ impl<H: Handler, D: Decode> Runner<H, D> {
         let span = tracing::debug_span!("oncegate.reconcile", id = %cx.id, attempt = cx.attempt, outcome = tracing::field::Empty);
         let work = async {
             let payload = self.decode.decode::<H::Payload>(&cx.message).map_err(|error| error.to_string())?;
-            self.handler.reconcile(payload, &cx).await.map_err(|failure| failure.to_string())
+            fault::point("reconcile.before");
+            let found = self.handler.reconcile(payload, &cx).await.map_err(|failure| failure.to_string());
+            fault::point("reconcile.after");
+            found
         };
         let (found, error) = match bounded(work, self.timeout, cx.lease.as_deref()).instrument(span.clone()).await {
             Ended::Over(Ok(Reconciled::Happened)) => (Some(Finding::Happened), None),

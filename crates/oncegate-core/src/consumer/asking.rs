@@ -8,6 +8,7 @@ use tracing::Span;
 use super::Running;
 use crate::breaker::Judgement;
 use crate::decode::Decode;
+use crate::fault;
 use crate::handler::Handler;
 use crate::lease::Lease;
 use crate::marker::{Ask, Operation, Verdict};
@@ -63,7 +64,9 @@ impl<H: Handler, D: Decode> Running<H, D> {
             let store = self.store.clone();
             self.applies.push(Box::pin(async move {
                 let (sent, began) = (Moment::now(), Instant::now());
+                fault::before(&operations);
                 let answers = store.apply(&operations).await;
+                fault::after(&operations);
                 Applied { slots, operations, sent, began, answers }
             }));
         }
@@ -89,6 +92,12 @@ impl<H: Handler, D: Decode> Running<H, D> {
             answers.clear();
             answers.resize_with(operations.len(), || Err(StoreError::Unknown("the store answered with another number of verdicts".into())));
         }
+        crate::wrong_version!("accept-a-busy", {
+            answers
+                .iter_mut()
+                .filter(|answer| matches!(answer, Ok(Verdict::Busy { .. })))
+                .for_each(|answer| *answer = Ok(Verdict::Duplicate));
+        });
         let mut granted = Vec::new();
         let mut misconfigured = None;
         let mut unavailable = None;

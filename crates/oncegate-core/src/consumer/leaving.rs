@@ -8,6 +8,7 @@ use super::{Mode, Running};
 
 use crate::decode::Decode;
 use crate::error::Error;
+use crate::fault;
 use crate::handler::Handler;
 use crate::lanes::{Lane, Waited};
 use crate::lease::Lease;
@@ -85,6 +86,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
         }
         tracing::info!(in_flight = self.flights.len(), "draining");
         self.source.stop().await;
+        fault::point("drain.begun");
         let all: Vec<Slot> = self.flights.slots().collect();
         for slot in all {
             self.leaves(slot);
@@ -106,7 +108,9 @@ impl<H: Handler, D: Decode> Running<H, D> {
         }
         self.settle().await;
         let bound = Instant::now() + self.settings.drain.clamp(Duration::from_secs(1), Duration::from_secs(10));
+        fault::point("drain.closing");
         let closed = self.source.close(bound).await;
+        fault::point("drain.closed");
         match self.mode {
             Mode::Draining { because: Some(error), .. } => Err(error),
             _ => Ok(closed?),

@@ -17,6 +17,7 @@ use super::{Mode, Running};
 use crate::builder::age;
 use crate::context::Context;
 use crate::decode::Decode;
+use crate::fault;
 use crate::handler::Handler;
 use crate::id::MessageId;
 use crate::lanes::Turn;
@@ -35,6 +36,7 @@ use crate::source::{Delivery, Settled};
 impl<H: Handler, D: Decode> Running<H, D> {
     /// A delivery takes its slot.
     pub(super) fn arrived(&mut self, delivery: Delivery) {
+        fault::point("delivery");
         let (id, terms, said) = self.identify(&delivery.message);
         let freshness = self.freshness(&delivery.message);
         if freshness == Freshness::TooOld {
@@ -231,7 +233,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
         match step {
             Step::ClaimAnew => {
                 flight.turn += 1;
-                flight.token = self.tokens.token();
+                flight.token = fault::token(flight.token, self.tokens.token());
                 flight.attempt = 0;
                 self.give_up_lease(slot, flight);
                 flight.asks(Ask::Claim);
@@ -240,6 +242,19 @@ impl<H: Handler, D: Decode> Running<H, D> {
             }
             Step::Ask(ask) => {
                 flight.turn += 1; // an alarm that was set before must not ask a second time: it would come after the answer
+                crate::wrong_version!("new-token-on-a-retried-claim", {
+                    if ask == Ask::Claim {
+                        flight.token = self.tokens.token();
+                    }
+                });
+                crate::wrong_version!("accept-before-complete", {
+                    if let (Ask::Complete, Some(key)) = (ask, flight.key.clone()) {
+                        let (store, ask, terms) = (self.store.clone(), Ask::Complete, flight.terms);
+                        let completion = Operation { key, ask, token: flight.token, attempt: flight.attempt, terms };
+                        tokio::spawn(async move { store.apply(&[completion]).await });
+                        return Some(Event::Answer(crate::marker::Verdict::Done { marker_lost: false }));
+                    }
+                });
                 flight.asks(ask);
                 if ask == Ask::Claim { self.claims.push_back(slot) } else { self.verdicts.push_back(slot) }
             }
