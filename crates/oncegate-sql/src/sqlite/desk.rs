@@ -5,7 +5,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
 use oncegate_core::marker::{Marker, Operation, Verdict};
-use oncegate_core::{Key, Memory};
+use oncegate_core::{Key, Memory, fault};
 use tokio::sync::oneshot;
 
 use super::clock::{Clock, Now};
@@ -165,7 +165,9 @@ impl Desk {
         let rows_beside = u32::try_from(count).unwrap_or(u32::MAX);
         let stretch = sweep.look(&transaction, rows_beside, now).map_err(&working)?;
         sweep.clear(&transaction, &stretch, now).map_err(&working)?;
+        fault::point("sqlite.commit.before");
         transaction.commit().map_err(place.failure(Stage::Committing))?;
+        fault::point("sqlite.commit.after");
         sweep.pass(stretch);
         Ok(answers)
     }
