@@ -203,6 +203,11 @@ impl Engine {
     fn settle(&mut self, settled: Settled) {
         let Settled { mut delivery, settlement, story } = settled;
         let tag = delivery.receipt.position;
+        oncegate_core::wrong_version!("settle-on-another-channel", {
+            if let Link::Up(session) = &self.link {
+                delivery.receipt.epoch = session.epoch;
+            }
+        });
         let session = match &mut self.link {
             Link::Up(session) if session.epoch == delivery.receipt.epoch => session,
             _ => return stale(&self.settings, tag),

@@ -122,6 +122,7 @@ fn judge(batch: Vec<Copy>, answers: Vec<Result<(), Trouble>>) -> (Vec<Copy>, Vec
 
 async fn publish(channel: &Channel, copy: &Copy) -> Result<(), Trouble> {
     let options = BasicPublishOptions { mandatory: true, ..BasicPublishOptions::default() };
+    point(copy, "amqp.delay.before", "amqp.letter.before");
     let publishing = channel.basic_publish("".into(), copy.to.clone(), options, &copy.body, copy.properties.clone());
     let answer = match publishing.await {
         Ok(confirm) => confirm.await,
@@ -129,12 +130,24 @@ async fn publish(channel: &Channel, copy: &Copy) -> Result<(), Trouble> {
     };
     let refused = |problem: &str| Err(Trouble::Refused(format!("`{}` did not take the copy: {problem}", copy.to)));
     match answer {
-        Ok(Confirmation::Ack(None)) => Ok(()),
+        Ok(Confirmation::Ack(None)) => {
+            point(copy, "amqp.delay.confirmed", "amqp.letter.confirmed");
+            Ok(())
+        }
         Ok(Confirmation::Ack(Some(returned)) | Confirmation::Nack(Some(returned))) => refused(returned.reply_text.as_str()),
         Ok(Confirmation::Nack(None)) => refused("the broker refused it"),
         Ok(Confirmation::NotRequested) => Err(Trouble::Lost("the broker confirms nothing".into())),
         Err(error) => Err(Trouble::Lost(error.to_string())),
     }
+}
+
+/// Where the chaos harness ends the process: one name for what waits, one for what is set aside.
+#[inline(always)]
+fn point(copy: &Copy, delay: &str, letter: &str) {
+    #[cfg(oncegate_chaos)]
+    oncegate_core::fault::point(if copy.to.as_str().contains(".delay.") { delay } else { letter });
+    #[cfg(not(oncegate_chaos))]
+    let _ = (copy, delay, letter);
 }
 
 #[cfg(test)]

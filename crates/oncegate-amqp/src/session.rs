@@ -11,6 +11,7 @@ use lapin::options::{
 };
 use lapin::types::{AMQPValue, FieldTable, ShortString};
 use lapin::{BasicProperties, Channel, Connection, Consumer, ErrorKind};
+use oncegate_core::fault;
 use oncegate_core::source::{Delivery, SourceError};
 use tokio::time::Instant;
 
@@ -241,12 +242,15 @@ impl Session {
         self.burst = Some((before + rejected.len() + usize::from(prefix.is_some()) + singles.len(), now));
         let channel = self.channel.clone();
         self.acknowledging = Some(Box::pin(async move {
+            fault::point("amqp.ack.before");
             // First, and one after the other: the prefix covers their tags.
             for tag in rejected {
                 channel.basic_reject(tag, BasicRejectOptions { requeue: false }).await?;
             }
             let frames = prefix.into_iter().map(|tag| (tag, true)).chain(singles.into_iter().map(|tag| (tag, false)));
-            try_join_all(frames.map(|(tag, multiple)| channel.basic_ack(tag, BasicAckOptions { multiple }))).await.map(drop)
+            let sent = try_join_all(frames.map(|(tag, multiple)| channel.basic_ack(tag, BasicAckOptions { multiple }))).await;
+            fault::point("amqp.ack.after");
+            sent.map(drop)
         }));
     }
 
