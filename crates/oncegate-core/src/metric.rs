@@ -27,6 +27,21 @@ pub enum Kind {
 }
 
 impl Metric {
+    /// One that only grows; its name ends in `_total`.
+    pub const fn counter(name: &'static str, labels: &'static [&'static str], help: &'static str) -> Self {
+        Self { name, kind: Kind::Counter, labels, help }
+    }
+
+    /// One that goes up and down.
+    pub const fn gauge(name: &'static str, labels: &'static [&'static str], help: &'static str) -> Self {
+        Self { name, kind: Kind::Gauge, labels, help }
+    }
+
+    /// Durations; its name ends in `_seconds`.
+    pub const fn histogram(name: &'static str, help: &'static str) -> Self {
+        Self { name, kind: Kind::Histogram, labels: &[], help }
+    }
+
     /// Tells the recorder of the process what it is. Before the recorder is installed, it is told to nobody.
     pub fn describe(&self) {
         let Self { name, help, .. } = *self;
@@ -62,44 +77,14 @@ pub(crate) const STORE_AWAY: &str = "oncegate_store_away";
 
 /// The metrics of the consumer and the gate. Where several run in one process, they add up.
 pub const METRICS: &[Metric] = &[
-    Metric {
-        name: crate::outcome::DELIVERIES,
-        kind: Kind::Counter,
-        labels: &["outcome"],
-        help: "What the gate said of deliveries, and what became of them",
-    },
-    Metric { name: CLAIM_SECONDS, kind: Kind::Histogram, labels: &[], help: "From asking the store for a claim until its answer" },
-    Metric {
-        name: HANDLE_SECONDS,
-        kind: Kind::Histogram,
-        labels: &[],
-        help: "How long a run of the handler or of reconcile took, one that was cancelled left out",
-    },
-    Metric {
-        name: COMPLETE_SECONDS,
-        kind: Kind::Histogram,
-        labels: &[],
-        help: "From asking the store to record that an id is done until its answer",
-    },
-    Metric {
-        name: LEASE_AGE_SECONDS,
-        kind: Kind::Histogram,
-        labels: &[],
-        help: "How long ago the claim was sent when the store recorded that the id is done",
-    },
-    Metric {
-        name: DELIVERY_SECONDS,
-        kind: Kind::Histogram,
-        labels: &[],
-        help: "From the hand-over of a delivery by its source until it is settled, pauses and waiting in order included",
-    },
-    Metric { name: IN_FLIGHT, kind: Kind::Gauge, labels: &[], help: "Deliveries that are claimed, handled or on their way out" },
-    Metric {
-        name: WAITING,
-        kind: Kind::Gauge,
-        labels: &[],
-        help: "Deliveries that wait behind another of their key or partition, or rest after an attempt that failed",
-    },
-    Metric { name: PARKED, kind: Kind::Gauge, labels: &[], help: "Deliveries whose id is held elsewhere, or whose store is away" },
-    Metric { name: STORE_AWAY, kind: Kind::Gauge, labels: &[], help: "Consumers whose store does not answer: they take nothing in" },
+    Metric::counter(crate::outcome::DELIVERIES, &["outcome"], "What the gate said of deliveries, and what became of them"),
+    Metric::histogram(CLAIM_SECONDS, "From asking the store for a claim until its answer"),
+    Metric::histogram(HANDLE_SECONDS, "How long a run of the handler or of reconcile took, one that was cancelled left out"),
+    Metric::histogram(COMPLETE_SECONDS, "From asking the store to record that an id is done until its answer"),
+    Metric::histogram(LEASE_AGE_SECONDS, "How long ago the claim was sent when the store recorded that the id is done"),
+    Metric::histogram(DELIVERY_SECONDS, "From the hand-over of a delivery until it is settled, pauses and waiting in order included"),
+    Metric::gauge(IN_FLIGHT, &[], "Deliveries that are claimed, handled or on their way out"),
+    Metric::gauge(WAITING, &[], "Deliveries that wait behind another of their key or partition, or rest after an attempt that failed"),
+    Metric::gauge(PARKED, &[], "Deliveries whose id is held elsewhere, or whose store is away"),
+    Metric::gauge(STORE_AWAY, &[], "Consumers whose store does not answer: they take nothing in"),
 ];

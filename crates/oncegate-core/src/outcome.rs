@@ -9,7 +9,10 @@ use crate::road::{Event, Outcome, Settlement};
 pub const DELIVERIES: &str = "oncegate_deliveries_total";
 
 macro_rules! outcomes {
-    ($($name:ident),* $(,)?) => {
+    ($($name:ident: $says:literal,)*) => {
+        /// The values of the label `outcome`, and what each says. One delivery counts under several of them.
+        pub const OUTCOMES: &[(&str, &str)] = &[$((stringify!($name), $says)),*];
+
         /// The counters of one consumer, looked up once.
         pub(crate) struct Outcomes { $($name: Counter),* }
 
@@ -22,24 +25,24 @@ macro_rules! outcomes {
 }
 
 outcomes!(
-    first,
-    reclaimed,
-    duplicate,
-    busy,
-    conflict,
-    fenced,
-    unavailable,
-    retried,
-    reconciled_happened,
-    reconciled_did_not_happen,
-    marker_lost,
-    completed,
-    released,
-    rejected,
-    in_doubt,
-    passed_without_gate,
-    too_old,
-    dropped,
+    first: "a claim was granted for a first attempt",
+    reclaimed: "a claim was granted after an attempt that failed, or whose holder crashed or lost its lease",
+    duplicate: "the id was done before: accepted without a run",
+    busy: "the id is held elsewhere: asked again later",
+    conflict: "the id was used before for another body",
+    fenced: "the lease was lost: what the attempt came to did not count",
+    unavailable: "the store did not answer a question",
+    retried: "a run said that nothing happened, and that it may work later",
+    reconciled_happened: "reconcile found that an effect in doubt had happened",
+    reconciled_did_not_happen: "reconcile found that an effect in doubt had not happened",
+    marker_lost: "the store had forgotten a claim by the time its id was done: another may have run beside it",
+    completed: "settled: handled, and recorded as done",
+    released: "given back, to be delivered again",
+    rejected: "settled: in the dead letters",
+    in_doubt: "settled: in the in-doubt destination, for a person",
+    passed_without_gate: "handled without the gate while the store was away (Outage::PassThrough)",
+    too_old: "older than max_age when it came in: an absent marker says nothing of it",
+    dropped: "let go unsettled at the end of a drain; it comes back after its lease",
 );
 
 impl Outcomes {

@@ -15,6 +15,7 @@ mod finding;
 mod info;
 mod link;
 mod memory;
+mod metric;
 mod plan;
 mod preflight;
 mod record;
@@ -28,5 +29,6 @@ mod tls;
 mod watch;
 
 pub use durability::Durability;
+pub use metric::REDIS_METRICS;
 pub use plan::{Load, Markers, Plan, plan};
 pub use store::Redis;

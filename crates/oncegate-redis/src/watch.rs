@@ -17,6 +17,7 @@ use crate::failure::Failure;
 use crate::finding::Finding;
 use crate::info::Info;
 use crate::link::Open;
+use crate::metric::{FINDINGS, PAUSED};
 use crate::route::{Lanes, Route};
 
 /// How often a server is looked at while it is asked for claims.
@@ -31,9 +32,6 @@ const OTHERS_MAY_TELL: Duration = Duration::from_secs(3);
 
 /// A clock may go wrong by so much between two looks, and by a thousandth of the time between them.
 const CLOCK_TOLERANCE: Duration = Duration::from_secs(2);
-
-/// 1 from the first claim that is withheld until a person accepts what was forgotten.
-const PAUSED: &str = "oncegate_redis_paused";
 
 /// Looks at servers now and then, and remembers what it saw.
 pub(crate) struct Watch {
@@ -355,7 +353,7 @@ impl State {
 
     fn note(&mut self, finding: &Finding) {
         let told = finding.told();
-        metrics::counter!("oncegate_redis_findings_total", "finding" => finding.label()).increment(1);
+        metrics::counter!(FINDINGS, "finding" => finding.label()).increment(1);
         if finding.forgot() {
             tracing::error!(finding = finding.label(), "{told}");
             self.forgot.get_or_insert(told);

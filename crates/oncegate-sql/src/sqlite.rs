@@ -4,6 +4,7 @@ mod clock;
 mod desk;
 mod failure;
 mod file;
+mod metric;
 mod rows;
 mod sweep;
 mod windows;
@@ -22,6 +23,7 @@ use tokio::sync::oneshot;
 use desk::Request;
 use failure::Failure;
 use file::Place;
+pub use metric::SQLITE_METRICS;
 
 /// Remembers ids in one SQLite file, which several processes of one machine may share.
 ///

@@ -4,6 +4,8 @@
 //! number of times that you chose. This crate re-exports the others, and holds no logic.
 #![forbid(unsafe_code)]
 
+pub mod metrics;
+
 pub use oncegate_core::*;
 
 #[cfg(feature = "rabbitmq")]

@@ -3,6 +3,8 @@
 
 use std::path::{Path, PathBuf};
 
+use oncegate::outcome::OUTCOMES;
+
 /// Where blocks may come from.
 const COMPILED: &[&str] = &["crates/oncegate/examples", "crates/oncegate-testkit/tests/laws", "examples/payments/src"];
 
@@ -69,6 +71,29 @@ fn every_rust_block_stands_in_a_file_that_is_compiled() {
 fn the_readme_shows_the_whole_of_the_demos_handler() {
     let handler = read(&root().join("examples/payments/src/charge.rs"));
     assert!(blocks(&read(&root().join("README.md")), "```rust").contains(&handler), "copy charge.rs into the README again");
+}
+
+/// A table of the book, as it follows from the code.
+fn table<const N: usize>(head: [&str; N], rows: impl IntoIterator<Item = [String; N]>) -> String {
+    let line = |cells: [String; N]| format!("| {} |\n", cells.join(" | "));
+    let rule = head.map(|_| "---".to_owned());
+    [head.map(str::to_owned), rule].into_iter().chain(rows).map(line).collect()
+}
+
+#[test]
+fn the_book_lists_every_metric() {
+    let page = read(&root().join("docs/src/metrics.md"));
+    let metrics = table(
+        ["metric", "kind", "what it says"],
+        oncegate::metrics::all().map(|it| {
+            let labels = if it.labels.is_empty() { String::new() } else { format!("{{{}}}", it.labels.join(", ")) };
+            [format!("`{}{labels}`", it.name), it.kind.as_str().to_owned(), it.help.to_owned()]
+        }),
+    );
+    let outcomes = table(["`outcome`", "what it says"], OUTCOMES.iter().map(|(it, says)| [format!("`{it}`"), says.to_string()]));
+    for table in [metrics, outcomes] {
+        assert!(page.contains(&table), "docs/src/metrics.md does not have this table:\n{table}");
+    }
 }
 
 #[test]

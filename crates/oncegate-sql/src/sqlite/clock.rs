@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use super::metric::CLOCK_JUMPS;
+
 /// More than this between the wall clock and the time that passed is a jump, not a correction.
 const JUMP: i64 = 1000;
 
@@ -90,7 +92,7 @@ impl Clock {
 }
 
 fn noticed(direction: &'static str, wide: i64) {
-    metrics::counter!("oncegate_sqlite_clock_jumps_total", "direction" => direction).increment(1);
+    metrics::counter!(CLOCK_JUMPS, "direction" => direction).increment(1);
     let by = Duration::from_millis(wide.unsigned_abs());
     tracing::warn!(direction, ?by, "the clock jumped: leases run for as long as they would have, and nothing is forgotten for it");
 }

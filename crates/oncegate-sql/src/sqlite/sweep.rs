@@ -3,6 +3,7 @@
 use rusqlite::{Connection, params};
 
 use super::clock::Now;
+use super::metric::MARKERS_EXPIRED;
 
 /// A hand that goes round through the keys. It needs no index over the times, which each write would have to keep too: a
 /// transaction looks at as many rows as it has operations, and an id takes two operations or more. So the hand is round
@@ -47,7 +48,7 @@ impl Sweep {
                 "DELETE FROM markers WHERE key > ?1 AND key <= ?2 AND expires <= CASE guarantee WHEN 0 THEN ?4 ELSE ?3 END",
             )?;
             let cleared = clear.execute(params![self.at, last, now.forgotten, now.unresolved_forgotten])?;
-            metrics::counter!("oncegate_sqlite_markers_expired_total").increment(cleared as u64);
+            metrics::counter!(MARKERS_EXPIRED).increment(cleared as u64);
         }
         Ok(())
     }
