@@ -188,7 +188,7 @@ impl Redis {
         self.timeout = timeout;
         let wrong = timeout
             .is_zero()
-            .then(|| "Redis::timeout: it is 0, and no reply comes at once; give it what a round trip takes, such as 500 ms");
+            .then_some("Redis::timeout: it is 0, and no reply comes at once; give it what a round trip takes, such as 500 ms");
         self.refused_if(wrong.map(String::from))
     }
 
