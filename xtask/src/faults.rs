@@ -7,6 +7,8 @@ use crate::setup;
 
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
+    /// Runs only the scenarios whose names contain this, such as `ten_thousand` or `cluster`.
+    scenario: Option<String>,
     /// How often each fault happens.
     #[arg(long, default_value_t = 10)]
     rounds: u32,
@@ -20,6 +22,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
     cargo
         .args(["test", "--package", "oncegate-amqp", "--test", "faults", "--"])
         .args(["--include-ignored", "--nocapture", "--test-threads", "1"])
+        .args(&arguments.scenario)
         .env("ONCEGATE_FAULT_ROUNDS", arguments.rounds.to_string())
         .env("ONCEGATE_FAULT_RATE", arguments.rate.to_string())
         .current_dir(setup::root());
