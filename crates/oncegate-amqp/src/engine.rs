@@ -19,8 +19,9 @@ use crate::inbox::Writer;
 use crate::incoming;
 use crate::link::Trouble;
 use crate::publisher::{Confirmed, Publisher};
-use crate::session::{Carried, Gaps, Happened, Loss, Session};
+use crate::session::{Carried, Gaps, Happened, LONG_SILENCE, Loss, SILENCE, Session};
 use crate::settings::{Rejects, Settings};
+use crate::telling::Telling;
 
 /// A release up to this long waits in memory.
 const HOLD: Duration = Duration::from_secs(5);
@@ -36,8 +37,6 @@ const STEADY: Duration = Duration::from_secs(10);
 const CAREFUL: Duration = Duration::from_secs(300);
 /// How seldom it looks whether a message that the client cannot read is gone.
 const LONGEST_LOOK: Duration = Duration::from_secs(30);
-/// How seldom it says why it does not consume, while that stays the same.
-const TELLING: Duration = Duration::from_secs(10);
 /// How long the broker may take to say goodbye.
 const GOODBYE: Duration = Duration::from_secs(1);
 
@@ -337,7 +336,9 @@ impl Engine {
         self.settings.meter.holds(0);
         let (queue, broker) = (&*self.settings.name, self.settings.shown());
         match loss {
-            Loss::Broken(problem) => tracing::warn!(queue, broker, problem, "the channel is lost; connecting again"),
+            Loss::Broken(problem) | Loss::Silent(problem) => {
+                tracing::warn!(queue, broker, problem, "the channel is lost; connecting again");
+            }
             Loss::Unreadable(problem) => tracing::error!(
                 queue,
                 broker,
@@ -350,12 +351,15 @@ impl Engine {
             self.epoch += 1;
             match (loss, self.pace) {
                 (Loss::Unreadable(_), Pace::Usual) => (self.pace, self.backoff) = (Pace::Careful, Backoff::up_to(LONGEST_LOOK)),
-                (Loss::Broken(_), Pace::Usual) if self.since.elapsed() > SOUND => self.backoff = Backoff::up_to(LONGEST_PAUSE),
+                (Loss::Broken(_) | Loss::Silent(_), Pace::Usual) if self.since.elapsed() > SOUND => {
+                    self.backoff = Backoff::up_to(LONGEST_PAUSE)
+                }
                 (_, Pace::Careful) if self.since.elapsed() > STEADY => self.backoff.reset(),
                 _ => {}
             }
             let prefetch = self.pace.prefetch(&self.settings);
-            let opening = open_again(Arc::clone(&self.settings), self.epoch, prefetch, self.backoff.pause());
+            let silence = if let Loss::Silent(_) = loss { LONG_SILENCE } else { SILENCE };
+            let opening = open_again(Arc::clone(&self.settings), self.epoch, prefetch, silence, self.backoff.pause());
             self.link = Link::Opening(Box::pin(opening));
         }
     }
@@ -426,7 +430,7 @@ fn stale(settings: &Settings, tag: u64) {
 async fn open_first(settings: &Settings) -> Result<Session, SourceError> {
     let mut attempts = Attempts::default();
     loop {
-        match Session::open(settings, 1, settings.prefetch).await {
+        match Session::open(settings, 1, settings.prefetch, SILENCE).await {
             Ok(session) => {
                 tracing::info!(queue = &*settings.name, broker = settings.shown(), prefetch = settings.prefetch, "consuming");
                 return Ok(session);
@@ -438,11 +442,11 @@ async fn open_first(settings: &Settings) -> Result<Session, SourceError> {
 }
 
 /// Opens a channel again, after a pause. Whatever is wrong is waited for: it worked before.
-async fn open_again(settings: Arc<Settings>, epoch: u64, prefetch: u16, pause: Duration) -> Session {
+async fn open_again(settings: Arc<Settings>, epoch: u64, prefetch: u16, silence: Duration, pause: Duration) -> Session {
     tokio::time::sleep(pause).await;
     let mut attempts = Attempts::default();
     loop {
-        match Session::open(&settings, epoch, prefetch).await {
+        match Session::open(&settings, epoch, prefetch, silence).await {
             Ok(session) => return session,
             Err(trouble) => attempts.wait(&settings, trouble.to_string()).await,
         }
@@ -452,13 +456,12 @@ async fn open_again(settings: Arc<Settings>, epoch: u64, prefetch: u16, pause: D
 /// Attempts to open a channel, each a pause after the last.
 struct Attempts {
     backoff: Backoff,
-    /// What was told last, and when.
-    told: Option<(Instant, String)>,
+    telling: Telling,
 }
 
 impl Default for Attempts {
     fn default() -> Self {
-        Self { backoff: Backoff::up_to(LONGEST_PAUSE), told: None }
+        Self { backoff: Backoff::up_to(LONGEST_PAUSE), telling: Telling::default() }
     }
 }
 
@@ -466,11 +469,10 @@ impl Attempts {
     /// Waits before the next, and tells why, unless just that was told a moment ago.
     async fn wait(&mut self, settings: &Settings, problem: String) {
         let (queue, broker, pause) = (&*settings.name, settings.shown(), self.backoff.pause());
-        if self.told.as_ref().is_some_and(|(at, told)| *told == problem && at.elapsed() < TELLING) {
-            tracing::debug!(queue, broker, ?pause, "still not consuming. {problem}");
-        } else {
+        if self.telling.is_due(&problem, Instant::now()) {
             tracing::warn!(queue, broker, "not consuming; trying again. {problem}");
-            self.told = Some((Instant::now(), problem));
+        } else {
+            tracing::debug!(queue, broker, ?pause, "still not consuming. {problem}");
         }
         tokio::time::sleep(pause).await;
     }

@@ -33,6 +33,7 @@ mod session;
 mod settings;
 mod source;
 mod status;
+mod telling;
 mod tls;
 mod topology;
 

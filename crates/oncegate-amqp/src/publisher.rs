@@ -21,9 +21,14 @@ use crate::copy::Copy;
 use crate::flight::{Flight, Landed, Trouble};
 use crate::link;
 use crate::settings::Settings;
+use crate::telling::Telling;
 
 /// How many copies may wait for their confirmation at once, for each destination.
 const WINDOW: usize = 256;
+
+/// How many copies may have a line of their own. Where all of them fail, for want of a permission, say, each would close
+/// channels at its own pace.
+const MOST_ALONE: usize = 8;
 
 /// The engine's end of the publisher.
 pub(crate) struct Publisher {
@@ -79,6 +84,7 @@ struct Work {
     connection: Option<Arc<Connection>>,
     /// What the broker says about the connection; ends with it.
     events: BoxStream<'static, Event>,
+    telling: Telling,
 }
 
 /// What waits in one line, and fails together.
@@ -129,6 +135,7 @@ impl Work {
             not_before: Instant::now(),
             connection: None,
             events: Box::pin(futures_util::stream::pending()),
+            telling: Telling::default(),
         }
     }
 
@@ -236,25 +243,40 @@ impl Work {
         let pause = line.backoff.pause();
         line.not_before = Instant::now() + pause;
         line.window = 1;
-        let alone = if was_alone && matches!((&trouble, &lane), (Trouble::Lost(_), Lane::To(_))) { unsure.pop() } else { None };
+        let cost_the_channel = was_alone && matches!((&trouble, &lane), (Trouble::Lost(_), Lane::To(_)));
+        let alone = if cost_the_channel { unsure.pop() } else { None };
         unsure.into_iter().rev().for_each(|copy| line.waiting.push_front(copy));
         if let Some(copy) = alone {
-            let alone = self.lanes.entry(Lane::Alone(copy.tag)).or_insert_with(Line::new);
-            alone.window = 1;
-            alone.not_before = Instant::now() + alone.backoff.pause();
-            alone.waiting.push_back(copy);
+            self.set_apart(copy, lane);
         }
         self.warn(&trouble.to_string(), pause);
     }
 
-    fn warn(&self, problem: &str, pause: Duration) {
-        tracing::warn!(
-            queue = &*self.settings.name,
-            broker = self.settings.shown(),
-            problem,
-            ?pause,
-            "a rejected or delayed message could not be published; it is held and tried again"
-        );
+    /// Gives a copy that was alone when its channel was closed a line of its own, or the last place in the line.
+    fn set_apart(&mut self, copy: Copy, lane: Lane) {
+        let apart = self.lanes.keys().filter(|lane| matches!(lane, Lane::Alone(_))).count();
+        let is_free = apart < MOST_ALONE;
+        let line = self.lanes.entry(if is_free { Lane::Alone(copy.tag) } else { lane }).or_insert_with(Line::new);
+        if is_free {
+            line.window = 1;
+            line.not_before = Instant::now() + line.backoff.pause();
+        }
+        line.waiting.push_back(copy);
+    }
+
+    fn warn(&mut self, problem: &str, pause: Duration) {
+        let (queue, broker) = (&*self.settings.name, self.settings.shown());
+        if self.telling.is_due(problem, Instant::now()) {
+            tracing::warn!(
+                queue,
+                broker,
+                problem,
+                ?pause,
+                "a rejected or delayed message could not be published; it is held and tried again"
+            );
+        } else {
+            tracing::debug!(queue, broker, problem, ?pause, "still not published");
+        }
     }
 }
 
@@ -302,6 +324,21 @@ mod tests {
         assert!(work.lanes[&Lane::Alone(1)].not_before > Instant::now() + Duration::from_secs(2));
         assert!(work.lanes[&to("a")].not_before < Instant::now() + Duration::from_secs(1));
         assert!(work.lanes[&to("a")].window > 1);
+    }
+
+    #[tokio::test]
+    async fn where_each_copy_costs_the_channel_few_have_a_line_of_their_own_and_all_are_kept() {
+        let mut work = work();
+        (1..=500).for_each(|tag| work.take(copy(tag, "a")));
+        for _ in 0..2_000 {
+            let line = work.lanes.get_mut(&to("a")).expect("the lane");
+            let Some(first) = line.waiting.pop_front() else { break };
+            work.landed(to("a"), landed(vec![], vec![first], lost()));
+        }
+        assert_eq!(work.lanes.len(), 1 + MOST_ALONE);
+        let mut kept: Vec<u64> = work.lanes.values().flat_map(|line| &line.waiting).map(|copy| copy.tag).collect();
+        kept.sort();
+        assert_eq!(kept, (1..=500).collect::<Vec<_>>());
     }
 
     #[tokio::test]

@@ -34,7 +34,10 @@ const APPLYING: Duration = Duration::from_millis(500);
 const PRIORITY: &str = "x-priority";
 /// How long nothing comes before it looks whether something stands ready: a queue may forget its consumer when it moves
 /// to another node, and nobody says so.
-const SILENCE: Duration = Duration::from_secs(3);
+pub(crate) const SILENCE: Duration = Duration::from_secs(3);
+/// The same on a channel that was opened because of silence, until something comes: then it was not forgotten, and waits
+/// behind an active consumer, say, of which nobody told it.
+pub(crate) const LONG_SILENCE: Duration = Duration::from_secs(60);
 /// How long connecting and preparing the queues may take: a node without its cluster accepts, and answers nothing.
 const OPENING: Duration = Duration::from_secs(30);
 
@@ -68,14 +71,17 @@ pub(crate) struct Session {
     acknowledging: Option<BoxFuture<'static, lapin::Result<()>>>,
     /// Rejected for the queue's own dead-letter exchange, and not sent yet.
     rejecting: Vec<u64>,
-    /// When to look whether something stands ready, if nothing comes until then.
+    /// How long nothing comes before it looks whether something stands ready, and when that will be.
+    silence: Duration,
     look_at: Instant,
     /// Looks whether something stands ready.
     looking: Option<BoxFuture<'static, lapin::Result<u32>>>,
     /// Whether the last look found something that had not come.
     suspicious: bool,
-    /// The queue, if silence means anything: behind a single active consumer the others wait in silence.
-    silence: Option<ShortString>,
+    queue: ShortString,
+    /// Whether silence means anything: behind a single active consumer the others wait in silence, until one of them is
+    /// handed something.
+    listens: bool,
     /// How long a delivery may stand open.
     patience: Duration,
     gap_since: Option<Instant>,
@@ -98,6 +104,8 @@ pub(crate) enum Happened {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Loss {
     Broken(String),
+    /// Nothing came, though something stood ready.
+    Silent(String),
     /// The client cannot read what the broker sent.
     Unreadable(String),
 }
@@ -120,9 +128,9 @@ pub(crate) enum Gaps {
 
 impl Session {
     /// Connects, prepares the queues and consumes.
-    pub(crate) async fn open(settings: &Settings, epoch: u64, prefetch: u16) -> Result<Self, Trouble> {
+    pub(crate) async fn open(settings: &Settings, epoch: u64, prefetch: u16, silence: Duration) -> Result<Self, Trouble> {
         let connection = link::connect(settings, "consumes").await?;
-        let opening = tokio::time::timeout(OPENING, Self::consume(connection, settings, epoch, prefetch)).await;
+        let opening = tokio::time::timeout(OPENING, Self::consume(connection, settings, epoch, prefetch, silence)).await;
         opening.unwrap_or_else(|_| Err(Trouble::Passing(format!("the broker did not prepare the queues within {OPENING:?}")))).inspect_err(
             |_| {
                 // The node answers, and does not serve.
@@ -131,7 +139,7 @@ impl Session {
         )
     }
 
-    async fn consume(connection: Connection, settings: &Settings, epoch: u64, prefetch: u16) -> Result<Self, Trouble> {
+    async fn consume(connection: Connection, settings: &Settings, epoch: u64, prefetch: u16, silence: Duration) -> Result<Self, Trouble> {
         topology::prepare(&connection, settings).await?;
         let channel = connection.create_channel().await?;
         // Before consuming: without a prefetch the broker sends all it has.
@@ -152,10 +160,12 @@ impl Session {
             ended: None,
             acknowledging: None,
             rejecting: Vec::new(),
-            look_at: Instant::now() + SILENCE,
+            silence,
+            look_at: Instant::now() + silence,
             looking: None,
             suspicious: false,
-            silence: (settings.consumers == Consumers::Competing).then(|| settings.queue.clone()),
+            queue: settings.queue.clone(),
+            listens: settings.consumers == Consumers::Competing,
             patience: settings.consumer_timeout.mul_f64(0.9),
             gap_since: None,
             burst: None,
@@ -183,6 +193,7 @@ impl Session {
                 Some(Ok(first)) => {
                     let (all, end) = drain(first, consumer.as_mut().expect("the branch is guarded"));
                     *ended = end;
+                    (self.silence, self.listens) = (SILENCE, true);
                     (self.look_at, self.suspicious) = (Instant::now() + SILENCE, false);
                     Happened::Delivered(all)
                 }
@@ -193,7 +204,7 @@ impl Session {
                 *looking = None;
                 match found {
                     Ok(ready @ 1..) if self.acks.is_empty() && self.suspicious => {
-                        Happened::Lost(Loss::Broken(format!("nothing comes, though {ready} messages stand ready")))
+                        Happened::Lost(Loss::Silent(format!("nothing comes, though {ready} messages stand ready")))
                     }
                     // It may be on its way: one more look, soon.
                     Ok(1..) => {
@@ -323,9 +334,11 @@ impl Session {
 
     /// Looks whether something stands ready, if nothing came for long though it could.
     fn look(&mut self) {
-        let Some(queue) = self.silence.clone().filter(|_| self.silent().is_some_and(|silent| silent <= Instant::now())) else { return };
-        self.look_at = Instant::now() + SILENCE;
-        let connection = Arc::clone(&self.connection);
+        if self.silent().is_none_or(|silent| silent > Instant::now()) {
+            return;
+        }
+        self.look_at = Instant::now() + self.silence;
+        let (connection, queue) = (Arc::clone(&self.connection), self.queue.clone());
         self.looking = Some(Box::pin(async move {
             let channel = connection.create_channel().await?;
             let options = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
@@ -337,7 +350,7 @@ impl Session {
 
     /// When nothing will have come for long, though nothing that it holds keeps the broker from sending more.
     fn silent(&self) -> Option<Instant> {
-        (self.silence.is_some() && self.consumer.is_some() && self.looking.is_none() && self.acks.is_empty()).then_some(self.look_at)
+        (self.listens && self.consumer.is_some() && self.looking.is_none() && self.acks.is_empty()).then_some(self.look_at)
     }
 
     /// When the channel is given up for the delivery that has stood open for longest.

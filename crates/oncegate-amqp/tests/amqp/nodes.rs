@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 
 use lapin::BasicProperties;
 use lapin::ExchangeKind;
-use lapin::options::{BasicPublishOptions, ExchangeDeclareOptions, ExchangeDeleteOptions, QueueBindOptions};
-use lapin::types::FieldTable;
-use oncegate_amqp::{QueueKind, RabbitMqStatus};
-use oncegate_core::source::Order;
+use lapin::options::{BasicPublishOptions, ExchangeDeclareOptions, ExchangeDeleteOptions, QueueBindOptions, QueueDeclareOptions};
+use lapin::types::{AMQPValue, FieldTable};
+use oncegate_amqp::{QueueKind, RabbitMqStatus, Topology};
+use oncegate_core::source::{Incoming, Order, Source};
 use oncegate_core::{Consumer, Context, Failure, Guarantee, Handler, IdSource, MemoryStore, Readiness, async_trait};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::oneshot;
@@ -16,7 +16,7 @@ use tokio::sync::oneshot;
 use crate::rig::*;
 
 /// The broker's URL with another host and port.
-fn by_way_of(address: impl std::fmt::Display) -> String {
+pub(crate) fn by_way_of(address: impl std::fmt::Display) -> String {
     let url = url();
     let at = url.rfind('@').expect("user@host") + 1;
     let end = url[at..].find('/').map_or(url.len(), |slash| at + slash);
@@ -27,7 +27,7 @@ fn broker() -> String {
     url().rsplit_once('@').expect("user@host").1.split('/').next().expect("a host").to_owned()
 }
 
-fn proxy() -> oncegate_testkit::proxy::Proxy {
+pub(crate) fn proxy() -> oncegate_testkit::proxy::Proxy {
     let port = broker().rsplit_once(':').expect("a port").1.parse().expect("a number");
     oncegate_testkit::proxy::Proxy::to(port).expect("a port")
 }
@@ -75,6 +75,35 @@ async fn a_broker_is_reached_by_its_ipv6_address() {
     let delivery = delivery(&mut source).await;
     settle(&mut source, delivery, accept()).await;
     close(source).await;
+    rig.becomes_empty(&rig.queue).await;
+    rig.done().await;
+}
+
+/// The queue is the user's own, and nobody said that one of its consumers is active and the others wait.
+#[tokio::test]
+async fn who_waits_behind_an_active_consumer_does_not_connect_over_and_over() {
+    let (rig, status) = (Rig::new().await, RabbitMqStatus::new());
+    let mut arguments = FieldTable::default();
+    arguments.insert("x-queue-type".into(), AMQPValue::LongString("quorum".into()));
+    arguments.insert("x-single-active-consumer".into(), AMQPValue::Boolean(true));
+    let options = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };
+    rig.channel.queue_declare(rig.queue.as_str().into(), options, arguments).await.expect("declared");
+    let source = || rig.source(QueueKind::Quorum).topology(Topology::Trust).prefetch(1);
+    let mut active = open(source()).await;
+    rig.publish("held").await;
+    let held = delivery(&mut active).await;
+    let mut waiting = open(source().status(status.clone())).await;
+    rig.publish("stands ready").await;
+    let (until, mut into) = (tokio::time::Instant::now() + Duration::from_secs(9), Vec::new());
+    while tokio::time::timeout_at(until, waiting.receive(LIMIT, &mut into)).await.is_ok() {}
+    assert!(into.iter().all(|incoming| matches!(incoming, Incoming::Revoked(_))), "it was handed something: {into:?}");
+    assert!(status.snapshot().reconnects <= 1, "{:?}", status.snapshot());
+    settle(&mut active, held, accept()).await;
+    close(active).await;
+    let next = delivery(&mut waiting).await;
+    assert_eq!(&next.message.body[..], b"stands ready");
+    settle(&mut waiting, next, accept()).await;
+    close(waiting).await;
     rig.becomes_empty(&rig.queue).await;
     rig.done().await;
 }

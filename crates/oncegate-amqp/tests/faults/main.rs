@@ -141,15 +141,12 @@ fn no_refusals(server: &RabbitServer) {
     assert!(refused.is_empty(), "406: {refused:#?}");
 }
 
-/// Lets the node do something with each `Channel` that consumes, by its `Tag` and the `Writer` to its client.
+/// Lets the node do something with each `Channel` that consumes, and its consumer's `Tag`.
 fn to_consumers(server: &RabbitServer, does: &str) {
     let program = [
-        &format!("[{does} || C <- rabbit_amqqueue:consumers_all(<<\"/\">>)"),
+        &format!("[begin {does} end || C <- rabbit_amqqueue:consumers_all(<<\"/\">>)"),
         "Channel <- [proplists:get_value(channel_pid, C)]",
-        "Tag <- [proplists:get_value(consumer_tag, C)]",
-        "{dictionary, Dictionary} <- [process_info(Channel, dictionary)]",
-        "[Supervisor | _] <- [proplists:get_value('$ancestors', Dictionary)]",
-        "{writer, Writer, _, _} <- supervisor:which_children(Supervisor), Tag =/= Writer].",
+        "Tag <- [proplists:get_value(consumer_tag, C)]].",
     ];
     let done = server.control(&["-q", "eval", &program.join(", ")]).expect("done");
     assert!(done.contains("ok"), "nobody consumes: {done}");
@@ -171,9 +168,12 @@ async fn happens(fault: Fault, stage: &Stage, server: &mut RabbitServer, proxy: 
         Fault::ChannelClosed => tokio::task::block_in_place(|| {
             to_consumers(server, "rabbit_channel:do(Channel, {'basic.get', 0, <<\"no such queue\">>, false})");
         }),
-        // As when a queue is gone or moves.
+        // As when a queue is gone or moves: the queue has the consumer no more, the client is told, and the channel stays open
+        // with all that it holds.
         Fault::ConsumerCancelled => tokio::task::block_in_place(|| {
-            to_consumers(server, "rabbit_writer:send_command(Writer, {'basic.cancel', Tag, true})");
+            let does =
+                "Cancel = {'basic.cancel', Tag, true}, rabbit_channel:do(Channel, Cancel), rabbit_channel:send_command(Channel, Cancel)";
+            to_consumers(server, does);
         }),
         // As when the queue moved to another node and its consumer did not come along: nothing comes, and nobody says so.
         Fault::ConsumerForgotten => tokio::task::block_in_place(|| {
@@ -218,6 +218,19 @@ async fn whatever_a_node_does_nothing_is_lost_doubled_or_refused() {
             println!("{fault:?}: consuming again after {after:.2?}");
             assert!(!length.is_long() || after <= BACK_WITHIN, "{fault:?}: after {after:?}");
         }
+    })
+    .await;
+    no_refusals(&server);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_single_active_consumer_that_the_broker_forgot_consumes_again() {
+    let length = Length { rounds: 1, rate: 100 };
+    let mut server = tokio::task::spawn_blocking(RabbitServer::start).await.expect("no panic").expect("a server");
+    let proxy = Proxy::to(server.port()).expect("a port");
+    let source = RabbitMq::queue(QUEUE).url(server.url()).single_active_consumer();
+    Stage::play(source, vec![server.url()], &length, async |stage| {
+        happens(Fault::ConsumerForgotten, stage, &mut server, &proxy).await;
     })
     .await;
     no_refusals(&server);
