@@ -1,14 +1,15 @@
 //! What a queue is, what a delivery may be, and how long it may stand open.
 
 use std::collections::BTreeSet;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use lapin::BasicProperties;
 use lapin::options::QueueDeclareOptions;
 use lapin::types::{AMQPValue, FieldTable};
 use oncegate_amqp::{QueueKind, RabbitMqStatus, Rejects, Topology};
 use oncegate_core::road::{Cause, Reason, Settlement};
-use oncegate_core::source::{Open, Source, SourceError, headers};
+use oncegate_core::source::{Limit, Open, Source, SourceError, headers};
+use oncegate_testkit::servers::RabbitServer;
 
 use crate::rig::*;
 
@@ -162,7 +163,7 @@ async fn a_message_that_only_lay_in_the_prefetch_keeps_its_attempts_however_ofte
         delivery(&mut source).await;
         proxy.cut();
         let mut into = Vec::new();
-        source.receive(oncegate_core::source::Limit::NOTHING, &mut into).await.expect("received");
+        source.receive(Limit::NOTHING, &mut into).await.expect("received");
     }
     let last = delivery(&mut source).await;
     let count = last.message.headers.last("x-delivery-count").map(<[u8]>::to_vec);
@@ -170,4 +171,31 @@ async fn a_message_that_only_lay_in_the_prefetch_keeps_its_attempts_however_ofte
     settle(&mut source, last, accept()).await;
     close(source).await;
     rig.done().await;
+}
+
+/// Who ends its consumer each time it is handed over, and whose attempts no store counts, is set aside by the broker.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_the_broker_gives_up_on_stands_in_the_dead_letters() {
+    let server = tokio::task::spawn_blocking(RabbitServer::start).await.expect("no panic").expect("a server");
+    let rig = Rig::at(&server.url()).await;
+    server.control(&["-q", "set_policy", "limit", ".*", r#"{"delivery-limit": 2}"#, "--apply-to", "queues"]).expect("a policy");
+    let source = || rig.source(QueueKind::Quorum).prefetch(1);
+    close(open(source()).await).await;
+    rig.publish("poison").await;
+    rig.publish("sound").await;
+    for handed_over in 1..=4 {
+        let mut source = open(source()).await;
+        let body = delivery(&mut source).await.message.body;
+        assert_eq!(&body[..], if handed_over <= 3 { &b"poison"[..] } else { b"sound" });
+        // It goes without a word, as with its process.
+        drop(source);
+        let patience = Instant::now() + Duration::from_secs(10);
+        while rig.ready(&rig.queue).await + rig.ready(&rig.dead_letters()).await < 2 {
+            assert!(Instant::now() < patience, "what it held did not come back");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+    let dead = rig.take(&rig.dead_letters()).await.delivery;
+    assert_eq!(dead.data, b"poison");
+    assert!(header(&dead, "x-first-death-reason").is_some_and(|reason| reason.contains("delivery_limit")), "{dead:?}");
 }

@@ -384,6 +384,10 @@ async fn a_broker_short_of_memory_delays_dead_letters_and_nothing_else_and_may_r
     let first = delivery(&mut source).await;
     settle(&mut source, first, Settlement::Reject(Reason::Refused)).await;
     assert_eq!(rig.take(&rig.dead_letters()).await.delivery.data, b"0");
+    let other = Rig::at(&server.url()).await;
+    let mut leaving = open(other.source(QueueKind::Quorum)).await;
+    other.publish("cannot be delayed").await;
+    let held = delivery(&mut leaving).await;
 
     server.control(&["set_vm_memory_high_watermark", "0"]).expect("an alarm");
     let second = delivery(&mut source).await;
@@ -403,6 +407,10 @@ async fn a_broker_short_of_memory_delays_dead_letters_and_nothing_else_and_may_r
     };
     counts("it is blocked", &|read| read.blocked > Duration::ZERO).await;
     let during = status.snapshot().blocked;
+    settle(&mut leaving, held, release(Duration::from_secs(25))).await;
+    let closing = tokio::time::timeout(Duration::from_secs(20), leaving.close(Instant::now() + Duration::from_secs(1))).await;
+    let told = closing.expect("it ends, though its copy cannot be published");
+    assert!(matches!(told, Err(SourceError::Unavailable(_))), "{told:?}");
 
     server.control(&["set_vm_memory_high_watermark", "0.8"]).expect("no alarm");
     let patience = Instant::now() + Duration::from_secs(20);
@@ -411,6 +419,7 @@ async fn a_broker_short_of_memory_delays_dead_letters_and_nothing_else_and_may_r
     }
     counts("it was blocked for longer, and holds nothing", &|read| read.blocked > during && read.unacked == 0).await;
     assert_eq!(status.snapshot().reconnects, 0);
+    assert_eq!(other.again().await.take(&other.queue).await.delivery.data, b"cannot be delayed");
 
     tokio::task::block_in_place(|| {
         server.stop();

@@ -3,13 +3,14 @@
 use std::time::{Duration, Instant};
 
 use lapin::BasicProperties;
-use lapin::options::{QueueDeclareOptions, QueuePurgeOptions};
+use lapin::options::{QueueDeclareOptions, QueueDeleteOptions, QueuePurgeOptions};
 use lapin::types::{AMQPValue, FieldTable};
 use oncegate_amqp::{QueueKind, RabbitMq};
 use oncegate_core::source::{Incoming, Limit, Open, Source};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
+use crate::nodes::{by_way_of, proxy};
 use crate::rig::*;
 
 /// How many threads of this process belong to connections.
@@ -85,6 +86,37 @@ async fn a_full_consumer_hears_what_is_taken_from_it_and_nothing_else() {
     // What came by channels that are gone is not handed out any more.
     let (four, _) = deliveries(&mut source, 4, Duration::from_secs(10)).await;
     assert!(four.len() == 4 && four.iter().all(|delivery| delivery.receipt.epoch == 4), "{four:?}");
+    close(source).await;
+    rig.done().await;
+}
+
+/// As when somebody makes the queue anew by hand, and otherwise.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_queue_that_was_made_anew_with_other_arguments_is_consumed_when_that_is_mended() {
+    let (rig, proxy) = (Rig::new().await, proxy());
+    let way = by_way_of(format!("127.0.0.1:{}", proxy.port())) + "?connection_timeout=500";
+    let mut source = open(rig.source(QueueKind::Quorum).url(way)).await;
+    // So that the source does not make it anew first.
+    proxy.black_hole();
+    proxy.reset();
+    let remove = async || rig.channel.queue_delete(rig.queue.as_str().into(), QueueDeleteOptions::default()).await.expect("deleted");
+    remove().await;
+    let options = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };
+    rig.channel.queue_declare(rig.queue.as_str().into(), options, FieldTable::default()).await.expect("declared");
+    rig.publish("of the other queue").await;
+    proxy.pass();
+    let (until, mut into) = (tokio::time::Instant::now() + Duration::from_secs(3), Vec::new());
+    while tokio::time::timeout_at(until, source.receive(LIMIT, &mut into)).await.is_ok() {}
+    assert!(into.iter().all(|incoming| matches!(incoming, Incoming::Revoked(_))), "what loses messages was used: {into:?}");
+    remove().await;
+    let patience = Instant::now() + Duration::from_secs(10);
+    while !rig.reaches("a", BasicProperties::default()).await {
+        assert!(Instant::now() < patience, "the queue was not made again");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    let (mut one, _) = deliveries(&mut source, 1, Duration::from_secs(10)).await;
+    assert_eq!(&one[0].message.body[..], b"a");
+    settle(&mut source, one.remove(0), accept()).await;
     close(source).await;
     rig.done().await;
 }
