@@ -13,9 +13,11 @@ use rdkafka::topic_partition_list::{Offset, TopicPartitionList, TopicPartitionLi
 use rdkafka::types::RDKafkaRespErr;
 
 use crate::batch::{Adoption, Batch, Fault, Queue};
+use crate::commits;
 use crate::kafka::{Kafka, OutOfRange, StartAt};
+use crate::log::{self, complain};
 use crate::outage::Outage;
-use crate::poll::store;
+use crate::refusal;
 use crate::shared::{Begins, Jump, Phase, Shared};
 use crate::standing;
 
@@ -23,39 +25,6 @@ use crate::standing;
 const DRAIN_TURN: Duration = Duration::from_millis(5);
 /// How long librdkafka may take to begin at another offset.
 pub(crate) const SEEK: Duration = Duration::from_secs(1);
-
-/// Hands librdkafka's log lines to `tracing`, and what cannot be reached to whoever speaks of that.
-pub(crate) struct Log(pub(crate) Arc<Outage>);
-
-impl ClientContext for Log {
-    fn log(&self, level: RDKafkaLogLevel, facility: &str, line: &str) {
-        log(level, facility, line);
-    }
-
-    fn stats_raw(&self, _: &[u8]) {}
-
-    fn error(&self, error: KafkaError, reason: &str) {
-        match error.rdkafka_error_code() {
-            Some(code) if Outage::is(code) => self.0.tell(reason),
-            _ => tracing::warn!(%error, reason, "Kafka, dead letters"),
-        }
-    }
-}
-
-fn log(level: RDKafkaLogLevel, facility: &str, line: &str) {
-    match level {
-        // Properties are given to consumer and producer alike; each warns of those that are the other's.
-        _ if facility == "CONFWARN" => tracing::debug!(facility, "{line}"),
-        // A broker failed: each such line that is an error comes as an error of the client too, which is told.
-        _ if facility == "FAIL" => tracing::debug!(facility, "{line}"),
-        RDKafkaLogLevel::Emerg | RDKafkaLogLevel::Alert | RDKafkaLogLevel::Critical | RDKafkaLogLevel::Error => {
-            tracing::error!(facility, "{line}");
-        }
-        RDKafkaLogLevel::Warning => tracing::warn!(facility, "{line}"),
-        RDKafkaLogLevel::Notice | RDKafkaLogLevel::Info => tracing::info!(facility, "{line}"),
-        RDKafkaLogLevel::Debug => tracing::debug!(facility, "{line}"),
-    }
-}
 
 /// What librdkafka calls back into, on the polling thread.
 pub(crate) struct Context {
@@ -97,12 +66,13 @@ impl Context {
 
     fn assign(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
         // Before assigning, or first messages come through the main queue.
-        let queue = self.queue();
+        let Some(queue) = self.queue() else {
+            // The source is leaving: nothing is read any more, and a client that closes is not told where the group stands.
+            return self.take_over(consumer, partitions);
+        };
         let mut assigned = partitions.clone();
         for (topic, partition, begins) in standing::ask(consumer, partitions) {
-            // No queue: the source is leaving, and nothing is read any more.
-            let adopted = queue.as_ref().map(|queue| queue.adopt(&topic, partition));
-            if adopted == Some(Adoption::NoSuchPartition) {
+            if queue.adopt(&topic, partition) == Adoption::NoSuchPartition {
                 tracing::error!(topic, partition, "the partition's queue cannot be read in batches");
             }
             match begins {
@@ -121,9 +91,13 @@ impl Context {
             self.shared.assign(&topic, partition, begins);
         }
         metrics::counter!("oncegate_kafka_partitions_assigned_total").increment(partitions.count() as u64);
+        self.take_over(consumer, &assigned);
+    }
+
+    fn take_over(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
         let outcome = match consumer.rebalance_protocol() {
-            RebalanceProtocol::Cooperative => consumer.incremental_assign(&assigned),
-            _ => consumer.assign(&assigned),
+            RebalanceProtocol::Cooperative => consumer.incremental_assign(partitions),
+            _ => consumer.assign(partitions),
         };
         complain("assigning partitions", outcome);
     }
@@ -136,7 +110,7 @@ impl Context {
         let epochs = self.shared.revoke(&leaving);
         if !lost {
             self.drain(&epochs);
-            store(consumer, &self.shared);
+            commits::store(consumer, &self.shared);
         }
         let left = self.shared.lock().out(&epochs);
         for (topic, partition) in &leaving {
@@ -236,7 +210,7 @@ impl ClientContext for Context {
         if let Some(topic) = standing::with_another_id(line) {
             self.made_anew.lock().unwrap_or_else(PoisonError::into_inner).push(topic.to_owned());
         }
-        log(level, facility, line);
+        log::line(level, facility, line);
     }
 
     fn stats_raw(&self, _: &[u8]) {}
@@ -250,17 +224,11 @@ impl ClientContext for Context {
         if let Some(code) = error.rdkafka_error_code() {
             let mut trouble = self.trouble.lock().unwrap_or_else(PoisonError::into_inner);
             // That all brokers are down is said right after the reason why.
-            if !(Outage::is(code) && trouble.as_ref().is_some_and(|(before, _)| is_refusal(*before))) {
+            if !(Outage::is(code) && trouble.as_ref().is_some_and(|(before, _)| refusal::is_of_the_broker(*before))) {
                 *trouble = Some((code, reason.to_owned()));
             }
         }
     }
-}
-
-/// Whether this says that the broker does not let the client in.
-pub(crate) fn is_refusal(code: RDKafkaErrorCode) -> bool {
-    use RDKafkaErrorCode as E;
-    matches!(code, E::Authentication | E::SaslAuthenticationFailed | E::UnsupportedSASLMechanism)
 }
 
 impl ConsumerContext for Context {
@@ -332,10 +300,4 @@ fn unreadable(fault: &Fault) -> Option<SourceError> {
 
 fn names(partitions: &TopicPartitionList) -> Vec<(String, i32)> {
     partitions.elements().iter().map(|it| (it.topic().to_owned(), it.partition())).collect()
-}
-
-pub(crate) fn complain(what: &str, result: KafkaResult<()>) {
-    if let Err(error) = result {
-        tracing::error!(%error, "{what}");
-    }
 }

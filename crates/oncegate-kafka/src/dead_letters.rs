@@ -11,8 +11,8 @@ use rdkafka::error::{KafkaError, RDKafkaErrorCode};
 use rdkafka::message::{Header, OwnedHeaders};
 use rdkafka::producer::{FutureProducer, FutureRecord, Producer};
 
-use crate::context::Log;
 use crate::kafka::Destinations;
+use crate::log::Log;
 use crate::outage::Outage;
 
 /// Says on a dead letter that its body was left out, and how large it was: the broker takes no message of that size.

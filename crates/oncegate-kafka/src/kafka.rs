@@ -40,6 +40,8 @@ pub struct Kafka {
     pub(crate) destinations: Destinations,
     pub(crate) creation: TopicCreation,
     pub(crate) retention: Retention,
+    /// For how long the consumer remembers what it has handled, where there is one.
+    pub(crate) window: Option<Duration>,
     pub(crate) body_limit: usize,
     pub(crate) start: StartAt,
     pub(crate) out_of_range: OutOfRange,
@@ -139,6 +141,7 @@ impl Kafka {
             destinations: Destinations::default(),
             creation: TopicCreation::default(),
             retention: Retention::default(),
+            window: None,
             body_limit: usize::MAX,
             start: StartAt::default(),
             out_of_range: OutOfRange::default(),
@@ -324,12 +327,17 @@ impl Kafka {
         let mut config = self.config();
         config
             .set("group.id", &self.group)
-            .set("fetch.queue.backoff.ms", "10")
-            // Read ahead of us, for each partition. librdkafka's own 100,000 messages and 64 MB are memory and no speed.
-            .set("queued.min.messages", "10000")
+            // Read ahead of us, for each partition: so many messages and one fetch, or so many bytes. librdkafka's own 100,000
+            // messages, 64 MB and fetches of 1 MiB are memory and no speed, so long as it soon looks again whether to fetch.
+            .set("queued.min.messages", "5000")
             .set("queued.max.messages.kbytes", "16384")
+            .set("fetch.queue.backoff.ms", "2")
             .set("isolation.level", "read_committed")
             .set("auto.commit.interval.ms", "1000");
+        // The same property by another name; which of two would count is chance.
+        if self.property_value("max.partition.fetch.bytes").is_none() {
+            config.set("fetch.message.max.bytes", "262144");
+        }
         if self.property_value("group.protocol") != Some("consumer") {
             config.set("partition.assignment.strategy", "cooperative-sticky");
         }
@@ -462,6 +470,9 @@ mod tests {
         let kafka = properties.iter().fold(whole(), |kafka, (key, value)| kafka.property(*key, *value));
         let consumer = kafka.consumer_config();
         assert_eq!(consumer.get("fetch.queue.backoff.ms"), Some("50"));
+        assert_eq!(consumer.get("fetch.message.max.bytes"), Some("262144"));
+        let by_another_name = whole().property("max.partition.fetch.bytes", "1").consumer_config();
+        assert_eq!((by_another_name.get("fetch.message.max.bytes"), by_another_name.get("max.partition.fetch.bytes")), (None, Some("1")));
         assert_eq!(consumer.get("enable.auto.offset.store"), Some("false"));
         assert_eq!(consumer.get("auto.offset.reset"), Some("earliest"));
         assert_eq!(kafka.producer_config().get("security.protocol"), Some("ssl"));

@@ -10,18 +10,37 @@
 //! offset that was handed over and is not settled, so that a crash brings back everything that was not settled, and
 //! some of what was.
 
+//! # The modules
+//!
+//! Each imports only from groups that stand below its own, or from what stands behind it in its group.
+//!
+//! | what | where |
+//! | --- | --- |
+//! | what a user holds | `open` (settings, topics, group, threads), `source` (receive, settle, close) |
+//! | the threads | `poll` (alone speaks to the group), `watch` (asks from beside how far it is), `dead_letters` |
+//! | before the group is joined | `topics` (are they there), `retention` (for how long do they keep) |
+//! | what librdkafka calls back into | `context` (rebalances, what was read), `commits`, `standing` (where the group stands) |
+//! | the state, behind one lock | `shared` (`assigned`, `telling`), `watermark` (which offset may be committed), `status` and `partition` |
+//! | what a user describes | `kafka`, `security`, `brokers` |
+//! | librdkafka | `batch` (the only `unsafe`), `log`, `outage`, `refusal` |
+
 #![warn(clippy::undocumented_unsafe_blocks)]
 
 // Denied by the workspace everywhere else; `batch` alone lifts it.
 #[allow(unsafe_code)]
 mod batch;
 mod brokers;
+mod commits;
 mod context;
 mod dead_letters;
 mod kafka;
+mod log;
 mod open;
 mod outage;
+mod partition;
 mod poll;
+mod refusal;
+mod retention;
 mod security;
 mod shared;
 mod source;
@@ -32,6 +51,7 @@ mod watch;
 mod watermark;
 
 pub use kafka::{Kafka, OutOfRange, StartAt, TopicCreation};
+pub use partition::{Holder, PartitionStatus, Stuck};
 pub use security::KafkaLogin;
 pub use source::KafkaSource;
-pub use status::{Holder, KafkaStatus, PartitionStatus, Stuck};
+pub use status::KafkaStatus;

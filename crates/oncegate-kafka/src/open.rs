@@ -1,12 +1,12 @@
 //! Opens a Kafka source: settings, broker, topics, group.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use oncegate_core::SourceError;
 use oncegate_core::source::Open;
 use rdkafka::consumer::BaseConsumer;
-use rdkafka::error::KafkaError;
 
 use crate::context::Context;
 use crate::dead_letters::DeadLetters;
@@ -15,11 +15,17 @@ use crate::outage::Outage;
 use crate::poll;
 use crate::shared::Shared;
 use crate::source::KafkaSource;
-use crate::{topics, watch};
+use crate::{refusal, topics, watch};
 
 #[async_trait]
 impl Open for Kafka {
     type Source = KafkaSource;
+
+    /// Held against how long the topics keep their messages when it is opened; a window that is too short is a warning.
+    fn for_window(mut self, window: Duration) -> Self {
+        self.window = Some(window);
+        self
+    }
 
     /// Checks the settings, waits for a broker, checks or creates the topics, and joins the group.
     ///
@@ -29,8 +35,9 @@ impl Open for Kafka {
         let shared = Arc::new(Shared::default());
         let outage = Arc::new(Outage::of(&self.brokers));
         let context = Context::new(shared.clone(), &self, outage.clone());
-        let consumer: BaseConsumer<Context> = self.consumer_config().create_with_context(context).map_err(wrong_setting)?;
-        let dead_letters = DeadLetters::open(self.producer_config(), self.destinations.clone(), outage.clone()).map_err(wrong_setting)?;
+        let consumer: BaseConsumer<Context> = self.consumer_config().create_with_context(context).map_err(refusal::of_setting)?;
+        let dead_letters =
+            DeadLetters::open(self.producer_config(), self.destinations.clone(), outage.clone()).map_err(refusal::of_setting)?;
         let consumer = topics::check(&self, consumer, &outage).await?;
 
         poll::subscribe(&consumer, &self)?;
@@ -47,17 +54,4 @@ impl Open for Kafka {
 fn on_a_thread(name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), SourceError> {
     let spawned = std::thread::Builder::new().name(name.into()).spawn(run);
     spawned.map(drop).map_err(|error| SourceError::Unavailable(error.into()))
-}
-
-/// A setting that librdkafka refuses. Its text may repeat the value, which may be a secret.
-pub(crate) fn wrong_setting(error: KafkaError) -> SourceError {
-    match error {
-        KafkaError::ClientConfig(_, text, key, _) => {
-            let secret = ["password", "secret", "key", "pem", "jaas", "token", "config"].iter().any(|part| key.contains(part));
-            let problem = if secret { "is refused by librdkafka".to_owned() } else { text };
-            SourceError::misconfigured(key, problem, "see librdkafka's CONFIGURATION.md for its properties")
-        }
-        KafkaError::ClientCreation(text) => SourceError::misconfigured("property", text, "change the property that it names"),
-        other => SourceError::misconfigured("property", other.to_string(), "change the property that it names"),
-    }
 }

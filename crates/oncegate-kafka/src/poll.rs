@@ -5,15 +5,16 @@ use std::sync::{Arc, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 use oncegate_core::SourceError;
-use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer};
+use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::error::{KafkaError, RDKafkaErrorCode};
-use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
+use rdkafka::topic_partition_list::Offset;
 
 use crate::batch::{self, Queue};
-use crate::context::{Context, SEEK, complain};
+use crate::commits;
+use crate::context::{Context, SEEK};
 use crate::kafka::{Kafka, OutOfRange};
-use crate::open::wrong_setting;
-use crate::shared::{Commit, Phase, Shared, Way};
+use crate::refusal;
+use crate::shared::{Phase, Shared};
 use crate::standing;
 
 /// How many events of the group are served in one turn.
@@ -58,7 +59,7 @@ pub(crate) fn run(kafka: Kafka, mut consumer: Arc<BaseConsumer<Context>>) {
                 shared.wait(TURN);
             }
             let context = Context::new(shared.clone(), &kafka, outage.clone());
-            let created = kafka.consumer_config().create_with_context(context).map_err(wrong_setting);
+            let created = kafka.consumer_config().create_with_context(context).map_err(refusal::of_setting);
             match created.and_then(|consumer| subscribe(&consumer, &kafka).map(|()| consumer)) {
                 Ok(consumer) => break Arc::new(consumer),
                 Err(error) => tracing::error!(%error, "there is no other Kafka client; trying again"),
@@ -92,14 +93,14 @@ fn stay(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) -> Left {
             pass_markers(&consumer, shared);
             looked = Instant::now();
         }
-        store(&consumer, shared);
+        commits::store(&consumer, shared);
         if shared.lock().wants_another() {
             make_way(consumer, shared);
             return Left::ForAnother;
         }
         consumer.context().pump(TURN);
     }
-    store(&consumer, shared);
+    commits::store(&consumer, shared);
     // The queue holds the consumer: first the queue, then the consumer, which gives its partitions back, commits and
     // leaves when it is dropped. Not to be unsubscribed before: closing at once after that never leaves.
     consumer.context().set_queue(None);
@@ -117,7 +118,7 @@ fn make_way(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) {
     let partitions = shared.lock().partitions();
     let epochs = shared.revoke(&partitions);
     context.drain(&epochs);
-    store(&consumer, shared);
+    commits::store(&consumer, shared);
     shared.lock().forget(&epochs);
     context.is_replaced.store(true, Ordering::Relaxed);
     context.set_queue(None);
@@ -194,32 +195,6 @@ fn serve(consumer: &BaseConsumer<Context>) {
             Err(error) => tracing::warn!(%error, "Kafka"),
         }
     }
-}
-
-/// Stores what is settled; librdkafka commits it within a second, and when it gives partitions back. What it would not
-/// commit by itself is sent.
-pub(crate) fn store(consumer: &BaseConsumer<Context>, shared: &Shared) {
-    let commits = shared.lock().commits();
-    if commits.is_empty() {
-        return;
-    }
-    // Also what is sent: what was stored before it may be higher, and librdkafka would commit that next.
-    if let Err(error) = consumer.store_offsets(&listed(commits.iter())) {
-        // The partition is someone else's by now: they deliver it again, and the gate knows it.
-        tracing::debug!(%error, "storing offsets");
-    }
-    let sent = listed(commits.iter().filter(|commit| commit.way == Way::Sent));
-    if sent.count() > 0 {
-        complain("sending offsets", consumer.commit(&sent, CommitMode::Async));
-    }
-}
-
-fn listed<'a>(commits: impl Iterator<Item = &'a Commit>) -> TopicPartitionList {
-    let mut list = TopicPartitionList::new();
-    for commit in commits {
-        complain("an offset", list.add_partition_offset(&commit.topic, commit.partition, Offset::Offset(commit.offset)));
-    }
-    list
 }
 
 /// Says that the thread is over, also when it panicked, so that nobody waits for it.

@@ -5,14 +5,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use oncegate_core::SourceError;
-use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, ResourceSpecifier, TopicReplication};
+use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
 use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::error::RDKafkaErrorCode;
 
-use crate::context::{Context, Log, is_refusal};
-use crate::kafka::{Kafka, Retention, TopicCreation};
-use crate::open::wrong_setting;
+use crate::context::Context;
+use crate::kafka::{Kafka, TopicCreation};
+use crate::log::Log;
 use crate::outage::Outage;
+use crate::refusal;
+use crate::retention;
 
 /// How long one question to the broker may take.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -24,9 +26,6 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(200), Duration::from
 /// How often a topic that is missing is asked for again, a pause apart: one that was created a moment ago is not known
 /// to every broker yet.
 const SECOND_LOOKS: u32 = 3;
-
-/// What a topic needs to keep its messages until somebody takes them out.
-const KEEPS: [(&str, &str); 3] = [("retention.ms", "-1"), ("retention.bytes", "-1"), ("cleanup.policy", "delete")];
 
 /// What the broker says about a topic.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,9 +81,7 @@ pub(crate) async fn check(
             }
         }
     }
-    if kafka.retention == Retention::Unlimited {
-        check_retention(kafka, outage, &there).await?;
-    }
+    retention::check(kafka, || admin(kafka, outage), &there).await?;
     Ok(consumer)
 }
 
@@ -131,7 +128,7 @@ fn ask(consumer: &BaseConsumer<Context>, topic: &str) -> Result<Found, RDKafkaEr
 fn judge(consumer: &BaseConsumer<Context>, code: RDKafkaErrorCode, topic: &str, outage: &Outage) -> Result<(), SourceError> {
     use RDKafkaErrorCode as E;
     let trouble = consumer.context().take_trouble();
-    if let Some((_, reason)) = trouble.as_ref().filter(|(code, _)| is_refusal(*code)) {
+    if let Some((_, reason)) = trouble.as_ref().filter(|(code, _)| refusal::is_of_the_broker(*code)) {
         return Err(SourceError::misconfigured(
             "property",
             format!("the broker refuses the credentials: {reason}"),
@@ -157,12 +154,12 @@ fn judge(consumer: &BaseConsumer<Context>, code: RDKafkaErrorCode, topic: &str, 
 }
 
 fn admin(kafka: &Kafka, outage: &Arc<Outage>) -> Result<AdminClient<Log>, SourceError> {
-    kafka.producer_config().create_with_context(Log(outage.clone())).map_err(wrong_setting)
+    kafka.producer_config().create_with_context(Log(outage.clone())).map_err(refusal::of_setting)
 }
 
 async fn create(admin: &AdminClient<Log>, setting: &str, name: &str, partitions: u16, replication: u16) -> Result<(), SourceError> {
     let topic = NewTopic::new(name, i32::from(partitions), TopicReplication::Fixed(i32::from(replication)));
-    let topic = KEEPS.iter().fold(topic, |topic, (key, value)| topic.set(key, value));
+    let topic = retention::KEEPS.iter().fold(topic, |topic, (key, value)| topic.set(key, value));
     let options = AdminOptions::new().operation_timeout(Some(PATIENCE * 2));
     let failed = match admin.create_topics([&topic], &options).await {
         Ok(results) => results.into_iter().find_map(Result::err).map(|(_, code)| code.to_string()),
@@ -178,86 +175,5 @@ async fn create(admin: &AdminClient<Log>, setting: &str, name: &str, partitions:
             tracing::info!(topic = name, partitions, replication, "topic created");
             Ok(())
         }
-    }
-}
-
-/// A dead letter that expires is a lost message: refuses such topics, where the broker lets itself be asked.
-async fn check_retention(kafka: &Kafka, outage: &Arc<Outage>, topics: &[(&str, &str)]) -> Result<(), SourceError> {
-    if topics.is_empty() {
-        return Ok(());
-    }
-    let asked: Vec<_> = topics.iter().map(|(_, name)| ResourceSpecifier::Topic(name)).collect();
-    let described = admin(kafka, outage)?.describe_configs(&asked, &AdminOptions::new().request_timeout(Some(PATIENCE))).await;
-    let described = match described {
-        Ok(described) => described,
-        Err(error) => {
-            tracing::warn!(%error, "it is not known whether the dead-letter and in-doubt topics keep their messages without limit");
-            return Ok(());
-        }
-    };
-    for ((setting, name), topic) in topics.iter().zip(described) {
-        match topic {
-            Ok(topic) => {
-                let limits = limits(|key| topic.get(key)?.value.as_deref());
-                if !limits.is_empty() {
-                    return Err(forgetful(kafka, setting, name, &limits));
-                }
-            }
-            Err(error) => tracing::warn!(
-                topic = name,
-                %error,
-                "it is not known whether the topic keeps its messages without limit; grant DescribeConfigs on it"
-            ),
-        }
-    }
-    Ok(())
-}
-
-/// The settings by which a topic loses messages, as they are and as they have to be.
-fn limits<'a>(value: impl Fn(&str) -> Option<&'a str>) -> Vec<(String, String)> {
-    let forgets = |key: &str, is: &str, keeps: &str| match key {
-        "cleanup.policy" => is.contains("compact"),
-        _ => is != keeps,
-    };
-    let found = KEEPS.iter().filter_map(|(key, keeps)| Some((key, value(key)?, keeps)));
-    found
-        .filter(|(key, is, keeps)| forgets(key, is, keeps))
-        .map(|(key, is, keeps)| (format!("{key}={is}"), format!("{key}={keeps}")))
-        .collect()
-}
-
-fn forgetful(kafka: &Kafka, setting: &str, name: &str, limits: &[(String, String)]) -> SourceError {
-    let (are, keep): (Vec<&str>, Vec<&str>) = limits.iter().map(|(is, keeps)| (is.as_str(), keeps.as_str())).unzip();
-    SourceError::misconfigured(
-        setting,
-        format!("the topic `{name}` loses messages that nobody has looked at ({})", are.join(", ")),
-        format!(
-            "let it keep them: kafka-configs.sh --bootstrap-server {} --alter --entity-type topics --entity-name {name} \
-             --add-config {}; or accept the loss: .accept_limited_retention()",
-            kafka.brokers,
-            keep.join(",")
-        ),
-    )
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn limited(config: &[(&str, &str)]) -> Vec<String> {
-        let value = |key: &str| config.iter().find(|(it, _)| *it == key).map(|(_, value)| *value);
-        limits(value).into_iter().map(|(is, _)| is).collect()
-    }
-
-    #[test]
-    fn a_topic_that_loses_messages_is_told_from_one_that_keeps_them() {
-        assert_eq!(limited(&KEEPS), [""; 0]);
-        // What the broker does not tell is not held against it.
-        assert_eq!(limited(&[]), [""; 0]);
-        assert_eq!(limited(&[("retention.ms", "604800000"), ("retention.bytes", "-1")]), ["retention.ms=604800000"]);
-        assert_eq!(
-            limited(&[("retention.bytes", "1"), ("cleanup.policy", "compact,delete")]),
-            ["retention.bytes=1", "cleanup.policy=compact,delete"]
-        );
     }
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use rdkafka::ClientConfig;
 use rdkafka::consumer::{BaseConsumer, Consumer};
 
-use crate::context::Log;
+use crate::log::Log;
 use crate::outage::Outage;
 use crate::shared::{Phase, Shared};
 

@@ -1,7 +1,7 @@
 //! A source and a store that write down what passes through them.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use oncegate::marker::{Ask, Guarantee, Operation, Verdict};
 use oncegate::road::Settlement;
@@ -31,6 +31,10 @@ impl<S: Open> Open for Recorded<S> {
 
     fn for_in_flight(self, count: usize) -> Self {
         Self { inner: self.inner.for_in_flight(count), ..self }
+    }
+
+    fn for_window(self, window: Duration) -> Self {
+        Self { inner: self.inner.for_window(window), ..self }
     }
 
     async fn open(self) -> Result<Self::Source, SourceError> {

@@ -74,11 +74,16 @@ impl Rig {
 
     /// Starts a consumer that promises `at-most-once` or `effectively-once`.
     pub(crate) fn consumer(&self, guarantee: &str, more: &[&str]) -> Member {
+        self.consumer_of(&self.name, guarantee, more)
+    }
+
+    /// The same, in a group and a scope of this name, which begins at the beginning.
+    pub(crate) fn consumer_of(&self, group: &str, guarantee: &str, more: &[&str]) -> Member {
         let redis = oncegate_testkit::redis_url().unwrap_or_else(|missing| panic!("{missing}"));
         let number = self.started.fetch_add(1, Ordering::Relaxed);
         let log = self.directory.path().join(format!("{number}.log"));
         let mut command = Command::new(env!("CARGO_BIN_EXE_consumer"));
-        command.args(["--broker=kafka", "--url", &self.brokers, "--from", &self.name, "--group", &self.name, "--scope", &self.name]);
+        command.args(["--broker=kafka", "--url", &self.brokers, "--from", &self.name, "--group", group, "--scope", group]);
         command.args(["--redis", &redis, "--guarantee", guarantee, "--lease-ms", &LEASE.as_millis().to_string(), "--diary"]);
         command.arg(self.directory.path().join("diary")).args(more).stdin(Stdio::null()).stdout(Stdio::null());
         Member(command.stderr(File::create(log).expect("a log")).spawn().expect("the consumer's program"))

@@ -7,7 +7,7 @@ use oncegate_core::Delivery;
 
 use super::State;
 use super::assigned::{Assigned, Keeps};
-use crate::status::{Holder, PartitionStatus, Stuck};
+use crate::partition::{Holder, PartitionStatus, Stuck};
 
 impl State {
     /// The client is not to be trusted any more: another one takes its place.

@@ -69,7 +69,7 @@ impl Topic {
     }
 
     /// The same, configured in a way of its own.
-    async fn configured(brokers: String, partitions: i32, config: &[(&str, &str)]) -> Self {
+    pub(crate) async fn configured(brokers: String, partitions: i32, config: &[(&str, &str)]) -> Self {
         static COUNT: AtomicU64 = AtomicU64::new(0);
         let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("a clock after 1970").as_nanos();
         let name = format!("oncegate-test-{now}-{}", COUNT.fetch_add(1, Ordering::Relaxed));

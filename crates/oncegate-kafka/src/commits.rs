@@ -1,0 +1,33 @@
+//! Commits: what is settled, on its way to the broker.
+
+use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer, ConsumerContext};
+use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
+
+use crate::log::complain;
+use crate::shared::{Commit, Shared, Way};
+
+/// Stores what is settled; librdkafka commits it within a second, and when it gives partitions back. What it would not
+/// commit by itself is sent.
+pub(crate) fn store<C: ConsumerContext>(consumer: &BaseConsumer<C>, shared: &Shared) {
+    let commits = shared.lock().commits();
+    if commits.is_empty() {
+        return;
+    }
+    // Also what is sent: what was stored before it may be higher, and librdkafka would commit that next.
+    if let Err(error) = consumer.store_offsets(&listed(commits.iter())) {
+        // The partition is someone else's by now: they deliver it again, and the gate knows it.
+        tracing::debug!(%error, "storing offsets");
+    }
+    let sent = listed(commits.iter().filter(|commit| commit.way == Way::Sent));
+    if sent.count() > 0 {
+        complain("sending offsets", consumer.commit(&sent, CommitMode::Async));
+    }
+}
+
+fn listed<'a>(commits: impl Iterator<Item = &'a Commit>) -> TopicPartitionList {
+    let mut list = TopicPartitionList::new();
+    for commit in commits {
+        complain("an offset", list.add_partition_offset(&commit.topic, commit.partition, Offset::Offset(commit.offset)));
+    }
+    list
+}
