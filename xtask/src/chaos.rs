@@ -24,7 +24,12 @@ pub(crate) fn run(Arguments { arguments }: &Arguments) -> Result<(), Error> {
     let shown = format!("oncegate-chaos {}", arguments.join(" "));
     let cannot = |source| Error::CannotRun { program: shown.clone(), source };
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    cargo.args(["run", "--quiet", "--package", "oncegate-chaos", "--"]).args(arguments).current_dir(setup::root()).stdin(Stdio::null());
+    cargo.args(["run", "--quiet", "--package", "oncegate-chaos"]);
+    // A soak is as fast as its processes are; a single run should start soon.
+    if arguments.iter().any(|argument| argument == "--soak") {
+        cargo.arg("--release");
+    }
+    cargo.arg("--").args(arguments).current_dir(setup::root()).stdin(Stdio::null());
     let mut child = cargo.spawn().map_err(cannot)?;
     let mut told = false;
     loop {

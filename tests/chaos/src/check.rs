@@ -6,6 +6,8 @@
 //! history from all logs.
 
 mod accepts;
+mod bounds;
+mod commits;
 mod effects;
 mod ends;
 mod faults;
@@ -25,6 +27,9 @@ use crate::ledger::{Ledger, Record, What};
 use faults::Windows;
 
 pub(crate) use faults::FREEZE;
+
+/// How many violations are told with their histories.
+const STORIES: usize = 100;
 
 /// What the consumers of a run promise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
@@ -63,6 +68,9 @@ pub struct Rules {
     pub aftermath: Duration,
     /// How long a drain may take.
     pub drain: Duration,
+    /// How many messages a consumer may handle at once; older reports do not say.
+    #[serde(default)]
+    pub in_flight: u32,
 }
 
 /// What must hold, by the names that reports use.
@@ -78,10 +86,18 @@ pub enum Invariant {
     I4,
     /// Messages with the same key have their effects in the order in which they were sent.
     I5,
+    /// What a group has committed never goes back.
+    I6,
+    /// Nothing is committed before all up to it is settled.
+    I7,
     /// The broker closed no channel because of a refused acknowledgement (406).
     I8,
     /// What is accepted was completed, or was a duplicate, by a verdict of its own.
     I9,
+    /// While the store is away no handler starts, it is asked seldom, and memory and work in flight stay bounded.
+    I11,
+    /// No secret stands in a log, a panic, a ledger or a Debug output.
+    I13,
     /// Everything drains, and no marker is left in progress.
     I14,
     /// No effect without a message.
@@ -92,8 +108,22 @@ pub enum Invariant {
 
 impl Invariant {
     /// All of them.
-    pub const ALL: [Self; 10] =
-        [Self::I1, Self::I2, Self::I3, Self::I4, Self::I5, Self::I8, Self::I9, Self::I14, Self::Unexpected, Self::Exit];
+    pub const ALL: [Self; 14] = [
+        Self::I1,
+        Self::I2,
+        Self::I3,
+        Self::I4,
+        Self::I5,
+        Self::I6,
+        Self::I7,
+        Self::I8,
+        Self::I9,
+        Self::I11,
+        Self::I13,
+        Self::I14,
+        Self::Unexpected,
+        Self::Exit,
+    ];
 
     /// What must hold, in a few words.
     pub fn text(self) -> &'static str {
@@ -103,8 +133,12 @@ impl Invariant {
             Self::I3 => "effectively once: one unique effect an id, and each other one has its cause in the fault log",
             Self::I4 => "no two handlers of one id at once, but for one cancelled within its grace",
             Self::I5 => "order per key",
+            Self::I6 => "what is committed never goes back, by the broker's word",
+            Self::I7 => "nothing is committed before all up to it is settled",
             Self::I8 => "no channel was closed with 406",
             Self::I9 => "nothing is accepted without a verdict of its own; `Busy` is none",
+            Self::I11 => "while the store is away: no handler starts, at most 20 questions a second and 50 MB more a process",
+            Self::I13 => "no secret in any log, ledger or Debug output",
             Self::I14 => "everything drains, and no marker is left in progress",
             Self::Unexpected => "no effect without a message",
             Self::Exit => "consumers end only when told to, with exit code 0, within drain + 1 s",
@@ -114,10 +148,11 @@ impl Invariant {
     /// Whether a run under these rules is held to it. `bare` is held to nothing but what it must be seen to break.
     pub fn applies(self, rules: &Rules) -> bool {
         match self {
-            Self::I1 => true,
+            Self::I1 | Self::I13 => true,
             Self::I2 => rules.promise == Promise::AtMostOnce,
             Self::I3 => rules.promise == Promise::EffectivelyOnce,
-            Self::I5 => rules.promise != Promise::Bare && rules.order == Ordered::ByKey,
+            // Kafka alone has an order, and offsets.
+            Self::I5 | Self::I6 | Self::I7 => rules.promise != Promise::Bare && rules.order == Ordered::ByKey,
             _ => rules.promise != Promise::Bare,
         }
     }
@@ -177,6 +212,24 @@ pub struct Counts {
     pub fenced: u64,
     /// The longest that one of these ran beside the other, its process awake, in milliseconds.
     pub fenced_longest_ms: u64,
+    /// Changes of what the group has committed, as the broker told them.
+    #[serde(default)]
+    pub commits: u64,
+    /// For how long the store was away in the fault log, in milliseconds.
+    #[serde(default)]
+    pub away_ms: u64,
+    /// The most questions that a process put to a store that was away, in a second.
+    #[serde(default)]
+    pub away_questions: u64,
+    /// The most by which the memory of a process grew while the store was away, in KiB.
+    #[serde(default)]
+    pub away_growth: u64,
+    /// The most handlers that one process ran at once.
+    #[serde(default)]
+    pub at_once: u64,
+    /// The most memory that a consumer had, in KiB.
+    #[serde(default)]
+    pub resident: u64,
     /// Faults that were played, by kind.
     pub faults: BTreeMap<String, u64>,
 }
@@ -211,6 +264,8 @@ pub fn check(ledger: &Ledger, rules: &Rules) -> Checked {
         accepts::check(&mut finder, id);
     }
     effects::check_order(&mut finder);
+    commits::check(&mut finder);
+    bounds::check(&mut finder);
     ends::check(&mut finder);
     finder.checked.violations.sort_by(|a, b| (a.invariant, &a.id).cmp(&(b.invariant, &b.id)));
     finder.checked
@@ -232,7 +287,9 @@ impl<'a> Finder<'a> {
     /// Notes a violation, if the run is held to that.
     fn found(&mut self, invariant: Invariant, id: Option<&str>, why: String) {
         if invariant.applies(self.rules) {
-            let history = id.map(|id| self.story(id)).unwrap_or_default();
+            // Each story is a walk through the whole ledger: when everything is broken, some tell enough.
+            let told = self.checked.violations.len() < STORIES;
+            let history = id.filter(|_| told).map(|id| self.story(id)).unwrap_or_default();
             self.checked.violations.push(Violation { invariant, id: id.map(str::to_owned), why, history });
         }
     }

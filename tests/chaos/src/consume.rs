@@ -1,5 +1,6 @@
 //! One consumer process: what it reads, where its markers are and what it promises stand in its arguments.
 
+use std::fmt;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -8,7 +9,8 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use oncegate::{
-    Consumer, Context, Failure, Guarantee, Handler, IdSource, Kafka, Knows, Open, RabbitMq, Reconciled, Redis, TopicCreation, async_trait,
+    Consumer, Context, Failure, Guarantee, Handler, IdSource, Kafka, KafkaLogin, Knows, Open, RabbitMq, Reconciled, Redis, TopicCreation,
+    async_trait,
 };
 use serde::{Deserialize, Serialize};
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -46,7 +48,7 @@ impl Broker {
 }
 
 /// What a consumer is started with.
-#[derive(Debug, Args)]
+#[derive(Args)]
 pub struct Arguments {
     /// Its name in the ledger.
     #[arg(long)]
@@ -60,6 +62,9 @@ pub struct Arguments {
     /// Kafka's bootstrap servers, or RabbitMQ's URL.
     #[arg(long)]
     url: String,
+    /// With what to log in to Kafka: a name, a password, and the file with the authority's certificate.
+    #[arg(long, num_args = 3)]
+    login: Option<Vec<String>>,
     /// The topic or the queue; the group and the scope, too.
     #[arg(long)]
     from: String,
@@ -79,7 +84,7 @@ pub struct Arguments {
     #[arg(long)]
     drain_ms: u64,
     /// How many messages are handled at once.
-    #[arg(long, default_value_t = 64)]
+    #[arg(long)]
     in_flight: usize,
 }
 
@@ -97,12 +102,15 @@ pub async fn run(arguments: Arguments) -> Result<(), Error> {
     let sink = Sink::connect(arguments.sink, &arguments.name).await?;
     match arguments.broker {
         Broker::Kafka => {
-            let source = Kafka::topic(&arguments.from)
+            let mut source = Kafka::topic(&arguments.from)
                 .brokers(&arguments.url)
                 .group(&arguments.from)
                 .create_topics(TopicCreation::Create { partitions: 1, replication: 1 })
                 .property("session.timeout.ms", "6000")
                 .property("heartbeat.interval.ms", "1000");
+            if let Some([name, password, authority]) = arguments.login.as_deref() {
+                source = source.ca_certificate(authority).login(KafkaLogin::scram_sha_512(name, password));
+            }
             consume(source, &arguments, sink, log, terminate).await
         }
         Broker::Rabbitmq => {
@@ -112,15 +120,24 @@ pub async fn run(arguments: Arguments) -> Result<(), Error> {
     }
 }
 
-async fn consume(source: impl Open, arguments: &Arguments, sink: Sink, log: Arc<Log>, mut terminate: Signal) -> Result<(), Error> {
+async fn consume(
+    source: impl Open + fmt::Debug,
+    arguments: &Arguments,
+    sink: Sink,
+    log: Arc<Log>,
+    mut terminate: Signal,
+) -> Result<(), Error> {
     let guarantee = match arguments.guarantee {
         Promise::AtMostOnce => Guarantee::AtMostOnce,
         Promise::EffectivelyOnce => Guarantee::EffectivelyOnce,
         Promise::Bare => Guarantee::Bare,
     };
+    let store = Redis::at(&arguments.redis);
+    // Into the log, where no secret may stand.
+    eprintln!("source: {source:?}\nstore: {store:?}");
     Consumer::builder()
         .source(Recorded::new(source, Arc::clone(&log)))
-        .store(Recorded::new(Redis::at(&arguments.redis), Arc::clone(&log)))
+        .store(Recorded::new(store, Arc::clone(&log)))
         .handler(Effects { sink, log, runs: AtomicU64::new(0) })
         .guarantee(guarantee)
         .id(IdSource::header(ID_HEADER))

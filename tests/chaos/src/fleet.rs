@@ -86,6 +86,15 @@ impl Fleet {
         (0..self.size()).try_for_each(|number| self.start(&mut self.slot(number)))
     }
 
+    /// Each consumer that runs, with the number of its process; without those to which something is done at the moment.
+    pub fn running(&self) -> Vec<(String, u32)> {
+        let name_and_number = |slot: &Mutex<Slot>| {
+            let slot = slot.try_lock().ok()?;
+            slot.process.as_ref().map(|process| (process.name.clone(), process.child.id()))
+        };
+        self.slots.iter().filter_map(name_and_number).collect()
+    }
+
     /// Looks for consumers that have ended by themselves, writes that down, and starts others. Leaves out those to which
     /// something is done at the moment.
     ///

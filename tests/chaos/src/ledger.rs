@@ -172,6 +172,27 @@ pub enum What {
         /// By the broker's count.
         count: u64,
     },
+    /// The group has committed this, as Kafka told a client of the player's; written when it has changed.
+    Committed {
+        /// Of the topic.
+        partition: i32,
+        /// The next to be read.
+        offset: i64,
+    },
+    /// How much memory a consumer had, as the system told the player.
+    Sampled {
+        /// Its name.
+        consumer: String,
+        /// What it had resident, in KiB.
+        resident: u64,
+    },
+    /// A secret that the run was given stands in one of its files.
+    Leaked {
+        /// Whose password it is.
+        secret: String,
+        /// Which file, and which line of it.
+        place: String,
+    },
     /// The broker closed a channel because it was told something that it refuses (406).
     ChannelRefused {
         /// The line in its log.
@@ -296,7 +317,14 @@ impl What {
             | Self::Aborting { id }
             | Self::Aside { id, .. }
             | Self::Marker { id, .. } => Some(id),
-            Self::Stalled { .. } | Self::Fault { .. } | Self::Gone { .. } | Self::Left { .. } | Self::ChannelRefused { .. } => None,
+            Self::Stalled { .. }
+            | Self::Fault { .. }
+            | Self::Gone { .. }
+            | Self::Left { .. }
+            | Self::Committed { .. }
+            | Self::Sampled { .. }
+            | Self::Leaked { .. }
+            | Self::ChannelRefused { .. } => None,
         }
     }
 }
@@ -423,6 +451,12 @@ impl Ledger {
     /// Every record.
     pub fn records(&self) -> &[Record] {
         &self.records
+    }
+
+    /// What was written from one time to another, by the ledger's clock.
+    pub fn between(&self, from: u64, to: u64) -> impl Iterator<Item = &Record> {
+        let first = self.records.partition_point(|record| record.at < from);
+        self.records[first..].iter().take_while(move |record| record.at <= to)
     }
 
     /// Every id that something is known of, in no order.

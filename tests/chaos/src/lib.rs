@@ -18,9 +18,11 @@ pub mod recorded;
 pub mod report;
 pub mod scenario;
 pub mod schedule;
+pub mod secrets;
 pub mod sink;
 pub mod stage;
 mod stopping;
+pub mod watch;
 pub mod wire;
 
 pub use stopping::Stopping;

@@ -4,8 +4,10 @@ use serde::{Deserialize, Serialize};
 
 /// The header that holds the id.
 pub const ID_HEADER: &str = "id";
-/// How many keys there are.
+/// How many keys there are for 100 messages a second: enough that a key's handlers, one after the other, keep up.
 const KEYS: u32 = 40;
+/// After how many seconds' messages comes one that makes its process abort.
+const ABORT_EVERY: u64 = 40;
 
 /// A message to be published.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -60,6 +62,10 @@ pub struct Messages {
     random: fastrand::Rng,
     next: u64,
     aborts: Aborts,
+    keys: u32,
+    /// Of how many hundred one is long.
+    rare: u16,
+    abort_every: u64,
     /// Copies to be sent, and after which message.
     copies: Vec<(u64, Outgoing)>,
 }
@@ -70,14 +76,22 @@ pub struct Messages {
 pub enum Aborts {
     /// None.
     Never,
-    /// One in each 4,000.
+    /// One in the messages of 40 seconds.
     Some,
 }
 
 impl Messages {
-    /// By this seed.
-    pub fn new(seed: u64, aborts: Aborts) -> Self {
-        Self { random: fastrand::Rng::with_seed(seed ^ 0x6d65_7373_6167_6573), next: 0, aborts, copies: Vec::new() }
+    /// By this seed, so many a second.
+    pub fn new(seed: u64, aborts: Aborts, rate: u32) -> Self {
+        Self {
+            random: fastrand::Rng::with_seed(seed ^ 0x6d65_7373_6167_6573),
+            next: 0,
+            aborts,
+            rare: u16::try_from(rate / 300).unwrap_or(u16::MAX / 100).clamp(1, 100),
+            keys: KEYS * rate.div_ceil(100).max(1),
+            abort_every: ABORT_EVERY * u64::from(rate.max(10)),
+            copies: Vec::new(),
+        }
     }
 
     /// How many different ones there were so far.
@@ -90,9 +104,9 @@ impl Messages {
         std::mem::take(&mut self.copies).into_iter().map(|(_, copy)| copy).collect()
     }
 
-    /// Mostly short, some longer, a few longer than a lease.
+    /// Mostly short, some longer, a few longer than a lease: the more come in a second, the fewer of them are long.
     fn milliseconds(&mut self) -> u64 {
-        match self.random.u8(0..100) {
+        match self.random.u16(0..100 * self.rare) {
             0 => 2_500,
             1..10 => self.random.u64(100..400),
             _ => self.random.u64(5..30),
@@ -115,12 +129,12 @@ impl Iterator for Messages {
         // What hangs comes early: each of its attempts takes as long as a handler may.
         let message = match (number, self.random.u16(0..1_000)) {
             (50 | 150, _) => without_key("hang"),
-            (number, _) if self.aborts == Aborts::Some && number % 4_000 == 300 => without_key("abort"),
+            (number, _) if self.aborts == Aborts::Some && number % self.abort_every == 300 => without_key("abort"),
             (_, 0..3) => without_key("fail"),
             (_, 3..6) => without_key("panic"),
             (_, 6..500) => without_key("u"),
             _ => {
-                let key = format!("k{:02}", self.random.u32(0..KEYS));
+                let key = format!("k{:02}", self.random.u32(0..self.keys));
                 Outgoing { id: format!("{key}-{number:07}"), key: Some(key), body }
             }
         };
@@ -141,14 +155,14 @@ mod tests {
 
     #[test]
     fn a_seed_makes_the_same_messages() {
-        let first = |seed| Messages::new(seed, Aborts::Never).take(500).collect::<Vec<_>>();
+        let first = |seed| Messages::new(seed, Aborts::Never, 100).take(500).collect::<Vec<_>>();
         assert_eq!(first(1), first(1));
         assert_ne!(first(1), first(2));
     }
 
     #[test]
     fn there_is_something_of_everything() {
-        let messages: Vec<Outgoing> = Messages::new(3, Aborts::Some).take(5_000).collect();
+        let messages: Vec<Outgoing> = Messages::new(3, Aborts::Some, 100).take(5_000).collect();
         let different: HashSet<&str> = messages.iter().map(|it| it.id.as_str()).collect();
         assert!((150..250).contains(&(messages.len() - different.len())), "copies: {}", messages.len() - different.len());
         for fate in [Fate::Work, Fate::Fail, Fate::Panic, Fate::Hang, Fate::Abort] {
@@ -161,7 +175,7 @@ mod tests {
     #[test]
     fn a_copy_stands_before_whatever_has_its_key_and_was_sent_later() {
         let mut latest = std::collections::HashMap::new();
-        for message in Messages::new(5, Aborts::Some).take(5_000) {
+        for message in Messages::new(5, Aborts::Some, 100).take(5_000) {
             if let Some(key) = message.key {
                 let before = latest.insert(key, message.id.clone());
                 assert!(before.is_none_or(|before| before <= message.id));

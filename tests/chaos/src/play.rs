@@ -20,11 +20,14 @@ use crate::message::{Aborts, Messages};
 use crate::report::{Recovery, Report, Run};
 use crate::schedule::{Kind, LEASE, Lengths, Planned, Schedule};
 use crate::stage::{Scene, Stage};
+use crate::watch::{self, Watch};
 use crate::wire::Wire;
-use crate::{Error, Stopping, markers};
+use crate::{Error, Stopping, markers, secrets};
 
 /// How long a drain of one consumer may take.
 const DRAIN: Duration = Duration::from_secs(10);
+/// How many messages a consumer handles at once. After it was killed, another runs as many of them one by one.
+const IN_FLIGHT: u32 = 64;
 /// How long a handler that lost its lease may run on, once its process runs.
 const GRACE: Duration = Duration::from_millis(500);
 /// How long after its end a fault may be the cause of something: Kafka's session, a lease, and two seconds.
@@ -35,8 +38,9 @@ const TICK: Duration = Duration::from_millis(50);
 const LOOK: Duration = Duration::from_millis(50);
 /// How long nothing may happen until all has drained: longer than a handler may run.
 const QUIET: Duration = Duration::from_secs(5);
-/// How long it may take to drain, and how long for effects to come again after a fault.
+/// How long it may take until all is up, to drain, and how long for effects to come again after a fault.
 const PATIENCE: Duration = Duration::from_secs(120);
+const DRAINED: Duration = Duration::from_secs(400);
 const RECOVERY: Duration = Duration::from_secs(40);
 
 /// What is to be run.
@@ -103,7 +107,8 @@ pub fn play(plan: &Plan, stage: &Stage, folder: &Path, stopping: &Stopping) -> R
     drop(run);
 
     let order = if stage.broker() == Broker::Kafka { Ordered::ByKey } else { Ordered::Not };
-    let rules = Rules { promise: plan.promise, order, lease: LEASE, grace: GRACE, aftermath: AFTERMATH, drain: DRAIN };
+    let rules =
+        Rules { promise: plan.promise, order, lease: LEASE, grace: GRACE, aftermath: AFTERMATH, drain: DRAIN, in_flight: IN_FLIGHT };
     let checked = check(&Ledger::read(folder)?, &rules);
     let (scenario, broker) = (plan.scenario.clone(), stage.broker().name().to_owned());
     let run = Run { scenario, broker, seed: plan.seed, rules, versions: stage.versions(), seconds: begun.elapsed().as_secs() };
@@ -121,7 +126,9 @@ struct Playing<'a> {
     runtime: &'a Runtime,
     stopping: &'a Stopping,
     log: Arc<Log>,
-    fleet: Fleet,
+    fleet: Arc<Fleet>,
+    /// Ends when this is dropped.
+    _watch: Watch,
     sink: SinkProcess,
     wire: Arc<Wire>,
     enough: Arc<AtomicBool>,
@@ -144,10 +151,13 @@ impl<'a> Playing<'a> {
         let wire = Arc::new(runtime.block_on(Wire::open(stage.broker(), stage.url_direct(), queue))?);
         let fleet = Fleet::new(plan.consumers, folder, arguments(plan, stage, folder, queue, &sink), Arc::clone(&log));
         fleet.start_all()?;
+        let fleet = Arc::new(fleet);
+        let watch = Watch::over(&fleet, &wire, folder)?;
         let enough = Arc::new(AtomicBool::new(false));
         let publisher = runtime.spawn(publish(plan.clone(), Arc::clone(&wire), Arc::clone(&log), Arc::clone(&enough)));
         let (publisher, flow) = (Some(publisher), Flow::over(folder, plan.rate));
-        let mut playing = Self { plan, stage, folder, queue, runtime, stopping, log, fleet, sink, wire, enough, publisher, flow };
+        let mut playing =
+            Self { plan, stage, folder, queue, runtime, stopping, log, fleet, _watch: watch, sink, wire, enough, publisher, flow };
         // The first effects tell that all is up; what is lost from here on is lost for a reason.
         playing.until_it_flows(PATIENCE)?.ok_or("no effects: see the consumers' logs in the folder")?;
         Ok(playing)
@@ -251,7 +261,7 @@ impl<'a> Playing<'a> {
     /// Waits until nothing is left and nothing moves, ends the consumers, and sees whether that is so without them. What
     /// they still held goes to another one.
     fn drain(&mut self) -> Result<(), Error> {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + DRAINED;
         loop {
             self.until_quiet(until)?;
             self.fleet.terminate_all()?;
@@ -306,7 +316,10 @@ impl<'a> Playing<'a> {
         std::thread::sleep(LEASE + Duration::from_secs(1));
         let markers = self.runtime.block_on(markers::unfinished(self.stage.redis_direct(), self.queue))?;
         self.log.write_all(markers.into_iter().map(|(id, record)| What::Marker { id, record }));
-        self.stage.keep_logs(self.folder, &self.log)
+        self.stage.keep_logs(self.folder, &self.log)?;
+        let leaks = secrets::find(self.folder, self.stage.secrets())?;
+        self.log.write_all(leaks);
+        Ok(())
     }
 }
 
@@ -326,7 +339,7 @@ enum Rested {
 }
 
 async fn publish(plan: Plan, wire: Arc<Wire>, log: Arc<Log>, enough: Arc<AtomicBool>) -> Result<(), Error> {
-    let mut messages = Messages::new(plan.seed, plan.aborts);
+    let mut messages = Messages::new(plan.seed, plan.aborts, plan.rate);
     let (begun, mut sent) = (Instant::now(), 0_u64);
     let mut ticks = tokio::time::interval(TICK);
     // What could not be sent while the broker was away is not made up for in a burst.
@@ -373,16 +386,22 @@ fn arguments(plan: &Plan, stage: &Stage, folder: &Path, queue: &str, sink: &Sink
         ("sink", sink.address().to_string()),
         ("lease-ms", LEASE.as_millis().to_string()),
         ("drain-ms", DRAIN.as_millis().to_string()),
+        ("in-flight", IN_FLIGHT.to_string()),
     ];
-    arguments.into_iter().map(|(name, value)| format!("--{name}={value}")).collect()
+    let mut arguments: Vec<String> = arguments.into_iter().map(|(name, value)| format!("--{name}={value}")).collect();
+    if let Some(login) = stage.login() {
+        arguments.push("--login".to_owned());
+        arguments.extend(login);
+    }
+    arguments
 }
 
-/// How many bytes of the ledger there are.
+/// How many bytes of the ledger there are, without what grows while nothing happens.
 fn written(folder: &Path) -> Result<u64, Error> {
     let mut size = 0;
     for entry in std::fs::read_dir(folder)? {
         let entry = entry?;
-        if entry.path().extension().is_some_and(|extension| extension == "jsonl") {
+        if entry.file_name() != watch::FILE && entry.path().extension().is_some_and(|extension| extension == "jsonl") {
             size += entry.metadata()?.len();
         }
     }

@@ -183,6 +183,12 @@ impl Report {
             ("busy", counts.busy, "answers of the store: held elsewhere"),
             ("duplicates stopped", counts.duplicates_stopped, "deliveries accepted because it was done"),
             ("fenced", counts.fenced, "handlers cancelled while another ran already"),
+            ("commits", counts.commits, "changes of what the group has committed"),
+            ("away", counts.away_ms / 1_000, "s that the store answered nobody"),
+            ("questions meanwhile", counts.away_questions, "the most in a second, of one process (20 may be)"),
+            ("growth meanwhile", counts.away_growth, "KiB, the most of one process (51,200 may be)"),
+            ("memory", counts.resident, "KiB, the most that a consumer had"),
+            ("at once", counts.at_once, "handlers, the most in one process"),
             ("longest fenced", counts.fenced_longest_ms, "ms that one of these ran beside the other, awake"),
         ];
         text += "## Counts\n\n| what | count | |\n| --- | ---: | --- |\n";
@@ -258,7 +264,17 @@ fn add_counts(to: &mut Counts, from: Counts) {
     to.busy += from.busy;
     to.duplicates_stopped += from.duplicates_stopped;
     to.fenced += from.fenced;
-    to.fenced_longest_ms = to.fenced_longest_ms.max(from.fenced_longest_ms);
+    to.commits += from.commits;
+    to.away_ms += from.away_ms;
+    for (to, from) in [
+        (&mut to.fenced_longest_ms, from.fenced_longest_ms),
+        (&mut to.away_questions, from.away_questions),
+        (&mut to.away_growth, from.away_growth),
+        (&mut to.at_once, from.at_once),
+        (&mut to.resident, from.resident),
+    ] {
+        *to = (*to).max(from);
+    }
     add_all(&mut to.explained, from.explained);
     add_all(&mut to.faults, from.faults);
 }
@@ -272,7 +288,8 @@ mod tests {
 
     fn run(promise: Promise) -> Run {
         let second = Duration::from_secs(1);
-        let rules = Rules { promise, order: Ordered::Not, lease: 2 * second, grace: second, aftermath: second, drain: second };
+        let rules =
+            Rules { promise, order: Ordered::Not, lease: 2 * second, grace: second, aftermath: second, drain: second, in_flight: 64 };
         let versions = BTreeMap::from([("Redis".to_owned(), "7.0.15".to_owned())]);
         Run { scenario: "mixed".into(), broker: "kafka".into(), seed: 7, rules, versions, seconds: 60 }
     }

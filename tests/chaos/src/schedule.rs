@@ -34,6 +34,18 @@ pub enum Kind {
     DarkRedis,
     /// Every connection to Redis is closed.
     ResetRedis,
+    /// Redis has no memory left for writes.
+    FillRedis,
+    /// Nothing that Redis writes to disk fits there.
+    FillDisk,
+    /// Redis is made a replica of nobody, so that it takes no writes, and a primary again.
+    DemoteRedis,
+    /// Redis takes no writes because it has too few replicas.
+    StrandRedis,
+    /// Redis forgets its scripts.
+    FlushScripts,
+    /// The broker takes nothing that is to be set aside.
+    RefuseLetters,
     /// RabbitMQ is stopped in good order, and started.
     RestartRabbit,
     /// SIGKILL to RabbitMQ, and a start.
@@ -52,10 +64,12 @@ pub enum Kind {
     KillKafka,
     /// SIGSTOP to Kafka.
     FreezeKafka,
+    /// A consumer leaves the group or comes back every three seconds.
+    Rebalance,
 }
 
 /// What is done to consumers and to their store, whatever the broker.
-pub const ANYWHERE: [Kind; 9] = [
+pub const ANYWHERE: [Kind; 15] = [
     Kind::KillConsumer,
     Kind::FreezeConsumer,
     Kind::TerminateConsumer,
@@ -65,6 +79,12 @@ pub const ANYWHERE: [Kind; 9] = [
     Kind::DropReplies,
     Kind::DarkRedis,
     Kind::ResetRedis,
+    Kind::FillRedis,
+    Kind::FillDisk,
+    Kind::DemoteRedis,
+    Kind::StrandRedis,
+    Kind::FlushScripts,
+    Kind::RefuseLetters,
 ];
 /// What is done to RabbitMQ.
 pub const RABBITMQ: [Kind; 7] = [
@@ -77,7 +97,7 @@ pub const RABBITMQ: [Kind; 7] = [
     Kind::ResetRabbit,
 ];
 /// What is done to Kafka.
-pub const KAFKA: [Kind; 2] = [Kind::KillKafka, Kind::FreezeKafka];
+pub const KAFKA: [Kind; 3] = [Kind::KillKafka, Kind::FreezeKafka, Kind::Rebalance];
 
 /// One fault, ready to be played.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -132,6 +152,12 @@ impl Schedule {
             (Kind::FreezeConsumer, Lengths::Short) => LEASE * 2 + Duration::from_millis(random.u64(0..500)),
             (Kind::FreezeRedis, lengths) => seconds(random, 5_000..=30_000, 2_500..=3_500, lengths),
             (Kind::DarkRedis | Kind::DarkRabbit, lengths) => seconds(random, 3_000..=15_000, 2_500..=3_500, lengths),
+            (Kind::FillRedis | Kind::FillDisk | Kind::DemoteRedis | Kind::StrandRedis | Kind::RefuseLetters, lengths) => {
+                seconds(random, 3_000..=10_000, 2_000..=2_500, lengths)
+            }
+            // Twice away and back.
+            (Kind::Rebalance, Lengths::Full) => Duration::from_secs(12),
+            (Kind::Rebalance, Lengths::Short) => Duration::from_secs(6),
             (Kind::DropReplies, lengths) => seconds(random, 5_000..=15_000, 4_000..=5_000, lengths),
             (Kind::FreezeKafka, lengths) => seconds(random, 20_000..=20_000, 8_000..=8_000, lengths),
             (Kind::KillConsumer | Kind::TerminateConsumer | Kind::KillRedis | Kind::KillKafka, _) => {
@@ -191,7 +217,7 @@ impl Kind {
             // Kafka's session, a lease, and two seconds.
             Self::KillConsumer | Self::FreezeConsumer => Some(Duration::from_secs(10)),
             Self::KillKafka | Self::FreezeKafka => Some(Duration::from_secs(30)),
-            Self::TerminateConsumer | Self::RollingRestart => None,
+            Self::TerminateConsumer | Self::RollingRestart | Self::Rebalance | Self::RefuseLetters => None,
             _ => Some(Duration::from_secs(5)),
         }
     }
@@ -208,6 +234,12 @@ impl Kind {
             Self::DropReplies => "drop-replies",
             Self::DarkRedis => "dark-redis",
             Self::ResetRedis => "reset-redis",
+            Self::FillRedis => "fill-redis",
+            Self::FillDisk => "fill-disk",
+            Self::DemoteRedis => "demote-redis",
+            Self::StrandRedis => "strand-redis",
+            Self::FlushScripts => "flush-scripts",
+            Self::RefuseLetters => "refuse-letters",
             Self::RestartRabbit => "restart-rabbit",
             Self::KillRabbit => "kill-rabbit",
             Self::CloseConnections => "close-connections",
@@ -217,6 +249,7 @@ impl Kind {
             Self::ResetRabbit => "reset-rabbit",
             Self::KillKafka => "kill-kafka",
             Self::FreezeKafka => "freeze-kafka",
+            Self::Rebalance => "rebalance",
         }
     }
 }

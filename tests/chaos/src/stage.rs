@@ -6,11 +6,11 @@ use std::io::Write;
 use std::path::Path;
 use std::process::Command;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use oncegate_testkit::proxy::{Fate, Proxy};
 use oncegate_testkit::servers::{
-    KafkaServer, Kind as ServerKind, RabbitServer, RedisOptions, RedisPersistence, RedisServer, Server, fetch_kafka,
+    KafkaDoor, KafkaServer, KafkaUser, Kind as ServerKind, RabbitServer, RedisOptions, RedisPersistence, RedisServer, Server, fetch_kafka,
 };
 use rustix::process::Signal;
 
@@ -19,7 +19,17 @@ use crate::consume::Broker;
 use crate::fleet::{Faults, Fleet};
 use crate::ledger::{Log, What};
 use crate::schedule::{Kind, Planned};
+use crate::secrets::{Secret, canary};
+use crate::wire::refuse_letters;
 
+/// As whom consumers come to the broker.
+const USER: &str = "chaos";
+/// Where what failed is set aside, as RabbitMQ's policies name queues.
+const ASIDE: &str = "\\.(dead-letters|in-doubt)$";
+/// A consumer leaves the group or comes back so often.
+const REBALANCE: Duration = Duration::from_secs(3);
+/// How long Redis may take to write down what it had kept for a disk that was full.
+const WRITTEN: Duration = Duration::from_millis(1_500);
 /// How long a fault lasts that needs a moment to be noticed.
 const MOMENT: Duration = Duration::from_millis(200);
 
@@ -29,6 +39,7 @@ pub struct Stage {
     redis_proxy: Proxy,
     redis_direct: String,
     broker: BrokerServer,
+    secrets: [Secret; 2],
 }
 
 enum BrokerServer {
@@ -48,17 +59,22 @@ impl Stage {
     /// # Errors
     /// The first server that does not start.
     pub fn start(broker: Broker) -> Result<Self, Error> {
-        let redis = RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EverySecond))?;
-        let broker = match broker {
+        let redis_secret = Secret { of: "Redis", text: canary() };
+        let options = RedisOptions::new().persistence(RedisPersistence::EverySecond).password(&redis_secret.text).disk_may_fill();
+        let redis = RedisServer::start(options)?;
+        let text = canary();
+        let (broker, of) = match broker {
             Broker::Kafka => {
-                let server = KafkaServer::start()?;
+                let server = KafkaServer::start_secured(KafkaUser { name: USER.to_owned(), password: text.clone() })?;
                 let brokers = server.brokers();
-                BrokerServer::Kafka(Mutex::new(Heard { server, kept: 0 }), brokers)
+                (BrokerServer::Kafka(Mutex::new(Heard { server, kept: 0 }), brokers), "Kafka")
             }
             Broker::Rabbitmq => {
                 let server = RabbitServer::start()?;
+                server.control(&["-q", "add_user", USER, &text])?;
+                server.control(&["-q", "set_permissions", USER, ".*", ".*", ".*"])?;
                 let (proxy, url) = (Proxy::to(server.port())?, server.url());
-                BrokerServer::Rabbit(Mutex::new(Heard { server, kept: 0 }), proxy, url)
+                (BrokerServer::Rabbit(Mutex::new(Heard { server, kept: 0 }), proxy, url), "RabbitMQ")
             }
         };
         Ok(Self {
@@ -66,7 +82,13 @@ impl Stage {
             redis_direct: redis.url(),
             redis: Mutex::new(Heard { server: redis, kept: 0 }),
             broker,
+            secrets: [redis_secret, Secret { of, text }],
         })
+    }
+
+    /// The passwords that consumers are given: none may be told by anybody.
+    pub fn secrets(&self) -> &[Secret] {
+        &self.secrets
     }
 
     /// Which broker it has.
@@ -79,7 +101,8 @@ impl Stage {
 
     /// Where consumers reach Redis: through the proxy.
     pub fn redis(&self) -> String {
-        format!("redis://127.0.0.1:{}", self.redis_proxy.port())
+        let [secret, _] = &self.secrets;
+        format!("redis://:{}@127.0.0.1:{}", secret.text, self.redis_proxy.port())
     }
 
     /// Where Redis is, without the proxy.
@@ -90,9 +113,20 @@ impl Stage {
     /// Where consumers reach the broker: RabbitMQ through the proxy.
     pub fn url(&self) -> String {
         match &self.broker {
-            BrokerServer::Kafka(_, brokers) => brokers.clone(),
-            BrokerServer::Rabbit(_, proxy, _) => format!("amqp://guest:guest@127.0.0.1:{}/%2f", proxy.port()),
+            BrokerServer::Kafka(server, _) => lock(server).server.brokers_by(KafkaDoor::Login),
+            BrokerServer::Rabbit(_, proxy, _) => {
+                let [_, secret] = &self.secrets;
+                format!("amqp://{USER}:{}@127.0.0.1:{}/%2f", secret.text, proxy.port())
+            }
         }
+    }
+
+    /// What a consumer is told to log in to Kafka with: a name, a password, and whom to believe.
+    pub fn login(&self) -> Option<[String; 3]> {
+        let BrokerServer::Kafka(server, _) = &self.broker else { return None };
+        let [_, secret] = &self.secrets;
+        let authority = lock(server).server.certificate_authority();
+        Some([USER.to_owned(), secret.text.clone(), authority.display().to_string()])
     }
 
     /// Where the broker is, without a proxy.
@@ -198,6 +232,43 @@ impl Stage {
                 let mut redis = lock(&self.redis);
                 faults.play(name, None, || frozen(&mut redis.server, planned.lasts))
             }
+            Kind::FillRedis => self.while_set(planned, faults, "CONFIG SET maxmemory 1", "CONFIG SET maxmemory 0"),
+            Kind::StrandRedis => {
+                self.while_set(planned, faults, "CONFIG SET min-replicas-to-write 1", "CONFIG SET min-replicas-to-write 0")
+            }
+            // Nobody listens on that port: what it has it keeps.
+            Kind::DemoteRedis => self.while_set(planned, faults, "REPLICAOF 127.0.0.1 1", "REPLICAOF NO ONE"),
+            Kind::FlushScripts => {
+                let redis = lock(&self.redis);
+                momentary(&|| drop(redis.server.command("SCRIPT FLUSH")))
+            }
+            Kind::FillDisk => {
+                let redis = lock(&self.redis);
+                faults.play(name, None, || {
+                    redis.server.fill_disk()?;
+                    std::thread::sleep(planned.lasts);
+                    redis.server.free_disk()?;
+                    // Whoever kills it now would have it lose what it has answered: that is another fault.
+                    std::thread::sleep(WRITTEN);
+                    Ok(())
+                })
+            }
+            Kind::RefuseLetters => faults.play(name, None, || {
+                self.letters(on.queue, Letters::Refused)?;
+                std::thread::sleep(planned.lasts);
+                self.letters(on.queue, Letters::Taken)
+            }),
+            Kind::Rebalance => faults.play(name, None, || {
+                let mut slot = fleet.slot(planned.consumer);
+                let since = Instant::now();
+                while since.elapsed() < planned.lasts {
+                    fleet.terminate(&mut slot)?;
+                    std::thread::sleep(REBALANCE);
+                    fleet.start(&mut slot)?;
+                    std::thread::sleep(REBALANCE);
+                }
+                Ok(())
+            }),
             Kind::DropReplies => {
                 let (mut random, percent) = (fastrand::Rng::with_seed(seed), planned.percent);
                 faults.play(name, None, || {
@@ -236,6 +307,35 @@ impl Stage {
             Kind::FreezeKafka => {
                 let mut server = lock(self.kafka()?);
                 faults.play(name, None, || frozen(&mut server.server, planned.lasts))
+            }
+        }
+    }
+
+    /// Says one thing to Redis, and after a while another.
+    fn while_set(&self, planned: &Planned, faults: &Faults, begin: &str, end: &str) -> Result<(), Error> {
+        let redis = lock(&self.redis);
+        let say = |what: &str| match redis.server.command(what)? {
+            said if said.starts_with("+OK") => Ok(()),
+            said => Err(Error::from(format!("Redis does not {what}: {said}"))),
+        };
+        faults.play(&planned.name(), None, || {
+            say(begin)?;
+            std::thread::sleep(planned.lasts);
+            say(end)
+        })
+    }
+
+    fn letters(&self, queue: &str, letters: Letters) -> Result<(), Error> {
+        match (&self.broker, letters) {
+            (BrokerServer::Kafka(_, brokers), letters) => refuse_letters(brokers, queue, letters),
+            (BrokerServer::Rabbit(server, ..), Letters::Refused) => {
+                let full = r#"{"max-length":0,"overflow":"reject-publish"}"#;
+                lock(server).server.control(&["-q", "set_policy", "--apply-to", "queues", "chaos", ASIDE, full])?;
+                Ok(())
+            }
+            (BrokerServer::Rabbit(server, ..), Letters::Taken) => {
+                lock(server).server.control(&["-q", "clear_policy", "chaos"])?;
+                Ok(())
             }
         }
     }
@@ -286,6 +386,15 @@ pub struct Scene<'a> {
     pub log: &'a Arc<Log>,
     /// The topic or queue.
     pub queue: &'a str,
+}
+
+/// Whether the broker takes what is to be set aside.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Letters {
+    /// It does.
+    Taken,
+    /// It does not.
+    Refused,
 }
 
 impl<K: ServerKind> Heard<Server<K>> {

@@ -6,6 +6,8 @@ mod rabbit;
 
 use std::sync::Arc;
 
+pub(crate) use kafka::refuse_letters;
+
 use crate::Error;
 use crate::consume::Broker;
 use crate::ledger::{Log, Place};
@@ -74,6 +76,14 @@ impl Wire {
         match self {
             Self::Kafka(wire) => wire.left().await,
             Self::Rabbit(wire) => wire.left().await,
+        }
+    }
+
+    /// The consumers' group, if the broker has such.
+    pub fn group(&self) -> Option<kafka::Group> {
+        match self {
+            Self::Kafka(wire) => wire.group(),
+            Self::Rabbit(_) => None,
         }
     }
 

@@ -1,4 +1,4 @@
-//! I8, I14, and how processes end.
+//! I8, I13, I14, and how processes end.
 
 use super::{Finder, Invariant};
 use crate::ledger::{Sent, What};
@@ -16,6 +16,7 @@ pub(super) fn check(finder: &mut Finder<'_>) {
             What::Marker { id, record } if record.starts_with("v1 p ") || record.starts_with("v1 r ") => {
                 finder.found(Invariant::I14, Some(id), format!("its marker was left in progress: {record}"));
             }
+            What::Leaked { secret, place } => finder.found(Invariant::I13, None, format!("the password of {secret} stands in {place}")),
             What::ChannelRefused { line } => finder.found(Invariant::I8, None, line.clone()),
             // As a message told it to, whatever it was told by the player.
             What::Gone { consumer, status, .. } if status == ABORTED && finder.windows.aborted(consumer).is_some() => {}

@@ -8,6 +8,8 @@ use crate::ledger::{Edge, Ledger, What};
 
 /// The kind of a fault that freezes a consumer.
 pub(crate) const FREEZE: &str = "freeze-consumer";
+/// Those in which the store answers nobody from their beginning to their end.
+const STORE_AWAY: [&str; 2] = ["dark-redis", "freeze-redis"];
 /// What a consumer calls it when it did not run though nobody froze it.
 const STALL: &str = "stall";
 /// What it is called when a message makes a consumer abort.
@@ -23,15 +25,20 @@ struct Window {
     target: Option<String>,
 }
 
-/// All of them.
+/// All of them, and when processes ended.
 #[derive(Debug)]
-pub(super) struct Windows(Vec<Window>);
+pub(super) struct Windows {
+    all: Vec<Window>,
+    gone: HashMap<String, u64>,
+    last: u64,
+}
 
 impl Windows {
     /// A fault that never ended lasts until the end.
     pub(super) fn of(ledger: &Ledger) -> Self {
         let mut windows: Vec<Window> = Vec::new();
         let mut open: HashMap<u64, usize> = HashMap::new();
+        let mut gone = HashMap::new();
         for record in ledger.records() {
             match &record.what {
                 What::Fault { number, kind, target, edge: Edge::Begin } => {
@@ -53,16 +60,24 @@ impl Windows {
                 What::Aborting { .. } => {
                     windows.push(Window { from: record.at, to: u64::MAX, kind: ABORT.to_owned(), target: Some(record.by.clone()) })
                 }
+                What::Gone { consumer, .. } => {
+                    gone.entry(consumer.clone()).or_insert(record.at);
+                }
                 _ => {}
             }
         }
-        Self(windows)
+        Self { all: windows, gone, last: ledger.records().last().map_or(0, |record| record.at) }
+    }
+
+    /// When a process ended, and with it all that ran in it; at the end of the ledger if nobody saw it end.
+    pub(super) fn gone(&self, consumer: &str) -> u64 {
+        self.aborted(consumer).or_else(|| self.gone.get(consumer).copied()).unwrap_or(self.last)
     }
 
     /// How many the player played of each kind.
     pub(super) fn counts(&self) -> BTreeMap<String, u64> {
         let mut counts = BTreeMap::new();
-        for window in self.0.iter().filter(|window| window.kind != STALL) {
+        for window in self.all.iter().filter(|window| window.kind != STALL) {
             *counts.entry(window.kind.clone()).or_default() += 1;
         }
         counts
@@ -74,21 +89,27 @@ impl Windows {
         let meanwhile = |window: &&Window| window.from <= to && window.to.saturating_add(micros(aftermath)) >= from;
         let own = |window: &&Window| window.target.as_deref().is_some_and(|target| consumers.contains(&target));
         let of_a_server = |window: &&Window| window.target.is_none();
-        let found = self.0.iter().filter(meanwhile).find(own).or_else(|| self.0.iter().filter(meanwhile).find(of_a_server));
+        let found = self.all.iter().filter(meanwhile).find(own).or_else(|| self.all.iter().filter(meanwhile).find(of_a_server));
         found.map(|window| window.kind.as_str())
+    }
+
+    /// When no consumer could reach the store, or it could not answer: from when to when.
+    pub(super) fn store_away(&self) -> impl Iterator<Item = (u64, u64)> {
+        let away = |window: &&Window| STORE_AWAY.contains(&window.kind.as_str()) && window.to != u64::MAX;
+        self.all.iter().filter(away).map(|window| (window.from, window.to))
     }
 
     /// When a consumer aborted, if it did.
     pub(super) fn aborted(&self, consumer: &str) -> Option<u64> {
         let of_it = |window: &&Window| window.kind == ABORT && window.target.as_deref() == Some(consumer);
-        self.0.iter().find(of_it).map(|window| window.from)
+        self.all.iter().find(of_it).map(|window| window.from)
     }
 
     /// For how many microseconds of this stretch a consumer ran.
     pub(super) fn awake(&self, consumer: &str, from: u64, to: u64) -> u64 {
         let stood = |window: &&Window| window.kind == FREEZE || window.kind == STALL;
         let of_it = |window: &&Window| window.target.as_deref() == Some(consumer);
-        let mut stretches: Vec<(u64, u64)> = self.0.iter().filter(stood).filter(of_it).map(|window| (window.from, window.to)).collect();
+        let mut stretches: Vec<(u64, u64)> = self.all.iter().filter(stood).filter(of_it).map(|window| (window.from, window.to)).collect();
         stretches.sort_unstable();
         let (mut awake, mut at) = (0, from);
         for (begin, end) in stretches {

@@ -49,18 +49,8 @@ fn runs<'a>(finder: &Finder<'a>, id: &str) -> Vec<Run<'a>> {
     });
     let run = |(record, attempt, run): (&'a Record, u32, u64)| {
         let ends = |end: &&Record| end.by == record.by && matches!(end.what, What::Ended { run: ended, .. } if ended == run);
-        let to = history.clone().find(ends).map_or_else(|| gone(finder, &record.by), |end| end.at);
+        let to = history.clone().find(ends).map_or_else(|| finder.windows.gone(&record.by), |end| end.at);
         Run { by: &record.by, attempt, from: record.at, to }
     };
     started.map(run).collect()
-}
-
-/// When a process ended, and with it all that ran in it.
-fn gone(finder: &Finder<'_>, by: &str) -> u64 {
-    let records = finder.ledger.records();
-    if let Some(aborted) = finder.windows.aborted(by) {
-        return aborted;
-    }
-    let gone = records.iter().find(|record| matches!(&record.what, What::Gone { consumer, .. } if consumer == by));
-    gone.or(records.last()).map_or(0, |record| record.at)
 }

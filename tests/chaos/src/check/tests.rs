@@ -10,6 +10,7 @@ const RULES: Rules = Rules {
     grace: Duration::from_millis(500),
     aftermath: Duration::from_secs(10),
     drain: Duration::from_secs(10),
+    in_flight: 2,
 };
 const AT_MOST_ONCE: Rules = Rules { promise: Promise::AtMostOnce, ..RULES };
 const BARE: Rules = Rules { promise: Promise::Bare, ..RULES };
@@ -258,6 +259,89 @@ fn i5_effects_of_a_key_that_came_in_another_order() {
     assert_eq!(story().breaks(&Rules { order: Ordered::Not, ..RULES }), []);
     let without_keys = Story::default().sent("u-7").sent("u-9").handled(10, "c0.1", "u-9").handled(30, "c0.1", "u-7");
     assert_eq!(without_keys.breaks(&RULES), []);
+}
+
+fn committed(partition: i32, offset: i64) -> What {
+    What::Committed { partition, offset }
+}
+
+/// All that a position needs to be committed.
+fn settled(story: Story, ms: u64, how: Settling, position: &str) -> Story {
+    story.at(ms, "c0.1", What::Settled { id: "u-1".into(), position: position.into(), how, why: "completed".into() })
+}
+
+fn breaks_of(story: Story, wanted: [Invariant; 2]) -> Vec<Invariant> {
+    let found = story.breaks(&RULES).into_iter().map(|(invariant, _)| invariant);
+    found.filter(|invariant| wanted.contains(invariant)).collect()
+}
+
+#[test]
+fn i6_what_is_committed_goes_back() {
+    let done = |story| settled(settled(story, 5, Settling::Rejected, "1/0@1"), 6, Settling::Rejected, "1/1@2");
+    let (well, back) = (done(Story::default()).at(8, "player", committed(1, 1)), |story: Story| story.at(10, "player", committed(1, 0)));
+    assert_eq!(breaks_of(done(Story::default()).at(8, "player", committed(1, 2)), [Invariant::I6, Invariant::I7]), []);
+    assert_eq!(breaks_of(back(well.at(9, "player", committed(1, 2))), [Invariant::I6, Invariant::I7]), [Invariant::I6]);
+}
+
+#[test]
+fn i7_what_is_committed_before_it_is_settled() {
+    // The second is settled, and the first is not, or too late, or only released, or on another partition.
+    let second = || settled(Story::default(), 5, Settling::Rejected, "1/1@1").at(8, "player", committed(1, 2));
+    let both = [Invariant::I6, Invariant::I7];
+    assert_eq!(breaks_of(second(), both), [Invariant::I7]);
+    assert_eq!(breaks_of(settled(second(), 9, Settling::Rejected, "1/0@1"), both), [Invariant::I7]);
+    assert_eq!(breaks_of(settled(second(), 4, Settling::Released, "1/0@1"), both), [Invariant::I7]);
+    assert_eq!(breaks_of(settled(second(), 4, Settling::Rejected, "2/0@1"), both), [Invariant::I7]);
+    assert_eq!(breaks_of(settled(second(), 4, Settling::Rejected, "1/0@1"), both), []);
+}
+
+/// The store is silent from the second to the tenth second.
+fn away(story: Story) -> Vec<Invariant> {
+    let found = story.fault("dark-redis", None, 2_000, 10_000).breaks(&RULES);
+    found.into_iter().map(|(invariant, _)| invariant).filter(|invariant| *invariant == Invariant::I11).collect()
+}
+
+#[test]
+fn i11_a_handler_that_starts_while_the_store_is_away() {
+    let one = |ms| Story::default().start(ms, "c0.1", "u-1", 1).end(ms + 1, "c0.1", "u-1", Ending::Ok);
+    assert_eq!(away(one(1_900)), []);
+    // Within its lease.
+    assert_eq!(away(one(3_900)), []);
+    assert_eq!(away(one(4_100)), [Invariant::I11]);
+    assert_eq!(away(one(10_100)), []);
+    // It was told before, and did not run in between.
+    assert_eq!(away(one(5_000).at(4_990, "c0.1", What::Stalled { ms: 3_500 })), []);
+    let granted = |ms| Story::default().answer(ms, "c0.1", "u-1", Asked::Claim, "granted 1");
+    assert_eq!(away(granted(2_400)), []);
+    assert_eq!(away(granted(2_600)), [Invariant::I11]);
+}
+
+#[test]
+fn i11_a_store_that_is_away_and_asked_often() {
+    let asked = |every: u64, times| {
+        (0..times).fold(Story::default(), |story, time| story.answer(3_000 + time * every, "c0.1", "u-1", Asked::Claim, "unknown"))
+    };
+    assert_eq!(away(asked(50, 100)), []);
+    assert_eq!(away(asked(40, 100)).first(), Some(&Invariant::I11));
+    // In one question.
+    assert_eq!(away(asked(0, 100)), []);
+}
+
+#[test]
+fn i11_memory_and_handlers_without_bound() {
+    let sampled = |story: Story, ms, resident| story.at(ms, "player", What::Sampled { consumer: "c0.1".into(), resident });
+    let grown = |by: u64| sampled(sampled(Story::default(), 1_900, 40_000), 9_000, 40_000 + by);
+    assert_eq!(away(grown(50 * 1_024)), []);
+    assert_eq!(away(grown(50 * 1_024 + 1)), [Invariant::I11]);
+    let handlers = |count| (0..count).fold(Story::default(), |story, number| story.start(number, "c0.1", &format!("u-{number}"), 1));
+    assert_eq!(away(handlers(4)), []);
+    assert_eq!(away(handlers(5)), [Invariant::I11]);
+}
+
+#[test]
+fn i13_a_secret_that_was_told() {
+    let leaked = What::Leaked { secret: "Redis".into(), place: "c0.1.log, line 3".into() };
+    assert_eq!(Story::default().at(9, "player", leaked).breaks(&BARE), [(Invariant::I13, None)]);
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use oncegate::source::headers;
-use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
+use rdkafka::admin::{AdminClient, AdminOptions, AlterConfig, NewTopic, ResourceSpecifier, TopicReplication};
 use rdkafka::client::DefaultClientContext;
 use rdkafka::config::ClientConfig;
 use rdkafka::consumer::{BaseConsumer, Consumer};
@@ -15,13 +15,16 @@ use rdkafka::producer::{FutureProducer, FutureRecord};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 use tokio::sync::Semaphore;
 
-use super::Letter;
+use super::{ASIDE, Letter};
 use crate::Error;
 use crate::ledger::{Log, Place, What};
 use crate::message::{ID_HEADER, Outgoing};
+use crate::stage::Letters;
 
 const PARTITIONS: i32 = 4;
 const PATIENCE: Duration = Duration::from_secs(10);
+/// How long the broker may take to say what is committed.
+const LOOK: Duration = Duration::from_secs(2);
 /// How many messages may wait for their confirmation.
 const OUTSTANDING: u32 = 5_000;
 
@@ -31,6 +34,32 @@ pub struct Wire {
     topic: String,
     producer: FutureProducer,
     outstanding: Arc<Semaphore>,
+}
+
+/// The consumers' group, as a client sees it that is no member.
+pub struct Group {
+    consumer: BaseConsumer,
+    topic: String,
+}
+
+impl fmt::Debug for Group {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Group").field("topic", &self.topic).finish_non_exhaustive()
+    }
+}
+
+impl Group {
+    /// What is committed, by partition; partitions of which nothing is are left out.
+    ///
+    /// # Errors
+    /// If the broker does not say.
+    pub fn committed(&self) -> Result<Vec<(i32, i64)>, Error> {
+        let mut all = TopicPartitionList::new();
+        all.add_partition_range(&self.topic, 0, PARTITIONS - 1);
+        let committed = self.consumer.committed_offsets(all, LOOK)?;
+        let offset = |offset: Offset| offset.to_raw().filter(|offset| *offset >= 0);
+        Ok(committed.elements().iter().filter_map(|it| Some((it.partition(), offset(it.offset())?))).collect())
+    }
 }
 
 impl fmt::Debug for Wire {
@@ -82,6 +111,13 @@ impl Wire {
     pub(super) async fn flush(&self) {
         // Never closed, so it is an error only when there is nobody to wait for.
         drop(self.outstanding.acquire_many(OUTSTANDING).await);
+    }
+
+    /// None if there is no client for it.
+    pub(super) fn group(&self) -> Option<Group> {
+        // The consumers' group bears the topic's name.
+        let consumer = config(&self.brokers).set("group.id", &self.topic).set("enable.auto.commit", "false").create().ok()?;
+        Some(Group { consumer, topic: self.topic.clone() })
     }
 
     pub(super) async fn left(&self) -> Result<u64, Error> {
@@ -145,6 +181,25 @@ impl Wire {
         })
         .await?
     }
+}
+
+/// Lets a topic's dead letters and in-doubt messages be refused, or taken again: there is one replica, and two are asked for.
+pub(crate) fn refuse_letters(brokers: &str, topic: &str, letters: Letters) -> Result<(), Error> {
+    let replicas = if letters == Letters::Refused { "2" } else { "1" };
+    let names = ASIDE.map(|(suffix, _)| format!("{topic}{suffix}"));
+    // All that is not named goes back to its default.
+    let set = |name| {
+        let config = AlterConfig::new(ResourceSpecifier::Topic(name)).set("min.insync.replicas", replicas);
+        config.set("retention.ms", "-1").set("retention.bytes", "-1")
+    };
+    let configs: Vec<AlterConfig<'_>> = names.iter().map(|name| set(name.as_str())).collect();
+    let admin: AdminClient<DefaultClientContext> = config(brokers).create()?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let answers = runtime.block_on(admin.alter_configs(&configs, &AdminOptions::new().request_timeout(Some(PATIENCE))))?;
+    for answer in answers {
+        answer.map_err(|(resource, error)| format!("{resource:?} cannot be set: {error}"))?;
+    }
+    Ok(())
 }
 
 fn config(brokers: &str) -> ClientConfig {

@@ -1,0 +1,123 @@
+//! I11: what a process does while its store is away, and how much it holds.
+
+use std::collections::{HashMap, VecDeque};
+
+use super::{Finder, Invariant, micros};
+use crate::ledger::{Asked, What};
+
+/// How long after the store went away an answer of it may still come in.
+const NOTICED: u64 = 500_000;
+/// How often a process may ask a store that is away, in a second.
+const QUESTIONS: usize = 20;
+/// By how much its memory may grow meanwhile, in KiB.
+const GROWTH: u64 = 50 * 1_024;
+const SECOND: u64 = 1_000_000;
+
+pub(super) fn check(finder: &mut Finder<'_>) {
+    work_at_once(finder);
+    let away: Vec<(u64, u64)> = finder.windows.store_away().collect();
+    for (from, to) in away {
+        finder.checked.counts.away_ms += (to - from) / 1_000;
+        handlers(finder, from, to);
+        questions(finder, from, to);
+        memory(finder, from, to);
+    }
+    let resident = finder.ledger.records().iter().filter_map(|record| match record.what {
+        What::Sampled { resident, .. } => Some(resident),
+        _ => None,
+    });
+    finder.checked.counts.resident = resident.max().unwrap_or_default();
+}
+
+/// Handlers that run at once in one process.
+fn work_at_once(finder: &mut Finder<'_>) {
+    let mut running: HashMap<&str, u64> = HashMap::new();
+    let mut most: HashMap<&str, u64> = HashMap::new();
+    let ledger = finder.ledger;
+    for record in ledger.records() {
+        match record.what {
+            What::Started { .. } => {
+                let now = running.entry(&record.by).or_default();
+                *now += 1;
+                let most = most.entry(&record.by).or_default();
+                *most = (*most).max(*now);
+            }
+            What::Ended { .. } => {
+                let now = running.entry(&record.by).or_default();
+                *now = now.saturating_sub(1);
+            }
+            _ => {}
+        }
+    }
+    for (consumer, most) in most {
+        let counts = &mut finder.checked.counts;
+        counts.at_once = counts.at_once.max(most);
+        // What waited for its turn runs when its turn comes, beside what was taken in meanwhile.
+        let may = 2 * u64::from(finder.rules.in_flight);
+        if most > may {
+            let why = format!("{consumer} ran {most} handlers at once, and may run {may}");
+            finder.found(Invariant::I11, None, why);
+        }
+    }
+}
+
+/// A claim that was granted before may wait for its turn, say because what may have ended a process runs alone; but for no
+/// longer than its lease.
+fn handlers(finder: &mut Finder<'_>, from: u64, to: u64) {
+    let (ledger, windows, lease) = (finder.ledger, finder.windows, micros(finder.rules.lease));
+    for record in ledger.between(from + NOTICED, to) {
+        // What a process that did not run had been told before, it may begin when it runs again.
+        let ran = || windows.awake(&record.by, record.at.saturating_sub(NOTICED), record.at) >= NOTICED;
+        let late = record.at - from;
+        let did = match &record.what {
+            What::Answered { ask: Asked::Claim, verdict, .. } if verdict.starts_with("granted") => "was granted a claim",
+            What::Started { .. } if late > lease => "started a handler",
+            _ => continue,
+        };
+        if ran() {
+            finder.found(Invariant::I11, record.what.id(), format!("{} {did} {} ms after the store went away", record.by, late / 1_000));
+        }
+    }
+}
+
+/// Questions that got no answer: what was asked at once has the same time.
+fn questions(finder: &mut Finder<'_>, from: u64, to: u64) {
+    let mut latest: HashMap<&str, VecDeque<u64>> = HashMap::new();
+    let ledger = finder.ledger;
+    for record in ledger.between(from, to) {
+        let What::Answered { ask: Asked::Claim, verdict, .. } = &record.what else { continue };
+        let times = latest.entry(&record.by).or_default();
+        if !matches!(verdict.as_str(), "unknown" | "not applied") || times.back() == Some(&record.at) {
+            continue;
+        }
+        times.push_back(record.at);
+        while times.front().is_some_and(|first| *first + SECOND <= record.at) {
+            times.pop_front();
+        }
+        let counts = &mut finder.checked.counts;
+        counts.away_questions = counts.away_questions.max(times.len() as u64);
+        if times.len() == QUESTIONS + 1 {
+            let why = format!("{} put more than {QUESTIONS} questions a second to a store that was away", record.by);
+            finder.found(Invariant::I11, None, why);
+        }
+    }
+}
+
+fn memory(finder: &mut Finder<'_>, from: u64, to: u64) {
+    let mut first: HashMap<&str, u64> = HashMap::new();
+    let ledger = finder.ledger;
+    // As it was just before counts as the beginning.
+    for record in ledger.between(from.saturating_sub(SECOND), to) {
+        let What::Sampled { consumer, resident } = &record.what else { continue };
+        if record.at < from || !first.contains_key(consumer.as_str()) {
+            first.insert(consumer, *resident);
+            continue;
+        }
+        let growth = resident.saturating_sub(first[consumer.as_str()]);
+        let counts = &mut finder.checked.counts;
+        counts.away_growth = counts.away_growth.max(growth);
+        if growth > GROWTH {
+            finder.found(Invariant::I11, None, format!("{consumer} grew by {growth} KiB while the store was away"));
+        }
+    }
+}

@@ -1,0 +1,45 @@
+//! I6 and I7: what Kafka says that the group has committed.
+
+use std::collections::{HashMap, HashSet};
+
+use super::{Finder, Invariant};
+use crate::ledger::{Settling, What};
+
+pub(super) fn check(finder: &mut Finder<'_>) {
+    let mut settled: HashSet<(i32, i64)> = HashSet::new();
+    let mut committed: HashMap<i32, i64> = HashMap::new();
+    let mut broken = Vec::new();
+    for record in finder.ledger.records() {
+        match &record.what {
+            // Before it is settled: the commit can only come after.
+            What::Settled { how: Settling::Accepted | Settling::Rejected, position, .. } => settled.extend(read(position)),
+            What::Committed { partition, offset } => {
+                finder.checked.counts.commits += 1;
+                let before = committed.entry(*partition).or_default();
+                if offset < before {
+                    broken.push((Invariant::I6, format!("partition {partition} went back from {before} to {offset}")));
+                }
+                for passed in *before..*offset {
+                    if !settled.remove(&(*partition, passed)) {
+                        broken.push((
+                            Invariant::I7,
+                            format!("partition {partition} was committed up to {offset}, and {passed} is not settled"),
+                        ));
+                    }
+                }
+                *before = (*before).max(*offset);
+            }
+            _ => {}
+        }
+    }
+    for (invariant, why) in broken {
+        finder.found(invariant, None, why);
+    }
+}
+
+/// A position as the ledger has it: partition, offset, and the assignment by which it came.
+fn read(position: &str) -> Option<(i32, i64)> {
+    let (partition, rest) = position.split_once('/')?;
+    let (offset, _) = rest.split_once('@')?;
+    Some((partition.parse().ok()?, offset.parse().ok()?))
+}

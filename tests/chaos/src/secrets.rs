@@ -1,0 +1,77 @@
+//! I13: whether a password that the run was given stands anywhere in what it wrote.
+
+use std::io::{self, BufRead, BufReader};
+use std::path::Path;
+
+use crate::ledger::What;
+
+/// A password, and whose it is.
+#[derive(Clone)]
+pub struct Secret {
+    /// As the report names it.
+    pub of: &'static str,
+    /// The password.
+    pub text: String,
+}
+
+/// Letters and digits that nothing else has: new in each run.
+pub fn canary() -> String {
+    let mut random = fastrand::Rng::new();
+    format!("Canary{:016x}", random.u64(..))
+}
+
+/// Looks for secrets in every file of a folder. They are letters and digits, so they look the same in a URL, in JSON and in a
+/// Debug output.
+///
+/// # Errors
+/// What the file system said.
+pub fn find(folder: &Path, secrets: &[Secret]) -> io::Result<Vec<What>> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(folder)? {
+        let path = entry?.path();
+        if !path.is_file() {
+            continue;
+        }
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let mut reader = BufReader::new(std::fs::File::open(&path)?);
+        let (mut line, mut number) = (Vec::new(), 0_u64);
+        while reader.read_until(b'\n', &mut line)? > 0 {
+            number += 1;
+            // Hardly a line has it, and there are millions.
+            if holds(&line, b"Canary") {
+                let told = secrets.iter().filter(|secret| holds(&line, secret.text.as_bytes()));
+                found.extend(told.map(|secret| What::Leaked { secret: secret.of.to_owned(), place: format!("{name}, line {number}") }));
+            }
+            line.clear();
+        }
+    }
+    Ok(found)
+}
+
+fn holds(line: &[u8], text: &[u8]) -> bool {
+    line.windows(text.len()).any(|part| part == text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_planted_password_is_found_wherever_it_stands() {
+        let folder = tempfile::tempdir().unwrap();
+        let secret = |of| Secret { of, text: canary() };
+        let secrets = [secret("Redis"), secret("RabbitMQ")];
+        std::fs::write(folder.path().join("c0.1.log"), format!("INFO well\nWARN redis://:{}@127.0.0.1:1 is away\n", secrets[0].text))
+            .unwrap();
+        std::fs::write(folder.path().join("plan.json"), format!("{{\"url\":\"amqp://guest:{}@h\"", secrets[1].text)).unwrap();
+        std::fs::write(folder.path().join("sink.jsonl"), b"\xffCanary of another\n").unwrap();
+
+        let mut places: Vec<String> = find(folder.path(), &secrets).unwrap().iter().map(|found| format!("{found:?}")).collect();
+
+        places.sort();
+        assert_eq!(places.len(), 2, "{places:?}");
+        assert!(places[0].contains("RabbitMQ") && places[0].contains("plan.json, line 1"), "{places:?}");
+        assert!(places[1].contains("Redis") && places[1].contains("c0.1.log, line 2"), "{places:?}");
+        assert!(!places.iter().any(|place| place.contains("Canary")), "the finding tells it, too: {places:?}");
+    }
+}
