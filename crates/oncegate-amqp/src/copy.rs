@@ -9,7 +9,7 @@ use lapin::types::{AMQPValue, FieldTable, ShortString};
 use oncegate_core::road::Reason;
 use oncegate_core::source::{Delivery, Story, headers, rejection_headers};
 
-use crate::incoming::{NOT_BEFORE, ROUTING_KEY};
+use crate::incoming::{NOT_BEFORE, Original, ROUTING_KEY};
 use crate::settings::{DELAYS, Settings};
 
 /// Which headers of the original were too large for the copy.
@@ -46,16 +46,10 @@ pub(crate) struct Copy {
 
 impl Copy {
     /// For a person: with the reason, and the original's properties and headers.
-    pub(crate) fn rejected(
-        delivery: &Delivery,
-        reason: &Reason,
-        story: Option<&Story>,
-        original: &BasicProperties,
-        settings: &Settings,
-    ) -> Self {
+    pub(crate) fn rejected(delivery: &Delivery, reason: &Reason, story: Option<&Story>, original: &Original, settings: &Settings) -> Self {
         let to = if reason.is_in_doubt() { &settings.in_doubt } else { &settings.dead_letters };
         // Put back into a queue, by a person or a shovel, it is to begin afresh.
-        let mut table = kept_headers(original, &[headers::FAILURES, NOT_BEFORE, "x-death"]);
+        let mut table = kept_headers(&original.properties, &[headers::FAILURES, NOT_BEFORE, "x-death"]);
         if first_seen(delivery).is_none() {
             table = without(&table, |name| name == headers::FIRST_SEEN);
         }
@@ -64,15 +58,15 @@ impl Copy {
             let value = if is_error { cut(&value, TEXT).to_owned() } else { value };
             table.insert(name.into(), AMQPValue::LongString(value.into()));
         }
-        keep_routing_key(&mut table, delivery, settings);
-        Self::new(delivery, to.clone(), table, original)
+        keep_routing_key(&mut table, delivery, original, settings);
+        Self::new(delivery, to.clone(), table, &original.properties)
     }
 
     /// To come back after the shortest of [`DELAYS`] that is long enough. For a longer delay than they have it passes
     /// the longest several times: [`NOT_BEFORE`] says until when.
-    pub(crate) fn delayed(delivery: &Delivery, after: Duration, original: &BasicProperties, settings: &Settings) -> Self {
+    pub(crate) fn delayed(delivery: &Delivery, after: Duration, original: &Original, settings: &Settings) -> Self {
         let delay = DELAYS.into_iter().find(|delay| *delay >= after).unwrap_or(DELAYS[DELAYS.len() - 1]);
-        let mut table = kept_headers(original, &["x-death", "x-first-death-", "x-last-death-", "x-delivery-count", NOT_BEFORE]);
+        let mut table = kept_headers(&original.properties, &["x-death", "x-first-death-", "x-last-death-", "x-delivery-count", NOT_BEFORE]);
         let mut write = |name: &str, number: u128| {
             table.insert(name.into(), AMQPValue::LongString(number.to_string().into()));
         };
@@ -84,8 +78,8 @@ impl Copy {
         if after > delay {
             write(NOT_BEFORE, (now + after).as_millis());
         }
-        keep_routing_key(&mut table, delivery, settings);
-        Self::new(delivery, settings.delay_queue(delay), table, original)
+        keep_routing_key(&mut table, delivery, original, settings);
+        Self::new(delivery, settings.delay_queue(delay), table, &original.properties)
     }
 
     /// Drops headers of the original, the largest first, until the rest fits into one frame, as the protocol asks of
@@ -181,8 +175,8 @@ fn value_size(value: &AMQPValue) -> usize {
     written.map_or(0, |written| written.into_inner().1 as usize)
 }
 
-fn keep_routing_key(table: &mut FieldTable, delivery: &Delivery, settings: &Settings) {
-    if let Some(key) = delivery.message.key.as_ref().filter(|key| key[..] != *settings.name.as_bytes()) {
+fn keep_routing_key(table: &mut FieldTable, delivery: &Delivery, original: &Original, settings: &Settings) {
+    if let Some(key) = original.routing_key.as_ref().or(delivery.message.key.as_ref()).filter(|key| key[..] != *settings.name.as_bytes()) {
         table.insert(ROUTING_KEY.into(), AMQPValue::LongString(key.to_vec().into()));
     }
 }
@@ -195,18 +189,19 @@ mod tests {
     use super::*;
     use crate::RabbitMq;
 
-    fn original() -> BasicProperties {
+    fn original() -> Original {
         let mut table = FieldTable::default();
         for name in ["CC", "BCC", "x-death", "x-first-death-queue", "mine"] {
             table.insert(name.into(), AMQPValue::LongString("v".into()));
         }
-        BasicProperties::default()
+        let properties = BasicProperties::default()
             .with_headers(table)
             .with_expiration("1000".into())
             .with_user_id("someone".into())
             .with_content_type("application/json".into())
             .with_message_id("m".into())
-            .with_delivery_mode(1)
+            .with_delivery_mode(1);
+        Original { properties, routing_key: None }
     }
 
     fn delivery() -> Delivery {
@@ -253,6 +248,17 @@ mod tests {
     }
 
     #[test]
+    fn a_copy_keeps_the_routing_key_whatever_the_key() {
+        let kept = |routing_key: Option<&'static str>| {
+            let original = Original { routing_key: routing_key.map(bytes::Bytes::from), ..original() };
+            let copy = Copy::delayed(&delivery(), Duration::from_secs(6), &original, &settings());
+            copy.properties.headers().as_ref().and_then(|table| table.inner().get(ROUTING_KEY).cloned())
+        };
+        let text = |text: &str| Some(AMQPValue::LongString(text.into()));
+        assert_eq!((kept(None), kept(Some("key.eu")), kept(Some("orders"))), (text("orders.eu"), text("key.eu"), None));
+    }
+
+    #[test]
     fn a_copy_for_a_person_begins_afresh_when_it_is_put_back() {
         let rejected = |seen: &str| {
             let mut delivery = delivery();
@@ -263,7 +269,7 @@ mod tests {
                 builder.push(name.as_bytes(), Some(value.as_bytes()));
             }
             delivery.message.headers = builder.finish();
-            let original = BasicProperties::default().with_headers(table);
+            let original = Original { properties: BasicProperties::default().with_headers(table), routing_key: None };
             let copy = Copy::rejected(&delivery, &Reason::Refused, None, &original, &settings());
             let delayed = Copy::delayed(&delivery, Duration::ZERO, &original, &settings());
             let delayed = delayed.properties.headers().as_ref().expect("headers").inner()[headers::FIRST_SEEN].clone();
@@ -284,7 +290,7 @@ mod tests {
         table.insert("huge".into(), AMQPValue::LongString("h".repeat(70_000).into()));
         table.insert("large".into(), AMQPValue::LongString("l".repeat(60_000).into()));
         table.insert("small".into(), AMQPValue::LongString("s".into()));
-        let original = BasicProperties::default().with_headers(table);
+        let original = Original { properties: BasicProperties::default().with_headers(table), routing_key: None };
         let story = Story { last_error: Some("é".repeat(1_000)), ..Story::default() };
         let mut copy = Copy::rejected(&delivery(), &Reason::Refused, Some(&story), &original, &settings());
         let error = copy.properties.headers().as_ref().expect("headers").inner()[headers::LAST_ERROR].clone();

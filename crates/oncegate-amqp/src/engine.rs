@@ -289,7 +289,7 @@ impl Engine {
         for delivery in deliveries {
             let Link::Up(session) = &mut self.link else { return };
             let (tag, spoilt) = (delivery.delivery_tag, incoming::is_spoilt(&delivery));
-            let (delivery, original) = incoming::read(delivery, &self.settings.name, session.epoch);
+            let (delivery, original) = incoming::read(delivery, &self.settings, session.epoch);
             session.acks.delivered(tag, Carried::now(original));
             let size = delivery.message.body.len();
             if size > self.settings.body_limit {

@@ -25,21 +25,39 @@ const LONGEST_DELAY: Duration = Duration::from_secs(366 * 86_400);
 /// Nobody is released more often than this: a larger number is a producer's mistake or mischief, and counts as none.
 const MOST_FAILURES: u32 = 100_000;
 
-/// The delivery for the core, and the properties that a copy of it will need. The body is not copied.
-pub(crate) fn read(raw: Raw, queue: &Arc<str>, epoch: u64) -> (Delivery, BasicProperties) {
+/// What a copy of a message will need beside the delivery.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Original {
+    pub(crate) properties: BasicProperties,
+    /// Where the message's key is another.
+    pub(crate) routing_key: Option<Bytes>,
+}
+
+/// The delivery for the core, and the properties and the routing key that a copy of it will need. The body is not copied.
+pub(crate) fn read(raw: Raw, settings: &Settings, epoch: u64) -> (Delivery, Original) {
     let Raw { delivery_tag, routing_key, properties, data, .. } = raw;
     let table = properties.headers().as_ref();
-    let key = table.and_then(|table| text(table, ROUTING_KEY)).unwrap_or_else(|| Bytes::from(String::from(routing_key)));
+    let routing_key = table.and_then(|table| text(table, ROUTING_KEY)).unwrap_or_else(|| Bytes::from(String::from(routing_key)));
+    let headers = table.map(read_headers).unwrap_or_default();
+    let key = settings.key_header.as_ref().and_then(|name| headers.last(name)).map(Bytes::copy_from_slice);
+    let (key, kept) = match key {
+        Some(key) => (key, Some(routing_key)),
+        None => (routing_key, None),
+    };
+    let queue = &settings.name;
     let message = Message {
         origin: Origin { name: Arc::clone(queue), position: Position::Queue },
         key: Some(key),
         message_id: properties.message_id().as_ref().map(|id| Bytes::copy_from_slice(id.as_str().as_bytes())),
-        headers: table.map(read_headers).unwrap_or_default(),
+        headers,
         body: Bytes::from(data),
         sent_at: properties.timestamp().and_then(|seconds| UNIX_EPOCH.checked_add(Duration::from_secs(seconds))),
     };
     let failures = table.map_or(0, |table| failures(table).max(rejections(table, queue)));
-    (Delivery { message, receipt: Receipt { epoch, partition: 0, position: delivery_tag }, failures }, properties)
+    (
+        Delivery { message, receipt: Receipt { epoch, partition: 0, position: delivery_tag }, failures },
+        Original { properties, routing_key: kept },
+    )
 }
 
 /// Whether a short string of it was not UTF-8. What it was is gone, and two such messages could seem to be one.
@@ -162,8 +180,12 @@ mod tests {
         raw
     }
 
+    fn settings() -> Settings {
+        RabbitMq::queue("q").check().expect("settings")
+    }
+
     fn read_one(headers: FieldTable) -> Delivery {
-        read(raw(BasicProperties::default().with_headers(headers)), &Arc::from("q"), 3).0
+        read(raw(BasicProperties::default().with_headers(headers)), &settings(), 3).0
     }
 
     #[test]
@@ -177,7 +199,7 @@ mod tests {
         table.insert("nested".into(), AMQPValue::FieldTable(FieldTable::default()));
         let properties =
             BasicProperties::default().with_headers(table).with_message_id("m-1".into()).with_timestamp(1_000).with_expiration("5".into());
-        let (delivery, properties) = read(raw(properties), &Arc::from("q"), 3);
+        let (delivery, original) = read(raw(properties), &settings(), 3);
         let message = &delivery.message;
         assert_eq!((message.key.as_deref(), message.message_id.as_deref()), (Some(&b"a.key"[..]), Some(&b"m-1"[..])));
         assert_eq!(message.sent_at, Some(UNIX_EPOCH + Duration::from_secs(1_000)));
@@ -189,12 +211,12 @@ mod tests {
         assert_eq!(message.headers.last("nested"), None);
         assert_eq!(delivery.receipt, Receipt { epoch: 3, partition: 0, position: 7 });
         assert_eq!((&message.body[..], &*message.origin.name), (&b"body"[..], "q"));
-        assert!(properties.expiration().is_some());
+        assert!(original.properties.expiration().is_some());
     }
 
     #[test]
     fn a_message_of_an_absurd_time_has_none() {
-        let delivery = read(raw(BasicProperties::default().with_timestamp(u64::MAX)), &Arc::from("q"), 1).0;
+        let delivery = read(raw(BasicProperties::default().with_timestamp(u64::MAX)), &settings(), 1).0;
         assert_eq!(delivery.message.sent_at, None);
     }
 
@@ -291,6 +313,25 @@ mod tests {
         let day = (now + 86_400_000).to_string();
         assert!(waits(day.clone()).expect("a wait") > Duration::from_secs(80_000));
         assert_eq!(waits_under(Topology::Trust, day), Some(Duration::from_secs(600)), "a slot of the prefetch is not held for a day");
+    }
+
+    #[test]
+    fn the_key_is_the_named_header_or_the_routing_key() {
+        let settings = RabbitMq::queue("q").key_header("customer").check().expect("settings");
+        let keys = |value: Option<AMQPValue>| {
+            let mut table = FieldTable::default();
+            if let Some(value) = value {
+                table.insert("customer".into(), value);
+            }
+            let (delivery, original) = read(raw(BasicProperties::default().with_headers(table)), &settings, 1);
+            let text = |key: Bytes| String::from_utf8(key.to_vec()).expect("text");
+            (delivery.message.key.map(text), original.routing_key.map(text))
+        };
+        let both = |key: &str, routing_key: Option<&str>| (Some(key.to_owned()), routing_key.map(str::to_owned));
+        assert_eq!(keys(Some(AMQPValue::LongString("c-1".into()))), both("c-1", Some("a.key")));
+        assert_eq!(keys(Some(AMQPValue::LongInt(7))), both("7", Some("a.key")));
+        assert_eq!(keys(Some(AMQPValue::Void)), both("a.key", None));
+        assert_eq!(keys(None), both("a.key", None));
     }
 
     #[test]

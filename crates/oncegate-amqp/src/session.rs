@@ -10,12 +10,13 @@ use lapin::options::{
     BasicAckOptions, BasicCancelOptions, BasicConsumeOptions, BasicNackOptions, BasicQosOptions, BasicRejectOptions, QueueDeclareOptions,
 };
 use lapin::types::{AMQPValue, FieldTable, ShortString};
-use lapin::{BasicProperties, Channel, Connection, Consumer, ErrorKind};
+use lapin::{Channel, Connection, Consumer, ErrorKind};
 use oncegate_core::fault;
 use oncegate_core::source::{Delivery, SourceError};
 use tokio::time::Instant;
 
 use crate::acks::Acks;
+use crate::incoming::Original;
 use crate::link::{self, Trouble, code, passes, reply_code};
 use crate::settings::{Consumers, Settings};
 use crate::topology;
@@ -43,13 +44,13 @@ const OPENING: Duration = Duration::from_secs(30);
 
 /// What a delivery leaves here until it is settled.
 pub(crate) struct Carried {
-    /// The properties that a copy would need.
-    pub(crate) original: BasicProperties,
+    /// What a copy would need.
+    pub(crate) original: Original,
     since: Instant,
 }
 
 impl Carried {
-    pub(crate) fn now(original: BasicProperties) -> Self {
+    pub(crate) fn now(original: Original) -> Self {
         Self { original, since: Instant::now() }
     }
 }

@@ -25,6 +25,7 @@ pub struct RabbitMq {
     tls: Tls,
     prefetch: u32,
     in_flight: usize,
+    key_header: Option<String>,
     body_limit: usize,
     consumer_timeout: Duration,
     topology: Topology,
@@ -93,6 +94,7 @@ impl RabbitMq {
             tls: Tls::default(),
             prefetch: 512,
             in_flight: usize::MAX,
+            key_header: None,
             body_limit: usize::MAX,
             consumer_timeout: CONSUMER_TIMEOUT,
             topology: Topology::default(),
@@ -145,6 +147,15 @@ impl RabbitMq {
     /// behind slow handlers runs into the broker's consumer timeout (30 minutes).
     pub fn prefetch(mut self, count: u32) -> Self {
         self.prefetch = count;
+        self
+    }
+
+    /// Takes the key of a message from this header; from its routing key where the header is missing, as without this.
+    ///
+    /// `Order::ByKey` goes by it. What is published straight to the queue has the queue's name as its routing key, so all
+    /// of it would have one key.
+    pub fn key_header(mut self, name: impl Into<String>) -> Self {
+        self.key_header = Some(name.into());
         self
     }
 
@@ -239,6 +250,10 @@ impl RabbitMq {
             let problem = format!("`{}` is the queue that is consumed: what is rejected would come back for ever", self.queue);
             return Err(SourceError::misconfigured(setting, problem, "name another queue"));
         }
+        if self.key_header.as_deref().is_some_and(|name| name.is_empty() || name.len() > 255) {
+            let problem = "a header's name has 1 to 255 bytes";
+            return Err(SourceError::misconfigured("key_header", problem, "name the header that holds the key"));
+        }
         if self.consumer_timeout < Duration::from_secs(1) {
             let problem = format!("{:?} is too short", self.consumer_timeout);
             return Err(SourceError::misconfigured("consumer_timeout", problem, "name the broker's; 30 minutes is RabbitMQ's default"));
@@ -256,6 +271,7 @@ impl RabbitMq {
             nodes,
             tls: self.tls,
             prefetch,
+            key_header: self.key_header,
             body_limit: self.body_limit,
             consumer_timeout: self.consumer_timeout,
             topology: self.topology,
@@ -274,6 +290,7 @@ impl fmt::Debug for RabbitMq {
             .field("urls", &self.urls.iter().map(|url| shown(url)).collect::<Vec<_>>())
             .field("tls", &self.tls)
             .field("prefetch", &self.prefetch)
+            .field("key_header", &self.key_header)
             .field("body_limit", &self.body_limit)
             .field("consumer_timeout", &self.consumer_timeout)
             .field("topology", &self.topology)
@@ -299,6 +316,7 @@ pub(crate) struct Settings {
     pub(crate) nodes: Nodes,
     pub(crate) tls: Tls,
     pub(crate) prefetch: u16,
+    pub(crate) key_header: Option<String>,
     pub(crate) body_limit: usize,
     pub(crate) consumer_timeout: Duration,
     pub(crate) topology: Topology,
@@ -371,6 +389,8 @@ mod tests {
         assert_eq!(setting(payments().urls(Vec::<String>::new())), "url");
         assert_eq!(setting(payments().ca_certificate("/nowhere.pem")), "url", "a certificate is no use in plain text");
         assert_eq!(setting(payments().url("amqps://broker").ca_certificate("/nowhere.pem")), "ca_certificate");
+        assert_eq!(setting(payments().key_header("")), "key_header");
+        assert_eq!(setting(payments().key_header("customer")), "none");
         assert_eq!(setting(payments().consumer_timeout(Duration::ZERO)), "consumer_timeout");
         assert_eq!(setting(payments().rejects(Rejects::ByQueue)), "none");
         assert_eq!(setting(payments().rejects(Rejects::ByQueue).queue_kind(QueueKind::Classic)), "rejects");

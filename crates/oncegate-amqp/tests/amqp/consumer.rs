@@ -5,11 +5,12 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use lapin::BasicProperties;
+use lapin::types::{AMQPValue, FieldTable};
 use oncegate_amqp::QueueKind;
-use oncegate_core::source::headers;
+use oncegate_core::source::{Order, headers};
 use oncegate_core::{Consumer, Context, Failure, Handler, IdSource, MemoryStore, async_trait};
 
-use crate::rig::{Proxy, Rig, header};
+use crate::rig::{Proxy, Rig, close, header, open};
 
 #[derive(Clone, Default)]
 struct Effects(Arc<Mutex<BTreeMap<u32, u32>>>);
@@ -68,5 +69,72 @@ async fn every_id_is_handled_once_though_messages_are_doubled_and_the_connection
     running.await.expect("no panic").expect("a clean end");
     let effects = effects.0.lock().expect("no handler panics").clone();
     assert!(effects.values().all(|count| *count == 1), "{effects:?}");
+    rig.done().await;
+}
+
+/// What was handled of each key.
+#[derive(Clone, Default)]
+struct Keys(Arc<Mutex<Handled>>);
+
+#[derive(Clone, Default)]
+struct Handled {
+    order: BTreeMap<String, Vec<u32>>,
+    running: usize,
+    /// How many ran at once at most.
+    most: usize,
+}
+
+#[async_trait]
+impl Handler for Keys {
+    type Payload = u32;
+
+    async fn handle(&self, number: u32, cx: &Context) -> Result<(), Failure> {
+        {
+            let mut seen = self.0.lock().expect("no handler panics");
+            seen.running += 1;
+            seen.most = seen.most.max(seen.running);
+        }
+        // Whoever came later would often be done earlier.
+        tokio::time::sleep(Duration::from_millis(fastrand::u64(..10))).await;
+        let customer = cx.id().split('-').next().expect("customer-number").to_owned();
+        let mut seen = self.0.lock().expect("no handler panics");
+        seen.running -= 1;
+        seen.order.entry(customer).or_default().push(number);
+        Ok(())
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn messages_that_went_straight_to_the_queue_are_kept_in_the_order_of_a_header() {
+    const EACH: u32 = 30;
+    let (rig, keys) = (Rig::new().await, Keys::default());
+    close(open(rig.source(QueueKind::Quorum)).await).await;
+    for number in 0..EACH {
+        for customer in ["a", "b", "c"] {
+            let mut table = FieldTable::default();
+            table.insert("customer".into(), AMQPValue::LongString(customer.into()));
+            let id = format!("{customer}-{number}");
+            rig.publish_with(&number.to_string(), BasicProperties::default().with_message_id(id.into()).with_headers(table)).await;
+        }
+    }
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let consumer = Consumer::builder()
+        .source(rig.source(QueueKind::Quorum).key_header("customer"))
+        .store(MemoryStore::new())
+        .id(IdSource::message_id())
+        .order(Order::ByKey)
+        .handler(keys.clone());
+    let running = tokio::spawn(consumer.run_until(async { drop(stopped.await) }));
+    let patience = Instant::now() + Duration::from_secs(40);
+    let handled = || keys.0.lock().expect("no handler panics").order.values().map(Vec::len).sum::<usize>();
+    while handled() < 3 * EACH as usize {
+        assert!(Instant::now() < patience, "{} handled", handled());
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    stop.send(()).expect("the consumer runs");
+    running.await.expect("no panic").expect("a clean end");
+    let Handled { order, most, .. } = keys.0.lock().expect("no handler panics").clone();
+    assert!(order.values().all(|numbers| *numbers == (0..EACH).collect::<Vec<_>>()), "{order:?}");
+    assert!((2..=3).contains(&most), "{most} at once");
     rig.done().await;
 }
