@@ -1,5 +1,6 @@
 //! Deliveries that come back later.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use lapin::BasicProperties;
@@ -9,6 +10,7 @@ use oncegate_core::source::headers;
 
 use crate::KINDS;
 use crate::rig::*;
+use crate::trouble::{Way, spoiling_proxy};
 
 #[tokio::test]
 async fn a_short_release_comes_back_after_its_delay_while_others_go_on() {
@@ -94,5 +96,39 @@ async fn a_release_without_delay_queues_waits_in_memory() {
     settle(&mut source, later, accept()).await;
     close(source).await;
     rig.becomes_empty(&rig.queue).await;
+    rig.done().await;
+}
+
+static REJECTED: AtomicUsize = AtomicUsize::new(0);
+static GIVEN_BACK: AtomicUsize = AtomicUsize::new(0);
+
+/// Counts `basic.reject` and `basic.nack` on their way to the broker: frames of a method, with their class and number.
+fn count_returns(passed: &mut [u8]) {
+    for (number, count) in [(90, &REJECTED), (120, &GIVEN_BACK)] {
+        // Kind 1, two bytes of channel, four of size.
+        let found = passed.windows(11).filter(|part| part[0] == 1 && part[7..] == [0, 60, 0, number]).count();
+        count.fetch_add(found, Ordering::SeqCst);
+    }
+}
+
+/// RabbitMQ counts, from 4.3 on, what is rejected as a failed attempt, and not what is only given back.
+#[tokio::test]
+async fn at_the_end_what_failed_is_rejected_and_the_rest_is_given_back() {
+    let rig = Rig::new().await;
+    close(open(rig.source(QueueKind::Quorum)).await).await;
+    let way = spoiling_proxy(Way::ToTheBroker, count_returns).await;
+    let mut source = open(rig.source(QueueKind::Quorum).topology(Topology::Trust).url(way)).await;
+    for body in ["failed", "not handled", "nor this"] {
+        rig.publish(body).await;
+    }
+    let (mut three, _) = deliveries(&mut source, 3, Duration::from_secs(10)).await;
+    settle(&mut source, three.remove(0), release(Duration::from_secs(60))).await;
+    close(source).await;
+    let patience = Instant::now() + Duration::from_secs(10);
+    while rig.ready(&rig.queue).await < 3 {
+        assert!(Instant::now() < patience, "not all came back");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert_eq!((REJECTED.load(Ordering::SeqCst), GIVEN_BACK.load(Ordering::SeqCst)), (1, 1));
     rig.done().await;
 }
