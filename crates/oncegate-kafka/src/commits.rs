@@ -1,5 +1,6 @@
 //! Commits: what is settled, on its way to the broker.
 
+use oncegate_core::fault;
 use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer, ConsumerContext};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 
@@ -13,11 +14,13 @@ pub(crate) fn store<C: ConsumerContext>(consumer: &BaseConsumer<C>, shared: &Sha
     if commits.is_empty() {
         return;
     }
+    fault::point("kafka.commit.before");
     // Also what is sent: what was stored before it may be higher, and librdkafka would commit that next.
     if let Err(error) = consumer.store_offsets(&listed(commits.iter())) {
         // The partition is someone else's by now: they deliver it again, and the gate knows it.
         tracing::debug!(%error, "storing offsets");
     }
+    fault::point("kafka.commit.stored");
     let sent = listed(commits.iter().filter(|commit| commit.way == Way::Sent));
     if sent.count() > 0 {
         complain("sending offsets", consumer.commit(&sent, CommitMode::Async));

@@ -247,6 +247,7 @@ impl ConsumerContext for Context {
     }
 
     fn commit_callback(&self, result: KafkaResult<()>, offsets: &TopicPartitionList) {
+        oncegate_core::fault::point("kafka.commit.confirmed");
         let all = match result {
             Err(KafkaError::ConsumerCommit(RDKafkaErrorCode::NoOffset)) => return,
             Err(error) => Some(error),

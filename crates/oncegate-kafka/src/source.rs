@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use oncegate_core::road::{Reason, Settlement};
-use oncegate_core::{Delivery, Incoming, Limit, Order, Settled, Source, SourceError, Story};
+use oncegate_core::{Delivery, Incoming, Limit, Order, Settled, Source, SourceError, Story, fault};
 
 use crate::dead_letters::DeadLetters;
 use crate::shared::{Fate, Phase, Shared, detached};
@@ -52,6 +52,7 @@ impl KafkaSource {
         let delivery = Delivery { message: detached(&delivery.message), ..delivery };
         tokio::spawn(async move {
             let (mut pause, longest) = PAUSES;
+            fault::point("kafka.letter.before");
             while let Err(error) = dead_letters.publish(&delivery, &reason, story.as_deref()).await {
                 metrics::counter!("oncegate_kafka_dead_letter_failures_total").increment(1);
                 tracing::warn!(%error, reason = reason.as_str(), "a dead letter does not stand yet; publishing it again");
@@ -62,7 +63,9 @@ impl KafkaSource {
                 pause = (pause * 2).min(longest);
             }
             metrics::counter!("oncegate_kafka_dead_letters_total", "reason" => reason.as_str()).increment(1);
+            fault::point("kafka.letter.confirmed");
             let fate = shared.lock().published(&delivery);
+            fault::point("kafka.letter.settled");
             count(fate);
             shared.wake_poller();
             shared.wake_consumer();
