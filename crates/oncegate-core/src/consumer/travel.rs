@@ -250,8 +250,11 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 crate::wrong_version!("accept-before-complete", {
                     if let (Ask::Complete, Some(key)) = (ask, flight.key.clone()) {
                         let (store, ask, terms) = (self.store.clone(), Ask::Complete, flight.terms);
-                        let completion = Operation { key, ask, token: flight.token, attempt: flight.attempt, terms };
-                        tokio::spawn(async move { store.apply(&[completion]).await });
+                        let completion = [Operation { key, ask, token: flight.token, attempt: flight.attempt, terms }];
+                        tokio::spawn(async move {
+                            fault::before(&completion);
+                            store.apply(&completion).await
+                        });
                         return Some(Event::Answer(crate::marker::Verdict::Done { marker_lost: false }));
                     }
                 });
