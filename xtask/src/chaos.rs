@@ -29,6 +29,14 @@ pub(crate) fn run(Arguments { arguments }: &Arguments) -> Result<(), Error> {
     if arguments.iter().any(|argument| argument == "--soak") {
         cargo.arg("--release");
     }
+    // Points at which a process ends and wrong versions are in a build of their own, and in no other.
+    if arguments.iter().any(|argument| argument == "--matrix" || argument == "--mutants") {
+        let flags = std::env::var("RUSTFLAGS").unwrap_or_default();
+        cargo
+            .env("RUSTFLAGS", format!("{flags} --cfg oncegate_chaos").trim())
+            .arg("--target-dir")
+            .arg(setup::root().join("target/chaos-build"));
+    }
     cargo.arg("--").args(arguments).current_dir(setup::root()).stdin(Stdio::null());
     let mut child = cargo.spawn().map_err(cannot)?;
     let mut told = false;

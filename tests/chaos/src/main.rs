@@ -9,10 +9,11 @@ use clap::{Parser, Subcommand};
 use oncegate_chaos::check::{Promise, check};
 use oncegate_chaos::consume::{self, Broker};
 use oncegate_chaos::ledger::Ledger;
+use oncegate_chaos::matrix::table::Matrix;
 use oncegate_chaos::report::{Report, Verdict};
 use oncegate_chaos::scenario::{Director, Wish};
 use oncegate_chaos::schedule::Lengths;
-use oncegate_chaos::{Error, Stopping, fleet, sink};
+use oncegate_chaos::{Error, Stopping, fleet, matrix, mutants, sink};
 
 /// Plays real faults on real servers, and counts what becomes of messages.
 ///
@@ -29,6 +30,16 @@ struct Arguments {
     /// Each kind of fault once, on both brokers, and the negative control: `bare` must be seen to lose. Under four minutes.
     #[arg(long, conflicts_with_all = ["name", "soak"])]
     smoke: bool,
+    /// Ends a process at every step of the road, in each mode, on each broker, with each store, three times each.
+    /// NAME, if it is not left out, is a step, or what its name begins with: `claim`.
+    #[arg(long, conflicts_with_all = ["smoke", "soak"])]
+    matrix: bool,
+    /// Twelve wrong versions, each of which a named check must catch. NAME may be one of them.
+    #[arg(long, conflicts_with_all = ["smoke", "soak", "matrix"])]
+    mutants: bool,
+    /// How many groups of the matrix work side by side.
+    #[arg(long)]
+    side_by_side: Option<usize>,
     /// Goes on for so many minutes, with one seed after the other. Reports add up: see `sum`.
     #[arg(long, value_name = "MINUTES")]
     soak: Option<u64>,
@@ -69,12 +80,15 @@ enum Command {
     },
     /// Adds reports up.
     Sum {
-        /// Files named report.json.
+        /// Files named report.json, or of the matrix named matrix.json.
         reports: Vec<PathBuf>,
     },
     /// A consumer of a run.
     #[command(hide = true)]
     Consume(consume::Arguments),
+    /// A consumer of a cell of the matrix.
+    #[command(hide = true)]
+    CellConsumer(matrix::consumer::Arguments),
     /// The sink of a run.
     #[command(hide = true)]
     Sink {
@@ -105,6 +119,15 @@ fn run(mut arguments: Arguments) -> Result<ExitCode, Error> {
             println!("{}", report.to_markdown());
             Ok(verdict(&report, None))
         }
+        Some(Command::Sum { reports }) if reports.iter().any(|path| path.ends_with("matrix.json")) => {
+            let mut sum = Matrix::default();
+            for path in reports {
+                let text = std::fs::read(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+                sum.add(serde_json::from_slice(&text)?);
+            }
+            println!("{}", sum.to_markdown());
+            Ok(last_line(sum.is_right(), &sum.verdict(), None))
+        }
         Some(Command::Sum { reports }) => {
             let mut sum: Option<Report> = None;
             for path in reports {
@@ -123,6 +146,11 @@ fn run(mut arguments: Arguments) -> Result<ExitCode, Error> {
             tokio::runtime::Runtime::new()?.block_on(consume::run(consumer))?;
             Ok(ExitCode::SUCCESS)
         }
+        Some(Command::CellConsumer(consumer)) => {
+            fleet::end_with_parent();
+            tokio::runtime::Runtime::new()?.block_on(matrix::consumer::run(consumer))?;
+            Ok(ExitCode::SUCCESS)
+        }
         Some(Command::Sink { folder }) => {
             fleet::end_with_parent();
             sink::serve(&folder, |address| println!("{address}"))?;
@@ -135,6 +163,19 @@ fn direct(arguments: &Arguments) -> Result<ExitCode, Error> {
     let stopping = Stopping::on_signals()?;
     let now = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs();
     let folder = arguments.folder.clone().unwrap_or_else(|| target().join("chaos").join(now.to_string()));
+    if arguments.matrix {
+        let steps = if arguments.name == "mixed" { Vec::new() } else { vec![arguments.name.clone()] };
+        let wish = matrix::Wish { steps, broker: arguments.broker, promise: arguments.guarantee, side_by_side: arguments.side_by_side };
+        let (matrix, _) = matrix::run(&wish, &folder, &stopping)?;
+        println!("{}", matrix.to_markdown());
+        return Ok(last_line(matrix.is_right(), &matrix.verdict(), Some(&folder.join("matrix.md"))));
+    }
+    if arguments.mutants {
+        let wanted = if arguments.name == "mixed" { "" } else { &arguments.name };
+        let caught = mutants::run(wanted, &folder, &stopping)?;
+        println!("{}", caught.to_markdown());
+        return Ok(last_line(caught.is_right(), &caught.verdict(), Some(&folder.join("mutants.md"))));
+    }
     let mut director = Director::new(&folder, &stopping);
     let report = if arguments.smoke {
         director.smoke(arguments.seed.unwrap_or(1))?
@@ -156,6 +197,13 @@ fn direct(arguments: &Arguments) -> Result<ExitCode, Error> {
     };
     report.write(&folder)?;
     Ok(verdict(&report, Some(&folder)))
+}
+
+/// The last line of what is right, or is not.
+fn last_line(is_right: bool, said: &str, told_in: Option<&Path>) -> ExitCode {
+    let place = told_in.map(|path| format!(" ({})", path.display())).unwrap_or_default();
+    println!("chaos: {}: {said}{place}", if is_right { "PASSED" } else { "FAILED" });
+    if is_right { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
 /// The last line. Only what held is right: `bare` is red, as it should be.

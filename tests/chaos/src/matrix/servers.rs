@@ -1,0 +1,74 @@
+//! The servers that all cells share.
+
+use std::collections::BTreeMap;
+
+use oncegate_testkit::servers::{KafkaServer, RabbitServer, RedisOptions, RedisPersistence, RedisServer};
+use tokio::runtime::Runtime;
+
+use super::consumer::Markers;
+use crate::Error;
+use crate::consume::Broker;
+
+/// One of each, and a runtime for their clients.
+pub struct Servers {
+    kafka: KafkaServer,
+    rabbit: RabbitServer,
+    redis: RedisServer,
+    pub(crate) runtime: Runtime,
+}
+
+impl Servers {
+    /// Starts all of them side by side. Kafka lets sessions be as short as a second.
+    ///
+    /// # Errors
+    /// The first that does not start.
+    pub fn start() -> Result<Self, Error> {
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+        std::thread::scope(|scope| {
+            let kafka = scope.spawn(KafkaServer::start);
+            let rabbit = scope.spawn(RabbitServer::start);
+            let redis = RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EverySecond))?;
+            let kafka = kafka.join().map_err(|_| "starting Kafka panicked")??;
+            let rabbit = rabbit.join().map_err(|_| "starting RabbitMQ panicked")??;
+            Ok(Self { kafka, rabbit, redis, runtime })
+        })
+    }
+
+    pub(crate) fn url(&self, broker: Broker) -> String {
+        match broker {
+            Broker::Kafka => self.kafka.brokers(),
+            Broker::Rabbitmq => self.rabbit.url(),
+        }
+    }
+
+    pub(crate) fn rabbit_port(&self) -> u16 {
+        self.rabbit.port()
+    }
+
+    pub(crate) fn redis(&self) -> String {
+        self.redis.url()
+    }
+
+    /// What runs here, and how old it is.
+    pub fn versions(&self) -> BTreeMap<String, String> {
+        let told = self.redis.reply("INFO server").unwrap_or_default();
+        let redis = told.lines().find_map(|line| line.strip_prefix("redis_version:")).unwrap_or("unknown").trim().to_owned();
+        let rabbit = self.rabbit.control(&["-q", "version"]).unwrap_or_else(|_| "unknown".into()).trim().to_owned();
+        let kafka = oncegate_testkit::servers::fetch_kafka().ok();
+        let kafka = kafka.and_then(|it| Some(it.parent()?.file_name()?.to_str()?.strip_prefix("kafka-")?.to_owned()));
+        let commit = std::process::Command::new("git").args(["rev-parse", "--short=12", "HEAD"]).output().ok();
+        let commit = commit.and_then(|it| String::from_utf8(it.stdout).ok()).unwrap_or_default().trim().to_owned();
+        let named = [("Redis", redis), ("RabbitMQ", rabbit), ("Kafka", kafka.unwrap_or_else(|| "unknown".into())), ("commit", commit)];
+        named.into_iter().map(|(name, version)| (name.to_owned(), version)).collect()
+    }
+}
+
+impl Markers {
+    /// As it stands on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Redis => "redis",
+            Self::Sqlite => "sqlite",
+        }
+    }
+}

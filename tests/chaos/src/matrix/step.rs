@@ -1,0 +1,158 @@
+//! The steps of the road at which a process is ended.
+
+use super::consumer::Markers;
+use super::group::Made;
+use crate::check::Promise;
+use crate::consume::Broker;
+
+/// A point in oncegate, or in the handler, at which a process ends as a crash ends it.
+#[derive(Debug)]
+pub struct Step {
+    /// As oncegate calls it.
+    pub name: &'static str,
+    /// Where on the road that is.
+    pub text: &'static str,
+    /// In which of the three runs the process ends at which pass.
+    pub(crate) passes: [u32; 3],
+    /// What leads there.
+    pub(crate) way: Way,
+    /// Where it does not exist.
+    only: Only,
+}
+
+/// What leads to a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Way {
+    /// Messages.
+    Work,
+    /// Being told to drain while handlers run.
+    Drain,
+    /// Being told to drain while what has failed waits to be tried again.
+    DrainWhileSomethingWaits,
+}
+
+/// Where a step exists.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Only {
+    Everywhere,
+    AtMostOnce,
+    NotBare,
+    Kafka,
+    RabbitMq,
+    Sqlite,
+}
+
+const OFTEN: [u32; 3] = [1, 2, 4];
+const SELDOM: [u32; 3] = [1, 1, 1];
+
+const fn step(name: &'static str, text: &'static str, passes: [u32; 3], way: Way, only: Only) -> Step {
+    Step { name, text, passes, way, only }
+}
+
+/// All of them, in the order of the road.
+pub const STEPS: [Step; 40] = [
+    step("delivery", "a delivery has come in, and nothing was asked", OFTEN, Way::Work, Only::Everywhere),
+    step("claim.before", "before a claim is sent", OFTEN, Way::Work, Only::Everywhere),
+    step("claim.after", "a claim was carried out, its reply unread", OFTEN, Way::Work, Only::Everywhere),
+    step("handler.before", "claimed, before the handler", OFTEN, Way::Work, Only::Everywhere),
+    step("effect.before", "inside the handler, before its effect", OFTEN, Way::Work, Only::Everywhere),
+    step("effect.after", "inside the handler, after its effect", OFTEN, Way::Work, Only::Everywhere),
+    step("handler.after", "after the handler", OFTEN, Way::Work, Only::Everywhere),
+    step("renew.before", "before a renewal is sent", SELDOM, Way::Work, Only::NotBare),
+    step("renew.after", "a renewal was carried out, its reply unread", SELDOM, Way::Work, Only::NotBare),
+    step("complete.before", "before a completion is sent", OFTEN, Way::Work, Only::Everywhere),
+    step("complete.after", "a completion was carried out, its reply unread", OFTEN, Way::Work, Only::Everywhere),
+    step("clear.before", "before an id is freed for another attempt", SELDOM, Way::Work, Only::Everywhere),
+    step("clear.after", "it was freed, the reply unread", SELDOM, Way::Work, Only::Everywhere),
+    step("reject.before", "before an id is kept from running", SELDOM, Way::Work, Only::Everywhere),
+    step("reject.after", "it was, the reply unread", SELDOM, Way::Work, Only::Everywhere),
+    step("doubt.before", "before an id is put in doubt", SELDOM, Way::Work, Only::AtMostOnce),
+    step("doubt.after", "it is in doubt, the reply unread", SELDOM, Way::Work, Only::AtMostOnce),
+    step("reconcile.before", "before `reconcile`", SELDOM, Way::Work, Only::AtMostOnce),
+    step("reconcile.found", "inside `reconcile`, when it has found out", SELDOM, Way::Work, Only::AtMostOnce),
+    step("reconcile.after", "after `reconcile`", SELDOM, Way::Work, Only::AtMostOnce),
+    step("resolve.before", "before what was found is written", SELDOM, Way::Work, Only::AtMostOnce),
+    step("resolve.after", "it was written, the reply unread", SELDOM, Way::Work, Only::AtMostOnce),
+    step("sqlite.commit.before", "inside SQLite's transaction", OFTEN, Way::Work, Only::Sqlite),
+    step("sqlite.commit.after", "SQLite has committed, nobody was told", OFTEN, Way::Work, Only::Sqlite),
+    step("settle.before", "before a verdict goes to the source", OFTEN, Way::Work, Only::Everywhere),
+    step("settle.after", "the source has it", OFTEN, Way::Work, Only::Everywhere),
+    step("kafka.commit.before", "before an offset is stored for the commit", OFTEN, Way::Work, Only::Kafka),
+    step("kafka.commit.stored", "stored, not committed", OFTEN, Way::Work, Only::Kafka),
+    step("kafka.commit.confirmed", "Kafka has committed it, nobody was told", SELDOM, Way::Work, Only::Kafka),
+    step("kafka.letter.before", "before a dead letter is published", SELDOM, Way::Work, Only::Kafka),
+    step("kafka.letter.confirmed", "it stands, its message is not settled", SELDOM, Way::Work, Only::Kafka),
+    step("kafka.letter.settled", "its message is settled, not committed", SELDOM, Way::Work, Only::Kafka),
+    step("amqp.ack.before", "before acknowledgements are written", OFTEN, Way::Work, Only::RabbitMq),
+    step("amqp.ack.after", "they were handed to the connection", OFTEN, Way::Work, Only::RabbitMq),
+    step("amqp.letter.before", "before a dead letter is published", SELDOM, Way::Work, Only::RabbitMq),
+    step("amqp.letter.confirmed", "it stands, its message is not acknowledged", SELDOM, Way::Work, Only::RabbitMq),
+    step("amqp.delay.before", "before a copy is published to wait", SELDOM, Way::DrainWhileSomethingWaits, Only::RabbitMq),
+    step("amqp.delay.confirmed", "the copy stands, its message is not acknowledged", SELDOM, Way::DrainWhileSomethingWaits, Only::RabbitMq),
+    step("drain.begun", "told to drain, handlers run", SELDOM, Way::Drain, Only::Everywhere),
+    step("drain.closing", "drained, before the source is closed", SELDOM, Way::Drain, Only::Everywhere),
+];
+
+impl Step {
+    /// Why it does not exist here; none if it does.
+    pub fn absent(&self, made: Made) -> Option<&'static str> {
+        match self.only {
+            Only::NotBare if made.promise == Promise::Bare => Some("bare holds nothing"),
+            Only::AtMostOnce if made.promise != Promise::AtMostOnce => Some("it is not put in doubt: it runs again"),
+            Only::Kafka if made.broker != Broker::Kafka => Some("it is a step of Kafka's"),
+            Only::RabbitMq if made.broker != Broker::Rabbitmq => Some("it is a step of RabbitMQ's"),
+            Only::Sqlite if made.markers != Markers::Sqlite => {
+                Some("Redis has no commit: before and after each command are steps of their own")
+            }
+            _ => None,
+        }
+    }
+
+    /// The step of this name.
+    pub fn named(name: &str) -> Option<&'static Self> {
+        STEPS.iter().find(|step| step.name == name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+    use std::path::Path;
+
+    use super::*;
+
+    /// Every line of Rust below a folder.
+    fn sources(folder: &Path, into: &mut String) {
+        for entry in std::fs::read_dir(folder).expect("a folder") {
+            let path = entry.expect("an entry").path();
+            if path.is_dir() {
+                sources(&path, into);
+            } else if path.extension().is_some_and(|it| it == "rs") && !path.ends_with("step.rs") {
+                into.push_str(&std::fs::read_to_string(&path).expect("text"));
+            }
+        }
+    }
+
+    #[test]
+    fn each_step_has_a_name_of_its_own_which_stands_in_the_code_it_is_about() {
+        let mut code = String::new();
+        for folder in ["../../crates", "src/matrix"] {
+            sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join(folder), &mut code);
+        }
+        let names: HashSet<&str> = STEPS.iter().map(|step| step.name).collect();
+        assert_eq!(names.len(), STEPS.len());
+        for name in names {
+            assert!(code.contains(&format!("\"{name}\"")), "no point is called {name}");
+        }
+    }
+
+    #[test]
+    fn each_step_exists_somewhere_and_each_combination_has_steps_of_its_own_broker() {
+        let exists = |step: &Step| crate::matrix::columns().into_iter().any(|made| step.absent(made).is_none());
+        assert!(STEPS.iter().all(exists));
+        for made in crate::matrix::columns() {
+            let of = |beginning: &str| STEPS.iter().any(|step| step.name.starts_with(beginning) && step.absent(made).is_none());
+            assert_eq!((of("kafka."), of("amqp.")), (made.broker == Broker::Kafka, made.broker == Broker::Rabbitmq));
+        }
+    }
+}

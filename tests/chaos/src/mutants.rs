@@ -1,0 +1,229 @@
+//! Wrong versions of oncegate: each must be caught by a check that has a name, or the harness is not good enough.
+
+mod scene;
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::io;
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
+
+use serde::{Deserialize, Serialize};
+
+use crate::matrix::servers::Servers;
+use crate::{Error, Stopping};
+use scene::Play;
+
+/// How often a wrong version may be put before its scene until it is caught: what it breaks may need the right moment.
+const TRIES: u32 = 3;
+/// How many scenes are played side by side.
+const SIDE_BY_SIDE: usize = 6;
+
+/// A wrong version.
+struct Mutant {
+    /// As `ONCEGATE_MUTANT` calls it.
+    name: &'static str,
+    /// What it does.
+    text: &'static str,
+    scene: &'static str,
+}
+
+const SCENES: [(&str, &str, Play); 10] = [
+    ("crash-beside-copies", "three crashes before the handler, copies beside them", scene::crash_beside_copies),
+    ("crash-in-the-handler", "three crashes inside the handler", scene::crash_in_the_handler),
+    ("crash-before-completion", "three crashes before a completion is sent", scene::crash_before_completion),
+    ("killed-with-a-gap", "killed while one runs and those behind it are done", scene::killed_with_a_gap),
+    ("panics-after-effects", "handlers panic after their effect", scene::panics_after_effects),
+    ("late-clear", "a clear arrives late, in the next run", scene::late_clear),
+    ("late-resolve", "a resolve arrives late, in the next run", scene::late_resolve),
+    ("lost-claims", "the replies to first claims are lost", scene::lost_claims),
+    ("slow-renewal", "a renewal's reply is slow, then silence", scene::slow_renewal),
+    ("longer-than-the-window", "a crash after the effect, and again when the window is over", scene::longer_than_the_window),
+];
+/// Beside those above; it alone needs a proxy.
+const ANOTHER_CHANNEL: (&str, &str, Play) =
+    ("another-channel", "connections close while handlers run, then a kill", scene::another_channel);
+
+const fn mutant(name: &'static str, text: &'static str, scene: &'static str) -> Mutant {
+    Mutant { name, text, scene }
+}
+
+const MUTANTS: [Mutant; 12] = [
+    mutant("accept-a-busy", "accepts a delivery whose id another one holds", "crash-beside-copies"),
+    mutant("clear-without-comparing", "clears whatever is in progress, whoever holds it", "late-clear"),
+    mutant("token-per-delivery", "makes one token for a delivery, and claims with it again", "late-clear"),
+    mutant("new-token-on-a-retried-claim", "asks again about a claim with another token", "lost-claims"),
+    mutant("resolve-compares-nothing", "takes `did not happen` for whatever stands there", "late-resolve"),
+    mutant("unresolved-expires-with-the-window", "forgets in at most once what is unresolved", "longer-than-the-window"),
+    mutant("panic-is-a-failure", "takes a panic for a clean failure in at most once", "panics-after-effects"),
+    mutant("renewal-from-the-reply", "counts a renewed lease from the reply", "slow-renewal"),
+    mutant("complete-before-the-handler", "writes that it is done when it is claimed", "crash-in-the-handler"),
+    mutant("accept-before-complete", "accepts without waiting for the store", "crash-before-completion"),
+    mutant("commit-the-highest", "commits the highest settled offset", "killed-with-a-gap"),
+    mutant("settle-on-another-channel", "acknowledges by a tag of a channel that is gone", "another-channel"),
+];
+
+/// What became of all of them.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Caught {
+    /// In the order in which they are told.
+    pub mutants: Vec<Outcome>,
+    /// What the right version broke in each scene: nothing, if all is well.
+    pub right: BTreeMap<String, Vec<String>>,
+    /// How long it took, in seconds.
+    pub seconds: u64,
+    /// What was tried.
+    pub versions: BTreeMap<String, String>,
+}
+
+/// What became of one.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Outcome {
+    /// Its name.
+    pub name: String,
+    /// What it does.
+    pub text: String,
+    /// What it was put before.
+    pub scene: String,
+    /// The checks that caught it, with how often; empty if none did.
+    pub by: Vec<String>,
+    /// How often the scene was played.
+    pub tries: u32,
+}
+
+/// Puts each wrong version before its scene, and the right one before each of these; those whose name begins like this.
+///
+/// # Errors
+/// If the servers do not start, or it was told to stop.
+pub fn run(wanted: &str, folder: &Path, stopping: &Stopping) -> Result<Caught, Error> {
+    if !cfg!(oncegate_chaos) {
+        return Err("this build has no wrong versions: run it as `cargo xtask chaos --mutants`".into());
+    }
+    std::fs::create_dir_all(folder)?;
+    let servers = Servers::start()?;
+    let begun = Instant::now();
+    let mutants: Vec<&Mutant> = MUTANTS.iter().filter(|it| it.name.starts_with(wanted)).collect();
+    let scenes = || SCENES.iter().chain([&ANOTHER_CHANNEL]);
+    let of_mutants = mutants.iter().map(|mutant| (mutant.scene, Some(*mutant)));
+    let of_scenes = scenes().filter(|scene| mutants.iter().any(|it| it.scene == scene.0)).map(|scene| (scene.0, None));
+    let due = Mutex::new(of_mutants.chain(of_scenes).collect::<std::collections::VecDeque<_>>());
+    let caught = Mutex::new(Caught { versions: servers.versions(), ..Caught::default() });
+    std::thread::scope(|scope| {
+        for _ in 0..SIDE_BY_SIDE {
+            scope.spawn(|| {
+                while stopping.go_on().is_ok() {
+                    let Some((name, mutant)) = lock(&due).pop_front() else { return };
+                    let Some((_, _, play)) = scenes().find(|scene| scene.0 == name) else { return };
+                    tell(&caught, name, mutant, |environment, tried| {
+                        let place = folder.join(format!("{name}-{}-{tried}", mutant.map_or("right", |it| it.name)));
+                        play(&servers, environment, &place)
+                    });
+                }
+            });
+        }
+    });
+    stopping.go_on()?;
+    let mut caught = caught.into_inner().unwrap_or_else(PoisonError::into_inner);
+    caught.seconds = begun.elapsed().as_secs();
+    caught.mutants.sort_by_key(|outcome| MUTANTS.iter().position(|it| it.name == outcome.name));
+    caught.write(folder)?;
+    Ok(caught)
+}
+
+/// Plays, a wrong version until it is caught, and notes what came of it.
+fn tell(caught: &Mutex<Caught>, scene: &str, mutant: Option<&Mutant>, play: impl Fn(&[(&str, &str)], u32) -> Result<Vec<String>, Error>) {
+    let Some(Mutant { name, text, .. }) = mutant else {
+        let broken = play(&[], 1).unwrap_or_else(|error| vec![error.to_string()]);
+        println!("chaos: the right version, {scene}: {}", if broken.is_empty() { "held".to_owned() } else { broken.join(", ") });
+        lock(caught).right.insert(scene.to_owned(), broken);
+        return;
+    };
+    let (mut by, mut tries) = (Vec::new(), 0);
+    while by.is_empty() && tries < TRIES {
+        tries += 1;
+        match play(&[("ONCEGATE_MUTANT", name)], tries) {
+            Ok(names) => by = names,
+            // That a scene could not be played catches nothing.
+            Err(error) => eprintln!("chaos: {name}, {scene}: {error}"),
+        }
+    }
+    println!("chaos: {name}: {}", if by.is_empty() { "SURVIVED".to_owned() } else { format!("caught by {}", by.join(", ")) });
+    let outcome = Outcome { name: (*name).to_owned(), text: (*text).to_owned(), scene: scene.to_owned(), by, tries };
+    lock(caught).mutants.push(outcome);
+}
+
+impl Caught {
+    /// Whether all were caught, and the right version held in every scene.
+    pub fn is_right(&self) -> bool {
+        !self.mutants.is_empty() && self.mutants.iter().all(|it| !it.by.is_empty()) && self.right.values().all(Vec::is_empty)
+    }
+
+    /// One line.
+    pub fn verdict(&self) -> String {
+        let (all, seconds) = (self.mutants.len(), self.seconds);
+        let caught = self.mutants.iter().filter(|it| !it.by.is_empty()).count();
+        let held = self.right.values().filter(|broken| broken.is_empty()).count();
+        format!("mutants: {caught} of {all} caught; the right version held in {held} of {} scenes, {seconds} s", self.right.len())
+    }
+
+    fn write(&self, folder: &Path) -> io::Result<()> {
+        std::fs::write(folder.join("mutants.md"), self.to_markdown())?;
+        std::fs::write(folder.join("mutants.json"), serde_json::to_vec_pretty(self)?)
+    }
+
+    /// The table.
+    pub fn to_markdown(&self) -> String {
+        let mut text = format!("# {}\n\n| wrong version | scene | caught by |\n| --- | --- | --- |\n", self.verdict());
+        for Outcome { name, text: does, scene, by, tries } in &self.mutants {
+            let told = SCENES.iter().chain([&ANOTHER_CHANNEL]).find(|it| it.0 == scene).map_or(scene.as_str(), |it| it.1);
+            let by = if by.is_empty() { "**nothing**".to_owned() } else { by.join(", ") };
+            let again = if *tries > 1 { format!(" (at try {tries})") } else { String::new() };
+            let _ = writeln!(text, "| `{name}`: {does} | {told} | {by}{again} |");
+        }
+        for (scene, broken) in self.right.iter().filter(|(_, broken)| !broken.is_empty()) {
+            let _ = write!(text, "\nThe right version broke in {scene}: {}.\n", broken.join(", "));
+        }
+        let versions: Vec<String> = self.versions.iter().map(|(what, version)| format!("{what} {version}")).collect();
+        let _ = write!(text, "\nVersions: {}.\n", versions.join(", "));
+        text
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_wrong_version_has_a_name_of_its_own_and_a_scene() {
+        let names: std::collections::HashSet<&str> = MUTANTS.iter().map(|it| it.name).collect();
+        assert_eq!(names.len(), 12);
+        for mutant in &MUTANTS {
+            assert!(SCENES.iter().chain([&ANOTHER_CHANNEL]).any(|scene| scene.0 == mutant.scene), "{}", mutant.scene);
+        }
+    }
+
+    #[test]
+    fn one_that_survives_and_a_right_version_that_breaks_are_red() {
+        let outcome = |by: &[&str]| Outcome {
+            name: "accept-a-busy".into(),
+            text: "accepts".into(),
+            scene: "crash-beside-copies".into(),
+            by: by.iter().map(|it| (*it).to_owned()).collect(),
+            tries: 1,
+        };
+        let caught = |by: &[&str], broken: &[&str]| Caught {
+            mutants: vec![outcome(&["I9 × 2"]), outcome(by)],
+            right: BTreeMap::from([("crash-beside-copies".to_owned(), broken.iter().map(|it| (*it).to_owned()).collect())]),
+            ..Caught::default()
+        };
+        assert!(caught(&["I1 × 1"], &[]).is_right() && !Caught::default().is_right());
+        assert!(!caught(&[], &[]).is_right() && caught(&[], &[]).to_markdown().contains("**nothing**"));
+        assert!(!caught(&["I1 × 1"], &["I4 × 1"]).is_right());
+        assert!(caught(&[], &[]).verdict().starts_with("mutants: 1 of 2 caught"));
+    }
+}
