@@ -16,6 +16,9 @@
 //!   meanwhile, what waited in memory comes back at once.
 #![forbid(unsafe_code)]
 
+// Where to begin: `source` is what the consumer drives, and hands everything on to the `engine`. A `session` is one channel
+// that consumes, with its `acks`; `incoming` reads what it brings, and the `inbox` takes that back to the source. The
+// `publisher` sends each `copy` in a `flight`. From the URL to the bytes go `node`, `link`, `handshake`, `guard` and `frames`.
 mod acks;
 mod backoff;
 mod copy;
