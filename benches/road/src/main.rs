@@ -1,0 +1,70 @@
+//! A message's way through oncegate: so many messages from the in-memory broker, past the in-memory store, to a handler that
+//! does nothing, on a runtime of one thread.
+//!
+//! `oncegate-road MESSAGES [in-place|spawned]`. It prints nothing and measures nothing: whoever counts its instructions runs
+//! it twice, with few messages and with many, and divides the difference.
+#![forbid(unsafe_code)]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use bytes::Bytes;
+use oncegate_core::{
+    Consumer, Context, Failure, Handler, Handlers, Headers, IdSource, MemoryBroker, MemoryStore, Message, RawBytes, async_trait,
+};
+use serde::de::IgnoredAny;
+use tokio::sync::Notify;
+
+/// Counts down, and says when all have been handled.
+struct CountDown(AtomicUsize, Arc<Notify>);
+
+#[async_trait]
+impl Handler for CountDown {
+    type Payload = IgnoredAny;
+
+    async fn handle(&self, _: IgnoredAny, _: &Context) -> Result<(), Failure> {
+        if self.0.fetch_sub(1, Ordering::Relaxed) == 1 {
+            self.1.notify_one();
+        }
+        Ok(())
+    }
+}
+
+#[tokio::main(flavor = "current_thread")]
+async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let mut arguments = std::env::args().skip(1);
+    let messages: usize = arguments.next().ok_or("say how many messages")?.parse()?;
+    let handlers = match arguments.next().as_deref() {
+        None | Some("in-place") => Handlers::InPlace,
+        Some("spawned") => Handlers::Spawned,
+        Some(other) => return Err(format!("`{other}` is neither `in-place` nor `spawned`").into()),
+    };
+    let broker = MemoryBroker::new("road");
+    // One block for all, as a source makes it: what a message costs to make is not what is counted.
+    let mut block = Vec::new();
+    let headers: Vec<_> = (0..messages)
+        .map(|number| {
+            let start = block.len();
+            Headers::encode(&mut block, b"id", Some(format!("{number:016}").as_bytes()));
+            start..block.len()
+        })
+        .collect();
+    let block = Bytes::from(block);
+    let message = Message::new(Bytes::from_static(&[b'x'; 100]));
+    for range in headers {
+        broker.publish(Message { headers: Headers::from_block(block.slice(range)), ..message.clone() });
+    }
+    let over = Arc::new(Notify::new());
+    let all = over.clone();
+    Consumer::builder()
+        .source(broker.source())
+        .store(MemoryStore::new())
+        .id(IdSource::header("id"))
+        .decode(RawBytes)
+        .handlers(handlers)
+        .handler(CountDown(AtomicUsize::new(messages), over))
+        .run_until(async move { all.notified().await })
+        .await?;
+    assert_eq!(broker.unsettled(), 0, "the consumer ends when all is settled");
+    Ok(())
+}
