@@ -17,8 +17,9 @@ pub fn point(name: &str) {
         && armed.name == name
         && armed.passes.fetch_add(1, Ordering::SeqCst) + 1 == armed.at
     {
-        // Who reads the log sees that it ended here and nowhere else.
-        eprintln!("oncegate-failpoint {name}:{}", armed.at);
+        // Who reads the log sees that it ended here and nowhere else. In one piece, since other threads write there, too.
+        let said = format!("\noncegate-failpoint {name}:{}\n", armed.at);
+        let _ = std::io::Write::write_all(&mut std::io::stderr(), said.as_bytes());
         std::process::abort();
     }
     #[cfg(not(oncegate_chaos))]
