@@ -1,6 +1,7 @@
 //! The RabbitMQ source against a real broker.
 
 mod bad_input;
+mod bad_table;
 mod consumer;
 mod copies;
 mod laws;

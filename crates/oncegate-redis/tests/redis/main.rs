@@ -1,5 +1,6 @@
 //! The Redis store against real servers. Needs `ONCEGATE_REDIS` and `redis-server`.
 
+mod bad_table;
 mod batches;
 mod certificates;
 mod faults;
