@@ -3,6 +3,7 @@
 //! Nothing here links a driver, so this compiles on a machine that has only Rust; `setup` brings the rest.
 #![forbid(unsafe_code)]
 
+mod bench;
 mod chaos;
 mod faults;
 mod kafka_faults;
@@ -44,6 +45,9 @@ enum Command {
     /// Kills, freezes and cuts off consumers, Redis, Kafka and RabbitMQ under load, counts effects in a process of their own,
     /// and checks what was promised. `--smoke` has each fault once; `--help` says the rest.
     Chaos(chaos::Arguments),
+    /// Compares the bare clients with oncegate, by turns, on servers of its own, and prints rates, ratios and CPU time a message.
+    /// `--quick` takes three minutes; `--guard` counts instructions instead; `--help` says the rest.
+    Bench(bench::Arguments),
     /// Explores every interleaving of a small world in which the functions run that decide everything, and prints what
     /// each guarantee withstands.
     Model(model::Arguments),
@@ -61,6 +65,7 @@ fn main() -> ExitCode {
         Command::Faults(arguments) => faults::run(&arguments),
         Command::KafkaFaults(arguments) => kafka_faults::run(&arguments),
         Command::Chaos(arguments) => chaos::run(&arguments),
+        Command::Bench(arguments) => bench::run(&arguments),
         Command::Model(arguments) => model::run(&arguments),
         Command::Services { command } => services::run(command),
     };

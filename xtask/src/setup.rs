@@ -24,6 +24,7 @@ const NEEDS: &[Need] = &[
     Need { what: "the Redis server", is_met: || on_path("redis-server"), packages: &["redis-server"] },
     Need { what: "redis-cli, which makes a Cluster", is_met: || on_path("redis-cli"), packages: &["redis-tools"] },
     Need { what: "openssl, for the certificates of a Redis with TLS", is_met: || on_path("openssl"), packages: &["openssl"] },
+    Need { what: "valgrind, which counts instructions", is_met: || on_path("valgrind"), packages: &["valgrind"] },
     Need {
         what: "the RabbitMQ server",
         is_met: || Path::new(oncegate_testkit::servers::RABBITMQ_SERVER).exists(),

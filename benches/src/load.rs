@@ -1,0 +1,287 @@
+//! Fills topics and queues before anything is measured.
+
+use std::time::Duration;
+
+use futures_util::future::try_join_all;
+use lapin::options::{BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions, QueueDeleteOptions};
+use lapin::types::{AMQPValue, FieldTable};
+use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
+use oncegate::marker::Ask;
+use oncegate::{Redis, Store as _};
+use rdkafka::ClientConfig;
+use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
+use rdkafka::error::KafkaError;
+use rdkafka::message::{Header, OwnedHeaders};
+use rdkafka::producer::{BaseRecord, DefaultProducerContext, Producer, ThreadedProducer};
+use rdkafka::types::RDKafkaErrorCode;
+use tokio::runtime::Runtime;
+
+use crate::Outcome;
+use crate::side::{Id, operation};
+
+/// How long a broker may take for what it was sent last.
+const PATIENCE: Duration = Duration::from_secs(120);
+/// How many messages wait at once for RabbitMQ's confirmation.
+const UNCONFIRMED: usize = 2_000;
+
+/// How the ids of messages follow each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ids {
+    /// Upwards, as those of a sequence, and as UUIDs of version 7.
+    InOrder,
+    /// In no order, as UUIDs of version 4.
+    Random,
+}
+
+impl Ids {
+    /// The id of a message: 16 digits.
+    pub fn of(self, number: usize) -> String {
+        match self {
+            Self::InOrder => id(number),
+            // Each number has one of its own.
+            Self::Random => format!("{:016x}", (number as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)),
+        }
+    }
+}
+
+/// The id of a message among those in order: 16 digits.
+pub fn id(number: usize) -> String {
+    format!("{number:016}")
+}
+
+/// A topic, and what is in it.
+#[derive(Clone, Debug)]
+pub struct Topic {
+    /// Its name.
+    pub name: String,
+    /// How many partitions.
+    pub partitions: i32,
+    /// How many messages, spread over them.
+    pub messages: usize,
+    /// How many bytes each body has.
+    pub body: usize,
+    /// Where the id is.
+    pub id: Id,
+    /// How the ids follow each other.
+    pub ids: Ids,
+}
+
+impl Topic {
+    /// Creates the topic, and those for dead letters that oncegate wants to find.
+    ///
+    /// # Errors
+    /// What the broker said.
+    pub async fn create(&self, brokers: &str) -> Outcome<()> {
+        let admin: AdminClient<_> = ClientConfig::new().set("bootstrap.servers", brokers).create()?;
+        let others = ["dead-letters", "in-doubt"].map(|suffix| (format!("{}.{suffix}", self.name), 1));
+        let all: Vec<_> = [(self.name.clone(), self.partitions)].into_iter().chain(others).collect();
+        let new = all.iter().map(|(name, partitions)| {
+            NewTopic::new(name, *partitions, TopicReplication::Fixed(1)).set("retention.ms", "-1").set("retention.bytes", "-1")
+        });
+        for created in admin.create_topics(&new.collect::<Vec<_>>(), &AdminOptions::new()).await? {
+            created.map_err(|(topic, code)| format!("{topic}: {code}"))?;
+        }
+        Ok(())
+    }
+
+    /// Creates and fills it.
+    ///
+    /// # Errors
+    /// What the broker said.
+    pub async fn fill(&self, brokers: &str) -> Outcome<()> {
+        self.create(brokers).await?;
+        let sender = KafkaSender::new(brokers, &self.name, "20")?;
+        let body = vec![b'x'; self.body];
+        for number in 0..self.messages {
+            match self.id {
+                Id::Header => sender.send(&self.ids.of(number), &body)?,
+                Id::Key => sender.send_keyed(&self.ids.of(number), &body)?,
+            }
+        }
+        sender.0.flush(PATIENCE)?;
+        Ok(())
+    }
+}
+
+/// Sends to a topic.
+pub struct KafkaSender(ThreadedProducer<DefaultProducerContext>, String);
+
+impl KafkaSender {
+    /// Waits `linger` milliseconds for a batch to fill.
+    ///
+    /// # Errors
+    /// What librdkafka said.
+    pub fn new(brokers: &str, topic: &str, linger: &str) -> Outcome<Self> {
+        let mut config = ClientConfig::new();
+        config.set("bootstrap.servers", brokers).set("linger.ms", linger).set("queue.buffering.max.messages", "200000");
+        Ok(Self(config.create()?, topic.to_owned()))
+    }
+
+    /// Sends a message with its id in a header.
+    ///
+    /// # Errors
+    /// What librdkafka said; a full queue is waited for.
+    pub fn send(&self, id: &str, body: &[u8]) -> Outcome<()> {
+        let headers = OwnedHeaders::new().insert(Header { key: "id", value: Some(id) });
+        self.hand_in(BaseRecord::<(), _>::to(&self.1).payload(body).headers(headers))
+    }
+
+    /// Sends a message with its id as the key.
+    ///
+    /// # Errors
+    /// As [`send`](Self::send).
+    pub fn send_keyed(&self, id: &str, body: &[u8]) -> Outcome<()> {
+        self.hand_in(BaseRecord::to(&self.1).payload(body).key(id))
+    }
+
+    fn hand_in<K: rdkafka::message::ToBytes + ?Sized>(&self, mut record: BaseRecord<'_, K, [u8]>) -> Outcome<()> {
+        loop {
+            match self.0.send(record) {
+                Ok(()) => return Ok(()),
+                Err((KafkaError::MessageProduction(RDKafkaErrorCode::QueueFull), again)) => {
+                    std::thread::sleep(Duration::from_millis(5));
+                    record = again;
+                }
+                Err((error, _)) => return Err(error.into()),
+            }
+        }
+    }
+}
+
+/// What kind of queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QueueKind {
+    /// On one node.
+    Classic,
+    /// Replicated, here to one node.
+    Quorum,
+}
+
+impl QueueKind {
+    /// RabbitMQ's word for it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Classic => "classic",
+            Self::Quorum => "quorum",
+        }
+    }
+}
+
+/// A queue, and what is in it.
+#[derive(Clone, Debug)]
+pub struct Queue {
+    /// Its name.
+    pub name: String,
+    /// What kind.
+    pub kind: QueueKind,
+    /// How many messages, persistent ones, with their ids in the property `message_id`.
+    pub messages: usize,
+    /// How many bytes each body has.
+    pub body: usize,
+}
+
+impl Queue {
+    /// Creates and fills it; all messages are confirmed then.
+    ///
+    /// # Errors
+    /// What the broker said.
+    pub async fn fill(&self, url: &str) -> Outcome<()> {
+        let (connection, channel) = open(url).await?;
+        let mut arguments = FieldTable::default();
+        arguments.insert("x-queue-type".into(), AMQPValue::LongString(self.kind.name().into()));
+        let options = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };
+        channel.queue_declare(self.name.as_str().into(), options, arguments).await?;
+        channel.confirm_select(ConfirmSelectOptions::default()).await?;
+        let body = vec![b'x'; self.body];
+        for first in (0..self.messages).step_by(UNCONFIRMED) {
+            let mut sent = Vec::with_capacity(UNCONFIRMED);
+            for number in first..self.messages.min(first + UNCONFIRMED) {
+                sent.push(publish(&channel, &self.name, &id(number), &body).await?);
+            }
+            try_join_all(sent).await?;
+        }
+        connection.close(200, "over".into()).await?;
+        Ok(())
+    }
+
+    /// Deletes it.
+    ///
+    /// # Errors
+    /// What the broker said.
+    pub async fn delete(&self, url: &str) -> Outcome<()> {
+        let (connection, channel) = open(url).await?;
+        channel.queue_delete(self.name.as_str().into(), QueueDeleteOptions::default()).await?;
+        connection.close(200, "over".into()).await?;
+        Ok(())
+    }
+}
+
+async fn open(url: &str) -> Outcome<(Connection, Channel)> {
+    let connection = Connection::connect(url, ConnectionProperties::default()).await?;
+    let channel = connection.create_channel().await?;
+    Ok((connection, channel))
+}
+
+async fn publish(channel: &Channel, queue: &str, id: &str, body: &[u8]) -> Outcome<lapin::PublisherConfirm> {
+    let properties = BasicProperties::default().with_delivery_mode(2).with_message_id(id.into());
+    Ok(channel.basic_publish("".into(), queue.into(), BasicPublishOptions::default(), body, properties).await?)
+}
+
+/// Sends to a queue, from a thread that has no runtime.
+pub struct RabbitSender {
+    runtime: Runtime,
+    channel: Channel,
+    queue: String,
+    _connection: Connection,
+}
+
+impl RabbitSender {
+    /// Connects.
+    ///
+    /// # Errors
+    /// What the broker said.
+    pub fn open(url: &str, queue: &str) -> Outcome<Self> {
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
+        let (connection, channel) = runtime.block_on(open(url))?;
+        Ok(Self { runtime, channel, queue: queue.to_owned(), _connection: connection })
+    }
+
+    /// Sends a message.
+    ///
+    /// # Errors
+    /// What the broker said.
+    pub fn send(&mut self, id: &str, body: &[u8]) -> Outcome<()> {
+        self.runtime.block_on(publish(&self.channel, &self.queue, id, body)).map(drop)
+    }
+}
+
+/// How many operations travel together.
+const BATCH: usize = 256;
+
+/// Writes so many done markers, as completions do.
+///
+/// # Errors
+/// What the server said.
+pub async fn fill_redis(url: &str, markers: usize) -> Outcome<()> {
+    let store = Redis::at(url).prefix("old:").timeout(PATIENCE);
+    for first in (0..markers).step_by(BATCH) {
+        let batch: Vec<_> = (first..markers.min(first + BATCH)).map(|number| operation("old", number, Ask::Complete)).collect();
+        for answer in store.apply(&batch).await {
+            answer?;
+        }
+    }
+    Ok(())
+}
+
+/// Removes the markers of the first so many messages.
+///
+/// # Errors
+/// What the server said.
+pub async fn clear_redis(url: &str, prefix: &str, messages: usize) -> Outcome<()> {
+    let mut connection = redis::Client::open(url)?.get_multiplexed_async_connection().await?;
+    for first in (0..messages).step_by(BATCH) {
+        let keys: Vec<String> = (first..messages.min(first + BATCH)).map(|number| format!("{prefix}{}", id(number))).collect();
+        redis::cmd("DEL").arg(keys).query_async::<()>(&mut connection).await?;
+    }
+    Ok(())
+}

@@ -1,0 +1,93 @@
+//! `oncegate-bench`: the bare clients and oncegate by turns, on real servers of its own. `cargo xtask bench` runs it.
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use clap::Parser;
+use oncegate_bench::machine::Machine;
+use oncegate_bench::report::{Report, Table, median};
+use oncegate_bench::side::{SIDE, Task};
+use oncegate_bench::stage::Stage;
+use oncegate_bench::suites::{Extent, REACH, Suite};
+use oncegate_bench::{Outcome, plot};
+
+/// Compares the bare clients with oncegate, by turns, on servers of its own; prints tables and ratios, and writes
+/// target/bench/<run>.json.
+///
+/// A machine that does anything else makes the rates worth nothing, and the ratios worth little.
+#[derive(Parser)]
+#[command(name = "cargo xtask bench", bin_name = "cargo xtask bench")]
+struct Arguments {
+    /// The ratios that matter most, in three minutes.
+    #[arg(long)]
+    quick: bool,
+    /// Only these; may be given several times.
+    #[arg(long, value_enum)]
+    only: Vec<Suite>,
+    /// Where to write the JSON.
+    #[arg(long, default_value = "target/bench")]
+    into: PathBuf,
+    /// Draws the plots of a run that stands in this file into the directory that `--into` names, and measures nothing.
+    #[arg(long, value_name = "JSON")]
+    plot: Option<PathBuf>,
+}
+
+fn main() -> ExitCode {
+    let told: Vec<String> = std::env::args().skip(1).collect();
+    let outcome = match told.split_first() {
+        Some((first, rest)) if first == SIDE => side(rest),
+        _ => bench(&Arguments::parse(), told),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("bench: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// One side of a comparison, told what to do by whoever compares.
+fn side(told: &[String]) -> Outcome<()> {
+    let task: Task = serde_json::from_str(told.first().ok_or("a side must be told what to do")?)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let took = runtime.block_on(task.run())?;
+    println!("{}", serde_json::to_string(&took)?);
+    // What a client still has to say to its broker is of no interest any more.
+    runtime.shutdown_background();
+    Ok(())
+}
+
+fn bench(arguments: &Arguments, told: Vec<String>) -> Outcome<()> {
+    if let Some(run) = &arguments.plot {
+        let report: Report = serde_json::from_str(&std::fs::read_to_string(run)?)?;
+        return plot::draw(&report, &arguments.into);
+    }
+    let extent = if arguments.quick { Extent::Quick } else { Extent::Full };
+    let suites = if arguments.only.is_empty() { Suite::usual(extent) } else { arguments.only.clone() };
+    let (begun, machine) = (Instant::now(), Machine::here());
+    println!("{}, load {}", machine.processor, machine.load);
+    let stage = Stage::set()?;
+    let mut tables: Vec<Table> = Vec::new();
+    for suite in suites {
+        suite.run(&stage, extent, &mut |table| {
+            println!("{table}");
+            tables.push(table);
+        })?;
+    }
+    drop(stage);
+    let ratios: BTreeMap<String, f64> =
+        tables.iter().flat_map(|table| &table.ratios).map(|ratio| (ratio.name.clone(), median(&ratio.rounds))).collect();
+    let reach = REACH.iter().map(|(name, reach)| ((*name).to_owned(), *reach)).filter(|(name, _)| ratios.contains_key(name)).collect();
+    let run = format!("{}", SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs());
+    let report = Report { run, arguments: told, seconds: begun.elapsed().as_secs_f64(), machine, reach, ratios, tables };
+    println!("{}", report.summary());
+    std::fs::create_dir_all(&arguments.into)?;
+    let path = arguments.into.join(format!("{}.json", report.run));
+    std::fs::write(&path, serde_json::to_string_pretty(&report)?)?;
+    println!("{:.0} s; written to {}", report.seconds, path.display());
+    Ok(())
+}

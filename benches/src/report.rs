@@ -1,0 +1,262 @@
+//! Tables, ratios and JSON.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::machine::Machine;
+use crate::rounds::Row;
+
+/// A run: all its tables, and where it was made.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Report {
+    /// The name of its file.
+    pub run: String,
+    /// The arguments it was started with.
+    pub arguments: Vec<String>,
+    /// How long it took, in seconds.
+    pub seconds: f64,
+    /// Where it was made.
+    pub machine: Machine,
+    /// What is to be reached, by ratio.
+    pub reach: BTreeMap<String, f64>,
+    /// The median ratio of each pair.
+    pub ratios: BTreeMap<String, f64>,
+    /// All tables.
+    pub tables: Vec<Table>,
+}
+
+/// Sides that took turns.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Table {
+    /// What was compared.
+    pub title: String,
+    /// One a side.
+    pub lines: Vec<Line>,
+    /// One a pair that matters.
+    pub ratios: Vec<Ratio>,
+}
+
+/// What a side gave.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Line {
+    /// The side.
+    pub name: String,
+    /// Messages or commands a second, one a round.
+    pub rates: Vec<f64>,
+    /// CPU time of the client's process a message, in microseconds: the median of the rounds.
+    pub client_micros: Option<f64>,
+    /// CPU time of the servers a message, in microseconds: the median of the rounds.
+    pub server_micros: Option<f64>,
+    /// The most memory the client held, in KiB: the most of all rounds.
+    pub peak_kib: Option<u64>,
+    /// Latencies in microseconds by percentile: the median of the rounds.
+    pub latencies: Vec<(f64, u64)>,
+}
+
+/// One side's rate by another's, in the same round.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Ratio {
+    /// Its name in `ratios`.
+    pub name: String,
+    /// What is divided by what.
+    pub meaning: String,
+    /// One a round.
+    pub rounds: Vec<f64>,
+}
+
+impl Table {
+    /// The table of these rows.
+    pub fn new(title: impl Into<String>, rows: &[Row]) -> Self {
+        Self { title: title.into(), lines: rows.iter().map(Line::new).collect(), ratios: Vec::new() }
+    }
+
+    /// Adds a ratio: the rate of one side by `factor` times the rate of another, round by round.
+    ///
+    /// # Panics
+    /// If the table has no such side: a mistake in the suite.
+    pub fn ratio(mut self, name: &str, side: &str, factor: f64, base: &str) -> Self {
+        let rates = |name: &str| &self.lines.iter().find(|line| line.name == name).expect("a side of this table").rates;
+        let rounds = rates(side).iter().zip(rates(base)).map(|(rate, base)| rate / (base * factor)).collect();
+        let of = if factor == 1.0 { base.to_owned() } else { format!("{factor} × {base}") };
+        self.ratios.push(Ratio { name: name.to_owned(), meaning: format!("{side} / {of}"), rounds });
+        self
+    }
+
+    /// As Markdown.
+    fn markdown(&self) -> String {
+        let mut text = format!("### {}\n\n", self.title);
+        let latencies = self.lines.iter().any(|line| !line.latencies.is_empty());
+        text += match latencies {
+            true => "| | p50 µs | p90 µs | p99 µs | p99.9 µs |\n| --- | ---: | ---: | ---: | ---: |\n",
+            false => "| | median/s | min | max | client µs | server µs | peak MiB |\n| --- | ---: | ---: | ---: | ---: | ---: | ---: |\n",
+        };
+        for line in &self.lines {
+            let [middle, least, most] = spread(&line.rates);
+            let micros = |micros: Option<f64>| micros.map_or_else(String::new, |micros| format!("{micros:.2}"));
+            let peak = line.peak_kib.map_or_else(String::new, |kib| format!("{:.0}", kib as f64 / 1024.0));
+            let at = |percentile: f64| line.latencies.iter().find(|(at, _)| *at == percentile).map_or(0, |(_, micros)| *micros);
+            text += &match latencies {
+                true => format!("| {} | {} | {} | {} | {} |\n", line.name, at(50.0), at(90.0), at(99.0), at(99.9)),
+                false => format!(
+                    "| {} | {middle:.0} | {least:.0} | {most:.0} | {} | {} | {peak} |\n",
+                    line.name,
+                    micros(line.client_micros),
+                    micros(line.server_micros)
+                ),
+            };
+        }
+        if !self.ratios.is_empty() {
+            text += "\n| ratio | | median | min | max |\n| --- | --- | ---: | ---: | ---: |\n";
+        }
+        for ratio in &self.ratios {
+            let [middle, least, most] = spread(&ratio.rounds);
+            text += &format!("| `{}` | {} | {middle:.2} | {least:.2} | {most:.2} |\n", ratio.name, ratio.meaning);
+        }
+        text
+    }
+
+    /// Adds a ratio of the most memory that two sides held.
+    ///
+    /// # Panics
+    /// As [`ratio`](Self::ratio).
+    pub fn peak_ratio(mut self, name: &str, side: &str, base: &str) -> Self {
+        let peak = |name: &str| {
+            let line = self.lines.iter().find(|line| line.name == name).expect("a side of this table");
+            line.peak_kib.unwrap_or(0) as f64
+        };
+        let rounds = vec![peak(side) / peak(base)];
+        self.ratios.push(Ratio { name: name.to_owned(), meaning: format!("peak memory, {side} / {base}"), rounds });
+        self
+    }
+}
+
+impl Line {
+    fn new(row: &Row) -> Self {
+        let took: Vec<_> = row.rounds.iter().filter_map(|once| once.took.as_ref()).collect();
+        let per_message = |seconds: fn(&crate::side::Took) -> f64| {
+            let micros: Vec<f64> = took.iter().map(|took| seconds(took) * 1e6 / took.messages as f64).collect();
+            (!micros.is_empty()).then(|| median(&micros))
+        };
+        let percentiles: Vec<f64> = took.first().map(|took| took.latencies.iter().map(|(at, _)| *at).collect()).unwrap_or_default();
+        let latency = |at: f64| median(&took.iter().filter_map(|took| took.latency(at)).map(|it| it as f64).collect::<Vec<_>>());
+        Self {
+            name: row.name.clone(),
+            rates: row.rounds.iter().map(|once| once.rate).collect(),
+            client_micros: per_message(|took| took.cpu),
+            server_micros: per_message(|took| took.servers_cpu),
+            peak_kib: took.iter().map(|took| took.peak_kib).max(),
+            latencies: percentiles.into_iter().map(|at| (at, latency(at) as u64)).collect(),
+        }
+    }
+}
+
+impl fmt::Display for Table {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "\n{}", self.title)?;
+        writeln!(
+            f,
+            "  {:<34} {:>11} {:>11} {:>11} {:>10} {:>10} {:>9}",
+            "", "median/s", "min/s", "max/s", "client µs", "server µs", "peak MiB"
+        )?;
+        for line in &self.lines {
+            let [middle, least, most] = spread(&line.rates);
+            let micros = |micros: Option<f64>| micros.map_or_else(String::new, |micros| format!("{micros:.2}"));
+            let peak = line.peak_kib.map_or_else(String::new, |kib| format!("{:.0}", kib as f64 / 1024.0));
+            writeln!(
+                f,
+                "  {:<34} {middle:>11.0} {least:>11.0} {most:>11.0} {:>10} {:>10} {peak:>9}",
+                line.name,
+                micros(line.client_micros),
+                micros(line.server_micros),
+            )?;
+        }
+        for line in self.lines.iter().filter(|line| !line.latencies.is_empty()) {
+            let at = |percentile: f64| line.latencies.iter().find(|(at, _)| *at == percentile).map_or(0, |(_, micros)| *micros);
+            writeln!(f, "  {:<34} p50 {} µs, p99 {} µs, p99.9 {} µs", line.name, at(50.0), at(99.0), at(99.9))?;
+        }
+        for ratio in &self.ratios {
+            let [middle, least, most] = spread(&ratio.rounds);
+            writeln!(f, "  {:<34} {middle:>11.3} {least:>11.3} {most:>11.3}   {}", ratio.name, ratio.meaning)?;
+        }
+        Ok(())
+    }
+}
+
+impl Report {
+    /// All tables as Markdown, for the book.
+    pub fn markdown(&self) -> String {
+        self.tables.iter().map(Table::markdown).collect::<Vec<_>>().join("\n")
+    }
+
+    /// The ratios beside what is to be reached.
+    pub fn summary(&self) -> String {
+        let mut text = format!("\n{:<36} {:>8} {:>8}\n", "ratio", "median", "reach");
+        for (name, ratio) in &self.ratios {
+            let reach = self.reach.get(name).map_or_else(String::new, |reach| format!("{reach:.2}"));
+            let short = self.reach.get(name).is_some_and(|reach| ratio < reach);
+            text += &format!("{name:<36} {ratio:>8.3} {reach:>8}{}\n", if short { "  short of it" } else { "" });
+        }
+        text
+    }
+}
+
+/// The middle one; of an even number the lower of the two in the middle; 0 of none.
+pub fn median(numbers: &[f64]) -> f64 {
+    let mut sorted = numbers.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted.get(sorted.len().saturating_sub(1) / 2).copied().unwrap_or(0.0)
+}
+
+/// Median, least and most.
+pub fn spread(numbers: &[f64]) -> [f64; 3] {
+    let least = numbers.iter().copied().fold(f64::INFINITY, f64::min);
+    let most = numbers.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    [median(numbers), least, most]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rounds::Once;
+
+    fn row(name: &str, rates: &[f64]) -> Row {
+        Row { name: name.to_owned(), rounds: rates.iter().map(|rate| Once { rate: *rate, took: None }).collect() }
+    }
+
+    #[test]
+    fn a_ratio_is_taken_round_by_round() {
+        let rows = [row("bare", &[100.0, 50.0, 80.0]), row("gated", &[90.0, 25.0, 80.0])];
+        let table = Table::new("a table", &rows).ratio("gated", "gated", 1.0, "bare").ratio("half", "gated", 0.5, "bare");
+        assert_eq!(table.ratios[0].rounds, [0.9, 0.5, 1.0]);
+        assert_eq!(table.ratios[1].rounds, [1.8, 1.0, 2.0]);
+        assert_eq!(spread(&table.ratios[0].rounds), [0.9, 0.5, 1.0]);
+        let shown = table.to_string();
+        assert!(shown.contains("gated / 0.5 × bare") && shown.contains("0.900"), "{shown}");
+        let markdown = table.markdown();
+        assert!(markdown.contains("| bare | 80 | 50 | 100 |  |  |  |"), "{markdown}");
+        assert!(markdown.contains("| `half` | gated / 0.5 × bare | 1.80 | 1.00 | 2.00 |"), "{markdown}");
+    }
+
+    #[test]
+    fn what_falls_short_is_marked() {
+        let of = |name: &str, ratio| BTreeMap::from([(name.to_owned(), ratio)]);
+        let report = Report {
+            run: "a run".into(),
+            arguments: Vec::new(),
+            seconds: 1.0,
+            machine: Machine::default(),
+            reach: of("a", 0.85),
+            ratios: of("a", 0.8),
+            tables: Vec::new(),
+        };
+        assert!(report.summary().contains("0.800     0.85  short of it"), "{}", report.summary());
+        assert!(!Report { ratios: of("a", 0.9), ..report }.summary().contains("short"));
+    }
+
+    #[test]
+    fn the_middle_of_an_even_number_is_one_of_them() {
+        assert_eq!([median(&[]), median(&[4.0]), median(&[4.0, 1.0]), median(&[3.0, 9.0, 1.0])], [0.0, 4.0, 1.0, 3.0]);
+    }
+}

@@ -1,0 +1,87 @@
+//! The bare Kafka client, and the loop that one writes by hand.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use rdkafka::ClientConfig;
+use rdkafka::Message as _;
+use rdkafka::consumer::{Consumer as _, StreamConsumer};
+use rdkafka::message::{BorrowedMessage, Headers as _};
+use tokio::sync::Semaphore;
+
+use super::latency::sent_ago;
+use super::{From, Id, Meter, Task, Took, Way, Work};
+use crate::Outcome;
+
+/// What a handler waits that waits.
+pub(super) const WAIT: Duration = Duration::from_millis(1);
+/// How many of these wait at once: as many as oncegate has in flight.
+const AT_ONCE: usize = 512;
+
+pub(super) async fn run(task: &Task) -> Outcome<Took> {
+    let meter = Arc::new(Meter::new(task.messages, task.servers.clone()));
+    consume(task, &meter).await?;
+    meter.took()
+}
+
+/// Consumes until the meter is over.
+pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
+    let From::Kafka { brokers, topic, group, id } = &task.from else { return Err("this is no Kafka topic".into()) };
+    let mut config = ClientConfig::new();
+    // The one setting that is not librdkafka's own: with a second's pause after a full queue it would be slow.
+    config.set("bootstrap.servers", brokers).set("group.id", group).set("fetch.queue.backoff.ms", "10");
+    config.set("auto.offset.reset", "earliest");
+    let consumer: StreamConsumer = config.create()?;
+    consumer.subscribe(&[topic])?;
+    match (&task.way, task.work) {
+        (Way::Bare, Work::Nothing) => {
+            while !meter.is_over() {
+                let message = consumer.recv().await?;
+                std::hint::black_box(message.payload());
+                meter.saw();
+            }
+        }
+        (Way::Bare, Work::NotesLatency) => {
+            while !meter.is_over() {
+                let message = consumer.recv().await?;
+                meter.saw_after(sent_ago(message.payload().unwrap_or_default()));
+            }
+        }
+        (Way::Bare, Work::Waits) => {
+            let places = Arc::new(Semaphore::new(AT_ONCE));
+            while !meter.is_over() {
+                let place = places.clone().acquire_owned().await?;
+                tokio::select! {
+                    message = consumer.recv() => {
+                        std::hint::black_box(message?.payload());
+                        let meter = meter.clone();
+                        tokio::spawn(async move {
+                            tokio::time::sleep(WAIT).await;
+                            meter.saw();
+                            drop(place);
+                        });
+                    }
+                    () = meter.over() => {}
+                }
+            }
+        }
+        (Way::Naive { redis }, _) => {
+            let mut store = redis::Client::open(redis.as_str())?.get_multiplexed_async_connection().await?;
+            while !meter.is_over() {
+                let message = consumer.recv().await?;
+                if super::store::is_first(&mut store, id_of(&message, *id).unwrap_or_default()).await? {
+                    meter.saw();
+                }
+            }
+        }
+        (Way::Gated { .. }, _) => return Err("this way has a gate".into()),
+    }
+    Ok(())
+}
+
+fn id_of<'a>(message: &'a BorrowedMessage<'_>, id: Id) -> Option<&'a [u8]> {
+    match id {
+        Id::Key => message.key(),
+        Id::Header => message.headers()?.iter().find(|header| header.key == "id")?.value,
+    }
+}

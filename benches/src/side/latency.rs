@@ -1,0 +1,102 @@
+//! How long a message is under way at a steady 1,000 a second: sent, received, handled in one process, by one clock.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::time::{ClockId, clock_gettime};
+
+use super::{From, Meter, Store, Task, Took, Way, gated, kafka, rabbitmq};
+use crate::Outcome;
+use crate::load::{KafkaSender, RabbitSender};
+
+/// The time between two messages.
+const EVERY: Duration = Duration::from_millis(1);
+/// What is sent first and not measured: connections open, groups form, scripts load.
+const WARM_UP: usize = 3_000;
+
+/// How long ago the sender wrote this body.
+pub(super) fn sent_ago(body: &[u8]) -> Duration {
+    let sent = body.first_chunk::<8>().map_or(0, |nanos| u64::from_le_bytes(*nanos));
+    Duration::from_nanos(now().saturating_sub(sent))
+}
+
+fn now() -> u64 {
+    let now = clock_gettime(ClockId::Monotonic);
+    now.tv_sec.cast_unsigned() * 1_000_000_000 + now.tv_nsec.cast_unsigned()
+}
+
+/// 100 bytes, the time before the rest.
+fn body() -> Vec<u8> {
+    let mut body = vec![b'x'; 100];
+    body[..8].copy_from_slice(&now().to_le_bytes());
+    body
+}
+
+pub(super) async fn run(task: &Task) -> Outcome<Took> {
+    let meter = Arc::new(Meter::new(task.messages, task.servers.clone()).after(WARM_UP));
+    match &task.from {
+        From::Nowhere => round_trips(task, &meter).await?,
+        _ => beside_a_sender(task, &meter).await?,
+    }
+    meter.took()
+}
+
+/// One command after the other, one a millisecond.
+async fn round_trips(task: &Task, meter: &Meter) -> Outcome<()> {
+    let (Way::Naive { redis: url } | Way::Gated { store: Store::Redis { url, .. }, .. }) = &task.way else {
+        return Err("a round trip needs a Redis server".into());
+    };
+    let mut store = redis::Client::open(url.as_str())?.get_multiplexed_async_connection().await?;
+    let mut ticks = tokio::time::interval(EVERY);
+    for number in 0..WARM_UP + task.messages {
+        ticks.tick().await;
+        let asked = Instant::now();
+        super::store::is_first(&mut store, crate::load::id(number).as_bytes()).await?;
+        meter.saw_after(asked.elapsed());
+    }
+    Ok(())
+}
+
+async fn beside_a_sender(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
+    let stop = Arc::new(AtomicBool::new(false));
+    let (from, told) = (task.from.clone(), stop.clone());
+    // A thread of its own: what it sends must not wait for what is received.
+    let sender = std::thread::spawn(move || send(&from, &told));
+    consume(task, meter).await?;
+    stop.store(true, Ordering::Relaxed);
+    sender.join().map_err(|_| "the sender panicked")??;
+    Ok(())
+}
+
+async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
+    match (&task.way, &task.from) {
+        (Way::Gated { .. }, _) => gated::consume(task, meter).await,
+        (_, From::Kafka { .. }) => kafka::consume(task, meter).await,
+        (_, _) => rabbitmq::consume(task, meter).await,
+    }
+}
+
+fn send(from: &From, stop: &AtomicBool) -> Outcome<()> {
+    let mut sender: Box<dyn FnMut(usize) -> Outcome<()>> = match from {
+        From::Kafka { brokers, topic, .. } => {
+            let sender = KafkaSender::new(brokers, topic, "0")?;
+            Box::new(move |number| sender.send(&crate::load::id(number), &body()))
+        }
+        From::RabbitMq { url, queue, .. } => {
+            let mut sender = RabbitSender::open(url, queue)?;
+            Box::new(move |number| sender.send(&crate::load::id(number), &body()))
+        }
+        From::Nowhere => return Err("nothing is sent nowhere".into()),
+    };
+    let begun = Instant::now();
+    for number in 0.. {
+        if stop.load(Ordering::Relaxed) {
+            break;
+        }
+        let due = begun + EVERY * number;
+        std::thread::sleep(due.saturating_duration_since(Instant::now()));
+        sender(number as usize)?;
+    }
+    Ok(())
+}

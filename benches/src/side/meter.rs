@@ -1,0 +1,204 @@
+//! Counts messages, and reads clocks at the first and at the last.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
+use hdrhistogram::Histogram;
+use rustix::time::{ClockId, Timespec, clock_gettime};
+use serde::{Deserialize, Serialize};
+use tokio::sync::Notify;
+
+/// Counts messages, and reads clocks at the first and at the last.
+pub struct Meter {
+    seen: AtomicUsize,
+    all: usize,
+    /// What is still to be passed over.
+    warm_up: AtomicUsize,
+    servers: Vec<u32>,
+    first: OnceLock<Reading>,
+    last: OnceLock<Reading>,
+    over: Notify,
+    latencies: Mutex<Histogram<u64>>,
+}
+
+/// What a side took.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Took {
+    /// How many messages, after the first.
+    pub messages: usize,
+    /// From the first message to the last.
+    pub seconds: f64,
+    /// CPU time of this process meanwhile, in seconds.
+    pub cpu: f64,
+    /// CPU time of the servers meanwhile, in seconds.
+    pub servers_cpu: f64,
+    /// The most memory that this process held, in KiB.
+    pub peak_kib: u64,
+    /// When the first and the last were handled, by the machine's monotonic clock, in seconds.
+    pub between: (f64, f64),
+    /// How long messages were under way, in microseconds, by percentile; empty where that was not asked.
+    pub latencies: Vec<(f64, u64)>,
+}
+
+impl Took {
+    /// Messages a second.
+    pub fn rate(&self) -> f64 {
+        self.messages as f64 / self.seconds
+    }
+
+    /// The latency at a percentile, in microseconds.
+    pub fn latency(&self, percentile: f64) -> Option<u64> {
+        self.latencies.iter().find(|(at, _)| (at - percentile).abs() < 1e-9).map(|(_, micros)| *micros)
+    }
+}
+
+/// The percentiles that are kept.
+const PERCENTILES: [f64; 12] = [10.0, 25.0, 50.0, 75.0, 90.0, 95.0, 99.0, 99.5, 99.9, 99.95, 99.99, 100.0];
+
+#[derive(Clone, Copy)]
+struct Reading {
+    at: Duration,
+    cpu: Duration,
+    servers_cpu: Duration,
+}
+
+impl Meter {
+    /// Counts so many messages.
+    pub fn new(messages: usize, servers: Vec<u32>) -> Self {
+        // From a microsecond to a minute, three digits.
+        let latencies = Histogram::new_with_bounds(1, 60_000_000, 3).expect("these bounds are in order");
+        Self {
+            seen: AtomicUsize::new(0),
+            all: messages,
+            warm_up: AtomicUsize::new(0),
+            servers,
+            first: OnceLock::new(),
+            last: OnceLock::new(),
+            over: Notify::new(),
+            latencies: Mutex::new(latencies),
+        }
+    }
+
+    /// Passes over the first so many.
+    pub fn after(self, warm_up: usize) -> Self {
+        Self { warm_up: AtomicUsize::new(warm_up), ..self }
+    }
+
+    /// One more was handled.
+    pub fn saw(&self) {
+        let before = self.seen.fetch_add(1, Ordering::Relaxed);
+        if before == 0 {
+            let _ = self.first.set(self.read()); // only one of them was the first
+        }
+        if before + 1 == self.all {
+            let _ = self.last.set(self.read());
+            self.over.notify_one();
+        }
+    }
+
+    /// One more was handled, which had been under way for so long. Those of the warm-up do not count.
+    pub fn saw_after(&self, latency: Duration) {
+        if self.warm_up.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok() {
+            return;
+        }
+        let micros = u64::try_from(latency.as_micros()).unwrap_or(u64::MAX);
+        self.latencies.lock().unwrap_or_else(PoisonError::into_inner).saturating_record(micros);
+        self.saw();
+    }
+
+    /// Whether all were handled.
+    pub fn is_over(&self) -> bool {
+        self.last.get().is_some()
+    }
+
+    /// Waits until all were handled.
+    pub async fn over(&self) {
+        if !self.is_over() {
+            self.over.notified().await;
+        }
+    }
+
+    /// What it took.
+    ///
+    /// # Errors
+    /// If not all were handled.
+    pub fn took(&self) -> crate::Outcome<Took> {
+        let (Some(first), Some(last)) = (self.first.get(), self.last.get()) else {
+            return Err(format!("only {} of {} messages came", self.seen.load(Ordering::Relaxed), self.all).into());
+        };
+        let latencies = self.latencies.lock().unwrap_or_else(PoisonError::into_inner);
+        let percentiles = PERCENTILES.iter().filter(|_| !latencies.is_empty());
+        Ok(Took {
+            messages: self.all - 1,
+            seconds: (last.at - first.at).as_secs_f64(),
+            cpu: (last.cpu - first.cpu).as_secs_f64(),
+            servers_cpu: last.servers_cpu.saturating_sub(first.servers_cpu).as_secs_f64(),
+            peak_kib: peak_kib(),
+            between: (first.at.as_secs_f64(), last.at.as_secs_f64()),
+            latencies: percentiles.map(|percentile| (*percentile, latencies.value_at_percentile(*percentile))).collect(),
+        })
+    }
+
+    fn read(&self) -> Reading {
+        let servers_cpu = self.servers.iter().filter_map(|number| cpu_of(*number)).sum();
+        Reading { at: clock(ClockId::Monotonic), cpu: clock(ClockId::ProcessCPUTime), servers_cpu }
+    }
+}
+
+fn clock(id: ClockId) -> Duration {
+    let Timespec { tv_sec, tv_nsec } = clock_gettime(id);
+    Duration::new(tv_sec.cast_unsigned(), u32::try_from(tv_nsec).unwrap_or(0))
+}
+
+/// The CPU time of a process: Linux counts it in hundredths of a second.
+fn cpu_of(number: u32) -> Option<Duration> {
+    let stat = std::fs::read_to_string(format!("/proc/{number}/stat")).ok()?;
+    // The second field is a name in brackets, which may hold anything.
+    let after_name = &stat[stat.rfind(')')? + 2..];
+    let fields: Vec<&str> = after_name.split(' ').collect();
+    let (user, system): (u64, u64) = (fields.get(11)?.parse().ok()?, fields.get(12)?.parse().ok()?);
+    Some(Duration::from_millis(10 * (user + system)))
+}
+
+fn peak_kib() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    peak.and_then(|peak| peak.trim().trim_end_matches(" kB").parse().ok()).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn it_measures_from_the_first_message_to_the_last() {
+        let meter = Meter::new(3, vec![std::process::id()]);
+        meter.saw();
+        meter.saw();
+        assert!(!meter.is_over() && meter.took().is_err());
+        meter.saw_after(Duration::from_micros(1500));
+        meter.over().await;
+
+        let took = meter.took().unwrap();
+
+        assert_eq!(took.messages, 2);
+        assert!(took.seconds > 0.0 && took.peak_kib > 0 && took.between.0 < took.between.1);
+        assert!(took.latency(50.0).is_some_and(|micros| (1499..=1501).contains(&micros)));
+    }
+
+    #[test]
+    fn what_belongs_to_the_warm_up_does_not_count() {
+        let meter = Meter::new(1, Vec::new()).after(2);
+        [30, 20].into_iter().for_each(|millis| meter.saw_after(Duration::from_millis(millis)));
+        assert!(!meter.is_over());
+        meter.saw_after(Duration::from_millis(10));
+        assert_eq!(meter.took().unwrap().latency(100.0).map(|micros| micros / 100), Some(100));
+    }
+
+    #[test]
+    fn the_cpu_time_of_a_process_is_read() {
+        assert!(cpu_of(std::process::id()).is_some());
+        assert!(cpu_of(u32::MAX).is_none());
+    }
+}

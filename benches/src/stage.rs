@@ -1,0 +1,188 @@
+//! Servers of one's own, started for this run and stopped after it.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use oncegate_testkit::servers::{KafkaServer, RabbitServer, RedisOptions, RedisServer};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use tempfile::TempDir;
+use tokio::runtime::Runtime;
+
+use crate::Outcome;
+use crate::load::{Ids, Queue, Topic};
+use crate::side::{From, Id, Spawned, Store, Task, Way, Work};
+
+/// Servers of one's own, and names that nobody has used on them.
+pub struct Stage {
+    /// The Kafka broker.
+    pub kafka: KafkaServer,
+    /// The RabbitMQ node.
+    pub rabbitmq: RabbitServer,
+    /// The Redis server, which writes nothing to disk.
+    pub redis: RedisServer,
+    /// Where SQLite files go.
+    files: TempDir,
+    runtime: Runtime,
+    names: AtomicUsize,
+    stopping: Arc<AtomicBool>,
+}
+
+impl Stage {
+    /// Starts them, and waits until each answers.
+    ///
+    /// # Errors
+    /// What keeps a server from starting.
+    pub fn set() -> Outcome<Self> {
+        let stopping = Arc::<AtomicBool>::default();
+        for signal in [SIGINT, SIGTERM, SIGHUP] {
+            signal_hook::flag::register(signal, stopping.clone())?;
+        }
+        let (kafka, rabbitmq) = std::thread::scope(|scope| {
+            let (kafka, rabbitmq) = (scope.spawn(KafkaServer::start), scope.spawn(RabbitServer::start));
+            let says = "starting a server reports its failures and does not panic";
+            (kafka.join().expect(says), rabbitmq.join().expect(says))
+        });
+        Ok(Self {
+            kafka: kafka?,
+            rabbitmq: rabbitmq?,
+            redis: RedisServer::start(RedisOptions::new().setting("maxmemory-policy", "noeviction"))?,
+            files: tempfile::Builder::new().prefix("oncegate-bench-").tempdir()?,
+            runtime: tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?,
+            names: AtomicUsize::new(0),
+            stopping,
+        })
+    }
+
+    /// Whether to go on: a signal lets what runs end, and then the servers stop.
+    ///
+    /// # Errors
+    /// After Ctrl-C, SIGTERM or SIGHUP.
+    pub fn go_on(&self) -> Outcome<()> {
+        if self.stopping.load(Ordering::Relaxed) { Err("stopped by a signal".into()) } else { Ok(()) }
+    }
+
+    /// A name that was not used yet.
+    pub fn name(&self, what: &str) -> String {
+        format!("{what}-{}", self.names.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// Fills a topic, its ids in order.
+    ///
+    /// # Errors
+    /// What the broker said.
+    pub fn topic(&self, partitions: i32, messages: usize, body: usize, id: Id) -> Outcome<Topic> {
+        self.topic_of(Ids::InOrder, partitions, messages, body, id)
+    }
+
+    /// Fills a topic with ids that follow each other like this.
+    ///
+    /// # Errors
+    /// What the broker said.
+    pub fn topic_of(&self, ids: Ids, partitions: i32, messages: usize, body: usize, id: Id) -> Outcome<Topic> {
+        let topic = Topic { name: self.name("topic"), partitions, messages, body, id, ids };
+        self.runtime.block_on(topic.fill(&self.kafka.brokers()))?;
+        Ok(topic)
+    }
+
+    /// Creates a topic, and leaves it empty.
+    ///
+    /// # Errors
+    /// What the broker said.
+    pub fn create(&self, topic: &Topic) -> Outcome<()> {
+        self.runtime.block_on(topic.create(&self.kafka.brokers()))
+    }
+
+    /// Waits for this.
+    pub fn block_on<T>(&self, work: impl Future<Output = T>) -> T {
+        self.runtime.block_on(work)
+    }
+
+    /// Fills a queue.
+    ///
+    /// # Errors
+    /// What the broker said.
+    pub fn queue(&self, kind: crate::load::QueueKind, messages: usize, body: usize) -> Outcome<Queue> {
+        let queue = Queue { name: self.name("queue"), kind, messages, body };
+        self.runtime.block_on(queue.fill(&self.rabbitmq.url()))?;
+        Ok(queue)
+    }
+
+    /// Deletes a queue.
+    ///
+    /// # Errors
+    /// What the broker said.
+    pub fn delete(&self, queue: &Queue) -> Outcome<()> {
+        self.runtime.block_on(queue.delete(&self.rabbitmq.url()))
+    }
+
+    /// A task on a topic, in a group that is new.
+    pub fn on_kafka(&self, topic: &Topic, way: Way, messages: usize) -> Task {
+        let (brokers, group) = (self.kafka.brokers(), self.name("group"));
+        let from = From::Kafka { brokers, topic: topic.name.clone(), group, id: topic.id };
+        Task { from, way, work: Work::Nothing, messages: messages.min(topic.messages), servers: self.processes() }
+    }
+
+    /// A task on a queue.
+    pub fn on_rabbitmq(&self, queue: &Queue, prefetch: u16, way: Way) -> Task {
+        let from = From::RabbitMq { url: self.rabbitmq.url(), queue: queue.name.clone(), prefetch };
+        Task { from, way, work: Work::Nothing, messages: queue.messages, servers: self.processes() }
+    }
+
+    /// Past a store that remembers in memory.
+    pub fn memory(&self, spawned: Spawned) -> Way {
+        Way::Gated { store: Store::Memory { markers: 0 }, spawned }
+    }
+
+    /// Past a new SQLite file.
+    pub fn sqlite(&self, spawned: Spawned) -> Way {
+        Way::Gated { store: Store::Sqlite { file: self.file() }, spawned }
+    }
+
+    /// Past Redis, with keys that nobody has used.
+    pub fn redis(&self, spawned: Spawned) -> Way {
+        Way::Gated { store: Store::Redis { url: self.redis.url(), prefix: self.name("oncegate") + ":" }, spawned }
+    }
+
+    /// By hand, on Redis.
+    pub fn naive(&self) -> Way {
+        Way::Naive { redis: self.redis.url() }
+    }
+
+    fn file(&self) -> PathBuf {
+        self.files.path().join(self.name("markers.db"))
+    }
+
+    /// Empties Redis.
+    ///
+    /// # Errors
+    /// The connection's.
+    pub fn empty_redis(&self) -> Outcome<()> {
+        // Not in the background: that would go on beside what is measured next.
+        self.redis.command("FLUSHALL SYNC")?;
+        Ok(())
+    }
+
+    /// The processes of the servers.
+    pub fn processes(&self) -> Vec<u32> {
+        vec![self.kafka.pid(), self.rabbitmq.pid(), self.redis.pid()]
+    }
+
+    /// How many `SET … NX EX` a second `redis-benchmark` reaches, with 50 connections that send 64 at a time.
+    ///
+    /// # Errors
+    /// If it cannot be run, or prints no rate.
+    pub fn redis_benchmark(&self, requests: usize) -> Outcome<f64> {
+        let port = self.redis.port().to_string();
+        let requests = requests.to_string();
+        let output = Command::new("redis-benchmark")
+            .args(["-p", &port, "-c", "50", "-P", "64", "-n", &requests, "-r", "1000000000000", "--csv"])
+            .args(["SET", "bench:__rand_int__", "1", "NX", "EX", "86400"])
+            .output()?;
+        let printed = String::from_utf8_lossy(&output.stdout);
+        // A line of headings, then one with the test's name and its rate, all in quotes.
+        let rate = printed.lines().last().and_then(|line| line.rsplit("\",\"").nth(6).and_then(|rate| rate.parse().ok()));
+        rate.ok_or_else(|| format!("redis-benchmark printed no rate: {printed}").into())
+    }
+}

@@ -1,0 +1,105 @@
+//! Whether rate and memory stay as they are when there are more markers, more partitions, a longer backlog.
+
+use oncegate_testkit::servers::{RedisOptions, RedisServer};
+
+use super::{Extent, ROUNDS};
+use crate::Outcome;
+use crate::load::fill_redis;
+use crate::report::Table;
+use crate::rounds::{Side, alternate};
+use crate::side::{Id, Spawned, Store, Took, Way};
+use crate::stage::Stage;
+
+pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table)) -> Outcome<()> {
+    tell(partitions(stage)?);
+    tell(memory_markers(stage, extent)?);
+    tell(redis_markers(stage, extent)?);
+    tell(backlog(stage, extent)?);
+    Ok(())
+}
+
+fn partitions(stage: &Stage) -> Outcome<Table> {
+    let messages = 500_000;
+    let mut sides = Vec::new();
+    for partitions in [1, 16, 64] {
+        let topic = stage.topic(partitions, messages, 100, Id::Header)?;
+        let bare = topic.clone();
+        sides.push(Side::new(format!("bare, {partitions}"), move || stage.on_kafka(&bare, Way::Bare, messages).run_apart()));
+        let memory = move || stage.on_kafka(&topic, stage.memory(Spawned::No), messages).run_apart();
+        sides.push(Side::new(format!("memory, {partitions}"), memory));
+    }
+    let rows = alternate("growth, partitions", ROUNDS, || stage.go_on(), sides)?;
+    let table = Table::new("Kafka, 1, 16 and 64 partitions, 100 bytes, id in a header; memory store", &rows);
+    Ok(table
+        .ratio("growth_partitions_16", "memory, 16", 1.0, "memory, 1")
+        .ratio("growth_partitions_64", "memory, 64", 1.0, "memory, 1")
+        .ratio("growth_partitions_64_to_bare", "memory, 64", 1.0, "bare, 64"))
+}
+
+fn memory_markers(stage: &Stage, extent: Extent) -> Outcome<Table> {
+    let messages = 500_000;
+    let topic = stage.topic(4, messages, 100, Id::Header)?;
+    let topic = &topic;
+    let most = extent.pick(1_000_000, 10_000_000);
+    let side = |markers: usize, name: &str| {
+        let way = Way::Gated { store: Store::Memory { markers }, spawned: Spawned::No };
+        Side::new(name, move || stage.on_kafka(topic, way.clone(), messages).run_apart())
+    };
+    let sides = vec![side(10_000, "10 k markers"), side(1_000_000, "1 M markers"), side(most, "most markers")];
+    let rows = alternate("growth, markers in memory", ROUNDS, || stage.go_on(), sides)?;
+    let table = Table::new(format!("Kafka, memory store that remembers 10 k, 1 M and {} M ids already", most / 1_000_000), &rows);
+    Ok(table.ratio("growth_memory_markers_1m", "1 M markers", 1.0, "10 k markers").ratio(
+        "growth_memory_markers_10m",
+        "most markers",
+        1.0,
+        "10 k markers",
+    ))
+}
+
+/// New ids each time; what a round wrote is removed after it, so that each server keeps as many as it had.
+fn redis_markers(stage: &Stage, extent: Extent) -> Outcome<Table> {
+    let messages = 200_000;
+    let topic = stage.topic(4, messages, 100, Id::Header)?;
+    let topic = &topic;
+    let most = extent.pick(1_000_000, 10_000_000);
+    let servers = [10_000, 1_000_000, most]
+        .map(|markers| -> Outcome<RedisServer> {
+            let server = RedisServer::start(RedisOptions::new())?;
+            stage.block_on(fill_redis(&server.url(), markers))?;
+            Ok(server)
+        })
+        .into_iter()
+        .collect::<Outcome<Vec<_>>>()?;
+    let sides = ["10 k markers", "1 M markers", "most markers"].into_iter().zip(&servers).map(|(name, server)| {
+        Side::new(name, move || -> Outcome<Took> {
+            let prefix = stage.name("oncegate") + ":";
+            let store = Store::Redis { url: server.url(), prefix: prefix.clone() };
+            let mut task = stage.on_kafka(topic, Way::Gated { store, spawned: Spawned::No }, messages);
+            task.servers = vec![stage.kafka.pid(), server.pid()];
+            let took = task.run_apart()?;
+            stage.block_on(crate::load::clear_redis(&server.url(), &prefix, messages))?;
+            Ok(took)
+        })
+    });
+    let rows = alternate("growth, markers in Redis", ROUNDS, || stage.go_on(), sides.collect())?;
+    let table = Table::new(format!("Kafka, Redis that holds 10 k, 1 M and {} M done markers already", most / 1_000_000), &rows);
+    Ok(table.ratio("growth_markers_1m", "1 M markers", 1.0, "10 k markers").ratio(
+        "growth_markers_10m",
+        "most markers",
+        1.0,
+        "10 k markers",
+    ))
+}
+
+/// How much memory the client holds beside a short backlog and a long one; the same number of messages is handled.
+fn backlog(stage: &Stage, extent: Extent) -> Outcome<Table> {
+    let long = extent.pick(1_000_000, 5_000_000);
+    let short = stage.topic(4, 50_000, 100, Id::Header)?;
+    let long = stage.topic(4, long, 100, Id::Header)?;
+    let handled = 50_000;
+    let on = |topic| stage.on_kafka(topic, stage.redis(Spawned::No), handled).run_apart();
+    let sides = vec![Side::new("backlog of 50 k", || on(&short)), Side::new("long backlog", || on(&long))];
+    let rows = alternate("growth, backlog", ROUNDS, || stage.go_on(), sides)?;
+    let title = format!("Kafka and Redis, backlogs of 50 k and {} M: the peak of memory", long.messages / 1_000_000);
+    Ok(Table::new(title, &rows).peak_ratio("growth_rss_backlog", "long backlog", "backlog of 50 k"))
+}

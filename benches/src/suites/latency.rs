@@ -1,0 +1,61 @@
+//! What oncegate adds to the time that a message is under way, at a steady 1,000 a second.
+
+use super::Extent;
+use crate::Outcome;
+use crate::load::{Ids, QueueKind, Topic};
+use crate::report::Table;
+use crate::rounds::{Side, alternate};
+use crate::side::{From, Id, Spawned, Store, Task, Took, Way, Work};
+use crate::stage::Stage;
+
+/// How often each side has its turn.
+const ROUNDS: usize = 3;
+
+pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table)) -> Outcome<()> {
+    let messages = extent.pick(5_000, 10_000);
+    let round_trip = || Side::new("one round trip to Redis", move || trip(stage, messages).run_apart());
+
+    let on = |way: Way| kafka(stage, way, messages);
+    let sides = vec![
+        Side::new("bare", || on(Way::Bare)),
+        Side::new("memory, in place", || on(stage.memory(Spawned::No))),
+        Side::new("Redis, in place", || on(stage.redis(Spawned::No))),
+        Side::new("Redis, spawned", || on(stage.redis(Spawned::Yes))),
+        round_trip(),
+    ];
+    let rows = alternate("latency, Kafka", ROUNDS, || stage.go_on(), sides)?;
+    tell(Table::new("Latency on Kafka at 1,000 messages a second, from sending to the handler", &rows));
+
+    let on = |way: Way| rabbitmq(stage, way, messages);
+    let sides = vec![
+        Side::new("bare", || on(Way::Bare)),
+        Side::new("memory, in place", || on(stage.memory(Spawned::No))),
+        Side::new("Redis, in place", || on(stage.redis(Spawned::No))),
+        round_trip(),
+    ];
+    let rows = alternate("latency, RabbitMQ", ROUNDS, || stage.go_on(), sides)?;
+    tell(Table::new("Latency on RabbitMQ (classic queue) at 1,000 messages a second, from sending to the handler", &rows));
+    Ok(())
+}
+
+fn kafka(stage: &Stage, way: Way, messages: usize) -> Outcome<Took> {
+    stage.empty_redis()?;
+    let topic = Topic { name: stage.name("topic"), partitions: 4, messages: usize::MAX, body: 100, id: Id::Header, ids: Ids::InOrder };
+    stage.create(&topic)?;
+    Task { work: Work::NotesLatency, ..stage.on_kafka(&topic, way, messages) }.run_apart()
+}
+
+fn rabbitmq(stage: &Stage, way: Way, messages: usize) -> Outcome<Took> {
+    stage.empty_redis()?;
+    let queue = stage.queue(QueueKind::Classic, 0, 100)?;
+    let task = Task { work: Work::NotesLatency, messages, ..stage.on_rabbitmq(&queue, 256, way) };
+    let took = task.run_apart()?;
+    stage.delete(&queue)?;
+    Ok(took)
+}
+
+fn trip(stage: &Stage, messages: usize) -> Task {
+    let store = Store::Redis { url: stage.redis.url(), prefix: stage.name("trip") + ":" };
+    let way = Way::Gated { store, spawned: Spawned::No };
+    Task { from: From::Nowhere, way, work: Work::NotesLatency, messages, servers: stage.processes() }
+}

@@ -1,0 +1,80 @@
+//! Several processes in one group: where the next bottleneck is.
+
+use super::Extent;
+use crate::Outcome;
+use crate::report::Table;
+use crate::rounds::{Side, alternate};
+use crate::side::{Id, Spawned, Took, Way};
+use crate::stage::Stage;
+
+/// How often each side has its turn.
+const ROUNDS: usize = 3;
+/// So many processes.
+const PROCESSES: [usize; 3] = [1, 2, 4];
+
+pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table)) -> Outcome<()> {
+    let messages = extent.pick(200_000, 400_000);
+    // A topic for each process, all of them beside each other: how a group shares one out would be measured otherwise.
+    let topics = (0..4).map(|_| stage.topic(4, messages, 100, Id::Header)).collect::<Outcome<Vec<_>>>()?;
+    let together = |processes: usize, way: &dyn Fn() -> Way| -> Outcome<Took> {
+        stage.empty_redis()?;
+        let each = messages / processes;
+        let tasks = topics.iter().take(processes).map(|topic| stage.on_kafka(topic, way(), each));
+        let started = tasks.map(|task| task.start()).collect::<Outcome<Vec<_>>>()?;
+        let took = started.into_iter().map(|side| side.finish()).collect::<Outcome<Vec<_>>>()?;
+        Ok(sum(&took))
+    };
+    let mut sides = Vec::new();
+    for processes in PROCESSES {
+        let together = &together;
+        sides.push(Side::new(format!("bare, {processes}"), move || together(processes, &|| Way::Bare)));
+        sides.push(Side::new(format!("memory, {processes}"), move || together(processes, &|| stage.memory(Spawned::No))));
+        sides.push(Side::new(format!("Redis, {processes}"), move || together(processes, &|| stage.redis(Spawned::No))));
+    }
+    let rows = alternate("scaling", ROUNDS, || stage.go_on(), sides)?;
+    let table = Table::new("Kafka, 100 bytes, id in a header: 1, 2 and 4 processes at once, each with a topic of 4 partitions", &rows);
+    tell(
+        table
+            .ratio("scaling_memory_2", "memory, 2", 1.0, "memory, 1")
+            .ratio("scaling_memory_4", "memory, 4", 1.0, "memory, 1")
+            .ratio("scaling_redis_2", "Redis, 2", 1.0, "Redis, 1")
+            .ratio("scaling_redis_4", "Redis, 4", 1.0, "Redis, 1"),
+    );
+    Ok(())
+}
+
+/// All of them together: from the first message of any to the last of any.
+fn sum(took: &[Took]) -> Took {
+    let begun = took.iter().map(|took| took.between.0).fold(f64::INFINITY, f64::min);
+    let over = took.iter().map(|took| took.between.1).fold(0.0, f64::max);
+    Took {
+        messages: took.iter().map(|took| took.messages).sum(),
+        seconds: over - begun,
+        cpu: took.iter().map(|took| took.cpu).sum(),
+        // Each saw what the servers used while it ran itself; the longest saw the most.
+        servers_cpu: took.iter().map(|took| took.servers_cpu).fold(0.0, f64::max),
+        peak_kib: took.iter().map(|took| took.peak_kib).max().unwrap_or(0),
+        between: (begun, over),
+        latencies: Vec::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn processes_beside_each_other_count_from_the_first_to_the_last() {
+        let took = |from: f64, to: f64| Took {
+            messages: 10,
+            seconds: to - from,
+            cpu: 1.0,
+            servers_cpu: to,
+            peak_kib: 5,
+            between: (from, to),
+            latencies: Vec::new(),
+        };
+        let all = sum(&[took(1.0, 3.0), took(2.0, 6.0)]);
+        assert_eq!((all.messages, all.seconds, all.cpu, all.servers_cpu, all.rate()), (20, 5.0, 2.0, 6.0, 4.0));
+    }
+}
