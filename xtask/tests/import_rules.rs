@@ -18,6 +18,8 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("payments", &["oncegate", "oncegate-testkit"]),
     ("oncegate-tests", &["oncegate", "oncegate-testkit"]),
     ("oncegate-chaos", &["oncegate", "oncegate-testkit"]),
+    ("oncegate-bench", &["oncegate", "oncegate-testkit"]),
+    ("oncegate-road", &["oncegate-core"]),
     ("xtask", &["oncegate-testkit"]),
 ];
 
