@@ -14,7 +14,7 @@ use crate::ledger::{Ledger, Settling, What};
 use crate::message::{Outgoing, Work};
 
 /// How long a process may take to come to its step.
-const PATIENCE: Duration = Duration::from_secs(40);
+const PATIENCE: Duration = Duration::from_secs(120);
 /// How a process ends that aborts.
 const ABORTED: &str = "signal 6";
 

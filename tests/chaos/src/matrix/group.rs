@@ -36,11 +36,11 @@ const AFTERMATH: Duration = Duration::from_secs(10);
 /// How often it is looked how things go.
 const LOOK: Duration = Duration::from_millis(20);
 /// How long nothing may happen until all has drained.
-const QUIET: Duration = Duration::from_millis(1_200);
+const QUIET: Duration = Duration::from_millis(2_000);
 /// The SQLite file's name.
 const FILE: &str = "markers.db";
-/// How long it may take to drain.
-const PATIENCE: Duration = Duration::from_secs(90);
+/// How long it may take to drain: a machine that is busy with other work may be ten times as slow.
+const PATIENCE: Duration = Duration::from_secs(300);
 
 /// What a group is made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
