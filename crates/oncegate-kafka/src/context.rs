@@ -92,6 +92,8 @@ impl Context {
         }
         metrics::counter!("oncegate_kafka_partitions_assigned_total").increment(partitions.count() as u64);
         self.take_over(consumer, &assigned);
+        // Nothing was read yet, and librdkafka says so: from now on its word counts.
+        self.pass_markers(consumer);
     }
 
     fn take_over(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
@@ -167,42 +169,75 @@ impl Context {
         let findings = self.shared.take_in(batch.records);
         findings.jumps.iter().for_each(|jump| look_into(jump, queue, &self.shared));
         // After the records, which may stand before.
-        let faulty = batch.faults.iter().filter(|fault| fault.offset >= 0).map(|fault| (&*fault.topic, fault.partition));
-        for (topic, partition) in faulty.chain(findings.restarted.iter().map(|(topic, partition)| (&**topic, *partition))) {
-            self.read_on(topic, partition, queue);
+        let faulty = batch.faults.iter().filter(|fault| fault.offset >= 0);
+        let faulty = faulty.map(|fault| (&*fault.topic, fault.partition, Some(fault.offset)));
+        for (topic, partition, stood) in faulty.chain(findings.restarted.iter().map(|(topic, partition)| (&**topic, *partition, None))) {
+            self.read_on(topic, partition, stood, queue);
         }
     }
 
     /// Has librdkafka read on after the last message that was read. It counts an error that it hands over as a message, and
     /// does not notice when a log begins anew: after the next rebalance it would read on too far up, and skip what lies
     /// before.
-    fn read_on(&self, topic: &str, partition: i32, queue: &Queue<Self>) {
-        let Some(offset) = self.shared.lock().distrust(topic, partition) else { return };
-        if let Err(error) = queue.consumer().seek(topic, partition, Offset::Offset(offset), SEEK) {
-            tracing::warn!(%error, topic, partition, offset, "reading on");
+    fn read_on(&self, topic: &str, partition: i32, stood: Option<i64>, queue: &Queue<Self>) {
+        let Some(offset) = self.shared.lock().distrust(topic, partition, stood) else { return };
+        match queue.consumer().seek(topic, partition, Offset::Offset(offset), SEEK) {
+            Ok(()) => self.shared.lock().told_where(topic, partition),
+            Err(error) => tracing::warn!(%error, topic, partition, offset, "reading on"),
         }
     }
 
-    /// Most errors pass by themselves, and librdkafka retries them. These do not.
-    pub(crate) fn judge(&self, code: RDKafkaErrorCode, place: &str) {
-        use RDKafkaErrorCode as E;
-        let fault = match code {
-            E::TopicAuthorizationFailed => {
-                SourceError::misconfigured("topic", format!("not allowed to read {place}"), "grant Read and Describe on the topic")
-            }
-            E::GroupAuthorizationFailed => SourceError::misconfigured("group", "not allowed to use the group", "grant Read on the group"),
-            E::FencedInstanceId | E::Fenced => SourceError::misconfigured(
-                "group.instance.id",
-                "another member of the group uses the same instance id",
-                "give each member an instance id of its own",
-            ),
-            E::InvalidGroupId => SourceError::misconfigured("group", "the broker refuses this group id", "choose another one"),
-            // The client as a whole has told it.
-            code if Outage::is(code) => return tracing::debug!(%code, place, "Kafka"),
-            _ => return tracing::warn!(%code, place, "Kafka"),
-        };
-        self.shared.fail(fault);
+    /// What is handed over is a message; how far librdkafka has read, it counts in markers of transactions too.
+    pub(crate) fn pass_markers(&self, consumer: &BaseConsumer<Self>) {
+        let (Ok(positions), Some(queue)) = (consumer.position(), self.queue()) else { return };
+        let mut state = self.shared.lock();
+        let reached = positions.elements().into_iter().filter_map(|it| {
+            let offset = if let Offset::Offset(offset) = it.offset() { Some(offset) } else { None };
+            state.reached(it.topic(), it.partition(), offset)
+        });
+        let jumps: Vec<Jump> = reached.collect();
+        drop(state);
+        jumps.iter().for_each(|jump| look_into(jump, &queue, &self.shared));
     }
+
+    /// Most errors pass by themselves, and librdkafka retries them. Those that do not end the source.
+    pub(crate) fn judge(&self, code: RDKafkaErrorCode, place: &str) {
+        match for_a_person(code, place) {
+            Some(fault) => self.shared.fail(fault),
+            // The client as a whole has told it.
+            None if Outage::is(code) => tracing::debug!(%code, place, "Kafka"),
+            None => tracing::warn!(%code, place, "Kafka"),
+        }
+    }
+}
+
+/// The error of what no time heals, and a person has to change.
+pub(crate) fn for_a_person(code: RDKafkaErrorCode, place: &str) -> Option<SourceError> {
+    use RDKafkaErrorCode as E;
+    Some(match code {
+        E::TopicAuthorizationFailed => {
+            SourceError::misconfigured("topic", format!("not allowed to read {place}"), "grant Read and Describe on the topic")
+        }
+        E::GroupAuthorizationFailed => SourceError::misconfigured("group", "not allowed to use the group", "grant Read on the group"),
+        // Not replaced by another client: that one would fence the other member, which would fence it in turn, without end.
+        E::FencedInstanceId | E::Fenced => SourceError::misconfigured(
+            "group.instance.id",
+            "another member of the group uses the same instance id",
+            "give each member an instance id of its own",
+        ),
+        E::InvalidGroupId => SourceError::misconfigured("group", "the broker refuses this group id", "choose another one"),
+        E::UnsupportedAssignor => SourceError::misconfigured(
+            "group.remote.assignor",
+            "the broker has no assignor of this name",
+            "leave it away, or name one of the broker's group.consumer.assignors",
+        ),
+        E::UnsupportedVersion | E::UnsupportedFeature => SourceError::misconfigured(
+            "group.protocol",
+            "the broker does not know this protocol of groups",
+            "leave it away, or use Kafka 4.0 or later",
+        ),
+        _ => return None,
+    })
 }
 
 impl ClientContext for Context {

@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 
 use oncegate_core::SourceError;
 use rdkafka::consumer::{BaseConsumer, Consumer};
-use rdkafka::error::{KafkaError, RDKafkaErrorCode};
+use rdkafka::error::KafkaError;
 use rdkafka::topic_partition_list::Offset;
 
 use crate::batch::{self, Queue};
 use crate::commits;
-use crate::context::{Context, SEEK};
+use crate::context::{Context, SEEK, for_a_person};
 use crate::kafka::{Kafka, OutOfRange};
 use crate::refusal;
 use crate::shared::{Phase, Shared};
@@ -90,7 +90,7 @@ fn stay(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) -> Left {
         begin_anew(&consumer, shared);
         if looked.elapsed() >= LOOK {
             look_for_a_fatal_error(&consumer, shared);
-            pass_markers(&consumer, shared);
+            consumer.context().pass_markers(&consumer);
             looked = Instant::now();
         }
         commits::store(&consumer, shared);
@@ -134,12 +134,12 @@ fn make_way(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) {
     }
 }
 
+/// A client that failed for good does nothing any more. Another one takes its place, unless that would fail the same way.
 fn look_for_a_fatal_error(consumer: &BaseConsumer<Context>, shared: &Shared) {
-    if let Some((code, text)) = consumer.client().fatal_error() {
-        match code {
-            RDKafkaErrorCode::FencedInstanceId | RDKafkaErrorCode::Fenced => consumer.context().judge(code, "the group"),
-            _ => shared.lock().ask_for_another(format!("it failed for good: {text}")),
-        }
+    let Some((code, text)) = consumer.client().fatal_error() else { return };
+    match for_a_person(code, "the group's topics") {
+        Some(fault) => shared.fail(fault),
+        None => shared.lock().ask_for_another(format!("it failed for good: {text}")),
     }
 }
 
@@ -159,17 +159,6 @@ fn begin_anew(consumer: &BaseConsumer<Context>, shared: &Shared) {
             if let Err(error) = consumer.seek(&topic, partition, Offset::Beginning, SEEK) {
                 tracing::warn!(%error, topic, partition, "going back to the beginning");
             }
-        }
-    }
-}
-
-/// What is handed over is a message; how far librdkafka has read, it counts in markers of transactions too.
-fn pass_markers(consumer: &BaseConsumer<Context>, shared: &Shared) {
-    let Ok(positions) = consumer.position() else { return };
-    let mut state = shared.lock();
-    for it in positions.elements() {
-        if let Offset::Offset(offset) = it.offset() {
-            state.reached(it.topic(), it.partition(), offset);
         }
     }
 }

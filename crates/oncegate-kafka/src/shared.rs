@@ -179,7 +179,7 @@ impl State {
             partition,
             watermark,
             begins,
-            read_to: ReadTo::Known,
+            read_to: ReadTo::Unproven,
             log_end: None,
             stood: (None, now),
             out: 0,
@@ -256,21 +256,36 @@ impl State {
         findings
     }
 
-    /// A partition was read up to this offset: the markers of transactions below it are passed.
-    pub(crate) fn reached(&mut self, topic: &str, partition: i32, offset: i64) {
-        let epoch = self.epoch_of(topic, partition);
-        if let Some(assigned) = epoch.and_then(|epoch| self.assigned.get_mut(&epoch)).filter(|it| it.read_to == ReadTo::Known) {
-            assigned.watermark.pass(offset);
+    /// A partition was read up to this offset, as librdkafka says, or nothing of it was: the markers of transactions below it
+    /// are passed. Answers where something may be missing.
+    pub(crate) fn reached(&mut self, topic: &str, partition: i32, offset: Option<i64>) -> Option<Jump> {
+        let epoch = self.epoch_of(topic, partition)?;
+        let assigned = self.assigned.get_mut(&epoch)?;
+        match (assigned.read_to, offset) {
+            (ReadTo::Known, Some(offset)) => assigned.pass(offset),
+            (ReadTo::Unproven, None) => {
+                assigned.read_to = ReadTo::Known;
+                None
+            }
+            _ => None,
         }
     }
 
-    /// What librdkafka takes for its position in this partition is not to be believed under this assignment; answers where
-    /// it is to read on instead.
-    pub(crate) fn distrust(&mut self, topic: &str, partition: i32) -> Option<i64> {
+    /// What librdkafka takes for its position in this partition is not to be believed; answers where it is to read on instead:
+    /// after what was read, or where it `stood` if nothing was.
+    pub(crate) fn distrust(&mut self, topic: &str, partition: i32, stood: Option<i64>) -> Option<i64> {
         let epoch = self.epoch_of(topic, partition)?;
         let assigned = self.assigned.get_mut(&epoch)?;
         assigned.read_to = ReadTo::Unknown;
-        assigned.watermark.end()
+        assigned.watermark.end().or(stood)
+    }
+
+    /// librdkafka was told where to read on.
+    pub(crate) fn told_where(&mut self, topic: &str, partition: i32) {
+        let epoch = self.epoch_of(topic, partition);
+        if let Some(assigned) = epoch.and_then(|epoch| self.assigned.get_mut(&epoch)) {
+            assigned.read_to = ReadTo::Unproven;
+        }
     }
 
     fn epoch_of(&self, topic: &str, partition: i32) -> Option<u64> {
@@ -284,6 +299,9 @@ impl State {
         let Some(assigned) = self.assigned.get_mut(&epoch) else { return epoch };
         findings.jumps.extend(assigned.arrive(record.offset));
         if assigned.watermark.deliver(record.offset) == Sequence::Ascending {
+            if assigned.read_to == ReadTo::Unproven {
+                assigned.read_to = ReadTo::Known;
+            }
             return epoch;
         }
         tell_of_a_shorter_log(&record.topic, record.partition, assigned.watermark.end(), record.offset);

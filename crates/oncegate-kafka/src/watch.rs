@@ -36,6 +36,7 @@ pub(crate) fn run(config: &ClientConfig, shared: &Shared, outage: &Arc<Outage>, 
         let _ = client.poll(TURN);
     }
     watch.gauges.keys().for_each(|(topic, partition)| gauges(topic, *partition, 0, Duration::ZERO));
+    metrics::gauge!("oncegate_kafka_partitions").set(0.0);
 }
 
 /// What was seen before.

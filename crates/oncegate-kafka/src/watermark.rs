@@ -62,9 +62,16 @@ impl Watermark {
         Sequence::Ascending
     }
 
+    /// Begins at this offset, unless something was delivered already: all below it is settled.
+    pub(crate) fn begin(&mut self, offset: i64) {
+        if self.end.is_none() {
+            (self.end, self.committed) = (Some(offset), offset);
+        }
+    }
+
     /// Takes note that the log was read up to this offset: what lies below it and was not delivered is a gap. So the
     /// markers at the end of a transaction, which nobody is handed, hold nothing back. Does nothing before the first
-    /// delivery.
+    /// delivery or [`begin`](Self::begin).
     pub(crate) fn pass(&mut self, offset: i64) {
         self.end = self.end.map(|end| end.max(offset));
     }

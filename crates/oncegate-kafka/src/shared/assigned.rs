@@ -37,6 +37,22 @@ impl Assigned {
         Some(Jump { topic: self.topic.clone(), partition: self.partition, from, to: offset })
     }
 
+    /// The log was read up to this offset, and all that is to be handed over below it has come. Of a log that ends in
+    /// what nobody is handed, this alone says so. Answers if it lies above the offset that was expected.
+    pub(super) fn pass(&mut self, offset: i64) -> Option<Jump> {
+        let mut jump = None;
+        if self.watermark.end().is_none() {
+            let stood = self.begins.at().unwrap_or(offset);
+            if offset < stood {
+                return None;
+            }
+            jump = (stood < offset).then(|| Jump { topic: self.topic.clone(), partition: self.partition, from: stood, to: offset });
+            self.watermark.begin(stood);
+        }
+        self.watermark.pass(offset);
+        jump
+    }
+
     pub(super) fn commit(&mut self, now: Instant) -> Option<Commit> {
         let way = if self.send_from.is_some_and(|from| from <= now) { Way::Sent } else { Way::Stored };
         let offset = match way {
@@ -71,6 +87,8 @@ impl Begins {
 /// Whether librdkafka knows how far a partition was read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ReadTo {
+    /// What it says may be of an earlier assignment, until it has said that nothing was read yet or a message has come.
+    Unproven,
     Known,
     /// It takes an error for a message, and never goes back: after either it would read on too far up.
     Unknown,

@@ -106,7 +106,7 @@ impl World {
             Event::Commit => self.commit()?,
             Event::Pass { beyond } => {
                 let known = self.state.assigned.values().all(|it| it.read_to == ReadTo::Known);
-                self.state.reached("t", 0, self.next + i64::from(beyond));
+                self.state.reached("t", 0, Some(self.next + i64::from(beyond)));
                 if known && !self.naive.settled.is_empty() {
                     self.naive.passed = self.next + i64::from(beyond);
                     self.next = self.naive.passed;

@@ -198,27 +198,52 @@ fn what_is_missing_before_a_message_is_told() {
 #[test]
 fn markers_are_passed_where_it_is_known_how_far_was_read() {
     let mut state = state(0, 5..8);
-    state.reached("t", 1, 15);
-    state.reached("t", 0, 10);
+    state.reached("t", 1, Some(15));
+    state.reached("t", 0, Some(10));
     let (_, deliveries) = hand_out(&mut state);
     assert_eq!(committed(&mut state), [(5, Way::Sent)]);
     deliveries.iter().for_each(|it| assert_eq!(state.accept(&it.receipt), Fate::Counted));
     assert_eq!(committed(&mut state), [(10, Way::Stored)]);
-    assert_eq!(state.distrust("t", 0), Some(10));
-    state.reached("t", 0, 20);
+    assert_eq!(state.distrust("t", 0, Some(15)), Some(10));
+    state.reached("t", 0, Some(20));
     assert_eq!(committed(&mut state), [], "librdkafka counted an error as a message");
+    state.told_where("t", 0);
+    state.reached("t", 0, Some(20));
+    assert_eq!(committed(&mut state), [], "it may not have heard yet");
+    state.reached("t", 0, None);
+    state.reached("t", 0, Some(13));
+    assert_eq!(committed(&mut state), [(13, Way::Stored)]);
 
     let mut barred = self::state(0, 5..6);
     barred.bar("t", 0);
-    barred.reached("t", 0, 20);
+    barred.reached("t", 0, Some(20));
     assert_eq!(committed(&mut barred), [(5, Way::Sent)]);
 }
 
 #[test]
-fn an_assignment_that_has_read_nothing_passes_nothing() {
-    // What librdkafka says then may be of an assignment before.
+fn a_log_that_ends_in_what_nobody_is_handed_is_passed_once_its_position_is_known_to_be_new() {
     let mut state = State::default();
     state.begin(Arc::from("t"), 0, Begins::At(5));
-    state.reached("t", 0, 100);
-    assert_eq!(committed(&mut state), []);
+    assert_eq!(state.reached("t", 0, Some(100)), None);
+    assert_eq!(committed(&mut state), [], "what librdkafka says may be of an assignment before");
+    assert_eq!(state.reached("t", 0, None), None);
+    assert_eq!(state.reached("t", 0, Some(3)), None);
+    assert_eq!(committed(&mut state), [], "the log was cut, and the group does not go forward");
+    assert_eq!(state.reached("t", 0, Some(9)), Some(Jump { topic: Arc::from("t"), partition: 0, from: 5, to: 9 }));
+    assert_eq!(committed(&mut state), [(9, Way::Sent)]);
+    assert_eq!(state.take_in(vec![record(0, 9)]), Findings::default());
+
+    // Where the group has no offset it begins with what there is.
+    let mut state = State::default();
+    state.begin(Arc::from("t"), 0, Begins::Nowhere);
+    state.reached("t", 0, None);
+    assert_eq!(state.reached("t", 0, Some(9)), None);
+    assert_eq!(committed(&mut state), [(9, Way::Sent)]);
+}
+
+#[test]
+fn what_was_never_read_is_read_from_where_it_stood() {
+    let mut state = State::default();
+    state.begin(Arc::from("t"), 0, Begins::Nowhere);
+    assert_eq!(state.distrust("t", 0, Some(7)), Some(7));
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use oncegate_core::source::Open;
 use oncegate_core::{Delivery, Incoming, Limit, Source};
-use oncegate_kafka::KafkaSource;
+use oncegate_kafka::{KafkaSource, KafkaStatus};
 use tokio::sync::watch;
 
 use crate::stage::*;
@@ -163,17 +163,60 @@ async fn a_member_whose_instance_id_another_one_takes_ends_and_says_so() {
     topic.send_numbers(0, 1).await;
     let mut deliveries = receive(&mut first, 1).await;
     let second = open().await;
-    let ended = tokio::time::timeout(BOUND, async {
-        loop {
-            let mut incoming = Vec::new();
-            if let Err(error) = first.receive(Limit { count: 1, bytes: 1 << 20 }, &mut incoming).await {
-                return error.to_string();
-            }
-        }
-    });
-    let text = ended.await.expect("an error in time");
+    let text = end_of(&mut first).await;
     assert!(text.starts_with("group.instance.id: ") && text.contains("of its own"), "{text}");
     accept(&mut first, deliveries.drain(..)).await;
     close(first).await;
     close(second).await;
+}
+
+/// The broker's own way to form groups refuses a second member of an instance id, and that is fatal to its client: the source
+/// begins anew with another client until the first member has left, and says so each time.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_client_that_failed_for_good_is_replaced_until_it_works() {
+    let topic = Topic::new(1).await;
+    topic.send_numbers(0, 3).await;
+    let kafka = || topic.source().property("group.protocol", "consumer").property("group.instance.id", "one");
+    let mut first = kafka().open().await.expect("a source");
+    let mut deliveries = receive(&mut first, 3).await;
+    accept(&mut first, deliveries.drain(..1)).await;
+    topic.await_commit(0, 1).await;
+    let status = KafkaStatus::new();
+    let mut second = kafka().status(status.clone()).open().await.expect("a source");
+    let end = Instant::now() + BOUND;
+    while status.clients_replaced() == 0 {
+        assert!(Instant::now() < end, "its client was not replaced");
+        assert!(is_silent(&mut second, Duration::from_millis(100)).await, "an instance id was used twice");
+    }
+    close(first).await;
+    let deliveries = receive(&mut second, 2).await;
+    assert_eq!(offsets(&deliveries), [1, 2]);
+    accept(&mut second, deliveries).await;
+    topic.await_commit(0, 3).await;
+    close(second).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_every_client_would_fail_of_ends_the_source() {
+    let topic = Topic::new(1).await;
+    let status = KafkaStatus::new();
+    let kafka = topic.source().property("group.protocol", "consumer").property("group.remote.assignor", "nobody's");
+    let mut source = kafka.status(status.clone()).open().await.expect("a source");
+    let text = end_of(&mut source).await;
+    assert!(text.starts_with("group.remote.assignor: "), "{text}");
+    close(source).await;
+    assert_eq!(status.clients_replaced(), 0);
+}
+
+/// What a source says when it ends.
+async fn end_of(source: &mut KafkaSource) -> String {
+    let ended = tokio::time::timeout(BOUND, async {
+        loop {
+            let mut incoming = Vec::new();
+            if let Err(error) = source.receive(Limit { count: 1, bytes: 1 << 20 }, &mut incoming).await {
+                return error.to_string();
+            }
+        }
+    });
+    ended.await.expect("an error in time")
 }

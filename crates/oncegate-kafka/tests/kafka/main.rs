@@ -8,6 +8,7 @@ mod messages;
 mod opening;
 mod outage;
 mod positions;
+mod seeking;
 mod settling;
 mod stage;
 mod transactions;

@@ -1,6 +1,6 @@
 //! Topics that are written in transactions.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use oncegate_core::source::Open;
 use oncegate_kafka::KafkaStatus;
@@ -84,4 +84,26 @@ async fn what_was_committed_is_read_and_what_was_aborted_is_not_and_markers_hold
     assert_eq!(status.messages_missed(), 0, "markers are no messages");
     close(source).await;
     assert_eq!(topic.committed(0).await, Some(14));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_group_that_begins_before_an_aborted_transaction_and_nothing_else_has_read_all() {
+    let topic = Topic::new(1).await;
+    let writer = Writer::new(&topic).await;
+    writer.write(&topic, &["a"]).await;
+    writer.commit().await;
+    topic.commit(2).await;
+    writer.write(&topic, &["never"; 3]).await;
+    writer.abort().await;
+    let status = KafkaStatus::new();
+    let source = topic.source().status(status.clone()).open().await.expect("a source");
+    // Past three messages and their marker, none of which is handed over.
+    topic.await_commit(0, 6).await;
+    let end = Instant::now() + BOUND;
+    while status.partitions().first().and_then(|it| it.lag) != Some(0) {
+        assert!(Instant::now() < end, "{status:?}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert_eq!(status.messages_missed(), 0, "nobody is handed them");
+    close(source).await;
 }
