@@ -204,7 +204,7 @@ impl Session {
             found = async { looking.as_mut().expect("the branch is guarded").await }, if looking.is_some() => {
                 *looking = None;
                 match found {
-                    Ok(ready @ 1..) if self.acks.is_empty() && self.suspicious => {
+                    Ok(ready @ 1..) if self.has_room() && self.suspicious => {
                         Happened::Lost(Loss::Silent(format!("nothing comes, though {ready} messages stand ready")))
                     }
                     // It may be on its way: one more look, soon.
@@ -351,7 +351,12 @@ impl Session {
 
     /// When nothing will have come for long, though nothing that it holds keeps the broker from sending more.
     fn silent(&self) -> Option<Instant> {
-        (self.listens && self.consumer.is_some() && self.looking.is_none() && self.acks.is_empty()).then_some(self.look_at)
+        (self.listens && self.consumer.is_some() && self.looking.is_none() && self.has_room()).then_some(self.look_at)
+    }
+
+    /// Whether the broker may send more.
+    fn has_room(&self) -> bool {
+        self.acks.unacked() < self.prefetch
     }
 
     /// When the channel is given up for the delivery that has stood open for longest.

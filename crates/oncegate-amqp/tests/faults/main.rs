@@ -152,6 +152,12 @@ fn to_consumers(server: &RabbitServer, does: &str) {
     assert!(done.contains("ok"), "nobody consumes: {done}");
 }
 
+/// As when the queue moved to another node and its consumer did not come along: nothing comes, and nobody says so.
+fn forget(server: &RabbitServer) {
+    let queue = format!("{{resource, <<\"/\">>, queue, <<\"{QUEUE}\">>}}");
+    to_consumers(server, &format!("gen_server2:cast(Channel, {{queue_event, {queue}, {{none, {{machine, eol}}}}}})"));
+}
+
 /// Does it, and says how long after it was over the consumer consumed again.
 async fn happens(fault: Fault, stage: &Stage, server: &mut RabbitServer, proxy: &Proxy) -> Duration {
     let reconnects = stage.status.snapshot().reconnects;
@@ -175,11 +181,7 @@ async fn happens(fault: Fault, stage: &Stage, server: &mut RabbitServer, proxy: 
                 "Cancel = {'basic.cancel', Tag, true}, rabbit_channel:do(Channel, Cancel), rabbit_channel:send_command(Channel, Cancel)";
             to_consumers(server, does);
         }),
-        // As when the queue moved to another node and its consumer did not come along: nothing comes, and nobody says so.
-        Fault::ConsumerForgotten => tokio::task::block_in_place(|| {
-            let queue = format!("{{resource, <<\"/\">>, queue, <<\"{QUEUE}\">>}}");
-            to_consumers(server, &format!("gen_server2:cast(Channel, {{queue_event, {queue}, {{none, {{machine, eol}}}}}})"));
-        }),
+        Fault::ConsumerForgotten => tokio::task::block_in_place(|| forget(server)),
         Fault::QueueDeleted => {
             // What stands in a queue goes with it, so nothing is to stand there.
             stage.load.pause();
@@ -224,16 +226,36 @@ async fn whatever_a_node_does_nothing_is_lost_doubled_or_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_single_active_consumer_that_the_broker_forgot_consumes_again() {
-    let length = Length { rounds: 1, rate: 100 };
-    let mut server = tokio::task::spawn_blocking(RabbitServer::start).await.expect("no panic").expect("a server");
-    let proxy = Proxy::to(server.port()).expect("a port");
-    let source = RabbitMq::queue(QUEUE).url(server.url()).single_active_consumer();
-    Stage::play(source, vec![server.url()], &length, async |stage| {
-        happens(Fault::ConsumerForgotten, stage, &mut server, &proxy).await;
-    })
-    .await;
-    no_refusals(&server);
+async fn a_single_active_consumer_that_the_broker_forgot_consumes_again_though_it_holds_something() {
+    let server = tokio::task::spawn_blocking(RabbitServer::start).await.expect("no panic").expect("a server");
+    // The queue hands it what it has room for all the same, to no one; what stands ready shows that.
+    let source = RabbitMq::queue(QUEUE).url(server.url()).single_active_consumer().prefetch(2).open().await.expect("opened");
+    let mut source: Box<dyn Source> = Box::new(source);
+    let connection = lapin::Connection::connect(&server.url(), lapin::ConnectionProperties::default()).await.expect("a connection");
+    let channel = connection.create_channel().await.expect("a channel");
+    let publish = async |body: &'static str| {
+        let options = lapin::options::BasicPublishOptions::default();
+        let sent = channel.basic_publish("".into(), QUEUE.into(), options, body.as_bytes(), lapin::BasicProperties::default());
+        sent.await.expect("sent");
+    };
+    publish("held").await;
+    let mut into = Vec::new();
+    source.receive(Limit { count: 1, bytes: 1 }, &mut into).await.expect("received");
+    tokio::task::block_in_place(|| forget(&server));
+    publish("behind").await;
+    publish("ready").await;
+    let (patience, mut bodies) = (tokio::time::Instant::now() + PATIENCE, Vec::new());
+    while bodies.len() < 2 {
+        let mut into = Vec::new();
+        let receiving = tokio::time::timeout_at(patience, source.receive(Limit { count: 9, bytes: 1_000 }, &mut into));
+        receiving.await.expect("in time").expect("received");
+        bodies.extend(into.into_iter().filter_map(|incoming| match incoming {
+            Incoming::Delivery(delivery) => Some(delivery.message.body),
+            Incoming::Revoked(_) => None,
+        }));
+    }
+    assert_eq!(bodies, ["held", "behind"], "they come again by a new channel");
+    source.close(Instant::now() + Duration::from_secs(10)).await.expect("closed");
 }
 
 /// The channel that dead letters travel on takes what comes and answers nothing, as it may when its queue moves.
