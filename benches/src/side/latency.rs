@@ -13,7 +13,7 @@ use crate::load::{KafkaSender, RabbitSender};
 /// The time between two messages.
 const EVERY: Duration = Duration::from_millis(1);
 /// What is sent first and not measured: connections open, groups form, scripts load.
-const WARM_UP: usize = 3_000;
+const WARM_UP: usize = 2_500;
 
 /// How long ago the sender wrote this body.
 pub(super) fn sent_ago(body: &[u8]) -> Duration {

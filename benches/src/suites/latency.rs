@@ -12,7 +12,7 @@ use crate::stage::Stage;
 const ROUNDS: usize = 3;
 
 pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table)) -> Outcome<()> {
-    let messages = extent.pick(5_000, 10_000);
+    let messages = extent.pick(5_000, 8_000);
     let round_trip = || Side::new("one round trip to Redis", move || trip(stage, messages).run_apart());
 
     let on = |way: Way| kafka(stage, way, messages);
