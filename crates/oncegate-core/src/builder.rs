@@ -305,10 +305,10 @@ async fn forgets(store: &dyn Store, settings: &Settings) -> Result<Option<String
 }
 
 /// The age of a message by its own timestamp or by when its first copy was seen, whichever is longer ago.
-pub(crate) fn age(message: &Message) -> Option<Duration> {
+pub(crate) fn age(message: &Message, now: SystemTime) -> Option<Duration> {
     let first_seen = message.headers.last(headers::FIRST_SEEN).and_then(|value| std::str::from_utf8(value).ok()?.parse().ok());
     let first_seen = first_seen.and_then(|ms| SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(ms)));
-    message.sent_at.into_iter().chain(first_seen).filter_map(|at| at.elapsed().ok()).max()
+    message.sent_at.into_iter().chain(first_seen).filter_map(|at| now.duration_since(at).ok()).max()
 }
 
 #[cfg(test)]
@@ -327,7 +327,7 @@ mod tests {
         let now = SystemTime::now();
         let ms = |at: SystemTime| at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_millis().to_string();
         let day_ago = ms(now - hours(24));
-        let aged = |headers, sent_at| age(&Message { headers, sent_at, ..Message::default() });
+        let aged = |headers, sent_at| age(&Message { headers, sent_at, ..Message::default() }, now);
         let about = |age: Option<Duration>, expected| age.is_some_and(|age| age >= expected && age < expected + hours(1));
 
         assert_eq!(aged(Headers::default(), None), None);

@@ -14,7 +14,7 @@ use std::collections::{BinaryHeap, VecDeque};
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
@@ -58,10 +58,11 @@ pub(crate) struct Running<H, D> {
     measures: Measures,
     renewals: Option<Arc<Renewals>>,
 
-    /// About now: read once for all that happens together.
+    /// About now, by both clocks: read once for all that happens together.
     clock: Instant,
+    wall: SystemTime,
 
-    flights: Slots<Flight>,
+    flights: Slots<Box<Flight>>,
     /// Those whose handler is over and whose completion is on its way: they hold no slot of a handler any more.
     completing: usize,
     parked: usize,
@@ -74,6 +75,8 @@ pub(crate) struct Running<H, D> {
     /// attempts of its neighbours.
     takeover: Option<usize>,
     takeovers: VecDeque<Slot>,
+    /// Places whose lease is not to be renewed any more, for when the next are held.
+    given_up: Vec<usize>,
     /// Those whose turn has come because another left its place.
     next_up: VecDeque<(Slot, Event)>,
 
@@ -89,6 +92,7 @@ pub(crate) struct Running<H, D> {
     pace: Pace,
     /// What a claim asks for now.
     lease: Duration,
+    longest_hold: Duration,
     applies: FuturesUnordered<BoxFuture<'static, Applied>>,
     settled: Vec<Settled>,
     alarms: BinaryHeap<Reverse<(Instant, Slot, u32)>>,
@@ -146,12 +150,14 @@ impl<H: Handler, D: Decode> Running<H, D> {
             outcomes: Outcomes::new(),
             measures: Measures::new(),
             clock: Instant::now(),
+            wall: SystemTime::now(),
             flights: Slots::new(settings.in_flight),
             source,
             store,
             runner,
             id,
             lease: settings.lease,
+            longest_hold: settings.longest_hold(),
             settings,
             renewals,
             completing: 0,
@@ -161,6 +167,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             aside_bytes: 0,
             takeover: None,
             takeovers: VecDeque::new(),
+            given_up: Vec::new(),
             next_up: VecDeque::new(),
             claims: VecDeque::new(),
             verdicts: VecDeque::new(),
@@ -246,7 +253,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 received = self.source.receive(limit, incoming), if !draining => failed = received.err(),
             }
         }
-        self.clock = Instant::now();
+        self.read_clocks();
         if let Some(error) = failed {
             self.drain(Some(error.into()), self.settings.drain).await;
         }
@@ -283,6 +290,9 @@ impl<H: Handler, D: Decode> Running<H, D> {
         }
         self.ring();
         loop {
+            if !incoming.is_empty() {
+                self.read_clocks();
+            }
             for it in incoming.drain(..) {
                 match it {
                     Incoming::Delivery(delivery) => self.arrived(delivery),
@@ -365,8 +375,20 @@ impl<H: Handler, D: Decode> Running<H, D> {
         if count > 0 && bytes > 0 { Limit { count, bytes } } else { Limit::NOTHING }
     }
 
+    fn read_clocks(&mut self) {
+        (self.clock, self.wall) = (Instant::now(), SystemTime::now());
+    }
+
+    /// Renews what was given up no more.
+    fn let_leases_go(&mut self) {
+        if let (Some(renewals), false) = (&self.renewals, self.given_up.is_empty()) {
+            renewals.let_go(self.given_up.drain(..));
+        }
+    }
+
     /// Hands over what is settled.
     async fn settle(&mut self) {
+        self.let_leases_go();
         if self.settled.is_empty() {
             return;
         }

@@ -18,7 +18,7 @@ use crate::moment::Moment;
 use crate::outcome::Outcomes;
 use crate::renewals::Renewals;
 use crate::road::{Asked, Cause, Event, Freshness, History, Outcome, Policy, Reason, Settlement, Stage, Step, next};
-use crate::run::{Ended, bounded};
+use crate::run::{Ended, bounded, caught};
 use crate::settings::{Forgetful, LONGEST, Settings};
 use crate::slots::{Slot, Slots};
 use crate::spans;
@@ -266,7 +266,8 @@ impl<T> Guarded<'_, T> {
     async fn work(&mut self, work: impl Future<Output = Result<T, Failure>>) -> Event {
         let lease = self.lease.clone();
         let span = tracing::debug_span!("oncegate.handle", id = %self.id, attempt = self.attempt, outcome = tracing::field::Empty);
-        let ended = bounded(work, self.gate.0.settings.handler_timeout, lease.as_deref()).instrument(span.clone()).await;
+        let work = std::pin::pin!(caught(work));
+        let ended = bounded(work, &span, Instant::now(), self.gate.0.settings.handler_timeout, lease.as_deref()).await;
         let outcome = match ended {
             Ended::Over(Ok(value)) => {
                 self.result = Some(value);

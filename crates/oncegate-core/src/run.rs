@@ -2,12 +2,14 @@
 
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::Pin;
 use std::sync::Arc;
-use std::task::Poll;
-use std::time::Duration;
+use std::task::{self, Poll};
+use std::time::{Duration, Instant};
 
 use futures_util::FutureExt;
-use tracing::Instrument;
+use futures_util::future::CatchUnwind;
+use tracing::Span;
 
 use crate::context::Context;
 use crate::decode::Decode;
@@ -44,10 +46,10 @@ impl Finished {
 }
 
 impl<H: Handler, D: Decode> Runner<H, D> {
-    /// Runs the handler once.
-    pub(crate) async fn handle(self: Arc<Self>, cx: Context) -> Finished {
+    /// Runs the handler once; its time began at `began`.
+    pub(crate) async fn handle(self: Arc<Self>, cx: Context, began: Instant) -> Finished {
         let span = tracing::debug_span!("oncegate.handle", id = %cx.id, attempt = cx.attempt, outcome = tracing::field::Empty);
-        let work = async {
+        let work = std::pin::pin!(caught(async {
             let payload = match self.decode.decode::<H::Payload>(&cx.message) {
                 Ok(payload) => payload,
                 Err(error) => return Finished::returned(Outcome::Unreadable, Some(error.to_string())),
@@ -66,37 +68,33 @@ impl<H: Handler, D: Decode> Runner<H, D> {
                     Finished::returned(outcome, Some(failure.to_string()))
                 }
             }
+        }));
+        let finished = match bounded(work, &span, began, self.timeout, cx.lease.as_deref()).await {
+            Ended::Over(finished) => finished,
+            Ended::Panicked(said) => {
+                crate::wrong_version!("panic-is-a-failure", {
+                    return Finished::returned(Outcome::Retry, Some(said));
+                });
+                Finished::returned(Outcome::Unknown(Cause::Panicked), Some(said))
+            }
+            Ended::TimedOut => Finished::returned(Outcome::Unknown(Cause::TimedOut), Some(format!("no end after {:?}", self.timeout))),
+            Ended::LeaseOver => Finished { event: Event::LeaseOver, error: Some("the lease was over".into()) },
         };
-        async {
-            let finished = match bounded(work, self.timeout, cx.lease.as_deref()).await {
-                Ended::Over(finished) => finished,
-                Ended::Panicked(said) => {
-                    crate::wrong_version!("panic-is-a-failure", {
-                        return Finished::returned(Outcome::Retry, Some(said));
-                    });
-                    Finished::returned(Outcome::Unknown(Cause::Panicked), Some(said))
-                }
-                Ended::TimedOut => Finished::returned(Outcome::Unknown(Cause::TimedOut), Some(format!("no end after {:?}", self.timeout))),
-                Ended::LeaseOver => Finished { event: Event::LeaseOver, error: Some("the lease was over".into()) },
-            };
-            tracing::Span::current().record("outcome", tracing::field::debug(&finished.event));
-            finished
-        }
-        .instrument(span)
-        .await
+        span.record("outcome", tracing::field::debug(&finished.event));
+        finished
     }
 
-    /// Runs `reconcile` once.
-    pub(crate) async fn reconcile(self: Arc<Self>, cx: Context) -> Finished {
+    /// Runs `reconcile` once; its time began at `began`.
+    pub(crate) async fn reconcile(self: Arc<Self>, cx: Context, began: Instant) -> Finished {
         let span = tracing::debug_span!("oncegate.reconcile", id = %cx.id, attempt = cx.attempt, outcome = tracing::field::Empty);
-        let work = async {
+        let work = std::pin::pin!(caught(async {
             let payload = self.decode.decode::<H::Payload>(&cx.message).map_err(|error| error.to_string())?;
             fault::point("reconcile.before");
             let found = self.handler.reconcile(payload, &cx).await.map_err(|failure| failure.to_string());
             fault::point("reconcile.after");
             found
-        };
-        let (found, error) = match bounded(work, self.timeout, cx.lease.as_deref()).instrument(span.clone()).await {
+        }));
+        let (found, error) = match bounded(work, &span, began, self.timeout, cx.lease.as_deref()).await {
             Ended::Over(Ok(Reconciled::Happened)) => (Some(Finding::Happened), None),
             Ended::Over(Ok(Reconciled::DidNotHappen)) => (Some(Finding::DidNotHappen), None),
             Ended::Over(Ok(Reconciled::Unknown)) => (None, Some("reconcile could not tell".to_owned())),
@@ -118,21 +116,37 @@ pub(crate) enum Ended<T> {
     LeaseOver,
 }
 
-/// Runs a future for so long at the most, and no longer than its lease lives. It is polled only while the lease lives: a
-/// process that was stopped and continued polls before its timers fire. It is dropped here, where its panics are caught.
-pub(crate) async fn bounded<T>(work: impl Future<Output = T>, timeout: Duration, lease: Option<&Lease>) -> Ended<T> {
-    let mut work = std::pin::pin!(Some(AssertUnwindSafe(work).catch_unwind()));
-    let guarded = std::future::poll_fn(|poller| match (work.as_mut().as_pin_mut(), lease) {
+/// A future whose panics are caught. It is pinned where it was made: a handler's may be large, and each move copies it.
+type Caught<F> = Option<CatchUnwind<AssertUnwindSafe<F>>>;
+
+pub(crate) fn caught<F: Future>(work: F) -> Caught<F> {
+    Some(AssertUnwindSafe(work).catch_unwind())
+}
+
+/// Runs a future in its span, for so long at the most, counted from `began`, and no longer than its lease lives. It is polled
+/// only while the lease lives: a process that was stopped and continued polls before its timers fire. It is dropped here.
+pub(crate) async fn bounded<F: Future>(
+    mut work: Pin<&mut Caught<F>>,
+    span: &Span,
+    began: Instant,
+    timeout: Duration,
+    lease: Option<&Lease>,
+) -> Ended<F::Output> {
+    let mut poll = |poller: &mut task::Context<'_>| match (work.as_mut().as_pin_mut(), lease) {
         (None, _) => Poll::Ready(None),
         (_, Some(lease)) if !lease.lives(Moment::now()) => Poll::Ready(None),
-        (Some(work), _) => work.poll(poller).map(Some),
-    });
-    let ended = tokio::select! {
-        biased;
-        ended = tokio::time::timeout(timeout, guarded) => ended,
-        () = end_of(lease) => Ok(None),
+        (Some(work), _) => span.in_scope(|| work.poll(poller)).map(Some),
     };
-    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| work.set(None))) {
+    // Timers cost more than a handler that is ready at once.
+    let ended = match std::future::poll_fn(|poller| Poll::Ready(poll(poller))).await {
+        Poll::Ready(ended) => Ok(ended),
+        Poll::Pending => tokio::select! {
+            biased;
+            ended = tokio::time::timeout_at((began + timeout).into(), std::future::poll_fn(poll)) => ended,
+            () = end_of(lease) => Ok(None),
+        },
+    };
+    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| span.in_scope(|| work.set(None)))) {
         tracing::error!(said = what_it_said(panic), "the handler panicked while it was dropped");
     }
     match ended {

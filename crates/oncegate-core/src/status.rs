@@ -131,8 +131,9 @@ impl ConsumerStatus {
     /// What the consumer holds; nothing before its start and after its end. Given to two consumers, it tells of whichever
     /// told last.
     pub fn snapshot(&self) -> ConsumerSnapshot {
-        let told = self.lock();
-        let oldest = told.oldest.iter().map(|(arrived, held)| Held { since: arrived.elapsed(), ..held.clone() }).collect();
+        let (told, now) = (self.lock(), Instant::now());
+        let since = |arrived: &Instant| now.saturating_duration_since(*arrived);
+        let oldest = told.oldest.iter().map(|(arrived, held)| Held { since: since(arrived), ..held.clone() }).collect();
         ConsumerSnapshot { in_flight: told.in_flight, waiting: told.waiting, oldest }
     }
 

@@ -85,7 +85,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
     /// A batch came back.
     pub(super) async fn answered(&mut self, applied: Applied) {
         let Applied { slots, operations, sent, began, mut answers } = applied;
-        self.clock = Instant::now();
+        self.read_clocks();
         self.measures.answered(&operations, self.clock.saturating_duration_since(began));
         let now = Moment::now();
         if answers.len() != operations.len() {
@@ -133,6 +133,8 @@ impl<H: Handler, D: Decode> Running<H, D> {
             }
             events.push((slot, event));
         }
+        // What was given up before in these places is not what is held there now.
+        self.let_leases_go();
         if let Some(renewals) = &self.renewals {
             renewals.hold(granted.into_iter());
         }
@@ -182,7 +184,6 @@ impl<H: Handler, D: Decode> Running<H, D> {
         sent: Moment,
         granted: &mut Vec<(usize, Arc<Lease>)>,
     ) {
-        let ends = sent + self.settings.longest_hold();
         let Some(flight) = self.flights.at_mut(slot) else { return };
         let granted_now = match verdict {
             Verdict::Granted { attempt } | Verdict::InDoubt { attempt } => Some(attempt),
@@ -192,7 +193,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
         let Some(attempt) = granted_now else { return };
         flight.attempt = attempt;
         if self.renewals.is_some() {
-            let lease = Arc::new(Lease::new(operation, attempt, sent, ends));
+            let lease = Arc::new(Lease::new(operation, attempt, sent, sent + self.longest_hold));
             flight.lease = Some(lease.clone());
             granted.push((slot.place, lease));
         }

@@ -20,8 +20,8 @@ impl<H: Handler, D: Decode> Running<H, D> {
     pub(super) fn left(&mut self, slot: Slot, lane: Option<Lane>, lease: Option<Arc<Lease>>, bytes: usize) {
         self.flights.remove(slot);
         self.bytes -= bytes;
-        if let (Some(renewals), Some(_)) = (&self.renewals, lease) {
-            renewals.let_go(std::iter::once(slot.place));
+        if lease.is_some() {
+            self.given_up.push(slot.place);
         }
         self.end_takeover(slot);
         let Some(lane) = lane else { return };

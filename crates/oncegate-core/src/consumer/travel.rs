@@ -69,7 +69,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             bytes,
         };
         self.bytes += bytes;
-        let slot = self.flights.insert(flight);
+        let slot = self.flights.insert(Box::new(flight));
         match lane.map_or(Turn::Now, |lane| self.lanes.enter(lane, slot)) {
             Turn::Now => self.enter_road(slot),
             Turn::Later => self.step_aside(slot),
@@ -77,7 +77,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
     }
 
     fn freshness(&self, message: &Message) -> Freshness {
-        match age(message) {
+        match age(message, self.wall) {
             Some(age) if age > self.settings.max_age() => Freshness::TooOld,
             _ => Freshness::Fresh,
         }
@@ -141,7 +141,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 Onward::Travels(passage, step) => {
                     self.completing += usize::from(matches!(passage.stage(), Stage::Completing(_)));
                     self.parked += usize::from(matches!(passage.stage(), Stage::Parked(..)));
-                    let mut flight = Flight { passage, ..flight };
+                    flight.passage = passage;
                     if !runs(flight.passage.stage()) {
                         flight.task = None;
                     }
@@ -155,10 +155,11 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 Onward::Left(Settled { delivery, settlement: Settlement::Release { after, failures }, .. }) if rests => {
                     self.outcomes.settled(&Settlement::Release { after, failures });
                     let history = History { failures, freshness: self.freshness(&delivery.message) };
-                    self.rest(slot, Flight { passage: Passage::new(delivery, history), ..flight }, after);
+                    flight.passage = Passage::new(delivery, history);
+                    self.rest(slot, flight, after);
                 }
                 Onward::Left(mut settled) => {
-                    let Flight { id, key, terms, token, attempt, lane, lease, task, bytes, arrived, .. } = flight;
+                    let Flight { id, key, terms, token, attempt, lane, lease, task, bytes, arrived, .. } = *flight;
                     drop(task);
                     self.measures.settled(self.clock.saturating_duration_since(arrived));
                     if let Settlement::Reject(_) = settled.settlement {
@@ -199,7 +200,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
     }
 
     /// A delivery that is ordered keeps its lane after an attempt that failed, so that none of its lane overtakes it.
-    fn rest(&mut self, slot: Slot, mut flight: Flight, after: Duration) {
+    fn rest(&mut self, slot: Slot, mut flight: Box<Flight>, after: Duration) {
         (flight.task, flight.began) = (None, None);
         flight.turn += 1;
         self.give_up_lease(slot, &mut flight);
@@ -293,9 +294,9 @@ impl<H: Handler, D: Decode> Running<H, D> {
     }
 
     /// Holds no lease any more, and renews none.
-    pub(super) fn give_up_lease(&self, slot: Slot, flight: &mut Flight) {
-        if let (Some(renewals), Some(_)) = (&self.renewals, flight.lease.take()) {
-            renewals.let_go(std::iter::once(slot.place));
+    pub(super) fn give_up_lease(&mut self, slot: Slot, flight: &mut Flight) {
+        if flight.lease.take().is_some() {
+            self.given_up.push(slot.place);
         }
     }
 
@@ -306,12 +307,13 @@ impl<H: Handler, D: Decode> Running<H, D> {
         let turn = flight.turn;
         let message = flight.passage.delivery().message.clone();
         let cx = Context { id, attempt: flight.attempt.max(1), message, lease: flight.lease.clone() };
-        flight.began = Some(Instant::now());
+        let began = Instant::now();
+        flight.began = Some(began);
         let runner = self.runner.clone();
         let runs = self.runs.clone();
         let mut run: BoxFuture<'static, Finished> = match work {
-            Work::Handle => Box::pin(runner.handle(cx)),
-            Work::Reconcile => Box::pin(runner.reconcile(cx)),
+            Work::Handle => Box::pin(runner.handle(cx, began)),
+            Work::Reconcile => Box::pin(runner.reconcile(cx, began)),
         };
         if self.settings.handlers == Handlers::InPlace {
             // Polled without a waker: if it is not ready, its task polls it again before it sleeps.

@@ -1,11 +1,12 @@
 //! A store in this process: [`marker::apply`](crate::marker::apply) on a map.
 
 use std::collections::VecDeque;
+use std::hash::BuildHasher;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use hashbrown::HashMap;
+use hashbrown::{DefaultHashBuilder, HashTable};
 
 use crate::id::Key;
 use crate::marker::{Age, Change, Fingerprint, Marker, Operation, Verdict, apply};
@@ -17,10 +18,12 @@ use crate::store::{Memory, Store, StoreError};
 #[derive(Clone, Debug, Default)]
 pub struct MemoryStore(Arc<Mutex<Tables>>);
 
+/// Each operation hashes its key once, for both tables.
 #[derive(Debug, Default)]
 struct Tables {
-    open: HashMap<Key, Open>,
-    done: HashMap<Key, Done>,
+    hasher: DefaultHashBuilder,
+    open: HashTable<(Key, Open)>,
+    done: HashTable<(Key, Done)>,
     /// When each done marker expires, in the order in which they were written. An entry whose marker was written again
     /// since is passed over.
     expiries: VecDeque<(Instant, Key)>,
@@ -55,9 +58,8 @@ impl MemoryStore {
 
     /// The marker of a key, and how long ago it was written where that matters.
     pub fn marker(&self, key: &Key) -> (Marker, Duration) {
-        let now = Instant::now();
-        let (marker, age) = self.0.lock().unwrap_or_else(PoisonError::into_inner).read(key, now);
-        (marker, age)
+        let tables = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        tables.read(tables.hasher.hash_one(key), key, Instant::now())
     }
 
     /// How many ids are remembered.
@@ -88,38 +90,44 @@ impl Store for MemoryStore {
 
 impl Tables {
     fn apply(&mut self, operation: &Operation, now: Instant) -> Verdict {
-        let (marker, age) = self.read(&operation.key, now);
+        let hash = self.hasher.hash_one(&operation.key);
+        let (marker, age) = self.read(hash, &operation.key, now);
         let (change, verdict) = apply(marker, Age::Of(age), operation);
         match change {
             Change::Keep => {}
-            Change::Delete => self.remove(&operation.key),
+            Change::Delete => drop(self.remove(hash, &operation.key)),
             Change::Write(Marker::Done(fingerprint), window) => {
                 let expires = now + window.min(CENTURY);
-                self.open.remove(&operation.key);
-                self.done.insert(operation.key.clone(), Done { fingerprint, expires });
-                self.expiries.push_back((expires, operation.key.clone()));
+                let key = self.remove(hash, &operation.key).unwrap_or_else(|| operation.key.clone());
+                self.expiries.push_back((expires, key.clone()));
+                let hasher = &self.hasher;
+                self.done.insert_unique(hash, (key, Done { fingerprint, expires }), |(key, _)| hasher.hash_one(key));
             }
             Change::Write(marker, horizon) => {
-                self.done.remove(&operation.key);
-                self.open.insert(operation.key.clone(), Open { marker, written: now, expires: now + horizon.min(CENTURY) });
+                let open = Open { marker, written: now, expires: now + horizon.min(CENTURY) };
+                let key = self.remove(hash, &operation.key).unwrap_or_else(|| operation.key.clone());
+                let hasher = &self.hasher;
+                self.open.insert_unique(hash, (key, open), |(key, _)| hasher.hash_one(key));
             }
         }
         verdict
     }
 
-    fn read(&self, key: &Key, now: Instant) -> (Marker, Duration) {
-        if let Some(open) = self.open.get(key).filter(|open| now < open.expires) {
+    fn read(&self, hash: u64, key: &Key, now: Instant) -> (Marker, Duration) {
+        if let Some((_, open)) = self.open.find(hash, |(it, _)| it == key).filter(|(_, open)| now < open.expires) {
             return (open.marker, now.saturating_duration_since(open.written));
         }
-        match self.done.get(key).filter(|done| now < done.expires) {
-            Some(done) => (Marker::Done(done.fingerprint), Duration::ZERO),
+        match self.done.find(hash, |(it, _)| it == key).filter(|(_, done)| now < done.expires) {
+            Some((_, done)) => (Marker::Done(done.fingerprint), Duration::ZERO),
             None => (Marker::Absent, Duration::ZERO),
         }
     }
 
-    fn remove(&mut self, key: &Key) {
-        self.open.remove(key);
-        self.done.remove(key);
+    /// Takes a key out of both tables; the key, if it was in one.
+    fn remove(&mut self, hash: u64, key: &Key) -> Option<Key> {
+        let open = self.open.find_entry(hash, |(it, _)| it == key).ok().map(|entry| entry.remove().0.0);
+        let done = self.done.find_entry(hash, |(it, _)| it == key).ok().map(|entry| entry.remove().0.0);
+        open.or(done)
     }
 
     /// Forgets what has expired. What is open is few, and is looked through when it has doubled since the last time.
@@ -128,13 +136,14 @@ impl Tables {
             if *expires > now {
                 break;
             }
-            if self.done.get(key).is_some_and(|done| done.expires <= now) {
-                self.done.remove(key);
+            let hash = self.hasher.hash_one(key);
+            if let Ok(entry) = self.done.find_entry(hash, |(it, done)| it == key && done.expires <= now) {
+                entry.remove();
             }
             self.expiries.pop_front();
         }
         if self.open.len() >= self.crowded.max(FEW) {
-            self.open.retain(|_, open| now < open.expires);
+            self.open.retain(|(_, open)| now < open.expires);
             self.crowded = self.open.len() * 2;
         }
     }
