@@ -98,9 +98,16 @@ local function claim(key, token, fingerprint, state, body, at, holder, their_lea
   return put(key, held('r', token, attempt, lease, unresolved, 'a', fingerprint), unresolved, 'in-doubt ' .. attempt)
 end
 
+-- What stands between attempt and fingerprint in the record of a claim on the asker's terms.
+local MINE = ' ' .. lease .. ' ' .. horizon .. ' ' .. guarantee .. ' '
+
 local function apply(key, token, attempt, fingerprint)
   local raw = redis.pcall('GET', key)
   if type(raw) == 'table' then return 'error ' .. raw.err end
+  -- Nearly every completion finds its own claim as it was written: it is known without being read.
+  if ask == 'complete' and raw == 'v1 p ' .. token .. ' ' .. attempt .. MINE .. fingerprint then
+    return done(key, fingerprint, 'done')
+  end
   local state, body, at, holder, their_lease, their_horizon, promise = read(raw)
   if not state then return body end
   if ask == 'claim' then
