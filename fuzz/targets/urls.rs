@@ -1,0 +1,46 @@
+//! URLs with a password in them: whatever is wrong with one, nothing that is shown holds the password.
+#![no_main]
+
+#[allow(dead_code, reason = "the adapter uses the rest")]
+#[path = "../../crates/oncegate-amqp/src/node.rs"]
+mod node;
+
+use libfuzzer_sys::fuzz_target;
+use oncegate_redis::Redis;
+
+/// Nothing that a fuzzer writes by chance.
+const PASSWORD: &str = "Canary7f3a9c";
+
+fuzz_target!(|data: &[u8]| {
+    let text = String::from_utf8_lossy(data);
+    let (before, after) = text.split_once('\n').unwrap_or((&text, ""));
+    for url in [
+        text.to_string(),
+        format!("amqp://{before}:{PASSWORD}@{after}"),
+        format!("amqps://{before}{PASSWORD}{after}@h"),
+        format!("{before}://u:{PASSWORD}@{after}"),
+    ] {
+        let shown = match node::Node::read(&url) {
+            Ok(node) => {
+                // Whoever gives the password as the user, host or path gets it shown.
+                let misplaced = node.uri.authority.userinfo.username.contains(PASSWORD)
+                    || node.uri.authority.host.contains(PASSWORD)
+                    || node.uri.vhost.contains(PASSWORD);
+                if misplaced { String::new() } else { node.shown }
+            }
+            Err(error) => format!("{error} {error:?}"),
+        };
+        assert!(!shown.contains(PASSWORD), "{url:?} is shown as {shown:?}");
+        assert!(!shown.contains(['\n', '\r']) || url.contains("://") || !url.contains(PASSWORD), "{shown:?}");
+    }
+    for url in [
+        text.to_string(),
+        format!("redis://{before}:{PASSWORD}@{after}"),
+        format!("rediss://:{PASSWORD}{before}@127.0.0.1:6379/{after}"),
+        format!("{before}://u:{PASSWORD}@{after}"),
+    ] {
+        let shown = format!("{:?}", Redis::at(&url));
+        let place = url.split_once("://").map_or("", |(_, rest)| rest).rsplit_once('@').map_or("", |(_, place)| place);
+        assert!(!shown.contains(PASSWORD) || place.contains(PASSWORD), "{url:?} is shown as {shown}");
+    }
+});
