@@ -5,8 +5,8 @@ use std::collections::{HashMap, VecDeque};
 use super::{Finder, Invariant, micros};
 use crate::ledger::{Asked, What};
 
-/// How long after the store went away an answer of it may still come in.
-const NOTICED: u64 = 500_000;
+/// How long after the store went away an answer of it may still be read, by a process on a busy machine.
+const NOTICED: u64 = 1_000_000;
 /// How often a process may ask a store that is away, in a second.
 const QUESTIONS: usize = 20;
 /// By how much its memory may grow meanwhile, in KiB.

@@ -312,8 +312,8 @@ fn i11_a_handler_that_starts_while_the_store_is_away() {
     // It was told before, and did not run in between.
     assert_eq!(away(one(5_000).at(4_990, "c0.1", What::Stalled { ms: 3_500 })), []);
     let granted = |ms| Story::default().answer(ms, "c0.1", "u-1", Asked::Claim, "granted 1");
-    assert_eq!(away(granted(2_400)), []);
-    assert_eq!(away(granted(2_600)), [Invariant::I11]);
+    assert_eq!(away(granted(2_900)), []);
+    assert_eq!(away(granted(3_100)), [Invariant::I11]);
 }
 
 #[test]
