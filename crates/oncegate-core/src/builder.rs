@@ -145,7 +145,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
-    /// How often `reconcile` is tried before a message goes to the in-doubt queue, at least 1. Default: 5.
+    /// How often `reconcile` is tried before a message goes to the in-doubt queue, at least 1. Default: 5. Across crashes of the
+    /// process a message is claimed as often as `attempts` and this say together; then it goes there, too.
     pub fn reconciles(mut self, reconciles: u32) -> Self {
         self.settings.reconciles = reconciles;
         self

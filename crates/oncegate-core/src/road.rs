@@ -308,6 +308,11 @@ impl Policy {
     fn overspent(&self, permit: Permit) -> bool {
         permit.attempt.max(permit.failures.saturating_add(1)) > self.attempts
     }
+
+    /// Whether `reconcile` has had its tries too, counting those that took their process with them.
+    fn gives_up_on(&self, attempt: u32) -> bool {
+        attempt > self.attempts.saturating_add(self.reconciles)
+    }
 }
 
 impl Stage {
@@ -329,6 +334,7 @@ pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
 
         // At the gate: the claim was answered.
         (Claiming(history, _), Answer(V::Granted { attempt })) => granted(Permit { attempt, failures: history.failures }, history, policy),
+        (Claiming(_, _), Answer(V::InDoubt { attempt })) if policy.gives_up_on(attempt) => reject(Reason::InDoubt(Cause::HolderGone)),
         (Claiming(history, _), Answer(V::InDoubt { attempt })) => {
             (Reconciling(Permit { attempt, failures: history.failures }, Tries(0), Cause::HolderGone), Step::Reconcile)
         }

@@ -138,7 +138,7 @@ async fn a_failure_that_did_nothing_runs_again_and_is_then_dead_lettered() {
     assert!(matches!(world.marker("b"), Marker::Rejected(_)));
     let letter = world.broker.dead_letters().remove(0);
     let story = letter.story.expect("a story");
-    assert_eq!(story.id.as_deref(), Some("b"));
+    assert_eq!((story.id.as_deref(), story.attempts), (Some("b"), 2));
     assert!(story.last_error.expect("an error").contains("never"));
 }
 

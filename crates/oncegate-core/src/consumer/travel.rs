@@ -152,7 +152,8 @@ impl<H: Handler, D: Decode> Running<H, D> {
                         self.end_takeover(slot);
                     }
                 }
-                Onward::Left(Settled { delivery, settlement: Settlement::Release { after, failures }, .. }) if rests => {
+                Onward::Left(Settled { mut delivery, settlement: Settlement::Release { after, failures }, .. }) if rests => {
+                    delivery.failures = failures;
                     self.outcomes.settled(&Settlement::Release { after, failures });
                     let history = History { failures, freshness: self.freshness(&delivery.message) };
                     flight.passage = Passage::new(delivery, history);
@@ -165,7 +166,8 @@ impl<H: Handler, D: Decode> Running<H, D> {
                     if let Settlement::Reject(_) = settled.settlement {
                         let story = settled.story.get_or_insert_default();
                         story.id = id.as_ref().map(MessageId::to_string);
-                        story.attempts = attempt;
+                        // The marker forgets attempts that did nothing; the delivery does not.
+                        story.attempts = attempt.max(settled.delivery.failures + u32::from(attempt > 0));
                     }
                     self.say_if_set_aside(&settled);
                     tracing::debug_span!("oncegate.settle", id = id.as_ref().map(tracing::field::display), attempt, outcome = ?settled.settlement)

@@ -81,6 +81,10 @@ fn the_claim_is_answered() {
         assert_eq!(answer(V::Granted { attempt: 4 }, &policy), rejecting(permit(4), Reason::AttemptsSpent, Effect::Nothing));
         let reconciling = (Stage::Reconciling(permit(2), Tries(0), Cause::HolderGone), Step::Reconcile);
         assert_eq!(answer(V::InDoubt { attempt: 2 }, &policy), reconciling);
+        // A `reconcile` that ends its process each time is not asked for ever.
+        let last = policy.attempts + policy.reconciles;
+        assert!(matches!(answer(V::InDoubt { attempt: last }, &policy), (Stage::Reconciling(..), Step::Reconcile)));
+        assert_eq!(answer(V::InDoubt { attempt: last + 1 }, &policy), reject(Reason::InDoubt(Cause::HolderGone)));
         assert_eq!(answer(V::Duplicate, &policy), accepted(By::Duplicate));
         assert_eq!(answer(V::Conflict, &policy), reject(Reason::Conflict));
         assert_eq!(answer(V::Rejected, &policy), reject(Reason::RejectedBefore));
