@@ -73,7 +73,7 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Checks the folder of a run again.
+    /// Checks the folder of a run again, and writes its report anew.
     Check {
         /// With its report.json.
         folder: PathBuf,
@@ -116,6 +116,7 @@ fn run(mut arguments: Arguments) -> Result<ExitCode, Error> {
             let before = read(&folder.join("report.json"))?;
             let run = before.runs.into_iter().next().ok_or("the report is of no run")?;
             let report = Report::of(run.clone(), check(&Ledger::read(&folder)?, &run.rules), before.recovery);
+            report.write(&folder)?;
             println!("{}", report.to_markdown());
             Ok(verdict(&report, None))
         }
