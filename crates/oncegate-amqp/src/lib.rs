@@ -30,6 +30,7 @@ mod handshake;
 mod inbox;
 mod incoming;
 mod link;
+mod metric;
 mod node;
 mod publisher;
 mod session;
@@ -40,6 +41,7 @@ mod telling;
 mod tls;
 mod topology;
 
+pub use metric::RABBITMQ_METRICS;
 pub use settings::{QueueKind, RabbitMq, Rejects, Topology};
 pub use source::RabbitMqSource;
 pub use status::{RabbitMqSnapshot, RabbitMqStatus};

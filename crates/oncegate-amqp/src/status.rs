@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 
 use metrics::{Counter, Gauge};
 
+use crate::metric;
+
 /// What one RabbitMQ source has done and holds. Clones share it.
 ///
-/// The same figures go through the `metrics` facade, with the label `queue`: `oncegate_amqp_unacked`,
-/// `oncegate_amqp_delivered_total`, `oncegate_amqp_redelivered_total`, `oncegate_amqp_channels_lost_total`,
-/// `oncegate_amqp_stale_receipts_total`, `oncegate_amqp_copies_total`, `oncegate_amqp_publish_retries_total` and
-/// `oncegate_amqp_blocked_milliseconds_total`.
+/// The same figures go through the `metrics` facade, with the label `queue`, as [`RABBITMQ_METRICS`](crate::RABBITMQ_METRICS)
+/// lists them.
 ///
 /// ```
 /// use oncegate_amqp::{RabbitMq, RabbitMqStatus};
@@ -105,22 +105,25 @@ pub(crate) struct Meter {
     stale_receipts: Counter,
     copies: Counter,
     copy_retries: Counter,
-    blocked: Counter,
+    blocked: Gauge,
+    blocked_seconds: Gauge,
 }
 
 impl Meter {
     pub(crate) fn new(status: RabbitMqStatus, queue: &str) -> Self {
         let counter = |name: &'static str| metrics::counter!(name, "queue" => queue.to_owned());
+        let gauge = |name: &'static str| metrics::gauge!(name, "queue" => queue.to_owned());
         Self {
             status,
-            unacked: metrics::gauge!("oncegate_amqp_unacked", "queue" => queue.to_owned()),
-            delivered: counter("oncegate_amqp_delivered_total"),
-            redelivered: counter("oncegate_amqp_redelivered_total"),
-            reconnects: counter("oncegate_amqp_channels_lost_total"),
-            stale_receipts: counter("oncegate_amqp_stale_receipts_total"),
-            copies: counter("oncegate_amqp_copies_total"),
-            copy_retries: counter("oncegate_amqp_publish_retries_total"),
-            blocked: counter("oncegate_amqp_blocked_milliseconds_total"),
+            unacked: gauge(metric::UNACKED),
+            delivered: counter(metric::DELIVERED),
+            redelivered: counter(metric::REDELIVERED),
+            reconnects: counter(metric::CHANNELS_LOST),
+            stale_receipts: counter(metric::STALE_RECEIPTS),
+            copies: counter(metric::COPIES),
+            copy_retries: counter(metric::PUBLISH_RETRIES),
+            blocked: gauge(metric::BLOCKED),
+            blocked_seconds: gauge(metric::BLOCKED_SECONDS),
         }
     }
 
@@ -155,6 +158,7 @@ impl Meter {
     /// The broker reads nothing that is published from now on.
     pub(crate) fn blocked(&self) {
         self.status.0.blocked().since.get_or_insert_with(Instant::now);
+        self.blocked.set(1);
     }
 
     /// It reads again, or there is no connection on which it would not.
@@ -163,7 +167,8 @@ impl Meter {
         if let Some(since) = blocked.since.take() {
             let lasted = since.elapsed();
             blocked.before += lasted;
-            self.blocked.increment(u64::try_from(lasted.as_millis()).unwrap_or(u64::MAX));
+            self.blocked.set(0);
+            self.blocked_seconds.increment(lasted.as_secs_f64());
         }
     }
 }

@@ -90,7 +90,7 @@ impl Context {
             }
             self.shared.assign(&topic, partition, begins);
         }
-        metrics::counter!("oncegate_kafka_partitions_assigned_total").increment(partitions.count() as u64);
+        metrics::counter!(crate::metric::ASSIGNED).increment(partitions.count() as u64);
         self.take_over(consumer, &assigned);
         // Nothing was read yet, and librdkafka says so: from now on its word counts.
         self.pass_markers(consumer);
@@ -118,8 +118,7 @@ impl Context {
         for (topic, partition) in &leaving {
             tracing::info!(topic, partition, lost, unsettled = left, "partition revoked");
         }
-        metrics::counter!("oncegate_kafka_partitions_revoked_total", "lost" => if lost { "yes" } else { "no" })
-            .increment(leaving.len() as u64);
+        metrics::counter!(crate::metric::REVOKED, "lost" => if lost { "yes" } else { "no" }).increment(leaving.len() as u64);
         self.shared.lock().forget(&epochs);
         self.unassign(consumer, partitions);
     }
@@ -304,7 +303,7 @@ fn look_into(jump: &Jump, queue: &Queue<Context>, shared: &Shared) {
     let Some(first) = queue.first_offset(&jump.topic, jump.partition) else { return };
     if (jump.from + 1..=jump.to).contains(&first) {
         let missed = u64::try_from(first - jump.from).unwrap_or(0);
-        metrics::counter!("oncegate_kafka_messages_missed_total").increment(missed);
+        metrics::counter!(crate::metric::MESSAGES_MISSED).increment(missed);
         shared.lock().miss(missed);
         tracing::error!(
             topic = %jump.topic,

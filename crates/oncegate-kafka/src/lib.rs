@@ -35,6 +35,7 @@ mod context;
 mod dead_letters;
 mod kafka;
 mod log;
+mod metric;
 mod open;
 mod outage;
 mod partition;
@@ -51,6 +52,7 @@ mod watch;
 mod watermark;
 
 pub use kafka::{Kafka, OutOfRange, StartAt, TopicCreation};
+pub use metric::KAFKA_METRICS;
 pub use partition::{Holder, PartitionStatus, Stuck};
 pub use security::KafkaLogin;
 pub use source::KafkaSource;

@@ -113,7 +113,7 @@ fn stay(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) -> Left {
 fn make_way(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) {
     let why = shared.lock().replacing().unwrap_or_default();
     tracing::error!(why, "client replaced: the Kafka client does not do its work any more, and another one takes its place");
-    metrics::counter!("oncegate_kafka_clients_replaced_total").increment(1);
+    metrics::counter!(crate::metric::CLIENTS_REPLACED).increment(1);
     let context = consumer.context();
     let partitions = shared.lock().partitions();
     let epochs = shared.revoke(&partitions);
@@ -149,7 +149,7 @@ fn begin_anew(consumer: &BaseConsumer<Context>, shared: &Shared) {
     let context = consumer.context();
     let topics = std::mem::take(&mut *context.made_anew.lock().unwrap_or_else(PoisonError::into_inner));
     for topic in topics {
-        metrics::counter!("oncegate_kafka_topics_made_anew_total").increment(1);
+        metrics::counter!(crate::metric::TOPICS_MADE_ANEW).increment(1);
         if context.out_of_range == OutOfRange::Error {
             shared.fail(standing::made_anew(&topic));
             continue;

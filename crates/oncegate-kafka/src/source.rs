@@ -54,7 +54,7 @@ impl KafkaSource {
             let (mut pause, longest) = PAUSES;
             fault::point("kafka.letter.before");
             while let Err(error) = dead_letters.publish(&delivery, &reason, story.as_deref()).await {
-                metrics::counter!("oncegate_kafka_dead_letter_failures_total").increment(1);
+                metrics::counter!(crate::metric::DEAD_LETTER_FAILURES).increment(1);
                 tracing::warn!(%error, reason = reason.as_str(), "a dead letter does not stand yet; publishing it again");
                 if shared.lock().phase() >= Phase::Closing {
                     return;
@@ -62,7 +62,7 @@ impl KafkaSource {
                 tokio::time::sleep(pause).await;
                 pause = (pause * 2).min(longest);
             }
-            metrics::counter!("oncegate_kafka_dead_letters_total", "reason" => reason.as_str()).increment(1);
+            metrics::counter!(crate::metric::DEAD_LETTERS, "reason" => reason.as_str()).increment(1);
             fault::point("kafka.letter.confirmed");
             let fate = shared.lock().published(&delivery);
             fault::point("kafka.letter.settled");
@@ -82,7 +82,7 @@ struct Taken {
 
 fn count(fate: Fate) {
     if fate == Fate::Stale {
-        metrics::counter!("oncegate_kafka_stale_settlements_total").increment(1);
+        metrics::counter!(crate::metric::STALE_SETTLEMENTS).increment(1);
     }
 }
 

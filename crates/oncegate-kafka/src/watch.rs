@@ -36,7 +36,7 @@ pub(crate) fn run(config: &ClientConfig, shared: &Shared, outage: &Arc<Outage>, 
         let _ = client.poll(TURN);
     }
     watch.gauges.keys().for_each(|(topic, partition)| gauges(topic, *partition, 0, Duration::ZERO));
-    metrics::gauge!("oncegate_kafka_partitions").set(0.0);
+    metrics::gauge!(crate::metric::PARTITIONS).set(0.0);
 }
 
 /// What was seen before.
@@ -100,7 +100,7 @@ impl Watch {
     /// Sets the gauges, those of partitions that have left to 0.
     fn tell(&mut self, shared: &Shared) {
         let status = shared.lock().status();
-        metrics::gauge!("oncegate_kafka_partitions").set(status.len() as f64);
+        metrics::gauge!(crate::metric::PARTITIONS).set(status.len() as f64);
         let mut gone = std::mem::take(&mut self.gauges);
         for it in status {
             gone.remove(&(it.topic.to_string(), it.partition));
@@ -113,8 +113,8 @@ impl Watch {
 
 fn gauges(topic: &str, partition: i32, lag: u64, age: Duration) {
     let labels = [("topic", topic.to_owned()), ("partition", partition.to_string())];
-    metrics::gauge!("oncegate_kafka_lag", &labels).set(lag as f64);
-    metrics::gauge!("oncegate_kafka_watermark_age_seconds", &labels).set(age.as_secs_f64());
+    metrics::gauge!(crate::metric::LAG, &labels).set(lag as f64);
+    metrics::gauge!(crate::metric::WATERMARK_AGE, &labels).set(age.as_secs_f64());
 }
 
 /// The log of the client that watches.

@@ -5,6 +5,10 @@ use oncegate_core::metric::{METRICS, Metric};
 /// The lists of the parts that are built in.
 const ALL: &[&[Metric]] = &[
     METRICS,
+    #[cfg(feature = "kafka")]
+    oncegate_kafka::KAFKA_METRICS,
+    #[cfg(feature = "rabbitmq")]
+    oncegate_amqp::RABBITMQ_METRICS,
     #[cfg(feature = "redis")]
     oncegate_redis::REDIS_METRICS,
     #[cfg(feature = "sqlite")]

@@ -146,7 +146,7 @@ pub(crate) enum Way {
 
 /// What a log that ends before the group's offset means, by its name.
 pub(super) fn tell_of_a_shorter_log(topic: &str, partition: i32, stood: Option<i64>, offset: i64) {
-    metrics::counter!("oncegate_kafka_logs_cut_total").increment(1);
+    metrics::counter!(crate::metric::LOGS_CUT).increment(1);
     tracing::error!(
         topic,
         partition,

@@ -1,0 +1,26 @@
+//! The metrics of this source.
+
+use oncegate_core::metric::Metric;
+
+pub(crate) const UNACKED: &str = "oncegate_amqp_unacked";
+pub(crate) const DELIVERED: &str = "oncegate_amqp_delivered_total";
+pub(crate) const REDELIVERED: &str = "oncegate_amqp_redelivered_total";
+pub(crate) const CHANNELS_LOST: &str = "oncegate_amqp_channels_lost_total";
+pub(crate) const STALE_RECEIPTS: &str = "oncegate_amqp_stale_receipts_total";
+pub(crate) const COPIES: &str = "oncegate_amqp_copies_total";
+pub(crate) const PUBLISH_RETRIES: &str = "oncegate_amqp_publish_retries_total";
+pub(crate) const BLOCKED: &str = "oncegate_amqp_blocked";
+pub(crate) const BLOCKED_SECONDS: &str = "oncegate_amqp_blocked_seconds";
+
+/// The metrics of the RabbitMQ source.
+pub const RABBITMQ_METRICS: &[Metric] = &[
+    Metric::gauge(UNACKED, &["queue"], "Deliveries that are not acknowledged yet"),
+    Metric::counter(DELIVERED, &["queue"], "Deliveries that came in"),
+    Metric::counter(REDELIVERED, &["queue"], "Deliveries that the broker marked as redelivered"),
+    Metric::counter(CHANNELS_LOST, &["queue"], "Channels that were lost"),
+    Metric::counter(STALE_RECEIPTS, &["queue"], "Settlements whose channel had gone: never sent, their deliveries come back"),
+    Metric::counter(COPIES, &["queue"], "Dead letters, in-doubt messages and delayed copies that stand in their queue"),
+    Metric::counter(PUBLISH_RETRIES, &["queue"], "Copies that were not confirmed and are published again"),
+    Metric::gauge(BLOCKED, &["queue"], "1 while the broker reads nothing that is published, for want of memory or disk space"),
+    Metric::gauge(BLOCKED_SECONDS, &["queue"], "How long it read nothing, all such times that are over added up"),
+];
