@@ -1,17 +1,16 @@
 //! `oncegate-bench`: the bare clients and oncegate by turns, on real servers of its own. `cargo xtask bench` runs it.
 #![forbid(unsafe_code)]
 
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use clap::Parser;
 use oncegate_bench::machine::Machine;
-use oncegate_bench::report::{Report, Table, median};
+use oncegate_bench::report::Report;
 use oncegate_bench::side::{SIDE, Task};
 use oncegate_bench::stage::Stage;
-use oncegate_bench::suites::{Extent, REACH, Suite};
+use oncegate_bench::suites::{Extent, Suite};
 use oncegate_bench::{Outcome, plot};
 
 /// Compares the bare clients with oncegate, by turns, on servers of its own; prints tables and ratios, and writes
@@ -70,24 +69,21 @@ fn bench(arguments: &Arguments, told: Vec<String>) -> Outcome<()> {
     let suites = if arguments.only.is_empty() { Suite::usual(extent) } else { arguments.only.clone() };
     let (begun, machine) = (Instant::now(), Machine::here());
     println!("{}, load {}", machine.processor, machine.load);
+    let run = format!("{}", SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs());
+    let path = arguments.into.join(format!("{run}.json"));
+    std::fs::create_dir_all(&arguments.into)?;
     let stage = Stage::set()?;
-    let mut tables: Vec<Table> = Vec::new();
+    let mut report = Report::new(run, told, machine);
     for suite in suites {
         suite.run(&stage, extent, &mut |table| {
             println!("{table}");
-            tables.push(table);
+            report.add(table, begun.elapsed());
+            // After each: a run that is stopped keeps what it has.
+            Ok(std::fs::write(&path, serde_json::to_string_pretty(&report)?)?)
         })?;
     }
     drop(stage);
-    let ratios: BTreeMap<String, f64> =
-        tables.iter().flat_map(|table| &table.ratios).map(|ratio| (ratio.name.clone(), median(&ratio.rounds))).collect();
-    let reach = REACH.iter().map(|(name, reach)| ((*name).to_owned(), *reach)).filter(|(name, _)| ratios.contains_key(name)).collect();
-    let run = format!("{}", SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs());
-    let report = Report { run, arguments: told, seconds: begun.elapsed().as_secs_f64(), machine, reach, ratios, tables };
     println!("{}", report.summary());
-    std::fs::create_dir_all(&arguments.into)?;
-    let path = arguments.into.join(format!("{}.json", report.run));
-    std::fs::write(&path, serde_json::to_string_pretty(&report)?)?;
     println!("{:.0} s; written to {}", report.seconds, path.display());
     Ok(())
 }

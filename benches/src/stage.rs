@@ -177,7 +177,7 @@ impl Stage {
         let port = self.redis.port().to_string();
         let requests = requests.to_string();
         let output = Command::new("redis-benchmark")
-            .args(["-p", &port, "-c", "50", "-P", "64", "-n", &requests, "-r", "1000000000000", "--csv"])
+            .args(["-p", &port, "-c", "50", "-P", "64", "-n", &requests, "-r", "1000000000", "--csv"])
             .args(["SET", "bench:__rand_int__", "1", "NX", "EX", "86400"])
             .output()?;
         let printed = String::from_utf8_lossy(&output.stdout);

@@ -40,7 +40,7 @@ impl Suite {
     ///
     /// # Errors
     /// Of the first side that fails.
-    pub fn run(self, stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table)) -> Outcome<()> {
+    pub fn run(self, stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table) -> Outcome<()>) -> Outcome<()> {
         match self {
             Self::Kafka => kafka::run(stage, extent, tell),
             Self::Rabbitmq => rabbitmq::run(stage, extent, tell),

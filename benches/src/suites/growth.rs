@@ -10,11 +10,11 @@ use crate::rounds::{Side, alternate};
 use crate::side::{Id, Spawned, Store, Took, Way};
 use crate::stage::Stage;
 
-pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table)) -> Outcome<()> {
-    tell(partitions(stage)?);
-    tell(memory_markers(stage, extent)?);
-    tell(redis_markers(stage, extent)?);
-    tell(backlog(stage, extent)?);
+pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table) -> Outcome<()>) -> Outcome<()> {
+    tell(partitions(stage)?)?;
+    tell(memory_markers(stage, extent)?)?;
+    tell(redis_markers(stage, extent)?)?;
+    tell(backlog(stage, extent)?)?;
     Ok(())
 }
 

@@ -10,13 +10,13 @@ use crate::stage::Stage;
 
 const PARTITIONS: i32 = 4;
 
-pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table)) -> Outcome<()> {
+pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table) -> Outcome<()>) -> Outcome<()> {
     let messages = extent.pick(1_000_000, 2_000_000);
-    tell(by_store(stage, extent, messages)?);
-    tell(by_key(stage, messages)?);
+    tell(by_store(stage, extent, messages)?)?;
+    tell(by_key(stage, messages)?)?;
     if extent == Extent::Full {
-        tell(large(stage)?);
-        tell(waiting(stage)?);
+        tell(large(stage)?)?;
+        tell(waiting(stage)?)?;
     }
     Ok(())
 }

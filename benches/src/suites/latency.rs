@@ -11,7 +11,7 @@ use crate::stage::Stage;
 /// How often each side has its turn.
 const ROUNDS: usize = 3;
 
-pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table)) -> Outcome<()> {
+pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table) -> Outcome<()>) -> Outcome<()> {
     let messages = extent.pick(5_000, 8_000);
     let round_trip = || Side::new("one round trip to Redis", move || trip(stage, messages).run_apart());
 
@@ -24,7 +24,7 @@ pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table)) ->
         round_trip(),
     ];
     let rows = alternate("latency, Kafka", ROUNDS, || stage.go_on(), sides)?;
-    tell(Table::new("Latency on Kafka at 1,000 messages a second, from sending to the handler", &rows));
+    tell(Table::new("Latency on Kafka at 1,000 messages a second, from sending to the handler", &rows))?;
 
     let on = |way: Way| rabbitmq(stage, way, messages);
     let sides = vec![
@@ -34,7 +34,7 @@ pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table)) ->
         round_trip(),
     ];
     let rows = alternate("latency, RabbitMQ", ROUNDS, || stage.go_on(), sides)?;
-    tell(Table::new("Latency on RabbitMQ (classic queue) at 1,000 messages a second, from sending to the handler", &rows));
+    tell(Table::new("Latency on RabbitMQ (classic queue) at 1,000 messages a second, from sending to the handler", &rows))?;
     Ok(())
 }
 

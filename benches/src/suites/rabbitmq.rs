@@ -8,13 +8,13 @@ use crate::rounds::{Side, alternate};
 use crate::side::{Spawned, Took, Way};
 use crate::stage::Stage;
 
-pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table)) -> Outcome<()> {
+pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table) -> Outcome<()>) -> Outcome<()> {
     for kind in [QueueKind::Classic, QueueKind::Quorum] {
         for prefetch in extent.pick(&[1000][..], &[1, 50, 256, 1000][..]) {
-            tell(by_prefetch(stage, extent, kind, *prefetch, 100)?);
+            tell(by_prefetch(stage, extent, kind, *prefetch, 100)?)?;
         }
         if extent == Extent::Full {
-            tell(by_prefetch(stage, extent, kind, 256, 4096)?);
+            tell(by_prefetch(stage, extent, kind, 256, 4096)?)?;
         }
     }
     Ok(())

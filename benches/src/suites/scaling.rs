@@ -12,7 +12,7 @@ const ROUNDS: usize = 3;
 /// So many processes.
 const PROCESSES: [usize; 3] = [1, 2, 4];
 
-pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table)) -> Outcome<()> {
+pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table) -> Outcome<()>) -> Outcome<()> {
     let messages = extent.pick(200_000, 400_000);
     // A topic for each process, all of them beside each other: how a group shares one out would be measured otherwise.
     let topics = (0..4).map(|_| stage.topic(4, messages, 100, Id::Header)).collect::<Outcome<Vec<_>>>()?;
@@ -33,14 +33,12 @@ pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table)) ->
     }
     let rows = alternate("scaling", ROUNDS, || stage.go_on(), sides)?;
     let table = Table::new("Kafka, 100 bytes, id in a header: 1, 2 and 4 processes at once, each with a topic of 4 partitions", &rows);
-    tell(
-        table
-            .ratio("scaling_memory_2", "memory, 2", 1.0, "memory, 1")
-            .ratio("scaling_memory_4", "memory, 4", 1.0, "memory, 1")
-            .ratio("scaling_redis_2", "Redis, 2", 1.0, "Redis, 1")
-            .ratio("scaling_redis_4", "Redis, 4", 1.0, "Redis, 1"),
-    );
-    Ok(())
+    let table = table
+        .ratio("scaling_memory_2", "memory, 2", 1.0, "memory, 1")
+        .ratio("scaling_memory_4", "memory, 4", 1.0, "memory, 1")
+        .ratio("scaling_redis_2", "Redis, 2", 1.0, "Redis, 1")
+        .ratio("scaling_redis_4", "Redis, 4", 1.0, "Redis, 1");
+    tell(table)
 }
 
 /// All of them together: from the first message of any to the last of any.
