@@ -45,7 +45,7 @@ async fn each_gets_its_verdict_and_stays_as_it_is() {
         let (id, key) = (format!("row-{number}"), format!("{prefix}row-{number}"));
         for command in *commands {
             let mut sent = redis::cmd(command[0]);
-            command[1..].iter().for_each(|part| drop(sent.arg(part.replace("KEY", &key))));
+            sent.arg(command[1..].iter().map(|part| part.replace("KEY", &key)).collect::<Vec<_>>());
             let _: redis::Value = sent.query_async(&mut raw).await.expect("it is put there");
         }
         let dump = async |raw: &mut redis::aio::MultiplexedConnection| -> Vec<u8> {
