@@ -7,6 +7,8 @@ use crate::ledger::{Asked, What};
 
 /// How long after the store went away an answer of it may still be read, by a process on a busy machine.
 const NOTICED: u64 = 1_000_000;
+/// How long before its end was written down the store may have answered again.
+const ENDED: u64 = 500_000;
 /// How often a process may ask a store that is away, in a second.
 const QUESTIONS: usize = 20;
 /// By how much its memory may grow meanwhile, in KiB.
@@ -65,7 +67,7 @@ fn work_at_once(finder: &mut Finder<'_>) {
 /// longer than its lease.
 fn handlers(finder: &mut Finder<'_>, from: u64, to: u64) {
     let (ledger, windows, lease) = (finder.ledger, finder.windows, micros(finder.rules.lease));
-    for record in ledger.between(from + NOTICED, to) {
+    for record in ledger.between(from + NOTICED, to.saturating_sub(ENDED)) {
         // What a process that did not run had been told before, it may begin when it runs again.
         let ran = || windows.awake(&record.by, record.at.saturating_sub(NOTICED), record.at) >= NOTICED;
         let late = record.at - from;

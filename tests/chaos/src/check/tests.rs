@@ -314,6 +314,9 @@ fn i11_a_handler_that_starts_while_the_store_is_away() {
     let granted = |ms| Story::default().answer(ms, "c0.1", "u-1", Asked::Claim, "granted 1");
     assert_eq!(away(granted(2_900)), []);
     assert_eq!(away(granted(3_100)), [Invariant::I11]);
+    // It answers before anybody has written down that it does.
+    assert_eq!(away(granted(9_400)), [Invariant::I11]);
+    assert_eq!(away(granted(9_600)), []);
 }
 
 #[test]
