@@ -71,6 +71,10 @@ impl Flight {
                 if let Err(problem) = topology::restore(connection, settings, &to).await {
                     tracing::warn!(queue = to.as_str(), %problem, "the queue could not be prepared");
                 }
+                // A quorum queue that was full stays so for a channel that it has refused, until something leaves it, even if
+                // it has room meanwhile because its limit was raised. So the next try comes by another channel.
+                let _ = channel.close(200, "OK".into()).await;
+                return Landed { flight: Self(None), confirmed, unsure, trouble };
             }
             _ => {}
         }

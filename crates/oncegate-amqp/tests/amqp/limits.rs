@@ -199,3 +199,29 @@ async fn what_the_broker_gives_up_on_stands_in_the_dead_letters() {
     assert_eq!(dead.data, b"poison");
     assert!(header(&dead, "x-first-death-reason").is_some_and(|reason| reason.contains("delivery_limit")), "{dead:?}");
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn dead_letters_that_were_refused_are_taken_once_there_is_room_whatever_the_channel_was_told() {
+    let server = tokio::task::spawn_blocking(RabbitServer::start).await.expect("no panic").expect("a server");
+    let (rig, status) = (Rig::at(&server.url()).await, RabbitMqStatus::new());
+    let mut source = open(rig.source(QueueKind::Quorum).status(status.clone())).await;
+    let full = r#"{"max-length":0,"overflow":"reject-publish"}"#;
+    server.control(&["-q", "set_policy", "--apply-to", "queues", "full", r"\.dead-letters$", full]).expect("a policy");
+    // Until the queue has heard of it, letters are taken.
+    let patience = Instant::now() + Duration::from_secs(60);
+    while status.snapshot().copy_retries == 0 {
+        assert!(Instant::now() < patience, "nothing was refused: the test proves nothing");
+        rig.publish("letter").await;
+        let letter = delivery(&mut source).await;
+        settle(&mut source, letter, Settlement::Reject(Reason::Refused)).await;
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    server.control(&["-q", "clear_policy", "full"]).expect("no policy");
+    let patience = Instant::now() + Duration::from_secs(60);
+    while status.snapshot().unacked > 0 {
+        assert!(Instant::now() < patience, "refused for good: {:?}", status.snapshot());
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    close(source).await;
+    rig.becomes_empty(&rig.queue).await;
+}
