@@ -13,6 +13,10 @@ const PASSWORD: &str = "Canary7f3a9c";
 
 fuzz_target!(|data: &[u8]| {
     let text = String::from_utf8_lossy(data);
+    // Whoever writes it where a user, a host or a path stands gets it shown; and the fuzzer learns what it is looked for.
+    if text.contains(PASSWORD) {
+        return;
+    }
     let (before, after) = text.split_once('\n').unwrap_or((&text, ""));
     for url in [
         text.to_string(),

@@ -46,6 +46,13 @@ impl Server {
         if url.trim_end().ends_with("#insecure") {
             return Err(insecure());
         }
+        // With one of these in a password a part of it would be read as a host or a port, and shown.
+        let rest = url.strip_prefix("redis://").or_else(|| url.strip_prefix("rediss://")).unwrap_or_default();
+        if rest.find(['/', '?', '#']).is_some_and(|end| rest[end..].contains('@')) {
+            return Err(Problem::new(format!(
+                "{named_by}: a character in the URL has to be percent-encoded: / is %2f, @ is %40, # is %23, ? is %3f"
+            )));
+        }
         let client = Client::open(url).map_err(|_| {
             // The error may quote the URL.
             Problem::new(format!(
@@ -200,5 +207,16 @@ mod tests {
         }
         let said = line("redis://host", "Redis::at", &RedisError::from(io::Error::from(io::ErrorKind::TimedOut)));
         assert!(said.starts_with("Redis::at: no answer from Redis at host:6379 within 15s; is it running"), "{said}");
+    }
+
+    #[test]
+    fn no_part_of_a_password_is_taken_for_a_host_or_a_port() {
+        for url in ["redis://user:12?34@host", "rediss://user:12#34@host", "redis://12?34@host", "redis://user:12/34@host"] {
+            let problem = Server::at(url, "Redis::at").err().unwrap_or_else(|| panic!("{url} is read")).to_string();
+            assert!(problem.contains("percent-encoded") && !problem.contains("12"), "{problem}");
+        }
+        for (url, address) in [("redis://:12%3f34@host:1/2", "host:1"), ("redis://host/0", "host:6379")] {
+            assert_eq!(Server::at(url, "Redis::at").map(|server| server.address).ok().as_deref(), Some(address));
+        }
     }
 }
