@@ -8,13 +8,14 @@ mod node;
 use libfuzzer_sys::fuzz_target;
 use oncegate_redis::Redis;
 
-/// Nothing that a fuzzer writes by chance.
-const PASSWORD: &str = "Canary7f3a9c";
+/// Nothing that a fuzzer writes by chance, nor an encoding: no digit of it is hexadecimal.
+const PASSWORD: &str = "zqWxvkTsyGuRh";
 
 fuzz_target!(|data: &[u8]| {
     let text = String::from_utf8_lossy(data);
     // Whoever writes it where a user, a host or a path stands gets it shown; and the fuzzer learns what it is looked for.
-    if text.contains(PASSWORD) {
+    // A URL is read without its line ends and tabs.
+    if text.replace(['\n', '\r', '\t'], "").contains(PASSWORD) {
         return;
     }
     let (before, after) = text.split_once('\n').unwrap_or((&text, ""));
