@@ -158,9 +158,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
-    /// How many deliveries are claimed or handled at once, at least 1; as many again may be on their way out, with only
-    /// their completion to be recorded. What waited behind another of its key or partition follows it when that is on its
-    /// way out, beside what was taken in meanwhile: so for a moment up to twice as many handlers run. Default: 512.
+    /// How many deliveries are claimed or handled at once at the most, at least 1; as many again may be on their way
+    /// out, with only their completion to be recorded. Default: 512.
     pub fn in_flight(mut self, count: usize) -> Self {
         self.settings.in_flight = count;
         self

@@ -79,6 +79,8 @@ pub(crate) struct Running<H, D> {
     given_up: Vec<usize>,
     /// Those whose turn has come because another left its place.
     next_up: VecDeque<(Slot, Event)>,
+    /// Those that stood aside and may go on the road, for when there is room on it.
+    turns: VecDeque<Slot>,
 
     claims: VecDeque<Slot>,
     verdicts: VecDeque<Slot>,
@@ -169,6 +171,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             takeovers: VecDeque::new(),
             given_up: Vec::new(),
             next_up: VecDeque::new(),
+            turns: VecDeque::new(),
             claims: VecDeque::new(),
             verdicts: VecDeque::new(),
             late: VecDeque::new(),
@@ -198,6 +201,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
         loop {
             self.take_in(&mut incoming).await;
             self.let_handlers_run().await;
+            self.give_turns();
             self.ask_the_store();
             self.settle().await;
             if let Mode::Draining { until, .. } = self.mode
@@ -289,6 +293,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             self.lease_over(over);
         }
         self.ring();
+        self.give_turns();
         loop {
             if !incoming.is_empty() {
                 self.read_clocks();
@@ -369,10 +374,24 @@ impl<H: Handler, D: Decode> Running<H, D> {
         if self.is_crowded() {
             return Limit::NOTHING;
         }
+        self.room_on_the_road()
+    }
+
+    /// How much more may go on the road, from outside or from aside.
+    fn room_on_the_road(&self) -> Limit {
         let holding = self.flights.len() - self.aside - self.completing.min(self.settings.in_flight);
         let count = self.settings.in_flight.saturating_sub(holding);
         let bytes = self.settings.in_flight_bytes.saturating_sub(self.bytes - self.aside_bytes);
         if count > 0 && bytes > 0 { Limit { count, bytes } } else { Limit::NOTHING }
+    }
+
+    /// What stood aside goes on, before anything new comes in, as far as there is room.
+    fn give_turns(&mut self) {
+        while !self.turns.is_empty() && self.room_on_the_road() != Limit::NOTHING {
+            if let Some(slot) = self.turns.pop_front() {
+                self.enter_road(slot);
+            }
+        }
     }
 
     fn read_clocks(&mut self) {
@@ -414,7 +433,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             let Some(flight) = self.flights.at(slot).filter(|flight| flight.turn == turn) else { continue };
             let stage = flight.passage.stage();
             if let Stage::New(_) = stage {
-                self.enter_road(slot);
+                self.turns.push_back(slot);
                 continue;
             }
             let too_late = stage.waits_on_lease() && flight.lease_is_over();
@@ -433,8 +452,9 @@ impl<H: Handler, D: Decode> Running<H, D> {
             Mode::Draining { until, .. } => Some(until),
             Mode::Taking => None,
         };
+        let turns = (!self.turns.is_empty() && self.room_on_the_road() != Limit::NOTHING).then(Instant::now);
         let tells = self.settings.status.is_some().then_some(self.tells_at);
-        [alarm, late, breaker, over, tells].into_iter().flatten().min()
+        [alarm, late, breaker, over, turns, tells].into_iter().flatten().min()
     }
 
     /// A pause, spread by a quarter to either side, so that what failed together does not return together.

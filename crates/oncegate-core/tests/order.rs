@@ -277,3 +277,53 @@ async fn what_waits_is_bounded() {
     let most = *most.lock().expect("no panic inside");
     assert!((20..=20 + 4 + 4).contains(&most), "{most} were open at once");
 }
+
+#[tokio::test]
+async fn no_more_handlers_run_than_may_be_in_flight() {
+    const MOST: usize = 4;
+    /// Fails first, and then takes its time; counts how many run at once.
+    #[derive(Clone, Default)]
+    struct Crowd {
+        failed: Arc<Mutex<std::collections::HashSet<String>>>,
+        running: Arc<Mutex<(usize, usize)>>,
+    }
+
+    #[async_trait]
+    impl Handler for Crowd {
+        type Payload = Raw;
+
+        async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
+            {
+                let (now, most) = &mut *self.running.lock().expect("no panic inside");
+                *now += 1;
+                *most = (*most).max(*now);
+            }
+            let first = self.failed.lock().expect("no panic inside").insert(cx.id().to_owned());
+            if !first {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+            self.running.lock().expect("no panic inside").0 -= 1;
+            if first { Err("not yet").retry() } else { Ok(()) }
+        }
+    }
+
+    let (broker, crowd) = (MemoryBroker::new("q"), Crowd::default());
+    // Those of a key follow each other; all of the first ones fail, and rest for about as long.
+    (0..60).for_each(|key| (0..3).for_each(|number| publish(&broker, &format!("k{key}"), number)));
+    let all = broker.clone();
+    let consumer = Consumer::builder()
+        .source(broker.source())
+        .store(MemoryStore::new())
+        .id(IdSource::message_id())
+        .order(Order::ByKey)
+        .backoff(Duration::from_millis(50), Duration::from_millis(50))
+        .retries(0)
+        .in_flight(MOST)
+        .decode(RawBytes)
+        .handler(crowd.clone());
+    let run = consumer.run_until(async move { all.drained().await });
+    tokio::time::timeout(Duration::from_secs(60), run).await.expect("nothing is stuck").expect("a clean end");
+    assert!(broker.dead_letters().is_empty());
+    let (now, most) = *crowd.running.lock().expect("no panic inside");
+    assert!(now == 0 && (2..=MOST).contains(&most), "{most} ran at once");
+}

@@ -28,11 +28,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
         if self.lanes.withdraw(lane, slot) == Waited::Yes {
             return;
         }
-        if let Some(next) = self.lanes.leave(lane)
-            && let Some(event) = self.first_event(next)
-        {
-            self.next_up.push_back((next, event));
-        }
+        self.turns.extend(self.lanes.leave(lane));
     }
 
     /// If this was the one that ran alone, the next delivery may start that an earlier attempt may have crashed on.
