@@ -406,6 +406,7 @@ fn refused(key: &str) -> Option<&'static str> {
         "bootstrap.servers" | "metadata.broker.list" => Some("use .brokers(…)"),
         "auto.offset.reset" => Some("use .start(…) and .out_of_range(…)"),
         "enable.partition.eof" => Some("leave it away: librdkafka would count each end as a message, and skip one after a rebalance"),
+        "isolation.level" => Some("leave it away: what a transaction aborted was never sent, and must not be handled"),
         "enable.idempotence" | "acks" | "request.required.acks" | "transactional.id" => {
             Some("leave it away: a dead letter counts only when all replicas have it")
         }
@@ -459,7 +460,15 @@ mod tests {
         assert!(whole().property("auto.commit.interval.ms", "100").check().is_ok());
         assert_eq!(setting(whole().property("enable.ssl.certificate.verification", "false")), "enable.ssl.certificate.verification");
         assert_eq!(setting(whole().ca_certificate("/no/such/file")), "ca_certificate");
-        for key in ["enable.auto.commit", "enable.auto.offset.store", "group.id", "bootstrap.servers", "auto.offset.reset", "acks"] {
+        for key in [
+            "enable.auto.commit",
+            "enable.auto.offset.store",
+            "group.id",
+            "bootstrap.servers",
+            "auto.offset.reset",
+            "acks",
+            "isolation.level",
+        ] {
             assert_eq!(setting(whole().property(key, "x")), key);
         }
     }
