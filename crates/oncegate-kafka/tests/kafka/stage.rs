@@ -184,7 +184,15 @@ impl Topic {
             let asker: BaseConsumer = client(&brokers).set("group.id", &name).create().expect("a consumer");
             let mut partitions = TopicPartitionList::new();
             partitions.add_partition(&name, partition);
-            let answer = asker.committed_offsets(partitions, BOUND).expect("an answer");
+            let end = Instant::now() + BOUND;
+            // The first group of a broker that has just started finds no coordinator for a moment.
+            let answer = loop {
+                match asker.committed_offsets(partitions.clone(), BOUND) {
+                    Ok(answer) => break answer,
+                    Err(error) => assert!(Instant::now() < end, "no answer: {error}"),
+                }
+                std::thread::sleep(Duration::from_millis(50));
+            };
             match answer.elements()[0].offset() {
                 Offset::Offset(offset) => Some(offset),
                 _ => None,
