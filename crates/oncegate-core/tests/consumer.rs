@@ -492,3 +492,34 @@ async fn a_full_consumer_gives_back_what_is_revoked() {
     consumer.run_until(shutdown).await.expect("a clean end");
     assert_eq!(world.runs(), 0);
 }
+
+/// Takes most of the handler's time, by the runtime's clock.
+struct Slept;
+
+#[async_trait]
+impl Handler for Slept {
+    type Payload = Raw;
+
+    async fn handle(&self, _: Raw, _: &Context) -> Result<(), Failure> {
+        tokio::time::sleep(Duration::from_secs(200)).await;
+        Ok(())
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn where_time_is_paused_each_run_has_its_whole_time() {
+    let broker = MemoryBroker::new("q");
+    ["a", "b", "c"].iter().for_each(|id| broker.publish(Message::new("x").with_message_id(*id)));
+    let all = broker.clone();
+    let consumer = Consumer::builder()
+        .source(broker.source())
+        .store(MemoryStore::new())
+        .id(IdSource::message_id())
+        .in_flight(1)
+        .attempts(1)
+        .handler_timeout(Duration::from_secs(300))
+        .decode(RawBytes)
+        .handler(Slept);
+    consumer.run_until(async move { all.drained().await }).await.expect("a clean end");
+    assert_eq!(broker.dead_letters(), []);
+}
