@@ -35,6 +35,19 @@ impl MessageId {
         Some(Self(id))
     }
 
+    /// Reads an id as it stands in keys, headers and logs: what [`as_str`](Self::as_str) said of it. `None` if no id stands
+    /// so.
+    ///
+    /// For tools that take up what oncegate wrote: `h:` and a hash is not hashed again.
+    pub fn stored(text: &str) -> Option<Self> {
+        let hash = |text: &str| text.len() == 64 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
+        let stands = match text.strip_prefix("h:") {
+            Some(rest) => hash(rest),
+            None => !text.is_empty() && is_plain(text.as_bytes()),
+        };
+        stands.then(|| Self(SmallVec::from_slice(text.as_bytes())))
+    }
+
     /// The id as it stands in keys, headers and logs.
     pub fn as_str(&self) -> &str {
         // Only plain ASCII gets in: see `is_plain` and `push_hex`.
@@ -294,6 +307,17 @@ mod tests {
     fn a_hashed_id_cannot_be_forged() {
         let hashed = id("{}");
         assert_ne!(id(&hashed), hashed);
+    }
+
+    #[test]
+    fn what_stands_somewhere_is_read_back_as_the_same_id() {
+        for raw in ["pay-42", "{}", "h:0"] {
+            let id = MessageId::new(raw).expect("an id");
+            assert_eq!(MessageId::stored(id.as_str()), Some(id));
+        }
+        for no_id in ["", "{}", "a|b", "!canary", "h:", "h:0", &format!("h:{}", "A".repeat(64)), &format!("h:{}", "0".repeat(65))] {
+            assert_eq!(MessageId::stored(no_id), None, "{no_id}");
+        }
     }
 
     #[test]

@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 mod batch;
+mod browse;
 mod canary;
 mod cluster;
 mod doubt;
@@ -28,6 +29,7 @@ mod store;
 mod tls;
 mod watch;
 
+pub use browse::{Browse, Listed, ServerInfo, Standing};
 pub use durability::Durability;
 pub use metric::REDIS_METRICS;
 pub use plan::{Load, Markers, Plan, plan};

@@ -120,6 +120,14 @@ impl Redis {
         }
     }
 
+    pub(crate) fn route(&self) -> &Route {
+        &self.route
+    }
+
+    pub(crate) fn prefix_bytes(&self) -> &[u8] {
+        &self.prefix
+    }
+
     /// With connections of its own, for what was set.
     fn anew(self) -> Self {
         self.connecting_within(CONNECTING)

@@ -2,6 +2,7 @@
 
 mod bad_table;
 mod batches;
+mod browse;
 mod certificates;
 mod faults;
 mod forms;
