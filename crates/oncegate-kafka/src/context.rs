@@ -46,7 +46,7 @@ pub(crate) struct Context {
 
 impl Context {
     pub(crate) fn new(shared: Arc<Shared>, kafka: &Kafka, outage: Arc<Outage>) -> Self {
-        let (start, out_of_range, drain) = (kafka.start, kafka.out_of_range, kafka.drain());
+        let (start, out_of_range, drain) = (kafka.start, kafka.where_out_of_range(), kafka.drain());
         let (made_anew, queue, trouble) = (Mutex::default(), Mutex::default(), Mutex::default());
         Self { shared, start, out_of_range, made_anew, drain, queue, trouble, outage, is_replaced: AtomicBool::new(false) }
     }
@@ -62,6 +62,10 @@ impl Context {
 
     pub(crate) fn set_queue(&self, queue: Option<Arc<Queue<Context>>>) {
         *self.queue.lock().unwrap_or_else(PoisonError::into_inner) = queue;
+    }
+
+    fn is_made_anew(&self, topic: &str) -> bool {
+        self.made_anew.lock().unwrap_or_else(PoisonError::into_inner).iter().any(|it| it == topic)
     }
 
     fn assign(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
@@ -161,6 +165,8 @@ impl Context {
                     self.shared.lock().bar(&fault.topic, fault.partition);
                     self.shared.fail(error);
                 }
+                // Told by that name, in this turn.
+                None if fault.code == RDKafkaErrorCode::AutoOffsetReset && self.is_made_anew(&fault.topic) => {}
                 None if fault.code == RDKafkaErrorCode::AutoOffsetReset => self.shared.fail(standing::lost(queue, fault)),
                 None => self.judge(fault.code, &format!("{}/{}", fault.topic, fault.partition)),
             }

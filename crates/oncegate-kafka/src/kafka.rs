@@ -323,6 +323,14 @@ impl Kafka {
         self.drain.min(interval / 3)
     }
 
+    /// What to do where the group's offset is out of range: who is to begin nowhere by itself does not begin again either.
+    pub(crate) fn where_out_of_range(&self) -> OutOfRange {
+        match self.start {
+            StartAt::Earliest => self.out_of_range,
+            StartAt::Error => OutOfRange::Error,
+        }
+    }
+
     pub(crate) fn consumer_config(&self) -> ClientConfig {
         let mut config = self.config();
         config
@@ -348,7 +356,7 @@ impl Kafka {
         // Where the group has no offset the source says itself where to begin.
         config.set("enable.auto.offset.store", "false").set("enable.auto.commit", "true").set(
             "auto.offset.reset",
-            match (self.start, self.out_of_range) {
+            match (self.start, self.where_out_of_range()) {
                 (StartAt::Earliest, OutOfRange::Earliest) => "earliest",
                 _ => "error",
             },
@@ -487,6 +495,16 @@ mod tests {
         assert_eq!(kafka.producer_config().get("security.protocol"), Some("ssl"));
         assert_eq!(kafka.producer_config().get("acks"), Some("all"));
         assert_eq!(kafka.producer_config().get("batch.num.messages"), Some("1"));
+    }
+
+    #[test]
+    fn who_is_to_begin_nowhere_does_not_begin_again_either() {
+        assert_eq!(whole().where_out_of_range(), OutOfRange::Earliest);
+        assert_eq!(whole().out_of_range(OutOfRange::Error).where_out_of_range(), OutOfRange::Error);
+        assert_eq!(whole().start(StartAt::Error).where_out_of_range(), OutOfRange::Error);
+        for kafka in [whole().start(StartAt::Error), whole().out_of_range(OutOfRange::Error)] {
+            assert_eq!(kafka.consumer_config().get("auto.offset.reset"), Some("error"));
+        }
     }
 
     #[test]

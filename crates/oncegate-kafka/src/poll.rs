@@ -150,16 +150,17 @@ fn begin_anew(consumer: &BaseConsumer<Context>, shared: &Shared) {
     let topics = std::mem::take(&mut *context.made_anew.lock().unwrap_or_else(PoisonError::into_inner));
     for topic in topics {
         metrics::counter!(crate::metric::TOPICS_MADE_ANEW).increment(1);
-        if context.out_of_range == OutOfRange::Error {
-            shared.fail(standing::made_anew(&topic));
-            continue;
-        }
-        tracing::error!(topic, "topic made anew: it was deleted and created again; reading it from its beginning");
-        for partition in shared.lock().partitions_of(&topic) {
-            if let Err(error) = consumer.seek(&topic, partition, Offset::Beginning, SEEK) {
-                tracing::warn!(%error, topic, partition, "going back to the beginning");
+        // With either policy, since an offset of the old log would be committed for the new one, and begun at after a restart.
+        shared.begin_anew(&topic);
+        match context.out_of_range {
+            OutOfRange::Error => shared.fail(standing::made_anew(&topic)),
+            OutOfRange::Earliest => {
+                tracing::error!(topic, "topic made anew: it was deleted and created again; reading it from its beginning");
             }
         }
+    }
+    if context.out_of_range == OutOfRange::Earliest {
+        shared.go_back(|topic, partition| consumer.seek(topic, partition, Offset::Beginning, SEEK));
     }
 }
 

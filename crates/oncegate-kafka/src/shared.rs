@@ -13,6 +13,7 @@ use tokio::sync::Notify;
 use crate::batch::Record;
 use crate::watermark::{Sequence, Settling, Watermark};
 
+mod anew;
 mod assigned;
 mod telling;
 

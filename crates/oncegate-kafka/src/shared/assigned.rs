@@ -124,6 +124,8 @@ pub(super) enum Keeps {
     Revoking,
     /// Its log cannot be read on: what was read before is handed out, and nothing that comes after.
     Barred,
+    /// Its topic was made anew, and librdkafka is still to go back to the beginning: nothing is taken in before that.
+    GoingBack,
 }
 
 /// An offset to commit.

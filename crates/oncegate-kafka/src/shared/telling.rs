@@ -59,7 +59,8 @@ impl State {
         if self.room() == 0 {
             return Vec::new();
         }
-        let reading = self.assigned.iter().filter(|(_, it)| it.keeps == Keeps::Assigned);
+        // One that does not get back to its beginning stands still too.
+        let reading = self.assigned.iter().filter(|(_, it)| matches!(it.keeps, Keeps::Assigned | Keeps::GoingBack));
         reading.map(|(epoch, it)| (*epoch, it.topic.clone(), it.partition, it.watermark.end().or(it.begins.at()))).collect()
     }
 
@@ -96,10 +97,5 @@ impl State {
             delayed: held.count(),
             lowest,
         }
-    }
-
-    /// The partitions of a topic that are ours.
-    pub(crate) fn partitions_of(&self, topic: &str) -> Vec<i32> {
-        self.assigned.values().filter(|it| it.keeps == Keeps::Assigned && *it.topic == *topic).map(|it| it.partition).collect()
     }
 }

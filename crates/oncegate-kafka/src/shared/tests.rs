@@ -247,3 +247,50 @@ fn what_was_never_read_is_read_from_where_it_stood() {
     state.begin(Arc::from("t"), 0, Begins::Nowhere);
     assert_eq!(state.distrust("t", 0, Some(7)), Some(7));
 }
+
+#[test]
+fn a_topic_made_anew_is_gone_back_to_until_that_holds_and_nothing_is_read_before() {
+    let shared = Shared::default();
+    *shared.lock() = state(0, 5..8);
+    let (_, before) = hand_out(&mut shared.lock());
+    shared.begin_anew("t");
+    let (revoked, _) = hand_out(&mut shared.lock());
+    assert_eq!(revoked, [before[0].receipt.epoch]);
+    assert_eq!(shared.lock().accept(&before[0].receipt), Fate::Stale);
+    // Whoever has the partition next begins there, and not where the old log was left.
+    assert_eq!(committed(&mut shared.lock()), [(0, Way::Sent)]);
+    for _ in 0..3 {
+        let mut asked = Vec::new();
+        shared.go_back(|topic, partition| {
+            asked.push((topic.to_owned(), partition));
+            Err("no leader")
+        });
+        assert_eq!(asked, [("t".to_owned(), 0)]);
+        // Of the new log, above what was read of the old one.
+        shared.take_in(vec![record(0, 8), record(0, 9)]);
+        assert_eq!(hand_out(&mut shared.lock()).1.len(), 0);
+        assert_eq!(committed(&mut shared.lock()), []);
+    }
+    shared.go_back(|_, _| Ok::<_, String>(()));
+    shared.go_back(|_, _| -> Result<(), String> { unreachable!("it is there") });
+    shared.take_in(vec![record(0, 0), record(0, 1)]);
+    let (_, after) = hand_out(&mut shared.lock());
+    assert_eq!(after.iter().map(|it| it.receipt.position).collect::<Vec<_>>(), [0, 1]);
+    assert_eq!(shared.lock().accept(&after[0].receipt), Fate::Counted);
+    assert_eq!(committed(&mut shared.lock()), [(1, Way::Stored)]);
+}
+
+#[test]
+fn a_partition_that_was_lost_meanwhile_is_not_gone_back_to() {
+    let shared = Shared::default();
+    *shared.lock() = state(0, 5..8);
+    shared.begin_anew("t");
+    shared.go_back(|_, _| {
+        let epochs = shared.revoke(&leaving());
+        shared.lock().forget(&epochs);
+        Ok::<_, String>(())
+    });
+    shared.take_in(vec![record(0, 0)]);
+    assert_eq!(hand_out(&mut shared.lock()).1.len(), 0);
+    shared.go_back(|_, _| -> Result<(), String> { unreachable!("it is someone else's") });
+}

@@ -4,23 +4,31 @@ use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use oncegate_core::source::Open;
-use oncegate_core::{Limit, Source, SourceError};
+use oncegate_core::{Incoming, Limit, Source, SourceError};
 use oncegate_kafka::{KafkaSource, KafkaStatus, OutOfRange, StartAt};
 
 use crate::stage::*;
 
-/// The setting and the text of the error that a source ends with.
+/// The setting and the text of the error that a source ends with, before it has handed anything over.
 async fn refusal(source: &mut KafkaSource) -> (String, String) {
+    let (setting, text, incoming) = end_of(source).await;
+    assert!(incoming.is_empty(), "received {incoming:?} before {text}");
+    (setting, text)
+}
+
+/// The setting and the text of the error that a source ends with, and what it hands over before.
+async fn end_of(source: &mut KafkaSource) -> (String, String, Vec<Incoming>) {
     let mut incoming = Vec::new();
-    let received = tokio::time::timeout(BOUND, async {
-        while incoming.is_empty() {
-            source.receive(Limit { count: 1, bytes: 1 << 20 }, &mut incoming).await?;
+    let ended = tokio::time::timeout(BOUND, async {
+        loop {
+            if let Err(error) = source.receive(Limit { count: 100, bytes: 1 << 20 }, &mut incoming).await {
+                return error;
+            }
         }
-        Ok(())
     });
-    match received.await.expect("an answer in time") {
-        Err(SourceError::Misconfigured { setting, problem, remedy }) => (setting, format!("{problem}; {remedy}")),
-        other => panic!("received {incoming:?}: {other:?}"),
+    match ended.await.expect("an error in time") {
+        SourceError::Misconfigured { setting, problem, remedy } => (setting, format!("{problem}; {remedy}"), incoming),
+        other => panic!("{other:?}"),
     }
 }
 
@@ -139,5 +147,29 @@ async fn a_topic_that_is_made_anew_and_longer_than_before_is_read_whole() {
         accept(&mut source, deliveries).await;
     }
     topic.await_reset(0, 60).await;
+    close(source).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_topic_that_is_made_anew_ends_the_source_if_it_is_told_to_and_is_read_whole_after_a_restart() {
+    let topic = Topic::new(1).await;
+    topic.send_numbers(0, 20).await;
+    let kafka = || topic.source().out_of_range(OutOfRange::Error).property("topic.metadata.refresh.interval.ms", "500");
+    let mut source = kafka().open().await.expect("a source");
+    let mut all = receive(&mut source, 20).await;
+    accept(&mut source, all.drain(..10)).await;
+    topic.await_commit(0, 10).await;
+    topic.make_anew().await;
+    topic.send_numbers(0, 60).await;
+    // Until it is noticed, what lies above may be handed over.
+    let (setting, text, _) = end_of(&mut source).await;
+    assert_eq!(setting, "out_of_range");
+    assert!(text.contains(&format!("the topic `{}` was deleted and made anew", topic.name)), "{text}");
+    // Of the old log: where it ended is no place to begin in the new one.
+    accept(&mut source, all).await;
+    close(source).await;
+    let mut source = kafka().open().await.expect("a source");
+    let deliveries = receive(&mut source, 60).await;
+    assert_eq!(offsets(&deliveries), (0..60).collect::<Vec<_>>());
     close(source).await;
 }

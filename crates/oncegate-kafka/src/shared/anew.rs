@@ -1,0 +1,60 @@
+//! Topics that were deleted and made anew while they were read.
+
+use std::fmt;
+
+use super::assigned::{Begins, Keeps, ReadTo};
+use super::{Shared, State};
+
+/// Where each log begins.
+const BEGINNING: i64 = 0;
+
+impl Shared {
+    /// A topic was deleted and made anew: what was read of the old log is over, and nothing of the new one is taken in before
+    /// librdkafka has gone back to its beginning.
+    pub(crate) fn begin_anew(&self, topic: &str) {
+        self.lock().begin_anew(topic);
+        self.wake_consumer();
+    }
+
+    /// Has librdkafka `seek` the beginning of each partition that is to be read from there. What fails is tried again with the
+    /// next call, for as long as the partition is ours.
+    pub(crate) fn go_back<E: fmt::Display>(&self, mut seek: impl FnMut(&str, i32) -> Result<(), E>) {
+        let going_back = self.lock().going_back();
+        for (epoch, topic, partition) in going_back {
+            match seek(&topic, partition) {
+                Ok(()) => self.lock().is_back(epoch),
+                Err(error) => tracing::warn!(%error, topic, partition, "going back to the beginning; trying again"),
+            }
+        }
+    }
+}
+
+impl State {
+    /// Ends what is assigned of a topic, and begins it again at its beginning. That is committed at once: whoever has the
+    /// partition next must not begin where the old log was left.
+    pub(super) fn begin_anew(&mut self, topic: &str) {
+        let theirs = |it: &super::Assigned| it.keeps != Keeps::Revoking && *it.topic == *topic;
+        let epochs: Vec<u64> = self.assigned.iter().filter(|(_, it)| theirs(it)).map(|(epoch, _)| *epoch).collect();
+        for epoch in epochs {
+            self.withdraw(epoch);
+            let Some(old) = self.assigned.remove(&epoch) else { continue };
+            let epoch = self.begin(old.topic, old.partition, Begins::At(BEGINNING));
+            if let Some(assigned) = self.assigned.get_mut(&epoch) {
+                assigned.keeps = Keeps::GoingBack;
+                assigned.watermark.begin(BEGINNING);
+            }
+        }
+    }
+
+    fn going_back(&self) -> Vec<(u64, String, i32)> {
+        let going_back = self.assigned.iter().filter(|(_, it)| it.keeps == Keeps::GoingBack);
+        going_back.map(|(epoch, it)| (*epoch, it.topic.to_string(), it.partition)).collect()
+    }
+
+    fn is_back(&mut self, epoch: u64) {
+        // It may have gone meanwhile.
+        if let Some(assigned) = self.assigned.get_mut(&epoch).filter(|it| it.keeps == Keeps::GoingBack) {
+            (assigned.keeps, assigned.read_to) = (Keeps::Assigned, ReadTo::Unproven);
+        }
+    }
+}
