@@ -6,6 +6,7 @@
 //! history from all logs.
 
 mod accepts;
+mod again;
 mod bounds;
 mod commits;
 mod effects;
@@ -13,6 +14,8 @@ mod ends;
 mod faults;
 mod handlers;
 mod loss;
+mod metrics;
+mod receipts;
 #[cfg(test)]
 mod tests;
 
@@ -90,12 +93,16 @@ pub enum Invariant {
     I6,
     /// Nothing is committed before all up to it is settled.
     I7,
-    /// The broker closed no channel because of a refused acknowledgement (406).
+    /// Each delivery is settled once at the most; the broker closed no channel because of a refused acknowledgement (406).
     I8,
     /// What is accepted was completed, or was a duplicate, by a verdict of its own.
     I9,
+    /// After a fault effects come again within its bound.
+    I10,
     /// While the store is away no handler starts, it is asked seldom, and memory and work in flight stay bounded.
     I11,
+    /// What consumers count of themselves is what passed through their source and their store.
+    I12,
     /// No secret stands in a log, a panic, a ledger or a Debug output.
     I13,
     /// Everything drains, and no marker is left in progress.
@@ -108,7 +115,7 @@ pub enum Invariant {
 
 impl Invariant {
     /// All of them.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 16] = [
         Self::I1,
         Self::I2,
         Self::I3,
@@ -118,7 +125,9 @@ impl Invariant {
         Self::I7,
         Self::I8,
         Self::I9,
+        Self::I10,
         Self::I11,
+        Self::I12,
         Self::I13,
         Self::I14,
         Self::Unexpected,
@@ -135,9 +144,13 @@ impl Invariant {
             Self::I5 => "order per key",
             Self::I6 => "what is committed never goes back, by the broker's word",
             Self::I7 => "nothing is committed before all up to it is settled",
-            Self::I8 => "no channel was closed with 406",
+            Self::I8 => "each delivery is settled once, and no channel was closed with 406",
             Self::I9 => "nothing is accepted without a verdict of its own; `Busy` is none",
-            Self::I11 => "while the store is away: no handler starts, at most 20 questions a second and 50 MB more a process",
+            Self::I10 => "after a fault effects come again within its bound",
+            Self::I11 => {
+                "while the store is away: no handler starts, at most 20 questions a second and 50 MB more a process; never more handlers than may be"
+            }
+            Self::I12 => "what consumers count of themselves is what the ledger has of them",
             Self::I13 => "no secret in any log, ledger or Debug output",
             Self::I14 => "everything drains, and no marker is left in progress",
             Self::Unexpected => "no effect without a message",
@@ -227,6 +240,18 @@ pub struct Counts {
     /// The most handlers that one process ran at once.
     #[serde(default)]
     pub at_once: u64,
+    /// The longest until an effect came after the end of a fault, in milliseconds, by its kind.
+    #[serde(default)]
+    pub again_ms: BTreeMap<String, u64>,
+    /// Processes that ended well, whose counters were compared with the ledger to the last.
+    #[serde(default)]
+    pub metrics_exact: u64,
+    /// Processes that were killed: what they had written of their counters last was compared.
+    #[serde(default)]
+    pub metrics_bounded: u64,
+    /// Completions that the store had confirmed and a failover lost.
+    #[serde(default)]
+    pub completions_lost: u64,
     /// The most memory that a consumer had, in KiB.
     #[serde(default)]
     pub resident: u64,
@@ -265,6 +290,9 @@ pub fn check(ledger: &Ledger, rules: &Rules) -> Checked {
     }
     effects::check_order(&mut finder);
     commits::check(&mut finder);
+    receipts::check(&mut finder);
+    metrics::check(&mut finder);
+    again::check(&mut finder);
     bounds::check(&mut finder);
     ends::check(&mut finder);
     finder.checked.violations.sort_by(|a, b| (a.invariant, &a.id).cmp(&(b.invariant, &b.id)));

@@ -1,91 +1,36 @@
 //! One consumer process: what it reads, where its markers are and what it promises stand in its arguments.
 
 use std::fmt;
-use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use clap::{Args, ValueEnum};
-use oncegate::{
-    Consumer, Context, Failure, Guarantee, Handler, IdSource, Kafka, KafkaLogin, Knows, Open, RabbitMq, Reconciled, Redis, TopicCreation,
-    async_trait,
-};
-use serde::{Deserialize, Serialize};
-use tokio::signal::unix::{Signal, SignalKind, signal};
+use clap::Args;
+use oncegate::{Consumer, Context, Failure, Handler, IdSource, KafkaLogin, Knows, Open, Reconciled, Redis, async_trait};
 
 use crate::Error;
-use crate::check::Promise;
-use crate::ledger::{Ending, Found, Log, What};
+use crate::ledger::{Ending, Log, What};
 use crate::message::{Fate, ID_HEADER, Work};
 use crate::recorded::Recorded;
 use crate::sink::Sink;
+use crate::worker::{Broker, Common, Running, Worker, reconcile};
 
 /// How long a handler may run: longer than the longest of the messages takes.
 const TIMEOUT: Duration = Duration::from_secs(4);
 /// How long a process that only sleeps may oversleep until that is worth a record.
 const STALL: Duration = Duration::from_millis(300);
 
-/// Where messages come from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub enum Broker {
-    /// Kafka.
-    Kafka,
-    /// RabbitMQ.
-    Rabbitmq,
-}
-
-impl Broker {
-    /// As it stands on the command line.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Kafka => "kafka",
-            Self::Rabbitmq => "rabbitmq",
-        }
-    }
-}
-
 /// What a consumer is started with.
 #[derive(Args)]
 pub struct Arguments {
-    /// Its name in the ledger.
-    #[arg(long)]
-    name: String,
-    /// Where its file of the ledger lies.
-    #[arg(long)]
-    folder: PathBuf,
-    /// Where messages come from.
-    #[arg(long, value_enum)]
-    broker: Broker,
-    /// Kafka's bootstrap servers, or RabbitMQ's URL.
-    #[arg(long)]
-    url: String,
+    #[command(flatten)]
+    common: Common,
     /// With what to log in to Kafka: a name, a password, and the file with the authority's certificate.
     #[arg(long, num_args = 3)]
     login: Option<Vec<String>>,
-    /// The topic or the queue; the group and the scope, too.
-    #[arg(long)]
-    from: String,
     /// Where the markers are.
     #[arg(long)]
     redis: String,
-    /// What is promised.
-    #[arg(long, value_enum)]
-    guarantee: Promise,
-    /// Where effects are counted.
-    #[arg(long)]
-    sink: SocketAddr,
-    /// How long a claim holds, in milliseconds.
-    #[arg(long)]
-    lease_ms: u64,
-    /// How long a drain may take, in milliseconds.
-    #[arg(long)]
-    drain_ms: u64,
-    /// How many messages are handled at once.
-    #[arg(long)]
-    in_flight: usize,
 }
 
 /// Consumes until SIGTERM, then drains. Ends at once when its standard input ends: who started it is gone.
@@ -93,67 +38,41 @@ pub struct Arguments {
 /// # Errors
 /// What the consumer says.
 pub async fn run(arguments: Arguments) -> Result<(), Error> {
-    let filter = tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "info".into());
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false).init();
-    // Before its file of the ledger is there: whoever sees that knows that it can be told to drain.
-    let terminate = signal(SignalKind::terminate())?;
-    let log = Arc::new(Log::open(&arguments.folder.join(format!("{}.jsonl", arguments.name)), &arguments.name)?);
-    note_stalls(Arc::clone(&log));
-    let sink = Sink::connect(arguments.sink, &arguments.name).await?;
-    match arguments.broker {
+    let worker = Worker::begin(&arguments.common).await?;
+    note_stalls(Arc::clone(&worker.log));
+    match arguments.common.broker {
         Broker::Kafka => {
-            let mut source = Kafka::topic(&arguments.from)
-                .brokers(&arguments.url)
-                .group(&arguments.from)
-                .create_topics(TopicCreation::Create { partitions: 1, replication: 1 })
-                .property("session.timeout.ms", "6000")
-                .property("heartbeat.interval.ms", "1000");
+            let mut source = arguments.common.kafka().property("session.timeout.ms", "6000").property("heartbeat.interval.ms", "1000");
             if let Some([name, password, authority]) = arguments.login.as_deref() {
                 source = source.ca_certificate(authority).login(KafkaLogin::scram_sha_512(name, password));
             }
-            consume(source, &arguments, sink, log, terminate).await
+            consume(source, &arguments, worker).await
         }
-        Broker::Rabbitmq => {
-            let source = RabbitMq::queue(&arguments.from).url(&arguments.url);
-            consume(source, &arguments, sink, log, terminate).await
-        }
+        Broker::Rabbitmq => consume(arguments.common.rabbit(), &arguments, worker).await,
     }
 }
 
-async fn consume(
-    source: impl Open + fmt::Debug,
-    arguments: &Arguments,
-    sink: Sink,
-    log: Arc<Log>,
-    mut terminate: Signal,
-) -> Result<(), Error> {
-    let guarantee = match arguments.guarantee {
-        Promise::AtMostOnce => Guarantee::AtMostOnce,
-        Promise::EffectivelyOnce => Guarantee::EffectivelyOnce,
-        Promise::Bare => Guarantee::Bare,
-    };
-    let store = Redis::at(&arguments.redis);
+async fn consume(source: impl Open + fmt::Debug, arguments: &Arguments, worker: Worker) -> Result<(), Error> {
+    let Arguments { common, redis, .. } = arguments;
+    let store = Redis::at(redis);
     // Into the log, where no secret may stand.
     eprintln!("source: {source:?}\nstore: {store:?}");
-    Consumer::builder()
+    let (log, sink) = (Arc::clone(&worker.log), worker.sink.clone());
+    let consumer = Consumer::builder()
         .source(Recorded::new(source, Arc::clone(&log)))
         .store(Recorded::new(store, Arc::clone(&log)))
         .handler(Effects { sink, log, runs: AtomicU64::new(0) })
-        .guarantee(guarantee)
+        .guarantee(common.guarantee())
         .id(IdSource::header(ID_HEADER))
-        .scope(&arguments.from)
-        .lease(Duration::from_millis(arguments.lease_ms))
+        .scope(&common.from)
+        .lease(common.lease())
         .backoff(Duration::from_millis(50), Duration::from_millis(400))
         .retries(1)
         .reconciles(3)
         .handler_timeout(TIMEOUT)
-        .in_flight(arguments.in_flight)
-        .drain(Duration::from_millis(arguments.drain_ms))
-        .run_until(async move {
-            terminate.recv().await;
-        })
-        .await?;
-    Ok(())
+        .in_flight(common.in_flight)
+        .drain(common.drain());
+    worker.run(|terminated| consumer.run_until(terminated.come())).await
 }
 
 /// Has the effect of a message at the sink, in the middle of its time.
@@ -163,29 +82,13 @@ struct Effects {
     runs: AtomicU64,
 }
 
-/// A run of a handler: whatever becomes of it, its end is written down.
-struct Running<'a> {
-    log: &'a Log,
-    id: &'a str,
-    run: u64,
-    how: Ending,
-}
-
-impl Drop for Running<'_> {
-    fn drop(&mut self) {
-        let how = if std::thread::panicking() { Ending::Panicked } else { self.how };
-        self.log.write(What::Ended { id: self.id.to_owned(), run: self.run, how });
-    }
-}
-
 #[async_trait]
 impl Handler for Effects {
     type Payload = Work;
 
     async fn handle(&self, work: Work, cx: &Context) -> Result<(), Failure> {
-        let (id, attempt, run) = (cx.id(), cx.attempt(), self.runs.fetch_add(1, Ordering::Relaxed));
-        self.log.write(What::Started { id: id.to_owned(), attempt, run });
-        let mut running = Running { log: &self.log, id, run, how: Ending::Dropped };
+        let (id, attempt) = (cx.id(), cx.attempt());
+        let mut running = Running::begin(&self.log, cx, self.runs.fetch_add(1, Ordering::Relaxed));
         let half = Duration::from_millis(work.ms) / 2;
         tokio::time::sleep(half).await;
         running.how = Ending::Failed;
@@ -213,10 +116,7 @@ impl Handler for Effects {
     }
 
     async fn reconcile(&self, _: Work, cx: &Context) -> Result<Reconciled, Failure> {
-        Ok(match self.sink.find_or_void(cx.id(), cx.attempt()).await.retry()? {
-            Found::Happened => Reconciled::Happened,
-            Found::Voided => Reconciled::DidNotHappen,
-        })
+        reconcile(&self.sink, cx).await
     }
 }
 

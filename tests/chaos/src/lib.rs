@@ -8,6 +8,7 @@
 
 pub mod check;
 pub mod consume;
+pub mod counters;
 pub mod fleet;
 pub mod flow;
 pub mod ledger;
@@ -26,6 +27,7 @@ pub mod stage;
 mod stopping;
 pub mod watch;
 pub mod wire;
+pub mod worker;
 
 pub use stopping::Stopping;
 

@@ -7,12 +7,13 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use clap::{Parser, Subcommand};
 use oncegate_chaos::check::{Promise, check};
-use oncegate_chaos::consume::{self, Broker};
+use oncegate_chaos::consume;
 use oncegate_chaos::ledger::Ledger;
 use oncegate_chaos::matrix::table::Matrix;
 use oncegate_chaos::report::{Report, Verdict};
 use oncegate_chaos::scenario::{Director, Wish};
 use oncegate_chaos::schedule::Lengths;
+use oncegate_chaos::worker::Broker;
 use oncegate_chaos::{Error, Stopping, fleet, matrix, mutants, sink};
 
 /// Plays real faults on real servers, and counts what becomes of messages.

@@ -21,8 +21,8 @@ use step::{STEPS, Step};
 use table::{Cell, Matrix};
 
 use crate::check::Promise;
-use crate::consume::Broker;
 use crate::report::{Report, Run};
+use crate::worker::Broker;
 use crate::{Error, Stopping};
 
 /// How many groups work side by side: most of their time they wait for leases and sessions to end.

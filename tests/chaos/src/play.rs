@@ -12,7 +12,6 @@ use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
 
 use crate::check::{Ordered, Promise, Rules, check};
-use crate::consume::Broker;
 use crate::fleet::{Faults, Fleet, SinkProcess};
 use crate::flow::{Flow, SPAN};
 use crate::ledger::{Ledger, Log, What};
@@ -22,6 +21,7 @@ use crate::schedule::{Kind, LEASE, Lengths, Planned, Schedule};
 use crate::stage::{Scene, Stage};
 use crate::watch::{self, Watch};
 use crate::wire::Wire;
+use crate::worker::Broker;
 use crate::{Error, Stopping, markers, secrets};
 
 /// How long a drain of one consumer may take.

@@ -5,12 +5,12 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use crate::check::Promise;
-use crate::consume::Broker;
 use crate::message::Aborts;
 use crate::play::{AtOnce, Plan, Until, play};
 use crate::report::{Report, Verdict};
 use crate::schedule::{ANYWHERE, KAFKA, Kind, Lengths, RABBITMQ};
 use crate::stage::Stage;
+use crate::worker::Broker;
 use crate::{Error, Stopping};
 
 /// How many messages a second the smoke run sends: few, because CI has two cores and other work.

@@ -105,7 +105,7 @@ impl Table {
 }
 
 /// A consumer's connection to the sink. What is asked at the same time travels together.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Sink {
     requests: mpsc::UnboundedSender<(String, oneshot::Sender<u8>)>,
     consumer: String,

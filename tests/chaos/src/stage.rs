@@ -15,12 +15,12 @@ use oncegate_testkit::servers::{
 use rustix::process::Signal;
 
 use crate::Error;
-use crate::consume::Broker;
 use crate::fleet::{Faults, Fleet};
 use crate::ledger::{Log, What};
 use crate::schedule::{Kind, Planned};
 use crate::secrets::{Secret, canary};
 use crate::wire::refuse_letters;
+use crate::worker::Broker;
 
 /// As whom consumers come to the broker.
 const USER: &str = "chaos";

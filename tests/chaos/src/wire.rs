@@ -9,9 +9,9 @@ use std::sync::Arc;
 pub(crate) use kafka::refuse_letters;
 
 use crate::Error;
-use crate::consume::Broker;
 use crate::ledger::{Log, Place};
 use crate::message::Outgoing;
+use crate::worker::Broker;
 
 /// Where what has failed is set aside, by the end of its name.
 const ASIDE: [(&str, Place); 2] = [(".dead-letters", Place::DeadLetters), (".in-doubt", Place::InDoubt)];

@@ -1,9 +1,9 @@
 //! I11: what a process does while its store is away, and how much it holds.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 
 use super::{Finder, Invariant, micros};
-use crate::ledger::{Asked, What};
+use crate::ledger::{Asked, Ending, What};
 
 /// How long after the store went away an answer of it may still be read, by a process on a busy machine.
 const NOTICED: u64 = 1_000_000;
@@ -31,31 +31,41 @@ pub(super) fn check(finder: &mut Finder<'_>) {
     finder.checked.counts.resident = resident.max().unwrap_or_default();
 }
 
-/// Handlers that run at once in one process.
+/// Handlers that run at once in one process. Those that are cancelled at that moment do not count: what takes their places begins
+/// when they are told to end, and not when they have ended.
 fn work_at_once(finder: &mut Finder<'_>) {
-    let mut running: HashMap<&str, u64> = HashMap::new();
-    let mut most: HashMap<&str, u64> = HashMap::new();
+    let mut cancelled: HashMap<(&str, u64), u64> = HashMap::new();
     let ledger = finder.ledger;
     for record in ledger.records() {
+        if let What::Ended { run, how: Ending::Dropped, .. } = record.what {
+            cancelled.insert((&record.by, run), record.at);
+        }
+    }
+    let mut running: HashMap<&str, HashSet<u64>> = HashMap::new();
+    let mut most: HashMap<&str, usize> = HashMap::new();
+    let may = finder.rules.in_flight as usize;
+    for record in ledger.records() {
         match record.what {
-            What::Started { .. } => {
+            What::Started { run, .. } => {
                 let now = running.entry(&record.by).or_default();
-                *now += 1;
+                now.insert(run);
+                let mut count = now.len();
+                if count > may {
+                    let ends = |run: &&u64| {
+                        cancelled.get(&(record.by.as_str(), **run)).is_some_and(|at| at - record.at <= micros(finder.rules.grace))
+                    };
+                    count -= now.iter().filter(ends).count();
+                }
                 let most = most.entry(&record.by).or_default();
-                *most = (*most).max(*now);
+                *most = (*most).max(count);
             }
-            What::Ended { .. } => {
-                let now = running.entry(&record.by).or_default();
-                *now = now.saturating_sub(1);
-            }
+            What::Ended { run, .. } => drop(running.entry(&record.by).or_default().remove(&run)),
             _ => {}
         }
     }
     for (consumer, most) in most {
         let counts = &mut finder.checked.counts;
-        counts.at_once = counts.at_once.max(most);
-        // What waited for its turn runs when its turn comes, beside what was taken in meanwhile.
-        let may = 2 * u64::from(finder.rules.in_flight);
+        counts.at_once = counts.at_once.max(most as u64);
         if most > may {
             let why = format!("{consumer} ran {most} handlers at once, and may run {may}");
             finder.found(Invariant::I11, None, why);

@@ -99,6 +99,31 @@ impl Windows {
         self.all.iter().filter(away).map(|window| (window.from, window.to))
     }
 
+    /// The faults of the player that ended: of which kind, and when.
+    pub(super) fn over(&self) -> impl Iterator<Item = (&str, u64)> {
+        let of_the_player = |window: &&Window| window.kind != STALL && window.kind != ABORT && window.to != u64::MAX;
+        self.all.iter().filter(of_the_player).map(|window| (window.kind.as_str(), window.to))
+    }
+
+    /// Whether a fault lasts in this stretch that had not ended when it began. What was done to a consumer is felt for a while,
+    /// while its group shares out anew what it had.
+    pub(super) fn another_lasts(&self, from: u64, to: u64, felt: u64) -> bool {
+        self.all.iter().filter(|window| window.kind != STALL).any(|window| {
+            let over = match (&window.target, window.kind.as_str()) {
+                (_, ABORT) => window.from.saturating_add(felt),
+                (Some(_), _) if window.to != from => window.to.saturating_add(felt),
+                _ => window.to,
+            };
+            window.from <= to && over > from
+        })
+    }
+
+    /// For how many microseconds of this stretch consumers did not run though nobody had frozen them, all added up.
+    pub(super) fn stalled(&self, from: u64, to: u64) -> u64 {
+        let stalls = self.all.iter().filter(|window| window.kind == STALL);
+        stalls.map(|window| window.to.min(to).saturating_sub(window.from.max(from))).sum()
+    }
+
     /// When a consumer aborted, if it did.
     pub(super) fn aborted(&self, consumer: &str) -> Option<u64> {
         let of_it = |window: &&Window| window.kind == ABORT && window.target.as_deref() == Some(consumer);

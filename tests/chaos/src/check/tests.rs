@@ -46,8 +46,8 @@ impl Story {
     }
 
     fn accept(self, ms: u64, by: &str, id: &str, why: &str) -> Self {
-        let position = "0/1".into();
-        self.at(ms, by, What::Settled { id: id.into(), position, how: Settling::Accepted, why: why.into() })
+        let settled = What::Settled { id: id.into(), position: "0/1".into(), how: Settling::Accepted, why: why.into() };
+        self.at(ms, by, What::Received { id: id.into(), position: "0/1".into() }).at(ms, by, settled)
     }
 
     fn fault(self, kind: &str, target: Option<&str>, from: u64, to: u64) -> Self {
@@ -114,8 +114,8 @@ fn i1_a_confirmed_message_without_an_effect_is_lost() {
         assert_eq!(lost().check(&rules).counts.lost, 1);
     }
     let violation = lost().check(&BARE).violations.remove(0);
-    assert_eq!(violation.history.len(), 3, "{violation:?}");
-    assert!(violation.history[2].contains("c0.1") && violation.history[2].contains("why=duplicate"), "{violation:?}");
+    assert_eq!(violation.history.len(), 4, "{violation:?}");
+    assert!(violation.history[3].contains("c0.1") && violation.history[3].contains("why=duplicate"), "{violation:?}");
 }
 
 #[test]
@@ -336,9 +336,15 @@ fn i11_memory_and_handlers_without_bound() {
     let grown = |by: u64| sampled(sampled(Story::default(), 1_900, 40_000), 9_000, 40_000 + by);
     assert_eq!(away(grown(50 * 1_024)), []);
     assert_eq!(away(grown(50 * 1_024 + 1)), [Invariant::I11]);
-    let handlers = |count| (0..count).fold(Story::default(), |story, number| story.start(number, "c0.1", &format!("u-{number}"), 1));
-    assert_eq!(away(handlers(4)), []);
-    assert_eq!(away(handlers(5)), [Invariant::I11]);
+    let start = |run: u64| What::Started { id: format!("u-{run}"), attempt: 1, run };
+    let handlers = |count| (0..count).fold(Story::default(), |story, run| story.at(run, "c0.1", start(run)));
+    assert_eq!(away(handlers(2)), []);
+    assert_eq!(away(handlers(3)), [Invariant::I11]);
+    // One that is cancelled at that moment is not there any more; one that is cancelled later is.
+    let end = |how| What::Ended { id: "u-0".into(), run: 0, how };
+    assert_eq!(away(handlers(3).at(300, "c0.1", end(Ending::Dropped))), []);
+    assert_eq!(away(handlers(3).at(300, "c0.1", end(Ending::Ok))), [Invariant::I11]);
+    assert_eq!(away(handlers(3).at(900, "c0.1", end(Ending::Dropped))), [Invariant::I11]);
 }
 
 #[test]
@@ -351,6 +357,71 @@ fn i13_a_secret_that_was_told() {
 fn i8_a_refused_acknowledgement() {
     let story = Story::default().at(5, "player", What::ChannelRefused { line: "PRECONDITION_FAILED - unknown delivery tag 7".into() });
     assert_eq!(story.breaks(&RULES), [(Invariant::I8, None)]);
+}
+
+#[test]
+fn i8_a_delivery_that_is_settled_twice() {
+    let settled = || What::Settled { id: "u-1".into(), position: "0/1".into(), how: Settling::Released, why: "released".into() };
+    let once = || Story::default().sent("u-1").handled(10, "c0.1", "u-1");
+    assert_eq!(once().at(30, "c0.1", settled()).breaks(&RULES), broken(Invariant::I8, "u-1"));
+    assert_eq!(once().at(30, "c1.1", settled()).breaks(&RULES), broken(Invariant::I8, "u-1"));
+    let again = What::Received { id: "u-1".into(), position: "0/1".into() };
+    assert_eq!(once().at(30, "c0.1", again).at(31, "c0.1", settled()).breaks(&RULES), []);
+}
+
+#[test]
+fn i10_effects_that_come_again_too_late() {
+    let messages =
+        |story: Story| (0..20).fold(story, |story, number| story.at(1_200, "player", What::Confirmed { id: format!("u-{number}") }));
+    let again = |kind, ms| {
+        let story = messages(Story::default().fault(kind, None, 1_000, 1_100));
+        story.at(0, "player", What::Attempted { id: "u-1".into() }).effect(ms, "c0.1", "u-1", 1, Unique::Accepted)
+    };
+    let late = |story: Story| story.check(&RULES).violations_of(Invariant::I10);
+    assert_eq!((late(again("kill-rabbit", 6_100)), late(again("kill-rabbit", 6_101))), (0, 1));
+    assert_eq!((late(again("kill-kafka", 31_100)), late(again("kill-kafka", 31_101))), (0, 1));
+    assert_eq!(again("kill-kafka", 31_100).check(&RULES).counts.again_ms["kill-kafka"], 30_000);
+    // While another fault lasts, while nothing ran, and where nothing came in, nothing is late.
+    assert_eq!(late(again("kill-rabbit", 7_000).fault("freeze-redis", None, 900, 6_900)), 0);
+    assert_eq!(late(again("kill-rabbit", 7_000).at(3_000, "c0.1", What::Stalled { ms: 1_000 })), 0);
+    assert_eq!(late(Story::default().fault("kill-rabbit", None, 1_000, 1_100)), 0);
+    assert_eq!(late(messages(Story::default().fault("kill-rabbit", None, 1_000, 1_100))), 1);
+    // Nobody has said how long it may take to drain one of several consumers.
+    assert_eq!(late(again("rolling-restart", 60_000)), 0);
+}
+
+/// Counters as a consumer writes them, by outcome.
+fn counted(last: bool, outcomes: &[(&str, u64)]) -> What {
+    let values = outcomes.iter().map(|(outcome, times)| (format!("oncegate_deliveries_total{{outcome={outcome}}}"), *times));
+    What::Counted { values: values.collect(), last }
+}
+
+#[test]
+fn i12_counters_that_are_not_what_the_ledger_has() {
+    let says = |last, outcomes: &[(&str, u64)]| {
+        Story::default().sent("u-1").handled(10, "c0.1", "u-1").at(99, "c0.1", counted(last, outcomes)).check(&RULES)
+    };
+    let wrong = |last, outcomes: &[(&str, u64)]| says(last, outcomes).violations_of(Invariant::I12);
+    assert_eq!(wrong(true, &[("first", 1), ("completed", 1)]), 0);
+    assert_eq!(wrong(true, &[("first", 1)]), 1);
+    assert_eq!(wrong(true, &[("first", 1), ("duplicate", 1)]), 2);
+    assert_eq!(wrong(true, &[("first", 2), ("completed", 1)]), 1);
+    assert_eq!(wrong(true, &[("first", 1), ("completed", 1), ("busy", 1)]), 1);
+    // It was let go at the end of a drain, and nobody has read the answer.
+    assert_eq!(wrong(true, &[("completed", 1), ("dropped", 1)]), 0);
+    // What a killed process counted last is gone; what it had not seen it cannot have counted.
+    assert_eq!(wrong(false, &[]), 0);
+    assert_eq!(wrong(false, &[("first", 1)]), 0);
+    assert_eq!(wrong(false, &[("first", 2)]), 1);
+    assert_eq!((wrong(false, &[("completed", 3)]), wrong(false, &[("completed", 4)])), (0, 1));
+    let counts = says(true, &[("first", 1), ("completed", 1)]).counts;
+    assert_eq!((counts.metrics_exact, counts.metrics_bounded), (1, 0));
+    assert_eq!(says(false, &[]).counts.metrics_bounded, 1);
+    // In order, what failed and rests counts as released, and is not settled.
+    let rests = [("first", 1), ("completed", 1), ("released", 7)];
+    assert_eq!(wrong(true, &rests), 0);
+    let story = Story::default().sent("u-1").handled(10, "c0.1", "u-1").at(99, "c0.1", counted(true, &rests));
+    assert_eq!(story.breaks(&Rules { order: Ordered::Not, ..RULES }), [(Invariant::I12, None)]);
 }
 
 #[test]

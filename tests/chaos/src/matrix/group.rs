@@ -17,11 +17,11 @@ use super::consumer::Markers;
 use super::servers::Servers;
 use crate::Error;
 use crate::check::{Checked, Ordered, Promise, Rules, check};
-use crate::consume::Broker;
 use crate::fleet::SinkProcess;
 use crate::ledger::{Edge, Ledger, Log, Sent, What};
 use crate::message::Outgoing;
 use crate::wire::Wire;
+use crate::worker::Broker;
 
 /// How long a claim holds.
 pub(crate) const LEASE: Duration = Duration::from_secs(2);

@@ -7,7 +7,7 @@ use tokio::runtime::Runtime;
 
 use super::consumer::Markers;
 use crate::Error;
-use crate::consume::Broker;
+use crate::worker::Broker;
 
 /// One of each, and a runtime for their clients.
 pub struct Servers {

@@ -3,7 +3,7 @@
 use super::consumer::Markers;
 use super::group::Made;
 use crate::check::Promise;
-use crate::consume::Broker;
+use crate::worker::Broker;
 
 /// A point in oncegate, or in the handler, at which a process ends as a crash ends it.
 #[derive(Debug)]

@@ -13,7 +13,7 @@ use super::step::{STEPS, Step};
 use super::{columns, consumer::Markers};
 use crate::Error;
 use crate::check::Promise;
-use crate::consume::Broker;
+use crate::worker::Broker;
 
 /// All cells.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

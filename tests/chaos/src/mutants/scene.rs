@@ -6,13 +6,13 @@ use std::time::Duration;
 use oncegate_testkit::proxy::Proxy;
 
 use crate::check::{Checked, Promise};
-use crate::consume::Broker;
 use crate::ledger::{Asked, Ledger, Settling, What};
 use crate::matrix::consumer::Markers;
 use crate::matrix::group::{Group, Made};
 use crate::matrix::servers::Servers;
 use crate::matrix::step::Step;
 use crate::matrix::{message, play_cell};
+use crate::worker::Broker;
 use crate::{Error, check::Rules};
 
 /// How long something may take to show in the ledger.
