@@ -1,6 +1,6 @@
 //! Watches from beside: how far behind the group is, and whether the client still reads at all.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -17,6 +17,9 @@ const LOOK: Duration = Duration::from_secs(10);
 const TURN: Duration = Duration::from_millis(200);
 /// How long a question to the broker may take.
 const PATIENCE: Duration = Duration::from_secs(3);
+/// After how many partitions in a row of which no broker says anything the others are not asked about in this round: most
+/// likely no broker answers at all, and each would cost its time.
+const IN_VAIN: usize = 3;
 
 /// Looks at each partition from time to time, with a client of its own: what the watched one says of itself is what is in
 /// question. Runs on a thread of its own.
@@ -29,7 +32,7 @@ pub(crate) fn run(config: &ClientConfig, shared: &Shared, outage: &Arc<Outage>, 
     let mut looked: Option<Instant> = None;
     while shared.lock().phase() < Phase::Closing {
         if looked.is_none_or(|at| at.elapsed() >= pause) {
-            watch.look(&client, shared, stalled_after);
+            watch.look(|topic, partition| Some(client.fetch_watermarks(topic, partition, PATIENCE).ok()?.1), shared, stalled_after);
             looked = Some(Instant::now());
         }
         // Serves its log.
@@ -45,6 +48,8 @@ struct Watch {
     standing: HashMap<(u64, i32), Standing>,
     /// Of which partitions something was told.
     gauges: HashMap<(String, i32), ()>,
+    /// The partitions of which no broker said where their log ends, when it was asked last.
+    silent: HashSet<(String, i32)>,
 }
 
 /// A partition whose log has more than was read, and that is not read on.
@@ -72,15 +77,11 @@ impl Standing {
 }
 
 impl Watch {
-    fn look(&mut self, client: &BaseConsumer<OwnLog>, shared: &Shared, stalled_after: Duration) {
-        let mut seen = HashMap::new();
+    /// Asks `end_of` each partition's log; of some it may say nothing.
+    fn look(&mut self, end_of: impl FnMut(&str, i32) -> Option<i64>, shared: &Shared, stalled_after: Duration) {
         let partitions = shared.lock().partitions();
-        for (topic, partition) in &partitions {
-            // The client says itself that no broker answers; the others would be asked in vain too.
-            let Ok((_, end)) = client.fetch_watermarks(topic, *partition, PATIENCE) else { return self.standing.clear() };
-            shared.lock().log_ends(topic, *partition, end);
-            seen.insert((topic.clone(), *partition), end);
-        }
+        let seen = self.ends_of(partitions, end_of);
+        seen.iter().for_each(|((topic, partition), end)| shared.lock().log_ends(topic, *partition, *end));
         self.tell(shared);
         let (now, reading) = (Instant::now(), shared.lock().read_to());
         let mut standing = HashMap::new();
@@ -95,6 +96,39 @@ impl Watch {
             standing.insert((epoch, partition), next);
         }
         self.standing = standing;
+    }
+
+    /// Where these logs end, as far as a broker says. A partition without a leader, which costs the whole patience, takes
+    /// nothing from the others: it is said once, and it is asked about after them.
+    fn ends_of(
+        &mut self,
+        mut partitions: Vec<(String, i32)>,
+        mut end_of: impl FnMut(&str, i32) -> Option<i64>,
+    ) -> HashMap<(String, i32), i64> {
+        self.silent.retain(|it| partitions.contains(it));
+        partitions.sort_by_key(|it| self.silent.contains(it));
+        let (mut seen, mut in_vain) = (HashMap::new(), 0);
+        for it in partitions {
+            if in_vain == IN_VAIN {
+                break;
+            }
+            match end_of(&it.0, it.1) {
+                Some(end) => {
+                    in_vain = 0;
+                    self.silent.remove(&it);
+                    seen.insert(it, end);
+                }
+                None => {
+                    in_vain += 1;
+                    if !self.silent.contains(&it) {
+                        metrics::counter!(crate::metric::LOG_ENDS_UNKNOWN).increment(1);
+                        tracing::warn!(topic = it.0, partition = it.1, "no broker says where the log ends; its lag stands still meanwhile");
+                        self.silent.insert(it);
+                    }
+                }
+            }
+        }
+        seen
     }
 
     /// Sets the gauges, those of partitions that have left to 0.
@@ -137,6 +171,70 @@ impl rdkafka::consumer::ConsumerContext for OwnLog {}
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::batch::Record;
+    use crate::shared::Begins;
+
+    fn record(partition: i32, offset: i64) -> Record {
+        let (topic, headers) = (Arc::from("t"), oncegate_core::Headers::default());
+        Record { topic, partition, offset, sent_at: None, key: None, headers, body: "x".into() }
+    }
+
+    /// A topic of so many partitions, each read to its offset 5.
+    fn shared(partitions: i32) -> Shared {
+        let shared = Shared::default();
+        for partition in 0..partitions {
+            shared.assign("t", partition, Begins::At(4));
+            shared.take_in(vec![record(partition, 4)]);
+        }
+        shared
+    }
+
+    const AFTER: Duration = Duration::from_secs(1);
+
+    #[test]
+    fn a_partition_without_a_leader_hides_no_other() {
+        let (shared, mut watch) = (shared(3), Watch::default());
+        for round in 0..2 {
+            for without in 0..3 {
+                let end = |_: &str, partition| (partition != without).then_some(10 + round);
+                watch.look(end, &shared, Duration::from_secs(60));
+                let told: Vec<i32> =
+                    shared.lock().status().iter().filter(|it| it.log_end == Some(10 + round)).map(|it| it.partition).collect();
+                assert!((0..3).filter(|it| *it != without).all(|it| told.contains(&it)), "without {without}: {told:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_stall_is_found_beside_a_partition_without_a_leader() {
+        let (shared, mut watch) = (shared(2), Watch::default());
+        watch.look(|_, partition| (partition == 1).then_some(9), &shared, Duration::ZERO);
+        assert!(!shared.lock().wants_another());
+        watch.look(|_, partition| (partition == 1).then_some(12), &shared, Duration::ZERO);
+        assert!(shared.lock().wants_another(), "it grows, and is not read");
+    }
+
+    #[test]
+    fn no_broker_is_not_asked_about_each_partition_and_none_is_forgotten() {
+        let (shared, mut watch) = (shared(8), Watch::default());
+        let mut asked = Vec::new();
+        watch.look(
+            |_, partition| {
+                asked.push(partition);
+                None
+            },
+            &shared,
+            AFTER,
+        );
+        assert_eq!(asked.len(), IN_VAIN);
+        // Half of them are without a leader: all others are looked at, whichever were asked about in vain before.
+        for _ in 0..3 {
+            watch.look(|_, partition| (partition % 2 == 0).then_some(7), &shared, AFTER);
+        }
+        let known = shared.lock().status().iter().filter(|it| it.log_end == Some(7)).count();
+        assert_eq!(known, 4);
+        assert_eq!(watch.silent.len(), 4, "{:?}", watch.silent);
+    }
 
     #[test]
     fn only_a_position_that_stands_while_its_log_grows_is_stalled() {
