@@ -15,6 +15,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("oncegate-model", &["oncegate-core"]),
     ("oncegate-testkit", &["oncegate-core"]),
     ("oncegate", &["oncegate-core", "oncegate-redis", "oncegate-sql", "oncegate-kafka", "oncegate-amqp"]),
+    ("oncegate-cli", &["oncegate"]),
     ("payments", &["oncegate", "oncegate-testkit"]),
     ("oncegate-tests", &["oncegate", "oncegate-testkit"]),
     ("oncegate-chaos", &["oncegate", "oncegate-testkit"]),

@@ -1,0 +1,255 @@
+//! Who did what, when, and what it was before and after.
+//!
+//! Each act has two lines: one before it, so that nothing is done that is not written down, and one that says how it ended.
+//! Between them stands what a crash leaves: an act of which nobody knows whether it was done.
+
+use std::collections::HashMap;
+use std::io::Write;
+use std::path::PathBuf;
+
+use clap::Args;
+use oncegate::Redis;
+use oncegate::marker::Token;
+use serde::{Deserialize, Serialize};
+
+use crate::Context;
+use crate::config::Span;
+use crate::failure::Failure;
+use crate::say::{Table, ms, now_ms, utc};
+
+#[derive(Args)]
+pub(crate) struct AuditArguments {
+    /// Only acts on this id.
+    #[arg(long)]
+    id: Option<String>,
+    /// Only acts by this operator.
+    #[arg(long)]
+    who: Option<String>,
+    /// Only what was done within this time, such as 24h.
+    #[arg(long, value_name = "TIME")]
+    since: Option<Span>,
+    /// The most to show, the newest of them.
+    #[arg(long, default_value_t = 100)]
+    limit: usize,
+}
+
+/// How an act ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Stage {
+    /// It was about to be done. Where no other line follows, nobody knows whether it was.
+    Begun,
+    Done,
+    /// Nothing was done.
+    NotDone,
+}
+
+impl Stage {
+    fn told(self) -> &'static str {
+        match self {
+            Self::Begun => "begun, end unknown",
+            Self::Done => "done",
+            Self::NotDone => "not done",
+        }
+    }
+}
+
+/// Where a message stands that was acted on.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub(crate) struct Place {
+    pub(crate) broker: String,
+    /// The topic or queue.
+    pub(crate) name: String,
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub(crate) partition: Option<i32>,
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub(crate) offset: Option<i64>,
+    /// The record's timestamp: a topic that is made anew counts its offsets from 0 again.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub(crate) written_ms: Option<u64>,
+}
+
+impl std::fmt::Display for Place {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match (self.partition, self.offset) {
+            (Some(partition), Some(offset)) => write!(f, "{} {}/{partition}/{offset}", self.broker, self.name),
+            _ => write!(f, "{} {}", self.broker, self.name),
+        }
+    }
+}
+
+/// One line.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Entry {
+    /// What both lines of an act share.
+    pub(crate) act: String,
+    pub(crate) at_ms: u64,
+    /// The same for people.
+    pub(crate) at: String,
+    pub(crate) who: String,
+    /// The command, such as `marker forget`.
+    pub(crate) what: String,
+    pub(crate) stage: Stage,
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub(crate) id: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub(crate) place: Option<Place>,
+    /// What was there.
+    pub(crate) before: String,
+    /// What was to come of it.
+    pub(crate) after: String,
+    /// Why, as the operator says; or why it was not done.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub(crate) why: Option<String>,
+}
+
+/// What is about to be done.
+pub(crate) struct Act {
+    pub(crate) what: &'static str,
+    pub(crate) id: Option<String>,
+    pub(crate) place: Option<Place>,
+    pub(crate) before: String,
+    pub(crate) after: String,
+}
+
+/// Where it is written.
+enum Where {
+    File(PathBuf),
+    Store(Redis),
+}
+
+/// The audit.
+pub(crate) struct Audit {
+    at: Where,
+    who: String,
+}
+
+/// An act that was begun: it has to be ended.
+#[must_use]
+pub(crate) struct Begun(Entry);
+
+impl Audit {
+    /// In the file that is configured, or else on the store.
+    pub(crate) fn of(context: &Context) -> Result<Self, Failure> {
+        let at = match &context.config.audit.file {
+            Some(path) => Where::File(path.clone()),
+            None => Where::Store(context.config.redis()?),
+        };
+        Ok(Self { at, who: context.operator.clone() })
+    }
+
+    /// Writes down what is about to be done.
+    ///
+    /// # Errors
+    /// It does not stand there: do nothing.
+    pub(crate) async fn begin(&self, act: Act, why: Option<&str>) -> Result<Begun, Failure> {
+        let Act { what, id, place, before, after } = act;
+        let (at_ms, why) = (now_ms(), why.map(str::to_owned));
+        let (act, at, who) = (format!("{:032x}", Token::random().0), utc(at_ms), self.who.clone());
+        let entry = Entry { act, at_ms, at, who, what: what.to_owned(), stage: Stage::Begun, id, place, before, after, why };
+        self.write(&entry)
+            .await
+            .map_err(|error| Failure::server(format!("nothing was done, since the audit cannot be written: {error}")))?;
+        Ok(Begun(entry))
+    }
+
+    /// Writes down that it was done.
+    ///
+    /// # Errors
+    /// It was done, and the audit does not say so.
+    pub(crate) async fn done(&self, begun: Begun) -> Result<(), Failure> {
+        self.end(begun.0, Stage::Done, None).await
+    }
+
+    /// Writes down that it was not done, and why.
+    ///
+    /// # Errors
+    /// It was not done, and the audit does not say so.
+    pub(crate) async fn not_done(&self, begun: Begun, why: &str) -> Result<(), Failure> {
+        self.end(begun.0, Stage::NotDone, Some(why.to_owned())).await
+    }
+
+    async fn end(&self, entry: Entry, stage: Stage, why: Option<String>) -> Result<(), Failure> {
+        let at_ms = now_ms();
+        let entry = Entry { stage, at_ms, at: utc(at_ms), why: why.or(entry.why), ..entry };
+        let failed = |error| Failure::server(format!("{} was {}, and the audit could not be told so: {error}", entry.what, stage.told()));
+        self.write(&entry).await.map_err(failed)
+    }
+
+    async fn write(&self, entry: &Entry) -> Result<(), String> {
+        let line = serde_json::to_string(entry).map_err(|error| error.to_string())?;
+        match &self.at {
+            Where::Store(redis) => redis.write_audit(&line).await.map_err(|error| error.to_string()),
+            Where::File(path) => append(path, &line).map_err(|error| format!("{}: {error}", path.display())),
+        }
+    }
+
+    /// Every act once, with how it ended, the oldest first. A line that cannot be read is passed over.
+    pub(crate) async fn acts(&self) -> Result<Vec<Entry>, Failure> {
+        let lines = match &self.at {
+            Where::Store(redis) => redis.read_audit().await?,
+            Where::File(path) => match std::fs::read_to_string(path) {
+                Ok(text) => text.lines().map(str::to_owned).collect(),
+                Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
+                Err(error) => return Err(Failure::server(format!("the audit: {}: {error}", path.display()))),
+            },
+        };
+        let mut acts: Vec<Entry> = Vec::new();
+        let mut at = HashMap::new();
+        for entry in lines.iter().filter_map(|line| serde_json::from_str::<Entry>(line).ok()) {
+            match at.get(&entry.act) {
+                Some(index) => acts[*index] = entry,
+                None => {
+                    at.insert(entry.act.clone(), acts.len());
+                    acts.push(entry);
+                }
+            }
+        }
+        Ok(acts)
+    }
+}
+
+/// One write, so that the lines of several operators do not mix.
+fn append(path: &PathBuf, line: &str) -> std::io::Result<()> {
+    let mut file = std::fs::OpenOptions::new().create(true).append(true).open(path)?;
+    file.write_all(format!("{line}\n").as_bytes())?;
+    file.sync_data()
+}
+
+pub(crate) fn user_of_this_machine() -> String {
+    let said = |names: &[&str]| names.iter().find_map(|name| std::env::var(name).ok().filter(|value| !value.is_empty()));
+    let host = said(&["HOSTNAME"]).or_else(|| std::fs::read_to_string("/etc/hostname").ok().map(|name| name.trim().to_owned()));
+    format!("{}@{}", said(&["SUDO_USER", "USER", "LOGNAME"]).unwrap_or_else(|| "unknown".into()), host.unwrap_or_else(|| "unknown".into()))
+}
+
+pub(crate) fn table(acts: &[Entry]) -> Table {
+    let mut table = Table::new(&["when", "who", "what", "id", "before", "after", "end", "where", "why"]);
+    for act in acts {
+        let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".into());
+        table.row([
+            act.at.clone(),
+            act.who.clone(),
+            act.what.clone(),
+            or_dash(act.id.clone()),
+            act.before.clone(),
+            act.after.clone(),
+            act.stage.told().to_owned(),
+            or_dash(act.place.as_ref().map(Place::to_string)),
+            or_dash(act.why.clone()),
+        ]);
+    }
+    table
+}
+
+pub(crate) async fn run(context: &Context, arguments: AuditArguments) -> Result<(), Failure> {
+    let id = arguments.id.as_deref().map(crate::config::id).transpose()?.map(|id| id.to_string());
+    let since = arguments.since.map_or(0, |since| now_ms().saturating_sub(ms(since.0)));
+    let mut acts = Audit::of(context)?.acts().await?;
+    acts.retain(|act| {
+        act.at_ms >= since
+            && id.as_ref().is_none_or(|id| act.id.as_ref() == Some(id))
+            && arguments.who.as_ref().is_none_or(|who| act.who == *who)
+    });
+    let shown = &acts[acts.len().saturating_sub(arguments.limit)..];
+    context.format.print(&shown, table(shown))
+}

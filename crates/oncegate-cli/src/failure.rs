@@ -1,0 +1,77 @@
+//! How the program ends.
+
+use std::fmt;
+use std::process::ExitCode;
+
+use oncegate::StoreError;
+
+/// The exit codes, as `--help` tells them.
+pub(crate) const CODES: &str = "Exit codes:
+  0  done, and nothing to object to
+  1  not all of it could be done, or something was found (see what it says)
+  2  the command line or the configuration is wrong
+  3  a server could not be asked, or refused
+  4  nothing was done: it showed what it would do, and wants --yes";
+
+/// Why the program ends with something else than 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Code {
+    NotAll = 1,
+    Usage = 2,
+    Server = 3,
+    NotConfirmed = 4,
+}
+
+/// What is told on the way out.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    pub(crate) code: Code,
+    text: String,
+}
+
+impl Failure {
+    pub(crate) fn usage(text: impl Into<String>) -> Self {
+        Self { code: Code::Usage, text: text.into() }
+    }
+
+    pub(crate) fn server(text: impl Into<String>) -> Self {
+        Self { code: Code::Server, text: text.into() }
+    }
+
+    pub(crate) fn not_all(text: impl Into<String>) -> Self {
+        Self { code: Code::NotAll, text: text.into() }
+    }
+
+    /// The plan was shown.
+    pub(crate) fn not_confirmed() -> Self {
+        Self { code: Code::NotConfirmed, text: "nothing was done; say --yes to do it".into() }
+    }
+
+    pub(crate) fn exit(&self) -> ExitCode {
+        ExitCode::from(self.code as u8)
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+impl From<StoreError> for Failure {
+    fn from(error: StoreError) -> Self {
+        Self::server(error.to_string())
+    }
+}
+
+impl From<rdkafka::error::KafkaError> for Failure {
+    fn from(error: rdkafka::error::KafkaError) -> Self {
+        Self::server(format!("Kafka: {error}"))
+    }
+}
+
+impl From<lapin::Error> for Failure {
+    fn from(error: lapin::Error) -> Self {
+        Self::server(format!("RabbitMQ: {error}"))
+    }
+}

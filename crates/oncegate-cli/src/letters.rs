@@ -1,0 +1,258 @@
+//! What stands in dead-letter and in-doubt destinations, on Kafka and on RabbitMQ alike.
+
+pub(crate) mod act;
+pub(crate) mod filter;
+pub(crate) mod kafka;
+pub(crate) mod look;
+pub(crate) mod rabbitmq;
+
+use std::collections::HashMap;
+
+use oncegate::source::headers;
+use serde::Serialize;
+
+use crate::Context;
+use crate::audit::{Entry, Place, Stage};
+use crate::failure::Failure;
+use crate::say::utc;
+
+/// Which of the two.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Shelf {
+    DeadLetters,
+    InDoubt,
+}
+
+/// Where messages are consumed and set aside.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Broker {
+    Kafka,
+    Rabbitmq,
+}
+
+impl Broker {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Kafka => "kafka",
+            Self::Rabbitmq => "rabbitmq",
+        }
+    }
+
+    /// Those that are configured, or the one that was chosen.
+    pub(crate) fn configured(context: &Context, chosen: Option<Self>) -> Result<Vec<Self>, Failure> {
+        let config = &context.config;
+        let has = |broker: &Self| match broker {
+            Self::Kafka => config.kafka.brokers.is_some() && config.kafka.topic.is_some(),
+            Self::Rabbitmq => config.rabbitmq.url.is_some() && config.rabbitmq.queue.is_some(),
+        };
+        let found: Vec<Self> = [Self::Kafka, Self::Rabbitmq].into_iter().filter(has).filter(|it| chosen.is_none_or(|c| c == *it)).collect();
+        if found.is_empty() {
+            return Err(Failure::usage("no broker: set kafka.brokers and kafka.topic, or rabbitmq.url and rabbitmq.queue"));
+        }
+        Ok(found)
+    }
+}
+
+/// What has become of a letter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum State {
+    /// Nobody has done anything about it.
+    Waiting,
+    Redriven,
+    Dropped,
+    Resolved,
+}
+
+/// One message that was set aside.
+#[derive(Clone, Debug)]
+pub(crate) struct Letter {
+    pub(crate) place: Place,
+    pub(crate) state: State,
+    /// Name and value, in their order; values as text.
+    pub(crate) headers: Vec<(String, String)>,
+    pub(crate) key: Option<Vec<u8>>,
+    pub(crate) body: Vec<u8>,
+    /// When it was sent, or set aside, as far as it says.
+    pub(crate) at_ms: Option<u64>,
+    /// Of RabbitMQ: the delivery, and what a copy of it has to bear.
+    pub(crate) delivery: Option<Box<rabbitmq::Held>>,
+    /// Of Kafka: headers as they are on the wire.
+    pub(crate) raw_headers: Vec<(String, Option<Vec<u8>>)>,
+    /// Where no header says: as the configured `gate.id` reads it.
+    pub(crate) read_id: Option<String>,
+}
+
+impl Letter {
+    /// The last header of a name.
+    pub(crate) fn header(&self, name: &str) -> Option<&str> {
+        self.headers.iter().rev().find(|(it, _)| it == name).map(|(_, value)| value.as_str())
+    }
+
+    pub(crate) fn id(&self) -> Option<&str> {
+        self.header(headers::ID).or(self.read_id.as_deref())
+    }
+
+    /// Why it was set aside; what the broker itself set aside has no header of ours.
+    pub(crate) fn reason(&self) -> &str {
+        self.header(headers::REASON).unwrap_or(if self.header("x-death").is_some() { "set-aside-by-the-broker" } else { "unknown" })
+    }
+
+    /// When it was sent, and where that is not known, when it was set aside.
+    pub(crate) fn age_from_ms(&self) -> Option<u64> {
+        self.header(headers::FIRST_SEEN).and_then(|text| text.parse().ok()).or(self.at_ms)
+    }
+
+    /// A row of the list.
+    pub(crate) fn view(&self) -> View<'_> {
+        View {
+            broker: &self.place.broker,
+            name: &self.place.name,
+            partition: self.place.partition,
+            offset: self.place.offset,
+            id: self.id(),
+            reason: self.reason(),
+            attempts: self.header(headers::ATTEMPTS).and_then(|text| text.parse().ok()),
+            first_error: self.header(headers::FIRST_ERROR),
+            last_error: self.header(headers::LAST_ERROR),
+            origin: self.header(headers::ORIGIN),
+            from: self.age_from_ms().map(utc),
+            from_ms: self.age_from_ms(),
+            state: self.state,
+            bytes: self.body.len(),
+        }
+    }
+}
+
+/// What machines are told of a letter; never its body.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct View<'a> {
+    pub(crate) broker: &'a str,
+    name: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    partition: Option<i32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    offset: Option<i64>,
+    pub(crate) id: Option<&'a str>,
+    pub(crate) reason: &'a str,
+    attempts: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    first_error: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) last_error: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) origin: Option<&'a str>,
+    /// When the message was sent, as far as it is known, else when it was set aside.
+    pub(crate) from: Option<String>,
+    from_ms: Option<u64>,
+    pub(crate) state: State,
+    bytes: usize,
+}
+
+/// Headers that are oncegate's, or tell of earlier deliveries: a message that begins anew has none of them, or it would be too
+/// old, or have failed too often, before it is handled.
+pub(crate) fn begins_without(header: &str) -> bool {
+    // The key that a message had before it was set aside is still its key.
+    if header == rabbitmq::ROUTING_KEY {
+        return false;
+    }
+    header.starts_with("oncegate-")
+        || ["x-death", "x-first-death-", "x-last-death-", "x-delivery-count", "x-acquired-count"].iter().any(|it| header.starts_with(it))
+        || ["CC", "BCC"].contains(&header)
+}
+
+/// What was done about letters on Kafka, where they stay: the audit tells.
+pub(crate) struct Done(HashMap<(String, i32, i64), (Option<u64>, State)>);
+
+impl Done {
+    pub(crate) fn of(acts: &[Entry]) -> Self {
+        let done = acts.iter().filter(|act| act.stage == Stage::Done).filter_map(|act| {
+            let place = act.place.as_ref().filter(|place| place.broker == Broker::Kafka.name())?;
+            let state = match act.what.as_str() {
+                "dead-letters redrive" => State::Redriven,
+                "dead-letters drop" => State::Dropped,
+                "in-doubt resolve" => State::Resolved,
+                _ => return None,
+            };
+            Some(((place.name.clone(), place.partition?, place.offset?), (place.written_ms, state)))
+        });
+        Self(done.collect())
+    }
+
+    fn state(&self, place: &Place) -> State {
+        let key = (place.name.clone(), place.partition.unwrap_or(-1), place.offset.unwrap_or(-1));
+        match self.0.get(&key) {
+            Some((written, state)) if *written == place.written_ms => *state,
+            _ => State::Waiting,
+        }
+    }
+}
+
+/// Goes through all letters of one destination, as many as there were when it began.
+pub(crate) enum Reader {
+    Kafka(kafka::Reader),
+    Rabbitmq(Box<rabbitmq::Reader>),
+}
+
+impl Reader {
+    /// `done` is of Kafka alone.
+    pub(crate) async fn open(
+        context: &Context,
+        broker: Broker,
+        shelf: Shelf,
+        done: Done,
+        counts: rabbitmq::Counts,
+    ) -> Result<Self, Failure> {
+        Ok(match broker {
+            Broker::Kafka => Self::Kafka(kafka::Reader::open(context, shelf, done).await?),
+            Broker::Rabbitmq => Self::Rabbitmq(Box::new(rabbitmq::Reader::open(context, shelf, counts).await?)),
+        })
+    }
+
+    /// How many there were when it began; more than there are where a log has gaps.
+    pub(crate) fn total(&self) -> u64 {
+        match self {
+            Self::Kafka(reader) => reader.total,
+            Self::Rabbitmq(reader) => reader.total,
+        }
+    }
+
+    /// The next, or `None` after the last.
+    pub(crate) async fn next(&mut self) -> Result<Option<Letter>, Failure> {
+        match self {
+            Self::Kafka(reader) => reader.next().await,
+            Self::Rabbitmq(reader) => reader.next().await,
+        }
+    }
+
+    /// Where messages of this destination are consumed.
+    pub(crate) fn target(&self) -> &str {
+        match self {
+            Self::Kafka(reader) => &reader.target,
+            Self::Rabbitmq(reader) => &reader.target,
+        }
+    }
+
+    /// Publishes a copy where it is consumed; when this returns `Ok`, the broker has confirmed it.
+    pub(crate) async fn publish(&mut self, letter: &Letter) -> Result<(), Failure> {
+        match self {
+            Self::Kafka(reader) => reader.publish(letter).await,
+            Self::Rabbitmq(reader) => reader.publish(letter).await,
+        }
+    }
+
+    /// Takes a letter out, where that can be done: on Kafka the audit has said already what became of it.
+    pub(crate) async fn take_out(&self, letter: &Letter) -> Result<(), Failure> {
+        match self {
+            Self::Kafka(_) => Ok(()),
+            Self::Rabbitmq(reader) => reader.take_out(letter).await,
+        }
+    }
+
+    /// Gives back what it holds.
+    pub(crate) async fn close(self) {
+        if let Self::Rabbitmq(reader) = self {
+            reader.close().await;
+        }
+    }
+}

@@ -1,0 +1,58 @@
+//! Which letters are meant.
+
+use clap::Args;
+
+use super::{Broker, Letter, State};
+use crate::config::{self, Span};
+use crate::failure::Failure;
+use crate::say::{ms, now_ms};
+
+/// What a letter has to be; all of it, where several are said.
+#[derive(Args, Clone, Debug, Default)]
+pub(crate) struct Filter {
+    /// Those with this id.
+    #[arg(long)]
+    pub(crate) id: Option<String>,
+    /// Those set aside for this reason, such as refused, attempts-spent or conflict. May be said several times.
+    #[arg(long = "reason", value_name = "REASON")]
+    reasons: Vec<String>,
+    /// Those that were sent longer ago than this, such as 2h. What does not say when it was sent is not among them.
+    #[arg(long, value_name = "TIME")]
+    older_than: Option<Span>,
+    /// Those that were sent within this time.
+    #[arg(long, value_name = "TIME")]
+    younger_than: Option<Span>,
+    /// Those on this broker, where both are configured.
+    #[arg(long)]
+    pub(crate) broker: Option<Broker>,
+}
+
+impl Filter {
+    /// Whether it leaves anything out.
+    pub(crate) fn chooses(&self) -> bool {
+        self.id.is_some() || !self.reasons.is_empty() || self.older_than.is_some() || self.younger_than.is_some()
+    }
+
+    /// The same with the id as it stands in headers.
+    pub(crate) fn checked(mut self) -> Result<Self, Failure> {
+        self.id = self.id.as_deref().map(config::id).transpose()?.map(|id| id.to_string());
+        Ok(self)
+    }
+
+    pub(crate) fn of_id(id: &str, broker: Option<Broker>) -> Result<Self, Failure> {
+        Self { id: Some(id.to_owned()), broker, ..Self::default() }.checked()
+    }
+
+    pub(crate) fn takes(&self, letter: &Letter) -> bool {
+        let age = letter.age_from_ms().map(|from| now_ms().saturating_sub(from));
+        self.id.as_deref().is_none_or(|id| letter.id() == Some(id))
+            && (self.reasons.is_empty() || self.reasons.iter().any(|reason| letter.reason() == reason))
+            && self.older_than.is_none_or(|than| age.is_some_and(|age| age > ms(than.0)))
+            && self.younger_than.is_none_or(|than| age.is_some_and(|age| age <= ms(than.0)))
+    }
+
+    /// The same, of those about which nothing was done yet.
+    pub(crate) fn takes_waiting(&self, letter: &Letter) -> bool {
+        letter.state == State::Waiting && self.takes(letter)
+    }
+}

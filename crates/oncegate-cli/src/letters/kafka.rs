@@ -1,0 +1,284 @@
+//! Letters on Kafka: read by assignment, so that no group is joined and no offset moves.
+
+use std::collections::HashSet;
+use std::time::{Duration, Instant};
+
+use oncegate::IdSource;
+use oncegate::source::headers;
+use rdkafka::ClientConfig;
+use rdkafka::consumer::{BaseConsumer, Consumer};
+use rdkafka::error::{KafkaError, RDKafkaErrorCode};
+use rdkafka::message::{BorrowedMessage, Header, Headers, Message, OwnedHeaders};
+use rdkafka::producer::{FutureProducer, FutureRecord};
+use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
+use tokio::sync::mpsc;
+
+use super::{Broker, Done, Letter, Shelf, State, begins_without};
+use crate::Context;
+use crate::audit::Place;
+use crate::config::Config;
+use crate::failure::Failure;
+
+/// How long one question to the broker may take.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
+
+/// How many letters are read ahead of who goes through them.
+const AHEAD: usize = 64;
+
+/// Says of a letter that its body was left out, since no broker takes a record of that size.
+const BODY_OMITTED: &str = "oncegate-body-omitted";
+
+/// A client as it is configured.
+pub(crate) fn client(config: &Config) -> Result<ClientConfig, Failure> {
+    let kafka = &config.kafka;
+    let brokers = kafka.brokers.as_ref().ok_or_else(|| Failure::usage("no Kafka: set kafka.brokers, or ONCEGATE_KAFKA_BROKERS"))?;
+    let mut client = ClientConfig::new();
+    client.set("bootstrap.servers", brokers).set("client.id", "oncegate-cli");
+    for (name, value) in &kafka.properties {
+        client.set(name, value.get());
+    }
+    if let Some(password) = &kafka.password {
+        client.set("sasl.password", password.get());
+    }
+    Ok(client)
+}
+
+/// The topic that is consumed.
+pub(crate) fn topic(config: &Config) -> Result<String, Failure> {
+    config.kafka.topic.clone().ok_or_else(|| Failure::usage("no topic: set kafka.topic, or ONCEGATE_KAFKA_TOPIC"))
+}
+
+pub(crate) fn destination(config: &Config, shelf: Shelf) -> Result<String, Failure> {
+    let topic = topic(config)?;
+    Ok(match shelf {
+        Shelf::DeadLetters => config.kafka.dead_letters.clone().unwrap_or_else(|| format!("{topic}.dead-letters")),
+        Shelf::InDoubt => config.kafka.in_doubt.clone().unwrap_or_else(|| format!("{topic}.in-doubt")),
+    })
+}
+
+/// A consumer that belongs to no group: the name stands for nothing, since nothing is subscribed to or committed.
+pub(crate) fn consumer(config: &Config) -> Result<BaseConsumer, Failure> {
+    let mut client = client(config)?;
+    client
+        .set("group.id", "oncegate-cli")
+        .set("enable.auto.commit", "false")
+        .set("enable.auto.offset.store", "false")
+        .set("enable.partition.eof", "true")
+        .set("allow.auto.create.topics", "false")
+        .set("auto.offset.reset", "earliest");
+    client.create().map_err(|error| Failure::usage(format!("Kafka: {error}")))
+}
+
+/// Goes through one topic.
+pub(crate) struct Reader {
+    pub(crate) total: u64,
+    pub(crate) target: String,
+    letters: mpsc::Receiver<Result<Letter, Failure>>,
+    producer: ClientConfig,
+    publisher: Option<FutureProducer>,
+    done: Done,
+}
+
+impl Reader {
+    pub(crate) async fn open(context: &Context, shelf: Shelf, done: Done) -> Result<Self, Failure> {
+        Self::of(context, destination(&context.config, shelf)?, done).await
+    }
+
+    /// Goes through a topic of any name.
+    pub(crate) async fn of(context: &Context, name: String, done: Done) -> Result<Self, Failure> {
+        let config = &context.config;
+        let (consumer, ids) = (consumer(config)?, config.id_source()?);
+        let (told, told_of) = tokio::sync::oneshot::channel();
+        let (hand_over, letters) = mpsc::channel(AHEAD);
+        tokio::task::spawn_blocking(move || {
+            let begun = begin(&consumer, &name);
+            let (total, unread) = match begun {
+                Ok((total, unread)) => (Ok(total), unread),
+                Err(failure) => (Err(failure), HashSet::new()),
+            };
+            if told.send(total).is_ok() {
+                read(&consumer, unread, ids.as_ref(), &hand_over);
+            }
+        });
+        let total = told_of.await.map_err(|_| Failure::server("Kafka: the reader ended"))??;
+        let mut producer = client(config)?;
+        producer.set("enable.idempotence", "true").set("acks", "all").set("linger.ms", "0").set("message.timeout.ms", "30000");
+        Ok(Self { total, target: topic(config)?, letters, producer, publisher: None, done })
+    }
+
+    pub(crate) async fn next(&mut self) -> Result<Option<Letter>, Failure> {
+        let Some(letter) = self.letters.recv().await else { return Ok(None) };
+        let mut letter = letter?;
+        letter.state = self.done.state(&letter.place);
+        Ok(Some(letter))
+    }
+
+    pub(crate) async fn publish(&mut self, letter: &Letter) -> Result<(), Failure> {
+        if let Some(bytes) = letter.header(BODY_OMITTED) {
+            return Err(Failure::not_all(format!(
+                "its body of {bytes} bytes was too large to be set aside; it stands at {} alone",
+                letter.header(headers::ORIGIN).unwrap_or("an unknown place")
+            )));
+        }
+        if self.publisher.is_none() {
+            self.publisher = Some(self.producer.create()?);
+        }
+        let Some(publisher) = &self.publisher else { return Err(Failure::server("Kafka: no producer")) };
+        let mut written = OwnedHeaders::new();
+        for (name, value) in letter.raw_headers.iter().filter(|(name, _)| !begins_without(name)) {
+            written = written.insert(Header { key: name, value: value.as_ref() });
+        }
+        // Where it was, so that what has its key is in the same partition, whichever way its producer chose one.
+        let partition = letter.header(headers::ORIGIN).and_then(|origin| partition_of(origin, &self.target));
+        let record = |partition| FutureRecord::<[u8], [u8]> {
+            topic: &self.target,
+            partition,
+            payload: Some(&letter.body),
+            key: letter.key.as_deref(),
+            timestamp: None,
+            headers: Some(written.clone()),
+        };
+        let sent = match publisher.send(record(partition), PATIENCE).await {
+            // The topic has fewer partitions by now.
+            Err((KafkaError::MessageProduction(RDKafkaErrorCode::UnknownPartition), _)) if partition.is_some() => {
+                publisher.send(record(None), PATIENCE).await
+            }
+            sent => sent,
+        };
+        sent.map(drop).map_err(|(error, _)| Failure::server(format!("Kafka: {} does not take the copy: {error}", self.target)))
+    }
+}
+
+/// `topic/partition/offset`, if it is this topic.
+fn partition_of(origin: &str, topic: &str) -> Option<i32> {
+    let (rest, _) = origin.rsplit_once('/')?;
+    let (name, partition) = rest.rsplit_once('/')?;
+    (name == topic).then(|| partition.parse().ok()).flatten()
+}
+
+/// Assigns all partitions from their beginning. Says how many offsets there are up to their ends, and which partitions have any.
+fn begin(consumer: &BaseConsumer, topic: &str) -> Result<(u64, HashSet<(i32, i64)>), Failure> {
+    let partitions = partitions(consumer, topic)?;
+    let (mut total, mut unread, mut assigned) = (0, HashSet::new(), TopicPartitionList::new());
+    for partition in partitions {
+        let (low, high) = consumer.fetch_watermarks(topic, partition, PATIENCE)?;
+        if high > low {
+            total += u64::try_from(high - low).unwrap_or(0);
+            unread.insert((partition, high));
+            assigned.add_partition_offset(topic, partition, Offset::Offset(low))?;
+        }
+    }
+    consumer.assign(&assigned)?;
+    Ok((total, unread))
+}
+
+/// The partitions of a topic.
+///
+/// # Errors
+/// It does not exist, or nobody answers.
+pub(crate) fn partitions(consumer: &BaseConsumer, topic: &str) -> Result<Vec<i32>, Failure> {
+    let metadata =
+        consumer.fetch_metadata(Some(topic), PATIENCE).map_err(|error| Failure::server(format!("Kafka does not answer: {error}")))?;
+    let found = metadata.topics().first();
+    match found.map(|topic| topic.error().map(RDKafkaErrorCode::from)) {
+        Some(None) => Ok(found.map(|topic| topic.partitions().iter().map(|it| it.id()).collect()).unwrap_or_default()),
+        Some(Some(RDKafkaErrorCode::UnknownTopicOrPartition | RDKafkaErrorCode::UnknownTopic)) | None => {
+            Err(Failure::server(format!("Kafka: the topic `{topic}` does not exist")))
+        }
+        Some(Some(code)) => Err(Failure::server(format!("Kafka: the topic `{topic}`: {code}"))),
+    }
+}
+
+/// Reads each partition to the end that it had when the reading began.
+fn read(
+    consumer: &BaseConsumer,
+    mut unread: HashSet<(i32, i64)>,
+    ids: Option<&IdSource>,
+    hand_over: &mpsc::Sender<Result<Letter, Failure>>,
+) {
+    let mut last = Instant::now();
+    while !unread.is_empty() {
+        let letter = match consumer.poll(Duration::from_millis(200)) {
+            None if last.elapsed() < PATIENCE * 3 => continue,
+            None => Err(Failure::server("Kafka says nothing more; not all of the topic was read")),
+            Some(Err(KafkaError::PartitionEOF(partition))) => {
+                unread.retain(|(it, _)| *it != partition);
+                last = Instant::now();
+                continue;
+            }
+            // The client connects again by itself.
+            Some(Err(_)) if last.elapsed() < PATIENCE * 3 => continue,
+            Some(Err(error)) => Err(error.into()),
+            Some(Ok(message)) => {
+                let (partition, next) = (message.partition(), message.offset() + 1);
+                let end = unread.iter().find(|(it, _)| *it == partition).map(|(_, end)| *end);
+                let Some(end) = end else { continue };
+                if next >= end {
+                    unread.remove(&(partition, end));
+                }
+                // Gaps may let the first one at or after the end be a later one.
+                if next > end {
+                    continue;
+                }
+                last = Instant::now();
+                Ok(letter(&message, ids))
+            }
+        };
+        let failed = letter.is_err();
+        // Who goes through them has seen enough.
+        if hand_over.blocking_send(letter).is_err() || failed {
+            return;
+        }
+    }
+}
+
+fn letter(message: &BorrowedMessage<'_>, ids: Option<&IdSource>) -> Letter {
+    let mut raw_headers = Vec::new();
+    if let Some(headers) = message.headers() {
+        // A name that is not UTF-8 makes the iterator panic.
+        for at in 0..headers.count() {
+            let read = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                let header = headers.get(at);
+                (header.key.to_owned(), header.value.map(<[u8]>::to_vec))
+            }));
+            raw_headers.extend(read.ok());
+        }
+    }
+    let text = |value: &Option<Vec<u8>>| String::from_utf8_lossy(value.as_deref().unwrap_or_default()).into_owned();
+    let written_ms = message.timestamp().to_millis().and_then(|ms| u64::try_from(ms).ok());
+    let mut letter = Letter {
+        place: Place {
+            broker: Broker::Kafka.name().to_owned(),
+            name: message.topic().to_owned(),
+            partition: Some(message.partition()),
+            offset: Some(message.offset()),
+            written_ms,
+        },
+        state: State::Waiting,
+        headers: raw_headers.iter().map(|(name, value)| (name.clone(), text(value))).collect(),
+        key: message.key().map(<[u8]>::to_vec),
+        body: message.payload().unwrap_or_default().to_vec(),
+        at_ms: written_ms,
+        delivery: None,
+        raw_headers,
+        read_id: None,
+    };
+    letter.read_id = ids.and_then(|ids| ids.read(&as_message(&letter))).map(|id| id.to_string());
+    letter
+}
+
+/// As a consumer would read it.
+fn as_message(letter: &Letter) -> oncegate::Message {
+    let mut message = oncegate::Message::new(letter.body.clone());
+    for (name, value) in &letter.raw_headers {
+        message = message.with_header(name, value.clone().unwrap_or_default());
+    }
+    if let Some(key) = &letter.key {
+        message = message.with_key(key.clone());
+    }
+    if let (Some(partition), Some(offset)) = (letter.place.partition, letter.place.offset) {
+        let position = oncegate::Position::Offset { partition, offset };
+        message.origin = oncegate::Origin { name: letter.place.name.as_str().into(), position };
+    }
+    message
+}

@@ -1,0 +1,179 @@
+//! `list` and `show`, of dead letters and of messages in doubt.
+
+use clap::Args;
+use serde::Serialize;
+
+use super::filter::Filter;
+use super::rabbitmq::Counts;
+use super::{Broker, Done, Letter, Reader, Shelf, State, View};
+use crate::Context;
+use crate::audit::Audit;
+use crate::failure::Failure;
+use crate::say::{Table, plain, span};
+
+#[derive(Args)]
+pub(crate) struct List {
+    #[command(flatten)]
+    filter: Filter,
+    /// The most to show.
+    #[arg(long, default_value_t = 100)]
+    limit: usize,
+    /// Shows what was redriven, dropped or resolved too: on Kafka it stays where it is.
+    #[arg(long)]
+    everything: bool,
+    #[command(flatten)]
+    looking: Looking,
+}
+
+#[derive(Args)]
+pub(crate) struct Show {
+    /// As the producer wrote it, or as it stands in keys and logs.
+    id: String,
+    /// Shows the bodies too.
+    #[arg(long)]
+    body: bool,
+    /// The broker to look at, where both are configured.
+    #[arg(long)]
+    broker: Option<Broker>,
+    #[command(flatten)]
+    looking: Looking,
+}
+
+/// How queues are looked into.
+#[derive(Args, Clone, Copy, Debug)]
+pub(crate) struct Looking {
+    /// Looks into a RabbitMQ queue that has other arguments than oncegate gives it, though a quorum queue counts that towards
+    /// its delivery limit.
+    #[arg(long)]
+    accept_delivery_counts: bool,
+}
+
+impl Looking {
+    pub(crate) fn counts(self) -> Counts {
+        if self.accept_delivery_counts { Counts::Accepted } else { Counts::Refused }
+    }
+}
+
+/// Opens a destination, with what the audit knows of it.
+pub(crate) async fn open(context: &Context, broker: Broker, shelf: Shelf, counts: Counts) -> Result<Reader, Failure> {
+    // On RabbitMQ a letter that was dealt with is gone.
+    let acts = match broker {
+        Broker::Kafka if context.config.has_store() || context.config.audit.file.is_some() => Audit::of(context)?.acts().await?,
+        _ => Vec::new(),
+    };
+    Reader::open(context, broker, shelf, Done::of(&acts), counts).await
+}
+
+/// A bar for who waits at a terminal.
+pub(crate) fn bar(reader: &Reader, message: &'static str) -> indicatif::ProgressBar {
+    let bar = indicatif::ProgressBar::new(reader.total()).with_message(message);
+    let style = indicatif::ProgressStyle::with_template("{bar:30} {pos}/{len} {msg}, {eta} left");
+    bar.set_style(style.unwrap_or_else(|_| indicatif::ProgressStyle::default_bar()));
+    bar
+}
+
+/// All letters that are meant, without their bodies unless they are wanted, and whether there may be more.
+pub(crate) async fn gather(
+    context: &Context,
+    shelf: Shelf,
+    broker: Broker,
+    counts: Counts,
+    limit: usize,
+    mut takes: impl FnMut(&Letter) -> bool,
+) -> Result<(Vec<Letter>, bool), Failure> {
+    let mut reader = open(context, broker, shelf, counts).await?;
+    let bar = bar(&reader, "looked at");
+    let (mut found, mut more) = (Vec::new(), false);
+    while let Some(letter) = reader.next().await? {
+        bar.inc(1);
+        if !takes(&letter) {
+            continue;
+        }
+        if found.len() == limit {
+            more = true;
+            break;
+        }
+        found.push(letter);
+    }
+    bar.finish_and_clear();
+    reader.close().await;
+    Ok((found, more))
+}
+
+pub(crate) async fn list(context: &Context, shelf: Shelf, list: List) -> Result<(), Failure> {
+    let filter = list.filter.checked()?;
+    let (mut letters, mut more) = (Vec::new(), false);
+    for broker in Broker::configured(context, filter.broker)? {
+        let takes = |letter: &Letter| if list.everything { filter.takes(letter) } else { filter.takes_waiting(letter) };
+        let (found, rest) = gather(context, shelf, broker, list.looking.counts(), list.limit, takes).await?;
+        letters.extend(found);
+        more |= rest;
+    }
+    let views: Vec<View<'_>> = letters.iter().map(Letter::view).collect();
+    let rest = if more { "\nThere are more: raise --limit." } else { "" };
+    let machines = serde_json::json!({ "letters": views, "all": !more });
+    context.format.print(&machines, format!("{}{} shown.{rest}", table(&letters), letters.len()))
+}
+
+pub(crate) fn table(letters: &[Letter]) -> Table {
+    let mut table = Table::new(&["where", "id", "reason", "attempts", "from", "state", "last error"]);
+    for letter in letters {
+        let view = letter.view();
+        let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".into());
+        table.row([
+            letter.place.to_string(),
+            or_dash(view.id.map(str::to_owned)),
+            view.reason.to_owned(),
+            or_dash(letter.header(oncegate::source::headers::ATTEMPTS).map(str::to_owned)),
+            or_dash(view.from.clone()),
+            format!("{:?}", view.state).to_lowercase(),
+            or_dash(view.last_error.map(str::to_owned)),
+        ]);
+    }
+    table
+}
+
+/// A letter with all that it bears.
+#[derive(Serialize)]
+struct Whole<'a> {
+    #[serde(flatten)]
+    view: View<'a>,
+    headers: &'a [(String, String)],
+    #[serde(skip_serializing_if = "Option::is_none")]
+    body: Option<String>,
+}
+
+pub(crate) async fn show(context: &Context, shelf: Shelf, show: Show) -> Result<(), Failure> {
+    let filter = Filter::of_id(&show.id, show.broker)?;
+    let mut letters = Vec::new();
+    for broker in Broker::configured(context, show.broker)? {
+        letters.extend(gather(context, shelf, broker, show.looking.counts(), usize::MAX, |letter| filter.takes(letter)).await?.0);
+    }
+    let body = |letter: &Letter| show.body.then(|| String::from_utf8_lossy(&letter.body).into_owned());
+    let whole: Vec<Whole<'_>> =
+        letters.iter().map(|letter| Whole { view: letter.view(), headers: &letter.headers, body: body(letter) }).collect();
+    let mut text = String::new();
+    for letter in &letters {
+        text.push_str(&format!("{} ({})\n", letter.place, format!("{:?}", letter.state).to_lowercase()));
+        if let Some(from) = letter.age_from_ms() {
+            let age = std::time::Duration::from_millis(crate::say::now_ms().saturating_sub(from));
+            text.push_str(&format!("  from {}, {} ago\n", crate::say::utc(from), span(age)));
+        }
+        for (name, value) in &letter.headers {
+            text.push_str(&format!("  {}: {}\n", plain(name), plain(value)));
+        }
+        text.push_str(&format!("  {} bytes of body\n", letter.body.len()));
+        if let Some(body) = body(letter) {
+            text.push_str(&format!("  {}\n", plain(&body)));
+        }
+    }
+    context.format.print(&whole, &text)?;
+    let waiting = letters.iter().any(|letter| letter.state == State::Waiting);
+    if letters.is_empty() {
+        return Err(Failure::not_all(format!("{}: no message with this id stands there", filter.id.unwrap_or_default())));
+    }
+    if !waiting && context.format == crate::say::Format::People {
+        crate::say::line("Nothing of it waits: all of it was dealt with.");
+    }
+    Ok(())
+}

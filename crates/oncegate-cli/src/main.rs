@@ -1,0 +1,116 @@
+//! `oncegate`: what an operator asks and does.
+//!
+//! One command a file; what several need lies beside them.
+#![forbid(unsafe_code)]
+
+mod audit;
+mod config;
+mod dead_letters;
+mod failure;
+mod in_doubt;
+mod letters;
+mod marker;
+mod say;
+mod show_config;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use crate::config::Config;
+use crate::config::read::Read;
+use crate::failure::Failure;
+use crate::say::Format;
+
+/// Was it handled, and why not twice? Looks into the store, the dead letters and the messages in doubt, and changes what an
+/// operator decides, with an audit.
+#[derive(Parser)]
+#[command(name = "oncegate", version, after_help = failure::CODES, arg_required_else_help = true)]
+struct Arguments {
+    #[command(flatten)]
+    common: Common,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(clap::Args)]
+struct Common {
+    /// The configuration; `oncegate.toml` here, if there is one, where this is not said.
+    #[arg(long, global = true, env = "ONCEGATE_CONFIG", value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Writes JSON for machines instead of text for people.
+    #[arg(long, global = true)]
+    json: bool,
+    /// Who acts, for the audit; by default the user of this machine.
+    #[arg(long = "as", global = true, env = "ONCEGATE_OPERATOR", value_name = "NAME")]
+    operator: Option<String>,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// What the store remembers of ids.
+    #[command(subcommand)]
+    Marker(marker::MarkerCommand),
+    /// Messages that were set aside because they cannot be handled.
+    #[command(subcommand)]
+    DeadLetters(dead_letters::DeadLettersCommand),
+    /// Messages of which nobody knows whether they happened.
+    #[command(subcommand)]
+    InDoubt(in_doubt::InDoubtCommand),
+    /// What operators did.
+    Audit(audit::AuditArguments),
+    /// The configuration.
+    #[command(subcommand)]
+    Config(show_config::ConfigCommand),
+}
+
+/// What every command goes by.
+pub(crate) struct Context {
+    pub(crate) config: Config,
+    pub(crate) read: Read,
+    pub(crate) format: Format,
+    pub(crate) operator: String,
+}
+
+impl Context {
+    fn of(common: &Common) -> Result<Self, Failure> {
+        // A variable that is no text is nobody's that we know.
+        let variables = std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
+        let read = config::read::read(common.config.as_deref(), variables)?;
+        let format = if common.json { Format::Machines } else { Format::People };
+        let operator = common.operator.clone().unwrap_or_else(audit::user_of_this_machine);
+        Ok(Self { config: Config::of(&read)?, read, format, operator })
+    }
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    let runtime = match tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => return told(&Failure::server(format!("no runtime: {error}"))),
+    };
+    let done = runtime.block_on(run(arguments));
+    // A client that is still connecting to somebody is not waited for.
+    runtime.shutdown_background();
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => told(&failure),
+    }
+}
+
+fn told(failure: &Failure) -> ExitCode {
+    eprintln!("oncegate: {}", say::plain(&failure.to_string()));
+    failure.exit()
+}
+
+async fn run(arguments: Arguments) -> Result<(), Failure> {
+    let context = Context::of(&arguments.common)?;
+    match arguments.command {
+        Command::Marker(command) => marker::run(&context, command).await,
+        Command::DeadLetters(command) => dead_letters::run(&context, command).await,
+        Command::InDoubt(command) => in_doubt::run(&context, command).await,
+        Command::Audit(command) => audit::run(&context, command).await,
+        Command::Config(command) => show_config::run(&context, command),
+    }
+}

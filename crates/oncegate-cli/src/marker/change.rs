@@ -1,0 +1,168 @@
+//! What an operator changes of a marker: shown first, written down, done only if the marker still is what was shown.
+
+use clap::Args;
+use oncegate::marker::{Ask, Marker, Operation, Token, Verdict};
+use oncegate::{Key, MessageId, Redis, Standing, Store};
+
+use super::told::{self, State, Told};
+use crate::Context;
+use crate::audit::{Act, Audit};
+use crate::config;
+use crate::failure::Failure;
+
+#[derive(Args)]
+pub(crate) struct Change {
+    /// As the producer wrote it, or as it stands in keys and logs.
+    id: String,
+    /// Does it; without this it only shows what it would do.
+    #[arg(long)]
+    yes: bool,
+    /// Why, for the audit.
+    #[arg(long, value_name = "TEXT")]
+    why: Option<String>,
+}
+
+/// One id on the store.
+pub(crate) struct Subject<'a> {
+    context: &'a Context,
+    pub(crate) redis: Redis,
+    pub(crate) id: MessageId,
+    pub(crate) key: Key,
+    pub(crate) standing: Standing,
+}
+
+impl<'a> Subject<'a> {
+    pub(crate) async fn look(context: &'a Context, redis: &Redis, id: MessageId) -> Result<Self, Failure> {
+        let key = context.config.key(&id)?;
+        let standing = redis.look_closely(&key).await?;
+        Ok(Self { context, redis: redis.clone(), id, key, standing })
+    }
+
+    pub(crate) fn state(&self) -> State {
+        told::state(&self.standing)
+    }
+
+    /// In one line, for the audit.
+    pub(crate) fn in_words(&self) -> String {
+        match self.standing.marker {
+            Marker::InProgress(hold) | Marker::InDoubt(hold, _) => format!("{}, attempt {}", self.state().word(), hold.attempt),
+            Marker::Cleared { attempt } => format!("cleared, attempt {attempt}"),
+            _ => self.state().word().to_owned(),
+        }
+    }
+
+    /// Asks the store for a change of the marker as it was seen.
+    ///
+    /// # Errors
+    /// The store's; or it has become another meanwhile, and nothing was changed.
+    pub(crate) async fn ask(&self, ask: Ask) -> Result<(), Failure> {
+        let hold = match self.standing.marker {
+            Marker::InProgress(hold) | Marker::InDoubt(hold, _) => Some(hold),
+            _ => None,
+        };
+        let operation = Operation {
+            key: self.key.clone(),
+            ask,
+            // Who resolves or completes speaks of the claim that was seen.
+            token: hold.map_or_else(Token::random, |hold| hold.token),
+            attempt: hold.map_or(0, |hold| hold.attempt),
+            terms: self.context.config.terms(hold.and_then(|hold| hold.fingerprint)),
+        };
+        match self.redis.apply(&[operation]).await.pop() {
+            Some(Ok(Verdict::Kept | Verdict::Done { .. })) => Ok(()),
+            Some(Ok(_)) => {
+                Err(Failure::not_all(format!("{}: the marker has changed meanwhile, and was left as it is; look again", self.id)))
+            }
+            Some(Err(error)) => Err(error.into()),
+            None => Err(Failure::server("the store gave no answer")),
+        }
+    }
+}
+
+pub(crate) async fn forget(context: &Context, change: Change) -> Result<(), Failure> {
+    let subject = Subject::look(context, &context.config.redis()?, config::id(&change.id)?).await?;
+    let id = &subject.id;
+    match subject.state() {
+        State::Done | State::Rejected | State::InDoubt => {}
+        State::Absent => return nothing_to_do(context, &subject),
+        State::Cleared => {
+            return Err(Failure::not_all(format!(
+                "{id} is cleared: it is free to be claimed already. Its attempt is kept, since an earlier run may not be over; it goes with \
+                 the window"
+            )));
+        }
+        State::InProgress | State::Lapsed | State::Unreadable => {
+            return Err(Failure::not_all(format!(
+                "{id} is {}: whoever holds it may be at work; let it end, or be found in doubt",
+                subject.state().word()
+            )));
+        }
+    }
+    let seen = subject.standing.marker;
+    let consequence = match subject.state() {
+        State::Done => "was handled, and would be handled AGAIN if a message with this id came",
+        State::InDoubt => {
+            "may have happened, and would be handled again if a message with this id came; `in-doubt resolve` is the safe way"
+        }
+        _ => "was rejected, and would be handled if a message with this id came; `dead-letters redrive` does both",
+    };
+    run(context, &change, &subject, What { what: "marker forget", ask: Ask::Forget { seen }, after: "absent", consequence }).await
+}
+
+pub(crate) async fn complete(context: &Context, change: Change) -> Result<(), Failure> {
+    let subject = Subject::look(context, &context.config.redis()?, config::id(&change.id)?).await?;
+    let id = &subject.id;
+    match subject.state() {
+        State::Absent | State::Cleared | State::Lapsed | State::InDoubt => {}
+        State::Done => return nothing_to_do(context, &subject),
+        State::Rejected => {
+            return Err(Failure::not_all(format!("{id} is rejected: it is not run as it is; `dead-letters drop` takes its letter out")));
+        }
+        State::InProgress | State::Unreadable => {
+            return Err(Failure::not_all(format!(
+                "{id} is {}: whoever holds it is at work, and says itself how it ends",
+                subject.state().word()
+            )));
+        }
+    }
+    let consequence = "would count as handled: a message with this id is accepted without a run for the length of the window";
+    run(context, &change, &subject, What { what: "marker complete", ask: Ask::Complete, after: "done", consequence }).await
+}
+
+/// What is to be done.
+struct What {
+    what: &'static str,
+    ask: Ask,
+    after: &'static str,
+    consequence: &'static str,
+}
+
+async fn run(context: &Context, change: &Change, subject: &Subject<'_>, what: What) -> Result<(), Failure> {
+    let What { what, ask, after, consequence } = what;
+    if !change.yes {
+        let told = Told::of(subject.key.as_str(), &subject.standing, context.config.window());
+        let machines = serde_json::json!({ "would": what, "marker": told, "after": after, "done": false });
+        context.format.print(&machines, format!("{}\n{what}: {} {consequence}.", told.for_people(), subject.id))?;
+        return Err(Failure::not_confirmed());
+    }
+    let audit = Audit::of(context)?;
+    let act = Act { what, id: Some(subject.id.to_string()), place: None, before: subject.in_words(), after: after.to_owned() };
+    let begun = audit.begin(act, change.why.as_deref()).await?;
+    if let Err(failure) = subject.ask(ask).await {
+        // Where the store's answer is missing, nobody knows: the act stays begun.
+        if failure.code == crate::failure::Code::NotAll {
+            audit.not_done(begun, &failure.to_string()).await?;
+        }
+        return Err(failure);
+    }
+    audit.done(begun).await?;
+    let machines =
+        serde_json::json!({ "did": what, "id": subject.id.to_string(), "before": subject.in_words(), "after": after, "done": true });
+    context.format.print(&machines, format!("{}: was {}, is {after} now", subject.id, subject.in_words()))
+}
+
+fn nothing_to_do(context: &Context, subject: &Subject<'_>) -> Result<(), Failure> {
+    let state = subject.state();
+    let machines = serde_json::json!({ "id": subject.id.to_string(), "state": state, "done": false });
+    context.format.print(&machines, format!("{} is {} already: nothing to do", subject.id, state.word()))
+}

@@ -1,0 +1,118 @@
+//! How things are said: times, tables, and text that came from outside.
+
+use std::fmt;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use serde::Serialize;
+
+use crate::failure::Failure;
+
+/// For whom it is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Format {
+    People,
+    Machines,
+}
+
+impl Format {
+    /// Prints one or the other on standard output.
+    pub(crate) fn print(self, machines: &impl Serialize, people: impl fmt::Display) -> Result<(), Failure> {
+        let text = match self {
+            Self::People => people.to_string(),
+            Self::Machines => {
+                serde_json::to_string_pretty(machines).map_err(|error| Failure::not_all(format!("cannot be written as JSON: {error}")))?
+            }
+        };
+        line(&text);
+        Ok(())
+    }
+}
+
+/// A line on standard output. Who reads no more of it, as `head` does, is not told more.
+pub(crate) fn line(text: &str) {
+    use std::io::Write;
+    let _ = writeln!(std::io::stdout().lock(), "{}", text.trim_end());
+}
+
+/// Milliseconds since 1970, by this machine's clock.
+pub(crate) fn now_ms() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, ms)
+}
+
+pub(crate) fn ms(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// A point in time as RFC 3339, in UTC and whole seconds.
+pub(crate) fn utc(ms: u64) -> String {
+    let seconds = ms / 1_000;
+    let (days, rest) = (seconds / 86_400, seconds % 86_400);
+    // Days since 0000-03-01, in eras of 400 years, as in Howard Hinnant's "chrono-Compatible Low-Level Date Algorithms".
+    let days = days + 719_468;
+    let (era, day_of_era) = (days / 146_097, days % 146_097);
+    let year_of_era = (day_of_era - day_of_era / 1_460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let from_march = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * from_march + 2) / 5 + 1;
+    let month = if from_march < 10 { from_march + 3 } else { from_march - 9 };
+    let year = year_of_era + era * 400 + u64::from(month <= 2);
+    format!("{year:04}-{month:02}-{day:02}T{:02}:{:02}:{:02}Z", rest / 3_600, rest / 60 % 60, rest % 60)
+}
+
+/// A time in its two largest units.
+pub(crate) fn span(duration: Duration) -> String {
+    let seconds = duration.as_secs();
+    if seconds == 0 {
+        return format!("{} ms", duration.as_millis());
+    }
+    let units = [(86_400 * 365, "y"), (86_400, "d"), (3_600, "h"), (60, "min"), (1, "s")];
+    let first = units.iter().position(|(unit, _)| seconds >= *unit).unwrap_or(units.len() - 1);
+    let (unit, name) = units[first];
+    let mut said = format!("{} {name}", seconds / unit);
+    if let Some((smaller, name)) = units.get(first + 1)
+        && seconds % unit / smaller > 0
+    {
+        said = format!("{said} {} {name}", seconds % unit / smaller);
+    }
+    said
+}
+
+/// Text from outside, on one line and without what a terminal would obey.
+pub(crate) fn plain(text: &str) -> String {
+    text.chars().map(|letter| if letter.is_control() { '\u{fffd}' } else { letter }).collect()
+}
+
+/// The longest text in a cell.
+const CELL: usize = 120;
+
+/// A table for people.
+pub(crate) struct Table {
+    rows: Vec<Vec<String>>,
+}
+
+impl Table {
+    pub(crate) fn new(head: &[&str]) -> Self {
+        Self { rows: vec![head.iter().map(|cell| cell.to_uppercase()).collect()] }
+    }
+
+    pub(crate) fn row(&mut self, cells: impl IntoIterator<Item = String>) {
+        let cut = |cell: String| match cell.char_indices().nth(CELL) {
+            Some((end, _)) => format!("{}…", plain(&cell[..end])),
+            None => plain(&cell),
+        };
+        self.rows.push(cells.into_iter().map(cut).collect());
+    }
+}
+
+impl fmt::Display for Table {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);
+        let wide = |column: usize| self.rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max().unwrap_or(0);
+        let widths: Vec<usize> = (0..columns).map(wide).collect();
+        for row in &self.rows {
+            let cells: Vec<String> = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}")).collect();
+            writeln!(f, "{}", cells.join("  ").trim_end())?;
+        }
+        Ok(())
+    }
+}

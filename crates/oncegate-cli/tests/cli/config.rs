@@ -1,0 +1,108 @@
+//! The configuration.
+
+use crate::desk::Desk;
+
+#[test]
+fn a_key_that_means_nothing_is_refused_with_the_nearest_one() {
+    let desk = Desk::new();
+    for (wrong, near) in [
+        ("[gate]\nwindwo = \"1h\"", "did you mean gate.window?"),
+        ("[gaet]\nwindow = \"1h\"", "did you mean gate?"),
+        ("[kafka]\nbroker = \"x\"", "did you mean kafka.brokers?"),
+        ("[kafka]\nzzzzzzzzzzzzzzzz = \"x\"", "`oncegate config keys` lists"),
+        ("[rabbitmq]\nqueue-file = \"x\"", "means nothing here"),
+    ] {
+        desk.configure(wrong);
+        desk.run(&["config", "check"]).ended(2).says(near).says("oncegate.toml");
+    }
+    desk.configure("");
+    desk.run_with(&["config", "check"], &[("ONCEGATE_GATE_WINDOWS", "1h")]).ended(2).says("did you mean ONCEGATE_GATE_WINDOW?");
+    // Somebody else's.
+    desk.run_with(&["config", "check"], &[("ONCEGATE_KAFKA", "1h"), ("ONCEGATE_CACHE", "x")]).ended(0);
+}
+
+#[test]
+fn a_value_that_means_nothing_is_refused_with_its_key() {
+    let desk = Desk::new();
+    for (wrong, says) in [
+        ("[gate]\nwindow = 5", "gate.window wants a text"),
+        ("[gate]\nwindow = \"5 fortnights\"", "30s, 5m, 24h or 7d"),
+        ("[gate]\nguarantee = \"exactly-once\"", "at-most-once"),
+        ("[gate]\nid = \"headers x\"", "gate.id"),
+        ("[gate]\nrate = -1", "gate.rate wants a whole number"),
+        ("[kafka]\nbrokers = [\"a\"]", "kafka.brokers wants a text"),
+        ("scope = \"a|b\"", "store.scope"),
+        ("cluster = [\"redis://x\"]", "set one of store.url"),
+        ("[gate", "line 4"),
+    ] {
+        desk.configure(wrong);
+        desk.run(&["config", "check"]).ended(2).says(says);
+    }
+    desk.run(&["config", "check", "--config", "nowhere.toml"]).ended(2).says("nowhere.toml");
+    desk.configure("");
+    desk.run_with(&["config", "check"], &[("ONCEGATE_GATE_RATE", "many")]).ended(2).says("ONCEGATE_GATE_RATE");
+}
+
+#[test]
+fn passwords_come_from_files_and_variables_and_are_never_shown() {
+    let desk = Desk::new();
+    desk.write("url", "redis://user:s3cret@host:1\n");
+    desk.write("word", "s3cret\n");
+    desk.write(
+        "oncegate.toml",
+        "[store]\nurl-file = \"url\"\n[kafka]\npassword-file = \"word\"\n[kafka.properties]\n\"sasl.username\" = \"me\"\n\
+         \"ssl.key.password\" = \"s3cret\"\n[rabbitmq]\nurl = \"amqp://me:s3cr%2fet@host/x?password=s3cret\"\n",
+    );
+    let hidden = ["redis://user:***@host:1", "amqp://me:***@host/x"];
+    for arguments in [&["config", "print"][..], &["config", "print", "--json"]] {
+        let said = desk.run(arguments).ended(0).says(hidden[0]).says(hidden[1]).says("sasl.username");
+        assert!(!said.out.contains("s3cr"), "{said:?}");
+    }
+    let said = desk.run_with(&["config", "print"], &[("ONCEGATE_STORE_URL", "redis://:an@0ther@host2:2")]).ended(0);
+    assert!(said.out.contains("redis://:***@host2:2") && said.out.contains("ONCEGATE_STORE_URL"), "the variable wins: {said:?}");
+    let named = desk.path("url").display().to_string();
+    desk.run_with(&["config", "print"], &[("ONCEGATE_RABBITMQ_URL_FILE", &named)]).ended(0).says("named by ONCEGATE_RABBITMQ_URL_FILE");
+    desk.write("oncegate.toml", "[store]\nurl-file = \"nowhere\"\n");
+    desk.run(&["config", "check"]).ended(2).says("store.url-file").says("nowhere");
+    // A parser that shows the line shows what stands in it.
+    desk.write("oncegate.toml", "[store]\nurl = \"redis://:s3cret@host\" x\n");
+    let said = desk.run(&["config", "check"]).ended(2).says("line 2");
+    assert!(!said.err.contains("s3cret"), "{said:?}");
+}
+
+#[test]
+fn every_key_that_is_listed_can_be_set() {
+    let desk = Desk::new();
+    desk.write("oncegate.toml", "");
+    let keys = desk.json(&["config", "keys"]);
+    let keys = keys.as_array().expect("a list");
+    assert!(keys.len() > 25);
+    let value = |key: &str| match key.rsplit('.').next().expect("a name") {
+        "window" | "max-age" | "lease" | "handler-timeout" | "timeout" | "replicas-timeout" | "consumer-timeout" => "\"1h\"",
+        "replicas" | "in-flight" | "rate" => "1",
+        "sentinels" | "cluster" => "[\"redis://x\"]",
+        "properties" => "{ \"client.rack\" = \"x\" }",
+        "guarantee" => "\"bare\"",
+        "id" => "\"header x\"",
+        _ => "\"x\"",
+    };
+    for known in keys {
+        let key = known["key"].as_str().expect("a key");
+        let (section, name) = key.split_once('.').expect("a section");
+        desk.write("oncegate.toml", &format!("[{section}]\n{name} = {}\n", value(key)));
+        let said = desk.run(&["config", "print"]);
+        assert!(said.code == 0 && said.out.contains(key), "{key}: {said:?}");
+        if let Some(variable) = known["variable"].as_str() {
+            desk.write("oncegate.toml", "");
+            let text = value(key).trim_matches(['"', '[', ']']).trim_matches('"').to_owned();
+            desk.run_with(&["config", "print"], &[(variable, &text)]).ended(0).says(variable);
+        }
+    }
+}
+
+#[test]
+fn the_command_line_is_checked_and_explained() {
+    let desk = Desk::new();
+    desk.run(&["marker", "frobnicate"]).ended(2);
+    desk.run(&["--help"]).ended(0).says("Exit codes").says("4  nothing was done");
+}

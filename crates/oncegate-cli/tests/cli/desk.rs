@@ -1,0 +1,120 @@
+//! An operator's desk: a directory with an `oncegate.toml`, and the program.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use oncegate::marker::{Ask, Guarantee, Operation, Terms, Token, Verdict};
+use oncegate::{MessageId, Redis, Scope, Store};
+use oncegate_testkit::asking::SECOND;
+use serde_json::Value;
+
+/// What the program said.
+#[derive(Debug)]
+pub(crate) struct Said {
+    pub(crate) code: i32,
+    pub(crate) out: String,
+    pub(crate) err: String,
+}
+
+impl Said {
+    /// It ended like this.
+    #[track_caller]
+    pub(crate) fn ended(self, code: i32) -> Self {
+        assert_eq!(self.code, code, "{self:?}");
+        self
+    }
+
+    #[track_caller]
+    pub(crate) fn json(&self) -> Value {
+        serde_json::from_str(&self.out).unwrap_or_else(|error| panic!("{error}: {self:?}"))
+    }
+
+    #[track_caller]
+    pub(crate) fn says(self, text: &str) -> Self {
+        assert!(self.out.contains(text) || self.err.contains(text), "no {text:?} in {self:?}");
+        self
+    }
+}
+
+pub(crate) struct Desk {
+    directory: tempfile::TempDir,
+    /// No other test has it.
+    pub(crate) name: String,
+    pub(crate) redis: String,
+}
+
+impl Desk {
+    /// On the shared Redis, with a prefix of its own.
+    pub(crate) fn new() -> Self {
+        Self::at(&oncegate_testkit::redis_url().expect("ONCEGATE_REDIS is set"))
+    }
+
+    pub(crate) fn at(redis: &str) -> Self {
+        let desk = Self {
+            directory: tempfile::tempdir().expect("a directory"),
+            name: format!("cli-{:032x}", Token::random().0),
+            redis: redis.to_owned(),
+        };
+        desk.configure("");
+        desk
+    }
+
+    pub(crate) fn prefix(&self) -> String {
+        format!("test:{}:", self.name)
+    }
+
+    /// Writes the configuration: the store, and more.
+    pub(crate) fn configure(&self, more: &str) {
+        self.write("oncegate.toml", &format!("[store]\nurl = \"{}\"\nprefix = \"{}\"\n{more}", self.redis, self.prefix()));
+    }
+
+    pub(crate) fn write(&self, name: &str, text: &str) -> PathBuf {
+        let path = self.path(name);
+        std::fs::write(&path, text).expect("the directory is ours");
+        path
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    pub(crate) fn run(&self, arguments: &[&str]) -> Said {
+        run_in(self.directory.path(), arguments, &[])
+    }
+
+    /// With variables.
+    pub(crate) fn run_with(&self, arguments: &[&str], variables: &[(&str, &str)]) -> Said {
+        run_in(self.directory.path(), arguments, variables)
+    }
+
+    /// The answer for machines of a command that ends well.
+    #[track_caller]
+    pub(crate) fn json(&self, arguments: &[&str]) -> Value {
+        let arguments: Vec<&str> = arguments.iter().copied().chain(["--json"]).collect();
+        self.run(&arguments).ended(0).json()
+    }
+
+    pub(crate) fn store(&self) -> Redis {
+        Redis::at(&self.redis).prefix(self.prefix()).timeout(10 * SECOND)
+    }
+
+    /// Asks the store as a consumer does.
+    pub(crate) async fn ask(&self, id: &str, ask: Ask, token: u128, attempt: u32, terms: Terms) -> Verdict {
+        let key = Scope::none().key(&MessageId::new(id).expect("an id"));
+        let operation = Operation { key, ask, token: Token(token), attempt, terms };
+        self.store().apply(&[operation]).await.pop().expect("an answer").expect("a verdict")
+    }
+}
+
+/// At most once, with the default window.
+pub(crate) fn terms() -> Terms {
+    Terms { guarantee: Guarantee::AtMostOnce, lease: 600 * SECOND, window: 24 * 3_600 * SECOND, fingerprint: None }
+}
+
+fn run_in(directory: &Path, arguments: &[&str], variables: &[(&str, &str)]) -> Said {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    command.current_dir(directory).args(arguments).envs(variables.iter().copied());
+    let output = command.output().expect("the program was built");
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).expect("it writes UTF-8");
+    Said { code: output.status.code().expect("no signal ended it"), out: text(output.stdout), err: text(output.stderr) }
+}

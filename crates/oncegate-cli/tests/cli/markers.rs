@@ -1,0 +1,170 @@
+//! Markers and the audit.
+
+use std::time::Duration;
+
+use oncegate::Fingerprint;
+use oncegate::marker::{Ask, Effect, Guarantee, Marker, Terms};
+
+use crate::desk::{Desk, terms};
+
+/// One id in each state.
+async fn one_of_each(desk: &Desk) {
+    let body = Terms { fingerprint: Some(Fingerprint::new(42)), ..terms() };
+    let claim = |id: &'static str, terms| desk.ask(id, Ask::Claim, 1, 0, terms);
+    claim("held", terms()).await;
+    claim("left", Terms { lease: Duration::from_millis(1), ..terms() }).await;
+    claim("handled", body).await;
+    desk.ask("handled", Ask::Complete, 1, 1, body).await;
+    claim("refused", terms()).await;
+    desk.ask("refused", Ask::Reject(Effect::Nothing), 1, 1, terms()).await;
+    claim("unknown", terms()).await;
+    desk.ask("unknown", Ask::Doubt, 1, 1, terms()).await;
+    let again = Terms { guarantee: Guarantee::EffectivelyOnce, ..terms() };
+    claim("failed", again).await;
+    desk.ask("failed", Ask::Clear(Effect::Unknown), 1, 1, again).await;
+}
+
+#[tokio::test]
+async fn each_state_is_told_in_plain_words() {
+    let desk = Desk::new();
+    one_of_each(&desk).await;
+    let told = [
+        ("never", "absent", "never claimed"),
+        ("held", "in-progress", "Claim 00000000 holds it for attempt 1"),
+        ("left", "lapsed", "The next delivery finds it in doubt"),
+        ("handled", "done", "accepted without a run"),
+        ("refused", "rejected", "not run until it is redriven"),
+        ("unknown", "in-doubt", "Nobody knows whether it happened in attempt 1"),
+        ("failed", "cleared", "the next run is attempt 2"),
+    ];
+    for (id, state, words) in told {
+        let shown = desk.json(&["marker", "show", id]);
+        assert_eq!(shown["state"], state, "{shown}");
+        assert!(shown["says"].as_str().is_some_and(|says| says.contains(words)), "{shown}");
+        desk.run(&["marker", "show", id]).ended(0).says(words);
+    }
+    let done = desk.json(&["marker", "show", "handled"]);
+    assert_eq!(done["fingerprint"], "000000000000000042");
+    assert!(done["written_at_ms"].as_u64().is_some() && done["expires_in_ms"].as_u64().is_some(), "{done}");
+}
+
+#[tokio::test]
+async fn markers_are_listed_by_state_and_the_librarys_own_keys_are_not() {
+    let desk = Desk::new();
+    one_of_each(&desk).await;
+    let keys = |listed: &serde_json::Value| {
+        let mut keys: Vec<String> =
+            listed["markers"].as_array().expect("a list").iter().map(|it| it["key"].as_str().expect("a key").to_owned()).collect();
+        keys.sort();
+        keys
+    };
+    let all = desk.json(&["marker", "list"]);
+    assert_eq!(keys(&all), ["failed", "handled", "held", "left", "refused", "unknown"]);
+    assert_eq!(all["all"], true);
+    assert_eq!(keys(&desk.json(&["marker", "list", "--state", "lapsed", "--state", "done"])), ["handled", "left"]);
+    assert_eq!(desk.json(&["marker", "list", "--limit", "2"])["all"], false);
+    desk.run(&["marker", "list"]).ended(0).says("KEY").says("in doubt").says("6 shown");
+}
+
+#[tokio::test]
+async fn nothing_is_forgotten_that_was_not_shown_first_and_all_of_it_is_audited() {
+    let desk = Desk::new();
+    one_of_each(&desk).await;
+    desk.run(&["marker", "forget", "handled"]).ended(4).says("would be handled AGAIN").says("say --yes");
+    assert_eq!(desk.json(&["marker", "show", "handled"])["state"], "done", "showing changes nothing");
+    for id in ["handled", "refused", "unknown"] {
+        desk.run(&["marker", "forget", id, "--yes", "--why", "a test", "--as", "ann"]).ended(0).says("is absent now");
+        assert_eq!(desk.json(&["marker", "show", id])["state"], "absent");
+    }
+    for (id, why) in [("held", "may be at work"), ("left", "may be at work"), ("failed", "free to be claimed already")] {
+        desk.run(&["marker", "forget", id, "--yes"]).ended(1).says(why);
+    }
+    desk.run(&["marker", "forget", "never", "--yes"]).ended(0).says("nothing to do");
+    let audit = desk.json(&["audit"]);
+    let acts = audit.as_array().expect("a list");
+    assert_eq!(acts.len(), 3, "{audit}");
+    for (act, (id, before)) in acts.iter().zip([("handled", "done"), ("refused", "rejected"), ("unknown", "in doubt, attempt 1")]) {
+        let said = |name: &str| act[name].as_str().unwrap_or_default().to_owned();
+        assert_eq!([said("who"), said("what"), said("id")], ["ann", "marker forget", id]);
+        assert_eq!([said("before"), said("after"), said("stage"), said("why")], [before, "absent", "done", "a test"]);
+        assert!(said("at").starts_with("20") && said("at").ends_with('Z'), "{act}");
+    }
+    assert_eq!(desk.json(&["audit", "--id", "refused"]).as_array().map(Vec::len), Some(1));
+    assert_eq!(desk.json(&["audit", "--who", "bob"]).as_array().map(Vec::len), Some(0));
+    desk.run(&["audit"]).ended(0).says("WHO").says("marker forget");
+}
+
+#[tokio::test]
+async fn what_an_operator_completes_is_not_run_any_more() {
+    let desk = Desk::new();
+    one_of_each(&desk).await;
+    desk.run(&["marker", "complete", "unknown"]).ended(4).says("would count as handled");
+    assert_eq!(desk.json(&["marker", "show", "unknown"])["state"], "in-doubt");
+    for id in ["unknown", "left", "failed", "never"] {
+        desk.run(&["marker", "complete", id, "--yes"]).ended(0).says("is done now");
+        assert!(matches!(desk.ask(id, Ask::Claim, 9, 0, terms()).await, oncegate::marker::Verdict::Duplicate), "{id}");
+    }
+    desk.run(&["marker", "complete", "handled", "--yes"]).ended(0).says("nothing to do");
+    for id in ["held", "refused"] {
+        desk.run(&["marker", "complete", id, "--yes"]).ended(1);
+    }
+    assert_eq!(desk.json(&["audit"]).as_array().map(Vec::len), Some(4));
+}
+
+#[tokio::test]
+async fn a_fingerprint_outlives_a_completion_and_an_id_may_be_anything() {
+    let desk = Desk::new();
+    let body = Terms { fingerprint: Some(Fingerprint::new(7)), ..terms() };
+    let odd = "söme {id} with\nlines";
+    desk.ask(odd, Ask::Claim, 1, 0, body).await;
+    desk.ask(odd, Ask::Doubt, 1, 1, body).await;
+    desk.run(&["marker", "complete", odd, "--yes"]).ended(0);
+    let shown = desk.json(&["marker", "show", odd]);
+    assert_eq!((&shown["state"], &shown["fingerprint"]), (&"done".into(), &"000000000000000007".into()));
+    // As it stands in keys and logs.
+    let stored = shown["key"].as_str().expect("a key");
+    assert!(stored.starts_with("h:"));
+    assert_eq!(desk.json(&["marker", "show", stored])["state"], "done");
+}
+
+#[tokio::test]
+async fn nothing_is_done_that_cannot_be_audited() {
+    let desk = Desk::new();
+    one_of_each(&desk).await;
+    let directory = desk.path("");
+    desk.configure(&format!("[audit]\nfile = \"{}\"\n", directory.display()));
+    desk.run(&["marker", "forget", "handled", "--yes"]).ended(3).says("nothing was done, since the audit cannot be written");
+    assert_eq!(desk.json(&["marker", "show", "handled"])["state"], "done");
+    desk.configure(&format!("[audit]\nfile = \"{}\"\n", desk.path("audit.jsonl").display()));
+    desk.run(&["marker", "forget", "handled", "--yes"]).ended(0);
+    let lines = std::fs::read_to_string(desk.path("audit.jsonl")).expect("the audit");
+    let stages: Vec<String> = lines
+        .lines()
+        .map(|line| serde_json::from_str::<serde_json::Value>(line).expect("JSON")["stage"].as_str().expect("a stage").to_owned())
+        .collect();
+    assert_eq!(stages, ["begun", "done"]);
+    assert_eq!(desk.json(&["audit"]).as_array().map(Vec::len), Some(1), "both lines are one act");
+    assert!(desk.store().read_audit().await.expect("Redis answers").is_empty(), "the file alone");
+}
+
+#[tokio::test]
+async fn what_no_release_reads_is_listed_and_left_alone() {
+    let desk = Desk::new();
+    let client = redis::Client::open(desk.redis.as_str()).expect("a URL");
+    let mut plain = client.get_multiplexed_async_connection().await.expect("Redis answers");
+    let () = redis::cmd("SET").arg(format!("{}odd", desk.prefix())).arg("\u{1b}[2Jx").query_async(&mut plain).await.expect("set");
+    let listed = desk.json(&["marker", "list"]);
+    assert_eq!(listed["markers"][0]["state"], "unreadable", "{listed}");
+    for command in ["show", "forget", "complete"] {
+        desk.run(&["marker", command, "odd"]).ended(3).says("left as it is");
+    }
+    let seen = desk.store().look(&oncegate::Key::new(&oncegate::MessageId::new("odd").expect("an id"))).await;
+    assert!(seen.is_err() && !matches!(seen, Ok(Marker::Absent)));
+}
+
+#[test]
+fn a_store_that_is_not_there_is_told_of_without_its_password() {
+    let desk = Desk::at("redis://:s3cret@127.0.0.1:1");
+    let said = desk.run(&["marker", "show", "x"]).ended(3).says("127.0.0.1:1");
+    assert!(!format!("{said:?}").contains("s3cret"), "{said:?}");
+}

@@ -1,0 +1,329 @@
+//! A topic or queue of a test's own, and a consumer that charges payments from it, as the demo does.
+
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use lapin::options::{BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions, QueueDeleteOptions};
+use lapin::types::{AMQPValue, FieldTable};
+use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
+use oncegate::{Consumer, Context, Failure, Guarantee, Handler, IdSource, Kafka, Open, RabbitMq, Source, async_trait};
+use oncegate_testkit::asking::SECOND;
+use rdkafka::ClientConfig;
+use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
+use rdkafka::client::DefaultClientContext;
+use rdkafka::consumer::{BaseConsumer, Consumer as _};
+use rdkafka::message::{Header, OwnedHeaders};
+use rdkafka::producer::{FutureProducer, FutureRecord};
+
+use crate::desk::{Desk, Said};
+
+/// Generous, since other tests may keep the machine busy.
+const PATIENCE: Duration = Duration::from_secs(90);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Broker {
+    Kafka,
+    RabbitMq,
+}
+
+/// What the provider says to a payment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Provider {
+    /// It takes all of them.
+    Works,
+    /// It says no to those on the card `declined`, and nothing at all to those on the card `silent`.
+    Judges,
+}
+
+#[derive(serde::Deserialize)]
+struct Payment {
+    card: String,
+}
+
+struct Charge {
+    provider: Provider,
+    charged: Arc<Mutex<Vec<String>>>,
+}
+
+#[async_trait]
+impl Handler for Charge {
+    type Payload = Payment;
+
+    async fn handle(&self, payment: Payment, cx: &Context) -> Result<(), Failure> {
+        match (self.provider, payment.card.as_str()) {
+            (Provider::Judges, "declined") => Err(Failure::Reject("the card was declined".into())),
+            (Provider::Judges, "silent") => Err(Failure::InDoubt("no answer from the provider".into())),
+            _ => {
+                self.charged.lock().expect("nobody panicked").push(cx.id().to_owned());
+                Ok(())
+            }
+        }
+    }
+}
+
+pub(crate) struct World {
+    pub(crate) desk: Desk,
+    pub(crate) broker: Broker,
+    charged: Arc<Mutex<Vec<String>>>,
+}
+
+impl World {
+    /// With topics or queues as a source wants them, and a configuration that names them.
+    pub(crate) async fn on(broker: Broker) -> Self {
+        let world = Self { desk: Desk::new(), broker, charged: Arc::default() };
+        let name = &world.desk.name;
+        match broker {
+            Broker::Kafka => {
+                let keeping = |name| NewTopic::new(name, 2, TopicReplication::Fixed(1)).set("retention.ms", "-1");
+                let aside = [format!("{name}.dead-letters"), format!("{name}.in-doubt")];
+                create_topics(&[NewTopic::new(name, 2, TopicReplication::Fixed(1)), keeping(&aside[0]), keeping(&aside[1])]).await;
+            }
+            Broker::RabbitMq => {
+                let source = RabbitMq::queue(name).url(rabbitmq()).open().await.expect("the queues are declared");
+                let source: Box<dyn Source> = Box::new(source);
+                source.close(Instant::now() + PATIENCE).await.expect("a clean end");
+            }
+        }
+        world.desk.configure(&world.settings());
+        world
+    }
+
+    pub(crate) fn settings(&self) -> String {
+        let name = &self.desk.name;
+        let gate = "[gate]\nguarantee = \"at-most-once\"\nid = \"header payment-id\"\n";
+        match self.broker {
+            Broker::Kafka => format!("{gate}[kafka]\nbrokers = \"{}\"\ntopic = \"{name}\"\n", kafka()),
+            Broker::RabbitMq => format!("{gate}[rabbitmq]\nurl = \"{}\"\nqueue = \"{name}\"\n", rabbitmq()),
+        }
+    }
+
+    pub(crate) fn broker_name(&self) -> &'static str {
+        match self.broker {
+            Broker::Kafka => "kafka",
+            Broker::RabbitMq => "rabbitmq",
+        }
+    }
+
+    /// Runs the program, and the test goes on meanwhile.
+    pub(crate) async fn run(self: &Arc<Self>, arguments: &[&str]) -> Said {
+        let (world, arguments) = (Arc::clone(self), arguments.iter().map(|it| (*it).to_owned()).collect::<Vec<_>>());
+        let run = move || world.desk.run(&arguments.iter().map(String::as_str).collect::<Vec<_>>());
+        tokio::task::spawn_blocking(run).await.expect("no panic inside")
+    }
+
+    pub(crate) async fn json(self: &Arc<Self>, arguments: &[&str]) -> serde_json::Value {
+        let arguments: Vec<&str> = arguments.iter().copied().chain(["--json"]).collect();
+        self.run(&arguments).await.ended(0).json()
+    }
+
+    /// Payments: id and card.
+    pub(crate) async fn publish(&self, payments: &[(&str, &str)]) {
+        for (id, card) in payments {
+            let body = serde_json::json!({ "id": id, "card": card, "amount": 1_995 }).to_string();
+            self.publish_to(&self.desk.name, id, &body, &[]).await;
+        }
+    }
+
+    pub(crate) async fn publish_to(&self, name: &str, id: &str, body: &str, headers: &[(&str, &str)]) {
+        let headers = headers.iter().copied().chain([("payment-id", id)]);
+        match self.broker {
+            Broker::Kafka => {
+                let producer: FutureProducer = config().set("acks", "all").create().expect("a producer");
+                let written = headers.fold(OwnedHeaders::new(), |all, (key, value)| all.insert(Header { key, value: Some(value) }));
+                let record = FutureRecord::to(name).key(id).payload(body).headers(written);
+                producer.send(record, PATIENCE).await.expect("it is taken");
+            }
+            Broker::RabbitMq => {
+                let (connection, channel) = open().await;
+                channel.confirm_select(ConfirmSelectOptions::default()).await.expect("confirms");
+                let mut table = FieldTable::default();
+                for (name, value) in headers {
+                    table.insert(name.into(), AMQPValue::LongString(value.into()));
+                }
+                let properties = BasicProperties::default().with_delivery_mode(2).with_headers(table);
+                let published = channel.basic_publish("".into(), name.into(), BasicPublishOptions::default(), body.as_bytes(), properties);
+                assert!(published.await.expect("a channel").await.expect("an answer").is_ack());
+                connection.close(200, "OK".into()).await.expect("a clean end");
+            }
+        }
+    }
+
+    /// Consumes until so much was charged in all, and so many letters stand in the dead letters and in doubt.
+    pub(crate) async fn consume(&self, provider: Provider, charged: usize, dead_letters: u64, in_doubt: u64) {
+        let until = async {
+            let begun = Instant::now();
+            loop {
+                let is = (self.charged().len(), self.count(".dead-letters").await, self.count(".in-doubt").await);
+                if is == (charged, dead_letters, in_doubt) {
+                    return;
+                }
+                assert!(begun.elapsed() < PATIENCE, "{is:?}, not {:?}", (charged, dead_letters, in_doubt));
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        };
+        let name = &self.desk.name;
+        let consumer = Consumer::builder()
+            .store(self.desk.store().accept_forgetful_store())
+            .accept_forgetful_store()
+            .guarantee(Guarantee::AtMostOnce)
+            .id(IdSource::header("payment-id"))
+            .lease(10 * SECOND)
+            .reconciles(1)
+            .backoff(Duration::from_millis(1), Duration::from_millis(10))
+            .handler(Charge { provider, charged: Arc::clone(&self.charged) });
+        let ended = match self.broker {
+            Broker::Kafka => consumer.source(Kafka::topic(name).brokers(kafka()).group(name)).run_until(until).await,
+            Broker::RabbitMq => consumer.source(RabbitMq::queue(name).url(rabbitmq())).run_until(until).await,
+        };
+        ended.expect("a consumer that ends well");
+    }
+
+    pub(crate) fn charged(&self) -> Vec<String> {
+        self.charged.lock().expect("nobody panicked").clone()
+    }
+
+    /// How many messages stand in the topic or queue with this ending; on RabbitMQ those that nobody holds.
+    pub(crate) async fn count(&self, suffix: &str) -> u64 {
+        self.count_in(format!("{}{suffix}", self.desk.name)).await
+    }
+
+    async fn count_in(&self, name: String) -> u64 {
+        match self.broker {
+            Broker::Kafka => tokio::task::spawn_blocking(move || {
+                let consumer: BaseConsumer = config().set("group.id", "counting").create().expect("a consumer");
+                let ends = (0..2).map(|partition| consumer.fetch_watermarks(&name, partition, PATIENCE).expect("watermarks"));
+                ends.map(|(low, high)| u64::try_from(high - low).expect("not negative")).sum()
+            })
+            .await
+            .expect("no panic inside"),
+            Broker::RabbitMq => {
+                let (connection, channel) = open().await;
+                let passive = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
+                let count = channel.queue_declare(name.into(), passive, FieldTable::default()).await.expect("the queue").message_count();
+                connection.close(200, "OK".into()).await.expect("a clean end");
+                count.into()
+            }
+        }
+    }
+
+    /// Waits until so many are there: what was held or published a moment ago is counted a moment later.
+    pub(crate) async fn until_there_are(&self, count: u64, suffix: &str) {
+        self.until(&format!("{}{suffix}", self.desk.name), count).await;
+    }
+
+    /// The same of a topic or queue of any name.
+    pub(crate) async fn until(&self, name: &str, count: u64) {
+        let begun = Instant::now();
+        loop {
+            let is = self.count_in(name.to_owned()).await;
+            if is == count {
+                return;
+            }
+            assert!(begun.elapsed() < PATIENCE, "{is} in {name}, not {count}");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+
+    pub(crate) async fn end(&self) {
+        let names = ["", ".dead-letters", ".in-doubt"].map(|suffix| format!("{}{suffix}", self.desk.name));
+        match self.broker {
+            // What is left over harms nobody: its name is never used again.
+            Broker::Kafka => drop(admin().delete_topics(&names.each_ref().map(String::as_str), &AdminOptions::new()).await),
+            Broker::RabbitMq => {
+                let (connection, channel) = open().await;
+                let delays = [1_000, 5_000, 30_000, 120_000, 600_000].map(|delay| format!("{}.delay.{delay}", self.desk.name));
+                for name in names.into_iter().chain(delays) {
+                    channel.queue_delete(name.into(), QueueDeleteOptions::default()).await.expect("deleting is idempotent");
+                }
+                connection.close(200, "OK".into()).await.expect("a clean end");
+            }
+        }
+    }
+}
+
+pub(crate) async fn create_topics(topics: &[NewTopic<'_>]) {
+    let created = admin().create_topics(topics, &AdminOptions::new().operation_timeout(Some(PATIENCE))).await;
+    created.expect("Kafka answers").into_iter().for_each(|topic| drop(topic.expect("a topic that is new")));
+    let names: Vec<String> = topics.iter().map(|topic| topic.name.to_owned()).collect();
+    // The broker says that a topic is created a moment before it says that it exists.
+    let asked = tokio::task::spawn_blocking(move || {
+        let consumer: BaseConsumer = config().set("group.id", "counting").create().expect("a consumer");
+        let begun = Instant::now();
+        for name in names {
+            while consumer.fetch_watermarks(&name, 1, Duration::from_secs(5)).is_err() {
+                assert!(begun.elapsed() < PATIENCE, "the new topic {name} is not there");
+                std::thread::sleep(Duration::from_millis(50));
+            }
+        }
+    });
+    asked.await.expect("no panic inside");
+}
+
+pub(crate) fn kafka() -> String {
+    oncegate_testkit::kafka_brokers().expect("ONCEGATE_KAFKA is set")
+}
+
+pub(crate) fn rabbitmq() -> String {
+    oncegate_testkit::rabbitmq_url().expect("ONCEGATE_RABBITMQ is set")
+}
+
+pub(crate) fn config() -> ClientConfig {
+    let mut config = ClientConfig::new();
+    config.set("bootstrap.servers", kafka());
+    config
+}
+
+pub(crate) fn admin() -> AdminClient<DefaultClientContext> {
+    config().create().expect("an admin client")
+}
+
+pub(crate) async fn open() -> (Connection, Channel) {
+    let connection = Connection::connect(&rabbitmq(), ConnectionProperties::default()).await.expect("RabbitMQ answers");
+    let channel = connection.create_channel().await.expect("a channel");
+    (connection, channel)
+}
+
+/// Takes all messages of a queue: body, whether it was delivered before, and its delivery count.
+pub(crate) async fn take_all(queue: &str) -> Vec<(String, bool, i64)> {
+    let (connection, channel) = open().await;
+    let mut all = Vec::new();
+    while let Some(message) = channel.basic_get(queue.into(), BasicGetOptions { no_ack: true }).await.expect("the queue") {
+        let delivery = message.delivery;
+        let headers = delivery.properties.headers().clone().unwrap_or_default();
+        let count = headers.inner().get("x-delivery-count").and_then(|it| it.as_long_long_int()).unwrap_or(0);
+        all.push((String::from_utf8_lossy(&delivery.data).into_owned(), delivery.redelivered, count));
+    }
+    connection.close(200, "OK".into()).await.expect("a clean end");
+    all
+}
+
+/// A durable queue with these arguments, and with this delivery limit.
+pub(crate) async fn declare(queue: &str, arguments: &[(&str, &str)], limit: Option<i32>) {
+    let (connection, channel) = open().await;
+    let mut table = FieldTable::default();
+    for (name, value) in arguments {
+        table.insert((*name).into(), AMQPValue::LongString((*value).into()));
+    }
+    if let Some(limit) = limit {
+        table.insert("x-delivery-limit".into(), AMQPValue::LongInt(limit));
+    }
+    let durable = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };
+    channel.queue_declare(queue.into(), durable, table).await.expect("a new queue");
+    connection.close(200, "OK".into()).await.expect("a clean end");
+}
+
+pub(crate) async fn delete(queue: &str) {
+    let (connection, channel) = open().await;
+    channel.queue_delete(queue.into(), QueueDeleteOptions::default()).await.expect("deleting is idempotent");
+    connection.close(200, "OK".into()).await.expect("a clean end");
+}
+
+/// The names of all groups on Kafka.
+pub(crate) async fn groups() -> Vec<String> {
+    let listed = tokio::task::spawn_blocking(|| {
+        let consumer: BaseConsumer = config().set("group.id", "counting").create().expect("a consumer");
+        let list = consumer.fetch_group_list(None, PATIENCE).expect("the groups");
+        list.groups().iter().map(|group| group.name().to_owned()).collect()
+    });
+    listed.await.expect("no panic inside")
+}
