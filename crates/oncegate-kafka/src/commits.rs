@@ -5,6 +5,7 @@ use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer, ConsumerContext};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 
 use crate::log::complain;
+use crate::made_anew;
 use crate::shared::{Commit, Shared, Way};
 
 /// Stores what is settled; librdkafka commits it within a second, and when it gives partitions back. What it would not
@@ -30,7 +31,11 @@ pub(crate) fn store<C: ConsumerContext>(consumer: &BaseConsumer<C>, shared: &Sha
 fn listed<'a>(commits: impl Iterator<Item = &'a Commit>) -> TopicPartitionList {
     let mut list = TopicPartitionList::new();
     for commit in commits {
-        complain("an offset", list.add_partition_offset(&commit.topic, commit.partition, Offset::Offset(commit.offset)));
+        let mut element = list.add_partition(&commit.topic, commit.partition);
+        complain("an offset", element.set_offset(Offset::Offset(commit.offset)));
+        if let Some(id) = &commit.log {
+            element.set_metadata(made_anew::metadata(id));
+        }
     }
     list
 }

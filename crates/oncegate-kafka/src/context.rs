@@ -16,6 +16,7 @@ use crate::batch::{Adoption, Batch, Fault, Queue};
 use crate::commits;
 use crate::kafka::{Kafka, OutOfRange, StartAt};
 use crate::log::{self, complain};
+use crate::made_anew::Topics;
 use crate::outage::Outage;
 use crate::refusal;
 use crate::shared::{Begins, Jump, Phase, Shared};
@@ -26,13 +27,23 @@ const DRAIN_TURN: Duration = Duration::from_millis(5);
 /// How long librdkafka may take to begin at another offset.
 pub(crate) const SEEK: Duration = Duration::from_secs(1);
 
+/// Where librdkafka is told to begin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Begin {
+    /// Where the group stands; if it stands nowhere, as `auto.offset.reset` says.
+    AsCommitted,
+    FromBeginning,
+}
+
 /// What librdkafka calls back into, on the polling thread.
 pub(crate) struct Context {
     pub(crate) shared: Arc<Shared>,
     start: StartAt,
     pub(crate) out_of_range: OutOfRange,
-    /// Topics that were deleted and made anew, and are to be read from their beginning.
-    pub(crate) made_anew: Mutex<Vec<String>>,
+    /// Which log each topic is.
+    pub(crate) topics: Topics,
+    /// How long the questions of a rebalance may take together.
+    bound: Duration,
     /// How long revoked deliveries are waited for.
     drain: Duration,
     /// Set while the source lives; the queue holds the consumer, so it is taken out before the consumer is dropped.
@@ -47,8 +58,8 @@ pub(crate) struct Context {
 impl Context {
     pub(crate) fn new(shared: Arc<Shared>, kafka: &Kafka, outage: Arc<Outage>) -> Self {
         let (start, out_of_range, drain) = (kafka.start, kafka.where_out_of_range(), kafka.drain());
-        let (made_anew, queue, trouble) = (Mutex::default(), Mutex::default(), Mutex::default());
-        Self { shared, start, out_of_range, made_anew, drain, queue, trouble, outage, is_replaced: AtomicBool::new(false) }
+        let (topics, bound, queue, trouble) = (Topics::default(), kafka.bound(), Mutex::default(), Mutex::default());
+        Self { shared, start, out_of_range, topics, bound, drain, queue, trouble, outage, is_replaced: AtomicBool::new(false) }
     }
 
     /// The last error of the client as a whole, and forgets it.
@@ -64,10 +75,6 @@ impl Context {
         *self.queue.lock().unwrap_or_else(PoisonError::into_inner) = queue;
     }
 
-    fn is_made_anew(&self, topic: &str) -> bool {
-        self.made_anew.lock().unwrap_or_else(PoisonError::into_inner).iter().any(|it| it == topic)
-    }
-
     fn assign(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
         // Before assigning, or first messages come through the main queue.
         let Some(queue) = self.queue() else {
@@ -75,29 +82,65 @@ impl Context {
             return self.take_over(consumer, partitions);
         };
         let mut assigned = partitions.clone();
-        for (topic, partition, begins) in standing::ask(consumer, partitions) {
+        for (topic, partition, begins) in standing::ask(consumer, partitions, |topic| self.topics.id(topic), self.bound) {
             if queue.adopt(&topic, partition) == Adoption::NoSuchPartition {
                 tracing::error!(topic, partition, "the partition's queue cannot be read in batches");
             }
-            match begins {
-                Begins::At(offset) => tracing::info!(topic, partition, offset, "partition assigned"),
-                Begins::Unknown => tracing::info!(topic, partition, "partition assigned"),
-                Begins::Nowhere if self.start == StartAt::Earliest || standing::is_added(consumer, &topic, partition) => {
-                    tracing::info!(
-                        topic,
-                        partition,
-                        "partition assigned; the group has no offset for it yet, so it is read from its beginning"
-                    );
-                    complain("a beginning", assigned.set_partition_offset(&topic, partition, Offset::Beginning));
-                }
-                Begins::Nowhere => tracing::info!(topic, partition, "partition assigned; the group has no offset for it"),
+            self.shared.assign(&topic, partition, begins, self.topics.id(&topic));
+            if self.begin(&topic, partition, begins) == Begin::FromBeginning {
+                complain("a beginning", assigned.set_partition_offset(&topic, partition, Offset::Beginning));
             }
-            self.shared.assign(&topic, partition, begins);
         }
         metrics::counter!(crate::metric::ASSIGNED).increment(partitions.count() as u64);
         self.take_over(consumer, &assigned);
         // Nothing was read yet, and librdkafka says so: from now on its word counts.
         self.pass_markers(consumer);
+    }
+
+    /// Says where a partition is read on, and whether that is its beginning.
+    fn begin(&self, topic: &str, partition: i32, begins: Begins) -> Begin {
+        match begins {
+            Begins::At(offset) => {
+                tracing::info!(topic, partition, offset, "partition assigned");
+                return Begin::AsCommitted;
+            }
+            Begins::Unknown => {
+                tracing::info!(topic, partition, "partition assigned");
+                return Begin::AsCommitted;
+            }
+            Begins::Anew => {
+                metrics::counter!(crate::metric::TOPICS_MADE_ANEW).increment(1);
+                tracing::error!(
+                    topic,
+                    partition,
+                    "partition assigned; topic made anew: what the group has committed is an offset of the log before it"
+                );
+                if self.out_of_range == OutOfRange::Error {
+                    self.shared.lock().bar(topic, partition);
+                    self.shared.fail(standing::made_anew(topic));
+                }
+            }
+            Begins::Added => {
+                metrics::counter!(crate::metric::PARTITIONS_ADDED).increment(1);
+                tracing::warn!(
+                    topic,
+                    partition,
+                    "partition assigned; partition added: the group reads its topic already, and nothing of it was ever read; reading it from its beginning"
+                );
+            }
+            Begins::Nowhere if self.start == StartAt::Earliest => {
+                tracing::info!(
+                    topic,
+                    partition,
+                    "partition assigned; the group has no offset for it yet, so it is read from its beginning"
+                );
+            }
+            Begins::Nowhere => {
+                tracing::info!(topic, partition, "partition assigned; the group has no offset for it");
+                return Begin::AsCommitted;
+            }
+        }
+        Begin::FromBeginning
     }
 
     fn take_over(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
@@ -166,7 +209,7 @@ impl Context {
                     self.shared.fail(error);
                 }
                 // Told by that name, in this turn.
-                None if fault.code == RDKafkaErrorCode::AutoOffsetReset && self.is_made_anew(&fault.topic) => {}
+                None if fault.code == RDKafkaErrorCode::AutoOffsetReset && self.topics.is_made_anew(&fault.topic) => {}
                 None if fault.code == RDKafkaErrorCode::AutoOffsetReset => self.shared.fail(standing::lost(queue, fault)),
                 None => self.judge(fault.code, &format!("{}/{}", fault.topic, fault.partition)),
             }
@@ -247,9 +290,7 @@ pub(crate) fn for_a_person(code: RDKafkaErrorCode, place: &str) -> Option<Source
 
 impl ClientContext for Context {
     fn log(&self, level: RDKafkaLogLevel, facility: &str, line: &str) {
-        if let Some(topic) = standing::with_another_id(line) {
-            self.made_anew.lock().unwrap_or_else(PoisonError::into_inner).push(topic.to_owned());
-        }
+        self.topics.hear(line);
         log::line(level, facility, line);
     }
 

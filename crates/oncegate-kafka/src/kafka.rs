@@ -318,9 +318,13 @@ impl Kafka {
 
     /// How long a rebalance may wait, well under the interval after which the group takes this member for dead.
     pub(crate) fn drain(&self) -> Duration {
-        let interval =
-            self.property_value("max.poll.interval.ms").and_then(|it| it.parse().ok()).map_or(POLL_INTERVAL, Duration::from_millis);
-        self.drain.min(interval / 3)
+        self.drain.min(self.bound())
+    }
+
+    /// How long one part of a rebalance may take at the most, so that all of it stays below the poll interval.
+    pub(crate) fn bound(&self) -> Duration {
+        let interval = self.property_value("max.poll.interval.ms").and_then(|it| it.parse().ok());
+        interval.map_or(POLL_INTERVAL, Duration::from_millis) / 3
     }
 
     /// What to do where the group's offset is out of range: who is to begin nowhere by itself does not begin again either.

@@ -19,7 +19,7 @@
 //! | what a user holds | `open` (settings, topics, group, threads), `source` (receive, settle, close) |
 //! | the threads | `poll` (alone speaks to the group), `watch` (asks from beside how far it is), `dead_letters` |
 //! | before the group is joined | `topics` (are they there), `retention` (for how long do they keep) |
-//! | what librdkafka calls back into | `context` (rebalances, what was read), `commits`, `standing` (where the group stands) |
+//! | what librdkafka calls back into | `context` (rebalances, what was read), `commits`, `standing` (where the group stands), `made_anew` (which log that is) |
 //! | the state, behind one lock | `shared` (`assigned`, `telling`), `watermark` (which offset may be committed), `status` and `partition` |
 //! | what a user describes | `kafka`, `security`, `brokers` |
 //! | librdkafka | `batch` (the only `unsafe`), `log`, `outage`, `refusal` |
@@ -35,6 +35,7 @@ mod context;
 mod dead_letters;
 mod kafka;
 mod log;
+mod made_anew;
 mod metric;
 mod open;
 mod outage;

@@ -1,7 +1,7 @@
 //! The polling thread: it alone speaks to the consumer group, and no handler can stop it.
 
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError, mpsc};
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use oncegate_core::SourceError;
@@ -147,11 +147,10 @@ fn look_for_a_fatal_error(consumer: &BaseConsumer<Context>, shared: &Shared) {
 /// new log is longer than that, nobody would ever read what lies before.
 fn begin_anew(consumer: &BaseConsumer<Context>, shared: &Shared) {
     let context = consumer.context();
-    let topics = std::mem::take(&mut *context.made_anew.lock().unwrap_or_else(PoisonError::into_inner));
-    for topic in topics {
-        metrics::counter!(crate::metric::TOPICS_MADE_ANEW).increment(1);
+    for topic in context.topics.take_made_anew() {
         // With either policy, since an offset of the old log would be committed for the new one, and begun at after a restart.
-        shared.begin_anew(&topic);
+        let partitions = shared.begin_anew(&topic, context.topics.id(&topic));
+        metrics::counter!(crate::metric::TOPICS_MADE_ANEW).increment(partitions as u64);
         match context.out_of_range {
             OutOfRange::Error => shared.fail(standing::made_anew(&topic)),
             OutOfRange::Earliest => {

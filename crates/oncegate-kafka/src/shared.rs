@@ -17,7 +17,7 @@ mod anew;
 mod assigned;
 mod telling;
 
-use assigned::{Assigned, Keeps, ReadTo, tell_of_a_shorter_log};
+use assigned::{Assigned, BEGINNING, Keeps, ReadTo, tell_of_a_shorter_log};
 pub(crate) use assigned::{Begins, Commit, Findings, Jump, Way};
 
 /// Read ahead of the consumer: messages.
@@ -122,8 +122,8 @@ impl Shared {
     }
 
     /// A partition is ours from now on.
-    pub(crate) fn assign(&self, topic: &str, partition: i32, begins: Begins) {
-        self.lock().begin(Arc::from(topic), partition, begins);
+    pub(crate) fn assign(&self, topic: &str, partition: i32, begins: Begins, log: Option<Arc<str>>) {
+        self.lock().begin(Arc::from(topic), partition, begins, log);
     }
 
     /// These partitions are about to go: hands out nothing more of them, and says so.
@@ -171,13 +171,18 @@ impl State {
         fitting.min(READY.saturating_sub(self.ready.len()))
     }
 
-    fn begin(&mut self, topic: Arc<str>, partition: i32, begins: Begins) -> u64 {
+    fn begin(&mut self, topic: Arc<str>, partition: i32, begins: Begins, log: Option<Arc<str>>) -> u64 {
         self.last_epoch += 1;
         let now = Instant::now();
-        let (watermark, send_from) = (Watermark::default(), Some(now));
+        let (mut watermark, send_from) = (Watermark::default(), Some(now));
+        if begins == Begins::Anew {
+            // Committed at once: whoever has the partition next must not begin where the log before was left.
+            watermark.begin(BEGINNING);
+        }
         let assigned = Assigned {
             topic,
             partition,
+            log,
             watermark,
             begins,
             read_to: ReadTo::Unproven,
@@ -307,8 +312,8 @@ impl State {
         }
         tell_of_a_shorter_log(&record.topic, record.partition, assigned.watermark.end(), record.offset);
         self.withdraw(epoch);
-        self.assigned.remove(&epoch);
-        let epoch = self.begin(record.topic.clone(), record.partition, Begins::At(record.offset));
+        let log = self.assigned.remove(&epoch).and_then(|it| it.log);
+        let epoch = self.begin(record.topic.clone(), record.partition, Begins::At(record.offset), log);
         if let Some(assigned) = self.assigned.get_mut(&epoch) {
             assigned.watermark.deliver(record.offset);
         }

@@ -1,55 +1,140 @@
 //! Where the group stands in a log, and what to say where the log does not have that any more.
 
-use std::collections::HashMap;
-use std::time::Duration;
+use std::collections::{BTreeSet, HashMap};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use oncegate_core::SourceError;
 use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext};
 use rdkafka::error::KafkaResult;
-use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
+use rdkafka::topic_partition_list::{Offset, TopicPartitionList, TopicPartitionListElem};
 
 use crate::batch::{Fault, Queue};
+use crate::made_anew;
 use crate::shared::Begins;
 
 /// How long a question to the broker may hold up a rebalance.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// Where the group stands in each of these partitions.
-pub(crate) fn ask<C: ConsumerContext>(consumer: &BaseConsumer<C>, partitions: &TopicPartitionList) -> Vec<(String, i32, Begins)> {
-    let standing = committed(consumer, partitions.clone());
-    if let Err(error) = &standing {
-        tracing::warn!(%error, "the broker does not say where the group stands");
-    }
-    let standing = standing.ok();
-    let begins = |topic: &str, partition| match &standing {
-        None => Begins::Unknown,
-        Some(standing) => standing.get(&(topic.to_owned(), partition)).map_or(Begins::Nowhere, |offset| Begins::At(*offset)),
+/// A partition, and where it is to be read on.
+pub(crate) type Standing = (String, i32, Begins);
+
+/// Where the group stands in each of these partitions, whose topics have these ids now. All questions together take no longer
+/// than `bound`; what they have not told by then is not known.
+pub(crate) fn ask<C: ConsumerContext>(
+    consumer: &BaseConsumer<C>,
+    partitions: &TopicPartitionList,
+    id: impl Fn(&str) -> Option<Arc<str>>,
+    bound: Duration,
+) -> Vec<Standing> {
+    let mut patience = Patience(bound);
+    let committed = patience.spend(|patience| committed(consumer, partitions.clone(), patience));
+    let committed = match committed {
+        Some(Ok(committed)) => Some(committed),
+        Some(Err(error)) => {
+            tracing::warn!(%error, "the broker does not say where the group stands");
+            None
+        }
+        None => None,
     };
-    let elements = partitions.elements();
-    elements.iter().map(|it| (it.topic().to_owned(), it.partition(), begins(it.topic(), it.partition()))).collect()
+    let begins = |it: &TopicPartitionListElem<'_>| match &committed {
+        None => Begins::Unknown,
+        Some(committed) => match committed.get(&(it.topic().to_owned(), it.partition())) {
+            None => Begins::Nowhere,
+            Some(Committed { id: Some(of), .. }) if id(it.topic()).is_some_and(|now| now != *of) => Begins::Anew,
+            Some(Committed { offset, .. }) => Begins::At(*offset),
+        },
+    };
+    let mut standings: Vec<Standing> = partitions.elements().iter().map(|it| (it.topic().to_owned(), it.partition(), begins(it))).collect();
+    tell_added(
+        &mut standings,
+        &mut patience,
+        |topic, patience| {
+            let metadata = consumer.fetch_metadata(Some(topic), patience).ok()?;
+            Some(metadata.topics().iter().flat_map(|topic| topic.partitions()).map(|it| it.id()).collect())
+        },
+        |others, patience| {
+            let mut list = TopicPartitionList::new();
+            for (topic, partition) in others {
+                list.add_partition(topic, *partition);
+            }
+            Some(committed_topics(&self::committed(consumer, list, patience).ok()?))
+        },
+    );
+    standings
 }
 
-/// Whether the group has an offset for another partition of the topic: then this one was added, and nothing of it was
-/// ever read.
-pub(crate) fn is_added<C: ConsumerContext>(consumer: &BaseConsumer<C>, topic: &str, partition: i32) -> bool {
-    let Ok(metadata) = consumer.fetch_metadata(Some(topic), PATIENCE) else { return false };
-    let mut others = TopicPartitionList::new();
-    for other in metadata.topics().iter().flat_map(|topic| topic.partitions()).map(|it| it.id()).filter(|id| *id != partition) {
-        others.add_partition(topic, other);
+/// Where the group has an offset for another partition of a topic, those without one were added: nothing of them was ever read.
+fn tell_added(
+    standings: &mut [Standing],
+    patience: &mut Patience,
+    mut partitions_of: impl FnMut(&str, Duration) -> Option<Vec<i32>>,
+    topics_read: impl FnOnce(&[(String, i32)], Duration) -> Option<BTreeSet<String>>,
+) {
+    let without: BTreeSet<String> = standings.iter().filter(|it| it.2 == Begins::Nowhere).map(|it| it.0.clone()).collect();
+    let mut others = Vec::new();
+    for topic in without {
+        let all = patience.spend(|patience| partitions_of(&topic, patience)).flatten().unwrap_or_default();
+        others.extend(all.into_iter().map(|partition| (topic.clone(), partition)));
     }
-    others.count() > 0 && committed(consumer, others).is_ok_and(|standing| !standing.is_empty())
+    if others.is_empty() {
+        return;
+    }
+    let read = patience.spend(|patience| topics_read(&others, patience)).flatten().unwrap_or_default();
+    for (topic, _, begins) in standings.iter_mut().filter(|it| it.2 == Begins::Nowhere) {
+        if read.contains(topic) {
+            *begins = Begins::Added;
+        }
+    }
 }
 
-fn committed<C: ConsumerContext>(consumer: &BaseConsumer<C>, partitions: TopicPartitionList) -> KafkaResult<HashMap<(String, i32), i64>> {
-    let answer = consumer.committed_offsets(partitions, PATIENCE)?;
+/// What is left of the time that the questions of one rebalance may take together.
+struct Patience(Duration);
+
+impl Patience {
+    /// Asks for as long as one question may take; `None` once the time is over.
+    fn spend<T>(&mut self, ask: impl FnOnce(Duration) -> T) -> Option<T> {
+        if self.0.is_zero() {
+            return None;
+        }
+        let begun = Instant::now();
+        let answer = ask(self.0.min(PATIENCE));
+        self.0 = self.0.saturating_sub(begun.elapsed());
+        Some(answer)
+    }
+}
+
+/// What the group has committed for a partition.
+struct Committed {
+    offset: i64,
+    /// Of the topic that it was committed for, where it says so.
+    id: Option<Arc<str>>,
+}
+
+fn committed<C: ConsumerContext>(
+    consumer: &BaseConsumer<C>,
+    partitions: TopicPartitionList,
+    patience: Duration,
+) -> KafkaResult<HashMap<(String, i32), Committed>> {
+    let answer = consumer.committed_offsets(partitions, patience)?;
     let elements = answer.elements();
     Ok(elements
         .iter()
         .filter_map(|it| match it.offset() {
-            Offset::Offset(offset) => Some(((it.topic().to_owned(), it.partition()), offset)),
+            Offset::Offset(offset) => {
+                // Whoever may commit for the group may have written anything; what is not UTF-8 is a panic there.
+                let metadata = catch_unwind(AssertUnwindSafe(|| it.metadata().to_owned())).unwrap_or_default();
+                let id = made_anew::id_in(&metadata).map(Arc::from);
+                Some(((it.topic().to_owned(), it.partition()), Committed { offset, id }))
+            }
             _ => None,
         })
         .collect())
+}
+
+fn committed_topics(committed: &HashMap<(String, i32), Committed>) -> BTreeSet<String> {
+    committed.keys().map(|(topic, _)| topic.clone()).collect()
 }
 
 /// The error of a group that is to begin nowhere by itself.
@@ -75,30 +160,41 @@ pub(crate) fn made_anew(topic: &str) -> SourceError {
     SourceError::misconfigured(
         "out_of_range",
         format!("the topic `{topic}` was deleted and made anew: the group's offsets are those of another log"),
-        "start again: it is read from its beginning then; or use OutOfRange::Earliest",
+        "start again: it is read from its beginning then, with another .scope(…) if ids come from positions; or use OutOfRange::Earliest",
     )
-}
-
-/// The id of no topic, as librdkafka writes it.
-const NO_ID: &str = "AAAAAAAAAAAAAAAAAAAAAA";
-
-/// The topic that a line of librdkafka's log says has another id than before: it was deleted and made anew. librdkafka
-/// reads on where it stood, and says it nowhere else.
-pub(crate) fn with_another_id(line: &str) -> Option<&str> {
-    let (before, ids) = line.split_once(" changed id from ")?;
-    let (_, topic) = before.rsplit_once("Topic ")?;
-    (!ids.starts_with(NO_ID)).then_some(topic)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn nowhere(topics: usize) -> Vec<Standing> {
+        (0..topics).map(|topic| (format!("t{topic}"), 1, Begins::Nowhere)).collect()
+    }
+
     #[test]
-    fn a_topic_with_another_id_is_told_from_one_that_is_seen_first() {
-        let line = |from| format!("[thrd:main]: Topic a.Topic changed id from {from} to q5BZ55PYTTyxda8B1C5Amg");
-        assert_eq!(with_another_id(&line("F2xUbUAeQcSPGv0PhIKTZg")), Some("a.Topic"));
-        assert_eq!(with_another_id(&line(NO_ID)), None);
-        assert_eq!(with_another_id("[thrd:main]: Topic a [0] Leader 1 Epoch 0"), None);
+    fn what_has_no_offset_while_its_topic_is_read_was_added() {
+        let mut standings = nowhere(2);
+        standings.push(("t0".to_owned(), 2, Begins::Anew));
+        let read = |others: &[(String, i32)], _| {
+            assert_eq!(others.len(), 4);
+            Some(BTreeSet::from(["t1".to_owned()]))
+        };
+        tell_added(&mut standings, &mut Patience(PATIENCE), |_, _| Some(vec![0, 1]), read);
+        assert_eq!(standings.iter().map(|it| it.2).collect::<Vec<_>>(), [Begins::Nowhere, Begins::Added, Begins::Anew]);
+    }
+
+    #[test]
+    fn a_broker_that_does_not_answer_costs_the_time_of_all_questions_once() {
+        let (mut standings, mut asked) = (nowhere(50), 0);
+        let in_vain = |_: &str, patience: Duration| {
+            asked += 1;
+            std::thread::sleep(patience);
+            None
+        };
+        tell_added(&mut standings, &mut Patience(Duration::from_millis(20)), in_vain, |_, _| unreachable!("nothing is known"));
+        assert_eq!(asked, 1);
+        let mut patience = Patience(PATIENCE * 2);
+        assert_eq!(patience.spend(|patience| patience), Some(PATIENCE), "one question does not take it all");
     }
 }

@@ -183,7 +183,7 @@ mod tests {
     fn shared(partitions: i32) -> Shared {
         let shared = Shared::default();
         for partition in 0..partitions {
-            shared.assign("t", partition, Begins::At(4));
+            shared.assign("t", partition, Begins::At(4), None);
             shared.take_in(vec![record(partition, 4)]);
         }
         shared

@@ -1,19 +1,18 @@
 //! Topics that were deleted and made anew while they were read.
 
 use std::fmt;
+use std::sync::Arc;
 
-use super::assigned::{Begins, Keeps, ReadTo};
+use super::assigned::{Assigned, Begins, Keeps, ReadTo};
 use super::{Shared, State};
-
-/// Where each log begins.
-const BEGINNING: i64 = 0;
 
 impl Shared {
     /// A topic was deleted and made anew: what was read of the old log is over, and nothing of the new one is taken in before
-    /// librdkafka has gone back to its beginning.
-    pub(crate) fn begin_anew(&self, topic: &str) {
-        self.lock().begin_anew(topic);
+    /// librdkafka has gone back to its beginning. Answers of how many partitions that is.
+    pub(crate) fn begin_anew(&self, topic: &str, log: Option<Arc<str>>) -> usize {
+        let partitions = self.lock().begin_anew(topic, log);
         self.wake_consumer();
+        partitions
     }
 
     /// Has librdkafka `seek` the beginning of each partition that is to be read from there. What fails is tried again with the
@@ -30,20 +29,21 @@ impl Shared {
 }
 
 impl State {
-    /// Ends what is assigned of a topic, and begins it again at its beginning. That is committed at once: whoever has the
-    /// partition next must not begin where the old log was left.
-    pub(super) fn begin_anew(&mut self, topic: &str) {
-        let theirs = |it: &super::Assigned| it.keeps != Keeps::Revoking && *it.topic == *topic;
+    /// Ends what is assigned of a topic, and begins it again at its beginning.
+    fn begin_anew(&mut self, topic: &str, log: Option<Arc<str>>) -> usize {
+        // Where it was assigned after it was made anew it has begun there already.
+        let another = |it: &Assigned| log.is_none() || it.log != log;
+        let theirs = |it: &Assigned| it.keeps != Keeps::Revoking && *it.topic == *topic && another(it);
         let epochs: Vec<u64> = self.assigned.iter().filter(|(_, it)| theirs(it)).map(|(epoch, _)| *epoch).collect();
-        for epoch in epochs {
-            self.withdraw(epoch);
-            let Some(old) = self.assigned.remove(&epoch) else { continue };
-            let epoch = self.begin(old.topic, old.partition, Begins::At(BEGINNING));
+        for epoch in &epochs {
+            self.withdraw(*epoch);
+            let Some(old) = self.assigned.remove(epoch) else { continue };
+            let epoch = self.begin(old.topic, old.partition, Begins::Anew, log.clone());
             if let Some(assigned) = self.assigned.get_mut(&epoch) {
                 assigned.keeps = Keeps::GoingBack;
-                assigned.watermark.begin(BEGINNING);
             }
         }
+        epochs.len()
     }
 
     fn going_back(&self) -> Vec<(u64, String, i32)> {

@@ -5,10 +5,15 @@ use std::time::Instant;
 
 use crate::watermark::Watermark;
 
+/// Where each log begins.
+pub(super) const BEGINNING: i64 = 0;
+
 /// One partition under one assignment.
 pub(super) struct Assigned {
     pub(super) topic: Arc<str>,
     pub(super) partition: i32,
+    /// The id of the topic that is read under that name, where it is known.
+    pub(super) log: Option<Arc<str>>,
     pub(super) watermark: Watermark,
     pub(super) begins: Begins,
     pub(super) read_to: ReadTo,
@@ -60,7 +65,7 @@ impl Assigned {
             Way::Stored => self.watermark.take_commit()?,
         };
         self.send_from = self.send_from.filter(|_| way == Way::Stored);
-        Some(Commit { topic: self.topic.clone(), partition: self.partition, offset, way })
+        Some(Commit { topic: self.topic.clone(), partition: self.partition, offset, way, log: self.log.clone() })
     }
 }
 
@@ -69,6 +74,10 @@ impl Assigned {
 pub(crate) enum Begins {
     /// At the offset that the group has committed.
     At(i64),
+    /// At its beginning, whatever was committed: its topic was made anew.
+    Anew,
+    /// At its beginning: it was added to a topic of which the group has read other partitions.
+    Added,
     /// The group has no offset for it.
     Nowhere,
     /// The broker did not say.
@@ -79,7 +88,8 @@ impl Begins {
     pub(super) fn at(self) -> Option<i64> {
         match self {
             Self::At(offset) => Some(offset),
-            Self::Nowhere | Self::Unknown => None,
+            Self::Anew => Some(BEGINNING),
+            Self::Added | Self::Nowhere | Self::Unknown => None,
         }
     }
 }
@@ -135,6 +145,8 @@ pub(crate) struct Commit {
     pub(crate) partition: i32,
     pub(crate) offset: i64,
     pub(crate) way: Way,
+    /// The id of the topic that it is an offset of, where it is known: it is committed beside it.
+    pub(crate) log: Option<Arc<str>>,
 }
 
 /// How an offset reaches the broker.

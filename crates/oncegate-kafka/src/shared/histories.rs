@@ -68,7 +68,7 @@ struct World {
 impl World {
     fn new() -> Self {
         let mut state = State::default();
-        let epoch = state.begin(Arc::from("t"), 0, Begins::At(0));
+        let epoch = state.begin(Arc::from("t"), 0, Begins::At(0), None);
         Self { state, epoch, naive: Naive::default(), next: 0, committed: 0, out: Vec::new() }
     }
 
@@ -116,7 +116,7 @@ impl World {
                 self.commit()?;
                 let epochs = self.state.revoke(&[("t".to_owned(), 0)]);
                 self.state.forget(&epochs);
-                self.epoch = self.state.begin(Arc::from("t"), 0, Begins::At(self.committed));
+                self.epoch = self.state.begin(Arc::from("t"), 0, Begins::At(self.committed), None);
                 (self.naive, self.next) = (Naive::default(), self.committed);
             }
             Event::Cut => {

@@ -9,7 +9,7 @@ fn record(partition: i32, offset: i64) -> Record {
 
 fn state(partition: i32, offsets: impl IntoIterator<Item = i64>) -> State {
     let mut state = State::default();
-    state.begin(Arc::from("t"), partition, Begins::Unknown);
+    state.begin(Arc::from("t"), partition, Begins::Unknown, None);
     state.take_in(offsets.into_iter().map(|offset| record(partition, offset)).collect());
     state
 }
@@ -49,7 +49,7 @@ fn a_revoked_partition_hands_out_nothing_more_and_still_counts_what_is_settled()
     assert_eq!(state.release(first.remove(1), Duration::ZERO), Fate::Counted);
     assert_eq!(state.accept(&first[1].receipt), Fate::Counted);
     assert_eq!((state.out(&epochs), state.next_due()), (0, None));
-    assert_eq!(state.commits(), [Commit { topic: Arc::from("t"), partition: 0, offset: 1, way: Way::Sent }]);
+    assert_eq!(state.commits(), [Commit { topic: Arc::from("t"), partition: 0, offset: 1, way: Way::Sent, log: None }]);
     state.forget(&epochs);
     assert_eq!(state.accept(&first[1].receipt), Fate::Stale);
     assert_eq!(state.commits(), []);
@@ -61,7 +61,7 @@ fn a_partition_that_comes_back_is_another_one() {
     let (_, before) = hand_out(&mut state);
     let epochs = state.revoke(&leaving());
     state.forget(&epochs);
-    state.begin(Arc::from("t"), 0, Begins::Unknown);
+    state.begin(Arc::from("t"), 0, Begins::Unknown, None);
     state.take_in(vec![record(0, 5), record(0, 6)]);
     assert_eq!(state.accept(&before[0].receipt), Fate::Stale);
     assert_eq!(committed(&mut state), [(5, Way::Sent)]);
@@ -89,7 +89,7 @@ fn a_partition_that_is_reset_begins_anew() {
 #[test]
 fn each_assignment_sends_where_it_begins_and_sends_again_what_failed() {
     let mut state = State::default();
-    state.begin(Arc::from("t"), 0, Begins::Unknown);
+    state.begin(Arc::from("t"), 0, Begins::Unknown, None);
     assert_eq!(committed(&mut state), []);
     state.take_in(vec![record(0, 7), record(0, 8)]);
     assert_eq!(committed(&mut state), [(7, Way::Sent)]);
@@ -106,7 +106,7 @@ fn each_assignment_sends_where_it_begins_and_sends_again_what_failed() {
 #[test]
 fn nothing_past_what_cannot_be_read_is_taken_in() {
     let mut state = state(0, 5..7);
-    state.begin(Arc::from("t"), 1, Begins::Unknown);
+    state.begin(Arc::from("t"), 1, Begins::Unknown, None);
     state.bar("t", 0);
     state.take_in(vec![record(0, 9), record(1, 3)]);
     let (revoked, deliveries) = hand_out(&mut state);
@@ -123,7 +123,7 @@ fn nothing_past_what_cannot_be_read_is_taken_in() {
 #[test]
 fn a_limit_of_nothing_hands_out_revocations_alone() {
     let mut state = state(0, 0..2);
-    state.begin(Arc::from("t"), 1, Begins::Unknown);
+    state.begin(Arc::from("t"), 1, Begins::Unknown, None);
     state.take_in(vec![record(1, 0)]);
     let nothing = Limit { count: 0, bytes: 0 };
     let mut incoming = Vec::new();
@@ -188,7 +188,7 @@ fn a_release_is_handed_over_when_its_delay_is_over_and_not_before() {
 fn what_is_missing_before_a_message_is_told() {
     let jump = |from, to| Jump { topic: Arc::from("t"), partition: 0, from, to };
     let mut state = State::default();
-    state.begin(Arc::from("t"), 0, Begins::At(5));
+    state.begin(Arc::from("t"), 0, Begins::At(5), None);
     let found = state.take_in(vec![record(0, 8), record(0, 9), record(0, 11)]);
     assert_eq!(found, Findings { jumps: vec![jump(5, 8), jump(10, 11)], restarted: vec![] });
     let found = state.take_in(vec![record(0, 12), record(0, 2)]);
@@ -223,7 +223,7 @@ fn markers_are_passed_where_it_is_known_how_far_was_read() {
 #[test]
 fn a_log_that_ends_in_what_nobody_is_handed_is_passed_once_its_position_is_known_to_be_new() {
     let mut state = State::default();
-    state.begin(Arc::from("t"), 0, Begins::At(5));
+    state.begin(Arc::from("t"), 0, Begins::At(5), None);
     assert_eq!(state.reached("t", 0, Some(100)), None);
     assert_eq!(committed(&mut state), [], "what librdkafka says may be of an assignment before");
     assert_eq!(state.reached("t", 0, None), None);
@@ -235,7 +235,7 @@ fn a_log_that_ends_in_what_nobody_is_handed_is_passed_once_its_position_is_known
 
     // Where the group has no offset it begins with what there is.
     let mut state = State::default();
-    state.begin(Arc::from("t"), 0, Begins::Nowhere);
+    state.begin(Arc::from("t"), 0, Begins::Nowhere, None);
     state.reached("t", 0, None);
     assert_eq!(state.reached("t", 0, Some(9)), None);
     assert_eq!(committed(&mut state), [(9, Way::Sent)]);
@@ -244,7 +244,7 @@ fn a_log_that_ends_in_what_nobody_is_handed_is_passed_once_its_position_is_known
 #[test]
 fn what_was_never_read_is_read_from_where_it_stood() {
     let mut state = State::default();
-    state.begin(Arc::from("t"), 0, Begins::Nowhere);
+    state.begin(Arc::from("t"), 0, Begins::Nowhere, None);
     assert_eq!(state.distrust("t", 0, Some(7)), Some(7));
 }
 
@@ -253,7 +253,7 @@ fn a_topic_made_anew_is_gone_back_to_until_that_holds_and_nothing_is_read_before
     let shared = Shared::default();
     *shared.lock() = state(0, 5..8);
     let (_, before) = hand_out(&mut shared.lock());
-    shared.begin_anew("t");
+    shared.begin_anew("t", Some(Arc::from("another")));
     let (revoked, _) = hand_out(&mut shared.lock());
     assert_eq!(revoked, [before[0].receipt.epoch]);
     assert_eq!(shared.lock().accept(&before[0].receipt), Fate::Stale);
@@ -284,7 +284,7 @@ fn a_topic_made_anew_is_gone_back_to_until_that_holds_and_nothing_is_read_before
 fn a_partition_that_was_lost_meanwhile_is_not_gone_back_to() {
     let shared = Shared::default();
     *shared.lock() = state(0, 5..8);
-    shared.begin_anew("t");
+    shared.begin_anew("t", Some(Arc::from("another")));
     shared.go_back(|_, _| {
         let epochs = shared.revoke(&leaving());
         shared.lock().forget(&epochs);

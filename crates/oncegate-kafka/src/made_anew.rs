@@ -1,0 +1,105 @@
+//! Topics that are deleted and made anew: which log a topic's name stands for now.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The ids of topics, as librdkafka's log tells them, and those that have changed. Kafka gives each topic one when it is made.
+#[derive(Default)]
+pub(crate) struct Topics(Mutex<Heard>);
+
+#[derive(Default)]
+struct Heard {
+    ids: HashMap<String, Arc<str>>,
+    made_anew: Vec<String>,
+}
+
+impl Topics {
+    /// Listens to a line of librdkafka's log. It reads on where it stood in a topic that has another id, and says it nowhere
+    /// else.
+    pub(crate) fn hear(&self, line: &str) {
+        let Some(told) = Told::of(line) else { return };
+        let mut heard = self.lock();
+        heard.ids.insert(told.topic.to_owned(), Arc::from(told.id));
+        if told.before != NO_ID {
+            heard.made_anew.push(told.topic.to_owned());
+        }
+    }
+
+    /// The id of a topic; `None` before librdkafka has seen it.
+    pub(crate) fn id(&self, topic: &str) -> Option<Arc<str>> {
+        self.lock().ids.get(topic).cloned()
+    }
+
+    /// The topics that were deleted and made anew, since it was asked last.
+    pub(crate) fn take_made_anew(&self) -> Vec<String> {
+        std::mem::take(&mut self.lock().made_anew)
+    }
+
+    /// Whether it is among those that will be taken next.
+    pub(crate) fn is_made_anew(&self, topic: &str) -> bool {
+        self.lock().made_anew.iter().any(|it| it == topic)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Heard> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The id of no topic, as librdkafka writes it.
+const NO_ID: &str = "AAAAAAAAAAAAAAAAAAAAAA";
+
+/// What a line says of a topic's id.
+#[derive(Debug, PartialEq, Eq)]
+struct Told<'a> {
+    topic: &'a str,
+    before: &'a str,
+    id: &'a str,
+}
+
+impl<'a> Told<'a> {
+    fn of(line: &'a str) -> Option<Self> {
+        let (topic, ids) = line.split_once(" changed id from ")?;
+        let (_, topic) = topic.rsplit_once("Topic ")?;
+        let (before, id) = ids.trim_end().split_once(" to ")?;
+        Some(Self { topic, before, id })
+    }
+}
+
+/// What stands before the topic's id in the metadata of a committed offset.
+const MARK: &str = "topic-id=";
+
+/// The metadata of an offset that is committed for the topic of this id.
+pub(crate) fn metadata(id: &str) -> String {
+    format!("{MARK}{id}")
+}
+
+/// The id of the topic that an offset was committed for, by its metadata; `None` if it does not say, such as one that a person
+/// has set.
+pub(crate) fn id_in(metadata: &str) -> Option<&str> {
+    metadata.strip_prefix(MARK)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_topic_with_another_id_is_told_from_one_that_is_seen_first() {
+        let line = |from, to| format!("[thrd:main]: Topic a.Topic changed id from {from} to {to}");
+        let topics = Topics::default();
+        assert_eq!(topics.id("a.Topic"), None);
+        topics.hear(&line(NO_ID, "F2xUbUAeQcSPGv0PhIKTZg"));
+        assert_eq!((topics.id("a.Topic").as_deref(), topics.take_made_anew()), (Some("F2xUbUAeQcSPGv0PhIKTZg"), vec![]));
+        topics.hear("[thrd:main]: Topic a [0] Leader 1 Epoch 0");
+        topics.hear(&line("F2xUbUAeQcSPGv0PhIKTZg", "q5BZ55PYTTyxda8B1C5Amg"));
+        assert_eq!(topics.id("a.Topic").as_deref(), Some("q5BZ55PYTTyxda8B1C5Amg"));
+        assert!(topics.is_made_anew("a.Topic") && !topics.is_made_anew("a"));
+        assert_eq!((topics.take_made_anew(), topics.take_made_anew()), (vec!["a.Topic".to_owned()], vec![]));
+    }
+
+    #[test]
+    fn an_offset_says_of_which_topic_it_is_or_nothing() {
+        assert_eq!(id_in(&metadata("q5BZ55PYTTyxda8B1C5Amg")), Some("q5BZ55PYTTyxda8B1C5Amg"));
+        assert_eq!((id_in(""), id_in("set by hand")), (None, None));
+    }
+}
