@@ -23,6 +23,15 @@ pub(crate) enum Shelf {
     InDoubt,
 }
 
+impl Shelf {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::DeadLetters => "dead-letter",
+            Self::InDoubt => "in-doubt",
+        }
+    }
+}
+
 /// Where messages are consumed and set aside.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Broker {

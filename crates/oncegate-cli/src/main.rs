@@ -6,10 +6,12 @@
 mod audit;
 mod config;
 mod dead_letters;
+mod explain;
 mod failure;
 mod in_doubt;
 mod letters;
 mod marker;
+mod plan;
 mod say;
 mod show_config;
 
@@ -49,6 +51,8 @@ struct Common {
 
 #[derive(Subcommand)]
 enum Command {
+    /// The whole story of an id: was it handled, and why not twice?
+    Explain(explain::Explain),
     /// What the store remembers of ids.
     #[command(subcommand)]
     Marker(marker::MarkerCommand),
@@ -60,6 +64,8 @@ enum Command {
     InDoubt(in_doubt::InDoubtCommand),
     /// What operators did.
     Audit(audit::AuditArguments),
+    /// What a load needs of Redis: memory, servers, connections.
+    Plan(plan::PlanArguments),
     /// The configuration.
     #[command(subcommand)]
     Config(show_config::ConfigCommand),
@@ -107,6 +113,8 @@ fn told(failure: &Failure) -> ExitCode {
 async fn run(arguments: Arguments) -> Result<(), Failure> {
     let context = Context::of(&arguments.common)?;
     match arguments.command {
+        Command::Explain(explain) => explain::run(&context, explain).await,
+        Command::Plan(arguments) => plan::run(&context, &arguments),
         Command::Marker(command) => marker::run(&context, command).await,
         Command::DeadLetters(command) => dead_letters::run(&context, command).await,
         Command::InDoubt(command) => in_doubt::run(&context, command).await,

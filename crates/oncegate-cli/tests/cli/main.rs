@@ -4,6 +4,7 @@
 
 mod config;
 mod desk;
+mod explain;
 mod letters;
 mod markers;
 mod world;

@@ -1,0 +1,149 @@
+//! `oncegate explain`: was it handled, and why not twice? From all that is known of one id.
+
+mod verdict;
+
+use clap::Args;
+use serde::Serialize;
+
+use crate::Context;
+use crate::audit::{self, Audit, Entry};
+use crate::config;
+use crate::failure::Failure;
+use crate::letters::filter::Filter;
+use crate::letters::look::{Looking, gather};
+use crate::letters::{Broker, Done, Letter, Shelf, kafka, look};
+use crate::marker::told::Told;
+use verdict::Verdict;
+
+#[derive(Args)]
+pub(crate) struct Explain {
+    /// As the producer wrote it, or as it stands in keys and logs.
+    id: String,
+    /// Goes through the topic too, and counts the messages with this id in it; needs `gate.id`. Of RabbitMQ, where what was
+    /// handled is gone, nothing can be counted.
+    #[arg(long)]
+    copies: bool,
+    #[command(flatten)]
+    looking: Looking,
+}
+
+/// All that is known of an id.
+#[derive(Serialize)]
+struct Story {
+    id: String,
+    verdict: Verdict,
+    says: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    marker: Option<Told>,
+    dead_letters: Vec<serde_json::Value>,
+    in_doubt: Vec<serde_json::Value>,
+    /// Where messages with this id stand in the topic.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    copies: Option<Vec<String>>,
+    audit: Vec<Entry>,
+    /// What could not be asked, and why.
+    not_seen: Vec<String>,
+}
+
+/// What was found.
+#[derive(Default)]
+pub(crate) struct Known {
+    pub(crate) marker: Option<Told>,
+    pub(crate) dead_letters: Vec<Letter>,
+    pub(crate) in_doubt: Vec<Letter>,
+    pub(crate) copies: Option<Vec<String>>,
+    pub(crate) acts: Vec<Entry>,
+}
+
+pub(crate) async fn run(context: &Context, explain: Explain) -> Result<(), Failure> {
+    let id = config::id(&explain.id)?;
+    let (mut known, mut not_seen) = (Known::default(), Vec::new());
+    let mut note = |what: &str, failure: Failure| not_seen.push(format!("{what}: {failure}"));
+    match marker(context, &id).await {
+        Ok(told) => known.marker = Some(told),
+        Err(failure) => note("the store", failure),
+    }
+    match acts(context, id.as_str()).await {
+        Ok(acts) => known.acts = acts,
+        Err(failure) => note("the audit", failure),
+    }
+    let filter = Filter::of_id(id.as_str(), None)?;
+    let brokers = Broker::configured(context, None).unwrap_or_else(|failure| {
+        note("the dead letters", failure);
+        Vec::new()
+    });
+    for broker in brokers {
+        for (shelf, found) in [(Shelf::DeadLetters, &mut known.dead_letters), (Shelf::InDoubt, &mut known.in_doubt)] {
+            match gather(context, shelf, broker, explain.looking.counts(), usize::MAX, |letter| filter.takes(letter)).await {
+                Ok((letters, _)) => found.extend(letters),
+                Err(failure) => note(&format!("the {} destination on {}", shelf.name(), broker.name()), failure),
+            }
+        }
+    }
+    if explain.copies {
+        known.copies = Some(copies(context, &filter).await?);
+    }
+    let (verdict, says) = verdict::of(&known);
+    let view = |letters: &[Letter]| letters.iter().map(|letter| serde_json::json!(letter.view())).collect();
+    let story = Story {
+        id: id.to_string(),
+        verdict,
+        says,
+        dead_letters: view(&known.dead_letters),
+        in_doubt: view(&known.in_doubt),
+        marker: known.marker.clone(),
+        copies: known.copies.clone(),
+        audit: known.acts.clone(),
+        not_seen,
+    };
+    context.format.print(&story, for_people(&story, &known))?;
+    if story.not_seen.is_empty() { Ok(()) } else { Err(Failure::server("not all could be asked, so the story may lack a part")) }
+}
+
+async fn marker(context: &Context, id: &oncegate::MessageId) -> Result<Told, Failure> {
+    let key = context.config.key(id)?;
+    let standing = context.config.redis()?.look_closely(&key).await?;
+    Ok(Told::of(key.as_str(), &standing, context.config.window()))
+}
+
+async fn acts(context: &Context, id: &str) -> Result<Vec<Entry>, Failure> {
+    let mut acts = Audit::of(context)?.acts().await?;
+    acts.retain(|act| act.id.as_deref() == Some(id));
+    Ok(acts)
+}
+
+/// Every message of the topic that the filter takes.
+async fn copies(context: &Context, filter: &Filter) -> Result<Vec<String>, Failure> {
+    if context.config.id_source()?.is_none() {
+        return Err(Failure::usage("--copies needs gate.id, to read the ids of messages"));
+    }
+    let topic = kafka::topic(&context.config)?;
+    let mut reader = crate::letters::Reader::Kafka(kafka::Reader::of(context, topic, Done::of(&[])).await?);
+    let bar = look::bar(&reader, "messages looked at");
+    let mut copies = Vec::new();
+    while let Some(letter) = reader.next().await? {
+        bar.inc(1);
+        if filter.takes(&letter) {
+            copies.push(letter.place.to_string());
+        }
+    }
+    bar.finish_and_clear();
+    Ok(copies)
+}
+
+fn for_people(story: &Story, known: &Known) -> String {
+    let mut text = format!("{}: {}\n{}\n", story.id, story.verdict.word(), story.says);
+    let mut section = |title: &str, lines: String| {
+        if !lines.is_empty() {
+            text.push_str(&format!("\n{title}\n{}\n", lines.trim_end()));
+        }
+    };
+    section("The marker", story.marker.as_ref().map(Told::for_people).unwrap_or_default());
+    for (title, letters) in [("Dead letters", &known.dead_letters), ("In doubt", &known.in_doubt)] {
+        section(title, if letters.is_empty() { String::new() } else { look::table(letters).to_string() });
+    }
+    section("Messages with this id in the topic", story.copies.as_deref().unwrap_or_default().join("\n"));
+    section("What operators did", if story.audit.is_empty() { String::new() } else { audit::table(&story.audit).to_string() });
+    section("Not seen", story.not_seen.join("\n"));
+    text
+}
