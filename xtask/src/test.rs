@@ -14,6 +14,8 @@ use crate::stopping::Stopping;
 
 /// A name for this run in the environment of everything that the tests start.
 const RUN: &str = "ONCEGATE_TEST_RUN";
+/// How many tests run at the same time. They wait for servers most of the time: two for each core finish in half the time.
+const THREADS: &str = "RUST_TEST_THREADS";
 /// How long what the tests left behind may take to end in good order.
 const STOP_PATIENCE: Duration = Duration::from_secs(5);
 
@@ -67,6 +69,10 @@ fn cargo_test(arguments: &Arguments) -> Command {
     }
     for package in &arguments.packages {
         cargo.args(["--package", package]);
+    }
+    if std::env::var_os(THREADS).is_none() {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        cargo.env(THREADS, (2 * cores).to_string());
     }
     if let Some(filter) = &arguments.filter {
         cargo.arg("--").arg(filter);
