@@ -18,11 +18,12 @@ use crate::rig::{Judgement, LEASE, Rig};
 const PATIENCE: Duration = Duration::from_secs(120);
 /// How soon what is published is handled when a broker is back, on a machine that has not.
 const SOON: Duration = Duration::from_secs(30);
-/// Whether nothing was lost, nothing happened or began twice, and each key stayed in order. How much is in doubt depends on when
-/// a fault came and on how late a lease was renewed; it is a small part.
-fn is_kept(judgement: &Judgement) -> bool {
-    let Judgement { all, lost, effects_twice, starts_twice, out_of_order, in_doubt } = *judgement;
-    [lost, effects_twice, starts_twice, out_of_order] == [0; 4] && in_doubt * 4 <= all
+/// Whether nothing was lost, nothing happened or began twice, and each key stayed in order; and whether each message in doubt is
+/// explained: by one of so many that ran in a process that was ended or frozen, or by a lease that was lost, which its consumer
+/// counts.
+fn is_kept(judgement: &Judgement, cut_short: usize) -> bool {
+    let Judgement { lost, effects_twice, starts_twice, out_of_order, in_doubt, fenced, .. } = *judgement;
+    [lost, effects_twice, starts_twice, out_of_order] == [0; 4] && in_doubt <= cut_short + fenced
 }
 
 async fn broker() -> KafkaServer {
@@ -42,14 +43,19 @@ async fn members_come_and_go(for_so_long: Duration) {
     let rig = Rig::new(shared_broker(), 8, 1).await;
     rig.publish(KEYS, 0..each, Duration::from_secs(1));
     let offsets = rig.watch_offsets();
-    let join = || rig.consumer("at-most-once", &["--in-flight=64"]);
+    let join = || rig.consumer("at-most-once", &[]);
     let (begun, mut members, mut leaving, mut joined, mut grows) = (Instant::now(), vec![join(), join()], Vec::new(), 2, true);
+    let mut full = 0;
     while begun.elapsed() < for_so_long {
         tokio::time::sleep(turn).await;
         grows = if grows { members.len() < most } else { members.len() <= 2 };
         if grows {
             members.push(join());
             joined += 1;
+            if members.len() == most {
+                rig.until_members(most, PATIENCE).await;
+                full += 1;
+            }
         } else {
             leaving.push(tokio::spawn(members.remove(0).leave()));
         }
@@ -62,18 +68,19 @@ async fn members_come_and_go(for_so_long: Duration) {
     }
     let (seen, judgement) = (offsets.end(), rig.judge(KEYS, each));
     println!(
-        "members: {joined} joined, {} messages, {judgement:?}, {} offset regressions in {} looks, {judged:?} after the last change",
+        "members: {joined} joined, {full} times {most} at once, {} messages, {judgement:?}, {} offset regressions in {} looks, {judged:?} after the last change",
         KEYS * each,
         seen.regressions,
         seen.looks
     );
-    assert!(is_kept(&judgement) && seen.regressions == 0, "{}", rig.logs());
-    assert!(seen.looks > 10);
+    // Each left in good order, with all that ran in it done.
+    assert!(is_kept(&judgement, 0) && seen.regressions == 0, "{}", rig.logs());
+    assert!(seen.looks > 10 && full > 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn members_that_come_and_go_every_three_seconds() {
-    members_come_and_go(Duration::from_secs(24)).await;
+    members_come_and_go(Duration::from_secs(30)).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -132,7 +139,7 @@ async fn the_broker_fails(fault: BrokerFault, soon: Duration) {
         seen.regressions,
         seen.looks
     );
-    assert!(is_kept(&judgement) && seen.regressions == 0, "{}", rig.logs());
+    assert!(is_kept(&judgement, 0) && seen.regressions == 0, "{}", rig.logs());
     assert!(again < soon, "consuming again after {again:?}\n{}", rig.logs());
     drop(server);
 }
@@ -173,6 +180,7 @@ async fn long_one_of_three_brokers_is_killed() {
     rig.publish(KEYS, 0..EACH, Duration::from_millis(400));
     let offsets = rig.watch_offsets();
     let members = [rig.consumer("at-most-once", &[]), rig.consumer("at-most-once", &[])];
+    let mut again = Vec::new();
     for node in 0..servers.count() {
         rig.until_effects(KEYS * EACH * (node + 1) / 5, PATIENCE * 2).await;
         let killed = tokio::task::spawn_blocking(move || {
@@ -182,6 +190,8 @@ async fn long_one_of_three_brokers_is_killed() {
             servers
         });
         servers = killed.await.expect("the broker again");
+        // A message of each key, of whichever node's partition.
+        again.push(rig.until_each_key_starts_again(KEYS, PATIENCE).await);
     }
     rig.until_judged(KEYS * EACH, PATIENCE * 3).await;
     rig.until_committed(PATIENCE).await;
@@ -190,14 +200,18 @@ async fn long_one_of_three_brokers_is_killed() {
     }
     let (seen, judgement) = (offsets.end(), rig.judge(KEYS, EACH));
     println!(
-        "one of three brokers killed, three times: {} messages, {judgement:?}, {} regressions in {} looks",
+        "one of three brokers killed, three times: {} messages, {judgement:?}, {} regressions in {} looks, each key again after {again:?}",
         KEYS * EACH,
         seen.regressions,
         seen.looks
     );
-    assert!(is_kept(&judgement) && seen.regressions == 0, "{}", rig.logs());
+    assert!(is_kept(&judgement, 0) && seen.regressions == 0, "{}", rig.logs());
+    assert!(again.iter().all(|again| *again < SOON), "consuming again after {again:?}\n{}", rig.logs());
     drop(servers);
 }
+
+/// Shorter than three leases.
+const SESSION: &str = "session.timeout.ms=3000";
 
 /// What is done to one of two consumers.
 #[derive(Clone, Copy, Debug)]
@@ -209,18 +223,28 @@ enum ConsumerFault {
 async fn a_consumer_fails(fault: ConsumerFault) {
     const KEYS: usize = 40;
     const EACH: usize = 20;
-    let rig = Rig::new(shared_broker(), 4, 1).await;
+    const PARTITIONS: usize = 4;
+    let rig = Rig::new(shared_broker(), PARTITIONS as i32, 1).await;
     rig.publish(KEYS, 0..EACH, Duration::from_millis(150));
     let offsets = rig.watch_offsets();
-    let mut members = vec![rig.consumer("at-most-once", &["--in-flight=16"]), rig.consumer("at-most-once", &["--in-flight=16"])];
+    let member = || rig.consumer("at-most-once", &["--in-flight=16", "--property", SESSION]);
+    let mut members = vec![member(), member()];
+    rig.until_assigned(0, PARTITIONS / 2, PATIENCE).await;
+    rig.until_assigned(1, PARTITIONS / 2, PATIENCE).await;
     rig.until_effects(KEYS * EACH / 4, PATIENCE).await;
     let since = Instant::now();
     match fault {
-        ConsumerFault::Killed => members.remove(0).signal(Signal::KILL),
+        ConsumerFault::Killed => {
+            members.remove(0).signal(Signal::KILL);
+            rig.until_assigned(1, PARTITIONS, PATIENCE).await;
+        }
         ConsumerFault::Frozen(time) => {
             members[0].signal(Signal::STOP);
+            // Longer than a session: all that it had goes to the other one, which takes over what ran in it too.
             tokio::time::sleep(time).await;
+            rig.until_assigned(1, PARTITIONS, PATIENCE).await;
             members[0].signal(Signal::CONT);
+            rig.until_logged("lost=true", PATIENCE).await;
         }
     }
     rig.until_judged(KEYS * EACH, PATIENCE * 2).await;
@@ -236,7 +260,7 @@ async fn a_consumer_fails(fault: ConsumerFault) {
         seen.regressions,
         seen.looks
     );
-    assert!(is_kept(&judgement) && seen.regressions == 0, "{}", rig.logs());
+    assert!(is_kept(&judgement, 16) && seen.regressions == 0, "{}", rig.logs());
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -263,7 +287,8 @@ async fn a_slow_handler(takes: Duration) {
     const KEYS: usize = 4;
     let rig = Rig::new(shared_broker(), 2, 1).await;
     rig.publish(KEYS, 0..1, takes);
-    let member = rig.consumer("at-most-once", &["--property", "max.poll.interval.ms=6500"]);
+    // No lease is lost, however late a renewal comes: what is seen twice was delivered twice.
+    let member = rig.consumer("at-most-once", &["--property", "max.poll.interval.ms=6500", "--lease-ms=60000"]);
     rig.until_judged(KEYS, takes + PATIENCE).await;
     rig.until_committed(PATIENCE).await;
     // Looked at before it leaves, which gives its partitions back.
@@ -271,8 +296,12 @@ async fn a_slow_handler(takes: Duration) {
     member.leave().await;
     let judgement = rig.judge(KEYS, 1);
     println!("handler of {takes:?} with max.poll.interval.ms=6500: {judgement:?}, {revoked} revocations");
-    assert!(is_kept(&judgement), "{}", rig.logs());
+    assert!(is_kept(&judgement, 0), "{}", rig.logs());
     assert_eq!((revoked, exceeded), (0, 0), "{}", rig.logs());
+    // Each delivery ends in a claim that is granted or in one of these, so there was one for each message.
+    let outcomes = |outcome| rig.counted(outcome);
+    assert_eq!((outcomes("first"), outcomes("completed")), (KEYS, KEYS), "{}", rig.logs());
+    assert_eq!(["reclaimed", "duplicate", "busy", "released"].map(outcomes), [0; 4], "{}", rig.logs());
 }
 
 #[tokio::test(flavor = "multi_thread")]

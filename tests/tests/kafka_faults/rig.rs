@@ -84,7 +84,10 @@ impl Rig {
         let log = self.directory.path().join(format!("{number}.log"));
         let mut command = Command::new(env!("CARGO_BIN_EXE_consumer"));
         command.args(["--broker=kafka", "--url", &self.brokers, "--from", &self.name, "--group", group, "--scope", group]);
-        command.args(["--redis", &redis, "--guarantee", guarantee, "--lease-ms", &LEASE.as_millis().to_string(), "--diary"]);
+        if !more.iter().any(|it| it.starts_with("--lease-ms")) {
+            command.args(["--lease-ms", &LEASE.as_millis().to_string()]);
+        }
+        command.args(["--redis", &redis, "--guarantee", guarantee, "--diary"]);
         command.arg(self.directory.path().join("diary")).args(more).stdin(Stdio::null()).stdout(Stdio::null());
         Member(command.stderr(File::create(log).expect("a log")).spawn().expect("the consumer's program"))
     }
@@ -108,6 +111,37 @@ impl Rig {
 
     pub(crate) async fn until_effects(&self, count: usize, patience: Duration) -> Duration {
         self.until(&format!("{count} effects"), patience, || self.effects().len() >= count).await
+    }
+
+    /// Waits until each key has begun a message that it had not begun before; answers how long that took.
+    pub(crate) async fn until_each_key_starts_again(&self, keys: usize, patience: Duration) -> Duration {
+        let begun = self.starts().len();
+        let again =
+            || self.starts().iter().skip(begun).filter_map(|run| Some(run.id.split_once('-')?.0.to_owned())).collect::<BTreeSet<_>>();
+        self.until(&format!("{keys} keys start again"), patience, || again().len() == keys).await
+    }
+
+    /// Waits until the broker counts so many members in the group.
+    pub(crate) async fn until_members(&self, count: usize, patience: Duration) -> Duration {
+        let asker: BaseConsumer = client(&self.brokers).create().expect("a consumer");
+        let members = || {
+            let listed = asker.fetch_group_list(Some(&self.name), PATIENCE).ok()?;
+            Some(listed.groups().first()?.members().len())
+        };
+        self.until(&format!("{count} members"), patience, || members() >= Some(count)).await
+    }
+
+    /// Waits until the consumer that was started as this one, counted from 0, has so many partitions.
+    pub(crate) async fn until_assigned(&self, consumer: u32, partitions: usize, patience: Duration) -> Duration {
+        let has = || {
+            let log = self.log(consumer);
+            log.matches("partition assigned").count().saturating_sub(log.matches("partition revoked").count())
+        };
+        self.until(&format!("consumer {consumer} has {partitions} partitions"), patience, || has() == partitions).await
+    }
+
+    pub(crate) async fn until_logged(&self, what: &str, patience: Duration) -> Duration {
+        self.until(&format!("it says {what}"), patience, || self.logged(what) > 0).await
     }
 
     async fn until(&self, what: &str, patience: Duration, is_so: impl Fn() -> bool) -> Duration {
@@ -162,13 +196,18 @@ impl Rig {
             })
             .count();
         Judgement {
-            all: all.len(),
             lost: all.difference(&judged).count(),
             effects_twice: twice(&effects),
             starts_twice: twice(&starts),
             out_of_order,
             in_doubt: doubted.len(),
+            fenced: self.counted("fenced"),
         }
+    }
+
+    /// How many deliveries all consumers together have counted under this outcome.
+    pub(crate) fn counted(&self, outcome: &str) -> usize {
+        self.entries().iter().filter(|entry| matches!(entry, Entry::Counted(it) if it == outcome)).count()
     }
 
     /// Waits until the group has committed all that there is.
@@ -215,7 +254,7 @@ impl Rig {
     /// The ends of the consumers' logs, and where they went wrong.
     pub(crate) fn logs(&self) -> String {
         let log = |number: u32| {
-            let text = std::fs::read_to_string(self.directory.path().join(format!("{number}.log"))).unwrap_or_default();
+            let text = self.log(number);
             let lines: Vec<&str> = text.lines().collect();
             format!("consumer {number}:\n{}", lines[lines.len().saturating_sub(15)..].join("\n"))
         };
@@ -224,21 +263,24 @@ impl Rig {
 
     /// How often any consumer has logged this.
     pub(crate) fn logged(&self, what: &str) -> usize {
-        let numbers = 0..self.started.load(Ordering::Relaxed);
-        let texts = numbers.map(|number| std::fs::read_to_string(self.directory.path().join(format!("{number}.log"))).unwrap_or_default());
-        texts.map(|text| text.matches(what).count()).sum()
+        (0..self.started.load(Ordering::Relaxed)).map(|number| self.log(number).matches(what).count()).sum()
+    }
+
+    fn log(&self, number: u32) -> String {
+        std::fs::read_to_string(self.directory.path().join(format!("{number}.log"))).unwrap_or_default()
     }
 }
 
 /// What became of all messages.
 #[derive(Debug)]
 pub(crate) struct Judgement {
-    pub(crate) all: usize,
     pub(crate) lost: usize,
     pub(crate) effects_twice: usize,
     pub(crate) starts_twice: usize,
     pub(crate) out_of_order: usize,
     pub(crate) in_doubt: usize,
+    /// How often a consumer found that it had lost a lease.
+    pub(crate) fenced: usize,
 }
 
 /// Watches committed offsets.
