@@ -6,7 +6,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use oncegate_testkit::proxy::{Fate, Proxy, holds};
-use oncegate_testkit::servers::{ClusterServers, RedisOptions, RedisServer, SentinelServers};
+use oncegate_testkit::servers::{ClusterServers, RedisOptions, RedisPersistence, RedisServer, SentinelServers};
 
 #[test]
 fn tls_is_trusted_by_its_authority_alone() {
@@ -37,6 +37,31 @@ fn sentinels_name_a_new_primary_and_a_cut_link_is_cut() {
     let new = servers.wait_for_failover(old).unwrap();
     assert_eq!(servers.redis()[new].command("EXISTS before").unwrap(), ":1");
     assert_eq!(servers.redis()[new].command("EXISTS after").unwrap(), ":0");
+    servers.mend().unwrap();
+    assert_eq!(servers.primary(), new);
+    assert_eq!(servers.redis()[old].command("EXISTS after").unwrap(), ":0");
+    assert!(servers.redis()[old].reply("INFO replication").unwrap().contains("role:slave"));
+}
+
+#[test]
+fn a_server_that_loads_slowly_says_so_until_it_has_loaded() {
+    let mut server = RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EverySecond)).unwrap();
+    server.command("EVAL \"for i=1,100000 do redis.call('SET','k'..i,'v') end\" 0").unwrap();
+    server.kill();
+    let port = server.port();
+    let asking = std::thread::spawn(move || {
+        // Until it has loaded: whoever connects too early is refused.
+        let answer = || Some(Client::of_one_that_may_not_listen(port)?.ask("GET k1").unwrap_or_default());
+        std::iter::repeat_with(answer).flatten().take_while(|said| said != "$1").any(|said| said.starts_with("-LOADING"))
+    });
+    // All of it would take 40 s.
+    let began = Instant::now();
+    server.start_again_loading(Duration::from_secs(1)).unwrap();
+    assert!(asking.join().unwrap(), "nobody was told that it loads");
+    assert!(began.elapsed() >= Duration::from_secs(1));
+    assert_eq!(server.command("EXISTS k100000").unwrap(), ":1");
+    // Only that once.
+    assert!(server.reply("CONFIG GET key-load-delay").unwrap().contains("\r\n0\r\n"));
 }
 
 #[test]
@@ -55,9 +80,13 @@ struct Client(BufReader<TcpStream>);
 
 impl Client {
     fn of(port: u16) -> Self {
-        let stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
+        Self::of_one_that_may_not_listen(port).unwrap()
+    }
+
+    fn of_one_that_may_not_listen(port: u16) -> Option<Self> {
+        let stream = TcpStream::connect(("127.0.0.1", port)).ok()?;
         stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
-        Self(BufReader::new(stream))
+        Some(Self(BufReader::new(stream)))
     }
 
     fn ask(&mut self, command: &str) -> std::io::Result<String> {

@@ -29,7 +29,7 @@ use serde::{Deserialize, Serialize};
 use crate::ledger::{Ledger, Record, What};
 use faults::Windows;
 
-pub(crate) use faults::FREEZE;
+pub(crate) use faults::{FAIL_OVER, FREEZE};
 
 /// How many violations are told with their histories.
 const STORIES: usize = 100;
@@ -71,9 +71,23 @@ pub struct Rules {
     pub aftermath: Duration,
     /// How long a drain may take.
     pub drain: Duration,
+    /// Whether the store may forget what it has said.
+    #[serde(default)]
+    pub store: Remembers,
     /// How many messages a consumer may handle at once; older reports do not say.
     #[serde(default)]
     pub in_flight: u32,
+}
+
+/// What a store still knows after a failover.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Remembers {
+    /// Each claim that it granted.
+    #[default]
+    Claims,
+    /// Not all: a second effect may happen, and has its cause in the fault log.
+    NotAll,
 }
 
 /// What must hold, by the names that reports use.
@@ -164,6 +178,8 @@ impl Invariant {
             Self::I1 | Self::I13 => true,
             Self::I2 => rules.promise == Promise::AtMostOnce,
             Self::I3 => rules.promise == Promise::EffectivelyOnce,
+            // Who has lost its marker handles beside who was granted the next.
+            Self::I4 => rules.promise != Promise::Bare && rules.store == Remembers::Claims,
             // Kafka alone has an order, and offsets.
             Self::I5 | Self::I6 | Self::I7 => rules.promise != Promise::Bare && rules.order == Ordered::ByKey,
             _ => rules.promise != Promise::Bare,
@@ -249,9 +265,9 @@ pub struct Counts {
     /// Processes that were killed: what they had written of their counters last was compared.
     #[serde(default)]
     pub metrics_bounded: u64,
-    /// Completions that the store had confirmed and a failover lost.
+    /// Markers whose end the store had recorded, and that a failover left in progress.
     #[serde(default)]
-    pub completions_lost: u64,
+    pub ends_lost: u64,
     /// The most memory that a consumer had, in KiB.
     #[serde(default)]
     pub resident: u64,

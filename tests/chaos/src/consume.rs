@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use oncegate::{Consumer, Context, Failure, Handler, IdSource, KafkaLogin, Knows, Open, Reconciled, Redis, async_trait};
+use oncegate::{Consumer, Context, Durability, Failure, Handler, IdSource, KafkaLogin, Knows, Open, Reconciled, Redis, async_trait};
+use oncegate_testkit::servers::SENTINEL_NAME;
 
 use crate::Error;
 use crate::ledger::{Ending, Log, What};
@@ -20,6 +21,9 @@ const TIMEOUT: Duration = Duration::from_secs(4);
 /// How long a process that only sleeps may oversleep until that is worth a record.
 const STALL: Duration = Duration::from_millis(300);
 
+/// How long replicas may take to know of a claim.
+const REPLICATED: Duration = Duration::from_millis(200);
+
 /// What a consumer is started with.
 #[derive(Args)]
 pub struct Arguments {
@@ -28,9 +32,12 @@ pub struct Arguments {
     /// With what to log in to Kafka: a name, a password, and the file with the authority's certificate.
     #[arg(long, num_args = 3)]
     login: Option<Vec<String>>,
-    /// Where the markers are.
-    #[arg(long)]
-    redis: String,
+    /// Where the markers are: a Redis, or Sentinels that know one.
+    #[arg(long, required = true, value_delimiter = ',')]
+    redis: Vec<String>,
+    /// How many replicas have to know of a claim.
+    #[arg(long, default_value_t = 0)]
+    replicas: u32,
 }
 
 /// Consumes until SIGTERM, then drains. Ends at once when its standard input ends: who started it is gone.
@@ -53,8 +60,15 @@ pub async fn run(arguments: Arguments) -> Result<(), Error> {
 }
 
 async fn consume(source: impl Open + fmt::Debug, arguments: &Arguments, worker: Worker) -> Result<(), Error> {
-    let Arguments { common, redis, .. } = arguments;
-    let store = Redis::at(redis);
+    let Arguments { common, redis, replicas, .. } = arguments;
+    let store = match redis.as_slice() {
+        [one] => Redis::at(one),
+        sentinels => Redis::sentinel(sentinels, SENTINEL_NAME),
+    };
+    let store = match *replicas {
+        0 => store,
+        count => store.durability(Durability::Replicas { count, timeout: REPLICATED }),
+    };
     // Into the log, where no secret may stand.
     eprintln!("source: {source:?}\nstore: {store:?}");
     let (log, sink) = (Arc::clone(&worker.log), worker.sink.clone());

@@ -18,10 +18,11 @@ use oncegate_chaos::{Error, Stopping, fleet, matrix, mutants, sink};
 
 /// Plays real faults on real servers, and counts what becomes of messages.
 ///
-/// NAME is a fault (kill-consumer, freeze-consumer, terminate-consumer, rolling-restart, kill-redis, freeze-redis,
-/// drop-replies, dark-redis, reset-redis, restart-rabbit, kill-rabbit, close-connections, close-channels,
-/// cancel-consumers, dark-rabbit, reset-rabbit, kill-kafka, freeze-kafka), `mixed` for all of them in turn, or `pairs` for
-/// two at a time. Exit code 0 if every promise held.
+/// NAME is a fault (kill-consumer, freeze-consumer, terminate-consumer, rolling-restart, kill-redis, load-redis, freeze-redis,
+/// drop-replies, dark-redis, reset-redis, fill-redis, fill-disk, demote-redis, strand-redis, flush-scripts, refuse-letters,
+/// restart-rabbit, kill-rabbit, close-connections, close-channels, cancel-consumers, dark-rabbit, reset-rabbit, kill-kafka,
+/// freeze-kafka, rebalance), `mixed` for all of them in turn, or `pairs` for two at a time. `fail-over-redis` has Redis servers of
+/// its own, which Sentinels watch. Exit code 0 if every promise held.
 #[derive(Parser)]
 #[command(name = "cargo xtask chaos", bin_name = "cargo xtask chaos", args_conflicts_with_subcommands = true)]
 struct Arguments {
@@ -59,6 +60,10 @@ struct Arguments {
     /// How long faults last, and the pauses between them.
     #[arg(long, value_enum, default_value_t = Lengths::Full)]
     lengths: Lengths,
+    /// How many of the two replicas have to know of a claim in `fail-over-redis`. With none at most once pauses after it, and may
+    /// double; with one it pauses where Sentinels take the other one.
+    #[arg(long, default_value_t = 2)]
+    replicas: u32,
     /// On which broker; on both by default.
     #[arg(long, value_enum)]
     broker: Option<Broker>,
@@ -191,6 +196,7 @@ fn direct(arguments: &Arguments) -> Result<ExitCode, Error> {
             rate: arguments.rate.max(1),
             consumers: arguments.consumers.max(1),
             lengths: arguments.lengths,
+            replicas: arguments.replicas,
         };
         match arguments.soak {
             Some(minutes) => director.soak(&wish, Duration::from_secs(60 * minutes))?,

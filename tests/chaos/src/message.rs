@@ -62,6 +62,7 @@ pub struct Messages {
     random: fastrand::Rng,
     next: u64,
     aborts: Aborts,
+    kinds: Kinds,
     keys: u32,
     /// Of how many hundred one is long.
     rare: u16,
@@ -80,13 +81,24 @@ pub enum Aborts {
     Some,
 }
 
+/// Which messages there are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Kinds {
+    /// All.
+    All,
+    /// None that never ends, which holds up the end of a run for as long as its attempts take.
+    WithoutTheStuck,
+}
+
 impl Messages {
     /// By this seed, so many a second.
-    pub fn new(seed: u64, aborts: Aborts, rate: u32) -> Self {
+    pub fn new(seed: u64, aborts: Aborts, kinds: Kinds, rate: u32) -> Self {
         Self {
             random: fastrand::Rng::with_seed(seed ^ 0x6d65_7373_6167_6573),
             next: 0,
             aborts,
+            kinds,
             rare: u16::try_from(rate / 300).unwrap_or(u16::MAX / 100).clamp(1, 100),
             keys: KEYS * rate.div_ceil(100).max(1),
             abort_every: ABORT_EVERY * u64::from(rate.max(10)),
@@ -128,7 +140,7 @@ impl Iterator for Messages {
         let without_key = |prefix: &str| Outgoing { id: format!("{prefix}-{number:07}"), key: None, body: body.clone() };
         // What hangs comes early: each of its attempts takes as long as a handler may.
         let message = match (number, self.random.u16(0..1_000)) {
-            (50 | 150, _) => without_key("hang"),
+            (50 | 150, _) if self.kinds == Kinds::All => without_key("hang"),
             (number, _) if self.aborts == Aborts::Some && number % self.abort_every == 300 => without_key("abort"),
             (_, 0..3) => without_key("fail"),
             (_, 3..6) => without_key("panic"),
@@ -155,19 +167,21 @@ mod tests {
 
     #[test]
     fn a_seed_makes_the_same_messages() {
-        let first = |seed| Messages::new(seed, Aborts::Never, 100).take(500).collect::<Vec<_>>();
+        let first = |seed| Messages::new(seed, Aborts::Never, Kinds::All, 100).take(500).collect::<Vec<_>>();
         assert_eq!(first(1), first(1));
         assert_ne!(first(1), first(2));
     }
 
     #[test]
     fn there_is_something_of_everything() {
-        let messages: Vec<Outgoing> = Messages::new(3, Aborts::Some, 100).take(5_000).collect();
+        let messages: Vec<Outgoing> = Messages::new(3, Aborts::Some, Kinds::All, 100).take(5_000).collect();
         let different: HashSet<&str> = messages.iter().map(|it| it.id.as_str()).collect();
         assert!((150..250).contains(&(messages.len() - different.len())), "copies: {}", messages.len() - different.len());
         for fate in [Fate::Work, Fate::Fail, Fate::Panic, Fate::Hang, Fate::Abort] {
             assert!(messages.iter().any(|it| Fate::of(&it.id) == fate), "{fate:?}");
         }
+        let hangs = |message: &Outgoing| Fate::of(&message.id) == Fate::Hang;
+        assert!(!Messages::new(3, Aborts::Some, Kinds::WithoutTheStuck, 100).take(5_000).any(|it| hangs(&it)));
         let keyed = messages.iter().filter(|it| it.key.is_some()).count();
         assert!((2_200..2_800).contains(&keyed), "{keyed}");
     }
@@ -175,7 +189,7 @@ mod tests {
     #[test]
     fn a_copy_stands_before_whatever_has_its_key_and_was_sent_later() {
         let mut latest = std::collections::HashMap::new();
-        for message in Messages::new(5, Aborts::Some, 100).take(5_000) {
+        for message in Messages::new(5, Aborts::Some, Kinds::All, 100).take(5_000) {
             if let Some(key) = message.key {
                 let before = latest.insert(key, message.id.clone());
                 assert!(before.is_none_or(|before| before <= message.id));

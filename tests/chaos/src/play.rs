@@ -11,14 +11,14 @@ use serde::Serialize;
 use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
 
-use crate::check::{Ordered, Promise, Rules, check};
+use crate::check::{Ordered, Promise, Remembers, Rules, check};
 use crate::fleet::{Faults, Fleet, SinkProcess};
 use crate::flow::{Flow, SPAN};
 use crate::ledger::{Ledger, Log, What};
-use crate::message::{Aborts, Messages};
+use crate::message::{Aborts, Kinds, Messages};
 use crate::report::{Recovery, Report, Run};
 use crate::schedule::{Kind, LEASE, Lengths, Planned, Schedule};
-use crate::stage::{Scene, Stage};
+use crate::stage::{AfterALoss, Scene, Stage};
 use crate::watch::{self, Watch};
 use crate::wire::Wire;
 use crate::worker::Broker;
@@ -68,6 +68,29 @@ pub struct Plan {
     pub aborts: Aborts,
     /// How many replies in 100 are lost, if not as the schedule has it.
     pub percent: Option<u8>,
+    /// In what the markers lie.
+    pub markers: Markers,
+    /// Which messages.
+    pub messages: Kinds,
+}
+
+/// In what the markers of a run lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Markers {
+    /// One Redis.
+    One,
+    /// A Redis that Sentinels watch; so many of its two replicas have to know of a claim.
+    Watched {
+        /// None: a failover may lose claims.
+        replicas: u32,
+    },
+}
+
+impl Markers {
+    fn remembers(self) -> Remembers {
+        if self == (Self::Watched { replicas: 0 }) { Remembers::NotAll } else { Remembers::Claims }
+    }
 }
 
 /// When a run is over.
@@ -107,8 +130,8 @@ pub fn play(plan: &Plan, stage: &Stage, folder: &Path, stopping: &Stopping) -> R
     drop(run);
 
     let order = if stage.broker() == Broker::Kafka { Ordered::ByKey } else { Ordered::Not };
-    let rules =
-        Rules { promise: plan.promise, order, lease: LEASE, grace: GRACE, aftermath: AFTERMATH, drain: DRAIN, in_flight: IN_FLIGHT };
+    let (promise, store) = (plan.promise, plan.markers.remembers());
+    let rules = Rules { promise, order, lease: LEASE, grace: GRACE, aftermath: AFTERMATH, drain: DRAIN, store, in_flight: IN_FLIGHT };
     let checked = check(&Ledger::read(folder)?, &rules);
     let (scenario, broker) = (plan.scenario.clone(), stage.broker().name().to_owned());
     let run = Run { scenario, broker, seed: plan.seed, rules, versions: stage.versions(), seconds: begun.elapsed().as_secs() };
@@ -214,7 +237,9 @@ impl<'a> Playing<'a> {
     }
 
     fn scene<'b>(&'b self, faults: &'b Faults) -> Scene<'b> {
-        Scene { fleet: &self.fleet, faults, folder: self.folder, log: &self.log, queue: self.queue }
+        let pauses = self.plan.promise == Promise::AtMostOnce && self.plan.markers.remembers() == Remembers::NotAll;
+        let after_a_loss = if pauses { AfterALoss::StartAgain } else { AfterALoss::GoOn };
+        Scene { fleet: &self.fleet, faults, folder: self.folder, log: &self.log, queue: self.queue, after_a_loss }
     }
 
     fn is_enough(&self, played: usize) -> bool {
@@ -314,7 +339,7 @@ impl<'a> Playing<'a> {
         let aside = |letter: crate::wire::Letter| What::Aside { id: letter.id, place: letter.place, reason: letter.reason };
         self.log.write_all(letters.into_iter().map(aside));
         std::thread::sleep(LEASE + Duration::from_secs(1));
-        let markers = self.runtime.block_on(markers::unfinished(self.stage.redis_direct(), self.queue))?;
+        let markers = self.runtime.block_on(markers::unfinished(&self.stage.redis_direct(), self.queue))?;
         self.log.write_all(markers.into_iter().map(|(id, record)| What::Marker { id, record }));
         self.stage.keep_logs(self.folder, &self.log)?;
         let leaks = secrets::find(self.folder, self.stage.secrets())?;
@@ -339,7 +364,7 @@ enum Rested {
 }
 
 async fn publish(plan: Plan, wire: Arc<Wire>, log: Arc<Log>, enough: Arc<AtomicBool>) -> Result<(), Error> {
-    let mut messages = Messages::new(plan.seed, plan.aborts, plan.rate);
+    let mut messages = Messages::new(plan.seed, plan.aborts, plan.messages, plan.rate);
     let (begun, mut sent) = (Instant::now(), 0_u64);
     let mut ticks = tokio::time::interval(TICK);
     // What could not be sent while the broker was away is not made up for in a burst.
@@ -381,7 +406,7 @@ fn arguments(plan: &Plan, stage: &Stage, folder: &Path, queue: &str, sink: &Sink
         ("broker", stage.broker().name().to_owned()),
         ("url", stage.url()),
         ("from", queue.to_owned()),
-        ("redis", stage.redis()),
+        ("redis", stage.redis().join(",")),
         ("guarantee", promise.to_owned()),
         ("sink", sink.address().to_string()),
         ("lease-ms", LEASE.as_millis().to_string()),
@@ -389,6 +414,9 @@ fn arguments(plan: &Plan, stage: &Stage, folder: &Path, queue: &str, sink: &Sink
         ("in-flight", IN_FLIGHT.to_string()),
     ];
     let mut arguments: Vec<String> = arguments.into_iter().map(|(name, value)| format!("--{name}={value}")).collect();
+    if let Markers::Watched { replicas } = plan.markers {
+        arguments.push(format!("--replicas={replicas}"));
+    }
     if let Some(login) = stage.login() {
         arguments.push("--login".to_owned());
         arguments.extend(login);

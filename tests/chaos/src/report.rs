@@ -191,7 +191,7 @@ impl Report {
             ("at once", counts.at_once, "handlers, the most in one process"),
             ("metrics compared", counts.metrics_exact, "processes that ended well: each counter is what the ledger has"),
             ("metrics bounded", counts.metrics_bounded, "processes that did not: what they wrote last is no more than that"),
-            ("completions lost", counts.completions_lost, "confirmed by a Redis, and lost by its failover"),
+            ("ends lost", counts.ends_lost, "markers whose end Redis had recorded, and lost in a failover"),
             ("longest fenced", counts.fenced_longest_ms, "ms that one of these ran beside the other, awake"),
         ];
         text += "## Counts\n\n| what | count | |\n| --- | ---: | --- |\n";
@@ -274,7 +274,7 @@ fn add_counts(to: &mut Counts, from: Counts) {
     to.away_ms += from.away_ms;
     to.metrics_exact += from.metrics_exact;
     to.metrics_bounded += from.metrics_bounded;
-    to.completions_lost += from.completions_lost;
+    to.ends_lost += from.ends_lost;
     for (kind, ms) in from.again_ms {
         let longest = to.again_ms.entry(kind).or_default();
         *longest = (*longest).max(ms);
@@ -297,12 +297,20 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::check::Ordered;
+    use crate::check::{Ordered, Remembers};
 
     fn run(promise: Promise) -> Run {
         let second = Duration::from_secs(1);
-        let rules =
-            Rules { promise, order: Ordered::Not, lease: 2 * second, grace: second, aftermath: second, drain: second, in_flight: 64 };
+        let rules = Rules {
+            promise,
+            order: Ordered::Not,
+            lease: 2 * second,
+            grace: second,
+            aftermath: second,
+            drain: second,
+            store: Remembers::Claims,
+            in_flight: 64,
+        };
         let versions = BTreeMap::from([("Redis".to_owned(), "7.0.15".to_owned())]);
         Run { scenario: "mixed".into(), broker: "kafka".into(), seed: 7, rules, versions, seconds: 60 }
     }

@@ -5,10 +5,10 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use crate::check::Promise;
-use crate::message::Aborts;
-use crate::play::{AtOnce, Plan, Until, play};
+use crate::message::{Aborts, Kinds};
+use crate::play::{AtOnce, Markers, Plan, Until, play};
 use crate::report::{Report, Verdict};
-use crate::schedule::{ANYWHERE, KAFKA, Kind, Lengths, RABBITMQ};
+use crate::schedule::{ANYWHERE, KAFKA, Kind, Lengths, RABBITMQ, WATCHED};
 use crate::stage::Stage;
 use crate::worker::Broker;
 use crate::{Error, Stopping};
@@ -43,13 +43,22 @@ pub struct Wish {
     pub consumers: usize,
     /// How long faults last.
     pub lengths: Lengths,
+    /// How many replicas have to know of a claim, where Sentinels watch Redis.
+    pub replicas: u32,
 }
 
 /// Runs scenarios one after the other; servers live as long as this.
 pub struct Director<'a> {
     folder: PathBuf,
     stopping: &'a Stopping,
-    stages: HashMap<&'static str, Stage>,
+    stages: HashMap<(Broker, Redis), Stage>,
+}
+
+/// How a stage has Redis.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Redis {
+    One,
+    Watched,
 }
 
 /// What is kept of runs that were right.
@@ -68,6 +77,7 @@ impl Wish {
             "pairs" => (all(broker), AtOnce::Two, Aborts::Some),
             name => (vec![name.parse::<Kind>()?], AtOnce::One, Aborts::Never),
         };
+        let watched = WATCHED.iter().any(|kind| kinds.contains(kind));
         Ok(Plan {
             scenario: self.name.clone(),
             promise,
@@ -80,6 +90,8 @@ impl Wish {
             at_once,
             aborts,
             percent: None,
+            markers: if watched { Markers::Watched { replicas: self.replicas } } else { Markers::One },
+            messages: Kinds::All,
         })
     }
 
@@ -142,7 +154,7 @@ impl<'a> Director<'a> {
                             return Err(error);
                         }
                         println!("chaos: a run could not be played, and counts for nothing: {error}");
-                        self.stages.remove(broker.name());
+                        self.stages.retain(|(of, _), _| *of != broker);
                     }
                 }
                 if let (Some(sum), true) = (sum.as_ref(), Instant::now() >= until) {
@@ -164,7 +176,8 @@ impl<'a> Director<'a> {
         use Kind::*;
         let on_kafka = [KillConsumer, FreezeConsumer, KillRedis, FillRedis, FillDisk, DemoteRedis, StrandRedis, FlushScripts];
         let on_kafka: Vec<Kind> = on_kafka.into_iter().chain(KAFKA).collect();
-        let on_rabbit = [KillConsumer, TerminateConsumer, RollingRestart, FreezeRedis, DropReplies, DarkRedis, ResetRedis, RefuseLetters];
+        let on_rabbit =
+            [KillConsumer, TerminateConsumer, RollingRestart, FreezeRedis, LoadRedis, DropReplies, DarkRedis, ResetRedis, RefuseLetters];
         let on_rabbit: Vec<Kind> = on_rabbit.into_iter().chain(RABBITMQ).collect();
         // By the seed, so that each broker comes to each promise.
         let mut promises = [Promise::AtMostOnce, Promise::EffectivelyOnce];
@@ -172,7 +185,13 @@ impl<'a> Director<'a> {
         let run = |broker, promise, kinds: Vec<Kind>| -> Result<Report, Error> {
             let mut director = Director::new(&self.folder, self.stopping);
             let until = Until::Faults(kinds.len());
-            let report = director.play(broker, &short(promise, seed, kinds, until), Keep::Everything)?;
+            let mut report = director.play(broker, &short(promise, seed, kinds, until), Keep::Everything)?;
+            if broker == Broker::Rabbitmq {
+                let markers = Markers::Watched { replicas: 2 };
+                let plan =
+                    Plan { markers, messages: Kinds::WithoutTheStuck, ..short(promises[0], seed, WATCHED.to_vec(), Until::Faults(1)) };
+                report.add(director.play(broker, &Plan { scenario: "smoke-sentinels".into(), ..plan }, Keep::Everything)?)?;
+            }
             director.control(broker, seed)?;
             Ok(report)
         };
@@ -193,7 +212,9 @@ impl<'a> Director<'a> {
     fn control(&mut self, broker: Broker, seed: u64) -> Result<(), Error> {
         let mut told = String::new();
         for seed in seed..seed + CONTROLS {
-            let control = self.play(broker, &short(Promise::Bare, seed, vec![Kind::DropReplies], Until::Faults(1)), Keep::Everything)?;
+            // What hangs would have to be waited for, and shows nothing here.
+            let plan = Plan { messages: Kinds::WithoutTheStuck, ..short(Promise::Bare, seed, vec![Kind::DropReplies], Until::Faults(1)) };
+            let control = self.play(broker, &plan, Keep::Everything)?;
             if control.verdict() == Verdict::SeenToLose {
                 return Ok(());
             }
@@ -205,10 +226,20 @@ impl<'a> Director<'a> {
     fn play(&mut self, broker: Broker, plan: &Plan, keep: Keep) -> Result<Report, Error> {
         self.stopping.go_on()?;
         let begun = Instant::now();
-        let stage = match self.stages.entry(broker.name()) {
-            std::collections::hash_map::Entry::Occupied(stage) => stage.into_mut(),
-            std::collections::hash_map::Entry::Vacant(none) => none.insert(Stage::start(broker)?),
+        let redis = if plan.markers == Markers::One { Redis::One } else { Redis::Watched };
+        let stage = match self.stages.remove(&(broker, redis)) {
+            Some(stage) => stage,
+            None => {
+                // The broker is the same.
+                let other = self.stages.iter().find(|((other, _), _)| *other == broker).map(|(_, stage)| stage);
+                match (other, redis) {
+                    (Some(stage), Redis::Watched) => stage.with_sentinels()?,
+                    (_, Redis::One) => Stage::start(broker)?,
+                    (None, Redis::Watched) => Stage::start(broker)?.with_sentinels()?,
+                }
+            }
         };
+        let stage = &*self.stages.entry((broker, redis)).or_insert(stage);
         let promise = serde_json::to_value(plan.promise)?.as_str().unwrap_or_default().to_owned();
         let folder = self.folder.join(format!("{}-{}-{promise}-{}", plan.scenario, broker.name(), plan.seed));
         println!("chaos: {} on {}, {promise}, seed {}: {}", plan.scenario, broker.name(), plan.seed, folder.display());
@@ -242,6 +273,8 @@ fn short(promise: Promise, seed: u64, kinds: Vec<Kind>, until: Until) -> Plan {
         at_once: AtOnce::One,
         aborts: Aborts::Never,
         percent: Some(SMOKE_PERCENT),
+        markers: Markers::One,
+        messages: Kinds::All,
     }
 }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-use crate::check::FREEZE;
+use crate::check::{FAIL_OVER, FREEZE};
 
 /// The lease of the consumers of a run, unless they were given another.
 pub const LEASE: Duration = Duration::from_secs(2);
@@ -26,6 +26,10 @@ pub enum Kind {
     RollingRestart,
     /// SIGKILL to Redis, which has an append-only file, and a start.
     KillRedis,
+    /// SIGKILL to Redis, and a start in which it has much to read before it serves anybody.
+    LoadRedis,
+    /// Redis is killed when its replicas have not heard of it for a while, and one of them takes over.
+    FailOverRedis,
     /// SIGSTOP to Redis.
     FreezeRedis,
     /// The proxy before Redis loses 1, 5 or 20 of 100 replies.
@@ -69,12 +73,13 @@ pub enum Kind {
 }
 
 /// What is done to consumers and to their store, whatever the broker.
-pub const ANYWHERE: [Kind; 15] = [
+pub const ANYWHERE: [Kind; 16] = [
     Kind::KillConsumer,
     Kind::FreezeConsumer,
     Kind::TerminateConsumer,
     Kind::RollingRestart,
     Kind::KillRedis,
+    Kind::LoadRedis,
     Kind::FreezeRedis,
     Kind::DropReplies,
     Kind::DarkRedis,
@@ -86,6 +91,8 @@ pub const ANYWHERE: [Kind; 15] = [
     Kind::FlushScripts,
     Kind::RefuseLetters,
 ];
+/// What is done to Redis where Sentinels watch it.
+pub const WATCHED: [Kind; 1] = [Kind::FailOverRedis];
 /// What is done to RabbitMQ.
 pub const RABBITMQ: [Kind; 7] = [
     Kind::RestartRabbit,
@@ -155,6 +162,9 @@ impl Schedule {
             (Kind::FillRedis | Kind::FillDisk | Kind::DemoteRedis | Kind::StrandRedis | Kind::RefuseLetters, lengths) => {
                 seconds(random, 3_000..=10_000, 2_000..=2_500, lengths)
             }
+            (Kind::LoadRedis, lengths) => seconds(random, 2_000..=10_000, 2_000..=2_500, lengths),
+            // For so long the replicas hear nothing.
+            (Kind::FailOverRedis, lengths) => seconds(random, 1_000..=5_000, 1_000..=1_500, lengths),
             // Twice away and back.
             (Kind::Rebalance, Lengths::Full) => Duration::from_secs(12),
             (Kind::Rebalance, Lengths::Short) => Duration::from_secs(6),
@@ -202,7 +212,7 @@ impl Planned {
 impl Kind {
     /// All of them.
     pub fn all() -> impl Iterator<Item = Self> {
-        ANYWHERE.into_iter().chain(RABBITMQ).chain(KAFKA)
+        ANYWHERE.into_iter().chain(WATCHED).chain(RABBITMQ).chain(KAFKA)
     }
 
     /// The kind of a fault in the fault log.
@@ -230,6 +240,8 @@ impl Kind {
             Self::TerminateConsumer => "terminate-consumer",
             Self::RollingRestart => "rolling-restart",
             Self::KillRedis => "kill-redis",
+            Self::LoadRedis => "load-redis",
+            Self::FailOverRedis => FAIL_OVER,
             Self::FreezeRedis => "freeze-redis",
             Self::DropReplies => "drop-replies",
             Self::DarkRedis => "dark-redis",
@@ -314,6 +326,6 @@ mod tests {
             let planned = Planned { pause: LEASE, kind, lasts: LEASE, consumer: 0, percent: 5 };
             assert_eq!(Kind::of(&planned.name()), Some(kind));
         }
-        assert!("kill-9".parse::<Kind>().unwrap_err().to_string().contains("kill-redis, freeze-redis"));
+        assert!("kill-9".parse::<Kind>().unwrap_err().to_string().contains("kill-redis, load-redis, freeze-redis"));
     }
 }

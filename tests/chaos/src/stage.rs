@@ -1,5 +1,7 @@
 //! The servers of a run, with proxies before them, and what can be done to them.
 
+mod store;
+
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -8,10 +10,8 @@ use std::process::Command;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use oncegate_testkit::proxy::{Fate, Proxy};
-use oncegate_testkit::servers::{
-    KafkaDoor, KafkaServer, KafkaUser, Kind as ServerKind, RabbitServer, RedisOptions, RedisPersistence, RedisServer, Server, fetch_kafka,
-};
+use oncegate_testkit::proxy::Proxy;
+use oncegate_testkit::servers::{KafkaDoor, KafkaServer, KafkaUser, Kind as ServerKind, RabbitServer, Server, fetch_kafka};
 use rustix::process::Signal;
 
 use crate::Error;
@@ -21,6 +21,7 @@ use crate::schedule::{Kind, Planned};
 use crate::secrets::{Secret, canary};
 use crate::wire::refuse_letters;
 use crate::worker::Broker;
+use store::Store;
 
 /// As whom consumers come to the broker.
 const USER: &str = "chaos";
@@ -28,17 +29,13 @@ const USER: &str = "chaos";
 const ASIDE: &str = "\\.(dead-letters|in-doubt)$";
 /// A consumer leaves the group or comes back so often.
 const REBALANCE: Duration = Duration::from_secs(3);
-/// How long Redis may take to write down what it had kept for a disk that was full.
-const WRITTEN: Duration = Duration::from_millis(1_500);
 /// How long a fault lasts that needs a moment to be noticed.
 const MOMENT: Duration = Duration::from_millis(200);
 
 /// Servers of our own, on free ports.
 pub struct Stage {
-    redis: Mutex<Heard<RedisServer>>,
-    redis_proxy: Proxy,
-    redis_direct: String,
-    broker: BrokerServer,
+    store: Store,
+    broker: Arc<BrokerServer>,
     secrets: [Secret; 2],
 }
 
@@ -59,9 +56,8 @@ impl Stage {
     /// # Errors
     /// The first server that does not start.
     pub fn start(broker: Broker) -> Result<Self, Error> {
-        let redis_secret = Secret { of: "Redis", text: canary() };
-        let options = RedisOptions::new().persistence(RedisPersistence::EverySecond).password(&redis_secret.text).disk_may_fill();
-        let redis = RedisServer::start(options)?;
+        let redis = Secret { of: "Redis", text: canary() };
+        let store = Store::one(&redis.text)?;
         let text = canary();
         let (broker, of) = match broker {
             Broker::Kafka => {
@@ -77,13 +73,18 @@ impl Stage {
                 (BrokerServer::Rabbit(Mutex::new(Heard { server, kept: 0 }), proxy, url), "RabbitMQ")
             }
         };
-        Ok(Self {
-            redis_proxy: Proxy::to(redis.port())?,
-            redis_direct: redis.url(),
-            redis: Mutex::new(Heard { server: redis, kept: 0 }),
-            broker,
-            secrets: [redis_secret, Secret { of, text }],
-        })
+        Ok(Self { store, broker: Arc::new(broker), secrets: [redis, Secret { of, text }] })
+    }
+
+    /// The same broker, with three Redis servers that Sentinels watch instead of the one.
+    ///
+    /// # Errors
+    /// The first server that does not start.
+    pub fn with_sentinels(&self) -> Result<Self, Error> {
+        let [_, of_the_broker] = &self.secrets;
+        let redis = Secret { of: "Redis", text: canary() };
+        let store = Store::three(&redis.text)?;
+        Ok(Self { store, broker: Arc::clone(&self.broker), secrets: [redis, of_the_broker.clone()] })
     }
 
     /// The passwords that consumers are given: none may be told by anybody.
@@ -93,26 +94,25 @@ impl Stage {
 
     /// Which broker it has.
     pub fn broker(&self) -> Broker {
-        match self.broker {
+        match *self.broker {
             BrokerServer::Kafka(..) => Broker::Kafka,
             BrokerServer::Rabbit(..) => Broker::Rabbitmq,
         }
     }
 
-    /// Where consumers reach Redis: through the proxy.
-    pub fn redis(&self) -> String {
-        let [secret, _] = &self.secrets;
-        format!("redis://:{}@127.0.0.1:{}", secret.text, self.redis_proxy.port())
+    /// Where consumers find their markers: one Redis, through the proxy, or Sentinels.
+    pub fn redis(&self) -> Vec<String> {
+        self.store.urls()
     }
 
-    /// Where Redis is, without the proxy.
-    pub fn redis_direct(&self) -> &str {
-        &self.redis_direct
+    /// Where the markers are now, without the proxy.
+    pub fn redis_direct(&self) -> String {
+        self.store.direct()
     }
 
     /// Where consumers reach the broker: RabbitMQ through the proxy.
     pub fn url(&self) -> String {
-        match &self.broker {
+        match &*self.broker {
             BrokerServer::Kafka(server, _) => lock(server).server.brokers_by(KafkaDoor::Login),
             BrokerServer::Rabbit(_, proxy, _) => {
                 let [_, secret] = &self.secrets;
@@ -123,7 +123,7 @@ impl Stage {
 
     /// What a consumer is told to log in to Kafka with: a name, a password, and whom to believe.
     pub fn login(&self) -> Option<[String; 3]> {
-        let BrokerServer::Kafka(server, _) = &self.broker else { return None };
+        let BrokerServer::Kafka(server, _) = &*self.broker else { return None };
         let [_, secret] = &self.secrets;
         let authority = lock(server).server.certificate_authority();
         Some([USER.to_owned(), secret.text.clone(), authority.display().to_string()])
@@ -131,7 +131,7 @@ impl Stage {
 
     /// Where the broker is, without a proxy.
     pub fn url_direct(&self) -> &str {
-        match &self.broker {
+        match &*self.broker {
             BrokerServer::Kafka(_, url) | BrokerServer::Rabbit(_, _, url) => url,
         }
     }
@@ -141,16 +141,13 @@ impl Stage {
     /// # Errors
     /// If Redis does not.
     pub fn clear(&self) -> Result<(), Error> {
-        lock(&self.redis).server.command("FLUSHALL")?;
-        Ok(())
+        self.store.clear()
     }
 
     /// What runs here, and how old it is.
     pub fn versions(&self) -> BTreeMap<String, String> {
-        let told = lock(&self.redis).server.reply("INFO server").unwrap_or_default();
-        let redis = told.lines().find_map(|line| line.strip_prefix("redis_version:")).unwrap_or("unknown");
-        let mut versions = BTreeMap::from([("Redis".to_owned(), redis.to_owned())]);
-        let (name, version) = match &self.broker {
+        let mut versions = BTreeMap::from([("Redis".to_owned(), self.store.version())]);
+        let (name, version) = match &*self.broker {
             BrokerServer::Kafka(..) => ("Kafka", kafka_version()),
             BrokerServer::Rabbit(server, ..) => ("RabbitMQ", lock(server).server.control(&["-q", "version"]).ok()),
         };
@@ -168,8 +165,8 @@ impl Stage {
     /// # Errors
     /// What the file system said.
     pub fn keep_logs(&self, folder: &Path, log: &Log) -> Result<(), Error> {
-        lock(&self.redis).keep(folder)?;
-        match &self.broker {
+        self.store.keep_logs(folder)?;
+        match &*self.broker {
             BrokerServer::Kafka(server, _) => drop(lock(server).keep(folder)?),
             BrokerServer::Rabbit(server, ..) => {
                 let said = lock(server).keep(folder)?;
@@ -223,36 +220,6 @@ impl Stage {
                     fleet.start(&mut slot)
                 })
             }),
-            Kind::KillRedis => {
-                let mut redis = lock(&self.redis);
-                redis.keep(folder)?;
-                faults.play(name, None, || redis.restart(planned.lasts, Server::kill))
-            }
-            Kind::FreezeRedis => {
-                let mut redis = lock(&self.redis);
-                faults.play(name, None, || frozen(&mut redis.server, planned.lasts))
-            }
-            Kind::FillRedis => self.while_set(planned, faults, "CONFIG SET maxmemory 1", "CONFIG SET maxmemory 0"),
-            Kind::StrandRedis => {
-                self.while_set(planned, faults, "CONFIG SET min-replicas-to-write 1", "CONFIG SET min-replicas-to-write 0")
-            }
-            // Nobody listens on that port: what it has it keeps.
-            Kind::DemoteRedis => self.while_set(planned, faults, "REPLICAOF 127.0.0.1 1", "REPLICAOF NO ONE"),
-            Kind::FlushScripts => {
-                let redis = lock(&self.redis);
-                momentary(&|| drop(redis.server.command("SCRIPT FLUSH")))
-            }
-            Kind::FillDisk => {
-                let redis = lock(&self.redis);
-                faults.play(name, None, || {
-                    redis.server.fill_disk()?;
-                    std::thread::sleep(planned.lasts);
-                    redis.server.free_disk()?;
-                    // Whoever kills it now would have it lose what it has answered: that is another fault.
-                    std::thread::sleep(WRITTEN);
-                    Ok(())
-                })
-            }
             Kind::RefuseLetters => faults.play(name, None, || {
                 self.letters(on.queue, Letters::Refused)?;
                 std::thread::sleep(planned.lasts);
@@ -269,17 +236,6 @@ impl Stage {
                 }
                 Ok(())
             }),
-            Kind::DropReplies => {
-                let (mut random, percent) = (fastrand::Rng::with_seed(seed), planned.percent);
-                faults.play(name, None, || {
-                    self.redis_proxy.judge(move |_| if random.u8(0..100) < percent { Fate::LoseReply } else { Fate::Pass });
-                    pause();
-                    self.redis_proxy.pass();
-                    Ok(())
-                })
-            }
-            Kind::DarkRedis => dark(&self.redis_proxy, planned, faults),
-            Kind::ResetRedis => momentary(&|| self.redis_proxy.reset()),
             Kind::DarkRabbit => dark(self.rabbit()?.1, planned, faults),
             Kind::ResetRabbit => {
                 let proxy = self.rabbit()?.1;
@@ -308,25 +264,23 @@ impl Stage {
                 let mut server = lock(self.kafka()?);
                 faults.play(name, None, || frozen(&mut server.server, planned.lasts))
             }
+            Kind::FailOverRedis => {
+                self.store.inflict(planned, seed, faults, folder)?;
+                match on.after_a_loss {
+                    AfterALoss::GoOn => Ok(()),
+                    // So a person accepts what is lost.
+                    AfterALoss::StartAgain => {
+                        fleet.terminate_all()?;
+                        fleet.start_all()
+                    }
+                }
+            }
+            _ => self.store.inflict(planned, seed, faults, folder),
         }
     }
 
-    /// Says one thing to Redis, and after a while another.
-    fn while_set(&self, planned: &Planned, faults: &Faults, begin: &str, end: &str) -> Result<(), Error> {
-        let redis = lock(&self.redis);
-        let say = |what: &str| match redis.server.command(what)? {
-            said if said.starts_with("+OK") => Ok(()),
-            said => Err(Error::from(format!("Redis does not {what}: {said}"))),
-        };
-        faults.play(&planned.name(), None, || {
-            say(begin)?;
-            std::thread::sleep(planned.lasts);
-            say(end)
-        })
-    }
-
     fn letters(&self, queue: &str, letters: Letters) -> Result<(), Error> {
-        match (&self.broker, letters) {
+        match (&*self.broker, letters) {
             (BrokerServer::Kafka(_, brokers), letters) => refuse_letters(brokers, queue, letters),
             (BrokerServer::Rabbit(server, ..), Letters::Refused) => {
                 let full = r#"{"max-length":0,"overflow":"reject-publish"}"#;
@@ -341,14 +295,14 @@ impl Stage {
     }
 
     fn kafka(&self) -> Result<&Mutex<Heard<KafkaServer>>, Error> {
-        match &self.broker {
+        match &*self.broker {
             BrokerServer::Kafka(server, _) => Ok(server),
             BrokerServer::Rabbit(..) => Err("there is no Kafka here".into()),
         }
     }
 
     fn rabbit(&self) -> Result<(&Mutex<Heard<RabbitServer>>, &Proxy), Error> {
-        match &self.broker {
+        match &*self.broker {
             BrokerServer::Rabbit(server, proxy, _) => Ok((server, proxy)),
             BrokerServer::Kafka(..) => Err("there is no RabbitMQ here".into()),
         }
@@ -386,6 +340,17 @@ pub struct Scene<'a> {
     pub log: &'a Arc<Log>,
     /// The topic or queue.
     pub queue: &'a str,
+    /// What becomes of the consumers when Redis has forgotten something.
+    pub after_a_loss: AfterALoss,
+}
+
+/// What becomes of consumers when Redis has forgotten something: at most once pauses, until a person accepts it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AfterALoss {
+    /// They go on.
+    GoOn,
+    /// All are ended, and started again.
+    StartAgain,
 }
 
 /// Whether the broker takes what is to be set aside.

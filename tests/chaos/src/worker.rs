@@ -17,7 +17,7 @@ use crate::ledger::{Ending, Found, Log, What};
 use crate::sink::Sink;
 
 /// Where messages come from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Broker {
     /// Kafka.

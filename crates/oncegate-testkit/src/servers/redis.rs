@@ -33,7 +33,7 @@ pub enum RedisPersistence {
 pub struct RedisOptions {
     persistence: RedisPersistence,
     password: Option<String>,
-    replica_of: Option<u16>,
+    pub(super) replica_of: Option<u16>,
     transport: Transport,
     clients: Clients,
     disk: Disk,
@@ -138,7 +138,7 @@ impl RedisOptions {
 pub struct Redis {
     port: u16,
     tls_port: u16,
-    options: RedisOptions,
+    pub(super) options: RedisOptions,
 }
 
 impl RedisServer {
@@ -203,6 +203,27 @@ impl RedisServer {
         let limit = Rlimit { current, maximum: None };
         rustix::process::prlimit(Pid::from_raw(self.pid().cast_signed()), Resource::Fsize, limit)?;
         Ok(())
+    }
+
+    /// Starts a stopped server again that is at work with what it has on disk for about this long before it serves anybody: until
+    /// then it answers with `LOADING`. Less long where it has little: a thousand commands of an append-only file take half a second.
+    ///
+    /// # Errors
+    /// [`ServerError`], when it does not start.
+    pub fn start_again_loading(&mut self, lasts: Duration) -> Result<(), ServerError> {
+        let (port, password) = (self.kind().port, self.kind().options.password.clone());
+        let settings = self.kind().options.settings.len();
+        // For each command; clients are heard in between after every 1,024.
+        self.kind_mut().options.settings.push(("key-load-delay".into(), LOAD_DELAY.to_string()));
+        let enough = std::thread::spawn(move || {
+            std::thread::sleep(lasts);
+            // Where nobody listens yet, or any more, there is nothing to be cut short.
+            let _ = tell(port, password.as_deref(), "CONFIG SET key-load-delay 0");
+        });
+        let started = self.start_again();
+        let _ = enough.join();
+        self.kind_mut().options.settings.truncate(settings);
+        started
     }
 
     /// Its port for TLS.
@@ -312,6 +333,9 @@ fn copy_certificates(from: &Path, to: &Path) -> Result<(), ServerError> {
     }
     Ok(())
 }
+
+/// How many microseconds a server that [loads slowly](RedisServer::start_again_loading) pauses after each key or command.
+const LOAD_DELAY: u32 = 400;
 
 /// The reply to PING.
 const END: &str = "+PONG\r\n";

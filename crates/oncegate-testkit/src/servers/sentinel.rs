@@ -16,6 +16,10 @@ pub const SENTINEL_NAME: &str = "mymaster";
 /// How long the replicas may take to follow, and a failover to happen.
 const PATIENCE: Duration = Duration::from_secs(60);
 
+/// How long a server has to be silent until it counts as gone.
+const DOWN_AFTER: Duration = Duration::from_secs(1);
+
+/// What they ask of clients and of each other, unless they were told another.
 const PASSWORD: &str = "between-redis-servers";
 
 /// One Sentinel.
@@ -45,6 +49,8 @@ impl Kind for Sentinel {
 /// silent. Needs `redis-server`. Dropping it stops them all.
 pub struct SentinelServers {
     over: Over,
+    password: String,
+    down_after: Duration,
     sentinels: Vec<Server<Sentinel>>,
     redis: Vec<RedisServer>,
 }
@@ -55,7 +61,16 @@ impl SentinelServers {
     /// # Errors
     /// [`ServerError`], when one of them does not start.
     pub fn start() -> Result<Self, ServerError> {
-        Self::start_over(Over::Plain, RedisOptions::new())
+        Self::start_over(Over::Plain, RedisOptions::new(), PASSWORD, DOWN_AFTER)
+    }
+
+    /// The same, with another password (letters and digits), and Sentinels that wait for so long before they take a silent server
+    /// for gone: on a busy machine one that lives may be silent for more than a second.
+    ///
+    /// # Errors
+    /// [`ServerError`], when one of them does not start.
+    pub fn start_patient(password: &str, down_after: Duration) -> Result<Self, ServerError> {
+        Self::start_over(Over::Plain, RedisOptions::new(), password, down_after)
     }
 
     /// The same, all of which speak TLS to each other and to clients, and ask for certificates of their authority.
@@ -64,12 +79,12 @@ impl SentinelServers {
     /// # Errors
     /// [`ServerError`], when one of them does not start.
     pub fn start_with_tls() -> Result<Self, ServerError> {
-        Self::start_over(Over::Tls, RedisOptions::new().tls())
+        Self::start_over(Over::Tls, RedisOptions::new().tls(), PASSWORD, DOWN_AFTER)
     }
 
-    fn start_over(over: Over, options: RedisOptions) -> Result<Self, ServerError> {
+    fn start_over(over: Over, options: RedisOptions, password: &str, down_after: Duration) -> Result<Self, ServerError> {
         let shared = |options: RedisOptions| {
-            let options = options.persistence(RedisPersistence::EverySecond).password(PASSWORD);
+            let options = options.persistence(RedisPersistence::EverySecond).password(password);
             match over {
                 Over::Plain => options,
                 Over::Tls => options.certified_clients().setting("tls-replication", "yes"),
@@ -77,7 +92,7 @@ impl SentinelServers {
         };
         let primary = RedisServer::start(shared(options))?;
         let port = over.port(&primary);
-        let mut servers = Self { over, sentinels: Vec::new(), redis: vec![primary] };
+        let mut servers = Self { over, password: password.to_owned(), down_after, sentinels: Vec::new(), redis: vec![primary] };
         for _ in 0..2 {
             let options = match over {
                 Over::Plain => RedisOptions::new(),
@@ -87,7 +102,7 @@ impl SentinelServers {
         }
         servers.wait("two replicas to follow", |it| it.redis[0].command("WAIT 2 100").is_ok_and(|said| said == ":2"))?;
         for _ in 0..3 {
-            servers.sentinels.push(start_sentinel(over, &servers.redis[0])?);
+            servers.sentinels.push(start_sentinel(&servers)?);
         }
         servers.wait("the Sentinels to know each other", |it| {
             it.sentinels
@@ -100,9 +115,10 @@ impl SentinelServers {
     /// The Sentinels' addresses, with what the Redis servers ask of clients: `redis://:password@host:port`. The
     /// Sentinels themselves ask for no password.
     pub fn urls(&self) -> Vec<String> {
+        let password = &self.password;
         let url = |sentinel: &Sentinel| match self.over {
-            Over::Plain => format!("redis://:{PASSWORD}@127.0.0.1:{}", sentinel.port),
-            Over::Tls => format!("rediss://:{PASSWORD}@127.0.0.1:{}", sentinel.tls_port),
+            Over::Plain => format!("redis://:{password}@127.0.0.1:{}", sentinel.port),
+            Over::Tls => format!("rediss://:{password}@127.0.0.1:{}", sentinel.tls_port),
         };
         self.sentinels.iter().map(|sentinel| url(sentinel.kind())).collect()
     }
@@ -152,9 +168,48 @@ impl SentinelServers {
         Ok(self.primary())
     }
 
+    /// Makes good what [`cut_replication`](Self::cut_replication) and an end of a server have done: who has ended runs again, as a
+    /// replica from its first moment on. Returns when all Sentinels name the same primary, and both replicas follow it.
+    ///
+    /// # Errors
+    /// [`ServerError`], when a server does not start, or they do not follow within a minute.
+    pub fn mend(&mut self) -> Result<(), ServerError> {
+        let port = self.over.port(&self.redis[self.primary()]);
+        for server in &mut self.redis {
+            let own = server.kind().options.replica_of;
+            server.kind_mut().options.replica_of = Some(port);
+            let started = server.start_again();
+            server.kind_mut().options.replica_of = own;
+            started?;
+        }
+        self.wait("two replicas to follow again", |it| {
+            let primary = it.primary();
+            let port = it.over.port(&it.redis[primary]);
+            let follows = |server: &RedisServer| {
+                let said = server.reply("INFO replication").unwrap_or_default();
+                if said.contains(&format!("master_port:{port}\r\nmaster_link_status:up")) {
+                    return true;
+                }
+                // Told again until it does: Sentinels tell it, too, as far as each of them knows.
+                let _ = server.command(&format!("CONFIG SET masterauth {}", it.password));
+                if !said.contains(&format!("master_port:{port}\r\n")) {
+                    let _ = server.command(&format!("REPLICAOF 127.0.0.1 {port}"));
+                }
+                false
+            };
+            let replicas = it.redis.iter().enumerate().filter(|(which, _)| *which != primary);
+            replicas.filter(|(_, server)| follows(server)).count() == 2
+                && it.sentinels.iter().all(|sentinel| it.named_by(sentinel) == Some(primary))
+        })
+    }
+
     fn named(&self) -> Option<usize> {
+        self.sentinels.iter().find_map(|sentinel| self.named_by(sentinel))
+    }
+
+    fn named_by(&self, sentinel: &Server<Sentinel>) -> Option<usize> {
         let ask = format!("SENTINEL get-master-addr-by-name {SENTINEL_NAME}");
-        let said = self.sentinels.iter().find_map(|sentinel| tell(sentinel.kind().port, None, &ask).ok())?;
+        let said = tell(sentinel.kind().port, None, &ask).ok()?;
         // *2, $9, 127.0.0.1, $5, the port.
         let port: u16 = said.lines().nth(4)?.parse().ok()?;
         self.redis.iter().position(|server| self.over.port(server) == port)
@@ -190,13 +245,15 @@ impl Over {
     }
 }
 
-fn start_sentinel(over: Over, primary: &RedisServer) -> Result<Server<Sentinel>, ServerError> {
+fn start_sentinel(servers: &SentinelServers) -> Result<Server<Sentinel>, ServerError> {
+    let SentinelServers { over, password, down_after, redis, .. } = servers;
+    let (over, primary, down_after) = (*over, &redis[0], down_after.as_millis());
     let [port, tls_port] = free_ports().map_err(|source| io(Sentinel::NAME, "find free ports", source))?;
     let directory = temporary_directory(Sentinel::NAME)?;
     let mut settings = format!(
         "port {port}\nbind 127.0.0.1\nprotected-mode no\ndir {}\n\
-         sentinel monitor {SENTINEL_NAME} 127.0.0.1 {} 2\nsentinel auth-pass {SENTINEL_NAME} {PASSWORD}\n\
-         sentinel down-after-milliseconds {SENTINEL_NAME} 1000\nsentinel failover-timeout {SENTINEL_NAME} 5000\n",
+         sentinel monitor {SENTINEL_NAME} 127.0.0.1 {} 2\nsentinel auth-pass {SENTINEL_NAME} {password}\n\
+         sentinel down-after-milliseconds {SENTINEL_NAME} {down_after}\nsentinel failover-timeout {SENTINEL_NAME} 5000\n",
         directory.path().display(),
         over.port(primary)
     );

@@ -59,6 +59,10 @@ impl<K: Kind> Server<K> {
         &self.kind
     }
 
+    pub(crate) fn kind_mut(&mut self) -> &mut K {
+        &mut self.kind
+    }
+
     /// Where the server keeps its data and its log.
     pub fn directory(&self) -> &Path {
         self.directory.as_ref().expect("taken only by detach, which consumes self").path()

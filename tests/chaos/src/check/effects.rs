@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::{Finder, Invariant};
+use super::{Finder, Invariant, Promise, Remembers};
 use crate::ledger::{Record, Unique, What};
 
 /// One application at the sink.
@@ -23,7 +23,7 @@ pub(super) fn check(finder: &mut Finder<'_>, id: &str) {
     counts.unique_effects += unique as u64;
     counts.refused += refused as u64;
     counts.duplicated += u64::from(applied.len() > 1);
-    if applied.len() > 1 {
+    if applied.len() > 1 && finder.rules.store == Remembers::Claims {
         finder.found(Invariant::I2, Some(id), format!("{} effects", applied.len()));
     }
     if !applied.is_empty() && unique != 1 {
@@ -37,7 +37,9 @@ pub(super) fn check(finder: &mut Finder<'_>, id: &str) {
             Some(cause) => *finder.checked.counts.explained.entry(cause).or_default() += 1,
             None => {
                 let why = format!("a second effect by {} after one by {}, and nothing in the fault log", again.consumer, before.consumer);
-                finder.found(Invariant::I3, Some(id), why);
+                // Where the store may forget, at most once is held to no more than that.
+                let invariant = if finder.rules.store == Remembers::NotAll { Invariant::I2 } else { Invariant::I3 };
+                finder.found(if finder.rules.promise == Promise::AtMostOnce { invariant } else { Invariant::I3 }, Some(id), why);
             }
         }
     }

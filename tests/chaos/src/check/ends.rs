@@ -1,10 +1,14 @@
 //! I8, I13, I14, and how processes end.
 
 use super::{Finder, Invariant};
-use crate::ledger::{Sent, What};
+use crate::ledger::{Asked, Record, Sent, What};
+use std::time::Duration;
 
 /// How a process ends that aborts.
 const ABORTED: &str = "signal 6";
+
+/// How long before a failover begins its replicas may not have heard of what is said.
+const UNHEARD: Duration = Duration::from_secs(1);
 
 pub(super) fn check(finder: &mut Finder<'_>) {
     let bound = finder.rules.drain.as_millis() + 1_000;
@@ -13,6 +17,8 @@ pub(super) fn check(finder: &mut Finder<'_>) {
             What::Left { count } if *count > 0 => {
                 finder.found(Invariant::I14, None, format!("{count} deliveries were left when the run had to end"));
             }
+            // Its end was recorded, and that is what the failover has lost: nobody will ask again.
+            What::Marker { id, .. } if end_lost(finder, id) => finder.checked.counts.ends_lost += 1,
             What::Marker { id, record } if record.starts_with("v1 p ") || record.starts_with("v1 r ") => {
                 finder.found(Invariant::I14, Some(id), format!("its marker was left in progress: {record}"));
             }
@@ -33,4 +39,13 @@ pub(super) fn check(finder: &mut Finder<'_>) {
             _ => {}
         }
     }
+}
+
+/// Whether the store had recorded its end, and a failover followed in which that may be lost.
+fn end_lost(finder: &Finder<'_>, id: &str) -> bool {
+    let recorded = |record: &&Record| match &record.what {
+        What::Answered { ask, verdict, .. } => *ask != Asked::Claim && matches!(verdict.as_str(), "done" | "kept"),
+        _ => false,
+    };
+    finder.history(id).filter(recorded).last().is_some_and(|record| finder.windows.loses(record.at, UNHEARD))
 }

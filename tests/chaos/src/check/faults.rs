@@ -8,6 +8,8 @@ use crate::ledger::{Edge, Ledger, What};
 
 /// The kind of a fault that freezes a consumer.
 pub(crate) const FREEZE: &str = "freeze-consumer";
+/// That of one in which a Redis loses what its replicas did not know.
+pub(crate) const FAIL_OVER: &str = "fail-over-redis";
 /// Those in which the store answers nobody from their beginning to their end.
 const STORE_AWAY: [&str; 2] = ["dark-redis", "freeze-redis"];
 /// What a consumer calls it when it did not run though nobody froze it.
@@ -122,6 +124,11 @@ impl Windows {
     pub(super) fn stalled(&self, from: u64, to: u64) -> u64 {
         let stalls = self.all.iter().filter(|window| window.kind == STALL);
         stalls.map(|window| window.to.min(to).saturating_sub(window.from.max(from))).sum()
+    }
+
+    /// Whether a failover may have lost what the store said at this time.
+    pub(super) fn loses(&self, at: u64, before: Duration) -> bool {
+        self.all.iter().any(|window| window.kind == FAIL_OVER && window.from.saturating_sub(micros(before)) <= at && at <= window.to)
     }
 
     /// When a consumer aborted, if it did.

@@ -10,6 +10,7 @@ const RULES: Rules = Rules {
     grace: Duration::from_millis(500),
     aftermath: Duration::from_secs(10),
     drain: Duration::from_secs(10),
+    store: Remembers::Claims,
     in_flight: 2,
 };
 const AT_MOST_ONCE: Rules = Rules { promise: Promise::AtMostOnce, ..RULES };
@@ -388,6 +389,44 @@ fn i10_effects_that_come_again_too_late() {
     assert_eq!(late(messages(Story::default().fault("kill-rabbit", None, 1_000, 1_100))), 1);
     // Nobody has said how long it may take to drain one of several consumers.
     assert_eq!(late(again("rolling-restart", 60_000)), 0);
+}
+
+#[test]
+fn i2_where_a_failover_may_forget_a_second_effect_has_its_cause() {
+    let forgets = Rules { store: Remembers::NotAll, ..AT_MOST_ONCE };
+    let twice = || Story::default().sent("u-1").handled(10, "c0.1", "u-1").handled(4_000, "c1.1", "u-1");
+    let twice = || {
+        Story(twice().0.into_iter().filter(|it| it.by != "sink").collect()).effect(15, "c0.1", "u-1", 1, Unique::Accepted).effect(
+            4_005,
+            "c1.1",
+            "u-1",
+            1,
+            Unique::Known,
+        )
+    };
+    assert_eq!(twice().breaks(&forgets), broken(Invariant::I2, "u-1"));
+    let explained = twice().fault("fail-over-redis", None, 20, 3_000).check(&forgets);
+    assert_eq!((explained.violations, explained.counts.explained["fail-over-redis"]), (vec![], 1));
+    assert_eq!(twice().fault("fail-over-redis", None, 20, 3_000).breaks(&AT_MOST_ONCE), broken(Invariant::I2, "u-1"));
+}
+
+#[test]
+fn i14_an_end_that_a_failover_lost_leaves_its_marker() {
+    let left = |done: u64| {
+        let marker = What::Marker { id: "u-1".into(), record: "v1 p 00ff 1 2000 86400000 e -".into() };
+        Story::default()
+            .sent("u-1")
+            .handled(done - 10, "c0.1", "u-1")
+            .fault("fail-over-redis", None, 5_000, 8_000)
+            .at(20_000, "player", marker)
+    };
+    for lost in [4_000, 7_000] {
+        let checked = left(lost).check(&RULES);
+        assert_eq!((checked.violations, checked.counts.ends_lost), (vec![], 1));
+    }
+    for kept in [3_900, 8_100] {
+        assert_eq!(left(kept).breaks(&RULES), broken(Invariant::I14, "u-1"));
+    }
 }
 
 /// Counters as a consumer writes them, by outcome.

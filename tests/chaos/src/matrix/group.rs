@@ -16,7 +16,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use super::consumer::Markers;
 use super::servers::Servers;
 use crate::Error;
-use crate::check::{Checked, Ordered, Promise, Rules, check};
+use crate::check::{Checked, Ordered, Promise, Remembers, Rules, check};
 use crate::fleet::SinkProcess;
 use crate::ledger::{Edge, Ledger, Log, Sent, What};
 use crate::message::Outgoing;
@@ -343,7 +343,16 @@ impl<'a> Group<'a> {
     /// What it is held to.
     pub(crate) fn rules(&self) -> Rules {
         let order = if self.made.broker == Broker::Kafka { Ordered::ByKey } else { Ordered::Not };
-        Rules { promise: self.made.promise, order, lease: LEASE, grace: GRACE, aftermath: AFTERMATH, drain: DRAIN, in_flight: IN_FLIGHT }
+        Rules {
+            promise: self.made.promise,
+            order,
+            lease: LEASE,
+            grace: GRACE,
+            aftermath: AFTERMATH,
+            drain: DRAIN,
+            store: Remembers::Claims,
+            in_flight: IN_FLIGHT,
+        }
     }
 
     /// What the checker says.
