@@ -1,7 +1,7 @@
 //! The laws that every store keeps, fault tools, and real servers for oncegate's tests.
 //!
 //! [`store_laws!`] holds a store of yours, or one of oncegate's, against the contract, and [`source_laws!`] a source.
-//! [`Lines`] is what was logged.
+//! [`bad_input`] is a table of what strangers send, tried on a source. [`Lines`] is what was logged.
 //! [`LosesReplies`] is a store behind
 //! a network that loses replies.
 //!
@@ -10,6 +10,7 @@
 #![forbid(unsafe_code)]
 
 pub mod asking;
+pub mod bad_input;
 mod env;
 pub mod laws;
 mod lines;
