@@ -82,7 +82,7 @@ impl Context {
             return self.take_over(consumer, partitions);
         };
         let mut assigned = partitions.clone();
-        for (topic, partition, begins) in standing::ask(consumer, partitions, |topic| self.topics.id(topic), self.bound) {
+        for (topic, partition, begins) in standing::ask(consumer, partitions, &self.topics, self.bound) {
             if queue.adopt(&topic, partition) == Adoption::NoSuchPartition {
                 tracing::error!(topic, partition, "the partition's queue cannot be read in batches");
             }

@@ -1,6 +1,6 @@
 //! Topics that are deleted and made anew: which log a topic's name stands for now.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The ids of topics, as librdkafka's log tells them, and those that have changed. Kafka gives each topic one when it is made.
@@ -11,6 +11,7 @@ pub(crate) struct Topics(Mutex<Heard>);
 struct Heard {
     ids: HashMap<String, Arc<str>>,
     made_anew: Vec<String>,
+    changed: HashSet<String>,
 }
 
 impl Topics {
@@ -22,6 +23,7 @@ impl Topics {
         heard.ids.insert(told.topic.to_owned(), Arc::from(told.id));
         if told.before != NO_ID {
             heard.made_anew.push(told.topic.to_owned());
+            heard.changed.insert(told.topic.to_owned());
         }
     }
 
@@ -38,6 +40,11 @@ impl Topics {
     /// Whether it is among those that will be taken next.
     pub(crate) fn is_made_anew(&self, topic: &str) -> bool {
         self.lock().made_anew.iter().any(|it| it == topic)
+    }
+
+    /// Whether a topic was ever made anew while it was listened to.
+    pub(crate) fn has_changed(&self, topic: &str) -> bool {
+        self.lock().changed.contains(topic)
     }
 
     fn lock(&self) -> MutexGuard<'_, Heard> {
@@ -94,6 +101,7 @@ mod tests {
         topics.hear(&line("F2xUbUAeQcSPGv0PhIKTZg", "q5BZ55PYTTyxda8B1C5Amg"));
         assert_eq!(topics.id("a.Topic").as_deref(), Some("q5BZ55PYTTyxda8B1C5Amg"));
         assert!(topics.is_made_anew("a.Topic") && !topics.is_made_anew("a"));
+        assert!(topics.has_changed("a.Topic") && !topics.has_changed("a"));
         assert_eq!((topics.take_made_anew(), topics.take_made_anew()), (vec!["a.Topic".to_owned()], vec![]));
     }
 

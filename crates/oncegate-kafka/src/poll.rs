@@ -152,6 +152,8 @@ fn begin_anew(consumer: &BaseConsumer<Context>, shared: &Shared) {
         let partitions = shared.begin_anew(&topic, context.topics.id(&topic));
         metrics::counter!(crate::metric::TOPICS_MADE_ANEW).increment(partitions as u64);
         match context.out_of_range {
+            // Where it was lost meanwhile, it is told when it is assigned again.
+            OutOfRange::Error if partitions == 0 => {}
             OutOfRange::Error => shared.fail(standing::made_anew(&topic)),
             OutOfRange::Earliest => {
                 tracing::error!(topic, "topic made anew: it was deleted and created again; reading it from its beginning");

@@ -15,10 +15,12 @@ use crate::watermark::{Sequence, Settling, Watermark};
 
 mod anew;
 mod assigned;
+mod settling;
 mod telling;
 
 use assigned::{Assigned, BEGINNING, Keeps, ReadTo, tell_of_a_shorter_log};
 pub(crate) use assigned::{Begins, Commit, Findings, Jump, Way};
+pub(crate) use settling::Rejected;
 
 /// Read ahead of the consumer: messages.
 const READY: usize = 2_048;
@@ -188,6 +190,7 @@ impl State {
             read_to: ReadTo::Unproven,
             log_end: None,
             stood: (None, now),
+            has_repeated: false,
             out: 0,
             keeps: Keeps::Assigned,
             send_from,
@@ -430,6 +433,15 @@ pub(crate) enum Fate {
     Counted,
     /// Its partition is not ours any more, or not under the same assignment.
     Stale,
+}
+
+impl Fate {
+    /// Counts what was settled in vain.
+    pub(crate) fn count(self) {
+        if self == Self::Stale {
+            metrics::counter!(crate::metric::STALE_SETTLEMENTS).increment(1);
+        }
+    }
 }
 
 fn delivery(record: Record, epoch: u64) -> Delivery {

@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use oncegate_core::road::{Reason, Settlement};
+use oncegate_core::road::Reason;
 use oncegate_core::{Delivery, Incoming, Limit, Order, Settled, Source, SourceError, Story, fault};
 
 use crate::dead_letters::DeadLetters;
-use crate::shared::{Fate, Phase, Shared, detached};
+use crate::shared::{Phase, Rejected, Shared, detached};
 
 /// The pause before a dead letter is published again, and the longest.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
@@ -66,7 +66,7 @@ impl KafkaSource {
             fault::point("kafka.letter.confirmed");
             let fate = shared.lock().published(&delivery);
             fault::point("kafka.letter.settled");
-            count(fate);
+            fate.count();
             shared.wake_poller();
             shared.wake_consumer();
         });
@@ -78,12 +78,6 @@ struct Taken {
     any: bool,
     oversize: Vec<Delivery>,
     next_due: Option<Instant>,
-}
-
-fn count(fate: Fate) {
-    if fate == Fate::Stale {
-        metrics::counter!(crate::metric::STALE_SETTLEMENTS).increment(1);
-    }
 }
 
 #[async_trait]
@@ -107,26 +101,9 @@ impl Source for KafkaSource {
     }
 
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), SourceError> {
-        let mut rejected = Vec::new();
-        let mut state = self.shared.lock();
-        for Settled { delivery, settlement, story } in settled.drain(..) {
-            count(match settlement {
-                Settlement::Accept(_) => state.accept(&delivery.receipt),
-                Settlement::Release { after, failures } => state.release(Delivery { failures, ..delivery }, after),
-                Settlement::Reject(reason) => {
-                    let fate = state.reject(&delivery);
-                    if fate == Fate::Counted {
-                        rejected.push((delivery, reason, story));
-                    }
-                    fate
-                }
-            });
-        }
-        drop(state);
-        for (delivery, reason, story) in rejected {
+        for Rejected { delivery, reason, story } in self.shared.settle(settled) {
             self.publish(delivery, reason, story);
         }
-        self.shared.wake_poller();
         Ok(())
     }
 

@@ -11,7 +11,7 @@ use rdkafka::error::KafkaResult;
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList, TopicPartitionListElem};
 
 use crate::batch::{Fault, Queue};
-use crate::made_anew;
+use crate::made_anew::{self, Topics};
 use crate::shared::Begins;
 
 /// How long a question to the broker may hold up a rebalance.
@@ -20,12 +20,12 @@ const PATIENCE: Duration = Duration::from_secs(3);
 /// A partition, and where it is to be read on.
 pub(crate) type Standing = (String, i32, Begins);
 
-/// Where the group stands in each of these partitions, whose topics have these ids now. All questions together take no longer
+/// Where the group stands in each of these partitions. All questions together take no longer
 /// than `bound`; what they have not told by then is not known.
 pub(crate) fn ask<C: ConsumerContext>(
     consumer: &BaseConsumer<C>,
     partitions: &TopicPartitionList,
-    id: impl Fn(&str) -> Option<Arc<str>>,
+    topics: &Topics,
     bound: Duration,
 ) -> Vec<Standing> {
     let mut patience = Patience(bound);
@@ -41,8 +41,10 @@ pub(crate) fn ask<C: ConsumerContext>(
     let begins = |it: &TopicPartitionListElem<'_>| match &committed {
         None => Begins::Unknown,
         Some(committed) => match committed.get(&(it.topic().to_owned(), it.partition())) {
+            // Its offset went with the topic before it.
+            None if topics.has_changed(it.topic()) => Begins::Anew,
             None => Begins::Nowhere,
-            Some(Committed { id: Some(of), .. }) if id(it.topic()).is_some_and(|now| now != *of) => Begins::Anew,
+            Some(Committed { id: Some(of), .. }) if topics.id(it.topic()).is_some_and(|now| now != *of) => Begins::Anew,
             Some(Committed { offset, .. }) => Begins::At(*offset),
         },
     };

@@ -21,6 +21,8 @@ pub(super) struct Assigned {
     pub(super) log_end: Option<i64>,
     /// What the lowest unsettled offset was when it was looked at last, and since when.
     pub(super) stood: (Option<i64>, Instant),
+    /// Whether it was said that ids come again in a topic that was made anew.
+    pub(super) has_repeated: bool,
     /// Handed out and not back yet.
     pub(super) out: usize,
     pub(super) keeps: Keeps,

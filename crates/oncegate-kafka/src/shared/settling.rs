@@ -1,0 +1,67 @@
+//! What the consumer settles, taken in as a whole.
+
+use oncegate_core::road::{Reason, Settlement};
+use oncegate_core::{Delivery, Receipt, Settled, Story};
+
+use super::assigned::Begins;
+use super::{Fate, Shared, State};
+
+/// A delivery that is to go to the dead letters.
+pub(crate) struct Rejected {
+    pub(crate) delivery: Delivery,
+    pub(crate) reason: Reason,
+    pub(crate) story: Option<Box<Story>>,
+}
+
+/// What a delivery is accepted on, where nothing ran: its id was done before.
+const DUPLICATE: &str = "duplicate";
+
+impl Shared {
+    /// Takes in what was settled, and wakes the polling thread. Answers what is to be published.
+    pub(crate) fn settle(&self, settled: &mut Vec<Settled>) -> Vec<Rejected> {
+        let mut rejected = Vec::new();
+        let mut state = self.lock();
+        for Settled { delivery, settlement, story } in settled.drain(..) {
+            let fate = match settlement {
+                Settlement::Accept(proof) => {
+                    if proof.as_str() == DUPLICATE {
+                        state.look_at_duplicate(&delivery);
+                    }
+                    state.accept(&delivery.receipt)
+                }
+                Settlement::Release { after, failures } => state.release(Delivery { failures, ..delivery }, after),
+                Settlement::Reject(reason) => {
+                    let fate = state.reject(&delivery);
+                    if fate == Fate::Counted {
+                        rejected.push(Rejected { delivery, reason, story });
+                    }
+                    fate
+                }
+            };
+            fate.count();
+        }
+        drop(state);
+        self.wake_poller();
+        rejected
+    }
+}
+
+impl State {
+    /// Positions begin again in a topic that was made anew. Ids that come from them are those of other messages, which the
+    /// store may remember, and a message that bears one is skipped: that is said, since nobody else can know.
+    fn look_at_duplicate(&mut self, delivery: &Delivery) {
+        let Receipt { epoch, partition, position } = delivery.receipt;
+        let Some(assigned) = self.assigned.get_mut(&epoch).filter(|it| it.begins == Begins::Anew) else { return };
+        metrics::counter!(crate::metric::IDS_REPEATED).increment(1);
+        if !std::mem::replace(&mut assigned.has_repeated, true) {
+            tracing::error!(
+                topic = &*assigned.topic,
+                partition,
+                offset = position,
+                "ids repeated: the topic was made anew, and the ids of its messages were handled before. Where they come from \
+                 positions these are other messages, which are skipped: give the consumer another .scope(…) and set the group's \
+                 offsets back. Where producers send ids of their own, these were sent again"
+            );
+        }
+    }
+}

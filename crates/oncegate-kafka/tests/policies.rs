@@ -1,0 +1,151 @@
+//! What is found in a log that is not as it was left has a name in what is logged, and is counted. Alone in its process,
+//! because there is one place where lines are heard, and one recorder of metrics.
+#![forbid(unsafe_code)]
+
+#[allow(dead_code, reason = "the other tests use the rest")]
+#[path = "kafka/stage.rs"]
+mod stage;
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use metrics::{Counter, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit};
+use oncegate_core::source::Open;
+use oncegate_core::{Consumer, Context, Failure, Handler, IdSource, MemoryStore, Raw, RawBytes, async_trait};
+use oncegate_testkit::Lines;
+
+use crate::stage::*;
+
+/// What each counter has come to.
+#[derive(Clone, Default)]
+struct Counters(Arc<Mutex<BTreeMap<String, Arc<AtomicU64>>>>);
+
+impl Recorder for Counters {
+    fn describe_counter(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+    fn describe_gauge(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+    fn describe_histogram(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+
+    fn register_counter(&self, key: &Key, _: &Metadata<'_>) -> Counter {
+        Counter::from_arc(self.0.lock().expect("nobody panics with it").entry(key.name().to_owned()).or_default().clone())
+    }
+
+    fn register_gauge(&self, _: &Key, _: &Metadata<'_>) -> Gauge {
+        Gauge::noop()
+    }
+
+    fn register_histogram(&self, _: &Key, _: &Metadata<'_>) -> Histogram {
+        Histogram::noop()
+    }
+}
+
+struct Told {
+    lines: Lines,
+    said: Mutex<Vec<String>>,
+    counters: Counters,
+}
+
+impl Told {
+    /// Waits until a line of this level says this of a topic, and the counter has come to so much.
+    async fn says(&self, level: &str, name: &str, topic: &Topic, counter: &str, count: u64) {
+        let counter = format!("oncegate_kafka_{counter}_total");
+        let end = Instant::now() + BOUND;
+        loop {
+            let counted =
+                self.counters.0.lock().expect("nobody panics with it").get(&counter).map_or(0, |count| count.load(Ordering::Relaxed));
+            let mut said = self.said.lock().expect("nobody panics with it");
+            said.extend(self.lines.take().into_iter().map(|(_, line)| line));
+            if counted == count && said.iter().any(|it| it.contains(level) && it.contains(name) && it.contains(&topic.name)) {
+                return;
+            }
+            assert!(Instant::now() < end, "{level} {name}, {counter} is {counted} and not {count}: {said:#?}");
+            drop(said);
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+}
+
+/// One after the other: see above.
+#[tokio::test(flavor = "multi_thread")]
+async fn each_policy_has_a_name_in_the_log_and_a_counter() {
+    let (lines, said, counters) = (Lines::of_this_process(), Mutex::default(), Counters::default());
+    metrics::set_global_recorder(counters.clone()).unwrap_or_else(|_| panic!("there is another recorder"));
+    let told = Told { lines, said, counters };
+    messages_missed(&told).await;
+    log_cut(&told).await;
+    partition_added(&told).await;
+    topic_made_anew(&told).await;
+}
+
+async fn messages_missed(told: &Told) {
+    let topic = Topic::new(1).await;
+    topic.send_numbers(0, 20).await;
+    topic.commit(5).await;
+    topic.remove_below(12).await;
+    let mut source = topic.open().await;
+    receive(&mut source, 8).await;
+    told.says("ERROR", "messages missed", &topic, "messages_missed", 7).await;
+    close(source).await;
+}
+
+async fn log_cut(told: &Told) {
+    let topic = Topic::new(1).await;
+    topic.send_numbers(0, 10).await;
+    topic.commit(50).await;
+    let mut source = topic.open().await;
+    receive(&mut source, 10).await;
+    told.says("ERROR", "log cut", &topic, "logs_cut", 1).await;
+    close(source).await;
+}
+
+/// Also where a group without an offset begins at the beginning.
+async fn partition_added(told: &Told) {
+    let topic = Topic::new(1).await;
+    topic.send_numbers(0, 3).await;
+    topic.commit(3).await;
+    let mut source = topic.source().property("topic.metadata.refresh.interval.ms", "500").open().await.expect("a source");
+    topic.grow(2).await;
+    topic.renewed().send_numbers(1, 5).await;
+    assert!(receive(&mut source, 5).await.iter().all(|it| it.receipt.partition == 1));
+    told.says("WARN", "partition added", &topic, "partitions_added", 1).await;
+    close(source).await;
+}
+
+/// Counts its runs.
+#[derive(Clone, Default)]
+struct Runs(Arc<AtomicU64>);
+
+#[async_trait]
+impl Handler for Runs {
+    type Payload = Raw;
+
+    async fn handle(&self, _: Raw, _: &Context) -> Result<(), Failure> {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+/// With ids that come from positions, of which the new topic has more.
+async fn topic_made_anew(told: &Told) {
+    let (topic, runs) = (Topic::new(1).await, Runs::default());
+    topic.send_numbers(0, 5).await;
+    let consumer = Consumer::builder()
+        .source(topic.source().property("topic.metadata.refresh.interval.ms", "500"))
+        .store(MemoryStore::new())
+        .id(IdSource::position())
+        .decode(RawBytes)
+        .handler(runs.clone());
+    let (end, ended) = tokio::sync::oneshot::channel::<()>();
+    let running = tokio::spawn(consumer.run_until(async move { drop(ended.await) }));
+    topic.await_commit(0, 5).await;
+    topic.make_anew().await;
+    topic.send_numbers(0, 12).await;
+    topic.await_reset(0, 12).await;
+    told.says("ERROR", "topic made anew", &topic, "topics_made_anew", 1).await;
+    // What was skipped is said; the rest was handled.
+    told.says("ERROR", "ids repeated", &topic, "ids_repeated", 5).await;
+    assert_eq!(runs.0.load(Ordering::Relaxed), 12);
+    drop(end);
+    running.await.expect("no panic").expect("a clean end");
+}
