@@ -19,7 +19,7 @@ use crate::log::{self, complain};
 use crate::made_anew::Topics;
 use crate::outage::Outage;
 use crate::refusal;
-use crate::shared::{Begins, Jump, Phase, Shared};
+use crate::shared::{Begins, Jump, Leave, Phase, Shared};
 use crate::standing;
 
 /// How long one look waits for a message while revoked deliveries are waited for.
@@ -156,17 +156,13 @@ impl Context {
     fn revoke(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
         let leaving = names(partitions);
         let lost = consumer.assignment_lost();
-        let epochs = self.shared.revoke(&leaving);
-        if !lost {
-            self.drain(&epochs);
-            commits::store(consumer, &self.shared);
-        }
-        let left = self.shared.lock().out(&epochs);
+        let how = if lost { Leave::Lost } else { Leave::GivenBack };
+        let store = || commits::store(consumer, &self.shared);
+        let unsettled = self.shared.give_up(&leaving, how, |epochs| self.drain(epochs), store);
         for (topic, partition) in &leaving {
-            tracing::info!(topic, partition, lost, unsettled = left, "partition revoked");
+            tracing::info!(topic, partition, lost, unsettled, "partition revoked");
         }
         metrics::counter!(crate::metric::REVOKED, "lost" => if lost { "yes" } else { "no" }).increment(leaving.len() as u64);
-        self.shared.lock().forget(&epochs);
         self.unassign(consumer, partitions);
     }
 

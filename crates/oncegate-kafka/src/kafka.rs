@@ -385,6 +385,8 @@ impl Kafka {
         // One message a request: a broker refuses a batch that is too large as a whole, and nobody could tell of which
         // message it speaks.
         config.set("enable.idempotence", "true").set("acks", "all").set("batch.num.messages", "1");
+        // A producer's question for a topic that was deleted would make it anew, and it would forget its messages as any other.
+        config.set("allow.auto.create.topics", "false");
         config
     }
 
@@ -417,6 +419,9 @@ fn refused(key: &str) -> Option<&'static str> {
         "group.id" => Some("use .group(…)"),
         "bootstrap.servers" | "metadata.broker.list" => Some("use .brokers(…)"),
         "auto.offset.reset" => Some("use .start(…) and .out_of_range(…)"),
+        "allow.auto.create.topics" => {
+            Some("leave it away, and use .create_topics(…): what a broker creates by itself forgets its messages")
+        }
         "enable.partition.eof" => Some("leave it away: librdkafka would count each end as a message, and skip one after a rebalance"),
         "isolation.level" => Some("leave it away: what a transaction aborted was never sent, and must not be handled"),
         "enable.idempotence" | "acks" | "request.required.acks" | "transactional.id" => {
@@ -480,6 +485,7 @@ mod tests {
             "auto.offset.reset",
             "acks",
             "isolation.level",
+            "allow.auto.create.topics",
         ] {
             assert_eq!(setting(whole().property(key, "x")), key);
         }
@@ -498,6 +504,7 @@ mod tests {
         assert_eq!(consumer.get("auto.offset.reset"), Some("earliest"));
         assert_eq!(kafka.producer_config().get("security.protocol"), Some("ssl"));
         assert_eq!(kafka.producer_config().get("acks"), Some("all"));
+        assert_eq!(kafka.producer_config().get("allow.auto.create.topics"), Some("false"));
         assert_eq!(kafka.producer_config().get("batch.num.messages"), Some("1"));
     }
 

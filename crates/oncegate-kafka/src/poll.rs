@@ -14,7 +14,7 @@ use crate::commits;
 use crate::context::{Context, SEEK, for_a_person};
 use crate::kafka::{Kafka, OutOfRange};
 use crate::refusal;
-use crate::shared::{Phase, Shared};
+use crate::shared::{Leave, Phase, Shared};
 use crate::standing;
 
 /// How many events of the group are served in one turn.
@@ -116,10 +116,7 @@ fn make_way(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) {
     metrics::counter!(crate::metric::CLIENTS_REPLACED).increment(1);
     let context = consumer.context();
     let partitions = shared.lock().partitions();
-    let epochs = shared.revoke(&partitions);
-    context.drain(&epochs);
-    commits::store(&consumer, shared);
-    shared.lock().forget(&epochs);
+    shared.give_up(&partitions, Leave::GivenBack, |epochs| context.drain(epochs), || commits::store(&consumer, shared));
     context.is_replaced.store(true, Ordering::Relaxed);
     context.set_queue(None);
     let (closed, is_closed) = mpsc::channel();

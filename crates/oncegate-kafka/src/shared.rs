@@ -15,11 +15,13 @@ use crate::watermark::{Sequence, Settling, Watermark};
 
 mod anew;
 mod assigned;
+mod leaving;
 mod settling;
 mod telling;
 
 use assigned::{Assigned, BEGINNING, Keeps, ReadTo, tell_of_a_shorter_log};
 pub(crate) use assigned::{Begins, Commit, Findings, Jump, Way};
+pub(crate) use leaving::Leave;
 pub(crate) use settling::Rejected;
 
 /// Read ahead of the consumer: messages.

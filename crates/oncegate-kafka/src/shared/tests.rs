@@ -1,3 +1,5 @@
+use std::cell::{Cell, RefCell};
+
 use oncegate_core::Headers;
 
 use super::*;
@@ -293,4 +295,28 @@ fn a_partition_that_was_lost_meanwhile_is_not_gone_back_to() {
     shared.take_in(vec![record(0, 0)]);
     assert_eq!(hand_out(&mut shared.lock()).1.len(), 0);
     shared.go_back(|_, _| -> Result<(), String> { unreachable!("it is someone else's") });
+}
+
+#[test]
+fn what_is_given_back_is_drained_and_committed_and_what_is_lost_is_neither() {
+    for how in [Leave::GivenBack, Leave::Lost] {
+        let shared = Shared::default();
+        *shared.lock() = state(0, 5..8);
+        let (_, deliveries) = hand_out(&mut shared.lock());
+        shared.lock().accept(&deliveries[0].receipt);
+        let (drained, stored) = (Cell::new(0), RefCell::new(Vec::new()));
+        let drain = |epochs: &[u64]| {
+            drained.set(epochs.len());
+            // The rebalance waits for this one.
+            shared.lock().accept(&deliveries[1].receipt);
+        };
+        let store = || stored.borrow_mut().extend(committed(&mut shared.lock()));
+        let unsettled = shared.give_up(&leaving(), how, drain, store);
+        match how {
+            Leave::GivenBack => assert_eq!((drained.get(), stored.take(), unsettled), (1, vec![(7, Way::Sent)], 1)),
+            Leave::Lost => assert_eq!((drained.get(), stored.take(), unsettled), (0, vec![], 2)),
+        }
+        assert_eq!(shared.lock().accept(&deliveries[2].receipt), Fate::Stale);
+        assert_eq!(committed(&mut shared.lock()), []);
+    }
 }

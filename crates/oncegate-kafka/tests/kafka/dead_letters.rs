@@ -1,5 +1,7 @@
 //! What stands in the dead letters where the broker is choosy.
 
+use std::time::Duration;
+
 use oncegate_core::road::Reason;
 use oncegate_core::source::Open;
 use rdkafka::Message;
@@ -103,4 +105,22 @@ async fn a_key_or_a_header_that_no_topic_takes_is_left_out_and_said_to_be() {
         assert_eq!(value("oncegate-first-seen").is_some_and(|seen| seen == "1234567890123"), offset == 1);
         assert_eq!(value("huge"), None);
     }
+}
+
+/// Brokers that create topics by themselves would make one that forgets.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_dead_letter_topic_that_was_deleted_is_waited_for_and_not_made_anew() {
+    let topic = Topic::new(1).await;
+    topic.send_numbers(0, 1).await;
+    let mut source = topic.open().await;
+    let delivery = receive(&mut source, 1).await.remove(0);
+    topic.delete(&topic.dead_letters()).await;
+    reject(&mut source, delivery, Reason::Refused).await;
+    assert!(is_silent(&mut source, Duration::from_secs(2)).await);
+    assert!(!topic.is_there(&topic.dead_letters()), "it was made anew");
+    topic.await_commit(0, 0).await;
+    topic.create(&topic.dead_letters(), 1, &KEEPS).await;
+    topic.await_commit(0, 1).await;
+    assert_eq!(topic.end_of(&topic.dead_letters()).await, 1);
+    close(source).await;
 }

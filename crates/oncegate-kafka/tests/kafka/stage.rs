@@ -19,7 +19,7 @@ use rdkafka::{ClientConfig, Message, Offset, TopicPartitionList};
 pub(crate) const BOUND: Duration = Duration::from_secs(120);
 
 /// What a topic needs to keep its messages without limit.
-const KEEPS: [(&str, &str); 2] = [("retention.ms", "-1"), ("retention.bytes", "-1")];
+pub(crate) const KEEPS: [(&str, &str); 2] = [("retention.ms", "-1"), ("retention.bytes", "-1")];
 
 /// A topic of a test's own.
 pub(crate) struct Topic {
@@ -108,11 +108,24 @@ impl Topic {
         admin.delete_records(&partitions, &options).await.expect("removed");
     }
 
+    /// Deletes a topic.
+    pub(crate) async fn delete(&self, name: &str) {
+        let (admin, options) = self.admin();
+        let deleted = admin.delete_topics(&[name], &options).await;
+        assert!(deleted.expect("an answer").iter().all(Result::is_ok), "{name} was not deleted");
+    }
+
+    /// Whether there is such a topic.
+    pub(crate) fn is_there(&self, name: &str) -> bool {
+        // A consumer's question creates none.
+        let asker: BaseConsumer = client(&self.brokers).create().expect("a consumer");
+        let metadata = asker.fetch_metadata(Some(name), BOUND).expect("an answer");
+        metadata.topics().iter().all(|topic| topic.error().is_none())
+    }
+
     /// Deletes the topic and creates another one of its name, with one partition.
     pub(crate) async fn make_anew(&self) {
-        let (admin, options) = self.admin();
-        let deleted = admin.delete_topics(&[&self.name], &options).await;
-        assert!(deleted.expect("an answer").iter().all(Result::is_ok), "{} was not deleted", self.name);
+        self.delete(&self.name).await;
         self.create(&self.name, 1, &[]).await;
     }
 
