@@ -1,10 +1,11 @@
 //! Bad input as a table: what comes in from a real broker, what becomes of it, and what the book says of it.
 
 use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
 
 use lapin::BasicProperties;
 use lapin::types::{AMQPValue, FieldArray, FieldTable};
-use oncegate_amqp::QueueKind;
+use oncegate_amqp::{QueueKind, RabbitMqStatus};
 use oncegate_core::source::headers;
 use oncegate_testkit::bad_input::{Row, Trial, assert_the_book_has};
 
@@ -12,6 +13,7 @@ use crate::rig::*;
 
 /// What the source takes.
 const BODY_LIMIT: usize = 1 << 16;
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The number of a row, which is the body of its messages, and what else a message may have.
 type Message = (Option<AMQPValue>, Vec<(&'static str, AMQPValue)>, Option<&'static [u8]>);
@@ -82,10 +84,17 @@ async fn each_gets_its_verdict_and_stops_nothing() {
             assert!(rig.reaches(body, BasicProperties::default().with_headers(table)).await);
         }
     }
-    let mut trial = Trial::begin(rig.source(QueueKind::Quorum).body_limit(BODY_LIMIT));
+    let status = RabbitMqStatus::new();
+    let mut trial = Trial::begin(rig.source(QueueKind::Quorum).status(status.clone()).body_limit(BODY_LIMIT));
     for _ in 0..rows.iter().map(|row| row.reasons.len()).sum() {
         let letter = rig.take(&rig.dead_letters()).await.delivery;
         trial.set_aside(&header(&letter, "row").expect("its row"), header(&letter, headers::REASON).expect("a reason"));
+    }
+    // A duplicate shows nothing of itself but that it is acknowledged.
+    let (sent, end) = (rows.iter().map(|row| row.messages.len() as u64).sum(), Instant::now() + PATIENCE);
+    while !matches!(status.snapshot(), now if now.delivered >= sent && now.unacked == 0) {
+        assert!(Instant::now() < end, "{:?} of {sent}", status.snapshot());
+        tokio::time::sleep(Duration::from_millis(20)).await;
     }
     trial.end(&rows).await;
     rig.becomes_empty(&rig.queue).await;
