@@ -233,6 +233,11 @@ impl Config {
         Ok(redis)
     }
 
+    /// Whether one server is named, rather than Sentinels or a Cluster.
+    pub(crate) fn store_is_one_server(&self) -> bool {
+        self.store.url.is_some()
+    }
+
     pub(crate) fn has_store(&self) -> bool {
         self.store.url.is_some() || !self.store.sentinels.is_empty() || !self.store.cluster.is_empty()
     }

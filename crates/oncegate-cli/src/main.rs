@@ -6,6 +6,7 @@
 mod audit;
 mod config;
 mod dead_letters;
+mod doctor;
 mod explain;
 mod failure;
 mod in_doubt;
@@ -62,6 +63,8 @@ enum Command {
     /// Messages of which nobody knows whether they happened.
     #[command(subcommand)]
     InDoubt(in_doubt::InDoubtCommand),
+    /// Asks the servers, and says what is wrong with them and with the settings, and what to do about it.
+    Doctor,
     /// What operators did.
     Audit(audit::AuditArguments),
     /// What a load needs of Redis: memory, servers, connections.
@@ -118,6 +121,7 @@ async fn run(arguments: Arguments) -> Result<(), Failure> {
         Command::Marker(command) => marker::run(&context, command).await,
         Command::DeadLetters(command) => dead_letters::run(&context, command).await,
         Command::InDoubt(command) => in_doubt::run(&context, command).await,
+        Command::Doctor => doctor::run(&context).await,
         Command::Audit(command) => audit::run(&context, command).await,
         Command::Config(command) => show_config::run(&context, command),
     }

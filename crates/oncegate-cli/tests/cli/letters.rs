@@ -237,7 +237,7 @@ async fn a_letter_whose_copy_is_not_taken_stays_where_it_is() {
     world.until_there_are(2, ".dead-letters").await;
     assert_eq!(world.json(&["audit"]).await[0]["stage"], "not-done");
     // The queue is declared again by whoever consumes; nothing is lost.
-    world.consume(Provider::Works, 0, 2, 0).await;
+    crate::world::declare_as_the_source_does(&world.desk.name).await;
     world.run(&["dead-letters", "redrive", "--all", "--yes"]).await.ended(0).says("2 redriven");
     world.consume(Provider::Works, 2, 0, 0).await;
     world.end().await;

@@ -4,6 +4,7 @@
 
 mod config;
 mod desk;
+mod doctor;
 mod explain;
 mod letters;
 mod markers;

@@ -78,11 +78,7 @@ impl World {
                 let aside = [format!("{name}.dead-letters"), format!("{name}.in-doubt")];
                 create_topics(&[NewTopic::new(name, 2, TopicReplication::Fixed(1)), keeping(&aside[0]), keeping(&aside[1])]).await;
             }
-            Broker::RabbitMq => {
-                let source = RabbitMq::queue(name).url(rabbitmq()).open().await.expect("the queues are declared");
-                let source: Box<dyn Source> = Box::new(source);
-                source.close(Instant::now() + PATIENCE).await.expect("a clean end");
-            }
+            Broker::RabbitMq => declare_as_the_source_does(name).await,
         }
         world.desk.configure(&world.settings());
         world
@@ -239,6 +235,13 @@ impl World {
             }
         }
     }
+}
+
+/// The queue and those beside it.
+pub(crate) async fn declare_as_the_source_does(queue: &str) {
+    let source = RabbitMq::queue(queue).url(rabbitmq()).open().await.expect("the queues are declared");
+    let source: Box<dyn Source> = Box::new(source);
+    source.close(Instant::now() + PATIENCE).await.expect("a clean end");
 }
 
 pub(crate) async fn create_topics(topics: &[NewTopic<'_>]) {

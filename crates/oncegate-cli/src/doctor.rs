@@ -1,0 +1,99 @@
+//! `oncegate doctor`: what is wrong with a set-up, and what to do about it. Asks; changes nothing.
+
+mod kafka;
+mod rabbitmq;
+mod settings;
+mod store;
+
+use serde::Serialize;
+
+use crate::Context;
+use crate::failure::Failure;
+use crate::letters::Broker;
+use crate::say::plain;
+
+/// How bad it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Level {
+    /// It does not work, or breaks what was promised.
+    Error,
+    /// It may lose or double something, or stop, one day.
+    Warning,
+    /// It is worth knowing.
+    Advice,
+}
+
+/// One thing that was found.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub(crate) struct Finding {
+    /// What it is, in a word that stays the same; the book lists them.
+    pub(crate) code: &'static str,
+    pub(crate) level: Level,
+    /// A server, topic, queue or setting.
+    pub(crate) at: String,
+    pub(crate) what: String,
+    pub(crate) remedy: String,
+}
+
+/// What was found so far.
+#[derive(Default)]
+pub(crate) struct Findings(Vec<Finding>);
+
+impl Findings {
+    pub(crate) fn add(
+        &mut self,
+        level: Level,
+        code: &'static str,
+        at: impl Into<String>,
+        what: impl Into<String>,
+        remedy: impl Into<String>,
+    ) {
+        self.0.push(Finding { code, level, at: at.into(), what: what.into(), remedy: remedy.into() });
+    }
+
+    pub(crate) fn error(&mut self, code: &'static str, at: impl Into<String>, what: impl Into<String>, remedy: impl Into<String>) {
+        self.add(Level::Error, code, at, what, remedy);
+    }
+
+    pub(crate) fn warning(&mut self, code: &'static str, at: impl Into<String>, what: impl Into<String>, remedy: impl Into<String>) {
+        self.add(Level::Warning, code, at, what, remedy);
+    }
+
+    pub(crate) fn has(&self, code: &str) -> bool {
+        self.0.iter().any(|finding| finding.code == code)
+    }
+}
+
+pub(crate) async fn run(context: &Context) -> Result<(), Failure> {
+    let config = &context.config;
+    let (mut findings, mut looked_at) = (Findings::default(), vec!["the settings"]);
+    settings::look(config, &mut findings)?;
+    if config.has_store() {
+        looked_at.push("Redis");
+        store::look(config, &mut findings).await?;
+    }
+    for broker in Broker::configured(context, None).unwrap_or_default() {
+        match broker {
+            Broker::Kafka => {
+                looked_at.push("Kafka");
+                kafka::look(config, &mut findings).await?;
+            }
+            Broker::Rabbitmq => {
+                looked_at.push("RabbitMQ");
+                rabbitmq::look(config, &mut findings).await?;
+            }
+        }
+    }
+    let mut findings = findings.0;
+    findings.sort_by_key(|finding| finding.level);
+    let mut text = String::new();
+    for Finding { code, level, at, what, remedy } in &findings {
+        let level = format!("{level:?}").to_uppercase();
+        text.push_str(&format!("{level}  {}  [{code}]\n  {}\n  Do: {}\n\n", plain(at), plain(what), plain(remedy)));
+    }
+    let bad = findings.iter().filter(|finding| finding.level != Level::Advice).count();
+    text.push_str(&format!("Looked at {}: {bad} to be mended, {} to be known.", looked_at.join(", "), findings.len() - bad));
+    context.format.print(&serde_json::json!({ "findings": findings, "looked_at": looked_at }), text)?;
+    if bad == 0 { Ok(()) } else { Err(Failure::not_all(format!("{bad} to be mended"))) }
+}

@@ -1,0 +1,183 @@
+//! Kafka: are the topics there, and do they keep what nobody has looked at?
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use rdkafka::admin::{AdminClient, AdminOptions, ResourceSpecifier};
+use rdkafka::client::DefaultClientContext;
+use rdkafka::consumer::Consumer;
+use rdkafka::error::RDKafkaErrorCode;
+
+use super::{Findings, Level};
+use crate::config::Config;
+use crate::failure::Failure;
+use crate::letters::{Shelf, kafka};
+use crate::say::span;
+
+/// How long one question may take.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// A topic that is there.
+struct Topic {
+    replicas: usize,
+    config: BTreeMap<String, String>,
+}
+
+impl Topic {
+    fn number(&self, key: &str) -> Option<i64> {
+        self.config.get(key)?.parse().ok()
+    }
+}
+
+pub(super) async fn look(config: &Config, findings: &mut Findings) -> Result<(), Failure> {
+    let name = kafka::topic(config)?;
+    let letters = [
+        ("dead-letter-topic-missing", kafka::destination(config, Shelf::DeadLetters)?),
+        ("in-doubt-topic-missing", kafka::destination(config, Shelf::InDoubt)?),
+    ];
+    let brokers = config.kafka.brokers.clone().unwrap_or_default();
+    let consumer = kafka::consumer(config)?;
+    let names: Vec<String> = std::iter::once(&name).chain(letters.iter().map(|(_, name)| name)).cloned().collect();
+    let asked = tokio::task::spawn_blocking(move || {
+        let mut found = Vec::new();
+        for name in &names {
+            found.push(replicas(&consumer, name));
+            // Who does not answer is asked no more.
+            if found.last().is_some_and(Result::is_err) {
+                break;
+            }
+        }
+        found
+    });
+    let found = asked.await.map_err(|error| Failure::server(error.to_string()))?;
+    let mut found = found.into_iter();
+    let mut there = Vec::new();
+    for (code, name) in std::iter::once(("topic-missing", name.clone())).chain(letters) {
+        match found.next() {
+            Some(Ok(Some(replicas))) => there.push((name, replicas)),
+            Some(Ok(None)) => {
+                let what =
+                    if code == "topic-missing" { "it does not exist" } else { "it does not exist, so that nothing can be set aside" };
+                let keeps = if code == "topic-missing" { "" } else { " --config retention.ms=-1 --config retention.bytes=-1" };
+                let remedy = format!("create it: kafka-topics.sh --bootstrap-server {brokers} --create --topic {name}{keeps}");
+                findings.error(code, format!("Kafka topic {name}"), what, remedy);
+            }
+            Some(Err(error)) => {
+                let remedy = "start it, or correct kafka.brokers, and kafka.properties if it wants TLS or a login";
+                findings.error("kafka-away", format!("Kafka at {brokers}"), error, remedy);
+                return Ok(());
+            }
+            None => {}
+        }
+    }
+    let admin: AdminClient<DefaultClientContext> = kafka::client(config)?.create()?;
+    let topics = describe(&admin, there, findings).await?;
+    let source = topics.get(&name);
+    if let Some(source) = source {
+        window(config, &name, source, findings);
+    }
+    for (name, letters) in topics.iter().filter(|(it, _)| **it != name) {
+        keeps(&brokers, name, letters, findings);
+        if let (Some(theirs), Some(ours)) = (source.and_then(|it| it.number("max.message.bytes")), letters.number("max.message.bytes"))
+            && ours < theirs
+        {
+            let what = format!(
+                "it takes messages of {ours} bytes, and those that are consumed may have {theirs}: such a one is set aside without its body"
+            );
+            findings.warning("letters-too-small", format!("Kafka topic {name}"), what, format!("set max.message.bytes={theirs} there"));
+        }
+    }
+    Ok(())
+}
+
+/// How many copies a topic has; `None` if there is no such topic.
+fn replicas(consumer: &impl Consumer, name: &str) -> Result<Option<usize>, String> {
+    let metadata = consumer.fetch_metadata(Some(name), PATIENCE).map_err(|error| format!("it cannot be asked: {error}"))?;
+    let Some(topic) = metadata.topics().first() else { return Ok(None) };
+    match topic.error().map(RDKafkaErrorCode::from) {
+        None => Ok(Some(topic.partitions().iter().map(|partition| partition.replicas().len()).min().unwrap_or(0))),
+        Some(RDKafkaErrorCode::UnknownTopicOrPartition | RDKafkaErrorCode::UnknownTopic) => Ok(None),
+        Some(code) => Err(format!("the topic {name}: {code}")),
+    }
+}
+
+async fn describe(
+    admin: &AdminClient<DefaultClientContext>,
+    there: Vec<(String, usize)>,
+    findings: &mut Findings,
+) -> Result<BTreeMap<String, Topic>, Failure> {
+    if there.is_empty() {
+        return Ok(BTreeMap::new());
+    }
+    // The broker wants to be asked of each once.
+    let there: BTreeMap<String, usize> = there.into_iter().collect();
+    let resources: Vec<_> = there.keys().map(|name| ResourceSpecifier::Topic(name)).collect();
+    let answer = admin.describe_configs(&resources, &AdminOptions::new().request_timeout(Some(PATIENCE))).await?;
+    let mut topics = BTreeMap::new();
+    for ((name, replicas), described) in there.iter().zip(answer) {
+        match described {
+            Ok(resource) => {
+                let config = resource.entries.iter().filter_map(|entry| Some((entry.name.clone(), entry.value.clone()?)));
+                topics.insert(name.clone(), Topic { replicas: *replicas, config: config.collect() });
+            }
+            Err(code) => findings.warning(
+                "topic-not-described",
+                format!("Kafka topic {name}"),
+                format!("for how long it keeps messages is not told ({code})"),
+                "grant DescribeConfigs on it",
+            ),
+        }
+    }
+    Ok(topics)
+}
+
+/// What is kept for longer than it is remembered is handled again when the group is set back.
+fn window(config: &Config, name: &str, topic: &Topic, findings: &mut Findings) {
+    let deletes = topic.config.get("cleanup.policy").is_none_or(|policy| policy.contains("delete"));
+    let kept = topic.number("retention.ms").filter(|_| deletes).and_then(|ms| u64::try_from(ms).ok()).map(Duration::from_millis);
+    if kept.is_none_or(|kept| kept > config.window()) {
+        let said = kept.map_or_else(|| "without limit".to_owned(), |kept| format!("for {}", span(kept)));
+        findings.warning(
+            "window-shorter-than-retention",
+            format!("Kafka topic {name}"),
+            format!(
+                "it keeps messages {said}, and ids are remembered for {}: when the group is set back, what was handled before that is handled \
+                 again, or stands in doubt in at most once",
+                span(config.window())
+            ),
+            "lengthen gate.window and the consumer's `.window(…)` to how far back the group may be set, or shorten retention.ms",
+        );
+    }
+}
+
+/// Whether a topic of letters keeps them, and takes them.
+fn keeps(brokers: &str, name: &str, topic: &Topic, findings: &mut Findings) {
+    let at = format!("Kafka topic {name}");
+    let alter = |config: &str| {
+        format!("kafka-configs.sh --bootstrap-server {brokers} --alter --entity-type topics --entity-name {name} --add-config {config}")
+    };
+    let wrong = |key: &str| topic.config.get(key).filter(|value| *value != "-1").map(|value| format!("{key}={value}"));
+    let limits: Vec<String> = ["retention.ms", "retention.bytes"].into_iter().filter_map(wrong).collect();
+    if !limits.is_empty() {
+        let what = format!("it loses messages that nobody has looked at ({})", limits.join(", "));
+        findings.error("letters-expire", &at, what, alter("retention.ms=-1,retention.bytes=-1"));
+    }
+    if let Some(policy) = topic.config.get("cleanup.policy").filter(|policy| policy.contains("compact")) {
+        let what = format!("it keeps the last message of each key alone (cleanup.policy={policy})");
+        findings.error("letters-are-compacted", &at, what, alter("cleanup.policy=delete"));
+    }
+    let needed = topic.number("min.insync.replicas").and_then(|it| usize::try_from(it).ok()).unwrap_or(1);
+    if needed > topic.replicas {
+        let what = format!("it has {} copies and wants {needed} in sync (min.insync.replicas): it takes nothing", topic.replicas);
+        findings.error("letters-are-refused", &at, what, alter(&format!("min.insync.replicas={}", topic.replicas)));
+    } else if topic.replicas == 1 {
+        let what = "it has one copy: the loss of one disk loses what was set aside";
+        findings.add(
+            Level::Advice,
+            "letters-have-one-copy",
+            &at,
+            what,
+            "create it with --replication-factor 3, or reassign its partitions",
+        );
+    }
+}

@@ -1,0 +1,73 @@
+//! Settings held against each other.
+
+use std::time::Duration;
+
+use super::{Findings, Level};
+use crate::config::Config;
+use crate::failure::Failure;
+use crate::say::span;
+
+pub(super) fn look(config: &Config, findings: &mut Findings) -> Result<(), Failure> {
+    config.scope()?;
+    config.id_source()?;
+    let (lease, window, max_age) = (config.lease(), config.window(), config.max_age());
+    if lease >= window {
+        findings.error(
+            "lease-against-window",
+            "gate.lease",
+            format!("the lease ({}) is not shorter than the window ({})", span(lease), span(window)),
+            "shorten gate.lease, or lengthen gate.window; a consumer refuses to start",
+        );
+    }
+    if lease < Duration::from_millis(100) {
+        findings.error(
+            "lease-too-short",
+            "gate.lease",
+            format!("{} is too short to be renewed in time", span(lease)),
+            "set at least 100ms; 30s is the default",
+        );
+    }
+    if max_age > window {
+        findings.error(
+            "max-age-against-window",
+            "gate.max-age",
+            format!("messages of an age of {} are taken for new, and ids are forgotten after {}", span(max_age), span(window)),
+            "set gate.max-age to at most gate.window, half of it by default",
+        );
+    }
+    // What was delivered stands open for as long as its handler runs, and a retry or a reconcile besides.
+    let (open, patience) = (config.handler_timeout().saturating_add(lease), config.consumer_timeout());
+    if config.rabbitmq.url.is_some() && open >= patience * 9 / 10 {
+        findings.error(
+            "runs-outlast-the-consumer-timeout",
+            "gate.handler-timeout",
+            format!(
+                "a handler may run for {}, and RabbitMQ closes the channel of a delivery that stays open for {}: all that it holds comes back",
+                span(config.handler_timeout()),
+                span(patience)
+            ),
+            "shorten gate.handler-timeout, or raise consumer_timeout in rabbitmq.conf and rabbitmq.consumer-timeout here",
+        );
+    }
+    if config.store.scope.is_none() && config.store.prefix.is_none() {
+        findings.add(
+            Level::Advice,
+            "no-scope",
+            "store.scope",
+            "two services on one Redis without a scope or a prefix of their own skip each other's messages",
+            "if another service may ever share this Redis, give each a scope: `.scope(\"ledger\")` in the consumer, store.scope here",
+        );
+    }
+    if let Some(directory) = config.audit.file.as_ref().and_then(|file| file.parent())
+        && !directory.as_os_str().is_empty()
+        && !directory.is_dir()
+    {
+        findings.error(
+            "audit-has-no-place",
+            "audit.file",
+            format!("the directory {} does not exist, so that nothing can be done that is audited", directory.display()),
+            "create it, or leave audit.file out: the audit then stands on the store",
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,337 @@
+//! Misconfigurations that were planted, and what `oncegate doctor` says of each. A good set-up is the control: whatever is
+//! found there would be found everywhere.
+
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::sync::Arc;
+
+use lapin::options::QueueDeclareOptions;
+use lapin::types::{AMQPValue, FieldTable};
+use oncegate_testkit::servers::{RedisOptions, RedisPersistence, RedisServer};
+use rdkafka::admin::{NewTopic, TopicReplication};
+use serde_json::Value;
+
+use crate::desk::Desk;
+use crate::world::{self, Broker, World};
+
+const AT_MOST_ONCE: &str = "scope = \"s\"\n[gate]\nguarantee = \"at-most-once\"\n";
+
+/// What was found: code and level, of those that are to be mended.
+fn found(desk: &Desk) -> Vec<(String, String)> {
+    let said = desk.run(&["doctor", "--json"]);
+    assert!(said.code <= 1, "{said:?}");
+    let json = said.json();
+    let findings = json["findings"].as_array().expect("a list");
+    let text = |finding: &Value, name: &str| finding[name].as_str().expect("a text").to_owned();
+    for finding in findings {
+        assert!(text(finding, "remedy").len() > 10 && text(finding, "what").len() > 10, "says what, and what to do: {finding}");
+    }
+    let bad: Vec<(String, String)> = findings
+        .iter()
+        .filter(|finding| finding["level"] != "advice")
+        .map(|finding| (text(finding, "code"), text(finding, "level")))
+        .collect();
+    assert_eq!(said.code, i32::from(!bad.is_empty()), "{said:?}");
+    bad
+}
+
+#[track_caller]
+fn finds(desk: &Desk, expected: &[(&str, &str)]) {
+    let expected: Vec<(String, String)> = expected.iter().map(|(code, level)| ((*code).to_owned(), (*level).to_owned())).collect();
+    assert_eq!(found(desk), expected);
+}
+
+fn good() -> RedisOptions {
+    RedisOptions::new().persistence(RedisPersistence::EverySecond)
+}
+
+fn redis(options: RedisOptions) -> RedisServer {
+    RedisServer::start(options).expect("Redis starts")
+}
+
+fn desk(server: &RedisServer, more: &str) -> Desk {
+    let desk = Desk::at(&server.url());
+    desk.configure(more);
+    desk
+}
+
+#[test]
+fn a_good_store_is_let_be() {
+    let server = redis(good());
+    finds(&desk(&server, AT_MOST_ONCE), &[]);
+    let desk = desk(&server, "");
+    desk.write("oncegate.toml", &format!("[store]\nurl = \"{}\"\n", server.url()));
+    desk.run(&["doctor"]).ended(0).says("ADVICE").says("no-scope").says("Looked at the settings, Redis: 0 to be mended");
+}
+
+#[test]
+fn a_store_that_evicts_or_forgets_is_found() {
+    let server = redis(good().setting("maxmemory-policy", "allkeys-lru"));
+    finds(&desk(&server, AT_MOST_ONCE), &[("store-evicts", "error")]);
+    finds(&desk(&server, ""), &[("store-evicts", "warning")]);
+    let server = redis(RedisOptions::new());
+    finds(&desk(&server, AT_MOST_ONCE), &[("store-keeps-no-file", "error")]);
+    desk(&server, AT_MOST_ONCE).run(&["doctor"]).ended(1).says("CONFIG SET appendonly yes");
+}
+
+#[test]
+fn a_store_that_is_the_wrong_one_is_found() {
+    let primary = redis(good());
+    let replica = redis(good().replica_of(primary.port()));
+    finds(&desk(&replica, AT_MOST_ONCE), &[("store-is-a-replica", "error")]);
+    let node = redis(good().setting("cluster-enabled", "yes"));
+    finds(&desk(&node, AT_MOST_ONCE), &[("store-is-a-cluster-node", "error")]);
+}
+
+#[test]
+fn a_store_that_is_away_or_refuses_is_found() {
+    let server = redis(good().password("right"));
+    finds(&Desk::at(&server.url().replace("right", "wrong")), &[("store-refuses-the-login", "error")]);
+    finds(&Desk::at("redis://127.0.0.1:1"), &[("store-away", "error")]);
+}
+
+#[test]
+fn a_right_that_is_missing_is_found() {
+    let server = redis(good());
+    for (rights, missing) in [
+        ("+set +get +del +pttl +pexpire +eval +info +hello", "EVALSHA"),
+        ("+set +get +del +pttl +pexpire +eval +evalsha +hello", "INFO"),
+        ("+get +del +pttl +pexpire +eval +evalsha +info +hello", "SET"),
+    ] {
+        server.command(&format!("ACL SETUSER some reset on >word ~test:* -@all {rights}")).expect("Redis answers");
+        let desk = Desk::at(&server.url().replace("redis://", "redis://some:word@"));
+        desk.configure(AT_MOST_ONCE);
+        finds(&desk, &[("store-lacks-a-right", "error")]);
+        desk.run(&["doctor"]).ended(1).says(missing);
+    }
+}
+
+#[test]
+fn a_store_that_is_too_small_is_found() {
+    let server = redis(good().setting("maxmemory", "100mb"));
+    finds(&desk(&server, AT_MOST_ONCE), &[]);
+    finds(&desk(&server, &format!("{AT_MOST_ONCE}rate = 1000\n")), &[("store-too-small", "warning")]);
+    server.command("CONFIG SET maxmemory 1100kb").expect("Redis answers");
+    let codes: Vec<String> = found(&desk(&server, AT_MOST_ONCE)).into_iter().map(|(code, _)| code).collect();
+    assert!(codes.contains(&"store-nearly-full".to_owned()), "{codes:?}");
+}
+
+#[test]
+fn replicas_that_are_missing_are_found() {
+    let server = redis(good());
+    finds(&desk(&server, "scope = \"s\"\nreplicas = 1\n"), &[("too-few-replicas", "error")]);
+}
+
+/// Changes what a server says of itself, by texts of the same length.
+struct Liar {
+    port: u16,
+}
+
+impl Liar {
+    fn before(server: &RedisServer, lie: impl Fn(&mut Vec<u8>) + Send + Sync + 'static) -> Self {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
+        let (port, server, lie) = (listener.local_addr().expect("an address").port(), server.port(), Arc::new(lie));
+        std::thread::spawn(move || {
+            for client in listener.incoming().map_while(Result::ok) {
+                let server = TcpStream::connect((Ipv4Addr::LOCALHOST, server)).expect("Redis listens");
+                let lie = Arc::clone(&lie);
+                pass(client.try_clone().expect("a second handle"), server.try_clone().expect("a second handle"), |_| {});
+                pass(server, client, move |bytes| lie(bytes));
+            }
+        });
+        Self { port }
+    }
+
+    fn url(&self) -> String {
+        format!("redis://127.0.0.1:{}", self.port)
+    }
+}
+
+fn pass(mut from: TcpStream, mut to: TcpStream, change: impl Fn(&mut Vec<u8>) + Send + 'static) {
+    std::thread::spawn(move || {
+        // All of an INFO fits in.
+        let mut buffer = vec![0; 1 << 20];
+        while let Ok(read @ 1..) = from.read(&mut buffer) {
+            let mut bytes = buffer[..read].to_vec();
+            change(&mut bytes);
+            if to.write_all(&bytes).is_err() {
+                return;
+            }
+        }
+        let _ = to.shutdown(std::net::Shutdown::Both);
+    });
+}
+
+/// Writes over what stands behind a name, where it is said in one piece.
+fn say(bytes: &mut [u8], name: &str, value: &str) {
+    if let Some(at) = bytes.windows(name.len()).position(|it| it == name.as_bytes()) {
+        let at = at + name.len();
+        if let Some(place) = bytes.get_mut(at..at + value.len()) {
+            place.copy_from_slice(value.as_bytes());
+        }
+    }
+}
+
+#[test]
+fn a_store_that_is_too_old_is_found() {
+    let server = redis(good());
+    let old = Liar::before(&server, |bytes| say(bytes, "redis_version:", "6.2"));
+    let desk = Desk::at(&old.url());
+    desk.configure(AT_MOST_ONCE);
+    finds(&desk, &[("store-too-old", "error")]);
+    desk.configure("scope = \"s\"\n[gate]\nguarantee = \"bare\"\n");
+    finds(&desk, &[]);
+}
+
+#[test]
+fn a_clock_that_is_elsewhere_is_found() {
+    let server = redis(good());
+    let late = Liar::before(&server, |bytes| say(bytes, "server_time_usec:", "1600000"));
+    let desk = Desk::at(&late.url());
+    desk.configure(AT_MOST_ONCE);
+    finds(&desk, &[("clocks-differ", "warning")]);
+}
+
+#[test]
+fn settings_that_do_not_go_together_are_found() {
+    let server = redis(good());
+    let desk = desk(&server, "");
+    for (settings, code) in [
+        ("[gate]\nlease = \"25h\"\n", "lease-against-window"),
+        ("[gate]\nlease = \"50ms\"\n", "lease-too-short"),
+        ("[gate]\nmax-age = \"25h\"\n", "max-age-against-window"),
+        ("[audit]\nfile = \"/nowhere/at/all\"\n", "audit-has-no-place"),
+    ] {
+        desk.configure(&format!("scope = \"s\"\n{settings}"));
+        finds(&desk, &[(code, "error")]);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn topics_that_are_missing_are_found() {
+    let desk = Desk::new();
+    let configure = |topic: &str| {
+        desk.write("oncegate.toml", &format!("[gate]\nwindow = \"30d\"\n[kafka]\nbrokers = \"{}\"\ntopic = \"{topic}\"\n", world::kafka()));
+    };
+    configure(&desk.name);
+    let missing = [("topic-missing", "error"), ("dead-letter-topic-missing", "error"), ("in-doubt-topic-missing", "error")];
+    finds(&desk, &missing);
+    world::create_topics(&[NewTopic::new(&desk.name, 2, TopicReplication::Fixed(1))]).await;
+    finds(&desk, &missing[1..]);
+    desk.write("oncegate.toml", "[kafka]\nbrokers = \"127.0.0.1:1\"\ntopic = \"t\"\n");
+    finds(&desk, &[("kafka-away", "error")]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn topics_that_lose_or_refuse_letters_are_found() {
+    let desk = Desk::new();
+    let keeping = |name| NewTopic::new(name, 2, TopicReplication::Fixed(1)).set("retention.ms", "-1");
+    let names: Vec<String> = (0..7).map(|n| format!("{}-{n}", desk.name)).collect();
+    world::create_topics(&[
+        keeping(&names[0]),
+        NewTopic::new(&names[1], 2, TopicReplication::Fixed(1)).set("retention.ms", "3600000"),
+        keeping(&names[2]).set("retention.bytes", "1000000"),
+        keeping(&names[3]).set("cleanup.policy", "compact"),
+        keeping(&names[4]).set("min.insync.replicas", "2"),
+        keeping(&names[5]).set("max.message.bytes", "1000"),
+        NewTopic::new(&names[6], 2, TopicReplication::Fixed(1)).set("retention.ms", "3600000"),
+    ])
+    .await;
+    let with = |topic: &str, dead_letters: &str, in_doubt: &str| {
+        let kafka = format!(
+            "brokers = \"{}\"\ntopic = \"{topic}\"\ndead-letters = \"{dead_letters}\"\nin-doubt = \"{in_doubt}\"\n",
+            world::kafka()
+        );
+        desk.write("oncegate.toml", &format!("[kafka]\n{kafka}"));
+    };
+    with(&names[6], &names[0], &names[0]);
+    finds(&desk, &[]);
+    desk.run(&["doctor"]).ended(0).says("letters-have-one-copy");
+    for (letters, code, level) in [
+        (&names[1], "letters-expire", "error"),
+        (&names[2], "letters-expire", "error"),
+        (&names[3], "letters-are-compacted", "error"),
+        (&names[4], "letters-are-refused", "error"),
+        (&names[5], "letters-too-small", "warning"),
+    ] {
+        with(&names[6], letters, &names[0]);
+        finds(&desk, &[(code, level)]);
+        with(&names[6], &names[0], letters);
+        finds(&desk, &[(code, level)]);
+    }
+    // A topic that keeps for ever is read again from its beginning one day.
+    with(&names[0], &names[0], &names[0]);
+    finds(&desk, &[("window-shorter-than-retention", "warning")]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_broker_that_is_away_or_refuses_is_found() {
+    let desk = Desk::new();
+    for (url, code) in [
+        ("amqp://guest:guest@127.0.0.1:1/%2f".to_owned(), "rabbitmq-away"),
+        (world::rabbitmq().replace("guest:guest", "guest:wrong"), "rabbitmq-refuses-the-login"),
+        (world::rabbitmq().replace("%2f", "nowhere"), "rabbitmq-refuses-the-virtual-host"),
+    ] {
+        desk.write("oncegate.toml", &format!("[rabbitmq]\nurl = \"{url}\"\nqueue = \"q\"\n"));
+        finds(&desk, &[(code, "error")]);
+    }
+}
+
+/// Declares a queue with one argument more than none.
+async fn declare(name: &str, durable: bool, arguments: &[(&str, AMQPValue)]) {
+    let (connection, channel) = world::open().await;
+    let mut table = FieldTable::default();
+    for (name, value) in arguments {
+        table.insert((*name).into(), value.clone());
+    }
+    let options = QueueDeclareOptions { durable, ..QueueDeclareOptions::default() };
+    channel.queue_declare(name.into(), options, table).await.expect("a new queue");
+    connection.close(200, "OK".into()).await.expect("a clean end");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn queues_that_lose_messages_are_found() {
+    let world = World::on(Broker::RabbitMq).await;
+    let desk = &world.desk;
+    let with = |more: &str| desk.write("oncegate.toml", &format!("[rabbitmq]\nurl = \"{}\"\n{more}", world::rabbitmq()));
+    with(&format!("queue = \"{}\"\n", desk.name));
+    finds(desk, &[]);
+    with(&format!("queue = \"{}\"\nconsumer-timeout = \"5m\"\n", desk.name));
+    finds(desk, &[("runs-outlast-the-consumer-timeout", "error")]);
+    with("queue = \"no-such-queue\"\n");
+    finds(desk, &[("queue-missing", "error"), ("dead-letter-queue-missing", "error"), ("in-doubt-queue-missing", "error")]);
+
+    let text = |value: &str| AMQPValue::LongString(value.into());
+    let quorum = || ("x-queue-type", text("quorum"));
+    let planted: [(&str, bool, Vec<(&str, AMQPValue)>, &str); 8] = [
+        ("classic", true, vec![], ""),
+        ("transient", false, vec![], "queue-not-durable"),
+        ("expiring", true, vec![("x-message-ttl", AMQPValue::LongInt(1_000))], "queue-expires"),
+        ("short", true, vec![("x-max-length", AMQPValue::LongInt(10))], "queue-has-a-length-limit"),
+        ("looks", true, vec![quorum(), ("x-delivery-limit", AMQPValue::LongInt(5))], "letters-are-dropped-when-looked-at"),
+        ("quorum", true, vec![quorum()], "letters-are-dropped-when-looked-at"),
+        ("odd", true, vec![("x-max-priority", AMQPValue::LongInt(3))], "queue-has-other-arguments"),
+        ("quorum-expiring", true, vec![quorum(), ("x-message-ttl", AMQPValue::LongInt(1_000))], "queue-expires"),
+    ];
+    let mut declared = Vec::new();
+    for (name, durable, arguments, code) in planted {
+        let name = format!("{}.{name}", desk.name);
+        declare(&name, durable, &arguments).await;
+        with(&format!("queue = \"{}\"\ndead-letters = \"{name}\"\n", desk.name));
+        let codes: Vec<String> = found(desk).into_iter().map(|(code, _)| code).collect();
+        // The queue that is consumed gives up to another one, then.
+        let codes: Vec<&str> = codes.iter().map(String::as_str).filter(|code| *code != "queue-drops-what-it-gives-up").collect();
+        assert_eq!(codes, if code.is_empty() { vec![] } else { vec![code] }, "{name}");
+        declared.push(name);
+    }
+    let gives_up = format!("{}.gives-up", desk.name);
+    declare(&gives_up, true, &[quorum()]).await;
+    let ours = format!("dead-letters = \"{0}.dead-letters\"\nin-doubt = \"{0}.in-doubt\"\n", desk.name);
+    with(&format!("queue = \"{gives_up}\"\n{ours}"));
+    finds(desk, &[("queue-drops-what-it-gives-up", "warning")]);
+    declared.push(gives_up);
+    for name in declared {
+        world::delete(&name).await;
+    }
+    world.end().await;
+}
