@@ -278,9 +278,67 @@ async fn what_waits_is_bounded() {
     assert!((20..=20 + 4 + 4).contains(&most), "{most} were open at once");
 }
 
+/// By size where the count would allow all of them.
+#[tokio::test]
+async fn what_waits_is_bounded_in_bytes() {
+    const BODY: usize = 1_000;
+    let (broker, store) = (MemoryBroker::new("q"), MemoryStore::new());
+    let (watched, most) = (broker.clone(), Arc::new(Mutex::new(0)));
+    let seen = most.clone();
+    let handler = Scripted::new(move |id, run, done| {
+        let open = watched.delivered() - done.len() as u64;
+        let mut most = seen.lock().expect("no panic inside");
+        *most = open.max(*most);
+        if id == "a-0" && run < 20 { Says::Retry } else { Says::Done }
+    });
+    for number in 0..300 {
+        let message = Message::new(vec![b'x'; BODY]).with_key("a").with_message_id(format!("a-{number}"));
+        broker.publish(message);
+    }
+    drain(&broker, consumer(&broker, &store, &handler).in_flight(4).waiting_bytes(20 * BODY)).await;
+    assert_eq!(handler.done(), in_order("a", 300));
+    let most = *most.lock().expect("no panic inside");
+    assert!((20..=20 + 4 + 4).contains(&most), "{most} were open at once");
+}
+
+/// Where there are no partitions all of a queue is one: what fails is not overtaken, whatever the keys are.
+#[tokio::test]
+async fn by_partition_nothing_of_a_queue_overtakes_what_fails() {
+    let (broker, store) = (MemoryBroker::new("q"), MemoryStore::new());
+    let handler = Scripted::new(|id, run, _| if id == "a-3" && run < 5 { Says::Retry } else { Says::Done });
+    let publish_all = || (0..20).for_each(|number| publish(&broker, if number % 2 == 0 { "b" } else { "a" }, number));
+    publish_all();
+    drain(&broker, consumer(&broker, &store, &handler).order(Order::ByPartition)).await;
+    let all: Vec<String> = (0..20).map(|number| format!("{}-{number}", if number % 2 == 0 { "b" } else { "a" })).collect();
+    assert_eq!(handler.done(), all);
+}
+
+/// Nothing waits for another of its key.
+#[tokio::test]
+async fn unordered_what_fails_is_overtaken_by_its_key() {
+    let (broker, store) = (MemoryBroker::new("q"), MemoryStore::new());
+    let handler = Scripted::new(|id, _, done| if id == "a-0" && done.len() < 19 { Says::Retry } else { Says::Done });
+    (0..20).for_each(|number| publish(&broker, "a", number));
+    drain(&broker, consumer(&broker, &store, &handler).order(Order::Unordered)).await;
+    assert_eq!(handler.done().last().map(String::as_str), Some("a-0"));
+}
+
+/// Of the crowd below, and of the bytes of a message in it.
+const MOST: usize = 4;
+const CROWD_BODY: usize = 1_000;
+
 #[tokio::test]
 async fn no_more_handlers_run_than_may_be_in_flight() {
-    const MOST: usize = 4;
+    crowd(|consumer| consumer.in_flight(MOST)).await;
+}
+
+#[tokio::test]
+async fn no_more_bytes_are_handled_than_may_be_in_flight() {
+    crowd(|consumer| consumer.in_flight(1_000).in_flight_bytes(MOST * CROWD_BODY)).await;
+}
+
+/// Many that fail together and rest for about as long, under a limit that lets four of them run.
+async fn crowd(limited: impl FnOnce(Builder<(), (), (), Json>) -> Builder<(), (), (), Json>) {
     /// Fails first, and then takes its time; counts how many run at once.
     #[derive(Clone, Default)]
     struct Crowd {
@@ -309,16 +367,18 @@ async fn no_more_handlers_run_than_may_be_in_flight() {
 
     let (broker, crowd) = (MemoryBroker::new("q"), Crowd::default());
     // Those of a key follow each other; all of the first ones fail, and rest for about as long.
-    (0..60).for_each(|key| (0..3).for_each(|number| publish(&broker, &format!("k{key}"), number)));
+    for (key, number) in (0..60).flat_map(|key| (0..3).map(move |number| (key, number))) {
+        let message = Message::new(vec![b'x'; CROWD_BODY]).with_key(format!("k{key}"));
+        broker.publish(message.with_message_id(format!("k{key}-{number}")));
+    }
     let all = broker.clone();
-    let consumer = Consumer::builder()
+    let consumer = limited(Consumer::builder())
         .source(broker.source())
         .store(MemoryStore::new())
         .id(IdSource::message_id())
         .order(Order::ByKey)
         .backoff(Duration::from_millis(50), Duration::from_millis(50))
         .retries(0)
-        .in_flight(MOST)
         .decode(RawBytes)
         .handler(crowd.clone());
     let run = consumer.run_until(async move { all.drained().await });

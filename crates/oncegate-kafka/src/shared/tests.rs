@@ -155,8 +155,38 @@ fn nothing_is_read_while_too_much_waits() {
     assert_eq!(full.room(), 0);
     full.publishing_bytes = 0;
     assert!(full.room() > 0);
+    let few = full.held_bytes;
+    full.held_bytes = HELD_BYTES;
+    assert_eq!(full.room(), 0);
+    full.held_bytes = few;
+    full.ready_bytes = READY_BYTES;
+    assert_eq!(full.room(), 0);
+    full.ready_bytes = 0;
+    assert!(full.room() > 0);
     full.phase = Phase::Stopped;
     assert_eq!(full.room(), 0);
+}
+
+#[test]
+fn what_was_released_counts_by_its_size_until_it_is_handed_over_again_or_leaves() {
+    let mut large = record(0, 0);
+    large.body = vec![b'x'; HELD_BYTES / 2].into();
+    let mut state = State::default();
+    state.begin(Arc::from("t"), 0, Begins::Unknown, None);
+    state.take_in(vec![large, record(0, 1)]);
+    let (_, deliveries) = hand_out(&mut state);
+    for delivery in deliveries {
+        state.release(delivery, Duration::ZERO);
+    }
+    assert_eq!(state.held_bytes, HELD_BYTES / 2 + 1);
+    assert!(state.room() > 0);
+    let (_, deliveries) = hand_out(&mut state);
+    assert_eq!((deliveries.len(), state.held_bytes), (2, 0));
+    for delivery in deliveries {
+        state.release(delivery, Duration::from_secs(60));
+    }
+    state.revoke(&leaving());
+    assert_eq!(state.held_bytes, 0);
 }
 
 #[test]

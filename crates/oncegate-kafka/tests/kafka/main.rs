@@ -6,6 +6,7 @@ mod laws;
 mod log;
 mod messages;
 mod opening;
+mod order;
 mod outage;
 mod positions;
 mod seeking;
