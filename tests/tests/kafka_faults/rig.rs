@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::ops::Range;
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
@@ -89,7 +90,8 @@ impl Rig {
         }
         command.args(["--redis", &redis, "--guarantee", guarantee, "--diary"]);
         command.arg(self.directory.path().join("diary")).args(more).stdin(Stdio::null()).stdout(Stdio::null());
-        Member(command.stderr(File::create(log).expect("a log")).spawn().expect("the consumer's program"))
+        let process = command.stderr(File::create(&log).expect("a log")).spawn().expect("the consumer's program");
+        Member { process, log }
     }
 
     fn entries(&self) -> Vec<Entry> {
@@ -253,11 +255,7 @@ impl Rig {
 
     /// The ends of the consumers' logs, and where they went wrong.
     pub(crate) fn logs(&self) -> String {
-        let log = |number: u32| {
-            let text = self.log(number);
-            let lines: Vec<&str> = text.lines().collect();
-            format!("consumer {number}:\n{}", lines[lines.len().saturating_sub(15)..].join("\n"))
-        };
+        let log = |number: u32| format!("consumer {number}:\n{}", end_of(&self.log(number)));
         (0..self.started.load(Ordering::Relaxed)).map(log).collect::<Vec<_>>().join("\n")
     }
 
@@ -306,11 +304,14 @@ impl OffsetWatch {
 }
 
 /// A consumer process; killed when it is dropped.
-pub(crate) struct Member(Child);
+pub(crate) struct Member {
+    process: Child,
+    log: PathBuf,
+}
 
 impl Member {
     pub(crate) fn signal(&self, signal: Signal) {
-        let pid = i32::try_from(self.0.id()).ok().and_then(Pid::from_raw).expect("a process number");
+        let pid = i32::try_from(self.process.id()).ok().and_then(Pid::from_raw).expect("a process number");
         kill_process(pid, signal).expect("it is not waited for yet");
     }
 
@@ -318,17 +319,17 @@ impl Member {
     pub(crate) async fn leave(mut self) {
         self.signal(Signal::TERM);
         let end = Instant::now() + Duration::from_secs(120);
-        while self.0.try_wait().expect("it was started here").is_none() {
+        while self.process.try_wait().expect("it was started here").is_none() {
             assert!(Instant::now() < end, "it does not end");
             tokio::time::sleep(LOOK_EVERY).await;
         }
-        let status = self.0.wait().expect("it was started here");
-        assert!(status.success(), "{status}");
+        let status = self.process.wait().expect("it was started here");
+        assert!(status.success(), "{status}: {}", end_of(&std::fs::read_to_string(&self.log).unwrap_or_default()));
     }
 
     /// The memory that it has now, in KiB.
     pub(crate) fn memory(&self) -> u64 {
-        let status = std::fs::read_to_string(format!("/proc/{}/status", self.0.id())).unwrap_or_default();
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.process.id())).unwrap_or_default();
         let line = status.lines().find(|line| line.starts_with("VmRSS:"));
         line.and_then(|line| line.split_whitespace().nth(1)?.parse().ok()).unwrap_or(0)
     }
@@ -337,9 +338,15 @@ impl Member {
 impl Drop for Member {
     fn drop(&mut self) {
         // Mostly it has ended, which is an error here.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+        let _ = self.process.kill();
+        let _ = self.process.wait();
     }
+}
+
+/// The last lines of a log.
+fn end_of(log: &str) -> String {
+    let lines: Vec<&str> = log.lines().collect();
+    lines[lines.len().saturating_sub(15)..].join("\n")
 }
 
 fn id(key: usize, number: usize) -> String {
