@@ -98,8 +98,9 @@ local function claim(key, token, fingerprint, state, body, at, holder, their_lea
   return put(key, held('r', token, attempt, lease, unresolved, 'a', fingerprint), unresolved, 'in-doubt ' .. attempt)
 end
 
--- What stands between attempt and fingerprint in the record of a claim on the asker's terms.
-local MINE = ' ' .. lease .. ' ' .. horizon .. ' ' .. guarantee .. ' '
+-- What stands between attempt and fingerprint in the record of a claim on the asker's terms. At start the script is tried without
+-- any.
+local MINE = ask and ' ' .. lease .. ' ' .. horizon .. ' ' .. guarantee .. ' '
 
 local function apply(key, token, attempt, fingerprint)
   local raw = redis.pcall('GET', key)

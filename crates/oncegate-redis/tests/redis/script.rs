@@ -194,3 +194,10 @@ async fn the_script_reads_what_the_store_reads_and_nothing_else() {
         assert_eq!(read(record.as_bytes()).await, [None, None, None], "{record}");
     }
 }
+
+/// As it is tried at start. What fails there looks like a command that the server refuses.
+#[tokio::test]
+async fn a_call_without_keys_and_terms_is_no_error() {
+    let answers: Vec<String> = redis::cmd("EVAL").arg(SCRIPT).arg(0).query_async(&mut client().await).await.expect("no error");
+    assert_eq!(answers, Vec::<String>::new());
+}
