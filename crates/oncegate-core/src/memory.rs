@@ -1,6 +1,7 @@
 //! The in-memory source and store: products for tests and single processes, and the reference for all others.
 
 mod broker;
+mod done;
 mod store;
 
 pub use broker::{DeadLetter, MemoryBroker, MemorySource};

@@ -1,6 +1,5 @@
 //! A store in this process: [`marker::apply`](crate::marker::apply) on a map.
 
-use std::collections::VecDeque;
 use std::hash::BuildHasher;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -8,13 +7,14 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use hashbrown::{DefaultHashBuilder, HashTable};
 
+use super::done::Log;
 use crate::id::Key;
-use crate::marker::{Age, Change, Fingerprint, Marker, Operation, Verdict, apply};
+use crate::marker::{Age, Change, Marker, Operation, Verdict, apply};
 use crate::store::{Memory, Store, StoreError};
 
 /// Remembers ids in this process, for as long as it lives. Cloning shares what is remembered.
 ///
-/// One lock a batch; what is in progress stands in a small table, what is done in a compact one.
+/// One lock a batch; what is in progress stands in a small table, what is done in a compact one: some 120 bytes an id of up to 40.
 #[derive(Clone, Debug, Default)]
 pub struct MemoryStore(Arc<Mutex<Tables>>);
 
@@ -23,10 +23,7 @@ pub struct MemoryStore(Arc<Mutex<Tables>>);
 struct Tables {
     hasher: DefaultHashBuilder,
     open: HashTable<(Key, Open)>,
-    done: HashTable<(Key, Done)>,
-    /// When each done marker expires, in the order in which they were written. An entry whose marker was written again
-    /// since is passed over.
-    expiries: VecDeque<(Instant, Key)>,
+    done: Log,
     /// When so many are open, those that have expired are looked for.
     crowded: usize,
 }
@@ -44,10 +41,12 @@ struct Open {
     expires: Instant,
 }
 
-#[derive(Clone, Copy, Debug)]
-struct Done {
-    fingerprint: Option<Fingerprint>,
-    expires: Instant,
+/// What stands under a key, and in which table, though it may have expired.
+#[derive(Clone, Copy)]
+enum Stands {
+    Open,
+    Done,
+    Nowhere,
 }
 
 impl MemoryStore {
@@ -59,7 +58,8 @@ impl MemoryStore {
     /// The marker of a key, and how long ago it was written where that matters.
     pub fn marker(&self, key: &Key) -> (Marker, Duration) {
         let tables = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        tables.read(tables.hasher.hash_one(key), key, Instant::now())
+        let (marker, age, _) = tables.read(tables.hasher.hash_one(key), key, Instant::now());
+        (marker, age)
     }
 
     /// How many ids are remembered.
@@ -91,57 +91,46 @@ impl Store for MemoryStore {
 impl Tables {
     fn apply(&mut self, operation: &Operation, now: Instant) -> Verdict {
         let hash = self.hasher.hash_one(&operation.key);
-        let (marker, age) = self.read(hash, &operation.key, now);
+        let (marker, age, stands) = self.read(hash, &operation.key, now);
         let (change, verdict) = apply(marker, Age::Of(age), operation);
-        match change {
-            Change::Keep => {}
-            Change::Delete => drop(self.remove(hash, &operation.key)),
-            Change::Write(Marker::Done(fingerprint), window) => {
-                let expires = now + window.min(CENTURY);
-                let key = self.remove(hash, &operation.key).unwrap_or_else(|| operation.key.clone());
-                self.expiries.push_back((expires, key.clone()));
+        let write = match change {
+            Change::Keep => return verdict,
+            Change::Delete => None,
+            Change::Write(marker, horizon) => Some((marker, now + horizon.min(CENTURY))),
+        };
+        match stands {
+            Stands::Open => drop(self.open.find_entry(hash, |(it, _)| *it == operation.key).map(|entry| entry.remove())),
+            Stands::Done => self.done.forget(hash, &operation.key),
+            Stands::Nowhere => {}
+        }
+        match write {
+            Some((Marker::Done(fingerprint), expires)) => self.done.write(hash, operation.key.clone(), fingerprint, expires),
+            Some((marker, expires)) => {
+                let open = Open { marker, written: now, expires };
                 let hasher = &self.hasher;
-                self.done.insert_unique(hash, (key, Done { fingerprint, expires }), |(key, _)| hasher.hash_one(key));
+                self.open.insert_unique(hash, (operation.key.clone(), open), |(key, _)| hasher.hash_one(key));
             }
-            Change::Write(marker, horizon) => {
-                let open = Open { marker, written: now, expires: now + horizon.min(CENTURY) };
-                let key = self.remove(hash, &operation.key).unwrap_or_else(|| operation.key.clone());
-                let hasher = &self.hasher;
-                self.open.insert_unique(hash, (key, open), |(key, _)| hasher.hash_one(key));
-            }
+            None => {}
         }
         verdict
     }
 
-    fn read(&self, hash: u64, key: &Key, now: Instant) -> (Marker, Duration) {
-        if let Some((_, open)) = self.open.find(hash, |(it, _)| it == key).filter(|(_, open)| now < open.expires) {
-            return (open.marker, now.saturating_duration_since(open.written));
+    fn read(&self, hash: u64, key: &Key, now: Instant) -> (Marker, Duration, Stands) {
+        match self.open.find(hash, |(it, _)| it == key) {
+            Some((_, open)) if now < open.expires => return (open.marker, now.saturating_duration_since(open.written), Stands::Open),
+            Some(_) => return (Marker::Absent, Duration::ZERO, Stands::Open),
+            None => {}
         }
-        match self.done.find(hash, |(it, _)| it == key).filter(|(_, done)| now < done.expires) {
-            Some((_, done)) => (Marker::Done(done.fingerprint), Duration::ZERO),
-            None => (Marker::Absent, Duration::ZERO),
+        match self.done.find(hash, key) {
+            Some(done) if now < done.expires => (Marker::Done(done.fingerprint), Duration::ZERO, Stands::Done),
+            Some(_) => (Marker::Absent, Duration::ZERO, Stands::Done),
+            None => (Marker::Absent, Duration::ZERO, Stands::Nowhere),
         }
-    }
-
-    /// Takes a key out of both tables; the key, if it was in one.
-    fn remove(&mut self, hash: u64, key: &Key) -> Option<Key> {
-        let open = self.open.find_entry(hash, |(it, _)| it == key).ok().map(|entry| entry.remove().0.0);
-        let done = self.done.find_entry(hash, |(it, _)| it == key).ok().map(|entry| entry.remove().0.0);
-        open.or(done)
     }
 
     /// Forgets what has expired. What is open is few, and is looked through when it has doubled since the last time.
     fn expire(&mut self, now: Instant) {
-        while let Some((expires, key)) = self.expiries.front() {
-            if *expires > now {
-                break;
-            }
-            let hash = self.hasher.hash_one(key);
-            if let Ok(entry) = self.done.find_entry(hash, |(it, done)| it == key && done.expires <= now) {
-                entry.remove();
-            }
-            self.expiries.pop_front();
-        }
+        self.done.expire(&self.hasher, now);
         if self.open.len() >= self.crowded.max(FEW) {
             self.open.retain(|(_, open)| now < open.expires);
             self.crowded = self.open.len() * 2;
