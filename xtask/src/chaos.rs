@@ -1,5 +1,6 @@
 //! `chaos`: real faults on real servers, and what becomes of messages.
 
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
@@ -21,28 +22,44 @@ pub(crate) fn run(Arguments { arguments }: &Arguments) -> Result<(), Error> {
     let stopping = Stopping::on_signals()?;
     setup::run()?;
     stopping.go_on()?;
-    let shown = format!("oncegate-chaos {}", arguments.join(" "));
-    let cannot = |source| Error::CannotRun { program: shown.clone(), source };
-    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    cargo.args(["run", "--quiet", "--package", "oncegate-chaos"]);
-    // A soak is as fast as its processes are; a single run should start soon.
-    if arguments.iter().any(|argument| argument == "--soak") {
-        cargo.arg("--release");
-    }
-    // Points at which a process ends and wrong versions are in a build of their own, and in no other.
-    if arguments.iter().any(|argument| argument == "--matrix" || argument == "--mutants") {
+    let has = |wanted: &str| arguments.iter().any(|argument| argument == wanted);
+    // Points at which a process ends and wrong versions are in a build of their own, and in no other. A soak is as fast as its
+    // processes are; a single run should start soon.
+    let mut program = if has("--matrix") || has("--mutants") {
+        let mut cargo = cargo(&["run", "--quiet", "--package", "oncegate-chaos"]);
         let flags = std::env::var("RUSTFLAGS").unwrap_or_default();
+        cargo.env("RUSTFLAGS", format!("{flags} --cfg oncegate_chaos").trim());
+        cargo.arg("--target-dir").arg(setup::root().join("target/chaos-build")).arg("--");
         cargo
-            .env("RUSTFLAGS", format!("{flags} --cfg oncegate_chaos").trim())
-            .arg("--target-dir")
-            .arg(setup::root().join("target/chaos-build"));
-    }
-    cargo.arg("--").args(arguments).current_dir(setup::root()).stdin(Stdio::null());
-    let mut child = cargo.spawn().map_err(cannot)?;
+    } else if has("--soak") {
+        cargo(&["run", "--quiet", "--package", "oncegate-chaos", "--release", "--"])
+    } else {
+        // As the tests of the workspace have it: whoever has run them has it built.
+        let build = ["test", "--quiet", "--workspace", "--all-features", "--no-run", "--test", "program"];
+        wait(cargo(&build), &format!("cargo {}", build.join(" ")), &stopping)?;
+        stopping.go_on()?;
+        let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| setup::root().join("target"), PathBuf::from);
+        Command::new(target.join("debug/oncegate-chaos"))
+    };
+    program.args(arguments);
+    let shown = format!("oncegate-chaos {}", arguments.join(" "));
+    wait(program, &shown, &stopping)
+}
+
+fn cargo(arguments: &[&str]) -> Command {
+    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    cargo.args(arguments);
+    cargo
+}
+
+/// Runs it to its end.
+fn wait(mut command: Command, shown: &str, stopping: &Stopping) -> Result<(), Error> {
+    let cannot = |source| Error::CannotRun { program: shown.to_owned(), source };
+    let mut child = command.current_dir(setup::root()).stdin(Stdio::null()).spawn().map_err(cannot)?;
     let mut told = false;
     loop {
         if let Some(status) = child.try_wait().map_err(cannot)? {
-            return if status.success() { Ok(()) } else { Err(Error::Failed(shown)) };
+            return if status.success() { Ok(()) } else { Err(Error::Failed(shown.to_owned())) };
         }
         if stopping.is_told() && !told {
             // It stops its servers first; a second word would change nothing.

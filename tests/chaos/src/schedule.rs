@@ -227,7 +227,7 @@ impl Kind {
             // Kafka's session, a lease, and two seconds.
             Self::KillConsumer | Self::FreezeConsumer => Some(Duration::from_secs(10)),
             Self::KillKafka | Self::FreezeKafka => Some(Duration::from_secs(30)),
-            Self::TerminateConsumer | Self::RollingRestart | Self::Rebalance | Self::RefuseLetters => None,
+            Self::TerminateConsumer | Self::RollingRestart | Self::Rebalance | Self::RefuseLetters | Self::FailOverRedis => None,
             _ => Some(Duration::from_secs(5)),
         }
     }
