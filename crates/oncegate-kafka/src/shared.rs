@@ -1,10 +1,10 @@
 //! What the polling thread and the consumer share: what was read, what was handed out, what was released.
 //!
-//! All of it stands behind one lock, and nothing in it is an atomic or a cell: two threads never see half of a change, so
-//! that the order of whole calls is all there is to try (`histories`), and no tool that explores interleavings has more to say.
+//! All of it stands behind one lock, and nothing in it is an atomic or a cell: two threads never see half of a change. What is
+//! left is the order of whole calls: `histories` draws it, and `threads` has a tool choose at each lock who goes on.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use oncegate_core::{Delivery, HeadersBuilder, Incoming, Limit, Message, Origin, Position, Receipt, SourceError};
@@ -16,12 +16,14 @@ use crate::watermark::{Sequence, Settling, Watermark};
 mod anew;
 mod assigned;
 mod leaving;
+mod monitor;
 mod settling;
 mod telling;
 
 use assigned::{Assigned, BEGINNING, Keeps, ReadTo, tell_of_a_shorter_log};
 pub(crate) use assigned::{Begins, Commit, Findings, Jump, Way};
 pub(crate) use leaving::Leave;
+use monitor::{Monitor, Threads};
 pub(crate) use settling::Rejected;
 
 /// Read ahead of the consumer: messages.
@@ -40,10 +42,9 @@ const COMMIT_AGAIN: Duration = Duration::from_secs(1);
 
 /// The state behind one lock, held for a batch at a time, and what wakes either side.
 #[derive(Default)]
-pub(crate) struct Shared {
-    state: Mutex<State>,
+pub(crate) struct Shared<M = Threads> {
     /// Wakes the polling thread: there is room, or the last delivery of a revoked partition is back.
-    settled: Condvar,
+    monitor: M,
     /// Wakes the consumer.
     news: Notify,
 }
@@ -82,22 +83,28 @@ pub(crate) struct State {
     replace: Option<String>,
     replaced: u64,
     missed: u64,
+    /// Whether the polling thread was woken since it waited last.
+    has_changed: bool,
 }
 
-impl Shared {
-    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
-        // A panic under this lock is a defect; what it leaves commits less, never more: go on.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+impl<M: Monitor> Shared<M> {
+    pub(crate) fn lock(&self) -> M::Guard<'_> {
+        self.monitor.lock()
     }
 
-    /// Waits, on the polling thread, until something was settled or handed out.
+    /// Waits, on the polling thread, until something was settled or handed out since the last wait, or for so long.
     pub(crate) fn wait(&self, bound: Duration) {
-        drop(self.settled.wait_timeout(self.lock(), bound).unwrap_or_else(PoisonError::into_inner));
+        let mut state = self.lock();
+        if !state.has_changed {
+            state = self.monitor.wait(state, bound);
+        }
+        state.has_changed = false;
     }
 
-    /// Wakes the polling thread.
+    /// Wakes the polling thread; also one that looked before, and is about to wait.
     pub(crate) fn wake_poller(&self) {
-        self.settled.notify_one();
+        self.lock().has_changed = true;
+        self.monitor.notify();
     }
 
     /// Wakes the consumer.
@@ -471,3 +478,5 @@ pub(crate) fn detached(message: &Message) -> Message {
 mod histories;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod threads;

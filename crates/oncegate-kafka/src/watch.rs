@@ -181,7 +181,7 @@ mod tests {
 
     /// A topic of so many partitions, each read to its offset 5.
     fn shared(partitions: i32) -> Shared {
-        let shared = Shared::default();
+        let shared: Shared = Shared::default();
         for partition in 0..partitions {
             shared.assign("t", partition, Begins::At(4), None);
             shared.take_in(vec![record(partition, 4)]);

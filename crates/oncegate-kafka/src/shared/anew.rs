@@ -4,9 +4,9 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::assigned::{Assigned, Begins, Keeps, ReadTo};
-use super::{Shared, State};
+use super::{Monitor, Shared, State};
 
-impl Shared {
+impl<M: Monitor> Shared<M> {
     /// A topic was deleted and made anew: what was read of the old log is over, and nothing of the new one is taken in before
     /// librdkafka has gone back to its beginning. Answers of how many partitions that is.
     pub(crate) fn begin_anew(&self, topic: &str, log: Option<Arc<str>>) -> usize {

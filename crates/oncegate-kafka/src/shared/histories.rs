@@ -20,8 +20,12 @@ enum Event {
     Commit,
     /// Markers are passed up to so far beyond what was read.
     Pass { beyond: u8 },
-    /// The partition goes and comes back, and is read on where it was committed.
-    Reassign,
+    /// The partition begins to go: nothing more of it is handed out, and what is settled counts.
+    Revoke,
+    /// It has gone: what is settled from now on moves nothing. With a last commit, or without, where it was lost.
+    Forget { lost: bool },
+    /// It comes back, and is read on where it was committed.
+    Assign,
     /// The log begins anew, and is read from its first offset.
     Cut,
 }
@@ -33,7 +37,9 @@ fn event() -> impl Strategy<Value = Event> {
         12 => (0..60_u8).prop_map(|back| Event::Accept { back }),
         4 => Just(Event::Commit),
         1 => (0..9_u8).prop_map(|beyond| Event::Pass { beyond }),
-        1 => Just(Event::Reassign),
+        1 => Just(Event::Revoke),
+        1 => any::<bool>().prop_map(|lost| Event::Forget { lost }),
+        2 => Just(Event::Assign),
         1 => Just(Event::Cut),
     ]
 }
@@ -55,7 +61,10 @@ impl Naive {
 
 struct World {
     state: State,
-    epoch: u64,
+    /// The assignment whose settlements count, if there is one.
+    epoch: Option<u64>,
+    /// Whether it is still handed out.
+    is_ours: bool,
     naive: Naive,
     /// The next offset of the log.
     next: i64,
@@ -69,20 +78,24 @@ impl World {
     fn new() -> Self {
         let mut state = State::default();
         let epoch = state.begin(Arc::from("t"), 0, Begins::At(0), None);
-        Self { state, epoch, naive: Naive::default(), next: 0, committed: 0, out: Vec::new() }
+        Self { state, epoch: Some(epoch), is_ours: true, naive: Naive::default(), next: 0, committed: 0, out: Vec::new() }
     }
 
     fn happens(&mut self, event: &Event) -> Result<(), TestCaseError> {
         match *event {
             Event::Read { count, gap } => {
-                let mut records = Vec::new();
+                let (mut records, next) = (Vec::new(), self.next);
                 for _ in 0..count {
                     self.next += i64::from(gap);
-                    self.naive.settled.insert(self.next, false);
+                    // What was read of it before it went is not taken in.
+                    if self.is_ours {
+                        self.naive.settled.insert(self.next, false);
+                    }
                     records.push(record(self.next));
                     self.next += 1;
                 }
                 self.state.take_in(records);
+                self.next = if self.is_ours { self.next } else { next };
             }
             Event::HandOut => {
                 let (mut incoming, all) = (Vec::new(), Limit { count: usize::MAX, bytes: usize::MAX });
@@ -98,7 +111,7 @@ impl World {
                 // It stays: it may be settled again, and that is to change nothing.
                 let receipt = &self.out[index];
                 let fate = self.state.accept(receipt);
-                prop_assert_eq!(fate, if receipt.epoch == self.epoch { Fate::Counted } else { Fate::Stale });
+                prop_assert_eq!(fate, if Some(receipt.epoch) == self.epoch { Fate::Counted } else { Fate::Stale });
                 if fate == Fate::Counted {
                     self.naive.settled.insert(receipt.position as i64, true);
                 }
@@ -107,25 +120,40 @@ impl World {
             Event::Pass { beyond } => {
                 let known = self.state.assigned.values().all(|it| it.read_to == ReadTo::Known);
                 self.state.reached("t", 0, Some(self.next + i64::from(beyond)));
-                if known && !self.naive.settled.is_empty() {
+                if self.is_ours && known && !self.naive.settled.is_empty() {
                     self.naive.passed = self.next + i64::from(beyond);
                     self.next = self.naive.passed;
                 }
             }
-            Event::Reassign => {
-                self.commit()?;
+            Event::Revoke => {
                 let epochs = self.state.revoke(&[("t".to_owned(), 0)]);
-                self.state.forget(&epochs);
-                self.epoch = self.state.begin(Arc::from("t"), 0, Begins::At(self.committed), None);
-                (self.naive, self.next) = (Naive::default(), self.committed);
+                prop_assert_eq!(epochs, Vec::from_iter(self.epoch));
+                self.is_ours = false;
+            }
+            Event::Forget { lost } => {
+                let Some(epoch) = self.epoch.filter(|_| !self.is_ours) else { return Ok(()) };
+                if !lost {
+                    self.commit()?;
+                }
+                self.state.forget(&[epoch]);
+                self.epoch = None;
+                self.naive = Naive::default();
+                prop_assert_eq!(self.state.commits(), []);
+            }
+            Event::Assign => {
+                if self.epoch.is_some() {
+                    return Ok(());
+                }
+                self.epoch = Some(self.state.begin(Arc::from("t"), 0, Begins::At(self.committed), None));
+                (self.is_ours, self.naive, self.next) = (true, Naive::default(), self.committed);
             }
             Event::Cut => {
                 // Nothing was read, or only the first offset: that is no log that begins anew.
-                if self.naive.settled.keys().next_back().is_none_or(|last| *last == 0) {
+                if !self.is_ours || self.naive.settled.keys().next_back().is_none_or(|last| *last == 0) {
                     return Ok(());
                 }
                 self.state.take_in(vec![record(0)]);
-                self.epoch = self.state.last_epoch;
+                self.epoch = Some(self.state.last_epoch);
                 self.naive = Naive { settled: BTreeMap::from([(0, false)]), passed: 0 };
                 (self.next, self.committed) = (1, 0);
             }

@@ -1,6 +1,6 @@
 //! How partitions leave.
 
-use super::Shared;
+use super::{Monitor, Shared};
 
 /// Whether partitions are still ours when they leave.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -11,7 +11,7 @@ pub(crate) enum Leave {
     Lost,
 }
 
-impl Shared {
+impl<M: Monitor> Shared<M> {
     /// Ends assignments: lets what was handed out be settled by `drain`, has `store` commit how far that came, and forgets them.
     /// Of those that are lost nothing is waited for and nothing is committed. Answers how many deliveries were not settled.
     pub(crate) fn give_up(&self, leaving: &[(String, i32)], how: Leave, drain: impl FnOnce(&[u64]), store: impl FnOnce()) -> usize {

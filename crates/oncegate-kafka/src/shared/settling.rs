@@ -4,7 +4,7 @@ use oncegate_core::road::{Reason, Settlement};
 use oncegate_core::{Delivery, Receipt, Settled, Story};
 
 use super::assigned::Begins;
-use super::{Fate, Shared, State};
+use super::{Fate, Monitor, Shared, State};
 
 /// A delivery that is to go to the dead letters.
 pub(crate) struct Rejected {
@@ -16,7 +16,7 @@ pub(crate) struct Rejected {
 /// What a delivery is accepted on, where nothing ran: its id was done before.
 const DUPLICATE: &str = "duplicate";
 
-impl Shared {
+impl<M: Monitor> Shared<M> {
     /// Takes in what was settled, and wakes the polling thread. Answers what is to be published.
     pub(crate) fn settle(&self, settled: &mut Vec<Settled>) -> Vec<Rejected> {
         let mut rejected = Vec::new();

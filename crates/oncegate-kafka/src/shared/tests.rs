@@ -4,7 +4,7 @@ use oncegate_core::Headers;
 
 use super::*;
 
-fn record(partition: i32, offset: i64) -> Record {
+pub(super) fn record(partition: i32, offset: i64) -> Record {
     let body = offset.to_string().into();
     Record { topic: Arc::from("t"), partition, offset, sent_at: None, key: None, headers: Headers::default(), body }
 }
@@ -16,7 +16,7 @@ fn state(partition: i32, offsets: impl IntoIterator<Item = i64>) -> State {
     state
 }
 
-fn hand_out(state: &mut State) -> (Vec<u64>, Vec<Delivery>) {
+pub(super) fn hand_out(state: &mut State) -> (Vec<u64>, Vec<Delivery>) {
     let (mut incoming, mut revoked, mut deliveries) = (Vec::new(), Vec::new(), Vec::new());
     state.hand_out(Limit { count: usize::MAX, bytes: usize::MAX }, usize::MAX, &mut incoming, &mut Vec::new());
     for it in incoming {
@@ -28,11 +28,11 @@ fn hand_out(state: &mut State) -> (Vec<u64>, Vec<Delivery>) {
     (revoked, deliveries)
 }
 
-fn committed(state: &mut State) -> Vec<(i64, Way)> {
+pub(super) fn committed(state: &mut State) -> Vec<(i64, Way)> {
     state.commits().into_iter().map(|it| (it.offset, it.way)).collect()
 }
 
-fn leaving() -> [(String, i32); 1] {
+pub(super) fn leaving() -> [(String, i32); 1] {
     [("t".to_owned(), 0)]
 }
 
@@ -282,7 +282,7 @@ fn what_was_never_read_is_read_from_where_it_stood() {
 
 #[test]
 fn a_topic_made_anew_is_gone_back_to_until_that_holds_and_nothing_is_read_before() {
-    let shared = Shared::default();
+    let shared = Shared::<Threads>::default();
     *shared.lock() = state(0, 5..8);
     let (_, before) = hand_out(&mut shared.lock());
     shared.begin_anew("t", Some(Arc::from("another")));
@@ -314,7 +314,7 @@ fn a_topic_made_anew_is_gone_back_to_until_that_holds_and_nothing_is_read_before
 
 #[test]
 fn a_partition_that_was_lost_meanwhile_is_not_gone_back_to() {
-    let shared = Shared::default();
+    let shared = Shared::<Threads>::default();
     *shared.lock() = state(0, 5..8);
     shared.begin_anew("t", Some(Arc::from("another")));
     shared.go_back(|_, _| {
@@ -330,7 +330,7 @@ fn a_partition_that_was_lost_meanwhile_is_not_gone_back_to() {
 #[test]
 fn what_is_given_back_is_drained_and_committed_and_what_is_lost_is_neither() {
     for how in [Leave::GivenBack, Leave::Lost] {
-        let shared = Shared::default();
+        let shared = Shared::<Threads>::default();
         *shared.lock() = state(0, 5..8);
         let (_, deliveries) = hand_out(&mut shared.lock());
         shared.lock().accept(&deliveries[0].receipt);
