@@ -11,7 +11,7 @@ use crate::failure::Failure;
 use crate::letters::act::{Doing, Outcome, Pace, Report, closing, is_of_this_letter};
 use crate::letters::filter::Filter;
 use crate::letters::look::{self, List, Looking, Show};
-use crate::letters::{Broker, Letter, Reader, Shelf};
+use crate::letters::{Broker, Letter, Reader, Shelf, kafka};
 use crate::marker::change::Subject;
 use crate::marker::told::State;
 
@@ -123,6 +123,7 @@ impl Desk<'_> {
     /// # Errors
     /// The letter is left where it is.
     async fn redrive(&self, reader: &mut Reader, letter: &Letter, does: bool) -> Result<String, Failure> {
+        kafka::is_whole(letter)?;
         let subject = self.subject(letter).await?;
         if let Some(subject) = &subject {
             may_run(subject, letter, self.context)?;

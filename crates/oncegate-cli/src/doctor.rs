@@ -1,16 +1,18 @@
 //! `oncegate doctor`: what is wrong with a set-up, and what to do about it. Asks; changes nothing.
 
+mod codes;
 mod kafka;
 mod rabbitmq;
 mod settings;
 mod store;
 
+use clap::Args;
 use serde::Serialize;
 
 use crate::Context;
 use crate::failure::Failure;
 use crate::letters::Broker;
-use crate::say::plain;
+use crate::say::{Table, plain};
 
 /// How bad it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -49,6 +51,7 @@ impl Findings {
         what: impl Into<String>,
         remedy: impl Into<String>,
     ) {
+        debug_assert!(codes::CODES.iter().any(|(known, _)| *known == code), "{code} is not in the list");
         self.0.push(Finding { code, level, at: at.into(), what: what.into(), remedy: remedy.into() });
     }
 
@@ -65,7 +68,19 @@ impl Findings {
     }
 }
 
-pub(crate) async fn run(context: &Context) -> Result<(), Failure> {
+#[derive(Args)]
+pub(crate) struct DoctorArguments {
+    /// Lists every code that a finding may have, and asks nobody.
+    #[arg(long)]
+    list: bool,
+}
+
+pub(crate) async fn run(context: &Context, arguments: DoctorArguments) -> Result<(), Failure> {
+    if arguments.list {
+        let mut table = Table::new(&["code", "says"]);
+        codes::CODES.iter().for_each(|(code, says)| table.row([(*code).to_owned(), (*says).to_owned()]));
+        return context.format.print(&codes::CODES, table);
+    }
     let config = &context.config;
     let (mut findings, mut looked_at) = (Findings::default(), vec!["the settings"]);
     settings::look(config, &mut findings)?;

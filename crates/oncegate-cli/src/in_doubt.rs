@@ -7,10 +7,10 @@ use crate::Context;
 use crate::audit::{Act, Audit};
 use crate::config;
 use crate::failure::Failure;
-use crate::letters::act::{Doing, Outcome, Report, closing};
+use crate::letters::act::{Doing, Outcome, Report, closing, is_of_this_letter};
 use crate::letters::filter::Filter;
 use crate::letters::look::{self, List, Looking, Show};
-use crate::letters::{Broker, Letter, Reader, Shelf, State as LetterState};
+use crate::letters::{Broker, Letter, Reader, Shelf, State as LetterState, kafka};
 use crate::marker::change::Subject;
 use crate::marker::told::{State, is_being_reconciled};
 
@@ -106,6 +106,7 @@ async fn resolve(context: &Context, resolve: Resolve) -> Result<(), Failure> {
                 }
                 match settle(&audit, &mut reader, &letter, finding, resolve.doing.why.as_deref()).await {
                     Ok(said) => report.add(&letter, Outcome::Done, said),
+                    Err(failure) if is_of_this_letter(&failure) => report.add(&letter, Outcome::Left, failure.to_string()),
                     Err(failure) => {
                         report.add(&letter, Outcome::Left, failure.to_string());
                         return Err(failure);
@@ -172,6 +173,9 @@ async fn settle(audit: &Audit, reader: &mut Reader, letter: &Letter, finding: Fi
         Finding::Happened => "taken out, since it happened".to_owned(),
         Finding::DidNotHappen => format!("sent to {}, since it did not happen", reader.target()),
     };
+    if finding == Finding::DidNotHappen {
+        kafka::is_whole(letter)?;
+    }
     let (id, place) = (letter.id().map(str::to_owned), Some(letter.place.clone()));
     let begun = audit.begin(Act { what: "in-doubt resolve", id, place, before: "set aside".into(), after: after.clone() }, why).await?;
     if finding == Finding::DidNotHappen

@@ -64,7 +64,7 @@ enum Command {
     #[command(subcommand)]
     InDoubt(in_doubt::InDoubtCommand),
     /// Asks the servers, and says what is wrong with them and with the settings, and what to do about it.
-    Doctor,
+    Doctor(doctor::DoctorArguments),
     /// What operators did.
     Audit(audit::AuditArguments),
     /// What a load needs of Redis: memory, servers, connections.
@@ -121,7 +121,7 @@ async fn run(arguments: Arguments) -> Result<(), Failure> {
         Command::Marker(command) => marker::run(&context, command).await,
         Command::DeadLetters(command) => dead_letters::run(&context, command).await,
         Command::InDoubt(command) => in_doubt::run(&context, command).await,
-        Command::Doctor => doctor::run(&context).await,
+        Command::Doctor(arguments) => doctor::run(&context, arguments).await,
         Command::Audit(command) => audit::run(&context, command).await,
         Command::Config(command) => show_config::run(&context, command),
     }

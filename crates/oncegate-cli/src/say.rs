@@ -82,8 +82,9 @@ pub(crate) fn plain(text: &str) -> String {
     text.chars().map(|letter| if letter.is_control() { '\u{fffd}' } else { letter }).collect()
 }
 
-/// The longest text in a cell.
-const CELL: usize = 120;
+/// The longest text in a cell, and in the last one, which pushes nothing aside.
+const CELL: usize = 72;
+const LAST_CELL: usize = 400;
 
 /// A table for people.
 pub(crate) struct Table {
@@ -96,11 +97,16 @@ impl Table {
     }
 
     pub(crate) fn row(&mut self, cells: impl IntoIterator<Item = String>) {
-        let cut = |cell: String| match cell.char_indices().nth(CELL) {
-            Some((end, _)) => format!("{}…", plain(&cell[..end])),
-            None => plain(&cell),
+        let cells: Vec<String> = cells.into_iter().collect();
+        let last = cells.len().saturating_sub(1);
+        let cut = |(column, cell): (usize, &String)| {
+            let longest = if column == last { LAST_CELL } else { CELL };
+            match cell.char_indices().nth(longest) {
+                Some((end, _)) => format!("{}…", plain(&cell[..end])),
+                None => plain(cell),
+            }
         };
-        self.rows.push(cells.into_iter().map(cut).collect());
+        self.rows.push(cells.iter().enumerate().map(cut).collect());
     }
 }
 

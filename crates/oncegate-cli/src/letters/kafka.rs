@@ -114,12 +114,6 @@ impl Reader {
     }
 
     pub(crate) async fn publish(&mut self, letter: &Letter) -> Result<(), Failure> {
-        if let Some(bytes) = letter.header(BODY_OMITTED) {
-            return Err(Failure::not_all(format!(
-                "its body of {bytes} bytes was too large to be set aside; it stands at {} alone",
-                letter.header(headers::ORIGIN).unwrap_or("an unknown place")
-            )));
-        }
         if self.publisher.is_none() {
             self.publisher = Some(self.producer.create()?);
         }
@@ -146,6 +140,20 @@ impl Reader {
             sent => sent,
         };
         sent.map(drop).map_err(|(error, _)| Failure::server(format!("Kafka: {} does not take the copy: {error}", self.target)))
+    }
+}
+
+/// Whether all of the message is there.
+///
+/// # Errors
+/// It says where the whole one stands.
+pub(crate) fn is_whole(letter: &Letter) -> Result<(), Failure> {
+    match letter.header(BODY_OMITTED) {
+        None => Ok(()),
+        Some(bytes) => Err(Failure::not_all(format!(
+            "left: its body of {bytes} bytes was too large to be set aside; it stands at {} alone",
+            letter.header(headers::ORIGIN).unwrap_or("an unknown place")
+        ))),
     }
 }
 

@@ -243,6 +243,35 @@ async fn a_letter_whose_copy_is_not_taken_stays_where_it_is() {
     world.end().await;
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_letter_without_its_body_is_not_sent_back_and_a_copy_goes_to_its_partition() {
+    let world = world(Broker::Kafka).await;
+    let name = world.desk.name.clone();
+    let set_aside = |id: &'static str, partition: i32, omitted: &'static [(&'static str, &'static str)]| {
+        let (world, name, origin) = (&world, &name, format!("{}/{partition}/7", world.desk.name));
+        async move {
+            let headers = [("oncegate-id", id), ("oncegate-reason", "refused"), ("oncegate-origin", origin.as_str())];
+            let headers: Vec<(&str, &str)> = headers.iter().chain(omitted).copied().collect();
+            world.publish_to(&format!("{name}.dead-letters"), id, r#"{"card":"works"}"#, &headers).await;
+        }
+    };
+    set_aside("large", 0, &[("oncegate-body-omitted", "2000000")]).await;
+    set_aside("first", 0, &[]).await;
+    set_aside("second", 1, &[]).await;
+    set_aside("gone", 9, &[]).await;
+    let said = world.run(&["dead-letters", "redrive", "--all", "--yes"]).await.ended(1);
+    let said = said.says("body of 2000000 bytes").says("3 redriven, 1 left");
+    assert!(said.out.contains(&format!("{name}/0/7 alone")), "it says where the whole one is: {said:?}");
+    assert_eq!(ids(&world.json(&["dead-letters", "list"]).await), ["large"]);
+    world.desk.configure(&format!("{}dead-letters = \"{name}\"\n", world.settings()));
+    let sent = world.json(&["dead-letters", "list", "--everything"]).await;
+    let partition =
+        |id: &str| sent["letters"].as_array().expect("a list").iter().find(|it| it["id"] == id).map(|it| it["partition"].clone());
+    assert_eq!((partition("first"), partition("second")), (Some(0.into()), Some(1.into())), "{sent}");
+    assert!(partition("gone").is_some(), "to another one, where its own is gone: {sent}");
+    world.end().await;
+}
+
 /// What RabbitMQ itself sets aside has no header of ours.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_the_broker_set_aside_is_known_by_its_own_id() {
@@ -263,6 +292,15 @@ async fn an_id_that_was_never_in_the_store_is_redriven_all_the_same(broker: Brok
     world.publish_to(&format!("{}.dead-letters", world.desk.name), "old", body, &headers).await;
     assert_eq!(ids(&world.json(&["dead-letters", "list", "--older-than", "365d"]).await), ["old"]);
     world.run(&["dead-letters", "redrive", "--older-than", "365d", "--yes"]).await.ended(0).says("1 redriven");
+    // Where it was sent, it is looked at as if letters stood there.
+    let name = &world.desk.name;
+    world.desk.configure(&format!("{}dead-letters = \"{name}\"\n", world.settings()));
+    let copy = world.json(&["dead-letters", "show", "old", "--accept-delivery-counts"]).await;
+    let headers: Vec<&str> = copy[0]["headers"].as_array().expect("a list").iter().map(|it| it[0].as_str().expect("a name")).collect();
+    assert!(headers.contains(&"kept") && headers.contains(&"payment-id"), "{copy}");
+    let ours = headers.iter().filter(|name| name.starts_with("oncegate-") || (name.starts_with("x-") && **name != "x-delivery-count"));
+    assert_eq!(ours.count(), 0, "it begins anew: {copy}");
+    world.desk.configure(&world.settings());
     let left = if broker == Broker::Kafka { 1 } else { 0 };
     world.consume(Provider::Works, 1, left, 0).await;
     assert_eq!(world.charged(), ["old"]);

@@ -2,6 +2,7 @@
 //! `ONCEGATE_RABBITMQ`, `ONCEGATE_REDIS`); `cargo xtask test` sees to that.
 #![forbid(unsafe_code)]
 
+mod book;
 mod config;
 mod desk;
 mod doctor;

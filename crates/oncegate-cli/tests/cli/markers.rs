@@ -162,6 +162,25 @@ async fn what_no_release_reads_is_listed_and_left_alone() {
     assert!(seen.is_err() && !matches!(seen, Ok(Marker::Absent)));
 }
 
+#[tokio::test]
+async fn the_rights_that_the_book_lists_are_enough() {
+    let book = include_str!("../../../../docs/src/stores.md");
+    let line = book.lines().find(|line| line.starts_with("ACL SETUSER oncegate ")).expect("the line of the book");
+    assert!(include_str!("../../../../docs/src/cli.md").contains("needs `+xadd +xrange`") && line.contains("~processed:*"));
+    let server = oncegate_testkit::servers::RedisServer::start(oncegate_testkit::servers::RedisOptions::new()).expect("Redis starts");
+    let url = server.url().replace("redis://", "redis://oncegate:PASSWORD@");
+    server.command(line).expect("Redis answers");
+    let desk = Desk::at(&url);
+    desk.write("oncegate.toml", &format!("[store]\nurl = \"{url}\"\n"));
+    desk.run(&["marker", "complete", "x", "--yes"]).ended(3).says("nothing was done, since the audit cannot be written").says("NOPERM");
+    assert_eq!(desk.json(&["marker", "show", "x"])["state"], "absent");
+    server.command(&format!("{line} +xadd +xrange +scan")).expect("Redis answers");
+    desk.run(&["marker", "complete", "x", "--yes"]).ended(0);
+    assert_eq!(desk.json(&["marker", "list"])["markers"][0]["key"], "x");
+    assert_eq!(desk.json(&["audit"]).as_array().map(Vec::len), Some(1));
+    desk.run(&["marker", "forget", "x", "--yes"]).ended(0);
+}
+
 #[test]
 fn a_store_that_is_not_there_is_told_of_without_its_password() {
     let desk = Desk::at("redis://:s3cret@127.0.0.1:1");
