@@ -27,12 +27,18 @@ impl MessageId {
         if raw.is_empty() {
             return None;
         }
-        if is_plain(raw) {
-            return Some(Self(SmallVec::from_slice(raw)));
-        }
+        Some(if is_plain(raw) { Self(SmallVec::from_slice(raw)) } else { Self::hash_of(raw) })
+    }
+
+    /// The same id as `h:` and its SHA-256, whatever it consists of: see [`IdSource::hashed`].
+    pub fn hashed(self) -> Self {
+        if self.0.starts_with(b"h:") { self } else { Self::hash_of(&self.0) }
+    }
+
+    fn hash_of(raw: &[u8]) -> Self {
         let mut id = SmallVec::from_slice(b"h:");
         push_hex(&mut id, &Sha256::digest(raw));
-        Some(Self(id))
+        Self(id)
     }
 
     /// Reads an id as it stands in keys, headers and logs: what [`as_str`](Self::as_str) said of it. `None` if no id stands
@@ -185,6 +191,7 @@ enum Read {
     BodyHash,
     Position,
     By(Arc<ReadId>),
+    Hashed(Arc<Read>),
 }
 
 impl IdSource {
@@ -230,9 +237,28 @@ impl IdSource {
         Self(Read::By(Arc::new(read)))
     }
 
+    /// The same ids, each as `h:` and its SHA-256. For ids that are personal data: no key, header or log of oncegate shows
+    /// them. The message itself, and a dead letter with it, still holds what its producer wrote.
+    ///
+    /// The hash has no secret: who can guess an id (a telephone number, say) can see whether it was handled. To look an id up
+    /// or to forget it, hash it the same way: `printf %s ID | sha256sum`. A consumer that begins to hash knows none of the ids
+    /// that it handled before; see to it that nothing is delivered twice across that change.
+    pub fn hashed(self) -> Self {
+        match self.0 {
+            Read::Hashed(_) => self,
+            read => Self(Read::Hashed(Arc::new(read))),
+        }
+    }
+
     /// Reads the id of a message; `None` if it is missing or empty.
     pub fn read(&self, message: &Message) -> Option<MessageId> {
-        match &self.0 {
+        self.0.read(message)
+    }
+}
+
+impl Read {
+    fn read(&self, message: &Message) -> Option<MessageId> {
+        match self {
             Read::Header(name) => MessageId::new(message.headers.last(name)?),
             Read::MessageId => MessageId::new(message.message_id.as_ref()?),
             Read::Key => MessageId::new(message.key.as_ref()?),
@@ -251,13 +277,20 @@ impl IdSource {
                 Position::Queue => None,
             },
             Read::By(read) => MessageId::new(read(message)?),
+            Read::Hashed(read) => Some(read.read(message)?.hashed()),
         }
     }
 }
 
 impl fmt::Debug for IdSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.0 {
+        self.0.fmt(f)
+    }
+}
+
+impl fmt::Debug for Read {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
             Read::Header(name) => write!(f, "header `{name}`"),
             Read::MessageId => f.write_str("message id property"),
             Read::Key => f.write_str("record key"),
@@ -265,6 +298,7 @@ impl fmt::Debug for IdSource {
             Read::BodyHash => f.write_str("body hash"),
             Read::Position => f.write_str("position"),
             Read::By(_) => f.write_str("function"),
+            Read::Hashed(read) => write!(f, "{read:?}, hashed"),
         }
     }
 }
@@ -318,6 +352,17 @@ mod tests {
         for no_id in ["", "{}", "a|b", "!canary", "h:", "h:0", &format!("h:{}", "A".repeat(64)), &format!("h:{}", "0".repeat(65))] {
             assert_eq!(MessageId::stored(no_id), None, "{no_id}");
         }
+    }
+
+    #[test]
+    fn a_hashed_id_shows_nothing_and_is_the_same_whatever_it_consists_of() {
+        let source = IdSource::message_id().hashed().hashed();
+        let read = |raw: &'static str| source.read(&Message::new("").with_message_id(raw)).expect("an id");
+        assert_eq!(read("pay-42").as_str(), "h:93f7a481b0295a38d34dbe78ccd1740f069b66bed97bb50423cfb39119b3f3f4");
+        assert_eq!(read("{}"), MessageId::new("{}").expect("an id"));
+        assert_ne!(read("pay-42"), read("pay-43"));
+        assert_eq!(source.read(&Message::new("")), None);
+        assert_eq!(format!("{source:?}"), "message id property, hashed");
     }
 
     #[test]
