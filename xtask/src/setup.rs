@@ -26,6 +26,11 @@ const NEEDS: &[Need] = &[
     Need { what: "openssl, for the certificates of a Redis with TLS", is_met: || on_path("openssl"), packages: &["openssl"] },
     Need { what: "valgrind, which counts instructions", is_met: || on_path("valgrind"), packages: &["valgrind"] },
     Need {
+        what: "Prometheus and promtool, for the alert rules and the dashboard",
+        is_met: || on_path("prometheus") && on_path("promtool"),
+        packages: &["prometheus"],
+    },
+    Need {
         what: "the RabbitMQ server",
         is_met: || Path::new(oncegate_testkit::servers::RABBITMQ_SERVER).exists(),
         packages: &["rabbitmq-server"],

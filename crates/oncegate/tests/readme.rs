@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use oncegate::outcome::OUTCOMES;
 
 /// Where blocks may come from.
-const COMPILED: &[&str] = &["crates/oncegate/examples", "crates/oncegate-testkit/tests/laws", "examples/payments/src"];
+const COMPILED: &[&str] =
+    &["crates/oncegate/examples", "crates/oncegate-admin/examples", "crates/oncegate-testkit/tests/laws", "examples/payments/src"];
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")

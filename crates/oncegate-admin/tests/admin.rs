@@ -1,0 +1,263 @@
+//! The admin port, asked by a real client while consumers run in memory.
+
+use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, LazyLock, mpsc};
+use std::time::Duration;
+
+use oncegate::marker::{Guarantee, Operation, Verdict};
+use oncegate::*;
+use oncegate_admin::{Admin, LastErrors, PORT, Serving};
+use serde_json::Value;
+use tokio::sync::Semaphore;
+use tracing_subscriber::layer::SubscriberExt;
+
+/// In all that nobody may read on the page: a payload, a header, a key, the words of a handler.
+const CANARY: &str = "secret-canary";
+
+const ANY_PORT: (Ipv4Addr, u16) = (Ipv4Addr::LOCALHOST, 0);
+
+/// What is logged in this process.
+static LOGGED: LazyLock<LastErrors> = LazyLock::new(|| {
+    let errors = LastErrors::new();
+    tracing::subscriber::set_global_default(tracing_subscriber::registry().with(errors.clone())).expect("the only one");
+    errors
+});
+
+/// Waits until it is let, for an id that says so, and refuses what says so.
+struct Waits(Arc<Semaphore>);
+
+#[async_trait]
+impl Handler for Waits {
+    type Payload = Raw;
+
+    async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
+        match cx.id() {
+            "waits" => drop(self.0.acquire().await.retry()?),
+            "refused" => return Err(format!("the card {CANARY} was refused")).reject(),
+            _ => {}
+        }
+        Ok(())
+    }
+}
+
+/// A store that can be sent away.
+#[derive(Clone, Default)]
+struct MayBeAway {
+    store: MemoryStore,
+    is_away: Arc<AtomicBool>,
+}
+
+#[async_trait]
+impl Store for MayBeAway {
+    async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
+        if self.is_away.load(Ordering::SeqCst) {
+            return operations.iter().map(|_| Err(StoreError::NotApplied("the network is down".into()))).collect();
+        }
+        self.store.apply(operations).await
+    }
+}
+
+fn message(id: &str) -> Message {
+    Message::new(format!("body {CANARY}")).with_message_id(id.to_owned()).with_header("authorization", CANARY).with_key(CANARY)
+}
+
+async fn get(serving: &Serving, path: &str) -> (u16, String) {
+    let answer = reqwest::get(format!("http://{}{path}", serving.address())).await.expect("it answers");
+    (answer.status().as_u16(), answer.text().await.expect("text"))
+}
+
+async fn page(serving: &Serving) -> Value {
+    let (status, text) = get(serving, "/status").await;
+    assert_eq!(status, 200);
+    assert!(!text.contains(CANARY), "{text}");
+    serde_json::from_str(&text).expect("JSON")
+}
+
+/// Asks again until it is so.
+async fn until<T>(what: &str, mut ask: impl AsyncFnMut() -> Option<T>) -> T {
+    let found = async {
+        loop {
+            match ask().await {
+                Some(found) => return found,
+                None => tokio::time::sleep(Duration::from_millis(10)).await,
+            }
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(60), found).await.unwrap_or_else(|_| panic!("not so: {what}"))
+}
+
+async fn until_ready_answers(serving: &Serving, status: u16) {
+    until(&format!("/ready answers {status}"), async || (get(serving, "/ready").await.0 == status).then_some(())).await;
+}
+
+#[tokio::test]
+async fn ready_follows_the_consumer_and_live_does_not() {
+    let (broker, store, readiness, status) = (MemoryBroker::new("payments"), MayBeAway::default(), Readiness::new(), ConsumerStatus::new());
+    let serving = Admin::new().listen(ANY_PORT).consumer("ledger", readiness.clone(), status.clone()).serve().expect("it opens");
+    assert_eq!(get(&serving, "/ready").await, (503, "takes no messages\n".to_owned()), "nothing has started");
+    assert_eq!(get(&serving, "/live").await.0, 200);
+
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let consumer = Consumer::builder()
+        .source(broker.source())
+        .store(store.clone())
+        .id(IdSource::message_id())
+        .decode(RawBytes)
+        .handler(Waits(Arc::new(Semaphore::new(0))))
+        .readiness(readiness)
+        .status(status);
+    let running = tokio::spawn(consumer.run_until(async move {
+        let _ = stopped.await; // told, or the test is over
+    }));
+    until_ready_answers(&serving, 200).await;
+
+    store.is_away.store(true, Ordering::SeqCst);
+    broker.publish(message("one"));
+    until_ready_answers(&serving, 503).await;
+    assert_eq!(get(&serving, "/live").await, (200, "live\n".to_owned()), "no restart brings a store back");
+
+    store.is_away.store(false, Ordering::SeqCst);
+    until_ready_answers(&serving, 200).await;
+    stop.send(()).expect("it runs");
+    running.await.expect("no panic").expect("a clean end");
+    assert_eq!(get(&serving, "/ready").await.0, 503, "it has ended");
+}
+
+#[tokio::test]
+async fn status_names_what_is_held_and_what_was_warned_of_and_nothing_secret() {
+    let errors = LOGGED.clone();
+    let (broker, readiness, status, lets) =
+        (MemoryBroker::new("payments"), Readiness::new(), ConsumerStatus::new(), Arc::new(Semaphore::new(0)));
+    let serving = Admin::new()
+        .listen(ANY_PORT)
+        .consumer("ledger", readiness.clone(), status.clone())
+        .consumer("never started", Readiness::new(), ConsumerStatus::new())
+        .last_errors(errors)
+        .serve()
+        .expect("it opens");
+    for id in ["waits", "refused"] {
+        broker.publish(message(id));
+    }
+    let consumer = Consumer::builder()
+        .source(broker.source())
+        .store(MemoryStore::new())
+        .guarantee(Guarantee::EffectivelyOnce)
+        .id(IdSource::message_id())
+        .decode(RawBytes)
+        .handler(Waits(lets.clone()))
+        .readiness(readiness)
+        .status(status);
+    let all = broker.clone();
+    let running = tokio::spawn(consumer.run_until(async move { all.drained().await }));
+
+    let warned = "a message is set aside for a person";
+    let page = until("one is held and one is set aside", async || {
+        let page = page(&serving).await;
+        let warnings: Vec<String> = page["last_errors"].as_array()?.iter().map(|it| it["text"].to_string()).collect();
+        let is_so = page["consumers"][0]["in_flight"] == 1 && warnings.iter().any(|it| it.contains(warned) && it.contains("refused"));
+        is_so.then_some(page)
+    })
+    .await;
+    let consumers = page["consumers"].as_array().expect("a list");
+    assert_eq!((&page["ready"], &consumers[0]["ready"], &consumers[1]["ready"]), (&false.into(), &true.into(), &false.into()));
+    assert_eq!((&consumers[0]["name"], &consumers[1]["name"]), (&"ledger".into(), &"never started".into()));
+    let held = &consumers[0]["oldest"][0];
+    let expected = [("id", Value::from("waits")), ("from", "payments".into()), ("doing", "handling".into()), ("attempt", 1.into())];
+    for (field, value) in expected {
+        assert_eq!(held[field], value, "{field} of {held}");
+    }
+    assert!(held["seconds"].as_f64().is_some_and(|it| it >= 0.0), "{held}");
+
+    lets.add_permits(1);
+    running.await.expect("no panic").expect("a clean end");
+    assert_eq!(self::page(&serving).await["consumers"][0]["in_flight"], 0);
+}
+
+/// Holds its thread until it is let.
+struct Blocks(std::sync::Mutex<(mpsc::Sender<()>, mpsc::Receiver<()>)>);
+
+#[async_trait]
+impl Handler for Blocks {
+    type Payload = Raw;
+
+    async fn handle(&self, _: Raw, _: &Context) -> Result<(), Failure> {
+        let (begun, goes_on) = &*self.0.lock().expect("it runs once");
+        begun.send(()).expect("the test waits");
+        goes_on.recv().expect("the test lets it");
+        Ok(())
+    }
+}
+
+#[tokio::test]
+async fn it_answers_while_a_handler_blocks_the_only_thread() {
+    let (begun, has_begun) = mpsc::channel();
+    let (go_on, goes_on) = mpsc::channel();
+    let (readiness, status) = (Readiness::new(), ConsumerStatus::new());
+    let admin = Admin::new().listen(ANY_PORT).consumer("ledger", readiness.clone(), status.clone());
+    let consuming = std::thread::spawn(move || {
+        let broker = MemoryBroker::new("payments");
+        broker.publish(message("blocks"));
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+        // Opened where the handler blocks: the port must not need that thread.
+        runtime.block_on(async move {
+            let serving = admin.serve().expect("it opens");
+            let all = broker.clone();
+            begun.send(Err(serving.address())).expect("the test waits");
+            let (tell, told) = mpsc::channel();
+            std::thread::spawn(move || begun.send(Ok(told.recv())));
+            Consumer::builder()
+                .source(broker.source())
+                .store(MemoryStore::new())
+                .id(IdSource::message_id())
+                .decode(RawBytes)
+                .handler(Blocks(std::sync::Mutex::new((tell, goes_on))))
+                .readiness(readiness)
+                .status(status)
+                .run_until(async move { all.drained().await })
+                .await
+                .expect("a clean end");
+            drop(serving);
+        });
+    });
+    let address: SocketAddr = has_begun.recv().expect("it runs").expect_err("first where it listens");
+    has_begun.recv().expect("it runs").expect("then that it blocks").expect("the handler's word");
+    for path in ["live", "status"] {
+        let answer = reqwest::get(format!("http://{address}/{path}")).await.expect("it answers");
+        assert_eq!(answer.status(), 200, "{path}");
+    }
+    go_on.send(()).expect("it waits");
+    consuming.join().expect("no panic");
+}
+
+#[tokio::test]
+async fn nothing_but_get_of_what_is_there() {
+    let serving = Admin::new().listen(ANY_PORT).serve().expect("it opens");
+    let client = reqwest::Client::new();
+    for (method, path, status) in [("POST", "/status", 405), ("DELETE", "/ready", 405), ("GET", "/", 404), ("GET", "/metrics", 404)] {
+        let request = client.request(method.parse().expect("a method"), format!("http://{}{path}", serving.address()));
+        assert_eq!(request.send().await.expect("it answers").status(), status, "{method} {path}");
+    }
+    assert_eq!(get(&serving, "/ready").await.0, 503, "without a consumer it is never ready");
+}
+
+#[test]
+fn it_listens_on_this_machine_alone_and_says_when_it_cannot() {
+    let (taken, local) = (Admin::new().serve(), SocketAddr::from((Ipv4Addr::LOCALHOST, PORT)));
+    match taken {
+        Ok(serving) => assert_eq!(serving.address(), local),
+        Err(error) => assert!(error.to_string().starts_with(&format!("the admin port {local} cannot be opened: ")), "{error}"),
+    }
+    let first = Admin::new().listen(ANY_PORT).serve().expect("it opens");
+    let second = Admin::new().listen(first.address()).serve().expect_err("it is taken");
+    assert!(second.to_string().contains(&first.address().to_string()) && second.to_string().contains(".listen("), "{second}");
+}
+
+#[test]
+fn dropping_it_closes_the_port() {
+    let serving = Admin::new().listen(ANY_PORT).serve().expect("it opens");
+    let address = serving.address();
+    TcpStream::connect(address).expect("it listens");
+    drop(serving);
+    TcpStream::connect(address).expect_err("it is closed");
+}
