@@ -85,7 +85,7 @@ impl Handler for Effects {
 
 impl Trial {
     /// Consumes from this source, from now on.
-    pub fn begin(source: impl Open + Send + 'static) -> Self {
+    pub fn begin(source: impl Open + 'static) -> Self {
         let (effects, (stop, stopped)) = (Effects::default(), oneshot::channel());
         let consumer =
             Consumer::builder().source(source).store(MemoryStore::new()).id(IdSource::header("id")).attempts(1).handler(effects.clone());

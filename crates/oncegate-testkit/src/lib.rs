@@ -1,4 +1,6 @@
-//! The laws that every store keeps, fault tools, and real servers for oncegate's tests.
+//! A kit to try your handler with, the laws that every store keeps, fault tools, and real servers for oncegate's tests.
+//!
+//! [`Kit`] runs a handler of yours in memory, with duplicates, crashes and lost replies.
 //!
 //! [`store_laws!`] holds a store of yours, or one of oncegate's, against the contract, and [`source_laws!`] a source.
 //! [`bad_input`] is a table of what strangers send, tried on a source. [`Lines`] is what was logged.
@@ -12,6 +14,7 @@
 pub mod asking;
 pub mod bad_input;
 mod env;
+pub mod kit;
 pub mod laws;
 mod lines;
 mod loses_replies;
@@ -19,5 +22,6 @@ pub mod proxy;
 pub mod servers;
 
 pub use env::{MissingServer, Servers, kafka_brokers, rabbitmq_url, redis_url};
+pub use kit::{Effects, Kit};
 pub use lines::Lines;
 pub use loses_replies::{Fate, LosesReplies};
