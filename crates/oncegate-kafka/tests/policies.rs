@@ -51,18 +51,20 @@ impl Told {
     async fn says(&self, level: &str, name: &str, topic: &Topic, counter: &str, count: u64) {
         let counter = format!("oncegate_kafka_{counter}_total");
         let end = Instant::now() + BOUND;
-        loop {
-            let counted =
-                self.counters.0.lock().expect("nobody panics with it").get(&counter).map_or(0, |count| count.load(Ordering::Relaxed));
-            let mut said = self.said.lock().expect("nobody panics with it");
-            said.extend(self.lines.take().into_iter().map(|(_, line)| line));
-            if counted == count && said.iter().any(|it| it.contains(level) && it.contains(name) && it.contains(&topic.name)) {
-                return;
-            }
-            assert!(Instant::now() < end, "{level} {name}, {counter} is {counted} and not {count}: {said:#?}");
-            drop(said);
+        while let Err(otherwise) = self.has_said(level, name, topic, &counter, count) {
+            assert!(Instant::now() < end, "{otherwise}");
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
+    }
+
+    /// What it has said and counted instead, if it has not.
+    fn has_said(&self, level: &str, name: &str, topic: &Topic, counter: &str, count: u64) -> Result<(), String> {
+        let counters = self.counters.0.lock().expect("nobody panics with it");
+        let counted = counters.get(counter).map_or(0, |count| count.load(Ordering::Relaxed));
+        let mut said = self.said.lock().expect("nobody panics with it");
+        said.extend(self.lines.take().into_iter().map(|(_, line)| line));
+        let is_said = said.iter().any(|it| it.contains(level) && it.contains(name) && it.contains(&topic.name));
+        if counted == count && is_said { Ok(()) } else { Err(format!("{level} {name}, {counter} is {counted} and not {count}: {said:#?}")) }
     }
 }
 
