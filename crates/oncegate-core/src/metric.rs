@@ -74,6 +74,7 @@ pub(crate) const IN_FLIGHT: &str = "oncegate_in_flight";
 pub(crate) const WAITING: &str = "oncegate_waiting";
 pub(crate) const PARKED: &str = "oncegate_parked";
 pub(crate) const STORE_AWAY: &str = "oncegate_store_away";
+pub(crate) const SHADOW: &str = "oncegate_shadow_total";
 
 /// The metrics of the consumer and the gate. Where several run in one process, they add up.
 pub const METRICS: &[Metric] = &[
@@ -87,4 +88,5 @@ pub const METRICS: &[Metric] = &[
     Metric::gauge(WAITING, &[], "Deliveries that wait behind another of their key or partition, or rest after an attempt that failed"),
     Metric::gauge(PARKED, &[], "Deliveries whose id is held elsewhere, or whose store is away"),
     Metric::gauge(STORE_AWAY, &[], "Consumers whose store does not answer: they take nothing in"),
+    Metric::counter(SHADOW, &["would"], "What the gate would have done with messages that went through a Shadow"),
 ];

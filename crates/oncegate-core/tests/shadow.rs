@@ -1,0 +1,103 @@
+//! A gate on trial stops nothing, and says what it would have stopped.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use oncegate_core::marker::{Operation, Verdict};
+use oncegate_core::*;
+
+/// Counts the runs that were through, and fails at the first run of `fails`.
+#[derive(Clone, Default)]
+struct Runs {
+    through: Arc<AtomicU64>,
+    failed: Arc<AtomicU64>,
+}
+
+#[async_trait]
+impl Handler for Runs {
+    type Payload = Raw;
+
+    async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
+        if cx.id() == "fails" && self.failed.fetch_add(1, Ordering::SeqCst) == 0 {
+            return Err("not yet").retry();
+        }
+        self.through.fetch_add(1, Ordering::SeqCst);
+        Ok(())
+    }
+}
+
+/// Handles these messages one after the other; how many runs were through, and how many dead letters there are.
+async fn handle(store: impl Store + 'static, messages: &[(&'static str, &'static str)]) -> (u64, usize) {
+    let (broker, runs) = (MemoryBroker::new("payments"), Runs::default());
+    let consumer = Consumer::builder()
+        .source(broker.source())
+        .store(store)
+        .id(IdSource::message_id())
+        .fingerprints(Fingerprints::Body)
+        .retries(0)
+        .backoff(Duration::from_millis(1), Duration::from_millis(1))
+        .decode(RawBytes)
+        .handler(runs.clone());
+    let feed = async {
+        for (id, body) in messages {
+            broker.publish(Message::new(*body).with_message_id(*id));
+            while broker.unsettled() > 0 {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        }
+    };
+    let handled = tokio::time::timeout(Duration::from_secs(60), consumer.run_until(feed)).await;
+    handled.expect("in time").expect("a clean end");
+    (runs.through.load(Ordering::SeqCst), broker.dead_letters().len())
+}
+
+const MESSAGES: [(&str, &str); 6] = [("a", "1"), ("a", "1"), ("a", "2"), ("b", "1"), ("fails", "1"), ("fails", "1")];
+
+#[tokio::test]
+async fn everything_is_handled_and_the_report_says_what_would_not_have_been() {
+    let (store, report) = (MemoryStore::new(), ShadowReport::new());
+    assert_eq!(handle(Shadow::new(store.clone(), report.clone()), &MESSAGES).await, (6, 0));
+    assert_eq!((report.claims(), report.would(Would::Accept), report.would(Would::Conflict)), (7, 2, 1));
+    let lines = report.to_string();
+    assert!(lines.starts_with("7 claims; the gate would have let 4 through at once\n"), "{lines}");
+    assert!(lines.contains("\n         2 handled before, handled again\n"), "{lines}");
+
+    // The gate itself goes on from there: it knows what was handled.
+    let more = [("a", "1"), ("b", "1"), ("c", "1")];
+    assert_eq!(handle(store, &more).await, (1, 0));
+    // And this is what it does with the same messages from the start.
+    assert_eq!(handle(MemoryStore::new(), &MESSAGES).await, (3, 1));
+}
+
+/// A store that is not there.
+#[derive(Clone, Default)]
+struct Away(Arc<AtomicU64>);
+
+#[async_trait]
+impl Store for Away {
+    async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
+        self.0.fetch_add(1, Ordering::SeqCst);
+        operations.iter().map(|_| Err(StoreError::Unknown("away".into()))).collect()
+    }
+
+    async fn preflight(&self, _: Guarantee) -> Result<(), StoreError> {
+        Err(StoreError::NotApplied("away".into()))
+    }
+}
+
+#[tokio::test]
+async fn nothing_waits_for_a_store_that_is_not_there() {
+    let (store, report) = (Away::default(), ShadowReport::new());
+    let messages: Vec<_> = (0..200).map(|_| ("a", "1")).collect();
+    assert_eq!(handle(Shadow::new(store.clone(), report.clone()), &messages).await, (200, 0));
+    assert_eq!(report.would(Would::Pause), 200);
+    assert!(store.0.load(Ordering::SeqCst) < 100, "it was asked for each message");
+}
+
+#[tokio::test]
+async fn at_most_once_cannot_be_tried_without_stopping_anything() {
+    let shadow = Shadow::new(MemoryStore::new(), ShadowReport::new());
+    let refused = Gate::builder().store(shadow).guarantee(Guarantee::AtMostOnce).accept_forgetful_store().open().await;
+    assert!(refused.is_err_and(|error| error.to_string().contains("EffectivelyOnce")));
+}
