@@ -31,6 +31,9 @@ pub(crate) struct List {
     /// Only those in this state: in-progress, lapsed, in-doubt, rejected, cleared, done or unreadable. May be said several times.
     #[arg(long = "state", value_name = "STATE")]
     states: Vec<told::State>,
+    /// Those of every scope, though one is configured.
+    #[arg(long)]
+    every_scope: bool,
     /// The most to show.
     #[arg(long, default_value_t = 100)]
     limit: usize,
@@ -61,6 +64,7 @@ async fn list(context: &Context, list: List) -> Result<(), Failure> {
     const PAGE: usize = 500;
     let window = context.config.window();
     let mut browse = context.config.redis()?.browse(PAGE).await?;
+    let scope = context.config.store.scope.as_ref().filter(|_| !list.every_scope).map(|scope| format!("{scope}|"));
     let bar = indicatif::ProgressBar::new_spinner().with_message("keys looked at");
     bar.set_style(
         indicatif::ProgressStyle::with_template("{spinner} {pos} {msg}").unwrap_or_else(|_| indicatif::ProgressStyle::default_bar()),
@@ -69,7 +73,8 @@ async fn list(context: &Context, list: List) -> Result<(), Failure> {
     while let Some(page) = browse.next().await? {
         looked_at += page.len();
         bar.set_position(looked_at as u64);
-        let told = page.into_iter().map(|listed| Told::of_listed(&listed, window));
+        let ours = page.into_iter().filter(|listed| scope.as_ref().is_none_or(|scope| listed.name.starts_with(scope)));
+        let told = ours.map(|listed| Told::of_listed(&listed, window));
         shown.extend(told.filter(|told| list.states.is_empty() || list.states.contains(&told.state)));
         if shown.len() > list.limit || looked_at >= list.scan {
             more = true;

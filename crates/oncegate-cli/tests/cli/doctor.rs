@@ -79,8 +79,11 @@ fn a_store_that_is_the_wrong_one_is_found() {
     let primary = redis(good());
     let replica = redis(good().replica_of(primary.port()));
     finds(&desk(&replica, AT_MOST_ONCE), &[("store-is-a-replica", "error")]);
-    let node = redis(good().setting("cluster-enabled", "yes"));
-    finds(&desk(&node, AT_MOST_ONCE), &[("store-is-a-cluster-node", "error")]);
+    // A real one would take another port, which may be in use.
+    let node = Liar::before(&primary, |bytes| say(bytes, "cluster_enabled:", "1"));
+    let desk = Desk::at(&node.url());
+    desk.configure(AT_MOST_ONCE);
+    finds(&desk, &[("store-is-a-cluster-node", "error")]);
 }
 
 #[test]

@@ -64,6 +64,10 @@ async fn markers_are_listed_by_state_and_the_librarys_own_keys_are_not() {
     assert_eq!(keys(&desk.json(&["marker", "list", "--state", "lapsed", "--state", "done"])), ["handled", "left"]);
     assert_eq!(desk.json(&["marker", "list", "--limit", "2"])["all"], false);
     desk.run(&["marker", "list"]).ended(0).says("KEY").says("in doubt").says("6 shown");
+    desk.configure("scope = \"ledger\"\n");
+    desk.run(&["marker", "complete", "handled", "--yes"]).ended(0);
+    assert_eq!(keys(&desk.json(&["marker", "list"])), ["ledger|handled"], "another scope's marker is another one");
+    assert_eq!(keys(&desk.json(&["marker", "list", "--every-scope"])).len(), 7);
 }
 
 #[tokio::test]
