@@ -73,16 +73,16 @@ pub(crate) const SETTINGS: &[Setting] = &[
     setting("gate.rate", Kind::Number, "new ids a second, for judging the memory of the store"),
     setting("kafka.brokers", Kind::Text, "host:port of one broker or, with commas, several"),
     setting("kafka.topic", Kind::Text, "the topic that is consumed"),
-    setting("kafka.dead-letters", Kind::Text, "its dead letters; <topic>.dead-letters by default"),
-    setting("kafka.in-doubt", Kind::Text, "its messages in doubt; <topic>.in-doubt by default"),
+    setting("kafka.dead-letters", Kind::Text, "its dead letters; `<topic>.dead-letters` by default"),
+    setting("kafka.in-doubt", Kind::Text, "its messages in doubt; `<topic>.in-doubt` by default"),
     hiding("kafka.password", Kind::Text, Hides::All, "sasl.password"),
     hiding("kafka.properties", Kind::Names, Hides::All, "properties of librdkafka, such as security.protocol and sasl.username"),
     hiding("rabbitmq.url", Kind::Text, Hides::Password, "the broker: amqp://user:password@host:port/vhost, or amqps://"),
     setting("rabbitmq.queue", Kind::Text, "the queue that is consumed"),
-    setting("rabbitmq.dead-letters", Kind::Text, "its dead letters; <queue>.dead-letters by default"),
-    setting("rabbitmq.in-doubt", Kind::Text, "its messages in doubt; <queue>.in-doubt by default"),
+    setting("rabbitmq.dead-letters", Kind::Text, "its dead letters; `<queue>.dead-letters` by default"),
+    setting("rabbitmq.in-doubt", Kind::Text, "its messages in doubt; `<queue>.in-doubt` by default"),
     setting("rabbitmq.consumer-timeout", Kind::Text, "how long the broker lets a delivery stay open; 30m by default"),
-    setting("audit.file", Kind::Text, "a file for the audit, instead of the stream <prefix>!audit on the store"),
+    setting("audit.file", Kind::Text, "a file for the audit, instead of the stream `<prefix>!audit` on the store"),
 ];
 
 /// The setting of a key.

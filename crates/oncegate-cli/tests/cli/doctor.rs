@@ -187,6 +187,15 @@ fn a_store_that_is_too_old_is_found() {
 }
 
 #[test]
+fn a_store_that_cannot_write_its_file_is_found() {
+    let server = redis(good());
+    let full = Liar::before(&server, |bytes| say(bytes, "aof_last_write_status:", "err"));
+    let desk = Desk::at(&full.url());
+    desk.configure(AT_MOST_ONCE);
+    finds(&desk, &[("store-cannot-write-its-file", "error")]);
+}
+
+#[test]
 fn a_clock_that_is_elsewhere_is_found() {
     let server = redis(good());
     let late = Liar::before(&server, |bytes| say(bytes, "server_time_usec:", "1600000"));
@@ -327,6 +336,14 @@ async fn queues_that_lose_messages_are_found() {
         assert_eq!(codes, if code.is_empty() { vec![] } else { vec![code] }, "{name}");
         declared.push(name);
     }
+    let leaving = format!("{}.leaving", desk.name);
+    let (connection, channel) = world::open().await;
+    let options = QueueDeclareOptions { durable: true, auto_delete: true, ..QueueDeclareOptions::default() };
+    channel.queue_declare(leaving.as_str().into(), options, FieldTable::default()).await.expect("a new queue");
+    connection.close(200, "OK".into()).await.expect("a clean end");
+    with(&format!("queue = \"{}\"\nin-doubt = \"{leaving}\"\n", desk.name));
+    finds(desk, &[("queue-deletes-itself", "error")]);
+    declared.push(leaving);
     let gives_up = format!("{}.gives-up", desk.name);
     declare(&gives_up, true, &[quorum()]).await;
     let ours = format!("dead-letters = \"{0}.dead-letters\"\nin-doubt = \"{0}.in-doubt\"\n", desk.name);
