@@ -1,13 +1,23 @@
 //! What the README and the book show is what the compiler sees: each of their Rust blocks stands, word for word, in a
 //! file that is compiled.
 
+#[path = "book/links.rs"]
+mod links;
+#[path = "book/reference.rs"]
+mod reference;
+
 use std::path::{Path, PathBuf};
 
 use oncegate::outcome::OUTCOMES;
 
 /// Where blocks may come from.
-const COMPILED: &[&str] =
-    &["crates/oncegate/examples", "crates/oncegate-admin/examples", "crates/oncegate-testkit/tests/laws", "examples/payments/src"];
+const COMPILED: &[&str] = &[
+    "crates/oncegate/examples",
+    "crates/oncegate/tests",
+    "crates/oncegate-admin/examples",
+    "crates/oncegate-testkit/tests/laws",
+    "examples/payments/src",
+];
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
@@ -22,6 +32,14 @@ fn files(directory: &str, extension: &str) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(&directory).unwrap_or_else(|error| panic!("{}: {error}", directory.display()));
     let paths = entries.map(|entry| entry.expect("an entry that can be read").path());
     paths.filter(|path| path.extension().is_some_and(|it| it == extension)).collect()
+}
+
+/// The pages of the book.
+fn pages() -> Vec<PathBuf> {
+    let folders = std::fs::read_dir(root().join("docs/src")).expect("the book");
+    let folders = folders.map(|entry| entry.expect("an entry that can be read")).filter(|entry| entry.path().is_dir());
+    let within = folders.flat_map(|folder| files(&format!("docs/src/{}", folder.file_name().display()), "md"));
+    files("docs/src", "md").into_iter().chain(within).collect()
 }
 
 /// The blocks that open with exactly this fence.
@@ -53,7 +71,7 @@ fn has(file: &str, block: &str) -> bool {
 #[test]
 fn every_rust_block_stands_in_a_file_that_is_compiled() {
     let compiled: Vec<String> = COMPILED.iter().flat_map(|directory| files(directory, "rs")).map(|path| read(&path)).collect();
-    let mut pages = files("docs/src", "md");
+    let mut pages = pages();
     pages.push(root().join("README.md"));
     let mut checked = 0;
     for page in pages {

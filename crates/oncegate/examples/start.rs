@@ -1,0 +1,36 @@
+//! A consumer of one's own that needs no server: the book's first page.
+
+use oncegate::{Consumer, Context, Error, Failure, Handler, IdSource, MemoryBroker, Message, Sqlite, async_trait};
+
+#[derive(serde::Deserialize)]
+struct Stock {
+    article: String,
+    level: u32,
+}
+struct Shelf;
+
+#[async_trait]
+impl Handler for Shelf {
+    type Payload = Stock;
+    async fn handle(&self, stock: Stock, cx: &Context) -> Result<(), Failure> {
+        println!("{}: {} of {}", cx.id(), stock.level, stock.article); // here: write the level to your database
+        Ok(())
+    }
+}
+
+#[tokio::main]
+async fn main() -> Result<(), Error> {
+    let queue = MemoryBroker::new("stock");
+    queue.publish(Message::new(r#"{"article": "tea", "level": 3}"#).with_message_id("stock-1"));
+    queue.publish(Message::new(r#"{"article": "tea", "level": 3}"#).with_message_id("stock-1")); // once more
+    queue.publish(Message::new(r#"{"article": "milk", "level": 7}"#).with_message_id("stock-2"));
+    let empty = queue.clone();
+    Consumer::builder()
+        .source(queue.source())
+        .store(Sqlite::file("stock.db"))
+        .scope("shelf")
+        .id(IdSource::message_id())
+        .handler(Shelf)
+        .run_until(async move { empty.drained().await })
+        .await
+}

@@ -1,0 +1,43 @@
+//! What the book shows of trying one's own handler with the kit.
+
+use oncegate::{Context, Failure, Guarantee, Handler, Knows, Reconciled, async_trait};
+use oncegate_testkit::{Effects, Kit};
+
+/// Sends a parcel for each order. In the test the carrier is a counter.
+struct Ship {
+    carrier: Effects,
+}
+
+#[async_trait]
+impl Handler for Ship {
+    type Payload = String;
+
+    async fn handle(&self, article: String, cx: &Context) -> Result<(), Failure> {
+        if article.is_empty() {
+            Err("nothing to send").reject()?;
+        }
+        self.carrier.happened(cx.id());
+        Ok(())
+    }
+
+    async fn reconcile(&self, _: String, cx: &Context) -> Result<Reconciled, Failure> {
+        Ok(if self.carrier.count(cx.id()) > 0 { Reconciled::Happened } else { Reconciled::DidNotHappen })
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_parcel_is_sent_twice_or_forgotten() {
+    let carrier = Effects::default();
+    let kit = Kit::new(Ship { carrier: carrier.clone() }).guarantee(Guarantee::AtMostOnce);
+    let kit = kit.messages([("order-1", "tea"), ("order-2", "milk")]).duplicates(2);
+    let report = kit.crash_before_handler(1).crash_after_handler(1).lost_replies(1).run().await;
+    report.assert_none_twice(|id| carrier.count(id)).assert_none_lost(|id| carrier.count(id)).assert_none_set_aside();
+}
+
+#[tokio::test(start_paused = true)]
+#[should_panic(expected = "`order-1` happened 2 times. Its runs: attempt 1 returned Ok, then attempt 2 returned Ok")]
+async fn effectively_once_is_too_little_for_it() {
+    let carrier = Effects::default();
+    let kit = Kit::new(Ship { carrier: carrier.clone() }).messages([("order-1", "tea")]);
+    kit.crash_after_handler(1).run().await.assert_none_twice(|id| carrier.count(id));
+}
