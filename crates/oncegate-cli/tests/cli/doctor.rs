@@ -289,8 +289,11 @@ async fn a_broker_that_is_away_or_refuses_is_found() {
     }
 }
 
-/// Declares a queue with one argument more than none.
-async fn declare(name: &str, durable: bool, arguments: &[(&str, AMQPValue)]) {
+/// Arguments of a queue.
+type Arguments = Vec<(&'static str, AMQPValue)>;
+
+/// Declares a queue.
+async fn declare(name: &str, durable: bool, arguments: &[(&'static str, AMQPValue)]) {
     let (connection, channel) = world::open().await;
     let mut table = FieldTable::default();
     for (name, value) in arguments {
@@ -315,7 +318,7 @@ async fn queues_that_lose_messages_are_found() {
 
     let text = |value: &str| AMQPValue::LongString(value.into());
     let quorum = || ("x-queue-type", text("quorum"));
-    let planted: [(&str, bool, Vec<(&str, AMQPValue)>, &str); 8] = [
+    let planted: [(&str, bool, Arguments, &str); 8] = [
         ("classic", true, vec![], ""),
         ("transient", false, vec![], "queue-not-durable"),
         ("expiring", true, vec![("x-message-ttl", AMQPValue::LongInt(1_000))], "queue-expires"),
