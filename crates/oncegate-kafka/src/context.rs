@@ -86,7 +86,7 @@ impl Context {
             if queue.adopt(&topic, partition) == Adoption::NoSuchPartition {
                 tracing::error!(topic, partition, "the partition's queue cannot be read in batches");
             }
-            self.shared.assign(&topic, partition, begins, self.topics.id(&topic));
+            self.shared.assign(&topic, partition, begins, self.topics.log(&topic, begins));
             if self.begin(&topic, partition, begins) == Begin::FromBeginning {
                 complain("a beginning", assigned.set_partition_offset(&topic, partition, Offset::Beginning));
             }

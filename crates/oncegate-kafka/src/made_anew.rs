@@ -3,6 +3,8 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::shared::{Begins, Ids, Log};
+
 /// The ids of topics, as librdkafka's log tells them, and those that have changed. Kafka gives each topic one when it is made.
 #[derive(Default)]
 pub(crate) struct Topics(Mutex<Heard>);
@@ -30,6 +32,13 @@ impl Topics {
     /// The id of a topic; `None` before librdkafka has seen it.
     pub(crate) fn id(&self, topic: &str) -> Option<Arc<str>> {
         self.lock().ids.get(topic).cloned()
+    }
+
+    /// What is known of the log of a partition that is begun like this. Once a topic was made anew its ids may repeat under each
+    /// later assignment too: one may be lost before anything of it was read.
+    pub(crate) fn log(&self, topic: &str, begins: Begins) -> Log {
+        let may_repeat = begins == Begins::Anew || self.has_changed(topic);
+        Log { id: self.id(topic), ids: if may_repeat { Ids::MayRepeat } else { Ids::Unique } }
     }
 
     /// The topics that were deleted and made anew, since it was asked last.
@@ -102,6 +111,8 @@ mod tests {
         assert_eq!(topics.id("a.Topic").as_deref(), Some("q5BZ55PYTTyxda8B1C5Amg"));
         assert!(topics.is_made_anew("a.Topic") && !topics.is_made_anew("a"));
         assert!(topics.has_changed("a.Topic") && !topics.has_changed("a"));
+        assert_eq!(topics.log("a.Topic", Begins::At(0)).ids, Ids::MayRepeat);
+        assert_eq!((topics.log("a", Begins::At(0)).ids, topics.log("a", Begins::Anew).ids), (Ids::Unique, Ids::MayRepeat));
         assert_eq!((topics.take_made_anew(), topics.take_made_anew()), (vec!["a.Topic".to_owned()], vec![]));
     }
 

@@ -21,7 +21,7 @@ mod settling;
 mod telling;
 
 use assigned::{Assigned, BEGINNING, Keeps, ReadTo, tell_of_a_shorter_log};
-pub(crate) use assigned::{Begins, Commit, Findings, Jump, Way};
+pub(crate) use assigned::{Begins, Commit, Findings, Ids, Jump, Log, Way};
 pub(crate) use leaving::Leave;
 use monitor::{Monitor, Threads};
 pub(crate) use settling::Rejected;
@@ -133,7 +133,7 @@ impl<M: Monitor> Shared<M> {
     }
 
     /// A partition is ours from now on.
-    pub(crate) fn assign(&self, topic: &str, partition: i32, begins: Begins, log: Option<Arc<str>>) {
+    pub(crate) fn assign(&self, topic: &str, partition: i32, begins: Begins, log: Log) {
         self.lock().begin(Arc::from(topic), partition, begins, log);
     }
 
@@ -182,7 +182,7 @@ impl State {
         fitting.min(READY.saturating_sub(self.ready.len()))
     }
 
-    fn begin(&mut self, topic: Arc<str>, partition: i32, begins: Begins, log: Option<Arc<str>>) -> u64 {
+    fn begin(&mut self, topic: Arc<str>, partition: i32, begins: Begins, log: Log) -> u64 {
         self.last_epoch += 1;
         let now = Instant::now();
         let (mut watermark, send_from) = (Watermark::default(), Some(now));
@@ -324,7 +324,7 @@ impl State {
         }
         tell_of_a_shorter_log(&record.topic, record.partition, assigned.watermark.end(), record.offset);
         self.withdraw(epoch);
-        let log = self.assigned.remove(&epoch).and_then(|it| it.log);
+        let log = self.assigned.remove(&epoch).map(|it| it.log).unwrap_or_default();
         let epoch = self.begin(record.topic.clone(), record.partition, Begins::At(record.offset), log);
         if let Some(assigned) = self.assigned.get_mut(&epoch) {
             assigned.watermark.deliver(record.offset);

@@ -172,7 +172,7 @@ impl rdkafka::consumer::ConsumerContext for OwnLog {}
 mod tests {
     use super::*;
     use crate::batch::Record;
-    use crate::shared::Begins;
+    use crate::shared::{Begins, Log};
 
     fn record(partition: i32, offset: i64) -> Record {
         let (topic, headers) = (Arc::from("t"), oncegate_core::Headers::default());
@@ -183,7 +183,7 @@ mod tests {
     fn shared(partitions: i32) -> Shared {
         let shared: Shared = Shared::default();
         for partition in 0..partitions {
-            shared.assign("t", partition, Begins::At(4), None);
+            shared.assign("t", partition, Begins::At(4), Log::default());
             shared.take_in(vec![record(partition, 4)]);
         }
         shared

@@ -3,14 +3,14 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::assigned::{Assigned, Begins, Keeps, ReadTo};
+use super::assigned::{Assigned, Begins, Ids, Keeps, Log, ReadTo};
 use super::{Monitor, Shared, State};
 
 impl<M: Monitor> Shared<M> {
     /// A topic was deleted and made anew: what was read of the old log is over, and nothing of the new one is taken in before
     /// librdkafka has gone back to its beginning. Answers of how many partitions that is.
-    pub(crate) fn begin_anew(&self, topic: &str, log: Option<Arc<str>>) -> usize {
-        let partitions = self.lock().begin_anew(topic, log);
+    pub(crate) fn begin_anew(&self, topic: &str, id: Option<Arc<str>>) -> usize {
+        let partitions = self.lock().begin_anew(topic, id);
         self.wake_consumer();
         partitions
     }
@@ -30,15 +30,15 @@ impl<M: Monitor> Shared<M> {
 
 impl State {
     /// Ends what is assigned of a topic, and begins it again at its beginning.
-    fn begin_anew(&mut self, topic: &str, log: Option<Arc<str>>) -> usize {
+    fn begin_anew(&mut self, topic: &str, id: Option<Arc<str>>) -> usize {
         // Where it was assigned after it was made anew it has begun there already.
-        let another = |it: &Assigned| log.is_none() || it.log != log;
+        let another = |it: &Assigned| id.is_none() || it.log.id != id;
         let theirs = |it: &Assigned| it.keeps != Keeps::Revoking && *it.topic == *topic && another(it);
         let epochs: Vec<u64> = self.assigned.iter().filter(|(_, it)| theirs(it)).map(|(epoch, _)| *epoch).collect();
         for epoch in &epochs {
             self.withdraw(*epoch);
             let Some(old) = self.assigned.remove(epoch) else { continue };
-            let epoch = self.begin(old.topic, old.partition, Begins::Anew, log.clone());
+            let epoch = self.begin(old.topic, old.partition, Begins::Anew, Log { id: id.clone(), ids: Ids::MayRepeat });
             if let Some(assigned) = self.assigned.get_mut(&epoch) {
                 assigned.keeps = Keeps::GoingBack;
             }

@@ -12,8 +12,7 @@ pub(super) const BEGINNING: i64 = 0;
 pub(super) struct Assigned {
     pub(super) topic: Arc<str>,
     pub(super) partition: i32,
-    /// The id of the topic that is read under that name, where it is known.
-    pub(super) log: Option<Arc<str>>,
+    pub(super) log: Log,
     pub(super) watermark: Watermark,
     pub(super) begins: Begins,
     pub(super) read_to: ReadTo,
@@ -67,8 +66,26 @@ impl Assigned {
             Way::Stored => self.watermark.take_commit()?,
         };
         self.send_from = self.send_from.filter(|_| way == Way::Stored);
-        Some(Commit { topic: self.topic.clone(), partition: self.partition, offset, way, log: self.log.clone() })
+        Some(Commit { topic: self.topic.clone(), partition: self.partition, offset, way, log: self.log.id.clone() })
     }
+}
+
+/// Which topic is read under a name.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Log {
+    /// Its id, where it is known.
+    pub(crate) id: Option<Arc<str>>,
+    pub(crate) ids: Ids,
+}
+
+/// What is known of ids that come from positions.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Ids {
+    /// Each is that of one message.
+    #[default]
+    Unique,
+    /// The topic was made anew: they may be those of messages of the one before it.
+    MayRepeat,
 }
 
 /// Where a partition is to be read on, as the broker said when it was assigned.

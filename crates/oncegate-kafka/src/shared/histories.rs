@@ -77,7 +77,7 @@ struct World {
 impl World {
     fn new() -> Self {
         let mut state = State::default();
-        let epoch = state.begin(Arc::from("t"), 0, Begins::At(0), None);
+        let epoch = state.begin(Arc::from("t"), 0, Begins::At(0), Log::default());
         Self { state, epoch: Some(epoch), is_ours: true, naive: Naive::default(), next: 0, committed: 0, out: Vec::new() }
     }
 
@@ -144,7 +144,7 @@ impl World {
                 if self.epoch.is_some() {
                     return Ok(());
                 }
-                self.epoch = Some(self.state.begin(Arc::from("t"), 0, Begins::At(self.committed), None));
+                self.epoch = Some(self.state.begin(Arc::from("t"), 0, Begins::At(self.committed), Log::default()));
                 (self.is_ours, self.naive, self.next) = (true, Naive::default(), self.committed);
             }
             Event::Cut => {

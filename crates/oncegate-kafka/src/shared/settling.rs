@@ -3,7 +3,7 @@
 use oncegate_core::road::{Reason, Settlement};
 use oncegate_core::{Delivery, Receipt, Settled, Story};
 
-use super::assigned::Begins;
+use super::assigned::Ids;
 use super::{Fate, Monitor, Shared, State};
 
 /// A delivery that is to go to the dead letters.
@@ -51,7 +51,7 @@ impl State {
     /// store may remember, and a message that bears one is skipped: that is said, since nobody else can know.
     fn look_at_duplicate(&mut self, delivery: &Delivery) {
         let Receipt { epoch, partition, position } = delivery.receipt;
-        let Some(assigned) = self.assigned.get_mut(&epoch).filter(|it| it.begins == Begins::Anew) else { return };
+        let Some(assigned) = self.assigned.get_mut(&epoch).filter(|it| it.log.ids == Ids::MayRepeat) else { return };
         metrics::counter!(crate::metric::IDS_REPEATED).increment(1);
         if !std::mem::replace(&mut assigned.has_repeated, true) {
             tracing::error!(
@@ -60,7 +60,7 @@ impl State {
                 offset = position,
                 "ids repeated: the topic was made anew, and the ids of its messages were handled before. Where they come from \
                  positions these are other messages, which are skipped: give the consumer another .scope(…) and set the group's \
-                 offsets back. Where producers send ids of their own, these were sent again"
+                 offsets back. Where producers send ids of their own, these were sent again, or handled before a rebalance"
             );
         }
     }

@@ -11,7 +11,7 @@ pub(super) fn record(partition: i32, offset: i64) -> Record {
 
 fn state(partition: i32, offsets: impl IntoIterator<Item = i64>) -> State {
     let mut state = State::default();
-    state.begin(Arc::from("t"), partition, Begins::Unknown, None);
+    state.begin(Arc::from("t"), partition, Begins::Unknown, Log::default());
     state.take_in(offsets.into_iter().map(|offset| record(partition, offset)).collect());
     state
 }
@@ -63,7 +63,7 @@ fn a_partition_that_comes_back_is_another_one() {
     let (_, before) = hand_out(&mut state);
     let epochs = state.revoke(&leaving());
     state.forget(&epochs);
-    state.begin(Arc::from("t"), 0, Begins::Unknown, None);
+    state.begin(Arc::from("t"), 0, Begins::Unknown, Log::default());
     state.take_in(vec![record(0, 5), record(0, 6)]);
     assert_eq!(state.accept(&before[0].receipt), Fate::Stale);
     assert_eq!(committed(&mut state), [(5, Way::Sent)]);
@@ -91,7 +91,7 @@ fn a_partition_that_is_reset_begins_anew() {
 #[test]
 fn each_assignment_sends_where_it_begins_and_sends_again_what_failed() {
     let mut state = State::default();
-    state.begin(Arc::from("t"), 0, Begins::Unknown, None);
+    state.begin(Arc::from("t"), 0, Begins::Unknown, Log::default());
     assert_eq!(committed(&mut state), []);
     state.take_in(vec![record(0, 7), record(0, 8)]);
     assert_eq!(committed(&mut state), [(7, Way::Sent)]);
@@ -108,7 +108,7 @@ fn each_assignment_sends_where_it_begins_and_sends_again_what_failed() {
 #[test]
 fn nothing_past_what_cannot_be_read_is_taken_in() {
     let mut state = state(0, 5..7);
-    state.begin(Arc::from("t"), 1, Begins::Unknown, None);
+    state.begin(Arc::from("t"), 1, Begins::Unknown, Log::default());
     state.bar("t", 0);
     state.take_in(vec![record(0, 9), record(1, 3)]);
     let (revoked, deliveries) = hand_out(&mut state);
@@ -125,7 +125,7 @@ fn nothing_past_what_cannot_be_read_is_taken_in() {
 #[test]
 fn a_limit_of_nothing_hands_out_revocations_alone() {
     let mut state = state(0, 0..2);
-    state.begin(Arc::from("t"), 1, Begins::Unknown, None);
+    state.begin(Arc::from("t"), 1, Begins::Unknown, Log::default());
     state.take_in(vec![record(1, 0)]);
     let nothing = Limit { count: 0, bytes: 0 };
     let mut incoming = Vec::new();
@@ -172,7 +172,7 @@ fn what_was_released_counts_by_its_size_until_it_is_handed_over_again_or_leaves(
     let mut large = record(0, 0);
     large.body = vec![b'x'; HELD_BYTES / 2].into();
     let mut state = State::default();
-    state.begin(Arc::from("t"), 0, Begins::Unknown, None);
+    state.begin(Arc::from("t"), 0, Begins::Unknown, Log::default());
     state.take_in(vec![large, record(0, 1)]);
     let (_, deliveries) = hand_out(&mut state);
     for delivery in deliveries {
@@ -220,7 +220,7 @@ fn a_release_is_handed_over_when_its_delay_is_over_and_not_before() {
 fn what_is_missing_before_a_message_is_told() {
     let jump = |from, to| Jump { topic: Arc::from("t"), partition: 0, from, to };
     let mut state = State::default();
-    state.begin(Arc::from("t"), 0, Begins::At(5), None);
+    state.begin(Arc::from("t"), 0, Begins::At(5), Log::default());
     let found = state.take_in(vec![record(0, 8), record(0, 9), record(0, 11)]);
     assert_eq!(found, Findings { jumps: vec![jump(5, 8), jump(10, 11)], restarted: vec![] });
     let found = state.take_in(vec![record(0, 12), record(0, 2)]);
@@ -255,7 +255,7 @@ fn markers_are_passed_where_it_is_known_how_far_was_read() {
 #[test]
 fn a_log_that_ends_in_what_nobody_is_handed_is_passed_once_its_position_is_known_to_be_new() {
     let mut state = State::default();
-    state.begin(Arc::from("t"), 0, Begins::At(5), None);
+    state.begin(Arc::from("t"), 0, Begins::At(5), Log::default());
     assert_eq!(state.reached("t", 0, Some(100)), None);
     assert_eq!(committed(&mut state), [], "what librdkafka says may be of an assignment before");
     assert_eq!(state.reached("t", 0, None), None);
@@ -267,7 +267,7 @@ fn a_log_that_ends_in_what_nobody_is_handed_is_passed_once_its_position_is_known
 
     // Where the group has no offset it begins with what there is.
     let mut state = State::default();
-    state.begin(Arc::from("t"), 0, Begins::Nowhere, None);
+    state.begin(Arc::from("t"), 0, Begins::Nowhere, Log::default());
     state.reached("t", 0, None);
     assert_eq!(state.reached("t", 0, Some(9)), None);
     assert_eq!(committed(&mut state), [(9, Way::Sent)]);
@@ -276,7 +276,7 @@ fn a_log_that_ends_in_what_nobody_is_handed_is_passed_once_its_position_is_known
 #[test]
 fn what_was_never_read_is_read_from_where_it_stood() {
     let mut state = State::default();
-    state.begin(Arc::from("t"), 0, Begins::Nowhere, None);
+    state.begin(Arc::from("t"), 0, Begins::Nowhere, Log::default());
     assert_eq!(state.distrust("t", 0, Some(7)), Some(7));
 }
 

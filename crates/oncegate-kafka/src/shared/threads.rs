@@ -40,7 +40,7 @@ impl Monitor for Shuttled {
 /// A partition of which all was handed out.
 fn begun() -> (Arc<Shared<Shuttled>>, Vec<Delivery>) {
     let shared = Arc::new(Shared::<Shuttled>::default());
-    shared.assign("t", 0, Begins::At(0), None);
+    shared.assign("t", 0, Begins::At(0), Log::default());
     shared.take_in((0..MESSAGES).map(|offset| record(0, offset)).collect());
     let (_, deliveries) = hand_out(&mut shared.lock());
     (shared, deliveries)
@@ -102,7 +102,7 @@ fn what_is_settled_of_a_lost_assignment_moves_nothing_of_the_next_in_any_order()
             let not_lost = || unreachable!("nothing is waited for or committed");
             shared.give_up(&leaving(), Leave::Lost, |_| not_lost(), not_lost);
             // It comes back where it was committed, and so do its messages.
-            shared.assign("t", 0, Begins::At(stands), None);
+            shared.assign("t", 0, Begins::At(stands), Log::default());
             shared.take_in((stands..MESSAGES).map(|offset| record(0, offset)).collect());
             let (_, again) = hand_out(&mut shared.lock());
             let before = stands;
