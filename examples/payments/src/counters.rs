@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use metrics::{Counter, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit};
+use metrics::{Counter, CounterFn, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit};
 use serde::{Deserialize, Serialize};
 
 /// The counter that has one label, the outcome.
@@ -52,46 +52,82 @@ impl fmt::Display for Counts {
 
 /// Keeps the outcomes of this process.
 #[derive(Clone, Default)]
-pub(crate) struct Outcomes(Arc<Mutex<BTreeMap<String, Arc<AtomicU64>>>>);
+pub(crate) struct Outcomes {
+    counters: Arc<Mutex<BTreeMap<String, Arc<AtomicU64>>>>,
+    beside: Option<Arc<dyn Recorder + Send + Sync>>,
+}
+
+/// An outcome, and the counter of the recorder beside.
+struct Both(Arc<AtomicU64>, Counter);
+
+impl CounterFn for Both {
+    fn increment(&self, value: u64) {
+        self.0.increment(value);
+        self.1.increment(value);
+    }
+
+    fn absolute(&self, value: u64) {
+        self.0.absolute(value);
+        self.1.absolute(value);
+    }
+}
 
 impl Outcomes {
     /// Keeps the outcomes of this process from now on. Called once a process.
     pub(crate) fn install() -> Self {
-        let outcomes = Self::default();
-        metrics::set_global_recorder(outcomes.clone()).expect("main installs the only recorder of the process");
-        outcomes
+        Self::default().installed()
+    }
+
+    /// The same, with another recorder that hears of everything.
+    #[cfg_attr(not(feature = "real"), allow(dead_code))]
+    pub(crate) fn install_beside(recorder: impl Recorder + Send + Sync + 'static) -> Self {
+        Self { beside: Some(Arc::new(recorder)), ..Self::default() }.installed()
+    }
+
+    fn installed(self) -> Self {
+        metrics::set_global_recorder(self.clone()).expect("main installs the only recorder of the process");
+        self
     }
 
     /// What was counted so far.
     pub(crate) fn counts(&self) -> Counts {
-        let counters = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let counters = self.counters.lock().unwrap_or_else(PoisonError::into_inner);
         Counts(counters.iter().map(|(outcome, counter)| (outcome.clone(), counter.load(Ordering::Relaxed))).collect())
     }
 
     /// The counter of an outcome.
     pub(crate) fn counter(&self, outcome: &str) -> Arc<AtomicU64> {
-        let mut counters = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut counters = self.counters.lock().unwrap_or_else(PoisonError::into_inner);
         Arc::clone(counters.entry(outcome.to_owned()).or_default())
     }
 }
 
 impl Recorder for Outcomes {
-    fn describe_counter(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
-
-    fn describe_gauge(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
-
-    fn describe_histogram(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
-
-    fn register_counter(&self, key: &Key, _: &Metadata<'_>) -> Counter {
-        let outcome = key.labels().find(|label| key.name() == DELIVERIES && label.key() == "outcome");
-        outcome.map_or_else(Counter::noop, |label| Counter::from_arc(self.counter(label.value())))
+    fn describe_counter(&self, name: KeyName, unit: Option<Unit>, says: SharedString) {
+        self.beside.iter().for_each(|it| it.describe_counter(name.clone(), unit, says.clone()));
     }
 
-    fn register_gauge(&self, _: &Key, _: &Metadata<'_>) -> Gauge {
-        Gauge::noop()
+    fn describe_gauge(&self, name: KeyName, unit: Option<Unit>, says: SharedString) {
+        self.beside.iter().for_each(|it| it.describe_gauge(name.clone(), unit, says.clone()));
     }
 
-    fn register_histogram(&self, _: &Key, _: &Metadata<'_>) -> Histogram {
-        Histogram::noop()
+    fn describe_histogram(&self, name: KeyName, unit: Option<Unit>, says: SharedString) {
+        self.beside.iter().for_each(|it| it.describe_histogram(name.clone(), unit, says.clone()));
+    }
+
+    fn register_counter(&self, key: &Key, metadata: &Metadata<'_>) -> Counter {
+        let beside = self.beside.as_ref().map_or_else(Counter::noop, |it| it.register_counter(key, metadata));
+        match key.labels().find(|label| key.name() == DELIVERIES && label.key() == "outcome") {
+            Some(label) => Counter::from_arc(Arc::new(Both(self.counter(label.value()), beside))),
+            None => beside,
+        }
+    }
+
+    fn register_gauge(&self, key: &Key, metadata: &Metadata<'_>) -> Gauge {
+        self.beside.as_ref().map_or_else(Gauge::noop, |it| it.register_gauge(key, metadata))
+    }
+
+    fn register_histogram(&self, key: &Key, metadata: &Metadata<'_>) -> Histogram {
+        self.beside.as_ref().map_or_else(Histogram::noop, |it| it.register_histogram(key, metadata))
     }
 }

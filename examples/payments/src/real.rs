@@ -1,5 +1,6 @@
 //! The demo on real servers: workers, provider and producer in processes of their own.
 
+mod admin;
 mod check;
 mod demo;
 mod fleet;

@@ -2,6 +2,7 @@
 
 use std::future::Future;
 use std::io::IsTerminal;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -9,13 +10,15 @@ use clap::Args;
 use oncegate::{Consumer, IdSource, Open, Redis, Sqlite, Store};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::Instant;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
 
+use super::admin::{self, Watched};
 use super::rundir::RunDir;
 use super::wire::Queue;
 use super::{Error, Servers};
 use crate::charge::Charge;
 use crate::cli::{ATTEMPTS, Broker, Promise, StoreKind};
-use crate::counters::Outcomes;
 use crate::payment::ID_HEADER;
 use crate::provider::Provider;
 
@@ -57,18 +60,25 @@ pub(crate) struct Arguments {
     /// How many attempts a payment gets; a kill costs one, and a fault of the provider another.
     #[arg(long, default_value_t = ATTEMPTS)]
     attempts: u32,
+    /// Where to answer /live, /ready, /status and /metrics; with port 0 the system chooses, and it is said which.
+    #[arg(long)]
+    admin: Option<SocketAddr>,
     #[command(flatten)]
     promise: Promise,
 }
 
 /// Works until SIGTERM or Ctrl-C, then drains.
 pub(super) async fn run(arguments: &Arguments) -> Result<(), Error> {
+    let errors = oncegate_admin::LastErrors::new();
     tracing_subscriber::fmt()
         .with_env_filter(tracing_subscriber::EnvFilter::new("warn,oncegate=info"))
         .with_ansi(std::io::stderr().is_terminal())
         .with_writer(std::io::stderr)
+        .finish()
+        .with(errors.clone())
         .init();
-    let outcomes = Outcomes::install();
+    let watched = Watched::default();
+    let (outcomes, _serving) = admin::open(arguments.admin, &watched, errors)?;
     let run_dir = RunDir::at(&arguments.run_dir)?;
     let taken = match &arguments.worker {
         Some(name) => run_dir.take_name(name)?,
@@ -99,13 +109,13 @@ pub(super) async fn run(arguments: &Arguments) -> Result<(), Error> {
         }
     };
     tokio::select! {
-        worked = consume(arguments) => worked?,
+        worked = consume(arguments, watched) => worked?,
         () = noting => {}
     }
     run_dir.note_counts(worker, &counts())
 }
 
-async fn consume(arguments: &Arguments) -> Result<(), Error> {
+async fn consume(arguments: &Arguments, watched: Watched) -> Result<(), Error> {
     match arguments.broker {
         Broker::Memory => Err("--broker: a worker of its own needs kafka or rabbitmq".into()),
         #[cfg(feature = "kafka")]
@@ -118,28 +128,29 @@ async fn consume(arguments: &Arguments) -> Result<(), Error> {
                 .group(&arguments.queue.group)
                 .create_topics(TopicCreation::Create { partitions: 1, replication: 1 })
                 .property("session.timeout.ms", "6000")
-                .property("heartbeat.interval.ms", "1000");
-            consume_from(source, arguments).await
+                .property("heartbeat.interval.ms", "1000")
+                .status(watched.kafka.clone());
+            consume_from(source, arguments, watched).await
         }
         #[cfg(feature = "rabbitmq")]
         Broker::Rabbitmq => {
             let source = oncegate::RabbitMq::queue(&arguments.queue.name).url(arguments.servers.rabbitmq()?);
-            consume_from(source, arguments).await
+            consume_from(source.status(watched.rabbitmq.clone()), arguments, watched).await
         }
         #[allow(unreachable_patterns)]
         broker => Err(super::wire::not_in_this_build(broker)),
     }
 }
 
-async fn consume_from(source: impl Open, arguments: &Arguments) -> Result<(), Error> {
+async fn consume_from(source: impl Open, arguments: &Arguments, watched: Watched) -> Result<(), Error> {
     match arguments.store {
         StoreKind::Memory => Err("--store: workers in processes of their own share no memory; take redis or sqlite".into()),
-        StoreKind::Redis => consume_through(source, Redis::at(arguments.servers.redis()?), arguments).await,
-        StoreKind::Sqlite => consume_through(source, Sqlite::file(RunDir::at(&arguments.run_dir)?.store()), arguments).await,
+        StoreKind::Redis => consume_through(source, Redis::at(arguments.servers.redis()?), arguments, watched).await,
+        StoreKind::Sqlite => consume_through(source, Sqlite::file(RunDir::at(&arguments.run_dir)?.store()), arguments, watched).await,
     }
 }
 
-async fn consume_through(source: impl Open, store: impl Store + 'static, arguments: &Arguments) -> Result<(), Error> {
+async fn consume_through(source: impl Open, store: impl Store + 'static, arguments: &Arguments, watched: Watched) -> Result<(), Error> {
     let lease = Duration::from_millis(arguments.lease);
     Consumer::builder()
         .source(source)
@@ -151,6 +162,8 @@ async fn consume_through(source: impl Open, store: impl Store + 'static, argumen
         .backoff(Duration::from_millis(50), lease / 4)
         .attempts(arguments.attempts)
         .in_flight(arguments.in_flight)
+        .readiness(watched.readiness)
+        .status(watched.status)
         .handler(Charge { provider: Provider::Http(crate::http::Client::at(&arguments.provider)?) })
         .run_until(terminated()?)
         .await?;
