@@ -162,6 +162,34 @@ async fn a_fault_that_never_came_is_an_error() {
     let _ = Kit::new(handler).messages([("a", "work")]).settings(|it| it.attempts(3)).crash_after_handler(4).run().await;
 }
 
+/// As quick as a handler on a busy machine.
+struct Quick(Effects);
+
+#[async_trait]
+impl Handler for Quick {
+    type Payload = String;
+
+    async fn handle(&self, _: String, cx: &Context) -> Result<(), Failure> {
+        tokio::task::yield_now().await;
+        self.0.happened(cx.id());
+        tokio::task::yield_now().await;
+        Ok(())
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn on_many_threads_nothing_of_a_crashed_consumer_goes_on() {
+    for _ in 0..20 {
+        let effects = Effects::default();
+        let messages = (0..20).map(|id| (format!("id-{id}"), "work"));
+        let kit = Kit::new(Quick(effects.clone())).guarantee(AtMostOnce).messages(messages).duplicates(1);
+        let report = kit.crash_after_handler(1).run().await;
+        report.assert_none_twice(|id| effects.count(id)).assert_none_lost(|id| effects.count(id));
+        let happened = report.runs().iter().filter(|run| run.ended == Ended::Happened).count();
+        assert!(effects.total() >= happened && effects.total() <= report.runs().len());
+    }
+}
+
 /// Notes what it was given.
 #[derive(Default)]
 struct Notes(Mutex<Vec<Vec<u8>>>);
