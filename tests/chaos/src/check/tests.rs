@@ -1,7 +1,10 @@
 //! Hand-made ledgers that break each invariant, and some that break none.
 
+mod story;
+
 use super::*;
-use crate::ledger::{Asked, Edge, Ending, Found, Place, Sent, Settling, Unique};
+use crate::ledger::{Asked, Ending, Found, Place, Sent, Settling, Unique};
+use story::Story;
 
 const RULES: Rules = Rules {
     promise: Promise::EffectivelyOnce,
@@ -15,71 +18,6 @@ const RULES: Rules = Rules {
 };
 const AT_MOST_ONCE: Rules = Rules { promise: Promise::AtMostOnce, ..RULES };
 const BARE: Rules = Rules { promise: Promise::Bare, ..RULES };
-
-/// A ledger that is being made; times are in milliseconds.
-#[derive(Default)]
-struct Story(Vec<Record>);
-
-impl Story {
-    fn at(mut self, ms: u64, by: &str, what: What) -> Self {
-        self.0.push(Record { at: ms * 1_000, wall: 0, by: by.into(), what });
-        self
-    }
-
-    fn sent(self, id: &str) -> Self {
-        self.at(0, "player", What::Attempted { id: id.into() }).at(1, "player", What::Confirmed { id: id.into() })
-    }
-
-    fn start(self, ms: u64, by: &str, id: &str, attempt: u32) -> Self {
-        self.at(ms, by, What::Started { id: id.into(), attempt, run: 1 })
-    }
-
-    fn end(self, ms: u64, by: &str, id: &str, how: Ending) -> Self {
-        self.at(ms, by, What::Ended { id: id.into(), run: 1, how })
-    }
-
-    fn effect(self, ms: u64, consumer: &str, id: &str, attempt: u32, unique: Unique) -> Self {
-        self.at(ms, "sink", What::Effect { id: id.into(), consumer: consumer.into(), attempt, unique })
-    }
-
-    fn answer(self, ms: u64, by: &str, id: &str, ask: Asked, verdict: &str) -> Self {
-        self.at(ms, by, What::Answered { id: id.into(), ask, verdict: verdict.into() })
-    }
-
-    fn accept(self, ms: u64, by: &str, id: &str, why: &str) -> Self {
-        let settled = What::Settled { id: id.into(), position: "0/1".into(), how: Settling::Accepted, why: why.into() };
-        self.at(ms, by, What::Received { id: id.into(), position: "0/1".into() }).at(ms, by, settled)
-    }
-
-    fn fault(self, kind: &str, target: Option<&str>, from: u64, to: u64) -> Self {
-        let number = self.0.len() as u64;
-        let fault = |edge| What::Fault { number, kind: kind.into(), target: target.map(str::to_owned), edge };
-        self.at(from, "player", fault(Edge::Begin)).at(to, "player", fault(Edge::End))
-    }
-
-    fn gone(self, ms: u64, consumer: &str, after: Sent, status: &str, took_ms: u64) -> Self {
-        self.at(ms, "player", What::Gone { consumer: consumer.into(), after, status: status.into(), took_ms })
-    }
-
-    /// Handled by one consumer from a time on, as it should be.
-    fn handled(self, ms: u64, by: &str, id: &str) -> Self {
-        self.answer(ms, by, id, Asked::Claim, "granted 1")
-            .start(ms + 1, by, id, 1)
-            .effect(ms + 5, by, id, 1, Unique::Accepted)
-            .end(ms + 9, by, id, Ending::Ok)
-            .answer(ms + 10, by, id, Asked::Complete, "done")
-            .accept(ms + 11, by, id, "completed")
-    }
-
-    fn check(self, rules: &Rules) -> Checked {
-        check(&Ledger::of(self.0), rules)
-    }
-
-    /// What it breaks.
-    fn breaks(self, rules: &Rules) -> Vec<(Invariant, Option<String>)> {
-        self.check(rules).violations.into_iter().map(|violation| (violation.invariant, violation.id)).collect()
-    }
-}
 
 fn broken(invariant: Invariant, id: &str) -> Vec<(Invariant, Option<String>)> {
     vec![(invariant, Some(id.to_owned()))]
