@@ -12,6 +12,8 @@ use crate::message::Message;
 pub struct Context {
     pub(crate) id: MessageId,
     pub(crate) attempt: u32,
+    /// How many attempts failed before, also those that the store forgot because they did nothing.
+    pub(crate) failures: u32,
     pub(crate) message: Message,
     pub(crate) lease: Option<Arc<Lease>>,
 }

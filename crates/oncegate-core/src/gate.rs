@@ -234,7 +234,7 @@ impl<T> Guarded<'_, T> {
         let terms = Terms { guarantee, lease, window, fingerprint: None };
         let operation = Operation { key: settings.scope.key(&self.id), ask, token: self.token, attempt: self.attempt, terms };
         let sent = Moment::now();
-        let span = spans::asked(&ask, Some(&self.id), self.attempt);
+        let span = spans::asked(&ask, Some(&self.id), self.attempt, None);
         let answer = store.apply(std::slice::from_ref(&operation)).instrument(span.clone()).await.pop();
         match answer {
             Some(Ok(verdict)) => {

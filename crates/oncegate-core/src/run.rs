@@ -19,6 +19,7 @@ use crate::lease::Lease;
 use crate::marker::Finding;
 use crate::moment::Moment;
 use crate::road::{Cause, Event, Outcome};
+use crate::spans;
 
 /// A handler, and what it needs to run.
 pub(crate) struct Runner<H, D> {
@@ -48,7 +49,7 @@ impl Finished {
 impl<H: Handler, D: Decode> Runner<H, D> {
     /// Runs the handler once; its time began at `began`.
     pub(crate) async fn handle(self: Arc<Self>, cx: Context, began: Instant) -> Finished {
-        let span = tracing::debug_span!("oncegate.handle", id = %cx.id, attempt = cx.attempt, outcome = tracing::field::Empty);
+        let span = spans::handles(&cx);
         let work = std::pin::pin!(caught(async {
             let payload = match self.decode.decode::<H::Payload>(&cx.message) {
                 Ok(payload) => payload,
@@ -86,7 +87,7 @@ impl<H: Handler, D: Decode> Runner<H, D> {
 
     /// Runs `reconcile` once; its time began at `began`.
     pub(crate) async fn reconcile(self: Arc<Self>, cx: Context, began: Instant) -> Finished {
-        let span = tracing::debug_span!("oncegate.reconcile", id = %cx.id, attempt = cx.attempt, outcome = tracing::field::Empty);
+        let span = spans::reconciles(&cx);
         let work = std::pin::pin!(caught(async {
             let payload = self.decode.decode::<H::Payload>(&cx.message).map_err(|error| error.to_string())?;
             fault::point("reconcile.before");

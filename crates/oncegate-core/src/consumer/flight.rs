@@ -108,7 +108,7 @@ impl Flight {
     /// Asks the store next.
     pub(super) fn asks(&mut self, ask: Ask) {
         self.ask = ask;
-        self.asked = spans::asked(&ask, self.id.as_ref(), self.attempt);
+        self.asked = spans::asked(&ask, self.id.as_ref(), self.attempt, Some(self.passage.delivery()));
     }
 
     pub(super) fn lease_is_over(&self) -> bool {

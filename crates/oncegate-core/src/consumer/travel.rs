@@ -32,6 +32,7 @@ use crate::run::{Finished, what_it_said};
 use crate::settings::{Handlers, Settings};
 use crate::slots::Slot;
 use crate::source::{Delivery, Settled};
+use crate::spans;
 
 impl<H: Handler, D: Decode> Running<H, D> {
     /// A delivery takes its slot.
@@ -170,7 +171,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
                         story.attempts = attempt.max(settled.delivery.failures + u32::from(attempt > 0));
                     }
                     self.say_if_set_aside(&settled);
-                    tracing::debug_span!("oncegate.settle", id = id.as_ref().map(tracing::field::display), attempt, outcome = ?settled.settlement)
+                    spans::settles(&settled.delivery, id.as_ref(), attempt, &settled.settlement)
                         .in_scope(|| self.outcomes.settled(&settled.settlement));
                     if let (Settlement::Accept(proof), Some(key)) = (&settled.settlement, key)
                         && proof.as_str() == "passed_without_gate"
@@ -307,8 +308,9 @@ impl<H: Handler, D: Decode> Running<H, D> {
         let id = flight.id.clone()?;
         flight.turn += 1;
         let turn = flight.turn;
-        let message = flight.passage.delivery().message.clone();
-        let cx = Context { id, attempt: flight.attempt.max(1), message, lease: flight.lease.clone() };
+        let delivery = flight.passage.delivery();
+        let (message, failures) = (delivery.message.clone(), delivery.failures);
+        let cx = Context { id, attempt: flight.attempt.max(1), failures, message, lease: flight.lease.clone() };
         let began = Instant::now();
         flight.began = Some(began);
         let runner = self.runner.clone();

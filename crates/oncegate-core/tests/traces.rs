@@ -1,0 +1,119 @@
+//! Spans stand in the trace of a message's sender, as OpenTelemetry sees them. A process of its own: one subscriber for all of it.
+
+use std::time::Duration;
+
+use oncegate_core::*;
+use opentelemetry::trace::{SpanKind, TraceId, TracerProvider};
+use opentelemetry::{KeyValue, SpanId};
+use opentelemetry_sdk::trace::{InMemorySpanExporter, SdkTracerProvider, SpanData};
+use tracing_subscriber::layer::SubscriberExt;
+
+const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
+const SENDER: &str = "00f067aa0ba902b7";
+
+/// Fails for one id, and refuses another.
+struct Scripted;
+
+#[async_trait]
+impl Handler for Scripted {
+    type Payload = Raw;
+
+    async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
+        match cx.id() {
+            "refused" => Err("no").reject(),
+            "fails" => Err("not yet").retry(),
+            _ => {
+                tracing::info_span!("charge").in_scope(|| ());
+                Ok(())
+            }
+        }
+    }
+}
+
+fn message(id: &str) -> Message {
+    Message::new("secret-canary").with_message_id(id.to_owned()).with_header("traceparent", format!("00-{TRACE}-{SENDER}-01"))
+}
+
+#[tokio::test]
+async fn a_message_is_handled_in_its_senders_trace_and_comes_again_beside_it() {
+    let exporter = InMemorySpanExporter::default();
+    let provider = SdkTracerProvider::builder().with_simple_exporter(exporter.clone()).build();
+    let layer = tracing_opentelemetry::layer().with_tracer(provider.tracer("oncegate"));
+    tracing::subscriber::set_global_default(tracing_subscriber::registry().with(layer)).expect("the first");
+
+    let broker = MemoryBroker::new("payments");
+    for id in ["once", "once", "fails", "refused"] {
+        broker.publish(message(id));
+    }
+    broker.publish(Message::new("x").with_message_id("untraced"));
+    let all = broker.clone();
+    Consumer::builder()
+        .source(broker.source())
+        .store(MemoryStore::new())
+        .id(IdSource::message_id())
+        .decode(RawBytes)
+        .retries(0)
+        .backoff(Duration::from_millis(1), Duration::from_millis(1))
+        .attempts(3)
+        .handler(Scripted)
+        .run_until(async move { all.drained().await })
+        .await
+        .expect("a clean end");
+
+    let spans = exporter.get_finished_spans().expect("kept");
+    let text = |span: &SpanData, key: &str| {
+        let found = span.attributes.iter().find(|KeyValue { key: it, .. }| it.as_str() == key);
+        found.map(|it| it.value.to_string())
+    };
+    let of = |name: &str, id: &str| -> Vec<&SpanData> {
+        spans.iter().filter(|it| it.name == name && text(it, "id").as_deref() == Some(id)).collect()
+    };
+    let (trace, sender) = (TraceId::from_hex(TRACE).expect("hex"), SpanId::from_hex(SENDER).expect("hex"));
+    let is_below = |span: &SpanData| span.span_context.trace_id() == trace && span.parent_span_id == sender && span.links.is_empty();
+    let is_beside = |span: &SpanData| {
+        let links: Vec<_> = span.links.iter().map(|it| (it.span_context.trace_id(), it.span_context.span_id())).collect();
+        span.span_context.trace_id() != trace && links == [(trace, sender)]
+    };
+
+    let [handled] = of("oncegate.handle", "once")[..] else { panic!("{spans:#?}") };
+    assert!(is_below(handled), "{handled:#?}");
+    assert_eq!(handled.span_kind, SpanKind::Consumer);
+    let named = [("messaging.operation.type", "process"), ("messaging.destination.name", "payments")];
+    for (key, value) in named {
+        assert_eq!(text(handled, key).as_deref(), Some(value), "{key}");
+    }
+    // What the handler does stands below it: from the producer to the provider.
+    let inside = |it: &&SpanData| it.name == "charge" && it.parent_span_id == handled.span_context.span_id();
+    let charge = spans.iter().find(inside).expect("the handler's own span");
+    assert_eq!(charge.span_context.trace_id(), trace);
+
+    let (claims, completed) = (of("oncegate.claim", "once"), of("oncegate.complete", "once"));
+    assert!(claims.len() >= 2 && claims.iter().all(|it| is_below(it)), "{claims:#?}");
+    assert!(!completed.is_empty() && completed.iter().all(|it| is_below(it)), "{completed:#?}");
+    // The duplicate is settled beside the trace; the message itself in it.
+    let settled = of("oncegate.settle", "once");
+    assert_eq!(settled.len(), 2);
+    assert_eq!(
+        (settled.iter().filter(|it| is_below(it)).count(), settled.iter().filter(|it| is_beside(it)).count()),
+        (1, 1),
+        "{settled:#?}"
+    );
+    // So is what runs again after it failed.
+    let attempts = of("oncegate.handle", "fails");
+    assert_eq!(attempts.len(), 3);
+    assert_eq!(
+        (attempts.iter().filter(|it| is_below(it)).count(), attempts.iter().filter(|it| is_beside(it)).count()),
+        (1, 2),
+        "{attempts:#?}"
+    );
+    // A message without a trace begins one.
+    let [untraced] = of("oncegate.handle", "untraced")[..] else { panic!("{spans:#?}") };
+    assert!(untraced.span_context.trace_id() != trace && untraced.links.is_empty(), "{untraced:#?}");
+
+    let letters = broker.dead_letters();
+    assert_eq!(letters.len(), 2);
+    for letter in letters {
+        assert_eq!(letter.message.headers.last("traceparent"), message("x").headers.last("traceparent"), "it goes along");
+    }
+    assert!(!format!("{spans:?}").contains("canary"));
+}
