@@ -70,7 +70,8 @@ async fn what_is_held_is_told_and_how_long_all_took() {
     }
     let consumer = Consumer::builder()
         .source(broker.source())
-        .store(MemoryStore::new())
+        // With it, each metric on the list is told.
+        .store(Shadow::new(MemoryStore::new(), ShadowReport::new()))
         .id(IdSource::message_id())
         .order(Order::ByKey)
         .retries(0)
