@@ -75,11 +75,6 @@ impl<T> Acks<T> {
         Some(carried)
     }
 
-    /// The tag before which all are settled and acknowledged.
-    pub(crate) fn first(&self) -> u64 {
-        self.first
-    }
-
     /// What the delivery carries that has stood open for longest.
     pub(crate) fn oldest(&self) -> Option<&T> {
         self.tags.iter().find_map(|tag| if let Tag::Open(carried) = tag { Some(carried) } else { None })

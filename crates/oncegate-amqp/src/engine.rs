@@ -184,7 +184,6 @@ impl Engine {
                 session.flush(if self.closing.is_some() { Gaps::Ignore } else { Gaps::Wait });
                 self.settings.meter.holds(session.acks.unacked());
             }
-            self.clear_the_way();
         }
         self.leave().await;
     }
@@ -249,35 +248,16 @@ impl Engine {
     fn hold_back(&mut self, delivery: Delivery, after: Duration) {
         let Link::Up(session) = &mut self.link else { return };
         let tag = delivery.receipt.position;
+        let Some(carried) = session.acks.carried(tag) else { return stale(&self.settings, tag) };
+        let has_queues = self.settings.delays_by_queue();
         let crowded = session.held.len() >= session.prefetch / 2;
-        if self.settings.delays_by_queue() && (after > HOLD || crowded || self.intake == Intake::Stopped) {
-            self.delay(delivery, after);
-        } else if session.acks.carried(tag).is_some() {
+        if has_queues && (after > HOLD || crowded || self.intake == Intake::Stopped) {
+            self.publisher.publish(Copy::delayed(&delivery, after, &carried.original, &self.settings));
+            session.publishing += 1;
+        } else {
             // What waits beyond the broker's timeout would cost the channel.
             let after = after.min(self.settings.consumer_timeout / 2).max(SHORTEST);
             session.held.insert((Instant::now() + after, tag), delivery);
-        } else {
-            stale(&self.settings, tag);
-        }
-    }
-
-    /// Publishes a copy to a delay queue.
-    fn delay(&mut self, delivery: Delivery, after: Duration) {
-        let Link::Up(session) = &mut self.link else { return };
-        let tag = delivery.receipt.position;
-        let Some(carried) = session.acks.carried(tag) else { return stale(&self.settings, tag) };
-        self.publisher.publish(Copy::delayed(&delivery, after, &carried.original, &self.settings));
-        session.publishing += 1;
-    }
-
-    /// Moves what is held back, and keeps many behind it from being acknowledged together, to a delay queue.
-    fn clear_the_way(&mut self) {
-        let Link::Up(session) = &mut self.link else { return };
-        if self.settings.delays_by_queue()
-            && let Some((due, delivery)) = session.take_obstacle()
-        {
-            let after = due.saturating_duration_since(Instant::now());
-            self.delay(delivery, after);
         }
     }
 

@@ -86,8 +86,6 @@ pub(crate) struct Session {
     /// How long a delivery may stand open.
     patience: Duration,
     gap_since: Option<Instant>,
-    /// The first delivery that is not settled, and how many behind it were acknowledged one by one.
-    holds_up: (u64, usize),
     /// The latest acknowledgements that left soon after one another: how many, and when the last one did.
     burst: Option<(usize, Instant)>,
     pub(crate) prefetch: usize,
@@ -171,7 +169,6 @@ impl Session {
             listens: settings.consumers == Consumers::Competing,
             patience: settings.consumer_timeout.mul_f64(0.9),
             gap_since: None,
-            holds_up: (0, 0),
             burst: None,
             prefetch: usize::from(prefetch),
         })
@@ -243,14 +240,10 @@ impl Session {
         if prefix.is_some() {
             self.gap_since = None;
         }
-        if self.holds_up.0 != self.acks.first() {
-            self.holds_up = (self.acks.first(), 0);
-        }
         let beyond = self.acks.settled();
         let overdue =
             gaps == Gaps::Ignore || beyond > self.prefetch / 4 || self.gap_since.is_some_and(|since| since.elapsed() >= GAP_PATIENCE);
         let singles = if beyond > 0 && overdue { self.acks.take_singles() } else { Vec::new() };
-        self.holds_up.1 += singles.len();
         self.gap_since = (self.acks.settled() > 0).then(|| self.gap_since.unwrap_or_else(Instant::now));
         if prefix.is_none() && singles.is_empty() && self.rejecting.is_empty() {
             return;
@@ -290,17 +283,6 @@ impl Session {
             due.push(entry.remove());
         }
         due
-    }
-
-    /// Takes the delivery out of those that are held back which keeps so many behind it from being acknowledged together that
-    /// a copy of it is the cheaper way, and when it is due: to be told of each costs the broker several times as much.
-    pub(crate) fn take_obstacle(&mut self) -> Option<(Instant, Delivery)> {
-        let (first, singles) = self.holds_up;
-        if singles < self.prefetch / 2 {
-            return None;
-        }
-        let (due, _) = *self.held.keys().find(|(_, tag)| *tag == first)?;
-        Some((due, self.held.remove(&(due, first))?))
     }
 
     /// Tells the broker to send no more. What came in before may still be settled.

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use lapin::BasicProperties;
 use lapin::types::{AMQPValue, FieldTable};
-use oncegate_amqp::{QueueKind, RabbitMqStatus, Topology};
+use oncegate_amqp::{QueueKind, Topology};
 use oncegate_core::source::headers;
 
 use crate::KINDS;
@@ -30,34 +30,6 @@ async fn a_short_release_comes_back_after_its_delay_while_others_go_on() {
         let after = released.elapsed();
         assert!(after >= Duration::from_millis(400) && after < Duration::from_secs(2), "{after:?}");
         settle(&mut source, later, accept()).await;
-        close(source).await;
-        rig.becomes_empty(&rig.queue).await;
-        rig.done().await;
-    }
-}
-
-#[tokio::test]
-async fn a_short_release_that_holds_up_many_acknowledgements_waits_in_a_delay_queue() {
-    const BEHIND: usize = 12;
-    for kind in KINDS {
-        let (rig, status) = (Rig::new().await, RabbitMqStatus::new());
-        let mut source = open(rig.source(kind).prefetch(16).status(status.clone())).await;
-        rig.publish("first").await;
-        for _ in 0..BEHIND {
-            rig.publish("behind").await;
-        }
-        let first = delivery(&mut source).await;
-        let released = Instant::now();
-        settle(&mut source, first, release(Duration::from_millis(600))).await;
-        for behind in deliveries(&mut source, BEHIND, Duration::from_secs(10)).await.0 {
-            assert_eq!(&behind.message.body[..], b"behind");
-            settle(&mut source, behind, accept()).await;
-        }
-        let first = delivery(&mut source).await;
-        assert_eq!((&first.message.body[..], first.failures), (&b"first"[..], 1));
-        assert!(released.elapsed() >= Duration::from_millis(600), "{:?}", released.elapsed());
-        assert_eq!(status.snapshot().copies, 1, "it waited in memory, where each of those behind it is acknowledged alone");
-        settle(&mut source, first, accept()).await;
         close(source).await;
         rig.becomes_empty(&rig.queue).await;
         rig.done().await;
