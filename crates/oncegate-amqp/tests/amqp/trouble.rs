@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 use lapin::BasicProperties;
 use lapin::options::{QueueDeclareOptions, QueueDeleteOptions, QueuePurgeOptions};
 use lapin::types::{AMQPValue, FieldTable};
-use oncegate_amqp::{QueueKind, RabbitMq};
+use oncegate_amqp::{QueueKind, RabbitMq, RabbitMqStatus, Topology};
+use oncegate_core::road::{Reason, Settlement};
 use oncegate_core::source::{Incoming, Limit, Open, Source};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -227,5 +228,54 @@ async fn a_person_may_look_at_an_in_doubt_message_as_often_as_they_like() {
         let options = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };
         rig.channel.queue_declare(queue.as_str().into(), options, arguments).await.expect("these are its arguments");
     }
+    rig.done().await;
+}
+
+/// The new channel has a delivery with the tag of the old one.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_receipt_of_a_dead_channel_acknowledges_nothing_on_the_next() {
+    let (rig, proxy, status) = (Rig::new().await, Proxy::start().await, RabbitMqStatus::new());
+    let mut source = open(rig.source(QueueKind::Quorum).url(&proxy.url).prefetch(4).status(status.clone())).await;
+    rig.publish("a").await;
+    let stale = delivery(&mut source).await;
+    proxy.cut();
+    let again = delivery(&mut source).await;
+    assert_eq!(stale.receipt.position, again.receipt.position);
+    settle(&mut source, stale, accept()).await;
+    // Closed in good order, so that what was acknowledged is acknowledged.
+    close(source).await;
+    assert_eq!(status.snapshot().stale_receipts, 1);
+    assert_eq!(rig.take(&rig.queue).await.delivery.data, b"a");
+    rig.done().await;
+}
+
+/// A dead letter is published while its own channel is gone, and confirmed when the next one has a delivery with its tag.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_confirmation_for_a_dead_channel_settles_nothing_on_the_next() {
+    let (rig, proxy, status) = (Rig::new().await, Proxy::start().await, RabbitMqStatus::new());
+    close(open(rig.source(QueueKind::Classic)).await).await;
+    let source = rig.source(QueueKind::Classic).topology(Topology::Check).url(&proxy.url).prefetch(4).status(status.clone());
+    let mut source = open(source).await;
+    rig.publish("a").await;
+    let first = delivery(&mut source).await;
+    rig.channel.queue_delete(rig.dead_letters().as_str().into(), QueueDeleteOptions::default()).await.expect("deleted");
+    settle(&mut source, first, Settlement::Reject(Reason::Refused)).await;
+    let patience = Instant::now() + Duration::from_secs(20);
+    while status.snapshot().copy_retries == 0 {
+        assert!(Instant::now() < patience, "the dead letter was not refused: {:?}", status.snapshot());
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    proxy.cut();
+    // The source checks its queues when it connects: this one has to be there again by then.
+    let mut arguments = FieldTable::default();
+    arguments.insert("x-queue-type".into(), AMQPValue::LongString("classic".into()));
+    let options = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };
+    rig.channel.queue_declare(rig.dead_letters().as_str().into(), options, arguments).await.expect("declared");
+    let again = delivery(&mut source).await;
+    // Longer than the publisher waits before it tries again.
+    tokio::time::sleep(Duration::from_secs(4)).await;
+    drop(again);
+    close(source).await;
+    assert_eq!(rig.take(&rig.queue).await.delivery.data, b"a");
     rig.done().await;
 }
