@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use lapin::types::ShortString;
-use oncegate_core::source::SourceError;
+use oncegate_core::source::{Order, SourceError};
 
 use crate::node::{Node, Nodes};
 use crate::status::{Meter, RabbitMqStatus};
@@ -31,6 +31,7 @@ pub struct RabbitMq {
     topology: Topology,
     kind: QueueKind,
     consumers: Consumers,
+    order: Order,
     rejects: Rejects,
     dead_letters: Option<String>,
     in_doubt: Option<String>,
@@ -100,6 +101,7 @@ impl RabbitMq {
             topology: Topology::default(),
             kind: QueueKind::default(),
             consumers: Consumers::Competing,
+            order: Order::Unordered,
             rejects: Rejects::default(),
             dead_letters: None,
             in_doubt: None,
@@ -227,6 +229,11 @@ impl RabbitMq {
         self
     }
 
+    pub(crate) fn order(mut self, order: Order) -> Self {
+        self.order = order;
+        self
+    }
+
     pub(crate) fn check(self) -> Result<Settings, SourceError> {
         let dead_letters = self.dead_letters.unwrap_or_else(|| format!("{}.dead-letters", self.queue));
         let in_doubt = self.in_doubt.unwrap_or_else(|| format!("{}.in-doubt", self.queue));
@@ -277,6 +284,7 @@ impl RabbitMq {
             topology: self.topology,
             kind: self.kind,
             consumers: self.consumers,
+            order: self.order,
             rejects: self.rejects,
         })
     }
@@ -322,6 +330,7 @@ pub(crate) struct Settings {
     pub(crate) topology: Topology,
     pub(crate) kind: QueueKind,
     pub(crate) consumers: Consumers,
+    pub(crate) order: Order,
     pub(crate) rejects: Rejects,
     pub(crate) meter: Meter,
 }
@@ -337,10 +346,10 @@ impl Settings {
         format!("{}.delay.{}", self.name, delay.as_millis()).into()
     }
 
-    /// Whether a released delivery may wait outside of this process. Behind a single active consumer it may not: while it
-    /// is away, another consumer could be handed what comes after it.
+    /// Whether a released delivery may wait outside of this process. Where an order is kept it may not: while it is away,
+    /// another consumer, or this one after a restart, could be handed what comes after it.
     pub(crate) fn delays_by_queue(&self) -> bool {
-        self.topology == Topology::Declare && self.consumers == Consumers::Competing
+        self.topology == Topology::Declare && self.consumers == Consumers::Competing && self.order == Order::Unordered
     }
 
     /// The URL of the node that is used, without its password.

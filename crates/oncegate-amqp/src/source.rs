@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use async_trait::async_trait;
-use oncegate_core::source::{Incoming, Limit, Open, Settled, Source, SourceError};
+use oncegate_core::source::{Incoming, Limit, Open, Order, Settled, Source, SourceError};
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::sync::oneshot;
 
@@ -31,6 +31,10 @@ impl Open for RabbitMq {
 
     fn for_in_flight(self, count: usize) -> Self {
         self.in_flight(count)
+    }
+
+    fn for_order(self, order: Order) -> Self {
+        self.order(order)
     }
 
     /// Connects, prepares the queues as [`RabbitMq::topology`] says, and consumes.

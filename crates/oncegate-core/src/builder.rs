@@ -260,7 +260,9 @@ impl<S: Open, T: Store + 'static, H: Handler, D: Decode> Builder<S, T, H, D> {
         let store: Arc<dyn Store> = Arc::new(store);
         let opened = async {
             preflight(&*store, &settings).await?;
-            Ok::<_, Error>(source.for_in_flight(settings.in_flight).for_window(settings.window).open().await?)
+            let source = source.for_in_flight(settings.in_flight).for_window(settings.window);
+            let source = if let Some(order) = settings.order { source.for_order(order) } else { source };
+            Ok::<_, Error>(source.open().await?)
         };
         let source = tokio::select! {
             opened = opened => opened?,

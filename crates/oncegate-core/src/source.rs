@@ -87,6 +87,16 @@ pub trait Open: Send {
         self
     }
 
+    /// Told before it is opened, where the user chose one: the order that the consumer keeps. A source that keeps what is
+    /// released elsewhere than in its place may not do so then.
+    fn for_order(self, order: Order) -> Self
+    where
+        Self: Sized,
+    {
+        let _ = order;
+        self
+    }
+
     /// Checks the settings and connects.
     ///
     /// # Errors

@@ -37,6 +37,10 @@ impl<S: Open> Open for Recorded<S> {
         Self { inner: self.inner.for_window(window), ..self }
     }
 
+    fn for_order(self, order: Order) -> Self {
+        Self { inner: self.inner.for_order(order), ..self }
+    }
+
     async fn open(self) -> Result<Self::Source, SourceError> {
         Ok(Recorded { inner: self.inner.open().await?, log: self.log })
     }

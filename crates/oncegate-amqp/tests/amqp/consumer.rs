@@ -138,3 +138,58 @@ async fn messages_that_went_straight_to_the_queue_are_kept_in_the_order_of_a_hea
     assert!((2..=3).contains(&most), "{most} at once");
     rig.done().await;
 }
+
+/// Fails while `fails` holds, after it has told that it began.
+#[derive(Clone, Default)]
+struct Failing {
+    fails: Arc<std::sync::atomic::AtomicBool>,
+    began: Arc<tokio::sync::Notify>,
+    handled: Arc<Mutex<Vec<u32>>>,
+}
+
+#[async_trait]
+impl Handler for Failing {
+    type Payload = u32;
+
+    async fn handle(&self, number: u32, _: &Context) -> Result<(), Failure> {
+        if self.fails.load(std::sync::atomic::Ordering::SeqCst) {
+            self.began.notify_one();
+            tokio::time::sleep(Duration::from_millis(500)).await;
+            return Err(Failure::Retry("not now".into()));
+        }
+        self.handled.lock().expect("no handler panics").push(number);
+        Ok(())
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn order_by_key_holds_over_a_restart_in_the_midst_of_a_failure() {
+    let (rig, handler, store) = (Rig::new().await, Failing::default(), MemoryStore::new());
+    close(open(rig.source(QueueKind::Quorum)).await).await;
+    for number in 0..4 {
+        rig.publish_with(&number.to_string(), BasicProperties::default().with_message_id(format!("n-{number}").into())).await;
+    }
+    for fails in [true, false] {
+        handler.fails.store(fails, std::sync::atomic::Ordering::SeqCst);
+        let consumer = Consumer::builder()
+            .source(rig.source(QueueKind::Quorum))
+            .store(store.clone())
+            .id(IdSource::message_id())
+            .order(Order::ByKey)
+            .retries(0)
+            .handler(handler.clone());
+        let enough = async {
+            if fails {
+                return handler.began.notified().await;
+            }
+            while handler.handled.lock().expect("no handler panics").len() < 4 {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        let running = tokio::time::timeout(Duration::from_secs(60), consumer.run_until(enough)).await;
+        running.expect("in time").expect("a clean end");
+    }
+    assert_eq!(*handler.handled.lock().expect("no handler panics"), [0, 1, 2, 3]);
+    rig.becomes_empty(&rig.queue).await;
+    rig.done().await;
+}
