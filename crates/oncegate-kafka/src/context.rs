@@ -62,6 +62,11 @@ impl Context {
         Self { shared, start, out_of_range, topics, bound, drain, queue, trouble, outage, is_replaced: AtomicBool::new(false) }
     }
 
+    /// The same, with what the client before it has heard of the topics.
+    pub(crate) fn knowing(self, topics: Topics) -> Self {
+        Self { topics, ..self }
+    }
+
     /// The last error of the client as a whole, and forgets it.
     pub(crate) fn take_trouble(&self) -> Option<(RDKafkaErrorCode, String)> {
         self.trouble.lock().unwrap_or_else(PoisonError::into_inner).take()

@@ -6,8 +6,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::shared::{Begins, Ids, Log};
 
 /// The ids of topics, as librdkafka's log tells them, and those that have changed. Kafka gives each topic one when it is made.
-#[derive(Default)]
-pub(crate) struct Topics(Mutex<Heard>);
+///
+/// Clones share it: a client that takes the place of another has heard nothing yet, and a topic may have been made anew between
+/// the two.
+#[derive(Clone, Default)]
+pub(crate) struct Topics(Arc<Mutex<Heard>>);
 
 #[derive(Default)]
 struct Heard {
@@ -22,8 +25,9 @@ impl Topics {
     pub(crate) fn hear(&self, line: &str) {
         let Some(told) = Told::of(line) else { return };
         let mut heard = self.lock();
-        heard.ids.insert(told.topic.to_owned(), Arc::from(told.id));
-        if told.before != NO_ID {
+        let known = heard.ids.insert(told.topic.to_owned(), Arc::from(told.id));
+        let before = known.as_deref().unwrap_or(told.before);
+        if before != NO_ID && before != told.id {
             heard.made_anew.push(told.topic.to_owned());
             heard.changed.insert(told.topic.to_owned());
         }
@@ -114,6 +118,18 @@ mod tests {
         assert_eq!(topics.log("a.Topic", Begins::At(0)).ids, Ids::MayRepeat);
         assert_eq!((topics.log("a", Begins::At(0)).ids, topics.log("a", Begins::Anew).ids), (Ids::Unique, Ids::MayRepeat));
         assert_eq!((topics.take_made_anew(), topics.take_made_anew()), (vec!["a.Topic".to_owned()], vec![]));
+    }
+
+    #[test]
+    fn a_client_that_takes_the_place_of_another_knows_which_topics_that_one_read() {
+        let (before, line) = (Topics::default(), |id| format!("[thrd:main]: Topic a changed id from {NO_ID} to {id}"));
+        before.hear(&line("F2xUbUAeQcSPGv0PhIKTZg"));
+        let after = before.clone();
+        assert_eq!(after.id("a").as_deref(), Some("F2xUbUAeQcSPGv0PhIKTZg"));
+        after.hear(&line("F2xUbUAeQcSPGv0PhIKTZg"));
+        assert_eq!(after.take_made_anew(), [""; 0]);
+        after.hear(&line("q5BZ55PYTTyxda8B1C5Amg"));
+        assert_eq!(after.take_made_anew(), ["a"]);
     }
 
     #[test]

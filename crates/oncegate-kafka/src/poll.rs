@@ -25,6 +25,9 @@ const TURN: Duration = Duration::from_millis(50);
 const CLOSE: Duration = Duration::from_secs(10);
 /// The pause before another client begins, and the longest.
 const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
+/// Where a log begins that was just made. Not `Offset::Beginning`: for that, librdkafka takes what the last answer for the old
+/// log said.
+const FIRST: Offset = Offset::Offset(0);
 /// How often it is looked whether markers of transactions are to be passed.
 const LOOK: Duration = Duration::from_millis(500);
 
@@ -40,7 +43,8 @@ pub(crate) fn subscribe(consumer: &BaseConsumer<Context>, kafka: &Kafka) -> Resu
 /// Serves the group until the source closes, then leaves it. A client that stalls or fails for good is replaced by another
 /// one. Runs on a thread of its own.
 pub(crate) fn run(kafka: Kafka, mut consumer: Arc<BaseConsumer<Context>>) {
-    let (shared, outage) = (consumer.context().shared.clone(), consumer.context().outage.clone());
+    let Context { shared, outage, topics, .. } = &**consumer.context();
+    let (shared, outage, topics) = (shared.clone(), outage.clone(), topics.clone());
     let _ended = Ended(shared.clone());
     let mut pause = PAUSES.0;
     loop {
@@ -58,7 +62,7 @@ pub(crate) fn run(kafka: Kafka, mut consumer: Arc<BaseConsumer<Context>>) {
                 }
                 shared.wait(TURN);
             }
-            let context = Context::new(shared.clone(), &kafka, outage.clone());
+            let context = Context::new(shared.clone(), &kafka, outage.clone()).knowing(topics.clone());
             let created = kafka.consumer_config().create_with_context(context).map_err(refusal::of_setting);
             match created.and_then(|consumer| subscribe(&consumer, &kafka).map(|()| consumer)) {
                 Ok(consumer) => break Arc::new(consumer),
@@ -158,7 +162,7 @@ fn begin_anew(consumer: &BaseConsumer<Context>, shared: &Shared) {
         }
     }
     if context.out_of_range == OutOfRange::Earliest {
-        shared.go_back(|topic, partition| consumer.seek(topic, partition, Offset::Beginning, SEEK));
+        shared.go_back(|topic, partition| consumer.seek(topic, partition, FIRST, SEEK));
     }
 }
 

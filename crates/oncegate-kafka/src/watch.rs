@@ -86,7 +86,11 @@ impl Watch {
         let (now, reading) = (Instant::now(), shared.lock().read_to());
         let mut standing = HashMap::new();
         for (epoch, topic, partition, at) in reading {
-            let Some(end) = seen.get(&(topic.to_string(), partition)) else { continue };
+            let Some(end) = seen.get(&(topic.to_string(), partition)) else {
+                // For as long as nobody says where it ends, it stands as it stood.
+                standing.extend(self.standing.get(&(epoch, partition)).map(|before| ((epoch, partition), *before)));
+                continue;
+            };
             let Some(next) = Standing::next(self.standing.get(&(epoch, partition)).copied(), at, *end, now) else { continue };
             if next.is_stalled(*end, now, stalled_after) {
                 let why = format!("{topic}/{partition} was read to {at:?} for {stalled_after:?}, though its log has grown to {end}");
@@ -212,6 +216,16 @@ mod tests {
         assert!(!shared.lock().wants_another());
         watch.look(|_, partition| (partition == 1).then_some(12), &shared, Duration::ZERO);
         assert!(shared.lock().wants_another(), "it grows, and is not read");
+    }
+
+    #[test]
+    fn a_stall_is_found_though_a_look_in_between_was_in_vain() {
+        let (shared, mut watch) = (shared(1), Watch::default());
+        for end in [Some(9), None, Some(12)] {
+            assert!(!shared.lock().wants_another());
+            watch.look(|_, _| end, &shared, Duration::ZERO);
+        }
+        assert!(shared.lock().wants_another(), "it stands where it stood before");
     }
 
     #[test]
