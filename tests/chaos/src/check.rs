@@ -29,7 +29,7 @@ use serde::{Deserialize, Serialize};
 use crate::ledger::{Ledger, Record, What};
 use faults::Windows;
 
-pub(crate) use faults::{FAIL_OVER, FREEZE};
+pub(crate) use faults::{FAIL_OVER, FREEZE, FREEZE_KAFKA};
 
 /// How many violations are told with their histories.
 const STORIES: usize = 100;
@@ -268,6 +268,9 @@ pub struct Counts {
     /// Markers whose end the store had recorded, and that a failover left in progress.
     #[serde(default)]
     pub ends_lost: u64,
+    /// Commits that went back because a broker that had been frozen carried out an earlier one late.
+    #[serde(default)]
+    pub commits_overtaken: u64,
     /// The most memory that a consumer had, in KiB.
     #[serde(default)]
     pub resident: u64,

@@ -191,6 +191,11 @@ impl Report {
             ("at once", counts.at_once, "handlers, the most in one process"),
             ("metrics compared", counts.metrics_exact, "processes that ended well: each counter is what the ledger has"),
             ("metrics bounded", counts.metrics_bounded, "processes that did not: what they wrote last is no more than that"),
+            (
+                "commits overtaken",
+                counts.commits_overtaken,
+                "went back right after Kafka had been frozen: an earlier one was carried out late",
+            ),
             ("ends lost", counts.ends_lost, "markers whose end Redis had recorded, and lost in a failover"),
             ("longest fenced", counts.fenced_longest_ms, "ms that one of these ran beside the other, awake"),
         ];
@@ -275,6 +280,7 @@ fn add_counts(to: &mut Counts, from: Counts) {
     to.metrics_exact += from.metrics_exact;
     to.metrics_bounded += from.metrics_bounded;
     to.ends_lost += from.ends_lost;
+    to.commits_overtaken += from.commits_overtaken;
     for (kind, ms) in from.again_ms {
         let longest = to.again_ms.entry(kind).or_default();
         *longest = (*longest).max(ms);

@@ -7,7 +7,7 @@ use std::time::Duration;
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-use crate::check::{FAIL_OVER, FREEZE};
+use crate::check::{FAIL_OVER, FREEZE, FREEZE_KAFKA};
 
 /// The lease of the consumers of a run, unless they were given another.
 pub const LEASE: Duration = Duration::from_secs(2);
@@ -260,7 +260,7 @@ impl Kind {
             Self::DarkRabbit => "dark-rabbit",
             Self::ResetRabbit => "reset-rabbit",
             Self::KillKafka => "kill-kafka",
-            Self::FreezeKafka => "freeze-kafka",
+            Self::FreezeKafka => FREEZE_KAFKA,
             Self::Rebalance => "rebalance",
         }
     }

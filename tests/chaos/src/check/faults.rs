@@ -10,6 +10,8 @@ use crate::ledger::{Edge, Ledger, What};
 pub(crate) const FREEZE: &str = "freeze-consumer";
 /// That of one in which a Redis loses what its replicas did not know.
 pub(crate) const FAIL_OVER: &str = "fail-over-redis";
+/// That of one that freezes Kafka.
+pub(crate) const FREEZE_KAFKA: &str = "freeze-kafka";
 /// Those in which the store answers nobody from their beginning to their end.
 const STORE_AWAY: [&str; 2] = ["dark-redis", "freeze-redis"];
 /// What a consumer calls it when it did not run though nobody froze it.
@@ -105,6 +107,11 @@ impl Windows {
     pub(super) fn over(&self) -> impl Iterator<Item = (&str, u64)> {
         let of_the_player = |window: &&Window| window.kind != STALL && window.kind != ABORT && window.to != u64::MAX;
         self.all.iter().filter(of_the_player).map(|window| (window.kind.as_str(), window.to))
+    }
+
+    /// Whether a fault of this kind had ended at this time, and not long before.
+    pub(super) fn is_just_over(&self, kind: &str, at: u64, before: Duration) -> bool {
+        self.all.iter().any(|window| window.kind == kind && window.to <= at && at <= window.to.saturating_add(micros(before)))
     }
 
     /// Whether a fault lasts in this stretch that had not ended when it began. What was done to a consumer is felt for a while,

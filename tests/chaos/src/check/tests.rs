@@ -223,6 +223,19 @@ fn i6_what_is_committed_goes_back() {
 }
 
 #[test]
+fn i6_a_broker_that_was_frozen_carries_out_an_earlier_commit_late() {
+    let back = |woken: u64| {
+        let both = settled(settled(Story::default(), 5, Settling::Rejected, "1/0@1"), 6, Settling::Rejected, "1/1@2");
+        let went = both.at(9_000, "player", committed(1, 2)).at(9_500, "player", committed(1, 1));
+        went.fault("freeze-kafka", None, 1_000, woken).check(&RULES)
+    };
+    let went_back = |woken| back(woken).violations.iter().any(|it| it.invariant == Invariant::I6);
+    assert_eq!((went_back(8_000), back(8_000).counts.commits_overtaken), (false, 1));
+    assert!(went_back(7_000), "long before");
+    assert!(went_back(9_800), "it was frozen still");
+}
+
+#[test]
 fn i7_what_is_committed_before_it_is_settled() {
     // The second is settled, and the first is not, or too late, or only released, or on another partition.
     let second = || settled(Story::default(), 5, Settling::Rejected, "1/1@1").at(8, "player", committed(1, 2));
