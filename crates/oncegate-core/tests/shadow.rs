@@ -7,7 +7,7 @@ use std::time::Duration;
 use oncegate_core::marker::{Operation, Verdict};
 use oncegate_core::*;
 
-/// Counts the runs that were through, and fails at the first run of `fails`.
+/// Counts the runs that were through; fails at the first run of `fails`, and at each of `broken`.
 #[derive(Clone, Default)]
 struct Runs {
     through: Arc<AtomicU64>,
@@ -19,6 +19,9 @@ impl Handler for Runs {
     type Payload = Raw;
 
     async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
+        if cx.id() == "broken" {
+            return Err("never").retry();
+        }
         if cx.id() == "fails" && self.failed.fetch_add(1, Ordering::SeqCst) == 0 {
             return Err("not yet").retry();
         }
@@ -68,6 +71,19 @@ async fn everything_is_handled_and_the_report_says_what_would_not_have_been() {
     assert_eq!(handle(store, &more).await, (1, 0));
     // And this is what it does with the same messages from the start.
     assert_eq!(handle(MemoryStore::new(), &MESSAGES).await, (3, 1));
+}
+
+#[tokio::test]
+async fn what_fails_again_and_again_gets_its_attempts_and_no_more() {
+    for store in [true, false] {
+        let report = ShadowReport::new();
+        let messages = [("broken", "1"), ("broken", "1")];
+        let handled = match store {
+            true => handle(Shadow::new(MemoryStore::new(), report.clone()), &messages).await,
+            false => handle(Shadow::new(Away::default(), report.clone()), &messages).await,
+        };
+        assert_eq!((handled, report.claims()), ((0, 2), 2 * u64::from(defaults::ATTEMPTS)));
+    }
 }
 
 /// A store that is not there.
