@@ -8,7 +8,7 @@ use crate::Context;
 use crate::audit::{Act, Audit};
 use crate::config;
 use crate::failure::Failure;
-use crate::letters::act::{Doing, Outcome, Pace, Report, closing, is_of_this_letter};
+use crate::letters::act::{Doing, Pace, Report, closing};
 use crate::letters::filter::Filter;
 use crate::letters::look::{self, List, Looking, Show};
 use crate::letters::{Broker, Letter, Reader, Shelf, kafka};
@@ -83,14 +83,7 @@ async fn each(context: &Context, choice: Choice, what: What) -> Result<(), Failu
                     (What::Drop, true) => desk.drop(&reader, &letter).await,
                     (What::Drop, false) => Ok("would be dropped".to_owned()),
                 };
-                match said {
-                    Ok(said) => report.add(&letter, Outcome::Done, said),
-                    Err(failure) if is_of_this_letter(&failure) => report.add(&letter, Outcome::Left, failure.to_string()),
-                    Err(failure) => {
-                        report.add(&letter, Outcome::Left, failure.to_string());
-                        return Err(failure);
-                    }
-                }
+                report.note(&letter, said)?;
             }
             Ok(())
         };

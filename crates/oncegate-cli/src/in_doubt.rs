@@ -7,7 +7,7 @@ use crate::Context;
 use crate::audit::{Act, Audit};
 use crate::config;
 use crate::failure::Failure;
-use crate::letters::act::{Doing, Outcome, Report, closing, is_of_this_letter};
+use crate::letters::act::{Doing, Report, closing};
 use crate::letters::filter::Filter;
 use crate::letters::look::{self, List, Looking, Show};
 use crate::letters::{Broker, Letter, Reader, Shelf, State as LetterState, kafka};
@@ -100,18 +100,12 @@ async fn resolve(context: &Context, resolve: Resolve) -> Result<(), Failure> {
                 if letter.state != LetterState::Waiting || !filter.takes(&letter) {
                     continue;
                 }
-                if !resolve.doing.yes {
-                    report.add(&letter, Outcome::Done, would(&subject, finding, &reader));
-                    continue;
-                }
-                match settle(&audit, &mut reader, &letter, finding, resolve.doing.why.as_deref()).await {
-                    Ok(said) => report.add(&letter, Outcome::Done, said),
-                    Err(failure) if is_of_this_letter(&failure) => report.add(&letter, Outcome::Left, failure.to_string()),
-                    Err(failure) => {
-                        report.add(&letter, Outcome::Left, failure.to_string());
-                        return Err(failure);
-                    }
-                }
+                let said = if resolve.doing.yes {
+                    settle(&audit, &mut reader, &letter, finding, resolve.doing.why.as_deref()).await
+                } else {
+                    Ok(would(&subject, finding, &reader))
+                };
+                report.note(&letter, said)?;
             }
             Ok(())
         };

@@ -62,7 +62,7 @@ impl Turns {
 /// What came of one letter, or would.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) enum Outcome {
+enum Outcome {
     /// It was done, or would be.
     Done,
     /// It was left where it is.
@@ -90,7 +90,7 @@ pub(crate) struct Report {
 const ROWS: usize = 1_000;
 
 impl Report {
-    pub(crate) fn add(&mut self, letter: &Letter, outcome: Outcome, says: impl Into<String>) {
+    fn add(&mut self, letter: &Letter, outcome: Outcome, says: impl Into<String>) {
         match outcome {
             Outcome::Done => self.done += 1,
             Outcome::Left => self.left += 1,
@@ -99,6 +99,23 @@ impl Report {
             let (place, id, reason) = (letter.place.to_string(), letter.id().map(str::to_owned), letter.reason().to_owned());
             self.rows.push(Row { place, id, reason, outcome, says: says.into() });
         }
+    }
+
+    /// Notes what came of a letter.
+    ///
+    /// # Errors
+    /// What went wrong, if it would go wrong with the next letter, too.
+    pub(crate) fn note(&mut self, letter: &Letter, said: Result<String, Failure>) -> Result<(), Failure> {
+        match said {
+            Ok(said) => self.add(letter, Outcome::Done, said),
+            Err(failure) => {
+                self.add(letter, Outcome::Left, failure.to_string());
+                if !is_of_this_letter(&failure) {
+                    return Err(failure);
+                }
+            }
+        }
+        Ok(())
     }
 
     pub(crate) fn seen(&self) -> usize {
@@ -133,7 +150,7 @@ impl Report {
 }
 
 /// Whether it concerns one letter alone, so that the next may be tried.
-pub(crate) fn is_of_this_letter(failure: &Failure) -> bool {
+fn is_of_this_letter(failure: &Failure) -> bool {
     failure.code == Code::NotAll
 }
 
