@@ -5,4 +5,4 @@
 mod sqlite;
 
 #[cfg(feature = "sqlite")]
-pub use sqlite::{SQLITE_METRICS, Sqlite, Synchronous};
+pub use sqlite::{SQLITE_METRICS, Sqlite, SqliteBrowse, SqliteListed, Synchronous};

@@ -1,5 +1,6 @@
 //! The store that users name.
 
+mod browse;
 mod clock;
 mod desk;
 mod failure;
@@ -20,6 +21,7 @@ use oncegate_core::store::APPLY_TIMEOUT;
 use oncegate_core::{Key, Memory, Store, StoreError};
 use tokio::sync::oneshot;
 
+pub use browse::{SqliteBrowse, SqliteListed};
 use desk::Request;
 use failure::Failure;
 use file::Place;
@@ -141,6 +143,11 @@ impl Store for Sqlite {
 
     async fn memory(&self) -> Result<Memory, StoreError> {
         Ok(self.ask(Request::Memory).await??)
+    }
+
+    /// Two: while one is worked on, what the other came to is carried out.
+    fn parallel_applies(&self) -> usize {
+        2
     }
 
     // For the renewals this handle is as good as another: its thread needs no runtime, and no handler can block it.

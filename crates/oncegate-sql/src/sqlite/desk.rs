@@ -6,8 +6,10 @@ use std::time::Duration;
 
 use oncegate_core::marker::{Marker, Operation, Verdict};
 use oncegate_core::{Key, Memory, fault};
+use rusqlite::Connection;
 use tokio::sync::oneshot;
 
+use super::browse::{self, Page, Standing};
 use super::clock::{Clock, Now};
 use super::failure::{Failure, Stage};
 use super::file::{Identity, OpenFile, Place};
@@ -34,6 +36,10 @@ pub(crate) enum Request {
     Apply(Vec<Operation>, oneshot::Sender<Answers>),
     /// What stands under this key?
     Look(Key, oneshot::Sender<Result<Marker, Failure>>),
+    /// The same, and for how long?
+    LookClosely(Key, oneshot::Sender<Result<Standing, Failure>>),
+    /// What stands behind this key, so many rows of it?
+    Page(String, usize, oneshot::Sender<Result<Page, Failure>>),
     /// Does the file survive?
     Memory(oneshot::Sender<Result<Memory, Failure>>),
     /// Panic.
@@ -47,6 +53,8 @@ impl Request {
         match self {
             Self::Apply(_, reply) => reply.is_closed(),
             Self::Look(_, reply) => reply.is_closed(),
+            Self::LookClosely(_, reply) => reply.is_closed(),
+            Self::Page(.., reply) => reply.is_closed(),
             Self::Memory(reply) => reply.is_closed(),
             #[cfg(test)]
             Self::Panic => false,
@@ -109,6 +117,10 @@ impl Desk {
                 }
                 // Nobody is there to read what cannot be sent, here as below.
                 Request::Look(key, reply) => drop(reply.send(self.look(&key))),
+                Request::LookClosely(key, reply) => {
+                    drop(reply.send(self.browse(|file, now| browse::one(file, now, &key)).and_then(|found| found)))
+                }
+                Request::Page(after, limit, reply) => drop(reply.send(self.browse(|file, now| browse::page(file, now, &after, limit)))),
                 Request::Memory(reply) => drop(reply.send(self.memory())),
                 #[cfg(test)]
                 Request::Panic => panic!("as it was asked"),
@@ -178,6 +190,13 @@ impl Desk {
         file.check(place)?;
         let mut rows = Rows::new(&file.connection, clock.now()).map_err(&working)?;
         rows.look(key).map_err(&working)?
+    }
+
+    /// Reads as an operator does.
+    fn browse<T>(&mut self, read: impl FnOnce(&Connection, Now) -> rusqlite::Result<T>) -> Result<T, Failure> {
+        let (file, place, clock, _) = self.open()?;
+        file.check(place)?;
+        read(&file.connection, clock.now()).map_err(place.failure(Stage::Working))
     }
 
     fn memory(&mut self) -> Result<Memory, Failure> {

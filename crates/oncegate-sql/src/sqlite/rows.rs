@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use oncegate_core::Key;
-use oncegate_core::marker::{Age, Change, Doubt, Fingerprint, Guarantee, Hold, Marker, Operation, Token, Verdict, apply};
-use rusqlite::{CachedStatement, Connection, OptionalExtension, Row, params};
+use oncegate_core::marker::{Age, Ask, Change, Doubt, Fingerprint, Guarantee, Hold, Marker, Operation, Terms, Token, Verdict, apply};
+use rusqlite::{CachedStatement, Connection, OptionalExtension, Params, Row, params};
 
 use super::clock::{Now, milliseconds};
 use super::failure::Failure;
@@ -16,12 +16,24 @@ const WRITE: &str = "INSERT INTO markers (key, expires, state, fingerprint, atte
     ON CONFLICT (key) DO UPDATE SET expires = ?2, state = ?3, fingerprint = ?4, attempt = ?5, token = ?6, lease = ?7, horizon = ?8,
         guarantee = ?9";
 
+/// Writes nothing where there is a row, expired or not.
+const WRITE_NEW: &str = "INSERT INTO markers (key, expires, state, fingerprint, attempt, token, lease, horizon, guarantee)
+    VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9)
+    ON CONFLICT (key) DO NOTHING";
+
+/// Writes nothing unless this attempt of this claim is in progress, and is not forgotten.
+const COMPLETE_OWN: &str = "UPDATE markers SET expires = ?2, state = 0, fingerprint = ?3, attempt = NULL, token = NULL, lease = NULL,
+        horizon = NULL, guarantee = NULL
+    WHERE key = ?1 AND state = 2 AND token = ?4 AND attempt = ?5 AND expires > ?6";
+
 const DELETE: &str = "DELETE FROM markers WHERE key = ?1";
 
 /// The statements, for one transaction.
 pub(crate) struct Rows<'connection> {
     read: CachedStatement<'connection>,
     write: CachedStatement<'connection>,
+    write_new: CachedStatement<'connection>,
+    complete_own: CachedStatement<'connection>,
     delete: CachedStatement<'connection>,
     now: Now,
 }
@@ -31,8 +43,8 @@ pub(crate) struct Rows<'connection> {
 pub(crate) struct Unreadable;
 
 /// A marker with what is known of its time.
-struct Found {
-    marker: Marker,
+pub(crate) struct Found {
+    pub(crate) marker: Marker,
     age: Age,
 }
 
@@ -40,8 +52,9 @@ const ABSENT: Found = Found { marker: Marker::Absent, age: Age::Of(Duration::ZER
 
 impl<'connection> Rows<'connection> {
     pub(crate) fn new(connection: &'connection Connection, now: Now) -> rusqlite::Result<Self> {
-        let [read, write, delete] = [READ, WRITE, DELETE].map(|sql| connection.prepare_cached(sql));
-        Ok(Self { read: read?, write: write?, delete: delete?, now })
+        let [read, write, write_new, complete_own, delete] =
+            [READ, WRITE, WRITE_NEW, COMPLETE_OWN, DELETE].map(|sql| connection.prepare_cached(sql));
+        Ok(Self { read: read?, write: write?, write_new: write_new?, complete_own: complete_own?, delete: delete?, now })
     }
 
     /// Does to the row of its key what the operation asks. A row that cannot be read is left as it is.
@@ -49,9 +62,12 @@ impl<'connection> Rows<'connection> {
     /// # Errors
     /// If SQLite fails: then the whole transaction does.
     pub(crate) fn apply(&mut self, operation: &Operation) -> rusqlite::Result<Result<Verdict, Failure>> {
+        if let Some(verdict) = self.apply_to_the_usual(operation)? {
+            return Ok(Ok(verdict));
+        }
         let found = match self.find(&operation.key)? {
             Ok(found) => found,
-            Err(Unreadable) => return Ok(Err(unreadable(&operation.key))),
+            Err(Unreadable) => return Ok(Err(unreadable(operation.key.as_str()))),
         };
         let (change, verdict) = apply(found.marker, found.age, operation);
         match change {
@@ -59,14 +75,44 @@ impl<'connection> Rows<'connection> {
             Change::Delete => {
                 self.delete.execute([operation.key.as_str()])?;
             }
-            Change::Write(marker, after) => self.write(&operation.key, marker, after)?,
+            Change::Write(marker, after) => {
+                self.write.execute(self.now.columns(&operation.key, marker, after))?;
+            }
         }
         Ok(Ok(verdict))
     }
 
+    /// Nearly every claim finds nothing, and nearly every completion its own claim. Either takes one statement then, which
+    /// writes nothing if it is otherwise.
+    fn apply_to_the_usual(&mut self, operation: &Operation) -> rusqlite::Result<Option<Verdict>> {
+        let Operation { key, ask, token, attempt, terms } = operation;
+        let (usual, age) = match ask {
+            Ask::Claim => (ABSENT.marker, ABSENT.age),
+            Ask::Complete => {
+                let Terms { guarantee, lease, fingerprint, .. } = *terms;
+                let hold = Hold { token: *token, attempt: *attempt, lease, horizon: terms.horizon(), guarantee, fingerprint };
+                (Marker::InProgress(hold), ABSENT.age)
+            }
+            _ => return Ok(None),
+        };
+        let written = match (ask, apply(usual, age, operation)) {
+            (Ask::Claim, (Change::Write(marker, after), verdict)) => {
+                (self.write_new.execute(self.now.columns(key, marker, after))?, verdict)
+            }
+            (_, (Change::Write(Marker::Done(fingerprint), after), verdict)) => {
+                let fingerprint = fingerprint.map(|it| it.get() as i64); // below 10^18
+                let (token, expires) = (token.0.to_be_bytes(), self.now.expires(after));
+                let values = params![key.as_str(), expires, fingerprint, token, attempt, self.now.forgotten];
+                (self.complete_own.execute(values)?, verdict)
+            }
+            _ => return Ok(None),
+        };
+        Ok(Some(written).filter(|(rows, _)| *rows == 1).map(|(_, verdict)| verdict))
+    }
+
     /// The marker under a key.
     pub(crate) fn look(&mut self, key: &Key) -> rusqlite::Result<Result<Marker, Failure>> {
-        Ok(self.find(key)?.map(|found| found.marker).map_err(|Unreadable| unreadable(key)))
+        Ok(self.find(key)?.map(|found| found.marker).map_err(|Unreadable| unreadable(key.as_str())))
     }
 
     fn find(&mut self, key: &Key) -> rusqlite::Result<Result<Found, Unreadable>> {
@@ -74,9 +120,16 @@ impl<'connection> Rows<'connection> {
         let found = self.read.query_row([key.as_str()], |row| Ok(read(row, now))).optional()?;
         Ok(found.unwrap_or(Ok(ABSENT)))
     }
+}
 
-    fn write(&mut self, key: &Key, marker: Marker, after: Duration) -> rusqlite::Result<()> {
-        let expires = self.now.wall + milliseconds(after).max(1);
+impl Now {
+    /// When what is written now, to last for so long, expires.
+    fn expires(&self, after: Duration) -> i64 {
+        self.wall + milliseconds(after).max(1)
+    }
+
+    /// The nine columns of a row that is written now.
+    fn columns<'key>(&self, key: &'key Key, marker: Marker, after: Duration) -> impl Params + use<'key> {
         let (state, fingerprint, attempt, hold) = match marker {
             Marker::Absent => unreachable!("a marker that is absent is deleted, not written"),
             Marker::Done(fingerprint) => (0, fingerprint, None, None),
@@ -95,13 +148,12 @@ impl<'connection> Rows<'connection> {
             Guarantee::EffectivelyOnce => 1,
             Guarantee::Bare => 2,
         });
-        self.write.execute(params![key.as_str(), expires, state, fingerprint, attempt, token, lease, horizon, guarantee])?;
-        Ok(())
+        (key.as_str(), self.expires(after), state, fingerprint, attempt, token, lease, horizon, guarantee)
     }
 }
 
 /// Reads a row: expires, state, fingerprint, attempt, token, lease, horizon, guarantee.
-fn read(row: &Row<'_>, now: Now) -> Result<Found, Unreadable> {
+pub(crate) fn read(row: &Row<'_>, now: Now) -> Result<Found, Unreadable> {
     let expires: i64 = row.get(0).map_err(|_| Unreadable)?;
     // Of what a done marker lacks, its guarantee is one thing.
     let forgotten = if matches!(row.get(7), Ok(Some(0))) { now.unresolved_forgotten } else { now.forgotten };
@@ -158,11 +210,11 @@ fn age(written: i64, now: Now) -> Age {
     Age::Of(Duration::from_millis(u64::try_from(old).unwrap_or_default())) // held_since is never after the wall clock
 }
 
-fn unreadable(key: &Key) -> Failure {
+pub(crate) fn unreadable(key: &str) -> Failure {
     Failure::misconfigured(format!(
         "the row of {} in the table markers holds no marker that this release can read: delete the row, or upgrade oncegate here; it is left \
          as it is",
-        key.as_str()
+        key
     ))
 }
 
@@ -171,7 +223,6 @@ mod tests {
     use std::path::Path;
 
     use oncegate_core::MessageId;
-    use oncegate_core::marker::{Ask, Terms};
 
     use super::super::file::{OpenFile, Place};
     use super::*;
@@ -216,6 +267,31 @@ mod tests {
         assert_eq!(ask(&file, at(START), Ask::Complete, 1), Verdict::Done { marker_lost: true });
         assert_eq!(ask(&file, at(START + WINDOW - 1), Ask::Claim, 2), Verdict::Duplicate);
         assert_eq!(ask(&file, at(START + WINDOW), Ask::Claim, 2), Verdict::Granted { attempt: 1 });
+    }
+
+    #[test]
+    fn a_completion_knows_its_own_claim_from_any_other() {
+        let claimed = || {
+            let directory = tempfile::tempdir().expect("a directory");
+            let file = file(directory.path());
+            assert_eq!(ask(&file, at(START), Ask::Claim, 1), Verdict::Granted { attempt: 1 });
+            (file, directory)
+        };
+        let (file, _directory) = claimed();
+        assert_eq!(ask(&file, at(START), Ask::Complete, 2), Verdict::Lost, "of another token");
+        assert_eq!(ask(&file, at(START), Ask::Complete, 1), Verdict::Done { marker_lost: false });
+        assert_eq!(ask(&file, at(START + WINDOW - 1), Ask::Claim, 2), Verdict::Duplicate, "the window begins anew");
+
+        let (file, _directory) = claimed();
+        file.connection.execute("UPDATE markers SET attempt = 2", []).expect("written");
+        assert_eq!(ask(&file, at(START), Ask::Complete, 1), Verdict::Lost, "of an earlier attempt");
+
+        let (file, _directory) = claimed();
+        ask(&file, at(START), Ask::Doubt, 1);
+        assert_eq!(ask(&file, at(START), Ask::Complete, 2), Verdict::Done { marker_lost: false }, "whoever knows ends a doubt");
+
+        let (file, _directory) = claimed();
+        assert_eq!(ask(&file, at(START + WINDOW), Ask::Complete, 1), Verdict::Done { marker_lost: true }, "after its window");
     }
 
     #[test]

@@ -1,6 +1,8 @@
 //! The SQLite store on real files, of several handles and several processes.
 #![forbid(unsafe_code)]
 
+mod bad_table;
+mod browse;
 mod crash;
 mod differential;
 mod expiry;
