@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::machine::Machine;
 use crate::rounds::Row;
+use crate::side::ThreadTime;
 use crate::suites::REACH;
 
 /// A run: all its tables, and where it was made.
@@ -55,6 +56,9 @@ pub struct Line {
     pub peak_kib: Option<u64>,
     /// Latencies in microseconds by percentile: the median of the rounds.
     pub latencies: Vec<(f64, u64)>,
+    /// For what part of the time the thread ran that handles, and for what part it waited for a core: the medians of the
+    /// rounds. For the rest it waited for others.
+    pub thread: Option<(f64, f64)>,
 }
 
 /// One side's rate by another's, in the same round.
@@ -92,7 +96,9 @@ impl Table {
         let latencies = self.lines.iter().any(|line| !line.latencies.is_empty());
         text += match latencies {
             true => "| | p50 µs | p90 µs | p99 µs | p99.9 µs |\n| --- | ---: | ---: | ---: | ---: |\n",
-            false => "| | median/s | min | max | client µs | server µs | peak MiB |\n| --- | ---: | ---: | ---: | ---: | ---: | ---: |\n",
+            false => {
+                "| | median/s | min | max | client µs | server µs | peak MiB | ran | queued |\n| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
+            }
         };
         for line in &self.lines {
             let [middle, least, most] = spread(&line.rates);
@@ -102,10 +108,12 @@ impl Table {
             text += &match latencies {
                 true => format!("| {} | {} | {} | {} | {} |\n", line.name, at(50.0), at(90.0), at(99.0), at(99.9)),
                 false => format!(
-                    "| {} | {middle:.0} | {least:.0} | {most:.0} | {} | {} | {peak} |\n",
+                    "| {} | {middle:.0} | {least:.0} | {most:.0} | {} | {} | {peak} | {} | {} |\n",
                     line.name,
                     micros(line.client_micros),
-                    micros(line.server_micros)
+                    micros(line.server_micros),
+                    share(line.thread.map(|it| it.0)),
+                    share(line.thread.map(|it| it.1)),
                 ),
             };
         }
@@ -143,8 +151,13 @@ impl Line {
         };
         let percentiles: Vec<f64> = took.first().map(|took| took.latencies.iter().map(|(at, _)| *at).collect()).unwrap_or_default();
         let latency = |at: f64| median(&took.iter().filter_map(|took| took.latency(at)).map(|it| it as f64).collect::<Vec<_>>());
+        let shares = |part: fn(&ThreadTime) -> f64| {
+            let shares: Vec<f64> = took.iter().filter_map(|took| Some(part(took.thread.as_ref()?) / took.seconds)).collect();
+            (!shares.is_empty()).then(|| median(&shares))
+        };
         Self {
             name: row.name.clone(),
+            thread: shares(|thread| thread.ran).zip(shares(|thread| thread.queued)),
             rates: row.rounds.iter().map(|once| once.rate).collect(),
             client_micros: per_message(|took| took.cpu),
             server_micros: per_message(|took| took.servers_cpu),
@@ -159,8 +172,8 @@ impl fmt::Display for Table {
         writeln!(f, "\n{}", self.title)?;
         writeln!(
             f,
-            "  {:<34} {:>11} {:>11} {:>11} {:>10} {:>10} {:>9}",
-            "", "median/s", "min/s", "max/s", "client µs", "server µs", "peak MiB"
+            "  {:<34} {:>11} {:>11} {:>11} {:>10} {:>10} {:>9} {:>6} {:>6}",
+            "", "median/s", "min/s", "max/s", "client µs", "server µs", "peak MiB", "ran", "queued"
         )?;
         for line in &self.lines {
             let [middle, least, most] = spread(&line.rates);
@@ -168,10 +181,12 @@ impl fmt::Display for Table {
             let peak = line.peak_kib.map_or_else(String::new, |kib| format!("{:.0}", kib as f64 / 1024.0));
             writeln!(
                 f,
-                "  {:<34} {middle:>11.0} {least:>11.0} {most:>11.0} {:>10} {:>10} {peak:>9}",
+                "  {:<34} {middle:>11.0} {least:>11.0} {most:>11.0} {:>10} {:>10} {peak:>9} {:>6} {:>6}",
                 line.name,
                 micros(line.client_micros),
                 micros(line.server_micros),
+                share(line.thread.map(|it| it.0)),
+                share(line.thread.map(|it| it.1)),
             )?;
         }
         for line in self.lines.iter().filter(|line| !line.latencies.is_empty()) {
@@ -222,6 +237,11 @@ impl Report {
     }
 }
 
+/// A part of the whole, in hundredths.
+fn share(part: Option<f64>) -> String {
+    part.map_or_else(String::new, |part| format!("{:.0} %", part * 100.0))
+}
+
 /// The middle one; of an even number the lower of the two in the middle; 0 of none.
 pub fn median(numbers: &[f64]) -> f64 {
     let mut sorted = numbers.to_vec();
@@ -255,7 +275,7 @@ mod tests {
         let shown = table.to_string();
         assert!(shown.contains("gated / 0.5 × bare") && shown.contains("0.900"), "{shown}");
         let markdown = table.markdown();
-        assert!(markdown.contains("| bare | 80 | 50 | 100 |  |  |  |"), "{markdown}");
+        assert!(markdown.contains("| bare | 80 | 50 | 100 |  |  |  |  |  |"), "{markdown}");
         assert!(markdown.contains("| `half` | gated / 0.5 × bare | 1.80 | 1.00 | 2.00 |"), "{markdown}");
     }
 

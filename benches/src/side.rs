@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-pub use meter::{Meter, Took};
+pub use meter::{Meter, ThreadTime, Took, cpu_of};
 pub(crate) use store::operation;
 
 /// What to do.

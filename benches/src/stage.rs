@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 use oncegate_testkit::servers::{KafkaServer, RabbitServer, RedisOptions, RedisServer};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -12,7 +13,7 @@ use tokio::runtime::Runtime;
 
 use crate::Outcome;
 use crate::load::{Ids, Queue, Topic};
-use crate::side::{From, Id, Spawned, Store, Task, Way, Work};
+use crate::side::{From, Id, Spawned, Store, Task, Way, Work, cpu_of};
 
 /// Servers of one's own, and names that nobody has used on them.
 pub struct Stage {
@@ -99,14 +100,31 @@ impl Stage {
         self.runtime.block_on(work)
     }
 
-    /// Fills a queue.
+    /// Fills a queue, and lets the broker finish what that gave it to do.
     ///
     /// # Errors
     /// What the broker said.
     pub fn queue(&self, kind: crate::load::QueueKind, messages: usize, body: usize) -> Outcome<Queue> {
         let queue = Queue { name: self.name("queue"), kind, messages, body };
         self.runtime.block_on(queue.fill(&self.rabbitmq.url()))?;
+        self.let_rabbitmq_rest();
         Ok(queue)
+    }
+
+    /// Waits until the node has hardly anything to do, ten seconds at the most: what it still writes would be counted against
+    /// the side that comes first.
+    fn let_rabbitmq_rest(&self) {
+        const LOOK: Duration = Duration::from_millis(200);
+        let until = Instant::now() + Duration::from_secs(10);
+        let mut before = cpu_of(self.rabbitmq.pid());
+        while Instant::now() < until {
+            std::thread::sleep(LOOK);
+            let after = cpu_of(self.rabbitmq.pid());
+            if after.zip(before).is_none_or(|(after, before)| after.saturating_sub(before) <= LOOK / 10) {
+                return;
+            }
+            before = after;
+        }
     }
 
     /// Deletes a queue.

@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
+use std::thread::ThreadId;
 use std::time::Duration;
 
 use hdrhistogram::Histogram;
@@ -39,6 +40,17 @@ pub struct Took {
     pub between: (f64, f64),
     /// How long messages were under way, in microseconds, by percentile; empty where that was not asked.
     pub latencies: Vec<(f64, u64)>,
+    /// What the thread did meanwhile that handled the first message and the last; none where that were two.
+    pub thread: Option<ThreadTime>,
+}
+
+/// How a thread spent a time, in seconds; the rest of it, it waited for others.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ThreadTime {
+    /// It ran.
+    pub ran: f64,
+    /// It could have run, and waited for a core.
+    pub queued: f64,
 }
 
 impl Took {
@@ -61,6 +73,31 @@ struct Reading {
     at: Duration,
     cpu: Duration,
     servers_cpu: Duration,
+    thread: Option<ThreadReading>,
+}
+
+/// What Linux counts of a thread.
+#[derive(Clone, Copy)]
+struct ThreadReading {
+    thread: ThreadId,
+    ran: Duration,
+    queued: Duration,
+}
+
+impl ThreadReading {
+    /// Of this thread; none where the system does not count it.
+    fn here() -> Option<Self> {
+        let counted = std::fs::read_to_string("/proc/thread-self/schedstat").ok()?;
+        let mut nanoseconds = counted.split_ascii_whitespace().map(|it| it.parse().map(Duration::from_nanos));
+        let (ran, queued) = (nanoseconds.next()?.ok()?, nanoseconds.next()?.ok()?);
+        Some(Self { thread: std::thread::current().id(), ran, queued })
+    }
+
+    fn until(self, later: Self) -> Option<ThreadTime> {
+        let spent = |from: Duration, to: Duration| to.saturating_sub(from).as_secs_f64();
+        let time = ThreadTime { ran: spent(self.ran, later.ran), queued: spent(self.queued, later.queued) };
+        (self.thread == later.thread).then_some(time)
+    }
 }
 
 impl Meter {
@@ -137,12 +174,13 @@ impl Meter {
             peak_kib: peak_kib(),
             between: (first.at.as_secs_f64(), last.at.as_secs_f64()),
             latencies: percentiles.map(|percentile| (*percentile, latencies.value_at_percentile(*percentile))).collect(),
+            thread: first.thread.zip(last.thread).and_then(|(first, last)| first.until(last)),
         })
     }
 
     fn read(&self) -> Reading {
         let servers_cpu = self.servers.iter().filter_map(|number| cpu_of(*number)).sum();
-        Reading { at: clock(ClockId::Monotonic), cpu: clock(ClockId::ProcessCPUTime), servers_cpu }
+        Reading { at: clock(ClockId::Monotonic), cpu: clock(ClockId::ProcessCPUTime), servers_cpu, thread: ThreadReading::here() }
     }
 }
 
@@ -152,7 +190,7 @@ fn clock(id: ClockId) -> Duration {
 }
 
 /// The CPU time of a process: Linux counts it in hundredths of a second.
-fn cpu_of(number: u32) -> Option<Duration> {
+pub fn cpu_of(number: u32) -> Option<Duration> {
     let stat = std::fs::read_to_string(format!("/proc/{number}/stat")).ok()?;
     // The second field is a name in brackets, which may hold anything.
     let after_name = &stat[stat.rfind(')')? + 2..];
@@ -194,6 +232,20 @@ mod tests {
         assert!(!meter.is_over());
         meter.saw_after(Duration::from_millis(10));
         assert_eq!(meter.took().unwrap().latency(100.0).map(|micros| micros / 100), Some(100));
+    }
+
+    #[test]
+    fn a_thread_is_known_that_handled_the_first_and_the_last() {
+        let handled_by_two = |two: bool| {
+            let meter = Meter::new(2, Vec::new());
+            meter.saw();
+            std::thread::sleep(Duration::from_millis(20));
+            std::thread::scope(|scope| if two { drop(scope.spawn(|| meter.saw()).join()) } else { meter.saw() });
+            meter.took().unwrap()
+        };
+        let took = handled_by_two(false);
+        assert!(took.thread.is_some_and(|it| it.ran > 0.0 && it.ran + it.queued <= took.seconds), "{took:?}");
+        assert_eq!(handled_by_two(true).thread, None);
     }
 
     #[test]

@@ -54,6 +54,7 @@ fn sum(took: &[Took]) -> Took {
         peak_kib: took.iter().map(|took| took.peak_kib).max().unwrap_or(0),
         between: (begun, over),
         latencies: Vec::new(),
+        thread: None,
     }
 }
 
@@ -71,6 +72,7 @@ mod tests {
             peak_kib: 5,
             between: (from, to),
             latencies: Vec::new(),
+            thread: None,
         };
         let all = sum(&[took(1.0, 3.0), took(2.0, 6.0)]);
         assert_eq!((all.messages, all.seconds, all.cpu, all.servers_cpu, all.rate()), (20, 5.0, 2.0, 6.0, 4.0));
