@@ -9,7 +9,10 @@
 //! 3. Every message that `rd_kafka_consume_batch_queue` has returned is destroyed exactly once, by [`Fetched`], and
 //!    no pointer into it outlives that: all its bytes are copied first.
 //! 4. The main queue is never read in batches: rebalances are served by the safe wrapper alone.
-//! 5. A message's error code may come from the broker, which may know codes that the enum of the bindings does not. It is
+//! 5. What librdkafka logs stands in a queue of its own, which only [`Queue`] reads: an event of it is destroyed exactly once,
+//!    where it was polled, and its text is copied before. In the main queue lines overtake rebalances, and there may be
+//!    more of them than are served.
+//! 6. A message's error code may come from the broker, which may know codes that the enum of the bindings does not. It is
 //!    read as the number it is, and no reference is made to a whole native message: fields are read one by one.
 
 use std::ffi::{CStr, CString, c_void};
@@ -20,6 +23,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use bytes::Bytes;
 use oncegate_core::Headers;
 use rdkafka::bindings as native;
+use rdkafka::config::RDKafkaLogLevel;
 use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext};
 use rdkafka::error::RDKafkaErrorCode;
 use rdkafka::message::BorrowedMessage;
@@ -28,12 +32,17 @@ use rdkafka::types::RDKafkaRespErr;
 /// The most messages of one read.
 pub(crate) const MOST: usize = 256;
 
+/// The most lines of librdkafka's log that are heard in one turn.
+const LINES: usize = 10_000;
+
 /// Messages share blocks of about this many bytes. A larger message has a block of its own.
 const BLOCK: usize = 1 << 20;
 
 /// A queue of our own, which partitions are forwarded to.
 pub(crate) struct Queue<C: ConsumerContext + 'static> {
     native: NonNull<native::rd_kafka_queue_t>,
+    /// What librdkafka logs.
+    lines: NonNull<native::rd_kafka_queue_t>,
     consumer: Arc<BaseConsumer<C>>,
 }
 
@@ -74,11 +83,43 @@ pub(crate) struct Fault {
 }
 
 impl<C: ConsumerContext + 'static> Queue<C> {
-    /// A new queue of this client; `None` if librdkafka has no memory for it.
+    /// New queues of this client; `None` if librdkafka has no memory for them.
     pub(crate) fn new(consumer: &Arc<BaseConsumer<C>>) -> Option<Self> {
+        let client = consumer.client().native_ptr();
         // SAFETY: the client lives, `consumer` holds it.
-        let queue = unsafe { native::rd_kafka_queue_new(consumer.client().native_ptr()) };
-        Some(Self { native: NonNull::new(queue)?, consumer: consumer.clone() })
+        let (queue, lines) = unsafe { (native::rd_kafka_queue_new(client), native::rd_kafka_queue_new(client)) };
+        let queue = Self { native: NonNull::new(queue)?, lines: NonNull::new(lines)?, consumer: consumer.clone() };
+        // SAFETY: client and queue live. The only error is that lines do not come by a queue, and they do: the wrapper asks so.
+        unsafe { native::rd_kafka_set_log_queue(client, queue.lines.as_ptr()) };
+        Some(queue)
+    }
+
+    /// Hands what librdkafka has logged since the last call to the context, in its order. Serves nothing else, so it may be
+    /// called inside a rebalance.
+    pub(crate) fn hear(&self) {
+        for _ in 0..LINES {
+            // SAFETY: the queue lives.
+            let event = unsafe { native::rd_kafka_queue_poll(self.lines.as_ptr(), 0) };
+            if event.is_null() {
+                return;
+            }
+            let (mut facility, mut line, mut level) = (ptr::null(), ptr::null(), 0);
+            // SAFETY: the event lives, and the three are ours.
+            if unsafe { native::rd_kafka_event_log(event, &mut facility, &mut line, &mut level) } == 0 {
+                // SAFETY: both end in NUL, and live as long as the event.
+                let (facility, line) = unsafe { (CStr::from_ptr(facility), CStr::from_ptr(line)) };
+                self.consumer.context().log(level_of(level), facility.to_string_lossy().trim(), line.to_string_lossy().trim());
+            }
+            // SAFETY: ours since it was polled, and given back once (invariant 5).
+            unsafe { native::rd_kafka_event_destroy(event) }
+        }
+    }
+
+    /// How much librdkafka has fetched that was not read yet: messages, and what it has to say between them.
+    pub(crate) fn waiting(&self) -> u64 {
+        // SAFETY: the queue lives.
+        let waiting = unsafe { native::rd_kafka_queue_length(self.native.as_ptr()) };
+        waiting as u64
     }
 
     /// Lets the messages of a partition come through this queue. To be called before the partition is assigned, or
@@ -149,8 +190,32 @@ pub(crate) enum Adoption {
 
 impl<C: ConsumerContext + 'static> Drop for Queue<C> {
     fn drop(&mut self) {
-        // SAFETY: ours, given back once, while the client lives (invariant 1).
-        unsafe { native::rd_kafka_queue_destroy(self.native.as_ptr()) }
+        self.hear();
+        // SAFETY: the client lives (invariant 1), and its main queue, which takes the lines from here on, as long as it. All
+        // three handles are ours and given back once.
+        unsafe {
+            let client = self.consumer.client().native_ptr();
+            let main = native::rd_kafka_queue_get_main(client);
+            native::rd_kafka_set_log_queue(client, main);
+            native::rd_kafka_queue_destroy(main);
+            native::rd_kafka_queue_destroy(self.lines.as_ptr());
+            native::rd_kafka_queue_destroy(self.native.as_ptr());
+        }
+    }
+}
+
+/// The level of a line, as syslog counts them.
+fn level_of(level: i32) -> RDKafkaLogLevel {
+    use RDKafkaLogLevel as L;
+    match level {
+        ..=0 => L::Emerg,
+        1 => L::Alert,
+        2 => L::Critical,
+        3 => L::Error,
+        4 => L::Warning,
+        5 => L::Notice,
+        6 => L::Info,
+        7.. => L::Debug,
     }
 }
 
@@ -221,7 +286,7 @@ impl Copier {
     /// `message` points to a message of librdkafka that lives until the call returns.
     unsafe fn take(&mut self, message: *mut native::rd_kafka_message_t) {
         // SAFETY: the caller's promise; librdkafka fills every field that is read here. An enum of the bindings is as large
-        // as an `i32`, and any number is an `i32` (invariant 5).
+        // as an `i32`, and any number is an `i32` (invariant 6).
         let (code, rkt, partition, offset, key, key_len, payload, len) = unsafe {
             (
                 (&raw const (*message).err).cast::<i32>().read(),

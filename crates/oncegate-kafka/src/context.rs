@@ -26,14 +26,9 @@ use crate::standing;
 const DRAIN_TURN: Duration = Duration::from_millis(5);
 /// How long librdkafka may take to begin at another offset.
 pub(crate) const SEEK: Duration = Duration::from_secs(1);
-
-/// Where librdkafka is told to begin.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Begin {
-    /// Where the group stands; if it stands nowhere, as `auto.offset.reset` says.
-    AsCommitted,
-    FromBeginning,
-}
+/// Where a log begins that was made anew. Not `Offset::Beginning`: for that, librdkafka takes what the last answer for the old
+/// log said.
+pub(crate) const FIRST: Offset = Offset::Offset(0);
 
 /// What librdkafka calls back into, on the polling thread.
 pub(crate) struct Context {
@@ -87,13 +82,15 @@ impl Context {
             return self.take_over(consumer, partitions);
         };
         let mut assigned = partitions.clone();
-        for (topic, partition, begins) in standing::ask(consumer, partitions, &self.topics, self.bound) {
+        let is_leaving = || self.shared.lock().phase() > Phase::Running || consumer.assignment_lost();
+        let patience = standing::Patience::new(self.bound, &is_leaving);
+        for (topic, partition, begins) in standing::ask(consumer, partitions, &self.topics, patience, || queue.hear()) {
             if queue.adopt(&topic, partition) == Adoption::NoSuchPartition {
                 tracing::error!(topic, partition, "the partition's queue cannot be read in batches");
             }
             self.shared.assign(&topic, partition, begins, self.topics.log(&topic, begins));
-            if self.begin(&topic, partition, begins) == Begin::FromBeginning {
-                complain("a beginning", assigned.set_partition_offset(&topic, partition, Offset::Beginning));
+            if let Some(offset) = self.begin(&topic, partition, begins) {
+                complain("a beginning", assigned.set_partition_offset(&topic, partition, offset));
             }
         }
         metrics::counter!(crate::metric::ASSIGNED).increment(partitions.count() as u64);
@@ -102,16 +99,17 @@ impl Context {
         self.pass_markers(consumer);
     }
 
-    /// Says where a partition is read on, and whether that is its beginning.
-    fn begin(&self, topic: &str, partition: i32, begins: Begins) -> Begin {
+    /// Says where a partition is read on. Answers what librdkafka is told, if it is not to begin where the group stands, or as
+    /// `auto.offset.reset` says.
+    fn begin(&self, topic: &str, partition: i32, begins: Begins) -> Option<Offset> {
         match begins {
             Begins::At(offset) => {
                 tracing::info!(topic, partition, offset, "partition assigned");
-                return Begin::AsCommitted;
+                return None;
             }
             Begins::Unknown => {
                 tracing::info!(topic, partition, "partition assigned");
-                return Begin::AsCommitted;
+                return None;
             }
             Begins::Anew => {
                 metrics::counter!(crate::metric::TOPICS_MADE_ANEW).increment(1);
@@ -142,10 +140,10 @@ impl Context {
             }
             Begins::Nowhere => {
                 tracing::info!(topic, partition, "partition assigned; the group has no offset for it");
-                return Begin::AsCommitted;
+                return None;
             }
         }
-        Begin::FromBeginning
+        Some(if begins == Begins::Anew { FIRST } else { Offset::Beginning })
     }
 
     fn take_over(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
@@ -160,8 +158,8 @@ impl Context {
     /// unassigns, before anyone else gets the partitions. A lost assignment is someone else's already.
     fn revoke(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
         let leaving = names(partitions);
-        let lost = consumer.assignment_lost();
-        let how = if lost { Leave::Lost } else { Leave::GivenBack };
+        let how = how_they_leave(consumer);
+        let lost = how == Leave::Lost;
         let store = || commits::store(consumer, &self.shared);
         let unsettled = self.shared.give_up(&leaving, how, |epochs| self.drain(epochs), store);
         for (topic, partition) in &leaving {
@@ -179,6 +177,7 @@ impl Context {
                 return;
             }
             drop(state);
+            self.hear();
             self.pump(DRAIN_TURN);
         }
         tracing::warn!(bound = ?self.drain, "revoked partitions go with deliveries unsettled: they are delivered again elsewhere");
@@ -192,13 +191,27 @@ impl Context {
         complain("giving partitions back", unassigned);
     }
 
+    /// Listens to what librdkafka has logged.
+    pub(crate) fn hear(&self) {
+        if let Some(queue) = self.queue() {
+            queue.hear();
+        }
+    }
+
     /// Reads one batch, or waits. Does not serve the main queue, so it may run inside a rebalance.
     pub(crate) fn pump(&self, wait: Duration) {
-        let room = self.shared.lock().room();
-        match self.queue() {
-            Some(queue) if room > 0 => self.take_in(queue.read(room, wait), &queue),
-            _ => self.shared.wait(wait),
+        let Some(queue) = self.queue() else { return self.shared.wait(wait) };
+        let mut state = self.shared.lock();
+        state.waits(queue.waiting());
+        let room = state.room();
+        drop(state);
+        if room == 0 {
+            return self.shared.wait(wait);
         }
+        let batch = queue.read(room, wait);
+        let count = batch.records.len() + batch.faults.len();
+        self.take_in(batch, &queue);
+        self.shared.lock().was_read(count as u64);
     }
 
     pub(crate) fn take_in(&self, batch: Batch, queue: &Queue<Self>) {
@@ -230,6 +243,7 @@ impl Context {
     /// before.
     fn read_on(&self, topic: &str, partition: i32, stood: Option<i64>, queue: &Queue<Self>) {
         let Some(offset) = self.shared.lock().distrust(topic, partition, stood) else { return };
+        oncegate_core::fault::point("kafka.seek.before");
         match queue.consumer().seek(topic, partition, Offset::Offset(offset), SEEK) {
             Ok(()) => self.shared.lock().told_where(topic, partition),
             Err(error) => tracing::warn!(%error, topic, partition, offset, "reading on"),
@@ -346,20 +360,39 @@ impl ConsumerContext for Context {
     }
 }
 
+/// Whether the group still takes this member's partitions for its own.
+pub(crate) fn how_they_leave(consumer: &BaseConsumer<Context>) -> Leave {
+    if consumer.assignment_lost() { Leave::Lost } else { Leave::GivenBack }
+}
+
 /// Tells what was removed before it was read from what nobody is ever handed (compacted away, markers of transactions).
 fn look_into(jump: &Jump, queue: &Queue<Context>, shared: &Shared) {
     let Some(first) = queue.first_offset(&jump.topic, jump.partition) else { return };
-    if (jump.from + 1..=jump.to).contains(&first) {
-        let missed = u64::try_from(first - jump.from).unwrap_or(0);
-        metrics::counter!(crate::metric::MESSAGES_MISSED).increment(missed);
-        shared.lock().miss(missed);
+    let Jump { topic, partition, from: stood, to } = jump;
+    let missed = jump.missed(first);
+    if missed == 0 {
+        return;
+    }
+    metrics::counter!(crate::metric::MESSAGES_MISSED).increment(missed);
+    shared.lock().miss(missed);
+    if first <= *to {
         tracing::error!(
-            topic = %jump.topic,
-            partition = jump.partition,
-            stood = jump.from,
+            %topic,
+            partition,
+            stood,
             first,
             missed,
             "messages missed: they were removed from the log before the group had read them; reading on at the first that is left"
+        );
+    } else {
+        tracing::error!(
+            %topic,
+            partition,
+            stood,
+            next = to,
+            first,
+            missed,
+            "messages missed, or offsets that nobody is handed: by now the log begins behind all of them, so that nobody can tell; reading on at the next"
         );
     }
 }

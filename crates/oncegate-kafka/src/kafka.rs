@@ -218,7 +218,7 @@ impl Kafka {
         self
     }
 
-    /// How long a partition may stand still, while there is room to read and its log grows, until the Kafka client is
+    /// How long a partition may stand still, while its log grows and all that the Kafka client fetches is read, until that is
     /// replaced by another one; 60 s by default, at least 1 s. What was not settled by then is delivered again.
     pub fn stalled_after(mut self, bound: Duration) -> Self {
         self.stalled_after = bound;

@@ -30,10 +30,7 @@ impl Outage {
     /// Says it, unless it was said a moment ago.
     pub(crate) fn tell(&self, reason: &str) {
         if self.is_due(Instant::now()) {
-            tracing::warn!(
-                "brokers: {} cannot be reached ({reason}); is Kafka running, and are host, port and security.protocol right? Trying again",
-                self.brokers
-            );
+            tracing::warn!("brokers: {} cannot be reached ({reason}); {} Trying again", self.brokers, advice(reason));
         } else {
             tracing::debug!(brokers = self.brokers, reason, "still no broker");
         }
@@ -46,6 +43,16 @@ impl Outage {
             *said = Some(now);
         }
         is_due
+    }
+}
+
+/// What to look at. Of a certificate that does not bear the host's name OpenSSL says no more than of one that nobody signed.
+fn advice(reason: &str) -> &'static str {
+    if reason.contains("certificate verify failed") {
+        "is its certificate made out to the very host that stands in .brokers(…) or that it advertises, signed by the authority of \
+         .ca_certificate(…) or one of the system's, and valid today?"
+    } else {
+        "is Kafka running, and are host, port and security.protocol right?"
     }
 }
 

@@ -4,17 +4,16 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use oncegate_core::SourceError;
+use oncegate_core::{SourceError, fault};
 use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::error::KafkaError;
-use rdkafka::topic_partition_list::Offset;
 
 use crate::batch::{self, Queue};
 use crate::commits;
-use crate::context::{Context, SEEK, for_a_person};
+use crate::context::{Context, FIRST, SEEK, for_a_person, how_they_leave};
 use crate::kafka::{Kafka, OutOfRange};
 use crate::refusal;
-use crate::shared::{Leave, Phase, Shared};
+use crate::shared::{Phase, Shared};
 use crate::standing;
 
 /// How many events of the group are served in one turn.
@@ -25,9 +24,6 @@ const TURN: Duration = Duration::from_millis(50);
 const CLOSE: Duration = Duration::from_secs(10);
 /// The pause before another client begins, and the longest.
 const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
-/// Where a log begins that was just made. Not `Offset::Beginning`: for that, librdkafka takes what the last answer for the old
-/// log said.
-const FIRST: Offset = Offset::Offset(0);
 /// How often it is looked whether markers of transactions are to be passed.
 const LOOK: Duration = Duration::from_millis(500);
 
@@ -120,7 +116,7 @@ fn make_way(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) {
     metrics::counter!(crate::metric::CLIENTS_REPLACED).increment(1);
     let context = consumer.context();
     let partitions = shared.lock().partitions();
-    shared.give_up(&partitions, Leave::GivenBack, |epochs| context.drain(epochs), || commits::store(&consumer, shared));
+    shared.give_up(&partitions, how_they_leave(&consumer), |epochs| context.drain(epochs), || commits::store(&consumer, shared));
     context.is_replaced.store(true, Ordering::Relaxed);
     context.set_queue(None);
     let (closed, is_closed) = mpsc::channel();
@@ -162,13 +158,19 @@ fn begin_anew(consumer: &BaseConsumer<Context>, shared: &Shared) {
         }
     }
     if context.out_of_range == OutOfRange::Earliest {
-        shared.go_back(|topic, partition| consumer.seek(topic, partition, FIRST, SEEK));
+        shared.go_back(|topic, partition| {
+            fault::point("kafka.seek.before");
+            let sought = consumer.seek(topic, partition, FIRST, SEEK);
+            fault::point("kafka.seek.after");
+            sought
+        });
     }
 }
 
-/// Serves rebalances and errors.
+/// Serves rebalances and errors, and listens to what librdkafka has logged.
 fn serve(consumer: &BaseConsumer<Context>) {
     let context = consumer.context();
+    context.hear();
     for _ in 0..EVENTS {
         // Nothing may mean that there is none left, or that one was served by a callback.
         let Some(event) = consumer.poll(Duration::ZERO) else { continue };

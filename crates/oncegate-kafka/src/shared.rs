@@ -25,6 +25,7 @@ pub(crate) use assigned::{Begins, Commit, Findings, Ids, Jump, Log, Way};
 pub(crate) use leaving::Leave;
 use monitor::{Monitor, Threads};
 pub(crate) use settling::Rejected;
+pub(crate) use telling::Reading;
 
 /// Read ahead of the consumer: messages.
 const READY: usize = 2_048;
@@ -83,6 +84,7 @@ pub(crate) struct State {
     replace: Option<String>,
     replaced: u64,
     missed: u64,
+    reading: Reading,
     /// Whether the polling thread was woken since it waited last.
     has_changed: bool,
 }

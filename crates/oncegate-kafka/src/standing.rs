@@ -7,37 +7,38 @@ use std::time::{Duration, Instant};
 
 use oncegate_core::SourceError;
 use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext};
-use rdkafka::error::KafkaResult;
+use rdkafka::error::{KafkaResult, RDKafkaErrorCode};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList, TopicPartitionListElem};
 
 use crate::batch::{Fault, Queue};
 use crate::made_anew::{self, Topics};
+use crate::outage::Outage;
 use crate::shared::Begins;
 
 /// How long a question to the broker may hold up a rebalance.
 const PATIENCE: Duration = Duration::from_secs(3);
+/// The pause before a question that failed is asked again.
+const AGAIN: Duration = Duration::from_millis(200);
 
 /// A partition, and where it is to be read on.
 pub(crate) type Standing = (String, i32, Begins);
 
-/// Where the group stands in each of these partitions. All questions together take no longer
-/// than `bound`; what they have not told by then is not known.
+/// Where the group stands in each of these partitions. What was not told while there was patience is not known. `hear` listens
+/// to what librdkafka has logged.
 pub(crate) fn ask<C: ConsumerContext>(
     consumer: &BaseConsumer<C>,
     partitions: &TopicPartitionList,
     topics: &Topics,
-    bound: Duration,
+    mut patience: Patience<'_>,
+    hear: impl Fn(),
 ) -> Vec<Standing> {
-    let mut patience = Patience(bound);
-    let committed = patience.spend(|patience| committed(consumer, partitions.clone(), patience));
-    let committed = match committed {
-        Some(Ok(committed)) => Some(committed),
-        Some(Err(error)) => {
-            tracing::warn!(%error, "the broker does not say where the group stands");
-            None
-        }
-        None => None,
-    };
+    let committed = patience.insist("where the group stands", |patience| committed(consumer, partitions.clone(), patience));
+    // What this client has heard may be older than what another member has committed.
+    hear();
+    for topic in committed.iter().flat_map(|committed| in_question(committed, topics)) {
+        patience.insist("which log a topic is now", |patience| consumer.fetch_metadata(Some(&topic), patience));
+        hear();
+    }
     let begins = |it: &TopicPartitionListElem<'_>| match &committed {
         None => Begins::Unknown,
         Some(committed) => match committed.get(&(it.topic().to_owned(), it.partition())) {
@@ -67,10 +68,17 @@ pub(crate) fn ask<C: ConsumerContext>(
     standings
 }
 
+/// The topics for which an offset of another log than the one that was heard of is committed: either of the two may be the
+/// later one.
+fn in_question(committed: &HashMap<(String, i32), Committed>, topics: &Topics) -> BTreeSet<String> {
+    let differs = |topic: &str, it: &Committed| it.id.is_some() && it.id != topics.id(topic);
+    committed.iter().filter(|((topic, _), it)| differs(topic, it)).map(|((topic, _), _)| topic.clone()).collect()
+}
+
 /// Where the group has an offset for another partition of a topic, those without one were added: nothing of them was ever read.
 fn tell_added(
     standings: &mut [Standing],
-    patience: &mut Patience,
+    patience: &mut Patience<'_>,
     mut partitions_of: impl FnMut(&str, Duration) -> Option<Vec<i32>>,
     topics_read: impl FnOnce(&[(String, i32)], Duration) -> Option<BTreeSet<String>>,
 ) {
@@ -92,19 +100,61 @@ fn tell_added(
 }
 
 /// What is left of the time that the questions of one rebalance may take together.
-struct Patience(Duration);
+pub(crate) struct Patience<'a> {
+    left: Duration,
+    /// Whether the source is about to leave, and reads nothing more of what it is assigned.
+    is_leaving: &'a dyn Fn() -> bool,
+}
 
-impl Patience {
+impl<'a> Patience<'a> {
+    /// So much of it, for as long as the source is not leaving.
+    pub(crate) fn new(left: Duration, is_leaving: &'a dyn Fn() -> bool) -> Self {
+        Self { left, is_leaving }
+    }
+
     /// Asks for as long as one question may take; `None` once the time is over.
     fn spend<T>(&mut self, ask: impl FnOnce(Duration) -> T) -> Option<T> {
-        if self.0.is_zero() {
+        if self.left.is_zero() || (self.is_leaving)() {
             return None;
         }
         let begun = Instant::now();
-        let answer = ask(self.0.min(PATIENCE));
-        self.0 = self.0.saturating_sub(begun.elapsed());
+        let answer = ask(self.left.min(PATIENCE));
+        self.left = self.left.saturating_sub(begun.elapsed());
         Some(answer)
     }
+
+    /// Asks until there is an answer, or an error that does not pass, or the time is over.
+    fn insist<T>(&mut self, what: &str, mut ask: impl FnMut(Duration) -> KafkaResult<T>) -> Option<T> {
+        let mut is_told = false;
+        loop {
+            let answer = self.spend(|patience| {
+                let begun = Instant::now();
+                let answer = ask(patience);
+                if answer.is_err() {
+                    std::thread::sleep(AGAIN.min(patience.saturating_sub(begun.elapsed())));
+                }
+                answer
+            });
+            let error = match answer {
+                Some(Ok(answer)) => return Some(answer),
+                Some(Err(error)) => error,
+                None => return None,
+            };
+            if !std::mem::replace(&mut is_told, true) {
+                tracing::warn!(%error, "the broker does not say {what}");
+            }
+            if !error.rdkafka_error_code().is_some_and(passes) {
+                return None;
+            }
+        }
+    }
+}
+
+/// Whether a question may be answered soon that was answered like this.
+fn passes(code: RDKafkaErrorCode) -> bool {
+    use RDKafkaErrorCode as E;
+    let coordinator = [E::WaitingForCoordinator, E::CoordinatorLoadInProgress, E::CoordinatorNotAvailable, E::NotCoordinator];
+    Outage::is(code) || coordinator.contains(&code)
 }
 
 /// What the group has committed for a partition.
@@ -168,7 +218,16 @@ pub(crate) fn made_anew(topic: &str) -> SourceError {
 
 #[cfg(test)]
 mod tests {
+    use rdkafka::consumer::CommitMode;
+    use rdkafka::error::KafkaError;
+    use rdkafka::mocking::MockCluster;
+
     use super::*;
+    use crate::context::Context;
+
+    fn patience(left: Duration) -> Patience<'static> {
+        Patience::new(left, &|| false)
+    }
 
     fn nowhere(topics: usize) -> Vec<Standing> {
         (0..topics).map(|topic| (format!("t{topic}"), 1, Begins::Nowhere)).collect()
@@ -182,7 +241,7 @@ mod tests {
             assert_eq!(others.len(), 4);
             Some(BTreeSet::from(["t1".to_owned()]))
         };
-        tell_added(&mut standings, &mut Patience(PATIENCE), |_, _| Some(vec![0, 1]), read);
+        tell_added(&mut standings, &mut patience(PATIENCE), |_, _| Some(vec![0, 1]), read);
         assert_eq!(standings.iter().map(|it| it.2).collect::<Vec<_>>(), [Begins::Nowhere, Begins::Added, Begins::Anew]);
     }
 
@@ -194,9 +253,95 @@ mod tests {
             std::thread::sleep(patience);
             None
         };
-        tell_added(&mut standings, &mut Patience(Duration::from_millis(20)), in_vain, |_, _| unreachable!("nothing is known"));
+        tell_added(&mut standings, &mut patience(Duration::from_millis(20)), in_vain, |_, _| unreachable!("nothing is known"));
         assert_eq!(asked, 1);
-        let mut patience = Patience(PATIENCE * 2);
-        assert_eq!(patience.spend(|patience| patience), Some(PATIENCE), "one question does not take it all");
+        let mut twice = patience(PATIENCE * 2);
+        assert_eq!(twice.spend(|patience| patience), Some(PATIENCE), "one question does not take it all");
+    }
+
+    #[test]
+    fn a_question_is_asked_again_for_as_long_as_it_may_be_answered() {
+        let failed = |code| Err(KafkaError::OffsetFetch(code));
+        let mut answers = [failed(RDKafkaErrorCode::OperationTimedOut), failed(RDKafkaErrorCode::NotCoordinator), Ok(7)].into_iter();
+        assert_eq!(patience(PATIENCE * 20).insist("what", |_| answers.next().expect("no more than needed")), Some(7));
+        let mut answers = [failed(RDKafkaErrorCode::GroupAuthorizationFailed)].into_iter();
+        assert_eq!(patience(PATIENCE).insist("what", |_| answers.next().expect("once")), None::<i32>);
+        let in_vain = |patience| {
+            std::thread::sleep(patience);
+            failed(RDKafkaErrorCode::OperationTimedOut)
+        };
+        assert_eq!(patience(Duration::from_millis(20)).insist("what", in_vain), None::<i32>);
+    }
+
+    #[test]
+    fn who_leaves_asks_nothing_more() {
+        let mut patience = Patience::new(PATIENCE, &|| true);
+        assert_eq!(patience.spend(|_| unreachable!("nobody reads what it would be about")), None::<()>);
+    }
+
+    /// A client of librdkafka's own small broker, with all that it logs in a queue of its own.
+    fn client(brokers: &str) -> (Arc<BaseConsumer<Context>>, Queue<Context>) {
+        let kafka = crate::Kafka::topic("t").brokers(brokers).group("g");
+        let context = Context::new(Arc::default(), &kafka, Arc::new(Outage::of(brokers)));
+        let consumer: BaseConsumer<Context> = kafka.consumer_config().create_with_context(context).expect("a client");
+        let consumer = Arc::new(consumer);
+        let queue = Queue::new(&consumer).expect("memory");
+        (consumer, queue)
+    }
+
+    const OTHER: &str = "q5BZ55PYTTyxda8B1C5Amg";
+
+    fn partition() -> TopicPartitionList {
+        let mut partitions = TopicPartitionList::new();
+        partitions.add_partition("t", 0);
+        partitions
+    }
+
+    fn commit(consumer: &BaseConsumer<Context>, offset: i64, id: &str) {
+        let mut list = partition();
+        list.set_partition_offset("t", 0, Offset::Offset(offset)).expect("an offset");
+        list.find_partition("t", 0).expect("it was added").set_metadata(made_anew::metadata(id));
+        consumer.commit(&list, CommitMode::Sync).expect("committed");
+    }
+
+    /// Where a client stands that has heard of this topic last, or of none.
+    fn standing_of(brokers: &str, heard: Option<&str>) -> Begins {
+        let (consumer, queue) = client(brokers);
+        let topics = &consumer.context().topics;
+        heard.iter().for_each(|id| topics.hear(&format!("Topic t changed id from AAAAAAAAAAAAAAAAAAAAAA to {id}")));
+        ask(&*consumer, &partition(), topics, patience(PATIENCE * 20), || queue.hear())[0].2
+    }
+
+    /// A rebalance waits behind whatever stands in the main queue before it, and of a topic with many partitions, one of which
+    /// has no leader, there are more lines than are served.
+    #[test]
+    fn what_librdkafka_logs_stands_in_no_rebalances_way() {
+        let cluster = MockCluster::new(1).expect("a broker");
+        cluster.create_topic("t", 300, 1).expect("a topic");
+        let (consumer, queue) = client(&cluster.bootstrap_servers());
+        consumer.fetch_metadata(Some("t"), PATIENCE * 20).expect("an answer");
+        let topics = &consumer.context().topics;
+        (0..100).for_each(|_| drop(consumer.poll(Duration::from_millis(1))));
+        assert_eq!(topics.id("t"), None, "it came through the main queue");
+        queue.hear();
+        assert!(topics.id("t").is_some(), "nobody hears it");
+    }
+
+    #[test]
+    fn an_offset_of_a_log_that_was_not_heard_of_yet_is_believed_once_the_broker_says_that_it_is_this_one() {
+        let cluster = MockCluster::new(1).expect("a broker");
+        cluster.create_topic("t", 1, 1).expect("a topic");
+        let brokers = cluster.bootstrap_servers();
+        let (consumer, queue) = client(&brokers);
+        consumer.fetch_metadata(Some("t"), PATIENCE * 20).expect("an answer");
+        queue.hear();
+        let id = consumer.context().topics.id("t").expect("it was told with the answer");
+        commit(&consumer, 7, &id);
+        assert_eq!(standing_of(&brokers, Some(&id)), Begins::At(7));
+        assert_eq!(standing_of(&brokers, Some(OTHER)), Begins::At(7), "what it had heard is old");
+        assert_eq!(standing_of(&brokers, None), Begins::At(7));
+        commit(&consumer, 8, OTHER);
+        assert_eq!(standing_of(&brokers, Some(&id)), Begins::Anew);
+        assert_eq!(standing_of(&brokers, None), Begins::Anew);
     }
 }

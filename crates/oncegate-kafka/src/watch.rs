@@ -9,7 +9,7 @@ use rdkafka::consumer::{BaseConsumer, Consumer};
 
 use crate::log::Log;
 use crate::outage::Outage;
-use crate::shared::{Phase, Shared};
+use crate::shared::{Phase, Reading, Shared};
 
 /// How often it looks, at the most seldom.
 const LOOK: Duration = Duration::from_secs(10);
@@ -20,6 +20,10 @@ const PATIENCE: Duration = Duration::from_secs(3);
 /// After how many partitions in a row of which no broker says anything the others are not asked about in this round: most
 /// likely no broker answers at all, and each would cost its time.
 const IN_VAIN: usize = 3;
+/// How often all that librdkafka had fetched has to be read meanwhile, before a partition is taken for stalled: it fetches while
+/// little stands there, for all partitions at once. The first time over, what was asked for before the partition had more is
+/// read; the second time, what was asked for then; and one look may fall between an answer and its being seen.
+const TURNS: u32 = 3;
 
 /// Looks at each partition from time to time, with a client of its own: what the watched one says of itself is what is in
 /// question. Runs on a thread of its own.
@@ -59,20 +63,30 @@ struct Standing {
     at: Option<i64>,
     /// Where the log ended then.
     end: i64,
+    /// How often all that was fetched has been read since then.
+    turns: u32,
+    /// How far the polling thread was when the last of these turns began.
+    turn: Reading,
 }
 
 impl Standing {
     /// What is to be remembered of a partition that was read to `at` of a log that ends at `end`.
-    fn next(before: Option<Self>, at: Option<i64>, end: i64, now: Instant) -> Option<Self> {
+    fn next(before: Option<Self>, at: Option<i64>, end: i64, reading: Reading, now: Instant) -> Option<Self> {
         if at.is_some_and(|at| at >= end) {
             return None;
         }
-        Some(before.filter(|before| before.at == at).unwrap_or(Self { since: now, at, end }))
+        let begins = Self { since: now, at, end, turns: 0, turn: reading };
+        let mut next = before.filter(|before| before.at == at).unwrap_or(begins);
+        if next.turn.is_over(reading) {
+            (next.turns, next.turn) = (next.turns + 1, reading);
+        }
+        Some(next)
     }
 
-    /// Whether it has stood for so long while its log grew. A log that does not grow may end in what nobody is handed.
+    /// Whether it has stood for so long while its log grew, and while what librdkafka fetches was read over and over: whoever
+    /// reads nothing for lack of room learns nothing of it. A log that does not grow may end in what nobody is handed.
     fn is_stalled(&self, end: i64, now: Instant, after: Duration) -> bool {
-        end > self.end && now.duration_since(self.since) >= after
+        end > self.end && self.turns >= TURNS && now.duration_since(self.since) >= after
     }
 }
 
@@ -83,15 +97,18 @@ impl Watch {
         let seen = self.ends_of(partitions, end_of);
         seen.iter().for_each(|((topic, partition), end)| shared.lock().log_ends(topic, *partition, *end));
         self.tell(shared);
-        let (now, reading) = (Instant::now(), shared.lock().read_to());
+        let state = shared.lock();
+        let (now, reading, partitions) = (Instant::now(), state.reading(), state.read_to());
+        drop(state);
         let mut standing = HashMap::new();
-        for (epoch, topic, partition, at) in reading {
+        for (epoch, topic, partition, at) in partitions {
             let Some(end) = seen.get(&(topic.to_string(), partition)) else {
                 // For as long as nobody says where it ends, it stands as it stood.
                 standing.extend(self.standing.get(&(epoch, partition)).map(|before| ((epoch, partition), *before)));
                 continue;
             };
-            let Some(next) = Standing::next(self.standing.get(&(epoch, partition)).copied(), at, *end, now) else { continue };
+            let before = self.standing.get(&(epoch, partition)).copied();
+            let Some(next) = Standing::next(before, at, *end, reading, now) else { continue };
             if next.is_stalled(*end, now, stalled_after) {
                 let why = format!("{topic}/{partition} was read to {at:?} for {stalled_after:?}, though its log has grown to {end}");
                 shared.lock().ask_for_another(why);
@@ -195,6 +212,11 @@ mod tests {
 
     const AFTER: Duration = Duration::from_secs(1);
 
+    /// The polling thread looks, and finds so much.
+    fn waits(shared: &Shared, waiting: u64) {
+        shared.lock().waits(waiting);
+    }
+
     #[test]
     fn a_partition_without_a_leader_hides_no_other() {
         let (shared, mut watch) = (shared(3), Watch::default());
@@ -212,20 +234,70 @@ mod tests {
     #[test]
     fn a_stall_is_found_beside_a_partition_without_a_leader() {
         let (shared, mut watch) = (shared(2), Watch::default());
-        watch.look(|_, partition| (partition == 1).then_some(9), &shared, Duration::ZERO);
-        assert!(!shared.lock().wants_another());
-        watch.look(|_, partition| (partition == 1).then_some(12), &shared, Duration::ZERO);
+        for end in 9..=12 {
+            assert!(!shared.lock().wants_another());
+            waits(&shared, 0);
+            watch.look(|_, partition| (partition == 1).then_some(end), &shared, Duration::ZERO);
+        }
         assert!(shared.lock().wants_another(), "it grows, and is not read");
     }
 
     #[test]
     fn a_stall_is_found_though_a_look_in_between_was_in_vain() {
         let (shared, mut watch) = (shared(1), Watch::default());
-        for end in [Some(9), None, Some(12)] {
+        for end in [Some(9), Some(9), None, Some(9), None, Some(12)] {
             assert!(!shared.lock().wants_another());
+            waits(&shared, 0);
             watch.look(|_, _| end, &shared, Duration::ZERO);
         }
         assert!(shared.lock().wants_another(), "it stands where it stood before");
+    }
+
+    /// Two partitions, of which the second is not fetched any more, and so much stands in the queue at each look, of which so
+    /// much is read until the next one.
+    fn beside_a_backlog(waiting: u64, is_read: u64, looks: i64) -> bool {
+        let (shared, mut watch) = (shared(2), Watch::default());
+        for look in 0..looks {
+            waits(&shared, waiting);
+            watch.look(|_, partition| Some(if partition == 1 { 9 + look } else { 1_000_000 }), &shared, Duration::ZERO);
+            // The first partition moves with each look.
+            shared.take_in(vec![record(0, 5 + look)]);
+            shared.lock().was_read(is_read);
+        }
+        shared.lock().wants_another()
+    }
+
+    #[test]
+    fn a_stall_beside_a_backlog_is_found_once_the_queue_was_read_three_times_over_and_not_before() {
+        assert!(!beside_a_backlog(1_000, 1_000, 3));
+        assert!(beside_a_backlog(1_000, 1_000, 4));
+        assert!(!beside_a_backlog(1_000, 100, 30), "what was fetched of it may stand in the queue still");
+        assert!(beside_a_backlog(1_000, 100, 31));
+    }
+
+    #[test]
+    fn where_there_is_no_room_to_read_nothing_stalls_and_nothing_is_forgotten() {
+        let (shared, mut watch) = (shared(1), Watch::default());
+        let mut end = 9;
+        let mut look = |waiting| {
+            waits(&shared, waiting);
+            end += 1;
+            watch.look(|_, _| Some(end), &shared, Duration::ZERO);
+            shared.lock().wants_another()
+        };
+        assert!(!look(0) && !look(0));
+        // Something of it may have come, and waits.
+        assert!((0..100).all(|_| !look(1)));
+        shared.lock().was_read(1);
+        assert!(look(1), "that was none of it");
+    }
+
+    #[test]
+    fn a_thread_that_is_held_up_has_read_nothing_over() {
+        let (shared, mut watch) = (shared(1), Watch::default());
+        waits(&shared, 0);
+        (9..100).for_each(|end| watch.look(|_, _| Some(end), &shared, Duration::ZERO));
+        assert!(!shared.lock().wants_another());
     }
 
     #[test]
@@ -252,18 +324,22 @@ mod tests {
 
     #[test]
     fn only_a_position_that_stands_while_its_log_grows_is_stalled() {
-        let (begun, after) = (Instant::now(), Duration::from_secs(60));
+        let (begun, after, reading) = (Instant::now(), Duration::from_secs(60), Reading::default());
         let at = |seconds| begun + Duration::from_secs(seconds);
-        assert_eq!(Standing::next(None, Some(7), 7, begun), None, "all was read");
-        let first = Standing::next(None, Some(5), 7, begun).expect("behind");
-        let later = Standing::next(Some(first), Some(5), 9, at(70)).expect("behind");
+        let next = |before, at, end, now| {
+            let next = Standing::next(before, at, end, reading, now)?;
+            Some(Standing { turns: TURNS, ..next })
+        };
+        assert_eq!(next(None, Some(7), 7, begun), None, "all was read");
+        let first = next(None, Some(5), 7, begun).expect("behind");
+        let later = next(Some(first), Some(5), 9, at(70)).expect("behind");
         assert_eq!(later, first);
         assert!(later.is_stalled(9, at(70), after));
         assert!(!later.is_stalled(9, at(59), after), "not for long enough");
         assert!(!later.is_stalled(7, at(70), after), "what is left may be markers");
-        let moved = Standing::next(Some(first), Some(6), 9, at(70)).expect("behind");
+        let moved = next(Some(first), Some(6), 9, at(70)).expect("behind");
         assert!(!moved.is_stalled(12, at(80), after), "it was read on");
-        let unread = Standing::next(None, None, 3, begun).expect("nothing was read of it");
-        assert!(Standing::next(Some(unread), None, 4, at(60)).expect("behind").is_stalled(4, at(60), after));
+        let unread = next(None, None, 3, begun).expect("nothing was read of it");
+        assert!(next(Some(unread), None, 4, at(60)).expect("behind").is_stalled(4, at(60), after));
     }
 }

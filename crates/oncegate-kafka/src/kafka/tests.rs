@@ -61,6 +61,15 @@ fn the_promise_stands_over_the_users_properties_and_they_over_the_rest() {
 }
 
 #[test]
+fn a_group_is_cooperative_and_sticky_unless_it_is_told_otherwise() {
+    let strategy = |kafka: Kafka| kafka.consumer_config().get("partition.assignment.strategy").map(str::to_owned);
+    assert_eq!(strategy(whole()).as_deref(), Some("cooperative-sticky"));
+    assert_eq!(strategy(whole().property("partition.assignment.strategy", "range")).as_deref(), Some("range"));
+    // Where the brokers assign, librdkafka refuses one.
+    assert_eq!(strategy(whole().property("group.protocol", "consumer")), None);
+}
+
+#[test]
 fn who_is_to_begin_nowhere_does_not_begin_again_either() {
     assert_eq!(whole().where_out_of_range(), OutOfRange::Earliest);
     assert_eq!(whole().out_of_range(OutOfRange::Error).where_out_of_range(), OutOfRange::Error);

@@ -30,7 +30,7 @@ impl<M: Monitor> Shared<M> {
 
 impl State {
     /// Ends what is assigned of a topic, and begins it again at its beginning.
-    fn begin_anew(&mut self, topic: &str, id: Option<Arc<str>>) -> usize {
+    pub(super) fn begin_anew(&mut self, topic: &str, id: Option<Arc<str>>) -> usize {
         // Where it was assigned after it was made anew it has begun there already.
         let another = |it: &Assigned| id.is_none() || it.log.id != id;
         let theirs = |it: &Assigned| it.keeps != Keeps::Revoking && *it.topic == *topic && another(it);
@@ -46,12 +46,12 @@ impl State {
         epochs.len()
     }
 
-    fn going_back(&self) -> Vec<(u64, String, i32)> {
+    pub(super) fn going_back(&self) -> Vec<(u64, String, i32)> {
         let going_back = self.assigned.iter().filter(|(_, it)| it.keeps == Keeps::GoingBack);
         going_back.map(|(epoch, it)| (*epoch, it.topic.to_string(), it.partition)).collect()
     }
 
-    fn is_back(&mut self, epoch: u64) {
+    pub(super) fn is_back(&mut self, epoch: u64) {
         // It may have gone meanwhile.
         if let Some(assigned) = self.assigned.get_mut(&epoch).filter(|it| it.keeps == Keeps::GoingBack) {
             (assigned.keeps, assigned.read_to) = (Keeps::Assigned, ReadTo::Unproven);

@@ -144,6 +144,14 @@ pub(crate) struct Jump {
     pub(crate) to: i64,
 }
 
+impl Jump {
+    /// How many offsets were removed before they were read, of a log that by now begins at `first`. Where that lies behind what
+    /// came, any of them may have been: no offset is passed without a word.
+    pub(crate) fn missed(&self, first: i64) -> u64 {
+        u64::try_from(first.min(self.to) - self.from).unwrap_or(0)
+    }
+}
+
 /// Whether a partition stays.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Keeps {

@@ -9,7 +9,41 @@ use super::State;
 use super::assigned::{Assigned, Keeps};
 use crate::partition::{Holder, PartitionStatus, Stuck};
 
+/// How far the polling thread is with what librdkafka has fetched, of all partitions in one queue.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Reading {
+    /// Messages that were read from it.
+    read: u64,
+    /// How much stood in it when it was looked at last.
+    waiting: u64,
+    /// How often it was looked at.
+    looks: u64,
+}
+
+impl Reading {
+    /// Whether all that stood in the queue then has been read by now. Some of that is never read as a message, so that an empty
+    /// queue says it too.
+    pub(crate) fn is_over(self, now: Self) -> bool {
+        now.looks > self.looks && (now.waiting == 0 || now.read >= self.read + self.waiting)
+    }
+}
+
 impl State {
+    /// Takes note of how much stands in the queue.
+    pub(crate) fn waits(&mut self, waiting: u64) {
+        (self.reading.waiting, self.reading.looks) = (waiting, self.reading.looks + 1);
+    }
+
+    /// So many messages were read from the queue, and taken in.
+    pub(crate) fn was_read(&mut self, count: u64) {
+        self.reading.read += count;
+    }
+
+    /// How far the polling thread is.
+    pub(crate) fn reading(&self) -> Reading {
+        self.reading
+    }
+
     /// The client is not to be trusted any more: another one takes its place.
     pub(crate) fn ask_for_another(&mut self, why: String) {
         self.replace.get_or_insert(why);
@@ -54,11 +88,8 @@ impl State {
         }
     }
 
-    /// How far each partition was read that is read at all; nothing while there is no room to read more.
+    /// How far each partition was read that is read at all.
     pub(crate) fn read_to(&self) -> Vec<(u64, Arc<str>, i32, Option<i64>)> {
-        if self.room() == 0 {
-            return Vec::new();
-        }
         // One that does not get back to its beginning stands still too.
         let reading = self.assigned.iter().filter(|(_, it)| matches!(it.keeps, Keeps::Assigned | Keeps::GoingBack));
         reading.map(|(epoch, it)| (*epoch, it.topic.clone(), it.partition, it.watermark.end().or(it.begins.at()))).collect()

@@ -168,6 +168,29 @@ fn nothing_is_read_while_too_much_waits() {
 }
 
 #[test]
+fn nothing_is_read_while_one_delivery_holds_up_as_many_as_a_crash_may_bring_back() {
+    let mut state = state(0, 0..1);
+    let (_, mut first) = hand_out(&mut state);
+    state.begin(Arc::from("t"), 1, Begins::Unknown, Log::default());
+    let held_up = |state: &mut State, offsets: std::ops::Range<i64>| {
+        let assigned = state.assigned.values_mut().find(|it| it.partition == 0).expect("it is ours");
+        for offset in offsets {
+            assert_eq!(assigned.watermark.deliver(offset), Sequence::Ascending);
+            assigned.watermark.settle(offset);
+        }
+    };
+    let receipt = Receipt { ..first[0].receipt };
+    state.release(first.remove(0), Duration::from_secs(60));
+    held_up(&mut state, 1..SPAN as i64 - 1);
+    assert!(state.room() > 0);
+    held_up(&mut state, SPAN as i64 - 1..SPAN as i64);
+    assert_eq!((SPAN, state.room()), (1_048_576, 0));
+    state.accept(&receipt);
+    assert!(state.room() > 0);
+    assert_eq!(committed(&mut state).iter().map(|it| it.0).collect::<Vec<_>>(), [SPAN as i64]);
+}
+
+#[test]
 fn what_was_released_counts_by_its_size_until_it_is_handed_over_again_or_leaves() {
     let mut large = record(0, 0);
     large.body = vec![b'x'; HELD_BYTES / 2].into();
@@ -225,6 +248,13 @@ fn what_is_missing_before_a_message_is_told() {
     assert_eq!(found, Findings { jumps: vec![jump(5, 8), jump(10, 11)], restarted: vec![] });
     let found = state.take_in(vec![record(0, 12), record(0, 2)]);
     assert_eq!(found, Findings { jumps: vec![], restarted: vec![(Arc::from("t"), 0)] });
+}
+
+#[test]
+fn what_may_have_been_removed_before_it_was_read_is_missed_however_late_it_is_looked_at() {
+    let jump = Jump { topic: Arc::from("t"), partition: 0, from: 5, to: 12 };
+    // It begins where it did, or nothing is known to be gone; it begins between, at what came, or behind that by now.
+    assert_eq!([0, 5, 6, 9, 12, 13, 900].map(|first| jump.missed(first)), [0, 0, 1, 4, 7, 7, 7]);
 }
 
 #[test]
