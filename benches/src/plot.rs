@@ -75,7 +75,7 @@ fn thousands(rate: f64) -> String {
 
 fn file_name(title: &str) -> String {
     let words = title.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty());
-    words.take(8).map(str::to_lowercase).collect::<Vec<_>>().join("-")
+    words.map(str::to_lowercase).collect::<Vec<_>>().join("-")
 }
 
 const WIDTH: f64 = 900.0;

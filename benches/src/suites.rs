@@ -23,7 +23,7 @@ pub enum Suite {
     Latency,
     /// 1, 2 and 4 processes at once.
     Scaling,
-    /// Rate and memory by markers, partitions and backlog. Needs 6 GB of memory and some 15 minutes more.
+    /// Rate and memory by markers, partitions and backlog. Needs 6 GB of memory and three minutes more.
     Growth,
 }
 
