@@ -258,6 +258,7 @@ impl Session {
             // First, and one after the other: the prefix covers their tags.
             for tag in rejected {
                 channel.basic_reject(tag, BasicRejectOptions { requeue: false }).await?;
+                fault::point("amqp.ack.rejected");
             }
             let frames = prefix.into_iter().map(|tag| (tag, true)).chain(singles.into_iter().map(|tag| (tag, false)));
             let sent = try_join_all(frames.map(|(tag, multiple)| channel.basic_ack(tag, BasicAckOptions { multiple }))).await;
@@ -323,13 +324,16 @@ impl Session {
     /// Gives back what was not settled, in a way that a broker which counts failed deliveries understands (RabbitMQ does
     /// from 4.3 on): what failed and waits is rejected, the rest was only handed over.
     async fn hand_back(&mut self) -> lapin::Result<()> {
+        fault::point("amqp.back.before");
         for ((_, tag), _) in std::mem::take(&mut self.held) {
             if self.acks.reject(tag).is_some() {
                 self.channel.basic_reject(tag, BasicRejectOptions { requeue: true }).await?;
+                fault::point("amqp.back.rejected");
             }
         }
         // 0 is all that is left.
         self.channel.basic_nack(0, BasicNackOptions { multiple: true, requeue: true }).await?;
+        fault::point("amqp.back.after");
         Ok(())
     }
 

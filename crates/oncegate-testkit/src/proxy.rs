@@ -100,6 +100,11 @@ impl Proxy {
         self.shared.turn(Light::Off);
     }
 
+    /// Ends a [`black_hole`](Self::black_hole) and nothing else: what [`judge`](Self::judge) was told stays.
+    pub fn lighten(&self) {
+        self.shared.turn(Light::On);
+    }
+
     /// Closes every connection; new ones are accepted.
     pub fn reset(&self) {
         for pair in lock(&self.shared.connections).drain(..) {

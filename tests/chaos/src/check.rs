@@ -77,6 +77,20 @@ pub struct Rules {
     /// How many messages a consumer may handle at once; older reports do not say.
     #[serde(default)]
     pub in_flight: u32,
+    /// Where it was looked.
+    #[serde(default)]
+    pub looked: Looked,
+}
+
+/// Where it was looked for what does not hold.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Looked {
+    /// In the ledger, at the clock, at memory, and in every file for passwords.
+    #[default]
+    Everywhere,
+    /// In the ledger, as in a cell of the matrix, where no fault lasts and there are no passwords.
+    InTheLedger,
 }
 
 /// What a store still knows after a failover.
@@ -153,7 +167,7 @@ impl Invariant {
         match self {
             Self::I1 => "no loss: every confirmed message has an effect, or stands in the dead letters or in doubt",
             Self::I2 => "at most once: no id has two effects",
-            Self::I3 => "effectively once: one unique effect an id, and each other one has its cause in the fault log",
+            Self::I3 => "effectively once: one unique effect an id, and for each other one a fault that can have cut off the run before",
             Self::I4 => "no two handlers of one id at once, but for one cancelled within its grace",
             Self::I5 => "order per key",
             Self::I6 => "what is committed never goes back, by the broker's word",
@@ -162,7 +176,7 @@ impl Invariant {
             Self::I9 => "nothing is accepted without a verdict of its own; `Busy` is none",
             Self::I10 => "after a fault effects come again within its bound",
             Self::I11 => {
-                "while the store is away: no handler starts, at most 20 questions a second and 50 MB more a process; never more handlers than may be"
+                "while the store is away or takes nothing no handler starts; away: at most 20 questions a second and 50 MB more a process; never more handlers than may be"
             }
             Self::I12 => "what consumers count of themselves is what the ledger has of them",
             Self::I13 => "no secret in any log, ledger or Debug output",
@@ -172,10 +186,21 @@ impl Invariant {
         }
     }
 
+    /// Whether there was something to look at: a fault whose end could be judged, or a store that was away.
+    pub fn was_tried(self, counts: &Counts) -> bool {
+        match self {
+            Self::I10 => counts.again_judged.values().any(|times| *times > 0),
+            Self::I11 => counts.away_ms + counts.refusing_ms > 0,
+            _ => true,
+        }
+    }
+
     /// Whether a run under these rules is held to it. `bare` is held to nothing but what it must be seen to break.
     pub fn applies(self, rules: &Rules) -> bool {
         match self {
-            Self::I1 | Self::I13 => true,
+            Self::I13 => rules.looked == Looked::Everywhere,
+            Self::I10 if rules.looked == Looked::InTheLedger => false,
+            Self::I1 => true,
             Self::I2 => rules.promise == Promise::AtMostOnce,
             Self::I3 => rules.promise == Promise::EffectivelyOnce,
             // Who has lost its marker handles beside who was granted the next.
@@ -247,6 +272,12 @@ pub struct Counts {
     /// For how long the store was away in the fault log, in milliseconds.
     #[serde(default)]
     pub away_ms: u64,
+    /// For how long it answered and took nothing, in milliseconds.
+    #[serde(default)]
+    pub refusing_ms: u64,
+    /// How many faults lasted while another one did.
+    #[serde(default)]
+    pub overlapping: u64,
     /// The most questions that a process put to a store that was away, in a second.
     #[serde(default)]
     pub away_questions: u64,
@@ -259,6 +290,9 @@ pub struct Counts {
     /// The longest until an effect came after the end of a fault, in milliseconds, by its kind.
     #[serde(default)]
     pub again_ms: BTreeMap<String, u64>,
+    /// After how many faults it could be judged how soon one came, by kind.
+    #[serde(default)]
+    pub again_judged: BTreeMap<String, u64>,
     /// Processes that ended well, whose counters were compared with the ledger to the last.
     #[serde(default)]
     pub metrics_exact: u64,
@@ -299,6 +333,7 @@ pub fn check(ledger: &Ledger, rules: &Rules) -> Checked {
     let windows = Windows::of(ledger);
     let mut finder = Finder { ledger, rules, windows: &windows, checked: Checked::default() };
     finder.checked.counts.faults = windows.counts();
+    finder.checked.counts.overlapping = windows.overlapping();
     let mut ids: Vec<&str> = ledger.ids().collect();
     ids.sort_unstable();
     for id in ids {
@@ -306,6 +341,7 @@ pub fn check(ledger: &Ledger, rules: &Rules) -> Checked {
         effects::check(&mut finder, id);
         handlers::check(&mut finder, id);
         accepts::check(&mut finder, id);
+        ends::check_id(&mut finder, id);
     }
     effects::check_order(&mut finder);
     commits::check(&mut finder);

@@ -31,5 +31,12 @@ pub mod worker;
 
 pub use stopping::Stopping;
 
+/// A directory in memory, where there is such a place: what a killed process has written there stays as on a disk, and no disk that
+/// is busy with other work costs time.
+pub(crate) fn in_memory() -> std::io::Result<tempfile::TempDir> {
+    let memory = std::path::Path::new("/dev/shm");
+    if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() }
+}
+
 /// Why something could not be run.
 pub type Error = Box<dyn std::error::Error + Send + Sync>;

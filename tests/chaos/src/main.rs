@@ -14,7 +14,7 @@ use oncegate_chaos::report::{Report, Verdict};
 use oncegate_chaos::scenario::{Director, Wish};
 use oncegate_chaos::schedule::Lengths;
 use oncegate_chaos::worker::Broker;
-use oncegate_chaos::{Error, Stopping, fleet, matrix, mutants, sink};
+use oncegate_chaos::{Error, Stopping, fleet, matrix, mutants, sink, stage};
 
 /// Plays real faults on real servers, and counts what becomes of messages.
 ///
@@ -67,7 +67,8 @@ struct Arguments {
     /// On which broker; on both by default.
     #[arg(long, value_enum)]
     broker: Option<Broker>,
-    /// With which guarantee; by default at most once and effectively once in turn. `bare` loses, and ends with exit code 1.
+    /// With which guarantee; by default at most once and effectively once in turn. `bare` loses, and ends with exit code 1; with 2 if a
+    /// run of it was not seen to lose.
     #[arg(long, value_enum)]
     guarantee: Option<Promise>,
     /// Where the folders of the runs go; by default a new one in target/chaos.
@@ -168,6 +169,8 @@ fn run(mut arguments: Arguments) -> Result<ExitCode, Error> {
 
 fn direct(arguments: &Arguments) -> Result<ExitCode, Error> {
     let stopping = Stopping::on_signals()?;
+    // What is tried, before others commit.
+    let _ = stage::commit();
     let now = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs();
     let folder = arguments.folder.clone().unwrap_or_else(|| target().join("chaos").join(now.to_string()));
     if arguments.matrix {
@@ -214,7 +217,10 @@ fn last_line(is_right: bool, said: &str, told_in: Option<&Path>) -> ExitCode {
     if is_right { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// The last line. Only what held is right: `bare` is red, as it should be.
+/// The exit code of a harness that did not see `bare` lose.
+const BLIND: u8 = 2;
+
+/// The last line. Only what held is right. `bare` is red, as it should be, and more so if it was not seen to lose.
 fn verdict(report: &Report, folder: Option<&Path>) -> ExitCode {
     let place = folder.map(|folder| format!(" ({})", folder.join("report.md").display())).unwrap_or_default();
     match report.verdict() {
@@ -222,7 +228,15 @@ fn verdict(report: &Report, folder: Option<&Path>) -> ExitCode {
             println!("chaos: PASSED: {}{place}", report.line());
             ExitCode::SUCCESS
         }
-        _ => {
+        Verdict::SeenToLose => {
+            println!("chaos: FAILED, as it must: {}{place}", report.line());
+            ExitCode::FAILURE
+        }
+        Verdict::Blind => {
+            println!("chaos: BLIND: {}{place}", report.line());
+            ExitCode::from(BLIND)
+        }
+        Verdict::Broken => {
             println!("chaos: FAILED: {}{place}", report.line());
             ExitCode::FAILURE
         }

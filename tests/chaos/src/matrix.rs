@@ -97,7 +97,7 @@ pub fn run(wish: &Wish, folder: &Path, stopping: &Stopping) -> Result<(Matrix, O
                     let cell = Cell::of(step, made, &played);
                     let report = played.ok().map(|played| {
                         let (scenario, broker) = (format!("matrix {}", step.name), made.broker.name().to_owned());
-                        let run = Run { scenario, broker, seed: 0, rules: played.rules, versions: versions.clone(), seconds };
+                        let run = Run { scenario, broker, seed: 0, rules: played.rules, versions: versions.clone(), seconds, lost: 0 };
                         Report::of(run, played.checked, Default::default())
                     });
                     // What was right is told by its line in the table; all else is kept.
@@ -126,6 +126,7 @@ pub fn run(wish: &Wish, folder: &Path, stopping: &Stopping) -> Result<(Matrix, O
     }
     matrix.seconds = begun.elapsed().as_secs();
     matrix.versions = versions;
+    matrix.refused = servers.refused_acknowledgements()?;
     matrix.sort();
     matrix.write(folder)?;
     if let Some(sum) = &sum {

@@ -11,9 +11,10 @@ use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 
+use crate::check::Invariant;
 use crate::matrix::servers::Servers;
 use crate::{Error, Stopping};
-use scene::Play;
+use scene::{Broken, Play};
 
 /// How often a wrong version may be put before its scene until it is caught: what it breaks may need the right moment.
 const TRIES: u32 = 3;
@@ -27,6 +28,8 @@ struct Mutant {
     /// What it does.
     text: &'static str,
     scene: &'static str,
+    /// What it must be seen to break there; that it breaks something else is not enough.
+    breaks: Invariant,
 }
 
 const SCENES: [(&str, &str, Play); 10] = [
@@ -45,23 +48,23 @@ const SCENES: [(&str, &str, Play); 10] = [
 const ANOTHER_CHANNEL: (&str, &str, Play) =
     ("another-channel", "connections close while handlers run, then a kill", scene::another_channel);
 
-const fn mutant(name: &'static str, text: &'static str, scene: &'static str) -> Mutant {
-    Mutant { name, text, scene }
+const fn mutant(name: &'static str, text: &'static str, scene: &'static str, breaks: Invariant) -> Mutant {
+    Mutant { name, text, scene, breaks }
 }
 
 const MUTANTS: [Mutant; 12] = [
-    mutant("accept-a-busy", "accepts a delivery whose id another one holds", "crash-beside-copies"),
-    mutant("clear-without-comparing", "clears whatever is in progress, whoever holds it", "late-clear"),
-    mutant("token-per-delivery", "makes one token for a delivery, and claims with it again", "late-clear"),
-    mutant("new-token-on-a-retried-claim", "asks again about a claim with another token", "lost-claims"),
-    mutant("resolve-compares-nothing", "takes `did not happen` for whatever stands there", "late-resolve"),
-    mutant("unresolved-expires-with-the-window", "forgets in at most once what is unresolved", "longer-than-the-window"),
-    mutant("panic-is-a-failure", "takes a panic for a clean failure in at most once", "panics-after-effects"),
-    mutant("renewal-from-the-reply", "counts a renewed lease from the reply", "slow-renewal"),
-    mutant("complete-before-the-handler", "writes that it is done when it is claimed", "crash-in-the-handler"),
-    mutant("accept-before-complete", "accepts without waiting for the store", "crash-before-completion"),
-    mutant("commit-the-highest", "commits the highest settled offset", "killed-with-a-gap"),
-    mutant("settle-on-another-channel", "acknowledges by a tag of a channel that is gone", "another-channel"),
+    mutant("accept-a-busy", "accepts a delivery whose id another one holds", "crash-beside-copies", Invariant::I9),
+    mutant("clear-without-comparing", "clears whatever is in progress, whoever holds it", "late-clear", Invariant::I4),
+    mutant("token-per-delivery", "makes one token for a delivery, and claims with it again", "late-clear", Invariant::I4),
+    mutant("new-token-on-a-retried-claim", "asks again about a claim with another token", "lost-claims", Invariant::I14),
+    mutant("resolve-compares-nothing", "takes `did not happen` for whatever stands there", "late-resolve", Invariant::I4),
+    mutant("unresolved-expires-with-the-window", "forgets in at most once what is unresolved", "longer-than-the-window", Invariant::I2),
+    mutant("panic-is-a-failure", "takes a panic for a clean failure in at most once", "panics-after-effects", Invariant::I2),
+    mutant("renewal-from-the-reply", "counts a renewed lease from the reply", "slow-renewal", Invariant::I4),
+    mutant("complete-before-the-handler", "writes that it is done when it is claimed", "crash-in-the-handler", Invariant::I1),
+    mutant("accept-before-complete", "accepts without waiting for the store", "crash-before-completion", Invariant::I9),
+    mutant("commit-the-highest", "commits the highest settled offset", "killed-with-a-gap", Invariant::I7),
+    mutant("settle-on-another-channel", "acknowledges by a tag of a channel that is gone", "another-channel", Invariant::I1),
 ];
 
 /// What became of all of them.
@@ -70,7 +73,10 @@ pub struct Caught {
     /// In the order in which they are told.
     pub mutants: Vec<Outcome>,
     /// What the right version broke in each scene: nothing, if all is well.
-    pub right: BTreeMap<String, Vec<String>>,
+    pub right: BTreeMap<String, BTreeMap<Invariant, usize>>,
+    /// The scenes in which the right version could not be played, and why.
+    #[serde(default)]
+    pub unplayed: BTreeMap<String, String>,
     /// How long it took, in seconds.
     pub seconds: u64,
     /// What was tried.
@@ -86,8 +92,10 @@ pub struct Outcome {
     pub text: String,
     /// What it was put before.
     pub scene: String,
-    /// The checks that caught it, with how often; empty if none did.
-    pub by: Vec<String>,
+    /// What it must be seen to break.
+    pub breaks: Invariant,
+    /// What it broke, with how often.
+    pub by: BTreeMap<Invariant, usize>,
     /// How often the scene was played.
     pub tries: u32,
 }
@@ -132,39 +140,71 @@ pub fn run(wanted: &str, folder: &Path, stopping: &Stopping) -> Result<Caught, E
 }
 
 /// Plays, a wrong version until it is caught, and notes what came of it.
-fn tell(caught: &Mutex<Caught>, scene: &str, mutant: Option<&Mutant>, play: impl Fn(&[(&str, &str)], u32) -> Result<Vec<String>, Error>) {
-    let Some(Mutant { name, text, .. }) = mutant else {
-        let broken = play(&[], 1).unwrap_or_else(|error| vec![error.to_string()]);
-        println!("chaos: the right version, {scene}: {}", if broken.is_empty() { "held".to_owned() } else { broken.join(", ") });
-        lock(caught).right.insert(scene.to_owned(), broken);
+fn tell(caught: &Mutex<Caught>, scene: &str, mutant: Option<&Mutant>, play: impl Fn(&[(&str, &str)], u32) -> Result<Broken, Error>) {
+    let Some(Mutant { name, text, breaks, .. }) = mutant else {
+        match play(&[], 1) {
+            Ok(broken) => {
+                println!("chaos: the right version, {scene}: {}", if broken.is_empty() { "held".to_owned() } else { told(&broken) });
+                lock(caught).right.insert(scene.to_owned(), broken);
+            }
+            Err(error) => {
+                println!("chaos: the right version, {scene}: {error}");
+                lock(caught).unplayed.insert(scene.to_owned(), error.to_string());
+            }
+        }
         return;
     };
-    let (mut by, mut tries) = (Vec::new(), 0);
-    while by.is_empty() && tries < TRIES {
-        tries += 1;
-        match play(&[("ONCEGATE_MUTANT", name)], tries) {
-            Ok(names) => by = names,
+    let mut outcome = Outcome {
+        name: (*name).to_owned(),
+        text: (*text).to_owned(),
+        scene: scene.to_owned(),
+        breaks: *breaks,
+        by: BTreeMap::new(),
+        tries: 0,
+    };
+    while !outcome.is_caught() && outcome.tries < TRIES {
+        outcome.tries += 1;
+        match play(&[("ONCEGATE_MUTANT", name)], outcome.tries) {
+            Ok(broken) => outcome.by = broken,
             // That a scene could not be played catches nothing.
             Err(error) => eprintln!("chaos: {name}, {scene}: {error}"),
         }
     }
-    println!("chaos: {name}: {}", if by.is_empty() { "SURVIVED".to_owned() } else { format!("caught by {}", by.join(", ")) });
-    let outcome = Outcome { name: (*name).to_owned(), text: (*text).to_owned(), scene: scene.to_owned(), by, tries };
+    println!("chaos: {name}: {}", if outcome.is_caught() { format!("caught by {}", told(&outcome.by)) } else { outcome.survived() });
     lock(caught).mutants.push(outcome);
+}
+
+/// Invariants, with how often.
+fn told(broken: &BTreeMap<Invariant, usize>) -> String {
+    broken.iter().map(|(invariant, times)| format!("{invariant} × {times}")).collect::<Vec<_>>().join(", ")
+}
+
+impl Outcome {
+    /// Whether it was seen to break what it must.
+    pub fn is_caught(&self) -> bool {
+        self.by.contains_key(&self.breaks)
+    }
+
+    fn survived(&self) -> String {
+        let else_broken = if self.by.is_empty() { String::new() } else { format!(", though it broke {}", told(&self.by)) };
+        format!("SURVIVED {}{else_broken}", self.breaks)
+    }
 }
 
 impl Caught {
     /// Whether all were caught, and the right version held in every scene.
     pub fn is_right(&self) -> bool {
-        !self.mutants.is_empty() && self.mutants.iter().all(|it| !it.by.is_empty()) && self.right.values().all(Vec::is_empty)
+        let right = self.unplayed.is_empty() && self.right.values().all(BTreeMap::is_empty);
+        !self.mutants.is_empty() && self.mutants.iter().all(Outcome::is_caught) && right
     }
 
     /// One line.
     pub fn verdict(&self) -> String {
         let (all, seconds) = (self.mutants.len(), self.seconds);
-        let caught = self.mutants.iter().filter(|it| !it.by.is_empty()).count();
+        let caught = self.mutants.iter().filter(|it| it.is_caught()).count();
         let held = self.right.values().filter(|broken| broken.is_empty()).count();
-        format!("mutants: {caught} of {all} caught; the right version held in {held} of {} scenes, {seconds} s", self.right.len())
+        let scenes = self.right.len() + self.unplayed.len();
+        format!("mutants: {caught} of {all} caught; the right version held in {held} of {scenes} scenes, {seconds} s")
     }
 
     fn write(&self, folder: &Path) -> io::Result<()> {
@@ -174,15 +214,20 @@ impl Caught {
 
     /// The table.
     pub fn to_markdown(&self) -> String {
-        let mut text = format!("# {}\n\n| wrong version | scene | caught by |\n| --- | --- | --- |\n", self.verdict());
-        for Outcome { name, text: does, scene, by, tries } in &self.mutants {
-            let told = SCENES.iter().chain([&ANOTHER_CHANNEL]).find(|it| it.0 == scene).map_or(scene.as_str(), |it| it.1);
-            let by = if by.is_empty() { "**nothing**".to_owned() } else { by.join(", ") };
+        let mut text = format!("# {}\n\n| wrong version | scene | must break | broke |\n| --- | --- | --- | --- |\n", self.verdict());
+        for outcome in &self.mutants {
+            let Outcome { name, text: does, scene, breaks, by, tries } = outcome;
+            let scene = SCENES.iter().chain([&ANOTHER_CHANNEL]).find(|it| it.0 == scene).map_or(scene.as_str(), |it| it.1);
+            let by = if by.is_empty() { "nothing".to_owned() } else { told(by) };
+            let by = if outcome.is_caught() { by } else { format!("**{by}**") };
             let again = if *tries > 1 { format!(" (at try {tries})") } else { String::new() };
-            let _ = writeln!(text, "| `{name}`: {does} | {told} | {by}{again} |");
+            let _ = writeln!(text, "| `{name}`: {does} | {scene} | {breaks} | {by}{again} |");
         }
         for (scene, broken) in self.right.iter().filter(|(_, broken)| !broken.is_empty()) {
-            let _ = write!(text, "\nThe right version broke in {scene}: {}.\n", broken.join(", "));
+            let _ = write!(text, "\nThe right version broke in {scene}: {}.\n", told(broken));
+        }
+        for (scene, why) in &self.unplayed {
+            let _ = write!(text, "\nThe right version could not be played in {scene}: {why}.\n");
         }
         let versions: Vec<String> = self.versions.iter().map(|(what, version)| format!("{what} {version}")).collect();
         let _ = write!(text, "\nVersions: {}.\n", versions.join(", "));
@@ -209,21 +254,27 @@ mod tests {
 
     #[test]
     fn one_that_survives_and_a_right_version_that_breaks_are_red() {
-        let outcome = |by: &[&str]| Outcome {
+        let broken = |by: &[Invariant]| by.iter().map(|it| (*it, 2)).collect::<BTreeMap<_, _>>();
+        let outcome = |by: &[Invariant]| Outcome {
             name: "accept-a-busy".into(),
             text: "accepts".into(),
             scene: "crash-beside-copies".into(),
-            by: by.iter().map(|it| (*it).to_owned()).collect(),
+            breaks: Invariant::I9,
+            by: broken(by),
             tries: 1,
         };
-        let caught = |by: &[&str], broken: &[&str]| Caught {
-            mutants: vec![outcome(&["I9 × 2"]), outcome(by)],
-            right: BTreeMap::from([("crash-beside-copies".to_owned(), broken.iter().map(|it| (*it).to_owned()).collect())]),
+        let caught = |by: &[Invariant], right: &[Invariant]| Caught {
+            mutants: vec![outcome(&[Invariant::I9]), outcome(by)],
+            right: BTreeMap::from([("crash-beside-copies".to_owned(), broken(right))]),
             ..Caught::default()
         };
-        assert!(caught(&["I1 × 1"], &[]).is_right() && !Caught::default().is_right());
+        assert!(caught(&[Invariant::I1, Invariant::I9], &[]).is_right() && !Caught::default().is_right());
         assert!(!caught(&[], &[]).is_right() && caught(&[], &[]).to_markdown().contains("**nothing**"));
-        assert!(!caught(&["I1 × 1"], &["I4 × 1"]).is_right());
+        let of_another = caught(&[Invariant::I1], &[]);
+        assert!(!of_another.is_right() && of_another.to_markdown().contains("| I9 | **I1 × 2** |"), "{}", of_another.to_markdown());
+        assert!(!caught(&[Invariant::I9], &[Invariant::I4]).is_right());
+        let unplayed = BTreeMap::from([("late-clear".to_owned(), "no server".to_owned())]);
+        assert!(!Caught { unplayed, ..caught(&[Invariant::I9], &[]) }.is_right());
         assert!(caught(&[], &[]).verdict().starts_with("mutants: 1 of 2 caught"));
     }
 }

@@ -11,7 +11,7 @@ use serde::Serialize;
 use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
 
-use crate::check::{Ordered, Promise, Remembers, Rules, check};
+use crate::check::{Looked, Ordered, Promise, Remembers, Rules, check};
 use crate::fleet::{Faults, Fleet, SinkProcess};
 use crate::flow::{Flow, SPAN};
 use crate::ledger::{Ledger, Log, What};
@@ -131,10 +131,11 @@ pub fn play(plan: &Plan, stage: &Stage, folder: &Path, stopping: &Stopping) -> R
 
     let order = if stage.broker() == Broker::Kafka { Ordered::ByKey } else { Ordered::Not };
     let (promise, store) = (plan.promise, plan.markers.remembers());
-    let rules = Rules { promise, order, lease: LEASE, grace: GRACE, aftermath: AFTERMATH, drain: DRAIN, store, in_flight: IN_FLIGHT };
+    let (lease, grace, aftermath, drain, in_flight, looked) = (LEASE, GRACE, AFTERMATH, DRAIN, IN_FLIGHT, Looked::Everywhere);
+    let rules = Rules { promise, order, lease, grace, aftermath, drain, store, in_flight, looked };
     let checked = check(&Ledger::read(folder)?, &rules);
     let (scenario, broker) = (plan.scenario.clone(), stage.broker().name().to_owned());
-    let run = Run { scenario, broker, seed: plan.seed, rules, versions: stage.versions(), seconds: begun.elapsed().as_secs() };
+    let run = Run { scenario, broker, seed: plan.seed, rules, versions: stage.versions(), seconds: begun.elapsed().as_secs(), lost: 0 };
     let report = Report::of(run, checked, recovery);
     report.write(folder)?;
     Ok(report)
@@ -202,15 +203,17 @@ impl<'a> Playing<'a> {
                 AtOnce::One => {
                     let scene = self.scene(&faults);
                     self.stage.inflict(&planned, self.plan.seed ^ played as u64, &scene)?;
-                    let took = self.until_it_flows(RECOVERY)?.unwrap_or(RECOVERY);
-                    let of_kind = recovery.entry(planned.name()).or_default();
-                    let ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
-                    *of_kind = Recovery { times: of_kind.times + 1, longest_ms: of_kind.longest_ms.max(ms) };
+                    self.recovers(planned.name(), &mut recovery)?;
                     played += 1;
                 }
                 AtOnce::Two => {
-                    let second = schedule.next().ok_or("a run without a fault")?;
-                    self.two(&faults, [planned, second], played as u64)?;
+                    let second = schedule.next_beside(&planned, self.plan.consumers).ok_or("nothing can be played beside another")?;
+                    // What lasts longer begins, so that the other one happens while it lasts.
+                    let (first, second) = if planned.lasts < second.lasts { (second, planned) } else { (planned, second) };
+                    self.two(&faults, [first, second], played as u64)?;
+                    let mut names = [first.kind.name(), second.kind.name()];
+                    names.sort_unstable();
+                    self.recovers(names.join(" + "), &mut recovery)?;
                     played += 2;
                 }
             }
@@ -221,6 +224,15 @@ impl<'a> Playing<'a> {
             self.runtime.block_on(publisher)??;
         }
         Ok(recovery)
+    }
+
+    /// Waits until effects come as they did before, and notes how long that took.
+    fn recovers(&mut self, what: String, recovery: &mut BTreeMap<String, Recovery>) -> Result<(), Error> {
+        let took = self.until_it_flows(RECOVERY)?.unwrap_or(RECOVERY);
+        let of_it = recovery.entry(what).or_default();
+        let ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
+        *of_it = Recovery { times: of_it.times + 1, longest_ms: of_it.longest_ms.max(ms) };
+        Ok(())
     }
 
     /// The second begins while the first lasts.

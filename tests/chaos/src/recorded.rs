@@ -51,9 +51,9 @@ impl<S: Source> Source for Recorded<S> {
     async fn receive(&mut self, limit: Limit, into: &mut Vec<Incoming>) -> Result<(), SourceError> {
         let before = into.len();
         let received = self.inner.receive(limit, into).await;
-        self.log.write_all(into.get(before..).unwrap_or_default().iter().filter_map(|incoming| match incoming {
-            Incoming::Delivery(delivery) => Some(What::Received { id: id(&delivery.message), position: position(delivery) }),
-            Incoming::Revoked(_) => None,
+        self.log.write_all(into.get(before..).unwrap_or_default().iter().map(|incoming| match incoming {
+            Incoming::Delivery(delivery) => What::Received { id: id(&delivery.message), position: position(delivery) },
+            Incoming::Revoked(epoch) => What::Revoked { epoch: *epoch },
         }));
         received
     }

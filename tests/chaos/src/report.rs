@@ -12,6 +12,8 @@ use crate::schedule::Kind;
 
 /// How many violations a report tells with their histories; the rest is counted.
 const TOLD: usize = 20;
+/// Of how many pairs of faults it tells how long recovery took.
+const PAIRS: usize = 10;
 
 /// What was run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -28,6 +30,9 @@ pub struct Run {
     pub versions: BTreeMap<String, String>,
     /// How long it took, from the first message to the last look, in seconds.
     pub seconds: u64,
+    /// How many confirmed messages it lost: each run of `bare` has to be seen to lose some.
+    #[serde(default)]
+    pub lost: u64,
 }
 
 /// How long it took after a fault until effects came at the rate of the publisher again.
@@ -65,7 +70,7 @@ pub enum Verdict {
     SeenToLose,
     /// Something does not hold.
     Broken,
-    /// `bare` lost nothing: the harness may be blind.
+    /// `bare` lost nothing in a run: the harness may be blind.
     Blind,
 }
 
@@ -84,8 +89,9 @@ impl Verdict {
 impl Report {
     /// Of one run.
     pub fn of(run: Run, checked: Checked, recovery: BTreeMap<String, Recovery>) -> Self {
-        let rules = run.rules;
-        let looked_for = Invariant::ALL.into_iter().filter(|it| it.applies(&rules)).map(|it| (it, 1)).collect();
+        let run = Run { lost: checked.counts.lost, ..run };
+        let looked_for = |it: &Invariant| it.applies(&run.rules) && it.was_tried(&checked.counts);
+        let looked_for = Invariant::ALL.into_iter().filter(looked_for).map(|it| (it, 1)).collect();
         let violated = |it: &Invariant| checked.violations_of(*it) as u64;
         let violated = Invariant::ALL.into_iter().map(|it| (it, violated(&it))).filter(|(_, times)| *times > 0).collect();
         let Checked { counts, mut violations } = checked;
@@ -95,11 +101,11 @@ impl Report {
 
     /// What is said of the run, or of all of them: `bare` alone is judged by whether it lost.
     pub fn verdict(&self) -> Verdict {
-        match (self.is_of_bare(), self.counts.lost, self.violated.is_empty()) {
-            (true, 0, _) => Verdict::Blind,
-            (true, _, _) => Verdict::SeenToLose,
-            (false, _, true) => Verdict::Held,
-            (false, _, false) => Verdict::Broken,
+        match (self.is_of_bare(), self.violated.is_empty()) {
+            (true, _) if self.runs.iter().any(|run| run.lost == 0) => Verdict::Blind,
+            (true, _) => Verdict::SeenToLose,
+            (false, true) => Verdict::Held,
+            (false, false) => Verdict::Broken,
         }
     }
 
@@ -140,8 +146,8 @@ impl Report {
         let faults: u64 = counts.faults.values().sum();
         let said = match self.verdict() {
             Verdict::Held => "held".to_owned(),
-            Verdict::SeenToLose => "seen to lose, as it must".to_owned(),
-            Verdict::Blind => "BLIND: bare lost nothing".to_owned(),
+            Verdict::SeenToLose => "bare was seen to lose, as it must".to_owned(),
+            Verdict::Blind => "BLIND: bare was not seen to lose in each run".to_owned(),
             Verdict::Broken => {
                 let broken: Vec<String> = self.violated.iter().map(|(invariant, times)| format!("{invariant} × {times}")).collect();
                 format!("BROKEN: {}", broken.join(", "))
@@ -185,6 +191,7 @@ impl Report {
             ("fenced", counts.fenced, "handlers cancelled while another ran already"),
             ("commits", counts.commits, "changes of what the group has committed"),
             ("away", counts.away_ms / 1_000, "s that the store answered nobody"),
+            ("refusing", counts.refusing_ms / 1_000, "s that the store answered and took nothing"),
             ("questions meanwhile", counts.away_questions, "the most in a second, of one process (20 may be)"),
             ("growth meanwhile", counts.away_growth, "KiB, the most of one process (51,200 may be)"),
             ("memory", counts.resident, "KiB, the most that a consumer had"),
@@ -197,6 +204,7 @@ impl Report {
                 "went back right after Kafka had been frozen: an earlier one was carried out late",
             ),
             ("ends lost", counts.ends_lost, "markers whose end Redis had recorded, and lost in a failover"),
+            ("at the same time", counts.overlapping, "faults that lasted while another one did"),
             ("longest fenced", counts.fenced_longest_ms, "ms that one of these ran beside the other, awake"),
         ];
         text += "## Counts\n\n| what | count | |\n| --- | ---: | --- |\n";
@@ -209,15 +217,26 @@ impl Report {
         }
         text += "\n## Faults\n\nFirst effect: from the end of the fault, where no other lasts; later than the bound breaks I10. Recovery: until effects come at \
                  nine tenths of the publisher's rate for a second.\n\n\
-                 | fault | played | extra effects | first effect, ms | longest recovery, ms | to reach, ms |\n\
-                 | --- | ---: | ---: | ---: | ---: | ---: |\n";
+                 | fault | played | judged | extra effects | first effect, ms | longest recovery, ms | to reach, ms |\n\
+                 | --- | ---: | ---: | ---: | ---: | ---: | ---: |\n";
         for (kind, times) in &counts.faults {
             let extra = counts.explained.get(kind).copied().unwrap_or_default();
             let or_none = |ms: Option<u128>| ms.map_or_else(|| "–".to_owned(), |ms| ms.to_string());
             let recovery = or_none(self.recovery.get(kind).map(|recovery| recovery.longest_ms.into()));
-            let bound = or_none(Kind::of(kind).and_then(Kind::recovery_bound).map(|bound| bound.as_millis()));
+            let bound = or_none(Kind::of(kind).map(|kind| kind.recovery_bound().as_millis()));
             let again = or_none(counts.again_ms.get(kind).map(|ms| (*ms).into()));
-            let _ = writeln!(text, "| {kind} | {times} | {extra} | {again} | {recovery} | {bound} |");
+            let judged = counts.again_judged.get(kind).copied().unwrap_or_default();
+            let _ = writeln!(text, "| {kind} | {times} | {judged} | {extra} | {again} | {recovery} | {bound} |");
+        }
+        let mut pairs: Vec<(&String, &Recovery)> = self.recovery.iter().filter(|(what, _)| what.contains(" + ")).collect();
+        if !pairs.is_empty() {
+            let times: u64 = pairs.iter().map(|(_, recovery)| recovery.times).sum();
+            let _ = write!(text, "\n{times} pairs of {} kinds. Those after which recovery took longest:\n\n", pairs.len());
+            text += "| faults | played | longest recovery, ms |\n| --- | ---: | ---: |\n";
+            pairs.sort_by_key(|(_, recovery)| std::cmp::Reverse(recovery.longest_ms));
+            for (what, recovery) in pairs.into_iter().take(PAIRS) {
+                let _ = writeln!(text, "| {what} | {} | {} |", recovery.times, recovery.longest_ms);
+            }
         }
         text += "\n## Invariants\n\n| | what must hold | looked for in | violations |\n| --- | --- | ---: | ---: |\n";
         for invariant in Invariant::ALL {
@@ -277,6 +296,8 @@ fn add_counts(to: &mut Counts, from: Counts) {
     to.fenced += from.fenced;
     to.commits += from.commits;
     to.away_ms += from.away_ms;
+    to.refusing_ms += from.refusing_ms;
+    to.overlapping += from.overlapping;
     to.metrics_exact += from.metrics_exact;
     to.metrics_bounded += from.metrics_bounded;
     to.ends_lost += from.ends_lost;
@@ -294,6 +315,7 @@ fn add_counts(to: &mut Counts, from: Counts) {
     ] {
         *to = (*to).max(from);
     }
+    add_all(&mut to.again_judged, from.again_judged);
     add_all(&mut to.explained, from.explained);
     add_all(&mut to.faults, from.faults);
 }
@@ -303,7 +325,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::check::{Ordered, Remembers};
+    use crate::check::{Looked, Ordered, Remembers};
 
     fn run(promise: Promise) -> Run {
         let second = Duration::from_secs(1);
@@ -316,9 +338,10 @@ mod tests {
             drain: second,
             store: Remembers::Claims,
             in_flight: 64,
+            looked: Looked::Everywhere,
         };
         let versions = BTreeMap::from([("Redis".to_owned(), "7.0.15".to_owned())]);
-        Run { scenario: "mixed".into(), broker: "kafka".into(), seed: 7, rules, versions, seconds: 60 }
+        Run { scenario: "mixed".into(), broker: "kafka".into(), seed: 7, rules, versions, seconds: 60, lost: 0 }
     }
 
     fn report(promise: Promise, lost: u64, violations: Vec<Violation>) -> Report {
@@ -343,6 +366,30 @@ mod tests {
     }
 
     #[test]
+    fn bare_must_lose_in_each_run() {
+        let mut both = report(Promise::Bare, 3, vec![loss()]);
+        both.add(report(Promise::Bare, 0, vec![])).unwrap();
+        assert_eq!(both.verdict(), Verdict::Blind);
+        assert!(both.line().contains("BLIND"), "{}", both.line());
+    }
+
+    #[test]
+    fn what_nobody_looked_at_was_not_looked_for() {
+        let looked_for = |looked, counts| {
+            let run = run(Promise::AtMostOnce);
+            let run = Run { rules: Rules { looked, ..run.rules }, ..run };
+            Report::of(run, Checked { counts, violations: vec![] }, BTreeMap::new()).looked_for.into_keys().collect::<Vec<_>>()
+        };
+        use Invariant::*;
+        let again_judged = BTreeMap::from([("kill-redis".to_owned(), 1)]);
+        let tried = Counts { again_judged, away_ms: 3_000, ..Counts::default() };
+        let all = looked_for(Looked::Everywhere, tried.clone());
+        assert_eq!(all, [I1, I2, I4, I8, I9, I10, I11, I12, I13, I14, Unexpected, Exit]);
+        assert_eq!(looked_for(Looked::Everywhere, Counts::default()), [I1, I2, I4, I8, I9, I12, I13, I14, Unexpected, Exit]);
+        assert_eq!(looked_for(Looked::InTheLedger, tried), [I1, I2, I4, I8, I9, I11, I12, I14, Unexpected, Exit]);
+    }
+
+    #[test]
     fn reports_add_up() {
         let mut sum = report(Promise::AtMostOnce, 0, vec![]);
         sum.add(report(Promise::EffectivelyOnce, 1, vec![loss()])).unwrap();
@@ -360,14 +407,14 @@ mod tests {
         for part in [
             "| mixed | kafka | at most once | 7 | 60 |",
             "Redis 7.0.15",
-            "| kill-redis | 2 | 0 | – | 900 | 5000 |",
+            "| kill-redis | 2 | 0 | 0 | – | 900 | 5000 |",
             "### I1 u-7",
             "player   confirmed",
         ] {
             assert!(text.contains(part), "{part:?} is not in\n{text}");
         }
         assert!(
-            text.contains("| I3 | effectively once: one unique effect an id, and each other one has its cause in the fault log | – | 0 |")
+            text.contains("| I3 | effectively once: one unique effect an id, and for each other one a fault that can have cut off the run before | – | 0 |")
         );
         assert_eq!(serde_json::from_str::<Report>(&serde_json::to_string(&report).unwrap()).unwrap(), report);
         assert!(!text.contains("95 %"));

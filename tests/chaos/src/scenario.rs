@@ -174,7 +174,7 @@ impl<'a> Director<'a> {
     /// If a run could not be played, or the control could not be seen to lose.
     pub fn smoke(&self, seed: u64) -> Result<Report, Error> {
         use Kind::*;
-        let on_kafka = [KillConsumer, FreezeConsumer, KillRedis, FillRedis, FillDisk, DemoteRedis, StrandRedis, FlushScripts];
+        let on_kafka = [KillConsumer, FreezeConsumer, KillRedis, LoadRedis, FillRedis, FillDisk, DemoteRedis, StrandRedis, FlushScripts];
         let on_kafka: Vec<Kind> = on_kafka.into_iter().chain(KAFKA).collect();
         let on_rabbit =
             [KillConsumer, TerminateConsumer, RollingRestart, FreezeRedis, LoadRedis, DropReplies, DarkRedis, ResetRedis, RefuseLetters];

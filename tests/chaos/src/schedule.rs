@@ -1,5 +1,6 @@
 //! What is done to a run, and when: a sequence of faults that a seed determines.
 
+use std::collections::VecDeque;
 use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
@@ -12,6 +13,9 @@ use crate::check::{FAIL_OVER, FREEZE, FREEZE_KAFKA};
 /// The lease of the consumers of a run, unless they were given another.
 pub const LEASE: Duration = Duration::from_secs(2);
 
+/// How often a rolling restart tells the next consumer to drain.
+const ROLLING: Duration = Duration::from_secs(5);
+
 /// What may be done to a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -22,7 +26,7 @@ pub enum Kind {
     FreezeConsumer,
     /// SIGTERM to a consumer; another takes its place.
     TerminateConsumer,
-    /// SIGTERM to each consumer in turn; another takes its place.
+    /// SIGTERM to the next consumer every five seconds, until each had it; another takes its place.
     RollingRestart,
     /// SIGKILL to Redis, which has an append-only file, and a start.
     KillRedis,
@@ -139,12 +143,49 @@ pub struct Schedule {
     lengths: Lengths,
     /// What is left of the present round: each kind comes once in each.
     round: Vec<Kind>,
+    /// What was drawn, and could not be played beside another.
+    put_off: VecDeque<Planned>,
+}
+
+/// What a fault needs for itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Needs {
+    /// One consumer.
+    Consumer,
+    /// Each consumer in turn.
+    EachConsumer,
+    /// The process of Redis.
+    Redis,
+    /// The process of the broker.
+    Broker,
+    /// A broker that takes settings.
+    Settings,
+    /// Nothing: what lies between them.
+    Nothing,
 }
 
 impl Schedule {
     /// Faults of these kinds; each round has each of them once, in an order of its own.
     pub fn new(kinds: &[Kind], lengths: Lengths, seed: u64) -> Self {
-        Self { random: fastrand::Rng::with_seed(seed), kinds: kinds.to_vec(), lengths, round: Vec::new() }
+        Self { random: fastrand::Rng::with_seed(seed), kinds: kinds.to_vec(), lengths, round: Vec::new(), put_off: VecDeque::new() }
+    }
+
+    /// The next one that can be played while this one lasts, on so many consumers; what cannot comes later. None if there is none
+    /// in the next rounds.
+    pub fn next_beside(&mut self, first: &Planned, consumers: usize) -> Option<Planned> {
+        let mut passed = VecDeque::new();
+        let mut found = None;
+        for _ in 0..3 * self.kinds.len() {
+            let Some(next) = self.next() else { break };
+            if first.goes_with(&next, consumers) {
+                found = Some(next);
+                break;
+            }
+            passed.push_back(next);
+        }
+        passed.append(&mut self.put_off);
+        self.put_off = passed;
+        found
     }
 
     fn lasts(&mut self, kind: Kind) -> Duration {
@@ -169,6 +210,8 @@ impl Schedule {
             (Kind::Rebalance, Lengths::Full) => Duration::from_secs(12),
             (Kind::Rebalance, Lengths::Short) => Duration::from_secs(6),
             (Kind::DropReplies, lengths) => seconds(random, 5_000..=15_000, 4_000..=5_000, lengths),
+            // Between one consumer and the next.
+            (Kind::RollingRestart, _) => ROLLING,
             (Kind::FreezeKafka, lengths) => seconds(random, 20_000..=20_000, 8_000..=8_000, lengths),
             (Kind::KillConsumer | Kind::TerminateConsumer | Kind::KillRedis | Kind::KillKafka, _) => {
                 Duration::from_millis(random.u64(0..1_000))
@@ -183,6 +226,9 @@ impl Iterator for Schedule {
 
     /// None only if there are no kinds.
     fn next(&mut self) -> Option<Planned> {
+        if let Some(planned) = self.put_off.pop_front() {
+            return Some(planned);
+        }
         if self.round.is_empty() {
             self.round = self.kinds.clone();
             self.random.shuffle(&mut self.round);
@@ -207,6 +253,23 @@ impl Planned {
             kind => kind.to_string(),
         }
     }
+
+    /// Whether both can last at the same time: neither has to wait for what the other needs for itself, and neither's end is the
+    /// end of the other.
+    pub fn goes_with(&self, other: &Self, consumers: usize) -> bool {
+        use Needs::*;
+        let same_consumer = || self.consumer % consumers == other.consumer % consumers;
+        // These hold a consumer for seconds, for which a rolling restart would wait.
+        let holds = |kind: Kind| matches!(kind, Kind::FreezeConsumer | Kind::Rebalance);
+        self.kind != other.kind
+            && match (self.kind.needs(), other.kind.needs()) {
+                (Consumer, Consumer) => !same_consumer(),
+                (EachConsumer, Consumer) => !holds(other.kind),
+                (Consumer, EachConsumer) => !holds(self.kind),
+                (Redis, Redis) | (Broker | Settings, Broker | Settings) => false,
+                _ => true,
+            }
+    }
 }
 
 impl Kind {
@@ -220,16 +283,45 @@ impl Kind {
         Self::all().find(|kind| logged.starts_with(kind.name()))
     }
 
-    /// How long it should take at the most, after the fault, until effects come at nine tenths of their rate again; none where
-    /// nothing was set.
-    pub fn recovery_bound(self) -> Option<Duration> {
+    fn needs(self) -> Needs {
         match self {
-            // Kafka's session, a lease, and two seconds.
-            Self::KillConsumer | Self::FreezeConsumer => Some(Duration::from_secs(10)),
-            Self::KillKafka | Self::FreezeKafka => Some(Duration::from_secs(30)),
-            Self::TerminateConsumer | Self::RollingRestart | Self::Rebalance | Self::RefuseLetters | Self::FailOverRedis => None,
-            _ => Some(Duration::from_secs(5)),
+            Self::KillConsumer | Self::FreezeConsumer | Self::TerminateConsumer | Self::Rebalance => Needs::Consumer,
+            Self::RollingRestart => Needs::EachConsumer,
+            Self::KillRedis
+            | Self::LoadRedis
+            | Self::FailOverRedis
+            | Self::FreezeRedis
+            | Self::FillRedis
+            | Self::FillDisk
+            | Self::DemoteRedis
+            | Self::StrandRedis
+            | Self::FlushScripts => Needs::Redis,
+            Self::RestartRabbit
+            | Self::KillRabbit
+            | Self::CloseConnections
+            | Self::CloseChannels
+            | Self::CancelConsumers
+            | Self::KillKafka
+            | Self::FreezeKafka => Needs::Broker,
+            Self::RefuseLetters => Needs::Settings,
+            Self::DropReplies | Self::DarkRedis | Self::ResetRedis | Self::DarkRabbit | Self::ResetRabbit => Needs::Nothing,
         }
+    }
+
+    /// How long it may take at the most, after the fault, until effects come again.
+    pub fn recovery_bound(self) -> Duration {
+        Duration::from_secs(match self {
+            // Kafka's session, a lease, and two seconds: for whatever takes a consumer away, and where some wait in vain.
+            Self::KillConsumer
+            | Self::FreezeConsumer
+            | Self::TerminateConsumer
+            | Self::RollingRestart
+            | Self::Rebalance
+            | Self::RefuseLetters
+            | Self::FailOverRedis => 10,
+            Self::KillKafka | Self::FreezeKafka => 30,
+            _ => 5,
+        })
     }
 
     /// As it stands in the fault log and on the command line.
@@ -309,6 +401,60 @@ mod tests {
         assert_eq!(Schedule::new(&[], Lengths::Short, 1).next(), None);
     }
 
+    fn planned(kind: Kind, consumer: usize) -> Planned {
+        Planned { pause: LEASE, kind, lasts: LEASE, consumer, percent: 5 }
+    }
+
+    #[test]
+    fn two_faults_last_at_once_unless_one_would_wait_for_the_other_or_end_it() {
+        let go = |one: Kind, other: Kind| {
+            let both = [planned(one, 1).goes_with(&planned(other, 5), 3), planned(other, 5).goes_with(&planned(one, 1), 3)];
+            assert_eq!(both[0], both[1], "{one}, {other}");
+            both[0]
+        };
+        use Kind::*;
+        for (one, other) in [
+            (DarkRedis, DropReplies),
+            (DarkRedis, FreezeRedis),
+            (KillRedis, KillKafka),
+            (LoadRedis, FreezeKafka),
+            (KillConsumer, FreezeConsumer),
+            (RollingRestart, KillConsumer),
+            (RefuseLetters, DarkRabbit),
+        ] {
+            assert!(go(one, other), "{one}, {other}");
+        }
+        for (one, other) in [
+            (DarkRedis, DarkRedis),
+            (FillRedis, FreezeRedis),
+            (KillRabbit, CancelConsumers),
+            (RefuseLetters, FreezeKafka),
+            (RollingRestart, FreezeConsumer),
+        ] {
+            assert!(!go(one, other), "{one}, {other}");
+        }
+        assert!(!planned(KillConsumer, 1).goes_with(&planned(FreezeConsumer, 4), 3), "the same consumer");
+    }
+
+    #[test]
+    fn what_cannot_be_played_beside_another_comes_later() {
+        let mut schedule = Schedule::new(&ANYWHERE, Lengths::Short, 3);
+        let mut seen = Vec::new();
+        for _ in 0..ANYWHERE.len() * 4 {
+            let first = schedule.next().unwrap();
+            let second = schedule.next_beside(&first, 3).unwrap();
+            assert!(first.goes_with(&second, 3), "{first:?}, {second:?}");
+            seen.extend([first.kind, second.kind]);
+        }
+        // Each has its turn, though it may have to wait for it.
+        for kind in ANYWHERE {
+            assert!(seen.iter().filter(|it| **it == kind).count() >= 6, "{kind}");
+        }
+        let mut alone = Schedule::new(&[Kind::DarkRedis], Lengths::Short, 3);
+        let first = alone.next().unwrap();
+        assert_eq!(alone.next_beside(&first, 3), None);
+    }
+
     #[test]
     fn consumers_are_frozen_for_one_two_and_five_leases() {
         let leases = |planned: Planned| planned.lasts.as_millis() / LEASE.as_millis();
@@ -323,8 +469,7 @@ mod tests {
         for kind in Kind::all() {
             assert_eq!(kind.name().parse(), Ok(kind));
             assert_eq!(serde_json::to_value(kind).unwrap(), kind.name());
-            let planned = Planned { pause: LEASE, kind, lasts: LEASE, consumer: 0, percent: 5 };
-            assert_eq!(Kind::of(&planned.name()), Some(kind));
+            assert_eq!(Kind::of(&planned(kind, 0).name()), Some(kind));
         }
         assert!("kill-9".parse::<Kind>().unwrap_err().to_string().contains("kill-redis, load-redis, freeze-redis"));
     }

@@ -7,7 +7,7 @@ use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::Path;
 use std::process::Command;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use oncegate_testkit::proxy::Proxy;
@@ -146,17 +146,15 @@ impl Stage {
 
     /// What runs here, and how old it is.
     pub fn versions(&self) -> BTreeMap<String, String> {
+        let commit = commit();
         let mut versions = BTreeMap::from([("Redis".to_owned(), self.store.version())]);
         let (name, version) = match &*self.broker {
             BrokerServer::Kafka(..) => ("Kafka", kafka_version()),
             BrokerServer::Rabbit(server, ..) => ("RabbitMQ", lock(server).server.control(&["-q", "version"]).ok()),
         };
         versions.insert(name.to_owned(), version.unwrap_or_else(|| "unknown".to_owned()).trim().to_owned());
-        for (name, program) in [("rustc", "rustc --version"), ("commit", "git rev-parse --short=12 HEAD")] {
-            if let Some(said) = said_by(program) {
-                versions.insert(name.to_owned(), said);
-            }
-        }
+        versions.extend(said_by("rustc --version").map(|said| ("rustc".to_owned(), said)));
+        versions.insert("commit".to_owned(), commit.to_owned());
         versions
     }
 
@@ -170,8 +168,7 @@ impl Stage {
             BrokerServer::Kafka(server, _) => drop(lock(server).keep(folder)?),
             BrokerServer::Rabbit(server, ..) => {
                 let said = lock(server).keep(folder)?;
-                let refused = said.lines().filter(|line| line.to_lowercase().contains("precondition_failed"));
-                log.write_all(refused.map(|line| What::ChannelRefused { line: line.to_owned() }));
+                log.write_all(refused_acknowledgements(&said).into_iter().map(|line| What::ChannelRefused { line }));
             }
         }
         Ok(())
@@ -214,28 +211,38 @@ impl Stage {
                 })
             }
             Kind::RollingRestart => (0..fleet.size()).try_for_each(|number| {
+                let since = Instant::now();
                 let mut slot = fleet.slot(number);
                 faults.play(name, slot.name(), || {
                     fleet.terminate(&mut slot)?;
                     fleet.start(&mut slot)
-                })
-            }),
-            Kind::RefuseLetters => faults.play(name, None, || {
-                self.letters(on.queue, Letters::Refused)?;
-                std::thread::sleep(planned.lasts);
-                self.letters(on.queue, Letters::Taken)
-            }),
-            Kind::Rebalance => faults.play(name, None, || {
-                let mut slot = fleet.slot(planned.consumer);
-                let since = Instant::now();
-                while since.elapsed() < planned.lasts {
-                    fleet.terminate(&mut slot)?;
-                    std::thread::sleep(REBALANCE);
-                    fleet.start(&mut slot)?;
-                    std::thread::sleep(REBALANCE);
-                }
+                })?;
+                drop(slot);
+                let is_last = number + 1 == fleet.size();
+                std::thread::sleep(if is_last { Duration::ZERO } else { planned.lasts.saturating_sub(since.elapsed()) });
                 Ok(())
             }),
+            Kind::RefuseLetters => {
+                // Before the fault log says that they are refused: nothing waits for a server then.
+                self.letters(on.queue, Letters::Refused)?;
+                faults.play(name, None, || {
+                    std::thread::sleep(planned.lasts);
+                    self.letters(on.queue, Letters::Taken)
+                })
+            }
+            Kind::Rebalance => {
+                let mut slot = fleet.slot(planned.consumer);
+                faults.play(name, None, || {
+                    let since = Instant::now();
+                    while since.elapsed() < planned.lasts {
+                        fleet.terminate(&mut slot)?;
+                        std::thread::sleep(REBALANCE);
+                        fleet.start(&mut slot)?;
+                        std::thread::sleep(REBALANCE);
+                    }
+                    Ok(())
+                })
+            }
             Kind::DarkRabbit => dark(self.rabbit()?.1, planned, faults),
             Kind::ResetRabbit => {
                 let proxy = self.rabbit()?.1;
@@ -393,8 +400,25 @@ fn dark(proxy: &Proxy, planned: &Planned, faults: &Faults) -> Result<(), Error> 
     faults.play(&planned.name(), None, || {
         proxy.black_hole();
         std::thread::sleep(planned.lasts);
-        proxy.pass();
+        // And not the end of lost replies beside it.
+        proxy.lighten();
         Ok(())
+    })
+}
+
+/// The lines of RabbitMQ's log that say why it closed a channel with 406.
+pub(crate) fn refused_acknowledgements(said: &str) -> Vec<String> {
+    said.lines().filter(|line| line.to_lowercase().contains("precondition_failed")).map(str::to_owned).collect()
+}
+
+/// The commit that lay here when this process began, and whether what is built had changes beside it. Asked for at the beginning,
+/// since others may commit while a long run lasts.
+pub fn commit() -> &'static str {
+    static COMMIT: OnceLock<String> = OnceLock::new();
+    COMMIT.get_or_init(|| {
+        let commit = said_by("git rev-parse --short=12 HEAD").unwrap_or_else(|| "unknown".to_owned());
+        let changed = said_by("git status --porcelain -- Cargo.toml Cargo.lock crates tests/chaos");
+        if changed.is_none_or(|changed| changed.is_empty()) { commit } else { format!("{commit} with changes") }
     })
 }
 

@@ -79,6 +79,17 @@ impl Wire {
         }
     }
 
+    /// Deletes the topic and makes another of its name, on Kafka.
+    ///
+    /// # Errors
+    /// What the broker said, or that it is no Kafka.
+    pub async fn make_anew(&self) -> Result<(), Error> {
+        match self {
+            Self::Kafka(wire) => wire.make_anew().await,
+            Self::Rabbit(_) => Err("only Kafka has topics".into()),
+        }
+    }
+
     /// The consumers' group, if the broker has such.
     pub fn group(&self) -> Option<kafka::Group> {
         match self {

@@ -1,6 +1,6 @@
 //! I10: after a fault effects come again within its bound.
 
-use super::{Finder, Invariant, micros};
+use super::{Finder, Invariant, Remembers, micros};
 use crate::ledger::What;
 use crate::schedule::Kind;
 
@@ -9,11 +9,17 @@ const SOMETHING: usize = 20;
 
 pub(super) fn check(finder: &mut Finder<'_>) {
     let over: Vec<(String, u64)> = finder.windows.over().map(|(kind, ended)| (kind.to_owned(), ended)).collect();
+    // Until when effects may be away for what was over before.
+    let mut excused: Vec<(u64, u64)> = over.iter().filter_map(|(kind, ended)| Some((*ended, ended + bound(Kind::of(kind)?)))).collect();
+    excused.extend(finder.windows.aborts().map(|at| (at, at + bound(Kind::KillConsumer))));
     for (kind, ended) in over {
         let Some(of) = Kind::of(&kind) else { continue };
-        // Where nothing was set, it is only told.
-        let bound = of.recovery_bound();
-        let latest = ended + micros(bound.unwrap_or(finder.rules.aftermath));
+        // A Redis that has forgotten lets at most once rest until a person says otherwise.
+        if of == Kind::FailOverRedis && finder.rules.store == Remembers::NotAll {
+            continue;
+        }
+        let before = excused.iter().filter(|(over, _)| *over <= ended).map(|(_, until)| *until).max();
+        let latest = before.unwrap_or_default().max(ended + bound(of));
         // What did not run could not consume: on a machine that is too busy that is no fault of the consumers'.
         let latest = latest + finder.windows.stalled(ended, latest);
         let ledger = finder.ledger;
@@ -24,16 +30,22 @@ pub(super) fn check(finder: &mut Finder<'_>) {
         });
         let came = effect.map_or(u64::MAX, |record| record.at);
         // While another fault lasts, it is that one's.
-        if finder.windows.another_lasts(ended, came.min(latest), micros(finder.rules.aftermath)) {
+        if finder.windows.another_lasts(ended, came.min(latest)) {
             continue;
         }
+        let counts = &mut finder.checked.counts;
         if let Some(effect) = effect {
-            let longest = finder.checked.counts.again_ms.entry(kind.clone()).or_default();
+            let longest = counts.again_ms.entry(kind.clone()).or_default();
             *longest = (*longest).max((effect.at - ended) / 1_000);
         }
-        if bound.is_some() && came > latest && confirmed >= SOMETHING {
+        *counts.again_judged.entry(kind.clone()).or_default() += 1;
+        if came > latest && confirmed >= SOMETHING {
             let ms = (latest - ended) / 1_000;
             finder.found(Invariant::I10, None, format!("no effect within {ms} ms of the end of {kind}, and {confirmed} messages came"));
         }
     }
+}
+
+fn bound(kind: Kind) -> u64 {
+    micros(kind.recovery_bound())
 }

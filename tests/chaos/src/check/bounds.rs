@@ -1,11 +1,12 @@
-//! I11: what a process does while its store is away, and how much it holds.
+//! I11: what a process does while its store is away or takes nothing, and how much it holds.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use super::{Finder, Invariant, micros};
 use crate::ledger::{Asked, Ending, What};
 
-/// How long after the store went away an answer of it may still be read, by a process on a busy machine.
+/// How long after the store went away an answer of it may still be read, by a process on a busy machine, and how long a disk that
+/// has just been filled may still have room in its last block.
 const NOTICED: u64 = 1_000_000;
 /// How long before its end was written down the store may have answered again.
 const ENDED: u64 = 500_000;
@@ -23,6 +24,12 @@ pub(super) fn check(finder: &mut Finder<'_>) {
         handlers(finder, from, to);
         questions(finder, from, to);
         memory(finder, from, to);
+    }
+    // What refuses is fast, so it may be asked as often as messages come; what it refuses nobody may run.
+    let refuses: Vec<(u64, u64)> = finder.windows.store_refuses().collect();
+    for (from, to) in refuses {
+        finder.checked.counts.refusing_ms += (to - from) / 1_000;
+        handlers(finder, from, to);
     }
     let resident = finder.ledger.records().iter().filter_map(|record| match record.what {
         What::Sampled { resident, .. } => Some(resident),
@@ -87,7 +94,11 @@ fn handlers(finder: &mut Finder<'_>, from: u64, to: u64) {
             _ => continue,
         };
         if ran() {
-            finder.found(Invariant::I11, record.what.id(), format!("{} {did} {} ms after the store went away", record.by, late / 1_000));
+            finder.found(
+                Invariant::I11,
+                record.what.id(),
+                format!("{} {did} {} ms after the store went away or took nothing any more", record.by, late / 1_000),
+            );
         }
     }
 }

@@ -19,6 +19,11 @@ pub(super) fn check(finder: &mut Finder<'_>) {
         match &record.what {
             // Before it is settled: the commit can only come after.
             What::Settled { how: Settling::Accepted | Settling::Rejected, position, .. } => settled.extend(read(position)),
+            // What is settled of the old log says nothing of the new one.
+            What::MadeAnew => {
+                settled.clear();
+                committed.clear();
+            }
             What::Committed { partition, offset } => {
                 finder.checked.counts.commits += 1;
                 let before = committed.entry(*partition).or_default();

@@ -2,8 +2,9 @@
 
 use std::collections::HashMap;
 
-use super::{Finder, Invariant, Promise, Remembers};
-use crate::ledger::{Record, Unique, What};
+use super::ends::UNHEARD;
+use super::{Finder, Invariant, Promise, Remembers, micros};
+use crate::ledger::{Asked, Record, Unique, What};
 
 /// One application at the sink.
 struct Applied<'a> {
@@ -31,18 +32,44 @@ pub(super) fn check(finder: &mut Finder<'_>, id: &str) {
     }
     for pair in applied.windows(2) {
         let [before, again] = pair else { continue };
-        let begun = begun(finder, id, before).min(begun(finder, id, again));
-        let cause = finder.windows.cause(begun, again.at, &[before.consumer, again.consumer], finder.rules.aftermath);
-        match cause.map(str::to_owned) {
-            Some(cause) => *finder.checked.counts.explained.entry(cause).or_default() += 1,
-            None => {
-                let why = format!("a second effect by {} after one by {}, and nothing in the fault log", again.consumer, before.consumer);
+        match cause(finder, id, before, again) {
+            Ok(cause) => *finder.checked.counts.explained.entry(cause).or_default() += 1,
+            Err(why) => {
+                let why = format!("a second effect by {} after one by {}, and {why}", again.consumer, before.consumer);
                 // Where the store may forget, at most once is held to no more than that.
                 let invariant = if finder.rules.store == Remembers::NotAll { Invariant::I2 } else { Invariant::I3 };
                 finder.found(if finder.rules.promise == Promise::AtMostOnce { invariant } else { Invariant::I3 }, Some(id), why);
             }
         }
     }
+}
+
+/// Which fault a second effect comes from: one that can have cut off the run that began first, before its end was recorded and
+/// before the other one began. Else what is wrong.
+fn cause(finder: &Finder<'_>, id: &str, before: &Applied<'_>, again: &Applied<'_>) -> Result<String, String> {
+    let (windows, rules) = (finder.windows, finder.rules);
+    let nothing = || "nothing in the fault log can have cut off the first run".to_owned();
+    let mut runs = [(begun(finder, id, before), before), (begun(finder, id, again), again)];
+    if rules.store == Remembers::NotAll {
+        let from = runs[0].0.min(runs[1].0);
+        let cause = windows.cause(from, again.at, &[before.consumer, again.consumer], rules.aftermath);
+        return cause.map(str::to_owned).ok_or_else(nothing);
+    }
+    runs.sort_by_key(|(begun, _)| *begun);
+    let [(from, first), (to, _)] = runs;
+    let recorded = |record: &&Record| {
+        let done = matches!(&record.what, What::Answered { ask: Asked::Complete, verdict, .. } if verdict == "done");
+        done && record.by == first.consumer && (from..to).contains(&record.at) && !windows.loses(record.at, UNHEARD)
+    };
+    if finder.history(id).any(|record| recorded(&record)) {
+        return Err("the end of the first was recorded before the other one began".to_owned());
+    }
+    if (before.consumer, before.attempt) == (again.consumer, again.attempt) {
+        return Err("both are of one attempt".to_owned());
+    }
+    // The lease may have been lost by what was felt before the handler began.
+    let cut_off = windows.cut_off(first.consumer, from.saturating_sub(micros(rules.lease)), to, rules);
+    cut_off.map(str::to_owned).ok_or_else(nothing)
 }
 
 /// The keys of ids are what stands before their last `-`; only ids that begin with `k` were sent with a key.

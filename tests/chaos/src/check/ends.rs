@@ -8,7 +8,7 @@ use std::time::Duration;
 const ABORTED: &str = "signal 6";
 
 /// How long before a failover begins its replicas may not have heard of what is said.
-const UNHEARD: Duration = Duration::from_secs(1);
+pub(super) const UNHEARD: Duration = Duration::from_secs(1);
 
 pub(super) fn check(finder: &mut Finder<'_>) {
     let bound = finder.rules.drain.as_millis() + 1_000;
@@ -36,6 +36,24 @@ pub(super) fn check(finder: &mut Finder<'_>) {
                     finder.found(Invariant::Exit, None, format!("{consumer} took {took_ms} ms to drain, and may take {bound}"));
                 }
             }
+            _ => {}
+        }
+    }
+}
+
+/// A marker in progress that nobody holds: who was told `busy` is the only one that the id was ever handed to, and has been granted
+/// nothing. What stands there can only be a claim of its own that it does not know any more.
+pub(super) fn check_id(finder: &mut Finder<'_>, id: &str) {
+    let (mut handed_over, mut asked_otherwise) = (0, false);
+    for record in finder.history(id) {
+        match &record.what {
+            What::Received { .. } => handed_over += 1,
+            What::Answered { ask: Asked::Claim, verdict, .. } if verdict == "busy" && handed_over == 1 && !asked_otherwise => {
+                let why = format!("{} was told that it is busy, and nobody else was ever handed it", record.by);
+                return finder.found(Invariant::I14, Some(id), why);
+            }
+            What::Answered { ask: Asked::Claim, verdict, .. } if matches!(verdict.as_str(), "unknown" | "not applied" | "busy") => {}
+            What::Answered { .. } => asked_otherwise = true,
             _ => {}
         }
     }

@@ -24,7 +24,7 @@ fn pair(finder: &mut Finder<'_>, id: &str, earlier: &Run<'_>, later: &Run<'_>) {
     let beside = finder.windows.awake(earlier.by, later.from, earlier.to);
     let lease = micros(finder.rules.lease);
     let had_its_lease = later.from - earlier.from < lease
-        && finder.windows.cause(earlier.from.saturating_sub(lease), later.from, &[earlier.by], std::time::Duration::ZERO).is_none();
+        && finder.windows.cut_off(earlier.by, earlier.from.saturating_sub(lease), later.from, finder.rules).is_none();
     let why = if later.attempt <= earlier.attempt {
         format!("attempt {} did not rise above {}", later.attempt, earlier.attempt)
     } else if had_its_lease {

@@ -73,6 +73,11 @@ pub enum What {
         /// Partition and offset, or the delivery tag.
         position: String,
     },
+    /// A source took back what it had handed over with this epoch: it is another's, or its connection is gone.
+    Revoked {
+        /// As the positions have it.
+        epoch: u64,
+    },
     /// The store answered.
     Answered {
         /// The message's.
@@ -171,6 +176,8 @@ pub enum What {
         /// The next to be read.
         offset: i64,
     },
+    /// The topic is deleted and made anew: its offsets begin again.
+    MadeAnew,
     /// How much memory a consumer had, as the system told the player.
     Sampled {
         /// Its name.
@@ -316,7 +323,9 @@ impl What {
             | Self::Aborting { id }
             | Self::Aside { id, .. }
             | Self::Marker { id, .. } => Some(id),
-            Self::Stalled { .. }
+            Self::MadeAnew
+            | Self::Revoked { .. }
+            | Self::Stalled { .. }
             | Self::Fault { .. }
             | Self::Gone { .. }
             | Self::Left { .. }

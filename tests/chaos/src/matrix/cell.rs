@@ -31,13 +31,29 @@ pub(crate) struct Played {
 /// Plays it, in this environment beside what arms the step.
 pub(crate) fn play(servers: &Servers, step: &Step, made: Made, environment: &[(&str, &str)], folder: &Path) -> Result<Played, Error> {
     let mut group = Group::open(servers, made, folder)?;
+    match step.way {
+        // Somebody has to declare the queue first.
+        Way::DrainWhileSomethingIsHeld => {
+            let first = group.start("a0", environment, &[])?;
+            group.declared(first)?;
+            group.set("topology", "check");
+        }
+        Way::RejectedByTheQueue => group.set("rejects", "by-queue"),
+        _ => {}
+    }
+    let waits = matches!(step.way, Way::DrainWhileSomethingWaits | Way::DrainWhileSomethingIsHeld);
     let (mut seen, mut missed) = (0, Vec::new());
     for (run, pass) in step.passes.into_iter().enumerate() {
         let armed = format!("{}:{pass}", step.name);
         let armed_too: Vec<(&str, &str)> = environment.iter().copied().chain([("ONCEGATE_FAILPOINT", armed.as_str())]).collect();
-        let pause: &[&str] = if step.way == Way::DrainWhileSomethingWaits { &["--pause-ms=3000", "--longest-pause-ms=3000"] } else { &[] };
+        let pause: &[&str] = if waits { &["--pause-ms=3000", "--longest-pause-ms=3000"] } else { &[] };
         let mut consumer = group.start(&format!("c{run}.1"), &armed_too, pause)?;
         group.publish(wave(run, step.way))?;
+        if step.way == Way::TopicMadeAnew {
+            group.until_done(PATIENCE)?;
+            group.make_anew()?;
+            group.publish((50..53).map(|number| message(format!("u-{run}{number}"), None, 20)).collect())?;
+        }
         lead(&mut group, &consumer, step.way)?;
         match group.ended(&mut consumer, PATIENCE)? {
             Some(status) => {
@@ -65,17 +81,18 @@ pub(crate) fn play(servers: &Servers, step: &Step, made: Made, environment: &[(&
 /// Does what the step needs beside messages.
 fn lead(group: &mut Group<'_>, consumer: &Consumer, way: Way) -> Result<(), Error> {
     let by = consumer.name.clone();
+    let waits = matches!(way, Way::DrainWhileSomethingWaits | Way::DrainWhileSomethingIsHeld);
     let shows = move |ledger: &Ledger| {
         ledger.records().iter().any(|record| {
             record.by == by
                 && match &record.what {
                     What::Started { id, .. } => way == Way::Drain && id.starts_with("u-"),
-                    What::Settled { how: Settling::Released, id, .. } => way == Way::DrainWhileSomethingWaits && id.starts_with("fail-"),
+                    What::Settled { how: Settling::Released, id, .. } => waits && id.starts_with("fail-"),
                     _ => false,
                 }
         })
     };
-    if way != Way::Work && group.until(PATIENCE, shows)? {
+    if (way == Way::Drain || waits) && group.until(PATIENCE, shows)? {
         consumer.signal(Signal::TERM)?;
     }
     Ok(())

@@ -6,7 +6,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use oncegate::{Consumer, Context, Failure, Handler, IdSource, Knows, Open, Reconciled, Redis, Sqlite, Store, async_trait, fault};
+use oncegate::{
+    Consumer, Context, Failure, Handler, IdSource, Knows, Open, Reconciled, Redis, Rejects, Sqlite, Store, Topology, async_trait, fault,
+};
 
 use super::tricks::{Timed, Trick, Tricky};
 use crate::Error;
@@ -49,6 +51,12 @@ pub struct Arguments {
     /// How long ids are remembered, in milliseconds.
     #[arg(long, default_value_t = 3_600_000)]
     window_ms: u64,
+    /// Who declares RabbitMQ's queues.
+    #[arg(long, value_enum, default_value_t = Declares::Consumer)]
+    topology: Declares,
+    /// Who sets aside on RabbitMQ what is refused.
+    #[arg(long, value_enum, default_value_t = SetsAside::Consumer)]
+    rejects: SetsAside,
     /// What the network does to it.
     #[arg(long, value_enum, default_value_t = Trick::None)]
     trick: Trick,
@@ -70,8 +78,31 @@ pub async fn run(arguments: Arguments) -> Result<(), Error> {
                 .property("auto.commit.interval.ms", "200");
             consume(source, &arguments, worker).await
         }
-        Broker::Rabbitmq => consume(arguments.common.rabbit(), &arguments, worker).await,
+        Broker::Rabbitmq => {
+            let topology = if arguments.topology == Declares::Consumer { Topology::Declare } else { Topology::Check };
+            let rejects = if arguments.rejects == SetsAside::Consumer { Rejects::Published } else { Rejects::ByQueue };
+            consume(arguments.common.rabbit().topology(topology).rejects(rejects), &arguments, worker).await
+        }
     }
+}
+
+/// Who declares RabbitMQ's queues.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Declares {
+    /// The consumer.
+    Consumer,
+    /// Somebody did: it looks whether they are there, and nothing can wait in queues of its own.
+    #[value(name = "check")]
+    Somebody,
+}
+
+/// Who sets aside on RabbitMQ what is refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum SetsAside {
+    /// The consumer publishes it.
+    Consumer,
+    /// The queue's own dead-letter exchange.
+    ByQueue,
 }
 
 async fn consume(source: impl Open, arguments: &Arguments, worker: Worker) -> Result<(), Error> {

@@ -16,7 +16,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use super::consumer::Markers;
 use super::servers::Servers;
 use crate::Error;
-use crate::check::{Checked, Ordered, Promise, Remembers, Rules, check};
+use crate::check::{Checked, Looked, Ordered, Promise, Remembers, Rules, check};
 use crate::fleet::SinkProcess;
 use crate::ledger::{Edge, Ledger, Log, Sent, What};
 use crate::message::Outgoing;
@@ -106,8 +106,7 @@ impl<'a> Group<'a> {
         let log = Arc::new(Log::open(&folder.join("player.jsonl"), "player")?);
         let sink = SinkProcess::start(folder)?;
         let wire = servers.runtime.block_on(Wire::open(made.broker, &servers.url(made.broker), &name))?;
-        let in_memory = Path::new("/dev/shm");
-        let memory = if in_memory.is_dir() { tempfile::tempdir_in(in_memory)? } else { tempfile::tempdir()? };
+        let memory = crate::in_memory()?;
         let store = match made.markers {
             Markers::Redis => servers.redis(),
             Markers::Sqlite => memory.path().join(FILE).display().to_string(),
@@ -222,6 +221,43 @@ impl<'a> Group<'a> {
         consumer.child.kill()?;
         let status = consumer.child.wait()?;
         self.was_ended(&consumer, kind, status);
+        Ok(())
+    }
+
+    /// Waits until nothing is left.
+    pub(crate) fn until_done(&self, patience: Duration) -> Result<(), Error> {
+        let until = Instant::now() + patience;
+        while self.left() != Some(0) {
+            if Instant::now() > until {
+                return Err(format!("{} is not done within {patience:?}", self.name).into());
+            }
+            std::thread::sleep(10 * LOOK);
+        }
+        Ok(())
+    }
+
+    /// Deletes the topic, and makes another of its name.
+    pub(crate) fn make_anew(&self) -> Result<(), Error> {
+        self.note_commits();
+        self.log.write(What::MadeAnew);
+        self.servers.runtime.block_on(self.wire.make_anew())
+    }
+
+    /// Waits until a consumer has declared what it reads from, and ends it.
+    pub(crate) fn declared(&mut self, mut consumer: Consumer) -> Result<(), Error> {
+        let until = Instant::now() + PATIENCE;
+        while self.left().is_none() {
+            if Instant::now() > until {
+                return Err(format!("{} is not declared within {PATIENCE:?}", self.name).into());
+            }
+            std::thread::sleep(5 * LOOK);
+        }
+        self.until_it_listens(&consumer)?;
+        consumer.signal(Signal::TERM)?;
+        let since = Instant::now();
+        let status = self.ended(&mut consumer, PATIENCE)?.ok_or("it does not end")?;
+        let took_ms = u64::try_from(since.elapsed().as_millis())?;
+        self.log.write(What::Gone { consumer: consumer.name.clone(), after: Sent::Terminate, status: said(status), took_ms });
         Ok(())
     }
 
@@ -352,6 +388,7 @@ impl<'a> Group<'a> {
             drain: DRAIN,
             store: Remembers::Claims,
             in_flight: IN_FLIGHT,
+            looked: Looked::InTheLedger,
         }
     }
 

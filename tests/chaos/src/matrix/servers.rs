@@ -49,6 +49,15 @@ impl Servers {
         self.redis.url()
     }
 
+    /// The lines of RabbitMQ's log in which it refuses an acknowledgement (406), whichever group's.
+    ///
+    /// # Errors
+    /// What the file system said.
+    pub fn refused_acknowledgements(&self) -> Result<Vec<String>, Error> {
+        let said = std::fs::read(self.rabbit.directory().join("server.log"))?;
+        Ok(crate::stage::refused_acknowledgements(&String::from_utf8_lossy(&said)))
+    }
+
     /// What runs here, and how old it is.
     pub fn versions(&self) -> BTreeMap<String, String> {
         let told = self.redis.reply("INFO server").unwrap_or_default();
@@ -56,8 +65,7 @@ impl Servers {
         let rabbit = self.rabbit.control(&["-q", "version"]).unwrap_or_else(|_| "unknown".into()).trim().to_owned();
         let kafka = oncegate_testkit::servers::fetch_kafka().ok();
         let kafka = kafka.and_then(|it| Some(it.parent()?.file_name()?.to_str()?.strip_prefix("kafka-")?.to_owned()));
-        let commit = std::process::Command::new("git").args(["rev-parse", "--short=12", "HEAD"]).output().ok();
-        let commit = commit.and_then(|it| String::from_utf8(it.stdout).ok()).unwrap_or_default().trim().to_owned();
+        let commit = crate::stage::commit().to_owned();
         let named = [("Redis", redis), ("RabbitMQ", rabbit), ("Kafka", kafka.unwrap_or_else(|| "unknown".into())), ("commit", commit)];
         named.into_iter().map(|(name, version)| (name.to_owned(), version)).collect()
     }

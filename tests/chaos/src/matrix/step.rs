@@ -29,6 +29,12 @@ pub(crate) enum Way {
     Drain,
     /// Being told to drain while what has failed waits to be tried again.
     DrainWhileSomethingWaits,
+    /// The same, where nothing can wait outside of the process.
+    DrainWhileSomethingIsHeld,
+    /// All is done, and the topic is deleted and made anew.
+    TopicMadeAnew,
+    /// Messages that the queue itself sets aside.
+    RejectedByTheQueue,
 }
 
 /// Where a step exists.
@@ -50,7 +56,7 @@ const fn step(name: &'static str, text: &'static str, passes: [u32; 3], way: Way
 }
 
 /// All of them, in the order of the road.
-pub const STEPS: [Step; 40] = [
+pub const STEPS: [Step; 47] = [
     step("delivery", "a delivery has come in, and nothing was asked", OFTEN, Way::Work, Only::Everywhere),
     step("claim.before", "before a claim is sent", OFTEN, Way::Work, Only::Everywhere),
     step("claim.after", "a claim was carried out, its reply unread", OFTEN, Way::Work, Only::Everywhere),
@@ -83,14 +89,27 @@ pub const STEPS: [Step; 40] = [
     step("kafka.letter.before", "before a dead letter is published", SELDOM, Way::Work, Only::Kafka),
     step("kafka.letter.confirmed", "it stands, its message is not settled", SELDOM, Way::Work, Only::Kafka),
     step("kafka.letter.settled", "its message is settled, not committed", SELDOM, Way::Work, Only::Kafka),
+    step("kafka.seek.before", "a topic was made anew, before its beginning is sought", SELDOM, Way::TopicMadeAnew, Only::Kafka),
+    step("kafka.seek.after", "it was sought, nothing of it was read", SELDOM, Way::TopicMadeAnew, Only::Kafka),
     step("amqp.ack.before", "before acknowledgements are written", OFTEN, Way::Work, Only::RabbitMq),
+    step(
+        "amqp.ack.rejected",
+        "a delivery was rejected, the acknowledgements beside it are not written",
+        SELDOM,
+        Way::RejectedByTheQueue,
+        Only::RabbitMq,
+    ),
     step("amqp.ack.after", "they were handed to the connection", OFTEN, Way::Work, Only::RabbitMq),
     step("amqp.letter.before", "before a dead letter is published", SELDOM, Way::Work, Only::RabbitMq),
     step("amqp.letter.confirmed", "it stands, its message is not acknowledged", SELDOM, Way::Work, Only::RabbitMq),
     step("amqp.delay.before", "before a copy is published to wait", SELDOM, Way::DrainWhileSomethingWaits, Only::RabbitMq),
     step("amqp.delay.confirmed", "the copy stands, its message is not acknowledged", SELDOM, Way::DrainWhileSomethingWaits, Only::RabbitMq),
+    step("amqp.back.before", "before what was not settled is handed back", SELDOM, Way::DrainWhileSomethingIsHeld, Only::RabbitMq),
+    step("amqp.back.rejected", "what has failed is handed back, the rest is not", SELDOM, Way::DrainWhileSomethingIsHeld, Only::RabbitMq),
+    step("amqp.back.after", "all is handed back, the channel is open", SELDOM, Way::DrainWhileSomethingIsHeld, Only::RabbitMq),
     step("drain.begun", "told to drain, handlers run", SELDOM, Way::Drain, Only::Everywhere),
     step("drain.closing", "drained, before the source is closed", SELDOM, Way::Drain, Only::Everywhere),
+    step("drain.closed", "the source is closed, the process has not ended", SELDOM, Way::Drain, Only::Everywhere),
 ];
 
 impl Step {
@@ -144,6 +163,25 @@ mod tests {
         for name in names {
             assert!(code.contains(&format!("\"{name}\"")), "no point is called {name}");
         }
+    }
+
+    /// The names of all points in the code: what stands in quotes in a call of `point` or `of_each`, but for the harness's own.
+    fn points(code: &str) -> HashSet<&str> {
+        let calls = ["point(", "of_each("].iter().flat_map(|call| code.split(call).skip(1));
+        let arguments = calls.map(|rest| rest.split(')').next().unwrap_or_default());
+        arguments.flat_map(|arguments| arguments.split('"').skip(1).step_by(2)).collect()
+    }
+
+    #[test]
+    fn each_point_in_the_code_is_a_step() {
+        let mut code = String::new();
+        for folder in ["../../crates", "src/matrix"] {
+            sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join(folder), &mut code);
+        }
+        let points = points(&code);
+        assert!(points.contains("claim.before") && points.contains("amqp.delay.before") && points.contains("drain.closed"), "{points:?}");
+        let forgotten: Vec<&str> = points.into_iter().filter(|name| Step::named(name).is_none()).collect();
+        assert!(forgotten.is_empty(), "no process is ended at {forgotten:?}");
     }
 
     #[test]

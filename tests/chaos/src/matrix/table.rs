@@ -24,6 +24,9 @@ pub struct Matrix {
     pub seconds: u64,
     /// What was tried.
     pub versions: BTreeMap<String, String>,
+    /// Lines of RabbitMQ's log in which it closed a channel because of an acknowledgement (406), whichever cell's.
+    #[serde(default)]
+    pub refused: Vec<String>,
 }
 
 /// What was seen in one.
@@ -129,12 +132,19 @@ impl Matrix {
         }
         self.seconds += other.seconds;
         self.versions.extend(other.versions);
+        self.refused.extend(other.refused);
         self.sort();
     }
 
-    /// Whether every cell is right.
+    /// Whether every cell is right, and RabbitMQ refused no acknowledgement.
     pub fn is_right(&self) -> bool {
-        !self.cells.is_empty() && self.cells.iter().all(Cell::is_right)
+        !self.cells.is_empty() && self.cells.iter().all(Cell::is_right) && self.refused.is_empty() && !self.is_blind()
+    }
+
+    /// Whether `bare` was played, and lost nothing in any cell.
+    fn is_blind(&self) -> bool {
+        let mut of_bare = self.cells.iter().filter(|cell| cell.made.promise == Promise::Bare && cell.absent.is_none()).peekable();
+        of_bare.peek().is_some() && of_bare.all(|cell| cell.lost == 0)
     }
 
     /// One line: what was played, and how it ended.
@@ -143,13 +153,15 @@ impl Matrix {
         let wrong = self.cells.iter().filter(|cell| !cell.is_right()).count();
         let played = self.cells.iter().filter(|cell| cell.absent.is_none()).count();
         format!(
-            "matrix: {played} cells, {} processes ended at their step, {} messages, {} lost, {} doubled, {} extra effects explained, {wrong} cells wrong, {} s",
+            "matrix: {played} cells, {} processes ended at their step, {} messages, {} lost, {} doubled, {} extra effects explained, {wrong} cells wrong, {} acknowledgements refused, {} s{}",
             sum(|it| it.runs),
             sum(|it| it.confirmed),
             sum(|it| it.lost),
             sum(|it| it.doubled),
             sum(|it| it.explained),
-            self.seconds
+            self.refused.len(),
+            self.seconds,
+            if self.is_blind() { "; BLIND: bare lost nothing" } else { "" }
         )
     }
 
@@ -205,6 +217,9 @@ impl Matrix {
                 let _ = write!(text, "\n- {wrong}");
             }
             text.push('\n');
+        }
+        for line in &self.refused {
+            let _ = write!(text, "\nRabbitMQ: {line}\n");
         }
         let versions: Vec<String> = self.versions.iter().map(|(what, version)| format!("{what} {version}")).collect();
         let _ = write!(text, "\nVersions: {}.\n", versions.join(", "));

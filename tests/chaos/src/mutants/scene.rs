@@ -1,12 +1,13 @@
 //! The scenes before which wrong versions are put: each is one in which the right version keeps its promise.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 
 use oncegate_testkit::proxy::Proxy;
 
-use crate::check::{Checked, Promise};
-use crate::ledger::{Asked, Ledger, Settling, What};
+use crate::check::{Checked, Invariant, Promise};
+use crate::ledger::{Ledger, Settling, What};
 use crate::matrix::consumer::Markers;
 use crate::matrix::group::{Group, Made};
 use crate::matrix::servers::Servers;
@@ -23,51 +24,48 @@ const SHORT_GRACE: Duration = Duration::from_millis(200);
 /// What a process is started with.
 pub(super) type Environment<'a> = &'a [(&'a str, &'a str)];
 /// Plays a scene, and says what does not hold.
-pub(super) type Play = fn(&Servers, Environment<'_>, &Path) -> Result<Vec<String>, Error>;
+pub(super) type Play = fn(&Servers, Environment<'_>, &Path) -> Result<Broken, Error>;
+/// What is violated, with how often.
+pub(super) type Broken = BTreeMap<Invariant, usize>;
 
 const fn made(broker: Broker, markers: Markers, promise: Promise) -> Made {
     Made { broker, markers, promise }
 }
 
-/// The names of what is violated, with how often.
-fn violated(checked: &Checked) -> Vec<String> {
-    let mut names: Vec<(String, usize)> = Vec::new();
+fn violated(checked: &Checked) -> Broken {
+    let mut broken = Broken::new();
     for violation in &checked.violations {
-        let name = violation.invariant.to_string();
-        match names.iter_mut().find(|(it, _)| *it == name) {
-            Some((_, times)) => *times += 1,
-            None => names.push((name, 1)),
-        }
+        *broken.entry(violation.invariant).or_default() += 1;
     }
-    names.into_iter().map(|(name, times)| format!("{name} × {times}")).collect()
+    broken
 }
 
-fn cell(servers: &Servers, step: &str, made: Made, environment: Environment<'_>, folder: &Path) -> Result<Vec<String>, Error> {
+fn cell(servers: &Servers, step: &str, made: Made, environment: Environment<'_>, folder: &Path) -> Result<Broken, Error> {
     let step = Step::named(step).ok_or("no such step")?;
     let played = play_cell(servers, step, made, environment, folder)?;
     Ok(violated(&played.checked))
 }
 
 /// A cell of the matrix: crashes while copies of a message that is handled come in.
-pub(super) fn crash_beside_copies(servers: &Servers, environment: Environment<'_>, folder: &Path) -> Result<Vec<String>, Error> {
+pub(super) fn crash_beside_copies(servers: &Servers, environment: Environment<'_>, folder: &Path) -> Result<Broken, Error> {
     let made = made(Broker::Rabbitmq, Markers::Redis, Promise::EffectivelyOnce);
     cell(servers, "handler.before", made, environment, folder)
 }
 
 /// A cell of the matrix: crashes in the handler, before its effect.
-pub(super) fn crash_in_the_handler(servers: &Servers, environment: Environment<'_>, folder: &Path) -> Result<Vec<String>, Error> {
+pub(super) fn crash_in_the_handler(servers: &Servers, environment: Environment<'_>, folder: &Path) -> Result<Broken, Error> {
     let made = made(Broker::Kafka, Markers::Sqlite, Promise::AtMostOnce);
     cell(servers, "effect.before", made, environment, folder)
 }
 
 /// A cell of the matrix: crashes before a completion is sent.
-pub(super) fn crash_before_completion(servers: &Servers, environment: Environment<'_>, folder: &Path) -> Result<Vec<String>, Error> {
+pub(super) fn crash_before_completion(servers: &Servers, environment: Environment<'_>, folder: &Path) -> Result<Broken, Error> {
     let made = made(Broker::Rabbitmq, Markers::Sqlite, Promise::EffectivelyOnce);
     cell(servers, "complete.before", made, environment, folder)
 }
 
 /// Many messages are done behind one that takes long; then the process is killed.
-pub(super) fn killed_with_a_gap(servers: &Servers, environment: Environment<'_>, folder: &Path) -> Result<Vec<String>, Error> {
+pub(super) fn killed_with_a_gap(servers: &Servers, environment: Environment<'_>, folder: &Path) -> Result<Broken, Error> {
     let mut group = Group::open(servers, made(Broker::Kafka, Markers::Sqlite, Promise::EffectivelyOnce), folder)?;
     let consumer = group.start("c0.1", environment, &[])?;
     // One for each partition, whichever they come to.
@@ -82,7 +80,7 @@ pub(super) fn killed_with_a_gap(servers: &Servers, environment: Environment<'_>,
 }
 
 /// Handlers have their effect and panic then.
-pub(super) fn panics_after_effects(servers: &Servers, environment: Environment<'_>, folder: &Path) -> Result<Vec<String>, Error> {
+pub(super) fn panics_after_effects(servers: &Servers, environment: Environment<'_>, folder: &Path) -> Result<Broken, Error> {
     let mut group = Group::open(servers, made(Broker::Rabbitmq, Markers::Redis, Promise::AtMostOnce), folder)?;
     let consumer = group.start("c0.1", environment, &[])?;
     group.publish((0..5).map(|number| message(format!("late-{number}"), None, 10)).collect())?;
@@ -91,12 +89,12 @@ pub(super) fn panics_after_effects(servers: &Servers, environment: Environment<'
 }
 
 /// A handler fails, the clear of its claim comes late, when the next run has begun, and a copy stands by.
-pub(super) fn late_clear(servers: &Servers, environment: Environment<'_>, folder: &Path) -> Result<Vec<String>, Error> {
+pub(super) fn late_clear(servers: &Servers, environment: Environment<'_>, folder: &Path) -> Result<Broken, Error> {
     late(servers, Broker::Kafka, "once", "late-clear", environment, folder)
 }
 
 /// Nobody knows, it is found out that it did not happen, and that comes a second time, late, when the next run has begun.
-pub(super) fn late_resolve(servers: &Servers, environment: Environment<'_>, folder: &Path) -> Result<Vec<String>, Error> {
+pub(super) fn late_resolve(servers: &Servers, environment: Environment<'_>, folder: &Path) -> Result<Broken, Error> {
     late(servers, Broker::Rabbitmq, "trip", "late-resolve", environment, folder)
 }
 
@@ -107,7 +105,7 @@ fn late(
     trick: &str,
     environment: Environment<'_>,
     folder: &Path,
-) -> Result<Vec<String>, Error> {
+) -> Result<Broken, Error> {
     let mut group = Group::open(servers, made(broker, Markers::Sqlite, Promise::AtMostOnce), folder)?;
     let consumer = group.start("c0.1", environment, &[&format!("--trick={trick}")])?;
     let originals: Vec<_> = (0..4).map(|number| message(format!("{prefix}-{number}"), Some(format!("k{number:02}")), 3_000)).collect();
@@ -121,22 +119,16 @@ fn late(
 }
 
 /// The reply to each first claim is lost. No message is sent twice and nobody crashes, so nobody but the asker holds any.
-pub(super) fn lost_claims(servers: &Servers, environment: Environment<'_>, folder: &Path) -> Result<Vec<String>, Error> {
+pub(super) fn lost_claims(servers: &Servers, environment: Environment<'_>, folder: &Path) -> Result<Broken, Error> {
     let mut group = Group::open(servers, made(Broker::Rabbitmq, Markers::Sqlite, Promise::EffectivelyOnce), folder)?;
     let consumer = group.start("c0.1", environment, &["--trick=lost-claim"])?;
     group.publish((0..6).map(|number| message(format!("u-{number}"), None, 10)).collect())?;
     group.drain(vec![consumer], environment)?;
-    let mut names = violated(&group.check(&group.rules())?);
-    let orphan = |what: &What| matches!(what, What::Answered { ask: Asked::Claim, verdict, .. } if verdict == "busy");
-    let orphans = count(&group.ledger()?, orphan);
-    if orphans > 0 {
-        names.push(format!("I14 × {orphans}, a marker in progress that nobody holds"));
-    }
-    Ok(names)
+    Ok(violated(&group.check(&group.rules())?))
 }
 
 /// A renewal's reply is slow, and then the store is silent, to one consumer; another has a copy of what it handles.
-pub(super) fn slow_renewal(servers: &Servers, environment: Environment<'_>, folder: &Path) -> Result<Vec<String>, Error> {
+pub(super) fn slow_renewal(servers: &Servers, environment: Environment<'_>, folder: &Path) -> Result<Broken, Error> {
     let mut group = Group::open(servers, made(Broker::Rabbitmq, Markers::Sqlite, Promise::EffectivelyOnce), folder)?;
     group.set("in-flight", "1");
     let holder = group.start("a", environment, &["--trick=slow-renewal"])?;
@@ -156,7 +148,7 @@ pub(super) fn slow_renewal(servers: &Servers, environment: Environment<'_>, fold
 }
 
 /// A process crashes after the effect, and what it handled comes again when its window is over.
-pub(super) fn longer_than_the_window(servers: &Servers, environment: Environment<'_>, folder: &Path) -> Result<Vec<String>, Error> {
+pub(super) fn longer_than_the_window(servers: &Servers, environment: Environment<'_>, folder: &Path) -> Result<Broken, Error> {
     let mut group = Group::open(servers, made(Broker::Rabbitmq, Markers::Redis, Promise::AtMostOnce), folder)?;
     group.set("window-ms", "3000");
     let armed: Vec<_> = environment.iter().copied().chain([("ONCEGATE_FAILPOINT", "effect.after:1")]).collect();
@@ -169,7 +161,7 @@ pub(super) fn longer_than_the_window(servers: &Servers, environment: Environment
 }
 
 /// Connections are closed while handlers run; when these are over, the process is killed.
-pub(super) fn another_channel(servers: &Servers, environment: Environment<'_>, folder: &Path) -> Result<Vec<String>, Error> {
+pub(super) fn another_channel(servers: &Servers, environment: Environment<'_>, folder: &Path) -> Result<Broken, Error> {
     let mut group = Group::open(servers, made(Broker::Rabbitmq, Markers::Sqlite, Promise::EffectivelyOnce), folder)?;
     let (proxy, direct) = (Proxy::to(servers.rabbit_port())?, servers.url(Broker::Rabbitmq));
     group.set("url", &format!("amqp://guest:guest@127.0.0.1:{}/%2f", proxy.port()));
@@ -190,7 +182,7 @@ pub(super) fn another_channel(servers: &Servers, environment: Environment<'_>, f
 }
 
 /// Another consumer takes over what is left.
-fn end(group: &mut Group<'_>, environment: Environment<'_>) -> Result<Vec<String>, Error> {
+fn end(group: &mut Group<'_>, environment: Environment<'_>) -> Result<Broken, Error> {
     let last = group.start("z0", environment, &[])?;
     group.drain(vec![last], environment)?;
     Ok(violated(&group.check(&group.rules())?))

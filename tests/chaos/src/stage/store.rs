@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use oncegate_testkit::proxy::{Fate, Proxy};
 use oncegate_testkit::servers::{RedisOptions, RedisPersistence, RedisServer, SentinelServers, Server};
+use tempfile::TempDir;
 
 use super::{Heard, MOMENT, dark, frozen, lock};
 use crate::Error;
@@ -22,18 +23,22 @@ const LOADED: f64 = 2_000.0;
 /// The servers that keep the markers of a run.
 pub(super) enum Store {
     /// One, with a proxy before it that consumers go through.
-    One { server: Mutex<Heard<RedisServer>>, proxy: Proxy, password: String },
+    One { server: Mutex<Heard<RedisServer>>, proxy: Proxy, password: String, _files: TempDir },
     /// A primary and two replicas, as Sentinels name them.
     Three(Mutex<SentinelServers>),
 }
 
 impl Store {
-    /// One server, with an append-only file and a disk that may be full.
+    /// One server, with an append-only file and a disk that may be full. It lies in memory, where there is such a place: while a
+    /// disk that others keep busy takes long to sync, Redis holds back for up to two seconds what it has answered, and a kill would
+    /// have it forget that.
     pub(super) fn one(password: &str) -> Result<Self, Error> {
+        let files = crate::in_memory()?;
         let options = RedisOptions::new().persistence(RedisPersistence::EverySecond).password(password).disk_may_fill();
+        let options = options.setting("dir", files.path().display().to_string());
         let server = RedisServer::start(options)?;
         let proxy = Proxy::to(server.port())?;
-        Ok(Self::One { server: Mutex::new(Heard { server, kept: 0 }), proxy, password: password.to_owned() })
+        Ok(Self::One { server: Mutex::new(Heard { server, kept: 0 }), proxy, password: password.to_owned(), _files: files })
     }
 
     /// Three, with append-only files, and three Sentinels.
@@ -127,21 +132,22 @@ impl Store {
             }
             Kind::FillDisk => {
                 let redis = lock(server);
-                faults.play(name, None, || {
+                let played = faults.play(name, None, || {
                     redis.server.fill_disk()?;
                     std::thread::sleep(planned.lasts);
-                    redis.server.free_disk()?;
-                    // Whoever kills it now would have it lose what it has answered: that is another fault.
-                    std::thread::sleep(WRITTEN);
-                    Ok(())
-                })
+                    Ok(redis.server.free_disk()?)
+                });
+                // Whoever kills it now would have it lose what it has answered: that is another fault.
+                std::thread::sleep(WRITTEN);
+                played
             }
             Kind::DropReplies => {
                 let (mut random, percent) = (fastrand::Rng::with_seed(seed), planned.percent);
                 faults.play(name, None, || {
                     proxy.judge(move |_| if random.u8(0..100) < percent { Fate::LoseReply } else { Fate::Pass });
                     std::thread::sleep(planned.lasts);
-                    proxy.pass();
+                    // And not the end of a darkness beside it.
+                    proxy.judge(|_| Fate::Pass);
                     Ok(())
                 })
             }

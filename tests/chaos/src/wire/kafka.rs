@@ -68,13 +68,17 @@ impl fmt::Debug for Wire {
     }
 }
 
+async fn create(admin: &AdminClient<DefaultClientContext>, topic: &str) -> Result<(), Error> {
+    let new = NewTopic::new(topic, PARTITIONS, TopicReplication::Fixed(1));
+    for created in admin.create_topics([&new], &AdminOptions::new().operation_timeout(Some(PATIENCE))).await? {
+        created.map_err(|(topic, error)| format!("the topic {topic} cannot be created: {error}"))?;
+    }
+    Ok(())
+}
+
 impl Wire {
     pub(super) async fn open(brokers: &str, topic: &str) -> Result<Self, Error> {
-        let admin: AdminClient<DefaultClientContext> = config(brokers).create()?;
-        let new = NewTopic::new(topic, PARTITIONS, TopicReplication::Fixed(1));
-        for created in admin.create_topics([&new], &AdminOptions::new().operation_timeout(Some(PATIENCE))).await? {
-            created.map_err(|(topic, error)| format!("the topic {topic} cannot be created: {error}"))?;
-        }
+        create(&config(brokers).create()?, topic).await?;
         let producer = config(brokers)
             .set("enable.idempotence", "true")
             .set("linger.ms", "5")
@@ -118,6 +122,14 @@ impl Wire {
         // The consumers' group bears the topic's name.
         let consumer = config(&self.brokers).set("group.id", &self.topic).set("enable.auto.commit", "false").create().ok()?;
         Some(Group { consumer, topic: self.topic.clone() })
+    }
+
+    pub(super) async fn make_anew(&self) -> Result<(), Error> {
+        let admin: AdminClient<DefaultClientContext> = config(&self.brokers).create()?;
+        for deleted in admin.delete_topics(&[&self.topic], &AdminOptions::new().operation_timeout(Some(PATIENCE))).await? {
+            deleted.map_err(|(topic, error)| format!("the topic {topic} cannot be deleted: {error}"))?;
+        }
+        create(&admin, &self.topic).await
     }
 
     pub(super) async fn left(&self) -> Result<u64, Error> {
