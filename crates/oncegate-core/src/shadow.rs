@@ -19,6 +19,9 @@ use crate::store::{Memory, Store, StoreError};
 /// [`ShadowReport`] says what the gate would have done. What the store is told is what a gate would tell it, so that it
 /// knows what was handled when the `Shadow` is taken away.
 ///
+/// Where the system has a gate of its own already, the trial needs keys of its own (the store's prefix, or a scope): a marker that
+/// the shadow writes before the handler runs would look to that gate like a message that was handled before.
+///
 /// It grants effectively once and the bare gate alone; [`Guarantee::AtMostOnce`] is refused at start, because there a run
 /// of which nobody knows the end goes to a person. A message without an id is rejected as ever: choose an id that each has.
 ///
