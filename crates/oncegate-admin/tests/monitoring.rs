@@ -80,6 +80,19 @@ fn each_alert_is_tested_and_leads_to_its_place_in_the_book() {
 }
 
 #[test]
+fn the_line_in_the_head_puts_an_address_into_every_rule() {
+    let rules = read("monitoring/alerts.yml");
+    let sed = rules.lines().find_map(|line| line.trim_start_matches(['#', ' ']).strip_prefix("sed -i '")).expect("the line");
+    let script = sed.strip_suffix("' alerts.yml").expect("a script, and the file");
+    // As it says, but for `-i`, which would change the file.
+    let changed = Command::new("sed").arg(script).arg(path("monitoring/alerts.yml")).output().expect("sed");
+    let changed = String::from_utf8(changed.stdout).expect("text");
+    let (urls, alerts) = (changed.lines().filter(|line| line.contains("runbook_url: ")), alerts().len());
+    assert_eq!(urls.filter(|line| line.contains("runbook_url: https://docs.example.org/oncegate/monitoring.html#")).count(), alerts);
+    assert!(!changed.contains("runbook_url: http://oncegate-book.invalid"));
+}
+
+#[test]
 fn rules_and_dashboard_ask_for_metrics_and_outcomes_that_there_are() {
     let mut asked = read("monitoring/alerts.yml");
     for (_, query) in queries() {
