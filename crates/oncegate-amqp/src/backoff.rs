@@ -9,6 +9,7 @@ const LONGEST: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub(crate) struct Backoff {
     pauses: u32,
+    first: Duration,
     longest: Duration,
 }
 
@@ -21,12 +22,17 @@ impl Default for Backoff {
 impl Backoff {
     /// With another longest pause.
     pub(crate) fn up_to(longest: Duration) -> Self {
-        Self { pauses: 0, longest }
+        Self::between(FIRST, longest)
+    }
+
+    /// With another first and longest pause.
+    pub(crate) fn between(first: Duration, longest: Duration) -> Self {
+        Self { pauses: 0, first, longest }
     }
 
     /// The next pause.
     pub(crate) fn pause(&mut self) -> Duration {
-        let whole = FIRST.saturating_mul(1 << self.pauses.min(10)).min(self.longest);
+        let whole = self.first.saturating_mul(1 << self.pauses.min(10)).min(self.longest);
         self.pauses = self.pauses.saturating_add(1);
         whole.mul_f64(0.5 + fastrand::f64() / 2.0)
     }
@@ -47,6 +53,7 @@ mod tests {
         let pauses: Vec<_> = (0..40).map(|_| backoff.pause()).collect();
         assert!(pauses.iter().all(|pause| *pause >= FIRST / 2 && *pause <= LONGEST));
         assert!(pauses[39] >= LONGEST / 2);
+        assert!(pauses[20..].iter().any(|pause| *pause != pauses[39]), "many consumers would come back at once");
         backoff.reset();
         assert!(backoff.pause() <= FIRST);
     }

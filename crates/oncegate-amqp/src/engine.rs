@@ -17,18 +17,15 @@ use crate::backoff::Backoff;
 use crate::copy::Copy;
 use crate::inbox::Writer;
 use crate::incoming;
-use crate::link::Trouble;
+use crate::opening::{self, LONGEST_PAUSE};
 use crate::publisher::{Confirmed, Publisher};
 use crate::session::{Carried, Gaps, Happened, LONG_SILENCE, Loss, SILENCE, Session};
 use crate::settings::{Rejects, Settings};
-use crate::telling::Telling;
 
 /// A release up to this long waits in memory.
 const HOLD: Duration = Duration::from_secs(5);
 /// No release is shorter: a delivery that is given back at once must not spin.
 const SHORTEST: Duration = Duration::from_millis(20);
-/// The longest pause before it connects again: with the handshake, five seconds after the node is back it consumes.
-const LONGEST_PAUSE: Duration = Duration::from_secs(3);
 /// A channel that lived this long was sound. One that breaks as soon as it is open must not spin.
 const SOUND: Duration = Duration::from_secs(2);
 /// The same, while it reads one message at a time after one that the client could not read.
@@ -68,7 +65,7 @@ pub(crate) struct Ends {
 /// Opens the first channel, says so, and works until the source closes or is dropped.
 pub(crate) async fn run(settings: Arc<Settings>, ends: Ends, mut opened: oneshot::Sender<Result<(), SourceError>>) {
     let first = tokio::select! {
-        first = open_first(&settings) => first,
+        first = opening::first(&settings) => first,
         () = opened.closed() => return,
     };
     let session = match first {
@@ -359,7 +356,7 @@ impl Engine {
             }
             let prefetch = self.pace.prefetch(&self.settings);
             let silence = if let Loss::Silent(_) = loss { LONG_SILENCE } else { SILENCE };
-            let opening = open_again(Arc::clone(&self.settings), self.epoch, prefetch, silence, self.backoff.pause());
+            let opening = opening::again(Arc::clone(&self.settings), self.epoch, prefetch, silence, self.backoff.pause());
             self.link = Link::Opening(Box::pin(opening));
         }
     }
@@ -424,56 +421,4 @@ impl Engine {
 fn stale(settings: &Settings, tag: u64) {
     settings.meter.stale();
     tracing::debug!(queue = &*settings.name, tag, "a settlement came after its channel had gone; the delivery comes back");
-}
-
-/// Opens a channel for the first time: waits for a broker that is not there, and gives up on what a person must change.
-async fn open_first(settings: &Settings) -> Result<Session, SourceError> {
-    let mut attempts = Attempts::default();
-    loop {
-        match Session::open(settings, 1, settings.prefetch, SILENCE).await {
-            Ok(session) => {
-                tracing::info!(queue = &*settings.name, broker = settings.shown(), prefetch = settings.prefetch, "consuming");
-                return Ok(session);
-            }
-            Err(Trouble::Wrong(error)) => return Err(error),
-            Err(Trouble::Passing(problem)) => attempts.wait(settings, problem).await,
-        }
-    }
-}
-
-/// Opens a channel again, after a pause. Whatever is wrong is waited for: it worked before.
-async fn open_again(settings: Arc<Settings>, epoch: u64, prefetch: u16, silence: Duration, pause: Duration) -> Session {
-    tokio::time::sleep(pause).await;
-    let mut attempts = Attempts::default();
-    loop {
-        match Session::open(&settings, epoch, prefetch, silence).await {
-            Ok(session) => return session,
-            Err(trouble) => attempts.wait(&settings, trouble.to_string()).await,
-        }
-    }
-}
-
-/// Attempts to open a channel, each a pause after the last.
-struct Attempts {
-    backoff: Backoff,
-    telling: Telling,
-}
-
-impl Default for Attempts {
-    fn default() -> Self {
-        Self { backoff: Backoff::up_to(LONGEST_PAUSE), telling: Telling::default() }
-    }
-}
-
-impl Attempts {
-    /// Waits before the next, and tells why, unless just that was told a moment ago.
-    async fn wait(&mut self, settings: &Settings, problem: String) {
-        let (queue, broker, pause) = (&*settings.name, settings.shown(), self.backoff.pause());
-        if self.telling.is_due(&problem, Instant::now()) {
-            tracing::warn!(queue, broker, "not consuming; trying again. {problem}");
-        } else {
-            tracing::debug!(queue, broker, ?pause, "still not consuming. {problem}");
-        }
-        tokio::time::sleep(pause).await;
-    }
 }

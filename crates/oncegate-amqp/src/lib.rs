@@ -17,7 +17,7 @@
 #![forbid(unsafe_code)]
 
 // Where to begin: `source` is what the consumer drives, and hands everything on to the `engine`. A `session` is one channel
-// that consumes, with its `acks`; `incoming` reads what it brings, and the `inbox` takes that back to the source. The
+// that consumes, from its `opening` on, with its `acks`; `incoming` reads what it brings, and the `inbox` takes that back to the source. The
 // `publisher` sends each `copy` in a `flight`. From the URL to the bytes go `node`, `link`, `handshake`, `guard` and `frames`.
 mod acks;
 mod backoff;
@@ -32,6 +32,7 @@ mod incoming;
 mod link;
 mod metric;
 mod node;
+mod opening;
 mod publisher;
 mod session;
 mod settings;

@@ -23,6 +23,9 @@ pub(crate) mod code {
 pub(crate) enum Trouble {
     /// A person has to change it.
     Wrong(SourceError),
+    /// A person has to change it, and each time the broker is asked it writes an error into its log: the queue is another than the
+    /// source was told.
+    Mismatch(SourceError),
     /// It may work later.
     Passing(String),
 }
@@ -36,7 +39,7 @@ impl From<lapin::Error> for Trouble {
 impl std::fmt::Display for Trouble {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::Wrong(error) => error.fmt(f),
+            Self::Wrong(error) | Self::Mismatch(error) => error.fmt(f),
             Self::Passing(text) => f.write_str(text),
         }
     }

@@ -410,10 +410,11 @@ fn refusal(error: lapin::Error, settings: &Settings) -> Trouble {
     };
     match reply_code(&error) {
         Some(code::NOT_FOUND) if !passes(&error) => wrong("does not exist", "create it, or let `Topology::Declare` do so"),
-        Some(code::PRECONDITION_FAILED) if error.to_string().contains(PRIORITY) => wrong(
-            "is a stream",
+        Some(code::PRECONDITION_FAILED) if error.to_string().contains(PRIORITY) => Trouble::Mismatch(SourceError::misconfigured(
+            "queue",
+            format!("`{}` is a stream ({error})", settings.name),
             "consume a quorum or a classic queue: a stream keeps its messages whatever is acknowledged, and hands none of them out twice",
-        ),
+        )),
         Some(code::ACCESS_REFUSED) => wrong("may not be read", "give the user the right to read it, or end its exclusive consumer"),
         _ => error.into(),
     }

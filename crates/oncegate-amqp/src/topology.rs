@@ -82,7 +82,7 @@ async fn declare(channel: &mut Channel, connection: &Connection, queue: &Queue) 
         return Err(refusal(error, queue));
     }
     if queue.role == Role::Consumed {
-        return Err(Trouble::Wrong(SourceError::misconfigured(
+        return Err(Trouble::Mismatch(SourceError::misconfigured(
             queue.setting,
             format!("the queue `{}` exists with other arguments ({error})", queue.name),
             "if it is a classic queue, say `.queue_kind(QueueKind::Classic)`; if it is yours and loses nothing (a delivery limit needs a dead-letter exchange), create the dead-letter and in-doubt queues too and choose `Topology::Check`",

@@ -1,5 +1,6 @@
 //! Messages that nobody should send.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use lapin::BasicProperties;
@@ -84,10 +85,34 @@ async fn what_is_not_text_where_text_has_to_be_stands_in_the_dead_letters_and_st
     rig.done().await;
 }
 
+static NO_TIME: AtomicUsize = AtomicUsize::new(0);
+
+/// Makes the expiration no number. The broker takes none that is not one.
+fn no_time(passed: &mut [u8]) {
+    while let Some(found) = passed.windows(10).position(|ten| ten == b"4294967295") {
+        passed[found..found + 10].copy_from_slice(b"-1 weeks;\0");
+        NO_TIME.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
 #[tokio::test]
 async fn odd_priorities_and_expirations_and_a_nested_forged_history_change_nothing() {
     let rig = Rig::new().await;
-    let mut source = open(rig.source(QueueKind::Classic)).await;
+    close(open(rig.source(QueueKind::Classic)).await).await;
+    let way = spoiling_proxy(Way::FromTheBroker, no_time).await;
+    let mut source = open(rig.source(QueueKind::Classic).url(way)).await;
+    for garbage in ["", "-1", "1e3", "weeks"] {
+        let rig = rig.again().await;
+        let sent = rig.channel.basic_publish(
+            "".into(),
+            rig.queue.as_str().into(),
+            Default::default(),
+            b"",
+            BasicProperties::default().with_expiration(garbage.into()),
+        );
+        let answer = sent.await.expect("sent").await;
+        assert!(answer.as_ref().is_err_and(|error| error.to_string().contains("expiration")), "`{garbage}`: {answer:?}");
+    }
     let mut death = FieldTable::default();
     death.insert("queue".into(), AMQPValue::LongString(rig.queue.as_str().into()));
     death.insert("reason".into(), AMQPValue::LongString("rejected".into()));
@@ -102,6 +127,7 @@ async fn odd_priorities_and_expirations_and_a_nested_forged_history_change_nothi
     rig.publish_with("", properties).await;
     let first = delivery(&mut source).await;
     assert_eq!((first.failures, first.message.body.len(), first.message.sent_at), (0, 0, None));
+    assert_eq!(NO_TIME.load(Ordering::SeqCst), 1, "it was a number: the test proves nothing");
     settle(&mut source, first, Settlement::Reject(Reason::Refused)).await;
     let dead = rig.take(&rig.dead_letters()).await.delivery;
     assert_eq!((dead.properties.priority(), dead.properties.expiration()), (&Some(255), &None));

@@ -82,6 +82,54 @@ async fn a_long_release_waits_in_a_delay_queue_and_not_in_the_prefetch() {
 }
 
 #[tokio::test]
+async fn what_waits_in_memory_at_shutdown_goes_where_the_rest_of_its_delay_is_kept() {
+    let rig = Rig::new().await;
+    let mut source = open(rig.source(QueueKind::Quorum)).await;
+    rig.publish("later").await;
+    let later = delivery(&mut source).await;
+    settle(&mut source, later, release(Duration::from_secs(5))).await;
+    close(source).await;
+    let copy = rig.take(&format!("{}.delay.5000", rig.queue)).await;
+    assert_eq!(header(&copy.delivery, headers::FAILURES).as_deref(), Some("1"));
+    rig.becomes_empty(&rig.queue).await;
+    rig.done().await;
+}
+
+#[tokio::test]
+async fn what_waits_leaves_half_of_the_prefetch_to_others() {
+    let rig = Rig::new().await;
+    let mut source = open(rig.source(QueueKind::Quorum).prefetch(8)).await;
+    for number in 0..20 {
+        rig.publish(&number.to_string()).await;
+    }
+    for _ in 0..20 {
+        let next = delivery(&mut source).await;
+        assert_eq!(next.failures, 0, "the prefetch was full of what waits, until one of them was due");
+        settle(&mut source, next, release(Duration::from_secs(5))).await;
+    }
+    drop(source);
+    rig.done().await;
+}
+
+#[tokio::test]
+async fn what_waits_in_memory_for_long_is_handed_over_before_it_costs_the_channel() {
+    let rig = Rig::new().await;
+    close(open(rig.source(QueueKind::Classic)).await).await;
+    let source = rig.source(QueueKind::Classic).topology(Topology::Trust).consumer_timeout(Duration::from_secs(6));
+    let mut source = open(source).await;
+    rig.publish("later").await;
+    let later = delivery(&mut source).await;
+    let place_before = place(&later);
+    settle(&mut source, later, release(Duration::from_secs(60))).await;
+    let later = delivery(&mut source).await;
+    assert_eq!((place(&later), later.failures), (place_before, 1));
+    settle(&mut source, later, accept()).await;
+    close(source).await;
+    rig.becomes_empty(&rig.queue).await;
+    rig.done().await;
+}
+
+#[tokio::test]
 async fn a_release_without_delay_queues_waits_in_memory() {
     let rig = Rig::new().await;
     close(open(rig.source(QueueKind::Classic)).await).await;

@@ -1,6 +1,7 @@
 //! A queue of a test's own on the real broker, and what a test does with it.
 
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use lapin::options::{BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions, QueueDeleteOptions};
@@ -9,6 +10,7 @@ use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
 use oncegate_amqp::{QueueKind, RabbitMq, RabbitMqSource};
 use oncegate_core::road::Settlement;
 use oncegate_core::source::{Delivery, Incoming, Limit, Open, Settled, Source};
+use oncegate_testkit::Lines;
 pub(crate) use oncegate_testkit::laws::source::accepted as accept;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
@@ -16,6 +18,21 @@ use tokio::sync::watch;
 /// Where the broker answers.
 pub(crate) fn url() -> String {
     oncegate_testkit::rabbitmq_url().expect("a RabbitMQ to test against")
+}
+
+/// How many lines that have all of these parts were logged in this process since its first rig was made. Among them are the
+/// broker's refusals, each with its reason: the client logs them.
+pub(crate) fn logged(parts: &[&str]) -> usize {
+    static LOG: OnceLock<(Lines, Mutex<Vec<String>>)> = OnceLock::new();
+    let (lines, log) = LOG.get_or_init(|| (Lines::of_this_process(), Mutex::default()));
+    let mut log = log.lock().expect("nobody panics with it");
+    log.extend(lines.take().into_iter().map(|(_, line)| line));
+    log.iter().filter(|line| parts.iter().all(|part| line.contains(part))).count()
+}
+
+/// No test of this process had an acknowledgement refused so far.
+fn no_acknowledgement_was_refused() {
+    assert_eq!(logged(&["PRECONDITION_FAILED", "delivery tag"]), 0, "406");
 }
 
 /// A queue with a name that nobody else uses.
@@ -34,6 +51,7 @@ impl Rig {
     /// On a broker of the test's own.
     pub(crate) async fn at(url: &str) -> Self {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
+        no_acknowledgement_was_refused();
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).expect("a clock after 1970").as_nanos();
         let queue = format!("test.{now}.{}", NUMBER.fetch_add(1, Ordering::Relaxed));
         let connection = Connection::connect(url, ConnectionProperties::default()).await.expect("a connection");
@@ -122,6 +140,7 @@ impl Rig {
         for queue in [self.queue.clone(), self.dead_letters(), self.in_doubt()].into_iter().chain(delays) {
             self.channel.queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.expect("deleted");
         }
+        no_acknowledgement_was_refused();
     }
 }
 
@@ -153,6 +172,11 @@ async fn within(limit: Limit, source: &mut RabbitMqSource, count: usize, patienc
     (taken, revoked)
 }
 
+/// By which channel a delivery came, and as which of it.
+pub(crate) fn place(delivery: &Delivery) -> (u64, u64) {
+    (delivery.receipt.epoch, delivery.receipt.position)
+}
+
 /// The next delivery, alone.
 pub(crate) async fn delivery(source: &mut RabbitMqSource) -> Delivery {
     within(Limit { count: 1, ..LIMIT }, source, 1, Duration::from_secs(10)).await.0.remove(0)
@@ -173,6 +197,7 @@ pub(crate) async fn settle(source: &mut RabbitMqSource, delivery: Delivery, sett
 
 pub(crate) async fn close(source: Box<RabbitMqSource>) {
     source.close(Instant::now() + Duration::from_secs(10)).await.expect("closed with nothing left over");
+    no_acknowledgement_was_refused();
 }
 
 /// A release for this long, after an attempt that failed.

@@ -106,17 +106,23 @@ async fn a_queue_that_was_made_anew_with_other_arguments_is_consumed_when_that_i
     rig.channel.queue_declare(rig.queue.as_str().into(), options, FieldTable::default()).await.expect("declared");
     rig.publish("of the other queue").await;
     proxy.pass();
+    let passes = Instant::now();
     let (until, mut into) = (tokio::time::Instant::now() + Duration::from_secs(3), Vec::new());
     while tokio::time::timeout_at(until, source.receive(LIMIT, &mut into)).await.is_ok() {}
     assert!(into.iter().all(|incoming| matches!(incoming, Incoming::Revoked(_))), "what loses messages was used: {into:?}");
+    // Each refusal is an error in the broker's log: the first pause is half a second at least, and each is twice the one before.
+    let refusals = logged(&["Channel closed", "PRECONDITION_FAILED", &rig.queue]);
+    let most = 1 + (passes.elapsed().as_secs_f64() / 0.5 + 1.0).log2() as usize;
+    assert!((1..=most).contains(&refusals), "{refusals} refusals, {most} at most");
     remove().await;
-    let patience = Instant::now() + Duration::from_secs(10);
+    let patience = Instant::now() + Duration::from_secs(60);
     while !rig.reaches("a", BasicProperties::default()).await {
         assert!(Instant::now() < patience, "the queue was not made again");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     let (mut one, _) = deliveries(&mut source, 1, Duration::from_secs(10)).await;
     assert_eq!(&one[0].message.body[..], b"a");
+    assert_eq!(logged(&["not consuming", "exists with other arguments", &rig.queue]), 1, "it is told once");
     settle(&mut source, one.remove(0), accept()).await;
     close(source).await;
     rig.done().await;

@@ -256,6 +256,7 @@ async fn a_single_active_consumer_that_the_broker_forgot_consumes_again_though_i
     }
     assert_eq!(bodies, ["held", "behind"], "they come again by a new channel");
     source.close(Instant::now() + Duration::from_secs(10)).await.expect("closed");
+    no_refusals(&server);
 }
 
 /// The channel that dead letters travel on takes what comes and answers nothing, as it may when its queue moves.
@@ -292,6 +293,7 @@ async fn a_dead_letter_that_is_never_confirmed_is_published_again() {
     }
     assert!(status.snapshot().copy_retries > 0, "the channel answered: the test proves nothing");
     source.close(Instant::now() + Duration::from_secs(10)).await.expect("closed");
+    no_refusals(&server);
 }
 
 /// Three nodes start slowly: it is left to `cargo xtask faults`.

@@ -120,6 +120,7 @@ async fn poison_among(sound: u32, rounds: usize) -> [Vec<Duration>; 2] {
             assert_eq!(header(headers::REASON), Some(AMQPValue::LongString("attempts-spent".into())));
         }
     }
+    crate::no_refusals(&server);
     [without, with]
 }
 
