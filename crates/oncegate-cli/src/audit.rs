@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 use crate::Context;
 use crate::config::Span;
 use crate::failure::Failure;
+use crate::markers::{Markers, audit_beside};
 use crate::say::{Table, ms, now_ms, utc};
 
 #[derive(Args)]
@@ -131,11 +132,22 @@ pub(crate) struct Begun(Entry);
 impl Audit {
     /// In the file that is configured, or else on the store.
     pub(crate) fn of(context: &Context) -> Result<Self, Failure> {
-        let at = match &context.config.audit.file {
-            Some(path) => Where::File(path.clone()),
-            None => Where::Store(context.config.redis()?),
+        let config = &context.config;
+        let at = match (config.text("audit.file"), config.place()?) {
+            (Some(path), _) => Where::File(path.into()),
+            (None, Some(oncegate_config::Place::Sqlite(file))) => Where::File(audit_beside(file)),
+            (None, _) => match Markers::of(config)? {
+                Markers::Redis(redis) => Where::Store(redis),
+                // It stands at the place that was asked for above.
+                Markers::Sqlite(_) => return Err(Failure::usage("the audit has no place; set audit.file")),
+            },
         };
         Ok(Self { at, who: context.operator.clone() })
+    }
+
+    /// Whether there is a place for it.
+    pub(crate) fn has_place(context: &Context) -> Result<bool, Failure> {
+        Ok(context.config.has("audit.file") || context.config.place()?.is_some())
     }
 
     /// Writes down what is about to be done.
@@ -242,7 +254,7 @@ pub(crate) fn table(acts: &[Entry]) -> Table {
 }
 
 pub(crate) async fn run(context: &Context, arguments: AuditArguments) -> Result<(), Failure> {
-    let id = arguments.id.as_deref().map(crate::config::id).transpose()?.map(|id| id.to_string());
+    let id = arguments.id.as_deref().map(|id| crate::config::id(&context.config, id)).transpose()?.map(|id| id.to_string());
     let since = arguments.since.map_or(0, |since| now_ms().saturating_sub(ms(since.0)));
     let mut acts = Audit::of(context)?.acts().await?;
     acts.retain(|act| {

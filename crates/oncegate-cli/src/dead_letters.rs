@@ -1,7 +1,6 @@
 //! `oncegate dead-letters`: what was set aside, and how it gets on.
 
 use clap::{Args, Subcommand};
-use oncegate::Redis;
 use oncegate::marker::Ask;
 
 use crate::Context;
@@ -14,6 +13,7 @@ use crate::letters::look::{self, List, Looking, Show};
 use crate::letters::{Broker, Letter, Reader, Shelf, kafka};
 use crate::marker::change::Subject;
 use crate::marker::told::State;
+use crate::markers::Markers;
 
 #[derive(Subcommand)]
 pub(crate) enum DeadLettersCommand {
@@ -61,8 +61,8 @@ async fn each(context: &Context, choice: Choice, what: What) -> Result<(), Failu
     if !filter.chooses() && !pace.all {
         return Err(Failure::usage("say which: --id, --reason, --older-than or --younger-than; or --all"));
     }
-    let filter = filter.checked()?;
-    let desk = Desk { context, audit: Audit::of(context)?, redis: store(context)?, why: doing.why.as_deref() };
+    let filter = filter.checked(context)?;
+    let desk = Desk { context, audit: Audit::of(context)?, markers: store(context)?, why: doing.why.as_deref() };
     let (mut report, mut stopped, mut turns) = (Report::default(), None, pace.turns());
     let verb = if what == What::Redrive { "redriven" } else { "dropped" };
     for broker in Broker::configured(context, filter.broker)? {
@@ -97,15 +97,15 @@ async fn each(context: &Context, choice: Choice, what: What) -> Result<(), Failu
 }
 
 /// Without a store nothing is looked at: the gate itself still keeps what was handled from being handled again.
-fn store(context: &Context) -> Result<Option<Redis>, Failure> {
-    context.config.has_store().then(|| context.config.redis()).transpose()
+fn store(context: &Context) -> Result<Option<Markers>, Failure> {
+    context.config.place()?.map(|_| Markers::of(&context.config)).transpose()
 }
 
 /// Where letters are dealt with.
 struct Desk<'a> {
     context: &'a Context,
     audit: Audit,
-    redis: Option<Redis>,
+    markers: Option<Markers>,
     why: Option<&'a str>,
 }
 
@@ -166,10 +166,10 @@ impl Desk<'_> {
     }
 
     async fn subject(&self, letter: &Letter) -> Result<Option<Subject<'_>>, Failure> {
-        let (Some(redis), Some(id)) = (&self.redis, letter.id()) else { return Ok(None) };
+        let (Some(markers), Some(id)) = (&self.markers, letter.id()) else { return Ok(None) };
         // What somebody else wrote into the header may be anything.
-        let Ok(id) = config::id(id) else { return Ok(None) };
-        Subject::look(self.context, redis, id).await.map(Some)
+        let Ok(id) = config::id(&self.context.config, id) else { return Ok(None) };
+        Subject::look(self.context, markers, id).await.map(Some)
     }
 }
 

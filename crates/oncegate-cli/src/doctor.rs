@@ -4,9 +4,11 @@ mod codes;
 mod kafka;
 mod rabbitmq;
 mod settings;
+mod sqlite;
 mod store;
 
 use clap::Args;
+use oncegate_config::Place;
 use serde::Serialize;
 
 use crate::Context;
@@ -84,9 +86,21 @@ pub(crate) async fn run(context: &Context, arguments: DoctorArguments) -> Result
     let config = &context.config;
     let (mut findings, mut looked_at) = (Findings::default(), vec!["the settings"]);
     settings::look(config, &mut findings)?;
-    if config.has_store() {
-        looked_at.push("Redis");
-        store::look(config, &mut findings).await?;
+    match config.place()? {
+        Some(Place::Redis) => {
+            looked_at.push("Redis");
+            store::look(config, &mut findings).await?;
+        }
+        Some(Place::Sqlite(file)) => {
+            looked_at.push("SQLite");
+            sqlite::look(config, file, &mut findings).await;
+        }
+        Some(Place::Memory) => {
+            let what = "it is the memory of the consumer's process: what was handled is forgotten with that process";
+            let remedy = "for more than a test name Redis or an SQLite file in store.url";
+            findings.add(settings::forgetting(config), "store-forgets", "store.url", what, remedy);
+        }
+        None => {}
     }
     for broker in Broker::configured(context, None).unwrap_or_default() {
         match broker {

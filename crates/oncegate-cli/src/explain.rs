@@ -13,6 +13,7 @@ use crate::letters::filter::Filter;
 use crate::letters::look::{Looking, gather};
 use crate::letters::{Broker, Done, Letter, Shelf, kafka, look};
 use crate::marker::told::Told;
+use crate::markers::Markers;
 use verdict::Verdict;
 
 #[derive(Args)]
@@ -56,7 +57,7 @@ pub(crate) struct Known {
 }
 
 pub(crate) async fn run(context: &Context, explain: Explain) -> Result<(), Failure> {
-    let id = config::id(&explain.id)?;
+    let id = config::id(&context.config, &explain.id)?;
     let (mut known, mut not_seen) = (Known::default(), Vec::new());
     let mut note = |what: &str, failure: Failure| not_seen.push(format!("{what}: {failure}"));
     match marker(context, &id).await {
@@ -67,7 +68,7 @@ pub(crate) async fn run(context: &Context, explain: Explain) -> Result<(), Failu
         Ok(acts) => known.acts = acts,
         Err(failure) => note("the audit", failure),
     }
-    let filter = Filter::of_id(id.as_str(), None)?;
+    let filter = Filter::of_id(context, id.as_str(), None)?;
     let brokers = Broker::configured(context, None).unwrap_or_else(|failure| {
         note("the dead letters", failure);
         Vec::new()
@@ -101,8 +102,8 @@ pub(crate) async fn run(context: &Context, explain: Explain) -> Result<(), Failu
 }
 
 async fn marker(context: &Context, id: &oncegate::MessageId) -> Result<Told, Failure> {
-    let key = context.config.key(id)?;
-    let standing = context.config.redis()?.look_closely(&key).await?;
+    let key = config::key(&context.config, id)?;
+    let standing = Markers::of(&context.config)?.look(&key).await?;
     Ok(Told::of(key.as_str(), &standing, context.config.window()))
 }
 

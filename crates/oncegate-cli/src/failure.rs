@@ -58,6 +58,12 @@ impl fmt::Display for Failure {
     }
 }
 
+impl From<oncegate_config::Error> for Failure {
+    fn from(error: oncegate_config::Error) -> Self {
+        Self::usage(error.to_string())
+    }
+}
+
 impl From<StoreError> for Failure {
     fn from(error: StoreError) -> Self {
         Self::server(error.to_string())

@@ -13,6 +13,7 @@ use crate::letters::look::{self, List, Looking, Show};
 use crate::letters::{Broker, Letter, Reader, Shelf, State as LetterState, kafka};
 use crate::marker::change::Subject;
 use crate::marker::told::{State, is_being_reconciled};
+use crate::markers::Markers;
 
 #[derive(Subcommand)]
 pub(crate) enum InDoubtCommand {
@@ -60,10 +61,10 @@ pub(crate) async fn run(context: &Context, command: InDoubtCommand) -> Result<()
 
 async fn resolve(context: &Context, resolve: Resolve) -> Result<(), Failure> {
     let finding = if resolve.found.happened { Finding::Happened } else { Finding::DidNotHappen };
-    let (redis, id) = (context.config.redis()?, config::id(&resolve.id)?);
-    let filter = Filter::of_id(id.as_str(), resolve.broker)?;
+    let (markers, id) = (Markers::of(&context.config)?, config::id(&context.config, &resolve.id)?);
+    let filter = Filter::of_id(context, id.as_str(), resolve.broker)?;
     let brokers = Broker::configured(context, resolve.broker)?;
-    let subject = Subject::look(context, &redis, id).await?;
+    let subject = Subject::look(context, &markers, id).await?;
     let ask = ask(&subject, finding)?;
     let audit = Audit::of(context)?;
     let after = match finding {

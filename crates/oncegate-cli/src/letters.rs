@@ -51,8 +51,8 @@ impl Broker {
     pub(crate) fn configured(context: &Context, chosen: Option<Self>) -> Result<Vec<Self>, Failure> {
         let config = &context.config;
         let has = |broker: &Self| match broker {
-            Self::Kafka => config.kafka.brokers.is_some() && config.kafka.topic.is_some(),
-            Self::Rabbitmq => config.rabbitmq.url.is_some() && config.rabbitmq.queue.is_some(),
+            Self::Kafka => config.has("kafka.brokers") && config.has("kafka.topic"),
+            Self::Rabbitmq => config.has("rabbitmq.url") && config.has("rabbitmq.queue"),
         };
         let found: Vec<Self> = [Self::Kafka, Self::Rabbitmq].into_iter().filter(has).filter(|it| chosen.is_none_or(|c| c == *it)).collect();
         if found.is_empty() {

@@ -12,6 +12,7 @@ mod failure;
 mod in_doubt;
 mod letters;
 mod marker;
+mod markers;
 mod plan;
 mod say;
 mod show_config;
@@ -22,7 +23,6 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 use crate::config::Config;
-use crate::config::read::Read;
 use crate::failure::Failure;
 use crate::say::Format;
 
@@ -77,7 +77,6 @@ enum Command {
 /// What every command goes by.
 pub(crate) struct Context {
     pub(crate) config: Config,
-    pub(crate) read: Read,
     pub(crate) format: Format,
     pub(crate) operator: String,
 }
@@ -86,10 +85,10 @@ impl Context {
     fn of(common: &Common) -> Result<Self, Failure> {
         // A variable that is no text is nobody's that we know.
         let variables = std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
-        let read = config::read::read(common.config.as_deref(), variables)?;
+        let config = Config::read(common.config.as_deref(), variables)?;
         let format = if common.json { Format::Machines } else { Format::People };
         let operator = common.operator.clone().unwrap_or_else(audit::user_of_this_machine);
-        Ok(Self { config: Config::of(&read)?, read, format, operator })
+        Ok(Self { config, format, operator })
     }
 }
 

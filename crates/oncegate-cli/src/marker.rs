@@ -8,6 +8,7 @@ use clap::{Args, Subcommand};
 use crate::Context;
 use crate::config;
 use crate::failure::Failure;
+use crate::markers::Markers;
 use crate::say::Table;
 use told::Told;
 
@@ -52,9 +53,8 @@ pub(crate) async fn run(context: &Context, command: MarkerCommand) -> Result<(),
 }
 
 async fn show(context: &Context, id: &str) -> Result<(), Failure> {
-    let id = config::id(id)?;
-    let key = context.config.key(&id)?;
-    let standing = context.config.redis()?.look_closely(&key).await?;
+    let key = config::key(&context.config, &config::id(&context.config, id)?)?;
+    let standing = Markers::of(&context.config)?.look(&key).await?;
     let told = Told::of(key.as_str(), &standing, context.config.window());
     context.format.print(&told, told.for_people())
 }
@@ -63,8 +63,8 @@ async fn list(context: &Context, list: List) -> Result<(), Failure> {
     // Small enough not to hold the server up.
     const PAGE: usize = 500;
     let window = context.config.window();
-    let mut browse = context.config.redis()?.browse(PAGE).await?;
-    let scope = context.config.store.scope.as_ref().filter(|_| !list.every_scope).map(|scope| format!("{scope}|"));
+    let mut browse = Markers::of(&context.config)?.browse(PAGE).await?;
+    let scope = context.config.text("store.scope").filter(|_| !list.every_scope).map(|scope| format!("{scope}|"));
     let bar = indicatif::ProgressBar::new_spinner().with_message("keys looked at");
     bar.set_style(
         indicatif::ProgressStyle::with_template("{spinner} {pos} {msg}").unwrap_or_else(|_| indicatif::ProgressStyle::default_bar()),

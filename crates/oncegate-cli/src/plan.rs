@@ -38,14 +38,14 @@ enum YesNo {
 
 pub(crate) fn run(context: &Context, arguments: &PlanArguments) -> Result<(), Failure> {
     let config = &context.config;
-    let rate = arguments.rate.or(config.gate.rate).ok_or_else(|| Failure::usage("say --rate, or set gate.rate: new ids a second"))?;
+    let rate =
+        arguments.rate.or(config.number("gate.rate")).ok_or_else(|| Failure::usage("say --rate, or set gate.rate: new ids a second"))?;
     let window = arguments.window.map_or(config.window(), |it| it.0);
     let with_fingerprints = match arguments.fingerprints {
         Some(said) => said == YesNo::Yes,
         None => config.guarantee() == oncegate::Guarantee::AtMostOnce,
     };
-    let before =
-        config.store.prefix.as_deref().unwrap_or("processed:").len() + config.store.scope.as_ref().map_or(0, |scope| scope.len() + 1);
+    let before = config.prefix().len() + config.text("store.scope").map_or(0, |scope| scope.len() + 1);
     let load = Load {
         messages_per_second: rate,
         window,

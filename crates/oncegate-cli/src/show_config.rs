@@ -1,18 +1,22 @@
 //! `oncegate config`: what is configured, and what can be.
 
 use clap::Subcommand;
+use oncegate_config::Value;
+use oncegate_config::settings::{Hides, SETTINGS};
 use serde::Serialize;
-use toml::Value;
 
 use crate::Context;
-use crate::config::settings::{Hides, SETTINGS, Setting};
 use crate::failure::Failure;
 use crate::say::Table;
 
 #[derive(Subcommand)]
 pub(crate) enum ConfigCommand {
-    /// Reads the configuration, and asks no server. Exit code 2 if anything in it means nothing.
-    Check,
+    /// Reads the configuration, and asks no server. Exit code 2 if anything in it means nothing, or contradicts itself.
+    Check {
+        /// Wants all that a consumer needs, too: a store, one broker, an id.
+        #[arg(long)]
+        consumer: bool,
+    },
     /// Shows what holds and where it comes from, passwords hidden.
     Print,
     /// Lists every key, its variable, and what it says.
@@ -38,31 +42,29 @@ struct Known {
 
 pub(crate) fn run(context: &Context, command: ConfigCommand) -> Result<(), Failure> {
     match command {
-        ConfigCommand::Check => check(context),
+        ConfigCommand::Check { consumer } => check(context, consumer),
         ConfigCommand::Print => print(context),
         ConfigCommand::Keys => keys(context),
     }
 }
 
-fn check(context: &Context) -> Result<(), Failure> {
-    context.config.scope()?;
-    context.config.id_source()?;
-    if context.config.has_store() {
-        context.config.redis()?;
+fn check(context: &Context, for_consumer: bool) -> Result<(), Failure> {
+    let config = &context.config;
+    if for_consumer {
+        config.check_for_consumer()?
+    } else {
+        config.check()?
     }
-    let count = context.read.origins.len();
-    let file = context.read.file.as_ref().map_or_else(|| "no file".to_owned(), |path| path.display().to_string());
-    let machines = serde_json::json!({ "settings": count, "file": context.read.file });
-    context.format.print(&machines, format!("{count} settings ({file} and variables): each means something"))
+    let count = config.set().count();
+    let file = config.file().map_or_else(|| "no file".to_owned(), |path| path.display().to_string());
+    let machines = serde_json::json!({ "settings": count, "file": config.file() });
+    let found = if for_consumer { "a consumer can be wired from them" } else { "each means something" };
+    context.format.print(&machines, format!("{count} settings ({file} and variables): {found}"))
 }
 
 fn print(context: &Context) -> Result<(), Failure> {
-    let set = SETTINGS.iter().filter_map(|setting| {
-        let (section, name) = setting.key.split_once('.')?;
-        let value = context.read.table.get(section)?.get(name)?;
-        let from = context.read.origins.get(setting.key).cloned().unwrap_or_default();
-        Some(Shown { key: setting.key, value: shown(setting, value), from })
-    });
+    let set = context.config.set();
+    let set = set.map(|it| Shown { key: it.setting.key, value: shown(it.setting.hides, &it.value), from: it.origin.clone() });
     let set: Vec<Shown> = set.collect();
     let mut table = Table::new(&["key", "value", "from"]);
     for shown in &set {
@@ -83,23 +85,29 @@ fn keys(context: &Context) -> Result<(), Failure> {
     context.format.print(&all, table)
 }
 
-fn shown(setting: &Setting, value: &Value) -> serde_json::Value {
-    let hidden = || serde_json::Value::from("***");
-    match (value, setting.hides) {
-        (Value::Table(table), _) => table
+fn shown(hides: Hides, value: &Value) -> serde_json::Value {
+    let text = |text: &str| match hides {
+        Hides::Nothing => text.to_owned(),
+        Hides::Password => without_password(text),
+        Hides::All => HIDDEN.to_owned(),
+    };
+    match value {
+        Value::Text(it) => text(it).into(),
+        Value::Number(number) => (*number).into(),
+        Value::List(list) => list.iter().map(|it| text(it)).collect(),
+        Value::Names(names) => names
             .iter()
             .map(|(name, value)| {
                 let is_secret = ["password", "secret", "key", "config", "token"].iter().any(|word| name.contains(word));
-                (name.clone(), if is_secret { hidden() } else { value.as_str().unwrap_or_default().into() })
+                (name.clone(), if is_secret { HIDDEN } else { value })
             })
+            .map(|(name, value)| (name, serde_json::Value::from(value)))
             .collect(),
-        (Value::Array(list), _) => list.iter().map(|value| shown(setting, value)).collect(),
-        (_, Hides::All) => hidden(),
-        (Value::String(text), Hides::Password) => without_password(text).into(),
-        (Value::Integer(number), _) => (*number).into(),
-        (value, _) => value.as_str().unwrap_or_default().into(),
     }
 }
+
+/// In the place of a secret.
+const HIDDEN: &str = "***";
 
 /// Hides all between the scheme and the last `@` but the user: a password may hold anything.
 pub(crate) fn without_password(url: &str) -> String {

@@ -17,6 +17,7 @@ const COMPILED: &[&str] = &[
     "crates/oncegate-admin/examples",
     "crates/oncegate-testkit/tests/laws",
     "examples/payments/src",
+    "examples/payments/src/bin",
 ];
 
 fn root() -> PathBuf {

@@ -2,6 +2,9 @@
 #![cfg(all(feature = "kafka", feature = "rabbitmq"))]
 #![forbid(unsafe_code)]
 
+#[cfg(feature = "worker")]
+mod worker;
+
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};

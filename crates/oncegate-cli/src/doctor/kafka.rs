@@ -35,7 +35,7 @@ pub(super) async fn look(config: &Config, findings: &mut Findings) -> Result<(),
         ("dead-letter-topic-missing", kafka::destination(config, Shelf::DeadLetters)?),
         ("in-doubt-topic-missing", kafka::destination(config, Shelf::InDoubt)?),
     ];
-    let brokers = config.kafka.brokers.clone().unwrap_or_default();
+    let brokers = config.text("kafka.brokers").unwrap_or_default().to_owned();
     let consumer = kafka::consumer(config)?;
     let names: Vec<String> = std::iter::once(&name).chain(letters.iter().map(|(_, name)| name)).cloned().collect();
     let asked = tokio::task::spawn_blocking(move || {
@@ -71,7 +71,7 @@ pub(super) async fn look(config: &Config, findings: &mut Findings) -> Result<(),
         }
     }
     let admin: AdminClient<DefaultClientContext> = kafka::client(config)?.create()?;
-    let topics = describe(&admin, there, findings).await?;
+    let topics = describe(&admin, there, findings).await;
     let source = topics.get(&name);
     if let Some(source) = source {
         window(config, &name, source, findings);
@@ -105,30 +105,35 @@ async fn describe(
     admin: &AdminClient<DefaultClientContext>,
     there: Vec<(String, usize)>,
     findings: &mut Findings,
-) -> Result<BTreeMap<String, Topic>, Failure> {
+) -> BTreeMap<String, Topic> {
     if there.is_empty() {
-        return Ok(BTreeMap::new());
+        return BTreeMap::new();
     }
     // The broker wants to be asked of each once.
     let there: BTreeMap<String, usize> = there.into_iter().collect();
     let resources: Vec<_> = there.keys().map(|name| ResourceSpecifier::Topic(name)).collect();
-    let answer = admin.describe_configs(&resources, &AdminOptions::new().request_timeout(Some(PATIENCE))).await?;
+    let asked = admin.describe_configs(&resources, &AdminOptions::new().request_timeout(Some(PATIENCE))).await;
+    // Of each what it says of itself, or why nothing is said of any.
+    let answers: Vec<Result<_, String>> = match asked {
+        Ok(answers) => answers.into_iter().map(|answer| answer.map_err(|code| code.to_string())).collect(),
+        Err(error) => there.iter().map(|_| Err(error.to_string())).collect(),
+    };
     let mut topics = BTreeMap::new();
-    for ((name, replicas), described) in there.iter().zip(answer) {
+    for ((name, replicas), described) in there.iter().zip(answers) {
         match described {
             Ok(resource) => {
                 let config = resource.entries.iter().filter_map(|entry| Some((entry.name.clone(), entry.value.clone()?)));
                 topics.insert(name.clone(), Topic { replicas: *replicas, config: config.collect() });
             }
-            Err(code) => findings.warning(
+            Err(why) => findings.warning(
                 "topic-not-described",
                 format!("Kafka topic {name}"),
-                format!("for how long it keeps messages is not told ({code})"),
+                format!("for how long it keeps messages is not told ({why})"),
                 "grant DescribeConfigs on it",
             ),
         }
     }
-    Ok(topics)
+    topics
 }
 
 /// What is kept for longer than it is remembered is handled again when the group is set back.

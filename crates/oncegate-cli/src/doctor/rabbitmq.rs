@@ -10,7 +10,7 @@ use crate::failure::Failure;
 use crate::letters::{Shelf, rabbitmq};
 
 pub(super) async fn look(config: &Config, findings: &mut Findings) -> Result<(), Failure> {
-    let shown = config.rabbitmq.url.as_ref().map(|url| crate::show_config::without_password(url.get())).unwrap_or_default();
+    let shown = config.text("rabbitmq.url").map(crate::show_config::without_password).unwrap_or_default();
     let at = format!("RabbitMQ at {shown}");
     let connection = match rabbitmq::connect(config).await {
         Ok(connection) => connection,

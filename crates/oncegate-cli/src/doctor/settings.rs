@@ -1,15 +1,22 @@
 //! Settings held against each other.
 
+use std::path::Path;
 use std::time::Duration;
+
+use oncegate::Guarantee;
 
 use super::{Findings, Level};
 use crate::config::Config;
 use crate::failure::Failure;
 use crate::say::span;
 
+/// How bad a store is that forgets: at most once does not start on it, and effectively once handles again what was forgotten.
+pub(super) fn forgetting(config: &Config) -> Level {
+    if config.guarantee() == Guarantee::AtMostOnce { Level::Error } else { Level::Warning }
+}
+
 pub(super) fn look(config: &Config, findings: &mut Findings) -> Result<(), Failure> {
-    config.scope()?;
-    config.id_source()?;
+    config.check()?;
     let (lease, window, max_age) = (config.lease(), config.window(), config.max_age());
     if lease >= window {
         findings.error(
@@ -37,7 +44,7 @@ pub(super) fn look(config: &Config, findings: &mut Findings) -> Result<(), Failu
     }
     // What was delivered stands open for as long as its handler runs, and a retry or a reconcile besides.
     let (open, patience) = (config.handler_timeout().saturating_add(lease), config.consumer_timeout());
-    if config.rabbitmq.url.is_some() && open >= patience * 9 / 10 {
+    if config.has("rabbitmq.url") && open >= patience * 9 / 10 {
         findings.error(
             "runs-outlast-the-consumer-timeout",
             "gate.handler-timeout",
@@ -49,7 +56,7 @@ pub(super) fn look(config: &Config, findings: &mut Findings) -> Result<(), Failu
             "shorten gate.handler-timeout, or raise consumer_timeout in rabbitmq.conf and rabbitmq.consumer-timeout here",
         );
     }
-    if config.store.scope.is_none() && config.store.prefix.is_none() {
+    if !config.has("store.scope") && !config.has("store.prefix") {
         findings.add(
             Level::Advice,
             "no-scope",
@@ -58,7 +65,7 @@ pub(super) fn look(config: &Config, findings: &mut Findings) -> Result<(), Failu
             "if another service may ever share this Redis, give each a scope: `.scope(\"ledger\")` in the consumer, store.scope here",
         );
     }
-    if let Some(directory) = config.audit.file.as_ref().and_then(|file| file.parent())
+    if let Some(directory) = config.text("audit.file").and_then(|file| Path::new(file).parent())
         && !directory.as_os_str().is_empty()
         && !directory.is_dir()
     {

@@ -4,16 +4,18 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use oncegate::{Durability, Guarantee, Load, Markers, ServerInfo, Store, StoreError, plan};
 
-use super::{Findings, Level};
+use super::Findings;
+use super::settings::forgetting;
 use crate::config::Config;
 use crate::failure::Failure;
+use crate::markers::PATIENCE;
 use crate::plan::bytes;
 
 /// How far the clocks of this machine and of Redis may differ.
 const CLOCKS_DIFFER: Duration = Duration::from_secs(5);
 
 pub(super) async fn look(config: &Config, findings: &mut Findings) -> Result<(), Failure> {
-    let redis = config.redis()?;
+    let redis = config.redis(Some(PATIENCE))?;
     match redis.servers().await {
         Ok(servers) => servers.iter().for_each(|server| judge(server, servers.len() as u64, config, findings)),
         Err(error) => {
@@ -49,7 +51,7 @@ fn unusable(error: StoreError, findings: &mut Findings) {
         if !findings.has("store-lacks-a-right") {
             findings.error("store-lacks-a-right", "Redis", said, "give the user the rights that the book lists under \"Stores\"");
         }
-    } else {
+    } else if !findings.has("store-unusable") {
         findings.error("store-unusable", "Redis", said, "change what it says");
     }
 }
@@ -57,9 +59,8 @@ fn unusable(error: StoreError, findings: &mut Findings) {
 fn judge(server: &ServerInfo, primaries: u64, config: &Config, findings: &mut Findings) {
     let at = format!("Redis at {}", server.address);
     let guarantee = config.guarantee();
-    // At most once does not start on a store that forgets; effectively once handles again what was forgotten.
-    let forgets = if guarantee == Guarantee::AtMostOnce { Level::Error } else { Level::Warning };
-    if server.field("cluster_enabled") == Some("1") && config.store_is_one_server() {
+    let forgets = forgetting(config);
+    if server.field("cluster_enabled") == Some("1") && config.has("store.url") {
         findings.error(
             "store-is-a-cluster-node",
             &at,
@@ -110,7 +111,7 @@ fn memory(server: &ServerInfo, primaries: u64, config: &Config, at: &str, findin
         let what = format!("it uses {} of {} of memory; when that is full it takes no claim any more", bytes(used), bytes(limit));
         findings.warning("store-nearly-full", at, what, "raise maxmemory, or shorten the window");
     }
-    if let Some(rate) = config.gate.rate {
+    if let Some(rate) = config.number("gate.rate") {
         let markers = if config.guarantee() == Guarantee::AtMostOnce { Markers::WithFingerprint } else { Markers::Plain };
         let load = Load { messages_per_second: rate, window: config.window(), markers, primaries, ..Load::default() };
         let needs = plan(&load).memory;

@@ -3,6 +3,7 @@
 use clap::Args;
 
 use super::{Broker, Letter, State};
+use crate::Context;
 use crate::config::{self, Span};
 use crate::failure::Failure;
 use crate::say::{ms, now_ms};
@@ -34,13 +35,13 @@ impl Filter {
     }
 
     /// The same with the id as it stands in headers.
-    pub(crate) fn checked(mut self) -> Result<Self, Failure> {
-        self.id = self.id.as_deref().map(config::id).transpose()?.map(|id| id.to_string());
+    pub(crate) fn checked(mut self, context: &Context) -> Result<Self, Failure> {
+        self.id = self.id.as_deref().map(|id| config::id(&context.config, id)).transpose()?.map(|id| id.to_string());
         Ok(self)
     }
 
-    pub(crate) fn of_id(id: &str, broker: Option<Broker>) -> Result<Self, Failure> {
-        Self { id: Some(id.to_owned()), broker, ..Self::default() }.checked()
+    pub(crate) fn of_id(context: &Context, id: &str, broker: Option<Broker>) -> Result<Self, Failure> {
+        Self { id: Some(id.to_owned()), broker, ..Self::default() }.checked(context)
     }
 
     pub(crate) fn takes(&self, letter: &Letter) -> bool {

@@ -30,30 +30,31 @@ const BODY_OMITTED: &str = "oncegate-body-omitted";
 
 /// A client as it is configured.
 pub(crate) fn client(config: &Config) -> Result<ClientConfig, Failure> {
-    let kafka = &config.kafka;
-    let brokers = kafka.brokers.as_ref().ok_or_else(|| Failure::usage("no Kafka: set kafka.brokers, or ONCEGATE_KAFKA_BROKERS"))?;
+    let brokers = config.text("kafka.brokers").ok_or_else(|| Failure::usage("no Kafka: set kafka.brokers, or ONCEGATE_KAFKA_BROKERS"))?;
     let mut client = ClientConfig::new();
     client.set("bootstrap.servers", brokers).set("client.id", "oncegate-cli");
-    for (name, value) in &kafka.properties {
-        client.set(name, value.get());
+    for (name, value) in config.names("kafka.properties") {
+        client.set(name, value);
     }
-    if let Some(password) = &kafka.password {
-        client.set("sasl.password", password.get());
+    if let Some(password) = config.text("kafka.password") {
+        client.set("sasl.password", password);
     }
     Ok(client)
 }
 
 /// The topic that is consumed.
 pub(crate) fn topic(config: &Config) -> Result<String, Failure> {
-    config.kafka.topic.clone().ok_or_else(|| Failure::usage("no topic: set kafka.topic, or ONCEGATE_KAFKA_TOPIC"))
+    let topic = config.text("kafka.topic").map(str::to_owned);
+    topic.ok_or_else(|| Failure::usage("no topic: set kafka.topic, or ONCEGATE_KAFKA_TOPIC"))
 }
 
 pub(crate) fn destination(config: &Config, shelf: Shelf) -> Result<String, Failure> {
     let topic = topic(config)?;
-    Ok(match shelf {
-        Shelf::DeadLetters => config.kafka.dead_letters.clone().unwrap_or_else(|| format!("{topic}.dead-letters")),
-        Shelf::InDoubt => config.kafka.in_doubt.clone().unwrap_or_else(|| format!("{topic}.in-doubt")),
-    })
+    let (named, suffix) = match shelf {
+        Shelf::DeadLetters => (config.text("kafka.dead-letters"), "dead-letters"),
+        Shelf::InDoubt => (config.text("kafka.in-doubt"), "in-doubt"),
+    };
+    Ok(named.map_or_else(|| format!("{topic}.{suffix}"), str::to_owned))
 }
 
 /// A consumer that belongs to no group: the name stands for nothing, since nothing is subscribed to or committed.

@@ -58,7 +58,7 @@ impl Looking {
 pub(crate) async fn open(context: &Context, broker: Broker, shelf: Shelf, counts: Counts) -> Result<Reader, Failure> {
     // On RabbitMQ a letter that was dealt with is gone.
     let acts = match broker {
-        Broker::Kafka if context.config.has_store() || context.config.audit.file.is_some() => Audit::of(context)?.acts().await?,
+        Broker::Kafka if Audit::has_place(context)? => Audit::of(context)?.acts().await?,
         _ => Vec::new(),
     };
     Reader::open(context, broker, shelf, Done::of(&acts), counts).await
@@ -101,7 +101,7 @@ pub(crate) async fn gather(
 }
 
 pub(crate) async fn list(context: &Context, shelf: Shelf, list: List) -> Result<(), Failure> {
-    let filter = list.filter.checked()?;
+    let filter = list.filter.checked(context)?;
     let (mut letters, mut more) = (Vec::new(), false);
     for broker in Broker::configured(context, filter.broker)? {
         let takes = |letter: &Letter| if list.everything { filter.takes(letter) } else { filter.takes_waiting(letter) };
@@ -144,7 +144,7 @@ struct Whole<'a> {
 }
 
 pub(crate) async fn show(context: &Context, shelf: Shelf, show: Show) -> Result<(), Failure> {
-    let filter = Filter::of_id(&show.id, show.broker)?;
+    let filter = Filter::of_id(context, &show.id, show.broker)?;
     let mut letters = Vec::new();
     for broker in Broker::configured(context, show.broker)? {
         letters.extend(gather(context, shelf, broker, show.looking.counts(), usize::MAX, |letter| filter.takes(letter)).await?.0);

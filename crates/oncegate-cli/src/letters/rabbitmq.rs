@@ -58,10 +58,10 @@ pub(crate) fn reply_code(error: &lapin::Error) -> Option<u16> {
 
 /// A connection as it is configured.
 pub(crate) async fn connect(config: &Config) -> Result<Connection, Failure> {
-    let url = config.rabbitmq.url.as_ref().ok_or_else(|| Failure::usage("no RabbitMQ: set rabbitmq.url, or ONCEGATE_RABBITMQ_URL"))?;
-    let shown = crate::show_config::without_password(url.get());
+    let url = config.text("rabbitmq.url").ok_or_else(|| Failure::usage("no RabbitMQ: set rabbitmq.url, or ONCEGATE_RABBITMQ_URL"))?;
+    let shown = crate::show_config::without_password(url);
     let properties = ConnectionProperties::default().with_connection_name("oncegate-cli".into());
-    let connecting = Connection::connect_with_config(url.get(), properties, OwnedTLSConfig::default(), lapin::runtime::default_runtime()?);
+    let connecting = Connection::connect_with_config(url, properties, OwnedTLSConfig::default(), lapin::runtime::default_runtime()?);
     match tokio::time::timeout(PATIENCE, connecting).await {
         Ok(Ok(connection)) => Ok(connection),
         Ok(Err(error)) => Err(Failure::server(format!("RabbitMQ at {shown}: {error}"))),
@@ -71,15 +71,17 @@ pub(crate) async fn connect(config: &Config) -> Result<Connection, Failure> {
 
 /// The queue that is consumed.
 pub(crate) fn queue(config: &Config) -> Result<String, Failure> {
-    config.rabbitmq.queue.clone().ok_or_else(|| Failure::usage("no queue: set rabbitmq.queue, or ONCEGATE_RABBITMQ_QUEUE"))
+    let queue = config.text("rabbitmq.queue").map(str::to_owned);
+    queue.ok_or_else(|| Failure::usage("no queue: set rabbitmq.queue, or ONCEGATE_RABBITMQ_QUEUE"))
 }
 
 pub(crate) fn destination(config: &Config, shelf: Shelf) -> Result<String, Failure> {
     let queue = queue(config)?;
-    Ok(match shelf {
-        Shelf::DeadLetters => config.rabbitmq.dead_letters.clone().unwrap_or_else(|| format!("{queue}.dead-letters")),
-        Shelf::InDoubt => config.rabbitmq.in_doubt.clone().unwrap_or_else(|| format!("{queue}.in-doubt")),
-    })
+    let (named, suffix) = match shelf {
+        Shelf::DeadLetters => (config.text("rabbitmq.dead-letters"), "dead-letters"),
+        Shelf::InDoubt => (config.text("rabbitmq.in-doubt"), "in-doubt"),
+    };
+    Ok(named.map_or_else(|| format!("{queue}.{suffix}"), str::to_owned))
 }
 
 /// What a queue is, as far as a client can find out.

@@ -2,13 +2,14 @@
 
 use clap::Args;
 use oncegate::marker::{Ask, Marker, Operation, Token, Verdict};
-use oncegate::{Key, MessageId, Redis, Standing, Store};
+use oncegate::{Key, MessageId, Standing};
 
 use super::told::{self, State, Told};
 use crate::Context;
 use crate::audit::{Act, Audit};
 use crate::config;
 use crate::failure::Failure;
+use crate::markers::Markers;
 
 #[derive(Args)]
 pub(crate) struct Change {
@@ -25,17 +26,17 @@ pub(crate) struct Change {
 /// One id on the store.
 pub(crate) struct Subject<'a> {
     context: &'a Context,
-    pub(crate) redis: Redis,
+    pub(crate) markers: Markers,
     pub(crate) id: MessageId,
     pub(crate) key: Key,
     pub(crate) standing: Standing,
 }
 
 impl<'a> Subject<'a> {
-    pub(crate) async fn look(context: &'a Context, redis: &Redis, id: MessageId) -> Result<Self, Failure> {
-        let key = context.config.key(&id)?;
-        let standing = redis.look_closely(&key).await?;
-        Ok(Self { context, redis: redis.clone(), id, key, standing })
+    pub(crate) async fn look(context: &'a Context, markers: &Markers, id: MessageId) -> Result<Self, Failure> {
+        let key = config::key(&context.config, &id)?;
+        let standing = markers.look(&key).await?;
+        Ok(Self { context, markers: markers.clone(), id, key, standing })
     }
 
     pub(crate) fn state(&self) -> State {
@@ -66,21 +67,17 @@ impl<'a> Subject<'a> {
             // Who resolves or completes speaks of the claim that was seen.
             token: hold.map_or_else(Token::random, |hold| hold.token),
             attempt: hold.map_or(0, |hold| hold.attempt),
-            terms: self.context.config.terms(hold.and_then(|hold| hold.fingerprint)),
+            terms: config::terms(&self.context.config, hold.and_then(|hold| hold.fingerprint)),
         };
-        match self.redis.apply(&[operation]).await.pop() {
-            Some(Ok(Verdict::Kept | Verdict::Done { .. })) => Ok(()),
-            Some(Ok(_)) => {
-                Err(Failure::not_all(format!("{}: the marker has changed meanwhile, and was left as it is; look again", self.id)))
-            }
-            Some(Err(error)) => Err(error.into()),
-            None => Err(Failure::server("the store gave no answer")),
+        match self.markers.apply(operation).await? {
+            Verdict::Kept | Verdict::Done { .. } => Ok(()),
+            _ => Err(Failure::not_all(format!("{}: the marker has changed meanwhile, and was left as it is; look again", self.id))),
         }
     }
 }
 
 pub(crate) async fn forget(context: &Context, change: Change) -> Result<(), Failure> {
-    let subject = Subject::look(context, &context.config.redis()?, config::id(&change.id)?).await?;
+    let subject = Subject::look(context, &Markers::of(&context.config)?, config::id(&context.config, &change.id)?).await?;
     let id = &subject.id;
     match subject.state() {
         State::Done | State::Rejected | State::InDoubt => {}
@@ -110,7 +107,7 @@ pub(crate) async fn forget(context: &Context, change: Change) -> Result<(), Fail
 }
 
 pub(crate) async fn complete(context: &Context, change: Change) -> Result<(), Failure> {
-    let subject = Subject::look(context, &context.config.redis()?, config::id(&change.id)?).await?;
+    let subject = Subject::look(context, &Markers::of(&context.config)?, config::id(&context.config, &change.id)?).await?;
     let id = &subject.id;
     match subject.state() {
         State::Absent | State::Cleared | State::Lapsed | State::InDoubt => {}

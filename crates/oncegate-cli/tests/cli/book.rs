@@ -6,6 +6,9 @@ use crate::desk::Desk;
 
 const BOOK: &str = include_str!("../../../../docs/src/cli.md");
 
+/// Where the keys of the configuration stand.
+const CONFIGURATION: &str = include_str!("../../../../docs/src/configuration.md");
+
 fn desk() -> Desk {
     let desk = Desk::at("redis://127.0.0.1:1");
     desk.write("oncegate.toml", "");
@@ -13,8 +16,8 @@ fn desk() -> Desk {
 }
 
 /// The first cells of the rows of a table, without their backticks.
-fn first_cells(title: &str) -> Vec<String> {
-    let section = BOOK.split(&format!("\n## {title}\n")).nth(1).unwrap_or_else(|| panic!("no section {title}"));
+fn first_cells(page: &str, title: &str) -> Vec<String> {
+    let section = page.split(&format!("\n## {title}\n")).nth(1).unwrap_or_else(|| panic!("no section {title}"));
     let rows = section.split("\n## ").next().unwrap_or_default().lines().filter(|line| line.starts_with("| `"));
     rows.filter_map(|row| row.split('`').nth(1)).map(str::to_owned).collect()
 }
@@ -22,8 +25,23 @@ fn first_cells(title: &str) -> Vec<String> {
 #[test]
 fn every_setting_stands_in_the_book() {
     let known = desk().json(&["config", "keys"]);
-    let known: Vec<String> = known.as_array().expect("a list").iter().map(|it| it["key"].as_str().expect("a key").to_owned()).collect();
-    assert_eq!(first_cells("Settings"), known);
+    let text = |value: &Value| value.as_str().unwrap_or("-").to_owned();
+    let known: Vec<&Value> = known.as_array().expect("a list").iter().collect();
+    assert_eq!(first_cells(CONFIGURATION, "Every key"), known.iter().map(|it| text(&it["key"])).collect::<Vec<_>>());
+    for it in known {
+        let variable = it["variable"].as_str().map_or_else(|| "-".to_owned(), |name| format!("`{name}`"));
+        let row = format!("| `{}` | {variable} | {} |", text(&it["key"]), text(&it["says"]));
+        assert!(CONFIGURATION.contains(&row), "docs/src/configuration.md lacks\n{row}");
+    }
+}
+
+#[test]
+fn the_file_that_the_book_shows_is_the_one_that_a_program_is_wired_from() {
+    let file = include_str!("../../../../examples/payments/worker.toml");
+    assert!(CONFIGURATION.contains(&format!("```text\n{file}```\n")), "copy worker.toml into docs/src/configuration.md again");
+    let desk = desk();
+    desk.write("oncegate.toml", file);
+    desk.run(&["config", "check", "--consumer"]).ended(0);
 }
 
 #[test]
@@ -31,7 +49,7 @@ fn every_finding_stands_in_the_book() {
     let known = desk().json(&["doctor", "--list"]);
     let text = |value: &Value| value.as_str().expect("a text").to_owned();
     let known: Vec<(String, String)> = known.as_array().expect("a list").iter().map(|it| (text(&it[0]), text(&it[1]))).collect();
-    assert_eq!(first_cells("Findings"), known.iter().map(|(code, _)| code.clone()).collect::<Vec<_>>());
+    assert_eq!(first_cells(BOOK, "Findings"), known.iter().map(|(code, _)| code.clone()).collect::<Vec<_>>());
     for (code, says) in known {
         assert!(BOOK.contains(&format!("| `{code}` | {says} |")), "{code}: {says}");
     }

@@ -1,5 +1,7 @@
 //! The configuration.
 
+use oncegate_config::settings::Kind;
+
 use crate::desk::Desk;
 
 #[test]
@@ -25,14 +27,17 @@ fn a_key_that_means_nothing_is_refused_with_the_nearest_one() {
 fn a_value_that_means_nothing_is_refused_with_its_key() {
     let desk = Desk::new();
     for (wrong, says) in [
-        ("[gate]\nwindow = 5", "gate.window wants a text"),
+        ("[gate]\nwindow = 5", "gate.window wants a time, in quotes"),
         ("[gate]\nwindow = \"5 fortnights\"", "30s, 5m, 24h or 7d"),
-        ("[gate]\nguarantee = \"exactly-once\"", "at-most-once"),
+        ("[gate]\nguarantee = \"exactly-once\"", "write one of at-most-once, effectively-once, bare"),
+        ("[gate]\norder = \"by-kye\"", "did you mean by-key?"),
         ("[gate]\nid = \"headers x\"", "gate.id"),
         ("[gate]\nrate = -1", "gate.rate wants a whole number"),
         ("[kafka]\nbrokers = [\"a\"]", "kafka.brokers wants a text"),
         ("scope = \"a|b\"", "store.scope"),
         ("cluster = [\"redis://x\"]", "set one of store.url"),
+        ("sentinel-name = \"x\"", "store.sentinel-name needs store.sentinels"),
+        ("[admin]\nlisten = \"here\"", "admin.listen"),
         ("[gate", "line 4"),
     ] {
         desk.configure(wrong);
@@ -76,15 +81,19 @@ fn every_key_that_is_listed_can_be_set() {
     desk.write("oncegate.toml", "");
     let keys = desk.json(&["config", "keys"]);
     let keys = keys.as_array().expect("a list");
-    assert!(keys.len() > 25);
+    assert!(keys.len() > 60);
     let value = |key: &str| match key.rsplit('.').next().expect("a name") {
-        "window" | "max-age" | "lease" | "handler-timeout" | "timeout" | "replicas-timeout" | "consumer-timeout" => "\"1h\"",
-        "replicas" | "in-flight" | "rate" => "1",
-        "sentinels" | "cluster" => "[\"redis://x\"]",
-        "properties" => "{ \"client.rack\" = \"x\" }",
-        "guarantee" => "\"bare\"",
-        "id" => "\"header x\"",
-        _ => "\"x\"",
+        "sentinels" | "cluster" => "[\"redis://x\"]".to_owned(),
+        "properties" => "{ \"client.rack\" = \"x\" }".to_owned(),
+        _ => {
+            let kind = oncegate_config::settings::find(key).expect("a setting").kind;
+            match kind {
+                Kind::Time => "\"1h\"".to_owned(),
+                Kind::Number => "1".to_owned(),
+                Kind::Choice(words) => format!("\"{}\"", words[0]),
+                _ => "\"x\"".to_owned(),
+            }
+        }
     };
     for known in keys {
         let key = known["key"].as_str().expect("a key");
@@ -98,6 +107,32 @@ fn every_key_that_is_listed_can_be_set() {
             desk.run_with(&["config", "print"], &[(variable, &text)]).ended(0).says(variable);
         }
     }
+}
+
+#[test]
+fn what_a_consumer_lacks_is_named_with_what_to_write() {
+    let desk = Desk::new();
+    let check = |text: &str| {
+        desk.write("oncegate.toml", text);
+        desk.run(&["config", "check"]).ended(0);
+        desk.run(&["config", "check", "--consumer"])
+    };
+    let store = "[store]\nurl = \"redis://x\"\n";
+    let gate = "[gate]\nid = \"message-id\"\n";
+    let kafka = "[kafka]\nbrokers = \"x:1\"\ntopic = \"t\"\n";
+    let rabbitmq = "[rabbitmq]\nqueue = \"q\"\n";
+    for (text, says) in [
+        (String::new(), "ONCEGATE_STORE_URL"),
+        (store.to_owned(), "gate.id is missing; set it, or ONCEGATE_GATE_ID"),
+        (format!("{store}{gate}"), "no broker: set kafka.brokers"),
+        (format!("{store}{gate}{kafka}"), "kafka.group is missing; set it, or ONCEGATE_KAFKA_GROUP"),
+        (format!("{store}{gate}{rabbitmq}"), "rabbitmq.url is missing"),
+        (format!("{store}{gate}{kafka}group = \"g\"\n{rabbitmq}"), "say which with gate.broker"),
+        (format!("{store}{gate}broker = \"rabbitmq\"\n{kafka}{rabbitmq}"), "rabbitmq.url is missing"),
+    ] {
+        check(&text).ended(2).says(says);
+    }
+    check(&format!("{store}{gate}{kafka}group = \"g\"\n")).ended(0).says("a consumer can be wired from them");
 }
 
 #[test]

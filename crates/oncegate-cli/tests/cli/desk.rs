@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use oncegate::marker::{Ask, Guarantee, Operation, Terms, Token, Verdict};
-use oncegate::{MessageId, Redis, Scope, Store};
+use oncegate::{MessageId, Redis, Scope, Sqlite, Store};
 use oncegate_testkit::asking::SECOND;
 use serde_json::Value;
 
@@ -41,6 +41,8 @@ pub(crate) struct Desk {
     /// No other test has it.
     pub(crate) name: String,
     pub(crate) redis: String,
+    /// The store, where it is not Redis.
+    sqlite: Option<PathBuf>,
 }
 
 impl Desk {
@@ -54,7 +56,17 @@ impl Desk {
             directory: tempfile::tempdir().expect("a directory"),
             name: format!("cli-{:032x}", Token::random().0),
             redis: redis.to_owned(),
+            sqlite: None,
         };
+        desk.configure("");
+        desk
+    }
+
+    /// On an SQLite file of its own, on the disk that the build is on: a directory for temporary files may lie in memory.
+    pub(crate) fn on_sqlite() -> Self {
+        let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
+        let sqlite = Some(directory.path().join("markers.db"));
+        let desk = Self { directory, name: format!("cli-{:032x}", Token::random().0), redis: String::new(), sqlite };
         desk.configure("");
         desk
     }
@@ -65,7 +77,11 @@ impl Desk {
 
     /// Writes the configuration: the store, and more.
     pub(crate) fn configure(&self, more: &str) {
-        self.write("oncegate.toml", &format!("[store]\nurl = \"{}\"\nprefix = \"{}\"\n{more}", self.redis, self.prefix()));
+        let store = match &self.sqlite {
+            Some(file) => format!("url = \"sqlite:{}\"\n", file.display()),
+            None => format!("url = \"{}\"\nprefix = \"{}\"\n", self.redis, self.prefix()),
+        };
+        self.write("oncegate.toml", &format!("[store]\n{store}{more}"));
     }
 
     pub(crate) fn write(&self, name: &str, text: &str) -> PathBuf {
@@ -98,11 +114,20 @@ impl Desk {
         Redis::at(&self.redis).prefix(self.prefix()).timeout(10 * SECOND)
     }
 
+    /// The store as a consumer has it, where it is SQLite.
+    pub(crate) fn sqlite(&self) -> Option<Sqlite> {
+        self.sqlite.as_ref().map(|file| Sqlite::file(file).timeout(30 * SECOND))
+    }
+
     /// Asks the store as a consumer does.
     pub(crate) async fn ask(&self, id: &str, ask: Ask, token: u128, attempt: u32, terms: Terms) -> Verdict {
         let key = Scope::none().key(&MessageId::new(id).expect("an id"));
         let operation = Operation { key, ask, token: Token(token), attempt, terms };
-        self.store().apply(&[operation]).await.pop().expect("an answer").expect("a verdict")
+        let mut answers = match self.sqlite() {
+            Some(sqlite) => sqlite.apply(&[operation]).await,
+            None => self.store().apply(&[operation]).await,
+        };
+        answers.pop().expect("an answer").expect("a verdict")
     }
 }
 

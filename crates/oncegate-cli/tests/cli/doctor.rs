@@ -55,6 +55,16 @@ fn desk(server: &RedisServer, more: &str) -> Desk {
     desk
 }
 
+/// Each code stands here as what is found of something that was planted.
+#[test]
+fn every_finding_is_planted() {
+    let listed = Desk::at("redis://127.0.0.1:1").run(&["doctor", "--list", "--json"]).ended(0).json();
+    let codes: Vec<&str> = listed.as_array().expect("a list").iter().map(|it| it[0].as_str().expect("a code")).collect();
+    let planted = include_str!("doctor.rs");
+    let missing: Vec<&&str> = codes.iter().filter(|code| !planted.contains(&format!("\"{code}\""))).collect();
+    assert!(codes.len() > 40 && missing.is_empty(), "nobody planted {missing:?}");
+}
+
 #[test]
 fn a_good_store_is_let_be() {
     let server = redis(good());
@@ -123,6 +133,40 @@ fn a_store_that_is_too_small_is_found() {
 fn replicas_that_are_missing_are_found() {
     let server = redis(good());
     finds(&desk(&server, "scope = \"s\"\nreplicas = 1\n"), &[("too-few-replicas", "error")]);
+}
+
+#[test]
+fn a_store_that_cannot_be_used_for_another_reason_is_found() {
+    for store in [
+        "url = \"rediss://127.0.0.1:1\"\nca-certificate = \"/no/such.pem\"\n",
+        "url = \"sqlite:/no/such/directory/markers.db\"\n",
+        "url = \"sqlite:oncegate.toml\"\n",
+    ] {
+        let desk = Desk::on_sqlite();
+        desk.write("oncegate.toml", &format!("[store]\n{store}{AT_MOST_ONCE}"));
+        finds(&desk, &[("store-unusable", "error")]);
+    }
+}
+
+#[tokio::test]
+async fn a_file_that_survives_is_let_be_and_one_in_memory_is_found() {
+    let desk = Desk::on_sqlite();
+    desk.configure(AT_MOST_ONCE);
+    // Not there yet.
+    finds(&desk, &[]);
+    desk.ask("a", oncegate::marker::Ask::Claim, 1, 0, crate::desk::terms()).await;
+    finds(&desk, &[]);
+    desk.run(&["doctor"]).ended(0).says("Looked at the settings, SQLite");
+    // A file system in memory, on every Linux.
+    let memory = tempfile::tempdir_in("/dev/shm").expect("a directory");
+    let file = memory.path().join("markers.db");
+    oncegate::Store::memory(&oncegate::Sqlite::file(&file)).await.expect("it is made");
+    for store in [format!("sqlite:{}", file.display()), "memory:".to_owned()] {
+        desk.write("oncegate.toml", &format!("[store]\nurl = \"{store}\"\n{AT_MOST_ONCE}"));
+        finds(&desk, &[("store-forgets", "error")]);
+        desk.write("oncegate.toml", &format!("[store]\nurl = \"{store}\"\nscope = \"s\"\n"));
+        finds(&desk, &[("store-forgets", "warning")]);
+    }
 }
 
 /// Changes what a server says of itself, by texts of the same length.
@@ -276,6 +320,19 @@ async fn topics_that_lose_or_refuse_letters_are_found() {
     finds(&desk, &[("window-shorter-than-retention", "warning")]);
 }
 
+/// This broker answers as one that lets nobody ask for it: it does not know the question.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn topics_that_are_not_described_are_found() {
+    let broker = rdkafka::mocking::MockCluster::new(1).expect("a mock broker");
+    let desk = Desk::new();
+    for suffix in ["", ".dead-letters", ".in-doubt"] {
+        broker.create_topic(&format!("{}{suffix}", desk.name), 1, 1).expect("a topic");
+    }
+    desk.write("oncegate.toml", &format!("[kafka]\nbrokers = \"{}\"\ntopic = \"{}\"\n", broker.bootstrap_servers(), desk.name));
+    finds(&desk, &[("topic-not-described", "warning"); 3]);
+    desk.run(&["doctor"]).ended(1).says("grant DescribeConfigs");
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_broker_that_is_away_or_refuses_is_found() {
     let desk = Desk::new();
@@ -347,6 +404,14 @@ async fn queues_that_lose_messages_are_found() {
     with(&format!("queue = \"{}\"\nin-doubt = \"{leaving}\"\n", desk.name));
     finds(desk, &[("queue-deletes-itself", "error")]);
     declared.push(leaving);
+    // Only its owner may look at it.
+    let taken = format!("{}.taken", desk.name);
+    let (owner, channel) = world::open().await;
+    let options = QueueDeclareOptions { exclusive: true, ..QueueDeclareOptions::default() };
+    channel.queue_declare(taken.as_str().into(), options, FieldTable::default()).await.expect("a new queue");
+    with(&format!("queue = \"{}\"\nin-doubt = \"{taken}\"\n", desk.name));
+    finds(desk, &[("queue-cannot-be-used", "error")]);
+    owner.close(200, "OK".into()).await.expect("a clean end");
     let gives_up = format!("{}.gives-up", desk.name);
     declare(&gives_up, true, &[quorum()]).await;
     let ours = format!("dead-letters = \"{0}.dead-letters\"\nin-doubt = \"{0}.in-doubt\"\n", desk.name);

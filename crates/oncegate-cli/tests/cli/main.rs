@@ -9,4 +9,5 @@ mod doctor;
 mod explain;
 mod letters;
 mod markers;
+mod sqlite;
 mod world;

@@ -8,7 +8,7 @@ use oncegate::marker::{Ask, Effect, Guarantee, Marker, Terms};
 use crate::desk::{Desk, terms};
 
 /// One id in each state.
-async fn one_of_each(desk: &Desk) {
+pub(crate) async fn one_of_each(desk: &Desk) {
     let body = Terms { fingerprint: Some(Fingerprint::new(42)), ..terms() };
     let claim = |id: &'static str, terms| desk.ask(id, Ask::Claim, 1, 0, terms);
     claim("held", terms()).await;

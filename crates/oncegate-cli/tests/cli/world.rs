@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use lapin::options::{BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
-use oncegate::{Consumer, Context, Failure, Guarantee, Handler, IdSource, Kafka, Open, RabbitMq, Source, async_trait};
+use oncegate::{Consumer, Context, Failure, Guarantee, Handler, IdSource, Kafka, Open, RabbitMq, Source, Store, async_trait};
 use oncegate_testkit::asking::SECOND;
 use rdkafka::ClientConfig;
 use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
@@ -70,7 +70,12 @@ pub(crate) struct World {
 impl World {
     /// With topics or queues as a source wants them, and a configuration that names them.
     pub(crate) async fn on(broker: Broker) -> Self {
-        let world = Self { desk: Desk::new(), broker, charged: Arc::default() };
+        Self::at(Desk::new(), broker).await
+    }
+
+    /// The same at a desk that is there.
+    pub(crate) async fn at(desk: Desk, broker: Broker) -> Self {
+        let world = Self { desk, broker, charged: Arc::default() };
         let name = &world.desk.name;
         match broker {
             Broker::Kafka => {
@@ -157,9 +162,16 @@ impl World {
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
         };
+        match self.desk.sqlite() {
+            Some(sqlite) => self.consume_through(sqlite, provider, until).await,
+            None => self.consume_through(self.desk.store().accept_forgetful_store(), provider, until).await,
+        }
+    }
+
+    async fn consume_through(&self, store: impl Store + 'static, provider: Provider, until: impl Future<Output = ()>) {
         let name = &self.desk.name;
         let consumer = Consumer::builder()
-            .store(self.desk.store().accept_forgetful_store())
+            .store(store)
             .accept_forgetful_store()
             .guarantee(Guarantee::AtMostOnce)
             .id(IdSource::header("payment-id"))

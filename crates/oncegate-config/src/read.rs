@@ -1,0 +1,175 @@
+//! From a file and from variables to one value a key, and where each came from.
+
+use std::path::Path;
+
+use toml::Table;
+
+use crate::config::{Config, Set};
+use crate::error::Error;
+use crate::settings::{Kind, SETTINGS, Setting, find, nearest, sections};
+use crate::value::{Value, time};
+
+/// The file that is read where no other is named.
+pub(crate) const FILE: &str = "oncegate.toml";
+
+/// The variable that names another one.
+pub(crate) const NAMES_THE_FILE: &str = "ONCEGATE_CONFIG";
+
+impl Config {
+    /// Reads the file that the variable `ONCEGATE_CONFIG` names, or `oncegate.toml` here if there is one, and then the
+    /// variables `ONCEGATE_<SECTION>_<KEY>`, which win.
+    ///
+    /// # Errors
+    /// [`Error::Misconfigured`], as for [`Config::read`].
+    pub fn load() -> Result<Self, Error> {
+        let named = std::env::var_os(NAMES_THE_FILE).filter(|name| !name.is_empty());
+        // A variable that is no text is nobody's that we know.
+        let variables = std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
+        Self::read(named.as_deref().map(Path::new), variables)
+    }
+
+    /// Reads the file that was named, or `oncegate.toml` here if there is one, and then these variables, which win.
+    /// Variables of other sections are somebody else's.
+    ///
+    /// # Errors
+    /// [`Error::Misconfigured`]: a file that cannot be read or is no TOML, a key that is none, a value of the wrong kind. It names
+    /// the key, and shows no secret. Whether keys go together is for [`Config::check`] to say.
+    pub fn read(named: Option<&Path>, variables: impl IntoIterator<Item = (String, String)>) -> Result<Self, Error> {
+        let mut config = Self::default();
+        let path = named.unwrap_or(Path::new(FILE));
+        match std::fs::read_to_string(path) {
+            Ok(text) => config.take_file(path, &text)?,
+            Err(error) if named.is_none() && error.kind() == std::io::ErrorKind::NotFound => {}
+            Err(error) => return Err(Error::misconfigured(format!("{}: {error}", path.display()))),
+        }
+        config.take_variables(variables)?;
+        Ok(config)
+    }
+
+    fn take_file(&mut self, path: &Path, text: &str) -> Result<(), Error> {
+        let shown = path.display();
+        // The parser's own message shows the line, which may hold a password.
+        let table: Table = text.parse().map_err(|error: toml::de::Error| {
+            let line = error.span().map_or(0, |span| text[..span.start.min(text.len())].lines().count().max(1));
+            Error::misconfigured(format!("{shown}: line {line}: {}", error.message()))
+        })?;
+        for (section, values) in table {
+            let toml::Value::Table(values) = values else {
+                return Err(unknown(&format!("{shown}: `{section}`"), &section, sections()));
+            };
+            if !sections().any(|name| name == section) {
+                return Err(unknown(&format!("{shown}: the section [{section}]"), &section, sections()));
+            }
+            for (name, value) in values {
+                self.take_value(path, &section, &name, value)?;
+            }
+        }
+        self.file = Some(path.to_owned());
+        Ok(())
+    }
+
+    fn take_value(&mut self, path: &Path, section: &str, name: &str, value: toml::Value) -> Result<(), Error> {
+        let shown = path.display();
+        let key = format!("{section}.{name}");
+        let secret = key.strip_suffix("-file").and_then(find).filter(|setting| setting.is_secret());
+        if let Some(setting) = secret {
+            let toml::Value::String(named) = value else {
+                return Err(Error::misconfigured(format!("{shown}: {key} wants the name of a file")));
+            };
+            // Beside the file that names it.
+            let named = path.parent().unwrap_or(Path::new("")).join(named);
+            return self.put(setting, Value::Text(secret_in(&named, &key)?), named.display().to_string());
+        }
+        let Some(setting) = find(&key) else {
+            let known = SETTINGS.iter().map(|setting| setting.key).filter(|key| key.starts_with(&format!("{section}.")));
+            return Err(unknown(&format!("{shown}: {key}"), &key, known));
+        };
+        let value = of_toml(setting.kind, value).ok_or_else(|| wants(&shown.to_string(), setting))?;
+        self.put(setting, value, shown.to_string())
+    }
+
+    /// Variables of a section are ours; others that begin with `ONCEGATE_` belong to somebody else.
+    fn take_variables(&mut self, variables: impl IntoIterator<Item = (String, String)>) -> Result<(), Error> {
+        let ours = |name: &str| sections().any(|section| name.starts_with(&format!("ONCEGATE_{}_", section.to_uppercase())));
+        for (name, text) in variables.into_iter().filter(|(name, _)| ours(name)) {
+            let named = |wanted: &str| SETTINGS.iter().find(|setting| setting.variable().as_deref() == Some(wanted));
+            let in_a_file = name.strip_suffix("_FILE").and_then(named).filter(|setting| setting.is_secret());
+            if let Some(setting) = in_a_file {
+                let secret = secret_in(Path::new(&text), &name)?;
+                self.put(setting, Value::Text(secret), format!("{text}, named by {name}"))?;
+                continue;
+            }
+            let Some(setting) = named(&name) else {
+                let all: Vec<String> = SETTINGS.iter().filter_map(Setting::variable).collect();
+                return Err(unknown(&format!("the variable {name}"), &name, all.iter().map(String::as_str)));
+            };
+            let value = match setting.kind {
+                Kind::Number => {
+                    Value::Number(text.parse().map_err(|_| Error::misconfigured(format!("{name}: {text:?} is no whole number")))?)
+                }
+                Kind::List => Value::List(text.split(',').map(|part| part.trim().to_owned()).collect()),
+                Kind::Text | Kind::Time | Kind::Choice(_) | Kind::Names => Value::Text(text),
+            };
+            self.put(setting, value, name)?;
+        }
+        Ok(())
+    }
+
+    fn put(&mut self, setting: &'static Setting, value: Value, origin: String) -> Result<(), Error> {
+        let key = setting.key;
+        match (setting.kind, &value) {
+            (Kind::Time, Value::Text(text)) => {
+                time(text).map_err(|wrong| Error::misconfigured(format!("{origin}: {key}: {wrong}")))?;
+            }
+            (Kind::Choice(words), Value::Text(text)) if !words.contains(&text.as_str()) => {
+                let near = nearest(text, words.iter().copied()).map(|near| format!("; did you mean {near}?")).unwrap_or_default();
+                let words = words.join(", ");
+                return Err(Error::misconfigured(format!("{origin}: {key}: {text:?} means nothing; write one of {words}{near}")));
+            }
+            _ => {}
+        }
+        self.set.insert(key, Set { setting, value, origin });
+        Ok(())
+    }
+}
+
+/// A value of TOML's, if it is of the kind that is wanted.
+fn of_toml(kind: Kind, value: toml::Value) -> Option<Value> {
+    let text = |value: toml::Value| match value {
+        toml::Value::String(text) => Some(text),
+        _ => None,
+    };
+    match (kind, value) {
+        (Kind::Number, value) => value.as_integer().and_then(|number| u64::try_from(number).ok()).map(Value::Number),
+        (Kind::List, toml::Value::Array(list)) => list.into_iter().map(text).collect::<Option<_>>().map(Value::List),
+        (Kind::Names, toml::Value::Table(table)) => {
+            table.into_iter().map(|(name, value)| Some((name, text(value)?))).collect::<Option<_>>().map(Value::Names)
+        }
+        (Kind::Text | Kind::Time | Kind::Choice(_), value) => text(value).map(Value::Text),
+        (Kind::List | Kind::Names, _) => None,
+    }
+}
+
+fn wants(origin: &str, setting: &Setting) -> Error {
+    let wanted = match setting.kind {
+        Kind::Text => "a text, in quotes".to_owned(),
+        Kind::Time => "a time, in quotes, such as \"30s\"".to_owned(),
+        Kind::Choice(words) => format!("one of {}, in quotes", words.join(", ")),
+        Kind::Number => "a whole number, 0 or more".to_owned(),
+        Kind::List => "a list of texts, in brackets".to_owned(),
+        Kind::Names => "a table of texts".to_owned(),
+    };
+    Error::misconfigured(format!("{origin}: {} wants {wanted}", setting.key))
+}
+
+fn unknown<'a>(what: &str, wrong: &str, right: impl Iterator<Item = &'a str>) -> Error {
+    Error::misconfigured(match nearest(wrong, right) {
+        Some(near) => format!("{what} means nothing here; did you mean {near}?"),
+        None => format!("{what} means nothing here; `oncegate config keys` lists what does"),
+    })
+}
+
+fn secret_in(path: &Path, named_by: &str) -> Result<String, Error> {
+    let secret = std::fs::read_to_string(path).map_err(|error| Error::misconfigured(format!("{named_by}: {}: {error}", path.display())))?;
+    Ok(secret.trim_end_matches(['\r', '\n']).to_owned())
+}
