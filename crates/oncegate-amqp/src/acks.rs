@@ -15,6 +15,8 @@ pub(crate) struct Acks<T> {
     settled: usize,
     /// How many are not acknowledged.
     unacked: usize,
+    /// How many were acknowledged one by one while the first entry has been the first.
+    alone: usize,
 }
 
 #[derive(Debug)]
@@ -27,7 +29,7 @@ enum Tag<T> {
 impl<T> Acks<T> {
     /// Of a new channel: its tags begin with 1.
     pub(crate) fn new() -> Self {
-        Self { first: 1, tags: VecDeque::new(), settled: 0, unacked: 0 }
+        Self { first: 1, tags: VecDeque::new(), settled: 0, unacked: 0, alone: 0 }
     }
 
     /// Takes a delivery in. The broker counts its tags up by one; a tag that it left out is none of ours.
@@ -90,6 +92,7 @@ impl<T> Acks<T> {
                 self.unacked -= 1;
             }
             self.first += 1;
+            self.alone = 0;
         }
         last
     }
@@ -108,7 +111,14 @@ impl<T> Acks<T> {
         }
         self.settled = 0;
         self.unacked -= singles.len();
+        self.alone += singles.len();
         singles
+    }
+
+    /// The open delivery that keeps those behind it from being acknowledged together, and how many of them were acknowledged one
+    /// by one for its sake.
+    pub(crate) fn obstacle(&self) -> Option<(u64, usize)> {
+        matches!(self.tags.front(), Some(Tag::Open(_))).then_some((self.first, self.alone))
     }
 
     /// How many are settled and not acknowledged yet.
@@ -168,6 +178,21 @@ mod tests {
         assert_eq!(acks.settled(), 0);
         acks.settle(4);
         assert_eq!(acks.take_prefix(), Some(4));
+    }
+
+    #[test]
+    fn the_obstacle_is_the_first_that_is_open_and_answers_for_those_behind_it_alone() {
+        let mut acks = delivered(6);
+        for tag in [2, 3, 5] {
+            acks.settle(tag);
+        }
+        assert_eq!((acks.take_prefix(), acks.obstacle()), (None, Some((1, 0))));
+        assert_eq!((acks.take_singles().len(), acks.obstacle()), (3, Some((1, 3))));
+        acks.settle(1);
+        assert_eq!(acks.obstacle(), None, "it is settled, and its acknowledgement is only not sent");
+        assert_eq!((acks.take_prefix(), acks.obstacle()), (Some(1), Some((4, 0))));
+        acks.settle(6);
+        assert_eq!((acks.take_singles(), acks.obstacle()), (vec![6], Some((4, 1))));
     }
 
     #[test]

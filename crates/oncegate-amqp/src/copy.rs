@@ -1,5 +1,7 @@
 //! The copy of a message that goes to the dead letters, to the in-doubt messages or into a delay.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use lapin::BasicProperties;
@@ -42,6 +44,22 @@ pub(crate) struct Copy {
     pub(crate) to: ShortString,
     pub(crate) properties: BasicProperties,
     pub(crate) body: bytes::Bytes,
+    /// Where its original is kept all the while, and may be handed over instead.
+    pub(crate) withdrawal: Option<Withdrawal>,
+}
+
+/// Takes a copy back. One that is not published yet never will be; the confirmation of one that is does not count.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Withdrawal(Arc<AtomicBool>);
+
+impl Withdrawal {
+    pub(crate) fn withdraw(&self) {
+        self.0.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn is_withdrawn(&self) -> bool {
+        self.0.load(Ordering::Acquire)
+    }
 }
 
 impl Copy {
@@ -87,8 +105,7 @@ impl Copy {
     ///
     /// A header frame that is too large costs the connection, and would cost the next one too.
     pub(crate) fn fit(&mut self, frame_max: u32) {
-        let most = if frame_max == 0 { usize::MAX } else { (frame_max as usize).saturating_sub(BROKERS_SHARE).max(frame_max as usize / 2) };
-        let size = size(&self.properties);
+        let (size, most) = (size(&self.properties), most(frame_max));
         if size <= most {
             return;
         }
@@ -113,6 +130,24 @@ impl Copy {
         self.properties = std::mem::take(&mut self.properties).with_headers(table);
     }
 
+    /// Whether nothing of the original is left out of it, and its headers fit into one frame as they are. What the broker itself
+    /// wrote into the original does not count.
+    pub(crate) fn is_whole(&self, original: &Original, frame_max: u32) -> bool {
+        let properties = &original.properties;
+        let addressed =
+            properties.headers().as_ref().is_some_and(|table| ["CC", "BCC"].iter().any(|name| table.inner().contains_key(*name)));
+        properties.expiration().is_none() && properties.user_id().is_none() && !addressed && self.fits(frame_max)
+    }
+
+    /// Whether its headers fit into one frame as they are.
+    pub(crate) fn fits(&self, frame_max: u32) -> bool {
+        size(&self.properties) <= most(frame_max)
+    }
+
+    pub(crate) fn is_withdrawn(&self) -> bool {
+        self.withdrawal.as_ref().is_some_and(Withdrawal::is_withdrawn)
+    }
+
     fn new(delivery: &Delivery, to: ShortString, table: FieldTable, original: &BasicProperties) -> Self {
         Self {
             epoch: delivery.receipt.epoch,
@@ -120,6 +155,7 @@ impl Copy {
             to,
             properties: kept_properties(original).with_headers(table),
             body: delivery.message.body.clone(),
+            withdrawal: None,
         }
     }
 }
@@ -161,6 +197,12 @@ fn first_seen(delivery: &Delivery) -> Option<u64> {
 fn cut(text: &str, bytes: usize) -> &str {
     let end = (0..=bytes.min(text.len())).rev().find(|end| text.is_char_boundary(*end));
     &text[..end.unwrap_or(0)]
+}
+
+/// The most bytes that a content header's frame may have from us.
+fn most(frame_max: u32) -> usize {
+    let frame_max = frame_max as usize;
+    if frame_max == 0 { usize::MAX } else { frame_max.saturating_sub(BROKERS_SHARE).max(frame_max / 2) }
 }
 
 /// The bytes of a content header's frame: 20, and the properties.
@@ -302,6 +344,24 @@ mod tests {
         assert!(names.contains(&"large") && names.contains(&"small") && names.contains(&headers::REASON), "{names:?}");
         assert!(!names.contains(&"huge") && names.contains(&DROPPED_HEADERS), "{names:?}");
         assert!(size(&copy.properties) <= 131_072 - BROKERS_SHARE);
+    }
+
+    #[test]
+    fn a_copy_is_whole_if_it_has_all_of_the_original_that_the_broker_did_not_write() {
+        let is_whole = |properties: BasicProperties, frame_max| {
+            let original = Original { properties, routing_key: None };
+            Copy::delayed(&delivery(), Duration::ZERO, &original, &settings()).is_whole(&original, frame_max)
+        };
+        let with = |name: &str, bytes: usize| {
+            let mut table = FieldTable::default();
+            table.insert(name.into(), AMQPValue::LongString("v".repeat(bytes).into()));
+            BasicProperties::default().with_headers(table)
+        };
+        assert!(is_whole(BasicProperties::default().with_message_id("m".into()), 131_072));
+        assert!(is_whole(with("x-death", 1), 131_072) && is_whole(with("id", 120_000), 131_072) && is_whole(with("id", 999_999), 0));
+        assert!(!is_whole(with("id", 125_000), 131_072) && !is_whole(with("CC", 1), 131_072) && !is_whole(with("BCC", 1), 131_072));
+        assert!(!is_whole(BasicProperties::default().with_expiration("60000".into()), 131_072));
+        assert!(!is_whole(BasicProperties::default().with_user_id("someone".into()), 131_072));
     }
 
     #[test]

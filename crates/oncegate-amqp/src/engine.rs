@@ -14,7 +14,7 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use crate::backoff::Backoff;
-use crate::copy::Copy;
+use crate::copy::{Copy, Withdrawal};
 use crate::inbox::Writer;
 use crate::incoming;
 use crate::opening::{self, LONGEST_PAUSE};
@@ -26,6 +26,9 @@ use crate::settings::{Rejects, Settings};
 const HOLD: Duration = Duration::from_secs(5);
 /// No release is shorter: a delivery that is given back at once must not spin.
 const SHORTEST: Duration = Duration::from_millis(20);
+/// How many are acknowledged one by one for the sake of what waits before them, until that moves to a delay queue. A copy costs the
+/// broker about as much as a hundred of them.
+const MANY: usize = 256;
 /// A channel that lived this long was sound. One that breaks as soon as it is open must not spin.
 const SOUND: Duration = Duration::from_secs(2);
 /// The same, while it reads one message at a time after one that the client could not read.
@@ -181,6 +184,7 @@ impl Engine {
                 session.flush(if self.closing.is_some() { Gaps::Ignore } else { Gaps::Wait });
                 self.settings.meter.holds(session.acks.unacked());
             }
+            self.clear_the_way();
         }
         self.leave().await;
     }
@@ -254,17 +258,39 @@ impl Engine {
         } else {
             // What waits beyond the broker's timeout would cost the channel.
             let after = after.min(self.settings.consumer_timeout / 2).max(SHORTEST);
-            session.held.insert((Instant::now() + after, tag), delivery);
+            session.held.insert(Instant::now() + after, delivery);
+        }
+    }
+
+    /// Lets what waits in memory, and keeps many behind it from being acknowledged together, move to a delay queue: to be told of
+    /// each of those alone costs the broker several times as much. Until the copy is confirmed its original waits where it is.
+    fn clear_the_way(&mut self) {
+        let Link::Up(session) = &mut self.link else { return };
+        let Some((tag, _)) = session.acks.obstacle().filter(|(_, alone)| *alone >= MANY) else { return };
+        if !self.settings.delays_by_queue() || self.settings.meter.is_blocked() {
+            return;
+        }
+        let now = Instant::now();
+        let (Some((due, delivery)), Some(carried)) = (session.held.movable(tag, now), session.acks.carried(tag)) else { return };
+        let copy = Copy::delayed(delivery, due.saturating_duration_since(now), &carried.original, &self.settings);
+        if copy.is_whole(&carried.original, session.frame_max()) {
+            let withdrawal = Some(session.held.begin_to_move(tag, due, now));
+            self.publisher.publish(Copy { withdrawal, ..copy });
+        } else {
+            session.held.stays(tag);
         }
     }
 
     fn confirmed(&mut self, confirmed: &Confirmed) {
-        if let Link::Up(session) = &mut self.link
-            && session.epoch == confirmed.epoch
-        {
-            session.publishing = session.publishing.saturating_sub(1);
-            session.acks.settle(confirmed.tag);
+        let Link::Up(session) = &mut self.link else { return };
+        // Of one that was withdrawn the original was handed over again, and says itself what becomes of it.
+        if session.epoch != confirmed.epoch || confirmed.withdrawal.as_ref().is_some_and(Withdrawal::is_withdrawn) {
+            return;
         }
+        if !session.held.moved(confirmed.tag) {
+            session.publishing = session.publishing.saturating_sub(1);
+        }
+        session.acks.settle(confirmed.tag);
     }
 
     fn go_on(&mut self, next: Next) {
@@ -314,7 +340,7 @@ impl Engine {
 
     fn hand_over_again(&mut self) {
         let Link::Up(session) = &mut self.link else { return };
-        self.ends.out.deliver_first(session.take_due());
+        self.ends.out.deliver_first(session.held.take_due(Instant::now()));
     }
 
     /// Whether it read one by one for long enough. Asked while it holds no delivery, so that none comes back for it.
@@ -326,7 +352,8 @@ impl Engine {
     }
 
     fn lost(&mut self, loss: &Loss) {
-        let Link::Up(session) = std::mem::replace(&mut self.link, Link::Down) else { return };
+        let Link::Up(mut session) = std::mem::replace(&mut self.link, Link::Down) else { return };
+        session.held.withdraw();
         self.ends.live.store(0, Ordering::Release);
         self.ends.out.revoke(session.epoch);
         self.settings.meter.lost();
@@ -367,7 +394,9 @@ impl Engine {
         let held = match &mut self.link {
             Link::Up(session) => {
                 session.stop().await;
-                std::mem::take(&mut session.held)
+                let (held, moves) = session.held.take_all();
+                session.publishing += usize::from(moves);
+                held
             }
             link @ Link::Opening(_) => {
                 *link = Link::Down;

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
-use lapin::{Channel, Confirmation, Connection};
+use lapin::{BasicProperties, Channel, Confirmation, Connection};
 
 use crate::copy::Copy;
 use crate::settings::Settings;
@@ -58,9 +58,19 @@ impl Flight {
                 return Landed { flight: Self(None), confirmed: Vec::new(), unsure: batch, trouble };
             }
         };
-        batch.iter_mut().for_each(|copy| copy.fit(connection.configuration().frame_max()));
+        let frame_max = connection.configuration().frame_max();
+        if batch.iter().any(|copy| copy.withdrawal.is_some()) {
+            match answered(connection, sound(&channel)).await {
+                Some(Ok(())) => batch.retain(|copy| !copy.is_withdrawn() && (copy.withdrawal.is_none() || copy.fits(frame_max))),
+                sounded => {
+                    let problem = sounded.and_then(Result::err).map_or_else(unanswered, |error| error.to_string());
+                    return Landed { flight: Self(None), confirmed: Vec::new(), unsure: batch, trouble: Some(Trouble::Lost(problem)) };
+                }
+            }
+        }
+        batch.iter_mut().for_each(|copy| copy.fit(frame_max));
         let Some(answers) = answered(connection, join_all(batch.iter().map(|copy| publish(&channel, copy)))).await else {
-            let trouble = Some(Trouble::Lost(format!("no confirmation came within {PATIENCE:?}")));
+            let trouble = Some(Trouble::Lost(unanswered()));
             return Landed { flight: Self(None), confirmed: Vec::new(), unsure: batch, trouble };
         };
         let to = batch.first().map(|copy| copy.to.clone());
@@ -89,6 +99,24 @@ impl Flight {
         channel.confirm_select(ConfirmSelectOptions::default()).await?;
         Ok(channel)
     }
+}
+
+/// Publishes something that reaches nobody, and waits until the broker has confirmed it.
+///
+/// One that is short of memory says so only to those who publish, and what was published to it by then cannot be taken back. A
+/// copy that may yet be withdrawn is therefore published only to one that has just read something.
+async fn sound(channel: &Channel) -> lapin::Result<()> {
+    // Twice, and with a body: on a new connection RabbitMQ stops reading only behind the header of the first.
+    for _ in 0..2 {
+        // No queue has an empty name.
+        let nowhere = channel.basic_publish("".into(), "".into(), BasicPublishOptions::default(), b"?", BasicProperties::default());
+        nowhere.await?.await?;
+    }
+    Ok(())
+}
+
+fn unanswered() -> String {
+    format!("no confirmation came within {PATIENCE:?}")
 }
 
 /// Waits for the answers, as long as there may be some; `None` once none is to be expected any more. A node whose queue
@@ -156,12 +184,10 @@ fn point(copy: &Copy, delay: &str, letter: &str) {
 
 #[cfg(test)]
 mod tests {
-    use lapin::BasicProperties;
-
     use super::*;
 
     fn tags(answers: Vec<Result<(), Trouble>>) -> (Vec<u64>, Vec<u64>) {
-        let copy = |tag| Copy { epoch: 1, tag, to: "q".into(), properties: BasicProperties::default(), body: "".into() };
+        let copy = |tag| Copy { epoch: 1, tag, to: "q".into(), properties: BasicProperties::default(), body: "".into(), withdrawal: None };
         let batch = (1..=answers.len() as u64).map(copy).collect();
         let (confirmed, unsure, trouble) = judge(batch, answers);
         assert_eq!(trouble.is_some(), !unsure.is_empty());

@@ -17,7 +17,7 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use crate::backoff::Backoff;
-use crate::copy::Copy;
+use crate::copy::{Copy, Withdrawal};
 use crate::flight::{Flight, Landed, Trouble};
 use crate::link;
 use crate::settings::Settings;
@@ -41,6 +41,7 @@ pub(crate) struct Publisher {
 pub(crate) struct Confirmed {
     pub(crate) epoch: u64,
     pub(crate) tag: u64,
+    pub(crate) withdrawal: Option<Withdrawal>,
 }
 
 impl Publisher {
@@ -116,6 +117,11 @@ impl Line {
         }
     }
 
+    /// What goes off together.
+    fn take_batch(&mut self) -> Vec<Copy> {
+        self.waiting.drain(..self.window.min(self.waiting.len())).collect()
+    }
+
     /// When it may go on; `None` while it has nothing to do or waits for confirmations.
     fn due(&self) -> Option<Instant> {
         (!self.waiting.is_empty() && self.flight.is_some()).then_some(self.not_before)
@@ -189,7 +195,7 @@ impl Work {
             self.take(copy);
         }
         let live = self.live.load(Ordering::Acquire);
-        self.lanes.values_mut().for_each(|line| line.waiting.retain(|copy| copy.epoch == live));
+        self.lanes.values_mut().for_each(|line| line.waiting.retain(|copy| copy.epoch == live && !copy.is_withdrawn()));
         self.lanes.retain(|lane, line| matches!(lane, Lane::To(_)) || line.flight.is_none() || !line.waiting.is_empty());
         let now = Instant::now();
         if now < self.not_before || !self.lanes.values().filter_map(Line::due).any(|due| due <= now) {
@@ -198,7 +204,7 @@ impl Work {
         let Some(connection) = self.connection().await else { return };
         for (lane, line) in self.lanes.iter_mut().filter(|(_, line)| line.due().is_some_and(|due| due <= now)) {
             let Some(flight) = line.flight.take() else { continue };
-            let batch: Vec<Copy> = line.waiting.drain(..line.window.min(line.waiting.len())).collect();
+            let batch = line.take_batch();
             let (lane, connection, settings) = (lane.clone(), Arc::clone(&connection), Arc::clone(&self.settings));
             self.flying.push(Box::pin(async move { (lane, flight.fly(&connection, &settings, batch).await) }));
         }
@@ -230,7 +236,7 @@ impl Work {
         let was_alone = confirmed.is_empty() && unsure.len() == 1;
         self.settings.meter.copied(confirmed.len());
         for copy in confirmed {
-            let _ = self.confirms.send(Confirmed { epoch: copy.epoch, tag: copy.tag });
+            let _ = self.confirms.send(Confirmed { epoch: copy.epoch, tag: copy.tag, withdrawal: copy.withdrawal });
         }
         let line = self.lanes.entry(lane.clone()).or_insert_with(Line::new);
         line.flight = Some(flight);
@@ -291,7 +297,7 @@ mod tests {
     }
 
     fn copy(tag: u64, to: &str) -> Copy {
-        Copy { epoch: 1, tag, to: to.into(), properties: lapin::BasicProperties::default(), body: "".into() }
+        Copy { epoch: 1, tag, to: to.into(), properties: lapin::BasicProperties::default(), body: "".into(), withdrawal: None }
     }
 
     fn to(name: &str) -> Lane {
@@ -353,6 +359,31 @@ mod tests {
         assert!(line.not_before > Instant::now() + Duration::from_secs(2));
         assert_eq!(line.waiting.iter().map(|copy| copy.tag).collect::<Vec<_>>(), [1, 2]);
         assert_eq!(work.lanes[&to("b")].window, WINDOW);
+    }
+
+    #[tokio::test]
+    async fn copies_go_off_by_the_window_and_one_by_one_after_a_failure() {
+        let mut work = work();
+        (0..259).for_each(|tag| work.take(copy(tag, "a")));
+        let line = work.lanes.get_mut(&to("a")).expect("the lane");
+        assert_eq!([line.take_batch().len(), line.take_batch().len(), line.take_batch().len()], [256, 3, 0]);
+        work.landed(to("a"), landed(vec![], vec![copy(1, "a"), copy(2, "a")], lost()));
+        assert_eq!(work.lanes.get_mut(&to("a")).expect("the lane").take_batch().len(), 1);
+    }
+
+    #[tokio::test]
+    async fn a_copy_that_was_withdrawn_is_published_no_more() {
+        let mut work = work();
+        let withdrawal = Withdrawal::default();
+        work.live.store(1, Ordering::Release);
+        work.not_before = Instant::now() + Duration::from_secs(3_600);
+        work.take(Copy { withdrawal: Some(withdrawal.clone()), ..copy(1, "a") });
+        work.take(copy(2, "a"));
+        work.fill().await;
+        assert_eq!(work.lanes[&to("a")].waiting.len(), 2);
+        withdrawal.withdraw();
+        work.fill().await;
+        assert_eq!(work.lanes[&to("a")].waiting.iter().map(|copy| copy.tag).collect::<Vec<_>>(), [2]);
     }
 
     #[tokio::test]

@@ -1,6 +1,5 @@
 //! One channel that consumes: its deliveries, its acknowledgements and what it holds back.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,10 +11,11 @@ use lapin::options::{
 use lapin::types::{AMQPValue, FieldTable, ShortString};
 use lapin::{Channel, Connection, Consumer, ErrorKind};
 use oncegate_core::fault;
-use oncegate_core::source::{Delivery, SourceError};
+use oncegate_core::source::SourceError;
 use tokio::time::Instant;
 
 use crate::acks::Acks;
+use crate::held::Held;
 use crate::incoming::Original;
 use crate::link::{self, Trouble, code, passes, reply_code};
 use crate::settings::{Consumers, Settings};
@@ -60,9 +60,9 @@ pub(crate) struct Session {
     pub(crate) epoch: u64,
     /// What was delivered and is not acknowledged.
     pub(crate) acks: Acks<Carried>,
-    /// Released deliveries that wait for their time, by time and tag.
-    pub(crate) held: BTreeMap<(Instant, u64), Delivery>,
-    /// How many copies wait for their confirmation.
+    /// Released deliveries that wait for their time.
+    pub(crate) held: Held,
+    /// How many copies, beside the one that moves, wait for their confirmation.
     pub(crate) publishing: usize,
     connection: Arc<Connection>,
     channel: Channel,
@@ -153,7 +153,7 @@ impl Session {
         Ok(Self {
             epoch,
             acks: Acks::new(),
-            held: BTreeMap::new(),
+            held: Held::default(),
             publishing: 0,
             connection: Arc::new(connection),
             channel,
@@ -276,14 +276,9 @@ impl Session {
         is_open
     }
 
-    /// Takes the released deliveries whose time has come.
-    pub(crate) fn take_due(&mut self) -> Vec<Delivery> {
-        let now = Instant::now();
-        let mut due = Vec::new();
-        while let Some(entry) = self.held.first_entry().filter(|entry| entry.key().0 <= now) {
-            due.push(entry.remove());
-        }
-        due
+    /// The most bytes of a frame, as was agreed on; 0 if there is no limit.
+    pub(crate) fn frame_max(&self) -> u32 {
+        self.connection.configuration().frame_max()
     }
 
     /// Tells the broker to send no more. What came in before may still be settled.
@@ -325,7 +320,7 @@ impl Session {
     /// from 4.3 on): what failed and waits is rejected, the rest was only handed over.
     async fn hand_back(&mut self) -> lapin::Result<()> {
         fault::point("amqp.back.before");
-        for ((_, tag), _) in std::mem::take(&mut self.held) {
+        for (_, tag) in self.held.take_all().0.into_keys() {
             if self.acks.reject(tag).is_some() {
                 self.channel.basic_reject(tag, BasicRejectOptions { requeue: true }).await?;
                 fault::point("amqp.back.rejected");
@@ -369,10 +364,9 @@ impl Session {
     }
 
     fn wake(&self) -> Option<Instant> {
-        let held = self.held.first_key_value().map(|((due, _), _)| *due);
         let gap = self.gap_since.filter(|_| self.acknowledging.is_none()).map(|since| since + GAP_PATIENCE);
         let look = self.consumer.is_none().then(|| Instant::now() + LOOK);
-        [held, gap, look, self.timeout(), self.silent()].into_iter().flatten().min()
+        [self.held.next_due(), gap, look, self.timeout(), self.silent()].into_iter().flatten().min()
     }
 }
 

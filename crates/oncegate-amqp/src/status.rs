@@ -161,6 +161,11 @@ impl Meter {
         self.blocked.set(1);
     }
 
+    /// Whether the broker is known to read nothing that is published.
+    pub(crate) fn is_blocked(&self) -> bool {
+        self.status.0.blocked().since.is_some()
+    }
+
     /// It reads again, or there is no connection on which it would not.
     pub(crate) fn unblocked(&self) {
         let mut blocked = self.status.0.blocked();

@@ -7,6 +7,7 @@ mod copies;
 mod laws;
 mod limits;
 mod nodes;
+mod obstacles;
 mod releases;
 mod rig;
 mod security;
