@@ -253,15 +253,18 @@ mod tests {
         assert!(shared.lock().wants_another(), "it stands where it stood before");
     }
 
-    /// Two partitions, of which the second is not fetched any more, and so much stands in the queue at each look, of which so
-    /// much is read until the next one.
+    /// Two partitions, of which the second is not fetched any more, while the source is full of the first and takes one message at a
+    /// time: so much stands in the queue at each look, of which so much is read until the next one.
     fn beside_a_backlog(waiting: u64, is_read: u64, looks: i64) -> bool {
         let (shared, mut watch) = (shared(2), Watch::default());
+        let full = 5_000;
+        shared.take_in((5..full).map(|offset| record(0, offset)).collect());
         for look in 0..looks {
+            assert_eq!(shared.lock().room(), 0);
             waits(&shared, waiting);
             watch.look(|_, partition| Some(if partition == 1 { 9 + look } else { 1_000_000 }), &shared, Duration::ZERO);
             // The first partition moves with each look.
-            shared.take_in(vec![record(0, 5 + look)]);
+            shared.take_in(vec![record(0, full + look)]);
             shared.lock().was_read(is_read);
         }
         shared.lock().wants_another()

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use metrics::{Counter, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit};
 use oncegate_core::source::Open;
 use oncegate_core::{Consumer, Context, Failure, Handler, IdSource, MemoryStore, Raw, RawBytes, async_trait};
+use oncegate_kafka::KafkaStatus;
 use oncegate_testkit::Lines;
 
 use crate::stage::*;
@@ -86,6 +87,7 @@ async fn each_policy_has_a_name_in_the_log_and_a_counter() {
     partition_added(&told).await;
     let counted = ["messages_missed", "logs_cut", "partitions_added"].map(|it| told.counted(&format!("oncegate_kafka_{it}_total")));
     assert_eq!(counted, [7, 1, 1]);
+    client_replaced(&told).await;
     // How often it is found and read depends on how often it is lost and assigned meanwhile.
     topic_made_anew(&told).await;
 }
@@ -121,6 +123,24 @@ async fn partition_added(told: &Told) {
     topic.renewed().send_numbers(1, 5).await;
     assert!(receive(&mut source, 5).await.iter().all(|it| it.receipt.partition == 1));
     told.says("WARN", "partition added", &topic, "partitions_added", 1).await;
+    close(source).await;
+}
+
+/// Its client fetches nothing more once it has fetched one message that was not taken.
+async fn client_replaced(told: &Told) {
+    let (topic, status) = (Topic::new(1).await, KafkaStatus::new());
+    topic.send_numbers(0, 5).await;
+    let stalling = [("queued.min.messages", "1"), ("fetch.queue.backoff.ms", "300000")];
+    let kafka = stalling.iter().fold(topic.source(), |kafka, (key, value)| kafka.property(*key, *value));
+    let source = kafka.status(status.clone()).stalled_after(Duration::from_secs(1)).open().await.expect("a source");
+    let end = Instant::now() + BOUND;
+    while status.clients_replaced() == 0 {
+        assert!(Instant::now() < end, "it stalls, and nobody sees it");
+        // As long as it grows: only a log that does is known to have something to read.
+        topic.send_numbers(0, 1).await;
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    told.says("ERROR", "client replaced", &topic, "clients_replaced", 1).await;
     close(source).await;
 }
 

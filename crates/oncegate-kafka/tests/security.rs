@@ -64,6 +64,7 @@ async fn who_belongs_there_is_let_in_and_no_secret_is_ever_said() {
         is_refused(&server, KafkaLogin::scram_sha_512("ledger", WRONG)),
         who_shows_no_certificate_stays_outside(&server, &lines),
         a_broker_that_nobody_signed_for_is_not_believed(&server, &lines),
+        a_broker_whose_certificate_bears_another_name_is_not_believed(&server, &lines),
     );
 
     let text = lines.text();
@@ -137,4 +138,12 @@ async fn a_broker_that_nobody_signed_for_is_not_believed(server: &KafkaServer, l
     let kafka = || Kafka::topic(&topic.name).brokers(&brokers).group(&topic.name);
     is_told(kafka().tls(), &brokers, lines, "certificate").await;
     close(kafka().danger_accept_any_certificate().open().await.expect("a source")).await;
+}
+
+/// `127.1` is the same host as `127.0.0.1`, which the certificate names, by a name that it does not.
+async fn a_broker_whose_certificate_bears_another_name_is_not_believed(server: &KafkaServer, lines: &Lines) {
+    let topic = topic(server).await;
+    let brokers = server.brokers_by(KafkaDoor::Tls).replace("localhost", "127.1");
+    let kafka = Kafka::topic(&topic.name).brokers(&brokers).group(&topic.name).ca_certificate(server.certificate_authority());
+    is_told(kafka, &brokers, lines, "is its certificate made out to the very host that stands in .brokers(…)").await;
 }

@@ -70,6 +70,35 @@ async fn a_group_whose_messages_were_removed_reads_on_at_the_first_that_is_left(
     close(source).await;
 }
 
+/// Read it was before retention came to it, and counted only after: all that is known then is that the log begins behind it.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_was_removed_is_missed_also_where_retention_overtakes_what_waits_in_the_client() {
+    let (topic, status) = (Topic::new(2).await, KafkaStatus::new());
+    // More than the source takes without being asked, so that what comes behind waits in librdkafka's queue.
+    topic.send_numbers(1, 3_000).await;
+    topic.send_numbers(0, 20).await;
+    topic.commit(5).await;
+    topic.remove_below(12).await;
+    let mut source = topic.source().status(status.clone()).open().await.expect("a source");
+    let mut all = receive(&mut source, 1).await;
+    // Librdkafka waits for so long before it asks again where an offset is out of range, and hears where the log begins with each
+    // answer. Where it takes longer there is nothing to overtake, and as much is missed.
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    topic.remove_below(15).await;
+    tokio::time::sleep(Duration::from_millis(1_500)).await;
+    while all.iter().filter(|it| it.receipt.partition == 0).count() < 5 {
+        all.extend(receive(&mut source, 1).await);
+    }
+    let end = Instant::now() + BOUND;
+    while status.messages_missed() == 0 {
+        assert!(Instant::now() < end, "nothing was missed");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    let first = all.iter().filter(|it| it.receipt.partition == 0).map(offset).min().expect("some came");
+    assert_eq!(status.messages_missed(), u64::try_from(first - 5).expect("it was removed below 12"));
+    close(source).await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_group_whose_messages_were_removed_ends_if_it_is_told_to() {
     let topic = removed().await;
@@ -136,6 +165,7 @@ async fn a_topic_that_is_made_anew_and_longer_than_before_is_read_whole() {
     let all = receive(&mut source, 20).await;
     accept(&mut source, all).await;
     topic.await_commit(0, 20).await;
+    let before = topic.committed_with(0).await.expect("an offset").1;
     topic.make_anew().await;
     topic.send_numbers(0, 60).await;
     let mut seen = BTreeSet::new();
@@ -147,7 +177,34 @@ async fn a_topic_that_is_made_anew_and_longer_than_before_is_read_whole() {
         accept(&mut source, deliveries).await;
     }
     topic.await_reset(0, 60).await;
+    let after = topic.committed_with(0).await.expect("an offset").1;
+    assert!([&before, &after].iter().all(|it| is_the_id_of_a_topic(it)) && before != after, "{before:?}, {after:?}");
     close(source).await;
+}
+
+/// Whether this stands beside an offset that was committed for a topic with an id: 16 bytes in base64, as Kafka prints them.
+fn is_the_id_of_a_topic(metadata: &str) -> bool {
+    let sign = |it: char| it.is_ascii_alphanumeric() || "-_+/".contains(it);
+    metadata.strip_prefix("topic-id=").is_some_and(|id| id.len() == 22 && id.chars().all(sign))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_offset_of_another_topic_of_this_name_is_not_believed_and_one_that_says_nothing_of_it_is() {
+    for (beside, first) in [("topic-id=q5BZ55PYTTyxda8B1C5Amg", 0), ("set by hand", 4)] {
+        let topic = Topic::new(1).await;
+        topic.send_numbers(0, 10).await;
+        topic.commit_with(4, beside).await;
+        let mut source = topic.open().await;
+        let all = receive(&mut source, usize::try_from(10 - first).expect("offsets")).await;
+        assert_eq!(offsets(&all), (first..10).collect::<Vec<_>>(), "{beside}");
+        // Committed before anything is settled: whoever begins next is not to believe the other.
+        topic.await_reset(0, first).await;
+        accept(&mut source, all).await;
+        topic.await_commit(0, 10).await;
+        let (_, beside) = topic.committed_with(0).await.expect("an offset");
+        assert!(is_the_id_of_a_topic(&beside), "{beside}");
+        close(source).await;
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

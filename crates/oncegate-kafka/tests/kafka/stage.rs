@@ -180,11 +180,18 @@ impl Topic {
 
     /// Commits an offset of partition 0 for the group, from outside it.
     pub(crate) async fn commit(&self, offset: i64) {
+        self.commit_with(offset, "").await;
+    }
+
+    /// The same, with this beside it.
+    pub(crate) async fn commit_with(&self, offset: i64, metadata: &'static str) {
         let (brokers, name) = (self.brokers.clone(), self.name.clone());
         let committed = tokio::task::spawn_blocking(move || {
             let outsider: BaseConsumer = client(&brokers).set("group.id", &name).create().expect("a consumer");
             let mut partitions = TopicPartitionList::new();
-            partitions.add_partition_offset(&name, 0, Offset::Offset(offset)).expect("an offset");
+            let mut partition = partitions.add_partition(&name, 0);
+            partition.set_offset(Offset::Offset(offset)).expect("an offset");
+            partition.set_metadata(metadata);
             outsider.commit(&partitions, CommitMode::Sync).expect("committed");
         });
         committed.await.expect("committed");
@@ -192,6 +199,11 @@ impl Topic {
 
     /// What the group has committed for a partition, as the broker tells another client.
     pub(crate) async fn committed(&self, partition: i32) -> Option<i64> {
+        self.committed_with(partition).await.map(|(offset, _)| offset)
+    }
+
+    /// The same, and what was committed beside it.
+    pub(crate) async fn committed_with(&self, partition: i32) -> Option<(i64, String)> {
         let (brokers, name) = (self.brokers.clone(), self.name.clone());
         let asked = tokio::task::spawn_blocking(move || {
             let asker: BaseConsumer = client(&brokers).set("group.id", &name).create().expect("a consumer");
@@ -206,8 +218,9 @@ impl Topic {
                 }
                 std::thread::sleep(Duration::from_millis(50));
             };
-            match answer.elements()[0].offset() {
-                Offset::Offset(offset) => Some(offset),
+            let elements = answer.elements();
+            match elements[0].offset() {
+                Offset::Offset(offset) => Some((offset, elements[0].metadata().to_owned())),
                 _ => None,
             }
         });

@@ -79,3 +79,29 @@ async fn a_client_that_stalls_is_replaced_and_nothing_is_lost() {
     }
     close(source).await;
 }
+
+/// Messages of one partition wait in librdkafka's queue behind those of another, and are not asked for while that is full: they are
+/// handed over late, and that is no stall.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_partition_that_waits_behind_the_backlog_of_another_is_no_stall() {
+    const BACKLOG: usize = 15_000;
+    let topic = Topic::new(2).await;
+    topic.send_numbers(0, BACKLOG).await;
+    let status = KafkaStatus::new();
+    let kafka = topic.source().status(status.clone()).stalled_after(Duration::from_secs(1));
+    let mut source = kafka.open().await.expect("a source");
+    let mut seen = receive(&mut source, 1).await.len();
+    let (mut late, begun) = (0, Instant::now());
+    while begun.elapsed() < Duration::from_secs(4) {
+        topic.send_numbers(1, 1).await;
+        late += 1;
+        let deliveries = receive(&mut source, 10).await;
+        seen += deliveries.len();
+        accept(&mut source, deliveries).await;
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    assert_eq!(status.clients_replaced(), 0);
+    receive(&mut source, BACKLOG + late - seen).await;
+    assert_eq!(status.clients_replaced(), 0);
+    close(source).await;
+}
