@@ -1,11 +1,11 @@
-//! Bad input as a table: what comes in from a real broker, what becomes of it, and what the book says of it.
+//! Bad input as a table: what comes in from a real broker, what becomes of it, what the operator sees, and what the book says of it.
 
 #[allow(dead_code, reason = "the other tests use the rest")]
 #[path = "kafka/stage.rs"]
 mod stage;
 
 use oncegate_core::source::headers;
-use oncegate_testkit::bad_input::{Row, Trial, assert_the_book_has};
+use oncegate_testkit::bad_input::{By, Row, Trial, assert_the_book_has};
 use rdkafka::message::{Header, OwnedHeaders};
 
 use crate::stage::*;
@@ -61,7 +61,8 @@ fn rows() -> Vec<Row<Message>> {
         Row::new("a null body (a tombstone)", 0, &["unreadable"], vec![body("null", Body::Null)]),
         Row::new("an empty body", 0, &["unreadable"], vec![body("empty", Body::Of(b""))]),
         Row::new("a body that does not parse", 0, &["unreadable"], vec![body("parse", Body::Of(b"{\"a\":"))]),
-        Row::new("a body beyond the limit", 0, &["too-large"], vec![body("large", Body::Of(&[b'x'; BODY_LIMIT + 1]))]),
+        Row::new("a body beyond the limit", 0, &["too-large"], vec![body("large", Body::Of(&[b'x'; BODY_LIMIT + 1]))])
+            .set_aside_by(By::Source),
         Row::new("a null header value", 1, &[], also(b"also null", "null", None)),
         Row::new("a header name that is not UTF-8", 1, &[], also(b"also odd", unread(b"a\xff"), Some(b"value"))),
         Row::new("a key that is not UTF-8", 1, &[], vec![Message { key: Some(b"\xff\0"), ..headed(vec![("id", Some(b"key".into()))]) }]),
@@ -84,27 +85,33 @@ fn the_book_has_the_table() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn each_gets_its_verdict_and_stops_nothing() {
     let (topic, rows) = (Topic::new(1).await, rows());
+    let mut trial = Trial::begin(topic.source().body_limit(BODY_LIMIT));
+    let (mut sent, mut letters) = (0, 0);
     for (number, row) in rows.iter().enumerate() {
-        let number = number.to_string();
+        let text = number.to_string();
         for Message { headers, key, body } in &row.messages {
-            let all = OwnedHeaders::new().insert(Header { key: "row", value: Some(&number) });
+            let all = OwnedHeaders::new().insert(Header { key: "row", value: Some(&text) });
             let all = headers.iter().fold(all, |all, (key, value)| all.insert(Header { key, value: value.as_ref() }));
             let body = match body {
-                Body::Row => Some(number.as_bytes()),
+                Body::Row => Some(text.as_bytes()),
                 Body::Null => None,
                 Body::Of(bytes) => Some(*bytes),
             };
             topic.send(*key, body, all).await;
+            sent += 1;
         }
+        letters += row.reasons.len();
+        trial.sees(number, row, &topic.name).await;
     }
-    let sent: usize = rows.iter().map(|row| row.messages.len()).sum();
-    let mut trial = Trial::begin(topic.source().body_limit(BODY_LIMIT));
-    topic.await_commit(0, i64::try_from(sent).expect("a few")).await;
-    let letters = rows.iter().map(|row| row.reasons.len()).sum();
+    topic.await_commit(0, sent).await;
+    trial.end().await;
+    let mut reasons = vec![Vec::new(); rows.len()];
     for letter in topic.read(topic.dead_letters(), letters, text_headers).await {
-        let header = |name: &str| letter.iter().rev().find(|(it, _)| it == name).and_then(|(_, value)| value.clone()).expect("a value");
-        trial.set_aside(&header("row"), header(headers::REASON));
+        let last = |name: &str| letter.iter().rev().find(|(it, _)| it == name).and_then(|(_, value)| value.clone()).expect("a value");
+        reasons[last("row").parse::<usize>().expect("a number")].push(last(headers::REASON));
     }
-    trial.end(&rows).await;
+    for (row, reasons) in rows.iter().zip(reasons) {
+        assert_eq!(reasons, row.reasons, "{}", row.input);
+    }
     assert_eq!((topic.end_of(&topic.dead_letters()).await, topic.end_of(&topic.in_doubt()).await), (letters, 0));
 }

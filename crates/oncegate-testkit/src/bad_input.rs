@@ -1,16 +1,24 @@
-//! Bad input as a table: what comes in from a real broker, what becomes of it, and what the book says of it.
+//! Bad input as a table: what comes in from a real broker, what becomes of it, what the operator sees, and what the book says of it.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use metrics::{Counter, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit};
 use oncegate_core::{Consumer, Context, Error, Failure, Handler, IdSource, MemoryStore, Open, async_trait};
 use tokio::sync::oneshot;
-use tokio::task::JoinHandle;
 
-/// How long the effects may take to come, and how often it is looked for them.
+use crate::Lines;
+
+/// How long it may take until a message is settled, and how often it is looked.
 const PATIENCE: Duration = Duration::from_secs(60);
-const LOOK: Duration = Duration::from_millis(20);
+const LOOK: Duration = Duration::from_millis(10);
+/// How each message ends that the gate settles, as `oncegate_deliveries_total` has it.
+const ENDS: [&str; 4] = ["completed", "duplicate", "rejected", "in_doubt"];
+/// What the gate says of a message that it sets aside. Of many it says so of one in ten seconds.
+const SAID: &str = "a message is set aside for a person";
 
 /// A line of the table. A message says by its body which row it is of, unless the body is what is bad.
 pub struct Row<M> {
@@ -22,12 +30,38 @@ pub struct Row<M> {
     pub reasons: &'static [&'static str],
     /// What is sent, as the broker has it.
     pub messages: Vec<M>,
+    /// Who sets it aside.
+    by: By,
+}
+
+/// Who sets a message aside.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum By {
+    /// The gate, which counts it and says so.
+    Gate,
+    /// The source, which never hands it over.
+    Source,
 }
 
 impl<M> Row<M> {
     /// A row.
     pub fn new(input: &'static str, effects: usize, reasons: &'static [&'static str], messages: Vec<M>) -> Self {
-        Self { input, effects, reasons, messages }
+        Self { input, effects, reasons, messages, by: By::Gate }
+    }
+
+    /// The same, set aside by somebody else.
+    pub fn set_aside_by(self, by: By) -> Self {
+        Self { by, ..self }
+    }
+
+    /// What the gate counts.
+    fn counted(&self) -> BTreeMap<&'static str, u64> {
+        let (handed_over, rejected) = match self.by {
+            By::Gate => (self.messages.len(), self.reasons.len()),
+            By::Source => (self.messages.len() - self.reasons.len(), 0),
+        };
+        let counts = [("completed", self.effects), ("duplicate", handed_over - self.effects - rejected), ("rejected", rejected)];
+        counts.into_iter().filter(|(_, count)| *count > 0).map(|(name, count)| (name, count as u64)).collect()
     }
 
     fn line(&self) -> String {
@@ -36,7 +70,14 @@ impl<M> Row<M> {
             (0, [reason]) => format!("dead letters, `{reason}`"),
             (count, _) => format!("handled {count} times"),
         };
-        format!("| {} | {verdict} |", self.input)
+        let times = |(name, count): (&str, u64)| if count == 1 { format!("`{name}`") } else { format!("`{name}` × {count}") };
+        let mut sees: Vec<String> = self.counted().into_iter().map(times).collect();
+        match self.by {
+            _ if self.reasons.is_empty() => {}
+            By::Gate => sees.push("a warning".to_owned()),
+            By::Source => sees.push("the dead letter".to_owned()),
+        }
+        format!("| {} | {verdict} | {} |", self.input, sees.join(", "))
     }
 }
 
@@ -52,10 +93,15 @@ pub fn assert_the_book_has<M>(book: &str, heading: &str, rows: &[Row<M>]) {
 }
 
 /// A consumer to which bad input is sent. It has one attempt, takes the id from the header `id`, and its handler panics at the id
-/// `panic` with what is no text.
+/// `panic` with what is no text. It has a thread of its own, so that what it counts and logs is known apart from what others do.
 pub struct Trial {
     effects: Effects,
-    set_aside: BTreeMap<usize, Vec<String>>,
+    counters: Counters,
+    lines: Lines,
+    /// All that was logged.
+    said: Vec<String>,
+    /// What was counted before the present row.
+    before: BTreeMap<&'static str, u64>,
     stop: oneshot::Sender<()>,
     running: JoinHandle<Result<(), Error>>,
 }
@@ -85,34 +131,108 @@ impl Handler for Effects {
 
 impl Trial {
     /// Consumes from this source, from now on.
-    pub fn begin(source: impl Open + 'static) -> Self {
-        let (effects, (stop, stopped)) = (Effects::default(), oneshot::channel());
-        let consumer =
-            Consumer::builder().source(source).store(MemoryStore::new()).id(IdSource::header("id")).attempts(1).handler(effects.clone());
-        let running = tokio::spawn(consumer.run_until(async { drop(stopped.await) }));
-        Self { effects, set_aside: BTreeMap::new(), stop, running }
-    }
-
-    /// Notes that a message of this row was found in the dead letters, with this reason.
-    pub fn set_aside(&mut self, row: &str, reason: String) {
-        self.set_aside.entry(row.parse().expect("a number")).or_default().push(reason);
-    }
-
-    /// Waits for the effects, ends the consumer, and compares what became of each row with what should.
     ///
     /// # Panics
-    /// If it is something else, or the consumer did not end well.
-    pub async fn end<M>(mut self, rows: &[Row<M>]) {
-        let (expected, end) = (rows.iter().map(|row| row.effects).sum::<usize>(), Instant::now() + PATIENCE);
-        while self.effects.lock().values().sum::<usize>() < expected && Instant::now() < end {
+    /// If the system gives no thread.
+    pub fn begin(source: impl Open + 'static) -> Self {
+        let (effects, counters, lines) = (Effects::default(), Counters::default(), Lines::default());
+        let (stop, stopped) = oneshot::channel();
+        let consumer =
+            Consumer::builder().source(source).store(MemoryStore::new()).id(IdSource::header("id")).attempts(1).handler(effects.clone());
+        let (recorder, writer) = (counters.clone(), lines.clone());
+        let running = std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+            let log = tracing_subscriber::fmt().with_ansi(false).with_max_level(tracing::Level::WARN);
+            let log = log.with_writer(move || writer.clone()).finish();
+            let consume = || runtime.block_on(consumer.run_until(async { drop(stopped.await) }));
+            tracing::subscriber::with_default(log, || metrics::with_local_recorder(&recorder, consume))
+        });
+        Self { effects, counters, lines, said: Vec::new(), before: BTreeMap::new(), stop, running }
+    }
+
+    /// Waits until the gate has counted the messages of a row, which were sent, and compares what became of them, and what the operator
+    /// sees, with what should. The first message that a trial sets aside has to be named in the log, with its reason, its id if it has
+    /// one, and this place. What stands in the dead letters, the test sees.
+    ///
+    /// # Panics
+    /// If it is something else.
+    pub async fn sees<M>(&mut self, number: usize, row: &Row<M>, place: &str) {
+        let (input, counted) = (row.input, row.counted());
+        let (expected, end) = (counted.values().sum::<u64>(), Instant::now() + PATIENCE);
+        let since = |before: &BTreeMap<&str, u64>| -> BTreeMap<&'static str, u64> {
+            let new = |name| (name, self.counters.of(name) - before.get(name).copied().unwrap_or_default());
+            ENDS.map(new).into_iter().filter(|(_, count)| *count > 0).collect()
+        };
+        while since(&self.before).values().sum::<u64>() < expected {
+            assert!(Instant::now() < end, "{input}: {:?} instead of {counted:?}", since(&self.before));
             tokio::time::sleep(LOOK).await;
         }
-        self.stop.send(()).expect("the consumer runs");
-        self.running.await.expect("no panic").expect("a clean end");
-        let effects = self.effects.lock().clone();
-        for (number, Row { input, effects: expected, reasons, .. }) in rows.iter().enumerate() {
-            let seen = (effects.get(&number).copied().unwrap_or_default(), self.set_aside.remove(&number).unwrap_or_default());
-            assert_eq!(seen, (*expected, reasons.iter().map(|reason| (*reason).to_owned()).collect()), "{input}");
+        assert_eq!(since(&self.before), counted, "{input}");
+        self.before = ENDS.map(|name| (name, self.counters.of(name))).into();
+        let effects = self.effects.lock().get(&number).copied().unwrap_or_default();
+        assert_eq!(effects, row.effects, "{input}");
+        self.hears(row, place).await;
+    }
+
+    async fn hears<M>(&mut self, row: &Row<M>, place: &str) {
+        if row.by == By::Source || row.reasons.is_empty() || self.said.iter().any(|line| line.contains(SAID)) {
+            return;
         }
+        let end = Instant::now() + PATIENCE;
+        let line = loop {
+            self.said.extend(self.lines.take().into_iter().map(|(_, line)| line));
+            if let Some(line) = self.said.iter().find(|line| line.contains(SAID)) {
+                break line;
+            }
+            assert!(Instant::now() < end, "{}: nobody said so: {:?}", row.input, self.said);
+            tokio::time::sleep(LOOK).await;
+        };
+        assert!(line.contains(place), "{}: {line} names no place", row.input);
+        let reason = row.reasons.first().copied().unwrap_or_default();
+        assert!(line.contains(&format!("reason=\"{reason}\"")), "{}: {line} names no reason", row.input);
+        assert_eq!(line.contains(" id="), reason != "missing-id", "{}: {line}", row.input);
+    }
+
+    /// Ends the consumer.
+    ///
+    /// # Panics
+    /// If it did not end well.
+    pub async fn end(self) {
+        self.stop.send(()).expect("the consumer runs");
+        let ended = tokio::task::spawn_blocking(|| self.running.join()).await.expect("no panic");
+        ended.expect("no panic").expect("a clean end");
+    }
+}
+
+/// Counters by the values of their labels.
+#[derive(Clone, Default)]
+struct Counters(Arc<Mutex<BTreeMap<String, Arc<AtomicU64>>>>);
+
+impl Counters {
+    /// What the gate has counted under this outcome.
+    fn of(&self, outcome: &str) -> u64 {
+        let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        all.get(&format!("oncegate_deliveries_total {outcome}")).map_or(0, |count| count.load(Ordering::SeqCst))
+    }
+}
+
+impl Recorder for Counters {
+    fn describe_counter(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+
+    fn describe_gauge(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+
+    fn describe_histogram(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+
+    fn register_counter(&self, key: &Key, _: &Metadata<'_>) -> Counter {
+        let name = key.labels().fold(key.name().to_owned(), |name, label| format!("{name} {}", label.value()));
+        Counter::from_arc(Arc::clone(self.0.lock().unwrap_or_else(PoisonError::into_inner).entry(name).or_default()))
+    }
+
+    fn register_gauge(&self, _: &Key, _: &Metadata<'_>) -> Gauge {
+        Gauge::noop()
+    }
+
+    fn register_histogram(&self, _: &Key, _: &Metadata<'_>) -> Histogram {
+        Histogram::noop()
     }
 }

@@ -2,6 +2,7 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
+use super::faults::Renewals;
 use super::{Finder, Invariant, micros};
 use crate::ledger::{Asked, Ending, What};
 
@@ -21,15 +22,15 @@ pub(super) fn check(finder: &mut Finder<'_>) {
     let away: Vec<(u64, u64)> = finder.windows.store_away().collect();
     for (from, to) in away {
         finder.checked.counts.away_ms += (to - from) / 1_000;
-        handlers(finder, from, to);
+        handlers(finder, from, to, Renewals::Refused);
         questions(finder, from, to);
         memory(finder, from, to);
     }
     // What refuses is fast, so it may be asked as often as messages come; what it refuses nobody may run.
-    let refuses: Vec<(u64, u64)> = finder.windows.store_refuses().collect();
-    for (from, to) in refuses {
+    let refuses: Vec<(u64, u64, Renewals)> = finder.windows.store_refuses().collect();
+    for (from, to, renewals) in refuses {
         finder.checked.counts.refusing_ms += (to - from) / 1_000;
-        handlers(finder, from, to);
+        handlers(finder, from, to, renewals);
     }
     let resident = finder.ledger.records().iter().filter_map(|record| match record.what {
         What::Sampled { resident, .. } => Some(resident),
@@ -81,8 +82,8 @@ fn work_at_once(finder: &mut Finder<'_>) {
 }
 
 /// A claim that was granted before may wait for its turn, say because what may have ended a process runs alone; but for no
-/// longer than its lease.
-fn handlers(finder: &mut Finder<'_>, from: u64, to: u64) {
+/// longer than its lease, unless that is renewed.
+fn handlers(finder: &mut Finder<'_>, from: u64, to: u64, renewals: Renewals) {
     let (ledger, windows, lease) = (finder.ledger, finder.windows, micros(finder.rules.lease));
     for record in ledger.between(from + NOTICED, to.saturating_sub(ENDED)) {
         // What a process that did not run had been told before, it may begin when it runs again.
@@ -90,7 +91,7 @@ fn handlers(finder: &mut Finder<'_>, from: u64, to: u64) {
         let late = record.at - from;
         let did = match &record.what {
             What::Answered { ask: Asked::Claim, verdict, .. } if verdict.starts_with("granted") => "was granted a claim",
-            What::Started { .. } if late > lease => "started a handler",
+            What::Started { .. } if late > lease && renewals == Renewals::Refused => "started a handler",
             _ => continue,
         };
         if ran() {

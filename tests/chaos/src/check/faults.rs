@@ -15,7 +15,9 @@ pub(crate) const FREEZE_KAFKA: &str = "freeze-kafka";
 /// Those in which the store answers nobody from their beginning to their end.
 const STORE_AWAY: [&str; 2] = ["dark-redis", "freeze-redis"];
 /// Those in which it answers, and takes nothing: no memory, no room on its disk, a replica, too few replicas, still loading.
-const STORE_REFUSES: [&str; 5] = ["fill-redis", "fill-disk", "demote-redis", "strand-redis", "load-redis"];
+const STORE_REFUSES: [&str; 5] = [FILL, "fill-disk", "demote-redis", "strand-redis", "load-redis"];
+/// The one of these in which a lease is renewed nevertheless, since that takes no memory.
+const FILL: &str = "fill-redis";
 /// Those that may keep a consumer from its store, by what their names begin with.
 const OF_THE_STORE: [&str; 6] = ["kill-redis", "reset-redis", "drop-replies", FAIL_OVER, STORE_AWAY[0], STORE_AWAY[1]];
 /// For how long after its end such a fault is felt: connections are made anew.
@@ -24,6 +26,13 @@ const FELT: Duration = Duration::from_secs(2);
 const STALL: &str = "stall";
 /// What it is called when a message makes a consumer abort.
 const ABORT: &str = "abort";
+
+/// Whether a store that takes no claims renews leases.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Renewals {
+    Taken,
+    Refused,
+}
 
 /// From when to when something was wrong, and with whom.
 #[derive(Debug)]
@@ -150,10 +159,11 @@ impl Windows {
         self.all.iter().filter(away).map(|window| (window.from, window.to))
     }
 
-    /// When the store answered and took nothing: from when to when.
-    pub(super) fn store_refuses(&self) -> impl Iterator<Item = (u64, u64)> {
+    /// When the store answered and took nothing: from when to when, and whether it renewed leases nevertheless.
+    pub(super) fn store_refuses(&self) -> impl Iterator<Item = (u64, u64, Renewals)> {
         let refuses = |window: &&Window| STORE_REFUSES.contains(&window.kind.as_str()) && window.to != u64::MAX;
-        self.all.iter().filter(refuses).map(|window| (window.from, window.to))
+        let renewals = |window: &Window| if window.kind == FILL { Renewals::Taken } else { Renewals::Refused };
+        self.all.iter().filter(refuses).map(move |window| (window.from, window.to, renewals(window)))
     }
 
     /// How many of the player's faults lasted while another one did.
