@@ -90,16 +90,43 @@ impl Topic {
     /// What the broker said.
     pub async fn fill(&self, brokers: &str) -> Outcome<()> {
         self.create(brokers).await?;
-        let sender = KafkaSender::new(brokers, &self.name, "20")?;
+        self.send_all(&KafkaSender::new(brokers, &self.name, "20")?)
+    }
+
+    /// Creates and fills it, each partition with as much; consumers see nothing of it before [`HeldBack::let_go`].
+    ///
+    /// # Errors
+    /// What the broker said.
+    pub async fn fill_held_back(&self, brokers: &str) -> Outcome<HeldBack> {
+        self.create(brokers).await?;
+        let sender = KafkaSender::in_transaction(brokers, &self.name)?;
+        self.send_all(&sender)?;
+        Ok(HeldBack(sender))
+    }
+
+    fn send_all(&self, sender: &KafkaSender) -> Outcome<()> {
         let body = vec![b'x'; self.body];
         for number in 0..self.messages {
             match self.id {
-                Id::Header => sender.send(&self.ids.of(number), &body)?,
+                Id::Header => sender.send_to(number as i32 % self.partitions, &self.ids.of(number), &body)?,
                 Id::Key => sender.send_keyed(&self.ids.of(number), &body)?,
             }
         }
         sender.0.flush(PATIENCE)?;
         Ok(())
+    }
+}
+
+/// A topic that is full, of which consumers see nothing yet.
+pub struct HeldBack(KafkaSender);
+
+impl HeldBack {
+    /// From now on they see all of it.
+    ///
+    /// # Errors
+    /// What the broker said.
+    pub fn let_go(self) -> Outcome<()> {
+        Ok(self.0.0.commit_transaction(PATIENCE)?)
     }
 }
 
@@ -115,6 +142,29 @@ impl KafkaSender {
         let mut config = ClientConfig::new();
         config.set("bootstrap.servers", brokers).set("linger.ms", linger).set("queue.buffering.max.messages", "200000");
         Ok(Self(config.create()?, topic.to_owned()))
+    }
+
+    /// All that is sent belongs to one transaction.
+    ///
+    /// # Errors
+    /// What librdkafka said.
+    fn in_transaction(brokers: &str, topic: &str) -> Outcome<Self> {
+        let mut config = ClientConfig::new();
+        config.set("bootstrap.servers", brokers).set("linger.ms", "20").set("queue.buffering.max.messages", "200000");
+        config.set("transactional.id", topic).set("transaction.timeout.ms", "300000");
+        let producer: ThreadedProducer<_> = config.create()?;
+        producer.init_transactions(PATIENCE)?;
+        producer.begin_transaction()?;
+        Ok(Self(producer, topic.to_owned()))
+    }
+
+    /// Sends a message with its id in a header to a partition.
+    ///
+    /// # Errors
+    /// As [`send`](Self::send).
+    fn send_to(&self, partition: i32, id: &str, body: &[u8]) -> Outcome<()> {
+        let headers = OwnedHeaders::new().insert(Header { key: "id", value: Some(id) });
+        self.hand_in(BaseRecord::<(), _>::to(&self.1).partition(partition).payload(body).headers(headers))
     }
 
     /// Sends a message with its id in a header.
@@ -174,10 +224,21 @@ pub struct Queue {
     pub name: String,
     /// What kind.
     pub kind: QueueKind,
-    /// How many messages, persistent ones, with their ids in the property `message_id`.
+    /// How many messages, with their ids in the property `message_id`.
     pub messages: usize,
     /// How many bytes each body has.
     pub body: usize,
+    /// Whether the messages are to survive the node.
+    pub keeps: Keeps,
+}
+
+/// Whether messages are to survive their node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Keeps {
+    /// They are written down.
+    OnDisk,
+    /// They are held in memory alone: a classic queue need not write them.
+    InMemory,
 }
 
 impl Queue {
@@ -196,7 +257,7 @@ impl Queue {
         for first in (0..self.messages).step_by(UNCONFIRMED) {
             let mut sent = Vec::with_capacity(UNCONFIRMED);
             for number in first..self.messages.min(first + UNCONFIRMED) {
-                sent.push(publish(&channel, &self.name, &id(number), &body).await?);
+                sent.push(publish(&channel, &self.name, self.keeps, &id(number), &body).await?);
             }
             try_join_all(sent).await?;
         }
@@ -222,8 +283,12 @@ async fn open(url: &str) -> Outcome<(Connection, Channel)> {
     Ok((connection, channel))
 }
 
-async fn publish(channel: &Channel, queue: &str, id: &str, body: &[u8]) -> Outcome<lapin::PublisherConfirm> {
-    let properties = BasicProperties::default().with_delivery_mode(2).with_message_id(id.into());
+async fn publish(channel: &Channel, queue: &str, keeps: Keeps, id: &str, body: &[u8]) -> Outcome<lapin::PublisherConfirm> {
+    let mode = match keeps {
+        Keeps::OnDisk => 2,
+        Keeps::InMemory => 1,
+    };
+    let properties = BasicProperties::default().with_delivery_mode(mode).with_message_id(id.into());
     Ok(channel.basic_publish("".into(), queue.into(), BasicPublishOptions::default(), body, properties).await?)
 }
 
@@ -251,7 +316,7 @@ impl RabbitSender {
     /// # Errors
     /// What the broker said.
     pub fn send(&mut self, id: &str, body: &[u8]) -> Outcome<()> {
-        self.runtime.block_on(publish(&self.channel, &self.queue, id, body)).map(drop)
+        self.runtime.block_on(publish(&self.channel, &self.queue, Keeps::OnDisk, id, body)).map(drop)
     }
 }
 

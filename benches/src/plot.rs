@@ -131,6 +131,9 @@ mod tests {
 
     #[test]
     fn a_file_has_the_first_words_of_its_table() {
-        assert_eq!(file_name("Kafka, 4 partitions, 100 bytes, id in a header; does nothing"), "kafka-4-partitions-100-bytes-id-in-a");
+        assert_eq!(
+            file_name("Kafka, 4 partitions, 100 bytes, id in a header; does nothing"),
+            "kafka-4-partitions-100-bytes-id-in-a-header-does-nothing"
+        );
     }
 }

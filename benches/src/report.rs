@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::machine::Machine;
 use crate::rounds::Row;
-use crate::side::ThreadTime;
+use crate::side::{ThreadTime, Took};
 use crate::suites::REACH;
 
 /// A run: all its tables, and where it was made.
@@ -59,6 +59,9 @@ pub struct Line {
     /// For what part of the time the thread ran that handles, and for what part it waited for a core: the medians of the
     /// rounds. For the rest it waited for others.
     pub thread: Option<(f64, f64)>,
+    /// All that was measured of the client, one a round.
+    #[serde(default)]
+    pub took: Vec<Took>,
 }
 
 /// One side's rate by another's, in the same round.
@@ -145,7 +148,7 @@ impl Table {
 impl Line {
     fn new(row: &Row) -> Self {
         let took: Vec<_> = row.rounds.iter().filter_map(|once| once.took.as_ref()).collect();
-        let per_message = |seconds: fn(&crate::side::Took) -> f64| {
+        let per_message = |seconds: fn(&Took) -> f64| {
             let micros: Vec<f64> = took.iter().map(|took| seconds(took) * 1e6 / took.messages as f64).collect();
             (!micros.is_empty()).then(|| median(&micros))
         };
@@ -157,6 +160,7 @@ impl Line {
         };
         Self {
             name: row.name.clone(),
+            took: took.iter().copied().cloned().collect(),
             thread: shares(|thread| thread.ran).zip(shares(|thread| thread.queued)),
             rates: row.rounds.iter().map(|once| once.rate).collect(),
             client_micros: per_message(|took| took.cpu),

@@ -29,6 +29,8 @@ pub struct Task {
     pub messages: usize,
     /// The processes whose CPU time is to be read beside one's own: the servers.
     pub servers: Vec<u32>,
+    /// How long to stay after the last message, so that others are not disturbed who have not had theirs.
+    pub stays: Duration,
 }
 
 /// Where messages come from.

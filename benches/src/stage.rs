@@ -12,7 +12,7 @@ use tempfile::TempDir;
 use tokio::runtime::Runtime;
 
 use crate::Outcome;
-use crate::load::{Ids, Queue, Topic};
+use crate::load::{HeldBack, Ids, Keeps, Queue, QueueKind, Topic};
 use crate::side::{From, Id, Spawned, Store, Task, Way, Work, cpu_of};
 
 /// Servers of one's own, and names that nobody has used on them.
@@ -87,6 +87,16 @@ impl Stage {
         Ok(topic)
     }
 
+    /// Fills a topic of which nobody sees anything yet.
+    ///
+    /// # Errors
+    /// What the broker said.
+    pub fn topic_held_back(&self, partitions: i32, messages: usize) -> Outcome<(Topic, HeldBack)> {
+        let topic = Topic { name: self.name("topic"), partitions, messages, body: 100, id: Id::Header, ids: Ids::InOrder };
+        let held_back = self.runtime.block_on(topic.fill_held_back(&self.kafka.brokers()))?;
+        Ok((topic, held_back))
+    }
+
     /// Creates a topic, and leaves it empty.
     ///
     /// # Errors
@@ -104,8 +114,8 @@ impl Stage {
     ///
     /// # Errors
     /// What the broker said.
-    pub fn queue(&self, kind: crate::load::QueueKind, messages: usize, body: usize) -> Outcome<Queue> {
-        let queue = Queue { name: self.name("queue"), kind, messages, body };
+    pub fn queue(&self, kind: QueueKind, keeps: Keeps, messages: usize, body: usize) -> Outcome<Queue> {
+        let queue = Queue { name: self.name("queue"), kind, messages, body, keeps };
         self.runtime.block_on(queue.fill(&self.rabbitmq.url()))?;
         self.let_rabbitmq_rest();
         Ok(queue)
@@ -139,13 +149,13 @@ impl Stage {
     pub fn on_kafka(&self, topic: &Topic, way: Way, messages: usize) -> Task {
         let (brokers, group) = (self.kafka.brokers(), self.name("group"));
         let from = From::Kafka { brokers, topic: topic.name.clone(), group, id: topic.id };
-        Task { from, way, work: Work::Nothing, messages: messages.min(topic.messages), servers: self.processes() }
+        Task { from, way, work: Work::Nothing, messages: messages.min(topic.messages), servers: self.processes(), stays: Duration::ZERO }
     }
 
     /// A task on a queue.
     pub fn on_rabbitmq(&self, queue: &Queue, prefetch: u16, way: Way) -> Task {
         let from = From::RabbitMq { url: self.rabbitmq.url(), queue: queue.name.clone(), prefetch };
-        Task { from, way, work: Work::Nothing, messages: queue.messages, servers: self.processes() }
+        Task { from, way, work: Work::Nothing, messages: queue.messages, servers: self.processes(), stays: Duration::ZERO }
     }
 
     /// Past a store that remembers in memory.

@@ -73,7 +73,11 @@ async fn past_the_gate(task: &Task, meter: &Arc<Meter>, source: impl Open, id: I
         .handlers(handlers)
         .in_flight(in_flight)
         .handler(Counts { meter: meter.clone(), work: task.work });
-    let over = async move { over.over().await };
+    let stays = task.stays;
+    let over = async move {
+        over.over().await;
+        tokio::time::sleep(stays).await;
+    };
     match store {
         Store::Memory { markers } => {
             let store = MemoryStore::new();

@@ -76,6 +76,7 @@ pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
         }
         (Way::Gated { .. }, _) => return Err("this way has a gate".into()),
     }
+    tokio::time::sleep(task.stays).await;
     Ok(())
 }
 

@@ -26,6 +26,23 @@ pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
     let options = BasicConsumeOptions::default();
     let mut deliveries = channel.basic_consume(queue.as_str().into(), "bench".into(), options, FieldTable::default()).await?;
     match &task.way {
+        // As many at once as the prefetch allows, each acknowledged by itself.
+        Way::Bare if task.work == Work::Waits => {
+            while !meter.is_over() {
+                tokio::select! {
+                    delivery = deliveries.next() => {
+                        let (delivery, meter) = (delivery.ok_or("the queue ended")??, meter.clone());
+                        tokio::spawn(async move {
+                            tokio::time::sleep(super::kafka::WAIT).await;
+                            let acknowledged = delivery.ack(BasicAckOptions::default()).await;
+                            meter.saw();
+                            acknowledged
+                        });
+                    }
+                    () = meter.over() => {}
+                }
+            }
+        }
         Way::Bare => {
             // As oncegate does it: what has been handled is acknowledged with one frame, a quarter of the prefetch at a
             // time, and at once when nothing more is there.

@@ -1,5 +1,7 @@
 //! The bare Kafka client and oncegate with each store; Redis alone.
 
+use std::time::Duration;
+
 use super::{Extent, ROUNDS};
 use crate::Outcome;
 use crate::load::Ids;
@@ -112,7 +114,7 @@ fn waiting(stage: &Stage) -> Outcome<Table> {
 fn store_alone(stage: &Stage, messages: usize) -> Task {
     let store = Store::Redis { url: stage.redis.url(), prefix: stage.name("alone") + ":" };
     let way = Way::Gated { store, spawned: Spawned::No };
-    Task { from: From::Nowhere, way, work: Work::Nothing, messages, servers: stage.processes() }
+    Task { from: From::Nowhere, way, work: Work::Nothing, messages, servers: stage.processes(), stays: Duration::ZERO }
 }
 
 /// With a Redis server that holds nothing yet.

@@ -1,15 +1,17 @@
 //! What oncegate adds to the time that a message is under way, at a steady 1,000 a second.
 
+use std::time::Duration;
+
 use super::Extent;
 use crate::Outcome;
-use crate::load::{Ids, QueueKind, Topic};
+use crate::load::{Ids, Keeps, QueueKind, Topic};
 use crate::report::Table;
 use crate::rounds::{Side, alternate};
 use crate::side::{From, Id, Spawned, Store, Task, Took, Way, Work};
 use crate::stage::Stage;
 
 /// How often each side has its turn.
-const ROUNDS: usize = 3;
+const ROUNDS: usize = 5;
 
 pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table) -> Outcome<()>) -> Outcome<()> {
     let messages = extent.pick(5_000, 8_000);
@@ -47,7 +49,7 @@ fn kafka(stage: &Stage, way: Way, messages: usize) -> Outcome<Took> {
 
 fn rabbitmq(stage: &Stage, way: Way, messages: usize) -> Outcome<Took> {
     stage.empty_redis()?;
-    let queue = stage.queue(QueueKind::Classic, 0, 100)?;
+    let queue = stage.queue(QueueKind::Classic, Keeps::OnDisk, 0, 100)?;
     let task = Task { work: Work::NotesLatency, messages, ..stage.on_rabbitmq(&queue, 256, way) };
     let took = task.run_apart()?;
     stage.delete(&queue)?;
@@ -57,5 +59,5 @@ fn rabbitmq(stage: &Stage, way: Way, messages: usize) -> Outcome<Took> {
 fn trip(stage: &Stage, messages: usize) -> Task {
     let store = Store::Redis { url: stage.redis.url(), prefix: stage.name("trip") + ":" };
     let way = Way::Gated { store, spawned: Spawned::No };
-    Task { from: From::Nowhere, way, work: Work::NotesLatency, messages, servers: stage.processes() }
+    Task { from: From::Nowhere, way, work: Work::NotesLatency, messages, servers: stage.processes(), stays: Duration::ZERO }
 }

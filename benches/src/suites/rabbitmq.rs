@@ -2,10 +2,10 @@
 
 use super::{Extent, ROUNDS};
 use crate::Outcome;
-use crate::load::QueueKind;
+use crate::load::{Keeps, QueueKind};
 use crate::report::Table;
 use crate::rounds::{Side, alternate};
-use crate::side::{Spawned, Took, Way};
+use crate::side::{Spawned, Task, Took, Way, Work};
 use crate::stage::Stage;
 
 pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table) -> Outcome<()>) -> Outcome<()> {
@@ -15,9 +15,48 @@ pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table) -> 
         }
         if extent == Extent::Full {
             tell(by_prefetch(stage, extent, kind, 256, 4096)?)?;
+            tell(waiting(stage, kind)?)?;
         }
     }
-    Ok(())
+    tell(in_memory(stage, extent)?)
+}
+
+/// A queue of this kind is filled, and handled so.
+fn on(
+    stage: &Stage,
+    (kind, keeps): (QueueKind, Keeps),
+    (messages, body): (usize, usize),
+    prefetch: u16,
+    task: impl Fn(Task) -> Task,
+) -> Outcome<Took> {
+    stage.empty_redis()?;
+    let queue = stage.queue(kind, keeps, messages, body)?;
+    let took = task(stage.on_rabbitmq(&queue, prefetch, Way::Bare)).run_apart()?;
+    stage.delete(&queue)?;
+    Ok(took)
+}
+
+/// What a classic queue need not write, it hands over at twice the rate: there is the least time to hide behind.
+fn in_memory(stage: &Stage, extent: Extent) -> Outcome<Table> {
+    let messages = extent.pick(40_000, 50_000);
+    let on = |way: Way| on(stage, (QueueKind::Classic, Keeps::InMemory), (messages, 100), 1000, |task| Task { way: way.clone(), ..task });
+    let sides = vec![Side::new("bare", || on(Way::Bare)), Side::new("Redis, in place", || on(stage.redis(Spawned::No)))];
+    let rows = alternate("RabbitMQ, classic, in memory", ROUNDS, || stage.go_on(), sides)?;
+    let title = "RabbitMQ, classic queue, messages that are not persistent, prefetch 1000, 100 bytes; the handler does nothing";
+    Ok(Table::new(title, &rows).ratio("rabbitmq_classic_transient_redis", "Redis, in place", 1.0, "bare"))
+}
+
+fn waiting(stage: &Stage, kind: QueueKind) -> Outcome<Table> {
+    let on = |way: Way| on(stage, (kind, Keeps::OnDisk), (50_000, 100), 256, |task| Task { work: Work::Waits, way: way.clone(), ..task });
+    let sides = vec![
+        Side::new("bare", || on(Way::Bare)),
+        Side::new("memory, spawned", || on(stage.memory(Spawned::Yes))),
+        Side::new("Redis, spawned", || on(stage.redis(Spawned::Yes))),
+    ];
+    let kind = kind.name();
+    let rows = alternate(&format!("RabbitMQ, {kind}, 1 ms"), ROUNDS, || stage.go_on(), sides)?;
+    let table = Table::new(format!("RabbitMQ, {kind} queue, prefetch 256, 100 bytes; the handler waits for 1 ms"), &rows);
+    Ok(table.ratio(&format!("rabbitmq_{kind}_waiting_redis"), "Redis, spawned", 1.0, "bare"))
 }
 
 fn by_prefetch(stage: &Stage, extent: Extent, kind: QueueKind, prefetch: u16, body: usize) -> Outcome<Table> {
@@ -27,13 +66,8 @@ fn by_prefetch(stage: &Stage, extent: Extent, kind: QueueKind, prefetch: u16, bo
         _ if body > 1000 => 25_000,
         _ => extent.pick(40_000, 50_000),
     };
-    let on = |way: Way, messages: usize| -> Outcome<Took> {
-        stage.empty_redis()?;
-        let queue = stage.queue(kind, messages, body)?;
-        let took = stage.on_rabbitmq(&queue, prefetch, way).run_apart()?;
-        stage.delete(&queue)?;
-        Ok(took)
-    };
+    let on =
+        |way: Way, messages: usize| on(stage, (kind, Keeps::OnDisk), (messages, body), prefetch, |task| Task { way: way.clone(), ..task });
     let mut sides =
         vec![Side::new("bare", || on(Way::Bare, messages)), Side::new("Redis, in place", || on(stage.redis(Spawned::No), messages))];
     if extent == Extent::Full {

@@ -1,26 +1,32 @@
 //! Several processes in one group: where the next bottleneck is.
 
-use super::Extent;
+use std::time::Duration;
+
+use super::{Extent, ROUNDS};
 use crate::Outcome;
 use crate::report::Table;
 use crate::rounds::{Side, alternate};
-use crate::side::{Id, Spawned, Took, Way};
+use crate::side::{Spawned, Task, Took, Way};
 use crate::stage::Stage;
 
-/// How often each side has its turn.
-const ROUNDS: usize = 3;
 /// So many processes.
 const PROCESSES: [usize; 3] = [1, 2, 4];
+/// Each of them has as many.
+const PARTITIONS: i32 = 4;
+/// How long a group may take to form and to share out the partitions.
+const FORMS: Duration = Duration::from_secs(6);
 
 pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table) -> Outcome<()>) -> Outcome<()> {
-    let messages = extent.pick(200_000, 400_000);
-    // A topic for each process, all of them beside each other: how a group shares one out would be measured otherwise.
-    let topics = (0..4).map(|_| stage.topic(4, messages, 100, Id::Header)).collect::<Outcome<Vec<_>>>()?;
+    let messages = extent.pick(400_000, 1_000_000);
+    // All are members and wait when there is something to handle: how long a group takes to form is not what is measured.
     let together = |processes: usize, way: &dyn Fn() -> Way| -> Outcome<Took> {
         stage.empty_redis()?;
-        let each = messages / processes;
-        let tasks = topics.iter().take(processes).map(|topic| stage.on_kafka(topic, way(), each));
+        let (topic, held_back) = stage.topic_held_back(PARTITIONS, messages)?;
+        let one = stage.on_kafka(&topic, Way::Bare, messages / processes);
+        let tasks = (0..processes).map(|_| Task { way: way(), stays: Duration::from_secs(2), ..one.clone() });
         let started = tasks.map(|task| task.start()).collect::<Outcome<Vec<_>>>()?;
+        std::thread::sleep(FORMS);
+        held_back.let_go()?;
         let took = started.into_iter().map(|side| side.finish()).collect::<Outcome<Vec<_>>>()?;
         Ok(sum(&took))
     };
@@ -32,7 +38,7 @@ pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table) -> 
         sides.push(Side::new(format!("Redis, {processes}"), move || together(processes, &|| stage.redis(Spawned::No))));
     }
     let rows = alternate("scaling", ROUNDS, || stage.go_on(), sides)?;
-    let table = Table::new("Kafka, 100 bytes, id in a header: 1, 2 and 4 processes at once, each with a topic of 4 partitions", &rows);
+    let table = Table::new("Kafka, 4 partitions, 100 bytes, id in a header: 1, 2 and 4 processes in a group", &rows);
     let table = table
         .ratio("scaling_memory_2", "memory, 2", 1.0, "memory, 1")
         .ratio("scaling_memory_4", "memory, 4", 1.0, "memory, 1")
