@@ -31,12 +31,21 @@ async fn look(route: &Route) -> Result<Memory, Failure> {
     for lanes in &servers {
         let info = Info::of(lanes).await?;
         route.still_a_primary(&info)?;
+        cannot_write(&info)?;
         let found = judge(&info);
         let at = |line: String| if servers.len() > 1 { format!("{}: {line}", lanes.general.described()) } else { line };
         all.version = found.version;
         all.forgets.extend(found.forgets.into_iter().map(at));
     }
     Ok(all.memory())
+}
+
+/// A full disk is no setting: Redis takes no writes until it has room again, and goes on by itself then. Who begins meanwhile waits.
+fn cannot_write(info: &Info) -> Result<(), Failure> {
+    match (info.field("aof_enabled"), info.field("aof_last_write_status")) {
+        (Some("1"), Some("err")) => Err(Failure::not_applied("Redis cannot write its append-only file: look at its disk")),
+        _ => Ok(()),
+    }
 }
 
 fn judge(info: &Info) -> Found {
@@ -50,8 +59,6 @@ fn judge(info: &Info) -> Found {
     }
     if info.field("aof_enabled") != Some("1") {
         found.forgets.push("it keeps no append-only file and forgets in a crash: set appendonly yes".into());
-    } else if info.field("aof_last_write_status") == Some("err") {
-        found.forgets.push("it cannot write its append-only file: look at its disk".into());
     }
     if info.field("role") != Some("master") {
         found.forgets.push("it is a replica: give Redis::at the primary, or the Sentinels to Redis::sentinel".into());
@@ -84,11 +91,20 @@ mod tests {
     }
 
     #[test]
+    fn a_disk_that_is_full_is_waited_for() {
+        assert!(cannot_write(&GOOD.into()).is_ok());
+        let full = GOOD.replace("aof_last_write_status:ok", "aof_last_write_status:err");
+        let waits = cannot_write(&full.as_str().into());
+        assert!(matches!(&waits, Err(Failure::NotApplied(problem)) if problem.to_string().contains("disk")), "{waits:?}");
+        // Who keeps no such file has no such trouble; and what it forgets is a setting.
+        assert!(cannot_write(&full.replace("aof_enabled:1", "aof_enabled:0").as_str().into()).is_ok());
+    }
+
+    #[test]
     fn each_way_to_forget_is_named_with_its_remedy() {
         for (good, bad, remedy) in [
             ("maxmemory_policy:noeviction", "maxmemory_policy:volatile-lru", "maxmemory-policy noeviction"),
             ("aof_enabled:1", "aof_enabled:0", "appendonly yes"),
-            ("aof_last_write_status:ok", "aof_last_write_status:err", "disk"),
             ("role:master", "role:slave", "primary"),
             ("maxmemory_policy:noeviction\r\n", "", "maxmemory_policy"),
         ] {

@@ -302,6 +302,9 @@ pub struct Counts {
     /// Markers whose end the store had recorded, and that a failover left in progress.
     #[serde(default)]
     pub ends_lost: u64,
+    /// Processes that did not begin, because Redis was a replica.
+    #[serde(default)]
+    pub refused_to_begin: u64,
     /// Commits that went back because a broker that had been frozen carried out an earlier one late.
     #[serde(default)]
     pub commits_overtaken: u64,

@@ -7,6 +7,11 @@ use std::time::Duration;
 /// How a process ends that aborts.
 const ABORTED: &str = "signal 6";
 
+/// How a process ends whose settings are refused, how long it takes to see that, and the fault in which it is.
+const REFUSED: &str = "exit 1";
+const BEGUN: Duration = Duration::from_secs(3);
+const DEMOTE: &str = "demote-redis";
+
 /// How long before a failover begins its replicas may not have heard of what is said.
 pub(super) const UNHEARD: Duration = Duration::from_secs(1);
 
@@ -26,6 +31,10 @@ pub(super) fn check(finder: &mut Finder<'_>) {
             What::ChannelRefused { line } => finder.found(Invariant::I8, None, line.clone()),
             // As a message told it to, whatever it was told by the player.
             What::Gone { consumer, status, .. } if status == ABORTED && finder.windows.aborted(consumer).is_some() => {}
+            // At most once does not begin on a server that is a replica.
+            What::Gone { after: Sent::Nothing, status, .. } if status == REFUSED && finder.windows.lasted(DEMOTE, record.at, BEGUN) => {
+                finder.checked.counts.refused_to_begin += 1;
+            }
             What::Gone { consumer, after: Sent::Nothing, status, .. } => {
                 finder.found(Invariant::Exit, None, format!("{consumer} ended by itself: {status}"));
             }

@@ -212,6 +212,11 @@ impl Windows {
         stalled
     }
 
+    /// Whether a fault of this kind lasted at this time, or not long before.
+    pub(super) fn lasted(&self, kind: &str, at: u64, before: Duration) -> bool {
+        self.all.iter().any(|window| window.kind == kind && window.from <= at && at <= window.to.saturating_add(micros(before)))
+    }
+
     /// Whether a failover may have lost what the store said at this time.
     pub(super) fn loses(&self, at: u64, before: Duration) -> bool {
         self.all.iter().any(|window| window.kind == FAIL_OVER && window.from.saturating_sub(micros(before)) <= at && at <= window.to)

@@ -443,6 +443,16 @@ fn a_consumer_ends_only_when_told_to_well_and_in_time() {
 }
 
 #[test]
+fn a_consumer_may_refuse_to_begin_on_a_replica_and_on_nothing_else() {
+    let ended = |kind, at, status: &str| {
+        let story = Story::default().fault(kind, None, 1_000, 5_000).gone(at, "c0.2", Sent::Nothing, status, 0).check(&RULES);
+        (story.violations.len(), story.counts.refused_to_begin)
+    };
+    assert_eq!((ended("demote-redis", 6_000, "exit 1"), ended("demote-redis", 8_001, "exit 1")), ((0, 1), (1, 0)));
+    assert_eq!((ended("demote-redis", 6_000, "signal 11"), ended("fill-disk", 6_000, "exit 1")), ((1, 0), (1, 0)));
+}
+
+#[test]
 fn a_consumer_that_a_message_makes_abort_is_the_cause_of_what_it_had_begun() {
     let story = |aborts: bool| {
         let story = Story::default().sent("u-1").start(10, "c0.1", "u-1", 1).effect(15, "c0.1", "u-1", 1, Unique::Accepted);

@@ -36,6 +36,8 @@ impl Store {
         let files = crate::in_memory()?;
         let options = RedisOptions::new().persistence(RedisPersistence::EverySecond).password(password).disk_may_fill();
         let options = options.setting("dir", files.path().display().to_string());
+        // So that it hears in time, while it loads a large file slowly, that it is enough.
+        let options = options.setting("loading-process-events-interval-bytes", "4096");
         let server = RedisServer::start(options)?;
         let proxy = Proxy::to(server.port())?;
         Ok(Self::One { server: Mutex::new(Heard { server, kept: 0 }), proxy, password: password.to_owned(), _files: files })
