@@ -7,7 +7,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY . .
-RUN cargo build --release --locked -p payments --features kafka,rabbitmq
+RUN cargo build --release --locked -p payments --features kafka,rabbitmq,otlp
 
 FROM debian:bookworm-slim
 RUN apt-get update \

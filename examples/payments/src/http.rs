@@ -3,13 +3,16 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::extract::State;
+use axum::extract::{Request, State};
 use axum::http::StatusCode;
+use axum::middleware::Next;
+use axum::response::Response;
 use axum::routing::post;
 use axum::{Json, Router};
 use serde::{Deserialize, Serialize};
 
 use crate::bank::{Bank, Card, ProviderError};
+use crate::real::traces::{self, TRACEPARENT};
 
 /// How long a client waits; longer than the server takes to say that it timed out.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -45,7 +48,15 @@ pub(crate) fn router(bank: Arc<Bank>) -> Router {
         .route("/charges", post(charge))
         .route("/charges/find-or-void", post(find_or_void))
         .route("/health", axum::routing::get(|| async { "ok" }))
+        .layer(axum::middleware::from_fn(traced))
         .with_state(bank)
+}
+
+/// Answers within the trace of who asks.
+async fn traced(request: Request, next: Next) -> Response {
+    let asker = request.headers().get(TRACEPARENT).and_then(|value| value.to_str().ok()).map(str::to_owned);
+    let path = request.uri().path().to_owned();
+    traces::answered(&path, asker.as_deref(), next.run(request)).await
 }
 
 type Answer<T> = Result<Json<T>, (StatusCode, String)>;
@@ -105,8 +116,11 @@ impl Client {
     }
 
     async fn ask(&self, path: &str, request: &impl Serialize) -> Result<reqwest::Response, ProviderError> {
-        let sent = self.http.post(format!("{}/{path}", self.url)).json(request).send().await;
-        let answer = sent.map_err(|error| match error.is_timeout() {
+        let sent = traces::asked(path, |header| {
+            let post = self.http.post(format!("{}/{path}", self.url)).json(request);
+            header.into_iter().fold(post, |post, header| post.header(TRACEPARENT, header)).send()
+        });
+        let answer = sent.await.map_err(|error| match error.is_timeout() {
             true => ProviderError::TimedOut,
             false => ProviderError::Unavailable(error.to_string()),
         })?;

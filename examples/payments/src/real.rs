@@ -12,6 +12,7 @@ mod provider;
 mod rabbitmq;
 mod rundir;
 mod servers;
+pub(crate) mod traces;
 mod watch;
 mod wire;
 mod work;

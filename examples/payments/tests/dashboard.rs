@@ -2,6 +2,8 @@
 #![cfg(all(feature = "kafka", feature = "rabbitmq"))]
 #![forbid(unsafe_code)]
 
+#[cfg(feature = "otlp")]
+mod traces;
 #[cfg(feature = "worker")]
 mod worker;
 

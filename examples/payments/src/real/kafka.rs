@@ -14,6 +14,7 @@ use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 
 use super::Error;
 use super::check::KAFKA;
+use super::traces::{Sending, TRACEPARENT};
 use super::wire::Queue;
 use crate::payment::ID_HEADER;
 use crate::traffic::{self, Outgoing};
@@ -135,13 +136,14 @@ impl Wire {
         let mut confirmations = Vec::with_capacity(messages.len());
         for message in messages {
             // Without a key, so that the two copies of a payment meet different workers.
-            let mut record = FutureRecord::<(), str>::to(&self.queue.name).payload(&message.body);
-            if let Some(id) = &message.id {
-                record = record.headers(OwnedHeaders::new().insert(Header { key: ID_HEADER, value: Some(id) }));
-            }
-            confirmations.push(self.producer.send_result(record).map_err(|(error, _)| error)?);
+            let sending = Sending::begin(&self.queue.name, message.id.as_deref());
+            let headers = [(ID_HEADER, message.id.clone()), (TRACEPARENT, sending.header())];
+            let headers = headers.iter().filter_map(|(key, value)| Some(Header { key, value: Some(value.as_ref()?) }));
+            let headers = headers.fold(OwnedHeaders::new(), OwnedHeaders::insert);
+            let record = FutureRecord::<(), str>::to(&self.queue.name).payload(&message.body).headers(headers);
+            confirmations.push((sending, self.producer.send_result(record).map_err(|(error, _)| error)?));
         }
-        for confirmation in confirmations {
+        for (_sending, confirmation) in confirmations {
             confirmation.await?.map_err(|(error, _)| error)?;
         }
         Ok(())

@@ -7,6 +7,7 @@ use clap::Args;
 use tokio::time::Instant;
 
 use super::rundir::RunDir;
+use super::traces::Traces;
 use super::wire::{Queue, Wire};
 use super::{Error, Servers};
 use crate::cli::{Broker, Traffic};
@@ -44,6 +45,7 @@ pub(crate) struct Arguments {
 /// Sends all, confirmed.
 pub(super) async fn run(arguments: &Arguments) -> Result<(), Error> {
     let run_dir = RunDir::at(&arguments.run_dir)?;
+    let _traces = Traces::begin("payments-producer")?;
     let payments = arguments.traffic.payments(&arguments.prefix)?;
     let messages = traffic::of(&payments, arguments.traffic.seed);
     let wire = Wire::open(arguments.broker, &arguments.servers, &arguments.queue).await?;

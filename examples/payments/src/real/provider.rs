@@ -10,6 +10,7 @@ use tokio::net::TcpListener;
 
 use super::Error;
 use super::rundir::RunDir;
+use super::traces::Traces;
 use super::work::terminated;
 use crate::bank::{Bank, Pace};
 use crate::cli::Promise;
@@ -39,6 +40,7 @@ pub(crate) struct Arguments {
 pub(super) async fn run(arguments: &Arguments) -> Result<(), Error> {
     // Before the ledger is touched: who cannot answer has no business there.
     let listener = TcpListener::bind(&arguments.listen).await.map_err(|error| format!("--listen {}: {error}", arguments.listen))?;
+    let _traces = Traces::begin("payments-provider")?;
     let ledger = Ledger::in_file(&RunDir::at(&arguments.run_dir)?.ledger())?;
     let pace = Pace { answer: Duration::from_millis(20), timeout: Duration::from_millis(300), late: Duration::from_secs(1) };
     let bank = Bank::new(ledger, Faults::seeded(arguments.seed), arguments.promise.repeats(), pace);

@@ -9,6 +9,7 @@ use lapin::{BasicProperties, Channel, Connection, ConnectionProperties, ErrorKin
 
 use super::Error;
 use super::check::RABBITMQ;
+use super::traces::{Sending, TRACEPARENT};
 use crate::payment::ID_HEADER;
 use crate::traffic::{self, Outgoing};
 
@@ -134,18 +135,20 @@ impl Wire {
     async fn publish<'a>(&self, messages: Vec<&'a Outgoing>) -> Result<Vec<&'a Outgoing>, Error> {
         let mut confirmations = Vec::with_capacity(messages.len());
         for message in messages {
-            let mut properties = BasicProperties::default().with_delivery_mode(2);
-            if let Some(id) = &message.id {
-                let mut headers = FieldTable::default();
-                headers.insert(ID_HEADER.into(), AMQPValue::LongString(id.as_str().into()));
-                properties = properties.with_headers(headers);
+            let sending = Sending::begin(&self.queue, message.id.as_deref());
+            let mut headers = FieldTable::default();
+            for (name, value) in [(ID_HEADER, message.id.clone()), (TRACEPARENT, sending.header())] {
+                if let Some(value) = value {
+                    headers.insert(name.into(), AMQPValue::LongString(value.into()));
+                }
             }
+            let properties = BasicProperties::default().with_delivery_mode(2).with_headers(headers);
             let options = BasicPublishOptions { mandatory: true, ..BasicPublishOptions::default() };
             let publish = self.channel.basic_publish("".into(), self.queue.as_str().into(), options, message.body.as_bytes(), properties);
-            confirmations.push((message, publish.await?));
+            confirmations.push((sending, message, publish.await?));
         }
         let mut refused = Vec::new();
-        for (message, confirmation) in confirmations {
+        for (_sending, message, confirmation) in confirmations {
             let confirmation = confirmation.await?;
             let is_ack = confirmation.is_ack();
             if let Some(returned) = confirmation.take_message() {

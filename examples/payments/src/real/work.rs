@@ -10,7 +10,8 @@ use clap::Args;
 use oncegate::{Consumer, IdSource, Open, Redis, Sqlite, Store};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::Instant;
-use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::layer::{Layer, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
 
 use super::admin::{self, Watched};
@@ -70,13 +71,14 @@ pub(crate) struct Arguments {
 /// Works until SIGTERM or Ctrl-C, then drains.
 pub(super) async fn run(arguments: &Arguments) -> Result<(), Error> {
     let errors = oncegate_admin::LastErrors::new();
-    tracing_subscriber::fmt()
-        .with_env_filter(tracing_subscriber::EnvFilter::new("warn,oncegate=info"))
-        .with_ansi(std::io::stderr().is_terminal())
-        .with_writer(std::io::stderr)
-        .finish()
-        .with(errors.clone())
-        .init();
+    let lines = tracing_subscriber::fmt::layer().with_ansi(std::io::stderr().is_terminal()).with_writer(std::io::stderr);
+    let said = lines.and_then(errors.clone()).with_filter(EnvFilter::new("warn,oncegate=info"));
+    let said = tracing_subscriber::registry().with(said);
+    #[cfg(feature = "otlp")]
+    let traces = super::traces::Traces::beside("payments-worker")?;
+    #[cfg(feature = "otlp")]
+    let said = said.with(traces.exporter().map(oncegate_config::Traces::layer));
+    said.init();
     let watched = Watched::default();
     let (outcomes, _serving) = admin::open(arguments.admin, &watched, errors)?;
     let run_dir = RunDir::at(&arguments.run_dir)?;
