@@ -302,6 +302,9 @@ pub struct Counts {
     /// Markers whose end the store had recorded, and that a failover left in progress.
     #[serde(default)]
     pub ends_lost: u64,
+    /// Processes that were told to drain while their broker was away, and ended with an error.
+    #[serde(default)]
+    pub left_without_broker: u64,
     /// Processes that did not begin, because Redis was a replica.
     #[serde(default)]
     pub refused_to_begin: u64,

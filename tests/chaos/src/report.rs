@@ -203,6 +203,7 @@ impl Report {
                 counts.commits_overtaken,
                 "went back right after Kafka had been frozen: an earlier one was carried out late",
             ),
+            ("left without broker", counts.left_without_broker, "processes that were to drain while it was away, and ended with an error"),
             ("refused to begin", counts.refused_to_begin, "processes, because Redis was a replica"),
             ("ends lost", counts.ends_lost, "markers whose end Redis had recorded, and lost in a failover"),
             ("at the same time", counts.overlapping, "faults that lasted while another one did"),
@@ -303,6 +304,7 @@ fn add_counts(to: &mut Counts, from: Counts) {
     to.metrics_bounded += from.metrics_bounded;
     to.ends_lost += from.ends_lost;
     to.refused_to_begin += from.refused_to_begin;
+    to.left_without_broker += from.left_without_broker;
     to.commits_overtaken += from.commits_overtaken;
     for (kind, ms) in from.again_ms {
         let longest = to.again_ms.entry(kind).or_default();

@@ -91,7 +91,7 @@ fn handlers(finder: &mut Finder<'_>, from: u64, to: u64, renewals: Renewals) {
         let late = record.at - from;
         let did = match &record.what {
             What::Answered { ask: Asked::Claim, verdict, .. } if verdict.starts_with("granted") => "was granted a claim",
-            What::Started { .. } if late > lease && renewals == Renewals::Refused => "started a handler",
+            What::Started { .. } if late > lease + NOTICED && renewals == Renewals::Refused => "started a handler",
             _ => continue,
         };
         if ran() {

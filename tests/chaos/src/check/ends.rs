@@ -12,6 +12,10 @@ const REFUSED: &str = "exit 1";
 const BEGUN: Duration = Duration::from_secs(3);
 const DEMOTE: &str = "demote-redis";
 
+/// The faults in which the broker answers nobody, and for how long a consumer tries to leave then, after its drain.
+const BROKER_AWAY: [&str; 5] = ["freeze-kafka", "kill-kafka", "kill-rabbit", "restart-rabbit", "dark-rabbit"];
+const LEAVE: Duration = Duration::from_secs(10);
+
 /// How long before a failover begins its replicas may not have heard of what is said.
 pub(super) const UNHEARD: Duration = Duration::from_secs(1);
 
@@ -39,7 +43,11 @@ pub(super) fn check(finder: &mut Finder<'_>) {
                 finder.found(Invariant::Exit, None, format!("{consumer} ended by itself: {status}"));
             }
             What::Gone { consumer, after: Sent::Terminate, status, took_ms } => {
-                if status != "exit 0" {
+                // While its broker is away it can neither settle nor leave in good order, and says so.
+                let away = BROKER_AWAY.iter().any(|kind| finder.windows.lasted(kind, record.at, Duration::from_millis(*took_ms)));
+                if away && status == REFUSED && u128::from(*took_ms) <= bound + LEAVE.as_millis() {
+                    finder.checked.counts.left_without_broker += 1;
+                } else if status != "exit 0" {
                     finder.found(Invariant::Exit, None, format!("{consumer} was told to drain, and ended with {status}"));
                 } else if u128::from(*took_ms) > bound {
                     finder.found(Invariant::Exit, None, format!("{consumer} took {took_ms} ms to drain, and may take {bound}"));

@@ -443,6 +443,17 @@ fn a_consumer_ends_only_when_told_to_well_and_in_time() {
 }
 
 #[test]
+fn a_consumer_that_drains_while_its_broker_is_away_may_end_with_an_error() {
+    let ended = |kind, at, took| {
+        let story = Story::default().fault(kind, None, 1_000, 20_000).gone(at, "c0.1", Sent::Terminate, "exit 1", took).check(&RULES);
+        (story.violations.len(), story.counts.left_without_broker)
+    };
+    assert_eq!((ended("freeze-kafka", 15_000, 12_000), ended("freeze-kafka", 22_000, 2_100)), ((0, 1), (0, 1)));
+    assert_eq!((ended("freeze-kafka", 22_000, 1_900), ended("freeze-kafka", 25_000, 21_001)), ((1, 0), (1, 0)));
+    assert_eq!(ended("dark-redis", 15_000, 5_000), (1, 0));
+}
+
+#[test]
 fn a_consumer_may_refuse_to_begin_on_a_replica_and_on_nothing_else() {
     let ended = |kind, at, status: &str| {
         let story = Story::default().fault(kind, None, 1_000, 5_000).gone(at, "c0.2", Sent::Nothing, status, 0).check(&RULES);

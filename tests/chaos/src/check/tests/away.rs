@@ -13,11 +13,11 @@ fn i11_a_handler_that_starts_while_the_store_is_away() {
     let one = |ms| Story::default().start(ms, "c0.1", "u-1", 1).end(ms + 1, "c0.1", "u-1", Ending::Ok);
     assert_eq!(away(one(1_900)), []);
     // Within its lease.
-    assert_eq!(away(one(3_900)), []);
-    assert_eq!(away(one(4_100)), [Invariant::I11]);
+    assert_eq!(away(one(4_900)), []);
+    assert_eq!(away(one(5_100)), [Invariant::I11]);
     assert_eq!(away(one(10_100)), []);
     // It was told before, and did not run in between.
-    assert_eq!(away(one(5_000).at(4_990, "c0.1", What::Stalled { ms: 3_500 })), []);
+    assert_eq!(away(one(5_200).at(5_190, "c0.1", What::Stalled { ms: 3_500 })), []);
     let granted = |ms| Story::default().answer(ms, "c0.1", "u-1", Asked::Claim, "granted 1");
     assert_eq!(away(granted(2_900)), []);
     assert_eq!(away(granted(3_100)), [Invariant::I11]);
@@ -34,7 +34,7 @@ fn i11_a_store_that_takes_nothing_grants_nothing() {
     };
     for kind in ["fill-redis", "fill-disk", "demote-redis", "strand-redis", "load-redis"] {
         let granted = Story::default().answer(3_100, "c0.1", "u-1", Asked::Claim, "granted 1");
-        let started = Story::default().start(4_100, "c0.1", "u-1", 1).end(4_101, "c0.1", "u-1", Ending::Ok);
+        let started = Story::default().start(5_100, "c0.1", "u-1", 1).end(5_101, "c0.1", "u-1", Ending::Ok);
         // It says so at once, and each message may ask.
         let asked =
             (0..100).fold(Story::default(), |story, time| story.answer(3_000 + time * 10, "c0.1", "u-1", Asked::Claim, "not applied"));
