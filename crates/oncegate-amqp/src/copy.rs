@@ -17,8 +17,11 @@ use crate::settings::{DELAYS, Settings};
 /// Which headers of the original were too large for the copy.
 pub(crate) const DROPPED_HEADERS: &str = "oncegate-dropped-headers";
 
+/// When the copy was set aside for a person, in milliseconds since 1970.
+pub(crate) const SET_ASIDE_AT: &str = "oncegate-set-aside-at";
+
 /// What is ours in a copy is small, and is kept.
-const OURS: [&str; 9] = [
+const OURS: [&str; 10] = [
     headers::REASON,
     headers::ID,
     headers::ATTEMPTS,
@@ -28,6 +31,7 @@ const OURS: [&str; 9] = [
     headers::FAILURES,
     ROUTING_KEY,
     NOT_BEFORE,
+    SET_ASIDE_AT,
 ];
 
 /// The most bytes of a text for people.
@@ -76,6 +80,8 @@ impl Copy {
             let value = if is_error { cut(&value, TEXT).to_owned() } else { value };
             table.insert(name.into(), AMQPValue::LongString(value.into()));
         }
+        // A queue does not say when a message came.
+        table.insert(SET_ASIDE_AT.into(), AMQPValue::LongString(now().as_millis().to_string().into()));
         keep_routing_key(&mut table, delivery, original, settings);
         Self::new(delivery, to.clone(), table, &original.properties)
     }
@@ -88,7 +94,7 @@ impl Copy {
         let mut write = |name: &str, number: u128| {
             table.insert(name.into(), AMQPValue::LongString(number.to_string().into()));
         };
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let now = now();
         write(headers::FAILURES, delivery.failures.into());
         if first_seen(delivery).is_none() {
             write(headers::FIRST_SEEN, now.as_millis());
@@ -187,6 +193,11 @@ fn without(table: &FieldTable, drops: impl Fn(&str) -> bool) -> FieldTable {
     kept
 }
 
+/// The time since 1970, by this machine's clock.
+fn now() -> Duration {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
+}
+
 /// When the first copy was seen, if its header says so in milliseconds.
 fn first_seen(delivery: &Delivery) -> Option<u64> {
     let text = delivery.message.headers.last(headers::FIRST_SEEN).filter(|text| text.len() <= 20)?;
@@ -264,7 +275,7 @@ mod tests {
         let copy = Copy::rejected(&delivery(), &Reason::Refused, None, &original(), &settings());
         assert_eq!((copy.to.as_str(), copy.tag, copy.epoch, &copy.body[..]), ("orders.dead-letters", 9, 2, &b"body"[..]));
         let names = names(&copy);
-        for name in [headers::REASON, headers::ATTEMPTS, headers::ORIGIN, ROUTING_KEY, "mine", "x-first-death-queue"] {
+        for name in [headers::REASON, headers::ATTEMPTS, headers::ORIGIN, SET_ASIDE_AT, ROUTING_KEY, "mine", "x-first-death-queue"] {
             assert!(names.contains(&name), "{name} in {names:?}");
         }
         assert!(!names.contains(&"CC") && !names.contains(&"BCC") && !names.contains(&"x-death"));
