@@ -4,17 +4,17 @@
 //! Between them stands what a crash leaves: an act of which nobody knows whether it was done.
 
 use std::collections::HashMap;
-use std::io::Write;
+use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::PathBuf;
 
 use clap::Args;
-use oncegate::Redis;
 use oncegate::marker::Token;
+use oncegate::{MessageId, Redis};
 use serde::{Deserialize, Serialize};
 
 use crate::Context;
 use crate::config::Span;
-use crate::failure::Failure;
+use crate::failure::{Code, Failure};
 use crate::markers::{Markers, audit_beside};
 use crate::say::{Table, ms, now_ms, utc};
 
@@ -38,11 +38,13 @@ pub(crate) struct AuditArguments {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Stage {
-    /// It was about to be done. Where no other line follows, nobody knows whether it was.
+    /// It was about to be done. Where no other line says more, nobody knows whether it was.
     Begun,
     Done,
     /// Nothing was done.
     NotDone,
+    /// Its copy was refused, so that nothing was sent; its marker may have been freed before.
+    NotSent,
 }
 
 impl Stage {
@@ -51,6 +53,7 @@ impl Stage {
             Self::Begun => "begun, end unknown",
             Self::Done => "done",
             Self::NotDone => "not done",
+            Self::NotSent => "not sent",
         }
     }
 }
@@ -65,7 +68,8 @@ pub(crate) struct Place {
     pub(crate) partition: Option<i32>,
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) offset: Option<i64>,
-    /// The record's timestamp: a topic that is made anew counts its offsets from 0 again.
+    /// On Kafka the record's timestamp: a topic that is made anew counts its offsets from 0 again. On RabbitMQ, where a
+    /// message has no place of its own, when it was set aside, if it says so.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) written_ms: Option<u64>,
 }
@@ -99,9 +103,41 @@ pub(crate) struct Entry {
     pub(crate) before: String,
     /// What was to come of it.
     pub(crate) after: String,
-    /// Why, as the operator says; or why it was not done.
+    /// Why, as the operator says.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) why: Option<String>,
+    /// What went wrong.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub(crate) failure: Option<String>,
+}
+
+/// What an act came to, for the id that it was about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Deed {
+    SentBack,
+    Dropped,
+    Forgotten,
+    /// It counts as handled since.
+    Completed,
+    /// Nothing that the next delivery would see.
+    Other,
+}
+
+impl Entry {
+    /// Whether it is about this id. What was forgotten is written by its hash.
+    pub(crate) fn is_of(&self, id: &MessageId) -> bool {
+        self.id.as_deref().is_some_and(|it| it == id.as_str() || it == id.clone().hashed().as_str())
+    }
+
+    pub(crate) fn deed(&self) -> Deed {
+        match self.what.as_str() {
+            _ if self.after.starts_with("sent to ") => Deed::SentBack,
+            _ if self.after.starts_with("done") => Deed::Completed,
+            "dead-letters drop" => Deed::Dropped,
+            "marker forget" => Deed::Forgotten,
+            _ => Deed::Other,
+        }
+    }
 }
 
 /// What is about to be done.
@@ -158,7 +194,7 @@ impl Audit {
         let Act { what, id, place, before, after } = act;
         let (at_ms, why) = (now_ms(), why.map(str::to_owned));
         let (act, at, who) = (format!("{:032x}", Token::random().0), utc(at_ms), self.who.clone());
-        let entry = Entry { act, at_ms, at, who, what: what.to_owned(), stage: Stage::Begun, id, place, before, after, why };
+        let entry = Entry { act, at_ms, at, who, what: what.to_owned(), stage: Stage::Begun, id, place, before, after, why, failure: None };
         self.write(&entry)
             .await
             .map_err(|error| Failure::server(format!("nothing was done, since the audit cannot be written: {error}")))?;
@@ -177,13 +213,41 @@ impl Audit {
     ///
     /// # Errors
     /// It was not done, and the audit does not say so.
-    pub(crate) async fn not_done(&self, begun: Begun, why: &str) -> Result<(), Failure> {
-        self.end(begun.0, Stage::NotDone, Some(why.to_owned())).await
+    async fn not_done(&self, begun: Begun, failure: &Failure) -> Result<(), Failure> {
+        self.end(begun.0, Stage::NotDone, Some(failure.to_string())).await
     }
 
-    async fn end(&self, entry: Entry, stage: Stage, why: Option<String>) -> Result<(), Failure> {
+    /// Writes down that the copy was refused, and why.
+    ///
+    /// # Errors
+    /// It was not sent, and the audit does not say so.
+    pub(crate) async fn not_sent(&self, begun: Begun, failure: &Failure) -> Result<(), Failure> {
+        self.end(begun.0, Stage::NotSent, Some(failure.to_string())).await
+    }
+
+    /// Writes down that something went wrong before anything was sent: that nothing was done, if that is certain.
+    ///
+    /// # Errors
+    /// Nothing was done, and the audit does not say so.
+    pub(crate) async fn failed(&self, begun: Begun, failure: &Failure) -> Result<(), Failure> {
+        match failure.code {
+            Code::NotAll => self.not_done(begun, failure).await,
+            // Where the store's answer is missing, nobody knows.
+            _ => {
+                self.unknown(begun, failure).await;
+                Ok(())
+            }
+        }
+    }
+
+    /// Writes down why nobody knows whether it was done. The act stays begun, whether or not this can be written.
+    pub(crate) async fn unknown(&self, begun: Begun, failure: &Failure) {
+        let _ = self.end(begun.0, Stage::Begun, Some(failure.to_string())).await;
+    }
+
+    async fn end(&self, entry: Entry, stage: Stage, failure: Option<String>) -> Result<(), Failure> {
         let at_ms = now_ms();
-        let entry = Entry { stage, at_ms, at: utc(at_ms), why: why.or(entry.why), ..entry };
+        let entry = Entry { stage, at_ms, at: utc(at_ms), failure, ..entry };
         let failed = |error| Failure::server(format!("{} was {}, and the audit could not be told so: {error}", entry.what, stage.told()));
         self.write(&entry).await.map_err(failed)
     }
@@ -221,10 +285,21 @@ impl Audit {
     }
 }
 
-/// One write, so that the lines of several operators do not mix.
+/// One write, so that the lines of several operators do not mix. A line that a crash cut off is not continued.
 fn append(path: &PathBuf, line: &str) -> std::io::Result<()> {
-    let mut file = std::fs::OpenOptions::new().create(true).append(true).open(path)?;
-    file.write_all(format!("{line}\n").as_bytes())?;
+    let mut options = std::fs::OpenOptions::new();
+    options.create(true).append(true).read(true);
+    // It holds ids.
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
+    let mut file = options.open(path)?;
+    let mut last = [b'\n'];
+    if file.metadata()?.len() > 0 {
+        file.seek(SeekFrom::End(-1))?;
+        file.read_exact(&mut last)?;
+    }
+    let begins = if last == [b'\n'] { "" } else { "\n" };
+    file.write_all(format!("{begins}{line}\n").as_bytes())?;
     file.sync_data()
 }
 
@@ -235,7 +310,7 @@ pub(crate) fn user_of_this_machine() -> String {
 }
 
 pub(crate) fn table(acts: &[Entry]) -> Table {
-    let mut table = Table::new(&["when", "who", "what", "id", "before", "after", "end", "where", "why"]);
+    let mut table = Table::new(&["when", "who", "what", "id", "before", "after", "end", "where", "why", "failure"]);
     for act in acts {
         let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".into());
         table.row([
@@ -248,19 +323,18 @@ pub(crate) fn table(acts: &[Entry]) -> Table {
             act.stage.told().to_owned(),
             or_dash(act.place.as_ref().map(Place::to_string)),
             or_dash(act.why.clone()),
+            or_dash(act.failure.clone()),
         ]);
     }
     table
 }
 
 pub(crate) async fn run(context: &Context, arguments: AuditArguments) -> Result<(), Failure> {
-    let id = arguments.id.as_deref().map(|id| crate::config::id(&context.config, id)).transpose()?.map(|id| id.to_string());
+    let id = arguments.id.as_deref().map(|id| crate::config::id(&context.config, id)).transpose()?;
     let since = arguments.since.map_or(0, |since| now_ms().saturating_sub(ms(since.0)));
     let mut acts = Audit::of(context)?.acts().await?;
     acts.retain(|act| {
-        act.at_ms >= since
-            && id.as_ref().is_none_or(|id| act.id.as_ref() == Some(id))
-            && arguments.who.as_ref().is_none_or(|who| act.who == *who)
+        act.at_ms >= since && id.as_ref().is_none_or(|id| act.is_of(id)) && arguments.who.as_ref().is_none_or(|who| act.who == *who)
     });
     let shown = &acts[acts.len().saturating_sub(arguments.limit)..];
     context.format.print(&shown, table(shown))

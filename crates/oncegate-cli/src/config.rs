@@ -27,6 +27,12 @@ pub(crate) fn terms(config: &Config, fingerprint: Option<Fingerprint>) -> Terms 
     Terms { guarantee, lease: config.lease(), window: config.window(), fingerprint }
 }
 
+/// The window by which acts go, and that nobody said which, where nobody did.
+pub(crate) fn window_told(config: &Config) -> String {
+    let window = crate::say::span(config.window());
+    if config.has("gate.window") { window } else { format!("{window}, the default") }
+}
+
 /// The key of an id.
 pub(crate) fn key(config: &Config, id: &MessageId) -> Result<Key, Failure> {
     Ok(config.scope()?.key(id))

@@ -7,10 +7,11 @@ use crate::Context;
 use crate::audit::{Act, Audit};
 use crate::config;
 use crate::failure::Failure;
-use crate::letters::act::{Doing, Pace, Report, closing};
-use crate::letters::filter::Filter;
-use crate::letters::look::{self, List, Looking, Show};
-use crate::letters::{Broker, Letter, Reader, Shelf, kafka};
+use crate::letters::act::{Acting, Doing, Pace, Report, Turns, closing};
+use crate::letters::filter::{Filter, Meant};
+use crate::letters::judge::{self, Accepts};
+use crate::letters::look::{self, List, Looking, Show, Why};
+use crate::letters::{Begins, Broker, Letter, Reader, Shelf, Unsent};
 use crate::marker::change::Subject;
 use crate::marker::told::State;
 use crate::markers::Markers;
@@ -21,9 +22,9 @@ pub(crate) enum DeadLettersCommand {
     List(List),
     /// Shows all that stands there under an id, with its headers.
     Show(Show),
-    /// Sends them back to where they came from, through the gate: what was rejected is forgotten first, and what was handled
-    /// meanwhile is left.
-    Redrive(Choice),
+    /// Sends them back to where they came from, through the gate: what was rejected is forgotten first. What was handled
+    /// meanwhile is left, and so is what may have been.
+    Redrive(Redrive),
     /// Gives them up. On RabbitMQ they are gone; on Kafka they stay, and the audit says that nothing is to be done about them.
     Drop(Choice),
 }
@@ -41,19 +42,36 @@ pub(crate) struct Choice {
     looking: Looking,
 }
 
+#[derive(Args)]
+pub(crate) struct Redrive {
+    #[command(flatten)]
+    choice: Choice,
+    #[command(flatten)]
+    accepts: Accepts,
+}
+
 pub(crate) async fn run(context: &Context, command: DeadLettersCommand) -> Result<(), Failure> {
     match command {
         DeadLettersCommand::List(list) => look::list(context, Shelf::DeadLetters, list).await,
         DeadLettersCommand::Show(show) => look::show(context, Shelf::DeadLetters, show).await,
-        DeadLettersCommand::Redrive(choice) => each(context, choice, What::Redrive).await,
+        DeadLettersCommand::Redrive(Redrive { choice, accepts }) => each(context, choice, What::Redrive(accepts)).await,
         DeadLettersCommand::Drop(choice) => each(context, choice, What::Drop).await,
     }
 }
 
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy)]
 enum What {
-    Redrive,
+    Redrive(Accepts),
     Drop,
+}
+
+impl What {
+    fn acting(self) -> Acting {
+        match self {
+            Self::Redrive(_) => Acting { name: "dead-letters redrive", verb: "redriven" },
+            Self::Drop => Acting { name: "dead-letters drop", verb: "dropped" },
+        }
+    }
 }
 
 async fn each(context: &Context, choice: Choice, what: What) -> Result<(), Failure> {
@@ -62,26 +80,38 @@ async fn each(context: &Context, choice: Choice, what: What) -> Result<(), Failu
         return Err(Failure::usage("say which: --id, --reason, --older-than or --younger-than; or --all"));
     }
     let filter = filter.checked(context)?;
-    let desk = Desk { context, audit: Audit::of(context)?, markers: store(context)?, why: doing.why.as_deref() };
-    let (mut report, mut stopped, mut turns) = (Report::default(), None, pace.turns());
-    let verb = if what == What::Redrive { "redriven" } else { "dropped" };
+    let (named, why) = (filter.id.is_some(), doing.why.as_deref());
+    let desk = Desk { context, audit: Audit::of(context)?, markers: store(context)?, named, why };
+    let (mut report, mut stopped, mut turns) = (Report::default(), None, pace.turns(&doing));
     for broker in Broker::configured(context, filter.broker)? {
-        let mut reader = look::open(context, broker, Shelf::DeadLetters, looking.counts()).await?;
-        let bar = look::bar(&reader, verb);
+        let mut reader = match look::open(context, broker, Shelf::DeadLetters, looking.counts(), Why::Acting).await {
+            Ok(reader) => reader,
+            // What was done on another broker is told all the same.
+            Err(failure) => {
+                stopped = Some(failure);
+                break;
+            }
+        };
+        let bar = look::bar(&reader, what.acting().verb);
         let passed = async {
-            while let Some(letter) = reader.next().await? {
+            while !report.is_full(&pace)
+                && let Some(letter) = reader.next().await?
+            {
                 bar.inc(1);
-                if !filter.takes_waiting(&letter) {
+                if !letter.state.waits() {
                     continue;
                 }
-                if report.is_full(&pace) {
-                    break;
+                match filter.judge(&letter) {
+                    Meant::Yes => {}
+                    Meant::No => continue,
+                    Meant::Ageless => {
+                        report.note_ageless();
+                        continue;
+                    }
                 }
-                turns.next().await;
-                let said = match (what, doing.yes) {
-                    (What::Redrive, _) => desk.redrive(&mut reader, &letter, doing.yes).await,
-                    (What::Drop, true) => desk.drop(&reader, &letter).await,
-                    (What::Drop, false) => Ok("would be dropped".to_owned()),
+                let said = match what {
+                    What::Redrive(accepts) => desk.redrive(&mut reader, &letter, accepts, &mut turns, doing.yes).await,
+                    What::Drop => desk.drop(&reader, &letter, &mut turns, doing.yes).await,
                 };
                 report.note(&letter, said)?;
             }
@@ -93,7 +123,7 @@ async fn each(context: &Context, choice: Choice, what: What) -> Result<(), Failu
             break;
         }
     }
-    report.finish(context, &doing, verb, stopped)
+    report.finish(context, &doing, what.acting(), stopped)
 }
 
 /// Without a store nothing is looked at: the gate itself still keeps what was handled from being handled again.
@@ -106,6 +136,8 @@ struct Desk<'a> {
     context: &'a Context,
     audit: Audit,
     markers: Option<Markers>,
+    /// Whether one id was asked for.
+    named: bool,
     why: Option<&'a str>,
 }
 
@@ -115,46 +147,63 @@ impl Desk<'_> {
     ///
     /// # Errors
     /// The letter is left where it is.
-    async fn redrive(&self, reader: &mut Reader, letter: &Letter, does: bool) -> Result<String, Failure> {
-        kafka::is_whole(letter)?;
+    async fn redrive(
+        &self,
+        reader: &mut Reader,
+        letter: &Letter,
+        accepts: Accepts,
+        turns: &mut Turns,
+        does: bool,
+    ) -> Result<String, Failure> {
+        judge::is_ours(letter, reader.target())?;
+        judge::is_whole(letter, accepts)?;
         let subject = self.subject(letter).await?;
-        if let Some(subject) = &subject {
-            may_run(subject, letter, self.context)?;
-        }
-        let target = reader.target().to_owned();
-        let forgets = subject.as_ref().filter(|subject| subject.state() == State::Rejected);
+        let state = subject.as_ref().map_or(State::Absent, Subject::state);
+        let begins = judge::copy(letter, state, self.named, accepts, self.context)?;
+        let after = sent(reader.target(), begins, self.context);
+        let forgets = subject.as_ref().filter(|_| state == State::Rejected);
         if !does {
-            return Ok(match forgets {
-                Some(_) => format!("would be freed, and sent to {target}"),
-                None => format!("would be sent to {target}"),
-            });
+            let freed = if forgets.is_some() { "freed, and " } else { "" };
+            return Ok(format!("would be {freed}{after}"));
         }
+        turns.next().await;
         let before = subject.as_ref().map_or_else(|| "set aside".to_owned(), |subject| format!("set aside, {}", subject.in_words()));
-        let act = self.act("dead-letters redrive", letter, before, format!("sent to {target}"));
-        let begun = self.audit.begin(act, self.why).await?;
-        let sent = async {
-            if let Some(subject) = forgets {
-                subject.ask(Ask::Forget { seen: subject.standing.marker }).await?;
-            }
-            reader.publish(letter).await
-        };
-        if let Err(failure) = sent.await {
-            self.audit.not_done(begun, &failure.to_string()).await?;
+        let begun = self.audit.begin(self.act("dead-letters redrive", letter, before, after.clone()), self.why).await?;
+        if let Some(subject) = forgets
+            && let Err(failure) = subject.ask(Ask::Forget { seen: subject.standing.marker }).await
+        {
+            self.audit.failed(begun, &failure).await?;
             return Err(failure);
+        }
+        match reader.publish(letter, begins).await {
+            Ok(()) => {}
+            Err(Unsent::Refused(failure)) => {
+                self.audit.not_sent(begun, &failure).await?;
+                return Err(failure);
+            }
+            Err(Unsent::Unknown(failure)) => {
+                self.audit.unknown(begun, &failure).await;
+                return Err(failure);
+            }
         }
         self.audit.done(begun).await?;
         reader.take_out(letter).await?;
-        Ok(format!("sent to {target}"))
+        Ok(after)
     }
 
-    async fn drop(&self, reader: &Reader, letter: &Letter) -> Result<String, Failure> {
+    async fn drop(&self, reader: &Reader, letter: &Letter, turns: &mut Turns, does: bool) -> Result<String, Failure> {
+        judge::is_ours(letter, reader.target())?;
+        if !does {
+            return Ok("would be dropped".into());
+        }
+        turns.next().await;
         let before = match self.subject(letter).await? {
             Some(subject) => format!("set aside, {}", subject.in_words()),
             None => "set aside".to_owned(),
         };
         let begun = self.audit.begin(self.act("dead-letters drop", letter, before, "dropped".into()), self.why).await?;
         if let Err(failure) = reader.take_out(letter).await {
-            self.audit.not_done(begun, &failure.to_string()).await?;
+            self.audit.unknown(begun, &failure).await;
             return Err(failure);
         }
         self.audit.done(begun).await?;
@@ -169,23 +218,17 @@ impl Desk<'_> {
         let (Some(markers), Some(id)) = (&self.markers, letter.id()) else { return Ok(None) };
         // What somebody else wrote into the header may be anything.
         let Ok(id) = config::id(&self.context.config, id) else { return Ok(None) };
-        Subject::look(self.context, markers, id).await.map(Some)
+        Subject::look(self.context, markers, id).await.map(Some).map_err(Failure::of_one_letter)
     }
 }
 
-/// Whether a copy would be handled, rather than vanish as a duplicate or come back.
-fn may_run(subject: &Subject<'_>, letter: &Letter, context: &Context) -> Result<(), Failure> {
-    let left = |why: &str| Err(Failure::not_all(format!("left: {why}")));
-    let is_conflict = letter.reason() == "conflict";
-    match subject.state() {
-        State::Done if is_conflict => left("its id was handled with another body; give it an id of its own, or drop it"),
-        State::Done => left("its id was handled meanwhile, so a copy would be a duplicate; drop it"),
-        State::Rejected if is_conflict => left("its id belongs to another body, which was rejected: deal with that one first"),
-        State::InDoubt => left("nobody knows whether its id happened: `oncegate in-doubt resolve` first"),
-        State::InProgress => left("its id is being handled at this moment: try again later"),
-        State::Lapsed if context.config.guarantee() == oncegate::Guarantee::AtMostOnce => {
-            left("its id was left by its holder, and its next delivery will be in doubt")
-        }
-        State::Rejected | State::Absent | State::Cleared | State::Lapsed | State::Unreadable => Ok(()),
+/// What comes of a letter whose copy goes there.
+pub(crate) fn sent(target: &str, begins: Begins, context: &Context) -> String {
+    match begins {
+        Begins::Afresh => format!("sent to {target}"),
+        Begins::Aged(_) => format!(
+            "sent to {target} with its age, to be reconciled: it may have been handled longer ago than the window of {}",
+            config::window_told(&context.config)
+        ),
     }
 }

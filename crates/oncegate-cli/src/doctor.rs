@@ -84,12 +84,14 @@ pub(crate) async fn run(context: &Context, arguments: DoctorArguments) -> Result
         return context.format.print(&codes::CODES, table);
     }
     let config = &context.config;
-    let (mut findings, mut looked_at) = (Findings::default(), vec!["the settings"]);
+    let (mut findings, mut looked_at, mut not_seen) = (Findings::default(), vec!["the settings"], Vec::new());
+    // Who cannot be asked keeps nobody from hearing what else was found.
+    let mut note = |whom: &str, asked: Result<(), Failure>| not_seen.extend(asked.err().map(|failure| format!("{whom}: {failure}")));
     settings::look(config, &mut findings)?;
     match config.place()? {
         Some(Place::Redis) => {
             looked_at.push("Redis");
-            store::look(config, &mut findings).await?;
+            note("Redis", store::look(config, &mut findings).await);
         }
         Some(Place::Sqlite(file)) => {
             looked_at.push("SQLite");
@@ -106,11 +108,11 @@ pub(crate) async fn run(context: &Context, arguments: DoctorArguments) -> Result
         match broker {
             Broker::Kafka => {
                 looked_at.push("Kafka");
-                kafka::look(config, &mut findings).await?;
+                note("Kafka", kafka::look(config, &mut findings).await);
             }
             Broker::Rabbitmq => {
                 looked_at.push("RabbitMQ");
-                rabbitmq::look(config, &mut findings).await?;
+                note("RabbitMQ", rabbitmq::look(config, &mut findings).await);
             }
         }
     }
@@ -123,6 +125,12 @@ pub(crate) async fn run(context: &Context, arguments: DoctorArguments) -> Result
     }
     let bad = findings.iter().filter(|finding| finding.level != Level::Advice).count();
     text.push_str(&format!("Looked at {}: {bad} to be mended, {} to be known.", looked_at.join(", "), findings.len() - bad));
-    context.format.print(&serde_json::json!({ "findings": findings, "looked_at": looked_at }), text)?;
+    for part in &not_seen {
+        text.push_str(&format!("\nNot all could be asked: {}", plain(part)));
+    }
+    context.format.print(&serde_json::json!({ "findings": findings, "looked_at": looked_at, "not_seen": not_seen }), text)?;
+    if !not_seen.is_empty() {
+        return Err(Failure::server("not all could be asked, so there may be more to find"));
+    }
     if bad == 0 { Ok(()) } else { Err(Failure::not_all(format!("{bad} to be mended"))) }
 }

@@ -2,7 +2,10 @@
 
 mod verdict;
 
+use std::time::Duration;
+
 use clap::Args;
+use oncegate::Guarantee;
 use serde::Serialize;
 
 use crate::Context;
@@ -14,6 +17,7 @@ use crate::letters::look::{Looking, gather};
 use crate::letters::{Broker, Done, Letter, Shelf, kafka, look};
 use crate::marker::told::Told;
 use crate::markers::Markers;
+use crate::say::plain;
 use verdict::Verdict;
 
 #[derive(Args)]
@@ -47,24 +51,42 @@ struct Story {
 }
 
 /// What was found.
-#[derive(Default)]
 pub(crate) struct Known {
     pub(crate) marker: Option<Told>,
     pub(crate) dead_letters: Vec<Letter>,
     pub(crate) in_doubt: Vec<Letter>,
     pub(crate) copies: Option<Vec<String>>,
     pub(crate) acts: Vec<Entry>,
+    pub(crate) guarantee: Guarantee,
+    pub(crate) window: Duration,
+    /// The same in words.
+    pub(crate) window_told: String,
+}
+
+impl Known {
+    fn nothing(context: &Context) -> Self {
+        Self {
+            marker: None,
+            dead_letters: Vec::new(),
+            in_doubt: Vec::new(),
+            copies: None,
+            acts: Vec::new(),
+            guarantee: context.config.guarantee(),
+            window: context.config.window(),
+            window_told: config::window_told(&context.config),
+        }
+    }
 }
 
 pub(crate) async fn run(context: &Context, explain: Explain) -> Result<(), Failure> {
     let id = config::id(&context.config, &explain.id)?;
-    let (mut known, mut not_seen) = (Known::default(), Vec::new());
+    let (mut known, mut not_seen) = (Known::nothing(context), Vec::new());
     let mut note = |what: &str, failure: Failure| not_seen.push(format!("{what}: {failure}"));
     match marker(context, &id).await {
         Ok(told) => known.marker = Some(told),
         Err(failure) => note("the store", failure),
     }
-    match acts(context, id.as_str()).await {
+    match acts(context, &id).await {
         Ok(acts) => known.acts = acts,
         Err(failure) => note("the audit", failure),
     }
@@ -107,9 +129,11 @@ async fn marker(context: &Context, id: &oncegate::MessageId) -> Result<Told, Fai
     Ok(Told::of(key.as_str(), &standing, context.config.window()))
 }
 
-async fn acts(context: &Context, id: &str) -> Result<Vec<Entry>, Failure> {
+/// What was done about an id, in the order in which it ended.
+async fn acts(context: &Context, id: &oncegate::MessageId) -> Result<Vec<Entry>, Failure> {
     let mut acts = Audit::of(context)?.acts().await?;
-    acts.retain(|act| act.id.as_deref() == Some(id));
+    acts.retain(|act| act.is_of(id));
+    acts.sort_by_key(|act| act.at_ms);
     Ok(acts)
 }
 
@@ -133,7 +157,7 @@ async fn copies(context: &Context, filter: &Filter) -> Result<Vec<String>, Failu
 }
 
 fn for_people(story: &Story, known: &Known) -> String {
-    let mut text = format!("{}: {}\n{}\n", story.id, story.verdict.word(), story.says);
+    let mut text = format!("{}: {}\n{}\n", story.id, story.verdict.word(known.guarantee), plain(&story.says));
     let mut section = |title: &str, lines: String| {
         if !lines.is_empty() {
             text.push_str(&format!("\n{title}\n{}\n", lines.trim_end()));

@@ -27,24 +27,41 @@ pub(crate) enum Code {
 pub(crate) struct Failure {
     pub(crate) code: Code,
     text: String,
+    /// Whether what was asked for would fail in the same way again.
+    lasting: Lasting,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Lasting {
+    Perhaps,
+    /// The store refuses to say anything else of this key.
+    Yes,
 }
 
 impl Failure {
     pub(crate) fn usage(text: impl Into<String>) -> Self {
-        Self { code: Code::Usage, text: text.into() }
+        Self { code: Code::Usage, text: text.into(), lasting: Lasting::Perhaps }
     }
 
     pub(crate) fn server(text: impl Into<String>) -> Self {
-        Self { code: Code::Server, text: text.into() }
+        Self { code: Code::Server, text: text.into(), lasting: Lasting::Perhaps }
     }
 
     pub(crate) fn not_all(text: impl Into<String>) -> Self {
-        Self { code: Code::NotAll, text: text.into() }
+        Self { code: Code::NotAll, text: text.into(), lasting: Lasting::Perhaps }
     }
 
     /// The plan was shown.
     pub(crate) fn not_confirmed() -> Self {
-        Self { code: Code::NotConfirmed, text: "nothing was done; say --yes to do it".into() }
+        Self { code: Code::NotConfirmed, text: "nothing was done; say --yes to do it".into(), lasting: Lasting::Perhaps }
+    }
+
+    /// As a reason to leave one letter where it is, if it concerns that letter alone: a marker that cannot be read.
+    pub(crate) fn of_one_letter(self) -> Self {
+        match self.lasting {
+            Lasting::Yes => Self::not_all(format!("left: {}", self.text)),
+            Lasting::Perhaps => self,
+        }
     }
 
     pub(crate) fn exit(&self) -> ExitCode {
@@ -66,7 +83,8 @@ impl From<oncegate_config::Error> for Failure {
 
 impl From<StoreError> for Failure {
     fn from(error: StoreError) -> Self {
-        Self::server(error.to_string())
+        let lasting = if matches!(error, StoreError::Misconfigured(_)) { Lasting::Yes } else { Lasting::Perhaps };
+        Self { lasting, ..Self::server(error.to_string()) }
     }
 }
 

@@ -2,15 +2,17 @@
 
 use clap::{Args, Subcommand};
 use oncegate::marker::{Ask, Finding};
+use serde_json::{Value, json};
 
 use crate::Context;
 use crate::audit::{Act, Audit};
 use crate::config;
 use crate::failure::Failure;
-use crate::letters::act::{Doing, Report, closing};
+use crate::letters::act::{Acting, Doing, Report, closing};
 use crate::letters::filter::Filter;
-use crate::letters::look::{self, List, Looking, Show};
-use crate::letters::{Broker, Letter, Reader, Shelf, State as LetterState, kafka};
+use crate::letters::judge::{self, Accepts};
+use crate::letters::look::{self, List, Looking, Show, Why};
+use crate::letters::{Begins, Broker, Letter, Reader, Shelf, Unsent};
 use crate::marker::change::Subject;
 use crate::marker::told::{State, is_being_reconciled};
 use crate::markers::Markers;
@@ -37,6 +39,8 @@ pub(crate) struct Resolve {
     #[command(flatten)]
     doing: Doing,
     #[command(flatten)]
+    accepts: Accepts,
+    #[command(flatten)]
     looking: Looking,
 }
 
@@ -59,6 +63,8 @@ pub(crate) async fn run(context: &Context, command: InDoubtCommand) -> Result<()
     }
 }
 
+const ACT: Acting = Acting { name: "in-doubt resolve", verb: "resolved" };
+
 async fn resolve(context: &Context, resolve: Resolve) -> Result<(), Failure> {
     let finding = if resolve.found.happened { Finding::Happened } else { Finding::DidNotHappen };
     let (markers, id) = (Markers::of(&context.config)?, config::id(&context.config, &resolve.id)?);
@@ -66,47 +72,25 @@ async fn resolve(context: &Context, resolve: Resolve) -> Result<(), Failure> {
     let brokers = Broker::configured(context, resolve.broker)?;
     let subject = Subject::look(context, &markers, id).await?;
     let ask = ask(&subject, finding)?;
-    let audit = Audit::of(context)?;
-    let after = match finding {
-        Finding::Happened => "done, as an operator found out",
-        Finding::DidNotHappen => "free to be claimed, as an operator found out",
-    };
-    if resolve.doing.yes
-        && let Some(ask) = ask
-    {
-        let act = Act {
-            what: "in-doubt resolve",
-            id: Some(subject.id.to_string()),
-            place: None,
-            before: subject.in_words(),
-            after: after.to_owned(),
-        };
-        let begun = audit.begin(act, resolve.doing.why.as_deref()).await?;
-        if let Err(failure) = subject.ask(ask).await {
-            if failure.code == crate::failure::Code::NotAll {
-                audit.not_done(begun, &failure.to_string()).await?;
-            }
-            return Err(failure);
-        }
-        audit.done(begun).await?;
-    }
-    let mut report = Report::default();
-    let mut stopped = None;
+    let (audit, doing) = (Audit::of(context)?, &resolve.doing);
+    let mut desk = Desk { context, audit, subject, ask, finding, accepts: resolve.accepts, why: doing.why.as_deref(), told: None };
+    let (mut report, mut stopped) = (Report::default(), None);
     for broker in brokers {
-        let mut reader = look::open(context, broker, Shelf::InDoubt, resolve.looking.counts()).await?;
+        let mut reader = match look::open(context, broker, Shelf::InDoubt, resolve.looking.counts(), Why::Acting).await {
+            Ok(reader) => reader,
+            // What was done on another broker is told all the same.
+            Err(failure) => {
+                stopped = Some(failure);
+                break;
+            }
+        };
         let bar = look::bar(&reader, "looked at");
         let passed = async {
             while let Some(letter) = reader.next().await? {
                 bar.inc(1);
-                if letter.state != LetterState::Waiting || !filter.takes(&letter) {
-                    continue;
+                if letter.state.waits() && filter.takes(&letter) {
+                    report.note(&letter, desk.settle(&mut reader, &letter, doing.yes).await)?;
                 }
-                let said = if resolve.doing.yes {
-                    settle(&audit, &mut reader, &letter, finding, resolve.doing.why.as_deref()).await
-                } else {
-                    Ok(would(&subject, finding, &reader))
-                };
-                report.note(&letter, said)?;
             }
             Ok(())
         };
@@ -117,23 +101,134 @@ async fn resolve(context: &Context, resolve: Resolve) -> Result<(), Failure> {
         }
     }
     if report.seen() == 0 && stopped.is_none() {
-        let told = match (ask, resolve.doing.yes) {
-            (Some(_), true) => format!("{}: was {}, is {after}", subject.id, subject.in_words()),
-            (Some(_), false) => format!("{}: is {}, would be {after}", subject.id, subject.in_words()),
-            (None, _) => format!("{}: is {}", subject.id, subject.in_words()),
-        };
-        let more = "no message with this id waits in the in-doubt destination";
-        return match (ask, finding) {
-            // The marker alone was in doubt: there is no copy to send, and the producer may send it again.
-            (Some(_), _) => {
-                let machines = serde_json::json!({ "did": resolve.doing.yes, "id": subject.id.to_string(), "before": subject.in_words(), "after": after, "letters": [] });
-                context.format.print(&machines, format!("{told}; {more}"))?;
-                if resolve.doing.yes || resolve.doing.dry_run { Ok(()) } else { Err(Failure::not_confirmed()) }
-            }
-            (None, _) => Err(Failure::not_all(format!("{told}; {more}"))),
-        };
+        // The marker alone is in doubt: there is no copy to send, and the producer may send it again.
+        if desk.subject.state() != State::InDoubt {
+            return Err(Failure::not_all(format!(
+                "{} is {}, and no message with this id waits in the in-doubt destination. Is it written as its producer writes it? \
+                 `oncegate marker complete` records an id of which nothing is known",
+                desk.subject.id,
+                desk.subject.in_words()
+            )));
+        }
+        if doing.yes {
+            desk.settle_marker().await?;
+        }
+        report.note_marker(desk.marker(doing.yes));
+        return report.finish_with(context, doing, ACT, &format!("{}; no message with this id waits there.", desk.in_words(doing.yes)));
     }
-    report.finish(context, &resolve.doing, "resolved", stopped)
+    report.note_marker(desk.marker(doing.yes));
+    report.finish(context, doing, ACT, stopped)
+}
+
+/// One id, and what a person found out about it.
+struct Desk<'a> {
+    context: &'a Context,
+    audit: Audit,
+    subject: Subject<'a>,
+    /// What is asked of the store, before the first letter is dealt with.
+    ask: Option<Ask>,
+    finding: Finding,
+    accepts: Accepts,
+    why: Option<&'a str>,
+    /// What became of the marker, once it was asked for.
+    told: Option<String>,
+}
+
+impl Desk<'_> {
+    fn after(&self) -> String {
+        let window = config::window_told(&self.context.config);
+        match self.finding {
+            Finding::Happened => format!("done for {window}, as an operator found out"),
+            Finding::DidNotHappen => format!("free to be claimed for {window}, as an operator found out"),
+        }
+    }
+
+    fn marker(&self, did: bool) -> Value {
+        let before = self.subject.in_words();
+        let after = if self.told.is_some() || (!did && self.ask.is_some()) { self.after() } else { before.clone() };
+        json!({ "id": self.subject.id.to_string(), "before": before, "after": after })
+    }
+
+    fn in_words(&self, did: bool) -> String {
+        let (was, is) = if did { ("was", "is") } else { ("is", "would be") };
+        format!("{}: {was} {}, {is} {}", self.subject.id, self.subject.in_words(), self.after())
+    }
+
+    /// Records what was found out, once.
+    async fn settle_marker(&mut self) -> Result<(), Failure> {
+        let Some(ask) = self.ask.take() else { return Ok(()) };
+        let (id, before, after) = (Some(self.subject.id.to_string()), self.subject.in_words(), self.after());
+        let begun = self.audit.begin(Act { what: ACT.name, id, place: None, before, after: after.clone() }, self.why).await?;
+        if let Err(failure) = self.subject.ask(ask).await {
+            self.audit.failed(begun, &failure).await?;
+            // Whatever went wrong, no letter of this id can be dealt with.
+            return Err(Failure::server(failure.to_string()));
+        }
+        self.told = Some(after);
+        self.audit.done(begun).await
+    }
+
+    /// A copy stands, confirmed, before the letter is taken out.
+    async fn settle(&mut self, reader: &mut Reader, letter: &Letter, does: bool) -> Result<String, Failure> {
+        judge::is_ours(letter, reader.target())?;
+        let is = self.subject.in_words();
+        let sends = self.finding == Finding::DidNotHappen;
+        if sends {
+            judge::is_whole(letter, self.accepts)?;
+            self.may_be_sent(letter)?;
+        }
+        let (would, after) = match self.finding {
+            Finding::Happened => {
+                let recorded = if self.ask.is_some() {
+                    format!("would be recorded as {}, and taken out", self.after())
+                } else {
+                    "would be taken out".into()
+                };
+                (recorded, "taken out, since it happened".to_owned())
+            }
+            Finding::DidNotHappen => {
+                let target = reader.target();
+                (format!("would be freed, sent to {target}, and taken out"), format!("sent to {target}, since it did not happen"))
+            }
+        };
+        if !does {
+            return Ok(format!("{is}; {would}"));
+        }
+        self.settle_marker().await?;
+        let (id, place) = (letter.id().map(str::to_owned), Some(letter.place.clone()));
+        let act = Act { what: ACT.name, id, place, before: "set aside".into(), after: after.clone() };
+        let begun = self.audit.begin(act, self.why).await?;
+        if sends {
+            match reader.publish(letter, Begins::Afresh).await {
+                Ok(()) => {}
+                Err(Unsent::Refused(failure)) => {
+                    self.audit.not_sent(begun, &failure).await?;
+                    return Err(failure);
+                }
+                Err(Unsent::Unknown(failure)) => {
+                    self.audit.unknown(begun, &failure).await;
+                    return Err(failure);
+                }
+            }
+        }
+        self.audit.done(begun).await?;
+        reader.take_out(letter).await?;
+        Ok(after)
+    }
+
+    /// The doubt of which a person speaks has to be this one: what is absent may have been freed, and handled since.
+    fn may_be_sent(&self, letter: &Letter) -> Result<(), Failure> {
+        let state = if self.subject.state() == State::InDoubt { State::Cleared } else { self.subject.state() };
+        match judge::copy(letter, state, true, self.accepts, self.context)? {
+            Begins::Afresh => Ok(()),
+            // It would be doubted again.
+            Begins::Aged(_) => Err(Failure::not_all(format!(
+                "left: its id is not in doubt any more, and may have been freed and handled longer ago than the window of {}; find out, and say \
+                 --happened, or --accept-forgotten",
+                config::window_told(&self.context.config)
+            ))),
+        }
+    }
 }
 
 /// What to ask of the store first; nothing, where the marker says it already.
@@ -149,37 +244,10 @@ fn ask(subject: &Subject<'_>, finding: Finding) -> Result<Option<Ask>, Failure> 
         (State::Absent | State::Cleared, Finding::Happened) => Ok(Some(Ask::Complete)),
         (State::Absent | State::Cleared, Finding::DidNotHappen) => Ok(None),
         (State::Rejected, _) => refused("it stands in the dead letters, and nothing happened"),
-        (State::InProgress | State::Lapsed, _) => refused("somebody is handling it; let that end first"),
+        (State::InProgress, _) => refused("somebody is handling it; let that end first"),
+        (State::Lapsed, _) => {
+            refused("its holder is gone, and its next delivery finds it in doubt; where none comes, redrive its dead letter")
+        }
         (State::Unreadable, _) => refused("its marker cannot be read"),
     }
-}
-
-fn would(subject: &Subject<'_>, finding: Finding, reader: &Reader) -> String {
-    let is = subject.in_words();
-    match finding {
-        Finding::Happened => format!("{is}; would be recorded as done, and taken out"),
-        Finding::DidNotHappen => format!("{is}; would be freed, sent to {}, and taken out", reader.target()),
-    }
-}
-
-/// A copy stands, confirmed, before the letter is taken out.
-async fn settle(audit: &Audit, reader: &mut Reader, letter: &Letter, finding: Finding, why: Option<&str>) -> Result<String, Failure> {
-    let after = match finding {
-        Finding::Happened => "taken out, since it happened".to_owned(),
-        Finding::DidNotHappen => format!("sent to {}, since it did not happen", reader.target()),
-    };
-    if finding == Finding::DidNotHappen {
-        kafka::is_whole(letter)?;
-    }
-    let (id, place) = (letter.id().map(str::to_owned), Some(letter.place.clone()));
-    let begun = audit.begin(Act { what: "in-doubt resolve", id, place, before: "set aside".into(), after: after.clone() }, why).await?;
-    if finding == Finding::DidNotHappen
-        && let Err(failure) = reader.publish(letter).await
-    {
-        audit.not_done(begun, &failure.to_string()).await?;
-        return Err(failure);
-    }
-    audit.done(begun).await?;
-    reader.take_out(letter).await?;
-    Ok(after)
 }

@@ -2,6 +2,7 @@
 
 pub(crate) mod act;
 pub(crate) mod filter;
+pub(crate) mod judge;
 pub(crate) mod kafka;
 pub(crate) mod look;
 pub(crate) mod rabbitmq;
@@ -12,7 +13,7 @@ use oncegate::source::headers;
 use serde::Serialize;
 
 use crate::Context;
-use crate::audit::{Entry, Place, Stage};
+use crate::audit::{Deed, Entry, Place, Stage};
 use crate::failure::Failure;
 use crate::say::utc;
 
@@ -68,9 +69,18 @@ impl Broker {
 pub(crate) enum State {
     /// Nobody has done anything about it.
     Waiting,
+    /// An act on it was begun, and its end is not known: a copy may have been sent.
+    Begun,
     Redriven,
     Dropped,
     Resolved,
+}
+
+impl State {
+    /// Whether something is still to be done about it.
+    pub(crate) fn waits(self) -> bool {
+        matches!(self, Self::Waiting | Self::Begun)
+    }
 }
 
 /// One message that was set aside.
@@ -81,9 +91,15 @@ pub(crate) struct Letter {
     /// Name and value, in their order; values as text.
     pub(crate) headers: Vec<(String, String)>,
     pub(crate) key: Option<Vec<u8>>,
-    pub(crate) body: Vec<u8>,
-    /// When it was sent, or set aside, as far as it says.
-    pub(crate) at_ms: Option<u64>,
+    /// `None` of a tombstone.
+    pub(crate) body: Option<Vec<u8>>,
+    /// By its own timestamp.
+    pub(crate) sent_ms: Option<u64>,
+    pub(crate) set_aside_ms: Option<u64>,
+    /// The topic or queue where it was consumed, if it is another than the one that is configured.
+    pub(crate) elsewhere: Option<String>,
+    /// What a copy of it would lack, in words.
+    pub(crate) lacks: Option<String>,
     /// Of RabbitMQ: the delivery, and what a copy of it has to bear.
     pub(crate) delivery: Option<Box<rabbitmq::Held>>,
     /// Of Kafka: headers as they are on the wire.
@@ -102,14 +118,23 @@ impl Letter {
         self.header(headers::ID).or(self.read_id.as_deref())
     }
 
+    pub(crate) fn bytes(&self) -> &[u8] {
+        self.body.as_deref().unwrap_or_default()
+    }
+
     /// Why it was set aside; what the broker itself set aside has no header of ours.
     pub(crate) fn reason(&self) -> &str {
         self.header(headers::REASON).unwrap_or(if self.header("x-death").is_some() { "set-aside-by-the-broker" } else { "unknown" })
     }
 
+    /// When it was sent, as far as it says.
+    pub(crate) fn first_seen_ms(&self) -> Option<u64> {
+        self.header(headers::FIRST_SEEN).and_then(|text| text.parse().ok()).or(self.sent_ms)
+    }
+
     /// When it was sent, and where that is not known, when it was set aside.
     pub(crate) fn age_from_ms(&self) -> Option<u64> {
-        self.header(headers::FIRST_SEEN).and_then(|text| text.parse().ok()).or(self.at_ms)
+        self.first_seen_ms().or(self.set_aside_ms)
     }
 
     /// A row of the list.
@@ -127,8 +152,9 @@ impl Letter {
             origin: self.header(headers::ORIGIN),
             from: self.age_from_ms().map(utc),
             from_ms: self.age_from_ms(),
+            set_aside_ms: self.set_aside_ms,
             state: self.state,
-            bytes: self.body.len(),
+            bytes: self.bytes().len(),
         }
     }
 }
@@ -154,6 +180,7 @@ pub(crate) struct View<'a> {
     /// When the message was sent, as far as it is known, else when it was set aside.
     pub(crate) from: Option<String>,
     from_ms: Option<u64>,
+    set_aside_ms: Option<u64>,
     pub(crate) state: State,
     bytes: usize,
 }
@@ -170,29 +197,84 @@ pub(crate) fn begins_without(header: &str) -> bool {
         || ["CC", "BCC"].contains(&header)
 }
 
-/// What was done about letters on Kafka, where they stay: the audit tells.
-pub(crate) struct Done(HashMap<(String, i32, i64), (Option<u64>, State)>);
+/// What was done about letters, by the audit. On Kafka, where they stay, it alone knows. On RabbitMQ what was dealt with is
+/// gone, and the audit knows of what was cut off before that.
+pub(crate) struct Done(HashMap<Spot, State>);
+
+/// What tells one letter from another. On RabbitMQ it is the id, and when it was set aside.
+#[derive(PartialEq, Eq, Hash)]
+struct Spot {
+    place: Place,
+    id: Option<String>,
+}
+
+impl Spot {
+    fn of(place: &Place, id: Option<&str>) -> Option<Self> {
+        let has_a_place = place.partition.is_some() && place.offset.is_some();
+        let id = id.filter(|_| !has_a_place).map(str::to_owned);
+        (has_a_place || id.is_some()).then(|| Self { place: place.clone(), id })
+    }
+}
 
 impl Done {
     pub(crate) fn of(acts: &[Entry]) -> Self {
-        let done = acts.iter().filter(|act| act.stage == Stage::Done).filter_map(|act| {
-            let place = act.place.as_ref().filter(|place| place.broker == Broker::Kafka.name())?;
-            let state = match act.what.as_str() {
-                "dead-letters redrive" => State::Redriven,
-                "dead-letters drop" => State::Dropped,
-                "in-doubt resolve" => State::Resolved,
-                _ => return None,
+        let mut done = HashMap::new();
+        for act in acts {
+            let Some(spot) = act.place.as_ref().and_then(|place| Spot::of(place, act.id.as_deref())) else { continue };
+            let stays = spot.id.is_none();
+            let state = match (act.what.as_str(), act.stage) {
+                // Whatever is taken out is not there any more: one that is, was cut off in between.
+                ("dead-letters redrive" | "in-doubt resolve", Stage::Begun | Stage::Done) if !stays && act.deed() == Deed::SentBack => {
+                    State::Begun
+                }
+                ("dead-letters redrive" | "in-doubt resolve", Stage::Begun) if act.deed() == Deed::SentBack => State::Begun,
+                ("dead-letters redrive", Stage::Done) if stays => State::Redriven,
+                ("dead-letters drop", Stage::Done) if stays => State::Dropped,
+                ("in-doubt resolve", Stage::Done) if stays => State::Resolved,
+                _ => continue,
             };
-            Some(((place.name.clone(), place.partition?, place.offset?), (place.written_ms, state)))
-        });
-        Self(done.collect())
+            done.insert(spot, state);
+        }
+        Self(done)
     }
 
-    fn state(&self, place: &Place) -> State {
-        let key = (place.name.clone(), place.partition.unwrap_or(-1), place.offset.unwrap_or(-1));
-        match self.0.get(&key) {
-            Some((written, state)) if *written == place.written_ms => *state,
-            _ => State::Waiting,
+    fn state(&self, letter: &Letter) -> State {
+        Spot::of(&letter.place, letter.id()).and_then(|spot| self.0.get(&spot)).copied().unwrap_or(State::Waiting)
+    }
+}
+
+/// How old a copy says that it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Begins {
+    /// Not at all: it begins anew.
+    Afresh,
+    /// As old as its message, in milliseconds since 1970: at most once doubts it, and reconciles, instead of running it.
+    Aged(u64),
+}
+
+impl Begins {
+    /// The header of the copy.
+    pub(crate) fn first_seen(self) -> Option<String> {
+        match self {
+            Self::Afresh => None,
+            Self::Aged(ms) => Some(ms.to_string()),
+        }
+    }
+}
+
+/// A copy that was not confirmed.
+#[derive(Debug)]
+pub(crate) enum Unsent {
+    /// The broker refused it: it does not stand.
+    Refused(Failure),
+    /// Nobody knows.
+    Unknown(Failure),
+}
+
+impl From<Unsent> for Failure {
+    fn from(unsent: Unsent) -> Self {
+        match unsent {
+            Unsent::Refused(failure) | Unsent::Unknown(failure) => failure,
         }
     }
 }
@@ -204,7 +286,6 @@ pub(crate) enum Reader {
 }
 
 impl Reader {
-    /// `done` is of Kafka alone.
     pub(crate) async fn open(
         context: &Context,
         broker: Broker,
@@ -214,7 +295,7 @@ impl Reader {
     ) -> Result<Self, Failure> {
         Ok(match broker {
             Broker::Kafka => Self::Kafka(kafka::Reader::open(context, shelf, done).await?),
-            Broker::Rabbitmq => Self::Rabbitmq(Box::new(rabbitmq::Reader::open(context, shelf, counts).await?)),
+            Broker::Rabbitmq => Self::Rabbitmq(Box::new(rabbitmq::Reader::open(context, shelf, done, counts).await?)),
         })
     }
 
@@ -243,10 +324,10 @@ impl Reader {
     }
 
     /// Publishes a copy where it is consumed; when this returns `Ok`, the broker has confirmed it.
-    pub(crate) async fn publish(&mut self, letter: &Letter) -> Result<(), Failure> {
+    pub(crate) async fn publish(&mut self, letter: &Letter, begins: Begins) -> Result<(), Unsent> {
         match self {
-            Self::Kafka(reader) => reader.publish(letter).await,
-            Self::Rabbitmq(reader) => reader.publish(letter).await,
+            Self::Kafka(reader) => reader.publish(letter, begins).await,
+            Self::Rabbitmq(reader) => reader.publish(letter, begins).await,
         }
     }
 

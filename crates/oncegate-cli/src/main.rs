@@ -50,6 +50,12 @@ struct Common {
     operator: Option<String>,
 }
 
+impl Common {
+    fn format(&self) -> Format {
+        if self.json { Format::Machines } else { Format::People }
+    }
+}
+
 #[derive(Subcommand)]
 enum Command {
     /// The whole story of an id: was it handled, and why not twice?
@@ -86,7 +92,7 @@ impl Context {
         // A variable that is no text is nobody's that we know.
         let variables = std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
         let config = Config::read(common.config.as_deref(), variables)?;
-        let format = if common.json { Format::Machines } else { Format::People };
+        let format = common.format();
         let operator = common.operator.clone().unwrap_or_else(audit::user_of_this_machine);
         Ok(Self { config, format, operator })
     }
@@ -94,20 +100,22 @@ impl Context {
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
+    let format = arguments.common.format();
     let runtime = match tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build() {
         Ok(runtime) => runtime,
-        Err(error) => return told(&Failure::server(format!("no runtime: {error}"))),
+        Err(error) => return told(format, &Failure::server(format!("no runtime: {error}"))),
     };
     let done = runtime.block_on(run(arguments));
     // A client that is still connecting to somebody is not waited for.
     runtime.shutdown_background();
     match done {
         Ok(()) => ExitCode::SUCCESS,
-        Err(failure) => told(&failure),
+        Err(failure) => told(format, &failure),
     }
 }
 
-fn told(failure: &Failure) -> ExitCode {
+fn told(format: Format, failure: &Failure) -> ExitCode {
+    format.failed(failure);
     eprintln!("oncegate: {}", say::plain(&failure.to_string()));
     failure.exit()
 }

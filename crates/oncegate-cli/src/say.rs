@@ -1,6 +1,7 @@
 //! How things are said: times, tables, and text that came from outside.
 
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
@@ -26,12 +27,24 @@ impl Format {
         line(&text);
         Ok(())
     }
+
+    /// Tells machines of a failure, unless they were told of something already.
+    pub(crate) fn failed(self, failure: &Failure) {
+        if self == Self::Machines && !TOLD.load(Ordering::Relaxed) {
+            line(&serde_json::json!({ "failed": failure.to_string(), "code": failure.code as u8 }).to_string());
+        }
+    }
 }
 
-/// A line on standard output. Who reads no more of it, as `head` does, is not told more.
+/// Whether something stands on standard output.
+static TOLD: AtomicBool = AtomicBool::new(false);
+
+/// Lines on standard output, without what a terminal would obey. Who reads no more of it, as `head` does, is not told more.
 pub(crate) fn line(text: &str) {
     use std::io::Write;
-    let _ = writeln!(std::io::stdout().lock(), "{}", text.trim_end());
+    TOLD.store(true, Ordering::Relaxed);
+    let shown = |letter: char| if letter.is_control() && letter != '\n' { '\u{fffd}' } else { letter };
+    let _ = writeln!(std::io::stdout().lock(), "{}", text.trim_end().chars().map(shown).collect::<String>());
 }
 
 /// Milliseconds since 1970, by this machine's clock.

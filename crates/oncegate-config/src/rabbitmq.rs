@@ -24,6 +24,7 @@ impl Config {
         }
         set! {
             url: self.text("rabbitmq.url"),
+            ca_certificate: self.text("rabbitmq.ca-certificate"),
             dead_letters: self.text("rabbitmq.dead-letters"),
             in_doubt: self.text("rabbitmq.in-doubt"),
             // It is not larger than it may be: that was checked.

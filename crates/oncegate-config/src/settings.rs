@@ -171,6 +171,12 @@ pub const SETTINGS: &[Setting] = &[
         &["published", "by-queue"],
         "how what is rejected reaches the dead letters: published (the default) or by-queue",
     ),
+    choice(
+        "rabbitmq.delivery-counts",
+        &["refused", "accepted"],
+        "whether an operator looks at letters though the broker counts it: refused (the default) from ten looks on, or accepted",
+    ),
+    text("rabbitmq.ca-certificate", "an authority that is trusted over TLS beside the system's (PEM)"),
     text("admin.listen", "where a consumer answers /live, /ready, /status and /metrics, such as 127.0.0.1:9623; nowhere by default"),
     text("log.filter", "what a consumer logs, as RUST_LOG says it, which wins; info by default"),
     text("audit.file", "a file for the audit, instead of the stream `<prefix>!audit` on the store"),

@@ -1,11 +1,14 @@
 //! What all of it comes to.
 
+use oncegate::Guarantee;
+use oncegate::source::headers;
 use serde::Serialize;
 
 use super::Known;
-use crate::audit::Stage;
-use crate::letters::{Letter, State as LetterState};
+use crate::audit::{Deed, Entry, Stage};
+use crate::letters::{Letter, State as LetterState, judge};
 use crate::marker::told::State;
+use crate::say::{ms, now_ms};
 
 /// The answer in one word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -33,10 +36,16 @@ pub(crate) enum Verdict {
 }
 
 impl Verdict {
-    pub(crate) fn word(self) -> &'static str {
+    pub(crate) fn word(self, guarantee: Guarantee) -> &'static str {
+        match (self, guarantee) {
+            (Self::Handled, Guarantee::AtMostOnce) => return "handled, once",
+            (Self::HandledWithDuplicates, Guarantee::AtMostOnce) => return "handled once; there were duplicates",
+            _ => {}
+        }
         match self {
-            Self::Handled => "handled, once",
-            Self::HandledWithDuplicates => "handled once; there were duplicates",
+            // A run that a crash cut off may have had its effect, too.
+            Self::Handled => "handled",
+            Self::HandledWithDuplicates => "handled; there were duplicates",
             Self::InProgress => "being handled",
             Self::LeftByItsHolder => "left by its holder",
             Self::InDoubt => "in doubt",
@@ -56,7 +65,8 @@ pub(crate) fn of(known: &Known) -> (Verdict, String) {
         let says = "The store could not be asked, and it alone knows what was handled. What else was found stands below.";
         return (Verdict::NotSeen, says.into());
     };
-    let waits = |letters: &[Letter]| letters.iter().find(|letter| letter.state == LetterState::Waiting).cloned();
+    // What came from elsewhere is another consumer's.
+    let waits = |letters: &[Letter]| letters.iter().find(|letter| letter.state.waits() && letter.elsewhere.is_none()).cloned();
     let (dead, doubt) = (waits(&known.dead_letters), waits(&known.in_doubt));
     let (verdict, mut says) = match marker.state {
         State::Done => handled(known, dead.as_ref(), doubt.as_ref()),
@@ -65,11 +75,11 @@ pub(crate) fn of(known: &Known) -> (Verdict, String) {
             "A consumer holds it at this moment. Every other message with this id waits until that has ended; none is accepted before."
                 .into(),
         ),
-        State::Lapsed => (Verdict::LeftByItsHolder, marker.says.clone()),
+        State::Lapsed => (Verdict::LeftByItsHolder, lapsed(&marker.says, dead.as_ref())),
         State::InDoubt => (Verdict::InDoubt, in_doubt(doubt.as_ref())),
         State::Unreadable => (Verdict::NotSeen, marker.says.clone()),
         State::Rejected | State::Absent | State::Cleared => match (dead, doubt) {
-            (Some(letter), _) => (Verdict::DeadLettered, dead_lettered(&letter, marker.state)),
+            (Some(letter), _) => (Verdict::DeadLettered, dead_lettered(known, &letter, marker.state)),
             (None, Some(letter)) => (Verdict::InDoubt, in_doubt(Some(&letter))),
             (None, None) => without_letters(known, marker.state),
         },
@@ -80,16 +90,49 @@ pub(crate) fn of(known: &Known) -> (Verdict, String) {
     (verdict, says)
 }
 
+/// How far the clock of the operator's machine and the store's may be apart.
+const CLOCKS: u64 = 60_000;
+
+/// What people did about it last, if it was done.
+fn last(known: &Known) -> Option<(&Entry, Deed)> {
+    let mut done = known.acts.iter().filter(|act| act.stage == Stage::Done).map(|act| (act, act.deed()));
+    done.rfind(|(_, deed)| *deed != Deed::Other)
+}
+
+/// Whether an act is so long ago that a record of what came after it may be gone.
+fn is_past(act: &Entry, known: &Known) -> bool {
+    now_ms().saturating_sub(act.at_ms) >= ms(known.window)
+}
+
+/// The act by which it counts as handled, unless the record was written later, by a consumer.
+fn by_a_person(known: &Known) -> Option<&Entry> {
+    let written = known.marker.as_ref().and_then(|marker| marker.written_at_ms);
+    let (act, deed) = last(known)?;
+    (deed == Deed::Completed && written.is_none_or(|written| written <= act.at_ms.saturating_add(CLOCKS))).then_some(act)
+}
+
+/// The messages of the topic that were not set aside.
+fn copies(known: &Known) -> Option<usize> {
+    let aside: Vec<&str> = known.dead_letters.iter().chain(&known.in_doubt).filter_map(|letter| letter.header(headers::ORIGIN)).collect();
+    let copies = known.copies.as_ref()?.iter();
+    // A place has its broker before it.
+    Some(copies.filter(|copy| !aside.iter().any(|origin| copy.split_once(' ').is_some_and(|(_, place)| place == *origin))).count())
+}
+
 fn handled(known: &Known, dead: Option<&Letter>, doubt: Option<&Letter>) -> (Verdict, String) {
-    let copies = known.copies.as_ref().map_or(0, Vec::len);
-    let by_a_person = known.acts.iter().rev().find(|act| act.stage == Stage::Done && act.after.starts_with("done"));
-    let mut says = match by_a_person {
+    let copies = copies(known).unwrap_or(0);
+    let mut says = match by_a_person(known) {
         Some(act) => format!("It counts as handled: {} said so on {} (`{}`).", act.who, act.at, act.what),
         None => "It was handled, and that was recorded.".to_owned(),
     };
+    if known.guarantee != Guarantee::AtMostOnce {
+        says.push_str(
+            " Before that it may have been run more than once, if a run was cut off: this consumer does not promise at most once.",
+        );
+    }
     says.push_str(" Not twice, because every further message with this id finds the record, and is accepted without a run, for as long as the record stands.");
     match (copies, dead.map(Letter::reason)) {
-        (2.., _) => says.push_str(&format!(" The topic holds {copies} messages with this id: one was handled, the others were duplicates.")),
+        (2.., _) => says.push_str(&format!(" The topic holds {copies} messages with this id that were not set aside: one was handled, the others are duplicates.")),
         (_, Some("conflict")) => {}
         _ if known.copies.is_none() => says.push_str(" A duplicate leaves no trace of its own in the store; the counter `oncegate_deliveries_total{outcome=\"duplicate\"}` counts them."),
         _ => {}
@@ -129,7 +172,19 @@ fn in_doubt(letter: Option<&Letter>) -> String {
     }
 }
 
-fn dead_lettered(letter: &Letter, state: State) -> String {
+fn lapsed(marker: &str, dead: Option<&Letter>) -> String {
+    match dead {
+        None => marker.to_owned(),
+        // The broker itself may have set it aside, after so many crashes.
+        Some(letter) => format!(
+            "{marker} Where no delivery is left, its message stands in {}: `oncegate dead-letters redrive` sends it back through the gate, which \
+             goes on from there.",
+            letter.place
+        ),
+    }
+}
+
+fn dead_lettered(known: &Known, letter: &Letter, state: State) -> String {
     let why = match letter.reason() {
         "missing-id" => "it bears no id",
         "unreadable" => "its body cannot be read",
@@ -141,22 +196,56 @@ fn dead_lettered(letter: &Letter, state: State) -> String {
         "set-aside-by-the-broker" => "the broker itself gave it up, as at its delivery limit",
         _ => "nobody says why",
     };
-    let last = letter.header(oncegate::source::headers::LAST_ERROR).map(|error| format!(" The last error: {error}.")).unwrap_or_default();
-    let again = match state {
-        State::Rejected => "A message with this id is not run until it is redriven",
-        _ => "Another message with this id would be run",
-    };
-    format!("It was not handled: {why}.{last} It stands in {}. {again}; `oncegate dead-letters redrive` sends it back.", letter.place)
+    let error = letter.header(headers::LAST_ERROR).map(|error| format!(" The last error: {error}.")).unwrap_or_default();
+    let stands = format!("It was not handled: {why}.{error} It stands in {}.", letter.place);
+    if state == State::Rejected {
+        return format!("{stands} A message with this id is not run until it is redriven; `oncegate dead-letters redrive` sends it back.");
+    }
+    let mut says = stands;
+    if letter.state == LetterState::Begun {
+        says.push_str(" A command that was cut off may have sent a copy of it back.");
+    }
+    if state == State::Absent && judge::may_be_forgotten(letter, known.window) {
+        says.push_str(&format!(
+            " That was longer ago than the window of {}: whether another message with its id was handled before or since is not known any more. \
+             Find out; `oncegate dead-letters redrive` says what it takes to send it.",
+            known.window_told
+        ));
+    } else {
+        says.push_str(" Another message with this id would be run; `oncegate dead-letters redrive` sends it back.");
+    }
+    says
 }
 
 fn without_letters(known: &Known, state: State) -> (Verdict, String) {
-    let done = |what: &str| known.acts.iter().rev().find(|act| act.stage == Stage::Done && act.what == what);
-    if let Some(act) = done("dead-letters drop").filter(|_| done("dead-letters redrive").is_none()) {
-        return (Verdict::Dropped, format!("It was not handled. {} dropped it from the dead letters on {}.", act.who, act.at));
-    }
-    let sent_back = known.acts.iter().rev().find(|act| act.stage == Stage::Done && act.after.starts_with("sent to"));
-    if let Some(act) = sent_back.filter(|_| state != State::Rejected) {
-        return (Verdict::SentBack, format!("{} sent it back on {}; no consumer has taken it since.", act.who, act.at));
+    let last = last(known);
+    // A marker that says that nothing counts is known; one that is not there says so for the length of the window alone.
+    let is_known = |act: &Entry| state != State::Absent || !is_past(act, known);
+    let gone = || {
+        format!(
+            " Whether a message with this id was handled since is unknown: that is longer ago than the window of {}, and a record would be gone. \
+             Ask whoever was to see the effect before it is sent again.",
+            known.window_told
+        )
+    };
+    match (last, state) {
+        (Some((act, Deed::Dropped)), _) if is_known(act) => {
+            return (Verdict::Dropped, format!("It was not handled. {} dropped it from the dead letters on {}.", act.who, act.at));
+        }
+        (Some((act, Deed::Dropped)), _) => {
+            return (Verdict::Unknown, format!("{} dropped it from the dead letters on {}.{}", act.who, act.at, gone()));
+        }
+        (Some((act, Deed::SentBack)), State::Absent | State::Cleared) => {
+            let sent = format!("{} sent it back on {}", act.who, act.at);
+            return match is_known(act) {
+                true => (Verdict::SentBack, format!("{sent}; it was not handled since.")),
+                false => (Verdict::Unknown, format!("{sent}.{}", gone())),
+            };
+        }
+        (Some((act, Deed::Completed)), State::Absent) => {
+            return (Verdict::Unknown, format!("{} said on {} that it counts as handled.{}", act.who, act.at, gone()));
+        }
+        _ => {}
     }
     match state {
         State::Rejected => (
@@ -170,8 +259,9 @@ fn without_letters(known: &Known, state: State) -> (Verdict, String) {
             "An attempt has failed, and nothing of it counts. Its message is still at the broker, and will be run again.".into(),
         ),
         _ => {
-            let forgotten = done("marker forget")
-                .map(|act| format!("{} had it forgotten on {}; before, it was {}. ", act.who, act.at, act.before))
+            let forgotten = last
+                .filter(|(_, deed)| *deed == Deed::Forgotten)
+                .map(|(act, _)| format!("{} had it forgotten on {}; before, it was {}. ", act.who, act.at, act.before))
                 .unwrap_or_default();
             let says = format!(
                 "{forgotten}Nothing is known of this id. Either no message with it was ever taken, or a first attempt failed and had done \

@@ -5,6 +5,7 @@ use std::time::Duration;
 use clap::Args;
 use serde::Serialize;
 
+use super::filter::ageless;
 use super::{Letter, Reader};
 use crate::Context;
 use crate::failure::{Code, Failure};
@@ -30,7 +31,7 @@ pub(crate) struct Pace {
     /// All that wait, where nothing else chooses among them.
     #[arg(long)]
     pub(crate) all: bool,
-    /// The most to do.
+    /// The most to do; what is left where it is does not count.
     #[arg(long)]
     pub(crate) limit: Option<usize>,
     /// The most a second.
@@ -39,9 +40,9 @@ pub(crate) struct Pace {
 }
 
 impl Pace {
-    /// Waits for the turn of the next.
-    pub(crate) fn turns(&self) -> Turns {
-        Turns(self.rate.map(|rate| {
+    /// Waits for the turn of the next; what only shows itself need not.
+    pub(crate) fn turns(&self, doing: &Doing) -> Turns {
+        Turns(self.rate.filter(|_| doing.yes).map(|rate| {
             let mut turns = tokio::time::interval(Duration::from_secs(1) / rate);
             turns.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
             turns
@@ -84,6 +85,10 @@ pub(crate) struct Report {
     rows: Vec<Row>,
     done: usize,
     left: usize,
+    /// How many would have been meant but for their age, which they do not tell.
+    without_age: usize,
+    /// What else is said of the id, for machines.
+    marker: Option<serde_json::Value>,
 }
 
 /// The most letters that are told one by one.
@@ -122,23 +127,49 @@ impl Report {
         self.done + self.left
     }
 
+    /// What is left does not count: it would be left the next time too, and nothing behind it ever be reached.
     pub(crate) fn is_full(&self, pace: &Pace) -> bool {
-        pace.limit.is_some_and(|limit| self.seen() >= limit)
+        pace.limit.is_some_and(|limit| self.done >= limit)
+    }
+
+    pub(crate) fn note_ageless(&mut self) {
+        self.without_age += 1;
+    }
+
+    pub(crate) fn note_marker(&mut self, marker: serde_json::Value) {
+        self.marker = Some(marker);
     }
 
     /// Prints it, and says how the program ends: with what stopped it, if something did.
-    pub(crate) fn finish(self, context: &Context, doing: &Doing, verb: &str, stopped: Option<Failure>) -> Result<(), Failure> {
+    pub(crate) fn finish(self, context: &Context, doing: &Doing, act: Acting, stopped: Option<Failure>) -> Result<(), Failure> {
         let mut table = Table::new(&["where", "id", "reason", "what"]);
         for row in &self.rows {
             table.row([row.place.clone(), row.id.clone().unwrap_or_else(|| "-".into()), row.reason.clone(), row.says.clone()]);
         }
-        let (did, would) = if doing.yes { ("", "") } else { ("would be ", "would be ") };
-        let summary = format!("{} {did}{verb}, {} {would}left where they are.", self.done, self.left);
+        let (seen, told) = (self.seen(), self.rows.len());
+        let cut = if told < seen { format!("The first {told} of {seen} are told.\n") } else { String::new() };
+        let (verb, would) = (act.verb, if doing.yes { "" } else { "would be " });
+        let ageless = ageless(self.without_age);
+        let summary = format!("{cut}{} {would}{verb}, {} {would}left where they are.{ageless}", self.done, self.left);
+        self.print(context, doing, act, stopped.as_ref(), format!("{table}{summary}"))?;
+        self.end(doing, stopped)
+    }
+
+    /// The same, where there were no letters, and this is what people are told.
+    pub(crate) fn finish_with(self, context: &Context, doing: &Doing, act: Acting, told: &str) -> Result<(), Failure> {
+        self.print(context, doing, act, None, told.to_owned())?;
+        self.end(doing, None)
+    }
+
+    fn print(&self, context: &Context, doing: &Doing, act: Acting, stopped: Option<&Failure>, people: String) -> Result<(), Failure> {
         let machines = serde_json::json!({
-            "did": doing.yes, verb: self.done, "left": self.left, "letters": self.rows,
-            "stopped": stopped.as_ref().map(ToString::to_string),
+            "act": act.name, "did": doing.yes, "done": self.done, "left": self.left, "without_age": self.without_age,
+            "marker": self.marker, "letters": self.rows, "all": self.rows.len() == self.seen(), "stopped": stopped.map(ToString::to_string),
         });
-        context.format.print(&machines, format!("{table}{summary}"))?;
+        context.format.print(&machines, people)
+    }
+
+    fn end(&self, doing: &Doing, stopped: Option<Failure>) -> Result<(), Failure> {
         match stopped {
             Some(failure) => Err(failure),
             None if doing.dry_run => Ok(()),
@@ -147,6 +178,13 @@ impl Report {
             None => Ok(()),
         }
     }
+}
+
+/// What is done, as the audit and machines have it, and in a sentence.
+#[derive(Clone, Copy)]
+pub(crate) struct Acting {
+    pub(crate) name: &'static str,
+    pub(crate) verb: &'static str,
 }
 
 /// Whether it concerns one letter alone, so that the next may be tried.

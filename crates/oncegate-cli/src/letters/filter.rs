@@ -2,7 +2,7 @@
 
 use clap::Args;
 
-use super::{Broker, Letter, State};
+use super::{Broker, Letter};
 use crate::Context;
 use crate::config::{self, Span};
 use crate::failure::Failure;
@@ -17,7 +17,8 @@ pub(crate) struct Filter {
     /// Those set aside for this reason, such as refused, attempts-spent or conflict. May be said several times.
     #[arg(long = "reason", value_name = "REASON")]
     reasons: Vec<String>,
-    /// Those that were sent longer ago than this, such as 2h. What does not say when it was sent is not among them.
+    /// Those that were sent longer ago than this, such as 2h; where that is not known, that were set aside longer ago. What
+    /// tells neither is left out, and counted.
     #[arg(long, value_name = "TIME")]
     older_than: Option<Span>,
     /// Those that were sent within this time.
@@ -44,16 +45,39 @@ impl Filter {
         Self { id: Some(id.to_owned()), broker, ..Self::default() }.checked(context)
     }
 
-    pub(crate) fn takes(&self, letter: &Letter) -> bool {
-        let age = letter.age_from_ms().map(|from| now_ms().saturating_sub(from));
-        self.id.as_deref().is_none_or(|id| letter.id() == Some(id))
-            && (self.reasons.is_empty() || self.reasons.iter().any(|reason| letter.reason() == reason))
-            && self.older_than.is_none_or(|than| age.is_some_and(|age| age > ms(than.0)))
-            && self.younger_than.is_none_or(|than| age.is_some_and(|age| age <= ms(than.0)))
+    /// Whether a letter is meant.
+    pub(crate) fn judge(&self, letter: &Letter) -> Meant {
+        let others = self.id.as_deref().is_none_or(|id| letter.id() == Some(id))
+            && (self.reasons.is_empty() || self.reasons.iter().any(|reason| letter.reason() == reason));
+        if !others {
+            return Meant::No;
+        }
+        let asks = self.older_than.is_some() || self.younger_than.is_some();
+        let Some(age) = letter.age_from_ms().map(|from| now_ms().saturating_sub(from)) else {
+            return if asks { Meant::Ageless } else { Meant::Yes };
+        };
+        let is = self.older_than.is_none_or(|than| age > ms(than.0)) && self.younger_than.is_none_or(|than| age <= ms(than.0));
+        if is { Meant::Yes } else { Meant::No }
     }
 
-    /// The same, of those about which nothing was done yet.
-    pub(crate) fn takes_waiting(&self, letter: &Letter) -> bool {
-        letter.state == State::Waiting && self.takes(letter)
+    pub(crate) fn takes(&self, letter: &Letter) -> bool {
+        self.judge(letter) == Meant::Yes
+    }
+}
+
+/// Whether a letter is meant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Meant {
+    Yes,
+    No,
+    /// It would be but for its age, which it does not tell.
+    Ageless,
+}
+
+/// What is said of those that do not tell their age.
+pub(crate) fn ageless(count: usize) -> String {
+    match count {
+        0 => String::new(),
+        _ => format!("\n{count} more do not tell their age, and were left out."),
     }
 }

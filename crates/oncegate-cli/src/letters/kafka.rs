@@ -13,7 +13,7 @@ use rdkafka::producer::{FutureProducer, FutureRecord};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 use tokio::sync::mpsc;
 
-use super::{Broker, Done, Letter, Shelf, State, begins_without};
+use super::{Begins, Broker, Done, Letter, Shelf, State, Unsent, begins_without};
 use crate::Context;
 use crate::audit::Place;
 use crate::config::Config;
@@ -104,31 +104,37 @@ impl Reader {
         let total = told_of.await.map_err(|_| Failure::server("Kafka: the reader ended"))??;
         let mut producer = client(config)?;
         producer.set("enable.idempotence", "true").set("acks", "all").set("linger.ms", "0").set("message.timeout.ms", "30000");
+        // Which size is too large is for the broker to say; this is the most that librdkafka allows.
+        producer.set("message.max.bytes", "1000000000");
         Ok(Self { total, target: topic(config)?, letters, producer, publisher: None, done })
     }
 
     pub(crate) async fn next(&mut self) -> Result<Option<Letter>, Failure> {
         let Some(letter) = self.letters.recv().await else { return Ok(None) };
         let mut letter = letter?;
-        letter.state = self.done.state(&letter.place);
+        letter.state = self.done.state(&letter);
+        letter.elsewhere = letter.header(headers::ORIGIN).map(topic_of).filter(|name| *name != self.target).map(str::to_owned);
         Ok(Some(letter))
     }
 
-    pub(crate) async fn publish(&mut self, letter: &Letter) -> Result<(), Failure> {
-        if self.publisher.is_none() {
-            self.publisher = Some(self.producer.create()?);
-        }
-        let Some(publisher) = &self.publisher else { return Err(Failure::server("Kafka: no producer")) };
+    pub(crate) async fn publish(&mut self, letter: &Letter, begins: Begins) -> Result<(), Unsent> {
+        let publisher = match &self.publisher {
+            Some(publisher) => publisher,
+            None => self.publisher.insert(self.producer.create().map_err(|error: KafkaError| Unsent::Refused(error.into()))?),
+        };
         let mut written = OwnedHeaders::new();
         for (name, value) in letter.raw_headers.iter().filter(|(name, _)| !begins_without(name)) {
             written = written.insert(Header { key: name, value: value.as_ref() });
+        }
+        if let Some(first_seen) = begins.first_seen() {
+            written = written.insert(Header { key: headers::FIRST_SEEN, value: Some(&first_seen) });
         }
         // Where it was, so that what has its key is in the same partition, whichever way its producer chose one.
         let partition = letter.header(headers::ORIGIN).and_then(|origin| partition_of(origin, &self.target));
         let record = |partition| FutureRecord::<[u8], [u8]> {
             topic: &self.target,
             partition,
-            payload: Some(&letter.body),
+            payload: letter.body.as_deref(),
             key: letter.key.as_deref(),
             timestamp: None,
             headers: Some(written.clone()),
@@ -140,15 +146,43 @@ impl Reader {
             }
             sent => sent,
         };
-        sent.map(drop).map_err(|(error, _)| Failure::server(format!("Kafka: {} does not take the copy: {error}", self.target)))
+        sent.map(drop).map_err(|(error, _)| unsent(&error, &self.target))
     }
 }
 
-/// Whether all of the message is there.
+/// What an error says of a copy.
+fn unsent(error: &KafkaError, target: &str) -> Unsent {
+    use RDKafkaErrorCode::{
+        InvalidTopic, MessageSizeTooLarge, PolicyViolation, QueueFull, TopicAuthorizationFailed, UnknownPartition, UnknownTopic,
+        UnknownTopicOrPartition,
+    };
+    let says = format!("Kafka: {target} does not take the copy: {error}");
+    match error {
+        // The next one may be smaller.
+        KafkaError::MessageProduction(MessageSizeTooLarge) => Unsent::Refused(Failure::not_all(format!("left: {says}"))),
+        KafkaError::MessageProduction(
+            InvalidTopic
+            | PolicyViolation
+            | QueueFull
+            | TopicAuthorizationFailed
+            | UnknownPartition
+            | UnknownTopic
+            | UnknownTopicOrPartition,
+        ) => Unsent::Refused(Failure::server(says)),
+        _ => Unsent::Unknown(Failure::server(says)),
+    }
+}
+
+/// The topic in `topic/partition/offset`.
+fn topic_of(origin: &str) -> &str {
+    origin.rsplitn(3, '/').nth(2).unwrap_or(origin)
+}
+
+/// Whether the body of the message is there.
 ///
 /// # Errors
 /// It says where the whole one stands.
-pub(crate) fn is_whole(letter: &Letter) -> Result<(), Failure> {
+pub(crate) fn has_its_body(letter: &Letter) -> Result<(), Failure> {
     match letter.header(BODY_OMITTED) {
         None => Ok(()),
         Some(bytes) => Err(Failure::not_all(format!(
@@ -242,7 +276,7 @@ fn read(
 }
 
 fn letter(message: &BorrowedMessage<'_>, ids: Option<&IdSource>) -> Letter {
-    let mut raw_headers = Vec::new();
+    let (mut raw_headers, mut unnamed) = (Vec::new(), 0);
     if let Some(headers) = message.headers() {
         // A name that is not UTF-8 makes the iterator panic.
         for at in 0..headers.count() {
@@ -250,7 +284,10 @@ fn letter(message: &BorrowedMessage<'_>, ids: Option<&IdSource>) -> Letter {
                 let header = headers.get(at);
                 (header.key.to_owned(), header.value.map(<[u8]>::to_vec))
             }));
-            raw_headers.extend(read.ok());
+            match read {
+                Ok(header) => raw_headers.push(header),
+                Err(_) => unnamed += 1,
+            }
         }
     }
     let text = |value: &Option<Vec<u8>>| String::from_utf8_lossy(value.as_deref().unwrap_or_default()).into_owned();
@@ -266,8 +303,11 @@ fn letter(message: &BorrowedMessage<'_>, ids: Option<&IdSource>) -> Letter {
         state: State::Waiting,
         headers: raw_headers.iter().map(|(name, value)| (name.clone(), text(value))).collect(),
         key: message.key().map(<[u8]>::to_vec),
-        body: message.payload().unwrap_or_default().to_vec(),
-        at_ms: written_ms,
+        body: message.payload().map(<[u8]>::to_vec),
+        sent_ms: None,
+        set_aside_ms: written_ms,
+        elsewhere: None,
+        lacks: (unnamed > 0).then(|| format!("{unnamed} of its headers have names that are no text")),
         delivery: None,
         raw_headers,
         read_id: None,
@@ -278,7 +318,7 @@ fn letter(message: &BorrowedMessage<'_>, ids: Option<&IdSource>) -> Letter {
 
 /// As a consumer would read it.
 fn as_message(letter: &Letter) -> oncegate::Message {
-    let mut message = oncegate::Message::new(letter.body.clone());
+    let mut message = oncegate::Message::new(letter.bytes().to_vec());
     for (name, value) in &letter.raw_headers {
         message = message.with_header(name, value.clone().unwrap_or_default());
     }

@@ -3,11 +3,11 @@
 use clap::Args;
 use serde::Serialize;
 
-use super::filter::Filter;
+use super::filter::{Filter, Meant, ageless};
 use super::rabbitmq::Counts;
-use super::{Broker, Done, Letter, Reader, Shelf, State, View};
+use super::{Broker, Done, Letter, Reader, Shelf, View};
 use crate::Context;
-use crate::audit::Audit;
+use crate::audit::{Audit, Entry};
 use crate::failure::Failure;
 use crate::say::{Table, plain, span};
 
@@ -54,12 +54,23 @@ impl Looking {
     }
 }
 
+/// Why letters are read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Why {
+    Looking,
+    Acting,
+}
+
+async fn acts(context: &Context) -> Result<Vec<Entry>, Failure> {
+    if Audit::has_place(context)? { Audit::of(context)?.acts().await } else { Ok(Vec::new()) }
+}
+
 /// Opens a destination, with what the audit knows of it.
-pub(crate) async fn open(context: &Context, broker: Broker, shelf: Shelf, counts: Counts) -> Result<Reader, Failure> {
-    // On RabbitMQ a letter that was dealt with is gone.
-    let acts = match broker {
-        Broker::Kafka if Audit::has_place(context)? => Audit::of(context)?.acts().await?,
-        _ => Vec::new(),
+pub(crate) async fn open(context: &Context, broker: Broker, shelf: Shelf, counts: Counts, why: Why) -> Result<Reader, Failure> {
+    let acts = match (acts(context).await, broker, why) {
+        // There it knows of what was cut off alone, and without it the letters are still to be seen.
+        (Err(_), Broker::Rabbitmq, Why::Looking) => Vec::new(),
+        (acts, ..) => acts?,
     };
     Reader::open(context, broker, shelf, Done::of(&acts), counts).await
 }
@@ -81,7 +92,7 @@ pub(crate) async fn gather(
     limit: usize,
     mut takes: impl FnMut(&Letter) -> bool,
 ) -> Result<(Vec<Letter>, bool), Failure> {
-    let mut reader = open(context, broker, shelf, counts).await?;
+    let mut reader = open(context, broker, shelf, counts, Why::Looking).await?;
     let bar = bar(&reader, "looked at");
     let (mut found, mut more) = (Vec::new(), false);
     while let Some(letter) = reader.next().await? {
@@ -102,17 +113,25 @@ pub(crate) async fn gather(
 
 pub(crate) async fn list(context: &Context, shelf: Shelf, list: List) -> Result<(), Failure> {
     let filter = list.filter.checked(context)?;
-    let (mut letters, mut more) = (Vec::new(), false);
+    let (mut letters, mut more, mut without_age) = (Vec::new(), false, 0);
     for broker in Broker::configured(context, filter.broker)? {
-        let takes = |letter: &Letter| if list.everything { filter.takes(letter) } else { filter.takes_waiting(letter) };
-        let (found, rest) = gather(context, shelf, broker, list.looking.counts(), list.limit, takes).await?;
+        let takes = |letter: &Letter| {
+            if !list.everything && !letter.state.waits() {
+                return false;
+            }
+            let meant = filter.judge(letter);
+            without_age += usize::from(meant == Meant::Ageless);
+            meant == Meant::Yes
+        };
+        let left = list.limit - letters.len();
+        let (found, rest) = gather(context, shelf, broker, list.looking.counts(), left, takes).await?;
         letters.extend(found);
         more |= rest;
     }
     let views: Vec<View<'_>> = letters.iter().map(Letter::view).collect();
     let rest = if more { "\nThere are more: raise --limit." } else { "" };
-    let machines = serde_json::json!({ "letters": views, "all": !more });
-    context.format.print(&machines, format!("{}{} shown.{rest}", table(&letters), letters.len()))
+    let machines = serde_json::json!({ "letters": views, "all": !more, "without_age": without_age });
+    context.format.print(&machines, format!("{}{} shown.{rest}{}", table(&letters), letters.len(), ageless(without_age)))
 }
 
 pub(crate) fn table(letters: &[Letter]) -> Table {
@@ -149,7 +168,7 @@ pub(crate) async fn show(context: &Context, shelf: Shelf, show: Show) -> Result<
     for broker in Broker::configured(context, show.broker)? {
         letters.extend(gather(context, shelf, broker, show.looking.counts(), usize::MAX, |letter| filter.takes(letter)).await?.0);
     }
-    let body = |letter: &Letter| show.body.then(|| String::from_utf8_lossy(&letter.body).into_owned());
+    let body = |letter: &Letter| show.body.then(|| String::from_utf8_lossy(letter.bytes()).into_owned());
     let whole: Vec<Whole<'_>> =
         letters.iter().map(|letter| Whole { view: letter.view(), headers: &letter.headers, body: body(letter) }).collect();
     let mut text = String::new();
@@ -162,13 +181,13 @@ pub(crate) async fn show(context: &Context, shelf: Shelf, show: Show) -> Result<
         for (name, value) in &letter.headers {
             text.push_str(&format!("  {}: {}\n", plain(name), plain(value)));
         }
-        text.push_str(&format!("  {} bytes of body\n", letter.body.len()));
+        text.push_str(&format!("  {} bytes of body\n", letter.bytes().len()));
         if let Some(body) = body(letter) {
             text.push_str(&format!("  {}\n", plain(&body)));
         }
     }
     context.format.print(&whole, &text)?;
-    let waiting = letters.iter().any(|letter| letter.state == State::Waiting);
+    let waiting = letters.iter().any(|letter| letter.state.waits());
     if letters.is_empty() {
         return Err(Failure::not_all(format!("{}: no message with this id stands there", filter.id.unwrap_or_default())));
     }

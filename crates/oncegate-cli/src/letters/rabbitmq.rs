@@ -14,8 +14,9 @@ use lapin::tcp::OwnedTLSConfig;
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Channel, Connection, ConnectionProperties, ErrorKind};
 use oncegate::IdSource;
+use oncegate::source::headers;
 
-use super::{Broker, Letter, Shelf, State, begins_without};
+use super::{Begins, Broker, Done, Letter, Shelf, State, Unsent, begins_without};
 use crate::Context;
 use crate::audit::Place;
 use crate::config::Config;
@@ -24,6 +25,15 @@ use crate::say::now_ms;
 
 /// The routing key that a message had before it was copied.
 pub(crate) const ROUTING_KEY: &str = "oncegate-routing-key";
+
+/// When a message was set aside, in milliseconds since 1970.
+const SET_ASIDE_AT: &str = "oncegate-set-aside-at";
+
+/// Headers that were too large for the copy that was set aside.
+const DROPPED_HEADERS: &str = "oncegate-dropped-headers";
+
+/// So many times a message may have been given back until nobody looks at it without a word: RabbitMQ's own limit is 20.
+const MANY_LOOKS: i64 = 10;
 
 /// How long connecting, and one answer, may take.
 const PATIENCE: Duration = Duration::from_secs(15);
@@ -61,7 +71,12 @@ pub(crate) async fn connect(config: &Config) -> Result<Connection, Failure> {
     let url = config.text("rabbitmq.url").ok_or_else(|| Failure::usage("no RabbitMQ: set rabbitmq.url, or ONCEGATE_RABBITMQ_URL"))?;
     let shown = crate::show_config::without_password(url);
     let properties = ConnectionProperties::default().with_connection_name("oncegate-cli".into());
-    let connecting = Connection::connect_with_config(url, properties, OwnedTLSConfig::default(), lapin::runtime::default_runtime()?);
+    let mut tls = OwnedTLSConfig::default();
+    if let Some(path) = config.text("rabbitmq.ca-certificate") {
+        let read = std::fs::read_to_string(path);
+        tls.cert_chain = Some(read.map_err(|error| Failure::usage(format!("rabbitmq.ca-certificate: {path}: {error}")))?);
+    }
+    let connecting = Connection::connect_with_config(url, properties, tls, lapin::runtime::default_runtime()?);
     match tokio::time::timeout(PATIENCE, connecting).await {
         Ok(Ok(connection)) => Ok(connection),
         Ok(Err(error)) => Err(Failure::server(format!("RabbitMQ at {shown}: {error}"))),
@@ -140,11 +155,15 @@ pub(crate) struct Reader {
     taken: u64,
     acknowledged: AtomicU64,
     ids: Option<IdSource>,
+    done: Done,
+    counts: Counts,
 }
 
 impl Reader {
-    pub(crate) async fn open(context: &Context, shelf: Shelf, counts: Counts) -> Result<Self, Failure> {
+    pub(crate) async fn open(context: &Context, shelf: Shelf, done: Done, counts: Counts) -> Result<Self, Failure> {
         let config = &context.config;
+        let is_accepted = config.text("rabbitmq.delivery-counts") == Some("accepted");
+        let counts = if is_accepted { Counts::Accepted } else { counts };
         let (name, target) = (destination(config, shelf)?, queue(config)?);
         let connection = connect(config).await?;
         match (kind(&connection, &name).await?, counts) {
@@ -169,6 +188,8 @@ impl Reader {
             taken: 0,
             acknowledged: AtomicU64::new(0),
             ids: config.id_source()?,
+            done,
+            counts,
         })
     }
 
@@ -182,45 +203,86 @@ impl Reader {
         let delivery = message.delivery;
         let table = delivery.properties.headers().clone().unwrap_or_default();
         let headers: Vec<(String, String)> = table.inner().iter().map(|(name, value)| (name.to_string(), text(value))).collect();
-        let at_ms = delivery.properties.timestamp().map(|seconds| seconds.saturating_mul(1_000));
+        self.far_from_a_limit(&table)?;
+        let death = Death::of(&table);
+        let set_aside = headers.iter().find(|(name, _)| name == SET_ASIDE_AT).and_then(|(_, at)| at.parse().ok());
+        let set_aside_ms = set_aside.or(death.as_ref().and_then(|death| death.at_ms));
+        let origin =
+            headers.iter().find(|(name, _)| name == headers::ORIGIN).map(|(_, name)| name.clone()).or(death.and_then(|it| it.queue));
+        let dropped = headers.iter().find(|(name, _)| name == DROPPED_HEADERS).map(|(_, names)| names.clone());
         let key =
             headers.iter().find(|(name, _)| name == ROUTING_KEY).map_or_else(|| delivery.routing_key.to_string(), |(_, key)| key.clone());
         let mut letter = Letter {
-            place: Place { broker: Broker::Rabbitmq.name().to_owned(), name: self.name.clone(), ..Place::default() },
+            place: Place {
+                broker: Broker::Rabbitmq.name().to_owned(),
+                name: self.name.clone(),
+                written_ms: set_aside_ms,
+                ..Place::default()
+            },
             state: State::Waiting,
             headers,
             key: Some(key.into_bytes()),
-            body: delivery.data,
-            at_ms,
+            body: Some(delivery.data),
+            sent_ms: delivery.properties.timestamp().map(|seconds| seconds.saturating_mul(1_000)),
+            set_aside_ms,
+            elsewhere: origin.filter(|name| *name != self.target),
+            lacks: dropped.map(|names| format!("headers of it ({names}) were too large to be set aside")),
             delivery: Some(Box::new(Held { tag: delivery.delivery_tag, properties: delivery.properties })),
             raw_headers: Vec::new(),
             read_id: None,
         };
         letter.read_id = self.ids.as_ref().and_then(|ids| ids.read(&as_message(&letter))).map(|id| id.to_string());
+        letter.state = self.done.state(&letter);
         Ok(Some(letter))
     }
 
-    pub(crate) async fn publish(&mut self, letter: &Letter) -> Result<(), Failure> {
-        if self.publishing.is_none() {
-            let channel = self.connection.create_channel().await?;
-            channel.confirm_select(ConfirmSelectOptions::default()).await?;
-            self.publishing = Some(channel);
+    /// Looking counts, and a policy may set a limit that nobody is told of.
+    fn far_from_a_limit(&self, table: &FieldTable) -> Result<(), Failure> {
+        let count = table.inner().get("x-delivery-count").and_then(AMQPValue::as_long_long_int).unwrap_or(0);
+        if self.counts == Counts::Accepted || count < MANY_LOOKS {
+            return Ok(());
         }
-        let (Some(channel), Some(held)) = (&self.publishing, &letter.delivery) else {
-            return Err(Failure::server("RabbitMQ: no channel to publish on"));
-        };
+        Err(Failure::server(format!(
+            "RabbitMQ: a message in `{}` was given back {count} times. A policy may set a limit beyond which it is dropped, which no client is \
+             told: see `rabbitmqctl list_policies`. If none gives this queue a delivery-limit, say --accept-delivery-counts, or once and for all rabbitmq.delivery-counts = \
+             \"accepted\"",
+            self.name
+        )))
+    }
+
+    /// A channel for copies, with confirmation.
+    async fn publishing(&mut self) -> Result<Channel, Failure> {
+        if let Some(channel) = &self.publishing {
+            return Ok(channel.clone());
+        }
+        let channel = self.connection.create_channel().await?;
+        channel.confirm_select(ConfirmSelectOptions::default()).await?;
+        Ok(self.publishing.insert(channel).clone())
+    }
+
+    pub(crate) async fn publish(&mut self, letter: &Letter, begins: Begins) -> Result<(), Unsent> {
+        let channel = self.publishing().await.map_err(Unsent::Refused)?;
+        let Some(held) = &letter.delivery else { return Err(Unsent::Refused(Failure::server("RabbitMQ: not a delivery"))) };
         let options = BasicPublishOptions { mandatory: true, ..BasicPublishOptions::default() };
-        let published = channel.basic_publish("".into(), self.target.as_str().into(), options, &letter.body, anew(&held.properties));
+        let published =
+            channel.basic_publish("".into(), self.target.as_str().into(), options, letter.bytes(), anew(&held.properties, begins));
         let confirmed = tokio::time::timeout(PATIENCE, async { published.await?.await }).await;
         let target = &self.target;
         match confirmed {
             // What was returned is confirmed too.
             Ok(Ok(answer)) => match answer.is_ack() && answer.take_message().is_none() {
                 true => Ok(()),
-                false => Err(Failure::server(format!("RabbitMQ: the queue `{target}` is not there, or is full: the copy was not taken"))),
+                false => {
+                    let says = format!("RabbitMQ: the queue `{target}` is not there, or is full: the copy was not taken");
+                    Err(Unsent::Refused(Failure::server(says)))
+                }
             },
-            Ok(Err(error)) => Err(Failure::server(format!("RabbitMQ: the copy for `{target}` was not confirmed: {error}"))),
-            Err(_) => Err(Failure::server(format!("RabbitMQ: the copy for `{target}` was not confirmed within {PATIENCE:?}"))),
+            Ok(Err(error)) => {
+                Err(Unsent::Unknown(Failure::server(format!("RabbitMQ: the copy for `{target}` was not confirmed: {error}"))))
+            }
+            Err(_) => {
+                Err(Unsent::Unknown(Failure::server(format!("RabbitMQ: the copy for `{target}` was not confirmed within {PATIENCE:?}"))))
+            }
         }
     }
 
@@ -255,7 +317,7 @@ impl Reader {
 
 /// The properties of a copy that begins anew: persistent, and all of the letter but what would end it early, and what tells
 /// of earlier deliveries.
-fn anew(original: &BasicProperties) -> BasicProperties {
+fn anew(original: &BasicProperties, begins: Begins) -> BasicProperties {
     let mut kept = BasicProperties::default().with_delivery_mode(2);
     macro_rules! keep {
         ($($get:ident $set:ident),*) => { $(if let Some(value) = original.$get() { kept = kept.$set(value.clone()); })* };
@@ -273,7 +335,30 @@ fn anew(original: &BasicProperties) -> BasicProperties {
             table.insert(name.clone(), value.clone());
         }
     }
+    if let Some(first_seen) = begins.first_seen() {
+        table.insert(headers::FIRST_SEEN.into(), AMQPValue::LongString(first_seen.into()));
+    }
     kept.with_headers(table)
+}
+
+/// What the broker itself wrote when it set a message aside.
+struct Death {
+    /// The queue that it lay in.
+    queue: Option<String>,
+    at_ms: Option<u64>,
+}
+
+impl Death {
+    /// The last one: the broker writes it first.
+    fn of(table: &FieldTable) -> Option<Self> {
+        let last = table.inner().get("x-death")?.as_array()?.as_slice().first()?.as_field_table()?;
+        let queue = last.inner().get("queue").map(text);
+        let at_ms = match last.inner().get("time") {
+            Some(AMQPValue::Timestamp(seconds)) => Some(seconds.saturating_mul(1_000)),
+            _ => None,
+        };
+        Some(Self { queue, at_ms })
+    }
 }
 
 fn text(value: &AMQPValue) -> String {
@@ -292,7 +377,7 @@ fn text(value: &AMQPValue) -> String {
 
 /// As a consumer would read it.
 fn as_message(letter: &Letter) -> oncegate::Message {
-    let mut message = oncegate::Message::new(letter.body.clone());
+    let mut message = oncegate::Message::new(letter.bytes().to_vec());
     for (name, value) in &letter.headers {
         message = message.with_header(name, value);
     }

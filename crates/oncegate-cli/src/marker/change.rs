@@ -3,6 +3,7 @@
 use clap::Args;
 use oncegate::marker::{Ask, Marker, Operation, Token, Verdict};
 use oncegate::{Key, MessageId, Standing};
+use serde::Serialize;
 
 use super::told::{self, State, Told};
 use crate::Context;
@@ -81,7 +82,7 @@ pub(crate) async fn forget(context: &Context, change: Change) -> Result<(), Fail
     let id = &subject.id;
     match subject.state() {
         State::Done | State::Rejected | State::InDoubt => {}
-        State::Absent => return nothing_to_do(context, &subject),
+        State::Absent => return nothing_to_do(context, "marker forget", &subject),
         State::Cleared => {
             return Err(Failure::not_all(format!(
                 "{id} is cleared: it is free to be claimed already. Its attempt is kept, since an earlier run may not be over; it goes with \
@@ -103,7 +104,8 @@ pub(crate) async fn forget(context: &Context, change: Change) -> Result<(), Fail
         }
         _ => "was rejected, and would be handled if a message with this id came; `dead-letters redrive` does both",
     };
-    run(context, &change, &subject, What { what: "marker forget", ask: Ask::Forget { seen }, after: "absent", consequence }).await
+    let what = What { what: "marker forget", ask: Ask::Forget { seen }, after: "absent", lasts: None, consequence };
+    run(context, &change, &subject, what).await
 }
 
 pub(crate) async fn complete(context: &Context, change: Change) -> Result<(), Failure> {
@@ -111,7 +113,7 @@ pub(crate) async fn complete(context: &Context, change: Change) -> Result<(), Fa
     let id = &subject.id;
     match subject.state() {
         State::Absent | State::Cleared | State::Lapsed | State::InDoubt => {}
-        State::Done => return nothing_to_do(context, &subject),
+        State::Done => return nothing_to_do(context, "marker complete", &subject),
         State::Rejected => {
             return Err(Failure::not_all(format!("{id} is rejected: it is not run as it is; `dead-letters drop` takes its letter out")));
         }
@@ -122,8 +124,9 @@ pub(crate) async fn complete(context: &Context, change: Change) -> Result<(), Fa
             )));
         }
     }
-    let consequence = "would count as handled: a message with this id is accepted without a run for the length of the window";
-    run(context, &change, &subject, What { what: "marker complete", ask: Ask::Complete, after: "done", consequence }).await
+    let consequence = "would count as handled: a message with this id is accepted without a run for that long";
+    let lasts = Some(config::window_told(&context.config));
+    run(context, &change, &subject, What { what: "marker complete", ask: Ask::Complete, after: "done", lasts, consequence }).await
 }
 
 /// What is to be done.
@@ -131,35 +134,54 @@ struct What {
     what: &'static str,
     ask: Ask,
     after: &'static str,
+    /// For how long, where the window says it.
+    lasts: Option<String>,
     consequence: &'static str,
 }
 
 async fn run(context: &Context, change: &Change, subject: &Subject<'_>, what: What) -> Result<(), Failure> {
-    let What { what, ask, after, consequence } = what;
+    let What { what, ask, after: is, lasts, consequence } = what;
+    let lasts = lasts.map(|lasts| format!(" for {lasts}")).unwrap_or_default();
+    let after = format!("{is}{lasts}");
+    let before = subject.in_words();
     if !change.yes {
         let told = Told::of(subject.key.as_str(), &subject.standing, context.config.window());
-        let machines = serde_json::json!({ "would": what, "marker": told, "after": after, "done": false });
-        context.format.print(&machines, format!("{}\n{what}: {} {consequence}.", told.for_people(), subject.id))?;
+        let people = format!("{}\n{what}: {} {consequence}. It would be {after}.", told.for_people(), subject.id);
+        context.format.print(&Acted::of(what, false, subject, &before, &after), people)?;
         return Err(Failure::not_confirmed());
     }
     let audit = Audit::of(context)?;
-    let act = Act { what, id: Some(subject.id.to_string()), place: None, before: subject.in_words(), after: after.to_owned() };
+    // What is to be forgotten is not to stand in the audit for ever.
+    let id = if what == "marker forget" { subject.id.clone().hashed() } else { subject.id.clone() };
+    let act = Act { what, id: Some(id.to_string()), place: None, before: before.clone(), after: after.clone() };
     let begun = audit.begin(act, change.why.as_deref()).await?;
     if let Err(failure) = subject.ask(ask).await {
-        // Where the store's answer is missing, nobody knows: the act stays begun.
-        if failure.code == crate::failure::Code::NotAll {
-            audit.not_done(begun, &failure.to_string()).await?;
-        }
+        audit.failed(begun, &failure).await?;
         return Err(failure);
     }
     audit.done(begun).await?;
-    let machines =
-        serde_json::json!({ "did": what, "id": subject.id.to_string(), "before": subject.in_words(), "after": after, "done": true });
-    context.format.print(&machines, format!("{}: was {}, is {after} now", subject.id, subject.in_words()))
+    let people = format!("{}: was {before}, is {is} now{lasts}", subject.id);
+    context.format.print(&Acted::of(what, true, subject, &before, &after), people)
 }
 
-fn nothing_to_do(context: &Context, subject: &Subject<'_>) -> Result<(), Failure> {
-    let state = subject.state();
-    let machines = serde_json::json!({ "id": subject.id.to_string(), "state": state, "done": false });
-    context.format.print(&machines, format!("{} is {} already: nothing to do", subject.id, state.word()))
+fn nothing_to_do(context: &Context, what: &'static str, subject: &Subject<'_>) -> Result<(), Failure> {
+    let is = subject.in_words();
+    let people = format!("{} is {is} already: nothing to do", subject.id);
+    context.format.print(&Acted::of(what, false, subject, &is, &is), people)
+}
+
+/// What machines are told of an act, whether it was done or not.
+#[derive(Serialize)]
+struct Acted<'a> {
+    act: &'static str,
+    did: bool,
+    id: String,
+    before: &'a str,
+    after: &'a str,
+}
+
+impl<'a> Acted<'a> {
+    fn of(act: &'static str, did: bool, subject: &Subject<'_>, before: &'a str, after: &'a str) -> Self {
+        Self { act, did, id: subject.id.to_string(), before, after }
+    }
 }

@@ -423,3 +423,16 @@ async fn queues_that_lose_messages_are_found() {
     }
     world.end().await;
 }
+
+#[test]
+fn a_server_that_cannot_be_asked_hides_nothing_that_was_found() {
+    let desk = Desk::new();
+    let kafka = "[kafka]\nbrokers = \"127.0.0.1:1\"\ntopic = \"t\"\nproperties = { \"security.protocol\" = \"nonsense\" }\n";
+    desk.configure(&format!("[gate]\nwindow = \"1h\"\nmax-age = \"2h\"\n{kafka}"));
+    let said = desk.run(&["doctor", "--json"]).ended(3);
+    let found = said.json();
+    let codes: Vec<&str> = found["findings"].as_array().expect("a list").iter().map(|it| it["code"].as_str().expect("a code")).collect();
+    assert!(codes.contains(&"max-age-against-window"), "{found}");
+    assert!(found["not_seen"][0].as_str().is_some_and(|whom| whom.starts_with("Kafka: ")), "{found}");
+    desk.run(&["doctor"]).ended(3).says("max-age-against-window").says("Not all could be asked: Kafka");
+}

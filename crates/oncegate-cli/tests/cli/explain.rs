@@ -2,7 +2,10 @@
 
 use std::sync::Arc;
 
-use crate::desk::Desk;
+use oncegate::marker::Ask;
+
+use crate::desk::{Desk, terms};
+use crate::redrive::write_marker;
 use crate::world::{Broker, Provider, World};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -45,7 +48,11 @@ async fn each_end_is_told_right(broker: Broker) {
             (&"handled-with-duplicates".into(), Some(2)),
             "{copies}"
         );
-        world.run(&["explain", "twice", "--copies"]).await.ended(0).says("2 messages with this id: one was handled");
+        world
+            .run(&["explain", "twice", "--copies"])
+            .await
+            .ended(0)
+            .says("2 messages with this id that were not set aside: one was handled");
     }
 
     // And when a person has dealt with it.
@@ -96,4 +103,93 @@ fn a_load_is_planned_by_measured_bytes() {
     desk.run(&["plan"]).ended(0).says("maxmemory").says("GB");
     desk.write("oncegate.toml", "");
     desk.run(&["plan"]).ended(2).says("--rate");
+}
+
+/// Where the record of an id is gone with its time, the tool does not make up what happened since.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_longer_ago_than_the_window_is_not_known() {
+    let world = Arc::new(World::on(Broker::Kafka).await);
+    world.publish(&[("a", "declined"), ("b", "declined"), ("c", "declined")]).await;
+    world.consume(Provider::Judges, 0, 3, 0).await;
+    let told = async |id: &str, verdict: &str, words: &str| {
+        let story = world.json(&["explain", id]).await;
+        assert_eq!(story["verdict"], verdict, "{story}");
+        assert!(story["says"].as_str().is_some_and(|says| says.contains(words)), "no {words:?} in {story}");
+    };
+    world.run(&["dead-letters", "redrive", "--id", "a", "--yes", "--as", "ann"]).await.ended(0);
+    world.run(&["dead-letters", "drop", "--id", "b", "--yes", "--as", "bob"]).await.ended(0);
+    told("a", "sent-back", "ann sent it back").await;
+    told("b", "dropped", "bob dropped it").await;
+    for id in ["a", "b", "c"] {
+        write_marker(&world.desk, id, None).await;
+    }
+    // As if a window had passed since.
+    world.desk.configure(&world.settings().replace("[kafka]", "window = \"1ms\"\n[kafka]"));
+    told("a", "unknown", "longer ago than the window of 1 ms").await;
+    told("b", "unknown", "longer ago than the window of 1 ms").await;
+    told("c", "dead-lettered", "not known any more").await;
+    world.end().await;
+}
+
+/// Of several acts on one id the last one counts.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_last_act_tells() {
+    let world = Arc::new(World::on(Broker::RabbitMq).await);
+    world.publish(&[("a", "declined"), ("b", "declined")]).await;
+    world.consume(Provider::Judges, 0, 2, 0).await;
+    let story = async |id: &str| world.json(&["explain", id]).await;
+    // Sent back, failed again, and given up then.
+    world.run(&["dead-letters", "redrive", "--all", "--yes", "--as", "ann"]).await.ended(0);
+    world.consume(Provider::Judges, 0, 2, 0).await;
+    world.run(&["dead-letters", "drop", "--id", "a", "--yes", "--as", "bob"]).await.ended(0);
+    assert_eq!(story("a").await["verdict"], "dropped");
+    // Sent back, rejected again, and its letter taken away by somebody else.
+    crate::world::take_all(&format!("{}.dead-letters", world.desk.name)).await;
+    let gone = story("b").await;
+    assert_eq!(gone["verdict"], "dead-lettered", "it was sent back, and is not on its way any more: {gone}");
+    // Recorded by hand, forgotten, and handled then.
+    let says = |story: &serde_json::Value| story["says"].as_str().expect("a text").to_owned();
+    world.run(&["marker", "complete", "c", "--yes", "--as", "cleo"]).await.ended(0);
+    assert!(says(&story("c").await).contains("cleo said so"));
+    world.run(&["marker", "forget", "c", "--yes", "--as", "dora"]).await.ended(0);
+    assert!(says(&story("c").await).contains("dora had it forgotten"), "and that is not lost with the id");
+    world.desk.ask("c", Ask::Claim, 1, 0, terms()).await;
+    world.desk.ask("c", Ask::Complete, 1, 1, terms()).await;
+    let handled = story("c").await;
+    assert!(handled["verdict"] == "handled" && !says(&handled).contains("cleo"), "{handled}");
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_was_set_aside_is_no_duplicate_and_no_message_speaks_to_the_terminal() {
+    let world = Arc::new(World::on(Broker::Kafka).await);
+    // One payment, and another one under its id.
+    world.publish(&[("a", "works"), ("a", "another card")]).await;
+    world.consume(Provider::Works, 1, 1, 0).await;
+    let story = world.json(&["explain", "a", "--copies"]).await;
+    assert_eq!((&story["verdict"], story["copies"].as_array().map(Vec::len)), (&"handled".into(), Some(2)), "{story}");
+    let origin = format!("{}/0/7", world.desk.name);
+    let headers = [
+        ("oncegate-id", "b"),
+        ("oncegate-reason", "refused"),
+        ("oncegate-origin", &origin),
+        ("oncegate-last-error", "\u{1b}[2Jgone\nb: handled, once"),
+    ];
+    world.publish_to(&format!("{}.dead-letters", world.desk.name), "b", "{}", &headers).await;
+    let said = world.run(&["explain", "b", "--as", "\u{1b}[2J"]).await.ended(0).says("[2Jgone");
+    assert!(!said.out.contains('\u{1b}') && !said.out.contains("\nb: handled"), "{said:?}");
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_promise_that_is_not_made_is_not_told() {
+    let desk = Desk::new();
+    desk.run(&["marker", "complete", "a", "--yes"]).ended(0);
+    desk.ask("b", Ask::Complete, 1, 1, terms()).await;
+    // No broker is configured, so that not all could be asked.
+    let said = desk.run(&["explain", "b"]).ended(3).says("may have been run more than once");
+    assert!(!said.out.contains("handled, once"), "{said:?}");
+    desk.configure("[gate]\nguarantee = \"at-most-once\"\n");
+    let said = desk.run(&["explain", "b"]).ended(3).says("b: handled, once");
+    assert!(!said.out.contains("more than once"), "{said:?}");
 }

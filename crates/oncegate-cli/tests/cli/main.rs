@@ -4,10 +4,13 @@
 
 mod book;
 mod config;
+mod cut;
 mod desk;
 mod doctor;
 mod explain;
 mod letters;
 mod markers;
+mod redrive;
+mod shapes;
 mod sqlite;
 mod world;

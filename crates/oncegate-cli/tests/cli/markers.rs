@@ -89,7 +89,8 @@ async fn nothing_is_forgotten_that_was_not_shown_first_and_all_of_it_is_audited(
     assert_eq!(acts.len(), 3, "{audit}");
     for (act, (id, before)) in acts.iter().zip([("handled", "done"), ("refused", "rejected"), ("unknown", "in doubt, attempt 1")]) {
         let said = |name: &str| act[name].as_str().unwrap_or_default().to_owned();
-        assert_eq!([said("who"), said("what"), said("id")], ["ann", "marker forget", id]);
+        let hashed = oncegate::MessageId::new(id).expect("an id").hashed().to_string();
+        assert_eq!([said("who"), said("what"), said("id")], ["ann", "marker forget", hashed.as_str()], "what is forgotten is not kept");
         assert_eq!([said("before"), said("after"), said("stage"), said("why")], [before, "absent", "done", "a test"]);
         assert!(said("at").starts_with("20") && said("at").ends_with('Z'), "{act}");
     }
@@ -190,4 +191,42 @@ fn a_store_that_is_not_there_is_told_of_without_its_password() {
     let desk = Desk::at("redis://:s3cret@127.0.0.1:1");
     let said = desk.run(&["marker", "show", "x"]).ended(3).says("127.0.0.1:1");
     assert!(!format!("{said:?}").contains("s3cret"), "{said:?}");
+}
+
+/// What an operator writes stands for a window, and who has not said which is told so.
+#[tokio::test]
+async fn an_act_tells_how_long_it_lasts() {
+    let desk = Desk::new();
+    desk.run(&["marker", "complete", "a"]).ended(4).says("It would be done for 1 d, the default.");
+    desk.run(&["marker", "complete", "a", "--yes"]).ended(0).says("for 1 d, the default");
+    assert_eq!(desk.json(&["audit"])[0]["after"], "done for 1 d, the default");
+    desk.configure("[gate]\nwindow = \"7d\"\n");
+    desk.run(&["marker", "complete", "b", "--yes"]).ended(0).says("is done now for 7 d");
+}
+
+#[tokio::test]
+async fn what_was_forgotten_is_found_in_the_audit_by_its_id_alone() {
+    let desk = Desk::new();
+    desk.run(&["marker", "complete", "anna@example.org", "--yes"]).ended(0);
+    desk.run(&["marker", "forget", "anna@example.org", "--yes"]).ended(0);
+    let audit = desk.json(&["audit", "--id", "anna@example.org"]);
+    assert_eq!(audit.as_array().map(Vec::len), Some(2));
+    assert!(audit[1]["id"].as_str().is_some_and(|id| id.starts_with("h:")), "{audit}");
+    desk.configure("[gate]\nid = \"header payment-id hashed\"\n");
+    assert!(desk.json(&["marker", "show", "anna@example.org"])["key"].as_str().is_some_and(|key| key.starts_with("h:")));
+}
+
+#[test]
+fn a_line_of_the_audit_that_was_cut_off_swallows_no_other_and_the_file_is_nobody_elses() {
+    let desk = Desk::new();
+    let file = desk.path("audit.jsonl");
+    desk.configure(&format!("[audit]\nfile = \"{}\"\n", file.display()));
+    desk.run(&["marker", "complete", "a", "--yes"]).ended(0);
+    let mode = std::os::unix::fs::PermissionsExt::mode(&std::fs::metadata(&file).expect("the audit").permissions());
+    assert_eq!(mode & 0o777, 0o600);
+    let whole = std::fs::read_to_string(&file).expect("the audit");
+    std::fs::write(&file, format!("{whole}{{\"act\":\"0")).expect("the file is ours");
+    desk.run(&["marker", "complete", "b", "--yes"]).ended(0);
+    let ends: Vec<_> = desk.json(&["audit"]).as_array().expect("a list").iter().map(|act| act["stage"].clone()).collect();
+    assert_eq!(ends, ["done", "done"]);
 }
