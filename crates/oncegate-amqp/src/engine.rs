@@ -90,7 +90,9 @@ pub(crate) async fn run(settings: Arc<Settings>, ends: Ends, mut opened: oneshot
         publisher,
     };
     let _ = opened.send(Ok(()));
+    let settings = Arc::clone(&engine.settings);
     engine.work().await;
+    settings.meter.back();
 }
 
 struct Engine {
@@ -298,6 +300,7 @@ impl Engine {
             Next::Opened(session) => {
                 self.ends.live.store(session.epoch, Ordering::Release);
                 tracing::info!(queue = &*self.settings.name, broker = self.settings.shown(), "consuming again");
+                self.settings.meter.back();
                 self.since = Instant::now();
                 self.link = Link::Up(session);
             }

@@ -6,6 +6,7 @@ pub(crate) const UNACKED: &str = "oncegate_amqp_unacked";
 pub(crate) const DELIVERED: &str = "oncegate_amqp_delivered_total";
 pub(crate) const REDELIVERED: &str = "oncegate_amqp_redelivered_total";
 pub(crate) const CHANNELS_LOST: &str = "oncegate_amqp_channels_lost_total";
+pub(crate) const AWAY: &str = "oncegate_amqp_away";
 pub(crate) const STALE_RECEIPTS: &str = "oncegate_amqp_stale_receipts_total";
 pub(crate) const COPIES: &str = "oncegate_amqp_copies_total";
 pub(crate) const PUBLISH_RETRIES: &str = "oncegate_amqp_publish_retries_total";
@@ -18,6 +19,7 @@ pub const RABBITMQ_METRICS: &[Metric] = &[
     Metric::counter(DELIVERED, &["queue"], "Deliveries that came in"),
     Metric::counter(REDELIVERED, &["queue"], "Deliveries that the broker marked as redelivered"),
     Metric::counter(CHANNELS_LOST, &["queue"], "Channels that were lost"),
+    Metric::gauge(AWAY, &["queue"], "1 while there is no channel, because one was lost and no other could be opened yet"),
     Metric::counter(STALE_RECEIPTS, &["queue"], "Settlements whose channel had gone: never sent, their deliveries come back"),
     Metric::counter(COPIES, &["queue"], "Dead letters, in-doubt messages and delayed copies that stand in their queue"),
     Metric::counter(PUBLISH_RETRIES, &["queue"], "Copies that were not confirmed and are published again"),

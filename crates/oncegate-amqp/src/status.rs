@@ -35,6 +35,8 @@ pub struct RabbitMqSnapshot {
     pub redelivered: u64,
     /// Channels that were lost; each is opened anew.
     pub reconnects: u64,
+    /// How long there has been no channel since the last one was lost; zero while there is one.
+    pub away: Duration,
     /// Settlements whose channel had gone. They were not sent, and their deliveries come back.
     pub stale_receipts: u64,
     /// Dead letters, in-doubt messages and delayed copies that stand in their queue.
@@ -56,6 +58,7 @@ struct Counts {
     copies: AtomicU64,
     copy_retries: AtomicU64,
     blocked: Mutex<Blocked>,
+    away: Mutex<Option<Instant>>,
 }
 
 #[derive(Debug, Default)]
@@ -80,6 +83,7 @@ impl RabbitMqStatus {
             delivered: read(&counts.delivered),
             redelivered: read(&counts.redelivered),
             reconnects: read(&counts.reconnects),
+            away: counts.away().map_or(Duration::ZERO, |since| since.elapsed()),
             stale_receipts: read(&counts.stale_receipts),
             copies: read(&counts.copies),
             copy_retries: read(&counts.copy_retries),
@@ -93,6 +97,10 @@ impl Counts {
         // Nothing panics while it is held.
         self.blocked.lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    fn away(&self) -> MutexGuard<'_, Option<Instant>> {
+        self.away.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// Counts, here and through the `metrics` facade.
@@ -102,6 +110,7 @@ pub(crate) struct Meter {
     delivered: Counter,
     redelivered: Counter,
     reconnects: Counter,
+    away: Gauge,
     stale_receipts: Counter,
     copies: Counter,
     copy_retries: Counter,
@@ -119,6 +128,7 @@ impl Meter {
             delivered: counter(metric::DELIVERED),
             redelivered: counter(metric::REDELIVERED),
             reconnects: counter(metric::CHANNELS_LOST),
+            away: gauge(metric::AWAY),
             stale_receipts: counter(metric::STALE_RECEIPTS),
             copies: counter(metric::COPIES),
             copy_retries: counter(metric::PUBLISH_RETRIES),
@@ -139,8 +149,17 @@ impl Meter {
         add(&self.status.0.redelivered, &self.redelivered, redelivered);
     }
 
+    /// The channel is gone.
     pub(crate) fn lost(&self) {
         add(&self.status.0.reconnects, &self.reconnects, 1);
+        self.status.0.away().get_or_insert_with(Instant::now);
+        self.away.set(1);
+    }
+
+    /// There is a channel again, or none is wanted any more.
+    pub(crate) fn back(&self) {
+        *self.status.0.away() = None;
+        self.away.set(0);
     }
 
     pub(crate) fn stale(&self) {
@@ -211,6 +230,18 @@ mod tests {
             ..read
         };
         assert_eq!((read, read.blocked), (expected, Duration::ZERO));
+    }
+
+    #[test]
+    fn the_time_without_a_channel_grows_until_there_is_one() {
+        let status = RabbitMqStatus::new();
+        let meter = Meter::new(status.clone(), "orders");
+        assert_eq!(status.snapshot().away, Duration::ZERO);
+        meter.lost();
+        std::thread::sleep(Duration::from_millis(2));
+        assert!(status.snapshot().away >= Duration::from_millis(2));
+        meter.back();
+        assert_eq!(status.snapshot().away, Duration::ZERO);
     }
 
     #[test]

@@ -16,6 +16,7 @@ pub(crate) const LOGS_CUT: &str = "oncegate_kafka_logs_cut_total";
 pub(crate) const TOPICS_MADE_ANEW: &str = "oncegate_kafka_topics_made_anew_total";
 pub(crate) const IDS_REPEATED: &str = "oncegate_kafka_ids_repeated_total";
 pub(crate) const PARTITIONS_ADDED: &str = "oncegate_kafka_partitions_added_total";
+pub(crate) const PARTITIONS_SILENT: &str = "oncegate_kafka_partitions_silent";
 pub(crate) const LOG_ENDS_UNKNOWN: &str = "oncegate_kafka_log_ends_unknown_total";
 
 /// The metrics of the Kafka source.
@@ -31,6 +32,11 @@ pub const KAFKA_METRICS: &[Metric] = &[
     Metric::counter(CLIENTS_REPLACED, &[], "Kafka clients that stalled or failed for good"),
     Metric::counter(MESSAGES_MISSED, &[], "Offsets that were removed from the log before the group had read them"),
     Metric::counter(LOGS_CUT, &[], "Partitions whose log ended before the group's offset"),
+    Metric::gauge(
+        PARTITIONS_SILENT,
+        &[],
+        "Own partitions of which no broker says where their log ends; not all of them are asked while none answers",
+    ),
     Metric::counter(LOG_ENDS_UNKNOWN, &[], "Times that brokers ceased to say where a partition's log ends, so that its lag stands still"),
     Metric::counter(TOPICS_MADE_ANEW, &[], "Partitions whose topic was deleted and made again"),
     Metric::counter(IDS_REPEATED, &[], "Messages of a topic made anew whose id was handled before: skipped"),

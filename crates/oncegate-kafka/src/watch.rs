@@ -156,6 +156,7 @@ impl Watch {
     fn tell(&mut self, shared: &Shared) {
         let status = shared.lock().status();
         metrics::gauge!(crate::metric::PARTITIONS).set(status.len() as f64);
+        metrics::gauge!(crate::metric::PARTITIONS_SILENT).set(self.silent.len() as f64);
         let mut gone = std::mem::take(&mut self.gauges);
         for it in status {
             gone.remove(&(it.topic.to_string(), it.partition));

@@ -202,7 +202,8 @@ async fn while_dead_letters_cannot_be_published_the_original_is_kept() {
 async fn a_cut_connection_is_rebuilt_and_stale_receipts_are_never_sent() {
     for kind in KINDS {
         let (rig, proxy) = (Rig::new().await, Proxy::start().await);
-        let mut source = open(rig.source(kind).url(&proxy.url).prefetch(8)).await;
+        let status = RabbitMqStatus::new();
+        let mut source = open(rig.source(kind).url(&proxy.url).prefetch(8).status(status.clone())).await;
         for number in 0..20 {
             rig.publish(&number.to_string()).await;
         }
@@ -212,7 +213,7 @@ async fn a_cut_connection_is_rebuilt_and_stale_receipts_are_never_sent() {
         let cut = Instant::now();
         let (mut fresh, revoked) = deliveries(&mut source, 1, Duration::from_secs(10)).await;
         assert!(cut.elapsed() < Duration::from_secs(5), "consuming again after {:?}", cut.elapsed());
-        assert_eq!(revoked, [epoch]);
+        assert_eq!((revoked, status.snapshot().away), (vec![epoch], Duration::ZERO));
         for delivery in stale {
             settle(&mut source, delivery, accept()).await;
         }
