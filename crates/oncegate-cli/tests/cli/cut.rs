@@ -21,8 +21,11 @@ async fn world(broker: Broker) -> (Arc<World>, Proxy) {
     (Arc::new(World::at(desk, broker).await), proxy)
 }
 
+/// Whether a request is the one that is meant.
+type Meant = fn(&[u8]) -> bool;
+
 /// Kills the program (SIGKILL) when it asks Redis for what is meant, which never arrives there.
-async fn killed_at(world: &World, proxy: &Proxy, meant: fn(&[u8]) -> bool, arguments: &[&str]) {
+async fn killed_at(world: &World, proxy: &Proxy, meant: Meant, arguments: &[&str]) {
     let (met, mut meets) = tokio::sync::mpsc::unbounded_channel();
     proxy.judge(move |request| {
         if !meant(request) {
@@ -60,7 +63,7 @@ async fn a_redrive_is_killed_at_each_step(broker: Broker) {
     let (world, proxy) = world(broker).await;
     world.publish(&[("a", "declined"), ("b", "declined"), ("c", "declined")]).await;
     world.consume(Provider::Judges, 0, 3, 0).await;
-    let steps: [(&str, fn(&[u8]) -> bool, &str); 3] = [("a", begins, "waiting"), ("b", frees, "begun"), ("c", says_that_it_sent, "begun")];
+    let steps: [(&str, Meant, &str); 3] = [("a", begins, "waiting"), ("b", frees, "begun"), ("c", says_that_it_sent, "begun")];
     for (id, step, state) in steps {
         killed_at(&world, &proxy, step, &["dead-letters", "redrive", "--id", id, "--yes"]).await;
         world.until_there_are(3, ".dead-letters").await;
