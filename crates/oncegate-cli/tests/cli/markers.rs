@@ -227,6 +227,12 @@ fn a_line_of_the_audit_that_was_cut_off_swallows_no_other_and_the_file_is_nobody
     let whole = std::fs::read_to_string(&file).expect("the audit");
     std::fs::write(&file, format!("{whole}{{\"act\":\"0")).expect("the file is ours");
     desk.run(&["marker", "complete", "b", "--yes"]).ended(0);
+    let lines = std::fs::read_to_string(&file).expect("the audit");
+    assert_eq!(
+        lines.lines().filter(|line| serde_json::from_str::<serde_json::Value>(line).is_ok()).count(),
+        4,
+        "two lines an act: {lines}"
+    );
     let ends: Vec<_> = desk.json(&["audit"]).as_array().expect("a list").iter().map(|act| act["stage"].clone()).collect();
     assert_eq!(ends, ["done", "done"]);
 }
