@@ -37,6 +37,8 @@ const AFTERMATH: Duration = Duration::from_secs(10);
 const LOOK: Duration = Duration::from_millis(20);
 /// How long nothing may happen until all has drained.
 const QUIET: Duration = Duration::from_millis(2_000);
+/// How long after it was deleted a topic's old log may still take messages.
+const MADE: Duration = Duration::from_secs(2);
 /// The SQLite file's name.
 const FILE: &str = "markers.db";
 /// How long it may take to drain: a machine that is busy with other work may be ten times as slow.
@@ -240,7 +242,9 @@ impl<'a> Group<'a> {
     pub(crate) fn make_anew(&self) -> Result<(), Error> {
         self.note_commits();
         self.log.write(What::MadeAnew);
-        self.servers.runtime.block_on(self.wire.make_anew())
+        self.servers.runtime.block_on(self.wire.make_anew())?;
+        std::thread::sleep(MADE);
+        Ok(())
     }
 
     /// Waits until a consumer has declared what it reads from, and ends it.
