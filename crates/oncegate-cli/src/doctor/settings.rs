@@ -44,7 +44,7 @@ pub(super) fn look(config: &Config, findings: &mut Findings) -> Result<(), Failu
     }
     // What was delivered stands open for as long as its handler runs, and a retry or a reconcile besides.
     let (open, patience) = (config.handler_timeout().saturating_add(lease), config.consumer_timeout());
-    if config.has("rabbitmq.url") && open >= patience * 9 / 10 {
+    if config.has("rabbitmq.url") && open >= patience / 10 * 9 {
         findings.error(
             "runs-outlast-the-consumer-timeout",
             "gate.handler-timeout",

@@ -436,3 +436,12 @@ fn a_server_that_cannot_be_asked_hides_nothing_that_was_found() {
     assert!(found["not_seen"][0].as_str().is_some_and(|whom| whom.starts_with("Kafka: ")), "{found}");
     desk.run(&["doctor"]).ended(3).says("max-age-against-window").says("Not all could be asked: Kafka");
 }
+
+#[test]
+fn a_consumer_timeout_of_any_length_is_judged() {
+    let desk = Desk::new();
+    let rabbitmq = "[rabbitmq]\nurl = \"amqp://127.0.0.1:1\"\nqueue = \"q\"\nconsumer-timeout = \"18446744073709551615s\"\n";
+    desk.configure(rabbitmq);
+    let said = desk.run(&["doctor"]).ended(1);
+    assert!(!said.out.contains("runs-outlast-the-consumer-timeout"), "{said:?}");
+}
