@@ -75,6 +75,9 @@ pub(crate) struct Running<H, D> {
     /// attempts of its neighbours.
     takeover: Option<usize>,
     takeovers: VecDeque<Slot>,
+    /// How many handlers run, or pause between two runs, and who waits for one of them to end.
+    running: usize,
+    may_run_next: VecDeque<Slot>,
     /// Places whose lease is not to be renewed any more, for when the next are held.
     given_up: Vec<usize>,
     /// Those whose turn has come because another left its place.
@@ -169,6 +172,8 @@ impl<H: Handler, D: Decode> Running<H, D> {
             aside_bytes: 0,
             takeover: None,
             takeovers: VecDeque::new(),
+            running: 0,
+            may_run_next: VecDeque::new(),
             given_up: Vec::new(),
             next_up: VecDeque::new(),
             turns: VecDeque::new(),

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use oncegate_core::marker::{Ask, Marker, Operation, Verdict};
+use oncegate_core::marker::{Ask, Effect, Marker, Operation, Verdict};
 use oncegate_core::road::Reason;
 use oncegate_core::*;
 
@@ -318,6 +318,62 @@ async fn readiness_says_whether_messages_are_taken() {
     };
     consumer(&broker, store, Slow::default()).readiness(readiness.clone()).run_until(shutdown).await.expect("a clean end");
     assert!(!readiness.is_ready(), "it has ended");
+}
+
+/// Tells how often each id ran, and how many ran at once at the most.
+#[derive(Clone, Default)]
+struct Together {
+    now: Arc<AtomicU32>,
+    most: Arc<AtomicU32>,
+    ran: Arc<Mutex<Vec<String>>>,
+}
+
+#[async_trait]
+impl Handler for Together {
+    type Payload = Raw;
+
+    async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
+        self.most.fetch_max(self.now.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+        self.ran.lock().expect("nobody panics with it").push(cx.id().to_owned());
+        tokio::time::sleep(ms(if cx.id() == "b" { 300 } else { 1 })).await;
+        self.now.fetch_sub(1, Ordering::SeqCst);
+        Ok(())
+    }
+}
+
+/// The place of `a` goes to `b` while its completion is on the way; then the store says that its claim was lost.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_runs_again_waits_for_a_place() {
+    let (together, loses) = (Together::default(), LosesOne { store: MemoryStore::new(), lost: AtomicBool::new(false) });
+    let broker = broker(["a", "b"].map(str::to_owned));
+    let all = broker.clone();
+    let consumer = Consumer::builder().source(broker.source()).store(loses).id(IdSource::header("id")).decode(RawBytes).in_flight(1);
+    consumer.handler(together.clone()).run_until(async move { all.drained().await }).await.expect("a clean end");
+    assert_eq!(*together.ran.lock().expect("nobody panics with it"), ["a", "b", "a"]);
+    assert_eq!(together.most.load(Ordering::SeqCst), 1, "ran at once");
+}
+
+/// Answers the first completion of `a` that its claim was lost, and holds nothing of it any more.
+struct LosesOne {
+    store: MemoryStore,
+    lost: AtomicBool,
+}
+
+#[async_trait]
+impl Store for LosesOne {
+    async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
+        let mut answers = Vec::new();
+        for operation in operations {
+            let is_lost = operation.key == key("a") && operation.ask == Ask::Complete && !self.lost.swap(true, Ordering::Relaxed);
+            if !is_lost {
+                answers.append(&mut self.store.apply(std::slice::from_ref(operation)).await);
+                continue;
+            }
+            self.store.apply(&[Operation { ask: Ask::Clear(Effect::Nothing), ..operation.clone() }]).await;
+            answers.push(Ok(Verdict::Lost));
+        }
+        answers
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -74,6 +74,11 @@ pub(super) fn runs(stage: Stage) -> bool {
     matches!(stage, Stage::Running(..) | Stage::Reconciling(..) | Stage::Ungated(_))
 }
 
+/// Whether a delivery in this stage takes one of the runs that there may be at once; between two of its own, too.
+pub(super) fn holds_a_run(stage: Stage) -> bool {
+    runs(stage) || stage.waits_on_lease()
+}
+
 /// A handler that runs: dropping this drops it.
 pub(super) struct Task(pub(super) AbortHandle);
 

@@ -41,7 +41,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             let Some(flight) = self.flights.at(slot) else { continue };
             if let Stage::Ready(_) = flight.passage.stage() {
                 self.takeover = Some(slot.place);
-                self.next_up.push_back((slot, if flight.lease_is_over() { Event::LeaseOver } else { Event::Slot }));
+                self.may_run_next.push_front(slot);
                 return;
             }
         }

@@ -11,7 +11,7 @@ use futures_util::future::BoxFuture;
 use tracing::Span;
 
 use super::asking::LATE_COMPLETIONS;
-use super::flight::{Flight, Ran, Report, Stands, Stays, Task, Work, runs};
+use super::flight::{Flight, Ran, Report, Stands, Stays, Task, Work, holds_a_run, runs};
 use super::{Mode, Running};
 
 use crate::builder::age;
@@ -117,11 +117,24 @@ impl<H: Handler, D: Decode> Running<H, D> {
 
     /// Something happened to a delivery, and to those that waited for it to leave.
     pub(super) fn happens(&mut self, slot: Slot, event: Event) {
-        self.advance(slot, event);
+        let mut next = Some((slot, event));
         // In a loop of its own: a lane of thousands that leaves at once must not be as many calls deep.
-        while let Some((slot, event)) = self.next_up.pop_front() {
+        while let Some((slot, event)) = next {
             self.advance(slot, event);
+            next = self.next_up.pop_front().or_else(|| self.next_that_may_run());
         }
+    }
+
+    /// The next that waits for a run to end, once one has.
+    fn next_that_may_run(&mut self) -> Option<(Slot, Event)> {
+        while self.running < self.settings.in_flight {
+            let slot = self.may_run_next.pop_front()?;
+            let Some(flight) = self.flights.at(slot) else { continue };
+            if let Stage::Ready(_) = flight.passage.stage() {
+                return Some((slot, if flight.lease_is_over() { Event::LeaseOver } else { Event::Slot }));
+            }
+        }
+        None
     }
 
     /// The road says what a delivery does next, and this does it.
@@ -137,11 +150,13 @@ impl<H: Handler, D: Decode> Running<H, D> {
             }
             self.completing -= usize::from(matches!(flight.passage.stage(), Stage::Completing(_)));
             self.parked -= usize::from(matches!(flight.passage.stage(), Stage::Parked(..)));
+            self.running -= usize::from(holds_a_run(flight.passage.stage()));
             let rests = flight.lane.is_some() && flight.stays == Stays::Here && matches!(self.mode, Mode::Taking);
             match flight.passage.next(event, &self.policy) {
                 Onward::Travels(passage, step) => {
                     self.completing += usize::from(matches!(passage.stage(), Stage::Completing(_)));
                     self.parked += usize::from(matches!(passage.stage(), Stage::Parked(..)));
+                    self.running += usize::from(holds_a_run(passage.stage()));
                     flight.passage = passage;
                     if !runs(flight.passage.stage()) {
                         flight.task = None;
@@ -274,6 +289,11 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 }
                 if alone {
                     self.takeover = Some(slot.place);
+                }
+                // Its slot may have gone to another while its completion was on the way, which turned out to be lost.
+                if self.running >= self.settings.in_flight {
+                    self.may_run_next.push_back(slot);
+                    return None;
                 }
                 return Some(if flight.lease_is_over() { Event::LeaseOver } else { Event::Slot });
             }
