@@ -70,8 +70,8 @@ impl Found {
     fn memory(&self) -> Memory {
         if self.forgets.is_empty() {
             Memory::Survives(format!(
-                "Redis {} with an append-only file, evicting nothing; with appendfsync everysec a power cut may cost the last second, and a \
-                 failover what was not replicated",
+                "Redis {} with an append-only file, evicting nothing; with appendfsync everysec a power cut, and a crash beside a busy \
+                 disk, may cost the last second or two, and a failover what was not replicated",
                 self.version
             ))
         } else {
