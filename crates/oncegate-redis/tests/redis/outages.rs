@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
 use oncegate_core::marker::{Ask, Guarantee, Verdict};
-use oncegate_core::{Memory, Store, StoreError};
+use oncegate_core::{Store, StoreError};
 use oncegate_redis::Redis;
 use oncegate_testkit::servers::{RedisOptions, RedisPersistence, RedisServer};
 use tokio::net::{TcpListener, TcpStream};
