@@ -7,10 +7,11 @@ use std::time::{Duration, Instant};
 use oncegate_core::{SourceError, fault};
 use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::error::KafkaError;
+use rdkafka::topic_partition_list::Offset;
 
 use crate::batch::{self, Queue};
 use crate::commits;
-use crate::context::{Context, FIRST, SEEK, for_a_person, how_they_leave};
+use crate::context::{Context, SEEK, for_a_person, how_they_leave};
 use crate::kafka::{Kafka, OutOfRange};
 use crate::refusal;
 use crate::shared::{Phase, Shared};
@@ -141,7 +142,7 @@ fn look_for_a_fatal_error(consumer: &BaseConsumer<Context>, shared: &Shared) {
 }
 
 /// Goes back to the beginning of topics that were deleted and made anew. librdkafka reads on where it stood, and where the
-/// new log is longer than that, nobody would ever read what lies before.
+/// new log is longer than that, nobody would ever read what lies before. And to what was not settled of a log that lost its end.
 fn begin_anew(consumer: &BaseConsumer<Context>, shared: &Shared) {
     let context = consumer.context();
     for topic in context.topics.take_made_anew() {
@@ -157,14 +158,12 @@ fn begin_anew(consumer: &BaseConsumer<Context>, shared: &Shared) {
             }
         }
     }
-    if context.out_of_range == OutOfRange::Earliest {
-        shared.go_back(|topic, partition| {
-            fault::point("kafka.seek.before");
-            let sought = consumer.seek(topic, partition, FIRST, SEEK);
-            fault::point("kafka.seek.after");
-            sought
-        });
-    }
+    shared.go_back(|topic, partition, offset| {
+        fault::point("kafka.seek.before");
+        let sought = consumer.seek(topic, partition, Offset::Offset(offset), SEEK);
+        fault::point("kafka.seek.after");
+        sought
+    });
 }
 
 /// Serves rebalances and errors, and listens to what librdkafka has logged.

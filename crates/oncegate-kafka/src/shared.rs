@@ -265,7 +265,7 @@ impl State {
                     None => continue,
                 },
             };
-            let epoch = self.sequence(epoch, &record, &mut findings);
+            let Some(epoch) = self.sequence(epoch, &record, &mut findings) else { continue };
             last = Some((record.topic.clone(), record.partition, epoch));
             let delivery = delivery(record, epoch);
             bytes += delivery.message.size();
@@ -313,26 +313,33 @@ impl State {
         self.assigned.iter().find(|(_, it)| ours(it)).map(|(epoch, _)| *epoch)
     }
 
-    /// Takes note of a record. If its partition was reset below what was delivered (its log was cut), what was
-    /// delivered is revoked, and a new epoch begins.
-    fn sequence(&mut self, epoch: u64, record: &Record, findings: &mut Findings) -> u64 {
-        let Some(assigned) = self.assigned.get_mut(&epoch) else { return epoch };
+    /// Takes note of a record. If it comes again below what was delivered (the log was cut, or librdkafka went back), what was
+    /// delivered is revoked, and a new epoch begins: with this record, or with the lowest that is not settled yet if that lies
+    /// before. Then this one is not taken in, and comes again too: with it, what lies between would count as passed.
+    fn sequence(&mut self, epoch: u64, record: &Record, findings: &mut Findings) -> Option<u64> {
+        let assigned = self.assigned.get_mut(&epoch)?;
         findings.jumps.extend(assigned.arrive(record.offset));
         if assigned.watermark.deliver(record.offset) == Sequence::Ascending {
             if assigned.read_to == ReadTo::Unproven {
                 assigned.read_to = ReadTo::Known;
             }
-            return epoch;
+            return Some(epoch);
         }
         tell_of_a_shorter_log(&record.topic, record.partition, assigned.watermark.end(), record.offset);
+        let unsettled = assigned.watermark.lowest().filter(|lowest| *lowest < record.offset);
         self.withdraw(epoch);
         let log = self.assigned.remove(&epoch).map(|it| it.log).unwrap_or_default();
-        let epoch = self.begin(record.topic.clone(), record.partition, Begins::At(record.offset), log);
-        if let Some(assigned) = self.assigned.get_mut(&epoch) {
-            assigned.watermark.deliver(record.offset);
+        let begins = unsettled.unwrap_or(record.offset);
+        let epoch = self.begin(record.topic.clone(), record.partition, Begins::At(begins), log);
+        let assigned = self.assigned.get_mut(&epoch)?;
+        if unsettled.is_some() {
+            assigned.watermark.begin(begins);
+            assigned.keeps = Keeps::GoingBack;
+            return None;
         }
+        assigned.watermark.deliver(record.offset);
         findings.restarted.push((record.topic.clone(), record.partition));
-        epoch
+        Some(epoch)
     }
 
     /// Hands out revocations, releases whose delay is over, and what was read, within the limit: of 0, revocations

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::assigned::{Assigned, Begins, Ids, Keeps, Log, ReadTo};
+use super::assigned::{Assigned, BEGINNING, Begins, Ids, Keeps, Log, ReadTo};
 use super::{Monitor, Shared, State};
 
 impl<M: Monitor> Shared<M> {
@@ -15,14 +15,14 @@ impl<M: Monitor> Shared<M> {
         partitions
     }
 
-    /// Has librdkafka `seek` the beginning of each partition that is to be read from there. What fails is tried again with the
-    /// next call, for as long as the partition is ours.
-    pub(crate) fn go_back<E: fmt::Display>(&self, mut seek: impl FnMut(&str, i32) -> Result<(), E>) {
+    /// Has librdkafka `seek` where each partition begins that is to be read again. What fails is tried again with the next call,
+    /// for as long as the partition is ours.
+    pub(crate) fn go_back<E: fmt::Display>(&self, mut seek: impl FnMut(&str, i32, i64) -> Result<(), E>) {
         let going_back = self.lock().going_back();
-        for (epoch, topic, partition) in going_back {
-            match seek(&topic, partition) {
+        for (epoch, topic, partition, offset) in going_back {
+            match seek(&topic, partition, offset) {
                 Ok(()) => self.lock().is_back(epoch),
-                Err(error) => tracing::warn!(%error, topic, partition, "going back to the beginning; trying again"),
+                Err(error) => tracing::warn!(%error, topic, partition, offset, "going back; trying again"),
             }
         }
     }
@@ -46,9 +46,10 @@ impl State {
         epochs.len()
     }
 
-    pub(super) fn going_back(&self) -> Vec<(u64, String, i32)> {
+    pub(super) fn going_back(&self) -> Vec<(u64, String, i32, i64)> {
         let going_back = self.assigned.iter().filter(|(_, it)| it.keeps == Keeps::GoingBack);
-        going_back.map(|(epoch, it)| (*epoch, it.topic.to_string(), it.partition)).collect()
+        let to = |it: &Assigned| it.watermark.end().unwrap_or(BEGINNING);
+        going_back.map(|(epoch, it)| (*epoch, it.topic.to_string(), it.partition, to(it))).collect()
     }
 
     pub(super) fn is_back(&mut self, epoch: u64) {

@@ -161,7 +161,8 @@ pub(super) enum Keeps {
     Revoking,
     /// Its log cannot be read on: what was read before is handed out, and nothing that comes after.
     Barred,
-    /// Its topic was made anew, and librdkafka is still to go back to the beginning: nothing is taken in before that.
+    /// Its topic was made anew or its log lost its end, and librdkafka is still to go back to where it begins here: nothing is
+    /// taken in before that.
     GoingBack,
 }
 
@@ -193,6 +194,6 @@ pub(super) fn tell_of_a_shorter_log(topic: &str, partition: i32, stood: Option<i
         partition,
         stood,
         offset,
-        "log cut: it ends before the group's offset, since the topic was made anew or its log lost its end; reading it again from its beginning"
+        "log cut: it ends before the group's offset, since the topic was made anew or its log lost its end; reading it again from there, or from the first message before it that is not settled"
     );
 }

@@ -89,6 +89,37 @@ fn a_partition_that_is_reset_begins_anew() {
 }
 
 #[test]
+fn what_is_not_settled_below_where_a_log_lost_its_end_is_read_again() {
+    let shared = Shared::<Threads>::default();
+    *shared.lock() = state(0, 0..10);
+    let (_, mut before) = hand_out(&mut shared.lock());
+    [0, 1, 3].iter().for_each(|index| assert_eq!(shared.lock().accept(&before[*index].receipt), Fate::Counted));
+    // 2 rests for an hour, and of 4 to 9 nobody has heard.
+    shared.lock().release(before.remove(2), Duration::from_secs(3600));
+    assert_eq!(committed(&mut shared.lock()), [(2, Way::Sent)]);
+
+    let found = shared.take_in(vec![record(0, 7), record(0, 8)]);
+    assert_eq!(found, Findings::default());
+    let (revoked, after) = hand_out(&mut shared.lock());
+    assert_eq!((revoked, after.len()), (vec![before[0].receipt.epoch], 0), "what came is not taken in: with it, 2 to 6 would be passed");
+    assert_eq!(committed(&mut shared.lock()), [(2, Way::Sent)]);
+
+    let mut asked = Vec::new();
+    shared.go_back(|topic, partition, offset| {
+        asked.push((topic.to_owned(), partition, offset));
+        Ok::<_, String>(())
+    });
+    assert_eq!(asked, [("t".to_owned(), 0, 2)]);
+    shared.take_in((2..9).map(|offset| record(0, offset)).collect());
+    let (_, again) = hand_out(&mut shared.lock());
+    assert_eq!(again.iter().map(|it| it.receipt.position).collect::<Vec<_>>(), (2..9).collect::<Vec<_>>());
+    again.iter().skip(1).for_each(|it| assert_eq!(shared.lock().accept(&it.receipt), Fate::Counted));
+    assert_eq!(committed(&mut shared.lock()), [], "2 is not settled");
+    shared.lock().accept(&again[0].receipt);
+    assert_eq!(committed(&mut shared.lock()), [(9, Way::Stored)]);
+}
+
+#[test]
 fn each_assignment_sends_where_it_begins_and_sends_again_what_failed() {
     let mut state = State::default();
     state.begin(Arc::from("t"), 0, Begins::Unknown, Log::default());
@@ -323,18 +354,18 @@ fn a_topic_made_anew_is_gone_back_to_until_that_holds_and_nothing_is_read_before
     assert_eq!(committed(&mut shared.lock()), [(0, Way::Sent)]);
     for _ in 0..3 {
         let mut asked = Vec::new();
-        shared.go_back(|topic, partition| {
-            asked.push((topic.to_owned(), partition));
+        shared.go_back(|topic, partition, offset| {
+            asked.push((topic.to_owned(), partition, offset));
             Err("no leader")
         });
-        assert_eq!(asked, [("t".to_owned(), 0)]);
+        assert_eq!(asked, [("t".to_owned(), 0, 0)]);
         // Of the new log, above what was read of the old one.
         shared.take_in(vec![record(0, 8), record(0, 9)]);
         assert_eq!(hand_out(&mut shared.lock()).1.len(), 0);
         assert_eq!(committed(&mut shared.lock()), []);
     }
-    shared.go_back(|_, _| Ok::<_, String>(()));
-    shared.go_back(|_, _| -> Result<(), String> { unreachable!("it is there") });
+    shared.go_back(|_, _, _| Ok::<_, String>(()));
+    shared.go_back(|_, _, _| -> Result<(), String> { unreachable!("it is there") });
     shared.take_in(vec![record(0, 0), record(0, 1)]);
     let (_, after) = hand_out(&mut shared.lock());
     assert_eq!(after.iter().map(|it| it.receipt.position).collect::<Vec<_>>(), [0, 1]);
@@ -347,14 +378,14 @@ fn a_partition_that_was_lost_meanwhile_is_not_gone_back_to() {
     let shared = Shared::<Threads>::default();
     *shared.lock() = state(0, 5..8);
     shared.begin_anew("t", Some(Arc::from("another")));
-    shared.go_back(|_, _| {
+    shared.go_back(|_, _, _| {
         let epochs = shared.revoke(&leaving());
         shared.lock().forget(&epochs);
         Ok::<_, String>(())
     });
     shared.take_in(vec![record(0, 0)]);
     assert_eq!(hand_out(&mut shared.lock()).1.len(), 0);
-    shared.go_back(|_, _| -> Result<(), String> { unreachable!("it is someone else's") });
+    shared.go_back(|_, _, _| -> Result<(), String> { unreachable!("it is someone else's") });
 }
 
 #[test]
