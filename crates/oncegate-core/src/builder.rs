@@ -215,6 +215,14 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
+    /// How long a delivery may stay unsettled by these settings: it waits for another holder for two leases, and then its handler
+    /// runs as often as it may in place, each time to its timeout, with the longest pauses between. What `reconcile` takes comes
+    /// on top, and so does what waits in order behind others. A broker that bounds this, as RabbitMQ does by its consumer timeout,
+    /// has to allow more.
+    pub fn longest_open(&self) -> Duration {
+        self.settings.longest_open()
+    }
+
     /// Where to tell whether messages are taken: for a readiness probe.
     pub fn readiness(mut self, readiness: Readiness) -> Self {
         self.settings.readiness = readiness;
@@ -261,6 +269,7 @@ impl<S: Open, T: Store + 'static, H: Handler, D: Decode> Builder<S, T, H, D> {
         let opened = async {
             preflight(&*store, &settings).await?;
             let source = source.for_in_flight(settings.in_flight).for_window(settings.window);
+            let source = source.for_longest_open(settings.longest_open());
             let source = if let Some(order) = settings.order { source.for_order(order) } else { source };
             Ok::<_, Error>(source.open().await?)
         };

@@ -216,6 +216,14 @@ impl Settings {
         self.lease + each.saturating_mul(runs).min(LONGEST)
     }
 
+    /// How long a delivery may stay unsettled: it waits for another holder for two leases, and then its handler runs as often as
+    /// it may in place, each time to its timeout.
+    pub(crate) fn longest_open(&self) -> Duration {
+        let again = if self.guarantee == Guarantee::Bare { 0 } else { self.retries };
+        let each = self.handler_timeout.saturating_add(self.longest_backoff);
+        self.lease.saturating_mul(2).saturating_add(each.saturating_mul(again.saturating_add(1)))
+    }
+
     /// The terms of a claim.
     pub(crate) fn terms(&self, message: &Message) -> Terms {
         let fingerprint = self.fingerprints.of(message, self.guarantee);
@@ -245,5 +253,20 @@ impl Settings {
             policy.parks += 1;
         }
         policy
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_delivery_stays_open_for_two_leases_and_every_run_in_place() {
+        let settings = Settings::default();
+        assert_eq!(settings.longest_open(), Duration::from_secs(2 * 30 + 4 * (300 + 10)));
+        let once = Settings { guarantee: Guarantee::Bare, ..settings.clone() };
+        assert_eq!(once.longest_open(), Duration::from_secs(2 * 30 + 310), "bare runs it again only when it is delivered again");
+        let endless = Settings { retries: u32::MAX, handler_timeout: LONGEST, ..settings };
+        assert!(endless.longest_open() >= LONGEST);
     }
 }

@@ -97,6 +97,18 @@ pub trait Open: Send {
         self
     }
 
+    /// Told before it is opened: how long a delivery may stay unsettled by the consumer's settings, [`Builder::longest_open`].
+    /// A source whose broker bounds that says so when it is opened.
+    ///
+    /// [`Builder::longest_open`]: crate::Builder::longest_open
+    fn for_longest_open(self, open: Duration) -> Self
+    where
+        Self: Sized,
+    {
+        let _ = open;
+        self
+    }
+
     /// Checks the settings and connects.
     ///
     /// # Errors

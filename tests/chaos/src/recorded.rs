@@ -37,6 +37,10 @@ impl<S: Open> Open for Recorded<S> {
         Self { inner: self.inner.for_window(window), ..self }
     }
 
+    fn for_longest_open(self, open: Duration) -> Self {
+        Self { inner: self.inner.for_longest_open(open), ..self }
+    }
+
     fn for_order(self, order: Order) -> Self {
         Self { inner: self.inner.for_order(order), ..self }
     }
