@@ -18,8 +18,8 @@ pub(crate) struct Lease {
     pub(crate) terms: Terms,
     /// When the claim was sent.
     pub(crate) sent: Moment,
-    /// No renewal after this: nothing is held for ever.
-    pub(crate) ends: Moment,
+    /// A [`Moment`]: no renewal after this, since nothing is held for ever.
+    ends: AtomicU64,
     /// A [`Moment`]; 0 once lost.
     deadline: AtomicU64,
 }
@@ -27,7 +27,8 @@ pub(crate) struct Lease {
 impl Lease {
     pub(crate) fn new(operation: &Operation, attempt: u32, sent: Moment, ends: Moment) -> Self {
         let Operation { token, terms, .. } = *operation;
-        let lease = Self { key: operation.key.clone(), token, attempt, terms, sent, ends, deadline: AtomicU64::new(1) };
+        let (ends, deadline) = (AtomicU64::new(ends.as_micros()), AtomicU64::new(1));
+        let lease = Self { key: operation.key.clone(), token, attempt, terms, sent, ends, deadline };
         lease.extend(sent);
         lease
     }
@@ -36,6 +37,15 @@ impl Lease {
     pub(crate) fn extend(&self, sent: Moment) {
         let deadline = (sent + self.terms.lease).as_micros();
         let _ = self.deadline.fetch_update(Ordering::AcqRel, Ordering::Acquire, |old| (old != 0).then(|| old.max(deadline)));
+    }
+
+    /// Renews it until this moment, and no longer.
+    pub(crate) fn hold_until(&self, ends: Moment) {
+        self.ends.store(ends.as_micros(), Ordering::Release);
+    }
+
+    pub(crate) fn may_be_renewed(&self, now: Moment) -> bool {
+        now < Moment::from_micros(self.ends.load(Ordering::Acquire))
     }
 
     pub(crate) fn lose(&self) {

@@ -81,7 +81,7 @@ impl Renewals {
             if !lease.lives(now) {
                 over.push((place, lease.token));
                 *held = None;
-            } else if now < lease.ends && lease.remaining() < lease.terms.lease * 2 / 3 {
+            } else if lease.may_be_renewed(now) && lease.remaining() < lease.terms.lease * 2 / 3 {
                 due.push((place, lease.clone()));
             }
         }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use oncegate_core::marker::{Ask, Effect, Marker, Operation, Verdict};
+use oncegate_core::marker::{Ask, Effect, Marker, Operation, Terms, Token, Verdict};
 use oncegate_core::road::Reason;
 use oncegate_core::*;
 
@@ -425,6 +425,25 @@ async fn what_failed_without_a_crash_runs_again_side_by_side() {
     let (all, started) = (broker.clone(), Instant::now());
     consumer(&broker, MemoryStore::new(), Blip::default()).run_until(async move { all.drained().await }).await.expect("a clean end");
     assert!(started.elapsed() < ms(2500), "one after the other would take 5 s: {:?}", started.elapsed());
+}
+
+/// What an earlier process may have crashed on runs one at a time. The last of these wait longer than a claim is held for its own runs,
+/// three seconds here, and run to their ends nevertheless.
+#[tokio::test(flavor = "multi_thread")]
+async fn who_waited_long_for_its_turn_has_the_whole_time_for_its_run() {
+    let ids: Vec<String> = (0..13).map(|id| id.to_string()).collect();
+    let store = MemoryStore::new();
+    for id in &ids {
+        let crashed = Terms { guarantee: Guarantee::EffectivelyOnce, lease: ms(1), window: ms(60_000), fingerprint: None };
+        let claim = Operation { key: key(id), ask: Ask::Claim, token: Token(7), attempt: 0, terms: crashed };
+        assert!(matches!(store.apply(&[claim]).await[..], [Ok(Verdict::Granted { attempt: 1 })]));
+    }
+    tokio::time::sleep(ms(20)).await; // their leases are over
+    let (broker, handler) = (broker(ids), Slow { takes: ms(350), ..Slow::default() });
+    let all = broker.clone();
+    let run = consumer(&broker, store, handler.clone()).lease(ms(1000)).handler_timeout(ms(1000)).retries(0).reconciles(1);
+    run.run_until(async move { all.drained().await }).await.expect("a clean end");
+    assert_eq!(handler.runs.load(Ordering::Relaxed), 13, "one was cut off and ran again");
 }
 
 /// A handler that says that nothing happened while the consumer drains, and would never end if it ran again.

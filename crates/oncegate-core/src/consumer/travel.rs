@@ -131,10 +131,22 @@ impl<H: Handler, D: Decode> Running<H, D> {
             let slot = self.may_run_next.pop_front()?;
             let Some(flight) = self.flights.at(slot) else { continue };
             if let Stage::Ready(_) = flight.passage.stage() {
-                return Some((slot, if flight.lease_is_over() { Event::LeaseOver } else { Event::Slot }));
+                return Some((slot, self.may_begin(flight)));
             }
         }
         None
+    }
+
+    /// There is a place for its handler. The claim is held for as long as a run may take from now on: it may have waited for that
+    /// place longer than that.
+    fn may_begin(&self, flight: &Flight) -> Event {
+        if flight.lease_is_over() {
+            return Event::LeaseOver;
+        }
+        if let Some(lease) = &flight.lease {
+            lease.hold_until(Moment::now() + self.longest_hold);
+        }
+        Event::Slot
     }
 
     /// The road says what a delivery does next, and this does it.
@@ -295,7 +307,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
                     self.may_run_next.push_back(slot);
                     return None;
                 }
-                return Some(if flight.lease_is_over() { Event::LeaseOver } else { Event::Slot });
+                return Some(self.may_begin(flight));
             }
             Step::Run => {
                 if let Stage::Ungated(_) = flight.passage.stage() {
