@@ -7,6 +7,7 @@
 
 mod accepts;
 mod again;
+mod aside;
 mod bounds;
 mod commits;
 mod effects;
@@ -50,8 +51,10 @@ pub enum Promise {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Ordered {
-    /// Messages with the same key.
+    /// Messages with the same key, of a log with offsets.
     ByKey,
+    /// Messages with the same key, of a queue that one consumer takes at a time.
+    ByKeyOfAQueue,
     /// Nothing.
     Not,
 }
@@ -77,6 +80,9 @@ pub struct Rules {
     /// How many messages a consumer may handle at once; older reports do not say.
     #[serde(default)]
     pub in_flight: u32,
+    /// How many attempts a message has; 0 where it was not looked at that.
+    #[serde(default)]
+    pub attempts: u32,
     /// Where it was looked.
     #[serde(default)]
     pub looked: Looked,
@@ -125,7 +131,7 @@ pub enum Invariant {
     I8,
     /// What is accepted was completed, or was a duplicate, by a verdict of its own.
     I9,
-    /// After a fault effects come again within its bound.
+    /// After a fault effects come again within its bound, and at nine tenths of their rate where the machine has time for that.
     I10,
     /// While the store is away no handler starts, it is asked seldom, and memory and work in flight stay bounded.
     I11,
@@ -135,6 +141,8 @@ pub enum Invariant {
     I13,
     /// Everything drains, and no marker is left in progress.
     I14,
+    /// What works is not set aside before it has had its attempts.
+    Aside,
     /// No effect without a message.
     Unexpected,
     /// A consumer ends only when it is told to, with exit code 0, within its drain and a second.
@@ -143,7 +151,7 @@ pub enum Invariant {
 
 impl Invariant {
     /// All of them.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 17] = [
         Self::I1,
         Self::I2,
         Self::I3,
@@ -158,6 +166,7 @@ impl Invariant {
         Self::I12,
         Self::I13,
         Self::I14,
+        Self::Aside,
         Self::Unexpected,
         Self::Exit,
     ];
@@ -174,13 +183,14 @@ impl Invariant {
             Self::I7 => "nothing is committed before all up to it is settled",
             Self::I8 => "each delivery is settled once, and no channel was closed with 406",
             Self::I9 => "nothing is accepted without a verdict of its own; `Busy` is none",
-            Self::I10 => "after a fault effects come again within its bound",
+            Self::I10 => "after a fault effects come again within its bound; on a machine with time to spare at nine tenths of their rate",
             Self::I11 => {
                 "while the store is away or takes nothing no handler starts; away: at most 20 questions a second and 50 MB more a process; never more handlers than may be"
             }
             Self::I12 => "what consumers count of themselves is what the ledger has of them",
             Self::I13 => "no secret in any log, ledger or Debug output",
             Self::I14 => "everything drains, and no marker is left in progress",
+            Self::Aside => "what works is not set aside before it has had its attempts",
             Self::Unexpected => "no effect without a message",
             Self::Exit => "consumers end only when told to, with exit code 0, within drain + 1 s",
         }
@@ -189,7 +199,7 @@ impl Invariant {
     /// Whether there was something to look at: a fault whose end could be judged, or a store that was away.
     pub fn was_tried(self, counts: &Counts) -> bool {
         match self {
-            Self::I10 => counts.again_judged.values().any(|times| *times > 0),
+            Self::I10 => counts.again_judged.values().chain(counts.rate_again_judged.values()).any(|times| *times > 0),
             Self::I11 => counts.away_ms + counts.refusing_ms > 0,
             _ => true,
         }
@@ -205,8 +215,11 @@ impl Invariant {
             Self::I3 => rules.promise == Promise::EffectivelyOnce,
             // Who has lost its marker handles beside who was granted the next.
             Self::I4 => rules.promise != Promise::Bare && rules.store == Remembers::Claims,
-            // Kafka alone has an order, and offsets.
-            Self::I5 | Self::I6 | Self::I7 => rules.promise != Promise::Bare && rules.order == Ordered::ByKey,
+            Self::I5 => rules.promise != Promise::Bare && rules.order != Ordered::Not,
+            // A store that may forget counts no attempts.
+            Self::Aside => rules.attempts > 0 && rules.promise != Promise::Bare && rules.store == Remembers::Claims,
+            // Kafka alone has offsets.
+            Self::I6 | Self::I7 => rules.promise != Promise::Bare && rules.order == Ordered::ByKey,
             _ => rules.promise != Promise::Bare,
         }
     }
@@ -293,6 +306,13 @@ pub struct Counts {
     /// After how many faults it could be judged how soon one came, by kind.
     #[serde(default)]
     pub again_judged: BTreeMap<String, u64>,
+    /// The longest until effects came at nine tenths of their rate after the end of a fault, or of two, in milliseconds, by their kinds:
+    /// where the machine had time to spare.
+    #[serde(default)]
+    pub rate_again_ms: BTreeMap<String, u64>,
+    /// After how many that could be judged.
+    #[serde(default)]
+    pub rate_again_judged: BTreeMap<String, u64>,
     /// Processes that ended well, whose counters were compared with the ledger to the last.
     #[serde(default)]
     pub metrics_exact: u64,
@@ -348,6 +368,7 @@ pub fn check(ledger: &Ledger, rules: &Rules) -> Checked {
         handlers::check(&mut finder, id);
         accepts::check(&mut finder, id);
         ends::check_id(&mut finder, id);
+        aside::check(&mut finder, id);
     }
     effects::check_order(&mut finder);
     commits::check(&mut finder);

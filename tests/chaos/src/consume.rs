@@ -6,18 +6,20 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use oncegate::{Consumer, Context, Durability, Failure, Handler, IdSource, KafkaLogin, Knows, Open, Reconciled, Redis, async_trait};
+use oncegate::{Consumer, Context, Durability, Failure, Handler, IdSource, KafkaLogin, Knows, Open, Order, Reconciled, Redis, async_trait};
 use oncegate_testkit::servers::SENTINEL_NAME;
 
 use crate::Error;
 use crate::ledger::{Ending, Log, What};
-use crate::message::{Fate, ID_HEADER, Work};
+use crate::message::{Fate, ID_HEADER, KEY_HEADER, Work};
 use crate::recorded::Recorded;
 use crate::sink::Sink;
 use crate::worker::{Broker, Common, Running, Worker, reconcile};
 
 /// How long a handler may run: longer than the longest of the messages takes.
 const TIMEOUT: Duration = Duration::from_secs(4);
+/// How many attempts a message has.
+pub const ATTEMPTS: u32 = 5;
 /// How long a process that only sleeps may oversleep until that is worth a record.
 const STALL: Duration = Duration::from_millis(300);
 
@@ -38,6 +40,9 @@ pub struct Arguments {
     /// How many replicas have to know of a claim.
     #[arg(long, default_value_t = 0)]
     replicas: u32,
+    /// Of RabbitMQ's queue one consumer takes messages until it goes, and keeps the order of each key.
+    #[arg(long)]
+    one_at_a_time: bool,
 }
 
 /// Consumes until SIGTERM, then drains. Ends at once when its standard input ends: who started it is gone.
@@ -53,6 +58,10 @@ pub async fn run(arguments: Arguments) -> Result<(), Error> {
             if let Some([name, password, authority]) = arguments.login.as_deref() {
                 source = source.ca_certificate(authority).login(KafkaLogin::scram_sha_512(name, password));
             }
+            consume(source, &arguments, worker).await
+        }
+        Broker::Rabbitmq if arguments.one_at_a_time => {
+            let source = arguments.common.rabbit().single_active_consumer().key_header(KEY_HEADER);
             consume(source, &arguments, worker).await
         }
         Broker::Rabbitmq => consume(arguments.common.rabbit(), &arguments, worker).await,
@@ -81,11 +90,13 @@ async fn consume(source: impl Open + fmt::Debug, arguments: &Arguments, worker: 
         .scope(&common.from)
         .lease(common.lease())
         .backoff(Duration::from_millis(50), Duration::from_millis(400))
+        .attempts(ATTEMPTS)
         .retries(1)
         .reconciles(3)
         .handler_timeout(TIMEOUT)
         .in_flight(common.in_flight)
         .drain(common.drain());
+    let consumer = if arguments.one_at_a_time { consumer.order(Order::ByKey) } else { consumer };
     worker.run(|terminated| consumer.run_until(terminated.come())).await
 }
 

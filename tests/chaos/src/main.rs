@@ -3,13 +3,14 @@
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use clap::{Parser, Subcommand};
 use oncegate_chaos::check::{Promise, check};
 use oncegate_chaos::consume;
 use oncegate_chaos::ledger::Ledger;
 use oncegate_chaos::matrix::table::Matrix;
+use oncegate_chaos::play::Taken;
 use oncegate_chaos::report::{Report, Verdict};
 use oncegate_chaos::scenario::{Director, Wish};
 use oncegate_chaos::schedule::Lengths;
@@ -64,6 +65,9 @@ struct Arguments {
     /// double; with one it pauses where Sentinels take the other one.
     #[arg(long, default_value_t = 2)]
     replicas: u32,
+    /// On RabbitMQ one consumer takes messages until it goes, and what has the same key is handled in its order; on Kafka it always is.
+    #[arg(long)]
+    in_order: bool,
     /// On which broker; on both by default.
     #[arg(long, value_enum)]
     broker: Option<Broker>,
@@ -188,7 +192,10 @@ fn direct(arguments: &Arguments) -> Result<ExitCode, Error> {
     }
     let mut director = Director::new(&folder, &stopping);
     let report = if arguments.smoke {
-        director.smoke(arguments.seed.unwrap_or(1))?
+        let begun = Instant::now();
+        let report = director.smoke(arguments.seed.unwrap_or(1))?;
+        println!("chaos: the smoke run took {} s; it may take 240 on a machine with two free cores", begun.elapsed().as_secs());
+        report
     } else {
         let wish = Wish {
             name: arguments.name.clone(),
@@ -200,6 +207,7 @@ fn direct(arguments: &Arguments) -> Result<ExitCode, Error> {
             consumers: arguments.consumers.max(1),
             lengths: arguments.lengths,
             replicas: arguments.replicas,
+            taken: if arguments.in_order { Taken::ByOne } else { Taken::ByAll },
         };
         match arguments.soak {
             Some(minutes) => director.soak(&wish, Duration::from_secs(60 * minutes))?,

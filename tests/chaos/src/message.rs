@@ -4,6 +4,8 @@ use serde::{Deserialize, Serialize};
 
 /// The header that holds the id.
 pub const ID_HEADER: &str = "id";
+/// The header that holds the key, or the id of what has none: on RabbitMQ.
+pub const KEY_HEADER: &str = "key";
 /// How many keys there are for 100 messages a second: enough that a key's handlers, one after the other, keep up.
 const KEYS: u32 = 40;
 /// After how many seconds' messages comes one that makes its process abort.

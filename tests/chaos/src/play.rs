@@ -12,10 +12,12 @@ use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
 
 use crate::check::{Looked, Ordered, Promise, Remembers, Rules, check};
+use crate::consume::ATTEMPTS;
 use crate::fleet::{Faults, Fleet, SinkProcess};
 use crate::flow::{Flow, SPAN};
 use crate::ledger::{Ledger, Log, What};
 use crate::message::{Aborts, Kinds, Messages};
+use crate::processors::Processors;
 use crate::report::{Recovery, Report, Run};
 use crate::schedule::{Kind, LEASE, Lengths, Planned, Schedule};
 use crate::stage::{AfterALoss, Scene, Stage};
@@ -72,6 +74,18 @@ pub struct Plan {
     pub markers: Markers,
     /// Which messages.
     pub messages: Kinds,
+    /// Who takes messages out of a queue.
+    pub taken: Taken,
+}
+
+/// Who takes messages out of a queue of RabbitMQ; of a topic each consumer has its partitions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Taken {
+    /// All consumers, in no order.
+    ByAll,
+    /// One, until it goes; what has the same key is handled in its order.
+    ByOne,
 }
 
 /// In what the markers of a run lie.
@@ -129,10 +143,14 @@ pub fn play(plan: &Plan, stage: &Stage, folder: &Path, stopping: &Stopping) -> R
     run.look_around()?;
     drop(run);
 
-    let order = if stage.broker() == Broker::Kafka { Ordered::ByKey } else { Ordered::Not };
+    let order = match (stage.broker(), plan.taken) {
+        (Broker::Kafka, _) => Ordered::ByKey,
+        (Broker::Rabbitmq, Taken::ByOne) => Ordered::ByKeyOfAQueue,
+        (Broker::Rabbitmq, Taken::ByAll) => Ordered::Not,
+    };
     let (promise, store) = (plan.promise, plan.markers.remembers());
     let (lease, grace, aftermath, drain, in_flight, looked) = (LEASE, GRACE, AFTERMATH, DRAIN, IN_FLIGHT, Looked::Everywhere);
-    let rules = Rules { promise, order, lease, grace, aftermath, drain, store, in_flight, looked };
+    let rules = Rules { promise, order, lease, grace, aftermath, drain, store, in_flight, attempts: ATTEMPTS, looked };
     let checked = check(&Ledger::read(folder)?, &rules);
     let (scenario, broker) = (plan.scenario.clone(), stage.broker().name().to_owned());
     let run = Run { scenario, broker, seed: plan.seed, rules, versions: stage.versions(), seconds: begun.elapsed().as_secs(), lost: 0 };
@@ -172,7 +190,7 @@ impl<'a> Playing<'a> {
         stage.clear()?;
         let log = Arc::new(Log::open(&folder.join("player.jsonl"), "player")?);
         let sink = SinkProcess::start(folder)?;
-        let wire = Arc::new(runtime.block_on(Wire::open(stage.broker(), stage.url_direct(), queue))?);
+        let wire = Arc::new(runtime.block_on(Wire::open(stage.broker(), stage.url_direct(), queue, plan.taken))?);
         let fleet = Fleet::new(plan.consumers, folder, arguments(plan, stage, folder, queue, &sink), Arc::clone(&log));
         fleet.start_all()?;
         let fleet = Arc::new(fleet);
@@ -203,7 +221,7 @@ impl<'a> Playing<'a> {
                 AtOnce::One => {
                     let scene = self.scene(&faults);
                     self.stage.inflict(&planned, self.plan.seed ^ played as u64, &scene)?;
-                    self.recovers(planned.name(), &mut recovery)?;
+                    self.recovers(vec![planned.name()], &mut recovery)?;
                     played += 1;
                 }
                 AtOnce::Two => {
@@ -213,7 +231,7 @@ impl<'a> Playing<'a> {
                     self.two(&faults, [first, second], played as u64)?;
                     let mut names = [first.kind.name(), second.kind.name()];
                     names.sort_unstable();
-                    self.recovers(names.join(" + "), &mut recovery)?;
+                    self.recovers(names.map(str::to_owned).to_vec(), &mut recovery)?;
                     played += 2;
                 }
             }
@@ -227,12 +245,23 @@ impl<'a> Playing<'a> {
     }
 
     /// Waits until effects come as they did before, and notes how long that took.
-    fn recovers(&mut self, what: String, recovery: &mut BTreeMap<String, Recovery>) -> Result<(), Error> {
+    fn recovers(&mut self, kinds: Vec<String>, recovery: &mut BTreeMap<String, Recovery>) -> Result<(), Error> {
+        let before = Processors::until_now();
         let took = self.until_it_flows(RECOVERY)?.unwrap_or(RECOVERY);
-        let of_it = recovery.entry(what).or_default();
-        let ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
-        *of_it = Recovery { times: of_it.times + 1, longest_ms: of_it.longest_ms.max(ms) };
+        let of_it = recovery.entry(kinds.join(" + ")).or_default();
+        let took_ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
+        *of_it = Recovery { times: of_it.times + 1, longest_ms: of_it.longest_ms.max(took_ms) };
+        // Who waits for messages that are not sent any more learns nothing.
+        if !self.is_all_sent()
+            && let (Some(before), Some(now)) = (before, Processors::until_now())
+        {
+            self.log.write(What::Recovered { kinds, took_ms, idle: now.idle_since(before) });
+        }
         Ok(())
+    }
+
+    fn is_all_sent(&self) -> bool {
+        self.publisher.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
     /// The second begins while the first lasts.
@@ -255,7 +284,7 @@ impl<'a> Playing<'a> {
     }
 
     fn is_enough(&self, played: usize) -> bool {
-        let sent = self.publisher.as_ref().is_none_or(JoinHandle::is_finished);
+        let sent = self.is_all_sent();
         match self.plan.until {
             Until::Faults(faults) => played >= faults || sent,
             Until::Messages(_) => sent,
@@ -266,7 +295,7 @@ impl<'a> Playing<'a> {
     fn rest(&mut self, pause: Duration) -> Result<Rested, Error> {
         let until = Instant::now() + pause;
         while Instant::now() < until {
-            if self.publisher.as_ref().is_none_or(JoinHandle::is_finished) {
+            if self.is_all_sent() {
                 return Ok(Rested::Over);
             }
             std::thread::sleep(LOOK.min(until.saturating_duration_since(Instant::now())));
@@ -280,7 +309,7 @@ impl<'a> Playing<'a> {
         let (since, begun) = (Instant::now(), crate::ledger::now());
         while since.elapsed() < patience {
             self.look()?;
-            if self.flow.flows_since(begun)? || self.publisher.as_ref().is_none_or(JoinHandle::is_finished) {
+            if self.flow.flows_since(begun)? || self.is_all_sent() {
                 // The second for which it flowed is no part of the wait for it.
                 return Ok(Some(since.elapsed().saturating_sub(SPAN)));
             }
@@ -428,6 +457,9 @@ fn arguments(plan: &Plan, stage: &Stage, folder: &Path, queue: &str, sink: &Sink
     let mut arguments: Vec<String> = arguments.into_iter().map(|(name, value)| format!("--{name}={value}")).collect();
     if let Markers::Watched { replicas } = plan.markers {
         arguments.push(format!("--replicas={replicas}"));
+    }
+    if (stage.broker(), plan.taken) == (Broker::Rabbitmq, Taken::ByOne) {
+        arguments.push("--one-at-a-time".to_owned());
     }
     if let Some(login) = stage.login() {
         arguments.push("--login".to_owned());

@@ -217,10 +217,10 @@ impl Report {
             let bound = 3.0 / counts.acknowledged as f64;
             let _ = write!(text, "\nNo loss in {} messages: the rate is below {bound:.1e} (95 %).\n", counts.acknowledged);
         }
-        text += "\n## Faults\n\nFirst effect: from the end of the fault, where no other lasts; later than the bound breaks I10. Recovery: until effects come at \
-                 nine tenths of the publisher's rate for a second.\n\n\
-                 | fault | played | judged | extra effects | first effect, ms | longest recovery, ms | to reach, ms |\n\
-                 | --- | ---: | ---: | ---: | ---: | ---: | ---: |\n";
+        text += "\n## Faults\n\nFirst effect: from the end of the fault, where no other lasts. Recovery: until effects come at nine tenths of the \
+                 publisher's rate for a second; judged where the machine had time to spare. Later than the bound breaks I10.\n\n\
+                 | fault | played | extra effects | judged | first effect, ms | longest recovery, ms | judged | longest of these, ms | to reach, ms |\n\
+                 | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n";
         for (kind, times) in &counts.faults {
             let extra = counts.explained.get(kind).copied().unwrap_or_default();
             let or_none = |ms: Option<u128>| ms.map_or_else(|| "–".to_owned(), |ms| ms.to_string());
@@ -228,16 +228,19 @@ impl Report {
             let bound = or_none(Kind::of(kind).map(|kind| kind.recovery_bound().as_millis()));
             let again = or_none(counts.again_ms.get(kind).map(|ms| (*ms).into()));
             let judged = counts.again_judged.get(kind).copied().unwrap_or_default();
-            let _ = writeln!(text, "| {kind} | {times} | {judged} | {extra} | {again} | {recovery} | {bound} |");
+            let rate = or_none(counts.rate_again_ms.get(kind).map(|ms| (*ms).into()));
+            let of_rate = counts.rate_again_judged.get(kind).copied().unwrap_or_default();
+            let _ = writeln!(text, "| {kind} | {times} | {extra} | {judged} | {again} | {recovery} | {of_rate} | {rate} | {bound} |");
         }
         let mut pairs: Vec<(&String, &Recovery)> = self.recovery.iter().filter(|(what, _)| what.contains(" + ")).collect();
         if !pairs.is_empty() {
             let times: u64 = pairs.iter().map(|(_, recovery)| recovery.times).sum();
             let _ = write!(text, "\n{times} pairs of {} kinds. Those after which recovery took longest:\n\n", pairs.len());
-            text += "| faults | played | longest recovery, ms |\n| --- | ---: | ---: |\n";
+            text += "| faults | played | longest recovery, ms | judged |\n| --- | ---: | ---: | ---: |\n";
             pairs.sort_by_key(|(_, recovery)| std::cmp::Reverse(recovery.longest_ms));
             for (what, recovery) in pairs.into_iter().take(PAIRS) {
-                let _ = writeln!(text, "| {what} | {} | {} |", recovery.times, recovery.longest_ms);
+                let judged = counts.rate_again_judged.get(what).copied().unwrap_or_default();
+                let _ = writeln!(text, "| {what} | {} | {} | {judged} |", recovery.times, recovery.longest_ms);
             }
         }
         text += "\n## Invariants\n\n| | what must hold | looked for in | violations |\n| --- | --- | ---: | ---: |\n";
@@ -306,9 +309,11 @@ fn add_counts(to: &mut Counts, from: Counts) {
     to.refused_to_begin += from.refused_to_begin;
     to.left_without_broker += from.left_without_broker;
     to.commits_overtaken += from.commits_overtaken;
-    for (kind, ms) in from.again_ms {
-        let longest = to.again_ms.entry(kind).or_default();
-        *longest = (*longest).max(ms);
+    for (to, from) in [(&mut to.again_ms, from.again_ms), (&mut to.rate_again_ms, from.rate_again_ms)] {
+        for (kind, ms) in from {
+            let longest = to.entry(kind).or_default();
+            *longest = (*longest).max(ms);
+        }
     }
     for (to, from) in [
         (&mut to.fenced_longest_ms, from.fenced_longest_ms),
@@ -320,6 +325,7 @@ fn add_counts(to: &mut Counts, from: Counts) {
         *to = (*to).max(from);
     }
     add_all(&mut to.again_judged, from.again_judged);
+    add_all(&mut to.rate_again_judged, from.rate_again_judged);
     add_all(&mut to.explained, from.explained);
     add_all(&mut to.faults, from.faults);
 }
@@ -342,6 +348,7 @@ mod tests {
             drain: second,
             store: Remembers::Claims,
             in_flight: 64,
+            attempts: 0,
             looked: Looked::Everywhere,
         };
         let versions = BTreeMap::from([("Redis".to_owned(), "7.0.15".to_owned())]);
@@ -411,7 +418,7 @@ mod tests {
         for part in [
             "| mixed | kafka | at most once | 7 | 60 |",
             "Redis 7.0.15",
-            "| kill-redis | 2 | 0 | 0 | – | 900 | 5000 |",
+            "| kill-redis | 2 | 0 | 0 | – | 900 | 0 | – | 5000 |",
             "### I1 u-7",
             "player   confirmed",
         ] {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::check::Promise;
 use crate::message::{Aborts, Kinds};
-use crate::play::{AtOnce, Markers, Plan, Until, play};
+use crate::play::{AtOnce, Markers, Plan, Taken, Until, play};
 use crate::report::{Report, Verdict};
 use crate::schedule::{ANYWHERE, KAFKA, Kind, Lengths, RABBITMQ, WATCHED};
 use crate::stage::Stage;
@@ -45,6 +45,8 @@ pub struct Wish {
     pub lengths: Lengths,
     /// How many replicas have to know of a claim, where Sentinels watch Redis.
     pub replicas: u32,
+    /// Who takes messages out of a queue of RabbitMQ.
+    pub taken: Taken,
 }
 
 /// Runs scenarios one after the other; servers live as long as this.
@@ -92,6 +94,7 @@ impl Wish {
             percent: None,
             markers: if watched { Markers::Watched { replicas: self.replicas } } else { Markers::One },
             messages: Kinds::All,
+            taken: self.taken,
         })
     }
 
@@ -275,6 +278,7 @@ fn short(promise: Promise, seed: u64, kinds: Vec<Kind>, until: Until) -> Plan {
         percent: Some(SMOKE_PERCENT),
         markers: Markers::One,
         messages: Kinds::All,
+        taken: Taken::ByAll,
     }
 }
 

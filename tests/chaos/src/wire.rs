@@ -11,6 +11,7 @@ pub(crate) use kafka::refuse_letters;
 use crate::Error;
 use crate::ledger::{Log, Place};
 use crate::message::Outgoing;
+use crate::play::Taken;
 use crate::worker::Broker;
 
 /// Where what has failed is set aside, by the end of its name.
@@ -41,10 +42,10 @@ impl Wire {
     ///
     /// # Errors
     /// What the broker said.
-    pub async fn open(broker: Broker, url: &str, name: &str) -> Result<Self, Error> {
+    pub async fn open(broker: Broker, url: &str, name: &str, taken: Taken) -> Result<Self, Error> {
         Ok(match broker {
             Broker::Kafka => Self::Kafka(kafka::Wire::open(url, name).await?),
-            Broker::Rabbitmq => Self::Rabbit(Box::new(rabbit::Wire::new(url, name))),
+            Broker::Rabbitmq => Self::Rabbit(Box::new(rabbit::Wire::new(url, name, taken))),
         })
     }
 

@@ -1,13 +1,51 @@
 //! I10: after a fault effects come again within its bound.
 
 use super::{Finder, Invariant, Remembers, micros};
+use crate::flow::SPAN;
 use crate::ledger::What;
 use crate::schedule::Kind;
 
 /// How many messages the broker has to have confirmed meanwhile, so that there was something to have an effect.
 const SOMETHING: usize = 20;
+/// How much of the processors' time nobody may have needed, in percent, so that what took long took long for no want of that.
+const TO_SPARE: u64 = 25;
 
 pub(super) fn check(finder: &mut Finder<'_>) {
+    first_effect(finder);
+    rate(finder);
+}
+
+/// When effects came at nine tenths of their rate. After two faults at once both bounds may be needed; after a message that ended a
+/// process nobody is held to those of a fault.
+fn rate(finder: &mut Finder<'_>) {
+    let ledger = finder.ledger;
+    for record in ledger.records() {
+        let What::Recovered { kinds, took_ms, idle } = &record.what else { continue };
+        let of: Option<Vec<Kind>> = kinds.iter().map(|kind| Kind::of(kind)).collect();
+        let Some(of) = of.filter(|_| *idle >= TO_SPARE) else { continue };
+        if of.contains(&Kind::FailOverRedis) && finder.rules.store == Remembers::NotAll {
+            continue;
+        }
+        let ended = record.at.saturating_sub(took_ms * 1_000 + micros(SPAN));
+        let felt = |at: u64| at <= record.at && at + bound(Kind::KillConsumer) >= ended;
+        if finder.windows.aborts().any(felt) {
+            continue;
+        }
+        let bound = of.into_iter().map(bound).sum::<u64>();
+        let bound_ms = (bound + finder.windows.stalled(ended, ended + bound)) / 1_000;
+        let what = kinds.join(" + ");
+        let counts = &mut finder.checked.counts;
+        let longest = counts.rate_again_ms.entry(what.clone()).or_default();
+        *longest = (*longest).max(*took_ms);
+        *counts.rate_again_judged.entry(what.clone()).or_default() += 1;
+        if *took_ms > bound_ms {
+            let why = format!("nine tenths of the rate were back {took_ms} ms after the end of {what}, and may take {bound_ms}");
+            finder.found(Invariant::I10, None, why);
+        }
+    }
+}
+
+fn first_effect(finder: &mut Finder<'_>) {
     let over: Vec<(String, u64)> = finder.windows.over().map(|(kind, ended)| (kind.to_owned(), ended)).collect();
     // Until when effects may be away for what was over before.
     let mut excused: Vec<(u64, u64)> = over.iter().filter_map(|(kind, ended)| Some((*ended, ended + bound(Kind::of(kind)?)))).collect();

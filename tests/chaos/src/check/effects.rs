@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use super::ends::UNHEARD;
-use super::{Finder, Invariant, Promise, Remembers, micros};
+use super::{Finder, Invariant, Ordered, Promise, Remembers, micros};
 use crate::ledger::{Asked, Record, Unique, What};
 
 /// One application at the sink.
@@ -72,7 +72,9 @@ fn cause(finder: &Finder<'_>, id: &str, before: &Applied<'_>, again: &Applied<'_
     cut_off.map(str::to_owned).ok_or_else(nothing)
 }
 
-/// The keys of ids are what stands before their last `-`; only ids that begin with `k` were sent with a key.
+/// The keys of ids are what stands before their last `-`; only ids that begin with `k` were sent with a key. Into a queue what is not
+/// confirmed is sent again, and may come to stand behind what was sent later: there it is in its place only if it was confirmed before
+/// the later one was sent.
 pub(super) fn check_order(finder: &mut Finder<'_>) {
     let mut latest: HashMap<&str, (u64, &str)> = HashMap::new();
     let mut broken = Vec::new();
@@ -81,6 +83,9 @@ pub(super) fn check_order(finder: &mut Finder<'_>) {
         let Some((key, number)) = id.strip_prefix('k').and_then(|id| id.rsplit_once('-')) else { continue };
         let Ok(number) = number.parse::<u64>() else { continue };
         let (highest, of) = latest.entry(key).or_insert((number, id));
+        if number < *highest && finder.rules.order == Ordered::ByKeyOfAQueue && !stood_before(finder, id, of) {
+            continue;
+        }
         if number < *highest {
             broken.push((id, format!("its effect came after that of {of}, which was sent later with the same key")));
         } else {
@@ -90,6 +95,13 @@ pub(super) fn check_order(finder: &mut Finder<'_>) {
     for (id, why) in broken {
         finder.found(Invariant::I5, Some(id), why);
     }
+}
+
+/// Whether one was confirmed before the other was sent.
+fn stood_before(finder: &Finder<'_>, one: &str, other: &str) -> bool {
+    let confirmed = finder.history(one).find(|record| matches!(record.what, What::Confirmed { .. }));
+    let sent = finder.history(other).find(|record| matches!(record.what, What::Attempted { .. }));
+    confirmed.zip(sent).is_some_and(|(confirmed, sent)| confirmed.at <= sent.at)
 }
 
 fn applied(record: &Record) -> Option<Applied<'_>> {

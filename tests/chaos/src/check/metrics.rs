@@ -56,7 +56,7 @@ fn compare(finder: &mut Finder<'_>, name: &str, process: &Process<'_>) {
     for outcome in ANSWERS.into_iter().chain(ENDS) {
         let (counted, seen) = (of(outcome), process.seen.get(outcome).copied().unwrap_or_default());
         // In order, what failed rests in the consumer: released it is, and never settled.
-        let rests = outcome == "released" && finder.rules.order == Ordered::ByKey;
+        let rests = outcome == "released" && finder.rules.order != Ordered::Not;
         let most = match (process.ended_well, ANSWERS.contains(&outcome)) {
             _ if rests => u64::MAX,
             (true, _) | (false, true) => seen,

@@ -148,6 +148,15 @@ pub enum What {
         /// How long it took from the signal, in milliseconds.
         took_ms: u64,
     },
+    /// Effects came at nine tenths of the publisher's rate again.
+    Recovered {
+        /// After the ends of these faults, as the fault log names them.
+        kinds: Vec<String>,
+        /// How long that took, without the second for which they did, in milliseconds.
+        took_ms: u64,
+        /// How much of the processors' time nobody needed meanwhile, in percent.
+        idle: u64,
+    },
     /// A message stands in the dead letters or in doubt after the run.
     Aside {
         /// The message's.
@@ -326,6 +335,7 @@ impl What {
             Self::MadeAnew
             | Self::Revoked { .. }
             | Self::Stalled { .. }
+            | Self::Recovered { .. }
             | Self::Fault { .. }
             | Self::Gone { .. }
             | Self::Left { .. }

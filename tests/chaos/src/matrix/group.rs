@@ -20,6 +20,7 @@ use crate::check::{Checked, Looked, Ordered, Promise, Remembers, Rules, check};
 use crate::fleet::SinkProcess;
 use crate::ledger::{Edge, Ledger, Log, Sent, What};
 use crate::message::Outgoing;
+use crate::play::Taken;
 use crate::wire::Wire;
 use crate::worker::Broker;
 
@@ -107,7 +108,7 @@ impl<'a> Group<'a> {
         let name = format!("cell-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         let log = Arc::new(Log::open(&folder.join("player.jsonl"), "player")?);
         let sink = SinkProcess::start(folder)?;
-        let wire = servers.runtime.block_on(Wire::open(made.broker, &servers.url(made.broker), &name))?;
+        let wire = servers.runtime.block_on(Wire::open(made.broker, &servers.url(made.broker), &name, Taken::ByAll))?;
         let memory = crate::in_memory()?;
         let store = match made.markers {
             Markers::Redis => servers.redis(),
@@ -392,6 +393,7 @@ impl<'a> Group<'a> {
             drain: DRAIN,
             store: Remembers::Claims,
             in_flight: IN_FLIGHT,
+            attempts: 0,
             looked: Looked::InTheLedger,
         }
     }

@@ -13,7 +13,8 @@ use tokio::sync::Mutex;
 use super::Letter;
 use crate::Error;
 use crate::ledger::{Log, Place, What};
-use crate::message::{ID_HEADER, Outgoing};
+use crate::message::{ID_HEADER, KEY_HEADER, Outgoing};
+use crate::play::Taken;
 
 /// How long the broker may take to confirm before it is asked on another connection.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -28,6 +29,7 @@ const DELAYS: [&str; 5] = [".delay.1000", ".delay.5000", ".delay.30000", ".delay
 pub struct Wire {
     url: String,
     queue: String,
+    taken: Taken,
     open: Mutex<Option<(Connection, Channel)>>,
 }
 
@@ -38,8 +40,8 @@ impl fmt::Debug for Wire {
 }
 
 impl Wire {
-    pub(super) fn new(url: &str, queue: &str) -> Self {
-        Self { url: url.to_owned(), queue: queue.to_owned(), open: Mutex::new(None) }
+    pub(super) fn new(url: &str, queue: &str, taken: Taken) -> Self {
+        Self { url: url.to_owned(), queue: queue.to_owned(), taken, open: Mutex::new(None) }
     }
 
     /// Sends again what was not confirmed, until all is: some of it then stands there twice.
@@ -78,6 +80,8 @@ impl Wire {
         for message in messages {
             let mut headers = FieldTable::default();
             headers.insert(ID_HEADER.into(), AMQPValue::LongString(message.id.as_str().into()));
+            let key = message.key.as_ref().unwrap_or(&message.id);
+            headers.insert(KEY_HEADER.into(), AMQPValue::LongString(key.as_str().into()));
             let properties = BasicProperties::default().with_delivery_mode(2).with_headers(headers);
             let options = BasicPublishOptions { mandatory: true, ..BasicPublishOptions::default() };
             let publish = channel.basic_publish("".into(), self.queue.as_str().into(), options, message.body.as_bytes(), properties);
@@ -109,7 +113,9 @@ impl Wire {
     pub(super) async fn left(&self) -> Result<u64, Error> {
         let (connection, channel) = connect(&self.url).await?;
         let mut left = 0;
-        for suffix in [""].into_iter().chain(DELAYS) {
+        // What is handled in order waits in its consumer, and has no such queues.
+        let delays = DELAYS.into_iter().filter(|_| self.taken == Taken::ByAll);
+        for suffix in [""].into_iter().chain(delays) {
             let options = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
             let name = format!("{}{suffix}", self.queue);
             left += u64::from(channel.queue_declare(name.into(), options, FieldTable::default()).await?.message_count());
