@@ -4,6 +4,7 @@
 #![forbid(unsafe_code)]
 
 mod bench;
+mod book;
 mod chaos;
 mod faults;
 mod kafka_faults;
@@ -51,6 +52,8 @@ enum Command {
     /// Explores every interleaving of a small world in which the functions run that decide everything, and prints what
     /// each guarantee withstands.
     Model(model::Arguments),
+    /// Builds the book into `target/book`, and fails if there is a warning. Installs mdBook first, where it is missing.
+    Book,
     /// Starts Kafka, RabbitMQ and Redis for as long as you like, and stops them again.
     Services {
         #[command(subcommand)]
@@ -67,6 +70,7 @@ fn main() -> ExitCode {
         Command::Chaos(arguments) => chaos::run(&arguments),
         Command::Bench(arguments) => bench::run(&arguments),
         Command::Model(arguments) => model::run(&arguments),
+        Command::Book => book::run(),
         Command::Services { command } => services::run(command),
     };
     match outcome {

@@ -24,7 +24,7 @@ use std::path::PathBuf;
 pub use cluster::ClusterServers;
 pub use kafka::{Kafka, KafkaServer};
 pub use kafka_cluster::KafkaServers;
-pub use kafka_distribution::{fetch_kafka, kafka_is_fetched};
+pub use kafka_distribution::{cache, fetch_kafka, kafka_is_fetched};
 pub use kafka_doors::{KafkaDoor, KafkaUser};
 pub use process::ProcessId;
 pub use rabbit::{RABBITMQ_CLIENT, RABBITMQ_SERVER, Rabbit, RabbitOptions, RabbitServer};

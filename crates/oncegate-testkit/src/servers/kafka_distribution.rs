@@ -66,12 +66,16 @@ fn keep(fetched: &Path, libraries: &Path) -> Result<(), ServerError> {
 }
 
 fn libraries() -> PathBuf {
-    let cache = match (std::env::var_os("ONCEGATE_CACHE"), std::env::var_os("HOME")) {
+    cache().join(format!("kafka-{VERSION}")).join("libs")
+}
+
+/// Where what was fetched once is kept: `$ONCEGATE_CACHE`, by default `~/.cache/oncegate`.
+pub fn cache() -> PathBuf {
+    match (std::env::var_os("ONCEGATE_CACHE"), std::env::var_os("HOME")) {
         (Some(cache), _) => PathBuf::from(cache),
         (None, Some(home)) => Path::new(&home).join(".cache/oncegate"),
         (None, None) => std::env::temp_dir().join("oncegate-cache"),
-    };
-    cache.join(format!("kafka-{VERSION}")).join("libs")
+    }
 }
 
 fn has_broker(libraries: &Path) -> bool {
