@@ -7,14 +7,13 @@ use std::collections::VecDeque;
 /// An acknowledgement with `multiple` covers every tag up to its own, so it is only ever yielded for a prefix in which
 /// every tag is settled, and its own tag is one that was not acknowledged before: the broker refuses a tag that it
 /// does not know, and closes the channel.
+///
+/// It holds what is not acknowledged, and nothing else: the prefetch bounds it, however long one of them stands open.
 #[derive(Debug)]
 pub(crate) struct Acks<T> {
-    /// The tag of the first entry.
-    first: u64,
-    tags: VecDeque<Tag<T>>,
+    /// What was delivered and is not acknowledged, by tag.
+    tags: VecDeque<(u64, Tag<T>)>,
     settled: usize,
-    /// How many are not acknowledged.
-    unacked: usize,
     /// How many were acknowledged one by one while the first entry has been the first.
     alone: usize,
 }
@@ -23,75 +22,67 @@ pub(crate) struct Acks<T> {
 enum Tag<T> {
     Open(T),
     Settled,
-    Acknowledged,
 }
 
 impl<T> Acks<T> {
-    /// Of a new channel: its tags begin with 1.
+    /// Of a new channel.
     pub(crate) fn new() -> Self {
-        Self { first: 1, tags: VecDeque::new(), settled: 0, unacked: 0, alone: 0 }
+        Self { tags: VecDeque::new(), settled: 0, alone: 0 }
     }
 
-    /// Takes a delivery in. The broker counts its tags up by one; a tag that it left out is none of ours.
+    /// Takes a delivery in. The broker counts its tags up; one that it left out is none of ours.
     pub(crate) fn delivered(&mut self, tag: u64, carried: T) {
-        let next = self.first + self.tags.len() as u64;
-        for _ in next..tag {
-            self.tags.push_back(Tag::Acknowledged);
-        }
-        if tag >= next {
-            self.tags.push_back(Tag::Open(carried));
-            self.unacked += 1;
+        if self.tags.back().is_none_or(|(last, _)| *last < tag) {
+            self.tags.push_back((tag, Tag::Open(carried)));
         }
     }
 
     /// What an unsettled delivery carries; `None` for a tag that is not open.
     pub(crate) fn carried(&self, tag: u64) -> Option<&T> {
-        match self.tags.get(self.index(tag)?)? {
-            Tag::Open(carried) => Some(carried),
-            Tag::Settled | Tag::Acknowledged => None,
+        match &self.tags[self.index(tag)?] {
+            (_, Tag::Open(carried)) => Some(carried),
+            (_, Tag::Settled) => None,
         }
     }
 
     /// Marks a delivery as done with, and gives back what it carried; `None` for a tag that is not open.
     pub(crate) fn settle(&mut self, tag: u64) -> Option<T> {
         let index = self.index(tag)?;
-        let entry = self.tags.get_mut(index)?;
-        if !matches!(entry, Tag::Open(_)) {
-            return None;
+        match std::mem::replace(&mut self.tags[index].1, Tag::Settled) {
+            Tag::Open(carried) => {
+                self.settled += 1;
+                Some(carried)
+            }
+            Tag::Settled => None,
         }
-        let Tag::Open(carried) = std::mem::replace(entry, Tag::Settled) else { return None };
-        self.settled += 1;
-        Some(carried)
     }
 
-    /// Marks a delivery as rejected, and gives back what it carried; `None` for a tag that is not open. The rejection has
+    /// Takes a delivery out that is rejected, and gives back what it carried; `None` for a tag that is not open. The rejection has
     /// to leave before the next acknowledgement does: that may cover the tag.
     pub(crate) fn reject(&mut self, tag: u64) -> Option<T> {
+        self.carried(tag)?;
         let index = self.index(tag)?;
-        let entry = self.tags.get_mut(index)?;
-        if !matches!(entry, Tag::Open(_)) {
-            return None;
+        if index == 0 {
+            self.alone = 0;
         }
-        let Tag::Open(carried) = std::mem::replace(entry, Tag::Acknowledged) else { return None };
-        self.unacked -= 1;
-        Some(carried)
+        match self.tags.remove(index)? {
+            (_, Tag::Open(carried)) => Some(carried),
+            (_, Tag::Settled) => None,
+        }
     }
 
     /// What the delivery carries that has stood open for longest.
     pub(crate) fn oldest(&self) -> Option<&T> {
-        self.tags.iter().find_map(|tag| if let Tag::Open(carried) = tag { Some(carried) } else { None })
+        self.tags.iter().find_map(|(_, tag)| if let Tag::Open(carried) = tag { Some(carried) } else { None })
     }
 
     /// Takes the settled prefix: the tag to acknowledge with `multiple`.
     pub(crate) fn take_prefix(&mut self) -> Option<u64> {
         let mut last = None;
-        while let Some(Tag::Settled | Tag::Acknowledged) = self.tags.front() {
-            if let Some(Tag::Settled) = self.tags.pop_front() {
-                last = Some(self.first);
-                self.settled -= 1;
-                self.unacked -= 1;
-            }
-            self.first += 1;
+        while let Some((tag, Tag::Settled)) = self.tags.front() {
+            last = Some(*tag);
+            self.tags.pop_front();
+            self.settled -= 1;
             self.alone = 0;
         }
         last
@@ -100,17 +91,16 @@ impl<T> Acks<T> {
     /// Takes all that is settled beyond the prefix: the tags to acknowledge one by one, in order.
     pub(crate) fn take_singles(&mut self) -> Vec<u64> {
         let mut singles = Vec::with_capacity(self.settled);
-        for (tag, entry) in (self.first..).zip(&mut self.tags) {
-            if singles.len() == self.settled {
-                break;
-            }
-            if matches!(entry, Tag::Settled) {
-                *entry = Tag::Acknowledged;
-                singles.push(tag);
-            }
+        if self.settled > 0 {
+            self.tags.retain(|(tag, state)| {
+                let open = matches!(state, Tag::Open(_));
+                if !open {
+                    singles.push(*tag);
+                }
+                open
+            });
         }
         self.settled = 0;
-        self.unacked -= singles.len();
         self.alone += singles.len();
         singles
     }
@@ -118,7 +108,10 @@ impl<T> Acks<T> {
     /// The open delivery that keeps those behind it from being acknowledged together, and how many of them were acknowledged one
     /// by one for its sake.
     pub(crate) fn obstacle(&self) -> Option<(u64, usize)> {
-        matches!(self.tags.front(), Some(Tag::Open(_))).then_some((self.first, self.alone))
+        match self.tags.front() {
+            Some((tag, Tag::Open(_))) => Some((*tag, self.alone)),
+            _ => None,
+        }
     }
 
     /// How many are settled and not acknowledged yet.
@@ -128,16 +121,16 @@ impl<T> Acks<T> {
 
     /// How many are not acknowledged, settled or not.
     pub(crate) fn unacked(&self) -> usize {
-        self.unacked
+        self.tags.len()
     }
 
     /// Whether all that was delivered is acknowledged.
     pub(crate) fn is_empty(&self) -> bool {
-        self.unacked == 0
+        self.tags.is_empty()
     }
 
     fn index(&self, tag: u64) -> Option<usize> {
-        usize::try_from(tag.checked_sub(self.first)?).ok()
+        self.tags.binary_search_by_key(&tag, |(tag, _)| *tag).ok()
     }
 }
 
@@ -218,6 +211,22 @@ mod tests {
         assert_eq!(acks.carried(2), Some(&2));
         acks.take_prefix();
         assert_eq!(acks.settle(1), None);
+    }
+
+    #[test]
+    fn however_many_are_acknowledged_behind_an_open_one_nothing_is_kept_of_them() {
+        let mut acks = delivered(1);
+        for tag in 2..=100_001 {
+            acks.delivered(tag, tag);
+            acks.settle(tag);
+            if tag % 64 == 0 {
+                acks.take_singles();
+            }
+            assert!(acks.tags.len() <= 65, "{} entries at {tag}", acks.tags.len());
+        }
+        assert!(acks.tags.capacity() <= 256, "room for {}", acks.tags.capacity());
+        acks.take_singles();
+        assert_eq!((acks.unacked(), acks.obstacle(), acks.oldest()), (1, Some((1, 100_000)), Some(&1)));
     }
 
     /// The broker's side, as RabbitMQ does it: an unknown tag closes the channel.
