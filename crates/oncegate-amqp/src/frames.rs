@@ -2,7 +2,10 @@
 //!
 //! The client reads a table in a table by calling itself: a few kilobytes of headers, nested deeply enough, would end
 //! the process, and each process after it to which the broker hands the message. And where AMQP has a short string, the
-//! client takes only UTF-8; anything else costs the connection, again and again.
+//! client takes only UTF-8; anything else costs the connection, again and again. A message that comes back because no queue
+//! took it, the client writes into the log with its body and its headers: here it comes back empty.
+
+use std::collections::BTreeMap;
 
 /// What stands in place of each byte of a short string that is not UTF-8. A message that holds it has no name that one
 /// could go by.
@@ -22,6 +25,16 @@ pub(crate) struct Frames {
     /// Frames that may pass, and how far they have.
     ready: Vec<u8>,
     passed: usize,
+    /// What is still to come of messages that come back, by channel.
+    returned: BTreeMap<[u8; 2], Returned>,
+}
+
+/// What is still to come of a message that comes back.
+enum Returned {
+    /// Its properties, then its body.
+    Properties,
+    /// So many bytes of its body.
+    Body(u64),
 }
 
 impl Frames {
@@ -32,13 +45,18 @@ impl Frames {
             self.passed = 0;
         }
         self.waiting.extend_from_slice(bytes);
-        let mut whole = 0;
+        let (mut whole, mut taken) = (0, 0);
         while let Some(size) = size(&self.waiting[whole..]) {
             let Some(frame) = self.waiting.get_mut(whole..whole + size) else { break };
             mend(frame);
+            if let Some(left) = empty(frame, &mut self.returned) {
+                self.ready.extend_from_slice(&self.waiting[taken..whole + left]);
+                taken = whole + size;
+            }
             whole += size;
         }
-        self.ready.extend(self.waiting.drain(..whole));
+        self.ready.extend_from_slice(&self.waiting[taken..whole]);
+        self.waiting.drain(..whole);
     }
 
     /// The broker sends no more: what is left passes as it is.
@@ -70,10 +88,50 @@ const METHOD: u8 = 1;
 const HEADER: u8 = 2;
 const BODY: u8 = 3;
 const HEARTBEAT: u8 = 8;
+/// The mark behind a frame's payload.
+const END: u8 = 0xce;
 
 /// `basic.deliver`, `basic.get-ok` and `basic.return`: the methods whose short strings come from producers.
 const DELIVER: [u8; 4] = [0, 60, 0, 60];
 const RETURN: [u8; 4] = [0, 60, 0, 50];
+
+/// The payload of a header with no properties and no body.
+const NOTHING: [u8; 14] = [0, 60, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+
+/// Empties a frame that is of a message that comes back: so many of its bytes may pass. Of its header that is one with nothing in
+/// it, and of its body none.
+fn empty(frame: &mut [u8], returned: &mut BTreeMap<[u8; 2], Returned>) -> Option<usize> {
+    let [kind, first, second, ..] = *frame else { return None };
+    let (channel, end) = ([first, second], frame.len().checked_sub(1)?);
+    let payload = frame.get(7..end)?;
+    match (kind, returned.get_mut(&channel)) {
+        (METHOD, _) if payload.starts_with(&RETURN) => {
+            returned.insert(channel, Returned::Properties);
+            None
+        }
+        (HEADER, Some(left @ Returned::Properties)) => {
+            let size = u64::from_be_bytes(payload.get(4..12)?.try_into().ok()?);
+            *left = Returned::Body(size);
+            if size == 0 {
+                returned.remove(&channel);
+            }
+            // A header has at least as many bytes as one with nothing in it.
+            let size = u32::try_from(NOTHING.len()).ok()?.to_be_bytes();
+            frame.get_mut(3..7)?.copy_from_slice(&size);
+            frame.get_mut(7..7 + NOTHING.len())?.copy_from_slice(&NOTHING);
+            *frame.get_mut(7 + NOTHING.len())? = END;
+            Some(NOTHING.len() + AROUND)
+        }
+        (BODY, Some(Returned::Body(left))) => {
+            *left = left.saturating_sub(payload.len() as u64);
+            if *left == 0 {
+                returned.remove(&channel);
+            }
+            Some(0)
+        }
+        _ => None,
+    }
+}
 
 fn mend(frame: &mut [u8]) {
     let (kind, end) = (frame[0], frame.len().saturating_sub(1));
@@ -293,6 +351,28 @@ mod tests {
         let version = b"AMQP\x00\x00\x09\x01";
         assert_eq!(passes(version, 8), version);
         assert_eq!(passes(&all[..all.len() - 3], 64), &all[..all.len() - 3], "an end in the middle");
+    }
+
+    #[test]
+    fn what_comes_back_comes_back_empty_and_no_other_message_does() {
+        let method = frame(METHOD, &[&RETURN[..], &[1, 0x38], b"\x08NO_ROUTE\x00\x05queue"].concat());
+        let confirmed = frame(METHOD, &[0, 60, 0, 80, 0, 0, 0, 0, 0, 0, 0, 1, 0]);
+        let large = header(&rich());
+        let other = |mut frame: Vec<u8>| {
+            frame[2] = 2;
+            frame
+        };
+        // Of five bytes: in two parts, with another channel's message in between.
+        let inside = [other(large.clone()), other(frame(BODY, b"other"))].concat();
+        let back = [method.clone(), large.clone(), frame(BODY, b"abc"), inside.clone(), frame(BODY, b"de")].concat();
+        let after = [confirmed, large, frame(BODY, b"sound")].concat();
+        let left = [method.clone(), frame(HEADER, &NOTHING), inside, after.clone()].concat();
+        for piece in [1, 7, 5_000] {
+            assert_eq!(passes(&[back.clone(), after.clone()].concat(), piece), left, "in pieces of {piece}");
+        }
+        let without_body = [method, frame(HEADER, &NOTHING)].concat();
+        let all = [without_body, after].concat();
+        assert_eq!(passes(&all, 64), all, "one that had nothing is the same");
     }
 
     #[test]
