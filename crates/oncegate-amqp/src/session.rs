@@ -167,7 +167,7 @@ impl Session {
             suspicious: false,
             queue: settings.queue.clone(),
             listens: settings.consumers == Consumers::Competing,
-            patience: settings.consumer_timeout.mul_f64(0.9),
+            patience: settings.patience(),
             gap_since: None,
             burst: None,
             prefetch: usize::from(prefetch),

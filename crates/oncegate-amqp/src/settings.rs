@@ -28,6 +28,7 @@ pub struct RabbitMq {
     key_header: Option<String>,
     body_limit: usize,
     consumer_timeout: Duration,
+    longest_open: Duration,
     topology: Topology,
     kind: QueueKind,
     consumers: Consumers,
@@ -98,6 +99,7 @@ impl RabbitMq {
             key_header: None,
             body_limit: usize::MAX,
             consumer_timeout: CONSUMER_TIMEOUT,
+            longest_open: Duration::ZERO,
             topology: Topology::default(),
             kind: QueueKind::default(),
             consumers: Consumers::Competing,
@@ -229,6 +231,11 @@ impl RabbitMq {
         self
     }
 
+    pub(crate) fn longest_open(mut self, open: Duration) -> Self {
+        self.longest_open = open;
+        self
+    }
+
     pub(crate) fn order(mut self, order: Order) -> Self {
         self.order = order;
         self
@@ -281,6 +288,7 @@ impl RabbitMq {
             key_header: self.key_header,
             body_limit: self.body_limit,
             consumer_timeout: self.consumer_timeout,
+            longest_open: self.longest_open,
             topology: self.topology,
             kind: self.kind,
             consumers: self.consumers,
@@ -327,6 +335,8 @@ pub(crate) struct Settings {
     pub(crate) key_header: Option<String>,
     pub(crate) body_limit: usize,
     pub(crate) consumer_timeout: Duration,
+    /// How long the consumer may leave a delivery unsettled; zero where no consumer said.
+    pub(crate) longest_open: Duration,
     pub(crate) topology: Topology,
     pub(crate) kind: QueueKind,
     pub(crate) consumers: Consumers,
@@ -340,6 +350,24 @@ pub(crate) const DELAYS: [Duration; 5] =
     [Duration::from_secs(1), Duration::from_secs(5), Duration::from_secs(30), Duration::from_secs(120), Duration::from_secs(600)];
 
 impl Settings {
+    /// When the source gives a channel up for a delivery that stands open.
+    pub(crate) fn patience(&self) -> Duration {
+        self.consumer_timeout.mul_f64(0.9)
+    }
+
+    /// What to say where deliveries may stand open for longer than that.
+    pub(crate) fn outlasts(&self) -> Option<String> {
+        let (open, patience) = (self.longest_open, self.patience());
+        (open > patience).then(|| {
+            format!(
+                "consumer_timeout: a delivery may stay open for {open:?} by .handler_timeout(…), .retries(…) and .lease(…), and at {patience:?} \
+                 the channel is given up, since the broker closes it at {:?}: all that it holds is delivered again; shorten one of them, or \
+                 raise consumer_timeout in rabbitmq.conf and say so by .consumer_timeout(…)",
+                self.consumer_timeout
+            )
+        })
+    }
+
     /// The queue that holds a message for one of [`DELAYS`].
     pub(crate) fn delay_queue(&self, delay: Duration) -> ShortString {
         // The longest such name was checked with the queue's.
@@ -412,6 +440,20 @@ mod tests {
         assert_eq!(RabbitMq::queue("payments").check().expect("settings").prefetch, 512);
         assert_eq!(RabbitMq::queue("payments").topology(Topology::Check).in_flight(1).check().expect("settings").prefetch, 512);
         assert_eq!(RabbitMq::queue("payments").prefetch(1).in_flight(64).check().expect("settings").prefetch, 1);
+    }
+
+    #[test]
+    fn deliveries_that_may_stay_open_for_too_long_are_warned_of() {
+        let minutes = |count: u64| Duration::from_secs(60 * count);
+        let says = |open, timeout| {
+            let source = RabbitMq::queue("payments").consumer_timeout(timeout).longest_open(open);
+            source.check().expect("settings").outlasts()
+        };
+        assert_eq!(RabbitMq::queue("payments").check().expect("settings").outlasts(), None);
+        assert_eq!(says(minutes(27), minutes(30)), None);
+        let said = says(minutes(28), minutes(30)).expect("a warning");
+        assert!(said.starts_with("consumer_timeout: ") && said.contains(".handler_timeout(…)"), "{said}");
+        assert_eq!(says(minutes(28), minutes(60)), None);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use oncegate_core::source::{Incoming, Limit, Open, Order, Settled, Source, SourceError};
@@ -37,9 +37,17 @@ impl Open for RabbitMq {
         self.order(order)
     }
 
+    /// Held against the consumer timeout when it is opened; one that is too short is a warning.
+    fn for_longest_open(self, open: Duration) -> Self {
+        self.longest_open(open)
+    }
+
     /// Connects, prepares the queues as [`RabbitMq::topology`] says, and consumes.
     async fn open(self) -> Result<RabbitMqSource, SourceError> {
         let settings = Arc::new(self.check()?);
+        if let Some(warning) = settings.outlasts() {
+            tracing::warn!(queue = &*settings.name, "{warning}");
+        }
         let chunk = usize::from(settings.prefetch / 4).clamp(1, 256);
         let (out, incoming) = inbox();
         let (commands, obeyed) = unbounded_channel();
