@@ -7,11 +7,11 @@ use crate::Context;
 use crate::audit::{Act, Audit};
 use crate::config;
 use crate::failure::Failure;
-use crate::letters::act::{Acting, Doing, Pace, Report, Turns, closing};
+use crate::letters::act::{Acting, Doing, Pace, Report, Turns, closing, send_back};
 use crate::letters::filter::{Filter, Meant};
 use crate::letters::judge::{self, Accepts};
 use crate::letters::look::{self, List, Looking, Show, Why};
-use crate::letters::{Begins, Broker, Letter, Reader, Shelf, Unsent};
+use crate::letters::{Begins, Broker, Letter, Reader, Shelf};
 use crate::marker::change::Subject;
 use crate::marker::told::State;
 use crate::markers::Markers;
@@ -84,7 +84,7 @@ async fn each(context: &Context, choice: Choice, what: What) -> Result<(), Failu
     let desk = Desk { context, audit: Audit::of(context)?, markers: store(context)?, named, why };
     let (mut report, mut stopped, mut turns) = (Report::default(), None, pace.turns(&doing));
     for broker in Broker::configured(context, filter.broker)? {
-        let mut reader = match look::open(context, broker, Shelf::DeadLetters, looking.counts(), Why::Acting).await {
+        let mut reader = match look::open(context, broker, Shelf::DeadLetters, looking.counts(context), Why::Acting).await {
             Ok(reader) => reader,
             // What was done on another broker is told all the same.
             Err(failure) => {
@@ -175,19 +175,7 @@ impl Desk<'_> {
             self.audit.failed(begun, &failure).await?;
             return Err(failure);
         }
-        match reader.publish(letter, begins).await {
-            Ok(()) => {}
-            Err(Unsent::Refused(failure)) => {
-                self.audit.not_sent(begun, &failure).await?;
-                return Err(failure);
-            }
-            Err(Unsent::Unknown(failure)) => {
-                self.audit.unknown(begun, &failure).await;
-                return Err(failure);
-            }
-        }
-        self.audit.done(begun).await?;
-        reader.take_out(letter).await?;
+        send_back(&self.audit, begun, reader, letter, begins).await?;
         Ok(after)
     }
 

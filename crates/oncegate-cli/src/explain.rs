@@ -97,7 +97,7 @@ pub(crate) async fn run(context: &Context, explain: Explain) -> Result<(), Failu
     });
     for broker in brokers {
         for (shelf, found) in [(Shelf::DeadLetters, &mut known.dead_letters), (Shelf::InDoubt, &mut known.in_doubt)] {
-            match gather(context, shelf, broker, explain.looking.counts(), usize::MAX, |letter| filter.takes(letter)).await {
+            match gather(context, shelf, broker, explain.looking.counts(context), usize::MAX, |letter| filter.takes(letter)).await {
                 Ok((letters, _)) => found.extend(letters),
                 Err(failure) => note(&format!("the {} destination on {}", shelf.name(), broker.name()), failure),
             }

@@ -8,11 +8,11 @@ use crate::Context;
 use crate::audit::{Act, Audit};
 use crate::config;
 use crate::failure::Failure;
-use crate::letters::act::{Acting, Doing, Report, closing};
+use crate::letters::act::{Acting, Doing, Report, closing, send_back, take_out};
 use crate::letters::filter::Filter;
 use crate::letters::judge::{self, Accepts};
 use crate::letters::look::{self, List, Looking, Show, Why};
-use crate::letters::{Begins, Broker, Letter, Reader, Shelf, Unsent};
+use crate::letters::{Begins, Broker, Letter, Reader, Shelf};
 use crate::marker::change::Subject;
 use crate::marker::told::{State, is_being_reconciled};
 use crate::markers::Markers;
@@ -76,7 +76,7 @@ async fn resolve(context: &Context, resolve: Resolve) -> Result<(), Failure> {
     let mut desk = Desk { context, audit, subject, ask, finding, accepts: resolve.accepts, why: doing.why.as_deref(), told: None };
     let (mut report, mut stopped) = (Report::default(), None);
     for broker in brokers {
-        let mut reader = match look::open(context, broker, Shelf::InDoubt, resolve.looking.counts(), Why::Acting).await {
+        let mut reader = match look::open(context, broker, Shelf::InDoubt, resolve.looking.counts(context), Why::Acting).await {
             Ok(reader) => reader,
             // What was done on another broker is told all the same.
             Err(failure) => {
@@ -172,8 +172,7 @@ impl Desk<'_> {
     async fn settle(&mut self, reader: &mut Reader, letter: &Letter, does: bool) -> Result<String, Failure> {
         judge::is_ours(letter, reader.target())?;
         let is = self.subject.in_words();
-        let sends = self.finding == Finding::DidNotHappen;
-        if sends {
+        if self.finding == Finding::DidNotHappen {
             judge::is_whole(letter, self.accepts)?;
             self.may_be_sent(letter)?;
         }
@@ -198,21 +197,10 @@ impl Desk<'_> {
         let (id, place) = (letter.id().map(str::to_owned), Some(letter.place.clone()));
         let act = Act { what: ACT.name, id, place, before: "set aside".into(), after: after.clone() };
         let begun = self.audit.begin(act, self.why).await?;
-        if sends {
-            match reader.publish(letter, Begins::Afresh).await {
-                Ok(()) => {}
-                Err(Unsent::Refused(failure)) => {
-                    self.audit.not_sent(begun, &failure).await?;
-                    return Err(failure);
-                }
-                Err(Unsent::Unknown(failure)) => {
-                    self.audit.unknown(begun, &failure).await;
-                    return Err(failure);
-                }
-            }
+        match self.finding {
+            Finding::DidNotHappen => send_back(&self.audit, begun, reader, letter, Begins::Afresh).await?,
+            Finding::Happened => take_out(&self.audit, begun, reader, letter).await?,
         }
-        self.audit.done(begun).await?;
-        reader.take_out(letter).await?;
         Ok(after)
     }
 

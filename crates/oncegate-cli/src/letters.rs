@@ -106,6 +106,8 @@ pub(crate) struct Letter {
     pub(crate) raw_headers: Vec<(String, Option<Vec<u8>>)>,
     /// Where no header says: as the configured `gate.id` reads it.
     pub(crate) read_id: Option<String>,
+    /// How often it was looked at before, where the queue counts that and may have a limit.
+    pub(crate) looks: Option<u64>,
 }
 
 impl Letter {
@@ -154,6 +156,7 @@ impl Letter {
             from_ms: self.age_from_ms(),
             set_aside_ms: self.set_aside_ms,
             state: self.state,
+            looks: self.looks,
             bytes: self.bytes().len(),
         }
     }
@@ -182,6 +185,8 @@ pub(crate) struct View<'a> {
     from_ms: Option<u64>,
     set_aside_ms: Option<u64>,
     pub(crate) state: State,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    looks: Option<u64>,
     bytes: usize,
 }
 

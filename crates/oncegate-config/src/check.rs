@@ -29,7 +29,12 @@ impl Config {
         self.check_store()?;
         self.scope()?;
         self.id_source()?;
-        self.pairs(&[("kafka.create-partitions", "kafka.create-replicas"), ("kafka.create-replicas", "kafka.create-partitions")])?;
+        self.pairs(&[
+            ("kafka.create-partitions", "kafka.create-replicas"),
+            ("kafka.create-replicas", "kafka.create-partitions"),
+            ("rabbitmq.client-certificate", "rabbitmq.client-key"),
+            ("rabbitmq.client-key", "rabbitmq.client-certificate"),
+        ])?;
         for (key, most) in AT_MOST {
             if let Some(number) = self.number(key).filter(|number| *number > most) {
                 return Err(Error::misconfigured(format!("{key}: {number} is too large; write at most {most}")));

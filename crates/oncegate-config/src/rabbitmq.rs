@@ -40,6 +40,9 @@ impl Config {
             queue_kind: self.text("rabbitmq.queue-kind").map(|kind| if kind == "classic" { QueueKind::Classic } else { QueueKind::Quorum }),
             rejects: self.text("rabbitmq.rejects").map(|rejects| if rejects == "by-queue" { Rejects::ByQueue } else { Rejects::Published }),
         }
+        if let (Some(certificate), Some(key)) = (self.text("rabbitmq.client-certificate"), self.text("rabbitmq.client-key")) {
+            rabbitmq = rabbitmq.client_certificate(certificate, key);
+        }
         Ok(if self.text("rabbitmq.consumers") == Some("single-active") { rabbitmq.single_active_consumer() } else { rabbitmq })
     }
 }

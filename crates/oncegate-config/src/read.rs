@@ -29,7 +29,7 @@ impl Config {
     }
 
     /// Reads the file that was named, or `oncegate.toml` here if there is one, and then these variables, which win.
-    /// Variables of other sections are somebody else's.
+    /// Variables of other sections are somebody else's, unless a section is but misspelt.
     ///
     /// # Errors
     /// [`Error::Misconfigured`]: a file that cannot be read or is no TOML, a key that is none, a value of the wrong kind. It names
@@ -88,10 +88,10 @@ impl Config {
         self.put(setting, value, shown.to_string())
     }
 
-    /// Variables of a section are ours; others that begin with `ONCEGATE_` belong to somebody else.
+    /// Variables of a section are ours, and so are those of what is nearly one: nobody else would tell that it is misspelt. Others
+    /// that begin with `ONCEGATE_` belong to somebody else.
     fn take_variables(&mut self, variables: impl IntoIterator<Item = (String, String)>) -> Result<(), Error> {
-        let ours = |name: &str| sections().any(|section| name.starts_with(&format!("ONCEGATE_{}_", section.to_uppercase())));
-        for (name, text) in variables.into_iter().filter(|(name, _)| ours(name)) {
+        for (name, text) in variables.into_iter().filter(|(name, _)| is_ours(name)) {
             let named = |wanted: &str| SETTINGS.iter().find(|setting| setting.variable().as_deref() == Some(wanted));
             let in_a_file = name.strip_suffix("_FILE").and_then(named).filter(|setting| setting.is_secret());
             if let Some(setting) = in_a_file {
@@ -100,7 +100,9 @@ impl Config {
                 continue;
             }
             let Some(setting) = named(&name) else {
-                let all: Vec<String> = SETTINGS.iter().filter_map(Setting::variable).collect();
+                let in_files = SETTINGS.iter().filter(|setting| setting.is_secret()).filter_map(Setting::variable);
+                let in_files = in_files.map(|name| format!("{name}_FILE"));
+                let all: Vec<String> = SETTINGS.iter().filter_map(Setting::variable).chain(in_files).collect();
                 return Err(unknown(&format!("the variable {name}"), &name, all.iter().map(String::as_str)));
             };
             let value = match setting.kind {
@@ -131,6 +133,14 @@ impl Config {
         self.set.insert(key, Set { setting, value, origin });
         Ok(())
     }
+}
+
+/// Whether a variable has a section of ours, or nearly. What has no section at all is not ours: `ONCEGATE_KAFKA` names the broker of
+/// the tests, `ONCEGATE_CONFIG` the file, `ONCEGATE_OPERATOR` who acts.
+fn is_ours(variable: &str) -> bool {
+    let Some((section, _)) = variable.strip_prefix("ONCEGATE_").and_then(|rest| rest.split_once('_')) else { return false };
+    // A letter too many, too few or another one, or two that changed places; two such in a long name.
+    sections().any(|ours| strsim::damerau_levenshtein(&section.to_lowercase(), ours) <= ours.len() / 4)
 }
 
 /// A value of TOML's, if it is of the kind that is wanted.

@@ -174,9 +174,11 @@ pub const SETTINGS: &[Setting] = &[
     choice(
         "rabbitmq.delivery-counts",
         &["refused", "accepted"],
-        "whether an operator looks at letters though the broker counts it: refused (the default) from ten looks on, or accepted",
+        "whether an operator looks at letters though the broker counts it: refused (the default) from five looks on, or accepted",
     ),
     text("rabbitmq.ca-certificate", "an authority that is trusted over TLS beside the system's (PEM)"),
+    text("rabbitmq.client-certificate", "the certificate to show over TLS (PEM)"),
+    text("rabbitmq.client-key", "its key (PEM)"),
     text("admin.listen", "where a consumer answers /live, /ready, /status and /metrics, such as 127.0.0.1:9623; nowhere by default"),
     text("log.filter", "what a consumer logs, as RUST_LOG says it, which wins; info by default"),
     text("audit.file", "a file for the audit, instead of the stream `<prefix>!audit` on the store"),

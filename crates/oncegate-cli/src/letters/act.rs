@@ -6,8 +6,9 @@ use clap::Args;
 use serde::Serialize;
 
 use super::filter::ageless;
-use super::{Letter, Reader};
+use super::{Begins, Letter, Reader, Unsent};
 use crate::Context;
+use crate::audit::{Audit, Begun};
 use crate::failure::{Code, Failure};
 use crate::say::Table;
 
@@ -185,6 +186,35 @@ impl Report {
 pub(crate) struct Acting {
     pub(crate) name: &'static str,
     pub(crate) verb: &'static str,
+}
+
+/// Publishes a copy with confirmation, writes down that it was done, and takes the letter out, in this order. A crash anywhere
+/// leaves the letter, or a copy more, which passes the gate.
+///
+/// # Errors
+/// The letter is left where it is, and the audit says whether a copy may stand.
+pub(crate) async fn send_back(audit: &Audit, begun: Begun, reader: &mut Reader, letter: &Letter, begins: Begins) -> Result<(), Failure> {
+    match reader.publish(letter, begins).await {
+        Ok(()) => {}
+        Err(Unsent::Refused(failure)) => {
+            audit.not_sent(begun, &failure).await?;
+            return Err(failure);
+        }
+        Err(Unsent::Unknown(failure)) => {
+            audit.unknown(begun, &failure).await;
+            return Err(failure);
+        }
+    }
+    take_out(audit, begun, reader, letter).await
+}
+
+/// Writes down that it was done, and takes the letter out.
+///
+/// # Errors
+/// The letter is left where it is.
+pub(crate) async fn take_out(audit: &Audit, begun: Begun, reader: &Reader, letter: &Letter) -> Result<(), Failure> {
+    audit.done(begun).await?;
+    reader.take_out(letter).await
 }
 
 /// Whether it concerns one letter alone, so that the next may be tried.

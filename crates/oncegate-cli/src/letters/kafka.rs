@@ -310,6 +310,7 @@ fn letter(message: &BorrowedMessage<'_>, ids: Option<&IdSource>) -> Letter {
         lacks: (unnamed > 0).then(|| format!("{unnamed} of its headers have names that are no text")),
         delivery: None,
         raw_headers,
+        looks: None,
         read_id: None,
     };
     letter.read_id = ids.and_then(|ids| ids.read(&as_message(&letter))).map(|id| id.to_string());

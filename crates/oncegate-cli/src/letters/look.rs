@@ -49,8 +49,10 @@ pub(crate) struct Looking {
 }
 
 impl Looking {
-    pub(crate) fn counts(self) -> Counts {
-        if self.accept_delivery_counts { Counts::Accepted } else { Counts::Refused }
+    /// As it was said here, or once and for all.
+    pub(crate) fn counts(self, context: &Context) -> Counts {
+        let is_accepted = self.accept_delivery_counts || context.config.text("rabbitmq.delivery-counts") == Some("accepted");
+        if is_accepted { Counts::Accepted } else { Counts::Refused }
     }
 }
 
@@ -112,7 +114,7 @@ pub(crate) async fn gather(
 }
 
 pub(crate) async fn list(context: &Context, shelf: Shelf, list: List) -> Result<(), Failure> {
-    let filter = list.filter.checked(context)?;
+    let (filter, counts) = (list.filter.checked(context)?, list.looking.counts(context));
     let (mut letters, mut more, mut without_age) = (Vec::new(), false, 0);
     for broker in Broker::configured(context, filter.broker)? {
         let takes = |letter: &Letter| {
@@ -124,14 +126,28 @@ pub(crate) async fn list(context: &Context, shelf: Shelf, list: List) -> Result<
             meant == Meant::Yes
         };
         let left = list.limit - letters.len();
-        let (found, rest) = gather(context, shelf, broker, list.looking.counts(), left, takes).await?;
+        let (found, rest) = gather(context, shelf, broker, counts, left, takes).await?;
         letters.extend(found);
         more |= rest;
     }
     let views: Vec<View<'_>> = letters.iter().map(Letter::view).collect();
     let rest = if more { "\nThere are more: raise --limit." } else { "" };
     let machines = serde_json::json!({ "letters": views, "all": !more, "without_age": without_age });
-    context.format.print(&machines, format!("{}{} shown.{rest}{}", table(&letters), letters.len(), ageless(without_age)))
+    let (count, counted) = (letters.len(), if counts == Counts::Refused { counted(&letters) } else { String::new() });
+    context.format.print(&machines, format!("{}{count} shown.{rest}{}{counted}", table(&letters), ageless(without_age)))
+}
+
+/// What looking does to letters on a queue that counts it.
+fn counted(letters: &[Letter]) -> String {
+    match letters.iter().filter_map(|letter| letter.looks).max() {
+        None => String::new(),
+        // This look counts too, once they are given back.
+        Some(looks) => format!(
+            "\nRabbitMQ counts each look at them, {} by now. Beyond a delivery-limit it drops them, and a policy may set one: see \
+             `rabbitmqctl list_policies`.",
+            looks + 1
+        ),
+    }
 }
 
 pub(crate) fn table(letters: &[Letter]) -> Table {
@@ -166,7 +182,7 @@ pub(crate) async fn show(context: &Context, shelf: Shelf, show: Show) -> Result<
     let filter = Filter::of_id(context, &show.id, show.broker)?;
     let mut letters = Vec::new();
     for broker in Broker::configured(context, show.broker)? {
-        letters.extend(gather(context, shelf, broker, show.looking.counts(), usize::MAX, |letter| filter.takes(letter)).await?.0);
+        letters.extend(gather(context, shelf, broker, show.looking.counts(context), usize::MAX, |letter| filter.takes(letter)).await?.0);
     }
     let body = |letter: &Letter| show.body.then(|| String::from_utf8_lossy(letter.bytes()).into_owned());
     let whole: Vec<Whole<'_>> =
@@ -182,6 +198,9 @@ pub(crate) async fn show(context: &Context, shelf: Shelf, show: Show) -> Result<
             text.push_str(&format!("  {}: {}\n", plain(name), plain(value)));
         }
         text.push_str(&format!("  {} bytes of body\n", letter.bytes().len()));
+        if let Some(looks) = letter.looks {
+            text.push_str(&format!("  looked at {} times, which RabbitMQ counts\n", looks + 1));
+        }
         if let Some(body) = body(letter) {
             text.push_str(&format!("  {}\n", plain(&body)));
         }

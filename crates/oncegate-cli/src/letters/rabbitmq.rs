@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use lapin::options::{BasicAckOptions, BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions};
-use lapin::tcp::OwnedTLSConfig;
+use lapin::tcp::{OwnedIdentity, OwnedTLSConfig};
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Channel, Connection, ConnectionProperties, ErrorKind};
 use oncegate::IdSource;
@@ -32,8 +32,9 @@ const SET_ASIDE_AT: &str = "oncegate-set-aside-at";
 /// Headers that were too large for the copy that was set aside.
 const DROPPED_HEADERS: &str = "oncegate-dropped-headers";
 
-/// So many times a message may have been given back until nobody looks at it without a word: RabbitMQ's own limit is 20.
-const MANY_LOOKS: i64 = 10;
+/// So many times a message may have been given back until nobody looks at it without a word: a policy with a limit below that
+/// drops letters before the tool can tell. RabbitMQ's own limit is 20.
+const MANY_LOOKS: u64 = 5;
 
 /// How long connecting, and one answer, may take.
 const PATIENCE: Duration = Duration::from_secs(15);
@@ -71,17 +72,31 @@ pub(crate) async fn connect(config: &Config) -> Result<Connection, Failure> {
     let url = config.text("rabbitmq.url").ok_or_else(|| Failure::usage("no RabbitMQ: set rabbitmq.url, or ONCEGATE_RABBITMQ_URL"))?;
     let shown = crate::show_config::without_password(url);
     let properties = ConnectionProperties::default().with_connection_name("oncegate-cli".into());
-    let mut tls = OwnedTLSConfig::default();
-    if let Some(path) = config.text("rabbitmq.ca-certificate") {
-        let read = std::fs::read_to_string(path);
-        tls.cert_chain = Some(read.map_err(|error| Failure::usage(format!("rabbitmq.ca-certificate: {path}: {error}")))?);
-    }
-    let connecting = Connection::connect_with_config(url, properties, tls, lapin::runtime::default_runtime()?);
+    let connecting = Connection::connect_with_config(url, properties, tls(config)?, lapin::runtime::default_runtime()?);
     match tokio::time::timeout(PATIENCE, connecting).await {
         Ok(Ok(connection)) => Ok(connection),
-        Ok(Err(error)) => Err(Failure::server(format!("RabbitMQ at {shown}: {error}"))),
+        Ok(Err(error)) => {
+            let said = error.to_string();
+            let is_of_tls = said.contains("ertificate");
+            let hint =
+                if is_of_tls { "; rabbitmq.ca-certificate names whom to trust, rabbitmq.client-certificate what to show" } else { "" };
+            Err(Failure::server(format!("RabbitMQ at {shown}: {said}{hint}")))
+        }
         Err(_) => Err(Failure::server(format!("RabbitMQ at {shown} does not answer within {PATIENCE:?}"))),
     }
+}
+
+/// What is trusted over TLS, and what is shown of oneself.
+fn tls(config: &Config) -> Result<OwnedTLSConfig, Failure> {
+    let read = |key: &str| {
+        let read = |path: &str| std::fs::read_to_string(path).map_err(|error| Failure::usage(format!("{key}: {path}: {error}")));
+        config.text(key).map(read).transpose()
+    };
+    let identity = match (read("rabbitmq.client-certificate")?, read("rabbitmq.client-key")?) {
+        (Some(certificate), Some(key)) => Some(OwnedIdentity::PKCS8 { pem: certificate.into_bytes(), key: key.into_bytes() }),
+        _ => None,
+    };
+    Ok(OwnedTLSConfig { identity, cert_chain: read("rabbitmq.ca-certificate")? })
 }
 
 /// The queue that is consumed.
@@ -157,16 +172,16 @@ pub(crate) struct Reader {
     ids: Option<IdSource>,
     done: Done,
     counts: Counts,
+    kind: Kind,
 }
 
 impl Reader {
     pub(crate) async fn open(context: &Context, shelf: Shelf, done: Done, counts: Counts) -> Result<Self, Failure> {
         let config = &context.config;
-        let is_accepted = config.text("rabbitmq.delivery-counts") == Some("accepted");
-        let counts = if is_accepted { Counts::Accepted } else { counts };
         let (name, target) = (destination(config, shelf)?, queue(config)?);
         let connection = connect(config).await?;
-        match (kind(&connection, &name).await?, counts) {
+        let kind = kind(&connection, &name).await?;
+        match (kind, counts) {
             (Kind::Missing, _) => return Err(Failure::server(format!("RabbitMQ: the queue `{name}` does not exist"))),
             (Kind::Other, Counts::Refused) => {
                 return Err(Failure::server(format!(
@@ -190,6 +205,7 @@ impl Reader {
             ids: config.id_source()?,
             done,
             counts,
+            kind,
         })
     }
 
@@ -203,7 +219,8 @@ impl Reader {
         let delivery = message.delivery;
         let table = delivery.properties.headers().clone().unwrap_or_default();
         let headers: Vec<(String, String)> = table.inner().iter().map(|(name, value)| (name.to_string(), text(value))).collect();
-        self.far_from_a_limit(&table)?;
+        let looks = looks(&table, self.kind);
+        self.far_from_a_limit(looks)?;
         let death = Death::of(&table);
         let set_aside = headers.iter().find(|(name, _)| name == SET_ASIDE_AT).and_then(|(_, at)| at.parse().ok());
         let set_aside_ms = set_aside.or(death.as_ref().and_then(|death| death.at_ms));
@@ -230,6 +247,7 @@ impl Reader {
             delivery: Some(Box::new(Held { tag: delivery.delivery_tag, properties: delivery.properties })),
             raw_headers: Vec::new(),
             read_id: None,
+            looks,
         };
         letter.read_id = self.ids.as_ref().and_then(|ids| ids.read(&as_message(&letter))).map(|id| id.to_string());
         letter.state = self.done.state(&letter);
@@ -237,8 +255,8 @@ impl Reader {
     }
 
     /// Looking counts, and a policy may set a limit that nobody is told of.
-    fn far_from_a_limit(&self, table: &FieldTable) -> Result<(), Failure> {
-        let count = table.inner().get("x-delivery-count").and_then(AMQPValue::as_long_long_int).unwrap_or(0);
+    fn far_from_a_limit(&self, looks: Option<u64>) -> Result<(), Failure> {
+        let count = looks.unwrap_or(0);
         if self.counts == Counts::Accepted || count < MANY_LOOKS {
             return Ok(());
         }
@@ -359,6 +377,13 @@ impl Death {
         };
         Some(Self { queue, at_ms })
     }
+}
+
+/// How often a message was given back, where its queue counts that.
+fn looks(table: &FieldTable, kind: Kind) -> Option<u64> {
+    let counted = table.inner().get("x-delivery-count").and_then(AMQPValue::as_long_long_int).and_then(|count| u64::try_from(count).ok());
+    // Of what was never given back a queue that counts says nothing.
+    counted.or((kind == Kind::Unlimited).then_some(0))
 }
 
 fn text(value: &AMQPValue) -> String {
