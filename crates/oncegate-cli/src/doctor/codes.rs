@@ -5,7 +5,7 @@ pub(crate) const CODES: &[(&str, &str)] = &[
     ("lease-against-window", "the lease is not shorter than the window"),
     ("lease-too-short", "the lease is too short to be renewed in time"),
     ("max-age-against-window", "messages are taken for new that are older than what is remembered"),
-    ("runs-outlast-the-consumer-timeout", "a handler may run for longer than RabbitMQ lets a delivery stay open"),
+    ("runs-outlast-the-consumer-timeout", "handlers may run, and leases last, for longer than RabbitMQ lets a delivery stay open"),
     ("no-scope", "no scope and no prefix: another service on the same Redis would skip messages"),
     ("audit-has-no-place", "the directory of the audit does not exist"),
     ("store-away", "Redis does not answer"),

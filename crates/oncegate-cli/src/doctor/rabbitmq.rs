@@ -23,7 +23,7 @@ pub(super) async fn look(config: &Config, findings: &mut Findings) -> Result<(),
                 let remedy = "name a virtual host that exists, and let the user use it: rabbitmqctl set_permissions";
                 findings.error("rabbitmq-refuses-the-virtual-host", at, said, remedy);
             } else {
-                findings.error("rabbitmq-away", at, said, "start it, or correct rabbitmq.url");
+                findings.error("rabbitmq-away", at, said, "start it, or correct rabbitmq.url, or what is said of TLS");
             }
             return Ok(());
         }

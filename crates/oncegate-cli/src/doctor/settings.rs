@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use oncegate::Guarantee;
+use oncegate::{Consumer, Guarantee};
 
 use super::{Findings, Level};
 use crate::config::Config;
@@ -42,18 +42,21 @@ pub(super) fn look(config: &Config, findings: &mut Findings) -> Result<(), Failu
             "set gate.max-age to at most gate.window, half of it by default",
         );
     }
-    // What was delivered stands open for as long as its handler runs, and a retry or a reconcile besides.
-    let (open, patience) = (config.handler_timeout().saturating_add(lease), config.consumer_timeout());
-    if config.has("rabbitmq.url") && open >= patience / 10 * 9 {
+    // As the consumer itself reckons at its start. What no consumer can be set up from, it says itself.
+    let open = config.consumer(Consumer::builder()).map_or(Duration::ZERO, |consumer| consumer.longest_open());
+    let patience = config.consumer_timeout();
+    if config.has("rabbitmq.url") && open > patience / 10 * 9 {
         findings.error(
             "runs-outlast-the-consumer-timeout",
             "gate.handler-timeout",
             format!(
-                "a handler may run for {}, and RabbitMQ closes the channel of a delivery that stays open for {}: all that it holds comes back",
-                span(config.handler_timeout()),
+                "a delivery may stay open for {}, with each run of its handler in place and a wait of two leases, and RabbitMQ closes the \
+                 channel of one that stays open for {}: all that it holds comes back",
+                span(open),
                 span(patience)
             ),
-            "shorten gate.handler-timeout, or raise consumer_timeout in rabbitmq.conf and rabbitmq.consumer-timeout here",
+            "shorten gate.handler-timeout or gate.lease, lower gate.retries, or raise consumer_timeout in rabbitmq.conf and \
+             rabbitmq.consumer-timeout here",
         );
     }
     if !config.has("store.scope") && !config.has("store.prefix") {

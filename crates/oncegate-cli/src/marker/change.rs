@@ -144,13 +144,14 @@ async fn run(context: &Context, change: &Change, subject: &Subject<'_>, what: Wh
     let lasts = lasts.map(|lasts| format!(" for {lasts}")).unwrap_or_default();
     let after = format!("{is}{lasts}");
     let before = subject.in_words();
+    let audit = Audit::of(context)?;
+    let stays = if what == "marker forget" { stays_in_the_audit(&audit, &subject.id).await } else { String::new() };
     if !change.yes {
         let told = Told::of(subject.key.as_str(), &subject.standing, context.config.window());
-        let people = format!("{}\n{what}: {} {consequence}. It would be {after}.", told.for_people(), subject.id);
+        let people = format!("{}\n{what}: {} {consequence}. It would be {after}.{stays}", told.for_people(), subject.id);
         context.format.print(&Acted::of(what, false, subject, &before, &after), people)?;
         return Err(Failure::not_confirmed());
     }
-    let audit = Audit::of(context)?;
     // What is to be forgotten is not to stand in the audit for ever.
     let id = if what == "marker forget" { subject.id.clone().hashed() } else { subject.id.clone() };
     let act = Act { what, id: Some(id.to_string()), place: None, before: before.clone(), after: after.clone() };
@@ -160,8 +161,20 @@ async fn run(context: &Context, change: &Change, subject: &Subject<'_>, what: Wh
         return Err(failure);
     }
     audit.done(begun).await?;
-    let people = format!("{}: was {before}, is {is} now{lasts}", subject.id);
+    let people = format!("{}: was {before}, is {is} now{lasts}{stays}", subject.id);
     context.format.print(&Acted::of(what, true, subject, &before, &after), people)
+}
+
+/// What whoever erases an id has to know: an audit is not rewritten, so what was done before names the id still.
+async fn stays_in_the_audit(audit: &Audit, id: &MessageId) -> String {
+    // Where it cannot be read, the act itself says so.
+    let named = audit.acts().await.map_or(0, |acts| acts.iter().filter(|act| act.id.as_deref() == Some(id.as_str())).count());
+    let acts = match named {
+        0 => return String::new(),
+        1 => "1 earlier act".to_owned(),
+        _ => format!("{named} earlier acts"),
+    };
+    format!("\nThe audit still names it, in {acts}: \"An id has to be erased\" in the book says how they go.")
 }
 
 fn nothing_to_do(context: &Context, what: &'static str, subject: &Subject<'_>) -> Result<(), Failure> {

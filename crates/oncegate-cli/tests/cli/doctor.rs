@@ -370,6 +370,11 @@ async fn queues_that_lose_messages_are_found() {
     finds(desk, &[]);
     with(&format!("queue = \"{}\"\nconsumer-timeout = \"5m\"\n", desk.name));
     finds(desk, &[("runs-outlast-the-consumer-timeout", "error")]);
+    // Each of the runs in place counts, and the wait for another holder: four runs of ten minutes, or two leases of fifteen.
+    for (gate, found) in [("handler-timeout = \"10m\"", true), ("lease = \"15m\"", true), ("handler-timeout = \"6m\"", false)] {
+        desk.write("oncegate.toml", &format!("[gate]\n{gate}\n[rabbitmq]\nurl = \"{}\"\nqueue = \"{}\"\n", world::rabbitmq(), desk.name));
+        finds(desk, if found { &[("runs-outlast-the-consumer-timeout", "error")] } else { &[] });
+    }
     with("queue = \"no-such-queue\"\n");
     finds(desk, &[("queue-missing", "error"), ("dead-letter-queue-missing", "error"), ("in-doubt-queue-missing", "error")]);
 

@@ -13,4 +13,5 @@ mod markers;
 mod redrive;
 mod shapes;
 mod sqlite;
+mod tls;
 mod world;

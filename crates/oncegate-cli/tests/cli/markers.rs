@@ -24,20 +24,22 @@ pub(crate) async fn one_of_each(desk: &Desk) {
     desk.ask("failed", Ask::Clear(Effect::Unknown), 1, 1, again).await;
 }
 
+/// Of each of them, and of one that never was: its state, and what is said of it.
+pub(crate) const TOLD: [(&str, &str, &str); 7] = [
+    ("never", "absent", "never claimed"),
+    ("held", "in-progress", "Claim 00000000 holds it for attempt 1"),
+    ("left", "lapsed", "The next delivery finds it in doubt"),
+    ("handled", "done", "accepted without a run"),
+    ("refused", "rejected", "not run until it is redriven"),
+    ("unknown", "in-doubt", "Nobody knows whether it happened in attempt 1"),
+    ("failed", "cleared", "the next run is attempt 2"),
+];
+
 #[tokio::test]
 async fn each_state_is_told_in_plain_words() {
     let desk = Desk::new();
     one_of_each(&desk).await;
-    let told = [
-        ("never", "absent", "never claimed"),
-        ("held", "in-progress", "Claim 00000000 holds it for attempt 1"),
-        ("left", "lapsed", "The next delivery finds it in doubt"),
-        ("handled", "done", "accepted without a run"),
-        ("refused", "rejected", "not run until it is redriven"),
-        ("unknown", "in-doubt", "Nobody knows whether it happened in attempt 1"),
-        ("failed", "cleared", "the next run is attempt 2"),
-    ];
-    for (id, state, words) in told {
+    for (id, state, words) in TOLD {
         let shown = desk.json(&["marker", "show", id]);
         assert_eq!(shown["state"], state, "{shown}");
         assert!(shown["says"].as_str().is_some_and(|says| says.contains(words)), "{shown}");
@@ -208,7 +210,10 @@ async fn an_act_tells_how_long_it_lasts() {
 async fn what_was_forgotten_is_found_in_the_audit_by_its_id_alone() {
     let desk = Desk::new();
     desk.run(&["marker", "complete", "anna@example.org", "--yes"]).ended(0);
-    desk.run(&["marker", "forget", "anna@example.org", "--yes"]).ended(0);
+    for (yes, code) in [(&[][..], 4), (&["--yes"], 0)] {
+        let forget: Vec<&str> = ["marker", "forget", "anna@example.org"].into_iter().chain(yes.iter().copied()).collect();
+        desk.run(&forget).ended(code).says("The audit still names it, in 1 earlier act:");
+    }
     let audit = desk.json(&["audit", "--id", "anna@example.org"]);
     assert_eq!(audit.as_array().map(Vec::len), Some(2));
     assert!(audit[1]["id"].as_str().is_some_and(|id| id.starts_with("h:")), "{audit}");

@@ -6,7 +6,7 @@ use oncegate::marker::{Ask, Verdict};
 use serde_json::Value;
 
 use crate::desk::{Desk, terms};
-use crate::markers::one_of_each;
+use crate::markers::{TOLD, one_of_each};
 use crate::world::{Broker, Provider, World};
 
 /// The keys that are listed, in order.
@@ -18,15 +18,7 @@ fn keys(listed: &Value) -> Vec<String> {
 async fn markers_are_told_and_listed_as_on_redis() {
     let desk = Desk::on_sqlite();
     one_of_each(&desk).await;
-    for (id, state, words) in [
-        ("never", "absent", "never claimed"),
-        ("held", "in-progress", "Claim 00000000 holds it for attempt 1"),
-        ("left", "lapsed", "The next delivery finds it in doubt"),
-        ("handled", "done", "accepted without a run"),
-        ("refused", "rejected", "not run until it is redriven"),
-        ("unknown", "in-doubt", "Nobody knows whether it happened in attempt 1"),
-        ("failed", "cleared", "the next run is attempt 2"),
-    ] {
+    for (id, state, words) in TOLD {
         let shown = desk.json(&["marker", "show", id]);
         assert_eq!(shown["state"], state, "{shown}");
         assert!(shown["says"].as_str().is_some_and(|says| says.contains(words)), "{shown}");

@@ -96,7 +96,7 @@ impl World {
         let gate = "[gate]\nguarantee = \"at-most-once\"\nid = \"header payment-id\"\n";
         match self.broker {
             Broker::Kafka => format!("{gate}[kafka]\nbrokers = \"{}\"\ntopic = \"{name}\"\n", kafka()),
-            // A story may look at its letters more than ten times.
+            // A story may look at its letters more than five times.
             Broker::RabbitMq => {
                 format!("{gate}[rabbitmq]\nurl = \"{}\"\nqueue = \"{name}\"\n{COUNTS_ACCEPTED}", rabbitmq())
             }
