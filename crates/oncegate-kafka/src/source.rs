@@ -86,6 +86,8 @@ impl Source for KafkaSource {
         loop {
             let found = self.take(limit, into)?;
             for delivery in found.oversize {
+                let (size, limit, origin) = (delivery.message.body.len(), self.body_limit, &delivery.message.origin);
+                tracing::warn!(size, limit, ?origin, "a body is over the limit: to the dead letters");
                 self.publish(delivery, Reason::TooLarge, None);
             }
             if found.any {

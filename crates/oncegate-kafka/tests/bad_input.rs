@@ -62,7 +62,7 @@ fn rows() -> Vec<Row<Message>> {
         Row::new("an empty body", 0, &["unreadable"], vec![body("empty", Body::Of(b""))]),
         Row::new("a body that does not parse", 0, &["unreadable"], vec![body("parse", Body::Of(b"{\"a\":"))]),
         Row::new("a body beyond the limit", 0, &["too-large"], vec![body("large", Body::Of(&[b'x'; BODY_LIMIT + 1]))])
-            .set_aside_by(By::Source),
+            .set_aside_by(By::SourceHere),
         Row::new("a null header value", 1, &[], also(b"also null", "null", None)),
         Row::new("a header name that is not UTF-8", 1, &[], also(b"also odd", unread(b"a\xff"), Some(b"value"))),
         Row::new("a key that is not UTF-8", 1, &[], vec![Message { key: Some(b"\xff\0"), ..headed(vec![("id", Some(b"key".into()))]) }]),
