@@ -5,6 +5,7 @@
 //! it measured.
 #![forbid(unsafe_code)]
 
+mod poison;
 mod rig;
 
 use std::time::{Duration, Instant};
