@@ -373,7 +373,7 @@ impl Engine {
                 "a message at the head of the queue cannot be read: a property, a header's name or the routing key is not UTF-8. It stops what is behind it; take it out of the queue with the management interface or another client"
             ),
         }
-        tokio::spawn(session.close(GOODBYE));
+        let closed = tokio::spawn(session.close(GOODBYE));
         if self.intake == Intake::Open {
             self.epoch += 1;
             match (loss, self.pace) {
@@ -387,7 +387,14 @@ impl Engine {
             let prefetch = self.pace.prefetch(&self.settings);
             let silence = if let Loss::Silent(_) = loss { LONG_SILENCE } else { SILENCE };
             let opening = opening::again(Arc::clone(&self.settings), self.epoch, prefetch, silence, self.backoff.pause());
-            self.link = Link::Opening(Box::pin(opening));
+            let before = self.settings.keeps_order().then_some(closed);
+            self.link = Link::Opening(Box::pin(async move {
+                if let Some(closed) = before {
+                    // It ends in time, and a panic in there has closed the channel too.
+                    let _ = closed.await;
+                }
+                opening.await
+            }));
         }
     }
 
@@ -396,7 +403,11 @@ impl Engine {
         self.intake = Intake::Stopped;
         let held = match &mut self.link {
             Link::Up(session) => {
-                session.stop().await;
+                // Where an order is kept it consumes until it closes, and what still comes lies unhandled: RabbitMQ activates the
+                // next consumer as soon as this one is cancelled, though what this one gives back comes before.
+                if !self.settings.keeps_order() {
+                    session.stop().await;
+                }
                 let (held, moves) = session.held.take_all();
                 session.publishing += usize::from(moves);
                 held

@@ -301,7 +301,8 @@ impl Session {
         self.is_quiet() && self.held.is_empty() && self.acks.is_empty()
     }
 
-    /// Closes the channel and the connection: the broker takes back what was not acknowledged.
+    /// Closes the channel and the connection: the broker takes back what was not acknowledged. What a channel holds that just closes
+    /// goes back in the order of the queue; for many that are handed back by one frame RabbitMQ 3 does not promise that.
     pub(crate) async fn close(mut self, patience: Duration) {
         self.acknowledging = None;
         if let Some((_, last)) = self.burst.filter(|(count, _)| *count > APPLIED_AT_ONCE)

@@ -377,7 +377,12 @@ impl Settings {
     /// Whether a released delivery may wait outside of this process. Where an order is kept it may not: while it is away,
     /// another consumer, or this one after a restart, could be handed what comes after it.
     pub(crate) fn delays_by_queue(&self) -> bool {
-        self.topology == Topology::Declare && self.consumers == Consumers::Competing && self.order == Order::Unordered
+        self.topology == Topology::Declare && self.consumers == Consumers::Competing && !self.keeps_order()
+    }
+
+    /// Whether an order is kept: then what is given back has to be in its place again before anybody is handed what follows.
+    pub(crate) fn keeps_order(&self) -> bool {
+        self.order != Order::Unordered
     }
 
     /// The URL of the node that is used, without its password.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use lapin::BasicProperties;
 use lapin::types::{AMQPValue, FieldTable};
-use oncegate_amqp::QueueKind;
+use oncegate_amqp::{QueueKind, RabbitMqStatus};
 use oncegate_core::source::{Order, headers};
 use oncegate_core::{Consumer, Context, Failure, Handler, IdSource, MemoryStore, async_trait};
 
@@ -166,7 +166,8 @@ impl Handler for Failing {
 async fn order_by_key_holds_over_a_restart_in_the_midst_of_a_failure() {
     let (rig, handler, store) = (Rig::new().await, Failing::default(), MemoryStore::new());
     close(open(rig.source(QueueKind::Quorum)).await).await;
-    for number in 0..4 {
+    const ALL: u32 = 100;
+    for number in 0..ALL {
         rig.publish_with(&number.to_string(), BasicProperties::default().with_message_id(format!("n-{number}").into())).await;
     }
     for fails in [true, false] {
@@ -182,14 +183,71 @@ async fn order_by_key_holds_over_a_restart_in_the_midst_of_a_failure() {
             if fails {
                 return handler.began.notified().await;
             }
-            while handler.handled.lock().expect("no handler panics").len() < 4 {
+            while handler.handled.lock().expect("no handler panics").len() < ALL as usize {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
         };
         let running = tokio::time::timeout(Duration::from_secs(60), consumer.run_until(enough)).await;
         running.expect("in time").expect("a clean end");
     }
-    assert_eq!(*handler.handled.lock().expect("no handler panics"), [0, 1, 2, 3]);
+    assert_eq!(*handler.handled.lock().expect("no handler panics"), (0..ALL).collect::<Vec<_>>());
     rig.becomes_empty(&rig.queue).await;
+    rig.done().await;
+}
+
+/// Takes long for the first of all, and notes what it handled.
+#[derive(Clone, Default)]
+struct SlowAtFirst(Arc<Mutex<Vec<u32>>>);
+
+#[async_trait]
+impl Handler for SlowAtFirst {
+    type Payload = u32;
+
+    async fn handle(&self, number: u32, cx: &Context) -> Result<(), Failure> {
+        if cx.id() == "a-0" {
+            tokio::time::sleep(Duration::from_secs(4)).await;
+        }
+        if cx.id().starts_with('a') {
+            self.0.lock().expect("no handler panics").push(number);
+        }
+        Ok(())
+    }
+}
+
+/// A channel that stays open for a moment, for the acknowledgements that it sent last, holds what comes before all that the next one
+/// is handed.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn order_by_key_holds_though_a_channel_is_given_up_for_what_stands_open_too_long() {
+    let (rig, handler, status) = (Rig::new().await, SlowAtFirst::default(), RabbitMqStatus::new());
+    close(open(rig.source(QueueKind::Quorum)).await).await;
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let consumer = Consumer::builder()
+        .source(rig.source(QueueKind::Quorum).key_header("customer").consumer_timeout(Duration::from_secs(3)).status(status.clone()))
+        .store(MemoryStore::new())
+        .id(IdSource::message_id())
+        .order(Order::ByKey)
+        .handler(handler.clone());
+    let running = tokio::spawn(consumer.run_until(async { drop(stopped.await) }));
+    let (begun, mut all) = (Instant::now(), 0);
+    while begun.elapsed() < Duration::from_secs(5) {
+        // Others are acknowledged one by one all the while. An odd number: two consumers are handed messages by turns.
+        for customer in ["a", "b", "c", "d", "e"] {
+            let mut table = FieldTable::default();
+            table.insert("customer".into(), AMQPValue::LongString(customer.into()));
+            let id = format!("{customer}-{all}");
+            rig.publish_with(&all.to_string(), BasicProperties::default().with_message_id(id.into()).with_headers(table)).await;
+        }
+        all += 1;
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    let handled = || handler.0.lock().expect("no handler panics").len();
+    while handled() < all as usize {
+        assert!(begun.elapsed() < Duration::from_secs(60), "{} of {all} handled", handled());
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    stop.send(()).expect("the consumer runs");
+    running.await.expect("no panic").expect("a clean end");
+    assert!(status.snapshot().reconnects >= 1, "no channel was given up");
+    assert_eq!(*handler.0.lock().expect("no handler panics"), (0..all).collect::<Vec<_>>());
     rig.done().await;
 }

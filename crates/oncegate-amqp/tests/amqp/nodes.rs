@@ -155,27 +155,28 @@ impl Handler for Writes {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn with_a_single_active_consumer_the_order_by_key_holds_across_a_fleet() {
     let (rig, ways, store, journal) = (Rig::new().await, [proxy(), proxy()], MemoryStore::new(), Journal::default());
-    let (mut fleet, ready) = (Vec::new(), [Readiness::new(), Readiness::new()]);
-    for (number, (way, name)) in ways.iter().zip(NAMES).enumerate() {
-        let source = rig.source(QueueKind::Quorum).single_active_consumer().url(by_way_of(format!("127.0.0.1:{}", way.port())));
+    let begin = async |number: usize| {
+        let way = by_way_of(format!("127.0.0.1:{}", ways[number].port()));
+        let (readiness, (stop, stopped)) = (Readiness::new(), oneshot::channel::<()>());
         let consumer = Consumer::builder()
-            .source(source)
+            .source(rig.source(QueueKind::Quorum).single_active_consumer().url(way))
             .store(store.clone())
             .guarantee(Guarantee::AtMostOnce)
             .accept_forgetful_store()
             .id(IdSource::message_id())
             .order(Order::ByKey)
             .in_flight(16)
-            .readiness(ready[number].clone())
-            .handler(Writes { journal: journal.clone(), name });
-        let (stop, stopped) = oneshot::channel::<()>();
-        fleet.push((stop, tokio::spawn(consumer.run_until(async { drop(stopped.await) }))));
-    }
-    let patience = Instant::now() + Duration::from_secs(60);
-    while !ready.iter().all(Readiness::is_ready) {
-        assert!(Instant::now() < patience, "one of them does not consume");
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
+            .readiness(readiness.clone())
+            .handler(Writes { journal: journal.clone(), name: NAMES[number] });
+        let running = tokio::spawn(consumer.run_until(async { drop(stopped.await) }));
+        let patience = Instant::now() + Duration::from_secs(60);
+        while !readiness.is_ready() {
+            assert!(Instant::now() < patience, "it does not consume");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        (stop, running)
+    };
+    let mut fleet = vec![begin(0).await, begin(1).await];
     let exchange = format!("{}.exchange", rig.queue);
     let declaring = rig.channel.exchange_declare(
         exchange.as_str().into(),
@@ -202,17 +203,26 @@ async fn with_a_single_active_consumer_the_order_by_key_holds_across_a_fleet() {
             assert!(sent.await.expect("sent").await.expect("confirmed").take_message().is_none());
         }
     }
-    // Whoever is active loses the queue, again and again.
+    let end = async |(stop, running): (oneshot::Sender<()>, tokio::task::JoinHandle<_>)| {
+        stop.send(()).expect("it runs");
+        let ended: Result<(), oncegate_core::Error> = running.await.expect("no panic");
+        ended.expect("a clean end");
+    };
+    // Whoever is active loses the queue, again and again: by force, and as a new version is brought out.
     let all = (KEYS * EACH) as usize;
-    for part in 1..=4 {
-        journal.reaches(all * part / 6).await;
-        let active = journal.active();
-        ways.iter().zip(NAMES).filter(|(_, name)| *name == active).for_each(|(way, _)| way.reset());
+    for part in 1..=6 {
+        journal.reaches(all * part / 8).await;
+        let active = NAMES.iter().position(|name| *name == journal.active()).expect("one of them");
+        if part % 2 == 0 {
+            end(fleet.remove(active)).await;
+            fleet.insert(active, begin(active).await);
+        } else {
+            ways[active].reset();
+        }
     }
     journal.reaches(all).await;
-    for (stop, running) in fleet {
-        stop.send(()).expect("it runs");
-        running.await.expect("no panic").expect("a clean end");
+    for member in fleet {
+        end(member).await;
     }
     let journal = journal.0.lock().expect("nobody panics with it").clone();
     for key in 0..KEYS {
