@@ -4,8 +4,8 @@ use super::{Finder, Invariant};
 use crate::ledger::{Asked, Place, What};
 use crate::message::Fate;
 
-/// Why a message is set aside that has had all its attempts: each ended with its process, or with its lease.
-const SPENT: &str = "attempts-spent";
+/// Why a message is set aside that has had all its attempts, each of which ended with its process or with its lease; and why its copy is.
+const SPENT: [&str; 2] = ["attempts-spent", "rejected-before"];
 
 pub(super) fn check(finder: &mut Finder<'_>, id: &str) {
     if Fate::of(id) != Fate::Work {
@@ -15,7 +15,9 @@ pub(super) fn check(finder: &mut Finder<'_>, id: &str) {
     for record in finder.history(id) {
         match &record.what {
             What::Answered { ask: Asked::Claim, verdict, .. } => granted = granted.max(attempt(verdict)),
-            What::Aside { place: Place::DeadLetters, reason, .. } if reason != SPENT || granted < finder.rules.attempts => {
+            What::Aside { place: Place::DeadLetters, reason, .. }
+                if !SPENT.contains(&reason.as_str()) || granted < finder.rules.attempts =>
+            {
                 let why = format!("in the dead letters as {reason}, though its handler works, after {granted} attempts");
                 return finder.found(Invariant::Aside, Some(id), why);
             }
