@@ -224,7 +224,10 @@ impl Context {
                 }
                 // Told by that name, in this turn.
                 None if fault.code == RDKafkaErrorCode::AutoOffsetReset && self.topics.is_made_anew(&fault.topic) => {}
-                None if fault.code == RDKafkaErrorCode::AutoOffsetReset => self.shared.fail(standing::lost(queue, fault)),
+                None if fault.code == RDKafkaErrorCode::AutoOffsetReset => {
+                    let stood = self.shared.lock().stands(&fault.topic, fault.partition);
+                    self.shared.fail(standing::lost(queue, fault, stood));
+                }
                 None => self.judge(fault.code, &format!("{}/{}", fault.topic, fault.partition)),
             }
         }

@@ -35,19 +35,18 @@ pub(crate) fn ask<C: ConsumerContext>(
     let committed = patience.insist("where the group stands", |patience| committed(consumer, partitions.clone(), patience));
     // What this client has heard may be older than what another member has committed.
     hear();
-    for topic in committed.iter().flat_map(|committed| in_question(committed, topics)) {
+    for topic in committed.iter().flat_map(|told| in_question(told, topics)) {
         patience.insist("which log a topic is now", |patience| consumer.fetch_metadata(Some(&topic), patience));
         hear();
     }
-    let begins = |it: &TopicPartitionListElem<'_>| match &committed {
+    let told = |it: &TopicPartitionListElem<'_>| committed.as_ref()?.get(&(it.topic().to_owned(), it.partition()));
+    let begins = |it: &TopicPartitionListElem<'_>| match told(it) {
         None => Begins::Unknown,
-        Some(committed) => match committed.get(&(it.topic().to_owned(), it.partition())) {
-            // Its offset went with the topic before it.
-            None if topics.has_changed(it.topic()) => Begins::Anew,
-            None => Begins::Nowhere,
-            Some(Committed { id: Some(of), .. }) if topics.id(it.topic()).is_some_and(|now| now != *of) => Begins::Anew,
-            Some(Committed { offset, .. }) => Begins::At(*offset),
-        },
+        // Its offset went with the topic before it.
+        Some(None) if topics.has_changed(it.topic()) => Begins::Anew,
+        Some(None) => Begins::Nowhere,
+        Some(Some(Committed { id: Some(of), .. })) if topics.id(it.topic()).is_some_and(|now| now != *of) => Begins::Anew,
+        Some(Some(Committed { offset, .. })) => Begins::At(*offset),
     };
     let mut standings: Vec<Standing> = partitions.elements().iter().map(|it| (it.topic().to_owned(), it.partition(), begins(it))).collect();
     tell_added(
@@ -70,9 +69,9 @@ pub(crate) fn ask<C: ConsumerContext>(
 
 /// The topics for which an offset of another log than the one that was heard of is committed: either of the two may be the
 /// later one.
-fn in_question(committed: &HashMap<(String, i32), Committed>, topics: &Topics) -> BTreeSet<String> {
-    let differs = |topic: &str, it: &Committed| it.id.is_some() && it.id != topics.id(topic);
-    committed.iter().filter(|((topic, _), it)| differs(topic, it)).map(|((topic, _), _)| topic.clone()).collect()
+fn in_question(told: &Told, topics: &Topics) -> BTreeSet<String> {
+    let differs = |topic: &str, it: &Option<Committed>| it.as_ref().is_some_and(|it| it.id.is_some() && it.id != topics.id(topic));
+    told.iter().filter(|((topic, _), it)| differs(topic, it)).map(|((topic, _), _)| topic.clone()).collect()
 }
 
 /// Where the group has an offset for another partition of a topic, those without one were added: nothing of them was ever read.
@@ -164,41 +163,50 @@ struct Committed {
     id: Option<Arc<str>>,
 }
 
-fn committed<C: ConsumerContext>(
-    consumer: &BaseConsumer<C>,
-    partitions: TopicPartitionList,
-    patience: Duration,
-) -> KafkaResult<HashMap<(String, i32), Committed>> {
+/// What the group has committed for each partition of which the broker says it; `None` where it has committed nothing. A partition
+/// that is missing here may have any offset.
+type Told = HashMap<(String, i32), Option<Committed>>;
+
+/// # Errors
+/// When the broker does not answer, or says of a partition that it will know soon.
+fn committed<C: ConsumerContext>(consumer: &BaseConsumer<C>, partitions: TopicPartitionList, patience: Duration) -> KafkaResult<Told> {
     let answer = consumer.committed_offsets(partitions, patience)?;
-    let elements = answer.elements();
-    Ok(elements
-        .iter()
-        .filter_map(|it| match it.offset() {
-            Offset::Offset(offset) => {
-                // Whoever may commit for the group may have written anything; what is not UTF-8 is a panic there.
-                let metadata = catch_unwind(AssertUnwindSafe(|| it.metadata().to_owned())).unwrap_or_default();
-                let id = made_anew::id_in(&metadata).map(Arc::from);
-                Some(((it.topic().to_owned(), it.partition()), Committed { offset, id }))
+    let mut told = Told::new();
+    for it in answer.elements() {
+        match it.error() {
+            Ok(()) => drop(told.insert((it.topic().to_owned(), it.partition()), said_of(&it))),
+            Err(error) if error.rdkafka_error_code().is_some_and(passes) => return Err(error),
+            // It looks like a partition without an offset. librdkafka asks by itself, and begins nowhere before it knows.
+            Err(error) => {
+                tracing::warn!(%error, topic = it.topic(), partition = it.partition(), "the broker does not say where the group stands");
             }
-            _ => None,
-        })
-        .collect())
+        }
+    }
+    Ok(told)
 }
 
-fn committed_topics(committed: &HashMap<(String, i32), Committed>) -> BTreeSet<String> {
-    committed.keys().map(|(topic, _)| topic.clone()).collect()
+fn said_of(it: &TopicPartitionListElem<'_>) -> Option<Committed> {
+    let Offset::Offset(offset) = it.offset() else { return None };
+    // Whoever may commit for the group may have written anything; what is not UTF-8 is a panic there.
+    let metadata = catch_unwind(AssertUnwindSafe(|| it.metadata().to_owned())).unwrap_or_default();
+    Some(Committed { offset, id: made_anew::id_in(&metadata).map(Arc::from) })
 }
 
-/// The error of a group that is to begin nowhere by itself.
-pub(crate) fn lost<C: ConsumerContext>(queue: &Queue<C>, fault: &Fault) -> SourceError {
+fn committed_topics(told: &Told) -> BTreeSet<String> {
+    told.iter().filter(|(_, it)| it.is_some()).map(|((topic, _), _)| topic.clone()).collect()
+}
+
+/// The error of a group that is to begin nowhere by itself. Of a log that was cut under a running member librdkafka does not say
+/// where that stood, as it does not where there is no offset: the member knows.
+pub(crate) fn lost<C: ConsumerContext>(queue: &Queue<C>, fault: &Fault, stood: Option<i64>) -> SourceError {
     let Fault { topic, partition, offset, .. } = fault;
-    if *offset < 0 {
+    let Some(offset) = Some(*offset).filter(|offset| *offset >= 0).or(stood) else {
         return SourceError::misconfigured(
             "start",
             format!("the group has no offset for {topic}/{partition}"),
             "set the group's offsets, or use StartAt::Earliest",
         );
-    }
+    };
     let first = queue.first_offset(topic, *partition).map_or_else(String::new, |first| format!(", which begins at offset {first}"));
     SourceError::misconfigured(
         "out_of_range",
@@ -221,6 +229,8 @@ mod tests {
     use rdkafka::consumer::CommitMode;
     use rdkafka::error::KafkaError;
     use rdkafka::mocking::MockCluster;
+    use rdkafka::producer::DefaultProducerContext;
+    use rdkafka::types::{RDKafkaApiKey, RDKafkaRespErr};
 
     use super::*;
     use crate::context::Context;
@@ -310,6 +320,46 @@ mod tests {
         let topics = &consumer.context().topics;
         heard.iter().for_each(|id| topics.hear(&format!("Topic t changed id from AAAAAAAAAAAAAAAAAAAAAA to {id}")));
         ask(&*consumer, &partition(), topics, patience(PATIENCE * 20), || queue.hear())[0].2
+    }
+
+    #[test]
+    fn what_is_not_in_the_log_is_out_of_range_wherever_it_is_known_where_the_group_stands() {
+        let (_consumer, queue) = client("127.0.0.1:1");
+        let named = |offset, stood| {
+            let code = RDKafkaErrorCode::AutoOffsetReset;
+            match lost(&queue, &Fault { topic: Arc::from("t"), partition: 3, offset, code }, stood) {
+                SourceError::Misconfigured { setting, problem, .. } => (setting, problem),
+                other => panic!("{other:?}"),
+            }
+        };
+        let (setting, problem) = named(9, Some(7));
+        assert!(setting == "out_of_range" && problem.contains("at offset 9 of t/3"), "{setting}: {problem}");
+        // A log that lost its end under a running member.
+        let (setting, problem) = named(-1001, Some(7));
+        assert!(setting == "out_of_range" && problem.contains("at offset 7 of t/3"), "{setting}: {problem}");
+        assert_eq!(named(-1001, None).0, "start");
+    }
+
+    /// An answer without an error of its own, as brokers gave it before Kafka 0.11: each partition bears the error.
+    fn says_it_of_each_partition(cluster: &MockCluster<'_, DefaultProducerContext>, error: RDKafkaRespErr) {
+        cluster.apiversion(RDKafkaApiKey::OffsetFetch, Some(0), Some(1)).expect("an older broker");
+        cluster.request_errors(RDKafkaApiKey::OffsetFetch, &[error]);
+    }
+
+    #[test]
+    fn a_partition_of_which_the_broker_does_not_say_it_is_no_partition_without_an_offset() {
+        let cluster = MockCluster::new(1).expect("a broker");
+        cluster.create_topic("t", 1, 1).expect("a topic");
+        let brokers = cluster.bootstrap_servers();
+        let (consumer, queue) = client(&brokers);
+        consumer.fetch_metadata(Some("t"), PATIENCE * 20).expect("an answer");
+        queue.hear();
+        commit(&consumer, 7, &consumer.context().topics.id("t").expect("it was told with the answer"));
+        says_it_of_each_partition(&cluster, RDKafkaRespErr::RD_KAFKA_RESP_ERR_COORDINATOR_LOAD_IN_PROGRESS);
+        assert_eq!(standing_of(&brokers, None), Begins::At(7), "it is asked again");
+        says_it_of_each_partition(&cluster, RDKafkaRespErr::RD_KAFKA_RESP_ERR_TOPIC_AUTHORIZATION_FAILED);
+        assert_eq!(standing_of(&brokers, None), Begins::Unknown);
+        assert_eq!(standing_of(&brokers, None), Begins::At(7));
     }
 
     /// A rebalance waits behind whatever stands in the main queue before it, and of a topic with many partitions, one of which

@@ -32,11 +32,11 @@ enum Event {
     Forget { lost: bool },
     /// It comes back, and is read on where it was committed.
     Assign,
-    /// The log begins anew, and is read from its first offset.
-    Cut,
+    /// The log loses its end, or begins anew: it is read on so far below what was read last.
+    Cut { below: u8 },
     /// The topic was made anew, or is said once more to have been.
     Anew { said: bool },
-    /// librdkafka goes back to the beginning, or fails to.
+    /// librdkafka goes back to where it is to begin, or fails to.
     GoBack { works: bool },
     /// The log cannot be read on.
     Bar,
@@ -55,7 +55,7 @@ fn event() -> impl Strategy<Value = Event> {
         1 => Just(Event::Revoke),
         1 => any::<bool>().prop_map(|lost| Event::Forget { lost }),
         2 => Just(Event::Assign),
-        1 => Just(Event::Cut),
+        1 => prop_oneof![1 => Just(u8::MAX), 3 => 1..40_u8].prop_map(|below| Event::Cut { below }),
         1 => prop::bool::weighted(0.3).prop_map(|said| Event::Anew { said }),
         2 => prop::bool::weighted(0.7).prop_map(|works| Event::GoBack { works }),
         1 => prop_oneof![3 => Just(Event::HandOut), 1 => Just(Event::Bar)],
@@ -249,15 +249,23 @@ impl World {
                 self.begins(Some(epoch), Keeps::Assigned);
                 (self.next, self.known) = (self.committed, None);
             }
-            Event::Cut => {
-                // Nothing was read, or only the first offset: that is no log that begins anew.
-                if !self.is_read() || self.naive.settled.keys().next_back().is_none_or(|last| *last == 0) {
-                    return Ok(());
-                }
-                self.state.take_in(vec![record(0)]);
-                self.begins(Some(self.state.last_epoch), Keeps::Assigned);
-                self.naive.settled.insert(0, false);
-                (self.next, self.committed) = (1, 0);
+            Event::Cut { below } => {
+                let Some(last) = self.naive.settled.keys().next_back().copied().filter(|_| self.is_read()) else { return Ok(()) };
+                // One after the last is what comes next anyway.
+                let at = (self.next - i64::from(below)).clamp(0, last);
+                self.state.take_in(vec![record(at), record(at + 1)]);
+                // It is read again from where the first lies that is not settled. What has come is not taken in then: all below it
+                // would count as passed.
+                let unsettled = self.naive.settled.iter().find(|(_, settled)| !**settled).map(|(offset, _)| *offset);
+                let Some(lowest) = unsettled.filter(|lowest| *lowest < at) else {
+                    self.begins(Some(self.state.last_epoch), Keeps::Assigned);
+                    self.naive.settled.extend([(at, false), (at + 1, false)]);
+                    (self.next, self.committed) = (at + 2, self.committed.min(at));
+                    return self.is_counted();
+                };
+                self.begins(Some(self.state.last_epoch), Keeps::GoingBack);
+                self.naive.begun = Some(lowest);
+                self.next = lowest;
             }
             Event::Anew { said } => {
                 self.made += u32::from(!said);

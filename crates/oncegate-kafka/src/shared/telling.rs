@@ -95,6 +95,12 @@ impl State {
         reading.map(|(epoch, it)| (*epoch, it.topic.clone(), it.partition, it.watermark.end().or(it.begins.at()))).collect()
     }
 
+    /// How far a partition was read, or where it is to begin.
+    pub(crate) fn stands(&self, topic: &str, partition: i32) -> Option<i64> {
+        let assigned = self.assigned.get(&self.epoch_of(topic, partition)?)?;
+        assigned.watermark.end().or(assigned.begins.at())
+    }
+
     /// What each partition is at, in order.
     pub(crate) fn status(&self) -> Vec<PartitionStatus> {
         let mut all: Vec<_> = self.assigned.iter().map(|(epoch, it)| self.status_of(*epoch, it)).collect();

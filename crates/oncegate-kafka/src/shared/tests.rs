@@ -120,6 +120,16 @@ fn what_is_not_settled_below_where_a_log_lost_its_end_is_read_again() {
 }
 
 #[test]
+fn how_far_a_partition_stands_is_known_once_it_has_begun() {
+    let mut state = State::default();
+    state.begin(Arc::from("t"), 0, Begins::Nowhere, Log::default());
+    state.begin(Arc::from("t"), 1, Begins::At(5), Log::default());
+    assert_eq!([0, 1, 2].map(|it| state.stands("t", it)), [None, Some(5), None]);
+    state.take_in(vec![record(0, 3), record(1, 6)]);
+    assert_eq!([0, 1].map(|it| state.stands("t", it)), [Some(4), Some(7)]);
+}
+
+#[test]
 fn each_assignment_sends_where_it_begins_and_sends_again_what_failed() {
     let mut state = State::default();
     state.begin(Arc::from("t"), 0, Begins::Unknown, Log::default());

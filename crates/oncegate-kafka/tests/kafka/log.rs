@@ -1,12 +1,13 @@
 //! Logs that were cut or damaged.
 
+use std::collections::BTreeMap;
 use std::io::{Seek, SeekFrom, Write};
 use std::path::Path;
 use std::time::Duration;
 
 use oncegate_core::source::Open;
 use oncegate_core::{Delivery, Limit, Source, SourceError};
-use oncegate_kafka::{KafkaSource, TopicCreation};
+use oncegate_kafka::{KafkaSource, OutOfRange, TopicCreation};
 use oncegate_testkit::servers::KafkaServer;
 use rdkafka::message::OwnedHeaders;
 
@@ -56,48 +57,148 @@ async fn a_topic_that_is_made_anew_under_a_running_source_commits_lower() {
     assert_eq!(topic.committed(0).await, Some(10));
 }
 
+/// Of three topics on one broker, which is stopped once.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_log_that_loses_its_end_under_a_running_source_commits_lower() {
+async fn a_log_that_loses_its_end_under_a_running_source_commits_lower_and_skips_nothing_unsettled() {
     let mut server = tokio::task::spawn_blocking(|| KafkaServer::start().expect("a broker")).await.expect("a broker");
-    let topic = Topic::at(server.brokers(), 1).await;
-    topic.send_numbers(0, 50).await;
-    let kafka = topic.source().create_topics(TopicCreation::Create { partitions: 1, replication: 1 });
-    let mut source = kafka.open().await.expect("a source");
-    let all = receive(&mut source, 50).await;
-    accept(&mut source, all).await;
-    topic.await_commit(0, 50).await;
+    let whole = Topic::at(server.brokers(), 1).await;
+    whole.send_numbers(0, 50).await;
+    let mut of_whole = open(&whole, OutOfRange::Earliest).await;
+    let all = receive(&mut of_whole, 50).await;
+    accept(&mut of_whole, all).await;
+    whole.await_commit(0, 50).await;
+    let half = Half::of(server.brokers()).await;
+    let mut of_half = open(&half.topic, OutOfRange::Earliest).await;
+    let held = half.settle_some(&mut of_half).await;
+    let strict = Half::of(server.brokers()).await;
+    let mut of_strict = open(&strict.topic, OutOfRange::Error).await;
+    let unsettled = strict.settle_some(&mut of_strict).await;
 
-    let log = server.directory().join("data").join(format!("{}-0", topic.name));
+    let log = |topic: &Topic| server.directory().join("data").join(format!("{}-0", topic.name));
+    let (whole_log, half_logs) = (log(&whole), [log(&half.topic), log(&strict.topic)]);
     let again = tokio::task::spawn_blocking(move || {
         server.stop();
-        empty(&log);
+        cut(&whole_log, 0);
+        half_logs.iter().for_each(|log| cut(log, Half::CUT_AT));
         server.start_again().expect("the broker again");
         server
     });
     let server = again.await.expect("the broker again");
-    topic.send_numbers(0, 10).await;
-    let mut again = receive(&mut source, 10).await;
+    whole.send_numbers(0, 10).await;
+    half.topic.send_numbers(0, Half::NEW).await;
+
+    let mut again = receive(&mut of_whole, 10).await;
     assert_eq!(offsets(&again), (0..10).collect::<Vec<_>>());
-    topic.await_reset(0, 0).await;
+    whole.await_reset(0, 0).await;
+    let mut anew = half.receive_again(&mut of_half).await;
+    // Of before the cut: it moves nothing any more.
+    accept(&mut of_half, held).await;
+    let first = anew.remove(&Half::RELEASED).expect("it waited for its delay");
+    accept(&mut of_half, anew.into_values()).await;
+    half.topic.await_reset(0, Half::RELEASED).await;
     // Longer than librdkafka waits before it commits what was stored.
     tokio::time::sleep(Duration::from_secs(2)).await;
-    assert_eq!(topic.committed(0).await, Some(0));
-    accept(&mut source, again.drain(..4)).await;
-    topic.await_commit(0, 4).await;
-    close(source).await;
-    assert_eq!(topic.committed(0).await, Some(4));
+    assert_eq!((whole.committed(0).await, half.topic.committed(0).await), (Some(0), Some(Half::RELEASED)));
+    accept(&mut of_whole, again.drain(..4)).await;
+    whole.await_commit(0, 4).await;
+    close(of_whole).await;
+    assert_eq!(whole.committed(0).await, Some(4));
+    accept(&mut of_half, [first]).await;
+    half.topic.await_commit(0, Half::CUT_AT + Half::NEW as i64).await;
+    close(of_half).await;
+
+    let (_, error) = failure(&mut of_strict).await;
+    let text = error.to_string();
+    assert!(text.contains("out_of_range") && text.contains(&format!("of {}/0", strict.topic.name)), "{text}");
+    accept(&mut of_strict, unsettled).await;
+    close(of_strict).await;
+    assert_eq!(strict.topic.committed(0).await, Some(Half::RELEASED));
     drop(server);
 }
 
-/// Takes all messages from the directory of a partition.
-fn empty(log: &Path) {
+async fn open(topic: &Topic, policy: OutOfRange) -> KafkaSource {
+    for name in [topic.dead_letters(), topic.in_doubt()] {
+        topic.create(&name, 1, &KEEPS).await;
+    }
+    topic.source().out_of_range(policy).open().await.expect("a source")
+}
+
+/// A topic that loses its end, of which some is settled below and above, some waits for its delay, and the rest is in flight.
+struct Half {
+    topic: Topic,
+}
+
+impl Half {
+    const ALL: i64 = 20;
+    const RELEASED: i64 = 5;
+    const CUT_AT: i64 = 12;
+    /// So few that the log stays shorter than it was read.
+    const NEW: usize = 4;
+
+    async fn of(brokers: String) -> Self {
+        let topic = Topic::at(brokers, 1).await;
+        for number in 0..Self::ALL {
+            // One after the other: each is a batch of its own, behind which the log can be cut.
+            topic.send(None, Some(number.to_string().as_bytes()), OwnedHeaders::new()).await;
+        }
+        Self { topic }
+    }
+
+    /// Answers what is in flight.
+    async fn settle_some(&self, source: &mut KafkaSource) -> Vec<Delivery> {
+        let all = receive(source, Self::ALL as usize).await;
+        let mut held = Vec::new();
+        for delivery in all {
+            match offset(&delivery) {
+                0..5 | 8 | 15 => accept(source, [delivery]).await,
+                Self::RELEASED => release(source, delivery, Duration::from_secs(3600)).await,
+                _ => held.push(delivery),
+            }
+        }
+        self.topic.await_commit(0, Self::RELEASED).await;
+        held
+    }
+
+    /// All that is not settled and is still there, and what came after it; and what was settled, if librdkafka goes back to the
+    /// beginning.
+    async fn receive_again(&self, source: &mut KafkaSource) -> BTreeMap<i64, Delivery> {
+        let mut anew = BTreeMap::new();
+        while !(Self::RELEASED..Self::CUT_AT + Self::NEW as i64).all(|offset| anew.contains_key(&offset)) {
+            anew.extend(receive(source, 1).await.into_iter().map(|it| (offset(&it), it)));
+        }
+        for (offset, delivery) in &anew {
+            let number = if *offset < Self::CUT_AT { *offset } else { offset - Self::CUT_AT };
+            assert_eq!(delivery.message.body, number.to_string(), "at {offset}");
+        }
+        anew
+    }
+}
+
+/// Takes all messages from this offset on from the directory of a partition, where a batch begins at that.
+fn cut(log: &Path, offset: i64) {
     for file in std::fs::read_dir(log).expect("a log") {
         let path = file.expect("a file").path();
         match path.extension().and_then(|it| it.to_str()) {
-            Some("log") => std::fs::write(path, []).expect("emptied"),
+            Some("log") => {
+                let bytes = std::fs::read(&path).expect("a segment");
+                std::fs::write(&path, &bytes[..where_it_stands(&bytes, offset)]).expect("cut");
+            }
             Some("index" | "timeindex" | "snapshot") => std::fs::remove_file(path).expect("removed"),
             _ => {}
         }
+    }
+}
+
+/// Where the batch stands in a segment that begins with this offset. Each batch begins with its offset, and the length of what comes
+/// after these twelve bytes.
+fn where_it_stands(segment: &[u8], offset: i64) -> usize {
+    let mut at = 0;
+    loop {
+        let head = segment.get(at..at + 12).expect("a batch that begins there");
+        if i64::from_be_bytes(head[..8].try_into().expect("8 bytes")) == offset {
+            return at;
+        }
+        at += 12 + u32::from_be_bytes(head[8..].try_into().expect("4 bytes")) as usize;
     }
 }
 
