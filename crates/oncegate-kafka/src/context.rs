@@ -17,6 +17,7 @@ use crate::commits;
 use crate::kafka::{Kafka, OutOfRange, StartAt};
 use crate::log::{self, complain};
 use crate::made_anew::Topics;
+use crate::missing;
 use crate::outage::Outage;
 use crate::refusal;
 use crate::shared::{Begins, Jump, Leave, Phase, Shared};
@@ -232,7 +233,10 @@ impl Context {
             }
         }
         let findings = self.shared.take_in(batch.records);
-        findings.jumps.iter().for_each(|jump| look_into(jump, queue, &self.shared));
+        for jump in findings.jumps {
+            let first = queue.first_offset(&jump.topic, jump.partition);
+            missing::look_into(jump, first, &self.shared);
+        }
         // After the records, which may stand before.
         let faulty = batch.faults.iter().filter(|fault| fault.offset >= 0);
         let faulty = faulty.map(|fault| (&*fault.topic, fault.partition, Some(fault.offset)));
@@ -263,7 +267,12 @@ impl Context {
         });
         let jumps: Vec<Jump> = reached.collect();
         drop(state);
-        jumps.iter().for_each(|jump| look_into(jump, &queue, &self.shared));
+        let first_of = |topic: &str, partition| queue.first_offset(topic, partition);
+        for jump in jumps {
+            let first = first_of(&jump.topic, jump.partition);
+            missing::look_into(jump, first, &self.shared);
+        }
+        missing::look_again(first_of, &self.shared);
     }
 
     /// Most errors pass by themselves, and librdkafka retries them. Those that do not end the source.
@@ -353,12 +362,20 @@ impl ConsumerContext for Context {
             Ok(()) => None,
         };
         let failed = |it: &TopicPartitionListElem<'_>| all.clone().or_else(|| it.error().err());
-        let failed: Vec<_> = offsets.elements().into_iter().filter_map(|it| Some((failed(&it)?, it))).collect();
-        let Some((error, it)) = failed.first() else { return };
-        tracing::warn!(%error, topic = it.topic(), partition = it.partition(), partitions = failed.len(), "committing offsets again");
-        let mut state = self.shared.lock();
-        for (_, it) in &failed {
-            state.commit_again(it.topic(), it.partition());
+        let (mut failures, mut state) = (Vec::new(), self.shared.lock());
+        for it in offsets.elements() {
+            match (failed(&it), it.offset()) {
+                (Some(error), _) => {
+                    state.commit_again(it.topic(), it.partition());
+                    failures.push((error, it));
+                }
+                (None, Offset::Offset(offset)) => state.confirmed(it.topic(), it.partition(), offset),
+                (None, _) => {}
+            }
+        }
+        drop(state);
+        if let Some((error, it)) = failures.first() {
+            tracing::warn!(%error, topic = it.topic(), partition = it.partition(), partitions = failures.len(), "committing offsets again");
         }
     }
 }
@@ -366,48 +383,6 @@ impl ConsumerContext for Context {
 /// Whether the group still takes this member's partitions for its own.
 pub(crate) fn how_they_leave(consumer: &BaseConsumer<Context>) -> Leave {
     if consumer.assignment_lost() { Leave::Lost } else { Leave::GivenBack }
-}
-
-/// Tells what was removed before it was read from what nobody is ever handed (compacted away, markers of transactions).
-fn look_into(jump: &Jump, queue: &Queue<Context>, shared: &Shared) {
-    let Jump { topic, partition, from: stood, to } = jump;
-    let Some(first) = queue.first_offset(topic, *partition) else {
-        // librdkafka forgets it with each answer that is an error. It may be a gap as any other: said, and not counted.
-        tracing::warn!(
-            %topic,
-            partition,
-            stood,
-            next = to,
-            "messages may be missed: where the log begins is not known at this moment, so that nobody can tell a gap from what was removed"
-        );
-        return;
-    };
-    let missed = jump.missed(first);
-    if missed == 0 {
-        return;
-    }
-    metrics::counter!(crate::metric::MESSAGES_MISSED).increment(missed);
-    shared.lock().miss(missed);
-    if first <= *to {
-        tracing::error!(
-            %topic,
-            partition,
-            stood,
-            first,
-            missed,
-            "messages missed: they were removed from the log before the group had read them; reading on at the first that is left"
-        );
-    } else {
-        tracing::error!(
-            %topic,
-            partition,
-            stood,
-            next = to,
-            first,
-            missed,
-            "messages missed, or offsets that nobody is handed: by now the log begins behind all of them, so that nobody can tell; reading on at the next"
-        );
-    }
 }
 
 /// The error of a part of a log that this client will never read, however often it tries.
@@ -429,4 +404,20 @@ fn unreadable(fault: &Fault) -> Option<SourceError> {
 
 fn names(partitions: &TopicPartitionList) -> Vec<(String, i32)> {
     partitions.elements().iter().map(|it| (it.topic().to_owned(), it.partition())).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// librdkafka answers `Beginning` with where the log before it began, if it has fetched of that.
+    #[test]
+    fn a_topic_made_anew_begins_at_offset_0_and_not_where_the_one_before_it_began() {
+        let (kafka, shared) = (Kafka::topic("t").brokers("b").group("g"), Arc::<Shared>::default());
+        let context = Context::new(shared, &kafka, Arc::new(Outage::of("b")));
+        let begin = |begins| context.begin("t", 0, begins);
+        assert_eq!(begin(Begins::Anew), Some(Offset::Offset(0)));
+        assert_eq!([Begins::Added, Begins::Nowhere].map(begin), [Some(Offset::Beginning); 2]);
+        assert_eq!([Begins::At(7), Begins::Unknown].map(begin), [None; 2]);
+    }
 }

@@ -19,7 +19,7 @@
 //! | what a user holds | `open` (settings, topics, group, threads), `source` (receive, settle, close) |
 //! | the threads | `poll` (alone speaks to the group), `watch` (asks from beside how far it is), `dead_letters` |
 //! | before the group is joined | `topics` (are they there), `retention` (for how long do they keep) |
-//! | what librdkafka calls back into | `context` (rebalances, what was read), `commits`, `standing` (where the group stands), `made_anew` (which log that is) |
+//! | what librdkafka calls back into | `context` (rebalances, what was read), `commits`, `standing` (where the group stands), `made_anew` (which log that is), `missing` (what is not in it any more) |
 //! | the state, behind one lock | `shared` (`assigned`, `telling`), `watermark` (which offset may be committed), `status` and `partition` |
 //! | what a user describes | `kafka`, `security`, `brokers` |
 //! | librdkafka | `batch` (the only `unsafe`), `log`, `outage`, `refusal` |
@@ -37,6 +37,7 @@ mod kafka;
 mod log;
 mod made_anew;
 mod metric;
+mod missing;
 mod open;
 mod outage;
 mod partition;

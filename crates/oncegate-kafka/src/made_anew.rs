@@ -42,7 +42,7 @@ impl Topics {
     /// later assignment too: one may be lost before anything of it was read.
     pub(crate) fn log(&self, topic: &str, begins: Begins) -> Log {
         let may_repeat = begins == Begins::Anew || self.has_changed(topic);
-        Log { id: self.id(topic), ids: if may_repeat { Ids::MayRepeat } else { Ids::Unique } }
+        Log { id: self.id(topic), ids: if may_repeat { Ids::ANEW } else { Ids::Unique } }
     }
 
     /// The topics that were deleted and made anew, since it was asked last.
@@ -115,8 +115,8 @@ mod tests {
         assert_eq!(topics.id("a.Topic").as_deref(), Some("q5BZ55PYTTyxda8B1C5Amg"));
         assert!(topics.is_made_anew("a.Topic") && !topics.is_made_anew("a"));
         assert!(topics.has_changed("a.Topic") && !topics.has_changed("a"));
-        assert_eq!(topics.log("a.Topic", Begins::At(0)).ids, Ids::MayRepeat);
-        assert_eq!((topics.log("a", Begins::At(0)).ids, topics.log("a", Begins::Anew).ids), (Ids::Unique, Ids::MayRepeat));
+        assert_eq!(topics.log("a.Topic", Begins::At(0)).ids, Ids::ANEW);
+        assert_eq!((topics.log("a", Begins::At(0)).ids, topics.log("a", Begins::Anew).ids), (Ids::Unique, Ids::ANEW));
         assert_eq!((topics.take_made_anew(), topics.take_made_anew()), (vec!["a.Topic".to_owned()], vec![]));
     }
 

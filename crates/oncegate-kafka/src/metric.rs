@@ -39,6 +39,10 @@ pub const KAFKA_METRICS: &[Metric] = &[
     ),
     Metric::counter(LOG_ENDS_UNKNOWN, &[], "Times that brokers ceased to say where a partition's log ends, so that its lag stands still"),
     Metric::counter(TOPICS_MADE_ANEW, &[], "Partitions whose topic was deleted and made again"),
-    Metric::counter(IDS_REPEATED, &[], "Messages of a topic made anew whose id was handled before: skipped"),
+    Metric::counter(
+        IDS_REPEATED,
+        &[],
+        "Messages of a topic made anew, or of a log that lost its end, whose id was handled before: skipped",
+    ),
     Metric::counter(PARTITIONS_ADDED, &[], "Partitions that were added to a topic which the group read already"),
 ];

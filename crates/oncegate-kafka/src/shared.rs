@@ -15,14 +15,17 @@ use crate::watermark::{Sequence, Settling, Watermark};
 
 mod anew;
 mod assigned;
+mod committing;
 mod leaving;
+mod missing;
 mod monitor;
 mod settling;
 mod telling;
 
-use assigned::{Assigned, BEGINNING, Keeps, ReadTo, tell_of_a_shorter_log};
+use assigned::{Assigned, BEGINNING, Keeps, ReadTo};
 pub(crate) use assigned::{Begins, Commit, Findings, Ids, Jump, Log, Way};
 pub(crate) use leaving::Leave;
+use missing::Missing;
 use monitor::{Monitor, Threads};
 pub(crate) use settling::Rejected;
 pub(crate) use telling::Reading;
@@ -38,8 +41,6 @@ const HELD_BYTES: usize = 128 << 20;
 /// From the lowest unsettled offset of a partition to the last one read: messages. It costs 8 bytes each, and a
 /// crash brings so many back.
 const SPAN: usize = 1 << 20;
-/// How long after a commit that failed the next one is sent.
-const COMMIT_AGAIN: Duration = Duration::from_secs(1);
 
 /// The state behind one lock, held for a batch at a time, and what wakes either side.
 #[derive(Default)]
@@ -205,6 +206,7 @@ impl State {
             out: 0,
             keeps: Keeps::Assigned,
             send_from,
+            missing: Missing::default(),
         };
         self.assigned.insert(self.last_epoch, assigned);
         self.last_epoch
@@ -325,7 +327,7 @@ impl State {
             }
             return Some(epoch);
         }
-        tell_of_a_shorter_log(&record.topic, record.partition, assigned.watermark.end(), record.offset);
+        assigned.is_shorter(assigned.watermark.end(), record.offset);
         let unsettled = assigned.watermark.lowest().filter(|lowest| *lowest < record.offset);
         self.withdraw(epoch);
         let log = self.assigned.remove(&epoch).map(|it| it.log).unwrap_or_default();
@@ -422,26 +424,6 @@ impl State {
         self.publishing = self.publishing.saturating_sub(1);
         self.publishing_bytes = self.publishing_bytes.saturating_sub(delivery.message.size());
         self.accept(&delivery.receipt)
-    }
-
-    /// What there is to commit since the last call.
-    pub(crate) fn commits(&mut self) -> Vec<Commit> {
-        let now = Instant::now();
-        for assigned in self.assigned.values_mut() {
-            let stands = assigned.watermark.position();
-            if assigned.stood.0 != stands {
-                assigned.stood = (stands, now);
-            }
-        }
-        self.assigned.values_mut().filter_map(|it| it.commit(now)).collect()
-    }
-
-    /// A commit of this partition failed: its position is sent by itself soon.
-    pub(crate) fn commit_again(&mut self, topic: &str, partition: i32) {
-        let theirs = |it: &&mut Assigned| it.partition == partition && *it.topic == *topic;
-        for assigned in self.assigned.values_mut().filter(theirs) {
-            assigned.send_from = Some(Instant::now() + COMMIT_AGAIN);
-        }
     }
 }
 

@@ -101,6 +101,11 @@ impl Watermark {
         Some(offset)
     }
 
+    /// What was given out for committing last, or where the partition began; `None` before anything was delivered.
+    pub(crate) fn given(&self) -> Option<i64> {
+        self.end.map(|_| self.committed)
+    }
+
     /// The offset to commit, whatever was given last; `None` before anything was delivered.
     pub(crate) fn take_position(&mut self) -> Option<i64> {
         self.committed = self.position()?;

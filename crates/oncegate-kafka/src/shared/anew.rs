@@ -38,7 +38,7 @@ impl State {
         for epoch in &epochs {
             self.withdraw(*epoch);
             let Some(old) = self.assigned.remove(epoch) else { continue };
-            let epoch = self.begin(old.topic, old.partition, Begins::Anew, Log { id: id.clone(), ids: Ids::MayRepeat });
+            let epoch = self.begin(old.topic, old.partition, Begins::Anew, Log { id: id.clone(), ids: Ids::ANEW });
             if let Some(assigned) = self.assigned.get_mut(&epoch) {
                 assigned.keeps = Keeps::GoingBack;
             }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use super::missing::Missing;
 use crate::watermark::Watermark;
 
 /// Where each log begins.
@@ -29,18 +30,32 @@ pub(super) struct Assigned {
     /// committed one: where the log was cut below that, the first position would never be sent, nor would any after
     /// it. So each assignment begins with such a commit, and so does whatever follows on a commit that failed.
     pub(super) send_from: Option<Instant>,
+    pub(super) missing: Missing,
 }
 
 impl Assigned {
     /// The log was read to this offset: says so if it is below the one that the group stood at when the partition was
     /// assigned, and answers if it is above the one that was expected.
-    pub(super) fn arrive(&self, offset: i64) -> Option<Jump> {
+    pub(super) fn arrive(&mut self, offset: i64) -> Option<Jump> {
         let stood = self.begins.at();
         if self.watermark.end().is_none() && stood.is_some_and(|stood| offset < stood) {
-            tell_of_a_shorter_log(&self.topic, self.partition, stood, offset);
+            self.is_shorter(stood, offset);
         }
         let from = self.watermark.end().or(stood).filter(|from| *from < offset)?;
         Some(Jump { topic: self.topic.clone(), partition: self.partition, from, to: offset })
+    }
+
+    /// The log came again at this offset, below where it `stood`. Says so by its name.
+    pub(super) fn is_shorter(&mut self, stood: Option<i64>, offset: i64) {
+        metrics::counter!(crate::metric::LOGS_CUT).increment(1);
+        tracing::error!(
+            topic = &*self.topic,
+            partition = self.partition,
+            stood,
+            offset,
+            "log cut: it ends before the group's offset, since the topic was made anew or its log lost its end; reading it again from there, or from the first message before it that is not settled"
+        );
+        self.log.ids = self.log.ids.after_a_cut(offset, stood.unwrap_or(offset));
     }
 
     /// The log was read up to this offset, and all that is to be handed over below it has come. Of a log that ends in
@@ -84,8 +99,25 @@ pub(crate) enum Ids {
     /// Each is that of one message.
     #[default]
     Unique,
-    /// The topic was made anew: they may be those of messages of the one before it.
-    MayRepeat,
+    /// Between these offsets they may be those of other messages: the topic was made anew, or its log lost its end.
+    MayRepeat { from: i64, to: i64 },
+}
+
+impl Ids {
+    /// Those of a topic that was made anew.
+    pub(crate) const ANEW: Self = Self::MayRepeat { from: BEGINNING, to: i64::MAX };
+
+    /// Those of a log that lost its end at `from`, once that was at `to`.
+    fn after_a_cut(self, from: i64, to: i64) -> Self {
+        match self {
+            Self::Unique => Self::MayRepeat { from, to },
+            Self::MayRepeat { from: before, to: after } => Self::MayRepeat { from: before.min(from), to: after.max(to) },
+        }
+    }
+
+    pub(super) fn may_repeat(self, offset: i64) -> bool {
+        matches!(self, Self::MayRepeat { from, to } if (from..to).contains(&offset))
+    }
 }
 
 /// Where a partition is to be read on, as the broker said when it was assigned.
@@ -184,16 +216,4 @@ pub(crate) enum Way {
     Stored,
     /// It is sent now, whatever was committed before.
     Sent,
-}
-
-/// What a log that ends before the group's offset means, by its name.
-pub(super) fn tell_of_a_shorter_log(topic: &str, partition: i32, stood: Option<i64>, offset: i64) {
-    metrics::counter!(crate::metric::LOGS_CUT).increment(1);
-    tracing::error!(
-        topic,
-        partition,
-        stood,
-        offset,
-        "log cut: it ends before the group's offset, since the topic was made anew or its log lost its end; reading it again from there, or from the first message before it that is not settled"
-    );
 }

@@ -3,7 +3,6 @@
 use oncegate_core::road::{Reason, Settlement};
 use oncegate_core::{Delivery, Receipt, Settled, Story};
 
-use super::assigned::Ids;
 use super::{Fate, Monitor, Shared, State};
 
 /// A delivery that is to go to the dead letters.
@@ -47,18 +46,22 @@ impl<M: Monitor> Shared<M> {
 }
 
 impl State {
-    /// Positions begin again in a topic that was made anew. Ids that come from them are those of other messages, which the
-    /// store may remember, and a message that bears one is skipped: that is said, since nobody else can know.
+    /// Positions come again in a topic that was made anew, and where a log has lost its end. Ids that come from them are those of
+    /// other messages, which the store may remember, and a message that bears one is skipped: that is said, since nobody else can
+    /// know.
     fn look_at_duplicate(&mut self, delivery: &Delivery) {
         let Receipt { epoch, partition, position } = delivery.receipt;
-        let Some(assigned) = self.assigned.get_mut(&epoch).filter(|it| it.log.ids == Ids::MayRepeat) else { return };
+        // Offsets came from an `i64`.
+        let Some(assigned) = self.assigned.get_mut(&epoch).filter(|it| it.log.ids.may_repeat(position as i64)) else {
+            return;
+        };
         metrics::counter!(crate::metric::IDS_REPEATED).increment(1);
         if !std::mem::replace(&mut assigned.has_repeated, true) {
             tracing::error!(
                 topic = &*assigned.topic,
                 partition,
                 offset = position,
-                "ids repeated: the topic was made anew, and the ids of its messages were handled before. Where they come from \
+                "ids repeated: the topic was made anew or its log lost its end, and the ids of its messages were handled before. Where they come from \
                  positions these are other messages, which are skipped: give the consumer another .scope(…) and set the group's \
                  offsets back. Where producers send ids of their own, these were sent again, or handled before a rebalance"
             );

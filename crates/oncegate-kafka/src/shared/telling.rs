@@ -66,16 +66,6 @@ impl State {
         self.replaced
     }
 
-    /// Takes note of messages that were removed before they were read.
-    pub(crate) fn miss(&mut self, count: u64) {
-        self.missed += count;
-    }
-
-    /// How many messages were removed before they were read.
-    pub(crate) fn missed(&self) -> u64 {
-        self.missed
-    }
-
     /// All partitions that are ours.
     pub(crate) fn partitions(&self) -> Vec<(String, i32)> {
         self.assigned.values().map(|it| (it.topic.to_string(), it.partition)).collect()

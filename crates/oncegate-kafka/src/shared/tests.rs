@@ -2,6 +2,7 @@ use std::cell::{Cell, RefCell};
 
 use oncegate_core::Headers;
 
+use super::committing::COMMIT_AGAIN;
 use super::*;
 
 pub(super) fn record(partition: i32, offset: i64) -> Record {
@@ -120,6 +121,25 @@ fn what_is_not_settled_below_where_a_log_lost_its_end_is_read_again() {
 }
 
 #[test]
+fn where_a_log_lost_its_end_positions_are_given_again_up_to_where_it_was_read() {
+    let may_repeat =
+        |state: &State| (0..15).filter(|it| state.assigned.values().any(|at| at.log.ids.may_repeat(*it))).collect::<Vec<i64>>();
+    let mut running = state(0, 5..10);
+    assert_eq!(may_repeat(&running), [0; 0]);
+    hand_out(&mut running).1.iter().for_each(|it| assert_eq!(running.accept(&it.receipt), Fate::Counted));
+    running.take_in(vec![record(0, 7)]);
+    assert_eq!(may_repeat(&running), [7, 8, 9]);
+    // And once more.
+    running.take_in(vec![record(0, 6)]);
+    assert_eq!(may_repeat(&running), [6, 7, 8, 9]);
+
+    let mut state = State::default();
+    state.begin(Arc::from("t"), 0, Begins::At(5), Log::default());
+    state.take_in(vec![record(0, 3)]);
+    assert_eq!(may_repeat(&state), [3, 4]);
+}
+
+#[test]
 fn how_far_a_partition_stands_is_known_once_it_has_begun() {
     let mut state = State::default();
     state.begin(Arc::from("t"), 0, Begins::Nowhere, Log::default());
@@ -144,6 +164,27 @@ fn each_assignment_sends_where_it_begins_and_sends_again_what_failed() {
     let assigned = state.assigned.values_mut().next().expect("one partition");
     assert_eq!(assigned.commit(soon).map(|it| (it.offset, it.way)), Some((7, Way::Sent)));
     assert_eq!(assigned.commit(soon), None);
+}
+
+#[test]
+fn a_higher_commit_that_is_carried_out_after_the_log_was_cut_is_taken_back_at_once() {
+    let mut state = state(0, 5..60);
+    let (_, deliveries) = hand_out(&mut state);
+    deliveries.iter().for_each(|it| assert_eq!(state.accept(&it.receipt), Fate::Counted));
+    assert_eq!(committed(&mut state), [(60, Way::Sent)]);
+    state.take_in(vec![record(0, 0), record(0, 1)]);
+    assert_eq!(committed(&mut state), [(0, Way::Sent)]);
+    state.confirmed("t", 0, 0);
+    assert_eq!(committed(&mut state), []);
+    // It was tried again, and overtaken. What is stored below it would never be sent.
+    state.confirmed("t", 0, 60);
+    state.confirmed("t", 1, 60);
+    assert_eq!(committed(&mut state), [(0, Way::Sent)]);
+    let (_, deliveries) = hand_out(&mut state);
+    assert_eq!(state.accept(&deliveries[0].receipt), Fate::Counted);
+    assert_eq!(committed(&mut state), [(1, Way::Stored)]);
+    state.confirmed("t", 0, 0);
+    assert_eq!(committed(&mut state), [], "the next one is on its way");
 }
 
 #[test]
