@@ -219,7 +219,8 @@ impl Kafka {
     }
 
     /// How long a partition may stand still, while its log grows and all that the Kafka client fetches is read, until that is
-    /// replaced by another one; 60 s by default, at least 1 s. What was not settled by then is delivered again.
+    /// replaced by another one; 60 s by default, at least 1 s. What was not settled by then is delivered again. Each one that was
+    /// replaced in vain gives the next one twice the time, up to 64 times as long.
     pub fn stalled_after(mut self, bound: Duration) -> Self {
         self.stalled_after = bound;
         self

@@ -24,6 +24,8 @@ const IN_VAIN: usize = 3;
 /// little stands there, for all partitions at once. The first time over, what was asked for before the partition had more is
 /// read; the second time, what was asked for then; and one look may fall between an answer and its being seen.
 const TURNS: u32 = 3;
+/// How often in a row the patience with a partition doubles, at the most: to 64 times as long.
+const DOUBLINGS: u32 = 6;
 
 /// Looks at each partition from time to time, with a client of its own: what the watched one says of itself is what is in
 /// question. Runs on a thread of its own.
@@ -50,10 +52,20 @@ pub(crate) fn run(config: &ClientConfig, shared: &Shared, outage: &Arc<Outage>, 
 #[derive(Default)]
 struct Watch {
     standing: HashMap<(u64, i32), Standing>,
+    /// The partitions for which the client was replaced, until they are read on.
+    in_vain: HashMap<(Arc<str>, i32), InVain>,
     /// Of which partitions something was told.
     gauges: HashMap<(String, i32), ()>,
     /// The partitions of which no broker said where their log ends, when it was asked last.
     silent: HashSet<(String, i32)>,
+}
+
+/// A partition for which the client was replaced, and that was not read on since. It may be that what is fetched takes so long to
+/// come, and each client that is replaced begins with it again: so the next one has twice the time.
+#[derive(Clone, Copy, Debug)]
+struct InVain {
+    at: Option<i64>,
+    times: u32,
 }
 
 /// A partition whose log has more than was read, and that is not read on.
@@ -93,12 +105,23 @@ impl Standing {
 impl Watch {
     /// Asks `end_of` each partition's log; of some it may say nothing.
     fn look(&mut self, end_of: impl FnMut(&str, i32) -> Option<i64>, shared: &Shared, stalled_after: Duration) {
+        self.look_at(Instant::now, end_of, shared, stalled_after);
+    }
+
+    /// The same, at the time that `clock` says once all was asked.
+    fn look_at(
+        &mut self,
+        clock: impl FnOnce() -> Instant,
+        end_of: impl FnMut(&str, i32) -> Option<i64>,
+        shared: &Shared,
+        stalled_after: Duration,
+    ) {
         let partitions = shared.lock().partitions();
         let seen = self.ends_of(partitions, end_of);
         seen.iter().for_each(|((topic, partition), end)| shared.lock().log_ends(topic, *partition, *end));
         self.tell(shared);
         let state = shared.lock();
-        let (now, reading, partitions) = (Instant::now(), state.reading(), state.read_to());
+        let (now, reading, partitions) = (clock(), state.reading(), state.read_to());
         drop(state);
         let mut standing = HashMap::new();
         for (epoch, topic, partition, at) in partitions {
@@ -109,14 +132,33 @@ impl Watch {
             };
             let before = self.standing.get(&(epoch, partition)).copied();
             let Some(next) = Standing::next(before, at, *end, reading, now) else { continue };
-            if next.is_stalled(*end, now, stalled_after) {
-                let why = format!("{topic}/{partition} was read to {at:?} for {stalled_after:?}, though its log has grown to {end}");
-                shared.lock().ask_for_another(why);
-                shared.wake_poller();
+            let patience = self.patience(&topic, partition, at, stalled_after);
+            if !next.is_stalled(*end, now, patience) {
+                standing.insert((epoch, partition), next);
+                continue;
             }
-            standing.insert((epoch, partition), next);
+            // Until it is replaced it stands as if it had begun to.
+            let why = format!("{topic}/{partition} was read to {at:?} for {patience:?}, though its log has grown to {end}");
+            shared.lock().ask_for_another(why);
+            shared.wake_poller();
+            let times = self.in_vain.get(&(topic.clone(), partition)).map_or(0, |before| before.times);
+            self.in_vain.insert((topic, partition), InVain { at, times: (times + 1).min(DOUBLINGS) });
         }
         self.standing = standing;
+    }
+
+    /// How long a partition that was read to `at` may stand. One that was read beyond where it stood when its client was replaced
+    /// is as any other again.
+    fn patience(&mut self, topic: &Arc<str>, partition: i32, at: Option<i64>, stalled_after: Duration) -> Duration {
+        let key = (topic.clone(), partition);
+        match self.in_vain.get(&key) {
+            None => stalled_after,
+            Some(before) if at <= before.at => stalled_after.saturating_mul(1 << before.times),
+            Some(_) => {
+                self.in_vain.remove(&key);
+                stalled_after
+            }
+        }
     }
 
     /// Where these logs end, as far as a broker says. A partition without a leader, which costs the whole patience, takes
@@ -294,6 +336,30 @@ mod tests {
         assert!((0..100).all(|_| !look(1)));
         shared.lock().was_read(1);
         assert!(look(1), "that was none of it");
+    }
+
+    #[test]
+    fn each_client_that_was_replaced_in_vain_gives_the_next_one_twice_the_time_until_it_reads_on() {
+        let (shared, mut watch, begun) = (shared(1), Watch::default(), Instant::now());
+        let (mut replaced, mut last) = (Vec::new(), 0);
+        for second in 0..16_000 {
+            waits(&shared, 0);
+            let end = 9 + i64::try_from(second).expect("few");
+            watch.look_at(|| begun + Duration::from_secs(second), |_, _| Some(end), &shared, Duration::from_secs(60));
+            if shared.lock().replacing().is_none() {
+                continue;
+            }
+            replaced.push(second - last);
+            last = second;
+            // The next client begins where the group stands, and gets no further than the one before; the ninth does.
+            let epochs = shared.revoke(&[("t".to_owned(), 0)]);
+            shared.lock().forget(&epochs);
+            shared.assign("t", 0, Begins::At(4), Log::default());
+            shared.take_in((4..if replaced.len() < 9 { 5 } else { 6 }).map(|offset| record(0, offset)).collect());
+        }
+        // A look at which it is replaced is the last of one client; the next one is looked at a second later.
+        let expected = [60, 121, 241, 481, 961, 1_921, 3_841, 3_841, 3_841, 61, 121, 241];
+        assert_eq!(replaced[..expected.len()], expected);
     }
 
     #[test]
