@@ -46,11 +46,14 @@ impl Outage {
     }
 }
 
-/// What to look at. Of a certificate that does not bear the host's name OpenSSL says no more than of one that nobody signed.
+/// What to look at. Of a certificate that does not bear the host's name OpenSSL says no more than of one that nobody signed. An alert
+/// is what the broker says of ours, or of none: `bad certificate`, or `certificate required`.
 fn advice(reason: &str) -> &'static str {
     if reason.contains("certificate verify failed") {
         "is its certificate made out to the very host that stands in .brokers(…) or that it advertises, signed by the authority of \
          .ca_certificate(…) or one of the system's, and valid today?"
+    } else if reason.contains("certificate") && reason.contains("alert") {
+        "does it ask for a certificate, and is that of .client_certificate(…) signed by an authority that it knows, and valid today?"
     } else {
         "is Kafka running, and are host, port and security.protocol right?"
     }

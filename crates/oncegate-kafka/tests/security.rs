@@ -129,7 +129,7 @@ async fn is_told(kafka: Kafka, brokers: &str, lines: &Lines, why: &str) {
 
 async fn who_shows_no_certificate_stays_outside(server: &KafkaServer, lines: &Lines) {
     let topic = topic(server).await;
-    is_told(by(server, KafkaDoor::MutualTls, &topic), &server.brokers_by(KafkaDoor::MutualTls), lines, "").await;
+    is_told(by(server, KafkaDoor::MutualTls, &topic), &server.brokers_by(KafkaDoor::MutualTls), lines, ".client_certificate(…)").await;
 }
 
 async fn a_broker_that_nobody_signed_for_is_not_believed(server: &KafkaServer, lines: &Lines) {
