@@ -198,3 +198,54 @@ impl Drop for Ended {
         self.0.enter(Phase::Ended);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use oncegate_core::{Incoming, Limit};
+    use rdkafka::mocking::MockCluster;
+    use rdkafka::producer::{BaseProducer, BaseRecord, Producer};
+    use rdkafka::types::{RDKafkaApiKey, RDKafkaRespErr};
+
+    use super::*;
+    use crate::outage::Outage;
+
+    /// No step takes longer than this, however busy the machine.
+    const BOUND: Duration = Duration::from_secs(60);
+
+    /// What is settled of it moves nothing of whoever has it now, and nobody waits for it.
+    #[test]
+    fn a_client_that_makes_way_waits_for_nothing_of_what_was_lost() {
+        let cluster = MockCluster::new(1).expect("a broker");
+        cluster.create_topic("t", 1, 1).expect("a topic");
+        let brokers = cluster.bootstrap_servers();
+        let producer: BaseProducer = rdkafka::ClientConfig::new().set("bootstrap.servers", &brokers).create().expect("a producer");
+        producer.send(BaseRecord::<(), str>::to("t").payload("x")).expect("room");
+        producer.flush(BOUND).expect("sent");
+        // Far longer than a client may take to close.
+        let kafka = Kafka::topic("t").brokers(&brokers).group("g").drain_on_revoke(BOUND);
+        let kafka = kafka.property("session.timeout.ms", "3000").property("heartbeat.interval.ms", "200");
+        let (shared, outage) = (Arc::<Shared>::default(), Arc::new(Outage::of(&brokers)));
+        let context = Context::new(shared.clone(), &kafka, outage);
+        let consumer: Arc<BaseConsumer<Context>> = Arc::new(kafka.consumer_config().create_with_context(context).expect("a client"));
+        consumer.context().set_queue(Some(Arc::new(Queue::new(&consumer).expect("memory"))));
+        subscribe(&consumer, &kafka).expect("a topic");
+        let end = Instant::now() + BOUND;
+        let mut incoming = Vec::new();
+        while !matches!(incoming[..], [Incoming::Delivery(_)]) {
+            assert!(Instant::now() < end, "{incoming:?}");
+            serve(&consumer);
+            consumer.context().pump(TURN);
+            shared.lock().hand_out(Limit { count: 1, bytes: 1 }, usize::MAX, &mut incoming, &mut Vec::new());
+        }
+        cluster.request_errors(RDKafkaApiKey::Heartbeat, &[RDKafkaRespErr::RD_KAFKA_RESP_ERR_UNKNOWN_MEMBER_ID]);
+        // Its rebalance stands in the queue, where nobody looks meanwhile.
+        while !consumer.assignment_lost() {
+            assert!(Instant::now() < end, "it is not lost");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let begun = Instant::now();
+        make_way(consumer, &shared);
+        assert!(begun.elapsed() < BOUND, "after {:?}", begun.elapsed());
+        assert!(shared.lock().partitions().is_empty());
+    }
+}
