@@ -95,6 +95,9 @@ pub(crate) struct Entry {
     /// The command, such as `marker forget`.
     pub(crate) what: String,
     pub(crate) stage: Stage,
+    /// Of the markers that it was about: another service's may have the same ids.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub(crate) scope: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) id: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none", default)]
@@ -159,6 +162,7 @@ enum Where {
 pub(crate) struct Audit {
     at: Where,
     who: String,
+    scope: Option<String>,
 }
 
 /// An act that was begun: it has to be ended.
@@ -178,7 +182,7 @@ impl Audit {
                 Markers::Sqlite(_) => return Err(Failure::usage("the audit has no place; set audit.file")),
             },
         };
-        Ok(Self { at, who: context.operator.clone() })
+        Ok(Self { at, who: context.operator.clone(), scope: config.text("store.scope").map(str::to_owned) })
     }
 
     /// Whether there is a place for it.
@@ -193,8 +197,9 @@ impl Audit {
     pub(crate) async fn begin(&self, act: Act, why: Option<&str>) -> Result<Begun, Failure> {
         let Act { what, id, place, before, after } = act;
         let (at_ms, why) = (now_ms(), why.map(str::to_owned));
-        let (act, at, who) = (format!("{:032x}", Token::random().0), utc(at_ms), self.who.clone());
-        let entry = Entry { act, at_ms, at, who, what: what.to_owned(), stage: Stage::Begun, id, place, before, after, why, failure: None };
+        let (act, at, who, scope) = (format!("{:032x}", Token::random().0), utc(at_ms), self.who.clone(), self.scope.clone());
+        let (what, stage) = (what.to_owned(), Stage::Begun);
+        let entry = Entry { act, at_ms, at, who, what, stage, scope, id, place, before, after, why, failure: None };
         self.write(&entry)
             .await
             .map_err(|error| Failure::server(format!("nothing was done, since the audit cannot be written: {error}")))?;
@@ -260,6 +265,13 @@ impl Audit {
         }
     }
 
+    /// The acts on an id in the scope that is configured. Several services may write into one audit.
+    pub(crate) async fn acts_on(&self, id: &MessageId) -> Result<Vec<Entry>, Failure> {
+        let mut acts = self.acts().await?;
+        acts.retain(|act| act.is_of(id) && act.scope == self.scope);
+        Ok(acts)
+    }
+
     /// Every act once, with how it ended, the oldest first. A line that cannot be read is passed over.
     pub(crate) async fn acts(&self) -> Result<Vec<Entry>, Failure> {
         let lines = match &self.at {
@@ -310,13 +322,14 @@ pub(crate) fn user_of_this_machine() -> String {
 }
 
 pub(crate) fn table(acts: &[Entry]) -> Table {
-    let mut table = Table::new(&["when", "who", "what", "id", "before", "after", "end", "where", "why", "failure"]);
+    let mut table = Table::new(&["when", "who", "what", "scope", "id", "before", "after", "end", "where", "why", "failure"]);
     for act in acts {
         let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".into());
         table.row([
             act.at.clone(),
             act.who.clone(),
             act.what.clone(),
+            or_dash(act.scope.clone()),
             or_dash(act.id.clone()),
             act.before.clone(),
             act.after.clone(),

@@ -91,7 +91,9 @@ pub(crate) async fn run(context: &Context, explain: Explain) -> Result<(), Failu
         Err(failure) => note("the audit", failure),
     }
     let filter = Filter::of_id(context, id.as_str(), None)?;
-    let brokers = Broker::configured(context, None).unwrap_or_else(|failure| {
+    // Without a broker there is a store alone, as behind a gate of its own, and nothing is set aside.
+    let brokers = if Broker::is_any(context) { Broker::configured(context, None) } else { Ok(Vec::new()) };
+    let brokers = brokers.unwrap_or_else(|failure| {
         note("the dead letters", failure);
         Vec::new()
     });
@@ -106,7 +108,10 @@ pub(crate) async fn run(context: &Context, explain: Explain) -> Result<(), Failu
     if explain.copies {
         known.copies = Some(copies(context, &filter).await?);
     }
-    let (verdict, says) = verdict::of(&known);
+    let (verdict, mut says) = verdict::of(&known);
+    if !Broker::is_any(context) {
+        says.push_str(" No broker is configured, so that no letters were looked for.");
+    }
     let view = |letters: &[Letter]| letters.iter().map(|letter| serde_json::json!(letter.view())).collect();
     let story = Story {
         id: id.to_string(),
@@ -131,8 +136,7 @@ async fn marker(context: &Context, id: &oncegate::MessageId) -> Result<Told, Fai
 
 /// What was done about an id, in the order in which it ended.
 async fn acts(context: &Context, id: &oncegate::MessageId) -> Result<Vec<Entry>, Failure> {
-    let mut acts = Audit::of(context)?.acts().await?;
-    acts.retain(|act| act.is_of(id));
+    let mut acts = Audit::of(context)?.acts_on(id).await?;
     acts.sort_by_key(|act| act.at_ms);
     Ok(acts)
 }

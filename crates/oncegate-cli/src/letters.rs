@@ -48,6 +48,11 @@ impl Broker {
         }
     }
 
+    /// Whether anything is said of one.
+    pub(crate) fn is_any(context: &Context) -> bool {
+        context.config.set().any(|set| ["kafka.", "rabbitmq."].iter().any(|section| set.setting.key.starts_with(section)))
+    }
+
     /// Those that are configured, or the one that was chosen.
     pub(crate) fn configured(context: &Context, chosen: Option<Self>) -> Result<Vec<Self>, Failure> {
         let config = &context.config;

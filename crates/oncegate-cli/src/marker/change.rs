@@ -168,7 +168,7 @@ async fn run(context: &Context, change: &Change, subject: &Subject<'_>, what: Wh
 /// What whoever erases an id has to know: an audit is not rewritten, so what was done before names the id still.
 async fn stays_in_the_audit(audit: &Audit, id: &MessageId) -> String {
     // Where it cannot be read, the act itself says so.
-    let named = audit.acts().await.map_or(0, |acts| acts.iter().filter(|act| act.id.as_deref() == Some(id.as_str())).count());
+    let named = audit.acts_on(id).await.map_or(0, |acts| acts.iter().filter(|act| act.id.as_deref() == Some(id.as_str())).count());
     let acts = match named {
         0 => return String::new(),
         1 => "1 earlier act".to_owned(),

@@ -186,10 +186,25 @@ async fn a_promise_that_is_not_made_is_not_told() {
     let desk = Desk::new();
     desk.run(&["marker", "complete", "a", "--yes"]).ended(0);
     desk.ask("b", Ask::Complete, 1, 1, terms()).await;
-    // No broker is configured, so that not all could be asked.
-    let said = desk.run(&["explain", "b"]).ended(3).says("may have been run more than once");
+    let said = desk.run(&["explain", "b"]).ended(0).says("may have been run more than once");
     assert!(!said.out.contains("handled, once"), "{said:?}");
     desk.configure("[gate]\nguarantee = \"at-most-once\"\n");
-    let said = desk.run(&["explain", "b"]).ended(3).says("b: handled, once");
+    let said = desk.run(&["explain", "b"]).ended(0).says("b: handled, once");
     assert!(!said.out.contains("more than once"), "{said:?}");
+    desk.configure("[kafka]\nbrokers = \"127.0.0.1:1\"\n");
+    desk.run(&["explain", "b"]).ended(3).says("the dead letters: no broker: set kafka.brokers and kafka.topic");
+}
+
+/// Several services may have one Redis, and so one audit, and the same ids.
+#[tokio::test]
+async fn what_was_done_about_another_services_id_is_not_told() {
+    let desk = Desk::new();
+    desk.configure("scope = \"ledger\"\n");
+    desk.run(&["marker", "complete", "order-1", "--yes", "--as", "ann"]).ended(0);
+    desk.run(&["explain", "order-1"]).ended(0).says("ann said so").says("No broker is configured");
+    desk.configure("scope = \"shipping\"\n");
+    let story = desk.json(&["explain", "order-1"]);
+    assert_eq!((&story["verdict"], story["audit"].as_array().map(Vec::len)), (&"unknown".into(), Some(0)), "{story}");
+    let audit = desk.json(&["audit", "--id", "order-1"]);
+    assert_eq!(audit[0]["scope"], "ledger", "the audit itself tells of all: {audit}");
 }
