@@ -7,7 +7,8 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY . .
-RUN cargo build --release --locked -p payments --features kafka,rabbitmq,otlp
+RUN cargo build --release --locked -p payments --features kafka,rabbitmq,otlp \
+    && cargo build --release --locked -p oncegate-cli
 
 FROM debian:bookworm-slim
 RUN apt-get update \
@@ -15,7 +16,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 10001 --create-home payments \
     && install -d -o payments -g payments /data
-COPY --from=build /src/target/release/payments /usr/local/bin/payments
+COPY --from=build /src/target/release/payments /src/target/release/oncegate /usr/local/bin/
 USER payments
 WORKDIR /data
 VOLUME /data

@@ -14,8 +14,9 @@ use crate::charge::Charge;
 use crate::cli::{Cli, Guaranteed, StoreKind};
 use crate::counters::Outcomes;
 use crate::faults::Faults;
-use crate::folder::Folder;
+use crate::folder::{Folder, STORE};
 use crate::ledger::Ledger;
+use crate::operate;
 use crate::payment::ID_HEADER;
 use crate::progress::Progress;
 use crate::provider::Provider;
@@ -30,7 +31,8 @@ const STEPS: usize = 500;
 /// So short that what a killed worker held is taken up within the demo.
 const LEASE: Duration = Duration::from_secs(1);
 /// So long that a run that was killed may be gone on with a year later.
-const WINDOW: Duration = Duration::from_secs(366 * 24 * 3600);
+const WINDOW: Duration = Duration::from_secs(DAYS * 24 * 3600);
+const DAYS: u64 = 366;
 
 /// Runs the demo and counts.
 ///
@@ -53,7 +55,9 @@ pub(crate) async fn run(cli: &Cli, outcomes: &Outcomes) -> Result<Report, crate:
         .await
         .map_err(|error| format!("{error}; ledger and store lie in {}", folder.path().display()))?;
     if cli.keep || !report.is_right() && cli.promise.guarantee != Guaranteed::Bare {
-        eprintln!("payments: ledger and store are kept in {}", folder.keep()?.display());
+        let kept = folder.keep()?;
+        eprintln!("payments: ledger and store are kept in {}", kept.display());
+        operate::leave(&kept, cli.promise.guarantee, &format!("{DAYS}d"), (&operate::sqlite(&kept.join(STORE))?, ""))?;
     } else {
         folder.remove()?;
     }

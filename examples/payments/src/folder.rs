@@ -16,6 +16,9 @@ use crate::traffic::Outgoing;
 #[derive(Debug)]
 pub(crate) struct Folder(PathBuf);
 
+/// The store's file in it.
+pub(crate) const STORE: &str = "payments.db";
+
 /// Beside a folder that is being removed.
 const GONE: &str = "gone";
 
@@ -49,7 +52,7 @@ impl Folder {
 
     /// What the store remembers.
     pub(crate) fn store(&self) -> PathBuf {
-        self.0.join("payments.db")
+        self.0.join(STORE)
     }
 
     /// Puts it aside, so that the next run of the same begins anew; returns where.

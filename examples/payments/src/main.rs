@@ -12,6 +12,7 @@ mod folder;
 #[cfg(feature = "real")]
 mod http;
 mod ledger;
+mod operate;
 mod payment;
 mod progress;
 mod provider;

@@ -15,6 +15,7 @@ use super::work::terminated;
 use super::{Error, Servers};
 use crate::cli::{Broker, Cli, Promise, StoreKind};
 use crate::ledger::LedgerFile;
+use crate::operate;
 use crate::report::{Report, SetAside};
 use crate::sent::Sending;
 use crate::traffic::{self, Outgoing};
@@ -115,11 +116,43 @@ async fn run_in(cli: &Cli, (payments, messages): (usize, &[Outgoing]), name: Str
     run.send(messages, cli.kills).await?;
     run.settle().await?;
     let report = count(&run.run_dir, cli.promise, &run.wire.set_aside().await?)?.with_kills(run.watch.killed(), cli.kills);
-    run.finish(cli.keep || !report.is_right(), directory).await?;
+    let keep = cli.keep || !report.is_right();
+    let name = run.name.clone();
+    run.finish(keep, directory).await?;
+    if keep {
+        operate::leave(directory, cli.promise.guarantee, "24h", (&store(cli, &name, directory)?, &broker(cli, &name)?))?;
+    }
     Ok(report)
 }
 
+/// The store, as the operator's tool is told of it.
+fn store(cli: &Cli, name: &str, directory: &Path) -> Result<String, Error> {
+    let url = match cli.store.unwrap_or(StoreKind::Redis) {
+        StoreKind::Sqlite => operate::sqlite(&RunDir::at(directory)?.store())?,
+        StoreKind::Redis | StoreKind::Memory => operate::line("url", cli.servers.redis()?),
+    };
+    Ok(url + &operate::line("scope", name))
+}
+
+/// The broker. Nobody has set a policy on the demo's, so that looking into its queues harms nothing.
+fn broker(cli: &Cli, name: &str) -> Result<String, Error> {
+    use operate::line;
+    match cli.broker {
+        #[cfg(feature = "kafka")]
+        Broker::Kafka => Ok(format!("[kafka]\n{}{}", line("brokers", cli.servers.kafka()?), line("topic", name))),
+        #[cfg(feature = "rabbitmq")]
+        Broker::Rabbitmq => {
+            let accepts = line("delivery-counts", "accepted");
+            Ok(format!("[rabbitmq]\n{}{}{accepts}", line("url", cli.servers.rabbitmq()?), line("queue", name)))
+        }
+        #[allow(unreachable_patterns)]
+        broker => Err(super::wire::not_in_this_build(broker)),
+    }
+}
+
 struct Run {
+    /// Of its topic or queue.
+    name: String,
     run_dir: RunDir,
     provider: Provider,
     fleet: Fleet,
@@ -156,7 +189,7 @@ impl Run {
         }
         let wire = fleet.meanwhile(Wire::open(cli.broker, &cli.servers, &queue)).await?;
         let watch = Watch::over(&run_dir, payments);
-        Ok(Self { run_dir, provider, fleet, wire, watch, payments, workers })
+        Ok(Self { name: queue.name, run_dir, provider, fleet, wire, watch, payments, workers })
     }
 
     /// Sends all, in one portion more than workers are to be killed: one is killed in the middle of each but the last,
