@@ -2,12 +2,12 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
-use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
+use lapin::options::{BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions};
 use lapin::{BasicProperties, Channel, Confirmation, Connection, ConnectionProperties};
 use oncegate_core::{Context, Failure, Handler, async_trait};
 use tokio::time::MissedTickBehavior;
@@ -18,18 +18,41 @@ const TICK: Duration = Duration::from_millis(10);
 /// How long the broker may leave all that was sent unanswered. An alarm is over before that.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(10);
 
-/// How often each message had its effect.
+/// What became of each message. One in fifty fails at first, one in two hundred thrice, and one in a hundred is refused.
 #[derive(Clone, Default)]
-pub(crate) struct Effects(Arc<Mutex<HashMap<u32, u32>>>);
+pub(crate) struct Effects(Arc<Mutex<Became>>);
+
+#[derive(Default)]
+struct Became {
+    /// How often it had its effect.
+    effects: HashMap<u32, u32>,
+    failed: HashMap<u32, u32>,
+    refused: BTreeSet<u32>,
+}
 
 impl Effects {
+    /// How many had their effect or were refused.
     pub(crate) fn count(&self) -> usize {
-        self.0.lock().expect("nobody panics with it").len()
+        let became = self.became();
+        became.effects.len() + became.refused.len()
     }
 
     /// The most effects that one message had.
     pub(crate) fn most(&self) -> u32 {
-        self.0.lock().expect("nobody panics with it").values().copied().max().unwrap_or(0)
+        self.became().effects.values().copied().max().unwrap_or(0)
+    }
+
+    /// How often one failed.
+    pub(crate) fn failures(&self) -> u32 {
+        self.became().failed.values().sum()
+    }
+
+    pub(crate) fn refused(&self) -> BTreeSet<u32> {
+        self.became().refused.clone()
+    }
+
+    fn became(&self) -> MutexGuard<'_, Became> {
+        self.0.lock().expect("nobody panics with it")
     }
 }
 
@@ -40,14 +63,32 @@ impl Handler for Effects {
     async fn handle(&self, number: u32, _: &Context) -> Result<(), Failure> {
         // So that some handler always runs when something breaks.
         tokio::time::sleep(Duration::from_millis(fastrand::u64(..6))).await;
-        *self.0.lock().expect("nobody panics with it").entry(number).or_default() += 1;
+        let mut became = self.became();
+        let fails = match number % 200 {
+            7 => 3,
+            rest if rest % 50 == 3 => 1,
+            rest if rest % 100 == 5 => {
+                became.refused.insert(number);
+                return Err(Failure::Reject("one in a hundred".into()));
+            }
+            _ => 0,
+        };
+        let failed = became.failed.entry(number).or_default();
+        if *failed < fails {
+            *failed += 1;
+            return Err(Failure::Retry("not yet".into()));
+        }
+        if fails == 0 {
+            became.failed.remove(&number);
+        }
+        *became.effects.entry(number).or_default() += 1;
         Ok(())
     }
 }
 
 /// A publisher that knows of each message whether the broker has it.
 pub(crate) struct Load {
-    urls: Vec<String>,
+    pub(crate) urls: Vec<String>,
     queue: String,
     rate: u32,
     begun: Instant,
@@ -173,6 +214,16 @@ impl Load {
         }
         batch
     }
+}
+
+/// The numbers that stand in a queue, which is empty then.
+pub(crate) async fn take_all(url: &str, queue: &str) -> BTreeSet<u32> {
+    let (_connection, channel) = connect(url).await.expect("a broker");
+    let mut all = BTreeSet::new();
+    while let Some(message) = channel.basic_get(queue.into(), BasicGetOptions { no_ack: true }).await.expect("a queue") {
+        all.insert(std::str::from_utf8(&message.data).ok().and_then(|text| text.parse().ok()).expect("a number"));
+    }
+    all
 }
 
 async fn connect(url: &str) -> lapin::Result<(Connection, Channel)> {

@@ -84,6 +84,8 @@ impl Stage {
             .guarantee(Guarantee::AtMostOnce)
             .accept_forgetful_store()
             .id(IdSource::message_id())
+            // What fails waits in the source.
+            .retries(0)
             .handler(stage.effects.clone());
         let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
         let running = tokio::spawn(consumer.run_until(async { drop(stopped.await) }));
@@ -98,16 +100,20 @@ impl Stage {
         running.await.expect("no panic").expect("a clean end");
         let read = stage.status.snapshot();
         println!(
-            "{} confirmed in {took:.1?} ({:.0}/s asked for {}), {} published again; 0 lost; most effects of one: {}\n{read:?}",
+            "{} confirmed in {took:.1?} ({:.0}/s asked for {}), {} published again; 0 lost; most effects of one: {}; {} failures, {} refused\n{read:?}",
             stage.load.confirmed(),
             stage.load.confirmed() as f64 / took.as_secs_f64(),
             length.rate,
             stage.load.again(),
             stage.effects.most(),
+            stage.effects.failures(),
+            stage.effects.refused().len(),
         );
         assert_eq!(stage.effects.most(), 1, "an effect happened twice");
         assert_eq!(stage.effects.count(), stage.load.sent(), "an effect without a message");
-        assert_eq!(read.copies, 0, "something went to the dead letters");
+        assert!(stage.effects.failures() > 0 && !stage.effects.refused().is_empty(), "nothing failed");
+        let dead = load::take_all(&stage.load.urls[0], &format!("{QUEUE}.dead-letters")).await;
+        assert_eq!(dead, stage.effects.refused(), "what was refused stands in the dead letters, and nothing else");
     }
 
     async fn until(&self, what: &str, is_so: impl Fn() -> bool) {
@@ -307,6 +313,8 @@ async fn a_node_of_a_cluster_is_killed_and_another_takes_over() {
         for round in 0..length.rounds.min(3) {
             tokio::time::sleep(Duration::from_millis(fastrand::u64(100..600))).await;
             let before = (stage.effects.count(), Instant::now());
+            // A node that starts again writes its log anew.
+            no_refusals(&cluster.nodes()[round]);
             tokio::task::block_in_place(|| cluster.node_mut(round).kill());
             let wanted = before.0 + length.rate as usize;
             stage.until("messages are handled while a node is down", || stage.effects.count() > wanted).await;
