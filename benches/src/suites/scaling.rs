@@ -17,7 +17,7 @@ const PARTITIONS: i32 = 4;
 const FORMS: Duration = Duration::from_secs(6);
 
 pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table) -> Outcome<()>) -> Outcome<()> {
-    let messages = extent.pick(400_000, 1_000_000);
+    let messages = extent.pick(200_000, 400_000);
     // All are members and wait when there is something to handle: how long a group takes to form is not what is measured.
     let together = |processes: usize, way: &dyn Fn() -> Way| -> Outcome<Took> {
         stage.empty_redis()?;
