@@ -19,12 +19,13 @@ use crate::rig::{Judgement, LEASE, Rig};
 const PATIENCE: Duration = Duration::from_secs(120);
 /// How soon what is published is handled when a broker is back, on a machine that has not.
 const SOON: Duration = Duration::from_secs(30);
-/// Whether nothing was lost, nothing happened or began twice, and each key stayed in order; and whether each message in doubt is
+/// Whether nothing was lost, nothing happened or began twice, each key stayed in order, and no log was taken for cut, since none was;
+/// and whether each message in doubt is
 /// explained: by one of so many that ran in a process that was ended or frozen, or by a lease that was lost, which its consumer
 /// counts.
 fn is_kept(judgement: &Judgement, cut_short: usize) -> bool {
-    let Judgement { lost, effects_twice, starts_twice, out_of_order, in_doubt, fenced, .. } = *judgement;
-    [lost, effects_twice, starts_twice, out_of_order] == [0; 4] && in_doubt <= cut_short + fenced
+    let Judgement { lost, effects_twice, starts_twice, out_of_order, logs_cut, in_doubt, fenced } = *judgement;
+    [lost, effects_twice, starts_twice, out_of_order, logs_cut] == [0; 5] && in_doubt <= cut_short + fenced
 }
 
 async fn broker() -> KafkaServer {

@@ -202,6 +202,7 @@ impl Rig {
             effects_twice: twice(&effects),
             starts_twice: twice(&starts),
             out_of_order,
+            logs_cut: self.logged("log cut"),
             in_doubt: doubted.len(),
             fenced: self.counted("fenced"),
         }
@@ -276,6 +277,8 @@ pub(crate) struct Judgement {
     pub(crate) effects_twice: usize,
     pub(crate) starts_twice: usize,
     pub(crate) out_of_order: usize,
+    /// How often a consumer said that a log ended before where it had read.
+    pub(crate) logs_cut: usize,
     pub(crate) in_doubt: usize,
     /// How often a consumer found that it had lost a lease.
     pub(crate) fenced: usize,
