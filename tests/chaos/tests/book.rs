@@ -1,0 +1,181 @@
+//! The tables of the book on reliability are those that the reports beside it add up to.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use oncegate_chaos::check::Promise;
+use oncegate_chaos::matrix::table::Matrix;
+use oncegate_chaos::report::{Report, Verdict};
+use oncegate_chaos::schedule::Kind;
+
+/// What messages do, and the player does not.
+const ABORT: &str = "abort";
+
+fn book() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/src")
+}
+
+fn page() -> String {
+    std::fs::read_to_string(book().join("reliability.md")).expect("the page")
+}
+
+/// The files of a folder beside the page.
+fn files(folder: &Path) -> Vec<PathBuf> {
+    let mut files: Vec<PathBuf> =
+        std::fs::read_dir(folder).expect("the reports").map(|entry| entry.expect("an entry that can be read").path()).collect();
+    files.sort();
+    files
+}
+
+/// The folders of reports that add up.
+fn groups() -> Vec<PathBuf> {
+    files(&book().join("reliability")).into_iter().filter(|path| path.is_dir()).collect()
+}
+
+/// The reports of a folder, each of one run, by their seeds.
+fn reports(folder: &Path) -> Vec<Report> {
+    let read = |path: PathBuf| -> Report {
+        let text = std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        serde_json::from_slice(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+    };
+    let mut reports: Vec<Report> = files(folder).into_iter().map(read).collect();
+    assert!(reports.iter().all(|report| report.runs.len() == 1), "one report for each run");
+    reports.sort_by_key(|report| report.runs[0].seed);
+    reports
+}
+
+fn sum(reports: &[Report]) -> Report {
+    let (first, rest) = reports.split_first().expect("a report");
+    let mut sum = first.clone();
+    rest.iter().for_each(|report| sum.add(report.clone()).expect("none of bare"));
+    sum
+}
+
+/// With commas between thousands.
+fn number(number: u64) -> String {
+    let digits = number.to_string();
+    let from_the_end = digits.len();
+    let mut text = String::new();
+    for (at, digit) in digits.chars().enumerate() {
+        if at > 0 && (from_the_end - at).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+fn row(broker: &str, promise: Option<Promise>, runs: &str, reports: &[Report]) -> String {
+    let sum = sum(reports);
+    let counts = &sum.counts;
+    let held = reports.iter().filter(|report| report.verdict() == Verdict::Held).count();
+    let faults: u64 = counts.faults.iter().filter(|(kind, _)| *kind != ABORT).map(|(_, times)| times).sum();
+    let of = |wanted: Promise| reports.iter().filter(move |report| report.runs[0].rules.promise == wanted);
+    let doubled: u64 = of(Promise::AtMostOnce).map(|report| report.counts.duplicated).sum();
+    let again: u64 = of(Promise::EffectivelyOnce).map(|report| report.counts.raw_effects - report.counts.unique_effects).sum();
+    let explained: u64 = of(Promise::EffectivelyOnce).flat_map(|report| report.counts.explained.values()).sum();
+    let (guarantee, doubled, again) = match promise {
+        Some(Promise::AtMostOnce) => ("at most once", number(doubled), "–".to_owned()),
+        Some(Promise::EffectivelyOnce) => ("effectively once", "–".to_owned(), format!("{} of {}", number(explained), number(again))),
+        _ => ("", number(doubled), format!("{} of {}", number(explained), number(again))),
+    };
+    format!(
+        "| {broker} | {guarantee} | {runs} | {held} of {} | {} | {} | {} | {} | {doubled} | {again} |\n",
+        reports.len(),
+        number(counts.acknowledged),
+        number(faults),
+        number(counts.overlapping),
+        number(counts.lost)
+    )
+}
+
+/// What became of the messages of all runs of a group.
+fn totals(reports: &[Report]) -> String {
+    let mut table =
+        "| broker | guarantee | seeds | held | messages | faults | at once | lost | doubled, at most once | effects again, explained |\n\
+                     | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
+            .to_owned();
+    for (broker, shown) in [("kafka", "Kafka"), ("rabbitmq", "RabbitMQ")] {
+        for promise in [Promise::AtMostOnce, Promise::EffectivelyOnce] {
+            let is_of = |report: &&Report| report.runs[0].broker == broker && report.runs[0].rules.promise == promise;
+            let reports: Vec<Report> = reports.iter().filter(is_of).cloned().collect();
+            if reports.is_empty() {
+                continue;
+            }
+            let seeds: Vec<String> = reports.iter().map(|report| report.runs[0].seed.to_string()).collect();
+            table += &row(shown, Some(promise), &seeds.join(", "), &reports);
+        }
+    }
+    table + &row("together", None, &format!("{} runs", reports.len()), reports)
+}
+
+/// How soon effects came after faults.
+fn recovery(reports: &[Report]) -> String {
+    let mut table = "| fault | played | first effect: judged | longest, s | nine tenths: judged | longest, s | bound, s |\n\
+                     | --- | ---: | ---: | ---: | ---: | ---: | ---: |\n"
+        .to_owned();
+    let counts = sum(reports).counts;
+    let seconds = |ms: Option<u64>| ms.map_or_else(|| "–".to_owned(), |ms| format!("{:.1}", ms as f64 / 1_000.0));
+    let is_pair = |what: &str| what.contains(" + ");
+    for kind in Kind::all() {
+        let is_it = |what: &&String| !is_pair(what) && Kind::of(what) == Some(kind);
+        let played: u64 = counts.faults.iter().filter(|(what, _)| is_it(what)).map(|(_, times)| times).sum();
+        if played == 0 {
+            continue;
+        }
+        let judged: u64 = counts.again_judged.iter().filter(|(what, _)| is_it(what)).map(|(_, times)| times).sum();
+        let first = counts.again_ms.iter().filter(|(what, _)| is_it(what)).map(|(_, ms)| *ms).max();
+        let rates: u64 = counts.rate_again_judged.iter().filter(|(what, _)| is_it(what)).map(|(_, times)| times).sum();
+        let rate = counts.rate_again_ms.iter().filter(|(what, _)| is_it(what)).map(|(_, ms)| *ms).max();
+        let bound = kind.recovery_bound().as_secs();
+        table += &format!("| `{kind}` | {played} | {judged} | {} | {rates} | {} | {bound} |\n", seconds(first), seconds(rate));
+    }
+    let pairs: u64 = counts.rate_again_judged.iter().filter(|(what, _)| is_pair(what)).map(|(_, times)| times).sum();
+    if pairs > 0 {
+        let longest = counts.rate_again_ms.iter().filter(|(what, _)| is_pair(what)).map(|(_, ms)| *ms).max();
+        table += &format!("| two at once | – | – | – | {pairs} | {} | the sum of both |\n", seconds(longest));
+    }
+    table
+}
+
+#[test]
+fn the_tables_are_what_the_reports_add_up_to() {
+    let page = page();
+    let groups = groups();
+    assert!(groups.len() >= 2, "{groups:?}");
+    for folder in groups {
+        let reports = reports(&folder);
+        for table in [totals(&reports), recovery(&reports)] {
+            assert!(page.contains(&table), "docs/src/reliability.md does not have this table of {}:\n{table}", folder.display());
+        }
+    }
+}
+
+#[test]
+fn every_report_is_linked_to_by_its_folder_and_names_its_commit() {
+    let page = page();
+    for folder in groups() {
+        let name = folder.file_name().expect("a name").to_string_lossy().into_owned();
+        assert!(page.contains(&format!("reliability/{name}/")), "nothing links to {name}");
+        let commits: BTreeSet<String> =
+            reports(&folder).iter().map(|report| report.runs[0].versions["commit"].chars().take(7).collect()).collect();
+        for commit in commits {
+            assert!(page.contains(&commit), "docs/src/reliability.md does not name the commit {commit} of {name}");
+        }
+    }
+}
+
+#[test]
+fn the_matrix_is_what_its_file_says() {
+    let path = book().join("reliability/matrix.json");
+    let text = std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    let matrix: Matrix = serde_json::from_slice(&text).expect("a matrix");
+    assert!(matrix.is_right(), "{}", matrix.verdict());
+    let verdict = matrix.verdict();
+    assert!(page().contains(&verdict), "docs/src/reliability.md does not say: {verdict}");
+}
+
+#[test]
+fn numbers_have_commas() {
+    assert_eq!([0, 999, 1_000, 4_500_673].map(number), ["0", "999", "1,000", "4,500,673"]);
+}
