@@ -1,6 +1,9 @@
 //! Hand-made ledgers that break each invariant, and some that break none.
 
+mod again;
+mod aside;
 mod away;
+mod order;
 mod story;
 
 use super::*;
@@ -212,71 +215,6 @@ fn i4_a_handler_ends_with_its_process() {
     };
     assert_eq!(story(16).breaks(&RULES), []);
     assert_eq!(story(3_000).breaks(&RULES), broken(Invariant::I4, "u-1"));
-}
-
-#[test]
-fn i5_effects_of_a_key_that_came_in_another_order() {
-    let story = || Story::default().sent("k1-7").sent("k1-9").sent("k2-8").handled(10, "c0.1", "k1-9").handled(30, "c0.1", "k1-7");
-    let story = || story().handled(50, "c0.1", "k2-8");
-    assert_eq!(story().breaks(&RULES), broken(Invariant::I5, "k1-7"));
-    assert_eq!(story().breaks(&Rules { order: Ordered::Not, ..RULES }), []);
-    let without_keys = Story::default().sent("u-7").sent("u-9").handled(10, "c0.1", "u-9").handled(30, "c0.1", "u-7");
-    assert_eq!(without_keys.breaks(&RULES), []);
-}
-
-#[test]
-fn i5_in_a_queue_what_was_not_confirmed_may_stand_behind_what_was_sent_later() {
-    let story = |confirmed| {
-        let sent = |ms: u64, id: &str, story: Story| story.at(ms, "player", What::Attempted { id: id.into() });
-        let story = sent(5, "k1-9", sent(0, "k1-7", Story::default())).at(confirmed, "player", What::Confirmed { id: "k1-7".into() });
-        let story = story.at(6, "player", What::Confirmed { id: "k1-9".into() });
-        story.handled(10, "c0.1", "k1-9").handled(30, "c0.1", "k1-7")
-    };
-    let queue = Rules { order: Ordered::ByKeyOfAQueue, ..RULES };
-    assert_eq!(story(3).breaks(&queue), broken(Invariant::I5, "k1-7"));
-    assert_eq!(story(7).breaks(&queue), []);
-    assert_eq!(story(7).breaks(&RULES), broken(Invariant::I5, "k1-7"), "a log has one order");
-    // A queue has no offsets.
-    let committed = || Story::default().at(0, "player", What::Committed { partition: 0, offset: 7 });
-    assert_eq!((committed().breaks(&queue), committed().check(&RULES).violations.is_empty()), (vec![], false));
-}
-
-#[test]
-fn what_works_stands_in_the_dead_letters_only_after_its_attempts() {
-    let aside = |id: &str, reason: &str| What::Aside { id: id.into(), place: Place::DeadLetters, reason: reason.into() };
-    let story = |granted: &str, id: &str, reason| {
-        Story::default().sent(id).answer(10, "c0.1", id, Asked::Claim, granted).at(50, "player", aside(id, reason)).breaks(&RULES)
-    };
-    assert_eq!(story("granted 3", "u-1", "attempts-spent"), []);
-    assert_eq!(story("granted 2", "u-1", "attempts-spent"), broken(Invariant::Aside, "u-1"));
-    assert_eq!(story("granted 4", "u-1", "rejected-before"), [], "a copy of one that had them");
-    assert_eq!(story("granted 3", "u-1", "unreadable"), broken(Invariant::Aside, "u-1"));
-    assert_eq!(story("granted 1", "fail-1", "attempts-spent"), []);
-}
-
-/// Nine tenths of the rate were back so long after the end of these faults, with so much of the processors' time to spare.
-fn recovered(kinds: &[&str], took_ms: u64, idle: u64) -> Story {
-    let kinds = kinds.iter().map(|kind| (*kind).to_owned()).collect();
-    Story::default().at(60_000, "player", What::Recovered { kinds, took_ms, idle })
-}
-
-#[test]
-fn i10_at_nine_tenths_of_the_rate_where_the_machine_has_time_to_spare() {
-    let late = [(Invariant::I10, None)];
-    assert_eq!(recovered(&["kill-redis"], 5_100, 40).breaks(&RULES), late);
-    assert_eq!(recovered(&["kill-redis"], 4_900, 40).breaks(&RULES), []);
-    assert_eq!(recovered(&["kill-redis"], 5_100, 24).breaks(&RULES), [], "the machine was busy");
-    assert_eq!(recovered(&["kill-consumer"], 9_000, 40).breaks(&RULES), []);
-    // Two at once may need the time of both.
-    assert_eq!(recovered(&["drop-replies-5%", "kill-redis"], 9_900, 40).breaks(&RULES), []);
-    assert_eq!(recovered(&["drop-replies-5%", "kill-redis"], 10_100, 40).breaks(&RULES), late);
-    // A message that ended a process takes its own time, and what did not run could not consume.
-    let aborting = |ms: u64| recovered(&["kill-redis"], 5_100, 40).at(ms, "c0.1", What::Aborting { id: "abort-1".into() });
-    assert_eq!(aborting(57_000).check(&RULES).counts.rate_again_judged.len(), 0);
-    assert_eq!(aborting(30_000).check(&RULES).counts.rate_again_judged["kill-redis"], 1);
-    assert_eq!(recovered(&["kill-redis"], 5_100, 40).at(57_000, "c1.1", What::Stalled { ms: 400 }).breaks(&RULES), []);
-    let counts = recovered(&["kill-redis"], 4_900, 40).check(&RULES).counts;
-    assert_eq!((counts.rate_again_ms["kill-redis"], Invariant::I10.was_tried(&counts)), (4_900, true));
 }
 
 fn committed(partition: i32, offset: i64) -> What {
