@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use oncegate_core::source::Open;
 use oncegate_core::{Delivery, Limit, Source, SourceError};
-use oncegate_kafka::{KafkaSource, OutOfRange, TopicCreation};
+use oncegate_kafka::{KafkaSource, TopicCreation};
 use oncegate_testkit::servers::KafkaServer;
 use rdkafka::message::OwnedHeaders;
 
@@ -58,29 +58,26 @@ async fn a_topic_that_is_made_anew_under_a_running_source_commits_lower() {
     assert_eq!(topic.committed(0).await, Some(10));
 }
 
-/// Of three topics on one broker, which is stopped once.
+/// Of two topics on one broker, which is stopped once.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_log_that_loses_its_end_under_a_running_source_commits_lower_and_skips_nothing_unsettled() {
     let mut server = tokio::task::spawn_blocking(|| KafkaServer::start().expect("a broker")).await.expect("a broker");
     let whole = Topic::at(server.brokers(), 1).await;
     whole.send_numbers(0, 50).await;
-    let mut of_whole = open(&whole, OutOfRange::Earliest).await;
+    let mut of_whole = open(&whole).await;
     let all = receive(&mut of_whole, 50).await;
     accept(&mut of_whole, all).await;
     whole.await_commit(0, 50).await;
     let half = Half::of(server.brokers()).await;
-    let mut of_half = open(&half.topic, OutOfRange::Earliest).await;
+    let mut of_half = open(&half.topic).await;
     let held = half.settle_some(&mut of_half).await;
-    let strict = Half::of(server.brokers()).await;
-    let mut of_strict = open(&strict.topic, OutOfRange::Error).await;
-    let unsettled = strict.settle_some(&mut of_strict).await;
 
     let log = |topic: &Topic| server.directory().join("data").join(format!("{}-0", topic.name));
-    let (whole_log, half_logs) = (log(&whole), [log(&half.topic), log(&strict.topic)]);
+    let (whole_log, half_log) = (log(&whole), log(&half.topic));
     let again = tokio::task::spawn_blocking(move || {
         server.stop();
         cut(&whole_log, 0);
-        half_logs.iter().for_each(|log| cut(log, Half::CUT_AT));
+        cut(&half_log, Half::CUT_AT);
         server.start_again().expect("the broker again");
         server
     });
@@ -102,23 +99,14 @@ async fn a_log_that_loses_its_end_under_a_running_source_commits_lower_and_skips
     assert_eq!(whole.committed(0).await, Some(4));
     settle_until(&mut of_half, &half.topic, &mut anew, |_| true, Half::CUT_AT + Half::NEW as i64).await;
     close(of_half).await;
-
-    let (_, error) = failure(&mut of_strict).await;
-    let text = error.to_string();
-    assert!(text.contains("out_of_range") && text.contains(&format!("of {}/0", strict.topic.name)), "{text}");
-    accept(&mut of_strict, unsettled).await;
-    close(of_strict).await;
-    assert_eq!(strict.topic.committed(0).await, Some(Half::RELEASED));
     drop(server);
 }
 
-async fn open(topic: &Topic, policy: OutOfRange) -> KafkaSource {
+async fn open(topic: &Topic) -> KafkaSource {
     for name in [topic.dead_letters(), topic.in_doubt()] {
         topic.create(&name, 1, &KEEPS).await;
     }
-    // Nobody is taken for dead while the broker is away, however long that takes.
-    let kafka = topic.source().property("session.timeout.ms", "300000");
-    kafka.out_of_range(policy).open().await.expect("a source")
+    topic.open().await
 }
 
 /// A topic that loses its end, of which some is settled below and above, some waits for its delay, and the rest is in flight.
