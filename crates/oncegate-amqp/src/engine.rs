@@ -317,6 +317,10 @@ impl Engine {
             let (tag, spoilt) = (delivery.delivery_tag, incoming::is_spoilt(&delivery));
             let (delivery, original) = incoming::read(delivery, &self.settings, session.epoch);
             session.acks.delivered(tag, Carried::now(original));
+            if self.intake == Intake::Stopped {
+                // It goes back with the channel.
+                continue;
+            }
             let size = delivery.message.body.len();
             if size > self.settings.body_limit {
                 tracing::warn!(
@@ -403,11 +407,7 @@ impl Engine {
         self.intake = Intake::Stopped;
         let held = match &mut self.link {
             Link::Up(session) => {
-                // Where an order is kept it consumes until it closes, and what still comes lies unhandled: RabbitMQ activates the
-                // next consumer as soon as this one is cancelled, though what this one gives back comes before.
-                if !self.settings.keeps_order() {
-                    session.stop().await;
-                }
+                session.stop().await;
                 let (held, moves) = session.held.take_all();
                 session.publishing += usize::from(moves);
                 held
@@ -440,8 +440,13 @@ impl Engine {
             Link::Up(mut session) => {
                 session.flush(Gaps::Ignore);
                 if !finished {
-                    // One look, so that the last acknowledgements leave before the channel closes.
-                    let _ = tokio::time::timeout(Duration::from_millis(100), session.happens()).await;
+                    // So that the last acknowledgements leave before the channel closes.
+                    let acknowledged = async {
+                        while session.acknowledges() {
+                            session.happens().await;
+                        }
+                    };
+                    let _ = tokio::time::timeout(Duration::from_millis(100), acknowledged).await;
                 }
                 session.close(GOODBYE).await;
             }

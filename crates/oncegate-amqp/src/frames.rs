@@ -109,13 +109,18 @@ fn empty(frame: &mut [u8], returned: &mut BTreeMap<[u8; 2], Returned>) -> Option
             returned.insert(channel, Returned::Properties);
             None
         }
-        (HEADER, Some(left @ Returned::Properties)) => {
+        // Whatever else begins on this channel, nothing comes back any more.
+        (METHOD, Some(_)) => {
+            returned.remove(&channel);
+            None
+        }
+        // A header has at least as many bytes as one with nothing in it.
+        (HEADER, Some(left @ Returned::Properties)) if payload.len() >= NOTHING.len() => {
             let size = u64::from_be_bytes(payload.get(4..12)?.try_into().ok()?);
             *left = Returned::Body(size);
             if size == 0 {
                 returned.remove(&channel);
             }
-            // A header has at least as many bytes as one with nothing in it.
             let size = u32::try_from(NOTHING.len()).ok()?.to_be_bytes();
             frame.get_mut(3..7)?.copy_from_slice(&size);
             frame.get_mut(7..7 + NOTHING.len())?.copy_from_slice(&NOTHING);
@@ -373,6 +378,10 @@ mod tests {
         let without_body = [method, frame(HEADER, &NOTHING)].concat();
         let all = [without_body, after].concat();
         assert_eq!(passes(&all, 64), all, "one that had nothing is the same");
+        let deliver = frame(METHOD, &[&DELIVER[..], b"\x01c", &[0; 9], b"\x00", b"\x03key"].concat());
+        let broken_off =
+            [frame(METHOD, &[&RETURN[..], &[1, 0x38], b"\x00\x00\x00"].concat()), deliver, header(&rich()), frame(BODY, b"whole")];
+        assert_eq!(passes(&broken_off.concat(), 64), broken_off.concat(), "what follows is another message");
     }
 
     #[test]

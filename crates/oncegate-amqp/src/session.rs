@@ -83,6 +83,10 @@ pub(crate) struct Session {
     /// Whether silence means anything: behind a single active consumer the others wait in silence, until one of them is
     /// handed something.
     listens: bool,
+    /// What is to become of the order when it ends.
+    ending: Ending,
+    /// Whether nothing more is to be taken in.
+    stopped: bool,
     /// How long a delivery may stand open.
     patience: Duration,
     gap_since: Option<Instant>,
@@ -116,6 +120,29 @@ impl From<lapin::Error> for Loss {
         match error.kind() {
             ErrorKind::ParsingError(_) => Self::Unreadable(error.to_string()),
             _ => Self::Broken(error.to_string()),
+        }
+    }
+}
+
+/// How a channel ends that was told to stop.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Ending {
+    /// It cancels its consumer, and hands back what was not settled.
+    HandsBack,
+    /// It cancels its consumer and closes: what it holds goes back in the order of the queue. For many that are handed back by one
+    /// frame RabbitMQ 3 does not promise that.
+    Closes,
+    /// It consumes until it closes, and what still comes lies there unhandled: RabbitMQ activates the next consumer as soon as this
+    /// one is cancelled, though what this one gives back comes before.
+    StaysActive,
+}
+
+impl Ending {
+    fn of(settings: &Settings) -> Self {
+        match settings.consumers {
+            _ if !settings.keeps_order() => Self::HandsBack,
+            Consumers::Competing => Self::Closes,
+            Consumers::SingleActive => Self::StaysActive,
         }
     }
 }
@@ -167,6 +194,8 @@ impl Session {
             suspicious: false,
             queue: settings.queue.clone(),
             listens: settings.consumers == Consumers::Competing,
+            ending: Ending::of(settings),
+            stopped: false,
             patience: settings.patience(),
             gap_since: None,
             burst: None,
@@ -281,14 +310,22 @@ impl Session {
         self.connection.configuration().frame_max()
     }
 
-    /// Tells the broker to send no more. What came in before may still be settled.
+    /// Tells the broker to send no more, unless that would cost the order. What came in before may still be settled.
     pub(crate) async fn stop(&mut self) {
-        if let Some(consumer) = self.consumer.take() {
+        self.stopped = true;
+        if self.ending != Ending::StaysActive
+            && let Some(consumer) = self.consumer.take()
+        {
             let cancelling = self.channel.basic_cancel(consumer.tag(), BasicCancelOptions::default());
             if !matches!(tokio::time::timeout(Duration::from_secs(2), cancelling).await, Ok(Ok(()))) {
                 tracing::debug!("the broker did not confirm that it sends no more");
             }
         }
+    }
+
+    /// Whether acknowledgements are on their way.
+    pub(crate) fn acknowledges(&self) -> bool {
+        self.acknowledging.is_some()
     }
 
     /// Whether nothing that was settled is still on its way.
@@ -301,8 +338,7 @@ impl Session {
         self.is_quiet() && self.held.is_empty() && self.acks.is_empty()
     }
 
-    /// Closes the channel and the connection: the broker takes back what was not acknowledged. What a channel holds that just closes
-    /// goes back in the order of the queue; for many that are handed back by one frame RabbitMQ 3 does not promise that.
+    /// Closes the channel and the connection: the broker takes back what was not acknowledged.
     pub(crate) async fn close(mut self, patience: Duration) {
         self.acknowledging = None;
         if let Some((_, last)) = self.burst.filter(|(count, _)| *count > APPLIED_AT_ONCE)
@@ -310,7 +346,7 @@ impl Session {
         {
             tokio::time::sleep_until(last + APPLYING).await;
         }
-        if self.consumer.is_none() && !self.acks.is_empty() {
+        if self.stopped && self.ending == Ending::HandsBack && !self.acks.is_empty() {
             let _ = tokio::time::timeout(patience, self.hand_back()).await;
         }
         let _ = tokio::time::timeout(patience, self.channel.close(200, "OK".into())).await;
@@ -351,7 +387,7 @@ impl Session {
 
     /// When nothing will have come for long, though nothing that it holds keeps the broker from sending more.
     fn silent(&self) -> Option<Instant> {
-        (self.listens && self.consumer.is_some() && self.looking.is_none() && self.has_room()).then_some(self.look_at)
+        (self.listens && !self.stopped && self.consumer.is_some() && self.looking.is_none() && self.has_room()).then_some(self.look_at)
     }
 
     /// Whether the broker may send more.

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use lapin::BasicProperties;
 use lapin::types::{AMQPValue, FieldTable};
-use oncegate_amqp::{QueueKind, Topology};
-use oncegate_core::source::headers;
+use oncegate_amqp::{QueueKind, RabbitMqStatus, Topology};
+use oncegate_core::source::{Open, Order, Source, headers};
 
 use crate::KINDS;
 use crate::rig::*;
@@ -179,4 +179,48 @@ async fn at_the_end_what_failed_is_rejected_and_the_rest_is_given_back() {
     }
     assert_eq!((REJECTED.load(Ordering::SeqCst), GIVEN_BACK.load(Ordering::SeqCst)), (1, 1));
     rig.done().await;
+}
+
+/// Whoever consumes with an order and ends: what comes then lies there unhandled behind a single active consumer, whatever it is,
+/// and goes to others elsewhere.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_comes_to_an_ordered_consumer_that_ends_goes_back_as_it_came() {
+    for single in [true, false] {
+        let (rig, status) = (Rig::new().await, RabbitMqStatus::new());
+        let ordered = || {
+            // A quorum queue counts a consumer that was cancelled while it holds something.
+            let source = rig.source(if single { QueueKind::Quorum } else { QueueKind::Classic }).for_order(Order::ByKey);
+            if single { source.single_active_consumer() } else { source }
+        };
+        let mut source = open(ordered().body_limit(10).status(status.clone())).await;
+        rig.publish("open").await;
+        let handled = delivery(&mut source).await;
+        source.stop().await;
+        let patience = Instant::now() + Duration::from_secs(10);
+        if !single {
+            while rig.consumers(&rig.queue).await > 0 {
+                assert!(Instant::now() < patience, "it still consumes");
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        }
+        for body in ["more than ten bytes", "short"] {
+            rig.publish(body).await;
+        }
+        let arrived = if single { 3 } else { 1 };
+        while status.snapshot().delivered < arrived {
+            assert!(Instant::now() < patience, "{:?}", status.snapshot());
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        settle(&mut source, handled, accept()).await;
+        close(source).await;
+        assert_eq!((status.snapshot().delivered, status.snapshot().copies), (arrived, 0));
+        let mut next = open(ordered()).await;
+        let (again, _) = deliveries(&mut next, 2, Duration::from_secs(10)).await;
+        assert_eq!(again.iter().map(|delivery| &delivery.message.body[..]).collect::<Vec<_>>(), [&b"more than ten bytes"[..], b"short"]);
+        for delivery in again {
+            settle(&mut next, delivery, accept()).await;
+        }
+        close(next).await;
+        rig.done().await;
+    }
 }

@@ -96,6 +96,12 @@ impl Rig {
         self.channel.queue_declare(queue.into(), options, FieldTable::default()).await.expect("the queue exists").message_count()
     }
 
+    /// How many consume from a queue.
+    pub(crate) async fn consumers(&self, queue: &str) -> u32 {
+        let options = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
+        self.channel.queue_declare(queue.into(), options, FieldTable::default()).await.expect("the queue exists").consumer_count()
+    }
+
     /// Waits until nothing stands ready in a queue. The broker puts back what a channel held only after it closed.
     pub(crate) async fn becomes_empty(&self, queue: &str) {
         let patience = Instant::now() + Duration::from_secs(10);
