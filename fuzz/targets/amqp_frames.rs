@@ -1,4 +1,4 @@
-//! Whatever a broker sends passes in its order and its length, in however small pieces it comes.
+//! Whatever a broker sends passes in its order and its length, but for what comes back, in however small pieces it comes.
 #![no_main]
 
 #[path = "../../crates/oncegate-amqp/src/frames.rs"]
@@ -34,7 +34,9 @@ fn passed(data: &[u8], pieces: impl Iterator<Item = usize>, at_once: usize) -> V
 
 fuzz_target!(|data: &[u8]| {
     let whole = passed(data, std::iter::once(data.len()), 4_096);
-    assert_eq!(whole.len(), data.len());
+    // A message that comes back passes without its content.
+    let comes_back = data.windows(4).any(|four| four == [0, 60, 0, 50]);
+    assert!(if comes_back { whole.len() <= data.len() } else { whole.len() == data.len() });
     assert!(SPOILT.is_ascii());
     // What begins like no frame passes at once, as far as it has come: only frames may be compared piece by piece.
     if is_of_frames(data) {
