@@ -6,7 +6,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use oncegate::{Consumer, Context, Durability, Failure, Handler, IdSource, KafkaLogin, Knows, Open, Order, Reconciled, Redis, async_trait};
+use oncegate::{
+    Consumer, Context, Durability, Failure, Handler, Handlers, IdSource, KafkaLogin, Knows, Open, Order, Reconciled, Redis, async_trait,
+};
 use oncegate_testkit::servers::SENTINEL_NAME;
 
 use crate::Error;
@@ -95,9 +97,17 @@ async fn consume(source: impl Open + fmt::Debug, arguments: &Arguments, worker: 
         .reconciles(3)
         .handler_timeout(TIMEOUT)
         .in_flight(common.in_flight)
+        .handlers(handlers(&common.name))
         .drain(common.drain());
     let consumer = if arguments.one_at_a_time { consumer.order(Order::ByKey) } else { consumer };
     worker.run(|terminated| consumer.run_until(terminated.come())).await
+}
+
+/// Where the handlers of a process run that is called like this: in every other one in place, so that the fast way has to keep what is
+/// promised, too. The second process of a consumer is of the other kind than the first, and so is its neighbour.
+fn handlers(name: &str) -> Handlers {
+    let numbers = name.split(|c: char| !c.is_ascii_digit()).filter_map(|number| number.parse::<u64>().ok());
+    if numbers.sum::<u64>().is_multiple_of(2) { Handlers::Spawned } else { Handlers::InPlace }
 }
 
 /// Has the effect of a message at the sink, in the middle of its time.
