@@ -1,6 +1,6 @@
 //! The payment provider's inside: its ledger, and the trouble it makes.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -53,12 +53,21 @@ pub(crate) struct Bank {
     look_ups: AtomicU64,
     /// How often each id was asked to be charged: no fault repeats itself for ever.
     asked: Mutex<HashMap<String, u32>>,
+    /// The payments that it never says anything of.
+    unsure_of: HashSet<String>,
 }
 
 impl Bank {
-    /// A provider with this book.
-    pub(crate) fn new(ledger: Ledger, faults: Faults, repeats: Repeats, pace: Pace) -> Arc<Self> {
-        Arc::new(Self { ledger: Mutex::new(ledger), faults, repeats, pace, look_ups: AtomicU64::new(0), asked: Mutex::default() })
+    /// A provider with this book. It charges the payments that it is unsure of, and never says so.
+    pub(crate) fn new(
+        ledger: Ledger,
+        faults: Faults,
+        repeats: Repeats,
+        pace: Pace,
+        unsure_of: impl IntoIterator<Item = String>,
+    ) -> Arc<Self> {
+        let (ledger, unsure_of) = (Mutex::new(ledger), unsure_of.into_iter().collect());
+        Arc::new(Self { ledger, faults, repeats, pace, look_ups: AtomicU64::new(0), asked: Mutex::default(), unsure_of })
     }
 
     /// Its book, to be counted. Not to be held over an await.
@@ -82,7 +91,7 @@ impl Bank {
     /// [`ProviderError::TimedOut`] leaves open what happened.
     pub(crate) async fn charge(self: &Arc<Self>, card: Card, amount: u64, id: &str, attempt: u32) -> Result<(), ProviderError> {
         debug_assert!(!card.0.is_empty(), "a card that was looked up has a number");
-        let fate = self.faults.charge(id, self.count(id));
+        let fate = if self.unsure_of.contains(id) { Fate::AnswerLost } else { self.faults.charge(id, self.count(id)) };
         let booking_after = if fate == Fate::ArrivesLate { self.pace.late } else { self.pace.answer / 2 };
         let (bank, id) = (Arc::clone(self), id.to_owned());
         // What has left the caller arrives, whatever becomes of the caller: hence a task of its own.
@@ -111,9 +120,12 @@ impl Bank {
     /// Whether a payment was charged; if not, its attempts up to and with this one are refused from now on.
     ///
     /// # Errors
-    /// Now and then; nothing is refused then.
+    /// Now and then, and always of a payment that it is unsure of; nothing is refused then.
     pub(crate) async fn find_or_void(&self, id: &str, attempt: u32) -> Result<Option<()>, ProviderError> {
         self.look_up().await?;
+        if self.unsure_of.contains(id) {
+            return Err(ProviderError::Unavailable("nothing can be said of this payment".to_owned()));
+        }
         let found = self.ledger().find_or_void(id, attempt).map_err(|error| ProviderError::Unavailable(error.to_string()))?;
         Ok(found.then_some(()))
     }

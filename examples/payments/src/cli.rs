@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, ValueEnum};
 
+use crate::payment::Payment;
+
 /// More attempts than faults of the provider can cost one payment.
 pub(crate) const ATTEMPTS: u32 = 20;
 
@@ -31,6 +33,10 @@ pub(crate) struct Cli {
     /// How many workers are killed while it goes.
     #[arg(long, default_value_t = 5)]
     pub(crate) kills: usize,
+    /// Of how many payments, the last ones, the provider never says whether it charged them. They have to stand in doubt at the
+    /// end: for a person, who finds them charged in the provider's ledger.
+    #[arg(long, default_value_t = 0)]
+    pub(crate) unsure: usize,
     /// Prints the counts as one JSON object. `charged`, `charged_twice` and `lost` come from the provider's ledger,
     /// `in_doubt` and `dead_letters` from the broker. The rest but `sent` is what the workers counted: those in
     /// processes of their own write it down five times a second, so a killed one takes its last counts along, and
@@ -57,6 +63,19 @@ impl Cli {
     /// valid payment may run out of them.
     pub(crate) fn attempts(&self) -> u32 {
         u32::try_from(self.kills).unwrap_or(u32::MAX).saturating_add(ATTEMPTS)
+    }
+
+    /// The ids of the payments that the provider is unsure of.
+    ///
+    /// # Errors
+    /// If there are not so many, or the guarantee knows no doubt.
+    pub(crate) fn unsure_of(&self, payments: &[Payment]) -> Result<Vec<String>, crate::Error> {
+        if self.unsure > 0 && self.promise.guarantee != Guaranteed::AtMostOnce {
+            return Err("--unsure: only --guarantee at-most-once leaves a payment in doubt".into());
+        }
+        let others = payments.len().checked_sub(self.unsure);
+        let others = others.ok_or_else(|| format!("--unsure: {} are more than the {} payments", self.unsure, payments.len()))?;
+        Ok(payments[others..].iter().map(|payment| payment.id.clone()).collect())
     }
 
     /// Whether the counts are wanted as JSON.
@@ -166,7 +185,7 @@ impl Traffic {
     ///
     /// # Errors
     /// If the input cannot be read.
-    pub(crate) fn payments(&self, prefix: &str) -> std::io::Result<Vec<crate::payment::Payment>> {
+    pub(crate) fn payments(&self, prefix: &str) -> std::io::Result<Vec<Payment>> {
         match &self.input {
             Some(path) => crate::traffic::read(path)
                 .map_err(|error| std::io::Error::new(error.kind(), format!("--input {}: {error}", path.display()))),

@@ -40,9 +40,10 @@ const DAYS: u64 = 366;
 /// If the input cannot be read, the files cannot be used, or a worker did not run.
 pub(crate) async fn run(cli: &Cli, outcomes: &Outcomes) -> Result<Report, crate::Error> {
     let payments = cli.traffic.payments("pay")?;
+    let unsure_of = cli.unsure_of(&payments)?;
     let sent = traffic::of(&payments, cli.traffic.seed);
     if cli.store == Some(StoreKind::Memory) {
-        return run_on(cli, outcomes, &sent, Ledger::in_memory(), Remembers::Memory(MemoryStore::new())).await;
+        return run_on(cli, outcomes, (&sent, &unsure_of), Ledger::in_memory(), Remembers::Memory(MemoryStore::new())).await;
     }
     let folder = Folder::of_run(&cli.run_dir, cli.promise.guarantee, cli.traffic.seed, &sent)?;
     let ledger = Ledger::in_file(&folder.ledger())?;
@@ -51,7 +52,7 @@ pub(crate) async fn run(cli: &Cli, outcomes: &Outcomes) -> Result<Report, crate:
         eprintln!("payments: going on with a run that was cut off: {charged} of {all} payments are charged already; see {folder}");
     }
     let store = Remembers::Sqlite(Sqlite::file(folder.store()));
-    let report = run_on(cli, outcomes, &sent, ledger, store)
+    let report = run_on(cli, outcomes, (&sent, &unsure_of), ledger, store)
         .await
         .map_err(|error| format!("{error}; ledger and store lie in {}", folder.path().display()))?;
     if cli.keep || !report.is_right() && cli.promise.guarantee != Guaranteed::Bare {
@@ -64,10 +65,16 @@ pub(crate) async fn run(cli: &Cli, outcomes: &Outcomes) -> Result<Report, crate:
     Ok(report)
 }
 
-async fn run_on(cli: &Cli, outcomes: &Outcomes, sent: &[Outgoing], ledger: Ledger, store: Remembers) -> Result<Report, crate::Error> {
+async fn run_on(
+    cli: &Cli,
+    outcomes: &Outcomes,
+    (sent, unsure_of): (&[Outgoing], &[String]),
+    ledger: Ledger,
+    store: Remembers,
+) -> Result<Report, crate::Error> {
     let progress = Progress::new(sent.len() as u64);
     let (pace, faults) = (Pace::default(), Faults::seeded(cli.traffic.seed));
-    let bank = Bank::new(ledger, faults, cli.promise.repeats(), pace);
+    let bank = Bank::new(ledger, faults, cli.promise.repeats(), pace, unsure_of.iter().cloned());
     let broker = MemoryBroker::new("payments");
     let mut fleet = Fleet::start(cli, &broker, store, &bank);
 
@@ -90,9 +97,9 @@ async fn run_on(cli: &Cli, outcomes: &Outcomes, sent: &[Outgoing], ledger: Ledge
     progress.done();
 
     let book = bank.ledger();
-    let report =
-        Report::count(&Sent::all(sent), broker.delivered(), (&book, cli.promise.repeats()), &set_aside(&broker), &outcomes.counts());
-    Ok(report.with_kills(killed, cli.kills))
+    let aside = set_aside(&broker);
+    let report = Report::count(&Sent::all(sent), broker.delivered(), (&book, cli.promise.repeats()), &aside, &outcomes.counts());
+    Ok(report.with_kills(killed, cli.kills).with_unsure(unsure_of, &aside))
 }
 
 /// Sends, evenly over [`SENDING`]: the last message at its end, so that something runs whenever a worker is killed.

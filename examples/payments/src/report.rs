@@ -121,6 +121,14 @@ impl Report {
         self
     }
 
+    /// With the payments that the provider never tells of: only a person can, so that each has to stand in doubt.
+    pub(crate) fn with_unsure(mut self, unsure_of: &[String], set_aside: &SetAside) -> Self {
+        let in_doubt = names(&set_aside.in_doubt);
+        let missing = unsure_of.iter().map(String::as_str).filter(|id| !in_doubt.contains(id));
+        self.find("payments that the provider never tells of, and that are not in doubt", missing);
+        self
+    }
+
     /// Nothing is wrong with a valid payment, and it has more attempts than faults can cost: it is never a dead letter.
     fn look_for_payments_among(&mut self, dead_letters: &HashSet<&str>, sent: &Sent) {
         self.find("valid payments in the dead letters", dead_letters.iter().copied().filter(|id| sent.amounts(id).is_some()));

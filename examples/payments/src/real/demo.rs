@@ -88,6 +88,7 @@ fn count(run_dir: &RunDir, promise: Promise, set_aside: &SetAside) -> Result<Rep
 /// run directory is kept.
 pub(crate) async fn run(cli: &Cli) -> Result<Report, Error> {
     let payments = cli.traffic.payments("pay")?;
+    let unsure_of = cli.unsure_of(&payments)?;
     let messages = traffic::of(&payments, cli.traffic.seed);
     if messages.len() < 2 * (cli.kills + 1) && cli.kills > 0 {
         return Err(format!("--kills: {} are too many for {} messages; send more, or kill fewer", cli.kills, messages.len()).into());
@@ -105,17 +106,22 @@ pub(crate) async fn run(cli: &Cli) -> Result<Report, Error> {
     let above = if store == StoreKind::Sqlite { cli.run_dir.clone() } else { std::env::temp_dir() };
     let directory = above.join(&name);
     let ran = tokio::select! {
-        ran = run_in(cli, (payments.len(), &messages), name, &directory) => ran,
+        ran = run_in(cli, (payments.len(), &messages, &unsure_of), name, &directory) => ran,
         () = terminated => Err("stopped by a signal".into()),
     };
     ran.map_err(|error| format!("{error}; what was written lies in {}", directory.display()).into())
 }
 
-async fn run_in(cli: &Cli, (payments, messages): (usize, &[Outgoing]), name: String, directory: &Path) -> Result<Report, Error> {
-    let mut run = Run::start(cli, Queue { name, group: "ledger".to_owned() }, RunDir::at(directory)?, payments).await?;
+/// The number of payments, the messages made of them, and the ids that the provider is unsure of.
+type Input<'a> = (usize, &'a [Outgoing], &'a [String]);
+
+async fn run_in(cli: &Cli, (payments, messages, unsure_of): Input<'_>, name: String, directory: &Path) -> Result<Report, Error> {
+    let queue = Queue { name, group: "ledger".to_owned() };
+    let mut run = Run::start(cli, queue, RunDir::at(directory)?, (payments, unsure_of)).await?;
     run.send(messages, cli.kills).await?;
     run.settle().await?;
-    let report = count(&run.run_dir, cli.promise, &run.wire.set_aside().await?)?.with_kills(run.watch.killed(), cli.kills);
+    let aside = run.wire.set_aside().await?;
+    let report = count(&run.run_dir, cli.promise, &aside)?.with_kills(run.watch.killed(), cli.kills).with_unsure(unsure_of, &aside);
     let keep = cli.keep || !report.is_right();
     let name = run.name.clone();
     run.finish(keep, directory).await?;
@@ -159,13 +165,16 @@ struct Run {
     wire: Wire,
     watch: Watch,
     payments: usize,
+    /// How many of them have to come to stand in doubt.
+    unsure: usize,
     workers: usize,
 }
 
 impl Run {
-    async fn start(cli: &Cli, queue: Queue, run_dir: RunDir, payments: usize) -> Result<Self, Error> {
+    async fn start(cli: &Cli, queue: Queue, run_dir: RunDir, (payments, unsure_of): (usize, &[String])) -> Result<Self, Error> {
         let mut arguments = promise(cli.promise);
         arguments.extend(["--seed".to_owned(), cli.traffic.seed.to_string()]);
+        arguments.extend(unsure_of.iter().flat_map(|id| ["--unsure-of".to_owned(), id.clone()]));
         let provider = Provider::start(&run_dir, &arguments).await?;
         let attempts = cli.attempts().to_string();
         let store = cli.store.unwrap_or(StoreKind::Redis);
@@ -189,7 +198,7 @@ impl Run {
         }
         let wire = fleet.meanwhile(Wire::open(cli.broker, &cli.servers, &queue)).await?;
         let watch = Watch::over(&run_dir, payments);
-        Ok(Self { name: queue.name, run_dir, provider, fleet, wire, watch, payments, workers })
+        Ok(Self { name: queue.name, run_dir, provider, fleet, wire, watch, payments, unsure: unsure_of.len(), workers })
     }
 
     /// Sends all, in one portion more than workers are to be killed: one is killed in the middle of each but the last,
@@ -254,7 +263,8 @@ impl Run {
         loop {
             tokio::time::sleep(LOOK).await;
             self.look()?;
-            let long_enough = if self.watch.charged() >= self.payments { QUIET } else { STUCK };
+            let accounted = self.watch.charged() >= self.payments && self.watch.in_doubt() >= self.unsure as u64;
+            let long_enough = if accounted { QUIET } else { STUCK };
             if self.watch.quiet() < long_enough || (self.watch.quiet() < STUCK && self.wire.backlog().await? > 0) {
                 continue;
             }

@@ -15,6 +15,7 @@ pub(crate) struct Watch {
     ledger: LedgerFile,
     progress: Progress,
     charged: usize,
+    in_doubt: u64,
     killed: usize,
     since: Instant,
     seen: (usize, u64),
@@ -28,6 +29,7 @@ impl Watch {
             ledger: LedgerFile::at(run_dir.ledger()),
             progress: Progress::new(payments as u64),
             charged: 0,
+            in_doubt: 0,
             killed: 0,
             since: Instant::now(),
             seen: (0, 0),
@@ -42,7 +44,9 @@ impl Watch {
         self.charged = self.ledger.refresh()?.charged();
         self.progress.at(self.charged as u64);
         self.progress.says(format!("charged, {} workers killed", self.killed));
-        let now = (self.ledger.lines(), self.run_dir.counts()?.settled());
+        let counts = self.run_dir.counts()?;
+        self.in_doubt = counts.of("in_doubt");
+        let now = (self.ledger.lines(), counts.settled());
         if now != self.seen {
             (self.seen, self.since) = (now, Instant::now());
         }
@@ -52,6 +56,11 @@ impl Watch {
     /// How many payments were charged when it was looked last.
     pub(crate) fn charged(&self) -> usize {
         self.charged
+    }
+
+    /// How many messages the workers had left in doubt when it was looked last: as many as they wrote down.
+    pub(crate) fn in_doubt(&self) -> u64 {
+        self.in_doubt
     }
 
     /// For how long nothing has moved: neither the ledger nor what the workers count.

@@ -45,6 +45,20 @@ fn the_ledger_and_the_broker_decide_what_is_lost_and_charged_twice() {
 }
 
 #[test]
+fn what_the_provider_never_tells_of_has_to_stand_in_doubt_charged_or_not() {
+    let (unsure_of, sent) = (letters(&["charged", "not"]), sent(&["charged", "not"]));
+    let judged = |in_doubt: &[&str]| {
+        let set_aside = SetAside { in_doubt: letters(in_doubt), ..SetAside::default() };
+        count(&sent, &charged(&["charged"]), &set_aside).with_unsure(&unsure_of, &set_aside)
+    };
+    let right = judged(&["charged", "not"]);
+    assert_eq!((right.in_doubt, right.charged_twice, right.lost, right.is_right()), (2, 0, 0, true));
+    let wrong = judged(&["not"]);
+    assert_eq!(wrong.wrong(), ["1 payments that the provider never tells of, and that are not in doubt: charged"]);
+    assert!(!wrong.is_right());
+}
+
+#[test]
 fn a_payment_in_the_dead_letters_is_wrong_and_lost_unless_it_was_charged() {
     let set_aside = SetAside { dead_letters: letters(&["a", "b"]), ..SetAside::default() };
     let report = count(&sent(&["a", "b"]), &charged(&["a"]), &set_aside);
