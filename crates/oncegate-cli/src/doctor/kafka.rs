@@ -43,7 +43,7 @@ pub(super) async fn look(config: &Config, findings: &mut Findings) -> Result<(),
         for name in &names {
             found.push(replicas(&consumer, name));
             // Who does not answer is asked no more.
-            if found.last().is_some_and(Result::is_err) {
+            if matches!(found.last(), Some(Err(Unseen::Away(_)))) {
                 break;
             }
         }
@@ -62,7 +62,10 @@ pub(super) async fn look(config: &Config, findings: &mut Findings) -> Result<(),
                 let remedy = format!("create it: kafka-topics.sh --bootstrap-server {brokers} --create --topic {name}{keeps}");
                 findings.error(code, format!("Kafka topic {name}"), what, remedy);
             }
-            Some(Err(error)) => {
+            Some(Err(Unseen::Forbidden(remedy, said))) => {
+                findings.error("kafka-lacks-a-right", format!("Kafka topic {name}"), said, remedy);
+            }
+            Some(Err(Unseen::Away(error))) => {
                 let remedy = "start it, or correct kafka.brokers, and kafka.properties if it wants TLS or a login";
                 findings.error("kafka-away", format!("Kafka at {brokers}"), error, remedy);
                 return Ok(());
@@ -90,14 +93,44 @@ pub(super) async fn look(config: &Config, findings: &mut Findings) -> Result<(),
     Ok(())
 }
 
+/// Why a topic was not seen.
+enum Unseen {
+    /// The user lacks a right: what to do about it, and what the broker said.
+    Forbidden(String, String),
+    /// No broker answered, or with another error.
+    Away(String),
+}
+
 /// How many copies a topic has; `None` if there is no such topic.
-fn replicas(consumer: &impl Consumer, name: &str) -> Result<Option<usize>, String> {
-    let metadata = consumer.fetch_metadata(Some(name), PATIENCE).map_err(|error| format!("it cannot be asked: {error}"))?;
+fn replicas(consumer: &impl Consumer, name: &str) -> Result<Option<usize>, Unseen> {
+    let metadata = consumer.fetch_metadata(Some(name), PATIENCE).map_err(|error| match error.rdkafka_error_code() {
+        Some(code) if grant(name, code).is_some() => unseen(name, code),
+        _ => Unseen::Away(format!("it cannot be asked: {error}")),
+    })?;
     let Some(topic) = metadata.topics().first() else { return Ok(None) };
     match topic.error().map(RDKafkaErrorCode::from) {
         None => Ok(Some(topic.partitions().iter().map(|partition| partition.replicas().len()).min().unwrap_or(0))),
         Some(RDKafkaErrorCode::UnknownTopicOrPartition | RDKafkaErrorCode::UnknownTopic) => Ok(None),
-        Some(code) => Err(format!("the topic {name}: {code}")),
+        Some(code) => Err(unseen(name, code)),
+    }
+}
+
+fn unseen(name: &str, code: RDKafkaErrorCode) -> Unseen {
+    let said = format!("the topic {name}: {code}");
+    match grant(name, code) {
+        Some(remedy) => {
+            Unseen::Forbidden(remedy, format!("the user may not look at it: a broker shows a topic to who may Describe it ({said})"))
+        }
+        None => Unseen::Away(said),
+    }
+}
+
+/// The right to give where this is what a broker says of a topic; `None` where no right is missing.
+fn grant(name: &str, code: RDKafkaErrorCode) -> Option<String> {
+    match code {
+        RDKafkaErrorCode::TopicAuthorizationFailed => Some(format!("grant Describe on the topic {name} to the user (kafka-acls.sh)")),
+        RDKafkaErrorCode::ClusterAuthorizationFailed => Some("grant Describe on the cluster to the user (kafka-acls.sh)".to_owned()),
+        _ => None,
     }
 }
 

@@ -4,7 +4,7 @@ use lapin::Connection;
 use lapin::options::QueueDeclareOptions;
 use lapin::types::{AMQPValue, FieldTable};
 
-use super::Findings;
+use super::{Findings, Level};
 use crate::config::Config;
 use crate::failure::Failure;
 use crate::letters::{Shelf, rabbitmq};
@@ -30,12 +30,14 @@ pub(super) async fn look(config: &Config, findings: &mut Findings) -> Result<(),
     };
     let queue = rabbitmq::queue(config)?;
     let dead_letters = rabbitmq::destination(config, Shelf::DeadLetters)?;
+    // Who checks or trusts needs no right to configure, and still has to know that nobody compared.
+    let level = if matches!(config.text("rabbitmq.topology"), None | Some("declare")) { Level::Error } else { Level::Advice };
     for (missing, name, role) in [
         ("queue-missing", queue, Role::Consumed { dead_letters: dead_letters.clone() }),
         ("dead-letter-queue-missing", dead_letters, Role::Letters),
         ("in-doubt-queue-missing", rabbitmq::destination(config, Shelf::InDoubt)?, Role::Letters),
     ] {
-        judge(&connection, missing, &name, &role, findings).await?;
+        judge(&connection, missing, &name, &role, level, findings).await?;
     }
     let _ = connection.close(200, "OK".into()).await;
     Ok(())
@@ -47,7 +49,14 @@ enum Role {
 }
 
 /// Declares a queue that is there as it should be: it stays as it is, and the broker names the first thing that differs.
-async fn judge(connection: &Connection, missing: &'static str, name: &str, role: &Role, findings: &mut Findings) -> Result<(), Failure> {
+async fn judge(
+    connection: &Connection,
+    missing: &'static str,
+    name: &str,
+    role: &Role,
+    not_compared: Level,
+    findings: &mut Findings,
+) -> Result<(), Failure> {
     let at = format!("RabbitMQ queue {name}");
     match rabbitmq::passively(&connection.create_channel().await?, name).await {
         Ok(_) => {}
@@ -64,12 +73,24 @@ async fn judge(connection: &Connection, missing: &'static str, name: &str, role:
     let mut differs = Vec::new();
     for (arguments, answer) in probes(role) {
         match (differs_from(connection, name, arguments).await?, answer) {
-            (None, Probe::Good) => return Ok(()),
-            (None, Probe::PlainQuorum) => {
+            (Compared::Same, Probe::Good) => return Ok(()),
+            (Compared::Same, Probe::PlainQuorum) => {
                 plain_quorum(role, at, findings);
                 return Ok(());
             }
-            (Some(differing), _) => differs.push(differing),
+            (Compared::Not(said), _) => {
+                let what = format!(
+                    "whether it keeps what it holds is not known: RabbitMQ compares a queue's arguments only for a user who may configure it, \
+                     and `Topology::Declare` needs that right too ({said})"
+                );
+                let remedy = format!(
+                    "let the user configure `{name}` (rabbitmqctl set_permissions), or see that nothing of it loses messages, and use \
+                     `Topology::Check` in the consumer (rabbitmq.topology = \"check\")"
+                );
+                findings.add(not_compared, "queue-not-compared", at, what, remedy);
+                return Ok(());
+            }
+            (Compared::Differs(differing), _) => differs.push(differing),
         }
     }
     // A classic queue differs from a classic one in something else than its kind.
@@ -87,6 +108,16 @@ struct Differing {
     said: String,
 }
 
+/// What became of comparing a queue's arguments.
+enum Compared {
+    /// They are just so.
+    Same,
+    /// Something differs.
+    Differs(Differing),
+    /// The user may not ask: what the broker says to that.
+    Not(String),
+}
+
 /// Arguments that lose messages, the worst first: the broker names one alone, and another one each time.
 const TELLING: [&str; 9] = [
     "durable",
@@ -100,24 +131,24 @@ const TELLING: [&str; 9] = [
     "x-dead-letter-exchange",
 ];
 
-/// What differs first; nothing where the queue is just so, or where the user may not ask.
-async fn differs_from(connection: &Connection, name: &str, arguments: FieldTable) -> Result<Option<Differing>, Failure> {
+/// What differs first.
+async fn differs_from(connection: &Connection, name: &str, arguments: FieldTable) -> Result<Compared, Failure> {
     let channel = connection.create_channel().await?;
     let options = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };
     let error = match channel.queue_declare(name.into(), options, arguments).await {
         Ok(_) => {
             channel.close(200, "OK".into()).await?;
-            return Ok(None);
+            return Ok(Compared::Same);
         }
         Err(error) => error,
     };
     match rabbitmq::reply_code(&error) {
-        Some(403) => Ok(None),
+        Some(403) => Ok(Compared::Not(error.to_string())),
         // An exclusive queue is locked.
         Some(405 | 406) => {
             let said = error.to_string();
             let argument = said.split("inequivalent arg '").nth(1).and_then(|rest| rest.split('\'').next());
-            Ok(Some(Differing { argument: argument.unwrap_or("exclusive").to_owned(), said }))
+            Ok(Compared::Differs(Differing { argument: argument.unwrap_or("exclusive").to_owned(), said }))
         }
         _ => Err(error.into()),
     }

@@ -4,11 +4,14 @@
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::sync::Arc;
+use std::time::Instant;
 
 use lapin::options::QueueDeclareOptions;
 use lapin::types::{AMQPValue, FieldTable};
-use oncegate_testkit::servers::{RedisOptions, RedisPersistence, RedisServer};
+use oncegate::{Open, RabbitMq, Source};
+use oncegate_testkit::servers::{RabbitServer, RedisOptions, RedisPersistence, RedisServer};
 use rdkafka::admin::{NewTopic, TopicReplication};
+use rdkafka::types::RDKafkaRespErr;
 use serde_json::Value;
 
 use crate::desk::Desk;
@@ -333,6 +336,21 @@ async fn topics_that_are_not_described_are_found() {
     desk.run(&["doctor"]).ended(1).says("grant DescribeConfigs");
 }
 
+/// This broker answers of each topic as one with an authorizer does to who may not Describe it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn topics_that_may_not_be_described_are_found() {
+    let broker = rdkafka::mocking::MockCluster::new(1).expect("a mock broker");
+    let desk = Desk::new();
+    for suffix in ["", ".dead-letters", ".in-doubt"] {
+        let topic = format!("{}{suffix}", desk.name);
+        broker.create_topic(&topic, 1, 1).expect("a topic");
+        broker.topic_error(&topic, RDKafkaRespErr::RD_KAFKA_RESP_ERR_TOPIC_AUTHORIZATION_FAILED).expect("a topic that is there");
+    }
+    desk.write("oncegate.toml", &format!("[kafka]\nbrokers = \"{}\"\ntopic = \"{}\"\n", broker.bootstrap_servers(), desk.name));
+    finds(&desk, &[("kafka-lacks-a-right", "error"); 3]);
+    desk.run(&["doctor"]).ended(1).says(&format!("grant Describe on the topic {}.in-doubt", desk.name));
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_broker_that_is_away_or_refuses_is_found() {
     let desk = Desk::new();
@@ -427,6 +445,29 @@ async fn queues_that_lose_messages_are_found() {
         world::delete(&name).await;
     }
     world.end().await;
+}
+
+/// The rights are the server's own: of one that other tests use they would be everybody's.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn queues_that_may_not_be_configured_are_found() {
+    let server = tokio::task::spawn_blocking(RabbitServer::start).await.expect("no panic").expect("a server");
+    let source = RabbitMq::queue("payments").url(server.url()).open().await.expect("the queues are declared");
+    let source: Box<dyn Source> = Box::new(source);
+    source.close(Instant::now() + world::PATIENCE).await.expect("a clean end");
+    server.control(&["add_user", "reader", "word"]).expect("a new user");
+    let desk = Desk::new();
+    let url = server.url().replace("guest:guest", "reader:word");
+    let with = |more: &str| desk.write("oncegate.toml", &format!("[rabbitmq]\nurl = \"{url}\"\nqueue = \"payments\"\n{more}"));
+    with("");
+    server.control(&["set_permissions", "reader", ".*", ".*", ".*"]).expect("all rights");
+    finds(&desk, &[]);
+    server.control(&["set_permissions", "reader", "^$", ".*", ".*"]).expect("fewer rights");
+    finds(&desk, &[("queue-not-compared", "error"); 3]);
+    desk.run(&["doctor"]).ended(1).says("let the user configure `payments.dead-letters`").says("only for a user who may configure it");
+    // Such a consumer is none that declares.
+    with("topology = \"check\"\n");
+    finds(&desk, &[]);
+    desk.run(&["doctor"]).ended(0).says("queue-not-compared");
 }
 
 #[test]
