@@ -35,7 +35,7 @@ struct Shown {
 #[derive(Serialize)]
 struct Known {
     key: &'static str,
-    variable: Option<String>,
+    variable: String,
     secret: bool,
     says: &'static str,
 }
@@ -80,7 +80,7 @@ fn keys(context: &Context) -> Result<(), Failure> {
         .collect();
     let mut table = Table::new(&["key", "variable", "says"]);
     for known in &all {
-        table.row([known.key.to_owned(), known.variable.clone().unwrap_or_else(|| "-".into()), known.says.to_owned()]);
+        table.row([known.key.to_owned(), known.variable.clone(), known.says.to_owned()]);
     }
     context.format.print(&all, table)
 }

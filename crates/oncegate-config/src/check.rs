@@ -119,6 +119,6 @@ impl Config {
 }
 
 fn missing(key: &str, what: &str) -> Error {
-    let variable = find(key).and_then(Setting::variable).unwrap_or_default();
+    let variable = find(key).map(Setting::variable).unwrap_or_default();
     Error::misconfigured(format!("{key} is missing; set it, or {variable}: {what}"))
 }

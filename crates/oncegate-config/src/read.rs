@@ -92,7 +92,7 @@ impl Config {
     /// that begin with `ONCEGATE_` belong to somebody else.
     fn take_variables(&mut self, variables: impl IntoIterator<Item = (String, String)>) -> Result<(), Error> {
         for (name, text) in variables.into_iter().filter(|(name, _)| is_ours(name)) {
-            let named = |wanted: &str| SETTINGS.iter().find(|setting| setting.variable().as_deref() == Some(wanted));
+            let named = |wanted: &str| SETTINGS.iter().find(|setting| setting.variable() == wanted);
             let in_a_file = name.strip_suffix("_FILE").and_then(named).filter(|setting| setting.is_secret());
             if let Some(setting) = in_a_file {
                 let secret = secret_in(Path::new(&text), &name)?;
@@ -100,9 +100,9 @@ impl Config {
                 continue;
             }
             let Some(setting) = named(&name) else {
-                let in_files = SETTINGS.iter().filter(|setting| setting.is_secret()).filter_map(Setting::variable);
+                let in_files = SETTINGS.iter().filter(|setting| setting.is_secret()).map(Setting::variable);
                 let in_files = in_files.map(|name| format!("{name}_FILE"));
-                let all: Vec<String> = SETTINGS.iter().filter_map(Setting::variable).chain(in_files).collect();
+                let all: Vec<String> = SETTINGS.iter().map(Setting::variable).chain(in_files).collect();
                 return Err(unknown(&format!("the variable {name}"), &name, all.iter().map(String::as_str)));
             };
             let value = match setting.kind {
@@ -110,7 +110,8 @@ impl Config {
                     Value::Number(text.parse().map_err(|_| Error::misconfigured(format!("{name}: {text:?} is no whole number")))?)
                 }
                 Kind::List => Value::List(text.split(',').map(|part| part.trim().to_owned()).collect()),
-                Kind::Text | Kind::Time | Kind::Choice(_) | Kind::Names => Value::Text(text),
+                Kind::Names => Value::Names(names_in(&name, &text)?),
+                Kind::Text | Kind::Time | Kind::Choice(_) => Value::Text(text),
             };
             self.put(setting, value, name)?;
         }
@@ -179,7 +180,61 @@ fn unknown<'a>(what: &str, wrong: &str, right: impl Iterator<Item = &'a str>) ->
     })
 }
 
+/// Names and their texts: one a line, or, in a single line, with commas between them. No error shows a text, nor what may be one.
+fn names_in(variable: &str, text: &str) -> Result<Vec<(String, String)>, Error> {
+    let between = if text.contains('\n') { '\n' } else { ',' };
+    let mut names: Vec<(String, String)> = Vec::new();
+    for (place, pair) in text.split(between).map(str::trim).enumerate().filter(|(_, pair)| !pair.is_empty()) {
+        let Some((name, value)) =
+            pair.split_once('=').map(|(name, value)| (name.trim(), value.trim())).filter(|(name, _)| !name.is_empty())
+        else {
+            return Err(Error::misconfigured(format!(
+                "{variable}: number {} is no name=value; where a value has a comma, put each pair on a line of its own",
+                place + 1
+            )));
+        };
+        if names.iter().any(|(known, _)| known == name) {
+            return Err(Error::misconfigured(format!("{variable}: {name} stands there twice")));
+        }
+        names.push((name.to_owned(), value.to_owned()));
+    }
+    Ok(names)
+}
+
 fn secret_in(path: &Path, named_by: &str) -> Result<String, Error> {
     let secret = std::fs::read_to_string(path).map_err(|error| Error::misconfigured(format!("{named_by}: {}: {error}", path.display())))?;
     Ok(secret.trim_end_matches(['\r', '\n']).to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str) -> Result<Vec<(String, String)>, String> {
+        let config = Config::read(Some(Path::new("/dev/null")), [("ONCEGATE_KAFKA_PROPERTIES".to_owned(), text.to_owned())]);
+        Ok(config.map_err(|error| error.to_string())?.names("kafka.properties").to_vec())
+    }
+
+    #[test]
+    fn properties_stand_in_one_variable() {
+        let names = |pairs: &[(&str, &str)]| Ok(pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect());
+        let login = [("security.protocol", "SASL_SSL"), ("sasl.username", "me"), ("ssl.key.password", "a=b")];
+        assert_eq!(read("security.protocol=SASL_SSL, sasl.username = me,ssl.key.password=a=b,"), names(&login));
+        assert_eq!(read("security.protocol=SASL_SSL\r\nsasl.username=me\n\nssl.key.password=a=b\n"), names(&login));
+        // One line is enough, with its end.
+        assert_eq!(read("debug=broker,topic\n"), names(&[("debug", "broker,topic")]));
+        assert_eq!(read(""), names(&[]));
+    }
+
+    #[test]
+    fn what_is_no_pair_is_refused_and_not_shown() {
+        for (text, says) in [
+            ("ssl.key.password=s3cret,s3cret", "number 2 is no name=value"),
+            ("=s3cret", "number 1 is no name=value"),
+            ("client.rack=s3cret,client.rack=s3cret", "client.rack stands there twice"),
+        ] {
+            let said = read(text).expect_err("it is refused");
+            assert!(said.contains("ONCEGATE_KAFKA_PROPERTIES") && said.contains(says) && !said.contains("s3cret"), "{said}");
+        }
+    }
 }

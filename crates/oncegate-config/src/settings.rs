@@ -13,7 +13,7 @@ pub enum Kind {
     Number,
     /// Several texts; in a variable with commas between them.
     List,
-    /// Names and texts; not to be had in a variable.
+    /// Names and texts; in a variable `name=value`, with commas between them or one a line.
     Names,
 }
 
@@ -42,9 +42,9 @@ pub struct Setting {
 }
 
 impl Setting {
-    /// The variable that sets it, and wins over the file; `None` where a variable could not hold it.
-    pub fn variable(&self) -> Option<String> {
-        (self.kind != Kind::Names).then(|| format!("ONCEGATE_{}", self.key.replace(['.', '-'], "_").to_uppercase()))
+    /// The variable that sets it, and wins over the file.
+    pub fn variable(&self) -> String {
+        format!("ONCEGATE_{}", self.key.replace(['.', '-'], "_").to_uppercase())
     }
 
     /// A secret may stand in a file of its own, which `<key>-file` names.
@@ -223,7 +223,7 @@ mod tests {
 
     #[test]
     fn no_two_settings_have_one_variable() {
-        let mut variables: Vec<String> = SETTINGS.iter().filter_map(Setting::variable).collect();
+        let mut variables: Vec<String> = SETTINGS.iter().map(Setting::variable).collect();
         let count = variables.len();
         variables.sort_unstable();
         variables.dedup();

@@ -78,6 +78,9 @@ fn passwords_come_from_files_and_variables_and_are_never_shown() {
     }
     let said = desk.run_with(&["config", "print"], &[("ONCEGATE_STORE_URL", "redis://:an@0ther@host2:2")]).ended(0);
     assert!(said.out.contains("redis://:***@host2:2") && said.out.contains("ONCEGATE_STORE_URL"), "the variable wins: {said:?}");
+    let properties = "sasl.username=you,ssl.key.password=s3cret,sasl.password=s3cret";
+    let said = desk.run_with(&["config", "print"], &[("ONCEGATE_KAFKA_PROPERTIES", properties)]).ended(0);
+    assert!(said.out.contains("you") && said.out.contains("ONCEGATE_KAFKA_PROPERTIES") && !said.out.contains("s3cr"), "{said:?}");
     let named = desk.path("url").display().to_string();
     desk.run_with(&["config", "print"], &[("ONCEGATE_RABBITMQ_URL_FILE", &named)]).ended(0).says("named by ONCEGATE_RABBITMQ_URL_FILE");
     desk.write("oncegate.toml", "[store]\nurl-file = \"nowhere\"\n");
