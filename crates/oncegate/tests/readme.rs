@@ -79,6 +79,9 @@ fn every_rust_block_stands_in_a_file_that_is_compiled() {
         let text = read(&page);
         let others = text.lines().find(|line| line.trim().starts_with("```rust") && line.trim() != "```rust");
         assert_eq!(others, None, "{}: open Rust blocks with ```rust alone, so that they are checked", page.display());
+        for block in blocks(&text, "```text") {
+            assert!(!block.contains("::builder()"), "{}: this is Rust, open it with ```rust:\n{block}", page.display());
+        }
         for block in blocks(&text, "```rust") {
             assert!(compiled.iter().any(|file| has(file, &block)), "{}: in no compiled file:\n{block}", page.display());
             checked += 1;

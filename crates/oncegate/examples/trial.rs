@@ -1,0 +1,36 @@
+//! What a gate would change, counted before it changes anything: `cargo run -p oncegate --example trial`.
+
+use oncegate::{
+    Consumer, Context, Error, Failure, Guarantee, Handler, IdSource, Kafka, Raw, RawBytes, Redis, Shadow, ShadowReport, async_trait,
+};
+
+struct Print;
+
+#[async_trait]
+impl Handler for Print {
+    type Payload = Raw;
+
+    async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
+        println!("{}", cx.id());
+        Ok(())
+    }
+}
+
+#[tokio::main]
+async fn main() -> Result<(), Error> {
+    let redis = Redis::at("redis://localhost:6379");
+    let report = ShadowReport::new();
+
+    Consumer::builder()
+        .store(Shadow::new(redis, report.clone()))
+        // … all else as it will be
+        .source(Kafka::topic("payments").brokers("localhost:9092").group("ledger"))
+        .id(IdSource::header("payment-id"))
+        .guarantee(Guarantee::EffectivelyOnce)
+        .decode(RawBytes)
+        .handler(Print)
+        .run_until(async { drop(tokio::signal::ctrl_c().await) })
+        .await?;
+    println!("{report}");
+    Ok(())
+}
