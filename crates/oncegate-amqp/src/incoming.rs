@@ -46,7 +46,7 @@ pub(crate) fn read(raw: Raw, settings: &Settings, epoch: u64) -> (Delivery, Orig
     };
     let queue = &settings.name;
     let message = Message {
-        origin: Origin { name: Arc::clone(queue), position: Position::Queue },
+        origin: Origin { name: Arc::clone(queue), position: Position::Queue, system: Some("rabbitmq") },
         key: Some(key),
         message_id: properties.message_id().as_ref().map(|id| Bytes::copy_from_slice(id.as_str().as_bytes())),
         headers,
@@ -210,7 +210,7 @@ mod tests {
         assert!(message.headers.iter().any(|it| it == (&b"null"[..], None)));
         assert_eq!(message.headers.last("nested"), None);
         assert_eq!(delivery.receipt, Receipt { epoch: 3, partition: 0, position: 7 });
-        assert_eq!((&message.body[..], &*message.origin.name), (&b"body"[..], "q"));
+        assert_eq!((&message.body[..], &*message.origin.name, message.origin.system), (&b"body"[..], "q", Some("rabbitmq")));
         assert!(original.properties.expiration().is_some());
     }
 

@@ -63,11 +63,14 @@ pub struct Origin {
     pub name: Arc<str>,
     /// The position inside it, where there is a lasting one.
     pub position: Position,
+    /// The system that it lies in, as OpenTelemetry's conventions for messaging name it: `kafka`, `rabbitmq`. Spans say it; `None`
+    /// leaves it out.
+    pub system: Option<&'static str>,
 }
 
 impl Default for Origin {
     fn default() -> Self {
-        Self { name: Arc::from(""), position: Position::Queue }
+        Self { name: Arc::from(""), position: Position::Queue, system: None }
     }
 }
 

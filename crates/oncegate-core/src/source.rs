@@ -132,6 +132,7 @@ impl Limit {
 
 /// What a source hands over.
 #[derive(Debug)]
+#[allow(clippy::large_enum_variant, reason = "nearly all of them are deliveries: a box would cost each an allocation")]
 pub enum Incoming {
     /// A delivery to settle.
     Delivery(Delivery),

@@ -24,6 +24,8 @@ macro_rules! of_message {
             $name,
             $($field)*,
             otel.kind = $kind,
+            messaging.system = $message.origin.system,
+            messaging.operation.name = operation_name($operation, $message),
             messaging.operation.r#type = $operation,
             messaging.destination.name = &*$message.origin.name,
             messaging.destination.partition.id = place($message).0.map(as_text),
@@ -63,6 +65,15 @@ enum Joins {
     Below,
     /// With a link: a redelivery or a duplicate, whose message has led to something before.
     Beside,
+}
+
+/// What the system itself calls an operation.
+fn operation_name(operation: &'static str, message: &Message) -> &'static str {
+    match (operation, message.origin.system) {
+        ("settle", Some("kafka")) => "commit",
+        ("settle", Some("rabbitmq")) => "ack",
+        _ => operation,
+    }
 }
 
 /// Where a message lies.

@@ -46,6 +46,11 @@ async fn a_message_is_handled_in_its_senders_trace_and_comes_again_beside_it() {
         broker.publish(message(id));
     }
     broker.publish(Message::new("x").with_message_id("untraced"));
+    for (id, system) in [("on-kafka", "kafka"), ("on-rabbitmq", "rabbitmq")] {
+        let mut message = message(id);
+        message.origin.system = Some(system);
+        broker.publish(message);
+    }
     let all = broker.clone();
     Consumer::builder()
         .source(broker.source())
@@ -78,9 +83,19 @@ async fn a_message_is_handled_in_its_senders_trace_and_comes_again_beside_it() {
     let [handled] = of("oncegate.handle", "once")[..] else { panic!("{spans:#?}") };
     assert!(is_below(handled), "{handled:#?}");
     assert_eq!(handled.span_kind, SpanKind::Consumer);
-    let named = [("messaging.operation.type", "process"), ("messaging.destination.name", "payments")];
+    let named =
+        [("messaging.operation.type", "process"), ("messaging.operation.name", "process"), ("messaging.destination.name", "payments")];
     for (key, value) in named {
         assert_eq!(text(handled, key).as_deref(), Some(value), "{key}");
+    }
+    // Memory is no system that has a name.
+    assert_eq!(text(handled, "messaging.system"), None);
+    for (id, system, settles) in [("on-kafka", "kafka", "commit"), ("on-rabbitmq", "rabbitmq", "ack")] {
+        for (span, operation) in [("oncegate.handle", "process"), ("oncegate.settle", settles)] {
+            let [span] = of(span, id)[..] else { panic!("{spans:#?}") };
+            let said = ["messaging.system", "messaging.operation.name"].map(|key| text(span, key));
+            assert_eq!(said, [Some(system.to_owned()), Some(operation.to_owned())], "{span:#?}");
+        }
     }
     // What the handler does stands below it: from the producer to the provider.
     let inside = |it: &&SpanData| it.name == "charge" && it.parent_span_id == handled.span_context.span_id();

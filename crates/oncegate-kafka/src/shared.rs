@@ -446,7 +446,7 @@ impl Fate {
 
 fn delivery(record: Record, epoch: u64) -> Delivery {
     let Record { topic, partition, offset, sent_at, key, headers, body } = record;
-    let origin = Origin { name: topic, position: Position::Offset { partition, offset } };
+    let origin = Origin { name: topic, position: Position::Offset { partition, offset }, system: Some("kafka") };
     Delivery {
         message: Message { origin, key, message_id: None, headers, body, sent_at },
         // Neither is ever negative in a message that was delivered.

@@ -328,7 +328,7 @@ fn as_message(letter: &Letter) -> oncegate::Message {
     }
     if let (Some(partition), Some(offset)) = (letter.place.partition, letter.place.offset) {
         let position = oncegate::Position::Offset { partition, offset };
-        message.origin = oncegate::Origin { name: letter.place.name.as_str().into(), position };
+        message.origin = oncegate::Origin { name: letter.place.name.as_str().into(), position, system: Some("kafka") };
     }
     message
 }

@@ -65,9 +65,9 @@ impl MemoryBroker {
         Self(Arc::new(Shared { origin, queue: Mutex::default(), changed: Notify::new() }))
     }
 
-    /// Adds a message at the end.
+    /// Adds a message at the end. Its origin is this queue, in the system that it names.
     pub fn publish(&self, mut message: Message) {
-        message.origin = self.0.origin.clone();
+        message.origin = Origin { system: message.origin.system, ..self.0.origin.clone() };
         self.0.lock().ready.push_back(Held { message, failures: 0 });
         self.0.changed.notify_waiters();
     }

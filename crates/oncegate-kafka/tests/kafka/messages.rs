@@ -29,6 +29,7 @@ async fn nulls_and_odd_header_names_are_read_as_they_are() {
     let age = SystemTime::now().duration_since(message(2).sent_at.expect("a timestamp")).unwrap_or_default();
     assert!(age < BOUND);
     assert_eq!(&*message(2).origin.name, topic.name);
+    assert_eq!(message(2).origin.system, Some("kafka"));
 
     for delivery in deliveries {
         reject(&mut source, delivery, oncegate_core::road::Reason::MissingId).await;
