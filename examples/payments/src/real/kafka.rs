@@ -136,7 +136,7 @@ impl Wire {
         let mut confirmations = Vec::with_capacity(messages.len());
         for message in messages {
             // Without a key, so that the two copies of a payment meet different workers.
-            let sending = Sending::begin(&self.queue.name, message.id.as_deref());
+            let sending = Sending::begin(("kafka", "send"), &self.queue.name, message.id.as_deref());
             let headers = [(ID_HEADER, message.id.clone()), (TRACEPARENT, sending.header())];
             let headers = headers.iter().filter_map(|(key, value)| Some(Header { key, value: Some(value.as_ref()?) }));
             let headers = headers.fold(OwnedHeaders::new(), OwnedHeaders::insert);

@@ -135,7 +135,7 @@ impl Wire {
     async fn publish<'a>(&self, messages: Vec<&'a Outgoing>) -> Result<Vec<&'a Outgoing>, Error> {
         let mut confirmations = Vec::with_capacity(messages.len());
         for message in messages {
-            let sending = Sending::begin(&self.queue, message.id.as_deref());
+            let sending = Sending::begin(("rabbitmq", "publish"), &self.queue, message.id.as_deref());
             let mut headers = FieldTable::default();
             for (name, value) in [(ID_HEADER, message.id.clone()), (TRACEPARENT, sending.header())] {
                 if let Some(value) = value {

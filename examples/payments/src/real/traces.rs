@@ -15,7 +15,7 @@ mod none {
     pub(crate) struct Sending;
 
     impl Sending {
-        pub(crate) fn begin(_: &str, _: Option<&str>) -> Self {
+        pub(crate) fn begin(_: (&'static str, &'static str), _: &str, _: Option<&str>) -> Self {
             Self
         }
 
@@ -64,13 +64,16 @@ mod some {
     pub(crate) struct Sending(Span);
 
     impl Sending {
-        pub(crate) fn begin(queue: &str, id: Option<&str>) -> Self {
+        /// By this system, which calls it so.
+        pub(crate) fn begin((system, operation): (&'static str, &'static str), queue: &str, id: Option<&str>) -> Self {
             // A trace of its own: what it leads to is all that belongs to it.
             Self(info_span!(
                 parent: None,
                 "payments.send",
                 id,
                 otel.kind = "producer",
+                messaging.system = system,
+                messaging.operation.name = operation,
                 messaging.operation.r#type = "send",
                 messaging.destination.name = queue
             ))
