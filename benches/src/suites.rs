@@ -71,6 +71,8 @@ impl Extent {
 
 /// How often each side has its turn.
 const ROUNDS: usize = 5;
+/// So many messages are enough for one who handles them one by one, a millisecond each.
+const ONE_BY_ONE: usize = 2_000;
 
 /// What is to be reached, by ratio.
 pub const REACH: [(&str, f64); 7] = [

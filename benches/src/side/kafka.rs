@@ -65,11 +65,14 @@ pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
                 }
             }
         }
-        (Way::Naive { redis }, _) => {
+        (Way::Naive { redis }, work) => {
             let mut store = redis::Client::open(redis.as_str())?.get_multiplexed_async_connection().await?;
             while !meter.is_over() {
                 let message = consumer.recv().await?;
                 if super::store::is_first(&mut store, id_of(&message, *id).unwrap_or_default()).await? {
+                    if work == Work::Waits {
+                        tokio::time::sleep(WAIT).await;
+                    }
                     meter.saw();
                 }
             }

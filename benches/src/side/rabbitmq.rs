@@ -68,6 +68,9 @@ pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
                 let delivery = deliveries.next().await.ok_or("the queue ended")??;
                 let id = delivery.properties.message_id().as_ref().map_or("", |id| id.as_str());
                 if super::store::is_first(&mut store, id.as_bytes()).await? {
+                    if task.work == Work::Waits {
+                        tokio::time::sleep(super::kafka::WAIT).await;
+                    }
                     meter.saw();
                 }
                 delivery.ack(BasicAckOptions::default()).await?;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{Extent, ROUNDS};
+use super::{Extent, ONE_BY_ONE, ROUNDS};
 use crate::Outcome;
 use crate::load::Ids;
 use crate::report::Table;
@@ -76,39 +76,42 @@ fn by_key(stage: &Stage, messages: usize) -> Outcome<Table> {
 fn large(stage: &Stage) -> Outcome<Table> {
     let messages = 200_000;
     let topic = stage.topic(PARTITIONS, messages, 4096, Id::Header)?;
-    let on = |way: Way| stage.on_kafka(&topic, way, messages).run_apart();
+    let on = |way: Way, messages| stage.on_kafka(&topic, way, messages).run_apart();
     let sides = vec![
-        Side::new("bare", || on(Way::Bare)),
-        Side::new("memory, in place", || on(stage.memory(Spawned::No))),
-        Side::new("memory, spawned", || on(stage.memory(Spawned::Yes))),
-        Side::new("Redis, in place", || on_empty(stage, || on(stage.redis(Spawned::No)))),
+        Side::new("bare", || on(Way::Bare, messages)),
+        Side::new("memory, in place", || on(stage.memory(Spawned::No), messages)),
+        Side::new("memory, spawned", || on(stage.memory(Spawned::Yes), messages)),
+        Side::new("SQLite, in place", || on(stage.sqlite(Spawned::No), messages)),
+        Side::new("Redis, in place", || on_empty(stage, || on(stage.redis(Spawned::No), messages))),
+        Side::new("naive, Redis", || on_empty(stage, || on(stage.naive(), 20_000))),
     ];
     let rows = alternate("Kafka, 4 KiB", ROUNDS, || stage.go_on(), sides)?;
     let table = Table::new("Kafka, 4 partitions, 4 KiB, id in a header; the handler does nothing", &rows);
     Ok(table
         .ratio("kafka_4k_memory", "memory, in place", 1.0, "bare")
         .ratio("kafka_4k_memory_spawned", "memory, spawned", 1.0, "bare")
+        .ratio("kafka_4k_sqlite", "SQLite, in place", 1.0, "bare")
         .ratio("kafka_4k_redis", "Redis, in place", 1.0, "bare"))
 }
 
 fn waiting(stage: &Stage) -> Outcome<Table> {
     let messages = 200_000;
     let topic = stage.topic(PARTITIONS, messages, 100, Id::Header)?;
-    let on = |way: Way| Task { work: Work::Waits, ..stage.on_kafka(&topic, way, messages) }.run_apart();
+    let on = |way: Way, messages| Task { work: Work::Waits, ..stage.on_kafka(&topic, way, messages) }.run_apart();
     let sides = vec![
-        Side::new("bare, 512 at once", || on(Way::Bare)),
-        Side::new("memory, spawned", || on(stage.memory(Spawned::Yes))),
-        Side::new("memory, in place", || on(stage.memory(Spawned::No))),
-        Side::new("Redis, spawned", || on_empty(stage, || on(stage.redis(Spawned::Yes)))),
+        Side::new("bare, 512 at once", || on(Way::Bare, messages)),
+        Side::new("memory, spawned", || on(stage.memory(Spawned::Yes), messages)),
+        Side::new("memory, in place", || on(stage.memory(Spawned::No), messages)),
+        Side::new("SQLite, spawned", || on(stage.sqlite(Spawned::Yes), messages)),
+        Side::new("Redis, spawned", || on_empty(stage, || on(stage.redis(Spawned::Yes), messages))),
+        Side::new("naive, Redis", || on_empty(stage, || on(stage.naive(), ONE_BY_ONE))),
     ];
     let rows = alternate("Kafka, 1 ms", ROUNDS, || stage.go_on(), sides)?;
     let table = Table::new("Kafka, 4 partitions, 100 bytes, id in a header; the handler waits for 1 ms", &rows);
-    Ok(table.ratio("kafka_waiting_memory", "memory, spawned", 1.0, "bare, 512 at once").ratio(
-        "kafka_waiting_redis",
-        "Redis, spawned",
-        1.0,
-        "bare, 512 at once",
-    ))
+    Ok(table
+        .ratio("kafka_waiting_memory", "memory, spawned", 1.0, "bare, 512 at once")
+        .ratio("kafka_waiting_sqlite", "SQLite, spawned", 1.0, "bare, 512 at once")
+        .ratio("kafka_waiting_redis", "Redis, spawned", 1.0, "bare, 512 at once"))
 }
 
 fn store_alone(stage: &Stage, messages: usize) -> Task {

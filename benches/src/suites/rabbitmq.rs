@@ -1,6 +1,6 @@
 //! The bare RabbitMQ client and oncegate, by prefetch and kind of queue.
 
-use super::{Extent, ROUNDS};
+use super::{Extent, ONE_BY_ONE, ROUNDS};
 use crate::Outcome;
 use crate::load::{Keeps, QueueKind};
 use crate::report::Table;
@@ -49,11 +49,14 @@ fn in_memory(stage: &Stage) -> Outcome<Table> {
 }
 
 fn waiting(stage: &Stage, kind: QueueKind) -> Outcome<Table> {
-    let on = |way: Way| on(stage, (kind, Keeps::OnDisk), (50_000, 100), 256, |task| Task { work: Work::Waits, way: way.clone(), ..task });
+    let on = |way: Way, messages| {
+        on(stage, (kind, Keeps::OnDisk), (messages, 100), 256, |task| Task { work: Work::Waits, way: way.clone(), ..task })
+    };
     let sides = vec![
-        Side::new("bare", || on(Way::Bare)),
-        Side::new("memory, spawned", || on(stage.memory(Spawned::Yes))),
-        Side::new("Redis, spawned", || on(stage.redis(Spawned::Yes))),
+        Side::new("bare", || on(Way::Bare, 50_000)),
+        Side::new("memory, spawned", || on(stage.memory(Spawned::Yes), 50_000)),
+        Side::new("Redis, spawned", || on(stage.redis(Spawned::Yes), 50_000)),
+        Side::new("naive, Redis", || on(stage.naive(), ONE_BY_ONE)),
     ];
     let kind = kind.name();
     let rows = alternate(&format!("RabbitMQ, {kind}, 1 ms"), ROUNDS, || stage.go_on(), sides)?;
@@ -74,10 +77,8 @@ fn by_prefetch(stage: &Stage, extent: Extent, kind: QueueKind, prefetch: u16, bo
         vec![Side::new("bare", || on(Way::Bare, messages)), Side::new("Redis, in place", || on(stage.redis(Spawned::No), messages))];
     if extent == Extent::Full {
         sides.push(Side::new("Redis, spawned", || on(stage.redis(Spawned::Yes), messages)));
-        if body <= 1000 {
-            sides.push(Side::new("memory, in place", || on(stage.memory(Spawned::No), messages)));
-            sides.push(Side::new("naive, Redis", || on(stage.naive(), messages.min(10_000))));
-        }
+        sides.push(Side::new("memory, in place", || on(stage.memory(Spawned::No), messages)));
+        sides.push(Side::new("naive, Redis", || on(stage.naive(), messages.min(10_000))));
     }
     let kind = kind.name();
     let size = if body > 1000 { format!("{} KiB", body / 1024) } else { format!("{body} bytes") };
