@@ -175,8 +175,10 @@ impl Session {
         let mut arguments = FieldTable::default();
         // The usual priority. A stream knows none and refuses it; by nothing else would it be told from a queue.
         arguments.insert(PRIORITY.into(), AMQPValue::LongInt(0));
+        fault::point("amqp.consume.before");
         let consuming = channel.basic_consume(settings.queue.clone(), "".into(), BasicConsumeOptions::default(), arguments);
         let consumer = consuming.await.map_err(|error| refusal(error, settings))?;
+        fault::point("amqp.consume.after");
         Ok(Self {
             epoch,
             acks: Acks::new(),
@@ -316,10 +318,12 @@ impl Session {
         if self.ending != Ending::StaysActive
             && let Some(consumer) = self.consumer.take()
         {
+            fault::point("amqp.cancel.before");
             let cancelling = self.channel.basic_cancel(consumer.tag(), BasicCancelOptions::default());
             if !matches!(tokio::time::timeout(Duration::from_secs(2), cancelling).await, Ok(Ok(()))) {
                 tracing::debug!("the broker did not confirm that it sends no more");
             }
+            fault::point("amqp.cancel.after");
         }
     }
 

@@ -25,6 +25,7 @@ pub(crate) fn store<C: ConsumerContext>(consumer: &BaseConsumer<C>, shared: &Sha
     let sent = listed(commits.iter().filter(|commit| commit.way == Way::Sent));
     if sent.count() > 0 {
         complain("sending offsets", consumer.commit(&sent, CommitMode::Async));
+        fault::point("kafka.commit.sent");
     }
 }
 

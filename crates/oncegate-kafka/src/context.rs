@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use oncegate_core::SourceError;
+use oncegate_core::{SourceError, fault};
 use rdkafka::client::ClientContext;
 use rdkafka::config::RDKafkaLogLevel;
 use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext, RebalanceProtocol};
@@ -148,10 +148,12 @@ impl Context {
     }
 
     fn take_over(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
+        fault::point("kafka.assign.before");
         let outcome = match consumer.rebalance_protocol() {
             RebalanceProtocol::Cooperative => consumer.incremental_assign(partitions),
             _ => consumer.assign(partitions),
         };
+        fault::point("kafka.assign.after");
         complain("assigning partitions", outcome);
     }
 
@@ -185,10 +187,12 @@ impl Context {
     }
 
     fn unassign(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
+        fault::point("kafka.unassign.before");
         let unassigned = match consumer.rebalance_protocol() {
             RebalanceProtocol::Cooperative => consumer.incremental_unassign(partitions),
             _ => consumer.unassign(),
         };
+        fault::point("kafka.unassign.after");
         complain("giving partitions back", unassigned);
     }
 
@@ -250,8 +254,10 @@ impl Context {
     /// before.
     fn read_on(&self, topic: &str, partition: i32, stood: Option<i64>, queue: &Queue<Self>) {
         let Some(offset) = self.shared.lock().distrust(topic, partition, stood) else { return };
-        oncegate_core::fault::point("kafka.seek.before");
-        match queue.consumer().seek(topic, partition, Offset::Offset(offset), SEEK) {
+        fault::point("kafka.seek.before");
+        let sought = queue.consumer().seek(topic, partition, Offset::Offset(offset), SEEK);
+        fault::point("kafka.seek.after");
+        match sought {
             Ok(()) => self.shared.lock().told_where(topic, partition),
             Err(error) => tracing::warn!(%error, topic, partition, offset, "reading on"),
         }
@@ -355,7 +361,7 @@ impl ConsumerContext for Context {
     }
 
     fn commit_callback(&self, result: KafkaResult<()>, offsets: &TopicPartitionList) {
-        oncegate_core::fault::point("kafka.commit.confirmed");
+        fault::point("kafka.commit.confirmed");
         let all = match result {
             Err(KafkaError::ConsumerCommit(RDKafkaErrorCode::NoOffset)) => return,
             Err(error) => Some(error),

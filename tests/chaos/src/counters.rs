@@ -1,37 +1,51 @@
-//! The counters of a consumer process, as they go into the ledger.
+//! The metrics of a consumer process: its counters, as they go into the ledger, and all of them as Prometheus would read them.
 
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use metrics::{Counter, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit};
+use metrics::{Counter, CounterFn, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit};
+use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 
 use crate::Error;
 use crate::ledger::{Log, What};
 
-/// How often they are written down, if they have changed: what a killed process had counted is known up to here.
+/// How often they are written down, the counters if they have changed: what a killed process had counted is known up to here.
 const EVERY: Duration = Duration::from_secs(1);
+/// How the file's name ends that has what Prometheus would read.
+pub(crate) const SCRAPE: &str = "metrics";
+/// The bounds of the histograms' buckets, in seconds: that there are some, and where, says nothing here.
+const BUCKETS: [f64; 4] = [0.001, 0.01, 0.1, 1.0];
 
-/// All counters of this process.
+/// All metrics of this process.
 #[derive(Clone, Debug)]
 pub struct Counters {
     all: All,
     log: Arc<Log>,
+    /// What Prometheus would read goes here; one writes at a time.
+    scrape: Arc<Mutex<PathBuf>>,
 }
 
-#[derive(Clone, Debug, Default)]
-struct All(Arc<Mutex<BTreeMap<String, Arc<AtomicU64>>>>);
+#[derive(Clone, Debug)]
+struct All {
+    counters: Arc<Mutex<BTreeMap<String, Arc<AtomicU64>>>>,
+    prometheus: Arc<PrometheusRecorder>,
+    handle: PrometheusHandle,
+}
 
 impl Counters {
-    /// Takes what this process counts from now on, and writes it into the ledger each second.
+    /// Takes what this process measures from now on. Each second its counters go into the ledger, and what Prometheus would read goes
+    /// into a file of this process in the folder.
     ///
     /// # Errors
     /// If somebody else takes it already.
-    pub fn install(log: Arc<Log>) -> Result<Self, Error> {
-        let all = All::default();
+    pub fn install(log: Arc<Log>, folder: &Path, name: &str) -> Result<Self, Error> {
+        let all = All::new()?;
         metrics::set_global_recorder(all.clone()).map_err(|error| error.to_string())?;
-        let counters = Self { all, log };
+        oncegate::metrics::describe();
+        let counters = Self { all, log, scrape: Arc::new(Mutex::new(folder.join(format!("{name}.{SCRAPE}")))) };
         let meanwhile = counters.clone();
         std::thread::spawn(move || {
             let mut written = BTreeMap::new();
@@ -42,56 +56,103 @@ impl Counters {
                     written.clone_from(&now);
                     meanwhile.log.write(What::Counted { values: now, last: false });
                 }
+                meanwhile.write_the_scrape();
             }
         });
         Ok(counters)
     }
 
-    /// Writes down what they came to, when nothing is counted any more.
+    /// Writes down what they came to, when nothing is measured any more.
     pub fn write_the_last(&self) {
         self.log.write(What::Counted { values: self.all.values(), last: true });
+        self.write_the_scrape();
+    }
+
+    fn write_the_scrape(&self) {
+        let scrape = self.scrape.lock().unwrap_or_else(PoisonError::into_inner);
+        self.all.write(&scrape);
     }
 }
 
 impl All {
+    fn new() -> Result<Self, Error> {
+        let recorder = PrometheusBuilder::new().set_buckets(&BUCKETS)?.build_recorder();
+        let handle = recorder.handle();
+        Ok(Self { counters: Arc::default(), prometheus: Arc::new(recorder), handle })
+    }
+
     /// What has been counted at all.
     fn values(&self) -> BTreeMap<String, u64> {
-        let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let all = self.counters.lock().unwrap_or_else(PoisonError::into_inner);
         let value = |(name, value): (&String, &Arc<AtomicU64>)| (name.clone(), value.load(Ordering::Relaxed));
         all.iter().map(value).filter(|(_, value)| *value > 0).collect()
+    }
+
+    /// Writes what Prometheus would read now over what it would have read before; a process that is killed meanwhile leaves that.
+    fn write(&self, scrape: &Path) {
+        let new = scrape.with_extension("metrics-new");
+        let written = std::fs::write(&new, self.handle.render()).and_then(|()| std::fs::rename(&new, scrape));
+        // As with the ledger: a run that cannot see what it is to look through is worth nothing.
+        written.expect("the metrics can be written");
+    }
+}
+
+/// A counter that goes into the ledger, and to Prometheus.
+struct Both {
+    value: Arc<AtomicU64>,
+    shown: Counter,
+}
+
+impl CounterFn for Both {
+    fn increment(&self, value: u64) {
+        self.value.fetch_add(value, Ordering::Relaxed);
+        self.shown.increment(value);
+    }
+
+    fn absolute(&self, value: u64) {
+        self.value.fetch_max(value, Ordering::Relaxed);
+        self.shown.absolute(value);
     }
 }
 
 impl Recorder for All {
-    fn describe_counter(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+    fn describe_counter(&self, name: KeyName, unit: Option<Unit>, text: SharedString) {
+        self.prometheus.describe_counter(name, unit, text);
+    }
 
-    fn describe_gauge(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+    fn describe_gauge(&self, name: KeyName, unit: Option<Unit>, text: SharedString) {
+        self.prometheus.describe_gauge(name, unit, text);
+    }
 
-    fn describe_histogram(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+    fn describe_histogram(&self, name: KeyName, unit: Option<Unit>, text: SharedString) {
+        self.prometheus.describe_histogram(name, unit, text);
+    }
 
-    fn register_counter(&self, key: &Key, _: &Metadata<'_>) -> Counter {
+    fn register_counter(&self, key: &Key, metadata: &Metadata<'_>) -> Counter {
         let labels: Vec<String> = key.labels().map(|label| format!("{}={}", label.key(), label.value())).collect();
         let name = if labels.is_empty() { key.name().to_owned() } else { format!("{}{{{}}}", key.name(), labels.join(",")) };
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        Counter::from_arc(Arc::clone(all.entry(name).or_default()))
+        let mut all = self.counters.lock().unwrap_or_else(PoisonError::into_inner);
+        let value = Arc::clone(all.entry(name).or_default());
+        Counter::from_arc(Arc::new(Both { value, shown: self.prometheus.register_counter(key, metadata) }))
     }
 
-    fn register_gauge(&self, _: &Key, _: &Metadata<'_>) -> Gauge {
-        Gauge::noop()
+    fn register_gauge(&self, key: &Key, metadata: &Metadata<'_>) -> Gauge {
+        self.prometheus.register_gauge(key, metadata)
     }
 
-    fn register_histogram(&self, _: &Key, _: &Metadata<'_>) -> Histogram {
-        Histogram::noop()
+    fn register_histogram(&self, key: &Key, metadata: &Metadata<'_>) -> Histogram {
+        self.prometheus.register_histogram(key, metadata)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::secrets::{Secret, canary, find};
 
     #[test]
     fn what_has_the_same_name_and_labels_counts_together() {
-        let all = All::default();
+        let all = All::new().unwrap();
         metrics::with_local_recorder(&all, || {
             metrics::counter!("deliveries", "outcome" => "first").increment(2);
             metrics::counter!("deliveries", "outcome" => "first").increment(1);
@@ -100,5 +161,26 @@ mod tests {
         });
         let expected = [("deliveries{outcome=first}".to_owned(), 3), ("lost".to_owned(), 1)];
         assert_eq!(all.values(), BTreeMap::from(expected));
+    }
+
+    #[test]
+    fn a_secret_in_a_metric_of_any_kind_is_found() {
+        let (all, folder) = (All::new().unwrap(), tempfile::tempdir().unwrap());
+        let secrets = ["counter", "gauge", "histogram", "name", "help"].map(|of| Secret { of, text: canary() });
+        let [counter, gauge, histogram, name, help] = &secrets;
+        metrics::with_local_recorder(&all, || {
+            metrics::describe_gauge!("rate", format!("of {}", help.text));
+            metrics::counter!("lost", "url" => format!("redis://:{}@h", counter.text)).increment(1);
+            metrics::gauge!("rate", "url" => format!("amqp://u:{}@h", gauge.text)).set(0.5);
+            metrics::histogram!("claim_seconds", "user" => histogram.text.clone()).record(0.1);
+            metrics::gauge!(format!("of_{}", name.text)).set(1.0);
+        });
+        all.write(&folder.path().join(format!("c0.1.{SCRAPE}")));
+
+        let told = format!("{:?}", find(folder.path(), &secrets).unwrap());
+
+        for Secret { of, .. } in &secrets {
+            assert!(told.contains(&format!("{of:?}")), "the one in a {of} was not found: {told}");
+        }
     }
 }

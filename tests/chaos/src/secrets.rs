@@ -3,6 +3,7 @@
 use std::io::{self, BufRead, BufReader};
 use std::path::Path;
 
+use crate::counters::SCRAPE;
 use crate::ledger::What;
 
 /// A password, and whose it is.
@@ -20,19 +21,20 @@ pub fn canary() -> String {
     format!("Canary{:016x}", random.u64(..))
 }
 
-/// Looks for secrets in every file of a folder. They are letters and digits, so they look the same in a URL, in JSON and in a
-/// Debug output.
+/// Looks for secrets in every file of a folder. They are letters and digits, so they look the same in a URL, in JSON, in a
+/// Debug output and in what Prometheus reads.
 ///
 /// # Errors
-/// What the file system said.
+/// What the file system said; or that no consumer has left there what Prometheus would read.
 pub fn find(folder: &Path, secrets: &[Secret]) -> io::Result<Vec<What>> {
-    let mut found = Vec::new();
+    let (mut found, mut scrapes) = (Vec::new(), 0);
     for entry in std::fs::read_dir(folder)? {
         let path = entry?.path();
         if !path.is_file() {
             continue;
         }
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        scrapes += u32::from(path.extension().is_some_and(|extension| extension == SCRAPE));
         let mut reader = BufReader::new(std::fs::File::open(&path)?);
         let (mut line, mut number) = (Vec::new(), 0_u64);
         while reader.read_until(b'\n', &mut line)? > 0 {
@@ -44,6 +46,9 @@ pub fn find(folder: &Path, secrets: &[Secret]) -> io::Result<Vec<What>> {
             }
             line.clear();
         }
+    }
+    if scrapes == 0 {
+        return Err(io::Error::other(format!("nothing in {} is what Prometheus would read", folder.display())));
     }
     Ok(found)
 }
@@ -65,6 +70,7 @@ mod tests {
             .unwrap();
         std::fs::write(folder.path().join("plan.json"), format!("{{\"url\":\"amqp://guest:{}@h\"", secrets[1].text)).unwrap();
         std::fs::write(folder.path().join("sink.jsonl"), b"\xffCanary of another\n").unwrap();
+        std::fs::write(folder.path().join("c0.1.metrics"), "oncegate_in_flight 3\n").unwrap();
 
         let mut places: Vec<String> = find(folder.path(), &secrets).unwrap().iter().map(|found| format!("{found:?}")).collect();
 
@@ -73,5 +79,12 @@ mod tests {
         assert!(places[0].contains("RabbitMQ") && places[0].contains("plan.json, line 1"), "{places:?}");
         assert!(places[1].contains("Redis") && places[1].contains("c0.1.log, line 2"), "{places:?}");
         assert!(!places.iter().any(|place| place.contains("Canary")), "the finding tells it, too: {places:?}");
+    }
+
+    #[test]
+    fn a_folder_without_metrics_is_not_clean_but_unknown() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("c0.1.log"), "INFO well\n").unwrap();
+        assert!(find(folder.path(), &[]).unwrap_err().to_string().contains("Prometheus"));
     }
 }

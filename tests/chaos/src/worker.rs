@@ -124,7 +124,7 @@ impl Worker {
         // Before its file of the ledger is there: whoever sees that knows that it can be told to drain.
         let terminate = signal(SignalKind::terminate())?;
         let log = Arc::new(Log::open(&told.folder.join(format!("{}.jsonl", told.name)), &told.name)?);
-        let counters = Counters::install(Arc::clone(&log))?;
+        let counters = Counters::install(Arc::clone(&log), &told.folder, &told.name)?;
         let sink = Sink::connect(told.sink, &told.name).await?;
         Ok(Self { log, sink, terminate, counters })
     }

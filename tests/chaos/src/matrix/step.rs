@@ -56,7 +56,7 @@ const fn step(name: &'static str, text: &'static str, passes: [u32; 3], way: Way
 }
 
 /// All of them, in the order of the road.
-pub const STEPS: [Step; 47] = [
+pub const STEPS: [Step; 56] = [
     step("delivery", "a delivery has come in, and nothing was asked", OFTEN, Way::Work, Only::Everywhere),
     step("claim.before", "before a claim is sent", OFTEN, Way::Work, Only::Everywhere),
     step("claim.after", "a claim was carried out, its reply unread", OFTEN, Way::Work, Only::Everywhere),
@@ -83,14 +83,21 @@ pub const STEPS: [Step; 47] = [
     step("sqlite.commit.after", "SQLite has committed, nobody was told", OFTEN, Way::Work, Only::Sqlite),
     step("settle.before", "before a verdict goes to the source", OFTEN, Way::Work, Only::Everywhere),
     step("settle.after", "the source has it", OFTEN, Way::Work, Only::Everywhere),
+    step("kafka.assign.before", "the group gives it partitions, before it takes them over", SELDOM, Way::Work, Only::Kafka),
+    step("kafka.assign.after", "it has taken them over, nothing of them was read", SELDOM, Way::Work, Only::Kafka),
     step("kafka.commit.before", "before an offset is stored for the commit", OFTEN, Way::Work, Only::Kafka),
     step("kafka.commit.stored", "stored, not committed", OFTEN, Way::Work, Only::Kafka),
+    step("kafka.commit.sent", "the first of an assignment is on its way, not confirmed", SELDOM, Way::Work, Only::Kafka),
     step("kafka.commit.confirmed", "Kafka has committed it, nobody was told", SELDOM, Way::Work, Only::Kafka),
     step("kafka.letter.before", "before a dead letter is published", SELDOM, Way::Work, Only::Kafka),
     step("kafka.letter.confirmed", "it stands, its message is not settled", SELDOM, Way::Work, Only::Kafka),
     step("kafka.letter.settled", "its message is settled, not committed", SELDOM, Way::Work, Only::Kafka),
     step("kafka.seek.before", "a topic was made anew, before its beginning is sought", SELDOM, Way::TopicMadeAnew, Only::Kafka),
     step("kafka.seek.after", "it was sought, nothing of it was read", SELDOM, Way::TopicMadeAnew, Only::Kafka),
+    step("kafka.unassign.before", "drained, before it gives its partitions back", SELDOM, Way::Drain, Only::Kafka),
+    step("kafka.unassign.after", "it has given them back, and not left the group", SELDOM, Way::Drain, Only::Kafka),
+    step("amqp.consume.before", "the queues are there, before it asks to consume", SELDOM, Way::Work, Only::RabbitMq),
+    step("amqp.consume.after", "the broker sends, nothing of it was read", SELDOM, Way::Work, Only::RabbitMq),
     step("amqp.ack.before", "before acknowledgements are written", OFTEN, Way::Work, Only::RabbitMq),
     step(
         "amqp.ack.rejected",
@@ -102,6 +109,8 @@ pub const STEPS: [Step; 47] = [
     step("amqp.ack.after", "they were handed to the connection", OFTEN, Way::Work, Only::RabbitMq),
     step("amqp.letter.before", "before a dead letter is published", SELDOM, Way::Work, Only::RabbitMq),
     step("amqp.letter.confirmed", "it stands, its message is not acknowledged", SELDOM, Way::Work, Only::RabbitMq),
+    step("amqp.cancel.before", "told to drain, before it cancels its consumer", SELDOM, Way::Drain, Only::RabbitMq),
+    step("amqp.cancel.after", "the broker sends no more, what it sent is not settled", SELDOM, Way::Drain, Only::RabbitMq),
     step("amqp.delay.before", "before a copy is published to wait", SELDOM, Way::DrainWhileSomethingWaits, Only::RabbitMq),
     step("amqp.delay.confirmed", "the copy stands, its message is not acknowledged", SELDOM, Way::DrainWhileSomethingWaits, Only::RabbitMq),
     step("amqp.back.before", "before what was not settled is handed back", SELDOM, Way::DrainWhileSomethingIsHeld, Only::RabbitMq),
