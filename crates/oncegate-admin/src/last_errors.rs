@@ -13,7 +13,7 @@ use tracing_subscriber::layer::Context;
 /// How many are kept.
 const KEPT: usize = 20;
 /// How much of each is kept, in bytes.
-const LONGEST: usize = 500;
+pub(crate) const LONGEST: usize = 500;
 /// Fields that name one message. What an error beside them says is the handler's own words.
 const OF_ONE_MESSAGE: &[&str] = &["id", "key", "origin"];
 
@@ -135,7 +135,7 @@ impl Line {
 
 /// Where a text can be cut so that at most so many bytes stay. (`str::floor_char_boundary` is younger than the oldest Rust that
 /// builds this.)
-fn boundary(text: &str, at_most: usize) -> usize {
+pub(crate) fn boundary(text: &str, at_most: usize) -> usize {
     (0..=at_most.min(text.len())).rev().find(|at| text.is_char_boundary(*at)).unwrap_or_default()
 }
 

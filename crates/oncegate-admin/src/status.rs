@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use oncegate::{ConsumerStatus, Held, Position, Readiness};
+use oncegate::{ConsumerStatus, Held, Position, Readiness, StoreSnapshot, StoreState, StoreTrouble};
 use serde::Serialize;
 
-use crate::last_errors::{LastErrors, Said};
+use crate::last_errors::{LONGEST, LastErrors, Said, boundary};
 
 /// The whole page.
 #[derive(Serialize)]
@@ -30,7 +30,32 @@ pub(crate) struct Consumer {
     ready: bool,
     in_flight: usize,
     waiting: usize,
+    store: Option<Store>,
     oldest: Vec<Oldest>,
+}
+
+/// What a consumer has seen of its store.
+#[derive(Serialize)]
+struct Store {
+    name: String,
+    #[serde(flatten)]
+    state: State,
+    last_error: Option<Trouble>,
+}
+
+/// Each with seconds: since its last answer, or since it gave none.
+#[derive(Serialize)]
+#[serde(tag = "state", rename_all = "lowercase")]
+enum State {
+    Unasked,
+    Answers { last_answer_seconds: f64 },
+    Away { away_seconds: f64 },
+}
+
+#[derive(Serialize)]
+struct Trouble {
+    seconds_ago: f64,
+    text: String,
 }
 
 #[derive(Serialize)]
@@ -117,8 +142,24 @@ impl Watched {
             ready: self.readiness.is_ready(),
             in_flight: snapshot.in_flight,
             waiting: snapshot.waiting,
+            store: snapshot.store.map(Store::of),
             oldest: snapshot.oldest.iter().map(Oldest::of).collect(),
         }
+    }
+}
+
+impl Store {
+    fn of(snapshot: StoreSnapshot) -> Self {
+        let state = match snapshot.state {
+            StoreState::Answers { last } => State::Answers { last_answer_seconds: seconds(last) },
+            StoreState::Away { since } => State::Away { away_seconds: seconds(since) },
+            _ => State::Unasked,
+        };
+        let trouble = |StoreTrouble { since, mut text, .. }| {
+            text.truncate(boundary(&text, LONGEST));
+            Trouble { seconds_ago: seconds(since), text }
+        };
+        Self { name: snapshot.name, state, last_error: snapshot.last_error.map(trouble) }
     }
 }
 

@@ -8,6 +8,7 @@ use std::time::Duration;
 use oncegate::marker::{Guarantee, Operation, Verdict};
 use oncegate::*;
 use oncegate_admin::{Admin, LastErrors, PORT, Serving};
+use oncegate_testkit::servers::{RedisOptions, RedisServer};
 use serde_json::Value;
 use tokio::sync::Semaphore;
 use tracing_subscriber::layer::SubscriberExt;
@@ -115,6 +116,9 @@ async fn ready_follows_the_consumer_and_live_does_not() {
     store.is_away.store(true, Ordering::SeqCst);
     broker.publish(message("one"));
     until_ready_answers(&serving, 503).await;
+    let seen = page(&serving).await["consumers"][0]["store"].clone();
+    assert_eq!((&seen["name"], &seen["state"]), (&"admin::MayBeAway".into(), &"away".into()), "a store without a name of its own");
+    assert_eq!(seen["last_error"]["text"], "the store did not apply the operation: the network is down");
     assert_eq!(get(&serving, "/live").await, (200, "live\n".to_owned()), "no restart brings a store back");
 
     store.is_away.store(false, Ordering::SeqCst);
@@ -162,6 +166,7 @@ async fn status_names_what_is_held_and_what_was_warned_of_and_nothing_secret() {
     let consumers = page["consumers"].as_array().expect("a list");
     assert_eq!((&page["ready"], &consumers[0]["ready"], &consumers[1]["ready"]), (&false.into(), &true.into(), &false.into()));
     assert_eq!((&consumers[0]["name"], &consumers[1]["name"]), (&"ledger".into(), &"never started".into()));
+    assert_eq!((&consumers[0]["store"]["name"], &consumers[1]["store"]), (&"the memory of this process".into(), &Value::Null));
     let held = &consumers[0]["oldest"][0];
     let expected = [("id", Value::from("waits")), ("from", "payments".into()), ("doing", "handling".into()), ("attempt", 1.into())];
     for (field, value) in expected {
@@ -172,6 +177,52 @@ async fn status_names_what_is_held_and_what_was_warned_of_and_nothing_secret() {
     lets.add_permits(1);
     running.await.expect("no panic").expect("a clean end");
     assert_eq!(self::page(&serving).await["consumers"][0]["in_flight"], 0);
+}
+
+/// The password stands in the URL of the store: `page` refuses to see it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn status_names_the_store_and_says_when_it_goes_and_when_it_is_back() {
+    let mut server = RedisServer::start(RedisOptions::new().password(CANARY)).expect("Redis starts");
+    assert!(server.url().contains(CANARY));
+    let (broker, status) = (MemoryBroker::new("payments"), ConsumerStatus::new());
+    let serving = Admin::new().listen(ANY_PORT).consumer("ledger", Readiness::new(), status.clone()).serve().expect("it opens");
+    let store = async || page(&serving).await["consumers"][0]["store"].clone();
+    let until_it = async |state: &str| until(state, async || Some(store().await).filter(|it| it["state"] == state)).await;
+    assert_eq!(store().await, Value::Null, "nothing has started");
+
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let consumer = Consumer::builder()
+        .source(broker.source())
+        .store(Redis::at(server.url()))
+        .scope("ledger")
+        .id(IdSource::message_id())
+        .decode(RawBytes)
+        .handler(Waits(Arc::new(Semaphore::new(0))))
+        .status(status);
+    let running = tokio::spawn(consumer.run_until(async move {
+        let _ = stopped.await; // told, or the test is over
+    }));
+    let found = until_it("answers").await;
+    assert_eq!((&found["name"], &found["last_error"]), (&format!("Redis at 127.0.0.1:{}", server.port()).into(), &Value::Null));
+    broker.publish(message("one"));
+    broker.drained().await;
+
+    server.stop();
+    let unasked = store().await;
+    assert!(unasked["state"] == "answers" && unasked["last_answer_seconds"].is_f64(), "the page asks no store: {unasked}");
+    broker.publish(message("two"));
+    let away = until_it("away").await;
+    let trouble = &away["last_error"];
+    assert!(away["away_seconds"].is_f64() && trouble["seconds_ago"].is_f64(), "{away}");
+    assert!(trouble["text"].as_str().is_some_and(|it| it.starts_with("the store")), "{away}");
+
+    server.start_again().expect("Redis starts again");
+    broker.drained().await;
+    let back = until_it("answers").await;
+    assert!(back["last_error"]["text"].is_string(), "what it said before stays: {back}");
+    stop.send(()).expect("it runs");
+    running.await.expect("no panic").expect("a clean end");
+    assert_eq!(store().await, Value::Null, "it has ended");
 }
 
 /// Holds its thread until it is let.

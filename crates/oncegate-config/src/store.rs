@@ -47,6 +47,10 @@ impl Store for AnyStore {
         self.0.apply(operations).await
     }
 
+    fn described(&self) -> String {
+        self.0.described()
+    }
+
     async fn preflight(&self, guarantee: Guarantee) -> Result<(), StoreError> {
         self.0.preflight(guarantee).await
     }

@@ -18,7 +18,7 @@ use crate::run::Runner;
 use crate::seldom::Seldom;
 use crate::settings::{Fingerprints, Forgetful, Handlers, Settings};
 use crate::source::{Open, Order, Source, headers};
-use crate::status::ConsumerStatus;
+use crate::status::{ConsumerStatus, Ends};
 use crate::store::{Memory, Store, StoreError};
 
 /// The running loop: take a slot, receive, pass the gate, settle, drain. Start with [`Consumer::builder`].
@@ -266,6 +266,10 @@ impl<S: Open, T: Store + 'static, H: Handler, D: Decode> Builder<S, T, H, D> {
         };
         let mut shutdown = std::pin::pin!(shutdown);
         let store: Arc<dyn Store> = Arc::new(store);
+        let _ends = Ends(settings.status.clone());
+        if let Some(status) = &settings.status {
+            status.begins(store.described());
+        }
         let opened = async {
             preflight(&*store, &settings).await?;
             let source = source.for_in_flight(settings.in_flight).for_window(settings.window);
@@ -288,7 +292,18 @@ pub(crate) async fn preflight(store: &dyn Store, settings: &Settings) -> Result<
     let mut tries = 0;
     let mut says = Seldom::every(Duration::from_secs(10));
     loop {
-        match forgets(store, settings).await {
+        let found = forgets(store, settings).await;
+        if let Some(status) = &settings.status {
+            let now = Instant::now();
+            status.saw(|seen| match &found {
+                Ok(_) => seen.answered(now),
+                Err(error) => {
+                    seen.failed(error, now);
+                    seen.silent(now);
+                }
+            });
+        }
+        match found {
             Ok(Some(why)) => return Err(Error::ForgetfulStore(why)),
             Ok(None) => return Ok(()),
             Err(error @ StoreError::Misconfigured(_)) => return Err(error.into()),

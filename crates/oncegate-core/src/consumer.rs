@@ -39,11 +39,12 @@ use crate::readiness::{Takes, Telling};
 use crate::renewals::{Over, Renewals};
 use crate::road::{Event, Policy, Stage};
 use crate::run::Runner;
+use crate::seen::Seen;
 use crate::seldom::Seldom;
 use crate::settings::Settings;
 use crate::slots::{Slot, Slots};
 use crate::source::{Incoming, Limit, Settled, Source};
-use crate::status::{Doing, Ends, Held, TELLS_EVERY};
+use crate::status::{Doing, Held, TELLS_EVERY};
 use crate::store::Store;
 
 /// A consumer that runs.
@@ -202,7 +203,6 @@ impl<H: Handler, D: Decode> Running<H, D> {
     pub(crate) async fn run(mut self, mut shutdown: Pin<&mut impl Future<Output = ()>>) -> Result<(), Error> {
         let mut incoming = Vec::new();
         let _telling = Telling(self.settings.readiness.clone());
-        let _ends = Ends(self.settings.status.clone());
         loop {
             self.take_in(&mut incoming).await;
             self.let_handlers_run().await;
@@ -346,6 +346,13 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 kept_back,
                 "so much waits behind others of its key or partition that nothing more is taken in; see what fails, or raise `waiting` or `waiting_bytes`"
             );
+        }
+    }
+
+    /// Tells what was seen of the store, if anybody asked.
+    fn saw_of_store(&self, what: impl FnOnce(&mut Seen)) {
+        if let Some(status) = &self.settings.status {
+            status.saw(what);
         }
     }
 

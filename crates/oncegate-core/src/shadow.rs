@@ -170,6 +170,10 @@ impl<S: Store + ?Sized> Store for Shadow<S> {
             .collect()
     }
 
+    fn described(&self) -> String {
+        format!("{}, behind a shadow that answers in its place", self.store.described())
+    }
+
     async fn preflight(&self, guarantee: Guarantee) -> Result<(), StoreError> {
         if guarantee == Guarantee::AtMostOnce {
             let problem = "a shadow stops nothing, and at most once has to: choose Guarantee::EffectivelyOnce while it is on trial";

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use crate::id::MessageId;
 use crate::message::{Origin, Position};
 use crate::road::Stage;
+use crate::seen::{Seen, StoreSnapshot};
 
 /// How often a consumer tells, if it was asked to.
 pub(crate) const TELLS_EVERY: Duration = Duration::from_millis(500);
@@ -14,10 +15,11 @@ pub(crate) const TELLS_EVERY: Duration = Duration::from_millis(500);
 /// How many of the oldest are named.
 const NAMED: usize = 20;
 
-/// What a consumer is doing: how much it holds, and what it has held longest, by id and place. Clones share it.
+/// What a consumer is doing: how much it holds, what it has held longest, by id and place, and whether its store answers. Clones
+/// share it.
 ///
 /// Told twice a second while the consumer runs, also when nothing moves; so it is at most half a second old, unless a
-/// handler that runs in place blocks the consumer.
+/// handler that runs in place blocks the consumer. What is seen of the store is told at once.
 ///
 /// ```
 /// use oncegate_core::{Consumer, ConsumerStatus};
@@ -39,6 +41,7 @@ pub(crate) struct Told {
     pub(crate) waiting: usize,
     /// Sorted by how long ago they arrived.
     pub(crate) oldest: Vec<(Instant, Held)>,
+    pub(crate) store: Option<Seen>,
 }
 
 /// What a consumer holds at one moment.
@@ -51,6 +54,8 @@ pub struct ConsumerSnapshot {
     pub waiting: usize,
     /// The deliveries that it has held longest, at most 20, the oldest first.
     pub oldest: Vec<Held>,
+    /// What it has seen of its store; `None` before its start and after its end.
+    pub store: Option<StoreSnapshot>,
 }
 
 /// One delivery that a consumer holds.
@@ -134,7 +139,8 @@ impl ConsumerStatus {
         let (told, now) = (self.lock(), Instant::now());
         let since = |arrived: &Instant| now.saturating_duration_since(*arrived);
         let oldest = told.oldest.iter().map(|(arrived, held)| Held { since: since(arrived), ..held.clone() }).collect();
-        ConsumerSnapshot { in_flight: told.in_flight, waiting: told.waiting, oldest }
+        let store = told.store.as_ref().map(|seen| seen.snapshot(now));
+        ConsumerSnapshot { in_flight: told.in_flight, waiting: told.waiting, oldest, store }
     }
 
     /// The oldest of these, which are named with `held`.
@@ -142,11 +148,24 @@ impl ConsumerStatus {
         all.sort_by_key(|(arrived, _)| *arrived);
         all.truncate(NAMED);
         let oldest = all.into_iter().filter_map(|(arrived, it)| Some((arrived, held(it)?))).collect();
-        *self.lock() = Told { in_flight, waiting, oldest };
+        let mut told = self.lock();
+        (told.in_flight, told.waiting, told.oldest) = (in_flight, waiting, oldest);
+    }
+
+    /// The consumer starts, with this store.
+    pub(crate) fn begins(&self, store: String) {
+        self.lock().store = Some(Seen::nothing_of(store));
+    }
+
+    /// Something was seen of the store.
+    pub(crate) fn saw(&self, what: impl FnOnce(&mut Seen)) {
+        if let Some(seen) = &mut self.lock().store {
+            what(seen);
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, Told> {
-        // What is told is whole at any moment: it is replaced, never changed.
+        // What is told is whole at any moment: each part of it is replaced, and nothing panics in between.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

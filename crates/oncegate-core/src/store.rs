@@ -20,6 +20,12 @@ pub trait Store: Send + Sync {
     /// Applies the operations and answers each.
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>>;
 
+    /// What it is and where, in a few words for people, such as `Redis at 10.0.0.7:6379`: a status page names the store so. Never a
+    /// secret. By default the name of its type.
+    fn described(&self) -> String {
+        std::any::type_name::<Self>().to_owned()
+    }
+
     /// Whether the store, as it is set up, offers all that this guarantee asks of it: its version, its commands, the rights of
     /// its user. By default it is enough that it can tell its [`memory`](Self::memory).
     ///

@@ -1,8 +1,10 @@
 //! What is stuck can be seen from outside: by id and place, and for how long.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use oncegate_core::marker::{Operation, Verdict};
 use oncegate_core::*;
 use tokio::sync::Semaphore;
 
@@ -104,4 +106,59 @@ async fn the_oldest_are_named_and_the_others_counted() {
         assert_eq!(ids, (0..20).map(|number| format!("stuck-{number}")).collect::<Vec<_>>());
     };
     consumer.run_until(shutdown).await.expect("a clean end");
+}
+
+/// Says nothing of itself until it is there.
+#[derive(Clone, Default)]
+struct Late {
+    store: MemoryStore,
+    is_there: Arc<AtomicBool>,
+}
+
+#[async_trait]
+impl Store for Late {
+    async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
+        self.store.apply(operations).await
+    }
+
+    fn described(&self) -> String {
+        "a late store".to_owned()
+    }
+
+    async fn memory(&self) -> Result<Memory, StoreError> {
+        if self.is_there.load(Ordering::SeqCst) {
+            return self.store.memory().await;
+        }
+        Err(StoreError::NotApplied("nobody listens".into()))
+    }
+}
+
+#[tokio::test]
+async fn a_store_that_a_start_waits_for_is_told_of_before_anything_is_received() {
+    let (broker, status, store) = (MemoryBroker::new("payments"), ConsumerStatus::new(), Late::default());
+    let consumer = Consumer::builder()
+        .source(broker.source())
+        .store(store.clone())
+        .id(IdSource::message_id())
+        .decode(RawBytes)
+        .handler(Stuck { lets: Arc::new(Semaphore::new(0)) })
+        .status(status.clone());
+    let (waits_for, there) = (status.clone(), store.is_there.clone());
+    let shutdown = async move {
+        let away = |it: &ConsumerSnapshot| matches!(&it.store, Some(StoreSnapshot { state: StoreState::Away { .. }, .. }));
+        let told = until(&waits_for, away).await.store.expect("just seen");
+        let text = told.last_error.map(|it| it.text);
+        assert_eq!((told.name.as_str(), text.as_deref()), ("a late store", Some("the store did not apply the operation: nobody listens")));
+        there.store(true, Ordering::SeqCst);
+        let answers = |it: &ConsumerSnapshot| matches!(&it.store, Some(StoreSnapshot { state: StoreState::Answers { .. }, .. }));
+        until(&waits_for, answers).await;
+    };
+    consumer.run_until(shutdown).await.expect("a clean end");
+    assert_eq!(status.snapshot(), ConsumerSnapshot::default(), "it has ended");
+}
+
+#[test]
+fn a_shadow_says_that_the_store_does_not_answer_for_itself() {
+    let shadow = Shadow::new(Late::default(), ShadowReport::new());
+    assert_eq!(shadow.described(), "a late store, behind a shadow that answers in its place");
 }

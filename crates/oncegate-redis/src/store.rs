@@ -320,6 +320,15 @@ impl Store for Redis {
         batch::apply(&self.route, watch, self.durability, &self.prefix, operations, answers).await
     }
 
+    fn described(&self) -> String {
+        let is = match self.route.setting() {
+            "Redis::cluster" => "Redis Cluster of",
+            "Redis::sentinel" => "Redis, the primary",
+            _ => "Redis at",
+        };
+        format!("{is} {}", self.route.described())
+    }
+
     async fn preflight(&self, guarantee: Guarantee) -> Result<(), StoreError> {
         let asked = Asked { guarantee, durability: self.durability, prefix: &self.prefix };
         Ok(preflight::preflight(&self.route, asked).await?)

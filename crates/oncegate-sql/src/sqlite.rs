@@ -141,6 +141,10 @@ impl Store for Sqlite {
         }
     }
 
+    fn described(&self) -> String {
+        format!("SQLite in {}", self.0.place.name())
+    }
+
     async fn memory(&self) -> Result<Memory, StoreError> {
         Ok(self.ask(Request::Memory).await??)
     }

@@ -55,6 +55,10 @@ impl<P: Fn(&[Operation]) -> Fate + Send + Sync> Store for LosesReplies<P> {
         }
     }
 
+    fn described(&self) -> String {
+        self.store.described()
+    }
+
     async fn preflight(&self, guarantee: Guarantee) -> Result<(), StoreError> {
         self.store.preflight(guarantee).await
     }

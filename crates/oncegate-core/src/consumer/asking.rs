@@ -139,16 +139,21 @@ impl<H: Handler, D: Decode> Running<H, D> {
             renewals.hold(granted.into_iter());
         }
         let now = self.clock;
+        for error in misconfigured.iter().chain(&unavailable) {
+            self.saw_of_store(|seen| seen.failed(error, now));
+        }
         if let Some(error) = unavailable
             && let Some(kept_back) = self.says.unavailable.due(now)
         {
             tracing::warn!(%error, in_flight = self.flights.len(), kept_back, "the store does not answer: deliveries wait");
         }
         if events.iter().any(|(_, event)| *event != Event::Unavailable) {
+            self.saw_of_store(|seen| seen.answered(now));
             if let Some(away) = self.breaker.answered(now) {
                 tracing::info!(?away, "the store answers again");
             }
         } else if !events.is_empty() {
+            self.saw_of_store(|seen| seen.silent(now));
             self.breaker.silent(now);
         }
         for (slot, event) in events {

@@ -83,6 +83,10 @@ impl Store for MemoryStore {
         operations.iter().map(|operation| Ok(tables.apply(operation, now))).collect()
     }
 
+    fn described(&self) -> String {
+        "the memory of this process".to_owned()
+    }
+
     async fn memory(&self) -> Result<Memory, StoreError> {
         Ok(Memory::Forgets("the memory store forgets everything when its process ends".into()))
     }
