@@ -11,7 +11,7 @@ pub(crate) const STALE_RECEIPTS: &str = "oncegate_amqp_stale_receipts_total";
 pub(crate) const COPIES: &str = "oncegate_amqp_copies_total";
 pub(crate) const PUBLISH_RETRIES: &str = "oncegate_amqp_publish_retries_total";
 pub(crate) const BLOCKED: &str = "oncegate_amqp_blocked";
-pub(crate) const BLOCKED_SECONDS: &str = "oncegate_amqp_blocked_seconds";
+pub(crate) const BLOCKED_SECONDS: &str = "oncegate_amqp_blocked_seconds_total";
 
 /// The metrics of the RabbitMQ source.
 pub const RABBITMQ_METRICS: &[Metric] = &[
@@ -24,5 +24,5 @@ pub const RABBITMQ_METRICS: &[Metric] = &[
     Metric::counter(COPIES, &["queue"], "Dead letters, in-doubt messages and delayed copies that stand in their queue"),
     Metric::counter(PUBLISH_RETRIES, &["queue"], "Copies that were not confirmed and are published again"),
     Metric::gauge(BLOCKED, &["queue"], "1 while the broker reads nothing that is published, for want of memory or disk space"),
-    Metric::gauge(BLOCKED_SECONDS, &["queue"], "How long it read nothing, all such times that are over added up"),
+    Metric::counter(BLOCKED_SECONDS, &["queue"], "Whole seconds for which it read nothing, all such times that are over added up"),
 ];

@@ -115,7 +115,7 @@ pub(crate) struct Meter {
     copies: Counter,
     copy_retries: Counter,
     blocked: Gauge,
-    blocked_seconds: Gauge,
+    blocked_seconds: Counter,
 }
 
 impl Meter {
@@ -133,7 +133,7 @@ impl Meter {
             copies: counter(metric::COPIES),
             copy_retries: counter(metric::PUBLISH_RETRIES),
             blocked: gauge(metric::BLOCKED),
-            blocked_seconds: gauge(metric::BLOCKED_SECONDS),
+            blocked_seconds: counter(metric::BLOCKED_SECONDS),
         }
     }
 
@@ -189,10 +189,11 @@ impl Meter {
     pub(crate) fn unblocked(&self) {
         let mut blocked = self.status.0.blocked();
         if let Some(since) = blocked.since.take() {
-            let lasted = since.elapsed();
-            blocked.before += lasted;
+            let told = blocked.before.as_secs();
+            blocked.before += since.elapsed();
             self.blocked.set(0);
-            self.blocked_seconds.increment(lasted.as_secs_f64());
+            // A counter has no fractions: those of several times add up here, and are told as soon as they are a second.
+            self.blocked_seconds.increment(blocked.before.as_secs() - told);
         }
     }
 }
@@ -206,6 +207,8 @@ fn add(count: &AtomicU64, counter: &Counter, by: usize) {
 
 #[cfg(test)]
 mod tests {
+    use metrics_util::debugging::{DebugValue, DebuggingRecorder};
+
     use super::*;
 
     #[test]
@@ -258,5 +261,27 @@ mod tests {
         assert!(after >= during);
         meter.unblocked();
         assert_eq!(status.snapshot().blocked, after);
+    }
+
+    #[test]
+    fn whole_seconds_are_counted_and_fractions_add_up() {
+        let (recorder, status) = (DebuggingRecorder::new(), RabbitMqStatus::new());
+        let snapshotter = recorder.snapshotter();
+        let counted = || match snapshotter.snapshot().into_vec().into_iter().find(|it| it.0.key().name() == metric::BLOCKED_SECONDS) {
+            Some((_, _, _, DebugValue::Counter(since_the_last_look))) => since_the_last_look,
+            other => panic!("{other:?}"),
+        };
+        metrics::with_local_recorder(&recorder, || {
+            let (meter, mut all) = (Meter::new(status.clone(), "orders"), 0);
+            for _ in 0..4 {
+                meter.blocked();
+                // As if it had begun earlier.
+                status.0.blocked().since = Instant::now().checked_sub(Duration::from_millis(600));
+                meter.unblocked();
+                all += counted();
+                assert_eq!(all, status.snapshot().blocked.as_secs());
+            }
+            assert!(all >= 2, "{all}");
+        });
     }
 }

@@ -45,7 +45,7 @@ impl Metric {
     /// Tells the recorder of the process what it is. Before the recorder is installed, it is told to nobody.
     pub fn describe(&self) {
         let Self { name, help, .. } = *self;
-        let unit = if name.ends_with("_seconds") { Unit::Seconds } else { Unit::Count };
+        let unit = if name.ends_with("_seconds") || name.ends_with("_seconds_total") { Unit::Seconds } else { Unit::Count };
         match self.kind {
             Kind::Counter => describe_counter!(name, unit, help),
             Kind::Gauge => describe_gauge!(name, unit, help),

@@ -21,7 +21,11 @@ pub(crate) const LOG_ENDS_UNKNOWN: &str = "oncegate_kafka_log_ends_unknown_total
 
 /// The metrics of the Kafka source.
 pub const KAFKA_METRICS: &[Metric] = &[
-    Metric::gauge(LAG, &["topic", "partition"], "Offsets between the commit watermark and the end of the log"),
+    Metric::gauge(
+        LAG,
+        &["topic", "partition"],
+        "Offsets between the commit watermark and the end of the log; not told before both are known, 0 once the partition has left",
+    ),
     Metric::gauge(WATERMARK_AGE, &["topic", "partition"], "For how long the watermark has waited for its lowest message"),
     Metric::gauge(PARTITIONS, &[], "Partitions that are assigned now"),
     Metric::counter(ASSIGNED, &[], "Partitions that were assigned"),

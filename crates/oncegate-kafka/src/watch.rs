@@ -44,7 +44,7 @@ pub(crate) fn run(config: &ClientConfig, shared: &Shared, outage: &Arc<Outage>, 
         // Serves its log.
         let _ = client.poll(TURN);
     }
-    watch.gauges.keys().for_each(|(topic, partition)| gauges(topic, *partition, 0, Duration::ZERO));
+    watch.gauges.keys().for_each(|(topic, partition)| gauges(topic, *partition, Some(0), Duration::ZERO));
     metrics::gauge!(crate::metric::PARTITIONS).set(0.0);
 }
 
@@ -194,7 +194,7 @@ impl Watch {
         seen
     }
 
-    /// Sets the gauges, those of partitions that have left to 0.
+    /// Sets the gauges, those of partitions that have left to 0. A lag that is not known is not told: none is there before it is.
     fn tell(&mut self, shared: &Shared) {
         let status = shared.lock().status();
         metrics::gauge!(crate::metric::PARTITIONS).set(status.len() as f64);
@@ -202,16 +202,18 @@ impl Watch {
         let mut gone = std::mem::take(&mut self.gauges);
         for it in status {
             gone.remove(&(it.topic.to_string(), it.partition));
-            gauges(&it.topic, it.partition, it.lag.unwrap_or(0), it.lowest.map_or(Duration::ZERO, |lowest| lowest.since));
+            gauges(&it.topic, it.partition, it.lag, it.lowest.map_or(Duration::ZERO, |lowest| lowest.since));
             self.gauges.insert((it.topic.to_string(), it.partition), ());
         }
-        gone.keys().for_each(|(topic, partition)| gauges(topic, *partition, 0, Duration::ZERO));
+        gone.keys().for_each(|(topic, partition)| gauges(topic, *partition, Some(0), Duration::ZERO));
     }
 }
 
-fn gauges(topic: &str, partition: i32, lag: u64, age: Duration) {
+fn gauges(topic: &str, partition: i32, lag: Option<u64>, age: Duration) {
     let labels = [("topic", topic.to_owned()), ("partition", partition.to_string())];
-    metrics::gauge!(crate::metric::LAG, &labels).set(lag as f64);
+    if let Some(lag) = lag {
+        metrics::gauge!(crate::metric::LAG, &labels).set(lag as f64);
+    }
     metrics::gauge!(crate::metric::WATERMARK_AGE, &labels).set(age.as_secs_f64());
 }
 
@@ -234,6 +236,8 @@ impl rdkafka::consumer::ConsumerContext for OwnLog {}
 
 #[cfg(test)]
 mod tests {
+    use metrics_util::debugging::{DebugValue, DebuggingRecorder};
+
     use super::*;
     use crate::batch::Record;
     use crate::shared::{Begins, Log};
@@ -272,6 +276,25 @@ mod tests {
                 assert!((0..3).filter(|it| *it != without).all(|it| told.contains(&it)), "without {without}: {told:?}");
             }
         }
+    }
+
+    #[test]
+    fn a_lag_that_nobody_knows_is_not_told() {
+        let (recorder, shared, mut watch) = (DebuggingRecorder::new(), shared(1), Watch::default());
+        let snapshotter = recorder.snapshotter();
+        let told = |name| snapshotter.snapshot().into_vec().into_iter().find(|it| it.0.key().name() == name).map(|it| it.3);
+        metrics::with_local_recorder(&recorder, || {
+            watch.look(|_, _| None, &shared, AFTER);
+            assert!(told(crate::metric::WATERMARK_AGE).is_some() && told(crate::metric::LAG).is_none());
+            watch.look(|_, _| Some(9), &shared, AFTER);
+            assert_eq!(told(crate::metric::LAG), Some(DebugValue::Gauge(5.0.into())));
+            watch.look(|_, _| None, &shared, AFTER);
+            assert_eq!(told(crate::metric::LAG), Some(DebugValue::Gauge(5.0.into())), "it stands still");
+            let epochs = shared.revoke(&[("t".to_owned(), 0)]);
+            shared.lock().forget(&epochs);
+            watch.look(|_, _| None, &shared, AFTER);
+            assert_eq!(told(crate::metric::LAG), Some(DebugValue::Gauge(0.0.into())), "another member's now");
+        });
     }
 
     #[test]
