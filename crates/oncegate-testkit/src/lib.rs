@@ -3,7 +3,8 @@
 //! [`Kit`] runs a handler of yours in memory, with duplicates, crashes and lost replies.
 //!
 //! [`store_laws!`] holds a store of yours, or one of oncegate's, against the contract, and [`source_laws!`] a source.
-//! [`bad_input`] is a table of what strangers send, tried on a source. [`Lines`] is what was logged.
+//! [`bad_input`] is a table of what strangers send, tried on a source. [`poison`] is one
+//! message that always fails among many. [`Lines`] is what was logged.
 //! [`LosesReplies`] is a store behind
 //! a network that loses replies.
 //!
@@ -18,6 +19,7 @@ pub mod kit;
 pub mod laws;
 mod lines;
 mod loses_replies;
+pub mod poison;
 pub mod proxy;
 pub mod servers;
 
