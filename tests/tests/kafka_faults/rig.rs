@@ -17,7 +17,7 @@ use rdkafka::client::DefaultClientContext;
 use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::error::{KafkaError, RDKafkaErrorCode};
 use rdkafka::message::{Header, OwnedHeaders};
-use rdkafka::producer::{BaseRecord, DefaultProducerContext, Producer, ThreadedProducer};
+use rdkafka::producer::{BaseRecord, DefaultProducerContext, Producer, PurgeConfig, ThreadedProducer};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
@@ -52,25 +52,34 @@ impl Rig {
         Self { brokers, name, partitions, directory: tempfile::tempdir().expect("a directory"), started: AtomicU32::new(0) }
     }
 
-    /// Publishes messages of these numbers for each of `keys` keys, in their order, whose handler takes so long.
+    /// Publishes messages of these numbers for each of `keys` keys, in their order, whose handler takes so long. A client that is
+    /// not confirmed all of them within two minutes is replaced by another one, which sends them again: the gate knows their ids.
     pub(crate) fn publish(&self, keys: usize, numbers: Range<usize>, takes: Duration) {
         let mut config = client(&self.brokers);
         config.set("acks", "all").set("linger.ms", "5").set("queue.buffering.max.messages", "500000");
-        let producer: ThreadedProducer<DefaultProducerContext> = config.create().expect("a producer");
         let body = format!(r#"{{"do":"slow","ms":{}}}"#, takes.as_millis());
-        for number in numbers {
-            for key in 0..keys {
-                let (key, id) = (format!("k{key}"), id(key, number));
-                let headers = OwnedHeaders::new().insert(Header { key: "id", value: Some(&id) });
-                let mut record = BaseRecord::to(&self.name).key(&key).payload(&body).headers(headers);
-                while let Err((error, again)) = producer.send(record) {
-                    assert_eq!(error, KafkaError::MessageProduction(RDKafkaErrorCode::QueueFull));
-                    record = again;
-                    std::thread::sleep(Duration::from_millis(10));
+        for attempt in 1..=5 {
+            let producer: ThreadedProducer<DefaultProducerContext> = config.create().expect("a producer");
+            for number in numbers.clone() {
+                for key in 0..keys {
+                    let (key, id) = (format!("k{key}"), id(key, number));
+                    let headers = OwnedHeaders::new().insert(Header { key: "id", value: Some(&id) });
+                    let mut record = BaseRecord::to(&self.name).key(&key).payload(&body).headers(headers);
+                    while let Err((error, again)) = producer.send(record) {
+                        assert_eq!(error, KafkaError::MessageProduction(RDKafkaErrorCode::QueueFull));
+                        record = again;
+                        std::thread::sleep(Duration::from_millis(10));
+                    }
                 }
             }
+            let Err(error) = producer.flush(PATIENCE * 12) else { return };
+            let unconfirmed = producer.in_flight_count();
+            let metadata = producer.client().fetch_metadata(Some(&self.name), PATIENCE);
+            let leaders = metadata.map(|it| it.topics()[0].partitions().iter().map(|it| it.leader()).collect::<Vec<_>>());
+            eprintln!("publisher {attempt}: {unconfirmed} not confirmed: {error}; leaders {leaders:?}");
+            producer.purge(PurgeConfig::default().queue().inflight());
         }
-        producer.flush(PATIENCE * 30).expect("all were confirmed");
+        panic!("no publisher was confirmed all it sent\n{}", self.logs());
     }
 
     /// Starts a consumer that promises `at-most-once` or `effectively-once`.
