@@ -21,6 +21,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("payments", &["oncegate", "oncegate-admin", "oncegate-config", "oncegate-testkit"]),
     ("oncegate-tests", &["oncegate", "oncegate-testkit"]),
     ("oncegate-chaos", &["oncegate", "oncegate-testkit"]),
+    ("oncegate-fuzzed", &["oncegate-core", "oncegate-redis"]),
     ("oncegate-bench", &["oncegate", "oncegate-testkit"]),
     ("oncegate-road", &["oncegate-core"]),
     ("xtask", &["oncegate-testkit"]),

@@ -1,0 +1,106 @@
+//! Headers and properties of an AMQP message, whatever types and numbers they bear.
+
+use std::time::Duration;
+
+use lapin::BasicProperties;
+use lapin::message::Delivery as Raw;
+use lapin::types::{AMQPValue, FieldArray, FieldTable, ShortString};
+
+use crate::settings::Settings;
+use crate::{frames, incoming};
+
+/// Names that mean something to the mapping.
+const NAMES: [&str; 8] =
+    ["x-death", "oncegate-failures", "oncegate-not-before", "oncegate-routing-key", "count", "queue", "reason", "x-delivery-count"];
+
+fn take<const N: usize>(data: &mut &[u8]) -> [u8; N] {
+    let mut taken = [0; N];
+    let count = N.min(data.len());
+    taken[..count].copy_from_slice(&data[..count]);
+    *data = &data[count..];
+    taken
+}
+
+fn bytes(data: &mut &[u8]) -> Vec<u8> {
+    let [length] = take(data);
+    let (taken, rest) = data.split_at(usize::from(length % 40).min(data.len()));
+    *data = rest;
+    taken.to_vec()
+}
+
+fn text(data: &mut &[u8]) -> ShortString {
+    String::from_utf8_lossy(&bytes(data)).into_owned().chars().take(60).collect::<String>().into()
+}
+
+fn value(data: &mut &[u8], depth: u8) -> AMQPValue {
+    let [kind] = take(data);
+    match kind % 17 {
+        0 => AMQPValue::Boolean(take::<1>(data)[0] & 1 == 1),
+        1 => AMQPValue::ShortShortInt(i8::from_be_bytes(take(data))),
+        2 => AMQPValue::ShortShortUInt(u8::from_be_bytes(take(data))),
+        3 => AMQPValue::ShortInt(i16::from_be_bytes(take(data))),
+        4 => AMQPValue::ShortUInt(u16::from_be_bytes(take(data))),
+        5 => AMQPValue::LongInt(i32::from_be_bytes(take(data))),
+        6 => AMQPValue::LongUInt(u32::from_be_bytes(take(data))),
+        7 => AMQPValue::LongLongInt(i64::from_be_bytes(take(data))),
+        8 => AMQPValue::Float(f32::from_be_bytes(take(data))),
+        9 => AMQPValue::Double(f64::from_be_bytes(take(data))),
+        10 => AMQPValue::Timestamp(u64::from_be_bytes(take(data))),
+        11 => AMQPValue::ByteArray(bytes(data).into()),
+        12 => AMQPValue::Void,
+        13 if depth < 4 => AMQPValue::FieldTable(table(data, depth + 1)),
+        14 if depth < 4 => {
+            let mut array = FieldArray::default();
+            for _ in 0..take::<1>(data)[0] % 5 {
+                array.push(value(data, depth + 1));
+            }
+            AMQPValue::FieldArray(array)
+        }
+        15 => AMQPValue::LongString(take::<1>(data)[0].to_string().into()),
+        _ => AMQPValue::LongString(bytes(data).into()),
+    }
+}
+
+fn table(data: &mut &[u8], depth: u8) -> FieldTable {
+    let mut table = FieldTable::default();
+    while !data.is_empty() && table.inner().len() < 12 {
+        let [name] = take(data);
+        match name {
+            0xff => break,
+            name if name < 128 => drop(table.insert(NAMES[usize::from(name) % NAMES.len()].into(), value(data, depth))),
+            _ => drop(table.insert(text(data), value(data, depth))),
+        }
+    }
+    table
+}
+
+/// No number of a message is believed that nobody would believe, and no wait is longer than the longest.
+///
+/// # Panics
+/// If that does not hold.
+pub fn amqp_headers(data: &[u8]) {
+    let mut rest = data;
+    let mut properties = BasicProperties::default().with_message_id(text(&mut rest)).with_timestamp(u64::from_be_bytes(take(&mut rest)));
+    if take(&mut rest) != [0] {
+        properties = properties.with_expiration(text(&mut rest)).with_user_id(text(&mut rest));
+    }
+    let properties = properties.with_headers(table(&mut rest, 0));
+    let mut raw = Raw::mock(7, "".into(), text(&mut rest), false, rest.to_vec());
+    raw.properties = properties;
+    let spoilt = incoming::is_spoilt(&raw);
+    let names = raw
+        .properties
+        .headers()
+        .iter()
+        .flat_map(|table| table.inner().keys())
+        .filter(|name| name.as_str().contains(frames::SPOILT))
+        .count();
+    assert!(spoilt || names == 0);
+    let [by_queue, keyed] = take::<1>(&mut rest).map(|byte| [byte & 1 == 1, byte & 2 == 2])[0];
+    let settings = Settings { name: "queue".into(), key_header: keyed.then(|| "count".into()), by_queue };
+    let (delivery, _) = incoming::read(raw, &settings, 1);
+    // A number that nobody would believe counts as none.
+    assert!(delivery.failures <= 100_000);
+    let longest = Duration::from_secs(if by_queue { 366 * 86_400 } else { 600 });
+    assert!(incoming::wait(&delivery, &settings).is_none_or(|wait| wait <= longest));
+}
