@@ -67,6 +67,9 @@ fn rows() -> Vec<Row<Message>> {
         Row::new("a header name that is not UTF-8", 1, &[], also(b"also odd", unread(b"a\xff"), Some(b"value"))),
         Row::new("a key that is not UTF-8", 1, &[], vec![Message { key: Some(b"\xff\0"), ..headed(vec![("id", Some(b"key".into()))]) }]),
         Row::new("a handler that panics with what is no text, at its last attempt", 0, &["attempts-spent"], ids([b"panic"])),
+        Row::new("a handler that blocks its thread for longer than its lease", 1, &[], ids([b"blocks"])),
+        Row::new("a handler that waits without end, at its last attempt", 0, &["attempts-spent"], ids([b"waits"])),
+        Row::new("a handler that leaves a thread behind, which outlives the consumer", 1, &[], ids([b"leaves"])),
     ]
 }
 

@@ -2,18 +2,23 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use metrics::{Counter, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit};
-use oncegate_core::{Consumer, Context, Error, Failure, Handler, IdSource, MemoryStore, Open, async_trait};
+use oncegate_core::{Consumer, Context, Error, Failure, Handler, IdSource, MemoryBroker, MemoryStore, Message, Open, Store, async_trait};
 use tokio::sync::oneshot;
 
 use crate::Lines;
 
 /// How long it may take until a message is settled, and how often it is looked.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// How long a claim holds, and how long a handler may run that waits for something.
+const LEASE: Duration = Duration::from_secs(2);
+const TIMEOUT: Duration = Duration::from_secs(1);
+/// How long the handler of `blocks` holds its thread, and with it the consumer: for longer than a claim holds that nobody renews.
+const BLOCKED: Duration = Duration::from_millis(2_500);
 const LOOK: Duration = Duration::from_millis(10);
 /// How each message ends that the gate settles, as `oncegate_deliveries_total` has it.
 const ENDS: [&str; 4] = ["completed", "duplicate", "rejected", "in_doubt"];
@@ -96,8 +101,10 @@ pub fn assert_the_book_has<M>(book: &str, heading: &str, rows: &[Row<M>]) {
     assert_eq!(told, rows.iter().map(Row::line).collect::<Vec<_>>());
 }
 
-/// A consumer to which bad input is sent. It has one attempt, takes the id from the header `id`, and its handler panics at the id
-/// `panic` with what is no text. It has a thread of its own, so that what it counts and logs is known apart from what others do.
+/// A consumer to which bad input is sent. It has one attempt, and takes the id from the header `id`. Its handler panics at the id
+/// `panic` with what is no text, blocks its thread at `blocks` for longer than the lease, waits at `waits` without end, and leaves at
+/// `leaves` a thread behind that runs until the consumer has ended. It has a thread of its own, so that what it counts and logs is
+/// known apart from what others do.
 pub struct Trial {
     effects: Effects,
     counters: Counters,
@@ -110,13 +117,24 @@ pub struct Trial {
     running: JoinHandle<Result<(), Error>>,
 }
 
-/// How many effects each row had.
+/// How many effects each row had, and what was left behind.
 #[derive(Clone, Default)]
-struct Effects(Arc<Mutex<BTreeMap<usize, usize>>>);
+struct Effects {
+    of_rows: Arc<Mutex<BTreeMap<usize, usize>>>,
+    /// Threads that run until they are told that nobody waits for them any more.
+    left: Arc<Mutex<Vec<Left>>>,
+}
+
+/// What tells a thread to end, and the thread.
+type Left = (mpsc::Sender<()>, JoinHandle<()>);
 
 impl Effects {
     fn lock(&self) -> MutexGuard<'_, BTreeMap<usize, usize>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.of_rows.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn left(&self) -> Vec<Left> {
+        std::mem::take(&mut *self.left.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
@@ -125,8 +143,18 @@ impl Handler for Effects {
     type Payload = usize;
 
     async fn handle(&self, row: usize, cx: &Context) -> Result<(), Failure> {
-        if cx.id() == "panic" {
-            std::panic::panic_any(row);
+        match cx.id() {
+            "panic" => std::panic::panic_any(row),
+            "blocks" => std::thread::sleep(BLOCKED),
+            "waits" => std::future::pending().await,
+            "leaves" => {
+                let (ends, end) = mpsc::channel();
+                let behind = std::thread::spawn(move || {
+                    let _ = end.recv();
+                });
+                self.left.lock().unwrap_or_else(PoisonError::into_inner).push((ends, behind));
+            }
+            _ => {}
         }
         *self.lock().entry(row).or_default() += 1;
         Ok(())
@@ -141,16 +169,9 @@ impl Trial {
     pub fn begin(source: impl Open + 'static) -> Self {
         let (effects, counters, lines) = (Effects::default(), Counters::default(), Lines::default());
         let (stop, stopped) = oneshot::channel();
-        let consumer =
-            Consumer::builder().source(source).store(MemoryStore::new()).id(IdSource::header("id")).attempts(1).handler(effects.clone());
-        let (recorder, writer) = (counters.clone(), lines.clone());
-        let running = std::thread::spawn(move || {
-            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
-            let log = tracing_subscriber::fmt().with_ansi(false).with_max_level(tracing::Level::WARN);
-            let log = log.with_writer(move || writer.clone()).finish();
-            let consume = || runtime.block_on(consumer.run_until(async { drop(stopped.await) }));
-            tracing::subscriber::with_default(log, || metrics::with_local_recorder(&recorder, consume))
-        });
+        let consumer = Consumer::builder().source(source).store(MemoryStore::new()).id(IdSource::header("id")).handler(effects.clone());
+        let consumer = consumer.attempts(1).lease(LEASE).handler_timeout(TIMEOUT);
+        let running = watched(&counters, &lines, move || consumer.run_until(async { drop(stopped.await) }));
         Self { effects, counters, lines, said: Vec::new(), before: BTreeMap::new(), stop, running }
     }
 
@@ -209,6 +230,78 @@ impl Trial {
         self.stop.send(()).expect("the consumer runs");
         let ended = tokio::task::spawn_blocking(|| self.running.join()).await.expect("no panic");
         ended.expect("no panic").expect("a clean end");
+        for (ends, behind) in self.effects.left() {
+            assert!(!behind.is_finished(), "what a handler leaves behind outlives the consumer");
+            drop(ends);
+            behind.join().expect("no panic");
+        }
+    }
+}
+
+/// Runs it on a thread of its own, on which its counters and its warnings are heard.
+fn watched<F: Future<Output: Send + 'static>>(
+    counters: &Counters,
+    lines: &Lines,
+    consume: impl FnOnce() -> F + Send + 'static,
+) -> JoinHandle<F::Output> {
+    let (recorder, writer) = (counters.clone(), lines.clone());
+    std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+        let log = tracing_subscriber::fmt().with_ansi(false).with_max_level(tracing::Level::WARN);
+        let log = log.with_writer(move || writer.clone()).finish();
+        tracing::subscriber::with_default(log, || metrics::with_local_recorder(&recorder, || runtime.block_on(consume())))
+    })
+}
+
+/// What an operator sees of a message whose id meets something bad in the store.
+#[derive(Debug)]
+pub struct Sight {
+    /// How the gate counted it.
+    counted: Vec<&'static str>,
+    /// The warnings and errors in the log.
+    said: Vec<String>,
+    /// Why the consumer ended, if not because the message was settled.
+    ended: Option<String>,
+    /// Whether the message is there for another consumer.
+    waits: bool,
+}
+
+impl Sight {
+    /// Hands a message with this id to a consumer with this scope and this store, and waits until it is settled or the consumer ends.
+    ///
+    /// # Panics
+    /// If neither happens within a minute.
+    pub async fn of(store: impl Store + 'static, scope: &str, id: &str) -> Self {
+        let (counters, lines, broker) = (Counters::default(), Lines::default(), MemoryBroker::new("bad"));
+        broker.publish(Message::new("1").with_header("id", id));
+        let consumer = Consumer::builder().source(broker.source()).store(store).id(IdSource::header("id")).scope(scope);
+        // What waits for an answer that a person has to change first is waited for in a drain, too.
+        let (consumer, drained) = (consumer.handler(Effects::default()).drain(Duration::from_millis(200)), broker.clone());
+        let running = watched(&counters, &lines, move || async move {
+            tokio::time::timeout(PATIENCE, consumer.run_until(async move { drained.drained().await })).await
+        });
+        let ended = tokio::task::spawn_blocking(|| running.join()).await.expect("no panic").expect("no panic");
+        Self {
+            counted: ENDS.into_iter().filter(|end| counters.of(end) > 0).collect(),
+            said: lines.take().into_iter().map(|(_, line)| line).collect(),
+            ended: ended.expect("it is settled, or the consumer ends").err().map(|error| error.to_string()),
+            waits: broker.unsettled() > 0,
+        }
+    }
+
+    /// Whether this is what a table says in few words: how the message was counted, or that the consumer does not start, or ends, and
+    /// words of why. One that ends has said the same in its log. Either way the message is left to the next.
+    pub fn is(&self, told: &str) -> bool {
+        let Some((how, words)) = told.split_once(": ") else {
+            return self.ended.is_none() && !self.waits && self.counted == [told.trim_matches('`')];
+        };
+        let stopping = |line: &String| line.contains("ERROR") && line.contains("stopping") && line.contains(words);
+        let said = match how {
+            "the consumer ends" => self.said.iter().any(stopping),
+            "the consumer does not start" => self.said.is_empty(),
+            _ => false,
+        };
+        said && self.ended.as_ref().is_some_and(|why| why.contains(words)) && self.counted.is_empty() && self.waits
     }
 }
 

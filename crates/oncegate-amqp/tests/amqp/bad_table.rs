@@ -59,6 +59,9 @@ fn rows() -> Vec<Row<Message>> {
         Row::new("a forged `x-delivery-count` of a wrong type", 1, &[], with("x-delivery-count", "count", text("many"))),
         Row::new("a forged number of failures that nobody believes", 1, &[], with(headers::FAILURES, "failures", AMQPValue::Double(1e300))),
         Row::new("a handler that panics with what is no text, at its last attempt", 0, &["attempts-spent"], ids([text("panic")])),
+        Row::new("a handler that blocks its thread for longer than its lease", 1, &[], ids([text("blocks")])),
+        Row::new("a handler that waits without end, at its last attempt", 0, &["attempts-spent"], ids([text("waits")])),
+        Row::new("a handler that leaves a thread behind, which outlives the consumer", 1, &[], ids([text("leaves")])),
     ]
 }
 

@@ -1,36 +1,54 @@
-//! Bad input as a table: what stands where a marker should, what a claim is told, and what the book says of it.
+//! Bad input as a table: what stands where a marker should, what a claim is told, what the operator sees, and what the book says of it.
 
-use oncegate_core::StoreError;
-use oncegate_core::marker::Verdict;
+use oncegate_core::marker::{Operation, Verdict};
+use oncegate_core::{MessageId, Scope, StoreError};
+use oncegate_testkit::bad_input::Sight;
 use rusqlite::Connection;
 
 use crate::support::{Directory, ask, at, claim};
 
 const FOREIGN: &str = "refused: holds no marker that this release can read";
+const DELETE: &str = "the consumer ends: delete the row, or upgrade oncegate here";
+const NEWER: &str = "the consumer does not start: upgrade oncegate here";
 
-/// What stands there, what made it of a marker in progress, and what a claim is told.
-const ROWS: &[(&str, &str, &str)] = &[
-    ("a marker whose time is over", "UPDATE markers SET state = 0, expires = 1, guarantee = NULL", "granted"),
-    ("a state that nobody knows", "UPDATE markers SET state = 9", FOREIGN),
-    ("in progress, and no token", "UPDATE markers SET token = NULL", FOREIGN),
-    ("a token that was cut off", "UPDATE markers SET token = x'0102'", FOREIGN),
-    ("no lease", "UPDATE markers SET lease = NULL", FOREIGN),
-    ("a lease below nothing", "UPDATE markers SET lease = -1", FOREIGN),
-    ("no attempt", "UPDATE markers SET attempt = NULL", FOREIGN),
-    ("an attempt beyond 32 bits", "UPDATE markers SET attempt = 4294967296", FOREIGN),
-    ("a guarantee that nobody knows", "UPDATE markers SET guarantee = 9", FOREIGN),
-    ("a fingerprint below nothing", "UPDATE markers SET fingerprint = -1", FOREIGN),
-    ("the table of a newer release", "PRAGMA user_version = 2", "refused: newer release"),
+/// The scope of the consumer that meets it.
+const SCOPE: &str = "bad";
+
+/// What stands there, what made it of a marker in progress, what a claim is told, and what the operator sees.
+type Row = (&'static str, &'static str, &'static str, &'static str);
+
+const ROWS: &[Row] = &[
+    ("a marker whose time is over", "UPDATE markers SET state = 0, expires = 1, guarantee = NULL", "granted", "`completed`"),
+    ("a state that nobody knows", "UPDATE markers SET state = 9", FOREIGN, DELETE),
+    ("in progress, and no token", "UPDATE markers SET token = NULL", FOREIGN, DELETE),
+    ("a token that was cut off", "UPDATE markers SET token = x'0102'", FOREIGN, DELETE),
+    ("no lease", "UPDATE markers SET lease = NULL", FOREIGN, DELETE),
+    ("a lease below nothing", "UPDATE markers SET lease = -1", FOREIGN, DELETE),
+    ("no attempt", "UPDATE markers SET attempt = NULL", FOREIGN, DELETE),
+    ("an attempt beyond 32 bits", "UPDATE markers SET attempt = 4294967296", FOREIGN, DELETE),
+    ("a guarantee that nobody knows", "UPDATE markers SET guarantee = 9", FOREIGN, DELETE),
+    ("a fingerprint below nothing", "UPDATE markers SET fingerprint = -1", FOREIGN, DELETE),
+    ("the table of a newer release", "PRAGMA user_version = 2", "refused: newer release", NEWER),
 ];
 
-/// What stands where the file should, and what a claim is told.
-const FILES: &[(&str, &str, &str)] = &[
-    ("a text", "not a database, and longer than nothing\n", "refused: is no SQLite database"),
-    ("another program's database", "CREATE TABLE articles (name TEXT)", "refused: belongs to another program"),
+/// What stands where the file should, what a claim is told, and what the operator sees.
+const FILES: &[Row] = &[
+    (
+        "a text",
+        "not a database, and longer than nothing\n",
+        "refused: is no SQLite database",
+        "the consumer does not start: name another file",
+    ),
+    (
+        "another program's database",
+        "CREATE TABLE articles (name TEXT)",
+        "refused: belongs to another program",
+        "the consumer does not start: name a file of its own for oncegate",
+    ),
 ];
 
-fn line((input, _, told): &(&str, &str, &str)) -> String {
-    format!("| {input} | {told} |")
+fn line((input, _, told, seen): &Row) -> String {
+    format!("| {input} | {told} | {seen} |")
 }
 
 #[test]
@@ -58,36 +76,70 @@ fn is_told(seen: &str, expected: &str) -> bool {
     }
 }
 
+/// A file in which somebody has claimed `a`, and this was made of it.
+async fn a_marker(made: &str, claimed: Operation) -> Directory {
+    let directory = Directory::new();
+    ask(&directory.store(), claimed).await.expect("granted");
+    directory.raw().execute_batch(made).expect("written");
+    directory
+}
+
+/// What stands in the table.
+fn dump(directory: &Directory) -> String {
+    let shown = "SELECT quote(expires) || quote(state) || quote(fingerprint) || quote(attempt) || quote(token) || quote(lease)
+        || quote(horizon) || quote(guarantee) FROM markers";
+    directory.raw().query_row(shown, [], |row| row.get(0)).expect("a row")
+}
+
+/// Something else where the file should be.
+fn no_markers(content: &str) -> Directory {
+    let directory = Directory::new();
+    if content.starts_with("CREATE") {
+        Connection::open(directory.file()).expect("it opens").execute_batch(content).expect("written");
+    } else {
+        std::fs::write(directory.file(), content.repeat(100)).expect("written");
+    }
+    directory
+}
+
 #[tokio::test]
 async fn each_row_gets_its_verdict_and_what_is_refused_stays_as_it_is() {
-    for (input, made, expected) in ROWS {
-        let directory = Directory::new();
-        ask(&directory.store(), claim("a", 1)).await.expect("granted");
-        directory.raw().execute_batch(made).expect("written");
-        let dump = || -> String {
-            let shown = "SELECT quote(expires) || quote(state) || quote(fingerprint) || quote(attempt) || quote(token) || quote(lease)
-                || quote(horizon) || quote(guarantee) FROM markers";
-            directory.raw().query_row(shown, [], |row| row.get(0)).expect("a row")
-        };
-        let before = dump();
+    for (input, made, expected, _) in ROWS {
+        let directory = a_marker(made, claim("a", 1)).await;
+        let before = dump(&directory);
         let seen = told(&directory).await;
         assert!(is_told(&seen, expected), "{input}: {seen}");
-        assert_eq!(dump() == before, *expected != "granted", "{input}");
+        assert_eq!(dump(&directory) == before, *expected != "granted", "{input}");
     }
 }
 
 #[tokio::test]
 async fn each_file_gets_its_verdict_and_stays_as_it_is() {
-    for (input, content, expected) in FILES {
-        let directory = Directory::new();
-        if content.starts_with("CREATE") {
-            Connection::open(directory.file()).expect("it opens").execute_batch(content).expect("written");
-        } else {
-            std::fs::write(directory.file(), content.repeat(100)).expect("written");
-        }
+    for (input, content, expected, _) in FILES {
+        let directory = no_markers(content);
         let before = std::fs::read(directory.file()).expect("it is there");
         let seen = told(&directory).await;
         assert!(is_told(&seen, expected), "{input}: {seen}");
+        assert!(std::fs::read(directory.file()).expect("it is there") == before, "{input}: it was changed");
+    }
+}
+
+#[tokio::test]
+async fn the_operator_sees_what_to_do_about_each() {
+    let scope = Scope::named(SCOPE).expect("a scope");
+    let claimed = || Operation { key: scope.key(&MessageId::new("a").expect("an id")), ..claim("a", 1) };
+    for (input, made, _, expected) in ROWS {
+        let directory = a_marker(made, claimed()).await;
+        let before = dump(&directory);
+        let seen = Sight::of(at(directory.file()), SCOPE, "a").await;
+        assert!(seen.is(expected), "{input}: {seen:?}");
+        assert_eq!(dump(&directory) == before, expected.contains(": "), "{input}");
+    }
+    for (input, content, _, expected) in FILES {
+        let directory = no_markers(content);
+        let before = std::fs::read(directory.file()).expect("it is there");
+        let seen = Sight::of(at(directory.file()), SCOPE, "a").await;
+        assert!(seen.is(expected), "{input}: {seen:?}");
         assert!(std::fs::read(directory.file()).expect("it is there") == before, "{input}: it was changed");
     }
 }
