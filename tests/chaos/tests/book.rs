@@ -1,9 +1,11 @@
 //! The tables of the book on reliability are those that the reports beside it add up to.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use oncegate_chaos::check::Promise;
+use oncegate_chaos::matrix::columns;
+use oncegate_chaos::matrix::step::STEPS;
 use oncegate_chaos::matrix::table::Matrix;
 use oncegate_chaos::report::{Report, Verdict};
 use oncegate_chaos::schedule::Kind;
@@ -165,14 +167,43 @@ fn every_report_is_linked_to_by_its_folder_and_names_its_commit() {
     }
 }
 
+/// The files of this beginning beside the page: each of one run.
+fn kept<T: serde::de::DeserializeOwned>(beginning: &str) -> Vec<T> {
+    let is_one = |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(beginning));
+    let read = |path: PathBuf| {
+        let text = std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        serde_json::from_slice(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+    };
+    files(&book().join("reliability")).into_iter().filter(is_one).map(read).collect()
+}
+
+/// Whether the page names the commit that this was run of.
+fn names_the_commit(versions: &BTreeMap<String, String>) -> bool {
+    page().contains(versions["commit"].get(..7).expect("a hash"))
+}
+
 #[test]
-fn the_matrix_is_what_its_file_says() {
-    let path = book().join("reliability/matrix.json");
-    let text = std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
-    let matrix: Matrix = serde_json::from_slice(&text).expect("a matrix");
-    assert!(matrix.is_right(), "{}", matrix.verdict());
-    let verdict = matrix.verdict();
-    assert!(page().contains(&verdict), "docs/src/reliability.md does not say: {verdict}");
+fn the_matrix_is_what_its_files_say() {
+    let runs: Vec<Matrix> = kept("matrix");
+    assert!(!runs.is_empty());
+    for matrix in runs {
+        let verdict = matrix.verdict();
+        assert!(matrix.is_right(), "{verdict}");
+        assert!(page().contains(&verdict), "docs/src/reliability.md does not say: {verdict}");
+        assert!(names_the_commit(&matrix.versions), "docs/src/reliability.md does not name the commit {}", matrix.versions["commit"]);
+    }
+}
+
+#[test]
+fn every_step_was_played_wherever_it_is() {
+    let mut all = Matrix::default();
+    kept("matrix").into_iter().for_each(|run| all.add(run));
+    for step in &STEPS {
+        for made in columns().into_iter().filter(|made| made.promise != Promise::Bare && step.absent(*made).is_none()) {
+            let played = all.cells.iter().any(|cell| cell.step == step.name && cell.made == made && cell.runs >= 3);
+            assert!(played, "no kept run of the matrix has ended a process at {}, {made:?}", step.name);
+        }
+    }
 }
 
 #[test]
