@@ -26,6 +26,9 @@ pub(crate) struct AuditArguments {
     /// Only acts by this operator.
     #[arg(long)]
     who: Option<String>,
+    /// Only acts in this scope: several services may write into one audit. An empty one is that of a service without a scope.
+    #[arg(long)]
+    scope: Option<String>,
     /// Only what was done within this time, such as 24h.
     #[arg(long, value_name = "TIME")]
     since: Option<Span>,
@@ -347,7 +350,10 @@ pub(crate) async fn run(context: &Context, arguments: AuditArguments) -> Result<
     let since = arguments.since.map_or(0, |since| now_ms().saturating_sub(ms(since.0)));
     let mut acts = Audit::of(context)?.acts().await?;
     acts.retain(|act| {
-        act.at_ms >= since && id.as_ref().is_none_or(|id| act.is_of(id)) && arguments.who.as_ref().is_none_or(|who| act.who == *who)
+        act.at_ms >= since
+            && id.as_ref().is_none_or(|id| act.is_of(id))
+            && arguments.who.as_ref().is_none_or(|who| act.who == *who)
+            && arguments.scope.as_ref().is_none_or(|scope| act.scope.as_deref().unwrap_or_default() == scope)
     });
     let shown = &acts[acts.len().saturating_sub(arguments.limit)..];
     context.format.print(&shown, table(shown))

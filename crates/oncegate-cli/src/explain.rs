@@ -24,8 +24,8 @@ use verdict::Verdict;
 pub(crate) struct Explain {
     /// As the producer wrote it, or as it stands in keys and logs.
     id: String,
-    /// Goes through the topic too, and counts the messages with this id in it; needs `gate.id`. Of RabbitMQ, where what was
-    /// handled is gone, nothing can be counted.
+    /// Goes through the Kafka topic too, and counts the messages with this id in it; needs `gate.id`. Refused where only RabbitMQ is
+    /// configured: a queue keeps nothing that was consumed.
     #[arg(long)]
     copies: bool,
     #[command(flatten)]
@@ -80,6 +80,9 @@ impl Known {
 
 pub(crate) async fn run(context: &Context, explain: Explain) -> Result<(), Failure> {
     let id = config::id(&context.config, &explain.id)?;
+    if explain.copies {
+        can_be_counted(context)?;
+    }
     let (mut known, mut not_seen) = (Known::nothing(context), Vec::new());
     let mut note = |what: &str, failure: Failure| not_seen.push(format!("{what}: {failure}"));
     match marker(context, &id).await {
@@ -141,11 +144,30 @@ async fn acts(context: &Context, id: &oncegate::MessageId) -> Result<Vec<Entry>,
     Ok(acts)
 }
 
+/// Whether there is a topic to go through, and an id to look for in it.
+///
+/// # Errors
+/// There is not: it says why, and what to do instead.
+fn can_be_counted(context: &Context) -> Result<(), Failure> {
+    let config = &context.config;
+    if Broker::configured(context, Some(Broker::Kafka)).is_err() {
+        return Err(Failure::usage(if Broker::configured(context, Some(Broker::Rabbitmq)).is_ok() {
+            "--copies counts the messages with this id in a Kafka topic. A RabbitMQ queue keeps nothing that was consumed, so that there is \
+             nothing to go through: leave --copies out. The marker and the letters tell the story of the id, and \
+             oncegate_deliveries_total{outcome=\"duplicate\"} counts the duplicates of all ids"
+        } else {
+            "--copies counts the messages with this id in a Kafka topic, and none is configured: set kafka.brokers and kafka.topic, or leave \
+             --copies out"
+        }));
+    }
+    match config.id_source()? {
+        Some(_) => Ok(()),
+        None => Err(Failure::usage("--copies needs gate.id, to read the ids of messages")),
+    }
+}
+
 /// Every message of the topic that the filter takes.
 async fn copies(context: &Context, filter: &Filter) -> Result<Vec<String>, Failure> {
-    if context.config.id_source()?.is_none() {
-        return Err(Failure::usage("--copies needs gate.id, to read the ids of messages"));
-    }
     let topic = kafka::topic(&context.config)?;
     let mut reader = crate::letters::Reader::Kafka(kafka::Reader::of(context, topic, Done::of(&[])).await?);
     let bar = look::bar(&reader, "messages looked at");

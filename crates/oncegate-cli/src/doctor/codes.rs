@@ -24,7 +24,7 @@ pub(crate) const CODES: &[(&str, &str)] = &[
     ("clocks-differ", "the clocks of Redis and of this machine are more than 5 s apart"),
     ("too-few-replicas", "fewer replicas follow than claims wait for"),
     ("kafka-away", "Kafka does not answer, or refuses"),
-    ("kafka-lacks-a-right", "the user may not look at a topic"),
+    ("kafka-lacks-a-right", "the user may not look at a topic, not read the one that is consumed, or not use the group"),
     ("topic-missing", "the topic that is consumed does not exist"),
     ("dead-letter-topic-missing", "the topic of dead letters does not exist"),
     ("in-doubt-topic-missing", "the topic of messages in doubt does not exist"),

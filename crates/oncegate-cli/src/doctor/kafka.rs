@@ -1,13 +1,16 @@
-//! Kafka: are the topics there, and do they keep what nobody has looked at?
+//! Kafka: are the topics there, may they be read, and do they keep what nobody has looked at?
+
+mod rights;
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use rdkafka::admin::{AdminClient, AdminOptions, ResourceSpecifier};
 use rdkafka::client::DefaultClientContext;
-use rdkafka::consumer::Consumer;
+use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::error::RDKafkaErrorCode;
 
+use self::rights::Says;
 use super::{Findings, Level};
 use crate::config::Config;
 use crate::failure::Failure;
@@ -17,7 +20,15 @@ use crate::say::span;
 /// How long one question may take.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// A topic that is there.
+/// What is told of a topic that is there.
+#[derive(Clone, Copy)]
+struct Seen {
+    replicas: usize,
+    /// One of its partitions.
+    partition: i32,
+}
+
+/// A topic that is there, with how it is configured.
 struct Topic {
     replicas: usize,
     config: BTreeMap<String, String>,
@@ -41,7 +52,7 @@ pub(super) async fn look(config: &Config, findings: &mut Findings) -> Result<(),
     let asked = tokio::task::spawn_blocking(move || {
         let mut found = Vec::new();
         for name in &names {
-            found.push(replicas(&consumer, name));
+            found.push(seen(&consumer, name));
             // Who does not answer is asked no more.
             if matches!(found.last(), Some(Err(Unseen::Away(_)))) {
                 break;
@@ -54,7 +65,7 @@ pub(super) async fn look(config: &Config, findings: &mut Findings) -> Result<(),
     let mut there = Vec::new();
     for (code, name) in std::iter::once(("topic-missing", name.clone())).chain(letters) {
         match found.next() {
-            Some(Ok(Some(replicas))) => there.push((name, replicas)),
+            Some(Ok(Some(seen))) => there.push((name, seen)),
             Some(Ok(None)) => {
                 let what =
                     if code == "topic-missing" { "it does not exist" } else { "it does not exist, so that nothing can be set aside" };
@@ -73,14 +84,24 @@ pub(super) async fn look(config: &Config, findings: &mut Findings) -> Result<(),
             None => {}
         }
     }
+    let source = there.iter().find(|(it, _)| *it == name).map(|(_, seen)| seen.partition);
     let admin: AdminClient<DefaultClientContext> = kafka::client(config)?.create()?;
     let topics = describe(&admin, there, findings).await;
-    let source = topics.get(&name);
-    if let Some(source) = source {
-        window(config, &name, source, findings);
+    judge(&brokers, &name, config, &topics, findings);
+    match source {
+        Some(partition) => look_at_rights(config, &name, partition, findings).await,
+        None => Ok(()),
     }
-    for (name, letters) in topics.iter().filter(|(it, _)| **it != name) {
-        keeps(&brokers, name, letters, findings);
+}
+
+/// What is wrong with how the topics are configured.
+fn judge(brokers: &str, name: &str, config: &Config, topics: &BTreeMap<String, Topic>, findings: &mut Findings) {
+    let source = topics.get(name);
+    if let Some(source) = source {
+        window(config, name, source, findings);
+    }
+    for (name, letters) in topics.iter().filter(|(it, _)| *it != name) {
+        keeps(brokers, name, letters, findings);
         if let (Some(theirs), Some(ours)) = (source.and_then(|it| it.number("max.message.bytes")), letters.number("max.message.bytes"))
             && ours < theirs
         {
@@ -90,7 +111,37 @@ pub(super) async fn look(config: &Config, findings: &mut Findings) -> Result<(),
             findings.warning("letters-too-small", format!("Kafka topic {name}"), what, format!("set max.message.bytes={theirs} there"));
         }
     }
-    Ok(())
+}
+
+/// Whether the user may read what is consumed, and see the group, where one is configured.
+///
+/// # Errors
+/// A broker that told of the topic says nothing of one of them.
+async fn look_at_rights(config: &Config, topic: &str, partition: i32, findings: &mut Findings) -> Result<(), Failure> {
+    let group = config.text("kafka.group").map(str::to_owned);
+    let reader = kafka::consumer(config)?;
+    let member: Option<BaseConsumer> = match &group {
+        Some(group) => Some(kafka::client(config)?.set("group.id", group).set("enable.auto.commit", "false").create()?),
+        None => None,
+    };
+    let name = topic.to_owned();
+    let asked = tokio::task::spawn_blocking(move || {
+        (rights::read(&reader, &name, partition), member.map(|member| rights::see_group(&member, &name, partition)))
+    });
+    let (read, seen) = asked.await.map_err(|error| Failure::server(error.to_string()))?;
+    let mut untold = Vec::new();
+    let mut note = |says: Says, at: String, what: &str, remedy: String| match says {
+        Says::Yes => {}
+        Says::No(code) => findings.error("kafka-lacks-a-right", at, format!("{what}: {code}"), remedy),
+        Says::Nothing(why) => untold.push(format!("{at}: what the user may do with it is not told ({why})")),
+    };
+    let (what, remedy) = ("the user may see it and not read it", format!("grant Read on the topic {topic} to the user (kafka-acls.sh)"));
+    note(read, format!("Kafka topic {topic}"), what, remedy);
+    if let (Some(group), Some(seen)) = (group, seen) {
+        let (what, remedy) = ("the user may not use it", format!("grant Read on the group {group} to the user (kafka-acls.sh)"));
+        note(seen, format!("Kafka group {group}"), what, remedy);
+    }
+    if untold.is_empty() { Ok(()) } else { Err(Failure::server(untold.join("; "))) }
 }
 
 /// Why a topic was not seen.
@@ -101,15 +152,18 @@ enum Unseen {
     Away(String),
 }
 
-/// How many copies a topic has; `None` if there is no such topic.
-fn replicas(consumer: &impl Consumer, name: &str) -> Result<Option<usize>, Unseen> {
+/// What is told of a topic; `None` if there is no such topic.
+fn seen(consumer: &impl Consumer, name: &str) -> Result<Option<Seen>, Unseen> {
     let metadata = consumer.fetch_metadata(Some(name), PATIENCE).map_err(|error| match error.rdkafka_error_code() {
         Some(code) if grant(name, code).is_some() => unseen(name, code),
         _ => Unseen::Away(format!("it cannot be asked: {error}")),
     })?;
     let Some(topic) = metadata.topics().first() else { return Ok(None) };
     match topic.error().map(RDKafkaErrorCode::from) {
-        None => Ok(Some(topic.partitions().iter().map(|partition| partition.replicas().len()).min().unwrap_or(0))),
+        None => Ok(topic.partitions().first().map(|first| Seen {
+            replicas: topic.partitions().iter().map(|partition| partition.replicas().len()).min().unwrap_or(0),
+            partition: first.id(),
+        })),
         Some(RDKafkaErrorCode::UnknownTopicOrPartition | RDKafkaErrorCode::UnknownTopic) => Ok(None),
         Some(code) => Err(unseen(name, code)),
     }
@@ -136,14 +190,14 @@ fn grant(name: &str, code: RDKafkaErrorCode) -> Option<String> {
 
 async fn describe(
     admin: &AdminClient<DefaultClientContext>,
-    there: Vec<(String, usize)>,
+    there: Vec<(String, Seen)>,
     findings: &mut Findings,
 ) -> BTreeMap<String, Topic> {
     if there.is_empty() {
         return BTreeMap::new();
     }
     // The broker wants to be asked of each once.
-    let there: BTreeMap<String, usize> = there.into_iter().collect();
+    let there: BTreeMap<String, Seen> = there.into_iter().collect();
     let resources: Vec<_> = there.keys().map(|name| ResourceSpecifier::Topic(name)).collect();
     let asked = admin.describe_configs(&resources, &AdminOptions::new().request_timeout(Some(PATIENCE))).await;
     // Of each what it says of itself, or why nothing is said of any.
@@ -152,11 +206,11 @@ async fn describe(
         Err(error) => there.iter().map(|_| Err(error.to_string())).collect(),
     };
     let mut topics = BTreeMap::new();
-    for ((name, replicas), described) in there.iter().zip(answers) {
+    for ((name, seen), described) in there.iter().zip(answers) {
         match described {
             Ok(resource) => {
                 let config = resource.entries.iter().filter_map(|entry| Some((entry.name.clone(), entry.value.clone()?)));
-                topics.insert(name.clone(), Topic { replicas: *replicas, config: config.collect() });
+                topics.insert(name.clone(), Topic { replicas: seen.replicas, config: config.collect() });
             }
             Err(why) => findings.warning(
                 "topic-not-described",

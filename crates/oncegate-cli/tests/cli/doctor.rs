@@ -11,7 +11,7 @@ use lapin::types::{AMQPValue, FieldTable};
 use oncegate::{Open, RabbitMq, Source};
 use oncegate_testkit::servers::{RabbitServer, RedisOptions, RedisPersistence, RedisServer};
 use rdkafka::admin::{NewTopic, TopicReplication};
-use rdkafka::types::RDKafkaRespErr;
+use rdkafka::types::{RDKafkaApiKey, RDKafkaRespErr};
 use serde_json::Value;
 
 use crate::desk::Desk;
@@ -305,6 +305,9 @@ async fn topics_that_lose_or_refuse_letters_are_found() {
     };
     with(&names[6], &names[0], &names[0]);
     finds(&desk, &[]);
+    let settings = std::fs::read_to_string(desk.path("oncegate.toml")).expect("just written");
+    desk.write("oncegate.toml", &format!("{settings}group = \"{}\"\n", desk.name));
+    finds(&desk, &[]);
     desk.run(&["doctor"]).ended(0).says("letters-have-one-copy");
     for (letters, code, level) in [
         (&names[1], "letters-expire", "error"),
@@ -349,6 +352,32 @@ async fn topics_that_may_not_be_described_are_found() {
     desk.write("oncegate.toml", &format!("[kafka]\nbrokers = \"{}\"\ntopic = \"{}\"\n", broker.bootstrap_servers(), desk.name));
     finds(&desk, &[("kafka-lacks-a-right", "error"); 3]);
     desk.run(&["doctor"]).ended(1).says(&format!("grant Describe on the topic {}.in-doubt", desk.name));
+}
+
+/// This broker answers as one with an authorizer does to who may see the topic and not read it, or not see the group. It does not know
+/// the question for how a topic is configured.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_may_be_seen_and_not_used_is_found() {
+    use RDKafkaRespErr::{RD_KAFKA_RESP_ERR_GROUP_AUTHORIZATION_FAILED, RD_KAFKA_RESP_ERR_TOPIC_AUTHORIZATION_FAILED};
+    let broker = rdkafka::mocking::MockCluster::new(1).expect("a mock broker");
+    let desk = Desk::new();
+    for suffix in ["", ".dead-letters", ".in-doubt"] {
+        broker.create_topic(&format!("{}{suffix}", desk.name), 1, 1).expect("a topic");
+    }
+    // In the version of the answer in which a broker refuses each partition for itself. It then tells no end of the log, and this one
+    // does: not where the reader stands, or librdkafka would take that for all that was said.
+    broker.partition_follower(&desk.name, 0, 1).expect("a partition that is there");
+    broker.follower_watermarks(&desk.name, 0, Some(0), Some(7)).expect("a partition that is there");
+    broker.apiversion(RDKafkaApiKey::Fetch, Some(0), Some(3)).expect("versions that it knows");
+    broker.request_errors(RDKafkaApiKey::Fetch, &[RD_KAFKA_RESP_ERR_TOPIC_AUTHORIZATION_FAILED; 100]);
+    broker.request_errors(RDKafkaApiKey::FindCoordinator, &[RD_KAFKA_RESP_ERR_GROUP_AUTHORIZATION_FAILED; 100]);
+    let (brokers, topic) = (broker.bootstrap_servers(), &desk.name);
+    desk.write("oncegate.toml", &format!("[kafka]\nbrokers = \"{brokers}\"\ntopic = \"{topic}\"\ngroup = \"ledger\"\n"));
+    let said = desk.run(&["doctor", "--json"]).ended(1).json();
+    let lacking = said["findings"].as_array().expect("a list").iter().filter(|it| it["code"] == "kafka-lacks-a-right");
+    let grants: Vec<&str> = lacking.map(|it| it["remedy"].as_str().expect("a text")).collect();
+    let expected = [format!("grant Read on the topic {topic} to the user"), "grant Read on the group ledger to the user".to_owned()];
+    assert!(grants.len() == 2 && expected.iter().zip(&grants).all(|(expected, said)| said.starts_with(expected)), "{said}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

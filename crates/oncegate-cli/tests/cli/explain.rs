@@ -53,6 +53,9 @@ async fn each_end_is_told_right(broker: Broker) {
             .await
             .ended(0)
             .says("2 messages with this id that were not set aside: one was handled");
+    } else {
+        let refused = world.run(&["explain", "twice", "--copies"]).await.ended(2);
+        refused.says("A RabbitMQ queue keeps nothing that was consumed").says("leave --copies out");
     }
 
     // And when a person has dealt with it.
@@ -202,9 +205,18 @@ async fn what_was_done_about_another_services_id_is_not_told() {
     desk.configure("scope = \"ledger\"\n");
     desk.run(&["marker", "complete", "order-1", "--yes", "--as", "ann"]).ended(0);
     desk.run(&["explain", "order-1"]).ended(0).says("ann said so").says("No broker is configured");
+    desk.run(&["explain", "order-1", "--copies"]).ended(2).says("set kafka.brokers and kafka.topic");
     desk.configure("scope = \"shipping\"\n");
     let story = desk.json(&["explain", "order-1"]);
     assert_eq!((&story["verdict"], story["audit"].as_array().map(Vec::len)), (&"unknown".into(), Some(0)), "{story}");
     let audit = desk.json(&["audit", "--id", "order-1"]);
     assert_eq!(audit[0]["scope"], "ledger", "the audit itself tells of all: {audit}");
+    desk.run(&["marker", "complete", "order-2", "--yes", "--as", "bob"]).ended(0);
+    desk.configure("");
+    desk.run(&["marker", "complete", "order-3", "--yes", "--as", "cleo"]).ended(0);
+    for (scope, who) in [("ledger", vec!["ann"]), ("shipping", vec!["bob"]), ("", vec!["cleo"]), ("ledge", vec![])] {
+        let audit = desk.json(&["audit", "--scope", scope]);
+        let acts = audit.as_array().expect("a list");
+        assert_eq!(acts.iter().map(|act| act["who"].as_str().expect("a name")).collect::<Vec<_>>(), who, "{scope:?}: {audit}");
+    }
 }
