@@ -7,6 +7,7 @@ use oncegate_chaos::check::Promise;
 use oncegate_chaos::matrix::columns;
 use oncegate_chaos::matrix::step::STEPS;
 use oncegate_chaos::matrix::table::Matrix;
+use oncegate_chaos::mutants::Caught;
 use oncegate_chaos::report::{Report, Verdict};
 use oncegate_chaos::schedule::Kind;
 
@@ -203,6 +204,21 @@ fn every_step_was_played_wherever_it_is() {
             let played = all.cells.iter().any(|cell| cell.step == step.name && cell.made == made && cell.runs >= 3);
             assert!(played, "no kept run of the matrix has ended a process at {}, {made:?}", step.name);
         }
+    }
+}
+
+#[test]
+fn the_wrong_versions_are_what_their_file_says() {
+    let [caught]: [Caught; 1] = kept("mutants").try_into().expect("one file");
+    let (page, verdict) = (page(), caught.verdict());
+    assert!(caught.is_right(), "{verdict}");
+    assert!(page.contains(&verdict), "docs/src/reliability.md does not say: {verdict}");
+    assert!(names_the_commit(&caught.versions), "docs/src/reliability.md does not name the commit {}", caught.versions["commit"]);
+    let table = caught.to_markdown();
+    let rows: Vec<&str> = table.lines().filter(|line| line.starts_with("| `")).collect();
+    assert_eq!(rows.len(), 12);
+    for row in rows {
+        assert!(page.contains(row), "docs/src/reliability.md does not have: {row}");
     }
 }
 
