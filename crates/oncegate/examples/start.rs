@@ -20,6 +20,7 @@ impl Handler for Shelf {
 
 #[tokio::main]
 async fn main() -> Result<(), Error> {
+    tracing_subscriber::fmt().init();
     let queue = MemoryBroker::new("stock");
     queue.publish(Message::new(r#"{"article": "tea", "level": 3}"#).with_message_id("stock-1"));
     queue.publish(Message::new(r#"{"article": "tea", "level": 3}"#).with_message_id("stock-1")); // once more
