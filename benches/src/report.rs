@@ -1,6 +1,6 @@
 //! Tables, ratios and JSON.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::time::Duration;
 
@@ -59,6 +59,10 @@ pub struct Line {
     /// For what part of the time the thread ran that handles, and for what part it waited for a core: the medians of the
     /// rounds. For the rest it waited for others.
     pub thread: Option<(f64, f64)>,
+    /// CPU time a message by what spent it, in microseconds, the most first: the client's threads and the servers, by their
+    /// names; the medians of the rounds.
+    #[serde(default)]
+    pub by_place: Vec<(String, f64)>,
     /// All that was measured of the client, one a round.
     #[serde(default)]
     pub took: Vec<Took>,
@@ -120,6 +124,12 @@ impl Table {
                 ),
             };
         }
+        if self.lines.iter().any(|line| !line.by_place.is_empty()) {
+            text += "\n| | CPU time a message by thread and server, µs |\n| --- | --- |\n";
+        }
+        for line in self.lines.iter().filter(|line| !line.by_place.is_empty()) {
+            text += &format!("| {} | {} |\n", line.name, told(&line.by_place));
+        }
         if !self.ratios.is_empty() {
             text += "\n| ratio | | median | min | max |\n| --- | --- | ---: | ---: | ---: |\n";
         }
@@ -167,8 +177,26 @@ impl Line {
             server_micros: per_message(|took| took.servers_cpu),
             peak_kib: took.iter().map(|took| took.peak_kib).max(),
             latencies: percentiles.into_iter().map(|at| (at, latency(at) as u64)).collect(),
+            by_place: by_place(&took),
         }
     }
+}
+
+fn by_place(took: &[&Took]) -> Vec<(String, f64)> {
+    let names: BTreeSet<&String> = took.iter().flat_map(|took| took.by_place.keys()).collect();
+    let micros = |name: &String| {
+        let of = |took: &&Took| took.by_place.get(name).copied().unwrap_or(0.0) * 1e6 / took.messages as f64;
+        median(&took.iter().map(of).collect::<Vec<_>>())
+    };
+    let mut places: Vec<(String, f64)> = names.into_iter().map(|name| (name.clone(), micros(name))).collect();
+    places.retain(|(_, micros)| *micros >= 0.01);
+    places.sort_by(|one, other| other.1.total_cmp(&one.1));
+    places
+}
+
+/// In one line: each place and its microseconds a message.
+fn told(places: &[(String, f64)]) -> String {
+    places.iter().map(|(name, micros)| format!("{name} {micros:.2}")).collect::<Vec<_>>().join(", ")
 }
 
 impl fmt::Display for Table {
@@ -196,6 +224,9 @@ impl fmt::Display for Table {
         for line in self.lines.iter().filter(|line| !line.latencies.is_empty()) {
             let at = |percentile: f64| line.latencies.iter().find(|(at, _)| *at == percentile).map_or(0, |(_, micros)| *micros);
             writeln!(f, "  {:<34} p50 {} µs, p99 {} µs, p99.9 {} µs", line.name, at(50.0), at(99.0), at(99.9))?;
+        }
+        for line in self.lines.iter().filter(|line| !line.by_place.is_empty()) {
+            writeln!(f, "  {:<34} µs by thread and server: {}", line.name, told(&line.by_place))?;
         }
         for ratio in &self.ratios {
             let [middle, least, most] = spread(&ratio.rounds);

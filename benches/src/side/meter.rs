@@ -1,5 +1,7 @@
 //! Counts messages, and reads clocks at the first and at the last.
 
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::thread::ThreadId;
@@ -42,6 +44,9 @@ pub struct Took {
     pub latencies: Vec<(f64, u64)>,
     /// What the thread did meanwhile that handled the first message and the last; none where that were two.
     pub thread: Option<ThreadTime>,
+    /// CPU time meanwhile by what spent it, in seconds: this process's threads and the servers, by their names.
+    #[serde(default)]
+    pub by_place: BTreeMap<String, f64>,
 }
 
 /// How a thread spent a time, in seconds; the rest of it, it waited for others.
@@ -68,12 +73,56 @@ impl Took {
 /// The percentiles that are kept.
 const PERCENTILES: [f64; 12] = [10.0, 25.0, 50.0, 75.0, 90.0, 95.0, 99.0, 99.5, 99.9, 99.95, 99.99, 100.0];
 
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 struct Reading {
     at: Duration,
     cpu: Duration,
-    servers_cpu: Duration,
     thread: Option<ThreadReading>,
+    places: Places,
+}
+
+/// CPU time so far.
+#[derive(Clone, Default)]
+struct Places {
+    /// Of this process's threads, by their names.
+    threads: BTreeMap<String, Duration>,
+    servers: BTreeMap<String, Duration>,
+}
+
+impl Places {
+    fn of(servers: &[u32]) -> Self {
+        let mut places = Self::default();
+        for thread in std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten() {
+            let path = thread.path();
+            // One that has just ended is not there any more.
+            let (Some(name), Some(counted)) = (name_of(&path), ThreadReading::of(&path)) else { continue };
+            *places.threads.entry(name).or_default() += counted.ran;
+        }
+        for number in servers {
+            let Some(name) = name_of(&PathBuf::from(format!("/proc/{number}"))) else { continue };
+            *places.servers.entry(name).or_default() += cpu_of(*number).unwrap_or_default();
+        }
+        places
+    }
+
+    fn servers_cpu(&self) -> Duration {
+        self.servers.values().sum()
+    }
+
+    fn until(&self, later: &Self) -> BTreeMap<String, f64> {
+        let spent = |before: &BTreeMap<String, Duration>, name: &String, now: &Duration| {
+            now.saturating_sub(before.get(name).copied().unwrap_or_default()).as_secs_f64()
+        };
+        let threads = later.threads.iter().map(|(name, now)| (name.clone(), spent(&self.threads, name, now)));
+        let servers = later.servers.iter().map(|(name, now)| (format!("server {name}"), spent(&self.servers, name, now)));
+        threads.chain(servers).filter(|(_, seconds)| *seconds > 0.0).collect()
+    }
+}
+
+/// The name of a process or a thread. That of a numbered one is without its number.
+fn name_of(path: &Path) -> Option<String> {
+    let name = std::fs::read_to_string(path.join("comm")).ok()?;
+    Some(name.trim_end().trim_end_matches(|c: char| c.is_ascii_digit()).to_owned())
 }
 
 /// What Linux counts of a thread.
@@ -87,7 +136,12 @@ struct ThreadReading {
 impl ThreadReading {
     /// Of this thread; none where the system does not count it.
     fn here() -> Option<Self> {
-        let counted = std::fs::read_to_string("/proc/thread-self/schedstat").ok()?;
+        Self::of(Path::new("/proc/thread-self"))
+    }
+
+    /// Of the thread whose folder this is, said by this one.
+    fn of(path: &Path) -> Option<Self> {
+        let counted = std::fs::read_to_string(path.join("schedstat")).ok()?;
         let mut nanoseconds = counted.split_ascii_whitespace().map(|it| it.parse().map(Duration::from_nanos));
         let (ran, queued) = (nanoseconds.next()?.ok()?, nanoseconds.next()?.ok()?);
         Some(Self { thread: std::thread::current().id(), ran, queued })
@@ -126,10 +180,13 @@ impl Meter {
     pub fn saw(&self) {
         let before = self.seen.fetch_add(1, Ordering::Relaxed);
         if before == 0 {
-            let _ = self.first.set(self.read()); // only one of them was the first
+            // Only one of them was the first. What takes long to read is read before the clock.
+            let places = Places::of(&self.servers);
+            let _ = self.first.set(Reading { places, ..Reading::now() });
         }
         if before + 1 == self.all {
-            let _ = self.last.set(self.read());
+            let reading = Reading::now();
+            let _ = self.last.set(Reading { places: Places::of(&self.servers), ..reading });
             self.over.notify_one();
         }
     }
@@ -170,17 +227,21 @@ impl Meter {
             messages: self.all - 1,
             seconds: (last.at - first.at).as_secs_f64(),
             cpu: (last.cpu - first.cpu).as_secs_f64(),
-            servers_cpu: last.servers_cpu.saturating_sub(first.servers_cpu).as_secs_f64(),
+            servers_cpu: last.places.servers_cpu().saturating_sub(first.places.servers_cpu()).as_secs_f64(),
             peak_kib: peak_kib(),
             between: (first.at.as_secs_f64(), last.at.as_secs_f64()),
             latencies: percentiles.map(|percentile| (*percentile, latencies.value_at_percentile(*percentile))).collect(),
             thread: first.thread.zip(last.thread).and_then(|(first, last)| first.until(last)),
+            by_place: first.places.until(&last.places),
         })
     }
+}
 
-    fn read(&self) -> Reading {
-        let servers_cpu = self.servers.iter().filter_map(|number| cpu_of(*number)).sum();
-        Reading { at: clock(ClockId::Monotonic), cpu: clock(ClockId::ProcessCPUTime), servers_cpu, thread: ThreadReading::here() }
+impl Reading {
+    /// All but the places.
+    fn now() -> Self {
+        let (at, cpu) = (clock(ClockId::Monotonic), clock(ClockId::ProcessCPUTime));
+        Self { at, cpu, thread: ThreadReading::here(), places: Places::default() }
     }
 }
 
@@ -246,6 +307,24 @@ mod tests {
         let took = handled_by_two(false);
         assert!(took.thread.is_some_and(|it| it.ran > 0.0 && it.ran + it.queued <= took.seconds), "{took:?}");
         assert_eq!(handled_by_two(true).thread, None);
+    }
+
+    #[test]
+    fn cpu_time_is_told_by_thread_and_by_server() {
+        let meter = Meter::new(2, vec![std::process::id()]);
+        let busy = std::thread::Builder::new().name("busy-7".into()).spawn(move || {
+            meter.saw();
+            let begun = clock(ClockId::ProcessCPUTime);
+            while clock(ClockId::ProcessCPUTime) < begun + Duration::from_millis(50) {
+                std::hint::spin_loop();
+            }
+            meter.saw();
+            meter.took().unwrap()
+        });
+        let took = busy.unwrap().join().unwrap();
+        assert!(took.by_place["busy-"] > 0.0, "{took:?}");
+        let servers: f64 = took.by_place.iter().filter(|(name, _)| name.starts_with("server ")).map(|(_, seconds)| seconds).sum();
+        assert!(servers > 0.0 && (servers - took.servers_cpu).abs() < 1e-9, "{took:?}");
     }
 
     #[test]

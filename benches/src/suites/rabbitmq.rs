@@ -39,7 +39,7 @@ fn on(
     Ok(took)
 }
 
-/// What a classic queue need not write, it hands over at twice the rate: there is the least time to hide behind.
+/// What a classic queue need not write costs it less CPU time: there is the least to hide behind.
 fn in_memory(stage: &Stage) -> Outcome<Table> {
     let on = |way: Way| on(stage, (QueueKind::Classic, Keeps::InMemory), (50_000, 100), 1000, |task| Task { way: way.clone(), ..task });
     let sides = vec![Side::new("bare", || on(Way::Bare)), Side::new("Redis, in place", || on(stage.redis(Spawned::No)))];

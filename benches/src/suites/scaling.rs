@@ -1,5 +1,6 @@
 //! Several processes in one group: where the next bottleneck is.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::{Extent, ROUNDS};
@@ -61,7 +62,18 @@ fn sum(took: &[Took]) -> Took {
         between: (begun, over),
         latencies: Vec::new(),
         thread: None,
+        by_place: together(took),
     }
+}
+
+/// The threads of all of them; of each server what whoever saw the most of it saw, as above.
+fn together(took: &[Took]) -> BTreeMap<String, f64> {
+    let mut all = BTreeMap::<String, f64>::new();
+    for (name, seconds) in took.iter().flat_map(|took| &took.by_place) {
+        let sum = all.entry(name.clone()).or_default();
+        *sum = if name.starts_with("server ") { sum.max(*seconds) } else { *sum + seconds };
+    }
+    all
 }
 
 #[cfg(test)]
@@ -79,8 +91,10 @@ mod tests {
             between: (from, to),
             latencies: Vec::new(),
             thread: None,
+            by_place: [("loop".to_owned(), 1.0), ("server redis".to_owned(), to)].into(),
         };
         let all = sum(&[took(1.0, 3.0), took(2.0, 6.0)]);
         assert_eq!((all.messages, all.seconds, all.cpu, all.servers_cpu, all.rate()), (20, 5.0, 2.0, 6.0, 4.0));
+        assert_eq!(all.by_place, [("loop".to_owned(), 2.0), ("server redis".to_owned(), 6.0)].into());
     }
 }
