@@ -108,7 +108,7 @@ async fn the_oldest_are_named_and_the_others_counted() {
     consumer.run_until(shutdown).await.expect("a clean end");
 }
 
-/// Says nothing of itself until it is there.
+/// Answers nothing until it is there.
 #[derive(Clone, Default)]
 struct Late {
     store: MemoryStore,
@@ -118,7 +118,10 @@ struct Late {
 #[async_trait]
 impl Store for Late {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
-        self.store.apply(operations).await
+        if self.is_there.load(Ordering::SeqCst) {
+            return self.store.apply(operations).await;
+        }
+        operations.iter().map(|_| Err(StoreError::Unknown("nobody answers".into()))).collect()
     }
 
     fn described(&self) -> String {
@@ -134,7 +137,7 @@ impl Store for Late {
 }
 
 #[tokio::test]
-async fn a_store_that_a_start_waits_for_is_told_of_before_anything_is_received() {
+async fn a_store_is_told_of_from_the_first_question_on_and_when_it_goes_and_is_back() {
     let (broker, status, store) = (MemoryBroker::new("payments"), ConsumerStatus::new(), Late::default());
     let consumer = Consumer::builder()
         .source(broker.source())
@@ -143,7 +146,7 @@ async fn a_store_that_a_start_waits_for_is_told_of_before_anything_is_received()
         .decode(RawBytes)
         .handler(Stuck { lets: Arc::new(Semaphore::new(0)) })
         .status(status.clone());
-    let (waits_for, there) = (status.clone(), store.is_there.clone());
+    let (waits_for, there, all) = (status.clone(), store.is_there.clone(), broker.clone());
     let shutdown = async move {
         let away = |it: &ConsumerSnapshot| matches!(&it.store, Some(StoreSnapshot { state: StoreState::Away { .. }, .. }));
         let told = until(&waits_for, away).await.store.expect("just seen");
@@ -152,6 +155,16 @@ async fn a_store_that_a_start_waits_for_is_told_of_before_anything_is_received()
         there.store(true, Ordering::SeqCst);
         let answers = |it: &ConsumerSnapshot| matches!(&it.store, Some(StoreSnapshot { state: StoreState::Answers { .. }, .. }));
         until(&waits_for, answers).await;
+
+        there.store(false, Ordering::SeqCst);
+        all.publish(Message::new("x").with_message_id("done"));
+        let told = until(&waits_for, away).await.store.expect("just seen");
+        let text = told.last_error.map(|it| it.text);
+        assert_eq!(text.as_deref(), Some("the store's answer is unknown: nobody answers"));
+        there.store(true, Ordering::SeqCst);
+        all.drained().await;
+        let told = until(&waits_for, answers).await.store.expect("just seen");
+        assert!(told.last_error.is_some(), "what it said before stays");
     };
     consumer.run_until(shutdown).await.expect("a clean end");
     assert_eq!(status.snapshot(), ConsumerSnapshot::default(), "it has ended");
