@@ -1,7 +1,7 @@
 //! I8, I13, I14, and how processes end.
 
 use super::{Finder, Invariant};
-use crate::ledger::{Asked, Record, Sent, What};
+use crate::ledger::{Asked, Place, Record, Sent, What};
 use std::time::Duration;
 
 /// How a process ends that aborts.
@@ -28,6 +28,8 @@ pub(super) fn check(finder: &mut Finder<'_>) {
             }
             // Its end was recorded, and that is what the failover has lost: nobody will ask again.
             What::Marker { id, .. } if end_lost(finder, id) => finder.checked.counts.ends_lost += 1,
+            // Whoever gave up on finding out has let go of it, and the message waits for a person.
+            What::Marker { id, record } if record.starts_with("v1 r ") && is_in_doubt(finder, id) => {}
             What::Marker { id, record } if record.starts_with("v1 p ") || record.starts_with("v1 r ") => {
                 finder.found(Invariant::I14, Some(id), format!("its marker was left in progress: {record}"));
             }
@@ -74,6 +76,11 @@ pub(super) fn check_id(finder: &mut Finder<'_>, id: &str) {
             _ => {}
         }
     }
+}
+
+/// Whether its message waits for a person who finds out.
+fn is_in_doubt(finder: &Finder<'_>, id: &str) -> bool {
+    finder.history(id).any(|record| matches!(record.what, What::Aside { place: Place::InDoubt, .. }))
 }
 
 /// Whether the store had recorded its end, and a failover followed in which that may be lost.

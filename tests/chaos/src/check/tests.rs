@@ -402,6 +402,13 @@ fn i14_what_is_left_and_what_is_left_in_progress() {
     };
     assert_eq!(marker("v1 p 00ff 1 2000 86400000 e -").breaks(&RULES), broken(Invariant::I14, "u-1"));
     assert_eq!(marker("v1 r 00ff 2 2000 86400000 a -").breaks(&AT_MOST_ONCE), broken(Invariant::I14, "u-1"));
+    let for_a_person = |record: &str| {
+        let aside = What::Aside { id: "u-1".into(), place: Place::InDoubt, reason: "in-doubt-holder-gone".into() };
+        let marker = What::Marker { id: "u-1".into(), record: record.into() };
+        Story::default().sent("u-1").at(98, "player", aside).at(99, "player", marker)
+    };
+    assert_eq!(for_a_person("v1 r 00ff 7 2000 86400000 a -").breaks(&AT_MOST_ONCE), []);
+    assert_eq!(for_a_person("v1 p 00ff 7 2000 86400000 a -").breaks(&AT_MOST_ONCE), broken(Invariant::I14, "u-1"));
     for at_rest in ["v1 c 3", "v1 x -", "v1 w 00ff 1 2000 86400000 a -"] {
         assert_eq!(marker(at_rest).breaks(&AT_MOST_ONCE), [], "{at_rest}");
     }
