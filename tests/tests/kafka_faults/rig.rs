@@ -377,6 +377,7 @@ fn committed(asker: &BaseConsumer, topic: &str, partitions: i32) -> Option<BTree
 
 fn client(brokers: &str) -> ClientConfig {
     let mut config = ClientConfig::new();
-    config.set("bootstrap.servers", brokers);
+    // A broker that was frozen says for a moment that there is none, and the client lets go of it: by default for five minutes.
+    config.set("bootstrap.servers", brokers).set("metadata.recovery.rebootstrap.trigger.ms", "5000");
     config
 }
