@@ -335,6 +335,9 @@ impl ClientContext for Context {
             Some(RDKafkaErrorCode::Fatal) => tracing::error!(%error, reason, "Kafka"),
             _ => tracing::warn!(%error, reason, "Kafka"),
         }
+        if error.rdkafka_error_code() == Some(RDKafkaErrorCode::AllBrokersDown) {
+            self.shared.lock().reaches_nobody(Instant::now());
+        }
         if let Some(code) = error.rdkafka_error_code() {
             let mut trouble = self.trouble.lock().unwrap_or_else(PoisonError::into_inner);
             // That all brokers are down is said right after the reason why.

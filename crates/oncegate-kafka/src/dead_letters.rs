@@ -96,8 +96,11 @@ impl DeadLetters {
         record.key = message.key.as_deref().filter(|_| extent != Extent::Note);
         let producer = self.producer()?;
         let sent = producer.send(record, Duration::from_secs(30)).await;
-        if sent.is_err() && producer.client().fatal_error().is_some() {
-            self.replace(&producer);
+        match &sent {
+            Err(_) if producer.client().fatal_error().is_some() => self.replace(&producer, "it failed for good"),
+            // It may be that it has forgotten its brokers, and would wait for them for ever.
+            Err((KafkaError::MessageProduction(RDKafkaErrorCode::MessageTimedOut), _)) => self.replace(&producer, "no broker answered it"),
+            _ => {}
         }
         sent.map(|_| ()).map_err(|(error, _)| error)
     }
@@ -111,10 +114,10 @@ impl DeadLetters {
     }
 
     /// A fatal error of an idempotent producer stays: the next publish starts another one, unless it has begun already.
-    fn replace(&self, failed: &Publisher) {
+    fn replace(&self, failed: &Publisher, why: &str) {
         let mut producer = self.producer.lock().unwrap_or_else(PoisonError::into_inner);
         if producer.as_ref().is_some_and(|current| current.client().native_ptr() == failed.client().native_ptr()) {
-            tracing::error!("the producer of dead letters failed for good; starting another one");
+            tracing::error!(why, "the producer of dead letters is replaced by another one");
             drop_aside(producer.take());
         }
     }

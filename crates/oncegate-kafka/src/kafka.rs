@@ -17,8 +17,6 @@ use crate::status::KafkaStatus;
 const STALLED_AFTER: Duration = Duration::from_secs(60);
 /// How long revoked deliveries are waited for by default.
 const DRAIN: Duration = Duration::from_secs(10);
-/// How long a client may know of no broker before it asks those again that it was given.
-const BEGINS_ANEW: Duration = Duration::from_secs(5);
 /// librdkafka's own `max.poll.interval.ms`.
 const POLL_INTERVAL: Duration = Duration::from_secs(300);
 
@@ -396,9 +394,6 @@ impl Kafka {
     fn config(&self) -> ClientConfig {
         let mut config = ClientConfig::new();
         config.set("bootstrap.servers", &self.brokers).set("client.id", "oncegate");
-        // Brokers that are out of their cluster for a moment, as each is that was frozen, say that there is no broker, and librdkafka
-        // lets go of all it knew. By its own default it goes back to those it was given after five minutes.
-        config.set("metadata.recovery.rebootstrap.trigger.ms", BEGINS_ANEW.as_millis().to_string());
         let debug = self.property_value("debug").is_some();
         self.security.set(&mut config);
         config.set_log_level(if debug { RDKafkaLogLevel::Debug } else { RDKafkaLogLevel::Info });

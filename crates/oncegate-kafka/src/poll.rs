@@ -25,6 +25,8 @@ const TURN: Duration = Duration::from_millis(50);
 const CLOSE: Duration = Duration::from_secs(10);
 /// The pause before another client begins, and the longest.
 const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
+/// How long a client that reaches no broker is asked for one. Nothing else is to be done for it then.
+const GLANCE: Duration = Duration::from_secs(1);
 /// How often it is looked whether markers of transactions are to be passed.
 const LOOK: Duration = Duration::from_millis(500);
 
@@ -91,6 +93,7 @@ fn stay(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) -> Left {
         begin_anew(&consumer, shared);
         if looked.elapsed() >= LOOK {
             look_for_a_fatal_error(&consumer, shared);
+            look_for_a_broker(&consumer, shared);
             consumer.context().pass_markers(&consumer);
             looked = Instant::now();
         }
@@ -138,6 +141,18 @@ fn look_for_a_fatal_error(consumer: &BaseConsumer<Context>, shared: &Shared) {
     match for_a_person(code, "the group's topics") {
         Some(fault) => shared.fail(fault),
         None => shared.lock().ask_for_another(format!("it failed for good: {text}")),
+    }
+}
+
+/// A client that said that it reaches no broker is asked whether it does again, since it says nothing of that by itself.
+fn look_for_a_broker(consumer: &BaseConsumer<Context>, shared: &Shared) {
+    if shared.lock().alone().is_none() {
+        return;
+    }
+    let subscribed = consumer.subscription().ok();
+    let Some(topic) = subscribed.as_ref().and_then(|topics| Some(topics.elements().first()?.topic().to_owned())) else { return };
+    if consumer.client().fetch_metadata(Some(&topic), GLANCE).is_ok() {
+        shared.lock().reaches_somebody();
     }
 }
 

@@ -84,6 +84,8 @@ pub(crate) struct State {
     /// Why the client is to be replaced by another one.
     replace: Option<String>,
     replaced: u64,
+    /// Since when the client says that it reaches no broker.
+    alone: Option<Instant>,
     missed: u64,
     reading: Reading,
     /// Whether the polling thread was woken since it waited last.

@@ -24,28 +24,77 @@ const IN_VAIN: usize = 3;
 /// little stands there, for all partitions at once. The first time over, what was asked for before the partition had more is
 /// read; the second time, what was asked for then; and one look may fall between an answer and its being seen.
 const TURNS: u32 = 3;
+/// After which time without a broker, and how often then, a client of its own is asked whether there are brokers.
+const ASK_ANOTHER: Duration = Duration::from_secs(5);
+/// In which time a client that has lost its brokers tries them again: librdkafka's `reconnect.backoff.max.ms` is ten seconds.
+const TRIES_AGAIN: Duration = Duration::from_secs(15);
 /// How often in a row the patience with a partition doubles, at the most: to 64 times as long.
 const DOUBLINGS: u32 = 6;
 
 /// Looks at each partition from time to time, with a client of its own: what the watched one says of itself is what is in
 /// question. Runs on a thread of its own.
-pub(crate) fn run(config: &ClientConfig, shared: &Shared, outage: &Arc<Outage>, stalled_after: Duration) {
-    let client: BaseConsumer<OwnLog> = match config.create_with_context(OwnLog(Log(outage.clone()))) {
+pub(crate) fn run(config: &ClientConfig, topic: &str, shared: &Shared, outage: &Arc<Outage>, stalled_after: Duration) {
+    let another = || config.create_with_context::<_, BaseConsumer<OwnLog>>(OwnLog(Log(outage.clone())));
+    let mut client = match another() {
         Ok(client) => client,
         Err(error) => return tracing::error!(%error, "nobody watches the Kafka client: there is no second one"),
     };
+    let mut forgotten = Forgotten::default();
     let (mut watch, pause) = (Watch::default(), LOOK.min(stalled_after / 4));
     let mut looked: Option<Instant> = None;
     while shared.lock().phase() < Phase::Closing {
         if looked.is_none_or(|at| at.elapsed() >= pause) {
             watch.look(|topic, partition| Some(client.fetch_watermarks(topic, partition, PATIENCE).ok()?.1), shared, stalled_after);
             looked = Some(Instant::now());
+            // It may be this one that knows of no broker any more.
+            if watch.hears_nothing()
+                && let Ok(another) = another()
+            {
+                client = another;
+            }
+        }
+        let alone = shared.lock().alone();
+        let answers = || another().is_ok_and(|client| client.fetch_metadata(Some(topic), PATIENCE).is_ok());
+        if forgotten.look(alone, Instant::now, answers) {
+            shared.lock().ask_for_another("it reaches no broker, though they answer others".into());
+            shared.wake_poller();
         }
         // Serves its log.
         let _ = client.poll(TURN);
     }
     watch.gauges.keys().for_each(|(topic, partition)| gauges(topic, *partition, Some(0), Duration::ZERO));
     metrics::gauge!(crate::metric::PARTITIONS).set(0.0);
+}
+
+/// Whether the watched client has forgotten its brokers. librdkafka 2.12 lets go of all that a metadata answer does not name, as that of a
+/// broker that is out of its cluster for a moment names none, and it may then never ask those again that it was given.
+#[derive(Default)]
+struct Forgotten {
+    /// Since when the client reaches nobody, and when another one was answered first since then.
+    answered: Option<(Instant, Instant)>,
+    asked: Option<Instant>,
+}
+
+impl Forgotten {
+    /// Whether others have been answered for so long that this one would have been, too: it tries again every ten seconds.
+    fn look(&mut self, alone: Option<Instant>, clock: impl Fn() -> Instant, answers: impl FnOnce() -> bool) -> bool {
+        let Some(alone) = alone else {
+            self.answered = None;
+            return false;
+        };
+        if clock().duration_since(alone) < ASK_ANOTHER || self.asked.is_some_and(|at| clock().duration_since(at) < ASK_ANOTHER) {
+            return false;
+        }
+        let does_answer = answers();
+        let now = clock();
+        self.asked = Some(now);
+        self.answered = match self.answered {
+            _ if !does_answer => None,
+            Some((of, at)) if of == alone => Some((of, at)),
+            _ => Some((alone, now)),
+        };
+        self.answered.is_some_and(|(_, at)| now.duration_since(at) >= TRIES_AGAIN)
+    }
 }
 
 /// What was seen before.
@@ -58,6 +107,8 @@ struct Watch {
     gauges: HashMap<(String, i32), ()>,
     /// The partitions of which no broker said where their log ends, when it was asked last.
     silent: HashSet<(String, i32)>,
+    /// Of how many partitions it was asked last.
+    asked: usize,
 }
 
 /// A partition for which the client was replaced, and that was not read on since. It may be that what is fetched takes so long to
@@ -147,6 +198,11 @@ impl Watch {
         self.standing = standing;
     }
 
+    /// Whether no broker says anything of any partition.
+    fn hears_nothing(&self) -> bool {
+        self.asked > 0 && self.silent.len() >= self.asked.min(IN_VAIN)
+    }
+
     /// How long a partition that was read to `at` may stand. One that was read beyond where it stood when its client was replaced
     /// is as any other again.
     fn patience(&mut self, topic: &Arc<str>, partition: i32, at: Option<i64>, stalled_after: Duration) -> Duration {
@@ -169,6 +225,7 @@ impl Watch {
         mut end_of: impl FnMut(&str, i32) -> Option<i64>,
     ) -> HashMap<(String, i32), i64> {
         self.silent.retain(|it| partitions.contains(it));
+        self.asked = partitions.len();
         partitions.sort_by_key(|it| self.silent.contains(it));
         let (mut seen, mut in_vain) = (HashMap::new(), 0);
         for it in partitions {
@@ -295,6 +352,35 @@ mod tests {
             watch.look(|_, _| None, &shared, AFTER);
             assert_eq!(told(crate::metric::LAG), Some(DebugValue::Gauge(0.0.into())), "another member's now");
         });
+    }
+
+    #[test]
+    fn a_client_has_forgotten_its_brokers_once_others_were_answered_for_as_long_as_it_may_take() {
+        let begun = Instant::now();
+        let at = |seconds| begun + Duration::from_secs(seconds);
+        // Said at 0; `answered` is from when on others are, by the second.
+        let found = |alone_until: u64, answered: u64| {
+            let mut forgotten = Forgotten::default();
+            (0..60).find(|now| forgotten.look((*now < alone_until).then_some(begun), || at(*now), || *now >= answered))
+        };
+        assert_eq!(found(60, 0), Some(20), "asked after 5 s, and then every 5 s");
+        assert_eq!(found(60, 33), Some(50), "while nobody is answered, nobody is to blame");
+        assert_eq!(found(19, 0), None, "it has come back");
+        // Whoever is alone a second time begins anew.
+        let mut forgotten = Forgotten::default();
+        assert!(!forgotten.look(Some(begun), || at(5), || true));
+        assert!(!forgotten.look(Some(at(12)), || at(25), || true));
+        assert!(forgotten.look(Some(at(12)), || at(40), || true));
+    }
+
+    #[test]
+    fn who_asks_in_vain_of_all_partitions_hears_nothing() {
+        let (shared, mut watch) = (shared(2), Watch::default());
+        assert!(!watch.hears_nothing());
+        watch.look(|_, _| None, &shared, AFTER);
+        assert!(watch.hears_nothing());
+        watch.look(|_, partition| (partition == 0).then_some(9), &shared, AFTER);
+        assert!(!watch.hears_nothing());
     }
 
     #[test]

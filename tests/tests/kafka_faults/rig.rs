@@ -53,12 +53,12 @@ impl Rig {
     }
 
     /// Publishes messages of these numbers for each of `keys` keys, in their order, whose handler takes so long. A client that is
-    /// not confirmed all of them within two minutes is replaced by another one, which sends them again: the gate knows their ids.
+    /// not confirmed all of them within forty seconds is replaced by another one, which sends them again: the gate knows their ids.
     pub(crate) fn publish(&self, keys: usize, numbers: Range<usize>, takes: Duration) {
         let mut config = client(&self.brokers);
         config.set("acks", "all").set("linger.ms", "5").set("queue.buffering.max.messages", "500000");
         let body = format!(r#"{{"do":"slow","ms":{}}}"#, takes.as_millis());
-        for attempt in 1..=5 {
+        for attempt in 1..=8 {
             let producer: ThreadedProducer<DefaultProducerContext> = config.create().expect("a producer");
             for number in numbers.clone() {
                 for key in 0..keys {
@@ -72,7 +72,7 @@ impl Rig {
                     }
                 }
             }
-            let Err(error) = producer.flush(PATIENCE * 12) else { return };
+            let Err(error) = producer.flush(PATIENCE * 4) else { return };
             let unconfirmed = producer.in_flight_count();
             let metadata = producer.client().fetch_metadata(Some(&self.name), PATIENCE);
             let leaders = metadata.map(|it| it.topics()[0].partitions().iter().map(|it| it.leader()).collect::<Vec<_>>());
@@ -327,6 +327,19 @@ impl Member {
         kill_process(pid, signal).expect("it is not waited for yet");
     }
 
+    /// Waits until it has partitions again, if it has lost those that it had.
+    pub(crate) async fn until_assigned(&self) {
+        let end = Instant::now() + PATIENCE * 12;
+        loop {
+            let log = std::fs::read_to_string(&self.log).unwrap_or_default();
+            if log.rfind("lost=true") <= log.rfind("partition assigned") {
+                return;
+            }
+            assert!(Instant::now() < end, "it has no partition again: {}", end_of(&log));
+            tokio::time::sleep(LOOK_EVERY).await;
+        }
+    }
+
     /// Drains it.
     pub(crate) async fn leave(mut self) {
         self.signal(Signal::TERM);
@@ -377,7 +390,6 @@ fn committed(asker: &BaseConsumer, topic: &str, partitions: i32) -> Option<BTree
 
 fn client(brokers: &str) -> ClientConfig {
     let mut config = ClientConfig::new();
-    // A broker that was frozen says for a moment that there is none, and the client lets go of it: by default for five minutes.
-    config.set("bootstrap.servers", brokers).set("metadata.recovery.rebootstrap.trigger.ms", "5000");
+    config.set("bootstrap.servers", brokers);
     config
 }

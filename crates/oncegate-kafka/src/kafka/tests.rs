@@ -61,16 +61,6 @@ fn the_promise_stands_over_the_users_properties_and_they_over_the_rest() {
 }
 
 #[test]
-fn a_client_that_was_told_of_no_broker_soon_asks_those_again_that_it_was_given() {
-    let kafka = whole();
-    for config in [kafka.consumer_config(), kafka.watch_config(), kafka.producer_config()] {
-        assert_eq!(config.get("metadata.recovery.rebootstrap.trigger.ms"), Some("5000"));
-    }
-    let patient = whole().property("metadata.recovery.rebootstrap.trigger.ms", "60000").consumer_config();
-    assert_eq!(patient.get("metadata.recovery.rebootstrap.trigger.ms"), Some("60000"));
-}
-
-#[test]
 fn a_group_is_cooperative_and_sticky_unless_it_is_told_otherwise() {
     let strategy = |kafka: Kafka| kafka.consumer_config().get("partition.assignment.strategy").map(str::to_owned);
     assert_eq!(strategy(whole()).as_deref(), Some("cooperative-sticky"));

@@ -1,7 +1,7 @@
 //! What the state tells those who watch, and what they ask of it.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use oncegate_core::Delivery;
 
@@ -54,10 +54,26 @@ impl State {
         self.replace.is_some()
     }
 
+    /// Takes note that the client says that it reaches no broker.
+    pub(crate) fn reaches_nobody(&mut self, now: Instant) {
+        self.alone.get_or_insert(now);
+    }
+
+    /// Takes note that a broker has answered the client.
+    pub(crate) fn reaches_somebody(&mut self) {
+        self.alone = None;
+    }
+
+    /// Since when the client reaches no broker.
+    pub(crate) fn alone(&self) -> Option<Instant> {
+        self.alone
+    }
+
     /// Takes note that the client is being replaced; answers why.
     pub(crate) fn replacing(&mut self) -> Option<String> {
         let why = self.replace.take()?;
         self.replaced += 1;
+        self.alone = None;
         Some(why)
     }
 

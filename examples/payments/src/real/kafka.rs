@@ -209,8 +209,7 @@ impl Wire {
 
 fn client(brokers: &str) -> ClientConfig {
     let mut config = ClientConfig::new();
-    // A broker that was frozen says for a moment that there is none, and the client lets go of it: by default for five minutes.
-    config.set("bootstrap.servers", brokers).set("metadata.recovery.rebootstrap.trigger.ms", "5000");
+    config.set("bootstrap.servers", brokers);
     config
 }
 

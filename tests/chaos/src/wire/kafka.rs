@@ -216,7 +216,6 @@ pub(crate) fn refuse_letters(brokers: &str, topic: &str, letters: Letters) -> Re
 
 fn config(brokers: &str) -> ClientConfig {
     let mut config = ClientConfig::new();
-    // A broker that was frozen says for a moment that there is none, and the client lets go of it: by default for five minutes.
-    config.set("bootstrap.servers", brokers).set("log_level", "2").set("metadata.recovery.rebootstrap.trigger.ms", "5000");
+    config.set("bootstrap.servers", brokers).set("log_level", "2");
     config
 }
