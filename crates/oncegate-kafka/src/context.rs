@@ -335,7 +335,8 @@ impl ClientContext for Context {
             Some(RDKafkaErrorCode::Fatal) => tracing::error!(%error, reason, "Kafka"),
             _ => tracing::warn!(%error, reason, "Kafka"),
         }
-        if error.rdkafka_error_code() == Some(RDKafkaErrorCode::AllBrokersDown) {
+        let is_alone = error.rdkafka_error_code() == Some(RDKafkaErrorCode::AllBrokersDown);
+        if is_alone && !self.is_replaced.load(Ordering::Relaxed) {
             self.shared.lock().reaches_nobody(Instant::now());
         }
         if let Some(code) = error.rdkafka_error_code() {

@@ -22,6 +22,9 @@ const KEY_OMITTED: &str = "oncegate-key-omitted";
 /// Says that the message's own headers were left out, and how many there were.
 const HEADERS_OMITTED: &str = "oncegate-headers-omitted";
 
+/// How long a producer that was confirmed nothing has to name a broker.
+const ASKED: Duration = Duration::from_secs(5);
+
 type Publisher = FutureProducer<Log>;
 
 /// The producer of dead letters and in-doubt messages: idempotent, confirmed by all replicas.
@@ -98,8 +101,7 @@ impl DeadLetters {
         let sent = producer.send(record, Duration::from_secs(30)).await;
         match &sent {
             Err(_) if producer.client().fatal_error().is_some() => self.replace(&producer, "it failed for good"),
-            // It may be that it has forgotten its brokers, and would wait for them for ever.
-            Err((KafkaError::MessageProduction(RDKafkaErrorCode::MessageTimedOut), _)) => self.replace(&producer, "no broker answered it"),
+            Err((KafkaError::MessageProduction(RDKafkaErrorCode::MessageTimedOut), _)) => self.replace_if_alone(producer, topic).await,
             _ => {}
         }
         sent.map(|_| ()).map_err(|(error, _)| error)
@@ -113,11 +115,24 @@ impl DeadLetters {
         }
     }
 
+    /// It may be that it has forgotten its brokers, and would wait for them for ever: one that names none is replaced. If there are none,
+    /// the next one finds none either, and nothing is lost by it.
+    async fn replace_if_alone(&self, producer: Publisher, topic: String) {
+        let asked = tokio::task::spawn_blocking(move || {
+            let answer = producer.client().fetch_metadata(Some(&topic), ASKED);
+            (answer.is_ok_and(|answer| !answer.brokers().is_empty()), producer)
+        });
+        if let Ok((false, producer)) = asked.await {
+            self.replace(&producer, "it reaches no broker");
+            drop_aside(Some(producer));
+        }
+    }
+
     /// A fatal error of an idempotent producer stays: the next publish starts another one, unless it has begun already.
     fn replace(&self, failed: &Publisher, why: &str) {
         let mut producer = self.producer.lock().unwrap_or_else(PoisonError::into_inner);
         if producer.as_ref().is_some_and(|current| current.client().native_ptr() == failed.client().native_ptr()) {
-            tracing::error!(why, "the producer of dead letters is replaced by another one");
+            tracing::warn!(why, "the producer of dead letters is replaced by another one");
             drop_aside(producer.take());
         }
     }

@@ -25,8 +25,8 @@ const TURN: Duration = Duration::from_millis(50);
 const CLOSE: Duration = Duration::from_secs(10);
 /// The pause before another client begins, and the longest.
 const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
-/// How long a client that reaches no broker is asked for one. Nothing else is to be done for it then.
-const GLANCE: Duration = Duration::from_secs(1);
+/// How long a client that may have forgotten its brokers has to name one.
+const ASKED: Duration = Duration::from_secs(5);
 /// How often it is looked whether markers of transactions are to be passed.
 const LOOK: Duration = Duration::from_millis(500);
 
@@ -144,15 +144,16 @@ fn look_for_a_fatal_error(consumer: &BaseConsumer<Context>, shared: &Shared) {
     }
 }
 
-/// A client that said that it reaches no broker is asked whether it does again, since it says nothing of that by itself.
+/// A client that said that it reaches no broker, and may have forgotten them all, is asked for one, once: it says by itself that it
+/// reaches none, and not that it does again. Not to be asked while brokers come back, which is when an answer makes it forget.
 fn look_for_a_broker(consumer: &BaseConsumer<Context>, shared: &Shared) {
-    if shared.lock().alone().is_none() {
+    if !shared.lock().is_to_be_asked() {
         return;
     }
     let subscribed = consumer.subscription().ok();
-    let Some(topic) = subscribed.as_ref().and_then(|topics| Some(topics.elements().first()?.topic().to_owned())) else { return };
-    if consumer.client().fetch_metadata(Some(&topic), GLANCE).is_ok() {
-        shared.lock().reaches_somebody();
+    let topic = subscribed.as_ref().and_then(|topics| Some(topics.elements().first()?.topic().to_owned()));
+    if !consumer.client().fetch_metadata(topic.as_deref(), ASKED).is_ok_and(|answer| !answer.brokers().is_empty()) {
+        shared.lock().ask_for_another("it reaches no broker, though they answer others".into());
     }
 }
 
@@ -227,6 +228,50 @@ mod tests {
     /// No step takes longer than this, however busy the machine.
     const BOUND: Duration = Duration::from_secs(60);
 
+    fn client(kafka: &Kafka, brokers: &str) -> (Arc<Shared>, Arc<BaseConsumer<Context>>) {
+        let (shared, outage) = (Arc::<Shared>::default(), Arc::new(Outage::of(brokers)));
+        let context = Context::new(shared.clone(), kafka, outage);
+        let consumer: Arc<BaseConsumer<Context>> = Arc::new(kafka.consumer_config().create_with_context(context).expect("a client"));
+        consumer.context().set_queue(Some(Arc::new(Queue::new(&consumer).expect("memory"))));
+        subscribe(&consumer, kafka).expect("a topic");
+        (shared, consumer)
+    }
+
+    #[test]
+    fn a_client_that_reaches_no_broker_is_replaced_if_it_names_none_when_it_is_asked() {
+        let cluster = MockCluster::new(1).expect("a broker");
+        cluster.create_topic("t", 1, 1).expect("a topic");
+        let brokers = cluster.bootstrap_servers();
+        let kafka = Kafka::topic("t").brokers(&brokers).group("g").property("reconnect.backoff.max.ms", "200");
+        let (shared, consumer) = client(&kafka, &brokers);
+        let end = Instant::now() + BOUND;
+        let until = |is_so: &dyn Fn() -> bool| {
+            while !is_so() {
+                assert!(Instant::now() < end, "it did not come to that");
+                serve(&consumer);
+                consumer.context().pump(TURN);
+            }
+        };
+        until(&|| !shared.lock().partitions().is_empty());
+        let suspect_and_ask = || {
+            let alone = shared.lock().alone().expect("it reaches nobody");
+            shared.lock().suspect(alone);
+            look_for_a_broker(&consumer, &shared);
+        };
+        for comes_back in [true, false] {
+            cluster.broker_down(1).expect("down");
+            until(&|| shared.lock().alone().is_some());
+            look_for_a_broker(&consumer, &shared);
+            assert!(!shared.lock().wants_another(), "nobody has suspected it");
+            if comes_back {
+                cluster.broker_up(1).expect("up");
+            }
+            suspect_and_ask();
+            assert_eq!(shared.lock().wants_another(), !comes_back);
+            assert_eq!(shared.lock().alone(), None);
+        }
+    }
+
     /// What is settled of it moves nothing of whoever has it now, and nobody waits for it.
     #[test]
     fn a_client_that_makes_way_waits_for_nothing_of_what_was_lost() {
@@ -239,11 +284,7 @@ mod tests {
         // Far longer than a client may take to close.
         let kafka = Kafka::topic("t").brokers(&brokers).group("g").drain_on_revoke(BOUND);
         let kafka = kafka.property("session.timeout.ms", "3000").property("heartbeat.interval.ms", "200");
-        let (shared, outage) = (Arc::<Shared>::default(), Arc::new(Outage::of(&brokers)));
-        let context = Context::new(shared.clone(), &kafka, outage);
-        let consumer: Arc<BaseConsumer<Context>> = Arc::new(kafka.consumer_config().create_with_context(context).expect("a client"));
-        consumer.context().set_queue(Some(Arc::new(Queue::new(&consumer).expect("memory"))));
-        subscribe(&consumer, &kafka).expect("a topic");
+        let (shared, consumer) = client(&kafka, &brokers);
         let end = Instant::now() + BOUND;
         let mut incoming = Vec::new();
         while !matches!(incoming[..], [Incoming::Delivery(_)]) {

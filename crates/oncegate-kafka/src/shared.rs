@@ -86,6 +86,8 @@ pub(crate) struct State {
     replaced: u64,
     /// Since when the client says that it reaches no broker.
     alone: Option<Instant>,
+    /// Whether it may have forgotten its brokers, and is to be asked.
+    is_suspect: bool,
     missed: u64,
     reading: Reading,
     /// Whether the polling thread was woken since it waited last.

@@ -24,8 +24,9 @@ const IN_VAIN: usize = 3;
 /// little stands there, for all partitions at once. The first time over, what was asked for before the partition had more is
 /// read; the second time, what was asked for then; and one look may fall between an answer and its being seen.
 const TURNS: u32 = 3;
-/// After which time without a broker, and how often then, a client of its own is asked whether there are brokers.
-const ASK_ANOTHER: Duration = Duration::from_secs(5);
+/// After which time without a broker, and how often then, a client of its own is asked whether there are brokers; and how seldom at the
+/// most, while there are none.
+const ASK_ANOTHER: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(60));
 /// In which time a client that has lost its brokers tries them again: librdkafka's `reconnect.backoff.max.ms` is ten seconds.
 const TRIES_AGAIN: Duration = Duration::from_secs(15);
 /// How often in a row the patience with a partition doubles, at the most: to 64 times as long.
@@ -39,7 +40,7 @@ pub(crate) fn run(config: &ClientConfig, topic: &str, shared: &Shared, outage: &
         Ok(client) => client,
         Err(error) => return tracing::error!(%error, "nobody watches the Kafka client: there is no second one"),
     };
-    let mut forgotten = Forgotten::default();
+    let mut forgotten = Forgotten::new();
     let (mut watch, pause) = (Watch::default(), LOOK.min(stalled_after / 4));
     let mut looked: Option<Instant> = None;
     while shared.lock().phase() < Phase::Closing {
@@ -54,9 +55,12 @@ pub(crate) fn run(config: &ClientConfig, topic: &str, shared: &Shared, outage: &
             }
         }
         let alone = shared.lock().alone();
-        let answers = || another().is_ok_and(|client| client.fetch_metadata(Some(topic), PATIENCE).is_ok());
-        if forgotten.look(alone, Instant::now, answers) {
-            shared.lock().ask_for_another("it reaches no broker, though they answer others".into());
+        let names_one =
+            |client: BaseConsumer<OwnLog>| client.fetch_metadata(Some(topic), PATIENCE).is_ok_and(|it| !it.brokers().is_empty());
+        if forgotten.look(alone, Instant::now, || another().is_ok_and(names_one))
+            && let Some(alone) = alone
+        {
+            shared.lock().suspect(alone);
             shared.wake_poller();
         }
         // Serves its log.
@@ -66,34 +70,38 @@ pub(crate) fn run(config: &ClientConfig, topic: &str, shared: &Shared, outage: &
     metrics::gauge!(crate::metric::PARTITIONS).set(0.0);
 }
 
-/// Whether the watched client has forgotten its brokers. librdkafka 2.12 lets go of all that a metadata answer does not name, as that of a
-/// broker that is out of its cluster for a moment names none, and it may then never ask those again that it was given.
-#[derive(Default)]
+/// Whether the watched client may have forgotten its brokers. librdkafka 2.12 lets go of all that a metadata answer does not name, as that
+/// of a broker that is out of its cluster for a moment names none, and it may then never ask those again that it was given.
 struct Forgotten {
-    /// Since when the client reaches nobody, and when another one was answered first since then.
-    answered: Option<(Instant, Instant)>,
+    /// Since when the client reaches nobody.
+    alone: Option<Instant>,
+    /// When another one was asked last, how long to wait after that, and since when it has been answered.
     asked: Option<Instant>,
+    pause: Duration,
+    answered: Option<Instant>,
 }
 
 impl Forgotten {
+    const fn new() -> Self {
+        Self { alone: None, asked: None, pause: ASK_ANOTHER.0, answered: None }
+    }
+
     /// Whether others have been answered for so long that this one would have been, too: it tries again every ten seconds.
     fn look(&mut self, alone: Option<Instant>, clock: impl Fn() -> Instant, answers: impl FnOnce() -> bool) -> bool {
-        let Some(alone) = alone else {
-            self.answered = None;
-            return false;
-        };
-        if clock().duration_since(alone) < ASK_ANOTHER || self.asked.is_some_and(|at| clock().duration_since(at) < ASK_ANOTHER) {
+        if self.alone != alone {
+            *self = Self { alone, ..Self::new() };
+        }
+        let Some(begun) = self.asked.or(alone) else { return false };
+        if clock().duration_since(begun) < self.pause {
             return false;
         }
         let does_answer = answers();
         let now = clock();
         self.asked = Some(now);
-        self.answered = match self.answered {
-            _ if !does_answer => None,
-            Some((of, at)) if of == alone => Some((of, at)),
-            _ => Some((alone, now)),
-        };
-        self.answered.is_some_and(|(_, at)| now.duration_since(at) >= TRIES_AGAIN)
+        // A cluster that is away for long, or comes back, is not asked by everybody over and over.
+        self.pause = if does_answer { ASK_ANOTHER.0 } else { (self.pause * 2).min(ASK_ANOTHER.1) };
+        self.answered = if does_answer { self.answered.or(Some(now)) } else { None };
+        self.answered.is_some_and(|at| now.duration_since(at) >= TRIES_AGAIN)
     }
 }
 
@@ -107,8 +115,8 @@ struct Watch {
     gauges: HashMap<(String, i32), ()>,
     /// The partitions of which no broker said where their log ends, when it was asked last.
     silent: HashSet<(String, i32)>,
-    /// Of how many partitions it was asked last.
-    asked: usize,
+    /// Whether partitions were asked about last, and none of them was answered.
+    hears_nothing: bool,
 }
 
 /// A partition for which the client was replaced, and that was not read on since. It may be that what is fetched takes so long to
@@ -198,9 +206,9 @@ impl Watch {
         self.standing = standing;
     }
 
-    /// Whether no broker says anything of any partition.
+    /// Whether no broker said anything of any partition when they were asked last.
     fn hears_nothing(&self) -> bool {
-        self.asked > 0 && self.silent.len() >= self.asked.min(IN_VAIN)
+        self.hears_nothing
     }
 
     /// How long a partition that was read to `at` may stand. One that was read beyond where it stood when its client was replaced
@@ -225,7 +233,7 @@ impl Watch {
         mut end_of: impl FnMut(&str, i32) -> Option<i64>,
     ) -> HashMap<(String, i32), i64> {
         self.silent.retain(|it| partitions.contains(it));
-        self.asked = partitions.len();
+        let asks = !partitions.is_empty();
         partitions.sort_by_key(|it| self.silent.contains(it));
         let (mut seen, mut in_vain) = (HashMap::new(), 0);
         for it in partitions {
@@ -248,6 +256,7 @@ impl Watch {
                 }
             }
         }
+        self.hears_nothing = asks && seen.is_empty();
         seen
     }
 
@@ -355,32 +364,36 @@ mod tests {
     }
 
     #[test]
-    fn a_client_has_forgotten_its_brokers_once_others_were_answered_for_as_long_as_it_may_take() {
+    fn a_client_is_suspected_once_others_were_answered_for_as_long_as_it_may_take() {
         let begun = Instant::now();
         let at = |seconds| begun + Duration::from_secs(seconds);
-        // Said at 0; `answered` is from when on others are, by the second.
+        // Alone from 0 on; `answered` is from when on others are, by the second.
         let found = |alone_until: u64, answered: u64| {
-            let mut forgotten = Forgotten::default();
-            (0..60).find(|now| forgotten.look((*now < alone_until).then_some(begun), || at(*now), || *now >= answered))
+            let mut forgotten = Forgotten::new();
+            (0..200).find(|now| forgotten.look((*now < alone_until).then_some(begun), || at(*now), || *now >= answered))
         };
-        assert_eq!(found(60, 0), Some(20), "asked after 5 s, and then every 5 s");
-        assert_eq!(found(60, 33), Some(50), "while nobody is answered, nobody is to blame");
+        assert_eq!(found(200, 0), Some(20), "asked after 5 s, and then every 5 s");
+        assert_eq!(found(200, 33), Some(50), "asked at 5, 15 and 35: while nobody is answered, nobody is to blame");
+        assert_eq!(found(200, 76), Some(150), "asked at 75 and 135");
         assert_eq!(found(19, 0), None, "it has come back");
-        // Whoever is alone a second time begins anew.
-        let mut forgotten = Forgotten::default();
-        assert!(!forgotten.look(Some(begun), || at(5), || true));
-        assert!(!forgotten.look(Some(at(12)), || at(25), || true));
-        assert!(forgotten.look(Some(at(12)), || at(40), || true));
+        // Whoever is not answered once begins anew, and so does who is alone a second time.
+        let mut forgotten = Forgotten::new();
+        assert!([(5, true), (10, false), (20, true), (30, true)].iter().all(|(now, is)| !forgotten.look(Some(begun), || at(*now), || *is)));
+        assert!(forgotten.look(Some(begun), || at(35), || true));
+        assert!(!forgotten.look(Some(at(36)), || at(55), || true));
+        assert!(forgotten.look(Some(at(36)), || at(70), || true));
     }
 
     #[test]
     fn who_asks_in_vain_of_all_partitions_hears_nothing() {
-        let (shared, mut watch) = (shared(2), Watch::default());
+        let (shared, mut watch) = (shared(10), Watch::default());
         assert!(!watch.hears_nothing());
         watch.look(|_, _| None, &shared, AFTER);
         assert!(watch.hears_nothing());
-        watch.look(|_, partition| (partition == 0).then_some(9), &shared, AFTER);
-        assert!(!watch.hears_nothing());
+        for _ in 0..2 {
+            watch.look(|_, partition| (partition > 3).then_some(9), &shared, AFTER);
+            assert!(!watch.hears_nothing(), "some have no leader");
+        }
     }
 
     #[test]

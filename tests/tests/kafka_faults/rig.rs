@@ -332,7 +332,8 @@ impl Member {
         let end = Instant::now() + PATIENCE * 12;
         loop {
             let log = std::fs::read_to_string(&self.log).unwrap_or_default();
-            if log.rfind("lost=true") <= log.rfind("partition assigned") {
+            let lost = log.rfind("lost=true").max(log.rfind("client replaced"));
+            if lost <= log.rfind("partition assigned") {
                 return;
             }
             assert!(Instant::now() < end, "it has no partition again: {}", end_of(&log));

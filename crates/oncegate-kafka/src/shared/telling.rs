@@ -59,21 +59,31 @@ impl State {
         self.alone.get_or_insert(now);
     }
 
-    /// Takes note that a broker has answered the client.
-    pub(crate) fn reaches_somebody(&mut self) {
-        self.alone = None;
-    }
-
-    /// Since when the client reaches no broker.
+    /// Since when the client reaches no broker, as far as it was asked.
     pub(crate) fn alone(&self) -> Option<Instant> {
         self.alone
+    }
+
+    /// Takes note that brokers answer others, and would have answered one that has reached nobody since then.
+    pub(crate) fn suspect(&mut self, alone: Instant) {
+        // It may have been asked meanwhile, or replaced.
+        self.is_suspect |= self.alone == Some(alone);
+    }
+
+    /// Whether it is to be asked whether it reaches a broker. If it does, it is above suspicion from here on.
+    pub(crate) fn is_to_be_asked(&mut self) -> bool {
+        let is_suspect = std::mem::take(&mut self.is_suspect);
+        if is_suspect {
+            self.alone = None;
+        }
+        is_suspect
     }
 
     /// Takes note that the client is being replaced; answers why.
     pub(crate) fn replacing(&mut self) -> Option<String> {
         let why = self.replace.take()?;
         self.replaced += 1;
-        self.alone = None;
+        (self.alone, self.is_suspect) = (None, false);
         Some(why)
     }
 
