@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use oncegate::{IdSource, Kafka};
-use oncegate_testkit::poison::{self, POISON, Rounds};
+use oncegate_testkit::poison::{self, POISON, Poison, Rounds};
 use rdkafka::ClientConfig;
 use rdkafka::consumer::{BaseConsumer, Consumer as _};
 use rdkafka::error::{KafkaError, RDKafkaErrorCode};
@@ -33,11 +33,11 @@ fn publish(brokers: &str, topic: &str, numbers: impl Iterator<Item = u32>) {
 
 /// Handles so many sound messages of one partition, behind a poisoned one or none; how long that took from the first of them to the
 /// last. At the end all is committed, and a poisoned one stands in the dead letters.
-async fn handle(brokers: &str, sound: u32, first: u32) -> Duration {
+async fn handle(brokers: &str, sound: u32, (poison, first): (Poison, u32)) -> Duration {
     let rig = Rig::new(brokers.to_owned(), 1, 1).await;
     publish(brokers, &rig.name, first..=sound);
     let source = Kafka::topic(&rig.name).brokers(brokers).group(&rig.name);
-    let took = poison::handle(source, IdSource::header("id"), first, sound, async || rig.until_committed(PATIENCE).await).await;
+    let took = poison::handle(source, IdSource::header("id"), (poison, first), sound, async || rig.until_committed(PATIENCE).await).await;
     let reader: BaseConsumer = ClientConfig::new().set("bootstrap.servers", brokers).create().expect("a consumer");
     let ends = reader.fetch_watermarks(&format!("{}.dead-letters", rig.name), 0, PATIENCE).expect("where the dead letters end");
     assert_eq!(ends, (0, i64::from(first == POISON)), "dead letters");
@@ -47,12 +47,16 @@ async fn handle(brokers: &str, sound: u32, first: u32) -> Duration {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_poisoned_message_is_set_aside_after_its_attempts_and_the_others_go_on() {
     let brokers = shared_broker();
-    Rounds::play(1, async |first| handle(&brokers, 1_000, first).await).await;
+    for poison in [Poison::Fails, Poison::Panics] {
+        Rounds::play(poison, 1, async |what| handle(&brokers, 1_000, what).await).await;
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "measures: cargo xtask kafka-faults"]
 async fn long_a_poisoned_message_among_ten_thousand() {
     let brokers = shared_broker();
-    Rounds::play(20, async |first| handle(&brokers, 10_000, first).await).await.judge();
+    for poison in [Poison::Fails, Poison::Panics] {
+        Rounds::play(poison, 20, async |what| handle(&brokers, 10_000, what).await).await.judge();
+    }
 }

@@ -8,7 +8,7 @@ use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
 use oncegate_amqp::RabbitMq;
 use oncegate_core::IdSource;
 use oncegate_core::source::{Open, Source, headers};
-use oncegate_testkit::poison::{self, POISON, Rounds};
+use oncegate_testkit::poison::{self, POISON, Poison, Rounds};
 use oncegate_testkit::servers::RabbitServer;
 
 const QUEUE: &str = "orders";
@@ -29,7 +29,7 @@ async fn publish(channel: &Channel, numbers: impl Iterator<Item = u32>) {
 
 /// Handles so many sound messages behind a poisoned one or none; how long that took from the first of them to the last. At the end a
 /// poisoned one stands in the dead letters.
-async fn handle(url: &str, channel: &Channel, sound: u32, first: u32) -> Duration {
+async fn handle(url: &str, channel: &Channel, sound: u32, (poison, first): (Poison, u32)) -> Duration {
     let source: Box<dyn Source> = Box::new(RabbitMq::queue(QUEUE).url(url).open().await.expect("opened"));
     source.close(Instant::now() + Duration::from_secs(10)).await.expect("closed");
     publish(channel, first..=sound).await;
@@ -42,7 +42,7 @@ async fn handle(url: &str, channel: &Channel, sound: u32, first: u32) -> Duratio
             assert_eq!(table.inner().get(headers::REASON), Some(&AMQPValue::LongString("attempts-spent".into())));
         }
     };
-    let took = poison::handle(source, IdSource::message_id(), first, sound, set_aside).await;
+    let took = poison::handle(source, IdSource::message_id(), (poison, first), sound, set_aside).await;
     channel.queue_delete(QUEUE.into(), QueueDeleteOptions::default()).await.expect("deleted");
     took
 }
@@ -60,23 +60,27 @@ async fn dead_letter(channel: &Channel) -> lapin::message::Delivery {
     }
 }
 
-async fn poison_among(sound: u32, rounds: usize) -> Rounds {
+async fn poison_among(poison: Poison, sound: u32, rounds: usize) -> Rounds {
     let server = tokio::task::spawn_blocking(RabbitServer::start).await.expect("no panic").expect("a server");
     let connection = Connection::connect(&server.url(), ConnectionProperties::default()).await.expect("a connection");
     let channel = connection.create_channel().await.expect("a channel");
     channel.confirm_select(ConfirmSelectOptions::default()).await.expect("confirms");
-    let played = Rounds::play(rounds, async |first| handle(&server.url(), &channel, sound, first).await).await;
+    let played = Rounds::play(poison, rounds, async |what| handle(&server.url(), &channel, sound, what).await).await;
     crate::no_refusals(&server);
     played
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_poisoned_message_is_set_aside_after_its_attempts_and_the_others_go_on() {
-    poison_among(1_000, 1).await;
+    for poison in [Poison::Fails, Poison::Panics] {
+        poison_among(poison, 1_000, 1).await;
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "measures; cargo xtask faults runs it"]
 async fn a_poisoned_message_among_ten_thousand() {
-    poison_among(10_000, crate::Length::from_env().rounds.max(5)).await.judge();
+    for poison in [Poison::Fails, Poison::Panics] {
+        poison_among(poison, 10_000, crate::Length::from_env().rounds.max(5)).await.judge();
+    }
 }
