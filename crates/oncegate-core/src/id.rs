@@ -382,6 +382,7 @@ mod tests {
         assert_eq!(read(IdSource::header("other")), None);
         assert_eq!(read(IdSource::message_id()).as_deref(), Some("m"));
         assert_eq!(read(IdSource::key()).as_deref(), Some("k"));
+        assert_eq!(IdSource::key().read(&Message::new("{}")), None);
         assert_eq!(read(IdSource::json_pointer("/p/id")).as_deref(), Some("x1"));
         assert_eq!(read(IdSource::json_pointer("/p/n")).as_deref(), Some("7"));
         for odd in ["/p/f", "/p/o", "/p/z", "/q"] {
