@@ -33,6 +33,7 @@ mod brokers;
 mod commits;
 mod context;
 mod dead_letters;
+mod forgotten;
 mod kafka;
 mod log;
 mod made_anew;

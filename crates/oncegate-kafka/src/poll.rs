@@ -270,6 +270,10 @@ mod tests {
             assert_eq!(shared.lock().wants_another(), !comes_back);
             assert_eq!(shared.lock().alone(), None);
         }
+        // What it has said last is not held against the one that takes its place.
+        shared.lock().reaches_nobody(Instant::now());
+        shared.lock().replacing().expect("it is replaced");
+        assert_eq!(shared.lock().alone(), None);
     }
 
     /// What is settled of it moves nothing of whoever has it now, and nobody waits for it.
