@@ -1,10 +1,11 @@
 -- What each key becomes, and what the asker is told: the table of oncegate_core::marker::apply, on the server.
--- KEYS are the keys. ARGV holds the ask and the terms that all keys share, then for each key its token, attempt and
--- fingerprint. The answer is one text for each key: a verdict, or why there is none. No key can spoil another.
+-- KEYS are the keys. ARGV holds the ask and the terms that all keys share, then for each key the record that its asker's
+-- claim has: its token, attempt and fingerprint stand in it. The answer is one text for each key: a verdict, or why there
+-- is none. No key can spoil another.
 
 local ask, guarantee, lease, window, horizon, unresolved, seen =
   ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7]
-local SHARED, EACH = 7, 3
+local SHARED = 7
 local LARGEST_ATTEMPT = 4294967295
 local HELD = { p = 'in progress', w = 'waiting', r = 'reconciling' }
 
@@ -34,8 +35,10 @@ local function read(raw)
   return nil, 'unreadable'
 end
 
+local pcall = redis.pcall
+
 local function put(key, value, ms, verdict)
-  local reply = redis.pcall('SET', key, value, 'PX', ms)
+  local reply = pcall('SET', key, value, 'PX', ms)
   return reply.err and 'error ' .. reply.err or verdict
 end
 
@@ -98,17 +101,10 @@ local function claim(key, token, fingerprint, state, body, at, holder, their_lea
   return put(key, held('r', token, attempt, lease, unresolved, 'a', fingerprint), unresolved, 'in-doubt ' .. attempt)
 end
 
--- What stands between attempt and fingerprint in the record of a claim on the asker's terms. At start the script is tried without
--- any.
-local MINE = ask and ' ' .. lease .. ' ' .. horizon .. ' ' .. guarantee .. ' '
-
-local function apply(key, token, attempt, fingerprint)
+local function apply(key, theirs)
+  local _, fingerprint, attempt, token = read(theirs)
   local raw = redis.pcall('GET', key)
   if type(raw) == 'table' then return 'error ' .. raw.err end
-  -- Nearly every completion finds its own claim as it was written: it is known without being read.
-  if ask == 'complete' and raw == 'v1 p ' .. token .. ' ' .. attempt .. MINE .. fingerprint then
-    return done(key, fingerprint, 'done')
-  end
   local state, body, at, holder, their_lease, their_horizon, promise = read(raw)
   if not state then return body end
   if ask == 'claim' then
@@ -156,9 +152,17 @@ local function apply(key, token, attempt, fingerprint)
   return 'lost'
 end
 
+-- Nearly every completion finds its own claim as it was written: all are looked for at once, and known without being read.
+-- What is no string is not found, and what is not found is looked at alone.
+local found = ask == 'complete' and redis.pcall('MGET', unpack(KEYS)) or {}
+
 local answers = {}
-for i = 1, #KEYS do
-  local from = SHARED + (i - 1) * EACH
-  answers[i] = apply(KEYS[i], ARGV[from + 1], ARGV[from + 2], ARGV[from + 3])
+for i, key in ipairs(KEYS) do
+  local theirs = ARGV[SHARED + i]
+  if found[i] == theirs then
+    answers[i] = put(key, theirs:sub(-1) == '-' and '1' or '1' .. theirs:sub(-18), window, 'done')
+  else
+    answers[i] = apply(key, theirs)
+  end
 end
 return answers

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use oncegate_core::marker::{Ask, Guarantee, Hold, Marker, Operation, Terms, Verdict};
+use oncegate_core::marker::{Ask, Guarantee, Operation, Verdict};
 use oncegate_core::{Key, StoreError};
 use redis::{Cmd, Value};
 
@@ -289,12 +289,10 @@ impl Batch<'_> {
     fn command(&self, step: &Step) -> Cmd {
         match step {
             Step::Claim(index) => {
-                let Operation { token, terms, .. } = self.operations[*index];
-                let Terms { guarantee, lease, fingerprint, .. } = terms;
-                let hold = Hold { token, attempt: 1, lease, horizon: terms.horizon(), guarantee, fingerprint };
-                let record = record::encode(&Marker::InProgress(hold));
+                let operation = &self.operations[*index];
+                let (record, horizon) = (record::granted(operation, 1), record::expiry(operation.terms.horizon()));
                 let mut set = Cmd::with_capacity(7, 256);
-                set.arg("SET").arg(self.key(*index)).arg(record).arg("NX").arg("GET").arg("PX").arg(record::expiry(hold.horizon));
+                set.arg("SET").arg(self.key(*index)).arg(record).arg("NX").arg("GET").arg("PX").arg(horizon);
                 set
             }
             Step::BareClaim(index) => {

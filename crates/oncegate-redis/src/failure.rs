@@ -92,7 +92,7 @@ impl Failure {
         match code {
             "LOADING" | "READONLY" | "OOM" | "MISCONF" | "NOREPLICAS" | "BUSY" | "MASTERDOWN" | "TRYAGAIN" => Self::not_applied(said),
             "NOPERM" => Self::misconfigured(format!(
-                "{said}: let the user in the URL run SET, GET, DEL, PTTL, PEXPIRE, EVAL, EVALSHA and INFO on the keys of the prefix, WAIT for \
+                "{said}: let the user in the URL run SET, GET, MGET, DEL, PTTL, PEXPIRE, EVAL, EVALSHA and INFO on the keys of the prefix, WAIT for \
                  Durability::Replicas, and CLUSTER SLOTS and ASKING for Redis::cluster"
             )),
             "NOAUTH" | "WRONGPASS" => Self::misconfigured(format!("{said}: put the right user and password into the URL")),
@@ -106,7 +106,7 @@ impl Failure {
                 Self::misconfigured(format!("{said}: the server is older than 7.0; upgrade it, or choose Guarantee::Bare"))
             }
             "ERR" if detail.starts_with("unknown command") => {
-                Self::misconfigured(format!("{said}: the server must offer SET, GET, DEL, PTTL, PEXPIRE, EVAL and EVALSHA"))
+                Self::misconfigured(format!("{said}: the server must offer SET, GET, MGET, DEL, PTTL, PEXPIRE, EVAL and EVALSHA"))
             }
             // What Redis 7.0 says, and what later ones say, when a script runs what its user may not.
             "ERR" if detail.contains("user executing the script can't") || detail.starts_with("ACL failure in script") => {

@@ -151,6 +151,7 @@ fn trials(probe: &[u8], route: &Route, asked: Asked<'_>) -> Vec<Trial> {
     let mut trials = vec![
         trial("SET with NX, GET and PX", "+set", of("SET").arg("1").arg("NX").arg("GET").arg("PX").arg(1_000).to_owned()),
         trial("GET", "+get", of("GET")),
+        trial("MGET", "+mget", of("MGET")),
         trial("PTTL", "+pttl", of("PTTL")),
         trial("PEXPIRE", "+pexpire", of("PEXPIRE").arg(1_000).to_owned()),
         delete,

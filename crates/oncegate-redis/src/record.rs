@@ -16,7 +16,7 @@
 use std::fmt::Write;
 use std::time::Duration;
 
-use oncegate_core::marker::{Doubt, Fingerprint, Guarantee, Hold, Marker, Token};
+use oncegate_core::marker::{Doubt, Fingerprint, Guarantee, Hold, Marker, Operation, Terms, Token};
 
 /// The longest time that a record or an expiry may hold, a hundred years: beyond it Redis overflows.
 const LONGEST_MS: u64 = 100 * 365 * 24 * 3600 * 1000;
@@ -55,8 +55,15 @@ pub(crate) fn token(token: Token) -> String {
 }
 
 /// A fingerprint as 18 digits, or `-`.
-pub(crate) fn fingerprint(fingerprint: Option<Fingerprint>) -> String {
+fn fingerprint(fingerprint: Option<Fingerprint>) -> String {
     fingerprint.map_or_else(|| "-".into(), |it| format!("{:018}", it.get()))
+}
+
+/// The record of a claim that was granted to the asker of this operation, as this attempt.
+pub(crate) fn granted(operation: &Operation, attempt: u32) -> String {
+    let Operation { token, terms, .. } = *operation;
+    let Terms { guarantee, lease, fingerprint, .. } = terms;
+    held('p', &Hold { token, attempt, lease, horizon: terms.horizon(), guarantee, fingerprint })
 }
 
 /// The record of a marker; empty if there is none.

@@ -27,7 +27,7 @@ pub(crate) fn together(one: &Operation, other: &Operation) -> bool {
 /// One call for operations that go [`together`]. There is at least one.
 pub(crate) fn call<'a>(by: By, prefix: &[u8], first: &Operation, operations: impl ExactSizeIterator<Item = &'a Operation> + Clone) -> Cmd {
     let count = operations.len();
-    let mut call = Cmd::with_capacity(10 + 4 * count, 256 + 200 * count);
+    let mut call = Cmd::with_capacity(10 + 2 * count, 256 + 200 * count);
     match by {
         By::Hash => call.arg("EVALSHA").arg(APPLY.get_hash()),
         By::Text => call.arg("EVAL").arg(include_str!("apply.lua")),
@@ -52,7 +52,7 @@ pub(crate) fn call<'a>(by: By, prefix: &[u8], first: &Operation, operations: imp
         .arg(record::expiry(UNRESOLVED_AT_MOST_ONCE))
         .arg(seen);
     for operation in operations {
-        call.arg(record::token(operation.token)).arg(operation.attempt).arg(record::fingerprint(operation.terms.fingerprint));
+        call.arg(record::granted(operation, operation.attempt));
     }
     call
 }

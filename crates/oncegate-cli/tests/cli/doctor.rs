@@ -110,9 +110,9 @@ fn a_store_that_is_away_or_refuses_is_found() {
 fn a_right_that_is_missing_is_found() {
     let server = redis(good());
     for (rights, missing) in [
-        ("+set +get +del +pttl +pexpire +eval +info +hello", "EVALSHA"),
-        ("+set +get +del +pttl +pexpire +eval +evalsha +hello", "INFO"),
-        ("+get +del +pttl +pexpire +eval +evalsha +info +hello", "SET"),
+        ("+set +get +mget +del +pttl +pexpire +eval +info +hello", "EVALSHA"),
+        ("+set +get +mget +del +pttl +pexpire +eval +evalsha +hello", "INFO"),
+        ("+get +mget +del +pttl +pexpire +eval +evalsha +info +hello", "SET"),
     ] {
         server.command(&format!("ACL SETUSER some reset on >word ~test:* -@all {rights}")).expect("Redis answers");
         let desk = Desk::at(&server.url().replace("redis://", "redis://some:word@"));

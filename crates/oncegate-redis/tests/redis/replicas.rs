@@ -162,7 +162,7 @@ async fn wait_is_the_last_command_of_the_pipeline_of_claims_on_a_connection_of_i
 async fn a_primary_that_may_not_wait_says_so() {
     let server = RedisServer::start(RedisOptions::new().persistence(RedisPersistence::Nothing)).expect("a Redis");
     server
-        .command("ACL SETUSER some on nopass ~processed:* -@all +set +get +del +pttl +pexpire +eval +evalsha +info +hello")
+        .command("ACL SETUSER some on nopass ~processed:* -@all +set +get +mget +del +pttl +pexpire +eval +evalsha +info +hello")
         .expect("a reply");
     let store = at(&format!("redis://some:x@127.0.0.1:{}", server.port())).durability(ONE_REPLICA);
     let answer = ask(&store, claim("k", 1)).await;

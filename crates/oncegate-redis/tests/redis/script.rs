@@ -33,8 +33,8 @@ async fn claim(raw: &mut MultiplexedConnection, key: &str, body: &str) -> String
     call.arg(SCRIPT).arg(1).arg(key);
     // The ask and the terms: guarantee, lease, window, horizon, what is unresolved at most once, and no marker to forget.
     call.arg("claim").arg("e").arg(30_000).arg(HORIZON).arg(HORIZON).arg(HORIZON * 1000).arg("");
-    // The claim: token, attempt and fingerprint.
-    call.arg(MINE).arg(0).arg(body);
+    // The claim: its token, attempt and fingerprint.
+    call.arg(held('p', MINE, "0", 'e', body));
     let mut answers: Vec<String> = call.query_async(raw).await.expect("an answer");
     assert_eq!(answers.len(), 1, "{answers:?}");
     answers.remove(0)
