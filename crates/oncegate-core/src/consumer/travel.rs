@@ -140,12 +140,12 @@ impl<H: Handler, D: Decode> Running<H, D> {
     /// There is a place for its handler. The claim is held for as long as a run may take from now on: it may have waited for that
     /// place longer than that.
     fn may_begin(&self, flight: &Flight) -> Event {
-        if flight.lease_is_over() {
+        let Some(lease) = &flight.lease else { return Event::Slot };
+        let now = Moment::now();
+        if !lease.lives(now) {
             return Event::LeaseOver;
         }
-        if let Some(lease) = &flight.lease {
-            lease.hold_until(Moment::now() + self.longest_hold);
-        }
+        lease.hold_until(now + self.longest_hold);
         Event::Slot
     }
 
@@ -346,7 +346,6 @@ impl<H: Handler, D: Decode> Running<H, D> {
         let began = Instant::now();
         flight.began = Some(began);
         let runner = self.runner.clone();
-        let runs = self.runs.clone();
         let mut run: BoxFuture<'static, Finished> = match work {
             Work::Handle => Box::pin(runner.handle(cx, began)),
             Work::Reconcile => Box::pin(runner.reconcile(cx, began)),
@@ -359,7 +358,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 return Some(finished.event);
             }
         }
-        let report = Report { runs, slot, turn, finished: None };
+        let report = Report { runs: self.runs.clone(), slot, turn, finished: None };
         let task = tokio::spawn(async move { report.tell(run.await) });
         flight.task = Some(Task(task.abort_handle()));
         self.spawned += 1;

@@ -80,7 +80,9 @@ impl Store for MemoryStore {
         let now = Instant::now();
         let mut tables = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         tables.expire(now);
-        operations.iter().map(|operation| Ok(tables.apply(operation, now))).collect()
+        let hashes: Vec<u64> = operations.iter().map(|operation| tables.hasher.hash_one(&operation.key)).collect();
+        tables.done.look_up_together(&hashes);
+        operations.iter().zip(hashes).map(|(operation, hash)| Ok(tables.apply(operation, hash, now))).collect()
     }
 
     fn described(&self) -> String {
@@ -93,8 +95,7 @@ impl Store for MemoryStore {
 }
 
 impl Tables {
-    fn apply(&mut self, operation: &Operation, now: Instant) -> Verdict {
-        let hash = self.hasher.hash_one(&operation.key);
+    fn apply(&mut self, operation: &Operation, hash: u64, now: Instant) -> Verdict {
         let (marker, age, stands) = self.read(hash, &operation.key, now);
         let (change, verdict) = apply(marker, Age::Of(age), operation);
         let write = match change {
