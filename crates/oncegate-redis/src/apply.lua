@@ -35,21 +35,22 @@ local function read(raw)
   return nil, 'unreadable'
 end
 
-local pcall = redis.pcall
+-- An error is an answer: it is told of its key alone.
+local call = redis.pcall
 
 local function put(key, value, ms, verdict)
-  local reply = pcall('SET', key, value, 'PX', ms)
+  local reply = call('SET', key, value, 'PX', ms)
   return reply.err and 'error ' .. reply.err or verdict
 end
 
 -- The same marker; its expiry begins anew.
 local function keep_anew(key, ms, verdict)
-  local reply = redis.pcall('PEXPIRE', key, ms)
+  local reply = call('PEXPIRE', key, ms)
   return type(reply) == 'table' and 'error ' .. reply.err or verdict
 end
 
 local function delete(key, verdict)
-  local reply = redis.pcall('DEL', key)
+  local reply = call('DEL', key)
   return type(reply) == 'table' and 'error ' .. reply.err or verdict
 end
 
@@ -86,7 +87,7 @@ local function claim(key, token, fingerprint, state, body, at, holder, their_lea
   end
   if other_body and not in_progress then return 'conflict' end
 
-  local left = redis.pcall('PTTL', key)
+  local left = call('PTTL', key)
   if type(left) == 'table' then return 'error ' .. left.err end
   local known = left >= 0 and left <= tonumber(their_horizon)
   local age = tonumber(their_horizon) - left
@@ -103,7 +104,7 @@ end
 
 local function apply(key, theirs)
   local _, fingerprint, attempt, token = read(theirs)
-  local raw = redis.pcall('GET', key)
+  local raw = call('GET', key)
   if type(raw) == 'table' then return 'error ' .. raw.err end
   local state, body, at, holder, their_lease, their_horizon, promise = read(raw)
   if not state then return body end
@@ -154,7 +155,7 @@ end
 
 -- Nearly every completion finds its own claim as it was written: all are looked for at once, and known without being read.
 -- What is no string is not found, and what is not found is looked at alone.
-local found = ask == 'complete' and redis.pcall('MGET', unpack(KEYS)) or {}
+local found = ask == 'complete' and call('MGET', unpack(KEYS)) or {}
 
 local answers = {}
 for i, key in ipairs(KEYS) do

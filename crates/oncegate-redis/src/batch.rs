@@ -21,7 +21,7 @@ use sending::{Parcel, Replies};
 
 mod sending;
 
-/// The most keys that one script call changes: it holds everyone else up meanwhile.
+/// The most keys that one script call changes: it holds everyone else up meanwhile, and Lua unpacks no more than some thousands.
 const KEYS_PER_CALL: usize = 256;
 
 pub(crate) type Answer = Result<Verdict, Failure>;

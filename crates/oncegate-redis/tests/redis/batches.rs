@@ -33,6 +33,30 @@ async fn one_bad_key_spoils_no_other() {
     assert!(matches!(store.look(&key("newer")).await, Err(StoreError::Misconfigured(_))));
 }
 
+/// More completions than one call takes: found as they were claimed, missing, another's, and of another kind.
+#[tokio::test]
+async fn hundreds_are_completed_at_once_each_as_it_stands() {
+    let (store, prefix) = store();
+    let ids: Vec<String> = (0..300).map(|it| format!("k{it}")).collect();
+    let mine = |it: usize| it % 50 > 2;
+    let claims: Vec<_> = ids.iter().enumerate().filter(|(it, _)| mine(*it)).map(|(_, id)| claim(id, 1)).collect();
+    assert_eq!(verdicts(&store, &claims).await, vec![GRANTED; claims.len()]);
+    for it in (0..300).step_by(50) {
+        assert_eq!(ask(&store, claim(&ids[it], 2)).await.expect("a verdict"), GRANTED);
+        let list = format!("{prefix}{}", ids[it + 1]);
+        let _: i64 = redis::cmd("RPUSH").arg(list).arg("x").query_async(&mut client().await).await.expect("an answer");
+    }
+    let completions: Vec<_> = ids.iter().map(|id| complete(id, 1, 1)).collect();
+    for (it, answer) in store.apply(&completions).await.into_iter().enumerate() {
+        match it % 50 {
+            0 => assert_eq!(answer.expect("a verdict"), Verdict::Lost, "k{it}"),
+            1 => assert!(matches!(&answer, Err(StoreError::Misconfigured(why)) if why.to_string().contains("WRONGTYPE")), "{answer:?}"),
+            2 => assert_eq!(answer.expect("a verdict"), Verdict::Done { marker_lost: true }, "k{it}"),
+            _ => assert_eq!(answer.expect("a verdict"), DONE, "k{it}"),
+        }
+    }
+}
+
 #[tokio::test]
 async fn order_is_kept_when_the_server_has_forgotten_the_script() {
     let server = oncegate_testkit::servers::RedisServer::start(Default::default()).expect("a Redis");
