@@ -8,6 +8,7 @@ use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
 use oncegate::marker::Ask;
 use oncegate::{Redis, Store as _};
+use oncegate_testkit::servers::RedisServer;
 use rdkafka::ClientConfig;
 use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
 use rdkafka::error::KafkaError;
@@ -333,6 +334,26 @@ pub async fn fill_redis(url: &str, markers: usize) -> Outcome<()> {
         let batch: Vec<_> = (first..markers.min(first + BATCH)).map(|number| operation("old", number, Ask::Complete)).collect();
         for answer in store.apply(&batch).await {
             answer?;
+        }
+    }
+    Ok(())
+}
+
+/// Brings Redis to rest after it was filled: for minutes after its table grew, each command moves a little from the old one to the
+/// new. So it is asked for markers that stand there, until nothing is left to move. It must let `DEBUG` be asked.
+///
+/// # Errors
+/// What the server said.
+pub async fn let_redis_rest(server: &RedisServer, markers: usize) -> Outcome<()> {
+    let store = Redis::at(server.url()).prefix("old:").timeout(PATIENCE);
+    let mut first = 0;
+    while server.reply("DEBUG HTSTATS 0")?.contains("rehashing target") {
+        for _ in 0..2_000 {
+            let batch: Vec<_> = (first..markers.min(first + BATCH)).map(|number| operation("old", number, Ask::Claim)).collect();
+            for answer in store.apply(&batch).await {
+                answer?;
+            }
+            first = if first + BATCH < markers { first + BATCH } else { 0 };
         }
     }
     Ok(())

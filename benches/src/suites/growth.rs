@@ -4,7 +4,7 @@ use oncegate_testkit::servers::{RedisOptions, RedisServer};
 
 use super::{Extent, ROUNDS};
 use crate::Outcome;
-use crate::load::fill_redis;
+use crate::load::{fill_redis, let_redis_rest};
 use crate::report::Table;
 use crate::rounds::{Side, alternate};
 use crate::side::{Id, Spawned, Store, Took, Way};
@@ -64,8 +64,9 @@ fn redis_markers(stage: &Stage, extent: Extent) -> Outcome<Table> {
     let most = extent.pick(1_000_000, 10_000_000);
     let servers = [10_000, 1_000_000, most]
         .map(|markers| -> Outcome<RedisServer> {
-            let server = RedisServer::start(RedisOptions::new())?;
+            let server = RedisServer::start(RedisOptions::new().setting("enable-debug-command", "local"))?;
             stage.block_on(fill_redis(&server.url(), markers))?;
+            stage.block_on(let_redis_rest(&server, markers))?;
             Ok(server)
         })
         .into_iter()
