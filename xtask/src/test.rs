@@ -127,8 +127,9 @@ mod tests {
         let sleep = |run: &str| Command::new("setsid").args(["sleep", "60"]).env(RUN, run).spawn().unwrap();
         let run = format!("unit-{}", std::process::id());
         let (mut ours, mut other) = (sleep(&run), sleep("unit-of-another"));
-        // The marker is in the environment of the child only once it has become another program.
-        while !std::fs::read(format!("/proc/{}/comm", ours.id())).unwrap().starts_with(b"sleep") {
+        // The marker is in the environment of the child only once it has become another program, a moment after it has its name.
+        let of_ours = |what: &str| std::fs::read(format!("/proc/{}/{what}", ours.id())).unwrap();
+        while !of_ours("comm").starts_with(b"sleep") || of_ours("environ").is_empty() {
             std::thread::sleep(Duration::from_millis(5));
         }
 
