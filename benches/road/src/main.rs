@@ -40,7 +40,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         Some(other) => return Err(format!("`{other}` is neither `in-place` nor `spawned`").into()),
     };
     let broker = MemoryBroker::new("road");
-    // One block for all, as a source makes it: what a message costs to make is not what is counted.
+    // One block for all, as a source makes it.
     let mut block = Vec::new();
     let headers: Vec<_> = (0..messages)
         .map(|number| {
