@@ -162,8 +162,8 @@ impl Server {
             )),
             // To SELECT the driver gives no code.
             _ if code == "NOPERM" || detail.contains("no permissions") => Failure::misconfigured(format!(
-                "{named_by}: {address} does not let this user connect (NOPERM); let it run HELLO, SELECT, SET, GET, MGET, DEL, PTTL, PEXPIRE, EVAL, \
-                 EVALSHA and INFO"
+                "{named_by}: {address} does not let this user connect (NOPERM); let it run HELLO, SELECT, SET, GET, MGET, DEL, PTTL, PEXPIRE, \
+                 EVAL, EVALSHA and INFO"
             )),
             (_, "DENIED") => Failure::misconfigured(format!(
                 "{named_by}: {address} runs in protected mode and refuses other machines; set a password there, and in the URL"
