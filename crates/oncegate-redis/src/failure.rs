@@ -92,8 +92,8 @@ impl Failure {
         match code {
             "LOADING" | "READONLY" | "OOM" | "MISCONF" | "NOREPLICAS" | "BUSY" | "MASTERDOWN" | "TRYAGAIN" => Self::not_applied(said),
             "NOPERM" => Self::misconfigured(format!(
-                "{said}: let the user in the URL run SET, GET, MGET, DEL, PTTL, PEXPIRE, EVAL, EVALSHA and INFO on the keys of the prefix, WAIT for \
-                 Durability::Replicas, and CLUSTER SLOTS and ASKING for Redis::cluster"
+                "{said}: let the user in the URL run SET, GET, MGET, DEL, PTTL, PEXPIRE, EVAL, EVALSHA and INFO on the keys of the prefix, \
+                 WAIT for Durability::Replicas, and CLUSTER SLOTS and ASKING for Redis::cluster"
             )),
             "NOAUTH" | "WRONGPASS" => Self::misconfigured(format!("{said}: put the right user and password into the URL")),
             "WRONGTYPE" => {
