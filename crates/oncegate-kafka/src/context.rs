@@ -22,6 +22,7 @@ use crate::outage::Outage;
 use crate::refusal;
 use crate::shared::{Begins, Jump, Leave, Phase, Shared};
 use crate::standing;
+use crate::statistics;
 
 /// How long one look waits for a message while revoked deliveries are waited for.
 const DRAIN_TURN: Duration = Duration::from_millis(5);
@@ -327,17 +328,17 @@ impl ClientContext for Context {
         log::line(level, facility, line);
     }
 
-    fn stats_raw(&self, _: &[u8]) {}
+    fn stats_raw(&self, told: &[u8]) {
+        if !self.is_replaced.load(Ordering::Relaxed) {
+            self.shared.lock().hears_of_the_group(statistics::is_with_its_group(told), Instant::now());
+        }
+    }
 
     fn error(&self, error: KafkaError, reason: &str) {
         match error.rdkafka_error_code() {
             Some(code) if Outage::is(code) => self.outage.tell(reason),
             Some(RDKafkaErrorCode::Fatal) => tracing::error!(%error, reason, "Kafka"),
             _ => tracing::warn!(%error, reason, "Kafka"),
-        }
-        let is_alone = error.rdkafka_error_code() == Some(RDKafkaErrorCode::AllBrokersDown);
-        if is_alone && !self.is_replaced.load(Ordering::Relaxed) {
-            self.shared.lock().reaches_nobody(Instant::now());
         }
         if let Some(code) = error.rdkafka_error_code() {
             let mut trouble = self.trouble.lock().unwrap_or_else(PoisonError::into_inner);

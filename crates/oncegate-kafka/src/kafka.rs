@@ -11,12 +11,18 @@ use rdkafka::config::RDKafkaLogLevel;
 
 use crate::brokers;
 use crate::security::{self, KafkaLogin, Security};
+use crate::statistics;
 use crate::status::KafkaStatus;
 
 /// How long a partition may stand still while its log grows, by default.
 const STALLED_AFTER: Duration = Duration::from_secs(60);
 /// How long revoked deliveries are waited for by default.
 const DRAIN: Duration = Duration::from_secs(10);
+/// How long a client that reaches no broker waits at the most until it tries again. As Kafka's own clients: with librdkafka's ten
+/// seconds a broker that is back is left alone for as long.
+const TRIES_AGAIN: Duration = Duration::from_secs(1);
+/// What librdkafka calls that, in milliseconds.
+const LONGEST_PAUSE: &str = "reconnect.backoff.max.ms";
 /// librdkafka's own `max.poll.interval.ms`.
 const POLL_INTERVAL: Duration = Duration::from_secs(300);
 
@@ -328,6 +334,12 @@ impl Kafka {
         interval.map_or(POLL_INTERVAL, Duration::from_millis) / 3
     }
 
+    /// How long a client that reaches no broker waits at the most until it tries again.
+    pub(crate) fn tries_again(&self) -> Duration {
+        let longest = self.property_value(LONGEST_PAUSE).and_then(|it| it.parse().ok());
+        longest.map_or(TRIES_AGAIN, Duration::from_millis)
+    }
+
     /// What to do where the group's offset is out of range: who is to begin nowhere by itself does not begin again either.
     pub(crate) fn where_out_of_range(&self) -> OutOfRange {
         match self.start {
@@ -358,6 +370,7 @@ impl Kafka {
         // That a topic was made anew is said there alone.
         config.set_log_level(RDKafkaLogLevel::Debug);
         config.set("debug", self.property_value("debug").map_or_else(|| "metadata".to_owned(), |debug| format!("{debug},metadata")));
+        config.set("statistics.interval.ms", statistics::EVERY.as_millis().to_string());
         // Where the group has no offset the source says itself where to begin.
         config.set("enable.auto.offset.store", "false").set("enable.auto.commit", "true").set(
             "auto.offset.reset",
@@ -394,6 +407,7 @@ impl Kafka {
     fn config(&self) -> ClientConfig {
         let mut config = ClientConfig::new();
         config.set("bootstrap.servers", &self.brokers).set("client.id", "oncegate");
+        config.set(LONGEST_PAUSE, TRIES_AGAIN.as_millis().to_string());
         let debug = self.property_value("debug").is_some();
         self.security.set(&mut config);
         config.set_log_level(if debug { RDKafkaLogLevel::Debug } else { RDKafkaLogLevel::Info });
@@ -423,6 +437,7 @@ fn refused(key: &str) -> Option<&'static str> {
         "allow.auto.create.topics" => {
             Some("leave it away, and use .create_topics(…): what a broker creates by itself forgets its messages")
         }
+        "statistics.interval.ms" => Some("leave it away: the source reads there whether it is with its group"),
         "enable.partition.eof" => Some("leave it away: librdkafka would count each end as a message, and skip one after a rebalance"),
         "isolation.level" => Some("leave it away: what a transaction aborted was never sent, and must not be handled"),
         "enable.idempotence" | "acks" | "request.required.acks" | "transactional.id" => {

@@ -22,7 +22,7 @@
 //! | what librdkafka calls back into | `context` (rebalances, what was read), `commits`, `standing` (where the group stands), `made_anew` (which log that is), `missing` (what is not in it any more) |
 //! | the state, behind one lock | `shared` (`assigned`, `telling`), `watermark` (which offset may be committed), `status` and `partition` |
 //! | what a user describes | `kafka`, `security`, `brokers` |
-//! | librdkafka | `batch` (the only `unsafe`), `log`, `outage`, `refusal` |
+//! | librdkafka | `batch` (the only `unsafe`), `log`, `statistics`, `outage`, `refusal` |
 
 #![warn(clippy::undocumented_unsafe_blocks)]
 
@@ -49,6 +49,7 @@ mod security;
 mod shared;
 mod source;
 mod standing;
+mod statistics;
 mod status;
 mod topics;
 mod watch;

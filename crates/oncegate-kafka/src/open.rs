@@ -43,11 +43,11 @@ impl Open for Kafka {
         poll::subscribe(&consumer, &self)?;
         self.status.of(&shared);
         let (watch, topic) = (self.watch_config(), self.topics.first().cloned().unwrap_or_default());
-        let (watched, told, stalled_after) = (shared.clone(), outage.clone(), self.stalled_after);
+        let (watched, told, tries_again, stalled_after) = (shared.clone(), outage.clone(), self.tries_again(), self.stalled_after);
         tracing::info!(topics = ?self.topics, group = self.group, "reading from Kafka");
         let source = KafkaSource::new(shared, Arc::new(dead_letters), self.body_limit);
         on_a_thread("oncegate-kafka", move || poll::run(self, Arc::new(consumer)))?;
-        on_a_thread("oncegate-kafka-watch", move || watch::run(&watch, &topic, &watched, &told, stalled_after))?;
+        on_a_thread("oncegate-kafka-watch", move || watch::run(&watch, &topic, &watched, &told, tries_again, stalled_after))?;
         Ok(source)
     }
 }

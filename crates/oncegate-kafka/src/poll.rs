@@ -25,8 +25,6 @@ const TURN: Duration = Duration::from_millis(50);
 const CLOSE: Duration = Duration::from_secs(10);
 /// The pause before another client begins, and the longest.
 const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
-/// How long a client that may have forgotten its brokers has to name one.
-const ASKED: Duration = Duration::from_secs(5);
 /// How often it is looked whether markers of transactions are to be passed.
 const LOOK: Duration = Duration::from_millis(500);
 
@@ -93,7 +91,6 @@ fn stay(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) -> Left {
         begin_anew(&consumer, shared);
         if looked.elapsed() >= LOOK {
             look_for_a_fatal_error(&consumer, shared);
-            look_for_a_broker(&consumer, shared);
             consumer.context().pass_markers(&consumer);
             looked = Instant::now();
         }
@@ -141,19 +138,6 @@ fn look_for_a_fatal_error(consumer: &BaseConsumer<Context>, shared: &Shared) {
     match for_a_person(code, "the group's topics") {
         Some(fault) => shared.fail(fault),
         None => shared.lock().ask_for_another(format!("it failed for good: {text}")),
-    }
-}
-
-/// A client that said that it reaches no broker, and may have forgotten them all, is asked for one, once: it says by itself that it
-/// reaches none, and not that it does again. Not to be asked while brokers come back, which is when an answer makes it forget.
-fn look_for_a_broker(consumer: &BaseConsumer<Context>, shared: &Shared) {
-    if !shared.lock().is_to_be_asked() {
-        return;
-    }
-    let subscribed = consumer.subscription().ok();
-    let topic = subscribed.as_ref().and_then(|topics| Some(topics.elements().first()?.topic().to_owned()));
-    if !consumer.client().fetch_metadata(topic.as_deref(), ASKED).is_ok_and(|answer| !answer.brokers().is_empty()) {
-        shared.lock().ask_for_another("it reaches no broker, though they answer others".into());
     }
 }
 
@@ -238,11 +222,11 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_reaches_no_broker_is_replaced_if_it_names_none_when_it_is_asked() {
+    fn a_client_that_is_without_its_group_while_others_are_not_is_replaced_unless_it_comes_back() {
         let cluster = MockCluster::new(1).expect("a broker");
         cluster.create_topic("t", 1, 1).expect("a topic");
         let brokers = cluster.bootstrap_servers();
-        let kafka = Kafka::topic("t").brokers(&brokers).group("g").property("reconnect.backoff.max.ms", "200");
+        let kafka = Kafka::topic("t").brokers(&brokers).group("g");
         let (shared, consumer) = client(&kafka, &brokers);
         let end = Instant::now() + BOUND;
         let until = |is_so: &dyn Fn() -> bool| {
@@ -252,28 +236,21 @@ mod tests {
                 consumer.context().pump(TURN);
             }
         };
-        until(&|| !shared.lock().partitions().is_empty());
-        let suspect_and_ask = || {
-            let alone = shared.lock().alone().expect("it reaches nobody");
-            shared.lock().suspect(alone);
-            look_for_a_broker(&consumer, &shared);
+        let suspect = || {
+            let alone = shared.lock().alone().expect("it is without its group");
+            shared.lock().suspect(alone, Instant::now());
         };
-        for comes_back in [true, false] {
-            cluster.broker_down(1).expect("down");
-            until(&|| shared.lock().alone().is_some());
-            look_for_a_broker(&consumer, &shared);
-            assert!(!shared.lock().wants_another(), "nobody has suspected it");
-            if comes_back {
-                cluster.broker_up(1).expect("up");
-            }
-            suspect_and_ask();
-            assert_eq!(shared.lock().wants_another(), !comes_back);
-            assert_eq!(shared.lock().alone(), None);
-        }
-        // What it has said last is not held against the one that takes its place.
-        shared.lock().reaches_nobody(Instant::now());
-        shared.lock().replacing().expect("it is replaced");
-        assert_eq!(shared.lock().alone(), None);
+        until(&|| !shared.lock().partitions().is_empty() && shared.lock().alone().is_none());
+        cluster.broker_down(1).expect("down");
+        until(&|| shared.lock().alone().is_some());
+        suspect();
+        cluster.broker_up(1).expect("up");
+        until(&|| shared.lock().alone().is_none());
+        assert!(!shared.lock().wants_another(), "it has come back");
+        cluster.broker_down(1).expect("down");
+        until(&|| shared.lock().alone().is_some());
+        suspect();
+        until(&|| shared.lock().wants_another());
     }
 
     /// What is settled of it moves nothing of whoever has it now, and nobody waits for it.

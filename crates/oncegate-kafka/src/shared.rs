@@ -84,10 +84,10 @@ pub(crate) struct State {
     /// Why the client is to be replaced by another one.
     replace: Option<String>,
     replaced: u64,
-    /// Since when the client says that it reaches no broker.
+    /// Since when the client says that it is not with its group.
     alone: Option<Instant>,
-    /// Whether it may have forgotten its brokers, and is to be asked.
-    is_suspect: bool,
+    /// Since when it is known that it should be.
+    suspected: Option<Instant>,
     missed: u64,
     reading: Reading,
     /// Whether the polling thread was woken since it waited last.

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use rdkafka::ClientConfig;
 use rdkafka::consumer::{BaseConsumer, Consumer};
+use rdkafka::topic_partition_list::TopicPartitionList;
 
 use crate::forgotten::Forgotten;
 use crate::log::Log;
@@ -30,13 +31,20 @@ const DOUBLINGS: u32 = 6;
 
 /// Looks at each partition from time to time, with a client of its own: what the watched one says of itself is what is in
 /// question. Runs on a thread of its own.
-pub(crate) fn run(config: &ClientConfig, topic: &str, shared: &Shared, outage: &Arc<Outage>, stalled_after: Duration) {
+pub(crate) fn run(
+    config: &ClientConfig,
+    topic: &str,
+    shared: &Shared,
+    outage: &Arc<Outage>,
+    tries_again: Duration,
+    stalled_after: Duration,
+) {
     let another = || config.create_with_context::<_, BaseConsumer<OwnLog>>(OwnLog(Log(outage.clone())));
     let mut client = match another() {
         Ok(client) => client,
         Err(error) => return tracing::error!(%error, "nobody watches the Kafka client: there is no second one"),
     };
-    let mut forgotten = Forgotten::new();
+    let mut forgotten = Forgotten::new(tries_again);
     let (mut watch, pause) = (Watch::default(), LOOK.min(stalled_after / 4));
     let mut looked: Option<Instant> = None;
     while shared.lock().phase() < Phase::Closing {
@@ -51,19 +59,23 @@ pub(crate) fn run(config: &ClientConfig, topic: &str, shared: &Shared, outage: &
             }
         }
         let alone = shared.lock().alone();
-        let names_one =
-            |client: BaseConsumer<OwnLog>| client.fetch_metadata(Some(topic), PATIENCE).is_ok_and(|it| !it.brokers().is_empty());
-        if forgotten.look(alone, Instant::now, || another().is_ok_and(names_one))
+        if forgotten.look(alone, Instant::now, || another().is_ok_and(|client| gets_to_the_group(&client, topic)))
             && let Some(alone) = alone
         {
-            shared.lock().suspect(alone);
-            shared.wake_poller();
+            shared.lock().suspect(alone, Instant::now());
         }
         // Serves its log.
         let _ = client.poll(TURN);
     }
     watch.gauges.keys().for_each(|(topic, partition)| gauges(topic, *partition, Some(0), Duration::ZERO));
     metrics::gauge!(crate::metric::PARTITIONS).set(0.0);
+}
+
+/// Whether the broker that coordinates the group answers this client. It need not have joined it for that.
+fn gets_to_the_group(client: &BaseConsumer<OwnLog>, topic: &str) -> bool {
+    let mut any = TopicPartitionList::new();
+    any.add_partition(topic, 0);
+    client.committed_offsets(any, PATIENCE).is_ok()
 }
 
 /// What was seen before.

@@ -38,6 +38,7 @@ fn what_is_missing_or_breaks_the_promise_is_named() {
         "acks",
         "isolation.level",
         "allow.auto.create.topics",
+        "statistics.interval.ms",
     ] {
         assert_eq!(setting(whole().property(key, "x")), key);
     }
@@ -52,6 +53,9 @@ fn the_promise_stands_over_the_users_properties_and_they_over_the_rest() {
     assert_eq!(consumer.get("fetch.message.max.bytes"), Some("262144"));
     let by_another_name = whole().property("max.partition.fetch.bytes", "1").consumer_config();
     assert_eq!((by_another_name.get("fetch.message.max.bytes"), by_another_name.get("max.partition.fetch.bytes")), (None, Some("1")));
+    assert_eq!((consumer.get("reconnect.backoff.max.ms"), kafka.tries_again()), (Some("1000"), Duration::from_secs(1)));
+    let patient = whole().property("reconnect.backoff.max.ms", "3000");
+    assert_eq!((patient.consumer_config().get("reconnect.backoff.max.ms"), patient.tries_again()), (Some("3000"), Duration::from_secs(3)));
     assert_eq!(consumer.get("enable.auto.offset.store"), Some("false"));
     assert_eq!(consumer.get("auto.offset.reset"), Some("earliest"));
     assert_eq!(kafka.producer_config().get("security.protocol"), Some("ssl"));

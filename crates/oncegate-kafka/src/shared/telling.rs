@@ -8,6 +8,7 @@ use oncegate_core::Delivery;
 use super::State;
 use super::assigned::{Assigned, Keeps};
 use crate::partition::{Holder, PartitionStatus, Stuck};
+use crate::statistics;
 
 /// How far the polling thread is with what librdkafka has fetched, of all partitions in one queue.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -54,36 +55,37 @@ impl State {
         self.replace.is_some()
     }
 
-    /// Takes note that the client says that it reaches no broker.
-    pub(crate) fn reaches_nobody(&mut self, now: Instant) {
+    /// Takes note of whether the client is with its group, as it says itself. One that is suspected and still is not is replaced.
+    pub(crate) fn hears_of_the_group(&mut self, is_with_it: bool, now: Instant) {
+        if is_with_it {
+            (self.alone, self.suspected) = (None, None);
+            return;
+        }
         self.alone.get_or_insert(now);
+        // Of what it said before, something may have waited to be heard.
+        if self.suspected.is_some_and(|at| now.duration_since(at) >= statistics::EVERY) {
+            self.ask_for_another("it does not get to its group, though others do".into());
+        }
     }
 
-    /// Since when the client reaches no broker, as far as it was asked.
+    /// Since when the client is not with its group.
     pub(crate) fn alone(&self) -> Option<Instant> {
         self.alone
     }
 
-    /// Takes note that brokers answer others, and would have answered one that has reached nobody since then.
-    pub(crate) fn suspect(&mut self, alone: Instant) {
-        // It may have been asked meanwhile, or replaced.
-        self.is_suspect |= self.alone == Some(alone);
-    }
-
-    /// Whether it is to be asked whether it reaches a broker. If it does, it is above suspicion from here on.
-    pub(crate) fn is_to_be_asked(&mut self) -> bool {
-        let is_suspect = std::mem::take(&mut self.is_suspect);
-        if is_suspect {
-            self.alone = None;
+    /// Takes note that others get to the group, and that one that is without it since then would have, too.
+    pub(crate) fn suspect(&mut self, alone: Instant, now: Instant) {
+        // It may have been replaced meanwhile.
+        if self.alone == Some(alone) {
+            self.suspected.get_or_insert(now);
         }
-        is_suspect
     }
 
     /// Takes note that the client is being replaced; answers why.
     pub(crate) fn replacing(&mut self) -> Option<String> {
         let why = self.replace.take()?;
         self.replaced += 1;
-        (self.alone, self.is_suspect) = (None, false);
+        (self.alone, self.suspected) = (None, None);
         Some(why)
     }
 

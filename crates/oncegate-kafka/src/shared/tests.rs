@@ -221,6 +221,30 @@ fn a_limit_of_nothing_hands_out_revocations_alone() {
 }
 
 #[test]
+fn what_a_client_said_before_it_was_suspected_is_not_held_against_it() {
+    let (mut state, begun) = (State::default(), Instant::now());
+    let at = |seconds| begun + Duration::from_secs(seconds);
+    state.hears_of_the_group(false, at(0));
+    state.suspect(at(9), at(9));
+    state.hears_of_the_group(false, at(20));
+    assert!(!state.wants_another(), "that was of another time without its group");
+    state.suspect(begun, at(20));
+    // This may have been said long ago, and waited.
+    state.hears_of_the_group(false, at(21));
+    assert!(!state.wants_another());
+    state.hears_of_the_group(true, at(22));
+    state.hears_of_the_group(false, at(30));
+    assert_eq!((state.wants_another(), state.alone()), (false, Some(at(30))));
+    state.suspect(at(30), at(38));
+    state.hears_of_the_group(false, at(40));
+    assert!(state.wants_another());
+    // Nothing of this is held against the one that takes its place.
+    state.replacing().expect("it is replaced");
+    state.hears_of_the_group(false, at(50));
+    assert_eq!((state.wants_another(), state.alone()), (false, Some(at(50))));
+}
+
+#[test]
 fn nothing_is_read_while_too_much_waits() {
     let mut full = state(0, 0..READY as i64);
     assert_eq!(full.room(), 0);
