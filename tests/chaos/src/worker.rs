@@ -134,10 +134,13 @@ impl Worker {
     /// # Errors
     /// Those of what runs.
     pub async fn run<F: Future<Output = Result<(), oncegate::Error>>>(self, consume: impl FnOnce(Terminated) -> F) -> Result<(), Error> {
-        let Self { terminate, counters, .. } = self;
-        consume(Terminated(terminate)).await?;
-        counters.write_the_last();
-        Ok(())
+        let Self { terminate, counters, log, .. } = self;
+        let ended = consume(Terminated(terminate)).await;
+        match &ended {
+            Ok(()) => counters.write_the_last(),
+            Err(error) => log.write(What::Failed { error: error.to_string() }),
+        }
+        Ok(ended?)
     }
 }
 

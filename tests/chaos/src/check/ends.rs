@@ -1,6 +1,6 @@
 //! I8, I13, I14, and how processes end.
 
-use super::{Finder, Invariant};
+use super::{FREEZE_KAFKA, Finder, Invariant};
 use crate::ledger::{Asked, Place, Record, Sent, What};
 use std::time::Duration;
 
@@ -15,6 +15,11 @@ const DEMOTE: &str = "demote-redis";
 /// The faults in which the broker answers nobody, and for how long a consumer tries to leave then, after its drain.
 const BROKER_AWAY: [&str; 5] = ["freeze-kafka", "kill-kafka", "kill-rabbit", "restart-rabbit", "dark-rabbit"];
 const LEAVE: Duration = Duration::from_secs(10);
+
+/// After a freeze of Kafka its client may have forgotten it: for how long at the most, until another one takes its place, and what a
+/// consumer says that is told to drain meanwhile.
+const FORGOTTEN: Duration = Duration::from_secs(20);
+const STAYS: &str = "the group was not left in time";
 
 /// How long before a failover begins its replicas may not have heard of what is said.
 pub(super) const UNHEARD: Duration = Duration::from_secs(1);
@@ -42,15 +47,18 @@ pub(super) fn check(finder: &mut Finder<'_>) {
                 finder.checked.counts.refused_to_begin += 1;
             }
             What::Gone { consumer, after: Sent::Nothing, status, .. } => {
-                finder.found(Invariant::Exit, None, format!("{consumer} ended by itself: {status}"));
+                let error = error_of(finder, consumer);
+                finder.found(Invariant::Exit, None, format!("{consumer} ended by itself: {status}: {error}"));
             }
             What::Gone { consumer, after: Sent::Terminate, status, took_ms } => {
                 // While its broker is away it can neither settle nor leave in good order, and says so.
-                let away = BROKER_AWAY.iter().any(|kind| finder.windows.lasted(kind, record.at, Duration::from_millis(*took_ms)));
-                if away && status == REFUSED && u128::from(*took_ms) <= bound + LEAVE.as_millis() {
+                let (took, error) = (Duration::from_millis(*took_ms), error_of(finder, consumer));
+                let away = BROKER_AWAY.iter().any(|kind| finder.windows.lasted(kind, record.at, took));
+                let forgotten = error.contains(STAYS) && finder.windows.lasted(FREEZE_KAFKA, record.at, took + FORGOTTEN);
+                if (away || forgotten) && status == REFUSED && took.as_millis() <= bound + LEAVE.as_millis() {
                     finder.checked.counts.left_without_broker += 1;
                 } else if status != "exit 0" {
-                    finder.found(Invariant::Exit, None, format!("{consumer} was told to drain, and ended with {status}"));
+                    finder.found(Invariant::Exit, None, format!("{consumer} was told to drain, and ended with {status}: {error}"));
                 } else if u128::from(*took_ms) > bound {
                     finder.found(Invariant::Exit, None, format!("{consumer} took {took_ms} ms to drain, and may take {bound}"));
                 }
@@ -76,6 +84,15 @@ pub(super) fn check_id(finder: &mut Finder<'_>, id: &str) {
             _ => {}
         }
     }
+}
+
+/// What a consumer said when it ended with an error.
+fn error_of(finder: &Finder<'_>, consumer: &str) -> String {
+    let said = |record: &Record| match &record.what {
+        What::Failed { error } if record.by == consumer => Some(error.clone()),
+        _ => None,
+    };
+    finder.ledger.records().iter().find_map(said).unwrap_or_else(|| "it has not said why".into())
 }
 
 /// Whether its message waits for a person who finds out.

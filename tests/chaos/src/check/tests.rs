@@ -460,6 +460,21 @@ fn a_consumer_that_drains_while_its_broker_is_away_may_end_with_an_error() {
 }
 
 #[test]
+fn a_consumer_that_drains_right_after_its_broker_was_frozen_may_not_get_to_leave_its_group() {
+    let ended = |kind, at, error: &str| {
+        let story = Story::default().fault(kind, None, 1_000, 9_000).at(at, "c0.1", What::Failed { error: error.into() });
+        let story = story.gone(at, "c0.1", Sent::Terminate, "exit 1", 10_000).check(&RULES);
+        (story.violations.first().map(|it| it.why.clone()), story.counts.left_without_broker)
+    };
+    let stays = "the broker cannot be used: the group was not left in time; what was settled last may be delivered again";
+    assert_eq!(ended("freeze-kafka", 38_000, stays), (None, 1));
+    let broken = |error| (Some(format!("c0.1 was told to drain, and ended with exit 1: {error}")), 0);
+    assert_eq!(ended("freeze-kafka", 40_000, stays), broken(stays));
+    assert_eq!(ended("freeze-kafka", 38_000, "no"), broken("no"));
+    assert_eq!(ended("rebalance", 38_000, stays), broken(stays));
+}
+
+#[test]
 fn a_consumer_may_refuse_to_begin_on_a_replica_and_on_nothing_else() {
     let ended = |kind, at, status: &str| {
         let story = Story::default().fault(kind, None, 1_000, 5_000).gone(at, "c0.2", Sent::Nothing, status, 0).check(&RULES);

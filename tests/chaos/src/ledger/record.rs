@@ -126,6 +126,11 @@ pub enum What {
         /// The message's.
         id: String,
     },
+    /// The consumer ends with this error.
+    Failed {
+        /// What it says.
+        error: String,
+    },
     /// The player began or ended a fault.
     Fault {
         /// A number of its own among the faults of the run.
@@ -338,6 +343,7 @@ impl What {
             | Self::Recovered { .. }
             | Self::Fault { .. }
             | Self::Gone { .. }
+            | Self::Failed { .. }
             | Self::Left { .. }
             | Self::Committed { .. }
             | Self::Sampled { .. }
