@@ -6,7 +6,6 @@ use std::time::Duration;
 use async_trait::async_trait;
 use oncegate_core::SourceError;
 use oncegate_core::source::Open;
-use rdkafka::consumer::BaseConsumer;
 
 use crate::context::Context;
 use crate::dead_letters::DeadLetters;
@@ -34,11 +33,14 @@ impl Open for Kafka {
         self.check()?;
         let shared = Arc::new(Shared::default());
         let outage = Arc::new(Outage::of(&self.brokers));
-        let context = Context::new(shared.clone(), &self, outage.clone());
-        let consumer: BaseConsumer<Context> = self.consumer_config().create_with_context(context).map_err(refusal::of_setting)?;
+        let consumer = || {
+            let context = Context::new(shared.clone(), &self, outage.clone());
+            self.consumer_config().create_with_context(context).map_err(refusal::of_setting)
+        };
+        let first = consumer()?;
         let dead_letters =
             DeadLetters::open(self.producer_config(), self.destinations.clone(), outage.clone()).map_err(refusal::of_setting)?;
-        let consumer = topics::check(&self, consumer, &outage).await?;
+        let consumer = topics::check(&self, first, consumer, &outage).await?;
 
         poll::subscribe(&consumer, &self)?;
         self.status.of(&shared);

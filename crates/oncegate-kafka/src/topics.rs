@@ -27,6 +27,9 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(200), Duration::from
 /// to every broker yet.
 const SECOND_LOOKS: u32 = 3;
 
+/// How often a client may ask in vain until another one asks: it may have forgotten its brokers.
+const IN_VAIN: u32 = 3;
+
 /// What the broker says about a topic.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Found {
@@ -34,17 +37,18 @@ enum Found {
     Missing,
 }
 
-/// Waits for a broker, then checks every topic, creating what is to be created.
+/// Waits for a broker, then checks every topic, creating what is to be created. Answers the consumer that has asked.
 ///
-/// The consumer asks, because a producer's question creates a topic on brokers that do so by themselves.
+/// A consumer asks, because a producer's question creates a topic on brokers that do so by themselves.
 pub(crate) async fn check(
     kafka: &Kafka,
     mut consumer: BaseConsumer<Context>,
+    another: impl Fn() -> Result<BaseConsumer<Context>, SourceError>,
     outage: &Arc<Outage>,
 ) -> Result<BaseConsumer<Context>, SourceError> {
     for topic in &kafka.topics {
         let found;
-        (consumer, found) = look(consumer, topic.clone(), outage).await?;
+        (consumer, found) = look(consumer, &another, topic.clone(), outage).await?;
         if found == Found::Missing {
             return Err(SourceError::misconfigured(
                 "topic",
@@ -61,7 +65,7 @@ pub(crate) async fn check(
     let mut there = Vec::new();
     for (setting, name) in &destinations {
         let found;
-        (consumer, found) = look(consumer, name.clone(), outage).await?;
+        (consumer, found) = look(consumer, &another, name.clone(), outage).await?;
         match (found, kafka.creation) {
             (Found::There, _) => there.push((*setting, name.as_str())),
             (Found::Missing, TopicCreation::Create { partitions, replication }) => {
@@ -86,9 +90,14 @@ pub(crate) async fn check(
 }
 
 /// Asks until a broker answers.
-async fn look(mut consumer: BaseConsumer<Context>, topic: String, outage: &Outage) -> Result<(BaseConsumer<Context>, Found), SourceError> {
+async fn look(
+    mut consumer: BaseConsumer<Context>,
+    another: impl Fn() -> Result<BaseConsumer<Context>, SourceError>,
+    topic: String,
+    outage: &Outage,
+) -> Result<(BaseConsumer<Context>, Found), SourceError> {
     let (mut pause, longest) = PAUSES;
-    let mut second_looks = 0;
+    let (mut second_looks, mut in_vain) = (0, 0);
     loop {
         let name = topic.clone();
         let asked = tokio::task::spawn_blocking(move || {
@@ -100,7 +109,15 @@ async fn look(mut consumer: BaseConsumer<Context>, topic: String, outage: &Outag
         match answer {
             Ok(Found::Missing) if second_looks < SECOND_LOOKS => second_looks += 1,
             Ok(found) => return Ok((consumer, found)),
-            Err(code) => judge(&consumer, code, &topic, outage)?,
+            Err(code) => {
+                judge(&consumer, code, &topic, outage)?;
+                in_vain += u32::from(Outage::is(code));
+                if in_vain == IN_VAIN {
+                    in_vain = 0;
+                    let before = std::mem::replace(&mut consumer, another()?);
+                    tokio::task::spawn_blocking(move || drop(before));
+                }
+            }
         }
         tokio::time::sleep(pause).await;
         pause = (pause * 2).min(longest);
@@ -175,5 +192,29 @@ async fn create(admin: &AdminClient<Log>, setting: &str, name: &str, partitions:
             tracing::info!(topic = name, partitions, replication, "topic created");
             Ok(())
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rdkafka::mocking::MockCluster;
+
+    use super::*;
+    use crate::shared::Shared;
+
+    #[tokio::test]
+    async fn a_client_that_asks_in_vain_gives_way_to_another_one() {
+        let cluster = MockCluster::new(1).expect("a broker");
+        cluster.create_topic("t", 1, 1).expect("a topic");
+        let brokers = cluster.bootstrap_servers();
+        let client = |brokers: &str| {
+            let (kafka, outage) = (Kafka::topic("t").brokers(brokers).group("g"), Arc::new(Outage::of(brokers)));
+            let context = Context::new(Arc::<Shared>::default(), &kafka, outage);
+            kafka.consumer_config().create_with_context(context).map_err(refusal::of_setting)
+        };
+        // As one that has forgotten where the brokers are.
+        let (first, outage) = (client("127.0.0.1:1").expect("a client"), Outage::of("127.0.0.1:1"));
+        let (_, found) = look(first, || client(&brokers), "t".into(), &outage).await.expect("nothing that a person has to change");
+        assert_eq!(found, Found::There);
     }
 }
