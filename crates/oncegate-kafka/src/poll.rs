@@ -21,7 +21,7 @@ use crate::standing;
 const EVENTS: usize = 16;
 /// How long one turn waits for a message. Rebalances wait as long.
 const TURN: Duration = Duration::from_millis(50);
-/// How long a client that is replaced may take to close before it is left behind.
+/// How long a client that is replaced may take to close before it is left behind, unless it is without its group anyway.
 const CLOSE: Duration = Duration::from_secs(10);
 /// The pause before another client begins, and the longest.
 const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
@@ -112,7 +112,11 @@ fn stay(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) -> Left {
 /// Lets what was handed out be settled, for a while, and leaves with that; whoever has the partitions next delivers the rest
 /// again. A client that does not even close is left behind on a thread of its own.
 fn make_way(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) {
-    let why = shared.lock().replacing().unwrap_or_default();
+    let mut state = shared.lock();
+    // It could neither commit nor leave.
+    let close = if state.alone().is_some() { Duration::ZERO } else { CLOSE };
+    let why = state.replacing().unwrap_or_default();
+    drop(state);
     tracing::error!(why, "client replaced: the Kafka client does not do its work any more, and another one takes its place");
     metrics::counter!(crate::metric::CLIENTS_REPLACED).increment(1);
     let context = consumer.context();
@@ -121,13 +125,13 @@ fn make_way(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) {
     context.is_replaced.store(true, Ordering::Relaxed);
     context.set_queue(None);
     let (closed, is_closed) = mpsc::channel();
-    let close = move || {
+    let closing = move || {
         drop(consumer);
         // Nobody may wait for it any more.
         let _ = closed.send(());
     };
-    match std::thread::Builder::new().name("oncegate-kafka-drop".into()).spawn(close) {
-        Ok(_) => drop(is_closed.recv_timeout(CLOSE)),
+    match std::thread::Builder::new().name("oncegate-kafka-drop".into()).spawn(closing) {
+        Ok(_) => drop(is_closed.recv_timeout(close)),
         Err(error) => tracing::error!(%error, "the old Kafka client was closed here"),
     }
 }
