@@ -30,6 +30,8 @@ pub mod watch;
 pub mod wire;
 pub mod worker;
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 pub use stopping::Stopping;
 
 /// A directory in memory, where there is such a place: what a killed process has written there stays as on a disk, and no disk that
@@ -37,6 +39,11 @@ pub use stopping::Stopping;
 pub(crate) fn in_memory() -> std::io::Result<tempfile::TempDir> {
     let memory = std::path::Path::new("/dev/shm");
     if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() }
+}
+
+/// What a lock guards, also when whoever held it has panicked.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Why something could not be run.

@@ -23,7 +23,7 @@ use table::{Cell, Matrix};
 use crate::check::Promise;
 use crate::report::{Report, Run};
 use crate::worker::Broker;
-use crate::{Error, Stopping};
+use crate::{Error, Stopping, lock};
 
 /// How many groups work side by side: most of their time they wait for leases and sessions to end.
 const SIDE_BY_SIDE: usize = 12;
@@ -139,8 +139,4 @@ fn place(folder: &Path, step: &Step, made: Made) -> PathBuf {
     let promise = serde_json::to_value(made.promise).unwrap_or_default();
     let promise = promise.as_str().unwrap_or_default();
     folder.join(format!("{}-{promise}-{}-{}", step.name, made.broker.name(), made.markers.name()))
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::check::Invariant;
 use crate::matrix::servers::Servers;
-use crate::{Error, Stopping};
+use crate::{Error, Stopping, lock};
 use scene::{Broken, Play};
 
 /// How often a wrong version may be put before its scene until it is caught: what it breaks may need the right moment.
@@ -233,10 +233,6 @@ impl Caught {
         let _ = write!(text, "\nVersions: {}.\n", versions.join(", "));
         text
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -7,20 +7,20 @@ use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::Path;
 use std::process::Command;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use oncegate_testkit::proxy::Proxy;
 use oncegate_testkit::servers::{KafkaDoor, KafkaServer, KafkaUser, Kind as ServerKind, RabbitServer, Server, fetch_kafka};
 use rustix::process::Signal;
 
-use crate::Error;
 use crate::fleet::{Faults, Fleet};
 use crate::ledger::{Log, What};
 use crate::schedule::{Kind, Planned};
 use crate::secrets::{Secret, canary};
 use crate::wire::refuse_letters;
 use crate::worker::Broker;
+use crate::{Error, lock};
 use store::Store;
 
 /// As whom consumers come to the broker.
@@ -432,8 +432,4 @@ fn said_by(command: &str) -> Option<String> {
     let output = Command::new(words.next()?).args(words).output().ok().filter(|output| output.status.success())?;
     let said = String::from_utf8(output.stdout).ok()?;
     Some(said.trim().trim_start_matches("rustc ").to_owned())
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

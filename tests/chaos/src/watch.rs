@@ -60,12 +60,15 @@ impl Drop for Watch {
     }
 }
 
-/// Writes down each change. A broker that does not answer is asked again.
+/// Writes down each change. A broker that does not answer is asked again, by another client: the one before may have forgotten it.
 fn watch_commits(wire: &Wire, log: &Log, over: &AtomicBool) {
-    let Some(group) = wire.group() else { return };
+    let Some(mut group) = wire.group() else { return };
     let mut known: HashMap<i32, i64> = HashMap::new();
     while !over.load(Ordering::Relaxed) {
-        let committed = group.committed().unwrap_or_default();
+        let Ok(committed) = group.committed() else {
+            group = wire.group().unwrap_or(group);
+            continue;
+        };
         let changed = committed.into_iter().filter(|(partition, offset)| known.insert(*partition, *offset) != Some(*offset));
         log.write_all(changed.map(|(partition, offset)| What::Committed { partition, offset }));
         std::thread::sleep(EVERY);

@@ -224,9 +224,10 @@ impl Rig {
 
     /// Waits until the group has committed all that there is.
     pub(crate) async fn until_committed(&self, patience: Duration) {
-        let asker: BaseConsumer = client(&self.brokers).set("group.id", &self.name).create().expect("a consumer");
         let begun = Instant::now();
         loop {
+            // Each time another one: a client may have forgotten a broker that stood still.
+            let asker: BaseConsumer = client(&self.brokers).set("group.id", &self.name).create().expect("a consumer");
             let committed = committed(&asker, &self.name, self.partitions);
             let ends = (0..self.partitions).map(|it| asker.fetch_watermarks(&self.name, it, PATIENCE).map(|(_, end)| end));
             let ends: Result<Vec<i64>, _> = ends.collect();

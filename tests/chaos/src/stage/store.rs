@@ -8,10 +8,10 @@ use oncegate_testkit::proxy::{Fate, Proxy};
 use oncegate_testkit::servers::{RedisOptions, RedisPersistence, RedisServer, SentinelServers, Server};
 use tempfile::TempDir;
 
-use super::{Heard, MOMENT, dark, frozen, lock};
-use crate::Error;
+use super::{Heard, MOMENT, dark, frozen};
 use crate::fleet::Faults;
 use crate::schedule::{Kind, Planned};
+use crate::{Error, lock};
 
 /// How long Redis may take to write down what it had kept for a disk that was full.
 const WRITTEN: Duration = Duration::from_millis(1_500);

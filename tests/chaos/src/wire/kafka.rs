@@ -1,7 +1,7 @@
 //! Kafka with rdkafka alone.
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use oncegate::source::headers;
@@ -14,12 +14,13 @@ use rdkafka::message::{Header, Headers, Message, OwnedHeaders};
 use rdkafka::producer::{FutureProducer, FutureRecord};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 use tokio::sync::Semaphore;
+use tokio::task::JoinHandle;
 
 use super::{ASIDE, Letter};
-use crate::Error;
 use crate::ledger::{Log, Place, What};
 use crate::message::{ID_HEADER, Outgoing};
 use crate::stage::Letters;
+use crate::{Error, lock};
 
 const PARTITIONS: i32 = 4;
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -28,12 +29,25 @@ const LOOK: Duration = Duration::from_secs(2);
 /// How many messages may wait for their confirmation.
 const OUTSTANDING: u32 = 5_000;
 
+/// For how long others are answered, and nothing is confirmed of what was sent, until another producer sends: see [`tend`].
+const SILENT: Duration = Duration::from_secs(5);
+/// How often that is looked at, and how long a broker may take to answer.
+const TURN: Duration = Duration::from_secs(1);
+
 /// A topic, its group of the same name, and a producer.
 pub struct Wire {
     brokers: String,
     topic: String,
-    producer: FutureProducer,
+    sending: Arc<Sending>,
+    tending: JoinHandle<()>,
+}
+
+/// What sends, and what it waits for.
+struct Sending {
+    producer: Mutex<FutureProducer>,
     outstanding: Arc<Semaphore>,
+    /// When something was confirmed last.
+    confirmed: Mutex<Instant>,
 }
 
 /// The consumers' group, as a client sees it that is no member.
@@ -79,31 +93,28 @@ async fn create(admin: &AdminClient<DefaultClientContext>, topic: &str) -> Resul
 impl Wire {
     pub(super) async fn open(brokers: &str, topic: &str) -> Result<Self, Error> {
         create(&config(brokers).create()?, topic).await?;
-        let producer = config(brokers)
-            .set("enable.idempotence", "true")
-            .set("linger.ms", "5")
-            .set("message.timeout.ms", "120000")
-            // What has no key goes everywhere, so that copies meet different consumers.
-            .set("sticky.partitioning.linger.ms", "0")
-            .create()?;
-        let outstanding = Arc::new(Semaphore::new(OUTSTANDING as usize));
-        Ok(Self { brokers: brokers.to_owned(), topic: topic.to_owned(), producer, outstanding })
+        let (outstanding, confirmed) = (Arc::new(Semaphore::new(OUTSTANDING as usize)), Mutex::new(Instant::now()));
+        let sending = Arc::new(Sending { producer: Mutex::new(producer(brokers)?), outstanding, confirmed });
+        let tending = tokio::spawn(tend(Arc::clone(&sending), brokers.to_owned()));
+        Ok(Self { brokers: brokers.to_owned(), topic: topic.to_owned(), sending, tending })
     }
 
     pub(super) async fn publish(&self, messages: Vec<Outgoing>, log: &Arc<Log>) -> Result<(), Error> {
         for message in messages {
-            let permit = Arc::clone(&self.outstanding).acquire_owned().await?;
+            let sending = Arc::clone(&self.sending);
+            let permit = Arc::clone(&sending.outstanding).acquire_owned().await?;
             log.write(What::Attempted { id: message.id.clone() });
             let headers = OwnedHeaders::new().insert(Header { key: ID_HEADER, value: Some(&message.id) });
             let mut record = FutureRecord::<str, str>::to(&self.topic).payload(&message.body).headers(headers);
             if let Some(key) = &message.key {
                 record = record.key(key);
             }
-            let confirmation = self.producer.send_result(record).map_err(|(error, _)| error)?;
+            let confirmation = sending.producer().send_result(record).map_err(|(error, _)| error)?;
             let (id, log) = (message.id.clone(), Arc::clone(log));
             tokio::spawn(async move {
                 // What was given up is attempted, and no more.
                 if let Ok(Ok(_)) = confirmation.await {
+                    *lock(&sending.confirmed) = Instant::now();
                     log.write(What::Confirmed { id });
                 }
                 drop(permit);
@@ -114,7 +125,7 @@ impl Wire {
 
     pub(super) async fn flush(&self) {
         // Never closed, so it is an error only when there is nobody to wait for.
-        drop(self.outstanding.acquire_many(OUTSTANDING).await);
+        drop(self.sending.outstanding.acquire_many(OUTSTANDING).await);
     }
 
     /// None if there is no client for it.
@@ -193,6 +204,65 @@ impl Wire {
         })
         .await?
     }
+}
+
+impl Drop for Wire {
+    fn drop(&mut self) {
+        self.tending.abort();
+    }
+}
+
+impl Sending {
+    fn producer(&self) -> FutureProducer {
+        lock(&self.producer).clone()
+    }
+
+    /// Whether something is to be confirmed, and nothing has been for a while.
+    fn is_silent(&self) -> bool {
+        self.outstanding.available_permits() < OUTSTANDING as usize && lock(&self.confirmed).elapsed() >= SILENT
+    }
+}
+
+fn producer(brokers: &str) -> Result<FutureProducer, Error> {
+    let producer = config(brokers)
+        .set("enable.idempotence", "true")
+        .set("linger.ms", "5")
+        .set("message.timeout.ms", "120000")
+        .set("reconnect.backoff.max.ms", "1000")
+        // What has no key goes everywhere, so that copies meet different consumers.
+        .set("sticky.partitioning.linger.ms", "0")
+        .create()?;
+    Ok(producer)
+}
+
+/// A producer, too, may forget its broker after that stood still. What it has not sent by then is given up, and another one sends what
+/// follows: else a run would wait for its own messages.
+async fn tend(sending: Arc<Sending>, brokers: String) {
+    let mut answered: Option<Instant> = None;
+    loop {
+        tokio::time::sleep(TURN).await;
+        if !sending.is_silent() || !does_answer(brokers.clone()).await {
+            answered = None;
+            continue;
+        }
+        if answered.get_or_insert_with(Instant::now).elapsed() < SILENT {
+            continue;
+        }
+        answered = None;
+        let Ok(another) = producer(&brokers) else { continue };
+        eprintln!("chaos: the producer has forgotten its broker, and another one takes its place");
+        let before = std::mem::replace(&mut *lock(&sending.producer), another);
+        // It joins its thread.
+        tokio::task::spawn_blocking(move || drop(before));
+    }
+}
+
+async fn does_answer(brokers: String) -> bool {
+    let asked = tokio::task::spawn_blocking(move || {
+        let consumer: BaseConsumer = config(&brokers).create().ok()?;
+        Some(!consumer.fetch_metadata(None, TURN).ok()?.brokers().is_empty())
+    });
+    asked.await.ok().flatten().unwrap_or(false)
 }
 
 /// Lets a topic's dead letters and in-doubt messages be refused, or taken again: there is one replica, and two are asked for.
