@@ -33,7 +33,7 @@ pub const KAFKA_METRICS: &[Metric] = &[
     Metric::counter(STALE_SETTLEMENTS, &[], "Settlements that came after their partition had gone: nothing is committed for them"),
     Metric::counter(DEAD_LETTERS, &["reason"], "Dead letters and in-doubt messages that stand, confirmed"),
     Metric::counter(DEAD_LETTER_FAILURES, &[], "Attempts to publish one that failed; it is tried again"),
-    Metric::counter(CLIENTS_REPLACED, &[], "Kafka clients that stalled or failed for good"),
+    Metric::counter(CLIENTS_REPLACED, &[], "Kafka clients that stalled, were without their group or failed for good"),
     Metric::counter(MESSAGES_MISSED, &[], "Offsets that were removed from the log before the group had read them"),
     Metric::counter(LOGS_CUT, &[], "Partitions whose log ended before the group's offset"),
     Metric::gauge(

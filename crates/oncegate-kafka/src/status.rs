@@ -32,7 +32,7 @@ impl KafkaStatus {
         self.shared().map(|shared| shared.lock().status()).unwrap_or_default()
     }
 
-    /// How often the Kafka client was replaced because it had stalled or failed for good.
+    /// How often the Kafka client was replaced because it had stalled, was without its group or had failed for good.
     pub fn clients_replaced(&self) -> u64 {
         self.shared().map_or(0, |shared| shared.lock().replaced())
     }
