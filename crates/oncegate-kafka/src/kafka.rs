@@ -21,8 +21,9 @@ const DRAIN: Duration = Duration::from_secs(10);
 /// How long a client that reaches no broker waits at the most until it tries again. As Kafka's own clients: with librdkafka's ten
 /// seconds a broker that is back is left alone for as long.
 const TRIES_AGAIN: Duration = Duration::from_secs(1);
-/// What librdkafka calls that, in milliseconds.
+/// What librdkafka calls that, and the pause that it begins with, in milliseconds.
 const LONGEST_PAUSE: &str = "reconnect.backoff.max.ms";
+const FIRST_PAUSE: &str = "reconnect.backoff.ms";
 /// librdkafka's own `max.poll.interval.ms`.
 const POLL_INTERVAL: Duration = Duration::from_secs(300);
 
@@ -336,8 +337,9 @@ impl Kafka {
 
     /// How long a client that reaches no broker waits at the most until it tries again.
     pub(crate) fn tries_again(&self) -> Duration {
-        let longest = self.property_value(LONGEST_PAUSE).and_then(|it| it.parse().ok());
-        longest.map_or(TRIES_AGAIN, Duration::from_millis)
+        let set = |key| self.property_value(key).and_then(|it| it.parse().ok()).map(Duration::from_millis);
+        // librdkafka refuses a longest pause that is shorter than the first.
+        set(LONGEST_PAUSE).unwrap_or_else(|| set(FIRST_PAUSE).unwrap_or_default().max(TRIES_AGAIN))
     }
 
     /// What to do where the group's offset is out of range: who is to begin nowhere by itself does not begin again either.
@@ -407,7 +409,7 @@ impl Kafka {
     fn config(&self) -> ClientConfig {
         let mut config = ClientConfig::new();
         config.set("bootstrap.servers", &self.brokers).set("client.id", "oncegate");
-        config.set(LONGEST_PAUSE, TRIES_AGAIN.as_millis().to_string());
+        config.set(LONGEST_PAUSE, self.tries_again().as_millis().to_string());
         let debug = self.property_value("debug").is_some();
         self.security.set(&mut config);
         config.set_log_level(if debug { RDKafkaLogLevel::Debug } else { RDKafkaLogLevel::Info });

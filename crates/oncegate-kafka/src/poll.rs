@@ -46,11 +46,14 @@ pub(crate) fn run(kafka: Kafka, mut consumer: Arc<BaseConsumer<Context>>) {
     let mut pause = PAUSES.0;
     loop {
         let begun = Instant::now();
-        if stay(consumer, &shared) == Left::ForGood {
-            return;
-        }
-        // One that fails again and again is not replaced in haste.
-        pause = if begun.elapsed() > PAUSES.1 * 10 { PAUSES.0 } else { (pause * 2).min(PAUSES.1) };
+        pause = match stay(consumer, &shared) {
+            Left::ForGood => return,
+            // Others get to the group.
+            Left::Alone => PAUSES.0,
+            // One that fails again and again is not replaced in haste.
+            Left::ForAnother if begun.elapsed() <= PAUSES.1 * 10 => (pause * 2).min(PAUSES.1),
+            Left::ForAnother => PAUSES.0,
+        };
         consumer = loop {
             let until = Instant::now() + pause;
             while Instant::now() < until {
@@ -76,6 +79,8 @@ enum Left {
     ForGood,
     /// Another one is to take its place.
     ForAnother,
+    /// The same, because it is without its group.
+    Alone,
 }
 
 /// The consumer is dropped when this returns, and has left the group if the source closes.
@@ -96,8 +101,7 @@ fn stay(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) -> Left {
         }
         commits::store(&consumer, shared);
         if shared.lock().wants_another() {
-            make_way(consumer, shared);
-            return Left::ForAnother;
+            return make_way(consumer, shared);
         }
         consumer.context().pump(TURN);
     }
@@ -111,10 +115,10 @@ fn stay(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) -> Left {
 
 /// Lets what was handed out be settled, for a while, and leaves with that; whoever has the partitions next delivers the rest
 /// again. A client that does not even close is left behind on a thread of its own.
-fn make_way(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) {
+fn make_way(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) -> Left {
     let mut state = shared.lock();
-    // It could neither commit nor leave.
-    let close = if state.alone().is_some() { Duration::ZERO } else { CLOSE };
+    // One that is alone could neither commit nor leave.
+    let (left, close) = if state.alone().is_some() { (Left::Alone, Duration::ZERO) } else { (Left::ForAnother, CLOSE) };
     let why = state.replacing().unwrap_or_default();
     drop(state);
     tracing::error!(why, "client replaced: the Kafka client does not do its work any more, and another one takes its place");
@@ -134,6 +138,7 @@ fn make_way(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) {
         Ok(_) => drop(is_closed.recv_timeout(close)),
         Err(error) => tracing::error!(%error, "the old Kafka client was closed here"),
     }
+    left
 }
 
 /// A client that failed for good does nothing any more. Another one takes its place, unless that would fail the same way.

@@ -88,6 +88,8 @@ pub(crate) struct State {
     alone: Option<Instant>,
     /// Since when it is known that it should be.
     suspected: Option<Instant>,
+    /// When it said anything of it last.
+    heard: Option<Instant>,
     missed: u64,
     reading: Reading,
     /// Whether the polling thread was woken since it waited last.

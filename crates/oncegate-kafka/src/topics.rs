@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use oncegate_core::SourceError;
@@ -115,6 +116,7 @@ async fn look(
                 if in_vain == IN_VAIN {
                     in_vain = 0;
                     let before = std::mem::replace(&mut consumer, another()?);
+                    before.context().is_replaced.store(true, Ordering::Relaxed);
                     tokio::task::spawn_blocking(move || drop(before));
                 }
             }

@@ -19,6 +19,8 @@ const LOOK: Duration = Duration::from_secs(10);
 const TURN: Duration = Duration::from_millis(200);
 /// How long a question to the broker may take.
 const PATIENCE: Duration = Duration::from_secs(3);
+/// How long a client has to log in, to find the broker that coordinates the group, to log in there, and to be answered.
+const ASKED: Duration = Duration::from_secs(10);
 /// After how many partitions in a row of which no broker says anything the others are not asked about in this round: most
 /// likely no broker answers at all, and each would cost its time.
 const IN_VAIN: usize = 3;
@@ -75,7 +77,7 @@ pub(crate) fn run(
 fn gets_to_the_group(client: &BaseConsumer<OwnLog>, topic: &str) -> bool {
     let mut any = TopicPartitionList::new();
     any.add_partition(topic, 0);
-    client.committed_offsets(any, PATIENCE).is_ok()
+    client.committed_offsets(any, ASKED).is_ok()
 }
 
 /// What was seen before.

@@ -54,6 +54,9 @@ fn the_promise_stands_over_the_users_properties_and_they_over_the_rest() {
     let by_another_name = whole().property("max.partition.fetch.bytes", "1").consumer_config();
     assert_eq!((by_another_name.get("fetch.message.max.bytes"), by_another_name.get("max.partition.fetch.bytes")), (None, Some("1")));
     assert_eq!((consumer.get("reconnect.backoff.max.ms"), kafka.tries_again()), (Some("1000"), Duration::from_secs(1)));
+    let slow = whole().property("reconnect.backoff.ms", "2000");
+    assert_eq!(slow.tries_again(), Duration::from_secs(2));
+    slow.consumer_config().create::<rdkafka::consumer::BaseConsumer>().expect("nothing to refuse");
     let patient = whole().property("reconnect.backoff.max.ms", "3000");
     assert_eq!((patient.consumer_config().get("reconnect.backoff.max.ms"), patient.tries_again()), (Some("3000"), Duration::from_secs(3)));
     assert_eq!(consumer.get("enable.auto.offset.store"), Some("false"));

@@ -57,12 +57,16 @@ impl State {
 
     /// Takes note of whether the client is with its group, as it says itself. One that is suspected and still is not is replaced.
     pub(crate) fn hears_of_the_group(&mut self, is_with_it: bool, now: Instant) {
+        let is_late = self.heard.replace(now).is_some_and(|before| now.duration_since(before) > 2 * statistics::EVERY);
         if is_with_it {
             (self.alone, self.suspected) = (None, None);
             return;
         }
+        // It waited to be heard, and the next one may say that it has come back.
+        if is_late && self.suspected.is_some() {
+            self.suspected = Some(now);
+        }
         self.alone.get_or_insert(now);
-        // Of what it said before, something may have waited to be heard.
         if self.suspected.is_some_and(|at| now.duration_since(at) >= statistics::EVERY) {
             self.ask_for_another("it does not get to its group, though others do".into());
         }

@@ -225,18 +225,21 @@ fn what_a_client_said_before_it_was_suspected_is_not_held_against_it() {
     let (mut state, begun) = (State::default(), Instant::now());
     let at = |seconds| begun + Duration::from_secs(seconds);
     state.hears_of_the_group(false, at(0));
-    state.suspect(at(9), at(9));
-    state.hears_of_the_group(false, at(20));
+    state.suspect(at(1), at(1));
+    state.hears_of_the_group(false, at(3));
     assert!(!state.wants_another(), "that was of another time without its group");
-    state.suspect(begun, at(20));
-    // This may have been said long ago, and waited.
-    state.hears_of_the_group(false, at(21));
+    state.suspect(begun, at(3));
+    // This may have been said before.
+    state.hears_of_the_group(false, at(4));
+    // And this, too, after nothing was heard for so long.
+    state.hears_of_the_group(false, at(9));
+    state.hears_of_the_group(false, at(9));
     assert!(!state.wants_another());
-    state.hears_of_the_group(true, at(22));
-    state.hears_of_the_group(false, at(30));
-    assert_eq!((state.wants_another(), state.alone()), (false, Some(at(30))));
-    state.suspect(at(30), at(38));
-    state.hears_of_the_group(false, at(40));
+    state.hears_of_the_group(true, at(9));
+    state.hears_of_the_group(false, at(10));
+    assert_eq!((state.wants_another(), state.alone()), (false, Some(at(10))));
+    state.suspect(at(10), at(11));
+    state.hears_of_the_group(false, at(13));
     assert!(state.wants_another());
     // Nothing of this is held against the one that takes its place.
     state.replacing().expect("it is replaced");
