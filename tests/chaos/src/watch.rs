@@ -67,6 +67,7 @@ fn watch_commits(wire: &Wire, log: &Log, over: &AtomicBool) {
     while !over.load(Ordering::Relaxed) {
         let Ok(committed) = group.committed() else {
             group = wire.group().unwrap_or(group);
+            std::thread::sleep(EVERY);
             continue;
         };
         let changed = committed.into_iter().filter(|(partition, offset)| known.insert(*partition, *offset) != Some(*offset));

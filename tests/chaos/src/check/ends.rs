@@ -18,7 +18,7 @@ const LEAVE: Duration = Duration::from_secs(10);
 
 /// After a freeze of Kafka its client may have forgotten it: for how long at the most, until another one takes its place, and what a
 /// consumer says that is told to drain meanwhile.
-const FORGOTTEN: Duration = Duration::from_secs(30);
+const FORGOTTEN: Duration = Duration::from_secs(25);
 const STAYS: &str = "the group was not left in time";
 
 /// How long before a failover begins its replicas may not have heard of what is said.
