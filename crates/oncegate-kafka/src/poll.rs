@@ -118,7 +118,7 @@ fn stay(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) -> Left {
 fn make_way(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) -> Left {
     let mut state = shared.lock();
     // One that is alone could neither commit nor leave.
-    let (left, close) = if state.alone().is_some() { (Left::Alone, Duration::ZERO) } else { (Left::ForAnother, CLOSE) };
+    let (left, close) = if state.is_suspected() { (Left::Alone, Duration::ZERO) } else { (Left::ForAnother, CLOSE) };
     let why = state.replacing().unwrap_or_default();
     drop(state);
     tracing::error!(why, "client replaced: the Kafka client does not do its work any more, and another one takes its place");
@@ -245,20 +245,19 @@ mod tests {
                 consumer.context().pump(TURN);
             }
         };
-        let suspect = || {
-            let alone = shared.lock().alone().expect("it is without its group");
-            shared.lock().suspect(alone, Instant::now());
-        };
-        until(&|| !shared.lock().partitions().is_empty() && shared.lock().alone().is_none());
+        let alone = || shared.lock().alone();
+        until(&|| !shared.lock().partitions().is_empty() && alone().is_none());
         cluster.broker_down(1).expect("down");
-        until(&|| shared.lock().alone().is_some());
-        suspect();
+        until(&|| alone().is_some());
+        let before = alone().expect("it is without its group");
         cluster.broker_up(1).expect("up");
-        until(&|| shared.lock().alone().is_none());
-        assert!(!shared.lock().wants_another(), "it has come back");
+        until(&|| alone().is_none());
+        shared.lock().suspect(before, Instant::now());
+        assert!(!shared.lock().is_suspected(), "it has come back");
         cluster.broker_down(1).expect("down");
-        until(&|| shared.lock().alone().is_some());
-        suspect();
+        until(&|| alone().is_some());
+        let again = alone().expect("it is without its group");
+        shared.lock().suspect(again, Instant::now());
         until(&|| shared.lock().wants_another());
     }
 

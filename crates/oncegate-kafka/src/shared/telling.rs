@@ -85,6 +85,11 @@ impl State {
         }
     }
 
+    /// Whether it is without its group, and others are not.
+    pub(crate) fn is_suspected(&self) -> bool {
+        self.suspected.is_some()
+    }
+
     /// Takes note that the client is being replaced; answers why.
     pub(crate) fn replacing(&mut self) -> Option<String> {
         let why = self.replace.take()?;
