@@ -216,7 +216,8 @@ mod tests {
         };
         // As one that has forgotten where the brokers are.
         let (first, outage) = (client("127.0.0.1:1").expect("a client"), Outage::of("127.0.0.1:1"));
-        let (_, found) = look(first, || client(&brokers), "t".into(), &outage).await.expect("nothing that a person has to change");
+        let looked = tokio::time::timeout(Duration::from_secs(60), look(first, || client(&brokers), "t".into(), &outage));
+        let (_, found) = looked.await.expect("another one asks").expect("nothing that a person has to change");
         assert_eq!(found, Found::There);
     }
 }

@@ -21,6 +21,8 @@ const TURN: Duration = Duration::from_millis(200);
 const PATIENCE: Duration = Duration::from_secs(3);
 /// How long a client has to log in, to find the broker that coordinates the group, to log in there, and to be answered.
 const ASKED: Duration = Duration::from_secs(10);
+/// How long the client may be without its group until that is told, and how often it is while it lasts.
+const TOLD: Duration = Duration::from_secs(60);
 /// After how many partitions in a row of which no broker says anything the others are not asked about in this round: most
 /// likely no broker answers at all, and each would cost its time.
 const IN_VAIN: usize = 3;
@@ -48,7 +50,7 @@ pub(crate) fn run(
     };
     let mut forgotten = Forgotten::new(tries_again);
     let (mut watch, pause) = (Watch::default(), LOOK.min(stalled_after / 4));
-    let mut looked: Option<Instant> = None;
+    let (mut looked, mut told): (Option<Instant>, Option<Instant>) = (None, None);
     while shared.lock().phase() < Phase::Closing {
         if looked.is_none_or(|at| at.elapsed() >= pause) {
             watch.look(|topic, partition| Some(client.fetch_watermarks(topic, partition, PATIENCE).ok()?.1), shared, stalled_after);
@@ -65,6 +67,14 @@ pub(crate) fn run(
             && let Some(alone) = alone
         {
             shared.lock().suspect(alone, Instant::now());
+        }
+        // One that others get to would have been replaced by now.
+        if let Some(without) = alone.map(|at| at.elapsed()).filter(|it| *it >= TOLD && told.is_none_or(|at| at.elapsed() >= TOLD)) {
+            tracing::warn!(
+                seconds = without.as_secs(),
+                "without its group: no client gets to the broker that coordinates it; have all partitions of __consumer_offsets a leader?"
+            );
+            told = Some(Instant::now());
         }
         // Serves its log.
         let _ = client.poll(TURN);
@@ -278,8 +288,10 @@ impl rdkafka::consumer::ConsumerContext for OwnLog {}
 #[cfg(test)]
 mod tests {
     use metrics_util::debugging::{DebugValue, DebuggingRecorder};
+    use rdkafka::mocking::MockCluster;
 
     use super::*;
+    use crate::Kafka;
     use crate::batch::Record;
     use crate::shared::{Begins, Log};
 
@@ -303,6 +315,28 @@ mod tests {
     /// The polling thread looks, and finds so much.
     fn waits(shared: &Shared, waiting: u64) {
         shared.lock().waits(waiting);
+    }
+
+    #[test]
+    fn a_client_that_says_it_is_without_its_group_is_replaced_while_others_get_there() {
+        let cluster = MockCluster::new(1).expect("a broker");
+        cluster.create_topic("t", 1, 1).expect("a topic");
+        let brokers = cluster.bootstrap_servers();
+        let (config, outage) = (Kafka::topic("t").brokers(&brokers).group("g").watch_config(), Arc::new(Outage::of(&brokers)));
+        let fresh = || config.create_with_context(OwnLog(Log(outage.clone()))).expect("a client");
+        cluster.broker_down(1).expect("down");
+        assert!(!gets_to_the_group(&fresh(), "t"));
+        cluster.broker_up(1).expect("up");
+        let (shared, end) = (Shared::default(), Instant::now() + Duration::from_secs(60));
+        std::thread::scope(|scope| {
+            scope.spawn(|| run(&config, "t", &shared, &outage, Duration::from_secs(1), Duration::from_secs(60)));
+            while !shared.lock().wants_another() && Instant::now() < end {
+                shared.lock().hears_of_the_group(false, Instant::now());
+                std::thread::sleep(Duration::from_millis(200));
+            }
+            shared.enter(Phase::Closing);
+        });
+        assert!(shared.lock().wants_another());
     }
 
     #[test]
