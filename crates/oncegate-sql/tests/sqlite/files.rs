@@ -262,7 +262,7 @@ async fn finds_that_it_may_not_write() {
 
 #[test]
 fn a_file_that_may_not_be_written_is_refused() {
-    let directory = Directory::new();
+    let directory = Directory::for_anybody();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
     runtime.block_on(async { ask(&directory.store(), claim("a", 1)).await }).expect("granted");
     let raw = directory.raw();
@@ -276,7 +276,7 @@ fn a_file_that_may_not_be_written_is_refused() {
     allow(directory.path(), 0o555);
     let is_root = std::fs::metadata(directory.path()).expect("it is there").uid() == 0;
     // A file that may not be written, also where its log may, and one that cannot be made.
-    let open = Directory::new();
+    let open = Directory::for_anybody();
     std::fs::copy(directory.file(), open.file()).expect("copied");
     allow(&open.file(), 0o444);
     allow(open.path(), 0o777);

@@ -17,6 +17,11 @@ impl Directory {
         Self(tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory"))
     }
 
+    /// One whose way there is open to every user, as that to the build need not be.
+    pub(crate) fn for_anybody() -> Self {
+        Self(tempfile::tempdir_in("/var/tmp").expect("a directory"))
+    }
+
     pub(crate) fn path(&self) -> &Path {
         self.0.path()
     }
