@@ -76,10 +76,11 @@ fn watch_commits(wire: &Wire, log: &Log, over: &AtomicBool) {
     }
 }
 
-/// In KiB.
+/// The memory that a process has for itself, in KiB. Not what it has mapped of files, say of its own program: the system can take that
+/// back at any time.
 fn resident(number: u32) -> Option<u64> {
     let status = std::fs::read_to_string(format!("/proc/{number}/status")).ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"))?;
     line.trim().strip_suffix(" kB")?.trim().parse().ok()
 }
 
@@ -87,7 +88,16 @@ fn resident(number: u32) -> Option<u64> {
 mod tests {
     #[test]
     fn a_process_has_memory_and_one_that_is_not_there_has_none() {
-        assert!(super::resident(std::process::id()).is_some_and(|resident| resident > 500));
+        assert!(super::resident(std::process::id()).is_some_and(|resident| resident > 100));
         assert_eq!(super::resident(u32::MAX), None);
+    }
+
+    #[test]
+    fn what_a_process_fills_is_counted() {
+        let before = super::resident(std::process::id()).expect("this process");
+        let filled = vec![1_u8; 64 << 20];
+        let after = super::resident(std::process::id()).expect("this process");
+        // Other tests may free some of theirs meanwhile.
+        assert!(after > before + 32 * 1_024, "{before} KiB, and {after} with {} bytes more", filled.len());
     }
 }

@@ -196,7 +196,7 @@ pub enum What {
     Sampled {
         /// Its name.
         consumer: String,
-        /// What it had resident, in KiB.
+        /// What it had resident for itself, without pages of files, in KiB.
         resident: u64,
     },
     /// What a consumer's own metrics have counted.
