@@ -8,8 +8,9 @@ use super::{Finder, Invariant};
 use crate::ledger::{Settling, What};
 
 /// How long after a frozen broker was woken it may still carry out a commit that another one has overtaken: the client has
-/// given that up by then and sent a later one by another connection, and the broker reads both.
-const OVERTAKEN: Duration = Duration::from_secs(2);
+/// given that up by then and sent a later one by another connection, and the broker reads both. Seen up to 2.1 seconds, beside a
+/// compiler that had both cores.
+const OVERTAKEN: Duration = Duration::from_secs(5);
 
 pub(super) fn check(finder: &mut Finder<'_>) {
     let mut settled: HashSet<(i32, i64)> = HashSet::new();
@@ -32,6 +33,8 @@ pub(super) fn check(finder: &mut Finder<'_>) {
                 let before = committed.entry(*partition).or_default();
                 if offset < before && finder.windows.is_just_over(FREEZE_KAFKA, record.at, OVERTAKEN) {
                     finder.checked.counts.commits_overtaken += 1;
+                    // The next member begins here, and settles and commits again what lies behind it.
+                    *before = *offset;
                 } else if offset < before {
                     broken.push((Invariant::I6, format!("partition {partition} went back from {before} to {offset}")));
                 }
