@@ -11,7 +11,7 @@ use oncegate_bench::report::Report;
 use oncegate_bench::side::{SIDE, Task};
 use oncegate_bench::stage::Stage;
 use oncegate_bench::suites::{Extent, Suite};
-use oncegate_bench::{Outcome, plot};
+use oncegate_bench::{Outcome, plot, profile};
 
 /// Compares the bare clients with oncegate, by turns, on servers of its own; prints tables and ratios, and writes
 /// target/bench/<run>.json.
@@ -32,6 +32,9 @@ struct Arguments {
     /// Draws the plots of a run that stands in this file into the directory that `--into` names, and measures nothing.
     #[arg(long, value_name = "JSON")]
     plot: Option<PathBuf>,
+    /// Handles a million messages past the memory store while `perf` watches, and says where the CPU time went.
+    #[arg(long, conflicts_with_all = ["quick", "only", "plot"])]
+    profile: bool,
 }
 
 fn main() -> ExitCode {
@@ -64,6 +67,10 @@ fn bench(arguments: &Arguments, told: Vec<String>) -> Outcome<()> {
     if let Some(run) = &arguments.plot {
         let report: Report = serde_json::from_str(&std::fs::read_to_string(run)?)?;
         return plot::draw(&report, &arguments.into);
+    }
+    if arguments.profile {
+        std::fs::create_dir_all(&arguments.into)?;
+        return profile::run(&Stage::set()?, &arguments.into);
     }
     let extent = if arguments.quick { Extent::Quick } else { Extent::Full };
     let suites = if arguments.only.is_empty() { Suite::usual(extent) } else { arguments.only.clone() };

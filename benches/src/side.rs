@@ -150,11 +150,22 @@ impl Task {
     /// # Errors
     /// If the process cannot be started.
     pub fn start(&self) -> crate::Outcome<Side> {
-        let child = Command::new(std::env::current_exe()?)
-            .args([SIDE, &serde_json::to_string(self)?])
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .spawn()?;
+        self.spawn(Command::new(std::env::current_exe()?))
+    }
+
+    /// Does it in a process that this program starts, to the end.
+    ///
+    /// # Errors
+    /// If the program cannot be run, and what the process said, if it failed.
+    pub fn run_under(&self, program: &str, arguments: &[&str]) -> crate::Outcome<Took> {
+        let mut command = Command::new(program);
+        command.args(arguments).arg(std::env::current_exe()?);
+        self.spawn(command)?.finish()
+    }
+
+    fn spawn(&self, mut program: Command) -> crate::Outcome<Side> {
+        program.args([SIDE, &serde_json::to_string(self)?]).stdin(Stdio::null()).stdout(Stdio::piped());
+        let child = program.spawn().map_err(|error| format!("{} cannot be run: {error}", program.get_program().display()))?;
         Ok(Side(child))
     }
 

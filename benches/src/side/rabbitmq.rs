@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use futures_util::stream::FuturesOrdered;
 use futures_util::{FutureExt, StreamExt};
 use lapin::options::{BasicAckOptions, BasicConsumeOptions, BasicQosOptions};
 use lapin::types::FieldTable;
@@ -25,41 +26,47 @@ pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
     channel.basic_qos(*prefetch, BasicQosOptions::default()).await?;
     let options = BasicConsumeOptions::default();
     let mut deliveries = channel.basic_consume(queue.as_str().into(), "bench".into(), options, FieldTable::default()).await?;
+    // As oncegate does it: what has been handled is acknowledged with one frame, a quarter of the prefetch at a time, and at once
+    // when nothing more is there.
+    let chunk = usize::from(*prefetch).div_ceil(4);
     match &task.way {
-        // As many at once as the prefetch allows, each acknowledged by itself.
         Way::Bare if task.work == Work::Waits => {
+            // As many at once as the prefetch allows; acknowledged in the order in which they came, as below.
+            let mut running = FuturesOrdered::new();
             while !meter.is_over() {
                 tokio::select! {
                     delivery = deliveries.next() => {
                         let (delivery, meter) = (delivery.ok_or("the queue ended")??, meter.clone());
-                        tokio::spawn(async move {
+                        running.push_back(tokio::spawn(async move {
                             tokio::time::sleep(super::kafka::WAIT).await;
-                            let acknowledged = delivery.ack(BasicAckOptions::default()).await;
-                            meter.saw();
-                            acknowledged
-                        });
+                            handle(&meter, Work::Waits, &delivery.data, delivery.acker)
+                        }));
+                    }
+                    Some(handled) = running.next() => {
+                        let mut last = handled?;
+                        for _ in 1..chunk {
+                            let Some(Some(handled)) = running.next().now_or_never() else { break };
+                            last = handled?;
+                        }
+                        last.ack(BasicAckOptions { multiple: true }).await?;
                     }
                     () = meter.over() => {}
                 }
             }
         }
         Way::Bare => {
-            // As oncegate does it: what has been handled is acknowledged with one frame, a quarter of the prefetch at a
-            // time, and at once when nothing more is there.
-            let chunk = usize::from(*prefetch).div_ceil(4);
-            let mut unacked = 0;
             while !meter.is_over() {
                 let delivery = deliveries.next().await.ok_or("the queue ended")??;
                 let mut last = handle(meter, task.work, &delivery.data, delivery.acker);
-                unacked += 1;
-                while unacked < chunk && !meter.is_over() {
+                for _ in 1..chunk {
+                    if meter.is_over() {
+                        break;
+                    }
                     let Some(delivery) = deliveries.next().now_or_never() else { break };
                     let delivery = delivery.ok_or("the queue ended")??;
                     last = handle(meter, task.work, &delivery.data, delivery.acker);
-                    unacked += 1;
                 }
                 last.ack(BasicAckOptions { multiple: true }).await?;
-                unacked = 0;
             }
         }
         Way::Naive { redis } => {

@@ -1,0 +1,119 @@
+//! Where the CPU time of a message goes: one side, watched by `perf`.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::Command;
+
+use crate::Outcome;
+use crate::side::{Id, Spawned};
+use crate::stage::Stage;
+
+const MESSAGES: usize = 1_000_000;
+/// Samples a second.
+const FREQUENCY: &str = "2500";
+/// What is less is not shown, in hundredths of all.
+const LEAST: f64 = 0.5;
+
+/// Places by what the names of their functions contain; the first that fits has it.
+const PLACES: &[(&str, &[&str])] = &[
+    (
+        "malloc and free",
+        &["malloc", "free", "calloc", "realloc", "unlink_chunk", "operator new", "operator delete", "rdl_alloc", "rdl_dealloc"],
+    ),
+    ("memmove", &["memcpy", "memmove"]),
+    ("clocks", &["clock_gettime", "gettimeofday", "Timespec", "vdso", "Instant::now", "Instant::elapsed", "Moment::now"]),
+    ("MemoryStore", &["oncegate_core::memory", "<oncegate_core::memory"]),
+    ("advance and Passage::next", &["Running<H,D>>::happens", "Running<H,D>>::advance", "Passage::next", "road::next"]),
+    ("asking the store, reading its answers", &["Running<H,D>>::ask_the_store", "Running<H,D>>::answered", "Running<H,D>>::note"]),
+    ("the rest of oncegate", &["oncegate_"]),
+];
+
+/// Handles a million messages of Kafka past the memory store, in place, and prints what shares of the CPU time threads, places and
+/// functions had. What `perf` recorded is kept.
+///
+/// # Errors
+/// If `perf` cannot be run, and what the broker said.
+pub fn run(stage: &Stage, into: &Path) -> Outcome<()> {
+    if Command::new("perf").arg("--version").output().is_err() {
+        return Err("there is no perf here: Debian has it in the package linux-perf".into());
+    }
+    let topic = stage.topic(4, MESSAGES, 100, Id::Header)?;
+    let recorded = into.join("perf.data");
+    let side = stage.on_kafka(&topic, stage.memory(Spawned::No), MESSAGES);
+    let file = recorded.display().to_string();
+    let took = side.run_under("perf", &["record", "--quiet", "-F", FREQUENCY, "-g", "-o", &file, "--"])?;
+    let report = Command::new("perf")
+        .args(["report", "--stdio", "--no-children", "-g", "none", "-F", "overhead,comm,sym", "-t", ";", "-i", &file])
+        .output()?;
+    if !report.status.success() {
+        return Err(format!("perf report: {}", String::from_utf8_lossy(&report.stderr)).into());
+    }
+    let rate = MESSAGES as f64 / took.seconds;
+    println!("Kafka, memory, in place: {rate:.0} messages a second while perf watched; shares of the process's CPU time");
+    print!("{}", shares(&String::from_utf8_lossy(&report.stdout)));
+    println!("recorded in {file}: `perf report -i {file}` says who called what");
+    Ok(())
+}
+
+/// By thread, by place and by function, as `perf report` gave them line by line.
+fn shares(report: &str) -> String {
+    let (mut threads, mut places, mut functions) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+    for line in report.lines() {
+        let mut fields = line.splitn(3, ';').map(str::trim);
+        let Some(share) = fields.next().and_then(|share| share.strip_suffix('%')).and_then(|share| share.parse::<f64>().ok()) else {
+            continue;
+        };
+        let [thread, function] = [(); 2].map(|()| fields.next().unwrap_or_default().to_owned());
+        *places.entry(place(&function).to_owned()).or_insert(0.0) += share;
+        *threads.entry(thread).or_insert(0.0) += share;
+        *functions.entry(function).or_insert(0.0) += share;
+    }
+    [("thread", threads), ("place", places), ("function", functions)].map(|(what, shares)| table(what, shares)).concat()
+}
+
+fn place(function: &str) -> &'static str {
+    if function.starts_with("[k]") {
+        return "the kernel";
+    }
+    let known = PLACES.iter().find(|(_, parts)| parts.iter().any(|part| function.contains(part)));
+    known.map_or("librdkafka, tokio, the C library and others", |(place, _)| place)
+}
+
+/// The most first.
+fn table(what: &str, shares: BTreeMap<String, f64>) -> String {
+    let mut shares: Vec<_> = shares.into_iter().filter(|(_, share)| *share >= LEAST).collect();
+    shares.sort_by(|one, other| other.1.total_cmp(&one.1));
+    let lines = shares.iter().map(|(name, share)| format!("{share:>6.1} %  {name}\n"));
+    format!("\nby {what}\n{}", lines.collect::<String>())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_are_added_up_by_thread_place_and_function() {
+        let report = "# Overhead;Command;Symbol\n#\n 30.10%;loop            ;[.] _int_malloc\n 20.00%;poller;[.] cfree@GLIBC_2.2.5\n\
+                      10.00%;loop;[k] copy_from_user\n 9.00%;loop;[.] <oncegate_core::memory::store::Tables>::apply\n\
+                      0.40%;loop;[.] rd_kafka_poll\n";
+        let shown = shares(report);
+        let lines: Vec<&str> = shown.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+        assert_eq!(
+            lines,
+            [
+                "by thread",
+                "49.5 %  loop",
+                "20.0 %  poller",
+                "by place",
+                "50.1 %  malloc and free",
+                "10.0 %  the kernel",
+                "9.0 %  MemoryStore",
+                "by function",
+                "30.1 %  [.] _int_malloc",
+                "20.0 %  [.] cfree@GLIBC_2.2.5",
+                "10.0 %  [k] copy_from_user",
+                "9.0 %  [.] <oncegate_core::memory::store::Tables>::apply",
+            ]
+        );
+    }
+}
