@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::path::Path;
 
 use crate::Outcome;
-use crate::report::{Report, Table, spread};
+use crate::report::{Ratio, Report, Table, spread};
 
 /// One bar: what it is, how long, what stands beside it.
 struct Bar {
@@ -61,7 +61,9 @@ fn latencies(table: &Table) -> Vec<Bar> {
 
 /// Cost by concurrency: the ratio at each prefetch.
 fn by_prefetch(report: &Report) -> Vec<Bar> {
-    let ratios = report.tables.iter().flat_map(|table| &table.ratios).filter(|ratio| ratio.name.starts_with("rabbitmq_"));
+    let at_a_prefetch = |ratio: &&Ratio| ratio.name.starts_with("rabbitmq_") && ratio.meaning == "Redis, in place / bare";
+    let durable = report.tables.iter().filter(|table| !table.title.contains("not persistent"));
+    let ratios = durable.flat_map(|table| &table.ratios).filter(at_a_prefetch);
     let bars = ratios.map(|ratio| {
         let [middle, least, most] = spread(&ratio.rounds);
         Bar { name: ratio.name.clone(), length: middle, label: format!("{middle:.2} ({least:.2} to {most:.2})") }

@@ -41,17 +41,16 @@ pub fn run(stage: &Stage, into: &Path) -> Outcome<()> {
     let recorded = into.join("perf.data");
     let side = stage.on_kafka(&topic, stage.memory(Spawned::No), MESSAGES);
     let file = recorded.display().to_string();
-    let took = side.run_under("perf", &["record", "--quiet", "-F", FREQUENCY, "-g", "-o", &file, "--"])?;
-    let report = Command::new("perf")
-        .args(["report", "--stdio", "--no-children", "-g", "none", "-F", "overhead,comm,sym", "-t", ";", "-i", &file])
-        .output()?;
+    let took = side.run_under("perf", &["record", "-F", FREQUENCY, "-o", &file, "--"])?;
+    let report =
+        Command::new("perf").args(["report", "--stdio", "--no-children", "-F", "overhead,comm,sym", "-t", ";", "-i", &file]).output()?;
     if !report.status.success() {
         return Err(format!("perf report: {}", String::from_utf8_lossy(&report.stderr)).into());
     }
     let rate = MESSAGES as f64 / took.seconds;
     println!("Kafka, memory, in place: {rate:.0} messages a second while perf watched; shares of the process's CPU time");
     print!("{}", shares(&String::from_utf8_lossy(&report.stdout)));
-    println!("recorded in {file}: `perf report -i {file}` says who called what");
+    println!("recorded in {file}, for `perf report` and `perf annotate`");
     Ok(())
 }
 

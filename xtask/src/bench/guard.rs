@@ -57,11 +57,11 @@ pub(super) fn run(counted: Counted) -> Result<(), Error> {
     if dearer.is_empty() {
         return Ok(());
     }
-    let dearer = dearer.join(", ");
+    let both = dearer.join(", ");
     Err(Error::ByHand(format!(
-        "a message has become dearer by more than {TOLERANCE} % ({dearer}): see where with callgrind_annotate on {}, and if it is \
+        "a message has become dearer by more than {TOLERANCE} % ({both}): see where with callgrind_annotate on {}, and if it is \
          worth it, record it: cargo xtask bench --guard --record",
-        output("in-place", MESSAGES[1]).display()
+        output(dearer[0], MESSAGES[1]).display()
     )))
 }
 
