@@ -1,9 +1,10 @@
 //! The bare RabbitMQ client, and the loop that one writes by hand.
 
+use std::pin::pin;
 use std::sync::Arc;
 
-use futures_util::stream::FuturesOrdered;
-use futures_util::{FutureExt, StreamExt};
+use futures_util::future::{Fuse, FusedFuture, FutureExt};
+use futures_util::stream::{FuturesOrdered, StreamExt};
 use lapin::options::{BasicAckOptions, BasicConsumeOptions, BasicQosOptions};
 use lapin::types::FieldTable;
 use lapin::{Connection, ConnectionProperties};
@@ -26,47 +27,55 @@ pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
     channel.basic_qos(*prefetch, BasicQosOptions::default()).await?;
     let options = BasicConsumeOptions::default();
     let mut deliveries = channel.basic_consume(queue.as_str().into(), "bench".into(), options, FieldTable::default()).await?;
-    // As oncegate does it: what has been handled is acknowledged with one frame, a quarter of the prefetch at a time, and at once
-    // when nothing more is there.
-    let chunk = usize::from(*prefetch).div_ceil(4);
     match &task.way {
         Way::Bare if task.work == Work::Waits => {
-            // As many at once as the prefetch allows; acknowledged in the order in which they came, as below.
+            // As many at once as the prefetch allows; acknowledged in the order in which they came, as oncegate does it: what is over
+            // with one frame, while the next ones go on.
             let mut running = FuturesOrdered::new();
+            let mut over = None;
+            let mut acknowledging = pin!(Fuse::terminated());
             while !meter.is_over() {
                 tokio::select! {
                     delivery = deliveries.next() => {
                         let (delivery, meter) = (delivery.ok_or("the queue ended")??, meter.clone());
                         running.push_back(tokio::spawn(async move {
                             tokio::time::sleep(super::kafka::WAIT).await;
-                            handle(&meter, Work::Waits, &delivery.data, delivery.acker)
+                            handle(&meter, Work::Waits, &delivery.data);
+                            delivery.delivery_tag
                         }));
                     }
-                    Some(handled) = running.next() => {
-                        let mut last = handled?;
-                        for _ in 1..chunk {
-                            let Some(Some(handled)) = running.next().now_or_never() else { break };
-                            last = handled?;
-                        }
-                        last.ack(BasicAckOptions { multiple: true }).await?;
-                    }
+                    Some(tag) = running.next() => over = Some(tag?),
+                    acknowledged = &mut acknowledging => acknowledged?,
                     () = meter.over() => {}
+                }
+                if acknowledging.is_terminated()
+                    && let Some(mut last) = over.take()
+                {
+                    while let Some(Some(tag)) = running.next().now_or_never() {
+                        last = tag?;
+                    }
+                    acknowledging.set(channel.basic_ack(last, BasicAckOptions { multiple: true }).fuse());
                 }
             }
         }
         Way::Bare => {
+            // What has been handled is acknowledged with one frame, a quarter of the prefetch at a time, and at once when nothing
+            // more is there.
+            let chunk = usize::from(*prefetch).div_ceil(4);
             while !meter.is_over() {
                 let delivery = deliveries.next().await.ok_or("the queue ended")??;
-                let mut last = handle(meter, task.work, &delivery.data, delivery.acker);
+                handle(meter, task.work, &delivery.data);
+                let mut last = delivery.delivery_tag;
                 for _ in 1..chunk {
                     if meter.is_over() {
                         break;
                     }
                     let Some(delivery) = deliveries.next().now_or_never() else { break };
                     let delivery = delivery.ok_or("the queue ended")??;
-                    last = handle(meter, task.work, &delivery.data, delivery.acker);
+                    handle(meter, task.work, &delivery.data);
+                    last = delivery.delivery_tag;
                 }
-                last.ack(BasicAckOptions { multiple: true }).await?;
+                channel.basic_ack(last, BasicAckOptions { multiple: true }).await?;
             }
         }
         Way::Naive { redis } => {
@@ -89,7 +98,7 @@ pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
     Ok(())
 }
 
-fn handle(meter: &Meter, work: Work, body: &[u8], acker: lapin::Acker) -> lapin::Acker {
+fn handle(meter: &Meter, work: Work, body: &[u8]) {
     match work {
         Work::NotesLatency => meter.saw_after(sent_ago(body)),
         Work::Nothing | Work::Waits => {
@@ -97,5 +106,4 @@ fn handle(meter: &Meter, work: Work, body: &[u8], acker: lapin::Acker) -> lapin:
             meter.saw();
         }
     }
-    acker
 }
