@@ -6,7 +6,7 @@ use super::{Extent, ROUNDS};
 use crate::Outcome;
 use crate::load::{fill_redis, let_redis_rest};
 use crate::report::Table;
-use crate::rounds::{Side, alternate};
+use crate::rounds::{Row, Side, alternate};
 use crate::side::{Id, Spawned, Store, Took, Way};
 use crate::stage::Stage;
 
@@ -36,24 +36,32 @@ fn partitions(stage: &Stage) -> Outcome<Table> {
         .ratio("growth_partitions_64_to_bare", "memory, 64", 1.0, "bare, 64"))
 }
 
+/// How much is remembered before the first message, what that side is called, and its ratio.
+const MARKERS: [(usize, &str, &str); 3] =
+    [(10_000, "10 k markers", "10k"), (1_000_000, "1 M markers", "1m"), (10_000_000, "10 M markers", "10m")];
+
+fn markers(extent: Extent) -> &'static [(usize, &'static str, &'static str)] {
+    extent.pick(&MARKERS[..2], &MARKERS)
+}
+
+/// Each side's rate by that of the first.
+fn by_markers(extent: Extent, title: &str, ratio: &str, rows: &[Row]) -> Table {
+    let sides = markers(extent);
+    let names = sides.iter().map(|(_, name, _)| *name).collect::<Vec<_>>().join(", ");
+    let table = Table::new(format!("{title}: {names}"), rows);
+    sides[1..].iter().fold(table, |table, (_, name, short)| table.ratio(&format!("{ratio}_{short}"), name, 1.0, sides[0].1))
+}
+
 fn memory_markers(stage: &Stage, extent: Extent) -> Outcome<Table> {
     let messages = 500_000;
     let topic = stage.topic(4, messages, 100, Id::Header)?;
     let topic = &topic;
-    let most = extent.pick(1_000_000, 10_000_000);
-    let side = |markers: usize, name: &str| {
-        let way = Way::Gated { store: Store::Memory { markers }, spawned: Spawned::No };
-        Side::new(name, move || stage.on_kafka(topic, way.clone(), messages).run_apart())
-    };
-    let sides = vec![side(10_000, "10 k markers"), side(1_000_000, "1 M markers"), side(most, "most markers")];
-    let rows = alternate("growth, markers in memory", ROUNDS, || stage.go_on(), sides)?;
-    let table = Table::new(format!("Kafka, memory store that remembers 10 k, 1 M and {} M ids already", most / 1_000_000), &rows);
-    Ok(table.ratio("growth_memory_markers_1m", "1 M markers", 1.0, "10 k markers").ratio(
-        "growth_memory_markers_10m",
-        "most markers",
-        1.0,
-        "10 k markers",
-    ))
+    let sides = markers(extent).iter().map(|(markers, name, _)| {
+        let way = Way::Gated { store: Store::Memory { markers: *markers }, spawned: Spawned::No };
+        Side::new(*name, move || stage.on_kafka(topic, way.clone(), messages).run_apart())
+    });
+    let rows = alternate("growth, markers in memory", ROUNDS, || stage.go_on(), sides.collect())?;
+    Ok(by_markers(extent, "Kafka, memory store that remembers so many ids already", "growth_memory_markers", &rows))
 }
 
 /// New ids each time; what a round wrote is removed after it, so that each server keeps as many as it had.
@@ -61,18 +69,17 @@ fn redis_markers(stage: &Stage, extent: Extent) -> Outcome<Table> {
     let messages = 200_000;
     let topic = stage.topic(4, messages, 100, Id::Header)?;
     let topic = &topic;
-    let most = extent.pick(1_000_000, 10_000_000);
-    let servers = [10_000, 1_000_000, most]
-        .map(|markers| -> Outcome<RedisServer> {
+    let servers = markers(extent)
+        .iter()
+        .map(|(markers, ..)| {
             let server = RedisServer::start(RedisOptions::new().setting("enable-debug-command", "local"))?;
-            stage.block_on(fill_redis(&server.url(), markers))?;
-            stage.block_on(let_redis_rest(&server, markers))?;
+            stage.block_on(fill_redis(&server.url(), *markers))?;
+            stage.block_on(let_redis_rest(&server, *markers))?;
             Ok(server)
         })
-        .into_iter()
-        .collect::<Outcome<Vec<_>>>()?;
-    let sides = ["10 k markers", "1 M markers", "most markers"].into_iter().zip(&servers).map(|(name, server)| {
-        Side::new(name, move || -> Outcome<Took> {
+        .collect::<Outcome<Vec<RedisServer>>>()?;
+    let sides = markers(extent).iter().zip(&servers).map(|((_, name, _), server)| {
+        Side::new(*name, move || -> Outcome<Took> {
             let prefix = stage.name("oncegate") + ":";
             let store = Store::Redis { url: server.url(), prefix: prefix.clone() };
             let mut task = stage.on_kafka(topic, Way::Gated { store, spawned: Spawned::No }, messages);
@@ -83,13 +90,7 @@ fn redis_markers(stage: &Stage, extent: Extent) -> Outcome<Table> {
         })
     });
     let rows = alternate("growth, markers in Redis", ROUNDS, || stage.go_on(), sides.collect())?;
-    let table = Table::new(format!("Kafka, Redis that holds 10 k, 1 M and {} M done markers already", most / 1_000_000), &rows);
-    Ok(table.ratio("growth_markers_1m", "1 M markers", 1.0, "10 k markers").ratio(
-        "growth_markers_10m",
-        "most markers",
-        1.0,
-        "10 k markers",
-    ))
+    Ok(by_markers(extent, "Kafka, Redis that holds so many done markers already", "growth_markers", &rows))
 }
 
 /// How much memory the client holds beside a short backlog and a long one; the same number of messages is handled.
