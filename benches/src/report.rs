@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::machine::Machine;
 use crate::rounds::Row;
 use crate::side::{ThreadTime, Took};
-use crate::suites::REACH;
+use crate::suites::{AT_MOST, REACH};
 
 /// A run: all its tables, and where it was made.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -94,6 +94,22 @@ impl Table {
         let rounds = rates(side).iter().zip(rates(base)).map(|(rate, base)| rate / (base * factor)).collect();
         let of = if factor == 1.0 { base.to_owned() } else { format!("{factor} × {base}") };
         self.ratios.push(Ratio { name: name.to_owned(), meaning: format!("{side} / {of}"), rounds });
+        self
+    }
+
+    /// Adds what a side's p99 is longer than the client's alone and one round trip to the store together, in milliseconds, round by
+    /// round. It is below nothing where the two others waited longer.
+    ///
+    /// # Panics
+    /// As [`ratio`](Self::ratio).
+    pub fn added_p99(mut self, name: &str, side: &str, bare: &str, trip: &str) -> Self {
+        let p99 = |name: &str| {
+            let line = self.lines.iter().find(|line| line.name == name).expect("a side of this table");
+            line.took.iter().map(|took| took.latency(99.0).unwrap_or(0) as f64 / 1000.0).collect::<Vec<_>>()
+        };
+        let (bare_p99, trip_p99) = (p99(bare), p99(trip));
+        let rounds = p99(side).iter().zip(bare_p99).zip(trip_p99).map(|((side, bare), trip)| side - bare - trip).collect();
+        self.ratios.push(Ratio { name: name.to_owned(), meaning: format!("p99 in ms, {side} − {bare} − {trip}"), rounds });
         self
     }
 
@@ -247,7 +263,7 @@ impl Report {
     pub fn add(&mut self, table: Table, after: Duration) {
         for ratio in &table.ratios {
             self.ratios.insert(ratio.name.clone(), median(&ratio.rounds));
-            if let Some((name, reach)) = REACH.iter().find(|(name, _)| *name == ratio.name) {
+            if let Some((name, reach)) = REACH.iter().chain(&AT_MOST).find(|(name, _)| *name == ratio.name) {
                 self.reach.insert((*name).to_owned(), *reach);
             }
         }
@@ -265,8 +281,14 @@ impl Report {
         let mut text = format!("\n{:<36} {:>8} {:>8}\n", "ratio", "median", "reach");
         for (name, ratio) in &self.ratios {
             let reach = self.reach.get(name).map_or_else(String::new, |reach| format!("{reach:.2}"));
-            let short = self.reach.get(name).is_some_and(|reach| ratio < reach);
-            text += &format!("{name:<36} {ratio:>8.3} {reach:>8}{}\n", if short { "  short of it" } else { "" });
+            let at_most = AT_MOST.iter().any(|(other, _)| name == other);
+            let missed = self.reach.get(name).is_some_and(|reach| if at_most { ratio > reach } else { ratio < reach });
+            let said = match (missed, at_most) {
+                (false, _) => "",
+                (true, false) => "  short of it",
+                (true, true) => "  more than that",
+            };
+            text += &format!("{name:<36} {ratio:>8.3} {reach:>8}{said}\n");
         }
         text
     }
@@ -325,6 +347,24 @@ mod tests {
         };
         assert!(shown(80.0).contains("0.800     0.85  short of it"), "{}", shown(80.0));
         assert!(!shown(90.0).contains("short"), "{}", shown(90.0));
+    }
+
+    #[test]
+    fn what_the_gate_adds_to_a_p99_is_judged_from_above() {
+        let side = |name: &str, micros: &[u64]| {
+            let took = |micros: &u64| Took { latencies: vec![(99.0, *micros)], ..Took::default() };
+            Row { name: name.to_owned(), rounds: micros.iter().map(|micros| Once { rate: 1.0, took: Some(took(micros)) }).collect() }
+        };
+        let shown = |gated: u64| {
+            let rows = [side("bare", &[500, 700]), side("gated", &[gated, gated]), side("trip", &[100, 200])];
+            let table = Table::new("a table", &rows).added_p99("latency_kafka_added_p99_ms", "gated", "bare", "trip");
+            assert_eq!(table.ratios[0].rounds.len(), 2);
+            let mut report = Report::new("a run".into(), Vec::new(), Machine::default());
+            report.add(table, Duration::from_secs(1));
+            report.summary()
+        };
+        assert!(shown(1_890).contains("0.990     1.00\n"), "{}", shown(1_890));
+        assert!(shown(1_950).contains("1.050     1.00  more than that"), "{}", shown(1_950));
     }
 
     #[test]

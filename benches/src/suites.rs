@@ -74,6 +74,8 @@ const ROUNDS: usize = 5;
 /// So many messages are enough for one who handles them one by one, a millisecond each.
 const ONE_BY_ONE: usize = 2_000;
 
+/// What it may be at the most, in milliseconds.
+pub const AT_MOST: [(&str, f64); 2] = [("latency_kafka_added_p99_ms", 1.0), ("latency_rabbitmq_added_p99_ms", 1.0)];
 /// What is to be reached, by ratio.
 pub const REACH: [(&str, f64); 7] = [
     ("kafka_memory", 0.85),

@@ -26,7 +26,7 @@ pub struct Meter {
 }
 
 /// What a side took.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Took {
     /// How many messages, after the first.
     pub messages: usize,

@@ -12,10 +12,11 @@ use crate::stage::Stage;
 
 /// How often each side has its turn.
 const ROUNDS: usize = 5;
+const ROUND_TRIP: &str = "one round trip to Redis";
 
 pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table) -> Outcome<()>) -> Outcome<()> {
     let messages = extent.pick(5_000, 8_000);
-    let round_trip = || Side::new("one round trip to Redis", move || trip(stage, messages).run_apart());
+    let round_trip = || Side::new(ROUND_TRIP, move || trip(stage, messages).run_apart());
 
     let on = |way: Way| kafka(stage, way, messages);
     let sides = vec![
@@ -26,7 +27,8 @@ pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table) -> 
         round_trip(),
     ];
     let rows = alternate("latency, Kafka", ROUNDS, || stage.go_on(), sides)?;
-    tell(Table::new("Latency on Kafka at 1,000 messages a second, from sending to the handler", &rows))?;
+    let table = Table::new("Latency on Kafka at 1,000 messages a second, from sending to the handler", &rows);
+    tell(table.added_p99("latency_kafka_added_p99_ms", "Redis, in place", "bare", ROUND_TRIP))?;
 
     let on = |way: Way| rabbitmq(stage, way, messages);
     let sides = vec![
@@ -36,8 +38,8 @@ pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table) -> 
         round_trip(),
     ];
     let rows = alternate("latency, RabbitMQ", ROUNDS, || stage.go_on(), sides)?;
-    tell(Table::new("Latency on RabbitMQ (classic queue) at 1,000 messages a second, from sending to the handler", &rows))?;
-    Ok(())
+    let table = Table::new("Latency on RabbitMQ (classic queue) at 1,000 messages a second, from sending to the handler", &rows);
+    tell(table.added_p99("latency_rabbitmq_added_p99_ms", "Redis, in place", "bare", ROUND_TRIP))
 }
 
 fn kafka(stage: &Stage, way: Way, messages: usize) -> Outcome<Took> {
