@@ -26,8 +26,8 @@ pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table) -> 
 fn by_store(stage: &Stage, extent: Extent, messages: usize) -> Outcome<Table> {
     let topic = stage.topic(PARTITIONS, messages, 100, Id::Header)?;
     let on = |way: Way, messages| stage.on_kafka(&topic, way, messages).run_apart();
-    let (on_redis, on_sqlite) = (messages / 5, messages / 10);
-    let in_no_order = stage.topic_of(Ids::Random, PARTITIONS, on_sqlite, 100, Id::Header)?;
+    let (on_redis, on_sqlite, at_random) = (messages / 5, extent.pick(messages / 10, messages / 2), messages / 10);
+    let in_no_order = stage.topic_of(Ids::Random, PARTITIONS, at_random, 100, Id::Header)?;
     let mut sides = vec![
         Side::new("bare", || on(Way::Bare, messages)),
         Side::new("memory, in place", || on(stage.memory(Spawned::No), messages)),
@@ -42,7 +42,7 @@ fn by_store(stage: &Stage, extent: Extent, messages: usize) -> Outcome<Table> {
     ];
     if extent == Extent::Full {
         sides.push(Side::new("Redis, spawned", || on_empty(stage, || on(stage.redis(Spawned::Yes), on_redis))));
-        let random = || stage.on_kafka(&in_no_order, stage.sqlite(Spawned::No), on_sqlite).run_apart();
+        let random = || stage.on_kafka(&in_no_order, stage.sqlite(Spawned::No), at_random).run_apart();
         sides.push(Side::new("SQLite, in place, random ids", random));
         sides.push(Side::new("store alone, Redis", || on_empty(stage, || store_alone(stage, on_redis).run_apart())));
     }
