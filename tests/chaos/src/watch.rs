@@ -95,7 +95,7 @@ mod tests {
     #[test]
     fn what_a_process_fills_is_counted() {
         let before = super::resident(std::process::id()).expect("this process");
-        let filled = vec![1_u8; 64 << 20];
+        let filled = std::hint::black_box(vec![1_u8; 64 << 20]);
         let after = super::resident(std::process::id()).expect("this process");
         // Other tests may free some of theirs meanwhile.
         assert!(after > before + 32 * 1_024, "{before} KiB, and {after} with {} bytes more", filled.len());

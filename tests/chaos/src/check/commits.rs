@@ -11,16 +11,29 @@ use crate::ledger::{Settling, What};
 /// given that up by then and sent a later one by another connection, and the broker reads both. Seen up to 2.1 seconds, beside a
 /// compiler that had both cores.
 const OVERTAKEN: Duration = Duration::from_secs(5);
+/// How long after it happened the player may see what is committed, in microseconds.
+const SEEN: u64 = 1_000_000;
 
 pub(super) fn check(finder: &mut Finder<'_>) {
     let mut settled: HashSet<(i32, i64)> = HashSet::new();
     let mut committed: HashMap<i32, i64> = HashMap::new();
     let mut of_the_old: HashMap<i32, i64> = HashMap::new();
+    let mut assignments: HashSet<(&str, i32, &str)> = HashSet::new();
+    let mut assigned_anew: HashMap<i32, u64> = HashMap::new();
     let mut broken = Vec::new();
     for record in finder.ledger.records() {
         match &record.what {
             // Before it is settled: the commit can only come after.
-            What::Settled { how: Settling::Accepted | Settling::Rejected, position, .. } => settled.extend(read(position)),
+            What::Settled { how: Settling::Accepted | Settling::Rejected, position, .. } => {
+                settled.extend(read(position).map(|(partition, offset, _)| (partition, offset)));
+            }
+            What::Received { position, .. } => {
+                if let Some((partition, _, assignment)) = read(position)
+                    && assignments.insert((&record.by, partition, assignment))
+                {
+                    assigned_anew.insert(partition, record.at);
+                }
+            }
             // What is settled of the old log says nothing of the new one.
             What::MadeAnew => {
                 settled.clear();
@@ -31,9 +44,13 @@ pub(super) fn check(finder: &mut Finder<'_>) {
             What::Committed { partition, offset } => {
                 finder.checked.counts.commits += 1;
                 let before = committed.entry(*partition).or_default();
-                if offset < before && finder.windows.is_just_over(FREEZE_KAFKA, record.at, OVERTAKEN) {
+                let woken = finder.windows.last_over(FREEZE_KAFKA, record.at, OVERTAKEN);
+                // Once the group has assigned the partition anew, Kafka refuses what is left of the time before.
+                let anew = |woken: u64| assigned_anew.get(partition).is_some_and(|at| *at > woken && at + SEEN < record.at);
+                if offset < before && woken.is_some_and(|woken| !anew(woken)) {
                     finder.checked.counts.commits_overtaken += 1;
-                    // The next member begins here, and settles and commits again what lies behind it.
+                    // The next member begins here, and commits again what lies behind it: that was settled.
+                    settled.extend((*offset..*before).map(|again| (*partition, again)));
                     *before = *offset;
                 } else if offset < before {
                     broken.push((Invariant::I6, format!("partition {partition} went back from {before} to {offset}")));
@@ -57,8 +74,8 @@ pub(super) fn check(finder: &mut Finder<'_>) {
 }
 
 /// A position as the ledger has it: partition, offset, and the assignment by which it came.
-fn read(position: &str) -> Option<(i32, i64)> {
+fn read(position: &str) -> Option<(i32, i64, &str)> {
     let (partition, rest) = position.split_once('/')?;
-    let (offset, _) = rest.split_once('@')?;
-    Some((partition.parse().ok()?, offset.parse().ok()?))
+    let (offset, assignment) = rest.split_once('@')?;
+    Some((partition.parse().ok()?, offset.parse().ok()?, assignment))
 }

@@ -186,9 +186,10 @@ impl Windows {
         self.all.iter().filter(of_the_player).map(|window| (window.kind.as_str(), window.to))
     }
 
-    /// Whether a fault of this kind had ended at this time, and not long before.
-    pub(super) fn is_just_over(&self, kind: &str, at: u64, before: Duration) -> bool {
-        self.all.iter().any(|window| window.kind == kind && window.to <= at && at <= window.to.saturating_add(micros(before)))
+    /// When the last fault of this kind had ended at this time, and not long before.
+    pub(super) fn last_over(&self, kind: &str, at: u64, before: Duration) -> Option<u64> {
+        let just_over = |window: &&Window| window.kind == kind && window.to <= at && at <= window.to.saturating_add(micros(before));
+        self.all.iter().filter(just_over).map(|window| window.to).max()
     }
 
     /// Whether a fault lasts in this stretch that had not ended when it began.
