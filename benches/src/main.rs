@@ -20,7 +20,7 @@ use oncegate_bench::{Outcome, plot, profile};
 #[derive(Parser)]
 #[command(name = "cargo xtask bench", bin_name = "cargo xtask bench")]
 struct Arguments {
-    /// The ratios that matter most, in three minutes.
+    /// The ratios that matter most, in two minutes.
     #[arg(long)]
     quick: bool,
     /// Only these; may be given several times.

@@ -18,7 +18,19 @@ const LEAST: f64 = 0.5;
 const PLACES: &[(&str, &[&str])] = &[
     (
         "malloc and free",
-        &["malloc", "free", "calloc", "realloc", "unlink_chunk", "operator new", "operator delete", "rdl_alloc", "rdl_dealloc"],
+        &[
+            "malloc",
+            "_int_free",
+            "cfree",
+            "__libc_free",
+            "calloc",
+            "realloc",
+            "unlink_chunk",
+            "operator new",
+            "operator delete",
+            "rdl_alloc",
+            "rdl_dealloc",
+        ],
     ),
     ("memmove", &["memcpy", "memmove"]),
     ("clocks", &["clock_gettime", "gettimeofday", "Timespec", "vdso", "Instant::now", "Instant::elapsed", "Moment::now"]),
@@ -34,8 +46,8 @@ const PLACES: &[(&str, &[&str])] = &[
 /// # Errors
 /// If `perf` cannot be run, and what the broker said.
 pub fn run(stage: &Stage, into: &Path) -> Outcome<()> {
-    if Command::new("perf").arg("--version").output().is_err() {
-        return Err("there is no perf here: Debian has it in the package linux-perf".into());
+    if !Command::new("perf").arg("--version").output().is_ok_and(|said| said.status.success()) {
+        return Err("there is no perf here that works: Debian has it in the package linux-perf".into());
     }
     let topic = stage.topic(4, MESSAGES, 100, Id::Header)?;
     let recorded = into.join("perf.data");
@@ -49,7 +61,11 @@ pub fn run(stage: &Stage, into: &Path) -> Outcome<()> {
     }
     let rate = MESSAGES as f64 / took.seconds;
     println!("Kafka, memory, in place: {rate:.0} messages a second while perf watched; shares of the process's CPU time");
-    print!("{}", shares(&String::from_utf8_lossy(&report.stdout)));
+    let report = String::from_utf8_lossy(&report.stdout);
+    print!("{}", shares(&report));
+    if !report.contains("[k]") {
+        println!("\nthe kernel was not watched, which its setting kernel.perf_event_paranoid allows at 1 or less: shares are of the rest");
+    }
     println!("recorded in {file}, for `perf report` and `perf annotate`");
     Ok(())
 }

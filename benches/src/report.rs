@@ -105,7 +105,7 @@ impl Table {
     pub fn added_p99(mut self, name: &str, side: &str, bare: &str, trip: &str) -> Self {
         let p99 = |name: &str| {
             let line = self.lines.iter().find(|line| line.name == name).expect("a side of this table");
-            line.took.iter().map(|took| took.latency(99.0).unwrap_or(0) as f64 / 1000.0).collect::<Vec<_>>()
+            line.took.iter().map(|took| took.latency(99.0).expect("a side that notes latencies") as f64 / 1000.0).collect::<Vec<_>>()
         };
         let (bare_p99, trip_p99) = (p99(bare), p99(trip));
         let rounds = p99(side).iter().zip(bare_p99).zip(trip_p99).map(|((side, bare), trip)| side - bare - trip).collect();

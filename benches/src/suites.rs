@@ -23,7 +23,7 @@ pub enum Suite {
     Latency,
     /// 1, 2 and 4 processes in a group. Eight minutes more.
     Scaling,
-    /// Rate and memory by markers, partitions and backlog. Needs 6 GB of memory and three minutes more.
+    /// Rate and memory by markers, partitions and backlog. Needs 6 GB of memory and four minutes more.
     Growth,
 }
 
@@ -54,7 +54,7 @@ impl Suite {
 /// How much is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Extent {
-    /// What is done in three minutes: the ratios that matter most.
+    /// What is done in two minutes: the ratios that matter most.
     Quick,
     /// All of it.
     Full,

@@ -47,7 +47,7 @@ enum Command {
     /// and checks what was promised. `--smoke` has each fault once; `--help` says the rest.
     Chaos(chaos::Arguments),
     /// Compares the bare clients with oncegate, by turns, on servers of its own, and prints rates, ratios and CPU time a message.
-    /// `--quick` takes three minutes; `--guard` counts instructions instead, `--profile` says where the time goes; `--help` says the
+    /// `--quick` takes two minutes; `--guard` counts instructions instead, `--profile` says where the time goes; `--help` says the
     /// rest.
     Bench(bench::Arguments),
     /// Explores every interleaving of a small world in which the functions run that decide everything, and prints what
