@@ -35,7 +35,7 @@ const PLACES: &[(&str, &[&str])] = &[
     ("memmove", &["memcpy", "memmove"]),
     ("clocks", &["clock_gettime", "gettimeofday", "Timespec", "vdso", "Instant::now", "Instant::elapsed", "Moment::now"]),
     ("MemoryStore", &["oncegate_core::memory", "<oncegate_core::memory"]),
-    ("advance and Passage::next", &["Running<H,D>>::happens", "Running<H,D>>::advance", "Passage::next", "road::next"]),
+    ("advance and Dispatch::handle", &["Running<H,D>>::happens", "Running<H,D>>::advance", "Dispatch::handle", "road::next"]),
     ("asking the store, reading its answers", &["Running<H,D>>::ask_the_store", "Running<H,D>>::answered", "Running<H,D>>::note"]),
     ("the rest of oncegate", &["oncegate_"]),
 ];

@@ -7,18 +7,22 @@ use crate::setup;
 
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
-    /// Allows for more trouble at once: minutes instead of seconds, and some gigabytes of memory.
-    #[arg(long)]
+    /// Allows for more trouble at once: many minutes, and some gigabytes of memory.
+    #[arg(long, conflicts_with = "mutants")]
     deep: bool,
+    /// Tries wrong rules instead, each of which the model has to find.
+    #[arg(long)]
+    mutants: bool,
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    cargo.args(["run", "--quiet", "--release", "--package", "oncegate-model", "--"]).current_dir(setup::root());
+    let binary = if arguments.mutants { "oncegate-model-mutants" } else { "oncegate-model" };
+    cargo.args(["run", "--quiet", "--release", "--package", "oncegate-model", "--bin", binary, "--"]).current_dir(setup::root());
     if arguments.deep {
         cargo.arg("--deep");
     }
-    let shown = "cargo run --release --package oncegate-model".to_owned();
+    let shown = format!("cargo run --release --package oncegate-model --bin {binary}");
     let status = cargo.status().map_err(|source| Error::CannotRun { program: shown.clone(), source })?;
     if status.success() { Ok(()) } else { Err(Error::Failed(shown)) }
 }

@@ -1,6 +1,8 @@
 //! A consumer with an admin port, as the book shows it.
 
-use oncegate::{Consumer, ConsumerStatus, Context, Failure, Handler, IdSource, Kafka, KafkaStatus, Readiness, Redis, async_trait};
+use oncegate::{
+    Consumer, ConsumerStatus, Context, Failure, Handler, IdSource, Kafka, KafkaStatus, Readiness, Redis, async_trait, shutdown_signal,
+};
 use oncegate_admin::{Admin, LastErrors, Metrics};
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
@@ -39,7 +41,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         .handler(Print)
         .readiness(readiness)
         .status(status)
-        .run_until(async { drop(tokio::signal::ctrl_c().await) })
+        .run_until(shutdown_signal())
         .await?;
     Ok(())
 }

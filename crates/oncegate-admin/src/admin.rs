@@ -161,7 +161,8 @@ impl Drop for Serving {
 }
 
 fn router(shown: Shown) -> Router {
-    let mut router = Router::new().route("/live", get(live)).route("/ready", get(ready)).route("/status", get(status));
+    let mut router =
+        Router::new().route("/", get(start)).route("/live", get(live)).route("/ready", get(ready)).route("/status", get(status));
     if shown.metrics.is_some() {
         router = router.route("/metrics", get(metrics));
     }
@@ -172,6 +173,22 @@ impl Shown {
     fn is_ready(&self) -> bool {
         !self.consumers.is_empty() && self.consumers.iter().all(|it| it.readiness.is_ready())
     }
+}
+
+/// The start page: what there is to ask.
+async fn start(State(shown): State<Arc<Shown>>) -> String {
+    let metrics = if shown.metrics.is_some() {
+        "all metrics of the process, as Prometheus reads them"
+    } else {
+        "not there: no metrics were installed"
+    };
+    format!(
+        "oncegate admin port\n\n\
+         /live     200 while the process answers\n\
+         /ready    200 while every consumer takes messages, 503 otherwise\n\
+         /status   what each consumer and source holds and waits for, and the last warnings, as JSON\n\
+         /metrics  {metrics}\n"
+    )
 }
 
 async fn live() -> &'static str {

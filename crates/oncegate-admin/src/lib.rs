@@ -2,6 +2,7 @@
 //!
 //! | path | answers |
 //! | --- | --- |
+//! | `GET /` | these paths, as text |
 //! | `GET /live` | 200 while the process answers; trouble with a broker or a store, which no restart heals, changes nothing |
 //! | `GET /ready` | 200 while every consumer takes messages, 503 otherwise |
 //! | `GET /status` | what each consumer and source holds and waits for, and the last warnings, as JSON |

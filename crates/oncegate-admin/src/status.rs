@@ -69,6 +69,7 @@ struct Oldest {
     seconds: f64,
     doing: &'static str,
     attempt: u32,
+    crashes: u32,
 }
 
 /// A source, as it was given to the admin port.
@@ -177,6 +178,7 @@ impl Oldest {
             seconds: seconds(held.since),
             doing: held.doing.as_str(),
             attempt: held.attempt,
+            crashes: held.crashes,
         }
     }
 }

@@ -118,7 +118,7 @@ async fn ready_follows_the_consumer_and_live_does_not() {
     until_ready_answers(&serving, 503).await;
     let seen = page(&serving).await["consumers"][0]["store"].clone();
     assert_eq!((&seen["name"], &seen["state"]), (&"admin::MayBeAway".into(), &"away".into()), "a store without a name of its own");
-    assert_eq!(seen["last_error"]["text"], "the store did not apply the operation: the network is down");
+    assert_eq!(seen["last_error"]["text"], "the store changed nothing, and asking again is safe: the network is down");
     assert_eq!(get(&serving, "/live").await, (200, "live\n".to_owned()), "no restart brings a store back");
 
     store.is_away.store(false, Ordering::SeqCst);
@@ -155,7 +155,7 @@ async fn status_names_what_is_held_and_what_was_warned_of_and_nothing_secret() {
     let all = broker.clone();
     let running = tokio::spawn(consumer.run_until(async move { all.drained().await }));
 
-    let warned = "a message is set aside for a person";
+    let warned = "message dead-lettered";
     let page = until("one is held and one is set aside", async || {
         let page = page(&serving).await;
         let warnings: Vec<String> = page["last_errors"].as_array()?.iter().map(|it| it["text"].to_string()).collect();
@@ -285,11 +285,15 @@ async fn it_answers_while_a_handler_blocks_the_only_thread() {
 async fn nothing_but_get_of_what_is_there() {
     let serving = Admin::new().listen(ANY_PORT).serve().expect("it opens");
     let client = reqwest::Client::new();
-    for (method, path, status) in [("POST", "/status", 405), ("DELETE", "/ready", 405), ("GET", "/", 404), ("GET", "/metrics", 404)] {
+    for (method, path, status) in [("POST", "/status", 405), ("DELETE", "/ready", 405), ("GET", "/nothing", 404), ("GET", "/metrics", 404)]
+    {
         let request = client.request(method.parse().expect("a method"), format!("http://{}{path}", serving.address()));
         assert_eq!(request.send().await.expect("it answers").status(), status, "{method} {path}");
     }
     assert_eq!(get(&serving, "/ready").await.0, 503, "without a consumer it is never ready");
+    let (status, start) = get(&serving, "/").await;
+    let listed: Vec<&str> = start.lines().filter(|line| line.starts_with('/')).filter_map(|line| line.split(' ').next()).collect();
+    assert_eq!((status, listed), (200, vec!["/live", "/ready", "/status", "/metrics"]), "{start}");
 }
 
 #[test]

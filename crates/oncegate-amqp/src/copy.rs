@@ -9,19 +9,19 @@ use lapin::protocol::basic::gen_properties;
 use lapin::types::generation::gen_value;
 use lapin::types::{AMQPValue, FieldTable, ShortString};
 use oncegate_core::road::Reason;
-use oncegate_core::source::{Delivery, Story, headers, rejection_headers};
+use oncegate_core::source::{Delivery, Story, first_seen, headers, rejection_headers};
 
 use crate::incoming::{NOT_BEFORE, Original, ROUTING_KEY};
 use crate::settings::{DELAYS, Settings};
 
-/// Which headers of the original were too large for the copy.
+/// Which headers of the original were too large for the copy, or for a delayed copy before it.
 pub(crate) const DROPPED_HEADERS: &str = "oncegate-dropped-headers";
 
 /// When the copy was set aside for a person, in milliseconds since 1970.
 pub(crate) const SET_ASIDE_AT: &str = "oncegate-set-aside-at";
 
 /// What is ours in a copy is small, and is kept.
-const OURS: [&str; 10] = [
+const OURS: [&str; 12] = [
     headers::REASON,
     headers::ID,
     headers::ATTEMPTS,
@@ -29,6 +29,8 @@ const OURS: [&str; 10] = [
     headers::LAST_ERROR,
     headers::ORIGIN,
     headers::FAILURES,
+    headers::FIRST_SEEN,
+    DROPPED_HEADERS,
     ROUTING_KEY,
     NOT_BEFORE,
     SET_ASIDE_AT,
@@ -67,14 +69,13 @@ impl Withdrawal {
 }
 
 impl Copy {
-    /// For a person: with the reason, and the original's properties and headers.
+    /// For a person: with the reason, and the original's properties and headers. Inbound `oncegate-*` headers are removed; the values that a
+    /// delayed copy carried were parsed, and are written again.
     pub(crate) fn rejected(delivery: &Delivery, reason: &Reason, story: Option<&Story>, original: &Original, settings: &Settings) -> Self {
         let to = if reason.is_in_doubt() { &settings.in_doubt } else { &settings.dead_letters };
-        // Put back into a queue, by a person or a shovel, it is to begin afresh.
-        let mut table = kept_headers(&original.properties, &[headers::FAILURES, NOT_BEFORE, "x-death"]);
-        if first_seen(delivery).is_none() {
-            table = without(&table, |name| name == headers::FIRST_SEEN);
-        }
+        // Put back into a queue, by a person or a shovel, it is to begin afresh. Without `x-death` it can be told from
+        // what the broker dead-lettered.
+        let mut table = kept_headers(&original.properties, &[headers::PREFIX, "x-death"]);
         for (name, value) in rejection_headers(delivery, reason, story) {
             let is_error = [headers::FIRST_ERROR, headers::LAST_ERROR].contains(&name);
             let value = if is_error { cut(&value, TEXT).to_owned() } else { value };
@@ -82,23 +83,24 @@ impl Copy {
         }
         // A queue does not say when a message came.
         table.insert(SET_ASIDE_AT.into(), AMQPValue::LongString(now().as_millis().to_string().into()));
+        if let Some(names) = dropped_before(&original.properties) {
+            table.insert(DROPPED_HEADERS.into(), AMQPValue::LongString(names.into()));
+        }
         keep_routing_key(&mut table, delivery, original, settings);
         Self::new(delivery, to.clone(), table, &original.properties)
     }
 
-    /// To come back after the shortest of [`DELAYS`] that is long enough. For a longer delay than they have it passes
-    /// the longest several times: [`NOT_BEFORE`] says until when.
+    /// To come back after [`delay_step`]. Where that is shorter than the delay, [`NOT_BEFORE`] says until when the rest lasts, which the
+    /// consumer waits for, or by another copy.
     pub(crate) fn delayed(delivery: &Delivery, after: Duration, original: &Original, settings: &Settings) -> Self {
-        let delay = DELAYS.into_iter().find(|delay| *delay >= after).unwrap_or(DELAYS[DELAYS.len() - 1]);
+        let delay = delay_step(after);
         let mut table = kept_headers(&original.properties, &["x-death", "x-first-death-", "x-last-death-", "x-delivery-count", NOT_BEFORE]);
         let mut write = |name: &str, number: u128| {
             table.insert(name.into(), AMQPValue::LongString(number.to_string().into()));
         };
         let now = now();
         write(headers::FAILURES, delivery.failures.into());
-        if first_seen(delivery).is_none() {
-            write(headers::FIRST_SEEN, now.as_millis());
-        }
+        write(headers::FIRST_SEEN, first_seen(&delivery.message).map_or(now.as_millis(), |at| now.as_millis().min(at.into())));
         if after > delay {
             write(NOT_BEFORE, (now + after).as_millis());
         }
@@ -128,7 +130,8 @@ impl Copy {
             excess = excess.saturating_sub(name.as_str().len() + value_size(value));
             dropped.push(name.clone());
         }
-        let names: Vec<_> = dropped.iter().map(ShortString::as_str).collect();
+        let before = dropped_before(&self.properties);
+        let names: Vec<_> = before.as_deref().into_iter().chain(dropped.iter().map(ShortString::as_str)).collect();
         let names = names.join(", ");
         tracing::warn!(to = self.to.as_str(), size, headers = cut(&names, TEXT), "the headers are too large for a copy; some are dropped");
         let mut table = without(&table, |name| dropped.iter().any(|dropped| dropped.as_str() == name));
@@ -166,6 +169,15 @@ impl Copy {
     }
 }
 
+/// Which of [`DELAYS`] a copy waits for: the shortest that is long enough, unless that is more than twice as long; then the longest that is
+/// shorter. So what waits for the rest of a lease comes back within two leases, and few copies wait more than twice.
+fn delay_step(after: Duration) -> Duration {
+    let [shortest, ..] = DELAYS;
+    let fits = |delay: &Duration| *delay >= after && *delay <= after * 2;
+    let shorter = DELAYS.into_iter().rfind(|delay| *delay <= after);
+    DELAYS.into_iter().find(fits).or(shorter).unwrap_or(shortest)
+}
+
 /// Persistent, and all of the original but two: an expiration would end the copy early, and the broker refuses a user
 /// id that is not the publisher's.
 fn kept_properties(original: &BasicProperties) -> BasicProperties {
@@ -198,10 +210,12 @@ fn now() -> Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
-/// When the first copy was seen, if its header says so in milliseconds.
-fn first_seen(delivery: &Delivery) -> Option<u64> {
-    let text = delivery.message.headers.last(headers::FIRST_SEEN).filter(|text| text.len() <= 20)?;
-    std::str::from_utf8(text).ok()?.parse().ok()
+/// Which headers a delayed copy before this one was too large for.
+fn dropped_before(properties: &BasicProperties) -> Option<String> {
+    match properties.headers().as_ref()?.inner().get(DROPPED_HEADERS)? {
+        AMQPValue::LongString(names) => Some(cut(&String::from_utf8_lossy(names.as_bytes()), TEXT).to_owned()),
+        _ => None,
+    }
 }
 
 /// The beginning of a text, of at most so many bytes.
@@ -290,7 +304,7 @@ mod tests {
     fn a_delayed_copy_carries_its_failures_and_waits_long_enough() {
         let to = |after| Copy::delayed(&delivery(), Duration::from_millis(after), &original(), &settings()).to.to_string();
         assert_eq!(to(1), "orders.delay.1000");
-        assert_eq!(to(1_001), "orders.delay.5000");
+        assert_eq!(to(5_000), "orders.delay.5000");
         assert_eq!(to(600_000), "orders.delay.600000");
         assert_eq!(to(9_000_000), "orders.delay.600000");
         let copy = Copy::delayed(&delivery(), Duration::from_secs(6), &original(), &settings());
@@ -338,6 +352,45 @@ mod tests {
     }
 
     #[test]
+    fn forged_headers_are_stripped_from_dead_letters() {
+        let mut table = FieldTable::default();
+        let mut builder = oncegate_core::message::HeadersBuilder::default();
+        for name in OURS.into_iter().chain(["oncegate-body-omitted", "oncegate-of-a-later-release", "x-death"]) {
+            table.insert(name.into(), AMQPValue::LongString("victim".into()));
+            builder.push(name.as_bytes(), Some(b"victim"));
+        }
+        // Header names are case-sensitive.
+        table.insert("Oncegate-Id".into(), AMQPValue::LongString("mine".into()));
+        let delivery = Delivery { message: Message { headers: builder.finish(), ..delivery().message }, ..delivery() };
+        let original = Original { properties: BasicProperties::default().with_headers(table), routing_key: None };
+        for reason in [Reason::MissingId, Reason::TooLarge, Reason::InDoubt(oncegate_core::road::Cause::Said)] {
+            let copy = Copy::rejected(&delivery, &reason, None, &original, &settings());
+            let ours = [headers::ATTEMPTS, DROPPED_HEADERS, headers::ORIGIN, headers::REASON, ROUTING_KEY, SET_ASIDE_AT];
+            assert_eq!(names(&copy), [&["Oncegate-Id"], &ours[..]].concat());
+            let table = copy.properties.headers().as_ref().expect("headers").inner();
+            let forged: Vec<_> = table.iter().filter(|(_, value)| **value == AMQPValue::LongString("victim".into())).collect();
+            // Carried over even from a producer: it only makes redrive more careful.
+            assert_eq!(forged.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(), [DROPPED_HEADERS], "{reason:?}");
+        }
+    }
+
+    #[test]
+    fn names_of_dropped_headers_accumulate_over_copies() {
+        let mut table = FieldTable::default();
+        table.insert(DROPPED_HEADERS.into(), AMQPValue::LongString("first".into()));
+        table.insert("second".into(), AMQPValue::LongString("s".repeat(130_000).into()));
+        let original = Original { properties: BasicProperties::default().with_headers(table), routing_key: None };
+        for mut copy in [
+            Copy::rejected(&delivery(), &Reason::Refused, None, &original, &settings()),
+            Copy::delayed(&delivery(), Duration::ZERO, &original, &settings()),
+        ] {
+            copy.fit(131_072);
+            let dropped = copy.properties.headers().as_ref().expect("headers").inner()[DROPPED_HEADERS].clone();
+            assert_eq!(dropped, AMQPValue::LongString("first, second".into()));
+        }
+    }
+
+    #[test]
     fn headers_that_are_too_large_go_largest_first() {
         let mut table = FieldTable::default();
         table.insert("huge".into(), AMQPValue::LongString("h".repeat(70_000).into()));
@@ -382,5 +435,35 @@ mod tests {
             names(&copy).contains(&NOT_BEFORE)
         };
         assert!(!says(600) && says(601));
+        assert!(!says(30) && says(6), "one that is shorter than the delay");
+    }
+
+    #[test]
+    fn no_copy_waits_more_than_twice_its_delay_but_for_the_shortest() {
+        for (after, step) in [
+            (1, 1_000),
+            (999, 1_000),
+            (1_001, 1_000),
+            (2_499, 1_000),
+            (2_500, 5_000),
+            (6_400, 5_000),
+            (10_000, 5_000),
+            (14_999, 5_000),
+            (15_000, 30_000),
+            (59_999, 30_000),
+            (60_000, 120_000),
+            (299_999, 120_000),
+            (600_000, 600_000),
+            (9_000_000, 600_000),
+        ] {
+            assert_eq!(delay_step(Duration::from_millis(after)), Duration::from_millis(step), "{after} ms");
+        }
+        // The rest of a lease, at whatever time of it the claim is given back: the step ends within two leases.
+        for lease in [1, 3, 10, 30, 90, 400, 1_200].map(Duration::from_secs) {
+            for rest in (1..=100).map(|part| lease * part / 100) {
+                let over = lease - rest + delay_step(rest);
+                assert!(over <= lease * 2, "{rest:?} of {lease:?}");
+            }
+        }
     }
 }

@@ -93,6 +93,7 @@ const END: u8 = 0xce;
 
 /// `basic.deliver`, `basic.get-ok` and `basic.return`: the methods whose short strings come from producers.
 const DELIVER: [u8; 4] = [0, 60, 0, 60];
+const GET_OK: [u8; 4] = [0, 60, 0, 71];
 const RETURN: [u8; 4] = [0, 60, 0, 50];
 
 /// The payload of a header with no properties and no body.
@@ -162,6 +163,11 @@ impl Reader<'_> {
         match method {
             DELIVER => {
                 self.short()?;
+                self.take(9)?;
+                self.short()?;
+                self.short()
+            }
+            GET_OK => {
                 self.take(9)?;
                 self.short()?;
                 self.short()
@@ -394,6 +400,9 @@ mod tests {
         assert_eq!(properties.app_id().as_ref().map(|id| id.as_str()), Some("mine"));
         let deliver = frame(METHOD, &[&DELIVER[..], b"\x01c", &[0; 9], b"\x00", b"\x02\xff\xfe"].concat());
         assert!(passes(&deliver, 99).ends_with(&[2, SPOILT as u8, SPOILT as u8, 0xce]));
+        let got = |key: &[u8]| frame(METHOD, &[&GET_OK[..], &[0; 9], b"\x02dx", &[2], key, &[0, 0, 0, 7]].concat());
+        assert_eq!(passes(&got(b"\xff\xfe"), 99), got(&[SPOILT as u8; 2]));
+        assert_eq!(passes(&got(b"ok"), 99), got(b"ok"));
     }
 
     #[test]

@@ -16,6 +16,9 @@ use crate::settings::{DELAYS, Settings};
 /// The routing key of a message before it was delayed: its copy had to be addressed to the delay queue.
 pub(crate) const ROUTING_KEY: &str = "oncegate-routing-key";
 
+/// AMQP's own limit, in bytes. A longer header is a producer's mistake, and is ignored.
+const LONGEST_ROUTING_KEY: usize = 255;
+
 /// When a message comes back whose delay is longer than any delay queue's, in milliseconds since 1970.
 pub(crate) const NOT_BEFORE: &str = "oncegate-not-before";
 
@@ -37,7 +40,8 @@ pub(crate) struct Original {
 pub(crate) fn read(raw: Raw, settings: &Settings, epoch: u64) -> (Delivery, Original) {
     let Raw { delivery_tag, routing_key, properties, data, .. } = raw;
     let table = properties.headers().as_ref();
-    let routing_key = table.and_then(|table| text(table, ROUTING_KEY)).unwrap_or_else(|| Bytes::from(String::from(routing_key)));
+    let kept = table.and_then(|table| text(table, ROUTING_KEY)).filter(|key| key.len() <= LONGEST_ROUTING_KEY);
+    let routing_key = kept.unwrap_or_else(|| Bytes::from(String::from(routing_key)));
     let headers = table.map(read_headers).unwrap_or_default();
     let key = settings.key_header.as_ref().and_then(|name| headers.last(name)).map(Bytes::copy_from_slice);
     let (key, kept) = match key {
@@ -338,6 +342,8 @@ mod tests {
     fn a_delayed_copy_keeps_its_routing_key() {
         let mut table = FieldTable::default();
         table.insert(ROUTING_KEY.into(), AMQPValue::LongString("orders.eu".into()));
-        assert_eq!(read_one(table).message.key.as_deref(), Some(&b"orders.eu"[..]));
+        assert_eq!(read_one(table.clone()).message.key.as_deref(), Some(&b"orders.eu"[..]));
+        table.insert(ROUTING_KEY.into(), AMQPValue::LongString("k".repeat(256).into()));
+        assert_eq!(read_one(table).message.key.as_deref(), Some(&b"a.key"[..]), "no routing key is that long");
     }
 }

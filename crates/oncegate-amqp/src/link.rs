@@ -5,10 +5,12 @@ use std::time::Duration;
 use lapin::uri::AMQPScheme;
 use lapin::{Connection, ConnectionProperties, ErrorKind};
 use oncegate_core::source::SourceError;
+use oncegate_core::store::Cause;
 
 use crate::handshake;
-use crate::node::Node;
+use crate::node::{Node, Nodes};
 use crate::settings::Settings;
+use crate::tls::Tls;
 
 /// AMQP's reply codes that a person has to act on.
 pub(crate) mod code {
@@ -27,12 +29,21 @@ pub(crate) enum Trouble {
     /// source was told.
     Mismatch(SourceError),
     /// It may work later.
-    Passing(String),
+    Passing(Cause),
 }
 
 impl From<lapin::Error> for Trouble {
     fn from(error: lapin::Error) -> Self {
-        Self::Passing(error.to_string())
+        Self::Passing(error.into())
+    }
+}
+
+impl From<Trouble> for Cause {
+    fn from(trouble: Trouble) -> Self {
+        match trouble {
+            Trouble::Wrong(error) | Trouble::Mismatch(error) => error.into(),
+            Trouble::Passing(cause) => cause,
+        }
     }
 }
 
@@ -40,7 +51,7 @@ impl std::fmt::Display for Trouble {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Wrong(error) | Self::Mismatch(error) => error.fmt(f),
-            Self::Passing(text) => f.write_str(text),
+            Self::Passing(cause) => cause.fmt(f),
         }
     }
 }
@@ -60,38 +71,63 @@ pub(crate) fn passes(error: &lapin::Error) -> bool {
     ["' is down", "limit ("].iter().any(|text| error.get_message().as_str().contains(text))
 }
 
-/// Connects to a node: the one whose turn it is, and while that cannot be reached, each of the others in turn.
+/// Connects for the source.
 pub(crate) async fn connect(settings: &Settings, purpose: &str) -> Result<Connection, Trouble> {
-    let mut tried = 1;
-    loop {
-        let trouble = match connect_to(settings.nodes.current(), settings, purpose).await {
-            Ok(connection) => return Ok(connection),
-            Err(trouble) => trouble,
-        };
-        settings.nodes.advance();
-        match trouble {
-            Trouble::Passing(problem) if tried < settings.nodes.len() => {
-                tracing::debug!(queue = &*settings.name, problem, "the next node is tried");
-                tried += 1;
-            }
-            Trouble::Passing(problem) if tried > 1 => return Err(Trouble::Passing(format!("none of {tried} nodes: {problem}"))),
-            trouble => return Err(trouble),
-        }
-    }
+    settings.access.connect(&format!("oncegate {} ({purpose})", settings.name)).await
 }
 
-/// Connects, within the URL's `connection_timeout` for all of the handshake.
-async fn connect_to(node: &Node, settings: &Settings, purpose: &str) -> Result<Connection, Trouble> {
-    let name = format!("oncegate {} ({purpose})", settings.name);
-    let properties = ConnectionProperties::default().with_connection_name(name.into());
-    let patience = Duration::from_millis(node.uri.query.connection_timeout.unwrap_or(5_000));
-    let tls = match node.uri.scheme {
-        AMQPScheme::AMQP => None,
-        AMQPScheme::AMQPS => Some(settings.tls.connector().map_err(Trouble::Wrong)?),
-    };
-    match handshake::connect(node.uri.clone(), tls, properties, patience).await {
-        Some(connected) => connected.map_err(|error| refusal(error, node)),
-        None => Err(unreachable(&format!("no connection within {patience:?}"), node)),
+/// The nodes of the broker, and the files for TLS.
+pub(crate) struct Access {
+    pub(crate) nodes: Nodes,
+    tls: Tls,
+}
+
+impl Access {
+    /// Parses the URLs, and reads the files once, so that a wrong one is refused early.
+    pub(crate) fn read(urls: &[String], tls: Tls) -> Result<Self, SourceError> {
+        let nodes = Nodes::read(urls)?;
+        if tls.is_asked_for() {
+            if nodes.speak_plainly() {
+                let problem = "amqp:// is plain text, and a certificate is named";
+                return Err(SourceError::misconfigured("url", problem, "write amqps://, or name no certificate"));
+            }
+            tls.connector()?;
+        }
+        Ok(Self { nodes, tls })
+    }
+
+    /// Connects to a node: the one whose turn it is, and while that cannot be reached, each of the others in turn.
+    pub(crate) async fn connect(&self, name: &str) -> Result<Connection, Trouble> {
+        let mut tried = 1;
+        loop {
+            let trouble = match self.connect_to(self.nodes.current(), name).await {
+                Ok(connection) => return Ok(connection),
+                Err(trouble) => trouble,
+            };
+            self.nodes.advance();
+            match trouble {
+                Trouble::Passing(problem) if tried < self.nodes.len() => {
+                    tracing::debug!(connection = name, %problem, "the next node is tried");
+                    tried += 1;
+                }
+                Trouble::Passing(problem) if tried > 1 => return Err(Trouble::Passing(format!("none of {tried} nodes: {problem}").into())),
+                trouble => return Err(trouble),
+            }
+        }
+    }
+
+    /// Connects, within the URL's `connection_timeout` for all of the handshake.
+    async fn connect_to(&self, node: &Node, name: &str) -> Result<Connection, Trouble> {
+        let properties = ConnectionProperties::default().with_connection_name(name.into());
+        let patience = Duration::from_millis(node.uri.query.connection_timeout.unwrap_or(5_000));
+        let tls = match node.uri.scheme {
+            AMQPScheme::AMQP => None,
+            AMQPScheme::AMQPS => Some(self.tls.connector().map_err(Trouble::Wrong)?),
+        };
+        match handshake::connect(node.uri.clone(), tls, properties, patience).await {
+            Some(connected) => connected.map_err(|error| refusal(error, node)),
+            None => Err(unreachable(&format!("no connection within {patience:?}"), node)),
+        }
     }
 }
 
@@ -110,21 +146,30 @@ fn refusal(error: lapin::Error, node: &Node) -> Trouble {
     }
 }
 
-/// No broker answers there: it may come, and what else may be wrong is said meanwhile.
+/// No broker answers there yet. The error names the setting that may be wrong.
 fn unreachable(problem: &str, node: &Node) -> Trouble {
-    let remedy = if ["CertificateRequired", "CertificateUnknown", "BadCertificate", "UnknownCA", "HandshakeFailure"]
+    let (setting, remedy) = if ["CertificateRequired", "CertificateUnknown", "BadCertificate", "UnknownCA", "HandshakeFailure"]
         .iter()
         .any(|alert| problem.contains(&format!("received fatal alert: {alert}")))
     {
-        "the broker wants a client's certificate that it trusts: name one by `.client_certificate(certificate, key)`"
+        ("client_certificate", "the broker wants a client's certificate that it trusts: name one, and its key")
     } else if problem.contains("certificate") && !problem.contains("InvalidContentType") {
-        "`.ca_certificate(path)` names the authority that is trusted, and the host has to be the one that the broker's certificate names"
+        (
+            "ca_certificate",
+            "name the authority that signed the broker's certificate; the host in the URL has to be the one that the certificate names",
+        )
     } else if node.uri.scheme == AMQPScheme::AMQPS {
-        "is RabbitMQ running, are host and port right, and does that port speak TLS (usually 5671)? amqp:// is for one that does not. One that wants a client's certificate may hang up without it"
+        (
+            "url",
+            "is RabbitMQ running, are host and port right, and does that port speak TLS (usually 5671)? amqp:// is for one that does not. One that wants a client's certificate may hang up without it",
+        )
     } else {
-        "is RabbitMQ running, are host and port right, and does that port speak plain AMQP (usually 5672)? amqps:// is for one with TLS"
+        (
+            "url",
+            "is RabbitMQ running, are host and port right, and does that port speak plain AMQP (usually 5672)? amqps:// is for one with TLS",
+        )
     };
-    Trouble::Passing(format!("url: {} cannot be reached ({problem}); {remedy}", node.shown))
+    Trouble::Passing(SourceError::misconfigured(setting, format!("{} cannot be reached ({problem})", node.shown), remedy).into())
 }
 
 /// Closes a connection, and lets go of it if the broker does not answer in time.
@@ -176,7 +221,7 @@ mod tests {
             let url = format!("{scheme}://someone:canary@127.0.0.1:{port}/%2f");
             let settings = RabbitMq::queue("orders").url(url).check().expect("settings");
             let told = match connect(&settings, "consumes").await {
-                Err(Trouble::Passing(told)) => told,
+                Err(Trouble::Passing(told)) => told.to_string(),
                 Err(other) => panic!("{other}"),
                 Ok(_) => panic!("connected"),
             };

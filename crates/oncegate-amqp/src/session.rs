@@ -83,6 +83,7 @@ pub(crate) struct Session {
     /// Whether silence means anything: behind a single active consumer the others wait in silence, until one of them is
     /// handed something.
     listens: bool,
+    consumers: Consumers,
     /// What is to become of the order when it ends.
     ending: Ending,
     /// Whether nothing more is to be taken in.
@@ -159,12 +160,12 @@ impl Session {
     pub(crate) async fn open(settings: &Settings, epoch: u64, prefetch: u16, silence: Duration) -> Result<Self, Trouble> {
         let connection = link::connect(settings, "consumes").await?;
         let opening = tokio::time::timeout(OPENING, Self::consume(connection, settings, epoch, prefetch, silence)).await;
-        opening.unwrap_or_else(|_| Err(Trouble::Passing(format!("the broker did not prepare the queues within {OPENING:?}")))).inspect_err(
-            |_| {
+        opening
+            .unwrap_or_else(|_| Err(Trouble::Passing(format!("the broker did not prepare the queues within {OPENING:?}").into())))
+            .inspect_err(|_| {
                 // The node answers, and does not serve.
-                settings.nodes.advance();
-            },
-        )
+                settings.access.nodes.advance();
+            })
     }
 
     async fn consume(connection: Connection, settings: &Settings, epoch: u64, prefetch: u16, silence: Duration) -> Result<Self, Trouble> {
@@ -196,6 +197,7 @@ impl Session {
             suspicious: false,
             queue: settings.queue.clone(),
             listens: settings.consumers == Consumers::Competing,
+            consumers: settings.consumers,
             ending: Ending::of(settings),
             stopped: false,
             patience: settings.patience(),
@@ -315,16 +317,19 @@ impl Session {
     /// Tells the broker to send no more, unless that would cost the order. What came in before may still be settled.
     pub(crate) async fn stop(&mut self) {
         self.stopped = true;
-        if self.ending != Ending::StaysActive
-            && let Some(consumer) = self.consumer.take()
-        {
-            fault::point("amqp.cancel.before");
-            let cancelling = self.channel.basic_cancel(consumer.tag(), BasicCancelOptions::default());
-            if !matches!(tokio::time::timeout(Duration::from_secs(2), cancelling).await, Ok(Ok(()))) {
-                tracing::debug!("the broker did not confirm that it sends no more");
-            }
-            fault::point("amqp.cancel.after");
+        if self.ending != Ending::StaysActive {
+            self.cancel().await;
         }
+    }
+
+    async fn cancel(&mut self) {
+        let Some(consumer) = self.consumer.take() else { return };
+        fault::point("amqp.cancel.before");
+        let cancelling = self.channel.basic_cancel(consumer.tag(), BasicCancelOptions::default());
+        if !matches!(tokio::time::timeout(Duration::from_secs(2), cancelling).await, Ok(Ok(()))) {
+            tracing::debug!("the broker did not confirm that it sends no more");
+        }
+        fault::point("amqp.cancel.after");
     }
 
     /// Whether acknowledgements are on their way.
@@ -350,7 +355,9 @@ impl Session {
         {
             tokio::time::sleep_until(last + APPLYING).await;
         }
-        if self.stopped && self.ending == Ending::HandsBack && !self.acks.is_empty() {
+        // Behind a single active consumer that was not stopped, what follows would overtake what is handed back.
+        let hands_back = self.ending == Ending::HandsBack && (self.stopped || self.consumers == Consumers::Competing);
+        if hands_back && !self.acks.is_empty() && self.channel.status().connected() {
             let _ = tokio::time::timeout(patience, self.hand_back()).await;
         }
         let _ = tokio::time::timeout(patience, self.channel.close(200, "OK".into())).await;
@@ -358,11 +365,15 @@ impl Session {
     }
 
     /// Gives back what was not settled, in a way that a broker which counts failed deliveries understands (RabbitMQ does
-    /// from 4.3 on): what failed and waits is rejected, the rest was only handed over.
+    /// from 4.3 on): what failed and waits is rejected, the rest was only handed over. Closing the channel would count for all.
     async fn hand_back(&mut self) -> lapin::Result<()> {
+        // Where it was not stopped: what is given back would come again, and count when the channel closes.
+        self.cancel().await;
         fault::point("amqp.back.before");
+        let mut rejected = 0;
         for (_, tag) in self.held.take_all().0.into_keys() {
             if self.acks.reject(tag).is_some() {
+                rejected += 1;
                 self.channel.basic_reject(tag, BasicRejectOptions { requeue: true }).await?;
                 fault::point("amqp.back.rejected");
             }
@@ -370,6 +381,9 @@ impl Session {
         // 0 is all that is left.
         self.channel.basic_nack(0, BasicNackOptions { multiple: true, requeue: true }).await?;
         fault::point("amqp.back.after");
+        if rejected > APPLIED_AT_ONCE {
+            tokio::time::sleep(APPLYING).await;
+        }
         Ok(())
     }
 

@@ -5,10 +5,12 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use lapin::Connection;
 use lapin::types::ShortString;
 use oncegate_core::source::{Order, SourceError};
 
-use crate::node::{Node, Nodes};
+use crate::link::Access;
+use crate::node::Node;
 use crate::status::{Meter, RabbitMqStatus};
 use crate::tls::{Identity, Tls};
 
@@ -226,6 +228,20 @@ impl RabbitMq {
         self
     }
 
+    /// A connection to the broker for a tool that reads or repairs what the source writes, under this name. It is made as the source makes
+    /// its own: the same nodes, each tried once, TLS, login and timeouts. Messages that would end the client arrive as they do at the source:
+    /// tables nested more than 32 deep as bytes, and of a short string that is not UTF-8 each byte as U+001A.
+    ///
+    /// Needs a tokio runtime.
+    ///
+    /// # Errors
+    /// [`SourceError::Misconfigured`]: a URL or a certificate that the source refuses; no node was asked. [`SourceError::Unavailable`]: no node
+    /// can be reached, or one refuses the login; it holds a [`SourceError::Misconfigured`] that names the setting to look at.
+    pub async fn connect(&self, name: &str) -> Result<Connection, SourceError> {
+        let access = Access::read(&self.urls, self.tls.clone())?;
+        access.connect(name).await.map_err(|trouble| SourceError::Unavailable(trouble.into()))
+    }
+
     pub(crate) fn in_flight(mut self, count: usize) -> Self {
         self.in_flight = count;
         self
@@ -244,14 +260,7 @@ impl RabbitMq {
     pub(crate) fn check(self) -> Result<Settings, SourceError> {
         let dead_letters = self.dead_letters.unwrap_or_else(|| format!("{}.dead-letters", self.queue));
         let in_doubt = self.in_doubt.unwrap_or_else(|| format!("{}.in-doubt", self.queue));
-        let nodes = Nodes::read(&self.urls)?;
-        if self.tls.is_asked_for() {
-            if nodes.speak_plainly() {
-                let problem = "amqp:// is plain text, and a certificate is named";
-                return Err(SourceError::misconfigured("url", problem, "write amqps://, or name no certificate"));
-            }
-            self.tls.connector()?;
-        }
+        let access = Access::read(&self.urls, self.tls)?;
         let wanted = u16::try_from(self.prefetch).ok().filter(|count| *count > 0).ok_or_else(|| {
             let problem = format!("{} is not between 1 and 65535", self.prefetch);
             SourceError::misconfigured("prefetch", problem, "choose how many deliveries may be in flight; 512 is the default")
@@ -282,8 +291,7 @@ impl RabbitMq {
             queue: queue_name("queue", self.queue)?,
             dead_letters: queue_name("dead_letters", dead_letters)?,
             in_doubt: queue_name("in_doubt", in_doubt)?,
-            nodes,
-            tls: self.tls,
+            access,
             prefetch,
             key_header: self.key_header,
             body_limit: self.body_limit,
@@ -329,8 +337,7 @@ pub(crate) struct Settings {
     pub(crate) queue: ShortString,
     pub(crate) dead_letters: ShortString,
     pub(crate) in_doubt: ShortString,
-    pub(crate) nodes: Nodes,
-    pub(crate) tls: Tls,
+    pub(crate) access: Access,
     pub(crate) prefetch: u16,
     pub(crate) key_header: Option<String>,
     pub(crate) body_limit: usize,
@@ -387,7 +394,7 @@ impl Settings {
 
     /// The URL of the node that is used, without its password.
     pub(crate) fn shown(&self) -> &str {
-        &self.nodes.current().shown
+        &self.access.nodes.current().shown
     }
 }
 

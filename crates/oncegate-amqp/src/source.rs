@@ -6,13 +6,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
+use oncegate_core::message::Origin;
+use oncegate_core::road::Reason;
 use oncegate_core::source::{Incoming, Limit, Open, Order, Settled, Source, SourceError};
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::sync::oneshot;
 
 use crate::engine::{self, Command, Ends};
 use crate::inbox::{Reader, inbox};
-use crate::settings::RabbitMq;
+use crate::settings::{RabbitMq, Rejects, Settings};
 
 /// A queue that is consumed. Made by [`Open::open`] of a [`RabbitMq`].
 ///
@@ -23,6 +25,7 @@ pub struct RabbitMqSource {
     commands: UnboundedSender<Command>,
     live: Arc<AtomicU64>,
     chunk: usize,
+    settings: Arc<Settings>,
 }
 
 #[async_trait]
@@ -55,15 +58,16 @@ impl Open for RabbitMq {
         let (opened, outcome) = oneshot::channel();
         let ends = Ends { out, commands: obeyed, live: Arc::clone(&live) };
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(unavailable)?;
+        let engine_settings = Arc::clone(&settings);
         std::thread::Builder::new()
             .name("oncegate-amqp".into())
             .spawn(move || {
-                runtime.block_on(engine::run(settings, ends, opened));
+                runtime.block_on(engine::run(engine_settings, ends, opened));
                 runtime.shutdown_background();
             })
             .map_err(unavailable)?;
         outcome.await.map_err(unavailable)??;
-        Ok(RabbitMqSource { incoming, commands, live, chunk })
+        Ok(RabbitMqSource { incoming, commands, live, chunk, settings })
     }
 }
 
@@ -78,6 +82,14 @@ impl Source for RabbitMqSource {
             return Ok(());
         }
         self.commands.send(Command::Settle(std::mem::take(settled))).map_err(|_| ended())
+    }
+
+    fn destination(&self, _: &Origin, reason: &Reason) -> Option<String> {
+        Some(match reason.is_in_doubt() {
+            true => self.settings.in_doubt.to_string(),
+            false if self.settings.rejects == Rejects::ByQueue => "the queue's dead-letter exchange".to_owned(),
+            false => self.settings.dead_letters.to_string(),
+        })
     }
 
     async fn stop(&mut self) {

@@ -3,13 +3,15 @@
 //! Each act has two lines: one before it, so that nothing is done that is not written down, and one that says how it ended.
 //! Between them stands what a crash leaves: an act of which nobody knows whether it was done.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::PathBuf;
 
 use clap::Args;
+use oncegate::MessageId;
+#[cfg(feature = "redis")]
+use oncegate::Redis;
 use oncegate::marker::Token;
-use oncegate::{MessageId, Redis};
 use serde::{Deserialize, Serialize};
 
 use crate::Context;
@@ -109,6 +111,9 @@ pub(crate) struct Entry {
     pub(crate) before: String,
     /// What was to come of it.
     pub(crate) after: String,
+    /// The number of the last attempt of the id that was known: its fence, which no later act may set back.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub(crate) attempt: Option<u32>,
     /// Why, as the operator says.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) why: Option<String>,
@@ -153,11 +158,13 @@ pub(crate) struct Act {
     pub(crate) place: Option<Place>,
     pub(crate) before: String,
     pub(crate) after: String,
+    pub(crate) attempt: Option<u32>,
 }
 
 /// Where it is written.
 enum Where {
     File(PathBuf),
+    #[cfg(feature = "redis")]
     Store(Redis),
 }
 
@@ -180,9 +187,11 @@ impl Audit {
             (Some(path), _) => Where::File(path.into()),
             (None, Some(oncegate_config::Place::Sqlite(file))) => Where::File(audit_beside(file)),
             (None, _) => match Markers::of(config)? {
+                #[cfg(feature = "redis")]
                 Markers::Redis(redis) => Where::Store(redis),
-                // It stands at the place that was asked for above.
-                Markers::Sqlite(_) => return Err(Failure::usage("the audit has no place; set audit.file")),
+                // An SQLite file's stands at the place that was asked for above.
+                #[allow(unreachable_patterns)]
+                _ => return Err(Failure::usage("the audit has no place; set audit.file")),
             },
         };
         Ok(Self { at, who: context.operator.clone(), scope: config.text("store.scope").map(str::to_owned) })
@@ -193,16 +202,21 @@ impl Audit {
         Ok(context.config.has("audit.file") || context.config.place()?.is_some())
     }
 
+    /// Whether it is a file that is not there.
+    fn has_no_file(&self) -> bool {
+        matches!(&self.at, Where::File(path) if !path.exists())
+    }
+
     /// Writes down what is about to be done.
     ///
     /// # Errors
     /// It does not stand there: do nothing.
     pub(crate) async fn begin(&self, act: Act, why: Option<&str>) -> Result<Begun, Failure> {
-        let Act { what, id, place, before, after } = act;
+        let Act { what, id, place, before, after, attempt } = act;
         let (at_ms, why) = (now_ms(), why.map(str::to_owned));
         let (act, at, who, scope) = (format!("{:032x}", Token::random().0), utc(at_ms), self.who.clone(), self.scope.clone());
         let (what, stage) = (what.to_owned(), Stage::Begun);
-        let entry = Entry { act, at_ms, at, who, what, stage, scope, id, place, before, after, why, failure: None };
+        let entry = Entry { act, at_ms, at, who, what, stage, scope, id, place, before, after, attempt, why, failure: None };
         self.write(&entry)
             .await
             .map_err(|error| Failure::server(format!("nothing was done, since the audit cannot be written: {error}")))?;
@@ -263,6 +277,7 @@ impl Audit {
     async fn write(&self, entry: &Entry) -> Result<(), String> {
         let line = serde_json::to_string(entry).map_err(|error| error.to_string())?;
         match &self.at {
+            #[cfg(feature = "redis")]
             Where::Store(redis) => redis.write_audit(&line).await.map_err(|error| error.to_string()),
             Where::File(path) => append(path, &line).map_err(|error| format!("{}: {error}", path.display())),
         }
@@ -275,9 +290,21 @@ impl Audit {
         Ok(acts)
     }
 
+    /// The highest number of an attempt of this id that any act knew; 0 if none did.
+    pub(crate) async fn fence(&self, id: &MessageId) -> Result<u32, Failure> {
+        let unread = |failure| Failure::server(format!("nothing was done, since the audit cannot be read: {failure}"));
+        Ok(self.acts_on(id).await.map_err(unread)?.iter().filter_map(|act| act.attempt).max().unwrap_or(0))
+    }
+
     /// Every act once, with how it ended, the oldest first. A line that cannot be read is passed over.
     pub(crate) async fn acts(&self) -> Result<Vec<Entry>, Failure> {
+        Ok(self.read().await?.0)
+    }
+
+    /// The same, and how many lines could not be read.
+    async fn read(&self) -> Result<(Vec<Entry>, usize), Failure> {
         let lines = match &self.at {
+            #[cfg(feature = "redis")]
             Where::Store(redis) => redis.read_audit().await?,
             Where::File(path) => match std::fs::read_to_string(path) {
                 Ok(text) => text.lines().map(str::to_owned).collect(),
@@ -286,8 +313,12 @@ impl Audit {
             },
         };
         let mut acts: Vec<Entry> = Vec::new();
-        let mut at = HashMap::new();
-        for entry in lines.iter().filter_map(|line| serde_json::from_str::<Entry>(line).ok()) {
+        let (mut at, mut unreadable) = (HashMap::new(), 0);
+        for line in &lines {
+            let Ok(entry) = serde_json::from_str::<Entry>(line) else {
+                unreadable += 1;
+                continue;
+            };
             match at.get(&entry.act) {
                 Some(index) => acts[*index] = entry,
                 None => {
@@ -296,7 +327,7 @@ impl Audit {
                 }
             }
         }
-        Ok(acts)
+        Ok((acts, unreadable))
     }
 }
 
@@ -348,7 +379,11 @@ pub(crate) fn table(acts: &[Entry]) -> Table {
 pub(crate) async fn run(context: &Context, arguments: AuditArguments) -> Result<(), Failure> {
     let id = arguments.id.as_deref().map(|id| crate::config::id(&context.config, id)).transpose()?;
     let since = arguments.since.map_or(0, |since| now_ms().saturating_sub(ms(since.0)));
-    let mut acts = Audit::of(context)?.acts().await?;
+    let audit = Audit::of(context)?;
+    let (mut acts, unreadable) = audit.read().await?;
+    is_known("--who", arguments.who.as_deref(), acts.iter().map(|act| act.who.as_str()))?;
+    let ours = context.config.text("store.scope").into_iter().chain([""]).filter(|_| !acts.is_empty());
+    is_known("--scope", arguments.scope.as_deref(), acts.iter().map(|act| act.scope.as_deref().unwrap_or_default()).chain(ours))?;
     acts.retain(|act| {
         act.at_ms >= since
             && id.as_ref().is_none_or(|id| act.is_of(id))
@@ -356,5 +391,29 @@ pub(crate) async fn run(context: &Context, arguments: AuditArguments) -> Result<
             && arguments.scope.as_ref().is_none_or(|scope| act.scope.as_deref().unwrap_or_default() == scope)
     });
     let shown = &acts[acts.len().saturating_sub(arguments.limit)..];
-    context.format.print(&shown, table(shown))
+    let count = match acts.len() {
+        all if all > shown.len() => format!("The newest {} of {all} are shown: raise --limit.", shown.len()),
+        0 if audit.has_no_file() => {
+            "0 shown: the file of the audit does not exist. Nobody has acted yet, or audit.file names another file.".into()
+        }
+        all => format!("{all} shown."),
+    };
+    context.format.print(&shown, format!("{}{count}", table(shown)))?;
+    match unreadable {
+        0 => Ok(()),
+        _ => Err(Failure::not_all(format!("lines of the audit that cannot be read, and are not shown: {unreadable}"))),
+    }
+}
+
+/// Whether a filter names what some act has.
+///
+/// # Errors
+/// There are acts, and none has it.
+fn is_known<'a>(filter: &str, word: Option<&str>, known: impl Iterator<Item = &'a str>) -> Result<(), Failure> {
+    let Some(word) = word else { return Ok(()) };
+    let known: BTreeSet<&str> = known.collect();
+    if known.is_empty() || known.contains(word) {
+        return Ok(());
+    }
+    Err(Failure::unknown_word(filter, word, &known.into_iter().collect::<Vec<_>>()))
 }

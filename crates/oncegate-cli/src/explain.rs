@@ -14,10 +14,12 @@ use crate::config;
 use crate::failure::Failure;
 use crate::letters::filter::Filter;
 use crate::letters::look::{Looking, gather};
-use crate::letters::{Broker, Done, Letter, Shelf, kafka, look};
+use crate::letters::{Broker, Letter, Shelf, look};
+#[cfg(feature = "kafka")]
+use crate::letters::{Done, kafka};
 use crate::marker::told::Told;
 use crate::markers::Markers;
-use crate::say::plain;
+use crate::say::{NotLookedAt, plain};
 use verdict::Verdict;
 
 #[derive(Args)]
@@ -40,14 +42,15 @@ struct Story {
     says: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     marker: Option<Told>,
-    dead_letters: Vec<serde_json::Value>,
-    in_doubt: Vec<serde_json::Value>,
+    /// Null where none was found, and not all was looked at.
+    dead_letters: Option<Vec<serde_json::Value>>,
+    in_doubt: Option<Vec<serde_json::Value>>,
     /// Where messages with this id stand in the topic.
     #[serde(skip_serializing_if = "Option::is_none")]
     copies: Option<Vec<String>>,
     audit: Vec<Entry>,
     /// What could not be asked, and why.
-    not_seen: Vec<String>,
+    not_looked_at: NotLookedAt,
 }
 
 /// What was found.
@@ -56,6 +59,8 @@ pub(crate) struct Known {
     pub(crate) dead_letters: Vec<Letter>,
     pub(crate) in_doubt: Vec<Letter>,
     pub(crate) copies: Option<Vec<String>>,
+    /// The destinations of which not all was looked at.
+    pub(crate) unseen: Vec<Shelf>,
     pub(crate) acts: Vec<Entry>,
     pub(crate) guarantee: Guarantee,
     pub(crate) window: Duration,
@@ -70,6 +75,7 @@ impl Known {
             dead_letters: Vec::new(),
             in_doubt: Vec::new(),
             copies: None,
+            unseen: Vec::new(),
             acts: Vec::new(),
             guarantee: context.config.guarantee(),
             window: context.config.window(),
@@ -79,56 +85,66 @@ impl Known {
 }
 
 pub(crate) async fn run(context: &Context, explain: Explain) -> Result<(), Failure> {
+    context.has_configuration()?;
     let id = config::id(&context.config, &explain.id)?;
     if explain.copies {
         can_be_counted(context)?;
     }
-    let (mut known, mut not_seen) = (Known::nothing(context), Vec::new());
-    let mut note = |what: &str, failure: Failure| not_seen.push(format!("{what}: {failure}"));
+    let (mut known, mut not_looked_at) = (Known::nothing(context), NotLookedAt::default());
     match marker(context, &id).await {
         Ok(told) => known.marker = Some(told),
-        Err(failure) => note("the store", failure),
+        Err(failure) => not_looked_at.note("the store", failure),
     }
     match acts(context, &id).await {
         Ok(acts) => known.acts = acts,
-        Err(failure) => note("the audit", failure),
+        Err(failure) => not_looked_at.note("the audit", failure),
     }
     let filter = Filter::of_id(context, id.as_str(), None)?;
-    // Without a broker there is a store alone, as behind a gate of its own, and nothing is set aside.
-    let brokers = if Broker::is_any(context) { Broker::configured(context, None) } else { Ok(Vec::new()) };
-    let brokers = brokers.unwrap_or_else(|failure| {
-        note("the dead letters", failure);
-        Vec::new()
-    });
-    for broker in brokers {
+    if Broker::note_incomplete(context, &mut not_looked_at) {
+        known.unseen = vec![Shelf::DeadLetters, Shelf::InDoubt];
+    }
+    let counts = explain.looking.counts(context);
+    for broker in Broker::configured(context, None).unwrap_or_default() {
         for (shelf, found) in [(Shelf::DeadLetters, &mut known.dead_letters), (Shelf::InDoubt, &mut known.in_doubt)] {
-            match gather(context, shelf, broker, explain.looking.counts(context), usize::MAX, |letter| filter.takes(letter)).await {
+            match gather(context, shelf, broker, counts, usize::MAX, &mut not_looked_at, |letter| filter.takes(letter)).await {
                 Ok((letters, _)) => found.extend(letters),
-                Err(failure) => note(&format!("the {} destination on {}", shelf.name(), broker.name()), failure),
+                Err(failure) => {
+                    not_looked_at.note(look::named(shelf, broker), failure);
+                    known.unseen.push(shelf);
+                }
             }
         }
     }
     if explain.copies {
         known.copies = Some(copies(context, &filter).await?);
     }
-    let (verdict, mut says) = verdict::of(&known);
+    let ended = not_looked_at.end();
+    // Without a broker there is a store alone, as behind a gate of its own, and nothing is set aside.
     if !Broker::is_any(context) {
-        says.push_str(" No broker is configured, so that no letters were looked for.");
+        not_looked_at.note("the dead letters and messages in doubt", Failure::usage("no broker is configured"));
     }
-    let view = |letters: &[Letter]| letters.iter().map(|letter| serde_json::json!(letter.view())).collect();
+    let (verdict, mut says) = verdict::of(&known);
+    if let Some(places) = not_looked_at.places() {
+        says.push_str(&format!(" Not looked at: {places}; what stands there is not known."));
+    }
+    let view = |shelf: Shelf, letters: &[Letter]| {
+        let views: Vec<_> = letters.iter().map(|letter| serde_json::json!(letter.view())).collect();
+        let is_whole = Broker::is_any(context) && !known.unseen.contains(&shelf);
+        (is_whole || !views.is_empty()).then_some(views)
+    };
     let story = Story {
         id: id.to_string(),
         verdict,
         says,
-        dead_letters: view(&known.dead_letters),
-        in_doubt: view(&known.in_doubt),
+        dead_letters: view(Shelf::DeadLetters, &known.dead_letters),
+        in_doubt: view(Shelf::InDoubt, &known.in_doubt),
         marker: known.marker.clone(),
         copies: known.copies.clone(),
         audit: known.acts.clone(),
-        not_seen,
+        not_looked_at,
     };
     context.format.print(&story, for_people(&story, &known))?;
-    if story.not_seen.is_empty() { Ok(()) } else { Err(Failure::server("not all could be asked, so the story may lack a part")) }
+    ended
 }
 
 async fn marker(context: &Context, id: &oncegate::MessageId) -> Result<Told, Failure> {
@@ -150,6 +166,9 @@ async fn acts(context: &Context, id: &oncegate::MessageId) -> Result<Vec<Entry>,
 /// There is not: it says why, and what to do instead.
 fn can_be_counted(context: &Context) -> Result<(), Failure> {
     let config = &context.config;
+    if cfg!(not(feature = "kafka")) {
+        return Err(Broker::Kafka.left_out());
+    }
     if Broker::configured(context, Some(Broker::Kafka)).is_err() {
         return Err(Failure::usage(if Broker::configured(context, Some(Broker::Rabbitmq)).is_ok() {
             "--copies counts the messages with this id in a Kafka topic. A RabbitMQ queue keeps nothing that was consumed, so that there is \
@@ -167,6 +186,7 @@ fn can_be_counted(context: &Context) -> Result<(), Failure> {
 }
 
 /// Every message of the topic that the filter takes.
+#[cfg(feature = "kafka")]
 async fn copies(context: &Context, filter: &Filter) -> Result<Vec<String>, Failure> {
     let topic = kafka::topic(&context.config)?;
     let mut reader = crate::letters::Reader::Kafka(kafka::Reader::of(context, topic, Done::of(&[])).await?);
@@ -182,8 +202,14 @@ async fn copies(context: &Context, filter: &Filter) -> Result<Vec<String>, Failu
     Ok(copies)
 }
 
+#[cfg(not(feature = "kafka"))]
+async fn copies(_: &Context, _: &Filter) -> Result<Vec<String>, Failure> {
+    Err(Broker::Kafka.left_out())
+}
+
 fn for_people(story: &Story, known: &Known) -> String {
-    let mut text = format!("{}: {}\n{}\n", story.id, story.verdict.word(known.guarantee), plain(&story.says));
+    let unseen = story.not_looked_at.places().map(|places| format!("; not looked at: {places}")).unwrap_or_default();
+    let mut text = format!("{}: {}{unseen}\n{}\n", story.id, story.verdict.word(known.guarantee), plain(&story.says));
     let mut section = |title: &str, lines: String| {
         if !lines.is_empty() {
             text.push_str(&format!("\n{title}\n{}\n", lines.trim_end()));
@@ -195,6 +221,6 @@ fn for_people(story: &Story, known: &Known) -> String {
     }
     section("Messages with this id in the topic", story.copies.as_deref().unwrap_or_default().join("\n"));
     section("What operators did", if story.audit.is_empty() { String::new() } else { audit::table(&story.audit).to_string() });
-    section("Not seen", story.not_seen.join("\n"));
+    text.push_str(&story.not_looked_at.for_people());
     text
 }

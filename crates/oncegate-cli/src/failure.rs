@@ -4,6 +4,7 @@ use std::fmt;
 use std::process::ExitCode;
 
 use oncegate::StoreError;
+use oncegate_config::settings::nearest;
 
 /// The exit codes, as `--help` tells them.
 pub(crate) const CODES: &str = "Exit codes:
@@ -11,7 +12,9 @@ pub(crate) const CODES: &str = "Exit codes:
   1  not all of it could be done, or something was found (see what it says)
   2  the command line or the configuration is wrong
   3  a server could not be asked, or refused
-  4  nothing was done: it showed what it would do, and wants --yes";
+  4  nothing was done: it showed what it would do, and wants --yes
+  5  a filter names nothing that is known
+  6  this program was built without the broker or the store that it takes";
 
 /// Why the program ends with something else than 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,6 +23,8 @@ pub(crate) enum Code {
     Usage = 2,
     Server = 3,
     NotConfirmed = 4,
+    UnknownWord = 5,
+    LeftOut = 6,
 }
 
 /// What is told on the way out.
@@ -51,6 +56,24 @@ impl Failure {
         Self { code: Code::NotAll, text: text.into(), lasting: Lasting::Perhaps }
     }
 
+    /// A filter that would let nothing through, because nothing has that name.
+    pub(crate) fn unknown_word(filter: &str, word: &str, known: &[&str]) -> Self {
+        let meant = nearest(word, known.iter().copied()).map(|near| format!(", did you mean {near:?}?")).unwrap_or_default();
+        let text = format!("{filter}: {word:?} is not known{meant}; known are {known:?}");
+        Self { code: Code::UnknownWord, text, lasting: Lasting::Perhaps }
+    }
+
+    /// What it takes is no part of this build.
+    pub(crate) fn left_out(what: &str, feature: &str) -> Self {
+        let remedy = format!("install it with the feature `{feature}` of oncegate-cli (all are on by default)");
+        Self::left_out_as(format!("this oncegate was built without {what}; {remedy}"))
+    }
+
+    /// The same, once it was said.
+    pub(crate) fn left_out_as(text: String) -> Self {
+        Self { code: Code::LeftOut, text, lasting: Lasting::Perhaps }
+    }
+
     /// The plan was shown.
     pub(crate) fn not_confirmed() -> Self {
         Self { code: Code::NotConfirmed, text: "nothing was done; say --yes to do it".into(), lasting: Lasting::Perhaps }
@@ -77,23 +100,29 @@ impl fmt::Display for Failure {
 
 impl From<oncegate_config::Error> for Failure {
     fn from(error: oncegate_config::Error) -> Self {
-        Self::usage(error.to_string())
+        match &error {
+            oncegate_config::Error::Misconfigured(_) => Self::usage(error.to_string()),
+            oncegate_config::Error::Consumer(_) => Self::server(error.to_string()),
+        }
     }
 }
 
 impl From<StoreError> for Failure {
     fn from(error: StoreError) -> Self {
-        let lasting = if matches!(error, StoreError::Misconfigured(_)) { Lasting::Yes } else { Lasting::Perhaps };
+        let lasting =
+            if matches!(error, StoreError::Misconfigured(_) | StoreError::UnreadableMarker(_)) { Lasting::Yes } else { Lasting::Perhaps };
         Self { lasting, ..Self::server(error.to_string()) }
     }
 }
 
+#[cfg(feature = "kafka")]
 impl From<rdkafka::error::KafkaError> for Failure {
     fn from(error: rdkafka::error::KafkaError) -> Self {
         Self::server(format!("Kafka: {error}"))
     }
 }
 
+#[cfg(feature = "rabbitmq")]
 impl From<lapin::Error> for Failure {
     fn from(error: lapin::Error) -> Self {
         Self::server(format!("RabbitMQ: {error}"))

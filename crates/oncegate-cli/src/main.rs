@@ -2,6 +2,11 @@
 //!
 //! One command a file; what several need lies beside them.
 #![forbid(unsafe_code)]
+// What a broker or a store that was left out alone needs.
+#![cfg_attr(
+    not(all(feature = "kafka", feature = "rabbitmq", feature = "redis", feature = "sqlite")),
+    allow(dead_code, unused_imports, unused_variables)
+)]
 
 mod audit;
 mod config;
@@ -20,10 +25,11 @@ mod show_config;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Parser, Subcommand};
 
 use crate::config::Config;
-use crate::failure::Failure;
+use crate::failure::{Code, Failure};
 use crate::say::Format;
 
 /// Was it handled, and why not twice? Looks into the store, the dead letters and the messages in doubt, and changes what an
@@ -96,10 +102,33 @@ impl Context {
         let operator = common.operator.clone().unwrap_or_else(audit::user_of_this_machine);
         Ok(Self { config, format, operator })
     }
+
+    /// Whether anything is configured.
+    ///
+    /// # Errors
+    /// Nothing is: there is nothing to look at.
+    pub(crate) fn has_configuration(&self) -> Result<(), Failure> {
+        if self.config.set().next().is_some() {
+            return Ok(());
+        }
+        let file =
+            self.config.file().map_or_else(|| "there is no oncegate.toml here".to_owned(), |it| format!("{} is empty", it.display()));
+        Err(Failure::usage(format!(
+            "nothing is configured: {file}, and no variable sets a key; give it --config FILE, or set ONCEGATE_STORE_URL and the variables of \
+             a broker, which `oncegate config keys` lists"
+        )))
+    }
 }
 
 fn main() -> ExitCode {
-    let arguments = Arguments::parse();
+    let arguments = match Arguments::try_parse() {
+        Ok(arguments) => arguments,
+        Err(error) if names_nothing_known(&error) => {
+            let _ = error.print();
+            return ExitCode::from(Code::UnknownWord as u8);
+        }
+        Err(error) => error.exit(),
+    };
     let format = arguments.common.format();
     let runtime = match tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build() {
         Ok(runtime) => runtime,
@@ -114,6 +143,13 @@ fn main() -> ExitCode {
     }
 }
 
+/// Whether a word was said where only some are known, such as a reason or a state.
+fn names_nothing_known(error: &clap::Error) -> bool {
+    let said = matches!(error.get(ContextKind::InvalidValue), Some(ContextValue::String(word)) if !word.is_empty());
+    let known = matches!(error.get(ContextKind::ValidValue), Some(ContextValue::Strings(words)) if !words.is_empty());
+    error.kind() == ErrorKind::InvalidValue && said && known
+}
+
 fn told(format: Format, failure: &Failure) -> ExitCode {
     format.failed(failure);
     eprintln!("oncegate: {}", say::plain(&failure.to_string()));
@@ -124,7 +160,10 @@ async fn run(arguments: Arguments) -> Result<(), Failure> {
     let context = Context::of(&arguments.common)?;
     match arguments.command {
         Command::Explain(explain) => explain::run(&context, explain).await,
+        #[cfg(feature = "redis")]
         Command::Plan(arguments) => plan::run(&context, &arguments),
+        #[cfg(not(feature = "redis"))]
+        Command::Plan(_) => Err(Failure::left_out("Redis", "redis")),
         Command::Marker(command) => marker::run(&context, command).await,
         Command::DeadLetters(command) => dead_letters::run(&context, command).await,
         Command::InDoubt(command) => in_doubt::run(&context, command).await,

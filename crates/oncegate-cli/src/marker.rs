@@ -83,7 +83,7 @@ async fn list(context: &Context, list: List) -> Result<(), Failure> {
     }
     bar.finish_and_clear();
     shown.truncate(list.limit);
-    let mut table = Table::new(&["key", "state", "attempt", "written", "expires in", "fingerprint"]);
+    let mut table = Table::new(&["key", "state", "attempts", "fence", "written", "expires in", "fingerprint"]);
     for told in &shown {
         table.row(told.cells());
     }

@@ -1,6 +1,7 @@
 //! `oncegate plan`: what a load needs of Redis.
 
 use clap::Args;
+#[cfg(feature = "redis")]
 use oncegate::{Load, Markers, plan};
 
 use crate::Context;
@@ -36,6 +37,7 @@ enum YesNo {
     No,
 }
 
+#[cfg(feature = "redis")]
 pub(crate) fn run(context: &Context, arguments: &PlanArguments) -> Result<(), Failure> {
     let config = &context.config;
     let rate =

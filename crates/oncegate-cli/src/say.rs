@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
 
-use crate::failure::Failure;
+use crate::failure::{Code, Failure};
 
 /// For whom it is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,6 +54,59 @@ pub(crate) fn now_ms() -> u64 {
 
 pub(crate) fn ms(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// What was not looked at, and why: of it nothing is known, and nothing is claimed.
+#[derive(Debug, Default, Serialize)]
+#[serde(transparent)]
+pub(crate) struct NotLookedAt(Vec<Unseen>);
+
+#[derive(Debug, Serialize)]
+struct Unseen {
+    #[serde(rename = "where")]
+    place: String,
+    why: String,
+    #[serde(skip)]
+    code: Code,
+}
+
+impl NotLookedAt {
+    /// Notes a place once.
+    pub(crate) fn note(&mut self, place: impl Into<String>, why: Failure) {
+        let place = place.into();
+        if !self.0.iter().any(|it| it.place == place) {
+            self.0.push(Unseen { place, why: why.to_string(), code: why.code });
+        }
+    }
+
+    /// The places, in one line; `None` if all was looked at.
+    pub(crate) fn places(&self) -> Option<String> {
+        let places: Vec<&str> = self.0.iter().map(|it| it.place.as_str()).collect();
+        (!places.is_empty()).then(|| places.join(", "))
+    }
+
+    /// A line for each.
+    pub(crate) fn for_people(&self) -> String {
+        self.0.iter().map(|it| format!("\nNot looked at: {}: {}", plain(&it.place), plain(&it.why))).collect()
+    }
+
+    /// How a command ends that has printed what it saw.
+    ///
+    /// # Errors
+    /// Something was not looked at.
+    pub(crate) fn end(&self) -> Result<(), Failure> {
+        match self.places() {
+            None => Ok(()),
+            Some(places) => {
+                // Another build would look there: that is what the user has to hear.
+                if let Some(left_out) = self.0.iter().find(|it| it.code == Code::LeftOut) {
+                    return Err(Failure::left_out_as(left_out.why.clone()));
+                }
+                let says = format!("not looked at: {places}; there may be more than what is shown");
+                Err(if self.0.iter().all(|it| it.code == Code::Usage) { Failure::usage(says) } else { Failure::server(says) })
+            }
+        }
+    }
 }
 
 /// A point in time as RFC 3339, in UTC and whole seconds.

@@ -41,6 +41,11 @@ struct Known {
 }
 
 pub(crate) fn run(context: &Context, command: ConfigCommand) -> Result<(), Failure> {
+    // An empty file is one that somebody wrote, and what a consumer lacks is named below.
+    let names_all = matches!(command, ConfigCommand::Keys | ConfigCommand::Check { consumer: true });
+    if !names_all && context.config.file().is_none() {
+        context.has_configuration()?;
+    }
     match command {
         ConfigCommand::Check { consumer } => check(context, consumer),
         ConfigCommand::Print => print(context),

@@ -10,7 +10,7 @@ pub enum Error {
     /// A key that means nothing, a value that means nothing, a part that is missing or that contradicts another one.
     #[error("{0}")]
     Misconfigured(String),
-    /// What a consumer says that no key of the configuration can change.
+    /// Another reason why a consumer ended, or a connection failed.
     #[error(transparent)]
     Consumer(oncegate::Error),
 }
@@ -27,12 +27,30 @@ impl Error {
     pub(crate) fn misconfigured(text: impl Into<String>) -> Self {
         Self::Misconfigured(text.into())
     }
+
+    /// The error of a source, client or connection of this broker, with the key to change in place of the setter.
+    pub fn of_source(broker: Broker, error: SourceError) -> Self {
+        let by_key = |setting: &str, problem, remedy| format!("{}: {problem}; {remedy}", key(broker.section(), setting));
+        match error {
+            SourceError::Misconfigured { setting, problem, remedy } => Self::Misconfigured(by_key(&setting, problem, remedy)),
+            SourceError::Unavailable(cause) => {
+                let cause = match cause.downcast::<SourceError>().map(|cause| *cause) {
+                    Ok(SourceError::Misconfigured { setting, problem, remedy }) => by_key(&setting, problem, remedy).into(),
+                    Ok(error) => error.into(),
+                    Err(cause) => cause,
+                };
+                Self::Consumer(SourceError::Unavailable(cause).into())
+            }
+        }
+    }
 }
 
-/// Which section the setting of a source stands in.
+/// A broker, and the section in which its settings stand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Broker {
+pub enum Broker {
+    /// `[kafka]`.
     Kafka,
+    /// `[rabbitmq]`.
     RabbitMq,
 }
 
@@ -58,10 +76,10 @@ impl Config {
                  store.forgetful = \"accepted\""
             )),
             oncegate::Error::Store(error @ StoreError::Misconfigured(_)) => Error::Misconfigured(format!("[store]: {error}")),
-            oncegate::Error::Source(SourceError::Misconfigured { setting, problem, remedy }) => {
-                let section = self.broker().map_or("source", Broker::section);
-                Error::Misconfigured(format!("{}: {problem}; {remedy}", key(section, &setting)))
-            }
+            oncegate::Error::Source(error) => match self.broker() {
+                Ok(broker) => Error::of_source(broker, error),
+                Err(_) => Error::Consumer(error.into()),
+            },
             other => Error::Consumer(other),
         }
     }
@@ -72,6 +90,7 @@ fn key(section: &str, setting: &str) -> String {
     match setting {
         // Both are one key here.
         "adaptive_lease" => "gate.shortest-lease".into(),
+        "property" => format!("{section}.properties"),
         property if property.contains('.') => format!("{section}.properties: {property}"),
         setter => format!("{section}.{}", setter.replace('_', "-")),
     }
@@ -91,6 +110,11 @@ mod tests {
         let source = |setting: &str| oncegate::Error::Source(SourceError::misconfigured(setting, "no", "yes"));
         assert_eq!(said(source("dead_letters")), "kafka.dead-letters: no; yes");
         assert_eq!(said(source("enable.auto.commit")), "kafka.properties: enable.auto.commit: no; yes");
+        assert_eq!(said(source("property")), "kafka.properties: no; yes");
+        let unavailable = SourceError::Unavailable(SourceError::misconfigured("ca_certificate", "no", "yes").into());
+        let unavailable = Error::of_source(Broker::RabbitMq, unavailable);
+        assert!(matches!(unavailable, Error::Consumer(_)), "{unavailable}");
+        assert_eq!(unavailable.to_string(), "the broker cannot be used: rabbitmq.ca-certificate: no; yes");
         let forgets = said(oncegate::Error::ForgetfulStore("it evicts".into()));
         assert!(forgets.contains("it evicts") && forgets.contains("store.forgetful"), "{forgets}");
         assert_eq!(format!("{:?}", Error::misconfigured("as it is said")), "as it is said");

@@ -39,6 +39,7 @@ impl Config {
             lease: self.time("gate.lease"),
             handler_timeout: self.time("gate.handler-timeout"),
             attempts: small("gate.attempts"),
+            max_crashes: small("gate.max-crashes"),
             retries: small("gate.retries"),
             reconciles: small("gate.reconciles"),
             in_flight: size("gate.in-flight"),

@@ -38,7 +38,7 @@ mod traces;
 mod value;
 
 pub use config::{Config, Set};
-pub use error::Error;
+pub use error::{Broker, Error};
 pub use store::{AnyStore, Place};
 #[cfg(feature = "otlp")]
 pub use traces::Traces;

@@ -2,7 +2,7 @@
 
 use std::future::Future;
 
-use oncegate::{Consumer, Handler, Shadow, ShadowReport};
+use oncegate::{Consumer, Handler, Shadow, ShadowReport, shutdown_signal};
 
 use crate::admin::{self, Watched};
 use crate::config::Config;
@@ -19,15 +19,14 @@ impl Config {
     /// # Errors
     /// [`Error::Misconfigured`] names the key that has to be changed; [`Error::Consumer`] is what the consumer ended with.
     pub async fn run<H: Handler>(self, handler: H) -> Result<(), Error> {
-        let signal = signal()?;
-        self.run_until(handler, signal).await
+        self.run_until(handler, shutdown_signal()).await
     }
 
     /// The same until `shutdown` is over.
     ///
     /// # Errors
     /// As for [`Config::run`].
-    pub async fn run_until<H: Handler>(self, handler: H, shutdown: impl Future<Output = ()>) -> Result<(), Error> {
+    pub async fn run_until<H: Handler>(self, handler: H, shutdown: impl Future) -> Result<(), Error> {
         self.check_for_consumer()?;
         let broker = self.broker()?;
         let told = log::begin(&self)?;
@@ -67,24 +66,4 @@ fn left_out(broker: Broker) -> oncegate::Error {
     };
     let problem = format!("[{}] is configured, and this program was built without it", broker.section());
     oncegate::Error::Misconfigured { setting: "broker", problem, remedy: feature }
-}
-
-/// Over at SIGTERM or Ctrl-C.
-#[cfg(unix)]
-fn signal() -> Result<impl Future<Output = ()> + Send, Error> {
-    use tokio::signal::unix::{SignalKind, signal};
-    let heard = |kind| signal(kind).map_err(|error| Error::misconfigured(format!("this process hears no signals: {error}")));
-    let (mut terminate, mut interrupt) = (heard(SignalKind::terminate())?, heard(SignalKind::interrupt())?);
-    Ok(async move {
-        tokio::select! {
-            _ = terminate.recv() => {}
-            _ = interrupt.recv() => {}
-        }
-    })
-}
-
-/// Over at Ctrl-C.
-#[cfg(not(unix))]
-fn signal() -> Result<impl Future<Output = ()> + Send, Error> {
-    Ok(async { drop(tokio::signal::ctrl_c().await) })
 }

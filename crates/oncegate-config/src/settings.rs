@@ -101,6 +101,7 @@ pub const SETTINGS: &[Setting] = &[
     time("gate.shortest-lease", "lets the lease go by how long handlers run, between this and gate.lease; not by default"),
     time("gate.handler-timeout", "how long a handler may run; 5m by default"),
     number("gate.attempts", "how many attempts a message gets before it is dead-lettered; 5 by default"),
+    number("gate.max-crashes", "how many processes may end while they handle a message before it is dead-lettered; 10 by default"),
     number("gate.retries", "how often a handler is run again in place within one attempt; 3 by default"),
     time("gate.backoff", "the first pause before a retry, which doubles; 100ms by default"),
     time("gate.longest-backoff", "the longest pause before a retry; 10s by default"),
@@ -174,13 +175,16 @@ pub const SETTINGS: &[Setting] = &[
     choice(
         "rabbitmq.delivery-counts",
         &["refused", "accepted"],
-        "whether an operator looks at letters though the broker counts it: refused (the default) from five looks on, or accepted",
+        "whether letters are left as they are that RabbitMQ counted often: refused (the default) replaces such a letter by a copy, accepted leaves it",
     ),
     text("rabbitmq.ca-certificate", "an authority that is trusted over TLS beside the system's (PEM)"),
     text("rabbitmq.client-certificate", "the certificate to show over TLS (PEM)"),
     text("rabbitmq.client-key", "its key (PEM)"),
     text("admin.listen", "where a consumer answers /live, /ready, /status and /metrics, such as 127.0.0.1:9623; nowhere by default"),
-    text("log.filter", "what a consumer logs, as RUST_LOG says it, which wins; info by default"),
+    text(
+        "log.filter",
+        "what a consumer logs, as RUST_LOG says it, which wins; info by default, without what RabbitMQ's client (lapin) says unless it is named",
+    ),
     text("audit.file", "a file for the audit, instead of the stream `<prefix>!audit` on the store"),
 ];
 
@@ -199,7 +203,7 @@ pub fn sections() -> impl Iterator<Item = &'static str> {
 }
 
 /// The one that somebody may have meant, of those that can be named.
-pub(crate) fn nearest<'a>(wrong: &str, right: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+pub fn nearest<'a>(wrong: &str, right: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let near = |name: &&str| strsim::damerau_levenshtein(wrong, name);
     right.into_iter().min_by_key(near).filter(|name| near(name) <= (wrong.len() / 2).max(2))
 }

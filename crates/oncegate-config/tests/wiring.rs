@@ -29,7 +29,7 @@ async fn said(text: &str, variables: &[(&str, &str)]) -> String {
         Ok(config) => config,
         Err(error) => return error.to_string(),
     };
-    let error = config.run_until(Nothing, std::future::pending()).await.expect_err("something is wrong");
+    let error = config.run_until(Nothing, std::future::pending::<()>()).await.expect_err("something is wrong");
     assert!(matches!(error, Error::Misconfigured(_)), "{error}");
     error.to_string()
 }

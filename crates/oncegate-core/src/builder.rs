@@ -132,6 +132,14 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
+    /// How many processes may end while they handle a message before it is dead-lettered as `crashes-spent`, or goes to the in-doubt
+    /// queue in at most once; at least 2. Default: 10. They spend none of [`attempts`](Self::attempts): a process that is killed from
+    /// outside takes innocent messages with it. From the second on the message runs alone: nothing else is claimed until it is over.
+    pub fn max_crashes(mut self, crashes: u32) -> Self {
+        self.settings.max_crashes = crashes;
+        self
+    }
+
     /// How often a handler is run again in place within one attempt. Default: 3.
     pub fn retries(mut self, retries: u32) -> Self {
         self.settings.retries = retries;
@@ -145,8 +153,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
-    /// How often `reconcile` is tried before a message goes to the in-doubt queue, at least 1. Default: 5. Across crashes of the
-    /// process a message is claimed as often as `attempts` and this say together; then it goes there, too.
+    /// How often `reconcile` is tried before a message goes to the in-doubt queue, at least 1. Default: 5. One that
+    /// ends its process counts for [`max_crashes`](Self::max_crashes).
     pub fn reconciles(mut self, reconciles: u32) -> Self {
         self.settings.reconciles = reconciles;
         self
@@ -242,15 +250,22 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     }
 }
 
-impl<S: Open, T: Store + 'static, H: Handler, D: Decode> Builder<S, T, H, D> {
-    /// Runs until `shutdown` is over, then drains and returns.
+impl<S, T, H, D> Builder<S, T, H, D> {
+    /// Runs until `shutdown` is over, whatever it comes to, then drains and returns. A program hands over
+    /// [`shutdown_signal()`](crate::shutdown_signal): SIGTERM or Ctrl-C.
     ///
     /// Dropping the future stops at once: handlers are dropped, what is not settled comes back.
     ///
     /// # Errors
     /// [`Error`] says what a person has to change: at start for a setting, later for what a broker or a store refuses.
     /// What can heal by itself is waited for, with a warning in the log.
-    pub async fn run_until(self, shutdown: impl Future<Output = ()>) -> Result<(), Error> {
+    pub async fn run_until(self, shutdown: impl Future) -> Result<(), Error>
+    where
+        S: Open,
+        T: Store + 'static,
+        H: Handler,
+        D: Decode,
+    {
         let Self { source, store, handler, decode, mut settings, scope } = self;
         settings.check()?;
         if let Some(scope) = scope {
@@ -264,7 +279,7 @@ impl<S: Open, T: Store + 'static, H: Handler, D: Decode> Builder<S, T, H, D> {
                 remedy: "name where the idempotency key is: IdSource::header(\"…\"), IdSource::message_id(), …",
             });
         };
-        let mut shutdown = std::pin::pin!(shutdown);
+        let mut shutdown = std::pin::pin!(async { drop(shutdown.await) });
         let store: Arc<dyn Store> = Arc::new(store);
         let _ends = Ends(settings.status.clone());
         if let Some(status) = &settings.status {
@@ -308,8 +323,8 @@ pub(crate) async fn preflight(store: &dyn Store, settings: &Settings) -> Result<
             Ok(None) => return Ok(()),
             Err(error @ StoreError::Misconfigured(_)) => return Err(error.into()),
             Err(error) => {
-                if let Some(kept_back) = says.due(Instant::now()) {
-                    tracing::warn!(%error, kept_back, "waiting for the store");
+                if let Some(suppressed_lines) = says.due(Instant::now()) {
+                    tracing::warn!(%error, suppressed_lines, "waiting for the store");
                 }
                 let pause = settings.policy().pause(tries);
                 tokio::time::sleep(pause.clamp(Duration::from_millis(100), Duration::from_secs(2))).await;

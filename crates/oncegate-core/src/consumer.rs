@@ -6,7 +6,9 @@
 
 mod asking;
 mod flight;
+mod late;
 mod leaving;
+mod says;
 mod travel;
 
 use std::cmp::Reverse;
@@ -23,6 +25,8 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use self::asking::Applied;
 use self::flight::{Flight, Ran};
+use self::late::LateCompletions;
+use self::says::Says;
 
 use crate::breaker::Breaker;
 use crate::decode::Decode;
@@ -31,7 +35,7 @@ use crate::fault;
 use crate::handler::Handler;
 use crate::id::IdSource;
 use crate::lanes::Lanes;
-use crate::marker::{Guarantee, Operation, Token, Tokens};
+use crate::marker::{Guarantee, Token, Tokens};
 use crate::measures::{Holds, Measures};
 use crate::outcome::Outcomes;
 use crate::pace::Pace;
@@ -40,7 +44,6 @@ use crate::renewals::{Over, Renewals};
 use crate::road::{Event, Policy, Stage};
 use crate::run::Runner;
 use crate::seen::Seen;
-use crate::seldom::Seldom;
 use crate::settings::Settings;
 use crate::slots::{Slot, Slots};
 use crate::source::{Incoming, Limit, Settled, Source};
@@ -72,10 +75,14 @@ pub(crate) struct Running<H, D> {
     aside: usize,
     aside_bytes: usize,
     lanes: Lanes,
-    /// A delivery that an earlier attempt may have crashed on runs alone among its kind, so that it does not spend the
-    /// attempts of its neighbours.
-    takeover: Option<usize>,
-    takeovers: VecDeque<Slot>,
+    /// The delivery that runs alone, because it may be the one that ends processes. Until it is over nothing else is claimed, so that
+    /// no other is blamed for what it does to this one.
+    alone: Option<Slot>,
+    /// Those that wait to run alone. They hold no claim.
+    alone_next: VecDeque<Slot>,
+    /// How many claims the store is asked for, and how many grants are being withdrawn: what runs alone begins when there are none.
+    claims_asked: usize,
+    withdrawing: usize,
     /// How many handlers run, or pause between two runs, and who waits for one of them to end.
     running: usize,
     may_run_next: VecDeque<Slot>,
@@ -87,11 +94,14 @@ pub(crate) struct Running<H, D> {
     turns: VecDeque<Slot>,
 
     claims: VecDeque<Slot>,
+    /// Whether a delivery has left since claims were last looked through for those that need not be asked for any more.
+    some_left: bool,
     verdicts: VecDeque<Slot>,
-    /// Completions of what passed without the gate, for when the store is back, and when to try.
-    late: VecDeque<Operation>,
-    late_after: Instant,
+    /// Completions of what passed without the gate.
+    late: LateCompletions,
     breaker: Breaker,
+    /// Whether the store said that it will never work as it is set up.
+    refused: bool,
     says: Says,
     /// When to tell what is held, if anybody asked.
     tells_at: Instant,
@@ -111,23 +121,6 @@ pub(crate) struct Running<H, D> {
     mode: Mode,
     tokens: Tokens,
     jitter: u64,
-}
-
-/// What is said now and then, however often it happens.
-struct Says {
-    unavailable: Seldom,
-    rejected: Seldom,
-    in_doubt: Seldom,
-    not_remembered: Seldom,
-    crowded: Seldom,
-}
-
-impl Says {
-    fn nothing_yet() -> Self {
-        let [unavailable, rejected, in_doubt, not_remembered, crowded] =
-            [10, 1, 1, 10, 10].map(|seconds| Seldom::every(Duration::from_secs(seconds)));
-        Self { unavailable, rejected, in_doubt, not_remembered, crowded }
-    }
 }
 
 /// Whether new deliveries are taken in.
@@ -171,18 +164,21 @@ impl<H: Handler, D: Decode> Running<H, D> {
             bytes: 0,
             aside: 0,
             aside_bytes: 0,
-            takeover: None,
-            takeovers: VecDeque::new(),
+            alone: None,
+            alone_next: VecDeque::new(),
+            claims_asked: 0,
+            withdrawing: 0,
             running: 0,
             may_run_next: VecDeque::new(),
             given_up: Vec::new(),
             next_up: VecDeque::new(),
             turns: VecDeque::new(),
             claims: VecDeque::new(),
+            some_left: false,
             verdicts: VecDeque::new(),
-            late: VecDeque::new(),
-            late_after: Instant::now(),
+            late: LateCompletions::new(),
             breaker: Breaker::closed(),
+            refused: false,
             says: Says::nothing_yet(),
             tells_at: Instant::now(),
             pace: Pace::new(),
@@ -210,7 +206,8 @@ impl<H: Handler, D: Decode> Running<H, D> {
             self.ask_the_store();
             self.settle().await;
             if let Mode::Draining { until, .. } = self.mode
-                && ((self.flights.is_empty() && self.late.is_empty() && self.applies.is_empty()) || Instant::now() >= until)
+                && ((self.flights.is_empty() && (self.late.is_empty() || self.refused) && self.applies.is_empty())
+                    || Instant::now() >= until)
             {
                 break;
             }
@@ -338,12 +335,12 @@ impl<H: Handler, D: Decode> Running<H, D> {
         if !self.is_crowded() {
             return;
         }
-        if let Some(kept_back) = self.says.crowded.due(Instant::now()) {
+        if let Some(suppressed_lines) = self.says.crowded.due(Instant::now()) {
             let (waiting, bytes) = (self.aside, self.aside_bytes);
             tracing::warn!(
                 waiting,
                 bytes,
-                kept_back,
+                suppressed_lines,
                 "so much waits behind others of its key or partition that nothing more is taken in; see what fails, or raise `waiting` or `waiting_bytes`"
             );
         }
@@ -370,7 +367,8 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 origin: flight.passage.delivery().message.origin.clone(),
                 since: Duration::ZERO,
                 doing: Doing::of(flight.passage.stage()),
-                attempt: flight.attempt,
+                attempt: flight.attempt(),
+                crashes: flight.passage.dispatch().attempts.crashes,
             })
         });
     }
@@ -457,9 +455,9 @@ impl<H: Handler, D: Decode> Running<H, D> {
     fn next_alarm(&self) -> Option<Instant> {
         let alarm = self.alarms.peek().map(|Reverse((at, ..))| *at);
         let asks_at = |at: Instant| self.breaker.opens_at().map_or(at, |opens| opens.max(at));
-        let late = (!self.late.is_empty() && self.applies.is_empty()).then(|| asks_at(self.late_after));
-        let due = !self.claims.is_empty() || !self.verdicts.is_empty();
-        let breaker = self.breaker.opens_at().filter(|_| due && self.applies.is_empty());
+        let late = (!self.late.is_empty() && self.applies.is_empty()).then(|| asks_at(self.late.due));
+        let due = || !self.verdicts.is_empty() || self.claims.iter().any(|slot| self.may_claim(*slot));
+        let breaker = self.breaker.opens_at().filter(|_| self.applies.is_empty() && due());
         let over = match self.mode {
             Mode::Draining { until, .. } => Some(until),
             Mode::Taking => None,

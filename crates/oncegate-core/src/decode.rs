@@ -7,6 +7,11 @@ use crate::message::Message;
 use crate::store::Cause;
 
 /// Turns a message's body into a handler's payload.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` does not decode bodies",
+    label = "this is no decoder",
+    note = "hand over `Json` (the default) or `RawBytes`, or implement `Decode` for a type of yours"
+)]
 pub trait Decode: Send + Sync + 'static {
     /// Decodes one body.
     ///
@@ -15,13 +20,13 @@ pub trait Decode: Send + Sync + 'static {
     fn decode<T: DeserializeOwned>(&self, message: &Message) -> Result<T, Cause>;
 }
 
-/// JSON, the default.
+/// JSON, the default. A byte order mark before it is passed over.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Json;
 
 impl Decode for Json {
     fn decode<T: DeserializeOwned>(&self, message: &Message) -> Result<T, Cause> {
-        serde_json::from_slice(&message.body).map_err(|error| {
+        serde_json::from_slice(crate::id::json::without_mark(&message.body)).map_err(|error| {
             // The full text may quote the payload; line and column do not.
             format!("not the JSON that was expected ({:?} error at line {}, column {})", error.classify(), error.line(), error.column())
                 .into()
@@ -70,6 +75,7 @@ mod tests {
     fn json_and_raw_bytes_decode_and_errors_quote_no_payload() {
         let number: u32 = Json.decode(&Message::new("42")).expect("a number");
         assert_eq!(number, 42);
+        assert_eq!(Json.decode::<u32>(&Message::new("\u{feff}42")).expect("a number behind a byte order mark"), 42);
         let raw: Raw = RawBytes.decode(&Message::new(vec![0xff, 0])).expect("bytes");
         assert_eq!(raw.0, [0xff, 0]);
         let error = Json.decode::<u32>(&Message::new("\"secret-canary\"")).expect_err("no number");

@@ -8,6 +8,8 @@ pub const WINDOW: Duration = Duration::from_secs(24 * 3600);
 pub const LEASE: Duration = Duration::from_secs(30);
 /// How many attempts a message gets before it is dead-lettered.
 pub const ATTEMPTS: u32 = 5;
+/// How many processes may end while they handle a message before it is dead-lettered.
+pub const MAX_CRASHES: u32 = 10;
 /// How often a handler is run again in place within one attempt.
 pub const RETRIES: u32 = 3;
 /// The first pause before a retry; it doubles.

@@ -50,11 +50,11 @@ fn of_each(operations: &[Operation], names: [&str; 7]) {
             Ask::Claim => names[0],
             Ask::Renew => names[1],
             Ask::Complete => names[2],
-            Ask::Clear(_) => names[3],
+            Ask::Clear(_) | Ask::Withdraw => names[3],
             Ask::Reject(_) => names[4],
             Ask::Doubt => names[5],
             Ask::Resolve(_) => names[6],
-            Ask::Forget { .. } => continue,
+            Ask::SendBack { .. } | Ask::Forget { .. } => continue,
         };
         point(name);
     }

@@ -9,15 +9,16 @@ use tracing::Instrument;
 
 use crate::breaker::{Breaker, Judgement};
 use crate::builder::preflight;
+use crate::dispatch::{Command, Dispatch, Keeps};
 use crate::error::Error;
 use crate::handler::Failure;
 use crate::id::{MessageId, Scope};
 use crate::lease::Lease;
-use crate::marker::{Guarantee, Operation, Terms, Token, Verdict};
+use crate::marker::{Ask, Guarantee, Operation, Terms, Token, Verdict};
 use crate::moment::Moment;
 use crate::outcome::Outcomes;
 use crate::renewals::Renewals;
-use crate::road::{Asked, Cause, Event, Freshness, History, Outcome, Policy, Reason, Settlement, Stage, Step, next};
+use crate::road::{Asked, Cause, Event, Freshness, History, Outcome, Policy, Reason, Settlement, Stage};
 use crate::run::{Ended, bounded, caught};
 use crate::settings::{Forgetful, LONGEST, Settings};
 use crate::slots::{Slot, Slots};
@@ -124,7 +125,9 @@ impl Gate {
     ) -> Result<Ran<T>, GateError> {
         let id = MessageId::new(id).ok_or(GateError::MissingId)?;
         let place = self.0.places.lock().unwrap_or_else(PoisonError::into_inner).insert(());
-        Guarded { gate: self, id, place, token: Token(0), attempt: 0, lease: None, result: None, said: None, silence: None }.run(work).await
+        let history = History { failures: 0, freshness: Freshness::Fresh };
+        let dispatch = Dispatch::new(history, Keeps::Nothing);
+        Guarded { gate: self, id, place, dispatch, lease: None, result: None, said: None, silence: None }.run(work).await
     }
 }
 
@@ -165,8 +168,7 @@ struct Guarded<'a, T> {
     gate: &'a Gate,
     id: MessageId,
     place: Slot,
-    token: Token,
-    attempt: u32,
+    dispatch: Dispatch,
     lease: Option<Arc<Lease>>,
     result: Option<T>,
     said: Option<Failure>,
@@ -180,35 +182,30 @@ impl<T> Guarded<'_, T> {
             WhenHeld::Wait(at_most) => Instant::now() + at_most.min(LONGEST),
             WhenHeld::Skip | WhenHeld::GiveUp => Instant::now(),
         };
-        let mut stage = Stage::New(History { failures: 0, freshness: Freshness::Fresh });
         let mut event = Event::Arrived;
         let mut silent = 0;
         loop {
-            let before = stage;
+            let before = self.dispatch.stage();
             self.gate.0.outcomes.happened(event);
-            let (onward, step) = next(stage, event, &policy);
-            stage = onward;
-            event = match step {
-                Step::ClaimAnew => {
-                    (self.token, self.attempt) = (Token::random(), 0);
-                    self.ask(crate::marker::Ask::Claim).await
-                }
-                Step::Ask(ask) => self.ask(ask).await,
-                Step::Queue if self.lease_is_over() => Event::LeaseOver,
-                Step::Queue => Event::Slot,
-                Step::Run => self.work(work()).await,
-                Step::Reconcile => Event::Found(None), // nobody here can find out
-                Step::Wake(after) if matches!(stage, Stage::Parked(_, _, Asked::Answered)) => {
+            event = match self.dispatch.handle(event, &policy, |_| Token::random()) {
+                Command::Apply(ask) => self.ask(ask).await,
+                Command::AwaitRun if self.lease_is_over() => Event::LeaseOver,
+                Command::AwaitRun => Event::Slot,
+                // The part of the work before its first await may panic, too.
+                Command::Run => self.work(async { work().await }).await,
+                Command::Reconcile => Event::Found(None), // nobody here can find out
+                Command::Wake(after) if matches!(self.dispatch.stage(), Stage::Parked(_, _, Asked::Answered)) => {
                     let left = give_up_at.saturating_duration_since(Instant::now());
                     tokio::time::sleep(after.min(left).min(LONGEST_WAIT)).await;
                     if left.is_zero() { Event::Drain } else { Event::Woke }
                 }
-                Step::Wake(after) => {
+                Command::Wake(after) => {
                     tokio::time::sleep(after).await;
-                    if stage.waits_on_lease() && self.lease_is_over() { Event::LeaseOver } else { Event::Woke }
+                    if self.dispatch.stage().waits_on_lease() && self.lease_is_over() { Event::LeaseOver } else { Event::Woke }
                 }
-                Step::Settle(settlement) => return self.settled(before, settlement),
-                Step::Wait | Step::Drop => return Err(self.gave_up()),
+                Command::Settle(settlement) => return self.settled(before, settlement),
+                // It keeps no order and yields to no one, so that nothing is held.
+                Command::Hold { .. } | Command::AwaitTurn | Command::Nothing | Command::Abandon => return Err(self.gave_up()),
             };
             silent = if event == Event::Unavailable {
                 silent + 1
@@ -223,7 +220,7 @@ impl<T> Guarded<'_, T> {
         }
     }
 
-    async fn ask(&mut self, ask: crate::marker::Ask) -> Event {
+    async fn ask(&mut self, ask: Ask) -> Event {
         if !self.gate.0.may_ask().await {
             let silent = || StoreError::NotApplied("it did not answer others just now".into());
             self.silence.get_or_insert_with(silent);
@@ -232,23 +229,29 @@ impl<T> Guarded<'_, T> {
         let Inner { store, settings, renewals, .. } = &*self.gate.0;
         let Settings { guarantee, lease, window, .. } = *settings;
         let terms = Terms { guarantee, lease, window, fingerprint: None };
-        let operation = Operation { key: settings.scope.key(&self.id), ask, token: self.token, attempt: self.attempt, terms };
+        let (token, attempt) = (self.dispatch.token, self.dispatch.attempts.number);
+        let operation = Operation { key: settings.scope.key(&self.id), ask, token, attempt, terms };
         let sent = Moment::now();
-        let span = spans::asked(&ask, Some(&self.id), self.attempt, None);
+        let span = spans::asked(&ask, Some(&self.id), attempt, None);
         let answer = store.apply(std::slice::from_ref(&operation)).instrument(span.clone()).await.pop();
         match answer {
             Some(Ok(verdict)) => {
                 self.gate.0.breaker().answered(Instant::now());
                 spans::answered(span, &verdict, None);
-                if let Verdict::Granted { attempt } | Verdict::InDoubt { attempt } = verdict {
-                    self.attempt = attempt;
-                    if guarantee != Guarantee::Bare {
-                        let held = Arc::new(Lease::new(&operation, attempt, sent, sent + settings.longest_hold()));
-                        renewals.hold(std::iter::once((self.place.place, held.clone())));
-                        self.lease = Some(held);
-                    }
+                if let Verdict::Granted(attempts) | Verdict::InDoubt(attempts) = verdict
+                    && guarantee != Guarantee::Bare
+                {
+                    let held = Arc::new(Lease::new(&operation, attempts.number, sent, sent + settings.longest_hold()));
+                    renewals.hold(std::iter::once((self.place.place, held.clone())));
+                    self.lease = Some(held);
                 }
                 Event::Answer(verdict)
+            }
+            // No time changes these: whoever called is told at once.
+            Some(Err(error @ (StoreError::UnreadableMarker(_) | StoreError::Misconfigured(_)))) => {
+                self.gate.0.breaker().answered(Instant::now());
+                self.silence = Some(error);
+                Event::DrainOver
             }
             silence => {
                 self.gate.0.breaker().silent(Instant::now());
@@ -265,7 +268,7 @@ impl<T> Guarded<'_, T> {
 
     async fn work(&mut self, work: impl Future<Output = Result<T, Failure>>) -> Event {
         let lease = self.lease.clone();
-        let span = tracing::debug_span!("oncegate.handle", id = %self.id, attempt = self.attempt, outcome = tracing::field::Empty);
+        let span = tracing::debug_span!("oncegate.handle", id = %self.id, attempt = self.dispatch.attempts.number, outcome = tracing::field::Empty);
         let work = std::pin::pin!(caught(work));
         let ended = bounded(work, &span, Instant::now(), self.gate.0.settings.handler_timeout, lease.as_deref()).await;
         let outcome = match ended {
@@ -398,12 +401,15 @@ impl<T> GateBuilder<T> {
     }
 }
 
-impl<T: Store + 'static> GateBuilder<T> {
+impl<T> GateBuilder<T> {
     /// Checks the settings and the store; waits for a store that is not there yet, with a warning in the log.
     ///
     /// # Errors
     /// What a person has to change.
-    pub async fn open(self) -> Result<Gate, Error> {
+    pub async fn open(self) -> Result<Gate, Error>
+    where
+        T: Store + 'static,
+    {
         let Self { store, mut settings, scope, when_held } = self;
         settings.check()?;
         if let Some(scope) = scope {
@@ -419,7 +425,7 @@ impl<T: Store + 'static> GateBuilder<T> {
             WhenHeld::Wait(_) => u32::MAX, // it is the clock that ends the wait
         };
         // No one can reconcile here.
-        let policy = Policy { parks, reconciles: 1, attempts: u32::MAX, ..settings.policy() };
+        let policy = Policy { parks, reconciles: 1, attempts: u32::MAX, crashes: u32::MAX, ..settings.policy() };
         Ok(Gate(Arc::new(Inner {
             store,
             settings,

@@ -8,6 +8,8 @@ use smallvec::SmallVec;
 
 use crate::message::{Message, Position};
 
+pub(crate) mod json;
+
 /// The longest id that stands in a key as it is, in bytes.
 pub const LONGEST_PLAIN_ID: usize = 200;
 
@@ -176,6 +178,17 @@ impl Scope {
 #[error("scope `{0}` cannot stand in a key: use 1 to 100 of the characters A-Z a-z 0-9 . _ : @ / + = - and not `h:` at the start")]
 pub struct BadScope(String);
 
+/// Why a message has no id.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NoId {
+    /// Nothing is where the id is read from, or it is null or empty.
+    #[error("the message has no id")]
+    Missing,
+    /// What is there cannot be an id, or the message has two. The text says what was found; it quotes nothing of the message.
+    #[error("{0}")]
+    Unusable(String),
+}
+
 /// Where the idempotency key of a message is read from.
 #[derive(Clone)]
 pub struct IdSource(Read);
@@ -195,7 +208,7 @@ enum Read {
 }
 
 impl IdSource {
-    /// The last header of this name.
+    /// The header of this name. Where it stands several times with different values, none of them is the id.
     pub fn header(name: &str) -> Self {
         Self(Read::Header(Arc::from(name)))
     }
@@ -217,7 +230,9 @@ impl IdSource {
 
     /// A string or a whole number in the JSON body, by its pointer (RFC 6901), such as `/payment/id`.
     ///
-    /// Anything else that stands there (null, an object, a fraction) is no id.
+    /// A number of any size is taken as written, up to 200 digits; `7`, `7.0` and `7e0` are the id `7`. A byte order mark before the
+    /// JSON is passed over. `null` is a missing id; anything else (an object, a fraction), a body that is no JSON, and a field on
+    /// the way that stands twice in its object are an unusable one.
     pub fn json_pointer(pointer: &str) -> Self {
         Self(Read::JsonPointer(Arc::from(pointer)))
     }
@@ -250,23 +265,22 @@ impl IdSource {
         }
     }
 
-    /// Reads the id of a message; `None` if it is missing or empty.
-    pub fn read(&self, message: &Message) -> Option<MessageId> {
+    /// Reads the id of a message.
+    ///
+    /// # Errors
+    /// [`NoId`] says whether it is missing or cannot be used.
+    pub fn read(&self, message: &Message) -> Result<MessageId, NoId> {
         self.0.read(message)
     }
 }
 
 impl Read {
-    fn read(&self, message: &Message) -> Option<MessageId> {
-        match self {
-            Read::Header(name) => MessageId::new(message.headers.last(name)?),
-            Read::MessageId => MessageId::new(message.message_id.as_ref()?),
-            Read::Key => MessageId::new(message.key.as_ref()?),
-            Read::JsonPointer(pointer) => match serde_json::from_slice::<serde_json::Value>(&message.body).ok()?.pointer(pointer)? {
-                serde_json::Value::String(text) => MessageId::new(text),
-                serde_json::Value::Number(number) if number.is_i64() || number.is_u64() => MessageId::new(number.to_string()),
-                _ => None,
-            },
+    fn read(&self, message: &Message) -> Result<MessageId, NoId> {
+        let id = match self {
+            Read::Header(name) => only_header(message, name)?.and_then(MessageId::new),
+            Read::MessageId => message.message_id.as_ref().and_then(MessageId::new),
+            Read::Key => message.key.as_ref().and_then(MessageId::new),
+            Read::JsonPointer(pointer) => MessageId::new(json::read(pointer, &message.body)?),
             Read::BodyHash => {
                 let mut hex = SmallVec::<[u8; 64]>::new();
                 push_hex(&mut hex, &Sha256::digest(&message.body));
@@ -274,12 +288,23 @@ impl Read {
             }
             Read::Position => match message.origin.position {
                 Position::Offset { partition, offset } => MessageId::new(format!("{}/{partition}/{offset}", message.origin.name)),
-                Position::Queue => None,
+                Position::Queue => return Err(NoId::Unusable("a queue has no positions: read the id from the message".into())),
             },
-            Read::By(read) => MessageId::new(read(message)?),
+            Read::By(read) => read(message).and_then(MessageId::new),
             Read::Hashed(read) => Some(read.read(message)?.hashed()),
-        }
+        };
+        id.ok_or(NoId::Missing)
     }
+}
+
+/// The value of a header that must not stand there with two.
+fn only_header<'a>(message: &'a Message, name: &str) -> Result<Option<&'a [u8]>, NoId> {
+    let mut values = message.headers.iter().filter(|(it, _)| *it == name.as_bytes()).map(|(_, value)| value);
+    let first = values.next().flatten();
+    if values.any(|value| value != first) {
+        return Err(NoId::Unusable(format!("header `{name}` is ambiguous: it stands there several times with different values")));
+    }
+    Ok(first)
 }
 
 impl fmt::Debug for IdSource {
@@ -361,7 +386,7 @@ mod tests {
         assert_eq!(read("pay-42").as_str(), "h:93f7a481b0295a38d34dbe78ccd1740f069b66bed97bb50423cfb39119b3f3f4");
         assert_eq!(read("{}"), MessageId::new("{}").expect("an id"));
         assert_ne!(read("pay-42"), read("pay-43"));
-        assert_eq!(source.read(&Message::new("")), None);
+        assert_eq!(source.read(&Message::new("")), Err(NoId::Missing));
         assert_eq!(format!("{source:?}"), "message id property, hashed");
     }
 
@@ -377,19 +402,26 @@ mod tests {
     fn every_source_reads_its_part_of_the_message() {
         let message =
             Message::new(r#"{"p":{"id":"x1","n":7,"f":1.5,"o":{},"z":null}}"#).with_key("k").with_message_id("m").with_header("h", "v");
-        let read = |source: IdSource| source.read(&message).map(|id| id.to_string());
+        let read = |source: IdSource| source.read(&message).ok().map(|id| id.to_string());
         assert_eq!(read(IdSource::header("h")).as_deref(), Some("v"));
         assert_eq!(read(IdSource::header("other")), None);
         assert_eq!(read(IdSource::message_id()).as_deref(), Some("m"));
         assert_eq!(read(IdSource::key()).as_deref(), Some("k"));
-        assert_eq!(IdSource::key().read(&Message::new("{}")), None);
+        assert_eq!(IdSource::key().read(&Message::new("{}")), Err(NoId::Missing));
         assert_eq!(read(IdSource::json_pointer("/p/id")).as_deref(), Some("x1"));
         assert_eq!(read(IdSource::json_pointer("/p/n")).as_deref(), Some("7"));
         for odd in ["/p/f", "/p/o", "/p/z", "/q"] {
             assert_eq!(read(IdSource::json_pointer(odd)), None);
         }
         assert_eq!(read(IdSource::body_hash()).map(|id| id.len()), Some(64));
-        assert_eq!(read(IdSource::position()), None);
+        assert!(matches!(IdSource::position().read(&message), Err(NoId::Unusable(_))));
         assert_eq!(read(IdSource::by(|message| message.key.as_ref().map(|key| key.to_vec()))).as_deref(), Some("k"));
+    }
+    #[test]
+    fn two_ids_in_one_header_are_none() {
+        let message = Message::new("").with_header("id", "a").with_header("other", "b").with_header("id", "a");
+        assert_eq!(IdSource::header("id").read(&message).map(|id| id.to_string()).as_deref(), Ok("a"));
+        let Err(NoId::Unusable(text)) = IdSource::header("id").hashed().read(&message.with_header("id", "b")) else { panic!("two ids") };
+        assert!(text.contains("`id` is ambiguous"), "{text}");
     }
 }

@@ -90,19 +90,77 @@ impl Fingerprint {
 pub enum Marker {
     /// Never seen, cleared for retry, or forgotten.
     Absent,
-    /// Free to claim; the attempt is kept because an earlier run may not be over.
+    /// Free to claim; the attempts are kept because an earlier run may not be over.
     Cleared {
-        /// The last attempt that was granted.
-        attempt: u32,
+        /// Up to the last that was granted.
+        attempts: Attempts,
+        /// What they may have left behind. Claimed at most once, [`Effect::Unknown`] is in doubt.
+        effect: Effect,
     },
     /// Someone holds the permit.
     InProgress(Hold),
     /// Nobody knows whether it happened.
     InDoubt(Hold, Doubt),
-    /// At most once only: dead-lettered, not to be run again until redriven.
-    Rejected(Option<Fingerprint>),
+    /// At most once only: dead-lettered, not to be run again until it is sent back.
+    Rejected {
+        /// The number of the last attempt.
+        attempt: u32,
+        /// The body that was rejected.
+        fingerprint: Option<Fingerprint>,
+    },
     /// Handled. Without a fingerprint it matches any body.
     Done(Option<Fingerprint>),
+}
+
+/// The attempts of an id: the number of the last one, how many of them the budget does not count, and how many ended in a crash.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Attempts {
+    /// The number of the last attempt, from 1: the fencing token that a handler passes to its sink. Later attempts have higher
+    /// numbers, also after a doubt and after an operator has freed the id.
+    pub number: u32,
+    /// How many attempts the budget does not count: a doubt, a crash and a grant that was withdrawn add one each, and sending the id
+    /// back excludes all so far.
+    pub base: u32,
+    /// How many holders let their lease end without an outcome since the id was last sent back: their process crashed, or lost the
+    /// store.
+    pub crashes: u32,
+}
+
+impl Attempts {
+    /// Up to the attempt with this number, all of which count.
+    pub const fn new(number: u32) -> Self {
+        Self { number, base: 0, crashes: 0 }
+    }
+
+    /// Up to the attempt with this number, none of which counts: the whole budget is left.
+    pub const fn all_forgiven(number: u32) -> Self {
+        Self { number, base: number, crashes: 0 }
+    }
+
+    /// How many attempts count towards the budget.
+    pub const fn spent(self) -> u32 {
+        self.number.saturating_sub(self.base)
+    }
+
+    /// One more grant.
+    const fn granted(self) -> Self {
+        Self { number: self.number.saturating_add(1), ..self }
+    }
+
+    /// A higher fence for whoever finds out what happened. It is no run, so it spends nothing of the budget.
+    const fn doubted(self) -> Self {
+        self.granted().forgiven()
+    }
+
+    /// The holder's lease ended without an outcome.
+    const fn crashed(self) -> Self {
+        Self { crashes: self.crashes.saturating_add(1), ..self }
+    }
+
+    /// The last attempt spends nothing of the budget.
+    const fn forgiven(self) -> Self {
+        Self { base: self.base.saturating_add(1), ..self }
+    }
 }
 
 /// Who holds a marker, and on which terms. A marker knows its own lease and horizon, so that readers with another
@@ -111,8 +169,10 @@ pub enum Marker {
 pub struct Hold {
     /// The claim that holds it.
     pub token: Token,
-    /// Which attempt this is, from 1. Never goes backwards while an earlier run may not be over.
-    pub attempt: u32,
+    /// Which attempt this is, and how many count.
+    pub attempts: Attempts,
+    /// What the attempts before this one may have left behind.
+    pub earlier: Effect,
     /// How long after its last write the marker belongs to its holder alone.
     pub lease: Duration,
     /// How long after its last write the marker expires.
@@ -150,7 +210,8 @@ pub struct Operation {
     pub ask: Ask,
     /// The claim that asks. "Mine" is this token and this attempt.
     pub token: Token,
-    /// The attempt that was granted; 0 in a claim.
+    /// The number of the attempt that was granted; 0 in a claim. In [`Ask::SendBack`] and [`Ask::Forget`] the highest number of an
+    /// attempt that the operator knows of, 0 if none: every later attempt has a higher one.
     pub attempt: u32,
     /// On which terms.
     pub terms: Terms,
@@ -167,26 +228,52 @@ pub enum Ask {
     Complete,
     /// It failed; free it for another attempt.
     Clear(Effect),
-    /// It will never work, or has failed too often: keep it from running until it is redriven.
+    /// The handler was not started: free it, as if the attempt had not been granted.
+    Withdraw,
+    /// It will never work, or has failed too often: keep it from running until it is sent back.
     Reject(Effect),
     /// Nobody knows whether it happened.
     Doubt,
     /// It is known now.
     Resolve(Finding),
-    /// An operator or a redrive frees it, if it still is what was seen.
+    /// An operator frees what was rejected, what failed too often, or what is in doubt: a compare-and-set, applied if the marker is
+    /// still the one that was seen. The number of the last attempt is kept and the whole budget is left. The next claim is granted;
+    /// in at most once it is in doubt if an earlier effect is unknown.
+    SendBack {
+        /// The marker as the operator read it.
+        seen: Marker,
+        /// [`Effect::Nothing`] says, on the operator's word, that nothing happened and nothing still can. Otherwise an unknown effect
+        /// stays unknown, and a marker in doubt is not freed.
+        effect: Effect,
+    },
+    /// An operator frees what is done, to be handled again: a compare-and-set, applied if the marker is still the one that was seen.
     Forget {
-        /// The marker as the operator saw it.
+        /// The marker as the operator read it.
         seen: Marker,
     },
 }
 
-/// What a failed attempt may have left behind.
+/// The number that is assumed of the last attempt where it is not recorded, as after [`Ask::Forget`]: a done marker does not hold it.
+/// No budget of attempts reaches it.
+pub const UNKNOWN_ATTEMPT: u32 = 1_000_000;
+
+/// What one or more attempts may have left behind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Effect {
     /// Nothing happened, and nothing still can.
     Nothing,
     /// Something may have happened, or may still: the next attempt needs a higher number.
     Unknown,
+}
+
+impl Effect {
+    /// [`Effect::Unknown`] if either is.
+    pub const fn and(self, other: Self) -> Self {
+        match self {
+            Self::Nothing => other,
+            Self::Unknown => Self::Unknown,
+        }
+    }
 }
 
 /// What `reconcile` or an operator found out.
@@ -233,15 +320,9 @@ impl Terms {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Verdict {
     /// The claim holds; this is the attempt.
-    Granted {
-        /// From 1.
-        attempt: u32,
-    },
-    /// Nobody knows whether it happened, and the asker is the one to find out.
-    InDoubt {
-        /// From 1.
-        attempt: u32,
-    },
+    Granted(Attempts),
+    /// Nobody knows whether it happened, and the asker is the one to find out. This is the attempt.
+    InDoubt(Attempts),
     /// Someone else holds it.
     Busy {
         /// How long until that lease is over.
@@ -250,10 +331,13 @@ pub enum Verdict {
     /// It was handled before.
     Duplicate,
     /// It was dead-lettered before, and is not to be run.
-    Rejected,
+    Rejected {
+        /// The number of its last attempt: the fence that its letters bear.
+        attempt: u32,
+    },
     /// The same id was used for another body.
     Conflict,
-    /// Done as asked: renewed, cleared, rejected, doubted, resolved or forgotten.
+    /// Done as asked: renewed, cleared, rejected, doubted, resolved, sent back or forgotten.
     Kept,
     /// It is done now.
     Done {
@@ -275,17 +359,19 @@ pub enum Change {
     Delete,
 }
 
-/// What one key becomes, and what the asker is told.
+/// What one key becomes, and the answer to the asker.
 pub fn apply(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdict) {
     use {Change::*, Marker::*};
     let Operation { ask, terms, .. } = operation;
     if terms.guarantee == Guarantee::Bare {
         return apply_bare(marker, operation);
     }
-    let mine = |hold: &Hold| hold.token == operation.token && hold.attempt == operation.attempt;
+    let mine = |hold: &Hold| hold.token == operation.token && hold.attempts.number == operation.attempt;
     let done = |marker_lost| (Write(Done(terms.fingerprint), terms.window), Verdict::Done { marker_lost });
-    let cleared = |attempt| (Write(Cleared { attempt }, terms.window), Verdict::Kept);
+    let cleared = |attempts, effect| (Write(Cleared { attempts, effect }, terms.window), Verdict::Kept);
     let held = |marker, hold: Hold| Write(marker, hold.horizon);
+    // The first attempt, and nothing to remember once it did nothing.
+    let nothing_before = |hold: &Hold| hold.attempts.number == 1 && hold.earlier == Effect::Nothing;
     crate::wrong_version!("clear-without-comparing", {
         if let (Ask::Clear(_), InProgress(_)) = (ask, marker) {
             return (Delete, Verdict::Kept);
@@ -293,12 +379,12 @@ pub fn apply(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdic
     });
     crate::wrong_version!("resolve-compares-nothing", {
         if let (Ask::Resolve(Finding::DidNotHappen), InProgress(hold) | InDoubt(hold, _)) = (ask, marker) {
-            return cleared(hold.attempt);
+            return cleared(hold.attempts, Effect::Nothing);
         }
     });
     crate::wrong_version!("complete-before-the-handler", {
         if let (Ask::Claim, Absent) = (ask, marker) {
-            return (Write(Done(None), terms.window), Verdict::Granted { attempt: 1 });
+            return (Write(Done(None), terms.window), Verdict::Granted(Attempts::new(1)));
         }
     });
     match (ask, marker) {
@@ -312,27 +398,37 @@ pub fn apply(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdic
         (Ask::Complete, Absent | Cleared { .. }) => done(true),
 
         (Ask::Clear(effect), InProgress(hold)) if mine(&hold) => match (effect, terms.guarantee) {
-            (Effect::Nothing, _) if hold.attempt == 1 => (Delete, Verdict::Kept),
+            (Effect::Nothing, _) if nothing_before(&hold) => (Delete, Verdict::Kept),
             (Effect::Unknown, Guarantee::AtMostOnce) => (Keep, Verdict::Lost), // never: what is unknown is doubted
-            _ => cleared(hold.attempt),
+            _ => cleared(hold.attempts, hold.earlier.and(*effect)),
         },
-        (Ask::Clear(_), Absent | Cleared { .. }) => (Keep, Verdict::Kept),
+        (Ask::Withdraw, InProgress(hold)) if mine(&hold) && nothing_before(&hold) => (Delete, Verdict::Kept),
+        (Ask::Withdraw, InProgress(hold)) if mine(&hold) => cleared(hold.attempts.forgiven(), hold.earlier),
+        (Ask::Clear(_) | Ask::Withdraw, Absent | Cleared { .. }) => (Keep, Verdict::Kept),
 
         (Ask::Reject(effect), InProgress(hold)) if mine(&hold) => match (effect, terms.guarantee) {
-            (_, Guarantee::AtMostOnce) => (Write(Rejected(hold.fingerprint), terms.window), Verdict::Kept),
-            (Effect::Nothing, _) if hold.attempt == 1 => (Delete, Verdict::Kept),
-            _ => cleared(hold.attempt),
+            (_, Guarantee::AtMostOnce) => {
+                let rejected = Rejected { attempt: hold.attempts.number, fingerprint: hold.fingerprint };
+                (Write(rejected, terms.window), Verdict::Kept)
+            }
+            (Effect::Nothing, _) if nothing_before(&hold) => (Delete, Verdict::Kept),
+            _ => cleared(hold.attempts, hold.earlier.and(*effect)),
         },
         (Ask::Reject(_), Absent | Cleared { .. }) if terms.guarantee != Guarantee::AtMostOnce => (Keep, Verdict::Kept),
 
         (Ask::Doubt, InProgress(hold) | InDoubt(hold, _)) if mine(&hold) => (held(InDoubt(hold, Doubt::Waiting), hold), Verdict::Kept),
-        (Ask::Doubt, Absent) => doubted(operation, operation.attempt),
-        (Ask::Doubt, Cleared { attempt }) => doubted(operation, attempt.max(operation.attempt)), // the fence never steps back
+        (Ask::Doubt, Absent) => doubted(operation, Attempts::all_forgiven(operation.attempt)),
+        // Asked late, or again: somebody has found out since, or an operator has freed the id.
+        (Ask::Doubt, Cleared { attempts, .. }) if operation.attempt <= attempts.base => (Keep, Verdict::Lost),
+        // The fence never steps back.
+        (Ask::Doubt, Cleared { attempts, .. }) => {
+            doubted(operation, Attempts { number: attempts.number.max(operation.attempt), ..attempts })
+        }
 
         (Ask::Resolve(Finding::Happened), InDoubt(hold, _)) if mine(&hold) => done(false),
-        (Ask::Resolve(Finding::DidNotHappen), InDoubt(hold, _)) if mine(&hold) => cleared(hold.attempt),
+        (Ask::Resolve(Finding::DidNotHappen), InDoubt(hold, _)) if mine(&hold) => cleared(hold.attempts, Effect::Nothing),
 
-        (Ask::Forget { seen }, Rejected(_) | Done(_) | InDoubt(..)) if *seen == marker => (Delete, Verdict::Kept),
+        (Ask::SendBack { seen, .. } | Ask::Forget { seen }, _) => free(marker, age, operation, *seen),
 
         _ => (Keep, Verdict::Lost),
     }
@@ -342,58 +438,104 @@ pub fn apply(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdic
 fn claim(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdict) {
     use {Change::*, Marker::*};
     let terms = &operation.terms;
-    let grant = |attempt| {
-        let hold = own_hold(operation, attempt);
-        (Write(InProgress(hold), hold.horizon), Verdict::Granted { attempt })
+    let grant = |attempts: Attempts, earlier| {
+        let hold = own_hold(operation, attempts.granted(), earlier);
+        (Write(InProgress(hold), hold.horizon), Verdict::Granted(hold.attempts))
     };
-    let take_doubt = |attempt| {
-        let hold = Hold { guarantee: Guarantee::AtMostOnce, horizon: UNRESOLVED_AT_MOST_ONCE, ..own_hold(operation, attempt) };
-        (Write(InDoubt(hold, Doubt::Reconciling), hold.horizon), Verdict::InDoubt { attempt })
+    let take_doubt = |attempts: Attempts| {
+        let own = own_hold(operation, attempts.doubted(), Effect::Unknown);
+        let hold = Hold { guarantee: Guarantee::AtMostOnce, horizon: UNRESOLVED_AT_MOST_ONCE, ..own };
+        (Write(InDoubt(hold, Doubt::Reconciling), hold.horizon), Verdict::InDoubt(hold.attempts))
     };
     let other_body = |it: Option<Fingerprint>| matches!((it, terms.fingerprint), (Some(theirs), Some(mine)) if theirs != mine);
     let busy = |hold: &Hold| match age {
         Age::Of(age) => (Keep, Verdict::Busy { remaining: hold.lease.saturating_sub(age) }),
         Age::Unknown => (Write(marker, hold.horizon), Verdict::Busy { remaining: hold.lease }),
     };
-    let over = |hold: &Hold| matches!(age, Age::Of(age) if age > hold.lease);
     match marker {
-        Absent => grant(1),
-        Cleared { attempt } => grant(attempt.saturating_add(1)),
-        InProgress(hold) if hold.token == operation.token => (Write(marker, hold.horizon), Verdict::Granted { attempt: hold.attempt }),
-        InProgress(hold) if other_body(hold.fingerprint) => busy(&hold), // the first may yet fail
-        InProgress(hold) if !over(&hold) => busy(&hold),
-        InProgress(hold) if strict(hold.guarantee, terms.guarantee) => take_doubt(hold.attempt.saturating_add(1)),
-        InProgress(hold) => grant(hold.attempt.saturating_add(1)),
-        InDoubt(hold, _) if hold.token == operation.token => (Write(marker, hold.horizon), Verdict::InDoubt { attempt: hold.attempt }),
+        Absent => grant(Attempts::new(0), Effect::Nothing),
+        // Unknown outlives the guarantee under which it arose.
+        Cleared { attempts, effect: Effect::Unknown } if terms.guarantee == Guarantee::AtMostOnce => take_doubt(attempts),
+        Cleared { attempts, effect } => grant(attempts, effect),
+        InProgress(hold) if hold.token == operation.token => (Write(marker, hold.horizon), Verdict::Granted(hold.attempts)),
+        InProgress(hold) if !over(&hold, age) => busy(&hold), // with another body, too: the first may yet fail
+        InProgress(hold) if other_body(hold.fingerprint) => (Keep, Verdict::Conflict), // the first may never come back
+        // A crash is weak evidence against a message: it is counted apart from the attempts that failed.
+        InProgress(hold) if strict(hold.guarantee, terms.guarantee) => take_doubt(hold.attempts.crashed().forgiven()),
+        InProgress(hold) => grant(hold.attempts.crashed().forgiven(), Effect::Unknown),
+        InDoubt(hold, _) if hold.token == operation.token => (Write(marker, hold.horizon), Verdict::InDoubt(hold.attempts)),
         InDoubt(hold, _) if other_body(hold.fingerprint) => (Keep, Verdict::Conflict),
-        InDoubt(hold, Doubt::Reconciling) if !over(&hold) => busy(&hold),
-        InDoubt(hold, _) => take_doubt(hold.attempt.saturating_add(1)),
-        Rejected(it) | Done(it) if other_body(it) => (Keep, Verdict::Conflict),
-        Rejected(_) => (Keep, Verdict::Rejected),
+        InDoubt(hold, Doubt::Reconciling) if !over(&hold, age) => busy(&hold),
+        InDoubt(hold, Doubt::Reconciling) => take_doubt(hold.attempts.crashed()),
+        InDoubt(hold, Doubt::Waiting) => take_doubt(hold.attempts),
+        Rejected { fingerprint, .. } | Done(fingerprint) if other_body(fingerprint) => (Keep, Verdict::Conflict),
+        Rejected { attempt, .. } => (Keep, Verdict::Rejected { attempt }),
         Done(_) => (Keep, Verdict::Duplicate),
     }
+}
+
+/// The rows of what a person asks for.
+fn free(marker: Marker, age: Age, operation: &Operation, seen: Marker) -> (Change, Verdict) {
+    let runs = matches!(marker, Marker::InProgress(hold) if !over(&hold, age));
+    match freed(operation) {
+        // Freed already, perhaps by this operation before its reply was lost; the expiry begins anew all the same.
+        Some(freed) if marker == freed || (marker == seen && !runs) => (Change::Write(freed, operation.terms.window), Verdict::Kept),
+        _ => (Change::Keep, Verdict::Lost),
+    }
+}
+
+/// What [`Ask::SendBack`] or [`Ask::Forget`] makes of the marker that was seen: the fence is kept, nothing of the budget is spent.
+/// `None` of any other operation, and where the marker is none that it frees.
+pub fn freed(operation: &Operation) -> Option<Marker> {
+    use Marker::*;
+    let free = |number: u32, effect| {
+        let attempts = Attempts::all_forgiven(number.max(operation.attempt));
+        Some(Cleared { attempts, effect })
+    };
+    match (operation.ask, operation.terms.guarantee) {
+        (Ask::SendBack { .. } | Ask::Forget { .. }, Guarantee::Bare) => Some(Absent), // whatever was there
+        (Ask::Forget { seen: Done(_) }, _) if operation.attempt == 0 => free(UNKNOWN_ATTEMPT, Effect::Nothing),
+        (Ask::Forget { seen: Done(_) }, _) => free(0, Effect::Nothing),
+        (Ask::SendBack { seen, effect: word }, claimer) => match seen {
+            Absent => free(0, word),
+            Rejected { attempt, .. } => free(attempt, Effect::Nothing),
+            Cleared { attempts, effect: Effect::Unknown } => free(attempts.number, word),
+            Cleared { attempts, effect: Effect::Nothing } => free(attempts.number, Effect::Nothing),
+            InDoubt(hold, _) if word == Effect::Nothing => free(hold.attempts.number, word),
+            // Its lease is over, and nobody has noticed yet that its holder is gone.
+            InProgress(hold) if word == Effect::Nothing || !strict(hold.guarantee, claimer) => free(hold.attempts.number, word),
+            InDoubt(..) | InProgress(_) | Done(_) => None,
+        },
+        _ => None,
+    }
+}
+
+/// Whether its lease has ended.
+fn over(hold: &Hold, age: Age) -> bool {
+    matches!(age, Age::Of(age) if age > hold.lease)
 }
 
 /// The literal gate: a claim writes done, any failure deletes.
 fn apply_bare(marker: Marker, operation: &Operation) -> (Change, Verdict) {
     match (operation.ask, marker) {
-        (Ask::Claim, Marker::Absent) => (Change::Write(Marker::Done(None), operation.terms.window), Verdict::Granted { attempt: 1 }),
+        (Ask::Claim, Marker::Absent) => (Change::Write(Marker::Done(None), operation.terms.window), Verdict::Granted(Attempts::new(1))),
         (Ask::Claim, _) => (Change::Keep, Verdict::Duplicate),
         (Ask::Renew, _) => (Change::Keep, Verdict::Kept),
         (Ask::Complete, _) => (Change::Keep, Verdict::Done { marker_lost: false }),
-        (Ask::Clear(_) | Ask::Reject(_) | Ask::Doubt | Ask::Resolve(_) | Ask::Forget { .. }, _) => (Change::Delete, Verdict::Kept),
+        // Whatever says that it did not happen.
+        _ => (Change::Delete, Verdict::Kept),
     }
 }
 
 /// In doubt without having been in progress: nobody finds out yet.
-fn doubted(operation: &Operation, attempt: u32) -> (Change, Verdict) {
-    let hold = own_hold(operation, attempt);
+fn doubted(operation: &Operation, attempts: Attempts) -> (Change, Verdict) {
+    let hold = own_hold(operation, attempts, Effect::Unknown);
     (Change::Write(Marker::InDoubt(hold, Doubt::Waiting), hold.horizon), Verdict::Kept)
 }
 
-fn own_hold(operation: &Operation, attempt: u32) -> Hold {
+fn own_hold(operation: &Operation, attempts: Attempts, earlier: Effect) -> Hold {
     let Terms { guarantee, lease, fingerprint, .. } = operation.terms;
-    Hold { token: operation.token, attempt, lease, horizon: operation.terms.horizon(), guarantee, fingerprint }
+    Hold { token: operation.token, attempts, earlier, lease, horizon: operation.terms.horizon(), guarantee, fingerprint }
 }
 
 /// Where the record's guarantee and the claimer's differ, the stricter decides.

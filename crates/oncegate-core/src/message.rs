@@ -74,6 +74,16 @@ impl Default for Origin {
     }
 }
 
+impl std::fmt::Display for Origin {
+    /// `topic/partition/offset`, or the name of the queue.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.position {
+            Position::Offset { partition, offset } => write!(f, "{}/{partition}/{offset}", self.name),
+            Position::Queue => f.write_str(&self.name),
+        }
+    }
+}
+
 /// A message's place in its topic or queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Position {

@@ -2,7 +2,7 @@
 
 use metrics::{Counter, counter};
 
-use crate::marker::{Finding, Verdict};
+use crate::marker::{Attempts, Finding, Verdict};
 use crate::road::{Event, Outcome, Settlement};
 
 /// `oncegate_deliveries_total{outcome=…}`: what the gate said, and what became of deliveries.
@@ -27,6 +27,7 @@ macro_rules! outcomes {
 outcomes!(
     first: "a claim was granted for a first attempt",
     reclaimed: "a claim was granted after an attempt that failed, or whose holder crashed or lost its lease",
+    after_crash: "a claim was granted, or found in doubt, of a message in whose handling a process had ended",
     duplicate: "the id was done before: accepted without a run",
     busy: "the id is held elsewhere: asked again later",
     conflict: "the id was used before for another body",
@@ -42,15 +43,21 @@ outcomes!(
     in_doubt: "settled: in the in-doubt destination, for a person",
     passed_without_gate: "handled without the gate while the store was away (Outage::PassThrough)",
     too_old: "older than max_age when it came in: an absent marker says nothing of it",
+    unknown_age: "without a timestamp, so that max_age could not be checked: taken for new",
     dropped: "let go unsettled at the end of a drain; it comes back after its lease",
 );
 
 impl Outcomes {
     /// Counts what happened to a delivery.
     pub(crate) fn happened(&self, event: Event) {
+        if let Event::Answer(Verdict::Granted(attempts) | Verdict::InDoubt(attempts)) = event
+            && attempts.crashes > 0
+        {
+            self.after_crash.increment(1);
+        }
         match event {
-            Event::Answer(Verdict::Granted { attempt: 1 }) => self.first.increment(1),
-            Event::Answer(Verdict::Granted { .. } | Verdict::InDoubt { .. }) => self.reclaimed.increment(1),
+            Event::Answer(Verdict::Granted(Attempts { number: 1, .. })) => self.first.increment(1),
+            Event::Answer(Verdict::Granted(_) | Verdict::InDoubt(_)) => self.reclaimed.increment(1),
             Event::Answer(Verdict::Busy { .. }) => self.busy.increment(1),
             Event::Answer(Verdict::Conflict) => self.conflict.increment(1),
             Event::Answer(Verdict::Lost) | Event::LeaseOver => self.fenced.increment(1),
@@ -80,6 +87,11 @@ impl Outcomes {
     /// Counts a message that is older than `max_age`.
     pub(crate) fn too_old(&self) {
         self.too_old.increment(1);
+    }
+
+    /// Counts a message whose age nobody knows.
+    pub(crate) fn unknown_age(&self) {
+        self.unknown_age.increment(1);
     }
 
     /// Counts a delivery that was let go at the end of a drain.

@@ -1,6 +1,8 @@
 //! One delivery on the road.
 
-use crate::road::{Event, History, Policy, Settlement, Stage, Step, next};
+use crate::dispatch::{Command, Dispatch, Keeps};
+use crate::marker::Token;
+use crate::road::{Event, History, Policy, Reason, Settlement, Stage};
 use crate::source::{Delivery, Settled, Story};
 
 /// One delivery on the road: moved by each step, never copied, and gone once it is settled.
@@ -11,7 +13,7 @@ pub struct Passage(Box<Travelling>);
 #[derive(Debug)]
 struct Travelling {
     delivery: Delivery,
-    stage: Stage,
+    dispatch: Dispatch,
     /// Only what failed has one.
     story: Option<Box<Story>>,
 }
@@ -19,8 +21,8 @@ struct Travelling {
 /// What a step made of a [`Passage`].
 #[derive(Debug)]
 pub enum Onward {
-    /// It goes on; this is to be done.
-    Travels(Passage, Step),
+    /// It goes on; this is to be done. Never [`Command::Settle`] or [`Command::Abandon`].
+    Travels(Passage, Command),
     /// It left the road, for the source to settle.
     Left(Settled),
     /// It was let go without a settlement, and comes back by itself.
@@ -29,24 +31,34 @@ pub enum Onward {
 
 impl Passage {
     /// A delivery at the beginning of the road.
-    pub fn new(delivery: Delivery, history: History) -> Self {
-        Self(Box::new(Travelling { delivery, stage: Stage::New(history), story: None }))
+    pub fn new(delivery: Delivery, history: History, keeps: Keeps) -> Self {
+        Self(Box::new(Travelling { delivery, dispatch: Dispatch::new(history, keeps), story: None }))
     }
 
-    /// Takes the passage one step on, as [`road::next`](crate::road::next) says.
-    pub fn next(self, event: Event, policy: &Policy) -> Onward {
+    /// Takes the passage one step on, as [`Dispatch::handle`] says.
+    pub fn handle(self, event: Event, policy: &Policy, new_token: impl FnMut(Token) -> Token) -> Onward {
         let Self(mut travelling) = self;
-        match next(travelling.stage, event, policy) {
-            (_, Step::Settle(settlement)) => {
-                let Travelling { delivery, story, .. } = *travelling;
-                let story = story.filter(|_| matches!(settlement, Settlement::Reject(_)));
+        match travelling.dispatch.handle(event, policy, new_token) {
+            Command::Settle(settlement) => {
+                let Travelling { delivery, dispatch, story } = *travelling;
+                let attempts = dispatch.attempts;
+                let story = matches!(settlement, Settlement::Reject(_)).then(|| {
+                    let mut story = story.unwrap_or_default();
+                    // The marker forgets attempts that did nothing; the delivery does not.
+                    let granted = attempts.spent().max(delivery.failures + u32::from(attempts.spent() > 0));
+                    story.attempts = match settlement {
+                        // The last grant is never run.
+                        Settlement::Reject(Reason::CrashesSpent) => granted.saturating_sub(1).saturating_add(attempts.crashes),
+                        Settlement::Reject(Reason::AttemptsSpent) if granted > policy.attempts => granted - 1,
+                        _ => granted,
+                    };
+                    story.fence = attempts.number;
+                    story
+                });
                 Onward::Left(Settled { delivery, settlement, story })
             }
-            (_, Step::Drop) => Onward::Dropped(travelling.delivery),
-            (stage, step) => {
-                travelling.stage = stage;
-                Onward::Travels(Self(travelling), step)
-            }
+            Command::Abandon => Onward::Dropped(travelling.delivery),
+            command => Onward::Travels(Self(travelling), command),
         }
     }
 
@@ -57,11 +69,83 @@ impl Passage {
 
     /// Where it stands.
     pub fn stage(&self) -> Stage {
-        self.0.stage
+        self.0.dispatch.stage()
+    }
+
+    /// Its stage and its claim.
+    pub fn dispatch(&self) -> &Dispatch {
+        &self.0.dispatch
+    }
+
+    #[cfg(oncegate_chaos)]
+    pub(crate) fn dispatch_mut(&mut self) -> &mut Dispatch {
+        &mut self.0.dispatch
+    }
+
+    /// From here on it starts nothing: [`Dispatch::leave`].
+    pub fn leave(&mut self) {
+        self.0.dispatch.leave();
+    }
+
+    /// A delivery that was held comes back: [`Dispatch::restart`].
+    pub fn restart(&mut self, history: History) {
+        self.0.delivery.failures = history.failures;
+        self.0.dispatch.restart(history);
     }
 
     /// Writes down what a person will want to know if it is dead-lettered.
     pub fn tell(&mut self, write: impl FnOnce(&mut Story)) {
         write(self.0.story.get_or_insert_default());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::marker::{Ask, Attempts, Guarantee, Verdict};
+    use crate::message::Message;
+    use crate::road::{Freshness, Outage, Outcome};
+    use crate::source::Receipt;
+
+    /// The budget was spent before this delivery, or is spent with it.
+    #[test]
+    fn a_letter_counts_runs_and_not_the_grant_over_the_budget() {
+        let (pause, guarantee) = (Duration::from_millis(1), Guarantee::EffectivelyOnce);
+        let policy = Policy {
+            guarantee,
+            attempts: 5,
+            crashes: 10,
+            retries: 0,
+            reconciles: 1,
+            parks: 1,
+            backoff: pause,
+            longest_backoff: pause,
+            outage: Outage::Hold,
+        };
+        let failed = [Event::Slot, Event::Returned(Outcome::Retry), Event::Answer(Verdict::Kept)];
+        for (number, then) in [(6, &failed[2..]), (5, &failed[..])] {
+            let delivery = Delivery { message: Message::default(), receipt: Receipt { epoch: 1, partition: 0, position: 0 }, failures: 0 };
+            let mut passage = Passage::new(delivery, History { failures: 0, freshness: Freshness::Fresh }, Keeps::Nothing);
+            let mut settled = None;
+            for event in [Event::Arrived, Event::Answer(Verdict::Granted(Attempts::new(number)))].iter().chain(then) {
+                match passage.handle(*event, &policy, |_| Token(1)) {
+                    Onward::Travels(onward, command) => {
+                        assert!(command != Command::Apply(Ask::Complete));
+                        passage = onward;
+                    }
+                    Onward::Left(left) => {
+                        settled = Some(left);
+                        break;
+                    }
+                    Onward::Dropped(_) => panic!("it was let go"),
+                }
+            }
+            let settled = settled.expect("it is rejected");
+            let story = settled.story.expect("it failed");
+            assert_eq!(settled.settlement, Settlement::Reject(Reason::AttemptsSpent));
+            assert_eq!((story.attempts, story.fence), (5, number));
+        }
     }
 }

@@ -6,19 +6,21 @@
 
 use std::time::Duration;
 
-use crate::marker::{Ask, Effect, Finding, Guarantee, Verdict};
+use crate::marker::{Ask, Attempts, Effect, Finding, Guarantee, Verdict};
 
 /// Where a delivery stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Stage {
-    /// Handed over by the source, nothing asked yet.
+    /// Handed over by the source, or its grant was withdrawn: nothing is asked.
     New(History),
     /// A claim was asked.
     Claiming(History, Parks),
     /// Waits to ask its claim again: the id is held elsewhere, or the store was not there.
     Parked(History, Parks, Asked),
-    /// A claim was asked, and its grant will be given back: the consumer drains.
-    Withdrawing(History),
+    /// A claim was asked, and its grant will be withdrawn: the consumer drains.
+    Leaving(History),
+    /// Asked to withdraw a grant: its handler was not started.
+    Withdrawing(Permit, AfterWithdrawal),
     /// Granted, not started.
     Ready(Permit),
     /// The handler runs.
@@ -83,8 +85,8 @@ pub struct Tries(pub u32);
 /// The right to handle one id now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Permit {
-    /// The attempt that the store granted: the fence.
-    pub attempt: u32,
+    /// The attempt that the store granted, whose number is the fence, and how many count.
+    pub attempts: Attempts,
     /// How many attempts of this delivery failed before and were released: the marker forgets those that did nothing.
     pub failures: u32,
 }
@@ -102,6 +104,8 @@ pub enum Cause {
     HolderGone,
     /// The message is older than `max_age`, and its marker is absent.
     TooOld,
+    /// What the store holds under its id is no marker.
+    UnreadableMarker,
 }
 
 /// What follows a doubt that was recorded.
@@ -109,8 +113,21 @@ pub enum Cause {
 pub enum AfterDoubt {
     /// Find out now.
     Reconcile,
-    /// The lease is lost: let whoever claims next find out.
+    /// The lease is lost, or the consumer drains: let whoever claims next find out.
     Release,
+    /// `reconcile` has tried in vain: to the in-doubt destination, and free for a person to resolve.
+    Reject,
+}
+
+/// What follows a grant that was withdrawn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum AfterWithdrawal {
+    /// It goes back to its source.
+    Release,
+    /// It waits, unclaimed, until it may run alone.
+    AwaitTurn,
+    /// It goes to the dead letters: this delivery failed too often, whatever becomes of others of its id.
+    Reject,
 }
 
 /// What happened to a delivery.
@@ -120,12 +137,20 @@ pub enum Event {
     Arrived,
     /// The delivery has no id.
     NoId,
+    /// What the delivery has for an id cannot be used.
+    UnusableId,
     /// The store answered the operation that was asked last.
     Answer(Verdict),
     /// The store did not answer, or its answer was lost.
     Unavailable,
+    /// The claim that was to be asked was never sent.
+    NotAsked,
+    /// The store holds something under the id that is no marker: another program wrote there.
+    UnreadableMarker,
     /// The handler may start.
     Slot,
+    /// The handler may not start: another message runs alone, because it may be the one that ends processes.
+    OtherRunsAlone,
     /// The handler is over.
     Returned(Outcome),
     /// `reconcile` is over; `None` if it did not find out.
@@ -170,6 +195,8 @@ pub enum Step {
     Reconcile,
     /// Say [`Event::Woke`] after about this long.
     Wake(Duration),
+    /// Say [`Event::Arrived`] when no other message runs alone.
+    AwaitTurn,
     /// Hand this to the source.
     Settle(Settlement),
     /// Nothing: an answer is still to come.
@@ -223,6 +250,8 @@ impl Proof {
 pub enum Reason {
     /// It has no id.
     MissingId,
+    /// What stands where its id is read from cannot be one, or it has two.
+    UnusableId,
     /// Its payload does not parse.
     Unreadable,
     /// Its id was used for another body.
@@ -231,6 +260,8 @@ pub enum Reason {
     Refused,
     /// It failed too often.
     AttemptsSpent,
+    /// Too many processes ended while they handled it.
+    CrashesSpent,
     /// It was rejected before, and not redriven since.
     RejectedBefore,
     /// It is larger than the source's limit.
@@ -240,14 +271,35 @@ pub enum Reason {
 }
 
 impl Reason {
+    /// Every reason there is, in the order of the enum.
+    pub const ALL: [Self; 15] = [
+        Self::MissingId,
+        Self::UnusableId,
+        Self::Unreadable,
+        Self::Conflict,
+        Self::Refused,
+        Self::AttemptsSpent,
+        Self::CrashesSpent,
+        Self::RejectedBefore,
+        Self::TooLarge,
+        Self::InDoubt(Cause::Said),
+        Self::InDoubt(Cause::Panicked),
+        Self::InDoubt(Cause::TimedOut),
+        Self::InDoubt(Cause::HolderGone),
+        Self::InDoubt(Cause::TooOld),
+        Self::InDoubt(Cause::UnreadableMarker),
+    ];
+
     /// The reason as it stands in headers, metrics and logs.
     pub fn as_str(&self) -> &'static str {
         match self {
             Self::MissingId => "missing-id",
+            Self::UnusableId => "unusable-id",
             Self::Unreadable => "unreadable",
             Self::Conflict => "conflict",
             Self::Refused => "refused",
             Self::AttemptsSpent => "attempts-spent",
+            Self::CrashesSpent => "crashes-spent",
             Self::RejectedBefore => "rejected-before",
             Self::TooLarge => "too-large",
             Self::InDoubt(Cause::Said) => "in-doubt-said",
@@ -255,6 +307,7 @@ impl Reason {
             Self::InDoubt(Cause::TimedOut) => "in-doubt-timed-out",
             Self::InDoubt(Cause::HolderGone) => "in-doubt-holder-gone",
             Self::InDoubt(Cause::TooOld) => "in-doubt-too-old",
+            Self::InDoubt(Cause::UnreadableMarker) => "in-doubt-unreadable-marker",
         }
     }
 
@@ -281,6 +334,8 @@ pub struct Policy {
     pub guarantee: Guarantee,
     /// How many attempts a message gets before it is dead-lettered.
     pub attempts: u32,
+    /// How many holders of a message may crash before it is dead-lettered.
+    pub crashes: u32,
     /// How often a handler is run again in place within one attempt.
     pub retries: u32,
     /// How often `reconcile` is tried.
@@ -302,16 +357,12 @@ impl Policy {
     }
 
     fn spent(&self, permit: Permit) -> bool {
-        permit.attempt.max(permit.failures.saturating_add(1)) >= self.attempts
+        permit.spent() >= self.attempts
     }
 
-    fn overspent(&self, permit: Permit) -> bool {
-        permit.attempt.max(permit.failures.saturating_add(1)) > self.attempts
-    }
-
-    /// Whether `reconcile` has had its tries too, counting those that took their process with them.
-    fn gives_up_on(&self, attempt: u32) -> bool {
-        attempt > self.attempts.saturating_add(self.reconciles)
+    /// Whether so many holders crashed that it would probably take this process with it, too.
+    fn gives_up_on(&self, attempts: Attempts) -> bool {
+        attempts.crashes > self.crashes
     }
 }
 
@@ -330,27 +381,40 @@ pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
     match (stage, event) {
         // In: to the gate.
         (New(_), NoId) => reject(Reason::MissingId),
+        (New(_), UnusableId) => reject(Reason::UnusableId),
         (New(history), Arrived) => (Claiming(history, Parks(0)), Step::ClaimAnew),
 
         // At the gate: the claim was answered.
-        (Claiming(history, _), Answer(V::Granted { attempt })) => granted(Permit { attempt, failures: history.failures }, history, policy),
-        (Claiming(_, _), Answer(V::InDoubt { attempt })) if policy.gives_up_on(attempt) => reject(Reason::InDoubt(Cause::HolderGone)),
-        (Claiming(history, _), Answer(V::InDoubt { attempt })) => {
-            (Reconciling(Permit { attempt, failures: history.failures }, Tries(0), Cause::HolderGone), Step::Reconcile)
+        (Claiming(history, _), Answer(V::Granted(attempts))) => granted(history.permit(attempts), history, policy),
+        (Claiming(history, _), Answer(V::InDoubt(attempts))) if policy.gives_up_on(attempts) => {
+            doubt(history.permit(attempts), Cause::HolderGone, AfterDoubt::Reject)
         }
-        (Claiming(history, parks), Answer(V::Busy { .. })) if parks.0 >= policy.parks => release(policy.pause(parks.0), history.failures),
+        (Claiming(history, _), Answer(V::InDoubt(attempts))) => {
+            // A tool that sent it back found no marker that would tell.
+            let too_old = history.freshness == Freshness::TooOld && attempts.crashes == 0;
+            let cause = if too_old { Cause::TooOld } else { Cause::HolderGone };
+            (Reconciling(history.permit(attempts), Tries(0), cause), Step::Reconcile)
+        }
         (Claiming(history, parks), Answer(V::Busy { remaining })) => {
-            (Parked(history, Parks(parks.0 + 1), Asked::Answered), Step::Wake(remaining.min(policy.pause(parks.0)) + A_MOMENT))
+            // Never longer than the lease, so that what a crashed holder has left is claimed within two leases.
+            let wait = remaining.min(policy.pause(parks.0)) + A_MOMENT;
+            match parks.0 >= policy.parks {
+                true => release(wait, history.failures),
+                false => (Parked(history, Parks(parks.0 + 1), Asked::Answered), Step::Wake(wait)),
+            }
         }
         (Claiming(..), Answer(V::Duplicate)) => accept(By::Duplicate),
         (Claiming(..), Answer(V::Conflict)) => reject(Reason::Conflict),
-        (Claiming(..), Answer(V::Rejected)) => reject(Reason::RejectedBefore),
+        (Claiming(..), Answer(V::Rejected { .. })) => reject(Reason::RejectedBefore),
         (Claiming(history, _), Unavailable) if passes_through(policy) => (Ungated(history), Step::Run),
         (Claiming(history, parks), Unavailable) => (Parked(history, Parks(parks.0 + 1), Asked::Unknown), wake(parks.0)),
         (Parked(history, parks, _), Woke) => (Claiming(history, parks), Step::Ask(Ask::Claim)),
 
         // The handler: it runs only while its lease lives.
         (Ready(permit), Slot) => (Running(permit, Tries(0)), Step::Run),
+        // What holds no claim cannot be blamed for a crash of the one that runs alone.
+        (Ready(permit), OtherRunsAlone) => withdraw(permit, AfterWithdrawal::AwaitTurn),
+        (Withdrawing(permit, then), Answer(_)) => withdrawn(permit, then),
         (Pausing(permit, tries), Woke) => (Running(permit, tries), Step::Run),
         (Running(permit, _), Returned(Outcome::Done)) => (Completing(permit), Step::Ask(Ask::Complete)),
         (Running(permit, tries), Returned(Outcome::Retry)) => again(permit, tries, policy),
@@ -360,17 +424,22 @@ pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
         (Running(permit, _), Returned(Outcome::Unknown(_))) if policy.spent(permit) => {
             rejecting(permit, Reason::AttemptsSpent, Effect::Unknown)
         }
-        (Running(permit, _), Returned(Outcome::Unknown(_))) => clear(permit.failed(), Effect::Unknown, policy.pause(permit.attempt)),
+        (Running(permit, _), Returned(Outcome::Unknown(_))) => {
+            clear(permit.failed(), Effect::Unknown, policy.pause(permit.attempts.spent()))
+        }
 
         // Nobody knows: ask the world.
         (Doubting(permit, cause, AfterDoubt::Reconcile), Answer(V::Kept)) => (Reconciling(permit, Tries(0), cause), Step::Reconcile),
         (Doubting(permit, _, AfterDoubt::Release), Answer(_)) => release(policy.pause(0), permit.failures),
+        (Doubting(_, cause, AfterDoubt::Reject), Answer(V::Kept)) => reject(Reason::InDoubt(cause)),
         (Reconciling(permit, _, _), Found(Some(finding))) => (Resolving(permit, finding), Step::Ask(Ask::Resolve(finding))),
-        (Reconciling(_, tries, cause), Found(None)) if tries.0 + 1 >= policy.reconciles => reject(Reason::InDoubt(cause)),
+        // A doubt that nobody looks into any more is given back, so that a person may resolve it at once.
+        (Reconciling(permit, tries, cause), Found(None)) if tries.0 + 1 >= policy.reconciles => doubt(permit, cause, AfterDoubt::Reject),
         (Reconciling(permit, tries, cause), Found(None)) => (ReconcilePausing(permit, Tries(tries.0 + 1), cause), wake(tries.0)),
         (ReconcilePausing(permit, tries, cause), Woke) => (Reconciling(permit, tries, cause), Step::Reconcile),
         (Resolving(_, Finding::Happened), Answer(V::Done { .. })) => accept(By::Resolved),
-        (Resolving(permit, Finding::DidNotHappen), Answer(V::Kept)) => look_again(permit.failed()),
+        // The marker counts the runs; a doubt that another left is none of this delivery's.
+        (Resolving(permit, Finding::DidNotHappen), Answer(V::Kept)) => look_again(permit),
 
         // Out: the verdict stands before the settlement.
         (Completing(_), Answer(V::Done { .. })) => accept(By::Completed),
@@ -395,9 +464,23 @@ pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
         (Reconciling(permit, ..) | ReconcilePausing(permit, ..), LeaseOver) => release(policy.pause(0), permit.failures),
         (Ungated(history), LeaseOver) => release(policy.pause(0), history.failures), // it holds none: never
 
+        // Nothing is written over what another program may need: this id alone is out of order.
+        (Rejecting(_, reason, _), UnreadableMarker) => reject(reason),
+        (Clearing(permit, _, after), UnreadableMarker) => release(after, permit.failures),
+        (Leaving(history), UnreadableMarker) => release(Duration::ZERO, history.failures),
+        (Withdrawing(permit, then), UnreadableMarker) => withdrawn(permit, then),
+        (Doubting(permit, _, AfterDoubt::Release), UnreadableMarker) => release(policy.pause(0), permit.failures),
+        (Claiming(..) | Doubting(..) | Resolving(..) | Completing(_), UnreadableMarker) => reject(Reason::InDoubt(Cause::UnreadableMarker)),
+
+        // Nobody waits for the store: effectively once takes over what the claim may have left.
+        (Leaving(history), Unavailable) if passes_through(policy) => release(Duration::ZERO, history.failures),
+
         // The store is away: whatever was asked is asked again, with the same token.
-        (Withdrawing(_) | Doubting(..) | Resolving(..) | Completing(_) | Clearing(..) | Rejecting(..), Unavailable) => (stage, wake(3)),
-        (Withdrawing(_), Woke) => (stage, Step::Ask(Ask::Claim)),
+        (Leaving(_) | Withdrawing(..) | Doubting(..) | Resolving(..) | Completing(_) | Clearing(..) | Rejecting(..), Unavailable) => {
+            (stage, wake(3))
+        }
+        (Leaving(_), Woke) => (stage, Step::Ask(Ask::Claim)),
+        (Withdrawing(..), Woke) => (stage, Step::Ask(Ask::Withdraw)),
         (Doubting(..), Woke) => (stage, Step::Ask(Ask::Doubt)),
         (Resolving(_, finding), Woke) => (stage, Step::Ask(Ask::Resolve(finding))),
         (Completing(_), Woke) => (stage, Step::Ask(Ask::Complete)),
@@ -406,15 +489,16 @@ pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
 
         // The consumer drains: what has not started is given back, what runs may finish.
         (New(history) | Parked(history, _, Asked::Answered), Drain) => release(Duration::ZERO, history.failures),
-        (Claiming(history, _), Drain) => (Withdrawing(history), Step::Wait),
-        (Parked(history, _, Asked::Unknown), Drain) => (Withdrawing(history), Step::Ask(Ask::Claim)),
-        (Withdrawing(history), Answer(V::Granted { attempt })) => {
-            clear(Permit { attempt, failures: history.failures }, Effect::Nothing, Duration::ZERO)
-        }
-        (Withdrawing(_), Answer(V::Duplicate)) => accept(By::Duplicate),
-        (Withdrawing(history), Answer(_)) => release(Duration::ZERO, history.failures),
-        (Ready(permit) | Pausing(permit, _), Drain) => clear(permit, Effect::Nothing, Duration::ZERO),
-        (ReconcilePausing(permit, ..), Drain) => release(Duration::ZERO, permit.failures),
+        (Claiming(history, _), Drain) => (Leaving(history), Step::Wait),
+        (Parked(history, _, Asked::Unknown), Drain) => (Leaving(history), Step::Ask(Ask::Claim)),
+        (Leaving(history), Answer(V::Granted(attempts))) => withdraw(history.permit(attempts), AfterWithdrawal::Release),
+        (Leaving(history), Answer(V::InDoubt(attempts))) => doubt(history.permit(attempts), Cause::HolderGone, AfterDoubt::Release),
+        (Leaving(history), NotAsked) => release(Duration::ZERO, history.failures),
+        (Leaving(_), Answer(V::Duplicate)) => accept(By::Duplicate),
+        (Leaving(history), Answer(_)) => release(Duration::ZERO, history.failures),
+        (Ready(permit), Drain) => withdraw(permit, AfterWithdrawal::Release),
+        (Pausing(permit, _), Drain) => clear(permit, Effect::Nothing, Duration::ZERO),
+        (ReconcilePausing(permit, _, cause), Drain) => doubt(permit, cause, AfterDoubt::Release),
         (Settled, _) => (Settled, Step::Wait),
         (_, DrainOver) => (Settled, Step::Drop),
 
@@ -427,10 +511,17 @@ pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
 const A_MOMENT: Duration = Duration::from_millis(2);
 
 fn granted(permit: Permit, history: History, policy: &Policy) -> (Stage, Step) {
-    if policy.overspent(permit) {
+    if policy.gives_up_on(permit.attempts) {
+        return rejecting(permit, Reason::CrashesSpent, Effect::Nothing);
+    }
+    if permit.attempts.spent() > policy.attempts {
         return rejecting(permit, Reason::AttemptsSpent, Effect::Nothing);
     }
-    if policy.guarantee == Guarantee::AtMostOnce && permit.attempt == 1 && history.freshness == Freshness::TooOld {
+    // The delivery alone has failed too often: an operator may have freed the id since, for another copy.
+    if permit.spent() > policy.attempts {
+        return withdraw(permit, AfterWithdrawal::Reject);
+    }
+    if policy.guarantee == Guarantee::AtMostOnce && permit.attempts.number == 1 && history.freshness == Freshness::TooOld {
         return doubt(permit, Cause::TooOld, AfterDoubt::Reconcile);
     }
     (Stage::Ready(permit), Step::Queue)
@@ -466,6 +557,19 @@ fn clear(permit: Permit, effect: Effect, after: Duration) -> (Stage, Step) {
     (Stage::Clearing(permit, effect, after), Step::Ask(Ask::Clear(effect)))
 }
 
+fn withdraw(permit: Permit, then: AfterWithdrawal) -> (Stage, Step) {
+    (Stage::Withdrawing(permit, then), Step::Ask(Ask::Withdraw))
+}
+
+fn withdrawn(permit: Permit, then: AfterWithdrawal) -> (Stage, Step) {
+    match then {
+        AfterWithdrawal::Release => release(Duration::ZERO, permit.failures),
+        // Its next claim has a token of its own: a withdrawal that arrives late must not match it.
+        AfterWithdrawal::Reject => reject(Reason::AttemptsSpent),
+        AfterWithdrawal::AwaitTurn => (Stage::New(permit.history()), Step::AwaitTurn),
+    }
+}
+
 fn rejecting(permit: Permit, reason: Reason, effect: Effect) -> (Stage, Step) {
     (Stage::Rejecting(permit, reason, effect), Step::Ask(Ask::Reject(effect)))
 }
@@ -478,10 +582,22 @@ fn look_again(permit: Permit) -> (Stage, Step) {
     (Stage::Claiming(permit.history(), Parks(0)), Step::ClaimAnew)
 }
 
+impl History {
+    fn permit(self, attempts: Attempts) -> Permit {
+        Permit { attempts, failures: self.failures }
+    }
+}
+
 impl Permit {
-    /// Whether an earlier holder may have crashed on this message: the store counted attempts that did not fail.
-    pub fn follows_a_crash(self) -> bool {
-        self.attempt > self.failures.saturating_add(1)
+    /// Whether it may be this message that ends processes: two ended while they handled it. One that ended says little of the many
+    /// messages that it had in flight.
+    pub fn runs_alone(self) -> bool {
+        self.attempts.crashes >= 2
+    }
+
+    /// How many attempts count towards the budget, this one among them.
+    fn spent(self) -> u32 {
+        self.attempts.spent().max(self.failures.saturating_add(1))
     }
 
     fn history(self) -> History {

@@ -91,7 +91,9 @@ impl<H: Handler, D: Decode> Runner<H, D> {
         let work = std::pin::pin!(caught(async {
             let payload = self.decode.decode::<H::Payload>(&cx.message).map_err(|error| error.to_string())?;
             fault::point("reconcile.before");
-            let found = self.handler.reconcile(payload, &cx).await.map_err(|failure| failure.to_string());
+            let found = self.handler.reconcile(payload, &cx).await.map_err(|failure| match failure {
+                Failure::Retry(cause) | Failure::Reject(cause) | Failure::InDoubt(cause) => cause.to_string(),
+            });
             fault::point("reconcile.after");
             found
         }));

@@ -75,6 +75,7 @@ pub(crate) struct Settings {
     /// Where the lease goes by how long handlers run.
     pub(crate) shortest_lease: Option<Duration>,
     pub(crate) attempts: u32,
+    pub(crate) max_crashes: u32,
     pub(crate) retries: u32,
     pub(crate) backoff: Duration,
     pub(crate) longest_backoff: Duration,
@@ -112,6 +113,7 @@ impl Default for Settings {
             lease: defaults::LEASE,
             shortest_lease: None,
             attempts: defaults::ATTEMPTS,
+            max_crashes: defaults::MAX_CRASHES,
             retries: defaults::RETRIES,
             backoff: defaults::BACKOFF,
             longest_backoff: defaults::LONGEST_BACKOFF,
@@ -191,6 +193,10 @@ impl Settings {
                 );
             }
         }
+        if self.max_crashes < 2 {
+            let problem = format!("{}: a message runs alone from the second crash on, and would not be given the chance", self.max_crashes);
+            return wrong("max_crashes", problem, "set at least 2");
+        }
         if self.backoff < Duration::from_millis(1) {
             return wrong("backoff", format!("{:?} would ask a store that is away without a pause", self.backoff), "set at least 1 ms");
         }
@@ -240,6 +246,7 @@ impl Settings {
         let mut policy = Policy {
             guarantee: self.guarantee,
             attempts: self.attempts,
+            crashes: self.max_crashes,
             retries: self.retries,
             reconciles: self.reconciles,
             parks: 0,

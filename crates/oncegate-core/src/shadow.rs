@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use metrics::{Counter, counter};
 
-use crate::marker::{Ask, Guarantee, Operation, Token, Verdict};
+use crate::marker::{Ask, Attempts, Guarantee, Operation, Token, Verdict};
 use crate::metric;
 use crate::store::{Memory, Store, StoreError};
 
@@ -239,21 +239,21 @@ impl Shared {
     fn granted(&self, operation: &Operation, answer: Option<Verdict>) -> Verdict {
         self.report.0.claims.fetch_add(1, Ordering::Relaxed);
         let would = match answer {
-            Some(granted @ Verdict::Granted { .. }) => return granted,
+            Some(granted @ Verdict::Granted(_)) => return granted,
             // The store holds it for this claim: it may be told how it ends.
-            Some(Verdict::InDoubt { attempt }) => {
+            Some(Verdict::InDoubt(attempts)) => {
                 self.count(Would::Doubt);
-                return Verdict::Granted { attempt };
+                return Verdict::Granted(attempts);
             }
             Some(Verdict::Busy { .. }) => Would::Wait,
             Some(Verdict::Conflict) => Would::Conflict,
-            Some(Verdict::Rejected) => Would::Reject,
+            Some(Verdict::Rejected { .. }) => Would::Reject,
             Some(Verdict::Duplicate | Verdict::Kept | Verdict::Done { .. } | Verdict::Lost) => Would::Accept,
             None => Would::Pause,
         };
         self.count(would);
         self.ours().insert(operation.token);
-        Verdict::Granted { attempt: 1 }
+        Verdict::Granted(Attempts::new(1))
     }
 
     fn count(&self, would: Would) {

@@ -1,11 +1,11 @@
 //! The contract of a source: where deliveries come from, and where settlements go.
 
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use async_trait::async_trait;
 
-use crate::message::Message;
-use crate::road::Settlement;
+use crate::message::{Message, Origin};
+use crate::road::{Reason, Settlement};
 use crate::store::Cause;
 
 /// Where deliveries come from, and where settlements go.
@@ -45,6 +45,12 @@ pub trait Source: Send {
     /// What could not be finished; it will be delivered again.
     async fn close(self: Box<Self>, deadline: Instant) -> Result<(), SourceError>;
 
+    /// Where a delivery of this origin goes that is rejected for this reason, for the log; `None` where that has no name.
+    fn destination(&self, origin: &Origin, reason: &Reason) -> Option<String> {
+        let _ = (origin, reason);
+        None
+    }
+
     /// What each delivery is ordered by, unless the user chose otherwise.
     fn default_order(&self) -> Order {
         Order::Unordered
@@ -62,6 +68,12 @@ pub trait Source: Send {
 }
 
 /// A description of a source that can be opened: what a user hands to the consumer.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a source of messages",
+    label = "this is no source",
+    note = "hand over one of `Kafka::topic(…)`, `RabbitMq::queue(…)` and `MemoryBroker::source()`; the first two need the features `kafka` and `rabbitmq`",
+    note = "`()` says that the consumer was given no source: call `.source(…)`"
+)]
 #[async_trait]
 pub trait Open: Send {
     /// What it opens.
@@ -179,8 +191,11 @@ pub struct Settled {
 pub struct Story {
     /// The id, where one could be read.
     pub id: Option<String>,
-    /// How many attempts were granted.
+    /// How many attempts count towards the budget, without a grant over it, which is not run.
     pub attempts: u32,
+    /// The highest number of an attempt that is known of its id: after a redrive, attempts go on above it; 0 if
+    /// none was granted.
+    pub fence: u32,
     /// The first error, cut to 1,000 bytes.
     pub first_error: Option<String>,
     /// The last error, cut to 1,000 bytes.
@@ -224,13 +239,19 @@ impl SourceError {
 }
 
 /// The headers that oncegate writes on dead letters, in-doubt messages and delayed copies.
+///
+/// A producer can write them, too. So a source copies only [`kept_headers`] of a message onto its dead letter, and adds its own.
 pub mod headers {
+    /// The prefix of all their names.
+    pub const PREFIX: &str = "oncegate-";
     /// Why the message was rejected: [`Reason::as_str`](crate::road::Reason::as_str).
     pub const REASON: &str = "oncegate-reason";
     /// The id that the gate used.
     pub const ID: &str = "oncegate-id";
-    /// How many attempts were granted.
+    /// How many attempts count towards the budget, without a grant over it, which is not run.
     pub const ATTEMPTS: &str = "oncegate-attempts";
+    /// The number of the last attempt that was granted; left out if none was.
+    pub const FENCE: &str = "oncegate-fence";
     /// The first error.
     pub const FIRST_ERROR: &str = "oncegate-first-error";
     /// The last error.
@@ -243,19 +264,71 @@ pub mod headers {
     pub const FIRST_SEEN: &str = "oncegate-first-seen";
 }
 
-/// The headers of a rejected delivery, in the order in which they are written: name and value.
+/// Whether a header of this name is reserved for oncegate. Names are compared byte by byte, as Kafka and RabbitMQ do.
+pub fn is_reserved(name: &[u8]) -> bool {
+    name.starts_with(headers::PREFIX.as_bytes())
+}
+
+/// The headers of a message that its dead letter keeps: all but the reserved ones. Those were forged by a producer, or describe an
+/// earlier delivery.
+pub fn kept_headers(message: &Message) -> impl Iterator<Item = (&[u8], Option<&[u8]>)> {
+    message.headers.iter().filter(|(name, _)| !is_reserved(name))
+}
+
+/// When a message was first seen, in milliseconds since 1970: the earlier of its own timestamp and [`headers::FIRST_SEEN`]. So a producer
+/// that writes the header can make its message older, never younger.
+pub fn first_seen(message: &Message) -> Option<u64> {
+    let header = message.headers.last(headers::FIRST_SEEN).and_then(|value| std::str::from_utf8(value).ok()?.parse().ok());
+    let sent = message.sent_at.and_then(|at| u64::try_from(at.duration_since(UNIX_EPOCH).ok()?.as_millis()).ok());
+    header.into_iter().chain(sent).min()
+}
+
+/// The headers that a source writes onto a rejected delivery, in this order, beside its [`kept_headers`]: name and value.
 pub fn rejection_headers(delivery: &Delivery, reason: &crate::road::Reason, story: Option<&Story>) -> Vec<(&'static str, String)> {
-    use crate::message::Position;
     let story = story.cloned().unwrap_or_default();
-    let origin = &delivery.message.origin;
-    let origin = match origin.position {
-        Position::Offset { partition, offset } => format!("{}/{partition}/{offset}", origin.name),
-        Position::Queue => origin.name.to_string(),
-    };
+    let origin = delivery.message.origin.to_string();
     let mut written =
         vec![(headers::REASON, reason.as_str().to_owned()), (headers::ATTEMPTS, story.attempts.to_string()), (headers::ORIGIN, origin)];
+    written.extend((story.fence > 0).then(|| (headers::FENCE, story.fence.to_string())));
     written.extend(story.id.map(|id| (headers::ID, id)));
     written.extend(story.first_error.map(|error| (headers::FIRST_ERROR, error)));
     written.extend(story.last_error.map(|error| (headers::LAST_ERROR, error)));
+    written.extend(first_seen(&delivery.message).map(|at| (headers::FIRST_SEEN, at.to_string())));
     written
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::message::HeadersBuilder;
+    use crate::road::Reason;
+
+    #[test]
+    fn forged_headers_are_stripped_from_dead_letters() {
+        let mut builder = HeadersBuilder::default();
+        let mine: [(&[u8], Option<&[u8]>); 5] =
+            [(b"id", Some(b"1")), (b"oncegate", Some(b"2")), (b"Oncegate-Id", Some(b"3")), (b"\xffoncegate-id", None), (b"id", None)];
+        let forged: [&[u8]; 5] = [b"oncegate-id", b"oncegate-id", b"oncegate-", b"oncegate-of-a-later-release", b"oncegate-\xff"];
+        mine.iter().for_each(|(name, value)| builder.push(name, *value));
+        forged.iter().for_each(|name| builder.push(name, Some(b"victim")));
+        let message = Message { headers: builder.finish(), ..Message::default() };
+        assert_eq!(kept_headers(&message).collect::<Vec<_>>(), mine);
+        let delivery = Delivery { message, receipt: Receipt { epoch: 1, partition: 0, position: 0 }, failures: 0 };
+        let written = rejection_headers(&delivery, &Reason::MissingId, None);
+        assert_eq!(written.iter().map(|(name, _)| *name).collect::<Vec<_>>(), [headers::REASON, headers::ATTEMPTS, headers::ORIGIN]);
+        assert!(written.iter().all(|(name, value)| is_reserved(name.as_bytes()) && value != "victim"));
+    }
+
+    #[test]
+    fn a_header_makes_a_message_older_and_never_younger() {
+        let seen = |header: Option<&[u8]>, sent: Option<u64>| {
+            let message = header.map_or_else(Message::default, |value| Message::default().with_header(headers::FIRST_SEEN, value));
+            first_seen(&Message { sent_at: sent.map(|ms| UNIX_EPOCH + Duration::from_millis(ms)), ..message })
+        };
+        assert_eq!((seen(None, None), seen(None, Some(7)), seen(Some(b"7"), None)), (None, Some(7), Some(7)));
+        assert_eq!((seen(Some(b"7"), Some(9)), seen(Some(b"9"), Some(7))), (Some(7), Some(7)));
+        for nonsense in [&b"soon"[..], b"", b"-1", b"\xff", b"99999999999999999999"] {
+            assert_eq!(seen(Some(nonsense), Some(7)), Some(7), "{nonsense:?}");
+        }
+    }
 }

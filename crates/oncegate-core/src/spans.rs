@@ -135,9 +135,11 @@ pub(crate) fn asked(ask: &Ask, id: Option<&MessageId>, attempt: u32, delivery: O
         Ask::Renew => span!("oncegate.renew"),
         Ask::Complete => span!("oncegate.complete"),
         Ask::Clear(_) => span!("oncegate.clear"),
+        Ask::Withdraw => span!("oncegate.withdraw"),
         Ask::Reject(_) => span!("oncegate.reject"),
         Ask::Doubt => span!("oncegate.doubt"),
         Ask::Resolve(_) => span!("oncegate.resolve"),
+        Ask::SendBack { .. } => span!("oncegate.send_back"),
         Ask::Forget { .. } => span!("oncegate.forget"),
     };
     if let Some(delivery) = delivery {

@@ -72,19 +72,22 @@ pub struct Held {
     pub doing: Doing,
     /// The number of the attempt, from 1; 0 before its first claim is granted.
     pub attempt: u32,
+    /// How many processes ended while they handled it, or lost its lease.
+    pub crashes: u32,
 }
 
 /// What a delivery waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Doing {
-    /// Another delivery of its key or partition is before it, or it rests after an attempt that failed.
+    /// Another delivery of its key or partition is before it, it rests after an attempt that failed, or two processes ended while they
+    /// handled it, and such messages run one at a time.
     Waiting,
     /// The store: whether its id may be handled.
     Claiming,
     /// Its id is held elsewhere, or the store is away; the claim is asked again later.
     Parked,
-    /// Its turn: an earlier attempt may have crashed, and such deliveries run one at a time.
+    /// A free place for its handler, or, if it is to run alone, the claims that are under way.
     Ready,
     /// The handler.
     Handling,
@@ -100,15 +103,18 @@ impl Doing {
     pub(crate) fn of(stage: Stage) -> Self {
         match stage {
             Stage::New(_) | Stage::Settled => Self::Waiting,
-            Stage::Claiming(..) | Stage::Withdrawing(_) => Self::Claiming,
+            Stage::Claiming(..) | Stage::Leaving(_) => Self::Claiming,
             Stage::Parked(..) => Self::Parked,
             Stage::Ready(_) => Self::Ready,
             Stage::Running(..) | Stage::Ungated(_) => Self::Handling,
             Stage::Pausing(..) => Self::Pausing,
             Stage::Reconciling(..) | Stage::ReconcilePausing(..) => Self::Reconciling,
-            Stage::Doubting(..) | Stage::Resolving(..) | Stage::Completing(_) | Stage::Clearing(..) | Stage::Rejecting(..) => {
-                Self::Recording
-            }
+            Stage::Withdrawing(..)
+            | Stage::Doubting(..)
+            | Stage::Resolving(..)
+            | Stage::Completing(_)
+            | Stage::Clearing(..)
+            | Stage::Rejecting(..) => Self::Recording,
         }
     }
 
@@ -199,6 +205,9 @@ impl fmt::Display for Held {
             write!(f, "/{partition} at {offset}")?;
         }
         write!(f, ": {} since {}s", self.doing.as_str(), self.since.as_secs())?;
-        if self.attempt > 0 { write!(f, ", attempt {}", self.attempt) } else { Ok(()) }
+        if self.attempt > 0 {
+            write!(f, ", attempt {}", self.attempt)?;
+        }
+        if self.crashes > 0 { write!(f, ", {} crashes", self.crashes) } else { Ok(()) }
     }
 }

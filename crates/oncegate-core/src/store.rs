@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
-use crate::marker::{Guarantee, Operation, Verdict};
+use crate::marker::{Guarantee, Marker, Operation, Verdict};
 
 /// Remembers ids.
 ///
@@ -15,6 +15,12 @@ use crate::marker::{Guarantee, Operation, Verdict};
 ///   stand. One bad operation spoils no other.
 /// - Dropping the future leaves each operation applied or not: its outcome is unknown, and asking again is safe.
 /// - Nothing waits for ever: an answer that does not come in time is [`StoreError::Unknown`].
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a store",
+    label = "this is no store",
+    note = "hand over one of `Redis::at(…)`, `Sqlite::file(…)` and `MemoryStore::new()`; the first two need the features `redis` and `sqlite`",
+    note = "`()` says that no store was given: call `.store(…)`"
+)]
 #[async_trait]
 pub trait Store: Send + Sync {
     /// Applies the operations and answers each.
@@ -78,11 +84,14 @@ pub enum Memory {
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
     /// Nothing was applied: ask again later.
-    #[error("the store did not apply the operation: {0}")]
+    #[error("the store changed nothing, and asking again is safe: {0}")]
     NotApplied(#[source] Cause),
     /// It may have been applied: ask again with the same token.
-    #[error("the store's answer is unknown: {0}")]
+    #[error("no answer from the store, which may have made the change; asking again is safe: {0}")]
     Unknown(#[source] Cause),
+    /// What is stored under this key is no marker that this release can read. It concerns this id alone, and nothing was changed.
+    #[error("unreadable marker: {0}")]
+    UnreadableMarker(#[source] Cause),
     /// It will never work like this: stop, and tell a person what to change.
     #[error("the store is misconfigured: {0}")]
     Misconfigured(#[source] Cause),
@@ -93,3 +102,32 @@ pub type Cause = Box<dyn std::error::Error + Send + Sync>;
 
 /// How long a store may take for one apply, where it has no better figure of its own.
 pub const APPLY_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// A marker, and how long it stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Standing {
+    /// What stands under the key.
+    pub marker: Marker,
+    /// When the key expires; `None` without an expiry, and where there is no key.
+    pub expires_in: Option<Duration>,
+}
+
+impl Standing {
+    /// How long ago a marker in progress or in doubt was last written, by the server's clock. `None` of others, whose
+    /// records do not tell, and where the expiry was not set by this protocol alone.
+    pub fn age(&self) -> Option<Duration> {
+        match self.marker {
+            Marker::InProgress(hold) | Marker::InDoubt(hold, _) => hold.horizon.checked_sub(self.expires_in?),
+            _ => None,
+        }
+    }
+}
+
+/// One key of a page.
+#[derive(Debug)]
+pub struct Listed {
+    /// The key without the prefix: the id, behind its scope and `|` where there is one.
+    pub name: String,
+    /// The marker; an error if the key holds none that this release can read.
+    pub standing: Result<Standing, StoreError>,
+}

@@ -135,7 +135,7 @@ async fn a_failure_that_did_nothing_runs_again_and_is_then_dead_lettered() {
     assert_eq!(world.effects(), 1);
     assert_eq!(world.marker("a"), Marker::Done(Some(Fingerprint::of(b"\"retry once\""))));
     assert_eq!(world.reasons(), [Reason::AttemptsSpent]);
-    assert!(matches!(world.marker("b"), Marker::Rejected(_)));
+    assert!(matches!(world.marker("b"), Marker::Rejected { .. }));
     let letter = world.broker.dead_letters().remove(0);
     let story = letter.story.expect("a story");
     assert_eq!((story.id.as_deref(), story.attempts), (Some("b"), 2));
@@ -148,12 +148,16 @@ async fn what_cannot_be_read_or_has_no_id_goes_to_the_dead_letters_and_the_rest_
     world.broker.publish(Message::new("{not json").with_header("id", "broken"));
     world.broker.publish(Message::new("\"no id\""));
     world.broker.publish(Message::new("\"empty id\"").with_header("id", ""));
+    world.broker.publish(Message::new("\"two ids\"").with_header("id", "a").with_header("id", "b"));
     world.publish("refused", "refuse");
     world.publish("good", "work");
     world.drain(Guarantee::EffectivelyOnce).await;
+    let letters = world.broker.dead_letters();
+    let story = letters.into_iter().find(|letter| letter.reason == Reason::UnusableId).and_then(|letter| letter.story);
+    assert!(story.and_then(|story| story.first_error).expect("what was found").contains("header `id` is ambiguous"));
     let mut reasons = world.reasons();
     reasons.sort_by_key(|reason| reason.as_str());
-    assert_eq!(reasons, [Reason::MissingId, Reason::MissingId, Reason::Refused, Reason::Unreadable]);
+    assert_eq!(reasons, [Reason::MissingId, Reason::MissingId, Reason::Refused, Reason::Unreadable, Reason::UnusableId]);
     assert_eq!(world.effects(), 1);
 }
 
@@ -252,7 +256,7 @@ async fn a_change_of_terms_while_consumers_run_keeps_the_promise() {
         let case = format!("{old:?} {old_lease:?} to {new:?} {new_lease:?}");
         let world = World::new();
         world.publish("crashed-on", "slow");
-        let doomed = tokio::spawn(world.consumer(old).lease(old_lease).run_until(std::future::pending()));
+        let doomed = tokio::spawn(world.consumer(old).lease(old_lease).run_until(std::future::pending::<()>()));
         while world.runs() == 0 {
             tokio::task::yield_now().await;
         }
@@ -272,7 +276,7 @@ async fn a_change_of_terms_while_consumers_run_keeps_the_promise() {
                 assert_eq!(runs, 1, "a lease of a minute was taken for one of {short:?}");
             }
         };
-        let others = world.consumer(old).lease(old_lease).window(Duration::from_secs(3600)).run_until(std::future::pending());
+        let others = world.consumer(old).lease(old_lease).window(Duration::from_secs(3600)).run_until(std::future::pending::<()>());
         let others = tokio::spawn(others);
         world.consumer(new).lease(new_lease).window(Duration::from_secs(7200)).run_until(shutdown).await.expect("a clean end");
         others.abort();
@@ -370,7 +374,7 @@ async fn wrong_settings_are_refused_with_the_setting_and_what_to_do() {
     let error = forgetful()
         .id(IdSource::key())
         .guarantee(Guarantee::AtMostOnce)
-        .run_until(std::future::pending())
+        .run_until(std::future::pending::<()>())
         .await
         .expect_err("a forgetful store");
     assert!(matches!(error, Error::ForgetfulStore(_)), "{error}");
@@ -522,60 +526,4 @@ async fn where_time_is_paused_each_run_has_its_whole_time() {
         .handler(Slept);
     consumer.run_until(async move { all.drained().await }).await.expect("a clean end");
     assert_eq!(broker.dead_letters(), []);
-}
-
-/// A store that takes ten milliseconds for each call, and writes down how much it was asked at once.
-#[derive(Clone, Default)]
-struct TakesItsTime {
-    store: MemoryStore,
-    asked: Arc<Mutex<Vec<usize>>>,
-}
-
-#[async_trait]
-impl Store for TakesItsTime {
-    async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
-        self.asked.lock().expect("no panic inside").push(operations.len());
-        tokio::time::sleep(Duration::from_millis(10)).await;
-        self.store.apply(operations).await
-    }
-}
-
-#[tokio::test(start_paused = true)]
-async fn a_message_waits_for_no_other_to_be_asked_for_with_it() {
-    let (broker, store) = (MemoryBroker::new("q"), TakesItsTime::default());
-    let asked = store.asked.clone();
-    let publish = |broker: &MemoryBroker, id: String| broker.publish(Message::new("x").with_message_id(id));
-    let (source, messages) = (broker.source(), broker.clone());
-    let all_sent = async move {
-        for number in 0..20 {
-            let begun = tokio::time::Instant::now();
-            publish(&messages, format!("alone-{number}"));
-            messages.drained().await;
-            assert_eq!(begun.elapsed(), Duration::from_millis(20), "a claim and a completion");
-        }
-        assert_eq!(std::mem::take(&mut *asked.lock().expect("no panic inside")), [1; 40]);
-        // What comes while the store is busy is asked for together, as soon as it has answered.
-        let begun = tokio::time::Instant::now();
-        publish(&messages, "first".to_owned());
-        tokio::time::sleep(Duration::from_millis(5)).await;
-        (0..20).for_each(|number| publish(&messages, format!("meanwhile-{number}")));
-        messages.drained().await;
-        assert_eq!(begun.elapsed(), Duration::from_millis(30));
-        assert_eq!(*asked.lock().expect("no panic inside"), [1, 21, 20]);
-    };
-    let consumer = Consumer::builder().source(source).store(store).id(IdSource::message_id()).decode(RawBytes).handler(AtOnce);
-    consumer.run_until(all_sent).await.expect("a clean end");
-    assert_eq!(broker.dead_letters(), []);
-}
-
-/// A handler that is over at once.
-struct AtOnce;
-
-#[async_trait]
-impl Handler for AtOnce {
-    type Payload = Raw;
-
-    async fn handle(&self, _: Raw, _: &Context) -> Result<(), Failure> {
-        Ok(())
-    }
 }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use oncegate_core::marker::{Ask, Effect, Marker, Operation, Terms, Token, Verdict};
+use oncegate_core::marker::{Ask, Attempts, Effect, Marker, Operation, Terms, Token, Verdict};
 use oncegate_core::road::Reason;
 use oncegate_core::*;
 
@@ -174,6 +174,30 @@ async fn what_passed_without_the_gate_is_done_when_the_store_is_back() {
     assert_eq!(handler.runs.load(Ordering::Relaxed), 1);
 }
 
+/// The store is back, and busy with another message while the first one ends and its copy comes: then the copy's claim and the late
+/// completion are due together.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_copy_of_what_passed_without_the_gate_is_not_run_once_the_store_is_back() {
+    let (broker, handler) = (one(), Slow { takes: ms(1500), ..Slow::default() });
+    let store = Faulty::new(|operation, call| match operation.key.as_str() {
+        "a" if call == 0 => Fault::Away,
+        "slow" if operation.ask == Ask::Claim => Fault::Late(ms(800)),
+        _ => Fault::None,
+    });
+    let (all, markers) = (broker.clone(), store.store.clone());
+    let until = async move {
+        for (after, id) in [(1000, "quick"), (100, "slow"), (500, "a")] {
+            tokio::time::sleep(ms(after)).await;
+            all.publish(message(id));
+        }
+        all.drained().await;
+    };
+    let run = consumer(&broker, store, handler.clone()).outage(Outage::PassThrough).lease(ms(6000)).run_until(until);
+    run.await.expect("a clean end");
+    assert_eq!(markers.marker(&key("a")).0, Marker::Done(None));
+    assert_eq!(handler.runs.load(Ordering::Relaxed), 3, "each id once");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_store_that_is_away_is_asked_a_few_times_a_second_and_found_again() {
     let broker = broker((0..3000).map(|id| id.to_string()));
@@ -239,7 +263,7 @@ async fn a_panic_in_a_drop_is_an_unknown_outcome_and_no_hang() {
 }
 
 #[tokio::test]
-async fn a_panic_of_the_function_that_reads_the_id_is_a_missing_id() {
+async fn a_panic_of_the_function_that_reads_the_id_is_an_unusable_id() {
     let broker = broker(["bad".to_owned(), "good".to_owned()]);
     let (handler, all) = (Slow::default(), broker.clone());
     let id = IdSource::by(|message| {
@@ -249,7 +273,7 @@ async fn a_panic_of_the_function_that_reads_the_id_is_a_missing_id() {
     });
     consumer(&broker, MemoryStore::new(), handler.clone()).id(id).run_until(async move { all.drained().await }).await.expect("a clean end");
     let letter = broker.dead_letters().remove(0);
-    assert_eq!(letter.reason, Reason::MissingId);
+    assert_eq!(letter.reason, Reason::UnusableId);
     let said = letter.story.and_then(|story| story.first_error).expect("a story");
     assert!(said.contains("an id that nobody expected"), "{said}");
     assert_eq!(handler.runs.load(Ordering::Relaxed), 1);
@@ -283,7 +307,8 @@ async fn settings_beyond_every_clock_are_refused() {
         ("window", |it| it.window(Duration::MAX)),
     ];
     for (setting, set) in wrong {
-        let error = set(consumer(&one(), MemoryStore::new(), Slow::default())).run_until(std::future::pending()).await.expect_err(setting);
+        let error =
+            set(consumer(&one(), MemoryStore::new(), Slow::default())).run_until(std::future::pending::<()>()).await.expect_err(setting);
         assert!(error.to_string().starts_with(setting), "{error}");
     }
     let most = Duration::from_secs(3650 * 24 * 3600);
@@ -436,7 +461,7 @@ async fn who_waited_long_for_its_turn_has_the_whole_time_for_its_run() {
     for id in &ids {
         let crashed = Terms { guarantee: Guarantee::EffectivelyOnce, lease: ms(1), window: ms(60_000), fingerprint: None };
         let claim = Operation { key: key(id), ask: Ask::Claim, token: Token(7), attempt: 0, terms: crashed };
-        assert!(matches!(store.apply(&[claim]).await[..], [Ok(Verdict::Granted { attempt: 1 })]));
+        assert!(matches!(store.apply(&[claim]).await[..], [Ok(Verdict::Granted(Attempts { number: 1, .. }))]));
     }
     tokio::time::sleep(ms(20)).await; // their leases are over
     let (broker, handler) = (broker(ids), Slow { takes: ms(350), ..Slow::default() });

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
-use oncegate_core::marker::{Operation, Verdict};
+use oncegate_core::marker::{Ask, Doubt, Effect, Marker, Operation, Terms, Token, Verdict};
 use oncegate_core::*;
 
 async fn gate(guarantee: Guarantee) -> Gate {
@@ -61,6 +61,46 @@ async fn an_unknown_outcome_is_never_run_again_at_most_once_and_is_effectively_o
         assert!(matches!(panicked, Err(GateError::InDoubt(_))), "{panicked:?}");
         assert_eq!(gate.run("day", || async { Ok(1) }).await.ok(), again, "{guarantee:?}");
     }
+}
+
+/// Nobody can reconcile here: each caller hears so at once, and a person may resolve it at any moment.
+#[tokio::test]
+async fn a_doubt_is_told_to_each_caller_and_kept_from_no_person() {
+    let store = MemoryStore::new();
+    let gate = Gate::builder().store(store.clone()).guarantee(Guarantee::AtMostOnce).accept_forgetful_store().open().await.expect("a gate");
+    let panicked: Result<Ran<u8>, _> = gate.run("day", || async { panic!("half way") }).await;
+    assert!(matches!(panicked, Err(GateError::InDoubt(_))), "{panicked:?}");
+    let key = Key::new(&MessageId::new("day").expect("an id"));
+    for call in 0..100 {
+        let again = gate.run("day", || async { Ok(1) }).await;
+        assert!(matches!(again, Err(GateError::InDoubt(_))), "call {call}: {again:?}");
+        let seen = store.marker(&key).0;
+        assert!(matches!(seen, Marker::InDoubt(_, Doubt::Waiting)), "after call {call}: {seen:?}");
+    }
+    let seen = store.marker(&key).0;
+    let terms =
+        Terms { guarantee: Guarantee::AtMostOnce, lease: Duration::from_secs(1), window: Duration::from_secs(60), fingerprint: None };
+    let ask = Ask::SendBack { seen, effect: Effect::Nothing };
+    let answers = store.apply(&[Operation { key, ask, token: Token(1), attempt: 0, terms }]).await;
+    assert!(matches!(answers[..], [Ok(Verdict::Kept)]), "{answers:?}");
+    assert_eq!(gate.run("day", || async { Ok(1) }).await.expect("the person said that nothing happened"), Ran::Now(1));
+}
+
+/// A closure may panic before it has made its future.
+#[tokio::test]
+async fn work_that_panics_before_its_first_await_is_in_doubt() {
+    async fn explode(explodes: bool) -> Result<u8, Failure> {
+        Ok(u8::from(explodes))
+    }
+    let gate = gate(Guarantee::AtMostOnce).await;
+    let panicked = gate
+        .run("day", || {
+            assert!(std::hint::black_box(false), "before anything was awaited");
+            explode(true)
+        })
+        .await;
+    assert!(matches!(&panicked, Err(GateError::InDoubt(why)) if why.contains("before anything was awaited")), "{panicked:?}");
+    assert!(matches!(gate.run("day", || async { Ok(1) }).await, Err(GateError::InDoubt(_))), "and it is not run again");
 }
 
 #[tokio::test]

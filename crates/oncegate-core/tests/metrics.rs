@@ -109,6 +109,7 @@ async fn what_is_held_is_told_and_how_long_all_took() {
         assert!(longest >= HELD_FOR.as_secs_f64(), "{name}: {longest}");
     }
     assert_eq!(["completed", "retried", "released", "duplicate"].map(|outcome| count(&left, outcome)), [3, 1, 1, 0]);
+    assert_eq!(count(&held, "unknown_age"), 3, "none has a timestamp");
 
     // What is told is what the list says, and the list says nothing else.
     let names = |told: &HashMap<String, DebugValue>| told.keys().map(|it| it.split('/').next().unwrap_or_default().to_owned()).collect();

@@ -64,7 +64,7 @@ async fn a_store_that_cannot_keep_the_guarantee_ends_the_start() {
         let source = broker.source();
         Consumer::builder().source(source).store(store.clone()).handler(Nothing).id(IdSource::key()).guarantee(guarantee)
     };
-    let refused = consumer(Guarantee::AtMostOnce).accept_forgetful_store().run_until(std::future::pending()).await;
+    let refused = consumer(Guarantee::AtMostOnce).accept_forgetful_store().run_until(std::future::pending::<()>()).await;
     let line = refused.expect_err("a right is missing").to_string();
     assert!(line.contains("let the user run it"), "{line}");
     assert_eq!(store.asked(), ["preflight AtMostOnce"], "nothing else is asked");

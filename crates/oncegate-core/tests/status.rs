@@ -151,7 +151,10 @@ async fn a_store_is_told_of_from_the_first_question_on_and_when_it_goes_and_is_b
         let away = |it: &ConsumerSnapshot| matches!(&it.store, Some(StoreSnapshot { state: StoreState::Away { .. }, .. }));
         let told = until(&waits_for, away).await.store.expect("just seen");
         let text = told.last_error.map(|it| it.text);
-        assert_eq!((told.name.as_str(), text.as_deref()), ("a late store", Some("the store did not apply the operation: nobody listens")));
+        assert_eq!(
+            (told.name.as_str(), text.as_deref()),
+            ("a late store", Some("the store changed nothing, and asking again is safe: nobody listens"))
+        );
         there.store(true, Ordering::SeqCst);
         let answers = |it: &ConsumerSnapshot| matches!(&it.store, Some(StoreSnapshot { state: StoreState::Answers { .. }, .. }));
         until(&waits_for, answers).await;
@@ -160,7 +163,7 @@ async fn a_store_is_told_of_from_the_first_question_on_and_when_it_goes_and_is_b
         all.publish(Message::new("x").with_message_id("done"));
         let told = until(&waits_for, away).await.store.expect("just seen");
         let text = told.last_error.map(|it| it.text);
-        assert_eq!(text.as_deref(), Some("the store's answer is unknown: nobody answers"));
+        assert_eq!(text.as_deref(), Some("no answer from the store, which may have made the change; asking again is safe: nobody answers"));
         there.store(true, Ordering::SeqCst);
         all.drained().await;
         let told = until(&waits_for, answers).await.store.expect("just seen");

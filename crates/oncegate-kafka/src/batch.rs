@@ -17,7 +17,7 @@
 
 use std::ffi::{CStr, CString, c_void};
 use std::ptr::{self, NonNull};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
@@ -44,6 +44,8 @@ pub(crate) struct Queue<C: ConsumerContext + 'static> {
     /// What librdkafka logs.
     lines: NonNull<native::rd_kafka_queue_t>,
     consumer: Arc<BaseConsumer<C>>,
+    /// Partitions that are not forwarded to this queue for now.
+    apart: Mutex<Vec<(Arc<str>, i32)>>,
 }
 
 // SAFETY: invariant 2; the consumer is `Send` and `Sync` by itself.
@@ -88,7 +90,7 @@ impl<C: ConsumerContext + 'static> Queue<C> {
         let client = consumer.client().native_ptr();
         // SAFETY: the client lives, `consumer` holds it.
         let (queue, lines) = unsafe { (native::rd_kafka_queue_new(client), native::rd_kafka_queue_new(client)) };
-        let queue = Self { native: NonNull::new(queue)?, lines: NonNull::new(lines)?, consumer: consumer.clone() };
+        let queue = Self { native: NonNull::new(queue)?, lines: NonNull::new(lines)?, consumer: consumer.clone(), apart: Mutex::default() };
         // SAFETY: client and queue live. The only error is that lines do not come by a queue, and they do: the wrapper asks so.
         unsafe { native::rd_kafka_set_log_queue(client, queue.lines.as_ptr()) };
         Some(queue)
@@ -125,15 +127,34 @@ impl<C: ConsumerContext + 'static> Queue<C> {
     /// Lets the messages of a partition come through this queue. To be called before the partition is assigned, or
     /// its first messages come through the main queue.
     pub(crate) fn adopt(&self, topic: &str, partition: i32) -> Adoption {
+        self.forward(topic, partition, self.native.as_ptr())
+    }
+
+    /// Leaves what librdkafka fetches of these partitions from now on in queues of their own, which it fills as far as
+    /// `queued.min.messages` says, and lets what came of all others meanwhile, and will come, through this one.
+    pub(crate) fn set_apart(&self, partitions: Vec<(Arc<str>, i32)>) {
+        let mut apart = self.apart.lock().unwrap_or_else(PoisonError::into_inner);
+        for (topic, partition) in partitions.iter().filter(|it| !apart.contains(it)) {
+            self.forward(topic, *partition, ptr::null_mut());
+        }
+        // One that is not assigned any more fetches nothing, and is forwarded again before it is assigned.
+        for (topic, partition) in apart.iter().filter(|it| !partitions.contains(it)) {
+            self.adopt(topic, *partition);
+        }
+        *apart = partitions;
+    }
+
+    fn forward(&self, topic: &str, partition: i32, to: *mut native::rd_kafka_queue_t) -> Adoption {
         let Ok(topic) = CString::new(topic) else { return Adoption::NoSuchPartition };
         // SAFETY: the client lives (invariant 1) and `topic` ends in NUL and outlives the call. The handle that comes
-        // back is ours: it is forwarded and given back once. The partition's queue lives on without the handle.
+        // back is ours: it is forwarded and given back once. The partition's queue lives on without the handle. `to` is our queue, which
+        // lives, or null, which ends the forwarding.
         unsafe {
             let handle = native::rd_kafka_queue_get_partition(self.consumer.client().native_ptr(), topic.as_ptr(), partition);
             if handle.is_null() {
                 return Adoption::NoSuchPartition;
             }
-            native::rd_kafka_queue_forward(handle, self.native.as_ptr());
+            native::rd_kafka_queue_forward(handle, to);
             native::rd_kafka_queue_destroy(handle);
         }
         Adoption::Forwarded

@@ -5,7 +5,6 @@ use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer, ConsumerContext};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 
 use crate::log::complain;
-use crate::made_anew;
 use crate::shared::{Commit, Shared, Way};
 
 /// Stores what is settled; librdkafka commits it within a second, and when it gives partitions back. What it would not
@@ -34,8 +33,8 @@ fn listed<'a>(commits: impl Iterator<Item = &'a Commit>) -> TopicPartitionList {
     for commit in commits {
         let mut element = list.add_partition(&commit.topic, commit.partition);
         complain("an offset", element.set_offset(Offset::Offset(commit.offset)));
-        if let Some(id) = &commit.log {
-            element.set_metadata(made_anew::metadata(id));
+        if let Some(identity) = &commit.identity {
+            element.set_metadata(identity.to_string());
         }
     }
     list

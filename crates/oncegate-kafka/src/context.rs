@@ -109,6 +109,15 @@ impl Context {
                 tracing::info!(topic, partition, offset, "partition assigned");
                 return None;
             }
+            Begins::Replica(offset) | Begins::Ambiguous(offset) => {
+                metrics::counter!(crate::metric::REPLICA_OFFSETS).increment(1);
+                tracing::info!(topic, partition, offset, "partition assigned");
+                if matches!(begins, Begins::Ambiguous(_)) && self.out_of_range == OutOfRange::Error {
+                    self.shared.lock().bar(topic, partition);
+                    self.shared.fail(standing::ambiguous(topic, partition, offset));
+                }
+                return None;
+            }
             Begins::Unknown => {
                 tracing::info!(topic, partition, "partition assigned");
                 return None;
@@ -209,8 +218,9 @@ impl Context {
         let Some(queue) = self.queue() else { return self.shared.wait(wait) };
         let mut state = self.shared.lock();
         state.waits(queue.waiting());
-        let room = state.room();
+        let (room, full) = (state.room(), state.full());
         drop(state);
+        queue.set_apart(full);
         if room == 0 {
             return self.shared.wait(wait);
         }
@@ -228,8 +238,8 @@ impl Context {
                     self.shared.lock().bar(&fault.topic, fault.partition);
                     self.shared.fail(error);
                 }
-                // Told by that name, in this turn.
-                None if fault.code == RDKafkaErrorCode::AutoOffsetReset && self.topics.is_made_anew(&fault.topic) => {}
+                // Handled as a change of the topic's id, in this turn.
+                None if fault.code == RDKafkaErrorCode::AutoOffsetReset && self.topics.is_change_pending(&fault.topic) => {}
                 None if fault.code == RDKafkaErrorCode::AutoOffsetReset => {
                     let stood = self.shared.lock().stands(&fault.topic, fault.partition);
                     self.shared.fail(standing::lost(queue, fault, stood));
@@ -429,6 +439,6 @@ mod tests {
         let begin = |begins| context.begin("t", 0, begins);
         assert_eq!(begin(Begins::Anew), Some(Offset::Offset(0)));
         assert_eq!([Begins::Added, Begins::Nowhere].map(begin), [Some(Offset::Beginning); 2]);
-        assert_eq!([Begins::At(7), Begins::Unknown].map(begin), [None; 2]);
+        assert_eq!([Begins::At(7), Begins::Unknown, Begins::Replica(7), Begins::Ambiguous(7)].map(begin), [None; 4]);
     }
 }

@@ -1,19 +1,21 @@
 //! Publishes rejected deliveries, and knows when they stand.
 
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use oncegate_core::road::Reason;
-use oncegate_core::source::{headers, rejection_headers};
-use oncegate_core::{Delivery, Message, Story};
+use oncegate_core::source::{kept_headers, rejection_headers};
+use oncegate_core::{Delivery, LogThrottle, Story};
 use rdkafka::ClientConfig;
 use rdkafka::error::{KafkaError, RDKafkaErrorCode};
 use rdkafka::message::{Header, OwnedHeaders};
-use rdkafka::producer::{FutureProducer, FutureRecord, Producer};
+use rdkafka::producer::{FutureProducer, FutureRecord, Producer as _};
 
 use crate::kafka::Destinations;
 use crate::log::Log;
 use crate::outage::Outage;
+use crate::shared::Rejected;
 
 /// Says on a dead letter that its body was left out, and how large it was: the broker takes no message of that size.
 const BODY_OMITTED: &str = "oncegate-body-omitted";
@@ -25,15 +27,35 @@ const HEADERS_OMITTED: &str = "oncegate-headers-omitted";
 /// How long a producer that was confirmed nothing has to name a broker.
 const ASKED: Duration = Duration::from_secs(5);
 
+/// How often it is logged of one topic that dead letters cannot be published to it.
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
+
 type Publisher = FutureProducer<Log>;
 
-/// The producer of dead letters and in-doubt messages: idempotent, confirmed by all replicas.
+/// Publishes dead letters and in-doubt messages: idempotent, confirmed by all replicas.
 pub(crate) struct DeadLetters {
-    config: ClientConfig,
     destinations: Destinations,
-    outage: Arc<Outage>,
-    /// Replaced when it fails for good.
-    producer: Mutex<Option<Publisher>>,
+    batches: Producer,
+    /// One message a request. The broker answers for a batch as a whole, so only of what is published alone is it known which message it
+    /// refuses.
+    singles: Producer,
+    throttles: Mutex<HashMap<(String, &'static str), LogThrottle>>,
+}
+
+/// A dead letter that is to be published, and what the attempts so far have shown.
+pub(crate) struct DeadLetter {
+    pub(crate) rejected: Rejected,
+    extent: Extent,
+    grouping: Grouping,
+}
+
+/// What a dead letter shares its request with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Grouping {
+    /// Others for the same partition.
+    Batch,
+    /// Nothing: a batch that it was in was refused.
+    Alone,
 }
 
 /// How much of a message goes out.
@@ -58,46 +80,124 @@ impl Extent {
     }
 }
 
+impl DeadLetter {
+    pub(crate) fn new(rejected: Rejected) -> Self {
+        Self { rejected, extent: Extent::Whole, grouping: Grouping::Batch }
+    }
+}
+
 impl DeadLetters {
     /// Starts the producer.
     pub(crate) fn open(config: ClientConfig, destinations: Destinations, outage: Arc<Outage>) -> Result<Self, KafkaError> {
-        let producer: Publisher = config.create_with_context(Log(outage.clone()))?;
-        Ok(Self { config, destinations, outage, producer: Mutex::new(Some(producer)) })
+        let mut alone = config.clone();
+        alone.set("batch.num.messages", "1");
+        let batches = Producer { config, outage: outage.clone(), current: Mutex::default() };
+        drop(batches.current()?);
+        let singles = Producer { config: alone, outage, current: Mutex::default() };
+        Ok(Self { destinations, batches, singles, throttles: Mutex::default() })
+    }
+
+    /// The topic to which messages of this one are rejected.
+    pub(crate) fn destination(&self, topic: &str, reason: &Reason) -> String {
+        self.destinations.of(topic, reason)
     }
 
     /// Publishes one rejected delivery; when it returns `Ok`, all in-sync replicas have it.
     ///
-    /// Key, headers and body are those of the message, with the headers of the rejection after them. A header name
-    /// that is not UTF-8 has its odd bytes replaced, and a tombstone has an empty body. The record is as old as its
+    /// Key, headers and body are those of the message, with the headers of the rejection after them. Inbound
+    /// `oncegate-*` headers are removed. A header name that is not UTF-8 has its odd bytes replaced, and a tombstone has an
+    /// empty body. The record is as old as its
     /// publishing, so that no broker takes it for expired or for one from the future; when the message itself was sent
     /// stands in the header `oncegate-first-seen`. What the broker finds too large goes without its body, and then
     /// without key and headers, and headers say so; the origin header says where it still stands.
     ///
     /// # Errors
     /// Nobody knows whether it stands: publish again; a second copy is harmless.
-    pub(crate) async fn publish(&self, delivery: &Delivery, reason: &Reason, story: Option<&Story>) -> Result<(), KafkaError> {
-        let mut extent = Extent::Whole;
+    pub(crate) async fn publish(&self, letter: &mut DeadLetter) -> Result<(), KafkaError> {
         loop {
-            let sent = self.send(delivery, reason, story, extent).await;
-            let Err(KafkaError::MessageProduction(RDKafkaErrorCode::MessageSizeTooLarge)) = sent else { return sent };
-            let Some(smaller) = extent.smaller() else { return sent };
-            tracing::warn!(
-                origin = %delivery.message.origin.name,
-                position = delivery.receipt.position,
-                bytes = delivery.message.size(),
-                "the dead-letter topic takes no message of this size; a part of it is left out"
-            );
-            extent = smaller;
+            let Err(error) = self.send(letter).await else { return Ok(()) };
+            let KafkaError::MessageProduction(code) = error else { return Err(error) };
+            match (letter.grouping, letter.extent.smaller()) {
+                (Grouping::Batch, _) if is_refusal(code) => letter.grouping = Grouping::Alone,
+                (Grouping::Alone, Some(smaller)) if code == RDKafkaErrorCode::MessageSizeTooLarge => {
+                    self.warn_of_size(letter);
+                    letter.extent = smaller;
+                }
+                _ => return Err(error),
+            }
         }
     }
 
-    async fn send(&self, delivery: &Delivery, reason: &Reason, story: Option<&Story>, extent: Extent) -> Result<(), KafkaError> {
-        let message = &delivery.message;
-        let topic = self.destinations.of(&message.origin.name, reason);
-        let mut record = FutureRecord::<[u8], [u8]>::to(&topic).headers(written(delivery, reason, story, extent));
-        record.payload = Some(if extent == Extent::Whole { &message.body } else { &[] });
-        record.key = message.key.as_deref().filter(|_| extent != Extent::Note);
-        let producer = self.producer()?;
+    async fn send(&self, letter: &DeadLetter) -> Result<(), KafkaError> {
+        let DeadLetter { rejected: Rejected { delivery, reason, story }, extent, grouping } = letter;
+        let (message, topic) = (&delivery.message, self.topic_of(&letter.rejected));
+        let mut record = FutureRecord::<[u8], [u8]>::to(&topic).headers(written(delivery, reason, story.as_deref(), *extent));
+        record.payload = Some(if *extent == Extent::Whole { &message.body } else { &[] });
+        record.key = message.key.as_deref().filter(|_| *extent != Extent::Note);
+        match grouping {
+            Grouping::Batch => self.batches.send(record).await,
+            Grouping::Alone => self.singles.send(record).await,
+        }
+    }
+
+    fn topic_of(&self, rejected: &Rejected) -> String {
+        self.destination(&rejected.delivery.message.origin.name, &rejected.reason)
+    }
+
+    /// Logs that a dead letter could not be published, once in a while for each topic.
+    pub(crate) fn warn_of_failure(&self, letter: &DeadLetter, error: &KafkaError) {
+        let (topic, Rejected { delivery, reason, .. }) = (self.topic_of(&letter.rejected), &letter.rejected);
+        let Some(suppressed_lines) = self.due(&topic, "failure", Instant::now()) else { return };
+        tracing::warn!(
+            topic,
+            %error,
+            origin = %delivery.message.origin.name,
+            partition = delivery.receipt.partition,
+            offset = delivery.receipt.position,
+            reason = reason.as_str(),
+            suppressed_lines,
+            "cannot publish to the dead-letter topic; the message is held, its offset is not committed, and publishing is tried again"
+        );
+    }
+
+    fn warn_of_size(&self, letter: &DeadLetter) {
+        let (topic, delivery) = (self.topic_of(&letter.rejected), &letter.rejected.delivery);
+        let Some(suppressed_lines) = self.due(&topic, "size", Instant::now()) else { return };
+        tracing::warn!(
+            topic,
+            origin = %delivery.message.origin.name,
+            partition = delivery.receipt.partition,
+            offset = delivery.receipt.position,
+            bytes = delivery.message.size(),
+            suppressed_lines,
+            "the dead-letter topic takes no message of this size; a part of it is left out"
+        );
+    }
+
+    /// How many lines of this kind were suppressed for the topic, if one is due.
+    fn due(&self, topic: &str, kind: &'static str, now: Instant) -> Option<u64> {
+        let mut throttles = self.throttles.lock().unwrap_or_else(PoisonError::into_inner);
+        let throttle = throttles.entry((topic.to_owned(), kind)).or_insert_with(|| LogThrottle::every(LOG_INTERVAL));
+        throttle.due(now)
+    }
+}
+
+/// Whether the broker refused the batch, for this message or for another one in it. Otherwise nothing was heard of it.
+fn is_refusal(code: RDKafkaErrorCode) -> bool {
+    use RDKafkaErrorCode as E;
+    !matches!(code, E::MessageTimedOut | E::QueueFull | E::PurgeQueue | E::PurgeInflight | E::Fatal)
+}
+
+/// A producer that is replaced when it fails for good.
+struct Producer {
+    config: ClientConfig,
+    outage: Arc<Outage>,
+    current: Mutex<Option<Publisher>>,
+}
+
+impl Producer {
+    async fn send(&self, record: FutureRecord<'_, [u8], [u8]>) -> Result<(), KafkaError> {
+        let (topic, producer) = (record.topic.to_owned(), self.current()?);
         let sent = producer.send(record, Duration::from_secs(30)).await;
         match &sent {
             Err(_) if producer.client().fatal_error().is_some() => self.replace(&producer, "it failed for good"),
@@ -107,8 +207,8 @@ impl DeadLetters {
         sent.map(|_| ()).map_err(|(error, _)| error)
     }
 
-    fn producer(&self) -> Result<Publisher, KafkaError> {
-        let mut producer = self.producer.lock().unwrap_or_else(PoisonError::into_inner);
+    fn current(&self) -> Result<Publisher, KafkaError> {
+        let mut producer = self.current.lock().unwrap_or_else(PoisonError::into_inner);
         match &*producer {
             Some(producer) => Ok(producer.clone()),
             None => Ok(producer.insert(self.config.create_with_context(Log(self.outage.clone()))?).clone()),
@@ -130,7 +230,7 @@ impl DeadLetters {
 
     /// A fatal error of an idempotent producer stays: the next publish starts another one, unless it has begun already.
     fn replace(&self, failed: &Publisher, why: &str) {
-        let mut producer = self.producer.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut producer = self.current.lock().unwrap_or_else(PoisonError::into_inner);
         if producer.as_ref().is_some_and(|current| current.client().native_ptr() == failed.client().native_ptr()) {
             tracing::warn!(why, "the producer of dead letters is replaced by another one");
             drop_aside(producer.take());
@@ -138,9 +238,9 @@ impl DeadLetters {
     }
 }
 
-impl Drop for DeadLetters {
+impl Drop for Producer {
     fn drop(&mut self) {
-        drop_aside(self.producer.lock().unwrap_or_else(PoisonError::into_inner).take());
+        drop_aside(self.current.lock().unwrap_or_else(PoisonError::into_inner).take());
     }
 }
 
@@ -150,17 +250,16 @@ fn drop_aside(producer: Option<Publisher>) {
     let _ = std::thread::Builder::new().name("oncegate-kafka-drop".into()).spawn(move || drop(producer));
 }
 
-/// All headers of a dead letter: the message's own, then ours.
+/// All headers of a dead letter: those of the message's own that it keeps, then ours.
 fn written(delivery: &Delivery, reason: &Reason, story: Option<&Story>, extent: Extent) -> OwnedHeaders {
     let message = &delivery.message;
     let mut written = OwnedHeaders::new();
     if extent != Extent::Note {
-        for (name, value) in message.headers.iter() {
+        for (name, value) in kept_headers(message) {
             written = written.insert(Header { key: &String::from_utf8_lossy(name), value });
         }
     }
     let mut ours = rejection_headers(delivery, reason, story);
-    ours.extend(first_seen(message, extent).map(|at| (headers::FIRST_SEEN, at.to_string())));
     ours.extend((extent != Extent::Whole).then(|| (BODY_OMITTED, message.body.len().to_string())));
     if extent == Extent::Note {
         ours.extend(message.key.as_ref().map(|key| (KEY_OMITTED, key.len().to_string())));
@@ -169,11 +268,43 @@ fn written(delivery: &Delivery, reason: &Reason, story: Option<&Story>, extent: 
     ours.iter().fold(written, |written, (name, value)| written.insert(Header { key: name, value: Some(value) }))
 }
 
-/// When the message was seen first, in milliseconds since 1970, where the headers that go out do not say so already.
-fn first_seen(message: &Message, extent: Extent) -> Option<u64> {
-    let told = message.headers.last(headers::FIRST_SEEN).and_then(|value| std::str::from_utf8(value).ok()?.parse().ok());
-    match told {
-        Some(told) => (extent == Extent::Note).then_some(told),
-        None => u64::try_from(message.sent_at?.duration_since(UNIX_EPOCH).ok()?.as_millis()).ok(),
+#[cfg(test)]
+mod tests {
+    use oncegate_core::message::HeadersBuilder;
+    use oncegate_core::{Message, Receipt};
+    use rdkafka::message::Headers;
+
+    use super::*;
+    use crate::Kafka;
+
+    #[test]
+    fn of_each_topic_a_failure_is_logged_once_in_a_while_with_the_number_of_the_others() {
+        let config = Kafka::topic("t").brokers("localhost:1").group("g").producer_config();
+        let letters = DeadLetters::open(config, Destinations::default(), Arc::new(Outage::of("b"))).expect("a producer");
+        let begun = Instant::now();
+        let due = |topic, second| letters.due(topic, "failure", begun + Duration::from_secs(second));
+        assert_eq!([due("a", 0), due("a", 1), due("b", 1), due("a", 2), due("a", 10)], [Some(0), None, Some(0), None, Some(2)]);
+        assert_eq!(letters.due("a", "size", begun), Some(0));
+    }
+
+    #[test]
+    fn forged_headers_are_stripped_from_dead_letters() {
+        let mut builder = HeadersBuilder::default();
+        let forged = ["oncegate-id", "oncegate-id", "oncegate-reason", BODY_OMITTED, KEY_OMITTED, HEADERS_OMITTED, "oncegate-set-aside-at"];
+        forged.iter().for_each(|name| builder.push(name.as_bytes(), Some(b"victim")));
+        builder.push(b"oncegate-id\xff", Some(b"victim"));
+        // Header names are case-sensitive.
+        builder.push(b"Oncegate-Id", Some(b"mine"));
+        let message = Message { headers: builder.finish(), ..Message::new("body") };
+        let delivery = Delivery { message, receipt: Receipt { epoch: 1, partition: 0, position: 0 }, failures: 0 };
+        let names = |extent| {
+            let all = written(&delivery, &Reason::TooLarge, None, extent);
+            assert!(all.iter().all(|header| header.value.is_some_and(|value| value != b"victim")), "{extent:?}");
+            all.iter().map(|header| header.key.to_owned()).collect::<Vec<_>>()
+        };
+        let whole = ["Oncegate-Id", "oncegate-reason", "oncegate-attempts", "oncegate-origin"];
+        assert_eq!(names(Extent::Whole), whole);
+        assert_eq!(names(Extent::NoBody), [&whole[..], &[BODY_OMITTED]].concat());
+        assert_eq!(names(Extent::Note), [&whole[1..], &[BODY_OMITTED, HEADERS_OMITTED]].concat());
     }
 }

@@ -24,6 +24,8 @@ const TRIES_AGAIN: Duration = Duration::from_secs(1);
 /// What librdkafka calls that, and the pause that it begins with, in milliseconds.
 const LONGEST_PAUSE: &str = "reconnect.backoff.max.ms";
 const FIRST_PAUSE: &str = "reconnect.backoff.ms";
+/// librdkafka's own `session.timeout.ms`, and Kafka's `group.consumer.session.timeout.ms`.
+const SESSION_TIMEOUT: Duration = Duration::from_secs(45);
 /// librdkafka's own `max.poll.interval.ms`.
 const POLL_INTERVAL: Duration = Duration::from_secs(300);
 
@@ -81,7 +83,8 @@ pub enum OutOfRange {
     /// (`oncegate_kafka_messages_missed_total`, `oncegate_kafka_logs_cut_total`) and logged as an error with the offsets.
     #[default]
     Earliest,
-    /// The consumer ends with an error that names the offset, and a person decides.
+    /// The consumer ends with an error that names the offset, and a person decides. So it does where the topic has another id than
+    /// the committed offset names and no cluster id says whether it is a replica, whose offset would be kept.
     Error,
 }
 
@@ -286,12 +289,7 @@ impl Kafka {
         if let Some(pattern) = self.topics.iter().find(|topic| topic.starts_with('^')) {
             return wrong("topic", &format!("`{pattern}` is a pattern"), "name each topic: Kafka::topics([\"a\", \"b\"])");
         }
-        if self.brokers.trim().is_empty() {
-            return wrong("brokers", "is empty", "name a broker: .brokers(\"localhost:9092\")");
-        }
-        if let Err(problem) = brokers::check(&self.brokers) {
-            return wrong("brokers", &problem, "write host:port, and commas between several: .brokers(\"a:9092,b:9092\")");
-        }
+        self.check_access()?;
         if self.group.trim().is_empty() {
             return wrong("group", "is empty", "name the consumer group: .group(\"ledger\")");
         }
@@ -315,10 +313,20 @@ impl Kafka {
         if self.stalled_after < Duration::from_secs(1) {
             return wrong("stalled_after", "is below a second", "use at least 1 s; the default is 60 s");
         }
-        self.security.check()?;
-        if let Some((key, _)) = self.properties.iter().find(|(key, value)| security::trusts_anyone(key, value)) {
-            return wrong(key, "would believe any certificate", "use .danger_accept_any_certificate(), if you must");
+        Ok(())
+    }
+
+    /// Checks what every client of these brokers needs: addresses, TLS, login and properties.
+    pub(crate) fn check_access(&self) -> Result<(), SourceError> {
+        let wrong = |setting: &str, problem: &str, remedy: &str| Err(SourceError::misconfigured(setting, problem, remedy));
+        if self.brokers.trim().is_empty() {
+            return wrong("brokers", "is empty", "name a broker: .brokers(\"localhost:9092\")");
         }
+        if let Err(problem) = brokers::check(&self.brokers) {
+            return wrong("brokers", &problem, "write host:port, and commas between several: .brokers(\"a:9092,b:9092\")");
+        }
+        self.security.check()?;
+        self.properties.iter().try_for_each(|(key, value)| security::check_property(key, value))?;
         self.properties
             .iter()
             .try_for_each(|(key, _)| refused(key).map_or(Ok(()), |remedy| wrong(key, "cannot be set as a property", remedy)))
@@ -333,6 +341,12 @@ impl Kafka {
     pub(crate) fn bound(&self) -> Duration {
         let interval = self.property_value("max.poll.interval.ms").and_then(|it| it.parse().ok());
         interval.map_or(POLL_INTERVAL, Duration::from_millis) / 3
+    }
+
+    /// After which silence the group takes this member for dead.
+    pub(crate) fn session_timeout(&self) -> Duration {
+        let set = self.property_value("session.timeout.ms").and_then(|it| it.parse().ok());
+        set.map_or(SESSION_TIMEOUT, Duration::from_millis)
     }
 
     /// How long a client that reaches no broker waits at the most until it tries again.
@@ -397,16 +411,16 @@ impl Kafka {
         let mut config = self.config();
         // Which size is too large is for the broker to say; this is the most that librdkafka allows.
         config.set("linger.ms", "0").set("delivery.timeout.ms", "30000").set("message.max.bytes", "1000000000");
+        // Small enough that few topics refuse a batch for its size alone.
+        config.set("batch.size", "131072");
         self.set_properties(&mut config);
-        // One message a request: a broker refuses a batch that is too large as a whole, and nobody could tell of which
-        // message it speaks.
-        config.set("enable.idempotence", "true").set("acks", "all").set("batch.num.messages", "1");
+        config.set("enable.idempotence", "true").set("acks", "all");
         // A producer's question for a topic that was deleted would make it anew, and it would forget its messages as any other.
         config.set("allow.auto.create.topics", "false");
         config
     }
 
-    fn config(&self) -> ClientConfig {
+    pub(crate) fn config(&self) -> ClientConfig {
         let mut config = ClientConfig::new();
         config.set("bootstrap.servers", &self.brokers).set("client.id", "oncegate");
         config.set(LONGEST_PAUSE, self.tries_again().as_millis().to_string());
@@ -416,7 +430,7 @@ impl Kafka {
         config
     }
 
-    fn set_properties(&self, config: &mut ClientConfig) {
+    pub(crate) fn set_properties(&self, config: &mut ClientConfig) {
         for (key, value) in &self.properties {
             config.set(key, value);
         }

@@ -17,19 +17,21 @@
 //! | what | where |
 //! | --- | --- |
 //! | what a user holds | `open` (settings, topics, group, threads), `source` (receive, settle, close) |
-//! | the threads | `poll` (alone speaks to the group), `watch` (asks from beside how far it is), `dead_letters` |
+//! | the threads | `poll` (alone speaks to the group) with `assignment_wait` (logs that nothing is assigned), `watch` (asks from beside how far it is), `dead_letters` |
 //! | before the group is joined | `topics` (are they there), `retention` (for how long do they keep) |
-//! | what librdkafka calls back into | `context` (rebalances, what was read), `commits`, `standing` (where the group stands), `made_anew` (which log that is), `missing` (what is not in it any more) |
+//! | what librdkafka calls back into | `context` (rebalances, what was read), `commits`, `standing` (where the group stands), `made_anew` (which log that is), `topic_identity` (whose offset was committed), `missing` (what is not in it any more) |
 //! | the state, behind one lock | `shared` (`assigned`, `telling`), `watermark` (which offset may be committed), `status` and `partition` |
-//! | what a user describes | `kafka`, `security`, `brokers` |
+//! | what a user describes | `kafka`, `security`, `brokers`; `client` (for tools beside the source) |
 //! | librdkafka | `batch` (the only `unsafe`), `log`, `statistics`, `outage`, `refusal` |
 
 #![warn(clippy::undocumented_unsafe_blocks)]
 
+mod assignment_wait;
 // Denied by the workspace everywhere else; `batch` alone lifts it.
 #[allow(unsafe_code)]
 mod batch;
 mod brokers;
+mod client;
 mod commits;
 mod context;
 mod dead_letters;
@@ -51,6 +53,7 @@ mod source;
 mod standing;
 mod statistics;
 mod status;
+mod topic_identity;
 mod topics;
 mod watch;
 mod watermark;

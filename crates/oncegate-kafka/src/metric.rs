@@ -14,6 +14,7 @@ pub(crate) const CLIENTS_REPLACED: &str = "oncegate_kafka_clients_replaced_total
 pub(crate) const MESSAGES_MISSED: &str = "oncegate_kafka_messages_missed_total";
 pub(crate) const LOGS_CUT: &str = "oncegate_kafka_logs_cut_total";
 pub(crate) const TOPICS_MADE_ANEW: &str = "oncegate_kafka_topics_made_anew_total";
+pub(crate) const REPLICA_OFFSETS: &str = "oncegate_kafka_replica_offsets_total";
 pub(crate) const IDS_REPEATED: &str = "oncegate_kafka_ids_repeated_total";
 pub(crate) const PARTITIONS_ADDED: &str = "oncegate_kafka_partitions_added_total";
 pub(crate) const PARTITIONS_SILENT: &str = "oncegate_kafka_partitions_silent";
@@ -44,9 +45,14 @@ pub const KAFKA_METRICS: &[Metric] = &[
     Metric::counter(LOG_ENDS_UNKNOWN, &[], "Times that brokers ceased to say where a partition's log ends, so that its lag stands still"),
     Metric::counter(TOPICS_MADE_ANEW, &[], "Partitions whose topic was deleted and made again"),
     Metric::counter(
+        REPLICA_OFFSETS,
+        &[],
+        "Partitions read from an offset that was committed for a topic with another id, on another cluster or an unknown one",
+    ),
+    Metric::counter(
         IDS_REPEATED,
         &[],
-        "Messages of a topic made anew, or of a log that lost its end, whose id was handled before: skipped",
+        "Messages of a recreated topic, of a replica, or of a log that lost its end, whose id was handled before: skipped",
     ),
     Metric::counter(PARTITIONS_ADDED, &[], "Partitions that were added to a topic which the group read already"),
 ];

@@ -9,12 +9,13 @@ use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::error::KafkaError;
 use rdkafka::topic_partition_list::Offset;
 
+use crate::assignment_wait::AssignmentWait;
 use crate::batch::{self, Queue};
 use crate::commits;
 use crate::context::{Context, SEEK, for_a_person, how_they_leave};
 use crate::kafka::{Kafka, OutOfRange};
 use crate::refusal;
-use crate::shared::{Phase, Shared};
+use crate::shared::{Leave, Phase, Shared};
 use crate::standing;
 
 /// How many events of the group are served in one turn.
@@ -25,6 +26,8 @@ const TURN: Duration = Duration::from_millis(50);
 const CLOSE: Duration = Duration::from_secs(10);
 /// The pause before another client begins, and the longest.
 const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
+/// How long a response with metadata is waited for.
+const METADATA: Duration = Duration::from_secs(1);
 /// How often it is looked whether markers of transactions are to be passed.
 const LOOK: Duration = Duration::from_millis(500);
 
@@ -43,10 +46,10 @@ pub(crate) fn run(kafka: Kafka, mut consumer: Arc<BaseConsumer<Context>>) {
     let Context { shared, outage, topics, .. } = &**consumer.context();
     let (shared, outage, topics) = (shared.clone(), outage.clone(), topics.clone());
     let _ended = Ended(shared.clone());
-    let mut pause = PAUSES.0;
+    let (mut pause, mut assignment) = (PAUSES.0, AssignmentWait::new(&kafka));
     loop {
         let begun = Instant::now();
-        pause = match stay(consumer, &shared) {
+        pause = match stay(consumer, &shared, &mut assignment) {
             Left::ForGood => return,
             // Others get to the group.
             Left::Alone => PAUSES.0,
@@ -84,7 +87,7 @@ enum Left {
 }
 
 /// The consumer is dropped when this returns, and has left the group if the source closes.
-fn stay(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) -> Left {
+fn stay(consumer: Arc<BaseConsumer<Context>>, shared: &Shared, assignment: &mut AssignmentWait) -> Left {
     let Some(queue) = Queue::new(&consumer) else {
         shared.fail(SourceError::Unavailable("librdkafka has no memory for a queue".into()));
         return Left::ForGood;
@@ -93,10 +96,13 @@ fn stay(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) -> Left {
     let mut looked = Instant::now();
     while shared.lock().phase() < Phase::Closing {
         serve(&consumer);
+        compare_topics(&consumer);
         begin_anew(&consumer, shared);
+        leave_cluster(&consumer, shared);
         if looked.elapsed() >= LOOK {
             look_for_a_fatal_error(&consumer, shared);
             consumer.context().pass_markers(&consumer);
+            assignment.look(&shared.lock());
             looked = Instant::now();
         }
         commits::store(&consumer, shared);
@@ -150,13 +156,46 @@ fn look_for_a_fatal_error(consumer: &BaseConsumer<Context>, shared: &Shared) {
     }
 }
 
+/// Reads the cluster id, and compares the topics whose id has changed. Takes in no message meanwhile.
+fn compare_topics(consumer: &BaseConsumer<Context>) {
+    let topics = &consumer.context().topics;
+    let changed = topics.changed();
+    if changed.is_none() && topics.knows_cluster() {
+        return;
+    }
+    // librdkafka handles responses one by one. Once this one has arrived, the cluster id of the response with the new topic id is
+    // stored; without a response, it is stored long before the time is over.
+    if let Some(topic) = changed
+        && let Err(error) = consumer.fetch_metadata(Some(&topic), METADATA)
+    {
+        tracing::debug!(%error, topic, "no metadata");
+    }
+    topics.compare(consumer.client().fetch_cluster_id(Duration::ZERO));
+}
+
+/// Ends all assignments, without a commit, once a topic is on another cluster or may be: their positions are offsets of the topic on
+/// the cluster before. Another client joins the group, and begins at the offsets that are committed on this cluster.
+fn leave_cluster(consumer: &BaseConsumer<Context>, shared: &Shared) {
+    let topics = &consumer.context().topics;
+    for topic in topics.take_on_another_cluster() {
+        let mut state = shared.lock();
+        if state.outdated_assignments(&topic, topics.identity(&topic).as_ref()).is_empty() {
+            continue;
+        }
+        let partitions = state.partitions();
+        state.ask_for_another(format!("the topic `{topic}` has another id, on another cluster or an unknown one"));
+        drop(state);
+        shared.give_up(&partitions, Leave::Lost, |_| (), || ());
+    }
+}
+
 /// Goes back to the beginning of topics that were deleted and made anew. librdkafka reads on where it stood, and where the
 /// new log is longer than that, nobody would ever read what lies before. And to what was not settled of a log that lost its end.
 fn begin_anew(consumer: &BaseConsumer<Context>, shared: &Shared) {
     let context = consumer.context();
     for topic in context.topics.take_made_anew() {
         // With either policy, since an offset of the old log would be committed for the new one, and begun at after a restart.
-        let partitions = shared.begin_anew(&topic, context.topics.id(&topic));
+        let partitions = shared.begin_anew(&topic, context.topics.identity(&topic));
         metrics::counter!(crate::metric::TOPICS_MADE_ANEW).increment(partitions as u64);
         match context.out_of_range {
             // Where it was lost meanwhile, it is told when it is assigned again.
@@ -259,6 +298,36 @@ mod tests {
         let again = alone().expect("it is without its group");
         shared.lock().suspect(again, Instant::now());
         until(&|| shared.lock().wants_another());
+    }
+
+    /// And one whose topic was recreated on the same cluster is not.
+    #[test]
+    fn a_client_whose_topic_is_on_another_cluster_commits_nothing_and_is_replaced() {
+        let cluster = MockCluster::new(1).expect("a broker");
+        cluster.create_topic("t", 1, 1).expect("a topic");
+        let brokers = cluster.bootstrap_servers();
+        for (is_other_cluster, group) in [(true, "g1"), (false, "g2")] {
+            let (shared, consumer) = client(&Kafka::topic("t").brokers(&brokers).group(group), &brokers);
+            // As `topics` does before the group is joined: librdkafka logs the id of a topic that somebody asks for.
+            consumer.fetch_metadata(Some("t"), BOUND).expect("metadata");
+            let topics = &consumer.context().topics;
+            let end = Instant::now() + BOUND;
+            while shared.lock().partitions().is_empty() {
+                assert!(Instant::now() < end, "nothing is assigned");
+                serve(&consumer);
+                consumer.context().pump(TURN);
+            }
+            let before = topics.identity("t").expect("it was logged").topic_id;
+            if is_other_cluster {
+                topics.compare(Some("b25jZWdhdGUta2Fma2EtMg".to_owned()));
+            }
+            topics.hear(&format!("Topic t changed id from {before} to q5BZ55PYTTyxda8B1C5Amg"));
+            compare_topics(&consumer);
+            leave_cluster(&consumer, &shared);
+            let mut state = shared.lock();
+            assert_eq!((state.partitions().is_empty(), state.wants_another()), (is_other_cluster, is_other_cluster));
+            assert_eq!((topics.take_made_anew().is_empty(), state.commits()), (is_other_cluster, vec![]));
+        }
     }
 
     /// What is settled of it moves nothing of whoever has it now, and nobody waits for it.

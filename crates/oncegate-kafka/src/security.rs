@@ -133,8 +133,20 @@ fn readable(setting: &str, file: &Path) -> Result<(), SourceError> {
     File::open(file).map(drop).map_err(refused)
 }
 
+/// Refuses a property that turns off the verification of certificates: only a setter with `danger` in its name does so.
+pub(crate) fn check_property(key: &str, value: &str) -> Result<(), SourceError> {
+    match trusts_anyone(key, value) {
+        true => Err(SourceError::misconfigured(
+            key,
+            "disables the verification of certificates",
+            "use .danger_accept_any_certificate(), if you must",
+        )),
+        false => Ok(()),
+    }
+}
+
 /// Whether a property would switch off that the broker's certificate is looked at, or whom it was issued to.
-pub(crate) fn trusts_anyone(key: &str, value: &str) -> bool {
+fn trusts_anyone(key: &str, value: &str) -> bool {
     match key.trim() {
         "enable.ssl.certificate.verification" => !matches!(value.trim(), "true" | "t" | "1"),
         "ssl.endpoint.identification.algorithm" => !value.trim().eq_ignore_ascii_case("https"),

@@ -22,7 +22,7 @@ mod monitor;
 mod settling;
 mod telling;
 
-use assigned::{Assigned, BEGINNING, Keeps, ReadTo};
+use assigned::{Assigned, BEGINNING, Backlog, Keeps, ReadTo};
 pub(crate) use assigned::{Begins, Commit, Findings, Ids, Jump, Log, Way};
 pub(crate) use leaving::Leave;
 use missing::Missing;
@@ -34,12 +34,12 @@ pub(crate) use telling::Reading;
 const READY: usize = 2_048;
 /// Read ahead of the consumer: bytes.
 const READY_BYTES: usize = 32 << 20;
-/// Released or on their way to the dead letters: messages. Past it nothing is read.
+/// Released or on their way to the dead letters: messages. Past it a partition that has its share of them is not read.
 const HELD: usize = 10_000;
-/// Released and not yet handed over again, or on their way to the dead letters: bytes.
+/// The same in bytes.
 const HELD_BYTES: usize = 128 << 20;
-/// From the lowest unsettled offset of a partition to the last one read: messages. It costs 8 bytes each, and a
-/// crash brings so many back.
+/// From the lowest unsettled offset of a partition to the last one read: messages. Past it the partition is not read. It costs 8 bytes
+/// each, and a crash brings so many back.
 const SPAN: usize = 1 << 20;
 
 /// The state behind one lock, held for a batch at a time, and what wakes either side.
@@ -177,18 +177,33 @@ impl State {
         self.publishing
     }
 
-    /// How many messages may be read now.
+    /// How many messages may be read now, of partitions that are not [full](Self::full).
     pub(crate) fn room(&self) -> usize {
-        let full = self.phase != Phase::Running
-            || self.ready_bytes >= READY_BYTES
-            || self.held.len() + self.publishing >= HELD
-            || self.held_bytes + self.publishing_bytes >= HELD_BYTES
-            || self.assigned.values().any(|it| it.watermark.span() >= SPAN);
-        if full {
+        let is_open = self.assigned.is_empty() || self.readable().any(|it| !self.is_full(it));
+        if self.phase != Phase::Running || self.ready_bytes >= READY_BYTES || !is_open {
             return 0;
         }
         let fitting = (READY_BYTES - self.ready_bytes) / self.size.max(1) + 1;
         fitting.min(READY.saturating_sub(self.ready.len()))
+    }
+
+    /// The partitions of which nothing more is to be read for now, while others are.
+    pub(crate) fn full(&self) -> Vec<(Arc<str>, i32)> {
+        self.readable().filter(|it| self.is_full(it)).map(|it| (it.topic.clone(), it.partition)).collect()
+    }
+
+    fn readable(&self) -> impl Iterator<Item = &Assigned> {
+        self.assigned.values().filter(|it| it.keeps != Keeps::Revoking)
+    }
+
+    /// Whether too much stands behind its lowest unsettled message, or too much is held in all and it has its share of that: a partition
+    /// with less is read on, so that none waits for the dead letters of another. What is held is at most twice the bound for that.
+    fn is_full(&self, partition: &Assigned) -> bool {
+        let Backlog { count, bytes } = partition.backlog;
+        let has_share = |all: usize, own: usize, bound: usize| all >= bound && own >= (bound / self.assigned.len()).max(1);
+        partition.watermark.span() >= SPAN
+            || has_share(self.held.len() + self.publishing, count, HELD)
+            || has_share(self.held_bytes + self.publishing_bytes, bytes, HELD_BYTES)
     }
 
     fn begin(&mut self, topic: Arc<str>, partition: i32, begins: Begins, log: Log) -> u64 {
@@ -210,6 +225,7 @@ impl State {
             stood: (None, now),
             has_repeated: false,
             out: 0,
+            backlog: Backlog::default(),
             keeps: Keeps::Assigned,
             send_from,
             missing: Missing::default(),
@@ -366,16 +382,23 @@ impl State {
                 break;
             }
             let held = due.map(|held| held.remove());
-            match held {
-                Some(_) => self.held_bytes -= size,
-                None => self.ready_bytes -= size,
+            let was_held = held.is_some();
+            match was_held {
+                true => self.held_bytes -= size,
+                false => self.ready_bytes -= size,
             }
             let Some(delivery) = held.or_else(|| self.ready.pop_front()) else { break };
             (count, bytes) = (count + 1, bytes + size);
+            let is_oversize = delivery.message.body.len() > largest;
             if let Some(assigned) = self.assigned.get_mut(&delivery.receipt.epoch) {
                 assigned.out += 1;
+                match (was_held, is_oversize) {
+                    (true, false) => assigned.backlog.remove(size),
+                    (false, true) => assigned.backlog.add(size),
+                    _ => {}
+                }
             }
-            if delivery.message.body.len() > largest {
+            if is_oversize {
                 self.publishing += 1;
                 self.publishing_bytes += size;
                 oversize.push(delivery);
@@ -406,6 +429,7 @@ impl State {
         assigned.out = assigned.out.saturating_sub(1);
         if assigned.keeps != Keeps::Revoking {
             let delivery = Delivery { message: detached(&delivery.message), ..delivery };
+            assigned.backlog.add(delivery.message.size());
             self.held_bytes += delivery.message.size();
             self.releases += 1;
             // No delay of a century ever ends: it is cut to a day.
@@ -417,9 +441,8 @@ impl State {
 
     /// A delivery is on its way to the dead letters.
     pub(crate) fn reject(&mut self, delivery: &Delivery) -> Fate {
-        if !self.assigned.contains_key(&delivery.receipt.epoch) {
-            return Fate::Stale;
-        }
+        let Some(assigned) = self.assigned.get_mut(&delivery.receipt.epoch) else { return Fate::Stale };
+        assigned.backlog.add(delivery.message.size());
         self.publishing += 1;
         self.publishing_bytes += delivery.message.size();
         Fate::Counted
@@ -429,6 +452,9 @@ impl State {
     pub(crate) fn published(&mut self, delivery: &Delivery) -> Fate {
         self.publishing = self.publishing.saturating_sub(1);
         self.publishing_bytes = self.publishing_bytes.saturating_sub(delivery.message.size());
+        if let Some(assigned) = self.assigned.get_mut(&delivery.receipt.epoch) {
+            assigned.backlog.remove(delivery.message.size());
+        }
         self.accept(&delivery.receipt)
     }
 }

@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use oncegate_core::road::Reason;
-use oncegate_core::{Delivery, Incoming, Limit, Order, Settled, Source, SourceError, Story, fault};
+use oncegate_core::{Delivery, Incoming, Limit, Order, Origin, Settled, Source, SourceError, fault};
 
-use crate::dead_letters::DeadLetters;
+use crate::dead_letters::{DeadLetter, DeadLetters};
 use crate::shared::{Phase, Rejected, Shared, detached};
 
 /// The pause before a dead letter is published again, and the longest.
@@ -47,24 +47,26 @@ impl KafkaSource {
     }
 
     /// Publishes a rejected delivery until it stands, then counts it as settled.
-    fn publish(&self, delivery: Delivery, reason: Reason, story: Option<Box<Story>>) {
+    fn publish(&self, rejected: Rejected) {
         let (shared, dead_letters) = (self.shared.clone(), self.dead_letters.clone());
-        let delivery = Delivery { message: detached(&delivery.message), ..delivery };
+        let delivery = Delivery { message: detached(&rejected.delivery.message), ..rejected.delivery };
+        let mut letter = DeadLetter::new(Rejected { delivery, ..rejected });
         tokio::spawn(async move {
             let (mut pause, longest) = PAUSES;
             fault::point("kafka.letter.before");
-            while let Err(error) = dead_letters.publish(&delivery, &reason, story.as_deref()).await {
+            while let Err(error) = dead_letters.publish(&mut letter).await {
                 metrics::counter!(crate::metric::DEAD_LETTER_FAILURES).increment(1);
-                tracing::warn!(%error, reason = reason.as_str(), "a dead letter does not stand yet; publishing it again");
+                dead_letters.warn_of_failure(&letter, &error);
                 if shared.lock().phase() >= Phase::Closing {
                     return;
                 }
                 tokio::time::sleep(pause).await;
                 pause = (pause * 2).min(longest);
             }
+            let Rejected { delivery, reason, .. } = &letter.rejected;
             metrics::counter!(crate::metric::DEAD_LETTERS, "reason" => reason.as_str()).increment(1);
             fault::point("kafka.letter.confirmed");
-            let fate = shared.lock().published(&delivery);
+            let fate = shared.lock().published(delivery);
             fault::point("kafka.letter.settled");
             fate.count();
             shared.wake_poller();
@@ -85,14 +87,18 @@ impl Source for KafkaSource {
     async fn receive(&mut self, limit: Limit, into: &mut Vec<Incoming>) -> Result<(), SourceError> {
         loop {
             let found = self.take(limit, into)?;
+            let made_room = !found.oversize.is_empty();
             for delivery in found.oversize {
                 let (size, limit, origin) = (delivery.message.body.len(), self.body_limit, &delivery.message.origin);
                 tracing::warn!(size, limit, ?origin, "a body is over the limit: to the dead letters");
-                self.publish(delivery, Reason::TooLarge, None);
+                self.publish(Rejected { delivery, reason: Reason::TooLarge, story: None });
             }
             if found.any {
                 self.shared.wake_poller();
                 return Ok(());
+            }
+            if made_room {
+                continue; // for what was ready behind them
             }
             match found.next_due {
                 // Over in time or not: what there is then is taken above.
@@ -103,10 +109,12 @@ impl Source for KafkaSource {
     }
 
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), SourceError> {
-        for Rejected { delivery, reason, story } in self.shared.settle(settled) {
-            self.publish(delivery, reason, story);
-        }
+        self.shared.settle(settled).into_iter().for_each(|rejected| self.publish(rejected));
         Ok(())
+    }
+
+    fn destination(&self, origin: &Origin, reason: &Reason) -> Option<String> {
+        Some(self.dead_letters.destination(&origin.name, reason))
     }
 
     async fn stop(&mut self) {

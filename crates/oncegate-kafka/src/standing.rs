@@ -2,7 +2,6 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use oncegate_core::SourceError;
@@ -11,9 +10,10 @@ use rdkafka::error::{KafkaResult, RDKafkaErrorCode};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList, TopicPartitionListElem};
 
 use crate::batch::{Fault, Queue};
-use crate::made_anew::{self, Topics};
+use crate::made_anew::Topics;
 use crate::outage::Outage;
 use crate::shared::Begins;
+use crate::topic_identity::{TopicIdentity, TopicMatch};
 
 /// How long a question to the broker may hold up a rebalance.
 const PATIENCE: Duration = Duration::from_secs(3);
@@ -35,18 +35,21 @@ pub(crate) fn ask<C: ConsumerContext>(
     let committed = patience.insist("where the group stands", |patience| committed(consumer, partitions.clone(), patience));
     // What this client has heard may be older than what another member has committed.
     hear();
-    for topic in committed.iter().flat_map(|told| in_question(told, topics)) {
+    let differing = committed.iter().flat_map(|told| in_question(told, topics)).chain(topics.changed());
+    for topic in differing.collect::<BTreeSet<String>>() {
         patience.insist("which log a topic is now", |patience| consumer.fetch_metadata(Some(&topic), patience));
         hear();
     }
+    // After the response, so that it is not older than the topic ids. A member of a group has metadata already, so nothing is waited
+    // for. rdkafka 0.39 never frees the string that librdkafka returns, so it is read once per rebalance and not more often.
+    topics.compare(consumer.client().fetch_cluster_id(Duration::ZERO));
     let told = |it: &TopicPartitionListElem<'_>| committed.as_ref()?.get(&(it.topic().to_owned(), it.partition()));
     let begins = |it: &TopicPartitionListElem<'_>| match told(it) {
         None => Begins::Unknown,
         // Its offset went with the topic before it.
-        Some(None) if topics.has_changed(it.topic()) => Begins::Anew,
+        Some(None) if topics.was_recreated(it.topic()) => Begins::Anew,
         Some(None) => Begins::Nowhere,
-        Some(Some(Committed { id: Some(of), .. })) if topics.id(it.topic()).is_some_and(|now| now != *of) => Begins::Anew,
-        Some(Some(Committed { offset, .. })) => Begins::At(*offset),
+        Some(Some(committed)) => begins_at(it.topic(), it.partition(), committed, topics.identity(it.topic()).as_ref()),
     };
     let mut standings: Vec<Standing> = partitions.elements().iter().map(|it| (it.topic().to_owned(), it.partition(), begins(it))).collect();
     tell_added(
@@ -67,10 +70,51 @@ pub(crate) fn ask<C: ConsumerContext>(
     standings
 }
 
+/// Where a partition with a committed offset begins, by the topic that the offset was committed for. Warns where the offset is used
+/// although the topic has another id now.
+fn begins_at(topic: &str, partition: i32, committed: &Committed, current: Option<&TopicIdentity>) -> Begins {
+    let offset = committed.offset;
+    // Metadata that names no topic comes from a person or another program, whose offset is used as it is.
+    let (Some(committed), Some(current)) = (&committed.identity, current) else { return Begins::At(offset) };
+    let (cluster, committed_cluster) = (current.cluster_id.as_deref(), committed.cluster_id.as_deref());
+    match committed.compare(current) {
+        TopicMatch::Same => Begins::At(offset),
+        TopicMatch::Recreated => Begins::Anew,
+        TopicMatch::Replica => {
+            tracing::warn!(
+                topic,
+                partition,
+                offset,
+                cluster,
+                committed_cluster,
+                "replica topic: the offset was committed on another cluster, for a topic with another id; reading continues at this \
+                 offset, as the mirror has translated it; check that the mirror translates offsets (MirrorMaker 2: \
+                 sync.group.offsets.enabled=true), and if ids come from positions, give the consumer another .scope(…)"
+            );
+            Begins::Replica(offset)
+        }
+        TopicMatch::Ambiguous => {
+            tracing::warn!(
+                topic,
+                partition,
+                offset,
+                cluster,
+                committed_cluster,
+                "topic id differs and a cluster id is unknown: the topic is a replica or was deleted and created again; the committed \
+                 offset is kept; if the topic was created again, reset the group's offsets: kafka-consumer-groups.sh --reset-offsets"
+            );
+            Begins::Ambiguous(offset)
+        }
+    }
+}
+
 /// The topics for which an offset of another log than the one that was heard of is committed: either of the two may be the
 /// later one.
 fn in_question(told: &Told, topics: &Topics) -> BTreeSet<String> {
-    let differs = |topic: &str, it: &Option<Committed>| it.as_ref().is_some_and(|it| it.id.is_some() && it.id != topics.id(topic));
+    let differs = |topic: &str, it: &Option<Committed>| {
+        let committed = it.as_ref().and_then(|it| it.identity.as_ref());
+        committed.is_some_and(|committed| topics.identity(topic).is_none_or(|current| current.topic_id != committed.topic_id))
+    };
     told.iter().filter(|((topic, _), it)| differs(topic, it)).map(|((topic, _), _)| topic.clone()).collect()
 }
 
@@ -159,8 +203,8 @@ fn passes(code: RDKafkaErrorCode) -> bool {
 /// What the group has committed for a partition.
 struct Committed {
     offset: i64,
-    /// Of the topic that it was committed for, where it says so.
-    id: Option<Arc<str>>,
+    /// The topic that it was committed for, where the metadata names it.
+    identity: Option<TopicIdentity>,
 }
 
 /// What the group has committed for each partition of which the broker says it; `None` where it has committed nothing. A partition
@@ -189,7 +233,7 @@ fn said_of(it: &TopicPartitionListElem<'_>) -> Option<Committed> {
     let Offset::Offset(offset) = it.offset() else { return None };
     // Whoever may commit for the group may have written anything; what is not UTF-8 is a panic there.
     let metadata = catch_unwind(AssertUnwindSafe(|| it.metadata().to_owned())).unwrap_or_default();
-    Some(Committed { offset, id: made_anew::id_in(&metadata).map(Arc::from) })
+    Some(Committed { offset, identity: TopicIdentity::parse(&metadata) })
 }
 
 fn committed_topics(told: &Told) -> BTreeSet<String> {
@@ -224,8 +268,22 @@ pub(crate) fn made_anew(topic: &str) -> SourceError {
     )
 }
 
+/// The error of a group whose committed offset may be that of a deleted topic, or a translated one.
+pub(crate) fn ambiguous(topic: &str, partition: i32, offset: i64) -> SourceError {
+    SourceError::misconfigured(
+        "out_of_range",
+        format!(
+            "the group's offset {offset} of {topic}/{partition} was committed for a topic with another id, and without a cluster id \
+             nothing says whether `{topic}` is a replica of it or was deleted and created again"
+        ),
+        "set the group's offsets: kafka-consumer-groups.sh --reset-offsets; or use OutOfRange::Earliest, which keeps the offset",
+    )
+}
+
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use rdkafka::consumer::CommitMode;
     use rdkafka::error::KafkaError;
     use rdkafka::mocking::MockCluster;
@@ -307,11 +365,22 @@ mod tests {
         partitions
     }
 
-    fn commit(consumer: &BaseConsumer<Context>, offset: i64, id: &str) {
+    fn commit(consumer: &BaseConsumer<Context>, offset: i64, identity: &TopicIdentity) {
         let mut list = partition();
         list.set_partition_offset("t", 0, Offset::Offset(offset)).expect("an offset");
-        list.find_partition("t", 0).expect("it was added").set_metadata(made_anew::metadata(id));
+        list.find_partition("t", 0).expect("it was added").set_metadata(identity.to_string());
         consumer.commit(&list, CommitMode::Sync).expect("committed");
+    }
+
+    /// The identity of the topic, as the broker reports it.
+    fn identity(consumer: &BaseConsumer<Context>, queue: &Queue<Context>) -> TopicIdentity {
+        consumer.fetch_metadata(Some("t"), PATIENCE * 20).expect("an answer");
+        queue.hear();
+        let topics = &consumer.context().topics;
+        topics.compare(consumer.client().fetch_cluster_id(PATIENCE));
+        let identity = topics.identity("t").expect("the response has it");
+        assert!(identity.cluster_id.is_some());
+        identity
     }
 
     /// Where a client stands that has heard of this topic last, or of none.
@@ -352,9 +421,7 @@ mod tests {
         cluster.create_topic("t", 1, 1).expect("a topic");
         let brokers = cluster.bootstrap_servers();
         let (consumer, queue) = client(&brokers);
-        consumer.fetch_metadata(Some("t"), PATIENCE * 20).expect("an answer");
-        queue.hear();
-        commit(&consumer, 7, &consumer.context().topics.id("t").expect("it was told with the answer"));
+        commit(&consumer, 7, &identity(&consumer, &queue));
         says_it_of_each_partition(&cluster, RDKafkaRespErr::RD_KAFKA_RESP_ERR_COORDINATOR_LOAD_IN_PROGRESS);
         assert_eq!(standing_of(&brokers, None), Begins::At(7), "it is asked again");
         says_it_of_each_partition(&cluster, RDKafkaRespErr::RD_KAFKA_RESP_ERR_TOPIC_AUTHORIZATION_FAILED);
@@ -372,9 +439,9 @@ mod tests {
         consumer.fetch_metadata(Some("t"), PATIENCE * 20).expect("an answer");
         let topics = &consumer.context().topics;
         (0..100).for_each(|_| drop(consumer.poll(Duration::from_millis(1))));
-        assert_eq!(topics.id("t"), None, "it came through the main queue");
+        assert_eq!(topics.identity("t"), None, "it came through the main queue");
         queue.hear();
-        assert!(topics.id("t").is_some(), "nobody hears it");
+        assert!(topics.identity("t").is_some(), "nobody hears it");
     }
 
     #[test]
@@ -383,15 +450,20 @@ mod tests {
         cluster.create_topic("t", 1, 1).expect("a topic");
         let brokers = cluster.bootstrap_servers();
         let (consumer, queue) = client(&brokers);
-        consumer.fetch_metadata(Some("t"), PATIENCE * 20).expect("an answer");
-        queue.hear();
-        let id = consumer.context().topics.id("t").expect("it was told with the answer");
-        commit(&consumer, 7, &id);
-        assert_eq!(standing_of(&brokers, Some(&id)), Begins::At(7));
+        let current = identity(&consumer, &queue);
+        let id = &*current.topic_id;
+        commit(&consumer, 7, &current);
+        assert_eq!(standing_of(&brokers, Some(id)), Begins::At(7));
         assert_eq!(standing_of(&brokers, Some(OTHER)), Begins::At(7), "what it had heard is old");
         assert_eq!(standing_of(&brokers, None), Begins::At(7));
-        commit(&consumer, 8, OTHER);
-        assert_eq!(standing_of(&brokers, Some(&id)), Begins::Anew);
-        assert_eq!(standing_of(&brokers, None), Begins::Anew);
+        let committed = |cluster_id| TopicIdentity { topic_id: OTHER.into(), cluster_id };
+        for (cluster_id, begins) in [
+            (current.cluster_id.clone(), Begins::Anew),
+            (Some("b25jZWdhdGUta2Fma2EtMg".into()), Begins::Replica(8)),
+            (None, Begins::Ambiguous(8)),
+        ] {
+            commit(&consumer, 8, &committed(cluster_id));
+            assert_eq!([standing_of(&brokers, Some(id)), standing_of(&brokers, None)], [begins; 2]);
+        }
     }
 }

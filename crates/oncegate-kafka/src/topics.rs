@@ -35,7 +35,22 @@ const IN_VAIN: u32 = 3;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Found {
     There,
-    Missing,
+    /// In a cluster of so many brokers.
+    Missing(usize),
+}
+
+/// How to create a topic of this name, as the broker's own tool does.
+fn command(kafka: &Kafka, name: &str, replicas: usize, keeps: &str) -> String {
+    format!(
+        "kafka-topics.sh --bootstrap-server {} --create --topic {name} --replication-factor {replicas}{keeps} (`kafka-topics` in some packages; \
+         in the Docker image it stands in /opt/kafka/bin)",
+        kafka.brokers
+    )
+}
+
+/// As many copies as a cluster of this size can hold, and three at most.
+fn replicas(brokers: usize) -> usize {
+    brokers.clamp(1, 3)
 }
 
 /// Waits for a broker, then checks every topic, creating what is to be created. Answers the consumer that has asked.
@@ -50,11 +65,11 @@ pub(crate) async fn check(
     for topic in &kafka.topics {
         let found;
         (consumer, found) = look(consumer, &another, topic.clone(), outage).await?;
-        if found == Found::Missing {
+        if let Found::Missing(brokers) = found {
             return Err(SourceError::misconfigured(
                 "topic",
                 format!("the topic `{topic}` does not exist"),
-                format!("create it: kafka-topics.sh --bootstrap-server {} --create --topic {topic}", kafka.brokers),
+                format!("create it: {}", command(kafka, topic, replicas(brokers), "")),
             ));
         }
     }
@@ -69,18 +84,19 @@ pub(crate) async fn check(
         (consumer, found) = look(consumer, &another, name.clone(), outage).await?;
         match (found, kafka.creation) {
             (Found::There, _) => there.push((*setting, name.as_str())),
-            (Found::Missing, TopicCreation::Create { partitions, replication }) => {
+            (Found::Missing(_), TopicCreation::Create { partitions, replication }) => {
                 create(&admin(kafka, outage)?, setting, name, partitions, replication).await?
             }
-            (Found::Missing, TopicCreation::Never) => {
+            (Found::Missing(brokers), TopicCreation::Never) => {
+                let (replicas, keeps) =
+                    (replicas(brokers), " --config retention.ms=-1 --config retention.bytes=-1 --config cleanup.policy=delete");
                 return Err(SourceError::misconfigured(
                     *setting,
                     format!("the topic `{name}` does not exist"),
                     format!(
-                        "create it: kafka-topics.sh --bootstrap-server {} --create --topic {name} --config retention.ms=-1 \
-                         --config retention.bytes=-1 --config cleanup.policy=delete; \
-                         or let the source do so: .create_topics(TopicCreation::Create {{ partitions: 1, replication: 3 }})",
-                        kafka.brokers
+                        "let the source create it: .create_topics(TopicCreation::Create {{ partitions: 1, replication: {replicas} }}), which is \
+                         kafka.create-partitions = 1 and kafka.create-replicas = {replicas} in oncegate.toml; or create it: {}",
+                        command(kafka, name, replicas, keeps)
                     ),
                 ));
             }
@@ -108,7 +124,7 @@ async fn look(
         let answer;
         (consumer, answer) = asked.await.map_err(|error| SourceError::Unavailable(error.into()))?;
         match answer {
-            Ok(Found::Missing) if second_looks < SECOND_LOOKS => second_looks += 1,
+            Ok(Found::Missing(_)) if second_looks < SECOND_LOOKS => second_looks += 1,
             Ok(found) => return Ok((consumer, found)),
             Err(code) => {
                 judge(&consumer, code, &topic, outage)?;
@@ -138,7 +154,7 @@ fn ask(consumer: &BaseConsumer<Context>, topic: &str) -> Result<Found, RDKafkaEr
     let metadata = metadata.map_err(|error| error.rdkafka_error_code().unwrap_or(RDKafkaErrorCode::Fail))?;
     match metadata.topics().first().and_then(|topic| topic.error()).map(RDKafkaErrorCode::from) {
         None => Ok(Found::There),
-        Some(RDKafkaErrorCode::UnknownTopicOrPartition | RDKafkaErrorCode::UnknownTopic) => Ok(Found::Missing),
+        Some(RDKafkaErrorCode::UnknownTopicOrPartition | RDKafkaErrorCode::UnknownTopic) => Ok(Found::Missing(metadata.brokers().len())),
         Some(code) => Err(code),
     }
 }

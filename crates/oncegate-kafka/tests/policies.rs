@@ -85,8 +85,9 @@ async fn each_policy_has_a_name_in_the_log_and_a_counter() {
     messages_missed(&told).await;
     log_cut(&told).await;
     partition_added(&told).await;
-    let counted = ["messages_missed", "logs_cut", "partitions_added"].map(|it| told.counted(&format!("oncegate_kafka_{it}_total")));
-    assert_eq!(counted, [7, 1, 1]);
+    replica_topic(&told).await;
+    let counters = ["messages_missed", "logs_cut", "partitions_added", "replica_offsets", "topics_made_anew"];
+    assert_eq!(counters.map(|it| told.counted(&format!("oncegate_kafka_{it}_total"))), [7, 1, 1, 1, 0]);
     client_replaced(&told).await;
     // How often it is found and read depends on how often it is lost and assigned meanwhile.
     topic_made_anew(&told).await;
@@ -123,6 +124,19 @@ async fn partition_added(told: &Told) {
     topic.renewed().send_numbers(1, 5).await;
     assert!(receive(&mut source, 5).await.iter().all(|it| it.receipt.partition == 1));
     told.says("WARN", "partition added", &topic, "partitions_added", 1).await;
+    close(source).await;
+}
+
+/// The warning names both clusters.
+async fn replica_topic(told: &Told) {
+    let topic = Topic::new(1).await;
+    topic.send_numbers(0, 10).await;
+    topic.commit_with(4, "topic-id=q5BZ55PYTTyxda8B1C5Amg cluster-id=another").await;
+    let mut source = topic.open().await;
+    receive(&mut source, 6).await;
+    told.says("WARN", "replica topic", &topic, "replica_offsets", 1).await;
+    let fields = format!("partition=0 offset=4 cluster={:?} committed_cluster=\"another\"", topic.cluster_id().await);
+    told.says("WARN", &fields, &topic, "replica_offsets", 1).await;
     close(source).await;
 }
 

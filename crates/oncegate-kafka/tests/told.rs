@@ -13,10 +13,11 @@ use rdkafka::client::DefaultClientContext;
 
 /// One after the other: there is one place where lines are heard.
 #[tokio::test(flavor = "multi_thread")]
-async fn without_a_broker_one_line_comes_soon_and_names_setting_problem_and_remedy() {
+async fn without_a_broker_or_partitions_one_line_comes_soon_and_says_what_is_waited_for() {
     let lines = Lines::of_this_process();
     never_there(&lines).await;
     gone_while_it_is_read(&lines).await;
+    waits_for_a_partition(&lines).await;
 }
 
 async fn never_there(lines: &Lines) {
@@ -24,6 +25,28 @@ async fn never_there(lines: &Lines) {
     let opening = Kafka::topic("t").brokers("127.0.0.1:1").group("g").open();
     assert!(tokio::time::timeout(Duration::from_secs(7), opening).await.is_err());
     is_told_once("127.0.0.1:1", begun, &lines.take());
+}
+
+/// Another member has the only partition, until it leaves.
+async fn waits_for_a_partition(lines: &Lines) {
+    let server = tokio::task::spawn_blocking(|| KafkaServer::start().expect("a broker")).await.expect("a broker");
+    let admin: AdminClient<DefaultClientContext> =
+        ClientConfig::new().set("bootstrap.servers", server.brokers()).create().expect("a client");
+    let created = admin.create_topics(&[NewTopic::new("t", 1, TopicReplication::Fixed(1))], &AdminOptions::new()).await;
+    created.expect("an answer")[0].as_ref().expect("created");
+    let kafka = Kafka::topic("t").brokers(server.brokers()).group("g").property("session.timeout.ms", "12000");
+    let kafka = kafka.create_topics(TopicCreation::Create { partitions: 1, replication: 1 });
+    let other = kafka.clone().open().await.expect("a source");
+    line_with(lines, "partition assigned").await;
+    let source = kafka.open().await.expect("a source");
+    let line = line_with(lines, "waiting for partitions to be assigned").await;
+    for part in ["INFO", "group=\"g\"", "topics=[\"t\"]", "session_timeout=12s", "session.timeout.ms"] {
+        assert!(line.contains(part), "{part}: {line}");
+    }
+    drop(other);
+    let line = line_with(lines, "partitions assigned after waiting").await;
+    assert!(line.contains("INFO") && line.contains("waited=") && line.contains("partitions=1"), "{line}");
+    let _ = Box::new(source).close(Instant::now() + Duration::from_secs(30)).await;
 }
 
 async fn gone_while_it_is_read(lines: &Lines) {
@@ -42,6 +65,19 @@ async fn gone_while_it_is_read(lines: &Lines) {
     assert!(tokio::time::timeout(Duration::from_secs(8), reading).await.is_err());
     is_told_once(&server.brokers(), begun, &lines.take());
     let _ = Box::new(source).close(Instant::now()).await; // there is nobody to take leave of
+}
+
+/// The first line from now on that has this in it.
+async fn line_with(lines: &Lines, part: &str) -> String {
+    let found = async {
+        loop {
+            if let Some((_, line)) = lines.take().into_iter().find(|(_, line)| line.contains(part)) {
+                return line;
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(60), found).await.expect(part)
 }
 
 fn is_told_once(brokers: &str, begun: Instant, lines: &[(Instant, String)]) {

@@ -1,9 +1,9 @@
 //! A counterexample, told.
 
-use oncegate_core::marker::Marker;
+use oncegate_core::marker::{Effect, Marker};
 use stateright::Path;
 
-use crate::world::{Action, Asked, World, name};
+use crate::world::{Action, Asked, Person, Shelf, Then, World, name};
 
 /// The way into trouble, a line for each step.
 pub(crate) fn tell(path: Path<World, Action>) -> Vec<String> {
@@ -20,8 +20,10 @@ fn step(world: &World, action: &Action, after: Option<&World>) -> String {
     let who = |who: usize| ["A", "B"][who];
     let marker = after.map_or(String::new(), |after| format!(" [{}]", marker(&after.marker)));
     match *action {
-        Action::Deliver(at, _) => format!("the message is delivered to {}, which asks to claim it", who(at)),
+        Action::Deliver(at, message) if message.body == 0 => format!("the message is delivered to {}, which asks to claim it", who(at)),
+        Action::Deliver(at, _) => format!("the message with the other body is delivered to {}, which asks to claim it", who(at)),
         Action::SendTwice => "the producer sends the message once more".into(),
+        Action::SendOther => "a producer sends a message with the same id and another body".into(),
         Action::DeliverAgain(at) => {
             format!("the broker delivers {}'s message again, and takes no settlement from {} any more", who(at), who(at))
         }
@@ -44,20 +46,50 @@ fn step(world: &World, action: &Action, after: Option<&World>) -> String {
         Action::LeaseEnds => "the lease ends".into(),
         Action::LeaseFeared(at) => format!("{} cannot tell whether its lease lives", who(at)),
         Action::HearsLeaseOver(at) => format!("{} notices that its lease is over", who(at)),
+        Action::Renew(at) => format!("{} renews its lease{marker}", who(at)),
+        Action::LateRenewal(at) => format!("{} gives up waiting for a renewal, which is still under way", who(at)),
         Action::Crash(at) => format!("{} crashes; the broker hands its delivery out again", who(at)),
         Action::Drain(at) => format!("{} is told to stop", who(at)),
+        Action::Yield(at) => format!("another message runs alone, and {} withdraws its grant", who(at)),
         Action::DrainOver(at) => format!("{} stops without waiting any longer", who(at)),
+        Action::CompleteLate(at) => format!("{} tells the store of what it handled without the gate{marker}", who(at)),
         Action::Forget => "the store forgets the marker".into(),
+        Action::LoseClaim => format!("the store forgets the last claim{marker}"),
+        Action::Decides(place) => match after.map(|after| &after.person) {
+            Some(Person::Decided(_, sent, Then::Publish)) => {
+                format!("a person {}; {} is to be asked", looks(world, place), name(&sent.ask))
+            }
+            Some(Person::Decided(_, sent, Then::TakeOut)) => {
+                format!("a person {}, and it happened; {} is to be asked", looks(world, place), name(&sent.ask))
+            }
+            _ => format!("a person {}", looks(world, place)),
+        },
+        Action::Asks => format!("the store does what the person asks for, if the marker still is what was seen{marker}"),
+        Action::AsksLate => "the person's command is cut off, and still under way".into(),
+        Action::Publishes => "the person publishes a copy".into(),
+        Action::TakesOut => "the person takes the letter out".into(),
+        Action::Stops => "the person is cut off".into(),
+        Action::ForgetsWhatIsDone => format!("a person lets it be handled again, and it is sent once more{marker}"),
+    }
+}
+
+fn looks(world: &World, place: usize) -> &'static str {
+    match world.letters[place].shelf {
+        Shelf::DeadLetters => "looks at the dead letter and at the marker",
+        Shelf::InDoubt => "looks at the message in doubt and at the marker, and finds out",
     }
 }
 
 fn marker(marker: &Marker) -> String {
     match marker {
         Marker::Absent => "absent".into(),
-        Marker::Cleared { attempt } => format!("cleared, attempt {attempt}"),
-        Marker::InProgress(hold) => format!("in progress, attempt {}", hold.attempt),
-        Marker::InDoubt(hold, _) => format!("in doubt, attempt {}", hold.attempt),
-        Marker::Rejected(_) => "rejected".into(),
+        Marker::Cleared { attempts, effect: Effect::Nothing } => format!("cleared, attempt {} from {}", attempts.number, attempts.base),
+        Marker::Cleared { attempts, effect: Effect::Unknown } => {
+            format!("cleared, attempt {} from {}, outcome unknown", attempts.number, attempts.base)
+        }
+        Marker::InProgress(hold) => format!("in progress, attempt {} from {}", hold.attempts.number, hold.attempts.base),
+        Marker::InDoubt(hold, _) => format!("in doubt, attempt {} from {}", hold.attempts.number, hold.attempts.base),
+        Marker::Rejected { attempt, .. } => format!("rejected, attempt {attempt}"),
         Marker::Done(_) => "done".into(),
     }
 }

@@ -1,34 +1,46 @@
--- What each key becomes, and what the asker is told: the table of oncegate_core::marker::apply, on the server.
--- KEYS are the keys. ARGV holds the ask and the terms that all keys share, then for each key the record that its asker's
--- claim has: its token, attempt and fingerprint stand in it. The answer is one text for each key: a verdict, or why there
+-- What each key becomes, and the answer to the asker: the table of oncegate_core::marker::apply, on the server.
+-- KEYS are the keys. ARGV holds the ask and the terms that all keys share, then for each key the record that its asker's first
+-- claim would have: its token, attempt and fingerprint stand in it. The answer is one text for each key: a verdict, or why there
 -- is none. No key can spoil another.
 
-local ask, guarantee, lease, window, horizon, unresolved, seen =
-  ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7]
-local SHARED = 7
-local LARGEST_ATTEMPT = 4294967295
+local ask, guarantee, lease, window, horizon, unresolved, seen, freed =
+  ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7], ARGV[8]
+local SHARED = 8
+local LARGEST = 4294967295
 local HELD = { p = 'in progress', w = 'waiting', r = 'reconciling' }
 
 local function is_fingerprint(text)
   return text == '-' or (#text == 18 and not text:find('%D'))
 end
 
--- State, fingerprint, attempt, token, lease, horizon, guarantee; or nil and why the record cannot be read.
+local function is_count(text)
+  return #text <= 10 and tonumber(text) <= LARGEST
+end
+
+-- What a record says; or nil and why it cannot be read.
 local function read(raw)
-  if not raw then return 'absent' end
-  if raw == '1' then return 'done', '-' end
-  if #raw == 19 and raw:find('^1%d+$') then return 'done', raw:sub(2) end
+  if not raw then return { state = 'absent' } end
+  if raw == '1' then return { state = 'done', body = '-' } end
+  if #raw == 20 and raw:find('^%-1%d+$') then return { state = 'done', body = raw:sub(3) } end
   local kind, rest = raw:match('^v1 (%l) (.*)$')
   if HELD[kind] then
-    local token, attempt, ms, keep, promise, body = rest:match('^([%da-f]+) (%d+) (%d+) (%d+) ([aeb]) (%S+)$')
-    if token and #token == 32 and #attempt <= 10 and tonumber(attempt) <= LARGEST_ATTEMPT and #ms <= 15 and #keep <= 15
+    local token, number, base, crashes, effect, ms, keep, promise, body =
+      rest:match('^([%da-f]+) (%d+) (%d+) (%d+) ([nu]) (%d+) (%d+) ([aeb]) (%S+)$')
+    if token and #token == 32 and is_count(number) and is_count(base) and is_count(crashes) and #ms <= 15 and #keep <= 15
       and is_fingerprint(body) then
-      return HELD[kind], body, attempt, token, ms, keep, promise
+      return {
+        state = HELD[kind], token = token, number = number, base = base, crashes = crashes, effect = effect, lease = ms,
+        horizon = keep, promise = promise, body = body,
+      }
     end
   elseif kind == 'x' then
-    if is_fingerprint(rest) then return 'rejected', rest end
+    local number, body = rest:match('^(%d+) (%S+)$')
+    if number and is_count(number) and is_fingerprint(body) then return { state = 'rejected', number = number, body = body } end
   elseif kind == 'c' then
-    if rest:find('^%d+$') and #rest <= 10 and tonumber(rest) <= LARGEST_ATTEMPT then return 'cleared', '-', rest end
+    local number, base, crashes, effect = rest:match('^(%d+) (%d+) (%d+) ([nu])$')
+    if number and is_count(number) and is_count(base) and is_count(crashes) then
+      return { state = 'cleared', number = number, base = base, crashes = crashes, effect = effect }
+    end
   end
   local version = raw:match('^v(%d+) ')
   if version and version ~= '1' then return nil, 'unknown version' end
@@ -54,101 +66,152 @@ local function delete(key, verdict)
   return type(reply) == 'table' and 'error ' .. reply.err or verdict
 end
 
-local function held(kind, token, attempt, ms, keep, promise, body)
-  return 'v1 ' .. kind .. ' ' .. token .. ' ' .. attempt .. ' ' .. ms .. ' ' .. keep .. ' ' .. promise .. ' ' .. body
+local function counts(number, base, crashes)
+  return number .. ' ' .. base .. ' ' .. crashes
+end
+
+local function held(kind, token, attempts, effect, ms, keep, promise, body)
+  return 'v1 ' .. kind .. ' ' .. token .. ' ' .. attempts .. ' ' .. effect .. ' ' .. ms .. ' ' .. keep .. ' ' .. promise .. ' ' .. body
 end
 
 local function done(key, fingerprint, verdict)
-  return put(key, fingerprint == '-' and '1' or '1' .. fingerprint, window, verdict)
+  return put(key, fingerprint == '-' and '1' or '-1' .. fingerprint, window, verdict)
 end
 
-local function cleared(key, attempt)
-  return put(key, 'v1 c ' .. attempt, window, 'kept')
+local function after(count)
+  return string.format('%.0f', math.min(tonumber(count) + 1, LARGEST))
 end
 
-local function after(attempt)
-  return string.format('%.0f', math.min(tonumber(attempt) + 1, LARGEST_ATTEMPT))
+-- The milliseconds since the marker was written; nil if its expiry was not set by this protocol alone.
+local function age(key, found)
+  local left = call('PTTL', key)
+  if type(left) == 'table' then return nil, 'error ' .. left.err end
+  if left < 0 or left > tonumber(found.horizon) then return nil end
+  return tonumber(found.horizon) - left
 end
 
-local function claim(key, token, fingerprint, state, body, at, holder, their_lease, their_horizon, promise)
-  local function grant(attempt)
-    return put(key, held('p', token, attempt, lease, horizon, guarantee, fingerprint), horizon, 'granted ' .. attempt)
+local function claim(key, token, fingerprint, found)
+  local state = found.state
+  local function grant(number, base, crashes, effect)
+    local attempts = counts(after(number), base, crashes)
+    return put(key, held('p', token, attempts, effect, lease, horizon, guarantee, fingerprint), horizon, 'granted ' .. attempts)
   end
-  if state == 'absent' then return grant('1') end
-  if state == 'cleared' then return grant(after(at)) end
+  -- A higher fence, and no run: it spends nothing of the budget.
+  local function take_doubt(base, crashes)
+    local attempts = counts(after(found.number), after(base), crashes)
+    return put(key, held('r', token, attempts, 'u', lease, unresolved, 'a', fingerprint), unresolved, 'in-doubt ' .. attempts)
+  end
+  if state == 'absent' then return grant('0', '0', '0', 'n') end
+  if state == 'cleared' then
+    if found.effect == 'u' and guarantee == 'a' then return take_doubt(found.base, found.crashes) end
+    return grant(found.number, found.base, found.crashes, found.effect)
+  end
 
-  local other_body = body ~= '-' and fingerprint ~= '-' and body ~= fingerprint
+  local other_body = found.body ~= '-' and fingerprint ~= '-' and found.body ~= fingerprint
   if state == 'done' then return other_body and 'conflict' or 'duplicate' end
-  if state == 'rejected' then return other_body and 'conflict' or 'rejected' end
+  if state == 'rejected' then return other_body and 'conflict' or 'rejected ' .. found.number end
 
   local in_progress = state == 'in progress'
-  if holder == token then
-    return keep_anew(key, their_horizon, (in_progress and 'granted ' or 'in-doubt ') .. at)
+  if found.token == token then
+    local verdict = in_progress and 'granted ' or 'in-doubt '
+    return keep_anew(key, found.horizon, verdict .. counts(found.number, found.base, found.crashes))
   end
   if other_body and not in_progress then return 'conflict' end
+  if state == 'waiting' then return take_doubt(found.base, found.crashes) end
 
-  local left = call('PTTL', key)
-  if type(left) == 'table' then return 'error ' .. left.err end
-  local known = left >= 0 and left <= tonumber(their_horizon)
-  local age = tonumber(their_horizon) - left
-  local over = known and age > tonumber(their_lease)
-  if (in_progress and (other_body or not over)) or (state == 'reconciling' and not over) then
-    -- Not written by this protocol alone: it gets its horizon again.
-    if not known then return keep_anew(key, their_horizon, 'busy ' .. their_lease) end
-    return string.format('busy %.0f', math.max(0, tonumber(their_lease) - age))
+  local old, failed = age(key, found)
+  if failed then return failed end
+  if not old then return keep_anew(key, found.horizon, 'busy ' .. found.lease) end
+  if old <= tonumber(found.lease) then return string.format('busy %.0f', tonumber(found.lease) - old) end
+  local crashes = after(found.crashes)
+  if not in_progress then return take_doubt(found.base, crashes) end
+  if other_body then return 'conflict' end
+  -- The attempt that crashed spends nothing of the budget: crashes are counted apart.
+  local base = after(found.base)
+  if found.promise ~= 'a' and guarantee ~= 'a' then return grant(found.number, base, crashes, 'u') end
+  return take_doubt(base, crashes)
+end
+
+-- What a person asks for: the marker that was seen becomes the one that was made of it.
+local function free(key, raw, found)
+  raw = raw or ''
+  if freed == '' then return 'lost' end
+  if raw ~= seen and raw ~= freed then return 'lost' end
+  if found.state == 'in progress' then
+    local old, failed = age(key, found)
+    if failed then return failed end
+    if not old or old <= tonumber(found.lease) then return 'lost' end
   end
-  if in_progress and promise ~= 'a' and guarantee ~= 'a' then return grant(after(at)) end
-  local attempt = after(at)
-  return put(key, held('r', token, attempt, lease, unresolved, 'a', fingerprint), unresolved, 'in-doubt ' .. attempt)
+  return put(key, freed, window, 'kept')
 end
 
 local function apply(key, theirs)
-  local _, fingerprint, attempt, token = read(theirs)
+  local asker = read(theirs)
+  local token, number, fingerprint = asker.token, asker.number, asker.body
   local raw = call('GET', key)
   if type(raw) == 'table' then return 'error ' .. raw.err end
-  local state, body, at, holder, their_lease, their_horizon, promise = read(raw)
-  if not state then return body end
-  if ask == 'claim' then
-    return claim(key, token, fingerprint, state, body, at, holder, their_lease, their_horizon, promise)
-  end
+  local found, unreadable = read(raw)
+  if not found then return unreadable end
+  if ask == 'claim' then return claim(key, token, fingerprint, found) end
+  if ask == 'free' then return free(key, raw, found) end
 
-  local free = state == 'absent' or state == 'cleared'
+  local state = found.state
+  local is_free = state == 'absent' or state == 'cleared'
   local in_progress = state == 'in progress'
   local in_doubt = state == 'waiting' or state == 'reconciling'
-  local mine = holder == token and tonumber(at) == tonumber(attempt)
+  local mine = found.token == token and tonumber(found.number) == tonumber(number)
+
+  local function cleared(effect, base)
+    if effect == 'n' and found.effect == 'n' and tonumber(found.number) == 1 then return delete(key, 'kept') end
+    local kept = found.effect == 'u' and 'u' or effect
+    return put(key, 'v1 c ' .. counts(found.number, base or found.base, found.crashes) .. ' ' .. kept, window, 'kept')
+  end
 
   if ask == 'renew' then
-    if mine then return keep_anew(key, their_horizon, 'kept') end
+    if mine then return keep_anew(key, found.horizon, 'kept') end
   elseif ask == 'complete' then
     if (in_progress and mine) or in_doubt then return done(key, fingerprint, 'done') end
     if state == 'done' then return 'done' end
-    if free then return done(key, fingerprint, 'done lost') end
+    if is_free then return done(key, fingerprint, 'done lost') end
   elseif ask == 'clear nothing' or ask == 'clear unknown' then
-    if free then return 'kept' end
+    if is_free then return 'kept' end
     if in_progress and mine then
-      if ask == 'clear nothing' and tonumber(at) == 1 then return delete(key, 'kept') end
       -- Never: what is unknown is doubted.
       if ask == 'clear unknown' and guarantee == 'a' then return 'lost' end
-      return cleared(key, at)
+      return cleared(ask == 'clear unknown' and 'u' or 'n')
     end
+  elseif ask == 'withdraw' then
+    if is_free then return 'kept' end
+    if in_progress and mine then return cleared('n', after(found.base)) end
   elseif ask == 'reject nothing' or ask == 'reject unknown' then
-    if free and guarantee ~= 'a' then return 'kept' end
+    if is_free and guarantee ~= 'a' then return 'kept' end
     if in_progress and mine then
-      if guarantee == 'a' then return put(key, 'v1 x ' .. body, window, 'kept') end
-      if ask == 'reject nothing' and tonumber(at) == 1 then return delete(key, 'kept') end
-      return cleared(key, at)
+      if guarantee == 'a' then return put(key, 'v1 x ' .. found.number .. ' ' .. found.body, window, 'kept') end
+      return cleared(ask == 'reject unknown' and 'u' or 'n')
     end
   elseif ask == 'doubt' then
-    -- The fence never steps back.
-    if state == 'cleared' and tonumber(at) > tonumber(attempt) then attempt = at end
-    if free then return put(key, held('w', token, attempt, lease, horizon, guarantee, fingerprint), horizon, 'kept') end
-    if mine then return put(key, held('w', holder, at, their_lease, their_horizon, promise, body), their_horizon, 'kept') end
+    local function doubted(attempts)
+      return put(key, held('w', token, attempts, 'u', lease, horizon, guarantee, fingerprint), horizon, 'kept')
+    end
+    if state == 'absent' then return doubted(counts(number, number, '0')) end
+    if state == 'cleared' then
+      -- Asked late, or again: somebody has found out since, or an operator has freed the id.
+      if tonumber(number) <= tonumber(found.base) then return 'lost' end
+      -- The fence never steps back.
+      local higher = tonumber(found.number) > tonumber(number) and found.number or number
+      return doubted(counts(higher, found.base, found.crashes))
+    end
+    if mine then
+      local attempts = counts(found.number, found.base, found.crashes)
+      local same = held('w', token, attempts, found.effect, found.lease, found.horizon, found.promise, found.body)
+      return put(key, same, found.horizon, 'kept')
+    end
   elseif ask == 'happened' then
     if in_doubt and mine then return done(key, fingerprint, 'done') end
   elseif ask == 'did not happen' then
-    if in_doubt and mine then return cleared(key, at) end
-  elseif ask == 'forget' then
-    if (state == 'rejected' or state == 'done' or in_doubt) and raw == seen then return delete(key, 'kept') end
+    if in_doubt and mine then
+      return put(key, 'v1 c ' .. counts(found.number, found.base, found.crashes) .. ' n', window, 'kept')
+    end
   end
   return 'lost'
 end
@@ -161,7 +224,7 @@ local answers = {}
 for i, key in ipairs(KEYS) do
   local theirs = ARGV[SHARED + i]
   if found[i] == theirs then
-    answers[i] = put(key, theirs:sub(-1) == '-' and '1' or '1' .. theirs:sub(-18), window, 'done')
+    answers[i] = put(key, theirs:sub(-1) == '-' and '1' or '-1' .. theirs:sub(-18), window, 'done')
   else
     answers[i] = apply(key, theirs)
   end

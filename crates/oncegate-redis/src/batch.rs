@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use oncegate_core::marker::{Ask, Guarantee, Operation, Verdict};
+use oncegate_core::marker::{Ask, Attempts, Guarantee, Operation, Verdict};
 use oncegate_core::{Key, StoreError};
 use redis::{Cmd, Value};
 
@@ -236,11 +236,13 @@ impl Batch<'_> {
         Ok(parcels)
     }
 
-    /// Claims travel alone where replicas have to know of them, but for those of the literal gate.
+    /// Claims travel alone where replicas have to know of them, but for those of the literal gate. So do renewals at most once: a
+    /// primary that was cut off would renew what others take over elsewhere.
     fn lane(&self, operation: &Operation) -> Lane {
         match (self.durability, operation.ask, operation.terms.guarantee) {
             (Durability::Primary, ..) | (_, _, Guarantee::Bare) => Lane::General,
             (Durability::Replicas { .. }, Ask::Claim, _) => Lane::Claims,
+            (Durability::Replicas { .. }, Ask::Renew, Guarantee::AtMostOnce) => Lane::Claims,
             _ => Lane::General,
         }
     }
@@ -276,11 +278,11 @@ impl Batch<'_> {
         redirected && redirections > 0
     }
 
-    /// What was granted is not, where too few replicas know of it, or the server was seen to forget.
+    /// What was granted or renewed is not, where too few replicas know of it, or the server was seen to forget.
     fn withdraw(&mut self, operations: &[usize], failure: &Failure, concerned: impl Fn(&Operation) -> bool) {
         for index in operations.iter().filter(|index| concerned(&self.operations[**index])) {
             let answer = &mut self.answers[*index];
-            if matches!(answer, Some(Ok(Verdict::Granted { .. } | Verdict::InDoubt { .. }))) {
+            if matches!(answer, Some(Ok(Verdict::Granted(_) | Verdict::InDoubt(_) | Verdict::Kept))) {
                 *answer = Some(Err(failure.clone()));
             }
         }
@@ -335,7 +337,7 @@ impl Batch<'_> {
             },
             (Step::BareClaim(index), reply) => {
                 self.answers[index] = Some(match reply {
-                    Value::Okay => Ok(Verdict::Granted { attempt: 1 }),
+                    Value::Okay => Ok(Verdict::Granted(Attempts::new(1))),
                     Value::Nil => Ok(Verdict::Duplicate),
                     other => Err(reply::unexpected(&other)),
                 });

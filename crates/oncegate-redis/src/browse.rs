@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use oncegate_core::marker::Marker;
-use oncegate_core::{Key, StoreError};
+use oncegate_core::{Key, Listed, Standing, StoreError};
 use redis::{Cmd, Pipeline, Value};
 
 use crate::failure::Failure;
@@ -14,35 +14,6 @@ use crate::info::Info;
 use crate::record;
 use crate::route::Lanes;
 use crate::store::Redis;
-
-/// A marker, and how long it stands.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Standing {
-    /// What stands under the key.
-    pub marker: Marker,
-    /// When the key expires; `None` without an expiry, and where there is no key.
-    pub expires_in: Option<Duration>,
-}
-
-impl Standing {
-    /// How long ago a marker in progress or in doubt was last written, by the server's clock. `None` of others, whose
-    /// records do not tell, and where the expiry was not set by this protocol alone.
-    pub fn age(&self) -> Option<Duration> {
-        match self.marker {
-            Marker::InProgress(hold) | Marker::InDoubt(hold, _) => hold.horizon.checked_sub(self.expires_in?),
-            _ => None,
-        }
-    }
-}
-
-/// One key of a page.
-#[derive(Debug)]
-pub struct Listed {
-    /// The key without the prefix: the id, behind its scope and `|` where there is one.
-    pub name: String,
-    /// The marker; an error if the key holds none that this release can read.
-    pub standing: Result<Standing, StoreError>,
-}
 
 /// Goes through all markers, page by page. Made by [`Redis::browse`].
 pub struct Browse {

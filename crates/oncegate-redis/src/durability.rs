@@ -16,8 +16,9 @@ pub enum Durability {
     /// Sentinel and Cluster promote the replica that is furthest, of those that they reach. Name as many as there are
     /// replicas, and it is any of them.
     ///
-    /// Claims travel on a connection used for nothing else, whose every pipeline ends in `WAIT`. Where too few replicas
-    /// answer in time nothing is granted: the claim is asked again with the same token.
+    /// Claims, and renewals at most once, travel on a connection used for nothing else, whose every pipeline ends in `WAIT`.
+    /// Where too few replicas answer in time nothing is granted: the claim is asked again with the same token; and nothing is
+    /// renewed: the lease ends.
     Replicas {
         /// At least 1.
         count: u32,
@@ -43,7 +44,7 @@ impl Durability {
 pub(crate) fn covered(count: u32, reply: &Value) -> Result<(), Failure> {
     match reply {
         Value::Int(know) if *know >= i64::from(count) => Ok(()),
-        Value::Int(know) => Err(Failure::unknown(format!("{know} of the {count} replicas that a claim needs know of it"))),
+        Value::Int(know) => Err(Failure::unknown(format!("{know} of the {count} replicas that have to know of it do"))),
         // The claims before it may stand.
         Value::ServerError(error) => Err(Failure::said_by_server(error.code(), error.details().unwrap_or_default()).though_it_may_stand()),
         _ => Err(Failure::unknown("Redis gave an answer of the wrong kind to WAIT")),

@@ -14,6 +14,8 @@ pub(crate) enum Failure {
     NotApplied(Problem),
     /// It may have been applied: ask again with the same token.
     Unknown(Problem),
+    /// What is under the key is no marker; it concerns this key alone.
+    UnreadableMarker(Problem),
     /// It will never work like this.
     Misconfigured(Problem),
 }
@@ -51,6 +53,7 @@ impl From<Failure> for StoreError {
         match failure {
             Failure::NotApplied(problem) => Self::NotApplied(problem.into()),
             Failure::Unknown(problem) => Self::Unknown(problem.into()),
+            Failure::UnreadableMarker(problem) => Self::UnreadableMarker(problem.into()),
             Failure::Misconfigured(problem) => Self::Misconfigured(problem.into()),
         }
     }
@@ -97,7 +100,8 @@ impl Failure {
             )),
             "NOAUTH" | "WRONGPASS" => Self::misconfigured(format!("{said}: put the right user and password into the URL")),
             "WRONGTYPE" => {
-                Self::misconfigured(format!("{said}: another program uses this key; give markers a prefix of their own with Redis::prefix"))
+                let text = format!("{said}: another program uses this key; give markers a prefix of their own with Redis::prefix");
+                Self::UnreadableMarker(Problem::new(text))
             }
             "MOVED" | "ASK" | "CROSSSLOT" | "CLUSTERDOWN" => {
                 Self::misconfigured(format!("{said}: Redis::at names a node of a cluster; give its nodes to Redis::cluster"))
@@ -120,15 +124,16 @@ impl Failure {
 
     /// What a value that is no marker of ours means.
     pub(crate) fn unreadable(why: Unreadable) -> Self {
-        Self::misconfigured(match why {
-            Unreadable::UnknownVersion => {
-                "a newer release wrote this marker (unknown record version): upgrade oncegate here; the marker is left as it is"
-            }
-            Unreadable::NotAMarker => {
+        match why {
+            // This concerns the deployment, not one id.
+            Unreadable::UnknownVersion => Self::misconfigured(
+                "a newer release wrote this marker (unknown record version): upgrade oncegate here; the marker is left as it is",
+            ),
+            Unreadable::NotAMarker => Self::UnreadableMarker(Problem::new(
                 "another program wrote this key, or it was cut off: give markers a prefix of their own with Redis::prefix, or delete the key; \
-                 it is left as it is"
-            }
-        })
+                 it is left as it is",
+            )),
+        }
     }
 }
 
@@ -141,9 +146,10 @@ mod tests {
         for heals in ["LOADING", "READONLY", "OOM", "MISCONF", "NOREPLICAS", "BUSY", "MASTERDOWN", "TRYAGAIN"] {
             assert!(matches!(Failure::said_by_server(heals, "x"), Failure::NotApplied(_)), "{heals}");
         }
-        for wrong in ["NOPERM", "NOAUTH", "WRONGPASS", "WRONGTYPE", "MOVED", "CROSSSLOT"] {
+        for wrong in ["NOPERM", "NOAUTH", "WRONGPASS", "MOVED", "CROSSSLOT"] {
             assert!(matches!(Failure::said_by_server(wrong, "x"), Failure::Misconfigured(_)), "{wrong}");
         }
+        assert!(matches!(Failure::said_by_server("WRONGTYPE", "x"), Failure::UnreadableMarker(_)));
         // Redis before 7.0 knows NX and GET, but not together.
         let old = Failure::said_by_server("ERR", "syntax error");
         assert!(matches!(&old, Failure::Misconfigured(problem) if problem.to_string().contains("7.0")), "{old:?}");

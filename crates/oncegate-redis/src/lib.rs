@@ -29,7 +29,7 @@ mod store;
 mod tls;
 mod watch;
 
-pub use browse::{Browse, Listed, ServerInfo, Standing};
+pub use browse::{Browse, ServerInfo};
 pub use durability::Durability;
 pub use metric::REDIS_METRICS;
 pub use plan::{Load, Markers, Plan, plan};

@@ -100,6 +100,14 @@ impl Link {
         }
     }
 
+    /// The user who logs in, where a URL tells; `default` where it names none.
+    pub(crate) fn user(&self) -> Option<&str> {
+        match &self.place {
+            Ok(Place::Fixed(server)) => Some(server.user()),
+            _ => None,
+        }
+    }
+
     /// For people.
     pub(crate) fn described(&self) -> String {
         match &self.place {

@@ -57,8 +57,12 @@ async fn look(route: &Route, asked: Asked<'_>) -> Result<(), Failure> {
         };
         if found.lacks.is_empty() {
             let tried = try_commands(lanes, probe, route, asked).await?;
+            found.forbidden.extend(tried.forbidden);
             found.lacks.extend(tried.lacks);
             found.notes.extend(tried.notes);
+        }
+        if !found.forbidden.is_empty() {
+            found.lacks.push(lacks_rights(&found.forbidden, lanes.general.user(), route, asked));
         }
         if !found.lacks.is_empty() {
             return Err(Failure::misconfigured(format!("{at} {}", found.lacks.join("; "))));
@@ -73,6 +77,8 @@ async fn look(route: &Route, asked: Asked<'_>) -> Result<(), Failure> {
 /// What was found.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Found {
+    /// Commands that the guarantee needs and the user may not run, or not on these keys.
+    forbidden: Vec<String>,
     /// What the guarantee needs and does not have.
     lacks: Vec<String>,
     /// What may go wrong later, or heals by itself.
@@ -88,9 +94,7 @@ impl Found {
 /// At most once goes by `INFO` while it runs.
 fn without_info(guarantee: Guarantee) -> Found {
     match guarantee {
-        Guarantee::AtMostOnce => {
-            Found::lacking("does not let the user in the URL run INFO, which Guarantee::AtMostOnce needs: ACL SETUSER <user> +info")
-        }
+        Guarantee::AtMostOnce => Found { forbidden: vec!["INFO".into()], ..Found::default() },
         Guarantee::Bare => Found::default(),
         _ => Found {
             notes: vec!["does not let INFO be read: what it loses will not be seen (ACL SETUSER <user> +info)".into()],
@@ -131,6 +135,25 @@ fn judge(info: &Info, route: &Route, asked: Asked<'_>, now: SystemTime) -> Found
         notes.push(format!("is followed by {follow} replicas, and Durability::Replicas needs {count}: nothing is granted until they do"));
     }
     Found { notes, ..Found::default() }
+}
+
+/// One sentence, and one command that grants all that is needed.
+fn lacks_rights(forbidden: &[String], user: Option<&str>, route: &Route, asked: Asked<'_>) -> String {
+    let mut rights: Vec<&str> = trials(asked.prefix, route, asked).iter().map(|trial| trial.right).collect();
+    if asked.guarantee == Guarantee::AtMostOnce || asked.guarantee == Guarantee::EffectivelyOnce {
+        rights.push("+info");
+    }
+    if let Route::Cluster(_) = route {
+        rights.push("+cluster|slots");
+    }
+    format!(
+        "does not let the user in the URL run {} on its keys, which Guarantee::{:?} needs (NOPERM): ACL SETUSER {} ~{}* {}",
+        forbidden.join(", "),
+        asked.guarantee,
+        user.unwrap_or("<user>"),
+        String::from_utf8_lossy(asked.prefix),
+        rights.join(" "),
+    )
 }
 
 /// A command to be tried.
@@ -181,19 +204,15 @@ async fn try_commands(lanes: &Lanes, probe: &[u8], route: &Route, asked: Asked<'
     for (trial, reply) in trials.iter().zip(lanes.general.ask(&pipeline).await?) {
         let Value::ServerError(error) = reply else { continue };
         let (code, detail) = (error.code(), error.details().unwrap_or_default());
-        let Trial { name, right, .. } = trial;
+        let name = &trial.name;
         match Failure::said_by_server(code, detail) {
             // Its slots are on the way to another node, as in a failover: who serves them is asked again.
             _ if matches!(route, Route::Cluster(_)) && is_elsewhere(code) => {
                 route.distrust_slot(moving(code, detail));
                 return Err(Failure::not_applied(format!("Redis says {code} {detail} of {}", String::from_utf8_lossy(probe))));
             }
-            Failure::Misconfigured(_) if matches!(code, "NOPERM") => tried.lacks.push(format!(
-                "does not let the user in the URL run {name}, which Guarantee::{:?} needs: ACL SETUSER <user> {right} ~{}* ({code} {detail})",
-                asked.guarantee,
-                String::from_utf8_lossy(asked.prefix),
-            )),
-            Failure::Misconfigured(_) => {
+            Failure::Misconfigured(_) if code == "NOPERM" => tried.forbidden.push((*name).to_owned()),
+            Failure::Misconfigured(_) | Failure::UnreadableMarker(_) => {
                 tried.lacks.push(format!("does not offer {name}, which Guarantee::{:?} needs ({code} {detail})", asked.guarantee));
             }
             failure @ Failure::NotApplied(_) if code == "LOADING" => return Err(failure),

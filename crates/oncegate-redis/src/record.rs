@@ -1,22 +1,26 @@
 //! A marker as Redis holds it.
 //!
-//! Done is `1`, as every program that deduplicates with `SET … 1 … NX` writes it, or `1` and the 18 digits of its
-//! fingerprint. Everything else begins with a version:
+//! Done is `1`, as every program that deduplicates with `SET … 1 … NX` writes it, or `-1` and the 18 digits of its fingerprint:
+//! both are integers to Redis. A time in nanoseconds, which other programs write as a marker, is no such number. Everything else
+//! begins with a version:
 //!
 //! ```text
-//! v1 p <token> <attempt> <lease ms> <horizon ms> <guarantee a|e|b> <fingerprint or ->   in progress
-//! v1 w …                                                                                in doubt, nobody reconciles
-//! v1 r …                                                                                in doubt, its holder reconciles
-//! v1 x <fingerprint or ->                                                               rejected
-//! v1 c <attempt>                                                                        cleared
+//! v1 p <token> <attempts> <lease ms> <horizon ms> <guarantee a|e|b> <fingerprint or ->   in progress
+//! v1 w …                                                                                 in doubt, nobody reconciles
+//! v1 r …                                                                                 in doubt, its holder reconciles
+//! v1 x <attempt> <fingerprint or ->                                                      rejected
+//! v1 c <attempts>                                                                        cleared
 //! ```
+//!
+//! Attempts are `<number> <base> <crashes> <n|u>`: the number of the last one, how many the budget does not count, how
+//! many ended in a crash since the id was last sent back, and whether what they may have done is unknown.
 //!
 //! `apply.lua` reads and writes the same.
 
 use std::fmt::Write;
 use std::time::Duration;
 
-use oncegate_core::marker::{Doubt, Fingerprint, Guarantee, Hold, Marker, Operation, Terms, Token};
+use oncegate_core::marker::{Attempts, Doubt, Effect, Fingerprint, Guarantee, Hold, Marker, Operation, Terms, Token};
 
 /// The longest time that a record or an expiry may hold, a hundred years: beyond it Redis overflows.
 const LONGEST_MS: u64 = 100 * 365 * 24 * 3600 * 1000;
@@ -59,32 +63,42 @@ fn fingerprint(fingerprint: Option<Fingerprint>) -> String {
     fingerprint.map_or_else(|| "-".into(), |it| format!("{:018}", it.get()))
 }
 
-/// The record of a claim that was granted to the asker of this operation, as this attempt.
+/// The record of a first claim that was granted to the asker of this operation, with the number of its attempt.
 pub(crate) fn granted(operation: &Operation, attempt: u32) -> String {
     let Operation { token, terms, .. } = *operation;
     let Terms { guarantee, lease, fingerprint, .. } = terms;
-    held('p', &Hold { token, attempt, lease, horizon: terms.horizon(), guarantee, fingerprint })
+    let (attempts, earlier, horizon) = (Attempts::new(attempt), Effect::Nothing, terms.horizon());
+    held('p', &Hold { token, attempts, earlier, lease, horizon, guarantee, fingerprint })
 }
 
 /// The record of a marker; empty if there is none.
 pub(crate) fn encode(marker: &Marker) -> String {
     match marker {
         Marker::Absent => String::new(),
-        Marker::Cleared { attempt } => format!("v1 c {attempt}"),
+        Marker::Cleared { attempts, effect } => format!("v1 c {}", tried(attempts, *effect)),
         Marker::InProgress(hold) => held('p', hold),
         Marker::InDoubt(hold, Doubt::Waiting) => held('w', hold),
         Marker::InDoubt(hold, Doubt::Reconciling) => held('r', hold),
-        Marker::Rejected(it) => format!("v1 x {}", fingerprint(*it)),
+        Marker::Rejected { attempt, fingerprint: it } => format!("v1 x {attempt} {}", fingerprint(*it)),
         Marker::Done(None) => "1".into(),
-        Marker::Done(Some(it)) => format!("1{:018}", it.get()),
+        Marker::Done(Some(it)) => format!("-1{:018}", it.get()),
     }
+}
+
+fn tried(Attempts { number, base, crashes }: &Attempts, effect: Effect) -> String {
+    let effect = match effect {
+        Effect::Nothing => 'n',
+        Effect::Unknown => 'u',
+    };
+    format!("{number} {base} {crashes} {effect}")
 }
 
 fn held(kind: char, hold: &Hold) -> String {
     let mut record = String::with_capacity(96);
     let (lease, horizon, guarantee) = (milliseconds(hold.lease), expiry(hold.horizon), letter(hold.guarantee));
+    let tried = tried(&hold.attempts, hold.earlier);
     // Writing to a String cannot fail.
-    let _ = write!(record, "v1 {kind} {:032x} {} {lease} {horizon} {guarantee} ", hold.token.0, hold.attempt);
+    let _ = write!(record, "v1 {kind} {:032x} {tried} {lease} {horizon} {guarantee} ", hold.token.0);
     let _ = match hold.fingerprint {
         Some(it) => write!(record, "{:018}", it.get()),
         None => write!(record, "-"),
@@ -112,18 +126,27 @@ pub(crate) fn decode(raw: &[u8]) -> Result<Marker, Unreadable> {
 }
 
 fn read(text: &str) -> Option<Marker> {
-    if let Some(digits) = text.strip_prefix('1') {
+    if let Some(digits) = text.strip_prefix("-1") {
         return Some(Marker::Done(Some(read_fingerprint(digits)?)));
     }
     let mut fields = text.strip_prefix("v1 ")?.split(' ');
     let kind = fields.next()?;
     let marker = match kind {
-        "c" => Marker::Cleared { attempt: read_attempt(fields.next()?)? },
-        "x" => Marker::Rejected(read_optional_fingerprint(fields.next()?)?),
+        "c" => {
+            let (attempts, effect) = read_tried(&mut fields)?;
+            Marker::Cleared { attempts, effect }
+        }
+        "x" => {
+            let attempt = read_count(fields.next()?)?;
+            Marker::Rejected { attempt, fingerprint: read_optional_fingerprint(fields.next()?)? }
+        }
         "p" | "w" | "r" => {
+            let token = read_token(fields.next()?)?;
+            let (attempts, earlier) = read_tried(&mut fields)?;
             let hold = Hold {
-                token: read_token(fields.next()?)?,
-                attempt: read_attempt(fields.next()?)?,
+                token,
+                attempts,
+                earlier,
                 lease: read_duration(fields.next()?)?,
                 horizon: read_duration(fields.next()?)?,
                 guarantee: read_guarantee(fields.next()?)?,
@@ -146,7 +169,18 @@ fn digits(text: &str, longest: usize) -> Option<u64> {
     fits.then(|| text.parse().ok()).flatten()
 }
 
-fn read_attempt(text: &str) -> Option<u32> {
+fn read_tried<'a>(fields: &mut impl Iterator<Item = &'a str>) -> Option<(Attempts, Effect)> {
+    let mut count = || read_count(fields.next()?);
+    let attempts = Attempts { number: count()?, base: count()?, crashes: count()? };
+    let effect = match fields.next()? {
+        "n" => Effect::Nothing,
+        "u" => Effect::Unknown,
+        _ => return None,
+    };
+    Some((attempts, effect))
+}
+
+fn read_count(text: &str) -> Option<u32> {
     digits(text, 10)?.try_into().ok()
 }
 
@@ -182,13 +216,15 @@ mod tests {
 
     fn hold(guarantee: Guarantee, fingerprint: Option<Fingerprint>) -> Hold {
         let [lease, horizon] = [30_000, 86_400_000].map(Duration::from_millis);
-        Hold { token: Token(0xab), attempt: 7, lease, horizon, guarantee, fingerprint }
+        let attempts = Attempts { number: 7, base: 3, crashes: 2 };
+        Hold { token: Token(0xab), attempts, earlier: Effect::Unknown, lease, horizon, guarantee, fingerprint }
     }
 
     fn markers() -> Vec<Marker> {
-        let mut markers = vec![Marker::Cleared { attempt: u32::MAX }];
+        let most = Attempts { number: u32::MAX, base: u32::MAX, crashes: u32::MAX };
+        let mut markers: Vec<_> = [Effect::Nothing, Effect::Unknown].map(|effect| Marker::Cleared { attempts: most, effect }).into();
         for body in [None, Some(Fingerprint::new(0)), Some(Fingerprint::new(Fingerprint::LIMIT - 1))] {
-            markers.extend([Marker::Rejected(body), Marker::Done(body)]);
+            markers.extend([Marker::Rejected { attempt: 5, fingerprint: body }, Marker::Done(body)]);
             for guarantee in [Guarantee::AtMostOnce, Guarantee::EffectivelyOnce, Guarantee::Bare] {
                 let hold = hold(guarantee, body);
                 markers.push(Marker::InProgress(hold));
@@ -209,9 +245,11 @@ mod tests {
     #[test]
     fn the_records_are_the_documented_bytes() {
         assert_eq!(encode(&Marker::Done(None)), "1");
-        assert_eq!(encode(&Marker::Done(Some(Fingerprint::new(42)))), "1000000000000000042");
+        assert_eq!(encode(&Marker::Done(Some(Fingerprint::new(42)))), "-1000000000000000042");
         let held = Marker::InProgress(hold(Guarantee::AtMostOnce, None));
-        assert_eq!(encode(&held), "v1 p 000000000000000000000000000000ab 7 30000 86400000 a -");
+        assert_eq!(encode(&held), "v1 p 000000000000000000000000000000ab 7 3 2 u 30000 86400000 a -");
+        assert_eq!(encode(&Marker::Cleared { attempts: Attempts::new(2), effect: Effect::Nothing }), "v1 c 2 0 0 n");
+        assert_eq!(encode(&Marker::Rejected { attempt: 2, fingerprint: None }), "v1 x 2 -");
     }
 
     #[test]
@@ -220,12 +258,7 @@ mod tests {
             let record = encode(&marker);
             for end in 0..record.len() {
                 let cut = &record[..end];
-                // A done marker cut to `1`, and an attempt that lost digits, cannot be told from whole ones.
-                let whole = matches!(
-                    (&marker, decode(cut.as_bytes())),
-                    (Marker::Done(_), Ok(Marker::Done(None))) | (Marker::Cleared { .. }, Ok(_))
-                );
-                assert!(whole || decode(cut.as_bytes()) == Err(Unreadable::NotAMarker), "{cut}");
+                assert_eq!(decode(cut.as_bytes()), Err(Unreadable::NotAMarker), "{cut}");
             }
         }
     }
@@ -235,7 +268,10 @@ mod tests {
         for newer in ["v2 p x", "v10 ", "v0 c 1"] {
             assert_eq!(decode(newer.as_bytes()), Err(Unreadable::UnknownVersion), "{newer}");
         }
-        for other in ["", "2", "01", "1 ", "v1", "v1 c -1", "v1 c 4294967296", "v1 c 1 ", "v1 x 5", "processing", "\u{e9}", "v 1"] {
+        let others =
+            ["", "2", "01", "1 ", "v1", "v1 c -1 0 0 n", "v1 c 4294967296 0 0 n", "v1 c 1 0 0 n ", "v1 c 1 0 0", "v1 c 1", "v1 x 5"];
+        // Among them a time in nanoseconds, as a program with a marker of its own may write it.
+        for other in others.into_iter().chain(["processing", "\u{e9}", "v 1", "1763900000000000000", "-1", "-176390000000000000"]) {
             assert_eq!(decode(other.as_bytes()), Err(Unreadable::NotAMarker), "{other}");
         }
         assert_eq!(decode(&[0xff]), Err(Unreadable::NotAMarker));

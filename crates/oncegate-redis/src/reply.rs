@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use oncegate_core::marker::{self, Age, Marker, Operation, Verdict};
+use oncegate_core::marker::{self, Age, Attempts, Marker, Operation, Verdict};
 use redis::Value;
 
 use crate::batch::Answer;
@@ -13,9 +13,9 @@ use crate::route::At;
 /// What a claim's fast path tells; `None` where the holder's age matters, or the holder is the asker.
 pub(crate) fn claim(reply: Value, operation: &Operation) -> Option<Answer> {
     match reply {
-        Value::Nil => Some(Ok(Verdict::Granted { attempt: 1 })),
+        Value::Nil => Some(Ok(Verdict::Granted(Attempts::new(1)))),
         Value::BulkString(record) => match record::decode(&record) {
-            Ok(marker @ (Marker::Done(_) | Marker::Rejected(_))) => Some(Ok(marker::apply(marker, Age::Unknown, operation).1)),
+            Ok(marker @ (Marker::Done(_) | Marker::Rejected { .. })) => Some(Ok(marker::apply(marker, Age::Unknown, operation).1)),
             Ok(_) => None,
             Err(why) => Some(Err(Failure::unreadable(why))),
         },
@@ -28,13 +28,19 @@ pub(crate) fn verdict(value: &Value) -> Answer {
     let Value::BulkString(text) = value else { return Err(unexpected(value)) };
     let text = String::from_utf8_lossy(text);
     let (word, rest) = text.split_once(' ').unwrap_or((&text, ""));
-    let attempt = || rest.parse().map_err(|_| unexpected(value));
+    let attempts = || {
+        let mut counts = rest.split(' ').map(str::parse);
+        match (counts.next(), counts.next(), counts.next(), counts.next()) {
+            (Some(Ok(number)), Some(Ok(base)), Some(Ok(crashes)), None) => Ok(Attempts { number, base, crashes }),
+            _ => Err(unexpected(value)),
+        }
+    };
     Ok(match (word, rest) {
-        ("granted", _) => Verdict::Granted { attempt: attempt()? },
-        ("in-doubt", _) => Verdict::InDoubt { attempt: attempt()? },
+        ("granted", _) => Verdict::Granted(attempts()?),
+        ("in-doubt", _) => Verdict::InDoubt(attempts()?),
         ("busy", _) => Verdict::Busy { remaining: rest.parse().map(Duration::from_millis).map_err(|_| unexpected(value))? },
         ("duplicate", "") => Verdict::Duplicate,
-        ("rejected", "") => Verdict::Rejected,
+        ("rejected", _) => Verdict::Rejected { attempt: rest.parse().map_err(|_| unexpected(value))? },
         ("conflict", "") => Verdict::Conflict,
         ("kept", "") => Verdict::Kept,
         ("done", "") => Verdict::Done { marker_lost: false },

@@ -2,7 +2,7 @@
 
 use std::sync::LazyLock;
 
-use oncegate_core::marker::{Ask, Effect, Finding, Operation, Terms, UNRESOLVED_AT_MOST_ONCE};
+use oncegate_core::marker::{self, Ask, Effect, Finding, Operation, Terms, UNRESOLVED_AT_MOST_ONCE};
 use redis::{Cmd, Script};
 
 use crate::record;
@@ -18,16 +18,17 @@ pub(crate) enum By {
     Text,
 }
 
-/// Whether two operations can travel in one call: they ask the same on the same terms, apart from the fingerprint.
+/// Whether two operations can travel in one call: they ask the same on the same terms, apart from the fingerprint. What a person
+/// frees goes by the attempt, too.
 pub(crate) fn together(one: &Operation, other: &Operation) -> bool {
     let shared = |terms: &Terms| (terms.guarantee, terms.lease, terms.window);
-    one.ask == other.ask && shared(&one.terms) == shared(&other.terms)
+    one.ask == other.ask && shared(&one.terms) == shared(&other.terms) && marker::freed(one) == marker::freed(other)
 }
 
 /// One call for operations that go [`together`]. There is at least one.
 pub(crate) fn call<'a>(by: By, prefix: &[u8], first: &Operation, operations: impl ExactSizeIterator<Item = &'a Operation> + Clone) -> Cmd {
     let count = operations.len();
-    let mut call = Cmd::with_capacity(10 + 2 * count, 256 + 200 * count);
+    let mut call = Cmd::with_capacity(11 + 2 * count, 256 + 200 * count);
     match by {
         By::Hash => call.arg("EVALSHA").arg(APPLY.get_hash()),
         By::Text => call.arg("EVAL").arg(include_str!("apply.lua")),
@@ -40,9 +41,9 @@ pub(crate) fn call<'a>(by: By, prefix: &[u8], first: &Operation, operations: imp
         call.arg(&key[..]);
     }
     let terms = &first.terms;
-    let seen = match &first.ask {
-        Ask::Forget { seen } => record::encode(seen),
-        _ => String::new(),
+    let (seen, freed) = match &first.ask {
+        Ask::SendBack { seen, .. } | Ask::Forget { seen } => (record::encode(seen), marker::freed(first)),
+        _ => (String::new(), None),
     };
     call.arg(name(&first.ask))
         .arg(record::letter(terms.guarantee).to_string())
@@ -50,7 +51,8 @@ pub(crate) fn call<'a>(by: By, prefix: &[u8], first: &Operation, operations: imp
         .arg(record::expiry(terms.window))
         .arg(record::expiry(terms.horizon()))
         .arg(record::expiry(UNRESOLVED_AT_MOST_ONCE))
-        .arg(seen);
+        .arg(seen)
+        .arg(freed.map_or_else(String::new, |freed| record::encode(&freed)));
     for operation in operations {
         call.arg(record::granted(operation, operation.attempt));
     }
@@ -81,11 +83,12 @@ fn name(ask: &Ask) -> &'static str {
         Ask::Complete => "complete",
         Ask::Clear(Effect::Nothing) => "clear nothing",
         Ask::Clear(Effect::Unknown) => "clear unknown",
+        Ask::Withdraw => "withdraw",
         Ask::Reject(Effect::Nothing) => "reject nothing",
         Ask::Reject(Effect::Unknown) => "reject unknown",
         Ask::Doubt => "doubt",
         Ask::Resolve(Finding::Happened) => "happened",
         Ask::Resolve(Finding::DidNotHappen) => "did not happen",
-        Ask::Forget { .. } => "forget",
+        Ask::SendBack { .. } | Ask::Forget { .. } => "free",
     }
 }

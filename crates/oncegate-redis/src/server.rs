@@ -89,6 +89,11 @@ impl Server {
         Self { info: Box::new((*self.info).clone().set_addr(address)), address: joined(host, port), ..self.clone() }
     }
 
+    /// The user who logs in.
+    pub(crate) fn user(&self) -> &str {
+        self.info.redis_settings().username().unwrap_or("default")
+    }
+
     /// The same server, with no user, password or database.
     pub(crate) fn without_login(&self) -> Self {
         Self { info: Box::new((*self.info).clone().set_redis_settings(redis::RedisConnectionInfo::default())), ..self.clone() }

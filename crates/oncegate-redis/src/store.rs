@@ -264,7 +264,7 @@ impl Redis {
     /// Changes nothing.
     ///
     /// # Errors
-    /// [`StoreError::Misconfigured`] if the key holds no marker that this release can read; otherwise as for
+    /// [`StoreError::UnreadableMarker`] if the key holds no marker, [`StoreError::Misconfigured`] if a newer release wrote it; otherwise as for
     /// [`Store::apply`].
     pub async fn look(&self, key: &Key) -> Result<Marker, StoreError> {
         let key = [&self.prefix, key.as_bytes()].concat();

@@ -30,7 +30,8 @@ const EVERY_TO_TELL: Duration = Duration::from_millis(100);
 /// second, and tells.
 const OTHERS_MAY_TELL: Duration = Duration::from_secs(3);
 
-/// A clock may go wrong by so much between two looks, and by a thousandth of the time between them.
+/// A clock may go wrong by so much between two looks, or by half of the shortest at-most-once lease if that is less, since a lease is
+/// renewed at a third; and by a thousandth of the time between them besides.
 const CLOCK_TOLERANCE: Duration = Duration::from_secs(2);
 
 /// Looks at servers now and then, and remembers what it saw.
@@ -59,6 +60,8 @@ struct State {
     forgot: Option<String>,
     /// When a forward jump of the clock was noticed, and how far it went.
     jumped: Option<(Instant, Duration)>,
+    /// The shortest lease that was claimed at most once.
+    shortest_lease: Option<Duration>,
     /// When another process was noticed, where the last one may have taken writes with it.
     restarted: Option<Instant>,
 }
@@ -251,7 +254,8 @@ impl Watch {
         if terms.guarantee != Guarantee::AtMostOnce {
             return None;
         }
-        let state = self.state();
+        let mut state = self.state();
+        state.shortest_lease = Some(state.shortest_lease.map_or(terms.lease, |shortest| shortest.min(terms.lease)));
         // Markers that should still stand may have expired, and `max_age` does not speak for their messages.
         let far = state.jumped.filter(|(_, by)| *by >= terms.window / 2).map(|(_, by)| Finding::ClockForward(by).told());
         if let Some(why) = state.forgot.clone().or(far) {
@@ -314,7 +318,8 @@ impl State {
             }
             (None, None) => None,
         };
-        findings.extend(before.map(|before| compare(before, &shown)).unwrap_or_default());
+        let tolerance = self.shortest_lease.map_or(CLOCK_TOLERANCE, |lease| CLOCK_TOLERANCE.min(lease / 2));
+        findings.extend(before.map(|before| compare(before, &shown, tolerance)).unwrap_or_default());
         self.processes.insert(shown.run_id.clone(), shown);
         findings.iter().for_each(|finding| self.note(finding));
     }
@@ -392,7 +397,7 @@ impl Shown {
 }
 
 /// What happened between two looks: at the same process, or at one and the one that took its place.
-fn compare(before: &Shown, now: &Shown) -> Vec<Finding> {
+fn compare(before: &Shown, now: &Shown, tolerance: Duration) -> Vec<Finding> {
     let mut findings = Vec::new();
     // A new process counts from 0.
     let evicted_before = if now.run_id == before.run_id { before.evicted } else { 0 };
@@ -401,7 +406,7 @@ fn compare(before: &Shown, now: &Shown) -> Vec<Finding> {
     }
     // How long it may have been between the moments at which they were shown: a reply may lie unread, a request unsent.
     let (least, most) = (now.asked.saturating_duration_since(before.at), now.at.saturating_duration_since(before.asked));
-    let tolerance = CLOCK_TOLERANCE + most / 1_000;
+    let tolerance = tolerance + most / 1_000;
     match now.clock.checked_sub(before.clock) {
         Some(shown) if shown > most + tolerance => findings.push(Finding::ClockForward(shown - most)),
         Some(shown) if shown + tolerance < least => findings.push(Finding::ClockBackward(least - shown)),

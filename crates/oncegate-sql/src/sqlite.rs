@@ -88,7 +88,7 @@ impl Sqlite {
     /// Changes nothing.
     ///
     /// # Errors
-    /// [`StoreError::Misconfigured`] if the row holds no marker that this release can read; otherwise as for
+    /// [`StoreError::UnreadableMarker`] if the row holds no marker that this release can read; otherwise as for
     /// [`Store::apply`].
     pub async fn look(&self, key: &Key) -> Result<Marker, StoreError> {
         Ok(self.ask(|reply| Request::Look(key.clone(), reply)).await??)

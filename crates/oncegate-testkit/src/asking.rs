@@ -2,14 +2,14 @@
 
 use std::time::Duration;
 
-use oncegate_core::marker::{Ask, Guarantee, Operation, Terms, Token, Verdict};
+use oncegate_core::marker::{Ask, Attempts, Guarantee, Operation, Terms, Token, Verdict};
 use oncegate_core::{Key, MessageId, Store, StoreError};
 
 /// A second.
 pub const SECOND: Duration = Duration::from_secs(1);
 
 /// What the first to claim an id is told.
-pub const GRANTED: Verdict = Verdict::Granted { attempt: 1 };
+pub const GRANTED: Verdict = Verdict::Granted(Attempts::new(1));
 
 /// What the holder who completes is told.
 pub const DONE: Verdict = Verdict::Done { marker_lost: false };

@@ -15,7 +15,7 @@ use serde::Serialize;
 use crate::LosesReplies;
 pub use effects::Effects;
 use faults::{Fault, Faults};
-pub use report::{Ended, Report, Run};
+pub use report::{Ended, Reconcile, Report, Run};
 use store::Remembered;
 use watched::Watched;
 
@@ -176,7 +176,8 @@ impl<H: Handler, D: Decode + Clone> Kit<H, D> {
             }
         }
         faults.assert_all_came_to_pass();
-        let ids = self.messages.iter().filter_map(|message| self.id.read(message)).map(|id| id.to_string()).collect();
-        Report::new(ids, faults.runs(), &broker, &self.id)
+        let ids = self.messages.iter().filter_map(|message| self.id.read(message).ok()).map(|id| id.to_string()).collect();
+        let (runs, reconciles) = faults.runs();
+        Report::new(ids, runs, reconciles, &broker, &self.id)
     }
 }

@@ -36,7 +36,7 @@ pub struct Proxy {
     shared: Arc<Shared>,
 }
 
-type Judge = Box<dyn FnMut(&[u8]) -> Fate + Send>;
+type Judge = Box<dyn FnMut(&mut [u8]) -> Fate + Send>;
 
 struct Shared {
     server: u16,
@@ -83,8 +83,9 @@ impl Proxy {
         self.port
     }
 
-    /// Decides the fate of each request from now on; called with what one read brought, on all connections in turn.
-    pub fn judge(&self, judge: impl FnMut(&[u8]) -> Fate + Send + 'static) {
+    /// Decides the fate of each request from now on, and may change its bytes; called with what one read brought, on all connections in
+    /// turn.
+    pub fn judge(&self, judge: impl FnMut(&mut [u8]) -> Fate + Send + 'static) {
         *lock(&self.shared.judge) = Box::new(judge);
     }
 
@@ -149,11 +150,11 @@ impl Shared {
     }
 
     /// Carries what comes from the first to the second until either closes or `pass` says no.
-    fn carry(&self, [mut from, mut to]: [TcpStream; 2], mut pass: impl FnMut(&Self, &[u8]) -> bool) {
+    fn carry(&self, [mut from, mut to]: [TcpStream; 2], mut pass: impl FnMut(&Self, &mut [u8]) -> bool) {
         let mut buffer = vec![0; 1 << 16];
         while let Ok(read @ 1..) = from.read(&mut buffer) {
             self.wait_for_light();
-            if !pass(self, &buffer[..read]) || to.write_all(&buffer[..read]).is_err() {
+            if !pass(self, &mut buffer[..read]) || to.write_all(&buffer[..read]).is_err() {
                 break;
             }
         }
@@ -170,7 +171,7 @@ impl Shared {
         drop(self.light_changed.wait_while(lock(&self.light), dark));
     }
 
-    fn request(&self, request: &[u8], losing: &AtomicBool) -> bool {
+    fn request(&self, request: &mut [u8], losing: &AtomicBool) -> bool {
         let fate = lock(&self.judge)(request);
         match fate {
             Fate::Pass => true,

@@ -1,6 +1,6 @@
 //! Charges payments from a Kafka topic, at most once.
 
-use oncegate::{Consumer, Context, Error, Failure, Guarantee, Handler, IdSource, Kafka, Knows, Redis, async_trait};
+use oncegate::{Consumer, Context, Error, Failure, Guarantee, Handler, IdSource, Kafka, Knows, Redis, async_trait, shutdown_signal};
 
 #[derive(serde::Deserialize)]
 struct Payment {
@@ -33,6 +33,6 @@ async fn main() -> Result<(), Error> {
         .guarantee(Guarantee::AtMostOnce)
         .id(IdSource::header("payment-id"))
         .handler(Charge)
-        .run_until(async { drop(tokio::signal::ctrl_c().await) })
+        .run_until(shutdown_signal())
         .await
 }

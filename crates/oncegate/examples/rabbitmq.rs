@@ -1,6 +1,6 @@
 //! Takes stock levels from a RabbitMQ queue, effectively once.
 
-use oncegate::{Consumer, Context, Error, Failure, Handler, IdSource, RabbitMq, Redis, async_trait};
+use oncegate::{Consumer, Context, Error, Failure, Handler, IdSource, RabbitMq, Redis, async_trait, shutdown_signal};
 
 #[derive(serde::Deserialize)]
 struct Stock {
@@ -27,6 +27,6 @@ async fn main() -> Result<(), Error> {
         .scope("shelf")
         .id(IdSource::message_id())
         .handler(Shelf)
-        .run_until(async { drop(tokio::signal::ctrl_c().await) })
+        .run_until(shutdown_signal())
         .await
 }

@@ -2,6 +2,7 @@
 
 use oncegate::{
     Consumer, Context, Error, Failure, Guarantee, Handler, IdSource, Kafka, Raw, RawBytes, Redis, Shadow, ShadowReport, async_trait,
+    shutdown_signal,
 };
 
 struct Print;
@@ -29,7 +30,7 @@ async fn main() -> Result<(), Error> {
         .guarantee(Guarantee::EffectivelyOnce)
         .decode(RawBytes)
         .handler(Print)
-        .run_until(async { drop(tokio::signal::ctrl_c().await) })
+        .run_until(shutdown_signal())
         .await?;
     println!("{report}");
     Ok(())

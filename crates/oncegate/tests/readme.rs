@@ -1,6 +1,10 @@
 //! What the README and the book show is what the compiler sees: each of their Rust blocks stands, word for word, in a
 //! file that is compiled.
 
+#[path = "book/dependencies.rs"]
+mod dependencies;
+#[allow(dead_code, reason = "shared with the test of mistakes")]
+mod generated;
 #[path = "book/links.rs"]
 mod links;
 #[path = "book/reference.rs"]
@@ -69,6 +73,24 @@ fn has(file: &str, block: &str) -> bool {
     })
 }
 
+/// What nothing still can happen of. "Below the attempt" doubles an effect: the model shows it with the mutant "nothing happened:
+/// below this attempt alone".
+#[test]
+fn nothing_still_can_happen_up_to_and_with_the_attempt() {
+    for (place, words) in [
+        ("docs/src/promises.md", "an attempt up to and including `cx.attempt()`"),
+        ("docs/src/guarantee.md", "an attempt up to and including `cx.attempt()`"),
+        ("crates/oncegate-core/src/handler.rs", "*and nothing still can*, up to and including `cx.attempt()`"),
+        ("examples/payments/src/provider.rs", "attempts up to and including this one"),
+        ("crates/oncegate-model/src/trial.rs", "voids: |attempt| attempt,"),
+        ("crates/oncegate-model/mutants/main.rs", "voids: |attempt| attempt - 1"),
+    ] {
+        let text = read(&root().join(place));
+        let said: Vec<&str> = text.lines().map(|line| line.trim().trim_start_matches("///").trim()).collect();
+        assert!(said.join(" ").contains(words), "{place} does not say: {words}");
+    }
+}
+
 #[test]
 fn every_rust_block_stands_in_a_file_that_is_compiled() {
     let compiled: Vec<String> = COMPILED.iter().flat_map(|directory| files(directory, "rs")).map(|path| read(&path)).collect();
@@ -83,6 +105,7 @@ fn every_rust_block_stands_in_a_file_that_is_compiled() {
             assert!(!block.contains("::builder()"), "{}: this is Rust, open it with ```rust:\n{block}", page.display());
         }
         for block in blocks(&text, "```rust") {
+            assert!(!block.contains("ctrl_c"), "{}: containers send SIGTERM; show shutdown_signal():\n{block}", page.display());
             assert!(compiled.iter().any(|file| has(file, &block)), "{}: in no compiled file:\n{block}", page.display());
             checked += 1;
         }
@@ -117,6 +140,24 @@ fn the_book_lists_every_metric() {
     for table in [metrics, outcomes] {
         assert!(page.contains(&table), "docs/src/metrics.md does not have this table:\n{table}");
     }
+}
+
+#[test]
+fn containers_are_given_longer_to_stop_than_a_drain_takes() {
+    let mut checked = 0;
+    for (file, key) in [
+        ("docker-compose.yml", "stop_grace_period:"),
+        ("docs/src/containers.md", "stop_grace_period:"),
+        ("docs/src/containers.md", "terminationGracePeriodSeconds:"),
+        ("docs/src/containers.md", "TimeoutStopSec="),
+    ] {
+        for value in read(&root().join(file)).lines().filter_map(|line| line.trim().strip_prefix(key)) {
+            let seconds: u64 = value.trim().trim_end_matches('s').parse().expect("seconds");
+            assert!(seconds >= oncegate::defaults::DRAIN.as_secs() + 10, "{file}: {key} {seconds}");
+            checked += 1;
+        }
+    }
+    assert_eq!(checked, 5);
 }
 
 #[test]

@@ -117,7 +117,7 @@ impl Bank {
         }
     }
 
-    /// Whether a payment was charged; if not, its attempts up to and with this one are refused from now on.
+    /// Whether a payment was charged; if not, its attempts up to and including this one are refused from now on.
     ///
     /// # Errors
     /// Now and then, and always of a payment that it is unsure of; nothing is refused then.

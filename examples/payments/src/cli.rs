@@ -59,7 +59,7 @@ pub(crate) struct Cli {
 }
 
 impl Cli {
-    /// How many attempts a payment gets. A kill costs those that it hits one, a fault of the provider another, and no
+    /// How many attempts a payment gets, and how many kills may hit it. A fault of the provider costs an attempt, and no
     /// valid payment may run out of them.
     pub(crate) fn attempts(&self) -> u32 {
         u32::try_from(self.kills).unwrap_or(u32::MAX).saturating_add(ATTEMPTS)

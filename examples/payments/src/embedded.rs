@@ -178,6 +178,7 @@ impl Fleet {
             .window(WINDOW)
             .backoff(Duration::from_millis(20), LEASE / 4)
             .attempts(self.attempts)
+            .max_crashes(self.attempts)
             .in_flight(256)
             .handler(Charge { provider: Provider::Memory(Arc::clone(&self.bank)) });
         tokio::spawn(consumer.run_until(async move {

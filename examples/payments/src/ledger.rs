@@ -35,7 +35,7 @@ pub(crate) enum Entry {
         /// The attempt that asked for it.
         attempt: u32,
     },
-    /// Charges of this payment are refused, up to and with this attempt.
+    /// Charges of this payment are refused, up to and including this attempt.
     Voided {
         /// The payment.
         id: String,
@@ -102,7 +102,7 @@ impl Ledger {
         Ok(())
     }
 
-    /// Whether this payment was charged; if not, refuses its attempts up to and with this one from now on.
+    /// Whether this payment was charged; if not, refuses its attempts up to and including this one from now on.
     ///
     /// # Errors
     /// If the refusal cannot be written; then nothing is refused.

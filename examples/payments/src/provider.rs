@@ -39,7 +39,7 @@ impl Provider {
         }
     }
 
-    /// Whether a payment was charged. If it was not, the provider refuses its attempts up to and with this one from now
+    /// Whether a payment was charged. If it was not, the provider refuses its attempts up to and including this one from now
     /// on, even those that are still under way.
     ///
     /// # Errors

@@ -80,7 +80,7 @@ pub struct Rules {
     /// How many messages a consumer may handle at once; older reports do not say.
     #[serde(default)]
     pub in_flight: u32,
-    /// How many attempts a message has; 0 where it was not looked at that.
+    /// How many attempts a message has, and as many crashes; 0 where it was not looked at that.
     #[serde(default)]
     pub attempts: u32,
     /// Where it was looked.

@@ -93,6 +93,7 @@ async fn consume(source: impl Open + fmt::Debug, arguments: &Arguments, worker: 
         .lease(common.lease())
         .backoff(Duration::from_millis(50), Duration::from_millis(400))
         .attempts(ATTEMPTS)
+        .max_crashes(ATTEMPTS)
         .retries(1)
         .reconciles(3)
         .handler_timeout(TIMEOUT)

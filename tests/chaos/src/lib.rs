@@ -17,6 +17,7 @@ pub mod matrix;
 pub mod message;
 pub mod mutants;
 pub mod play;
+pub mod probes;
 pub mod processors;
 pub mod recorded;
 pub mod report;

@@ -15,7 +15,7 @@ use oncegate_chaos::report::{Report, Verdict};
 use oncegate_chaos::scenario::{Director, Wish};
 use oncegate_chaos::schedule::Lengths;
 use oncegate_chaos::worker::Broker;
-use oncegate_chaos::{Error, Stopping, fleet, matrix, mutants, sink, stage};
+use oncegate_chaos::{Error, Stopping, fleet, matrix, mutants, probes, sink, stage};
 
 /// Plays real faults on real servers, and counts what becomes of messages.
 ///
@@ -89,6 +89,24 @@ enum Command {
         /// With its report.json.
         folder: PathBuf,
     },
+    /// Kill probes: messages on Kafka, SIGKILLs while they are handled, and no more patience than the group's session and three leases.
+    Probes {
+        /// How many.
+        #[arg(long, default_value_t = 200)]
+        count: u64,
+        /// How many go on at the same time.
+        #[arg(long, default_value_t = 4)]
+        side_by_side: usize,
+        /// How many messages each has.
+        #[arg(long, default_value_t = 4_000)]
+        messages: u64,
+        /// How many processes are killed in each.
+        #[arg(long, default_value_t = 5)]
+        kills: u64,
+        /// Of when they are killed.
+        #[arg(long, default_value_t = 1)]
+        seed: u64,
+    },
     /// Adds reports up.
     Sum {
         /// Files named report.json, or of the matrix named matrix.json.
@@ -152,6 +170,12 @@ fn run(mut arguments: Arguments) -> Result<ExitCode, Error> {
             let sum = sum.ok_or("no reports were named")?;
             println!("{}", sum.to_markdown());
             Ok(verdict(&sum, None))
+        }
+        Some(Command::Probes { count, side_by_side, messages, kills, seed }) => {
+            let stopping = Stopping::on_signals()?;
+            let folder = target().join("chaos").join(format!("probes-{}", std::process::id()));
+            let probed = probes::run(&probes::Wish { probes: count, side_by_side, messages, kills, seed }, &folder, &stopping)?;
+            Ok(last_line(probed.lost.is_empty(), &probed.line(), None))
         }
         Some(Command::Consume(consumer)) => {
             fleet::end_with_parent();

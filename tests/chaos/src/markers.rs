@@ -16,7 +16,7 @@ pub async fn unfinished(url: &str, scope: &str) -> Result<Vec<(String, String)>,
         let (next, keys): (String, Vec<String>) = scan.query_async(&mut connection).await?;
         if !keys.is_empty() {
             let records: Vec<Option<String>> = redis::cmd("MGET").arg(&keys).query_async(&mut connection).await?;
-            let open = keys.into_iter().zip(records).filter_map(|(key, record)| Some((key, record.filter(|it| !it.starts_with('1'))?)));
+            let open = keys.into_iter().zip(records).filter_map(|(key, record)| Some((key, record.filter(|it| !is_done(it))?)));
             found.extend(open.map(|(key, record)| (key.strip_prefix(&prefix).unwrap_or(&key).to_owned(), record)));
         }
         if next == "0" {
@@ -24,4 +24,9 @@ pub async fn unfinished(url: &str, scope: &str) -> Result<Vec<(String, String)>,
         }
         cursor = next;
     }
+}
+
+/// `1`, or `-1` and the fingerprint of the body.
+fn is_done(record: &str) -> bool {
+    record == "1" || record.starts_with("-1")
 }

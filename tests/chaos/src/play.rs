@@ -436,8 +436,9 @@ async fn publish(plan: Plan, wire: Arc<Wire>, log: Arc<Log>, enough: Arc<AtomicB
 }
 
 /// What each consumer is started with.
-fn arguments(plan: &Plan, stage: &Stage, folder: &Path, queue: &str, sink: &SinkProcess) -> Vec<String> {
-    let promise = match plan.promise {
+/// The arguments of each consumer beside its name.
+pub(crate) fn base_arguments(promise: Promise, stage: &Stage, folder: &Path, queue: &str, sink: &SinkProcess) -> Vec<String> {
+    let promise = match promise {
         Promise::AtMostOnce => "at-most-once",
         Promise::EffectivelyOnce => "effectively-once",
         Promise::Bare => "bare",
@@ -455,15 +456,20 @@ fn arguments(plan: &Plan, stage: &Stage, folder: &Path, queue: &str, sink: &Sink
         ("in-flight", IN_FLIGHT.to_string()),
     ];
     let mut arguments: Vec<String> = arguments.into_iter().map(|(name, value)| format!("--{name}={value}")).collect();
+    if let Some(login) = stage.login() {
+        arguments.push("--login".to_owned());
+        arguments.extend(login);
+    }
+    arguments
+}
+
+fn arguments(plan: &Plan, stage: &Stage, folder: &Path, queue: &str, sink: &SinkProcess) -> Vec<String> {
+    let mut arguments = base_arguments(plan.promise, stage, folder, queue, sink);
     if let Markers::Watched { replicas } = plan.markers {
         arguments.push(format!("--replicas={replicas}"));
     }
     if (stage.broker(), plan.taken) == (Broker::Rabbitmq, Taken::ByOne) {
         arguments.push("--one-at-a-time".to_owned());
-    }
-    if let Some(login) = stage.login() {
-        arguments.push("--login".to_owned());
-        arguments.extend(login);
     }
     arguments
 }

@@ -139,10 +139,11 @@ fn asked(ask: Ask) -> Asked {
         Ask::Claim => Asked::Claim,
         Ask::Renew => Asked::Renew,
         Ask::Complete => Asked::Complete,
-        Ask::Clear(_) => Asked::Clear,
+        Ask::Clear(_) | Ask::Withdraw => Asked::Clear,
         Ask::Reject(_) => Asked::Reject,
         Ask::Doubt => Asked::Doubt,
         Ask::Resolve(_) => Asked::Resolve,
+        Ask::SendBack { .. } => Asked::SendBack,
         Ask::Forget { .. } => Asked::Forget,
     }
 }
@@ -150,11 +151,11 @@ fn asked(ask: Ask) -> Asked {
 /// As the checker reads it.
 fn verdict(answer: &Result<Verdict, StoreError>) -> String {
     match answer {
-        Ok(Verdict::Granted { attempt }) => format!("granted {attempt}"),
-        Ok(Verdict::InDoubt { attempt }) => format!("in-doubt {attempt}"),
+        Ok(Verdict::Granted(attempts)) => format!("granted {}", attempts.number),
+        Ok(Verdict::InDoubt(attempts)) => format!("in-doubt {}", attempts.number),
         Ok(Verdict::Busy { .. }) => "busy".into(),
         Ok(Verdict::Duplicate) => "duplicate".into(),
-        Ok(Verdict::Rejected) => "rejected".into(),
+        Ok(Verdict::Rejected { .. }) => "rejected".into(),
         Ok(Verdict::Conflict) => "conflict".into(),
         Ok(Verdict::Kept) => "kept".into(),
         Ok(Verdict::Done { .. }) => "done".into(),
@@ -162,5 +163,6 @@ fn verdict(answer: &Result<Verdict, StoreError>) -> String {
         Err(StoreError::NotApplied(_)) => "not applied".into(),
         Err(StoreError::Unknown(_)) => "unknown".into(),
         Err(StoreError::Misconfigured(_)) => "misconfigured".into(),
+        Err(StoreError::UnreadableMarker(_)) => "unreadable marker".into(),
     }
 }

@@ -76,10 +76,13 @@ fn watch_commits(wire: &Wire, log: &Log, over: &AtomicBool) {
     }
 }
 
-/// The memory that a process has for itself, in KiB. Not what it has mapped of files, say of its own program: the system can take that
-/// back at any time.
+/// The memory that a process has for itself, in KiB.
 fn resident(number: u32) -> Option<u64> {
-    let status = std::fs::read_to_string(format!("/proc/{number}/status")).ok()?;
+    for_itself(&std::fs::read_to_string(format!("/proc/{number}/status")).ok()?)
+}
+
+/// Not what it has mapped of files, say of its own program: the system can take that back at any time.
+fn for_itself(status: &str) -> Option<u64> {
     let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"))?;
     line.trim().strip_suffix(" kB")?.trim().parse().ok()
 }
@@ -90,6 +93,13 @@ mod tests {
     fn a_process_has_memory_and_one_that_is_not_there_has_none() {
         assert!(super::resident(std::process::id()).is_some_and(|resident| resident > 100));
         assert_eq!(super::resident(u32::MAX), None);
+    }
+
+    #[test]
+    fn what_is_mapped_of_files_is_not_counted() {
+        let status = "Name:\toncegate-chaos\nVmRSS:\t  150000 kB\nRssAnon:\t   31000 kB\nRssFile:\t  119000 kB\n";
+        assert_eq!(super::for_itself(status), Some(31_000));
+        assert_eq!(super::for_itself("Name:\toncegate-chaos\nState:\tZ (zombie)\n"), None);
     }
 
     #[test]

@@ -8,11 +8,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
-use oncegate::{Builder, Consumer, Decode, Error, Guarantee, Handler, IdSource, Kafka, Open, RabbitMq, Redis, TopicCreation, Topology};
+use oncegate::{
+    Builder, Consumer, Decode, Error, Guarantee, Handler, IdSource, Kafka, Open, RabbitMq, Redis, TopicCreation, Topology, shutdown_signal,
+};
 use oncegate_tests::counters::Counters;
 use oncegate_tests::diary::Diary;
 use oncegate_tests::scripted::Scripted;
-use tokio::signal::unix::{SignalKind, signal};
 
 #[derive(Parser)]
 struct Arguments {
@@ -130,10 +131,5 @@ async fn consume(arguments: Arguments) -> Result<(), Error> {
 }
 
 async fn run<S: Open, H: Handler, D: Decode>(consumer: Builder<S, Redis, H, D>) -> Result<(), Error> {
-    let mut terminate = signal(SignalKind::terminate()).expect("the system lets signals be watched");
-    consumer
-        .run_until(async move {
-            terminate.recv().await;
-        })
-        .await
+    consumer.run_until(shutdown_signal()).await
 }

@@ -34,8 +34,7 @@ async fn at_the_same_time(broker: Broker) {
     assert_eq!(world.effected(), ids);
     assert_eq!(world.starts().len(), IDS);
     assert!(world.counted("busy") > 0, "no copy came while another was handled");
-    let marker = world.marker("id-00").await.expect("a marker");
-    assert!(marker.len() == 19 && marker.starts_with('1') && marker.bytes().all(|byte| byte.is_ascii_digit()), "{marker}");
+    assert!(world.is_done("id-00").await && world.marker("id-00").await.as_deref() != Some("1"), "at most once compares bodies");
     world.end(consumers).await;
 }
 

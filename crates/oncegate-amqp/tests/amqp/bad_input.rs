@@ -1,13 +1,15 @@
 //! Messages that nobody should send.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use lapin::BasicProperties;
+use lapin::options::BasicGetOptions;
 use lapin::types::{AMQPValue, FieldTable};
-use oncegate_amqp::{QueueKind, RabbitMqStatus};
-use oncegate_core::road::{Reason, Settlement};
-use oncegate_core::source::headers;
+use oncegate_amqp::{QueueKind, RabbitMq, RabbitMqStatus};
+use oncegate_core::road::{Cause, Reason, Settlement};
+use oncegate_core::source::{Delivery, Open, SourceError, headers};
 
 use crate::rig::*;
 use crate::trouble::{Way, spoiling_proxy};
@@ -133,4 +135,95 @@ async fn odd_priorities_and_expirations_and_a_nested_forged_history_change_nothi
     assert_eq!((dead.properties.priority(), dead.properties.expiration()), (&Some(255), &None));
     close(source).await;
     rig.done().await;
+}
+
+#[tokio::test]
+async fn forged_headers_are_stripped_on_every_way_into_the_dead_letters() {
+    const LIMIT: usize = 10;
+    let rig = Rig::new().await;
+    // With this prefetch nothing waits in memory: what is released becomes a delayed copy.
+    let mut source = open(rig.source(QueueKind::Quorum).body_limit(LIMIT).prefetch(1)).await;
+    let names = ["oncegate-id", "oncegate-reason", "oncegate-origin", "oncegate-body-omitted", "oncegate-set-aside-at", "mine"];
+    let table: BTreeMap<_, _> = names.into_iter().map(|name| (name.into(), AMQPValue::LongString("victim".into()))).collect();
+    let forged = BasicProperties::default().with_headers(table.into());
+    let spoiler = rig.again_at(&spoiling_proxy(Way::ToTheBroker, not_text).await).await;
+    rig.publish_with("too large for it", forged.clone()).await;
+    spoiler.publish_with("unreadable", forged.clone().with_message_id("@@@@".into())).await;
+    for body in ["no id", "in doubt", "delayed"] {
+        rig.publish_with(body, forged.clone()).await;
+    }
+    let settlements =
+        [Settlement::Reject(Reason::MissingId), Settlement::Reject(Reason::InDoubt(Cause::Said)), release(Duration::from_millis(1))];
+    for settlement in settlements {
+        let delivery = delivery(&mut source).await;
+        settle(&mut source, delivery, settlement).await;
+    }
+    let delayed = delivery(&mut source).await;
+    assert_eq!((delayed.failures, header_of(&delayed, "oncegate-id")), (1, Some("victim".into())), "a delayed copy is as it was sent");
+    let seen = header_of(&delayed, headers::FIRST_SEEN).expect("it says when it was seen first");
+    settle(&mut source, delayed, Settlement::Reject(Reason::Refused)).await;
+
+    let mut letters = vec![rig.take(&rig.in_doubt()).await.delivery];
+    for _ in 0..4 {
+        letters.push(rig.take(&rig.dead_letters()).await.delivery);
+    }
+    for letter in letters {
+        let body = String::from_utf8_lossy(&letter.data).into_owned();
+        let table = letter.properties.headers().clone().unwrap_or_default();
+        let forged = table.inner().iter().filter(|(_, value)| value.as_long_string().is_some_and(|value| value.as_bytes() == b"victim"));
+        assert_eq!(forged.map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["mine"], "{body}");
+        assert_eq!(header(&letter, "x-death"), None, "{body}: that is the broker's, and tells what the broker dead-lettered");
+        let (first_seen, set_aside) = (header(&letter, headers::FIRST_SEEN), header(&letter, "oncegate-set-aside-at"));
+        assert_eq!(first_seen, (body == "delayed").then(|| seen.clone()), "{body}");
+        assert!(set_aside.is_some_and(|at| at.parse::<u64>().is_ok()), "{body}");
+    }
+    close(source).await;
+    rig.done().await;
+}
+
+fn header_of(delivery: &Delivery, name: &str) -> Option<String> {
+    delivery.message.headers.last(name).map(|value| String::from_utf8_lossy(value).into_owned())
+}
+
+/// A tool takes messages one by one, which the source never does.
+#[tokio::test]
+async fn a_connection_for_tools_survives_what_the_source_survives() {
+    let rig = Rig::new().await;
+    close(open(rig.source(QueueKind::Classic)).await).await;
+    let (queue, exchange) = (rig.queue.as_str(), "amq.topic");
+    rig.channel.queue_bind(queue.into(), exchange.into(), "#".into(), Default::default(), FieldTable::default()).await.expect("bound");
+    let spoiler = rig.again_at(&spoiling_proxy(Way::ToTheBroker, not_text).await).await;
+    let odd = spoiler.channel.basic_publish(exchange.into(), "@@@@".into(), Default::default(), b"odd", BasicProperties::default());
+    assert!(odd.await.expect("sent").await.expect("confirmed").is_ack());
+    let spoiler = rig.again_at(&spoiling_proxy(Way::ToTheBroker, as_table).await).await;
+    let mut table = FieldTable::default();
+    table.insert("nested".into(), AMQPValue::LongString(nested(15_000).into()));
+    spoiler.publish_with("deep", BasicProperties::default().with_headers(table)).await;
+
+    let connection = rig.source(QueueKind::Classic).connect("a tool").await.expect("a connection");
+    let channel = connection.create_channel().await.expect("a channel");
+    for (body, key) in [("odd", "\u{1a}\u{1a}\u{1a}\u{1a}"), ("deep", queue)] {
+        let taken = channel.basic_get(queue.into(), BasicGetOptions { no_ack: true }).await.expect("the queue").expect("a message");
+        assert_eq!((&taken.delivery.data[..], taken.delivery.routing_key.as_str()), (body.as_bytes(), key));
+    }
+    connection.close(200, "OK".into()).await.expect("closed");
+    rig.done().await;
+}
+
+#[tokio::test]
+async fn a_connection_for_tools_is_refused_what_the_source_is_refused() {
+    let source = |url: &str| RabbitMq::queue("q").url(url);
+    for refused in [source("amqp://h/%2f?verify=verify_none"), source("amqp://guest:can/ary@h/"), source("amqp://h").ca_certificate("/x")] {
+        let by_the_source = refused.clone().open().await.expect_err("refused").to_string();
+        let error = refused.connect("a tool").await.expect_err("refused");
+        assert!(matches!(error, SourceError::Misconfigured { .. }) && error.to_string() == by_the_source, "{error}");
+    }
+    let wrong = crate::rig::url().replacen("guest:guest", "guest:canary", 1);
+    for (url, words) in [(wrong.as_str(), "check the user and the password"), ("amqp://guest:canary@127.0.0.1:1", "is RabbitMQ running")] {
+        let error = source(url).connect("a tool").await.expect_err("no connection");
+        let SourceError::Unavailable(cause) = &error else { panic!("{error}") };
+        let told = cause.downcast_ref::<SourceError>();
+        assert!(matches!(told, Some(SourceError::Misconfigured { setting, .. }) if setting == "url"), "{error}");
+        assert!(error.to_string().contains(words) && !format!("{error} {error:?}").contains("canary"), "{error:?}");
+    }
 }

@@ -143,7 +143,8 @@ async fn rejected_deliveries_stand_in_their_queues_with_their_story() {
             .enumerate()
             .map(|(number, delivery)| {
                 let reason = if number == 0 { Reason::InDoubt(Cause::Panicked) } else { Reason::Refused };
-                let story = Story { id: Some("pay-1".into()), attempts: 2, first_error: None, last_error: Some("no such card".into()) };
+                let story =
+                    Story { id: Some("pay-1".into()), attempts: 2, fence: 2, first_error: None, last_error: Some("no such card".into()) };
                 Settled { delivery, settlement: Settlement::Reject(reason), story: Some(Box::new(story)) }
             })
             .collect();

@@ -150,12 +150,45 @@ async fn a_release_without_delay_queues_waits_in_memory() {
 static REJECTED: AtomicUsize = AtomicUsize::new(0);
 static GIVEN_BACK: AtomicUsize = AtomicUsize::new(0);
 
-/// Counts `basic.reject` and `basic.nack` on their way to the broker: frames of a method, with their class and number.
+/// Counts `basic.reject` and `basic.nack` on their way to the broker.
 fn count_returns(passed: &mut [u8]) {
-    for (number, count) in [(90, &REJECTED), (120, &GIVEN_BACK)] {
-        // Kind 1, two bytes of channel, four of size.
-        let found = passed.windows(11).filter(|part| part[0] == 1 && part[7..] == [0, 60, 0, number]).count();
-        count.fetch_add(found, Ordering::SeqCst);
+    REJECTED.fetch_add(methods(passed, 90), Ordering::SeqCst);
+    GIVEN_BACK.fetch_add(methods(passed, 120), Ordering::SeqCst);
+}
+
+/// How many frames of a method there are with the class of `basic` and this number.
+fn methods(passed: &[u8], number: u8) -> usize {
+    // Kind 1, two bytes of channel, four of size.
+    passed.windows(11).filter(|part| part[0] == 1 && part[7..] == [0, 60, 0, number]).count()
+}
+
+static GIVEN_UP: AtomicUsize = AtomicUsize::new(0);
+
+/// RabbitMQ counts, from 4.3 on, what a channel holds when it closes towards the delivery limit.
+#[tokio::test]
+async fn a_channel_that_is_given_up_gives_back_what_it_holds_unless_that_would_cost_the_order() {
+    for (order, given_back) in [(Order::Unordered, 1), (Order::ByKey, 0)] {
+        let rig = Rig::new().await;
+        close(open(rig.source(QueueKind::Quorum)).await).await;
+        GIVEN_UP.store(0, Ordering::SeqCst);
+        let count = |passed: &mut [u8]| {
+            GIVEN_UP.fetch_add(methods(passed, 120), Ordering::SeqCst);
+        };
+        let way = spoiling_proxy(Way::ToTheBroker, count).await;
+        let source = rig.source(QueueKind::Quorum).topology(Topology::Trust).url(way).for_order(order);
+        let mut source = open(source.consumer_timeout(Duration::from_secs(3))).await;
+        for body in ["open for too long", "not handled"] {
+            rig.publish(body).await;
+        }
+        let (held, _) = deliveries(&mut source, 2, Duration::from_secs(10)).await;
+        let (again, revoked) = deliveries(&mut source, 2, Duration::from_secs(20)).await;
+        assert_eq!((revoked.len(), held.len(), GIVEN_UP.load(Ordering::SeqCst)), (1, 2, given_back), "{order:?}");
+        for delivery in again {
+            settle(&mut source, delivery, accept()).await;
+        }
+        close(source).await;
+        rig.becomes_empty(&rig.queue).await;
+        rig.done().await;
     }
 }
 

@@ -23,6 +23,8 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// What is told of a topic that is there.
 #[derive(Clone, Copy)]
 struct Seen {
+    /// In the cluster.
+    brokers: usize,
     replicas: usize,
     /// One of its partitions.
     partition: i32,
@@ -30,6 +32,7 @@ struct Seen {
 
 /// A topic that is there, with how it is configured.
 struct Topic {
+    brokers: usize,
     replicas: usize,
     config: BTreeMap<String, String>,
 }
@@ -65,12 +68,22 @@ pub(super) async fn look(config: &Config, findings: &mut Findings) -> Result<(),
     let mut there = Vec::new();
     for (code, name) in std::iter::once(("topic-missing", name.clone())).chain(letters) {
         match found.next() {
-            Some(Ok(Some(seen))) => there.push((name, seen)),
-            Some(Ok(None)) => {
+            Some(Ok(Found::There(seen))) => there.push((name, seen)),
+            Some(Ok(Found::Missing { brokers: count })) => {
+                let replicas = replicas(count);
                 let what =
                     if code == "topic-missing" { "it does not exist" } else { "it does not exist, so that nothing can be set aside" };
-                let keeps = if code == "topic-missing" { "" } else { " --config retention.ms=-1 --config retention.bytes=-1" };
-                let remedy = format!("create it: kafka-topics.sh --bootstrap-server {brokers} --create --topic {name}{keeps}");
+                let (lets, keeps) = match code {
+                    "topic-missing" => (String::new(), ""),
+                    _ => (
+                        format!("let the consumer create it: kafka.create-partitions = 1 and kafka.create-replicas = {replicas}; or "),
+                        " --config retention.ms=-1 --config retention.bytes=-1",
+                    ),
+                };
+                let remedy = format!(
+                    "{lets}create it: kafka-topics.sh --bootstrap-server {brokers} --create --topic {name} --replication-factor {replicas}{keeps} \
+                     (`kafka-topics` in some packages; in the Docker image it stands in /opt/kafka/bin)"
+                );
                 findings.error(code, format!("Kafka topic {name}"), what, remedy);
             }
             Some(Err(Unseen::Forbidden(remedy, said))) => {
@@ -85,7 +98,7 @@ pub(super) async fn look(config: &Config, findings: &mut Findings) -> Result<(),
         }
     }
     let source = there.iter().find(|(it, _)| *it == name).map(|(_, seen)| seen.partition);
-    let admin: AdminClient<DefaultClientContext> = kafka::client(config)?.create()?;
+    let admin: AdminClient<DefaultClientContext> = kafka::client(config, &[])?;
     let topics = describe(&admin, there, findings).await;
     judge(&brokers, &name, config, &topics, findings);
     match source {
@@ -121,7 +134,7 @@ async fn look_at_rights(config: &Config, topic: &str, partition: i32, findings: 
     let group = config.text("kafka.group").map(str::to_owned);
     let reader = kafka::consumer(config)?;
     let member: Option<BaseConsumer> = match &group {
-        Some(group) => Some(kafka::client(config)?.set("group.id", group).set("enable.auto.commit", "false").create()?),
+        Some(group) => Some(kafka::client(config, &[("group.id", group), ("enable.auto.commit", "false")])?),
         None => None,
     };
     let name = topic.to_owned();
@@ -152,19 +165,34 @@ enum Unseen {
     Away(String),
 }
 
-/// What is told of a topic; `None` if there is no such topic.
-fn seen(consumer: &impl Consumer, name: &str) -> Result<Option<Seen>, Unseen> {
+/// What is told of a topic.
+enum Found {
+    There(Seen),
+    /// In a cluster of so many brokers.
+    Missing {
+        brokers: usize,
+    },
+}
+
+/// As many copies as a cluster of this size can hold, and three at most.
+fn replicas(brokers: usize) -> usize {
+    brokers.clamp(1, 3)
+}
+
+fn seen(consumer: &impl Consumer, name: &str) -> Result<Found, Unseen> {
     let metadata = consumer.fetch_metadata(Some(name), PATIENCE).map_err(|error| match error.rdkafka_error_code() {
         Some(code) if grant(name, code).is_some() => unseen(name, code),
         _ => Unseen::Away(format!("it cannot be asked: {error}")),
     })?;
-    let Some(topic) = metadata.topics().first() else { return Ok(None) };
+    let brokers = metadata.brokers().len();
+    let missing = Found::Missing { brokers };
+    let Some(topic) = metadata.topics().first() else { return Ok(missing) };
     match topic.error().map(RDKafkaErrorCode::from) {
-        None => Ok(topic.partitions().first().map(|first| Seen {
-            replicas: topic.partitions().iter().map(|partition| partition.replicas().len()).min().unwrap_or(0),
-            partition: first.id(),
+        None => Ok(topic.partitions().first().map_or(missing, |first| {
+            let replicas = topic.partitions().iter().map(|partition| partition.replicas().len()).min().unwrap_or(0);
+            Found::There(Seen { brokers, replicas, partition: first.id() })
         })),
-        Some(RDKafkaErrorCode::UnknownTopicOrPartition | RDKafkaErrorCode::UnknownTopic) => Ok(None),
+        Some(RDKafkaErrorCode::UnknownTopicOrPartition | RDKafkaErrorCode::UnknownTopic) => Ok(missing),
         Some(code) => Err(unseen(name, code)),
     }
 }
@@ -210,7 +238,7 @@ async fn describe(
         match described {
             Ok(resource) => {
                 let config = resource.entries.iter().filter_map(|entry| Some((entry.name.clone(), entry.value.clone()?)));
-                topics.insert(name.clone(), Topic { replicas: seen.replicas, config: config.collect() });
+                topics.insert(name.clone(), Topic { brokers: seen.brokers, replicas: seen.replicas, config: config.collect() });
             }
             Err(why) => findings.warning(
                 "topic-not-described",
@@ -269,7 +297,10 @@ fn keeps(brokers: &str, name: &str, topic: &Topic, findings: &mut Findings) {
             "letters-have-one-copy",
             &at,
             what,
-            "create it with --replication-factor 3, or reassign its partitions",
+            match replicas(topic.brokers) {
+                1 => "the cluster has one broker: add two, then reassign its partitions (kafka-reassign-partitions.sh)".to_owned(),
+                copies => format!("reassign its partitions to {copies} brokers (kafka-reassign-partitions.sh), or create it anew with --replication-factor {copies}"),
+            },
         );
     }
 }

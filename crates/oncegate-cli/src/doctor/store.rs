@@ -18,6 +18,16 @@ pub(super) async fn look(config: &Config, findings: &mut Findings) -> Result<(),
     let redis = config.redis(Some(PATIENCE))?;
     match redis.servers().await {
         Ok(servers) => servers.iter().for_each(|server| judge(server, servers.len() as u64, config, findings)),
+        // Which commands it needs is told below.
+        Err(error) if lacks_a_right(&error.to_string()) => {
+            if let Err(error) = redis.preflight(config.guarantee()).await {
+                unusable(error, findings);
+            } else {
+                let what = "the user may not run INFO: what the store loses is not seen";
+                findings.warning("store-lacks-a-right", "Redis", what, "ACL SETUSER <user> +info");
+            }
+            return Ok(());
+        }
         Err(error) => {
             let away = is_away(&error);
             unusable(error, findings);
@@ -37,7 +47,11 @@ pub(super) async fn look(config: &Config, findings: &mut Findings) -> Result<(),
 }
 
 fn is_away(error: &StoreError) -> bool {
-    !matches!(error, StoreError::Misconfigured(_))
+    !matches!(error, StoreError::Misconfigured(_) | StoreError::UnreadableMarker(_))
+}
+
+fn lacks_a_right(said: &str) -> bool {
+    said.contains("NOPERM") || said.contains("does not let")
 }
 
 /// The store says itself what to do.
@@ -47,10 +61,12 @@ fn unusable(error: StoreError, findings: &mut Findings) {
         findings.error("store-away", "Redis", said, "start it, or correct store.url");
     } else if said.contains("refuses the user or the password") {
         findings.error("store-refuses-the-login", "Redis", said, "put the right user and password into store.url");
-    } else if said.contains("NOPERM") || said.contains("does not let") {
-        if !findings.has("store-lacks-a-right") {
-            findings.error("store-lacks-a-right", "Redis", said, "give the user the rights that the book lists under \"Stores\"");
-        }
+    } else if lacks_a_right(&said) {
+        let (what, remedy) = match said.split_once(": ACL SETUSER ") {
+            Some((what, rights)) => (what.to_owned(), format!("ACL SETUSER {rights}")),
+            None => (said, "give the user the rights that the book lists under \"Stores\"".to_owned()),
+        };
+        findings.error("store-lacks-a-right", "Redis", what, remedy);
     } else if !findings.has("store-unusable") {
         findings.error("store-unusable", "Redis", said, "change what it says");
     }

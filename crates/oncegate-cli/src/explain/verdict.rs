@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::Known;
 use crate::audit::{Deed, Entry, Stage};
-use crate::letters::{Letter, State as LetterState, judge};
+use crate::letters::{Letter, Shelf, State as LetterState, judge};
 use crate::marker::told::State;
 use crate::say::{ms, now_ms};
 
@@ -29,8 +29,12 @@ pub(crate) enum Verdict {
     SentBack,
     /// It failed, and will be run again.
     WillRunAgain,
+    /// The topic holds messages with it, and nothing else is known of it.
+    NotRecorded,
     /// Nothing is known of it.
     Unknown,
+    /// Nothing is known of it, and not all was looked at.
+    NotLookedAt,
     /// The store could not be asked.
     NotSeen,
 }
@@ -53,7 +57,9 @@ impl Verdict {
             Self::Dropped => "not handled; dropped by a person",
             Self::SentBack => "sent back by a person; not handled yet",
             Self::WillRunAgain => "not handled yet; will be run again",
+            Self::NotRecorded => "not recorded as handled; the topic holds messages with this id",
             Self::Unknown => "unknown",
+            Self::NotLookedAt => "not known, since not all was looked at",
             Self::NotSeen => "not known: the store could not be asked",
         }
     }
@@ -76,11 +82,11 @@ pub(crate) fn of(known: &Known) -> (Verdict, String) {
                 .into(),
         ),
         State::Lapsed => (Verdict::LeftByItsHolder, lapsed(&marker.says, dead.as_ref())),
-        State::InDoubt => (Verdict::InDoubt, in_doubt(doubt.as_ref())),
+        State::InDoubt => (Verdict::InDoubt, in_doubt(known, doubt.as_ref())),
         State::Unreadable => (Verdict::NotSeen, marker.says.clone()),
         State::Rejected | State::Absent | State::Cleared => match (dead, doubt) {
             (Some(letter), _) => (Verdict::DeadLettered, dead_lettered(known, &letter, marker.state)),
-            (None, Some(letter)) => (Verdict::InDoubt, in_doubt(Some(&letter))),
+            (None, Some(letter)) => (Verdict::InDoubt, in_doubt(known, Some(&letter))),
             (None, None) => without_letters(known, marker.state),
         },
     };
@@ -97,6 +103,11 @@ const CLOCKS: u64 = 60_000;
 fn last(known: &Known) -> Option<(&Entry, Deed)> {
     let mut done = known.acts.iter().filter(|act| act.stage == Stage::Done).map(|act| (act, act.deed()));
     done.rfind(|(_, deed)| *deed != Deed::Other)
+}
+
+/// Whether no claim was granted since a person freed the id.
+fn nothing_ran_since(known: &Known) -> bool {
+    known.marker.as_ref().is_some_and(|marker| marker.attempts == Some(0))
 }
 
 /// Whether an act is so long ago that a record of what came after it may be gone.
@@ -151,11 +162,12 @@ fn handled(known: &Known, dead: Option<&Letter>, doubt: Option<&Letter>) -> (Ver
     (if copies > 1 { Verdict::HandledWithDuplicates } else { Verdict::Handled }, says)
 }
 
-fn in_doubt(letter: Option<&Letter>) -> String {
+fn in_doubt(known: &Known, letter: Option<&Letter>) -> String {
     let why = letter.map(|letter| match letter.reason() {
         "in-doubt-said" => "its handler said that it may have happened",
         "in-doubt-panicked" => "its handler panicked in the midst of it",
         "in-doubt-timed-out" => "its handler did not return in time",
+        "in-doubt-unreadable-marker" => "what the store holds under its id is no marker",
         "in-doubt-holder-gone" => "the process that handled it is gone",
         "in-doubt-too-old" => "it is older than what the store remembers, so it may have been handled before",
         _ => "nobody could tell",
@@ -166,6 +178,10 @@ fn in_doubt(letter: Option<&Letter>) -> String {
              and says so with `oncegate in-doubt resolve`.",
             letter.place
         ),
+        _ if known.unseen.contains(&Shelf::InDoubt) => {
+            "Nobody knows whether it happened. It is not run again on a guess; whether a message waits in the in-doubt destination is not known."
+                .into()
+        }
         _ => "Nobody knows whether it happened. It is not run again on a guess; no message waits in the in-doubt destination, so a delivery may \
               still find out, or a person says so with `oncegate in-doubt resolve`."
             .into(),
@@ -187,10 +203,12 @@ fn lapsed(marker: &str, dead: Option<&Letter>) -> String {
 fn dead_lettered(known: &Known, letter: &Letter, state: State) -> String {
     let why = match letter.reason() {
         "missing-id" => "it bears no id",
+        "unusable-id" => "what it bears for an id cannot be used as one",
         "unreadable" => "its body cannot be read",
         "conflict" => "its id was used for another body",
         "refused" => "its handler said that it will never work",
         "attempts-spent" => "it failed too often",
+        "crashes-spent" => "too many processes ended while they handled it",
         "rejected-before" => "a message with this id was rejected before, and not redriven since",
         "too-large" => "it is larger than the source takes",
         "set-aside-by-the-broker" => "the broker itself gave it up, as at its delivery limit",
@@ -242,12 +260,26 @@ fn without_letters(known: &Known, state: State) -> (Verdict, String) {
                 false => (Verdict::Unknown, format!("{sent}.{}", gone())),
             };
         }
+        (Some((act, Deed::Forgotten)), State::Cleared) if nothing_ran_since(known) => {
+            let says = format!(
+                "{} had it forgotten on {}; before, it was {}. Nothing ran since; the next message with this id is handled.",
+                act.who, act.at, act.before
+            );
+            return (Verdict::Unknown, says);
+        }
         (Some((act, Deed::Completed)), State::Absent) => {
             return (Verdict::Unknown, format!("{} said on {} that it counts as handled.{}", act.who, act.at, gone()));
         }
         _ => {}
     }
     match state {
+        State::Rejected if !known.unseen.is_empty() => {
+            (Verdict::DeadLettered, "It was not handled: it was rejected. Where its message is now is not known.".into())
+        }
+        State::Cleared if !known.unseen.is_empty() => (
+            Verdict::NotLookedAt,
+            "An attempt has failed, and nothing of it counts. Whether its message is still at the broker or was set aside is not known.".into(),
+        ),
         State::Rejected => (
             Verdict::DeadLettered,
             "It was not handled: it was rejected. Its letter does not stand in the dead letters that are configured here: it was taken out \
@@ -263,6 +295,20 @@ fn without_letters(known: &Known, state: State) -> (Verdict, String) {
                 .filter(|(_, deed)| *deed == Deed::Forgotten)
                 .map(|(act, _)| format!("{} had it forgotten on {}; before, it was {}. ", act.who, act.at, act.before))
                 .unwrap_or_default();
+            let copies = copies(known).unwrap_or(0);
+            if copies > 0 {
+                let says = format!(
+                    "{forgotten}The topic holds {copies} messages with this id, and the store has no record of it: no consumer has taken them \
+                     yet, or a first attempt failed and had done nothing, or they were handled longer ago than the window of {}. Look also \
+                     whether the scope and the prefix are those of the consumer.",
+                    known.window_told
+                );
+                return (Verdict::NotRecorded, says);
+            }
+            if !known.unseen.is_empty() {
+                let says = format!("{forgotten}The store has no record of this id; its message may have been set aside.");
+                return (Verdict::NotLookedAt, says);
+            }
             let says = format!(
                 "{forgotten}Nothing is known of this id. Either no message with it was ever taken, or a first attempt failed and had done \
                  nothing, or it was handled longer ago than the window. Look also whether the scope and the prefix are those of the consumer."

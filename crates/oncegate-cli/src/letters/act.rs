@@ -1,8 +1,11 @@
 //! What is done about one letter after the other, and what came of it.
 
+use std::future::Future;
+use std::pin::Pin;
 use std::time::Duration;
 
 use clap::Args;
+use oncegate::shutdown_signal;
 use serde::Serialize;
 
 use super::filter::ageless;
@@ -61,6 +64,28 @@ impl Turns {
     }
 }
 
+/// SIGTERM or Ctrl-C: the program ends after the letter at hand, and tells how far it came. SIGKILL alone cuts a letter off.
+pub(crate) struct Stop(Pin<Box<dyn Future<Output = ()> + Send>>);
+
+impl Stop {
+    /// From now on no signal ends the program by itself.
+    pub(crate) fn watch() -> Self {
+        Self(Box::pin(shutdown_signal()))
+    }
+
+    /// What this comes to, unless the program is asked to stop first.
+    ///
+    /// # Errors
+    /// Asked to stop, after which this is not used again.
+    pub(crate) async fn or<T>(&mut self, step: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
+        tokio::select! {
+            biased;
+            () = &mut self.0 => Err(Failure::not_all("stopped by a signal before the end; run the command again for the remaining messages")),
+            done = step => done,
+        }
+    }
+}
+
 /// What came of one letter, or would.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -88,8 +113,8 @@ pub(crate) struct Report {
     left: usize,
     /// How many would have been meant but for their age, which they do not tell.
     without_age: usize,
-    /// What else is said of the id, for machines.
-    marker: Option<serde_json::Value>,
+    /// What is said of the markers, for machines.
+    markers: Vec<serde_json::Value>,
 }
 
 /// The most letters that are told one by one.
@@ -138,7 +163,26 @@ impl Report {
     }
 
     pub(crate) fn note_marker(&mut self, marker: serde_json::Value) {
-        self.marker = Some(marker);
+        self.markers.push(marker);
+    }
+
+    /// Notes what was done about an id that has no letter.
+    pub(crate) fn note_done(&mut self, id: &str, says: String) {
+        self.done += 1;
+        self.note_id(id, Outcome::Done, says);
+    }
+
+    /// Notes that nothing was done about an id that has no letter.
+    pub(crate) fn note_left(&mut self, id: &str, says: String) {
+        self.left += 1;
+        self.note_id(id, Outcome::Left, says);
+    }
+
+    fn note_id(&mut self, id: &str, outcome: Outcome, says: String) {
+        if self.rows.len() < ROWS {
+            let none = || "-".to_owned();
+            self.rows.push(Row { place: none(), id: Some(id.to_owned()), reason: none(), outcome, says });
+        }
     }
 
     /// Prints it, and says how the program ends: with what stopped it, if something did.
@@ -156,16 +200,10 @@ impl Report {
         self.end(doing, stopped)
     }
 
-    /// The same, where there were no letters, and this is what people are told.
-    pub(crate) fn finish_with(self, context: &Context, doing: &Doing, act: Acting, told: &str) -> Result<(), Failure> {
-        self.print(context, doing, act, None, told.to_owned())?;
-        self.end(doing, None)
-    }
-
     fn print(&self, context: &Context, doing: &Doing, act: Acting, stopped: Option<&Failure>, people: String) -> Result<(), Failure> {
         let machines = serde_json::json!({
             "act": act.name, "did": doing.yes, "done": self.done, "left": self.left, "without_age": self.without_age,
-            "marker": self.marker, "letters": self.rows, "all": self.rows.len() == self.seen(), "stopped": stopped.map(ToString::to_string),
+            "markers": self.markers, "letters": self.rows, "all": self.rows.len() == self.seen(), "stopped": stopped.map(ToString::to_string),
         });
         context.format.print(&machines, people)
     }
@@ -193,7 +231,7 @@ pub(crate) struct Acting {
 ///
 /// # Errors
 /// The letter is left where it is, and the audit says whether a copy may stand.
-pub(crate) async fn send_back(audit: &Audit, begun: Begun, reader: &mut Reader, letter: &Letter, begins: Begins) -> Result<(), Failure> {
+pub(crate) async fn publish(audit: &Audit, begun: Begun, reader: &mut Reader, letter: &Letter, begins: Begins) -> Result<(), Failure> {
     match reader.publish(letter, begins).await {
         Ok(()) => {}
         Err(Unsent::Refused(failure)) => {

@@ -1,6 +1,7 @@
 //! Which letters are meant.
 
 use clap::Args;
+use clap::builder::PossibleValuesParser;
 
 use super::{Broker, Letter};
 use crate::Context;
@@ -14,8 +15,8 @@ pub(crate) struct Filter {
     /// Those with this id.
     #[arg(long)]
     pub(crate) id: Option<String>,
-    /// Those set aside for this reason, such as refused, attempts-spent or conflict. May be said several times.
-    #[arg(long = "reason", value_name = "REASON")]
+    /// Those set aside for this reason. May be said several times.
+    #[arg(long = "reason", value_name = "REASON", value_parser = PossibleValuesParser::new(super::reasons()))]
     reasons: Vec<String>,
     /// Those that were sent longer ago than this, such as 2h; where that is not known, that were set aside longer ago. What
     /// tells neither is left out, and counted.

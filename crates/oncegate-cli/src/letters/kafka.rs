@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use oncegate::IdSource;
 use oncegate::source::headers;
-use rdkafka::ClientConfig;
+use rdkafka::config::FromClientConfig;
 use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::error::{KafkaError, RDKafkaErrorCode};
 use rdkafka::message::{BorrowedMessage, Header, Headers, Message, OwnedHeaders};
@@ -25,21 +25,11 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
 /// How many letters are read ahead of who goes through them.
 const AHEAD: usize = 64;
 
-/// Says of a letter that its body was left out, since no broker takes a record of that size.
-const BODY_OMITTED: &str = "oncegate-body-omitted";
-
-/// A client as it is configured.
-pub(crate) fn client(config: &Config) -> Result<ClientConfig, Failure> {
-    let brokers = config.text("kafka.brokers").ok_or_else(|| Failure::usage("no Kafka: set kafka.brokers, or ONCEGATE_KAFKA_BROKERS"))?;
-    let mut client = ClientConfig::new();
-    client.set("bootstrap.servers", brokers).set("client.id", "oncegate-cli");
-    for (name, value) in config.names("kafka.properties") {
-        client.set(name, value);
-    }
-    if let Some(password) = config.text("kafka.password") {
-        client.set("sasl.password", password);
-    }
-    Ok(client)
+/// A client of the brokers that are configured, made as the consumer makes its own, with these settings over them.
+pub(crate) fn client<C: FromClientConfig>(config: &Config, settings: &[(&str, &str)]) -> Result<C, Failure> {
+    let settings = [&[("client.id", "oncegate-cli")], settings].concat();
+    let client = config.kafka()?.client(&settings);
+    client.map_err(|error| oncegate_config::Error::of_source(oncegate_config::Broker::Kafka, error).into())
 }
 
 /// The topic that is consumed.
@@ -59,23 +49,32 @@ pub(crate) fn destination(config: &Config, shelf: Shelf) -> Result<String, Failu
 
 /// A consumer that belongs to no group: the name stands for nothing, since nothing is subscribed to or committed.
 pub(crate) fn consumer(config: &Config) -> Result<BaseConsumer, Failure> {
-    let mut client = client(config)?;
-    client
-        .set("group.id", "oncegate-cli")
-        .set("enable.auto.commit", "false")
-        .set("enable.auto.offset.store", "false")
-        .set("enable.partition.eof", "true")
-        .set("allow.auto.create.topics", "false")
-        .set("auto.offset.reset", "earliest");
-    client.create().map_err(|error| Failure::usage(format!("Kafka: {error}")))
+    let settings = [
+        ("group.id", "oncegate-cli"),
+        ("enable.auto.commit", "false"),
+        ("enable.auto.offset.store", "false"),
+        ("enable.partition.eof", "true"),
+        ("auto.offset.reset", "earliest"),
+    ];
+    client(config, &settings)
 }
+
+/// A copy counts once all in-sync replicas have it.
+const PRODUCER: [(&str, &str); 5] = [
+    ("enable.idempotence", "true"),
+    ("acks", "all"),
+    ("linger.ms", "0"),
+    ("message.timeout.ms", "30000"),
+    // Which size is too large is for the broker to say; this is the most that librdkafka allows.
+    ("message.max.bytes", "1000000000"),
+];
 
 /// Goes through one topic.
 pub(crate) struct Reader {
     pub(crate) total: u64,
     pub(crate) target: String,
     letters: mpsc::Receiver<Result<Letter, Failure>>,
-    producer: ClientConfig,
+    config: Config,
     publisher: Option<FutureProducer>,
     done: Done,
 }
@@ -102,16 +101,16 @@ impl Reader {
             }
         });
         let total = told_of.await.map_err(|_| Failure::server("Kafka: the reader ended"))??;
-        let mut producer = client(config)?;
-        producer.set("enable.idempotence", "true").set("acks", "all").set("linger.ms", "0").set("message.timeout.ms", "30000");
-        // Which size is too large is for the broker to say; this is the most that librdkafka allows.
-        producer.set("message.max.bytes", "1000000000");
-        Ok(Self { total, target: topic(config)?, letters, producer, publisher: None, done })
+        Ok(Self { total, target: topic(config)?, letters, config: config.clone(), publisher: None, done })
     }
 
     pub(crate) async fn next(&mut self) -> Result<Option<Letter>, Failure> {
         let Some(letter) = self.letters.recv().await else { return Ok(None) };
         let mut letter = letter?;
+        // Nothing in the topic that is consumed is a dead letter.
+        if letter.place.name == self.target {
+            letter.remove_reserved_headers();
+        }
         letter.state = self.done.state(&letter);
         letter.elsewhere = letter.header(headers::ORIGIN).map(topic_of).filter(|name| *name != self.target).map(str::to_owned);
         Ok(Some(letter))
@@ -120,7 +119,7 @@ impl Reader {
     pub(crate) async fn publish(&mut self, letter: &Letter, begins: Begins) -> Result<(), Unsent> {
         let publisher = match &self.publisher {
             Some(publisher) => publisher,
-            None => self.publisher.insert(self.producer.create().map_err(|error: KafkaError| Unsent::Refused(error.into()))?),
+            None => self.publisher.insert(client(&self.config, &PRODUCER).map_err(Unsent::Refused)?),
         };
         let mut written = OwnedHeaders::new();
         for (name, value) in letter.raw_headers.iter().filter(|(name, _)| !begins_without(name)) {
@@ -176,20 +175,6 @@ fn unsent(error: &KafkaError, target: &str) -> Unsent {
 /// The topic in `topic/partition/offset`.
 fn topic_of(origin: &str) -> &str {
     origin.rsplitn(3, '/').nth(2).unwrap_or(origin)
-}
-
-/// Whether the body of the message is there.
-///
-/// # Errors
-/// It says where the whole one stands.
-pub(crate) fn has_its_body(letter: &Letter) -> Result<(), Failure> {
-    match letter.header(BODY_OMITTED) {
-        None => Ok(()),
-        Some(bytes) => Err(Failure::not_all(format!(
-            "left: its body of {bytes} bytes was too large to be set aside; it stands at {} alone",
-            letter.header(headers::ORIGIN).unwrap_or("an unknown place")
-        ))),
-    }
 }
 
 /// `topic/partition/offset`, if it is this topic.
@@ -308,12 +293,13 @@ fn letter(message: &BorrowedMessage<'_>, ids: Option<&IdSource>) -> Letter {
         set_aside_ms: written_ms,
         elsewhere: None,
         lacks: (unnamed > 0).then(|| format!("{unnamed} of its headers have names that are no text")),
+        #[cfg(feature = "rabbitmq")]
         delivery: None,
         raw_headers,
         looks: None,
         read_id: None,
     };
-    letter.read_id = ids.and_then(|ids| ids.read(&as_message(&letter))).map(|id| id.to_string());
+    letter.read_id = ids.and_then(|ids| ids.read(&as_message(&letter)).ok()).map(|id| id.to_string());
     letter
 }
 

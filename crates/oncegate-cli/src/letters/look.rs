@@ -3,13 +3,13 @@
 use clap::Args;
 use serde::Serialize;
 
+use super::act::closing;
 use super::filter::{Filter, Meant, ageless};
-use super::rabbitmq::Counts;
-use super::{Broker, Done, Letter, Reader, Shelf, View};
+use super::{Broker, COUNTED_OFTEN, Counts, Done, Letter, Reader, Shelf, View};
 use crate::Context;
 use crate::audit::{Audit, Entry};
 use crate::failure::Failure;
-use crate::say::{Table, plain, span};
+use crate::say::{NotLookedAt, Table, plain, span};
 
 #[derive(Args)]
 pub(crate) struct List {
@@ -56,25 +56,38 @@ impl Looking {
     }
 }
 
-/// Why letters are read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Why {
-    Looking,
-    Acting,
-}
-
 async fn acts(context: &Context) -> Result<Vec<Entry>, Failure> {
     if Audit::has_place(context)? { Audit::of(context)?.acts().await } else { Ok(Vec::new()) }
 }
 
 /// Opens a destination, with what the audit knows of it.
-pub(crate) async fn open(context: &Context, broker: Broker, shelf: Shelf, counts: Counts, why: Why) -> Result<Reader, Failure> {
-    let acts = match (acts(context).await, broker, why) {
-        // There it knows of what was cut off alone, and without it the letters are still to be seen.
-        (Err(_), Broker::Rabbitmq, Why::Looking) => Vec::new(),
-        (acts, ..) => acts?,
-    };
-    Reader::open(context, broker, shelf, Done::of(&acts), counts).await
+pub(crate) async fn open(context: &Context, broker: Broker, shelf: Shelf, counts: Counts) -> Result<Reader, Failure> {
+    Reader::open(context, broker, shelf, Done::of(&acts(context).await?), counts).await
+}
+
+/// The same to look at it alone. On RabbitMQ the audit knows of what was cut off alone, and without it the letters are still to be seen.
+async fn open_to_look(
+    context: &Context,
+    broker: Broker,
+    shelf: Shelf,
+    counts: Counts,
+    not_looked_at: &mut NotLookedAt,
+) -> Result<Reader, Failure> {
+    match open(context, broker, shelf, counts).await {
+        Ok(reader) if broker == Broker::Kafka && !Audit::has_place(context)? => {
+            let says = "no store and no audit.file is configured: what was redriven or dropped is shown as waiting";
+            not_looked_at.note("the audit", Failure::usage(says));
+            Ok(reader)
+        }
+        Err(_)
+            if broker == Broker::Rabbitmq
+                && let Err(failure) = acts(context).await =>
+        {
+            not_looked_at.note("the audit", failure);
+            Reader::open(context, broker, shelf, Done::of(&[]), counts).await
+        }
+        opened => opened,
+    }
 }
 
 /// A bar for who waits at a terminal.
@@ -92,31 +105,41 @@ pub(crate) async fn gather(
     broker: Broker,
     counts: Counts,
     limit: usize,
+    not_looked_at: &mut NotLookedAt,
     mut takes: impl FnMut(&Letter) -> bool,
 ) -> Result<(Vec<Letter>, bool), Failure> {
-    let mut reader = open(context, broker, shelf, counts, Why::Looking).await?;
+    let mut reader = open_to_look(context, broker, shelf, counts, not_looked_at).await?;
     let bar = bar(&reader, "looked at");
     let (mut found, mut more) = (Vec::new(), false);
-    while let Some(letter) = reader.next().await? {
-        bar.inc(1);
-        if !takes(&letter) {
-            continue;
+    let read = async {
+        while let Some(letter) = reader.next().await? {
+            bar.inc(1);
+            if !takes(&letter) {
+                continue;
+            }
+            if found.len() == limit {
+                more = true;
+                break;
+            }
+            found.push(letter);
         }
-        if found.len() == limit {
-            more = true;
-            break;
-        }
-        found.push(letter);
-    }
-    bar.finish_and_clear();
-    reader.close().await;
-    Ok((found, more))
+        Ok(())
+    };
+    let read: Result<(), Failure> = read.await;
+    closing(reader, bar).await;
+    read.map(|()| (found, more))
+}
+
+/// How a destination is named where it was not looked at.
+pub(crate) fn named(shelf: Shelf, broker: Broker) -> String {
+    format!("the {} destination on {}", shelf.name(), broker.name())
 }
 
 pub(crate) async fn list(context: &Context, shelf: Shelf, list: List) -> Result<(), Failure> {
     let (filter, counts) = (list.filter.checked(context)?, list.looking.counts(context));
     let (mut letters, mut more, mut without_age) = (Vec::new(), false, 0);
-    for broker in Broker::configured(context, filter.broker)? {
+    let mut not_looked_at = NotLookedAt::default();
+    for broker in Broker::wanted(context, filter.broker, &mut not_looked_at)? {
         let takes = |letter: &Letter| {
             if !list.everything && !letter.state.waits() {
                 return false;
@@ -126,32 +149,39 @@ pub(crate) async fn list(context: &Context, shelf: Shelf, list: List) -> Result<
             meant == Meant::Yes
         };
         let left = list.limit - letters.len();
-        let (found, rest) = gather(context, shelf, broker, counts, left, takes).await?;
-        letters.extend(found);
-        more |= rest;
+        match gather(context, shelf, broker, counts, left, &mut not_looked_at, takes).await {
+            Ok((found, rest)) => {
+                letters.extend(found);
+                more |= rest;
+            }
+            Err(failure) => not_looked_at.note(named(shelf, broker), failure),
+        }
     }
     let views: Vec<View<'_>> = letters.iter().map(Letter::view).collect();
     let rest = if more { "\nThere are more: raise --limit." } else { "" };
-    let machines = serde_json::json!({ "letters": views, "all": !more, "without_age": without_age });
+    let all = !more && not_looked_at.places().is_none();
+    let machines = serde_json::json!({ "letters": views, "all": all, "without_age": without_age, "not_looked_at": not_looked_at });
     let (count, counted) = (letters.len(), if counts == Counts::Refused { counted(&letters) } else { String::new() });
-    context.format.print(&machines, format!("{}{count} shown.{rest}{}{counted}", table(&letters), ageless(without_age)))
+    let unseen = not_looked_at.for_people();
+    context.format.print(&machines, format!("{}{count} shown.{rest}{}{counted}{unseen}", table(&letters), ageless(without_age)))?;
+    not_looked_at.end()
 }
 
 /// What looking does to letters on a queue that counts it.
 fn counted(letters: &[Letter]) -> String {
     match letters.iter().filter_map(|letter| letter.looks).max() {
         None => String::new(),
-        // This look counts too, once they are given back.
+        Some(0) => String::new(),
         Some(looks) => format!(
-            "\nRabbitMQ counts each look at them, {} by now. Beyond a delivery-limit it drops them, and a policy may set one: see \
-             `rabbitmqctl list_policies`.",
-            looks + 1
+            "\nRabbitMQ may count each look at them: {} before this one. What was counted {COUNTED_OFTEN} times is replaced by a copy at the next \
+             look, which is counted from zero: a policy may set a delivery-limit, and what goes over that is dropped.",
+            looks
         ),
     }
 }
 
 pub(crate) fn table(letters: &[Letter]) -> Table {
-    let mut table = Table::new(&["where", "id", "reason", "attempts", "from", "state", "last error"]);
+    let mut table = Table::new(&["where", "id", "reason", "attempts", "fence", "from", "state", "last error"]);
     for letter in letters {
         let view = letter.view();
         let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".into());
@@ -159,7 +189,8 @@ pub(crate) fn table(letters: &[Letter]) -> Table {
             letter.place.to_string(),
             or_dash(view.id.map(str::to_owned)),
             view.reason.to_owned(),
-            or_dash(letter.header(oncegate::source::headers::ATTEMPTS).map(str::to_owned)),
+            or_dash(view.attempts.map(|count| count.to_string())),
+            or_dash(view.fence.map(|number| number.to_string())),
             or_dash(view.from.clone()),
             format!("{:?}", view.state).to_lowercase(),
             or_dash(view.last_error.map(str::to_owned)),
@@ -180,9 +211,13 @@ struct Whole<'a> {
 
 pub(crate) async fn show(context: &Context, shelf: Shelf, show: Show) -> Result<(), Failure> {
     let filter = Filter::of_id(context, &show.id, show.broker)?;
-    let mut letters = Vec::new();
-    for broker in Broker::configured(context, show.broker)? {
-        letters.extend(gather(context, shelf, broker, show.looking.counts(context), usize::MAX, |letter| filter.takes(letter)).await?.0);
+    let (mut letters, mut not_looked_at) = (Vec::new(), NotLookedAt::default());
+    for broker in Broker::wanted(context, show.broker, &mut not_looked_at)? {
+        let counts = show.looking.counts(context);
+        match gather(context, shelf, broker, counts, usize::MAX, &mut not_looked_at, |letter| filter.takes(letter)).await {
+            Ok((found, _)) => letters.extend(found),
+            Err(failure) => not_looked_at.note(named(shelf, broker), failure),
+        }
     }
     let body = |letter: &Letter| show.body.then(|| String::from_utf8_lossy(letter.bytes()).into_owned());
     let whole: Vec<Whole<'_>> =
@@ -199,13 +234,17 @@ pub(crate) async fn show(context: &Context, shelf: Shelf, show: Show) -> Result<
         }
         text.push_str(&format!("  {} bytes of body\n", letter.bytes().len()));
         if let Some(looks) = letter.looks {
-            text.push_str(&format!("  looked at {} times, which RabbitMQ counts\n", looks + 1));
+            text.push_str(&format!("  given back {looks} times by RabbitMQ's count\n"));
         }
         if let Some(body) = body(letter) {
             text.push_str(&format!("  {}\n", plain(&body)));
         }
     }
+    if context.format == crate::say::Format::People {
+        text.push_str(not_looked_at.for_people().trim_start());
+    }
     context.format.print(&whole, &text)?;
+    not_looked_at.end()?;
     let waiting = letters.iter().any(|letter| letter.state.waits());
     if letters.is_empty() {
         return Err(Failure::not_all(format!("{}: no message with this id stands there", filter.id.unwrap_or_default())));

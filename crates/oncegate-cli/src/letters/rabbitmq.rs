@@ -1,30 +1,29 @@
 //! Letters on RabbitMQ: taken, held unacknowledged while they are looked at, and given back.
 //!
 //! There is no other way to look into a queue. A classic queue gives a message back as it was, but for the flag `redelivered`.
-//! A quorum queue counts each return (measured on 3.10: `basic.nack`, `basic.reject`, `basic.recover`, the end of the channel
-//! and of the connection, and cancelling all add one to `x-delivery-count`), and drops or dead-letters what goes over its
-//! delivery limit. The queues that oncegate declares have a limit that nobody reaches; others are not looked into unless that
-//! is accepted.
+//! A quorum queue may count that in `x-delivery-count`, and drops or dead-letters what goes over its delivery limit. RabbitMQ 3.10
+//! counts each way to give a message back; 4.3 counts neither `basic.nack` nor `basic.recover`, so that all that is held is given back
+//! by `basic.nack` before the channel is closed. The queues that oncegate declares have a limit that nobody reaches. A policy may
+//! set a lower one, and no client is told: so what was counted often is replaced by a copy, which is counted from zero. Other queues
+//! are not looked into unless that is accepted.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use lapin::options::{BasicAckOptions, BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions};
-use lapin::tcp::{OwnedIdentity, OwnedTLSConfig};
+use lapin::message::Delivery;
+use lapin::options::{BasicAckOptions, BasicGetOptions, BasicNackOptions, BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions};
 use lapin::types::{AMQPValue, FieldTable};
-use lapin::{BasicProperties, Channel, Connection, ConnectionProperties, ErrorKind};
+use lapin::{BasicProperties, Channel, Connection, ErrorKind};
 use oncegate::IdSource;
+use oncegate::marker::Token;
 use oncegate::source::headers;
 
-use super::{Begins, Broker, Done, Letter, Shelf, State, Unsent, begins_without};
+use super::{Begins, Broker, COUNTED_OFTEN, Counts, Done, Letter, ROUTING_KEY, Shelf, State, Unsent, begins_without};
 use crate::Context;
 use crate::audit::Place;
 use crate::config::Config;
 use crate::failure::Failure;
 use crate::say::now_ms;
-
-/// The routing key that a message had before it was copied.
-pub(crate) const ROUTING_KEY: &str = "oncegate-routing-key";
 
 /// When a message was set aside, in milliseconds since 1970.
 const SET_ASIDE_AT: &str = "oncegate-set-aside-at";
@@ -32,11 +31,10 @@ const SET_ASIDE_AT: &str = "oncegate-set-aside-at";
 /// Headers that were too large for the copy that was set aside.
 const DROPPED_HEADERS: &str = "oncegate-dropped-headers";
 
-/// So many times a message may have been given back until nobody looks at it without a word: a policy with a limit below that
-/// drops letters before the tool can tell. RabbitMQ's own limit is 20.
-const MANY_LOOKS: u64 = 5;
+/// Marks a copy that replaces a letter, with the reader that wrote it.
+const REPLACED_BY: &str = "oncegate-replaced-by";
 
-/// How long connecting, and one answer, may take.
+/// How long one answer may take.
 const PATIENCE: Duration = Duration::from_secs(15);
 
 /// How long is waited for what was held: somebody else may have taken it.
@@ -44,13 +42,6 @@ const COMES_BACK: Duration = Duration::from_secs(2);
 
 /// The delivery limit of the queues that oncegate declares for people to read.
 const OUT_OF_REACH: i32 = i32::MAX;
-
-/// Whether queues are looked into that count it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Counts {
-    Refused,
-    Accepted,
-}
 
 /// A delivery that is held.
 #[derive(Clone, Debug)]
@@ -67,36 +58,10 @@ pub(crate) fn reply_code(error: &lapin::Error) -> Option<u16> {
     }
 }
 
-/// A connection as it is configured.
+/// A connection to the broker that is configured, made as the consumer makes its own.
 pub(crate) async fn connect(config: &Config) -> Result<Connection, Failure> {
-    let url = config.text("rabbitmq.url").ok_or_else(|| Failure::usage("no RabbitMQ: set rabbitmq.url, or ONCEGATE_RABBITMQ_URL"))?;
-    let shown = crate::show_config::without_password(url);
-    let properties = ConnectionProperties::default().with_connection_name("oncegate-cli".into());
-    let connecting = Connection::connect_with_config(url, properties, tls(config)?, lapin::runtime::default_runtime()?);
-    match tokio::time::timeout(PATIENCE, connecting).await {
-        Ok(Ok(connection)) => Ok(connection),
-        Ok(Err(error)) => {
-            let said = error.to_string();
-            let is_of_tls = said.contains("ertificate");
-            let hint =
-                if is_of_tls { "; rabbitmq.ca-certificate names whom to trust, rabbitmq.client-certificate what to show" } else { "" };
-            Err(Failure::server(format!("RabbitMQ at {shown}: {said}{hint}")))
-        }
-        Err(_) => Err(Failure::server(format!("RabbitMQ at {shown} does not answer within {PATIENCE:?}"))),
-    }
-}
-
-/// What is trusted over TLS, and what is shown of oneself.
-fn tls(config: &Config) -> Result<OwnedTLSConfig, Failure> {
-    let read = |key: &str| {
-        let read = |path: &str| std::fs::read_to_string(path).map_err(|error| Failure::usage(format!("{key}: {path}: {error}")));
-        config.text(key).map(read).transpose()
-    };
-    let identity = match (read("rabbitmq.client-certificate")?, read("rabbitmq.client-key")?) {
-        (Some(certificate), Some(key)) => Some(OwnedIdentity::PKCS8 { pem: certificate.into_bytes(), key: key.into_bytes() }),
-        _ => None,
-    };
-    Ok(OwnedTLSConfig { identity, cert_chain: read("rabbitmq.ca-certificate")? })
+    let connected = config.rabbitmq()?.connect("oncegate-cli").await;
+    connected.map_err(|error| oncegate_config::Error::of_source(oncegate_config::Broker::RabbitMq, error).into())
 }
 
 /// The queue that is consumed.
@@ -120,7 +85,7 @@ pub(crate) enum Kind {
     Missing,
     /// A durable classic queue without arguments: looking changes nothing.
     Classic,
-    /// A quorum queue as oncegate declares it for people: looking counts, towards a limit out of reach.
+    /// A quorum queue as oncegate declares it for people: its limit is out of reach.
     Unlimited,
     /// Anything else: it may drop what was looked at too often, or lose messages by itself.
     Other,
@@ -169,6 +134,10 @@ pub(crate) struct Reader {
     publishing: Option<Channel>,
     taken: u64,
     acknowledged: AtomicU64,
+    /// Names this reader on the copies that it writes in place of letters.
+    mark: String,
+    /// How many of those copies were not read yet.
+    copies_ahead: u64,
     ids: Option<IdSource>,
     done: Done,
     counts: Counts,
@@ -193,7 +162,7 @@ impl Reader {
         }
         let holding = connection.create_channel().await?;
         let total = u64::from(passively(&holding, &name).await?);
-        Ok(Self {
+        let mut reader = Self {
             total,
             target,
             name,
@@ -202,33 +171,71 @@ impl Reader {
             publishing: None,
             taken: 0,
             acknowledged: AtomicU64::new(0),
+            mark: format!("{:032x}", Token::random().0),
+            copies_ahead: 0,
             ids: config.id_source()?,
             done,
             counts,
             kind,
-        })
+        };
+        if total > 0 && reader.replaces() {
+            reader.may_publish().await?;
+        }
+        Ok(reader)
+    }
+
+    /// Whether letters that were counted often are replaced.
+    fn replaces(&self) -> bool {
+        self.kind == Kind::Unlimited && self.counts == Counts::Refused
+    }
+
+    /// Whether copies may be written, before anything is taken: what is given back is counted. A message to a queue that does not exist
+    /// comes back, where the user may publish it.
+    async fn may_publish(&mut self) -> Result<(), Failure> {
+        let nowhere = format!("oncegate-nowhere-{}", self.mark);
+        match self.send(&nowhere, b"", BasicProperties::default()).await {
+            Ok(()) | Err(Unsent::Refused(_)) => Ok(()),
+            Err(Unsent::Unknown(failure)) => Err(Failure::server(format!(
+                "RabbitMQ: looking may count towards a delivery-limit that a policy sets for `{}`, and the user may not write a copy in place of \
+                 what was counted often ({failure}). Let the user write to the default exchange (rabbitmqctl set_permissions); or, if `rabbitmqctl \
+                 list_policies` shows no delivery-limit for this queue, say --accept-delivery-counts, or once and for all \
+                 rabbitmq.delivery-counts = \"accepted\"",
+                self.name
+            ))),
+        }
     }
 
     /// Each message once: what comes in meanwhile, redriven messages that fail again among it, is left.
     pub(crate) async fn next(&mut self) -> Result<Option<Letter>, Failure> {
-        if self.taken >= self.total {
-            return Ok(None);
-        }
-        let Some(message) = self.holding.basic_get(self.name.as_str().into(), BasicGetOptions::default()).await? else { return Ok(None) };
-        self.taken += 1;
-        let delivery = message.delivery;
-        let table = delivery.properties.headers().clone().unwrap_or_default();
+        let (delivery, table, looks) = loop {
+            if self.taken >= self.total && self.copies_ahead == 0 {
+                return Ok(None);
+            }
+            let Some(message) = self.holding.basic_get(self.name.as_str().into(), BasicGetOptions::default()).await? else {
+                return Ok(None);
+            };
+            self.taken += 1;
+            let delivery = message.delivery;
+            let table = delivery.properties.headers().clone().unwrap_or_default();
+            if table.inner().get(REPLACED_BY).is_some_and(|mark| text(mark) == self.mark) {
+                self.copies_ahead = self.copies_ahead.saturating_sub(1);
+            }
+            let looks = looks(&table, self.kind);
+            let is_near_a_limit = looks.is_some_and(|count| count >= COUNTED_OFTEN);
+            if !is_near_a_limit || !self.replaces() {
+                break (delivery, table, looks);
+            }
+            self.replace(delivery, looks).await?;
+        };
         let headers: Vec<(String, String)> = table.inner().iter().map(|(name, value)| (name.to_string(), text(value))).collect();
-        let looks = looks(&table, self.kind);
-        self.far_from_a_limit(looks)?;
+        let header = |name: &str| headers.iter().find(|(it, _)| it == name).map(|(_, value)| value.clone());
+        let number = |name: &str| header(name).and_then(|text| text.parse::<u64>().ok());
         let death = Death::of(&table);
-        let set_aside = headers.iter().find(|(name, _)| name == SET_ASIDE_AT).and_then(|(_, at)| at.parse().ok());
-        let set_aside_ms = set_aside.or(death.as_ref().and_then(|death| death.at_ms));
-        let origin =
-            headers.iter().find(|(name, _)| name == headers::ORIGIN).map(|(_, name)| name.clone()).or(death.and_then(|it| it.queue));
-        let dropped = headers.iter().find(|(name, _)| name == DROPPED_HEADERS).map(|(_, names)| names.clone());
-        let key =
-            headers.iter().find(|(name, _)| name == ROUTING_KEY).map_or_else(|| delivery.routing_key.to_string(), |(_, key)| key.clone());
+        let (set_aside_ms, origin) = match &death {
+            Some(death) => (death.at_ms, death.queue.clone()),
+            None => (number(SET_ASIDE_AT), header(headers::ORIGIN)),
+        };
+        let timestamp = delivery.properties.timestamp().map(|seconds| seconds.saturating_mul(1_000));
         let mut letter = Letter {
             place: Place {
                 broker: Broker::Rabbitmq.name().to_owned(),
@@ -237,35 +244,42 @@ impl Reader {
                 ..Place::default()
             },
             state: State::Waiting,
-            headers,
-            key: Some(key.into_bytes()),
+            // The consumer reads the key from the same header.
+            key: Some(header(ROUTING_KEY).unwrap_or_else(|| delivery.routing_key.to_string()).into_bytes()),
             body: Some(delivery.data),
-            sent_ms: delivery.properties.timestamp().map(|seconds| seconds.saturating_mul(1_000)),
+            // From any writer: an earlier time only makes redrive more careful.
+            sent_ms: timestamp.into_iter().chain(number(headers::FIRST_SEEN)).min(),
             set_aside_ms,
             elsewhere: origin.filter(|name| *name != self.target),
-            lacks: dropped.map(|names| format!("headers of it ({names}) were too large to be set aside")),
+            // From any writer: redrive leaves such a message where it is.
+            lacks: header(DROPPED_HEADERS).map(|names| format!("headers of it ({names}) were too large to be set aside")),
             delivery: Some(Box::new(Held { tag: delivery.delivery_tag, properties: delivery.properties })),
             raw_headers: Vec::new(),
             read_id: None,
             looks,
+            headers,
         };
-        letter.read_id = self.ids.as_ref().and_then(|ids| ids.read(&as_message(&letter))).map(|id| id.to_string());
+        letter.read_id = self.ids.as_ref().and_then(|ids| ids.read(&as_message(&letter)).ok()).map(|id| id.to_string());
+        if death.is_some() {
+            letter.remove_reserved_headers();
+        }
         letter.state = self.done.state(&letter);
         Ok(Some(letter))
     }
 
-    /// Looking counts, and a policy may set a limit that nobody is told of.
-    fn far_from_a_limit(&self, looks: Option<u64>) -> Result<(), Failure> {
-        let count = looks.unwrap_or(0);
-        if self.counts == Counts::Accepted || count < MANY_LOOKS {
-            return Ok(());
+    /// Writes a copy of a letter to the end of its queue, and takes the letter out once the copy is confirmed. A crash in between leaves
+    /// both.
+    async fn replace(&mut self, delivery: Delivery, looks: Option<u64>) -> Result<(), Failure> {
+        let name = self.name.clone();
+        let properties = replacing(&delivery, &name, &self.mark);
+        if let Err(Unsent::Refused(failure) | Unsent::Unknown(failure)) = self.send(&name, &delivery.data, properties).await {
+            let times = looks.unwrap_or(0);
+            return Err(Failure::server(format!(
+                "RabbitMQ: a letter in `{name}` was given back {times} times, and a copy was not written: {failure}"
+            )));
         }
-        Err(Failure::server(format!(
-            "RabbitMQ: a message in `{}` was given back {count} times. A policy may set a limit beyond which it is dropped, which no client is \
-             told: see `rabbitmqctl list_policies`. If none gives this queue a delivery-limit, say --accept-delivery-counts, or once and for all rabbitmq.delivery-counts = \
-             \"accepted\"",
-            self.name
-        )))
+        self.copies_ahead += 1;
+        self.acknowledge(delivery.delivery_tag).await
     }
 
     /// A channel for copies, with confirmation.
@@ -279,13 +293,17 @@ impl Reader {
     }
 
     pub(crate) async fn publish(&mut self, letter: &Letter, begins: Begins) -> Result<(), Unsent> {
-        let channel = self.publishing().await.map_err(Unsent::Refused)?;
         let Some(held) = &letter.delivery else { return Err(Unsent::Refused(Failure::server("RabbitMQ: not a delivery"))) };
+        let target = self.target.clone();
+        self.send(&target, letter.bytes(), anew(&held.properties, begins)).await
+    }
+
+    /// Publishes to a queue, with confirmation.
+    async fn send(&mut self, target: &str, body: &[u8], properties: BasicProperties) -> Result<(), Unsent> {
+        let channel = self.publishing().await.map_err(Unsent::Refused)?;
         let options = BasicPublishOptions { mandatory: true, ..BasicPublishOptions::default() };
-        let published =
-            channel.basic_publish("".into(), self.target.as_str().into(), options, letter.bytes(), anew(&held.properties, begins));
+        let published = channel.basic_publish("".into(), target.into(), options, body, properties);
         let confirmed = tokio::time::timeout(PATIENCE, async { published.await?.await }).await;
-        let target = &self.target;
         match confirmed {
             // What was returned is confirmed too.
             Ok(Ok(answer)) => match answer.is_ack() && answer.take_message().is_none() {
@@ -306,7 +324,11 @@ impl Reader {
 
     pub(crate) async fn take_out(&self, letter: &Letter) -> Result<(), Failure> {
         let Some(held) = &letter.delivery else { return Err(Failure::server("RabbitMQ: not a delivery")) };
-        self.holding.basic_ack(held.tag, BasicAckOptions::default()).await?;
+        self.acknowledge(held.tag).await
+    }
+
+    async fn acknowledge(&self, tag: u64) -> Result<(), Failure> {
+        self.holding.basic_ack(tag, BasicAckOptions::default()).await?;
         if self.holding.status().connected() {
             self.acknowledged.fetch_add(1, Ordering::Relaxed);
             Ok(())
@@ -318,6 +340,8 @@ impl Reader {
     /// An acknowledgement has no answer: closing the channel in good order has, and comes after it. What was held comes back a
     /// moment later, which is waited for, so that who looks next sees it.
     pub(crate) async fn close(self) {
+        let all = BasicNackOptions { multiple: true, requeue: true };
+        let _ = tokio::time::timeout(PATIENCE, self.holding.basic_nack(0, all)).await;
         let _ = tokio::time::timeout(PATIENCE, self.holding.close(200, "OK".into())).await;
         let held = self.taken - self.acknowledged.load(Ordering::Relaxed);
         let _ = tokio::time::timeout(COMES_BACK, self.until_there_are(held)).await;
@@ -333,9 +357,8 @@ impl Reader {
     }
 }
 
-/// The properties of a copy that begins anew: persistent, and all of the letter but what would end it early, and what tells
-/// of earlier deliveries.
-fn anew(original: &BasicProperties, begins: Begins) -> BasicProperties {
+/// Persistent, and all of the original but its headers, its timestamp, and what would end it early or have it refused.
+fn kept(original: &BasicProperties) -> BasicProperties {
     let mut kept = BasicProperties::default().with_delivery_mode(2);
     macro_rules! keep {
         ($($get:ident $set:ident),*) => { $(if let Some(value) = original.$get() { kept = kept.$set(value.clone()); })* };
@@ -343,6 +366,12 @@ fn anew(original: &BasicProperties, begins: Begins) -> BasicProperties {
     keep!(content_type with_content_type, content_encoding with_content_encoding, priority with_priority);
     keep!(correlation_id with_correlation_id, reply_to with_reply_to, message_id with_message_id);
     keep!(kind with_type, app_id with_app_id, cluster_id with_cluster_id);
+    kept
+}
+
+/// The properties of a copy that begins anew: without what tells of earlier deliveries.
+fn anew(original: &BasicProperties, begins: Begins) -> BasicProperties {
+    let mut kept = kept(original);
     if original.timestamp().is_some() {
         // Else it may be too old to be taken for new, before it is handled.
         kept = kept.with_timestamp(now_ms() / 1_000);
@@ -359,7 +388,30 @@ fn anew(original: &BasicProperties, begins: Begins) -> BasicProperties {
     kept.with_headers(table)
 }
 
-/// What the broker itself wrote when it set a message aside.
+/// The properties of a copy that replaces a letter in its queue: without what the broker counted, and what would send it elsewhere too.
+fn replacing(letter: &Delivery, queue: &str, mark: &str) -> BasicProperties {
+    let mut copy = kept(&letter.properties);
+    if let Some(sent) = letter.properties.timestamp() {
+        copy = copy.with_timestamp(*sent);
+    }
+    let left_out = ["x-delivery-count", "x-acquired-count", "CC", "BCC"];
+    let mut headers = FieldTable::default();
+    for (name, value) in letter.properties.headers().as_ref().into_iter().flat_map(|table| table.inner()) {
+        if !left_out.contains(&name.as_str()) {
+            headers.insert(name.clone(), value.clone());
+        }
+    }
+    if letter.routing_key.as_str() != queue && !headers.inner().contains_key(ROUTING_KEY) {
+        headers.insert(ROUTING_KEY.into(), AMQPValue::LongString(letter.routing_key.as_str().into()));
+    }
+    headers.insert(REPLACED_BY.into(), AMQPValue::LongString(mark.into()));
+    copy.with_headers(headers)
+}
+
+/// What RabbitMQ wrote into `x-death` when it dead-lettered a message.
+///
+/// RabbitMQ always writes that header, whatever a producer put there, and oncegate's dead letters never carry it. So oncegate did not
+/// dead-letter a message that has it, and its `oncegate-*` headers come from its producer, or from a delayed copy.
 struct Death {
     /// The queue that it lay in.
     queue: Option<String>,
@@ -369,18 +421,22 @@ struct Death {
 impl Death {
     /// The last one: the broker writes it first.
     fn of(table: &FieldTable) -> Option<Self> {
-        let last = table.inner().get("x-death")?.as_array()?.as_slice().first()?.as_field_table()?;
-        let queue = last.inner().get("queue").map(text);
-        let at_ms = match last.inner().get("time") {
+        let deaths = table.inner().get("x-death")?;
+        let last = deaths.as_array().and_then(|deaths| deaths.as_slice().first()?.as_field_table());
+        let entry = |name: &str| last.and_then(|last| last.inner().get(name));
+        let at_ms = match entry("time") {
             Some(AMQPValue::Timestamp(seconds)) => Some(seconds.saturating_mul(1_000)),
             _ => None,
         };
-        Some(Self { queue, at_ms })
+        Some(Self { queue: entry("queue").map(text), at_ms })
     }
 }
 
-/// How often a message was given back, where its queue counts that.
+/// How often a message was given back, where its queue counts that. In a classic queue such a header tells of another queue.
 fn looks(table: &FieldTable, kind: Kind) -> Option<u64> {
+    if kind == Kind::Classic {
+        return None;
+    }
     let counted = table.inner().get("x-delivery-count").and_then(AMQPValue::as_long_long_int).and_then(|count| u64::try_from(count).ok());
     // Of what was never given back a queue that counts says nothing.
     counted.or((kind == Kind::Unlimited).then_some(0))

@@ -1,7 +1,7 @@
 //! What an operator changes of a marker: shown first, written down, done only if the marker still is what was shown.
 
 use clap::Args;
-use oncegate::marker::{Ask, Marker, Operation, Token, Verdict};
+use oncegate::marker::{self, Ask, Effect, Marker, Operation, Token, UNKNOWN_ATTEMPT, Verdict};
 use oncegate::{Key, MessageId, Standing};
 use serde::Serialize;
 
@@ -46,47 +46,82 @@ impl<'a> Subject<'a> {
 
     /// In one line, for the audit.
     pub(crate) fn in_words(&self) -> String {
-        match self.standing.marker {
-            Marker::InProgress(hold) | Marker::InDoubt(hold, _) => format!("{}, attempt {}", self.state().word(), hold.attempt),
-            Marker::Cleared { attempt } => format!("cleared, attempt {attempt}"),
-            _ => self.state().word().to_owned(),
+        match told::attempt(&self.standing.marker) {
+            Some(attempt) => format!("{}, attempt {attempt}", self.state().word()),
+            None => self.state().word().to_owned(),
         }
     }
 
-    /// Asks the store for a change of the marker as it was seen.
+    /// Asks the store for a change of the marker as it was seen. Where it frees the id for another run, the fence goes on above
+    /// `known`, the highest attempt that a dead letter or the audit names; 0 if none does.
     ///
     /// # Errors
     /// The store's; or it has become another meanwhile, and nothing was changed.
-    pub(crate) async fn ask(&self, ask: Ask) -> Result<(), Failure> {
+    pub(crate) async fn ask(&self, ask: Ask, known: u32) -> Result<(), Failure> {
+        match self.markers.apply(self.operation(ask, known)).await? {
+            Verdict::Kept | Verdict::Done { .. } => Ok(()),
+            _ => Err(Failure::not_all(format!("{}: the marker changed since it was read; nothing was written; look again", self.id))),
+        }
+    }
+
+    /// What the id becomes if it is freed so, in a few words.
+    pub(crate) fn freed(&self, ask: Ask, known: u32) -> String {
+        match marker::freed(&self.operation(ask, known)) {
+            Some(Marker::Cleared { attempts, .. }) => format!("cleared, attempt {}", attempts.number),
+            _ => State::Absent.word().to_owned(),
+        }
+    }
+
+    fn operation(&self, ask: Ask, known: u32) -> Operation {
         let hold = match self.standing.marker {
             Marker::InProgress(hold) | Marker::InDoubt(hold, _) => Some(hold),
             _ => None,
         };
-        let operation = Operation {
+        let config = &self.context.config;
+        let mut terms = config::terms(config, hold.and_then(|hold| hold.fingerprint));
+        let frees = matches!(ask, Ask::SendBack { .. } | Ask::Forget { .. });
+        if frees {
+            // The literal gate takes whatever is there for a duplicate: it is deleted.
+            terms.guarantee = config.guarantee();
+        }
+        // Who resolves or completes speaks of the claim that was seen.
+        let holder = hold.filter(|_| !frees);
+        Operation {
             key: self.key.clone(),
             ask,
-            // Who resolves or completes speaks of the claim that was seen.
-            token: hold.map_or_else(Token::random, |hold| hold.token),
-            attempt: hold.map_or(0, |hold| hold.attempt),
-            terms: config::terms(&self.context.config, hold.and_then(|hold| hold.fingerprint)),
-        };
-        match self.markers.apply(operation).await? {
-            Verdict::Kept | Verdict::Done { .. } => Ok(()),
-            _ => Err(Failure::not_all(format!("{}: the marker has changed meanwhile, and was left as it is; look again", self.id))),
+            token: holder.map_or_else(Token::random, |hold| hold.token),
+            attempt: holder.map_or(known, |hold| hold.attempts.number),
+            terms,
         }
     }
+}
+
+/// The number above which attempts go on after an id that is done is forgotten: nobody knows how far they had come since `known`.
+fn fence_above(known: u32) -> u32 {
+    (known / UNKNOWN_ATTEMPT).saturating_add(1).saturating_mul(UNKNOWN_ATTEMPT)
 }
 
 pub(crate) async fn forget(context: &Context, change: Change) -> Result<(), Failure> {
     let subject = Subject::look(context, &Markers::of(&context.config)?, config::id(&context.config, &change.id)?).await?;
     let id = &subject.id;
-    match subject.state() {
-        State::Done | State::Rejected | State::InDoubt => {}
+    let seen = subject.standing.marker;
+    let (ask, consequence) = match subject.state() {
+        State::Done => (Ask::Forget { seen }, "was handled, and would be handled AGAIN if a message with this id came"),
+        State::Rejected => (
+            Ask::SendBack { seen, effect: Effect::Unknown },
+            "was rejected, and would be handled if a message with this id came; `dead-letters redrive` frees it and publishes the message again",
+        ),
         State::Absent => return nothing_to_do(context, "marker forget", &subject),
         State::Cleared => {
             return Err(Failure::not_all(format!(
                 "{id} is cleared: it is free to be claimed already. Its attempt is kept, since an earlier run may not be over; it goes with \
                  the window"
+            )));
+        }
+        State::InDoubt => {
+            return Err(Failure::not_all(format!(
+                "{id} is in doubt: find out whether it happened, then say so with `oncegate in-doubt resolve {id} --happened` or \
+                 `--did-not-happen`"
             )));
         }
         State::InProgress | State::Lapsed | State::Unreadable => {
@@ -95,16 +130,12 @@ pub(crate) async fn forget(context: &Context, change: Change) -> Result<(), Fail
                 subject.state().word()
             )));
         }
-    }
-    let seen = subject.standing.marker;
-    let consequence = match subject.state() {
-        State::Done => "was handled, and would be handled AGAIN if a message with this id came",
-        State::InDoubt => {
-            "may have happened, and would be handled again if a message with this id came; `in-doubt resolve` is the safe way"
-        }
-        _ => "was rejected, and would be handled if a message with this id came; `dead-letters redrive` does both",
     };
-    let what = What { what: "marker forget", ask: Ask::Forget { seen }, after: "absent", lasts: None, consequence };
+    let known = match subject.state() {
+        State::Done => fence_above(Audit::of(context)?.fence(id).await?),
+        _ => 0,
+    };
+    let what = What { what: "marker forget", ask, known, after: subject.freed(ask, known), lasts: None, consequence };
     run(context, &change, &subject, what).await
 }
 
@@ -126,21 +157,24 @@ pub(crate) async fn complete(context: &Context, change: Change) -> Result<(), Fa
     }
     let consequence = "would count as handled: a message with this id is accepted without a run for that long";
     let lasts = Some(config::window_told(&context.config));
-    run(context, &change, &subject, What { what: "marker complete", ask: Ask::Complete, after: "done", lasts, consequence }).await
+    let what = What { what: "marker complete", ask: Ask::Complete, known: 0, after: "done".into(), lasts, consequence };
+    run(context, &change, &subject, what).await
 }
 
 /// What is to be done.
 struct What {
     what: &'static str,
     ask: Ask,
-    after: &'static str,
+    /// The highest attempt that is known of the id, where it is freed.
+    known: u32,
+    after: String,
     /// For how long, where the window says it.
     lasts: Option<String>,
     consequence: &'static str,
 }
 
 async fn run(context: &Context, change: &Change, subject: &Subject<'_>, what: What) -> Result<(), Failure> {
-    let What { what, ask, after: is, lasts, consequence } = what;
+    let What { what, ask, known, after: is, lasts, consequence } = what;
     let lasts = lasts.map(|lasts| format!(" for {lasts}")).unwrap_or_default();
     let after = format!("{is}{lasts}");
     let before = subject.in_words();
@@ -154,9 +188,10 @@ async fn run(context: &Context, change: &Change, subject: &Subject<'_>, what: Wh
     }
     // What is to be forgotten is not to stand in the audit for ever.
     let id = if what == "marker forget" { subject.id.clone().hashed() } else { subject.id.clone() };
-    let act = Act { what, id: Some(id.to_string()), place: None, before: before.clone(), after: after.clone() };
+    let attempt = told::attempt(&subject.standing.marker).max((known > 0).then_some(known));
+    let act = Act { what, id: Some(id.to_string()), place: None, before: before.clone(), after: after.clone(), attempt };
     let begun = audit.begin(act, change.why.as_deref()).await?;
-    if let Err(failure) = subject.ask(ask).await {
+    if let Err(failure) = subject.ask(ask, known).await {
         audit.failed(begun, &failure).await?;
         return Err(failure);
     }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use oncegate::marker::{Doubt, Guarantee, Hold, Marker};
+use oncegate::marker::{Doubt, Effect, Guarantee, Hold, Marker};
 use oncegate::{Listed, Standing};
 use serde::Serialize;
 
@@ -45,8 +45,12 @@ pub(crate) struct Told {
     pub(crate) key: String,
     pub(crate) state: State,
     pub(crate) says: String,
+    /// How many attempts count towards the budget.
     #[serde(skip_serializing_if = "Option::is_none")]
-    attempt: Option<u32>,
+    pub(crate) attempts: Option<u32>,
+    /// The number of the last attempt: the fencing token.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    fence: Option<u32>,
     /// The beginning of the token of the claim that holds it.
     #[serde(skip_serializing_if = "Option::is_none")]
     claim: Option<String>,
@@ -73,18 +77,15 @@ impl Told {
         };
         let by_window = || window.checked_sub(standing.expires_in?);
         let fingerprint = match standing.marker {
-            Marker::Done(it) | Marker::Rejected(it) => it,
+            Marker::Done(it) | Marker::Rejected { fingerprint: it, .. } => it,
             _ => hold.and_then(|hold| hold.fingerprint),
-        };
-        let attempt = match standing.marker {
-            Marker::Cleared { attempt } => Some(attempt),
-            _ => hold.map(|hold| hold.attempt),
         };
         Self {
             key: key.to_owned(),
             state,
             says: says(standing),
-            attempt,
+            attempts: spent(&standing.marker),
+            fence: attempt(&standing.marker),
             claim: hold.map(|hold| claim(&hold)),
             guarantee: hold.map(|hold| promise(hold.guarantee)),
             written_at_ms: age.or_else(by_window).map(|age| now_ms().saturating_sub(ms(age))),
@@ -101,7 +102,8 @@ impl Told {
                 key: listed.name.clone(),
                 state: State::Unreadable,
                 says: error.to_string(),
-                attempt: None,
+                attempts: None,
+                fence: None,
                 claim: None,
                 guarantee: None,
                 written_at_ms: None,
@@ -113,12 +115,13 @@ impl Told {
     }
 
     /// A row of the list.
-    pub(crate) fn cells(&self) -> [String; 6] {
+    pub(crate) fn cells(&self) -> [String; 7] {
         let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".into());
         [
             self.key.clone(),
             self.state.word().to_owned(),
-            or_dash(self.attempt.map(|attempt| attempt.to_string())),
+            or_dash(self.attempts.map(|count| count.to_string())),
+            or_dash(self.fence.map(|number| number.to_string())),
             or_dash(self.written_at_ms.map(utc)),
             or_dash(self.expires_in_ms.map(|left| span(Duration::from_millis(left)))),
             or_dash(self.fingerprint.clone()),
@@ -129,13 +132,33 @@ impl Told {
     pub(crate) fn for_people(&self) -> String {
         let mut lines = vec![format!("{}: {}", self.key, self.state.word()), format!("  {}", self.says)];
         let mut add = |name: &str, value: Option<String>| lines.extend(value.map(|value| format!("  {name}: {value}")));
-        add("attempt", self.attempt.map(|attempt| attempt.to_string()));
+        add("attempts", self.attempts.map(|count| count.to_string()));
+        add("fence", self.fence.map(|number| number.to_string()));
         add("claim", self.claim.clone());
         add("promised", self.guarantee.map(str::to_owned));
         add("written", self.written_at_ms.map(utc));
         add("expires in", self.expires_in_ms.map(|left| span(Duration::from_millis(left))));
         add("fingerprint of the body", self.fingerprint.clone());
         lines.join("\n")
+    }
+}
+
+/// The number of the last attempt, where the marker tells.
+pub(crate) fn attempt(marker: &Marker) -> Option<u32> {
+    match marker {
+        Marker::Cleared { attempts, .. } => Some(attempts.number),
+        Marker::InProgress(hold) | Marker::InDoubt(hold, _) => Some(hold.attempts.number),
+        Marker::Rejected { attempt, .. } => Some(*attempt),
+        Marker::Absent | Marker::Done(_) => None,
+    }
+}
+
+/// How many attempts count towards the budget, where the marker tells.
+fn spent(marker: &Marker) -> Option<u32> {
+    match marker {
+        Marker::Cleared { attempts, .. } => Some(attempts.spent()),
+        Marker::InProgress(hold) | Marker::InDoubt(hold, _) => Some(hold.attempts.spent()),
+        Marker::Absent | Marker::Rejected { .. } | Marker::Done(_) => None,
     }
 }
 
@@ -148,7 +171,7 @@ pub(crate) fn state(standing: &Standing) -> State {
         Marker::InProgress(hold) if over(&hold) => State::Lapsed,
         Marker::InProgress(_) => State::InProgress,
         Marker::InDoubt(..) => State::InDoubt,
-        Marker::Rejected(_) => State::Rejected,
+        Marker::Rejected { .. } => State::Rejected,
         Marker::Done(_) => State::Done,
     }
 }
@@ -185,22 +208,27 @@ fn says(standing: &Standing) -> String {
              time is over."
                 .into()
         }
-        Marker::Cleared { attempt } => format!(
-            "Free to be claimed. Attempt {attempt} is over without a result that counts; the next run is attempt {}.",
-            attempt.saturating_add(1)
+        Marker::Cleared { attempts, effect } => format!(
+            "Free to be claimed. The next attempt is {}; attempts used of the budget: {}.{}",
+            attempts.number.saturating_add(1),
+            attempts.spent(),
+            match effect {
+                Effect::Nothing => "",
+                Effect::Unknown => " Whether an earlier attempt had an effect is unknown: in at most once the next claim finds it in doubt.",
+            }
         ),
         Marker::InProgress(hold) => match over(&hold) {
             None => format!(
                 "Claim {} holds it for attempt {}; written {}, at its beginning or a renewal. It stays theirs for a lease of {} from then.",
                 claim(&hold),
-                hold.attempt,
+                hold.attempts.number,
                 since(&hold),
                 span(hold.lease)
             ),
             Some(over) => format!(
                 "Claim {} left it: its lease in attempt {} has been over for {}. Its process crashed, or cannot reach the store. {}",
                 claim(&hold),
-                hold.attempt,
+                hold.attempts.number,
                 span(over),
                 match hold.guarantee {
                     Guarantee::AtMostOnce => "The next delivery finds it in doubt.",
@@ -210,7 +238,7 @@ fn says(standing: &Standing) -> String {
         },
         Marker::InDoubt(hold, doubt) => format!(
             "Nobody knows whether it happened in attempt {}; written {}. {}",
-            hold.attempt,
+            hold.attempts.number,
             since(&hold),
             match (doubt, is_being_reconciled(standing)) {
                 (Doubt::Reconciling, true) => "Somebody is finding out.",
@@ -218,7 +246,9 @@ fn says(standing: &Standing) -> String {
                 (Doubt::Waiting, _) => "It waits for a delivery that finds out, or for a person: `oncegate in-doubt resolve`.",
             }
         ),
-        Marker::Rejected(_) => "It stands in the dead letters, nothing happened, and it is not run until it is redriven.".into(),
+        Marker::Rejected { attempt, .. } => {
+            format!("It was rejected in attempt {attempt}, and nothing happened. It is dead-lettered until it is redriven or forgotten.")
+        }
         Marker::Done(_) => "It was handled. Another message with this id is accepted without a run.".into(),
     }
 }

@@ -157,3 +157,49 @@ fn the_command_line_is_checked_and_explained() {
     desk.run(&["marker", "frobnicate"]).ended(2);
     desk.run(&["--help"]).ended(0).says("Exit codes").says("4  nothing was done");
 }
+
+/// Nothing that was looked at is no good news.
+#[test]
+fn without_a_configuration_nothing_is_reported_as_fine() {
+    let desk = Desk::at("redis://127.0.0.1:1");
+    std::fs::remove_file(desk.path("oncegate.toml")).expect("it was there");
+    for command in [&["doctor"][..], &["config", "check"], &["config", "print"], &["explain", "x"]] {
+        let said = desk.run(command).ended(2).says("nothing is configured: there is no oncegate.toml here").says("ONCEGATE_STORE_URL");
+        assert_eq!((said.out.as_str(), said.err.lines().count()), ("", 1), "{said:?}");
+    }
+    for command in [&["marker", "list"][..], &["dead-letters", "list"], &["in-doubt", "list"], &["audit"]] {
+        let said = desk.run(command).ended(2);
+        assert_eq!((said.out.as_str(), said.err.lines().count()), ("", 1), "{said:?}");
+    }
+    desk.run(&["doctor", "--list"]).ended(0);
+    desk.write("oncegate.toml", "[gate]\nrate = 1\n");
+    desk.run(&["doctor"]).ended(2).says("no server is configured: set store.url");
+    // A broker of which a part is missing is not passed over.
+    desk.write("oncegate.toml", "[kafka]\nbrokers = \"127.0.0.1:1\"\n[rabbitmq]\nurl = \"amqp://127.0.0.1:1\"\n");
+    let found = desk.run(&["doctor", "--json"]).ended(2).json();
+    let missing: Vec<&str> =
+        found["not_looked_at"].as_array().expect("a list").iter().map(|it| it["why"].as_str().expect("a text")).collect();
+    assert!(missing[0].starts_with("kafka.topic is missing") && missing[1].starts_with("rabbitmq.queue is missing"), "{found}");
+}
+
+#[test]
+fn a_filter_that_names_nothing_known_is_refused_with_the_nearest_word() {
+    let desk = Desk::new();
+    desk.configure("[kafka]\nbrokers = \"127.0.0.1:1\"\ntopic = \"t\"\n");
+    for (command, near) in [
+        (&["dead-letters", "list", "--reason", "unreadabel"][..], "'unreadable'"),
+        (&["dead-letters", "drop", "--reason", "unusable_id", "--yes"], "'unusable-id'"),
+        (&["in-doubt", "list", "--reason", "in-doubt-to-old"], "'in-doubt-too-old'"),
+        (&["dead-letters", "list", "--broker", "kafak"], "'kafka'"),
+        (&["marker", "list", "--state", "in-progres"], "'in-progress'"),
+    ] {
+        desk.run(command).ended(5).says("possible values").says(near);
+    }
+    desk.run(&["dead-letters", "list", "--reason"]).ended(2);
+    desk.configure("scope = \"ledger\"\n");
+    desk.run(&["audit", "--who", "ann"]).ended(0);
+    desk.run(&["marker", "complete", "a", "--yes", "--as", "ann"]).ended(0);
+    desk.run(&["audit", "--who", "anm"]).ended(5).says("did you mean \"ann\"?");
+    desk.run(&["audit", "--scope", "legder"]).ended(5).says("did you mean \"ledger\"?");
+    desk.run(&["audit", "--who", "ann", "--scope", "ledger"]).ended(0).says("1 shown");
+}

@@ -1,10 +1,17 @@
 //! Dead letters and messages in doubt, on both brokers: what a real consumer set aside, looked at, and dealt with.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Instant;
 
+use lapin::BasicProperties;
+use lapin::types::AMQPValue;
+use oncegate::{Open, RabbitMq, Source};
+use oncegate_testkit::servers::RabbitServer;
 use serde_json::Value;
 
-use crate::world::{Broker, Provider, World};
+use crate::desk::Desk;
+use crate::world::{Broker, PATIENCE, Provider, World, publish_properties};
 
 /// Makes a test of each scenario for each broker.
 macro_rules! on_both_brokers {
@@ -88,7 +95,7 @@ async fn dead_letters_are_listed_shown_redriven_and_charged_once(broker: Broker)
     let redriven = world.json(&["dead-letters", "redrive", "--id", "b", "--yes", "--as", "ann", "--why", "the card was mended"]).await;
     assert_eq!((&redriven["done"], &redriven["left"]), (&1.into(), &0.into()), "{redriven}");
     assert_eq!(ids(&world.json(&["dead-letters", "list"]).await), ["c", "d"]);
-    assert_eq!(world.json(&["marker", "show", "b"]).await["state"], "absent");
+    assert_eq!(world.json(&["marker", "show", "b"]).await["state"], "cleared");
     let rest = world.json(&["dead-letters", "redrive", "--all", "--limit", "1", "--rate", "50", "--yes"]).await;
     assert_eq!(rest["done"], 1, "{rest}");
     let left_on_kafka = if broker == Broker::Kafka { 3 } else { 1 };
@@ -102,7 +109,7 @@ async fn dead_letters_are_listed_shown_redriven_and_charged_once(broker: Broker)
     let audit = world.json(&["audit", "--id", "b"]).await;
     let act = &audit[0];
     assert_eq!((&act["who"], &act["what"], &act["stage"]), (&"ann".into(), &"dead-letters redrive".into(), &"done".into()), "{audit}");
-    assert_eq!((&act["before"], &act["why"]), (&"set aside, rejected".into(), &"the card was mended".into()));
+    assert_eq!((&act["before"], &act["why"]), (&"set aside, rejected, attempt 1".into(), &"the card was mended".into()));
     assert_eq!(act["place"]["broker"], world.broker_name());
     world.end().await;
 }
@@ -137,7 +144,7 @@ async fn a_doubt_is_resolved_either_way(broker: Broker) {
     world.publish(&[("yes", "silent"), ("no", "silent")]).await;
     world.consume(Provider::Judges, 0, 0, 2).await;
     assert_eq!(ids(&world.json(&["in-doubt", "list"]).await), ["no", "yes"]);
-    world.run(&["in-doubt", "list"]).await.ended(0).says("in-doubt-said").says("reconcile could not tell");
+    world.run(&["in-doubt", "list"]).await.ended(0).says("in-doubt-said").says("the handler has no `reconcile`");
     world.run(&["in-doubt", "show", "yes"]).await.ended(0).says("payment-id: yes").says("no answer from the provider");
     world.run(&["in-doubt", "resolve", "yes"]).await.ended(2);
     world.run(&["in-doubt", "resolve", "yes", "--happened"]).await.ended(4).says("would be recorded as done");
@@ -192,7 +199,7 @@ async fn looking_joins_no_group_and_moves_no_offset_on_kafka() {
     world.end().await;
 }
 
-/// What RabbitMQ 3.10 does with what is looked at: a classic queue counts nothing, a quorum queue each look.
+/// What RabbitMQ does with what is looked at: a classic queue counts nothing, a quorum queue of 3.10 each look.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_queue_that_counts_looks_is_looked_into_only_if_its_limit_is_out_of_reach() {
     let world = world(Broker::RabbitMq).await;
@@ -219,25 +226,77 @@ async fn a_queue_that_counts_looks_is_looked_into_only_if_its_limit_is_out_of_re
     crate::world::declare(&classic, &[("x-queue-type", "classic")], None).await;
     crate::world::declare(&limited, &[("x-queue-type", "quorum")], Some(5)).await;
     assert_eq!(counted(&classic, &[]).await, Some(0));
+    // Its header tells of the queue that it came from.
+    let table: BTreeMap<_, _> =
+        [("oncegate-id".into(), crate::world::text("z")), ("x-delivery-count".into(), AMQPValue::LongLongInt(9))].into();
+    let properties = BasicProperties::default().with_headers(table.into());
+    publish_properties(&crate::world::rabbitmq(), &classic, "{}", properties).await;
+    let listed = world.json(&["dead-letters", "list"]).await;
+    assert_eq!((ids(&listed), &listed["letters"][0]["looks"]), (vec!["z".to_owned()], &Value::Null), "{listed}");
     assert_eq!(counted(&limited, &[]).await, None, "what is dropped after five looks is not looked into");
     crate::world::take_all(&limited).await;
     assert_eq!(counted(&limited, &["--accept-delivery-counts"]).await, Some(2));
     assert_eq!(counted(&format!("{name}.dead-letters"), &[]).await, Some(2), "towards a limit of two thousand million");
-    // A policy may give a queue a limit that no client is told.
-    let aside = format!("{name}.dead-letters");
-    world.publish_to(&aside, "y", "{}", &[("oncegate-id", "y")]).await;
-    for look in 1..=5 {
-        let told = format!("RabbitMQ counts each look at them, {look} by now");
-        world.run(&["dead-letters", "list"]).await.ended(0).says(&told).says("list_policies");
-        world.until(&aside, 1).await;
-    }
-    world.run(&["dead-letters", "list"]).await.ended(3).says("list_policies").says("--accept-delivery-counts");
-    let accepted = world.json(&["dead-letters", "list", "--accept-delivery-counts"]).await;
-    assert_eq!((ids(&accepted), &accepted["letters"][0]["looks"]), (vec!["y".to_owned()], &6.into()));
     for queue in [classic, limited] {
         crate::world::delete(&queue).await;
     }
     world.end().await;
+}
+
+/// A policy may give a queue a limit that no client is told.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn letters_are_always_seen_on_queues_that_oncegate_declared_and_none_is_dropped_at_the_limit_of_a_policy() {
+    let server = tokio::task::spawn_blocking(RabbitServer::start).await.expect("no panic").expect("a server");
+    let source: Box<dyn Source> = Box::new(RabbitMq::queue("payments").url(server.url()).open().await.expect("the queues are declared"));
+    source.close(Instant::now() + PATIENCE).await.expect("a clean end");
+    let limit = ["-q", "set_policy", "limit", "dead-letters", r#"{"delivery-limit": 5}"#, "--apply-to", "queues"];
+    server.control(&limit).expect("a policy");
+    let desk = Desk::new();
+    desk.configure(&format!("[gate]\nid = \"header payment-id\"\n[rabbitmq]\nurl = \"{}\"\nqueue = \"payments\"\n", server.url()));
+    for id in ["x", "y"] {
+        let headers =
+            [("payment-id", id), ("oncegate-id", id), ("oncegate-reason", "refused"), ("oncegate-attempts", "5"), ("oncegate-fence", "6")];
+        let table: BTreeMap<_, _> = headers.iter().map(|(name, value)| ((*name).into(), crate::world::text(value))).collect();
+        let properties = BasicProperties::default().with_headers(table.into()).with_timestamp(1_000).with_message_id("m".into());
+        publish_properties(&server.url(), "payments.dead-letters", r#"{"card":"works"}"#, properties).await;
+    }
+    let first = desk.json(&["dead-letters", "show", "x"])[0].clone();
+    for look in 0..20 {
+        let mut seen = ids(&desk.json(&["dead-letters", "list"]));
+        seen.sort_unstable();
+        assert_eq!(seen, ["x", "y"], "at look {look}");
+    }
+    let story = desk.json(&["explain", "x"]);
+    assert_eq!((&story["verdict"], &story["not_looked_at"]), (&"dead-lettered".into(), &serde_json::json!([])), "{story}");
+    let (letter, last) = (&story["dead_letters"][0], desk.json(&["dead-letters", "show", "x", "--body"])[0].clone());
+    assert_eq!((&letter["attempts"], &letter["fence"]), (&5.into(), &6.into()), "{letter}");
+    desk.run(&["dead-letters", "list"]).ended(0).says("ATTEMPTS  FENCE");
+    let named = |letter: &Value| -> BTreeMap<String, String> {
+        let headers = letter["headers"].as_array().expect("a list").iter();
+        let text = |it: &Value| it.as_str().expect("a text").to_owned();
+        headers
+            .map(|it| (text(&it[0]), text(&it[1])))
+            .filter(|(name, _)| !["x-delivery-count", "oncegate-replaced-by"].contains(&name.as_str()))
+            .collect()
+    };
+    assert_eq!(
+        (named(&last), &last["from_ms"], &last["body"]),
+        (named(&first), &first["from_ms"], &r#"{"card":"works"}"#.into()),
+        "a copy is the letter"
+    );
+    // A user who may not write there cannot have a letter replaced: it says that it did not look.
+    server.control(&["-q", "set_permissions", "guest", ".*", "^(?!amq.default$).*$", ".*"]).expect("rights");
+    let blind = desk.run(&["explain", "x", "--json"]).ended(3).json();
+    assert_eq!((&blind["verdict"], &blind["dead_letters"]), (&"not-looked-at".into(), &Value::Null), "{blind}");
+    assert_eq!(blind["not_looked_at"][0]["where"], "the dead-letter destination on rabbitmq", "{blind}");
+    desk.run(&["explain", "x"])
+        .ended(3)
+        .says("x: not known, since not all was looked at; not looked at: the dead-letter destination on rabbitmq");
+    desk.run(&["dead-letters", "list"]).ended(3).says("Not looked at: the dead-letter destination on rabbitmq").says("list_policies");
+    let listed = desk.run(&["dead-letters", "list", "--json"]).ended(3).json();
+    assert_eq!((&listed["all"], &listed["not_looked_at"][0]["where"]), (&false.into(), &blind["not_looked_at"][0]["where"]), "{listed}");
+    server.control(&["-q", "set_permissions", "guest", ".*", ".*", ".*"]).expect("rights");
+    assert_eq!(ids(&desk.json(&["dead-letters", "list"])).len(), 2, "what was not looked at was not counted");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -253,7 +312,7 @@ async fn a_letter_whose_copy_is_not_taken_stays_where_it_is() {
     assert_eq!(act["stage"], "not-sent", "its marker was freed, and no copy stands");
     // Either of them may stand first.
     let first = act["id"].as_str().expect("an id");
-    assert_eq!(world.json(&["marker", "show", first]).await["state"], "absent");
+    assert_eq!(world.json(&["marker", "show", first]).await["state"], "cleared");
     // The queue is declared again by whoever consumes; nothing is lost.
     crate::world::declare_as_the_source_does(&world.desk.name).await;
     world.run(&["dead-letters", "redrive", "--all", "--yes"]).await.ended(0).says("2 redriven");

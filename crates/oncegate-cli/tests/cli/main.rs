@@ -3,14 +3,17 @@
 #![forbid(unsafe_code)]
 
 mod book;
+mod clients;
 mod config;
 mod cut;
 mod desk;
 mod doctor;
 mod explain;
+mod forged;
 mod letters;
 mod markers;
 mod redrive;
+mod send_back;
 mod shapes;
 mod sqlite;
 mod tls;

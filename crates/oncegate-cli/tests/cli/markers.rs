@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use oncegate::Fingerprint;
-use oncegate::marker::{Ask, Effect, Guarantee, Marker, Terms};
+use oncegate::marker::{Ask, Attempts, Effect, Guarantee, Marker, Terms, Verdict};
 
 use crate::desk::{Desk, terms};
 
@@ -30,9 +30,9 @@ pub(crate) const TOLD: [(&str, &str, &str); 7] = [
     ("held", "in-progress", "Claim 00000000 holds it for attempt 1"),
     ("left", "lapsed", "The next delivery finds it in doubt"),
     ("handled", "done", "accepted without a run"),
-    ("refused", "rejected", "not run until it is redriven"),
+    ("refused", "rejected", "dead-lettered until it is redriven"),
     ("unknown", "in-doubt", "Nobody knows whether it happened in attempt 1"),
-    ("failed", "cleared", "the next run is attempt 2"),
+    ("failed", "cleared", "The next attempt is 2; attempts used of the budget: 1. Whether an earlier attempt had an effect is unknown"),
 ];
 
 #[tokio::test]
@@ -78,27 +78,42 @@ async fn nothing_is_forgotten_that_was_not_shown_first_and_all_of_it_is_audited(
     one_of_each(&desk).await;
     desk.run(&["marker", "forget", "handled"]).ended(4).says("would be handled AGAIN").says("say --yes");
     assert_eq!(desk.json(&["marker", "show", "handled"])["state"], "done", "showing changes nothing");
-    for id in ["handled", "refused", "unknown"] {
-        desk.run(&["marker", "forget", id, "--yes", "--why", "a test", "--as", "ann"]).ended(0).says("is absent now");
-        assert_eq!(desk.json(&["marker", "show", id])["state"], "absent");
+    // The fence goes on above the last attempt, which a done marker does not hold.
+    for (id, fence) in [("handled", 1_000_000), ("refused", 1)] {
+        let says = format!("is cleared, attempt {fence} now");
+        desk.run(&["marker", "forget", id, "--yes", "--why", "a test", "--as", "ann"]).ended(0).says(&says);
+        let shown = desk.json(&["marker", "show", id]);
+        assert_eq!((&shown["state"], &shown["fence"]), (&"cleared".into(), &fence.into()));
     }
-    for (id, why) in [("held", "may be at work"), ("left", "may be at work"), ("failed", "free to be claimed already")] {
+    let refused = [
+        ("held", "may be at work"),
+        ("left", "may be at work"),
+        ("failed", "free to be claimed already"),
+        ("unknown", "`oncegate in-doubt resolve unknown --happened` or `--did-not-happen`"),
+    ];
+    for (id, why) in refused {
         desk.run(&["marker", "forget", id, "--yes"]).ended(1).says(why);
     }
     desk.run(&["marker", "forget", "never", "--yes"]).ended(0).says("nothing to do");
     let audit = desk.json(&["audit"]);
     let acts = audit.as_array().expect("a list");
-    assert_eq!(acts.len(), 3, "{audit}");
-    for (act, (id, before)) in acts.iter().zip([("handled", "done"), ("refused", "rejected"), ("unknown", "in doubt, attempt 1")]) {
+    assert_eq!(acts.len(), 2, "{audit}");
+    let expected = [("handled", "done", "cleared, attempt 1000000"), ("refused", "rejected, attempt 1", "cleared, attempt 1")];
+    for (act, (id, before, after)) in acts.iter().zip(expected) {
         let said = |name: &str| act[name].as_str().unwrap_or_default().to_owned();
         let hashed = oncegate::MessageId::new(id).expect("an id").hashed().to_string();
         assert_eq!([said("who"), said("what"), said("id")], ["ann", "marker forget", hashed.as_str()], "what is forgotten is not kept");
-        assert_eq!([said("before"), said("after"), said("stage"), said("why")], [before, "absent", "done", "a test"]);
+        assert_eq!([said("before"), said("after"), said("stage"), said("why")], [before, after, "done", "a test"]);
         assert!(said("at").starts_with("20") && said("at").ends_with('Z'), "{act}");
     }
     assert_eq!(desk.json(&["audit", "--id", "refused"]).as_array().map(Vec::len), Some(1));
-    assert_eq!(desk.json(&["audit", "--who", "bob"]).as_array().map(Vec::len), Some(0));
+    assert_eq!(desk.json(&["audit", "--who", "ann"]).as_array().map(Vec::len), Some(2));
     desk.run(&["audit"]).ended(0).says("WHO").says("marker forget");
+    // Forgotten once more, it goes on above what was named then.
+    desk.run(&["marker", "complete", "handled", "--yes"]).ended(0);
+    desk.run(&["marker", "forget", "handled", "--yes"]).ended(0).says("is cleared, attempt 2000000 now");
+    let next = Attempts { number: 2_000_001, base: 2_000_000, crashes: 0 };
+    assert_eq!(desk.ask("handled", Ask::Claim, 9, 0, terms()).await, Verdict::Granted(next));
 }
 
 #[tokio::test]
@@ -140,7 +155,7 @@ async fn nothing_is_done_that_cannot_be_audited() {
     one_of_each(&desk).await;
     let directory = desk.path("");
     desk.configure(&format!("[audit]\nfile = \"{}\"\n", directory.display()));
-    desk.run(&["marker", "forget", "handled", "--yes"]).ended(3).says("nothing was done, since the audit cannot be written");
+    desk.run(&["marker", "forget", "handled", "--yes"]).ended(3).says("nothing was done, since the audit cannot be");
     assert_eq!(desk.json(&["marker", "show", "handled"])["state"], "done");
     desk.configure(&format!("[audit]\nfile = \"{}\"\n", desk.path("audit.jsonl").display()));
     desk.run(&["marker", "forget", "handled", "--yes"]).ended(0);
@@ -179,7 +194,7 @@ async fn the_rights_that_the_book_lists_are_enough() {
     server.command(line).expect("Redis answers");
     let desk = Desk::at(&url);
     desk.write("oncegate.toml", &format!("[store]\nurl = \"{url}\"\n"));
-    desk.run(&["marker", "complete", "x", "--yes"]).ended(3).says("nothing was done, since the audit cannot be written").says("NOPERM");
+    desk.run(&["marker", "complete", "x", "--yes"]).ended(3).says("nothing was done, since the audit cannot be").says("NOPERM");
     assert_eq!(desk.json(&["marker", "show", "x"])["state"], "absent");
     server.command(&format!("{line} +xadd +xrange +scan")).expect("Redis answers");
     desk.run(&["marker", "complete", "x", "--yes"]).ended(0);
@@ -238,6 +253,7 @@ fn a_line_of_the_audit_that_was_cut_off_swallows_no_other_and_the_file_is_nobody
         4,
         "two lines an act: {lines}"
     );
-    let ends: Vec<_> = desk.json(&["audit"]).as_array().expect("a list").iter().map(|act| act["stage"].clone()).collect();
+    let audit = desk.run(&["audit", "--json"]).ended(1).says("lines of the audit that cannot be read, and are not shown: 1").json();
+    let ends: Vec<_> = audit.as_array().expect("a list").iter().map(|act| act["stage"].clone()).collect();
     assert_eq!(ends, ["done", "done"]);
 }

@@ -16,6 +16,7 @@ on_both_brokers!(
     without_a_promise_of_at_most_once_it_is_left,
     what_came_from_elsewhere_is_left,
     a_conflict_is_sent_only_by_its_name,
+    without_a_store_what_the_gate_may_hold_is_left,
     what_its_holder_left_gets_out_of_the_dead_letters,
     what_is_left_does_not_use_up_the_limit,
     one_marker_that_cannot_be_read_keeps_no_other_letter,
@@ -123,6 +124,11 @@ async fn a_conflict_is_sent_only_by_its_name(broker: Broker) {
     world.run(&["dead-letters", "redrive", "--all", "--yes"]).await.ended(1).says("its id was used for another body");
     world.until_there_are(1, ".dead-letters").await;
     world.run(&["dead-letters", "redrive", "--id", "a", "--dry-run"]).await.ended(0).says("1 would be redriven");
+    // Whose lease is over is not done with: its own letter, or its next delivery, is for the other body.
+    let short = Terms { lease: std::time::Duration::from_millis(1), ..terms() };
+    world.desk.ask("held", Ask::Claim, 1, 0, short).await;
+    world.set_aside("dead-letters", "held", "conflict", &[]).await;
+    world.run(&["dead-letters", "redrive", "--id", "held", "--yes"]).await.ended(1).says("another body, whose holder is gone");
     world.end().await;
 }
 
@@ -162,6 +168,20 @@ async fn one_marker_that_cannot_be_read_keeps_no_other_letter(broker: Broker) {
     let said = world.run(&["dead-letters", "redrive", "--all", "--yes"]).await.ended(1);
     said.says("left as it is").says("1 redriven, 1 left");
     assert_eq!(ids(&world.json(&["dead-letters", "list"]).await), ["odd"]);
+    world.end().await;
+}
+
+async fn without_a_store_what_the_gate_may_hold_is_left(broker: Broker) {
+    let world = Arc::new(World::on(broker).await);
+    world.set_aside("dead-letters", "spent", "attempts-spent", &[]).await;
+    world.set_aside("dead-letters", "odd", "too-large", &[]).await;
+    let brokers = world.settings();
+    let audit = world.desk.path("audit.jsonl");
+    world.desk.write("oncegate.toml", &format!("{brokers}[audit]\nfile = \"{}\"\n", audit.display()));
+    let said = world.run(&["dead-letters", "redrive", "--all", "--yes"]).await.ended(1);
+    said.says("set store.url").says("1 redriven, 1 left");
+    assert_eq!(ids(&world.json(&["dead-letters", "list"]).await), ["spent"]);
+    world.desk.configure(&brokers);
     world.end().await;
 }
 

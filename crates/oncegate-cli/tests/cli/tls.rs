@@ -52,7 +52,7 @@ async fn a_broker_with_an_authority_of_its_own_is_looked_into_and_sent_to() {
     desk.configure(&rabbitmq);
     desk.run(&["dead-letters", "list"]).ended(3).says("UnknownIssuer").says("rabbitmq.ca-certificate");
     desk.configure(&format!("{rabbitmq}{trusts}"));
-    desk.run(&["dead-letters", "list"]).ended(3).says("RabbitMQ at amqps://");
+    desk.run(&["dead-letters", "list"]).ended(3).says("amqps://guest@localhost").says("cannot be reached");
     desk.configure(&format!("{rabbitmq}ca-certificate = \"nowhere.pem\"\n"));
     desk.run(&["dead-letters", "list"]).ended(2).says("rabbitmq.ca-certificate: nowhere.pem");
     desk.configure(&format!("{rabbitmq}{trusts}client-key = \"x\"\n"));

@@ -1,5 +1,6 @@
 //! A topic or queue of a test's own, and a consumer that charges payments from it, as the demo does.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -19,6 +20,9 @@ use crate::desk::{Desk, Said};
 
 /// Generous, since other tests may keep the machine busy.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(90);
+
+/// The largest body that the consumer takes, in bytes.
+pub(crate) const BODY_LIMIT: usize = 10_000;
 
 pub(crate) const COUNTS_ACCEPTED: &str = "delivery-counts = \"accepted\"\n";
 
@@ -130,26 +134,57 @@ impl World {
         }
     }
 
-    pub(crate) async fn publish_to(&self, name: &str, id: &str, body: &str, headers: &[(&str, &str)]) {
-        let headers = headers.iter().copied().chain([("payment-id", id)]);
+    /// Payments with these ids, all of which wait for their confirmation together.
+    pub(crate) async fn publish_many(&self, ids: impl Iterator<Item = String>) {
+        let (name, body) = (&self.desk.name, r#"{"card":"works"}"#);
         match self.broker {
             Broker::Kafka => {
                 let producer: FutureProducer = config().set("acks", "all").create().expect("a producer");
-                let written = headers.fold(OwnedHeaders::new(), |all, (key, value)| all.insert(Header { key, value: Some(value) }));
-                let record = FutureRecord::to(name).key(id).payload(body).headers(written);
-                producer.send(record, PATIENCE).await.expect("it is taken");
+                let sent: Vec<_> = ids
+                    .map(|id| {
+                        let headers = OwnedHeaders::new().insert(Header { key: "payment-id", value: Some(&id) });
+                        let record = FutureRecord::to(name).key(&id).payload(body).headers(headers);
+                        producer.send_result(record).unwrap_or_else(|(error, _)| panic!("{error}"))
+                    })
+                    .collect();
+                for sent in sent {
+                    sent.await.expect("an answer").expect("it is taken");
+                }
             }
             Broker::RabbitMq => {
                 let (connection, channel) = open().await;
                 channel.confirm_select(ConfirmSelectOptions::default()).await.expect("confirms");
-                let mut table = FieldTable::default();
-                for (name, value) in headers {
-                    table.insert(name.into(), AMQPValue::LongString(value.into()));
+                for id in ids {
+                    let table: BTreeMap<_, _> = [("payment-id".into(), text(&id))].into();
+                    let properties = BasicProperties::default().with_headers(table.into()).with_delivery_mode(2);
+                    let options = BasicPublishOptions::default();
+                    channel.basic_publish("".into(), name.as_str().into(), options, body.as_bytes(), properties).await.expect("a channel");
                 }
-                let properties = BasicProperties::default().with_delivery_mode(2).with_headers(table);
-                let published = channel.basic_publish("".into(), name.into(), BasicPublishOptions::default(), body.as_bytes(), properties);
-                assert!(published.await.expect("a channel").await.expect("an answer").is_ack());
+                assert!(channel.wait_for_confirms().await.expect("an answer").is_empty(), "none is returned");
                 connection.close(200, "OK".into()).await.expect("a clean end");
+            }
+        }
+    }
+
+    pub(crate) async fn publish_to(&self, name: &str, id: &str, body: &str, headers: &[(&str, &str)]) {
+        let headers: Vec<(&str, &str)> = headers.iter().copied().chain([("payment-id", id)]).collect();
+        self.publish_with(name, body, &headers).await;
+    }
+
+    /// A message with these headers and no others.
+    pub(crate) async fn publish_with(&self, name: &str, body: &str, headers: &[(&str, &str)]) {
+        match self.broker {
+            Broker::Kafka => {
+                let producer: FutureProducer = config().set("acks", "all").create().expect("a producer");
+                let all = OwnedHeaders::new();
+                let written = headers.iter().fold(all, |all, (key, value)| all.insert(Header { key, value: Some(*value) }));
+                let key = headers.iter().find(|(name, _)| *name == "payment-id").map_or("", |(_, id)| id);
+                let record = FutureRecord::to(name).key(key).payload(body).headers(written);
+                producer.send(record, PATIENCE).await.expect("it is taken");
+            }
+            Broker::RabbitMq => {
+                let table: BTreeMap<_, _> = headers.iter().map(|(name, value)| ((*name).into(), text(value))).collect();
+                publish_properties(&rabbitmq(), name, body, BasicProperties::default().with_headers(table.into())).await;
             }
         }
     }
@@ -174,19 +209,35 @@ impl World {
     }
 
     async fn consume_through(&self, store: impl Store + 'static, provider: Provider, until: impl Future<Output = ()>) {
+        let charge = Charge { provider, charged: Arc::clone(&self.charged) };
+        self.handle_through(store, Guarantee::AtMostOnce, charge, until).await;
+    }
+
+    /// Handles what comes, until so long.
+    pub(crate) async fn handle(&self, guarantee: Guarantee, handler: impl Handler, until: impl Future<Output = ()>) {
+        self.handle_through(self.desk.store().accept_forgetful_store(), guarantee, handler, until).await;
+    }
+
+    async fn handle_through(
+        &self,
+        store: impl Store + 'static,
+        guarantee: Guarantee,
+        handler: impl Handler,
+        until: impl Future<Output = ()>,
+    ) {
         let name = &self.desk.name;
         let consumer = Consumer::builder()
             .store(store)
             .accept_forgetful_store()
-            .guarantee(Guarantee::AtMostOnce)
+            .guarantee(guarantee)
             .id(IdSource::header("payment-id"))
             .lease(10 * SECOND)
             .reconciles(1)
             .backoff(Duration::from_millis(1), Duration::from_millis(10))
-            .handler(Charge { provider, charged: Arc::clone(&self.charged) });
+            .handler(handler);
         let ended = match self.broker {
-            Broker::Kafka => consumer.source(Kafka::topic(name).brokers(kafka()).group(name)).run_until(until).await,
-            Broker::RabbitMq => consumer.source(RabbitMq::queue(name).url(rabbitmq())).run_until(until).await,
+            Broker::Kafka => consumer.source(Kafka::topic(name).brokers(kafka()).group(name).body_limit(BODY_LIMIT)).run_until(until).await,
+            Broker::RabbitMq => consumer.source(RabbitMq::queue(name).url(rabbitmq()).body_limit(BODY_LIMIT)).run_until(until).await,
         };
         ended.expect("a consumer that ends well");
     }
@@ -297,8 +348,26 @@ pub(crate) fn admin() -> AdminClient<DefaultClientContext> {
     config().create().expect("an admin client")
 }
 
+/// Publishes to a queue, by way of this URL, a message that lasts, and waits for its confirmation.
+pub(crate) async fn publish_properties(url: &str, queue: &str, body: &str, properties: BasicProperties) {
+    let (connection, channel) = open_at(url).await;
+    channel.confirm_select(ConfirmSelectOptions::default()).await.expect("confirms");
+    let (options, properties) = (BasicPublishOptions::default(), properties.with_delivery_mode(2));
+    let published = channel.basic_publish("".into(), queue.into(), options, body.as_bytes(), properties);
+    assert!(published.await.expect("a channel").await.expect("an answer").is_ack());
+    connection.close(200, "OK".into()).await.expect("a clean end");
+}
+
+pub(crate) fn text(text: &str) -> AMQPValue {
+    AMQPValue::LongString(text.into())
+}
+
 pub(crate) async fn open() -> (Connection, Channel) {
-    let connection = Connection::connect(&rabbitmq(), ConnectionProperties::default()).await.expect("RabbitMQ answers");
+    open_at(&rabbitmq()).await
+}
+
+async fn open_at(url: &str) -> (Connection, Channel) {
+    let connection = Connection::connect(url, ConnectionProperties::default()).await.expect("RabbitMQ answers");
     let channel = connection.create_channel().await.expect("a channel");
     (connection, channel)
 }

@@ -10,10 +10,10 @@ use tracing::Span;
 use crate::id::{Key, MessageId};
 use crate::lanes::Lane;
 use crate::lease::Lease;
-use crate::marker::{Ask, Terms, Token};
+use crate::marker::{Ask, Terms};
 use crate::moment::Moment;
 use crate::passage::Passage;
-use crate::road::Stage;
+use crate::road::{Event, Stage};
 use crate::run::Finished;
 use crate::slots::Slot;
 use crate::spans;
@@ -22,11 +22,12 @@ use crate::spans;
 pub(super) struct Flight {
     pub(super) passage: Passage,
     pub(super) id: Option<MessageId>,
+    /// What the road is told of it first: whether it has an id.
+    pub(super) arrival: Event,
     pub(super) key: Option<Key>,
     pub(super) terms: Terms,
-    pub(super) token: Token,
-    pub(super) attempt: u32,
     pub(super) ask: Ask,
+    pub(super) claim: Claim,
     pub(super) lane: Option<Lane>,
     pub(super) lease: Option<Arc<Lease>>,
     /// What was asked of the store, until it answers.
@@ -36,19 +37,17 @@ pub(super) struct Flight {
     pub(super) began: Option<Instant>,
     /// When the source handed it over.
     pub(super) arrived: Instant,
-    pub(super) stays: Stays,
     pub(super) stands: Stands,
     /// Counts runs and alarms, so that what comes too late is told apart.
     pub(super) turn: u32,
     pub(super) bytes: usize,
 }
 
-/// Whether a delivery may still begin something.
+/// Whether the store may know of the token of a delivery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Stays {
-    Here,
-    /// The consumer drains, or the delivery belongs to someone else soon.
-    Leaves,
+pub(super) enum Claim {
+    Unsent,
+    Sent,
 }
 
 /// Where a delivery is.
@@ -77,6 +76,12 @@ pub(super) fn runs(stage: Stage) -> bool {
 /// Whether a delivery in this stage takes one of the runs that there may be at once; between two of its own, too.
 pub(super) fn holds_a_run(stage: Stage) -> bool {
     runs(stage) || stage.waits_on_lease()
+}
+
+/// Whether a delivery in this stage holds its claim, or may do so soon: if another ended the process, it would be blamed, too.
+pub(super) fn may_be_blamed(stage: Stage) -> bool {
+    use Stage::*;
+    matches!(stage, Claiming(..) | Ready(_) | Running(..) | Pausing(..) | Completing(_) | Clearing(..) | Rejecting(..))
 }
 
 /// A handler that runs: dropping this drops it.
@@ -110,10 +115,16 @@ impl Drop for Report {
 }
 
 impl Flight {
+    /// The number of the attempt that was granted to its claim; 0 until then.
+    pub(super) fn attempt(&self) -> u32 {
+        self.passage.dispatch().attempts.number
+    }
+
     /// Asks the store next.
     pub(super) fn asks(&mut self, ask: Ask) {
         self.ask = ask;
-        self.asked = spans::asked(&ask, self.id.as_ref(), self.attempt, Some(self.passage.delivery()));
+        let attempt = self.attempt();
+        self.asked = spans::asked(&ask, self.id.as_ref(), attempt, Some(self.passage.delivery()));
     }
 
     pub(super) fn lease_is_over(&self) -> bool {

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::flight::Stays;
 use super::{Mode, Running};
 
 use crate::decode::Decode;
@@ -16,14 +15,14 @@ use crate::road::{Event, Stage};
 use crate::slots::Slot;
 
 impl<H: Handler, D: Decode> Running<H, D> {
-    /// A delivery's place is free: its lane and the next takeover go on.
+    /// A delivery's place is free: its lane goes on, and so does the next that runs alone.
     pub(super) fn left(&mut self, slot: Slot, lane: Option<Lane>, lease: Option<Arc<Lease>>, bytes: usize) {
         self.flights.remove(slot);
         self.bytes -= bytes;
         if lease.is_some() {
             self.given_up.push(slot.place);
         }
-        self.end_takeover(slot);
+        self.end_alone(slot);
         let Some(lane) = lane else { return };
         if self.lanes.withdraw(lane, slot) == Waited::Yes {
             return;
@@ -31,20 +30,14 @@ impl<H: Handler, D: Decode> Running<H, D> {
         self.turns.extend(self.lanes.leave(lane));
     }
 
-    /// If this was the one that ran alone, the next delivery may start that an earlier attempt may have crashed on.
-    pub(super) fn end_takeover(&mut self, slot: Slot) {
-        if self.takeover != Some(slot.place) {
+    /// If this was the one that ran alone, the next that waits for it may claim.
+    pub(super) fn end_alone(&mut self, slot: Slot) {
+        if self.alone != Some(slot) {
             return;
         }
-        self.takeover = None;
-        while let Some(slot) = self.takeovers.pop_front() {
-            let Some(flight) = self.flights.at(slot) else { continue };
-            if let Stage::Ready(_) = flight.passage.stage() {
-                self.takeover = Some(slot.place);
-                self.may_run_next.push_front(slot);
-                return;
-            }
-        }
+        let waits = |slot: &Slot| self.flights.at(*slot).is_some_and(|flight| matches!(flight.passage.stage(), Stage::New(_)));
+        self.alone = std::iter::from_fn(|| self.alone_next.pop_front()).find(waits);
+        self.next_up.extend(self.alone.map(|slot| (slot, Event::Arrived)));
     }
 
     /// Deliveries of this epoch belong to someone else soon.
@@ -62,7 +55,8 @@ impl<H: Handler, D: Decode> Running<H, D> {
     /// A delivery begins nothing new from here on.
     pub(super) fn leaves(&mut self, slot: Slot) {
         if let Some(flight) = self.flights.at_mut(slot) {
-            flight.stays = Stays::Leaves;
+            flight.passage.leave();
+            self.some_left = true;
             self.happens(slot, Event::Drain);
         }
     }

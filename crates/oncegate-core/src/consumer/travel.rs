@@ -10,61 +10,70 @@ use futures_util::future::BoxFuture;
 
 use tracing::Span;
 
-use super::asking::LATE_COMPLETIONS;
-use super::flight::{Flight, Ran, Report, Stands, Stays, Task, Work, holds_a_run, runs};
+use super::flight::{Claim, Flight, Ran, Report, Stands, Task, Work, holds_a_run, may_be_blamed, runs};
 use super::{Mode, Running};
 
 use crate::builder::age;
 use crate::context::Context;
 use crate::decode::Decode;
+use crate::dispatch::{Command, Keeps};
 use crate::fault;
 use crate::handler::Handler;
-use crate::id::MessageId;
+use crate::id::{MessageId, NoId};
 use crate::lanes::Turn;
 use crate::lease::Lease;
-use crate::marker::{Ask, Operation, Terms, Token};
+use crate::marker::{Ask, Guarantee, Operation, Terms};
 use crate::message::Message;
 use crate::moment::Moment;
 use crate::passage::{Onward, Passage};
 use crate::renewals::Over;
-use crate::road::{Event, Freshness, History, Settlement, Stage, Step};
+use crate::road::{Event, Freshness, History, Parks, Settlement, Stage};
 use crate::run::{Finished, what_it_said};
 use crate::settings::{Handlers, Settings};
 use crate::slots::Slot;
-use crate::source::{Delivery, Settled};
+use crate::source::Delivery;
 use crate::spans;
 
 impl<H: Handler, D: Decode> Running<H, D> {
     /// A delivery takes its slot.
     pub(super) fn arrived(&mut self, delivery: Delivery) {
         fault::point("delivery");
-        let (id, terms, said) = self.identify(&delivery.message);
-        let freshness = self.freshness(&delivery.message);
-        if freshness == Freshness::TooOld {
-            self.outcomes.too_old();
+        let (id, terms) = self.identify(&delivery.message);
+        let age = age(&delivery.message, self.wall);
+        let freshness = self.freshness(age);
+        match age {
+            None => self.note_unknown_age(&delivery.message),
+            Some(_) if freshness == Freshness::TooOld => self.outcomes.too_old(),
+            Some(_) => {}
         }
         let bytes = delivery.message.size();
         let lane = self.lanes.of(&delivery);
         let history = History { failures: delivery.failures, freshness };
-        let mut passage = Passage::new(delivery, history);
+        let keeps = if lane.is_some() { Keeps::Order } else { Keeps::Nothing };
+        let mut passage = Passage::new(delivery, history, keeps);
+        let (arrival, said) = match &id {
+            Ok(_) => (Event::Arrived, None),
+            Err(NoId::Missing) => (Event::NoId, None),
+            Err(NoId::Unusable(found)) => (Event::UnusableId, Some(found.clone())),
+        };
         if said.is_some() {
             passage.tell(|story| story.first_error = said);
         }
+        let id = id.ok();
         let flight = Flight {
             passage,
             key: id.as_ref().map(|id| self.settings.scope.key(id)),
             id,
+            arrival,
             terms,
-            token: Token(0),
-            attempt: 0,
             ask: Ask::Claim,
+            claim: Claim::Unsent,
             lane,
             lease: None,
             asked: Span::none(),
             task: None,
             began: None,
             arrived: self.clock,
-            stays: Stays::Here,
             stands: Stands::OnTheRoad,
             turn: 0,
             bytes,
@@ -77,42 +86,51 @@ impl<H: Handler, D: Decode> Running<H, D> {
         }
     }
 
-    fn freshness(&self, message: &Message) -> Freshness {
-        match age(message, self.wall) {
+    /// At most once rests on `max_age`, which nobody can check of a message without a timestamp.
+    fn note_unknown_age(&mut self, message: &Message) {
+        self.outcomes.unknown_age();
+        if self.policy.guarantee == Guarantee::AtMostOnce
+            && let Some(suppressed_lines) = self.says.unknown_age.due(Instant::now())
+        {
+            tracing::warn!(
+                origin = %message.origin,
+                suppressed_lines,
+                "message without a timestamp: max_age is not checked, so a copy older than the dedup window would run again; \
+                 set a timestamp in the producer (RabbitMQ: the property `timestamp`, in seconds)"
+            );
+        }
+    }
+
+    fn freshness(&self, age: Option<Duration>) -> Freshness {
+        match age {
             Some(age) if age > self.settings.max_age() => Freshness::TooOld,
             _ => Freshness::Fresh,
         }
     }
 
-    /// The id and the terms of a message. The user's functions run here: one that panics has found no id.
-    pub(super) fn identify(&self, message: &Message) -> (Option<MessageId>, Terms, Option<String>) {
+    /// The id and the terms of a message. The user's functions run here: one that panics has found no id that can be used.
+    pub(super) fn identify(&self, message: &Message) -> (Result<MessageId, NoId>, Terms) {
         let read = || (self.id.read(message), Terms { lease: self.lease, ..self.settings.terms(message) });
         match catch_unwind(AssertUnwindSafe(read)) {
-            Ok((id, terms)) => (id, terms, None),
+            Ok(it) => it,
             Err(panic) => {
                 let said = format!("the function that reads the id or the fingerprint {}", what_it_said(panic));
-                tracing::error!(origin = ?message.origin, "{said}");
+                tracing::error!(origin = %message.origin, "{said}");
                 let Settings { guarantee, lease, window, .. } = self.settings;
-                (None, Terms { guarantee, lease, window, fingerprint: None }, Some(said))
+                (Err(NoId::Unusable(said)), Terms { guarantee, lease, window, fingerprint: None })
             }
         }
     }
 
     /// It is this delivery's turn.
     pub(super) fn enter_road(&mut self, slot: Slot) {
-        if let Some(event) = self.first_event(slot) {
-            self.happens(slot, event);
+        let drains = matches!(self.mode, Mode::Draining { .. });
+        let Some(flight) = self.flights.at_mut(slot) else { return };
+        if drains {
+            flight.passage.leave();
         }
-    }
-
-    pub(super) fn first_event(&self, slot: Slot) -> Option<Event> {
-        let flight = self.flights.at(slot)?;
-        Some(match flight.stays {
-            Stays::Leaves => Event::Drain,
-            Stays::Here if matches!(self.mode, Mode::Draining { .. }) => Event::Drain,
-            Stays::Here if flight.id.is_some() => Event::Arrived,
-            Stays::Here => Event::NoId,
-        })
+        let event = if flight.passage.dispatch().leaves() { Event::Drain } else { flight.arrival };
+        self.happens(slot, event);
     }
 
     /// Something happened to a delivery, and to those that waited for it to leave.
@@ -121,12 +139,21 @@ impl<H: Handler, D: Decode> Running<H, D> {
         // In a loop of its own: a lane of thousands that leaves at once must not be as many calls deep.
         while let Some((slot, event)) = next {
             self.advance(slot, event);
-            next = self.next_up.pop_front().or_else(|| self.next_that_may_run());
+            next = self.next_up.pop_front();
+            if next.is_none() && (self.alone.is_some() || !self.may_run_next.is_empty()) {
+                next = self.next_that_may_run();
+            }
         }
     }
 
-    /// The next that waits for a run to end, once one has.
-    fn next_that_may_run(&mut self) -> Option<(Slot, Event)> {
+    /// The one that runs alone, once nothing else is about to be claimed; or the next that waits for a run to end, once one has.
+    pub(super) fn next_that_may_run(&mut self) -> Option<(Slot, Event)> {
+        if let Some(slot) = self.alone.filter(|_| self.claims_asked == 0 && self.withdrawing == 0 && self.running < self.settings.in_flight)
+            && let Some(flight) = self.flights.at(slot)
+            && let Stage::Ready(_) = flight.passage.stage()
+        {
+            return Some((slot, self.may_begin(flight)));
+        }
         while self.running < self.settings.in_flight {
             let slot = self.may_run_next.pop_front()?;
             let Some(flight) = self.flights.at(slot) else { continue };
@@ -162,43 +189,46 @@ impl<H: Handler, D: Decode> Running<H, D> {
             }
             self.completing -= usize::from(matches!(flight.passage.stage(), Stage::Completing(_)));
             self.parked -= usize::from(matches!(flight.passage.stage(), Stage::Parked(..)));
+            self.withdrawing -= usize::from(matches!(flight.passage.stage(), Stage::Withdrawing(..)));
             self.running -= usize::from(holds_a_run(flight.passage.stage()));
-            let rests = flight.lane.is_some() && flight.stays == Stays::Here && matches!(self.mode, Mode::Taking);
-            match flight.passage.next(event, &self.policy) {
-                Onward::Travels(passage, step) => {
+            let claim = (flight.passage.dispatch().token, flight.passage.dispatch().attempts);
+            let new_token = |earlier| fault::token(earlier, self.tokens.token());
+            match flight.passage.handle(event, &self.policy, new_token) {
+                Onward::Travels(mut passage, Command::Hold { after, failures }) => {
+                    self.outcomes.settled(&Settlement::Release { after, failures });
+                    let freshness = self.freshness(age(&passage.delivery().message, self.wall));
+                    passage.restart(History { failures, freshness });
+                    flight.passage = passage;
+                    self.rest(slot, flight, after);
+                }
+                Onward::Travels(passage, command) => {
                     self.completing += usize::from(matches!(passage.stage(), Stage::Completing(_)));
                     self.parked += usize::from(matches!(passage.stage(), Stage::Parked(..)));
+                    self.withdrawing += usize::from(matches!(passage.stage(), Stage::Withdrawing(..)));
                     self.running += usize::from(holds_a_run(passage.stage()));
                     flight.passage = passage;
                     if !runs(flight.passage.stage()) {
                         flight.task = None;
                     }
-                    next = self.carry_out(slot, &mut flight, step);
-                    let runs_no_more = !matches!(flight.passage.stage(), Stage::Ready(_) | Stage::Running(..));
+                    next = self.carry_out(slot, &mut flight, command);
+                    let may_be_blamed = may_be_blamed(flight.passage.stage());
                     self.flights.put_back(slot, flight);
-                    if runs_no_more {
-                        self.end_takeover(slot);
+                    if next.is_none() && !may_be_blamed {
+                        self.end_alone(slot);
                     }
-                }
-                Onward::Left(Settled { mut delivery, settlement: Settlement::Release { after, failures }, .. }) if rests => {
-                    delivery.failures = failures;
-                    self.outcomes.settled(&Settlement::Release { after, failures });
-                    let history = History { failures, freshness: self.freshness(&delivery.message) };
-                    flight.passage = Passage::new(delivery, history);
-                    self.rest(slot, flight, after);
                 }
                 Onward::Left(mut settled) => {
-                    let Flight { id, key, terms, token, attempt, lane, lease, task, bytes, arrived, .. } = *flight;
+                    let (token, attempts) = claim;
+                    let Flight { id, key, terms, lane, lease, task, bytes, arrived, .. } = *flight;
                     drop(task);
                     self.measures.settled(self.clock.saturating_duration_since(arrived));
-                    if let Settlement::Reject(_) = settled.settlement {
-                        let story = settled.story.get_or_insert_default();
+                    if let Some(story) = &mut settled.story {
                         story.id = id.as_ref().map(MessageId::to_string);
-                        // The marker forgets attempts that did nothing; the delivery does not.
-                        story.attempts = attempt.max(settled.delivery.failures + u32::from(attempt > 0));
                     }
-                    self.say_if_set_aside(&settled);
-                    spans::settles(&settled.delivery, id.as_ref(), attempt, &settled.settlement)
+                    if let Settlement::Reject(reason) = &settled.settlement {
+                        self.says.rejected(&settled, self.source.destination(&settled.delivery.message.origin, reason));
+                    }
+                    spans::settles(&settled.delivery, id.as_ref(), attempts.number, &settled.settlement)
                         .in_scope(|| self.outcomes.settled(&settled.settlement));
                     if let (Settlement::Accept(proof), Some(key)) = (&settled.settlement, key)
                         && proof.as_str() == "passed_without_gate"
@@ -217,18 +247,6 @@ impl<H: Handler, D: Decode> Running<H, D> {
         }
     }
 
-    /// A message that a person will have to look at is named in the log, though not each of many.
-    fn say_if_set_aside(&mut self, settled: &Settled) {
-        let Settlement::Reject(reason) = settled.settlement else { return };
-        let seldom = if reason.is_in_doubt() { &mut self.says.in_doubt } else { &mut self.says.rejected };
-        let Some(kept_back) = seldom.due(Instant::now()) else { return };
-        let story = settled.story.as_deref();
-        let (id, error) =
-            (story.and_then(|it| it.id.as_deref()), story.and_then(|it| it.last_error.as_deref().or(it.first_error.as_deref())));
-        let (reason, origin) = (reason.as_str(), &settled.delivery.message.origin);
-        tracing::warn!(reason, id, ?origin, error, kept_back, "a message is set aside for a person");
-    }
-
     /// A delivery that is ordered keeps its lane after an attempt that failed, so that none of its lane overtakes it.
     fn rest(&mut self, slot: Slot, mut flight: Box<Flight>, after: Duration) {
         (flight.task, flight.began) = (None, None);
@@ -238,7 +256,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
         self.alarms.push(Reverse((Instant::now() + after, slot, flight.turn)));
         self.flights.put_back(slot, flight);
         self.step_aside(slot);
-        self.end_takeover(slot);
+        self.end_alone(slot);
     }
 
     /// A delivery counts as in flight no more, until something happens to it.
@@ -251,37 +269,36 @@ impl<H: Handler, D: Decode> Running<H, D> {
 
     /// What passed without the gate is claimed when the store is back, with the token of its lost claim, and completed.
     fn remember_later(&mut self, claim: Operation) {
-        if self.late.len() < LATE_COMPLETIONS {
-            self.late.push_back(claim);
-        } else if let Some(kept_back) = self.says.not_remembered.due(Instant::now()) {
-            tracing::warn!(kept_back, "too much passed without the gate: a copy of a message may run again");
+        if self.late.add(claim).is_err()
+            && let Some(suppressed_lines) = self.says.not_remembered.due(Instant::now())
+        {
+            tracing::warn!(suppressed_lines, "too much passed without the gate: a copy of a message may run again");
         }
     }
 
-    /// Does what the road said; what follows at once, if something does.
-    pub(super) fn carry_out(&mut self, slot: Slot, flight: &mut Flight, step: Step) -> Option<Event> {
-        let leaves = flight.stays == Stays::Leaves;
-        match step {
-            Step::ClaimAnew => {
-                flight.turn += 1;
-                flight.token = fault::token(flight.token, self.tokens.token());
-                flight.attempt = 0;
-                self.give_up_lease(slot, flight);
-                flight.asks(Ask::Claim);
-                self.claims.push_back(slot);
-                return leaves.then_some(Event::Drain);
-            }
-            Step::Ask(ask) => {
+    /// Does what follows for a delivery; what happens at once, if something does.
+    pub(super) fn carry_out(&mut self, slot: Slot, flight: &mut Flight, command: Command) -> Option<Event> {
+        match command {
+            Command::Apply(ask) => {
+                if ask == Ask::Claim && flight.attempt() == 0 {
+                    self.give_up_lease(slot, flight);
+                }
+                if let Stage::Claiming(_, Parks(0)) = flight.passage.stage()
+                    && flight.attempt() == 0
+                {
+                    flight.claim = Claim::Unsent; // its token is new
+                }
                 flight.turn += 1; // an alarm that was set before must not ask a second time: it would come after the answer
                 crate::wrong_version!("new-token-on-a-retried-claim", {
                     if ask == Ask::Claim {
-                        flight.token = self.tokens.token();
+                        flight.passage.dispatch_mut().token = self.tokens.token();
                     }
                 });
                 crate::wrong_version!("accept-before-complete", {
                     if let (Ask::Complete, Some(key)) = (ask, flight.key.clone()) {
                         let (store, ask, terms) = (self.store.clone(), Ask::Complete, flight.terms);
-                        let completion = [Operation { key, ask, token: flight.token, attempt: flight.attempt, terms }];
+                        let (token, attempt) = (flight.passage.dispatch().token, flight.attempt());
+                        let completion = [Operation { key, ask, token, attempt, terms }];
                         tokio::spawn(async move {
                             fault::before(&completion);
                             store.apply(&completion).await
@@ -292,15 +309,16 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 flight.asks(ask);
                 if ask == Ask::Claim { self.claims.push_back(slot) } else { self.verdicts.push_back(slot) }
             }
-            Step::Queue if leaves => return Some(Event::Drain),
-            Step::Queue => {
-                let alone = matches!(flight.passage.stage(), Stage::Ready(permit) if permit.follows_a_crash());
-                if alone && self.takeover.is_some_and(|other| other != slot.place) {
-                    self.takeovers.push_back(slot);
+            Command::AwaitRun => {
+                if let Stage::Ready(permit) = flight.passage.stage()
+                    && permit.runs_alone()
+                {
+                    if self.alone.is_some_and(|other| other != slot) {
+                        return Some(Event::OtherRunsAlone);
+                    }
+                    self.alone = Some(slot);
+                    self.says.runs_alone(flight, permit.attempts, self.policy.crashes);
                     return None;
-                }
-                if alone {
-                    self.takeover = Some(slot.place);
                 }
                 // Its slot may have gone to another while its completion was on the way, which turned out to be lost.
                 if self.running >= self.settings.in_flight {
@@ -309,21 +327,28 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 }
                 return Some(self.may_begin(flight));
             }
-            Step::Run => {
+            Command::Run => {
                 if let Stage::Ungated(_) = flight.passage.stage() {
                     self.give_up_lease(slot, flight);
                 }
                 return self.start(slot, flight, Work::Handle);
             }
-            Step::Reconcile => return self.start(slot, flight, Work::Reconcile),
-            Step::Wake(after) => {
+            Command::Reconcile => return self.start(slot, flight, Work::Reconcile),
+            Command::Wake(after) => {
                 flight.turn += 1;
                 let after = self.jittered(after);
                 self.alarms.push(Reverse((Instant::now() + after, slot, flight.turn)));
-                return leaves.then_some(Event::Drain);
             }
-            Step::Wait => {}
-            Step::Settle(_) | Step::Drop => unreachable!("a passage that leaves the road does not travel"),
+            Command::AwaitTurn => {
+                self.give_up_lease(slot, flight);
+                if self.alone.is_none() {
+                    self.alone = Some(slot);
+                    return Some(Event::Arrived);
+                }
+                self.alone_next.push_back(slot);
+            }
+            Command::Nothing => {}
+            Command::Hold { .. } | Command::Settle(_) | Command::Abandon => unreachable!("a passage that leaves the road does not travel"),
         }
         None
     }
@@ -342,7 +367,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
         let turn = flight.turn;
         let delivery = flight.passage.delivery();
         let (message, failures) = (delivery.message.clone(), delivery.failures);
-        let cx = Context { id, attempt: flight.attempt.max(1), failures, message, lease: flight.lease.clone() };
+        let cx = Context { id, attempt: flight.attempt().max(1), failures, message, lease: flight.lease.clone() };
         let began = Instant::now();
         flight.began = Some(began);
         let runner = self.runner.clone();
@@ -354,6 +379,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             // Polled without a waker: if it is not ready, its task polls it again before it sleeps.
             if let Some(finished) = (&mut run).now_or_never() {
                 flight.tell(&finished);
+                self.says.ran(flight, &finished);
                 self.measure(flight.began.take());
                 return Some(finished.event);
             }
@@ -383,6 +409,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             return;
         }
         flight.tell(&finished);
+        self.says.ran(flight, &finished);
         let began = flight.began.take();
         self.measure(began);
         self.happens(slot, finished.event);

@@ -8,9 +8,9 @@ use async_trait::async_trait;
 use hashbrown::HashMap;
 use tokio::sync::Notify;
 
-use crate::message::{Message, Origin};
+use crate::message::{HeadersBuilder, Message, Origin};
 use crate::road::{Reason, Settlement};
-use crate::source::{Delivery, Incoming, Limit, Open, Receipt, Settled, Source, SourceError, Story};
+use crate::source::{Delivery, Incoming, Limit, Open, Receipt, Settled, Source, SourceError, Story, kept_headers};
 
 /// A queue in this process. Cloning shares it; each [`MemoryBroker::source`] is one of its competing consumers.
 ///
@@ -22,7 +22,7 @@ pub struct MemoryBroker(Arc<Shared>);
 /// A message that was rejected, and why.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeadLetter {
-    /// The message.
+    /// The message, without inbound `oncegate-*` headers.
     pub message: Message,
     /// Why it stands here.
     pub reason: Reason,
@@ -180,7 +180,7 @@ impl Source for MemorySource {
                     queue.delayed.insert(place, Held { failures, ..held });
                 }
                 Settlement::Reject(reason) => {
-                    let letter = DeadLetter { message: held.message, reason, story: story.map(|story| *story) };
+                    let letter = DeadLetter { message: without_reserved(held.message), reason, story: story.map(|story| *story) };
                     if reason.is_in_doubt() { queue.in_doubt.push(letter) } else { queue.dead_letters.push(letter) }
                 }
             }
@@ -197,6 +197,12 @@ impl Source for MemorySource {
     async fn close(self: Box<Self>, _deadline: Instant) -> Result<(), SourceError> {
         Ok(()) // what is not settled goes back when this is dropped
     }
+}
+
+fn without_reserved(message: Message) -> Message {
+    let mut kept = HeadersBuilder::default();
+    kept_headers(&message).for_each(|(name, value)| kept.push(name, value));
+    Message { headers: kept.finish(), ..message }
 }
 
 impl Queue {
@@ -241,5 +247,32 @@ impl Drop for MemorySource {
         }
         drop(queue);
         self.shared.changed.notify_waiters();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::source::headers;
+
+    #[tokio::test]
+    async fn forged_headers_are_stripped_from_dead_letters() {
+        let broker = MemoryBroker::new("payments");
+        for id in ["1", "2"] {
+            broker.publish(
+                Message::new("x").with_header("id", id).with_header(headers::ID, "victim").with_header(headers::REASON, "refused"),
+            );
+        }
+        let (mut source, mut incoming) = (broker.source(), Vec::new());
+        source.receive(Limit { count: 2, bytes: 1_000 }, &mut incoming).await.expect("messages");
+        let reasons = [Reason::MissingId, Reason::InDoubt(crate::road::Cause::Said)];
+        let settled = incoming.into_iter().zip(reasons).map(|(incoming, reason)| match incoming {
+            Incoming::Delivery(delivery) => Settled { delivery, settlement: Settlement::Reject(reason), story: None },
+            Incoming::Revoked(epoch) => panic!("{epoch}"),
+        });
+        source.settle(&mut settled.collect()).await.expect("settled");
+        let letters = [broker.dead_letters(), broker.in_doubt()].concat();
+        let headers: Vec<_> = letters.iter().flat_map(|letter| letter.message.headers.iter()).collect();
+        assert_eq!(headers, [(&b"id"[..], Some(&b"1"[..])), (b"id", Some(b"2"))]);
     }
 }

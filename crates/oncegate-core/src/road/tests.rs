@@ -5,13 +5,14 @@ use std::time::Duration;
 use super::*;
 use crate::marker::Verdict as V;
 
-const PERMIT: Permit = Permit { attempt: 1, failures: 0 };
+const PERMIT: Permit = Permit { attempts: Attempts::new(1), failures: 0 };
 const HISTORY: History = History { failures: 0, freshness: Freshness::Fresh };
 
 fn policy(guarantee: Guarantee) -> Policy {
     Policy {
         guarantee,
         attempts: 3,
+        crashes: 5,
         retries: 2,
         reconciles: 2,
         parks: 2,
@@ -38,7 +39,7 @@ fn accepted(by: By) -> (Stage, Step) {
 }
 
 fn permit(attempt: u32) -> Permit {
-    Permit { attempt, failures: 0 }
+    Permit { attempts: Attempts::new(attempt), failures: 0 }
 }
 
 /// Every stage that a delivery can be in before it leaves.
@@ -49,12 +50,16 @@ fn stages() -> Vec<Stage> {
         Claiming(HISTORY, Parks(0)),
         Parked(HISTORY, Parks(1), Asked::Answered),
         Parked(HISTORY, Parks(1), Asked::Unknown),
-        Withdrawing(HISTORY),
+        Leaving(HISTORY),
+        Withdrawing(PERMIT, AfterWithdrawal::Release),
+        Withdrawing(PERMIT, AfterWithdrawal::AwaitTurn),
+        Withdrawing(PERMIT, AfterWithdrawal::Reject),
         Ready(PERMIT),
         Running(PERMIT, Tries(0)),
         Pausing(PERMIT, Tries(1)),
         Doubting(PERMIT, Cause::Said, AfterDoubt::Reconcile),
         Doubting(PERMIT, Cause::HolderGone, AfterDoubt::Release),
+        Doubting(PERMIT, Cause::HolderGone, AfterDoubt::Reject),
         Reconciling(PERMIT, Tries(0), Cause::Said),
         ReconcilePausing(PERMIT, Tries(1), Cause::Said),
         Resolving(PERMIT, Finding::Happened),
@@ -70,6 +75,7 @@ fn stages() -> Vec<Stage> {
 fn in_to_the_gate() {
     let policy = at_most_once();
     assert_eq!(next(Stage::New(HISTORY), Event::NoId, &policy), reject(Reason::MissingId));
+    assert_eq!(next(Stage::New(HISTORY), Event::UnusableId, &policy), reject(Reason::UnusableId));
     assert_eq!(next(Stage::New(HISTORY), Event::Arrived, &policy), (Stage::Claiming(HISTORY, Parks(0)), Step::ClaimAnew));
 }
 
@@ -77,17 +83,22 @@ fn in_to_the_gate() {
 fn the_claim_is_answered() {
     let answer = |verdict, policy: &Policy| next(Stage::Claiming(HISTORY, Parks(0)), Event::Answer(verdict), policy);
     for policy in [at_most_once(), effectively_once()] {
-        assert_eq!(answer(V::Granted { attempt: 3 }, &policy), (Stage::Ready(permit(3)), Step::Queue));
-        assert_eq!(answer(V::Granted { attempt: 4 }, &policy), rejecting(permit(4), Reason::AttemptsSpent, Effect::Nothing));
+        assert_eq!(answer(V::Granted(Attempts::new(3)), &policy), (Stage::Ready(permit(3)), Step::Queue));
+        assert_eq!(answer(V::Granted(Attempts::new(4)), &policy), rejecting(permit(4), Reason::AttemptsSpent, Effect::Nothing));
         let reconciling = (Stage::Reconciling(permit(2), Tries(0), Cause::HolderGone), Step::Reconcile);
-        assert_eq!(answer(V::InDoubt { attempt: 2 }, &policy), reconciling);
-        // A `reconcile` that ends its process each time is not asked for ever.
-        let last = policy.attempts + policy.reconciles;
-        assert!(matches!(answer(V::InDoubt { attempt: last }, &policy), (Stage::Reconciling(..), Step::Reconcile)));
-        assert_eq!(answer(V::InDoubt { attempt: last + 1 }, &policy), reject(Reason::InDoubt(Cause::HolderGone)));
+        assert_eq!(answer(V::InDoubt(Attempts::new(2)), &policy), reconciling);
+        // A handler or a `reconcile` that ends its process each time is not run for ever.
+        let crashed = |crashes| Attempts { crashes, ..Attempts::all_forgiven(9) };
+        let (last, one_more) = (crashed(policy.crashes), crashed(policy.crashes + 1));
+        assert!(matches!(answer(V::Granted(last), &policy), (Stage::Ready(_), Step::Queue)));
+        assert!(matches!(answer(V::InDoubt(last), &policy), (Stage::Reconciling(..), Step::Reconcile)));
+        let permit = Permit { attempts: one_more, failures: 0 };
+        assert_eq!(answer(V::Granted(one_more), &policy), rejecting(permit, Reason::CrashesSpent, Effect::Nothing));
+        let given_up = (Stage::Doubting(permit, Cause::HolderGone, AfterDoubt::Reject), Step::Ask(Ask::Doubt));
+        assert_eq!(answer(V::InDoubt(one_more), &policy), given_up);
         assert_eq!(answer(V::Duplicate, &policy), accepted(By::Duplicate));
         assert_eq!(answer(V::Conflict, &policy), reject(Reason::Conflict));
-        assert_eq!(answer(V::Rejected, &policy), reject(Reason::RejectedBefore));
+        assert_eq!(answer(V::Rejected { attempt: 2 }, &policy), reject(Reason::RejectedBefore));
         let busy = V::Busy { remaining: Duration::from_secs(9) };
         assert_eq!(answer(busy, &policy), (Stage::Parked(HISTORY, Parks(1), Asked::Answered), Step::Wake(pause(0) + A_MOMENT)));
     }
@@ -105,20 +116,29 @@ fn busy_is_parked_and_asked_again_then_released_and_never_accepted() {
         assert_eq!(step, Step::Ask(Ask::Claim)); // the same token
         stage = claiming;
     }
-    assert_eq!(next(stage, busy, &policy), release(policy.pause(policy.parks), 0));
+    // It comes back when the holder's lease is over, or before.
+    let pause = policy.pause(policy.parks);
+    for (remaining, after) in [(Duration::ZERO, Duration::ZERO), (pause / 2, pause / 2), (pause * 2, pause)] {
+        assert_eq!(next(stage, Event::Answer(V::Busy { remaining }), &policy), release(after + A_MOMENT, 0));
+    }
 }
 
 #[test]
 fn attempts_are_bounded_by_the_marker_and_by_the_source() {
     let policy = effectively_once();
     for (attempt, failures, spent) in [(1, 0, false), (2, 0, false), (3, 0, true), (1, 1, false), (1, 2, true)] {
-        let permit = Permit { attempt, failures };
+        let permit = Permit { attempts: Attempts::new(attempt), failures };
         let (stage, _) = next(Stage::Running(permit, Tries(policy.retries)), Event::Returned(Outcome::Retry), &policy);
         assert_eq!(matches!(stage, Stage::Rejecting(_, Reason::AttemptsSpent, _)), spent, "{permit:?}");
     }
+    // What a person sent back has its whole budget, however high the fence.
+    let sent_back = V::Granted(Attempts { number: 9, base: 8, crashes: 0 });
+    let (stage, step) = next(Stage::Claiming(HISTORY, Parks(0)), Event::Answer(sent_back), &policy);
+    assert!(matches!(stage, Stage::Ready(_)) && step == Step::Queue, "{stage:?}");
     let failed_too_often = History { failures: 3, freshness: Freshness::Fresh };
-    let (stage, _) = next(Stage::Claiming(failed_too_often, Parks(0)), Event::Answer(V::Granted { attempt: 1 }), &policy);
-    assert!(matches!(stage, Stage::Rejecting(_, Reason::AttemptsSpent, _)));
+    let (stage, _) = next(Stage::Claiming(failed_too_often, Parks(0)), Event::Answer(V::Granted(Attempts::new(1))), &policy);
+    assert!(matches!(stage, Stage::Withdrawing(_, AfterWithdrawal::Reject)), "the id may have been freed for another copy: {stage:?}");
+    assert_eq!(next(stage, Event::Answer(V::Kept), &policy), reject(Reason::AttemptsSpent));
 }
 
 #[test]
@@ -128,7 +148,7 @@ fn only_what_ran_and_failed_counts_as_a_failure() {
     let permit = Permit { failures: 1, ..PERMIT };
     let failures = |stage, event| match next(stage, event, &policy) {
         (_, Step::Settle(Settlement::Release { failures, .. })) => failures,
-        (Stage::Clearing(permit, ..), _) => permit.failures,
+        (Stage::Clearing(permit, ..) | Stage::Withdrawing(permit, _), _) => permit.failures,
         other => panic!("{other:?}"),
     };
     let last_try = Stage::Running(permit, Tries(policy.retries));
@@ -146,9 +166,15 @@ fn only_what_ran_and_failed_counts_as_a_failure() {
 #[test]
 fn an_old_message_whose_marker_is_absent_is_in_doubt_at_most_once() {
     let old = Stage::Claiming(History { failures: 0, freshness: Freshness::TooOld }, Parks(0));
-    let granted = Event::Answer(V::Granted { attempt: 1 });
+    let granted = Event::Answer(V::Granted(Attempts::new(1)));
     assert_eq!(next(old, granted, &at_most_once()), (Stage::Doubting(PERMIT, Cause::TooOld, AfterDoubt::Reconcile), Step::Ask(Ask::Doubt)));
     assert_eq!(next(old, granted, &effectively_once()), (Stage::Ready(PERMIT), Step::Queue));
+    // Sent back by a tool that knows no more; but whoever crashed is the likelier cause.
+    for (crashes, cause) in [(0, Cause::TooOld), (1, Cause::HolderGone)] {
+        let attempts = Attempts { crashes, ..Attempts::all_forgiven(6) };
+        let reconciling = Stage::Reconciling(Permit { attempts, failures: 0 }, Tries(0), cause);
+        assert_eq!(next(old, Event::Answer(V::InDoubt(attempts)), &at_most_once()), (reconciling, Step::Reconcile));
+    }
 }
 
 #[test]
@@ -194,12 +220,13 @@ fn a_doubt_is_reconciled() {
     let paused = Stage::ReconcilePausing(PERMIT, Tries(1), Cause::Said);
     assert_eq!(next(reconciling(0), Event::Found(None), &policy), (paused, Step::Wake(pause(0))));
     assert_eq!(next(paused, Event::Woke, &policy), (reconciling(1), Step::Reconcile));
-    assert_eq!(next(reconciling(1), Event::Found(None), &policy), reject(Reason::InDoubt(Cause::Said)));
+    let given_back = Stage::Doubting(PERMIT, Cause::Said, AfterDoubt::Reject);
+    assert_eq!(next(reconciling(1), Event::Found(None), &policy), (given_back, Step::Ask(Ask::Doubt)));
+    assert_eq!(next(given_back, Event::Answer(V::Kept), &policy), reject(Reason::InDoubt(Cause::Said)));
     let happened = next(Stage::Resolving(PERMIT, Finding::Happened), Event::Answer(V::Done { marker_lost: false }), &policy);
     assert_eq!(happened, accepted(By::Resolved));
     let did_not = next(Stage::Resolving(PERMIT, Finding::DidNotHappen), Event::Answer(V::Kept), &policy);
-    let once_failed = History { failures: 1, ..HISTORY };
-    assert_eq!(did_not, (Stage::Claiming(once_failed, Parks(0)), Step::ClaimAnew));
+    assert_eq!(did_not, (Stage::Claiming(HISTORY, Parks(0)), Step::ClaimAnew));
 }
 
 #[test]
@@ -224,6 +251,7 @@ fn a_marker_that_is_lost_is_looked_at_again_with_a_new_token() {
         Stage::Resolving(PERMIT, Finding::Happened),
         Stage::Resolving(PERMIT, Finding::DidNotHappen),
         Stage::Doubting(PERMIT, Cause::Said, AfterDoubt::Reconcile),
+        Stage::Doubting(PERMIT, Cause::Said, AfterDoubt::Reject),
     ] {
         assert_eq!(next(stage, Event::Answer(V::Lost), &at_most_once()), look_again, "{stage:?}");
     }
@@ -279,7 +307,7 @@ fn store_outage_in_every_stage_asks_again_with_the_same_token() {
         let (after, step) = next(stage, Event::Unavailable, &at_most_once());
         match stage {
             Claiming(..) => assert!(matches!((after, step), (Parked(_, _, Asked::Unknown), Step::Wake(_)))),
-            Withdrawing(_) | Doubting(..) | Resolving(..) | Completing(_) | Clearing(..) | Rejecting(..) => {
+            Leaving(_) | Withdrawing(..) | Doubting(..) | Resolving(..) | Completing(_) | Clearing(..) | Rejecting(..) => {
                 assert_eq!((after, step), (stage, Step::Wake(pause(3))));
                 let (woken, step) = next(after, Event::Woke, &at_most_once());
                 assert_eq!(woken, stage);
@@ -295,10 +323,12 @@ fn drain_in_every_stage_gives_back_what_has_not_started() {
     use Stage::*;
     for stage in stages() {
         let expected = match stage {
-            New(_) | Parked(_, _, Asked::Answered) | ReconcilePausing(..) => release(Duration::ZERO, 0),
-            Claiming(..) => (Withdrawing(HISTORY), Step::Wait),
-            Parked(_, _, Asked::Unknown) => (Withdrawing(HISTORY), Step::Ask(Ask::Claim)),
-            Ready(_) | Pausing(..) => (Clearing(PERMIT, Effect::Nothing, Duration::ZERO), Step::Ask(Ask::Clear(Effect::Nothing))),
+            New(_) | Parked(_, _, Asked::Answered) => release(Duration::ZERO, 0),
+            ReconcilePausing(..) => (Doubting(PERMIT, Cause::Said, AfterDoubt::Release), Step::Ask(Ask::Doubt)),
+            Claiming(..) => (Leaving(HISTORY), Step::Wait),
+            Parked(_, _, Asked::Unknown) => (Leaving(HISTORY), Step::Ask(Ask::Claim)),
+            Ready(_) => (Withdrawing(PERMIT, AfterWithdrawal::Release), Step::Ask(Ask::Withdraw)),
+            Pausing(..) => (Clearing(PERMIT, Effect::Nothing, Duration::ZERO), Step::Ask(Ask::Clear(Effect::Nothing))),
             _ => (stage, Step::Wait),
         };
         assert_eq!(next(stage, Event::Drain, &at_most_once()), expected, "{stage:?}");
@@ -307,14 +337,35 @@ fn drain_in_every_stage_gives_back_what_has_not_started() {
 }
 
 #[test]
-fn a_claim_that_is_withdrawn_is_given_back_and_does_not_stay_in_progress() {
-    let answer = |verdict| next(Stage::Withdrawing(HISTORY), Event::Answer(verdict), &at_most_once());
-    let given_back = (Stage::Clearing(permit(2), Effect::Nothing, Duration::ZERO), Step::Ask(Ask::Clear(Effect::Nothing)));
-    assert_eq!(answer(V::Granted { attempt: 2 }), given_back);
+fn what_leaves_withdraws_its_claim() {
+    let answer = |verdict| next(Stage::Leaving(HISTORY), Event::Answer(verdict), &at_most_once());
+    let withdrawing = Stage::Withdrawing(permit(2), AfterWithdrawal::Release);
+    assert_eq!(answer(V::Granted(Attempts::new(2))), (withdrawing, Step::Ask(Ask::Withdraw)));
+    for verdict in [V::Kept, V::Lost] {
+        assert_eq!(next(withdrawing, Event::Answer(verdict), &at_most_once()), release(Duration::ZERO, 0));
+    }
+    assert_eq!(next(Stage::Leaving(HISTORY), Event::NotAsked, &at_most_once()), release(Duration::ZERO, 0));
+    let through = Policy { outage: Outage::PassThrough, ..effectively_once() };
+    assert_eq!(next(Stage::Leaving(HISTORY), Event::Unavailable, &through), release(Duration::ZERO, 0), "nobody waits for the store");
     assert_eq!(answer(V::Duplicate), accepted(By::Duplicate));
-    for verdict in [V::Busy { remaining: Duration::ZERO }, V::InDoubt { attempt: 1 }, V::Rejected, V::Conflict] {
+    let doubt_given_back = (Stage::Doubting(permit(2), Cause::HolderGone, AfterDoubt::Release), Step::Ask(Ask::Doubt));
+    assert_eq!(answer(V::InDoubt(Attempts::new(2))), doubt_given_back);
+    for verdict in [V::Busy { remaining: Duration::ZERO }, V::Rejected { attempt: 2 }, V::Conflict] {
         assert_eq!(answer(verdict), release(Duration::ZERO, 0));
     }
+}
+
+#[test]
+fn what_waits_for_another_to_run_alone_holds_no_claim() {
+    let policy = effectively_once();
+    let withdrawing = Stage::Withdrawing(PERMIT, AfterWithdrawal::AwaitTurn);
+    assert_eq!(next(Stage::Ready(PERMIT), Event::OtherRunsAlone, &policy), (withdrawing, Step::Ask(Ask::Withdraw)));
+    let waiting = Stage::New(HISTORY);
+    for verdict in [V::Kept, V::Lost] {
+        assert_eq!(next(withdrawing, Event::Answer(verdict), &policy), (waiting, Step::AwaitTurn));
+    }
+    // With a token of its own: a withdrawal that arrives late must not match it.
+    assert_eq!(next(waiting, Event::Arrived, &policy), (Stage::Claiming(HISTORY, Parks(0)), Step::ClaimAnew));
 }
 
 #[test]
@@ -329,8 +380,11 @@ fn nothing_is_accepted_but_on_a_verdict() {
     let events = [
         Event::Arrived,
         Event::NoId,
+        Event::UnusableId,
         Event::Unavailable,
+        Event::NotAsked,
         Event::Slot,
+        Event::OtherRunsAlone,
         Event::LeaseOver,
         Event::Woke,
         Event::Drain,
@@ -340,7 +394,7 @@ fn nothing_is_accepted_but_on_a_verdict() {
         Event::Answer(V::Busy { remaining: Duration::ZERO }),
         Event::Answer(V::Lost),
         Event::Answer(V::Kept),
-        Event::Answer(V::Rejected),
+        Event::Answer(V::Rejected { attempt: 2 }),
         Event::Answer(V::Conflict),
     ];
     for stage in stages().into_iter().filter(|stage| !matches!(stage, Stage::Ungated(_))) {
@@ -356,4 +410,41 @@ fn pauses_double_and_are_bounded() {
     let policy = at_most_once();
     assert_eq!((policy.pause(0), policy.pause(1), policy.pause(3)), (policy.backoff, policy.backoff * 2, policy.backoff * 8));
     assert_eq!(policy.pause(u32::MAX), policy.longest_backoff);
+}
+
+/// Names each reason once, in a `match` that does not compile without all of them.
+macro_rules! every_reason {
+    ($($reason:ident $(($cause:ident))?),+ $(,)?) => {{
+        let named = |reason: &Reason| match reason {
+            $(Reason::$reason $((Cause::$cause))? => reason.as_str(),)+
+        };
+        let every = [$(Reason::$reason $((Cause::$cause))?),+];
+        every.each_ref().map(named)
+    }};
+}
+
+#[test]
+fn all_reasons_are_listed_and_no_two_have_one_word() {
+    let every = every_reason![
+        MissingId,
+        UnusableId,
+        Unreadable,
+        Conflict,
+        Refused,
+        AttemptsSpent,
+        CrashesSpent,
+        RejectedBefore,
+        TooLarge,
+        InDoubt(Said),
+        InDoubt(Panicked),
+        InDoubt(TimedOut),
+        InDoubt(HolderGone),
+        InDoubt(TooOld),
+        InDoubt(UnreadableMarker),
+    ];
+    let mut words = Reason::ALL.map(|reason| reason.as_str()).to_vec();
+    assert_eq!(words, every);
+    words.sort_unstable();
+    words.dedup();
+    assert_eq!(words.len(), every.len());
 }

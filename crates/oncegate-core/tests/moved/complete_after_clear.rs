@@ -3,8 +3,8 @@ use oncegate_core::passage::Passage;
 use oncegate_core::road::{Event, Outcome, Policy};
 
 fn both(running: Passage, policy: &Policy) {
-    let _cleared = running.next(Event::Returned(Outcome::Retry), policy);
-    let _completed = running.next(Event::Returned(Outcome::Done), policy);
+    let _cleared = running.handle(Event::Returned(Outcome::Retry), policy, |token| token);
+    let _completed = running.handle(Event::Returned(Outcome::Done), policy, |token| token);
 }
 
 fn main() {}

@@ -64,7 +64,7 @@ fn the_promise_stands_over_the_users_properties_and_they_over_the_rest() {
     assert_eq!(kafka.producer_config().get("security.protocol"), Some("ssl"));
     assert_eq!(kafka.producer_config().get("acks"), Some("all"));
     assert_eq!(kafka.producer_config().get("allow.auto.create.topics"), Some("false"));
-    assert_eq!(kafka.producer_config().get("batch.num.messages"), Some("1"));
+    assert_eq!(kafka.producer_config().get("batch.num.messages"), Some("500"));
 }
 
 #[test]

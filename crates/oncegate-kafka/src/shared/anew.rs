@@ -1,16 +1,16 @@
 //! Topics that were deleted and made anew while they were read.
 
 use std::fmt;
-use std::sync::Arc;
 
 use super::assigned::{Assigned, BEGINNING, Begins, Ids, Keeps, Log, ReadTo};
 use super::{Monitor, Shared, State};
+use crate::topic_identity::TopicIdentity;
 
 impl<M: Monitor> Shared<M> {
     /// A topic was deleted and made anew: what was read of the old log is over, and nothing of the new one is taken in before
     /// librdkafka has gone back to its beginning. Answers of how many partitions that is.
-    pub(crate) fn begin_anew(&self, topic: &str, id: Option<Arc<str>>) -> usize {
-        let partitions = self.lock().begin_anew(topic, id);
+    pub(crate) fn begin_anew(&self, topic: &str, identity: Option<TopicIdentity>) -> usize {
+        let partitions = self.lock().begin_anew(topic, identity);
         self.wake_consumer();
         partitions
     }
@@ -30,20 +30,28 @@ impl<M: Monitor> Shared<M> {
 
 impl State {
     /// Ends what is assigned of a topic, and begins it again at its beginning.
-    pub(super) fn begin_anew(&mut self, topic: &str, id: Option<Arc<str>>) -> usize {
+    pub(super) fn begin_anew(&mut self, topic: &str, identity: Option<TopicIdentity>) -> usize {
         // Where it was assigned after it was made anew it has begun there already.
-        let another = |it: &Assigned| id.is_none() || it.log.id != id;
-        let theirs = |it: &Assigned| it.keeps != Keeps::Revoking && *it.topic == *topic && another(it);
-        let epochs: Vec<u64> = self.assigned.iter().filter(|(_, it)| theirs(it)).map(|(epoch, _)| *epoch).collect();
+        let epochs = self.outdated_assignments(topic, identity.as_ref());
         for epoch in &epochs {
             self.withdraw(*epoch);
             let Some(old) = self.assigned.remove(epoch) else { continue };
-            let epoch = self.begin(old.topic, old.partition, Begins::Anew, Log { id: id.clone(), ids: Ids::ANEW });
+            let epoch = self.begin(old.topic, old.partition, Begins::Anew, Log { identity: identity.clone(), ids: Ids::ANEW });
             if let Some(assigned) = self.assigned.get_mut(&epoch) {
                 assigned.keeps = Keeps::GoingBack;
             }
         }
         epochs.len()
+    }
+
+    /// The assignments of a topic's partitions that were made while the topic had another id than `current`, or that may have been.
+    pub(crate) fn outdated_assignments(&self, topic: &str, current: Option<&TopicIdentity>) -> Vec<u64> {
+        let is_outdated = |it: &Assigned| match (&it.log.identity, current) {
+            (Some(assigned), Some(current)) => assigned.topic_id != current.topic_id,
+            (None, _) | (_, None) => true,
+        };
+        let outdated = |it: &Assigned| it.keeps != Keeps::Revoking && *it.topic == *topic && is_outdated(it);
+        self.assigned.iter().filter(|(_, it)| outdated(it)).map(|(epoch, _)| *epoch).collect()
     }
 
     pub(super) fn going_back(&self) -> Vec<(u64, String, i32, i64)> {

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::missing::Missing;
+use crate::topic_identity::TopicIdentity;
 use crate::watermark::Watermark;
 
 /// Where each log begins.
@@ -21,16 +22,34 @@ pub(super) struct Assigned {
     pub(super) log_end: Option<i64>,
     /// What the lowest unsettled offset was when it was looked at last, and since when.
     pub(super) stood: (Option<i64>, Instant),
-    /// Whether it was said that ids come again in a topic that was made anew.
+    /// Whether it was said that ids come again in another topic of this name.
     pub(super) has_repeated: bool,
     /// Handed out and not back yet.
     pub(super) out: usize,
+    pub(super) backlog: Backlog,
     pub(super) keeps: Keeps,
     /// From when on its position is sent by itself, once. librdkafka sends a stored offset only if it is above the
     /// committed one: where the log was cut below that, the first position would never be sent, nor would any after
     /// it. So each assignment begins with such a commit, and so does whatever follows on a commit that failed.
     pub(super) send_from: Option<Instant>,
     pub(super) missing: Missing,
+}
+
+/// What was released and waits for its delay, or is on its way to the dead letters.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Backlog {
+    pub(super) count: usize,
+    pub(super) bytes: usize,
+}
+
+impl Backlog {
+    pub(super) fn add(&mut self, bytes: usize) {
+        (self.count, self.bytes) = (self.count + 1, self.bytes + bytes);
+    }
+
+    pub(super) fn remove(&mut self, bytes: usize) {
+        (self.count, self.bytes) = (self.count.saturating_sub(1), self.bytes.saturating_sub(bytes));
+    }
 }
 
 impl Assigned {
@@ -81,15 +100,15 @@ impl Assigned {
             Way::Stored => self.watermark.take_commit()?,
         };
         self.send_from = self.send_from.filter(|_| way == Way::Stored);
-        Some(Commit { topic: self.topic.clone(), partition: self.partition, offset, way, log: self.log.id.clone() })
+        Some(Commit { topic: self.topic.clone(), partition: self.partition, offset, way, identity: self.log.identity.clone() })
     }
 }
 
 /// Which topic is read under a name.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Log {
-    /// Its id, where it is known.
-    pub(crate) id: Option<Arc<str>>,
+    /// Its id and that of its cluster, where they are known.
+    pub(crate) identity: Option<TopicIdentity>,
     pub(crate) ids: Ids,
 }
 
@@ -99,12 +118,13 @@ pub(crate) enum Ids {
     /// Each is that of one message.
     #[default]
     Unique,
-    /// Between these offsets they may be those of other messages: the topic was made anew, or its log lost its end.
+    /// Between these offsets they may be those of other messages: the topic was made anew or is a replica, or its log lost its
+    /// end.
     MayRepeat { from: i64, to: i64 },
 }
 
 impl Ids {
-    /// Those of a topic that was made anew.
+    /// Those of a topic that was made anew, or is a replica on another cluster.
     pub(crate) const ANEW: Self = Self::MayRepeat { from: BEGINNING, to: i64::MAX };
 
     /// Those of a log that lost its end at `from`, once that was at `to`.
@@ -125,6 +145,10 @@ impl Ids {
 pub(crate) enum Begins {
     /// At the offset that the group has committed.
     At(i64),
+    /// At the offset that was committed for a topic on another cluster, of which this one is a replica.
+    Replica(i64),
+    /// At the offset that was committed for a topic with another id: this one is a replica of that one, or was created again.
+    Ambiguous(i64),
     /// At its beginning, whatever was committed: its topic was made anew.
     Anew,
     /// At its beginning: it was added to a topic of which the group has read other partitions.
@@ -138,7 +162,7 @@ pub(crate) enum Begins {
 impl Begins {
     pub(super) fn at(self) -> Option<i64> {
         match self {
-            Self::At(offset) => Some(offset),
+            Self::At(offset) | Self::Replica(offset) | Self::Ambiguous(offset) => Some(offset),
             Self::Anew => Some(BEGINNING),
             Self::Added | Self::Nowhere | Self::Unknown => None,
         }
@@ -205,8 +229,8 @@ pub(crate) struct Commit {
     pub(crate) partition: i32,
     pub(crate) offset: i64,
     pub(crate) way: Way,
-    /// The id of the topic that it is an offset of, where it is known: it is committed beside it.
-    pub(crate) log: Option<Arc<str>>,
+    /// The topic that it is an offset of, where it is known: committed beside it as metadata.
+    pub(crate) identity: Option<TopicIdentity>,
 }
 
 /// How an offset reaches the broker.

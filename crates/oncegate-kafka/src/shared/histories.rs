@@ -269,7 +269,7 @@ impl World {
             }
             Event::Anew { said } => {
                 self.made += u32::from(!said);
-                let begun = self.state.begin_anew("t", Some(self.made.to_string().into()));
+                let begun = self.state.begin_anew("t", Some(tests::identity(&self.made.to_string())));
                 let is_another = self.is_handed_out() && self.known != Some(self.made);
                 prop_assert_eq!(begun, usize::from(is_another));
                 if is_another {
@@ -317,6 +317,11 @@ impl World {
         let out = self.out.iter().filter(is_waited_for).count();
         prop_assert_eq!(self.state.out(&Vec::from_iter(self.epoch)), out);
         prop_assert_eq!(self.state.publishing, self.letters.len());
+        for (epoch, assigned) in self.state.assigned.iter().filter(|(_, it)| it.keeps != Keeps::Revoking) {
+            let held = self.state.held.values().filter(|it| it.receipt.epoch == *epoch).count();
+            let letters = self.letters.iter().filter(|it| self.out[**it].0.epoch == *epoch).count();
+            prop_assert_eq!(assigned.backlog.count, held + letters);
+        }
         prop_assert_eq!(self.state.held_bytes, self.state.held.values().map(|it| it.message.size()).sum::<usize>());
         prop_assert_eq!(self.state.ready_bytes, self.state.ready.iter().map(|it| it.message.size()).sum::<usize>());
         Ok(())

@@ -46,9 +46,9 @@ impl<M: Monitor> Shared<M> {
 }
 
 impl State {
-    /// Positions come again in a topic that was made anew, and where a log has lost its end. Ids that come from them are those of
-    /// other messages, which the store may remember, and a message that bears one is skipped: that is said, since nobody else can
-    /// know.
+    /// Positions come again in a topic that was made anew or is a replica, and where a log has lost its end. Ids that come from them
+    /// are those of other messages, which the store may remember, and a message that bears one is skipped: that is said, since
+    /// nobody else can know.
     fn look_at_duplicate(&mut self, delivery: &Delivery) {
         let Receipt { epoch, partition, position } = delivery.receipt;
         // Offsets came from an `i64`.
@@ -61,8 +61,8 @@ impl State {
                 topic = &*assigned.topic,
                 partition,
                 offset = position,
-                "ids repeated: the topic was made anew or its log lost its end, and the ids of its messages were handled before. Where they come from \
-                 positions these are other messages, which are skipped: give the consumer another .scope(…) and set the group's \
+                "ids repeated: the topic was created again, is a replica, or its log lost its end, and the ids of its messages were handled \
+                 before. Where they come from positions these are other messages, which are skipped: give the consumer another .scope(…) and set the group's \
                  offsets back. Where producers send ids of their own, these were sent again, or handled before a rebalance"
             );
         }

@@ -117,8 +117,9 @@ impl State {
 
     /// How far each partition was read that is read at all.
     pub(crate) fn read_to(&self) -> Vec<(u64, Arc<str>, i32, Option<i64>)> {
-        // One that does not get back to its beginning stands still too.
-        let reading = self.assigned.iter().filter(|(_, it)| matches!(it.keeps, Keeps::Assigned | Keeps::GoingBack));
+        // One that does not get back to its beginning stands still too. One that is full is not read, and is no stall.
+        let is_read = |it: &Assigned| matches!(it.keeps, Keeps::Assigned | Keeps::GoingBack) && !self.is_full(it);
+        let reading = self.assigned.iter().filter(|(_, it)| is_read(it));
         reading.map(|(epoch, it)| (*epoch, it.topic.clone(), it.partition, it.watermark.end().or(it.begins.at()))).collect()
     }
 

@@ -4,10 +4,15 @@ use oncegate_core::Headers;
 
 use super::committing::COMMIT_AGAIN;
 use super::*;
+use crate::topic_identity::TopicIdentity;
 
 pub(super) fn record(partition: i32, offset: i64) -> Record {
     let body = offset.to_string().into();
     Record { topic: Arc::from("t"), partition, offset, sent_at: None, key: None, headers: Headers::default(), body }
+}
+
+pub(super) fn identity(topic_id: &str) -> TopicIdentity {
+    TopicIdentity { topic_id: topic_id.into(), cluster_id: None }
 }
 
 fn state(partition: i32, offsets: impl IntoIterator<Item = i64>) -> State {
@@ -52,7 +57,7 @@ fn a_revoked_partition_hands_out_nothing_more_and_still_counts_what_is_settled()
     assert_eq!(state.release(first.remove(1), Duration::ZERO), Fate::Counted);
     assert_eq!(state.accept(&first[1].receipt), Fate::Counted);
     assert_eq!((state.out(&epochs), state.next_due()), (0, None));
-    assert_eq!(state.commits(), [Commit { topic: Arc::from("t"), partition: 0, offset: 1, way: Way::Sent, log: None }]);
+    assert_eq!(state.commits(), [Commit { topic: Arc::from("t"), partition: 0, offset: 1, way: Way::Sent, identity: None }]);
     state.forget(&epochs);
     assert_eq!(state.accept(&first[1].receipt), Fate::Stale);
     assert_eq!(state.commits(), []);
@@ -257,17 +262,6 @@ fn nothing_is_read_while_too_much_waits() {
         full.release(delivery, Duration::from_secs(60));
     }
     assert!(full.room() > 0);
-    full.publishing = HELD - READY;
-    assert_eq!(full.room(), 0);
-    full.publishing = 0;
-    full.publishing_bytes = HELD_BYTES;
-    assert_eq!(full.room(), 0);
-    full.publishing_bytes = 0;
-    assert!(full.room() > 0);
-    let few = full.held_bytes;
-    full.held_bytes = HELD_BYTES;
-    assert_eq!(full.room(), 0);
-    full.held_bytes = few;
     full.ready_bytes = READY_BYTES;
     assert_eq!(full.room(), 0);
     full.ready_bytes = 0;
@@ -276,8 +270,43 @@ fn nothing_is_read_while_too_much_waits() {
     assert_eq!(full.room(), 0);
 }
 
+/// So many of partition 0 are on their way to the dead letters.
+fn publishing(state: &mut State, count: usize, bytes: usize) {
+    (state.publishing, state.publishing_bytes) = (count, bytes);
+    let assigned = state.assigned.values_mut().find(|it| it.partition == 0).expect("it is ours");
+    assigned.backlog = Backlog { count, bytes };
+}
+
 #[test]
-fn nothing_is_read_while_one_delivery_holds_up_as_many_as_a_crash_may_bring_back() {
+fn a_partition_that_is_full_of_dead_letters_is_not_read_and_others_are() {
+    for (count, bytes) in [(HELD, 0), (1, HELD_BYTES)] {
+        let mut state = state(0, 0..1);
+        publishing(&mut state, count, bytes);
+        assert_eq!((state.room(), state.full()), (0, vec![(Arc::from("t"), 0)]), "there is nothing else to be read");
+        state.begin(Arc::from("t"), 1, Begins::Unknown, Log::default());
+        assert_eq!((state.room(), state.full()), (READY - 1, vec![(Arc::from("t"), 0)]));
+        assert_eq!(state.read_to().iter().map(|it| it.2).collect::<Vec<_>>(), [1], "that it stands still is no stall");
+        publishing(&mut state, count - 1, bytes.saturating_sub(1));
+        assert_eq!(state.full(), []);
+    }
+}
+
+#[test]
+fn a_partition_with_less_than_its_share_is_read_however_much_others_hold() {
+    let mut state = state(0, 0..1);
+    publishing(&mut state, HELD, 0);
+    state.begin(Arc::from("t"), 1, Begins::Unknown, Log::default());
+    state.take_in((0..HELD as i64 / 2).map(|offset| record(1, offset)).collect());
+    let (_, deliveries) = hand_out(&mut state);
+    for delivery in deliveries.into_iter().filter(|it| it.receipt.partition == 1) {
+        assert_eq!(state.full(), [(Arc::from("t"), 0)]);
+        state.release(delivery, Duration::from_secs(60));
+    }
+    assert_eq!((state.room(), state.full().len()), (0, 2), "it has its share");
+}
+
+#[test]
+fn a_partition_is_not_read_while_one_delivery_holds_up_as_many_as_a_crash_may_bring_back() {
     let mut state = state(0, 0..1);
     let (_, mut first) = hand_out(&mut state);
     state.begin(Arc::from("t"), 1, Begins::Unknown, Log::default());
@@ -291,11 +320,12 @@ fn nothing_is_read_while_one_delivery_holds_up_as_many_as_a_crash_may_bring_back
     let receipt = Receipt { ..first[0].receipt };
     state.release(first.remove(0), Duration::from_secs(60));
     held_up(&mut state, 1..SPAN as i64 - 1);
-    assert!(state.room() > 0);
+    assert_eq!(state.full(), []);
     held_up(&mut state, SPAN as i64 - 1..SPAN as i64);
-    assert_eq!((SPAN, state.room()), (1_048_576, 0));
+    assert_eq!((SPAN, state.full()), (1_048_576, vec![(Arc::from("t"), 0)]));
+    assert!(state.room() > 0, "the other one is read");
     state.accept(&receipt);
-    assert!(state.room() > 0);
+    assert_eq!(state.full(), []);
     assert_eq!(committed(&mut state).iter().map(|it| it.0).collect::<Vec<_>>(), [SPAN as i64]);
 }
 
@@ -334,6 +364,8 @@ fn what_is_on_its_way_to_the_dead_letters_counts_by_its_size_until_it_stands() {
     state.take_in(vec![record(0, 2)]);
     state.hand_out(Limit { count: 1, bytes: 1 }, 0, &mut Vec::new(), &mut Vec::new());
     assert_eq!((state.publishing, state.publishing_bytes), (2, 2), "too large to be handed out");
+    let backlogs: Vec<_> = state.assigned.values().map(|it| it.backlog).collect();
+    assert_eq!(backlogs, [Backlog { count: 2, bytes: 2 }]);
 }
 
 #[test]
@@ -424,7 +456,7 @@ fn a_topic_made_anew_is_gone_back_to_until_that_holds_and_nothing_is_read_before
     let shared = Shared::<Threads>::default();
     *shared.lock() = state(0, 5..8);
     let (_, before) = hand_out(&mut shared.lock());
-    shared.begin_anew("t", Some(Arc::from("another")));
+    shared.begin_anew("t", Some(identity("another")));
     let (revoked, _) = hand_out(&mut shared.lock());
     assert_eq!(revoked, [before[0].receipt.epoch]);
     assert_eq!(shared.lock().accept(&before[0].receipt), Fate::Stale);
@@ -455,7 +487,7 @@ fn a_topic_made_anew_is_gone_back_to_until_that_holds_and_nothing_is_read_before
 fn a_partition_that_was_lost_meanwhile_is_not_gone_back_to() {
     let shared = Shared::<Threads>::default();
     *shared.lock() = state(0, 5..8);
-    shared.begin_anew("t", Some(Arc::from("another")));
+    shared.begin_anew("t", Some(identity("another")));
     shared.go_back(|_, _, _| {
         let epochs = shared.revoke(&leaving());
         shared.lock().forget(&epochs);

@@ -1,9 +1,11 @@
 //! What stands in the dead letters where the broker is choosy.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
-use oncegate_core::road::Reason;
+use oncegate_core::road::{Cause, Reason};
 use oncegate_core::source::Open;
+use oncegate_core::{Limit, Source};
 use rdkafka::Message;
 use rdkafka::message::{BorrowedMessage, Header, OwnedHeaders};
 
@@ -69,7 +71,8 @@ async fn a_body_that_the_dead_letter_topic_does_not_take_is_left_out_and_said_to
 #[tokio::test(flavor = "multi_thread")]
 async fn many_small_dead_letters_at_once_keep_their_bodies() {
     const COUNT: usize = 256;
-    let topic = Topic::with_dead_letters(&[("max.message.bytes", "500000")]).await;
+    // A batch of them is larger.
+    let topic = Topic::with_dead_letters(&[("max.message.bytes", "20000")]).await;
     let body = [b'x'; 5_000];
     for _ in 0..COUNT {
         topic.send(None, Some(&body), OwnedHeaders::new()).await;
@@ -77,6 +80,78 @@ async fn many_small_dead_letters_at_once_keep_their_bodies() {
     reject_all(&topic, COUNT).await;
     let lengths = topic.read(topic.dead_letters(), COUNT, |it| it.payload().map(<[u8]>::len)).await;
     assert_eq!(lengths, [Some(body.len()); COUNT]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_dead_letter_that_is_refused_holds_up_none_that_it_shared_a_batch_with() {
+    const COUNT: usize = 300;
+    // It refuses what has no key.
+    let topic = Topic::with_dead_letters(&[("cleanup.policy", "compact")]).await;
+    for number in 0..COUNT {
+        topic.send((number % 3 > 0).then_some(&b"key"[..]), Some(b"body"), OwnedHeaders::new()).await;
+    }
+    let mut source = topic.source().accept_limited_retention().open().await.expect("a source");
+    for delivery in receive(&mut source, COUNT).await {
+        reject(&mut source, delivery, Reason::Refused).await;
+    }
+    let origins = topic.read(topic.dead_letters(), COUNT / 3 * 2, |it| header(it, "oncegate-origin")).await;
+    let origins: BTreeSet<_> = origins.into_iter().collect();
+    assert_eq!(origins.len(), COUNT / 3 * 2, "one stands twice, and another does not");
+    topic.await_commit(0, 0).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_partition_whose_dead_letters_are_refused_holds_up_no_other_one() {
+    // More than are held of one partition.
+    const COUNT: usize = 30_000;
+    let topic = Topic::alone(2).await;
+    topic.create(&topic.dead_letters(), 1, &[&KEEPS[..], &[("cleanup.policy", "compact")]].concat()).await;
+    topic.create(&topic.in_doubt(), 1, &KEEPS).await;
+    topic.send_numbers(0, COUNT).await;
+    let mut source = topic.source().accept_limited_retention().open().await.expect("a source");
+    for delivery in receive(&mut source, 10_000).await {
+        reject(&mut source, delivery, Reason::Refused).await;
+    }
+    topic.send_numbers(1, 5).await;
+    let mut others = Vec::new();
+    while others.len() < 5 {
+        for delivery in receive(&mut source, 1).await {
+            match delivery.receipt.partition {
+                0 => reject(&mut source, delivery, Reason::Refused).await,
+                _ => others.push(delivery),
+            }
+        }
+    }
+    accept(&mut source, others).await;
+    topic.await_commit(1, 5).await;
+    topic.await_commit(0, 0).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_partition_that_was_full_of_dead_letters_is_read_on_once_they_stand() {
+    const COUNT: usize = 30_000;
+    let topic = Topic::alone(2).await;
+    topic.create(&topic.in_doubt(), 1, &KEEPS).await;
+    topic.create(&topic.dead_letters(), 1, &[&KEEPS[..], &[("cleanup.policy", "compact")]].concat()).await;
+    topic.send_numbers(0, COUNT).await;
+    let mut source = topic.source().accept_limited_retention().open().await.expect("a source");
+    let mut rejected = 0;
+    let limit = Limit { count: 512, bytes: 1 << 20 };
+    let mut incoming = Vec::new();
+    // Until the partition is full, or the machine is slow.
+    while tokio::time::timeout(Duration::from_secs(2), source.receive(limit, &mut incoming)).await.is_ok() {
+        for delivery in incoming.drain(..).filter_map(delivery) {
+            rejected += 1;
+            reject(&mut source, delivery, Reason::Refused).await;
+        }
+    }
+    assert!(rejected < COUNT, "nothing holds it");
+    topic.configure(&topic.dead_letters(), &[&KEEPS[..], &[("cleanup.policy", "delete")]].concat()).await;
+    for delivery in receive(&mut source, COUNT - rejected).await {
+        reject(&mut source, delivery, Reason::Refused).await;
+    }
+    topic.await_commit(0, COUNT as i64).await;
+    close(source).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -123,4 +198,31 @@ async fn a_dead_letter_topic_that_was_deleted_is_waited_for_and_not_made_anew() 
     topic.await_commit(0, 1).await;
     assert_eq!(topic.end_of(&topic.dead_letters()).await, 1);
     close(source).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn forged_headers_are_stripped_on_every_way_into_the_dead_letters() {
+    const LIMIT: usize = 10;
+    let topic = Topic::new(1).await;
+    for body in [&[b'x'; LIMIT + 1][..], b"no id", b"in doubt"] {
+        let names = ["oncegate-id", "oncegate-reason", "mine", "oncegate-id", "oncegate-body-omitted", "oncegate-failures"];
+        let headers = names.iter().fold(OwnedHeaders::new(), |all, name| all.insert(Header { key: name, value: Some("victim") }));
+        topic.send(Some(b"key"), Some(body), headers).await;
+    }
+    let mut source = topic.source().body_limit(LIMIT).open().await.expect("a source");
+    for (delivery, reason) in receive(&mut source, 2).await.into_iter().zip([Reason::MissingId, Reason::InDoubt(Cause::Said)]) {
+        reject(&mut source, delivery, reason).await;
+    }
+    topic.await_commit(0, 3).await;
+    close(source).await;
+    let mut letters = topic.read(topic.dead_letters(), 2, text_headers).await;
+    letters.extend(topic.read(topic.in_doubt(), 1, text_headers).await);
+    let reasons: Vec<_> = letters.iter().map(|letter| letter.iter().find(|(name, _)| name == "oncegate-reason").cloned()).collect();
+    for reason in ["missing-id", "too-large", "in-doubt-said"] {
+        assert!(reasons.contains(&Some(("oncegate-reason".to_owned(), Some(reason.to_owned())))), "{reasons:?}");
+    }
+    for letter in letters {
+        let names: Vec<&str> = letter.iter().map(|(name, _)| name.as_str()).collect();
+        assert_eq!(names, ["mine", "oncegate-reason", "oncegate-attempts", "oncegate-origin", "oncegate-first-seen"]);
+    }
 }

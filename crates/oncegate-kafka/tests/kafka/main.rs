@@ -5,6 +5,7 @@ mod group;
 mod laws;
 mod log;
 mod messages;
+mod mirror;
 mod opening;
 mod order;
 mod outage;

@@ -21,11 +21,13 @@ async fn a_missing_topic_is_named_with_what_to_do() {
     let topic = Topic::alone(1).await;
     let (setting, text) = refusal(Kafka::topic("oncegate-test-nowhere").brokers(&topic.brokers).group("g")).await;
     assert_eq!(setting, "topic");
-    assert!(text.contains("oncegate-test-nowhere") && text.contains("--create"), "{text}");
+    assert!(text.contains("oncegate-test-nowhere") && text.contains("--create") && text.contains("--replication-factor 1 "), "{text}");
 
     let (setting, text) = refusal(topic.source()).await;
     assert_eq!(setting, "dead_letters");
     assert!(text.contains(&topic.dead_letters()) && text.contains("create_topics"), "{text}");
+    // The cluster has one broker.
+    assert!(text.contains("replication: 1 ") && text.contains("--replication-factor 1 ") && !text.contains("replication: 3"), "{text}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

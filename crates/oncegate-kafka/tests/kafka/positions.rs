@@ -178,33 +178,56 @@ async fn a_topic_that_is_made_anew_and_longer_than_before_is_read_whole() {
     }
     topic.await_reset(0, 60).await;
     let after = topic.committed_with(0).await.expect("an offset").1;
-    assert!([&before, &after].iter().all(|it| is_the_id_of_a_topic(it)) && before != after, "{before:?}, {after:?}");
+    let cluster_id = topic.cluster_id().await;
+    assert!([&before, &after].iter().all(|it| is_identity(it, &cluster_id)) && before != after, "{before:?}, {after:?}");
     close(source).await;
 }
 
-/// Whether this stands beside an offset that was committed for a topic with an id: 16 bytes in base64, as Kafka prints them.
-fn is_the_id_of_a_topic(metadata: &str) -> bool {
+/// Whether this metadata names a topic, by 16 bytes in base64 as Kafka prints them, and the cluster.
+fn is_identity(metadata: &str, cluster_id: &str) -> bool {
     let sign = |it: char| it.is_ascii_alphanumeric() || "-_+/".contains(it);
-    metadata.strip_prefix("topic-id=").is_some_and(|id| id.len() == 22 && id.chars().all(sign))
+    let ids = metadata.strip_prefix("topic-id=").and_then(|ids| ids.split_once(" cluster-id="));
+    ids.is_some_and(|(topic, cluster)| topic.len() == 22 && topic.chars().all(sign) && cluster == cluster_id)
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_offset_of_another_topic_of_this_name_is_not_believed_and_one_that_says_nothing_of_it_is() {
-    for (beside, first) in [("topic-id=q5BZ55PYTTyxda8B1C5Amg", 0), ("set by hand", 4)] {
+async fn a_committed_offset_is_used_unless_its_metadata_names_a_deleted_topic_of_this_cluster() {
+    for (metadata, first) in [
+        ("topic-id=q5BZ55PYTTyxda8B1C5Amg cluster-id=THIS", 0),
+        ("topic-id=q5BZ55PYTTyxda8B1C5Amg cluster-id=another", 4),
+        ("topic-id=q5BZ55PYTTyxda8B1C5Amg", 4),
+        ("topic-id=orders", 4),
+        ("set by hand", 4),
+    ] {
         let topic = Topic::new(1).await;
+        let cluster_id = topic.cluster_id().await;
         topic.send_numbers(0, 10).await;
-        topic.commit_with(4, beside).await;
+        topic.commit_with(4, &metadata.replace("THIS", &cluster_id)).await;
         let mut source = topic.open().await;
         let all = receive(&mut source, usize::try_from(10 - first).expect("offsets")).await;
-        assert_eq!(offsets(&all), (first..10).collect::<Vec<_>>(), "{beside}");
+        assert_eq!(offsets(&all), (first..10).collect::<Vec<_>>(), "{metadata}");
         // Committed before anything is settled: whoever begins next is not to believe the other.
         topic.await_reset(0, first).await;
         accept(&mut source, all).await;
         topic.await_commit(0, 10).await;
-        let (_, beside) = topic.committed_with(0).await.expect("an offset");
-        assert!(is_the_id_of_a_topic(&beside), "{beside}");
+        let (_, metadata) = topic.committed_with(0).await.expect("an offset");
+        assert!(is_identity(&metadata, &cluster_id), "{metadata}");
         close(source).await;
     }
+}
+
+/// The topic may be a replica or a recreated one: a person decides.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_offset_of_another_topic_id_without_a_cluster_id_ends_the_source_with_out_of_range_error() {
+    let topic = Topic::new(1).await;
+    topic.send_numbers(0, 10).await;
+    topic.commit_with(4, "topic-id=q5BZ55PYTTyxda8B1C5Amg").await;
+    let mut source = topic.source().out_of_range(OutOfRange::Error).open().await.expect("a source");
+    let (setting, text) = refusal(&mut source).await;
+    assert_eq!(setting, "out_of_range");
+    assert!(text.contains(&format!("offset 4 of {}/0 was committed for a topic with another id", topic.name)), "{text}");
+    close(source).await;
+    assert_eq!(topic.committed(0).await, Some(4));
 }
 
 #[tokio::test(flavor = "multi_thread")]

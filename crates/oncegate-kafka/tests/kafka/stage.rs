@@ -8,7 +8,7 @@ use oncegate_core::source::Open;
 use oncegate_core::{Delivery, Incoming, Limit, Position, Settled, Source};
 use oncegate_kafka::{Kafka, KafkaSource};
 use oncegate_testkit::laws::source::accepted;
-use rdkafka::admin::{AdminClient, AdminOptions, NewPartitions, NewTopic, TopicReplication};
+use rdkafka::admin::{AdminClient, AdminOptions, AlterConfig, NewPartitions, NewTopic, ResourceSpecifier, TopicReplication};
 use rdkafka::client::DefaultClientContext;
 use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer};
 use rdkafka::message::{BorrowedMessage, OwnedHeaders};
@@ -108,6 +108,15 @@ impl Topic {
         admin.delete_records(&partitions, &options).await.expect("removed");
     }
 
+    /// Gives another topic this configuration, and no other.
+    pub(crate) async fn configure(&self, name: &str, config: &[(&str, &str)]) {
+        let (admin, options) = self.admin();
+        let altered = AlterConfig::new(ResourceSpecifier::Topic(name));
+        let altered = config.iter().fold(altered, |altered, (key, value)| altered.set(key, value));
+        let altered = admin.alter_configs([&altered], &options).await;
+        assert!(altered.expect("an answer").iter().all(Result::is_ok), "{name} was not configured");
+    }
+
     /// Deletes a topic.
     pub(crate) async fn delete(&self, name: &str) {
         let (admin, options) = self.admin();
@@ -131,8 +140,23 @@ impl Topic {
 
     /// The same topic, with a producer that knows of all its partitions.
     pub(crate) fn renewed(&self) -> Self {
-        let producer = client(&self.brokers).set("linger.ms", "1").create().expect("a producer");
-        Self { name: self.name.clone(), brokers: self.brokers.clone(), producer }
+        self.on(self.brokers.clone())
+    }
+
+    /// The topic of the same name on other brokers.
+    pub(crate) fn on(&self, brokers: String) -> Self {
+        let producer = client(&brokers).set("linger.ms", "1").create().expect("a producer");
+        Self { name: self.name.clone(), brokers, producer }
+    }
+
+    /// The id of the cluster that the topic is on.
+    pub(crate) async fn cluster_id(&self) -> String {
+        let brokers = self.brokers.clone();
+        let asked = tokio::task::spawn_blocking(move || {
+            let asker: BaseConsumer = client(&brokers).create().expect("a consumer");
+            asker.client().fetch_cluster_id(BOUND)
+        });
+        asked.await.expect("an answer").expect("a cluster id")
     }
 
     pub(crate) fn dead_letters(&self) -> String {
@@ -184,8 +208,8 @@ impl Topic {
     }
 
     /// The same, with this beside it.
-    pub(crate) async fn commit_with(&self, offset: i64, metadata: &'static str) {
-        let (brokers, name) = (self.brokers.clone(), self.name.clone());
+    pub(crate) async fn commit_with(&self, offset: i64, metadata: &str) {
+        let (brokers, name, metadata) = (self.brokers.clone(), self.name.clone(), metadata.to_owned());
         let committed = tokio::task::spawn_blocking(move || {
             let outsider: BaseConsumer = client(&brokers).set("group.id", &name).create().expect("a consumer");
             let mut partitions = TopicPartitionList::new();

@@ -59,7 +59,26 @@ fn what_a_process_shows_is_compared_with_what_it_showed() {
         (Shown { clock: 990 * SECOND, ..after.clone() }, vec![Finding::ClockBackward(20 * SECOND)]),
         (Shown { clock: 1_011 * SECOND, ..after }, vec![]),
     ] {
-        assert_eq!(compare(&before, &now), findings, "{now:?}");
+        assert_eq!(compare(&before, &now, CLOCK_TOLERANCE), findings, "{now:?}");
+    }
+}
+
+/// A lease of 100 ms ends by a step that a lease of 30 s does not notice.
+#[test]
+fn a_step_of_the_clock_counts_from_half_of_the_shortest_lease() {
+    let watch = Watch::default();
+    let at = |ms: u32| {
+        let before = shown("r");
+        let later = before.at + 10 * SECOND;
+        Shown { clock: 1_010 * SECOND + Duration::from_millis(1) * ms, asked: later, at: later, ..before }
+    };
+    for (lease, step, jumps) in [(30_000, 1_500, false), (30_000, 2_500, true), (100, 50, false), (100, 90, true), (30_000, 90, true)] {
+        let lease = Duration::from_millis(lease);
+        let _ = watch.withholds(&Terms { lease, ..AT_MOST_ONCE });
+        let mut state = watch.state();
+        (state.jumped, state.processes) = (None, HashMap::from([("r".to_owned(), shown("r"))]));
+        state.take(None, at(step), Stands::Born);
+        assert_eq!(state.jumped.is_some(), jumps, "{step} ms, by a lease of {lease:?}; the shortest counts");
     }
 }
 
@@ -73,11 +92,11 @@ fn a_reply_that_was_read_late_is_no_jump() {
         Shown { clock: clock * SECOND, asked: at, at, ..soon.clone() }
     };
     // The clock went on with the time since `late` was shown, which was long before it was read.
-    assert_eq!(compare(&late, &next(1, 1_011)), []);
-    assert_eq!(compare(&late, &next(1, 1_001)), []);
-    assert_eq!(compare(&soon, &Shown { at: soon.at + 20 * SECOND, ..next(0, 1_010) }), []);
-    assert_eq!(compare(&late, &next(1, 1_014)), [Finding::ClockForward(3 * SECOND)]);
-    assert_eq!(compare(&late, &next(9, 1_001)), [Finding::ClockBackward(8 * SECOND)]);
+    assert_eq!(compare(&late, &next(1, 1_011), CLOCK_TOLERANCE), []);
+    assert_eq!(compare(&late, &next(1, 1_001), CLOCK_TOLERANCE), []);
+    assert_eq!(compare(&soon, &Shown { at: soon.at + 20 * SECOND, ..next(0, 1_010) }, CLOCK_TOLERANCE), []);
+    assert_eq!(compare(&late, &next(1, 1_014), CLOCK_TOLERANCE), [Finding::ClockForward(3 * SECOND)]);
+    assert_eq!(compare(&late, &next(9, 1_001), CLOCK_TOLERANCE), [Finding::ClockBackward(8 * SECOND)]);
 }
 
 #[test]

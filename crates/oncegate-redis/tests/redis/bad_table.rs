@@ -7,10 +7,10 @@ use redis::aio::MultiplexedConnection;
 
 use crate::support::*;
 
-const FOREIGN: &str = "refused: another program wrote this key, or it was cut off";
-const GIVE: &str = "the consumer ends: give markers a prefix of their own with Redis::prefix, or delete the key";
-const WRONG: &str = "refused: Redis says WRONGTYPE";
-const GIVE_ANYHOW: &str = "the consumer ends: another program uses this key; give markers a prefix of their own with Redis::prefix";
+const FOREIGN: &str = "unreadable: another program wrote this key, or it was cut off";
+const GIVE: &str = "in doubt: give markers a prefix of their own with Redis::prefix, or delete the key";
+const WRONG: &str = "unreadable: Redis says WRONGTYPE";
+const GIVE_ANYHOW: &str = "in doubt: another program uses this key; give markers a prefix of their own with Redis::prefix";
 const LATER: &str = "refused: a newer release wrote this marker";
 const DUPLICATE: &str = "`duplicate`";
 
@@ -71,6 +71,7 @@ async fn each_gets_its_verdict_and_stays_as_it_is() {
         let seen = match ask(&store, claim(&id, 7)).await {
             Ok(Verdict::Duplicate) => "duplicate".to_owned(),
             Err(StoreError::Misconfigured(why)) => format!("refused: {why}"),
+            Err(StoreError::UnreadableMarker(why)) => format!("unreadable: {why}"),
             other => format!("{other:?}"),
         };
         assert!(seen.starts_with(told), "{input}: {seen}");

@@ -3,9 +3,10 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use oncegate_core::marker::{Ask, Effect, Guarantee, Marker};
+use oncegate_core::Standing;
+use oncegate_core::marker::{Ask, Attempts, Effect, Guarantee, Marker};
 use oncegate_core::{MessageId, Scope, StoreError};
-use oncegate_redis::{Redis, Standing};
+use oncegate_redis::Redis;
 
 use crate::support::{ask, claim, client, complete, key, operation, store, terms};
 
@@ -48,11 +49,11 @@ async fn a_marker_is_looked_at_with_its_time_and_stays_as_it_is() {
     ask(&store, operation("x", Ask::Clear(Effect::Unknown), 1, 1, terms(Guarantee::EffectivelyOnce))).await.expect("a verdict");
     for _ in 0..2 {
         let seen = store.look_closely(&key("x")).await.expect("Redis answers");
-        assert_eq!(seen.marker, Marker::Cleared { attempt: 1 });
+        assert_eq!(seen.marker, Marker::Cleared { attempts: Attempts::new(1), effect: Effect::Unknown });
         assert!(seen.expires_in.is_some());
     }
     let () = redis::cmd("SET").arg(format!("{prefix}y")).arg("nothing of ours").query_async(&mut client().await).await.expect("set");
-    assert!(matches!(store.look_closely(&key("y")).await, Err(StoreError::Misconfigured(_))));
+    assert!(matches!(store.look_closely(&key("y")).await, Err(StoreError::UnreadableMarker(_))));
     let listed = all(&store, 100).await;
     assert!(listed["x"].is_ok() && listed["y"].is_err());
 }

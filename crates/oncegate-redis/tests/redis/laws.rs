@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use oncegate_core::marker::{Ask, Effect, Fingerprint, Guarantee, Marker, Operation, Terms, Token, UNRESOLVED_AT_MOST_ONCE, Verdict};
+use oncegate_core::marker::{
+    Ask, Attempts, Effect, Fingerprint, Guarantee, Marker, Operation, Terms, Token, UNRESOLVED_AT_MOST_ONCE, Verdict,
+};
 use oncegate_redis::{Durability, Redis};
 use oncegate_testkit::laws;
 use oncegate_testkit::servers::{ClusterServers, RedisOptions, RedisServer, SENTINEL_NAME, SentinelServers};
@@ -59,7 +61,7 @@ async fn a_lease_holds_to_its_last_millisecond() {
         let claim = |token| operation(&format!("k{it}"), Ask::Claim, token, 0, brief);
         match verdicts(&store, &[claim(1), claim(2)]).await[1] {
             Verdict::Busy { remaining: Duration::ZERO } => return,
-            taken => assert_eq!(taken, Verdict::Granted { attempt: 2 }),
+            taken => assert_eq!(taken, Verdict::Granted(Attempts { number: 2, base: 1, crashes: 1 })),
         }
     }
     panic!("never busy in 2,000 claims that follow each other at once");
@@ -124,7 +126,7 @@ async fn a_marker_whose_age_nobody_knows_gets_its_horizon_again() {
         ("reconciling", &doubt, operation("-", Ask::Claim, 2, 0, strict), busy),
         ("mine", &hold(lax), operation("-", Ask::Claim, 1, 0, lax), GRANTED),
         ("renewed", &hold(lax), operation("-", Ask::Renew, 1, 1, lax), Verdict::Kept),
-        ("my doubt", &doubt, operation("-", Ask::Claim, 1, 0, strict), Verdict::InDoubt { attempt: 2 }),
+        ("my doubt", &doubt, operation("-", Ask::Claim, 1, 0, strict), Verdict::InDoubt(Attempts::all_forgiven(2))),
     ];
     for (name, made, asked, expected) in cases {
         for (how, tamper) in [("without", None), ("beyond", Some(UNRESOLVED_AT_MOST_ONCE.as_millis() as u64 + 60_000))] {
@@ -156,7 +158,7 @@ async fn a_marker_whose_age_nobody_knows_gets_its_horizon_again() {
     verdicts(&store, &[waiting]).await;
     let _: i64 = redis::cmd("PERSIST").arg(format!("{prefix}waiting")).query_async(&mut raw).await.expect("an answer");
     let taken = verdicts(&store, &[operation("waiting", Ask::Claim, 2, 0, strict)]).await;
-    assert_eq!(taken, [Verdict::InDoubt { attempt: 2 }]);
+    assert_eq!(taken, [Verdict::InDoubt(Attempts::all_forgiven(2))]);
     // A done marker that never expires, as other programs may write it, is a duplicate and stays so.
     let _: () = redis::cmd("SET").arg(format!("{prefix}theirs")).arg("1").query_async(&mut raw).await.expect("an answer");
     let complete = operation("theirs", Ask::Complete, 2, 1, lax);

@@ -107,7 +107,8 @@ async fn a_frozen_server_leaves_the_outcome_unknown_and_the_connection_is_made_a
     assert!(matches!(answers[..2], [Err(StoreError::Unknown(_)), Err(StoreError::Unknown(_))]), "{answers:?}");
     assert!(matches!(answers[2], Err(StoreError::NotApplied(_))), "the second on the same key was not sent: {answers:?}");
     for _ in 0..2 {
-        assert!(matches!(bounded(&store, claim("b", 2)).await, Err(StoreError::Unknown(_))));
+        let sent = bounded(&store, claim("b", 2)).await;
+        assert!(matches!(sent, Err(StoreError::Unknown(_))), "{sent:?}");
     }
     // Three timeouts in a row: connecting is what fails from now on, so nothing is sent.
     let connecting = bounded(&store, claim("c", 3)).await;

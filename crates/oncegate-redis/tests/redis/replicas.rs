@@ -3,14 +3,14 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use oncegate_core::marker::{Guarantee, Marker, Operation, Terms, Verdict};
+use oncegate_core::marker::{Ask, Guarantee, Marker, Operation, Terms, Verdict};
 use oncegate_core::{Store, StoreError};
 use oncegate_redis::{Durability, Redis};
 use oncegate_testkit::servers::{RedisOptions, RedisPersistence, RedisServer, SENTINEL_NAME, SentinelServers};
 
 use crate::forms::healed;
 use crate::outages::name_of;
-use crate::support::{DONE, GRANTED, SECOND, ask, at, claim, client_of, complete, key, rights, terms, verdicts};
+use crate::support::{DONE, GRANTED, SECOND, ask, at, claim, client_of, complete, key, operation, rights, terms, verdicts};
 
 /// With patience: the machine may be busy with other tests.
 const ONE_REPLICA: Durability = Durability::Replicas { count: 1, timeout: SECOND };
@@ -44,6 +44,11 @@ async fn nothing_is_granted_while_the_replica_is_stopped() {
         let told = matches!(&answer, Err(StoreError::Unknown(why)) if why.to_string().contains("0 of the 1 replicas"));
         assert!(told, "{operation:?}: {answer:?}");
     }
+    // A primary that is cut off may not renew what another one lets others take over.
+    let renewal = |guarantee| operation("own", Ask::Renew, 1, 1, terms(guarantee));
+    let answer = ask(&store, renewal(Guarantee::AtMostOnce)).await;
+    assert!(matches!(&answer, Err(StoreError::Unknown(why)) if why.to_string().contains("0 of the 1 replicas")), "{answer:?}");
+    assert_eq!(ask(&store, renewal(Guarantee::EffectivelyOnce)).await.expect("a verdict"), Verdict::Kept, "it may run again");
     // What lets nothing run is told as it is, and the rest does not wait for replicas.
     let told = store.apply(&[claim("k", 2), claim("done", 2), complete("k", 1, 1)]).await;
     assert!(matches!(told[..], [Ok(Verdict::Busy { .. }), Ok(Verdict::Duplicate), Ok(DONE)]), "{told:?}");

@@ -73,6 +73,7 @@ async fn bare_is_the_literal_gate() {
     let failures = [
         Ask::Clear(Effect::Nothing),
         Ask::Clear(Effect::Unknown),
+        Ask::Withdraw,
         Ask::Reject(Effect::Nothing),
         Ask::Doubt,
         Ask::Resolve(Finding::Happened),
@@ -104,7 +105,7 @@ async fn a_claim_is_one_command_and_completions_of_many_are_one() {
     assert_eq!(inside[0], r#""MGET" "processed:b" "processed:c""#);
     assert_eq!(inside[1..], ["b", "c"].map(|id| format!(r#""SET" "processed:{id}" "1" "PX" "600000""#)));
     assert!(own[0].starts_with("\"EVALSHA\"") && own[0].contains(r#""2" "processed:b" "processed:c""#), "{own:?}");
-    let record = format!("v1 p {:032x} 1 30000 600000 e -", 8);
+    let record = format!("v1 p {:032x} 1 0 0 n 30000 600000 e -", 8);
     assert_eq!(own[1], format!(r#""SET" "processed:d" "{record}" "NX" "GET" "PX" "600000""#));
 
     // A duplicate is told by that one command alone.

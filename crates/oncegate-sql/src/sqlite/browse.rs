@@ -12,9 +12,11 @@ use super::desk::Request;
 use super::failure::Failure;
 use super::rows::{self, Unreadable};
 
-const ONE: &str = "SELECT expires, state, fingerprint, attempt, token, lease, horizon, guarantee, key FROM markers WHERE key = ?1";
+const ONE: &str = "SELECT expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee, key FROM markers
+    WHERE key = ?1";
 
-const PAGE: &str = "SELECT expires, state, fingerprint, attempt, token, lease, horizon, guarantee, key FROM markers WHERE key > ?1
+const PAGE: &str = "SELECT expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee, key FROM markers
+    WHERE key > ?1
     ORDER BY key LIMIT ?2";
 
 /// A marker, and how long it still stands; no time where there is none.
@@ -47,7 +49,7 @@ pub(crate) fn page(connection: &Connection, now: Now, after: &str, limit: usize)
 
 /// The key of a row, and what stands there.
 fn standing(row: &Row<'_>, now: Now) -> rusqlite::Result<(String, Result<Standing, Failure>)> {
-    let (key, expires): (String, i64) = (row.get(8)?, row.get(0)?);
+    let (key, expires): (String, i64) = (row.get(11)?, row.get(0)?);
     let left = Duration::from_millis(u64::try_from(expires.saturating_sub(now.wall)).unwrap_or_default());
     let standing = match rows::read(row, now) {
         Ok(found) => Ok((found.marker, (found.marker != Marker::Absent).then_some(left))),

@@ -249,7 +249,7 @@ fn clear_a_stretch(file: &OpenFile, place: &Place, sweep: &mut Sweep, now: Now) 
 #[cfg(test)]
 mod tests {
     use oncegate_core::MessageId;
-    use oncegate_core::marker::{Ask, Guarantee, Terms, Token};
+    use oncegate_core::marker::{Ask, Attempts, Guarantee, Terms, Token};
 
     use super::*;
 
@@ -274,7 +274,7 @@ mod tests {
 
         Desk::new(place).run(&requests);
         for answer in answers {
-            assert!(matches!(answer.blocking_recv().expect("answered")[..], [Ok(Verdict::Granted { attempt: 1 })]));
+            assert!(matches!(answer.blocking_recv().expect("answered")[..], [Ok(Verdict::Granted(Attempts { number: 1, .. }))]));
         }
         assert_eq!(looked.blocking_recv().expect("answered").expect("a marker"), Marker::Absent);
         let file = rusqlite::Connection::open(directory.path().join("markers.db")).expect("it opens");
@@ -346,7 +346,7 @@ mod tests {
             apply(&mut brief, &others);
             assert_eq!(left(), outlive, "{id}");
             let again = apply(&mut brief, &[asks(&done[0], Ask::Claim, 2, IDLE)]);
-            assert_eq!(again, [if outlive == 4 { Verdict::Duplicate } else { Verdict::Granted { attempt: 1 } }], "{id}");
+            assert_eq!(again, [if outlive == 4 { Verdict::Duplicate } else { Verdict::Granted(Attempts::new(1)) }], "{id}");
             let looked = brief.look(&key(&unresolved(id))).expect("a marker");
             assert!(matches!(looked, Marker::InProgress(hold) if hold.token == Token(1)), "{id}: {looked:?}");
         }

@@ -14,6 +14,8 @@ pub(crate) enum Failure {
     NotApplied(Problem),
     /// It may have been applied: ask again with the same token.
     Unknown(Problem),
+    /// The row of a key holds no marker; it concerns this key alone.
+    UnreadableMarker(Problem),
     /// It will never work like this.
     Misconfigured(Problem),
 }
@@ -43,6 +45,7 @@ impl From<Failure> for StoreError {
         match failure {
             Failure::NotApplied(problem) => Self::NotApplied(problem.into()),
             Failure::Unknown(problem) => Self::Unknown(problem.into()),
+            Failure::UnreadableMarker(problem) => Self::UnreadableMarker(problem.into()),
             Failure::Misconfigured(problem) => Self::Misconfigured(problem.into()),
         }
     }
@@ -55,6 +58,10 @@ impl Failure {
 
     pub(crate) fn unknown(text: impl AsRef<str>) -> Self {
         Self::Unknown(Problem { text: text.as_ref().into(), source: None })
+    }
+
+    pub(crate) fn unreadable_marker(text: impl AsRef<str>) -> Self {
+        Self::UnreadableMarker(Problem { text: text.as_ref().into(), source: None })
     }
 
     pub(crate) fn misconfigured(text: impl AsRef<str>) -> Self {

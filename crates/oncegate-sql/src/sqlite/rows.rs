@@ -3,27 +3,32 @@
 use std::time::Duration;
 
 use oncegate_core::Key;
-use oncegate_core::marker::{Age, Ask, Change, Doubt, Fingerprint, Guarantee, Hold, Marker, Operation, Terms, Token, Verdict, apply};
+use oncegate_core::marker::{
+    Age, Ask, Attempts, Change, Doubt, Effect, Fingerprint, Guarantee, Hold, Marker, Operation, Terms, Token, Verdict, apply,
+};
 use rusqlite::{CachedStatement, Connection, OptionalExtension, Params, Row, params};
 
 use super::clock::{Now, milliseconds};
 use super::failure::Failure;
 
-const READ: &str = "SELECT expires, state, fingerprint, attempt, token, lease, horizon, guarantee FROM markers WHERE key = ?1";
+const READ: &str = "SELECT expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee FROM markers
+    WHERE key = ?1";
 
-const WRITE: &str = "INSERT INTO markers (key, expires, state, fingerprint, attempt, token, lease, horizon, guarantee)
-    VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9)
-    ON CONFLICT (key) DO UPDATE SET expires = ?2, state = ?3, fingerprint = ?4, attempt = ?5, token = ?6, lease = ?7, horizon = ?8,
-        guarantee = ?9";
+const WRITE: &str =
+    "INSERT INTO markers (key, expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee)
+    VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12)
+    ON CONFLICT (key) DO UPDATE SET expires = ?2, state = ?3, fingerprint = ?4, attempt = ?5, base = ?6, crashes = ?7, effect = ?8,
+        token = ?9, lease = ?10, horizon = ?11, guarantee = ?12";
 
 /// Writes nothing where there is a row, expired or not.
-const WRITE_NEW: &str = "INSERT INTO markers (key, expires, state, fingerprint, attempt, token, lease, horizon, guarantee)
-    VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9)
+const WRITE_NEW: &str =
+    "INSERT INTO markers (key, expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee)
+    VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12)
     ON CONFLICT (key) DO NOTHING";
 
 /// Writes nothing unless this attempt of this claim is in progress, and is not forgotten.
-const COMPLETE_OWN: &str = "UPDATE markers SET expires = ?2, state = 0, fingerprint = ?3, attempt = NULL, token = NULL, lease = NULL,
-        horizon = NULL, guarantee = NULL
+const COMPLETE_OWN: &str = "UPDATE markers SET expires = ?2, state = 0, fingerprint = ?3, attempt = NULL, base = NULL, crashes = NULL,
+        effect = NULL, token = NULL, lease = NULL, horizon = NULL, guarantee = NULL
     WHERE key = ?1 AND state = 2 AND token = ?4 AND attempt = ?5 AND expires > ?6";
 
 const DELETE: &str = "DELETE FROM markers WHERE key = ?1";
@@ -90,7 +95,8 @@ impl<'connection> Rows<'connection> {
             Ask::Claim => (ABSENT.marker, ABSENT.age),
             Ask::Complete => {
                 let Terms { guarantee, lease, fingerprint, .. } = *terms;
-                let hold = Hold { token: *token, attempt: *attempt, lease, horizon: terms.horizon(), guarantee, fingerprint };
+                let (attempts, earlier, horizon) = (Attempts::new(*attempt), Effect::Nothing, terms.horizon());
+                let hold = Hold { token: *token, attempts, earlier, lease, horizon, guarantee, fingerprint };
                 (Marker::InProgress(hold), ABSENT.age)
             }
             _ => return Ok(None),
@@ -128,17 +134,30 @@ impl Now {
         self.wall + milliseconds(after).max(1)
     }
 
-    /// The nine columns of a row that is written now.
+    /// The columns of a row that is written now.
     fn columns<'key>(&self, key: &'key Key, marker: Marker, after: Duration) -> impl Params + use<'key> {
-        let (state, fingerprint, attempt, hold) = match marker {
+        let (state, fingerprint, hold) = match marker {
             Marker::Absent => unreachable!("a marker that is absent is deleted, not written"),
-            Marker::Done(fingerprint) => (0, fingerprint, None, None),
-            Marker::Cleared { attempt } => (1, None, Some(attempt), None),
-            Marker::InProgress(hold) => (2, hold.fingerprint, Some(hold.attempt), Some(hold)),
-            Marker::InDoubt(hold, Doubt::Waiting) => (3, hold.fingerprint, Some(hold.attempt), Some(hold)),
-            Marker::InDoubt(hold, Doubt::Reconciling) => (4, hold.fingerprint, Some(hold.attempt), Some(hold)),
-            Marker::Rejected(fingerprint) => (5, fingerprint, None, None),
+            Marker::Done(fingerprint) => (0, fingerprint, None),
+            Marker::Cleared { .. } => (1, None, None),
+            Marker::InProgress(hold) => (2, hold.fingerprint, Some(hold)),
+            Marker::InDoubt(hold, Doubt::Waiting) => (3, hold.fingerprint, Some(hold)),
+            Marker::InDoubt(hold, Doubt::Reconciling) => (4, hold.fingerprint, Some(hold)),
+            Marker::Rejected { fingerprint, .. } => (5, fingerprint, None),
         };
+        let tried = match marker {
+            Marker::Cleared { attempts, effect } => Some((attempts, effect)),
+            _ => hold.map(|hold| (hold.attempts, hold.earlier)),
+        };
+        let attempt = match marker {
+            Marker::Rejected { attempt, .. } => Some(attempt),
+            _ => tried.map(|(attempts, _)| attempts.number),
+        };
+        let [base, crashes] = [tried.map(|(attempts, _)| attempts.base), tried.map(|(attempts, _)| attempts.crashes)];
+        let effect = tried.map(|(_, effect)| match effect {
+            Effect::Nothing => 0,
+            Effect::Unknown => 1,
+        });
         // Below 10^18.
         let fingerprint = fingerprint.map(|it| it.get() as i64);
         let token = hold.map(|hold| hold.token.0.to_be_bytes());
@@ -148,15 +167,15 @@ impl Now {
             Guarantee::EffectivelyOnce => 1,
             Guarantee::Bare => 2,
         });
-        (key.as_str(), self.expires(after), state, fingerprint, attempt, token, lease, horizon, guarantee)
+        (key.as_str(), self.expires(after), state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee)
     }
 }
 
-/// Reads a row: expires, state, fingerprint, attempt, token, lease, horizon, guarantee.
+/// Reads a row, whose columns are those of [`READ`].
 pub(crate) fn read(row: &Row<'_>, now: Now) -> Result<Found, Unreadable> {
     let expires: i64 = row.get(0).map_err(|_| Unreadable)?;
     // Of what a done marker lacks, its guarantee is one thing.
-    let forgotten = if matches!(row.get(7), Ok(Some(0))) { now.unresolved_forgotten } else { now.forgotten };
+    let forgotten = if matches!(row.get(10), Ok(Some(0))) { now.unresolved_forgotten } else { now.forgotten };
     if expires <= forgotten {
         return Ok(ABSENT);
     }
@@ -165,15 +184,26 @@ pub(crate) fn read(row: &Row<'_>, now: Now) -> Result<Found, Unreadable> {
         Some(Ok(number)) if number < Fingerprint::LIMIT => Some(Fingerprint::new(number)),
         Some(_) => return Err(Unreadable),
     };
+    let count = |column| row.get::<_, u32>(column).map_err(|_| Unreadable);
+    let tried = || -> Result<(Attempts, Effect), Unreadable> {
+        let effect = match row.get(6) {
+            Ok(0) => Effect::Nothing,
+            Ok(1) => Effect::Unknown,
+            _ => return Err(Unreadable),
+        };
+        Ok((Attempts { number: count(3)?, base: count(4)?, crashes: count(5)? }, effect))
+    };
     let hold = || -> Result<(Hold, Age), Unreadable> {
-        let [lease, horizon] = [5, 6].map(|column| row.get::<_, i64>(column).ok().filter(|it| *it >= 0));
+        let (attempts, earlier) = tried()?;
+        let [lease, horizon] = [8, 9].map(|column| row.get::<_, i64>(column).ok().filter(|it| *it >= 0));
         let (lease, horizon) = (lease.ok_or(Unreadable)?, horizon.ok_or(Unreadable)?);
         let hold = Hold {
-            token: Token(u128::from_be_bytes(row.get(4).map_err(|_| Unreadable)?)),
-            attempt: row.get(3).map_err(|_| Unreadable)?,
+            token: Token(u128::from_be_bytes(row.get(7).map_err(|_| Unreadable)?)),
+            attempts,
+            earlier,
             lease: Duration::from_millis(lease.unsigned_abs()),
             horizon: Duration::from_millis(horizon.unsigned_abs()),
-            guarantee: match row.get(7) {
+            guarantee: match row.get(10) {
                 Ok(0) => Guarantee::AtMostOnce,
                 Ok(1) => Guarantee::EffectivelyOnce,
                 Ok(2) => Guarantee::Bare,
@@ -185,8 +215,11 @@ pub(crate) fn read(row: &Row<'_>, now: Now) -> Result<Found, Unreadable> {
     };
     let marker = match row.get(1) {
         Ok(0) => Marker::Done(fingerprint),
-        Ok(1) => Marker::Cleared { attempt: row.get(3).map_err(|_| Unreadable)? },
-        Ok(5) => Marker::Rejected(fingerprint),
+        Ok(1) => {
+            let (attempts, effect) = tried()?;
+            Marker::Cleared { attempts, effect }
+        }
+        Ok(5) => Marker::Rejected { attempt: count(3)?, fingerprint },
         Ok(state @ 2..=4) => {
             let (hold, age) = hold()?;
             let marker = match state {
@@ -211,7 +244,7 @@ fn age(written: i64, now: Now) -> Age {
 }
 
 pub(crate) fn unreadable(key: &str) -> Failure {
-    Failure::misconfigured(format!(
+    Failure::unreadable_marker(format!(
         "the row of {} in the table markers holds no marker that this release can read: delete the row, or upgrade oncegate here; it is left \
          as it is",
         key
@@ -231,6 +264,7 @@ mod tests {
     const WINDOW: i64 = 600_000;
     const START: i64 = 1_700_000_000_000;
     const HOUR: i64 = 3_600_000;
+    const TAKEN_OVER: Attempts = Attempts { number: 2, base: 1, crashes: 1 };
 
     fn file(directory: &Path) -> OpenFile {
         let place = Place { path: directory.join("markers.db"), synchronous: Default::default(), patience: Duration::ZERO };
@@ -255,9 +289,9 @@ mod tests {
     fn a_lease_and_a_window_end_when_they_are_over_and_not_before() {
         let directory = tempfile::tempdir().expect("a directory");
         let file = file(directory.path());
-        assert_eq!(ask(&file, at(START), Ask::Claim, 1), Verdict::Granted { attempt: 1 });
+        assert_eq!(ask(&file, at(START), Ask::Claim, 1), Verdict::Granted(Attempts::new(1)));
         assert_eq!(ask(&file, at(START + LEASE), Ask::Claim, 2), Verdict::Busy { remaining: Duration::ZERO });
-        assert_eq!(ask(&file, at(START + LEASE + 1), Ask::Claim, 2), Verdict::Granted { attempt: 2 });
+        assert_eq!(ask(&file, at(START + LEASE + 1), Ask::Claim, 2), Verdict::Granted(TAKEN_OVER));
     }
 
     #[test]
@@ -266,7 +300,7 @@ mod tests {
         let file = file(directory.path());
         assert_eq!(ask(&file, at(START), Ask::Complete, 1), Verdict::Done { marker_lost: true });
         assert_eq!(ask(&file, at(START + WINDOW - 1), Ask::Claim, 2), Verdict::Duplicate);
-        assert_eq!(ask(&file, at(START + WINDOW), Ask::Claim, 2), Verdict::Granted { attempt: 1 });
+        assert_eq!(ask(&file, at(START + WINDOW), Ask::Claim, 2), Verdict::Granted(Attempts::new(1)));
     }
 
     #[test]
@@ -274,7 +308,7 @@ mod tests {
         let claimed = || {
             let directory = tempfile::tempdir().expect("a directory");
             let file = file(directory.path());
-            assert_eq!(ask(&file, at(START), Ask::Claim, 1), Verdict::Granted { attempt: 1 });
+            assert_eq!(ask(&file, at(START), Ask::Claim, 1), Verdict::Granted(Attempts::new(1)));
             (file, directory)
         };
         let (file, _directory) = claimed();
@@ -304,7 +338,7 @@ mod tests {
             Now { wall: START + HOUR + later, held_since: START + HOUR, forgotten, unresolved_forgotten: forgotten }
         };
         assert_eq!(ask(&file, jumped(LEASE), Ask::Claim, 2), Verdict::Busy { remaining: Duration::ZERO });
-        assert_eq!(ask(&file, jumped(LEASE + 1), Ask::Claim, 2), Verdict::Granted { attempt: 2 });
+        assert_eq!(ask(&file, jumped(LEASE + 1), Ask::Claim, 2), Verdict::Granted(TAKEN_OVER));
 
         let directory = tempfile::tempdir().expect("a directory");
         let file = self::file(directory.path());
@@ -320,6 +354,6 @@ mod tests {
         let lease = Duration::from_millis(LEASE.unsigned_abs());
         assert_eq!(ask(&file, at(START), Ask::Claim, 2), Verdict::Busy { remaining: lease });
         // Not for an hour and a lease.
-        assert_eq!(ask(&file, at(START + LEASE + 1), Ask::Claim, 2), Verdict::Granted { attempt: 2 });
+        assert_eq!(ask(&file, at(START + LEASE + 1), Ask::Claim, 2), Verdict::Granted(TAKEN_OVER));
     }
 }

@@ -7,8 +7,8 @@ use rusqlite::Connection;
 
 use crate::support::{Directory, ask, at, claim};
 
-const FOREIGN: &str = "refused: holds no marker that this release can read";
-const DELETE: &str = "the consumer ends: delete the row, or upgrade oncegate here";
+const FOREIGN: &str = "unreadable: holds no marker that this release can read";
+const DELETE: &str = "in doubt: delete the row, or upgrade oncegate here";
 const NEWER: &str = "the consumer does not start: upgrade oncegate here";
 
 /// The scope of the consumer that meets it.
@@ -26,6 +26,9 @@ const ROWS: &[Row] = &[
     ("a lease below nothing", "UPDATE markers SET lease = -1", FOREIGN, DELETE),
     ("no attempt", "UPDATE markers SET attempt = NULL", FOREIGN, DELETE),
     ("an attempt beyond 32 bits", "UPDATE markers SET attempt = 4294967296", FOREIGN, DELETE),
+    ("no number to count attempts from", "UPDATE markers SET base = NULL", FOREIGN, DELETE),
+    ("crashes below nothing", "UPDATE markers SET crashes = -1", FOREIGN, DELETE),
+    ("an effect that nobody knows", "UPDATE markers SET effect = 9", FOREIGN, DELETE),
     ("a guarantee that nobody knows", "UPDATE markers SET guarantee = 9", FOREIGN, DELETE),
     ("a fingerprint below nothing", "UPDATE markers SET fingerprint = -1", FOREIGN, DELETE),
     ("the table of a newer release", "PRAGMA user_version = 2", "refused: newer release", NEWER),
@@ -65,6 +68,7 @@ async fn told(directory: &Directory) -> String {
     match ask(&at(directory.file()), claim("a", 7)).await {
         Ok(Verdict::Granted { .. }) => "granted".to_owned(),
         Err(StoreError::Misconfigured(why)) => format!("refused: {why}"),
+        Err(StoreError::UnreadableMarker(why)) => format!("unreadable: {why}"),
         other => format!("{other:?}"),
     }
 }
@@ -86,7 +90,7 @@ async fn a_marker(made: &str, claimed: Operation) -> Directory {
 
 /// What stands in the table.
 fn dump(directory: &Directory) -> String {
-    let shown = "SELECT quote(expires) || quote(state) || quote(fingerprint) || quote(attempt) || quote(token) || quote(lease)
+    let shown = "SELECT quote(expires) || quote(state) || quote(fingerprint) || quote(attempt) || quote(base) || quote(crashes) || quote(effect) || quote(token) || quote(lease)
         || quote(horizon) || quote(guarantee) FROM markers";
     directory.raw().query_row(shown, [], |row| row.get(0)).expect("a row")
 }

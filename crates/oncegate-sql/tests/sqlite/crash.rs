@@ -4,7 +4,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use oncegate_core::marker::{Marker, Verdict};
+use oncegate_core::marker::{Attempts, Marker, Verdict};
 
 use crate::support::{Directory, Random, at, claim, complete, key, verdicts};
 
@@ -78,5 +78,5 @@ async fn what_was_answered_before_kill_9_is_known_after_it() {
     let whole: String = directory.raw().query_row("PRAGMA integrity_check", [], |row| row.get(0)).expect("an answer");
     assert_eq!(whole, "ok");
     // And it goes on.
-    assert_eq!(verdicts(&store, &[claim("next", 1)]).await, [Verdict::Granted { attempt: 1 }]);
+    assert_eq!(verdicts(&store, &[claim("next", 1)]).await, [Verdict::Granted(Attempts::new(1))]);
 }

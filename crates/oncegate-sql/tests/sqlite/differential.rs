@@ -52,7 +52,7 @@ async fn history(seed: u64, seen: &mut HashMap<String, u32>) {
             let verdict = answer.unwrap_or_else(|error| panic!("seed {seed} step {step}: {error}; {operation:?} on {before:?}"));
             assert!(same(verdict, expected), "seed {seed} step {step}: {verdict:?}, not {expected:?}: {operation:?} on {before:?}");
             let word = format!("{verdict:?}");
-            *seen.entry(word.split([' ', '{']).next().unwrap_or_default().to_owned()).or_default() += 1;
+            *seen.entry(word.split([' ', '{', '(']).next().unwrap_or_default().to_owned()).or_default() += 1;
         }
         for (key, entry) in &model {
             let context = format!("seed {seed} step {step} after {batch:?}");
@@ -130,7 +130,7 @@ fn choose(random: &mut Random, model: &HashMap<Key, Entry>) -> Operation {
         fingerprint: random.pick(&[None, None, Some(Fingerprint::new(7)), Some(Fingerprint::new(Fingerprint::LIMIT - 1))]),
     };
     let terms = if random.below(10) == 0 { Terms { guarantee: Guarantee::Bare, ..terms } } else { terms };
-    let ask = match random.below(14) {
+    let ask = match random.below(17) {
         0..=4 => Ask::Claim,
         5 => Ask::Renew,
         6 => Ask::Complete,
@@ -139,11 +139,16 @@ fn choose(random: &mut Random, model: &HashMap<Key, Entry>) -> Operation {
         9 => Ask::Reject(Effect::Unknown),
         10 | 11 => Ask::Doubt,
         12 => Ask::Resolve(random.pick(&[Finding::Happened, Finding::DidNotHappen])),
+        13 | 14 => {
+            let seen = if random.below(4) == 0 { Marker::Absent } else { marker };
+            Ask::SendBack { seen, effect: random.pick(&[Effect::Nothing, Effect::Unknown]) }
+        }
+        15 => Ask::Withdraw,
         _ => Ask::Forget { seen: if random.below(3) == 0 { Marker::Done(None) } else { marker } },
     };
     let (holder, at) = match marker {
-        Marker::InProgress(hold) | Marker::InDoubt(hold, _) => (hold.token.0, hold.attempt),
-        Marker::Cleared { attempt } => (u128::MAX - random.below(4) as u128, attempt),
+        Marker::InProgress(hold) | Marker::InDoubt(hold, _) => (hold.token.0, hold.attempts.number),
+        Marker::Cleared { attempts, .. } => (u128::MAX - random.below(4) as u128, attempts.number),
         _ => (u128::MAX - random.below(4) as u128, 1),
     };
     let token = if random.below(3) == 0 { u128::MAX - random.below(4) as u128 } else { holder };

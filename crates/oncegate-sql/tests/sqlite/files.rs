@@ -5,7 +5,7 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use oncegate_core::marker::Verdict;
+use oncegate_core::marker::{Attempts, Verdict};
 use oncegate_core::{Memory, Store, StoreError};
 use oncegate_sql::{Sqlite, Synchronous};
 use rusqlite::Connection;
@@ -207,7 +207,7 @@ async fn a_row_that_cannot_be_read_spoils_no_other() {
     raw.execute("UPDATE markers SET fingerprint = -1 WHERE key = 'c'", []).expect("written");
     let answers = store.apply(&[claim("a", 2), claim("b", 1), claim("c", 1), claim("d", 1), claim("e", 1)]).await;
     for (answer, id) in answers.iter().zip(["a", "b", "c"]) {
-        let Err(error @ StoreError::Misconfigured(_)) = answer else { panic!("{answer:?}") };
+        let Err(error @ StoreError::UnreadableMarker(_)) = answer else { panic!("{answer:?}") };
         says(&line(error), &[&format!("the row of {id} "), "delete the row", "left as it is"]);
     }
     assert!(matches!(answers[3..], [Ok(GRANTED), Ok(GRANTED)]), "{answers:?}");
@@ -329,6 +329,6 @@ async fn what_a_full_disk_does_not_take_is_not_granted_and_all_else_is_known() {
     assert!(found.status.success(), "{}{}", String::from_utf8_lossy(&found.stdout), String::from_utf8_lossy(&found.stderr));
     // There is room again.
     let store = directory.store();
-    assert_eq!(ask(&store, claim("0-0", 1)).await.expect("a verdict"), Verdict::Granted { attempt: 1 });
-    assert_eq!(ask(&store, claim("next", 1)).await.expect("a verdict"), Verdict::Granted { attempt: 1 });
+    assert_eq!(ask(&store, claim("0-0", 1)).await.expect("a verdict"), Verdict::Granted(Attempts::new(1)));
+    assert_eq!(ask(&store, claim("next", 1)).await.expect("a verdict"), Verdict::Granted(Attempts::new(1)));
 }

@@ -3,9 +3,10 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use oncegate_core::marker::{Ask, Operation};
+use oncegate_core::{Failure, Reconciled};
 use tokio::sync::Notify;
 
-use super::report::{Ended, Run};
+use super::report::{Ended, Reconcile, Run};
 use crate::Fate;
 
 /// What may be done to a run.
@@ -49,6 +50,7 @@ struct State {
     /// How many consumers have ended.
     life: u32,
     runs: Vec<Run>,
+    reconciles: Vec<Reconcile>,
 }
 
 impl Faults {
@@ -103,12 +105,22 @@ impl Faults {
         Some(state.runs.len() - 1)
     }
 
-    /// `reconcile` of a consumer of this life is about to run; whether that consumer lives.
-    pub(super) fn reconciles(&self, life: u32) -> bool {
+    /// `reconcile` of a consumer of this life is about to run: its place among the reconciles. `None` if that consumer is gone.
+    pub(super) fn reconcile_starts(&self, life: u32, id: &str, attempt: u32) -> Option<usize> {
         let mut state = self.lock();
-        let lives = !state.crashing && state.life == life;
-        state.running += usize::from(lives);
-        lives
+        if state.crashing || state.life != life {
+            return None;
+        }
+        state.running += 1;
+        let after = state.runs.len();
+        state.reconciles.push(Reconcile { id: id.to_owned(), attempt, found: None, after });
+        Some(state.reconciles.len() - 1)
+    }
+
+    /// What a reconcile found, if it did before its consumer ended.
+    pub(super) fn found(&self, reconcile: usize, found: &Result<Reconciled, Failure>) {
+        let found = found.as_ref().copied().map_err(ToString::to_string);
+        self.lock().reconciles[reconcile].found = Some(found);
     }
 
     /// How a run ended, if it did before its consumer.
@@ -144,8 +156,9 @@ impl Faults {
         ends
     }
 
-    pub(super) fn runs(&self) -> Vec<Run> {
-        self.lock().runs.clone()
+    pub(super) fn runs(&self) -> (Vec<Run>, Vec<Reconcile>) {
+        let state = self.lock();
+        (state.runs.clone(), state.reconciles.clone())
     }
 
     pub(super) fn assert_all_came_to_pass(&self) {

@@ -2,13 +2,14 @@
 
 use std::collections::BTreeSet;
 
-use oncegate_core::{DeadLetter, IdSource, MemoryBroker};
+use oncegate_core::{DeadLetter, IdSource, MemoryBroker, Reconciled};
 
 /// What became of all messages of a [`Kit`](super::Kit), once each is settled.
 #[derive(Debug)]
 pub struct Report {
     ids: BTreeSet<String>,
     runs: Vec<Run>,
+    reconciles: Vec<Reconcile>,
     dead_letters: Vec<DeadLetter>,
     in_doubt: Vec<DeadLetter>,
     set_aside: BTreeSet<String>,
@@ -36,17 +37,35 @@ pub enum Ended {
     Cut,
 }
 
+/// One call of the handler's `reconcile`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Reconcile {
+    /// The id.
+    pub id: String,
+    /// The attempt, as `reconcile` was told it.
+    pub attempt: u32,
+    /// What it found out, or the text of its failure; `None` where a crash, a panic or a timeout cut it.
+    pub found: Option<Result<Reconciled, String>>,
+    /// How many runs had begun by then, of all ids: it stands between that many and the rest of [`Report::runs`].
+    pub after: usize,
+}
+
 impl Report {
-    pub(super) fn new(ids: BTreeSet<String>, runs: Vec<Run>, broker: &MemoryBroker, id: &IdSource) -> Self {
+    pub(super) fn new(ids: BTreeSet<String>, runs: Vec<Run>, reconciles: Vec<Reconcile>, broker: &MemoryBroker, id: &IdSource) -> Self {
         let (dead_letters, in_doubt) = (broker.dead_letters(), broker.in_doubt());
-        let aside = dead_letters.iter().chain(&in_doubt).filter_map(|letter| id.read(&letter.message));
+        let aside = dead_letters.iter().chain(&in_doubt).filter_map(|letter| id.read(&letter.message).ok());
         let set_aside = aside.map(|id| id.to_string()).collect();
-        Self { ids, runs, dead_letters, in_doubt, set_aside }
+        Self { ids, runs, reconciles, dead_letters, in_doubt, set_aside }
     }
 
     /// Every start of the handler, in order.
     pub fn runs(&self) -> &[Run] {
         &self.runs
+    }
+
+    /// Every call of `reconcile`, in order.
+    pub fn reconciles(&self) -> &[Reconcile] {
+        &self.reconciles
     }
 
     /// How often the handler was started for this id.
@@ -97,21 +116,36 @@ impl Report {
         if let Some(letter) = self.dead_letters.iter().chain(&self.in_doubt).next() {
             let story = letter.story.clone().unwrap_or_default();
             let (id, said) = (story.id.unwrap_or_default(), story.last_error.unwrap_or_default());
-            panic!("`{id}` was set aside, {}: {said}", letter.reason.as_str());
+            panic!("`{id}` was set aside, {}: {said}. Its runs: {}", letter.reason.as_str(), self.story(&id));
         }
         self
     }
 
+    /// What the handler did and said of an id, in order.
     fn story(&self, id: &str) -> String {
-        let runs = self.runs.iter().filter(|run| run.id == id).map(|run| {
+        let runs = self.runs.iter().enumerate().filter(|(_, run)| run.id == id).map(|(place, run)| {
             let ended = match run.ended {
                 Ended::Happened => "returned Ok",
                 Ended::Failed => "failed",
                 Ended::Cut => "was cut off",
             };
-            format!("attempt {} {ended}", run.attempt)
+            (place + 1, format!("attempt {} {ended}", run.attempt))
         });
-        let runs: Vec<_> = runs.collect();
-        if runs.is_empty() { "none".to_owned() } else { runs.join(", then ") }
+        let reconciles = self.reconciles.iter().filter(|it| it.id == id).map(|it| {
+            let found = match &it.found {
+                Some(Ok(Reconciled::Happened)) => "said that it happened",
+                Some(Ok(Reconciled::DidNotHappen)) => "said that it did not happen",
+                Some(Ok(Reconciled::Unknown)) => "could not tell",
+                Some(Err(failure)) => &format!("failed ({failure})"),
+                None => "was cut off",
+            };
+            (it.after, format!("reconcile (attempt {}) {found}", it.attempt))
+        });
+        let mut steps: Vec<(usize, String)> = runs.chain(reconciles).collect();
+        steps.sort_by_key(|(place, _)| *place); // stable: a run comes before what reconciles it
+        let again = steps.chunk_by(|(_, one), (_, next)| one == next);
+        let steps: Vec<String> =
+            again.map(|same| if same.len() == 1 { same[0].1.clone() } else { format!("{}, {} times", same[0].1, same.len()) }).collect();
+        if steps.is_empty() { "none".to_owned() } else { steps.join(", then ") }
     }
 }

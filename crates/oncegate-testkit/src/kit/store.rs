@@ -50,7 +50,7 @@ impl Remembered {
     fn in_doubt(&self, key: &Key) -> usize {
         // No id has the sign that stands behind a scope.
         let id = key.as_str().rsplit('|').next().unwrap_or_default();
-        let is_it = |message| self.id.read(message).is_some_and(|it| it.as_str() == id);
+        let is_it = |message| self.id.read(message).is_ok_and(|it| it.as_str() == id);
         self.broker.in_doubt().iter().filter(|letter| is_it(&letter.message)).count()
     }
 

@@ -60,11 +60,11 @@ impl<H: Handler> Handler for Watched<H> {
     }
 
     async fn reconcile(&self, payload: H::Payload, cx: &Context) -> Result<Reconciled, Failure> {
-        if !self.faults.reconciles(self.life) {
-            return pending().await;
-        }
+        let Some(place) = self.faults.reconcile_starts(self.life, cx.id(), cx.attempt()) else { return pending().await };
         let _running = Running(self.faults.clone());
-        self.handler.reconcile(payload, cx).await
+        let found = self.handler.reconcile(payload, cx).await;
+        self.faults.found(place, &found);
+        found
     }
 }
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use oncegate_core::marker::{
-    Ask, Doubt, Effect, Finding, Fingerprint, Guarantee, Hold, Marker, Operation, Terms, Token, UNRESOLVED_AT_MOST_ONCE, Verdict,
+    Ask, Attempts, Doubt, Effect, Finding, Fingerprint, Guarantee, Hold, Marker, Operation, Terms, Token, UNRESOLVED_AT_MOST_ONCE, Verdict,
 };
 use oncegate_core::{Key, MessageId, Store, StoreError};
 
@@ -27,8 +27,15 @@ pub(crate) const DONE: Verdict = Verdict::Done { marker_lost: false };
 pub(crate) const DONE_THOUGH_LOST: Verdict = Verdict::Done { marker_lost: true };
 
 pub(crate) const fn granted(attempt: u32) -> Verdict {
-    Verdict::Granted { attempt }
+    Verdict::Granted(Attempts::new(attempt))
 }
+
+/// A first attempt that was doubted, and the doubt taken by a claim.
+pub(crate) const DOUBTED_ONCE: Attempts = Attempts { number: 2, base: 1, crashes: 0 };
+/// A first attempt whose holder's lease has ended, taken in doubt by a claim.
+pub(crate) const CRASHED_ONCE: Attempts = Attempts { number: 2, base: 2, crashes: 1 };
+/// A first attempt whose holder's lease has ended, granted anew.
+pub(crate) const TAKEN_OVER: Attempts = Attempts { number: 2, base: 1, crashes: 1 };
 
 pub(crate) fn key(id: impl AsRef<[u8]>) -> Key {
     Key::new(&MessageId::new(id).expect("no law uses an empty id"))
@@ -81,28 +88,41 @@ impl Asker {
 }
 
 /// The hold of a claim on the usual terms.
-pub(crate) fn hold(guarantee: Guarantee, token: Token, attempt: u32) -> Hold {
+pub(crate) fn hold(guarantee: Guarantee, token: Token, attempts: Attempts, earlier: Effect) -> Hold {
     let horizon = if guarantee == AT_MOST_ONCE { UNRESOLVED_AT_MOST_ONCE } else { WINDOW };
-    Hold { token, attempt, lease: LONG, horizon, guarantee, fingerprint: None }
+    Hold { token, attempts, earlier, lease: LONG, horizon, guarantee, fingerprint: None }
+}
+
+pub(crate) fn cleared(attempt: u32, effect: Effect) -> Marker {
+    Marker::Cleared { attempts: Attempts::new(attempt), effect }
+}
+
+pub(crate) fn rejected(attempt: u32, fingerprint: Option<Fingerprint>) -> Marker {
+    Marker::Rejected { attempt, fingerprint }
 }
 
 pub(crate) fn running(guarantee: Guarantee, token: Token, attempt: u32) -> Marker {
-    Marker::InProgress(hold(guarantee, token, attempt))
+    Marker::InProgress(hold(guarantee, token, Attempts::new(attempt), Effect::Nothing))
 }
 
 pub(crate) fn doubted(guarantee: Guarantee, token: Token, attempt: u32) -> Marker {
-    Marker::InDoubt(hold(guarantee, token, attempt), Doubt::Waiting)
+    Marker::InDoubt(hold(guarantee, token, Attempts::new(attempt), Effect::Unknown), Doubt::Waiting)
 }
 
+/// A claim has taken the doubt of the attempt before.
 pub(crate) fn reconciled(token: Token, attempt: u32) -> Marker {
-    Marker::InDoubt(hold(AT_MOST_ONCE, token, attempt), Doubt::Reconciling)
+    reconciling(token, Attempts { number: attempt, ..DOUBTED_ONCE })
+}
+
+pub(crate) fn reconciling(token: Token, attempts: Attempts) -> Marker {
+    Marker::InDoubt(hold(AT_MOST_ONCE, token, attempts, Effect::Unknown), Doubt::Reconciling)
 }
 
 /// The hold of a marker that has one.
 pub(crate) fn hold_of(marker: &mut Marker) -> Option<&mut Hold> {
     match marker {
         Marker::InProgress(hold) | Marker::InDoubt(hold, _) => Some(hold),
-        Marker::Absent | Marker::Cleared { .. } | Marker::Rejected(_) | Marker::Done(_) => None,
+        Marker::Absent | Marker::Cleared { .. } | Marker::Rejected { .. } | Marker::Done(_) => None,
     }
 }
 
@@ -122,12 +142,13 @@ pub(crate) fn of_body(mut marker: Marker, body: Option<Fingerprint>) -> Marker {
     marker
 }
 
-/// Every ask but a claim and a forget.
-pub(crate) const HOLDERS_ASKS: [Ask; 9] = [
+/// Every ask but a claim and what a person asks.
+pub(crate) const HOLDERS_ASKS: [Ask; 10] = [
     Ask::Renew,
     Ask::Complete,
     Ask::Clear(Effect::Nothing),
     Ask::Clear(Effect::Unknown),
+    Ask::Withdraw,
     Ask::Reject(Effect::Nothing),
     Ask::Reject(Effect::Unknown),
     Ask::Doubt,

@@ -123,7 +123,7 @@ impl Belief {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::laws::ask::{Asker, EFFECTIVELY_ONCE, MINE, THEIRS, granted, key};
+    use crate::laws::ask::{Asker, EFFECTIVELY_ONCE, MINE, TAKEN_OVER, THEIRS, granted, key};
 
     const LEASE: Duration = Duration::from_millis(100);
 
@@ -132,6 +132,7 @@ mod tests {
         let (start, key) = (Instant::now(), key("k"));
         let at = |from: u64, to: u64| Span { from: start + Duration::from_millis(from), to: start + Duration::from_millis(to) };
         let busy = |remaining: u64| Verdict::Busy { remaining: Duration::from_millis(remaining) };
+        let taken = Verdict::Granted(TAKEN_OVER);
         let first = Asker::new(EFFECTIVELY_ONCE, MINE, 0).lease(LEASE).claims(&key);
         let second = Asker::new(EFFECTIVELY_ONCE, THEIRS, 0).claims(&key);
         let hear = |during: Span, verdict| {
@@ -139,9 +140,9 @@ mod tests {
             belief.hear(&first, at(0, 5), granted(1)).expect("it is new");
             belief.hear(&second, during, verdict).is_ok()
         };
-        assert!(hear(at(50, 52), busy(50)) && !hear(at(50, 52), granted(2)) && !hear(at(50, 52), busy(20)) && !hear(at(50, 52), busy(90)));
-        assert!(hear(at(200, 202), granted(2)) && !hear(at(200, 202), busy(0)) && !hear(at(200, 202), granted(1)));
-        assert!(hear(at(80, 130), granted(2)) && hear(at(80, 130), busy(20)) && hear(at(80, 130), busy(0)) && !hear(at(80, 130), busy(60)));
+        assert!(hear(at(50, 52), busy(50)) && !hear(at(50, 52), taken) && !hear(at(50, 52), busy(20)) && !hear(at(50, 52), busy(90)));
+        assert!(hear(at(200, 202), taken) && !hear(at(200, 202), busy(0)) && !hear(at(200, 202), granted(1)));
+        assert!(hear(at(80, 130), taken) && hear(at(80, 130), busy(20)) && hear(at(80, 130), busy(0)) && !hear(at(80, 130), busy(60)));
     }
 
     #[test]

@@ -1,9 +1,9 @@
 //! Rows of the operation table: a marker, a question, its answer, and the marker afterwards.
 
-use oncegate_core::marker::{Ask, Doubt, Effect, Finding, Hold, Marker, Operation, Terms, Token, Verdict};
+use oncegate_core::marker::{self, Ask, Attempts, Doubt, Effect, Finding, Hold, Marker, Operation, Terms, Token, Verdict};
 use oncegate_core::{Key, Store};
 
-use super::ask::{AT_MOST_ONCE, Asker, DONE_THOUGH_LOST, EFFECTIVELY_ONCE, LONG, SHORT, SLACK, granted, key, terms, verdicts};
+use super::ask::{AT_MOST_ONCE, Asker, DONE_THOUGH_LOST, EFFECTIVELY_ONCE, LONG, SHORT, SLACK, granted, hold, key, terms, verdicts};
 
 /// One row. A marker whose lease is [`SHORT`] is asked about when its lease is over.
 #[derive(Clone, Debug)]
@@ -92,54 +92,100 @@ impl std::fmt::Display for Row {
 }
 
 fn asker_of(hold: &Hold) -> Asker {
-    let Hold { token, attempt, lease, guarantee, fingerprint, horizon } = *hold;
+    let Hold { token, attempts, lease, guarantee, fingerprint, horizon, .. } = *hold;
     // What is unresolved in at most once is kept for its horizon, whatever the window.
     let window = if guarantee == AT_MOST_ONCE { terms(guarantee).window } else { horizon };
-    Asker { token, attempt, terms: Terms { guarantee, lease, window, fingerprint } }
+    Asker { token, attempt: attempts.number, terms: Terms { guarantee, lease, window, fingerprint } }
 }
 
-/// The operations that make an absent marker this one, with their verdicts.
+/// The operations that make an absent marker this one, with their verdicts. A crash takes time: it is brought about by none.
 pub(crate) fn bring_about(key: &Key, marker: &Marker) -> Vec<Exchange> {
     let maker = |attempt| Asker::new(AT_MOST_ONCE, MAKER, attempt);
-    match marker {
+    match *marker {
         Marker::Absent => Vec::new(),
-        Marker::Cleared { attempt } => vec![
-            (maker(*attempt).asks(Ask::Doubt, key), Verdict::Kept),
-            (maker(*attempt).asks(Ask::Resolve(Finding::DidNotHappen), key), Verdict::Kept),
-        ],
+        Marker::Cleared { attempts, effect } => bring_about_cleared(key, attempts, effect),
         Marker::InProgress(hold) => {
-            let before = if hold.attempt == 1 { Marker::Absent } else { Marker::Cleared { attempt: hold.attempt - 1 } };
-            let mut made = bring_about(key, &before);
-            made.push((asker_of(hold).claims(key), granted(hold.attempt)));
+            let mut made = before(key, &hold);
+            made.push((asker_of(&hold).claims(key), Verdict::Granted(hold.attempts)));
             made
         }
-        Marker::InDoubt(hold, Doubt::Waiting) => vec![(asker_of(hold).asks(Ask::Doubt, key), Verdict::Kept)],
-        Marker::InDoubt(hold, Doubt::Reconciling) => vec![
-            (maker(hold.attempt - 1).body(hold.fingerprint).asks(Ask::Doubt, key), Verdict::Kept),
-            (asker_of(hold).claims(key), Verdict::InDoubt { attempt: hold.attempt }),
-        ],
-        Marker::Rejected(body) => {
-            vec![(maker(1).body(*body).claims(key), granted(1)), (maker(1).asks(Ask::Reject(Effect::Nothing), key), Verdict::Kept)]
+        Marker::InDoubt(hold, Doubt::Waiting) => {
+            let mut made = bring_about_cleared(key, Attempts::all_forgiven(hold.attempts.base), Effect::Nothing);
+            made.push((asker_of(&hold).asks(Ask::Doubt, key), Verdict::Kept));
+            made
         }
-        Marker::Done(body) => vec![(maker(1).body(*body).asks(Ask::Complete, key), DONE_THOUGH_LOST)],
+        Marker::InDoubt(hold, Doubt::Reconciling) => {
+            let Attempts { number, base, crashes } = hold.attempts;
+            let mut made = bring_about_cleared(key, Attempts::all_forgiven(base - 1), Effect::Nothing);
+            made.push((maker(number - 1).body(hold.fingerprint).asks(Ask::Doubt, key), Verdict::Kept));
+            made.push((asker_of(&hold).claims(key), Verdict::InDoubt(Attempts { number, base, crashes })));
+            made
+        }
+        Marker::Rejected { attempt, fingerprint } => {
+            let hold = hold(AT_MOST_ONCE, MAKER, Attempts::new(attempt), Effect::Nothing);
+            let mut made = before(key, &hold);
+            made.push((maker(0).body(fingerprint).claims(key), granted(attempt)));
+            made.push((maker(attempt).asks(Ask::Reject(Effect::Nothing), key), Verdict::Kept));
+            made
+        }
+        Marker::Done(body) => vec![(maker(1).body(body).asks(Ask::Complete, key), DONE_THOUGH_LOST)],
     }
 }
 
-/// Questions that no other marker answers alike: every field of it, but for its age. They leave nothing behind, or a
-/// visitor's claim.
+/// What is there before a claim that is granted this hold.
+fn before(key: &Key, hold: &Hold) -> Vec<Exchange> {
+    match hold.attempts.number {
+        1 if hold.earlier == Effect::Nothing => Vec::new(),
+        number => bring_about_cleared(key, Attempts { number: number - 1, ..hold.attempts }, hold.earlier),
+    }
+}
+
+fn bring_about_cleared(key: &Key, attempts: Attempts, effect: Effect) -> Vec<Exchange> {
+    let Attempts { number, base, .. } = attempts;
+    let send_back = |effect| Ask::SendBack { seen: Marker::Absent, effect };
+    if number == base {
+        return vec![(Asker::new(EFFECTIVELY_ONCE, MAKER, base).asks(send_back(effect), key), Verdict::Kept)];
+    }
+    match effect {
+        Effect::Nothing => vec![
+            (Asker::new(EFFECTIVELY_ONCE, MAKER, base).asks(send_back(Effect::Nothing), key), Verdict::Kept),
+            (Asker::new(AT_MOST_ONCE, MAKER, number).asks(Ask::Doubt, key), Verdict::Kept),
+            (Asker::new(AT_MOST_ONCE, MAKER, number).asks(Ask::Resolve(Finding::DidNotHappen), key), Verdict::Kept),
+        ],
+        Effect::Unknown => {
+            let mut made = bring_about_cleared(key, Attempts { number: number - 1, ..attempts }, Effect::Nothing);
+            let lax = Asker::new(EFFECTIVELY_ONCE, MAKER, number);
+            made.push((lax.claims(key), Verdict::Granted(attempts)));
+            made.push((lax.asks(Ask::Clear(Effect::Unknown), key), Verdict::Kept));
+            made
+        }
+    }
+}
+
+/// Questions that no other marker answers alike: every field of it, but for its age. They leave nothing behind, or a marker that
+/// a visitor freed or claimed.
 pub(crate) fn questions(key: &Key, marker: &Marker) -> Vec<Exchange> {
-    let visitor = Asker::new(EFFECTIVELY_ONCE, VISITOR, 1).lease(LONG);
-    let forget = |seen| visitor.asks(Ask::Forget { seen }, key);
+    let visitor = Asker::new(EFFECTIVELY_ONCE, VISITOR, 0).lease(LONG);
+    let send_back = |seen| visitor.asks(Ask::SendBack { seen, effect: Effect::Nothing }, key);
     match *marker {
         Marker::Absent => vec![(visitor.claims(key), granted(1))],
-        Marker::Cleared { attempt } => vec![(visitor.claims(key), granted(attempt.saturating_add(1)))],
-        // What is in progress is not forgotten; its holder's doubt keeps all of it, and then it is.
+        // What is in progress is not sent back; its holder's doubt keeps all of it, and then it is.
         Marker::InProgress(hold) => vec![
-            (forget(Marker::InDoubt(hold, Doubt::Waiting)), Verdict::Lost),
-            (forget(Marker::InDoubt(hold, Doubt::Reconciling)), Verdict::Lost),
+            (send_back(Marker::InDoubt(hold, Doubt::Waiting)), Verdict::Lost),
+            (send_back(Marker::InDoubt(hold, Doubt::Reconciling)), Verdict::Lost),
             (asker_of(&hold).asks(Ask::Doubt, key), Verdict::Kept),
-            (forget(Marker::InDoubt(hold, Doubt::Waiting)), Verdict::Kept),
+            (send_back(Marker::InDoubt(hold, Doubt::Waiting)), Verdict::Kept),
         ],
-        Marker::InDoubt(..) | Marker::Rejected(_) | Marker::Done(_) => vec![(forget(*marker), Verdict::Kept)],
+        Marker::Done(_) => {
+            vec![(visitor.claims(key), Verdict::Duplicate), (visitor.asks(Ask::Forget { seen: *marker }, key), Verdict::Kept)]
+        }
+        Marker::InDoubt(..) | Marker::Rejected { .. } | Marker::Cleared { .. } => {
+            let asked = send_back(*marker);
+            match marker::freed(&asked) {
+                // Sending back is kept, too, where the marker is already what it would become.
+                Some(freed) if freed != *marker => vec![(send_back(freed), Verdict::Lost), (asked, Verdict::Kept)],
+                _ => vec![(asked, Verdict::Kept)],
+            }
+        }
     }
 }

@@ -31,6 +31,7 @@ macro_rules! __each_store_law {
             $($with)*;
             a_new_id_is_granted
             a_cleared_id_is_granted_its_next_attempt
+            an_unknown_outcome_is_in_doubt_in_at_most_once
             a_repeated_claim_is_the_same_grant
             a_live_lease_is_busy
             an_ended_lease_is_taken_over_in_effectively_once
@@ -51,6 +52,7 @@ macro_rules! __each_store_law {
             completing_a_lost_marker_says_so
             clearing_a_first_attempt_deletes_it
             clearing_keeps_the_attempt
+            withdrawing_spends_nothing
             an_unknown_outcome_is_not_cleared_in_at_most_once
             clearing_what_is_free_changes_nothing
             rejecting_is_remembered_in_at_most_once
@@ -58,7 +60,9 @@ macro_rules! __each_store_law {
             the_holder_doubts
             what_is_free_can_be_doubted
             a_doubt_is_resolved_as_it_was_seen
-            an_operator_forgets_what_was_seen
+            a_person_sends_back_what_was_seen
+            a_person_forgets_what_is_done
+            what_is_unknown_stays_unknown
             another_permit_changes_nothing
             bare_is_the_literal_gate
             a_lease_ends_when_it_was_said

@@ -13,8 +13,11 @@ use super::kafka_doors::{self, KafkaDoor, KafkaUser};
 use super::port::free_ports;
 use super::server::{Kind, Server, temporary_directory, write};
 
-/// The name of the cluster: `oncegate-kafka-1` in base64.
-const CLUSTER: &str = "b25jZWdhdGUta2Fma2EtMQ";
+/// The cluster id where none is given: `oncegate-kafka-1` in base64.
+pub(crate) const CLUSTER_ID: &str = "b25jZWdhdGUta2Fma2EtMQ";
+
+/// The file with the broker's settings.
+const PROPERTIES: &str = "server.properties";
 
 /// A Kafka broker of one's own, its own controller too. Needs `java`, and `mvn` when the broker was not fetched yet.
 pub type KafkaServer = Server<Kafka>;
@@ -37,6 +40,8 @@ pub(crate) struct Quorum {
     pub(crate) controllers: Vec<u16>,
     /// Counted from 0.
     pub(crate) node: usize,
+    /// The same for all of them.
+    pub(crate) cluster_id: String,
 }
 
 impl KafkaServer {
@@ -46,7 +51,16 @@ impl KafkaServer {
     /// # Errors
     /// [`ServerError`], with the end of the server's log, when it does not start or cannot be fetched.
     pub fn start() -> Result<Self, ServerError> {
-        Self::start_with(None)
+        Self::start_with(CLUSTER_ID, None)
+    }
+
+    /// Starts a broker of a cluster with this id, so that clients can tell it from the other ones: an id is 16 bytes in base64
+    /// without padding.
+    ///
+    /// # Errors
+    /// As [`KafkaServer::start`].
+    pub fn start_cluster(cluster_id: &str) -> Result<Self, ServerError> {
+        Self::start_with(cluster_id, None)
     }
 
     /// Starts a broker with every [`KafkaDoor`]: by the plain one a test's own tools come in. Its certificate is for
@@ -55,12 +69,12 @@ impl KafkaServer {
     /// # Errors
     /// As [`KafkaServer::start`], or when no certificate can be made.
     pub fn start_secured(user: KafkaUser) -> Result<Self, ServerError> {
-        Self::start_with(Some(user))
+        Self::start_with(CLUSTER_ID, Some(user))
     }
 
-    fn start_with(user: Option<KafkaUser>) -> Result<Self, ServerError> {
+    fn start_with(cluster_id: &str, user: Option<KafkaUser>) -> Result<Self, ServerError> {
         let [controller] = free_ports().map_err(|source| io("find free ports", source))?;
-        Self::start_in(&Quorum { controllers: vec![controller], node: 0 }, user)
+        Self::start_in(&Quorum { controllers: vec![controller], node: 0, cluster_id: cluster_id.to_owned() }, user)
     }
 
     /// Starts one node of several, which answers once most of them are there.
@@ -76,8 +90,8 @@ impl KafkaServer {
             kafka_doors::make_certificates(Kafka::NAME, directory.path())?;
             written += &kafka_doors::properties(user, directory.path());
         }
-        write(Kafka::NAME, &directory.path().join("server.properties"), &written)?;
-        kafka.format(directory.path())?;
+        write(Kafka::NAME, &directory.path().join(PROPERTIES), &written)?;
+        kafka.format(directory.path(), &quorum.cluster_id)?;
         Self::launch(kafka, directory)
     }
 
@@ -106,9 +120,23 @@ impl KafkaServer {
         (self.directory().join(certificates::CLIENT_CERTIFICATE), self.directory().join(certificates::CLIENT_KEY))
     }
 
-    /// Its port on 127.0.0.1, the same for as long as this value lives.
+    /// Its port on 127.0.0.1, the same for as long as this value lives, unless it takes another one's.
     pub fn port(&self) -> u16 {
         self.kind().port
+    }
+
+    /// Gives this broker the port of another one, from its next start on: clients of that one then reach this one, as they do
+    /// when an address is pointed to another cluster. Both brokers are stopped, and neither has other doors than the plain one.
+    ///
+    /// # Errors
+    /// [`ServerError::Io`] when the broker's properties cannot be read or written.
+    pub fn take_port_of(&mut self, other: &Self) -> Result<(), ServerError> {
+        let path = self.directory().join(PROPERTIES);
+        let written = std::fs::read_to_string(&path).map_err(|source| io("read the properties", source))?;
+        let (own, taken) = (self.brokers(), other.brokers());
+        write(Kafka::NAME, &path, &written.replace(&own, &taken))?;
+        self.kind_mut().port = other.port();
+        Ok(())
     }
 }
 
@@ -120,7 +148,7 @@ impl Kind for Kafka {
     fn commands(&self, directory: &Path) -> Vec<Command> {
         let mut command = self.java();
         command.args([self.heap, "-Dorg.slf4j.simpleLogger.showDateTime=true", "kafka.Kafka"]);
-        command.arg(directory.join("server.properties"));
+        command.arg(directory.join(PROPERTIES));
         vec![command]
     }
 
@@ -137,9 +165,9 @@ impl Kafka {
     }
 
     /// Prepares an empty data directory.
-    fn format(&self, directory: &Path) -> Result<(), ServerError> {
+    fn format(&self, directory: &Path, cluster_id: &str) -> Result<(), ServerError> {
         let mut command = self.java();
-        command.args(["kafka.tools.StorageTool", "format", "-t", CLUSTER, "-c"]).arg(directory.join("server.properties"));
+        command.args(["kafka.tools.StorageTool", "format", "-t", cluster_id, "-c"]).arg(directory.join(PROPERTIES));
         command.args(self.user.iter().flat_map(KafkaUser::scram));
         let output = command.output().map_err(|source| io("run java", source))?;
         if output.status.success() {
@@ -172,7 +200,7 @@ impl Kafka {
     /// A node that is broker and controller. Groups form at once, and sessions may be as short as a test wants. Of three
     /// nodes one may fail.
     fn properties(&self, quorum: &Quorum, directory: &Path) -> String {
-        let Quorum { controllers, node } = quorum;
+        let Quorum { controllers, node, .. } = quorum;
         let doors: Vec<(&str, u16)> =
             [(KafkaDoor::Plain, self.port)].iter().chain(&self.doors).map(|(door, port)| (door.listener(), *port)).collect();
         let at = |host: &str| doors.iter().map(|(name, port)| format!("{name}://{host}:{port}")).collect::<Vec<_>>().join(",");

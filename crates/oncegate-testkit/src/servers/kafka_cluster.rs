@@ -1,6 +1,6 @@
 //! Three Kafka brokers as one cluster.
 
-use super::kafka::Quorum;
+use super::kafka::{CLUSTER_ID, Quorum};
 use super::port::free_ports;
 use super::server::Kind;
 use super::{Kafka, KafkaServer, ServerError, io};
@@ -21,7 +21,7 @@ impl KafkaServers {
         // None answers before most of them are there.
         let nodes = std::thread::scope(|scope| {
             let starting = (0..controllers.len()).map(|node| {
-                let quorum = Quorum { controllers: controllers.to_vec(), node };
+                let quorum = Quorum { controllers: controllers.to_vec(), node, cluster_id: CLUSTER_ID.to_owned() };
                 scope.spawn(move || KafkaServer::start_in(&quorum, None))
             });
             let starting: Vec<_> = starting.collect();

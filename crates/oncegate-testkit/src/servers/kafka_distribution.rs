@@ -1,5 +1,6 @@
 //! Where the Kafka broker's files come from: Maven Central, once, into a cache outside the repository.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -10,18 +11,19 @@ const VERSION: &str = "4.3.0";
 
 /// Whether [`fetch_kafka`] would find the broker already there.
 pub fn kafka_is_fetched() -> bool {
-    has_broker(&libraries())
+    is_complete(&libraries())
 }
 
 /// The directory with the broker's jars: `$ONCEGATE_CACHE/kafka-4.3.0/libs`, by default in `~/.cache/oncegate`.
 ///
-/// Fetches them (54 MB) when they are not there; needs `mvn` for that. Several processes may do so at once.
+/// With them are those of MirrorMaker 2. Fetches them (54 MB) when they are not all there; needs `mvn` for that. Several processes may do
+/// so at once.
 ///
 /// # Errors
 /// [`ServerError`] when Maven fails or the cache cannot be written.
 pub fn fetch_kafka() -> Result<PathBuf, ServerError> {
     let libraries = libraries();
-    if has_broker(&libraries) {
+    if is_complete(&libraries) {
         return Ok(libraries);
     }
     println!("fetching the Kafka broker {VERSION} into {}", libraries.display());
@@ -41,28 +43,27 @@ pub fn fetch_kafka() -> Result<PathBuf, ServerError> {
         });
     }
     keep(&project.path().join("libs"), &libraries)?;
-    if has_broker(&libraries) { Ok(libraries) } else { Err(ServerError::NoBroker { directory: libraries }) }
+    if is_complete(&libraries) { Ok(libraries) } else { Err(ServerError::NoBroker { directory: libraries }) }
 }
 
-/// Copies beside the target first and renames then: whoever looks sees all of it or nothing.
+/// Puts each jar in its place by renaming a copy, and the one that [`is_complete`] looks for after the others: who finds that one
+/// finds them all. Jars that are there already stay, since a broker may run from them.
 fn keep(fetched: &Path, libraries: &Path) -> Result<(), ServerError> {
-    let cache = libraries.parent().expect("libraries() ends in libs");
-    let beside = cache.join(format!("libs.{}", std::process::id()));
-    let copy = || -> std::io::Result<()> {
-        std::fs::create_dir_all(&beside)?;
-        for entry in std::fs::read_dir(fetched)? {
-            let entry = entry?;
-            std::fs::copy(entry.path(), beside.join(entry.file_name()))?;
+    let put = |name: &OsStr| -> std::io::Result<()> {
+        if libraries.join(name).is_file() {
+            return Ok(());
         }
-        Ok(())
+        let beside = libraries.join(format!("{}.{}", name.display(), std::process::id()));
+        std::fs::copy(fetched.join(name), &beside)?;
+        std::fs::rename(&beside, libraries.join(name))
     };
-    copy().map_err(|source| io("fill the cache", source))?;
-    match std::fs::rename(&beside, libraries) {
-        Ok(()) => Ok(()),
-        // Another process was faster.
-        Err(_) if has_broker(libraries) => std::fs::remove_dir_all(&beside).map_err(|source| io("tidy the cache", source)),
-        Err(source) => Err(io("fill the cache", source)),
-    }
+    let copy = || -> std::io::Result<()> {
+        std::fs::create_dir_all(libraries)?;
+        let mut names = std::fs::read_dir(fetched)?.map(|it| Ok(it?.file_name())).collect::<std::io::Result<Vec<_>>>()?;
+        names.sort_by_key(|name| *name == *last_jar());
+        names.iter().try_for_each(|name| put(name))
+    };
+    copy().map_err(|source| io("fill the cache", source))
 }
 
 fn libraries() -> PathBuf {
@@ -78,14 +79,20 @@ pub fn cache() -> PathBuf {
     }
 }
 
-fn has_broker(libraries: &Path) -> bool {
-    libraries.join(format!("kafka_2.13-{VERSION}.jar")).is_file()
+fn is_complete(libraries: &Path) -> bool {
+    libraries.join(last_jar()).is_file()
+}
+
+/// The jar that is fetched last.
+fn last_jar() -> String {
+    format!("connect-mirror-{VERSION}.jar")
 }
 
 fn pom() -> String {
     let dependencies: String = [
         ("org.apache.kafka", "kafka_2.13", VERSION),
         ("org.apache.kafka", "kafka-tools", VERSION),
+        ("org.apache.kafka", "connect-mirror", VERSION),
         ("org.slf4j", "slf4j-simple", "1.7.36"),
     ]
     .into_iter()

@@ -127,6 +127,20 @@ async fn at_most_once_asks_reconcile_after_each_crash() {
     let report = kit.crash_before_handler(1).crash_in_handler(1).crash_after_handler(1).run().await;
     report.assert_none_set_aside();
     assert_eq!((effects.count("a"), report.starts("a")), (1, 3), "{:?}", report.runs());
+    let last = report.reconciles().last().map(|it| (it.attempt, it.found.clone(), it.after));
+    assert_eq!(last, Some((6, Some(Ok(Reconciled::Happened)), 3)), "{:?}", report.reconciles());
+    let said = panics(|| _ = report.assert_none_lost(|_| 0));
+    let first = "Its runs: attempt 1 was cut off, then reconcile (attempt 2) said that it did not happen, then attempt 3";
+    assert!(said.contains(first) && said.ends_with("then reconcile (attempt 6) said that it happened"), "{said}");
+}
+
+/// What stands in doubt is told with what `reconcile` said of it.
+#[tokio::test(start_paused = true)]
+async fn what_nobody_knows_is_told_with_what_reconcile_said() {
+    let (handler, _) = Works::on(Sink::Adds);
+    let report = Kit::new(handler).guarantee(AtMostOnce).messages([("a", "nobody knows")]).crash_after_handler(1).run().await;
+    let said = panics(|| _ = report.assert_none_set_aside());
+    assert!(said.contains("Its runs: attempt 1 returned Ok, then reconcile (attempt 2) could not tell, 5 times"), "{said}");
 }
 
 #[tokio::test(start_paused = true)]
@@ -159,7 +173,7 @@ async fn what_is_set_aside_is_not_lost_and_is_said() {
 async fn a_fault_that_never_came_is_an_error() {
     let (handler, _) = Works::on(Sink::Upserts);
     tokio::time::pause();
-    let _ = Kit::new(handler).messages([("a", "work")]).settings(|it| it.attempts(3)).crash_after_handler(4).run().await;
+    let _ = Kit::new(handler).messages([("a", "work")]).settings(|it| it.max_crashes(2)).crash_after_handler(4).run().await;
 }
 
 /// As quick as a handler on a busy machine.

@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use oncegate_core::marker::{self, Age, Ask, Change, Effect, Marker, Operation, Verdict};
+use oncegate_core::marker::{self, Age, Ask, Attempts, Change, Effect, Marker, Operation, Verdict};
 use oncegate_core::{Key, MessageId, Store, StoreError, async_trait};
 use oncegate_testkit::laws::{run, store as law};
 
@@ -26,6 +26,8 @@ enum Mistake {
     CountsWholeSeconds,
     DropsTheAttempt,
     DropsTheSecondAttemptThatWasRejected,
+    ForgetsTheBase,
+    ForgetsWhatIsUnknown,
     KeepsForTheAskersWindow,
     DropsTheFingerprint,
     FoldsCase,
@@ -76,8 +78,14 @@ impl Mistaken {
             (
                 Mistake::DropsTheSecondAttemptThatWasRejected,
                 Ask::Reject(Effect::Nothing),
-                Change::Write(Marker::Cleared { attempt: 2 }, _),
+                Change::Write(Marker::Cleared { attempts: Attempts { number: 2, .. }, .. }, _),
             ) => Change::Delete,
+            (Mistake::ForgetsTheBase, _, Change::Write(Marker::Cleared { attempts, effect }, expiry)) => {
+                Change::Write(Marker::Cleared { attempts: Attempts { base: 0, ..attempts }, effect }, expiry)
+            }
+            (Mistake::ForgetsWhatIsUnknown, _, Change::Write(Marker::Cleared { attempts, .. }, expiry)) => {
+                Change::Write(Marker::Cleared { attempts, effect: Effect::Nothing }, expiry)
+            }
             (Mistake::KeepsForTheAskersWindow, _, Change::Write(held @ (Marker::InProgress(_) | Marker::InDoubt(..)), _)) => {
                 Change::Write(held, operation.terms.horizon())
             }
@@ -175,6 +183,10 @@ mistakes! {
     a_clock_of_seconds: CountsWholeSeconds breaks a_lease_ends_when_it_was_said;
     a_fence_that_steps_back: DropsTheAttempt breaks clearing_keeps_the_attempt, random_histories_go_as_the_reference_says;
     a_rejection_that_forgets_its_attempt: DropsTheSecondAttemptThatWasRejected breaks rejecting_clears_in_effectively_once;
+    a_budget_that_a_person_cannot_give_back: ForgetsTheBase breaks
+        a_person_sends_back_what_was_seen, a_person_forgets_what_is_done, random_histories_go_as_the_reference_says;
+    an_unknown_outcome_that_is_forgotten: ForgetsWhatIsUnknown breaks
+        an_unknown_outcome_is_in_doubt_in_at_most_once, what_is_unknown_stays_unknown, random_histories_go_as_the_reference_says;
     a_window_that_changes_with_the_settings: KeepsForTheAskersWindow breaks the_holders_window_decides;
     a_body_that_is_forgotten: DropsTheFingerprint breaks every_fingerprint_is_told_from_every_other;
     a_key_without_case: FoldsCase breaks ids_of_every_kind_stay_distinct, scopes_stay_distinct;

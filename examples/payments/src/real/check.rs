@@ -4,7 +4,7 @@ use std::fmt::Display;
 use std::future::Future;
 use std::time::Duration;
 
-use oncegate::{Memory, Redis, Store, StoreError};
+use oncegate::{Memory, Redis, Store};
 
 use super::{Error, Servers};
 use crate::cli::{Broker, Guaranteed, StoreKind};
@@ -54,7 +54,7 @@ async fn check_store(servers: &Servers, store: StoreKind, guaranteed: Guaranteed
         match asked.await {
             Ok(Some(Memory::Forgets(why))) => Err(REDIS.wrong(format!("at most once needs a store that does not forget, and {why}"))),
             Ok(_) => Ok(()),
-            Err(StoreError::NotApplied(why) | StoreError::Unknown(why) | StoreError::Misconfigured(why)) => Err(REDIS.wrong(why)),
+            Err(error) => Err(REDIS.wrong(error)),
         }
     })
     .await

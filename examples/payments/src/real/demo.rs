@@ -5,13 +5,13 @@ use std::pin::pin;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use clap::{Args, ValueEnum};
+use oncegate::shutdown_signal;
 
 use super::check::check;
 use super::fleet::{Fleet, Provider};
 use super::rundir::RunDir;
 use super::watch::Watch;
 use super::wire::{Queue, Wire};
-use super::work::terminated;
 use super::{Error, Servers};
 use crate::cli::{Broker, Cli, Promise, StoreKind};
 use crate::ledger::LedgerFile;
@@ -95,7 +95,7 @@ pub(crate) async fn run(cli: &Cli) -> Result<Report, Error> {
     }
     let store = cli.store.unwrap_or(StoreKind::Redis);
     // From before the first process starts: who ends here must take them along.
-    let mut terminated = pin!(terminated()?);
+    let mut terminated = pin!(shutdown_signal());
     tokio::select! {
         checked = check(&cli.servers, cli.broker, store, cli.promise.guarantee) => checked?,
         () = &mut terminated => return Err("stopped by a signal".into()),

@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Args;
+use oncegate::shutdown_signal;
 use tokio::net::TcpListener;
 
 use super::Error;
 use super::rundir::RunDir;
 use super::traces::Traces;
-use super::work::terminated;
 use crate::bank::{Bank, Pace};
 use crate::cli::Promise;
 use crate::faults::Faults;
@@ -51,7 +51,7 @@ pub(super) async fn run(arguments: &Arguments) -> Result<(), Error> {
     let bank = Bank::new(ledger, faults, arguments.promise.repeats(), pace, unsure_of);
     println!("http://{}", listener.local_addr()?);
     std::io::stdout().flush()?;
-    let serving = axum::serve(listener, crate::http::router(Arc::clone(&bank))).with_graceful_shutdown(terminated()?);
+    let serving = axum::serve(listener, crate::http::router(Arc::clone(&bank))).with_graceful_shutdown(shutdown_signal());
     tokio::select! {
         served = serving => Ok(served?),
         () = say(&bank) => Ok(()),

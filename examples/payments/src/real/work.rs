@@ -1,14 +1,12 @@
 //! `payments work`: one worker.
 
-use std::future::Future;
 use std::io::IsTerminal;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
-use oncegate::{Consumer, IdSource, Open, Redis, Sqlite, Store};
-use tokio::signal::unix::{SignalKind, signal};
+use oncegate::{Consumer, IdSource, Open, Redis, Sqlite, Store, shutdown_signal};
 use tokio::time::Instant;
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::layer::{Layer, SubscriberExt};
@@ -58,7 +56,7 @@ pub(crate) struct Arguments {
     /// How many payments are charged at once.
     #[arg(long, default_value_t = 256)]
     in_flight: usize,
-    /// How many attempts a payment gets; a kill costs one, and a fault of the provider another.
+    /// How many attempts a payment gets, and how many kills may hit it; a fault of the provider costs an attempt.
     #[arg(long, default_value_t = ATTEMPTS)]
     attempts: u32,
     /// Where to answer /live, /ready, /status and /metrics; with port 0 the system chooses, and it is said which.
@@ -72,7 +70,7 @@ pub(crate) struct Arguments {
 pub(super) async fn run(arguments: &Arguments) -> Result<(), Error> {
     let errors = oncegate_admin::LastErrors::new();
     let lines = tracing_subscriber::fmt::layer().with_ansi(std::io::stderr().is_terminal()).with_writer(std::io::stderr);
-    let said = lines.and_then(errors.clone()).with_filter(EnvFilter::new("warn,oncegate=info"));
+    let said = lines.and_then(errors.clone()).with_filter(EnvFilter::new("warn,oncegate=info,lapin=off"));
     let said = tracing_subscriber::registry().with(said);
     #[cfg(feature = "otlp")]
     let traces = super::traces::Traces::beside("payments-worker")?;
@@ -163,22 +161,12 @@ async fn consume_through(source: impl Open, store: impl Store + 'static, argumen
         .lease(lease)
         .backoff(Duration::from_millis(50), lease / 4)
         .attempts(arguments.attempts)
+        .max_crashes(arguments.attempts.max(2))
         .in_flight(arguments.in_flight)
         .readiness(watched.readiness)
         .status(watched.status)
         .handler(Charge { provider: Provider::Http(crate::http::Client::at(&arguments.provider)?) })
-        .run_until(terminated()?)
+        .run_until(shutdown_signal())
         .await?;
     Ok(())
-}
-
-/// Over at SIGTERM or Ctrl-C.
-pub(super) fn terminated() -> Result<impl Future<Output = ()> + Send + 'static, Error> {
-    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-    Ok(async move {
-        tokio::select! {
-            _ = terminate.recv() => {}
-            _ = interrupt.recv() => {}
-        }
-    })
 }

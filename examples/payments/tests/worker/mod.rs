@@ -34,6 +34,16 @@ impl Worker {
         Self { process, out, errors }
     }
 
+    /// Where its admin port is.
+    fn admin(&self) -> String {
+        loop {
+            let line = self.errors.recv_timeout(PATIENCE).expect("it says where its admin port is");
+            if let Some((_, address)) = line.split_once("admin port http://") {
+                return address.trim_end_matches("/status").to_owned();
+            }
+        }
+    }
+
     /// Ends it as an operator does. How often it has written of each id by then, with those of before.
     fn stop(mut self, mut counts: HashMap<String, usize>) -> HashMap<String, usize> {
         kill_process(Pid::from_child(&self.process), Signal::TERM).expect("it runs");
@@ -74,28 +84,32 @@ async fn everything_is_handled_once(broker: &str, produce: impl Fn(&str) -> Comm
     if sent_first {
         send();
     }
-    let worker = Worker::start(&[
-        ("ONCEGATE_STORE_URL", &redis),
-        ("ONCEGATE_STORE_SCOPE", &name),
-        ("ONCEGATE_STORE_TIMEOUT", "10s"),
-        ("ONCEGATE_GATE_BROKER", broker),
-        ("ONCEGATE_KAFKA_BROKERS", &kafka),
-        ("ONCEGATE_KAFKA_TOPIC", &name),
-        ("ONCEGATE_KAFKA_GROUP", &name),
-        ("ONCEGATE_RABBITMQ_URL", &rabbitmq),
-        ("ONCEGATE_RABBITMQ_QUEUE", &name),
-        ("ONCEGATE_ADMIN_LISTEN", "127.0.0.1:0"),
-    ]);
-    let admin = loop {
-        let line = worker.errors.recv_timeout(PATIENCE).expect("it says where its admin port is");
-        if let Some((_, address)) = line.split_once("admin port http://") {
-            break address.trim_end_matches("/status").to_owned();
-        }
+    let start = || {
+        Worker::start(&[
+            ("ONCEGATE_STORE_URL", &redis),
+            ("ONCEGATE_STORE_SCOPE", &name),
+            ("ONCEGATE_STORE_TIMEOUT", "10s"),
+            ("ONCEGATE_GATE_BROKER", broker),
+            ("ONCEGATE_KAFKA_BROKERS", &kafka),
+            ("ONCEGATE_KAFKA_TOPIC", &name),
+            ("ONCEGATE_KAFKA_GROUP", &name),
+            ("ONCEGATE_RABBITMQ_URL", &rabbitmq),
+            ("ONCEGATE_RABBITMQ_QUEUE", &name),
+            ("ONCEGATE_ADMIN_LISTEN", "127.0.0.1:0"),
+        ])
     };
+    let worker = start();
+    worker.admin();
     if !sent_first {
         send();
     }
-    let (mut counts, begun) = (HashMap::new(), Instant::now());
+    // It is told to stop in the midst of its work: what it has begun it finishes, and the next goes on with the rest.
+    let mut counts = HashMap::new();
+    count(&mut counts, &worker.out.recv_timeout(PATIENCE).expect("it handles something"));
+    let mut counts = worker.stop(counts);
+    let worker = start();
+    let admin = worker.admin();
+    let begun = Instant::now();
     let ask = async |path: &str| reqwest::get(format!("http://{admin}/{path}")).await.expect("it answers");
     loop {
         match worker.out.recv_timeout(Duration::from_millis(100)) {

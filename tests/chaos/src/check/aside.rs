@@ -4,8 +4,9 @@ use super::{Finder, Invariant};
 use crate::ledger::{Asked, Place, What};
 use crate::message::Fate;
 
-/// Why a message is set aside that has had all its attempts, each of which ended with its process or with its lease; and why its copy is.
-const SPENT: [&str; 2] = ["attempts-spent", "rejected-before"];
+/// Why a message is set aside that has had all its attempts, each of which failed or ended with its process or its lease; and why its
+/// copy is.
+const SPENT: [&str; 3] = ["attempts-spent", "crashes-spent", "rejected-before"];
 
 pub(super) fn check(finder: &mut Finder<'_>, id: &str) {
     if Fate::of(id) != Fate::Work {

@@ -260,6 +260,8 @@ pub enum Asked {
     Resolve,
     /// An operator frees it.
     Forget,
+    /// [`Ask::SendBack`](oncegate::marker::Ask::SendBack).
+    SendBack,
 }
 
 /// How a handler ended.

@@ -372,8 +372,8 @@ impl<'a> Group<'a> {
                     Markers::Sqlite => file.look(&key).await?,
                 };
                 match marker {
-                    Marker::InProgress(hold) => held.push((id, format!("v1 p attempt {}", hold.attempt))),
-                    Marker::InDoubt(hold, Doubt::Reconciling) => held.push((id, format!("v1 r attempt {}", hold.attempt))),
+                    Marker::InProgress(hold) => held.push((id, format!("v1 p attempt {}", hold.attempts.number))),
+                    Marker::InDoubt(hold, Doubt::Reconciling) => held.push((id, format!("v1 r attempt {}", hold.attempts.number))),
                     _ => {}
                 }
             }

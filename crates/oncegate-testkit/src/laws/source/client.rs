@@ -120,6 +120,7 @@ pub fn accepted() -> Settlement {
     let policy = Policy {
         guarantee: Guarantee::EffectivelyOnce,
         attempts: 5,
+        crashes: 10,
         retries: 0,
         reconciles: 1,
         parks: 1,

@@ -18,7 +18,13 @@ pub async fn what_is_rejected_stands_in_the_dead_letters_with_its_story(queue: i
     queue.publish(Message::new("poison").with_header("payment-id", "42")).await;
     let mut client = Client::of(&queue).await;
     let poison = client.receive_one().await;
-    let story = Story { id: Some("42".into()), attempts: 3, first_error: Some("no route".into()), last_error: Some("no such card".into()) };
+    let story = Story {
+        id: Some("42".into()),
+        attempts: 3,
+        fence: 7,
+        first_error: Some("no route".into()),
+        last_error: Some("no such card".into()),
+    };
     client.settle_with(poison, Settlement::Reject(Reason::AttemptsSpent), story).await;
     client.close().await;
     let letters = set_aside(&queue, Destination::DeadLetters, 1).await;
@@ -29,6 +35,7 @@ pub async fn what_is_rejected_stands_in_the_dead_letters_with_its_story(queue: i
         (headers::REASON, "attempts-spent"),
         (headers::ID, "42"),
         (headers::ATTEMPTS, "3"),
+        (headers::FENCE, "7"),
         (headers::FIRST_ERROR, "no route"),
         (headers::LAST_ERROR, "no such card"),
     ] {

@@ -6,12 +6,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::Poll;
 use std::time::Duration;
 
-use oncegate_core::marker::{Ask, Effect, Finding, Guarantee, Marker, Operation, Token, Verdict};
+use oncegate_core::marker::{Ask, Attempts, Doubt, Effect, Finding, Guarantee, Marker, Operation, Token, UNKNOWN_ATTEMPT, Verdict};
 use oncegate_core::{Key, Store, StoreError};
 
 use crate::laws::ask::{
-    AT_MOST_ONCE, Asker, DONE, DONE_THOUGH_LOST, EFFECTIVELY_ONCE, LONG, MINE, THEIRS, answers, doubted, granted, key, reconciled, running,
-    verdict, verdicts,
+    AT_MOST_ONCE, Asker, DONE, DONE_THOUGH_LOST, DOUBTED_ONCE, EFFECTIVELY_ONCE, LONG, MINE, THEIRS, answers, cleared, doubted, granted,
+    hold, key, reconciled, rejected, running, verdict, verdicts,
 };
 use crate::laws::rows::{alike, bring_about, questions};
 use crate::loses_replies::{Fate, LosesReplies};
@@ -75,6 +75,7 @@ pub async fn one_bad_item_spoils_no_other(store: Arc<dyn Store>) {
         asker(8, 1).asks(Ask::Resolve(Finding::Happened), &taken),
         asker(8, 1).asks(Ask::Forget { seen: running(EFFECTIVELY_ONCE, Token(7), 1) }, &taken),
         asker(8, 1).asks(Ask::Forget { seen: Marker::Absent }, &key("absent")),
+        asker(8, 1).asks(Ask::SendBack { seen: running(EFFECTIVELY_ONCE, Token(7), 1), effect: Effect::Nothing }, &taken),
         asker(8, 1).lease(forever).window(Duration::ZERO).asks(Ask::Renew, &taken),
         asker(u128::MAX, 0).lease(Duration::ZERO).window(forever).asks(Ask::Renew, &taken),
     ]
@@ -94,6 +95,7 @@ pub async fn the_same_key_twice_in_a_batch_keeps_its_order(store: Arc<dyn Store>
     let (k, other, doubt) = (key("k"), key("other"), key("doubt"));
     let clear = Ask::Clear(Effect::Nothing);
     let strict = |token, attempt| Asker::new(AT_MOST_ONCE, Token(token), attempt);
+    let after_forget = Attempts { number: UNKNOWN_ATTEMPT + 1, base: UNKNOWN_ATTEMPT, crashes: 0 };
     let batch = [
         (asker(1, 0).claims(&k), granted(1)),
         (asker(9, 0).claims(&other), granted(1)),
@@ -107,14 +109,14 @@ pub async fn the_same_key_twice_in_a_batch_keeps_its_order(store: Arc<dyn Store>
         (asker(3, 0).claims(&k), granted(2)),
         (strict(4, 1).asks(Ask::Doubt, &doubt), Verdict::Kept),
         (asker(3, 2).asks(Ask::Complete, &k), DONE),
-        (strict(5, 0).claims(&doubt), Verdict::InDoubt { attempt: 2 }),
+        (strict(5, 0).claims(&doubt), Verdict::InDoubt(DOUBTED_ONCE)),
         (strict(4, 1).asks(Ask::Renew, &doubt), Verdict::Lost),
         (asker(4, 0).claims(&k), Verdict::Duplicate),
         (strict(5, 2).asks(Ask::Resolve(Finding::DidNotHappen), &doubt), Verdict::Kept),
         (asker(9, 1).asks(Ask::Complete, &other), DONE),
-        (strict(5, 0).claims(&doubt), granted(3)),
+        (strict(5, 0).claims(&doubt), Verdict::Granted(Attempts { number: 3, ..DOUBTED_ONCE })),
         (asker(4, 0).asks(Ask::Forget { seen: Marker::Done(None) }, &k), Verdict::Kept),
-        (asker(4, 0).claims(&k), granted(1)),
+        (asker(4, 0).claims(&k), Verdict::Granted(after_forget)),
     ];
     let (operations, expected): (Vec<_>, Vec<_>) = batch.into_iter().unzip();
     expect(&verdicts(&*store, &operations).await, &expected, &operations);
@@ -133,20 +135,22 @@ pub async fn half_a_batch_and_its_reply_lost_is_repaired_by_asking_again(store: 
     let mine = |guarantee, attempt| Asker::new(guarantee, MINE, attempt);
     let strict = |attempt| mine(AT_MOST_ONCE, attempt);
     let lax = |attempt| mine(EFFECTIVELY_ONCE, attempt);
+    let first = hold(AT_MOST_ONCE, MINE, Attempts::new(1), Effect::Nothing);
+    let doubted_anew = hold(AT_MOST_ONCE, MINE, Attempts::all_forgiven(1), Effect::Unknown);
     // What is there, what is asked, the verdict, and what it becomes.
     let rows = [
         (Marker::Absent, lax(0), Ask::Claim, granted(1), running(EFFECTIVELY_ONCE, MINE, 1)),
         (Marker::Absent, strict(0), Ask::Claim, granted(1), running(AT_MOST_ONCE, MINE, 1)),
         (running(EFFECTIVELY_ONCE, MINE, 1), lax(1), Ask::Complete, DONE, Marker::Done(None)),
-        (Marker::Cleared { attempt: 2 }, strict(0), Ask::Claim, granted(3), running(AT_MOST_ONCE, MINE, 3)),
-        (running(EFFECTIVELY_ONCE, MINE, 2), lax(2), Ask::Clear(Effect::Nothing), Verdict::Kept, Marker::Cleared { attempt: 2 }),
+        (cleared(2, Effect::Nothing), strict(0), Ask::Claim, granted(3), running(AT_MOST_ONCE, MINE, 3)),
+        (running(EFFECTIVELY_ONCE, MINE, 2), lax(2), Ask::Clear(Effect::Nothing), Verdict::Kept, cleared(2, Effect::Nothing)),
         (running(AT_MOST_ONCE, MINE, 1), strict(1), Ask::Clear(Effect::Nothing), Verdict::Kept, Marker::Absent),
-        (running(AT_MOST_ONCE, MINE, 1), strict(1), Ask::Doubt, Verdict::Kept, doubted(AT_MOST_ONCE, MINE, 1)),
+        (running(AT_MOST_ONCE, MINE, 1), strict(1), Ask::Doubt, Verdict::Kept, Marker::InDoubt(first, Doubt::Waiting)),
         (running(AT_MOST_ONCE, MINE, 1), strict(1), Ask::Renew, Verdict::Kept, running(AT_MOST_ONCE, MINE, 1)),
         (running(EFFECTIVELY_ONCE, THEIRS, 1), lax(0), Ask::Claim, BUSY, running(EFFECTIVELY_ONCE, THEIRS, 1)),
         (Marker::Done(None), lax(0), Ask::Claim, Verdict::Duplicate, Marker::Done(None)),
-        (doubted(AT_MOST_ONCE, THEIRS, 1), strict(0), Ask::Claim, Verdict::InDoubt { attempt: 2 }, reconciled(MINE, 2)),
-        (Marker::Absent, strict(1), Ask::Doubt, Verdict::Kept, doubted(AT_MOST_ONCE, MINE, 1)),
+        (doubted(AT_MOST_ONCE, THEIRS, 1), strict(0), Ask::Claim, Verdict::InDoubt(DOUBTED_ONCE), reconciled(MINE, 2)),
+        (Marker::Absent, strict(1), Ask::Doubt, Verdict::Kept, Marker::InDoubt(doubted_anew, Doubt::Waiting)),
     ];
     for applied in 0..=rows.len() {
         let keys: Vec<Key> = (0..rows.len()).map(|it| key(format!("{applied}-{it}"))).collect();
@@ -177,15 +181,17 @@ pub async fn a_lost_reply_is_repaired_by_asking_again(store: Arc<dyn Store>) {
     let lax = |attempt| Asker::new(EFFECTIVELY_ONCE, MINE, attempt);
     let lossy = LosesReplies::new(store.clone(), |asked: &[Operation]| Fate::Lost { applied: asked.len() });
     let forget = Ask::Forget { seen: Marker::Done(None) };
+    let send_back = Ask::SendBack { seen: rejected(4, None), effect: Effect::Unknown };
     // What is there, what is asked, the verdict when it is asked again, and what a claim is told then.
     let rows = [
-        (running(AT_MOST_ONCE, MINE, 2), strict(2), Ask::Reject(Effect::Unknown), Verdict::Lost, Verdict::Rejected),
+        (running(AT_MOST_ONCE, MINE, 2), strict(2), Ask::Reject(Effect::Unknown), Verdict::Lost, Verdict::Rejected { attempt: 2 }),
         (running(EFFECTIVELY_ONCE, MINE, 2), lax(2), Ask::Reject(Effect::Unknown), Verdict::Kept, granted(3)),
         (running(EFFECTIVELY_ONCE, MINE, 1), lax(1), Ask::Clear(Effect::Unknown), Verdict::Kept, granted(2)),
         (doubted(AT_MOST_ONCE, MINE, 2), strict(2), Ask::Resolve(Finding::DidNotHappen), Verdict::Lost, granted(3)),
         (doubted(AT_MOST_ONCE, MINE, 2), strict(2), Ask::Resolve(Finding::Happened), Verdict::Lost, Verdict::Duplicate),
-        (Marker::Cleared { attempt: 2 }, lax(1), Ask::Complete, DONE, Verdict::Duplicate),
-        (Marker::Done(None), lax(0), forget, Verdict::Lost, granted(1)),
+        (cleared(2, Effect::Nothing), lax(1), Ask::Complete, DONE, Verdict::Duplicate),
+        (Marker::Done(None), lax(4), forget, Verdict::Kept, Verdict::Granted(Attempts { number: 5, base: 4, crashes: 0 })),
+        (rejected(4, None), strict(0), send_back, Verdict::Kept, Verdict::Granted(Attempts { number: 5, base: 4, crashes: 0 })),
     ];
     for (it, (given, asker, ask, again, told)) in rows.into_iter().enumerate() {
         let key = key(format!("k{it}"));

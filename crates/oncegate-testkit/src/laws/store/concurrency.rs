@@ -2,11 +2,14 @@
 
 use std::sync::Arc;
 
-use oncegate_core::marker::{Ask, Guarantee, Operation, Token, Verdict};
+use oncegate_core::marker::{Ask, Attempts, Guarantee, Operation, Token, Verdict};
 use oncegate_core::{Key, Store};
 use tokio::sync::Barrier;
 
-use crate::laws::ask::{AT_MOST_ONCE, Asker, BOTH, DONE, EFFECTIVELY_ONCE, MINE, SHORT, SLACK, THEIRS, granted, key, verdict, verdicts};
+use crate::laws::ask::{
+    AT_MOST_ONCE, Asker, BOTH, CRASHED_ONCE, DONE, EFFECTIVELY_ONCE, MINE, SHORT, SLACK, TAKEN_OVER, THEIRS, granted, key, verdict,
+    verdicts,
+};
 
 /// The store, and its handle for renewals where it has one: two connections, as two programs have.
 pub(crate) fn handles(store: &Arc<dyn Store>) -> [Arc<dyn Store>; 2] {
@@ -55,7 +58,7 @@ pub async fn of_a_hundred_simultaneous_claims_one_is_granted(store: Arc<dyn Stor
 
 /// Of a hundred simultaneous claims of an id whose lease is over one takes it over, and one alone.
 pub async fn of_a_hundred_simultaneous_takeovers_one_wins(store: Arc<dyn Store>) {
-    for (guarantee, taken) in [(AT_MOST_ONCE, Verdict::InDoubt { attempt: 2 }), (EFFECTIVELY_ONCE, granted(2))] {
+    for (guarantee, taken) in [(AT_MOST_ONCE, Verdict::InDoubt(CRASHED_ONCE)), (EFFECTIVELY_ONCE, Verdict::Granted(TAKEN_OVER))] {
         for round in 0..5 {
             let key = key(format!("{guarantee:?}-{round}"));
             assert_eq!(verdict(&*store, Asker::new(guarantee, MINE, 0).lease(SHORT).claims(&key)).await, granted(1));
@@ -74,7 +77,7 @@ pub async fn of_a_hundred_who_find_a_doubt_one_reconciles(store: Arc<dyn Store>)
         let key = key(format!("k{round}"));
         assert_eq!(verdict(&*store, Asker::new(AT_MOST_ONCE, MINE, 1).asks(Ask::Doubt, &key)).await, Verdict::Kept);
         let heard = a_hundred_at_once(&store, |token| Asker::new(AT_MOST_ONCE, token, 0).claims(&key)).await;
-        assert_eq!(count(&heard, |it| *it == Verdict::InDoubt { attempt: 2 }), 1, "{heard:?}");
+        assert_eq!(count(&heard, |it| *it == Verdict::InDoubt(Attempts::all_forgiven(2))), 1, "{heard:?}");
         assert_eq!(count(&heard, |it| matches!(it, Verdict::Busy { .. })), 99, "{heard:?}");
     }
 }

@@ -117,6 +117,7 @@ struct Question {
 enum Asked {
     This(Ask),
     ForgetWhatIsThere,
+    SendBackWhatIsThere(Effect),
 }
 
 #[derive(Clone, Debug)]
@@ -152,10 +153,13 @@ fn question() -> impl Strategy<Value = Question> {
         1 => Just(Asked::This(Ask::Renew)),
         1 => Just(Asked::This(Ask::Complete)),
         1 => one_of(&[Ask::Clear(Effect::Nothing), Ask::Clear(Effect::Unknown)]),
+        1 => Just(Asked::This(Ask::Withdraw)),
         2 => one_of(&[Ask::Reject(Effect::Nothing), Ask::Reject(Effect::Unknown)]),
         2 => Just(Asked::This(Ask::Doubt)),
         1 => one_of(&[Ask::Resolve(Finding::Happened), Ask::Resolve(Finding::DidNotHappen)]),
         1 => prop_oneof![2 => Just(Asked::ForgetWhatIsThere), 1 => one_of(&[Ask::Forget { seen: Marker::Done(None) }])],
+        2 => select(vec![Effect::Nothing, Effect::Unknown]).prop_map(Asked::SendBackWhatIsThere),
+        1 => one_of(&[Ask::SendBack { seen: Marker::Absent, effect: Effect::Unknown }]),
     ];
     let by = prop_oneof![2 => Just(By::Holder), 1 => (0..4u128).prop_map(|token| By::Any(Token(token)))];
     let attempt = prop_oneof![13 => Just(Attempt::ThatOfTheHolder), 2 => Just(Attempt::TheNext), 1 => Just(Attempt::TheLast)];
@@ -181,11 +185,13 @@ impl Question {
         let ask = match &self.ask {
             Asked::This(ask) => *ask,
             Asked::ForgetWhatIsThere => Ask::Forget { seen: marker },
+            Asked::SendBackWhatIsThere(effect) => Ask::SendBack { seen: marker, effect: *effect },
         };
         let (holder, at) = match marker {
-            Marker::InProgress(hold) | Marker::InDoubt(hold, _) => (hold.token, hold.attempt),
-            Marker::Cleared { attempt } => (Token(0), attempt),
-            Marker::Absent | Marker::Rejected(_) | Marker::Done(_) => (Token(0), 1),
+            Marker::InProgress(hold) | Marker::InDoubt(hold, _) => (hold.token, hold.attempts.number),
+            Marker::Cleared { attempts, .. } => (Token(0), attempts.number),
+            Marker::Rejected { attempt, .. } => (Token(0), attempt),
+            Marker::Absent | Marker::Done(_) => (Token(0), 1),
         };
         let token = match self.by {
             By::Holder => holder,
@@ -260,11 +266,11 @@ async fn exchange(store: &dyn Store, twins: &mut [(Key, Belief)], batch: Vec<(us
 
 fn name(verdict: Verdict) -> &'static str {
     match verdict {
-        Verdict::Granted { .. } => "Granted",
-        Verdict::InDoubt { .. } => "InDoubt",
+        Verdict::Granted(_) => "Granted",
+        Verdict::InDoubt(_) => "InDoubt",
         Verdict::Busy { .. } => "Busy",
         Verdict::Duplicate => "Duplicate",
-        Verdict::Rejected => "Rejected",
+        Verdict::Rejected { .. } => "Rejected",
         Verdict::Conflict => "Conflict",
         Verdict::Kept => "Kept",
         Verdict::Done { .. } => "Done",

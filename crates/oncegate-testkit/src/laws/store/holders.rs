@@ -3,17 +3,17 @@
 use std::sync::Arc;
 
 use oncegate_core::Store;
-use oncegate_core::marker::{Ask, Doubt, Effect, Finding, Guarantee, Hold, Marker, Verdict};
+use oncegate_core::marker::{Ask, Attempts, Doubt, Effect, Finding, Guarantee, Hold, Marker, UNKNOWN_ATTEMPT, Verdict};
 
 use crate::laws::ask::{
-    AT_MOST_ONCE, Asker, BOTH, DONE, DONE_THOUGH_LOST, EFFECTIVELY_ONCE, HOLDERS_ASKS, LONG, MINE, THEIRS, WINDOW, body, doubted, granted,
-    of_body, over, reconciled, running,
+    AT_MOST_ONCE, Asker, BOTH, DONE, DONE_THOUGH_LOST, DOUBTED_ONCE, EFFECTIVELY_ONCE, HOLDERS_ASKS, LONG, MINE, THEIRS, WINDOW, body,
+    cleared, doubted, granted, hold, of_body, over, reconciled, rejected, running,
 };
 use crate::laws::rows::{Row, keep, row};
 
 const EFFECTS: [Effect; 2] = [Effect::Nothing, Effect::Unknown];
 const FINDINGS: [Finding; 2] = [Finding::Happened, Finding::DidNotHappen];
-const FREE: [Marker; 2] = [Marker::Absent, Marker::Cleared { attempt: 3 }];
+const FREE: [Marker; 2] = [Marker::Absent, Marker::Cleared { attempts: Attempts::new(3), effect: Effect::Nothing }];
 
 fn asks(guarantee: Guarantee, ask: Ask, attempt: u32) -> (Asker, Ask) {
     (Asker::new(guarantee, MINE, attempt), ask)
@@ -101,19 +101,39 @@ pub async fn clearing_a_first_attempt_deletes_it(store: Arc<dyn Store>) {
 /// A later attempt, and one whose outcome is unknown, keeps its number when it is cleared: it is a fence.
 pub async fn clearing_keeps_the_attempt(store: Arc<dyn Store>) {
     let name = "clear: in progress, mine, attempt > 1 or unknown";
-    let cleared = |of, effect, attempt| {
+    let clears = |of, effect, attempt| {
         let asked = asks(of, Ask::Clear(effect), attempt);
-        row(name, running(of, MINE, attempt), asked, Verdict::Kept, Marker::Cleared { attempt })
+        row(name, running(of, MINE, attempt), asked, Verdict::Kept, cleared(attempt, effect))
     };
     let rows = [
-        cleared(AT_MOST_ONCE, Effect::Nothing, 2),
-        cleared(AT_MOST_ONCE, Effect::Nothing, 3),
-        cleared(EFFECTIVELY_ONCE, Effect::Nothing, 2),
-        cleared(EFFECTIVELY_ONCE, Effect::Nothing, 3),
-        cleared(EFFECTIVELY_ONCE, Effect::Unknown, 1),
-        cleared(EFFECTIVELY_ONCE, Effect::Unknown, 2),
-        cleared(EFFECTIVELY_ONCE, Effect::Unknown, 4),
+        clears(AT_MOST_ONCE, Effect::Nothing, 2),
+        clears(AT_MOST_ONCE, Effect::Nothing, 3),
+        clears(EFFECTIVELY_ONCE, Effect::Nothing, 2),
+        clears(EFFECTIVELY_ONCE, Effect::Nothing, 3),
+        clears(EFFECTIVELY_ONCE, Effect::Unknown, 1),
+        clears(EFFECTIVELY_ONCE, Effect::Unknown, 2),
+        clears(EFFECTIVELY_ONCE, Effect::Unknown, 4),
     ];
+    keep(&*store, &rows).await;
+}
+
+/// A grant whose handler was not started is withdrawn as if it had not been granted: the budget and what is unknown of earlier
+/// attempts stay as they were. What is free already stays as it is.
+pub async fn withdrawing_spends_nothing(store: Arc<dyn Store>) {
+    let mut rows = Vec::new();
+    for of in BOTH {
+        let first = running(of, MINE, 1);
+        rows.push(row("withdraw: in progress, mine, attempt 1", first, asks(of, Ask::Withdraw, 1), Verdict::Kept, Marker::Absent));
+        // At most once is granted nothing that is unknown.
+        for earlier in EFFECTS.into_iter().filter(|earlier| *earlier == Effect::Nothing || of == EFFECTIVELY_ONCE) {
+            let attempts = Attempts { number: 4, base: 2, crashes: 0 };
+            let given = Marker::InProgress(hold(of, MINE, attempts, earlier));
+            let becomes = Marker::Cleared { attempts: Attempts { base: 3, ..attempts }, effect: earlier };
+            rows.push(row("withdraw: in progress, mine, attempt > 1", given, asks(of, Ask::Withdraw, 4), Verdict::Kept, becomes));
+        }
+        let asked = asks(of, Ask::Withdraw, 1);
+        rows.extend(FREE.map(|given| row("withdraw: absent, cleared", given, asked, Verdict::Kept, given)));
+    }
     keep(&*store, &rows).await;
 }
 
@@ -146,7 +166,7 @@ pub async fn rejecting_is_remembered_in_at_most_once(store: Arc<dyn Store>) {
             for attempt in [1, 2, 3] {
                 let given = of_body(running(AT_MOST_ONCE, MINE, attempt), of);
                 let asked = asks(AT_MOST_ONCE, Ask::Reject(effect), attempt);
-                rows.push(row("reject: in progress, mine, at most once", given, asked, Verdict::Kept, Marker::Rejected(of)));
+                rows.push(row("reject: in progress, mine, at most once", given, asked, Verdict::Kept, rejected(attempt, of)));
             }
         }
         let asked = asks(AT_MOST_ONCE, Ask::Reject(effect), 1);
@@ -159,15 +179,15 @@ pub async fn rejecting_is_remembered_in_at_most_once(store: Arc<dyn Store>) {
 pub async fn rejecting_clears_in_effectively_once(store: Arc<dyn Store>) {
     let name = "reject: in progress, mine, effectively once";
     let of = EFFECTIVELY_ONCE;
-    let rejected =
+    let rejects =
         |effect, attempt, becomes| row(name, running(of, MINE, attempt), asks(of, Ask::Reject(effect), attempt), Verdict::Kept, becomes);
     let mut rows = vec![
-        rejected(Effect::Nothing, 1, Marker::Absent),
-        rejected(Effect::Nothing, 2, Marker::Cleared { attempt: 2 }),
-        rejected(Effect::Nothing, 3, Marker::Cleared { attempt: 3 }),
-        rejected(Effect::Unknown, 2, Marker::Cleared { attempt: 2 }),
-        rejected(Effect::Unknown, 1, Marker::Cleared { attempt: 1 }),
-        rejected(Effect::Unknown, 3, Marker::Cleared { attempt: 3 }),
+        rejects(Effect::Nothing, 1, Marker::Absent),
+        rejects(Effect::Nothing, 2, cleared(2, Effect::Nothing)),
+        rejects(Effect::Nothing, 3, cleared(3, Effect::Nothing)),
+        rejects(Effect::Unknown, 2, cleared(2, Effect::Unknown)),
+        rejects(Effect::Unknown, 1, cleared(1, Effect::Unknown)),
+        rejects(Effect::Unknown, 3, cleared(3, Effect::Unknown)),
     ];
     for effect in EFFECTS {
         let asked = asks(of, Ask::Reject(effect), 1);
@@ -189,7 +209,8 @@ pub async fn the_holder_doubts(store: Arc<dyn Store>) {
             rows.push(row("doubt: mine", given, asked, Verdict::Kept, becomes));
             rows.extend(on_other_terms(Ask::Doubt).map(|asked| row("doubt: mine, on other terms", given, asked, Verdict::Kept, becomes)));
         }
-        rows.push(row("doubt: in doubt, mine", reconciled(MINE, 2), asked, Verdict::Kept, doubted(AT_MOST_ONCE, MINE, 2)));
+        let waiting = waiting(hold(AT_MOST_ONCE, MINE, DOUBTED_ONCE, Effect::Unknown));
+        rows.push(row("doubt: in doubt, mine", reconciled(MINE, 2), asked, Verdict::Kept, waiting));
     }
     keep(&*store, &rows).await;
 }
@@ -203,15 +224,19 @@ pub async fn what_is_free_can_be_doubted(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
         for (given, attempt, fence) in [
-            (Marker::Absent, 1, 1),
-            (Marker::Absent, 4, 4),
-            (Marker::Cleared { attempt: 3 }, 1, 3),
-            (Marker::Cleared { attempt: 3 }, 3, 3),
-            (Marker::Cleared { attempt: 3 }, 10, 10),
-            (Marker::Cleared { attempt: 10 }, 9, 10),
+            (Marker::Absent, 1, Attempts::all_forgiven(1)),
+            (Marker::Absent, 4, Attempts::all_forgiven(4)),
+            (cleared(3, Effect::Nothing), 1, Attempts::new(3)),
+            (cleared(3, Effect::Unknown), 3, Attempts::new(3)),
+            (cleared(3, Effect::Nothing), 10, Attempts::new(10)),
+            (cleared(10, Effect::Unknown), 9, Attempts::new(10)),
         ] {
-            rows.push(row("doubt: absent, cleared", given, asks(of, Ask::Doubt, attempt), Verdict::Kept, doubted(of, MINE, fence)));
+            let becomes = waiting(hold(of, MINE, fence, Effect::Unknown));
+            rows.push(row("doubt: absent, cleared", given, asks(of, Ask::Doubt, attempt), Verdict::Kept, becomes));
         }
+        // Asked late, or again: an operator has freed the id since.
+        let freed = Marker::Cleared { attempts: Attempts::all_forgiven(3), effect: Effect::Nothing };
+        rows.push(row("doubt: cleared, an attempt that was freed", freed, asks(of, Ask::Doubt, 3), Verdict::Lost, freed));
     }
     keep(&*store, &rows).await;
 }
@@ -224,7 +249,9 @@ pub async fn a_doubt_is_resolved_as_it_was_seen(store: Arc<dyn Store>) {
             let happened = asks(of, Ask::Resolve(Finding::Happened), 2);
             rows.push(row("resolve: happened", given, happened, DONE, Marker::Done(None)));
             let did_not = asks(of, Ask::Resolve(Finding::DidNotHappen), 2);
-            rows.push(row("resolve: did not happen", given, did_not, Verdict::Kept, Marker::Cleared { attempt: 2 }));
+            let attempts = if matches!(given, Marker::InDoubt(_, Doubt::Waiting)) { Attempts::new(2) } else { DOUBTED_ONCE };
+            let becomes = Marker::Cleared { attempts, effect: Effect::Nothing };
+            rows.push(row("resolve: did not happen", given, did_not, Verdict::Kept, becomes));
         }
         // What runs is not resolved, and what is in doubt neither cleared nor rejected, not even by its holder.
         let given = running(of, MINE, 2);
@@ -238,35 +265,114 @@ pub async fn a_doubt_is_resolved_as_it_was_seen(store: Arc<dyn Store>) {
     keep(&*store, &rows).await;
 }
 
-/// An operator forgets what is rejected, done or in doubt, if it still is what was seen; never what runs.
-pub async fn an_operator_forgets_what_was_seen(store: Arc<dyn Store>) {
-    let settled = [
-        Marker::Rejected(None),
-        Marker::Rejected(body(7)),
-        Marker::Done(None),
-        Marker::Done(body(7)),
+/// Every marker that a person may have seen.
+fn all_seen() -> Vec<Marker> {
+    vec![
+        Marker::Absent,
+        cleared(3, Effect::Nothing),
+        cleared(3, Effect::Unknown),
+        cleared(4, Effect::Unknown),
+        Marker::Cleared { attempts: Attempts::all_forgiven(3), effect: Effect::Unknown },
+        running(AT_MOST_ONCE, THEIRS, 3),
+        running(EFFECTIVELY_ONCE, THEIRS, 3),
         doubted(AT_MOST_ONCE, THEIRS, 3),
         doubted(AT_MOST_ONCE, THEIRS, 4),
         doubted(AT_MOST_ONCE, MINE, 3),
         doubted(EFFECTIVELY_ONCE, THEIRS, 3),
         reconciled(THEIRS, 3),
         of_body(reconciled(THEIRS, 3), body(7)),
-    ];
-    let others = [Marker::Absent, Marker::Cleared { attempt: 3 }, running(AT_MOST_ONCE, THEIRS, 3), running(EFFECTIVELY_ONCE, THEIRS, 3)];
-    let all: Vec<Marker> = settled.into_iter().chain(others).collect();
+        rejected(3, None),
+        rejected(4, None),
+        rejected(3, body(7)),
+        Marker::Done(None),
+        Marker::Done(body(7)),
+    ]
+}
+
+/// A person sends back what was rejected, what failed too often and, on their word, what is in doubt, if it still is what was
+/// seen, and never what runs or is done. The fence goes on above every number that is known, and the whole budget is left.
+pub async fn a_person_sends_back_what_was_seen(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for of in BOTH {
-        for given in &all {
-            for seen in &all {
-                let asked = asks(of, Ask::Forget { seen: *seen }, 0);
-                rows.push(if given == seen && settled.contains(given) {
-                    row("forget: as seen", *given, asked, Verdict::Kept, Marker::Absent)
-                } else {
-                    row("forget: anything else", *given, asked, Verdict::Lost, *given)
+    for (of, word, known) in
+        [(AT_MOST_ONCE, Effect::Nothing, 0), (EFFECTIVELY_ONCE, Effect::Unknown, 0), (AT_MOST_ONCE, Effect::Unknown, 9)]
+    {
+        let freed = |marker: &Marker| {
+            let (number, effect) = match marker {
+                Marker::Absent => (0, word),
+                Marker::Cleared { attempts, effect } => (attempts.number, if word == Effect::Nothing { word } else { *effect }),
+                Marker::Rejected { attempt, .. } => (*attempt, Effect::Nothing),
+                Marker::InDoubt(hold, _) if word == Effect::Nothing => (hold.attempts.number, word),
+                Marker::InProgress(hold) if word == Effect::Nothing || (of, hold.guarantee) == (EFFECTIVELY_ONCE, EFFECTIVELY_ONCE) => {
+                    (hold.attempts.number, word)
+                }
+                _ => return None,
+            };
+            Some(Marker::Cleared { attempts: Attempts::all_forgiven(number.max(known)), effect })
+        };
+        for given in all_seen() {
+            for seen in all_seen() {
+                let asked = asks(of, Ask::SendBack { seen, effect: word }, known);
+                rows.push(match freed(&seen) {
+                    // What runs is not sent back; what was sent back already is kept.
+                    Some(becomes) if given == becomes || (given == seen && !matches!(given, Marker::InProgress(_))) => {
+                        row("send back: as seen", given, asked, Verdict::Kept, becomes)
+                    }
+                    _ => row("send back: anything else", given, asked, Verdict::Lost, given),
                 });
             }
         }
     }
+    // A holder whose lease is over is gone, though nobody has noticed yet.
+    for (record, of, word) in [
+        (EFFECTIVELY_ONCE, EFFECTIVELY_ONCE, Some(Effect::Unknown)),
+        (EFFECTIVELY_ONCE, AT_MOST_ONCE, None),
+        (AT_MOST_ONCE, EFFECTIVELY_ONCE, None),
+        (AT_MOST_ONCE, AT_MOST_ONCE, Some(Effect::Nothing)),
+    ] {
+        let seen = over(running(record, THEIRS, 3));
+        let asked = asks(of, Ask::SendBack { seen, effect: word.unwrap_or(Effect::Unknown) }, 0);
+        rows.push(match word {
+            Some(effect) => {
+                let becomes = Marker::Cleared { attempts: Attempts::all_forgiven(3), effect };
+                row("send back: in progress, lease over", seen, asked, Verdict::Kept, becomes)
+            }
+            None => row("send back: in progress, lease over, at most once, no word", seen, asked, Verdict::Lost, seen),
+        });
+    }
+    keep(&*store, &rows).await;
+}
+
+/// A person forgets what is done, if it still is what was seen, and nothing else. The fence goes on above the attempt that is
+/// known, or above a number that no budget reaches.
+pub async fn a_person_forgets_what_is_done(store: Arc<dyn Store>) {
+    let mut rows = Vec::new();
+    for (of, known) in [(AT_MOST_ONCE, 0), (EFFECTIVELY_ONCE, 7)] {
+        let fence = if known == 0 { UNKNOWN_ATTEMPT } else { known };
+        for given in all_seen() {
+            for seen in all_seen() {
+                let asked = asks(of, Ask::Forget { seen }, known);
+                rows.push(match given {
+                    Marker::Done(_) if given == seen => {
+                        let becomes = Marker::Cleared { attempts: Attempts::all_forgiven(fence), effect: Effect::Nothing };
+                        row("forget: as seen", given, asked, Verdict::Kept, becomes)
+                    }
+                    _ => row("forget: anything else", given, asked, Verdict::Lost, given),
+                });
+            }
+        }
+    }
+    keep(&*store, &rows).await;
+}
+
+/// What attempts have left behind stays unknown, though a later one did nothing.
+pub async fn what_is_unknown_stays_unknown(store: Arc<dyn Store>) {
+    let of = EFFECTIVELY_ONCE;
+    let attempts = Attempts { number: 4, base: 2, crashes: 0 };
+    let given = Marker::InProgress(hold(of, MINE, attempts, Effect::Unknown));
+    let becomes = Marker::Cleared { attempts, effect: Effect::Unknown };
+    let all = EFFECTS.into_iter().flat_map(|effect| [Ask::Clear(effect), Ask::Reject(effect)]);
+    let rows: Vec<Row> =
+        all.map(|ask| row("clear, reject: an earlier outcome is unknown", given, asks(of, ask, 4), Verdict::Kept, becomes)).collect();
     keep(&*store, &rows).await;
 }
 
@@ -280,7 +386,7 @@ pub async fn another_permit_changes_nothing(store: Arc<dyn Store>) {
             let doubts = [doubted(of, token, attempt), reconciled(token, attempt.max(2))];
             [running(of, token, attempt), over(running(of, token, attempt))].into_iter().chain(doubts.into_iter().filter(|it| !mine(it)))
         });
-        let settled = [Marker::Absent, Marker::Cleared { attempt: 2 }, Marker::Rejected(None), Marker::Done(None)];
+        let settled = [Marker::Absent, cleared(2, Effect::Nothing), rejected(2, None), Marker::Done(None)];
         for given in held.chain(settled) {
             rows.extend(
                 HOLDERS_ASKS
@@ -295,19 +401,19 @@ pub async fn another_permit_changes_nothing(store: Arc<dyn Store>) {
 
 /// Whether it belongs to this permit: [`MINE`], attempt 2.
 fn mine(marker: &Marker) -> bool {
-    matches!(marker, Marker::InProgress(hold) | Marker::InDoubt(hold, _) if hold.token == MINE && hold.attempt == 2)
+    matches!(marker, Marker::InProgress(hold) | Marker::InDoubt(hold, _) if hold.token == MINE && hold.attempts.number == 2)
 }
 
 /// What the table says more of than "anything else", where the permit is another's.
 fn has_a_row_of_its_own(ask: Ask, given: &Marker, of: Guarantee) -> bool {
     match given {
         Marker::Absent | Marker::Cleared { .. } => match ask {
-            Ask::Complete | Ask::Clear(_) | Ask::Doubt => true,
+            Ask::Complete | Ask::Clear(_) | Ask::Withdraw | Ask::Doubt => true,
             Ask::Reject(_) => of == EFFECTIVELY_ONCE,
             _ => false,
         },
         Marker::InDoubt(..) | Marker::Done(_) => ask == Ask::Complete,
-        Marker::InProgress(_) | Marker::Rejected(_) => false,
+        Marker::InProgress(_) | Marker::Rejected { .. } => false,
     }
 }
 
@@ -317,11 +423,11 @@ pub async fn bare_is_the_literal_gate(store: Arc<dyn Store>) {
     let bare = |ask| asks(Guarantee::Bare, ask, 1);
     let all = [
         Marker::Absent,
-        Marker::Cleared { attempt: 1 },
+        cleared(1, Effect::Nothing),
         running(AT_MOST_ONCE, THEIRS, 1),
         over(running(EFFECTIVELY_ONCE, THEIRS, 1)),
         reconciled(MINE, 2),
-        Marker::Rejected(None),
+        rejected(1, None),
         Marker::Done(None),
         Marker::Done(body(7)),
     ];

@@ -3,10 +3,13 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use oncegate_core::marker::{Ask, Marker, Operation, Token, Verdict};
+use oncegate_core::marker::{Ask, Attempts, Marker, Operation, Token, Verdict};
 use oncegate_core::{Guarantee, Key, Store};
 
-use crate::laws::ask::{AT_MOST_ONCE, Asker, BOTH, EFFECTIVELY_ONCE, LONG, MINE, SHORT, SLACK, THEIRS, granted, key, verdict, verdicts};
+use crate::laws::ask::{
+    AT_MOST_ONCE, Asker, BOTH, CRASHED_ONCE, EFFECTIVELY_ONCE, LONG, MINE, SHORT, SLACK, TAKEN_OVER, THEIRS, granted, key, verdict,
+    verdicts,
+};
 
 /// Long enough to be asked often within it, by machines that are busy with other tests.
 const LEASE: Duration = Duration::from_millis(300);
@@ -21,7 +24,7 @@ pub async fn a_lease_ends_when_it_was_said(store: Arc<dyn Store>) {
         assert_eq!(verdict(&*store, holder.claims(&key)).await, granted(1));
         let claimed = Instant::now();
         let claim = Asker::new(guarantee, THEIRS, 0).claims(&key);
-        let taken = if guarantee == AT_MOST_ONCE { Verdict::InDoubt { attempt: 2 } } else { granted(2) };
+        let taken = if guarantee == AT_MOST_ONCE { Verdict::InDoubt(CRASHED_ONCE) } else { Verdict::Granted(TAKEN_OVER) };
         let mut told_to_wait = 0;
         loop {
             let asked = Instant::now();
@@ -65,12 +68,12 @@ pub async fn a_renewal_starts_the_lease_anew(store: Arc<dyn Store>) {
         doubter.claims(&doubt_claimed_again),
     ];
     let heard = verdicts(&*store, &again).await;
-    assert_eq!(heard, [Verdict::Kept, granted(1), Verdict::Kept, Verdict::InDoubt { attempt: 2 }]);
+    assert_eq!(heard, [Verdict::Kept, granted(1), Verdict::Kept, Verdict::InDoubt(Attempts::all_forgiven(2))]);
     let answered = Instant::now();
     // What was left alone is over now; what was renewed is not yet, unless this machine was asleep.
     tokio::time::sleep(LEASE / 2 + SLACK).await;
     let stranger = Asker::new(EFFECTIVELY_ONCE, Token(3), 0);
-    assert_eq!(verdict(&*store, stranger.claims(&left_alone)).await, granted(2));
+    assert_eq!(verdict(&*store, stranger.claims(&left_alone)).await, Verdict::Granted(TAKEN_OVER));
     let keys = [&renewed, &claimed_again, &doubt_renewed, &doubt_claimed_again];
     let claims: Vec<Operation> = keys.into_iter().map(|key| stranger.claims(key)).collect();
     let heard = verdicts(&*store, &claims).await;
@@ -100,12 +103,12 @@ pub async fn asking_in_vain_does_not_lengthen_a_lease(store: Arc<dyn Store>) {
         tokio::time::sleep(LEASE / 10).await;
     }
     tokio::time::sleep((LEASE + SLACK).saturating_sub(claimed.elapsed())).await;
-    assert_eq!(verdict(&*store, stranger.claims(&key)).await, granted(2));
+    assert_eq!(verdict(&*store, stranger.claims(&key)).await, Verdict::Granted(TAKEN_OVER));
 }
 
 /// A hold is judged by the lease that its holder asked for, not by the reader's.
 pub async fn the_holders_lease_decides(store: Arc<dyn Store>) {
-    let terms = [(AT_MOST_ONCE, Verdict::InDoubt { attempt: 2 }), (EFFECTIVELY_ONCE, granted(2))];
+    let terms = [(AT_MOST_ONCE, Verdict::InDoubt(CRASHED_ONCE)), (EFFECTIVELY_ONCE, Verdict::Granted(TAKEN_OVER))];
     for (guarantee, taken) in terms {
         let ask = |name: &str, holders: Duration, readers: Duration| {
             let key = key(format!("{name}-{guarantee:?}"));
@@ -132,10 +135,12 @@ pub async fn who_takes_over_holds_for_their_own_lease(store: Arc<dyn Store>) {
     let step = |it: usize| -> Vec<Operation> { cases.iter().map(|claims| claims[it].clone()).collect() };
     assert_eq!(verdicts(&*store, &step(0)).await, [granted(1); 4]);
     tokio::time::sleep(SHORT + SLACK).await;
-    let doubt = |attempt| Verdict::InDoubt { attempt };
-    assert_eq!(verdicts(&*store, &step(1)).await, [doubt(2), doubt(2), granted(2), granted(2)]);
+    let (doubt, grant) = (Verdict::InDoubt(CRASHED_ONCE), Verdict::Granted(TAKEN_OVER));
+    assert_eq!(verdicts(&*store, &step(1)).await, [doubt, doubt, grant, grant]);
     tokio::time::sleep(SHORT + SLACK).await;
     let heard = verdicts(&*store, &step(2)).await;
     let busy = |it: usize| matches!(heard[it], Verdict::Busy { remaining } if remaining > LONG / 2);
-    assert!(busy(0) && heard[1] == doubt(3) && busy(2) && heard[3] == granted(3), "{heard:?}");
+    let doubt = Verdict::InDoubt(Attempts { number: 3, base: 3, crashes: 2 });
+    let grant = Verdict::Granted(Attempts { number: 3, base: 2, crashes: 2 });
+    assert!(busy(0) && heard[1] == doubt && busy(2) && heard[3] == grant, "{heard:?}");
 }

@@ -7,12 +7,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use oncegate_core::marker::{Ask, Marker, Operation, Token, Verdict};
+use oncegate_core::marker::{Ask, Effect, Marker, Operation, Token, Verdict};
 use oncegate_core::{Key, Store};
 use tokio::sync::Barrier;
 
 use super::concurrency::handles;
-use crate::laws::ask::{Asker, BOTH, HOLDERS_ASKS, LONG, answers, key};
+use crate::laws::ask::{Asker, BOTH, HOLDERS_ASKS, LONG, answers, cleared, key, rejected};
 use crate::laws::belief::{Entry, Span};
 use crate::laws::random::{repeat, seeds};
 use crate::loses_replies::{Fate, LosesReplies};
@@ -118,8 +118,8 @@ impl Client {
             let during = Span { from, to: Instant::now() };
             for (((of, asker, _), operation), answer) in asked.into_iter().zip(operations).zip(answers) {
                 let heard = answer.ok();
-                if let Some(Verdict::Granted { attempt } | Verdict::InDoubt { attempt }) = heard {
-                    self.permits[of].push(Asker { attempt, ..asker });
+                if let Some(Verdict::Granted(attempts) | Verdict::InDoubt(attempts)) = heard {
+                    self.permits[of].push(Asker { attempt: attempts.number, ..asker });
                 }
                 events.push(Event { client: self.number, operation, during, heard });
             }
@@ -133,7 +133,16 @@ impl Client {
         match (permit, self.random.u8(..10)) {
             (Some(permit), 0..=5) => (of, *permit, HOLDERS_ASKS[self.random.usize(..HOLDERS_ASKS.len())]),
             (Some(permit), 6) => (of, *permit, Ask::Claim),
-            (Some(permit), 7) => (of, *permit, Ask::Forget { seen: Marker::Done(None) }),
+            (Some(permit), 7) => {
+                let attempt = permit.attempt;
+                let seen = [Marker::Absent, cleared(attempt, Effect::Nothing), cleared(attempt, Effect::Unknown), rejected(attempt, None)];
+                let effect = [Effect::Nothing, Effect::Unknown][self.random.usize(..2)];
+                let ask = match self.random.usize(..8) {
+                    which @ 0..4 => Ask::SendBack { seen: seen[which], effect },
+                    _ => Ask::Forget { seen: Marker::Done(None) },
+                };
+                (of, *permit, ask)
+            }
             _ => {
                 self.claims += 1;
                 let token = Token((self.number as u128 + 1) << 64 | self.claims);

@@ -3,11 +3,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use oncegate_core::marker::{Ask, Effect, Guarantee, Operation, Token, Verdict};
+use oncegate_core::marker::{Ask, Attempts, Effect, Guarantee, Operation, Token, Verdict};
 use oncegate_core::{Key, Store};
 
 use crate::laws::ask::{
-    AT_MOST_ONCE, Asker, DONE, DONE_THOUGH_LOST, EFFECTIVELY_ONCE, LONG, MINE, SLACK, THEIRS, body, granted, key, verdict, verdicts,
+    AT_MOST_ONCE, Asker, CRASHED_ONCE, DONE, DONE_THOUGH_LOST, DOUBTED_ONCE, EFFECTIVELY_ONCE, LONG, MINE, SLACK, THEIRS, body, granted,
+    key, verdict, verdicts,
 };
 
 /// The shortest window that settings allow.
@@ -38,7 +39,9 @@ pub async fn what_has_the_window_is_forgotten_after_it(store: Arc<dyn Store>) {
         remembered("done at most once", &[(once, Ask::Claim), (once, Ask::Complete)], AT_MOST_ONCE, |it| *it == Verdict::Duplicate),
         remembered("done, body", &[(again.body(body(8)), Ask::Complete)], EFFECTIVELY_ONCE, |it| *it == Verdict::Conflict),
         remembered("bare", &[(mine(Guarantee::Bare, 1), Ask::Claim)], Guarantee::Bare, |it| *it == Verdict::Duplicate),
-        remembered("rejected", &[(once, Ask::Claim), (once, Ask::Reject(Effect::Unknown))], AT_MOST_ONCE, |it| *it == Verdict::Rejected),
+        remembered("rejected", &[(once, Ask::Claim), (once, Ask::Reject(Effect::Unknown))], AT_MOST_ONCE, |it| {
+            *it == Verdict::Rejected { attempt: 1 }
+        }),
         remembered("in progress", &[(again.lease(LONG), Ask::Claim)], EFFECTIVELY_ONCE, held),
         remembered("in doubt", &[(again.body(body(8)), Ask::Doubt)], EFFECTIVELY_ONCE, |it| *it == Verdict::Conflict),
     ];
@@ -94,7 +97,7 @@ pub async fn asking_in_vain_does_not_lengthen_a_window(store: Arc<dyn Store>) {
         .collect();
     while written.elapsed() < BRIEF * 3 / 4 {
         let heard = verdicts(&*store, &in_vain).await;
-        let expected = [Verdict::Duplicate, DONE, Verdict::Lost, Verdict::Rejected, Verdict::Lost, Verdict::Lost];
+        let expected = [Verdict::Duplicate, DONE, Verdict::Lost, Verdict::Rejected { attempt: 1 }, Verdict::Lost, Verdict::Lost];
         if written.elapsed() + SLACK > BRIEF {
             return; // This machine slept: the markers may have expired meanwhile.
         }
@@ -134,7 +137,7 @@ pub async fn every_write_starts_the_window_anew(store: Arc<dyn Store>) {
     }
     let [renewed, again, doubted, cleared, completed] = heard[..] else { panic!("five answers, not {heard:?}") };
     assert!(matches!((renewed, again), (Verdict::Busy { .. }, Verdict::Busy { .. })), "{heard:?}");
-    assert_eq!([doubted, cleared, completed], [Verdict::InDoubt { attempt: 2 }, granted(2), Verdict::Duplicate]);
+    assert_eq!([doubted, cleared, completed], [Verdict::InDoubt(DOUBTED_ONCE), granted(2), Verdict::Duplicate]);
 }
 
 /// What is unresolved is kept for as long as its claimer said, whatever the settings of who writes it again: its holder who
@@ -173,7 +176,7 @@ pub async fn the_holders_window_decides(store: Arc<dyn Store>) {
     for ((key, ask, stays), heard) in all.iter().zip(verdicts(&*store, &claims).await) {
         let told = match (stays, ask) {
             (false, _) => heard == granted(1),
-            (true, Ask::Doubt) => heard == Verdict::InDoubt { attempt: 2 },
+            (true, Ask::Doubt) => heard == Verdict::InDoubt(DOUBTED_ONCE),
             (true, _) => matches!(heard, Verdict::Busy { .. }),
         };
         assert!(told, "{key:?} after the shortest window: {heard:?}");
@@ -205,11 +208,12 @@ pub async fn what_is_unresolved_at_most_once_outlives_the_window(store: Arc<dyn 
     if before.elapsed() + SLACK > BRIEF {
         return; // This machine slept: what was effectively once may have expired before it was taken over.
     }
-    assert_eq!(heard, [Verdict::InDoubt { attempt: 2 }; 2]);
+    assert_eq!(heard, [Verdict::InDoubt(CRASHED_ONCE); 2]);
     tokio::time::sleep(BRIEF + SLACK).await;
     let claims: Vec<Operation> =
         [&running, &doubted, &taken, &reversed, &renewed].into_iter().map(|key| brief(AT_MOST_ONCE, 3, 0).claims(key)).collect();
-    let expected = [2, 2, 3, 3, 2].map(|attempt| Verdict::InDoubt { attempt });
+    let crashed_twice = Attempts { number: 3, base: 3, crashes: 2 };
+    let expected = [CRASHED_ONCE, DOUBTED_ONCE, crashed_twice, crashed_twice, CRASHED_ONCE].map(Verdict::InDoubt);
     assert_eq!(verdicts(&*store, &claims).await, expected);
     assert_eq!(verdict(&*store, strict.asks(Ask::Complete, &late)).await, DONE, "its holder still has it");
 }

@@ -10,6 +10,8 @@ fn what_works_stands_in_the_dead_letters_only_after_its_attempts() {
     };
     assert_eq!(story("granted 3", "u-1", "attempts-spent"), []);
     assert_eq!(story("granted 2", "u-1", "attempts-spent"), broken(Invariant::Aside, "u-1"));
+    assert_eq!(story("granted 3", "u-1", "crashes-spent"), []);
+    assert_eq!(story("granted 2", "u-1", "crashes-spent"), broken(Invariant::Aside, "u-1"));
     assert_eq!(story("granted 4", "u-1", "rejected-before"), [], "a copy of one that had them");
     assert_eq!(story("granted 3", "u-1", "unreadable"), broken(Invariant::Aside, "u-1"));
     assert_eq!(story("granted 1", "fail-1", "attempts-spent"), []);

@@ -1,0 +1,178 @@
+//! What a person sends back is run, whatever it failed of before: once, and with an attempt above every earlier one.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use oncegate::{Context, Failure, Guarantee, Handler, Knows, Reconciled, async_trait};
+use serde_json::Value;
+
+use crate::letters::on_both_brokers;
+use crate::world::{Broker, PATIENCE, World};
+
+on_both_brokers!(
+    dead_letters_of_unknown_outcomes_are_redriven_effectively_once,
+    dead_letters_of_unknown_outcomes_are_redriven_at_most_once,
+    doubts_that_did_not_happen_are_handled_effectively_once,
+    doubts_that_did_not_happen_are_handled_at_most_once,
+);
+
+const MESSAGES: usize = 1_000;
+
+/// Each doubt has so many copies.
+const COPIES: usize = 11;
+
+/// A provider that gives no answer until it heals, and books what it takes.
+#[derive(Clone, Default)]
+struct Provider(Arc<Books>);
+
+#[derive(Default)]
+struct Books {
+    healed: AtomicBool,
+    /// Whether it can be asked what happened.
+    tells: AtomicBool,
+    charges: Mutex<HashMap<String, Account>>,
+}
+
+/// The charges of one id.
+#[derive(Clone, Debug, Default)]
+struct Account {
+    /// The attempts that were booked.
+    booked: Vec<u32>,
+    /// The highest attempt of which there was no answer.
+    unanswered: u32,
+    /// Attempts up to and including this one are refused.
+    voided: u32,
+}
+
+impl Provider {
+    fn charges(&self) -> MutexGuard<'_, HashMap<String, Account>> {
+        self.0.charges.lock().expect("nobody panicked")
+    }
+
+    fn booked(&self) -> usize {
+        self.charges().values().map(|account| account.booked.len()).sum()
+    }
+}
+
+#[async_trait]
+impl Handler for Provider {
+    type Payload = Value;
+
+    async fn handle(&self, _: Value, cx: &Context) -> Result<(), Failure> {
+        let mut charges = self.charges();
+        let account = charges.entry(cx.id().to_owned()).or_default();
+        if !self.0.healed.load(Ordering::Relaxed) {
+            account.unanswered = account.unanswered.max(cx.attempt());
+            return Err("no answer").in_doubt();
+        }
+        if cx.attempt() <= account.voided {
+            return Err(format!("attempt {} was voided", cx.attempt())).reject();
+        }
+        account.booked.push(cx.attempt());
+        Ok(())
+    }
+
+    async fn reconcile(&self, _: Value, cx: &Context) -> Result<Reconciled, Failure> {
+        if !self.0.tells.load(Ordering::Relaxed) {
+            return Ok(Reconciled::Unknown);
+        }
+        let mut charges = self.charges();
+        let account = charges.entry(cx.id().to_owned()).or_default();
+        if !account.booked.is_empty() {
+            return Ok(Reconciled::Happened);
+        }
+        account.voided = account.voided.max(cx.attempt());
+        Ok(Reconciled::DidNotHappen)
+    }
+}
+
+fn id(number: usize) -> String {
+    format!("pay-{number:04}")
+}
+
+async fn world(broker: Broker, guarantee: Guarantee) -> Arc<World> {
+    let world = Arc::new(World::on(broker).await);
+    if guarantee == Guarantee::EffectivelyOnce {
+        world.desk.configure(&world.settings().replace("at-most-once", "effectively-once"));
+    }
+    world
+}
+
+async fn until(what: &str, is: impl AsyncFn() -> bool) {
+    let begun = Instant::now();
+    while !is().await {
+        assert!(begun.elapsed() < PATIENCE, "{what}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+/// Each id was booked once, by an attempt above every one that was voided or had no answer.
+fn each_was_booked_once(provider: &Provider) {
+    let charges = provider.charges();
+    assert_eq!(charges.len(), MESSAGES);
+    for (id, account) in charges.iter() {
+        let above = account.unanswered.max(account.voided);
+        assert!(matches!(account.booked[..], [attempt] if attempt > above), "{id}: {account:?}");
+    }
+}
+
+/// A thousand messages fail of an unknown outcome until their attempts are spent; the provider heals; they are redriven.
+async fn redriven(broker: Broker, guarantee: Guarantee) {
+    let (world, provider) = (world(broker, guarantee).await, Provider::default());
+    provider.0.tells.store(true, Ordering::Relaxed);
+    world.publish_many((0..MESSAGES).map(id)).await;
+    world.handle(guarantee, provider.clone(), world.until_there_are(MESSAGES as u64, ".dead-letters")).await;
+    let listed = world.json(&["dead-letters", "list", "--limit", "1", "--reason", "attempts-spent"]).await;
+    assert_eq!(listed["letters"].as_array().map(Vec::len), Some(1), "{listed}");
+    assert_eq!(provider.booked(), 0);
+
+    provider.0.healed.store(true, Ordering::Relaxed);
+    let redriven = world.json(&["dead-letters", "redrive", "--all", "--yes"]).await;
+    assert_eq!((&redriven["done"], &redriven["left"]), (&Value::from(MESSAGES), &0.into()));
+    let all_booked = async || provider.booked() >= MESSAGES && (broker == Broker::Kafka || world.count("").await == 0);
+    world.handle(guarantee, provider.clone(), until("all are booked", all_booked)).await;
+    each_was_booked_once(&provider);
+    let stays = if broker == Broker::Kafka { MESSAGES as u64 } else { 0 };
+    assert_eq!((world.count(".dead-letters").await, world.count(".in-doubt").await), (stays, 0), "none failed again");
+    world.end().await;
+}
+
+async fn dead_letters_of_unknown_outcomes_are_redriven_effectively_once(broker: Broker) {
+    redriven(broker, Guarantee::EffectivelyOnce).await;
+}
+
+async fn dead_letters_of_unknown_outcomes_are_redriven_at_most_once(broker: Broker) {
+    redriven(broker, Guarantee::AtMostOnce).await;
+}
+
+/// A thousand messages, and ten duplicates of each, end in doubt; a person says that none happened; the provider heals. What was
+/// doubted at most once may be handled by consumers of either guarantee.
+async fn resolved(broker: Broker, guarantee: Guarantee) {
+    let (world, provider) = (world(broker, guarantee).await, Provider::default());
+    world.publish_many((0..MESSAGES * COPIES).map(|number| id(number % MESSAGES))).await;
+    let all = (MESSAGES * COPIES) as u64;
+    world.handle(Guarantee::AtMostOnce, provider.clone(), world.until_there_are(all, ".in-doubt")).await;
+    assert_eq!(provider.booked(), 0);
+
+    provider.0.healed.store(true, Ordering::Relaxed);
+    let ids: Vec<String> = (0..MESSAGES).map(id).collect();
+    let resolve = ["in-doubt", "resolve"].into_iter().chain(ids.iter().map(String::as_str)).chain(["--did-not-happen", "--yes"]);
+    let resolved = world.json(&resolve.collect::<Vec<_>>()).await;
+    assert_eq!((&resolved["done"], &resolved["left"]), (&Value::from(all), &0.into()));
+    let all_booked = async || provider.booked() >= MESSAGES && (broker == Broker::Kafka || world.count("").await == 0);
+    world.handle(guarantee, provider.clone(), until("all are booked", all_booked)).await;
+    each_was_booked_once(&provider);
+    let stays = if broker == Broker::Kafka { all } else { 0 };
+    assert_eq!((world.count(".in-doubt").await, world.count(".dead-letters").await), (stays, 0), "none failed again");
+    world.end().await;
+}
+
+async fn doubts_that_did_not_happen_are_handled_effectively_once(broker: Broker) {
+    resolved(broker, Guarantee::EffectivelyOnce).await;
+}
+
+async fn doubts_that_did_not_happen_are_handled_at_most_once(broker: Broker) {
+    resolved(broker, Guarantee::AtMostOnce).await;
+}

@@ -1,0 +1,132 @@
+//! What a consumer writes to the log of single messages, though not of each of many.
+
+use std::time::{Duration, Instant};
+
+use super::flight::Flight;
+use crate::id::MessageId;
+use crate::marker::{Attempts, Finding};
+use crate::road::{Cause, Event, Outcome, Settlement};
+use crate::run::Finished;
+use crate::seldom::Seldom;
+use crate::source::Settled;
+
+/// What is said now and then, however often it happens.
+pub(super) struct Says {
+    pub(super) unavailable: Seldom,
+    pub(super) not_remembered: Seldom,
+    pub(super) crowded: Seldom,
+    pub(super) unknown_age: Seldom,
+    rejected: Seldom,
+    in_doubt: Seldom,
+    panicked: Seldom,
+    reconciled: Seldom,
+    taken_over: Seldom,
+    alone: Seldom,
+    held: Seldom,
+}
+
+/// How many lines of one kind a second of single messages are written at the most.
+const LINES: u32 = 10;
+
+impl Says {
+    pub(super) fn nothing_yet() -> Self {
+        let [unavailable, not_remembered, crowded, unknown_age] =
+            [10, 10, 10, 600].map(|seconds| Seldom::every(Duration::from_secs(seconds)));
+        let [rejected, in_doubt, panicked, reconciled, taken_over, alone, held] =
+            std::array::from_fn(|_| Seldom::up_to(LINES, Duration::from_secs(1)));
+        Self { unavailable, not_remembered, crowded, unknown_age, rejected, in_doubt, panicked, reconciled, taken_over, alone, held }
+    }
+
+    /// A message that an operator will have to look at.
+    pub(super) fn rejected(&mut self, settled: &Settled, destination: Option<String>) {
+        let Settlement::Reject(reason) = settled.settlement else { return };
+        let seldom = if reason.is_in_doubt() { &mut self.in_doubt } else { &mut self.rejected };
+        let Some(suppressed_lines) = seldom.due(Instant::now()) else { return };
+        let story = settled.story.as_deref();
+        let first = story.and_then(|it| it.first_error.as_deref());
+        let last = story.and_then(|it| it.last_error.as_deref());
+        let (error, last_error) = (first.or(last), last.filter(|_| last != first && first.is_some()));
+        let (id, attempts) = (story.and_then(|it| it.id.as_deref()), story.map(|it| it.attempts));
+        let (reason, origin) = (reason.as_str(), &settled.delivery.message.origin);
+        macro_rules! warn {
+            ($text:literal) => {
+                tracing::warn!(reason, id, attempts, error, last_error, %origin, destination, suppressed_lines, $text)
+            };
+        }
+        if reason.starts_with("in-doubt") {
+            warn!("message in doubt: find out whether it happened, then `oncegate in-doubt resolve` it");
+        } else {
+            warn!("message dead-lettered");
+        }
+    }
+
+    /// A handler or `reconcile` is over.
+    #[inline]
+    pub(super) fn ran(&mut self, flight: &Flight, finished: &Finished) {
+        if !matches!(finished.event, Event::Returned(Outcome::Done)) {
+            self.ran_unlike_most(flight, finished);
+        }
+    }
+
+    fn ran_unlike_most(&mut self, flight: &Flight, finished: &Finished) {
+        let (seldom, panicked) = match finished.event {
+            Event::Returned(Outcome::Unknown(Cause::Panicked)) => (&mut self.panicked, true),
+            Event::Found(_) => (&mut self.reconciled, false),
+            _ => return,
+        };
+        let Some(suppressed_lines) = seldom.due(Instant::now()) else { return };
+        let (id, attempt) = (flight.id.as_ref().map(MessageId::as_str), flight.attempt());
+        let (origin, error) = (&flight.passage.delivery().message.origin, finished.error.as_deref());
+        let found = match finished.event {
+            Event::Found(Some(Finding::Happened)) => "happened",
+            Event::Found(Some(Finding::DidNotHappen)) => "did not happen",
+            _ => "unknown",
+        };
+        if panicked {
+            tracing::error!(id, attempt, error, %origin, suppressed_lines, "handler panicked: its outcome is unknown");
+        } else {
+            tracing::info!(id, attempt, found, error, %origin, suppressed_lines, "reconciled");
+        }
+    }
+
+    /// A message was granted, or found in doubt, that was in progress when a process ended.
+    pub(super) fn taken_over(&mut self, flight: &Flight, attempts: Attempts) {
+        if let Some(suppressed_lines) = self.taken_over.due(Instant::now()) {
+            let (id, origin) = (flight.id.as_ref().map(MessageId::as_str), &flight.passage.delivery().message.origin);
+            let Attempts { number: attempt, crashes, .. } = attempts;
+            tracing::info!(
+                id,
+                attempt,
+                crashes,
+                %origin,
+                suppressed_lines,
+                "message taken over: the process that handled it ended or lost its lease"
+            );
+        }
+    }
+
+    /// A message begins to run alone.
+    pub(super) fn runs_alone(&mut self, flight: &Flight, attempts: Attempts, max_crashes: u32) {
+        if let Some(suppressed_lines) = self.alone.due(Instant::now()) {
+            let (id, origin) = (flight.id.as_ref().map(MessageId::as_str), &flight.passage.delivery().message.origin);
+            let Attempts { number: attempt, crashes, .. } = attempts;
+            tracing::warn!(
+                id,
+                attempt,
+                crashes,
+                max_crashes,
+                %origin,
+                suppressed_lines,
+                "possible crash loop: processes ended while they handled this message; it runs alone, and no other message is claimed until it is over"
+            );
+        }
+    }
+
+    /// A message waits for whoever else holds its id.
+    pub(super) fn held_elsewhere(&mut self, flight: &Flight, remaining: Duration) {
+        if let Some(suppressed_lines) = self.held.due(Instant::now()) {
+            let (id, origin) = (flight.id.as_ref().map(MessageId::as_str), &flight.passage.delivery().message.origin);
+            tracing::info!(id, ?remaining, %origin, suppressed_lines, "message waits: another consumer holds its id, or did when it ended");
+        }
+    }
+}

@@ -1,0 +1,166 @@
+//! Carries out the decisions of the road for one delivery, free of I/O: which claim it makes, with which token and attempt, and
+//! what its owner has to do next.
+//!
+//! The consumer, [`Gate`](crate::Gate) and the model checker drive this same code. They differ in how they do what a [`Command`]
+//! says, never in which command follows.
+
+use std::time::Duration;
+
+use crate::marker::{Ask, Attempts, Token, Verdict};
+use crate::road::{Event, History, Policy, Settlement, Stage, Step, next};
+
+/// One delivery: its stage, and the claim that it makes.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Dispatch {
+    stage: Stage,
+    /// The current claim; 0 before the first.
+    pub token: Token,
+    /// What was granted to this claim, or how far the attempts of what is rejected had come; number 0 until then.
+    pub attempts: Attempts,
+    keeps: Keeps,
+    stays: Stays,
+}
+
+/// Whether a delivery keeps its place when it failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Keeps {
+    /// It goes back to its source.
+    Nothing,
+    /// It waits where it is, so that nothing of its ordering key overtakes it.
+    Order,
+}
+
+/// Whether a delivery may still start something.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Stays {
+    Here,
+    /// The consumer drains, or the delivery belongs to someone else soon.
+    Leaves,
+}
+
+/// What the owner of a delivery does next.
+#[derive(Debug, PartialEq, Eq, Hash)]
+pub enum Command {
+    /// Applies this to the store with the delivery's token and attempt, and reports [`Event::Answer`] or [`Event::Unavailable`].
+    /// A claim with a new token ends the lease of the claim before it.
+    Apply(Ask),
+    /// Reports [`Event::Slot`] when the handler may start, [`Event::LeaseOver`] if the lease may have ended by then, or
+    /// [`Event::OtherRunsAlone`].
+    AwaitRun,
+    /// Starts the handler, and reports [`Event::Returned`], or [`Event::LeaseOver`] when it drops it.
+    Run,
+    /// Starts `reconcile`, and reports [`Event::Found`], or [`Event::LeaseOver`] when it drops it.
+    Reconcile,
+    /// Reports [`Event::Woke`] after about this long; [`Event::LeaseOver`] if the stage waits on a lease that has ended by then.
+    Wake(Duration),
+    /// Reports [`Event::Arrived`] when no other message runs alone.
+    AwaitTurn,
+    /// Holds the delivery, unclaimed, for about this long, then calls [`Dispatch::restart`] and reports [`Event::Arrived`].
+    Hold {
+        /// How long.
+        after: Duration,
+        /// How many attempts have failed by now.
+        failures: u32,
+    },
+    /// Hands this to the source.
+    Settle(Settlement),
+    /// Lets go of the delivery without settling it; it comes back after its lease.
+    Abandon,
+    /// Nothing: an answer is still to come.
+    Nothing,
+}
+
+impl Dispatch {
+    /// A delivery that has just arrived.
+    pub fn new(history: History, keeps: Keeps) -> Self {
+        Self { stage: Stage::New(history), token: Token(0), attempts: Attempts::new(0), keeps, stays: Stays::Here }
+    }
+
+    /// Where the delivery stands.
+    pub fn stage(&self) -> Stage {
+        self.stage
+    }
+
+    /// Whether the delivery starts nothing any more.
+    pub fn leaves(&self) -> bool {
+        self.stays == Stays::Leaves
+    }
+
+    /// From here on the delivery starts nothing; report [`Event::Drain`] next.
+    pub fn leave(&mut self) {
+        self.stays = Stays::Leaves;
+    }
+
+    /// A delivery that was held comes back as if it had just arrived. Its next claim has a token of its own.
+    pub fn restart(&mut self, history: History) {
+        self.stage = Stage::New(history);
+    }
+
+    /// Something happened to the delivery: what its owner does next.
+    ///
+    /// `new_token` makes the token of a claim; it is given the token of the claim before, for wrappers that test what happens
+    /// when a token is used again.
+    pub fn handle(&mut self, event: Event, policy: &Policy, new_token: impl FnMut(Token) -> Token) -> Command {
+        self.handle_by(next, event, policy, new_token)
+    }
+
+    /// The same by other rules than [`road::next`](crate::road::next): for a checker that has to see wrong rules fail.
+    pub fn handle_by(
+        &mut self,
+        rules: impl Fn(Stage, Event, &Policy) -> (Stage, Step),
+        event: Event,
+        policy: &Policy,
+        mut new_token: impl FnMut(Token) -> Token,
+    ) -> Command {
+        if let Event::Answer(Verdict::Granted(attempts) | Verdict::InDoubt(attempts)) = event {
+            self.attempts = attempts;
+        }
+        // It runs nothing, and its letter bears the fence all the same.
+        if let Event::Answer(Verdict::Rejected { attempt }) = event {
+            self.attempts = Attempts::all_forgiven(attempt);
+        }
+        let command = self.step(&rules, event, policy, &mut new_token);
+        // What leaves begins nothing: whatever would wait, queue or claim is asked to drain again.
+        let begins = match command {
+            Command::Apply(ask) => ask == Ask::Claim && self.attempts.number == 0,
+            Command::AwaitRun | Command::Wake(_) | Command::AwaitTurn => true,
+            _ => false,
+        };
+        if !begins || !self.leaves() {
+            return command;
+        }
+        match self.step(&rules, Event::Drain, policy, &mut new_token) {
+            Command::Nothing => command,
+            instead => instead,
+        }
+    }
+
+    fn step(
+        &mut self,
+        rules: &impl Fn(Stage, Event, &Policy) -> (Stage, Step),
+        event: Event,
+        policy: &Policy,
+        new_token: &mut impl FnMut(Token) -> Token,
+    ) -> Command {
+        let (stage, step) = rules(self.stage, event, policy);
+        self.stage = stage;
+        match step {
+            Step::ClaimAnew => {
+                (self.token, self.attempts) = (new_token(self.token), Attempts::new(0));
+                Command::Apply(Ask::Claim)
+            }
+            Step::Ask(ask) => Command::Apply(ask),
+            Step::Queue => Command::AwaitRun,
+            Step::Run => Command::Run,
+            Step::Reconcile => Command::Reconcile,
+            Step::Wake(after) => Command::Wake(after),
+            Step::AwaitTurn => Command::AwaitTurn,
+            Step::Settle(Settlement::Release { after, failures }) if self.keeps == Keeps::Order && !self.leaves() => {
+                Command::Hold { after, failures }
+            }
+            Step::Settle(settlement) => Command::Settle(settlement),
+            Step::Wait => Command::Nothing,
+            Step::Drop => Command::Abandon,
+        }
+    }
+}

@@ -1,0 +1,243 @@
+//! Reads an id out of a JSON body without building the rest of it.
+
+use std::borrow::Cow;
+use std::fmt;
+
+use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde_json::value::RawValue;
+
+use super::NoId;
+
+/// The longest whole number that is written out, in digits: `1e999999999` is nine characters and no id.
+const LONGEST_NUMBER: usize = 200;
+
+/// The text of the id at this pointer (RFC 6901).
+pub(super) fn read(pointer: &str, body: &[u8]) -> Result<String, NoId> {
+    let unusable = |found: &str| NoId::Unusable(format!("the id at JSON pointer `{pointer}` {found}"));
+    let path: Vec<String> = pointer.split('/').skip(1).map(|token| token.replace("~1", "/").replace("~0", "~")).collect();
+    let mut json = serde_json::Deserializer::from_slice(without_mark(body));
+    let found = At(&path).deserialize(&mut json).and_then(|found| json.end().map(|()| found));
+    // The full text may quote the payload; line and column do not.
+    let found = found.map_err(|error| unusable(&format!("was not found: no JSON at line {}, column {}", error.line(), error.column())))?;
+    let raw = match found {
+        Found::Nothing => return Err(NoId::Missing),
+        Found::Twice => return Err(unusable("is ambiguous: a name on its path stands twice in one object")),
+        Found::Once(raw) => raw.get(),
+    };
+    match raw.as_bytes().first() {
+        Some(b'"') => serde_json::from_str(raw).map_err(|_| unusable("is text that is not Unicode")),
+        Some(b'n') => Err(NoId::Missing),
+        Some(b'{') => Err(unusable("is an object: name the field in it")),
+        Some(b'[') => Err(unusable("is a list: name the element in it")),
+        Some(b't' | b'f') => Err(unusable("is a truth value")),
+        _ => whole(raw).ok_or_else(|| unusable("is a number that is not whole, or has more than 200 digits")),
+    }
+}
+
+/// A body without the byte order mark that some producers put before their JSON.
+pub(crate) fn without_mark(body: &[u8]) -> &[u8] {
+    body.strip_prefix(b"\xef\xbb\xbf").unwrap_or(body)
+}
+
+/// The digits of a whole number of any size, however it is written: `1`, `1.0`, `10e-1` and `1e0` are one id.
+fn whole(number: &str) -> Option<String> {
+    let (sign, number) = number.strip_prefix('-').map_or(("", number), |rest| ("-", rest));
+    let (mantissa, exponent) = number.split_once(['e', 'E']).unwrap_or((number, "0"));
+    let (before, after) = mantissa.split_once('.').unwrap_or((mantissa, ""));
+    let after = after.trim_end_matches('0');
+    let digits = format!("{before}{after}");
+    let digits = digits.trim_start_matches('0');
+    if digits.is_empty() {
+        return Some("0".into());
+    }
+    let shift = exponent.parse::<i64>().ok()?.checked_sub(i64::try_from(after.len()).ok()?)?;
+    let digits = match usize::try_from(shift) {
+        Ok(zeros) if digits.len().checked_add(zeros)? <= LONGEST_NUMBER => format!("{digits}{}", "0".repeat(zeros)),
+        Ok(_) => return None,
+        Err(_) => {
+            let (whole, fraction) = digits.split_at_checked(digits.len().checked_sub(usize::try_from(shift.unsigned_abs()).ok()?)?)?;
+            if whole.is_empty() || fraction.bytes().any(|digit| digit != b'0') {
+                return None;
+            }
+            whole.to_owned()
+        }
+    };
+    (digits.len() <= LONGEST_NUMBER).then(|| format!("{sign}{digits}"))
+}
+
+/// What stands at a path.
+enum Found<'de> {
+    Nothing,
+    Once(&'de RawValue),
+    /// Readers differ in which of two fields of one name they take.
+    Twice,
+}
+
+/// Reads what stands at a path, and passes over all else.
+#[derive(Clone, Copy)]
+struct At<'p>(&'p [String]);
+
+impl<'de> DeserializeSeed<'de> for At<'_> {
+    type Value = Found<'de>;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Found<'de>, D::Error> {
+        match self.0 {
+            [] => serde::Deserialize::deserialize(deserializer).map(Found::Once),
+            _ => deserializer.deserialize_any(self),
+        }
+    }
+}
+
+impl<'de> Visitor<'de> for At<'_> {
+    type Value = Found<'de>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("JSON")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Found<'de>, A::Error> {
+        let Some((first, rest)) = self.0.split_first() else { return Ok(Found::Nothing) };
+        let mut found = None;
+        while let Some(name) = map.next_key::<Name<'de>>()? {
+            if name.0 != first.as_str() {
+                map.next_value::<IgnoredAny>()?;
+            } else if found.is_none() {
+                found = Some(map.next_value_seed(At(rest))?);
+            } else {
+                map.next_value::<IgnoredAny>()?;
+                found = Some(Found::Twice);
+            }
+        }
+        Ok(found.unwrap_or(Found::Nothing))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Found<'de>, A::Error> {
+        let Some((first, rest)) = self.0.split_first() else { return Ok(Found::Nothing) };
+        // RFC 6901: digits without leading zeros.
+        let index = first.parse::<usize>().ok().filter(|index| index.to_string() == *first);
+        let mut found = Found::Nothing;
+        for at in 0_usize.. {
+            if Some(at) == index {
+                match seq.next_element_seed(At(rest))? {
+                    Some(it) => found = it,
+                    None => break,
+                }
+            } else if seq.next_element::<IgnoredAny>()?.is_none() {
+                break;
+            }
+        }
+        Ok(found)
+    }
+
+    fn visit_bool<E: Error>(self, _: bool) -> Result<Found<'de>, E> {
+        Ok(Found::Nothing)
+    }
+
+    fn visit_i64<E: Error>(self, _: i64) -> Result<Found<'de>, E> {
+        Ok(Found::Nothing)
+    }
+
+    fn visit_u64<E: Error>(self, _: u64) -> Result<Found<'de>, E> {
+        Ok(Found::Nothing)
+    }
+
+    fn visit_f64<E: Error>(self, _: f64) -> Result<Found<'de>, E> {
+        Ok(Found::Nothing)
+    }
+
+    fn visit_str<E: Error>(self, _: &str) -> Result<Found<'de>, E> {
+        Ok(Found::Nothing)
+    }
+
+    fn visit_unit<E: Error>(self) -> Result<Found<'de>, E> {
+        Ok(Found::Nothing)
+    }
+}
+
+/// The name of a field, borrowed where nothing in it is escaped.
+#[derive(serde::Deserialize)]
+struct Name<'a>(#[serde(borrow)] Cow<'a, str>);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(pointer: &str, body: &str) -> Result<String, NoId> {
+        read(pointer, body.as_bytes())
+    }
+
+    fn found(body: &str) -> Option<String> {
+        at("/id", &format!(r#"{{"id":{body}}}"#)).ok()
+    }
+
+    #[test]
+    fn a_whole_number_is_one_id_however_it_is_written() {
+        for one in ["1", "1.0", "1e0", "1E+0", "10e-1", "0.1e1", "1.000", "100e-2"] {
+            assert_eq!(found(one).as_deref(), Some("1"), "{one}");
+        }
+        for zero in ["0", "-0", "0.0", "0e7", "0e-7"] {
+            assert_eq!(found(zero).as_deref(), Some("0"), "{zero}");
+        }
+        for (written, id) in [
+            ("18446744073709551616", "18446744073709551616"),
+            ("123456789012345678901234567890", "123456789012345678901234567890"),
+            ("1.5e1", "15"),
+            ("-7", "-7"),
+            ("12e2", "1200"),
+        ] {
+            assert_eq!(found(written).as_deref(), Some(id));
+        }
+        assert_eq!(found("1e199").map(|id| id.len()), Some(200));
+    }
+
+    #[test]
+    fn what_cannot_be_an_id_says_what_was_found() {
+        let too_long = format!("1{}", "0".repeat(200));
+        for (odd, says) in [
+            ("1.5", "not whole"),
+            ("1e-1", "not whole"),
+            ("0.05", "not whole"),
+            ("1e200", "200 digits"),
+            ("1e999999999999999999999", "200 digits"),
+            ("1e-9223372036854775808", "200 digits"),
+            (too_long.as_str(), "200 digits"),
+            ("{}", "is an object"),
+            (r#"["a"]"#, "is a list"),
+            ("true", "truth value"),
+            (r#""\ud800""#, "not Unicode"),
+            (r#""a","id":"b""#, "ambiguous"),
+            (r#""a","id":"a""#, "ambiguous"),
+            ("oops", "no JSON at line 1, column"),
+            (r#""a"} {"id":"b""#, "no JSON at line 1, column"),
+        ] {
+            let Err(NoId::Unusable(text)) = at("/id", &format!(r#"{{"id":{odd}}}"#)) else { panic!("{odd}") };
+            assert!(text.contains(says) && text.contains("`/id`"), "{odd}: {text}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_there_is_missing() {
+        for body in [r#"{"id":null}"#, "{}", "[]", "7", r#""id""#, "true", "null", "1.5", "-1"] {
+            assert_eq!(at("/id", body), Err(NoId::Missing), "{body}");
+        }
+        assert_eq!(at("/ids/2", r#"{"ids":["a","b"]}"#), Err(NoId::Missing));
+        assert_eq!(at("/ids/01", r#"{"ids":["a","b"]}"#), Err(NoId::Missing));
+    }
+
+    #[test]
+    fn a_pointer_finds_its_way() {
+        let body = r#"{"before":{"ids":[9]},"a/b":{"m~n":[{"id":"x"},{"id":7}]},"after":[[],{}]}"#;
+        assert_eq!(at("/a~1b/m~0n/1/id", body).as_deref(), Ok("7"));
+        assert_eq!(at("/a~1b/m~0n/0/id", body).as_deref(), Ok("x"));
+        assert_eq!(at("", "\"whole\"").as_deref(), Ok("whole"));
+        // The same name elsewhere is no second id.
+        assert_eq!(at("/p/id", r#"{"id":"other","p":{"id":"mine","q":{"id":"more"}}}"#).as_deref(), Ok("mine"));
+        assert!(matches!(at("/p/id", r#"{"p":{"id":"a"},"p":{"id":"b"}}"#), Err(NoId::Unusable(_))));
+    }
+
+    #[test]
+    fn a_byte_order_mark_is_no_part_of_the_body() {
+        assert_eq!(at("/id", "\u{feff}{\"id\":\"a\"}").as_deref(), Ok("a"));
+        assert!(at("/id", "\u{feff}\u{feff}{\"id\":\"a\"}").is_err(), "one of them");
+    }
+}

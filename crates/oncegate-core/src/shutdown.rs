@@ -1,0 +1,46 @@
+//! When a process is asked to stop.
+
+use std::future::Future;
+
+/// Completes when this process is asked to stop: at SIGTERM, which container runtimes and systemd send, or at Ctrl-C; on
+/// systems without SIGTERM at Ctrl-C. For [`Builder::run_until`](crate::Builder::run_until), which then drains.
+///
+/// From the call on, neither signal ends the process by itself any more, and a second one does nothing. A signal that the system does
+/// not let the process watch is logged and left alone.
+///
+/// # Panics
+/// Outside of a tokio runtime with its I/O driver, as `tokio::signal` does. `#[tokio::main]` has one.
+#[cfg(unix)]
+pub fn shutdown_signal() -> impl Future<Output = ()> + Send + 'static {
+    use tokio::signal::unix::{Signal, SignalKind, signal};
+
+    let watch = |kind, name: &str| {
+        let watched = signal(kind);
+        watched
+            .inspect_err(|error| tracing::error!(signal = name, %error, "cannot watch a signal; it will end the process without a drain"))
+            .ok()
+    };
+    let terminate = watch(SignalKind::terminate(), "SIGTERM");
+    let interrupt = watch(SignalKind::interrupt(), "SIGINT");
+    let received = async |signal: Option<Signal>| match signal {
+        Some(mut signal) => drop(signal.recv().await),
+        None => std::future::pending().await,
+    };
+    async move {
+        tokio::select! {
+            () = received(terminate) => tracing::info!(signal = "SIGTERM", "stopping"),
+            () = received(interrupt) => tracing::info!(signal = "SIGINT", "stopping"),
+        }
+    }
+}
+
+/// Completes when this process is asked to stop: at Ctrl-C. For [`Builder::run_until`](crate::Builder::run_until), which then drains.
+#[cfg(not(unix))]
+pub fn shutdown_signal() -> impl Future<Output = ()> + Send + 'static {
+    async {
+        if let Err(error) = tokio::signal::ctrl_c().await {
+            tracing::error!(%error, "cannot watch Ctrl-C; it will end the process without a drain");
+            std::future::pending().await
+        }
+    }
+}

@@ -1,0 +1,289 @@
+//! Messages that may end processes, over thousands of interleavings of crashes, drains and revocations: none is lost, none waits for
+//! ever, and only the one that ends processes is blamed for it.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use oncegate_core::marker::{self, Age, Change, Marker, Operation, Verdict};
+use oncegate_core::road::Reason;
+use oncegate_core::source::{Incoming, Limit, Open, Settled, Source, SourceError};
+use oncegate_core::*;
+use tokio::sync::Notify;
+use tokio::task::JoinSet;
+
+const RUNS: u64 = 3_000;
+/// Runs that go on at the same time; they wait most of the time.
+const AT_ONCE: usize = 48;
+/// Ends, drains and revocations that nobody's handler is the cause of, at the most.
+const FAULTS: u64 = 3;
+/// Two crashes say little of a message, which then runs alone; each fault may be one more.
+const MAX_CRASHES: u32 = 2 + FAULTS as u32;
+const BODY: &str = "ends its process";
+
+/// A generator of small numbers: the same for the same seed.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, end: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 11) % end
+    }
+}
+
+/// What one run of several processes shares: a broker, the markers, and which processes have ended.
+struct World {
+    broker: MemoryBroker,
+    markers: Mutex<HashMap<Key, (Marker, u32)>>,
+    ended: Mutex<HashSet<u32>>,
+    handled: Mutex<HashSet<String>>,
+    lives: Mutex<u32>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The store of one process: a lease is over once its holder's process has ended, and not before.
+struct StoreOf {
+    world: Arc<World>,
+    life: u32,
+}
+
+#[async_trait]
+impl Store for StoreOf {
+    async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
+        tokio::task::yield_now().await;
+        let (mut markers, ended) = (lock(&self.world.markers), lock(&self.world.ended));
+        let mut answers = Vec::new();
+        for operation in operations {
+            let (marker, life) = markers.get(&operation.key).copied().unwrap_or((Marker::Absent, self.life));
+            let age = if ended.contains(&life) { Duration::from_secs(1_000_000) } else { Duration::ZERO };
+            let (change, verdict) = marker::apply(marker, Age::Of(age), operation);
+            match change {
+                Change::Keep => {}
+                Change::Write(marker, _) => drop(markers.insert(operation.key.clone(), (marker, self.life))),
+                Change::Delete => drop(markers.remove(&operation.key)),
+            }
+            answers.push(Ok(verdict));
+        }
+        answers
+    }
+}
+
+/// A source whose deliveries can be revoked.
+struct Revocable {
+    source: MemorySource,
+    epoch: u64,
+    revoke: Arc<Notify>,
+}
+
+#[async_trait]
+impl Open for Revocable {
+    type Source = Self;
+
+    async fn open(self) -> Result<Self, SourceError> {
+        Ok(self)
+    }
+}
+
+#[async_trait]
+impl Source for Revocable {
+    async fn receive(&mut self, limit: Limit, into: &mut Vec<Incoming>) -> Result<(), SourceError> {
+        let before = into.len();
+        tokio::select! {
+            biased;
+            () = self.revoke.notified() => {
+                into.push(Incoming::Revoked(self.epoch));
+                self.epoch += 1;
+            }
+            received = self.source.receive(limit, into) => received?,
+        }
+        for it in &mut into[before..] {
+            if let Incoming::Delivery(delivery) = it {
+                delivery.receipt.epoch = self.epoch;
+            }
+        }
+        Ok(())
+    }
+
+    async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), SourceError> {
+        self.source.settle(settled).await
+    }
+
+    async fn stop(&mut self) {
+        self.source.stop().await;
+    }
+
+    async fn close(self: Box<Self>, _deadline: Instant) -> Result<(), SourceError> {
+        Ok(())
+    }
+}
+
+/// How a process is ended from outside or within, told to stop, or loses what it was assigned.
+#[derive(Clone, Default)]
+struct Levers {
+    kill: Arc<Notify>,
+    stop: Arc<Notify>,
+    revoke: Arc<Notify>,
+}
+
+struct Work {
+    world: Arc<World>,
+    levers: Levers,
+    takes: Duration,
+    fails: AtomicU32,
+}
+
+#[async_trait]
+impl Handler for Work {
+    type Payload = Raw;
+
+    async fn handle(&self, payload: Raw, cx: &Context) -> Result<(), Failure> {
+        // Whoever runs again in place may end its process then.
+        if self.fails.fetch_add(1, Ordering::Relaxed).is_multiple_of(3) {
+            return Err("not yet").retry();
+        }
+        if payload.0 == BODY.as_bytes() {
+            self.levers.kill.notify_one();
+            std::future::pending::<()>().await;
+        }
+        tokio::time::sleep(self.takes).await;
+        lock(&self.world.handled).insert(cx.id().to_string());
+        Ok(())
+    }
+}
+
+/// One process after the other, until it is over.
+async fn processes(world: Arc<World>, levers: Levers, in_flight: usize, order: Order, takes: Duration) {
+    loop {
+        let life = {
+            let mut lives = lock(&world.lives);
+            *lives += 1;
+            *lives
+        };
+        let source = Revocable { source: world.broker.source(), epoch: 0, revoke: levers.revoke.clone() };
+        let handler = Work { world: world.clone(), levers: levers.clone(), takes, fails: AtomicU32::new(life) };
+        let consumer = Consumer::builder().source(source).store(StoreOf { world: world.clone(), life }).handler(handler);
+        let consumer = consumer.id(IdSource::header("id")).decode(RawBytes).order(order).in_flight(in_flight);
+        let consumer = consumer.max_crashes(MAX_CRASHES).attempts(100).backoff(Duration::from_millis(1), Duration::from_millis(2));
+        let stop = levers.stop.clone();
+        tokio::select! {
+            ended = consumer.run_until(async move { stop.notified().await }) => ended.expect("a clean end"),
+            () = levers.kill.notified() => {}
+        }
+        lock(&world.ended).insert(life);
+    }
+}
+
+async fn run(seed: u64) {
+    let mut random = Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
+    let world = Arc::new(World {
+        broker: MemoryBroker::new("q"),
+        markers: Mutex::default(),
+        ended: Mutex::default(),
+        handled: Mutex::default(),
+        lives: Mutex::default(),
+    });
+    let messages = 2 + random.below(7);
+    let deadly = random.below(messages + 2); // in some runs there is none
+    for number in 0..messages {
+        let body = if number == deadly { BODY } else { "works" };
+        world.broker.publish(Message::new(body).with_header("id", format!("m{number}")).with_key(format!("k{}", number % 3)));
+    }
+    let order = if random.below(3) == 0 { Order::ByKey } else { Order::Unordered };
+    let (in_flight, takes) = (1 + random.below(8) as usize, Duration::from_millis(random.below(4)));
+    let levers: Vec<Levers> = (0..=random.below(2)).map(|_| Levers::default()).collect();
+    let mut tasks = JoinSet::new();
+    for levers in &levers {
+        tasks.spawn(processes(world.clone(), levers.clone(), in_flight, order, takes));
+    }
+    let faults = async {
+        for _ in 0..FAULTS {
+            tokio::time::sleep(Duration::from_micros(random.below(9_000))).await;
+            let levers = &levers[random.below(levers.len() as u64) as usize];
+            [&levers.kill, &levers.stop, &levers.revoke][random.below(3) as usize].notify_one();
+        }
+    };
+    let all = async { tokio::join!(faults, world.broker.drained()) };
+    let settled = tokio::time::timeout(Duration::from_secs(60), all).await;
+    assert!(settled.is_ok(), "seed {seed}: {} messages are not settled", world.broker.unsettled());
+    let letters: Vec<(String, Reason)> = world.broker.dead_letters().into_iter().map(|it| (text(&it.message), it.reason)).collect();
+    let expected = if deadly < messages { vec![(format!("m{deadly}"), Reason::CrashesSpent)] } else { vec![] };
+    assert_eq!(letters, expected, "seed {seed}");
+    let handled = lock(&world.handled).len() as u64;
+    assert_eq!(handled, messages - expected.len() as u64, "seed {seed}");
+}
+
+fn text(message: &Message) -> String {
+    String::from_utf8_lossy(message.headers.last("id").unwrap_or_default()).into_owned()
+}
+
+#[test]
+fn only_the_message_that_ends_processes_is_blamed_and_no_other_is_lost() {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime");
+    let runs = match std::env::var("ONCEGATE_SEED") {
+        Ok(seed) => seed.parse().map(|seed| seed..seed + 1).expect("a number"),
+        Err(_) => 0..RUNS,
+    };
+    runtime.block_on(async {
+        let mut going = JoinSet::new();
+        for seed in runs {
+            if going.len() >= AT_ONCE {
+                going.join_next().await.expect("one of them").unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()));
+            }
+            going.spawn(run(seed));
+        }
+        while let Some(over) = going.join_next().await {
+            over.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()));
+        }
+    });
+}
+
+/// Publishes another message while it runs, and looks whether that one is claimed before it is over.
+struct Alone(Arc<World>);
+
+#[async_trait]
+impl Handler for Alone {
+    type Payload = Raw;
+
+    async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
+        if cx.id() == "suspect" {
+            self.0.broker.publish(Message::new("works").with_header("id", "other"));
+            while self.0.broker.delivered() < 2 {
+                tokio::task::yield_now().await;
+            }
+            // The consumer is on the same thread: by then it would have asked.
+            for _ in 0..100 {
+                tokio::task::yield_now().await;
+            }
+            assert_eq!(lock(&self.0.markers).len(), 1, "another message was claimed meanwhile");
+        }
+        lock(&self.0.handled).insert(cx.id().to_string());
+        Ok(())
+    }
+}
+
+#[tokio::test]
+async fn nothing_else_is_claimed_while_a_message_runs_alone() {
+    let world = Arc::new(World {
+        broker: MemoryBroker::new("q"),
+        markers: Mutex::default(),
+        ended: Mutex::default(),
+        handled: Mutex::default(),
+        lives: Mutex::default(),
+    });
+    let attempts = marker::Attempts { number: 3, base: 2, crashes: 2 };
+    let key = Key::new(&MessageId::new("suspect").expect("an id"));
+    lock(&world.markers).insert(key, (Marker::Cleared { attempts, effect: marker::Effect::Unknown }, 0));
+    world.broker.publish(Message::new("works").with_header("id", "suspect"));
+    let consumer = Consumer::builder().source(world.broker.source()).store(StoreOf { world: world.clone(), life: 1 });
+    let consumer = consumer.handler(Alone(world.clone())).id(IdSource::header("id")).decode(RawBytes).attempts(2);
+    let all = world.broker.clone();
+    consumer.run_until(async move { all.drained().await }).await.expect("a clean end");
+    assert!(world.broker.dead_letters().is_empty(), "{:?}", world.broker.dead_letters());
+    assert_eq!(lock(&world.handled).len(), 2);
+}

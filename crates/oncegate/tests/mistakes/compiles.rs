@@ -1,0 +1,47 @@
+//! What looks like a mistake, and is none.
+// compiles
+
+use oncegate::{Consumer, Context, Error, Failure, Handler, IdSource, IntoFailure, MemoryBroker, MemoryStore, async_trait};
+
+struct Print;
+
+#[async_trait]
+impl Handler for Print {
+    type Payload = String;
+
+    async fn handle(&self, payload: String, cx: &Context) -> Result<(), Failure> {
+        println!("{}: {payload}", cx.id());
+        Ok(())
+    }
+}
+
+/// Any future ends a consumer, whatever it comes to.
+pub async fn run(queue: MemoryBroker, told: tokio::sync::oneshot::Receiver<u32>) -> Result<(), Error> {
+    let consumer = || Consumer::builder().store(MemoryStore::new()).id(IdSource::message_id()).handler(Print);
+    consumer().source(queue.source()).run_until(tokio::signal::ctrl_c()).await?;
+    consumer().source(queue.source()).run_until(told).await
+}
+
+pub struct Declined;
+
+impl IntoFailure for Declined {
+    fn into_failure(self) -> Failure {
+        Failure::Reject("the card was declined".into())
+    }
+}
+
+pub struct Silent;
+
+impl From<Silent> for Failure {
+    fn from(_: Silent) -> Self {
+        Failure::InDoubt("no answer".into())
+    }
+}
+
+/// Errors of one's own that say what is known.
+pub fn charge(answer: Result<Result<(), Declined>, Silent>) -> Result<(), Failure> {
+    answer??;
+    Ok(())
+}
+
+fn main() {}

@@ -1,0 +1,12 @@
+//! A consumer that was given no handler.
+// says: `()` is not a handler
+// says: `()` says that the consumer was given no handler: call `.handler(…)`
+
+use oncegate::{Consumer, Error, IdSource, MemoryBroker, MemoryStore, shutdown_signal};
+
+pub async fn run(queue: MemoryBroker) -> Result<(), Error> {
+    let consumer = Consumer::builder().source(queue.source()).store(MemoryStore::new()).id(IdSource::message_id());
+    consumer.run_until(shutdown_signal()).await
+}
+
+fn main() {}

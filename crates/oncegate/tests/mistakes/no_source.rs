@@ -1,0 +1,24 @@
+//! A consumer that was given no source.
+// says: `()` is not a source of messages
+// says: `()` says that the consumer was given no source: call `.source(…)`
+
+use oncegate::{Consumer, Context, Error, Failure, Handler, IdSource, MemoryStore, async_trait, shutdown_signal};
+
+struct Print;
+
+#[async_trait]
+impl Handler for Print {
+    type Payload = String;
+
+    async fn handle(&self, payload: String, cx: &Context) -> Result<(), Failure> {
+        println!("{}: {payload}", cx.id());
+        Ok(())
+    }
+}
+
+pub async fn run() -> Result<(), Error> {
+    let consumer = Consumer::builder().store(MemoryStore::new()).id(IdSource::message_id()).handler(Print);
+    consumer.run_until(shutdown_signal()).await
+}
+
+fn main() {}

@@ -1,0 +1,11 @@
+//! A gate that was given no store.
+// says: `()` is not a store
+// says: `()` says that no store was given: call `.store(…)`
+
+use oncegate::{Error, Gate};
+
+pub async fn open() -> Result<Gate, Error> {
+    Gate::builder().scope("ledger").open().await
+}
+
+fn main() {}

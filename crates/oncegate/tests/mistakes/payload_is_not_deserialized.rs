@@ -1,0 +1,19 @@
+//! A payload that serde cannot read.
+// says: the trait bound `Payment: serde::Deserialize
+// says: for local types consider adding `#[derive(serde::Deserialize)]` to your `Payment` type
+
+use oncegate::{Context, Failure, Handler, async_trait};
+
+struct Print;
+pub struct Payment;
+
+#[async_trait]
+impl Handler for Print {
+    type Payload = Payment;
+
+    async fn handle(&self, _: Payment, _: &Context) -> Result<(), Failure> {
+        Ok(())
+    }
+}
+
+fn main() {}

@@ -1,0 +1,19 @@
+//! `?` on an error that says nothing of the effect.
+// says: say what is known: `.retry()?` if nothing happened, `.reject()?` if it will never work, `.in_doubt()?` if it may have happened
+// says: with `use oncegate::Knows;`
+
+use oncegate::{Context, Failure, Handler, async_trait};
+
+struct Print;
+
+#[async_trait]
+impl Handler for Print {
+    type Payload = String;
+
+    async fn handle(&self, file: String, _: &Context) -> Result<(), Failure> {
+        println!("{}", std::fs::read_to_string(file)?);
+        Ok(())
+    }
+}
+
+fn main() {}

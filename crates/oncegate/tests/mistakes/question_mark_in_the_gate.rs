@@ -1,0 +1,10 @@
+//! The same in work that the gate guards.
+// says: say what is known: `.retry()?` if nothing happened, `.reject()?` if it will never work, `.in_doubt()?` if it may have happened
+
+use oncegate::{Gate, GateError, Ran};
+
+pub async fn settle(gate: &Gate) -> Result<Ran<String>, GateError> {
+    gate.run("2026-11-20", || async { Ok(std::fs::read_to_string("entries.txt")?) }).await
+}
+
+fn main() {}

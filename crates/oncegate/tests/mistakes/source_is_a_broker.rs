@@ -1,0 +1,9 @@
+//! The memory broker in place of one of its sources.
+// says: `MemoryBroker` is not a source of messages
+// says: hand over one of `Kafka::topic(…)`, `RabbitMq::queue(…)` and `MemoryBroker::source()`
+
+use oncegate::{Consumer, MemoryBroker};
+
+fn main() {
+    let _ = Consumer::builder().source(MemoryBroker::new("payments"));
+}

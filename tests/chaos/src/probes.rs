@@ -1,0 +1,210 @@
+//! Kill probes: a topic full of messages, some SIGKILLs while they are handled, and then no more patience than a session of the group and
+//! three leases. What has had no effect by then is lost, or comes too late to be told from it.
+
+use std::collections::HashSet;
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::check::Promise;
+use crate::fleet::{Fleet, SinkProcess};
+use crate::ledger::{Log, Record, What};
+use crate::message::{Outgoing, Work};
+use crate::play::{Taken, base_arguments};
+use crate::schedule::LEASE;
+use crate::sink::FILE;
+use crate::stage::Stage;
+use crate::wire::Wire;
+use crate::worker::Broker;
+use crate::{Error, Stopping};
+
+/// The members of the group, of which one after the other is killed.
+const CONSUMERS: usize = 2;
+/// How long the group waits for a member that was killed.
+const SESSION: Duration = Duration::from_secs(6);
+/// How long nothing may happen until what is missing counts as lost.
+const SILENCE: Duration = Duration::from_secs(SESSION.as_secs() + 3 * LEASE.as_secs());
+/// How long a probe may take until its first effect, and in all.
+const START: Duration = Duration::from_secs(60);
+const LONGEST: Duration = Duration::from_secs(300);
+const LOOK: Duration = Duration::from_millis(100);
+
+/// What is to be probed.
+#[derive(Clone, Copy, Debug)]
+pub struct Wish {
+    /// How many probes.
+    pub probes: u64,
+    /// How many go on at the same time.
+    pub side_by_side: usize,
+    /// How many messages each has, and how many SIGKILLs.
+    pub messages: u64,
+    /// How many SIGKILLs each has.
+    pub kills: u64,
+    /// Of when they are killed.
+    pub seed: u64,
+}
+
+/// What came of the probes.
+#[derive(Debug, Default)]
+pub struct Probed {
+    /// How many probes there were.
+    pub probes: u64,
+    /// How many messages were sent in all, and how many processes were killed.
+    pub messages: u64,
+    /// How many processes were killed in all.
+    pub kills: u64,
+    /// Effects that happened again.
+    pub again: u64,
+    /// The longest time between two effects that belong to no other, in seconds.
+    pub longest_silence: f64,
+    /// Messages without an effect, as probe and id.
+    pub lost: Vec<String>,
+}
+
+/// Probes Kafka with Redis, effectively once.
+///
+/// # Errors
+/// If a probe could not be played: then nothing is known.
+pub fn run(wish: &Wish, folder: &Path, stopping: &Stopping) -> Result<Probed, Error> {
+    let stage = Stage::start(Broker::Kafka)?;
+    let next = AtomicU64::new(0);
+    let worker = || -> Result<Probed, Error> {
+        let mut all = Probed::default();
+        loop {
+            let number = next.fetch_add(1, Ordering::Relaxed);
+            if number >= wish.probes {
+                return Ok(all);
+            }
+            let one = probe(wish, &stage, number, &folder.join(format!("probe-{number}")), stopping)?;
+            println!("probe {number}: {} lost, {} again, {:.1} s of silence at the most", one.lost.len(), one.again, one.longest_silence);
+            all.add(one);
+        }
+    };
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..wish.side_by_side.max(1)).map(|_| scope.spawn(worker)).collect();
+        let mut all = Probed::default();
+        for worker in workers {
+            all.add(worker.join().map_err(|_| "a probe panicked")??);
+        }
+        Ok(all)
+    })
+}
+
+impl Probed {
+    fn add(&mut self, other: Self) {
+        self.probes += other.probes;
+        self.messages += other.messages;
+        self.kills += other.kills;
+        self.again += other.again;
+        self.longest_silence = self.longest_silence.max(other.longest_silence);
+        self.lost.extend(other.lost);
+    }
+
+    /// In one line.
+    pub fn line(&self) -> String {
+        let Self { probes, messages, kills, again, longest_silence, lost } = self;
+        let mut line = format!(
+            "{probes} probes, {messages} messages, {kills} SIGKILLs, {} lost, {again} effects again, {longest_silence:.1} s of silence at the most",
+            lost.len()
+        );
+        if !lost.is_empty() {
+            line.push_str(&format!(": {}", lost.join(", ")));
+        }
+        line
+    }
+}
+
+fn probe(wish: &Wish, stage: &Stage, number: u64, folder: &Path, stopping: &Stopping) -> Result<Probed, Error> {
+    std::fs::create_dir_all(folder)?;
+    let mut random = fastrand::Rng::with_seed(wish.seed ^ (number << 16));
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
+    let log = Arc::new(Log::open(&folder.join("player.jsonl"), "player")?);
+    let queue = format!("probe-{}-{number}", std::process::id());
+    let sink = SinkProcess::start(folder)?;
+    let wire = runtime.block_on(Wire::open(Broker::Kafka, stage.url_direct(), &queue, Taken::ByAll))?;
+    let ids: Vec<String> = (0..wish.messages).map(|number| format!("u-{number}")).collect();
+    let body = |random: &mut fastrand::Rng| serde_json::to_string(&Work { ms: random.u64(5..60) });
+    let messages: Result<Vec<Outgoing>, _> =
+        ids.iter().map(|id| Ok::<_, serde_json::Error>(Outgoing { id: id.clone(), key: None, body: body(&mut random)? })).collect();
+    runtime.block_on(wire.publish(messages?, &log))?;
+    runtime.block_on(wire.flush());
+    let fleet = Fleet::new(CONSUMERS, folder, base_arguments(Promise::EffectivelyOnce, stage, folder, &queue, &sink), Arc::clone(&log));
+    fleet.start_all()?;
+    let mut effects = Effects::of(folder)?;
+    effects.until(1, START, stopping)?;
+    for kill in 1..=wish.kills {
+        // Spread over what there is to do, and at no point of it in particular.
+        let share = wish.messages * kill / (wish.kills + 2);
+        effects.until(share, SILENCE, stopping)?;
+        std::thread::sleep(Duration::from_millis(random.u64(0..300)));
+        let mut slot = fleet.slot(random.usize(0..CONSUMERS));
+        fleet.kill(&mut slot)?;
+        fleet.start(&mut slot)?;
+    }
+    effects.until(wish.messages, SILENCE, stopping)?;
+    let missing = ids.iter().filter(|id| !effects.unique.contains(*id));
+    let lost: Vec<String> = missing.map(|id| format!("probe {number}: {id}")).collect();
+    fleet.terminate_all()?;
+    if lost.is_empty() {
+        std::fs::remove_dir_all(folder)?; // of a probe that shows nothing
+    }
+    let Effects { all, unique, longest, .. } = effects;
+    let again = all - unique.len() as u64;
+    let longest_silence = longest.as_secs_f64();
+    Ok(Probed { probes: 1, messages: wish.messages, kills: wish.kills, again, longest_silence, lost })
+}
+
+/// The effects of a probe so far.
+struct Effects {
+    file: File,
+    /// What of a line has come so far.
+    rest: Vec<u8>,
+    all: u64,
+    unique: HashSet<String>,
+    /// When there was another one last, and how long that took at the most.
+    last: Instant,
+    longest: Duration,
+}
+
+impl Effects {
+    fn of(folder: &Path) -> Result<Self, Error> {
+        let file = File::open(folder.join(FILE))?;
+        Ok(Self { file, rest: Vec::new(), all: 0, unique: HashSet::new(), last: Instant::now(), longest: Duration::ZERO })
+    }
+
+    /// Reads on in what the sink writes.
+    fn read(&mut self) -> Result<(), Error> {
+        self.file.read_to_end(&mut self.rest)?;
+        let Some(end) = self.rest.iter().rposition(|byte| *byte == b'\n') else { return Ok(()) };
+        let lines: Vec<u8> = self.rest.drain(..=end).collect();
+        for line in lines.split(|byte| *byte == b'\n').filter(|line| !line.is_empty()) {
+            if let What::Effect { id, .. } = serde_json::from_slice::<Record>(line)?.what {
+                self.all += 1;
+                self.unique.insert(id);
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until so many messages have had an effect, or there was none of another message for so long.
+    fn until(&mut self, count: u64, silence: Duration, stopping: &Stopping) -> Result<(), Error> {
+        let (begun, before) = (Instant::now(), self.unique.len());
+        self.last = Instant::now();
+        while (self.unique.len() as u64) < count && self.last.elapsed() < silence && begun.elapsed() < LONGEST {
+            std::thread::sleep(LOOK);
+            stopping.go_on()?;
+            let known = self.unique.len();
+            self.read()?;
+            if self.unique.len() > known {
+                if known > before {
+                    self.longest = self.longest.max(self.last.elapsed());
+                }
+                self.last = Instant::now();
+            }
+        }
+        Ok(())
+    }
+}
