@@ -106,13 +106,17 @@ async fn a_frozen_server_leaves_the_outcome_unknown_and_the_connection_is_made_a
     let answers = store.apply(&batch).await;
     assert!(matches!(answers[..2], [Err(StoreError::Unknown(_)), Err(StoreError::Unknown(_))]), "{answers:?}");
     assert!(matches!(answers[2], Err(StoreError::NotApplied(_))), "the second on the same key was not sent: {answers:?}");
-    for _ in 0..2 {
-        let sent = bounded(&store, claim("b", 2)).await;
-        assert!(matches!(sent, Err(StoreError::Unknown(_))), "{sent:?}");
+    // After three timeouts in a row connecting is what fails, so nothing is sent. A look at the server, which a claim
+    // starts now and then, counts as one of the three.
+    let mut unknown = 1;
+    loop {
+        match bounded(&store, claim("b", 2)).await {
+            Err(StoreError::Unknown(_)) => unknown += 1,
+            Err(StoreError::NotApplied(_)) => break,
+            answered => panic!("a frozen server answered: {answered:?}"),
+        }
+        assert!(unknown <= 3, "the connection is still in use after {unknown} timeouts");
     }
-    // Three timeouts in a row: connecting is what fails from now on, so nothing is sent.
-    let connecting = bounded(&store, claim("c", 3)).await;
-    assert!(matches!(connecting, Err(StoreError::NotApplied(_))), "{connecting:?}");
     server.thaw();
     // What was unknown was applied or not; asked again with its token it is the same.
     assert_eq!(healed(&store, claim("a", 1)).await, GRANTED);
