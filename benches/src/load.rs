@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use futures_util::future::try_join_all;
-use lapin::options::{BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions, QueueDeleteOptions};
+use lapin::options::{
+    BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions, QueueDeleteOptions,
+};
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
 use oncegate::marker::Ask;
@@ -40,7 +42,10 @@ impl Ids {
         match self {
             Self::InOrder => id(number),
             // Each number has one of its own.
-            Self::Random => format!("{:016x}", (number as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)),
+            Self::Random => format!(
+                "{:016x}",
+                (number as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+            ),
         }
     }
 }
@@ -73,13 +78,24 @@ impl Topic {
     /// # Errors
     /// What the broker said.
     pub async fn create(&self, brokers: &str) -> Outcome<()> {
-        let admin: AdminClient<_> = ClientConfig::new().set("bootstrap.servers", brokers).create()?;
-        let others = ["dead-letters", "in-doubt"].map(|suffix| (format!("{}.{suffix}", self.name), 1));
-        let all: Vec<_> = [(self.name.clone(), self.partitions)].into_iter().chain(others).collect();
+        let admin: AdminClient<_> = ClientConfig::new()
+            .set("bootstrap.servers", brokers)
+            .create()?;
+        let others =
+            ["dead-letters", "in-doubt"].map(|suffix| (format!("{}.{suffix}", self.name), 1));
+        let all: Vec<_> = [(self.name.clone(), self.partitions)]
+            .into_iter()
+            .chain(others)
+            .collect();
         let new = all.iter().map(|(name, partitions)| {
-            NewTopic::new(name, *partitions, TopicReplication::Fixed(1)).set("retention.ms", "-1").set("retention.bytes", "-1")
+            NewTopic::new(name, *partitions, TopicReplication::Fixed(1))
+                .set("retention.ms", "-1")
+                .set("retention.bytes", "-1")
         });
-        for created in admin.create_topics(&new.collect::<Vec<_>>(), &AdminOptions::new()).await? {
+        for created in admin
+            .create_topics(&new.collect::<Vec<_>>(), &AdminOptions::new())
+            .await?
+        {
             created.map_err(|(topic, code)| format!("{topic}: {code}"))?;
         }
         Ok(())
@@ -94,7 +110,8 @@ impl Topic {
         self.send_all(&KafkaSender::new(brokers, &self.name, "20")?)
     }
 
-    /// Creates and fills it, each partition with as much; consumers see nothing of it before [`HeldBack::let_go`].
+    /// Creates and fills it, each partition with as much; consumers see nothing of it before
+    /// [`HeldBack::let_go`].
     ///
     /// # Errors
     /// What the broker said.
@@ -109,7 +126,9 @@ impl Topic {
         let body = vec![b'x'; self.body];
         for number in 0..self.messages {
             match self.id {
-                Id::Header => sender.send_to(number as i32 % self.partitions, &self.ids.of(number), &body)?,
+                Id::Header => {
+                    sender.send_to(number as i32 % self.partitions, &self.ids.of(number), &body)?
+                }
                 Id::Key => sender.send_keyed(&self.ids.of(number), &body)?,
             }
         }
@@ -141,7 +160,10 @@ impl KafkaSender {
     /// What librdkafka said.
     pub fn new(brokers: &str, topic: &str, linger: &str) -> Outcome<Self> {
         let mut config = ClientConfig::new();
-        config.set("bootstrap.servers", brokers).set("linger.ms", linger).set("queue.buffering.max.messages", "200000");
+        config
+            .set("bootstrap.servers", brokers)
+            .set("linger.ms", linger)
+            .set("queue.buffering.max.messages", "200000");
         Ok(Self(config.create()?, topic.to_owned()))
     }
 
@@ -151,8 +173,13 @@ impl KafkaSender {
     /// What librdkafka said.
     fn in_transaction(brokers: &str, topic: &str) -> Outcome<Self> {
         let mut config = ClientConfig::new();
-        config.set("bootstrap.servers", brokers).set("linger.ms", "20").set("queue.buffering.max.messages", "200000");
-        config.set("transactional.id", topic).set("transaction.timeout.ms", "300000");
+        config
+            .set("bootstrap.servers", brokers)
+            .set("linger.ms", "20")
+            .set("queue.buffering.max.messages", "200000");
+        config
+            .set("transactional.id", topic)
+            .set("transaction.timeout.ms", "300000");
         let producer: ThreadedProducer<_> = config.create()?;
         producer.init_transactions(PATIENCE)?;
         producer.begin_transaction()?;
@@ -164,8 +191,16 @@ impl KafkaSender {
     /// # Errors
     /// As [`send`](Self::send).
     fn send_to(&self, partition: i32, id: &str, body: &[u8]) -> Outcome<()> {
-        let headers = OwnedHeaders::new().insert(Header { key: "id", value: Some(id) });
-        self.hand_in(BaseRecord::<(), _>::to(&self.1).partition(partition).payload(body).headers(headers))
+        let headers = OwnedHeaders::new().insert(Header {
+            key: "id",
+            value: Some(id),
+        });
+        self.hand_in(
+            BaseRecord::<(), _>::to(&self.1)
+                .partition(partition)
+                .payload(body)
+                .headers(headers),
+        )
     }
 
     /// Sends a message with its id in a header.
@@ -173,8 +208,15 @@ impl KafkaSender {
     /// # Errors
     /// What librdkafka said; a full queue is waited for.
     pub fn send(&self, id: &str, body: &[u8]) -> Outcome<()> {
-        let headers = OwnedHeaders::new().insert(Header { key: "id", value: Some(id) });
-        self.hand_in(BaseRecord::<(), _>::to(&self.1).payload(body).headers(headers))
+        let headers = OwnedHeaders::new().insert(Header {
+            key: "id",
+            value: Some(id),
+        });
+        self.hand_in(
+            BaseRecord::<(), _>::to(&self.1)
+                .payload(body)
+                .headers(headers),
+        )
     }
 
     /// Sends a message with its id as the key.
@@ -185,7 +227,10 @@ impl KafkaSender {
         self.hand_in(BaseRecord::to(&self.1).payload(body).key(id))
     }
 
-    fn hand_in<K: rdkafka::message::ToBytes + ?Sized>(&self, mut record: BaseRecord<'_, K, [u8]>) -> Outcome<()> {
+    fn hand_in<K: rdkafka::message::ToBytes + ?Sized>(
+        &self,
+        mut record: BaseRecord<'_, K, [u8]>,
+    ) -> Outcome<()> {
         loop {
             match self.0.send(record) {
                 Ok(()) => return Ok(()),
@@ -250,10 +295,20 @@ impl Queue {
     pub async fn fill(&self, url: &str) -> Outcome<()> {
         let (connection, channel) = open(url).await?;
         let mut arguments = FieldTable::default();
-        arguments.insert("x-queue-type".into(), AMQPValue::LongString(self.kind.name().into()));
-        let options = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };
-        channel.queue_declare(self.name.as_str().into(), options, arguments).await?;
-        channel.confirm_select(ConfirmSelectOptions::default()).await?;
+        arguments.insert(
+            "x-queue-type".into(),
+            AMQPValue::LongString(self.kind.name().into()),
+        );
+        let options = QueueDeclareOptions {
+            durable: true,
+            ..QueueDeclareOptions::default()
+        };
+        channel
+            .queue_declare(self.name.as_str().into(), options, arguments)
+            .await?;
+        channel
+            .confirm_select(ConfirmSelectOptions::default())
+            .await?;
         let body = vec![b'x'; self.body];
         for first in (0..self.messages).step_by(UNCONFIRMED) {
             let mut sent = Vec::with_capacity(UNCONFIRMED);
@@ -272,7 +327,9 @@ impl Queue {
     /// What the broker said.
     pub async fn delete(&self, url: &str) -> Outcome<()> {
         let (connection, channel) = open(url).await?;
-        channel.queue_delete(self.name.as_str().into(), QueueDeleteOptions::default()).await?;
+        channel
+            .queue_delete(self.name.as_str().into(), QueueDeleteOptions::default())
+            .await?;
         connection.close(200, "over".into()).await?;
         Ok(())
     }
@@ -284,13 +341,29 @@ async fn open(url: &str) -> Outcome<(Connection, Channel)> {
     Ok((connection, channel))
 }
 
-async fn publish(channel: &Channel, queue: &str, keeps: Keeps, id: &str, body: &[u8]) -> Outcome<lapin::PublisherConfirm> {
+async fn publish(
+    channel: &Channel,
+    queue: &str,
+    keeps: Keeps,
+    id: &str,
+    body: &[u8],
+) -> Outcome<lapin::PublisherConfirm> {
     let mode = match keeps {
         Keeps::OnDisk => 2,
         Keeps::InMemory => 1,
     };
-    let properties = BasicProperties::default().with_delivery_mode(mode).with_message_id(id.into());
-    Ok(channel.basic_publish("".into(), queue.into(), BasicPublishOptions::default(), body, properties).await?)
+    let properties = BasicProperties::default()
+        .with_delivery_mode(mode)
+        .with_message_id(id.into());
+    Ok(channel
+        .basic_publish(
+            "".into(),
+            queue.into(),
+            BasicPublishOptions::default(),
+            body,
+            properties,
+        )
+        .await?)
 }
 
 /// Sends to a queue, from a thread that has no runtime.
@@ -307,9 +380,17 @@ impl RabbitSender {
     /// # Errors
     /// What the broker said.
     pub fn open(url: &str, queue: &str) -> Outcome<Self> {
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()?;
         let (connection, channel) = runtime.block_on(open(url))?;
-        Ok(Self { runtime, channel, queue: queue.to_owned(), _connection: connection })
+        Ok(Self {
+            runtime,
+            channel,
+            queue: queue.to_owned(),
+            _connection: connection,
+        })
     }
 
     /// Sends a message.
@@ -317,7 +398,9 @@ impl RabbitSender {
     /// # Errors
     /// What the broker said.
     pub fn send(&mut self, id: &str, body: &[u8]) -> Outcome<()> {
-        self.runtime.block_on(publish(&self.channel, &self.queue, Keeps::OnDisk, id, body)).map(drop)
+        self.runtime
+            .block_on(publish(&self.channel, &self.queue, Keeps::OnDisk, id, body))
+            .map(drop)
     }
 }
 
@@ -331,7 +414,9 @@ const BATCH: usize = 256;
 pub async fn fill_redis(url: &str, markers: usize) -> Outcome<()> {
     let store = Redis::at(url).prefix("old:").timeout(PATIENCE);
     for first in (0..markers).step_by(BATCH) {
-        let batch: Vec<_> = (first..markers.min(first + BATCH)).map(|number| operation("old", number, Ask::Complete)).collect();
+        let batch: Vec<_> = (first..markers.min(first + BATCH))
+            .map(|number| operation("old", number, Ask::Complete))
+            .collect();
         for answer in store.apply(&batch).await {
             answer?;
         }
@@ -339,21 +424,31 @@ pub async fn fill_redis(url: &str, markers: usize) -> Outcome<()> {
     Ok(())
 }
 
-/// Brings Redis to rest after it was filled: for minutes after its table grew, each command moves a little from the old one to the
-/// new. So it is asked for markers that stand there, until nothing is left to move. It must let `DEBUG` be asked.
+/// Brings Redis to rest after it was filled: for minutes after its table grew, each command moves a
+/// little from the old one to the new. So it is asked for markers that stand there, until nothing
+/// is left to move. It must let `DEBUG` be asked.
 ///
 /// # Errors
 /// What the server said.
 pub async fn let_redis_rest(server: &RedisServer, markers: usize) -> Outcome<()> {
     let store = Redis::at(server.url()).prefix("old:").timeout(PATIENCE);
     let mut first = 0;
-    while server.reply("DEBUG HTSTATS 0")?.contains("rehashing target") {
+    while server
+        .reply("DEBUG HTSTATS 0")?
+        .contains("rehashing target")
+    {
         for _ in 0..2_000 {
-            let batch: Vec<_> = (first..markers.min(first + BATCH)).map(|number| operation("old", number, Ask::Claim)).collect();
+            let batch: Vec<_> = (first..markers.min(first + BATCH))
+                .map(|number| operation("old", number, Ask::Claim))
+                .collect();
             for answer in store.apply(&batch).await {
                 answer?;
             }
-            first = if first + BATCH < markers { first + BATCH } else { 0 };
+            first = if first + BATCH < markers {
+                first + BATCH
+            } else {
+                0
+            };
         }
     }
     Ok(())
@@ -364,10 +459,17 @@ pub async fn let_redis_rest(server: &RedisServer, markers: usize) -> Outcome<()>
 /// # Errors
 /// What the server said.
 pub async fn clear_redis(url: &str, prefix: &str, messages: usize) -> Outcome<()> {
-    let mut connection = redis::Client::open(url)?.get_multiplexed_async_connection().await?;
+    let mut connection = redis::Client::open(url)?
+        .get_multiplexed_async_connection()
+        .await?;
     for first in (0..messages).step_by(BATCH) {
-        let keys: Vec<String> = (first..messages.min(first + BATCH)).map(|number| format!("{prefix}{}", id(number))).collect();
-        redis::cmd("DEL").arg(keys).query_async::<()>(&mut connection).await?;
+        let keys: Vec<String> = (first..messages.min(first + BATCH))
+            .map(|number| format!("{prefix}{}", id(number)))
+            .collect();
+        redis::cmd("DEL")
+            .arg(keys)
+            .query_async::<()>(&mut connection)
+            .await?;
     }
     Ok(())
 }

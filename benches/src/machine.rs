@@ -26,14 +26,26 @@ impl Machine {
     pub fn here() -> Self {
         let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
         let value = |text: &str, name: &str| {
-            let line = text.lines().find(|line| line.starts_with(name)).unwrap_or_default();
-            line.split_once(':').map(|(_, value)| value.trim().to_owned()).unwrap_or_default()
+            let line = text
+                .lines()
+                .find(|line| line.starts_with(name))
+                .unwrap_or_default();
+            line.split_once(':')
+                .map(|(_, value)| value.trim().to_owned())
+                .unwrap_or_default()
         };
         let processors = std::thread::available_parallelism().map_or(0, usize::from);
         let memory = value(&read("/proc/meminfo"), "MemTotal");
-        let changed = if says("git", &["status", "--porcelain"]).is_empty() { "" } else { "+" };
+        let changed = if says("git", &["status", "--porcelain"]).is_empty() {
+            ""
+        } else {
+            "+"
+        };
         Self {
-            processor: format!("{processors} × {}", value(&read("/proc/cpuinfo"), "model name")),
+            processor: format!(
+                "{processors} × {}",
+                value(&read("/proc/cpuinfo"), "model name")
+            ),
             memory_mib: memory.trim_end_matches(" kB").parse::<u64>().unwrap_or(0) / 1024,
             kernel: says("uname", &["-sr"]),
             load: read("/proc/loadavg").trim().to_owned(),
@@ -41,7 +53,10 @@ impl Machine {
             versions: vec![
                 says("rustc", &["--version"]),
                 says("redis-server", &["--version"]),
-                format!("rabbitmq-server {}", says("dpkg-query", &["-W", "-f", "${Version}", "rabbitmq-server"])),
+                format!(
+                    "rabbitmq-server {}",
+                    says("dpkg-query", &["-W", "-f", "${Version}", "rabbitmq-server"])
+                ),
                 says("java", &["--version"]),
                 format!("librdkafka {}", rdkafka::util::get_rdkafka_version().1),
                 format!("kafka {}", kafka()),
@@ -52,13 +67,21 @@ impl Machine {
 
 fn kafka() -> String {
     let libraries = oncegate_testkit::servers::fetch_kafka().unwrap_or_default();
-    let directory = libraries.parent().and_then(|parent| parent.file_name()).unwrap_or_default();
-    directory.to_string_lossy().trim_start_matches("kafka-").to_owned()
+    let directory = libraries
+        .parent()
+        .and_then(|parent| parent.file_name())
+        .unwrap_or_default();
+    directory
+        .to_string_lossy()
+        .trim_start_matches("kafka-")
+        .to_owned()
 }
 
 /// The first line that a program prints.
 fn says(program: &str, arguments: &[&str]) -> String {
     let output = Command::new(program).args(arguments).output();
-    let printed = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
+    let printed = output
+        .map(|output| String::from_utf8_lossy(&output.stdout).into_owned())
+        .unwrap_or_default();
     printed.lines().next().unwrap_or_default().to_owned()
 }

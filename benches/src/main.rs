@@ -1,4 +1,5 @@
-//! `oncegate-bench`: the bare clients and oncegate by turns, on real servers of its own. `cargo xtask bench` runs it.
+//! `oncegate-bench`: the bare clients and oncegate by turns, on real servers of its own. `cargo
+//! xtask bench` runs it.
 #![forbid(unsafe_code)]
 
 use std::path::PathBuf;
@@ -13,8 +14,8 @@ use oncegate_bench::stage::Stage;
 use oncegate_bench::suites::{Extent, Suite};
 use oncegate_bench::{Outcome, plot, profile};
 
-/// Compares the bare clients with oncegate, by turns, on servers of its own; prints tables and ratios, and writes
-/// target/bench/<run>.json.
+/// Compares the bare clients with oncegate, by turns, on servers of its own; prints tables and
+/// ratios, and writes target/bench/<run>.json.
 ///
 /// A machine that does anything else makes the rates worth nothing, and the ratios worth little.
 #[derive(Parser)]
@@ -29,10 +30,12 @@ struct Arguments {
     /// Where to write the JSON.
     #[arg(long, default_value = "target/bench")]
     into: PathBuf,
-    /// Draws the plots of a run that stands in this file into the directory that `--into` names, and measures nothing.
+    /// Draws the plots of a run that stands in this file into the directory that `--into` names,
+    /// and measures nothing.
     #[arg(long, value_name = "JSON")]
     plot: Option<PathBuf>,
-    /// Handles a million messages past the memory store while `perf` watches, and says where the CPU time went.
+    /// Handles a million messages past the memory store while `perf` watches, and says where the
+    /// CPU time went.
     #[arg(long, conflicts_with_all = ["quick", "only", "plot"])]
     profile: bool,
 }
@@ -55,7 +58,9 @@ fn main() -> ExitCode {
 /// One side of a comparison, told what to do by whoever compares.
 fn side(told: &[String]) -> Outcome<()> {
     let task: Task = serde_json::from_str(told.first().ok_or("a side must be told what to do")?)?;
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()?;
     let took = runtime.block_on(task.run())?;
     println!("{}", serde_json::to_string(&took)?);
     // What a client still has to say to its broker is of no interest any more.
@@ -72,11 +77,22 @@ fn bench(arguments: &Arguments, told: Vec<String>) -> Outcome<()> {
         std::fs::create_dir_all(&arguments.into)?;
         return profile::run(&Stage::set()?, &arguments.into);
     }
-    let extent = if arguments.quick { Extent::Quick } else { Extent::Full };
-    let suites = if arguments.only.is_empty() { Suite::usual(extent) } else { arguments.only.clone() };
+    let extent = if arguments.quick {
+        Extent::Quick
+    } else {
+        Extent::Full
+    };
+    let suites = if arguments.only.is_empty() {
+        Suite::usual(extent)
+    } else {
+        arguments.only.clone()
+    };
     let (begun, machine) = (Instant::now(), Machine::here());
     println!("{}, load {}", machine.processor, machine.load);
-    let run = format!("{}", SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs());
+    let run = format!(
+        "{}",
+        SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs()
+    );
     let path = arguments.into.join(format!("{run}.json"));
     std::fs::create_dir_all(&arguments.into)?;
     let stage = Stage::set()?;
@@ -86,7 +102,10 @@ fn bench(arguments: &Arguments, told: Vec<String>) -> Outcome<()> {
             println!("{table}");
             report.add(table, begun.elapsed());
             // After each: a run that is stopped keeps what it has.
-            Ok(std::fs::write(&path, serde_json::to_string_pretty(&report)?)?)
+            Ok(std::fs::write(
+                &path,
+                serde_json::to_string_pretty(&report)?,
+            )?)
         })?;
     }
     drop(stage);

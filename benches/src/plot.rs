@@ -13,8 +13,8 @@ struct Bar {
     label: String,
 }
 
-/// Draws files for each table into a directory, named by its title: rates and CPU time, or latencies. Beside them stands
-/// `tables.md`.
+/// Draws files for each table into a directory, named by its title: rates and CPU time, or
+/// latencies. Beside them stands `tables.md`.
 ///
 /// # Errors
 /// If nothing can be written there.
@@ -25,27 +25,64 @@ pub fn draw(report: &Report, into: &Path) -> Outcome<()> {
         let name = file_name(&table.title);
         let latencies = latencies(table);
         if latencies.is_empty() {
-            std::fs::write(into.join(format!("{name}.svg")), bars(&table.title, "messages a second", &rates(table)))?;
-            std::fs::write(into.join(format!("{name}-cpu.svg")), bars(&table.title, "CPU of the client, µs a message", &cpu(table)))?;
+            std::fs::write(
+                into.join(format!("{name}.svg")),
+                bars(&table.title, "messages a second", &rates(table)),
+            )?;
+            std::fs::write(
+                into.join(format!("{name}-cpu.svg")),
+                bars(&table.title, "CPU of the client, µs a message", &cpu(table)),
+            )?;
         } else {
-            std::fs::write(into.join(format!("{name}.svg")), bars(&table.title, "p50, p99 and p99.9, µs", &latencies))?;
+            std::fs::write(
+                into.join(format!("{name}.svg")),
+                bars(&table.title, "p50, p99 and p99.9, µs", &latencies),
+            )?;
         }
     }
-    std::fs::write(into.join("rabbitmq-by-prefetch.svg"), bars("RabbitMQ by prefetch", "Redis, in place / bare", &by_prefetch(report)))?;
+    std::fs::write(
+        into.join("rabbitmq-by-prefetch.svg"),
+        bars(
+            "RabbitMQ by prefetch",
+            "Redis, in place / bare",
+            &by_prefetch(report),
+        ),
+    )?;
     Ok(())
 }
 
 fn rates(table: &Table) -> Vec<Bar> {
     let bar = |name: &String, rates: &[f64]| {
         let [middle, least, most] = spread(rates);
-        Bar { name: name.clone(), length: middle, label: format!("{} ({} to {})", thousands(middle), thousands(least), thousands(most)) }
+        Bar {
+            name: name.clone(),
+            length: middle,
+            label: format!(
+                "{} ({} to {})",
+                thousands(middle),
+                thousands(least),
+                thousands(most)
+            ),
+        }
     };
-    table.lines.iter().map(|line| bar(&line.name, &line.rates)).collect()
+    table
+        .lines
+        .iter()
+        .map(|line| bar(&line.name, &line.rates))
+        .collect()
 }
 
 fn cpu(table: &Table) -> Vec<Bar> {
-    let bar = |name: &String, micros: f64| Bar { name: name.clone(), length: micros, label: format!("{micros:.2}") };
-    table.lines.iter().filter_map(|line| Some(bar(&line.name, line.client_micros?))).collect()
+    let bar = |name: &String, micros: f64| Bar {
+        name: name.clone(),
+        length: micros,
+        label: format!("{micros:.2}"),
+    };
+    table
+        .lines
+        .iter()
+        .filter_map(|line| Some(bar(&line.name, line.client_micros?)))
+        .collect()
 }
 
 fn latencies(table: &Table) -> Vec<Bar> {
@@ -53,7 +90,11 @@ fn latencies(table: &Table) -> Vec<Bar> {
     let bars = measured.flat_map(|line| {
         [50.0, 99.0, 99.9].into_iter().filter_map(|percentile| {
             let (_, micros) = line.latencies.iter().find(|(at, _)| *at == percentile)?;
-            Some(Bar { name: format!("{}, p{percentile}", line.name), length: *micros as f64, label: micros.to_string() })
+            Some(Bar {
+                name: format!("{}, p{percentile}", line.name),
+                length: *micros as f64,
+                label: micros.to_string(),
+            })
         })
     });
     bars.collect()
@@ -61,22 +102,39 @@ fn latencies(table: &Table) -> Vec<Bar> {
 
 /// Cost by concurrency: the ratio at each prefetch.
 fn by_prefetch(report: &Report) -> Vec<Bar> {
-    let at_a_prefetch = |ratio: &&Ratio| ratio.name.starts_with("rabbitmq_") && ratio.meaning == "Redis, in place / bare";
-    let durable = report.tables.iter().filter(|table| !table.title.contains("not persistent"));
-    let ratios = durable.flat_map(|table| &table.ratios).filter(at_a_prefetch);
+    let at_a_prefetch = |ratio: &&Ratio| {
+        ratio.name.starts_with("rabbitmq_") && ratio.meaning == "Redis, in place / bare"
+    };
+    let durable = report
+        .tables
+        .iter()
+        .filter(|table| !table.title.contains("not persistent"));
+    let ratios = durable
+        .flat_map(|table| &table.ratios)
+        .filter(at_a_prefetch);
     let bars = ratios.map(|ratio| {
         let [middle, least, most] = spread(&ratio.rounds);
-        Bar { name: ratio.name.clone(), length: middle, label: format!("{middle:.2} ({least:.2} to {most:.2})") }
+        Bar {
+            name: ratio.name.clone(),
+            length: middle,
+            label: format!("{middle:.2} ({least:.2} to {most:.2})"),
+        }
     });
     bars.collect()
 }
 
 fn thousands(rate: f64) -> String {
-    if rate >= 10_000.0 { format!("{:.0} k", rate / 1000.0) } else { format!("{rate:.0}") }
+    if rate >= 10_000.0 {
+        format!("{:.0} k", rate / 1000.0)
+    } else {
+        format!("{rate:.0}")
+    }
 }
 
 fn file_name(title: &str) -> String {
-    let words = title.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty());
+    let words = title
+        .split(|c: char| !c.is_ascii_alphanumeric())
+        .filter(|word| !word.is_empty());
     words.map(str::to_lowercase).collect::<Vec<_>>().join("-")
 }
 
@@ -88,7 +146,10 @@ const ROW: f64 = 26.0;
 /// Horizontal bars under a title, on white: readable on a dark page too.
 fn bars(title: &str, unit: &str, bars: &[Bar]) -> String {
     let height = 70.0 + ROW * bars.len() as f64;
-    let longest = bars.iter().map(|bar| bar.length).fold(f64::MIN_POSITIVE, f64::max);
+    let longest = bars
+        .iter()
+        .map(|bar| bar.length)
+        .fold(f64::MIN_POSITIVE, f64::max);
     let mut svg = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" font-family=\"sans-serif\" font-size=\"13\">\n\
          <rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n\
@@ -99,7 +160,11 @@ fn bars(title: &str, unit: &str, bars: &[Bar]) -> String {
     );
     for (row, bar) in bars.iter().enumerate() {
         let (y, length) = (60.0 + ROW * row as f64, bar.length / longest * LONGEST);
-        let fill = if bar.name.starts_with("bare") { "#8a8f98" } else { "#2f6fab" };
+        let fill = if bar.name.starts_with("bare") {
+            "#8a8f98"
+        } else {
+            "#2f6fab"
+        };
         let (text, end) = (y + 14.0, LEFT + length + 8.0);
         // Writing to a text cannot fail.
         let _ = writeln!(
@@ -116,7 +181,9 @@ fn bars(title: &str, unit: &str, bars: &[Bar]) -> String {
 }
 
 fn escaped(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
+    text.replace('&', "&amp;")
+        .replace('<', "&lt;")
+        .replace('>', "&gt;")
 }
 
 #[cfg(test)]
@@ -125,9 +192,16 @@ mod tests {
 
     #[test]
     fn bars_are_as_long_as_their_numbers() {
-        let bar = |name: &str, length: f64| Bar { name: name.into(), length, label: format!("{length}") };
+        let bar = |name: &str, length: f64| Bar {
+            name: name.into(),
+            length,
+            label: format!("{length}"),
+        };
         let svg = bars("a < b", "µs", &[bar("bare", 20.0), bar("gated", 10.0)]);
-        assert!(svg.contains("width=\"440.0\"") && svg.contains("width=\"220.0\""), "{svg}");
+        assert!(
+            svg.contains("width=\"440.0\"") && svg.contains("width=\"220.0\""),
+            "{svg}"
+        );
         assert!(svg.contains("a &lt; b") && svg.ends_with("</svg>\n"));
     }
 

@@ -33,38 +33,88 @@ const PLACES: &[(&str, &[&str])] = &[
         ],
     ),
     ("memmove", &["memcpy", "memmove"]),
-    ("clocks", &["clock_gettime", "gettimeofday", "Timespec", "vdso", "Instant::now", "Instant::elapsed", "Moment::now"]),
-    ("MemoryStore", &["oncegate_core::memory", "<oncegate_core::memory"]),
-    ("advance and Dispatch::handle", &["Running<H,D>>::happens", "Running<H,D>>::advance", "Dispatch::handle", "road::next"]),
-    ("asking the store, reading its answers", &["Running<H,D>>::ask_the_store", "Running<H,D>>::answered", "Running<H,D>>::note"]),
+    (
+        "clocks",
+        &[
+            "clock_gettime",
+            "gettimeofday",
+            "Timespec",
+            "vdso",
+            "Instant::now",
+            "Instant::elapsed",
+            "Moment::now",
+        ],
+    ),
+    (
+        "MemoryStore",
+        &["oncegate_core::memory", "<oncegate_core::memory"],
+    ),
+    (
+        "advance and Dispatch::handle",
+        &[
+            "Running<H,D>>::happens",
+            "Running<H,D>>::advance",
+            "Dispatch::handle",
+            "road::next",
+        ],
+    ),
+    (
+        "asking the store, reading its answers",
+        &[
+            "Running<H,D>>::ask_the_store",
+            "Running<H,D>>::answered",
+            "Running<H,D>>::note",
+        ],
+    ),
     ("the rest of oncegate", &["oncegate_"]),
 ];
 
-/// Handles a million messages of Kafka past the memory store, in place, and prints what shares of the CPU time threads, places and
-/// functions had. What `perf` recorded is kept.
+/// Handles a million messages of Kafka past the memory store, in place, and prints what shares of
+/// the CPU time threads, places and functions had. What `perf` recorded is kept.
 ///
 /// # Errors
 /// If `perf` cannot be run, and what the broker said.
 pub fn run(stage: &Stage, into: &Path) -> Outcome<()> {
-    if !Command::new("perf").arg("--version").output().is_ok_and(|said| said.status.success()) {
-        return Err("there is no perf here that works: Debian has it in the package linux-perf".into());
+    if !Command::new("perf")
+        .arg("--version")
+        .output()
+        .is_ok_and(|said| said.status.success())
+    {
+        return Err(
+            "there is no perf here that works: Debian has it in the package linux-perf".into(),
+        );
     }
     let topic = stage.topic(4, MESSAGES, 100, Id::Header)?;
     let recorded = into.join("perf.data");
     let side = stage.on_kafka(&topic, stage.memory(Spawned::No), MESSAGES);
     let file = recorded.display().to_string();
     let took = side.run_under("perf", &["record", "-F", FREQUENCY, "-o", &file, "--"])?;
-    let report =
-        Command::new("perf").args(["report", "--stdio", "--no-children", "-F", "overhead,comm,sym", "-t", ";", "-i", &file]).output()?;
+    let report = Command::new("perf")
+        .args([
+            "report",
+            "--stdio",
+            "--no-children",
+            "-F",
+            "overhead,comm,sym",
+            "-t",
+            ";",
+            "-i",
+            &file,
+        ])
+        .output()?;
     if !report.status.success() {
         return Err(format!("perf report: {}", String::from_utf8_lossy(&report.stderr)).into());
     }
     let rate = MESSAGES as f64 / took.seconds;
-    println!("Kafka, memory, in place: {rate:.0} messages a second while perf watched; shares of the process's CPU time");
+    println!(
+        "Kafka, memory, in place: {rate:.0} messages a second while perf watched; shares of the process's CPU time"
+    );
     let report = String::from_utf8_lossy(&report.stdout);
     print!("{}", shares(&report));
     if !report.contains("[k]") {
-        println!("\nthe kernel was not watched, which its setting kernel.perf_event_paranoid allows at 1 or less: shares are of the rest");
+        println!(
+            "\nthe kernel was not watched, which its setting kernel.perf_event_paranoid allows at 1 or less: shares are of the rest"
+        );
     }
     println!("recorded in {file}, for `perf report` and `perf annotate`");
     Ok(())
@@ -72,10 +122,15 @@ pub fn run(stage: &Stage, into: &Path) -> Outcome<()> {
 
 /// By thread, by place and by function, as `perf report` gave them line by line.
 fn shares(report: &str) -> String {
-    let (mut threads, mut places, mut functions) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+    let (mut threads, mut places, mut functions) =
+        (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
     for line in report.lines() {
         let mut fields = line.splitn(3, ';').map(str::trim);
-        let Some(share) = fields.next().and_then(|share| share.strip_suffix('%')).and_then(|share| share.parse::<f64>().ok()) else {
+        let Some(share) = fields
+            .next()
+            .and_then(|share| share.strip_suffix('%'))
+            .and_then(|share| share.parse::<f64>().ok())
+        else {
             continue;
         };
         let [thread, function] = [(); 2].map(|()| fields.next().unwrap_or_default().to_owned());
@@ -83,22 +138,38 @@ fn shares(report: &str) -> String {
         *threads.entry(thread).or_insert(0.0) += share;
         *functions.entry(function).or_insert(0.0) += share;
     }
-    [("thread", threads), ("place", places), ("function", functions)].map(|(what, shares)| table(what, shares)).concat()
+    [
+        ("thread", threads),
+        ("place", places),
+        ("function", functions),
+    ]
+    .map(|(what, shares)| table(what, shares))
+    .concat()
 }
 
 fn place(function: &str) -> &'static str {
     if function.starts_with("[k]") {
         return "the kernel";
     }
-    let known = PLACES.iter().find(|(_, parts)| parts.iter().any(|part| function.contains(part)));
-    known.map_or("librdkafka, tokio, the C library and others", |(place, _)| place)
+    let known = PLACES
+        .iter()
+        .find(|(_, parts)| parts.iter().any(|part| function.contains(part)));
+    known.map_or(
+        "librdkafka, tokio, the C library and others",
+        |(place, _)| place,
+    )
 }
 
 /// The most first.
 fn table(what: &str, shares: BTreeMap<String, f64>) -> String {
-    let mut shares: Vec<_> = shares.into_iter().filter(|(_, share)| *share >= LEAST).collect();
+    let mut shares: Vec<_> = shares
+        .into_iter()
+        .filter(|(_, share)| *share >= LEAST)
+        .collect();
     shares.sort_by(|one, other| other.1.total_cmp(&one.1));
-    let lines = shares.iter().map(|(name, share)| format!("{share:>6.1} %  {name}\n"));
+    let lines = shares
+        .iter()
+        .map(|(name, share)| format!("{share:>6.1} %  {name}\n"));
     format!("\nby {what}\n{}", lines.collect::<String>())
 }
 
@@ -112,7 +183,11 @@ mod tests {
                       10.00%;loop;[k] copy_from_user\n 9.00%;loop;[.] <oncegate_core::memory::store::Tables>::apply\n\
                       0.40%;loop;[.] rd_kafka_poll\n";
         let shown = shares(report);
-        let lines: Vec<&str> = shown.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+        let lines: Vec<&str> = shown
+            .lines()
+            .map(str::trim)
+            .filter(|line| !line.is_empty())
+            .collect();
         assert_eq!(
             lines,
             [

@@ -56,11 +56,11 @@ pub struct Line {
     pub peak_kib: Option<u64>,
     /// Latencies in microseconds by percentile: the median of the rounds.
     pub latencies: Vec<(f64, u64)>,
-    /// For what part of the time the thread ran that handles, and for what part it waited for a core: the medians of the
-    /// rounds. For the rest it waited for others.
+    /// For what part of the time the thread ran that handles, and for what part it waited for a
+    /// core: the medians of the rounds. For the rest it waited for others.
     pub thread: Option<(f64, f64)>,
-    /// CPU time a message by what spent it, in microseconds, the most first: the client's threads and the servers, by their
-    /// names; the medians of the rounds.
+    /// CPU time a message by what spent it, in microseconds, the most first: the client's threads
+    /// and the servers, by their names; the medians of the rounds.
     #[serde(default)]
     pub by_place: Vec<(String, f64)>,
     /// All that was measured of the client, one a round.
@@ -82,7 +82,11 @@ pub struct Ratio {
 impl Table {
     /// The table of these rows.
     pub fn new(title: impl Into<String>, rows: &[Row]) -> Self {
-        Self { title: title.into(), lines: rows.iter().map(Line::new).collect(), ratios: Vec::new() }
+        Self {
+            title: title.into(),
+            lines: rows.iter().map(Line::new).collect(),
+            ratios: Vec::new(),
+        }
     }
 
     /// Adds a ratio: the rate of one side by `factor` times the rate of another, round by round.
@@ -90,26 +94,64 @@ impl Table {
     /// # Panics
     /// If the table has no such side: a mistake in the suite.
     pub fn ratio(mut self, name: &str, side: &str, factor: f64, base: &str) -> Self {
-        let rates = |name: &str| &self.lines.iter().find(|line| line.name == name).expect("a side of this table").rates;
-        let rounds = rates(side).iter().zip(rates(base)).map(|(rate, base)| rate / (base * factor)).collect();
-        let of = if factor == 1.0 { base.to_owned() } else { format!("{factor} × {base}") };
-        self.ratios.push(Ratio { name: name.to_owned(), meaning: format!("{side} / {of}"), rounds });
+        let rates = |name: &str| {
+            &self
+                .lines
+                .iter()
+                .find(|line| line.name == name)
+                .expect("a side of this table")
+                .rates
+        };
+        let rounds = rates(side)
+            .iter()
+            .zip(rates(base))
+            .map(|(rate, base)| rate / (base * factor))
+            .collect();
+        let of = if factor == 1.0 {
+            base.to_owned()
+        } else {
+            format!("{factor} × {base}")
+        };
+        self.ratios.push(Ratio {
+            name: name.to_owned(),
+            meaning: format!("{side} / {of}"),
+            rounds,
+        });
         self
     }
 
-    /// Adds what a side's p99 is longer than the client's alone and one round trip to the store together, in milliseconds, round by
-    /// round. It is below nothing where the two others waited longer.
+    /// Adds what a side's p99 is longer than the client's alone and one round trip to the store
+    /// together, in milliseconds, round by round. It is below nothing where the two others waited
+    /// longer.
     ///
     /// # Panics
     /// As [`ratio`](Self::ratio).
     pub fn added_p99(mut self, name: &str, side: &str, bare: &str, trip: &str) -> Self {
         let p99 = |name: &str| {
-            let line = self.lines.iter().find(|line| line.name == name).expect("a side of this table");
-            line.took.iter().map(|took| took.latency(99.0).expect("a side that notes latencies") as f64 / 1000.0).collect::<Vec<_>>()
+            let line = self
+                .lines
+                .iter()
+                .find(|line| line.name == name)
+                .expect("a side of this table");
+            line.took
+                .iter()
+                .map(|took| {
+                    took.latency(99.0).expect("a side that notes latencies") as f64 / 1000.0
+                })
+                .collect::<Vec<_>>()
         };
         let (bare_p99, trip_p99) = (p99(bare), p99(trip));
-        let rounds = p99(side).iter().zip(bare_p99).zip(trip_p99).map(|((side, bare), trip)| side - bare - trip).collect();
-        self.ratios.push(Ratio { name: name.to_owned(), meaning: format!("p99 in ms, {side} − {bare} − {trip}"), rounds });
+        let rounds = p99(side)
+            .iter()
+            .zip(bare_p99)
+            .zip(trip_p99)
+            .map(|((side, bare), trip)| side - bare - trip)
+            .collect();
+        self.ratios.push(Ratio {
+            name: name.to_owned(),
+            meaning: format!("p99 in ms, {side} − {bare} − {trip}"),
+            rounds,
+        });
         self
     }
 
@@ -118,18 +160,36 @@ impl Table {
         let mut text = format!("### {}\n\n", self.title);
         let latencies = self.lines.iter().any(|line| !line.latencies.is_empty());
         text += match latencies {
-            true => "| | p50 µs | p90 µs | p99 µs | p99.9 µs |\n| --- | ---: | ---: | ---: | ---: |\n",
+            true => {
+                "| | p50 µs | p90 µs | p99 µs | p99.9 µs |\n| --- | ---: | ---: | ---: | ---: |\n"
+            }
             false => {
                 "| | median/s | min | max | client µs | server µs | peak MiB | ran | queued |\n| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
             }
         };
         for line in &self.lines {
             let [middle, least, most] = spread(&line.rates);
-            let micros = |micros: Option<f64>| micros.map_or_else(String::new, |micros| format!("{micros:.2}"));
-            let peak = line.peak_kib.map_or_else(String::new, |kib| format!("{:.0}", kib as f64 / 1024.0));
-            let at = |percentile: f64| line.latencies.iter().find(|(at, _)| *at == percentile).map_or(0, |(_, micros)| *micros);
+            let micros = |micros: Option<f64>| {
+                micros.map_or_else(String::new, |micros| format!("{micros:.2}"))
+            };
+            let peak = line
+                .peak_kib
+                .map_or_else(String::new, |kib| format!("{:.0}", kib as f64 / 1024.0));
+            let at = |percentile: f64| {
+                line.latencies
+                    .iter()
+                    .find(|(at, _)| *at == percentile)
+                    .map_or(0, |(_, micros)| *micros)
+            };
             text += &match latencies {
-                true => format!("| {} | {} | {} | {} | {} |\n", line.name, at(50.0), at(90.0), at(99.0), at(99.9)),
+                true => format!(
+                    "| {} | {} | {} | {} | {} |\n",
+                    line.name,
+                    at(50.0),
+                    at(90.0),
+                    at(99.0),
+                    at(99.9)
+                ),
                 false => format!(
                     "| {} | {middle:.0} | {least:.0} | {most:.0} | {} | {} | {peak} | {} | {} |\n",
                     line.name,
@@ -151,7 +211,10 @@ impl Table {
         }
         for ratio in &self.ratios {
             let [middle, least, most] = spread(&ratio.rounds);
-            text += &format!("| `{}` | {} | {middle:.2} | {least:.2} | {most:.2} |\n", ratio.name, ratio.meaning);
+            text += &format!(
+                "| `{}` | {} | {middle:.2} | {least:.2} | {most:.2} |\n",
+                ratio.name, ratio.meaning
+            );
         }
         text
     }
@@ -162,26 +225,55 @@ impl Table {
     /// As [`ratio`](Self::ratio).
     pub fn peak_ratio(mut self, name: &str, side: &str, base: &str) -> Self {
         let peak = |name: &str| {
-            let line = self.lines.iter().find(|line| line.name == name).expect("a side of this table");
+            let line = self
+                .lines
+                .iter()
+                .find(|line| line.name == name)
+                .expect("a side of this table");
             line.peak_kib.unwrap_or(0) as f64
         };
         let rounds = vec![peak(side) / peak(base)];
-        self.ratios.push(Ratio { name: name.to_owned(), meaning: format!("peak memory, {side} / {base}"), rounds });
+        self.ratios.push(Ratio {
+            name: name.to_owned(),
+            meaning: format!("peak memory, {side} / {base}"),
+            rounds,
+        });
         self
     }
 }
 
 impl Line {
     fn new(row: &Row) -> Self {
-        let took: Vec<_> = row.rounds.iter().filter_map(|once| once.took.as_ref()).collect();
+        let took: Vec<_> = row
+            .rounds
+            .iter()
+            .filter_map(|once| once.took.as_ref())
+            .collect();
         let per_message = |seconds: fn(&Took) -> f64| {
-            let micros: Vec<f64> = took.iter().map(|took| seconds(took) * 1e6 / took.messages as f64).collect();
+            let micros: Vec<f64> = took
+                .iter()
+                .map(|took| seconds(took) * 1e6 / took.messages as f64)
+                .collect();
             (!micros.is_empty()).then(|| median(&micros))
         };
-        let percentiles: Vec<f64> = took.first().map(|took| took.latencies.iter().map(|(at, _)| *at).collect()).unwrap_or_default();
-        let latency = |at: f64| median(&took.iter().filter_map(|took| took.latency(at)).map(|it| it as f64).collect::<Vec<_>>());
+        let percentiles: Vec<f64> = took
+            .first()
+            .map(|took| took.latencies.iter().map(|(at, _)| *at).collect())
+            .unwrap_or_default();
+        let latency = |at: f64| {
+            median(
+                &took
+                    .iter()
+                    .filter_map(|took| took.latency(at))
+                    .map(|it| it as f64)
+                    .collect::<Vec<_>>(),
+            )
+        };
         let shares = |part: fn(&ThreadTime) -> f64| {
-            let shares: Vec<f64> = took.iter().filter_map(|took| Some(part(took.thread.as_ref()?) / took.seconds)).collect();
+            let shares: Vec<f64> = took
+                .iter()
+                .filter_map(|took| Some(part(took.thread.as_ref()?) / took.seconds))
+                .collect();
             (!shares.is_empty()).then(|| median(&shares))
         };
         Self {
@@ -192,7 +284,10 @@ impl Line {
             client_micros: per_message(|took| took.cpu),
             server_micros: per_message(|took| took.servers_cpu),
             peak_kib: took.iter().map(|took| took.peak_kib).max(),
-            latencies: percentiles.into_iter().map(|at| (at, latency(at) as u64)).collect(),
+            latencies: percentiles
+                .into_iter()
+                .map(|at| (at, latency(at) as u64))
+                .collect(),
             by_place: by_place(&took),
         }
     }
@@ -201,10 +296,15 @@ impl Line {
 fn by_place(took: &[&Took]) -> Vec<(String, f64)> {
     let names: BTreeSet<&String> = took.iter().flat_map(|took| took.by_place.keys()).collect();
     let micros = |name: &String| {
-        let of = |took: &&Took| took.by_place.get(name).copied().unwrap_or(0.0) * 1e6 / took.messages as f64;
+        let of = |took: &&Took| {
+            took.by_place.get(name).copied().unwrap_or(0.0) * 1e6 / took.messages as f64
+        };
         median(&took.iter().map(of).collect::<Vec<_>>())
     };
-    let mut places: Vec<(String, f64)> = names.into_iter().map(|name| (name.clone(), micros(name))).collect();
+    let mut places: Vec<(String, f64)> = names
+        .into_iter()
+        .map(|name| (name.clone(), micros(name)))
+        .collect();
     places.retain(|(_, micros)| *micros >= 0.01);
     places.sort_by(|one, other| other.1.total_cmp(&one.1));
     places
@@ -212,7 +312,11 @@ fn by_place(took: &[&Took]) -> Vec<(String, f64)> {
 
 /// In one line: each place and its microseconds a message.
 fn told(places: &[(String, f64)]) -> String {
-    places.iter().map(|(name, micros)| format!("{name} {micros:.2}")).collect::<Vec<_>>().join(", ")
+    places
+        .iter()
+        .map(|(name, micros)| format!("{name} {micros:.2}"))
+        .collect::<Vec<_>>()
+        .join(", ")
 }
 
 impl fmt::Display for Table {
@@ -225,8 +329,12 @@ impl fmt::Display for Table {
         )?;
         for line in &self.lines {
             let [middle, least, most] = spread(&line.rates);
-            let micros = |micros: Option<f64>| micros.map_or_else(String::new, |micros| format!("{micros:.2}"));
-            let peak = line.peak_kib.map_or_else(String::new, |kib| format!("{:.0}", kib as f64 / 1024.0));
+            let micros = |micros: Option<f64>| {
+                micros.map_or_else(String::new, |micros| format!("{micros:.2}"))
+            };
+            let peak = line
+                .peak_kib
+                .map_or_else(String::new, |kib| format!("{:.0}", kib as f64 / 1024.0));
             writeln!(
                 f,
                 "  {:<34} {middle:>11.0} {least:>11.0} {most:>11.0} {:>10} {:>10} {peak:>9} {:>6} {:>6}",
@@ -238,15 +346,36 @@ impl fmt::Display for Table {
             )?;
         }
         for line in self.lines.iter().filter(|line| !line.latencies.is_empty()) {
-            let at = |percentile: f64| line.latencies.iter().find(|(at, _)| *at == percentile).map_or(0, |(_, micros)| *micros);
-            writeln!(f, "  {:<34} p50 {} µs, p99 {} µs, p99.9 {} µs", line.name, at(50.0), at(99.0), at(99.9))?;
+            let at = |percentile: f64| {
+                line.latencies
+                    .iter()
+                    .find(|(at, _)| *at == percentile)
+                    .map_or(0, |(_, micros)| *micros)
+            };
+            writeln!(
+                f,
+                "  {:<34} p50 {} µs, p99 {} µs, p99.9 {} µs",
+                line.name,
+                at(50.0),
+                at(99.0),
+                at(99.9)
+            )?;
         }
         for line in self.lines.iter().filter(|line| !line.by_place.is_empty()) {
-            writeln!(f, "  {:<34} µs by thread and server: {}", line.name, told(&line.by_place))?;
+            writeln!(
+                f,
+                "  {:<34} µs by thread and server: {}",
+                line.name,
+                told(&line.by_place)
+            )?;
         }
         for ratio in &self.ratios {
             let [middle, least, most] = spread(&ratio.rounds);
-            writeln!(f, "  {:<34} {middle:>11.3} {least:>11.3} {most:>11.3}   {}", ratio.name, ratio.meaning)?;
+            writeln!(
+                f,
+                "  {:<34} {middle:>11.3} {least:>11.3} {most:>11.3}   {}",
+                ratio.name, ratio.meaning
+            )?;
         }
         Ok(())
     }
@@ -256,14 +385,27 @@ impl Report {
     /// A run that has no table yet.
     pub fn new(run: String, arguments: Vec<String>, machine: Machine) -> Self {
         let (reach, ratios) = (BTreeMap::new(), BTreeMap::new());
-        Self { run, arguments, seconds: 0.0, machine, reach, ratios, tables: Vec::new() }
+        Self {
+            run,
+            arguments,
+            seconds: 0.0,
+            machine,
+            reach,
+            ratios,
+            tables: Vec::new(),
+        }
     }
 
     /// Adds a table, so long after the beginning.
     pub fn add(&mut self, table: Table, after: Duration) {
         for ratio in &table.ratios {
-            self.ratios.insert(ratio.name.clone(), median(&ratio.rounds));
-            if let Some((name, reach)) = REACH.iter().chain(&AT_MOST).find(|(name, _)| *name == ratio.name) {
+            self.ratios
+                .insert(ratio.name.clone(), median(&ratio.rounds));
+            if let Some((name, reach)) = REACH
+                .iter()
+                .chain(&AT_MOST)
+                .find(|(name, _)| *name == ratio.name)
+            {
                 self.reach.insert((*name).to_owned(), *reach);
             }
         }
@@ -273,16 +415,29 @@ impl Report {
 
     /// All tables as Markdown, for the book.
     pub fn markdown(&self) -> String {
-        self.tables.iter().map(Table::markdown).collect::<Vec<_>>().join("\n")
+        self.tables
+            .iter()
+            .map(Table::markdown)
+            .collect::<Vec<_>>()
+            .join("\n")
     }
 
     /// The ratios beside what is to be reached.
     pub fn summary(&self) -> String {
         let mut text = format!("\n{:<36} {:>8} {:>8}\n", "ratio", "median", "reach");
         for (name, ratio) in &self.ratios {
-            let reach = self.reach.get(name).map_or_else(String::new, |reach| format!("{reach:.2}"));
+            let reach = self
+                .reach
+                .get(name)
+                .map_or_else(String::new, |reach| format!("{reach:.2}"));
             let at_most = AT_MOST.iter().any(|(other, _)| name == other);
-            let missed = self.reach.get(name).is_some_and(|reach| if at_most { ratio > reach } else { ratio < reach });
+            let missed = self.reach.get(name).is_some_and(|reach| {
+                if at_most {
+                    ratio > reach
+                } else {
+                    ratio < reach
+                }
+            });
             let said = match (missed, at_most) {
                 (false, _) => "",
                 (true, false) => "  short of it",
@@ -303,7 +458,10 @@ fn share(part: Option<f64>) -> String {
 pub fn median(numbers: &[f64]) -> f64 {
     let mut sorted = numbers.to_vec();
     sorted.sort_by(f64::total_cmp);
-    sorted.get(sorted.len().saturating_sub(1) / 2).copied().unwrap_or(0.0)
+    sorted
+        .get(sorted.len().saturating_sub(1) / 2)
+        .copied()
+        .unwrap_or(0.0)
 }
 
 /// Median, least and most.
@@ -319,21 +477,44 @@ mod tests {
     use crate::rounds::Once;
 
     fn row(name: &str, rates: &[f64]) -> Row {
-        Row { name: name.to_owned(), rounds: rates.iter().map(|rate| Once { rate: *rate, took: None }).collect() }
+        Row {
+            name: name.to_owned(),
+            rounds: rates
+                .iter()
+                .map(|rate| Once {
+                    rate: *rate,
+                    took: None,
+                })
+                .collect(),
+        }
     }
 
     #[test]
     fn a_ratio_is_taken_round_by_round() {
-        let rows = [row("bare", &[100.0, 50.0, 80.0]), row("gated", &[90.0, 25.0, 80.0])];
-        let table = Table::new("a table", &rows).ratio("gated", "gated", 1.0, "bare").ratio("half", "gated", 0.5, "bare");
+        let rows = [
+            row("bare", &[100.0, 50.0, 80.0]),
+            row("gated", &[90.0, 25.0, 80.0]),
+        ];
+        let table = Table::new("a table", &rows)
+            .ratio("gated", "gated", 1.0, "bare")
+            .ratio("half", "gated", 0.5, "bare");
         assert_eq!(table.ratios[0].rounds, [0.9, 0.5, 1.0]);
         assert_eq!(table.ratios[1].rounds, [1.8, 1.0, 2.0]);
         assert_eq!(spread(&table.ratios[0].rounds), [0.9, 0.5, 1.0]);
         let shown = table.to_string();
-        assert!(shown.contains("gated / 0.5 × bare") && shown.contains("0.900"), "{shown}");
+        assert!(
+            shown.contains("gated / 0.5 × bare") && shown.contains("0.900"),
+            "{shown}"
+        );
         let markdown = table.markdown();
-        assert!(markdown.contains("| bare | 80 | 50 | 100 |  |  |  |  |  |"), "{markdown}");
-        assert!(markdown.contains("| `half` | gated / 0.5 × bare | 1.80 | 1.00 | 2.00 |"), "{markdown}");
+        assert!(
+            markdown.contains("| bare | 80 | 50 | 100 |  |  |  |  |  |"),
+            "{markdown}"
+        );
+        assert!(
+            markdown.contains("| `half` | gated / 0.5 × bare | 1.80 | 1.00 | 2.00 |"),
+            "{markdown}"
+        );
     }
 
     #[test]
@@ -345,30 +526,71 @@ mod tests {
             report.add(table, Duration::from_secs(1));
             report.summary()
         };
-        assert!(shown(80.0).contains("0.800     0.85  short of it"), "{}", shown(80.0));
+        assert!(
+            shown(80.0).contains("0.800     0.85  short of it"),
+            "{}",
+            shown(80.0)
+        );
         assert!(!shown(90.0).contains("short"), "{}", shown(90.0));
     }
 
     #[test]
     fn what_the_gate_adds_to_a_p99_is_judged_from_above() {
         let side = |name: &str, micros: &[u64]| {
-            let took = |micros: &u64| Took { latencies: vec![(99.0, *micros)], ..Took::default() };
-            Row { name: name.to_owned(), rounds: micros.iter().map(|micros| Once { rate: 1.0, took: Some(took(micros)) }).collect() }
+            let took = |micros: &u64| Took {
+                latencies: vec![(99.0, *micros)],
+                ..Took::default()
+            };
+            Row {
+                name: name.to_owned(),
+                rounds: micros
+                    .iter()
+                    .map(|micros| Once {
+                        rate: 1.0,
+                        took: Some(took(micros)),
+                    })
+                    .collect(),
+            }
         };
         let shown = |gated: u64| {
-            let rows = [side("bare", &[500, 700]), side("gated", &[gated, gated]), side("trip", &[100, 200])];
-            let table = Table::new("a table", &rows).added_p99("latency_kafka_added_p99_ms", "gated", "bare", "trip");
+            let rows = [
+                side("bare", &[500, 700]),
+                side("gated", &[gated, gated]),
+                side("trip", &[100, 200]),
+            ];
+            let table = Table::new("a table", &rows).added_p99(
+                "latency_kafka_added_p99_ms",
+                "gated",
+                "bare",
+                "trip",
+            );
             assert_eq!(table.ratios[0].rounds.len(), 2);
             let mut report = Report::new("a run".into(), Vec::new(), Machine::default());
             report.add(table, Duration::from_secs(1));
             report.summary()
         };
-        assert!(shown(1_890).contains("0.990     1.00\n"), "{}", shown(1_890));
-        assert!(shown(1_950).contains("1.050     1.00  more than that"), "{}", shown(1_950));
+        assert!(
+            shown(1_890).contains("0.990     1.00\n"),
+            "{}",
+            shown(1_890)
+        );
+        assert!(
+            shown(1_950).contains("1.050     1.00  more than that"),
+            "{}",
+            shown(1_950)
+        );
     }
 
     #[test]
     fn the_middle_of_an_even_number_is_one_of_them() {
-        assert_eq!([median(&[]), median(&[4.0]), median(&[4.0, 1.0]), median(&[3.0, 9.0, 1.0])], [0.0, 4.0, 1.0, 3.0]);
+        assert_eq!(
+            [
+                median(&[]),
+                median(&[4.0]),
+                median(&[4.0, 1.0]),
+                median(&[3.0, 9.0, 1.0])
+            ],
+            [0.0, 4.0, 1.0, 3.0]
+        );
     }
 }

@@ -23,13 +23,24 @@ pub struct Once {
 impl<'a> Side<'a> {
     /// A side of this name, which handles messages.
     pub fn new(name: impl Into<String>, mut run: impl FnMut() -> Outcome<Took> + 'a) -> Self {
-        let run = move || run().map(|took| Once { rate: took.rate(), took: Some(took) });
-        Self { name: name.into(), run: Box::new(run) }
+        let run = move || {
+            run().map(|took| Once {
+                rate: took.rate(),
+                took: Some(took),
+            })
+        };
+        Self {
+            name: name.into(),
+            run: Box::new(run),
+        }
     }
 
     /// A side of which only a rate is known.
     pub fn rate(name: impl Into<String>, mut run: impl FnMut() -> Outcome<f64> + 'a) -> Self {
-        Self { name: name.into(), run: Box::new(move || run().map(|rate| Once { rate, took: None })) }
+        Self {
+            name: name.into(),
+            run: Box::new(move || run().map(|rate| Once { rate, took: None })),
+        }
     }
 }
 
@@ -42,22 +53,43 @@ pub struct Row {
     pub rounds: Vec<Once>,
 }
 
-/// Lets the sides take turns: forwards in one round, backwards in the next, so that none always follows the same other.
+/// Lets the sides take turns: forwards in one round, backwards in the next, so that none always
+/// follows the same other.
 ///
 /// # Errors
 /// Of the first side that fails, or of `go_on`, which is asked before each.
-pub fn alternate(title: &str, rounds: usize, go_on: impl Fn() -> Outcome<()>, mut sides: Vec<Side<'_>>) -> Outcome<Vec<Row>> {
-    let mut rows: Vec<Row> = sides.iter().map(|side| Row { name: side.name.clone(), rounds: Vec::new() }).collect();
+pub fn alternate(
+    title: &str,
+    rounds: usize,
+    go_on: impl Fn() -> Outcome<()>,
+    mut sides: Vec<Side<'_>>,
+) -> Outcome<Vec<Row>> {
+    let mut rows: Vec<Row> = sides
+        .iter()
+        .map(|side| Row {
+            name: side.name.clone(),
+            rounds: Vec::new(),
+        })
+        .collect();
     for round in 0..rounds {
         let begun = Instant::now();
         let forwards: Vec<usize> = (0..sides.len()).collect();
-        let order: Vec<usize> = if round % 2 == 0 { forwards } else { forwards.into_iter().rev().collect() };
+        let order: Vec<usize> = if round % 2 == 0 {
+            forwards
+        } else {
+            forwards.into_iter().rev().collect()
+        };
         for which in order {
             go_on()?;
-            let once = (sides[which].run)().map_err(|error| format!("{title}, {}: {error}", sides[which].name))?;
+            let once = (sides[which].run)()
+                .map_err(|error| format!("{title}, {}: {error}", sides[which].name))?;
             rows[which].rounds.push(once);
         }
-        eprintln!("bench: {title}: round {} of {rounds}, {:.0} s", round + 1, begun.elapsed().as_secs_f64());
+        eprintln!(
+            "bench: {title}: round {} of {rounds}, {:.0} s",
+            round + 1,
+            begun.elapsed().as_secs_f64()
+        );
     }
     Ok(rows)
 }
@@ -79,10 +111,26 @@ mod tests {
             })
         };
 
-        let rows = alternate("a table", 3, || Ok(()), vec![side("bare", 2.0), side("gated", 1.0)]).unwrap();
+        let rows = alternate(
+            "a table",
+            3,
+            || Ok(()),
+            vec![side("bare", 2.0), side("gated", 1.0)],
+        )
+        .unwrap();
 
-        assert_eq!(*turns.borrow(), ["bare", "gated", "gated", "bare", "bare", "gated"]);
-        assert_eq!(rows[1].rounds.iter().map(|once| once.rate).collect::<Vec<_>>(), [1.0; 3]);
+        assert_eq!(
+            *turns.borrow(),
+            ["bare", "gated", "gated", "bare", "bare", "gated"]
+        );
+        assert_eq!(
+            rows[1]
+                .rounds
+                .iter()
+                .map(|once| once.rate)
+                .collect::<Vec<_>>(),
+            [1.0; 3]
+        );
     }
 
     #[test]

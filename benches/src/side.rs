@@ -1,4 +1,5 @@
-//! One side of a comparison: a process of its own that handles so many messages and says what it took.
+//! One side of a comparison: a process of its own that handles so many messages and says what it
+//! took.
 
 mod gated;
 mod kafka;
@@ -29,7 +30,8 @@ pub struct Task {
     pub messages: usize,
     /// The processes whose CPU time is to be read beside one's own: the servers.
     pub servers: Vec<u32>,
-    /// How long to stay after the last message, so that others are not disturbed who have not had theirs.
+    /// How long to stay after the last message, so that others are not disturbed who have not had
+    /// theirs.
     pub stays: Duration,
 }
 
@@ -83,7 +85,8 @@ pub enum Way {
     Gated {
         /// Its store.
         store: Store,
-        /// Whether each handler gets a task of its own, which is the default, or is polled where it stands.
+        /// Whether each handler gets a task of its own, which is the default, or is polled where it
+        /// stands.
         spawned: Spawned,
     },
 }
@@ -126,7 +129,8 @@ pub enum Work {
     Nothing,
     /// Waits for a millisecond, as for a service that answers quickly.
     Waits,
-    /// Notes how long ago the message was sent; messages come at a steady 1,000 a second, which the side sends itself.
+    /// Notes how long ago the message was sent; messages come at a steady 1,000 a second, which the
+    /// side sends itself.
     NotesLatency,
 }
 
@@ -164,8 +168,13 @@ impl Task {
     }
 
     fn spawn(&self, mut program: Command) -> crate::Outcome<Side> {
-        program.args([SIDE, &serde_json::to_string(self)?]).stdin(Stdio::null()).stdout(Stdio::piped());
-        let child = program.spawn().map_err(|error| format!("{} cannot be run: {error}", program.get_program().display()))?;
+        program
+            .args([SIDE, &serde_json::to_string(self)?])
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped());
+        let child = program.spawn().map_err(|error| {
+            format!("{} cannot be run: {error}", program.get_program().display())
+        })?;
         Ok(Side(child))
     }
 
@@ -205,7 +214,11 @@ impl Side {
     pub fn finish(self) -> crate::Outcome<Took> {
         let output = self.0.wait_with_output()?;
         if !output.status.success() {
-            return Err(format!("a side failed ({}); what it said stands above", output.status).into());
+            return Err(format!(
+                "a side failed ({}); what it said stands above",
+                output.status
+            )
+            .into());
         }
         Ok(serde_json::from_slice(&output.stdout)?)
     }

@@ -41,16 +41,26 @@ impl Stage {
             signal_hook::flag::register(signal, stopping.clone())?;
         }
         let (kafka, rabbitmq) = std::thread::scope(|scope| {
-            let (kafka, rabbitmq) = (scope.spawn(KafkaServer::start), scope.spawn(RabbitServer::start));
+            let (kafka, rabbitmq) = (
+                scope.spawn(KafkaServer::start),
+                scope.spawn(RabbitServer::start),
+            );
             let says = "starting a server reports its failures and does not panic";
             (kafka.join().expect(says), rabbitmq.join().expect(says))
         });
         Ok(Self {
             kafka: kafka?,
             rabbitmq: rabbitmq?,
-            redis: RedisServer::start(RedisOptions::new().setting("maxmemory-policy", "noeviction"))?,
-            files: tempfile::Builder::new().prefix("oncegate-bench-").tempdir()?,
-            runtime: tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?,
+            redis: RedisServer::start(
+                RedisOptions::new().setting("maxmemory-policy", "noeviction"),
+            )?,
+            files: tempfile::Builder::new()
+                .prefix("oncegate-bench-")
+                .tempdir()?,
+            runtime: tokio::runtime::Builder::new_multi_thread()
+                .worker_threads(1)
+                .enable_all()
+                .build()?,
             names: AtomicUsize::new(0),
             stopping,
         })
@@ -61,7 +71,11 @@ impl Stage {
     /// # Errors
     /// After Ctrl-C, SIGTERM or SIGHUP.
     pub fn go_on(&self) -> Outcome<()> {
-        if self.stopping.load(Ordering::Relaxed) { Err("stopped by a signal".into()) } else { Ok(()) }
+        if self.stopping.load(Ordering::Relaxed) {
+            Err("stopped by a signal".into())
+        } else {
+            Ok(())
+        }
     }
 
     /// A name that was not used yet.
@@ -81,8 +95,22 @@ impl Stage {
     ///
     /// # Errors
     /// What the broker said.
-    pub fn topic_of(&self, ids: Ids, partitions: i32, messages: usize, body: usize, id: Id) -> Outcome<Topic> {
-        let topic = Topic { name: self.name("topic"), partitions, messages, body, id, ids };
+    pub fn topic_of(
+        &self,
+        ids: Ids,
+        partitions: i32,
+        messages: usize,
+        body: usize,
+        id: Id,
+    ) -> Outcome<Topic> {
+        let topic = Topic {
+            name: self.name("topic"),
+            partitions,
+            messages,
+            body,
+            id,
+            ids,
+        };
         self.runtime.block_on(topic.fill(&self.kafka.brokers()))?;
         Ok(topic)
     }
@@ -92,8 +120,17 @@ impl Stage {
     /// # Errors
     /// What the broker said.
     pub fn topic_held_back(&self, partitions: i32, messages: usize) -> Outcome<(Topic, HeldBack)> {
-        let topic = Topic { name: self.name("topic"), partitions, messages, body: 100, id: Id::Header, ids: Ids::InOrder };
-        let held_back = self.runtime.block_on(topic.fill_held_back(&self.kafka.brokers()))?;
+        let topic = Topic {
+            name: self.name("topic"),
+            partitions,
+            messages,
+            body: 100,
+            id: Id::Header,
+            ids: Ids::InOrder,
+        };
+        let held_back = self
+            .runtime
+            .block_on(topic.fill_held_back(&self.kafka.brokers()))?;
         Ok((topic, held_back))
     }
 
@@ -114,15 +151,27 @@ impl Stage {
     ///
     /// # Errors
     /// What the broker said.
-    pub fn queue(&self, kind: QueueKind, keeps: Keeps, messages: usize, body: usize) -> Outcome<Queue> {
-        let queue = Queue { name: self.name("queue"), kind, messages, body, keeps };
+    pub fn queue(
+        &self,
+        kind: QueueKind,
+        keeps: Keeps,
+        messages: usize,
+        body: usize,
+    ) -> Outcome<Queue> {
+        let queue = Queue {
+            name: self.name("queue"),
+            kind,
+            messages,
+            body,
+            keeps,
+        };
         self.runtime.block_on(queue.fill(&self.rabbitmq.url()))?;
         self.let_rabbitmq_rest();
         Ok(queue)
     }
 
-    /// Waits until the node has hardly anything to do, ten seconds at the most: what it still writes would be counted against
-    /// the side that comes first.
+    /// Waits until the node has hardly anything to do, ten seconds at the most: what it still
+    /// writes would be counted against the side that comes first.
     fn let_rabbitmq_rest(&self) {
         const LOOK: Duration = Duration::from_millis(200);
         let until = Instant::now() + Duration::from_secs(10);
@@ -130,7 +179,10 @@ impl Stage {
         while Instant::now() < until {
             std::thread::sleep(LOOK);
             let after = cpu_of(self.rabbitmq.pid());
-            if after.zip(before).is_none_or(|(after, before)| after.saturating_sub(before) <= LOOK / 10) {
+            if after
+                .zip(before)
+                .is_none_or(|(after, before)| after.saturating_sub(before) <= LOOK / 10)
+            {
                 return;
             }
             before = after;
@@ -148,34 +200,71 @@ impl Stage {
     /// A task on a topic, in a group that is new.
     pub fn on_kafka(&self, topic: &Topic, way: Way, messages: usize) -> Task {
         let (brokers, group) = (self.kafka.brokers(), self.name("group"));
-        let from = From::Kafka { brokers, topic: topic.name.clone(), group, id: topic.id };
-        Task { from, way, work: Work::Nothing, messages: messages.min(topic.messages), servers: self.processes(), stays: Duration::ZERO }
+        let from = From::Kafka {
+            brokers,
+            topic: topic.name.clone(),
+            group,
+            id: topic.id,
+        };
+        Task {
+            from,
+            way,
+            work: Work::Nothing,
+            messages: messages.min(topic.messages),
+            servers: self.processes(),
+            stays: Duration::ZERO,
+        }
     }
 
     /// A task on a queue.
     pub fn on_rabbitmq(&self, queue: &Queue, prefetch: u16, way: Way) -> Task {
-        let from = From::RabbitMq { url: self.rabbitmq.url(), queue: queue.name.clone(), prefetch };
-        Task { from, way, work: Work::Nothing, messages: queue.messages, servers: self.processes(), stays: Duration::ZERO }
+        let from = From::RabbitMq {
+            url: self.rabbitmq.url(),
+            queue: queue.name.clone(),
+            prefetch,
+        };
+        Task {
+            from,
+            way,
+            work: Work::Nothing,
+            messages: queue.messages,
+            servers: self.processes(),
+            stays: Duration::ZERO,
+        }
     }
 
     /// Past a store that remembers in memory.
     pub fn memory(&self, spawned: Spawned) -> Way {
-        Way::Gated { store: Store::Memory { markers: 0 }, spawned }
+        Way::Gated {
+            store: Store::Memory { markers: 0 },
+            spawned,
+        }
     }
 
     /// Past a new SQLite file.
     pub fn sqlite(&self, spawned: Spawned) -> Way {
-        Way::Gated { store: Store::Sqlite { file: self.file() }, spawned }
+        Way::Gated {
+            store: Store::Sqlite { file: self.file() },
+            spawned,
+        }
     }
 
     /// Past Redis, with keys that nobody has used.
     pub fn redis(&self, spawned: Spawned) -> Way {
-        Way::Gated { store: Store::Redis { url: self.redis.url(), prefix: self.name("oncegate") + ":" }, spawned }
+        Way::Gated {
+            store: Store::Redis {
+                url: self.redis.url(),
+                prefix: self.name("oncegate") + ":",
+            },
+            spawned,
+        }
     }
 
     /// By hand, on Redis.
     pub fn naive(&self) -> Way {
-        Way::Naive { redis: self.redis.url() }
+        Way::Naive {
+            redis: self.redis.url(),
+        }
     }
 
     fn file(&self) -> PathBuf {
@@ -197,7 +286,8 @@ impl Stage {
         vec![self.kafka.pid(), self.rabbitmq.pid(), self.redis.pid()]
     }
 
-    /// How many `SET … NX EX` a second `redis-benchmark` reaches, with 50 connections that send 64 at a time.
+    /// How many `SET … NX EX` a second `redis-benchmark` reaches, with 50 connections that send 64
+    /// at a time.
     ///
     /// # Errors
     /// If it cannot be run, or prints no rate.
@@ -205,12 +295,28 @@ impl Stage {
         let port = self.redis.port().to_string();
         let requests = requests.to_string();
         let output = Command::new("redis-benchmark")
-            .args(["-p", &port, "-c", "50", "-P", "64", "-n", &requests, "-r", "1000000000", "--csv"])
+            .args([
+                "-p",
+                &port,
+                "-c",
+                "50",
+                "-P",
+                "64",
+                "-n",
+                &requests,
+                "-r",
+                "1000000000",
+                "--csv",
+            ])
             .args(["SET", "bench:__rand_int__", "1", "NX", "EX", "86400"])
             .output()?;
         let printed = String::from_utf8_lossy(&output.stdout);
         // A line of headings, then one with the test's name and its rate, all in quotes.
-        let rate = printed.lines().last().and_then(|line| line.rsplit("\",\"").nth(6).and_then(|rate| rate.parse().ok()));
+        let rate = printed.lines().last().and_then(|line| {
+            line.rsplit("\",\"")
+                .nth(6)
+                .and_then(|rate| rate.parse().ok())
+        });
         rate.ok_or_else(|| format!("redis-benchmark printed no rate: {printed}").into())
     }
 }

@@ -23,7 +23,8 @@ pub enum Suite {
     Latency,
     /// 1, 2 and 4 processes in a group. Eight minutes more.
     Scaling,
-    /// Rate and memory by markers, partitions and backlog. Needs 6 GB of memory and four minutes more.
+    /// Rate and memory by markers, partitions and backlog. Needs 6 GB of memory and four minutes
+    /// more.
     Growth,
 }
 
@@ -40,7 +41,12 @@ impl Suite {
     ///
     /// # Errors
     /// Of the first side that fails.
-    pub fn run(self, stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table) -> Outcome<()>) -> Outcome<()> {
+    pub fn run(
+        self,
+        stage: &Stage,
+        extent: Extent,
+        tell: &mut dyn FnMut(Table) -> Outcome<()>,
+    ) -> Outcome<()> {
         match self {
             Self::Kafka => kafka::run(stage, extent, tell),
             Self::Rabbitmq => rabbitmq::run(stage, extent, tell),
@@ -75,7 +81,10 @@ const ROUNDS: usize = 5;
 const ONE_BY_ONE: usize = 2_000;
 
 /// What it may be at the most, in milliseconds.
-pub const AT_MOST: [(&str, f64); 2] = [("latency_kafka_added_p99_ms", 1.0), ("latency_rabbitmq_added_p99_ms", 1.0)];
+pub const AT_MOST: [(&str, f64); 2] = [
+    ("latency_kafka_added_p99_ms", 1.0),
+    ("latency_rabbitmq_added_p99_ms", 1.0),
+];
 /// What is to be reached, by ratio.
 pub const REACH: [(&str, f64); 7] = [
     ("kafka_memory", 0.85),

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use metrics::{Counter, CounterFn, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit};
+use metrics::{
+    Counter, CounterFn, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit,
+};
 
 use crate::diary::{Diary, Entry};
 
@@ -45,9 +47,10 @@ impl Recorder for Counters {
 
     fn register_counter(&self, key: &Key, _: &Metadata<'_>) -> Counter {
         match key.labels().find(|label| label.key() == "outcome") {
-            Some(label) if key.name() == DELIVERIES => {
-                Counter::from_arc(Arc::new(Counted { diary: Arc::clone(&self.0), outcome: label.value().to_owned() }))
-            }
+            Some(label) if key.name() == DELIVERIES => Counter::from_arc(Arc::new(Counted {
+                diary: Arc::clone(&self.0),
+                outcome: label.value().to_owned(),
+            })),
             _ => Counter::noop(),
         }
     }

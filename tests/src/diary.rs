@@ -1,4 +1,5 @@
-//! A file into which consumers write what they did, and from which tests read it: it outlives the process.
+//! A file into which consumers write what they did, and from which tests read it: it outlives the
+//! process.
 
 use std::fmt;
 use std::fs::{File, OpenOptions};
@@ -36,7 +37,11 @@ impl Diary {
     /// # Errors
     /// What the file system said.
     pub fn open(path: &Path) -> io::Result<Self> {
-        OpenOptions::new().append(true).create(true).open(path).map(Self)
+        OpenOptions::new()
+            .append(true)
+            .create(true)
+            .open(path)
+            .map(Self)
     }
 
     /// Adds a line.
@@ -45,18 +50,27 @@ impl Diary {
     /// When the file cannot be written: a test that cannot see what happened is worth nothing.
     pub fn write(&self, entry: &Entry) {
         let line = format!("{entry}\n");
-        (&self.0).write_all(line.as_bytes()).expect("the diary can be written");
+        (&self.0)
+            .write_all(line.as_bytes())
+            .expect("the diary can be written");
     }
 }
 
-/// What stands in a diary; nothing if it does not exist yet. A line that is still being written is left out.
+/// What stands in a diary; nothing if it does not exist yet. A line that is still being written is
+/// left out.
 ///
 /// # Panics
 /// When a line is none.
 pub fn read(path: &Path) -> Vec<Entry> {
     let text = std::fs::read_to_string(path).unwrap_or_default();
     let whole = text.rfind('\n').map_or("", |end| &text[..end]);
-    whole.lines().map(|line| line.parse().unwrap_or_else(|NotAnEntry| panic!("`{line}` is no line of a diary"))).collect()
+    whole
+        .lines()
+        .map(|line| {
+            line.parse()
+                .unwrap_or_else(|NotAnEntry| panic!("`{line}` is no line of a diary"))
+        })
+        .collect()
 }
 
 /// The text is no line of a diary.
@@ -77,7 +91,12 @@ impl FromStr for Entry {
     type Err = NotAnEntry;
 
     fn from_str(line: &str) -> Result<Self, NotAnEntry> {
-        let run = |id: &str, attempt: &str| Ok(Run { id: id.to_owned(), attempt: attempt.parse().map_err(|_| NotAnEntry)? });
+        let run = |id: &str, attempt: &str| {
+            Ok(Run {
+                id: id.to_owned(),
+                attempt: attempt.parse().map_err(|_| NotAnEntry)?,
+            })
+        };
         match line.split(' ').collect::<Vec<_>>()[..] {
             ["start", id, attempt] => Ok(Self::Start(run(id, attempt)?)),
             ["effect", id, attempt] => Ok(Self::Effect(run(id, attempt)?)),
@@ -93,8 +112,15 @@ mod tests {
 
     #[test]
     fn a_line_reads_as_it_was_written() {
-        let run = Run { id: "pay-1".into(), attempt: 2 };
-        for entry in [Entry::Start(run.clone()), Entry::Effect(run), Entry::Counted("completed".into())] {
+        let run = Run {
+            id: "pay-1".into(),
+            attempt: 2,
+        };
+        for entry in [
+            Entry::Start(run.clone()),
+            Entry::Effect(run),
+            Entry::Counted("completed".into()),
+        ] {
             assert_eq!(entry.to_string().parse(), Ok(entry));
         }
         assert_eq!("effect a b".parse::<Entry>(), Err(NotAnEntry));

@@ -46,7 +46,10 @@ pub struct Scripted {
 impl Scripted {
     /// A handler that writes into this diary.
     pub fn new(diary: Arc<Diary>) -> Self {
-        Self { diary, seen: Mutex::default() }
+        Self {
+            diary,
+            seen: Mutex::default(),
+        }
     }
 }
 
@@ -55,9 +58,16 @@ impl Handler for Scripted {
     type Payload = Script;
 
     async fn handle(&self, script: Script, cx: &Context) -> Result<(), Failure> {
-        let run = Run { id: cx.id().to_owned(), attempt: cx.attempt() };
+        let run = Run {
+            id: cx.id().to_owned(),
+            attempt: cx.attempt(),
+        };
         self.diary.write(&Entry::Start(run.clone()));
-        let first = self.seen.lock().unwrap_or_else(PoisonError::into_inner).insert(run.id.clone());
+        let first = self
+            .seen
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(run.id.clone());
         match script.action {
             Action::RetryOnce if first => Err("not yet").retry()?,
             Action::PanicOnce if first => panic!("as the message says"),

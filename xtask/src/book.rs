@@ -9,16 +9,24 @@ use crate::setup::{call, root, target_directory};
 /// The version of mdBook that builds it.
 const VERSION: &str = "0.5.4";
 
-/// Builds the book into `target/book`. Installs mdBook first, where this version of it is not there yet, beside the Kafka
-/// broker: in `$ONCEGATE_CACHE/mdbook-<version>`, by default in `~/.cache/oncegate`.
+/// Builds the book into `target/book`. Installs mdBook first, where this version of it is not there
+/// yet, beside the Kafka broker: in `$ONCEGATE_CACHE/mdbook-<version>`, by default in
+/// `~/.cache/oncegate`.
 pub(crate) fn run() -> Result<(), Error> {
     let mdbook = installed()?;
     let into = target_directory().join("book");
     let mut command = Command::new(&mdbook);
     // Both names, since a variable of the user's could hide the warnings.
     command.env("RUST_LOG", "info").env("MDBOOK_LOG", "info");
-    command.arg("build").arg(root().join("docs")).arg("--dest-dir").arg(&into);
-    let output = command.output().map_err(|source| Error::CannotRun { program: mdbook.display().to_string(), source })?;
+    command
+        .arg("build")
+        .arg(root().join("docs"))
+        .arg("--dest-dir")
+        .arg(&into);
+    let output = command.output().map_err(|source| Error::CannotRun {
+        program: mdbook.display().to_string(),
+        source,
+    })?;
     let said = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
     eprint!("{said}");
     if !output.status.success() {
@@ -29,7 +37,9 @@ pub(crate) fn run() -> Result<(), Error> {
             println!("book: {}", into.join("index.html").display());
             Ok(())
         }
-        count => Err(Error::ByHand(format!("the book has {count} warnings, see above"))),
+        count => Err(Error::ByHand(format!(
+            "the book has {count} warnings, see above"
+        ))),
     }
 }
 
@@ -38,10 +48,24 @@ fn installed() -> Result<PathBuf, Error> {
     let directory = oncegate_testkit::servers::cache().join(format!("mdbook-{VERSION}"));
     let mdbook = directory.join("bin/mdbook");
     if !mdbook.is_file() {
-        println!("book: installing mdBook {VERSION} into {}", directory.display());
+        println!(
+            "book: installing mdBook {VERSION} into {}",
+            directory.display()
+        );
         let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
         // Without its server and its search, and quickly built: it runs for a second.
-        cargo.args(["install", "mdbook", "--version", VERSION, "--locked", "--no-default-features", "--debug", "--root"]).arg(&directory);
+        cargo
+            .args([
+                "install",
+                "mdbook",
+                "--version",
+                VERSION,
+                "--locked",
+                "--no-default-features",
+                "--debug",
+                "--root",
+            ])
+            .arg(&directory);
         call(&mut cargo)?;
     }
     Ok(mdbook)
@@ -49,7 +73,12 @@ fn installed() -> Result<PathBuf, Error> {
 
 /// How many of these lines are warnings or errors.
 fn warnings(said: &str) -> usize {
-    said.lines().filter(|line| line.split([' ', '[', ']']).any(|word| word == "WARN" || word == "ERROR")).count()
+    said.lines()
+        .filter(|line| {
+            line.split([' ', '[', ']'])
+                .any(|word| word == "WARN" || word == "ERROR")
+        })
+        .count()
 }
 
 #[cfg(test)]
@@ -58,7 +87,15 @@ mod tests {
 
     #[test]
     fn a_warning_is_found_however_it_is_written() {
-        assert_eq!(warnings(" INFO Book building has started\n INFO Running the html backend\n"), 0);
-        assert_eq!(warnings("2026-01-01 00:00:00 [WARN] (mdbook): x\n WARN unclosed tag `<b>`\n[ERROR] y\n"), 3);
+        assert_eq!(
+            warnings(" INFO Book building has started\n INFO Running the html backend\n"),
+            0
+        );
+        assert_eq!(
+            warnings(
+                "2026-01-01 00:00:00 [WARN] (mdbook): x\n WARN unclosed tag `<b>`\n[ERROR] y\n"
+            ),
+            3
+        );
     }
 }

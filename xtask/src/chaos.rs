@@ -23,22 +23,45 @@ pub(crate) fn run(Arguments { arguments }: &Arguments) -> Result<(), Error> {
     setup::run()?;
     stopping.go_on()?;
     let has = |wanted: &str| arguments.iter().any(|argument| argument == wanted);
-    // Points at which a process ends and wrong versions are in a build of their own, and in no other. A soak is as fast as its
-    // processes are; a single run should start soon.
+    // Points at which a process ends and wrong versions are in a build of their own, and in no
+    // other. A soak is as fast as its processes are; a single run should start soon.
     let mut program = if has("--matrix") || has("--mutants") {
         let mut cargo = cargo(&["run", "--quiet", "--package", "oncegate-chaos"]);
         let flags = std::env::var("RUSTFLAGS").unwrap_or_default();
         cargo.env("RUSTFLAGS", format!("{flags} --cfg oncegate_chaos").trim());
-        cargo.arg("--target-dir").arg(setup::root().join("target/chaos-build")).arg("--");
+        cargo
+            .arg("--target-dir")
+            .arg(setup::root().join("target/chaos-build"))
+            .arg("--");
         cargo
     } else if has("--soak") {
-        cargo(&["run", "--quiet", "--package", "oncegate-chaos", "--release", "--"])
+        cargo(&[
+            "run",
+            "--quiet",
+            "--package",
+            "oncegate-chaos",
+            "--release",
+            "--",
+        ])
     } else {
         // As the tests of the workspace have it: whoever has run them has it built.
-        let build = ["test", "--quiet", "--workspace", "--all-features", "--no-run", "--test", "program"];
-        wait(cargo(&build), &format!("cargo {}", build.join(" ")), &stopping)?;
+        let build = [
+            "test",
+            "--quiet",
+            "--workspace",
+            "--all-features",
+            "--no-run",
+            "--test",
+            "program",
+        ];
+        wait(
+            cargo(&build),
+            &format!("cargo {}", build.join(" ")),
+            &stopping,
+        )?;
         stopping.go_on()?;
-        let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| setup::root().join("target"), PathBuf::from);
+        let target = std::env::var_os("CARGO_TARGET_DIR")
+            .map_or_else(|| setup::root().join("target"), PathBuf::from);
         Command::new(target.join("debug/oncegate-chaos"))
     };
     program.args(arguments);
@@ -54,12 +77,23 @@ fn cargo(arguments: &[&str]) -> Command {
 
 /// Runs it to its end.
 fn wait(mut command: Command, shown: &str, stopping: &Stopping) -> Result<(), Error> {
-    let cannot = |source| Error::CannotRun { program: shown.to_owned(), source };
-    let mut child = command.current_dir(setup::root()).stdin(Stdio::null()).spawn().map_err(cannot)?;
+    let cannot = |source| Error::CannotRun {
+        program: shown.to_owned(),
+        source,
+    };
+    let mut child = command
+        .current_dir(setup::root())
+        .stdin(Stdio::null())
+        .spawn()
+        .map_err(cannot)?;
     let mut told = false;
     loop {
         if let Some(status) = child.try_wait().map_err(cannot)? {
-            return if status.success() { Ok(()) } else { Err(Error::Failed(shown.to_owned())) };
+            return if status.success() {
+                Ok(())
+            } else {
+                Err(Error::Failed(shown.to_owned()))
+            };
         }
         if stopping.is_told() && !told {
             // It stops its servers first; a second word would change nothing.

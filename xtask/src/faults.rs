@@ -20,7 +20,14 @@ pub(crate) struct Arguments {
 pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     cargo
-        .args(["test", "--package", "oncegate-amqp", "--test", "faults", "--"])
+        .args([
+            "test",
+            "--package",
+            "oncegate-amqp",
+            "--test",
+            "faults",
+            "--",
+        ])
         .args(["--include-ignored", "--nocapture", "--test-threads", "1"])
         .args(&arguments.scenario)
         .env("ONCEGATE_FAULT_ROUNDS", arguments.rounds.to_string())

@@ -14,8 +14,18 @@ pub(crate) struct Arguments {
 
 pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    cargo.args(["test", "--package", "oncegate-tests", "--test", "kafka_faults"]).current_dir(setup::root());
+    cargo
+        .args([
+            "test",
+            "--package",
+            "oncegate-tests",
+            "--test",
+            "kafka_faults",
+        ])
+        .current_dir(setup::root());
     // One after the other, so that what is measured is the scenario alone.
-    cargo.args(["--", "--ignored", "--nocapture", "--test-threads", "1"]).args(&arguments.scenario);
+    cargo
+        .args(["--", "--ignored", "--nocapture", "--test-threads", "1"])
+        .args(&arguments.scenario);
     test::with_servers(cargo)
 }

@@ -1,6 +1,7 @@
 //! Development commands of oncegate: `cargo xtask help`.
 //!
-//! Nothing here links a driver, so this compiles on a machine that has only Rust; `setup` brings the rest.
+//! Nothing here links a driver, so this compiles on a machine that has only Rust; `setup` brings
+//! the rest.
 #![forbid(unsafe_code)]
 
 mod bench;
@@ -29,31 +30,35 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Installs what the tests need and this machine lacks: servers, a Java runtime, a C++ compiler, headers.
+    /// Installs what the tests need and this machine lacks: servers, a Java runtime, a C++
+    /// compiler, headers.
     Setup,
     /// Runs the workspace's tests against real servers that live as long as the tests do.
     ///
-    /// Installs what is missing first. A server whose address stands in ONCEGATE_KAFKA, ONCEGATE_RABBITMQ or
-    /// ONCEGATE_REDIS is used as it is, the others are started on free ports and stopped again, also after a failure
-    /// or Ctrl-C.
+    /// Installs what is missing first. A server whose address stands in ONCEGATE_KAFKA,
+    /// ONCEGATE_RABBITMQ or ONCEGATE_REDIS is used as it is, the others are started on free ports
+    /// and stopped again, also after a failure or Ctrl-C.
     Test(test::Arguments),
-    /// Restarts, cuts and confuses RabbitMQ nodes under load, at random times, and one node of three: nothing is lost or
-    /// doubled, no acknowledgement refused, and each time it consumes again within five seconds. Takes some minutes.
+    /// Restarts, cuts and confuses RabbitMQ nodes under load, at random times, and one node of
+    /// three: nothing is lost or doubled, no acknowledgement refused, and each time it consumes
+    /// again within five seconds. Takes some minutes.
     Faults(faults::Arguments),
-    /// Stops, freezes and kills Kafka brokers and members of a group for long, and prints what was lost or happened twice, and
-    /// how long it took to heal. Some 15 minutes.
+    /// Stops, freezes and kills Kafka brokers and members of a group for long, and prints what was
+    /// lost or happened twice, and how long it took to heal. Some 15 minutes.
     KafkaFaults(kafka_faults::Arguments),
-    /// Kills, freezes and cuts off consumers, Redis, Kafka and RabbitMQ under load, counts effects in a process of their own,
-    /// and checks what was promised. `--smoke` has each fault once; `--help` says the rest.
+    /// Kills, freezes and cuts off consumers, Redis, Kafka and RabbitMQ under load, counts effects
+    /// in a process of their own, and checks what was promised. `--smoke` has each fault once;
+    /// `--help` says the rest.
     Chaos(chaos::Arguments),
-    /// Compares the bare clients with oncegate, by turns, on servers of its own, and prints rates, ratios and CPU time a message.
-    /// `--quick` takes two minutes; `--guard` counts instructions instead, `--profile` says where the time goes; `--help` says the
-    /// rest.
+    /// Compares the bare clients with oncegate, by turns, on servers of its own, and prints rates,
+    /// ratios and CPU time a message. `--quick` takes two minutes; `--guard` counts instructions
+    /// instead, `--profile` says where the time goes; `--help` says the rest.
     Bench(bench::Arguments),
-    /// Explores every interleaving of a small world in which the functions run that decide everything, and prints what
-    /// each guarantee withstands.
+    /// Explores every interleaving of a small world in which the functions run that decide
+    /// everything, and prints what each guarantee withstands.
     Model(model::Arguments),
-    /// Builds the book into `target/book`, and fails if there is a warning. Installs mdBook first, where it is missing.
+    /// Builds the book into `target/book`, and fails if there is a warning. Installs mdBook first,
+    /// where it is missing.
     Book,
     /// Starts Kafka, RabbitMQ and Redis for as long as you like, and stops them again.
     Services {
@@ -91,10 +96,16 @@ enum Error {
     Failed(String),
     /// A program could not be started.
     #[error("cannot run `{program}`: {source}")]
-    CannotRun { program: String, source: std::io::Error },
+    CannotRun {
+        program: String,
+        source: std::io::Error,
+    },
     /// A file could not be read or written.
     #[error("{path}: {source}")]
-    File { path: std::path::PathBuf, source: std::io::Error },
+    File {
+        path: std::path::PathBuf,
+        source: std::io::Error,
+    },
     /// Something must be installed by hand.
     #[error("{0}")]
     ByHand(String),

@@ -5,7 +5,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Subcommand;
-use oncegate_testkit::servers::{KafkaServer, Kind, RabbitServer, RedisOptions, RedisPersistence, RedisServer, Server};
+use oncegate_testkit::servers::{
+    KafkaServer, Kind, RabbitServer, RedisOptions, RedisPersistence, RedisServer, Server,
+};
 
 use crate::Error;
 use crate::setup;
@@ -43,15 +45,21 @@ fn up() -> Result<(), Error> {
         print!("{}", state.environment());
         return Ok(());
     }
-    // A machine that went down has left a file about processes that are gone; half of them is of no use either.
+    // A machine that went down has left a file about processes that are gone; half of them is of no
+    // use either.
     stop(&state)?;
     eprintln!("services: starting Kafka, RabbitMQ and Redis");
     let (kafka, rabbitmq, redis) = std::thread::scope(|scope| {
         let kafka = scope.spawn(KafkaServer::start);
         let rabbitmq = scope.spawn(RabbitServer::start);
-        let redis = RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EverySecond));
+        let redis =
+            RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EverySecond));
         let join = "starting a server reports its failures and does not panic";
-        (kafka.join().expect(join), rabbitmq.join().expect(join), redis)
+        (
+            kafka.join().expect(join),
+            rabbitmq.join().expect(join),
+            redis,
+        )
     });
     let (kafka, rabbitmq, redis) = (kafka?, rabbitmq?, redis?);
     stopping.go_on()?;
@@ -65,16 +73,27 @@ fn up() -> Result<(), Error> {
     };
     write_down(&state, &state_path(), &environment_path())?;
     print!("{}", state.environment());
-    eprintln!("services: up; written to {}; `cargo xtask services down` stops them", environment_path().display());
+    eprintln!(
+        "services: up; written to {}; `cargo xtask services down` stops them",
+        environment_path().display()
+    );
     Ok(())
 }
 
-/// Servers that stand in no file could not be stopped by `services down`: they are stopped here if it cannot be written.
-fn write_down(state: &State, state_path: &PathBuf, environment_path: &PathBuf) -> Result<(), Error> {
-    let written = write(state_path, &state.to_text()).and_then(|()| write(environment_path, &state.environment()));
+/// Servers that stand in no file could not be stopped by `services down`: they are stopped here if
+/// it cannot be written.
+fn write_down(
+    state: &State,
+    state_path: &PathBuf,
+    environment_path: &PathBuf,
+) -> Result<(), Error> {
+    let written = write(state_path, &state.to_text())
+        .and_then(|()| write(environment_path, &state.environment()));
     if written.is_err() {
         // What was to be written is the first to be told of; what is left stands on the screen.
-        if let Err(error) = stop_processes(state).and_then(|()| remove_files([state_path, environment_path])) {
+        if let Err(error) =
+            stop_processes(state).and_then(|()| remove_files([state_path, environment_path]))
+        {
             eprintln!("services: {error}");
         }
     }
@@ -82,7 +101,12 @@ fn write_down(state: &State, state_path: &PathBuf, environment_path: &PathBuf) -
 }
 
 fn service<K: Kind>(variable: &str, address: String, server: Server<K>) -> Service {
-    Service { name: K::NAME.to_owned(), variable: variable.to_owned(), address, detached: server.detach() }
+    Service {
+        name: K::NAME.to_owned(),
+        variable: variable.to_owned(),
+        address,
+        detached: server.detach(),
+    }
 }
 
 fn down() -> Result<(), Error> {
@@ -105,7 +129,10 @@ fn stop_processes(state: &State) -> Result<(), Error> {
         for process in &service.detached.processes {
             process.stop(STOP_PATIENCE);
         }
-        remove(std::fs::remove_dir_all(&service.detached.directory), &service.detached.directory)?;
+        remove(
+            std::fs::remove_dir_all(&service.detached.directory),
+            &service.detached.directory,
+        )?;
     }
     Ok(())
 }
@@ -124,20 +151,34 @@ fn status() -> Result<(), Error> {
     }
     for service in &state.services {
         let word = if is_up(service) { "up  " } else { "gone" };
-        println!("{word} {}={} log: {}/server.log", service.variable, service.address, service.detached.directory.display());
+        println!(
+            "{word} {}={} log: {}/server.log",
+            service.variable,
+            service.address,
+            service.detached.directory.display()
+        );
     }
     Ok(())
 }
 
 fn is_up(service: &Service) -> bool {
-    service.detached.processes.iter().all(|process| process.is_running()) && accepts_connections(&service.address)
+    service
+        .detached
+        .processes
+        .iter()
+        .all(|process| process.is_running())
+        && accepts_connections(&service.address)
 }
 
 /// Whether somebody listens there: `host:port`, alone or inside a URL.
 fn accepts_connections(address: &str) -> bool {
     let after_scheme = address.split_once("//").map_or(address, |(_, rest)| rest);
-    let after_user = after_scheme.rsplit_once('@').map_or(after_scheme, |(_, rest)| rest);
-    let host_and_port = after_user.split_once('/').map_or(after_user, |(first, _)| first);
+    let after_user = after_scheme
+        .rsplit_once('@')
+        .map_or(after_scheme, |(_, rest)| rest);
+    let host_and_port = after_user
+        .split_once('/')
+        .map_or(after_user, |(first, _)| first);
     TcpStream::connect(host_and_port).is_ok()
 }
 
@@ -145,18 +186,27 @@ fn load() -> Result<State, Error> {
     match std::fs::read_to_string(state_path()) {
         Ok(text) => Ok(State::parse(&text)?),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(State::default()),
-        Err(source) => Err(Error::File { path: state_path(), source }),
+        Err(source) => Err(Error::File {
+            path: state_path(),
+            source,
+        }),
     }
 }
 
 fn write(path: &PathBuf, text: &str) -> Result<(), Error> {
-    std::fs::write(path, text).map_err(|source| Error::File { path: path.clone(), source })
+    std::fs::write(path, text).map_err(|source| Error::File {
+        path: path.clone(),
+        source,
+    })
 }
 
 /// What is gone already counts as removed.
 fn remove(outcome: std::io::Result<()>, path: &Path) -> Result<(), Error> {
     match outcome {
-        Err(source) if source.kind() != std::io::ErrorKind::NotFound => Err(Error::File { path: path.to_path_buf(), source }),
+        Err(source) if source.kind() != std::io::ErrorKind::NotFound => Err(Error::File {
+            path: path.to_path_buf(),
+            source,
+        }),
         _ => Ok(()),
     }
 }
@@ -180,18 +230,38 @@ mod tests {
     #[test]
     fn servers_that_cannot_be_written_down_are_stopped() {
         let room = tempfile::tempdir().unwrap();
-        let (written, not_written) = (room.path().join("services.state"), room.path().join("missing/services.env"));
+        let (written, not_written) = (
+            room.path().join("services.state"),
+            room.path().join("missing/services.env"),
+        );
         for (state_path, environment_path) in [(&not_written, &written), (&written, &not_written)] {
             let mut server = Command::new("sleep").arg("60").spawn().unwrap();
             let directory = room.path().join("data");
             std::fs::create_dir(&directory).unwrap();
-            let detached = Detached { processes: vec![ProcessId::running(server.id()).unwrap()], directory: directory.clone() };
-            let service = Service { name: "A".to_owned(), variable: "ONCEGATE_A".to_owned(), address: "a:1".to_owned(), detached };
+            let detached = Detached {
+                processes: vec![ProcessId::running(server.id()).unwrap()],
+                directory: directory.clone(),
+            };
+            let service = Service {
+                name: "A".to_owned(),
+                variable: "ONCEGATE_A".to_owned(),
+                address: "a:1".to_owned(),
+                detached,
+            };
 
-            let outcome = write_down(&State { services: vec![service] }, state_path, environment_path);
+            let outcome = write_down(
+                &State {
+                    services: vec![service],
+                },
+                state_path,
+                environment_path,
+            );
 
             assert!(matches!(outcome, Err(Error::File { path, .. }) if path == not_written));
-            assert!(server.try_wait().unwrap().is_some(), "the server still runs");
+            assert!(
+                server.try_wait().unwrap().is_some(),
+                "the server still runs"
+            );
             assert!(!directory.exists() && !written.exists());
         }
     }

@@ -18,13 +18,41 @@ const NEEDS: &[Need] = &[
         is_met: || ["gcc", "g++", "make"].into_iter().all(on_path),
         packages: &["gcc", "g++", "make", "libc6-dev"],
     },
-    Need { what: "pkg-config, for librdkafka", is_met: || on_path("pkg-config"), packages: &["pkg-config"] },
-    Need { what: "the headers of zlib, for librdkafka", is_met: || pkg_config_knows("zlib"), packages: &["zlib1g-dev"] },
-    Need { what: "the headers of OpenSSL, for librdkafka", is_met: || pkg_config_knows("openssl"), packages: &["libssl-dev"] },
-    Need { what: "the Redis server", is_met: || on_path("redis-server"), packages: &["redis-server"] },
-    Need { what: "redis-cli, which makes a Cluster", is_met: || on_path("redis-cli"), packages: &["redis-tools"] },
-    Need { what: "openssl, for the certificates of a Redis with TLS", is_met: || on_path("openssl"), packages: &["openssl"] },
-    Need { what: "valgrind, which counts instructions", is_met: || on_path("valgrind"), packages: &["valgrind"] },
+    Need {
+        what: "pkg-config, for librdkafka",
+        is_met: || on_path("pkg-config"),
+        packages: &["pkg-config"],
+    },
+    Need {
+        what: "the headers of zlib, for librdkafka",
+        is_met: || pkg_config_knows("zlib"),
+        packages: &["zlib1g-dev"],
+    },
+    Need {
+        what: "the headers of OpenSSL, for librdkafka",
+        is_met: || pkg_config_knows("openssl"),
+        packages: &["libssl-dev"],
+    },
+    Need {
+        what: "the Redis server",
+        is_met: || on_path("redis-server"),
+        packages: &["redis-server"],
+    },
+    Need {
+        what: "redis-cli, which makes a Cluster",
+        is_met: || on_path("redis-cli"),
+        packages: &["redis-tools"],
+    },
+    Need {
+        what: "openssl, for the certificates of a Redis with TLS",
+        is_met: || on_path("openssl"),
+        packages: &["openssl"],
+    },
+    Need {
+        what: "valgrind, which counts instructions",
+        is_met: || on_path("valgrind"),
+        packages: &["valgrind"],
+    },
     Need {
         what: "Prometheus and promtool, for the alert rules and the dashboard",
         is_met: || on_path("prometheus") && on_path("promtool"),
@@ -47,7 +75,8 @@ const NEEDS: &[Need] = &[
     },
 ];
 
-/// Installs what is missing, says what it does while doing it, and does nothing at all where nothing is missing.
+/// Installs what is missing, says what it does while doing it, and does nothing at all where
+/// nothing is missing.
 ///
 /// The packages may start services of their own on their usual ports; the tests never use those.
 pub(crate) fn run() -> Result<(), Error> {
@@ -57,7 +86,10 @@ pub(crate) fn run() -> Result<(), Error> {
     } else {
         install(&missing)?;
     }
-    println!("setup: Kafka broker in {}", oncegate_testkit::servers::fetch_kafka()?.display());
+    println!(
+        "setup: Kafka broker in {}",
+        oncegate_testkit::servers::fetch_kafka()?.display()
+    );
     Ok(())
 }
 
@@ -65,7 +97,11 @@ fn install(missing: &[&Need]) -> Result<(), Error> {
     for need in missing {
         println!("setup: missing: {}", need.what);
     }
-    let packages: Vec<&str> = missing.iter().flat_map(|need| need.packages).copied().collect();
+    let packages: Vec<&str> = missing
+        .iter()
+        .flat_map(|need| need.packages)
+        .copied()
+        .collect();
     if !on_path("apt-get") {
         return Err(Error::ByHand(format!(
             "there is no apt-get here; install what your system calls {}, then run this again",
@@ -77,12 +113,23 @@ fn install(missing: &[&Need]) -> Result<(), Error> {
     println!("setup: apt-get install {}", packages.join(" "));
     call(
         as_root("env")
-            .args(["DEBIAN_FRONTEND=noninteractive", "apt-get", "install", "-q", "-y", "--no-install-recommends"])
+            .args([
+                "DEBIAN_FRONTEND=noninteractive",
+                "apt-get",
+                "install",
+                "-q",
+                "-y",
+                "--no-install-recommends",
+            ])
             .args(&packages),
     )?;
     match NEEDS.iter().find(|need| !(need.is_met)()) {
         None => Ok(()),
-        Some(need) => Err(Error::ByHand(format!("apt-get installed {}, and still {} is missing", packages.join(", "), need.what))),
+        Some(need) => Err(Error::ByHand(format!(
+            "apt-get installed {}, and still {} is missing",
+            packages.join(", "),
+            need.what
+        ))),
     }
 }
 
@@ -101,7 +148,10 @@ pub(crate) fn call(command: &mut Command) -> Result<(), Error> {
     match command.status() {
         Ok(status) if status.success() => Ok(()),
         Ok(_) => Err(Error::Failed(shown)),
-        Err(source) => Err(Error::CannotRun { program: shown, source }),
+        Err(source) => Err(Error::CannotRun {
+            program: shown,
+            source,
+        }),
     }
 }
 
@@ -110,16 +160,24 @@ fn pkg_config_knows(library: &str) -> bool {
 }
 
 fn succeeds(command: &mut Command) -> bool {
-    command.stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok_and(|status| status.success())
+    command
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status()
+        .is_ok_and(|status| status.success())
 }
 
 fn on_path(program: &str) -> bool {
-    std::env::var_os("PATH").is_some_and(|path| std::env::split_paths(&path).any(|directory| directory.join(program).is_file()))
+    std::env::var_os("PATH").is_some_and(|path| {
+        std::env::split_paths(&path).any(|directory| directory.join(program).is_file())
+    })
 }
 
 /// The workspace's directory.
 pub(crate) fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies in the workspace")
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .expect("xtask lies in the workspace")
 }
 
 /// Where cargo builds, and where the files about running services lie.

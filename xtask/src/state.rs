@@ -28,15 +28,28 @@ pub(crate) struct Unreadable {
 }
 
 impl State {
-    /// One line a service: its name, its address, its processes in the order in which to stop them, its directory,
-    /// which comes last because its name may hold spaces.
+    /// One line a service: its name, its address, its processes in the order in which to stop them,
+    /// its directory, which comes last because its name may hold spaces.
     pub(crate) fn to_text(&self) -> String {
         self.services
             .iter()
             .map(|service| {
-                let Service { name, variable, address, detached } = service;
-                let processes: Vec<String> = detached.processes.iter().map(ProcessId::to_string).collect();
-                format!("{name} {variable}={address} {} {}\n", processes.join(","), detached.directory.display())
+                let Service {
+                    name,
+                    variable,
+                    address,
+                    detached,
+                } = service;
+                let processes: Vec<String> = detached
+                    .processes
+                    .iter()
+                    .map(ProcessId::to_string)
+                    .collect();
+                format!(
+                    "{name} {variable}={address} {} {}\n",
+                    processes.join(","),
+                    detached.directory.display()
+                )
             })
             .collect()
     }
@@ -53,7 +66,10 @@ impl State {
 
     /// The lines to put into a shell's environment.
     pub(crate) fn environment(&self) -> String {
-        self.services.iter().map(|service| format!("{}={}\n", service.variable, service.address)).collect()
+        self.services
+            .iter()
+            .map(|service| format!("{}={}\n", service.variable, service.address))
+            .collect()
     }
 }
 
@@ -61,10 +77,22 @@ fn parse_line(line: &str) -> Option<Service> {
     let mut parts = line.splitn(4, ' ');
     let name = parts.next()?.to_owned();
     let (variable, address) = parts.next()?.split_once('=')?;
-    let processes = parts.next()?.split(',').map(|process| process.parse().ok()).collect::<Option<Vec<ProcessId>>>()?;
+    let processes = parts
+        .next()?
+        .split(',')
+        .map(|process| process.parse().ok())
+        .collect::<Option<Vec<ProcessId>>>()?;
     let directory = PathBuf::from(parts.next()?);
-    let detached = Detached { processes, directory };
-    Some(Service { name, variable: variable.to_owned(), address: address.to_owned(), detached })
+    let detached = Detached {
+        processes,
+        directory,
+    };
+    Some(Service {
+        name,
+        variable: variable.to_owned(),
+        address: address.to_owned(),
+        detached,
+    })
 }
 
 #[cfg(test)]
@@ -82,12 +110,17 @@ mod tests {
                 directory: "/tmp/with a space".into(),
             },
         };
-        let state = State { services: vec![service("A", &["12:345", "1:2"]), service("B", &["7:8"])] };
+        let state = State {
+            services: vec![service("A", &["12:345", "1:2"]), service("B", &["7:8"])],
+        };
         assert_eq!(State::parse(&state.to_text()), Ok(state));
     }
 
     #[test]
     fn a_broken_line_is_named() {
-        assert_eq!(State::parse("Redis A=b 1:2 /tmp/x\nRedis A=b 1 /tmp/x\n"), Err(Unreadable { line: 2 }));
+        assert_eq!(
+            State::parse("Redis A=b 1:2 /tmp/x\nRedis A=b 1 /tmp/x\n"),
+            Err(Unreadable { line: 2 })
+        );
     }
 }

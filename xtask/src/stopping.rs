@@ -22,7 +22,11 @@ impl Stopping {
 
     /// Fails when we were told to stop.
     pub(crate) fn go_on(&self) -> Result<(), Error> {
-        if self.is_told() { Err(Error::Stopped) } else { Ok(()) }
+        if self.is_told() {
+            Err(Error::Stopped)
+        } else {
+            Ok(())
+        }
     }
 
     pub(crate) fn is_told(&self) -> bool {

@@ -14,7 +14,8 @@ use crate::stopping::Stopping;
 
 /// A name for this run in the environment of everything that the tests start.
 const RUN: &str = "ONCEGATE_TEST_RUN";
-/// How many tests run at the same time. They wait for servers most of the time: two for each core finish in half the time.
+/// How many tests run at the same time. They wait for servers most of the time: two for each core
+/// finish in half the time.
 const THREADS: &str = "RUST_TEST_THREADS";
 /// How long what the tests left behind may take to end in good order.
 const STOP_PATIENCE: Duration = Duration::from_secs(5);
@@ -47,13 +48,22 @@ pub(crate) fn with_servers(mut cargo: Command) -> Result<(), Error> {
 
     let run = std::process::id().to_string();
     // A test that is ended by a signal removes nothing; this goes with all that is in it.
-    let temporary = tempfile::Builder::new().prefix("oncegate-test-").tempdir().map_err(Error::Temporary)?;
-    cargo.envs(servers.variables()).env(RUN, &run).env("TMPDIR", temporary.path());
+    let temporary = tempfile::Builder::new()
+        .prefix("oncegate-test-")
+        .tempdir()
+        .map_err(Error::Temporary)?;
+    cargo
+        .envs(servers.variables())
+        .env(RUN, &run)
+        .env("TMPDIR", temporary.path());
     let shown = shown(&cargo);
     println!("test: {shown}");
     // A group of its own: a signal is passed on to cargo and to the tests together.
     let child = cargo.process_group(0).stdin(Stdio::null()).spawn();
-    let mut child = child.map_err(|source| Error::CannotRun { program: shown.clone(), source })?;
+    let mut child = child.map_err(|source| Error::CannotRun {
+        program: shown.clone(),
+        source,
+    })?;
     let outcome = wait(&mut child, &shown, &stopping);
     stop_what_is_left(&run);
     println!("test: stopping the servers that were started");
@@ -63,7 +73,9 @@ pub(crate) fn with_servers(mut cargo: Command) -> Result<(), Error> {
 
 fn cargo_test(arguments: &Arguments) -> Command {
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    cargo.args(["test", "--all-features", "--no-fail-fast"]).current_dir(setup::root());
+    cargo
+        .args(["test", "--all-features", "--no-fail-fast"])
+        .current_dir(setup::root());
     if arguments.packages.is_empty() {
         cargo.arg("--workspace");
     }
@@ -81,15 +93,25 @@ fn cargo_test(arguments: &Arguments) -> Command {
 }
 
 fn shown(command: &Command) -> String {
-    let words: Vec<_> = command.get_args().map(|word| word.to_string_lossy()).collect();
+    let words: Vec<_> = command
+        .get_args()
+        .map(|word| word.to_string_lossy())
+        .collect();
     format!("cargo {}", words.join(" "))
 }
 
 fn wait(child: &mut Child, shown: &str, stopping: &Stopping) -> Result<(), Error> {
-    let cannot = |source| Error::CannotRun { program: shown.to_owned(), source };
+    let cannot = |source| Error::CannotRun {
+        program: shown.to_owned(),
+        source,
+    };
     loop {
         if let Some(status) = child.try_wait().map_err(cannot)? {
-            return if status.success() { Ok(()) } else { Err(Error::Failed(shown.to_owned())) };
+            return if status.success() {
+                Ok(())
+            } else {
+                Err(Error::Failed(shown.to_owned()))
+            };
         }
         if stopping.is_told() {
             eprintln!("test: stopping");
@@ -108,7 +130,9 @@ fn stop_what_is_left(run: &str) {
     let numbers = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
     for number in numbers.filter(|number| *number != std::process::id()) {
         let environment = std::fs::read(format!("/proc/{number}/environ")).unwrap_or_default();
-        let is_ours = environment.split(|byte| *byte == 0).any(|variable| variable == marker.as_bytes());
+        let is_ours = environment
+            .split(|byte| *byte == 0)
+            .any(|variable| variable == marker.as_bytes());
         if let (true, Some(process)) = (is_ours, ProcessId::running(number)) {
             eprintln!("test: stopping process {number}, which a test has left behind");
             process.stop(STOP_PATIENCE);
@@ -124,10 +148,17 @@ mod tests {
 
     #[test]
     fn what_a_test_leaves_behind_is_stopped_and_nothing_else() {
-        let sleep = |run: &str| Command::new("setsid").args(["sleep", "60"]).env(RUN, run).spawn().unwrap();
+        let sleep = |run: &str| {
+            Command::new("setsid")
+                .args(["sleep", "60"])
+                .env(RUN, run)
+                .spawn()
+                .unwrap()
+        };
         let run = format!("unit-{}", std::process::id());
         let (mut ours, mut other) = (sleep(&run), sleep("unit-of-another"));
-        // The marker is in the environment of the child only once it has become another program, a moment after it has its name.
+        // The marker is in the environment of the child only once it has become another program, a
+        // moment after it has its name.
         let of_ours = |what: &str| std::fs::read(format!("/proc/{}/{what}", ours.id())).unwrap();
         while !of_ours("comm").starts_with(b"sleep") || of_ours("environ").is_empty() {
             std::thread::sleep(Duration::from_millis(5));

@@ -1,11 +1,13 @@
 //! Who may import whom, kept over `cargo metadata`.
 //!
-//! Adapters and the testkit import the core; the facade the core and the adapters; examples and tests the facade.
-//! Adapters never import each other, and the core imports neither a driver nor another crate of the workspace.
+//! Adapters and the testkit import the core; the facade the core and the adapters; examples and
+//! tests the facade. Adapters never import each other, and the core imports neither a driver nor
+//! another crate of the workspace.
 
 use cargo_metadata::{DependencyKind, MetadataCommand};
 
-/// Each package of the workspace with those of the workspace that it may import. Anybody may use the testkit in tests.
+/// Each package of the workspace with those of the workspace that it may import. Anybody may use
+/// the testkit in tests.
 const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("oncegate-core", &[]),
     ("oncegate-redis", &["oncegate-core"]),
@@ -14,11 +16,28 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("oncegate-amqp", &["oncegate-core"]),
     ("oncegate-model", &["oncegate-core"]),
     ("oncegate-testkit", &["oncegate-core"]),
-    ("oncegate", &["oncegate-core", "oncegate-redis", "oncegate-sql", "oncegate-kafka", "oncegate-amqp"]),
+    (
+        "oncegate",
+        &[
+            "oncegate-core",
+            "oncegate-redis",
+            "oncegate-sql",
+            "oncegate-kafka",
+            "oncegate-amqp",
+        ],
+    ),
     ("oncegate-admin", &["oncegate"]),
     ("oncegate-config", &["oncegate", "oncegate-admin"]),
     ("oncegate-cli", &["oncegate", "oncegate-config"]),
-    ("payments", &["oncegate", "oncegate-admin", "oncegate-config", "oncegate-testkit"]),
+    (
+        "payments",
+        &[
+            "oncegate",
+            "oncegate-admin",
+            "oncegate-config",
+            "oncegate-testkit",
+        ],
+    ),
     ("oncegate-tests", &["oncegate", "oncegate-testkit"]),
     ("oncegate-chaos", &["oncegate", "oncegate-testkit"]),
     ("oncegate-fuzzed", &["oncegate-core", "oncegate-redis"]),
@@ -50,14 +69,20 @@ fn objection(import: &Import) -> Option<String> {
     match MAY_IMPORT.iter().find(|(name, _)| name == by) {
         None => Some(format!("{by} has no line in MAY_IMPORT")),
         Some((_, allowed)) if allowed.contains(&of.as_str()) => None,
-        Some((_, allowed)) => Some(format!("{by} imports {of}; of the workspace it may import {allowed:?}")),
+        Some((_, allowed)) => Some(format!(
+            "{by} imports {of}; of the workspace it may import {allowed:?}"
+        )),
     }
 }
 
 #[test]
 fn nobody_imports_whom_they_may_not() {
     let manifest = concat!(env!("CARGO_MANIFEST_DIR"), "/../Cargo.toml");
-    let metadata = MetadataCommand::new().manifest_path(manifest).no_deps().exec().expect("cargo metadata");
+    let metadata = MetadataCommand::new()
+        .manifest_path(manifest)
+        .no_deps()
+        .exec()
+        .expect("cargo metadata");
     let imports: Vec<Import> = metadata
         .packages
         .iter()
@@ -70,16 +95,32 @@ fn nobody_imports_whom_they_may_not() {
         })
         .collect();
     for package in &metadata.packages {
-        assert!(MAY_IMPORT.iter().any(|(name, _)| *name == package.name.as_str()), "{} needs a line in MAY_IMPORT", package.name);
+        assert!(
+            MAY_IMPORT
+                .iter()
+                .any(|(name, _)| *name == package.name.as_str()),
+            "{} needs a line in MAY_IMPORT",
+            package.name
+        );
     }
-    assert!(imports.iter().any(|import| import.of == "oncegate-testkit"), "the list of imports is not what it seems");
+    assert!(
+        imports.iter().any(|import| import.of == "oncegate-testkit"),
+        "the list of imports is not what it seems"
+    );
     let objections: Vec<String> = imports.iter().filter_map(objection).collect();
     assert!(objections.is_empty(), "{}", objections.join("\n"));
 }
 
 #[test]
 fn a_forbidden_import_is_found() {
-    let objects = |by: &str, of: &str, kind| objection(&Import { by: by.to_owned(), of: of.to_owned(), kind }).is_some();
+    let objects = |by: &str, of: &str, kind| {
+        objection(&Import {
+            by: by.to_owned(),
+            of: of.to_owned(),
+            kind,
+        })
+        .is_some()
+    };
     use DependencyKind::{Development, Normal};
     assert!(objects("oncegate-core", "redis", Development));
     assert!(objects("oncegate-core", "oncegate-redis", Normal));

@@ -1,8 +1,9 @@
-//! A message's way through oncegate: so many messages from the in-memory broker, past the in-memory store, to a handler that
-//! does nothing, on a runtime of one thread.
+//! A message's way through oncegate: so many messages from the in-memory broker, past the in-memory
+//! store, to a handler that does nothing, on a runtime of one thread.
 //!
-//! `oncegate-road MESSAGES [in-place|spawned]`. It prints nothing and measures nothing: whoever counts its instructions runs
-//! it twice, with few messages and with many, and divides the difference.
+//! `oncegate-road MESSAGES [in-place|spawned]`. It prints nothing and measures nothing: whoever
+//! counts its instructions runs it twice, with few messages and with many, and divides the
+//! difference.
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
@@ -10,7 +11,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use bytes::Bytes;
 use oncegate_core::{
-    Consumer, Context, Failure, Handler, Handlers, Headers, IdSource, MemoryBroker, MemoryStore, Message, RawBytes, async_trait,
+    Consumer, Context, Failure, Handler, Handlers, Headers, IdSource, MemoryBroker, MemoryStore,
+    Message, RawBytes, async_trait,
 };
 use serde::de::IgnoredAny;
 use tokio::sync::Notify;
@@ -52,7 +54,10 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let block = Bytes::from(block);
     let message = Message::new(Bytes::from_static(&[b'x'; 100]));
     for range in headers {
-        broker.publish(Message { headers: Headers::from_block(block.slice(range)), ..message.clone() });
+        broker.publish(Message {
+            headers: Headers::from_block(block.slice(range)),
+            ..message.clone()
+        });
     }
     let over = Arc::new(Notify::new());
     let all = over.clone();
@@ -65,6 +70,10 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         .handler(CountDown(AtomicUsize::new(messages), over))
         .run_until(async move { all.notified().await })
         .await?;
-    assert_eq!(broker.unsettled(), 0, "the consumer ends when all is settled");
+    assert_eq!(
+        broker.unsettled(),
+        0,
+        "the consumer ends when all is settled"
+    );
     Ok(())
 }

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use oncegate::source::Open;
 use oncegate::{
-    Consumer, Context, Failure, Handler, Handlers, IdSource, Kafka, MemoryStore, RabbitMq, RawBytes, Redis, Sqlite, Topology, async_trait,
+    Consumer, Context, Failure, Handler, Handlers, IdSource, Kafka, MemoryStore, RabbitMq,
+    RawBytes, Redis, Sqlite, Topology, async_trait,
 };
 use serde::de::IgnoredAny;
 
@@ -12,7 +13,8 @@ use super::latency::sent_ago;
 use super::{From, Id, Meter, Spawned, Store, Task, Took, Way, Work};
 use crate::Outcome;
 
-/// Handles messages as the task says. The body is not copied: the bare client does not copy it either.
+/// Handles messages as the task says. The body is not copied: the bare client does not copy it
+/// either.
 struct Counts {
     meter: Arc<Meter>,
     work: Work,
@@ -44,23 +46,57 @@ pub(super) async fn run(task: &Task) -> Outcome<Took> {
 /// Consumes until the meter is over.
 pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
     match &task.from {
-        From::Kafka { brokers, topic, group, id } => {
+        From::Kafka {
+            brokers,
+            topic,
+            group,
+            id,
+        } => {
             let id = match id {
                 Id::Header => IdSource::header("id"),
                 Id::Key => IdSource::key(),
             };
-            past_the_gate(task, meter, Kafka::topic(topic).brokers(brokers).group(group), id, 512).await
+            past_the_gate(
+                task,
+                meter,
+                Kafka::topic(topic).brokers(brokers).group(group),
+                id,
+                512,
+            )
+            .await
         }
-        From::RabbitMq { url, queue, prefetch } => {
-            let source = RabbitMq::queue(queue).url(url).prefetch(u32::from(*prefetch)).topology(Topology::Trust);
-            past_the_gate(task, meter, source, IdSource::message_id(), usize::from(*prefetch).max(512)).await
+        From::RabbitMq {
+            url,
+            queue,
+            prefetch,
+        } => {
+            let source = RabbitMq::queue(queue)
+                .url(url)
+                .prefetch(u32::from(*prefetch))
+                .topology(Topology::Trust);
+            past_the_gate(
+                task,
+                meter,
+                source,
+                IdSource::message_id(),
+                usize::from(*prefetch).max(512),
+            )
+            .await
         }
         From::Nowhere => Err("nothing comes from nowhere".into()),
     }
 }
 
-async fn past_the_gate(task: &Task, meter: &Arc<Meter>, source: impl Open, id: IdSource, in_flight: usize) -> Outcome<()> {
-    let Way::Gated { store, spawned } = &task.way else { return Err("this way has no gate".into()) };
+async fn past_the_gate(
+    task: &Task,
+    meter: &Arc<Meter>,
+    source: impl Open,
+    id: IdSource,
+    in_flight: usize,
+) -> Outcome<()> {
+    let Way::Gated { store, spawned } = &task.way else {
+        return Err("this way has no gate".into());
+    };
     let handlers = match spawned {
         Spawned::Yes => Handlers::Spawned,
         Spawned::No => Handlers::InPlace,
@@ -72,7 +108,10 @@ async fn past_the_gate(task: &Task, meter: &Arc<Meter>, source: impl Open, id: I
         .decode(RawBytes)
         .handlers(handlers)
         .in_flight(in_flight)
-        .handler(Counts { meter: meter.clone(), work: task.work });
+        .handler(Counts {
+            meter: meter.clone(),
+            work: task.work,
+        });
     let stays = task.stays;
     let over = async move {
         over.over().await;
@@ -85,7 +124,12 @@ async fn past_the_gate(task: &Task, meter: &Arc<Meter>, source: impl Open, id: I
             builder.store(store).run_until(over).await?;
         }
         Store::Sqlite { file } => builder.store(Sqlite::file(file)).run_until(over).await?,
-        Store::Redis { url, prefix } => builder.store(Redis::at(url).prefix(prefix)).run_until(over).await?,
+        Store::Redis { url, prefix } => {
+            builder
+                .store(Redis::at(url).prefix(prefix))
+                .run_until(over)
+                .await?
+        }
     }
     Ok(())
 }

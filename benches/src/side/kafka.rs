@@ -26,10 +26,22 @@ pub(super) async fn run(task: &Task) -> Outcome<Took> {
 
 /// Consumes until the meter is over.
 pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
-    let From::Kafka { brokers, topic, group, id } = &task.from else { return Err("this is no Kafka topic".into()) };
+    let From::Kafka {
+        brokers,
+        topic,
+        group,
+        id,
+    } = &task.from
+    else {
+        return Err("this is no Kafka topic".into());
+    };
     let mut config = ClientConfig::new();
-    // The one setting that is not librdkafka's own: with a second's pause after a full queue it would be slow.
-    config.set("bootstrap.servers", brokers).set("group.id", group).set("fetch.queue.backoff.ms", "10");
+    // The one setting that is not librdkafka's own: with a second's pause after a full queue it
+    // would be slow.
+    config
+        .set("bootstrap.servers", brokers)
+        .set("group.id", group)
+        .set("fetch.queue.backoff.ms", "10");
     config.set("auto.offset.reset", "earliest");
     let consumer: StreamConsumer = config.create()?;
     consumer.subscribe(&[topic])?;
@@ -66,10 +78,14 @@ pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
             }
         }
         (Way::Naive { redis }, work) => {
-            let mut store = redis::Client::open(redis.as_str())?.get_multiplexed_async_connection().await?;
+            let mut store = redis::Client::open(redis.as_str())?
+                .get_multiplexed_async_connection()
+                .await?;
             while !meter.is_over() {
                 let message = consumer.recv().await?;
-                if super::store::is_first(&mut store, id_of(&message, *id).unwrap_or_default()).await? {
+                if super::store::is_first(&mut store, id_of(&message, *id).unwrap_or_default())
+                    .await?
+                {
                     if work == Work::Waits {
                         tokio::time::sleep(WAIT).await;
                     }
@@ -86,6 +102,12 @@ pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
 fn id_of<'a>(message: &'a BorrowedMessage<'_>, id: Id) -> Option<&'a [u8]> {
     match id {
         Id::Key => message.key(),
-        Id::Header => message.headers()?.iter().find(|header| header.key == "id")?.value,
+        Id::Header => {
+            message
+                .headers()?
+                .iter()
+                .find(|header| header.key == "id")?
+                .value
+        }
     }
 }

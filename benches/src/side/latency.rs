@@ -1,4 +1,5 @@
-//! How long a message is under way at a steady 1,000 a second: sent, received, handled in one process, by one clock.
+//! How long a message is under way at a steady 1,000 a second: sent, received, handled in one
+//! process, by one clock.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,7 +18,9 @@ const WARM_UP: usize = 2_500;
 
 /// How long ago the sender wrote this body.
 pub(super) fn sent_ago(body: &[u8]) -> Duration {
-    let sent = body.first_chunk::<8>().map_or(0, |nanos| u64::from_le_bytes(*nanos));
+    let sent = body
+        .first_chunk::<8>()
+        .map_or(0, |nanos| u64::from_le_bytes(*nanos));
     Duration::from_nanos(now().saturating_sub(sent))
 }
 
@@ -44,10 +47,17 @@ pub(super) async fn run(task: &Task) -> Outcome<Took> {
 
 /// One command after the other, one a millisecond.
 async fn round_trips(task: &Task, meter: &Meter) -> Outcome<()> {
-    let (Way::Naive { redis: url } | Way::Gated { store: Store::Redis { url, .. }, .. }) = &task.way else {
+    let (Way::Naive { redis: url }
+    | Way::Gated {
+        store: Store::Redis { url, .. },
+        ..
+    }) = &task.way
+    else {
         return Err("a round trip needs a Redis server".into());
     };
-    let mut store = redis::Client::open(url.as_str())?.get_multiplexed_async_connection().await?;
+    let mut store = redis::Client::open(url.as_str())?
+        .get_multiplexed_async_connection()
+        .await?;
     let mut ticks = tokio::time::interval(EVERY);
     for number in 0..WARM_UP + task.messages {
         ticks.tick().await;

@@ -40,11 +40,14 @@ pub struct Took {
     pub peak_kib: u64,
     /// When the first and the last were handled, by the machine's monotonic clock, in seconds.
     pub between: (f64, f64),
-    /// How long messages were under way, in microseconds, by percentile; empty where that was not asked.
+    /// How long messages were under way, in microseconds, by percentile; empty where that was not
+    /// asked.
     pub latencies: Vec<(f64, u64)>,
-    /// What the thread did meanwhile that handled the first message and the last; none where that were two.
+    /// What the thread did meanwhile that handled the first message and the last; none where that
+    /// were two.
     pub thread: Option<ThreadTime>,
-    /// CPU time meanwhile by what spent it, in seconds: this process's threads and the servers, by their names.
+    /// CPU time meanwhile by what spent it, in seconds: this process's threads and the servers, by
+    /// their names.
     #[serde(default)]
     pub by_place: BTreeMap<String, f64>,
 }
@@ -66,12 +69,17 @@ impl Took {
 
     /// The latency at a percentile, in microseconds.
     pub fn latency(&self, percentile: f64) -> Option<u64> {
-        self.latencies.iter().find(|(at, _)| (at - percentile).abs() < 1e-9).map(|(_, micros)| *micros)
+        self.latencies
+            .iter()
+            .find(|(at, _)| (at - percentile).abs() < 1e-9)
+            .map(|(_, micros)| *micros)
     }
 }
 
 /// The percentiles that are kept.
-const PERCENTILES: [f64; 12] = [10.0, 25.0, 50.0, 75.0, 90.0, 95.0, 99.0, 99.5, 99.9, 99.95, 99.99, 100.0];
+const PERCENTILES: [f64; 12] = [
+    10.0, 25.0, 50.0, 75.0, 90.0, 95.0, 99.0, 99.5, 99.9, 99.95, 99.99, 100.0,
+];
 
 #[derive(Clone)]
 struct Reading {
@@ -92,14 +100,22 @@ struct Places {
 impl Places {
     fn of(servers: &[u32]) -> Self {
         let mut places = Self::default();
-        for thread in std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten() {
+        for thread in std::fs::read_dir("/proc/self/task")
+            .into_iter()
+            .flatten()
+            .flatten()
+        {
             let path = thread.path();
             // One that has just ended is not there any more.
-            let (Some(name), Some(counted)) = (name_of(&path), ThreadReading::of(&path)) else { continue };
+            let (Some(name), Some(counted)) = (name_of(&path), ThreadReading::of(&path)) else {
+                continue;
+            };
             *places.threads.entry(name).or_default() += counted.ran;
         }
         for number in servers {
-            let Some(name) = name_of(&PathBuf::from(format!("/proc/{number}"))) else { continue };
+            let Some(name) = name_of(&PathBuf::from(format!("/proc/{number}"))) else {
+                continue;
+            };
             *places.servers.entry(name).or_default() += cpu_of(*number).unwrap_or_default();
         }
         places
@@ -111,18 +127,32 @@ impl Places {
 
     fn until(&self, later: &Self) -> BTreeMap<String, f64> {
         let spent = |before: &BTreeMap<String, Duration>, name: &String, now: &Duration| {
-            now.saturating_sub(before.get(name).copied().unwrap_or_default()).as_secs_f64()
+            now.saturating_sub(before.get(name).copied().unwrap_or_default())
+                .as_secs_f64()
         };
-        let threads = later.threads.iter().map(|(name, now)| (name.clone(), spent(&self.threads, name, now)));
-        let servers = later.servers.iter().map(|(name, now)| (format!("server {name}"), spent(&self.servers, name, now)));
-        threads.chain(servers).filter(|(_, seconds)| *seconds > 0.0).collect()
+        let threads = later
+            .threads
+            .iter()
+            .map(|(name, now)| (name.clone(), spent(&self.threads, name, now)));
+        let servers = later
+            .servers
+            .iter()
+            .map(|(name, now)| (format!("server {name}"), spent(&self.servers, name, now)));
+        threads
+            .chain(servers)
+            .filter(|(_, seconds)| *seconds > 0.0)
+            .collect()
     }
 }
 
 /// The name of a process or a thread. That of a numbered one is without its number.
 fn name_of(path: &Path) -> Option<String> {
     let name = std::fs::read_to_string(path.join("comm")).ok()?;
-    Some(name.trim_end().trim_end_matches(|c: char| c.is_ascii_digit()).to_owned())
+    Some(
+        name.trim_end()
+            .trim_end_matches(|c: char| c.is_ascii_digit())
+            .to_owned(),
+    )
 }
 
 /// What Linux counts of a thread.
@@ -142,14 +172,23 @@ impl ThreadReading {
     /// Of the thread whose folder this is, said by this one.
     fn of(path: &Path) -> Option<Self> {
         let counted = std::fs::read_to_string(path.join("schedstat")).ok()?;
-        let mut nanoseconds = counted.split_ascii_whitespace().map(|it| it.parse().map(Duration::from_nanos));
+        let mut nanoseconds = counted
+            .split_ascii_whitespace()
+            .map(|it| it.parse().map(Duration::from_nanos));
         let (ran, queued) = (nanoseconds.next()?.ok()?, nanoseconds.next()?.ok()?);
-        Some(Self { thread: std::thread::current().id(), ran, queued })
+        Some(Self {
+            thread: std::thread::current().id(),
+            ran,
+            queued,
+        })
     }
 
     fn until(self, later: Self) -> Option<ThreadTime> {
         let spent = |from: Duration, to: Duration| to.saturating_sub(from).as_secs_f64();
-        let time = ThreadTime { ran: spent(self.ran, later.ran), queued: spent(self.queued, later.queued) };
+        let time = ThreadTime {
+            ran: spent(self.ran, later.ran),
+            queued: spent(self.queued, later.queued),
+        };
         (self.thread == later.thread).then_some(time)
     }
 }
@@ -158,7 +197,8 @@ impl Meter {
     /// Counts so many messages.
     pub fn new(messages: usize, servers: Vec<u32>) -> Self {
         // From a microsecond to a minute, three digits.
-        let latencies = Histogram::new_with_bounds(1, 60_000_000, 3).expect("these bounds are in order");
+        let latencies =
+            Histogram::new_with_bounds(1, 60_000_000, 3).expect("these bounds are in order");
         Self {
             seen: AtomicUsize::new(0),
             all: messages,
@@ -173,7 +213,10 @@ impl Meter {
 
     /// Passes over the first so many.
     pub fn after(self, warm_up: usize) -> Self {
-        Self { warm_up: AtomicUsize::new(warm_up), ..self }
+        Self {
+            warm_up: AtomicUsize::new(warm_up),
+            ..self
+        }
     }
 
     /// One more was handled.
@@ -182,22 +225,38 @@ impl Meter {
         if before == 0 {
             // Only one of them was the first. What takes long to read is read before the clock.
             let places = Places::of(&self.servers);
-            let _ = self.first.set(Reading { places, ..Reading::now() });
+            let _ = self.first.set(Reading {
+                places,
+                ..Reading::now()
+            });
         }
         if before + 1 == self.all {
             let reading = Reading::now();
-            let _ = self.last.set(Reading { places: Places::of(&self.servers), ..reading });
+            let _ = self.last.set(Reading {
+                places: Places::of(&self.servers),
+                ..reading
+            });
             self.over.notify_one();
         }
     }
 
-    /// One more was handled, which had been under way for so long. Those of the warm-up do not count.
+    /// One more was handled, which had been under way for so long. Those of the warm-up do not
+    /// count.
     pub fn saw_after(&self, latency: Duration) {
-        if self.warm_up.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok() {
+        if self
+            .warm_up
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| {
+                left.checked_sub(1)
+            })
+            .is_ok()
+        {
             return;
         }
         let micros = u64::try_from(latency.as_micros()).unwrap_or(u64::MAX);
-        self.latencies.lock().unwrap_or_else(PoisonError::into_inner).saturating_record(micros);
+        self.latencies
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .saturating_record(micros);
         self.saw();
     }
 
@@ -219,19 +278,36 @@ impl Meter {
     /// If not all were handled.
     pub fn took(&self) -> crate::Outcome<Took> {
         let (Some(first), Some(last)) = (self.first.get(), self.last.get()) else {
-            return Err(format!("only {} of {} messages came", self.seen.load(Ordering::Relaxed), self.all).into());
+            return Err(format!(
+                "only {} of {} messages came",
+                self.seen.load(Ordering::Relaxed),
+                self.all
+            )
+            .into());
         };
-        let latencies = self.latencies.lock().unwrap_or_else(PoisonError::into_inner);
+        let latencies = self
+            .latencies
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         let percentiles = PERCENTILES.iter().filter(|_| !latencies.is_empty());
         Ok(Took {
             messages: self.all - 1,
             seconds: (last.at - first.at).as_secs_f64(),
             cpu: (last.cpu - first.cpu).as_secs_f64(),
-            servers_cpu: last.places.servers_cpu().saturating_sub(first.places.servers_cpu()).as_secs_f64(),
+            servers_cpu: last
+                .places
+                .servers_cpu()
+                .saturating_sub(first.places.servers_cpu())
+                .as_secs_f64(),
             peak_kib: peak_kib(),
             between: (first.at.as_secs_f64(), last.at.as_secs_f64()),
-            latencies: percentiles.map(|percentile| (*percentile, latencies.value_at_percentile(*percentile))).collect(),
-            thread: first.thread.zip(last.thread).and_then(|(first, last)| first.until(last)),
+            latencies: percentiles
+                .map(|percentile| (*percentile, latencies.value_at_percentile(*percentile)))
+                .collect(),
+            thread: first
+                .thread
+                .zip(last.thread)
+                .and_then(|(first, last)| first.until(last)),
             by_place: first.places.until(&last.places),
         })
     }
@@ -241,7 +317,12 @@ impl Reading {
     /// All but the places.
     fn now() -> Self {
         let (at, cpu) = (clock(ClockId::Monotonic), clock(ClockId::ProcessCPUTime));
-        Self { at, cpu, thread: ThreadReading::here(), places: Places::default() }
+        Self {
+            at,
+            cpu,
+            thread: ThreadReading::here(),
+            places: Places::default(),
+        }
     }
 }
 
@@ -263,7 +344,8 @@ pub fn cpu_of(number: u32) -> Option<Duration> {
 fn peak_kib() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
-    peak.and_then(|peak| peak.trim().trim_end_matches(" kB").parse().ok()).unwrap_or(0)
+    peak.and_then(|peak| peak.trim().trim_end_matches(" kB").parse().ok())
+        .unwrap_or(0)
 }
 
 #[cfg(test)]
@@ -283,16 +365,28 @@ mod tests {
 
         assert_eq!(took.messages, 2);
         assert!(took.seconds > 0.0 && took.peak_kib > 0 && took.between.0 < took.between.1);
-        assert!(took.latency(50.0).is_some_and(|micros| (1499..=1501).contains(&micros)));
+        assert!(
+            took.latency(50.0)
+                .is_some_and(|micros| (1499..=1501).contains(&micros))
+        );
     }
 
     #[test]
     fn what_belongs_to_the_warm_up_does_not_count() {
         let meter = Meter::new(1, Vec::new()).after(2);
-        [30, 20].into_iter().for_each(|millis| meter.saw_after(Duration::from_millis(millis)));
+        [30, 20]
+            .into_iter()
+            .for_each(|millis| meter.saw_after(Duration::from_millis(millis)));
         assert!(!meter.is_over());
         meter.saw_after(Duration::from_millis(10));
-        assert_eq!(meter.took().unwrap().latency(100.0).map(|micros| micros / 100), Some(100));
+        assert_eq!(
+            meter
+                .took()
+                .unwrap()
+                .latency(100.0)
+                .map(|micros| micros / 100),
+            Some(100)
+        );
     }
 
     #[test]
@@ -301,30 +395,50 @@ mod tests {
             let meter = Meter::new(2, Vec::new());
             meter.saw();
             std::thread::sleep(Duration::from_millis(20));
-            std::thread::scope(|scope| if two { drop(scope.spawn(|| meter.saw()).join()) } else { meter.saw() });
+            std::thread::scope(|scope| {
+                if two {
+                    drop(scope.spawn(|| meter.saw()).join())
+                } else {
+                    meter.saw()
+                }
+            });
             meter.took().unwrap()
         };
         let took = handled_by_two(false);
-        assert!(took.thread.is_some_and(|it| it.ran > 0.0 && it.ran + it.queued <= took.seconds), "{took:?}");
+        assert!(
+            took.thread
+                .is_some_and(|it| it.ran > 0.0 && it.ran + it.queued <= took.seconds),
+            "{took:?}"
+        );
         assert_eq!(handled_by_two(true).thread, None);
     }
 
     #[test]
     fn cpu_time_is_told_by_thread_and_by_server() {
         let meter = Meter::new(2, vec![std::process::id()]);
-        let busy = std::thread::Builder::new().name("busy-7".into()).spawn(move || {
-            meter.saw();
-            let begun = clock(ClockId::ProcessCPUTime);
-            while clock(ClockId::ProcessCPUTime) < begun + Duration::from_millis(50) {
-                std::hint::spin_loop();
-            }
-            meter.saw();
-            meter.took().unwrap()
-        });
+        let busy = std::thread::Builder::new()
+            .name("busy-7".into())
+            .spawn(move || {
+                meter.saw();
+                let begun = clock(ClockId::ProcessCPUTime);
+                while clock(ClockId::ProcessCPUTime) < begun + Duration::from_millis(50) {
+                    std::hint::spin_loop();
+                }
+                meter.saw();
+                meter.took().unwrap()
+            });
         let took = busy.unwrap().join().unwrap();
         assert!(took.by_place["busy-"] > 0.0, "{took:?}");
-        let servers: f64 = took.by_place.iter().filter(|(name, _)| name.starts_with("server ")).map(|(_, seconds)| seconds).sum();
-        assert!(servers > 0.0 && (servers - took.servers_cpu).abs() < 1e-9, "{took:?}");
+        let servers: f64 = took
+            .by_place
+            .iter()
+            .filter(|(name, _)| name.starts_with("server "))
+            .map(|(_, seconds)| seconds)
+            .sum();
+        assert!(
+            servers > 0.0 && (servers - took.servers_cpu).abs() < 1e-9,
+            "{took:?}"
+        );
     }
 
     #[test]

@@ -21,16 +21,32 @@ pub(super) async fn run(task: &Task) -> Outcome<Took> {
 
 /// Consumes until the meter is over.
 pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
-    let From::RabbitMq { url, queue, prefetch } = &task.from else { return Err("this is no RabbitMQ queue".into()) };
+    let From::RabbitMq {
+        url,
+        queue,
+        prefetch,
+    } = &task.from
+    else {
+        return Err("this is no RabbitMQ queue".into());
+    };
     let connection = Connection::connect(url, ConnectionProperties::default()).await?;
     let channel = connection.create_channel().await?;
-    channel.basic_qos(*prefetch, BasicQosOptions::default()).await?;
+    channel
+        .basic_qos(*prefetch, BasicQosOptions::default())
+        .await?;
     let options = BasicConsumeOptions::default();
-    let mut deliveries = channel.basic_consume(queue.as_str().into(), "bench".into(), options, FieldTable::default()).await?;
+    let mut deliveries = channel
+        .basic_consume(
+            queue.as_str().into(),
+            "bench".into(),
+            options,
+            FieldTable::default(),
+        )
+        .await?;
     match &task.way {
         Way::Bare if task.work == Work::Waits => {
-            // As many at once as the prefetch allows; acknowledged in the order in which they came, as oncegate does it: what is over
-            // with one frame, while the next ones go on.
+            // As many at once as the prefetch allows; acknowledged in the order in which they came,
+            // as oncegate does it: what is over with one frame, while the next ones go on.
             let mut running = FuturesOrdered::new();
             let mut over = None;
             let mut acknowledging = pin!(Fuse::terminated());
@@ -54,13 +70,17 @@ pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
                     while let Some(Some(tag)) = running.next().now_or_never() {
                         last = tag?;
                     }
-                    acknowledging.set(channel.basic_ack(last, BasicAckOptions { multiple: true }).fuse());
+                    acknowledging.set(
+                        channel
+                            .basic_ack(last, BasicAckOptions { multiple: true })
+                            .fuse(),
+                    );
                 }
             }
         }
         Way::Bare => {
-            // What has been handled is acknowledged with one frame, a quarter of the prefetch at a time, and at once when nothing
-            // more is there.
+            // What has been handled is acknowledged with one frame, a quarter of the prefetch at a
+            // time, and at once when nothing more is there.
             let chunk = usize::from(*prefetch).div_ceil(4);
             while !meter.is_over() {
                 let delivery = deliveries.next().await.ok_or("the queue ended")??;
@@ -70,19 +90,29 @@ pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
                     if meter.is_over() {
                         break;
                     }
-                    let Some(delivery) = deliveries.next().now_or_never() else { break };
+                    let Some(delivery) = deliveries.next().now_or_never() else {
+                        break;
+                    };
                     let delivery = delivery.ok_or("the queue ended")??;
                     handle(meter, task.work, &delivery.data);
                     last = delivery.delivery_tag;
                 }
-                channel.basic_ack(last, BasicAckOptions { multiple: true }).await?;
+                channel
+                    .basic_ack(last, BasicAckOptions { multiple: true })
+                    .await?;
             }
         }
         Way::Naive { redis } => {
-            let mut store = redis::Client::open(redis.as_str())?.get_multiplexed_async_connection().await?;
+            let mut store = redis::Client::open(redis.as_str())?
+                .get_multiplexed_async_connection()
+                .await?;
             while !meter.is_over() {
                 let delivery = deliveries.next().await.ok_or("the queue ended")??;
-                let id = delivery.properties.message_id().as_ref().map_or("", |id| id.as_str());
+                let id = delivery
+                    .properties
+                    .message_id()
+                    .as_ref()
+                    .map_or("", |id| id.as_str());
                 if super::store::is_first(&mut store, id.as_bytes()).await? {
                     if task.work == Work::Waits {
                         tokio::time::sleep(super::kafka::WAIT).await;

@@ -1,4 +1,5 @@
-//! Whether rate and memory stay as they are when there are more markers, more partitions, a longer backlog.
+//! Whether rate and memory stay as they are when there are more markers, more partitions, a longer
+//! backlog.
 
 use oncegate_testkit::servers::{RedisOptions, RedisServer};
 
@@ -10,7 +11,11 @@ use crate::rounds::{Row, Side, alternate};
 use crate::side::{Id, Spawned, Store, Took, Way};
 use crate::stage::Stage;
 
-pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table) -> Outcome<()>) -> Outcome<()> {
+pub(super) fn run(
+    stage: &Stage,
+    extent: Extent,
+    tell: &mut dyn FnMut(Table) -> Outcome<()>,
+) -> Outcome<()> {
     tell(partitions(stage)?)?;
     tell(memory_markers(stage, extent)?)?;
     tell(redis_markers(stage, extent)?)?;
@@ -24,21 +29,38 @@ fn partitions(stage: &Stage) -> Outcome<Table> {
     for partitions in [1, 16, 64] {
         let topic = stage.topic(partitions, messages, 100, Id::Header)?;
         let bare = topic.clone();
-        sides.push(Side::new(format!("bare, {partitions}"), move || stage.on_kafka(&bare, Way::Bare, messages).run_apart()));
-        let memory = move || stage.on_kafka(&topic, stage.memory(Spawned::No), messages).run_apart();
+        sides.push(Side::new(format!("bare, {partitions}"), move || {
+            stage.on_kafka(&bare, Way::Bare, messages).run_apart()
+        }));
+        let memory = move || {
+            stage
+                .on_kafka(&topic, stage.memory(Spawned::No), messages)
+                .run_apart()
+        };
         sides.push(Side::new(format!("memory, {partitions}"), memory));
     }
     let rows = alternate("growth, partitions", ROUNDS, || stage.go_on(), sides)?;
-    let table = Table::new("Kafka, 1, 16 and 64 partitions, 100 bytes, id in a header; memory store", &rows);
+    let table = Table::new(
+        "Kafka, 1, 16 and 64 partitions, 100 bytes, id in a header; memory store",
+        &rows,
+    );
     Ok(table
         .ratio("growth_partitions_16", "memory, 16", 1.0, "memory, 1")
         .ratio("growth_partitions_64", "memory, 64", 1.0, "memory, 1")
-        .ratio("growth_partitions_64_to_bare", "memory, 64", 1.0, "bare, 64"))
+        .ratio(
+            "growth_partitions_64_to_bare",
+            "memory, 64",
+            1.0,
+            "bare, 64",
+        ))
 }
 
 /// How much is remembered before the first message, what that side is called, and its ratio.
-const MARKERS: [(usize, &str, &str); 3] =
-    [(10_000, "10 k markers", "10k"), (1_000_000, "1 M markers", "1m"), (10_000_000, "10 M markers", "10m")];
+const MARKERS: [(usize, &str, &str); 3] = [
+    (10_000, "10 k markers", "10k"),
+    (1_000_000, "1 M markers", "1m"),
+    (10_000_000, "10 M markers", "10m"),
+];
 
 fn markers(extent: Extent) -> &'static [(usize, &'static str, &'static str)] {
     extent.pick(&MARKERS[..2], &MARKERS)
@@ -47,9 +69,15 @@ fn markers(extent: Extent) -> &'static [(usize, &'static str, &'static str)] {
 /// Each side's rate by that of the first.
 fn by_markers(extent: Extent, title: &str, ratio: &str, rows: &[Row]) -> Table {
     let sides = markers(extent);
-    let names = sides.iter().map(|(_, name, _)| *name).collect::<Vec<_>>().join(", ");
+    let names = sides
+        .iter()
+        .map(|(_, name, _)| *name)
+        .collect::<Vec<_>>()
+        .join(", ");
     let table = Table::new(format!("{title}: {names}"), rows);
-    sides[1..].iter().fold(table, |table, (_, name, short)| table.ratio(&format!("{ratio}_{short}"), name, 1.0, sides[0].1))
+    sides[1..].iter().fold(table, |table, (_, name, short)| {
+        table.ratio(&format!("{ratio}_{short}"), name, 1.0, sides[0].1)
+    })
 }
 
 fn memory_markers(stage: &Stage, extent: Extent) -> Outcome<Table> {
@@ -57,14 +85,30 @@ fn memory_markers(stage: &Stage, extent: Extent) -> Outcome<Table> {
     let topic = stage.topic(4, messages, 100, Id::Header)?;
     let topic = &topic;
     let sides = markers(extent).iter().map(|(markers, name, _)| {
-        let way = Way::Gated { store: Store::Memory { markers: *markers }, spawned: Spawned::No };
-        Side::new(*name, move || stage.on_kafka(topic, way.clone(), messages).run_apart())
+        let way = Way::Gated {
+            store: Store::Memory { markers: *markers },
+            spawned: Spawned::No,
+        };
+        Side::new(*name, move || {
+            stage.on_kafka(topic, way.clone(), messages).run_apart()
+        })
     });
-    let rows = alternate("growth, markers in memory", ROUNDS, || stage.go_on(), sides.collect())?;
-    Ok(by_markers(extent, "Kafka, memory store that remembers so many ids already", "growth_memory_markers", &rows))
+    let rows = alternate(
+        "growth, markers in memory",
+        ROUNDS,
+        || stage.go_on(),
+        sides.collect(),
+    )?;
+    Ok(by_markers(
+        extent,
+        "Kafka, memory store that remembers so many ids already",
+        "growth_memory_markers",
+        &rows,
+    ))
 }
 
-/// New ids each time; what a round wrote is removed after it, so that each server keeps as many as it had.
+/// New ids each time; what a round wrote is removed after it, so that each server keeps as many as
+/// it had.
 fn redis_markers(stage: &Stage, extent: Extent) -> Outcome<Table> {
     let messages = 200_000;
     let topic = stage.topic(4, messages, 100, Id::Header)?;
@@ -72,36 +116,77 @@ fn redis_markers(stage: &Stage, extent: Extent) -> Outcome<Table> {
     let servers = markers(extent)
         .iter()
         .map(|(markers, ..)| {
-            let server = RedisServer::start(RedisOptions::new().setting("enable-debug-command", "local"))?;
+            let server =
+                RedisServer::start(RedisOptions::new().setting("enable-debug-command", "local"))?;
             stage.block_on(fill_redis(&server.url(), *markers))?;
             stage.block_on(let_redis_rest(&server, *markers))?;
             Ok(server)
         })
         .collect::<Outcome<Vec<RedisServer>>>()?;
-    let sides = markers(extent).iter().zip(&servers).map(|((_, name, _), server)| {
-        Side::new(*name, move || -> Outcome<Took> {
-            let prefix = stage.name("oncegate") + ":";
-            let store = Store::Redis { url: server.url(), prefix: prefix.clone() };
-            let mut task = stage.on_kafka(topic, Way::Gated { store, spawned: Spawned::No }, messages);
-            task.servers = vec![stage.kafka.pid(), server.pid()];
-            let took = task.run_apart()?;
-            stage.block_on(crate::load::clear_redis(&server.url(), &prefix, messages))?;
-            Ok(took)
-        })
-    });
-    let rows = alternate("growth, markers in Redis", ROUNDS, || stage.go_on(), sides.collect())?;
-    Ok(by_markers(extent, "Kafka, Redis that holds so many done markers already", "growth_markers", &rows))
+    let sides = markers(extent)
+        .iter()
+        .zip(&servers)
+        .map(|((_, name, _), server)| {
+            Side::new(*name, move || -> Outcome<Took> {
+                let prefix = stage.name("oncegate") + ":";
+                let store = Store::Redis {
+                    url: server.url(),
+                    prefix: prefix.clone(),
+                };
+                let mut task = stage.on_kafka(
+                    topic,
+                    Way::Gated {
+                        store,
+                        spawned: Spawned::No,
+                    },
+                    messages,
+                );
+                task.servers = vec![stage.kafka.pid(), server.pid()];
+                let took = task.run_apart()?;
+                stage.block_on(crate::load::clear_redis(&server.url(), &prefix, messages))?;
+                Ok(took)
+            })
+        });
+    let rows = alternate(
+        "growth, markers in Redis",
+        ROUNDS,
+        || stage.go_on(),
+        sides.collect(),
+    )?;
+    Ok(by_markers(
+        extent,
+        "Kafka, Redis that holds so many done markers already",
+        "growth_markers",
+        &rows,
+    ))
 }
 
-/// How much memory the client holds beside a short backlog and a long one; the same number of messages is handled.
+/// How much memory the client holds beside a short backlog and a long one; the same number of
+/// messages is handled.
 fn backlog(stage: &Stage, extent: Extent) -> Outcome<Table> {
     let long = extent.pick(1_000_000, 5_000_000);
     let short = stage.topic(4, 50_000, 100, Id::Header)?;
     let long = stage.topic(4, long, 100, Id::Header)?;
     let handled = 50_000;
-    let on = |topic| stage.on_kafka(topic, stage.redis(Spawned::No), handled).run_apart();
-    let sides = vec![Side::new("backlog of 50 k", || on(&short)), Side::new("long backlog", || on(&long))];
+    let on = |topic| {
+        stage
+            .on_kafka(topic, stage.redis(Spawned::No), handled)
+            .run_apart()
+    };
+    let sides = vec![
+        Side::new("backlog of 50 k", || on(&short)),
+        Side::new("long backlog", || on(&long)),
+    ];
     let rows = alternate("growth, backlog", ROUNDS, || stage.go_on(), sides)?;
-    let title = format!("Kafka and Redis, backlogs of 50 k and {} M: the peak of memory", long.messages / 1_000_000);
-    Ok(Table::new(title, &rows).peak_ratio("growth_rss_backlog", "long backlog", "backlog of 50 k"))
+    let title = format!(
+        "Kafka and Redis, backlogs of 50 k and {} M: the peak of memory",
+        long.messages / 1_000_000
+    );
+    Ok(
+        Table::new(title, &rows).peak_ratio(
+            "growth_rss_backlog",
+            "long backlog",
+            "backlog of 50 k",
+        ),
+    )
 }

@@ -14,7 +14,11 @@ use crate::stage::Stage;
 const ROUNDS: usize = 5;
 const ROUND_TRIP: &str = "one round trip to Redis";
 
-pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table) -> Outcome<()>) -> Outcome<()> {
+pub(super) fn run(
+    stage: &Stage,
+    extent: Extent,
+    tell: &mut dyn FnMut(Table) -> Outcome<()>,
+) -> Outcome<()> {
     let messages = extent.pick(5_000, 8_000);
     let round_trip = || Side::new(ROUND_TRIP, move || trip(stage, messages).run_apart());
 
@@ -27,8 +31,16 @@ pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table) -> 
         round_trip(),
     ];
     let rows = alternate("latency, Kafka", ROUNDS, || stage.go_on(), sides)?;
-    let table = Table::new("Latency on Kafka at 1,000 messages a second, from sending to the handler", &rows);
-    tell(table.added_p99("latency_kafka_added_p99_ms", "Redis, in place", "bare", ROUND_TRIP))?;
+    let table = Table::new(
+        "Latency on Kafka at 1,000 messages a second, from sending to the handler",
+        &rows,
+    );
+    tell(table.added_p99(
+        "latency_kafka_added_p99_ms",
+        "Redis, in place",
+        "bare",
+        ROUND_TRIP,
+    ))?;
 
     let on = |way: Way| rabbitmq(stage, way, messages);
     let sides = vec![
@@ -38,28 +50,64 @@ pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table) -> 
         round_trip(),
     ];
     let rows = alternate("latency, RabbitMQ", ROUNDS, || stage.go_on(), sides)?;
-    let table = Table::new("Latency on RabbitMQ (classic queue) at 1,000 messages a second, from sending to the handler", &rows);
-    tell(table.added_p99("latency_rabbitmq_added_p99_ms", "Redis, in place", "bare", ROUND_TRIP))
+    let table = Table::new(
+        "Latency on RabbitMQ (classic queue) at 1,000 messages a second, from sending to the handler",
+        &rows,
+    );
+    tell(table.added_p99(
+        "latency_rabbitmq_added_p99_ms",
+        "Redis, in place",
+        "bare",
+        ROUND_TRIP,
+    ))
 }
 
 fn kafka(stage: &Stage, way: Way, messages: usize) -> Outcome<Took> {
     stage.empty_redis()?;
-    let topic = Topic { name: stage.name("topic"), partitions: 4, messages: usize::MAX, body: 100, id: Id::Header, ids: Ids::InOrder };
+    let topic = Topic {
+        name: stage.name("topic"),
+        partitions: 4,
+        messages: usize::MAX,
+        body: 100,
+        id: Id::Header,
+        ids: Ids::InOrder,
+    };
     stage.create(&topic)?;
-    Task { work: Work::NotesLatency, ..stage.on_kafka(&topic, way, messages) }.run_apart()
+    Task {
+        work: Work::NotesLatency,
+        ..stage.on_kafka(&topic, way, messages)
+    }
+    .run_apart()
 }
 
 fn rabbitmq(stage: &Stage, way: Way, messages: usize) -> Outcome<Took> {
     stage.empty_redis()?;
     let queue = stage.queue(QueueKind::Classic, Keeps::OnDisk, 0, 100)?;
-    let task = Task { work: Work::NotesLatency, messages, ..stage.on_rabbitmq(&queue, 256, way) };
+    let task = Task {
+        work: Work::NotesLatency,
+        messages,
+        ..stage.on_rabbitmq(&queue, 256, way)
+    };
     let took = task.run_apart()?;
     stage.delete(&queue)?;
     Ok(took)
 }
 
 fn trip(stage: &Stage, messages: usize) -> Task {
-    let store = Store::Redis { url: stage.redis.url(), prefix: stage.name("trip") + ":" };
-    let way = Way::Gated { store, spawned: Spawned::No };
-    Task { from: From::Nowhere, way, work: Work::NotesLatency, messages, servers: stage.processes(), stays: Duration::ZERO }
+    let store = Store::Redis {
+        url: stage.redis.url(),
+        prefix: stage.name("trip") + ":",
+    };
+    let way = Way::Gated {
+        store,
+        spawned: Spawned::No,
+    };
+    Task {
+        from: From::Nowhere,
+        way,
+        work: Work::NotesLatency,
+        messages,
+        servers: stage.processes(),
+        stays: Duration::ZERO,
+    }
 }

@@ -8,7 +8,11 @@ use crate::rounds::{Side, alternate};
 use crate::side::{Spawned, Task, Took, Way, Work};
 use crate::stage::Stage;
 
-pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table) -> Outcome<()>) -> Outcome<()> {
+pub(super) fn run(
+    stage: &Stage,
+    extent: Extent,
+    tell: &mut dyn FnMut(Table) -> Outcome<()>,
+) -> Outcome<()> {
     for kind in [QueueKind::Classic, QueueKind::Quorum] {
         for prefetch in extent.pick(&[1000][..], &[1, 50, 256, 1000][..]) {
             tell(by_prefetch(stage, extent, kind, *prefetch, 100)?)?;
@@ -41,16 +45,46 @@ fn on(
 
 /// What a classic queue need not write costs it less CPU time: there is the least to hide behind.
 fn in_memory(stage: &Stage) -> Outcome<Table> {
-    let on = |way: Way| on(stage, (QueueKind::Classic, Keeps::InMemory), (50_000, 100), 1000, |task| Task { way: way.clone(), ..task });
-    let sides = vec![Side::new("bare", || on(Way::Bare)), Side::new("Redis, in place", || on(stage.redis(Spawned::No)))];
-    let rows = alternate("RabbitMQ, classic, in memory", ROUNDS, || stage.go_on(), sides)?;
+    let on = |way: Way| {
+        on(
+            stage,
+            (QueueKind::Classic, Keeps::InMemory),
+            (50_000, 100),
+            1000,
+            |task| Task {
+                way: way.clone(),
+                ..task
+            },
+        )
+    };
+    let sides = vec![
+        Side::new("bare", || on(Way::Bare)),
+        Side::new("Redis, in place", || on(stage.redis(Spawned::No))),
+    ];
+    let rows = alternate(
+        "RabbitMQ, classic, in memory",
+        ROUNDS,
+        || stage.go_on(),
+        sides,
+    )?;
     let title = "RabbitMQ, classic queue, messages that are not persistent, prefetch 1000, 100 bytes; the handler does nothing";
-    Ok(Table::new(title, &rows).ratio("rabbitmq_classic_transient_redis", "Redis, in place", 1.0, "bare"))
+    Ok(Table::new(title, &rows).ratio(
+        "rabbitmq_classic_transient_redis",
+        "Redis, in place",
+        1.0,
+        "bare",
+    ))
 }
 
 fn waiting(stage: &Stage, kind: QueueKind) -> Outcome<Table> {
     let on = |way: Way, messages| {
-        on(stage, (kind, Keeps::OnDisk), (messages, 100), 256, |task| Task { work: Work::Waits, way: way.clone(), ..task })
+        on(stage, (kind, Keeps::OnDisk), (messages, 100), 256, |task| {
+            Task {
+                work: Work::Waits,
+                way: way.clone(),
+                ..task
+            }
+        })
     };
     let sides = vec![
         Side::new("bare", || on(Way::Bare, 50_000)),
@@ -59,31 +93,80 @@ fn waiting(stage: &Stage, kind: QueueKind) -> Outcome<Table> {
         Side::new("naive, Redis", || on(stage.naive(), ONE_BY_ONE)),
     ];
     let kind = kind.name();
-    let rows = alternate(&format!("RabbitMQ, {kind}, 1 ms"), ROUNDS, || stage.go_on(), sides)?;
-    let table = Table::new(format!("RabbitMQ, {kind} queue, prefetch 256, 100 bytes; the handler waits for 1 ms"), &rows);
-    Ok(table.ratio(&format!("rabbitmq_{kind}_waiting_redis"), "Redis, spawned", 1.0, "bare"))
+    let rows = alternate(
+        &format!("RabbitMQ, {kind}, 1 ms"),
+        ROUNDS,
+        || stage.go_on(),
+        sides,
+    )?;
+    let table = Table::new(
+        format!("RabbitMQ, {kind} queue, prefetch 256, 100 bytes; the handler waits for 1 ms"),
+        &rows,
+    );
+    Ok(table.ratio(
+        &format!("rabbitmq_{kind}_waiting_redis"),
+        "Redis, spawned",
+        1.0,
+        "bare",
+    ))
 }
 
-fn by_prefetch(stage: &Stage, extent: Extent, kind: QueueKind, prefetch: u16, body: usize) -> Outcome<Table> {
+fn by_prefetch(
+    stage: &Stage,
+    extent: Extent,
+    kind: QueueKind,
+    prefetch: u16,
+    body: usize,
+) -> Outcome<Table> {
     let messages = match prefetch {
         1 => 5_000,
         50 => 25_000,
         _ if body > 1000 => 25_000,
         _ => extent.pick(40_000, 50_000),
     };
-    let on =
-        |way: Way, messages: usize| on(stage, (kind, Keeps::OnDisk), (messages, body), prefetch, |task| Task { way: way.clone(), ..task });
-    let mut sides =
-        vec![Side::new("bare", || on(Way::Bare, messages)), Side::new("Redis, in place", || on(stage.redis(Spawned::No), messages))];
+    let on = |way: Way, messages: usize| {
+        on(
+            stage,
+            (kind, Keeps::OnDisk),
+            (messages, body),
+            prefetch,
+            |task| Task {
+                way: way.clone(),
+                ..task
+            },
+        )
+    };
+    let mut sides = vec![
+        Side::new("bare", || on(Way::Bare, messages)),
+        Side::new("Redis, in place", || on(stage.redis(Spawned::No), messages)),
+    ];
     if extent == Extent::Full {
-        sides.push(Side::new("Redis, spawned", || on(stage.redis(Spawned::Yes), messages)));
-        sides.push(Side::new("memory, in place", || on(stage.memory(Spawned::No), messages)));
-        sides.push(Side::new("naive, Redis", || on(stage.naive(), messages.min(10_000))));
+        sides.push(Side::new("Redis, spawned", || {
+            on(stage.redis(Spawned::Yes), messages)
+        }));
+        sides.push(Side::new("memory, in place", || {
+            on(stage.memory(Spawned::No), messages)
+        }));
+        sides.push(Side::new("naive, Redis", || {
+            on(stage.naive(), messages.min(10_000))
+        }));
     }
     let kind = kind.name();
-    let size = if body > 1000 { format!("{} KiB", body / 1024) } else { format!("{body} bytes") };
-    let rows = alternate(&format!("RabbitMQ, {kind}, prefetch {prefetch}, {size}"), ROUNDS, || stage.go_on(), sides)?;
-    let table = Table::new(format!("RabbitMQ, {kind} queue, prefetch {prefetch}, {size}; the handler does nothing"), &rows);
+    let size = if body > 1000 {
+        format!("{} KiB", body / 1024)
+    } else {
+        format!("{body} bytes")
+    };
+    let rows = alternate(
+        &format!("RabbitMQ, {kind}, prefetch {prefetch}, {size}"),
+        ROUNDS,
+        || stage.go_on(),
+        sides,
+    )?;
+    let table = Table::new(
+        format!("RabbitMQ, {kind} queue, prefetch {prefetch}, {size}; the handler does nothing"),
+        &rows,
+    );
     let name = match (prefetch, body > 1000) {
         // The prefetch that the figures to be reached are for.
         (1000, false) => format!("rabbitmq_{kind}_redis"),

@@ -17,29 +17,52 @@ const PARTITIONS: i32 = 4;
 /// How long a group may take to form and to share out the partitions.
 const FORMS: Duration = Duration::from_secs(6);
 
-pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table) -> Outcome<()>) -> Outcome<()> {
+pub(super) fn run(
+    stage: &Stage,
+    extent: Extent,
+    tell: &mut dyn FnMut(Table) -> Outcome<()>,
+) -> Outcome<()> {
     let messages = extent.pick(200_000, 400_000);
-    // All are members and wait when there is something to handle: how long a group takes to form is not what is measured.
+    // All are members and wait when there is something to handle: how long a group takes to form is
+    // not what is measured.
     let together = |processes: usize, way: &dyn Fn() -> Way| -> Outcome<Took> {
         stage.empty_redis()?;
         let (topic, held_back) = stage.topic_held_back(PARTITIONS, messages)?;
         let one = stage.on_kafka(&topic, Way::Bare, messages / processes);
-        let tasks = (0..processes).map(|_| Task { way: way(), stays: Duration::from_secs(2), ..one.clone() });
-        let started = tasks.map(|task| task.start()).collect::<Outcome<Vec<_>>>()?;
+        let tasks = (0..processes).map(|_| Task {
+            way: way(),
+            stays: Duration::from_secs(2),
+            ..one.clone()
+        });
+        let started = tasks
+            .map(|task| task.start())
+            .collect::<Outcome<Vec<_>>>()?;
         std::thread::sleep(FORMS);
         held_back.let_go()?;
-        let took = started.into_iter().map(|side| side.finish()).collect::<Outcome<Vec<_>>>()?;
+        let took = started
+            .into_iter()
+            .map(|side| side.finish())
+            .collect::<Outcome<Vec<_>>>()?;
         Ok(sum(&took))
     };
     let mut sides = Vec::new();
     for processes in PROCESSES {
         let together = &together;
-        sides.push(Side::new(format!("bare, {processes}"), move || together(processes, &|| Way::Bare)));
-        sides.push(Side::new(format!("memory, {processes}"), move || together(processes, &|| stage.memory(Spawned::No))));
-        sides.push(Side::new(format!("Redis, {processes}"), move || together(processes, &|| stage.redis(Spawned::No))));
+        sides.push(Side::new(format!("bare, {processes}"), move || {
+            together(processes, &|| Way::Bare)
+        }));
+        sides.push(Side::new(format!("memory, {processes}"), move || {
+            together(processes, &|| stage.memory(Spawned::No))
+        }));
+        sides.push(Side::new(format!("Redis, {processes}"), move || {
+            together(processes, &|| stage.redis(Spawned::No))
+        }));
     }
     let rows = alternate("scaling", ROUNDS, || stage.go_on(), sides)?;
-    let table = Table::new("Kafka, 4 partitions, 100 bytes, id in a header: 1, 2 and 4 processes in a group", &rows);
+    let table = Table::new(
+        "Kafka, 4 partitions, 100 bytes, id in a header: 1, 2 and 4 processes in a group",
+        &rows,
+    );
     let table = table
         .ratio("scaling_memory_2", "memory, 2", 1.0, "memory, 1")
         .ratio("scaling_memory_4", "memory, 4", 1.0, "memory, 1")
@@ -50,7 +73,10 @@ pub(super) fn run(stage: &Stage, extent: Extent, tell: &mut dyn FnMut(Table) -> 
 
 /// All of them together: from the first message of any to the last of any.
 fn sum(took: &[Took]) -> Took {
-    let begun = took.iter().map(|took| took.between.0).fold(f64::INFINITY, f64::min);
+    let begun = took
+        .iter()
+        .map(|took| took.between.0)
+        .fold(f64::INFINITY, f64::min);
     let over = took.iter().map(|took| took.between.1).fold(0.0, f64::max);
     Took {
         messages: took.iter().map(|took| took.messages).sum(),
@@ -71,7 +97,11 @@ fn together(took: &[Took]) -> BTreeMap<String, f64> {
     let mut all = BTreeMap::<String, f64>::new();
     for (name, seconds) in took.iter().flat_map(|took| &took.by_place) {
         let sum = all.entry(name.clone()).or_default();
-        *sum = if name.starts_with("server ") { sum.max(*seconds) } else { *sum + seconds };
+        *sum = if name.starts_with("server ") {
+            sum.max(*seconds)
+        } else {
+            *sum + seconds
+        };
     }
     all
 }
@@ -94,7 +124,19 @@ mod tests {
             by_place: [("loop".to_owned(), 1.0), ("server redis".to_owned(), to)].into(),
         };
         let all = sum(&[took(1.0, 3.0), took(2.0, 6.0)]);
-        assert_eq!((all.messages, all.seconds, all.cpu, all.servers_cpu, all.rate()), (20, 5.0, 2.0, 6.0, 4.0));
-        assert_eq!(all.by_place, [("loop".to_owned(), 2.0), ("server redis".to_owned(), 6.0)].into());
+        assert_eq!(
+            (
+                all.messages,
+                all.seconds,
+                all.cpu,
+                all.servers_cpu,
+                all.rate()
+            ),
+            (20, 5.0, 2.0, 6.0, 4.0)
+        );
+        assert_eq!(
+            all.by_place,
+            [("loop".to_owned(), 2.0), ("server redis".to_owned(), 6.0)].into()
+        );
     }
 }

@@ -1,7 +1,8 @@
 //! A consumer with an admin port, as the book shows it.
 
 use oncegate::{
-    Consumer, ConsumerStatus, Context, Failure, Handler, IdSource, Kafka, KafkaStatus, Readiness, Redis, async_trait, shutdown_signal,
+    Consumer, ConsumerStatus, Context, Failure, Handler, IdSource, Kafka, KafkaStatus, Readiness,
+    Redis, async_trait, shutdown_signal,
 };
 use oncegate_admin::{Admin, LastErrors, Metrics};
 use tracing_subscriber::layer::SubscriberExt;
@@ -23,7 +24,10 @@ impl Handler for Print {
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let metrics = Metrics::install()?; // before the first consumer is built
     let errors = LastErrors::new();
-    tracing_subscriber::registry().with(tracing_subscriber::fmt::layer()).with(errors.clone()).init();
+    tracing_subscriber::registry()
+        .with(tracing_subscriber::fmt::layer())
+        .with(errors.clone())
+        .init();
 
     let (readiness, status, kafka) = (Readiness::new(), ConsumerStatus::new(), KafkaStatus::new());
     let admin = Admin::new()
@@ -35,7 +39,12 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("http://{}/status", admin.address());
 
     Consumer::builder()
-        .source(Kafka::topic("payments").brokers("localhost:9092").group("ledger").status(kafka))
+        .source(
+            Kafka::topic("payments")
+                .brokers("localhost:9092")
+                .group("ledger")
+                .status(kafka),
+        )
         .store(Redis::at("redis://localhost:6379"))
         .id(IdSource::header("payment-id"))
         .handler(Print)

@@ -50,7 +50,9 @@ pub struct Serving {
 
 /// Why the admin port could not be opened.
 #[derive(Debug, thiserror::Error)]
-#[error("the admin port {address} cannot be opened: {source}; choose another with `.listen(address)`")]
+#[error(
+    "the admin port {address} cannot be opened: {source}; choose another with `.listen(address)`"
+)]
 pub struct ServeError {
     address: SocketAddr,
     source: std::io::Error,
@@ -70,9 +72,19 @@ impl Admin {
         self
     }
 
-    /// Shows one more consumer. Give the same two values to the consumer itself. Of several, all must be ready.
-    pub fn consumer(mut self, name: impl Into<String>, readiness: Readiness, status: ConsumerStatus) -> Self {
-        self.shown.consumers.push(Watched { name: name.into(), readiness, status });
+    /// Shows one more consumer. Give the same two values to the consumer itself. Of several, all
+    /// must be ready.
+    pub fn consumer(
+        mut self,
+        name: impl Into<String>,
+        readiness: Readiness,
+        status: ConsumerStatus,
+    ) -> Self {
+        self.shown.consumers.push(Watched {
+            name: name.into(),
+            readiness,
+            status,
+        });
         self
     }
 
@@ -86,7 +98,9 @@ impl Admin {
     /// Shows one more RabbitMQ source: what it holds, and what its connections do.
     #[cfg(feature = "rabbitmq")]
     pub fn rabbitmq(mut self, name: impl Into<String>, status: oncegate::RabbitMqStatus) -> Self {
-        self.shown.sources.push(Reads::RabbitMq(name.into(), status));
+        self.shown
+            .sources
+            .push(Reads::RabbitMq(name.into(), status));
         self
     }
 
@@ -102,20 +116,26 @@ impl Admin {
         self
     }
 
-    /// Opens the port and answers on a thread of its own, so that it answers also while handlers block all others.
+    /// Opens the port and answers on a thread of its own, so that it answers also while handlers
+    /// block all others.
     ///
     /// # Errors
     /// If the port is taken, or there is no thread to be had.
     pub fn serve(self) -> Result<Serving, ServeError> {
-        let address = self.address.unwrap_or_else(|| (Ipv4Addr::LOCALHOST, PORT).into());
-        self.open(address).map_err(|source| ServeError { address, source })
+        let address = self
+            .address
+            .unwrap_or_else(|| (Ipv4Addr::LOCALHOST, PORT).into());
+        self.open(address)
+            .map_err(|source| ServeError { address, source })
     }
 
     fn open(self, address: SocketAddr) -> std::io::Result<Serving> {
         let listener = TcpListener::bind(address)?;
         listener.set_nonblocking(true)?;
         let address = listener.local_addr()?;
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()?;
         let (closes, closed) = oneshot::channel();
         let metrics = self.shown.metrics.clone();
         let listener = {
@@ -130,13 +150,21 @@ impl Admin {
                 _ = closed => {} // told to close, or dropped
             }
         };
-        let thread = std::thread::Builder::new().name("oncegate-admin".to_owned()).spawn(move || runtime.block_on(serve))?;
-        Ok(Serving { address, closes: Some(closes), thread: Some(thread) })
+        let thread = std::thread::Builder::new()
+            .name("oncegate-admin".to_owned())
+            .spawn(move || runtime.block_on(serve))?;
+        Ok(Serving {
+            address,
+            closes: Some(closes),
+            thread: Some(thread),
+        })
     }
 }
 
 async fn tidy(metrics: Option<Metrics>) {
-    let Some(metrics) = metrics else { return std::future::pending().await };
+    let Some(metrics) = metrics else {
+        return std::future::pending().await;
+    };
     let mut ticks = tokio::time::interval(TIDIES_EVERY);
     loop {
         ticks.tick().await;
@@ -161,8 +189,11 @@ impl Drop for Serving {
 }
 
 fn router(shown: Shown) -> Router {
-    let mut router =
-        Router::new().route("/", get(start)).route("/live", get(live)).route("/ready", get(ready)).route("/status", get(status));
+    let mut router = Router::new()
+        .route("/", get(start))
+        .route("/live", get(live))
+        .route("/ready", get(ready))
+        .route("/status", get(status));
     if shown.metrics.is_some() {
         router = router.route("/metrics", get(metrics));
     }
@@ -196,7 +227,11 @@ async fn live() -> &'static str {
 }
 
 async fn ready(State(shown): State<Arc<Shown>>) -> impl IntoResponse {
-    if shown.is_ready() { (StatusCode::OK, "ready\n") } else { (StatusCode::SERVICE_UNAVAILABLE, "takes no messages\n") }
+    if shown.is_ready() {
+        (StatusCode::OK, "ready\n")
+    } else {
+        (StatusCode::SERVICE_UNAVAILABLE, "takes no messages\n")
+    }
 }
 
 async fn status(State(shown): State<Arc<Shown>>) -> impl IntoResponse {
@@ -210,6 +245,16 @@ async fn status(State(shown): State<Arc<Shown>>) -> impl IntoResponse {
 }
 
 async fn metrics(State(shown): State<Arc<Shown>>) -> impl IntoResponse {
-    let text = shown.metrics.as_ref().map(Metrics::text).unwrap_or_default(); // without metrics it has no route
-    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text)
+    let text = shown
+        .metrics
+        .as_ref()
+        .map(Metrics::text)
+        .unwrap_or_default(); // without metrics it has no route
+    (
+        [(
+            header::CONTENT_TYPE,
+            "text/plain; version=0.0.4; charset=utf-8",
+        )],
+        text,
+    )
 }

@@ -17,12 +17,15 @@ pub(crate) const LONGEST: usize = 500;
 /// Fields that name one message. What an error beside them says is the handler's own words.
 const OF_ONE_MESSAGE: &[&str] = &["id", "key", "origin"];
 
-/// The last warnings and errors that oncegate wrote to the log, at most 20, for the status page. Clones share them.
+/// The last warnings and errors that oncegate wrote to the log, at most 20, for the status page.
+/// Clones share them.
 ///
-/// A layer for `tracing-subscriber`: add it to your registry, and give a clone to [`Admin::last_errors`](crate::Admin::last_errors).
-/// It hears what the filters before it let through.
+/// A layer for `tracing-subscriber`: add it to your registry, and give a clone to
+/// [`Admin::last_errors`](crate::Admin::last_errors). It hears what the filters before it let
+/// through.
 ///
-/// What a handler said of a message, and with what it panicked, is left out: it may quote a payload.
+/// What a handler said of a message, and with what it panicked, is left out: it may quote a
+/// payload.
 ///
 /// ```
 /// use oncegate_admin::{Admin, LastErrors};
@@ -70,7 +73,12 @@ impl<S: Subscriber> Layer<S> for LastErrors {
         }
         let mut line = Line::default();
         event.record(&mut line);
-        let said = Said { at: Instant::now(), level: metadata.level().as_str(), by: metadata.target(), text: line.finish() };
+        let said = Said {
+            at: Instant::now(),
+            level: metadata.level().as_str(),
+            by: metadata.target(),
+            text: line.finish(),
+        };
         let mut kept = self.lock();
         if kept.len() == KEPT {
             kept.pop_front();
@@ -81,7 +89,9 @@ impl<S: Subscriber> Layer<S> for LastErrors {
 
 impl fmt::Debug for LastErrors {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_list().entries(self.newest_first().iter().map(|said| &said.text)).finish()
+        f.debug_list()
+            .entries(self.newest_first().iter().map(|said| &said.text))
+            .finish()
     }
 }
 
@@ -116,7 +126,12 @@ impl Visit for Line {
 
 impl Line {
     fn finish(self) -> String {
-        let Self { mut message, fields, error, is_of_one_message } = self;
+        let Self {
+            mut message,
+            fields,
+            error,
+            is_of_one_message,
+        } = self;
         const PANICKED: &str = "panicked: ";
         if let Some(begins) = message.find(PANICKED) {
             message.truncate(begins + PANICKED.len());
@@ -133,10 +148,13 @@ impl Line {
     }
 }
 
-/// Where a text can be cut so that at most so many bytes stay. (`str::floor_char_boundary` is younger than the oldest Rust that
-/// builds this.)
+/// Where a text can be cut so that at most so many bytes stay. (`str::floor_char_boundary` is
+/// younger than the oldest Rust that builds this.)
 pub(crate) fn boundary(text: &str, at_most: usize) -> usize {
-    (0..=at_most.min(text.len())).rev().find(|at| text.is_char_boundary(*at)).unwrap_or_default()
+    (0..=at_most.min(text.len()))
+        .rev()
+        .find(|at| text.is_char_boundary(*at))
+        .unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -148,7 +166,11 @@ mod tests {
     fn heard(say: impl FnOnce()) -> Vec<String> {
         let errors = LastErrors::new();
         tracing::subscriber::with_default(tracing_subscriber::registry().with(errors.clone()), say);
-        errors.newest_first().into_iter().map(|said| format!("{} {}", said.level, said.text)).collect()
+        errors
+            .newest_first()
+            .into_iter()
+            .map(|said| format!("{} {}", said.level, said.text))
+            .collect()
     }
 
     #[test]
@@ -162,7 +184,10 @@ mod tests {
             tracing::error!(target: "oncegater", "another crate");
         });
         assert_eq!(all.len(), KEPT);
-        assert_eq!(all[..2], ["ERROR stopping error=no connection", "WARN away n=29"]);
+        assert_eq!(
+            all[..2],
+            ["ERROR stopping error=no connection", "WARN away n=29"]
+        );
     }
 
     #[test]
@@ -172,9 +197,16 @@ mod tests {
             tracing::error!(target: "oncegate_core", said = "canary", "the handler panicked while it was dropped");
             tracing::error!(target: "oncegate_core", origin = ?"payments", "the function that reads the id panicked: canary");
         });
-        assert_eq!(all[2], "WARN set aside reason=rejected id=pay-42 error=(as it stands in the log)");
+        assert_eq!(
+            all[2],
+            "WARN set aside reason=rejected id=pay-42 error=(as it stands in the log)"
+        );
         assert_eq!(all[1], "ERROR the handler panicked while it was dropped");
-        assert!(all[0].starts_with("ERROR the function that reads the id panicked: what it said"), "{}", all[0]);
+        assert!(
+            all[0].starts_with("ERROR the function that reads the id panicked: what it said"),
+            "{}",
+            all[0]
+        );
         assert!(!all.concat().contains("canary"));
     }
 

@@ -1,4 +1,5 @@
-//! An admin port for oncegate's consumers: is it alive, does it take messages, what holds it up, what has it counted.
+//! An admin port for oncegate's consumers: is it alive, does it take messages, what holds it up,
+//! what has it counted.
 //!
 //! | path | answers |
 //! | --- | --- |
@@ -8,8 +9,9 @@
 //! | `GET /status` | what each consumer and source holds and waits for, and the last warnings, as JSON |
 //! | `GET /metrics` | all metrics of the process, as Prometheus reads them |
 //!
-//! It shows ids, names of topics and queues, and what the log says. It never shows a payload, a header, what a handler said,
-//! or a secret. Ids can be personal data, and there is no login: it listens on 127.0.0.1 unless told otherwise.
+//! It shows ids, names of topics and queues, and what the log says. It never shows a payload, a
+//! header, what a handler said, or a secret. Ids can be personal data, and there is no login: it
+//! listens on 127.0.0.1 unless told otherwise.
 //!
 //! ```no_run
 //! use oncegate::{Consumer, ConsumerStatus, Readiness};

@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use oncegate::{ConsumerStatus, Held, Position, Readiness, StoreSnapshot, StoreState, StoreTrouble};
+use oncegate::{
+    ConsumerStatus, Held, Position, Readiness, StoreSnapshot, StoreState, StoreTrouble,
+};
 use serde::Serialize;
 
 use crate::last_errors::{LONGEST, LastErrors, Said, boundary};
@@ -85,7 +87,12 @@ pub(crate) enum Reads {
 #[serde(tag = "broker", rename_all = "lowercase")]
 pub(crate) enum Source {
     #[cfg(feature = "kafka")]
-    Kafka { name: String, clients_replaced: u64, messages_missed: u64, partitions: Vec<Partition> },
+    Kafka {
+        name: String,
+        clients_replaced: u64,
+        messages_missed: u64,
+        partitions: Vec<Partition>,
+    },
     #[cfg(feature = "rabbitmq")]
     RabbitMq {
         name: String,
@@ -152,15 +159,28 @@ impl Watched {
 impl Store {
     fn of(snapshot: StoreSnapshot) -> Self {
         let state = match snapshot.state {
-            StoreState::Answers { last } => State::Answers { last_answer_seconds: seconds(last) },
-            StoreState::Away { since } => State::Away { away_seconds: seconds(since) },
+            StoreState::Answers { last } => State::Answers {
+                last_answer_seconds: seconds(last),
+            },
+            StoreState::Away { since } => State::Away {
+                away_seconds: seconds(since),
+            },
             _ => State::Unasked,
         };
-        let trouble = |StoreTrouble { since, mut text, .. }| {
+        let trouble = |StoreTrouble {
+                           since, mut text, ..
+                       }| {
             text.truncate(boundary(&text, LONGEST));
-            Trouble { seconds_ago: seconds(since), text }
+            Trouble {
+                seconds_ago: seconds(since),
+                text,
+            }
         };
-        Self { name: snapshot.name, state, last_error: snapshot.last_error.map(trouble) }
+        Self {
+            name: snapshot.name,
+            state,
+            last_error: snapshot.last_error.map(trouble),
+        }
     }
 }
 
@@ -217,16 +237,23 @@ impl Reads {
 impl Partition {
     fn of(status: &oncegate::PartitionStatus) -> Self {
         use oncegate::{Holder, Stuck};
-        let waits_for = status.lowest.map(|Stuck { offset, since, holder, .. }| WaitsFor {
-            offset,
-            seconds: seconds(since),
-            holder: match holder {
-                Holder::Queue => "queue",
-                Holder::Consumer => "consumer",
-                Holder::Delay { .. } => "delay",
-                _ => "elsewhere",
+        let waits_for = status.lowest.map(
+            |Stuck {
+                 offset,
+                 since,
+                 holder,
+                 ..
+             }| WaitsFor {
+                offset,
+                seconds: seconds(since),
+                holder: match holder {
+                    Holder::Queue => "queue",
+                    Holder::Consumer => "consumer",
+                    Holder::Delay { .. } => "delay",
+                    _ => "elsewhere",
+                },
             },
-        });
+        );
         Self {
             topic: status.topic.to_string(),
             partition: status.partition,
@@ -241,6 +268,16 @@ impl Partition {
 }
 
 pub(crate) fn said(errors: &LastErrors) -> Vec<LastError> {
-    let one = |Said { at, level, by, text }| LastError { seconds_ago: seconds(at.elapsed()), level, by, text };
+    let one = |Said {
+                   at,
+                   level,
+                   by,
+                   text,
+               }| LastError {
+        seconds_ago: seconds(at.elapsed()),
+        level,
+        by,
+        text,
+    };
     errors.newest_first().into_iter().map(one).collect()
 }

@@ -21,7 +21,8 @@ const ANY_PORT: (Ipv4Addr, u16) = (Ipv4Addr::LOCALHOST, 0);
 /// What is logged in this process.
 static LOGGED: LazyLock<LastErrors> = LazyLock::new(|| {
     let errors = LastErrors::new();
-    tracing::subscriber::set_global_default(tracing_subscriber::registry().with(errors.clone())).expect("the only one");
+    tracing::subscriber::set_global_default(tracing_subscriber::registry().with(errors.clone()))
+        .expect("the only one");
     errors
 });
 
@@ -53,18 +54,26 @@ struct MayBeAway {
 impl Store for MayBeAway {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
         if self.is_away.load(Ordering::SeqCst) {
-            return operations.iter().map(|_| Err(StoreError::NotApplied("the network is down".into()))).collect();
+            return operations
+                .iter()
+                .map(|_| Err(StoreError::NotApplied("the network is down".into())))
+                .collect();
         }
         self.store.apply(operations).await
     }
 }
 
 fn message(id: &str) -> Message {
-    Message::new(format!("body {CANARY}")).with_message_id(id.to_owned()).with_header("authorization", CANARY).with_key(CANARY)
+    Message::new(format!("body {CANARY}"))
+        .with_message_id(id.to_owned())
+        .with_header("authorization", CANARY)
+        .with_key(CANARY)
 }
 
 async fn get(serving: &Serving, path: &str) -> (u16, String) {
-    let answer = reqwest::get(format!("http://{}{path}", serving.address())).await.expect("it answers");
+    let answer = reqwest::get(format!("http://{}{path}", serving.address()))
+        .await
+        .expect("it answers");
     (answer.status().as_u16(), answer.text().await.expect("text"))
 }
 
@@ -85,18 +94,36 @@ async fn until<T>(what: &str, mut ask: impl AsyncFnMut() -> Option<T>) -> T {
             }
         }
     };
-    tokio::time::timeout(Duration::from_secs(60), found).await.unwrap_or_else(|_| panic!("not so: {what}"))
+    tokio::time::timeout(Duration::from_secs(60), found)
+        .await
+        .unwrap_or_else(|_| panic!("not so: {what}"))
 }
 
 async fn until_ready_answers(serving: &Serving, status: u16) {
-    until(&format!("/ready answers {status}"), async || (get(serving, "/ready").await.0 == status).then_some(())).await;
+    until(&format!("/ready answers {status}"), async || {
+        (get(serving, "/ready").await.0 == status).then_some(())
+    })
+    .await;
 }
 
 #[tokio::test]
 async fn ready_follows_the_consumer_and_live_does_not() {
-    let (broker, store, readiness, status) = (MemoryBroker::new("payments"), MayBeAway::default(), Readiness::new(), ConsumerStatus::new());
-    let serving = Admin::new().listen(ANY_PORT).consumer("ledger", readiness.clone(), status.clone()).serve().expect("it opens");
-    assert_eq!(get(&serving, "/ready").await, (503, "takes no messages\n".to_owned()), "nothing has started");
+    let (broker, store, readiness, status) = (
+        MemoryBroker::new("payments"),
+        MayBeAway::default(),
+        Readiness::new(),
+        ConsumerStatus::new(),
+    );
+    let serving = Admin::new()
+        .listen(ANY_PORT)
+        .consumer("ledger", readiness.clone(), status.clone())
+        .serve()
+        .expect("it opens");
+    assert_eq!(
+        get(&serving, "/ready").await,
+        (503, "takes no messages\n".to_owned()),
+        "nothing has started"
+    );
     assert_eq!(get(&serving, "/live").await.0, 200);
 
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
@@ -117,9 +144,20 @@ async fn ready_follows_the_consumer_and_live_does_not() {
     broker.publish(message("one"));
     until_ready_answers(&serving, 503).await;
     let seen = page(&serving).await["consumers"][0]["store"].clone();
-    assert_eq!((&seen["name"], &seen["state"]), (&"admin::MayBeAway".into(), &"away".into()), "a store without a name of its own");
-    assert_eq!(seen["last_error"]["text"], "the store changed nothing, and asking again is safe: the network is down");
-    assert_eq!(get(&serving, "/live").await, (200, "live\n".to_owned()), "no restart brings a store back");
+    assert_eq!(
+        (&seen["name"], &seen["state"]),
+        (&"admin::MayBeAway".into(), &"away".into()),
+        "a store without a name of its own"
+    );
+    assert_eq!(
+        seen["last_error"]["text"],
+        "the store changed nothing, and asking again is safe: the network is down"
+    );
+    assert_eq!(
+        get(&serving, "/live").await,
+        (200, "live\n".to_owned()),
+        "no restart brings a store back"
+    );
 
     store.is_away.store(false, Ordering::SeqCst);
     until_ready_answers(&serving, 200).await;
@@ -131,8 +169,12 @@ async fn ready_follows_the_consumer_and_live_does_not() {
 #[tokio::test]
 async fn status_names_what_is_held_and_what_was_warned_of_and_nothing_secret() {
     let errors = LOGGED.clone();
-    let (broker, readiness, status, lets) =
-        (MemoryBroker::new("payments"), Readiness::new(), ConsumerStatus::new(), Arc::new(Semaphore::new(0)));
+    let (broker, readiness, status, lets) = (
+        MemoryBroker::new("payments"),
+        Readiness::new(),
+        ConsumerStatus::new(),
+        Arc::new(Semaphore::new(0)),
+    );
     let serving = Admin::new()
         .listen(ANY_PORT)
         .consumer("ledger", readiness.clone(), status.clone())
@@ -158,21 +200,49 @@ async fn status_names_what_is_held_and_what_was_warned_of_and_nothing_secret() {
     let warned = "message dead-lettered";
     let page = until("one is held and one is set aside", async || {
         let page = page(&serving).await;
-        let warnings: Vec<String> = page["last_errors"].as_array()?.iter().map(|it| it["text"].to_string()).collect();
-        let is_so = page["consumers"][0]["in_flight"] == 1 && warnings.iter().any(|it| it.contains(warned) && it.contains("refused"));
+        let warnings: Vec<String> = page["last_errors"]
+            .as_array()?
+            .iter()
+            .map(|it| it["text"].to_string())
+            .collect();
+        let is_so = page["consumers"][0]["in_flight"] == 1
+            && warnings
+                .iter()
+                .any(|it| it.contains(warned) && it.contains("refused"));
         is_so.then_some(page)
     })
     .await;
     let consumers = page["consumers"].as_array().expect("a list");
-    assert_eq!((&page["ready"], &consumers[0]["ready"], &consumers[1]["ready"]), (&false.into(), &true.into(), &false.into()));
-    assert_eq!((&consumers[0]["name"], &consumers[1]["name"]), (&"ledger".into(), &"never started".into()));
-    assert_eq!((&consumers[0]["store"]["name"], &consumers[1]["store"]), (&"the memory of this process".into(), &Value::Null));
+    assert_eq!(
+        (
+            &page["ready"],
+            &consumers[0]["ready"],
+            &consumers[1]["ready"]
+        ),
+        (&false.into(), &true.into(), &false.into())
+    );
+    assert_eq!(
+        (&consumers[0]["name"], &consumers[1]["name"]),
+        (&"ledger".into(), &"never started".into())
+    );
+    assert_eq!(
+        (&consumers[0]["store"]["name"], &consumers[1]["store"]),
+        (&"the memory of this process".into(), &Value::Null)
+    );
     let held = &consumers[0]["oldest"][0];
-    let expected = [("id", Value::from("waits")), ("from", "payments".into()), ("doing", "handling".into()), ("attempt", 1.into())];
+    let expected = [
+        ("id", Value::from("waits")),
+        ("from", "payments".into()),
+        ("doing", "handling".into()),
+        ("attempt", 1.into()),
+    ];
     for (field, value) in expected {
         assert_eq!(held[field], value, "{field} of {held}");
     }
-    assert!(held["seconds"].as_f64().is_some_and(|it| it >= 0.0), "{held}");
+    assert!(
+        held["seconds"].as_f64().is_some_and(|it| it >= 0.0),
+        "{held}"
+    );
 
     lets.add_permits(1);
     running.await.expect("no panic").expect("a clean end");
@@ -182,12 +252,22 @@ async fn status_names_what_is_held_and_what_was_warned_of_and_nothing_secret() {
 /// The password stands in the URL of the store: `page` refuses to see it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn status_names_the_store_and_says_when_it_goes_and_when_it_is_back() {
-    let mut server = RedisServer::start(RedisOptions::new().password(CANARY)).expect("Redis starts");
+    let mut server =
+        RedisServer::start(RedisOptions::new().password(CANARY)).expect("Redis starts");
     assert!(server.url().contains(CANARY));
     let (broker, status) = (MemoryBroker::new("payments"), ConsumerStatus::new());
-    let serving = Admin::new().listen(ANY_PORT).consumer("ledger", Readiness::new(), status.clone()).serve().expect("it opens");
+    let serving = Admin::new()
+        .listen(ANY_PORT)
+        .consumer("ledger", Readiness::new(), status.clone())
+        .serve()
+        .expect("it opens");
     let store = async || page(&serving).await["consumers"][0]["store"].clone();
-    let until_it = async |state: &str| until(state, async || Some(store().await).filter(|it| it["state"] == state)).await;
+    let until_it = async |state: &str| {
+        until(state, async || {
+            Some(store().await).filter(|it| it["state"] == state)
+        })
+        .await
+    };
     assert_eq!(store().await, Value::Null, "nothing has started");
 
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
@@ -203,23 +283,43 @@ async fn status_names_the_store_and_says_when_it_goes_and_when_it_is_back() {
         let _ = stopped.await; // told, or the test is over
     }));
     let found = until_it("answers").await;
-    assert_eq!((&found["name"], &found["last_error"]), (&format!("Redis at 127.0.0.1:{}", server.port()).into(), &Value::Null));
+    assert_eq!(
+        (&found["name"], &found["last_error"]),
+        (
+            &format!("Redis at 127.0.0.1:{}", server.port()).into(),
+            &Value::Null
+        )
+    );
     broker.publish(message("one"));
     broker.drained().await;
 
     server.stop();
     let unasked = store().await;
-    assert!(unasked["state"] == "answers" && unasked["last_answer_seconds"].is_f64(), "the page asks no store: {unasked}");
+    assert!(
+        unasked["state"] == "answers" && unasked["last_answer_seconds"].is_f64(),
+        "the page asks no store: {unasked}"
+    );
     broker.publish(message("two"));
     let away = until_it("away").await;
     let trouble = &away["last_error"];
-    assert!(away["away_seconds"].is_f64() && trouble["seconds_ago"].is_f64(), "{away}");
-    assert!(trouble["text"].as_str().is_some_and(|it| it.starts_with("the store")), "{away}");
+    assert!(
+        away["away_seconds"].is_f64() && trouble["seconds_ago"].is_f64(),
+        "{away}"
+    );
+    assert!(
+        trouble["text"]
+            .as_str()
+            .is_some_and(|it| it.starts_with("the store")),
+        "{away}"
+    );
 
     server.start_again().expect("Redis starts again");
     broker.drained().await;
     let back = until_it("answers").await;
-    assert!(back["last_error"]["text"].is_string(), "what it said before stays: {back}");
+    assert!(
+        back["last_error"]["text"].is_string(),
+        "what it said before stays: {back}"
+    );
     stop.send(()).expect("it runs");
     running.await.expect("no panic").expect("a clean end");
     assert_eq!(store().await, Value::Null, "it has ended");
@@ -245,11 +345,16 @@ async fn it_answers_while_a_handler_blocks_the_only_thread() {
     let (begun, has_begun) = mpsc::channel();
     let (go_on, goes_on) = mpsc::channel();
     let (readiness, status) = (Readiness::new(), ConsumerStatus::new());
-    let admin = Admin::new().listen(ANY_PORT).consumer("ledger", readiness.clone(), status.clone());
+    let admin = Admin::new()
+        .listen(ANY_PORT)
+        .consumer("ledger", readiness.clone(), status.clone());
     let consuming = std::thread::spawn(move || {
         let broker = MemoryBroker::new("payments");
         broker.publish(message("blocks"));
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .expect("a runtime");
         // Opened where the handler blocks: the port must not need that thread.
         runtime.block_on(async move {
             let serving = admin.serve().expect("it opens");
@@ -271,10 +376,19 @@ async fn it_answers_while_a_handler_blocks_the_only_thread() {
             drop(serving);
         });
     });
-    let address: SocketAddr = has_begun.recv().expect("it runs").expect_err("first where it listens");
-    has_begun.recv().expect("it runs").expect("then that it blocks").expect("the handler's word");
+    let address: SocketAddr = has_begun
+        .recv()
+        .expect("it runs")
+        .expect_err("first where it listens");
+    has_begun
+        .recv()
+        .expect("it runs")
+        .expect("then that it blocks")
+        .expect("the handler's word");
     for path in ["live", "status"] {
-        let answer = reqwest::get(format!("http://{address}/{path}")).await.expect("it answers");
+        let answer = reqwest::get(format!("http://{address}/{path}"))
+            .await
+            .expect("it answers");
         assert_eq!(answer.status(), 200, "{path}");
     }
     go_on.send(()).expect("it waits");
@@ -285,27 +399,65 @@ async fn it_answers_while_a_handler_blocks_the_only_thread() {
 async fn nothing_but_get_of_what_is_there() {
     let serving = Admin::new().listen(ANY_PORT).serve().expect("it opens");
     let client = reqwest::Client::new();
-    for (method, path, status) in [("POST", "/status", 405), ("DELETE", "/ready", 405), ("GET", "/nothing", 404), ("GET", "/metrics", 404)]
-    {
-        let request = client.request(method.parse().expect("a method"), format!("http://{}{path}", serving.address()));
-        assert_eq!(request.send().await.expect("it answers").status(), status, "{method} {path}");
+    for (method, path, status) in [
+        ("POST", "/status", 405),
+        ("DELETE", "/ready", 405),
+        ("GET", "/nothing", 404),
+        ("GET", "/metrics", 404),
+    ] {
+        let request = client.request(
+            method.parse().expect("a method"),
+            format!("http://{}{path}", serving.address()),
+        );
+        assert_eq!(
+            request.send().await.expect("it answers").status(),
+            status,
+            "{method} {path}"
+        );
     }
-    assert_eq!(get(&serving, "/ready").await.0, 503, "without a consumer it is never ready");
+    assert_eq!(
+        get(&serving, "/ready").await.0,
+        503,
+        "without a consumer it is never ready"
+    );
     let (status, start) = get(&serving, "/").await;
-    let listed: Vec<&str> = start.lines().filter(|line| line.starts_with('/')).filter_map(|line| line.split(' ').next()).collect();
-    assert_eq!((status, listed), (200, vec!["/live", "/ready", "/status", "/metrics"]), "{start}");
+    let listed: Vec<&str> = start
+        .lines()
+        .filter(|line| line.starts_with('/'))
+        .filter_map(|line| line.split(' ').next())
+        .collect();
+    assert_eq!(
+        (status, listed),
+        (200, vec!["/live", "/ready", "/status", "/metrics"]),
+        "{start}"
+    );
 }
 
 #[test]
 fn it_listens_on_this_machine_alone_and_says_when_it_cannot() {
-    let (taken, local) = (Admin::new().serve(), SocketAddr::from((Ipv4Addr::LOCALHOST, PORT)));
+    let (taken, local) = (
+        Admin::new().serve(),
+        SocketAddr::from((Ipv4Addr::LOCALHOST, PORT)),
+    );
     match taken {
         Ok(serving) => assert_eq!(serving.address(), local),
-        Err(error) => assert!(error.to_string().starts_with(&format!("the admin port {local} cannot be opened: ")), "{error}"),
+        Err(error) => assert!(
+            error
+                .to_string()
+                .starts_with(&format!("the admin port {local} cannot be opened: ")),
+            "{error}"
+        ),
     }
     let first = Admin::new().listen(ANY_PORT).serve().expect("it opens");
-    let second = Admin::new().listen(first.address()).serve().expect_err("it is taken");
-    assert!(second.to_string().contains(&first.address().to_string()) && second.to_string().contains(".listen("), "{second}");
+    let second = Admin::new()
+        .listen(first.address())
+        .serve()
+        .expect_err("it is taken");
+    assert!(
+        second.to_string().contains(&first.address().to_string())
+            && second.to_string().contains(".listen("),
+        "{second}"
+    );
 }
 
 #[test]

@@ -5,7 +5,10 @@ use std::net::Ipv4Addr;
 use std::process::{Command, Stdio};
 
 use oncegate::metric::Kind;
-use oncegate::{Consumer, Context, Failure, Handler, IdSource, MemoryBroker, MemoryStore, Message, Raw, RawBytes, async_trait};
+use oncegate::{
+    Consumer, Context, Failure, Handler, IdSource, MemoryBroker, MemoryStore, Message, Raw,
+    RawBytes, async_trait,
+};
 use oncegate_admin::{Admin, Metrics};
 
 struct Done;
@@ -22,7 +25,12 @@ impl Handler for Done {
 #[tokio::test]
 async fn a_scrape_has_the_consumers_metrics_and_promtool_objects_to_none() {
     let metrics = Metrics::install().expect("the first recorder");
-    assert!(Metrics::install().expect_err("a second one").to_string().contains("Metrics::of"));
+    assert!(
+        Metrics::install()
+            .expect_err("a second one")
+            .to_string()
+            .contains("Metrics::of")
+    );
     let broker = MemoryBroker::new("payments");
     for id in ["one", "two", "two"] {
         broker.publish(Message::new("secret-canary").with_message_id(id));
@@ -47,9 +55,18 @@ async fn a_scrape_has_the_consumers_metrics_and_promtool_objects_to_none() {
         }
     }
 
-    let serving = Admin::new().listen((Ipv4Addr::LOCALHOST, 0)).metrics(metrics).serve().expect("it opens");
-    let answer = reqwest::get(format!("http://{}/metrics", serving.address())).await.expect("it answers");
-    assert_eq!(answer.headers()["content-type"], "text/plain; version=0.0.4; charset=utf-8");
+    let serving = Admin::new()
+        .listen((Ipv4Addr::LOCALHOST, 0))
+        .metrics(metrics)
+        .serve()
+        .expect("it opens");
+    let answer = reqwest::get(format!("http://{}/metrics", serving.address()))
+        .await
+        .expect("it answers");
+    assert_eq!(
+        answer.headers()["content-type"],
+        "text/plain; version=0.0.4; charset=utf-8"
+    );
     let text = answer.text().await.expect("text");
     for line in [
         r#"oncegate_deliveries_total{outcome="completed"} 2"#,
@@ -59,10 +76,21 @@ async fn a_scrape_has_the_consumers_metrics_and_promtool_objects_to_none() {
         r#"oncegate_handle_seconds_bucket{le="+Inf"} 2"#,
         "oncegate_kafka_messages_missed_total 0",
     ] {
-        assert!(text.lines().any(|it| it == line), "{line} is not in:\n{text}");
+        assert!(
+            text.lines().any(|it| it == line),
+            "{line} is not in:\n{text}"
+        );
     }
     for metric in oncegate::metrics::all() {
-        assert!(text.contains(&format!("# TYPE {} {}\n", metric.name, metric.kind.as_str())), "{} is not in:\n{text}", metric.name);
+        assert!(
+            text.contains(&format!(
+                "# TYPE {} {}\n",
+                metric.name,
+                metric.kind.as_str()
+            )),
+            "{} is not in:\n{text}",
+            metric.name
+        );
     }
     assert!(!text.contains("canary"), "{text}");
     promtool_objects_to_nothing_in(&text);
@@ -76,9 +104,17 @@ fn promtool_objects_to_nothing_in(text: &str) {
         .stderr(Stdio::piped())
         .spawn()
         .expect("promtool, of Debian's package prometheus: `cargo xtask setup` installs it");
-    promtool.stdin.take().expect("piped").write_all(text.as_bytes()).expect("it reads");
+    promtool
+        .stdin
+        .take()
+        .expect("piped")
+        .write_all(text.as_bytes())
+        .expect("it reads");
     let said = promtool.wait_with_output().expect("it ends");
-    let said =
-        (said.status.success(), String::from_utf8_lossy(&said.stdout).into_owned(), String::from_utf8_lossy(&said.stderr).into_owned());
+    let said = (
+        said.status.success(),
+        String::from_utf8_lossy(&said.stdout).into_owned(),
+        String::from_utf8_lossy(&said.stderr).into_owned(),
+    );
     assert_eq!(said, (true, String::new(), String::new()));
 }

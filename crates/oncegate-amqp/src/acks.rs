@@ -4,11 +4,12 @@ use std::collections::VecDeque;
 
 /// The deliveries of one channel, and what each still carries.
 ///
-/// An acknowledgement with `multiple` covers every tag up to its own, so it is only ever yielded for a prefix in which
-/// every tag is settled, and its own tag is one that was not acknowledged before: the broker refuses a tag that it
-/// does not know, and closes the channel.
+/// An acknowledgement with `multiple` covers every tag up to its own, so it is only ever yielded
+/// for a prefix in which every tag is settled, and its own tag is one that was not acknowledged
+/// before: the broker refuses a tag that it does not know, and closes the channel.
 ///
-/// It holds what is not acknowledged, and nothing else: the prefetch bounds it, however long one of them stands open.
+/// It holds what is not acknowledged, and nothing else: the prefetch bounds it, however long one of
+/// them stands open.
 #[derive(Debug)]
 pub(crate) struct Acks<T> {
     /// What was delivered and is not acknowledged, by tag.
@@ -27,7 +28,11 @@ enum Tag<T> {
 impl<T> Acks<T> {
     /// Of a new channel.
     pub(crate) fn new() -> Self {
-        Self { tags: VecDeque::new(), settled: 0, alone: 0 }
+        Self {
+            tags: VecDeque::new(),
+            settled: 0,
+            alone: 0,
+        }
     }
 
     /// Takes a delivery in. The broker counts its tags up; one that it left out is none of ours.
@@ -45,7 +50,8 @@ impl<T> Acks<T> {
         }
     }
 
-    /// Marks a delivery as done with, and gives back what it carried; `None` for a tag that is not open.
+    /// Marks a delivery as done with, and gives back what it carried; `None` for a tag that is not
+    /// open.
     pub(crate) fn settle(&mut self, tag: u64) -> Option<T> {
         let index = self.index(tag)?;
         match std::mem::replace(&mut self.tags[index].1, Tag::Settled) {
@@ -57,8 +63,9 @@ impl<T> Acks<T> {
         }
     }
 
-    /// Takes a delivery out that is rejected, and gives back what it carried; `None` for a tag that is not open. The rejection has
-    /// to leave before the next acknowledgement does: that may cover the tag.
+    /// Takes a delivery out that is rejected, and gives back what it carried; `None` for a tag that
+    /// is not open. The rejection has to leave before the next acknowledgement does: that may cover
+    /// the tag.
     pub(crate) fn reject(&mut self, tag: u64) -> Option<T> {
         self.carried(tag)?;
         let index = self.index(tag)?;
@@ -73,7 +80,13 @@ impl<T> Acks<T> {
 
     /// What the delivery carries that has stood open for longest.
     pub(crate) fn oldest(&self) -> Option<&T> {
-        self.tags.iter().find_map(|(_, tag)| if let Tag::Open(carried) = tag { Some(carried) } else { None })
+        self.tags.iter().find_map(|(_, tag)| {
+            if let Tag::Open(carried) = tag {
+                Some(carried)
+            } else {
+                None
+            }
+        })
     }
 
     /// Takes the settled prefix: the tag to acknowledge with `multiple`.
@@ -105,8 +118,8 @@ impl<T> Acks<T> {
         singles
     }
 
-    /// The open delivery that keeps those behind it from being acknowledged together, and how many of them were acknowledged one
-    /// by one for its sake.
+    /// The open delivery that keeps those behind it from being acknowledged together, and how many
+    /// of them were acknowledged one by one for its sake.
     pub(crate) fn obstacle(&self) -> Option<(u64, usize)> {
         match self.tags.front() {
             Some((tag, Tag::Open(_))) => Some((*tag, self.alone)),
@@ -180,22 +193,41 @@ mod tests {
             acks.settle(tag);
         }
         assert_eq!((acks.take_prefix(), acks.obstacle()), (None, Some((1, 0))));
-        assert_eq!((acks.take_singles().len(), acks.obstacle()), (3, Some((1, 3))));
+        assert_eq!(
+            (acks.take_singles().len(), acks.obstacle()),
+            (3, Some((1, 3)))
+        );
         acks.settle(1);
-        assert_eq!(acks.obstacle(), None, "it is settled, and its acknowledgement is only not sent");
-        assert_eq!((acks.take_prefix(), acks.obstacle()), (Some(1), Some((4, 0))));
+        assert_eq!(
+            acks.obstacle(),
+            None,
+            "it is settled, and its acknowledgement is only not sent"
+        );
+        assert_eq!(
+            (acks.take_prefix(), acks.obstacle()),
+            (Some(1), Some((4, 0)))
+        );
         acks.settle(6);
-        assert_eq!((acks.take_singles(), acks.obstacle()), (vec![6], Some((4, 1))));
+        assert_eq!(
+            (acks.take_singles(), acks.obstacle()),
+            (vec![6], Some((4, 1)))
+        );
     }
 
     #[test]
     fn a_rejected_tag_is_never_acknowledged_and_the_oldest_is_the_first_that_is_open() {
         let mut acks = delivered(4);
-        assert_eq!((acks.reject(2), acks.reject(2), acks.settle(2)), (Some(2), None, None));
+        assert_eq!(
+            (acks.reject(2), acks.reject(2), acks.settle(2)),
+            (Some(2), None, None)
+        );
         assert_eq!((acks.oldest(), acks.unacked()), (Some(&1), 3));
         acks.settle(1);
         acks.settle(3);
-        assert_eq!((acks.take_prefix(), acks.oldest(), acks.unacked()), (Some(3), Some(&4), 1));
+        assert_eq!(
+            (acks.take_prefix(), acks.oldest(), acks.unacked()),
+            (Some(3), Some(&4), 1)
+        );
         assert_eq!(acks.reject(4), Some(4));
         assert_eq!((acks.take_prefix(), acks.is_empty()), (None, true));
     }
@@ -222,11 +254,22 @@ mod tests {
             if tag % 64 == 0 {
                 acks.take_singles();
             }
-            assert!(acks.tags.len() <= 65, "{} entries at {tag}", acks.tags.len());
+            assert!(
+                acks.tags.len() <= 65,
+                "{} entries at {tag}",
+                acks.tags.len()
+            );
         }
-        assert!(acks.tags.capacity() <= 256, "room for {}", acks.tags.capacity());
+        assert!(
+            acks.tags.capacity() <= 256,
+            "room for {}",
+            acks.tags.capacity()
+        );
         acks.take_singles();
-        assert_eq!((acks.unacked(), acks.obstacle(), acks.oldest()), (1, Some((1, 100_000)), Some(&1)));
+        assert_eq!(
+            (acks.unacked(), acks.obstacle(), acks.oldest()),
+            (1, Some((1, 100_000)), Some(&1))
+        );
     }
 
     /// The broker's side, as RabbitMQ does it: an unknown tag closes the channel.
@@ -236,9 +279,16 @@ mod tests {
     impl Broker {
         fn acknowledge(&mut self, tag: u64, multiple: bool, settled: &BTreeSet<u64>) {
             assert!(self.0.contains(&tag), "406: unknown delivery tag {tag}");
-            let covered: Vec<u64> = if multiple { self.0.range(..=tag).copied().collect() } else { vec![tag] };
+            let covered: Vec<u64> = if multiple {
+                self.0.range(..=tag).copied().collect()
+            } else {
+                vec![tag]
+            };
             for tag in covered {
-                assert!(settled.contains(&tag), "{tag} was acknowledged and not settled: a lost message");
+                assert!(
+                    settled.contains(&tag),
+                    "{tag} was acknowledged and not settled: a lost message"
+                );
                 self.0.remove(&tag);
             }
         }
@@ -248,7 +298,8 @@ mod tests {
     fn whatever_the_order_no_tag_is_lost_refused_or_forgotten() {
         for seed in 0..300 {
             let mut random = fastrand::Rng::with_seed(seed);
-            let (mut acks, mut broker, mut settled) = (Acks::new(), Broker::default(), BTreeSet::new());
+            let (mut acks, mut broker, mut settled) =
+                (Acks::new(), Broker::default(), BTreeSet::new());
             let (mut open, mut next) = (Vec::new(), 1);
             for _ in 0..400 {
                 assert_eq!(acks.unacked(), broker.0.len());
@@ -269,10 +320,17 @@ mod tests {
                         assert_eq!(acks.settle(tag), Some(()));
                         settled.insert(tag);
                     }
-                    8 => acks.take_prefix().into_iter().for_each(|tag| broker.acknowledge(tag, true, &settled)),
+                    8 => acks
+                        .take_prefix()
+                        .into_iter()
+                        .for_each(|tag| broker.acknowledge(tag, true, &settled)),
                     9 => {
-                        acks.take_prefix().into_iter().for_each(|tag| broker.acknowledge(tag, true, &settled));
-                        acks.take_singles().into_iter().for_each(|tag| broker.acknowledge(tag, false, &settled));
+                        acks.take_prefix()
+                            .into_iter()
+                            .for_each(|tag| broker.acknowledge(tag, true, &settled));
+                        acks.take_singles()
+                            .into_iter()
+                            .for_each(|tag| broker.acknowledge(tag, false, &settled));
                         assert!(broker.0.iter().all(|tag| open.contains(tag)));
                     }
                     _ => {}
@@ -282,8 +340,14 @@ mod tests {
                 acks.settle(tag);
                 settled.insert(tag);
             }
-            acks.take_prefix().into_iter().for_each(|tag| broker.acknowledge(tag, true, &settled));
-            assert!(broker.0.is_empty() && acks.settled() == 0, "seed {seed}: left {:?}", broker.0);
+            acks.take_prefix()
+                .into_iter()
+                .for_each(|tag| broker.acknowledge(tag, true, &settled));
+            assert!(
+                broker.0.is_empty() && acks.settled() == 0,
+                "seed {seed}: left {:?}",
+                broker.0
+            );
         }
     }
 }

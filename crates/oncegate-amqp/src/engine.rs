@@ -1,6 +1,7 @@
 //! What goes on behind the source: it keeps a channel alive and carries settlements out.
 //!
-//! It runs on a thread of its own, which no handler can block: the connection's heartbeats depend on it.
+//! It runs on a thread of its own, which no handler can block: the connection's heartbeats depend
+//! on it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -26,8 +27,8 @@ use crate::settings::{Rejects, Settings};
 const HOLD: Duration = Duration::from_secs(5);
 /// No release is shorter: a delivery that is given back at once must not spin.
 const SHORTEST: Duration = Duration::from_millis(20);
-/// How many are acknowledged one by one for the sake of what waits before them, until that moves to a delay queue. A copy costs the
-/// broker about as much as a hundred of them.
+/// How many are acknowledged one by one for the sake of what waits before them, until that moves to
+/// a delay queue. A copy costs the broker about as much as a hundred of them.
 const MANY: usize = 256;
 /// A channel that lived this long was sound. One that breaks as soon as it is open must not spin.
 const SOUND: Duration = Duration::from_secs(2);
@@ -66,7 +67,11 @@ pub(crate) struct Ends {
 }
 
 /// Opens the first channel, says so, and works until the source closes or is dropped.
-pub(crate) async fn run(settings: Arc<Settings>, ends: Ends, mut opened: oneshot::Sender<Result<(), SourceError>>) {
+pub(crate) async fn run(
+    settings: Arc<Settings>,
+    ends: Ends,
+    mut opened: oneshot::Sender<Result<(), SourceError>>,
+) {
     let first = tokio::select! {
         first = opening::first(&settings) => first,
         () = opened.closed() => return,
@@ -161,7 +166,10 @@ impl Link {
 impl Engine {
     async fn work(mut self) {
         while !self.is_finished() {
-            let deadline = self.closing.as_ref().map_or_else(Instant::now, |closing| closing.deadline);
+            let deadline = self
+                .closing
+                .as_ref()
+                .map_or_else(Instant::now, |closing| closing.deadline);
             tokio::select! {
                 biased;
                 command = self.ends.commands.recv(), if self.closing.is_none() => match command {
@@ -180,10 +188,17 @@ impl Engine {
             }
             if self.may_hurry() {
                 self.pace = Pace::Usual;
-                self.lost(&Loss::Broken("not lost: it is opened anew to take more than one message at a time again".into()));
+                self.lost(&Loss::Broken(
+                    "not lost: it is opened anew to take more than one message at a time again"
+                        .into(),
+                ));
             }
             if let Link::Up(session) = &mut self.link {
-                session.flush(if self.closing.is_some() { Gaps::Ignore } else { Gaps::Wait });
+                session.flush(if self.closing.is_some() {
+                    Gaps::Ignore
+                } else {
+                    Gaps::Wait
+                });
                 self.settings.meter.holds(session.acks.unacked());
             }
             self.clear_the_way();
@@ -203,7 +218,11 @@ impl Engine {
     }
 
     fn settle(&mut self, settled: Settled) {
-        let Settled { mut delivery, settlement, story } = settled;
+        let Settled {
+            mut delivery,
+            settlement,
+            story,
+        } = settled;
         let tag = delivery.receipt.position;
         oncegate_core::wrong_version!("settle-on-another-channel", {
             if let Link::Up(session) = &self.link {
@@ -224,7 +243,8 @@ impl Engine {
             Settlement::Accept(_) => {}
             Settlement::Reject(reason) => self.reject(delivery, &reason, story.as_deref()),
             // Handed back while draining: closing the channel returns it to the queue.
-            Settlement::Release { after, .. } if after.is_zero() && self.intake == Intake::Stopped => {}
+            Settlement::Release { after, .. }
+                if after.is_zero() && self.intake == Intake::Stopped => {}
             Settlement::Release { after, failures } => {
                 delivery.failures = failures;
                 self.hold_back(delivery, after);
@@ -234,7 +254,9 @@ impl Engine {
 
     /// Sees to it that a delivery reaches the dead letters, or a person.
     fn reject(&mut self, delivery: Delivery, reason: &Reason, story: Option<&Story>) {
-        let Link::Up(session) = &mut self.link else { return };
+        let Link::Up(session) = &mut self.link else {
+            return;
+        };
         let tag = delivery.receipt.position;
         if self.settings.rejects == Rejects::ByQueue && !reason.is_in_doubt() {
             if !session.reject(tag) {
@@ -242,20 +264,38 @@ impl Engine {
             }
             return;
         }
-        let Some(carried) = session.acks.carried(tag) else { return stale(&self.settings, tag) };
-        self.publisher.publish(Copy::rejected(&delivery, reason, story, &carried.original, &self.settings));
+        let Some(carried) = session.acks.carried(tag) else {
+            return stale(&self.settings, tag);
+        };
+        self.publisher.publish(Copy::rejected(
+            &delivery,
+            reason,
+            story,
+            &carried.original,
+            &self.settings,
+        ));
         session.publishing += 1;
     }
 
-    /// Keeps a delivery back: for a short while in memory, else in a delay queue, where there are some.
+    /// Keeps a delivery back: for a short while in memory, else in a delay queue, where there are
+    /// some.
     fn hold_back(&mut self, delivery: Delivery, after: Duration) {
-        let Link::Up(session) = &mut self.link else { return };
+        let Link::Up(session) = &mut self.link else {
+            return;
+        };
         let tag = delivery.receipt.position;
-        let Some(carried) = session.acks.carried(tag) else { return stale(&self.settings, tag) };
+        let Some(carried) = session.acks.carried(tag) else {
+            return stale(&self.settings, tag);
+        };
         let has_queues = self.settings.delays_by_queue();
         let crowded = session.held.len() >= session.prefetch / 2;
         if has_queues && (after > HOLD || crowded || self.intake == Intake::Stopped) {
-            self.publisher.publish(Copy::delayed(&delivery, after, &carried.original, &self.settings));
+            self.publisher.publish(Copy::delayed(
+                &delivery,
+                after,
+                &carried.original,
+                &self.settings,
+            ));
             session.publishing += 1;
         } else {
             // What waits beyond the broker's timeout would cost the channel.
@@ -264,17 +304,31 @@ impl Engine {
         }
     }
 
-    /// Lets what waits in memory, and keeps many behind it from being acknowledged together, move to a delay queue: to be told of
-    /// each of those alone costs the broker several times as much. Until the copy is confirmed its original waits where it is.
+    /// Lets what waits in memory, and keeps many behind it from being acknowledged together, move
+    /// to a delay queue: to be told of each of those alone costs the broker several times as much.
+    /// Until the copy is confirmed its original waits where it is.
     fn clear_the_way(&mut self) {
-        let Link::Up(session) = &mut self.link else { return };
-        let Some((tag, _)) = session.acks.obstacle().filter(|(_, alone)| *alone >= MANY) else { return };
+        let Link::Up(session) = &mut self.link else {
+            return;
+        };
+        let Some((tag, _)) = session.acks.obstacle().filter(|(_, alone)| *alone >= MANY) else {
+            return;
+        };
         if !self.settings.delays_by_queue() || self.settings.meter.is_blocked() {
             return;
         }
         let now = Instant::now();
-        let (Some((due, delivery)), Some(carried)) = (session.held.movable(tag, now), session.acks.carried(tag)) else { return };
-        let copy = Copy::delayed(delivery, due.saturating_duration_since(now), &carried.original, &self.settings);
+        let (Some((due, delivery)), Some(carried)) =
+            (session.held.movable(tag, now), session.acks.carried(tag))
+        else {
+            return;
+        };
+        let copy = Copy::delayed(
+            delivery,
+            due.saturating_duration_since(now),
+            &carried.original,
+            &self.settings,
+        );
         if copy.is_whole(&carried.original, session.frame_max()) {
             let withdrawal = Some(session.held.begin_to_move(tag, due, now));
             self.publisher.publish(Copy { withdrawal, ..copy });
@@ -284,9 +338,17 @@ impl Engine {
     }
 
     fn confirmed(&mut self, confirmed: &Confirmed) {
-        let Link::Up(session) = &mut self.link else { return };
-        // Of one that was withdrawn the original was handed over again, and says itself what becomes of it.
-        if session.epoch != confirmed.epoch || confirmed.withdrawal.as_ref().is_some_and(Withdrawal::is_withdrawn) {
+        let Link::Up(session) = &mut self.link else {
+            return;
+        };
+        // Of one that was withdrawn the original was handed over again, and says itself what
+        // becomes of it.
+        if session.epoch != confirmed.epoch
+            || confirmed
+                .withdrawal
+                .as_ref()
+                .is_some_and(Withdrawal::is_withdrawn)
+        {
             return;
         }
         if !session.held.moved(confirmed.tag) {
@@ -299,7 +361,11 @@ impl Engine {
         match next {
             Next::Opened(session) => {
                 self.ends.live.store(session.epoch, Ordering::Release);
-                tracing::info!(queue = &*self.settings.name, broker = self.settings.shown(), "consuming again");
+                tracing::info!(
+                    queue = &*self.settings.name,
+                    broker = self.settings.shown(),
+                    "consuming again"
+                );
                 self.settings.meter.back();
                 self.since = Instant::now();
                 self.link = Link::Up(session);
@@ -311,9 +377,17 @@ impl Engine {
     }
 
     fn take_in(&mut self, deliveries: Vec<lapin::message::Delivery>) {
-        self.settings.meter.delivered(deliveries.len(), deliveries.iter().filter(|delivery| delivery.redelivered).count());
+        self.settings.meter.delivered(
+            deliveries.len(),
+            deliveries
+                .iter()
+                .filter(|delivery| delivery.redelivered)
+                .count(),
+        );
         for delivery in deliveries {
-            let Link::Up(session) = &mut self.link else { return };
+            let Link::Up(session) = &mut self.link else {
+                return;
+            };
             let (tag, spoilt) = (delivery.delivery_tag, incoming::is_spoilt(&delivery));
             let (delivery, original) = incoming::read(delivery, &self.settings, session.epoch);
             session.acks.delivered(tag, Carried::now(original));
@@ -334,8 +408,19 @@ impl Engine {
             }
             if spoilt {
                 let problem = "a property, a header's name or the routing key is not UTF-8";
-                tracing::warn!(queue = &*self.settings.name, problem, "a message cannot be read: to the dead letters");
-                self.reject(delivery, &Reason::Unreadable, Some(&Story { last_error: Some(problem.into()), ..Story::default() }));
+                tracing::warn!(
+                    queue = &*self.settings.name,
+                    problem,
+                    "a message cannot be read: to the dead letters"
+                );
+                self.reject(
+                    delivery,
+                    &Reason::Unreadable,
+                    Some(&Story {
+                        last_error: Some(problem.into()),
+                        ..Story::default()
+                    }),
+                );
                 continue;
             }
             match incoming::wait(&delivery, &self.settings) {
@@ -346,11 +431,16 @@ impl Engine {
     }
 
     fn hand_over_again(&mut self) {
-        let Link::Up(session) = &mut self.link else { return };
-        self.ends.out.deliver_first(session.held.take_due(Instant::now()));
+        let Link::Up(session) = &mut self.link else {
+            return;
+        };
+        self.ends
+            .out
+            .deliver_first(session.held.take_due(Instant::now()));
     }
 
-    /// Whether it read one by one for long enough. Asked while it holds no delivery, so that none comes back for it.
+    /// Whether it read one by one for long enough. Asked while it holds no delivery, so that none
+    /// comes back for it.
     fn may_hurry(&self) -> bool {
         self.pace == Pace::Careful
             && self.intake == Intake::Open
@@ -359,7 +449,9 @@ impl Engine {
     }
 
     fn lost(&mut self, loss: &Loss) {
-        let Link::Up(mut session) = std::mem::replace(&mut self.link, Link::Down) else { return };
+        let Link::Up(mut session) = std::mem::replace(&mut self.link, Link::Down) else {
+            return;
+        };
         session.held.withdraw();
         self.ends.live.store(0, Ordering::Release);
         self.ends.out.revoke(session.epoch);
@@ -368,7 +460,12 @@ impl Engine {
         let (queue, broker) = (&*self.settings.name, self.settings.shown());
         match loss {
             Loss::Broken(problem) | Loss::Silent(problem) => {
-                tracing::warn!(queue, broker, problem, "the channel is lost; connecting again");
+                tracing::warn!(
+                    queue,
+                    broker,
+                    problem,
+                    "the channel is lost; connecting again"
+                );
             }
             Loss::Unreadable(problem) => tracing::error!(
                 queue,
@@ -381,16 +478,30 @@ impl Engine {
         if self.intake == Intake::Open {
             self.epoch += 1;
             match (loss, self.pace) {
-                (Loss::Unreadable(_), Pace::Usual) => (self.pace, self.backoff) = (Pace::Careful, Backoff::up_to(LONGEST_LOOK)),
-                (Loss::Broken(_) | Loss::Silent(_), Pace::Usual) if self.since.elapsed() > SOUND => {
+                (Loss::Unreadable(_), Pace::Usual) => {
+                    (self.pace, self.backoff) = (Pace::Careful, Backoff::up_to(LONGEST_LOOK))
+                }
+                (Loss::Broken(_) | Loss::Silent(_), Pace::Usual)
+                    if self.since.elapsed() > SOUND =>
+                {
                     self.backoff = Backoff::up_to(LONGEST_PAUSE)
                 }
                 (_, Pace::Careful) if self.since.elapsed() > STEADY => self.backoff.reset(),
                 _ => {}
             }
             let prefetch = self.pace.prefetch(&self.settings);
-            let silence = if let Loss::Silent(_) = loss { LONG_SILENCE } else { SILENCE };
-            let opening = opening::again(Arc::clone(&self.settings), self.epoch, prefetch, silence, self.backoff.pause());
+            let silence = if let Loss::Silent(_) = loss {
+                LONG_SILENCE
+            } else {
+                SILENCE
+            };
+            let opening = opening::again(
+                Arc::clone(&self.settings),
+                self.epoch,
+                prefetch,
+                silence,
+                self.backoff.pause(),
+            );
             let before = self.settings.keeps_order().then_some(closed);
             self.link = Link::Opening(Box::pin(async move {
                 if let Some(closed) = before {
@@ -459,8 +570,13 @@ impl Engine {
         }
         self.publisher.close(GOODBYE).await;
         if let Some(closing) = self.closing.take() {
-            let unfinished = "not all settlements were carried out in time; their deliveries come back";
-            let _ = closing.done.send(if finished { Ok(()) } else { Err(SourceError::Unavailable(unfinished.into())) });
+            let unfinished =
+                "not all settlements were carried out in time; their deliveries come back";
+            let _ = closing.done.send(if finished {
+                Ok(())
+            } else {
+                Err(SourceError::Unavailable(unfinished.into()))
+            });
         }
     }
 }
@@ -468,5 +584,9 @@ impl Engine {
 /// A settlement whose channel is gone. Sending it would close the new channel.
 fn stale(settings: &Settings, tag: u64) {
     settings.meter.stale();
-    tracing::debug!(queue = &*settings.name, tag, "a settlement came after its channel had gone; the delivery comes back");
+    tracing::debug!(
+        queue = &*settings.name,
+        tag,
+        "a settlement came after its channel had gone; the delivery comes back"
+    );
 }

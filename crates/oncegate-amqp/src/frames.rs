@@ -1,14 +1,15 @@
 //! Frames as the broker sends them, made such that the client survives them.
 //!
-//! The client reads a table in a table by calling itself: a few kilobytes of headers, nested deeply enough, would end
-//! the process, and each process after it to which the broker hands the message. And where AMQP has a short string, the
-//! client takes only UTF-8; anything else costs the connection, again and again. A message that comes back because no queue
-//! took it, the client writes into the log with its body and its headers: here it comes back empty.
+//! The client reads a table in a table by calling itself: a few kilobytes of headers, nested deeply
+//! enough, would end the process, and each process after it to which the broker hands the message.
+//! And where AMQP has a short string, the client takes only UTF-8; anything else costs the
+//! connection, again and again. A message that comes back because no queue took it, the client
+//! writes into the log with its body and its headers: here it comes back empty.
 
 use std::collections::BTreeMap;
 
-/// What stands in place of each byte of a short string that is not UTF-8. A message that holds it has no name that one
-/// could go by.
+/// What stands in place of each byte of a short string that is not UTF-8. A message that holds it
+/// has no name that one could go by.
 pub(crate) const SPOILT: char = '\u{1a}';
 
 /// Tables and arrays nested deeper than this are left unread, as the bytes that they are.
@@ -47,10 +48,13 @@ impl Frames {
         self.waiting.extend_from_slice(bytes);
         let (mut whole, mut taken) = (0, 0);
         while let Some(size) = size(&self.waiting[whole..]) {
-            let Some(frame) = self.waiting.get_mut(whole..whole + size) else { break };
+            let Some(frame) = self.waiting.get_mut(whole..whole + size) else {
+                break;
+            };
             mend(frame);
             if let Some(left) = empty(frame, &mut self.returned) {
-                self.ready.extend_from_slice(&self.waiting[taken..whole + left]);
+                self.ready
+                    .extend_from_slice(&self.waiting[taken..whole + left]);
                 taken = whole + size;
             }
             whole += size;
@@ -73,10 +77,12 @@ impl Frames {
     }
 }
 
-/// How many bytes a frame has, once that can be told. What is no frame (a broker of another version answers with eight
-/// bytes of text) passes as it is.
+/// How many bytes a frame has, once that can be told. What is no frame (a broker of another version
+/// answers with eight bytes of text) passes as it is.
 fn size(bytes: &[u8]) -> Option<usize> {
-    let [kind, _, _, size @ ..] = bytes.get(..7)? else { return None };
+    let [kind, _, _, size @ ..] = bytes.get(..7)? else {
+        return None;
+    };
     if ![METHOD, HEADER, BODY, HEARTBEAT].contains(kind) {
         return Some(bytes.len());
     }
@@ -91,7 +97,8 @@ const HEARTBEAT: u8 = 8;
 /// The mark behind a frame's payload.
 const END: u8 = 0xce;
 
-/// `basic.deliver`, `basic.get-ok` and `basic.return`: the methods whose short strings come from producers.
+/// `basic.deliver`, `basic.get-ok` and `basic.return`: the methods whose short strings come from
+/// producers.
 const DELIVER: [u8; 4] = [0, 60, 0, 60];
 const GET_OK: [u8; 4] = [0, 60, 0, 71];
 const RETURN: [u8; 4] = [0, 60, 0, 50];
@@ -99,10 +106,12 @@ const RETURN: [u8; 4] = [0, 60, 0, 50];
 /// The payload of a header with no properties and no body.
 const NOTHING: [u8; 14] = [0, 60, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
 
-/// Empties a frame that is of a message that comes back: so many of its bytes may pass. Of its header that is one with nothing in
-/// it, and of its body none.
+/// Empties a frame that is of a message that comes back: so many of its bytes may pass. Of its
+/// header that is one with nothing in it, and of its body none.
 fn empty(frame: &mut [u8], returned: &mut BTreeMap<[u8; 2], Returned>) -> Option<usize> {
-    let [kind, first, second, ..] = *frame else { return None };
+    let [kind, first, second, ..] = *frame else {
+        return None;
+    };
     let (channel, end) = ([first, second], frame.len().checked_sub(1)?);
     let payload = frame.get(7..end)?;
     match (kind, returned.get_mut(&channel)) {
@@ -124,7 +133,9 @@ fn empty(frame: &mut [u8], returned: &mut BTreeMap<[u8; 2], Returned>) -> Option
             }
             let size = u32::try_from(NOTHING.len()).ok()?.to_be_bytes();
             frame.get_mut(3..7)?.copy_from_slice(&size);
-            frame.get_mut(7..7 + NOTHING.len())?.copy_from_slice(&NOTHING);
+            frame
+                .get_mut(7..7 + NOTHING.len())?
+                .copy_from_slice(&NOTHING);
             *frame.get_mut(7 + NOTHING.len())? = END;
             Some(NOTHING.len() + AROUND)
         }
@@ -141,8 +152,13 @@ fn empty(frame: &mut [u8], returned: &mut BTreeMap<[u8; 2], Returned>) -> Option
 
 fn mend(frame: &mut [u8]) {
     let (kind, end) = (frame[0], frame.len().saturating_sub(1));
-    let Some(payload) = frame.get_mut(7..end) else { return };
-    let mut reader = Reader { bytes: payload, at: 0 };
+    let Some(payload) = frame.get_mut(7..end) else {
+        return;
+    };
+    let mut reader = Reader {
+        bytes: payload,
+        at: 0,
+    };
     // What ends too early is left to the client's judgement.
     let _ = match kind {
         HEADER => reader.header(),
@@ -186,7 +202,12 @@ impl Reader<'_> {
         // Class, weight and the body's size.
         self.take(12)?;
         let flags = u16::from_be_bytes(self.take(2)?.try_into().ok()?);
-        for property in PROPERTIES.iter().enumerate().filter(|(place, _)| flags & (0x8000 >> place) != 0).map(|(_, property)| property) {
+        for property in PROPERTIES
+            .iter()
+            .enumerate()
+            .filter(|(place, _)| flags & (0x8000 >> place) != 0)
+            .map(|(_, property)| property)
+        {
             match property {
                 Property::Short => self.short()?,
                 Property::Table => self.table()?,
@@ -237,7 +258,11 @@ impl Reader<'_> {
                     self.long()?;
                 }
                 b'F' | b'A' => {
-                    let kind = if *tag == b'F' { Kind::Table } else { Kind::Array };
+                    let kind = if *tag == b'F' {
+                        Kind::Table
+                    } else {
+                        Kind::Array
+                    };
                     let count = self.number()?;
                     inside.push((kind, self.at.checked_add(count)?));
                 }
@@ -304,8 +329,13 @@ mod tests {
     }
 
     fn header(properties: &BasicProperties) -> Vec<u8> {
-        let (written, _) = gen_properties(properties)(Vec::<u8>::new().into()).expect("into memory").into_inner();
-        frame(HEADER, &[&[0, 60, 0, 0, 0, 0, 0, 0, 0, 0, 0, 5][..], &written].concat())
+        let (written, _) = gen_properties(properties)(Vec::<u8>::new().into())
+            .expect("into memory")
+            .into_inner();
+        frame(
+            HEADER,
+            &[&[0, 60, 0, 0, 0, 0, 0, 0, 0, 0, 0, 5][..], &written].concat(),
+        )
     }
 
     /// What passes, handed in and out in pieces of this size.
@@ -328,7 +358,10 @@ mod tests {
     fn rich() -> BasicProperties {
         let mut table = FieldTable::default();
         let mut inner = FieldTable::default();
-        inner.insert("é".into(), AMQPValue::FieldArray(vec![AMQPValue::LongLongInt(-1), AMQPValue::Void].into()));
+        inner.insert(
+            "é".into(),
+            AMQPValue::FieldArray(vec![AMQPValue::LongLongInt(-1), AMQPValue::Void].into()),
+        );
         for (name, value) in [
             ("text", AMQPValue::LongString(vec![0xff; 9].into())),
             ("bytes", AMQPValue::ByteArray(vec![0xfe].into())),
@@ -354,19 +387,36 @@ mod tests {
 
     #[test]
     fn what_is_sound_passes_byte_for_byte_in_whatever_pieces() {
-        let deliver = frame(METHOD, &[&DELIVER[..], b"\x01c", &[0; 9], b"\x00", b"\x03key"].concat());
-        let all = [deliver, header(&rich()), frame(BODY, &[0xff; 300]), frame(HEARTBEAT, &[]), frame(METHOD, &[0, 20, 0, 41])].concat();
+        let deliver = frame(
+            METHOD,
+            &[&DELIVER[..], b"\x01c", &[0; 9], b"\x00", b"\x03key"].concat(),
+        );
+        let all = [
+            deliver,
+            header(&rich()),
+            frame(BODY, &[0xff; 300]),
+            frame(HEARTBEAT, &[]),
+            frame(METHOD, &[0, 20, 0, 41]),
+        ]
+        .concat();
         for piece in [1, 2, 7, 64, 5_000] {
             assert_eq!(passes(&all, piece), all, "in pieces of {piece}");
         }
         let version = b"AMQP\x00\x00\x09\x01";
         assert_eq!(passes(version, 8), version);
-        assert_eq!(passes(&all[..all.len() - 3], 64), &all[..all.len() - 3], "an end in the middle");
+        assert_eq!(
+            passes(&all[..all.len() - 3], 64),
+            &all[..all.len() - 3],
+            "an end in the middle"
+        );
     }
 
     #[test]
     fn what_comes_back_comes_back_empty_and_no_other_message_does() {
-        let method = frame(METHOD, &[&RETURN[..], &[1, 0x38], b"\x08NO_ROUTE\x00\x05queue"].concat());
+        let method = frame(
+            METHOD,
+            &[&RETURN[..], &[1, 0x38], b"\x08NO_ROUTE\x00\x05queue"].concat(),
+        );
         let confirmed = frame(METHOD, &[0, 60, 0, 80, 0, 0, 0, 0, 0, 0, 0, 1, 0]);
         let large = header(&rich());
         let other = |mut frame: Vec<u8>| {
@@ -375,32 +425,85 @@ mod tests {
         };
         // Of five bytes: in two parts, with another channel's message in between.
         let inside = [other(large.clone()), other(frame(BODY, b"other"))].concat();
-        let back = [method.clone(), large.clone(), frame(BODY, b"abc"), inside.clone(), frame(BODY, b"de")].concat();
+        let back = [
+            method.clone(),
+            large.clone(),
+            frame(BODY, b"abc"),
+            inside.clone(),
+            frame(BODY, b"de"),
+        ]
+        .concat();
         let after = [confirmed, large, frame(BODY, b"sound")].concat();
-        let left = [method.clone(), frame(HEADER, &NOTHING), inside, after.clone()].concat();
+        let left = [
+            method.clone(),
+            frame(HEADER, &NOTHING),
+            inside,
+            after.clone(),
+        ]
+        .concat();
         for piece in [1, 7, 5_000] {
-            assert_eq!(passes(&[back.clone(), after.clone()].concat(), piece), left, "in pieces of {piece}");
+            assert_eq!(
+                passes(&[back.clone(), after.clone()].concat(), piece),
+                left,
+                "in pieces of {piece}"
+            );
         }
         let without_body = [method, frame(HEADER, &NOTHING)].concat();
         let all = [without_body, after].concat();
         assert_eq!(passes(&all, 64), all, "one that had nothing is the same");
-        let deliver = frame(METHOD, &[&DELIVER[..], b"\x01c", &[0; 9], b"\x00", b"\x03key"].concat());
-        let broken_off =
-            [frame(METHOD, &[&RETURN[..], &[1, 0x38], b"\x00\x00\x00"].concat()), deliver, header(&rich()), frame(BODY, b"whole")];
-        assert_eq!(passes(&broken_off.concat(), 64), broken_off.concat(), "what follows is another message");
+        let deliver = frame(
+            METHOD,
+            &[&DELIVER[..], b"\x01c", &[0; 9], b"\x00", b"\x03key"].concat(),
+        );
+        let broken_off = [
+            frame(METHOD, &[&RETURN[..], &[1, 0x38], b"\x00\x00\x00"].concat()),
+            deliver,
+            header(&rich()),
+            frame(BODY, b"whole"),
+        ];
+        assert_eq!(
+            passes(&broken_off.concat(), 64),
+            broken_off.concat(),
+            "what follows is another message"
+        );
     }
 
     #[test]
     fn a_short_string_that_is_not_utf8_is_marked() {
-        let sound = header(&BasicProperties::default().with_message_id("@@@@".into()).with_app_id("mine".into()));
-        let spoilt: Vec<u8> = sound.iter().map(|byte| if *byte == b'@' { 0xff } else { *byte }).collect();
+        let sound = header(
+            &BasicProperties::default()
+                .with_message_id("@@@@".into())
+                .with_app_id("mine".into()),
+        );
+        let spoilt: Vec<u8> = sound
+            .iter()
+            .map(|byte| if *byte == b'@' { 0xff } else { *byte })
+            .collect();
         let mended = passes(&spoilt, 9);
-        let (_, properties) = parse_properties(&mended[19..mended.len() - 1]).expect("the client reads it");
-        assert_eq!(properties.message_id().as_ref().map(|id| id.as_str().to_owned()), Some(SPOILT.to_string().repeat(4)));
-        assert_eq!(properties.app_id().as_ref().map(|id| id.as_str()), Some("mine"));
-        let deliver = frame(METHOD, &[&DELIVER[..], b"\x01c", &[0; 9], b"\x00", b"\x02\xff\xfe"].concat());
+        let (_, properties) =
+            parse_properties(&mended[19..mended.len() - 1]).expect("the client reads it");
+        assert_eq!(
+            properties
+                .message_id()
+                .as_ref()
+                .map(|id| id.as_str().to_owned()),
+            Some(SPOILT.to_string().repeat(4))
+        );
+        assert_eq!(
+            properties.app_id().as_ref().map(|id| id.as_str()),
+            Some("mine")
+        );
+        let deliver = frame(
+            METHOD,
+            &[&DELIVER[..], b"\x01c", &[0; 9], b"\x00", b"\x02\xff\xfe"].concat(),
+        );
         assert!(passes(&deliver, 99).ends_with(&[2, SPOILT as u8, SPOILT as u8, 0xce]));
-        let got = |key: &[u8]| frame(METHOD, &[&GET_OK[..], &[0; 9], b"\x02dx", &[2], key, &[0, 0, 0, 7]].concat());
+        let got = |key: &[u8]| {
+            frame(
+                METHOD,
+                &[&GET_OK[..], &[0; 9], b"\x02dx", &[2], key, &[0, 0, 0, 7]].concat(),
+            )
+        };
         assert_eq!(passes(&got(b"\xff\xfe"), 99), got(&[SPOILT as u8; 2]));
         assert_eq!(passes(&got(b"ok"), 99), got(b"ok"));
     }
@@ -419,13 +522,25 @@ mod tests {
         }
         let mut table = FieldTable::default();
         table.insert("deep".into(), value);
-        let deep = header(&BasicProperties::default().with_headers(table).with_message_id("m".into()));
+        let deep = header(
+            &BasicProperties::default()
+                .with_headers(table)
+                .with_message_id("m".into()),
+        );
         let mended = passes(&deep, 1_000);
         assert_eq!(mended.len(), deep.len());
-        let changed: Vec<_> = mended.iter().zip(&deep).filter(|(now, before)| now != before).collect();
+        let changed: Vec<_> = mended
+            .iter()
+            .zip(&deep)
+            .filter(|(now, before)| now != before)
+            .collect();
         assert_eq!(changed.len(), 1, "{changed:?}");
-        let (_, properties) = parse_properties(&mended[19..mended.len() - 1]).expect("the client reads it");
-        assert_eq!(properties.message_id().as_ref().map(|id| id.as_str()), Some("m"));
+        let (_, properties) =
+            parse_properties(&mended[19..mended.len() - 1]).expect("the client reads it");
+        assert_eq!(
+            properties.message_id().as_ref().map(|id| id.as_str()),
+            Some("m")
+        );
     }
 
     #[test]

@@ -18,7 +18,10 @@ pub(crate) type GuardedRuntime = Runtime<RuntimeParts<Tokio, Guarding>>;
 
 /// The runtime of the thread that asks.
 pub(crate) fn runtime() -> GuardedRuntime {
-    Runtime::new(RuntimeParts::new(Tokio::current(), Guarding(Tokio::current())))
+    Runtime::new(RuntimeParts::new(
+        Tokio::current(),
+        Guarding(Tokio::current()),
+    ))
 }
 
 /// Both directions of a connection.
@@ -35,12 +38,20 @@ pub(crate) struct Guarded {
 
 impl Guarded {
     pub(crate) fn new(stream: impl Duplex + 'static) -> Self {
-        Self { stream: Box::new(stream), frames: Frames::default(), buffer: vec![0; 64 << 10] }
+        Self {
+            stream: Box::new(stream),
+            frames: Frames::default(),
+            buffer: vec![0; 64 << 10],
+        }
     }
 }
 
 impl AsyncRead for Guarded {
-    fn poll_read(mut self: Pin<&mut Self>, context: &mut Context<'_>, into: &mut [u8]) -> Poll<io::Result<usize>> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        into: &mut [u8],
+    ) -> Poll<io::Result<usize>> {
         let this = &mut *self;
         if into.is_empty() {
             return Poll::Ready(Ok(0));
@@ -62,11 +73,19 @@ impl AsyncRead for Guarded {
 }
 
 impl AsyncWrite for Guarded {
-    fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.stream).poll_write(context, bytes)
     }
 
-    fn poll_write_vectored(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[io::IoSlice<'_>]) -> Poll<io::Result<usize>> {
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.stream).poll_write_vectored(context, bytes)
     }
 
@@ -88,7 +107,10 @@ impl Reactor for Guarding {
     type Sleep = <Tokio as Reactor>::Sleep;
 
     /// Never asked for: connections are made by their address.
-    fn register<H: io::Read + io::Write + Send + 'static>(&self, _: H) -> io::Result<impl AsyncRead + AsyncWrite + Send + Unpin + 'static> {
+    fn register<H: io::Read + io::Write + Send + 'static>(
+        &self,
+        _: H,
+    ) -> io::Result<impl AsyncRead + AsyncWrite + Send + Unpin + 'static> {
         Err::<Guarded, _>(io::ErrorKind::Unsupported.into())
     }
 
@@ -100,7 +122,10 @@ impl Reactor for Guarding {
         self.0.interval(time)
     }
 
-    fn tcp_connect_addr(&self, address: SocketAddr) -> impl Future<Output = io::Result<Guarded>> + Send + 'static {
+    fn tcp_connect_addr(
+        &self,
+        address: SocketAddr,
+    ) -> impl Future<Output = io::Result<Guarded>> + Send + 'static {
         let connecting = self.0.tcp_connect_addr(address);
         async move { connecting.await.map(Guarded::new) }
     }

@@ -15,8 +15,8 @@ use crate::guard::{self, Guarded};
 
 /// Ends the client's attempt when it is dropped before it was [`done`](Self::done).
 ///
-/// The client's thread owns the socket until the broker answers, and waits for that without end: a load balancer that
-/// accepts and says nothing would cost a thread and a socket with each attempt.
+/// The client's thread owns the socket until the broker answers, and waits for that without end: a
+/// load balancer that accepts and says nothing would cost a thread and a socket with each attempt.
 #[derive(Default)]
 struct Handshake(Arc<Mutex<State>>);
 
@@ -29,7 +29,8 @@ enum State {
     Over,
 }
 
-/// Connects, encrypted where there is something to do so with, and gives up after so long; `None` then.
+/// Connects, encrypted where there is something to do so with, and gives up after so long; `None`
+/// then.
 pub(crate) async fn connect(
     uri: AMQPUri,
     tls: Option<RustlsConnector>,
@@ -45,15 +46,21 @@ pub(crate) async fn connect(
             // By hand, because the client's own way traces the password.
             let connecting = async {
                 let host = uri.authority.host.clone();
-                let stream = Tokio::current().tcp_connect(runtime.to_socket_addrs((host, uri.authority.port))).await?;
+                let stream = Tokio::current()
+                    .tcp_connect(runtime.to_socket_addrs((host, uri.authority.port)))
+                    .await?;
                 let socket = duplicate(stream.get_ref())?;
                 let stream = match &tls {
-                    Some(connector) => Guarded::new(connector.connect_async(&uri.authority.host, stream).await?),
+                    Some(connector) => {
+                        Guarded::new(connector.connect_async(&uri.authority.host, stream).await?)
+                    }
                     None => Guarded::new(stream),
                 };
                 io::Result::Ok((stream, socket))
             };
-            let (stream, socket) = tokio::time::timeout(patience, connecting).await.map_err(io::Error::from)??;
+            let (stream, socket) = tokio::time::timeout(patience, connecting)
+                .await
+                .map_err(io::Error::from)??;
             let mut state = lock(&state);
             if let State::Over = *state {
                 return Err(io::Error::from(io::ErrorKind::TimedOut).into());

@@ -1,4 +1,5 @@
-//! Released deliveries that wait in memory, and the one of them that moves to a delay queue meanwhile.
+//! Released deliveries that wait in memory, and the one of them that moves to a delay queue
+//! meanwhile.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -8,8 +9,9 @@ use tokio::time::Instant;
 
 use crate::copy::Withdrawal;
 
-/// How long a copy of what waits here may take to be confirmed, if it is not due later. Then it is handed over from here, as if
-/// there were no copy: a broker that is short of memory confirms none, and tries again are not to wait for that.
+/// How long a copy of what waits here may take to be confirmed, if it is not due later. Then it is
+/// handed over from here, as if there were no copy: a broker that is short of memory confirms none,
+/// and tries again are not to wait for that.
 const CONFIRMED_WITHIN: Duration = Duration::from_secs(2);
 /// How long nothing moves after that.
 const REST: Duration = Duration::from_secs(30);
@@ -37,13 +39,18 @@ struct Moving {
 impl Held {
     /// Holds a delivery back until then.
     pub(crate) fn insert(&mut self, due: Instant, delivery: Delivery) {
-        self.waiting.insert((due, delivery.receipt.position), delivery);
+        self.waiting
+            .insert((due, delivery.receipt.position), delivery);
     }
 
     /// Takes what is due.
     pub(crate) fn take_due(&mut self, now: Instant) -> Vec<Delivery> {
         let mut due = Vec::new();
-        while let Some(entry) = self.waiting.first_entry().filter(|entry| entry.key().0 <= now) {
+        while let Some(entry) = self
+            .waiting
+            .first_entry()
+            .filter(|entry| entry.key().0 <= now)
+        {
             let ((_, tag), delivery) = entry.remove_entry();
             if self.moves(tag) {
                 self.withdraw();
@@ -54,23 +61,34 @@ impl Held {
         due
     }
 
-    /// The delivery with this tag and when it is due, if it waits here and may move to a delay queue now.
+    /// The delivery with this tag and when it is due, if it waits here and may move to a delay
+    /// queue now.
     pub(crate) fn movable(&self, tag: u64, now: Instant) -> Option<(Instant, &Delivery)> {
-        if self.moving.is_some() || self.stays == Some(tag) || self.no_move_before.is_some_and(|at| now < at) {
+        if self.moving.is_some()
+            || self.stays == Some(tag)
+            || self.no_move_before.is_some_and(|at| now < at)
+        {
             return None;
         }
-        let ((due, _), delivery) = self.waiting.iter().find(|((due, waits), _)| *waits == tag && *due >= now + WORTH_IT)?;
+        let ((due, _), delivery) = self
+            .waiting
+            .iter()
+            .find(|((due, waits), _)| *waits == tag && *due >= now + WORTH_IT)?;
         Some((*due, delivery))
     }
 
-    /// A copy of a movable delivery is to be published: by what it gets this, the copy can be taken back. Until it is confirmed
-    /// the delivery stays here.
+    /// A copy of a movable delivery is to be published: by what it gets this, the copy can be taken
+    /// back. Until it is confirmed the delivery stays here.
     pub(crate) fn begin_to_move(&mut self, tag: u64, due: Instant, now: Instant) -> Withdrawal {
         let copy = Withdrawal::default();
         let until = due.max(now + CONFIRMED_WITHIN);
         if let Some(delivery) = self.waiting.remove(&(due, tag)) {
             self.waiting.insert((until, tag), delivery);
-            self.moving = Some(Moving { until, tag, copy: copy.clone() });
+            self.moving = Some(Moving {
+                until,
+                tag,
+                copy: copy.clone(),
+            });
         }
         copy
     }
@@ -80,7 +98,8 @@ impl Held {
         self.stays = Some(tag);
     }
 
-    /// The copy of this tag stands in its queue, if it is one that moves: then nothing of it is left here.
+    /// The copy of this tag stands in its queue, if it is one that moves: then nothing of it is
+    /// left here.
     pub(crate) fn moved(&mut self, tag: u64) -> bool {
         let moved = self.moving.take_if(|moving| moving.tag == tag);
         moved.is_some_and(|moving| self.waiting.remove(&(moving.until, tag)).is_some())
@@ -93,10 +112,14 @@ impl Held {
         }
     }
 
-    /// Takes all but what moves, with the time of each, and says whether something does: that is left to its copy for good.
+    /// Takes all but what moves, with the time of each, and says whether something does: that is
+    /// left to its copy for good.
     pub(crate) fn take_all(&mut self) -> (BTreeMap<(Instant, u64), Delivery>, bool) {
         let mut all = std::mem::take(&mut self.waiting);
-        let moves = self.moving.take().is_some_and(|moving| all.remove(&(moving.until, moving.tag)).is_some());
+        let moves = self
+            .moving
+            .take()
+            .is_some_and(|moving| all.remove(&(moving.until, moving.tag)).is_some());
         (all, moves)
     }
 
@@ -128,7 +151,15 @@ mod tests {
     const DELAY: Duration = Duration::from_millis(600);
 
     fn delivery(tag: u64) -> Delivery {
-        Delivery { message: Message::new("a"), receipt: Receipt { epoch: 1, partition: 0, position: tag }, failures: 1 }
+        Delivery {
+            message: Message::new("a"),
+            receipt: Receipt {
+                epoch: 1,
+                partition: 0,
+                position: tag,
+            },
+            failures: 1,
+        }
     }
 
     /// With tags 1 and 2, both due after [`DELAY`], and 1 on its way to a delay queue.
@@ -142,7 +173,10 @@ mod tests {
     }
 
     fn tags(deliveries: Vec<Delivery>) -> Vec<u64> {
-        deliveries.iter().map(|delivery| delivery.receipt.position).collect()
+        deliveries
+            .iter()
+            .map(|delivery| delivery.receipt.position)
+            .collect()
     }
 
     #[test]
@@ -150,16 +184,29 @@ mod tests {
         let now = Instant::now();
         let (mut held, copy) = moving(now);
         assert!(!held.moved(2) && held.moved(1) && !held.moved(1));
-        assert_eq!((tags(held.take_due(now + REST)), copy.is_withdrawn()), (vec![2], false));
+        assert_eq!(
+            (tags(held.take_due(now + REST)), copy.is_withdrawn()),
+            (vec![2], false)
+        );
     }
 
     #[test]
     fn a_copy_that_is_not_confirmed_in_time_is_withdrawn_and_nothing_moves_for_a_while() {
         let now = Instant::now();
         let (mut held, copy) = moving(now);
-        assert_eq!((tags(held.take_due(now + DELAY)), copy.is_withdrawn()), (vec![2], false));
+        assert_eq!(
+            (tags(held.take_due(now + DELAY)), copy.is_withdrawn()),
+            (vec![2], false)
+        );
         let late = now + CONFIRMED_WITHIN;
-        assert_eq!((held.next_due(), tags(held.take_due(late)), copy.is_withdrawn()), (Some(late), vec![1], true));
+        assert_eq!(
+            (
+                held.next_due(),
+                tags(held.take_due(late)),
+                copy.is_withdrawn()
+            ),
+            (Some(late), vec![1], true)
+        );
         assert!(!held.moved(1), "its confirmation comes too late");
         held.insert(late + DELAY, delivery(1));
         assert!(held.movable(1, late).is_none());
@@ -174,7 +221,10 @@ mod tests {
         assert!(held.movable(2, now).is_none(), "another one moves");
         held.moved(1);
         assert!(held.movable(2, now).is_some() && held.movable(1, now).is_none());
-        assert!(held.movable(2, now + DELAY - WORTH_IT / 2).is_none(), "it is due soon");
+        assert!(
+            held.movable(2, now + DELAY - WORTH_IT / 2).is_none(),
+            "it is due soon"
+        );
         held.stays(2);
         assert!(held.movable(2, now).is_none());
     }
@@ -184,7 +234,10 @@ mod tests {
         let now = Instant::now();
         let (mut held, copy) = moving(now);
         let (all, moves) = held.take_all();
-        assert_eq!((all.keys().map(|(_, tag)| *tag).collect::<Vec<_>>(), moves), (vec![2], true));
+        assert_eq!(
+            (all.keys().map(|(_, tag)| *tag).collect::<Vec<_>>(), moves),
+            (vec![2], true)
+        );
         held.withdraw();
         assert!(held.is_empty() && !copy.is_withdrawn());
     }

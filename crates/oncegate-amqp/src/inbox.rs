@@ -65,7 +65,10 @@ impl Writer {
     pub(crate) fn deliver_first(&self, deliveries: Vec<Delivery>) {
         let mut state = self.0.state();
         if state.life == Life::Open && !deliveries.is_empty() {
-            deliveries.into_iter().rev().for_each(|delivery| state.deliveries.push_front(delivery));
+            deliveries
+                .into_iter()
+                .rev()
+                .for_each(|delivery| state.deliveries.push_front(delivery));
             self.0.wake.notify_one();
         }
     }
@@ -88,7 +91,11 @@ impl Drop for Writer {
 
 impl Reader {
     /// Waits until there is something that the limit allows, and takes it. Cancel-safe.
-    pub(crate) async fn receive(&mut self, limit: Limit, into: &mut Vec<Incoming>) -> Result<(), Ended> {
+    pub(crate) async fn receive(
+        &mut self,
+        limit: Limit,
+        into: &mut Vec<Incoming>,
+    ) -> Result<(), Ended> {
         loop {
             if self.take(limit, into)? {
                 return Ok(());
@@ -115,7 +122,11 @@ impl Reader {
             into.push(Incoming::Delivery(next));
         }
         let found = into.len() > before;
-        if state.life == Life::Ended && !found { Err(Ended) } else { Ok(found) }
+        if state.life == Life::Ended && !found {
+            Err(Ended)
+        } else {
+            Ok(found)
+        }
     }
 
     /// Hands nothing more out.
@@ -141,18 +152,32 @@ mod tests {
     use super::*;
 
     fn delivery(epoch: u64, position: u64) -> Delivery {
-        Delivery { message: Message::new("12345"), receipt: Receipt { epoch, partition: 0, position }, failures: 0 }
+        Delivery {
+            message: Message::new("12345"),
+            receipt: Receipt {
+                epoch,
+                partition: 0,
+                position,
+            },
+            failures: 0,
+        }
     }
 
     fn shown(incoming: &[Incoming]) -> Vec<(u64, Option<u64>)> {
         let show = |incoming: &Incoming| match incoming {
             Incoming::Revoked(epoch) => (*epoch, None),
-            Incoming::Delivery(delivery) => (delivery.receipt.epoch, Some(delivery.receipt.position)),
+            Incoming::Delivery(delivery) => {
+                (delivery.receipt.epoch, Some(delivery.receipt.position))
+            }
         };
         incoming.iter().map(show).collect()
     }
 
-    async fn received(reader: &mut Reader, count: usize, bytes: usize) -> Option<Vec<(u64, Option<u64>)>> {
+    async fn received(
+        reader: &mut Reader,
+        count: usize,
+        bytes: usize,
+    ) -> Option<Vec<(u64, Option<u64>)>> {
         let mut into = Vec::new();
         let receiving = reader.receive(Limit { count, bytes }, &mut into);
         match tokio::time::timeout(std::time::Duration::from_millis(20), receiving).await {
@@ -172,7 +197,10 @@ mod tests {
         writer.deliver(delivery(51, 1));
         let revoked: Vec<_> = (1..=50).map(|epoch| (epoch, None)).collect();
         assert_eq!(received(&mut reader, 0, 0).await, Some(revoked));
-        assert_eq!(received(&mut reader, 9, 999).await, Some(vec![(51, Some(1))]));
+        assert_eq!(
+            received(&mut reader, 9, 999).await,
+            Some(vec![(51, Some(1))])
+        );
     }
 
     #[tokio::test]
@@ -180,7 +208,10 @@ mod tests {
         let (writer, mut reader) = inbox();
         (1..=5).for_each(|tag| writer.deliver(delivery(1, tag)));
         assert_eq!(received(&mut reader, 0, 0).await, Some(vec![]));
-        assert_eq!(received(&mut reader, 2, 999).await, Some(vec![(1, Some(1)), (1, Some(2))]));
+        assert_eq!(
+            received(&mut reader, 2, 999).await,
+            Some(vec![(1, Some(1)), (1, Some(2))])
+        );
         assert_eq!(received(&mut reader, 9, 1).await, Some(vec![(1, Some(3))]));
         writer.deliver_first(vec![delivery(1, 8), delivery(1, 9)]);
         let first = vec![(1, Some(8)), (1, Some(9)), (1, Some(4)), (1, Some(5))];

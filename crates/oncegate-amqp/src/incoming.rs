@@ -13,19 +13,23 @@ use oncegate_core::source::{Delivery, Receipt, headers};
 use crate::frames::SPOILT;
 use crate::settings::{DELAYS, Settings};
 
-/// The routing key of a message before it was delayed: its copy had to be addressed to the delay queue.
+/// The routing key of a message before it was delayed: its copy had to be addressed to the delay
+/// queue.
 pub(crate) const ROUTING_KEY: &str = "oncegate-routing-key";
 
 /// AMQP's own limit, in bytes. A longer header is a producer's mistake, and is ignored.
 const LONGEST_ROUTING_KEY: usize = 255;
 
-/// When a message comes back whose delay is longer than any delay queue's, in milliseconds since 1970.
+/// When a message comes back whose delay is longer than any delay queue's, in milliseconds since
+/// 1970.
 pub(crate) const NOT_BEFORE: &str = "oncegate-not-before";
 
-/// Nothing is delayed for longer than this: such a header is a producer's mistake, and counts as none.
+/// Nothing is delayed for longer than this: such a header is a producer's mistake, and counts as
+/// none.
 const LONGEST_DELAY: Duration = Duration::from_secs(366 * 86_400);
 
-/// Nobody is released more often than this: a larger number is a producer's mistake or mischief, and counts as none.
+/// Nobody is released more often than this: a larger number is a producer's mistake or mischief,
+/// and counts as none.
 const MOST_FAILURES: u32 = 100_000;
 
 /// What a copy of a message will need beside the delivery.
@@ -36,35 +40,69 @@ pub(crate) struct Original {
     pub(crate) routing_key: Option<Bytes>,
 }
 
-/// The delivery for the core, and the properties and the routing key that a copy of it will need. The body is not copied.
+/// The delivery for the core, and the properties and the routing key that a copy of it will need.
+/// The body is not copied.
 pub(crate) fn read(raw: Raw, settings: &Settings, epoch: u64) -> (Delivery, Original) {
-    let Raw { delivery_tag, routing_key, properties, data, .. } = raw;
+    let Raw {
+        delivery_tag,
+        routing_key,
+        properties,
+        data,
+        ..
+    } = raw;
     let table = properties.headers().as_ref();
-    let kept = table.and_then(|table| text(table, ROUTING_KEY)).filter(|key| key.len() <= LONGEST_ROUTING_KEY);
+    let kept = table
+        .and_then(|table| text(table, ROUTING_KEY))
+        .filter(|key| key.len() <= LONGEST_ROUTING_KEY);
     let routing_key = kept.unwrap_or_else(|| Bytes::from(String::from(routing_key)));
     let headers = table.map(read_headers).unwrap_or_default();
-    let key = settings.key_header.as_ref().and_then(|name| headers.last(name)).map(Bytes::copy_from_slice);
+    let key = settings
+        .key_header
+        .as_ref()
+        .and_then(|name| headers.last(name))
+        .map(Bytes::copy_from_slice);
     let (key, kept) = match key {
         Some(key) => (key, Some(routing_key)),
         None => (routing_key, None),
     };
     let queue = &settings.name;
     let message = Message {
-        origin: Origin { name: Arc::clone(queue), position: Position::Queue, system: Some("rabbitmq") },
+        origin: Origin {
+            name: Arc::clone(queue),
+            position: Position::Queue,
+            system: Some("rabbitmq"),
+        },
         key: Some(key),
-        message_id: properties.message_id().as_ref().map(|id| Bytes::copy_from_slice(id.as_str().as_bytes())),
+        message_id: properties
+            .message_id()
+            .as_ref()
+            .map(|id| Bytes::copy_from_slice(id.as_str().as_bytes())),
         headers,
         body: Bytes::from(data),
-        sent_at: properties.timestamp().and_then(|seconds| UNIX_EPOCH.checked_add(Duration::from_secs(seconds))),
+        sent_at: properties
+            .timestamp()
+            .and_then(|seconds| UNIX_EPOCH.checked_add(Duration::from_secs(seconds))),
     };
     let failures = table.map_or(0, |table| failures(table).max(rejections(table, queue)));
     (
-        Delivery { message, receipt: Receipt { epoch, partition: 0, position: delivery_tag }, failures },
-        Original { properties, routing_key: kept },
+        Delivery {
+            message,
+            receipt: Receipt {
+                epoch,
+                partition: 0,
+                position: delivery_tag,
+            },
+            failures,
+        },
+        Original {
+            properties,
+            routing_key: kept,
+        },
     )
 }
 
-/// Whether a short string of it was not UTF-8. What it was is gone, and two such messages could seem to be one.
+/// Whether a short string of it was not UTF-8. What it was is gone, and two such messages could
+/// seem to be one.
 pub(crate) fn is_spoilt(raw: &Raw) -> bool {
     let properties = &raw.properties;
     let texts = [
@@ -79,12 +117,20 @@ pub(crate) fn is_spoilt(raw: &Raw) -> bool {
         properties.app_id(),
         properties.cluster_id(),
     ];
-    let names = properties.headers().iter().flat_map(|table| table.inner().keys());
-    texts.into_iter().flatten().chain(names).chain([&raw.routing_key]).any(|text| text.as_str().contains(SPOILT))
+    let names = properties
+        .headers()
+        .iter()
+        .flat_map(|table| table.inner().keys());
+    texts
+        .into_iter()
+        .flatten()
+        .chain(names)
+        .chain([&raw.routing_key])
+        .any(|text| text.as_str().contains(SPOILT))
 }
 
-/// How long a delayed copy still has to wait; `None` if its time has come. Where it would wait in memory, unacknowledged,
-/// it waits no longer than a delay queue would have held it.
+/// How long a delayed copy still has to wait; `None` if its time has come. Where it would wait in
+/// memory, unacknowledged, it waits no longer than a delay queue would have held it.
 pub(crate) fn wait(delivery: &Delivery, settings: &Settings) -> Option<Duration> {
     let text = std::str::from_utf8(delivery.message.headers.last(NOT_BEFORE)?).ok()?;
     let until = UNIX_EPOCH.checked_add(Duration::from_millis(text.parse().ok()?))?;
@@ -92,7 +138,13 @@ pub(crate) fn wait(delivery: &Delivery, settings: &Settings) -> Option<Duration>
         .duration_since(SystemTime::now())
         .ok()
         .filter(|wait| *wait <= LONGEST_DELAY)
-        .map(|wait| if settings.delays_by_queue() { wait } else { wait.min(DELAYS[DELAYS.len() - 1]) })
+        .map(|wait| {
+            if settings.delays_by_queue() {
+                wait
+            } else {
+                wait.min(DELAYS[DELAYS.len() - 1])
+            }
+        })
 }
 
 fn read_headers(table: &FieldTable) -> Headers {
@@ -141,20 +193,26 @@ fn text(table: &FieldTable, name: &str) -> Option<Bytes> {
 
 /// How many attempts of a copy failed, as its last release said.
 ///
-/// The broker's own `x-delivery-count` and `x-acquired-count` are not counted: they grow with every lost connection, and
-/// a message that lay in the prefetch and was never handled must not spend its attempts by that. Attempts that ended with
-/// their process are counted by the store.
+/// The broker's own `x-delivery-count` and `x-acquired-count` are not counted: they grow with every
+/// lost connection, and a message that lay in the prefetch and was never handled must not spend its
+/// attempts by that. Attempts that ended with their process are counted by the store.
 fn failures(table: &FieldTable) -> u32 {
     believable(table.inner().get(headers::FAILURES).and_then(number))
 }
 
-/// How often consumers of this queue rejected a message that came back to it by its dead-letter exchange.
+/// How often consumers of this queue rejected a message that came back to it by its dead-letter
+/// exchange.
 fn rejections(table: &FieldTable, queue: &str) -> u32 {
-    let Some(AMQPValue::FieldArray(deaths)) = table.inner().get("x-death") else { return 0 };
+    let Some(AMQPValue::FieldArray(deaths)) = table.inner().get("x-death") else {
+        return 0;
+    };
     let counts = deaths.as_slice().iter().filter_map(|death| match death {
         AMQPValue::FieldTable(death) => {
-            let is = |name: &str, value: &str| text(death, name).is_some_and(|text| text == value.as_bytes());
-            (is("queue", queue) && is("reason", "rejected")).then(|| death.inner().get("count").and_then(number))?
+            let is = |name: &str, value: &str| {
+                text(death, name).is_some_and(|text| text == value.as_bytes())
+            };
+            (is("queue", queue) && is("reason", "rejected"))
+                .then(|| death.inner().get("count").and_then(number))?
         }
         _ => None,
     });
@@ -170,7 +228,10 @@ fn number(value: &AMQPValue) -> Option<u64> {
 }
 
 fn believable(count: Option<u64>) -> u32 {
-    count.and_then(|count| u32::try_from(count).ok()).filter(|count| *count <= MOST_FAILURES).unwrap_or(0)
+    count
+        .and_then(|count| u32::try_from(count).ok())
+        .filter(|count| *count <= MOST_FAILURES)
+        .unwrap_or(0)
 }
 
 #[cfg(test)]
@@ -189,7 +250,12 @@ mod tests {
     }
 
     fn read_one(headers: FieldTable) -> Delivery {
-        read(raw(BasicProperties::default().with_headers(headers)), &settings(), 3).0
+        read(
+            raw(BasicProperties::default().with_headers(headers)),
+            &settings(),
+            3,
+        )
+        .0
     }
 
     #[test]
@@ -200,27 +266,58 @@ mod tests {
         table.insert("number".into(), AMQPValue::LongLongInt(-5));
         table.insert("truth".into(), AMQPValue::Boolean(true));
         table.insert("null".into(), AMQPValue::Void);
-        table.insert("nested".into(), AMQPValue::FieldTable(FieldTable::default()));
-        let properties =
-            BasicProperties::default().with_headers(table).with_message_id("m-1".into()).with_timestamp(1_000).with_expiration("5".into());
+        table.insert(
+            "nested".into(),
+            AMQPValue::FieldTable(FieldTable::default()),
+        );
+        let properties = BasicProperties::default()
+            .with_headers(table)
+            .with_message_id("m-1".into())
+            .with_timestamp(1_000)
+            .with_expiration("5".into());
         let (delivery, original) = read(raw(properties), &settings(), 3);
         let message = &delivery.message;
-        assert_eq!((message.key.as_deref(), message.message_id.as_deref()), (Some(&b"a.key"[..]), Some(&b"m-1"[..])));
-        assert_eq!(message.sent_at, Some(UNIX_EPOCH + Duration::from_secs(1_000)));
+        assert_eq!(
+            (message.key.as_deref(), message.message_id.as_deref()),
+            (Some(&b"a.key"[..]), Some(&b"m-1"[..]))
+        );
+        assert_eq!(
+            message.sent_at,
+            Some(UNIX_EPOCH + Duration::from_secs(1_000))
+        );
         assert_eq!(message.headers.last("text"), Some(&b"as it is"[..]));
         assert_eq!(message.headers.last("bytes"), Some(&[0xff, 0][..]));
         assert_eq!(message.headers.last("number"), Some(&b"-5"[..]));
         assert_eq!(message.headers.last("truth"), Some(&b"true"[..]));
         assert!(message.headers.iter().any(|it| it == (&b"null"[..], None)));
         assert_eq!(message.headers.last("nested"), None);
-        assert_eq!(delivery.receipt, Receipt { epoch: 3, partition: 0, position: 7 });
-        assert_eq!((&message.body[..], &*message.origin.name, message.origin.system), (&b"body"[..], "q", Some("rabbitmq")));
+        assert_eq!(
+            delivery.receipt,
+            Receipt {
+                epoch: 3,
+                partition: 0,
+                position: 7
+            }
+        );
+        assert_eq!(
+            (
+                &message.body[..],
+                &*message.origin.name,
+                message.origin.system
+            ),
+            (&b"body"[..], "q", Some("rabbitmq"))
+        );
         assert!(original.properties.expiration().is_some());
     }
 
     #[test]
     fn a_message_of_an_absurd_time_has_none() {
-        let delivery = read(raw(BasicProperties::default().with_timestamp(u64::MAX)), &settings(), 1).0;
+        let delivery = read(
+            raw(BasicProperties::default().with_timestamp(u64::MAX)),
+            &settings(),
+            1,
+        )
+        .0;
         assert_eq!(delivery.message.sent_at, None);
     }
 
@@ -283,17 +380,31 @@ mod tests {
             AMQPValue::Void,
             AMQPValue::ByteArray(vec![0xff; 40].into()),
         ] {
-            assert_eq!(read_one(dead(vec![death(queue(), "rejected", count.clone())])).failures, 0, "{count:?}");
+            assert_eq!(
+                read_one(dead(vec![death(queue(), "rejected", count.clone())])).failures,
+                0,
+                "{count:?}"
+            );
             let mut own = FieldTable::default();
             own.insert(headers::FAILURES.into(), count.clone());
             assert_eq!(read_one(own).failures, 0, "{count:?}");
         }
         let mut many = FieldTable::default();
-        many.insert("x-death".into(), AMQPValue::LongString("not an array".into()));
+        many.insert(
+            "x-death".into(),
+            AMQPValue::LongString("not an array".into()),
+        );
         many.insert("x-delivery-count".into(), AMQPValue::LongLongInt(50));
         many.insert("x-acquired-count".into(), AMQPValue::LongLongInt(50));
-        assert_eq!(read_one(many).failures, 0, "lost connections are no failures");
-        let odd = vec![AMQPValue::Void, death(AMQPValue::Boolean(true), "rejected", AMQPValue::LongInt(1))];
+        assert_eq!(
+            read_one(many).failures,
+            0,
+            "lost connections are no failures"
+        );
+        let odd = vec![
+            AMQPValue::Void,
+            death(AMQPValue::Boolean(true), "rejected", AMQPValue::LongInt(1)),
+        ];
         assert_eq!(read_one(dead(odd)).failures, 0);
         let overflow = vec![death(queue(), "rejected", AMQPValue::LongLongInt(i64::MAX)); 3];
         assert_eq!(read_one(dead(overflow)).failures, 0);
@@ -304,35 +415,77 @@ mod tests {
         let waits_under = |topology, text: String| {
             let mut table = FieldTable::default();
             table.insert(NOT_BEFORE.into(), AMQPValue::LongString(text.into()));
-            wait(&read_one(table), &RabbitMq::queue("q").topology(topology).check().expect("settings"))
+            wait(
+                &read_one(table),
+                &RabbitMq::queue("q")
+                    .topology(topology)
+                    .check()
+                    .expect("settings"),
+            )
         };
         let waits = |text| waits_under(Topology::Declare, text);
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("a clock after 1970").as_millis();
+        let now = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .expect("a clock after 1970")
+            .as_millis();
         let minute = waits((now + 60_000).to_string()).expect("a wait");
-        assert!(minute > Duration::from_secs(50) && minute <= Duration::from_secs(60), "{minute:?}");
-        for odd in [(now - 1).to_string(), u64::MAX.to_string(), "soon".into(), String::new()] {
+        assert!(
+            minute > Duration::from_secs(50) && minute <= Duration::from_secs(60),
+            "{minute:?}"
+        );
+        for odd in [
+            (now - 1).to_string(),
+            u64::MAX.to_string(),
+            "soon".into(),
+            String::new(),
+        ] {
             assert_eq!(waits(odd), None);
         }
-        assert_eq!(wait(&read_one(FieldTable::default()), &RabbitMq::queue("q").check().expect("settings")), None);
+        assert_eq!(
+            wait(
+                &read_one(FieldTable::default()),
+                &RabbitMq::queue("q").check().expect("settings")
+            ),
+            None
+        );
         let day = (now + 86_400_000).to_string();
         assert!(waits(day.clone()).expect("a wait") > Duration::from_secs(80_000));
-        assert_eq!(waits_under(Topology::Trust, day), Some(Duration::from_secs(600)), "a slot of the prefetch is not held for a day");
+        assert_eq!(
+            waits_under(Topology::Trust, day),
+            Some(Duration::from_secs(600)),
+            "a slot of the prefetch is not held for a day"
+        );
     }
 
     #[test]
     fn the_key_is_the_named_header_or_the_routing_key() {
-        let settings = RabbitMq::queue("q").key_header("customer").check().expect("settings");
+        let settings = RabbitMq::queue("q")
+            .key_header("customer")
+            .check()
+            .expect("settings");
         let keys = |value: Option<AMQPValue>| {
             let mut table = FieldTable::default();
             if let Some(value) = value {
                 table.insert("customer".into(), value);
             }
-            let (delivery, original) = read(raw(BasicProperties::default().with_headers(table)), &settings, 1);
+            let (delivery, original) = read(
+                raw(BasicProperties::default().with_headers(table)),
+                &settings,
+                1,
+            );
             let text = |key: Bytes| String::from_utf8(key.to_vec()).expect("text");
-            (delivery.message.key.map(text), original.routing_key.map(text))
+            (
+                delivery.message.key.map(text),
+                original.routing_key.map(text),
+            )
         };
-        let both = |key: &str, routing_key: Option<&str>| (Some(key.to_owned()), routing_key.map(str::to_owned));
-        assert_eq!(keys(Some(AMQPValue::LongString("c-1".into()))), both("c-1", Some("a.key")));
+        let both = |key: &str, routing_key: Option<&str>| {
+            (Some(key.to_owned()), routing_key.map(str::to_owned))
+        };
+        assert_eq!(
+            keys(Some(AMQPValue::LongString("c-1".into()))),
+            both("c-1", Some("a.key"))
+        );
         assert_eq!(keys(Some(AMQPValue::LongInt(7))), both("7", Some("a.key")));
         assert_eq!(keys(Some(AMQPValue::Void)), both("a.key", None));
         assert_eq!(keys(None), both("a.key", None));
@@ -341,9 +494,22 @@ mod tests {
     #[test]
     fn a_delayed_copy_keeps_its_routing_key() {
         let mut table = FieldTable::default();
-        table.insert(ROUTING_KEY.into(), AMQPValue::LongString("orders.eu".into()));
-        assert_eq!(read_one(table.clone()).message.key.as_deref(), Some(&b"orders.eu"[..]));
-        table.insert(ROUTING_KEY.into(), AMQPValue::LongString("k".repeat(256).into()));
-        assert_eq!(read_one(table).message.key.as_deref(), Some(&b"a.key"[..]), "no routing key is that long");
+        table.insert(
+            ROUTING_KEY.into(),
+            AMQPValue::LongString("orders.eu".into()),
+        );
+        assert_eq!(
+            read_one(table.clone()).message.key.as_deref(),
+            Some(&b"orders.eu"[..])
+        );
+        table.insert(
+            ROUTING_KEY.into(),
+            AMQPValue::LongString("k".repeat(256).into()),
+        );
+        assert_eq!(
+            read_one(table).message.key.as_deref(),
+            Some(&b"a.key"[..]),
+            "no routing key is that long"
+        );
     }
 }

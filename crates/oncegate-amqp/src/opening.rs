@@ -12,19 +12,26 @@ use crate::session::{SILENCE, Session};
 use crate::settings::Settings;
 use crate::telling::Telling;
 
-/// The longest pause before it connects again: with the handshake, five seconds after the node is back it consumes.
+/// The longest pause before it connects again: with the handshake, five seconds after the node is
+/// back it consumes.
 pub(crate) const LONGEST_PAUSE: Duration = Duration::from_secs(3);
-/// The first and the longest pause while the queue is another than the source was told: each time the broker is asked, it writes
-/// an error into its log.
+/// The first and the longest pause while the queue is another than the source was told: each time
+/// the broker is asked, it writes an error into its log.
 const MISMATCHED: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
 
-/// Opens a channel for the first time: waits for a broker that is not there, and gives up on what a person must change.
+/// Opens a channel for the first time: waits for a broker that is not there, and gives up on what a
+/// person must change.
 pub(crate) async fn first(settings: &Settings) -> Result<Session, SourceError> {
     let mut attempts = Attempts::default();
     loop {
         match Session::open(settings, 1, settings.prefetch, SILENCE).await {
             Ok(session) => {
-                tracing::info!(queue = &*settings.name, broker = settings.shown(), prefetch = settings.prefetch, "consuming");
+                tracing::info!(
+                    queue = &*settings.name,
+                    broker = settings.shown(),
+                    prefetch = settings.prefetch,
+                    "consuming"
+                );
                 return Ok(session);
             }
             Err(Trouble::Wrong(error) | Trouble::Mismatch(error)) => return Err(error),
@@ -34,7 +41,13 @@ pub(crate) async fn first(settings: &Settings) -> Result<Session, SourceError> {
 }
 
 /// Opens a channel again, after a pause. Whatever is wrong is waited for: it worked before.
-pub(crate) async fn again(settings: Arc<Settings>, epoch: u64, prefetch: u16, silence: Duration, pause: Duration) -> Session {
+pub(crate) async fn again(
+    settings: Arc<Settings>,
+    epoch: u64,
+    prefetch: u16,
+    silence: Duration,
+    pause: Duration,
+) -> Session {
     tokio::time::sleep(pause).await;
     let mut attempts = Attempts::default();
     loop {
@@ -59,7 +72,12 @@ impl Default for Attempts {
     fn default() -> Self {
         let (first, longest) = MISMATCHED;
         let seldom = Backoff::between(first, longest);
-        Self { backoff: Backoff::up_to(LONGEST_PAUSE), seldom, telling: Telling::default(), mismatch: None }
+        Self {
+            backoff: Backoff::up_to(LONGEST_PAUSE),
+            seldom,
+            telling: Telling::default(),
+            mismatch: None,
+        }
     }
 }
 
@@ -72,7 +90,12 @@ impl Attempts {
             tracing::debug!(queue, broker, ?pause, "still not consuming. {problem}");
         } else if let Trouble::Mismatch(_) = trouble {
             let longest = MISMATCHED.1;
-            tracing::error!(queue, broker, ?longest, "not consuming until the queue is another; trying again ever more seldom. {problem}");
+            tracing::error!(
+                queue,
+                broker,
+                ?longest,
+                "not consuming until the queue is another; trying again ever more seldom. {problem}"
+            );
         } else {
             tracing::warn!(queue, broker, "not consuming; trying again. {problem}");
         }
@@ -87,7 +110,10 @@ impl Attempts {
                 self.mismatch = Some(problem.to_owned());
                 (self.seldom.pause(), is_new)
             }
-            Trouble::Wrong(_) | Trouble::Passing(_) => (self.backoff.pause(), self.telling.is_due(problem, Instant::now())),
+            Trouble::Wrong(_) | Trouble::Passing(_) => (
+                self.backoff.pause(),
+                self.telling.is_due(problem, Instant::now()),
+            ),
         }
     }
 }
@@ -97,7 +123,11 @@ mod tests {
     use super::*;
 
     fn mismatch() -> Trouble {
-        Trouble::Mismatch(SourceError::misconfigured("queue", "it is another", "make it anew"))
+        Trouble::Mismatch(SourceError::misconfigured(
+            "queue",
+            "it is another",
+            "make it anew",
+        ))
     }
 
     #[test]

@@ -18,8 +18,8 @@ use crate::settings::{RabbitMq, Rejects, Settings};
 
 /// A queue that is consumed. Made by [`Open::open`] of a [`RabbitMq`].
 ///
-/// Dropped without [`Source::close`], it closes its connections in the background, and what was not acknowledged
-/// comes back.
+/// Dropped without [`Source::close`], it closes its connections in the background, and what was not
+/// acknowledged comes back.
 pub struct RabbitMqSource {
     incoming: Reader,
     commands: UnboundedSender<Command>,
@@ -56,8 +56,15 @@ impl Open for RabbitMq {
         let (commands, obeyed) = unbounded_channel();
         let live = Arc::new(AtomicU64::new(0));
         let (opened, outcome) = oneshot::channel();
-        let ends = Ends { out, commands: obeyed, live: Arc::clone(&live) };
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(unavailable)?;
+        let ends = Ends {
+            out,
+            commands: obeyed,
+            live: Arc::clone(&live),
+        };
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .map_err(unavailable)?;
         let engine_settings = Arc::clone(&settings);
         std::thread::Builder::new()
             .name("oncegate-amqp".into())
@@ -67,27 +74,40 @@ impl Open for RabbitMq {
             })
             .map_err(unavailable)?;
         outcome.await.map_err(unavailable)??;
-        Ok(RabbitMqSource { incoming, commands, live, chunk, settings })
+        Ok(RabbitMqSource {
+            incoming,
+            commands,
+            live,
+            chunk,
+            settings,
+        })
     }
 }
 
 #[async_trait]
 impl Source for RabbitMqSource {
     async fn receive(&mut self, limit: Limit, into: &mut Vec<Incoming>) -> Result<(), SourceError> {
-        self.incoming.receive(limit, into).await.map_err(|_| ended())
+        self.incoming
+            .receive(limit, into)
+            .await
+            .map_err(|_| ended())
     }
 
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), SourceError> {
         if settled.is_empty() {
             return Ok(());
         }
-        self.commands.send(Command::Settle(std::mem::take(settled))).map_err(|_| ended())
+        self.commands
+            .send(Command::Settle(std::mem::take(settled)))
+            .map_err(|_| ended())
     }
 
     fn destination(&self, _: &Origin, reason: &Reason) -> Option<String> {
         Some(match reason.is_in_doubt() {
             true => self.settings.in_doubt.to_string(),
-            false if self.settings.rejects == Rejects::ByQueue => "the queue's dead-letter exchange".to_owned(),
+            false if self.settings.rejects == Rejects::ByQueue => {
+                "the queue's dead-letter exchange".to_owned()
+            }
             false => self.settings.dead_letters.to_string(),
         })
     }
@@ -100,7 +120,12 @@ impl Source for RabbitMqSource {
 
     async fn close(self: Box<Self>, deadline: Instant) -> Result<(), SourceError> {
         let (done, finished) = oneshot::channel();
-        self.commands.send(Command::Close { deadline: deadline.into(), done }).map_err(|_| ended())?;
+        self.commands
+            .send(Command::Close {
+                deadline: deadline.into(),
+                done,
+            })
+            .map_err(|_| ended())?;
         finished.await.map_err(|_| ended())?
     }
 
@@ -113,7 +138,10 @@ impl fmt::Debug for RabbitMqSource {
     /// Without the messages in it.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let epoch = self.live.load(Ordering::Acquire);
-        f.debug_struct("RabbitMqSource").field("epoch", &epoch).field("waiting", &self.incoming.len()).finish_non_exhaustive()
+        f.debug_struct("RabbitMqSource")
+            .field("epoch", &epoch)
+            .field("waiting", &self.incoming.len())
+            .finish_non_exhaustive()
     }
 }
 

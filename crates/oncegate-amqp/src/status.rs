@@ -10,8 +10,8 @@ use crate::metric;
 
 /// What one RabbitMQ source has done and holds. Clones share it.
 ///
-/// The same figures go through the `metrics` facade, with the label `queue`, as [`RABBITMQ_METRICS`](crate::RABBITMQ_METRICS)
-/// lists them.
+/// The same figures go through the `metrics` facade, with the label `queue`, as
+/// [`RABBITMQ_METRICS`](crate::RABBITMQ_METRICS) lists them.
 ///
 /// ```
 /// use oncegate_amqp::{RabbitMq, RabbitMqStatus};
@@ -27,7 +27,8 @@ pub struct RabbitMqStatus(Arc<Counts>);
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RabbitMqSnapshot {
-    /// Deliveries of the open channel that were not acknowledged yet. It never exceeds the prefetch.
+    /// Deliveries of the open channel that were not acknowledged yet. It never exceeds the
+    /// prefetch.
     pub unacked: u64,
     /// Deliveries that came in.
     pub delivered: u64,
@@ -43,8 +44,8 @@ pub struct RabbitMqSnapshot {
     pub copies: u64,
     /// Copies that were not confirmed and are published again.
     pub copy_retries: u64,
-    /// How long the broker has refused to read what is published, for want of memory or disk space. The present
-    /// refusal counts.
+    /// How long the broker has refused to read what is published, for want of memory or disk space.
+    /// The present refusal counts.
     pub blocked: Duration,
 }
 
@@ -68,7 +69,8 @@ struct Blocked {
 }
 
 impl RabbitMqStatus {
-    /// Of a source that has not been opened. Hand it to one source alone: to [`RabbitMq::status`](crate::RabbitMq::status).
+    /// Of a source that has not been opened. Hand it to one source alone: to
+    /// [`RabbitMq::status`](crate::RabbitMq::status).
     pub fn new() -> Self {
         Self::default()
     }
@@ -83,11 +85,16 @@ impl RabbitMqStatus {
             delivered: read(&counts.delivered),
             redelivered: read(&counts.redelivered),
             reconnects: read(&counts.reconnects),
-            away: counts.away().map_or(Duration::ZERO, |since| since.elapsed()),
+            away: counts
+                .away()
+                .map_or(Duration::ZERO, |since| since.elapsed()),
             stale_receipts: read(&counts.stale_receipts),
             copies: read(&counts.copies),
             copy_retries: read(&counts.copy_retries),
-            blocked: blocked.before + blocked.since.map_or(Duration::ZERO, |since| since.elapsed()),
+            blocked: blocked.before
+                + blocked
+                    .since
+                    .map_or(Duration::ZERO, |since| since.elapsed()),
         }
     }
 }
@@ -139,7 +146,13 @@ impl Meter {
 
     /// How many deliveries the channel holds unacknowledged.
     pub(crate) fn holds(&self, unacked: usize) {
-        if self.status.0.unacked.swap(unacked as u64, Ordering::Relaxed) != unacked as u64 {
+        if self
+            .status
+            .0
+            .unacked
+            .swap(unacked as u64, Ordering::Relaxed)
+            != unacked as u64
+        {
             self.unacked.set(unacked as f64);
         }
     }
@@ -176,7 +189,11 @@ impl Meter {
 
     /// The broker reads nothing that is published from now on.
     pub(crate) fn blocked(&self) {
-        self.status.0.blocked().since.get_or_insert_with(Instant::now);
+        self.status
+            .0
+            .blocked()
+            .since
+            .get_or_insert_with(Instant::now);
         self.blocked.set(1);
     }
 
@@ -192,8 +209,10 @@ impl Meter {
             let told = blocked.before.as_secs();
             blocked.before += since.elapsed();
             self.blocked.set(0);
-            // A counter has no fractions: those of several times add up here, and are told as soon as they are a second.
-            self.blocked_seconds.increment(blocked.before.as_secs() - told);
+            // A counter has no fractions: those of several times add up here, and are told as soon
+            // as they are a second.
+            self.blocked_seconds
+                .increment(blocked.before.as_secs() - told);
         }
     }
 }
@@ -267,7 +286,12 @@ mod tests {
     fn whole_seconds_are_counted_and_fractions_add_up() {
         let (recorder, status) = (DebuggingRecorder::new(), RabbitMqStatus::new());
         let snapshotter = recorder.snapshotter();
-        let counted = || match snapshotter.snapshot().into_vec().into_iter().find(|it| it.0.key().name() == metric::BLOCKED_SECONDS) {
+        let counted = || match snapshotter
+            .snapshot()
+            .into_vec()
+            .into_iter()
+            .find(|it| it.0.key().name() == metric::BLOCKED_SECONDS)
+        {
             Some((_, _, _, DebugValue::Counter(since_the_last_look))) => since_the_last_look,
             other => panic!("{other:?}"),
         };

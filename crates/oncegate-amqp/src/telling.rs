@@ -14,7 +14,10 @@ pub(crate) struct Telling(Option<(Instant, String)>);
 impl Telling {
     /// Whether to tell this: not if just this was told a moment ago. It counts as told then.
     pub(crate) fn is_due(&mut self, problem: &str, now: Instant) -> bool {
-        let is_old = self.0.as_ref().is_some_and(|(at, told)| told == problem && now < *at + SELDOM);
+        let is_old = self
+            .0
+            .as_ref()
+            .is_some_and(|(at, told)| told == problem && now < *at + SELDOM);
         if !is_old {
             self.0 = Some((now, problem.to_owned()));
         }

@@ -7,7 +7,8 @@ use oncegate_core::source::SourceError;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 
-/// The files of an encrypted connection. They are read at each connection, so that a renewed certificate is used.
+/// The files of an encrypted connection. They are read at each connection, so that a renewed
+/// certificate is used.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Tls {
     /// The certificates of authorities that are trusted beside the system's.
@@ -54,7 +55,11 @@ impl Tls {
             }
         };
         connector.map_err(|error| {
-            let setting = if self.identity.is_some() { CLIENT } else { "ca_certificate" };
+            let setting = if self.identity.is_some() {
+                CLIENT
+            } else {
+                "ca_certificate"
+            };
             SourceError::misconfigured(
                 setting,
                 format!("it cannot be used ({error})"),
@@ -70,13 +75,23 @@ fn certificates(setting: &str, path: &Path) -> Result<Vec<CertificateDer<'static
     let read = CertificateDer::pem_file_iter(path).and_then(Iterator::collect::<Result<Vec<_>, _>>);
     match read {
         Ok(certificates) if !certificates.is_empty() => Ok(certificates),
-        Ok(_) => Err(unusable(setting, path, "it holds no certificate in PEM form")),
+        Ok(_) => Err(unusable(
+            setting,
+            path,
+            "it holds no certificate in PEM form",
+        )),
         Err(error) => Err(unusable(setting, path, &error.to_string())),
     }
 }
 
 fn key(path: &Path) -> Result<PrivateKeyDer<'static>, SourceError> {
-    PrivateKeyDer::from_pem_file(path).map_err(|error| unusable(CLIENT, path, &format!("{error}; a key with a passphrase cannot be read")))
+    PrivateKeyDer::from_pem_file(path).map_err(|error| {
+        unusable(
+            CLIENT,
+            path,
+            &format!("{error}; a key with a passphrase cannot be read"),
+        )
+    })
 }
 
 fn unusable(setting: &str, path: &Path, problem: &str) -> SourceError {
@@ -96,12 +111,41 @@ mod tests {
         let missing = PathBuf::from("/nowhere/at-all.pem");
         let empty = PathBuf::from("/dev/null");
         for path in [&missing, &empty] {
-            let told = Tls { authority: Some(path.clone()), identity: None }.connector().map(drop).expect_err("no certificate").to_string();
-            assert!(told.starts_with("ca_certificate: ") && told.contains(path.to_str().expect("text")), "{told}");
-            let identity = Identity { certificate: path.clone(), key: path.clone() };
-            let told = Tls { authority: None, identity: Some(identity) }.connector().map(drop).expect_err("no certificate").to_string();
-            assert!(told.starts_with("client_certificate: ") || told.starts_with("url: the system has no"), "{told}");
+            let told = Tls {
+                authority: Some(path.clone()),
+                identity: None,
+            }
+            .connector()
+            .map(drop)
+            .expect_err("no certificate")
+            .to_string();
+            assert!(
+                told.starts_with("ca_certificate: ") && told.contains(path.to_str().expect("text")),
+                "{told}"
+            );
+            let identity = Identity {
+                certificate: path.clone(),
+                key: path.clone(),
+            };
+            let told = Tls {
+                authority: None,
+                identity: Some(identity),
+            }
+            .connector()
+            .map(drop)
+            .expect_err("no certificate")
+            .to_string();
+            assert!(
+                told.starts_with("client_certificate: ")
+                    || told.starts_with("url: the system has no"),
+                "{told}"
+            );
         }
-        assert!(key(&empty).expect_err("no key").to_string().contains("passphrase"));
+        assert!(
+            key(&empty)
+                .expect_err("no key")
+                .to_string()
+                .contains("passphrase")
+        );
     }
 }

@@ -18,14 +18,15 @@ struct Queue {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Role {
-    /// Deliveries come from it. The broker does not say which arguments a queue has, and some of them lose messages.
+    /// Deliveries come from it. The broker does not say which arguments a queue has, and some of
+    /// them lose messages.
     Consumed,
     /// Copies go to it.
     Target,
 }
 
-/// How often a message may be looked at and put back in a queue that a person reads. Without this, the broker drops it
-/// after 20 times since 4.0; older ones know no word for "without limit".
+/// How often a message may be looked at and put back in a queue that a person reads. Without this,
+/// the broker drops it after 20 times since 4.0; older ones know no word for "without limit".
 const LOOKS: i32 = i32::MAX;
 
 /// Creates or checks the queues, as the user chose.
@@ -38,7 +39,9 @@ pub(crate) async fn prepare(connection: &Connection, settings: &Settings) -> Res
     for queue in named_queues(settings) {
         match settings.topology {
             Topology::Check => check(&channel, &queue).await?,
-            Topology::Declare | Topology::Trust => declare(&mut channel, connection, &queue).await?,
+            Topology::Declare | Topology::Trust => {
+                declare(&mut channel, connection, &queue).await?
+            }
         }
     }
     if settings.topology == Topology::Declare {
@@ -50,10 +53,20 @@ pub(crate) async fn prepare(connection: &Connection, settings: &Settings) -> Res
     Ok(())
 }
 
-/// Creates the dead-letter, in-doubt or delay queue of this name again, if it is the source that creates queues.
-pub(crate) async fn restore(connection: &Connection, settings: &Settings, name: &ShortString) -> Result<(), Trouble> {
-    let queue = named_queues(settings).into_iter().chain(delay_queues(settings)).find(|queue| queue.name == *name);
-    let Some(queue) = queue.filter(|_| settings.topology == Topology::Declare) else { return Ok(()) };
+/// Creates the dead-letter, in-doubt or delay queue of this name again, if it is the source that
+/// creates queues.
+pub(crate) async fn restore(
+    connection: &Connection,
+    settings: &Settings,
+    name: &ShortString,
+) -> Result<(), Trouble> {
+    let queue = named_queues(settings)
+        .into_iter()
+        .chain(delay_queues(settings))
+        .find(|queue| queue.name == *name);
+    let Some(queue) = queue.filter(|_| settings.topology == Topology::Declare) else {
+        return Ok(());
+    };
     let mut channel = connection.create_channel().await?;
     declare(&mut channel, connection, &queue).await?;
     channel.close(200, "OK".into()).await?;
@@ -63,18 +76,30 @@ pub(crate) async fn restore(connection: &Connection, settings: &Settings, name: 
 async fn check(channel: &Channel, queue: &Queue) -> Result<(), Trouble> {
     match passively(channel, queue).await {
         Ok(()) => Ok(()),
-        Err(error) if reply_code(&error) == Some(code::NOT_FOUND) && !passes(&error) => Err(Trouble::Wrong(SourceError::misconfigured(
-            queue.setting,
-            format!("the queue `{}` does not exist", queue.name),
-            "create it, or let `Topology::Declare` do so",
-        ))),
+        Err(error) if reply_code(&error) == Some(code::NOT_FOUND) && !passes(&error) => {
+            Err(Trouble::Wrong(SourceError::misconfigured(
+                queue.setting,
+                format!("the queue `{}` does not exist", queue.name),
+                "create it, or let `Topology::Declare` do so",
+            )))
+        }
         Err(error) => Err(refusal(error, queue)),
     }
 }
 
-async fn declare(channel: &mut Channel, connection: &Connection, queue: &Queue) -> Result<(), Trouble> {
-    let options = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };
-    let error = match channel.queue_declare(queue.name.clone(), options, queue.arguments.clone()).await {
+async fn declare(
+    channel: &mut Channel,
+    connection: &Connection,
+    queue: &Queue,
+) -> Result<(), Trouble> {
+    let options = QueueDeclareOptions {
+        durable: true,
+        ..QueueDeclareOptions::default()
+    };
+    let error = match channel
+        .queue_declare(queue.name.clone(), options, queue.arguments.clone())
+        .await
+    {
         Ok(_) => return Ok(()),
         Err(error) => error,
     };
@@ -84,12 +109,17 @@ async fn declare(channel: &mut Channel, connection: &Connection, queue: &Queue) 
     if queue.role == Role::Consumed {
         return Err(Trouble::Mismatch(SourceError::misconfigured(
             queue.setting,
-            format!("the queue `{}` exists with other arguments ({error})", queue.name),
+            format!(
+                "the queue `{}` exists with other arguments ({error})",
+                queue.name
+            ),
             "if it is a classic queue, say `.queue_kind(QueueKind::Classic)`; if it is yours and loses nothing (a delivery limit needs a dead-letter exchange), create the dead-letter and in-doubt queues too and choose `Topology::Check`",
         )));
     }
     *channel = connection.create_channel().await?;
-    passively(channel, queue).await.map_err(|error| refusal(error, queue))?;
+    passively(channel, queue)
+        .await
+        .map_err(|error| refusal(error, queue))?;
     tracing::warn!(
         queue = queue.name.as_str(), %error,
         "the queue exists with other arguments than oncegate would give it; it is used as it is. A delivery limit, a length limit or a time to live loses messages"
@@ -98,8 +128,14 @@ async fn declare(channel: &mut Channel, connection: &Connection, queue: &Queue) 
 }
 
 async fn passively(channel: &Channel, queue: &Queue) -> lapin::Result<()> {
-    let options = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
-    channel.queue_declare(queue.name.clone(), options, FieldTable::default()).await.map(drop)
+    let options = QueueDeclareOptions {
+        passive: true,
+        ..QueueDeclareOptions::default()
+    };
+    channel
+        .queue_declare(queue.name.clone(), options, FieldTable::default())
+        .await
+        .map(drop)
 }
 
 fn refusal(error: lapin::Error, queue: &Queue) -> Trouble {
@@ -116,7 +152,8 @@ fn refusal(error: lapin::Error, queue: &Queue) -> Trouble {
 fn named_queues(settings: &Settings) -> [Queue; 3] {
     let mut consumed = of_kind(settings.kind);
     if settings.kind == QueueKind::Quorum {
-        // What the broker gives up on (a delivery limit, 20 by default since 4.0) is not to be dropped.
+        // What the broker gives up on (a delivery limit, 20 by default since 4.0) is not to be
+        // dropped.
         dead_letters_to(&mut consumed, &settings.dead_letters, settings.kind);
     }
     if settings.consumers == Consumers::SingleActive {
@@ -126,9 +163,19 @@ fn named_queues(settings: &Settings) -> [Queue; 3] {
     if settings.kind == QueueKind::Quorum {
         kept.insert("x-delivery-limit".into(), AMQPValue::LongInt(LOOKS));
     }
-    let target = |setting, name: &ShortString| Queue { role: Role::Target, setting, name: name.clone(), arguments: kept.clone() };
+    let target = |setting, name: &ShortString| Queue {
+        role: Role::Target,
+        setting,
+        name: name.clone(),
+        arguments: kept.clone(),
+    };
     [
-        Queue { role: Role::Consumed, setting: "queue", name: settings.queue.clone(), arguments: consumed },
+        Queue {
+            role: Role::Consumed,
+            setting: "queue",
+            name: settings.queue.clone(),
+            arguments: consumed,
+        },
         target("dead_letters", &settings.dead_letters),
         target("in_doubt", &settings.in_doubt),
     ]
@@ -138,9 +185,17 @@ fn delay_queues(settings: &Settings) -> impl Iterator<Item = Queue> {
     DELAYS.into_iter().map(|delay| {
         let mut arguments = of_kind(settings.kind);
         // At most ten minutes.
-        arguments.insert("x-message-ttl".into(), AMQPValue::LongInt(delay.as_millis() as i32));
+        arguments.insert(
+            "x-message-ttl".into(),
+            AMQPValue::LongInt(delay.as_millis() as i32),
+        );
         dead_letters_to(&mut arguments, &settings.queue, settings.kind);
-        Queue { role: Role::Target, setting: "queue", name: settings.delay_queue(delay), arguments }
+        Queue {
+            role: Role::Target,
+            setting: "queue",
+            name: settings.delay_queue(delay),
+            arguments,
+        }
     })
 }
 

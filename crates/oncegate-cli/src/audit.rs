@@ -1,7 +1,8 @@
 //! Who did what, when, and what it was before and after.
 //!
-//! Each act has two lines: one before it, so that nothing is done that is not written down, and one that says how it ended.
-//! Between them stands what a crash leaves: an act of which nobody knows whether it was done.
+//! Each act has two lines: one before it, so that nothing is done that is not written down, and one
+//! that says how it ended. Between them stands what a crash leaves: an act of which nobody knows
+//! whether it was done.
 
 use std::collections::{BTreeSet, HashMap};
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -28,7 +29,8 @@ pub(crate) struct AuditArguments {
     /// Only acts by this operator.
     #[arg(long)]
     who: Option<String>,
-    /// Only acts in this scope: several services may write into one audit. An empty one is that of a service without a scope.
+    /// Only acts in this scope: several services may write into one audit. An empty one is that of
+    /// a service without a scope.
     #[arg(long)]
     scope: Option<String>,
     /// Only what was done within this time, such as 24h.
@@ -73,8 +75,8 @@ pub(crate) struct Place {
     pub(crate) partition: Option<i32>,
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) offset: Option<i64>,
-    /// On Kafka the record's timestamp: a topic that is made anew counts its offsets from 0 again. On RabbitMQ, where a
-    /// message has no place of its own, when it was set aside, if it says so.
+    /// On Kafka the record's timestamp: a topic that is made anew counts its offsets from 0 again.
+    /// On RabbitMQ, where a message has no place of its own, when it was set aside, if it says so.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) written_ms: Option<u64>,
 }
@@ -82,7 +84,9 @@ pub(crate) struct Place {
 impl std::fmt::Display for Place {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match (self.partition, self.offset) {
-            (Some(partition), Some(offset)) => write!(f, "{} {}/{partition}/{offset}", self.broker, self.name),
+            (Some(partition), Some(offset)) => {
+                write!(f, "{} {}/{partition}/{offset}", self.broker, self.name)
+            }
             _ => write!(f, "{} {}", self.broker, self.name),
         }
     }
@@ -111,7 +115,8 @@ pub(crate) struct Entry {
     pub(crate) before: String,
     /// What was to come of it.
     pub(crate) after: String,
-    /// The number of the last attempt of the id that was known: its fence, which no later act may set back.
+    /// The number of the last attempt of the id that was known: its fence, which no later act may
+    /// set back.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) attempt: Option<u32>,
     /// Why, as the operator says.
@@ -137,7 +142,9 @@ pub(crate) enum Deed {
 impl Entry {
     /// Whether it is about this id. What was forgotten is written by its hash.
     pub(crate) fn is_of(&self, id: &MessageId) -> bool {
-        self.id.as_deref().is_some_and(|it| it == id.as_str() || it == id.clone().hashed().as_str())
+        self.id
+            .as_deref()
+            .is_some_and(|it| it == id.as_str() || it == id.clone().hashed().as_str())
     }
 
     pub(crate) fn deed(&self) -> Deed {
@@ -194,7 +201,11 @@ impl Audit {
                 _ => return Err(Failure::usage("the audit has no place; set audit.file")),
             },
         };
-        Ok(Self { at, who: context.operator.clone(), scope: config.text("store.scope").map(str::to_owned) })
+        Ok(Self {
+            at,
+            who: context.operator.clone(),
+            scope: config.text("store.scope").map(str::to_owned),
+        })
     }
 
     /// Whether there is a place for it.
@@ -212,14 +223,43 @@ impl Audit {
     /// # Errors
     /// It does not stand there: do nothing.
     pub(crate) async fn begin(&self, act: Act, why: Option<&str>) -> Result<Begun, Failure> {
-        let Act { what, id, place, before, after, attempt } = act;
+        let Act {
+            what,
+            id,
+            place,
+            before,
+            after,
+            attempt,
+        } = act;
         let (at_ms, why) = (now_ms(), why.map(str::to_owned));
-        let (act, at, who, scope) = (format!("{:032x}", Token::random().0), utc(at_ms), self.who.clone(), self.scope.clone());
+        let (act, at, who, scope) = (
+            format!("{:032x}", Token::random().0),
+            utc(at_ms),
+            self.who.clone(),
+            self.scope.clone(),
+        );
         let (what, stage) = (what.to_owned(), Stage::Begun);
-        let entry = Entry { act, at_ms, at, who, what, stage, scope, id, place, before, after, attempt, why, failure: None };
-        self.write(&entry)
-            .await
-            .map_err(|error| Failure::server(format!("nothing was done, since the audit cannot be written: {error}")))?;
+        let entry = Entry {
+            act,
+            at_ms,
+            at,
+            who,
+            what,
+            stage,
+            scope,
+            id,
+            place,
+            before,
+            after,
+            attempt,
+            why,
+            failure: None,
+        };
+        self.write(&entry).await.map_err(|error| {
+            Failure::server(format!(
+                "nothing was done, since the audit cannot be written: {error}"
+            ))
+        })?;
         Ok(Begun(entry))
     }
 
@@ -236,7 +276,8 @@ impl Audit {
     /// # Errors
     /// It was not done, and the audit does not say so.
     async fn not_done(&self, begun: Begun, failure: &Failure) -> Result<(), Failure> {
-        self.end(begun.0, Stage::NotDone, Some(failure.to_string())).await
+        self.end(begun.0, Stage::NotDone, Some(failure.to_string()))
+            .await
     }
 
     /// Writes down that the copy was refused, and why.
@@ -244,10 +285,12 @@ impl Audit {
     /// # Errors
     /// It was not sent, and the audit does not say so.
     pub(crate) async fn not_sent(&self, begun: Begun, failure: &Failure) -> Result<(), Failure> {
-        self.end(begun.0, Stage::NotSent, Some(failure.to_string())).await
+        self.end(begun.0, Stage::NotSent, Some(failure.to_string()))
+            .await
     }
 
-    /// Writes down that something went wrong before anything was sent: that nothing was done, if that is certain.
+    /// Writes down that something went wrong before anything was sent: that nothing was done, if
+    /// that is certain.
     ///
     /// # Errors
     /// Nothing was done, and the audit does not say so.
@@ -262,15 +305,35 @@ impl Audit {
         }
     }
 
-    /// Writes down why nobody knows whether it was done. The act stays begun, whether or not this can be written.
+    /// Writes down why nobody knows whether it was done. The act stays begun, whether or not this
+    /// can be written.
     pub(crate) async fn unknown(&self, begun: Begun, failure: &Failure) {
-        let _ = self.end(begun.0, Stage::Begun, Some(failure.to_string())).await;
+        let _ = self
+            .end(begun.0, Stage::Begun, Some(failure.to_string()))
+            .await;
     }
 
-    async fn end(&self, entry: Entry, stage: Stage, failure: Option<String>) -> Result<(), Failure> {
+    async fn end(
+        &self,
+        entry: Entry,
+        stage: Stage,
+        failure: Option<String>,
+    ) -> Result<(), Failure> {
         let at_ms = now_ms();
-        let entry = Entry { stage, at_ms, at: utc(at_ms), failure, ..entry };
-        let failed = |error| Failure::server(format!("{} was {}, and the audit could not be told so: {error}", entry.what, stage.told()));
+        let entry = Entry {
+            stage,
+            at_ms,
+            at: utc(at_ms),
+            failure,
+            ..entry
+        };
+        let failed = |error| {
+            Failure::server(format!(
+                "{} was {}, and the audit could not be told so: {error}",
+                entry.what,
+                stage.told()
+            ))
+        };
         self.write(&entry).await.map_err(failed)
     }
 
@@ -278,12 +341,18 @@ impl Audit {
         let line = serde_json::to_string(entry).map_err(|error| error.to_string())?;
         match &self.at {
             #[cfg(feature = "redis")]
-            Where::Store(redis) => redis.write_audit(&line).await.map_err(|error| error.to_string()),
-            Where::File(path) => append(path, &line).map_err(|error| format!("{}: {error}", path.display())),
+            Where::Store(redis) => redis
+                .write_audit(&line)
+                .await
+                .map_err(|error| error.to_string()),
+            Where::File(path) => {
+                append(path, &line).map_err(|error| format!("{}: {error}", path.display()))
+            }
         }
     }
 
-    /// The acts on an id in the scope that is configured. Several services may write into one audit.
+    /// The acts on an id in the scope that is configured. Several services may write into one
+    /// audit.
     pub(crate) async fn acts_on(&self, id: &MessageId) -> Result<Vec<Entry>, Failure> {
         let mut acts = self.acts().await?;
         acts.retain(|act| act.is_of(id) && act.scope == self.scope);
@@ -292,11 +361,23 @@ impl Audit {
 
     /// The highest number of an attempt of this id that any act knew; 0 if none did.
     pub(crate) async fn fence(&self, id: &MessageId) -> Result<u32, Failure> {
-        let unread = |failure| Failure::server(format!("nothing was done, since the audit cannot be read: {failure}"));
-        Ok(self.acts_on(id).await.map_err(unread)?.iter().filter_map(|act| act.attempt).max().unwrap_or(0))
+        let unread = |failure| {
+            Failure::server(format!(
+                "nothing was done, since the audit cannot be read: {failure}"
+            ))
+        };
+        Ok(self
+            .acts_on(id)
+            .await
+            .map_err(unread)?
+            .iter()
+            .filter_map(|act| act.attempt)
+            .max()
+            .unwrap_or(0))
     }
 
-    /// Every act once, with how it ended, the oldest first. A line that cannot be read is passed over.
+    /// Every act once, with how it ended, the oldest first. A line that cannot be read is passed
+    /// over.
     pub(crate) async fn acts(&self) -> Result<Vec<Entry>, Failure> {
         Ok(self.read().await?.0)
     }
@@ -309,7 +390,12 @@ impl Audit {
             Where::File(path) => match std::fs::read_to_string(path) {
                 Ok(text) => text.lines().map(str::to_owned).collect(),
                 Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
-                Err(error) => return Err(Failure::server(format!("the audit: {}: {error}", path.display()))),
+                Err(error) => {
+                    return Err(Failure::server(format!(
+                        "the audit: {}: {error}",
+                        path.display()
+                    )));
+                }
             },
         };
         let mut acts: Vec<Entry> = Vec::new();
@@ -331,7 +417,8 @@ impl Audit {
     }
 }
 
-/// One write, so that the lines of several operators do not mix. A line that a crash cut off is not continued.
+/// One write, so that the lines of several operators do not mix. A line that a crash cut off is not
+/// continued.
 fn append(path: &PathBuf, line: &str) -> std::io::Result<()> {
     let mut options = std::fs::OpenOptions::new();
     options.create(true).append(true).read(true);
@@ -350,13 +437,27 @@ fn append(path: &PathBuf, line: &str) -> std::io::Result<()> {
 }
 
 pub(crate) fn user_of_this_machine() -> String {
-    let said = |names: &[&str]| names.iter().find_map(|name| std::env::var(name).ok().filter(|value| !value.is_empty()));
-    let host = said(&["HOSTNAME"]).or_else(|| std::fs::read_to_string("/etc/hostname").ok().map(|name| name.trim().to_owned()));
-    format!("{}@{}", said(&["SUDO_USER", "USER", "LOGNAME"]).unwrap_or_else(|| "unknown".into()), host.unwrap_or_else(|| "unknown".into()))
+    let said = |names: &[&str]| {
+        names
+            .iter()
+            .find_map(|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
+    };
+    let host = said(&["HOSTNAME"]).or_else(|| {
+        std::fs::read_to_string("/etc/hostname")
+            .ok()
+            .map(|name| name.trim().to_owned())
+    });
+    format!(
+        "{}@{}",
+        said(&["SUDO_USER", "USER", "LOGNAME"]).unwrap_or_else(|| "unknown".into()),
+        host.unwrap_or_else(|| "unknown".into())
+    )
 }
 
 pub(crate) fn table(acts: &[Entry]) -> Table {
-    let mut table = Table::new(&["when", "who", "what", "scope", "id", "before", "after", "end", "where", "why", "failure"]);
+    let mut table = Table::new(&[
+        "when", "who", "what", "scope", "id", "before", "after", "end", "where", "why", "failure",
+    ]);
     for act in acts {
         let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".into());
         table.row([
@@ -377,18 +478,42 @@ pub(crate) fn table(acts: &[Entry]) -> Table {
 }
 
 pub(crate) async fn run(context: &Context, arguments: AuditArguments) -> Result<(), Failure> {
-    let id = arguments.id.as_deref().map(|id| crate::config::id(&context.config, id)).transpose()?;
-    let since = arguments.since.map_or(0, |since| now_ms().saturating_sub(ms(since.0)));
+    let id = arguments
+        .id
+        .as_deref()
+        .map(|id| crate::config::id(&context.config, id))
+        .transpose()?;
+    let since = arguments
+        .since
+        .map_or(0, |since| now_ms().saturating_sub(ms(since.0)));
     let audit = Audit::of(context)?;
     let (mut acts, unreadable) = audit.read().await?;
-    is_known("--who", arguments.who.as_deref(), acts.iter().map(|act| act.who.as_str()))?;
-    let ours = context.config.text("store.scope").into_iter().chain([""]).filter(|_| !acts.is_empty());
-    is_known("--scope", arguments.scope.as_deref(), acts.iter().map(|act| act.scope.as_deref().unwrap_or_default()).chain(ours))?;
+    is_known(
+        "--who",
+        arguments.who.as_deref(),
+        acts.iter().map(|act| act.who.as_str()),
+    )?;
+    let ours = context
+        .config
+        .text("store.scope")
+        .into_iter()
+        .chain([""])
+        .filter(|_| !acts.is_empty());
+    is_known(
+        "--scope",
+        arguments.scope.as_deref(),
+        acts.iter()
+            .map(|act| act.scope.as_deref().unwrap_or_default())
+            .chain(ours),
+    )?;
     acts.retain(|act| {
         act.at_ms >= since
             && id.as_ref().is_none_or(|id| act.is_of(id))
             && arguments.who.as_ref().is_none_or(|who| act.who == *who)
-            && arguments.scope.as_ref().is_none_or(|scope| act.scope.as_deref().unwrap_or_default() == scope)
+            && arguments
+                .scope
+                .as_ref()
+                .is_none_or(|scope| act.scope.as_deref().unwrap_or_default() == scope)
     });
     let shown = &acts[acts.len().saturating_sub(arguments.limit)..];
     let count = match acts.len() {
@@ -398,10 +523,14 @@ pub(crate) async fn run(context: &Context, arguments: AuditArguments) -> Result<
         }
         all => format!("{all} shown."),
     };
-    context.format.print(&shown, format!("{}{count}", table(shown)))?;
+    context
+        .format
+        .print(&shown, format!("{}{count}", table(shown)))?;
     match unreadable {
         0 => Ok(()),
-        _ => Err(Failure::not_all(format!("lines of the audit that cannot be read, and are not shown: {unreadable}"))),
+        _ => Err(Failure::not_all(format!(
+            "lines of the audit that cannot be read, and are not shown: {unreadable}"
+        ))),
     }
 }
 
@@ -409,11 +538,19 @@ pub(crate) async fn run(context: &Context, arguments: AuditArguments) -> Result<
 ///
 /// # Errors
 /// There are acts, and none has it.
-fn is_known<'a>(filter: &str, word: Option<&str>, known: impl Iterator<Item = &'a str>) -> Result<(), Failure> {
+fn is_known<'a>(
+    filter: &str,
+    word: Option<&str>,
+    known: impl Iterator<Item = &'a str>,
+) -> Result<(), Failure> {
     let Some(word) = word else { return Ok(()) };
     let known: BTreeSet<&str> = known.collect();
     if known.is_empty() || known.contains(word) {
         return Ok(());
     }
-    Err(Failure::unknown_word(filter, word, &known.into_iter().collect::<Vec<_>>()))
+    Err(Failure::unknown_word(
+        filter,
+        word,
+        &known.into_iter().collect::<Vec<_>>(),
+    ))
 }

@@ -20,17 +20,30 @@ impl std::str::FromStr for Span {
     }
 }
 
-/// The terms on which an operator writes. Where a consumer is bare its markers are done or not there, and are compared as
-/// others are.
+/// The terms on which an operator writes. Where a consumer is bare its markers are done or not
+/// there, and are compared as others are.
 pub(crate) fn terms(config: &Config, fingerprint: Option<Fingerprint>) -> Terms {
-    let guarantee = if config.guarantee() == Guarantee::Bare { Guarantee::EffectivelyOnce } else { config.guarantee() };
-    Terms { guarantee, lease: config.lease(), window: config.window(), fingerprint }
+    let guarantee = if config.guarantee() == Guarantee::Bare {
+        Guarantee::EffectivelyOnce
+    } else {
+        config.guarantee()
+    };
+    Terms {
+        guarantee,
+        lease: config.lease(),
+        window: config.window(),
+        fingerprint,
+    }
 }
 
 /// The window by which acts go, and that nobody said which, where nobody did.
 pub(crate) fn window_told(config: &Config) -> String {
     let window = crate::say::span(config.window());
-    if config.has("gate.window") { window } else { format!("{window}, the default") }
+    if config.has("gate.window") {
+        window
+    } else {
+        format!("{window}, the default")
+    }
 }
 
 /// The key of an id.
@@ -40,5 +53,7 @@ pub(crate) fn key(config: &Config, id: &MessageId) -> Result<Key, Failure> {
 
 /// An id as a person gives it: as a producer wrote it, or as it stands in keys and logs.
 pub(crate) fn id(config: &Config, text: &str) -> Result<MessageId, Failure> {
-    config.message_id(text).ok_or_else(|| Failure::usage("an id is not empty"))
+    config
+        .message_id(text)
+        .ok_or_else(|| Failure::usage("an id is not empty"))
 }

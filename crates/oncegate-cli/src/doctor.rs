@@ -57,15 +57,36 @@ impl Findings {
         what: impl Into<String>,
         remedy: impl Into<String>,
     ) {
-        debug_assert!(codes::CODES.iter().any(|(known, _)| *known == code), "{code} is not in the list");
-        self.0.push(Finding { code, level, at: at.into(), what: what.into(), remedy: remedy.into() });
+        debug_assert!(
+            codes::CODES.iter().any(|(known, _)| *known == code),
+            "{code} is not in the list"
+        );
+        self.0.push(Finding {
+            code,
+            level,
+            at: at.into(),
+            what: what.into(),
+            remedy: remedy.into(),
+        });
     }
 
-    pub(crate) fn error(&mut self, code: &'static str, at: impl Into<String>, what: impl Into<String>, remedy: impl Into<String>) {
+    pub(crate) fn error(
+        &mut self,
+        code: &'static str,
+        at: impl Into<String>,
+        what: impl Into<String>,
+        remedy: impl Into<String>,
+    ) {
         self.add(Level::Error, code, at, what, remedy);
     }
 
-    pub(crate) fn warning(&mut self, code: &'static str, at: impl Into<String>, what: impl Into<String>, remedy: impl Into<String>) {
+    pub(crate) fn warning(
+        &mut self,
+        code: &'static str,
+        at: impl Into<String>,
+        what: impl Into<String>,
+        remedy: impl Into<String>,
+    ) {
         self.add(Level::Warning, code, at, what, remedy);
     }
 
@@ -84,13 +105,22 @@ pub(crate) struct DoctorArguments {
 pub(crate) async fn run(context: &Context, arguments: DoctorArguments) -> Result<(), Failure> {
     if arguments.list {
         let mut table = Table::new(&["code", "says"]);
-        codes::CODES.iter().for_each(|(code, says)| table.row([(*code).to_owned(), (*says).to_owned()]));
+        codes::CODES
+            .iter()
+            .for_each(|(code, says)| table.row([(*code).to_owned(), (*says).to_owned()]));
         return context.format.print(&codes::CODES, table);
     }
     context.has_configuration()?;
     let config = &context.config;
-    let (store, brokers) = (config.place()?, Broker::configured(context, None).unwrap_or_default());
-    let (mut findings, mut looked_at, mut not_looked_at) = (Findings::default(), vec!["the settings"], NotLookedAt::default());
+    let (store, brokers) = (
+        config.place()?,
+        Broker::configured(context, None).unwrap_or_default(),
+    );
+    let (mut findings, mut looked_at, mut not_looked_at) = (
+        Findings::default(),
+        vec!["the settings"],
+        NotLookedAt::default(),
+    );
     let is_incomplete = Broker::note_incomplete(context, &mut not_looked_at);
     settings::look(config, &mut findings)?;
     if store.is_none() && brokers.is_empty() && !is_incomplete {
@@ -122,7 +152,13 @@ pub(crate) async fn run(context: &Context, arguments: DoctorArguments) -> Result
         Some(Place::Memory) => {
             let what = "it is the memory of the consumer's process: what was handled is forgotten with that process";
             let remedy = "for more than a test name Redis or an SQLite file in store.url";
-            findings.add(settings::forgetting(config), "store-forgets", "store.url", what, remedy);
+            findings.add(
+                settings::forgetting(config),
+                "store-forgets",
+                "store.url",
+                what,
+                remedy,
+            );
         }
         None => {}
     }
@@ -145,14 +181,37 @@ pub(crate) async fn run(context: &Context, arguments: DoctorArguments) -> Result
     let mut findings = findings.0;
     findings.sort_by_key(|finding| finding.level);
     let mut text = String::new();
-    for Finding { code, level, at, what, remedy } in &findings {
+    for Finding {
+        code,
+        level,
+        at,
+        what,
+        remedy,
+    } in &findings
+    {
         let level = format!("{level:?}").to_uppercase();
-        text.push_str(&format!("{level}  {}  [{code}]\n  {}\n  Do: {}\n\n", plain(at), plain(what), plain(remedy)));
+        text.push_str(&format!(
+            "{level}  {}  [{code}]\n  {}\n  Do: {}\n\n",
+            plain(at),
+            plain(what),
+            plain(remedy)
+        ));
     }
-    let bad = findings.iter().filter(|finding| finding.level != Level::Advice).count();
-    text.push_str(&format!("Looked at {}: {bad} to be mended, {} to be known.", looked_at.join(", "), findings.len() - bad));
+    let bad = findings
+        .iter()
+        .filter(|finding| finding.level != Level::Advice)
+        .count();
+    text.push_str(&format!(
+        "Looked at {}: {bad} to be mended, {} to be known.",
+        looked_at.join(", "),
+        findings.len() - bad
+    ));
     text.push_str(&not_looked_at.for_people());
     context.format.print(&serde_json::json!({ "findings": findings, "looked_at": looked_at, "not_looked_at": not_looked_at }), text)?;
     not_looked_at.end()?;
-    if bad == 0 { Ok(()) } else { Err(Failure::not_all(format!("{bad} to be mended"))) }
+    if bad == 0 {
+        Ok(())
+    } else {
+        Err(Failure::not_all(format!("{bad} to be mended")))
+    }
 }

@@ -26,8 +26,9 @@ use verdict::Verdict;
 pub(crate) struct Explain {
     /// As the producer wrote it, or as it stands in keys and logs.
     id: String,
-    /// Goes through the Kafka topic too, and counts the messages with this id in it; needs `gate.id`. Refused where only RabbitMQ is
-    /// configured: a queue keeps nothing that was consumed.
+    /// Goes through the Kafka topic too, and counts the messages with this id in it; needs
+    /// `gate.id`. Refused where only RabbitMQ is configured: a queue keeps nothing that was
+    /// consumed.
     #[arg(long)]
     copies: bool,
     #[command(flatten)]
@@ -105,8 +106,21 @@ pub(crate) async fn run(context: &Context, explain: Explain) -> Result<(), Failu
     }
     let counts = explain.looking.counts(context);
     for broker in Broker::configured(context, None).unwrap_or_default() {
-        for (shelf, found) in [(Shelf::DeadLetters, &mut known.dead_letters), (Shelf::InDoubt, &mut known.in_doubt)] {
-            match gather(context, shelf, broker, counts, usize::MAX, &mut not_looked_at, |letter| filter.takes(letter)).await {
+        for (shelf, found) in [
+            (Shelf::DeadLetters, &mut known.dead_letters),
+            (Shelf::InDoubt, &mut known.in_doubt),
+        ] {
+            match gather(
+                context,
+                shelf,
+                broker,
+                counts,
+                usize::MAX,
+                &mut not_looked_at,
+                |letter| filter.takes(letter),
+            )
+            .await
+            {
                 Ok((letters, _)) => found.extend(letters),
                 Err(failure) => {
                     not_looked_at.note(look::named(shelf, broker), failure);
@@ -119,16 +133,25 @@ pub(crate) async fn run(context: &Context, explain: Explain) -> Result<(), Failu
         known.copies = Some(copies(context, &filter).await?);
     }
     let ended = not_looked_at.end();
-    // Without a broker there is a store alone, as behind a gate of its own, and nothing is set aside.
+    // Without a broker there is a store alone, as behind a gate of its own, and nothing is set
+    // aside.
     if !Broker::is_any(context) {
-        not_looked_at.note("the dead letters and messages in doubt", Failure::usage("no broker is configured"));
+        not_looked_at.note(
+            "the dead letters and messages in doubt",
+            Failure::usage("no broker is configured"),
+        );
     }
     let (verdict, mut says) = verdict::of(&known);
     if let Some(places) = not_looked_at.places() {
-        says.push_str(&format!(" Not looked at: {places}; what stands there is not known."));
+        says.push_str(&format!(
+            " Not looked at: {places}; what stands there is not known."
+        ));
     }
     let view = |shelf: Shelf, letters: &[Letter]| {
-        let views: Vec<_> = letters.iter().map(|letter| serde_json::json!(letter.view())).collect();
+        let views: Vec<_> = letters
+            .iter()
+            .map(|letter| serde_json::json!(letter.view()))
+            .collect();
         let is_whole = Broker::is_any(context) && !known.unseen.contains(&shelf);
         (is_whole || !views.is_empty()).then_some(views)
     };
@@ -170,18 +193,22 @@ fn can_be_counted(context: &Context) -> Result<(), Failure> {
         return Err(Broker::Kafka.left_out());
     }
     if Broker::configured(context, Some(Broker::Kafka)).is_err() {
-        return Err(Failure::usage(if Broker::configured(context, Some(Broker::Rabbitmq)).is_ok() {
-            "--copies counts the messages with this id in a Kafka topic. A RabbitMQ queue keeps nothing that was consumed, so that there is \
+        return Err(Failure::usage(
+            if Broker::configured(context, Some(Broker::Rabbitmq)).is_ok() {
+                "--copies counts the messages with this id in a Kafka topic. A RabbitMQ queue keeps nothing that was consumed, so that there is \
              nothing to go through: leave --copies out. The marker and the letters tell the story of the id, and \
              oncegate_deliveries_total{outcome=\"duplicate\"} counts the duplicates of all ids"
-        } else {
-            "--copies counts the messages with this id in a Kafka topic, and none is configured: set kafka.brokers and kafka.topic, or leave \
+            } else {
+                "--copies counts the messages with this id in a Kafka topic, and none is configured: set kafka.brokers and kafka.topic, or leave \
              --copies out"
-        }));
+            },
+        ));
     }
     match config.id_source()? {
         Some(_) => Ok(()),
-        None => Err(Failure::usage("--copies needs gate.id, to read the ids of messages")),
+        None => Err(Failure::usage(
+            "--copies needs gate.id, to read the ids of messages",
+        )),
     }
 }
 
@@ -189,7 +216,8 @@ fn can_be_counted(context: &Context) -> Result<(), Failure> {
 #[cfg(feature = "kafka")]
 async fn copies(context: &Context, filter: &Filter) -> Result<Vec<String>, Failure> {
     let topic = kafka::topic(&context.config)?;
-    let mut reader = crate::letters::Reader::Kafka(kafka::Reader::of(context, topic, Done::of(&[])).await?);
+    let mut reader =
+        crate::letters::Reader::Kafka(kafka::Reader::of(context, topic, Done::of(&[])).await?);
     let bar = look::bar(&reader, "messages looked at");
     let mut copies = Vec::new();
     while let Some(letter) = reader.next().await? {
@@ -208,19 +236,55 @@ async fn copies(_: &Context, _: &Filter) -> Result<Vec<String>, Failure> {
 }
 
 fn for_people(story: &Story, known: &Known) -> String {
-    let unseen = story.not_looked_at.places().map(|places| format!("; not looked at: {places}")).unwrap_or_default();
-    let mut text = format!("{}: {}{unseen}\n{}\n", story.id, story.verdict.word(known.guarantee), plain(&story.says));
+    let unseen = story
+        .not_looked_at
+        .places()
+        .map(|places| format!("; not looked at: {places}"))
+        .unwrap_or_default();
+    let mut text = format!(
+        "{}: {}{unseen}\n{}\n",
+        story.id,
+        story.verdict.word(known.guarantee),
+        plain(&story.says)
+    );
     let mut section = |title: &str, lines: String| {
         if !lines.is_empty() {
             text.push_str(&format!("\n{title}\n{}\n", lines.trim_end()));
         }
     };
-    section("The marker", story.marker.as_ref().map(Told::for_people).unwrap_or_default());
-    for (title, letters) in [("Dead letters", &known.dead_letters), ("In doubt", &known.in_doubt)] {
-        section(title, if letters.is_empty() { String::new() } else { look::table(letters).to_string() });
+    section(
+        "The marker",
+        story
+            .marker
+            .as_ref()
+            .map(Told::for_people)
+            .unwrap_or_default(),
+    );
+    for (title, letters) in [
+        ("Dead letters", &known.dead_letters),
+        ("In doubt", &known.in_doubt),
+    ] {
+        section(
+            title,
+            if letters.is_empty() {
+                String::new()
+            } else {
+                look::table(letters).to_string()
+            },
+        );
     }
-    section("Messages with this id in the topic", story.copies.as_deref().unwrap_or_default().join("\n"));
-    section("What operators did", if story.audit.is_empty() { String::new() } else { audit::table(&story.audit).to_string() });
+    section(
+        "Messages with this id in the topic",
+        story.copies.as_deref().unwrap_or_default().join("\n"),
+    );
+    section(
+        "What operators did",
+        if story.audit.is_empty() {
+            String::new()
+        } else {
+            audit::table(&story.audit).to_string()
+        },
+    );
     text.push_str(&story.not_looked_at.for_people());
     text
 }

@@ -45,41 +45,70 @@ enum Lasting {
 
 impl Failure {
     pub(crate) fn usage(text: impl Into<String>) -> Self {
-        Self { code: Code::Usage, text: text.into(), lasting: Lasting::Perhaps }
+        Self {
+            code: Code::Usage,
+            text: text.into(),
+            lasting: Lasting::Perhaps,
+        }
     }
 
     pub(crate) fn server(text: impl Into<String>) -> Self {
-        Self { code: Code::Server, text: text.into(), lasting: Lasting::Perhaps }
+        Self {
+            code: Code::Server,
+            text: text.into(),
+            lasting: Lasting::Perhaps,
+        }
     }
 
     pub(crate) fn not_all(text: impl Into<String>) -> Self {
-        Self { code: Code::NotAll, text: text.into(), lasting: Lasting::Perhaps }
+        Self {
+            code: Code::NotAll,
+            text: text.into(),
+            lasting: Lasting::Perhaps,
+        }
     }
 
     /// A filter that would let nothing through, because nothing has that name.
     pub(crate) fn unknown_word(filter: &str, word: &str, known: &[&str]) -> Self {
-        let meant = nearest(word, known.iter().copied()).map(|near| format!(", did you mean {near:?}?")).unwrap_or_default();
+        let meant = nearest(word, known.iter().copied())
+            .map(|near| format!(", did you mean {near:?}?"))
+            .unwrap_or_default();
         let text = format!("{filter}: {word:?} is not known{meant}; known are {known:?}");
-        Self { code: Code::UnknownWord, text, lasting: Lasting::Perhaps }
+        Self {
+            code: Code::UnknownWord,
+            text,
+            lasting: Lasting::Perhaps,
+        }
     }
 
     /// What it takes is no part of this build.
     pub(crate) fn left_out(what: &str, feature: &str) -> Self {
-        let remedy = format!("install it with the feature `{feature}` of oncegate-cli (all are on by default)");
+        let remedy = format!(
+            "install it with the feature `{feature}` of oncegate-cli (all are on by default)"
+        );
         Self::left_out_as(format!("this oncegate was built without {what}; {remedy}"))
     }
 
     /// The same, once it was said.
     pub(crate) fn left_out_as(text: String) -> Self {
-        Self { code: Code::LeftOut, text, lasting: Lasting::Perhaps }
+        Self {
+            code: Code::LeftOut,
+            text,
+            lasting: Lasting::Perhaps,
+        }
     }
 
     /// The plan was shown.
     pub(crate) fn not_confirmed() -> Self {
-        Self { code: Code::NotConfirmed, text: "nothing was done; say --yes to do it".into(), lasting: Lasting::Perhaps }
+        Self {
+            code: Code::NotConfirmed,
+            text: "nothing was done; say --yes to do it".into(),
+            lasting: Lasting::Perhaps,
+        }
     }
 
-    /// As a reason to leave one letter where it is, if it concerns that letter alone: a marker that cannot be read.
+    /// As a reason to leave one letter where it is, if it concerns that letter alone: a marker that
+    /// cannot be read.
     pub(crate) fn of_one_letter(self) -> Self {
         match self.lasting {
             Lasting::Yes => Self::not_all(format!("left: {}", self.text)),
@@ -109,9 +138,18 @@ impl From<oncegate_config::Error> for Failure {
 
 impl From<StoreError> for Failure {
     fn from(error: StoreError) -> Self {
-        let lasting =
-            if matches!(error, StoreError::Misconfigured(_) | StoreError::UnreadableMarker(_)) { Lasting::Yes } else { Lasting::Perhaps };
-        Self { lasting, ..Self::server(error.to_string()) }
+        let lasting = if matches!(
+            error,
+            StoreError::Misconfigured(_) | StoreError::UnreadableMarker(_)
+        ) {
+            Lasting::Yes
+        } else {
+            Lasting::Perhaps
+        };
+        Self {
+            lasting,
+            ..Self::server(error.to_string())
+        }
     }
 }
 

@@ -1,4 +1,5 @@
-//! `oncegate in-doubt`: messages of which nobody knows whether they happened, until a person says so.
+//! `oncegate in-doubt`: messages of which nobody knows whether they happened, until a person says
+//! so.
 
 use std::collections::HashMap;
 
@@ -25,8 +26,8 @@ pub(crate) enum InDoubtCommand {
     List(List),
     /// Shows all that stands there under an id, with its headers.
     Show(Show),
-    /// Says what you found out about one or more ids. What happened is recorded as done; what did not is sent back, to be
-    /// handled.
+    /// Says what you found out about one or more ids. What happened is recorded as done; what did
+    /// not is sent back, to be handled.
     Resolve(Resolve),
 }
 
@@ -67,18 +68,37 @@ pub(crate) async fn run(context: &Context, command: InDoubtCommand) -> Result<()
     }
 }
 
-const ACT: Acting = Acting { name: "in-doubt resolve", verb: "resolved" };
+const ACT: Acting = Acting {
+    name: "in-doubt resolve",
+    verb: "resolved",
+};
 
 async fn resolve(context: &Context, resolve: Resolve) -> Result<(), Failure> {
-    let finding = if resolve.found.happened { Finding::Happened } else { Finding::DidNotHappen };
+    let finding = if resolve.found.happened {
+        Finding::Happened
+    } else {
+        Finding::DidNotHappen
+    };
     let mut not_looked_at = NotLookedAt::default();
     let brokers = Broker::wanted(context, resolve.broker, &mut not_looked_at)?;
     let (audit, doing) = (Audit::of(context)?, &resolve.doing);
-    let mut desk = Desk { context, audit, finding, accepts: resolve.accepts, why: doing.why.as_deref(), cases: HashMap::new() };
+    let mut desk = Desk {
+        context,
+        audit,
+        finding,
+        accepts: resolve.accepts,
+        why: doing.why.as_deref(),
+        cases: HashMap::new(),
+    };
     desk.look(&resolve.ids).await?;
     let (mut report, mut stopped, mut stop) = (Report::default(), None, Stop::watch());
     for broker in brokers {
-        let opened = look::open(context, broker, Shelf::InDoubt, resolve.looking.counts(context));
+        let opened = look::open(
+            context,
+            broker,
+            Shelf::InDoubt,
+            resolve.looking.counts(context),
+        );
         let mut reader = match stop.or(opened).await {
             Ok(reader) => reader,
             // What was done on another broker is told all the same.
@@ -91,7 +111,8 @@ async fn resolve(context: &Context, resolve: Resolve) -> Result<(), Failure> {
         let passed = async {
             while let Some(letter) = stop.or(reader.next()).await? {
                 bar.inc(1);
-                if letter.state.waits() && letter.id().is_some_and(|id| desk.cases.contains_key(id)) {
+                if letter.state.waits() && letter.id().is_some_and(|id| desk.cases.contains_key(id))
+                {
                     report.note(&letter, desk.settle(&mut reader, &letter, doing.yes).await)?;
                 }
             }
@@ -104,7 +125,10 @@ async fn resolve(context: &Context, resolve: Resolve) -> Result<(), Failure> {
         }
     }
     if stopped.is_none() {
-        stopped = desk.settle_markers_alone(&mut report, doing.yes).await.err();
+        stopped = desk
+            .settle_markers_alone(&mut report, doing.yes)
+            .await
+            .err();
     }
     for id in &resolve.ids {
         if let Some(case) = desk.cases.get(config::id(&context.config, id)?.as_str()) {
@@ -152,7 +176,14 @@ impl<'a> Desk<'a> {
             let id = config::id(&self.context.config, id)?;
             let subject = Subject::look(self.context, &markers, id.clone()).await?;
             let recorded = may_be_recorded(&subject, self.finding)?;
-            self.cases.insert(id.to_string(), Case { subject, recorded, letters: 0 });
+            self.cases.insert(
+                id.to_string(),
+                Case {
+                    subject,
+                    recorded,
+                    letters: 0,
+                },
+            );
         }
         Ok(())
     }
@@ -161,21 +192,35 @@ impl<'a> Desk<'a> {
         let window = config::window_told(&self.context.config);
         match self.finding {
             Finding::Happened => format!("done for {window}, as an operator found out"),
-            Finding::DidNotHappen => format!("free to be claimed for {window}, as an operator found out"),
+            Finding::DidNotHappen => {
+                format!("free to be claimed for {window}, as an operator found out")
+            }
         }
     }
 
     fn marker(&self, case: &Case<'_>, did: bool) -> Value {
         let before = case.subject.in_words();
         let changes = case.recorded == Recorded::Now || (!did && case.recorded == Recorded::NotYet);
-        let after = if changes { self.after() } else { before.clone() };
+        let after = if changes {
+            self.after()
+        } else {
+            before.clone()
+        };
         json!({ "id": case.subject.id.to_string(), "before": before, "after": after })
     }
 
-    /// Looks again right before anything is done about an id: others may have acted since all were looked at.
+    /// Looks again right before anything is done about an id: others may have acted since all were
+    /// looked at.
     async fn look_again(&mut self, id: &str) -> Result<(), Failure> {
-        let Some(case) = self.cases.get_mut(id).filter(|case| case.recorded == Recorded::NotYet) else { return Ok(()) };
-        let subject = Subject::look(self.context, &case.subject.markers, case.subject.id.clone()).await?;
+        let Some(case) = self
+            .cases
+            .get_mut(id)
+            .filter(|case| case.recorded == Recorded::NotYet)
+        else {
+            return Ok(());
+        };
+        let subject =
+            Subject::look(self.context, &case.subject.markers, case.subject.id.clone()).await?;
         (case.recorded, case.subject) = (may_be_recorded(&subject, self.finding)?, subject);
         Ok(())
     }
@@ -183,15 +228,31 @@ impl<'a> Desk<'a> {
     /// Records what was found out about an id, once.
     async fn settle_marker(&mut self, id: &str, fence: u32) -> Result<(), Failure> {
         let after = self.after();
-        let Some(case) = self.cases.get_mut(id).filter(|case| case.recorded == Recorded::NotYet) else { return Ok(()) };
+        let Some(case) = self
+            .cases
+            .get_mut(id)
+            .filter(|case| case.recorded == Recorded::NotYet)
+        else {
+            return Ok(());
+        };
         let (subject, seen) = (&case.subject, case.subject.standing.marker);
         let ask = match (self.finding, subject.state()) {
             (Finding::Happened, State::InDoubt) => Ask::Resolve(Finding::Happened),
             (Finding::Happened, _) => Ask::Complete,
-            (Finding::DidNotHappen, _) => Ask::SendBack { seen, effect: Effect::Nothing },
+            (Finding::DidNotHappen, _) => Ask::SendBack {
+                seen,
+                effect: Effect::Nothing,
+            },
         };
         let attempt = Some(told::attempt(&seen).unwrap_or(0).max(fence));
-        let act = Act { what: ACT.name, id: Some(id.to_owned()), place: None, before: subject.in_words(), after, attempt };
+        let act = Act {
+            what: ACT.name,
+            id: Some(id.to_owned()),
+            place: None,
+            before: subject.in_words(),
+            after,
+            attempt,
+        };
         let begun = self.audit.begin(act, self.why).await?;
         if let Err(failure) = subject.ask(ask, fence).await {
             self.audit.failed(begun, &failure).await?;
@@ -202,7 +263,12 @@ impl<'a> Desk<'a> {
     }
 
     /// A copy stands, confirmed, before the letter is taken out.
-    async fn settle(&mut self, reader: &mut Reader, letter: &Letter, does: bool) -> Result<String, Failure> {
+    async fn settle(
+        &mut self,
+        reader: &mut Reader,
+        letter: &Letter,
+        does: bool,
+    ) -> Result<String, Failure> {
         let another = || Failure::not_all("left: another id");
         let id = letter.id().ok_or_else(another)?;
         self.cases.get_mut(id).ok_or_else(another)?.letters += 1;
@@ -217,13 +283,20 @@ impl<'a> Desk<'a> {
             may_be_sent(&case.subject, letter, self.accepts, self.context)?;
         }
         let (would, after) = match self.finding {
-            Finding::Happened if recorded == Recorded::NotYet => {
-                (format!("would be recorded as {}, and taken out", self.after()), "taken out, since it happened".to_owned())
-            }
-            Finding::Happened => ("would be taken out".into(), "taken out, since it happened".to_owned()),
+            Finding::Happened if recorded == Recorded::NotYet => (
+                format!("would be recorded as {}, and taken out", self.after()),
+                "taken out, since it happened".to_owned(),
+            ),
+            Finding::Happened => (
+                "would be taken out".into(),
+                "taken out, since it happened".to_owned(),
+            ),
             Finding::DidNotHappen => {
                 let target = reader.target();
-                (format!("would be freed, sent to {target}, and taken out"), format!("sent to {target}, since it did not happen"))
+                (
+                    format!("would be freed, sent to {target}, and taken out"),
+                    format!("sent to {target}, since it did not happen"),
+                )
             }
         };
         if !does {
@@ -231,18 +304,37 @@ impl<'a> Desk<'a> {
         }
         self.settle_marker(id, letter.fence()).await?;
         let place = Some(letter.place.clone());
-        let act = Act { what: ACT.name, id: Some(id.to_owned()), place, before: "set aside".into(), after: after.clone(), attempt: None };
+        let act = Act {
+            what: ACT.name,
+            id: Some(id.to_owned()),
+            place,
+            before: "set aside".into(),
+            after: after.clone(),
+            attempt: None,
+        };
         let begun = self.audit.begin(act, self.why).await?;
         match self.finding {
-            Finding::DidNotHappen => publish(&self.audit, begun, reader, letter, Begins::Afresh).await?,
+            Finding::DidNotHappen => {
+                publish(&self.audit, begun, reader, letter, Begins::Afresh).await?
+            }
             Finding::Happened => take_out(&self.audit, begun, reader, letter).await?,
         }
         Ok(after)
     }
 
-    /// Of an id without a letter the marker alone may be in doubt: there is no copy to send, and the producer may send it again.
-    async fn settle_markers_alone(&mut self, report: &mut Report, does: bool) -> Result<(), Failure> {
-        let alone: Vec<String> = self.cases.iter().filter(|(_, case)| case.letters == 0).map(|(id, _)| id.clone()).collect();
+    /// Of an id without a letter the marker alone may be in doubt: there is no copy to send, and
+    /// the producer may send it again.
+    async fn settle_markers_alone(
+        &mut self,
+        report: &mut Report,
+        does: bool,
+    ) -> Result<(), Failure> {
+        let alone: Vec<String> = self
+            .cases
+            .iter()
+            .filter(|(_, case)| case.letters == 0)
+            .map(|(id, _)| id.clone())
+            .collect();
         for id in alone {
             if does && let Err(failure) = self.look_again(&id).await {
                 match failure.code {
@@ -251,7 +343,9 @@ impl<'a> Desk<'a> {
                 }
                 continue;
             }
-            let Some(case) = self.cases.get(&id) else { continue };
+            let Some(case) = self.cases.get(&id) else {
+                continue;
+            };
             let (before, state) = (case.subject.in_words(), case.subject.state());
             if state != State::InDoubt {
                 report.note_left(
@@ -263,8 +357,15 @@ impl<'a> Desk<'a> {
                 );
                 continue;
             }
-            let (was, is) = if does { ("was", "is") } else { ("is", "would be") };
-            let says = format!("{id}: {was} {before}, {is} {}; no message with this id is in the in-doubt destination", self.after());
+            let (was, is) = if does {
+                ("was", "is")
+            } else {
+                ("is", "would be")
+            };
+            let says = format!(
+                "{id}: {was} {before}, {is} {}; no message with this id is in the in-doubt destination",
+                self.after()
+            );
             if does && let Err(failure) = self.settle_marker(&id, 0).await {
                 match failure.code {
                     Code::NotAll => report.note_left(&id, failure.to_string()),
@@ -278,9 +379,19 @@ impl<'a> Desk<'a> {
     }
 }
 
-/// The doubt of which a person speaks has to be this one: what is absent may have been freed, and handled since.
-fn may_be_sent(subject: &Subject<'_>, letter: &Letter, accepts: Accepts, context: &Context) -> Result<(), Failure> {
-    let state = if subject.state() == State::InDoubt { State::Rejected } else { subject.state() };
+/// The doubt of which a person speaks has to be this one: what is absent may have been freed, and
+/// handled since.
+fn may_be_sent(
+    subject: &Subject<'_>,
+    letter: &Letter,
+    accepts: Accepts,
+    context: &Context,
+) -> Result<(), Failure> {
+    let state = if subject.state() == State::InDoubt {
+        State::Rejected
+    } else {
+        subject.state()
+    };
     match judge::judge(letter, state, true, accepts, context)?.begins {
         Begins::Afresh => Ok(()),
         // It would be doubted again.
@@ -298,18 +409,27 @@ fn may_be_sent(subject: &Subject<'_>, letter: &Letter, accepts: Accepts, context
 /// It may not be.
 fn may_be_recorded(subject: &Subject<'_>, finding: Finding) -> Result<Recorded, Failure> {
     let id = &subject.id;
-    let refused = |why: &str| Err(Failure::not_all(format!("{id} is {}: {why}", subject.in_words())));
+    let refused = |why: &str| {
+        Err(Failure::not_all(format!(
+            "{id} is {}: {why}",
+            subject.in_words()
+        )))
+    };
     match (subject.state(), finding) {
-        (State::InDoubt, _) if is_being_reconciled(&subject.standing) => refused("somebody is finding out at this moment; try again later"),
+        (State::InDoubt, _) if is_being_reconciled(&subject.standing) => {
+            refused("somebody is finding out at this moment; try again later")
+        }
         (State::Done, Finding::Happened) => Ok(Recorded::Before),
-        (State::Done, Finding::DidNotHappen) => refused("it was handled, or somebody has said so; `oncegate explain` tells more"),
+        (State::Done, Finding::DidNotHappen) => {
+            refused("it was handled, or somebody has said so; `oncegate explain` tells more")
+        }
         // Where the doubt has ended in the meantime, the letters are still there.
         (State::InDoubt | State::Absent | State::Cleared, _) => Ok(Recorded::NotYet),
         (State::Rejected, _) => refused("it stands in the dead letters, and nothing happened"),
         (State::InProgress, _) => refused("somebody is handling it; let that end first"),
-        (State::Lapsed, _) => {
-            refused("its holder is gone, and its next delivery finds it in doubt; where none comes, redrive its dead letter")
-        }
+        (State::Lapsed, _) => refused(
+            "its holder is gone, and its next delivery finds it in doubt; where none comes, redrive its dead letter",
+        ),
         (State::Unreadable, _) => refused("its marker cannot be read"),
     }
 }

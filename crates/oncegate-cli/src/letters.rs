@@ -24,8 +24,8 @@ use crate::say::{NotLookedAt, utc};
 /// The routing key that a message had before it was copied.
 const ROUTING_KEY: &str = "oncegate-routing-key";
 
-/// From which delivery count on a letter of RabbitMQ is replaced by a copy. A policy with a lower limit drops letters before the tool can
-/// know.
+/// From which delivery count on a letter of RabbitMQ is replaced by a copy. A policy with a lower
+/// limit drops letters before the tool can know.
 const COUNTED_OFTEN: u64 = 5;
 
 /// Whether queues are looked into of RabbitMQ that count it.
@@ -76,7 +76,11 @@ impl Broker {
 
     /// Whether anything is said of one.
     pub(crate) fn is_any(context: &Context) -> bool {
-        context.config.set().any(|set| ["kafka.", "rabbitmq."].iter().any(|section| set.setting.key.starts_with(section)))
+        context.config.set().any(|set| {
+            ["kafka.", "rabbitmq."]
+                .iter()
+                .any(|section| set.setting.key.starts_with(section))
+        })
     }
 
     /// What has to be set for it.
@@ -88,18 +92,30 @@ impl Broker {
     }
 
     /// Those that are configured, or the one that was chosen.
-    pub(crate) fn configured(context: &Context, chosen: Option<Self>) -> Result<Vec<Self>, Failure> {
+    pub(crate) fn configured(
+        context: &Context,
+        chosen: Option<Self>,
+    ) -> Result<Vec<Self>, Failure> {
         let is_whole = |broker: &Self| broker.keys().iter().all(|key| context.config.has(key));
-        let found: Vec<Self> =
-            [Self::Kafka, Self::Rabbitmq].into_iter().filter(is_whole).filter(|it| chosen.is_none_or(|c| c == *it)).collect();
+        let found: Vec<Self> = [Self::Kafka, Self::Rabbitmq]
+            .into_iter()
+            .filter(is_whole)
+            .filter(|it| chosen.is_none_or(|c| c == *it))
+            .collect();
         if found.is_empty() {
-            return Err(Failure::usage("no broker: set kafka.brokers and kafka.topic, or rabbitmq.url and rabbitmq.queue"));
+            return Err(Failure::usage(
+                "no broker: set kafka.brokers and kafka.topic, or rabbitmq.url and rabbitmq.queue",
+            ));
         }
         Ok(found)
     }
 
     /// The same, and notes a broker of which a part alone is configured, so that nobody can ask it.
-    pub(crate) fn wanted(context: &Context, chosen: Option<Self>, not_looked_at: &mut NotLookedAt) -> Result<Vec<Self>, Failure> {
+    pub(crate) fn wanted(
+        context: &Context,
+        chosen: Option<Self>,
+        not_looked_at: &mut NotLookedAt,
+    ) -> Result<Vec<Self>, Failure> {
         let found = Self::configured(context, chosen)?;
         if chosen.is_none() {
             let _ = Self::note_incomplete(context, not_looked_at);
@@ -112,10 +128,19 @@ impl Broker {
         let mut any = false;
         for broker in [Self::Kafka, Self::Rabbitmq] {
             let section = format!("{}.", broker.name());
-            let is_named = context.config.set().any(|set| set.setting.key.starts_with(&section));
-            let missing = broker.keys().into_iter().find(|key| !context.config.has(key));
+            let is_named = context
+                .config
+                .set()
+                .any(|set| set.setting.key.starts_with(&section));
+            let missing = broker
+                .keys()
+                .into_iter()
+                .find(|key| !context.config.has(key));
             if let (true, Some(missing)) = (is_named, missing) {
-                let says = format!("{missing} is missing; set it, or leave [{}] out", broker.name());
+                let says = format!(
+                    "{missing} is missing; set it, or leave [{}] out",
+                    broker.name()
+                );
                 not_looked_at.note(broker.name(), Failure::usage(says));
                 any = true;
             }
@@ -152,7 +177,10 @@ const NO_REASON: &str = "unknown";
 
 /// Every reason that a letter may have.
 pub(crate) fn reasons() -> impl Iterator<Item = &'static str> {
-    Reason::ALL.into_iter().map(|reason| reason.as_str()).chain([SET_ASIDE_BY_THE_BROKER, NO_REASON])
+    Reason::ALL
+        .into_iter()
+        .map(|reason| reason.as_str())
+        .chain([SET_ASIDE_BY_THE_BROKER, NO_REASON])
 }
 
 /// One message that was set aside.
@@ -160,7 +188,8 @@ pub(crate) fn reasons() -> impl Iterator<Item = &'static str> {
 pub(crate) struct Letter {
     pub(crate) place: Place,
     pub(crate) state: State,
-    /// Name and value, in their order; values as text. Headers `oncegate-*` only where oncegate wrote them.
+    /// Name and value, in their order; values as text. Headers `oncegate-*` only where oncegate
+    /// wrote them.
     pub(crate) headers: Vec<(String, String)>,
     pub(crate) key: Option<Vec<u8>>,
     /// `None` of a tombstone.
@@ -186,16 +215,23 @@ pub(crate) struct Letter {
 impl Letter {
     /// The last header of a name.
     pub(crate) fn header(&self, name: &str) -> Option<&str> {
-        self.headers.iter().rev().find(|(it, _)| it == name).map(|(_, value)| value.as_str())
+        self.headers
+            .iter()
+            .rev()
+            .find(|(it, _)| it == name)
+            .map(|(_, value)| value.as_str())
     }
 
     pub(crate) fn id(&self) -> Option<&str> {
         self.header(headers::ID).or(self.read_id.as_deref())
     }
 
-    /// The number of the last attempt of its id, as oncegate wrote it when it was dead-lettered; 0 if it does not say.
+    /// The number of the last attempt of its id, as oncegate wrote it when it was dead-lettered; 0
+    /// if it does not say.
     pub(crate) fn fence(&self) -> u32 {
-        self.header(headers::FENCE).and_then(|text| text.parse().ok()).unwrap_or(0)
+        self.header(headers::FENCE)
+            .and_then(|text| text.parse().ok())
+            .unwrap_or(0)
     }
 
     pub(crate) fn bytes(&self) -> &[u8] {
@@ -204,18 +240,30 @@ impl Letter {
 
     /// Why it was set aside; what the broker itself set aside has no header of ours.
     pub(crate) fn reason(&self) -> &str {
-        self.header(headers::REASON).unwrap_or(if self.header("x-death").is_some() { SET_ASIDE_BY_THE_BROKER } else { NO_REASON })
+        self.header(headers::REASON)
+            .unwrap_or(if self.header("x-death").is_some() {
+                SET_ASIDE_BY_THE_BROKER
+            } else {
+                NO_REASON
+            })
     }
 
     /// When it was sent: the earliest time that it says, and never later than it was set aside.
     pub(crate) fn first_seen_ms(&self) -> Option<u64> {
-        let said = self.header(headers::FIRST_SEEN).and_then(|text| text.parse().ok()).into_iter().chain(self.sent_ms).min();
+        let said = self
+            .header(headers::FIRST_SEEN)
+            .and_then(|text| text.parse().ok())
+            .into_iter()
+            .chain(self.sent_ms)
+            .min();
         said.map(|at| self.set_aside_ms.map_or(at, |set_aside| at.min(set_aside)))
     }
 
-    /// Removes the headers `oncegate-*` of a message that oncegate did not dead-letter: its producer wrote them.
+    /// Removes the headers `oncegate-*` of a message that oncegate did not dead-letter: its
+    /// producer wrote them.
     pub(crate) fn remove_reserved_headers(&mut self) {
-        self.headers.retain(|(name, _)| !is_reserved(name.as_bytes()));
+        self.headers
+            .retain(|(name, _)| !is_reserved(name.as_bytes()));
     }
 
     /// When it was sent, and where that is not known, when it was set aside.
@@ -232,8 +280,12 @@ impl Letter {
             offset: self.place.offset,
             id: self.id(),
             reason: self.reason(),
-            attempts: self.header(headers::ATTEMPTS).and_then(|text| text.parse().ok()),
-            fence: self.header(headers::FENCE).and_then(|text| text.parse().ok()),
+            attempts: self
+                .header(headers::ATTEMPTS)
+                .and_then(|text| text.parse().ok()),
+            fence: self
+                .header(headers::FENCE)
+                .and_then(|text| text.parse().ok()),
             first_error: self.header(headers::FIRST_ERROR),
             last_error: self.header(headers::LAST_ERROR),
             origin: self.header(headers::ORIGIN),
@@ -279,20 +331,28 @@ pub(crate) struct View<'a> {
     bytes: usize,
 }
 
-/// Headers that are oncegate's, or tell of earlier deliveries: a message that begins anew has none of them, or it would be too
-/// old, or have failed too often, before it is handled.
+/// Headers that are oncegate's, or tell of earlier deliveries: a message that begins anew has none
+/// of them, or it would be too old, or have failed too often, before it is handled.
 pub(crate) fn begins_without(header: &str) -> bool {
     // The key that a message had before it was set aside is still its key.
     if header == ROUTING_KEY {
         return false;
     }
     header.starts_with("oncegate-")
-        || ["x-death", "x-first-death-", "x-last-death-", "x-delivery-count", "x-acquired-count"].iter().any(|it| header.starts_with(it))
+        || [
+            "x-death",
+            "x-first-death-",
+            "x-last-death-",
+            "x-delivery-count",
+            "x-acquired-count",
+        ]
+        .iter()
+        .any(|it| header.starts_with(it))
         || ["CC", "BCC"].contains(&header)
 }
 
-/// What was done about letters, by the audit. On Kafka, where they stay, it alone knows. On RabbitMQ what was dealt with is
-/// gone, and the audit knows of what was cut off before that.
+/// What was done about letters, by the audit. On Kafka, where they stay, it alone knows. On
+/// RabbitMQ what was dealt with is gone, and the audit knows of what was cut off before that.
 pub(crate) struct Done(HashMap<Spot, State>);
 
 /// What tells one letter from another. On RabbitMQ it is the id, and when it was set aside.
@@ -306,7 +366,10 @@ impl Spot {
     fn of(place: &Place, id: Option<&str>) -> Option<Self> {
         let has_a_place = place.partition.is_some() && place.offset.is_some();
         let id = id.filter(|_| !has_a_place).map(str::to_owned);
-        (has_a_place || id.is_some()).then(|| Self { place: place.clone(), id })
+        (has_a_place || id.is_some()).then(|| Self {
+            place: place.clone(),
+            id,
+        })
     }
 }
 
@@ -314,14 +377,26 @@ impl Done {
     pub(crate) fn of(acts: &[Entry]) -> Self {
         let mut done = HashMap::new();
         for act in acts {
-            let Some(spot) = act.place.as_ref().and_then(|place| Spot::of(place, act.id.as_deref())) else { continue };
+            let Some(spot) = act
+                .place
+                .as_ref()
+                .and_then(|place| Spot::of(place, act.id.as_deref()))
+            else {
+                continue;
+            };
             let stays = spot.id.is_none();
             let state = match (act.what.as_str(), act.stage) {
                 // Whatever is taken out is not there any more: one that is, was cut off in between.
-                ("dead-letters redrive" | "in-doubt resolve", Stage::Begun | Stage::Done) if !stays && act.deed() == Deed::SentBack => {
+                ("dead-letters redrive" | "in-doubt resolve", Stage::Begun | Stage::Done)
+                    if !stays && act.deed() == Deed::SentBack =>
+                {
                     State::Begun
                 }
-                ("dead-letters redrive" | "in-doubt resolve", Stage::Begun) if act.deed() == Deed::SentBack => State::Begun,
+                ("dead-letters redrive" | "in-doubt resolve", Stage::Begun)
+                    if act.deed() == Deed::SentBack =>
+                {
+                    State::Begun
+                }
                 ("dead-letters redrive", Stage::Done) if stays => State::Redriven,
                 ("dead-letters drop", Stage::Done) if stays => State::Dropped,
                 ("in-doubt resolve", Stage::Done) if stays => State::Resolved,
@@ -333,7 +408,10 @@ impl Done {
     }
 
     fn state(&self, letter: &Letter) -> State {
-        Spot::of(&letter.place, letter.id()).and_then(|spot| self.0.get(&spot)).copied().unwrap_or(State::Waiting)
+        Spot::of(&letter.place, letter.id())
+            .and_then(|spot| self.0.get(&spot))
+            .copied()
+            .unwrap_or(State::Waiting)
     }
 }
 
@@ -342,7 +420,8 @@ impl Done {
 pub(crate) enum Begins {
     /// Not at all: it begins anew.
     Afresh,
-    /// As old as its message, in milliseconds since 1970: at most once doubts it, and reconciles, instead of running it.
+    /// As old as its message, in milliseconds since 1970: at most once doubts it, and reconciles,
+    /// instead of running it.
     Aged(u64),
 }
 
@@ -385,12 +464,20 @@ pub(crate) enum Reader {
 }
 
 impl Reader {
-    pub(crate) async fn open(context: &Context, broker: Broker, shelf: Shelf, done: Done, counts: Counts) -> Result<Self, Failure> {
+    pub(crate) async fn open(
+        context: &Context,
+        broker: Broker,
+        shelf: Shelf,
+        done: Done,
+        counts: Counts,
+    ) -> Result<Self, Failure> {
         Ok(match broker {
             #[cfg(feature = "kafka")]
             Broker::Kafka => Self::Kafka(kafka::Reader::open(context, shelf, done).await?),
             #[cfg(feature = "rabbitmq")]
-            Broker::Rabbitmq => Self::Rabbitmq(Box::new(rabbitmq::Reader::open(context, shelf, done, counts).await?)),
+            Broker::Rabbitmq => Self::Rabbitmq(Box::new(
+                rabbitmq::Reader::open(context, shelf, done, counts).await?,
+            )),
             #[allow(unreachable_patterns)]
             broker => return Err(broker.left_out()),
         })
@@ -440,7 +527,8 @@ impl Reader {
         }
     }
 
-    /// Takes a letter out, where that can be done: on Kafka the audit has said already what became of it.
+    /// Takes a letter out, where that can be done: on Kafka the audit has said already what became
+    /// of it.
     pub(crate) async fn take_out(&self, letter: &Letter) -> Result<(), Failure> {
         match self {
             #[cfg(feature = "kafka")]

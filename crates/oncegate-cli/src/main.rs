@@ -4,7 +4,12 @@
 #![forbid(unsafe_code)]
 // What a broker or a store that was left out alone needs.
 #![cfg_attr(
-    not(all(feature = "kafka", feature = "rabbitmq", feature = "redis", feature = "sqlite")),
+    not(all(
+        feature = "kafka",
+        feature = "rabbitmq",
+        feature = "redis",
+        feature = "sqlite"
+    )),
     allow(dead_code, unused_imports, unused_variables)
 )]
 
@@ -32,8 +37,8 @@ use crate::config::Config;
 use crate::failure::{Code, Failure};
 use crate::say::Format;
 
-/// Was it handled, and why not twice? Looks into the store, the dead letters and the messages in doubt, and changes what an
-/// operator decides, with an audit.
+/// Was it handled, and why not twice? Looks into the store, the dead letters and the messages in
+/// doubt, and changes what an operator decides, with an audit.
 #[derive(Parser)]
 #[command(name = "oncegate", version, after_help = failure::CODES, arg_required_else_help = true)]
 struct Arguments {
@@ -52,13 +57,22 @@ struct Common {
     #[arg(long, global = true)]
     json: bool,
     /// Who acts, for the audit; by default the user of this machine.
-    #[arg(long = "as", global = true, env = "ONCEGATE_OPERATOR", value_name = "NAME")]
+    #[arg(
+        long = "as",
+        global = true,
+        env = "ONCEGATE_OPERATOR",
+        value_name = "NAME"
+    )]
     operator: Option<String>,
 }
 
 impl Common {
     fn format(&self) -> Format {
-        if self.json { Format::Machines } else { Format::People }
+        if self.json {
+            Format::Machines
+        } else {
+            Format::People
+        }
     }
 }
 
@@ -75,7 +89,8 @@ enum Command {
     /// Messages of which nobody knows whether they happened.
     #[command(subcommand)]
     InDoubt(in_doubt::InDoubtCommand),
-    /// Asks the servers, and says what is wrong with them and with the settings, and what to do about it.
+    /// Asks the servers, and says what is wrong with them and with the settings, and what to do
+    /// about it.
     Doctor(doctor::DoctorArguments),
     /// What operators did.
     Audit(audit::AuditArguments),
@@ -96,11 +111,20 @@ pub(crate) struct Context {
 impl Context {
     fn of(common: &Common) -> Result<Self, Failure> {
         // A variable that is no text is nobody's that we know.
-        let variables = std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
+        let variables = std::env::vars_os().filter_map(|(name, value)| {
+            Some((name.into_string().ok()?, value.into_string().ok()?))
+        });
         let config = Config::read(common.config.as_deref(), variables)?;
         let format = common.format();
-        let operator = common.operator.clone().unwrap_or_else(audit::user_of_this_machine);
-        Ok(Self { config, format, operator })
+        let operator = common
+            .operator
+            .clone()
+            .unwrap_or_else(audit::user_of_this_machine);
+        Ok(Self {
+            config,
+            format,
+            operator,
+        })
     }
 
     /// Whether anything is configured.
@@ -111,8 +135,10 @@ impl Context {
         if self.config.set().next().is_some() {
             return Ok(());
         }
-        let file =
-            self.config.file().map_or_else(|| "there is no oncegate.toml here".to_owned(), |it| format!("{} is empty", it.display()));
+        let file = self.config.file().map_or_else(
+            || "there is no oncegate.toml here".to_owned(),
+            |it| format!("{} is empty", it.display()),
+        );
         Err(Failure::usage(format!(
             "nothing is configured: {file}, and no variable sets a key; give it --config FILE, or set ONCEGATE_STORE_URL and the variables of \
              a broker, which `oncegate config keys` lists"
@@ -130,7 +156,11 @@ fn main() -> ExitCode {
         Err(error) => error.exit(),
     };
     let format = arguments.common.format();
-    let runtime = match tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build() {
+    let runtime = match tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+    {
         Ok(runtime) => runtime,
         Err(error) => return told(format, &Failure::server(format!("no runtime: {error}"))),
     };

@@ -29,7 +29,8 @@ pub(crate) enum MarkerCommand {
 
 #[derive(Args)]
 pub(crate) struct List {
-    /// Only those in this state: in-progress, lapsed, in-doubt, rejected, cleared, done or unreadable. May be said several times.
+    /// Only those in this state: in-progress, lapsed, in-doubt, rejected, cleared, done or
+    /// unreadable. May be said several times.
     #[arg(long = "state", value_name = "STATE")]
     states: Vec<told::State>,
     /// Those of every scope, though one is configured.
@@ -64,18 +65,29 @@ async fn list(context: &Context, list: List) -> Result<(), Failure> {
     const PAGE: usize = 500;
     let window = context.config.window();
     let mut browse = Markers::of(&context.config)?.browse(PAGE).await?;
-    let scope = context.config.text("store.scope").filter(|_| !list.every_scope).map(|scope| format!("{scope}|"));
+    let scope = context
+        .config
+        .text("store.scope")
+        .filter(|_| !list.every_scope)
+        .map(|scope| format!("{scope}|"));
     let bar = indicatif::ProgressBar::new_spinner().with_message("keys looked at");
     bar.set_style(
-        indicatif::ProgressStyle::with_template("{spinner} {pos} {msg}").unwrap_or_else(|_| indicatif::ProgressStyle::default_bar()),
+        indicatif::ProgressStyle::with_template("{spinner} {pos} {msg}")
+            .unwrap_or_else(|_| indicatif::ProgressStyle::default_bar()),
     );
     let (mut shown, mut looked_at, mut more) = (Vec::new(), 0, false);
     while let Some(page) = browse.next().await? {
         looked_at += page.len();
         bar.set_position(looked_at as u64);
-        let ours = page.into_iter().filter(|listed| scope.as_ref().is_none_or(|scope| listed.name.starts_with(scope)));
+        let ours = page.into_iter().filter(|listed| {
+            scope
+                .as_ref()
+                .is_none_or(|scope| listed.name.starts_with(scope))
+        });
         let told = ours.map(|listed| Told::of_listed(&listed, window));
-        shown.extend(told.filter(|told| list.states.is_empty() || list.states.contains(&told.state)));
+        shown.extend(
+            told.filter(|told| list.states.is_empty() || list.states.contains(&told.state)),
+        );
         if shown.len() > list.limit || looked_at >= list.scan {
             more = true;
             break;
@@ -83,11 +95,29 @@ async fn list(context: &Context, list: List) -> Result<(), Failure> {
     }
     bar.finish_and_clear();
     shown.truncate(list.limit);
-    let mut table = Table::new(&["key", "state", "attempts", "fence", "written", "expires in", "fingerprint"]);
+    let mut table = Table::new(&[
+        "key",
+        "state",
+        "attempts",
+        "fence",
+        "written",
+        "expires in",
+        "fingerprint",
+    ]);
     for told in &shown {
         table.row(told.cells());
     }
-    let rest = if more { "\nThere may be more: raise --limit and --scan." } else { "" };
+    let rest = if more {
+        "\nThere may be more: raise --limit and --scan."
+    } else {
+        ""
+    };
     let machines = serde_json::json!({ "markers": shown, "looked_at": looked_at, "all": !more });
-    context.format.print(&machines, format!("{table}{} shown of {looked_at} looked at.{rest}", shown.len()))
+    context.format.print(
+        &machines,
+        format!(
+            "{table}{} shown of {looked_at} looked at.{rest}",
+            shown.len()
+        ),
+    )
 }

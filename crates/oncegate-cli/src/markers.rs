@@ -20,7 +20,10 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Where markers stand that others can look at.
 #[derive(Clone)]
-#[allow(clippy::large_enum_variant, reason = "there is one of them, whatever the build holds")]
+#[allow(
+    clippy::large_enum_variant,
+    reason = "there is one of them, whatever the build holds"
+)]
 pub(crate) enum Markers {
     #[cfg(feature = "redis")]
     Redis(Redis),
@@ -54,7 +57,10 @@ impl Markers {
                 // The store itself would make a new one.
                 if !file.exists() {
                     let remedy = "no consumer has used it yet, or store.url names another file";
-                    return Err(Failure::server(format!("there is no {}: {remedy}", file.display())));
+                    return Err(Failure::server(format!(
+                        "there is no {}: {remedy}",
+                        file.display()
+                    )));
                 }
                 Ok(Self::Sqlite(sqlite(config, file)))
             }
@@ -68,7 +74,10 @@ impl Markers {
             #[cfg(not(feature = "redis"))]
             Some(Place::Redis) => Err(Failure::left_out("Redis", "redis")),
             #[cfg(not(feature = "redis"))]
-            None => Err(config.store().err().map_or_else(|| Failure::usage("no store"), Failure::from)),
+            None => Err(config
+                .store()
+                .err()
+                .map_or_else(|| Failure::usage("no store"), Failure::from)),
         }
     }
 
@@ -105,7 +114,10 @@ impl Markers {
             Self::Sqlite(sqlite) => sqlite.apply(&[operation]).await,
             Self::None(never) => match *never {},
         };
-        Ok(answers.into_iter().next().ok_or_else(|| Failure::server("the store gave no answer"))??)
+        Ok(answers
+            .into_iter()
+            .next()
+            .ok_or_else(|| Failure::server("the store gave no answer"))??)
     }
 }
 
@@ -118,7 +130,10 @@ impl Browse {
             #[cfg(feature = "sqlite")]
             Self::Sqlite(browse) => browse.next().await?.map(|page| {
                 let listed = page.into_iter().map(|(name, standing)| {
-                    let standing = standing.map(|(marker, left)| Standing { marker, expires_in: Some(left) });
+                    let standing = standing.map(|(marker, left)| Standing {
+                        marker,
+                        expires_in: Some(left),
+                    });
                     Listed { name, standing }
                 });
                 listed.collect()

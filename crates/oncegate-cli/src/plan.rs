@@ -26,7 +26,8 @@ pub(crate) struct PlanArguments {
     /// Primaries over which the keys are spread.
     #[arg(long, default_value_t = 1)]
     primaries: u64,
-    /// Whether markers hold a fingerprint of the body: by default in at most once, as with consumers.
+    /// Whether markers hold a fingerprint of the body: by default in at most once, as with
+    /// consumers.
     #[arg(long, value_name = "yes|no")]
     fingerprints: Option<YesNo>,
 }
@@ -40,19 +41,28 @@ enum YesNo {
 #[cfg(feature = "redis")]
 pub(crate) fn run(context: &Context, arguments: &PlanArguments) -> Result<(), Failure> {
     let config = &context.config;
-    let rate =
-        arguments.rate.or(config.number("gate.rate")).ok_or_else(|| Failure::usage("say --rate, or set gate.rate: new ids a second"))?;
+    let rate = arguments
+        .rate
+        .or(config.number("gate.rate"))
+        .ok_or_else(|| Failure::usage("say --rate, or set gate.rate: new ids a second"))?;
     let window = arguments.window.map_or(config.window(), |it| it.0);
     let with_fingerprints = match arguments.fingerprints {
         Some(said) => said == YesNo::Yes,
         None => config.guarantee() == oncegate::Guarantee::AtMostOnce,
     };
-    let before = config.prefix().len() + config.text("store.scope").map_or(0, |scope| scope.len() + 1);
+    let before = config.prefix().len()
+        + config
+            .text("store.scope")
+            .map_or(0, |scope| scope.len() + 1);
     let load = Load {
         messages_per_second: rate,
         window,
         key_bytes: before as u64 + arguments.id_bytes,
-        markers: if with_fingerprints { Markers::WithFingerprint } else { Markers::Plain },
+        markers: if with_fingerprints {
+            Markers::WithFingerprint
+        } else {
+            Markers::Plain
+        },
         processes: arguments.processes,
         in_flight: config.in_flight(),
         durability: config.durability(),
@@ -82,7 +92,12 @@ pub(crate) fn run(context: &Context, arguments: &PlanArguments) -> Result<(), Fa
 
 /// A size in the largest unit of a thousand.
 pub(crate) fn bytes(bytes: u64) -> String {
-    let units = [(1_000_000_000_000, "TB"), (1_000_000_000, "GB"), (1_000_000, "MB"), (1_000, "kB")];
+    let units = [
+        (1_000_000_000_000, "TB"),
+        (1_000_000_000, "GB"),
+        (1_000_000, "MB"),
+        (1_000, "kB"),
+    ];
     match units.into_iter().find(|(unit, _)| bytes >= *unit) {
         Some((unit, name)) => format!("{}.{} {name}", bytes / unit, bytes % unit / (unit / 10)),
         None => format!("{bytes} bytes"),

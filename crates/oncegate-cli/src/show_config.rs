@@ -11,7 +11,8 @@ use crate::say::Table;
 
 #[derive(Subcommand)]
 pub(crate) enum ConfigCommand {
-    /// Reads the configuration, and asks no server. Exit code 2 if anything in it means nothing, or contradicts itself.
+    /// Reads the configuration, and asks no server. Exit code 2 if anything in it means nothing, or
+    /// contradicts itself.
     Check {
         /// Wants all that a consumer needs, too: a store, one broker, an id.
         #[arg(long)]
@@ -42,7 +43,10 @@ struct Known {
 
 pub(crate) fn run(context: &Context, command: ConfigCommand) -> Result<(), Failure> {
     // An empty file is one that somebody wrote, and what a consumer lacks is named below.
-    let names_all = matches!(command, ConfigCommand::Keys | ConfigCommand::Check { consumer: true });
+    let names_all = matches!(
+        command,
+        ConfigCommand::Keys | ConfigCommand::Check { consumer: true }
+    );
     if !names_all && context.config.file().is_none() {
         context.has_configuration()?;
     }
@@ -61,19 +65,36 @@ fn check(context: &Context, for_consumer: bool) -> Result<(), Failure> {
         config.check()?
     }
     let count = config.set().count();
-    let file = config.file().map_or_else(|| "no file".to_owned(), |path| path.display().to_string());
+    let file = config
+        .file()
+        .map_or_else(|| "no file".to_owned(), |path| path.display().to_string());
     let machines = serde_json::json!({ "settings": count, "file": config.file() });
-    let found = if for_consumer { "a consumer can be wired from them" } else { "each means something" };
-    context.format.print(&machines, format!("{count} settings ({file} and variables): {found}"))
+    let found = if for_consumer {
+        "a consumer can be wired from them"
+    } else {
+        "each means something"
+    };
+    context.format.print(
+        &machines,
+        format!("{count} settings ({file} and variables): {found}"),
+    )
 }
 
 fn print(context: &Context) -> Result<(), Failure> {
     let set = context.config.set();
-    let set = set.map(|it| Shown { key: it.setting.key, value: shown(it.setting.hides, &it.value), from: it.origin.clone() });
+    let set = set.map(|it| Shown {
+        key: it.setting.key,
+        value: shown(it.setting.hides, &it.value),
+        from: it.origin.clone(),
+    });
     let set: Vec<Shown> = set.collect();
     let mut table = Table::new(&["key", "value", "from"]);
     for shown in &set {
-        table.row([shown.key.to_owned(), shown.value.to_string(), shown.from.clone()]);
+        table.row([
+            shown.key.to_owned(),
+            shown.value.to_string(),
+            shown.from.clone(),
+        ]);
     }
     context.format.print(&set, table)
 }
@@ -81,11 +102,20 @@ fn print(context: &Context) -> Result<(), Failure> {
 fn keys(context: &Context) -> Result<(), Failure> {
     let all: Vec<Known> = SETTINGS
         .iter()
-        .map(|setting| Known { key: setting.key, variable: setting.variable(), secret: setting.is_secret(), says: setting.says })
+        .map(|setting| Known {
+            key: setting.key,
+            variable: setting.variable(),
+            secret: setting.is_secret(),
+            says: setting.says,
+        })
         .collect();
     let mut table = Table::new(&["key", "variable", "says"]);
     for known in &all {
-        table.row([known.key.to_owned(), known.variable.clone(), known.says.to_owned()]);
+        table.row([
+            known.key.to_owned(),
+            known.variable.clone(),
+            known.says.to_owned(),
+        ]);
     }
     context.format.print(&all, table)
 }
@@ -103,7 +133,9 @@ fn shown(hides: Hides, value: &Value) -> serde_json::Value {
         Value::Names(names) => names
             .iter()
             .map(|(name, value)| {
-                let is_secret = ["password", "secret", "key", "config", "token"].iter().any(|word| name.contains(word));
+                let is_secret = ["password", "secret", "key", "config", "token"]
+                    .iter()
+                    .any(|word| name.contains(word));
                 (name.clone(), if is_secret { HIDDEN } else { value })
             })
             .map(|(name, value)| (name, serde_json::Value::from(value)))
@@ -119,7 +151,9 @@ pub(crate) fn without_password(url: &str) -> String {
     let from = url.find("://").map_or(0, |at| at + 3);
     let Some(to) = url.rfind('@').filter(|to| *to >= from) else {
         // A query may hold one too.
-        return url.split_once('?').map_or_else(|| url.to_owned(), |(before, _)| format!("{before}?***"));
+        return url
+            .split_once('?')
+            .map_or_else(|| url.to_owned(), |(before, _)| format!("{before}?***"));
     };
     let user = url[from..to].split(':').next().unwrap_or_default();
     let rest = url[to..].split('?').next().unwrap_or_default();

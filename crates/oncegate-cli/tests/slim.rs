@@ -8,12 +8,23 @@ use std::process::Command;
 /// Runs the program with these variables; its exit code, and what it wrote to standard error.
 fn run(arguments: &[&str], variables: &[(&str, &str)]) -> (Option<i32>, String) {
     let mut program = Command::new(env!("CARGO_BIN_EXE_oncegate"));
-    let ended = program.args(arguments).env("ONCEGATE_CONFIG", "/dev/null").envs(variables.iter().copied()).output().expect("it was built");
-    (ended.status.code(), String::from_utf8(ended.stderr).expect("text"))
+    let ended = program
+        .args(arguments)
+        .env("ONCEGATE_CONFIG", "/dev/null")
+        .envs(variables.iter().copied())
+        .output()
+        .expect("it was built");
+    (
+        ended.status.code(),
+        String::from_utf8(ended.stderr).expect("text"),
+    )
 }
 
-const KAFKA: [(&str, &str); 3] =
-    [("ONCEGATE_KAFKA_BROKERS", "127.0.0.1:1"), ("ONCEGATE_KAFKA_TOPIC", "payments"), ("ONCEGATE_GATE_ID", "header payment-id")];
+const KAFKA: [(&str, &str); 3] = [
+    ("ONCEGATE_KAFKA_BROKERS", "127.0.0.1:1"),
+    ("ONCEGATE_KAFKA_TOPIC", "payments"),
+    ("ONCEGATE_GATE_ID", "header payment-id"),
+];
 
 #[test]
 fn what_was_left_out_is_told_in_one_line_with_an_exit_code_of_its_own() {
@@ -21,15 +32,21 @@ fn what_was_left_out_is_told_in_one_line_with_an_exit_code_of_its_own() {
     let sqlite = [("ONCEGATE_STORE_URL", "sqlite:markers.db")];
     for (arguments, variables, lacks) in [
         (&["dead-letters", "list"][..], audited.as_slice(), "Kafka"),
-        (&["dead-letters", "redrive", "--all", "--yes"], &audited, "Kafka"),
+        (
+            &["dead-letters", "redrive", "--all", "--yes"],
+            &audited,
+            "Kafka",
+        ),
         (&["in-doubt", "show", "payment-1"], &audited, "Kafka"),
         (&["explain", "payment-1", "--copies"], &audited, "Kafka"),
         (&["marker", "show", "payment-1"], &sqlite, "SQLite"),
     ] {
         let (code, said) = run(arguments, variables);
         assert_eq!(code, Some(6), "{arguments:?}: {said}");
-        let one_line =
-            said.lines().count() == 1 && said.starts_with(&format!("oncegate: this oncegate was built without {lacks}; install"));
+        let one_line = said.lines().count() == 1
+            && said.starts_with(&format!(
+                "oncegate: this oncegate was built without {lacks}; install"
+            ));
         assert!(one_line, "{arguments:?}: {said}");
     }
 }

@@ -17,15 +17,26 @@ pub(crate) struct Watched {
     pub(crate) rabbitmq: oncegate::RabbitMqStatus,
 }
 
-/// Opens the port, if one is wanted. Called before the consumer is built: what is counted before goes nowhere.
-pub(crate) fn open(config: &Config, broker: Broker, watched: &Watched, errors: LastErrors) -> Result<Option<Serving>, Error> {
-    let Some(address) = config.listens_at()? else { return Ok(None) };
+/// Opens the port, if one is wanted. Called before the consumer is built: what is counted before
+/// goes nowhere.
+pub(crate) fn open(
+    config: &Config,
+    broker: Broker,
+    watched: &Watched,
+    errors: LastErrors,
+) -> Result<Option<Serving>, Error> {
+    let Some(address) = config.listens_at()? else {
+        return Ok(None);
+    };
     let name = match broker {
         Broker::Kafka => config.text("kafka.topic"),
         Broker::RabbitMq => config.text("rabbitmq.queue"),
     };
     let name = name.unwrap_or_default();
-    let mut admin = Admin::new().listen(address).consumer(name, watched.readiness.clone(), watched.status.clone()).last_errors(errors);
+    let mut admin = Admin::new()
+        .listen(address)
+        .consumer(name, watched.readiness.clone(), watched.status.clone())
+        .last_errors(errors);
     match Metrics::install() {
         Ok(metrics) => admin = admin.metrics(metrics),
         // The program keeps its metrics itself.
@@ -39,7 +50,9 @@ pub(crate) fn open(config: &Config, broker: Broker, watched: &Watched, errors: L
         #[cfg(not(all(feature = "kafka", feature = "rabbitmq")))]
         _ => {}
     }
-    let serving = admin.serve().map_err(|error| Error::misconfigured(format!("admin.listen: {error}")))?;
+    let serving = admin
+        .serve()
+        .map_err(|error| Error::misconfigured(format!("admin.listen: {error}")))?;
     tracing::info!("admin port http://{}/status", serving.address());
     Ok(Some(serving))
 }

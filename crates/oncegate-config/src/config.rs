@@ -11,7 +11,8 @@ use crate::value::{Value, time};
 
 /// What a file and variables say: each value is of the kind that its key wants.
 ///
-/// [`Config::load`] reads it, [`Config::check`] says whether keys contradict each other. `Debug` shows keys and where they come from, and no value.
+/// [`Config::load`] reads it, [`Config::check`] says whether keys contradict each other. `Debug`
+/// shows keys and where they come from, and no value.
 #[derive(Clone, Default)]
 pub struct Config {
     /// By key.
@@ -33,7 +34,9 @@ pub struct Set {
 
 impl std::fmt::Debug for Config {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_map().entries(self.set.iter().map(|(key, set)| (key, &set.origin))).finish()
+        f.debug_map()
+            .entries(self.set.iter().map(|(key, set)| (key, &set.origin)))
+            .finish()
     }
 }
 
@@ -45,7 +48,9 @@ impl Config {
 
     /// All that was set, in the order of [`SETTINGS`].
     pub fn set(&self) -> impl Iterator<Item = &Set> {
-        SETTINGS.iter().filter_map(|setting| self.set.get(setting.key))
+        SETTINGS
+            .iter()
+            .filter_map(|setting| self.set.get(setting.key))
     }
 
     /// Whether a key was set.
@@ -122,16 +127,19 @@ impl Config {
 
     /// `gate.handler-timeout`, or its default.
     pub fn handler_timeout(&self) -> Duration {
-        self.time("gate.handler-timeout").unwrap_or(defaults::HANDLER_TIMEOUT)
+        self.time("gate.handler-timeout")
+            .unwrap_or(defaults::HANDLER_TIMEOUT)
     }
 
     /// `gate.in-flight`, or its default.
     pub fn in_flight(&self) -> u64 {
-        self.number("gate.in-flight").unwrap_or(defaults::IN_FLIGHT as u64)
+        self.number("gate.in-flight")
+            .unwrap_or(defaults::IN_FLIGHT as u64)
     }
 
     /// `rabbitmq.consumer-timeout`, or RabbitMQ's default.
     pub fn consumer_timeout(&self) -> Duration {
-        self.time("rabbitmq.consumer-timeout").unwrap_or(Duration::from_secs(1_800))
+        self.time("rabbitmq.consumer-timeout")
+            .unwrap_or(Duration::from_secs(1_800))
     }
 }

@@ -4,10 +4,12 @@ use oncegate::{SourceError, StoreError};
 
 use crate::config::Config;
 
-/// Why a program cannot be wired as its configuration says, or why its consumer ended. Each says what to change.
+/// Why a program cannot be wired as its configuration says, or why its consumer ended. Each says
+/// what to change.
 #[derive(thiserror::Error)]
 pub enum Error {
-    /// A key that means nothing, a value that means nothing, a part that is missing or that contradicts another one.
+    /// A key that means nothing, a value that means nothing, a part that is missing or that
+    /// contradicts another one.
     #[error("{0}")]
     Misconfigured(String),
     /// Another reason why a consumer ended, or a connection failed.
@@ -28,14 +30,25 @@ impl Error {
         Self::Misconfigured(text.into())
     }
 
-    /// The error of a source, client or connection of this broker, with the key to change in place of the setter.
+    /// The error of a source, client or connection of this broker, with the key to change in place
+    /// of the setter.
     pub fn of_source(broker: Broker, error: SourceError) -> Self {
-        let by_key = |setting: &str, problem, remedy| format!("{}: {problem}; {remedy}", key(broker.section(), setting));
+        let by_key = |setting: &str, problem, remedy| {
+            format!("{}: {problem}; {remedy}", key(broker.section(), setting))
+        };
         match error {
-            SourceError::Misconfigured { setting, problem, remedy } => Self::Misconfigured(by_key(&setting, problem, remedy)),
+            SourceError::Misconfigured {
+                setting,
+                problem,
+                remedy,
+            } => Self::Misconfigured(by_key(&setting, problem, remedy)),
             SourceError::Unavailable(cause) => {
                 let cause = match cause.downcast::<SourceError>().map(|cause| *cause) {
-                    Ok(SourceError::Misconfigured { setting, problem, remedy }) => by_key(&setting, problem, remedy).into(),
+                    Ok(SourceError::Misconfigured {
+                        setting,
+                        problem,
+                        remedy,
+                    }) => by_key(&setting, problem, remedy).into(),
                     Ok(error) => error.into(),
                     Err(cause) => cause,
                 };
@@ -64,18 +77,23 @@ impl Broker {
 }
 
 impl Config {
-    /// What a consumer ended with, by the key that changes it: the library itself names what stands in code.
+    /// What a consumer ended with, by the key that changes it: the library itself names what stands
+    /// in code.
     pub fn explain(&self, error: oncegate::Error) -> Error {
         match error {
-            oncegate::Error::Misconfigured { setting, problem, remedy } => {
-                Error::Misconfigured(format!("{}: {problem}; {remedy}", key("gate", setting)))
-            }
+            oncegate::Error::Misconfigured {
+                setting,
+                problem,
+                remedy,
+            } => Error::Misconfigured(format!("{}: {problem}; {remedy}", key("gate", setting))),
             oncegate::Error::Scope(error) => Error::Misconfigured(format!("store.scope: {error}")),
             oncegate::Error::ForgetfulStore(why) => Error::Misconfigured(format!(
                 "gate.guarantee: at most once needs a store that does not forget, and {why}; change that, or accept it with \
                  store.forgetful = \"accepted\""
             )),
-            oncegate::Error::Store(error @ StoreError::Misconfigured(_)) => Error::Misconfigured(format!("[store]: {error}")),
+            oncegate::Error::Store(error @ StoreError::Misconfigured(_)) => {
+                Error::Misconfigured(format!("[store]: {error}"))
+            }
             oncegate::Error::Source(error) => match self.broker() {
                 Ok(broker) => Error::of_source(broker, error),
                 Err(_) => Error::Consumer(error.into()),
@@ -105,18 +123,38 @@ mod tests {
         let topic = [("ONCEGATE_KAFKA_TOPIC".to_owned(), "payments".to_owned())];
         let config = Config::read(Some(std::path::Path::new("/dev/null")), topic).expect("one key");
         let said = |error| config.explain(error).to_string();
-        let wrong = oncegate::Error::Misconfigured { setting: "max_age", problem: "it is long".into(), remedy: "shorten it" };
+        let wrong = oncegate::Error::Misconfigured {
+            setting: "max_age",
+            problem: "it is long".into(),
+            remedy: "shorten it",
+        };
         assert_eq!(said(wrong), "gate.max-age: it is long; shorten it");
-        let source = |setting: &str| oncegate::Error::Source(SourceError::misconfigured(setting, "no", "yes"));
+        let source = |setting: &str| {
+            oncegate::Error::Source(SourceError::misconfigured(setting, "no", "yes"))
+        };
         assert_eq!(said(source("dead_letters")), "kafka.dead-letters: no; yes");
-        assert_eq!(said(source("enable.auto.commit")), "kafka.properties: enable.auto.commit: no; yes");
+        assert_eq!(
+            said(source("enable.auto.commit")),
+            "kafka.properties: enable.auto.commit: no; yes"
+        );
         assert_eq!(said(source("property")), "kafka.properties: no; yes");
-        let unavailable = SourceError::Unavailable(SourceError::misconfigured("ca_certificate", "no", "yes").into());
+        let unavailable = SourceError::Unavailable(
+            SourceError::misconfigured("ca_certificate", "no", "yes").into(),
+        );
         let unavailable = Error::of_source(Broker::RabbitMq, unavailable);
         assert!(matches!(unavailable, Error::Consumer(_)), "{unavailable}");
-        assert_eq!(unavailable.to_string(), "the broker cannot be used: rabbitmq.ca-certificate: no; yes");
+        assert_eq!(
+            unavailable.to_string(),
+            "the broker cannot be used: rabbitmq.ca-certificate: no; yes"
+        );
         let forgets = said(oncegate::Error::ForgetfulStore("it evicts".into()));
-        assert!(forgets.contains("it evicts") && forgets.contains("store.forgetful"), "{forgets}");
-        assert_eq!(format!("{:?}", Error::misconfigured("as it is said")), "as it is said");
+        assert!(
+            forgets.contains("it evicts") && forgets.contains("store.forgetful"),
+            "{forgets}"
+        );
+        assert_eq!(
+            format!("{:?}", Error::misconfigured("as it is said")),
+            "as it is said"
+        );
     }
 }

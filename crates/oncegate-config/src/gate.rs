@@ -12,12 +12,16 @@ use crate::error::Error;
 const HASHED: &str = " hashed";
 
 impl Config {
-    /// Sets a consumer up as `[gate]` and `store.scope` say: guarantee, ids, window, lease, limits, order, retries. What is
-    /// not configured stays as it is.
+    /// Sets a consumer up as `[gate]` and `store.scope` say: guarantee, ids, window, lease, limits,
+    /// order, retries. What is not configured stays as it is.
     ///
     /// # Errors
-    /// [`Error::Misconfigured`], as for [`Config::check`]. What is out of bounds is said when the consumer starts.
-    pub fn consumer<S, T, H, D>(&self, consumer: Builder<S, T, H, D>) -> Result<Builder<S, T, H, D>, Error> {
+    /// [`Error::Misconfigured`], as for [`Config::check`]. What is out of bounds is said when the
+    /// consumer starts.
+    pub fn consumer<S, T, H, D>(
+        &self,
+        consumer: Builder<S, T, H, D>,
+    ) -> Result<Builder<S, T, H, D>, Error> {
         self.check()?;
         let mut consumer = consumer;
         macro_rules! set {
@@ -28,8 +32,14 @@ impl Config {
             };
         }
         // None of them is larger than it may be: that was checked.
-        let small = |key| self.number(key).map(|number| u32::try_from(number).unwrap_or(u32::MAX));
-        let size = |key| self.number(key).map(|number| usize::try_from(number).unwrap_or(usize::MAX));
+        let small = |key| {
+            self.number(key)
+                .map(|number| u32::try_from(number).unwrap_or(u32::MAX))
+        };
+        let size = |key| {
+            self.number(key)
+                .map(|number| usize::try_from(number).unwrap_or(usize::MAX))
+        };
         set! {
             guarantee: self.has("gate.guarantee").then(|| self.guarantee()),
             id: self.id_source()?,
@@ -68,20 +78,31 @@ impl Config {
         }
         if let Some(shortest) = self.time("gate.shortest-lease") {
             if shortest > self.lease() {
-                return Err(Error::misconfigured("gate.shortest-lease is longer than gate.lease; shorten it, or lengthen gate.lease"));
+                return Err(Error::misconfigured(
+                    "gate.shortest-lease is longer than gate.lease; shorten it, or lengthen gate.lease",
+                ));
             }
             consumer = consumer.adaptive_lease(shortest, self.lease());
         }
         if let Some((first, longest)) = self.backoff() {
             consumer = consumer.backoff(first, longest);
         }
-        Ok(if self.accepts_forgetful_store() { consumer.accept_forgetful_store() } else { consumer })
+        Ok(if self.accepts_forgetful_store() {
+            consumer.accept_forgetful_store()
+        } else {
+            consumer
+        })
     }
 
     /// The first and the longest pause, if one of them is configured.
     fn backoff(&self) -> Option<(Duration, Duration)> {
         let (first, longest) = (self.time("gate.backoff"), self.time("gate.longest-backoff"));
-        (first.or(longest)).map(|_| (first.unwrap_or(defaults::BACKOFF), longest.unwrap_or(defaults::LONGEST_BACKOFF)))
+        (first.or(longest)).map(|_| {
+            (
+                first.unwrap_or(defaults::BACKOFF),
+                longest.unwrap_or(defaults::LONGEST_BACKOFF),
+            )
+        })
     }
 
     /// Where ids are read, if it is said.
@@ -89,9 +110,13 @@ impl Config {
     /// # Errors
     /// `gate.id` means nothing.
     pub fn id_source(&self) -> Result<Option<IdSource>, Error> {
-        let Some(whole) = self.text("gate.id") else { return Ok(None) };
+        let Some(whole) = self.text("gate.id") else {
+            return Ok(None);
+        };
         let text = whole.strip_suffix(HASHED).unwrap_or(whole);
-        let (kind, name) = text.split_once(' ').map_or((text, ""), |(kind, name)| (kind, name.trim()));
+        let (kind, name) = text
+            .split_once(' ')
+            .map_or((text, ""), |(kind, name)| (kind, name.trim()));
         let source = match (kind, name) {
             ("header", name) if !name.is_empty() => IdSource::header(name),
             ("json", pointer) if pointer.starts_with('/') => IdSource::json_pointer(pointer),
@@ -105,22 +130,30 @@ impl Config {
                 )));
             }
         };
-        Ok(Some(if self.hashes_ids() { source.hashed() } else { source }))
+        Ok(Some(if self.hashes_ids() {
+            source.hashed()
+        } else {
+            source
+        }))
     }
 
-    /// An id as a person gives it: as a producer wrote it, or as it stands in keys and logs. `None` if it is empty.
+    /// An id as a person gives it: as a producer wrote it, or as it stands in keys and logs. `None`
+    /// if it is empty.
     pub fn message_id(&self, text: &str) -> Option<MessageId> {
         let id = MessageId::stored(text).or_else(|| MessageId::new(text))?;
         Some(if self.hashes_ids() { id.hashed() } else { id })
     }
 
     fn hashes_ids(&self) -> bool {
-        self.text("gate.id").is_some_and(|text| text.ends_with(HASHED))
+        self.text("gate.id")
+            .is_some_and(|text| text.ends_with(HASHED))
     }
 
     /// Where the admin port is to listen.
     pub(crate) fn listens_at(&self) -> Result<Option<SocketAddr>, Error> {
-        let Some(text) = self.text("admin.listen") else { return Ok(None) };
+        let Some(text) = self.text("admin.listen") else {
+            return Ok(None);
+        };
         text.parse().map(Some).map_err(|_| {
             Error::misconfigured(format!("admin.listen: {text:?} is no address; write an IP address and a port, such as 127.0.0.1:9623"))
         })

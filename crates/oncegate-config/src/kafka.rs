@@ -12,7 +12,9 @@ impl Config {
     /// [`Error::Misconfigured`]: `kafka.topic` is missing, or as for [`Config::check`].
     pub fn kafka(&self) -> Result<Kafka, Error> {
         self.check()?;
-        let topic = self.text("kafka.topic").ok_or_else(|| Error::misconfigured("no topic: set kafka.topic, or ONCEGATE_KAFKA_TOPIC"))?;
+        let topic = self.text("kafka.topic").ok_or_else(|| {
+            Error::misconfigured("no topic: set kafka.topic, or ONCEGATE_KAFKA_TOPIC")
+        })?;
         let mut kafka = Kafka::topic(topic);
         macro_rules! set {
             ($($setter:ident: $value:expr,)*) => {
@@ -33,9 +35,18 @@ impl Config {
             stalled_after: self.time("kafka.stalled-after"),
         }
         // None of them is larger than it may be: that was checked.
-        let count = |key| self.number(key).map(|number| u16::try_from(number).unwrap_or(u16::MAX));
-        if let (Some(partitions), Some(replication)) = (count("kafka.create-partitions"), count("kafka.create-replicas")) {
-            kafka = kafka.create_topics(TopicCreation::Create { partitions, replication });
+        let count = |key| {
+            self.number(key)
+                .map(|number| u16::try_from(number).unwrap_or(u16::MAX))
+        };
+        if let (Some(partitions), Some(replication)) = (
+            count("kafka.create-partitions"),
+            count("kafka.create-replicas"),
+        ) {
+            kafka = kafka.create_topics(TopicCreation::Create {
+                partitions,
+                replication,
+            });
         }
         if self.text("kafka.limited-retention") == Some("accepted") {
             kafka = kafka.accept_limited_retention();

@@ -1,6 +1,7 @@
 //! One `oncegate.toml` and `ONCEGATE_…` variables: read, checked, and made into a consumer.
 //!
-//! A program hands over its handler; the file says all else, and `oncegate`, the operator's tool, reads the same file:
+//! A program hands over its handler; the file says all else, and `oncegate`, the operator's tool,
+//! reads the same file:
 //!
 //! ```no_run
 //! # #[cfg(feature = "run")]
@@ -11,9 +12,9 @@
 //! # }
 //! ```
 //!
-//! A key that means nothing is refused, with the nearest one that does. Secrets may stand in files of their own. Whoever
-//! needs more than a file can say takes from it what it says: [`Config::consumer`] sets up a builder, and
-//! [`Config::store`] makes a store.
+//! A key that means nothing is refused, with the nearest one that does. Secrets may stand in files
+//! of their own. Whoever needs more than a file can say takes from it what it says:
+//! [`Config::consumer`] sets up a builder, and [`Config::store`] makes a store.
 #![forbid(unsafe_code)]
 
 #[cfg(feature = "run")]

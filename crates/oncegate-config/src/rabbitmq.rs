@@ -12,8 +12,9 @@ impl Config {
     /// [`Error::Misconfigured`]: `rabbitmq.queue` is missing, or as for [`Config::check`].
     pub fn rabbitmq(&self) -> Result<RabbitMq, Error> {
         self.check()?;
-        let queue =
-            self.text("rabbitmq.queue").ok_or_else(|| Error::misconfigured("no queue: set rabbitmq.queue, or ONCEGATE_RABBITMQ_QUEUE"))?;
+        let queue = self.text("rabbitmq.queue").ok_or_else(|| {
+            Error::misconfigured("no queue: set rabbitmq.queue, or ONCEGATE_RABBITMQ_QUEUE")
+        })?;
         let mut rabbitmq = RabbitMq::queue(queue);
         macro_rules! set {
             ($($setter:ident: $value:expr,)*) => {
@@ -40,9 +41,18 @@ impl Config {
             queue_kind: self.text("rabbitmq.queue-kind").map(|kind| if kind == "classic" { QueueKind::Classic } else { QueueKind::Quorum }),
             rejects: self.text("rabbitmq.rejects").map(|rejects| if rejects == "by-queue" { Rejects::ByQueue } else { Rejects::Published }),
         }
-        if let (Some(certificate), Some(key)) = (self.text("rabbitmq.client-certificate"), self.text("rabbitmq.client-key")) {
+        if let (Some(certificate), Some(key)) = (
+            self.text("rabbitmq.client-certificate"),
+            self.text("rabbitmq.client-key"),
+        ) {
             rabbitmq = rabbitmq.client_certificate(certificate, key);
         }
-        Ok(if self.text("rabbitmq.consumers") == Some("single-active") { rabbitmq.single_active_consumer() } else { rabbitmq })
+        Ok(
+            if self.text("rabbitmq.consumers") == Some("single-active") {
+                rabbitmq.single_active_consumer()
+            } else {
+                rabbitmq
+            },
+        )
     }
 }

@@ -11,13 +11,15 @@ use crate::log;
 use crate::store::AnyStore;
 
 impl Config {
-    /// Wires source, store, gate, log and admin port, and handles messages until SIGTERM or Ctrl-C; then it drains and returns.
-    /// Bodies are JSON; for others, and for whatever else a file cannot say, wire a builder with [`Config::consumer`].
+    /// Wires source, store, gate, log and admin port, and handles messages until SIGTERM or Ctrl-C;
+    /// then it drains and returns. Bodies are JSON; for others, and for whatever else a file cannot
+    /// say, wire a builder with [`Config::consumer`].
     ///
     /// It logs on standard error, unless the program has installed a subscriber of its own.
     ///
     /// # Errors
-    /// [`Error::Misconfigured`] names the key that has to be changed; [`Error::Consumer`] is what the consumer ended with.
+    /// [`Error::Misconfigured`] names the key that has to be changed; [`Error::Consumer`] is what
+    /// the consumer ended with.
     pub async fn run<H: Handler>(self, handler: H) -> Result<(), Error> {
         self.run_until(handler, shutdown_signal()).await
     }
@@ -26,7 +28,11 @@ impl Config {
     ///
     /// # Errors
     /// As for [`Config::run`].
-    pub async fn run_until<H: Handler>(self, handler: H, shutdown: impl Future) -> Result<(), Error> {
+    pub async fn run_until<H: Handler>(
+        self,
+        handler: H,
+        shutdown: impl Future,
+    ) -> Result<(), Error> {
         self.check_for_consumer()?;
         let broker = self.broker()?;
         let told = log::begin(&self)?;
@@ -37,13 +43,28 @@ impl Config {
             Some(report) => AnyStore::of(Shadow::new(self.store()?, report.clone())),
             None => self.store()?,
         };
-        let consumer = self.consumer(Consumer::builder())?.store(store).handler(handler);
-        let consumer = consumer.readiness(watched.readiness.clone()).status(watched.status.clone());
+        let consumer = self
+            .consumer(Consumer::builder())?
+            .store(store)
+            .handler(handler);
+        let consumer = consumer
+            .readiness(watched.readiness.clone())
+            .status(watched.status.clone());
         let ended: Result<(), oncegate::Error> = match broker {
             #[cfg(feature = "kafka")]
-            Broker::Kafka => consumer.source(self.kafka()?.status(watched.kafka.clone())).run_until(shutdown).await,
+            Broker::Kafka => {
+                consumer
+                    .source(self.kafka()?.status(watched.kafka.clone()))
+                    .run_until(shutdown)
+                    .await
+            }
             #[cfg(feature = "rabbitmq")]
-            Broker::RabbitMq => consumer.source(self.rabbitmq()?.status(watched.rabbitmq.clone())).run_until(shutdown).await,
+            Broker::RabbitMq => {
+                consumer
+                    .source(self.rabbitmq()?.status(watched.rabbitmq.clone()))
+                    .run_until(shutdown)
+                    .await
+            }
             #[cfg(not(all(feature = "kafka", feature = "rabbitmq")))]
             _ => {
                 drop((consumer, shutdown));
@@ -64,6 +85,13 @@ fn left_out(broker: Broker) -> oncegate::Error {
         Broker::Kafka => "add the feature `kafka` of oncegate-config",
         Broker::RabbitMq => "add the feature `rabbitmq` of oncegate-config",
     };
-    let problem = format!("[{}] is configured, and this program was built without it", broker.section());
-    oncegate::Error::Misconfigured { setting: "broker", problem, remedy: feature }
+    let problem = format!(
+        "[{}] is configured, and this program was built without it",
+        broker.section()
+    );
+    oncegate::Error::Misconfigured {
+        setting: "broker",
+        problem,
+        remedy: feature,
+    }
 }

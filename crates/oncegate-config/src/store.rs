@@ -98,9 +98,12 @@ impl Config {
                 }
                 Ok(Some(Place::Sqlite(Path::new(file))))
             }
-            // What is wrong with a URL of Redis's is said by Redis's own client. A scheme holds no secret, and another text may.
+            // What is wrong with a URL of Redis's is said by Redis's own client. A scheme holds no
+            // secret, and another text may.
             ("redis" | "rediss" | "redis+unix", _) => Ok(Some(Place::Redis)),
-            _ => Err(Error::misconfigured("store.url names no store; write redis://HOST:PORT, rediss://HOST:PORT, sqlite:FILE or memory:")),
+            _ => Err(Error::misconfigured(
+                "store.url names no store; write redis://HOST:PORT, rediss://HOST:PORT, sqlite:FILE or memory:",
+            )),
         }
     }
 
@@ -115,7 +118,11 @@ impl Config {
             #[cfg(feature = "redis")]
             Place::Redis => {
                 let redis = self.redis(None)?;
-                Ok(AnyStore::of(if self.accepts_forgetful_store() { redis.accept_forgetful_store() } else { redis }))
+                Ok(AnyStore::of(if self.accepts_forgetful_store() {
+                    redis.accept_forgetful_store()
+                } else {
+                    redis
+                }))
             }
             #[cfg(not(feature = "redis"))]
             Place::Redis => Err(left_out("Redis", "redis")),
@@ -132,8 +139,8 @@ impl Config {
         }
     }
 
-    /// Redis as it is configured. Where `store.timeout` says nothing, a reply may take this long, or as long as the store has
-    /// it by default.
+    /// Redis as it is configured. Where `store.timeout` says nothing, a reply may take this long,
+    /// or as long as the store has it by default.
     ///
     /// # Errors
     /// Another store is configured, or none.
@@ -141,9 +148,15 @@ impl Config {
     pub fn redis(&self, patience: Option<Duration>) -> Result<Redis, Error> {
         self.check_store()?;
         if self.place()?.ok_or_else(no_store)? != Place::Redis {
-            return Err(Error::misconfigured("store.url names another store than Redis"));
+            return Err(Error::misconfigured(
+                "store.url names another store than Redis",
+            ));
         }
-        let mut redis = match (self.text("store.url"), self.list("store.sentinels"), self.text("store.sentinel-name")) {
+        let mut redis = match (
+            self.text("store.url"),
+            self.list("store.sentinels"),
+            self.text("store.sentinel-name"),
+        ) {
             (Some(url), ..) => Redis::at(url),
             (None, sentinels @ [_, ..], Some(name)) => Redis::sentinel(sentinels, name),
             _ => Redis::cluster(self.list("store.cluster")),
@@ -155,7 +168,10 @@ impl Config {
         if let Some(path) = self.text("store.ca-certificate") {
             redis = redis.ca_certificate(path);
         }
-        if let (Some(certificate), Some(key)) = (self.text("store.client-certificate"), self.text("store.client-key")) {
+        if let (Some(certificate), Some(key)) = (
+            self.text("store.client-certificate"),
+            self.text("store.client-key"),
+        ) {
             redis = redis.client_certificate(certificate, key);
         }
         Ok(redis)
@@ -164,10 +180,15 @@ impl Config {
     /// `store.replicas`, or the primary alone.
     #[cfg(feature = "redis")]
     pub fn durability(&self) -> Durability {
-        match self.number("store.replicas").and_then(|count| u32::try_from(count).ok()) {
+        match self
+            .number("store.replicas")
+            .and_then(|count| u32::try_from(count).ok())
+        {
             None => Durability::Primary,
             Some(count) => {
-                let timeout = self.time("store.replicas-timeout").unwrap_or(Duration::from_millis(200));
+                let timeout = self
+                    .time("store.replicas-timeout")
+                    .unwrap_or(Duration::from_millis(200));
                 Durability::Replicas { count, timeout }
             }
         }
@@ -185,7 +206,8 @@ impl Config {
     pub fn scope(&self) -> Result<Scope, Error> {
         match self.text("store.scope") {
             None => Ok(Scope::none()),
-            Some(name) => Scope::named(name).map_err(|error| Error::misconfigured(format!("store.scope: {error}"))),
+            Some(name) => Scope::named(name)
+                .map_err(|error| Error::misconfigured(format!("store.scope: {error}"))),
         }
     }
 
@@ -195,5 +217,7 @@ impl Config {
 }
 
 pub(crate) fn no_store() -> Error {
-    Error::misconfigured("no store: set store.url in oncegate.toml, or ONCEGATE_STORE_URL, say redis://localhost:6379")
+    Error::misconfigured(
+        "no store: set store.url in oncegate.toml, or ONCEGATE_STORE_URL, say redis://localhost:6379",
+    )
 }

@@ -12,38 +12,64 @@ use tracing_subscriber::registry::LookupSpan;
 use crate::error::Error;
 
 /// Where to export to, as OpenTelemetry names it; without one of them nothing is exported.
-const ENDPOINTS: [&str; 2] = ["OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"];
+const ENDPOINTS: [&str; 2] = [
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+    "OTEL_EXPORTER_OTLP_ENDPOINT",
+];
 
 /// Exports spans by OTLP over HTTP (protobuf). Dropping it sends what is left.
 ///
-/// OpenTelemetry's own variables say all else: `OTEL_SERVICE_NAME`, `OTEL_RESOURCE_ATTRIBUTES`, `OTEL_TRACES_SAMPLER`,
-/// `OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_BSP_…`.
+/// OpenTelemetry's own variables say all else: `OTEL_SERVICE_NAME`, `OTEL_RESOURCE_ATTRIBUTES`,
+/// `OTEL_TRACES_SAMPLER`, `OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_BSP_…`.
 #[derive(Debug)]
 pub struct Traces(SdkTracerProvider);
 
 impl Traces {
-    /// An exporter, if `OTEL_EXPORTER_OTLP_ENDPOINT` or `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` says where to. The service has
-    /// this name unless `OTEL_SERVICE_NAME` says another.
+    /// An exporter, if `OTEL_EXPORTER_OTLP_ENDPOINT` or `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` says
+    /// where to. The service has this name unless `OTEL_SERVICE_NAME` says another.
     ///
     /// # Errors
     /// [`Error::Misconfigured`]: what a variable says cannot be used.
     pub fn from_environment(service: &str) -> Result<Option<Self>, Error> {
-        let Some(endpoint) = ENDPOINTS.into_iter().find(|name| std::env::var_os(name).is_some_and(|value| !value.is_empty())) else {
+        let Some(endpoint) = ENDPOINTS
+            .into_iter()
+            .find(|name| std::env::var_os(name).is_some_and(|value| !value.is_empty()))
+        else {
             return Ok(None);
         };
-        let exporter = SpanExporter::builder().with_http().with_protocol(Protocol::HttpBinary).build();
-        let exporter = exporter.map_err(|error| Error::misconfigured(format!("{endpoint}: no exporter: {error}")))?;
+        let exporter = SpanExporter::builder()
+            .with_http()
+            .with_protocol(Protocol::HttpBinary)
+            .build();
+        let exporter = exporter
+            .map_err(|error| Error::misconfigured(format!("{endpoint}: no exporter: {error}")))?;
         let resource = Resource::builder();
         // Those builders go by the variable themselves.
         let is_named = std::env::var_os("OTEL_SERVICE_NAME").is_some_and(|name| !name.is_empty());
-        let resource = if is_named { resource } else { resource.with_service_name(service.to_owned()) };
-        Ok(Some(Self(SdkTracerProvider::builder().with_batch_exporter(exporter).with_resource(resource.build()).build())))
+        let resource = if is_named {
+            resource
+        } else {
+            resource.with_service_name(service.to_owned())
+        };
+        Ok(Some(Self(
+            SdkTracerProvider::builder()
+                .with_batch_exporter(exporter)
+                .with_resource(resource.build())
+                .build(),
+        )))
     }
 
-    /// The layer that takes the spans: oncegate's, which are written at the level `DEBUG`, and others from `INFO`.
-    pub fn layer<S: Subscriber + for<'a> LookupSpan<'a> + Send + Sync>(&self) -> impl Layer<S> + use<S> {
-        let takes = Targets::new().with_default(Level::INFO).with_target("oncegate", Level::DEBUG);
-        tracing_opentelemetry::layer().with_tracer(self.0.tracer("oncegate")).with_filter(takes)
+    /// The layer that takes the spans: oncegate's, which are written at the level `DEBUG`, and
+    /// others from `INFO`.
+    pub fn layer<S: Subscriber + for<'a> LookupSpan<'a> + Send + Sync>(
+        &self,
+    ) -> impl Layer<S> + use<S> {
+        let takes = Targets::new()
+            .with_default(Level::INFO)
+            .with_target("oncegate", Level::DEBUG);
+        tracing_opentelemetry::layer()
+            .with_tracer(self.0.tracer("oncegate"))
+            .with_filter(takes)
     }
 }
 

@@ -32,8 +32,12 @@ impl std::fmt::Debug for Value {
 /// # Errors
 /// Says how times are written.
 pub fn time(text: &str) -> Result<Duration, String> {
-    let wrong = || format!("{text:?} is no time; write a whole number and its unit: 500ms, 30s, 5m, 24h or 7d");
-    let unit = text.find(|letter: char| !letter.is_ascii_digit()).ok_or_else(wrong)?;
+    let wrong = || {
+        format!("{text:?} is no time; write a whole number and its unit: 500ms, 30s, 5m, 24h or 7d")
+    };
+    let unit = text
+        .find(|letter: char| !letter.is_ascii_digit())
+        .ok_or_else(wrong)?;
     let number: u64 = text[..unit].parse().map_err(|_| wrong())?;
     let unit = match text[unit..].trim() {
         "ms" => return Ok(Duration::from_millis(number)),
@@ -43,7 +47,9 @@ pub fn time(text: &str) -> Result<Duration, String> {
         "d" => 86_400,
         _ => return Err(wrong()),
     };
-    Ok(Duration::from_secs(number.checked_mul(unit).ok_or_else(wrong)?))
+    Ok(Duration::from_secs(
+        number.checked_mul(unit).ok_or_else(wrong)?,
+    ))
 }
 
 #[cfg(test)]
@@ -54,8 +60,19 @@ mod tests {
     fn a_time_has_a_number_and_a_unit() {
         assert_eq!(time("500ms"), Ok(Duration::from_millis(500)));
         assert_eq!(time("2 h"), Ok(Duration::from_secs(7_200)));
-        for wrong in ["", "5", "h", "1.5h", "-1s", "5 fortnights", "99999999999999999d"] {
-            assert!(time(wrong).is_err_and(|said| said.contains("30s, 5m, 24h or 7d")), "{wrong}");
+        for wrong in [
+            "",
+            "5",
+            "h",
+            "1.5h",
+            "-1s",
+            "5 fortnights",
+            "99999999999999999d",
+        ] {
+            assert!(
+                time(wrong).is_err_and(|said| said.contains("30s, 5m, 24h or 7d")),
+                "{wrong}"
+            );
         }
     }
 }

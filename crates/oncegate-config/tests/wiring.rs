@@ -1,5 +1,12 @@
-//! What a consumer says that is wired from a file in which something is wrong: the key, and what to do. No server is asked.
-#![cfg(all(feature = "run", feature = "kafka", feature = "rabbitmq", feature = "redis", feature = "sqlite"))]
+//! What a consumer says that is wired from a file in which something is wrong: the key, and what to
+//! do. No server is asked.
+#![cfg(all(
+    feature = "run",
+    feature = "kafka",
+    feature = "rabbitmq",
+    feature = "redis",
+    feature = "sqlite"
+))]
 #![forbid(unsafe_code)]
 
 use oncegate::{Context, Failure, Handler, Raw, async_trait};
@@ -19,17 +26,23 @@ impl Handler for Nothing {
 const RABBITMQ: &str = "[rabbitmq]\nurl = \"amqp://localhost:1/%2f\"\nqueue = \"q\"\n";
 const KAFKA: &str = "[kafka]\nbrokers = \"localhost:1\"\ntopic = \"t\"\ngroup = \"g\"\n";
 
-/// What is said of this file. Nobody stops the consumer: it says so by itself, and before it looks for its broker.
+/// What is said of this file. Nobody stops the consumer: it says so by itself, and before it looks
+/// for its broker.
 async fn said(text: &str, variables: &[(&str, &str)]) -> String {
     let directory = tempfile::tempdir().expect("a directory");
     let file = directory.path().join("oncegate.toml");
     std::fs::write(&file, text).expect("written");
-    let variables = variables.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
+    let variables = variables
+        .iter()
+        .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
     let config = match Config::read(Some(&file), variables) {
         Ok(config) => config,
         Err(error) => return error.to_string(),
     };
-    let error = config.run_until(Nothing, std::future::pending::<()>()).await.expect_err("something is wrong");
+    let error = config
+        .run_until(Nothing, std::future::pending::<()>())
+        .await
+        .expect_err("something is wrong");
     assert!(matches!(error, Error::Misconfigured(_)), "{error}");
     error.to_string()
 }
@@ -38,29 +51,89 @@ async fn said(text: &str, variables: &[(&str, &str)]) -> String {
 async fn what_is_wrong_is_said_by_its_key() {
     let good = "[store]\nurl = \"memory:\"\n[gate]\nid = \"message-id\"\n";
     for (text, words) in [
-        (String::new(), &["no store", "store.url", "ONCEGATE_STORE_URL"][..]),
-        (good.to_owned(), &["no broker", "kafka.group", "rabbitmq.queue"]),
+        (
+            String::new(),
+            &["no store", "store.url", "ONCEGATE_STORE_URL"][..],
+        ),
+        (
+            good.to_owned(),
+            &["no broker", "kafka.group", "rabbitmq.queue"],
+        ),
         (format!("{good}{KAFKA}{RABBITMQ}"), &["gate.broker"]),
-        (format!("{good}guarantee = \"at-most-once\"\n{RABBITMQ}"), &["gate.guarantee", "store.forgetful = \"accepted\""]),
-        (format!("{good}guarantee = \"at-most-once\"\nmode = \"trial\"\n{RABBITMQ}"), &["at most once"]),
-        (format!("{good}lease = \"25h\"\n{RABBITMQ}"), &["gate.lease: ", "window", "shorten the lease"]),
-        (format!("{good}max-age = \"25h\"\n{RABBITMQ}"), &["gate.max-age: "]),
-        (format!("{good}shortest-lease = \"1m\"\n{RABBITMQ}"), &["gate.shortest-lease is longer than gate.lease"]),
-        (format!("{good}attempts = 0\n{RABBITMQ}"), &["gate.attempts: it is 0; set at least 1"]),
-        (format!("{good}attempts = 5000000000\n{RABBITMQ}"), &["gate.attempts: 5000000000 is too large"]),
-        (format!("{good}outage = \"pass-through\"\nguarantee = \"bare\"\n{RABBITMQ}"), &["gate.outage: "]),
-        (format!("{good}{RABBITMQ}prefetch = 0\n"), &["rabbitmq.prefetch: "]),
-        (format!("{good}{RABBITMQ}dead-letters = \"q\"\n"), &["rabbitmq.dead-letters: ", "name another queue"]),
-        (format!("{good}{KAFKA}stalled-after = \"1ms\"\n"), &["kafka.stalled-after: "]),
-        (format!("{good}{KAFKA}properties = {{ \"enable.auto.commit\" = \"true\" }}\n"), &["kafka.properties: enable.auto.commit: "]),
-        (format!("{good}{RABBITMQ}[log]\nfilter = \"=\"\n"), &["log.filter: "]),
-        (format!("{good}{RABBITMQ}[store2]\n"), &["[store2]", "did you mean store?"]),
-        (good.replace("memory:", "mongodb://root:s3cret@x") + RABBITMQ, &["store.url names no store", "redis://", "sqlite:"]),
-        (good.replace("memory:", "sqlite:") + RABBITMQ, &["store.url", "names no file"]),
-        (good.replace("memory:", "redis://x:notaport") + RABBITMQ, &["[store]: "]),
+        (
+            format!("{good}guarantee = \"at-most-once\"\n{RABBITMQ}"),
+            &["gate.guarantee", "store.forgetful = \"accepted\""],
+        ),
+        (
+            format!("{good}guarantee = \"at-most-once\"\nmode = \"trial\"\n{RABBITMQ}"),
+            &["at most once"],
+        ),
+        (
+            format!("{good}lease = \"25h\"\n{RABBITMQ}"),
+            &["gate.lease: ", "window", "shorten the lease"],
+        ),
+        (
+            format!("{good}max-age = \"25h\"\n{RABBITMQ}"),
+            &["gate.max-age: "],
+        ),
+        (
+            format!("{good}shortest-lease = \"1m\"\n{RABBITMQ}"),
+            &["gate.shortest-lease is longer than gate.lease"],
+        ),
+        (
+            format!("{good}attempts = 0\n{RABBITMQ}"),
+            &["gate.attempts: it is 0; set at least 1"],
+        ),
+        (
+            format!("{good}attempts = 5000000000\n{RABBITMQ}"),
+            &["gate.attempts: 5000000000 is too large"],
+        ),
+        (
+            format!("{good}outage = \"pass-through\"\nguarantee = \"bare\"\n{RABBITMQ}"),
+            &["gate.outage: "],
+        ),
+        (
+            format!("{good}{RABBITMQ}prefetch = 0\n"),
+            &["rabbitmq.prefetch: "],
+        ),
+        (
+            format!("{good}{RABBITMQ}dead-letters = \"q\"\n"),
+            &["rabbitmq.dead-letters: ", "name another queue"],
+        ),
+        (
+            format!("{good}{KAFKA}stalled-after = \"1ms\"\n"),
+            &["kafka.stalled-after: "],
+        ),
+        (
+            format!("{good}{KAFKA}properties = {{ \"enable.auto.commit\" = \"true\" }}\n"),
+            &["kafka.properties: enable.auto.commit: "],
+        ),
+        (
+            format!("{good}{RABBITMQ}[log]\nfilter = \"=\"\n"),
+            &["log.filter: "],
+        ),
+        (
+            format!("{good}{RABBITMQ}[store2]\n"),
+            &["[store2]", "did you mean store?"],
+        ),
+        (
+            good.replace("memory:", "mongodb://root:s3cret@x") + RABBITMQ,
+            &["store.url names no store", "redis://", "sqlite:"],
+        ),
+        (
+            good.replace("memory:", "sqlite:") + RABBITMQ,
+            &["store.url", "names no file"],
+        ),
+        (
+            good.replace("memory:", "redis://x:notaport") + RABBITMQ,
+            &["[store]: "],
+        ),
     ] {
         let said = said(&text, &[]).await;
-        assert!(words.iter().all(|word| said.contains(word)), "{said:?} lacks one of {words:?}, of:\n{text}");
+        assert!(
+            words.iter().all(|word| said.contains(word)),
+            "{said:?} lacks one of {words:?}, of:\n{text}"
+        );
         assert!(!said.contains("s3cret"), "{said}");
     }
 }
@@ -69,12 +142,28 @@ async fn what_is_wrong_is_said_by_its_key() {
 async fn variables_win_and_are_named() {
     let good = format!("[store]\nurl = \"memory:\"\n[gate]\nid = \"message-id\"\n{RABBITMQ}");
     for (name, value, words) in [
-        ("ONCEGATE_GATE_LEASE", "soon", "ONCEGATE_GATE_LEASE: gate.lease: \"soon\" is no time"),
+        (
+            "ONCEGATE_GATE_LEASE",
+            "soon",
+            "ONCEGATE_GATE_LEASE: gate.lease: \"soon\" is no time",
+        ),
         ("ONCEGATE_GATE_LEASE", "25h", "gate.lease: "),
         ("ONCEGATE_GATE_ORDER", "by-kye", "did you mean by-key?"),
-        ("ONCEGATE_GATE_LAESE", "30s", "did you mean ONCEGATE_GATE_LEASE?"),
-        ("ONCEGATE_RABBITMQ_URL_FILE", "/no/such/file", "ONCEGATE_RABBITMQ_URL_FILE: /no/such/file"),
-        ("ONCEGATE_ADMIN_LISTEN", "localhost", "admin.listen: \"localhost\" is no address"),
+        (
+            "ONCEGATE_GATE_LAESE",
+            "30s",
+            "did you mean ONCEGATE_GATE_LEASE?",
+        ),
+        (
+            "ONCEGATE_RABBITMQ_URL_FILE",
+            "/no/such/file",
+            "ONCEGATE_RABBITMQ_URL_FILE: /no/such/file",
+        ),
+        (
+            "ONCEGATE_ADMIN_LISTEN",
+            "localhost",
+            "admin.listen: \"localhost\" is no address",
+        ),
     ] {
         let said = said(&good, &[(name, value)]).await;
         assert!(said.contains(words), "{said:?} lacks {words:?}");
@@ -83,11 +172,20 @@ async fn variables_win_and_are_named() {
 
 #[test]
 fn debug_shows_keys_and_no_value() {
-    let variables = [("ONCEGATE_STORE_URL", "redis://:s3cret@x"), ("ONCEGATE_KAFKA_PASSWORD", "s3cret")];
+    let variables = [
+        ("ONCEGATE_STORE_URL", "redis://:s3cret@x"),
+        ("ONCEGATE_KAFKA_PASSWORD", "s3cret"),
+    ];
     let variables = variables.map(|(name, value)| (name.to_owned(), value.to_owned()));
-    let config = Config::read(Some(std::path::Path::new("/dev/null")), variables).expect("two keys");
+    let config =
+        Config::read(Some(std::path::Path::new("/dev/null")), variables).expect("two keys");
     let shown = format!("{config:?} {:?}", config.set().collect::<Vec<_>>());
-    assert!(shown.contains("store.url") && shown.contains("ONCEGATE_KAFKA_PASSWORD") && !shown.contains("s3cret"), "{shown}");
+    assert!(
+        shown.contains("store.url")
+            && shown.contains("ONCEGATE_KAFKA_PASSWORD")
+            && !shown.contains("s3cret"),
+        "{shown}"
+    );
 }
 
 #[test]
@@ -98,12 +196,27 @@ fn ids_are_hashed_where_that_is_said() {
     };
     let (plain, hashed) = (read("header payment-id"), read("header payment-id hashed"));
     let message = oncegate::Message::new("x").with_header("payment-id", "pay-1");
-    let of = |config: &Config| config.id_source().expect("it means something").expect("it is there").read(&message).expect("an id");
+    let of = |config: &Config| {
+        config
+            .id_source()
+            .expect("it means something")
+            .expect("it is there")
+            .read(&message)
+            .expect("an id")
+    };
     assert_eq!(of(&plain).as_str(), "pay-1");
     assert!(of(&hashed).as_str().starts_with("h:"));
     for config in [plain, hashed] {
         let given = config.message_id("pay-1").expect("an id");
-        assert_eq!(given, of(&config), "an operator finds it under what the producer wrote");
-        assert_eq!(config.message_id(given.as_str()), Some(given), "and under what stands in keys and logs");
+        assert_eq!(
+            given,
+            of(&config),
+            "an operator finds it under what the producer wrote"
+        );
+        assert_eq!(
+            config.message_id(given.as_str()),
+            Some(given),
+            "and under what stands in keys and logs"
+        );
     }
 }

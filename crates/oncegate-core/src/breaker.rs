@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-/// Counts the silences of a store. Whoever asks goes by its judgement, so that a store that is away is asked a few times
-/// a second, however many deliveries wait for it.
+/// Counts the silences of a store. Whoever asks goes by its judgement, so that a store that is away
+/// is asked a few times a second, however many deliveries wait for it.
 #[derive(Debug)]
 pub(crate) struct Breaker {
     silences: u32,
@@ -23,7 +23,8 @@ pub(crate) enum Judgement {
     Wait,
 }
 
-/// The pause after the first silence. With renewals, which wait as long, no process asks more than 20 times a second.
+/// The pause after the first silence. With renewals, which wait as long, no process asks more than
+/// 20 times a second.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 /// The longest pause: so long may a store that is back stay unnoticed.
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
@@ -32,7 +33,11 @@ impl Breaker {
     /// For a store of which nothing bad is known.
     pub(crate) fn closed() -> Self {
         let now = Instant::now();
-        Self { silences: 0, since: now, next_try: now }
+        Self {
+            silences: 0,
+            since: now,
+            next_try: now,
+        }
     }
 
     pub(crate) fn judge(&self, now: Instant) -> Judgement {
@@ -63,7 +68,10 @@ impl Breaker {
         if self.silences == 0 {
             self.since = now;
         }
-        self.next_try = now + FIRST_PAUSE.saturating_mul(1 << self.silences.min(10)).min(LONGEST_PAUSE);
+        self.next_try = now
+            + FIRST_PAUSE
+                .saturating_mul(1 << self.silences.min(10))
+                .min(LONGEST_PAUSE);
         self.silences = self.silences.saturating_add(1);
     }
 }
@@ -76,7 +84,10 @@ mod tests {
     fn a_silent_store_is_asked_rarely_and_one_that_answers_freely() {
         let start = Instant::now();
         let mut breaker = Breaker::closed();
-        assert_eq!((breaker.judge(start), breaker.opens_at()), (Judgement::Ask, None));
+        assert_eq!(
+            (breaker.judge(start), breaker.opens_at()),
+            (Judgement::Ask, None)
+        );
         let mut now = start;
         let mut tries = 0;
         while now < start + Duration::from_secs(10) {
@@ -89,7 +100,14 @@ mod tests {
             }
         }
         assert!((5..=14).contains(&tries), "{tries} in ten seconds");
-        assert!(breaker.answered(now).is_some_and(|away| away >= Duration::from_secs(9)));
-        assert_eq!((breaker.judge(now), breaker.answered(now)), (Judgement::Ask, None));
+        assert!(
+            breaker
+                .answered(now)
+                .is_some_and(|away| away >= Duration::from_secs(9))
+        );
+        assert_eq!(
+            (breaker.judge(now), breaker.answered(now)),
+            (Judgement::Ask, None)
+        );
     }
 }

@@ -1,8 +1,9 @@
 //! The loop: it carries steps between the road and the world, and decides nothing.
 //!
-//! One event loop per consumer, in phases: take in what is ready, let the road say what each delivery does next, ask the
-//! store in batches, settle in batches, wait. Nothing ever waits for a batch to fill. The phases stand here; what a phase
-//! does with a delivery stands in `travel`, with the store in `asking`, at the end in `leaving`.
+//! One event loop per consumer, in phases: take in what is ready, let the road say what each
+//! delivery does next, ask the store in batches, settle in batches, wait. Nothing ever waits for a
+//! batch to fill. The phases stand here; what a phase does with a delivery stands in `travel`, with
+//! the store in `asking`, at the end in `leaving`.
 
 mod asking;
 mod flight;
@@ -67,7 +68,8 @@ pub(crate) struct Running<H, D> {
     wall: SystemTime,
 
     flights: Slots<Box<Flight>>,
-    /// Those whose handler is over and whose completion is on its way: they hold no slot of a handler any more.
+    /// Those whose handler is over and whose completion is on its way: they hold no slot of a
+    /// handler any more.
     completing: usize,
     parked: usize,
     bytes: usize,
@@ -75,12 +77,13 @@ pub(crate) struct Running<H, D> {
     aside: usize,
     aside_bytes: usize,
     lanes: Lanes,
-    /// The delivery that runs alone, because it may be the one that ends processes. Until it is over nothing else is claimed, so that
-    /// no other is blamed for what it does to this one.
+    /// The delivery that runs alone, because it may be the one that ends processes. Until it is
+    /// over nothing else is claimed, so that no other is blamed for what it does to this one.
     alone: Option<Slot>,
     /// Those that wait to run alone. They hold no claim.
     alone_next: VecDeque<Slot>,
-    /// How many claims the store is asked for, and how many grants are being withdrawn: what runs alone begins when there are none.
+    /// How many claims the store is asked for, and how many grants are being withdrawn: what runs
+    /// alone begins when there are none.
     claims_asked: usize,
     withdrawing: usize,
     /// How many handlers run, or pause between two runs, and who waits for one of them to end.
@@ -94,7 +97,8 @@ pub(crate) struct Running<H, D> {
     turns: VecDeque<Slot>,
 
     claims: VecDeque<Slot>,
-    /// Whether a delivery has left since claims were last looked through for those that need not be asked for any more.
+    /// Whether a delivery has left since claims were last looked through for those that need not be
+    /// asked for any more.
     some_left: bool,
     verdicts: VecDeque<Slot>,
     /// Completions of what passed without the gate.
@@ -126,7 +130,10 @@ pub(crate) struct Running<H, D> {
 /// Whether new deliveries are taken in.
 enum Mode {
     Taking,
-    Draining { until: Instant, because: Option<Error> },
+    Draining {
+        until: Instant,
+        because: Option<Error>,
+    },
 }
 
 impl<H: Handler, D: Decode> Running<H, D> {
@@ -141,7 +148,10 @@ impl<H: Handler, D: Decode> Running<H, D> {
         let (tell, over) = unbounded_channel();
         let renewals = match settings.guarantee {
             Guarantee::Bare => None,
-            _ => Some(Renewals::start(store.clone(), settings.shortest_lease(), tell).map_err(Error::threads)?),
+            _ => Some(
+                Renewals::start(store.clone(), settings.shortest_lease(), tell)
+                    .map_err(Error::threads)?,
+            ),
         };
         Ok(Self {
             lanes: Lanes::new(settings.order.unwrap_or(source.default_order())),
@@ -196,7 +206,10 @@ impl<H: Handler, D: Decode> Running<H, D> {
     }
 
     /// Runs until `shutdown`, then drains.
-    pub(crate) async fn run(mut self, mut shutdown: Pin<&mut impl Future<Output = ()>>) -> Result<(), Error> {
+    pub(crate) async fn run(
+        mut self,
+        mut shutdown: Pin<&mut impl Future<Output = ()>>,
+    ) -> Result<(), Error> {
         let mut incoming = Vec::new();
         let _telling = Telling(self.settings.readiness.clone());
         loop {
@@ -206,7 +219,9 @@ impl<H: Handler, D: Decode> Running<H, D> {
             self.ask_the_store();
             self.settle().await;
             if let Mode::Draining { until, .. } = self.mode
-                && ((self.flights.is_empty() && (self.late.is_empty() || self.refused) && self.applies.is_empty())
+                && ((self.flights.is_empty()
+                    && (self.late.is_empty() || self.refused)
+                    && self.applies.is_empty())
                     || Instant::now() >= until)
             {
                 break;
@@ -220,8 +235,8 @@ impl<H: Handler, D: Decode> Running<H, D> {
         self.leave().await
     }
 
-    /// Steps back once for the handlers that were just spawned, so that the verdicts of those that are ready at once
-    /// travel together. Waits for none that is not.
+    /// Steps back once for the handlers that were just spawned, so that the verdicts of those that
+    /// are ready at once travel together. Waits for none that is not.
     async fn let_handlers_run(&mut self) {
         if std::mem::take(&mut self.spawned) == 0 {
             return;
@@ -233,7 +248,11 @@ impl<H: Handler, D: Decode> Running<H, D> {
     }
 
     /// Sleeps until something happens, and takes note of the first thing that did.
-    async fn wait(&mut self, incoming: &mut Vec<Incoming>, shutdown: Pin<&mut impl Future<Output = ()>>) {
+    async fn wait(
+        &mut self,
+        incoming: &mut Vec<Incoming>,
+        shutdown: Pin<&mut impl Future<Output = ()>>,
+    ) {
         let limit = self.room();
         let alarm = self.next_alarm();
         let mut applied = None;
@@ -245,7 +264,9 @@ impl<H: Handler, D: Decode> Running<H, D> {
             let draining = matches!(self.mode, Mode::Draining { .. });
             let sleep = async {
                 match alarm {
-                    Some(at) => tokio::time::sleep(at.saturating_duration_since(Instant::now())).await,
+                    Some(at) => {
+                        tokio::time::sleep(at.saturating_duration_since(Instant::now())).await
+                    }
                     None => std::future::pending().await,
                 }
             };
@@ -282,9 +303,11 @@ impl<H: Handler, D: Decode> Running<H, D> {
         }
     }
 
-    /// Takes in all that is ready, without waiting, so that sources and stores that give one at a time batch too.
+    /// Takes in all that is ready, without waiting, so that sources and stores that give one at a
+    /// time batch too.
     async fn take_in(&mut self, incoming: &mut Vec<Incoming>) {
-        // First what frees slots, so that what comes in next travels with the verdicts that freed them.
+        // First what frees slots, so that what comes in next travels with the verdicts that freed
+        // them.
         while let Ok(ran) = self.ran.try_recv() {
             self.finished(ran);
         }
@@ -306,7 +329,9 @@ impl<H: Handler, D: Decode> Running<H, D> {
                     Incoming::Revoked(epoch) => self.revoked(epoch),
                 }
             }
-            if matches!(self.mode, Mode::Draining { .. }) || self.settled.len() >= self.settings.in_flight {
+            if matches!(self.mode, Mode::Draining { .. })
+                || self.settled.len() >= self.settings.in_flight
+            {
                 break;
             }
             match self.source.receive(self.room(), incoming).now_or_never() {
@@ -330,7 +355,8 @@ impl<H: Handler, D: Decode> Running<H, D> {
         self.aside >= self.settings.waiting || self.aside_bytes >= self.settings.waiting_bytes
     }
 
-    /// One key that is stuck stops all others now: whoever is called at night should not have to guess.
+    /// One key that is stuck stops all others now: whoever is called at night should not have to
+    /// guess.
     fn say_if_crowded(&mut self) {
         if !self.is_crowded() {
             return;
@@ -354,12 +380,18 @@ impl<H: Handler, D: Decode> Running<H, D> {
     }
 
     fn tell_what_is_held(&mut self) {
-        let (Some(status), now) = (&self.settings.status, Instant::now()) else { return };
+        let (Some(status), now) = (&self.settings.status, Instant::now()) else {
+            return;
+        };
         if now < self.tells_at {
             return;
         }
         self.tells_at = now + TELLS_EVERY;
-        let all: Vec<(Instant, Slot)> = self.flights.slots().filter_map(|slot| Some((self.flights.at(slot)?.arrived, slot))).collect();
+        let all: Vec<(Instant, Slot)> = self
+            .flights
+            .slots()
+            .filter_map(|slot| Some((self.flights.at(slot)?.arrived, slot)))
+            .collect();
         status.tell(self.flights.len() - self.aside, self.aside, all, |slot| {
             let flight = self.flights.at(slot)?;
             Some(Held {
@@ -376,7 +408,12 @@ impl<H: Handler, D: Decode> Running<H, D> {
     fn measure_what_is_held(&mut self) {
         let stores_away = usize::from(self.breaker.opens_at().is_some());
         let in_flight = self.flights.len() - self.aside;
-        self.measures.holds(Holds { in_flight, waiting: self.aside, parked: self.parked, stores_away });
+        self.measures.holds(Holds {
+            in_flight,
+            waiting: self.aside,
+            parked: self.parked,
+            stores_away,
+        });
     }
 
     /// How much more may come in. Where nothing may, revocations still do.
@@ -389,10 +426,18 @@ impl<H: Handler, D: Decode> Running<H, D> {
 
     /// How much more may go on the road, from outside or from aside.
     fn room_on_the_road(&self) -> Limit {
-        let holding = self.flights.len() - self.aside - self.completing.min(self.settings.in_flight);
+        let holding =
+            self.flights.len() - self.aside - self.completing.min(self.settings.in_flight);
         let count = self.settings.in_flight.saturating_sub(holding);
-        let bytes = self.settings.in_flight_bytes.saturating_sub(self.bytes - self.aside_bytes);
-        if count > 0 && bytes > 0 { Limit { count, bytes } } else { Limit::NOTHING }
+        let bytes = self
+            .settings
+            .in_flight_bytes
+            .saturating_sub(self.bytes - self.aside_bytes);
+        if count > 0 && bytes > 0 {
+            Limit { count, bytes }
+        } else {
+            Limit::NOTHING
+        }
     }
 
     /// What stood aside goes on, before anything new comes in, as far as there is room.
@@ -440,14 +485,23 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 return;
             }
             self.alarms.pop();
-            let Some(flight) = self.flights.at(slot).filter(|flight| flight.turn == turn) else { continue };
+            let Some(flight) = self.flights.at(slot).filter(|flight| flight.turn == turn) else {
+                continue;
+            };
             let stage = flight.passage.stage();
             if let Stage::New(_) = stage {
                 self.turns.push_back(slot);
                 continue;
             }
             let too_late = stage.waits_on_lease() && flight.lease_is_over();
-            self.happens(slot, if too_late { Event::LeaseOver } else { Event::Woke });
+            self.happens(
+                slot,
+                if too_late {
+                    Event::LeaseOver
+                } else {
+                    Event::Woke
+                },
+            );
         }
     }
 
@@ -455,19 +509,29 @@ impl<H: Handler, D: Decode> Running<H, D> {
     fn next_alarm(&self) -> Option<Instant> {
         let alarm = self.alarms.peek().map(|Reverse((at, ..))| *at);
         let asks_at = |at: Instant| self.breaker.opens_at().map_or(at, |opens| opens.max(at));
-        let late = (!self.late.is_empty() && self.applies.is_empty()).then(|| asks_at(self.late.due));
-        let due = || !self.verdicts.is_empty() || self.claims.iter().any(|slot| self.may_claim(*slot));
-        let breaker = self.breaker.opens_at().filter(|_| self.applies.is_empty() && due());
+        let late =
+            (!self.late.is_empty() && self.applies.is_empty()).then(|| asks_at(self.late.due));
+        let due =
+            || !self.verdicts.is_empty() || self.claims.iter().any(|slot| self.may_claim(*slot));
+        let breaker = self
+            .breaker
+            .opens_at()
+            .filter(|_| self.applies.is_empty() && due());
         let over = match self.mode {
             Mode::Draining { until, .. } => Some(until),
             Mode::Taking => None,
         };
-        let turns = (!self.turns.is_empty() && self.room_on_the_road() != Limit::NOTHING).then(Instant::now);
+        let turns = (!self.turns.is_empty() && self.room_on_the_road() != Limit::NOTHING)
+            .then(Instant::now);
         let tells = self.settings.status.is_some().then_some(self.tells_at);
-        [alarm, late, breaker, over, turns, tells].into_iter().flatten().min()
+        [alarm, late, breaker, over, turns, tells]
+            .into_iter()
+            .flatten()
+            .min()
     }
 
-    /// A pause, spread by a quarter to either side, so that what failed together does not return together.
+    /// A pause, spread by a quarter to either side, so that what failed together does not return
+    /// together.
     fn jittered(&mut self, pause: Duration) -> Duration {
         self.jitter ^= self.jitter << 13;
         self.jitter ^= self.jitter >> 7;

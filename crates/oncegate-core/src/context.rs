@@ -24,8 +24,9 @@ impl Context {
         self.id.as_str()
     }
 
-    /// The fence: which attempt the store granted, from 1. A sink that refuses anything below the highest attempt it has
-    /// seen for an id is safe from a holder that was too slow to notice that it had lost its lease.
+    /// The fence: which attempt the store granted, from 1. A sink that refuses anything below the
+    /// highest attempt it has seen for an id is safe from a holder that was too slow to notice that
+    /// it had lost its lease.
     pub fn attempt(&self) -> u32 {
         self.attempt
     }
@@ -35,11 +36,14 @@ impl Context {
         &self.message
     }
 
-    /// How long the lease still lives if it is not renewed; zero once it is lost. Renewal goes on by itself; code that
-    /// cannot be cancelled by dropping its future (a blocking thread) asks this before each effect.
+    /// How long the lease still lives if it is not renewed; zero once it is lost. Renewal goes on
+    /// by itself; code that cannot be cancelled by dropping its future (a blocking thread) asks
+    /// this before each effect.
     ///
     /// Without a lease (`bare`, or passed without the gate) it is [`Duration::MAX`].
     pub fn lease_remaining(&self) -> Duration {
-        self.lease.as_ref().map_or(Duration::MAX, |lease| lease.remaining())
+        self.lease
+            .as_ref()
+            .map_or(Duration::MAX, |lease| lease.remaining())
     }
 }

@@ -16,7 +16,8 @@ pub trait Decode: Send + Sync + 'static {
     /// Decodes one body.
     ///
     /// # Errors
-    /// Why the body does not parse; the message goes to the dead letters with this text, so it must not quote the body.
+    /// Why the body does not parse; the message goes to the dead letters with this text, so it must
+    /// not quote the body.
     fn decode<T: DeserializeOwned>(&self, message: &Message) -> Result<T, Cause>;
 }
 
@@ -28,8 +29,13 @@ impl Decode for Json {
     fn decode<T: DeserializeOwned>(&self, message: &Message) -> Result<T, Cause> {
         serde_json::from_slice(crate::id::json::without_mark(&message.body)).map_err(|error| {
             // The full text may quote the payload; line and column do not.
-            format!("not the JSON that was expected ({:?} error at line {}, column {})", error.classify(), error.line(), error.column())
-                .into()
+            format!(
+                "not the JSON that was expected ({:?} error at line {}, column {})",
+                error.classify(),
+                error.line(),
+                error.column()
+            )
+            .into()
         })
     }
 }
@@ -40,8 +46,10 @@ pub struct RawBytes;
 
 impl Decode for RawBytes {
     fn decode<T: DeserializeOwned>(&self, message: &Message) -> Result<T, Cause> {
-        T::deserialize(BytesDeserializer::<serde::de::value::Error>::new(&message.body))
-            .map_err(|_| "the payload type cannot be made of bytes: use `Raw`".into())
+        T::deserialize(BytesDeserializer::<serde::de::value::Error>::new(
+            &message.body,
+        ))
+        .map_err(|_| "the payload type cannot be made of bytes: use `Raw`".into())
     }
 }
 
@@ -75,10 +83,18 @@ mod tests {
     fn json_and_raw_bytes_decode_and_errors_quote_no_payload() {
         let number: u32 = Json.decode(&Message::new("42")).expect("a number");
         assert_eq!(number, 42);
-        assert_eq!(Json.decode::<u32>(&Message::new("\u{feff}42")).expect("a number behind a byte order mark"), 42);
-        let raw: Raw = RawBytes.decode(&Message::new(vec![0xff, 0])).expect("bytes");
+        assert_eq!(
+            Json.decode::<u32>(&Message::new("\u{feff}42"))
+                .expect("a number behind a byte order mark"),
+            42
+        );
+        let raw: Raw = RawBytes
+            .decode(&Message::new(vec![0xff, 0]))
+            .expect("bytes");
         assert_eq!(raw.0, [0xff, 0]);
-        let error = Json.decode::<u32>(&Message::new("\"secret-canary\"")).expect_err("no number");
+        let error = Json
+            .decode::<u32>(&Message::new("\"secret-canary\""))
+            .expect_err("no number");
         assert!(!error.to_string().contains("canary"), "{error}");
     }
 }

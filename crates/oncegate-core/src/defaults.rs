@@ -22,7 +22,8 @@ pub const RECONCILES: u32 = 5;
 pub const HANDLER_TIMEOUT: Duration = Duration::from_secs(300);
 /// How many deliveries are in flight at the most.
 pub const IN_FLIGHT: usize = 512;
-/// How many bytes of key, headers and body are in flight at the most, but for one delivery that is larger alone.
+/// How many bytes of key, headers and body are in flight at the most, but for one delivery that is
+/// larger alone.
 pub const IN_FLIGHT_BYTES: usize = 64 << 20;
 /// How many deliveries wait at the most behind others of their key or partition.
 pub const WAITING: usize = 10_000;

@@ -1,8 +1,8 @@
-//! Carries out the decisions of the road for one delivery, free of I/O: which claim it makes, with which token and attempt, and
-//! what its owner has to do next.
+//! Carries out the decisions of the road for one delivery, free of I/O: which claim it makes, with
+//! which token and attempt, and what its owner has to do next.
 //!
-//! The consumer, [`Gate`](crate::Gate) and the model checker drive this same code. They differ in how they do what a [`Command`]
-//! says, never in which command follows.
+//! The consumer, [`Gate`](crate::Gate) and the model checker drive this same code. They differ in
+//! how they do what a [`Command`] says, never in which command follows.
 
 use std::time::Duration;
 
@@ -15,7 +15,8 @@ pub struct Dispatch {
     stage: Stage,
     /// The current claim; 0 before the first.
     pub token: Token,
-    /// What was granted to this claim, or how far the attempts of what is rejected had come; number 0 until then.
+    /// What was granted to this claim, or how far the attempts of what is rejected had come; number
+    /// 0 until then.
     pub attempts: Attempts,
     keeps: Keeps,
     stays: Stays,
@@ -41,21 +42,25 @@ enum Stays {
 /// What the owner of a delivery does next.
 #[derive(Debug, PartialEq, Eq, Hash)]
 pub enum Command {
-    /// Applies this to the store with the delivery's token and attempt, and reports [`Event::Answer`] or [`Event::Unavailable`].
-    /// A claim with a new token ends the lease of the claim before it.
+    /// Applies this to the store with the delivery's token and attempt, and reports
+    /// [`Event::Answer`] or [`Event::Unavailable`]. A claim with a new token ends the lease of the
+    /// claim before it.
     Apply(Ask),
-    /// Reports [`Event::Slot`] when the handler may start, [`Event::LeaseOver`] if the lease may have ended by then, or
-    /// [`Event::OtherRunsAlone`].
+    /// Reports [`Event::Slot`] when the handler may start, [`Event::LeaseOver`] if the lease may
+    /// have ended by then, or [`Event::OtherRunsAlone`].
     AwaitRun,
-    /// Starts the handler, and reports [`Event::Returned`], or [`Event::LeaseOver`] when it drops it.
+    /// Starts the handler, and reports [`Event::Returned`], or [`Event::LeaseOver`] when it drops
+    /// it.
     Run,
     /// Starts `reconcile`, and reports [`Event::Found`], or [`Event::LeaseOver`] when it drops it.
     Reconcile,
-    /// Reports [`Event::Woke`] after about this long; [`Event::LeaseOver`] if the stage waits on a lease that has ended by then.
+    /// Reports [`Event::Woke`] after about this long; [`Event::LeaseOver`] if the stage waits on a
+    /// lease that has ended by then.
     Wake(Duration),
     /// Reports [`Event::Arrived`] when no other message runs alone.
     AwaitTurn,
-    /// Holds the delivery, unclaimed, for about this long, then calls [`Dispatch::restart`] and reports [`Event::Arrived`].
+    /// Holds the delivery, unclaimed, for about this long, then calls [`Dispatch::restart`] and
+    /// reports [`Event::Arrived`].
     Hold {
         /// How long.
         after: Duration,
@@ -73,7 +78,13 @@ pub enum Command {
 impl Dispatch {
     /// A delivery that has just arrived.
     pub fn new(history: History, keeps: Keeps) -> Self {
-        Self { stage: Stage::New(history), token: Token(0), attempts: Attempts::new(0), keeps, stays: Stays::Here }
+        Self {
+            stage: Stage::New(history),
+            token: Token(0),
+            attempts: Attempts::new(0),
+            keeps,
+            stays: Stays::Here,
+        }
     }
 
     /// Where the delivery stands.
@@ -91,20 +102,27 @@ impl Dispatch {
         self.stays = Stays::Leaves;
     }
 
-    /// A delivery that was held comes back as if it had just arrived. Its next claim has a token of its own.
+    /// A delivery that was held comes back as if it had just arrived. Its next claim has a token of
+    /// its own.
     pub fn restart(&mut self, history: History) {
         self.stage = Stage::New(history);
     }
 
     /// Something happened to the delivery: what its owner does next.
     ///
-    /// `new_token` makes the token of a claim; it is given the token of the claim before, for wrappers that test what happens
-    /// when a token is used again.
-    pub fn handle(&mut self, event: Event, policy: &Policy, new_token: impl FnMut(Token) -> Token) -> Command {
+    /// `new_token` makes the token of a claim; it is given the token of the claim before, for
+    /// wrappers that test what happens when a token is used again.
+    pub fn handle(
+        &mut self,
+        event: Event,
+        policy: &Policy,
+        new_token: impl FnMut(Token) -> Token,
+    ) -> Command {
         self.handle_by(next, event, policy, new_token)
     }
 
-    /// The same by other rules than [`road::next`](crate::road::next): for a checker that has to see wrong rules fail.
+    /// The same by other rules than [`road::next`](crate::road::next): for a checker that has to
+    /// see wrong rules fail.
     pub fn handle_by(
         &mut self,
         rules: impl Fn(Stage, Event, &Policy) -> (Stage, Step),
@@ -155,7 +173,9 @@ impl Dispatch {
             Step::Reconcile => Command::Reconcile,
             Step::Wake(after) => Command::Wake(after),
             Step::AwaitTurn => Command::AwaitTurn,
-            Step::Settle(Settlement::Release { after, failures }) if self.keeps == Keeps::Order && !self.leaves() => {
+            Step::Settle(Settlement::Release { after, failures })
+                if self.keeps == Keeps::Order && !self.leaves() =>
+            {
                 Command::Hold { after, failures }
             }
             Step::Settle(settlement) => Command::Settle(settlement),

@@ -21,13 +21,17 @@ pub enum Error {
     #[error(transparent)]
     Scope(#[from] BadScope),
     /// At most once was asked of a store that may forget what it said.
-    #[error("store: at most once needs a store that does not forget, and {0}; change that, or accept it with `accept_forgetful_store()`")]
+    #[error(
+        "store: at most once needs a store that does not forget, and {0}; change that, or accept it with `accept_forgetful_store()`"
+    )]
     ForgetfulStore(String),
     /// The store cannot be used as it is configured.
     #[error(transparent)]
     Store(#[from] StoreError),
     /// The thread that renews leases ended; without it no handler is safe.
-    #[error("renewals: their thread ended, and without it no lease lives on; start again, and report what stands in the log before this")]
+    #[error(
+        "renewals: their thread ended, and without it no lease lives on; start again, and report what stands in the log before this"
+    )]
     Renewals,
     /// The source cannot go on.
     #[error(transparent)]
@@ -38,7 +42,11 @@ impl Error {
     /// The thread of the renewals did not start.
     pub(crate) fn threads(error: std::io::Error) -> Self {
         let problem = format!("their thread could not be started: {error}");
-        Self::Misconfigured { setting: "renewals", problem, remedy: "raise the limit of threads of this process" }
+        Self::Misconfigured {
+            setting: "renewals",
+            problem,
+            remedy: "raise the limit of threads of this process",
+        }
     }
 }
 

@@ -1,5 +1,6 @@
-//! Where the chaos harness ends this process, and which wrong version of oncegate it asks for. No part of the interface: in
-//! any build but the harness's (`--cfg oncegate_chaos`) nothing of it is there.
+//! Where the chaos harness ends this process, and which wrong version of oncegate it asks for. No
+//! part of the interface: in any build but the harness's (`--cfg oncegate_chaos`) nothing of it is
+//! there.
 
 #[cfg(oncegate_chaos)]
 use std::sync::LazyLock;
@@ -8,8 +9,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::marker::{Operation, Token};
 
-/// Ends this process as a crash does, if this point is the one that `ONCEGATE_FAILPOINT` names, and it was passed as often as
-/// that says: `claim.before:3` is the third time.
+/// Ends this process as a crash does, if this point is the one that `ONCEGATE_FAILPOINT` names, and
+/// it was passed as often as that says: `claim.before:3` is the third time.
 #[inline(always)]
 pub fn point(name: &str) {
     #[cfg(oncegate_chaos)]
@@ -17,7 +18,8 @@ pub fn point(name: &str) {
         && armed.name == name
         && armed.passes.fetch_add(1, Ordering::SeqCst) + 1 == armed.at
     {
-        // Who reads the log sees that it ended here and nowhere else. In one piece, since other threads write there, too.
+        // Who reads the log sees that it ended here and nowhere else. In one piece, since other
+        // threads write there, too.
         let said = format!("\noncegate-failpoint {name}:{}\n", armed.at);
         let _ = std::io::Write::write_all(&mut std::io::stderr(), said.as_bytes());
         std::process::abort();
@@ -31,14 +33,34 @@ pub fn point(name: &str) {
 pub(crate) fn before(operations: &[Operation]) {
     of_each(
         operations,
-        ["claim.before", "renew.before", "complete.before", "clear.before", "reject.before", "doubt.before", "resolve.before"],
+        [
+            "claim.before",
+            "renew.before",
+            "complete.before",
+            "clear.before",
+            "reject.before",
+            "doubt.before",
+            "resolve.before",
+        ],
     );
 }
 
-/// The points of operations that were answered, before anyone has read the answer: `claim.after` and its like.
+/// The points of operations that were answered, before anyone has read the answer: `claim.after`
+/// and its like.
 #[inline(always)]
 pub(crate) fn after(operations: &[Operation]) {
-    of_each(operations, ["claim.after", "renew.after", "complete.after", "clear.after", "reject.after", "doubt.after", "resolve.after"]);
+    of_each(
+        operations,
+        [
+            "claim.after",
+            "renew.after",
+            "complete.after",
+            "clear.after",
+            "reject.after",
+            "doubt.after",
+            "resolve.after",
+        ],
+    );
 }
 
 #[inline(always)]
@@ -106,5 +128,9 @@ static ARMED: LazyLock<Option<Armed>> = LazyLock::new(|| {
     let set = std::env::var("ONCEGATE_FAILPOINT").ok()?;
     let (name, at) = set.rsplit_once(':').unwrap_or((&set, "1"));
     // The harness alone sets it, and sees that a process did not end where it should have.
-    Some(Armed { name: name.to_owned(), at: at.parse().expect("a number of passes"), passes: AtomicU32::new(0) })
+    Some(Armed {
+        name: name.to_owned(),
+        at: at.parse().expect("a number of passes"),
+        passes: AtomicU32::new(0),
+    })
 });

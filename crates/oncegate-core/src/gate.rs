@@ -18,17 +18,20 @@ use crate::marker::{Ask, Guarantee, Operation, Terms, Token, Verdict};
 use crate::moment::Moment;
 use crate::outcome::Outcomes;
 use crate::renewals::Renewals;
-use crate::road::{Asked, Cause, Event, Freshness, History, Outcome, Policy, Reason, Settlement, Stage};
+use crate::road::{
+    Asked, Cause, Event, Freshness, History, Outcome, Policy, Reason, Settlement, Stage,
+};
 use crate::run::{Ended, bounded, caught};
 use crate::settings::{Forgetful, LONGEST, Settings};
 use crate::slots::{Slot, Slots};
 use crate::spans;
 use crate::store::{Store, StoreError};
 
-/// Guards any piece of work with an id: a cron job, an HTTP call, a cache refresh, a one-time migration.
+/// Guards any piece of work with an id: a cron job, an HTTP call, a cache refresh, a one-time
+/// migration.
 ///
-/// It drives the same two functions as the consumer: [`marker::apply`](crate::marker::apply) in the store,
-/// [`road::next`](crate::road::next) here. Cloning shares it.
+/// It drives the same two functions as the consumer: [`marker::apply`](crate::marker::apply) in the
+/// store, [`road::next`](crate::road::next) here. Cloning shares it.
 #[derive(Clone)]
 pub struct Gate(Arc<Inner>);
 
@@ -38,7 +41,8 @@ struct Inner {
     policy: Policy,
     when_held: WhenHeld,
     outcomes: Outcomes,
-    /// What callers know of the store together: however many they are, a silent one is asked a few times a second.
+    /// What callers know of the store together: however many they are, a silent one is asked a few
+    /// times a second.
     breaker: Mutex<Breaker>,
     renewals: Arc<Renewals>,
     places: Mutex<Slots<()>>,
@@ -47,13 +51,16 @@ struct Inner {
 /// What to do about work that someone else runs at this moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WhenHeld {
-    /// Answer [`Ran::Elsewhere`] at once: the other does it. For jobs that any one of many machines may run.
+    /// Answer [`Ran::Elsewhere`] at once: the other does it. For jobs that any one of many machines
+    /// may run.
     #[default]
     Skip,
-    /// Answer [`GateError::HeldElsewhere`] at once: the caller has to try again. For requests whose sender waits.
+    /// Answer [`GateError::HeldElsewhere`] at once: the caller has to try again. For requests whose
+    /// sender waits.
     GiveUp,
-    /// Wait for the other to end, for so long at the most, and then answer [`GateError::HeldElsewhere`]. If it succeeds,
-    /// the answer is [`Ran::Before`]; if it fails, the work runs here.
+    /// Wait for the other to end, for so long at the most, and then answer
+    /// [`GateError::HeldElsewhere`]. If it succeeds, the answer is [`Ran::Before`]; if it fails,
+    /// the work runs here.
     Wait(Duration),
 }
 
@@ -77,14 +84,16 @@ pub enum GateError {
     /// The work failed and did nothing, or never will do anything; the id is free, or rejected.
     #[error(transparent)]
     Failed(Failure),
-    /// The work panicked, had no end, lost its lease, or was interrupted before: nobody knows whether it happened.
-    /// At most once: find out, then resolve the id; it does not run again by itself.
+    /// The work panicked, had no end, lost its lease, or was interrupted before: nobody knows
+    /// whether it happened. At most once: find out, then resolve the id; it does not run again by
+    /// itself.
     #[error("nobody knows whether it happened: {0}")]
     InDoubt(String),
     /// The id was rejected before, has failed too often, or stands for other work.
     #[error("not run: {0}")]
     Refused(&'static str),
-    /// Someone else runs it at this moment, or still did when the wait was over; it may yet fail. Try again later.
+    /// Someone else runs it at this moment, or still did when the wait was over; it may yet fail.
+    /// Try again later.
     #[error("someone else runs it at this moment; try again later")]
     HeldElsewhere,
     /// The work ran, but the store could not be told: it counts as unknown until its lease is over.
@@ -108,13 +117,18 @@ pub struct GateBuilder<T> {
 impl Gate {
     /// A gate with every setting at its default, to be given a store.
     pub fn builder() -> GateBuilder<()> {
-        GateBuilder { store: (), settings: Settings::default(), scope: None, when_held: WhenHeld::default() }
+        GateBuilder {
+            store: (),
+            settings: Settings::default(),
+            scope: None,
+            when_held: WhenHeld::default(),
+        }
     }
 
     /// Runs the work if it has not run for this id within the window, and remembers that it did.
     ///
-    /// The work is renewed while it runs, and dropped when its lease is lost. It may be started again in place after
-    /// [`Failure::Retry`].
+    /// The work is renewed while it runs, and dropped when its lease is lost. It may be started
+    /// again in place after [`Failure::Retry`].
     ///
     /// # Errors
     /// [`GateError`] says what is known: it failed, it was not run, or nobody knows.
@@ -124,15 +138,35 @@ impl Gate {
         work: impl FnMut() -> W,
     ) -> Result<Ran<T>, GateError> {
         let id = MessageId::new(id).ok_or(GateError::MissingId)?;
-        let place = self.0.places.lock().unwrap_or_else(PoisonError::into_inner).insert(());
-        let history = History { failures: 0, freshness: Freshness::Fresh };
+        let place = self
+            .0
+            .places
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(());
+        let history = History {
+            failures: 0,
+            freshness: Freshness::Fresh,
+        };
         let dispatch = Dispatch::new(history, Keeps::Nothing);
-        Guarded { gate: self, id, place, dispatch, lease: None, result: None, said: None, silence: None }.run(work).await
+        Guarded {
+            gate: self,
+            id,
+            place,
+            dispatch,
+            lease: None,
+            result: None,
+            said: None,
+            silence: None,
+        }
+        .run(work)
+        .await
     }
 }
 
 impl Inner {
-    /// Whether the store may be asked now. Waits once for it to be anyone's turn, a second at the most.
+    /// Whether the store may be asked now. Waits once for it to be anyone's turn, a second at the
+    /// most.
     async fn may_ask(&self) -> bool {
         for _ in 0..2 {
             let now = Instant::now();
@@ -176,7 +210,10 @@ struct Guarded<'a, T> {
 }
 
 impl<T> Guarded<'_, T> {
-    async fn run<W: Future<Output = Result<T, Failure>>>(mut self, mut work: impl FnMut() -> W) -> Result<Ran<T>, GateError> {
+    async fn run<W: Future<Output = Result<T, Failure>>>(
+        mut self,
+        mut work: impl FnMut() -> W,
+    ) -> Result<Ran<T>, GateError> {
         let policy = self.gate.0.policy;
         let give_up_at = match self.gate.0.when_held {
             WhenHeld::Wait(at_most) => Instant::now() + at_most.min(LONGEST),
@@ -194,18 +231,30 @@ impl<T> Guarded<'_, T> {
                 // The part of the work before its first await may panic, too.
                 Command::Run => self.work(async { work().await }).await,
                 Command::Reconcile => Event::Found(None), // nobody here can find out
-                Command::Wake(after) if matches!(self.dispatch.stage(), Stage::Parked(_, _, Asked::Answered)) => {
+                Command::Wake(after)
+                    if matches!(self.dispatch.stage(), Stage::Parked(_, _, Asked::Answered)) =>
+                {
                     let left = give_up_at.saturating_duration_since(Instant::now());
                     tokio::time::sleep(after.min(left).min(LONGEST_WAIT)).await;
-                    if left.is_zero() { Event::Drain } else { Event::Woke }
+                    if left.is_zero() {
+                        Event::Drain
+                    } else {
+                        Event::Woke
+                    }
                 }
                 Command::Wake(after) => {
                     tokio::time::sleep(after).await;
-                    if self.dispatch.stage().waits_on_lease() && self.lease_is_over() { Event::LeaseOver } else { Event::Woke }
+                    if self.dispatch.stage().waits_on_lease() && self.lease_is_over() {
+                        Event::LeaseOver
+                    } else {
+                        Event::Woke
+                    }
                 }
                 Command::Settle(settlement) => return self.settled(before, settlement),
                 // It keeps no order and yields to no one, so that nothing is held.
-                Command::Hold { .. } | Command::AwaitTurn | Command::Nothing | Command::Abandon => return Err(self.gave_up()),
+                Command::Hold { .. } | Command::AwaitTurn | Command::Nothing | Command::Abandon => {
+                    return Err(self.gave_up());
+                }
             };
             silent = if event == Event::Unavailable {
                 silent + 1
@@ -226,14 +275,39 @@ impl<T> Guarded<'_, T> {
             self.silence.get_or_insert_with(silent);
             return Event::Unavailable;
         }
-        let Inner { store, settings, renewals, .. } = &*self.gate.0;
-        let Settings { guarantee, lease, window, .. } = *settings;
-        let terms = Terms { guarantee, lease, window, fingerprint: None };
+        let Inner {
+            store,
+            settings,
+            renewals,
+            ..
+        } = &*self.gate.0;
+        let Settings {
+            guarantee,
+            lease,
+            window,
+            ..
+        } = *settings;
+        let terms = Terms {
+            guarantee,
+            lease,
+            window,
+            fingerprint: None,
+        };
         let (token, attempt) = (self.dispatch.token, self.dispatch.attempts.number);
-        let operation = Operation { key: settings.scope.key(&self.id), ask, token, attempt, terms };
+        let operation = Operation {
+            key: settings.scope.key(&self.id),
+            ask,
+            token,
+            attempt,
+            terms,
+        };
         let sent = Moment::now();
         let span = spans::asked(&ask, Some(&self.id), attempt, None);
-        let answer = store.apply(std::slice::from_ref(&operation)).instrument(span.clone()).await.pop();
+        let answer = store
+            .apply(std::slice::from_ref(&operation))
+            .instrument(span.clone())
+            .await
+            .pop();
         match answer {
             Some(Ok(verdict)) => {
                 self.gate.0.breaker().answered(Instant::now());
@@ -241,7 +315,12 @@ impl<T> Guarded<'_, T> {
                 if let Verdict::Granted(attempts) | Verdict::InDoubt(attempts) = verdict
                     && guarantee != Guarantee::Bare
                 {
-                    let held = Arc::new(Lease::new(&operation, attempts.number, sent, sent + settings.longest_hold()));
+                    let held = Arc::new(Lease::new(
+                        &operation,
+                        attempts.number,
+                        sent,
+                        sent + settings.longest_hold(),
+                    ));
                     renewals.hold(std::iter::once((self.place.place, held.clone())));
                     self.lease = Some(held);
                 }
@@ -263,14 +342,23 @@ impl<T> Guarded<'_, T> {
     }
 
     fn lease_is_over(&self) -> bool {
-        self.lease.as_ref().is_some_and(|lease| !lease.lives(Moment::now()))
+        self.lease
+            .as_ref()
+            .is_some_and(|lease| !lease.lives(Moment::now()))
     }
 
     async fn work(&mut self, work: impl Future<Output = Result<T, Failure>>) -> Event {
         let lease = self.lease.clone();
         let span = tracing::debug_span!("oncegate.handle", id = %self.id, attempt = self.dispatch.attempts.number, outcome = tracing::field::Empty);
         let work = std::pin::pin!(caught(work));
-        let ended = bounded(work, &span, Instant::now(), self.gate.0.settings.handler_timeout, lease.as_deref()).await;
+        let ended = bounded(
+            work,
+            &span,
+            Instant::now(),
+            self.gate.0.settings.handler_timeout,
+            lease.as_deref(),
+        )
+        .await;
         let outcome = match ended {
             Ended::Over(Ok(value)) => {
                 self.result = Some(value);
@@ -304,16 +392,25 @@ impl<T> Guarded<'_, T> {
     fn settled(mut self, from: Stage, settlement: Settlement) -> Result<Ran<T>, GateError> {
         self.gate.0.outcomes.settled(&settlement);
         let doubt = |said: Option<Failure>| {
-            GateError::InDoubt(said.map_or_else(|| "an earlier run did not end".into(), |failure| failure.to_string()))
+            GateError::InDoubt(said.map_or_else(
+                || "an earlier run did not end".into(),
+                |failure| failure.to_string(),
+            ))
         };
         match settlement {
             Settlement::Accept(_) => Ok(self.result.take().map_or(Ran::Before, Ran::Now)),
-            Settlement::Release { .. } if matches!(from, Stage::Claiming(..) | Stage::Parked(..)) => match self.gate.0.when_held {
-                WhenHeld::Skip => Ok(Ran::Elsewhere),
-                WhenHeld::GiveUp | WhenHeld::Wait(_) => Err(GateError::HeldElsewhere),
-            },
+            Settlement::Release { .. }
+                if matches!(from, Stage::Claiming(..) | Stage::Parked(..)) =>
+            {
+                match self.gate.0.when_held {
+                    WhenHeld::Skip => Ok(Ran::Elsewhere),
+                    WhenHeld::GiveUp | WhenHeld::Wait(_) => Err(GateError::HeldElsewhere),
+                }
+            }
             Settlement::Release { .. } => match self.said.take() {
-                Some(failure @ (Failure::Retry(_) | Failure::Reject(_))) => Err(GateError::Failed(failure)),
+                Some(failure @ (Failure::Retry(_) | Failure::Reject(_))) => {
+                    Err(GateError::Failed(failure))
+                }
                 said => Err(doubt(said)),
             },
             Settlement::Reject(Reason::InDoubt(_)) => Err(doubt(self.said.take())),
@@ -333,17 +430,31 @@ impl<T> Guarded<'_, T> {
 }
 
 impl<T> Drop for Guarded<'_, T> {
-    /// Whoever drops the future interrupts the work: its lease is left to end, and the renewals let it go.
+    /// Whoever drops the future interrupts the work: its lease is left to end, and the renewals let
+    /// it go.
     fn drop(&mut self) {
-        self.gate.0.renewals.let_go(std::iter::once(self.place.place));
-        self.gate.0.places.lock().unwrap_or_else(PoisonError::into_inner).remove(self.place);
+        self.gate
+            .0
+            .renewals
+            .let_go(std::iter::once(self.place.place));
+        self.gate
+            .0
+            .places
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .remove(self.place);
     }
 }
 
 impl<T> GateBuilder<T> {
     /// What remembers ids.
     pub fn store<T2: Store + 'static>(self, store: T2) -> GateBuilder<T2> {
-        GateBuilder { store, settings: self.settings, scope: self.scope, when_held: self.when_held }
+        GateBuilder {
+            store,
+            settings: self.settings,
+            scope: self.scope,
+            when_held: self.when_held,
+        }
     }
 
     /// What is promised when nobody knows whether the work happened. Default: effectively once.
@@ -402,7 +513,8 @@ impl<T> GateBuilder<T> {
 }
 
 impl<T> GateBuilder<T> {
-    /// Checks the settings and the store; waits for a store that is not there yet, with a warning in the log.
+    /// Checks the settings and the store; waits for a store that is not there yet, with a warning
+    /// in the log.
     ///
     /// # Errors
     /// What a person has to change.
@@ -410,7 +522,12 @@ impl<T> GateBuilder<T> {
     where
         T: Store + 'static,
     {
-        let Self { store, mut settings, scope, when_held } = self;
+        let Self {
+            store,
+            mut settings,
+            scope,
+            when_held,
+        } = self;
         settings.check()?;
         if let Some(scope) = scope {
             settings.scope = Scope::named(&scope)?;
@@ -419,13 +536,20 @@ impl<T> GateBuilder<T> {
         preflight(&*store, &settings).await?;
         // The guard asks the lease itself, and wakes when it ends: nobody has to be told.
         let (over, _) = unbounded_channel();
-        let renewals = Renewals::start(store.clone(), settings.lease, over).map_err(Error::threads)?;
+        let renewals =
+            Renewals::start(store.clone(), settings.lease, over).map_err(Error::threads)?;
         let parks = match when_held {
             WhenHeld::Skip | WhenHeld::GiveUp => 0,
             WhenHeld::Wait(_) => u32::MAX, // it is the clock that ends the wait
         };
         // No one can reconcile here.
-        let policy = Policy { parks, reconciles: 1, attempts: u32::MAX, crashes: u32::MAX, ..settings.policy() };
+        let policy = Policy {
+            parks,
+            reconciles: 1,
+            attempts: u32::MAX,
+            crashes: u32::MAX,
+            ..settings.policy()
+        };
         Ok(Gate(Arc::new(Inner {
             store,
             settings,
@@ -441,6 +565,8 @@ impl<T> GateBuilder<T> {
 
 impl std::fmt::Debug for Gate {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Gate").field("settings", &self.0.settings).finish_non_exhaustive()
+        f.debug_struct("Gate")
+            .field("settings", &self.0.settings)
+            .finish_non_exhaustive()
     }
 }

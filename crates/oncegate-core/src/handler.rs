@@ -8,11 +8,12 @@ use crate::store::Cause;
 
 /// Handles messages.
 ///
-/// The payload is decoded from the body: as JSON, unless the consumer was given another [`Decode`](crate::Decode). A
-/// payload that does not parse goes to the dead letters, and the consumer goes on.
+/// The payload is decoded from the body: as JSON, unless the consumer was given another
+/// [`Decode`](crate::Decode). A payload that does not parse goes to the dead letters, and the
+/// consumer goes on.
 ///
-/// The future may be dropped at any `.await`: when its lease is over, at its timeout, at the end of a drain. What it had
-/// sent by then is an unknown outcome, and is treated as one.
+/// The future may be dropped at any `.await`: when its lease is over, at its timeout, at the end of
+/// a drain. What it had sent by then is an unknown outcome, and is treated as one.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a handler",
     label = "this is no `Handler`",
@@ -27,23 +28,30 @@ pub trait Handler: Send + Sync + 'static {
     /// Does the work. `Ok` means that it happened.
     ///
     /// # Errors
-    /// A [`Failure`] says what is known of the effect: nothing happened, it never will, or nobody knows.
+    /// A [`Failure`] says what is known of the effect: nothing happened, it never will, or nobody
+    /// knows.
     async fn handle(&self, payload: Self::Payload, cx: &Context) -> Result<(), Failure>;
 
-    /// Finds out whether an earlier attempt happened, when nobody knows. The payload comes by value, as in `handle`.
+    /// Finds out whether an earlier attempt happened, when nobody knows. The payload comes by
+    /// value, as in `handle`.
     ///
-    /// [`Reconciled::DidNotHappen`] means: it did not, *and nothing still can*, up to and including `cx.attempt()`. Whoever can only
-    /// look answers [`Reconciled::Unknown`].
+    /// [`Reconciled::DidNotHappen`] means: it did not, *and nothing still can*, up to and including
+    /// `cx.attempt()`. Whoever can only look answers [`Reconciled::Unknown`].
     ///
     /// # Errors
-    /// Any failure counts as not having found out; it is tried again, and then the message goes to the in-doubt queue.
-    async fn reconcile(&self, _payload: Self::Payload, _cx: &Context) -> Result<Reconciled, Failure> {
+    /// Any failure counts as not having found out; it is tried again, and then the message goes to
+    /// the in-doubt queue.
+    async fn reconcile(
+        &self,
+        _payload: Self::Payload,
+        _cx: &Context,
+    ) -> Result<Reconciled, Failure> {
         Err(Failure::InDoubt("the handler has no `reconcile`".into()))
     }
 }
 
-/// What a handler knows of its effect when it fails. There is no conversion from errors in general: at each fallible call the
-/// handler says what it knows, with [`Knows`].
+/// What a handler knows of its effect when it fails. There is no conversion from errors in general:
+/// at each fallible call the handler says what it knows, with [`Knows`].
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
     /// Nothing happened: safe to run again.
@@ -57,8 +65,8 @@ pub enum Failure {
     InDoubt(#[source] Cause),
 }
 
-/// An error that always means the same [`Failure`]: `?` alone converts it. Implement it for errors of your own; no other error says by
-/// itself whether anything happened, so that [`Knows`] has to.
+/// An error that always means the same [`Failure`]: `?` alone converts it. Implement it for errors
+/// of your own; no other error says by itself whether anything happened, so that [`Knows`] has to.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` does not say whether anything happened, and makes no `Failure` by itself",
     label = "say what is known: `.retry()?` if nothing happened, `.reject()?` if it will never work, `.in_doubt()?` if it may have happened; with `use oncegate::Knows;`"
@@ -79,9 +87,10 @@ impl<E: IntoFailure> From<E> for Failure {
 pub enum Reconciled {
     /// The effect happened.
     Happened,
-    /// It did not, and nothing still can: the provider deduplicates by id, or was told to refuse what comes under it with an
-    /// attempt up to and including [`Context::attempt`](crate::Context::attempt). With attempts below it alone the effect of a handler
-    /// that reconciles its own outcome could still happen, beside that of the next run.
+    /// It did not, and nothing still can: the provider deduplicates by id, or was told to refuse
+    /// what comes under it with an attempt up to and including
+    /// [`Context::attempt`](crate::Context::attempt). With attempts below it alone the effect of a
+    /// handler that reconciles its own outcome could still happen, beside that of the next run.
     DidNotHappen,
     /// Nobody can tell.
     Unknown,

@@ -15,10 +15,11 @@ pub const LONGEST_PLAIN_ID: usize = 200;
 
 /// An idempotency key: what makes two messages the same.
 ///
-/// 1 to 200 bytes of `[A-Za-z0-9._:@/+=-]` stand as they are. Anything else, longer, or beginning with the reserved
-/// `h:` becomes `h:` and its SHA-256 in hexadecimal. So two different ids never share a key, no id can reach the
-/// `|` and `!` of scopes and of oncegate's own keys or the braces of Redis Cluster, and every id is safe in a header
-/// or a log. There is no Unicode normalisation: the same text in two normal forms is two ids.
+/// 1 to 200 bytes of `[A-Za-z0-9._:@/+=-]` stand as they are. Anything else, longer, or beginning
+/// with the reserved `h:` becomes `h:` and its SHA-256 in hexadecimal. So two different ids never
+/// share a key, no id can reach the `|` and `!` of scopes and of oncegate's own keys or the braces
+/// of Redis Cluster, and every id is safe in a header or a log. There is no Unicode normalisation:
+/// the same text in two normal forms is two ids.
 #[derive(PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct MessageId(SmallVec<[u8; 40]>);
 
@@ -29,12 +30,20 @@ impl MessageId {
         if raw.is_empty() {
             return None;
         }
-        Some(if is_plain(raw) { Self(SmallVec::from_slice(raw)) } else { Self::hash_of(raw) })
+        Some(if is_plain(raw) {
+            Self(SmallVec::from_slice(raw))
+        } else {
+            Self::hash_of(raw)
+        })
     }
 
     /// The same id as `h:` and its SHA-256, whatever it consists of: see [`IdSource::hashed`].
     pub fn hashed(self) -> Self {
-        if self.0.starts_with(b"h:") { self } else { Self::hash_of(&self.0) }
+        if self.0.starts_with(b"h:") {
+            self
+        } else {
+            Self::hash_of(&self.0)
+        }
     }
 
     fn hash_of(raw: &[u8]) -> Self {
@@ -43,12 +52,17 @@ impl MessageId {
         Self(id)
     }
 
-    /// Reads an id as it stands in keys, headers and logs: what [`as_str`](Self::as_str) said of it. `None` if no id stands
-    /// so.
+    /// Reads an id as it stands in keys, headers and logs: what [`as_str`](Self::as_str) said of
+    /// it. `None` if no id stands so.
     ///
     /// For tools that take up what oncegate wrote: `h:` and a hash is not hashed again.
     pub fn stored(text: &str) -> Option<Self> {
-        let hash = |text: &str| text.len() == 64 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
+        let hash = |text: &str| {
+            text.len() == 64
+                && text
+                    .bytes()
+                    .all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+        };
         let stands = match text.strip_prefix("h:") {
             Some(rest) => hash(rest),
             None => !text.is_empty() && is_plain(text.as_bytes()),
@@ -93,7 +107,9 @@ fn is_plain(raw: &[u8]) -> bool {
         }
         table
     };
-    raw.len() <= LONGEST_PLAIN_ID && !raw.starts_with(b"h:") && raw.iter().all(|byte| PLAIN[*byte as usize])
+    raw.len() <= LONGEST_PLAIN_ID
+        && !raw.starts_with(b"h:")
+        && raw.iter().all(|byte| PLAIN[*byte as usize])
 }
 
 fn push_hex<const N: usize>(into: &mut SmallVec<[u8; N]>, bytes: &[u8]) {
@@ -104,7 +120,8 @@ fn push_hex<const N: usize>(into: &mut SmallVec<[u8; N]>, bytes: &[u8]) {
     }
 }
 
-/// What a store remembers an id under: the id, behind its scope where there is one (`<scope>|<id>`).
+/// What a store remembers an id under: the id, behind its scope where there is one
+/// (`<scope>|<id>`).
 ///
 /// The store puts its own prefix before it.
 #[derive(PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -140,8 +157,8 @@ impl fmt::Debug for Key {
     }
 }
 
-/// Separates several consumers of the same messages on one store. Without one, two services that share a store skip
-/// each other's messages.
+/// Separates several consumers of the same messages on one store. Without one, two services that
+/// share a store skip each other's messages.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Scope(Option<Arc<str>>);
 
@@ -164,7 +181,9 @@ impl Scope {
 
     /// The key of an id in this scope.
     pub fn key(&self, id: &MessageId) -> Key {
-        let Some(scope) = &self.0 else { return Key::new(id) };
+        let Some(scope) = &self.0 else {
+            return Key::new(id);
+        };
         let mut key = SmallVec::with_capacity(scope.len() + 1 + id.0.len());
         key.extend_from_slice(scope.as_bytes());
         key.push(b'|');
@@ -175,7 +194,9 @@ impl Scope {
 
 /// A scope name that cannot stand in a key.
 #[derive(Debug, thiserror::Error)]
-#[error("scope `{0}` cannot stand in a key: use 1 to 100 of the characters A-Z a-z 0-9 . _ : @ / + = - and not `h:` at the start")]
+#[error(
+    "scope `{0}` cannot stand in a key: use 1 to 100 of the characters A-Z a-z 0-9 . _ : @ / + = - and not `h:` at the start"
+)]
 pub struct BadScope(String);
 
 /// Why a message has no id.
@@ -184,7 +205,8 @@ pub enum NoId {
     /// Nothing is where the id is read from, or it is null or empty.
     #[error("the message has no id")]
     Missing,
-    /// What is there cannot be an id, or the message has two. The text says what was found; it quotes nothing of the message.
+    /// What is there cannot be an id, or the message has two. The text says what was found; it
+    /// quotes nothing of the message.
     #[error("{0}")]
     Unusable(String),
 }
@@ -208,7 +230,8 @@ enum Read {
 }
 
 impl IdSource {
-    /// The header of this name. Where it stands several times with different values, none of them is the id.
+    /// The header of this name. Where it stands several times with different values, none of them
+    /// is the id.
     pub fn header(name: &str) -> Self {
         Self(Read::Header(Arc::from(name)))
     }
@@ -228,11 +251,13 @@ impl IdSource {
         Self(Read::Key)
     }
 
-    /// A string or a whole number in the JSON body, by its pointer (RFC 6901), such as `/payment/id`.
+    /// A string or a whole number in the JSON body, by its pointer (RFC 6901), such as
+    /// `/payment/id`.
     ///
-    /// A number of any size is taken as written, up to 200 digits; `7`, `7.0` and `7e0` are the id `7`. A byte order mark before the
-    /// JSON is passed over. `null` is a missing id; anything else (an object, a fraction), a body that is no JSON, and a field on
-    /// the way that stands twice in its object are an unusable one.
+    /// A number of any size is taken as written, up to 200 digits; `7`, `7.0` and `7e0` are the id
+    /// `7`. A byte order mark before the JSON is passed over. `null` is a missing id; anything else
+    /// (an object, a fraction), a body that is no JSON, and a field on the way that stands twice in
+    /// its object are an unusable one.
     pub fn json_pointer(pointer: &str) -> Self {
         Self(Read::JsonPointer(Arc::from(pointer)))
     }
@@ -242,7 +267,8 @@ impl IdSource {
         Self(Read::BodyHash)
     }
 
-    /// Topic, partition and offset: protects against redelivery alone, not against a producer that sends twice.
+    /// Topic, partition and offset: protects against redelivery alone, not against a producer that
+    /// sends twice.
     pub fn position() -> Self {
         Self(Read::Position)
     }
@@ -252,12 +278,14 @@ impl IdSource {
         Self(Read::By(Arc::new(read)))
     }
 
-    /// The same ids, each as `h:` and its SHA-256. For ids that are personal data: no key, header or log of oncegate shows
-    /// them. The message itself, and a dead letter with it, still holds what its producer wrote.
+    /// The same ids, each as `h:` and its SHA-256. For ids that are personal data: no key, header
+    /// or log of oncegate shows them. The message itself, and a dead letter with it, still holds
+    /// what its producer wrote.
     ///
-    /// The hash has no secret: who can guess an id (a telephone number, say) can see whether it was handled. To look an id up
-    /// or to forget it, hash it the same way: `printf %s ID | sha256sum`. A consumer that begins to hash knows none of the ids
-    /// that it handled before; see to it that nothing is delivered twice across that change.
+    /// The hash has no secret: who can guess an id (a telephone number, say) can see whether it was
+    /// handled. To look an id up or to forget it, hash it the same way: `printf %s ID | sha256sum`.
+    /// A consumer that begins to hash knows none of the ids that it handled before; see to it that
+    /// nothing is delivered twice across that change.
     pub fn hashed(self) -> Self {
         match self.0 {
             Read::Hashed(_) => self,
@@ -287,8 +315,14 @@ impl Read {
                 MessageId::new(hex)
             }
             Read::Position => match message.origin.position {
-                Position::Offset { partition, offset } => MessageId::new(format!("{}/{partition}/{offset}", message.origin.name)),
-                Position::Queue => return Err(NoId::Unusable("a queue has no positions: read the id from the message".into())),
+                Position::Offset { partition, offset } => {
+                    MessageId::new(format!("{}/{partition}/{offset}", message.origin.name))
+                }
+                Position::Queue => {
+                    return Err(NoId::Unusable(
+                        "a queue has no positions: read the id from the message".into(),
+                    ));
+                }
             },
             Read::By(read) => read(message).and_then(MessageId::new),
             Read::Hashed(read) => Some(read.read(message)?.hashed()),
@@ -299,10 +333,16 @@ impl Read {
 
 /// The value of a header that must not stand there with two.
 fn only_header<'a>(message: &'a Message, name: &str) -> Result<Option<&'a [u8]>, NoId> {
-    let mut values = message.headers.iter().filter(|(it, _)| *it == name.as_bytes()).map(|(_, value)| value);
+    let mut values = message
+        .headers
+        .iter()
+        .filter(|(it, _)| *it == name.as_bytes())
+        .map(|(_, value)| value);
     let first = values.next().flatten();
     if values.any(|value| value != first) {
-        return Err(NoId::Unusable(format!("header `{name}` is ambiguous: it stands there several times with different values")));
+        return Err(NoId::Unusable(format!(
+            "header `{name}` is ambiguous: it stands there several times with different values"
+        )));
     }
     Ok(first)
 }
@@ -374,7 +414,16 @@ mod tests {
             let id = MessageId::new(raw).expect("an id");
             assert_eq!(MessageId::stored(id.as_str()), Some(id));
         }
-        for no_id in ["", "{}", "a|b", "!canary", "h:", "h:0", &format!("h:{}", "A".repeat(64)), &format!("h:{}", "0".repeat(65))] {
+        for no_id in [
+            "",
+            "{}",
+            "a|b",
+            "!canary",
+            "h:",
+            "h:0",
+            &format!("h:{}", "A".repeat(64)),
+            &format!("h:{}", "0".repeat(65)),
+        ] {
             assert_eq!(MessageId::stored(no_id), None, "{no_id}");
         }
     }
@@ -382,8 +431,15 @@ mod tests {
     #[test]
     fn a_hashed_id_shows_nothing_and_is_the_same_whatever_it_consists_of() {
         let source = IdSource::message_id().hashed().hashed();
-        let read = |raw: &'static str| source.read(&Message::new("").with_message_id(raw)).expect("an id");
-        assert_eq!(read("pay-42").as_str(), "h:93f7a481b0295a38d34dbe78ccd1740f069b66bed97bb50423cfb39119b3f3f4");
+        let read = |raw: &'static str| {
+            source
+                .read(&Message::new("").with_message_id(raw))
+                .expect("an id")
+        };
+        assert_eq!(
+            read("pay-42").as_str(),
+            "h:93f7a481b0295a38d34dbe78ccd1740f069b66bed97bb50423cfb39119b3f3f4"
+        );
         assert_eq!(read("{}"), MessageId::new("{}").expect("an id"));
         assert_ne!(read("pay-42"), read("pay-43"));
         assert_eq!(source.read(&Message::new("")), Err(NoId::Missing));
@@ -395,33 +451,66 @@ mod tests {
         let id = MessageId::new("b").expect("an id");
         assert_eq!(Scope::named("a").expect("a scope").key(&id).as_str(), "a|b");
         assert_eq!(Scope::none().key(&id).as_str(), "b");
-        assert!(["", "a|b", "!x", "h:x"].iter().all(|name| Scope::named(name).is_err()));
+        assert!(
+            ["", "a|b", "!x", "h:x"]
+                .iter()
+                .all(|name| Scope::named(name).is_err())
+        );
     }
 
     #[test]
     fn every_source_reads_its_part_of_the_message() {
-        let message =
-            Message::new(r#"{"p":{"id":"x1","n":7,"f":1.5,"o":{},"z":null}}"#).with_key("k").with_message_id("m").with_header("h", "v");
+        let message = Message::new(r#"{"p":{"id":"x1","n":7,"f":1.5,"o":{},"z":null}}"#)
+            .with_key("k")
+            .with_message_id("m")
+            .with_header("h", "v");
         let read = |source: IdSource| source.read(&message).ok().map(|id| id.to_string());
         assert_eq!(read(IdSource::header("h")).as_deref(), Some("v"));
         assert_eq!(read(IdSource::header("other")), None);
         assert_eq!(read(IdSource::message_id()).as_deref(), Some("m"));
         assert_eq!(read(IdSource::key()).as_deref(), Some("k"));
-        assert_eq!(IdSource::key().read(&Message::new("{}")), Err(NoId::Missing));
+        assert_eq!(
+            IdSource::key().read(&Message::new("{}")),
+            Err(NoId::Missing)
+        );
         assert_eq!(read(IdSource::json_pointer("/p/id")).as_deref(), Some("x1"));
         assert_eq!(read(IdSource::json_pointer("/p/n")).as_deref(), Some("7"));
         for odd in ["/p/f", "/p/o", "/p/z", "/q"] {
             assert_eq!(read(IdSource::json_pointer(odd)), None);
         }
         assert_eq!(read(IdSource::body_hash()).map(|id| id.len()), Some(64));
-        assert!(matches!(IdSource::position().read(&message), Err(NoId::Unusable(_))));
-        assert_eq!(read(IdSource::by(|message| message.key.as_ref().map(|key| key.to_vec()))).as_deref(), Some("k"));
+        assert!(matches!(
+            IdSource::position().read(&message),
+            Err(NoId::Unusable(_))
+        ));
+        assert_eq!(
+            read(IdSource::by(|message| message
+                .key
+                .as_ref()
+                .map(|key| key.to_vec())))
+            .as_deref(),
+            Some("k")
+        );
     }
     #[test]
     fn two_ids_in_one_header_are_none() {
-        let message = Message::new("").with_header("id", "a").with_header("other", "b").with_header("id", "a");
-        assert_eq!(IdSource::header("id").read(&message).map(|id| id.to_string()).as_deref(), Ok("a"));
-        let Err(NoId::Unusable(text)) = IdSource::header("id").hashed().read(&message.with_header("id", "b")) else { panic!("two ids") };
+        let message = Message::new("")
+            .with_header("id", "a")
+            .with_header("other", "b")
+            .with_header("id", "a");
+        assert_eq!(
+            IdSource::header("id")
+                .read(&message)
+                .map(|id| id.to_string())
+                .as_deref(),
+            Ok("a")
+        );
+        let Err(NoId::Unusable(text)) = IdSource::header("id")
+            .hashed()
+            .read(&message.with_header("id", "b"))
+        else {
+            panic!("two ids")
+        };
         assert!(text.contains("`id` is ambiguous"), "{text}");
     }
 }

@@ -23,7 +23,11 @@ pub(crate) struct Lane(u64);
 
 impl Lanes {
     pub(crate) fn new(order: Order) -> Self {
-        Self { order, hasher: RandomState::new(), waiting: HashMap::new() }
+        Self {
+            order,
+            hasher: RandomState::new(),
+            waiting: HashMap::new(),
+        }
     }
 
     /// The lane of a delivery; `None` if it waits for nobody.
@@ -31,9 +35,17 @@ impl Lanes {
         let origin = &delivery.message.origin;
         match (self.order, origin.position) {
             (Order::Unordered, _) => None,
-            (Order::ByKey, _) => delivery.message.key.as_ref().map(|key| Lane(self.hasher.hash_one((&*origin.name, &key[..])))),
-            (Order::ByPartition, Position::Offset { partition, .. }) => Some(Lane(self.hasher.hash_one((&*origin.name, partition)))),
-            (Order::ByPartition, Position::Queue) => Some(Lane(self.hasher.hash_one(&*origin.name))),
+            (Order::ByKey, _) => delivery
+                .message
+                .key
+                .as_ref()
+                .map(|key| Lane(self.hasher.hash_one((&*origin.name, &key[..])))),
+            (Order::ByPartition, Position::Offset { partition, .. }) => {
+                Some(Lane(self.hasher.hash_one((&*origin.name, partition))))
+            }
+            (Order::ByPartition, Position::Queue) => {
+                Some(Lane(self.hasher.hash_one(&*origin.name)))
+            }
         }
     }
 
@@ -62,8 +74,12 @@ impl Lanes {
 
     /// Takes a slot that waits out of its lane; whether it waited there.
     pub(crate) fn withdraw(&mut self, lane: Lane, slot: Slot) -> Waited {
-        let Some(waiting) = self.waiting.get_mut(&lane) else { return Waited::No };
-        let Some(place) = waiting.iter().position(|it| *it == slot) else { return Waited::No };
+        let Some(waiting) = self.waiting.get_mut(&lane) else {
+            return Waited::No;
+        };
+        let Some(place) = waiting.iter().position(|it| *it == slot) else {
+            return Waited::No;
+        };
         waiting.remove(place);
         Waited::Yes
     }

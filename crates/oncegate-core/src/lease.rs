@@ -9,7 +9,8 @@ use crate::moment::Moment;
 
 /// One claim that was granted, shared by the loop, the handler's guard and the renewals.
 ///
-/// Its deadline is measured from the moment the claim, or its last renewal that succeeded, was *sent*.
+/// Its deadline is measured from the moment the claim, or its last renewal that succeeded, was
+/// *sent*.
 #[derive(Debug)]
 pub(crate) struct Lease {
     pub(crate) key: Key,
@@ -28,7 +29,15 @@ impl Lease {
     pub(crate) fn new(operation: &Operation, attempt: u32, sent: Moment, ends: Moment) -> Self {
         let Operation { token, terms, .. } = *operation;
         let (ends, deadline) = (AtomicU64::new(ends.as_micros()), AtomicU64::new(1));
-        let lease = Self { key: operation.key.clone(), token, attempt, terms, sent, ends, deadline };
+        let lease = Self {
+            key: operation.key.clone(),
+            token,
+            attempt,
+            terms,
+            sent,
+            ends,
+            deadline,
+        };
         lease.extend(sent);
         lease
     }
@@ -36,7 +45,11 @@ impl Lease {
     /// Counts the lease from `sent`, unless it was lost.
     pub(crate) fn extend(&self, sent: Moment) {
         let deadline = (sent + self.terms.lease).as_micros();
-        let _ = self.deadline.fetch_update(Ordering::AcqRel, Ordering::Acquire, |old| (old != 0).then(|| old.max(deadline)));
+        let _ = self
+            .deadline
+            .fetch_update(Ordering::AcqRel, Ordering::Acquire, |old| {
+                (old != 0).then(|| old.max(deadline))
+            });
     }
 
     /// Renews it until this moment, and no longer.
@@ -65,6 +78,12 @@ impl Lease {
     }
 
     pub(crate) fn renewal(&self) -> Operation {
-        Operation { key: self.key.clone(), ask: Ask::Renew, token: self.token, attempt: self.attempt, terms: self.terms }
+        Operation {
+            key: self.key.clone(),
+            ask: Ask::Renew,
+            token: self.token,
+            attempt: self.attempt,
+            terms: self.terms,
+        }
     }
 }

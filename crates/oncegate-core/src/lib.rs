@@ -61,6 +61,8 @@ pub use seldom::Seldom as LogThrottle;
 pub use settings::{Fingerprints, Handlers};
 pub use shadow::{Shadow, ShadowReport, Would};
 pub use shutdown::shutdown_signal;
-pub use source::{Delivery, Incoming, Limit, Open, Order, Receipt, Settled, Source, SourceError, Story};
+pub use source::{
+    Delivery, Incoming, Limit, Open, Order, Receipt, Settled, Source, SourceError, Story,
+};
 pub use status::{ConsumerSnapshot, ConsumerStatus, Doing, Held};
 pub use store::{Listed, Memory, Standing, Store, StoreError};

@@ -1,7 +1,8 @@
 //! The store's side of the promise: what one key may become.
 //!
-//! [`apply`] is the whole of it. The memory store is this function on a map; every other store is held against it by
-//! the laws of stores; the model checker explores it. It has no clock: the store says how old the marker is.
+//! [`apply`] is the whole of it. The memory store is this function on a map; every other store is
+//! held against it by the laws of stores; the model checker explores it. It has no clock: the store
+//! says how old the marker is.
 
 use std::time::Duration;
 
@@ -12,14 +13,17 @@ use crate::id::Key;
 /// What the user chose to hold when nobody knows whether the handler's effect happened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum Guarantee {
-    /// The handler never starts a second time for an id unless it said itself that nothing happened, or `reconcile`
-    /// found that nothing happened and nothing still can. What stays unknown goes to the in-doubt queue.
+    /// The handler never starts a second time for an id unless it said itself that nothing
+    /// happened, or `reconcile` found that nothing happened and nothing still can. What stays
+    /// unknown goes to the in-doubt queue.
     AtMostOnce,
-    /// The handler runs again after a crash or a lost lease; a completed id is never handled again within the window.
+    /// The handler runs again after a crash or a lost lease; a completed id is never handled again
+    /// within the window.
     #[default]
     EffectivelyOnce,
-    /// `SET processed:<id> 1 EX <window> NX` before the handler, `DEL` after any failure, and nothing more. Loses
-    /// messages on a crash, on a duplicate of a message that then fails, and on a lost reply.
+    /// `SET processed:<id> 1 EX <window> NX` before the handler, `DEL` after any failure, and
+    /// nothing more. Loses messages on a crash, on a duplicate of a message that then fails, and on
+    /// a lost reply.
     Bare,
 }
 
@@ -45,10 +49,12 @@ impl Tokens {
             return token;
         }
         let mut bits = [0; 16 * 64];
-        // Without randomness no claim can be told from another: there is nothing safe to go on with.
+        // Without randomness no claim can be told from another: there is nothing safe to go on
+        // with.
         getrandom::fill(&mut bits).expect("the operating system gives random bytes");
         let (tokens, _) = bits.as_chunks::<16>();
-        self.0.extend(tokens.iter().map(|bits| Token(u128::from_le_bytes(*bits))));
+        self.0
+            .extend(tokens.iter().map(|bits| Token(u128::from_le_bytes(*bits))));
         self.0.swap_remove(0)
     }
 }
@@ -60,7 +66,8 @@ impl std::fmt::Debug for Tokens {
     }
 }
 
-/// Tells the same id with another body. Below 10^18, so that a done marker stays an integer to Redis.
+/// Tells the same id with another body. Below 10^18, so that a done marker stays an integer to
+/// Redis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Fingerprint(u64);
 
@@ -76,7 +83,11 @@ impl Fingerprint {
     /// The fingerprint of a body: the beginning of its SHA-256.
     pub fn of(body: &[u8]) -> Self {
         let digest = Sha256::digest(body);
-        Self::new(digest[..8].iter().fold(0, |number, byte| number << 8 | u64::from(*byte)))
+        Self::new(
+            digest[..8]
+                .iter()
+                .fold(0, |number, byte| number << 8 | u64::from(*byte)),
+        )
     }
 
     /// The number.
@@ -112,29 +123,39 @@ pub enum Marker {
     Done(Option<Fingerprint>),
 }
 
-/// The attempts of an id: the number of the last one, how many of them the budget does not count, and how many ended in a crash.
+/// The attempts of an id: the number of the last one, how many of them the budget does not count,
+/// and how many ended in a crash.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Attempts {
-    /// The number of the last attempt, from 1: the fencing token that a handler passes to its sink. Later attempts have higher
-    /// numbers, also after a doubt and after an operator has freed the id.
+    /// The number of the last attempt, from 1: the fencing token that a handler passes to its sink.
+    /// Later attempts have higher numbers, also after a doubt and after an operator has freed the
+    /// id.
     pub number: u32,
-    /// How many attempts the budget does not count: a doubt, a crash and a grant that was withdrawn add one each, and sending the id
-    /// back excludes all so far.
+    /// How many attempts the budget does not count: a doubt, a crash and a grant that was withdrawn
+    /// add one each, and sending the id back excludes all so far.
     pub base: u32,
-    /// How many holders let their lease end without an outcome since the id was last sent back: their process crashed, or lost the
-    /// store.
+    /// How many holders let their lease end without an outcome since the id was last sent back:
+    /// their process crashed, or lost the store.
     pub crashes: u32,
 }
 
 impl Attempts {
     /// Up to the attempt with this number, all of which count.
     pub const fn new(number: u32) -> Self {
-        Self { number, base: 0, crashes: 0 }
+        Self {
+            number,
+            base: 0,
+            crashes: 0,
+        }
     }
 
     /// Up to the attempt with this number, none of which counts: the whole budget is left.
     pub const fn all_forgiven(number: u32) -> Self {
-        Self { number, base: number, crashes: 0 }
+        Self {
+            number,
+            base: number,
+            crashes: 0,
+        }
     }
 
     /// How many attempts count towards the budget.
@@ -144,27 +165,37 @@ impl Attempts {
 
     /// One more grant.
     const fn granted(self) -> Self {
-        Self { number: self.number.saturating_add(1), ..self }
+        Self {
+            number: self.number.saturating_add(1),
+            ..self
+        }
     }
 
-    /// A higher fence for whoever finds out what happened. It is no run, so it spends nothing of the budget.
+    /// A higher fence for whoever finds out what happened. It is no run, so it spends nothing of
+    /// the budget.
     const fn doubted(self) -> Self {
         self.granted().forgiven()
     }
 
     /// The holder's lease ended without an outcome.
     const fn crashed(self) -> Self {
-        Self { crashes: self.crashes.saturating_add(1), ..self }
+        Self {
+            crashes: self.crashes.saturating_add(1),
+            ..self
+        }
     }
 
     /// The last attempt spends nothing of the budget.
     const fn forgiven(self) -> Self {
-        Self { base: self.base.saturating_add(1), ..self }
+        Self {
+            base: self.base.saturating_add(1),
+            ..self
+        }
     }
 }
 
-/// Who holds a marker, and on which terms. A marker knows its own lease and horizon, so that readers with another
-/// configuration judge it by what its writer meant.
+/// Who holds a marker, and on which terms. A marker knows its own lease and horizon, so that
+/// readers with another configuration judge it by what its writer meant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Hold {
     /// The claim that holds it.
@@ -210,8 +241,9 @@ pub struct Operation {
     pub ask: Ask,
     /// The claim that asks. "Mine" is this token and this attempt.
     pub token: Token,
-    /// The number of the attempt that was granted; 0 in a claim. In [`Ask::SendBack`] and [`Ask::Forget`] the highest number of an
-    /// attempt that the operator knows of, 0 if none: every later attempt has a higher one.
+    /// The number of the attempt that was granted; 0 in a claim. In [`Ask::SendBack`] and
+    /// [`Ask::Forget`] the highest number of an attempt that the operator knows of, 0 if none:
+    /// every later attempt has a higher one.
     pub attempt: u32,
     /// On which terms.
     pub terms: Terms,
@@ -236,25 +268,28 @@ pub enum Ask {
     Doubt,
     /// It is known now.
     Resolve(Finding),
-    /// An operator frees what was rejected, what failed too often, or what is in doubt: a compare-and-set, applied if the marker is
-    /// still the one that was seen. The number of the last attempt is kept and the whole budget is left. The next claim is granted;
-    /// in at most once it is in doubt if an earlier effect is unknown.
+    /// An operator frees what was rejected, what failed too often, or what is in doubt: a
+    /// compare-and-set, applied if the marker is still the one that was seen. The number of the
+    /// last attempt is kept and the whole budget is left. The next claim is granted; in at most
+    /// once it is in doubt if an earlier effect is unknown.
     SendBack {
         /// The marker as the operator read it.
         seen: Marker,
-        /// [`Effect::Nothing`] says, on the operator's word, that nothing happened and nothing still can. Otherwise an unknown effect
-        /// stays unknown, and a marker in doubt is not freed.
+        /// [`Effect::Nothing`] says, on the operator's word, that nothing happened and nothing
+        /// still can. Otherwise an unknown effect stays unknown, and a marker in doubt is not
+        /// freed.
         effect: Effect,
     },
-    /// An operator frees what is done, to be handled again: a compare-and-set, applied if the marker is still the one that was seen.
+    /// An operator frees what is done, to be handled again: a compare-and-set, applied if the
+    /// marker is still the one that was seen.
     Forget {
         /// The marker as the operator read it.
         seen: Marker,
     },
 }
 
-/// The number that is assumed of the last attempt where it is not recorded, as after [`Ask::Forget`]: a done marker does not hold it.
-/// No budget of attempts reaches it.
+/// The number that is assumed of the last attempt where it is not recorded, as after
+/// [`Ask::Forget`]: a done marker does not hold it. No budget of attempts reaches it.
 pub const UNKNOWN_ATTEMPT: u32 = 1_000_000;
 
 /// What one or more attempts may have left behind.
@@ -366,9 +401,20 @@ pub fn apply(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdic
     if terms.guarantee == Guarantee::Bare {
         return apply_bare(marker, operation);
     }
-    let mine = |hold: &Hold| hold.token == operation.token && hold.attempts.number == operation.attempt;
-    let done = |marker_lost| (Write(Done(terms.fingerprint), terms.window), Verdict::Done { marker_lost });
-    let cleared = |attempts, effect| (Write(Cleared { attempts, effect }, terms.window), Verdict::Kept);
+    let mine =
+        |hold: &Hold| hold.token == operation.token && hold.attempts.number == operation.attempt;
+    let done = |marker_lost| {
+        (
+            Write(Done(terms.fingerprint), terms.window),
+            Verdict::Done { marker_lost },
+        )
+    };
+    let cleared = |attempts, effect| {
+        (
+            Write(Cleared { attempts, effect }, terms.window),
+            Verdict::Kept,
+        )
+    };
     let held = |marker, hold: Hold| Write(marker, hold.horizon);
     // The first attempt, and nothing to remember once it did nothing.
     let nothing_before = |hold: &Hold| hold.attempts.number == 1 && hold.earlier == Effect::Nothing;
@@ -378,19 +424,26 @@ pub fn apply(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdic
         }
     });
     crate::wrong_version!("resolve-compares-nothing", {
-        if let (Ask::Resolve(Finding::DidNotHappen), InProgress(hold) | InDoubt(hold, _)) = (ask, marker) {
+        if let (Ask::Resolve(Finding::DidNotHappen), InProgress(hold) | InDoubt(hold, _)) =
+            (ask, marker)
+        {
             return cleared(hold.attempts, Effect::Nothing);
         }
     });
     crate::wrong_version!("complete-before-the-handler", {
         if let (Ask::Claim, Absent) = (ask, marker) {
-            return (Write(Done(None), terms.window), Verdict::Granted(Attempts::new(1)));
+            return (
+                Write(Done(None), terms.window),
+                Verdict::Granted(Attempts::new(1)),
+            );
         }
     });
     match (ask, marker) {
         (Ask::Claim, _) => claim(marker, age, operation),
 
-        (Ask::Renew, InProgress(hold) | InDoubt(hold, _)) if mine(&hold) => (held(marker, hold), Verdict::Kept),
+        (Ask::Renew, InProgress(hold) | InDoubt(hold, _)) if mine(&hold) => {
+            (held(marker, hold), Verdict::Kept)
+        }
 
         (Ask::Complete, InProgress(hold)) if mine(&hold) => done(false),
         (Ask::Complete, InDoubt(..)) => done(false), // whoever's: only a holder completes, and knowing beats doubting
@@ -402,33 +455,54 @@ pub fn apply(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdic
             (Effect::Unknown, Guarantee::AtMostOnce) => (Keep, Verdict::Lost), // never: what is unknown is doubted
             _ => cleared(hold.attempts, hold.earlier.and(*effect)),
         },
-        (Ask::Withdraw, InProgress(hold)) if mine(&hold) && nothing_before(&hold) => (Delete, Verdict::Kept),
-        (Ask::Withdraw, InProgress(hold)) if mine(&hold) => cleared(hold.attempts.forgiven(), hold.earlier),
+        (Ask::Withdraw, InProgress(hold)) if mine(&hold) && nothing_before(&hold) => {
+            (Delete, Verdict::Kept)
+        }
+        (Ask::Withdraw, InProgress(hold)) if mine(&hold) => {
+            cleared(hold.attempts.forgiven(), hold.earlier)
+        }
         (Ask::Clear(_) | Ask::Withdraw, Absent | Cleared { .. }) => (Keep, Verdict::Kept),
 
         (Ask::Reject(effect), InProgress(hold)) if mine(&hold) => match (effect, terms.guarantee) {
             (_, Guarantee::AtMostOnce) => {
-                let rejected = Rejected { attempt: hold.attempts.number, fingerprint: hold.fingerprint };
+                let rejected = Rejected {
+                    attempt: hold.attempts.number,
+                    fingerprint: hold.fingerprint,
+                };
                 (Write(rejected, terms.window), Verdict::Kept)
             }
             (Effect::Nothing, _) if nothing_before(&hold) => (Delete, Verdict::Kept),
             _ => cleared(hold.attempts, hold.earlier.and(*effect)),
         },
-        (Ask::Reject(_), Absent | Cleared { .. }) if terms.guarantee != Guarantee::AtMostOnce => (Keep, Verdict::Kept),
-
-        (Ask::Doubt, InProgress(hold) | InDoubt(hold, _)) if mine(&hold) => (held(InDoubt(hold, Doubt::Waiting), hold), Verdict::Kept),
-        (Ask::Doubt, Absent) => doubted(operation, Attempts::all_forgiven(operation.attempt)),
-        // Asked late, or again: somebody has found out since, or an operator has freed the id.
-        (Ask::Doubt, Cleared { attempts, .. }) if operation.attempt <= attempts.base => (Keep, Verdict::Lost),
-        // The fence never steps back.
-        (Ask::Doubt, Cleared { attempts, .. }) => {
-            doubted(operation, Attempts { number: attempts.number.max(operation.attempt), ..attempts })
+        (Ask::Reject(_), Absent | Cleared { .. }) if terms.guarantee != Guarantee::AtMostOnce => {
+            (Keep, Verdict::Kept)
         }
 
-        (Ask::Resolve(Finding::Happened), InDoubt(hold, _)) if mine(&hold) => done(false),
-        (Ask::Resolve(Finding::DidNotHappen), InDoubt(hold, _)) if mine(&hold) => cleared(hold.attempts, Effect::Nothing),
+        (Ask::Doubt, InProgress(hold) | InDoubt(hold, _)) if mine(&hold) => {
+            (held(InDoubt(hold, Doubt::Waiting), hold), Verdict::Kept)
+        }
+        (Ask::Doubt, Absent) => doubted(operation, Attempts::all_forgiven(operation.attempt)),
+        // Asked late, or again: somebody has found out since, or an operator has freed the id.
+        (Ask::Doubt, Cleared { attempts, .. }) if operation.attempt <= attempts.base => {
+            (Keep, Verdict::Lost)
+        }
+        // The fence never steps back.
+        (Ask::Doubt, Cleared { attempts, .. }) => doubted(
+            operation,
+            Attempts {
+                number: attempts.number.max(operation.attempt),
+                ..attempts
+            },
+        ),
 
-        (Ask::SendBack { seen, .. } | Ask::Forget { seen }, _) => free(marker, age, operation, *seen),
+        (Ask::Resolve(Finding::Happened), InDoubt(hold, _)) if mine(&hold) => done(false),
+        (Ask::Resolve(Finding::DidNotHappen), InDoubt(hold, _)) if mine(&hold) => {
+            cleared(hold.attempts, Effect::Nothing)
+        }
+
+        (Ask::SendBack { seen, .. } | Ask::Forget { seen }, _) => {
+            free(marker, age, operation, *seen)
+        }
 
         _ => (Keep, Verdict::Lost),
     }
@@ -440,35 +514,67 @@ fn claim(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdict) {
     let terms = &operation.terms;
     let grant = |attempts: Attempts, earlier| {
         let hold = own_hold(operation, attempts.granted(), earlier);
-        (Write(InProgress(hold), hold.horizon), Verdict::Granted(hold.attempts))
+        (
+            Write(InProgress(hold), hold.horizon),
+            Verdict::Granted(hold.attempts),
+        )
     };
     let take_doubt = |attempts: Attempts| {
         let own = own_hold(operation, attempts.doubted(), Effect::Unknown);
-        let hold = Hold { guarantee: Guarantee::AtMostOnce, horizon: UNRESOLVED_AT_MOST_ONCE, ..own };
-        (Write(InDoubt(hold, Doubt::Reconciling), hold.horizon), Verdict::InDoubt(hold.attempts))
+        let hold = Hold {
+            guarantee: Guarantee::AtMostOnce,
+            horizon: UNRESOLVED_AT_MOST_ONCE,
+            ..own
+        };
+        (
+            Write(InDoubt(hold, Doubt::Reconciling), hold.horizon),
+            Verdict::InDoubt(hold.attempts),
+        )
     };
     let other_body = |it: Option<Fingerprint>| matches!((it, terms.fingerprint), (Some(theirs), Some(mine)) if theirs != mine);
     let busy = |hold: &Hold| match age {
-        Age::Of(age) => (Keep, Verdict::Busy { remaining: hold.lease.saturating_sub(age) }),
-        Age::Unknown => (Write(marker, hold.horizon), Verdict::Busy { remaining: hold.lease }),
+        Age::Of(age) => (
+            Keep,
+            Verdict::Busy {
+                remaining: hold.lease.saturating_sub(age),
+            },
+        ),
+        Age::Unknown => (
+            Write(marker, hold.horizon),
+            Verdict::Busy {
+                remaining: hold.lease,
+            },
+        ),
     };
     match marker {
         Absent => grant(Attempts::new(0), Effect::Nothing),
         // Unknown outlives the guarantee under which it arose.
-        Cleared { attempts, effect: Effect::Unknown } if terms.guarantee == Guarantee::AtMostOnce => take_doubt(attempts),
+        Cleared {
+            attempts,
+            effect: Effect::Unknown,
+        } if terms.guarantee == Guarantee::AtMostOnce => take_doubt(attempts),
         Cleared { attempts, effect } => grant(attempts, effect),
-        InProgress(hold) if hold.token == operation.token => (Write(marker, hold.horizon), Verdict::Granted(hold.attempts)),
+        InProgress(hold) if hold.token == operation.token => {
+            (Write(marker, hold.horizon), Verdict::Granted(hold.attempts))
+        }
         InProgress(hold) if !over(&hold, age) => busy(&hold), // with another body, too: the first may yet fail
         InProgress(hold) if other_body(hold.fingerprint) => (Keep, Verdict::Conflict), // the first may never come back
-        // A crash is weak evidence against a message: it is counted apart from the attempts that failed.
-        InProgress(hold) if strict(hold.guarantee, terms.guarantee) => take_doubt(hold.attempts.crashed().forgiven()),
+        // A crash is weak evidence against a message: it is counted apart from the attempts that
+        // failed.
+        InProgress(hold) if strict(hold.guarantee, terms.guarantee) => {
+            take_doubt(hold.attempts.crashed().forgiven())
+        }
         InProgress(hold) => grant(hold.attempts.crashed().forgiven(), Effect::Unknown),
-        InDoubt(hold, _) if hold.token == operation.token => (Write(marker, hold.horizon), Verdict::InDoubt(hold.attempts)),
+        InDoubt(hold, _) if hold.token == operation.token => {
+            (Write(marker, hold.horizon), Verdict::InDoubt(hold.attempts))
+        }
         InDoubt(hold, _) if other_body(hold.fingerprint) => (Keep, Verdict::Conflict),
         InDoubt(hold, Doubt::Reconciling) if !over(&hold, age) => busy(&hold),
         InDoubt(hold, Doubt::Reconciling) => take_doubt(hold.attempts.crashed()),
         InDoubt(hold, Doubt::Waiting) => take_doubt(hold.attempts),
-        Rejected { fingerprint, .. } | Done(fingerprint) if other_body(fingerprint) => (Keep, Verdict::Conflict),
+        Rejected { fingerprint, .. } | Done(fingerprint) if other_body(fingerprint) => {
+            (Keep, Verdict::Conflict)
+        }
         Rejected { attempt, .. } => (Keep, Verdict::Rejected { attempt }),
         Done(_) => (Keep, Verdict::Duplicate),
     }
@@ -478,14 +584,18 @@ fn claim(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdict) {
 fn free(marker: Marker, age: Age, operation: &Operation, seen: Marker) -> (Change, Verdict) {
     let runs = matches!(marker, Marker::InProgress(hold) if !over(&hold, age));
     match freed(operation) {
-        // Freed already, perhaps by this operation before its reply was lost; the expiry begins anew all the same.
-        Some(freed) if marker == freed || (marker == seen && !runs) => (Change::Write(freed, operation.terms.window), Verdict::Kept),
+        // Freed already, perhaps by this operation before its reply was lost; the expiry begins
+        // anew all the same.
+        Some(freed) if marker == freed || (marker == seen && !runs) => {
+            (Change::Write(freed, operation.terms.window), Verdict::Kept)
+        }
         _ => (Change::Keep, Verdict::Lost),
     }
 }
 
-/// What [`Ask::SendBack`] or [`Ask::Forget`] makes of the marker that was seen: the fence is kept, nothing of the budget is spent.
-/// `None` of any other operation, and where the marker is none that it frees.
+/// What [`Ask::SendBack`] or [`Ask::Forget`] makes of the marker that was seen: the fence is kept,
+/// nothing of the budget is spent. `None` of any other operation, and where the marker is none that
+/// it frees.
 pub fn freed(operation: &Operation) -> Option<Marker> {
     use Marker::*;
     let free = |number: u32, effect| {
@@ -494,16 +604,26 @@ pub fn freed(operation: &Operation) -> Option<Marker> {
     };
     match (operation.ask, operation.terms.guarantee) {
         (Ask::SendBack { .. } | Ask::Forget { .. }, Guarantee::Bare) => Some(Absent), // whatever was there
-        (Ask::Forget { seen: Done(_) }, _) if operation.attempt == 0 => free(UNKNOWN_ATTEMPT, Effect::Nothing),
+        (Ask::Forget { seen: Done(_) }, _) if operation.attempt == 0 => {
+            free(UNKNOWN_ATTEMPT, Effect::Nothing)
+        }
         (Ask::Forget { seen: Done(_) }, _) => free(0, Effect::Nothing),
         (Ask::SendBack { seen, effect: word }, claimer) => match seen {
             Absent => free(0, word),
             Rejected { attempt, .. } => free(attempt, Effect::Nothing),
-            Cleared { attempts, effect: Effect::Unknown } => free(attempts.number, word),
-            Cleared { attempts, effect: Effect::Nothing } => free(attempts.number, Effect::Nothing),
+            Cleared {
+                attempts,
+                effect: Effect::Unknown,
+            } => free(attempts.number, word),
+            Cleared {
+                attempts,
+                effect: Effect::Nothing,
+            } => free(attempts.number, Effect::Nothing),
             InDoubt(hold, _) if word == Effect::Nothing => free(hold.attempts.number, word),
             // Its lease is over, and nobody has noticed yet that its holder is gone.
-            InProgress(hold) if word == Effect::Nothing || !strict(hold.guarantee, claimer) => free(hold.attempts.number, word),
+            InProgress(hold) if word == Effect::Nothing || !strict(hold.guarantee, claimer) => {
+                free(hold.attempts.number, word)
+            }
             InDoubt(..) | InProgress(_) | Done(_) => None,
         },
         _ => None,
@@ -518,7 +638,10 @@ fn over(hold: &Hold, age: Age) -> bool {
 /// The literal gate: a claim writes done, any failure deletes.
 fn apply_bare(marker: Marker, operation: &Operation) -> (Change, Verdict) {
     match (operation.ask, marker) {
-        (Ask::Claim, Marker::Absent) => (Change::Write(Marker::Done(None), operation.terms.window), Verdict::Granted(Attempts::new(1))),
+        (Ask::Claim, Marker::Absent) => (
+            Change::Write(Marker::Done(None), operation.terms.window),
+            Verdict::Granted(Attempts::new(1)),
+        ),
         (Ask::Claim, _) => (Change::Keep, Verdict::Duplicate),
         (Ask::Renew, _) => (Change::Keep, Verdict::Kept),
         (Ask::Complete, _) => (Change::Keep, Verdict::Done { marker_lost: false }),
@@ -530,12 +653,28 @@ fn apply_bare(marker: Marker, operation: &Operation) -> (Change, Verdict) {
 /// In doubt without having been in progress: nobody finds out yet.
 fn doubted(operation: &Operation, attempts: Attempts) -> (Change, Verdict) {
     let hold = own_hold(operation, attempts, Effect::Unknown);
-    (Change::Write(Marker::InDoubt(hold, Doubt::Waiting), hold.horizon), Verdict::Kept)
+    (
+        Change::Write(Marker::InDoubt(hold, Doubt::Waiting), hold.horizon),
+        Verdict::Kept,
+    )
 }
 
 fn own_hold(operation: &Operation, attempts: Attempts, earlier: Effect) -> Hold {
-    let Terms { guarantee, lease, fingerprint, .. } = operation.terms;
-    Hold { token: operation.token, attempts, earlier, lease, horizon: operation.terms.horizon(), guarantee, fingerprint }
+    let Terms {
+        guarantee,
+        lease,
+        fingerprint,
+        ..
+    } = operation.terms;
+    Hold {
+        token: operation.token,
+        attempts,
+        earlier,
+        lease,
+        horizon: operation.terms.horizon(),
+        guarantee,
+        fingerprint,
+    }
 }
 
 /// Where the record's guarantee and the claimer's differ, the stricter decides.

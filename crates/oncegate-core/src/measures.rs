@@ -68,7 +68,10 @@ impl Measures {
     /// The store answered these together, after so long.
     pub(crate) fn answered(&self, operations: &[Operation], after: Duration) {
         let count = |asked: Ask| operations.iter().filter(|it| it.ask == asked).count();
-        for (histogram, count) in [(&self.claim, count(Ask::Claim)), (&self.complete, count(Ask::Complete))] {
+        for (histogram, count) in [
+            (&self.claim, count(Ask::Claim)),
+            (&self.complete, count(Ask::Complete)),
+        ] {
             if count > 0 {
                 histogram.record_many(after, count);
             }

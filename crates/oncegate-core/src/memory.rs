@@ -1,4 +1,5 @@
-//! The in-memory source and store: products for tests and single processes, and the reference for all others.
+//! The in-memory source and store: products for tests and single processes, and the reference for
+//! all others.
 
 mod broker;
 mod done;

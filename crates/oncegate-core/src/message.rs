@@ -5,9 +5,11 @@ use std::time::SystemTime;
 
 use bytes::Bytes;
 
-/// One message as it was sent. Cloning copies no payload: key, headers and body are slices of shared memory.
+/// One message as it was sent. Cloning copies no payload: key, headers and body are slices of
+/// shared memory.
 ///
-/// What outlives the batch it came in (a cache, a log) should copy what it keeps, or it keeps the whole batch alive.
+/// What outlives the batch it came in (a cache, a log) should copy what it keeps, or it keeps the
+/// whole batch alive.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Message {
     /// Where the message came from.
@@ -27,7 +29,10 @@ pub struct Message {
 impl Message {
     /// A message with a body and nothing else, as the in-memory source and tests make them.
     pub fn new(body: impl Into<Bytes>) -> Self {
-        Self { body: body.into(), ..Self::default() }
+        Self {
+            body: body.into(),
+            ..Self::default()
+        }
     }
 
     /// The same message with a key.
@@ -63,14 +68,18 @@ pub struct Origin {
     pub name: Arc<str>,
     /// The position inside it, where there is a lasting one.
     pub position: Position,
-    /// The system that it lies in, as OpenTelemetry's conventions for messaging name it: `kafka`, `rabbitmq`. Spans say it; `None`
-    /// leaves it out.
+    /// The system that it lies in, as OpenTelemetry's conventions for messaging name it: `kafka`,
+    /// `rabbitmq`. Spans say it; `None` leaves it out.
     pub system: Option<&'static str>,
 }
 
 impl Default for Origin {
     fn default() -> Self {
-        Self { name: Arc::from(""), position: Position::Queue, system: None }
+        Self {
+            name: Arc::from(""),
+            position: Position::Queue,
+            system: None,
+        }
     }
 }
 
@@ -78,7 +87,9 @@ impl std::fmt::Display for Origin {
     /// `topic/partition/offset`, or the name of the queue.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self.position {
-            Position::Offset { partition, offset } => write!(f, "{}/{partition}/{offset}", self.name),
+            Position::Offset { partition, offset } => {
+                write!(f, "{}/{partition}/{offset}", self.name)
+            }
             Position::Queue => f.write_str(&self.name),
         }
     }
@@ -108,12 +119,14 @@ pub struct Headers(Bytes);
 const NULL: u32 = u32::MAX;
 
 impl Headers {
-    /// Takes a block that [`Headers::encode`] has written. What does not parse reads as the end of the headers.
+    /// Takes a block that [`Headers::encode`] has written. What does not parse reads as the end of
+    /// the headers.
     pub fn from_block(block: Bytes) -> Self {
         Self(block)
     }
 
-    /// Appends one header to a block. Names and values longer than 4 GiB do not exist on any broker.
+    /// Appends one header to a block. Names and values longer than 4 GiB do not exist on any
+    /// broker.
     pub fn encode(block: &mut Vec<u8>, name: &[u8], value: Option<&[u8]>) {
         block.extend_from_slice(&(name.len() as u32).to_le_bytes());
         block.extend_from_slice(&value.map_or(NULL, |value| value.len() as u32).to_le_bytes());
@@ -121,11 +134,15 @@ impl Headers {
         block.extend_from_slice(value.unwrap_or_default());
     }
 
-    /// The value of the last header of this name; `None` where there is no such header or its value is null.
+    /// The value of the last header of this name; `None` where there is no such header or its value
+    /// is null.
     ///
     /// The last, because a hop that adds a header again means to replace it.
     pub fn last(&self, name: &str) -> Option<&[u8]> {
-        self.iter().filter(|(it, _)| *it == name.as_bytes()).last().and_then(|(_, value)| value)
+        self.iter()
+            .filter(|(it, _)| *it == name.as_bytes())
+            .last()
+            .and_then(|(_, value)| value)
     }
 
     /// All headers in order. A name need not be UTF-8; a value may be null.
@@ -155,7 +172,9 @@ impl Headers {
 impl std::fmt::Debug for Headers {
     /// Names only: values may hold what nobody should read in a log.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_list().entries(self.iter().map(|(name, _)| String::from_utf8_lossy(name))).finish()
+        f.debug_list()
+            .entries(self.iter().map(|(name, _)| String::from_utf8_lossy(name)))
+            .finish()
     }
 }
 
@@ -193,7 +212,14 @@ mod tests {
         builder.push(b"a", Some(b""));
         let headers = builder.finish();
         let all: Vec<_> = headers.iter().collect();
-        assert_eq!(all, [(&b"a"[..], Some(&b"1"[..])), (&[0xff, 0xfe][..], None), (&b"a"[..], Some(&b""[..]))]);
+        assert_eq!(
+            all,
+            [
+                (&b"a"[..], Some(&b"1"[..])),
+                (&[0xff, 0xfe][..], None),
+                (&b"a"[..], Some(&b""[..]))
+            ]
+        );
         assert_eq!(headers.last("a"), Some(&b""[..]));
         assert_eq!(headers.last("b"), None);
     }

@@ -28,24 +28,52 @@ pub enum Kind {
 
 impl Metric {
     /// One that only grows; its name ends in `_total`.
-    pub const fn counter(name: &'static str, labels: &'static [&'static str], help: &'static str) -> Self {
-        Self { name, kind: Kind::Counter, labels, help }
+    pub const fn counter(
+        name: &'static str,
+        labels: &'static [&'static str],
+        help: &'static str,
+    ) -> Self {
+        Self {
+            name,
+            kind: Kind::Counter,
+            labels,
+            help,
+        }
     }
 
     /// One that goes up and down.
-    pub const fn gauge(name: &'static str, labels: &'static [&'static str], help: &'static str) -> Self {
-        Self { name, kind: Kind::Gauge, labels, help }
+    pub const fn gauge(
+        name: &'static str,
+        labels: &'static [&'static str],
+        help: &'static str,
+    ) -> Self {
+        Self {
+            name,
+            kind: Kind::Gauge,
+            labels,
+            help,
+        }
     }
 
     /// Durations; its name ends in `_seconds`.
     pub const fn histogram(name: &'static str, help: &'static str) -> Self {
-        Self { name, kind: Kind::Histogram, labels: &[], help }
+        Self {
+            name,
+            kind: Kind::Histogram,
+            labels: &[],
+            help,
+        }
     }
 
-    /// Tells the recorder of the process what it is. Before the recorder is installed, it is told to nobody.
+    /// Tells the recorder of the process what it is. Before the recorder is installed, it is told
+    /// to nobody.
     pub fn describe(&self) {
         let Self { name, help, .. } = *self;
-        let unit = if name.ends_with("_seconds") || name.ends_with("_seconds_total") { Unit::Seconds } else { Unit::Count };
+        let unit = if name.ends_with("_seconds") || name.ends_with("_seconds_total") {
+            Unit::Seconds
+        } else {
+            Unit::Count
+        };
         match self.kind {
             Kind::Counter => describe_counter!(name, unit, help),
             Kind::Gauge => describe_gauge!(name, unit, help),
@@ -78,15 +106,54 @@ pub(crate) const SHADOW: &str = "oncegate_shadow_total";
 
 /// The metrics of the consumer and the gate. Where several run in one process, they add up.
 pub const METRICS: &[Metric] = &[
-    Metric::counter(crate::outcome::DELIVERIES, &["outcome"], "What the gate said of deliveries, and what became of them"),
-    Metric::histogram(CLAIM_SECONDS, "From asking the store for a claim until its answer"),
-    Metric::histogram(HANDLE_SECONDS, "How long a run of the handler or of reconcile took, one that was cancelled left out"),
-    Metric::histogram(COMPLETE_SECONDS, "From asking the store to record that an id is done until its answer"),
-    Metric::histogram(LEASE_AGE_SECONDS, "How long ago the claim was sent when the store recorded that the id is done"),
-    Metric::histogram(DELIVERY_SECONDS, "From the hand-over of a delivery until it is settled, pauses and waiting in order included"),
-    Metric::gauge(IN_FLIGHT, &[], "Deliveries that are claimed, handled or on their way out"),
-    Metric::gauge(WAITING, &[], "Deliveries that wait behind another of their key or partition, or rest after an attempt that failed"),
-    Metric::gauge(PARKED, &[], "Deliveries whose id is held elsewhere, or whose store is away"),
-    Metric::gauge(STORE_AWAY, &[], "Consumers whose store does not answer: they take nothing in"),
-    Metric::counter(SHADOW, &["would"], "What the gate would have done with messages that went through a Shadow"),
+    Metric::counter(
+        crate::outcome::DELIVERIES,
+        &["outcome"],
+        "What the gate said of deliveries, and what became of them",
+    ),
+    Metric::histogram(
+        CLAIM_SECONDS,
+        "From asking the store for a claim until its answer",
+    ),
+    Metric::histogram(
+        HANDLE_SECONDS,
+        "How long a run of the handler or of reconcile took, one that was cancelled left out",
+    ),
+    Metric::histogram(
+        COMPLETE_SECONDS,
+        "From asking the store to record that an id is done until its answer",
+    ),
+    Metric::histogram(
+        LEASE_AGE_SECONDS,
+        "How long ago the claim was sent when the store recorded that the id is done",
+    ),
+    Metric::histogram(
+        DELIVERY_SECONDS,
+        "From the hand-over of a delivery until it is settled, pauses and waiting in order included",
+    ),
+    Metric::gauge(
+        IN_FLIGHT,
+        &[],
+        "Deliveries that are claimed, handled or on their way out",
+    ),
+    Metric::gauge(
+        WAITING,
+        &[],
+        "Deliveries that wait behind another of their key or partition, or rest after an attempt that failed",
+    ),
+    Metric::gauge(
+        PARKED,
+        &[],
+        "Deliveries whose id is held elsewhere, or whose store is away",
+    ),
+    Metric::gauge(
+        STORE_AWAY,
+        &[],
+        "Consumers whose store does not answer: they take nothing in",
+    ),
+    Metric::counter(
+        SHADOW,
+        &["would"],
+        "What the gate would have done with messages that went through a Shadow",
+    ),
 ];

@@ -3,10 +3,12 @@
 use std::ops::Add;
 use std::time::Duration;
 
-/// A moment by a clock that no one sets and that, on Linux, goes on while the machine is suspended, as the store's does:
-/// by [`Instant`](std::time::Instant) a machine that wakes after an hour would trust leases that ended long ago.
+/// A moment by a clock that no one sets and that, on Linux, goes on while the machine is suspended,
+/// as the store's does: by [`Instant`](std::time::Instant) a machine that wakes after an hour would
+/// trust leases that ended long ago.
 ///
-/// In microseconds; counted from the machine's start, or this process's where there is no such clock.
+/// In microseconds; counted from the machine's start, or this process's where there is no such
+/// clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Moment(u64);
 
@@ -20,7 +22,8 @@ impl Moment {
 
     #[cfg(not(target_os = "linux"))]
     pub(crate) fn now() -> Self {
-        static START: std::sync::LazyLock<std::time::Instant> = std::sync::LazyLock::new(std::time::Instant::now);
+        static START: std::sync::LazyLock<std::time::Instant> =
+            std::sync::LazyLock::new(std::time::Instant::now);
         Self(START.elapsed().as_micros() as u64 + 1)
     }
 
@@ -47,7 +50,10 @@ impl Add<Duration> for Moment {
     type Output = Self;
 
     fn add(self, duration: Duration) -> Self {
-        Self(self.0.saturating_add(u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)))
+        Self(
+            self.0
+                .saturating_add(u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)),
+        )
     }
 }
 
@@ -62,8 +68,14 @@ mod tests {
         let after = Moment::now();
         assert!(after >= before + Duration::from_millis(2) && before > Moment::from_micros(0));
         assert_eq!(before.left_at(after), Duration::ZERO);
-        assert_eq!((after + Duration::from_secs(1)).left_at(after), Duration::from_secs(1));
-        assert_eq!(after.ago_at(after + Duration::from_secs(1)), Duration::from_secs(1));
+        assert_eq!(
+            (after + Duration::from_secs(1)).left_at(after),
+            Duration::from_secs(1)
+        );
+        assert_eq!(
+            after.ago_at(after + Duration::from_secs(1)),
+            Duration::from_secs(1)
+        );
         assert!(before + Duration::MAX > after);
     }
 }

@@ -10,7 +10,8 @@ pub const DELIVERIES: &str = "oncegate_deliveries_total";
 
 macro_rules! outcomes {
     ($($name:ident: $says:literal,)*) => {
-        /// The values of the label `outcome`, and what each says. One delivery counts under several of them.
+        /// The values of the label `outcome`, and what each says. One delivery counts under several
+        /// of them.
         pub const OUTCOMES: &[(&str, &str)] = &[$((stringify!($name), $says)),*];
 
         /// The counters of one consumer, looked up once.
@@ -65,7 +66,9 @@ impl Outcomes {
             Event::Unavailable => self.unavailable.increment(1),
             Event::Returned(Outcome::Retry) => self.retried.increment(1),
             Event::Found(Some(Finding::Happened)) => self.reconciled_happened.increment(1),
-            Event::Found(Some(Finding::DidNotHappen)) => self.reconciled_did_not_happen.increment(1),
+            Event::Found(Some(Finding::DidNotHappen)) => {
+                self.reconciled_did_not_happen.increment(1)
+            }
             _ => {}
         }
     }

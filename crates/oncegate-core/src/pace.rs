@@ -16,12 +16,17 @@ pub(crate) struct Pace {
 const STEPS: usize = 97;
 /// How many runs are looked at together. What came before counts half.
 const RUNS: u32 = 512;
-/// What a lease has beyond twice the longest run: a pause of the process, a slow answer of the store.
+/// What a lease has beyond twice the longest run: a pause of the process, a slow answer of the
+/// store.
 pub(crate) const SLACK: Duration = Duration::from_secs(1);
 
 impl Pace {
     pub(crate) fn new() -> Self {
-        Self { runs: [0; STEPS], total: 0, lease: None }
+        Self {
+            runs: [0; STEPS],
+            total: 0,
+            lease: None,
+        }
     }
 
     /// A handler ran this long.
@@ -69,7 +74,8 @@ mod tests {
 
     fn after(runs: impl IntoIterator<Item = u64>) -> Option<Duration> {
         let mut pace = Pace::new();
-        runs.into_iter().for_each(|ms| pace.ran(Duration::from_millis(ms)));
+        runs.into_iter()
+            .for_each(|ms| pace.ran(Duration::from_millis(ms)));
         pace.lease()
     }
 
@@ -77,10 +83,19 @@ mod tests {
     fn the_lease_is_twice_what_99_in_100_need_and_some_slack() {
         assert_eq!(after((0..500).map(|_| 100)), None, "too few");
         let steady = after((0..2000).map(|_| 100)).expect("enough");
-        assert!(steady >= Duration::from_millis(1200) && steady <= Duration::from_millis(1250), "{steady:?}");
-        let one_in_fifty = after((0..2000).map(|run| if run % 50 == 0 { 4000 } else { 100 })).expect("enough");
-        assert!(one_in_fifty >= Duration::from_millis(9000) && one_in_fifty <= Duration::from_millis(11_000), "{one_in_fifty:?}");
-        let one_in_a_thousand = after((0..2000).map(|run| if run % 1000 == 0 { 4000 } else { 100 })).expect("enough");
+        assert!(
+            steady >= Duration::from_millis(1200) && steady <= Duration::from_millis(1250),
+            "{steady:?}"
+        );
+        let one_in_fifty =
+            after((0..2000).map(|run| if run % 50 == 0 { 4000 } else { 100 })).expect("enough");
+        assert!(
+            one_in_fifty >= Duration::from_millis(9000)
+                && one_in_fifty <= Duration::from_millis(11_000),
+            "{one_in_fifty:?}"
+        );
+        let one_in_a_thousand =
+            after((0..2000).map(|run| if run % 1000 == 0 { 4000 } else { 100 })).expect("enough");
         assert_eq!(one_in_a_thousand, steady);
         let changed = after((0..2000).map(|_| 100).chain((0..4000).map(|_| 1000))).expect("enough");
         assert!(changed >= Duration::from_millis(3000), "{changed:?}");

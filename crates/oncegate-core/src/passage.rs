@@ -32,30 +32,53 @@ pub enum Onward {
 impl Passage {
     /// A delivery at the beginning of the road.
     pub fn new(delivery: Delivery, history: History, keeps: Keeps) -> Self {
-        Self(Box::new(Travelling { delivery, dispatch: Dispatch::new(history, keeps), story: None }))
+        Self(Box::new(Travelling {
+            delivery,
+            dispatch: Dispatch::new(history, keeps),
+            story: None,
+        }))
     }
 
     /// Takes the passage one step on, as [`Dispatch::handle`] says.
-    pub fn handle(self, event: Event, policy: &Policy, new_token: impl FnMut(Token) -> Token) -> Onward {
+    pub fn handle(
+        self,
+        event: Event,
+        policy: &Policy,
+        new_token: impl FnMut(Token) -> Token,
+    ) -> Onward {
         let Self(mut travelling) = self;
         match travelling.dispatch.handle(event, policy, new_token) {
             Command::Settle(settlement) => {
-                let Travelling { delivery, dispatch, story } = *travelling;
+                let Travelling {
+                    delivery,
+                    dispatch,
+                    story,
+                } = *travelling;
                 let attempts = dispatch.attempts;
                 let story = matches!(settlement, Settlement::Reject(_)).then(|| {
                     let mut story = story.unwrap_or_default();
                     // The marker forgets attempts that did nothing; the delivery does not.
-                    let granted = attempts.spent().max(delivery.failures + u32::from(attempts.spent() > 0));
+                    let granted = attempts
+                        .spent()
+                        .max(delivery.failures + u32::from(attempts.spent() > 0));
                     story.attempts = match settlement {
                         // The last grant is never run.
-                        Settlement::Reject(Reason::CrashesSpent) => granted.saturating_sub(1).saturating_add(attempts.crashes),
-                        Settlement::Reject(Reason::AttemptsSpent) if granted > policy.attempts => granted - 1,
+                        Settlement::Reject(Reason::CrashesSpent) => {
+                            granted.saturating_sub(1).saturating_add(attempts.crashes)
+                        }
+                        Settlement::Reject(Reason::AttemptsSpent) if granted > policy.attempts => {
+                            granted - 1
+                        }
                         _ => granted,
                     };
                     story.fence = attempts.number;
                     story
                 });
-                Onward::Left(Settled { delivery, settlement, story })
+                Onward::Left(Settled {
+                    delivery,
+                    settlement,
+                    story,
+                })
             }
             Command::Abandon => Onward::Dropped(travelling.delivery),
             command => Onward::Travels(Self(travelling), command),
@@ -124,12 +147,37 @@ mod tests {
             longest_backoff: pause,
             outage: Outage::Hold,
         };
-        let failed = [Event::Slot, Event::Returned(Outcome::Retry), Event::Answer(Verdict::Kept)];
+        let failed = [
+            Event::Slot,
+            Event::Returned(Outcome::Retry),
+            Event::Answer(Verdict::Kept),
+        ];
         for (number, then) in [(6, &failed[2..]), (5, &failed[..])] {
-            let delivery = Delivery { message: Message::default(), receipt: Receipt { epoch: 1, partition: 0, position: 0 }, failures: 0 };
-            let mut passage = Passage::new(delivery, History { failures: 0, freshness: Freshness::Fresh }, Keeps::Nothing);
+            let delivery = Delivery {
+                message: Message::default(),
+                receipt: Receipt {
+                    epoch: 1,
+                    partition: 0,
+                    position: 0,
+                },
+                failures: 0,
+            };
+            let mut passage = Passage::new(
+                delivery,
+                History {
+                    failures: 0,
+                    freshness: Freshness::Fresh,
+                },
+                Keeps::Nothing,
+            );
             let mut settled = None;
-            for event in [Event::Arrived, Event::Answer(Verdict::Granted(Attempts::new(number)))].iter().chain(then) {
+            for event in [
+                Event::Arrived,
+                Event::Answer(Verdict::Granted(Attempts::new(number))),
+            ]
+            .iter()
+            .chain(then)
+            {
                 match passage.handle(*event, &policy, |_| Token(1)) {
                     Onward::Travels(onward, command) => {
                         assert!(command != Command::Apply(Ask::Complete));
@@ -144,7 +192,10 @@ mod tests {
             }
             let settled = settled.expect("it is rejected");
             let story = settled.story.expect("it failed");
-            assert_eq!(settled.settlement, Settlement::Reject(Reason::AttemptsSpent));
+            assert_eq!(
+                settled.settlement,
+                Settlement::Reject(Reason::AttemptsSpent)
+            );
             assert_eq!((story.attempts, story.fence), (5, number));
         }
     }

@@ -5,8 +5,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Whether a consumer takes messages at this moment: for a readiness probe. Clones share it.
 ///
-/// Not ready before the source is open and the store was found, while the store does not answer, while the consumer
-/// drains, and after its end. It changes by itself as soon as the consumer notices.
+/// Not ready before the source is open and the store was found, while the store does not answer,
+/// while the consumer drains, and after its end. It changes by itself as soon as the consumer
+/// notices.
 ///
 /// ```
 /// # use oncegate_core::{Consumer, Readiness};

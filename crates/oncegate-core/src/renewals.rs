@@ -29,22 +29,34 @@ const PAUSE: Duration = Duration::from_millis(100);
 const BATCH: usize = 256;
 
 impl Renewals {
-    /// Starts the thread; it ends by itself when the last handle is gone. Each lease that is over is told to `over`, which
-    /// is closed if the thread cannot go on.
-    pub(crate) fn start(store: Arc<dyn Store>, lease: Duration, over: UnboundedSender<Over>) -> std::io::Result<Arc<Self>> {
-        let renewals = Arc::new(Self { places: Mutex::default() });
+    /// Starts the thread; it ends by itself when the last handle is gone. Each lease that is over
+    /// is told to `over`, which is closed if the thread cannot go on.
+    pub(crate) fn start(
+        store: Arc<dyn Store>,
+        lease: Duration,
+        over: UnboundedSender<Over>,
+    ) -> std::io::Result<Arc<Self>> {
+        let renewals = Arc::new(Self {
+            places: Mutex::default(),
+        });
         let weak = Arc::downgrade(&renewals);
-        std::thread::Builder::new().name("oncegate-renewals".into()).spawn(move || {
-            // Made here: one that is dropped inside another runtime, because its thread did not start, panics.
-            let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
-                Ok(runtime) => runtime,
-                Err(error) => return tracing::error!(%error, "no runtime for the renewals"),
-            };
-            let store = store.for_renewals().unwrap_or(store);
-            runtime.block_on(keep_alive(&weak, &*store, lease, &over));
-            // The store's connection must go before the runtime that drives it.
-            drop(store);
-        })?;
+        std::thread::Builder::new()
+            .name("oncegate-renewals".into())
+            .spawn(move || {
+                // Made here: one that is dropped inside another runtime, because its thread did not
+                // start, panics.
+                let runtime = match tokio::runtime::Builder::new_current_thread()
+                    .enable_all()
+                    .build()
+                {
+                    Ok(runtime) => runtime,
+                    Err(error) => return tracing::error!(%error, "no runtime for the renewals"),
+                };
+                let store = store.for_renewals().unwrap_or(store);
+                runtime.block_on(keep_alive(&weak, &*store, lease, &over));
+                // The store's connection must go before the runtime that drives it.
+                drop(store);
+            })?;
         Ok(renewals)
     }
 
@@ -89,21 +101,37 @@ impl Renewals {
     }
 }
 
-async fn keep_alive(renewals: &Weak<Renewals>, store: &dyn Store, lease: Duration, over: &UnboundedSender<Over>) {
+async fn keep_alive(
+    renewals: &Weak<Renewals>,
+    store: &dyn Store,
+    lease: Duration,
+    over: &UnboundedSender<Over>,
+) {
     let tick = (lease / 24).clamp(Duration::from_millis(5), Duration::from_secs(1));
     loop {
         tokio::time::sleep(tick).await;
-        let Some(renewals) = renewals.upgrade() else { return };
+        let Some(renewals) = renewals.upgrade() else {
+            return;
+        };
         let (due, ended) = renewals.due(Moment::now());
         drop(renewals);
         for ended in ended {
             let _ = over.send(ended); // the loop is gone: nothing is left to tell
         }
-        let renewed = join_all(due.chunks(BATCH).map(|batch| renew(store, batch, lease / 3)));
-        let answered = AssertUnwindSafe(renewed).catch_unwind().await.unwrap_or_else(|_| {
-            tracing::error!(leases = due.len(), "the store panicked; what could not be renewed is asked again while it lives");
-            Vec::new()
-        });
+        let renewed = join_all(
+            due.chunks(BATCH)
+                .map(|batch| renew(store, batch, lease / 3)),
+        );
+        let answered = AssertUnwindSafe(renewed)
+            .catch_unwind()
+            .await
+            .unwrap_or_else(|_| {
+                tracing::error!(
+                    leases = due.len(),
+                    "the store panicked; what could not be renewed is asked again while it lives"
+                );
+                Vec::new()
+            });
         if !due.is_empty() && !answered.contains(&Answered::Yes) {
             tokio::time::sleep((lease / 6).min(PAUSE)).await;
         }
@@ -123,12 +151,19 @@ async fn renew(store: &dyn Store, batch: &[(usize, Arc<Lease>)], patience: Durat
     fault::before(&operations);
     let sent = Moment::now();
     let Ok(answers) = tokio::time::timeout(patience, store.apply(&operations)).await else {
-        tracing::warn!(leases = batch.len(), "leases could not be renewed: the store does not answer");
+        tracing::warn!(
+            leases = batch.len(),
+            "leases could not be renewed: the store does not answer"
+        );
         return Answered::No;
     };
     fault::after(&operations);
     #[cfg(oncegate_chaos)]
-    let sent = if fault::wrong("renewal-from-the-reply") { Moment::now() } else { sent };
+    let sent = if fault::wrong("renewal-from-the-reply") {
+        Moment::now()
+    } else {
+        sent
+    };
     let mut answered = Answered::No;
     let (mut failed, mut why) = (0, None);
     for ((_, lease), answer) in batch.iter().zip(answers) {

@@ -1,8 +1,9 @@
 //! The consumer's side of the promise: what one delivery does next.
 //!
-//! [`next`] is the whole of it: a stage and an event in, a stage and a step out. It has no clock, no I/O and no
-//! randomness. The consumer loop and [`Gate`](crate::Gate) carry its steps out and decide nothing themselves, so what
-//! the model checker explores is what runs. Every delivery leaves with a [`Settlement`], never with an error.
+//! [`next`] is the whole of it: a stage and an event in, a stage and a step out. It has no clock,
+//! no I/O and no randomness. The consumer loop and [`Gate`](crate::Gate) carry its steps out and
+//! decide nothing themselves, so what the model checker explores is what runs. Every delivery
+//! leaves with a [`Settlement`], never with an error.
 
 use std::time::Duration;
 
@@ -87,7 +88,8 @@ pub struct Tries(pub u32);
 pub struct Permit {
     /// The attempt that the store granted, whose number is the fence, and how many count.
     pub attempts: Attempts,
-    /// How many attempts of this delivery failed before and were released: the marker forgets those that did nothing.
+    /// How many attempts of this delivery failed before and were released: the marker forgets those
+    /// that did nothing.
     pub failures: u32,
 }
 
@@ -115,7 +117,8 @@ pub enum AfterDoubt {
     Reconcile,
     /// The lease is lost, or the consumer drains: let whoever claims next find out.
     Release,
-    /// `reconcile` has tried in vain: to the in-doubt destination, and free for a person to resolve.
+    /// `reconcile` has tried in vain: to the in-doubt destination, and free for a person to
+    /// resolve.
     Reject,
 }
 
@@ -126,7 +129,8 @@ pub enum AfterWithdrawal {
     Release,
     /// It waits, unclaimed, until it may run alone.
     AwaitTurn,
-    /// It goes to the dead letters: this delivery failed too often, whatever becomes of others of its id.
+    /// It goes to the dead letters: this delivery failed too often, whatever becomes of others of
+    /// its id.
     Reject,
 }
 
@@ -149,7 +153,8 @@ pub enum Event {
     UnreadableMarker,
     /// The handler may start.
     Slot,
-    /// The handler may not start: another message runs alone, because it may be the one that ends processes.
+    /// The handler may not start: another message runs alone, because it may be the one that ends
+    /// processes.
     OtherRunsAlone,
     /// The handler is over.
     Returned(Outcome),
@@ -311,7 +316,8 @@ impl Reason {
         }
     }
 
-    /// Whether it goes to the in-doubt destination (a person has to find out) instead of the dead letters.
+    /// Whether it goes to the in-doubt destination (a person has to find out) instead of the dead
+    /// letters.
     pub fn is_in_doubt(&self) -> bool {
         matches!(self, Self::InDoubt(_))
     }
@@ -353,7 +359,9 @@ pub struct Policy {
 impl Policy {
     /// The pause before the retry that follows `tries` tries: doubling, bounded.
     pub fn pause(&self, tries: u32) -> Duration {
-        self.backoff.saturating_mul(1 << tries.min(20)).min(self.longest_backoff)
+        self.backoff
+            .saturating_mul(1 << tries.min(20))
+            .min(self.longest_backoff)
     }
 
     fn spent(&self, permit: Permit) -> bool {
@@ -385,29 +393,51 @@ pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
         (New(history), Arrived) => (Claiming(history, Parks(0)), Step::ClaimAnew),
 
         // At the gate: the claim was answered.
-        (Claiming(history, _), Answer(V::Granted(attempts))) => granted(history.permit(attempts), history, policy),
+        (Claiming(history, _), Answer(V::Granted(attempts))) => {
+            granted(history.permit(attempts), history, policy)
+        }
         (Claiming(history, _), Answer(V::InDoubt(attempts))) if policy.gives_up_on(attempts) => {
-            doubt(history.permit(attempts), Cause::HolderGone, AfterDoubt::Reject)
+            doubt(
+                history.permit(attempts),
+                Cause::HolderGone,
+                AfterDoubt::Reject,
+            )
         }
         (Claiming(history, _), Answer(V::InDoubt(attempts))) => {
             // A tool that sent it back found no marker that would tell.
             let too_old = history.freshness == Freshness::TooOld && attempts.crashes == 0;
-            let cause = if too_old { Cause::TooOld } else { Cause::HolderGone };
-            (Reconciling(history.permit(attempts), Tries(0), cause), Step::Reconcile)
+            let cause = if too_old {
+                Cause::TooOld
+            } else {
+                Cause::HolderGone
+            };
+            (
+                Reconciling(history.permit(attempts), Tries(0), cause),
+                Step::Reconcile,
+            )
         }
         (Claiming(history, parks), Answer(V::Busy { remaining })) => {
-            // Never longer than the lease, so that what a crashed holder has left is claimed within two leases.
+            // Never longer than the lease, so that what a crashed holder has left is claimed within
+            // two leases.
             let wait = remaining.min(policy.pause(parks.0)) + A_MOMENT;
             match parks.0 >= policy.parks {
                 true => release(wait, history.failures),
-                false => (Parked(history, Parks(parks.0 + 1), Asked::Answered), Step::Wake(wait)),
+                false => (
+                    Parked(history, Parks(parks.0 + 1), Asked::Answered),
+                    Step::Wake(wait),
+                ),
             }
         }
         (Claiming(..), Answer(V::Duplicate)) => accept(By::Duplicate),
         (Claiming(..), Answer(V::Conflict)) => reject(Reason::Conflict),
         (Claiming(..), Answer(V::Rejected { .. })) => reject(Reason::RejectedBefore),
-        (Claiming(history, _), Unavailable) if passes_through(policy) => (Ungated(history), Step::Run),
-        (Claiming(history, parks), Unavailable) => (Parked(history, Parks(parks.0 + 1), Asked::Unknown), wake(parks.0)),
+        (Claiming(history, _), Unavailable) if passes_through(policy) => {
+            (Ungated(history), Step::Run)
+        }
+        (Claiming(history, parks), Unavailable) => (
+            Parked(history, Parks(parks.0 + 1), Asked::Unknown),
+            wake(parks.0),
+        ),
         (Parked(history, parks, _), Woke) => (Claiming(history, parks), Step::Ask(Ask::Claim)),
 
         // The handler: it runs only while its lease lives.
@@ -416,27 +446,51 @@ pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
         (Ready(permit), OtherRunsAlone) => withdraw(permit, AfterWithdrawal::AwaitTurn),
         (Withdrawing(permit, then), Answer(_)) => withdrawn(permit, then),
         (Pausing(permit, tries), Woke) => (Running(permit, tries), Step::Run),
-        (Running(permit, _), Returned(Outcome::Done)) => (Completing(permit), Step::Ask(Ask::Complete)),
+        (Running(permit, _), Returned(Outcome::Done)) => {
+            (Completing(permit), Step::Ask(Ask::Complete))
+        }
         (Running(permit, tries), Returned(Outcome::Retry)) => again(permit, tries, policy),
-        (Running(permit, _), Returned(Outcome::Reject)) => rejecting(permit, Reason::Refused, Effect::Nothing),
-        (Running(permit, _), Returned(Outcome::Unreadable)) => rejecting(permit, Reason::Unreadable, Effect::Nothing),
-        (Running(permit, _), Returned(Outcome::Unknown(cause))) if at_most_once => doubt(permit, cause, AfterDoubt::Reconcile),
+        (Running(permit, _), Returned(Outcome::Reject)) => {
+            rejecting(permit, Reason::Refused, Effect::Nothing)
+        }
+        (Running(permit, _), Returned(Outcome::Unreadable)) => {
+            rejecting(permit, Reason::Unreadable, Effect::Nothing)
+        }
+        (Running(permit, _), Returned(Outcome::Unknown(cause))) if at_most_once => {
+            doubt(permit, cause, AfterDoubt::Reconcile)
+        }
         (Running(permit, _), Returned(Outcome::Unknown(_))) if policy.spent(permit) => {
             rejecting(permit, Reason::AttemptsSpent, Effect::Unknown)
         }
-        (Running(permit, _), Returned(Outcome::Unknown(_))) => {
-            clear(permit.failed(), Effect::Unknown, policy.pause(permit.attempts.spent()))
-        }
+        (Running(permit, _), Returned(Outcome::Unknown(_))) => clear(
+            permit.failed(),
+            Effect::Unknown,
+            policy.pause(permit.attempts.spent()),
+        ),
 
         // Nobody knows: ask the world.
-        (Doubting(permit, cause, AfterDoubt::Reconcile), Answer(V::Kept)) => (Reconciling(permit, Tries(0), cause), Step::Reconcile),
-        (Doubting(permit, _, AfterDoubt::Release), Answer(_)) => release(policy.pause(0), permit.failures),
+        (Doubting(permit, cause, AfterDoubt::Reconcile), Answer(V::Kept)) => {
+            (Reconciling(permit, Tries(0), cause), Step::Reconcile)
+        }
+        (Doubting(permit, _, AfterDoubt::Release), Answer(_)) => {
+            release(policy.pause(0), permit.failures)
+        }
         (Doubting(_, cause, AfterDoubt::Reject), Answer(V::Kept)) => reject(Reason::InDoubt(cause)),
-        (Reconciling(permit, _, _), Found(Some(finding))) => (Resolving(permit, finding), Step::Ask(Ask::Resolve(finding))),
-        // A doubt that nobody looks into any more is given back, so that a person may resolve it at once.
-        (Reconciling(permit, tries, cause), Found(None)) if tries.0 + 1 >= policy.reconciles => doubt(permit, cause, AfterDoubt::Reject),
-        (Reconciling(permit, tries, cause), Found(None)) => (ReconcilePausing(permit, Tries(tries.0 + 1), cause), wake(tries.0)),
-        (ReconcilePausing(permit, tries, cause), Woke) => (Reconciling(permit, tries, cause), Step::Reconcile),
+        (Reconciling(permit, _, _), Found(Some(finding))) => {
+            (Resolving(permit, finding), Step::Ask(Ask::Resolve(finding)))
+        }
+        // A doubt that nobody looks into any more is given back, so that a person may resolve it at
+        // once.
+        (Reconciling(permit, tries, cause), Found(None)) if tries.0 + 1 >= policy.reconciles => {
+            doubt(permit, cause, AfterDoubt::Reject)
+        }
+        (Reconciling(permit, tries, cause), Found(None)) => (
+            ReconcilePausing(permit, Tries(tries.0 + 1), cause),
+            wake(tries.0),
+        ),
+        (ReconcilePausing(permit, tries, cause), Woke) => {
+            (Reconciling(permit, tries, cause), Step::Reconcile)
+        }
         (Resolving(_, Finding::Happened), Answer(V::Done { .. })) => accept(By::Resolved),
         // The marker counts the runs; a doubt that another left is none of this delivery's.
         (Resolving(permit, Finding::DidNotHappen), Answer(V::Kept)) => look_again(permit),
@@ -450,18 +504,34 @@ pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
         (Ungated(_), Returned(Outcome::Done)) => accept(By::PassedWithoutGate),
         (Ungated(_), Returned(Outcome::Reject)) => reject(Reason::Refused),
         (Ungated(_), Returned(Outcome::Unreadable)) => reject(Reason::Unreadable),
-        (Ungated(history), Returned(_)) if history.failures.saturating_add(1) >= policy.attempts => reject(Reason::AttemptsSpent),
-        (Ungated(history), Returned(_)) => release(policy.pause(history.failures), history.failures + 1),
+        (Ungated(history), Returned(_))
+            if history.failures.saturating_add(1) >= policy.attempts =>
+        {
+            reject(Reason::AttemptsSpent)
+        }
+        (Ungated(history), Returned(_)) => {
+            release(policy.pause(history.failures), history.failures + 1)
+        }
 
         // The marker is not ours any more, or has become what a new claim has to read: look again.
-        (Doubting(permit, ..) | Resolving(permit, _) | Completing(permit) | Rejecting(permit, ..), Answer(_)) => look_again(permit),
+        (
+            Doubting(permit, ..)
+            | Resolving(permit, _)
+            | Completing(permit)
+            | Rejecting(permit, ..),
+            Answer(_),
+        ) => look_again(permit),
 
         // The lease may be over. What has a verdict to record keeps asking; what runs is dropped.
         (Ready(permit), LeaseOver) => (Claiming(permit.history(), Parks(0)), Step::Ask(Ask::Claim)),
-        (Running(permit, _), LeaseOver) if at_most_once => doubt(permit, Cause::HolderGone, AfterDoubt::Release),
+        (Running(permit, _), LeaseOver) if at_most_once => {
+            doubt(permit, Cause::HolderGone, AfterDoubt::Release)
+        }
         (Running(permit, _), LeaseOver) => release(policy.pause(0), permit.failures),
         (Pausing(permit, _), LeaseOver) => clear(permit.failed(), Effect::Nothing, policy.pause(0)),
-        (Reconciling(permit, ..) | ReconcilePausing(permit, ..), LeaseOver) => release(policy.pause(0), permit.failures),
+        (Reconciling(permit, ..) | ReconcilePausing(permit, ..), LeaseOver) => {
+            release(policy.pause(0), permit.failures)
+        }
         (Ungated(history), LeaseOver) => release(policy.pause(0), history.failures), // it holds none: never
 
         // Nothing is written over what another program may need: this id alone is out of order.
@@ -469,16 +539,24 @@ pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
         (Clearing(permit, _, after), UnreadableMarker) => release(after, permit.failures),
         (Leaving(history), UnreadableMarker) => release(Duration::ZERO, history.failures),
         (Withdrawing(permit, then), UnreadableMarker) => withdrawn(permit, then),
-        (Doubting(permit, _, AfterDoubt::Release), UnreadableMarker) => release(policy.pause(0), permit.failures),
-        (Claiming(..) | Doubting(..) | Resolving(..) | Completing(_), UnreadableMarker) => reject(Reason::InDoubt(Cause::UnreadableMarker)),
+        (Doubting(permit, _, AfterDoubt::Release), UnreadableMarker) => {
+            release(policy.pause(0), permit.failures)
+        }
+        (Claiming(..) | Doubting(..) | Resolving(..) | Completing(_), UnreadableMarker) => {
+            reject(Reason::InDoubt(Cause::UnreadableMarker))
+        }
 
         // Nobody waits for the store: effectively once takes over what the claim may have left.
-        (Leaving(history), Unavailable) if passes_through(policy) => release(Duration::ZERO, history.failures),
+        (Leaving(history), Unavailable) if passes_through(policy) => {
+            release(Duration::ZERO, history.failures)
+        }
 
         // The store is away: whatever was asked is asked again, with the same token.
-        (Leaving(_) | Withdrawing(..) | Doubting(..) | Resolving(..) | Completing(_) | Clearing(..) | Rejecting(..), Unavailable) => {
-            (stage, wake(3))
-        }
+        (
+            Leaving(_) | Withdrawing(..) | Doubting(..) | Resolving(..) | Completing(_)
+            | Clearing(..) | Rejecting(..),
+            Unavailable,
+        ) => (stage, wake(3)),
         (Leaving(_), Woke) => (stage, Step::Ask(Ask::Claim)),
         (Withdrawing(..), Woke) => (stage, Step::Ask(Ask::Withdraw)),
         (Doubting(..), Woke) => (stage, Step::Ask(Ask::Doubt)),
@@ -488,11 +566,19 @@ pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
         (Rejecting(_, _, effect), Woke) => (stage, Step::Ask(Ask::Reject(effect))),
 
         // The consumer drains: what has not started is given back, what runs may finish.
-        (New(history) | Parked(history, _, Asked::Answered), Drain) => release(Duration::ZERO, history.failures),
+        (New(history) | Parked(history, _, Asked::Answered), Drain) => {
+            release(Duration::ZERO, history.failures)
+        }
         (Claiming(history, _), Drain) => (Leaving(history), Step::Wait),
         (Parked(history, _, Asked::Unknown), Drain) => (Leaving(history), Step::Ask(Ask::Claim)),
-        (Leaving(history), Answer(V::Granted(attempts))) => withdraw(history.permit(attempts), AfterWithdrawal::Release),
-        (Leaving(history), Answer(V::InDoubt(attempts))) => doubt(history.permit(attempts), Cause::HolderGone, AfterDoubt::Release),
+        (Leaving(history), Answer(V::Granted(attempts))) => {
+            withdraw(history.permit(attempts), AfterWithdrawal::Release)
+        }
+        (Leaving(history), Answer(V::InDoubt(attempts))) => doubt(
+            history.permit(attempts),
+            Cause::HolderGone,
+            AfterDoubt::Release,
+        ),
         (Leaving(history), NotAsked) => release(Duration::ZERO, history.failures),
         (Leaving(_), Answer(V::Duplicate)) => accept(By::Duplicate),
         (Leaving(history), Answer(_)) => release(Duration::ZERO, history.failures),
@@ -502,7 +588,8 @@ pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
         (Settled, _) => (Settled, Step::Wait),
         (_, DrainOver) => (Settled, Step::Drop),
 
-        // Anything else comes too late, or changes nothing: a stale wake, a renewal's answer, a drain while running.
+        // Anything else comes too late, or changes nothing: a stale wake, a renewal's answer, a
+        // drain while running.
         (stage, _) => (stage, Step::Wait),
     }
 }
@@ -517,11 +604,15 @@ fn granted(permit: Permit, history: History, policy: &Policy) -> (Stage, Step) {
     if permit.attempts.spent() > policy.attempts {
         return rejecting(permit, Reason::AttemptsSpent, Effect::Nothing);
     }
-    // The delivery alone has failed too often: an operator may have freed the id since, for another copy.
+    // The delivery alone has failed too often: an operator may have freed the id since, for another
+    // copy.
     if permit.spent() > policy.attempts {
         return withdraw(permit, AfterWithdrawal::Reject);
     }
-    if policy.guarantee == Guarantee::AtMostOnce && permit.attempts.number == 1 && history.freshness == Freshness::TooOld {
+    if policy.guarantee == Guarantee::AtMostOnce
+        && permit.attempts.number == 1
+        && history.freshness == Freshness::TooOld
+    {
         return doubt(permit, Cause::TooOld, AfterDoubt::Reconcile);
     }
     (Stage::Ready(permit), Step::Queue)
@@ -529,12 +620,19 @@ fn granted(permit: Permit, history: History, policy: &Policy) -> (Stage, Step) {
 
 fn again(permit: Permit, tries: Tries, policy: &Policy) -> (Stage, Step) {
     if tries.0 < policy.retries && policy.guarantee != Guarantee::Bare {
-        return (Stage::Pausing(permit, Tries(tries.0 + 1)), Step::Wake(policy.pause(tries.0)));
+        return (
+            Stage::Pausing(permit, Tries(tries.0 + 1)),
+            Step::Wake(policy.pause(tries.0)),
+        );
     }
     if policy.spent(permit) {
         return rejecting(permit, Reason::AttemptsSpent, Effect::Nothing);
     }
-    clear(permit.failed(), Effect::Nothing, policy.pause(permit.failures.saturating_add(tries.0)))
+    clear(
+        permit.failed(),
+        Effect::Nothing,
+        policy.pause(permit.failures.saturating_add(tries.0)),
+    )
 }
 
 fn passes_through(policy: &Policy) -> bool {
@@ -546,7 +644,10 @@ fn accept(by: By) -> (Stage, Step) {
 }
 
 fn release(after: Duration, failures: u32) -> (Stage, Step) {
-    (Stage::Settled, Step::Settle(Settlement::Release { after, failures }))
+    (
+        Stage::Settled,
+        Step::Settle(Settlement::Release { after, failures }),
+    )
 }
 
 fn reject(reason: Reason) -> (Stage, Step) {
@@ -554,7 +655,10 @@ fn reject(reason: Reason) -> (Stage, Step) {
 }
 
 fn clear(permit: Permit, effect: Effect, after: Duration) -> (Stage, Step) {
-    (Stage::Clearing(permit, effect, after), Step::Ask(Ask::Clear(effect)))
+    (
+        Stage::Clearing(permit, effect, after),
+        Step::Ask(Ask::Clear(effect)),
+    )
 }
 
 fn withdraw(permit: Permit, then: AfterWithdrawal) -> (Stage, Step) {
@@ -571,7 +675,10 @@ fn withdrawn(permit: Permit, then: AfterWithdrawal) -> (Stage, Step) {
 }
 
 fn rejecting(permit: Permit, reason: Reason, effect: Effect) -> (Stage, Step) {
-    (Stage::Rejecting(permit, reason, effect), Step::Ask(Ask::Reject(effect)))
+    (
+        Stage::Rejecting(permit, reason, effect),
+        Step::Ask(Ask::Reject(effect)),
+    )
 }
 
 fn doubt(permit: Permit, cause: Cause, then: AfterDoubt) -> (Stage, Step) {
@@ -584,13 +691,16 @@ fn look_again(permit: Permit) -> (Stage, Step) {
 
 impl History {
     fn permit(self, attempts: Attempts) -> Permit {
-        Permit { attempts, failures: self.failures }
+        Permit {
+            attempts,
+            failures: self.failures,
+        }
     }
 }
 
 impl Permit {
-    /// Whether it may be this message that ends processes: two ended while they handled it. One that ended says little of the many
-    /// messages that it had in flight.
+    /// Whether it may be this message that ends processes: two ended while they handled it. One
+    /// that ended says little of the many messages that it had in flight.
     pub fn runs_alone(self) -> bool {
         self.attempts.crashes >= 2
     }
@@ -602,12 +712,18 @@ impl Permit {
 
     fn history(self) -> History {
         // It was judged for its age when it was granted.
-        History { failures: self.failures, freshness: Freshness::Fresh }
+        History {
+            failures: self.failures,
+            freshness: Freshness::Fresh,
+        }
     }
 
     /// The same, with one more attempt that failed.
     fn failed(self) -> Self {
-        Self { failures: self.failures.saturating_add(1), ..self }
+        Self {
+            failures: self.failures.saturating_add(1),
+            ..self
+        }
     }
 }
 

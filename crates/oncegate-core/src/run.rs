@@ -38,11 +38,17 @@ pub(crate) struct Finished {
 impl Finished {
     /// Its task ended without a word.
     pub(crate) fn lost() -> Self {
-        Self::returned(Outcome::Unknown(Cause::Panicked), Some("the handler's task ended without a result".into()))
+        Self::returned(
+            Outcome::Unknown(Cause::Panicked),
+            Some("the handler's task ended without a result".into()),
+        )
     }
 
     fn returned(outcome: Outcome, error: Option<String>) -> Self {
-        Self { event: Event::Returned(outcome), error }
+        Self {
+            event: Event::Returned(outcome),
+            error,
+        }
     }
 }
 
@@ -53,7 +59,9 @@ impl<H: Handler, D: Decode> Runner<H, D> {
         let work = std::pin::pin!(caught(async {
             let payload = match self.decode.decode::<H::Payload>(&cx.message) {
                 Ok(payload) => payload,
-                Err(error) => return Finished::returned(Outcome::Unreadable, Some(error.to_string())),
+                Err(error) => {
+                    return Finished::returned(Outcome::Unreadable, Some(error.to_string()));
+                }
             };
             fault::point("handler.before");
             let handled = self.handler.handle(payload, &cx).await;
@@ -78,8 +86,14 @@ impl<H: Handler, D: Decode> Runner<H, D> {
                 });
                 Finished::returned(Outcome::Unknown(Cause::Panicked), Some(said))
             }
-            Ended::TimedOut => Finished::returned(Outcome::Unknown(Cause::TimedOut), Some(format!("no end after {:?}", self.timeout))),
-            Ended::LeaseOver => Finished { event: Event::LeaseOver, error: Some("the lease was over".into()) },
+            Ended::TimedOut => Finished::returned(
+                Outcome::Unknown(Cause::TimedOut),
+                Some(format!("no end after {:?}", self.timeout)),
+            ),
+            Ended::LeaseOver => Finished {
+                event: Event::LeaseOver,
+                error: Some("the lease was over".into()),
+            },
         };
         span.record("outcome", tracing::field::debug(&finished.event));
         finished
@@ -89,25 +103,48 @@ impl<H: Handler, D: Decode> Runner<H, D> {
     pub(crate) async fn reconcile(self: Arc<Self>, cx: Context, began: Instant) -> Finished {
         let span = spans::reconciles(&cx);
         let work = std::pin::pin!(caught(async {
-            let payload = self.decode.decode::<H::Payload>(&cx.message).map_err(|error| error.to_string())?;
+            let payload = self
+                .decode
+                .decode::<H::Payload>(&cx.message)
+                .map_err(|error| error.to_string())?;
             fault::point("reconcile.before");
-            let found = self.handler.reconcile(payload, &cx).await.map_err(|failure| match failure {
-                Failure::Retry(cause) | Failure::Reject(cause) | Failure::InDoubt(cause) => cause.to_string(),
-            });
+            let found =
+                self.handler
+                    .reconcile(payload, &cx)
+                    .await
+                    .map_err(|failure| match failure {
+                        Failure::Retry(cause)
+                        | Failure::Reject(cause)
+                        | Failure::InDoubt(cause) => cause.to_string(),
+                    });
             fault::point("reconcile.after");
             found
         }));
-        let (found, error) = match bounded(work, &span, began, self.timeout, cx.lease.as_deref()).await {
-            Ended::Over(Ok(Reconciled::Happened)) => (Some(Finding::Happened), None),
-            Ended::Over(Ok(Reconciled::DidNotHappen)) => (Some(Finding::DidNotHappen), None),
-            Ended::Over(Ok(Reconciled::Unknown)) => (None, Some("reconcile could not tell".to_owned())),
-            Ended::Over(Err(error)) => (None, Some(error)),
-            Ended::Panicked(said) => (None, Some(said)),
-            Ended::TimedOut => (None, Some(format!("reconcile had no end after {:?}", self.timeout))),
-            Ended::LeaseOver => return Finished { event: Event::LeaseOver, error: Some("the lease was over".into()) },
-        };
+        let (found, error) =
+            match bounded(work, &span, began, self.timeout, cx.lease.as_deref()).await {
+                Ended::Over(Ok(Reconciled::Happened)) => (Some(Finding::Happened), None),
+                Ended::Over(Ok(Reconciled::DidNotHappen)) => (Some(Finding::DidNotHappen), None),
+                Ended::Over(Ok(Reconciled::Unknown)) => {
+                    (None, Some("reconcile could not tell".to_owned()))
+                }
+                Ended::Over(Err(error)) => (None, Some(error)),
+                Ended::Panicked(said) => (None, Some(said)),
+                Ended::TimedOut => (
+                    None,
+                    Some(format!("reconcile had no end after {:?}", self.timeout)),
+                ),
+                Ended::LeaseOver => {
+                    return Finished {
+                        event: Event::LeaseOver,
+                        error: Some("the lease was over".into()),
+                    };
+                }
+            };
         span.record("outcome", tracing::field::debug(&found));
-        Finished { event: Event::Found(found), error }
+        Finished {
+            event: Event::Found(found),
+            error,
+        }
     }
 }
 
@@ -119,15 +156,17 @@ pub(crate) enum Ended<T> {
     LeaseOver,
 }
 
-/// A future whose panics are caught. It is pinned where it was made: a handler's may be large, and each move copies it.
+/// A future whose panics are caught. It is pinned where it was made: a handler's may be large, and
+/// each move copies it.
 type Caught<F> = Option<CatchUnwind<AssertUnwindSafe<F>>>;
 
 pub(crate) fn caught<F: Future>(work: F) -> Caught<F> {
     Some(AssertUnwindSafe(work).catch_unwind())
 }
 
-/// Runs a future in its span, for so long at the most, counted from `began`, and no longer than its lease lives. It is polled
-/// only while the lease lives: a process that was stopped and continued polls before its timers fire. It is dropped here.
+/// Runs a future in its span, for so long at the most, counted from `began`, and no longer than its
+/// lease lives. It is polled only while the lease lives: a process that was stopped and continued
+/// polls before its timers fire. It is dropped here.
 pub(crate) async fn bounded<F: Future>(
     mut work: Pin<&mut Caught<F>>,
     span: &Span,
@@ -145,13 +184,17 @@ pub(crate) async fn bounded<F: Future>(
         Poll::Ready(ended) => Ok(ended),
         Poll::Pending => tokio::select! {
             biased;
-            // What is left, not until when: where a test pauses the runtime's time, its clock is another.
+            // What is left, not until when: where a test pauses the runtime's time, its clock is
+            // another.
             ended = tokio::time::timeout(timeout.saturating_sub(began.elapsed()), std::future::poll_fn(poll)) => ended,
             () = end_of(lease) => Ok(None),
         },
     };
     if let Err(panic) = catch_unwind(AssertUnwindSafe(|| span.in_scope(|| work.set(None)))) {
-        tracing::error!(said = what_it_said(panic), "the handler panicked while it was dropped");
+        tracing::error!(
+            said = what_it_said(panic),
+            "the handler panicked while it was dropped"
+        );
     }
     match ended {
         Ok(Some(Ok(value))) => Ended::Over(value),
@@ -163,15 +206,23 @@ pub(crate) async fn bounded<F: Future>(
 
 /// Ends when the lease does, however often it is renewed meanwhile.
 async fn end_of(lease: Option<&Lease>) {
-    let Some(lease) = lease else { return std::future::pending().await };
+    let Some(lease) = lease else {
+        return std::future::pending().await;
+    };
     while lease.lives(Moment::now()) {
         tokio::time::sleep(lease.remaining()).await;
     }
 }
 
 pub(crate) fn what_it_said(panic: Box<dyn std::any::Any + Send>) -> String {
-    let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-    let said = format!("panicked: {}", text.unwrap_or("with something that is no text"));
+    let text = panic
+        .downcast_ref::<&str>()
+        .copied()
+        .or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    let said = format!(
+        "panicked: {}",
+        text.unwrap_or("with something that is no text")
+    );
     if let Err(again) = catch_unwind(AssertUnwindSafe(|| drop(panic))) {
         std::mem::forget(again); // it would go on for ever
     }

@@ -4,11 +4,13 @@ use std::time::{Duration, Instant};
 
 use crate::store::StoreError;
 
-/// What a consumer saw of its store when it asked for its messages. Nobody asks a store for this alone.
+/// What a consumer saw of its store when it asked for its messages. Nobody asks a store for this
+/// alone.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StoreSnapshot {
-    /// What it is and where, as [`Store::described`](crate::Store::described) says it: without secrets.
+    /// What it is and where, as [`Store::described`](crate::Store::described) says it: without
+    /// secrets.
     pub name: String,
     /// Whether it answers.
     pub state: StoreState,
@@ -27,7 +29,8 @@ pub enum StoreState {
         /// How long ago. While no message comes, nobody asks.
         last: Duration,
     },
-    /// It did not answer what it was asked last. It is asked again a few times a second, for as long as anything waits for it.
+    /// It did not answer what it was asked last. It is asked again a few times a second, for as
+    /// long as anything waits for it.
     Away {
         /// How long ago it first did not.
         since: Duration,
@@ -56,7 +59,12 @@ pub(crate) struct Seen {
 impl Seen {
     /// Of a store that was asked nothing yet.
     pub(crate) fn nothing_of(name: String) -> Self {
-        Self { name, answered: None, away: None, error: None }
+        Self {
+            name,
+            answered: None,
+            away: None,
+            error: None,
+        }
     }
 
     pub(crate) fn answered(&mut self, now: Instant) {
@@ -79,7 +87,14 @@ impl Seen {
             (None, Some(last)) => StoreState::Answers { last: ago(last) },
             (None, None) => StoreState::Unasked,
         };
-        let last_error = self.error.as_ref().map(|(at, text)| StoreTrouble { since: ago(*at), text: text.clone() });
-        StoreSnapshot { name: self.name.clone(), state, last_error }
+        let last_error = self.error.as_ref().map(|(at, text)| StoreTrouble {
+            since: ago(*at),
+            text: text.clone(),
+        });
+        StoreSnapshot {
+            name: self.name.clone(),
+            state,
+            last_error,
+        }
     }
 }

@@ -55,8 +55,8 @@ pub enum Handlers {
     /// Each in a task of its own: every core is used, for waiting and for computing alike.
     #[default]
     Spawned,
-    /// Each is polled once where it stands, and gets a task only if it is not ready: the fast way for handlers that are
-    /// ready at once. A handler that blocks holds up the consumer.
+    /// Each is polled once where it stands, and gets a task only if it is not ready: the fast way
+    /// for handlers that are ready at once. A handler that blocks holds up the consumer.
     InPlace,
 }
 
@@ -138,10 +138,20 @@ impl Default for Settings {
 impl Settings {
     /// Checks what cannot work.
     pub(crate) fn check(&self) -> Result<(), Error> {
-        let wrong = |setting, problem: String, remedy| Err(Error::Misconfigured { setting, problem, remedy });
+        let wrong = |setting, problem: String, remedy| {
+            Err(Error::Misconfigured {
+                setting,
+                problem,
+                remedy,
+            })
+        };
         let shortest = self.shortest_lease();
         if shortest < Duration::from_millis(100) {
-            return wrong("lease", format!("{shortest:?} is too short to be renewed in time"), "set at least 100 ms; 30 s is the default");
+            return wrong(
+                "lease",
+                format!("{shortest:?} is too short to be renewed in time"),
+                "set at least 100 ms; 30 s is the default",
+            );
         }
         if self.window.is_zero() {
             return wrong(
@@ -151,15 +161,29 @@ impl Settings {
             );
         }
         if self.window < Duration::from_secs(1) {
-            return wrong("window", format!("{:?} is below one second", self.window), "set at least 1 s");
+            return wrong(
+                "window",
+                format!("{:?} is below one second", self.window),
+                "set at least 1 s",
+            );
         }
         if self.lease >= self.window {
-            let problem = format!("the lease ({:?}) is not shorter than the window ({:?})", self.lease, self.window);
+            let problem = format!(
+                "the lease ({:?}) is not shorter than the window ({:?})",
+                self.lease, self.window
+            );
             return wrong("lease", problem, "shorten the lease or lengthen the window");
         }
         if shortest > self.lease {
-            let problem = format!("its shortest lease ({shortest:?}) is longer than the lease ({:?})", self.lease);
-            return wrong("adaptive_lease", problem, "leave `.lease` out: the longest of the two is the lease");
+            let problem = format!(
+                "its shortest lease ({shortest:?}) is longer than the lease ({:?})",
+                self.lease
+            );
+            return wrong(
+                "adaptive_lease",
+                problem,
+                "leave `.lease` out: the longest of the two is the lease",
+            );
         }
         if self.max_age.is_some_and(|age| age > self.window) {
             return wrong(
@@ -171,19 +195,35 @@ impl Settings {
         let zeros = [
             ("attempts", self.attempts == 0, "set at least 1"),
             ("in_flight", self.in_flight == 0, "set at least 1"),
-            ("in_flight_bytes", self.in_flight_bytes == 0, "set at least the size of one message"),
+            (
+                "in_flight_bytes",
+                self.in_flight_bytes == 0,
+                "set at least the size of one message",
+            ),
             ("waiting", self.waiting == 0, "set at least 1"),
-            ("waiting_bytes", self.waiting_bytes == 0, "set at least the size of one message"),
+            (
+                "waiting_bytes",
+                self.waiting_bytes == 0,
+                "set at least the size of one message",
+            ),
             ("reconciles", self.reconciles == 0, "set at least 1"),
-            ("handler_timeout", self.handler_timeout.is_zero(), "set the longest time that a handler may take"),
+            (
+                "handler_timeout",
+                self.handler_timeout.is_zero(),
+                "set the longest time that a handler may take",
+            ),
         ];
         for (setting, zero, remedy) in zeros {
             if zero {
                 return wrong(setting, "it is 0".into(), remedy);
             }
         }
-        let durations =
-            [("window", self.window), ("handler_timeout", self.handler_timeout), ("backoff", self.longest_backoff), ("drain", self.drain)];
+        let durations = [
+            ("window", self.window),
+            ("handler_timeout", self.handler_timeout),
+            ("backoff", self.longest_backoff),
+            ("drain", self.drain),
+        ];
         for (setting, duration) in durations {
             if duration > LONGEST {
                 return wrong(
@@ -194,11 +234,21 @@ impl Settings {
             }
         }
         if self.max_crashes < 2 {
-            let problem = format!("{}: a message runs alone from the second crash on, and would not be given the chance", self.max_crashes);
+            let problem = format!(
+                "{}: a message runs alone from the second crash on, and would not be given the chance",
+                self.max_crashes
+            );
             return wrong("max_crashes", problem, "set at least 2");
         }
         if self.backoff < Duration::from_millis(1) {
-            return wrong("backoff", format!("{:?} would ask a store that is away without a pause", self.backoff), "set at least 1 ms");
+            return wrong(
+                "backoff",
+                format!(
+                    "{:?} would ask a store that is away without a pause",
+                    self.backoff
+                ),
+                "set at least 1 ms",
+            );
         }
         if self.outage == Outage::PassThrough && self.guarantee != Guarantee::EffectivelyOnce {
             return wrong(
@@ -215,25 +265,42 @@ impl Settings {
         self.shortest_lease.unwrap_or(self.lease)
     }
 
-    /// How long one permit can be needed: every run in place to its timeout, every pause between, every reconcile.
+    /// How long one permit can be needed: every run in place to its timeout, every pause between,
+    /// every reconcile.
     pub(crate) fn longest_hold(&self) -> Duration {
-        let runs = self.retries.saturating_add(self.reconciles).saturating_add(1);
-        let each = self.handler_timeout.saturating_add(self.longest_backoff.saturating_mul(2));
+        let runs = self
+            .retries
+            .saturating_add(self.reconciles)
+            .saturating_add(1);
+        let each = self
+            .handler_timeout
+            .saturating_add(self.longest_backoff.saturating_mul(2));
         self.lease + each.saturating_mul(runs).min(LONGEST)
     }
 
-    /// How long a delivery may stay unsettled: it waits for another holder for two leases, and then its handler runs as often as
-    /// it may in place, each time to its timeout.
+    /// How long a delivery may stay unsettled: it waits for another holder for two leases, and then
+    /// its handler runs as often as it may in place, each time to its timeout.
     pub(crate) fn longest_open(&self) -> Duration {
-        let again = if self.guarantee == Guarantee::Bare { 0 } else { self.retries };
+        let again = if self.guarantee == Guarantee::Bare {
+            0
+        } else {
+            self.retries
+        };
         let each = self.handler_timeout.saturating_add(self.longest_backoff);
-        self.lease.saturating_mul(2).saturating_add(each.saturating_mul(again.saturating_add(1)))
+        self.lease
+            .saturating_mul(2)
+            .saturating_add(each.saturating_mul(again.saturating_add(1)))
     }
 
     /// The terms of a claim.
     pub(crate) fn terms(&self, message: &Message) -> Terms {
         let fingerprint = self.fingerprints.of(message, self.guarantee);
-        Terms { guarantee: self.guarantee, lease: self.lease, window: self.window, fingerprint }
+        Terms {
+            guarantee: self.guarantee,
+            lease: self.lease,
+            window: self.window,
+            fingerprint,
+        }
     }
 
     /// How old a message may be and still be taken for new.
@@ -270,10 +337,24 @@ mod tests {
     #[test]
     fn a_delivery_stays_open_for_two_leases_and_every_run_in_place() {
         let settings = Settings::default();
-        assert_eq!(settings.longest_open(), Duration::from_secs(2 * 30 + 4 * (300 + 10)));
-        let once = Settings { guarantee: Guarantee::Bare, ..settings.clone() };
-        assert_eq!(once.longest_open(), Duration::from_secs(2 * 30 + 310), "bare runs it again only when it is delivered again");
-        let endless = Settings { retries: u32::MAX, handler_timeout: LONGEST, ..settings };
+        assert_eq!(
+            settings.longest_open(),
+            Duration::from_secs(2 * 30 + 4 * (300 + 10))
+        );
+        let once = Settings {
+            guarantee: Guarantee::Bare,
+            ..settings.clone()
+        };
+        assert_eq!(
+            once.longest_open(),
+            Duration::from_secs(2 * 30 + 310),
+            "bare runs it again only when it is delivered again"
+        );
+        let endless = Settings {
+            retries: u32::MAX,
+            handler_timeout: LONGEST,
+            ..settings
+        };
         assert!(endless.longest_open() >= LONGEST);
     }
 }

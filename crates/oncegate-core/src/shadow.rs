@@ -15,15 +15,18 @@ use crate::store::{Memory, Store, StoreError};
 
 /// A store that is asked, counted, and not obeyed: for bringing the gate into a running system.
 ///
-/// Every claim is granted, whatever the store says of it, and no answer of the store stops a message or undoes its run. The
-/// [`ShadowReport`] says what the gate would have done. What the store is told is what a gate would tell it, so that it
-/// knows what was handled when the `Shadow` is taken away.
+/// Every claim is granted, whatever the store says of it, and no answer of the store stops a
+/// message or undoes its run. The [`ShadowReport`] says what the gate would have done. What the
+/// store is told is what a gate would tell it, so that it knows what was handled when the `Shadow`
+/// is taken away.
 ///
-/// Where the system has a gate of its own already, the trial needs keys of its own (the store's prefix, or a scope): a marker that
-/// the shadow writes before the handler runs would look to that gate like a message that was handled before.
+/// Where the system has a gate of its own already, the trial needs keys of its own (the store's
+/// prefix, or a scope): a marker that the shadow writes before the handler runs would look to that
+/// gate like a message that was handled before.
 ///
-/// It grants effectively once and the bare gate alone; [`Guarantee::AtMostOnce`] is refused at start, because there a run
-/// of which nobody knows the end goes to a person. A message without an id is rejected as ever: choose an id that each has.
+/// It grants effectively once and the bare gate alone; [`Guarantee::AtMostOnce`] is refused at
+/// start, because there a run of which nobody knows the end goes to a person. A message without an
+/// id is rejected as ever: choose an id that each has.
 ///
 /// ```
 /// use oncegate_core::{Consumer, MemoryStore, Shadow, ShadowReport};
@@ -60,9 +63,17 @@ pub enum Would {
     Pause,
 }
 
-const ALL: [Would; 6] = [Would::Accept, Would::Wait, Would::Doubt, Would::Conflict, Would::Reject, Would::Pause];
+const ALL: [Would; 6] = [
+    Would::Accept,
+    Would::Wait,
+    Would::Doubt,
+    Would::Conflict,
+    Would::Reject,
+    Would::Pause,
+];
 
-/// After a question that was not answered, the store is left alone for so long: what waits for it waits in vain.
+/// After a question that was not answered, the store is left alone for so long: what waits for it
+/// waits in vain.
 const PAUSE: Duration = Duration::from_secs(1);
 
 struct Shared {
@@ -126,14 +137,23 @@ impl fmt::Display for ShadowReport {
     /// A line for all, and one for each thing that the gate would have done.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let stopped: u64 = ALL.iter().map(|what| self.would(*what)).sum();
-        writeln!(f, "{} claims; the gate would have let {} through at once", self.claims(), self.claims().saturating_sub(stopped))?;
-        ALL.iter().try_for_each(|what| writeln!(f, "{:>10} {}", self.would(*what), what.says()))
+        writeln!(
+            f,
+            "{} claims; the gate would have let {} through at once",
+            self.claims(),
+            self.claims().saturating_sub(stopped)
+        )?;
+        ALL.iter()
+            .try_for_each(|what| writeln!(f, "{:>10} {}", self.would(*what), what.says()))
     }
 }
 
 impl fmt::Debug for ShadowReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_map().entry(&"claims", &self.claims()).entries(ALL.map(|what| (what.as_str(), self.would(what)))).finish()
+        f.debug_map()
+            .entry(&"claims", &self.claims())
+            .entries(ALL.map(|what| (what.as_str(), self.would(what))))
+            .finish()
     }
 }
 
@@ -141,8 +161,16 @@ impl<S: Store> Shadow<S> {
     /// Asks this store, and tells this report.
     pub fn new(store: S, report: ShadowReport) -> Self {
         let counters = ALL.map(|what| counter!(metric::SHADOW, "would" => what.as_str()));
-        let shared = Shared { report, ours: Mutex::default(), away: Mutex::default(), counters };
-        Self { shared: Arc::new(shared), store: Arc::new(store) }
+        let shared = Shared {
+            report,
+            ours: Mutex::default(),
+            away: Mutex::default(),
+            counters,
+        };
+        Self {
+            shared: Arc::new(shared),
+            store: Arc::new(store),
+        }
     }
 }
 
@@ -157,21 +185,30 @@ impl<S: Store + ?Sized> Store for Shadow<S> {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
         let asked: Vec<Operation> = {
             let ours = self.shared.ours();
-            operations.iter().filter(|operation| !ours.contains(&operation.token)).cloned().collect()
+            operations
+                .iter()
+                .filter(|operation| !ours.contains(&operation.token))
+                .cloned()
+                .collect()
         };
         let mut answers = self.shared.ask(&*self.store, &asked).await.into_iter();
         let mut next = asked.iter().map(|operation| operation.token).peekable();
         operations
             .iter()
             .map(|operation| {
-                let answer = next.next_if_eq(&operation.token).and_then(|_| answers.next());
+                let answer = next
+                    .next_if_eq(&operation.token)
+                    .and_then(|_| answers.next());
                 Ok(self.shared.verdict(operation, answer))
             })
             .collect()
     }
 
     fn described(&self) -> String {
-        format!("{}, behind a shadow that answers in its place", self.store.described())
+        format!(
+            "{}, behind a shadow that answers in its place",
+            self.store.described()
+        )
     }
 
     async fn preflight(&self, guarantee: Guarantee) -> Result<(), StoreError> {
@@ -194,7 +231,10 @@ impl<S: Store + ?Sized> Store for Shadow<S> {
 
     fn for_renewals(&self) -> Option<Arc<dyn Store>> {
         let store = self.store.for_renewals()?;
-        Some(Arc::new(Shadow { shared: Arc::clone(&self.shared), store }))
+        Some(Arc::new(Shadow {
+            shared: Arc::clone(&self.shared),
+            store,
+        }))
     }
 
     fn parallel_applies(&self) -> usize {
@@ -204,7 +244,11 @@ impl<S: Store + ?Sized> Store for Shadow<S> {
 
 impl Shared {
     /// What the store says, or nothing for an answer that it owes.
-    async fn ask<S: Store + ?Sized>(&self, store: &S, operations: &[Operation]) -> Vec<Option<Verdict>> {
+    async fn ask<S: Store + ?Sized>(
+        &self,
+        store: &S,
+        operations: &[Operation],
+    ) -> Vec<Option<Verdict>> {
         let away = *lock(&self.away);
         if operations.is_empty() || away.is_some_and(|until| Instant::now() < until) {
             return vec![None; operations.len()];
@@ -248,7 +292,9 @@ impl Shared {
             Some(Verdict::Busy { .. }) => Would::Wait,
             Some(Verdict::Conflict) => Would::Conflict,
             Some(Verdict::Rejected { .. }) => Would::Reject,
-            Some(Verdict::Duplicate | Verdict::Kept | Verdict::Done { .. } | Verdict::Lost) => Would::Accept,
+            Some(Verdict::Duplicate | Verdict::Kept | Verdict::Done { .. } | Verdict::Lost) => {
+                Would::Accept
+            }
             None => Would::Pause,
         };
         self.count(would);

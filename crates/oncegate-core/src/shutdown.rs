@@ -2,14 +2,16 @@
 
 use std::future::Future;
 
-/// Completes when this process is asked to stop: at SIGTERM, which container runtimes and systemd send, or at Ctrl-C; on
-/// systems without SIGTERM at Ctrl-C. For [`Builder::run_until`](crate::Builder::run_until), which then drains.
+/// Completes when this process is asked to stop: at SIGTERM, which container runtimes and systemd
+/// send, or at Ctrl-C; on systems without SIGTERM at Ctrl-C. For
+/// [`Builder::run_until`](crate::Builder::run_until), which then drains.
 ///
-/// From the call on, neither signal ends the process by itself any more, and a second one does nothing. A signal that the system does
-/// not let the process watch is logged and left alone.
+/// From the call on, neither signal ends the process by itself any more, and a second one does
+/// nothing. A signal that the system does not let the process watch is logged and left alone.
 ///
 /// # Panics
-/// Outside of a tokio runtime with its I/O driver, as `tokio::signal` does. `#[tokio::main]` has one.
+/// Outside of a tokio runtime with its I/O driver, as `tokio::signal` does. `#[tokio::main]` has
+/// one.
 #[cfg(unix)]
 pub fn shutdown_signal() -> impl Future<Output = ()> + Send + 'static {
     use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -34,7 +36,8 @@ pub fn shutdown_signal() -> impl Future<Output = ()> + Send + 'static {
     }
 }
 
-/// Completes when this process is asked to stop: at Ctrl-C. For [`Builder::run_until`](crate::Builder::run_until), which then drains.
+/// Completes when this process is asked to stop: at Ctrl-C. For
+/// [`Builder::run_until`](crate::Builder::run_until), which then drains.
 #[cfg(not(unix))]
 pub fn shutdown_signal() -> impl Future<Output = ()> + Send + 'static {
     async {

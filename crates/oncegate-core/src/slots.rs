@@ -1,6 +1,7 @@
 //! Places for what is in flight.
 
-/// A place, and which of its occupants is meant: what comes too late for one does not reach the next.
+/// A place, and which of its occupants is meant: what comes too late for one does not reach the
+/// next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Slot {
     pub(crate) place: usize,
@@ -17,7 +18,11 @@ pub(crate) struct Slots<T> {
 
 impl<T> Slots<T> {
     pub(crate) fn new(capacity: usize) -> Self {
-        Self { places: Vec::with_capacity(capacity.min(65_536)), free: Vec::new(), taken: 0 }
+        Self {
+            places: Vec::with_capacity(capacity.min(65_536)),
+            free: Vec::new(),
+            taken: 0,
+        }
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -35,20 +40,36 @@ impl<T> Slots<T> {
             self.places.len() - 1
         });
         self.places[place].1 = Some(value);
-        Slot { place, serial: self.places[place].0 }
+        Slot {
+            place,
+            serial: self.places[place].0,
+        }
     }
 
     pub(crate) fn at(&self, slot: Slot) -> Option<&T> {
-        self.places.get(slot.place).filter(|(serial, _)| *serial == slot.serial)?.1.as_ref()
+        self.places
+            .get(slot.place)
+            .filter(|(serial, _)| *serial == slot.serial)?
+            .1
+            .as_ref()
     }
 
     pub(crate) fn at_mut(&mut self, slot: Slot) -> Option<&mut T> {
-        self.places.get_mut(slot.place).filter(|(serial, _)| *serial == slot.serial)?.1.as_mut()
+        self.places
+            .get_mut(slot.place)
+            .filter(|(serial, _)| *serial == slot.serial)?
+            .1
+            .as_mut()
     }
 
-    /// Takes a value out for a moment; its place stays taken until [`Slots::put_back`] or [`Slots::remove`].
+    /// Takes a value out for a moment; its place stays taken until [`Slots::put_back`] or
+    /// [`Slots::remove`].
     pub(crate) fn take(&mut self, slot: Slot) -> Option<T> {
-        self.places.get_mut(slot.place).filter(|(serial, _)| *serial == slot.serial)?.1.take()
+        self.places
+            .get_mut(slot.place)
+            .filter(|(serial, _)| *serial == slot.serial)?
+            .1
+            .take()
     }
 
     pub(crate) fn put_back(&mut self, slot: Slot, value: T) {
@@ -57,7 +78,11 @@ impl<T> Slots<T> {
 
     /// Frees a place.
     pub(crate) fn remove(&mut self, slot: Slot) {
-        if let Some((serial, value)) = self.places.get_mut(slot.place).filter(|(serial, _)| *serial == slot.serial) {
+        if let Some((serial, value)) = self
+            .places
+            .get_mut(slot.place)
+            .filter(|(serial, _)| *serial == slot.serial)
+        {
             *serial += 1;
             *value = None;
             self.free.push(slot.place);
@@ -68,7 +93,10 @@ impl<T> Slots<T> {
     /// The slot of whoever is in a place.
     pub(crate) fn slot(&self, place: usize) -> Option<Slot> {
         let (serial, value) = self.places.get(place)?;
-        value.as_ref().map(|_| Slot { place, serial: *serial })
+        value.as_ref().map(|_| Slot {
+            place,
+            serial: *serial,
+        })
     }
 
     /// The slots that are taken.

@@ -15,11 +15,12 @@ pub(crate) const TELLS_EVERY: Duration = Duration::from_millis(500);
 /// How many of the oldest are named.
 const NAMED: usize = 20;
 
-/// What a consumer is doing: how much it holds, what it has held longest, by id and place, and whether its store answers. Clones
-/// share it.
+/// What a consumer is doing: how much it holds, what it has held longest, by id and place, and
+/// whether its store answers. Clones share it.
 ///
-/// Told twice a second while the consumer runs, also when nothing moves; so it is at most half a second old, unless a
-/// handler that runs in place blocks the consumer. What is seen of the store is told at once.
+/// Told twice a second while the consumer runs, also when nothing moves; so it is at most half a
+/// second old, unless a handler that runs in place blocks the consumer. What is seen of the store
+/// is told at once.
 ///
 /// ```
 /// use oncegate_core::{Consumer, ConsumerStatus};
@@ -50,7 +51,8 @@ pub(crate) struct Told {
 pub struct ConsumerSnapshot {
     /// Deliveries that are claimed, handled, or on their way out.
     pub in_flight: usize,
-    /// Deliveries that wait behind another of their key or partition, or rest after an attempt that failed.
+    /// Deliveries that wait behind another of their key or partition, or rest after an attempt that
+    /// failed.
     pub waiting: usize,
     /// The deliveries that it has held longest, at most 20, the oldest first.
     pub oldest: Vec<Held>,
@@ -80,8 +82,8 @@ pub struct Held {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Doing {
-    /// Another delivery of its key or partition is before it, it rests after an attempt that failed, or two processes ended while they
-    /// handled it, and such messages run one at a time.
+    /// Another delivery of its key or partition is before it, it rests after an attempt that
+    /// failed, or two processes ended while they handled it, and such messages run one at a time.
     Waiting,
     /// The store: whether its id may be handled.
     Claiming,
@@ -139,21 +141,42 @@ impl ConsumerStatus {
         Self::default()
     }
 
-    /// What the consumer holds; nothing before its start and after its end. Given to two consumers, it tells of whichever
-    /// told last.
+    /// What the consumer holds; nothing before its start and after its end. Given to two consumers,
+    /// it tells of whichever told last.
     pub fn snapshot(&self) -> ConsumerSnapshot {
         let (told, now) = (self.lock(), Instant::now());
         let since = |arrived: &Instant| now.saturating_duration_since(*arrived);
-        let oldest = told.oldest.iter().map(|(arrived, held)| Held { since: since(arrived), ..held.clone() }).collect();
+        let oldest = told
+            .oldest
+            .iter()
+            .map(|(arrived, held)| Held {
+                since: since(arrived),
+                ..held.clone()
+            })
+            .collect();
         let store = told.store.as_ref().map(|seen| seen.snapshot(now));
-        ConsumerSnapshot { in_flight: told.in_flight, waiting: told.waiting, oldest, store }
+        ConsumerSnapshot {
+            in_flight: told.in_flight,
+            waiting: told.waiting,
+            oldest,
+            store,
+        }
     }
 
     /// The oldest of these, which are named with `held`.
-    pub(crate) fn tell<T>(&self, in_flight: usize, waiting: usize, mut all: Vec<(Instant, T)>, held: impl Fn(T) -> Option<Held>) {
+    pub(crate) fn tell<T>(
+        &self,
+        in_flight: usize,
+        waiting: usize,
+        mut all: Vec<(Instant, T)>,
+        held: impl Fn(T) -> Option<Held>,
+    ) {
         all.sort_by_key(|(arrived, _)| *arrived);
         all.truncate(NAMED);
-        let oldest = all.into_iter().filter_map(|(arrived, it)| Some((arrived, held(it)?))).collect();
+        let oldest = all
+            .into_iter()
+            .filter_map(|(arrived, it)| Some((arrived, held(it)?)))
+            .collect();
         let mut told = self.lock();
         (told.in_flight, told.waiting, told.oldest) = (in_flight, waiting, oldest);
     }
@@ -171,7 +194,8 @@ impl ConsumerStatus {
     }
 
     fn lock(&self) -> MutexGuard<'_, Told> {
-        // What is told is whole at any moment: each part of it is replaced, and nothing panics in between.
+        // What is told is whole at any moment: each part of it is replaced, and nothing panics in
+        // between.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -189,7 +213,9 @@ impl Drop for Ends {
 
 impl fmt::Debug for ConsumerStatus {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("ConsumerStatus").field(&self.snapshot()).finish()
+        f.debug_tuple("ConsumerStatus")
+            .field(&self.snapshot())
+            .finish()
     }
 }
 
@@ -204,10 +230,19 @@ impl fmt::Display for Held {
         if let Position::Offset { partition, offset } = self.origin.position {
             write!(f, "/{partition} at {offset}")?;
         }
-        write!(f, ": {} since {}s", self.doing.as_str(), self.since.as_secs())?;
+        write!(
+            f,
+            ": {} since {}s",
+            self.doing.as_str(),
+            self.since.as_secs()
+        )?;
         if self.attempt > 0 {
             write!(f, ", attempt {}", self.attempt)?;
         }
-        if self.crashes > 0 { write!(f, ", {} crashes", self.crashes) } else { Ok(()) }
+        if self.crashes > 0 {
+            write!(f, ", {} crashes", self.crashes)
+        } else {
+            Ok(())
+        }
     }
 }

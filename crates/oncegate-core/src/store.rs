@@ -9,11 +9,12 @@ use crate::marker::{Guarantee, Marker, Operation, Verdict};
 /// Remembers ids.
 ///
 /// # The contract
-/// - Each operation is applied as [`marker::apply`](crate::marker::apply) says, atomically on its own key, by the
-///   store's own clock.
-/// - The answer has one entry per operation, in order. Operations on one key are applied in the order in which they
-///   stand. One bad operation spoils no other.
-/// - Dropping the future leaves each operation applied or not: its outcome is unknown, and asking again is safe.
+/// - Each operation is applied as [`marker::apply`](crate::marker::apply) says, atomically on its
+///   own key, by the store's own clock.
+/// - The answer has one entry per operation, in order. Operations on one key are applied in the
+///   order in which they stand. One bad operation spoils no other.
+/// - Dropping the future leaves each operation applied or not: its outcome is unknown, and asking
+///   again is safe.
 /// - Nothing waits for ever: an answer that does not come in time is [`StoreError::Unknown`].
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a store",
@@ -26,39 +27,46 @@ pub trait Store: Send + Sync {
     /// Applies the operations and answers each.
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>>;
 
-    /// What it is and where, in a few words for people, such as `Redis at 10.0.0.7:6379`: a status page names the store so. Never a
-    /// secret. By default the name of its type.
+    /// What it is and where, in a few words for people, such as `Redis at 10.0.0.7:6379`: a status
+    /// page names the store so. Never a secret. By default the name of its type.
     fn described(&self) -> String {
         std::any::type_name::<Self>().to_owned()
     }
 
-    /// Whether the store, as it is set up, offers all that this guarantee asks of it: its version, its commands, the rights of
-    /// its user. By default it is enough that it can tell its [`memory`](Self::memory).
+    /// Whether the store, as it is set up, offers all that this guarantee asks of it: its version,
+    /// its commands, the rights of its user. By default it is enough that it can tell its
+    /// [`memory`](Self::memory).
     ///
-    /// Asked at start, before anything is received. A store that is not there yet says [`StoreError::NotApplied`] or
-    /// [`StoreError::Unknown`], and is asked again; [`StoreError::Misconfigured`] ends the consumer.
+    /// Asked at start, before anything is received. A store that is not there yet says
+    /// [`StoreError::NotApplied`] or [`StoreError::Unknown`], and is asked again;
+    /// [`StoreError::Misconfigured`] ends the consumer.
     ///
     /// # Errors
-    /// What keeps the store from being used on these terms: the setting, what is wrong with it, and what to do.
+    /// What keeps the store from being used on these terms: the setting, what is wrong with it, and
+    /// what to do.
     async fn preflight(&self, guarantee: Guarantee) -> Result<(), StoreError> {
         let _ = guarantee;
         self.memory().await.map(drop)
     }
 
-    /// Whether what the store said survives its own crash. At most once refuses a store that forgets, and is the only
-    /// guarantee that asks.
+    /// Whether what the store said survives its own crash. At most once refuses a store that
+    /// forgets, and is the only guarantee that asks.
     ///
-    /// Asked at start, after [`preflight`](Self::preflight). A store that is not there yet says [`StoreError::NotApplied`] or
-    /// [`StoreError::Unknown`], and is asked again; [`StoreError::Misconfigured`] ends the consumer.
+    /// Asked at start, after [`preflight`](Self::preflight). A store that is not there yet says
+    /// [`StoreError::NotApplied`] or [`StoreError::Unknown`], and is asked again;
+    /// [`StoreError::Misconfigured`] ends the consumer.
     ///
     /// # Errors
     /// What keeps the store from being used, with what to do about it.
     async fn memory(&self) -> Result<Memory, StoreError> {
-        Ok(Memory::Forgets("it does not say that it survives a crash".into()))
+        Ok(Memory::Forgets(
+            "it does not say that it survives a crash".into(),
+        ))
     }
 
-    /// A handle on the same store for the renewals: they run on a thread of their own, which no handler can block, and
-    /// must not share a connection whose driver lives on another runtime. It connects when it is first used, there.
+    /// A handle on the same store for the renewals: they run on a thread of their own, which no
+    /// handler can block, and must not share a connection whose driver lives on another runtime. It
+    /// connects when it is first used, there.
     ///
     /// `None` where the store itself is as good, because it needs no runtime.
     fn for_renewals(&self) -> Option<std::sync::Arc<dyn Store>> {
@@ -76,7 +84,8 @@ pub trait Store: Send + Sync {
 pub enum Memory {
     /// What was answered is still known after a crash; the text says what that rests on.
     Survives(String),
-    /// It may be forgotten; the text says why, and how to change it. That it can be accepted is said by whoever refuses it.
+    /// It may be forgotten; the text says why, and how to change it. That it can be accepted is
+    /// said by whoever refuses it.
     Forgets(String),
 }
 
@@ -89,7 +98,8 @@ pub enum StoreError {
     /// It may have been applied: ask again with the same token.
     #[error("no answer from the store, which may have made the change; asking again is safe: {0}")]
     Unknown(#[source] Cause),
-    /// What is stored under this key is no marker that this release can read. It concerns this id alone, and nothing was changed.
+    /// What is stored under this key is no marker that this release can read. It concerns this id
+    /// alone, and nothing was changed.
     #[error("unreadable marker: {0}")]
     UnreadableMarker(#[source] Cause),
     /// It will never work like this: stop, and tell a person what to change.
@@ -113,11 +123,14 @@ pub struct Standing {
 }
 
 impl Standing {
-    /// How long ago a marker in progress or in doubt was last written, by the server's clock. `None` of others, whose
-    /// records do not tell, and where the expiry was not set by this protocol alone.
+    /// How long ago a marker in progress or in doubt was last written, by the server's clock.
+    /// `None` of others, whose records do not tell, and where the expiry was not set by this
+    /// protocol alone.
     pub fn age(&self) -> Option<Duration> {
         match self.marker {
-            Marker::InProgress(hold) | Marker::InDoubt(hold, _) => hold.horizon.checked_sub(self.expires_in?),
+            Marker::InProgress(hold) | Marker::InDoubt(hold, _) => {
+                hold.horizon.checked_sub(self.expires_in?)
+            }
             _ => None,
         }
     }

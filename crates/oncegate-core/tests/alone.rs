@@ -1,5 +1,6 @@
-//! Messages that may end processes, over thousands of interleavings of crashes, drains and revocations: none is lost, none waits for
-//! ever, and only the one that ends processes is blamed for it.
+//! Messages that may end processes, over thousands of interleavings of crashes, drains and
+//! revocations: none is lost, none waits for ever, and only the one that ends processes is blamed
+//! for it.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -60,12 +61,21 @@ impl Store for StoreOf {
         let (mut markers, ended) = (lock(&self.world.markers), lock(&self.world.ended));
         let mut answers = Vec::new();
         for operation in operations {
-            let (marker, life) = markers.get(&operation.key).copied().unwrap_or((Marker::Absent, self.life));
-            let age = if ended.contains(&life) { Duration::from_secs(1_000_000) } else { Duration::ZERO };
+            let (marker, life) = markers
+                .get(&operation.key)
+                .copied()
+                .unwrap_or((Marker::Absent, self.life));
+            let age = if ended.contains(&life) {
+                Duration::from_secs(1_000_000)
+            } else {
+                Duration::ZERO
+            };
             let (change, verdict) = marker::apply(marker, Age::Of(age), operation);
             match change {
                 Change::Keep => {}
-                Change::Write(marker, _) => drop(markers.insert(operation.key.clone(), (marker, self.life))),
+                Change::Write(marker, _) => {
+                    drop(markers.insert(operation.key.clone(), (marker, self.life)))
+                }
                 Change::Delete => drop(markers.remove(&operation.key)),
             }
             answers.push(Ok(verdict));
@@ -158,18 +168,46 @@ impl Handler for Work {
 }
 
 /// One process after the other, until it is over.
-async fn processes(world: Arc<World>, levers: Levers, in_flight: usize, order: Order, takes: Duration) {
+async fn processes(
+    world: Arc<World>,
+    levers: Levers,
+    in_flight: usize,
+    order: Order,
+    takes: Duration,
+) {
     loop {
         let life = {
             let mut lives = lock(&world.lives);
             *lives += 1;
             *lives
         };
-        let source = Revocable { source: world.broker.source(), epoch: 0, revoke: levers.revoke.clone() };
-        let handler = Work { world: world.clone(), levers: levers.clone(), takes, fails: AtomicU32::new(life) };
-        let consumer = Consumer::builder().source(source).store(StoreOf { world: world.clone(), life }).handler(handler);
-        let consumer = consumer.id(IdSource::header("id")).decode(RawBytes).order(order).in_flight(in_flight);
-        let consumer = consumer.max_crashes(MAX_CRASHES).attempts(100).backoff(Duration::from_millis(1), Duration::from_millis(2));
+        let source = Revocable {
+            source: world.broker.source(),
+            epoch: 0,
+            revoke: levers.revoke.clone(),
+        };
+        let handler = Work {
+            world: world.clone(),
+            levers: levers.clone(),
+            takes,
+            fails: AtomicU32::new(life),
+        };
+        let consumer = Consumer::builder()
+            .source(source)
+            .store(StoreOf {
+                world: world.clone(),
+                life,
+            })
+            .handler(handler);
+        let consumer = consumer
+            .id(IdSource::header("id"))
+            .decode(RawBytes)
+            .order(order)
+            .in_flight(in_flight);
+        let consumer = consumer
+            .max_crashes(MAX_CRASHES)
+            .attempts(100)
+            .backoff(Duration::from_millis(1), Duration::from_millis(2));
         let stop = levers.stop.clone();
         tokio::select! {
             ended = consumer.run_until(async move { stop.notified().await }) => ended.expect("a clean end"),
@@ -192,14 +230,31 @@ async fn run(seed: u64) {
     let deadly = random.below(messages + 2); // in some runs there is none
     for number in 0..messages {
         let body = if number == deadly { BODY } else { "works" };
-        world.broker.publish(Message::new(body).with_header("id", format!("m{number}")).with_key(format!("k{}", number % 3)));
+        world.broker.publish(
+            Message::new(body)
+                .with_header("id", format!("m{number}"))
+                .with_key(format!("k{}", number % 3)),
+        );
     }
-    let order = if random.below(3) == 0 { Order::ByKey } else { Order::Unordered };
-    let (in_flight, takes) = (1 + random.below(8) as usize, Duration::from_millis(random.below(4)));
+    let order = if random.below(3) == 0 {
+        Order::ByKey
+    } else {
+        Order::Unordered
+    };
+    let (in_flight, takes) = (
+        1 + random.below(8) as usize,
+        Duration::from_millis(random.below(4)),
+    );
     let levers: Vec<Levers> = (0..=random.below(2)).map(|_| Levers::default()).collect();
     let mut tasks = JoinSet::new();
     for levers in &levers {
-        tasks.spawn(processes(world.clone(), levers.clone(), in_flight, order, takes));
+        tasks.spawn(processes(
+            world.clone(),
+            levers.clone(),
+            in_flight,
+            order,
+            takes,
+        ));
     }
     let faults = async {
         for _ in 0..FAULTS {
@@ -210,9 +265,22 @@ async fn run(seed: u64) {
     };
     let all = async { tokio::join!(faults, world.broker.drained()) };
     let settled = tokio::time::timeout(Duration::from_secs(60), all).await;
-    assert!(settled.is_ok(), "seed {seed}: {} messages are not settled", world.broker.unsettled());
-    let letters: Vec<(String, Reason)> = world.broker.dead_letters().into_iter().map(|it| (text(&it.message), it.reason)).collect();
-    let expected = if deadly < messages { vec![(format!("m{deadly}"), Reason::CrashesSpent)] } else { vec![] };
+    assert!(
+        settled.is_ok(),
+        "seed {seed}: {} messages are not settled",
+        world.broker.unsettled()
+    );
+    let letters: Vec<(String, Reason)> = world
+        .broker
+        .dead_letters()
+        .into_iter()
+        .map(|it| (text(&it.message), it.reason))
+        .collect();
+    let expected = if deadly < messages {
+        vec![(format!("m{deadly}"), Reason::CrashesSpent)]
+    } else {
+        vec![]
+    };
     assert_eq!(letters, expected, "seed {seed}");
     let handled = lock(&world.handled).len() as u64;
     assert_eq!(handled, messages - expected.len() as u64, "seed {seed}");
@@ -224,7 +292,11 @@ fn text(message: &Message) -> String {
 
 #[test]
 fn only_the_message_that_ends_processes_is_blamed_and_no_other_is_lost() {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime");
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .expect("a runtime");
     let runs = match std::env::var("ONCEGATE_SEED") {
         Ok(seed) => seed.parse().map(|seed| seed..seed + 1).expect("a number"),
         Err(_) => 0..RUNS,
@@ -233,7 +305,11 @@ fn only_the_message_that_ends_processes_is_blamed_and_no_other_is_lost() {
         let mut going = JoinSet::new();
         for seed in runs {
             if going.len() >= AT_ONCE {
-                going.join_next().await.expect("one of them").unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()));
+                going
+                    .join_next()
+                    .await
+                    .expect("one of them")
+                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()));
             }
             going.spawn(run(seed));
         }
@@ -243,7 +319,8 @@ fn only_the_message_that_ends_processes_is_blamed_and_no_other_is_lost() {
     });
 }
 
-/// Publishes another message while it runs, and looks whether that one is claimed before it is over.
+/// Publishes another message while it runs, and looks whether that one is claimed before it is
+/// over.
 struct Alone(Arc<World>);
 
 #[async_trait]
@@ -252,7 +329,9 @@ impl Handler for Alone {
 
     async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
         if cx.id() == "suspect" {
-            self.0.broker.publish(Message::new("works").with_header("id", "other"));
+            self.0
+                .broker
+                .publish(Message::new("works").with_header("id", "other"));
             while self.0.broker.delivered() < 2 {
                 tokio::task::yield_now().await;
             }
@@ -260,7 +339,11 @@ impl Handler for Alone {
             for _ in 0..100 {
                 tokio::task::yield_now().await;
             }
-            assert_eq!(lock(&self.0.markers).len(), 1, "another message was claimed meanwhile");
+            assert_eq!(
+                lock(&self.0.markers).len(),
+                1,
+                "another message was claimed meanwhile"
+            );
         }
         lock(&self.0.handled).insert(cx.id().to_string());
         Ok(())
@@ -276,14 +359,45 @@ async fn nothing_else_is_claimed_while_a_message_runs_alone() {
         handled: Mutex::default(),
         lives: Mutex::default(),
     });
-    let attempts = marker::Attempts { number: 3, base: 2, crashes: 2 };
+    let attempts = marker::Attempts {
+        number: 3,
+        base: 2,
+        crashes: 2,
+    };
     let key = Key::new(&MessageId::new("suspect").expect("an id"));
-    lock(&world.markers).insert(key, (Marker::Cleared { attempts, effect: marker::Effect::Unknown }, 0));
-    world.broker.publish(Message::new("works").with_header("id", "suspect"));
-    let consumer = Consumer::builder().source(world.broker.source()).store(StoreOf { world: world.clone(), life: 1 });
-    let consumer = consumer.handler(Alone(world.clone())).id(IdSource::header("id")).decode(RawBytes).attempts(2);
+    lock(&world.markers).insert(
+        key,
+        (
+            Marker::Cleared {
+                attempts,
+                effect: marker::Effect::Unknown,
+            },
+            0,
+        ),
+    );
+    world
+        .broker
+        .publish(Message::new("works").with_header("id", "suspect"));
+    let consumer = Consumer::builder()
+        .source(world.broker.source())
+        .store(StoreOf {
+            world: world.clone(),
+            life: 1,
+        });
+    let consumer = consumer
+        .handler(Alone(world.clone()))
+        .id(IdSource::header("id"))
+        .decode(RawBytes)
+        .attempts(2);
     let all = world.broker.clone();
-    consumer.run_until(async move { all.drained().await }).await.expect("a clean end");
-    assert!(world.broker.dead_letters().is_empty(), "{:?}", world.broker.dead_letters());
+    consumer
+        .run_until(async move { all.drained().await })
+        .await
+        .expect("a clean end");
+    assert!(
+        world.broker.dead_letters().is_empty(),
+        "{:?}",
+        world.broker.dead_letters()
+    );
     assert_eq!(lock(&world.handled).len(), 2);
 }

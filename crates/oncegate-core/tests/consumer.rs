@@ -43,7 +43,11 @@ impl Handler for Scripted {
     }
 
     async fn reconcile(&self, _: String, _: &Context) -> Result<Reconciled, Failure> {
-        Ok(self.found.lock().expect("no panic inside").unwrap_or(Reconciled::Unknown))
+        Ok(self
+            .found
+            .lock()
+            .expect("no panic inside")
+            .unwrap_or(Reconciled::Unknown))
     }
 }
 
@@ -55,17 +59,25 @@ struct World {
 
 impl World {
     fn new() -> Self {
-        Self { broker: MemoryBroker::new("q"), store: MemoryStore::new(), handler: Scripted::default() }
+        Self {
+            broker: MemoryBroker::new("q"),
+            store: MemoryStore::new(),
+            handler: Scripted::default(),
+        }
     }
 
     fn publish(&self, id: &str, says: &str) {
-        self.broker.publish(Message::new(serde_json::to_vec(says).expect("JSON")).with_header("id", id));
+        self.broker
+            .publish(Message::new(serde_json::to_vec(says).expect("JSON")).with_header("id", id));
     }
 
     /// Runs a consumer until everything is settled.
     async fn drain(&self, guarantee: Guarantee) {
         let broker = self.broker.clone();
-        self.consumer(guarantee).run_until(async move { broker.drained().await }).await.expect("a clean end");
+        self.consumer(guarantee)
+            .run_until(async move { broker.drained().await })
+            .await
+            .expect("a clean end");
     }
 
     fn consumer(&self, guarantee: Guarantee) -> Builder<MemorySource, MemoryStore, Scripted, Json> {
@@ -94,11 +106,18 @@ impl World {
     }
 
     fn marker(&self, id: &str) -> Marker {
-        self.store.marker(&Key::new(&MessageId::new(id).expect("an id"))).0
+        self.store
+            .marker(&Key::new(&MessageId::new(id).expect("an id")))
+            .0
     }
 
     fn reasons(&self) -> Vec<Reason> {
-        self.broker.dead_letters().into_iter().chain(self.broker.in_doubt()).map(|letter| letter.reason).collect()
+        self.broker
+            .dead_letters()
+            .into_iter()
+            .chain(self.broker.in_doubt())
+            .map(|letter| letter.reason)
+            .collect()
     }
 }
 
@@ -118,11 +137,19 @@ async fn duplicates_are_handled_once_in_order_and_at_the_same_time() {
 async fn handlers_in_place_give_the_same_result() {
     let world = World::new();
     for id in 0..500 {
-        world.publish(&format!("id-{}", id / 2), if id % 50 == 0 { "slow" } else { "work" });
+        world.publish(
+            &format!("id-{}", id / 2),
+            if id % 50 == 0 { "slow" } else { "work" },
+        );
     }
     let broker = world.broker.clone();
-    let consumer = world.consumer(Guarantee::EffectivelyOnce).handlers(Handlers::InPlace);
-    consumer.run_until(async move { broker.drained().await }).await.expect("a clean end");
+    let consumer = world
+        .consumer(Guarantee::EffectivelyOnce)
+        .handlers(Handlers::InPlace);
+    consumer
+        .run_until(async move { broker.drained().await })
+        .await
+        .expect("a clean end");
     assert_eq!(world.effects(), 250);
 }
 
@@ -133,7 +160,10 @@ async fn a_failure_that_did_nothing_runs_again_and_is_then_dead_lettered() {
     world.publish("b", "always retry");
     world.drain(Guarantee::AtMostOnce).await;
     assert_eq!(world.effects(), 1);
-    assert_eq!(world.marker("a"), Marker::Done(Some(Fingerprint::of(b"\"retry once\""))));
+    assert_eq!(
+        world.marker("a"),
+        Marker::Done(Some(Fingerprint::of(b"\"retry once\"")))
+    );
     assert_eq!(world.reasons(), [Reason::AttemptsSpent]);
     assert!(matches!(world.marker("b"), Marker::Rejected { .. }));
     let letter = world.broker.dead_letters().remove(0);
@@ -145,19 +175,44 @@ async fn a_failure_that_did_nothing_runs_again_and_is_then_dead_lettered() {
 #[tokio::test]
 async fn what_cannot_be_read_or_has_no_id_goes_to_the_dead_letters_and_the_rest_goes_on() {
     let world = World::new();
-    world.broker.publish(Message::new("{not json").with_header("id", "broken"));
+    world
+        .broker
+        .publish(Message::new("{not json").with_header("id", "broken"));
     world.broker.publish(Message::new("\"no id\""));
-    world.broker.publish(Message::new("\"empty id\"").with_header("id", ""));
-    world.broker.publish(Message::new("\"two ids\"").with_header("id", "a").with_header("id", "b"));
+    world
+        .broker
+        .publish(Message::new("\"empty id\"").with_header("id", ""));
+    world.broker.publish(
+        Message::new("\"two ids\"")
+            .with_header("id", "a")
+            .with_header("id", "b"),
+    );
     world.publish("refused", "refuse");
     world.publish("good", "work");
     world.drain(Guarantee::EffectivelyOnce).await;
     let letters = world.broker.dead_letters();
-    let story = letters.into_iter().find(|letter| letter.reason == Reason::UnusableId).and_then(|letter| letter.story);
-    assert!(story.and_then(|story| story.first_error).expect("what was found").contains("header `id` is ambiguous"));
+    let story = letters
+        .into_iter()
+        .find(|letter| letter.reason == Reason::UnusableId)
+        .and_then(|letter| letter.story);
+    assert!(
+        story
+            .and_then(|story| story.first_error)
+            .expect("what was found")
+            .contains("header `id` is ambiguous")
+    );
     let mut reasons = world.reasons();
     reasons.sort_by_key(|reason| reason.as_str());
-    assert_eq!(reasons, [Reason::MissingId, Reason::MissingId, Reason::Refused, Reason::Unreadable, Reason::UnusableId]);
+    assert_eq!(
+        reasons,
+        [
+            Reason::MissingId,
+            Reason::MissingId,
+            Reason::Refused,
+            Reason::Unreadable,
+            Reason::UnusableId
+        ]
+    );
     assert_eq!(world.effects(), 1);
 }
 
@@ -168,7 +223,10 @@ async fn the_same_id_with_another_body_is_a_conflict_at_most_once() {
     world.drain(Guarantee::AtMostOnce).await;
     world.publish("a", "other work");
     world.drain(Guarantee::AtMostOnce).await;
-    assert_eq!((world.effects(), world.reasons()), (1, vec![Reason::Conflict]));
+    assert_eq!(
+        (world.effects(), world.reasons()),
+        (1, vec![Reason::Conflict])
+    );
 }
 
 #[tokio::test]
@@ -186,7 +244,10 @@ async fn a_panic_runs_again_with_a_higher_fence_effectively_once() {
     let world = World::new();
     world.publish("a", "panic once");
     world.drain(Guarantee::EffectivelyOnce).await;
-    assert_eq!(*world.handler.runs.lock().expect("no panic inside"), [("a".to_owned(), 1), ("a".to_owned(), 2)]);
+    assert_eq!(
+        *world.handler.runs.lock().expect("no panic inside"),
+        [("a".to_owned(), 1), ("a".to_owned(), 2)]
+    );
     assert_eq!(world.effects(), 1);
 }
 
@@ -206,7 +267,10 @@ async fn reconcile_that_finds_nothing_lets_it_run_again_with_a_higher_fence() {
     *world.handler.found.lock().expect("no panic inside") = Some(Reconciled::DidNotHappen);
     world.publish("a", "doubt once");
     world.drain(Guarantee::AtMostOnce).await;
-    assert_eq!(*world.handler.runs.lock().expect("no panic inside"), [("a".to_owned(), 1), ("a".to_owned(), 2)]);
+    assert_eq!(
+        *world.handler.runs.lock().expect("no panic inside"),
+        [("a".to_owned(), 1), ("a".to_owned(), 2)]
+    );
     assert_eq!((world.effects(), world.reasons().len()), (1, 0));
 }
 
@@ -219,8 +283,13 @@ async fn a_handler_without_end_is_in_doubt_at_its_timeout() {
 }
 
 #[tokio::test]
-async fn a_consumer_that_dies_in_a_handler_leaves_a_doubt_at_most_once_and_a_second_run_otherwise() {
-    for (guarantee, runs, in_doubt) in [(Guarantee::AtMostOnce, 1, 1), (Guarantee::EffectivelyOnce, 2, 0), (Guarantee::Bare, 1, 0)] {
+async fn a_consumer_that_dies_in_a_handler_leaves_a_doubt_at_most_once_and_a_second_run_otherwise()
+{
+    for (guarantee, runs, in_doubt) in [
+        (Guarantee::AtMostOnce, 1, 1),
+        (Guarantee::EffectivelyOnce, 2, 0),
+        (Guarantee::Bare, 1, 0),
+    ] {
         let world = World::new();
         world.publish("a", "slow");
         let (dead, died) = oneshot::channel::<()>();
@@ -236,13 +305,17 @@ async fn a_consumer_that_dies_in_a_handler_leaves_a_doubt_at_most_once_and_a_sec
         world.drain(guarantee).await;
         assert_eq!(world.runs(), runs, "{guarantee:?}");
         assert_eq!(world.broker.in_doubt().len(), in_doubt, "{guarantee:?}");
-        let expected = if guarantee == Guarantee::EffectivelyOnce { 1 } else { 0 }; // bare loses it: that is its hole
+        let expected = if guarantee == Guarantee::EffectivelyOnce {
+            1
+        } else {
+            0
+        }; // bare loses it: that is its hole
         assert_eq!(world.effects(), expected, "{guarantee:?}");
     }
 }
 
-/// Consumers of two releases on one queue: what one of them crashed on is judged by the lease and the guarantee that it
-/// was claimed with, whatever those of the other are.
+/// Consumers of two releases on one queue: what one of them crashed on is judged by the lease and
+/// the guarantee that it was claimed with, whatever those of the other are.
 #[tokio::test]
 async fn a_change_of_terms_while_consumers_run_keeps_the_promise() {
     use Guarantee::{AtMostOnce, EffectivelyOnce};
@@ -256,7 +329,12 @@ async fn a_change_of_terms_while_consumers_run_keeps_the_promise() {
         let case = format!("{old:?} {old_lease:?} to {new:?} {new_lease:?}");
         let world = World::new();
         world.publish("crashed-on", "slow");
-        let doomed = tokio::spawn(world.consumer(old).lease(old_lease).run_until(std::future::pending::<()>()));
+        let doomed = tokio::spawn(
+            world
+                .consumer(old)
+                .lease(old_lease)
+                .run_until(std::future::pending::<()>()),
+        );
         while world.runs() == 0 {
             tokio::task::yield_now().await;
         }
@@ -272,26 +350,66 @@ async fn a_change_of_terms_while_consumers_run_keeps_the_promise() {
             } else {
                 // The new consumer's lease is short, the record's is not.
                 tokio::time::sleep(2 * short).await;
-                let runs = runs.lock().expect("no panic inside").iter().filter(|(id, _)| id == "crashed-on").count();
-                assert_eq!(runs, 1, "a lease of a minute was taken for one of {short:?}");
+                let runs = runs
+                    .lock()
+                    .expect("no panic inside")
+                    .iter()
+                    .filter(|(id, _)| id == "crashed-on")
+                    .count();
+                assert_eq!(
+                    runs, 1,
+                    "a lease of a minute was taken for one of {short:?}"
+                );
             }
         };
-        let others = world.consumer(old).lease(old_lease).window(Duration::from_secs(3600)).run_until(std::future::pending::<()>());
+        let others = world
+            .consumer(old)
+            .lease(old_lease)
+            .window(Duration::from_secs(3600))
+            .run_until(std::future::pending::<()>());
         let others = tokio::spawn(others);
-        world.consumer(new).lease(new_lease).window(Duration::from_secs(7200)).run_until(shutdown).await.expect("a clean end");
+        world
+            .consumer(new)
+            .lease(new_lease)
+            .window(Duration::from_secs(7200))
+            .run_until(shutdown)
+            .await
+            .expect("a clean end");
         others.abort();
         if old_lease == short {
-            assert!(started.elapsed() < Duration::from_secs(20), "{case}: the lease of the record decides");
+            assert!(
+                started.elapsed() < Duration::from_secs(20),
+                "{case}: the lease of the record decides"
+            );
             let strict = old == AtMostOnce || new == AtMostOnce;
-            // Whichever consumer takes it over: with the stricter guarantee on either side it is not run on a guess.
+            // Whichever consumer takes it over: with the stricter guarantee on either side it is
+            // not run on a guess.
             let in_doubt = world.broker.in_doubt().len();
-            let again = world.handler.runs.lock().expect("no panic inside").iter().filter(|(id, _)| id == "crashed-on").count() - 1;
+            let again = world
+                .handler
+                .runs
+                .lock()
+                .expect("no panic inside")
+                .iter()
+                .filter(|(id, _)| id == "crashed-on")
+                .count()
+                - 1;
             assert_eq!(in_doubt + again, 1, "{case}");
-            assert!(!(old == AtMostOnce && again > 0), "{case}: the record says at most once");
+            assert!(
+                !(old == AtMostOnce && again > 0),
+                "{case}: the record says at most once"
+            );
             assert!(strict || again == 1, "{case}");
         }
         for id in 0..50 {
-            let runs = world.handler.runs.lock().expect("no panic inside").iter().filter(|(it, _)| *it == format!("id-{id}")).count();
+            let runs = world
+                .handler
+                .runs
+                .lock()
+                .expect("no panic inside")
+                .iter()
+                .filter(|(it, _)| *it == format!("id-{id}"))
+                .count();
             assert_eq!(runs, 1, "{case} id-{id}");
         }
     }
@@ -304,9 +422,17 @@ async fn a_lease_is_renewed_while_its_handler_runs() {
         world.publish("a", "slow");
     }
     let broker = world.broker.clone();
-    let consumer = world.consumer(Guarantee::AtMostOnce).lease(Duration::from_millis(120));
-    consumer.run_until(async move { broker.drained().await }).await.expect("a clean end");
-    assert_eq!((world.runs(), world.effects(), world.reasons().len()), (1, 1, 0));
+    let consumer = world
+        .consumer(Guarantee::AtMostOnce)
+        .lease(Duration::from_millis(120));
+    consumer
+        .run_until(async move { broker.drained().await })
+        .await
+        .expect("a clean end");
+    assert_eq!(
+        (world.runs(), world.effects(), world.reasons().len()),
+        (1, 1, 0)
+    );
 }
 
 #[tokio::test]
@@ -314,7 +440,11 @@ async fn keys_stay_in_order_and_do_not_hold_up_each_other() {
     let world = World::new();
     for n in 0..200 {
         let body = serde_json::to_vec("work").expect("JSON");
-        world.broker.publish(Message::new(body).with_key(format!("key-{}", n % 7)).with_header("id", format!("{}-{n:04}", n % 7)));
+        world.broker.publish(
+            Message::new(body)
+                .with_key(format!("key-{}", n % 7))
+                .with_header("id", format!("{}-{n:04}", n % 7)),
+        );
     }
     let broker = world.broker.clone();
     world
@@ -325,7 +455,11 @@ async fn keys_stay_in_order_and_do_not_hold_up_each_other() {
         .expect("a clean end");
     let runs = world.handler.runs.lock().expect("no panic inside").clone();
     for key in 0..7 {
-        let of_key: Vec<_> = runs.iter().filter(|(id, _)| id.starts_with(&format!("{key}-"))).map(|(id, _)| id.clone()).collect();
+        let of_key: Vec<_> = runs
+            .iter()
+            .filter(|(id, _)| id.starts_with(&format!("{key}-")))
+            .map(|(id, _)| id.clone())
+            .collect();
         assert!(of_key.is_sorted() && of_key.len() >= 28, "{of_key:?}");
     }
 }
@@ -342,7 +476,12 @@ async fn a_drain_finishes_what_runs_and_gives_back_what_does_not() {
             tokio::task::yield_now().await;
         }
     };
-    world.consumer(Guarantee::AtMostOnce).in_flight(4).run_until(started).await.expect("a clean end");
+    world
+        .consumer(Guarantee::AtMostOnce)
+        .in_flight(4)
+        .run_until(started)
+        .await
+        .expect("a clean end");
     assert_eq!(world.effects(), 4);
     assert_eq!(world.broker.unsettled(), 16);
     world.drain(Guarantee::AtMostOnce).await;
@@ -355,21 +494,49 @@ async fn wrong_settings_are_refused_with_the_setting_and_what_to_do() {
     let base = || world.consumer(Guarantee::EffectivelyOnce);
     let wrong = [
         ("window", base().window(Duration::ZERO)),
-        ("lease", base().window(Duration::from_secs(1)).lease(Duration::from_secs(1))),
+        (
+            "lease",
+            base()
+                .window(Duration::from_secs(1))
+                .lease(Duration::from_secs(1)),
+        ),
         ("in_flight", base().in_flight(0)),
         ("attempts", base().attempts(0)),
         ("handler_timeout", base().handler_timeout(Duration::ZERO)),
-        ("outage", base().guarantee(Guarantee::AtMostOnce).outage(Outage::PassThrough)),
+        (
+            "outage",
+            base()
+                .guarantee(Guarantee::AtMostOnce)
+                .outage(Outage::PassThrough),
+        ),
         ("scope", base().scope("a|b")),
         ("waiting", base().waiting(0)),
-        ("adaptive_lease", base().adaptive_lease(Duration::from_millis(300), Duration::from_secs(1)).lease(Duration::from_millis(200))),
+        (
+            "adaptive_lease",
+            base()
+                .adaptive_lease(Duration::from_millis(300), Duration::from_secs(1))
+                .lease(Duration::from_millis(200)),
+        ),
     ];
     for (setting, consumer) in wrong {
-        let error = consumer.run_until(async {}).await.expect_err(setting).to_string();
+        let error = consumer
+            .run_until(async {})
+            .await
+            .expect_err(setting)
+            .to_string();
         assert!(error.starts_with(setting), "{error}");
     }
-    let forgetful = || Consumer::builder().source(world.broker.source()).store(MemoryStore::new()).handler(Scripted::default());
-    let no_id = forgetful().run_until(async {}).await.expect_err("no id").to_string();
+    let forgetful = || {
+        Consumer::builder()
+            .source(world.broker.source())
+            .store(MemoryStore::new())
+            .handler(Scripted::default())
+    };
+    let no_id = forgetful()
+        .run_until(async {})
+        .await
+        .expect_err("no id")
+        .to_string();
     assert!(no_id.starts_with("id:"), "{no_id}");
     let error = forgetful()
         .id(IdSource::key())
@@ -391,12 +558,18 @@ struct Silent {
 #[async_trait]
 impl Store for Silent {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
-        self.claims.fetch_add(operations.iter().filter(|it| it.ask == Ask::Claim).count() as u32, Ordering::Relaxed);
+        self.claims.fetch_add(
+            operations.iter().filter(|it| it.ask == Ask::Claim).count() as u32,
+            Ordering::Relaxed,
+        );
         let verdicts = self.store.apply(operations).await;
         if self.answers.load(Ordering::Relaxed) {
             return verdicts;
         }
-        operations.iter().map(|_| Err(StoreError::Unknown("the reply was lost".into()))).collect()
+        operations
+            .iter()
+            .map(|_| Err(StoreError::Unknown("the reply was lost".into())))
+            .collect()
     }
 }
 
@@ -406,7 +579,10 @@ async fn a_drain_gives_back_claims_whose_replies_were_lost() {
     for id in 0..50 {
         world.publish(&format!("id-{id}"), "work");
     }
-    let store = Silent { store: world.store.clone(), ..Silent::default() };
+    let store = Silent {
+        store: world.store.clone(),
+        ..Silent::default()
+    };
     let (claims, answers) = (store.claims.clone(), store.answers.clone());
     let shutdown = async move {
         while claims.load(Ordering::Relaxed) < 150 {
@@ -422,7 +598,10 @@ async fn a_drain_gives_back_claims_whose_replies_were_lost() {
     consumer.run_until(shutdown).await.expect("a clean end");
     for id in 0..50 {
         let marker = world.marker(&format!("id-{id}"));
-        assert!(matches!(marker, Marker::Absent | Marker::Done(_)), "id-{id}: {marker:?}");
+        assert!(
+            matches!(marker, Marker::Absent | Marker::Done(_)),
+            "id-{id}: {marker:?}"
+        );
     }
     world.drain(Guarantee::AtMostOnce).await;
     assert_eq!((world.effects(), world.reasons().len()), (50, 0));
@@ -460,7 +639,10 @@ impl Source for Revoking {
     }
 
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), SourceError> {
-        if settled.iter().any(|it| matches!(it.settlement, Settlement::Release { .. })) {
+        if settled
+            .iter()
+            .any(|it| matches!(it.settlement, Settlement::Release { .. }))
+        {
             self.released.notify_one();
         }
         self.source.settle(settled).await
@@ -481,18 +663,38 @@ async fn a_full_consumer_gives_back_what_is_revoked() {
         fingerprint: None,
     };
     let key = Key::new(&MessageId::new("id").expect("an id"));
-    let elsewhere = Operation { key, ask: Ask::Claim, token: Token(1), attempt: 0, terms };
-    assert!(matches!(world.store.apply(&[elsewhere]).await[..], [Ok(Verdict::Granted { .. })]));
+    let elsewhere = Operation {
+        key,
+        ask: Ask::Claim,
+        token: Token(1),
+        attempt: 0,
+        terms,
+    };
+    assert!(matches!(
+        world.store.apply(&[elsewhere]).await[..],
+        [Ok(Verdict::Granted { .. })]
+    ));
     world.publish("id", "work");
 
     let (revoke, released) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
-    let source = Revoking { source: world.broker.source(), epoch: 0, revoke: revoke.clone(), released: released.clone() };
+    let source = Revoking {
+        source: world.broker.source(),
+        epoch: 0,
+        revoke: revoke.clone(),
+        released: released.clone(),
+    };
     let shutdown = async move {
         tokio::time::sleep(Duration::from_millis(50)).await; // by now its place is taken, and it waits for the holder
         revoke.notify_one();
-        tokio::time::timeout(Duration::from_secs(5), released.notified()).await.expect("given back");
+        tokio::time::timeout(Duration::from_secs(5), released.notified())
+            .await
+            .expect("given back");
     };
-    let consumer = world.consumer(Guarantee::EffectivelyOnce).source(source).lease(Duration::from_secs(60)).in_flight(1);
+    let consumer = world
+        .consumer(Guarantee::EffectivelyOnce)
+        .source(source)
+        .lease(Duration::from_secs(60))
+        .in_flight(1);
     consumer.run_until(shutdown).await.expect("a clean end");
     assert_eq!(world.runs(), 0);
 }
@@ -513,7 +715,9 @@ impl Handler for Slept {
 #[tokio::test(start_paused = true)]
 async fn where_time_is_paused_each_run_has_its_whole_time() {
     let broker = MemoryBroker::new("q");
-    ["a", "b", "c"].iter().for_each(|id| broker.publish(Message::new("x").with_message_id(*id)));
+    ["a", "b", "c"]
+        .iter()
+        .for_each(|id| broker.publish(Message::new("x").with_message_id(*id)));
     let all = broker.clone();
     let consumer = Consumer::builder()
         .source(broker.source())
@@ -524,6 +728,9 @@ async fn where_time_is_paused_each_run_has_its_whole_time() {
         .handler_timeout(Duration::from_secs(300))
         .decode(RawBytes)
         .handler(Slept);
-    consumer.run_until(async move { all.drained().await }).await.expect("a clean end");
+    consumer
+        .run_until(async move { all.drained().await })
+        .await
+        .expect("a clean end");
     assert_eq!(broker.dead_letters(), []);
 }

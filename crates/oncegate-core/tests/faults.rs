@@ -1,4 +1,5 @@
-//! The consumer when something else goes wrong: the store, the handler's own code, a burst, the settings.
+//! The consumer when something else goes wrong: the store, the handler's own code, a burst, the
+//! settings.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -37,7 +38,8 @@ enum Fault {
 
 type Plan = Arc<dyn Fn(&Operation, u32) -> Fault + Send + Sync>;
 
-/// A memory store with faults: each call asks what becomes of it, by its first operation and its number.
+/// A memory store with faults: each call asks what becomes of it, by its first operation and its
+/// number.
 #[derive(Clone)]
 struct Faulty {
     store: MemoryStore,
@@ -47,7 +49,11 @@ struct Faulty {
 
 impl Faulty {
     fn new(fault: impl Fn(&Operation, u32) -> Fault + Send + Sync + 'static) -> Self {
-        Self { store: MemoryStore::new(), fault: Arc::new(fault), calls: Arc::default() }
+        Self {
+            store: MemoryStore::new(),
+            fault: Arc::new(fault),
+            calls: Arc::default(),
+        }
     }
 }
 
@@ -63,11 +69,17 @@ impl Store for Faulty {
             }
             Fault::ReplyLost => {
                 self.store.apply(operations).await;
-                operations.iter().map(|_| Err(StoreError::Unknown("lost".into()))).collect()
+                operations
+                    .iter()
+                    .map(|_| Err(StoreError::Unknown("lost".into())))
+                    .collect()
             }
             Fault::Away => {
                 tokio::time::sleep(ms(20)).await;
-                operations.iter().map(|_| Err(StoreError::NotApplied("away".into()))).collect()
+                operations
+                    .iter()
+                    .map(|_| Err(StoreError::NotApplied("away".into())))
+                    .collect()
             }
             Fault::Silent => std::future::pending().await,
             Fault::Panics => panic!("as the test says"),
@@ -98,7 +110,11 @@ struct Held(Slow);
 
 impl Drop for Held {
     fn drop(&mut self) {
-        self.0.dropped.lock().expect("no panic inside").push(Instant::now());
+        self.0
+            .dropped
+            .lock()
+            .expect("no panic inside")
+            .push(Instant::now());
         assert!(self.0.panics != Panics::WhenDropped, "dropped");
     }
 }
@@ -126,7 +142,11 @@ impl Handler for Slow {
     }
 }
 
-fn consumer<S: Store + 'static, H: Handler>(broker: &MemoryBroker, store: S, handler: H) -> Builder<MemorySource, S, H, RawBytes> {
+fn consumer<S: Store + 'static, H: Handler>(
+    broker: &MemoryBroker,
+    store: S,
+    handler: H,
+) -> Builder<MemorySource, S, H, RawBytes> {
     Consumer::builder()
         .source(broker.source())
         .store(store)
@@ -158,27 +178,50 @@ async fn what_passes_without_the_gate_needs_no_lease() {
         _ => Fault::Away,
     });
     let all = broker.clone();
-    let run = consumer(&broker, store, handler.clone()).outage(Outage::PassThrough).run_until(async move { all.drained().await });
-    tokio::time::timeout(ms(10_000), run).await.expect("it is handled").expect("a clean end");
+    let run = consumer(&broker, store, handler.clone())
+        .outage(Outage::PassThrough)
+        .run_until(async move { all.drained().await });
+    tokio::time::timeout(ms(10_000), run)
+        .await
+        .expect("it is handled")
+        .expect("a clean end");
     assert_eq!(handler.runs.load(Ordering::Relaxed), 1);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn what_passed_without_the_gate_is_done_when_the_store_is_back() {
     let (broker, handler) = (one(), Slow::default());
-    let store = Faulty::new(|operation, call| if operation.ask == Ask::Claim && call == 0 { Fault::ReplyLost } else { Fault::None });
+    let store = Faulty::new(|operation, call| {
+        if operation.ask == Ask::Claim && call == 0 {
+            Fault::ReplyLost
+        } else {
+            Fault::None
+        }
+    });
     let (all, markers) = (broker.clone(), store.store.clone());
-    let run = consumer(&broker, store, handler.clone()).outage(Outage::PassThrough).run_until(async move { all.drained().await });
+    let run = consumer(&broker, store, handler.clone())
+        .outage(Outage::PassThrough)
+        .run_until(async move { all.drained().await });
     run.await.expect("a clean end");
-    assert_eq!(markers.marker(&key("a")).0, Marker::Done(None), "completed before the end, with the token of the lost claim");
+    assert_eq!(
+        markers.marker(&key("a")).0,
+        Marker::Done(None),
+        "completed before the end, with the token of the lost claim"
+    );
     assert_eq!(handler.runs.load(Ordering::Relaxed), 1);
 }
 
-/// The store is back, and busy with another message while the first one ends and its copy comes: then the copy's claim and the late
-/// completion are due together.
+/// The store is back, and busy with another message while the first one ends and its copy comes:
+/// then the copy's claim and the late completion are due together.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_copy_of_what_passed_without_the_gate_is_not_run_once_the_store_is_back() {
-    let (broker, handler) = (one(), Slow { takes: ms(1500), ..Slow::default() });
+    let (broker, handler) = (
+        one(),
+        Slow {
+            takes: ms(1500),
+            ..Slow::default()
+        },
+    );
     let store = Faulty::new(|operation, call| match operation.key.as_str() {
         "a" if call == 0 => Fault::Away,
         "slow" if operation.ask == Ask::Claim => Fault::Late(ms(800)),
@@ -192,7 +235,10 @@ async fn a_copy_of_what_passed_without_the_gate_is_not_run_once_the_store_is_bac
         }
         all.drained().await;
     };
-    let run = consumer(&broker, store, handler.clone()).outage(Outage::PassThrough).lease(ms(6000)).run_until(until);
+    let run = consumer(&broker, store, handler.clone())
+        .outage(Outage::PassThrough)
+        .lease(ms(6000))
+        .run_until(until);
     run.await.expect("a clean end");
     assert_eq!(markers.marker(&key("a")).0, Marker::Done(None));
     assert_eq!(handler.runs.load(Ordering::Relaxed), 3, "each id once");
@@ -203,9 +249,18 @@ async fn a_store_that_is_away_is_asked_a_few_times_a_second_and_found_again() {
     let broker = broker((0..3000).map(|id| id.to_string()));
     let away = Arc::new(AtomicBool::new(false));
     let is_away = away.clone();
-    let store = Faulty::new(move |_, _| if is_away.load(Ordering::Relaxed) { Fault::Away } else { Fault::None });
+    let store = Faulty::new(move |_, _| {
+        if is_away.load(Ordering::Relaxed) {
+            Fault::Away
+        } else {
+            Fault::None
+        }
+    });
     let calls = store.calls.clone();
-    let handler = Slow { takes: ms(100), ..Slow::default() };
+    let handler = Slow {
+        takes: ms(100),
+        ..Slow::default()
+    };
     let (all, runs) = (broker.clone(), handler.runs.clone());
     let shutdown = async move {
         tokio::time::sleep(ms(150)).await; // some run, and have to be renewed or completed meanwhile
@@ -215,23 +270,51 @@ async fn a_store_that_is_away_is_asked_a_few_times_a_second_and_found_again() {
         let asked = calls.load(Ordering::Relaxed) - before;
         assert!(asked <= 60, "{asked} times in three seconds");
         away.store(false, Ordering::Relaxed);
-        tokio::time::timeout(ms(20_000), all.drained()).await.expect("found again");
+        tokio::time::timeout(ms(20_000), all.drained())
+            .await
+            .expect("found again");
     };
-    consumer(&broker, store, handler).lease(ms(6000)).run_until(shutdown).await.expect("a clean end");
+    consumer(&broker, store, handler)
+        .lease(ms(6000))
+        .run_until(shutdown)
+        .await
+        .expect("a clean end");
     assert_eq!(runs.load(Ordering::Relaxed), 3000);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn every_handler_is_dropped_at_the_end_of_its_lease_while_the_store_is_silent() {
     let broker = broker((0..2000).map(|id| id.to_string()));
-    let store = Faulty::new(|operation, _| if operation.ask == Ask::Renew { Fault::Silent } else { Fault::None });
-    let handler = Slow { takes: ms(60_000), ..Slow::default() };
+    let store = Faulty::new(|operation, _| {
+        if operation.ask == Ask::Renew {
+            Fault::Silent
+        } else {
+            Fault::None
+        }
+    });
+    let handler = Slow {
+        takes: ms(60_000),
+        ..Slow::default()
+    };
     let started = Instant::now();
-    let run = consumer(&broker, store, handler.clone()).lease(ms(600)).in_flight(2000).run_until(tokio::time::sleep(ms(2500)));
+    let run = consumer(&broker, store, handler.clone())
+        .lease(ms(600))
+        .in_flight(2000)
+        .run_until(tokio::time::sleep(ms(2500)));
     run.await.expect("a clean end");
-    let mut dropped: Vec<Duration> = handler.dropped.lock().expect("no panic").iter().map(|at| at.duration_since(started)).collect();
+    let mut dropped: Vec<Duration> = handler
+        .dropped
+        .lock()
+        .expect("no panic")
+        .iter()
+        .map(|at| at.duration_since(started))
+        .collect();
     dropped.sort_unstable();
-    assert!(dropped[1999] < ms(1400), "the last of the first 2,000 was dropped after {:?}, with a lease of 600 ms", dropped[1999]);
+    assert!(
+        dropped[1999] < ms(1400),
+        "the last of the first 2,000 was dropped after {:?}, with a lease of 600 ms",
+        dropped[1999]
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -241,23 +324,45 @@ async fn renewals_go_on_after_a_panic_of_the_store() {
         Ask::Renew if !panicked.swap(true, Ordering::Relaxed) => Fault::Panics,
         _ => Fault::None,
     });
-    let handler = Slow { takes: ms(1500), ..Slow::default() };
+    let handler = Slow {
+        takes: ms(1500),
+        ..Slow::default()
+    };
     let all = broker.clone();
-    consumer(&broker, store, handler.clone()).run_until(async move { all.drained().await }).await.expect("a clean end");
-    assert_eq!(handler.runs.load(Ordering::Relaxed), 1, "its lease lived on");
+    consumer(&broker, store, handler.clone())
+        .run_until(async move { all.drained().await })
+        .await
+        .expect("a clean end");
+    assert_eq!(
+        handler.runs.load(Ordering::Relaxed),
+        1,
+        "its lease lived on"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_panic_in_a_drop_is_an_unknown_outcome_and_no_hang() {
-    for (panics, handlers) in
-        [(Panics::WhenDropped, Handlers::Spawned), (Panics::WithABomb, Handlers::Spawned), (Panics::WithABomb, Handlers::InPlace)]
-    {
+    for (panics, handlers) in [
+        (Panics::WhenDropped, Handlers::Spawned),
+        (Panics::WithABomb, Handlers::Spawned),
+        (Panics::WithABomb, Handlers::InPlace),
+    ] {
         let broker = one();
-        let handler = Slow { takes: ms(60_000), panics, ..Slow::default() };
+        let handler = Slow {
+            takes: ms(60_000),
+            panics,
+            ..Slow::default()
+        };
         let all = broker.clone();
-        let run = consumer(&broker, MemoryStore::new(), handler).handler_timeout(ms(300)).attempts(1).handlers(handlers);
+        let run = consumer(&broker, MemoryStore::new(), handler)
+            .handler_timeout(ms(300))
+            .attempts(1)
+            .handlers(handlers);
         let run = run.run_until(async move { all.drained().await });
-        tokio::time::timeout(ms(10_000), run).await.expect("it is settled").expect("a clean end");
+        tokio::time::timeout(ms(10_000), run)
+            .await
+            .expect("it is settled")
+            .expect("a clean end");
         assert_eq!(broker.dead_letters()[0].reason, Reason::AttemptsSpent);
     }
 }
@@ -271,10 +376,17 @@ async fn a_panic_of_the_function_that_reads_the_id_is_an_unusable_id() {
         assert_ne!(id, b"bad", "an id that nobody expected");
         Some(id)
     });
-    consumer(&broker, MemoryStore::new(), handler.clone()).id(id).run_until(async move { all.drained().await }).await.expect("a clean end");
+    consumer(&broker, MemoryStore::new(), handler.clone())
+        .id(id)
+        .run_until(async move { all.drained().await })
+        .await
+        .expect("a clean end");
     let letter = broker.dead_letters().remove(0);
     assert_eq!(letter.reason, Reason::UnusableId);
-    let said = letter.story.and_then(|story| story.first_error).expect("a story");
+    let said = letter
+        .story
+        .and_then(|story| story.first_error)
+        .expect("a story");
     assert!(said.contains("an id that nobody expected"), "{said}");
     assert_eq!(handler.runs.load(Ordering::Relaxed), 1);
 }
@@ -282,14 +394,23 @@ async fn a_panic_of_the_function_that_reads_the_id_is_an_unusable_id() {
 #[test]
 fn a_lane_of_thousands_that_leaves_at_once_is_no_deeper_than_one() {
     const WAITING: usize = 20_000;
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime");
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .expect("a runtime");
     runtime.block_on(async {
         let broker = MemoryBroker::new("q");
         broker.publish(message("head").with_key("k"));
         (0..WAITING).for_each(|_| broker.publish(Message::new("without an id").with_key("k")));
-        let handler = Slow { takes: ms(500), ..Slow::default() };
+        let handler = Slow {
+            takes: ms(500),
+            ..Slow::default()
+        };
         let all = broker.clone();
-        let run = consumer(&broker, MemoryStore::new(), handler).order(Order::ByKey).in_flight(WAITING + 1);
+        let run = consumer(&broker, MemoryStore::new(), handler)
+            .order(Order::ByKey)
+            .in_flight(WAITING + 1);
         let run = tokio::spawn(run.run_until(async move { all.drained().await }));
         run.await.expect("no overflow").expect("a clean end");
         assert_eq!(broker.dead_letters().len(), WAITING);
@@ -298,7 +419,9 @@ fn a_lane_of_thousands_that_leaves_at_once_is_no_deeper_than_one() {
 
 #[tokio::test]
 async fn settings_beyond_every_clock_are_refused() {
-    type Set = fn(Builder<MemorySource, MemoryStore, Slow, RawBytes>) -> Builder<MemorySource, MemoryStore, Slow, RawBytes>;
+    type Set = fn(
+        Builder<MemorySource, MemoryStore, Slow, RawBytes>,
+    ) -> Builder<MemorySource, MemoryStore, Slow, RawBytes>;
     let wrong: [(&str, Set); 5] = [
         ("drain", |it| it.drain(Duration::MAX)),
         ("handler_timeout", |it| it.handler_timeout(Duration::MAX)),
@@ -307,23 +430,38 @@ async fn settings_beyond_every_clock_are_refused() {
         ("window", |it| it.window(Duration::MAX)),
     ];
     for (setting, set) in wrong {
-        let error =
-            set(consumer(&one(), MemoryStore::new(), Slow::default())).run_until(std::future::pending::<()>()).await.expect_err(setting);
+        let error = set(consumer(&one(), MemoryStore::new(), Slow::default()))
+            .run_until(std::future::pending::<()>())
+            .await
+            .expect_err(setting);
         assert!(error.to_string().starts_with(setting), "{error}");
     }
     let most = Duration::from_secs(3650 * 24 * 3600);
     let broker = one();
     let all = broker.clone();
-    let longest =
-        consumer(&broker, MemoryStore::new(), Slow::default()).drain(most).handler_timeout(most).backoff(ms(1), most).window(most);
-    longest.retries(u32::MAX).run_until(async move { all.drained().await }).await.expect("as good as no limit");
+    let longest = consumer(&broker, MemoryStore::new(), Slow::default())
+        .drain(most)
+        .handler_timeout(most)
+        .backoff(ms(1), most)
+        .window(most);
+    longest
+        .retries(u32::MAX)
+        .run_until(async move { all.drained().await })
+        .await
+        .expect("as good as no limit");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn readiness_says_whether_messages_are_taken() {
     let (broker, readiness, away) = (one(), Readiness::new(), Arc::new(AtomicBool::new(true)));
     let is_away = away.clone();
-    let store = Faulty::new(move |_, _| if is_away.load(Ordering::Relaxed) { Fault::Away } else { Fault::None });
+    let store = Faulty::new(move |_, _| {
+        if is_away.load(Ordering::Relaxed) {
+            Fault::Away
+        } else {
+            Fault::None
+        }
+    });
     let (all, seen) = (broker.clone(), readiness.clone());
     let becomes = async |ready: bool| {
         let changed = async {
@@ -331,7 +469,9 @@ async fn readiness_says_whether_messages_are_taken() {
                 tokio::time::sleep(ms(5)).await;
             }
         };
-        tokio::time::timeout(ms(10_000), changed).await.unwrap_or_else(|_| panic!("readiness becomes {ready}"));
+        tokio::time::timeout(ms(10_000), changed)
+            .await
+            .unwrap_or_else(|_| panic!("readiness becomes {ready}"));
     };
     assert!(!readiness.is_ready(), "it has not started");
     let shutdown = async {
@@ -341,7 +481,11 @@ async fn readiness_says_whether_messages_are_taken() {
         becomes(true).await;
         all.drained().await;
     };
-    consumer(&broker, store, Slow::default()).readiness(readiness.clone()).run_until(shutdown).await.expect("a clean end");
+    consumer(&broker, store, Slow::default())
+        .readiness(readiness.clone())
+        .run_until(shutdown)
+        .await
+        .expect("a clean end");
     assert!(!readiness.is_ready(), "it has ended");
 }
 
@@ -358,23 +502,48 @@ impl Handler for Together {
     type Payload = Raw;
 
     async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
-        self.most.fetch_max(self.now.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
-        self.ran.lock().expect("nobody panics with it").push(cx.id().to_owned());
+        self.most.fetch_max(
+            self.now.fetch_add(1, Ordering::SeqCst) + 1,
+            Ordering::SeqCst,
+        );
+        self.ran
+            .lock()
+            .expect("nobody panics with it")
+            .push(cx.id().to_owned());
         tokio::time::sleep(ms(if cx.id() == "b" { 300 } else { 1 })).await;
         self.now.fetch_sub(1, Ordering::SeqCst);
         Ok(())
     }
 }
 
-/// The place of `a` goes to `b` while its completion is on the way; then the store says that its claim was lost.
+/// The place of `a` goes to `b` while its completion is on the way; then the store says that its
+/// claim was lost.
 #[tokio::test(flavor = "multi_thread")]
 async fn what_runs_again_waits_for_a_place() {
-    let (together, loses) = (Together::default(), LosesOne { store: MemoryStore::new(), lost: AtomicBool::new(false) });
+    let (together, loses) = (
+        Together::default(),
+        LosesOne {
+            store: MemoryStore::new(),
+            lost: AtomicBool::new(false),
+        },
+    );
     let broker = broker(["a", "b"].map(str::to_owned));
     let all = broker.clone();
-    let consumer = Consumer::builder().source(broker.source()).store(loses).id(IdSource::header("id")).decode(RawBytes).in_flight(1);
-    consumer.handler(together.clone()).run_until(async move { all.drained().await }).await.expect("a clean end");
-    assert_eq!(*together.ran.lock().expect("nobody panics with it"), ["a", "b", "a"]);
+    let consumer = Consumer::builder()
+        .source(broker.source())
+        .store(loses)
+        .id(IdSource::header("id"))
+        .decode(RawBytes)
+        .in_flight(1);
+    consumer
+        .handler(together.clone())
+        .run_until(async move { all.drained().await })
+        .await
+        .expect("a clean end");
+    assert_eq!(
+        *together.ran.lock().expect("nobody panics with it"),
+        ["a", "b", "a"]
+    );
     assert_eq!(together.most.load(Ordering::SeqCst), 1, "ran at once");
 }
 
@@ -389,12 +558,19 @@ impl Store for LosesOne {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
         let mut answers = Vec::new();
         for operation in operations {
-            let is_lost = operation.key == key("a") && operation.ask == Ask::Complete && !self.lost.swap(true, Ordering::Relaxed);
+            let is_lost = operation.key == key("a")
+                && operation.ask == Ask::Complete
+                && !self.lost.swap(true, Ordering::Relaxed);
             if !is_lost {
                 answers.append(&mut self.store.apply(std::slice::from_ref(operation)).await);
                 continue;
             }
-            self.store.apply(&[Operation { ask: Ask::Clear(Effect::Nothing), ..operation.clone() }]).await;
+            self.store
+                .apply(&[Operation {
+                    ask: Ask::Clear(Effect::Nothing),
+                    ..operation.clone()
+                }])
+                .await;
             answers.push(Ok(Verdict::Lost));
         }
         answers
@@ -418,13 +594,19 @@ async fn an_adaptive_lease_goes_by_how_long_handlers_run() {
         more.publish(message("last"));
         all.drained().await;
     };
-    let handler = Slow { takes: ms(20), ..Slow::default() };
+    let handler = Slow {
+        takes: ms(20),
+        ..Slow::default()
+    };
     let run = consumer(&broker, store, handler).adaptive_lease(ms(300), ms(30_000));
     run.run_until(shutdown).await.expect("a clean end");
     let leases = leases.lock().expect("no panic");
     assert_eq!(leases.first(), Some(&ms(30_000)), "nothing is known yet");
     let last = *leases.last().expect("claims");
-    assert!(last > ms(1000) && last < ms(5000), "{last:?} for handlers of 20 ms");
+    assert!(
+        last > ms(1000) && last < ms(5000),
+        "{last:?} for handlers of 20 ms"
+    );
 }
 
 /// A handler that does not know the first time, and takes a while the second.
@@ -448,30 +630,68 @@ impl Handler for Blip {
 async fn what_failed_without_a_crash_runs_again_side_by_side() {
     let broker = broker((0..50).map(|id| id.to_string()));
     let (all, started) = (broker.clone(), Instant::now());
-    consumer(&broker, MemoryStore::new(), Blip::default()).run_until(async move { all.drained().await }).await.expect("a clean end");
-    assert!(started.elapsed() < ms(2500), "one after the other would take 5 s: {:?}", started.elapsed());
+    consumer(&broker, MemoryStore::new(), Blip::default())
+        .run_until(async move { all.drained().await })
+        .await
+        .expect("a clean end");
+    assert!(
+        started.elapsed() < ms(2500),
+        "one after the other would take 5 s: {:?}",
+        started.elapsed()
+    );
 }
 
-/// What an earlier process may have crashed on runs one at a time. The last of these wait longer than a claim is held for its own runs,
-/// three seconds here, and run to their ends nevertheless.
+/// What an earlier process may have crashed on runs one at a time. The last of these wait longer
+/// than a claim is held for its own runs, three seconds here, and run to their ends nevertheless.
 #[tokio::test(flavor = "multi_thread")]
 async fn who_waited_long_for_its_turn_has_the_whole_time_for_its_run() {
     let ids: Vec<String> = (0..13).map(|id| id.to_string()).collect();
     let store = MemoryStore::new();
     for id in &ids {
-        let crashed = Terms { guarantee: Guarantee::EffectivelyOnce, lease: ms(1), window: ms(60_000), fingerprint: None };
-        let claim = Operation { key: key(id), ask: Ask::Claim, token: Token(7), attempt: 0, terms: crashed };
-        assert!(matches!(store.apply(&[claim]).await[..], [Ok(Verdict::Granted(Attempts { number: 1, .. }))]));
+        let crashed = Terms {
+            guarantee: Guarantee::EffectivelyOnce,
+            lease: ms(1),
+            window: ms(60_000),
+            fingerprint: None,
+        };
+        let claim = Operation {
+            key: key(id),
+            ask: Ask::Claim,
+            token: Token(7),
+            attempt: 0,
+            terms: crashed,
+        };
+        assert!(matches!(
+            store.apply(&[claim]).await[..],
+            [Ok(Verdict::Granted(Attempts { number: 1, .. }))]
+        ));
     }
     tokio::time::sleep(ms(20)).await; // their leases are over
-    let (broker, handler) = (broker(ids), Slow { takes: ms(350), ..Slow::default() });
+    let (broker, handler) = (
+        broker(ids),
+        Slow {
+            takes: ms(350),
+            ..Slow::default()
+        },
+    );
     let all = broker.clone();
-    let run = consumer(&broker, store, handler.clone()).lease(ms(1000)).handler_timeout(ms(1000)).retries(0).reconciles(1);
-    run.run_until(async move { all.drained().await }).await.expect("a clean end");
-    assert_eq!(handler.runs.load(Ordering::Relaxed), 13, "one was cut off and ran again");
+    let run = consumer(&broker, store, handler.clone())
+        .lease(ms(1000))
+        .handler_timeout(ms(1000))
+        .retries(0)
+        .reconciles(1);
+    run.run_until(async move { all.drained().await })
+        .await
+        .expect("a clean end");
+    assert_eq!(
+        handler.runs.load(Ordering::Relaxed),
+        13,
+        "one was cut off and ran again"
+    );
 }
 
-/// A handler that says that nothing happened while the consumer drains, and would never end if it ran again.
+/// A handler that says that nothing happened while the consumer drains, and would never end if it
+/// ran again.
 #[derive(Clone, Default)]
 struct FailsInTheDrain(Arc<AtomicU32>);
 
@@ -491,8 +711,17 @@ impl Handler for FailsInTheDrain {
 #[tokio::test(flavor = "multi_thread")]
 async fn nothing_begins_anew_in_a_drain() {
     let (broker, store, handler) = (one(), MemoryStore::new(), FailsInTheDrain::default());
-    let run = consumer(&broker, store.clone(), handler.clone()).guarantee(Guarantee::AtMostOnce).accept_forgetful_store().drain(ms(2000));
-    run.run_until(tokio::time::sleep(ms(100))).await.expect("a clean end");
+    let run = consumer(&broker, store.clone(), handler.clone())
+        .guarantee(Guarantee::AtMostOnce)
+        .accept_forgetful_store()
+        .drain(ms(2000));
+    run.run_until(tokio::time::sleep(ms(100)))
+        .await
+        .expect("a clean end");
     assert_eq!(handler.0.load(Ordering::Relaxed), 1);
-    assert_eq!(store.marker(&key("a")).0, Marker::Absent, "free for whoever comes next");
+    assert_eq!(
+        store.marker(&key("a")).0,
+        Marker::Absent,
+        "free for whoever comes next"
+    );
 }

@@ -10,17 +10,38 @@ use oncegate_core::*;
 
 async fn gate(guarantee: Guarantee) -> Gate {
     let short = Duration::from_millis(200);
-    let builder =
-        Gate::builder().store(MemoryStore::new()).guarantee(guarantee).scope("tests").lease(short).timeout(Duration::from_millis(700));
-    builder.backoff(Duration::from_millis(1), Duration::from_millis(5)).retries(2).accept_forgetful_store().open().await.expect("a gate")
+    let builder = Gate::builder()
+        .store(MemoryStore::new())
+        .guarantee(guarantee)
+        .scope("tests")
+        .lease(short)
+        .timeout(Duration::from_millis(700));
+    builder
+        .backoff(Duration::from_millis(1), Duration::from_millis(5))
+        .retries(2)
+        .accept_forgetful_store()
+        .open()
+        .await
+        .expect("a gate")
 }
 
 #[tokio::test]
 async fn work_runs_once_and_is_remembered() {
     let gate = gate(Guarantee::AtMostOnce).await;
-    assert_eq!(gate.run("day", || async { Ok(7) }).await.expect("ran"), Ran::Now(7));
-    assert_eq!(gate.run("day", || async { Ok(8) }).await.expect("remembered"), Ran::Before);
-    assert!(matches!(gate.run("", || async { Ok(0) }).await, Err(GateError::MissingId)));
+    assert_eq!(
+        gate.run("day", || async { Ok(7) }).await.expect("ran"),
+        Ran::Now(7)
+    );
+    assert_eq!(
+        gate.run("day", || async { Ok(8) })
+            .await
+            .expect("remembered"),
+        Ran::Before
+    );
+    assert!(matches!(
+        gate.run("", || async { Ok(0) }).await,
+        Err(GateError::MissingId)
+    ));
 }
 
 #[tokio::test]
@@ -35,7 +56,10 @@ async fn while_it_runs_it_is_held_elsewhere_longer_than_its_lease() {
         gate.run("day", || async { Ok(2) }).await
     };
     let (first, second) = tokio::join!(long, second);
-    assert_eq!((first.expect("ran"), second.expect("held")), (Ran::Now(1), Ran::Elsewhere));
+    assert_eq!(
+        (first.expect("ran"), second.expect("held")),
+        (Ran::Now(1), Ran::Elsewhere)
+    );
 }
 
 #[tokio::test]
@@ -48,42 +72,94 @@ async fn a_failure_that_did_nothing_is_tried_again_in_place_and_leaves_the_id_fr
             Err(Failure::Retry("not yet".into()))
         })
         .await;
-    assert!(matches!(failed, Err(GateError::Failed(Failure::Retry(_)))), "{failed:?}");
+    assert!(
+        matches!(failed, Err(GateError::Failed(Failure::Retry(_)))),
+        "{failed:?}"
+    );
     assert_eq!(runs.load(Ordering::Relaxed), 3);
-    assert_eq!(gate.run("day", || async { Ok(1) }).await.expect("free"), Ran::Now(1));
+    assert_eq!(
+        gate.run("day", || async { Ok(1) }).await.expect("free"),
+        Ran::Now(1)
+    );
 }
 
 #[tokio::test]
 async fn an_unknown_outcome_is_never_run_again_at_most_once_and_is_effectively_once() {
-    for (guarantee, again) in [(Guarantee::AtMostOnce, None), (Guarantee::EffectivelyOnce, Some(Ran::Now(1)))] {
+    for (guarantee, again) in [
+        (Guarantee::AtMostOnce, None),
+        (Guarantee::EffectivelyOnce, Some(Ran::Now(1))),
+    ] {
         let gate = gate(guarantee).await;
         let panicked: Result<Ran<u8>, _> = gate.run("day", || async { panic!("half way") }).await;
-        assert!(matches!(panicked, Err(GateError::InDoubt(_))), "{panicked:?}");
-        assert_eq!(gate.run("day", || async { Ok(1) }).await.ok(), again, "{guarantee:?}");
+        assert!(
+            matches!(panicked, Err(GateError::InDoubt(_))),
+            "{panicked:?}"
+        );
+        assert_eq!(
+            gate.run("day", || async { Ok(1) }).await.ok(),
+            again,
+            "{guarantee:?}"
+        );
     }
 }
 
-/// Nobody can reconcile here: each caller hears so at once, and a person may resolve it at any moment.
+/// Nobody can reconcile here: each caller hears so at once, and a person may resolve it at any
+/// moment.
 #[tokio::test]
 async fn a_doubt_is_told_to_each_caller_and_kept_from_no_person() {
     let store = MemoryStore::new();
-    let gate = Gate::builder().store(store.clone()).guarantee(Guarantee::AtMostOnce).accept_forgetful_store().open().await.expect("a gate");
+    let gate = Gate::builder()
+        .store(store.clone())
+        .guarantee(Guarantee::AtMostOnce)
+        .accept_forgetful_store()
+        .open()
+        .await
+        .expect("a gate");
     let panicked: Result<Ran<u8>, _> = gate.run("day", || async { panic!("half way") }).await;
-    assert!(matches!(panicked, Err(GateError::InDoubt(_))), "{panicked:?}");
+    assert!(
+        matches!(panicked, Err(GateError::InDoubt(_))),
+        "{panicked:?}"
+    );
     let key = Key::new(&MessageId::new("day").expect("an id"));
     for call in 0..100 {
         let again = gate.run("day", || async { Ok(1) }).await;
-        assert!(matches!(again, Err(GateError::InDoubt(_))), "call {call}: {again:?}");
+        assert!(
+            matches!(again, Err(GateError::InDoubt(_))),
+            "call {call}: {again:?}"
+        );
         let seen = store.marker(&key).0;
-        assert!(matches!(seen, Marker::InDoubt(_, Doubt::Waiting)), "after call {call}: {seen:?}");
+        assert!(
+            matches!(seen, Marker::InDoubt(_, Doubt::Waiting)),
+            "after call {call}: {seen:?}"
+        );
     }
     let seen = store.marker(&key).0;
-    let terms =
-        Terms { guarantee: Guarantee::AtMostOnce, lease: Duration::from_secs(1), window: Duration::from_secs(60), fingerprint: None };
-    let ask = Ask::SendBack { seen, effect: Effect::Nothing };
-    let answers = store.apply(&[Operation { key, ask, token: Token(1), attempt: 0, terms }]).await;
+    let terms = Terms {
+        guarantee: Guarantee::AtMostOnce,
+        lease: Duration::from_secs(1),
+        window: Duration::from_secs(60),
+        fingerprint: None,
+    };
+    let ask = Ask::SendBack {
+        seen,
+        effect: Effect::Nothing,
+    };
+    let answers = store
+        .apply(&[Operation {
+            key,
+            ask,
+            token: Token(1),
+            attempt: 0,
+            terms,
+        }])
+        .await;
     assert!(matches!(answers[..], [Ok(Verdict::Kept)]), "{answers:?}");
-    assert_eq!(gate.run("day", || async { Ok(1) }).await.expect("the person said that nothing happened"), Ran::Now(1));
+    assert_eq!(
+        gate.run("day", || async { Ok(1) })
+            .await
+            .expect("the person said that nothing happened"),
+        Ran::Now(1)
+    );
 }
 
 /// A closure may panic before it has made its future.
@@ -99,30 +175,61 @@ async fn work_that_panics_before_its_first_await_is_in_doubt() {
             explode(true)
         })
         .await;
-    assert!(matches!(&panicked, Err(GateError::InDoubt(why)) if why.contains("before anything was awaited")), "{panicked:?}");
-    assert!(matches!(gate.run("day", || async { Ok(1) }).await, Err(GateError::InDoubt(_))), "and it is not run again");
+    assert!(
+        matches!(&panicked, Err(GateError::InDoubt(why)) if why.contains("before anything was awaited")),
+        "{panicked:?}"
+    );
+    assert!(
+        matches!(
+            gate.run("day", || async { Ok(1) }).await,
+            Err(GateError::InDoubt(_))
+        ),
+        "and it is not run again"
+    );
 }
 
 #[tokio::test]
 async fn work_that_is_dropped_half_way_is_in_doubt_at_most_once() {
     let gate = gate(Guarantee::AtMostOnce).await;
     let endless = gate.run("day", std::future::pending::<Result<(), Failure>>);
-    assert!(tokio::time::timeout(Duration::from_millis(20), endless).await.is_err());
-    assert_eq!(gate.run("day", || async { Ok(1) }).await.expect("held"), Ran::Elsewhere);
+    assert!(
+        tokio::time::timeout(Duration::from_millis(20), endless)
+            .await
+            .is_err()
+    );
+    assert_eq!(
+        gate.run("day", || async { Ok(1) }).await.expect("held"),
+        Ran::Elsewhere
+    );
     tokio::time::sleep(Duration::from_millis(250)).await; // the lease of the store's own clock
-    assert!(matches!(gate.run("day", || async { Ok(1) }).await, Err(GateError::InDoubt(_))));
+    assert!(matches!(
+        gate.run("day", || async { Ok(1) }).await,
+        Err(GateError::InDoubt(_))
+    ));
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn work_that_is_run_again_keeps_its_lease_and_never_runs_twice_at_once() {
-    let gate = Gate::builder().store(MemoryStore::new()).lease(Duration::from_millis(200)).timeout(Duration::from_millis(700));
-    let gate = gate.retries(2).backoff(Duration::from_millis(1), Duration::from_millis(5)).open().await.expect("a gate");
+    let gate = Gate::builder()
+        .store(MemoryStore::new())
+        .lease(Duration::from_millis(200))
+        .timeout(Duration::from_millis(700));
+    let gate = gate
+        .retries(2)
+        .backoff(Duration::from_millis(1), Duration::from_millis(5))
+        .open()
+        .await
+        .expect("a gate");
     let (now, most, tries) = (AtomicU32::new(0), AtomicU32::new(0), AtomicU32::new(0));
     let first = gate.run("x", || async {
         most.fetch_max(now.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
         tokio::time::sleep(Duration::from_millis(650)).await;
         now.fetch_sub(1, Ordering::SeqCst);
-        if tries.fetch_add(1, Ordering::SeqCst) == 0 { Err(Failure::Retry("again".into())) } else { Ok(1) }
+        if tries.fetch_add(1, Ordering::SeqCst) == 0 {
+            Err(Failure::Retry("again".into()))
+        } else {
+            Ok(1)
+        }
     });
     let second = async {
         tokio::time::sleep(Duration::from_millis(1100)).await;
@@ -133,7 +240,10 @@ async fn work_that_is_run_again_keeps_its_lease_and_never_runs_twice_at_once() {
         .await
     };
     let (first, second) = tokio::join!(first, second);
-    assert_eq!((first.expect("it ran"), second.expect("an answer")), (Ran::Now(1), Ran::Elsewhere));
+    assert_eq!(
+        (first.expect("it ran"), second.expect("an answer")),
+        (Ran::Now(1), Ran::Elsewhere)
+    );
     assert_eq!(most.load(Ordering::SeqCst), 1);
 }
 
@@ -141,7 +251,10 @@ async fn work_that_is_run_again_keeps_its_lease_and_never_runs_twice_at_once() {
 async fn work_that_is_held_is_skipped_given_up_or_waited_for() {
     let store = MemoryStore::new();
     let open = async |when_held: WhenHeld| {
-        let gate = Gate::builder().store(store.clone()).when_held(when_held).backoff(Duration::from_millis(5), Duration::from_millis(20));
+        let gate = Gate::builder()
+            .store(store.clone())
+            .when_held(when_held)
+            .backoff(Duration::from_millis(5), Duration::from_millis(20));
         gate.retries(0).open().await.expect("a gate")
     };
     let holder = open(WhenHeld::Skip).await;
@@ -161,20 +274,45 @@ async fn work_that_is_held_is_skipped_given_up_or_waited_for() {
         });
         (held, has_started)
     };
-    let here = async |when_held: WhenHeld, id| open(when_held).await.run(id, || async { Ok(2) }).await;
+    let here =
+        async |when_held: WhenHeld, id| open(when_held).await.run(id, || async { Ok(2) }).await;
 
     let (held, started) = hold("a", Ok(1));
     started.await.expect("it starts");
-    assert_eq!(here(WhenHeld::Skip, "a").await.expect("an answer"), Ran::Elsewhere);
-    assert!(matches!(here(WhenHeld::GiveUp, "a").await, Err(GateError::HeldElsewhere)));
-    assert!(matches!(here(WhenHeld::Wait(Duration::from_millis(50)), "a").await, Err(GateError::HeldElsewhere)));
-    assert_eq!(here(WhenHeld::Wait(Duration::MAX), "a").await.expect("an answer"), Ran::Before, "the other succeeded");
+    assert_eq!(
+        here(WhenHeld::Skip, "a").await.expect("an answer"),
+        Ran::Elsewhere
+    );
+    assert!(matches!(
+        here(WhenHeld::GiveUp, "a").await,
+        Err(GateError::HeldElsewhere)
+    ));
+    assert!(matches!(
+        here(WhenHeld::Wait(Duration::from_millis(50)), "a").await,
+        Err(GateError::HeldElsewhere)
+    ));
+    assert_eq!(
+        here(WhenHeld::Wait(Duration::MAX), "a")
+            .await
+            .expect("an answer"),
+        Ran::Before,
+        "the other succeeded"
+    );
     assert_eq!(held.await.expect("no panic").expect("it ran"), Ran::Now(1));
 
     let (held, started) = hold("b", Err(()));
     started.await.expect("it starts");
-    assert_eq!(here(WhenHeld::Wait(Duration::from_secs(10)), "b").await.expect("an answer"), Ran::Now(2), "the other failed");
-    assert!(matches!(held.await.expect("no panic"), Err(GateError::Failed(_))));
+    assert_eq!(
+        here(WhenHeld::Wait(Duration::from_secs(10)), "b")
+            .await
+            .expect("an answer"),
+        Ran::Now(2),
+        "the other failed"
+    );
+    assert!(matches!(
+        held.await.expect("no panic"),
+        Err(GateError::Failed(_))
+    ));
 }
 
 /// A store that is away until it is told to be there, and counts how often it is asked.
@@ -198,18 +336,29 @@ impl Store for Away {
         if self.is_there() {
             return self.store.apply(operations).await;
         }
-        operations.iter().map(|_| Err(StoreError::NotApplied("refused".into()))).collect()
+        operations
+            .iter()
+            .map(|_| Err(StoreError::NotApplied("refused".into())))
+            .collect()
     }
 
     async fn preflight(&self, _: Guarantee) -> Result<(), StoreError> {
-        if self.is_there() { Ok(()) } else { Err(StoreError::NotApplied("refused".into())) }
+        if self.is_there() {
+            Ok(())
+        } else {
+            Err(StoreError::NotApplied("refused".into()))
+        }
     }
 }
 
 /// No more than this in a time, and what was under way when the store fell silent.
 fn few(asked: u32, since: Instant) {
     let bound = 20.0 * since.elapsed().as_secs_f64() + 5.0;
-    assert!(f64::from(asked) <= bound, "asked {asked} times in {:?}", since.elapsed());
+    assert!(
+        f64::from(asked) <= bound,
+        "asked {asked} times in {:?}",
+        since.elapsed()
+    );
 }
 
 #[tokio::test]
@@ -217,7 +366,12 @@ async fn a_store_that_is_away_is_asked_a_few_times_a_second_by_all_callers_toget
     let store = Away::default();
     store.there.store(true, Ordering::Relaxed);
     let pause = Duration::from_millis(1);
-    let gate = Gate::builder().store(store.clone()).backoff(pause, pause).open().await.expect("a gate");
+    let gate = Gate::builder()
+        .store(store.clone())
+        .backoff(pause, pause)
+        .open()
+        .await
+        .expect("a gate");
     store.there.store(false, Ordering::Relaxed);
     store.asked.store(0, Ordering::Relaxed);
     let since = Instant::now();
@@ -225,13 +379,25 @@ async fn a_store_that_is_away_is_asked_a_few_times_a_second_by_all_callers_toget
     assert!(ran.iter().all(|it| matches!(it, Err(GateError::Store(_)))));
     few(store.asked.load(Ordering::Relaxed), since);
     store.there.store(true, Ordering::Relaxed);
-    assert_eq!(gate.run("id-1", || async { Ok(()) }).await.expect("it is back"), Ran::Now(()));
+    assert_eq!(
+        gate.run("id-1", || async { Ok(()) })
+            .await
+            .expect("it is back"),
+        Ran::Now(())
+    );
 }
 
 #[tokio::test]
 async fn a_store_that_is_away_at_start_is_asked_a_few_times_a_second() {
     let (store, since, pause) = (Away::default(), Instant::now(), Duration::from_millis(1));
-    let opening = Gate::builder().store(store.clone()).backoff(pause, pause).open();
-    assert!(tokio::time::timeout(Duration::from_secs(1), opening).await.is_err());
+    let opening = Gate::builder()
+        .store(store.clone())
+        .backoff(pause, pause)
+        .open();
+    assert!(
+        tokio::time::timeout(Duration::from_secs(1), opening)
+            .await
+            .is_err()
+    );
     few(store.asked.load(Ordering::Relaxed), since);
 }

@@ -16,18 +16,32 @@ struct Seen(Arc<(Mutex<Vec<String>>, Condvar)>);
 
 impl Seen {
     fn note(&self, what: &str) {
-        self.0.0.lock().expect("no panic inside").push(what.to_owned());
+        self.0
+            .0
+            .lock()
+            .expect("no panic inside")
+            .push(what.to_owned());
         self.0.1.notify_all();
     }
 
     fn times(&self, what: &str) -> usize {
-        self.0.0.lock().expect("no panic inside").iter().filter(|it| *it == what).count()
+        self.0
+            .0
+            .lock()
+            .expect("no panic inside")
+            .iter()
+            .filter(|it| *it == what)
+            .count()
     }
 
     /// Holds this thread until something was noted.
     fn block_until(&self, what: &str) {
         let seen = self.0.0.lock().expect("no panic inside");
-        let waited = self.0.1.wait_timeout_while(seen, BOUND, |seen| !seen.iter().any(|it| it == what)).expect("no panic inside");
+        let waited = self
+            .0
+            .1
+            .wait_timeout_while(seen, BOUND, |seen| !seen.iter().any(|it| it == what))
+            .expect("no panic inside");
         assert!(!waited.1.timed_out(), "{what} did not come");
     }
 
@@ -45,8 +59,14 @@ struct NeverRenewsTheFirst(MemoryStore);
 #[async_trait]
 impl Store for NeverRenewsTheFirst {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
-        if operations.iter().any(|operation| operation.ask == Ask::Renew && operation.attempt == 1) {
-            return operations.iter().map(|_| Err(StoreError::NotApplied("as the test says".into()))).collect();
+        if operations
+            .iter()
+            .any(|operation| operation.ask == Ask::Renew && operation.attempt == 1)
+        {
+            return operations
+                .iter()
+                .map(|_| Err(StoreError::NotApplied("as the test says".into())))
+                .collect();
         }
         self.0.apply(operations).await
     }
@@ -54,14 +74,27 @@ impl Store for NeverRenewsTheFirst {
 
 fn broker(ids: impl IntoIterator<Item = String>) -> MemoryBroker {
     let broker = MemoryBroker::new("q");
-    ids.into_iter().for_each(|id| broker.publish(Message::new("x").with_header("id", id)));
+    ids.into_iter()
+        .for_each(|id| broker.publish(Message::new("x").with_header("id", id)));
     broker
 }
 
-fn consumer<S: Store + 'static, H: Handler>(broker: &MemoryBroker, store: S, handler: H) -> Builder<MemorySource, S, H, RawBytes> {
-    let consumer = Consumer::builder().source(broker.source()).store(store).handler(handler).decode(RawBytes);
+fn consumer<S: Store + 'static, H: Handler>(
+    broker: &MemoryBroker,
+    store: S,
+    handler: H,
+) -> Builder<MemorySource, S, H, RawBytes> {
+    let consumer = Consumer::builder()
+        .source(broker.source())
+        .store(store)
+        .handler(handler)
+        .decode(RawBytes);
     let pause = Duration::from_millis(5);
-    consumer.id(IdSource::header("id")).lease(LEASE).backoff(pause, 4 * pause).drain(Duration::from_millis(300))
+    consumer
+        .id(IdSource::header("id"))
+        .lease(LEASE)
+        .backoff(pause, 4 * pause)
+        .drain(Duration::from_millis(300))
 }
 
 /// Holds its thread at the id `stuck` until the test lets it go.
@@ -87,22 +120,37 @@ impl Handler for Stuck {
 #[tokio::test(flavor = "multi_thread", worker_threads = 3)]
 async fn one_that_never_yields_holds_up_neither_others_nor_the_drain_and_its_message_comes_back() {
     let (seen, store) = (Seen::default(), MemoryStore::new());
-    let broker = broker((0..50).map(|n| format!("id-{n}")).chain(["stuck".to_owned()]));
+    let broker = broker(
+        (0..50)
+            .map(|n| format!("id-{n}"))
+            .chain(["stuck".to_owned()]),
+    );
     let all_but_one = async {
         seen.until("begun", 1).await;
         seen.until("handled", 50).await;
     };
-    let ended = tokio::time::timeout(BOUND, consumer(&broker, store.clone(), Stuck(seen.clone())).run_until(all_but_one)).await;
-    ended.expect("a drain that waits for nobody").expect("a clean end");
+    let ended = tokio::time::timeout(
+        BOUND,
+        consumer(&broker, store.clone(), Stuck(seen.clone())).run_until(all_but_one),
+    )
+    .await;
+    ended
+        .expect("a drain that waits for nobody")
+        .expect("a clean end");
     assert_eq!((broker.unsettled(), seen.times("over")), (1, 0));
 
     seen.note("let go");
-    let drained = tokio::time::timeout(BOUND, consumer(&broker, store, Stuck(seen.clone())).run_until(broker.drained())).await;
+    let drained = tokio::time::timeout(
+        BOUND,
+        consumer(&broker, store, Stuck(seen.clone())).run_until(broker.drained()),
+    )
+    .await;
     drained.expect("it comes back").expect("a clean end");
     assert_eq!((seen.times("begun"), seen.times("handled")), (2, 50));
 }
 
-/// The first run holds its thread until the second one has begun, and then refuses the message; the second is done after that.
+/// The first run holds its thread until the second one has begun, and then refuses the message; the
+/// second is done after that.
 struct TooLate(Seen);
 
 #[async_trait]
@@ -128,7 +176,11 @@ impl Handler for TooLate {
 #[tokio::test(flavor = "multi_thread", worker_threads = 3)]
 async fn what_one_says_after_its_lease_is_over_does_not_count() {
     let (seen, broker) = (Seen::default(), broker(["a".to_owned()]));
-    let consumer = consumer(&broker, NeverRenewsTheFirst(MemoryStore::new()), TooLate(seen.clone()));
+    let consumer = consumer(
+        &broker,
+        NeverRenewsTheFirst(MemoryStore::new()),
+        TooLate(seen.clone()),
+    );
     let drained = tokio::time::timeout(BOUND, consumer.run_until(broker.drained())).await;
     drained.expect("it is settled").expect("a clean end");
     assert_eq!((seen.times("too late"), seen.times("done")), (1, 1));

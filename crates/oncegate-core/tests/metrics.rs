@@ -21,8 +21,16 @@ impl Handler for Gated {
     type Payload = Raw;
 
     async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
-        self.lets.acquire().await.expect("it is never closed").forget();
-        if cx.id() == "fails" && !self.failed.swap(true, Ordering::SeqCst) { Err("not yet").retry() } else { Ok(()) }
+        self.lets
+            .acquire()
+            .await
+            .expect("it is never closed")
+            .forget();
+        if cx.id() == "fails" && !self.failed.swap(true, Ordering::SeqCst) {
+            Err("not yet").retry()
+        } else {
+            Ok(())
+        }
     }
 }
 
@@ -30,7 +38,11 @@ impl Handler for Gated {
 fn told(snapshotter: &Snapshotter) -> HashMap<String, DebugValue> {
     let all = snapshotter.snapshot().into_vec().into_iter();
     let named = all.map(|(key, _, _, value)| {
-        let labels: String = key.key().labels().map(|label| format!("/{}", label.value())).collect();
+        let labels: String = key
+            .key()
+            .labels()
+            .map(|label| format!("/{}", label.value()))
+            .collect();
         (format!("{}{labels}", key.key().name()), value)
     });
     named.collect()
@@ -64,7 +76,11 @@ async fn what_is_held_is_told_and_how_long_all_took() {
     let snapshotter = recorder.snapshotter();
     let _here = metrics::set_default_local_recorder(&recorder);
 
-    let (broker, lets, status) = (MemoryBroker::new("q"), Arc::new(Semaphore::new(0)), ConsumerStatus::new());
+    let (broker, lets, status) = (
+        MemoryBroker::new("q"),
+        Arc::new(Semaphore::new(0)),
+        ConsumerStatus::new(),
+    );
     for (id, key) in [("one", "a"), ("two", "a"), ("fails", "b")] {
         broker.publish(Message::new("x").with_key(key).with_message_id(id));
     }
@@ -77,7 +93,10 @@ async fn what_is_held_is_told_and_how_long_all_took() {
         .retries(0)
         .backoff(Duration::from_millis(1), Duration::from_millis(1))
         .decode(RawBytes)
-        .handler(Gated { lets: lets.clone(), failed: AtomicBool::new(false) })
+        .handler(Gated {
+            lets: lets.clone(),
+            failed: AtomicBool::new(false),
+        })
         .status(status.clone());
     let mut held = HashMap::new();
     let shutdown = async {
@@ -86,7 +105,9 @@ async fn what_is_held_is_told_and_how_long_all_took() {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
         };
-        tokio::time::timeout(Duration::from_secs(30), two_run).await.expect("two run, and one waits behind its key");
+        tokio::time::timeout(Duration::from_secs(30), two_run)
+            .await
+            .expect("two run, and one waits behind its key");
         held = told(&snapshotter);
         tokio::time::sleep(HELD_FOR).await;
         lets.add_permits(100);
@@ -96,29 +117,66 @@ async fn what_is_held_is_told_and_how_long_all_took() {
     let left = told(&snapshotter);
 
     // A look takes away what it saw: what the second sees is what changed since.
-    for (name, at_first) in [("oncegate_in_flight", 2.0), ("oncegate_waiting", 1.0), ("oncegate_parked", 0.0), ("oncegate_store_away", 0.0)]
-    {
-        assert_eq!((gauge(&held, name), gauge(&left, name)), (at_first, -at_first), "{name}");
+    for (name, at_first) in [
+        ("oncegate_in_flight", 2.0),
+        ("oncegate_waiting", 1.0),
+        ("oncegate_parked", 0.0),
+        ("oncegate_store_away", 0.0),
+    ] {
+        assert_eq!(
+            (gauge(&held, name), gauge(&left, name)),
+            (at_first, -at_first),
+            "{name}"
+        );
     }
     // `fails` fails once, rests, and is claimed and handled again.
-    let took = ["oncegate_handle_seconds", "oncegate_complete_seconds", "oncegate_lease_age_seconds", "oncegate_delivery_seconds"];
+    let took = [
+        "oncegate_handle_seconds",
+        "oncegate_complete_seconds",
+        "oncegate_lease_age_seconds",
+        "oncegate_delivery_seconds",
+    ];
     assert_eq!(took.map(|name| seen(&left, name).len()), [4, 3, 3, 3]);
-    assert_eq!(seen(&held, "oncegate_claim_seconds").len() + seen(&left, "oncegate_claim_seconds").len(), 4);
-    for name in ["oncegate_handle_seconds", "oncegate_lease_age_seconds", "oncegate_delivery_seconds"] {
+    assert_eq!(
+        seen(&held, "oncegate_claim_seconds").len() + seen(&left, "oncegate_claim_seconds").len(),
+        4
+    );
+    for name in [
+        "oncegate_handle_seconds",
+        "oncegate_lease_age_seconds",
+        "oncegate_delivery_seconds",
+    ] {
         let longest = seen(&left, name).into_iter().fold(0.0, f64::max);
         assert!(longest >= HELD_FOR.as_secs_f64(), "{name}: {longest}");
     }
-    assert_eq!(["completed", "retried", "released", "duplicate"].map(|outcome| count(&left, outcome)), [3, 1, 1, 0]);
+    assert_eq!(
+        ["completed", "retried", "released", "duplicate"].map(|outcome| count(&left, outcome)),
+        [3, 1, 1, 0]
+    );
     assert_eq!(count(&held, "unknown_age"), 3, "none has a timestamp");
 
     // What is told is what the list says, and the list says nothing else.
-    let names = |told: &HashMap<String, DebugValue>| told.keys().map(|it| it.split('/').next().unwrap_or_default().to_owned()).collect();
+    let names = |told: &HashMap<String, DebugValue>| {
+        told.keys()
+            .map(|it| it.split('/').next().unwrap_or_default().to_owned())
+            .collect()
+    };
     let told: BTreeSet<String> = names(&left);
     let listed: BTreeSet<String> = METRICS.iter().map(|it| it.name.to_owned()).collect();
     assert_eq!(told, listed);
     for metric in METRICS {
         let ends = |suffix| metric.name.ends_with(suffix);
-        assert_eq!(metric.kind == Kind::Counter, ends("_total"), "{}", metric.name);
-        assert_eq!(metric.kind == Kind::Histogram, ends("_seconds"), "{}", metric.name);
+        assert_eq!(
+            metric.kind == Kind::Counter,
+            ends("_total"),
+            "{}",
+            metric.name
+        );
+        assert_eq!(
+            metric.kind == Kind::Histogram,
+            ends("_seconds"),
+            "{}",
+            metric.name
+        );
     }
 }

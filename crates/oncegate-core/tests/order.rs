@@ -28,7 +28,11 @@ enum Says {
 
 impl Scripted {
     fn new(says: impl Fn(&str, u32, &[String]) -> Says + Send + Sync + 'static) -> Self {
-        Self { done: Arc::default(), runs: Arc::default(), says: Arc::new(says) }
+        Self {
+            done: Arc::default(),
+            runs: Arc::default(),
+            says: Arc::new(says),
+        }
     }
 
     fn done(&self) -> Vec<String> {
@@ -58,10 +62,18 @@ impl Handler for Scripted {
 }
 
 fn publish(broker: &MemoryBroker, key: &str, number: u32) {
-    broker.publish(Message::new("x").with_key(key.to_owned()).with_message_id(format!("{key}-{number}")));
+    broker.publish(
+        Message::new("x")
+            .with_key(key.to_owned())
+            .with_message_id(format!("{key}-{number}")),
+    );
 }
 
-fn consumer(broker: &MemoryBroker, store: &MemoryStore, handler: &Scripted) -> Builder<MemorySource, MemoryStore, Scripted, RawBytes> {
+fn consumer(
+    broker: &MemoryBroker,
+    store: &MemoryStore,
+    handler: &Scripted,
+) -> Builder<MemorySource, MemoryStore, Scripted, RawBytes> {
     Consumer::builder()
         .source(broker.source())
         .store(store.clone())
@@ -74,14 +86,24 @@ fn consumer(broker: &MemoryBroker, store: &MemoryStore, handler: &Scripted) -> B
         .handler(handler.clone())
 }
 
-async fn drain(broker: &MemoryBroker, consumer: Builder<MemorySource, MemoryStore, Scripted, RawBytes>) {
+async fn drain(
+    broker: &MemoryBroker,
+    consumer: Builder<MemorySource, MemoryStore, Scripted, RawBytes>,
+) {
     let until = broker.clone();
-    let ended = tokio::time::timeout(Duration::from_secs(60), consumer.run_until(async move { until.drained().await })).await;
+    let ended = tokio::time::timeout(
+        Duration::from_secs(60),
+        consumer.run_until(async move { until.drained().await }),
+    )
+    .await;
     ended.expect("nothing is stuck").expect("a clean end");
 }
 
 fn of(key: &str, done: &[String]) -> Vec<String> {
-    done.iter().filter(|id| id.starts_with(key)).cloned().collect()
+    done.iter()
+        .filter(|id| id.starts_with(key))
+        .cloned()
+        .collect()
 }
 
 fn in_order(key: &str, count: u32) -> Vec<String> {
@@ -91,13 +113,23 @@ fn in_order(key: &str, count: u32) -> Vec<String> {
 #[tokio::test]
 async fn a_released_delivery_is_not_overtaken_by_its_key_and_holds_up_no_other() {
     let (broker, store) = (MemoryBroker::new("q"), MemoryStore::new());
-    // The first of `a` works only when all of `b` was handled, and far more of `a` waits than fits in flight.
-    let handler = Scripted::new(|id, _, done| if id == "a-0" && of("b", done).len() < 10 { Says::Retry } else { Says::Done });
+    // The first of `a` works only when all of `b` was handled, and far more of `a` waits than fits
+    // in flight.
+    let handler = Scripted::new(|id, _, done| {
+        if id == "a-0" && of("b", done).len() < 10 {
+            Says::Retry
+        } else {
+            Says::Done
+        }
+    });
     (0..50).for_each(|number| publish(&broker, "a", number));
     (0..10).for_each(|number| publish(&broker, "b", number));
     drain(&broker, consumer(&broker, &store, &handler).in_flight(4)).await;
     let done = handler.done();
-    assert_eq!((of("a", &done), of("b", &done)), (in_order("a", 50), in_order("b", 10)));
+    assert_eq!(
+        (of("a", &done), of("b", &done)),
+        (in_order("a", 50), in_order("b", 10))
+    );
 }
 
 #[tokio::test]
@@ -105,13 +137,32 @@ async fn an_id_that_is_held_elsewhere_is_not_overtaken_by_its_key() {
     let (broker, store) = (MemoryBroker::new("q"), MemoryStore::new());
     let held = Key::new(&MessageId::new("a-0").expect("an id"));
     let [lease, window] = [Duration::from_millis(700), Duration::from_secs(60)];
-    let terms = Terms { guarantee: Guarantee::EffectivelyOnce, lease, window, fingerprint: None };
-    store.apply(&[Operation { key: held, ask: Ask::Claim, token: Token(1), attempt: 0, terms }]).await;
+    let terms = Terms {
+        guarantee: Guarantee::EffectivelyOnce,
+        lease,
+        window,
+        fingerprint: None,
+    };
+    store
+        .apply(&[Operation {
+            key: held,
+            ask: Ask::Claim,
+            token: Token(1),
+            attempt: 0,
+            terms,
+        }])
+        .await;
     let handler = Scripted::new(|_, _, _| Says::Done);
     (0..50).for_each(|number| publish(&broker, "a", number));
     publish(&broker, "b", 0);
     let pause = Duration::from_millis(200);
-    drain(&broker, consumer(&broker, &store, &handler).backoff(pause, pause).in_flight(4)).await;
+    drain(
+        &broker,
+        consumer(&broker, &store, &handler)
+            .backoff(pause, pause)
+            .in_flight(4),
+    )
+    .await;
     let done = handler.done();
     assert_eq!((of("a", &done), &done[0][..]), (in_order("a", 50), "b-0"));
 }
@@ -120,7 +171,11 @@ async fn an_id_that_is_held_elsewhere_is_not_overtaken_by_its_key() {
 async fn every_key_stays_in_order_whatever_fails() {
     let (broker, store) = (MemoryBroker::new("q"), MemoryStore::new());
     let handler = Scripted::new(|id, run, _| {
-        let chance = id.bytes().fold(run.wrapping_mul(2_654_435_761), |chance, byte| (chance ^ u32::from(byte)).wrapping_mul(16_777_619));
+        let chance = id
+            .bytes()
+            .fold(run.wrapping_mul(2_654_435_761), |chance, byte| {
+                (chance ^ u32::from(byte)).wrapping_mul(16_777_619)
+            });
         match chance >> 28 {
             0..3 => Says::Retry,
             3..5 => Says::Unknown,
@@ -166,7 +221,9 @@ impl Source for Driven {
     }
 
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), SourceError> {
-        settled.drain(..).for_each(|it| self.settled.send(it).expect("the test listens"));
+        settled
+            .drain(..)
+            .for_each(|it| self.settled.send(it).expect("the test listens"));
         Ok(())
     }
 
@@ -194,16 +251,40 @@ impl Resting {
         });
         let (store, hour) = (MemoryStore::new(), Duration::from_secs(3600));
         let consumer = consumer(&MemoryBroker::new("unused"), &store, &handler).backoff(hour, hour);
-        (Self { hand_over, settled, store, runs }, consumer.source(Driven { incoming, settled: tell }))
+        (
+            Self {
+                hand_over,
+                settled,
+                store,
+                runs,
+            },
+            consumer.source(Driven {
+                incoming,
+                settled: tell,
+            }),
+        )
     }
 
     fn hand_over(&self, id: &str, epoch: u64) {
-        let message = Message::new("x").with_key("a").with_message_id(id.to_owned());
-        let delivery = Delivery { message, receipt: Receipt { epoch, partition: 0, position: 0 }, failures: 0 };
-        self.hand_over.send(Incoming::Delivery(delivery)).expect("it runs");
+        let message = Message::new("x")
+            .with_key("a")
+            .with_message_id(id.to_owned());
+        let delivery = Delivery {
+            message,
+            receipt: Receipt {
+                epoch,
+                partition: 0,
+                position: 0,
+            },
+            failures: 0,
+        };
+        self.hand_over
+            .send(Incoming::Delivery(delivery))
+            .expect("it runs");
     }
 
-    /// Until the first has failed, its claim is cleared, and the consumer has had time to hear of it.
+    /// Until the first has failed, its claim is cleared, and the consumer has had time to hear of
+    /// it.
     async fn begin(&mut self) {
         self.hand_over("a-0", 1);
         self.hand_over("a-1", 1);
@@ -218,9 +299,19 @@ impl Resting {
     async fn given_back(&mut self, count: usize) -> Vec<(String, u32)> {
         let mut all = Vec::new();
         while all.len() < count {
-            let Settled { delivery, settlement, .. } = self.settled.recv().await.expect("it runs");
-            let Settlement::Release { failures, .. } = settlement else { panic!("{settlement:?}") };
-            all.push((String::from_utf8(delivery.message.message_id.expect("an id").to_vec()).expect("text"), failures));
+            let Settled {
+                delivery,
+                settlement,
+                ..
+            } = self.settled.recv().await.expect("it runs");
+            let Settlement::Release { failures, .. } = settlement else {
+                panic!("{settlement:?}")
+            };
+            all.push((
+                String::from_utf8(delivery.message.message_id.expect("an id").to_vec())
+                    .expect("text"),
+                failures,
+            ));
         }
         all.sort();
         all
@@ -232,9 +323,15 @@ async fn what_rests_and_is_revoked_is_given_back_and_not_waited_for() {
     let (mut resting, consumer) = Resting::new();
     let script = async {
         resting.begin().await;
-        resting.hand_over.send(Incoming::Revoked(1)).expect("it runs");
+        resting
+            .hand_over
+            .send(Incoming::Revoked(1))
+            .expect("it runs");
         resting.hand_over("a-2", 2);
-        assert_eq!(resting.given_back(2).await, [("a-0".to_owned(), 1), ("a-1".to_owned(), 0)]);
+        assert_eq!(
+            resting.given_back(2).await,
+            [("a-0".to_owned(), 1), ("a-1".to_owned(), 0)]
+        );
         let next = resting.settled.recv().await.expect("it runs");
         assert!(matches!(next.settlement, Settlement::Accept(_)), "{next:?}");
     };
@@ -245,15 +342,25 @@ async fn what_rests_and_is_revoked_is_given_back_and_not_waited_for() {
 #[tokio::test]
 async fn a_shutdown_gives_back_what_rests_with_its_count() {
     let (mut resting, consumer) = Resting::new();
-    let ended = tokio::time::timeout(Duration::from_secs(60), consumer.run_until(resting.begin())).await;
+    let ended =
+        tokio::time::timeout(Duration::from_secs(60), consumer.run_until(resting.begin())).await;
     ended.expect("nothing is stuck").expect("a clean end");
-    assert_eq!(resting.given_back(2).await, [("a-0".to_owned(), 1), ("a-1".to_owned(), 0)]);
+    assert_eq!(
+        resting.given_back(2).await,
+        [("a-0".to_owned(), 1), ("a-1".to_owned(), 0)]
+    );
 }
 
 #[tokio::test]
 async fn ten_thousand_behind_one_failure_are_handed_over_once() {
     let (broker, store) = (MemoryBroker::new("q"), MemoryStore::new());
-    let handler = Scripted::new(|id, run, _| if id == "a-0" && run < 3 { Says::Retry } else { Says::Done });
+    let handler = Scripted::new(|id, run, _| {
+        if id == "a-0" && run < 3 {
+            Says::Retry
+        } else {
+            Says::Done
+        }
+    });
     (0..9_999).for_each(|number| publish(&broker, "a", number));
     drain(&broker, consumer(&broker, &store, &handler)).await;
     assert_eq!(handler.done(), in_order("a", 9_999));
@@ -269,13 +376,24 @@ async fn what_waits_is_bounded() {
         let open = watched.delivered() - done.len() as u64;
         let mut most = seen.lock().expect("no panic inside");
         *most = open.max(*most);
-        if id == "a-0" && run < 20 { Says::Retry } else { Says::Done }
+        if id == "a-0" && run < 20 {
+            Says::Retry
+        } else {
+            Says::Done
+        }
     });
     (0..500).for_each(|number| publish(&broker, "a", number));
-    drain(&broker, consumer(&broker, &store, &handler).in_flight(4).waiting(20)).await;
+    drain(
+        &broker,
+        consumer(&broker, &store, &handler).in_flight(4).waiting(20),
+    )
+    .await;
     assert_eq!(handler.done(), in_order("a", 500));
     let most = *most.lock().expect("no panic inside");
-    assert!((20..=20 + 4 + 4).contains(&most), "{most} were open at once");
+    assert!(
+        (20..=20 + 4 + 4).contains(&most),
+        "{most} were open at once"
+    );
 }
 
 /// By size where the count would allow all of them.
@@ -289,27 +407,57 @@ async fn what_waits_is_bounded_in_bytes() {
         let open = watched.delivered() - done.len() as u64;
         let mut most = seen.lock().expect("no panic inside");
         *most = open.max(*most);
-        if id == "a-0" && run < 20 { Says::Retry } else { Says::Done }
+        if id == "a-0" && run < 20 {
+            Says::Retry
+        } else {
+            Says::Done
+        }
     });
     for number in 0..300 {
-        let message = Message::new(vec![b'x'; BODY]).with_key("a").with_message_id(format!("a-{number}"));
+        let message = Message::new(vec![b'x'; BODY])
+            .with_key("a")
+            .with_message_id(format!("a-{number}"));
         broker.publish(message);
     }
-    drain(&broker, consumer(&broker, &store, &handler).in_flight(4).waiting_bytes(20 * BODY)).await;
+    drain(
+        &broker,
+        consumer(&broker, &store, &handler)
+            .in_flight(4)
+            .waiting_bytes(20 * BODY),
+    )
+    .await;
     assert_eq!(handler.done(), in_order("a", 300));
     let most = *most.lock().expect("no panic inside");
-    assert!((20..=20 + 4 + 4).contains(&most), "{most} were open at once");
+    assert!(
+        (20..=20 + 4 + 4).contains(&most),
+        "{most} were open at once"
+    );
 }
 
-/// Where there are no partitions all of a queue is one: what fails is not overtaken, whatever the keys are.
+/// Where there are no partitions all of a queue is one: what fails is not overtaken, whatever the
+/// keys are.
 #[tokio::test]
 async fn by_partition_nothing_of_a_queue_overtakes_what_fails() {
     let (broker, store) = (MemoryBroker::new("q"), MemoryStore::new());
-    let handler = Scripted::new(|id, run, _| if id == "a-3" && run < 5 { Says::Retry } else { Says::Done });
-    let publish_all = || (0..20).for_each(|number| publish(&broker, if number % 2 == 0 { "b" } else { "a" }, number));
+    let handler = Scripted::new(|id, run, _| {
+        if id == "a-3" && run < 5 {
+            Says::Retry
+        } else {
+            Says::Done
+        }
+    });
+    let publish_all = || {
+        (0..20).for_each(|number| publish(&broker, if number % 2 == 0 { "b" } else { "a" }, number))
+    };
     publish_all();
-    drain(&broker, consumer(&broker, &store, &handler).order(Order::ByPartition)).await;
-    let all: Vec<String> = (0..20).map(|number| format!("{}-{number}", if number % 2 == 0 { "b" } else { "a" })).collect();
+    drain(
+        &broker,
+        consumer(&broker, &store, &handler).order(Order::ByPartition),
+    )
+    .await;
+    let all: Vec<String> = (0..20)
+        .map(|number| format!("{}-{number}", if number % 2 == 0 { "b" } else { "a" }))
+        .collect();
     assert_eq!(handler.done(), all);
 }
 
@@ -317,9 +465,19 @@ async fn by_partition_nothing_of_a_queue_overtakes_what_fails() {
 #[tokio::test]
 async fn unordered_what_fails_is_overtaken_by_its_key() {
     let (broker, store) = (MemoryBroker::new("q"), MemoryStore::new());
-    let handler = Scripted::new(|id, _, done| if id == "a-0" && done.len() < 19 { Says::Retry } else { Says::Done });
+    let handler = Scripted::new(|id, _, done| {
+        if id == "a-0" && done.len() < 19 {
+            Says::Retry
+        } else {
+            Says::Done
+        }
+    });
     (0..20).for_each(|number| publish(&broker, "a", number));
-    drain(&broker, consumer(&broker, &store, &handler).order(Order::Unordered)).await;
+    drain(
+        &broker,
+        consumer(&broker, &store, &handler).order(Order::Unordered),
+    )
+    .await;
     assert_eq!(handler.done().last().map(String::as_str), Some("a-0"));
 }
 
@@ -356,12 +514,20 @@ async fn crowd(limited: impl FnOnce(Builder<(), (), (), Json>) -> Builder<(), ()
                 *now += 1;
                 *most = (*most).max(*now);
             }
-            let first = self.failed.lock().expect("no panic inside").insert(cx.id().to_owned());
+            let first = self
+                .failed
+                .lock()
+                .expect("no panic inside")
+                .insert(cx.id().to_owned());
             if !first {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
             self.running.lock().expect("no panic inside").0 -= 1;
-            if first { Err("not yet").retry() } else { Ok(()) }
+            if first {
+                Err("not yet").retry()
+            } else {
+                Ok(())
+            }
         }
     }
 
@@ -382,7 +548,10 @@ async fn crowd(limited: impl FnOnce(Builder<(), (), (), Json>) -> Builder<(), ()
         .decode(RawBytes)
         .handler(crowd.clone());
     let run = consumer.run_until(async move { all.drained().await });
-    tokio::time::timeout(Duration::from_secs(60), run).await.expect("nothing is stuck").expect("a clean end");
+    tokio::time::timeout(Duration::from_secs(60), run)
+        .await
+        .expect("nothing is stuck")
+        .expect("a clean end");
     assert!(broker.dead_letters().is_empty());
     let (now, most) = *crowd.running.lock().expect("no panic inside");
     assert!(now == 0 && (2..=MOST).contains(&most), "{most} ran at once");

@@ -15,7 +15,10 @@ struct Limited {
 
 impl Limited {
     fn note(&self, asked: impl Into<String>) {
-        self.asked.lock().expect("no panic inside").push(asked.into());
+        self.asked
+            .lock()
+            .expect("no panic inside")
+            .push(asked.into());
     }
 
     fn asked(&self) -> Vec<String> {
@@ -33,7 +36,9 @@ impl Store for Limited {
     async fn preflight(&self, guarantee: Guarantee) -> Result<(), StoreError> {
         self.note(format!("preflight {guarantee:?}"));
         match guarantee {
-            Guarantee::AtMostOnce => Err(StoreError::Misconfigured("it refuses SET: let the user run it".into())),
+            Guarantee::AtMostOnce => Err(StoreError::Misconfigured(
+                "it refuses SET: let the user run it".into(),
+            )),
             _ => Ok(()),
         }
     }
@@ -62,14 +67,30 @@ async fn a_store_that_cannot_keep_the_guarantee_ends_the_start() {
     let broker = MemoryBroker::new("q");
     let consumer = |guarantee| {
         let source = broker.source();
-        Consumer::builder().source(source).store(store.clone()).handler(Nothing).id(IdSource::key()).guarantee(guarantee)
+        Consumer::builder()
+            .source(source)
+            .store(store.clone())
+            .handler(Nothing)
+            .id(IdSource::key())
+            .guarantee(guarantee)
     };
-    let refused = consumer(Guarantee::AtMostOnce).accept_forgetful_store().run_until(std::future::pending::<()>()).await;
+    let refused = consumer(Guarantee::AtMostOnce)
+        .accept_forgetful_store()
+        .run_until(std::future::pending::<()>())
+        .await;
     let line = refused.expect_err("a right is missing").to_string();
     assert!(line.contains("let the user run it"), "{line}");
-    assert_eq!(store.asked(), ["preflight AtMostOnce"], "nothing else is asked");
+    assert_eq!(
+        store.asked(),
+        ["preflight AtMostOnce"],
+        "nothing else is asked"
+    );
 
-    let gate = Gate::builder().store(store.clone()).guarantee(Guarantee::AtMostOnce).open().await;
+    let gate = Gate::builder()
+        .store(store.clone())
+        .guarantee(Guarantee::AtMostOnce)
+        .open()
+        .await;
     assert!(gate.is_err_and(|error| error.to_string().contains("let the user run it")));
     store.asked();
 
@@ -86,7 +107,11 @@ async fn a_store_that_cannot_keep_the_guarantee_ends_the_start() {
     };
     let (ran, ()) = tokio::join!(runs, ends);
     ran.expect("it starts");
-    assert_eq!(store.asked(), ["preflight EffectivelyOnce"], "whether it forgets is asked for at most once alone");
+    assert_eq!(
+        store.asked(),
+        ["preflight EffectivelyOnce"],
+        "whether it forgets is asked for at most once alone"
+    );
 }
 
 /// A store that asks for nothing is asked whether it is there.

@@ -28,12 +28,20 @@ impl Store for Shared {
             let first = operation.key.as_str().starts_with("theirs");
             let late = operation.key.as_str().starts_with("later") && operation.ask != Ask::Claim;
             answers.push(if self.refuses.load(Ordering::SeqCst) {
-                self.asked.fetch_add(u32::from(operation.ask == Ask::Claim), Ordering::SeqCst);
-                Err(StoreError::Misconfigured("NOPERM: let the user run SET".into()))
+                self.asked
+                    .fetch_add(u32::from(operation.ask == Ask::Claim), Ordering::SeqCst);
+                Err(StoreError::Misconfigured(
+                    "NOPERM: let the user run SET".into(),
+                ))
             } else if first || late {
-                Err(StoreError::UnreadableMarker("another program wrote this key".into()))
+                Err(StoreError::UnreadableMarker(
+                    "another program wrote this key".into(),
+                ))
             } else {
-                self.store.apply(std::slice::from_ref(operation)).await.remove(0)
+                self.store
+                    .apply(std::slice::from_ref(operation))
+                    .await
+                    .remove(0)
             });
         }
         answers
@@ -70,8 +78,16 @@ fn message(id: &str) -> Message {
     Message::new("x").with_header("id", id)
 }
 
-fn consumer(broker: &MemoryBroker, store: Shared, handler: Held) -> Builder<MemorySource, Shared, Held, RawBytes> {
-    let consumer = Consumer::builder().source(broker.source()).store(store).id(IdSource::header("id")).decode(RawBytes);
+fn consumer(
+    broker: &MemoryBroker,
+    store: Shared,
+    handler: Held,
+) -> Builder<MemorySource, Shared, Held, RawBytes> {
+    let consumer = Consumer::builder()
+        .source(broker.source())
+        .store(store)
+        .id(IdSource::header("id"))
+        .decode(RawBytes);
     consumer.handler(handler).drain(FOR_EVER)
 }
 
@@ -81,7 +97,9 @@ async fn a_store_that_refuses_ends_the_consumer_as_soon_as_its_handlers_are_over
     for id in ["held-a", "held-b"] {
         broker.publish(message(id));
     }
-    let running = tokio::spawn(consumer(&broker, store.clone(), handler.clone()).run_until(std::future::pending::<()>()));
+    let running = tokio::spawn(
+        consumer(&broker, store.clone(), handler.clone()).run_until(std::future::pending::<()>()),
+    );
     handler.both_run.notified().await;
     store.refuses.store(true, Ordering::SeqCst);
     for number in 0..50 {
@@ -92,9 +110,21 @@ async fn a_store_that_refuses_ends_the_consumer_as_soon_as_its_handlers_are_over
     }
     assert!(!running.is_finished(), "what runs may finish");
     handler.may_end.notify_waiters();
-    let ended = tokio::time::timeout(Duration::from_secs(20), running).await.expect("long before the drain is over").expect("no panic");
-    assert!(matches!(ended, Err(Error::Store(StoreError::Misconfigured(_)))), "{ended:?}");
-    assert_eq!((handler.began.load(Ordering::SeqCst), handler.ended.load(Ordering::SeqCst)), (2, 2));
+    let ended = tokio::time::timeout(Duration::from_secs(20), running)
+        .await
+        .expect("long before the drain is over")
+        .expect("no panic");
+    assert!(
+        matches!(ended, Err(Error::Store(StoreError::Misconfigured(_)))),
+        "{ended:?}"
+    );
+    assert_eq!(
+        (
+            handler.began.load(Ordering::SeqCst),
+            handler.ended.load(Ordering::SeqCst)
+        ),
+        (2, 2)
+    );
     assert_eq!(broker.unsettled(), 52, "nothing is lost");
     let asked = store.asked.load(Ordering::SeqCst);
     assert!(asked <= 50, "asked {asked} claims for 50 messages");
@@ -108,25 +138,60 @@ async fn an_unreadable_marker_concerns_its_id_alone() {
             broker.publish(message(id));
         }
         let all = broker.clone();
-        let consumer = consumer(&broker, Shared::default(), handler.clone()).guarantee(guarantee).accept_forgetful_store();
+        let consumer = consumer(&broker, Shared::default(), handler.clone())
+            .guarantee(guarantee)
+            .accept_forgetful_store();
         let run = consumer.run_until(async move { all.drained().await });
-        tokio::time::timeout(Duration::from_secs(20), run).await.expect("it goes on").expect("a clean end");
-        let mut ids: Vec<_> = broker.in_doubt().into_iter().map(|letter| (letter.reason, letter.story.expect("a story"))).collect();
+        tokio::time::timeout(Duration::from_secs(20), run)
+            .await
+            .expect("it goes on")
+            .expect("a clean end");
+        let mut ids: Vec<_> = broker
+            .in_doubt()
+            .into_iter()
+            .map(|letter| (letter.reason, letter.story.expect("a story")))
+            .collect();
         ids.sort_by_key(|(_, story)| story.id.clone());
         for (reason, story) in &ids {
             assert_eq!(*reason, Reason::InDoubt(Cause::UnreadableMarker));
-            assert_eq!(story.last_error.as_deref(), Some("another program wrote this key"), "{story:?}");
+            assert_eq!(
+                story.last_error.as_deref(),
+                Some("another program wrote this key"),
+                "{story:?}"
+            );
         }
         let ids: Vec<_> = ids.into_iter().filter_map(|(_, story)| story.id).collect();
         assert_eq!(ids, ["later-1", "theirs-1", "theirs-2"], "{guarantee:?}");
-        assert_eq!(handler.ended.load(Ordering::SeqCst), 4, "a, b and c; later-1 could not be recorded");
+        assert_eq!(
+            handler.ended.load(Ordering::SeqCst),
+            4,
+            "a, b and c; later-1 could not be recorded"
+        );
     }
 }
 
 #[tokio::test]
 async fn a_gate_tells_of_an_unreadable_marker_at_once_and_others_pass() {
-    let gate = Gate::builder().store(Shared::default()).open().await.expect("a gate");
-    let theirs = tokio::time::timeout(Duration::from_secs(20), gate.run("theirs", || async { Ok(()) })).await.expect("at once");
-    assert!(matches!(theirs, Err(GateError::Store(StoreError::UnreadableMarker(_)))), "{theirs:?}");
-    assert!(matches!(gate.run("ours", || async { Ok(7) }).await, Ok(Ran::Now(7))));
+    let gate = Gate::builder()
+        .store(Shared::default())
+        .open()
+        .await
+        .expect("a gate");
+    let theirs = tokio::time::timeout(
+        Duration::from_secs(20),
+        gate.run("theirs", || async { Ok(()) }),
+    )
+    .await
+    .expect("at once");
+    assert!(
+        matches!(
+            theirs,
+            Err(GateError::Store(StoreError::UnreadableMarker(_)))
+        ),
+        "{theirs:?}"
+    );
+    assert!(matches!(
+        gate.run("ours", || async { Ok(7) }).await,
+        Ok(Ran::Now(7))
+    ));
 }

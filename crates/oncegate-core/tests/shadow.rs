@@ -30,8 +30,12 @@ impl Handler for Runs {
     }
 }
 
-/// Handles these messages one after the other; how many runs were through, and how many dead letters there are.
-async fn handle(store: impl Store + 'static, messages: &[(&'static str, &'static str)]) -> (u64, usize) {
+/// Handles these messages one after the other; how many runs were through, and how many dead
+/// letters there are.
+async fn handle(
+    store: impl Store + 'static,
+    messages: &[(&'static str, &'static str)],
+) -> (u64, usize) {
     let (broker, runs) = (MemoryBroker::new("payments"), Runs::default());
     let consumer = Consumer::builder()
         .source(broker.source())
@@ -52,19 +56,45 @@ async fn handle(store: impl Store + 'static, messages: &[(&'static str, &'static
     };
     let handled = tokio::time::timeout(Duration::from_secs(60), consumer.run_until(feed)).await;
     handled.expect("in time").expect("a clean end");
-    (runs.through.load(Ordering::SeqCst), broker.dead_letters().len())
+    (
+        runs.through.load(Ordering::SeqCst),
+        broker.dead_letters().len(),
+    )
 }
 
-const MESSAGES: [(&str, &str); 6] = [("a", "1"), ("a", "1"), ("a", "2"), ("b", "1"), ("fails", "1"), ("fails", "1")];
+const MESSAGES: [(&str, &str); 6] = [
+    ("a", "1"),
+    ("a", "1"),
+    ("a", "2"),
+    ("b", "1"),
+    ("fails", "1"),
+    ("fails", "1"),
+];
 
 #[tokio::test]
 async fn everything_is_handled_and_the_report_says_what_would_not_have_been() {
     let (store, report) = (MemoryStore::new(), ShadowReport::new());
-    assert_eq!(handle(Shadow::new(store.clone(), report.clone()), &MESSAGES).await, (6, 0));
-    assert_eq!((report.claims(), report.would(Would::Accept), report.would(Would::Conflict)), (7, 2, 1));
+    assert_eq!(
+        handle(Shadow::new(store.clone(), report.clone()), &MESSAGES).await,
+        (6, 0)
+    );
+    assert_eq!(
+        (
+            report.claims(),
+            report.would(Would::Accept),
+            report.would(Would::Conflict)
+        ),
+        (7, 2, 1)
+    );
     let lines = report.to_string();
-    assert!(lines.starts_with("7 claims; the gate would have let 4 through at once\n"), "{lines}");
-    assert!(lines.contains("\n         2 handled before, handled again\n"), "{lines}");
+    assert!(
+        lines.starts_with("7 claims; the gate would have let 4 through at once\n"),
+        "{lines}"
+    );
+    assert!(
+        lines.contains("\n         2 handled before, handled again\n"),
+        "{lines}"
+    );
 
     // The gate itself goes on from there: it knows what was handled.
     let more = [("a", "1"), ("b", "1"), ("c", "1")];
@@ -82,7 +112,10 @@ async fn what_fails_again_and_again_gets_its_attempts_and_no_more() {
             true => handle(Shadow::new(MemoryStore::new(), report.clone()), &messages).await,
             false => handle(Shadow::new(Away::default(), report.clone()), &messages).await,
         };
-        assert_eq!((handled, report.claims()), ((0, 2), 2 * u64::from(defaults::ATTEMPTS)));
+        assert_eq!(
+            (handled, report.claims()),
+            ((0, 2), 2 * u64::from(defaults::ATTEMPTS))
+        );
     }
 }
 
@@ -94,7 +127,10 @@ struct Away(Arc<AtomicU64>);
 impl Store for Away {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
         self.0.fetch_add(1, Ordering::SeqCst);
-        operations.iter().map(|_| Err(StoreError::Unknown("away".into()))).collect()
+        operations
+            .iter()
+            .map(|_| Err(StoreError::Unknown("away".into())))
+            .collect()
     }
 
     async fn preflight(&self, _: Guarantee) -> Result<(), StoreError> {
@@ -106,14 +142,25 @@ impl Store for Away {
 async fn nothing_waits_for_a_store_that_is_not_there() {
     let (store, report) = (Away::default(), ShadowReport::new());
     let messages: Vec<_> = (0..200).map(|_| ("a", "1")).collect();
-    assert_eq!(handle(Shadow::new(store.clone(), report.clone()), &messages).await, (200, 0));
+    assert_eq!(
+        handle(Shadow::new(store.clone(), report.clone()), &messages).await,
+        (200, 0)
+    );
     assert_eq!(report.would(Would::Pause), 200);
-    assert!(store.0.load(Ordering::SeqCst) < 100, "it was asked for each message");
+    assert!(
+        store.0.load(Ordering::SeqCst) < 100,
+        "it was asked for each message"
+    );
 }
 
 #[tokio::test]
 async fn at_most_once_cannot_be_tried_without_stopping_anything() {
     let shadow = Shadow::new(MemoryStore::new(), ShadowReport::new());
-    let refused = Gate::builder().store(shadow).guarantee(Guarantee::AtMostOnce).accept_forgetful_store().open().await;
+    let refused = Gate::builder()
+        .store(shadow)
+        .guarantee(Guarantee::AtMostOnce)
+        .accept_forgetful_store()
+        .open()
+        .await;
     assert!(refused.is_err_and(|error| error.to_string().contains("EffectivelyOnce")));
 }

@@ -46,7 +46,10 @@ struct Kept(Arc<Mutex<Vec<u8>>>);
 
 impl std::io::Write for Kept {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().expect("no panic inside").extend_from_slice(bytes);
+        self.0
+            .lock()
+            .expect("no panic inside")
+            .extend_from_slice(bytes);
         Ok(bytes.len())
     }
 
@@ -75,12 +78,22 @@ async fn spans_along_the_road_carry_id_attempt_and_outcome() {
     (0..100).for_each(|_| broker.publish(Message::new("without an id")));
     consume(&broker, &store, Guarantee::EffectivelyOnce).await;
     let gate = Gate::builder().store(store).open().await.expect("a gate");
-    gate.run("job-3", || async { Ok(()) }).await.expect("it runs");
+    gate.run("job-3", || async { Ok(()) })
+        .await
+        .expect("it runs");
 
     let log = String::from_utf8(kept.0.lock().expect("no panic").clone()).expect("text");
     let expected = [
-        ("oncegate.claim{", "id=pay-1", "outcome=Granted(Attempts { number: 1,"),
-        ("oncegate.handle{", "id=pay-1 attempt=1", "outcome=Returned(Done)"),
+        (
+            "oncegate.claim{",
+            "id=pay-1",
+            "outcome=Granted(Attempts { number: 1,",
+        ),
+        (
+            "oncegate.handle{",
+            "id=pay-1 attempt=1",
+            "outcome=Returned(Done)",
+        ),
         ("oncegate.complete{", "id=pay-1 attempt=1", "outcome=Done"),
         ("oncegate.settle{", "id=pay-1 attempt=1", "outcome=Accept"),
         ("oncegate.doubt{", "id=pay-2 attempt=1", "outcome=Kept"),
@@ -91,37 +104,101 @@ async fn spans_along_the_road_carry_id_attempt_and_outcome() {
         ("oncegate.complete{", "id=job-3 attempt=1", "outcome=Done"),
     ];
     for (span, of, outcome) in expected {
-        let found = log.lines().any(|line| line.contains(span) && line.contains(of) && line.contains(outcome));
+        let found = log
+            .lines()
+            .any(|line| line.contains(span) && line.contains(of) && line.contains(outcome));
         assert!(found, "no {span} {of} {outcome} in\n{log}");
     }
     // At most once rests on max_age: nobody can check it of a message without a timestamp.
-    let ageless: Vec<&str> = log.lines().filter(|line| line.contains("WARN") && line.contains("message without a timestamp")).collect();
-    assert!(matches!(ageless[..], [line] if line.contains("origin=q") && line.contains("max_age")), "{ageless:#?}");
-    let lines = |level: &str, text: &str| -> Vec<&str> { log.lines().filter(|line| line.contains(level) && line.contains(text)).collect() };
-    let has = |line: &str, fields: &[&str]| fields.iter().for_each(|field| assert!(line.contains(field), "{field} in {line}"));
+    let ageless: Vec<&str> = log
+        .lines()
+        .filter(|line| line.contains("WARN") && line.contains("message without a timestamp"))
+        .collect();
+    assert!(
+        matches!(ageless[..], [line] if line.contains("origin=q") && line.contains("max_age")),
+        "{ageless:#?}"
+    );
+    let lines = |level: &str, text: &str| -> Vec<&str> {
+        log.lines()
+            .filter(|line| line.contains(level) && line.contains(text))
+            .collect()
+    };
+    let has = |line: &str, fields: &[&str]| {
+        fields
+            .iter()
+            .for_each(|field| assert!(line.contains(field), "{field} in {line}"))
+    };
     let in_doubt = lines("WARN", "message in doubt");
-    let [said, panicked] = in_doubt[..] else { panic!("{in_doubt:#?}") };
+    let [said, panicked] = in_doubt[..] else {
+        panic!("{in_doubt:#?}")
+    };
     let cause = r#"error="it may have happened: no answer" last_error="the handler has no `reconcile`" origin=q"#;
-    has(said, &[r#"reason="in-doubt-said""#, r#"id="pay-2""#, "attempts=1", cause, "oncegate in-doubt resolve"]);
-    has(panicked, &[r#"reason="in-doubt-panicked""#, r#"id="pay-4""#, "the card is no number"]);
+    has(
+        said,
+        &[
+            r#"reason="in-doubt-said""#,
+            r#"id="pay-2""#,
+            "attempts=1",
+            cause,
+            "oncegate in-doubt resolve",
+        ],
+    );
+    has(
+        panicked,
+        &[
+            r#"reason="in-doubt-panicked""#,
+            r#"id="pay-4""#,
+            "the card is no number",
+        ],
+    );
     let panics = lines("ERROR", "handler panicked");
     assert_eq!(panics.len(), 1, "{panics:#?}");
-    has(panics[0], &[r#"id="pay-4""#, "attempt=1", "the card is no number", "origin=q"]);
+    has(
+        panics[0],
+        &[
+            r#"id="pay-4""#,
+            "attempt=1",
+            "the card is no number",
+            "origin=q",
+        ],
+    );
     let reconciled = lines("INFO", "reconciled");
     assert_eq!(reconciled.len(), 2, "{reconciled:#?}");
-    has(reconciled[0], &[r#"id="pay-2""#, r#"found="unknown""#, "the handler has no `reconcile`"]);
+    has(
+        reconciled[0],
+        &[
+            r#"id="pay-2""#,
+            r#"found="unknown""#,
+            "the handler has no `reconcile`",
+        ],
+    );
     let dead = lines("WARN", "message dead-lettered");
     assert_eq!(dead.len(), 10, "ten stand for a hundred: {dead:#?}");
     has(dead[0], &[r#"reason="missing-id""#, "origin=q"]);
-    let claim = log.lines().find(|line| line.contains("oncegate.claim{")).expect("a claim");
+    let claim = log
+        .lines()
+        .find(|line| line.contains("oncegate.claim{"))
+        .expect("a claim");
     assert!(claim.contains(" attempt=1"), "{claim}");
 
-    let keyed = |id: &str, body: &'static str| broker.publish(Message::new(body).with_key("k").with_header("id", id));
+    let keyed = |id: &str, body: &'static str| {
+        broker.publish(Message::new(body).with_key("k").with_header("id", id))
+    };
     keyed("first", "fail");
     (0..10).for_each(|number| keyed(&format!("behind-{number}"), "work"));
     consume(&broker, &MemoryStore::new(), Guarantee::EffectivelyOnce).await;
     let log = String::from_utf8(kept.0.lock().expect("no panic").clone()).expect("text");
-    let crowded: Vec<&str> = log.lines().filter(|line| line.contains("nothing more is taken in")).collect();
-    let [crowded] = crowded[..] else { panic!("{crowded:#?}") };
-    assert!(crowded.contains("WARN") && crowded.contains("waiting=") && crowded.contains("raise `waiting`"), "{crowded}");
+    let crowded: Vec<&str> = log
+        .lines()
+        .filter(|line| line.contains("nothing more is taken in"))
+        .collect();
+    let [crowded] = crowded[..] else {
+        panic!("{crowded:#?}")
+    };
+    assert!(
+        crowded.contains("WARN")
+            && crowded.contains("waiting=")
+            && crowded.contains("raise `waiting`"),
+        "{crowded}"
+    );
 }

@@ -1,4 +1,5 @@
-//! Spans stand in the trace of a message's sender, as OpenTelemetry sees them. A process of its own: one subscriber for all of it.
+//! Spans stand in the trace of a message's sender, as OpenTelemetry sees them. A process of its
+//! own: one subscriber for all of it.
 
 use std::time::Duration;
 
@@ -31,15 +32,20 @@ impl Handler for Scripted {
 }
 
 fn message(id: &str) -> Message {
-    Message::new("secret-canary").with_message_id(id.to_owned()).with_header("traceparent", format!("00-{TRACE}-{SENDER}-01"))
+    Message::new("secret-canary")
+        .with_message_id(id.to_owned())
+        .with_header("traceparent", format!("00-{TRACE}-{SENDER}-01"))
 }
 
 #[tokio::test]
 async fn a_message_is_handled_in_its_senders_trace_and_comes_again_beside_it() {
     let exporter = InMemorySpanExporter::default();
-    let provider = SdkTracerProvider::builder().with_simple_exporter(exporter.clone()).build();
+    let provider = SdkTracerProvider::builder()
+        .with_simple_exporter(exporter.clone())
+        .build();
     let layer = tracing_opentelemetry::layer().with_tracer(provider.tracer("oncegate"));
-    tracing::subscriber::set_global_default(tracing_subscriber::registry().with(layer)).expect("the first");
+    tracing::subscriber::set_global_default(tracing_subscriber::registry().with(layer))
+        .expect("the first");
 
     let broker = MemoryBroker::new("payments");
     for id in ["once", "once", "fails", "refused"] {
@@ -67,49 +73,93 @@ async fn a_message_is_handled_in_its_senders_trace_and_comes_again_beside_it() {
 
     let spans = exporter.get_finished_spans().expect("kept");
     let text = |span: &SpanData, key: &str| {
-        let found = span.attributes.iter().find(|KeyValue { key: it, .. }| it.as_str() == key);
+        let found = span
+            .attributes
+            .iter()
+            .find(|KeyValue { key: it, .. }| it.as_str() == key);
         found.map(|it| it.value.to_string())
     };
     let of = |name: &str, id: &str| -> Vec<&SpanData> {
-        spans.iter().filter(|it| it.name == name && text(it, "id").as_deref() == Some(id)).collect()
+        spans
+            .iter()
+            .filter(|it| it.name == name && text(it, "id").as_deref() == Some(id))
+            .collect()
     };
-    let (trace, sender) = (TraceId::from_hex(TRACE).expect("hex"), SpanId::from_hex(SENDER).expect("hex"));
-    let is_below = |span: &SpanData| span.span_context.trace_id() == trace && span.parent_span_id == sender && span.links.is_empty();
+    let (trace, sender) = (
+        TraceId::from_hex(TRACE).expect("hex"),
+        SpanId::from_hex(SENDER).expect("hex"),
+    );
+    let is_below = |span: &SpanData| {
+        span.span_context.trace_id() == trace
+            && span.parent_span_id == sender
+            && span.links.is_empty()
+    };
     let is_beside = |span: &SpanData| {
-        let links: Vec<_> = span.links.iter().map(|it| (it.span_context.trace_id(), it.span_context.span_id())).collect();
+        let links: Vec<_> = span
+            .links
+            .iter()
+            .map(|it| (it.span_context.trace_id(), it.span_context.span_id()))
+            .collect();
         span.span_context.trace_id() != trace && links == [(trace, sender)]
     };
 
-    let [handled] = of("oncegate.handle", "once")[..] else { panic!("{spans:#?}") };
+    let [handled] = of("oncegate.handle", "once")[..] else {
+        panic!("{spans:#?}")
+    };
     assert!(is_below(handled), "{handled:#?}");
     assert_eq!(handled.span_kind, SpanKind::Consumer);
-    let named =
-        [("messaging.operation.type", "process"), ("messaging.operation.name", "process"), ("messaging.destination.name", "payments")];
+    let named = [
+        ("messaging.operation.type", "process"),
+        ("messaging.operation.name", "process"),
+        ("messaging.destination.name", "payments"),
+    ];
     for (key, value) in named {
         assert_eq!(text(handled, key).as_deref(), Some(value), "{key}");
     }
     // Memory is no system that has a name.
     assert_eq!(text(handled, "messaging.system"), None);
-    for (id, system, settles) in [("on-kafka", "kafka", "commit"), ("on-rabbitmq", "rabbitmq", "ack")] {
+    for (id, system, settles) in [
+        ("on-kafka", "kafka", "commit"),
+        ("on-rabbitmq", "rabbitmq", "ack"),
+    ] {
         for (span, operation) in [("oncegate.handle", "process"), ("oncegate.settle", settles)] {
-            let [span] = of(span, id)[..] else { panic!("{spans:#?}") };
+            let [span] = of(span, id)[..] else {
+                panic!("{spans:#?}")
+            };
             let said = ["messaging.system", "messaging.operation.name"].map(|key| text(span, key));
-            assert_eq!(said, [Some(system.to_owned()), Some(operation.to_owned())], "{span:#?}");
+            assert_eq!(
+                said,
+                [Some(system.to_owned()), Some(operation.to_owned())],
+                "{span:#?}"
+            );
         }
     }
     // What the handler does stands below it: from the producer to the provider.
-    let inside = |it: &&SpanData| it.name == "charge" && it.parent_span_id == handled.span_context.span_id();
+    let inside =
+        |it: &&SpanData| it.name == "charge" && it.parent_span_id == handled.span_context.span_id();
     let charge = spans.iter().find(inside).expect("the handler's own span");
     assert_eq!(charge.span_context.trace_id(), trace);
 
-    let (claims, completed) = (of("oncegate.claim", "once"), of("oncegate.complete", "once"));
-    assert!(claims.len() >= 2 && claims.iter().all(|it| is_below(it)), "{claims:#?}");
-    assert!(!completed.is_empty() && completed.iter().all(|it| is_below(it)), "{completed:#?}");
+    let (claims, completed) = (
+        of("oncegate.claim", "once"),
+        of("oncegate.complete", "once"),
+    );
+    assert!(
+        claims.len() >= 2 && claims.iter().all(|it| is_below(it)),
+        "{claims:#?}"
+    );
+    assert!(
+        !completed.is_empty() && completed.iter().all(|it| is_below(it)),
+        "{completed:#?}"
+    );
     // The duplicate is settled beside the trace; the message itself in it.
     let settled = of("oncegate.settle", "once");
     assert_eq!(settled.len(), 2);
     assert_eq!(
-        (settled.iter().filter(|it| is_below(it)).count(), settled.iter().filter(|it| is_beside(it)).count()),
+        (
+            settled.iter().filter(|it| is_below(it)).count(),
+            settled.iter().filter(|it| is_beside(it)).count()
+        ),
         (1, 1),
         "{settled:#?}"
     );
@@ -117,18 +167,30 @@ async fn a_message_is_handled_in_its_senders_trace_and_comes_again_beside_it() {
     let attempts = of("oncegate.handle", "fails");
     assert_eq!(attempts.len(), 3);
     assert_eq!(
-        (attempts.iter().filter(|it| is_below(it)).count(), attempts.iter().filter(|it| is_beside(it)).count()),
+        (
+            attempts.iter().filter(|it| is_below(it)).count(),
+            attempts.iter().filter(|it| is_beside(it)).count()
+        ),
         (1, 2),
         "{attempts:#?}"
     );
     // A message without a trace begins one.
-    let [untraced] = of("oncegate.handle", "untraced")[..] else { panic!("{spans:#?}") };
-    assert!(untraced.span_context.trace_id() != trace && untraced.links.is_empty(), "{untraced:#?}");
+    let [untraced] = of("oncegate.handle", "untraced")[..] else {
+        panic!("{spans:#?}")
+    };
+    assert!(
+        untraced.span_context.trace_id() != trace && untraced.links.is_empty(),
+        "{untraced:#?}"
+    );
 
     let letters = broker.dead_letters();
     assert_eq!(letters.len(), 2);
     for letter in letters {
-        assert_eq!(letter.message.headers.last("traceparent"), message("x").headers.last("traceparent"), "it goes along");
+        assert_eq!(
+            letter.message.headers.last("traceparent"),
+            message("x").headers.last("traceparent"),
+            "it goes along"
+        );
     }
     assert!(!format!("{spans:?}").contains("canary"));
 }

@@ -7,7 +7,8 @@ use std::time::Duration;
 use oncegate_core::road::{Cause, Reason};
 use oncegate_core::*;
 
-/// Hangs, knows nothing, gives up, or works, as the body says; counts its runs, and cannot find out.
+/// Hangs, knows nothing, gives up, or works, as the body says; counts its runs, and cannot find
+/// out.
 #[derive(Clone, Default)]
 struct Says(Arc<AtomicU32>);
 
@@ -34,11 +35,16 @@ struct World {
 
 impl World {
     fn new() -> Self {
-        Self { broker: MemoryBroker::new("q"), store: MemoryStore::new(), handler: Says::default() }
+        Self {
+            broker: MemoryBroker::new("q"),
+            store: MemoryStore::new(),
+            handler: Says::default(),
+        }
     }
 
     fn publish(&self, body: &str) {
-        self.broker.publish(Message::new(body.to_owned()).with_header("id", "a"));
+        self.broker
+            .publish(Message::new(body.to_owned()).with_header("id", "a"));
     }
 
     fn consumer(&self, guarantee: Guarantee) -> Builder<MemorySource, MemoryStore, Says, RawBytes> {
@@ -58,11 +64,19 @@ impl World {
 
     async fn drain(&self, guarantee: Guarantee) {
         let broker = self.broker.clone();
-        self.consumer(guarantee).run_until(async move { broker.drained().await }).await.expect("a clean end");
+        self.consumer(guarantee)
+            .run_until(async move { broker.drained().await })
+            .await
+            .expect("a clean end");
     }
 
     fn reasons(&self) -> Vec<Reason> {
-        self.broker.dead_letters().into_iter().chain(self.broker.in_doubt()).map(|letter| letter.reason).collect()
+        self.broker
+            .dead_letters()
+            .into_iter()
+            .chain(self.broker.in_doubt())
+            .map(|letter| letter.reason)
+            .collect()
     }
 }
 
@@ -75,26 +89,49 @@ async fn at_most_once_does_not_start_what_effectively_once_left_unknown() {
     assert_eq!(world.reasons(), [Reason::AttemptsSpent]);
     world.publish("works");
     world.drain(Guarantee::AtMostOnce).await;
-    assert_eq!(world.handler.0.load(Ordering::Relaxed), 1, "the handler was started on a guess");
-    assert_eq!(world.reasons(), [Reason::AttemptsSpent, Reason::InDoubt(Cause::HolderGone)]);
+    assert_eq!(
+        world.handler.0.load(Ordering::Relaxed),
+        1,
+        "the handler was started on a guess"
+    );
+    assert_eq!(
+        world.reasons(),
+        [Reason::AttemptsSpent, Reason::InDoubt(Cause::HolderGone)]
+    );
 }
 
-/// The first one's process is gone, and its own delivery never comes back: nobody waits for it, least of all ten years.
+/// The first one's process is gone, and its own delivery never comes back: nobody waits for it,
+/// least of all ten years.
 #[tokio::test]
 async fn another_body_does_not_wait_for_a_holder_that_is_gone() {
     let world = World::new();
     world.publish("hang");
-    let first = world.consumer(Guarantee::AtMostOnce).run_until(std::future::pending::<()>());
-    assert!(tokio::time::timeout(Duration::from_millis(100), first).await.is_err(), "it hangs, and is killed");
-    let elsewhere = World { broker: MemoryBroker::new("q"), ..world };
+    let first = world
+        .consumer(Guarantee::AtMostOnce)
+        .run_until(std::future::pending::<()>());
+    assert!(
+        tokio::time::timeout(Duration::from_millis(100), first)
+            .await
+            .is_err(),
+        "it hangs, and is killed"
+    );
+    let elsewhere = World {
+        broker: MemoryBroker::new("q"),
+        ..world
+    };
     elsewhere.publish("works");
-    let drained = tokio::time::timeout(Duration::from_secs(5), elsewhere.drain(Guarantee::AtMostOnce)).await;
+    let drained = tokio::time::timeout(
+        Duration::from_secs(5),
+        elsewhere.drain(Guarantee::AtMostOnce),
+    )
+    .await;
     assert!(drained.is_ok(), "it still waits after 25 leases");
     assert_eq!(elsewhere.reasons(), [Reason::Conflict]);
     assert_eq!(elsewhere.handler.0.load(Ordering::Relaxed), 1);
 }
 
-/// A letter of what was rejected before says how far the attempts had come, also when nothing of it ran: its own may be the only one.
+/// A letter of what was rejected before says how far the attempts had come, also when nothing of it
+/// ran: its own may be the only one.
 #[tokio::test]
 async fn the_letter_of_a_duplicate_bears_the_fence_of_what_was_rejected() {
     let world = World::new();
@@ -103,7 +140,21 @@ async fn the_letter_of_a_duplicate_bears_the_fence_of_what_was_rejected() {
         world.drain(Guarantee::AtMostOnce).await;
     }
     let letters = world.broker.dead_letters();
-    let told: Vec<_> = letters.iter().map(|it| (it.reason, it.story.as_ref().map(|story| (story.attempts, story.fence)))).collect();
-    assert_eq!(told, [(Reason::Refused, Some((1, 1))), (Reason::RejectedBefore, Some((0, 1)))]);
+    let told: Vec<_> = letters
+        .iter()
+        .map(|it| {
+            (
+                it.reason,
+                it.story.as_ref().map(|story| (story.attempts, story.fence)),
+            )
+        })
+        .collect();
+    assert_eq!(
+        told,
+        [
+            (Reason::Refused, Some((1, 1))),
+            (Reason::RejectedBefore, Some((0, 1)))
+        ]
+    );
     assert_eq!(world.handler.0.load(Ordering::Relaxed), 1);
 }

@@ -4,9 +4,9 @@
 //! cargo run --release -p oncegate-kafka --example backlog -- localhost:9092 5000000 100 [rounds=3] [property=value …]
 //! ```
 //!
-//! Makes a topic of four partitions, writes so many messages of so many bytes into it, reads them all as often as it is told,
-//! each time in a group of its own, and prints the rate of each round. Nothing handles them and no store is asked: this is the
-//! source alone.
+//! Makes a topic of four partitions, writes so many messages of so many bytes into it, reads them
+//! all as often as it is told, each time in a group of its own, and prints the rate of each round.
+//! Nothing handles them and no store is asked: this is the source alone.
 #![forbid(unsafe_code)]
 
 use std::error::Error;
@@ -24,13 +24,19 @@ use rdkafka::producer::{BaseRecord, DefaultProducerContext, Producer, ThreadedPr
 
 const PARTITIONS: i32 = 4;
 /// What a consumer asks for at once.
-const LIMIT: Limit = Limit { count: 1_024, bytes: 16 << 20 };
+const LIMIT: Limit = Limit {
+    count: 1_024,
+    bytes: 16 << 20,
+};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
     let mut words = std::env::args().skip(1);
-    let (Some(brokers), Some(count), Some(size)) = (words.next(), words.next(), words.next()) else {
-        return Err("say brokers, messages and bytes of each: backlog localhost:9092 5000000 100".into());
+    let (Some(brokers), Some(count), Some(size)) = (words.next(), words.next(), words.next())
+    else {
+        return Err(
+            "say brokers, messages and bytes of each: backlog localhost:9092 5000000 100".into(),
+        );
     };
     let (count, size): (usize, usize) = (count.parse()?, size.parse()?);
     let (mut rounds, mut properties) = (3, Vec::new());
@@ -41,34 +47,66 @@ async fn main() -> Result<(), Box<dyn Error>> {
             None => return Err(format!("`{word}` is not key=value").into()),
         }
     }
-    let topic = format!("backlog-{}", SystemTime::now().duration_since(UNIX_EPOCH)?.as_nanos());
+    let topic = format!(
+        "backlog-{}",
+        SystemTime::now().duration_since(UNIX_EPOCH)?.as_nanos()
+    );
     write(&brokers, &topic, count, size).await?;
     for round in 0..rounds {
         let kafka = Kafka::topic(&topic)
             .brokers(&brokers)
             .group(format!("{topic}-{round}"))
-            .create_topics(TopicCreation::Create { partitions: 1, replication: 1 });
-        let kafka = properties.iter().fold(kafka, |kafka, (key, value)| kafka.property(key, value));
+            .create_topics(TopicCreation::Create {
+                partitions: 1,
+                replication: 1,
+            });
+        let kafka = properties
+            .iter()
+            .fold(kafka, |kafka, (key, value)| kafka.property(key, value));
         let (took, mut source) = read(kafka, count).await?;
         source.stop().await;
-        Box::new(source).close(Instant::now() + Duration::from_secs(10)).await?;
+        Box::new(source)
+            .close(Instant::now() + Duration::from_secs(10))
+            .await?;
         println!("{:.0} messages a second", count as f64 / took.as_secs_f64());
     }
     let admin: AdminClient<DefaultClientContext> = client(&brokers).create()?;
-    let names = [topic.clone(), format!("{topic}.dead-letters"), format!("{topic}.in-doubt")];
-    admin.delete_topics(&names.each_ref().map(String::as_str), &AdminOptions::new()).await?;
+    let names = [
+        topic.clone(),
+        format!("{topic}.dead-letters"),
+        format!("{topic}.in-doubt"),
+    ];
+    admin
+        .delete_topics(&names.each_ref().map(String::as_str), &AdminOptions::new())
+        .await?;
     Ok(())
 }
 
-async fn write(brokers: &str, topic: &str, count: usize, size: usize) -> Result<(), Box<dyn Error>> {
+async fn write(
+    brokers: &str,
+    topic: &str,
+    count: usize,
+    size: usize,
+) -> Result<(), Box<dyn Error>> {
     let admin: AdminClient<DefaultClientContext> = client(brokers).create()?;
     let options = AdminOptions::new().operation_timeout(Some(Duration::from_secs(30)));
-    let created = admin.create_topics(&[NewTopic::new(topic, PARTITIONS, TopicReplication::Fixed(1))], &options).await?;
-    created.into_iter().collect::<Result<Vec<_>, _>>().map_err(|(topic, code)| format!("{topic}: {code}"))?;
-    let producer: ThreadedProducer<DefaultProducerContext> = client(brokers).set("linger.ms", "5").create()?;
+    let created = admin
+        .create_topics(
+            &[NewTopic::new(topic, PARTITIONS, TopicReplication::Fixed(1))],
+            &options,
+        )
+        .await?;
+    created
+        .into_iter()
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(|(topic, code)| format!("{topic}: {code}"))?;
+    let producer: ThreadedProducer<DefaultProducerContext> =
+        client(brokers).set("linger.ms", "5").create()?;
     let body = vec![b'x'; size];
     for number in 0..count {
-        let mut record = BaseRecord::<[u8], [u8]>::to(topic).partition(number as i32 % PARTITIONS).payload(&body);
+        let mut record = BaseRecord::<[u8], [u8]>::to(topic)
+            .partition(number as i32 % PARTITIONS)
+            .payload(&body);
         while let Err((error, again)) = producer.send(record) {
             if error != KafkaError::MessageProduction(RDKafkaErrorCode::QueueFull) {
                 return Err(error.into());
@@ -81,14 +119,21 @@ async fn write(brokers: &str, topic: &str, count: usize, size: usize) -> Result<
 }
 
 /// Accepts all; the time runs from the first delivery.
-async fn read(kafka: Kafka, count: usize) -> Result<(Duration, <Kafka as Open>::Source), Box<dyn Error>> {
+async fn read(
+    kafka: Kafka,
+    count: usize,
+) -> Result<(Duration, <Kafka as Open>::Source), Box<dyn Error>> {
     let mut source = kafka.open().await?;
     let (mut seen, mut begun, mut incoming, mut settled) = (0, None, Vec::new(), Vec::new());
     while seen < count {
         source.receive(LIMIT, &mut incoming).await?;
         begun.get_or_insert_with(Instant::now);
         settled.extend(incoming.drain(..).filter_map(|it| match it {
-            Incoming::Delivery(delivery) => Some(Settled { delivery, settlement: accepted(), story: None }),
+            Incoming::Delivery(delivery) => Some(Settled {
+                delivery,
+                settlement: accepted(),
+                story: None,
+            }),
             Incoming::Revoked(_) => None,
         }));
         seen += settled.len();

@@ -10,7 +10,9 @@ const PROTOCOLS: [&str; 4] = ["plaintext", "ssl", "sasl_plaintext", "sasl_ssl"];
 /// # Errors
 /// What is wrong with it.
 pub(crate) fn check(brokers: &str) -> Result<(), String> {
-    brokers.split(',').try_for_each(|entry| check_one(entry.trim()))
+    brokers
+        .split(',')
+        .try_for_each(|entry| check_one(entry.trim()))
 }
 
 fn check_one(entry: &str) -> Result<(), String> {
@@ -23,18 +25,31 @@ fn check_one(entry: &str) -> Result<(), String> {
     }
     let wrong = |what: &str| Err(format!("`{entry}` {what}"));
     let address = match entry.split_once("://") {
-        Some((protocol, address)) if PROTOCOLS.contains(&protocol.to_ascii_lowercase().as_str()) => address,
-        Some((protocol, _)) => return wrong(&format!("begins with {protocol}://, which is no protocol of Kafka's")),
+        Some((protocol, address))
+            if PROTOCOLS.contains(&protocol.to_ascii_lowercase().as_str()) =>
+        {
+            address
+        }
+        Some((protocol, _)) => {
+            return wrong(&format!(
+                "begins with {protocol}://, which is no protocol of Kafka's"
+            ));
+        }
         None => entry,
     };
-    let (host, port) = match address.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
+    let (host, port) = match address
+        .strip_prefix('[')
+        .and_then(|rest| rest.split_once(']'))
+    {
         Some((host, "")) => (host, None),
         Some((host, rest)) => match rest.strip_prefix(':') {
             Some(port) => (host, Some(port)),
             None => return wrong("has something other than a port behind its address"),
         },
         None if address.parse::<Ipv6Addr>().is_ok() => (address, None),
-        None => address.split_once(':').map_or((address, None), |(host, port)| (host, Some(port))),
+        None => address
+            .split_once(':')
+            .map_or((address, None), |(host, port)| (host, Some(port))),
     };
     if host.is_empty() {
         return wrong("has no host");
@@ -43,7 +58,9 @@ fn check_one(entry: &str) -> Result<(), String> {
         return wrong("has a host with a space or a sign in it that no host's name has");
     }
     match port {
-        Some(port) if !matches!(port.parse::<u16>(), Ok(1..)) => wrong("has no port between 1 and 65535"),
+        Some(port) if !matches!(port.parse::<u16>(), Ok(1..)) => {
+            wrong("has no port between 1 and 65535")
+        }
         _ => Ok(()),
     }
 }
@@ -72,15 +89,24 @@ mod tests {
             ("someone:canary@host:9092", "an entry has an @"),
         ] {
             let told = check(brokers).expect_err(brokers);
-            assert!(told.contains(what) && !told.contains("canary"), "{brokers}: {told}");
+            assert!(
+                told.contains(what) && !told.contains("canary"),
+                "{brokers}: {told}"
+            );
         }
     }
 
     #[test]
     fn what_librdkafka_takes_is_taken() {
-        for brokers in
-            ["b", "localhost:9092", " a:9092 , b.example.com:19092", "127.0.0.1:1", "[::1]:9092", "::1", "SASL_SSL://a:9093,plaintext://b"]
-        {
+        for brokers in [
+            "b",
+            "localhost:9092",
+            " a:9092 , b.example.com:19092",
+            "127.0.0.1:1",
+            "[::1]:9092",
+            "::1",
+            "SASL_SSL://a:9093,plaintext://b",
+        ] {
             assert_eq!(check(brokers), Ok(()), "{brokers}");
         }
     }

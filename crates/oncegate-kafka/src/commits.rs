@@ -7,15 +7,16 @@ use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 use crate::log::complain;
 use crate::shared::{Commit, Shared, Way};
 
-/// Stores what is settled; librdkafka commits it within a second, and when it gives partitions back. What it would not
-/// commit by itself is sent.
+/// Stores what is settled; librdkafka commits it within a second, and when it gives partitions
+/// back. What it would not commit by itself is sent.
 pub(crate) fn store<C: ConsumerContext>(consumer: &BaseConsumer<C>, shared: &Shared) {
     let commits = shared.lock().commits();
     if commits.is_empty() {
         return;
     }
     fault::point("kafka.commit.before");
-    // Also what is sent: what was stored before it may be higher, and librdkafka would commit that next.
+    // Also what is sent: what was stored before it may be higher, and librdkafka would commit that
+    // next.
     if let Err(error) = consumer.store_offsets(&listed(commits.iter())) {
         // The partition is someone else's by now: they deliver it again, and the gate knows it.
         tracing::debug!(%error, "storing offsets");
@@ -32,7 +33,10 @@ fn listed<'a>(commits: impl Iterator<Item = &'a Commit>) -> TopicPartitionList {
     let mut list = TopicPartitionList::new();
     for commit in commits {
         let mut element = list.add_partition(&commit.topic, commit.partition);
-        complain("an offset", element.set_offset(Offset::Offset(commit.offset)));
+        complain(
+            "an offset",
+            element.set_offset(Offset::Offset(commit.offset)),
+        );
         if let Some(identity) = &commit.identity {
             element.set_metadata(identity.to_string());
         }

@@ -28,8 +28,8 @@ use crate::statistics;
 const DRAIN_TURN: Duration = Duration::from_millis(5);
 /// How long librdkafka may take to begin at another offset.
 pub(crate) const SEEK: Duration = Duration::from_secs(1);
-/// Where a log begins that was made anew. Not `Offset::Beginning`: for that, librdkafka takes what the last answer for the old
-/// log said.
+/// Where a log begins that was made anew. Not `Offset::Beginning`: for that, librdkafka takes what
+/// the last answer for the old log said.
 const FIRST: Offset = Offset::Offset(0);
 
 /// What librdkafka calls back into, on the polling thread.
@@ -43,20 +43,38 @@ pub(crate) struct Context {
     bound: Duration,
     /// How long revoked deliveries are waited for.
     drain: Duration,
-    /// Set while the source lives; the queue holds the consumer, so it is taken out before the consumer is dropped.
+    /// Set while the source lives; the queue holds the consumer, so it is taken out before the
+    /// consumer is dropped.
     queue: Mutex<Option<Arc<Queue<Context>>>>,
     /// The last error of the client as a whole, for whoever waits for the broker.
     trouble: Mutex<Option<(RDKafkaErrorCode, String)>>,
     pub(crate) outage: Arc<Outage>,
-    /// Set when another client has taken the place of this one: what it still has to say is of no interest.
+    /// Set when another client has taken the place of this one: what it still has to say is of no
+    /// interest.
     pub(crate) is_replaced: AtomicBool,
 }
 
 impl Context {
     pub(crate) fn new(shared: Arc<Shared>, kafka: &Kafka, outage: Arc<Outage>) -> Self {
         let (start, out_of_range, drain) = (kafka.start, kafka.where_out_of_range(), kafka.drain());
-        let (topics, bound, queue, trouble) = (Topics::default(), kafka.bound(), Mutex::default(), Mutex::default());
-        Self { shared, start, out_of_range, topics, bound, drain, queue, trouble, outage, is_replaced: AtomicBool::new(false) }
+        let (topics, bound, queue, trouble) = (
+            Topics::default(),
+            kafka.bound(),
+            Mutex::default(),
+            Mutex::default(),
+        );
+        Self {
+            shared,
+            start,
+            out_of_range,
+            topics,
+            bound,
+            drain,
+            queue,
+            trouble,
+            outage,
+            is_replaced: AtomicBool::new(false),
+        }
     }
 
     /// The same, with what the client before it has heard of the topics.
@@ -66,11 +84,17 @@ impl Context {
 
     /// The last error of the client as a whole, and forgets it.
     pub(crate) fn take_trouble(&self) -> Option<(RDKafkaErrorCode, String)> {
-        self.trouble.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.trouble
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take()
     }
 
     pub(crate) fn queue(&self) -> Option<Arc<Queue<Context>>> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.queue
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
     }
 
     pub(crate) fn set_queue(&self, queue: Option<Arc<Queue<Context>>>) {
@@ -80,19 +104,33 @@ impl Context {
     fn assign(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
         // Before assigning, or first messages come through the main queue.
         let Some(queue) = self.queue() else {
-            // The source is leaving: nothing is read any more, and a client that closes is not told where the group stands.
+            // The source is leaving: nothing is read any more, and a client that closes is not told
+            // where the group stands.
             return self.take_over(consumer, partitions);
         };
         let mut assigned = partitions.clone();
-        let is_leaving = || self.shared.lock().phase() > Phase::Running || consumer.assignment_lost();
+        let is_leaving =
+            || self.shared.lock().phase() > Phase::Running || consumer.assignment_lost();
         let patience = standing::Patience::new(self.bound, &is_leaving);
-        for (topic, partition, begins) in standing::ask(consumer, partitions, &self.topics, patience, || queue.hear()) {
+        for (topic, partition, begins) in
+            standing::ask(consumer, partitions, &self.topics, patience, || {
+                queue.hear()
+            })
+        {
             if queue.adopt(&topic, partition) == Adoption::NoSuchPartition {
-                tracing::error!(topic, partition, "the partition's queue cannot be read in batches");
+                tracing::error!(
+                    topic,
+                    partition,
+                    "the partition's queue cannot be read in batches"
+                );
             }
-            self.shared.assign(&topic, partition, begins, self.topics.log(&topic, begins));
+            self.shared
+                .assign(&topic, partition, begins, self.topics.log(&topic, begins));
             if let Some(offset) = self.begin(&topic, partition, begins) {
-                complain("a beginning", assigned.set_partition_offset(&topic, partition, offset));
+                complain(
+                    "a beginning",
+                    assigned.set_partition_offset(&topic, partition, offset),
+                );
             }
         }
         metrics::counter!(crate::metric::ASSIGNED).increment(partitions.count() as u64);
@@ -101,8 +139,8 @@ impl Context {
         self.pass_markers(consumer);
     }
 
-    /// Says where a partition is read on. Answers what librdkafka is told, if it is not to begin where the group stands, or as
-    /// `auto.offset.reset` says.
+    /// Says where a partition is read on. Answers what librdkafka is told, if it is not to begin
+    /// where the group stands, or as `auto.offset.reset` says.
     fn begin(&self, topic: &str, partition: i32, begins: Begins) -> Option<Offset> {
         match begins {
             Begins::At(offset) => {
@@ -112,9 +150,11 @@ impl Context {
             Begins::Replica(offset) | Begins::Ambiguous(offset) => {
                 metrics::counter!(crate::metric::REPLICA_OFFSETS).increment(1);
                 tracing::info!(topic, partition, offset, "partition assigned");
-                if matches!(begins, Begins::Ambiguous(_)) && self.out_of_range == OutOfRange::Error {
+                if matches!(begins, Begins::Ambiguous(_)) && self.out_of_range == OutOfRange::Error
+                {
                     self.shared.lock().bar(topic, partition);
-                    self.shared.fail(standing::ambiguous(topic, partition, offset));
+                    self.shared
+                        .fail(standing::ambiguous(topic, partition, offset));
                 }
                 return None;
             }
@@ -150,11 +190,19 @@ impl Context {
                 );
             }
             Begins::Nowhere => {
-                tracing::info!(topic, partition, "partition assigned; the group has no offset for it");
+                tracing::info!(
+                    topic,
+                    partition,
+                    "partition assigned; the group has no offset for it"
+                );
                 return None;
             }
         }
-        Some(if begins == Begins::Anew { FIRST } else { Offset::Beginning })
+        Some(if begins == Begins::Anew {
+            FIRST
+        } else {
+            Offset::Beginning
+        })
     }
 
     fn take_over(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
@@ -167,18 +215,22 @@ impl Context {
         complain("assigning partitions", outcome);
     }
 
-    /// Lets what was handed out be settled, for a while, and stores how far it came; librdkafka commits that when it
-    /// unassigns, before anyone else gets the partitions. A lost assignment is someone else's already.
+    /// Lets what was handed out be settled, for a while, and stores how far it came; librdkafka
+    /// commits that when it unassigns, before anyone else gets the partitions. A lost assignment is
+    /// someone else's already.
     fn revoke(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
         let leaving = names(partitions);
         let how = how_they_leave(consumer);
         let lost = how == Leave::Lost;
         let store = || commits::store(consumer, &self.shared);
-        let unsettled = self.shared.give_up(&leaving, how, |epochs| self.drain(epochs), store);
+        let unsettled = self
+            .shared
+            .give_up(&leaving, how, |epochs| self.drain(epochs), store);
         for (topic, partition) in &leaving {
             tracing::info!(topic, partition, lost, unsettled, "partition revoked");
         }
-        metrics::counter!(crate::metric::REVOKED, "lost" => if lost { "yes" } else { "no" }).increment(leaving.len() as u64);
+        metrics::counter!(crate::metric::REVOKED, "lost" => if lost { "yes" } else { "no" })
+            .increment(leaving.len() as u64);
         self.unassign(consumer, partitions);
     }
 
@@ -215,7 +267,9 @@ impl Context {
 
     /// Reads one batch, or waits. Does not serve the main queue, so it may run inside a rebalance.
     pub(crate) fn pump(&self, wait: Duration) {
-        let Some(queue) = self.queue() else { return self.shared.wait(wait) };
+        let Some(queue) = self.queue() else {
+            return self.shared.wait(wait);
+        };
         let mut state = self.shared.lock();
         state.waits(queue.waiting());
         let (room, full) = (state.room(), state.full());
@@ -234,12 +288,14 @@ impl Context {
         for fault in &batch.faults {
             match unreadable(fault) {
                 Some(error) => {
-                    // Before the records: what follows on the unreadable part may stand in the same batch.
+                    // Before the records: what follows on the unreadable part may stand in the same
+                    // batch.
                     self.shared.lock().bar(&fault.topic, fault.partition);
                     self.shared.fail(error);
                 }
                 // Handled as a change of the topic's id, in this turn.
-                None if fault.code == RDKafkaErrorCode::AutoOffsetReset && self.topics.is_change_pending(&fault.topic) => {}
+                None if fault.code == RDKafkaErrorCode::AutoOffsetReset
+                    && self.topics.is_change_pending(&fault.topic) => {}
                 None if fault.code == RDKafkaErrorCode::AutoOffsetReset => {
                     let stood = self.shared.lock().stands(&fault.topic, fault.partition);
                     self.shared.fail(standing::lost(queue, fault, stood));
@@ -255,18 +311,27 @@ impl Context {
         // After the records, which may stand before.
         let faulty = batch.faults.iter().filter(|fault| fault.offset >= 0);
         let faulty = faulty.map(|fault| (&*fault.topic, fault.partition, Some(fault.offset)));
-        for (topic, partition, stood) in faulty.chain(findings.restarted.iter().map(|(topic, partition)| (&**topic, *partition, None))) {
+        for (topic, partition, stood) in faulty.chain(
+            findings
+                .restarted
+                .iter()
+                .map(|(topic, partition)| (&**topic, *partition, None)),
+        ) {
             self.read_on(topic, partition, stood, queue);
         }
     }
 
-    /// Has librdkafka read on after the last message that was read. It counts an error that it hands over as a message, and
-    /// does not notice when a log begins anew: after the next rebalance it would read on too far up, and skip what lies
-    /// before.
+    /// Has librdkafka read on after the last message that was read. It counts an error that it
+    /// hands over as a message, and does not notice when a log begins anew: after the next
+    /// rebalance it would read on too far up, and skip what lies before.
     fn read_on(&self, topic: &str, partition: i32, stood: Option<i64>, queue: &Queue<Self>) {
-        let Some(offset) = self.shared.lock().distrust(topic, partition, stood) else { return };
+        let Some(offset) = self.shared.lock().distrust(topic, partition, stood) else {
+            return;
+        };
         fault::point("kafka.seek.before");
-        let sought = queue.consumer().seek(topic, partition, Offset::Offset(offset), SEEK);
+        let sought = queue
+            .consumer()
+            .seek(topic, partition, Offset::Offset(offset), SEEK);
         fault::point("kafka.seek.after");
         match sought {
             Ok(()) => self.shared.lock().told_where(topic, partition),
@@ -274,12 +339,19 @@ impl Context {
         }
     }
 
-    /// What is handed over is a message; how far librdkafka has read, it counts in markers of transactions too.
+    /// What is handed over is a message; how far librdkafka has read, it counts in markers of
+    /// transactions too.
     pub(crate) fn pass_markers(&self, consumer: &BaseConsumer<Self>) {
-        let (Ok(positions), Some(queue)) = (consumer.position(), self.queue()) else { return };
+        let (Ok(positions), Some(queue)) = (consumer.position(), self.queue()) else {
+            return;
+        };
         let mut state = self.shared.lock();
         let reached = positions.elements().into_iter().filter_map(|it| {
-            let offset = if let Offset::Offset(offset) = it.offset() { Some(offset) } else { None };
+            let offset = if let Offset::Offset(offset) = it.offset() {
+                Some(offset)
+            } else {
+                None
+            };
             state.reached(it.topic(), it.partition(), offset)
         });
         let jumps: Vec<Jump> = reached.collect();
@@ -292,7 +364,8 @@ impl Context {
         missing::look_again(first_of, &self.shared);
     }
 
-    /// Most errors pass by themselves, and librdkafka retries them. Those that do not end the source.
+    /// Most errors pass by themselves, and librdkafka retries them. Those that do not end the
+    /// source.
     pub(crate) fn judge(&self, code: RDKafkaErrorCode, place: &str) {
         match for_a_person(code, place) {
             Some(fault) => self.shared.fail(fault),
@@ -307,17 +380,28 @@ impl Context {
 pub(crate) fn for_a_person(code: RDKafkaErrorCode, place: &str) -> Option<SourceError> {
     use RDKafkaErrorCode as E;
     Some(match code {
-        E::TopicAuthorizationFailed => {
-            SourceError::misconfigured("topic", format!("not allowed to read {place}"), "grant Read and Describe on the topic")
-        }
-        E::GroupAuthorizationFailed => SourceError::misconfigured("group", "not allowed to use the group", "grant Read on the group"),
-        // Not replaced by another client: that one would fence the other member, which would fence it in turn, without end.
+        E::TopicAuthorizationFailed => SourceError::misconfigured(
+            "topic",
+            format!("not allowed to read {place}"),
+            "grant Read and Describe on the topic",
+        ),
+        E::GroupAuthorizationFailed => SourceError::misconfigured(
+            "group",
+            "not allowed to use the group",
+            "grant Read on the group",
+        ),
+        // Not replaced by another client: that one would fence the other member, which would fence
+        // it in turn, without end.
         E::FencedInstanceId | E::Fenced => SourceError::misconfigured(
             "group.instance.id",
             "another member of the group uses the same instance id",
             "give each member an instance id of its own",
         ),
-        E::InvalidGroupId => SourceError::misconfigured("group", "the broker refuses this group id", "choose another one"),
+        E::InvalidGroupId => SourceError::misconfigured(
+            "group",
+            "the broker refuses this group id",
+            "choose another one",
+        ),
         E::UnsupportedAssignor => SourceError::misconfigured(
             "group.remote.assignor",
             "the broker has no assignor of this name",
@@ -340,7 +424,9 @@ impl ClientContext for Context {
 
     fn stats_raw(&self, told: &[u8]) {
         if !self.is_replaced.load(Ordering::Relaxed) {
-            self.shared.lock().hears_of_the_group(statistics::is_with_its_group(told), Instant::now());
+            self.shared
+                .lock()
+                .hears_of_the_group(statistics::is_with_its_group(told), Instant::now());
         }
     }
 
@@ -353,7 +439,11 @@ impl ClientContext for Context {
         if let Some(code) = error.rdkafka_error_code() {
             let mut trouble = self.trouble.lock().unwrap_or_else(PoisonError::into_inner);
             // That all brokers are down is said right after the reason why.
-            if !(Outage::is(code) && trouble.as_ref().is_some_and(|(before, _)| refusal::is_of_the_broker(*before))) {
+            if !(Outage::is(code)
+                && trouble
+                    .as_ref()
+                    .is_some_and(|(before, _)| refusal::is_of_the_broker(*before)))
+            {
                 *trouble = Some((code, reason.to_owned()));
             }
         }
@@ -361,13 +451,24 @@ impl ClientContext for Context {
 }
 
 impl ConsumerContext for Context {
-    fn rebalance(&self, consumer: &BaseConsumer<Self>, what: RDKafkaRespErr, partitions: &mut TopicPartitionList) {
+    fn rebalance(
+        &self,
+        consumer: &BaseConsumer<Self>,
+        what: RDKafkaRespErr,
+        partitions: &mut TopicPartitionList,
+    ) {
         match what {
-            RDKafkaRespErr::RD_KAFKA_RESP_ERR__REVOKE_PARTITIONS if self.is_replaced.load(Ordering::Relaxed) => {
+            RDKafkaRespErr::RD_KAFKA_RESP_ERR__REVOKE_PARTITIONS
+                if self.is_replaced.load(Ordering::Relaxed) =>
+            {
                 self.unassign(consumer, partitions);
             }
-            RDKafkaRespErr::RD_KAFKA_RESP_ERR__ASSIGN_PARTITIONS => self.assign(consumer, partitions),
-            RDKafkaRespErr::RD_KAFKA_RESP_ERR__REVOKE_PARTITIONS => self.revoke(consumer, partitions),
+            RDKafkaRespErr::RD_KAFKA_RESP_ERR__ASSIGN_PARTITIONS => {
+                self.assign(consumer, partitions)
+            }
+            RDKafkaRespErr::RD_KAFKA_RESP_ERR__REVOKE_PARTITIONS => {
+                self.revoke(consumer, partitions)
+            }
             other => {
                 tracing::error!(code = %RDKafkaErrorCode::from(other), "rebalance");
                 self.unassign(consumer, partitions);
@@ -390,7 +491,9 @@ impl ConsumerContext for Context {
                     state.commit_again(it.topic(), it.partition());
                     failures.push((error, it));
                 }
-                (None, Offset::Offset(offset)) => state.confirmed(it.topic(), it.partition(), offset),
+                (None, Offset::Offset(offset)) => {
+                    state.confirmed(it.topic(), it.partition(), offset)
+                }
                 (None, _) => {}
             }
         }
@@ -403,16 +506,29 @@ impl ConsumerContext for Context {
 
 /// Whether the group still takes this member's partitions for its own.
 pub(crate) fn how_they_leave(consumer: &BaseConsumer<Context>) -> Leave {
-    if consumer.assignment_lost() { Leave::Lost } else { Leave::GivenBack }
+    if consumer.assignment_lost() {
+        Leave::Lost
+    } else {
+        Leave::GivenBack
+    }
 }
 
 /// The error of a part of a log that this client will never read, however often it tries.
 fn unreadable(fault: &Fault) -> Option<SourceError> {
     use RDKafkaErrorCode as E;
-    let Fault { topic, partition, offset, code } = fault;
+    let Fault {
+        topic,
+        partition,
+        offset,
+        code,
+    } = fault;
     let remedy = match code {
-        E::BadMessage | E::BadCompression | E::InvalidMessage => "restore that part of the log from a replica",
-        E::NotImplemented | E::UnsupportedCompressionType => "let its producer use another format or compression",
+        E::BadMessage | E::BadCompression | E::InvalidMessage => {
+            "restore that part of the log from a replica"
+        }
+        E::NotImplemented | E::UnsupportedCompressionType => {
+            "let its producer use another format or compression"
+        }
         E::MessageSizeTooLarge => "raise receive.message.max.bytes",
         _ => return None,
     };
@@ -424,21 +540,41 @@ fn unreadable(fault: &Fault) -> Option<SourceError> {
 }
 
 fn names(partitions: &TopicPartitionList) -> Vec<(String, i32)> {
-    partitions.elements().iter().map(|it| (it.topic().to_owned(), it.partition())).collect()
+    partitions
+        .elements()
+        .iter()
+        .map(|it| (it.topic().to_owned(), it.partition()))
+        .collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// librdkafka answers `Beginning` with where the log before it began, if it has fetched of that.
+    /// librdkafka answers `Beginning` with where the log before it began, if it has fetched of
+    /// that.
     #[test]
     fn a_topic_made_anew_begins_at_offset_0_and_not_where_the_one_before_it_began() {
-        let (kafka, shared) = (Kafka::topic("t").brokers("b").group("g"), Arc::<Shared>::default());
+        let (kafka, shared) = (
+            Kafka::topic("t").brokers("b").group("g"),
+            Arc::<Shared>::default(),
+        );
         let context = Context::new(shared, &kafka, Arc::new(Outage::of("b")));
         let begin = |begins| context.begin("t", 0, begins);
         assert_eq!(begin(Begins::Anew), Some(Offset::Offset(0)));
-        assert_eq!([Begins::Added, Begins::Nowhere].map(begin), [Some(Offset::Beginning); 2]);
-        assert_eq!([Begins::At(7), Begins::Unknown, Begins::Replica(7), Begins::Ambiguous(7)].map(begin), [None; 4]);
+        assert_eq!(
+            [Begins::Added, Begins::Nowhere].map(begin),
+            [Some(Offset::Beginning); 2]
+        );
+        assert_eq!(
+            [
+                Begins::At(7),
+                Begins::Unknown,
+                Begins::Replica(7),
+                Begins::Ambiguous(7)
+            ]
+            .map(begin),
+            [None; 4]
+        );
     }
 }

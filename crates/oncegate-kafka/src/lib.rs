@@ -1,4 +1,5 @@
-//! The Kafka source of oncegate: a consumer group whose offsets say what is settled, and nothing else.
+//! The Kafka source of oncegate: a consumer group whose offsets say what is settled, and nothing
+//! else.
 //!
 //! ```no_run
 //! use oncegate_kafka::Kafka;
@@ -6,13 +7,14 @@
 //! let payments = Kafka::topic("payments").brokers("localhost:9092").group("ledger");
 //! ```
 //!
-//! [`Kafka`] describes the source; opening it gives a [`KafkaSource`]. What is committed for a partition is the lowest
-//! offset that was handed over and is not settled, so that a crash brings back everything that was not settled, and
-//! some of what was.
+//! [`Kafka`] describes the source; opening it gives a [`KafkaSource`]. What is committed for a
+//! partition is the lowest offset that was handed over and is not settled, so that a crash brings
+//! back everything that was not settled, and some of what was.
 
 //! # The modules
 //!
-//! Each imports only from groups that stand below its own, or from what stands behind it in its group.
+//! Each imports only from groups that stand below its own, or from what stands behind it in its
+//! group.
 //!
 //! | what | where |
 //! | --- | --- |

@@ -29,11 +29,16 @@ impl ClientContext for Log {
 /// Hands one line of librdkafka's log to `tracing`.
 pub(crate) fn line(level: RDKafkaLogLevel, facility: &str, line: &str) {
     match level {
-        // Properties are given to consumer and producer alike; each warns of those that are the other's.
+        // Properties are given to consumer and producer alike; each warns of those that are the
+        // other's.
         _ if facility == "CONFWARN" => tracing::debug!(facility, "{line}"),
-        // A broker failed: each such line that is an error comes as an error of the client too, which is told.
+        // A broker failed: each such line that is an error comes as an error of the client too,
+        // which is told.
         _ if facility == "FAIL" => tracing::debug!(facility, "{line}"),
-        RDKafkaLogLevel::Emerg | RDKafkaLogLevel::Alert | RDKafkaLogLevel::Critical | RDKafkaLogLevel::Error => {
+        RDKafkaLogLevel::Emerg
+        | RDKafkaLogLevel::Alert
+        | RDKafkaLogLevel::Critical
+        | RDKafkaLogLevel::Error => {
             tracing::error!(facility, "{line}");
         }
         RDKafkaLogLevel::Warning => tracing::warn!(facility, "{line}"),

@@ -6,10 +6,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::shared::{Begins, Ids, Log};
 use crate::topic_identity::{TopicIdentity, TopicMatch};
 
-/// The ids of topics, as librdkafka's log tells them, and those that have changed. Kafka gives each topic one when it is made.
+/// The ids of topics, as librdkafka's log tells them, and those that have changed. Kafka gives each
+/// topic one when it is made.
 ///
-/// Clones share it: a client that takes the place of another has heard nothing yet, and a topic may have been made anew between
-/// the two.
+/// Clones share it: a client that takes the place of another has heard nothing yet, and a topic may
+/// have been made anew between the two.
 #[derive(Clone, Default)]
 pub(crate) struct Topics(Arc<Mutex<Heard>>);
 
@@ -29,20 +30,26 @@ struct Heard {
 
 impl Heard {
     fn identity(&self, topic: &str) -> Option<TopicIdentity> {
-        Some(TopicIdentity { topic_id: self.ids.get(topic)?.clone(), cluster_id: self.cluster_id.clone() })
+        Some(TopicIdentity {
+            topic_id: self.ids.get(topic)?.clone(),
+            cluster_id: self.cluster_id.clone(),
+        })
     }
 }
 
 impl Topics {
-    /// Listens to a line of librdkafka's log. It reads on where it stood in a topic that has another id, and says it nowhere
-    /// else.
+    /// Listens to a line of librdkafka's log. It reads on where it stood in a topic that has
+    /// another id, and says it nowhere else.
     pub(crate) fn hear(&self, line: &str) {
         let Some(told) = Told::of(line) else { return };
         let mut heard = self.lock();
         let known = heard.ids.insert(told.topic.to_owned(), Arc::from(told.id));
         let before = known.unwrap_or_else(|| Arc::from(told.before));
         if *before != *NO_ID && *before != *told.id {
-            let before = TopicIdentity { topic_id: before, cluster_id: heard.cluster_id.clone() };
+            let before = TopicIdentity {
+                topic_id: before,
+                cluster_id: heard.cluster_id.clone(),
+            };
             heard.changes.push((told.topic.to_owned(), before));
         }
     }
@@ -52,18 +59,23 @@ impl Topics {
         self.lock().changes.first().map(|(topic, _)| topic.clone())
     }
 
-    /// Compares each topic whose id has changed with the topic before it. `cluster_id` must not be older than the topic ids:
-    /// librdkafka logs the topic ids of a response before it stores the cluster id of that response.
+    /// Compares each topic whose id has changed with the topic before it. `cluster_id` must not be
+    /// older than the topic ids: librdkafka logs the topic ids of a response before it stores the
+    /// cluster id of that response.
     pub(crate) fn compare(&self, cluster_id: Option<String>) {
         let heard = &mut *self.lock();
         heard.cluster_id = cluster_id.map(Arc::from);
         for (topic, before) in std::mem::take(&mut heard.changes) {
-            let Some(current) = heard.identity(&topic) else { continue };
+            let Some(current) = heard.identity(&topic) else {
+                continue;
+            };
             let compared = before.compare(&current);
             match compared {
                 TopicMatch::Same => continue,
                 TopicMatch::Recreated => heard.made_anew.push(topic.clone()),
-                TopicMatch::Replica | TopicMatch::Ambiguous => heard.on_another_cluster.push(topic.clone()),
+                TopicMatch::Replica | TopicMatch::Ambiguous => {
+                    heard.on_another_cluster.push(topic.clone())
+                }
             }
             heard.compared.insert(topic, compared);
         }
@@ -79,12 +91,19 @@ impl Topics {
         self.lock().identity(topic)
     }
 
-    /// What is known of the log of a partition that is begun like this. Once the id of a topic has changed, positions may repeat
-    /// under each later assignment too: one may be lost before anything of it was read.
+    /// What is known of the log of a partition that is begun like this. Once the id of a topic has
+    /// changed, positions may repeat under each later assignment too: one may be lost before
+    /// anything of it was read.
     pub(crate) fn log(&self, topic: &str, begins: Begins) -> Log {
-        let is_other_topic = matches!(begins, Begins::Anew | Begins::Replica(_) | Begins::Ambiguous(_));
+        let is_other_topic = matches!(
+            begins,
+            Begins::Anew | Begins::Replica(_) | Begins::Ambiguous(_)
+        );
         let may_repeat = is_other_topic || self.lock().compared.contains_key(topic);
-        Log { identity: self.identity(topic), ids: if may_repeat { Ids::ANEW } else { Ids::Unique } }
+        Log {
+            identity: self.identity(topic),
+            ids: if may_repeat { Ids::ANEW } else { Ids::Unique },
+        }
     }
 
     /// The topics that were deleted and made anew, since it was asked last.
@@ -100,7 +119,13 @@ impl Topics {
     /// Whether the id of a topic has changed and the polling thread has not acted on it yet.
     pub(crate) fn is_change_pending(&self, topic: &str) -> bool {
         let heard = self.lock();
-        heard.changes.iter().map(|(it, _)| it).chain(&heard.made_anew).chain(&heard.on_another_cluster).any(|it| it == topic)
+        heard
+            .changes
+            .iter()
+            .map(|(it, _)| it)
+            .chain(&heard.made_anew)
+            .chain(&heard.on_another_cluster)
+            .any(|it| it == topic)
     }
 
     /// Whether a topic was deleted and created again, as far as this process has seen.
@@ -154,15 +179,34 @@ mod tests {
         let topics = Topics::default();
         topics.hear(&line(NO_ID, FIRST));
         topics.compare(Some(CLUSTER.to_owned()));
-        assert_eq!((topic_id(&topics).as_deref(), topics.changed(), topics.is_change_pending("a.Topic")), (Some(FIRST), None, false));
+        assert_eq!(
+            (
+                topic_id(&topics).as_deref(),
+                topics.changed(),
+                topics.is_change_pending("a.Topic")
+            ),
+            (Some(FIRST), None, false)
+        );
         topics.hear("[thrd:main]: Topic a [0] Leader 1 Epoch 0");
         topics.hear(&line(FIRST, SECOND));
-        assert_eq!((topic_id(&topics).as_deref(), topics.changed().as_deref()), (Some(SECOND), Some("a.Topic")));
-        assert!(topics.is_change_pending("a.Topic") && !topics.is_change_pending("a"), "not compared yet");
+        assert_eq!(
+            (topic_id(&topics).as_deref(), topics.changed().as_deref()),
+            (Some(SECOND), Some("a.Topic"))
+        );
+        assert!(
+            topics.is_change_pending("a.Topic") && !topics.is_change_pending("a"),
+            "not compared yet"
+        );
         topics.compare(cluster_id.map(str::to_owned));
         assert!(topics.is_change_pending("a.Topic") && topics.changed().is_none());
         assert_eq!(topics.log("a.Topic", Begins::At(0)).ids, Ids::ANEW);
-        assert_eq!((topics.log("a", Begins::At(0)).ids, topics.log("a", Begins::Anew).ids), (Ids::Unique, Ids::ANEW));
+        assert_eq!(
+            (
+                topics.log("a", Begins::At(0)).ids,
+                topics.log("a", Begins::Anew).ids
+            ),
+            (Ids::Unique, Ids::ANEW)
+        );
         topics
     }
 
@@ -170,7 +214,10 @@ mod tests {
     fn a_topic_with_another_id_is_told_from_one_that_is_seen_first() {
         let topics = changed(Some(CLUSTER));
         assert!(topics.was_recreated("a.Topic") && !topics.was_recreated("a"));
-        assert_eq!((topics.take_made_anew(), topics.take_made_anew()), (vec!["a.Topic".to_owned()], vec![]));
+        assert_eq!(
+            (topics.take_made_anew(), topics.take_made_anew()),
+            (vec!["a.Topic".to_owned()], vec![])
+        );
         assert_eq!(topics.take_on_another_cluster(), [""; 0]);
     }
 
@@ -179,7 +226,13 @@ mod tests {
         for cluster_id in [Some("b25jZWdhdGUta2Fma2EtMg"), None] {
             let topics = changed(cluster_id);
             assert!(!topics.was_recreated("a.Topic"));
-            assert_eq!((topics.take_on_another_cluster(), topics.take_on_another_cluster()), (vec!["a.Topic".to_owned()], vec![]));
+            assert_eq!(
+                (
+                    topics.take_on_another_cluster(),
+                    topics.take_on_another_cluster()
+                ),
+                (vec!["a.Topic".to_owned()], vec![])
+            );
             assert_eq!(topics.take_made_anew(), [""; 0]);
         }
     }

@@ -1,16 +1,23 @@
-//! Tells what was removed before it was read from what nobody is ever handed (compacted away, markers of transactions).
+//! Tells what was removed before it was read from what nobody is ever handed (compacted away,
+//! markers of transactions).
 
 use std::time::Instant;
 
 use crate::shared::{Jump, Shared};
 
-/// Says and counts what is missing, where the partition's log begins at `first` by now, as far as that is known. Where it is not, the
-/// gap is said and kept; see [`look_again`].
+/// Says and counts what is missing, where the partition's log begins at `first` by now, as far as
+/// that is known. Where it is not, the gap is said and kept; see [`look_again`].
 pub(crate) fn look_into(jump: Jump, first: Option<i64>, shared: &Shared) {
     let now = Instant::now();
-    let Jump { ref topic, partition, from: stood, to } = jump;
+    let Jump {
+        ref topic,
+        partition,
+        from: stood,
+        to,
+    } = jump;
     let Some(first) = first else {
-        // librdkafka forgets it with each answer that is an error. It may be a gap as any other: said, and not counted yet.
+        // librdkafka forgets it with each answer that is an error. It may be a gap as any other:
+        // said, and not counted yet.
         let topic = topic.clone();
         let gaps = shared.lock().keep_gap(jump, now);
         if let Some(gaps) = gaps {
@@ -30,7 +37,9 @@ pub(crate) fn look_into(jump: Jump, first: Option<i64>, shared: &Shared) {
         return;
     }
     metrics::counter!(crate::metric::MESSAGES_MISSED).increment(missed);
-    let Some(missed) = shared.lock().miss(&jump, missed, now) else { return };
+    let Some(missed) = shared.lock().miss(&jump, missed, now) else {
+        return;
+    };
     if first <= to {
         tracing::error!(
             %topic,
@@ -53,9 +62,12 @@ pub(crate) fn look_into(jump: Jump, first: Option<i64>, shared: &Shared) {
     }
 }
 
-/// Looks into the gaps again that were kept, of partitions of which it is known by now where their logs begin.
+/// Looks into the gaps again that were kept, of partitions of which it is known by now where their
+/// logs begin.
 pub(crate) fn look_again(first_of: impl Fn(&str, i32) -> Option<i64>, shared: &Shared) {
-    let gaps = shared.lock().take_gaps(|topic, partition| first_of(topic, partition).is_some());
+    let gaps = shared
+        .lock()
+        .take_gaps(|topic, partition| first_of(topic, partition).is_some());
     for gap in gaps {
         let first = first_of(&gap.topic, gap.partition);
         look_into(gap, first, shared);
@@ -70,7 +82,12 @@ mod tests {
     use crate::shared::{Begins, Log};
 
     fn gap(from: i64, to: i64) -> Jump {
-        Jump { topic: Arc::from("t"), partition: 0, from, to }
+        Jump {
+            topic: Arc::from("t"),
+            partition: 0,
+            from,
+            to,
+        }
     }
 
     #[test]
@@ -95,9 +112,20 @@ mod tests {
         shared.assign("t", 0, Begins::At(0), Log::default());
         let mut state = shared.lock();
         let now = Instant::now();
-        let said: Vec<u64> = (0..1_000).filter_map(|at| state.miss(&gap(at * 2, at * 2 + 1), 1, now)).collect();
+        let said: Vec<u64> = (0..1_000)
+            .filter_map(|at| state.miss(&gap(at * 2, at * 2 + 1), 1, now))
+            .collect();
         assert_eq!((said, state.missed()), (vec![1], 1_000));
-        assert_eq!((0..5_000).filter_map(|at| state.keep_gap(gap(at * 2, at * 2 + 1), now)).collect::<Vec<_>>(), [1]);
-        assert_eq!(state.take_gaps(|_, _| true).len(), 1_000, "more are not kept");
+        assert_eq!(
+            (0..5_000)
+                .filter_map(|at| state.keep_gap(gap(at * 2, at * 2 + 1), now))
+                .collect::<Vec<_>>(),
+            [1]
+        );
+        assert_eq!(
+            state.take_gaps(|_, _| true).len(),
+            1_000,
+            "more are not kept"
+        );
     }
 }

@@ -12,9 +12,11 @@ pub struct PartitionStatus {
     pub topic: Arc<str>,
     /// The partition.
     pub partition: i32,
-    /// The commit watermark: all below it is settled. `None` while it is not known where the group stands.
+    /// The commit watermark: all below it is settled. `None` while it is not known where the group
+    /// stands.
     pub committable: Option<i64>,
-    /// Where the log ends for those who read what is committed, asked of the broker every few seconds.
+    /// Where the log ends for those who read what is committed, asked of the broker every few
+    /// seconds.
     pub log_end: Option<i64>,
     /// How many offsets lie between the two.
     pub lag: Option<u64>,
@@ -30,7 +32,8 @@ pub struct PartitionStatus {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Stuck {
-    /// Its offset. `kcat -C -t <topic> -p <partition> -o <offset> -c 1 -J` shows the message with its id.
+    /// Its offset. `kcat -C -t <topic> -p <partition> -o <offset> -c 1 -J` shows the message with
+    /// its id.
     pub offset: i64,
     /// For how long the watermark has waited for it.
     pub since: Duration,
@@ -44,7 +47,8 @@ pub struct Stuck {
 pub enum Holder {
     /// It was read, and waits until the consumer takes it.
     Queue,
-    /// The consumer has it: it waits for its key, its claim or its handler; or its dead letter does not stand yet.
+    /// The consumer has it: it waits for its key, its claim or its handler; or its dead letter does
+    /// not stand yet.
     Consumer,
     /// It was released, and waits for its delay.
     Delay {
@@ -65,7 +69,15 @@ impl fmt::Display for PartitionStatus {
             write!(f, ", {lag} behind")?;
         }
         match self.lowest {
-            Some(Stuck { offset, since, holder }) => write!(f, ", waiting for {offset} since {}s ({holder:?})", since.as_secs()),
+            Some(Stuck {
+                offset,
+                since,
+                holder,
+            }) => write!(
+                f,
+                ", waiting for {offset} since {}s ({holder:?})",
+                since.as_secs()
+            ),
             None => Ok(()),
         }
     }

@@ -22,7 +22,8 @@ use crate::standing;
 const EVENTS: usize = 16;
 /// How long one turn waits for a message. Rebalances wait as long.
 const TURN: Duration = Duration::from_millis(50);
-/// How long a client that is replaced may take to close before it is left behind, unless it is without its group anyway.
+/// How long a client that is replaced may take to close before it is left behind, unless it is
+/// without its group anyway.
 const CLOSE: Duration = Duration::from_secs(10);
 /// The pause before another client begins, and the longest.
 const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
@@ -35,15 +36,25 @@ const LOOK: Duration = Duration::from_millis(500);
 ///
 /// # Errors
 /// When librdkafka does not take the topics' names.
-pub(crate) fn subscribe(consumer: &BaseConsumer<Context>, kafka: &Kafka) -> Result<(), SourceError> {
+pub(crate) fn subscribe(
+    consumer: &BaseConsumer<Context>,
+    kafka: &Kafka,
+) -> Result<(), SourceError> {
     let names: Vec<&str> = kafka.topics.iter().map(String::as_str).collect();
-    consumer.subscribe(&names).map_err(|error| SourceError::misconfigured("topic", error.to_string(), "name topics that exist"))
+    consumer.subscribe(&names).map_err(|error| {
+        SourceError::misconfigured("topic", error.to_string(), "name topics that exist")
+    })
 }
 
-/// Serves the group until the source closes, then leaves it. A client that stalls or fails for good is replaced by another
-/// one. Runs on a thread of its own.
+/// Serves the group until the source closes, then leaves it. A client that stalls or fails for good
+/// is replaced by another one. Runs on a thread of its own.
 pub(crate) fn run(kafka: Kafka, mut consumer: Arc<BaseConsumer<Context>>) {
-    let Context { shared, outage, topics, .. } = &**consumer.context();
+    let Context {
+        shared,
+        outage,
+        topics,
+        ..
+    } = &**consumer.context();
     let (shared, outage, topics) = (shared.clone(), outage.clone(), topics.clone());
     let _ended = Ended(shared.clone());
     let (mut pause, mut assignment) = (PAUSES.0, AssignmentWait::new(&kafka));
@@ -65,11 +76,17 @@ pub(crate) fn run(kafka: Kafka, mut consumer: Arc<BaseConsumer<Context>>) {
                 }
                 shared.wait(TURN);
             }
-            let context = Context::new(shared.clone(), &kafka, outage.clone()).knowing(topics.clone());
-            let created = kafka.consumer_config().create_with_context(context).map_err(refusal::of_setting);
+            let context =
+                Context::new(shared.clone(), &kafka, outage.clone()).knowing(topics.clone());
+            let created = kafka
+                .consumer_config()
+                .create_with_context(context)
+                .map_err(refusal::of_setting);
             match created.and_then(|consumer| subscribe(&consumer, &kafka).map(|()| consumer)) {
                 Ok(consumer) => break Arc::new(consumer),
-                Err(error) => tracing::error!(%error, "there is no other Kafka client; trying again"),
+                Err(error) => {
+                    tracing::error!(%error, "there is no other Kafka client; trying again")
+                }
             }
         };
     }
@@ -87,9 +104,15 @@ enum Left {
 }
 
 /// The consumer is dropped when this returns, and has left the group if the source closes.
-fn stay(consumer: Arc<BaseConsumer<Context>>, shared: &Shared, assignment: &mut AssignmentWait) -> Left {
+fn stay(
+    consumer: Arc<BaseConsumer<Context>>,
+    shared: &Shared,
+    assignment: &mut AssignmentWait,
+) -> Left {
     let Some(queue) = Queue::new(&consumer) else {
-        shared.fail(SourceError::Unavailable("librdkafka has no memory for a queue".into()));
+        shared.fail(SourceError::Unavailable(
+            "librdkafka has no memory for a queue".into(),
+        ));
         return Left::ForGood;
     };
     consumer.context().set_queue(Some(Arc::new(queue)));
@@ -112,26 +135,40 @@ fn stay(consumer: Arc<BaseConsumer<Context>>, shared: &Shared, assignment: &mut 
         consumer.context().pump(TURN);
     }
     commits::store(&consumer, shared);
-    // The queue holds the consumer: first the queue, then the consumer, which gives its partitions back, commits and
-    // leaves when it is dropped. Not to be unsubscribed before: closing at once after that never leaves.
+    // The queue holds the consumer: first the queue, then the consumer, which gives its partitions
+    // back, commits and leaves when it is dropped. Not to be unsubscribed before: closing at once
+    // after that never leaves.
     consumer.context().set_queue(None);
     drop(consumer);
     Left::ForGood
 }
 
-/// Lets what was handed out be settled, for a while, and leaves with that; whoever has the partitions next delivers the rest
-/// again. A client that does not even close is left behind on a thread of its own.
+/// Lets what was handed out be settled, for a while, and leaves with that; whoever has the
+/// partitions next delivers the rest again. A client that does not even close is left behind on a
+/// thread of its own.
 fn make_way(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) -> Left {
     let mut state = shared.lock();
     // One that is alone could neither commit nor leave.
-    let (left, close) = if state.is_suspected() { (Left::Alone, Duration::ZERO) } else { (Left::ForAnother, CLOSE) };
+    let (left, close) = if state.is_suspected() {
+        (Left::Alone, Duration::ZERO)
+    } else {
+        (Left::ForAnother, CLOSE)
+    };
     let why = state.replacing().unwrap_or_default();
     drop(state);
-    tracing::error!(why, "client replaced: the Kafka client does not do its work any more, and another one takes its place");
+    tracing::error!(
+        why,
+        "client replaced: the Kafka client does not do its work any more, and another one takes its place"
+    );
     metrics::counter!(crate::metric::CLIENTS_REPLACED).increment(1);
     let context = consumer.context();
     let partitions = shared.lock().partitions();
-    shared.give_up(&partitions, how_they_leave(&consumer), |epochs| context.drain(epochs), || commits::store(&consumer, shared));
+    shared.give_up(
+        &partitions,
+        how_they_leave(&consumer),
+        |epochs| context.drain(epochs),
+        || commits::store(&consumer, shared),
+    );
     context.is_replaced.store(true, Ordering::Relaxed);
     context.set_queue(None);
     let (closed, is_closed) = mpsc::channel();
@@ -140,31 +177,41 @@ fn make_way(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) -> Left {
         // Nobody may wait for it any more.
         let _ = closed.send(());
     };
-    match std::thread::Builder::new().name("oncegate-kafka-drop".into()).spawn(closing) {
+    match std::thread::Builder::new()
+        .name("oncegate-kafka-drop".into())
+        .spawn(closing)
+    {
         Ok(_) => drop(is_closed.recv_timeout(close)),
         Err(error) => tracing::error!(%error, "the old Kafka client was closed here"),
     }
     left
 }
 
-/// A client that failed for good does nothing any more. Another one takes its place, unless that would fail the same way.
+/// A client that failed for good does nothing any more. Another one takes its place, unless that
+/// would fail the same way.
 fn look_for_a_fatal_error(consumer: &BaseConsumer<Context>, shared: &Shared) {
-    let Some((code, text)) = consumer.client().fatal_error() else { return };
+    let Some((code, text)) = consumer.client().fatal_error() else {
+        return;
+    };
     match for_a_person(code, "the group's topics") {
         Some(fault) => shared.fail(fault),
-        None => shared.lock().ask_for_another(format!("it failed for good: {text}")),
+        None => shared
+            .lock()
+            .ask_for_another(format!("it failed for good: {text}")),
     }
 }
 
-/// Reads the cluster id, and compares the topics whose id has changed. Takes in no message meanwhile.
+/// Reads the cluster id, and compares the topics whose id has changed. Takes in no message
+/// meanwhile.
 fn compare_topics(consumer: &BaseConsumer<Context>) {
     let topics = &consumer.context().topics;
     let changed = topics.changed();
     if changed.is_none() && topics.knows_cluster() {
         return;
     }
-    // librdkafka handles responses one by one. Once this one has arrived, the cluster id of the response with the new topic id is
-    // stored; without a response, it is stored long before the time is over.
+    // librdkafka handles responses one by one. Once this one has arrived, the cluster id of the
+    // response with the new topic id is stored; without a response, it is stored long before the
+    // time is over.
     if let Some(topic) = changed
         && let Err(error) = consumer.fetch_metadata(Some(&topic), METADATA)
     {
@@ -173,28 +220,36 @@ fn compare_topics(consumer: &BaseConsumer<Context>) {
     topics.compare(consumer.client().fetch_cluster_id(Duration::ZERO));
 }
 
-/// Ends all assignments, without a commit, once a topic is on another cluster or may be: their positions are offsets of the topic on
-/// the cluster before. Another client joins the group, and begins at the offsets that are committed on this cluster.
+/// Ends all assignments, without a commit, once a topic is on another cluster or may be: their
+/// positions are offsets of the topic on the cluster before. Another client joins the group, and
+/// begins at the offsets that are committed on this cluster.
 fn leave_cluster(consumer: &BaseConsumer<Context>, shared: &Shared) {
     let topics = &consumer.context().topics;
     for topic in topics.take_on_another_cluster() {
         let mut state = shared.lock();
-        if state.outdated_assignments(&topic, topics.identity(&topic).as_ref()).is_empty() {
+        if state
+            .outdated_assignments(&topic, topics.identity(&topic).as_ref())
+            .is_empty()
+        {
             continue;
         }
         let partitions = state.partitions();
-        state.ask_for_another(format!("the topic `{topic}` has another id, on another cluster or an unknown one"));
+        state.ask_for_another(format!(
+            "the topic `{topic}` has another id, on another cluster or an unknown one"
+        ));
         drop(state);
         shared.give_up(&partitions, Leave::Lost, |_| (), || ());
     }
 }
 
-/// Goes back to the beginning of topics that were deleted and made anew. librdkafka reads on where it stood, and where the
-/// new log is longer than that, nobody would ever read what lies before. And to what was not settled of a log that lost its end.
+/// Goes back to the beginning of topics that were deleted and made anew. librdkafka reads on where
+/// it stood, and where the new log is longer than that, nobody would ever read what lies before.
+/// And to what was not settled of a log that lost its end.
 fn begin_anew(consumer: &BaseConsumer<Context>, shared: &Shared) {
     let context = consumer.context();
     for topic in context.topics.take_made_anew() {
-        // With either policy, since an offset of the old log would be committed for the new one, and begun at after a restart.
+        // With either policy, since an offset of the old log would be committed for the new one,
+        // and begun at after a restart.
         let partitions = shared.begin_anew(&topic, context.topics.identity(&topic));
         metrics::counter!(crate::metric::TOPICS_MADE_ANEW).increment(partitions as u64);
         match context.out_of_range {
@@ -202,7 +257,10 @@ fn begin_anew(consumer: &BaseConsumer<Context>, shared: &Shared) {
             OutOfRange::Error if partitions == 0 => {}
             OutOfRange::Error => shared.fail(standing::made_anew(&topic)),
             OutOfRange::Earliest => {
-                tracing::error!(topic, "topic made anew: it was deleted and created again; reading it from its beginning");
+                tracing::error!(
+                    topic,
+                    "topic made anew: it was deleted and created again; reading it from its beginning"
+                );
             }
         }
     }
@@ -220,9 +278,12 @@ fn serve(consumer: &BaseConsumer<Context>) {
     context.hear();
     for _ in 0..EVENTS {
         // Nothing may mean that there is none left, or that one was served by a callback.
-        let Some(event) = consumer.poll(Duration::ZERO) else { continue };
+        let Some(event) = consumer.poll(Duration::ZERO) else {
+            continue;
+        };
         match event {
-            // Not to be seen, since partitions are forwarded before they are assigned; not to be lost either.
+            // Not to be seen, since partitions are forwarded before they are assigned; not to be
+            // lost either.
             Ok(message) => {
                 if let Some(queue) = context.queue() {
                     context.take_in(batch::copy(&message), &queue);
@@ -263,8 +324,15 @@ mod tests {
     fn client(kafka: &Kafka, brokers: &str) -> (Arc<Shared>, Arc<BaseConsumer<Context>>) {
         let (shared, outage) = (Arc::<Shared>::default(), Arc::new(Outage::of(brokers)));
         let context = Context::new(shared.clone(), kafka, outage);
-        let consumer: Arc<BaseConsumer<Context>> = Arc::new(kafka.consumer_config().create_with_context(context).expect("a client"));
-        consumer.context().set_queue(Some(Arc::new(Queue::new(&consumer).expect("memory"))));
+        let consumer: Arc<BaseConsumer<Context>> = Arc::new(
+            kafka
+                .consumer_config()
+                .create_with_context(context)
+                .expect("a client"),
+        );
+        consumer
+            .context()
+            .set_queue(Some(Arc::new(Queue::new(&consumer).expect("memory"))));
         subscribe(&consumer, kafka).expect("a topic");
         (shared, consumer)
     }
@@ -307,8 +375,10 @@ mod tests {
         cluster.create_topic("t", 1, 1).expect("a topic");
         let brokers = cluster.bootstrap_servers();
         for (is_other_cluster, group) in [(true, "g1"), (false, "g2")] {
-            let (shared, consumer) = client(&Kafka::topic("t").brokers(&brokers).group(group), &brokers);
-            // As `topics` does before the group is joined: librdkafka logs the id of a topic that somebody asks for.
+            let (shared, consumer) =
+                client(&Kafka::topic("t").brokers(&brokers).group(group), &brokers);
+            // As `topics` does before the group is joined: librdkafka logs the id of a topic that
+            // somebody asks for.
             consumer.fetch_metadata(Some("t"), BOUND).expect("metadata");
             let topics = &consumer.context().topics;
             let end = Instant::now() + BOUND;
@@ -321,12 +391,20 @@ mod tests {
             if is_other_cluster {
                 topics.compare(Some("b25jZWdhdGUta2Fma2EtMg".to_owned()));
             }
-            topics.hear(&format!("Topic t changed id from {before} to q5BZ55PYTTyxda8B1C5Amg"));
+            topics.hear(&format!(
+                "Topic t changed id from {before} to q5BZ55PYTTyxda8B1C5Amg"
+            ));
             compare_topics(&consumer);
             leave_cluster(&consumer, &shared);
             let mut state = shared.lock();
-            assert_eq!((state.partitions().is_empty(), state.wants_another()), (is_other_cluster, is_other_cluster));
-            assert_eq!((topics.take_made_anew().is_empty(), state.commits()), (is_other_cluster, vec![]));
+            assert_eq!(
+                (state.partitions().is_empty(), state.wants_another()),
+                (is_other_cluster, is_other_cluster)
+            );
+            assert_eq!(
+                (topics.take_made_anew().is_empty(), state.commits()),
+                (is_other_cluster, vec![])
+            );
         }
     }
 
@@ -336,12 +414,22 @@ mod tests {
         let cluster = MockCluster::new(1).expect("a broker");
         cluster.create_topic("t", 1, 1).expect("a topic");
         let brokers = cluster.bootstrap_servers();
-        let producer: BaseProducer = rdkafka::ClientConfig::new().set("bootstrap.servers", &brokers).create().expect("a producer");
-        producer.send(BaseRecord::<(), str>::to("t").payload("x")).expect("room");
+        let producer: BaseProducer = rdkafka::ClientConfig::new()
+            .set("bootstrap.servers", &brokers)
+            .create()
+            .expect("a producer");
+        producer
+            .send(BaseRecord::<(), str>::to("t").payload("x"))
+            .expect("room");
         producer.flush(BOUND).expect("sent");
         // Far longer than a client may take to close.
-        let kafka = Kafka::topic("t").brokers(&brokers).group("g").drain_on_revoke(BOUND);
-        let kafka = kafka.property("session.timeout.ms", "3000").property("heartbeat.interval.ms", "200");
+        let kafka = Kafka::topic("t")
+            .brokers(&brokers)
+            .group("g")
+            .drain_on_revoke(BOUND);
+        let kafka = kafka
+            .property("session.timeout.ms", "3000")
+            .property("heartbeat.interval.ms", "200");
         let (shared, consumer) = client(&kafka, &brokers);
         let end = Instant::now() + BOUND;
         let mut incoming = Vec::new();
@@ -349,9 +437,17 @@ mod tests {
             assert!(Instant::now() < end, "{incoming:?}");
             serve(&consumer);
             consumer.context().pump(TURN);
-            shared.lock().hand_out(Limit { count: 1, bytes: 1 }, usize::MAX, &mut incoming, &mut Vec::new());
+            shared.lock().hand_out(
+                Limit { count: 1, bytes: 1 },
+                usize::MAX,
+                &mut incoming,
+                &mut Vec::new(),
+            );
         }
-        cluster.request_errors(RDKafkaApiKey::Heartbeat, &[RDKafkaRespErr::RD_KAFKA_RESP_ERR_UNKNOWN_MEMBER_ID]);
+        cluster.request_errors(
+            RDKafkaApiKey::Heartbeat,
+            &[RDKafkaRespErr::RD_KAFKA_RESP_ERR_UNKNOWN_MEMBER_ID],
+        );
         // Its rebalance stands in the queue, where nobody looks meanwhile.
         while !consumer.assignment_lost() {
             assert!(Instant::now() < end, "it is not lost");

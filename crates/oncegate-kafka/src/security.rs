@@ -7,7 +7,8 @@ use std::path::{Path, PathBuf};
 use oncegate_core::SourceError;
 use rdkafka::ClientConfig;
 
-/// A name and a password, and how they are proven to the broker. `Debug` shows neither password nor name.
+/// A name and a password, and how they are proven to the broker. `Debug` shows neither password nor
+/// name.
 #[derive(Clone)]
 #[must_use]
 pub struct KafkaLogin {
@@ -19,23 +20,37 @@ pub struct KafkaLogin {
 impl KafkaLogin {
     /// SASL PLAIN: the password itself is sent, inside TLS.
     pub fn plain(name: impl Into<String>, password: impl Into<String>) -> Self {
-        Self { mechanism: "PLAIN", name: name.into(), password: password.into() }
+        Self {
+            mechanism: "PLAIN",
+            name: name.into(),
+            password: password.into(),
+        }
     }
 
     /// SCRAM-SHA-256: the password is proven and never sent.
     pub fn scram_sha_256(name: impl Into<String>, password: impl Into<String>) -> Self {
-        Self { mechanism: "SCRAM-SHA-256", name: name.into(), password: password.into() }
+        Self {
+            mechanism: "SCRAM-SHA-256",
+            name: name.into(),
+            password: password.into(),
+        }
     }
 
     /// SCRAM-SHA-512: the password is proven and never sent.
     pub fn scram_sha_512(name: impl Into<String>, password: impl Into<String>) -> Self {
-        Self { mechanism: "SCRAM-SHA-512", name: name.into(), password: password.into() }
+        Self {
+            mechanism: "SCRAM-SHA-512",
+            name: name.into(),
+            password: password.into(),
+        }
     }
 }
 
 impl fmt::Debug for KafkaLogin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("KafkaLogin").field("mechanism", &self.mechanism).finish_non_exhaustive()
+        f.debug_struct("KafkaLogin")
+            .field("mechanism", &self.mechanism)
+            .finish_non_exhaustive()
     }
 }
 
@@ -94,13 +109,27 @@ impl Security {
 
     /// Refuses what cannot work: files that cannot be read, and an empty name or password.
     pub(crate) fn check(&self) -> Result<(), SourceError> {
-        let own = self.own.iter().flat_map(|(certificate, key)| [("client_certificate", certificate), ("client_certificate", key)]);
-        for (setting, file) in self.authority.iter().map(|file| ("ca_certificate", file)).chain(own) {
+        let own = self.own.iter().flat_map(|(certificate, key)| {
+            [
+                ("client_certificate", certificate),
+                ("client_certificate", key),
+            ]
+        });
+        for (setting, file) in self
+            .authority
+            .iter()
+            .map(|file| ("ca_certificate", file))
+            .chain(own)
+        {
             readable(setting, file)?;
         }
         match &self.login {
             Some(login) if login.name.is_empty() || login.password.is_empty() => {
-                Err(SourceError::misconfigured("login", "the name or the password is empty", "is the variable set that it comes from?"))
+                Err(SourceError::misconfigured(
+                    "login",
+                    "the name or the password is empty",
+                    "is the variable set that it comes from?",
+                ))
             }
             _ => Ok(()),
         }
@@ -120,20 +149,31 @@ impl Security {
             config.set("ssl.ca.location", certificate.to_string_lossy());
         }
         if let Some((certificate, key)) = &self.own {
-            config.set("ssl.certificate.location", certificate.to_string_lossy()).set("ssl.key.location", key.to_string_lossy());
+            config
+                .set("ssl.certificate.location", certificate.to_string_lossy())
+                .set("ssl.key.location", key.to_string_lossy());
         }
         if self.trust == Trust::Anyone {
-            config.set("enable.ssl.certificate.verification", "false").set("ssl.endpoint.identification.algorithm", "none");
+            config
+                .set("enable.ssl.certificate.verification", "false")
+                .set("ssl.endpoint.identification.algorithm", "none");
         }
     }
 }
 
 fn readable(setting: &str, file: &Path) -> Result<(), SourceError> {
-    let refused = |error| SourceError::misconfigured(setting, format!("{} cannot be read: {error}", file.display()), "name a PEM file");
+    let refused = |error| {
+        SourceError::misconfigured(
+            setting,
+            format!("{} cannot be read: {error}", file.display()),
+            "name a PEM file",
+        )
+    };
     File::open(file).map(drop).map_err(refused)
 }
 
-/// Refuses a property that turns off the verification of certificates: only a setter with `danger` in its name does so.
+/// Refuses a property that turns off the verification of certificates: only a setter with `danger`
+/// in its name does so.
 pub(crate) fn check_property(key: &str, value: &str) -> Result<(), SourceError> {
     match trusts_anyone(key, value) {
         true => Err(SourceError::misconfigured(
@@ -145,7 +185,8 @@ pub(crate) fn check_property(key: &str, value: &str) -> Result<(), SourceError> 
     }
 }
 
-/// Whether a property would switch off that the broker's certificate is looked at, or whom it was issued to.
+/// Whether a property would switch off that the broker's certificate is looked at, or whom it was
+/// issued to.
 fn trusts_anyone(key: &str, value: &str) -> bool {
     match key.trim() {
         "enable.ssl.certificate.verification" => !matches!(value.trim(), "true" | "t" | "1"),
@@ -174,7 +215,10 @@ mod tests {
     fn a_login_never_goes_without_tls() {
         let config = config(|security| security.log_in(KafkaLogin::plain("ledger", "secret")));
         assert_eq!(config.get("security.protocol"), Some("sasl_ssl"));
-        assert_eq!((config.get("sasl.username"), config.get("sasl.password")), (Some("ledger"), Some("secret")));
+        assert_eq!(
+            (config.get("sasl.username"), config.get("sasl.password")),
+            (Some("ledger"), Some("secret"))
+        );
         assert_eq!(config.get("enable.ssl.certificate.verification"), None);
     }
 
@@ -185,15 +229,27 @@ mod tests {
             set(&mut security);
             security.check().expect_err("refused").to_string()
         };
-        assert!(told(|it| it.trust_authority("/no/such.pem".into())).starts_with("ca_certificate: /no/such.pem cannot be read"));
-        assert!(told(|it| it.present("/dev/null".into(), "/no/such.key".into())).starts_with("client_certificate: /no/such.key"));
+        assert!(
+            told(|it| it.trust_authority("/no/such.pem".into()))
+                .starts_with("ca_certificate: /no/such.pem cannot be read")
+        );
+        assert!(
+            told(|it| it.present("/dev/null".into(), "/no/such.key".into()))
+                .starts_with("client_certificate: /no/such.key")
+        );
         assert!(told(|it| it.log_in(KafkaLogin::plain("ledger", ""))).starts_with("login: "));
     }
 
     #[test]
     fn debug_shows_neither_password_nor_name() {
-        let shown = format!("{:?}", KafkaLogin::scram_sha_512("canary-name", "canary-password"));
-        assert!(shown.contains("SCRAM-SHA-512") && !shown.contains("canary"), "{shown}");
+        let shown = format!(
+            "{:?}",
+            KafkaLogin::scram_sha_512("canary-name", "canary-password")
+        );
+        assert!(
+            shown.contains("SCRAM-SHA-512") && !shown.contains("canary"),
+            "{shown}"
+        );
     }
 
     #[test]
@@ -205,8 +261,14 @@ mod tests {
         ] {
             assert!(trusts_anyone(key, value), "{key}={value}");
         }
-        assert!(!trusts_anyone("enable.ssl.certificate.verification", "true"));
-        assert!(!trusts_anyone("ssl.endpoint.identification.algorithm", "https"));
+        assert!(!trusts_anyone(
+            "enable.ssl.certificate.verification",
+            "true"
+        ));
+        assert!(!trusts_anyone(
+            "ssl.endpoint.identification.algorithm",
+            "https"
+        ));
         assert!(!trusts_anyone("ssl.ca.location", "none"));
     }
 }

@@ -1,13 +1,17 @@
-//! What the polling thread and the consumer share: what was read, what was handed out, what was released.
+//! What the polling thread and the consumer share: what was read, what was handed out, what was
+//! released.
 //!
-//! All of it stands behind one lock, and nothing in it is an atomic or a cell: two threads never see half of a change. What is
-//! left is the order of whole calls: `histories` draws it, and `threads` has a tool choose at each lock who goes on.
+//! All of it stands behind one lock, and nothing in it is an atomic or a cell: two threads never
+//! see half of a change. What is left is the order of whole calls: `histories` draws it, and
+//! `threads` has a tool choose at each lock who goes on.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use oncegate_core::{Delivery, HeadersBuilder, Incoming, Limit, Message, Origin, Position, Receipt, SourceError};
+use oncegate_core::{
+    Delivery, HeadersBuilder, Incoming, Limit, Message, Origin, Position, Receipt, SourceError,
+};
 use tokio::sync::Notify;
 
 use crate::batch::Record;
@@ -34,18 +38,20 @@ pub(crate) use telling::Reading;
 const READY: usize = 2_048;
 /// Read ahead of the consumer: bytes.
 const READY_BYTES: usize = 32 << 20;
-/// Released or on their way to the dead letters: messages. Past it a partition that has its share of them is not read.
+/// Released or on their way to the dead letters: messages. Past it a partition that has its share
+/// of them is not read.
 const HELD: usize = 10_000;
 /// The same in bytes.
 const HELD_BYTES: usize = 128 << 20;
-/// From the lowest unsettled offset of a partition to the last one read: messages. Past it the partition is not read. It costs 8 bytes
-/// each, and a crash brings so many back.
+/// From the lowest unsettled offset of a partition to the last one read: messages. Past it the
+/// partition is not read. It costs 8 bytes each, and a crash brings so many back.
 const SPAN: usize = 1 << 20;
 
 /// The state behind one lock, held for a batch at a time, and what wakes either side.
 #[derive(Default)]
 pub(crate) struct Shared<M = Threads> {
-    /// Wakes the polling thread: there is room, or the last delivery of a revoked partition is back.
+    /// Wakes the polling thread: there is room, or the last delivery of a revoked partition is
+    /// back.
     monitor: M,
     /// Wakes the consumer.
     news: Notify,
@@ -101,7 +107,8 @@ impl<M: Monitor> Shared<M> {
         self.monitor.lock()
     }
 
-    /// Waits, on the polling thread, until something was settled or handed out since the last wait, or for so long.
+    /// Waits, on the polling thread, until something was settled or handed out since the last wait,
+    /// or for so long.
     pub(crate) fn wait(&self, bound: Duration) {
         let mut state = self.lock();
         if !state.has_changed {
@@ -189,18 +196,26 @@ impl State {
 
     /// The partitions of which nothing more is to be read for now, while others are.
     pub(crate) fn full(&self) -> Vec<(Arc<str>, i32)> {
-        self.readable().filter(|it| self.is_full(it)).map(|it| (it.topic.clone(), it.partition)).collect()
+        self.readable()
+            .filter(|it| self.is_full(it))
+            .map(|it| (it.topic.clone(), it.partition))
+            .collect()
     }
 
     fn readable(&self) -> impl Iterator<Item = &Assigned> {
-        self.assigned.values().filter(|it| it.keeps != Keeps::Revoking)
+        self.assigned
+            .values()
+            .filter(|it| it.keeps != Keeps::Revoking)
     }
 
-    /// Whether too much stands behind its lowest unsettled message, or too much is held in all and it has its share of that: a partition
-    /// with less is read on, so that none waits for the dead letters of another. What is held is at most twice the bound for that.
+    /// Whether too much stands behind its lowest unsettled message, or too much is held in all and
+    /// it has its share of that: a partition with less is read on, so that none waits for the dead
+    /// letters of another. What is held is at most twice the bound for that.
     fn is_full(&self, partition: &Assigned) -> bool {
         let Backlog { count, bytes } = partition.backlog;
-        let has_share = |all: usize, own: usize, bound: usize| all >= bound && own >= (bound / self.assigned.len()).max(1);
+        let has_share = |all: usize, own: usize, bound: usize| {
+            all >= bound && own >= (bound / self.assigned.len()).max(1)
+        };
         partition.watermark.span() >= SPAN
             || has_share(self.held.len() + self.publishing, count, HELD)
             || has_share(self.held_bytes + self.publishing_bytes, bytes, HELD_BYTES)
@@ -211,7 +226,8 @@ impl State {
         let now = Instant::now();
         let (mut watermark, send_from) = (Watermark::default(), Some(now));
         if begins == Begins::Anew {
-            // Committed at once: whoever has the partition next must not begin where the log before was left.
+            // Committed at once: whoever has the partition next must not begin where the log before
+            // was left.
             watermark.begin(BEGINNING);
         }
         let assigned = Assigned {
@@ -235,8 +251,17 @@ impl State {
     }
 
     fn revoke(&mut self, leaving: &[(String, i32)]) -> Vec<u64> {
-        let gone = |it: &Assigned| leaving.iter().any(|(topic, partition)| *partition == it.partition && **topic == *it.topic);
-        let epochs: Vec<u64> = self.assigned.iter().filter(|(_, it)| gone(it)).map(|(epoch, _)| *epoch).collect();
+        let gone = |it: &Assigned| {
+            leaving
+                .iter()
+                .any(|(topic, partition)| *partition == it.partition && **topic == *it.topic)
+        };
+        let epochs: Vec<u64> = self
+            .assigned
+            .iter()
+            .filter(|(_, it)| gone(it))
+            .map(|(epoch, _)| *epoch)
+            .collect();
         for epoch in &epochs {
             self.withdraw(*epoch);
         }
@@ -248,15 +273,25 @@ impl State {
         if let Some(assigned) = self.assigned.get_mut(&epoch) {
             assigned.keeps = Keeps::Revoking;
         }
-        self.ready.retain(|delivery| delivery.receipt.epoch != epoch);
-        self.ready_bytes = self.ready.iter().map(|delivery| delivery.message.size()).sum();
-        self.held.retain(|_, delivery| delivery.receipt.epoch != epoch);
-        self.held_bytes = self.held.values().map(|delivery| delivery.message.size()).sum();
+        self.ready
+            .retain(|delivery| delivery.receipt.epoch != epoch);
+        self.ready_bytes = self
+            .ready
+            .iter()
+            .map(|delivery| delivery.message.size())
+            .sum();
+        self.held
+            .retain(|_, delivery| delivery.receipt.epoch != epoch);
+        self.held_bytes = self
+            .held
+            .values()
+            .map(|delivery| delivery.message.size())
+            .sum();
         self.revoked.push(epoch);
     }
 
-    /// A part of a partition's log cannot be read: takes in nothing more of it, so that nothing past it is ever
-    /// committed.
+    /// A part of a partition's log cannot be read: takes in nothing more of it, so that nothing
+    /// past it is ever committed.
     pub(crate) fn bar(&mut self, topic: &str, partition: i32) {
         let epoch = self.epoch_of(topic, partition);
         if let Some(assigned) = epoch.and_then(|epoch| self.assigned.get_mut(&epoch)) {
@@ -266,7 +301,11 @@ impl State {
 
     /// How many deliveries of these assignments are not back yet.
     pub(crate) fn out(&self, epochs: &[u64]) -> usize {
-        epochs.iter().filter_map(|epoch| self.assigned.get(epoch)).map(|it| it.out).sum()
+        epochs
+            .iter()
+            .filter_map(|epoch| self.assigned.get(epoch))
+            .map(|it| it.out)
+            .sum()
     }
 
     /// These assignments are over: what is settled of them from now on moves nothing.
@@ -280,7 +319,9 @@ impl State {
         let (count, mut bytes, mut findings) = (records.len(), 0, Findings::default());
         let mut last: Option<(Arc<str>, i32, u64)> = None;
         for record in records {
-            let same = last.as_ref().filter(|(topic, partition, _)| *partition == record.partition && *topic == record.topic);
+            let same = last.as_ref().filter(|(topic, partition, _)| {
+                *partition == record.partition && *topic == record.topic
+            });
             let epoch = match same {
                 Some((_, _, epoch)) => *epoch,
                 // Read before it was revoked: whoever owns the partition next reads it again.
@@ -289,7 +330,9 @@ impl State {
                     None => continue,
                 },
             };
-            let Some(epoch) = self.sequence(epoch, &record, &mut findings) else { continue };
+            let Some(epoch) = self.sequence(epoch, &record, &mut findings) else {
+                continue;
+            };
             last = Some((record.topic.clone(), record.partition, epoch));
             let delivery = delivery(record, epoch);
             bytes += delivery.message.size();
@@ -300,9 +343,14 @@ impl State {
         findings
     }
 
-    /// A partition was read up to this offset, as librdkafka says, or nothing of it was: the markers of transactions below it
-    /// are passed. Answers where something may be missing.
-    pub(crate) fn reached(&mut self, topic: &str, partition: i32, offset: Option<i64>) -> Option<Jump> {
+    /// A partition was read up to this offset, as librdkafka says, or nothing of it was: the
+    /// markers of transactions below it are passed. Answers where something may be missing.
+    pub(crate) fn reached(
+        &mut self,
+        topic: &str,
+        partition: i32,
+        offset: Option<i64>,
+    ) -> Option<Jump> {
         let epoch = self.epoch_of(topic, partition)?;
         let assigned = self.assigned.get_mut(&epoch)?;
         match (assigned.read_to, offset) {
@@ -315,9 +363,14 @@ impl State {
         }
     }
 
-    /// What librdkafka takes for its position in this partition is not to be believed; answers where it is to read on instead:
-    /// after what was read, or where it `stood` if nothing was.
-    pub(crate) fn distrust(&mut self, topic: &str, partition: i32, stood: Option<i64>) -> Option<i64> {
+    /// What librdkafka takes for its position in this partition is not to be believed; answers
+    /// where it is to read on instead: after what was read, or where it `stood` if nothing was.
+    pub(crate) fn distrust(
+        &mut self,
+        topic: &str,
+        partition: i32,
+        stood: Option<i64>,
+    ) -> Option<i64> {
         let epoch = self.epoch_of(topic, partition)?;
         let assigned = self.assigned.get_mut(&epoch)?;
         assigned.read_to = ReadTo::Unknown;
@@ -333,13 +386,19 @@ impl State {
     }
 
     fn epoch_of(&self, topic: &str, partition: i32) -> Option<u64> {
-        let ours = |it: &Assigned| it.keeps == Keeps::Assigned && it.partition == partition && *it.topic == *topic;
-        self.assigned.iter().find(|(_, it)| ours(it)).map(|(epoch, _)| *epoch)
+        let ours = |it: &Assigned| {
+            it.keeps == Keeps::Assigned && it.partition == partition && *it.topic == *topic
+        };
+        self.assigned
+            .iter()
+            .find(|(_, it)| ours(it))
+            .map(|(epoch, _)| *epoch)
     }
 
-    /// Takes note of a record. If it comes again below what was delivered (the log was cut, or librdkafka went back), what was
-    /// delivered is revoked, and a new epoch begins: with this record, or with the lowest that is not settled yet if that lies
-    /// before. Then this one is not taken in, and comes again too: with it, what lies between would count as passed.
+    /// Takes note of a record. If it comes again below what was delivered (the log was cut, or
+    /// librdkafka went back), what was delivered is revoked, and a new epoch begins: with this
+    /// record, or with the lowest that is not settled yet if that lies before. Then this one is not
+    /// taken in, and comes again too: with it, what lies between would count as passed.
     fn sequence(&mut self, epoch: u64, record: &Record, findings: &mut Findings) -> Option<u64> {
         let assigned = self.assigned.get_mut(&epoch)?;
         findings.jumps.extend(assigned.arrive(record.offset));
@@ -350,11 +409,23 @@ impl State {
             return Some(epoch);
         }
         assigned.is_shorter(assigned.watermark.end(), record.offset);
-        let unsettled = assigned.watermark.lowest().filter(|lowest| *lowest < record.offset);
+        let unsettled = assigned
+            .watermark
+            .lowest()
+            .filter(|lowest| *lowest < record.offset);
         self.withdraw(epoch);
-        let log = self.assigned.remove(&epoch).map(|it| it.log).unwrap_or_default();
+        let log = self
+            .assigned
+            .remove(&epoch)
+            .map(|it| it.log)
+            .unwrap_or_default();
         let begins = unsettled.unwrap_or(record.offset);
-        let epoch = self.begin(record.topic.clone(), record.partition, Begins::At(begins), log);
+        let epoch = self.begin(
+            record.topic.clone(),
+            record.partition,
+            Begins::At(begins),
+            log,
+        );
         let assigned = self.assigned.get_mut(&epoch)?;
         if unsettled.is_some() {
             assigned.watermark.begin(begins);
@@ -362,13 +433,22 @@ impl State {
             return None;
         }
         assigned.watermark.deliver(record.offset);
-        findings.restarted.push((record.topic.clone(), record.partition));
+        findings
+            .restarted
+            .push((record.topic.clone(), record.partition));
         Some(epoch)
     }
 
-    /// Hands out revocations, releases whose delay is over, and what was read, within the limit: of 0, revocations
-    /// alone. What has a body larger than `largest` goes to `oversize` instead, to be rejected.
-    pub(crate) fn hand_out(&mut self, limit: Limit, largest: usize, into: &mut Vec<Incoming>, oversize: &mut Vec<Delivery>) {
+    /// Hands out revocations, releases whose delay is over, and what was read, within the limit: of
+    /// 0, revocations alone. What has a body larger than `largest` goes to `oversize` instead, to
+    /// be rejected.
+    pub(crate) fn hand_out(
+        &mut self,
+        limit: Limit,
+        largest: usize,
+        into: &mut Vec<Incoming>,
+        oversize: &mut Vec<Delivery>,
+    ) {
         into.extend(self.revoked.drain(..).map(Incoming::Revoked));
         if self.phase != Phase::Running {
             return;
@@ -377,7 +457,9 @@ impl State {
         while count < limit.count {
             let due = self.held.first_entry().filter(|held| held.key().0 <= now);
             let next = due.as_ref().map(|held| held.get()).or(self.ready.front());
-            let Some(size) = next.map(|delivery| delivery.message.size()) else { break };
+            let Some(size) = next.map(|delivery| delivery.message.size()) else {
+                break;
+            };
             if count > 0 && bytes.saturating_add(size) > limit.bytes {
                 break;
             }
@@ -387,7 +469,9 @@ impl State {
                 true => self.held_bytes -= size,
                 false => self.ready_bytes -= size,
             }
-            let Some(delivery) = held.or_else(|| self.ready.pop_front()) else { break };
+            let Some(delivery) = held.or_else(|| self.ready.pop_front()) else {
+                break;
+            };
             (count, bytes) = (count + 1, bytes + size);
             let is_oversize = delivery.message.body.len() > largest;
             if let Some(assigned) = self.assigned.get_mut(&delivery.receipt.epoch) {
@@ -410,12 +494,17 @@ impl State {
 
     /// When the next release is due.
     pub(crate) fn next_due(&self) -> Option<Instant> {
-        self.held.first_key_value().map(|((due, _), _)| *due).filter(|_| self.phase == Phase::Running)
+        self.held
+            .first_key_value()
+            .map(|((due, _), _)| *due)
+            .filter(|_| self.phase == Phase::Running)
     }
 
     /// A delivery is settled for good.
     pub(crate) fn accept(&mut self, receipt: &Receipt) -> Fate {
-        let Some(assigned) = self.assigned.get_mut(&receipt.epoch) else { return Fate::Stale };
+        let Some(assigned) = self.assigned.get_mut(&receipt.epoch) else {
+            return Fate::Stale;
+        };
         // Offsets came from an `i64`.
         if assigned.watermark.settle(receipt.position as i64) == Settling::Now {
             assigned.out = assigned.out.saturating_sub(1);
@@ -425,10 +514,15 @@ impl State {
 
     /// A delivery comes back after a delay, unless its partition is leaving.
     pub(crate) fn release(&mut self, delivery: Delivery, after: Duration) -> Fate {
-        let Some(assigned) = self.assigned.get_mut(&delivery.receipt.epoch) else { return Fate::Stale };
+        let Some(assigned) = self.assigned.get_mut(&delivery.receipt.epoch) else {
+            return Fate::Stale;
+        };
         assigned.out = assigned.out.saturating_sub(1);
         if assigned.keeps != Keeps::Revoking {
-            let delivery = Delivery { message: detached(&delivery.message), ..delivery };
+            let delivery = Delivery {
+                message: detached(&delivery.message),
+                ..delivery
+            };
             assigned.backlog.add(delivery.message.size());
             self.held_bytes += delivery.message.size();
             self.releases += 1;
@@ -441,7 +535,9 @@ impl State {
 
     /// A delivery is on its way to the dead letters.
     pub(crate) fn reject(&mut self, delivery: &Delivery) -> Fate {
-        let Some(assigned) = self.assigned.get_mut(&delivery.receipt.epoch) else { return Fate::Stale };
+        let Some(assigned) = self.assigned.get_mut(&delivery.receipt.epoch) else {
+            return Fate::Stale;
+        };
         assigned.backlog.add(delivery.message.size());
         self.publishing += 1;
         self.publishing_bytes += delivery.message.size();
@@ -451,7 +547,9 @@ impl State {
     /// A dead letter stands.
     pub(crate) fn published(&mut self, delivery: &Delivery) -> Fate {
         self.publishing = self.publishing.saturating_sub(1);
-        self.publishing_bytes = self.publishing_bytes.saturating_sub(delivery.message.size());
+        self.publishing_bytes = self
+            .publishing_bytes
+            .saturating_sub(delivery.message.size());
         if let Some(assigned) = self.assigned.get_mut(&delivery.receipt.epoch) {
             assigned.backlog.remove(delivery.message.size());
         }
@@ -477,12 +575,35 @@ impl Fate {
 }
 
 fn delivery(record: Record, epoch: u64) -> Delivery {
-    let Record { topic, partition, offset, sent_at, key, headers, body } = record;
-    let origin = Origin { name: topic, position: Position::Offset { partition, offset }, system: Some("kafka") };
+    let Record {
+        topic,
+        partition,
+        offset,
+        sent_at,
+        key,
+        headers,
+        body,
+    } = record;
+    let origin = Origin {
+        name: topic,
+        position: Position::Offset { partition, offset },
+        system: Some("kafka"),
+    };
     Delivery {
-        message: Message { origin, key, message_id: None, headers, body, sent_at },
+        message: Message {
+            origin,
+            key,
+            message_id: None,
+            headers,
+            body,
+            sent_at,
+        },
         // Neither is ever negative in a message that was delivered.
-        receipt: Receipt { epoch, partition: partition as u32, position: offset as u64 },
+        receipt: Receipt {
+            epoch,
+            partition: partition as u32,
+            position: offset as u64,
+        },
         failures: 0,
     }
 }

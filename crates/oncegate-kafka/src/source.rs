@@ -5,7 +5,9 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use oncegate_core::road::Reason;
-use oncegate_core::{Delivery, Incoming, Limit, Order, Origin, Settled, Source, SourceError, fault};
+use oncegate_core::{
+    Delivery, Incoming, Limit, Order, Origin, Settled, Source, SourceError, fault,
+};
 
 use crate::dead_letters::{DeadLetter, DeadLetters};
 use crate::shared::{Phase, Rejected, Shared, detached};
@@ -17,8 +19,9 @@ const LEAVING: Duration = Duration::from_millis(500);
 
 /// A member of a consumer group. Opened from [`Kafka`](crate::Kafka).
 ///
-/// A thread of its own polls the broker, so that no handler can have the group take this member for dead. Dropped
-/// without being closed, it leaves the group on that thread, and what was not settled is delivered again.
+/// A thread of its own polls the broker, so that no handler can have the group take this member for
+/// dead. Dropped without being closed, it leaves the group on that thread, and what was not settled
+/// is delivered again.
 pub struct KafkaSource {
     shared: Arc<Shared>,
     dead_letters: Arc<DeadLetters>,
@@ -26,8 +29,16 @@ pub struct KafkaSource {
 }
 
 impl KafkaSource {
-    pub(crate) fn new(shared: Arc<Shared>, dead_letters: Arc<DeadLetters>, body_limit: usize) -> Self {
-        Self { shared, dead_letters, body_limit }
+    pub(crate) fn new(
+        shared: Arc<Shared>,
+        dead_letters: Arc<DeadLetters>,
+        body_limit: usize,
+    ) -> Self {
+        Self {
+            shared,
+            dead_letters,
+            body_limit,
+        }
     }
 
     /// Takes what is ready, without waiting.
@@ -43,14 +54,24 @@ impl KafkaSource {
         state.hand_out(limit, self.body_limit, into, &mut oversize);
         // Whoever asks for no deliveries is not woken for one.
         let next_due = state.next_due().filter(|_| limit.count > 0);
-        Ok(Taken { any: into.len() > before, oversize, next_due })
+        Ok(Taken {
+            any: into.len() > before,
+            oversize,
+            next_due,
+        })
     }
 
     /// Publishes a rejected delivery until it stands, then counts it as settled.
     fn publish(&self, rejected: Rejected) {
         let (shared, dead_letters) = (self.shared.clone(), self.dead_letters.clone());
-        let delivery = Delivery { message: detached(&rejected.delivery.message), ..rejected.delivery };
-        let mut letter = DeadLetter::new(Rejected { delivery, ..rejected });
+        let delivery = Delivery {
+            message: detached(&rejected.delivery.message),
+            ..rejected.delivery
+        };
+        let mut letter = DeadLetter::new(Rejected {
+            delivery,
+            ..rejected
+        });
         tokio::spawn(async move {
             let (mut pause, longest) = PAUSES;
             fault::point("kafka.letter.before");
@@ -63,8 +84,11 @@ impl KafkaSource {
                 tokio::time::sleep(pause).await;
                 pause = (pause * 2).min(longest);
             }
-            let Rejected { delivery, reason, .. } = &letter.rejected;
-            metrics::counter!(crate::metric::DEAD_LETTERS, "reason" => reason.as_str()).increment(1);
+            let Rejected {
+                delivery, reason, ..
+            } = &letter.rejected;
+            metrics::counter!(crate::metric::DEAD_LETTERS, "reason" => reason.as_str())
+                .increment(1);
             fault::point("kafka.letter.confirmed");
             let fate = shared.lock().published(delivery);
             fault::point("kafka.letter.settled");
@@ -89,9 +113,22 @@ impl Source for KafkaSource {
             let found = self.take(limit, into)?;
             let made_room = !found.oversize.is_empty();
             for delivery in found.oversize {
-                let (size, limit, origin) = (delivery.message.body.len(), self.body_limit, &delivery.message.origin);
-                tracing::warn!(size, limit, ?origin, "a body is over the limit: to the dead letters");
-                self.publish(Rejected { delivery, reason: Reason::TooLarge, story: None });
+                let (size, limit, origin) = (
+                    delivery.message.body.len(),
+                    self.body_limit,
+                    &delivery.message.origin,
+                );
+                tracing::warn!(
+                    size,
+                    limit,
+                    ?origin,
+                    "a body is over the limit: to the dead letters"
+                );
+                self.publish(Rejected {
+                    delivery,
+                    reason: Reason::TooLarge,
+                    story: None,
+                });
             }
             if found.any {
                 self.shared.wake_poller();
@@ -109,7 +146,10 @@ impl Source for KafkaSource {
     }
 
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), SourceError> {
-        self.shared.settle(settled).into_iter().for_each(|rejected| self.publish(rejected));
+        self.shared
+            .settle(settled)
+            .into_iter()
+            .for_each(|rejected| self.publish(rejected));
         Ok(())
     }
 
@@ -125,17 +165,23 @@ impl Source for KafkaSource {
     async fn close(self: Box<Self>, deadline: Instant) -> Result<(), SourceError> {
         self.shared.enter(Phase::Stopped);
         let publish_until = deadline.checked_sub(LEAVING).unwrap_or(deadline);
-        let unpublished = self.wait_until(publish_until, |shared| shared.lock().publishing() == 0).await;
+        let unpublished = self
+            .wait_until(publish_until, |shared| shared.lock().publishing() == 0)
+            .await;
         self.shared.enter(Phase::Closing);
-        let staying = self.wait_until(deadline, |shared| shared.lock().phase() == Phase::Ended).await;
+        let staying = self
+            .wait_until(deadline, |shared| shared.lock().phase() == Phase::Ended)
+            .await;
         match (unpublished, staying) {
             (Wait::InTime, Wait::InTime) => Ok(()),
-            (Wait::TooLong, _) => {
-                Err(SourceError::Unavailable("dead letters were not confirmed in time; their messages are delivered again".into()))
-            }
-            (_, Wait::TooLong) => {
-                Err(SourceError::Unavailable("the group was not left in time; what was settled last may be delivered again".into()))
-            }
+            (Wait::TooLong, _) => Err(SourceError::Unavailable(
+                "dead letters were not confirmed in time; their messages are delivered again"
+                    .into(),
+            )),
+            (_, Wait::TooLong) => Err(SourceError::Unavailable(
+                "the group was not left in time; what was settled last may be delivered again"
+                    .into(),
+            )),
         }
     }
 
@@ -158,8 +204,15 @@ enum Wait {
 impl KafkaSource {
     async fn wait_until(&self, deadline: Instant, reached: impl Fn(&Shared) -> bool) -> Wait {
         while !reached(&self.shared) {
-            if tokio::time::timeout_at(deadline.into(), self.shared.news()).await.is_err() {
-                return if reached(&self.shared) { Wait::InTime } else { Wait::TooLong };
+            if tokio::time::timeout_at(deadline.into(), self.shared.news())
+                .await
+                .is_err()
+            {
+                return if reached(&self.shared) {
+                    Wait::InTime
+                } else {
+                    Wait::TooLong
+                };
             }
         }
         Wait::InTime

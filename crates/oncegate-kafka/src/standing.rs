@@ -23,8 +23,8 @@ const AGAIN: Duration = Duration::from_millis(200);
 /// A partition, and where it is to be read on.
 pub(crate) type Standing = (String, i32, Begins);
 
-/// Where the group stands in each of these partitions. What was not told while there was patience is not known. `hear` listens
-/// to what librdkafka has logged.
+/// Where the group stands in each of these partitions. What was not told while there was patience
+/// is not known. `hear` listens to what librdkafka has logged.
 pub(crate) fn ask<C: ConsumerContext>(
     consumer: &BaseConsumer<C>,
     partitions: &TopicPartitionList,
@@ -32,51 +32,92 @@ pub(crate) fn ask<C: ConsumerContext>(
     mut patience: Patience<'_>,
     hear: impl Fn(),
 ) -> Vec<Standing> {
-    let committed = patience.insist("where the group stands", |patience| committed(consumer, partitions.clone(), patience));
+    let committed = patience.insist("where the group stands", |patience| {
+        committed(consumer, partitions.clone(), patience)
+    });
     // What this client has heard may be older than what another member has committed.
     hear();
-    let differing = committed.iter().flat_map(|told| in_question(told, topics)).chain(topics.changed());
+    let differing = committed
+        .iter()
+        .flat_map(|told| in_question(told, topics))
+        .chain(topics.changed());
     for topic in differing.collect::<BTreeSet<String>>() {
-        patience.insist("which log a topic is now", |patience| consumer.fetch_metadata(Some(&topic), patience));
+        patience.insist("which log a topic is now", |patience| {
+            consumer.fetch_metadata(Some(&topic), patience)
+        });
         hear();
     }
-    // After the response, so that it is not older than the topic ids. A member of a group has metadata already, so nothing is waited
-    // for. rdkafka 0.39 never frees the string that librdkafka returns, so it is read once per rebalance and not more often.
+    // After the response, so that it is not older than the topic ids. A member of a group has
+    // metadata already, so nothing is waited for. rdkafka 0.39 never frees the string that
+    // librdkafka returns, so it is read once per rebalance and not more often.
     topics.compare(consumer.client().fetch_cluster_id(Duration::ZERO));
-    let told = |it: &TopicPartitionListElem<'_>| committed.as_ref()?.get(&(it.topic().to_owned(), it.partition()));
+    let told = |it: &TopicPartitionListElem<'_>| {
+        committed
+            .as_ref()?
+            .get(&(it.topic().to_owned(), it.partition()))
+    };
     let begins = |it: &TopicPartitionListElem<'_>| match told(it) {
         None => Begins::Unknown,
         // Its offset went with the topic before it.
         Some(None) if topics.was_recreated(it.topic()) => Begins::Anew,
         Some(None) => Begins::Nowhere,
-        Some(Some(committed)) => begins_at(it.topic(), it.partition(), committed, topics.identity(it.topic()).as_ref()),
+        Some(Some(committed)) => begins_at(
+            it.topic(),
+            it.partition(),
+            committed,
+            topics.identity(it.topic()).as_ref(),
+        ),
     };
-    let mut standings: Vec<Standing> = partitions.elements().iter().map(|it| (it.topic().to_owned(), it.partition(), begins(it))).collect();
+    let mut standings: Vec<Standing> = partitions
+        .elements()
+        .iter()
+        .map(|it| (it.topic().to_owned(), it.partition(), begins(it)))
+        .collect();
     tell_added(
         &mut standings,
         &mut patience,
         |topic, patience| {
             let metadata = consumer.fetch_metadata(Some(topic), patience).ok()?;
-            Some(metadata.topics().iter().flat_map(|topic| topic.partitions()).map(|it| it.id()).collect())
+            Some(
+                metadata
+                    .topics()
+                    .iter()
+                    .flat_map(|topic| topic.partitions())
+                    .map(|it| it.id())
+                    .collect(),
+            )
         },
         |others, patience| {
             let mut list = TopicPartitionList::new();
             for (topic, partition) in others {
                 list.add_partition(topic, *partition);
             }
-            Some(committed_topics(&self::committed(consumer, list, patience).ok()?))
+            Some(committed_topics(
+                &self::committed(consumer, list, patience).ok()?,
+            ))
         },
     );
     standings
 }
 
-/// Where a partition with a committed offset begins, by the topic that the offset was committed for. Warns where the offset is used
-/// although the topic has another id now.
-fn begins_at(topic: &str, partition: i32, committed: &Committed, current: Option<&TopicIdentity>) -> Begins {
+/// Where a partition with a committed offset begins, by the topic that the offset was committed
+/// for. Warns where the offset is used although the topic has another id now.
+fn begins_at(
+    topic: &str,
+    partition: i32,
+    committed: &Committed,
+    current: Option<&TopicIdentity>,
+) -> Begins {
     let offset = committed.offset;
-    // Metadata that names no topic comes from a person or another program, whose offset is used as it is.
-    let (Some(committed), Some(current)) = (&committed.identity, current) else { return Begins::At(offset) };
-    let (cluster, committed_cluster) = (current.cluster_id.as_deref(), committed.cluster_id.as_deref());
+    // Metadata that names no topic comes from a person or another program, whose offset is used as
+    // it is.
+    let (Some(committed), Some(current)) = (&committed.identity, current) else {
+        return Begins::At(offset);
+    };
+    let (cluster, committed_cluster) = (
+        current.cluster_id.as_deref(),
+        committed.cluster_id.as_deref(),
+    );
     match committed.compare(current) {
         TopicMatch::Same => Begins::At(offset),
         TopicMatch::Recreated => Begins::Anew,
@@ -108,33 +149,51 @@ fn begins_at(topic: &str, partition: i32, committed: &Committed, current: Option
     }
 }
 
-/// The topics for which an offset of another log than the one that was heard of is committed: either of the two may be the
-/// later one.
+/// The topics for which an offset of another log than the one that was heard of is committed:
+/// either of the two may be the later one.
 fn in_question(told: &Told, topics: &Topics) -> BTreeSet<String> {
     let differs = |topic: &str, it: &Option<Committed>| {
         let committed = it.as_ref().and_then(|it| it.identity.as_ref());
-        committed.is_some_and(|committed| topics.identity(topic).is_none_or(|current| current.topic_id != committed.topic_id))
+        committed.is_some_and(|committed| {
+            topics
+                .identity(topic)
+                .is_none_or(|current| current.topic_id != committed.topic_id)
+        })
     };
-    told.iter().filter(|((topic, _), it)| differs(topic, it)).map(|((topic, _), _)| topic.clone()).collect()
+    told.iter()
+        .filter(|((topic, _), it)| differs(topic, it))
+        .map(|((topic, _), _)| topic.clone())
+        .collect()
 }
 
-/// Where the group has an offset for another partition of a topic, those without one were added: nothing of them was ever read.
+/// Where the group has an offset for another partition of a topic, those without one were added:
+/// nothing of them was ever read.
 fn tell_added(
     standings: &mut [Standing],
     patience: &mut Patience<'_>,
     mut partitions_of: impl FnMut(&str, Duration) -> Option<Vec<i32>>,
     topics_read: impl FnOnce(&[(String, i32)], Duration) -> Option<BTreeSet<String>>,
 ) {
-    let without: BTreeSet<String> = standings.iter().filter(|it| it.2 == Begins::Nowhere).map(|it| it.0.clone()).collect();
+    let without: BTreeSet<String> = standings
+        .iter()
+        .filter(|it| it.2 == Begins::Nowhere)
+        .map(|it| it.0.clone())
+        .collect();
     let mut others = Vec::new();
     for topic in without {
-        let all = patience.spend(|patience| partitions_of(&topic, patience)).flatten().unwrap_or_default();
+        let all = patience
+            .spend(|patience| partitions_of(&topic, patience))
+            .flatten()
+            .unwrap_or_default();
         others.extend(all.into_iter().map(|partition| (topic.clone(), partition)));
     }
     if others.is_empty() {
         return;
     }
-    let read = patience.spend(|patience| topics_read(&others, patience)).flatten().unwrap_or_default();
+    let read = patience
+        .spend(|patience| topics_read(&others, patience))
+        .flatten()
+        .unwrap_or_default();
     for (topic, _, begins) in standings.iter_mut().filter(|it| it.2 == Begins::Nowhere) {
         if read.contains(topic) {
             *begins = Begins::Added;
@@ -167,7 +226,11 @@ impl<'a> Patience<'a> {
     }
 
     /// Asks until there is an answer, or an error that does not pass, or the time is over.
-    fn insist<T>(&mut self, what: &str, mut ask: impl FnMut(Duration) -> KafkaResult<T>) -> Option<T> {
+    fn insist<T>(
+        &mut self,
+        what: &str,
+        mut ask: impl FnMut(Duration) -> KafkaResult<T>,
+    ) -> Option<T> {
         let mut is_told = false;
         loop {
             let answer = self.spend(|patience| {
@@ -196,7 +259,12 @@ impl<'a> Patience<'a> {
 /// Whether a question may be answered soon that was answered like this.
 fn passes(code: RDKafkaErrorCode) -> bool {
     use RDKafkaErrorCode as E;
-    let coordinator = [E::WaitingForCoordinator, E::CoordinatorLoadInProgress, E::CoordinatorNotAvailable, E::NotCoordinator];
+    let coordinator = [
+        E::WaitingForCoordinator,
+        E::CoordinatorLoadInProgress,
+        E::CoordinatorNotAvailable,
+        E::NotCoordinator,
+    ];
     Outage::is(code) || coordinator.contains(&code)
 }
 
@@ -207,20 +275,25 @@ struct Committed {
     identity: Option<TopicIdentity>,
 }
 
-/// What the group has committed for each partition of which the broker says it; `None` where it has committed nothing. A partition
-/// that is missing here may have any offset.
+/// What the group has committed for each partition of which the broker says it; `None` where it has
+/// committed nothing. A partition that is missing here may have any offset.
 type Told = HashMap<(String, i32), Option<Committed>>;
 
 /// # Errors
 /// When the broker does not answer, or says of a partition that it will know soon.
-fn committed<C: ConsumerContext>(consumer: &BaseConsumer<C>, partitions: TopicPartitionList, patience: Duration) -> KafkaResult<Told> {
+fn committed<C: ConsumerContext>(
+    consumer: &BaseConsumer<C>,
+    partitions: TopicPartitionList,
+    patience: Duration,
+) -> KafkaResult<Told> {
     let answer = consumer.committed_offsets(partitions, patience)?;
     let mut told = Told::new();
     for it in answer.elements() {
         match it.error() {
             Ok(()) => drop(told.insert((it.topic().to_owned(), it.partition()), said_of(&it))),
             Err(error) if error.rdkafka_error_code().is_some_and(passes) => return Err(error),
-            // It looks like a partition without an offset. librdkafka asks by itself, and begins nowhere before it knows.
+            // It looks like a partition without an offset. librdkafka asks by itself, and begins
+            // nowhere before it knows.
             Err(error) => {
                 tracing::warn!(%error, topic = it.topic(), partition = it.partition(), "the broker does not say where the group stands");
             }
@@ -230,20 +303,39 @@ fn committed<C: ConsumerContext>(consumer: &BaseConsumer<C>, partitions: TopicPa
 }
 
 fn said_of(it: &TopicPartitionListElem<'_>) -> Option<Committed> {
-    let Offset::Offset(offset) = it.offset() else { return None };
-    // Whoever may commit for the group may have written anything; what is not UTF-8 is a panic there.
+    let Offset::Offset(offset) = it.offset() else {
+        return None;
+    };
+    // Whoever may commit for the group may have written anything; what is not UTF-8 is a panic
+    // there.
     let metadata = catch_unwind(AssertUnwindSafe(|| it.metadata().to_owned())).unwrap_or_default();
-    Some(Committed { offset, identity: TopicIdentity::parse(&metadata) })
+    Some(Committed {
+        offset,
+        identity: TopicIdentity::parse(&metadata),
+    })
 }
 
 fn committed_topics(told: &Told) -> BTreeSet<String> {
-    told.iter().filter(|(_, it)| it.is_some()).map(|((topic, _), _)| topic.clone()).collect()
+    told.iter()
+        .filter(|(_, it)| it.is_some())
+        .map(|((topic, _), _)| topic.clone())
+        .collect()
 }
 
-/// The error of a group that is to begin nowhere by itself. Of a log that was cut under a running member librdkafka does not say
-/// where that stood, as it does not where there is no offset: the member knows.
-pub(crate) fn lost<C: ConsumerContext>(queue: &Queue<C>, fault: &Fault, stood: Option<i64>) -> SourceError {
-    let Fault { topic, partition, offset, .. } = fault;
+/// The error of a group that is to begin nowhere by itself. Of a log that was cut under a running
+/// member librdkafka does not say where that stood, as it does not where there is no offset: the
+/// member knows.
+pub(crate) fn lost<C: ConsumerContext>(
+    queue: &Queue<C>,
+    fault: &Fault,
+    stood: Option<i64>,
+) -> SourceError {
+    let Fault {
+        topic,
+        partition,
+        offset,
+        ..
+    } = fault;
     let Some(offset) = Some(*offset).filter(|offset| *offset >= 0).or(stood) else {
         return SourceError::misconfigured(
             "start",
@@ -251,10 +343,16 @@ pub(crate) fn lost<C: ConsumerContext>(queue: &Queue<C>, fault: &Fault, stood: O
             "set the group's offsets, or use StartAt::Earliest",
         );
     };
-    let first = queue.first_offset(topic, *partition).map_or_else(String::new, |first| format!(", which begins at offset {first}"));
+    let first = queue
+        .first_offset(topic, *partition)
+        .map_or_else(String::new, |first| {
+            format!(", which begins at offset {first}")
+        });
     SourceError::misconfigured(
         "out_of_range",
-        format!("the group stands at offset {offset} of {topic}/{partition}, and that is not in the log{first}"),
+        format!(
+            "the group stands at offset {offset} of {topic}/{partition}, and that is not in the log{first}"
+        ),
         "find out what was lost, then set the group's offsets: kafka-consumer-groups.sh --reset-offsets; or use OutOfRange::Earliest",
     )
 }
@@ -263,7 +361,9 @@ pub(crate) fn lost<C: ConsumerContext>(queue: &Queue<C>, fault: &Fault, stood: O
 pub(crate) fn made_anew(topic: &str) -> SourceError {
     SourceError::misconfigured(
         "out_of_range",
-        format!("the topic `{topic}` was deleted and made anew: the group's offsets are those of another log"),
+        format!(
+            "the topic `{topic}` was deleted and made anew: the group's offsets are those of another log"
+        ),
         "start again: it is read from its beginning then, with another .scope(…) if ids come from positions; or use OutOfRange::Earliest",
     )
 }
@@ -298,7 +398,9 @@ mod tests {
     }
 
     fn nowhere(topics: usize) -> Vec<Standing> {
-        (0..topics).map(|topic| (format!("t{topic}"), 1, Begins::Nowhere)).collect()
+        (0..topics)
+            .map(|topic| (format!("t{topic}"), 1, Begins::Nowhere))
+            .collect()
     }
 
     #[test]
@@ -309,8 +411,16 @@ mod tests {
             assert_eq!(others.len(), 4);
             Some(BTreeSet::from(["t1".to_owned()]))
         };
-        tell_added(&mut standings, &mut patience(PATIENCE), |_, _| Some(vec![0, 1]), read);
-        assert_eq!(standings.iter().map(|it| it.2).collect::<Vec<_>>(), [Begins::Nowhere, Begins::Added, Begins::Anew]);
+        tell_added(
+            &mut standings,
+            &mut patience(PATIENCE),
+            |_, _| Some(vec![0, 1]),
+            read,
+        );
+        assert_eq!(
+            standings.iter().map(|it| it.2).collect::<Vec<_>>(),
+            [Begins::Nowhere, Begins::Added, Begins::Anew]
+        );
     }
 
     #[test]
@@ -321,37 +431,67 @@ mod tests {
             std::thread::sleep(patience);
             None
         };
-        tell_added(&mut standings, &mut patience(Duration::from_millis(20)), in_vain, |_, _| unreachable!("nothing is known"));
+        tell_added(
+            &mut standings,
+            &mut patience(Duration::from_millis(20)),
+            in_vain,
+            |_, _| unreachable!("nothing is known"),
+        );
         assert_eq!(asked, 1);
         let mut twice = patience(PATIENCE * 2);
-        assert_eq!(twice.spend(|patience| patience), Some(PATIENCE), "one question does not take it all");
+        assert_eq!(
+            twice.spend(|patience| patience),
+            Some(PATIENCE),
+            "one question does not take it all"
+        );
     }
 
     #[test]
     fn a_question_is_asked_again_for_as_long_as_it_may_be_answered() {
         let failed = |code| Err(KafkaError::OffsetFetch(code));
-        let mut answers = [failed(RDKafkaErrorCode::OperationTimedOut), failed(RDKafkaErrorCode::NotCoordinator), Ok(7)].into_iter();
-        assert_eq!(patience(PATIENCE * 20).insist("what", |_| answers.next().expect("no more than needed")), Some(7));
+        let mut answers = [
+            failed(RDKafkaErrorCode::OperationTimedOut),
+            failed(RDKafkaErrorCode::NotCoordinator),
+            Ok(7),
+        ]
+        .into_iter();
+        assert_eq!(
+            patience(PATIENCE * 20)
+                .insist("what", |_| answers.next().expect("no more than needed")),
+            Some(7)
+        );
         let mut answers = [failed(RDKafkaErrorCode::GroupAuthorizationFailed)].into_iter();
-        assert_eq!(patience(PATIENCE).insist("what", |_| answers.next().expect("once")), None::<i32>);
+        assert_eq!(
+            patience(PATIENCE).insist("what", |_| answers.next().expect("once")),
+            None::<i32>
+        );
         let in_vain = |patience| {
             std::thread::sleep(patience);
             failed(RDKafkaErrorCode::OperationTimedOut)
         };
-        assert_eq!(patience(Duration::from_millis(20)).insist("what", in_vain), None::<i32>);
+        assert_eq!(
+            patience(Duration::from_millis(20)).insist("what", in_vain),
+            None::<i32>
+        );
     }
 
     #[test]
     fn who_leaves_asks_nothing_more() {
         let mut patience = Patience::new(PATIENCE, &|| true);
-        assert_eq!(patience.spend(|_| unreachable!("nobody reads what it would be about")), None::<()>);
+        assert_eq!(
+            patience.spend(|_| unreachable!("nobody reads what it would be about")),
+            None::<()>
+        );
     }
 
     /// A client of librdkafka's own small broker, with all that it logs in a queue of its own.
     fn client(brokers: &str) -> (Arc<BaseConsumer<Context>>, Queue<Context>) {
         let kafka = crate::Kafka::topic("t").brokers(brokers).group("g");
         let context = Context::new(Arc::default(), &kafka, Arc::new(Outage::of(brokers)));
-        let consumer: BaseConsumer<Context> = kafka.consumer_config().create_with_context(context).expect("a client");
+        let consumer: BaseConsumer<Context> = kafka
+            .consumer_config()
+            .create_with_context(context)
+            .expect("a client");
         let consumer = Arc::new(consumer);
         let queue = Queue::new(&consumer).expect("memory");
         (consumer, queue)
@@ -367,14 +507,19 @@ mod tests {
 
     fn commit(consumer: &BaseConsumer<Context>, offset: i64, identity: &TopicIdentity) {
         let mut list = partition();
-        list.set_partition_offset("t", 0, Offset::Offset(offset)).expect("an offset");
-        list.find_partition("t", 0).expect("it was added").set_metadata(identity.to_string());
+        list.set_partition_offset("t", 0, Offset::Offset(offset))
+            .expect("an offset");
+        list.find_partition("t", 0)
+            .expect("it was added")
+            .set_metadata(identity.to_string());
         consumer.commit(&list, CommitMode::Sync).expect("committed");
     }
 
     /// The identity of the topic, as the broker reports it.
     fn identity(consumer: &BaseConsumer<Context>, queue: &Queue<Context>) -> TopicIdentity {
-        consumer.fetch_metadata(Some("t"), PATIENCE * 20).expect("an answer");
+        consumer
+            .fetch_metadata(Some("t"), PATIENCE * 20)
+            .expect("an answer");
         queue.hear();
         let topics = &consumer.context().topics;
         topics.compare(consumer.client().fetch_cluster_id(PATIENCE));
@@ -387,8 +532,19 @@ mod tests {
     fn standing_of(brokers: &str, heard: Option<&str>) -> Begins {
         let (consumer, queue) = client(brokers);
         let topics = &consumer.context().topics;
-        heard.iter().for_each(|id| topics.hear(&format!("Topic t changed id from AAAAAAAAAAAAAAAAAAAAAA to {id}")));
-        ask(&*consumer, &partition(), topics, patience(PATIENCE * 20), || queue.hear())[0].2
+        heard.iter().for_each(|id| {
+            topics.hear(&format!(
+                "Topic t changed id from AAAAAAAAAAAAAAAAAAAAAA to {id}"
+            ))
+        });
+        ask(
+            &*consumer,
+            &partition(),
+            topics,
+            patience(PATIENCE * 20),
+            || queue.hear(),
+        )[0]
+        .2
     }
 
     #[test]
@@ -396,22 +552,45 @@ mod tests {
         let (_consumer, queue) = client("127.0.0.1:1");
         let named = |offset, stood| {
             let code = RDKafkaErrorCode::AutoOffsetReset;
-            match lost(&queue, &Fault { topic: Arc::from("t"), partition: 3, offset, code }, stood) {
-                SourceError::Misconfigured { setting, problem, .. } => (setting, problem),
+            match lost(
+                &queue,
+                &Fault {
+                    topic: Arc::from("t"),
+                    partition: 3,
+                    offset,
+                    code,
+                },
+                stood,
+            ) {
+                SourceError::Misconfigured {
+                    setting, problem, ..
+                } => (setting, problem),
                 other => panic!("{other:?}"),
             }
         };
         let (setting, problem) = named(9, Some(7));
-        assert!(setting == "out_of_range" && problem.contains("at offset 9 of t/3"), "{setting}: {problem}");
+        assert!(
+            setting == "out_of_range" && problem.contains("at offset 9 of t/3"),
+            "{setting}: {problem}"
+        );
         // A log that lost its end under a running member.
         let (setting, problem) = named(-1001, Some(7));
-        assert!(setting == "out_of_range" && problem.contains("at offset 7 of t/3"), "{setting}: {problem}");
+        assert!(
+            setting == "out_of_range" && problem.contains("at offset 7 of t/3"),
+            "{setting}: {problem}"
+        );
         assert_eq!(named(-1001, None).0, "start");
     }
 
-    /// An answer without an error of its own, as brokers gave it before Kafka 0.11: each partition bears the error.
-    fn says_it_of_each_partition(cluster: &MockCluster<'_, DefaultProducerContext>, error: RDKafkaRespErr) {
-        cluster.apiversion(RDKafkaApiKey::OffsetFetch, Some(0), Some(1)).expect("an older broker");
+    /// An answer without an error of its own, as brokers gave it before Kafka 0.11: each partition
+    /// bears the error.
+    fn says_it_of_each_partition(
+        cluster: &MockCluster<'_, DefaultProducerContext>,
+        error: RDKafkaRespErr,
+    ) {
+        cluster
+            .apiversion(RDKafkaApiKey::OffsetFetch, Some(0), Some(1))
+            .expect("an older broker");
         cluster.request_errors(RDKafkaApiKey::OffsetFetch, &[error]);
     }
 
@@ -422,21 +601,33 @@ mod tests {
         let brokers = cluster.bootstrap_servers();
         let (consumer, queue) = client(&brokers);
         commit(&consumer, 7, &identity(&consumer, &queue));
-        says_it_of_each_partition(&cluster, RDKafkaRespErr::RD_KAFKA_RESP_ERR_COORDINATOR_LOAD_IN_PROGRESS);
-        assert_eq!(standing_of(&brokers, None), Begins::At(7), "it is asked again");
-        says_it_of_each_partition(&cluster, RDKafkaRespErr::RD_KAFKA_RESP_ERR_TOPIC_AUTHORIZATION_FAILED);
+        says_it_of_each_partition(
+            &cluster,
+            RDKafkaRespErr::RD_KAFKA_RESP_ERR_COORDINATOR_LOAD_IN_PROGRESS,
+        );
+        assert_eq!(
+            standing_of(&brokers, None),
+            Begins::At(7),
+            "it is asked again"
+        );
+        says_it_of_each_partition(
+            &cluster,
+            RDKafkaRespErr::RD_KAFKA_RESP_ERR_TOPIC_AUTHORIZATION_FAILED,
+        );
         assert_eq!(standing_of(&brokers, None), Begins::Unknown);
         assert_eq!(standing_of(&brokers, None), Begins::At(7));
     }
 
-    /// A rebalance waits behind whatever stands in the main queue before it, and of a topic with many partitions, one of which
-    /// has no leader, there are more lines than are served.
+    /// A rebalance waits behind whatever stands in the main queue before it, and of a topic with
+    /// many partitions, one of which has no leader, there are more lines than are served.
     #[test]
     fn what_librdkafka_logs_stands_in_no_rebalances_way() {
         let cluster = MockCluster::new(1).expect("a broker");
         cluster.create_topic("t", 300, 1).expect("a topic");
         let (consumer, queue) = client(&cluster.bootstrap_servers());
-        consumer.fetch_metadata(Some("t"), PATIENCE * 20).expect("an answer");
+        consumer
+            .fetch_metadata(Some("t"), PATIENCE * 20)
+            .expect("an answer");
         let topics = &consumer.context().topics;
         (0..100).for_each(|_| drop(consumer.poll(Duration::from_millis(1))));
         assert_eq!(topics.identity("t"), None, "it came through the main queue");
@@ -445,7 +636,8 @@ mod tests {
     }
 
     #[test]
-    fn an_offset_of_a_log_that_was_not_heard_of_yet_is_believed_once_the_broker_says_that_it_is_this_one() {
+    fn an_offset_of_a_log_that_was_not_heard_of_yet_is_believed_once_the_broker_says_that_it_is_this_one()
+     {
         let cluster = MockCluster::new(1).expect("a broker");
         cluster.create_topic("t", 1, 1).expect("a topic");
         let brokers = cluster.bootstrap_servers();
@@ -454,16 +646,26 @@ mod tests {
         let id = &*current.topic_id;
         commit(&consumer, 7, &current);
         assert_eq!(standing_of(&brokers, Some(id)), Begins::At(7));
-        assert_eq!(standing_of(&brokers, Some(OTHER)), Begins::At(7), "what it had heard is old");
+        assert_eq!(
+            standing_of(&brokers, Some(OTHER)),
+            Begins::At(7),
+            "what it had heard is old"
+        );
         assert_eq!(standing_of(&brokers, None), Begins::At(7));
-        let committed = |cluster_id| TopicIdentity { topic_id: OTHER.into(), cluster_id };
+        let committed = |cluster_id| TopicIdentity {
+            topic_id: OTHER.into(),
+            cluster_id,
+        };
         for (cluster_id, begins) in [
             (current.cluster_id.clone(), Begins::Anew),
             (Some("b25jZWdhdGUta2Fma2EtMg".into()), Begins::Replica(8)),
             (None, Begins::Ambiguous(8)),
         ] {
             commit(&consumer, 8, &committed(cluster_id));
-            assert_eq!([standing_of(&brokers, Some(id)), standing_of(&brokers, None)], [begins; 2]);
+            assert_eq!(
+                [standing_of(&brokers, Some(id)), standing_of(&brokers, None)],
+                [begins; 2]
+            );
         }
     }
 }

@@ -6,7 +6,8 @@ use std::sync::{Arc, OnceLock, Weak};
 use crate::partition::PartitionStatus;
 use crate::shared::Shared;
 
-/// What a Kafka source is doing: how far each partition is, how far behind, and what holds it up. Clones share it.
+/// What a Kafka source is doing: how far each partition is, how far behind, and what holds it up.
+/// Clones share it.
 ///
 /// ```
 /// use oncegate_kafka::{Kafka, KafkaStatus};
@@ -27,18 +28,22 @@ impl KafkaStatus {
         Self::default()
     }
 
-    /// The partitions that are assigned to this member, in order; none before the source is open and after its end.
+    /// The partitions that are assigned to this member, in order; none before the source is open
+    /// and after its end.
     pub fn partitions(&self) -> Vec<PartitionStatus> {
-        self.shared().map(|shared| shared.lock().status()).unwrap_or_default()
+        self.shared()
+            .map(|shared| shared.lock().status())
+            .unwrap_or_default()
     }
 
-    /// How often the Kafka client was replaced because it had stalled, was without its group or had failed for good.
+    /// How often the Kafka client was replaced because it had stalled, was without its group or had
+    /// failed for good.
     pub fn clients_replaced(&self) -> u64 {
         self.shared().map_or(0, |shared| shared.lock().replaced())
     }
 
-    /// How many messages were removed from the log before the group had read them, since the source was opened, as far as
-    /// offsets tell: those that nobody would have been handed count too.
+    /// How many messages were removed from the log before the group had read them, since the source
+    /// was opened, as far as offsets tell: those that nobody would have been handed count too.
     pub fn messages_missed(&self) -> u64 {
         self.shared().map_or(0, |shared| shared.lock().missed())
     }
@@ -55,6 +60,8 @@ impl KafkaStatus {
 
 impl fmt::Debug for KafkaStatus {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("KafkaStatus").field(&self.partitions()).finish()
+        f.debug_tuple("KafkaStatus")
+            .field(&self.partitions())
+            .finish()
     }
 }

@@ -3,8 +3,8 @@
 use std::fmt;
 use std::sync::Arc;
 
-/// A topic under one name. Kafka gives each topic an id when it is created; a replica of it on another cluster has an id of its
-/// own.
+/// A topic under one name. Kafka gives each topic an id when it is created; a replica of it on
+/// another cluster has an id of its own.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct TopicIdentity {
     pub(crate) topic_id: Arc<str>,
@@ -28,8 +28,8 @@ pub(crate) enum TopicMatch {
 impl TopicIdentity {
     /// Compares the topic that an offset was committed for with the one that has its name now.
     ///
-    /// Topic ids are unique across clusters, so the same id is the same topic wherever it is found. Where a cluster id is
-    /// missing, a replica is possible.
+    /// Topic ids are unique across clusters, so the same id is the same topic wherever it is found.
+    /// Where a cluster id is missing, a replica is possible.
     pub(crate) fn compare(&self, current: &Self) -> TopicMatch {
         match (&self.cluster_id, &current.cluster_id) {
             _ if self.topic_id == current.topic_id => TopicMatch::Same,
@@ -39,15 +39,21 @@ impl TopicIdentity {
         }
     }
 
-    /// Reads what [`fmt::Display`] writes; `None` for anything else, such as the metadata of another program.
+    /// Reads what [`fmt::Display`] writes; `None` for anything else, such as the metadata of
+    /// another program.
     pub(crate) fn parse(metadata: &str) -> Option<Self> {
         let rest = metadata.strip_prefix(TOPIC_ID)?;
         let (topic_id, cluster_id) = match rest.split_once(CLUSTER_ID) {
             // A cluster id comes last, because it may be any text.
-            Some((topic_id, cluster_id)) => (topic_id, Some(cluster_id).filter(|it| !it.is_empty())),
+            Some((topic_id, cluster_id)) => {
+                (topic_id, Some(cluster_id).filter(|it| !it.is_empty()))
+            }
             None => (rest, None),
         };
-        is_topic_id(topic_id).then(|| Self { topic_id: Arc::from(topic_id), cluster_id: cluster_id.map(Arc::from) })
+        is_topic_id(topic_id).then(|| Self {
+            topic_id: Arc::from(topic_id),
+            cluster_id: cluster_id.map(Arc::from),
+        })
     }
 }
 
@@ -58,13 +64,18 @@ const CLUSTER_ID: &str = " cluster-id=";
 impl fmt::Display for TopicIdentity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{TOPIC_ID}{}", self.topic_id)?;
-        self.cluster_id.iter().try_for_each(|cluster_id| write!(f, "{CLUSTER_ID}{cluster_id}"))
+        self.cluster_id
+            .iter()
+            .try_for_each(|cluster_id| write!(f, "{CLUSTER_ID}{cluster_id}"))
     }
 }
 
 /// Whether this is 16 bytes in base64 without padding, as Kafka and librdkafka print topic ids.
 fn is_topic_id(text: &str) -> bool {
-    text.len() == 22 && text.bytes().all(|it| it.is_ascii_alphanumeric() || b"-_+/".contains(&it))
+    text.len() == 22
+        && text
+            .bytes()
+            .all(|it| it.is_ascii_alphanumeric() || b"-_+/".contains(&it))
 }
 
 #[cfg(test)]
@@ -77,47 +88,77 @@ mod tests {
     const OTHER_CLUSTER: &str = "b25jZWdhdGUta2Fma2EtMg";
 
     fn identity(topic_id: &str, cluster_id: Option<&str>) -> TopicIdentity {
-        TopicIdentity { topic_id: topic_id.into(), cluster_id: cluster_id.map(Arc::from) }
+        TopicIdentity {
+            topic_id: topic_id.into(),
+            cluster_id: cluster_id.map(Arc::from),
+        }
     }
 
     #[test]
     fn the_same_topic_id_is_the_same_topic_on_any_cluster() {
         for committed in [Some(CLUSTER), Some(OTHER_CLUSTER), None] {
             for current in [Some(CLUSTER), Some(OTHER_CLUSTER), None] {
-                assert_eq!(identity(TOPIC, committed).compare(&identity(TOPIC, current)), TopicMatch::Same);
+                assert_eq!(
+                    identity(TOPIC, committed).compare(&identity(TOPIC, current)),
+                    TopicMatch::Same
+                );
             }
         }
     }
 
     #[test]
     fn another_topic_id_on_the_same_cluster_is_a_recreated_topic() {
-        assert_eq!(identity(TOPIC, Some(CLUSTER)).compare(&identity(OTHER_TOPIC, Some(CLUSTER))), TopicMatch::Recreated);
+        assert_eq!(
+            identity(TOPIC, Some(CLUSTER)).compare(&identity(OTHER_TOPIC, Some(CLUSTER))),
+            TopicMatch::Recreated
+        );
     }
 
     #[test]
     fn another_topic_id_on_another_cluster_is_a_replica() {
-        assert_eq!(identity(TOPIC, Some(CLUSTER)).compare(&identity(OTHER_TOPIC, Some(OTHER_CLUSTER))), TopicMatch::Replica);
+        assert_eq!(
+            identity(TOPIC, Some(CLUSTER)).compare(&identity(OTHER_TOPIC, Some(OTHER_CLUSTER))),
+            TopicMatch::Replica
+        );
     }
 
     #[test]
     fn another_topic_id_without_a_cluster_id_on_either_side_is_ambiguous() {
         for (committed, current) in [(Some(CLUSTER), None), (None, Some(CLUSTER)), (None, None)] {
-            assert_eq!(identity(TOPIC, committed).compare(&identity(OTHER_TOPIC, current)), TopicMatch::Ambiguous);
+            assert_eq!(
+                identity(TOPIC, committed).compare(&identity(OTHER_TOPIC, current)),
+                TopicMatch::Ambiguous
+            );
         }
     }
 
     #[test]
     fn metadata_is_read_as_it_was_written() {
-        for written in [identity(TOPIC, Some(CLUSTER)), identity(TOPIC, Some("any text, cluster-id=x too")), identity(TOPIC, None)] {
+        for written in [
+            identity(TOPIC, Some(CLUSTER)),
+            identity(TOPIC, Some("any text, cluster-id=x too")),
+            identity(TOPIC, None),
+        ] {
             assert_eq!(TopicIdentity::parse(&written.to_string()), Some(written));
         }
-        assert_eq!(TopicIdentity::parse(&format!("topic-id={TOPIC} cluster-id=")), Some(identity(TOPIC, None)));
+        assert_eq!(
+            TopicIdentity::parse(&format!("topic-id={TOPIC} cluster-id=")),
+            Some(identity(TOPIC, None))
+        );
     }
 
     #[test]
     fn metadata_of_another_program_names_no_topic() {
         let longer = format!("topic-id={TOPIC} by hand");
-        for metadata in ["", "set by hand", "topic-id=", "topic-id=orders", "topic-id=orders cluster-id=x", &longer, "cluster-id=x"] {
+        for metadata in [
+            "",
+            "set by hand",
+            "topic-id=",
+            "topic-id=orders",
+            "topic-id=orders cluster-id=x",
+            &longer,
+            "cluster-id=x",
+        ] {
             assert_eq!(TopicIdentity::parse(metadata), None, "{metadata}");
         }
     }

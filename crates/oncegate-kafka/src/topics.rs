@@ -24,8 +24,8 @@ const TURN: Duration = Duration::from_millis(10);
 /// The first pause before the broker is asked again, and the longest.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
 
-/// How often a topic that is missing is asked for again, a pause apart: one that was created a moment ago is not known
-/// to every broker yet.
+/// How often a topic that is missing is asked for again, a pause apart: one that was created a
+/// moment ago is not known to every broker yet.
 const SECOND_LOOKS: u32 = 3;
 
 /// How often a client may ask in vain until another one asks: it may have forgotten its brokers.
@@ -53,9 +53,11 @@ fn replicas(brokers: usize) -> usize {
     brokers.clamp(1, 3)
 }
 
-/// Waits for a broker, then checks every topic, creating what is to be created. Answers the consumer that has asked.
+/// Waits for a broker, then checks every topic, creating what is to be created. Answers the
+/// consumer that has asked.
 ///
-/// A consumer asks, because a producer's question creates a topic on brokers that do so by themselves.
+/// A consumer asks, because a producer's question creates a topic on brokers that do so by
+/// themselves.
 pub(crate) async fn check(
     kafka: &Kafka,
     mut consumer: BaseConsumer<Context>,
@@ -69,14 +71,22 @@ pub(crate) async fn check(
             return Err(SourceError::misconfigured(
                 "topic",
                 format!("the topic `{topic}` does not exist"),
-                format!("create it: {}", command(kafka, topic, replicas(brokers), "")),
+                format!(
+                    "create it: {}",
+                    command(kafka, topic, replicas(brokers), "")
+                ),
             ));
         }
     }
     let destinations: BTreeSet<(&str, String)> = kafka
         .topics
         .iter()
-        .flat_map(|topic| [("dead_letters", kafka.destinations.dead_letters(topic)), ("in_doubt", kafka.destinations.in_doubt(topic))])
+        .flat_map(|topic| {
+            [
+                ("dead_letters", kafka.destinations.dead_letters(topic)),
+                ("in_doubt", kafka.destinations.in_doubt(topic)),
+            ]
+        })
         .collect();
     let mut there = Vec::new();
     for (setting, name) in &destinations {
@@ -84,12 +94,27 @@ pub(crate) async fn check(
         (consumer, found) = look(consumer, &another, name.clone(), outage).await?;
         match (found, kafka.creation) {
             (Found::There, _) => there.push((*setting, name.as_str())),
-            (Found::Missing(_), TopicCreation::Create { partitions, replication }) => {
-                create(&admin(kafka, outage)?, setting, name, partitions, replication).await?
+            (
+                Found::Missing(_),
+                TopicCreation::Create {
+                    partitions,
+                    replication,
+                },
+            ) => {
+                create(
+                    &admin(kafka, outage)?,
+                    setting,
+                    name,
+                    partitions,
+                    replication,
+                )
+                .await?
             }
             (Found::Missing(brokers), TopicCreation::Never) => {
-                let (replicas, keeps) =
-                    (replicas(brokers), " --config retention.ms=-1 --config retention.bytes=-1 --config cleanup.policy=delete");
+                let (replicas, keeps) = (
+                    replicas(brokers),
+                    " --config retention.ms=-1 --config retention.bytes=-1 --config cleanup.policy=delete",
+                );
                 return Err(SourceError::misconfigured(
                     *setting,
                     format!("the topic `{name}` does not exist"),
@@ -122,7 +147,9 @@ async fn look(
             (consumer, answer)
         });
         let answer;
-        (consumer, answer) = asked.await.map_err(|error| SourceError::Unavailable(error.into()))?;
+        (consumer, answer) = asked
+            .await
+            .map_err(|error| SourceError::Unavailable(error.into()))?;
         match answer {
             Ok(Found::Missing(_)) if second_looks < SECOND_LOOKS => second_looks += 1,
             Ok(found) => return Ok((consumer, found)),
@@ -145,25 +172,44 @@ async fn look(
 fn ask(consumer: &BaseConsumer<Context>, topic: &str) -> Result<Found, RDKafkaErrorCode> {
     let metadata = std::thread::scope(|scope| {
         let asking = scope.spawn(|| consumer.fetch_metadata(Some(topic), PATIENCE));
-        // Nobody else serves its log and its errors yet, and an outage is told before the question is given up.
+        // Nobody else serves its log and its errors yet, and an outage is told before the question
+        // is given up.
         while !asking.is_finished() {
             while consumer.poll(TURN).is_some() {}
         }
-        asking.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        asking
+            .join()
+            .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     });
-    let metadata = metadata.map_err(|error| error.rdkafka_error_code().unwrap_or(RDKafkaErrorCode::Fail))?;
-    match metadata.topics().first().and_then(|topic| topic.error()).map(RDKafkaErrorCode::from) {
+    let metadata =
+        metadata.map_err(|error| error.rdkafka_error_code().unwrap_or(RDKafkaErrorCode::Fail))?;
+    match metadata
+        .topics()
+        .first()
+        .and_then(|topic| topic.error())
+        .map(RDKafkaErrorCode::from)
+    {
         None => Ok(Found::There),
-        Some(RDKafkaErrorCode::UnknownTopicOrPartition | RDKafkaErrorCode::UnknownTopic) => Ok(Found::Missing(metadata.brokers().len())),
+        Some(RDKafkaErrorCode::UnknownTopicOrPartition | RDKafkaErrorCode::UnknownTopic) => {
+            Ok(Found::Missing(metadata.brokers().len()))
+        }
         Some(code) => Err(code),
     }
 }
 
 /// What may heal is waited for; what a person has to change is an error.
-fn judge(consumer: &BaseConsumer<Context>, code: RDKafkaErrorCode, topic: &str, outage: &Outage) -> Result<(), SourceError> {
+fn judge(
+    consumer: &BaseConsumer<Context>,
+    code: RDKafkaErrorCode,
+    topic: &str,
+    outage: &Outage,
+) -> Result<(), SourceError> {
     use RDKafkaErrorCode as E;
     let trouble = consumer.context().take_trouble();
-    if let Some((_, reason)) = trouble.as_ref().filter(|(code, _)| refusal::is_of_the_broker(*code)) {
+    if let Some((_, reason)) = trouble
+        .as_ref()
+        .filter(|(code, _)| refusal::is_of_the_broker(*code))
+    {
         return Err(SourceError::misconfigured(
             "property",
             format!("the broker refuses the credentials: {reason}"),
@@ -171,14 +217,21 @@ fn judge(consumer: &BaseConsumer<Context>, code: RDKafkaErrorCode, topic: &str, 
         ));
     }
     match code {
-        E::TopicAuthorizationFailed => {
-            Err(SourceError::misconfigured("topic", format!("not allowed to see the topic `{topic}`"), "grant Describe and Read on it"))
-        }
-        E::InvalidTopic => {
-            Err(SourceError::misconfigured("topic", format!("`{topic}` is no name for a topic"), "name a topic that exists"))
-        }
+        E::TopicAuthorizationFailed => Err(SourceError::misconfigured(
+            "topic",
+            format!("not allowed to see the topic `{topic}`"),
+            "grant Describe and Read on it",
+        )),
+        E::InvalidTopic => Err(SourceError::misconfigured(
+            "topic",
+            format!("`{topic}` is no name for a topic"),
+            "name a topic that exists",
+        )),
         code if Outage::is(code) => {
-            outage.tell(&trouble.map_or_else(|| format!("no answer within {PATIENCE:?}"), |(_, reason)| reason));
+            outage.tell(&trouble.map_or_else(
+                || format!("no answer within {PATIENCE:?}"),
+                |(_, reason)| reason,
+            ));
             Ok(())
         }
         _ => {
@@ -189,23 +242,43 @@ fn judge(consumer: &BaseConsumer<Context>, code: RDKafkaErrorCode, topic: &str, 
 }
 
 fn admin(kafka: &Kafka, outage: &Arc<Outage>) -> Result<AdminClient<Log>, SourceError> {
-    kafka.producer_config().create_with_context(Log(outage.clone())).map_err(refusal::of_setting)
+    kafka
+        .producer_config()
+        .create_with_context(Log(outage.clone()))
+        .map_err(refusal::of_setting)
 }
 
-async fn create(admin: &AdminClient<Log>, setting: &str, name: &str, partitions: u16, replication: u16) -> Result<(), SourceError> {
-    let topic = NewTopic::new(name, i32::from(partitions), TopicReplication::Fixed(i32::from(replication)));
-    let topic = retention::KEEPS.iter().fold(topic, |topic, (key, value)| topic.set(key, value));
+async fn create(
+    admin: &AdminClient<Log>,
+    setting: &str,
+    name: &str,
+    partitions: u16,
+    replication: u16,
+) -> Result<(), SourceError> {
+    let topic = NewTopic::new(
+        name,
+        i32::from(partitions),
+        TopicReplication::Fixed(i32::from(replication)),
+    );
+    let topic = retention::KEEPS
+        .iter()
+        .fold(topic, |topic, (key, value)| topic.set(key, value));
     let options = AdminOptions::new().operation_timeout(Some(PATIENCE * 2));
     let failed = match admin.create_topics([&topic], &options).await {
-        Ok(results) => results.into_iter().find_map(Result::err).map(|(_, code)| code.to_string()),
+        Ok(results) => results
+            .into_iter()
+            .find_map(Result::err)
+            .map(|(_, code)| code.to_string()),
         Err(error) => Some(error.to_string()),
     };
     match failed {
         // Another member was quicker.
         Some(text) if text == RDKafkaErrorCode::TopicAlreadyExists.to_string() => Ok(()),
-        Some(text) => {
-            Err(SourceError::misconfigured(setting, format!("the topic `{name}` could not be created: {text}"), "create it by hand"))
-        }
+        Some(text) => Err(SourceError::misconfigured(
+            setting,
+            format!("the topic `{name}` could not be created: {text}"),
+            "create it by hand",
+        )),
         None => {
             tracing::info!(topic = name, partitions, replication, "topic created");
             Ok(())
@@ -226,14 +299,29 @@ mod tests {
         cluster.create_topic("t", 1, 1).expect("a topic");
         let brokers = cluster.bootstrap_servers();
         let client = |brokers: &str| {
-            let (kafka, outage) = (Kafka::topic("t").brokers(brokers).group("g"), Arc::new(Outage::of(brokers)));
+            let (kafka, outage) = (
+                Kafka::topic("t").brokers(brokers).group("g"),
+                Arc::new(Outage::of(brokers)),
+            );
             let context = Context::new(Arc::<Shared>::default(), &kafka, outage);
-            kafka.consumer_config().create_with_context(context).map_err(refusal::of_setting)
+            kafka
+                .consumer_config()
+                .create_with_context(context)
+                .map_err(refusal::of_setting)
         };
         // As one that has forgotten where the brokers are.
-        let (first, outage) = (client("127.0.0.1:1").expect("a client"), Outage::of("127.0.0.1:1"));
-        let looked = tokio::time::timeout(Duration::from_secs(60), look(first, || client(&brokers), "t".into(), &outage));
-        let (_, found) = looked.await.expect("another one asks").expect("nothing that a person has to change");
+        let (first, outage) = (
+            client("127.0.0.1:1").expect("a client"),
+            Outage::of("127.0.0.1:1"),
+        );
+        let looked = tokio::time::timeout(
+            Duration::from_secs(60),
+            look(first, || client(&brokers), "t".into(), &outage),
+        );
+        let (_, found) = looked
+            .await
+            .expect("another one asks")
+            .expect("nothing that a person has to change");
         assert_eq!(found, Found::There);
     }
 }

@@ -19,22 +19,25 @@ const LOOK: Duration = Duration::from_secs(10);
 const TURN: Duration = Duration::from_millis(200);
 /// How long a question to the broker may take.
 const PATIENCE: Duration = Duration::from_secs(3);
-/// How long a client has to log in, to find the broker that coordinates the group, to log in there, and to be answered.
+/// How long a client has to log in, to find the broker that coordinates the group, to log in there,
+/// and to be answered.
 const ASKED: Duration = Duration::from_secs(10);
-/// How long the client may be without its group until that is told, and how often it is while it lasts.
+/// How long the client may be without its group until that is told, and how often it is while it
+/// lasts.
 const TOLD: Duration = Duration::from_secs(60);
-/// After how many partitions in a row of which no broker says anything the others are not asked about in this round: most
-/// likely no broker answers at all, and each would cost its time.
+/// After how many partitions in a row of which no broker says anything the others are not asked
+/// about in this round: most likely no broker answers at all, and each would cost its time.
 const IN_VAIN: usize = 3;
-/// How often all that librdkafka had fetched has to be read meanwhile, before a partition is taken for stalled: it fetches while
-/// little stands there, for all partitions at once. The first time over, what was asked for before the partition had more is
-/// read; the second time, what was asked for then; and one look may fall between an answer and its being seen.
+/// How often all that librdkafka had fetched has to be read meanwhile, before a partition is taken
+/// for stalled: it fetches while little stands there, for all partitions at once. The first time
+/// over, what was asked for before the partition had more is read; the second time, what was asked
+/// for then; and one look may fall between an answer and its being seen.
 const TURNS: u32 = 3;
 /// How often in a row the patience with a partition doubles, at the most: to 64 times as long.
 const DOUBLINGS: u32 = 6;
 
-/// Looks at each partition from time to time, with a client of its own: what the watched one says of itself is what is in
-/// question. Runs on a thread of its own.
+/// Looks at each partition from time to time, with a client of its own: what the watched one says
+/// of itself is what is in question. Runs on a thread of its own.
 pub(crate) fn run(
     config: &ClientConfig,
     topic: &str,
@@ -43,17 +46,26 @@ pub(crate) fn run(
     tries_again: Duration,
     stalled_after: Duration,
 ) {
-    let another = || config.create_with_context::<_, BaseConsumer<OwnLog>>(OwnLog(Log(outage.clone())));
+    let another =
+        || config.create_with_context::<_, BaseConsumer<OwnLog>>(OwnLog(Log(outage.clone())));
     let mut client = match another() {
         Ok(client) => client,
-        Err(error) => return tracing::error!(%error, "nobody watches the Kafka client: there is no second one"),
+        Err(error) => {
+            return tracing::error!(%error, "nobody watches the Kafka client: there is no second one");
+        }
     };
     let mut forgotten = Forgotten::new(tries_again);
     let (mut watch, pause) = (Watch::default(), LOOK.min(stalled_after / 4));
     let (mut looked, mut told): (Option<Instant>, Option<Instant>) = (None, None);
     while shared.lock().phase() < Phase::Closing {
         if looked.is_none_or(|at| at.elapsed() >= pause) {
-            watch.look(|topic, partition| Some(client.fetch_watermarks(topic, partition, PATIENCE).ok()?.1), shared, stalled_after);
+            watch.look(
+                |topic, partition| {
+                    Some(client.fetch_watermarks(topic, partition, PATIENCE).ok()?.1)
+                },
+                shared,
+                stalled_after,
+            );
             looked = Some(Instant::now());
             // It may be this one that knows of no broker any more.
             if watch.hears_nothing()
@@ -63,13 +75,17 @@ pub(crate) fn run(
             }
         }
         let alone = shared.lock().alone();
-        if forgotten.look(alone, Instant::now, || another().is_ok_and(|client| gets_to_the_group(&client, topic)))
-            && let Some(alone) = alone
+        if forgotten.look(alone, Instant::now, || {
+            another().is_ok_and(|client| gets_to_the_group(&client, topic))
+        }) && let Some(alone) = alone
         {
             shared.lock().suspect(alone, Instant::now());
         }
         // One that others get to would have been replaced by now.
-        if let Some(without) = alone.map(|at| at.elapsed()).filter(|it| *it >= TOLD && told.is_none_or(|at| at.elapsed() >= TOLD)) {
+        if let Some(without) = alone
+            .map(|at| at.elapsed())
+            .filter(|it| *it >= TOLD && told.is_none_or(|at| at.elapsed() >= TOLD))
+        {
             tracing::warn!(
                 seconds = without.as_secs(),
                 "without its group: no client gets to the broker that coordinates it; have all partitions of __consumer_offsets a leader?"
@@ -79,11 +95,15 @@ pub(crate) fn run(
         // Serves its log.
         let _ = client.poll(TURN);
     }
-    watch.gauges.keys().for_each(|(topic, partition)| gauges(topic, *partition, Some(0), Duration::ZERO));
+    watch
+        .gauges
+        .keys()
+        .for_each(|(topic, partition)| gauges(topic, *partition, Some(0), Duration::ZERO));
     metrics::gauge!(crate::metric::PARTITIONS).set(0.0);
 }
 
-/// Whether the broker that coordinates the group answers this client. It need not have joined it for that.
+/// Whether the broker that coordinates the group answers this client. It need not have joined it
+/// for that.
 fn gets_to_the_group(client: &BaseConsumer<OwnLog>, topic: &str) -> bool {
     let mut any = TopicPartitionList::new();
     any.add_partition(topic, 0);
@@ -104,8 +124,9 @@ struct Watch {
     hears_nothing: bool,
 }
 
-/// A partition for which the client was replaced, and that was not read on since. It may be that what is fetched takes so long to
-/// come, and each client that is replaced begins with it again: so the next one has twice the time.
+/// A partition for which the client was replaced, and that was not read on since. It may be that
+/// what is fetched takes so long to come, and each client that is replaced begins with it again: so
+/// the next one has twice the time.
 #[derive(Clone, Copy, Debug)]
 struct InVain {
     at: Option<i64>,
@@ -127,11 +148,23 @@ struct Standing {
 
 impl Standing {
     /// What is to be remembered of a partition that was read to `at` of a log that ends at `end`.
-    fn next(before: Option<Self>, at: Option<i64>, end: i64, reading: Reading, now: Instant) -> Option<Self> {
+    fn next(
+        before: Option<Self>,
+        at: Option<i64>,
+        end: i64,
+        reading: Reading,
+        now: Instant,
+    ) -> Option<Self> {
         if at.is_some_and(|at| at >= end) {
             return None;
         }
-        let begins = Self { since: now, at, end, turns: 0, turn: reading };
+        let begins = Self {
+            since: now,
+            at,
+            end,
+            turns: 0,
+            turn: reading,
+        };
         let mut next = before.filter(|before| before.at == at).unwrap_or(begins);
         if next.turn.is_over(reading) {
             (next.turns, next.turn) = (next.turns + 1, reading);
@@ -139,8 +172,9 @@ impl Standing {
         Some(next)
     }
 
-    /// Whether it has stood for so long while its log grew, and while what librdkafka fetches was read over and over: whoever
-    /// reads nothing for lack of room learns nothing of it. A log that does not grow may end in what nobody is handed.
+    /// Whether it has stood for so long while its log grew, and while what librdkafka fetches was
+    /// read over and over: whoever reads nothing for lack of room learns nothing of it. A log that
+    /// does not grow may end in what nobody is handed.
     fn is_stalled(&self, end: i64, now: Instant, after: Duration) -> bool {
         end > self.end && self.turns >= TURNS && now.duration_since(self.since) >= after
     }
@@ -148,7 +182,12 @@ impl Standing {
 
 impl Watch {
     /// Asks `end_of` each partition's log; of some it may say nothing.
-    fn look(&mut self, end_of: impl FnMut(&str, i32) -> Option<i64>, shared: &Shared, stalled_after: Duration) {
+    fn look(
+        &mut self,
+        end_of: impl FnMut(&str, i32) -> Option<i64>,
+        shared: &Shared,
+        stalled_after: Duration,
+    ) {
         self.look_at(Instant::now, end_of, shared, stalled_after);
     }
 
@@ -162,7 +201,8 @@ impl Watch {
     ) {
         let partitions = shared.lock().partitions();
         let seen = self.ends_of(partitions, end_of);
-        seen.iter().for_each(|((topic, partition), end)| shared.lock().log_ends(topic, *partition, *end));
+        seen.iter()
+            .for_each(|((topic, partition), end)| shared.lock().log_ends(topic, *partition, *end));
         self.tell(shared);
         let state = shared.lock();
         let (now, reading, partitions) = (clock(), state.reading(), state.read_to());
@@ -171,22 +211,39 @@ impl Watch {
         for (epoch, topic, partition, at) in partitions {
             let Some(end) = seen.get(&(topic.to_string(), partition)) else {
                 // For as long as nobody says where it ends, it stands as it stood.
-                standing.extend(self.standing.get(&(epoch, partition)).map(|before| ((epoch, partition), *before)));
+                standing.extend(
+                    self.standing
+                        .get(&(epoch, partition))
+                        .map(|before| ((epoch, partition), *before)),
+                );
                 continue;
             };
             let before = self.standing.get(&(epoch, partition)).copied();
-            let Some(next) = Standing::next(before, at, *end, reading, now) else { continue };
+            let Some(next) = Standing::next(before, at, *end, reading, now) else {
+                continue;
+            };
             let patience = self.patience(&topic, partition, at, stalled_after);
             if !next.is_stalled(*end, now, patience) {
                 standing.insert((epoch, partition), next);
                 continue;
             }
             // Until it is replaced it stands as if it had begun to.
-            let why = format!("{topic}/{partition} was read to {at:?} for {patience:?}, though its log has grown to {end}");
+            let why = format!(
+                "{topic}/{partition} was read to {at:?} for {patience:?}, though its log has grown to {end}"
+            );
             shared.lock().ask_for_another(why);
             shared.wake_poller();
-            let times = self.in_vain.get(&(topic.clone(), partition)).map_or(0, |before| before.times);
-            self.in_vain.insert((topic, partition), InVain { at, times: (times + 1).min(DOUBLINGS) });
+            let times = self
+                .in_vain
+                .get(&(topic.clone(), partition))
+                .map_or(0, |before| before.times);
+            self.in_vain.insert(
+                (topic, partition),
+                InVain {
+                    at,
+                    times: (times + 1).min(DOUBLINGS),
+                },
+            );
         }
         self.standing = standing;
     }
@@ -196,9 +253,15 @@ impl Watch {
         self.hears_nothing
     }
 
-    /// How long a partition that was read to `at` may stand. One that was read beyond where it stood when its client was replaced
-    /// is as any other again.
-    fn patience(&mut self, topic: &Arc<str>, partition: i32, at: Option<i64>, stalled_after: Duration) -> Duration {
+    /// How long a partition that was read to `at` may stand. One that was read beyond where it
+    /// stood when its client was replaced is as any other again.
+    fn patience(
+        &mut self,
+        topic: &Arc<str>,
+        partition: i32,
+        at: Option<i64>,
+        stalled_after: Duration,
+    ) -> Duration {
         let key = (topic.clone(), partition);
         match self.in_vain.get(&key) {
             None => stalled_after,
@@ -210,8 +273,9 @@ impl Watch {
         }
     }
 
-    /// Where these logs end, as far as a broker says. A partition without a leader, which costs the whole patience, takes
-    /// nothing from the others: it is said once, and it is asked about after them.
+    /// Where these logs end, as far as a broker says. A partition without a leader, which costs the
+    /// whole patience, takes nothing from the others: it is said once, and it is asked about after
+    /// them.
     fn ends_of(
         &mut self,
         mut partitions: Vec<(String, i32)>,
@@ -235,7 +299,11 @@ impl Watch {
                     in_vain += 1;
                     if !self.silent.contains(&it) {
                         metrics::counter!(crate::metric::LOG_ENDS_UNKNOWN).increment(1);
-                        tracing::warn!(topic = it.0, partition = it.1, "no broker says where the log ends; its lag stands still meanwhile");
+                        tracing::warn!(
+                            topic = it.0,
+                            partition = it.1,
+                            "no broker says where the log ends; its lag stands still meanwhile"
+                        );
                         self.silent.insert(it);
                     }
                 }
@@ -245,7 +313,8 @@ impl Watch {
         seen
     }
 
-    /// Sets the gauges, those of partitions that have left to 0. A lag that is not known is not told: none is there before it is.
+    /// Sets the gauges, those of partitions that have left to 0. A lag that is not known is not
+    /// told: none is there before it is.
     fn tell(&mut self, shared: &Shared) {
         let status = shared.lock().status();
         metrics::gauge!(crate::metric::PARTITIONS).set(status.len() as f64);
@@ -253,15 +322,24 @@ impl Watch {
         let mut gone = std::mem::take(&mut self.gauges);
         for it in status {
             gone.remove(&(it.topic.to_string(), it.partition));
-            gauges(&it.topic, it.partition, it.lag, it.lowest.map_or(Duration::ZERO, |lowest| lowest.since));
+            gauges(
+                &it.topic,
+                it.partition,
+                it.lag,
+                it.lowest.map_or(Duration::ZERO, |lowest| lowest.since),
+            );
             self.gauges.insert((it.topic.to_string(), it.partition), ());
         }
-        gone.keys().for_each(|(topic, partition)| gauges(topic, *partition, Some(0), Duration::ZERO));
+        gone.keys()
+            .for_each(|(topic, partition)| gauges(topic, *partition, Some(0), Duration::ZERO));
     }
 }
 
 fn gauges(topic: &str, partition: i32, lag: Option<u64>, age: Duration) {
-    let labels = [("topic", topic.to_owned()), ("partition", partition.to_string())];
+    let labels = [
+        ("topic", topic.to_owned()),
+        ("partition", partition.to_string()),
+    ];
     if let Some(lag) = lag {
         metrics::gauge!(crate::metric::LAG, &labels).set(lag as f64);
     }
@@ -297,7 +375,15 @@ mod tests {
 
     fn record(partition: i32, offset: i64) -> Record {
         let (topic, headers) = (Arc::from("t"), oncegate_core::Headers::default());
-        Record { topic, partition, offset, sent_at: None, key: None, headers, body: "x".into() }
+        Record {
+            topic,
+            partition,
+            offset,
+            sent_at: None,
+            key: None,
+            headers,
+            body: "x".into(),
+        }
     }
 
     /// A topic of so many partitions, each read to its offset 5.
@@ -322,14 +408,33 @@ mod tests {
         let cluster = MockCluster::new(1).expect("a broker");
         cluster.create_topic("t", 1, 1).expect("a topic");
         let brokers = cluster.bootstrap_servers();
-        let (config, outage) = (Kafka::topic("t").brokers(&brokers).group("g").watch_config(), Arc::new(Outage::of(&brokers)));
-        let fresh = || config.create_with_context(OwnLog(Log(outage.clone()))).expect("a client");
+        let (config, outage) = (
+            Kafka::topic("t")
+                .brokers(&brokers)
+                .group("g")
+                .watch_config(),
+            Arc::new(Outage::of(&brokers)),
+        );
+        let fresh = || {
+            config
+                .create_with_context(OwnLog(Log(outage.clone())))
+                .expect("a client")
+        };
         cluster.broker_down(1).expect("down");
         assert!(!gets_to_the_group(&fresh(), "t"));
         cluster.broker_up(1).expect("up");
         let (shared, end) = (Shared::default(), Instant::now() + Duration::from_secs(60));
         std::thread::scope(|scope| {
-            scope.spawn(|| run(&config, "t", &shared, &outage, Duration::from_secs(1), Duration::from_secs(60)));
+            scope.spawn(|| {
+                run(
+                    &config,
+                    "t",
+                    &shared,
+                    &outage,
+                    Duration::from_secs(1),
+                    Duration::from_secs(60),
+                )
+            });
             while !shared.lock().wants_another() && Instant::now() < end {
                 shared.lock().hears_of_the_group(false, Instant::now());
                 std::thread::sleep(Duration::from_millis(200));
@@ -346,9 +451,19 @@ mod tests {
             for without in 0..3 {
                 let end = |_: &str, partition| (partition != without).then_some(10 + round);
                 watch.look(end, &shared, Duration::from_secs(60));
-                let told: Vec<i32> =
-                    shared.lock().status().iter().filter(|it| it.log_end == Some(10 + round)).map(|it| it.partition).collect();
-                assert!((0..3).filter(|it| *it != without).all(|it| told.contains(&it)), "without {without}: {told:?}");
+                let told: Vec<i32> = shared
+                    .lock()
+                    .status()
+                    .iter()
+                    .filter(|it| it.log_end == Some(10 + round))
+                    .map(|it| it.partition)
+                    .collect();
+                assert!(
+                    (0..3)
+                        .filter(|it| *it != without)
+                        .all(|it| told.contains(&it)),
+                    "without {without}: {told:?}"
+                );
             }
         }
     }
@@ -357,18 +472,38 @@ mod tests {
     fn a_lag_that_nobody_knows_is_not_told() {
         let (recorder, shared, mut watch) = (DebuggingRecorder::new(), shared(1), Watch::default());
         let snapshotter = recorder.snapshotter();
-        let told = |name| snapshotter.snapshot().into_vec().into_iter().find(|it| it.0.key().name() == name).map(|it| it.3);
+        let told = |name| {
+            snapshotter
+                .snapshot()
+                .into_vec()
+                .into_iter()
+                .find(|it| it.0.key().name() == name)
+                .map(|it| it.3)
+        };
         metrics::with_local_recorder(&recorder, || {
             watch.look(|_, _| None, &shared, AFTER);
-            assert!(told(crate::metric::WATERMARK_AGE).is_some() && told(crate::metric::LAG).is_none());
+            assert!(
+                told(crate::metric::WATERMARK_AGE).is_some() && told(crate::metric::LAG).is_none()
+            );
             watch.look(|_, _| Some(9), &shared, AFTER);
-            assert_eq!(told(crate::metric::LAG), Some(DebugValue::Gauge(5.0.into())));
+            assert_eq!(
+                told(crate::metric::LAG),
+                Some(DebugValue::Gauge(5.0.into()))
+            );
             watch.look(|_, _| None, &shared, AFTER);
-            assert_eq!(told(crate::metric::LAG), Some(DebugValue::Gauge(5.0.into())), "it stands still");
+            assert_eq!(
+                told(crate::metric::LAG),
+                Some(DebugValue::Gauge(5.0.into())),
+                "it stands still"
+            );
             let epochs = shared.revoke(&[("t".to_owned(), 0)]);
             shared.lock().forget(&epochs);
             watch.look(|_, _| None, &shared, AFTER);
-            assert_eq!(told(crate::metric::LAG), Some(DebugValue::Gauge(0.0.into())), "another member's now");
+            assert_eq!(
+                told(crate::metric::LAG),
+                Some(DebugValue::Gauge(0.0.into())),
+                "another member's now"
+            );
         });
     }
 
@@ -378,7 +513,8 @@ mod tests {
         assert!(!watch.hears_nothing());
         watch.look(|_, _| None, &shared, AFTER);
         assert!(watch.hears_nothing());
-        // Some have no leader. Each is found out once, and asked about after the others from then on.
+        // Some have no leader. Each is found out once, and asked about after the others from then
+        // on.
         for _ in 0..4 {
             watch.look(|_, partition| (partition > 3).then_some(9), &shared, AFTER);
         }
@@ -391,7 +527,11 @@ mod tests {
         for end in 9..=12 {
             assert!(!shared.lock().wants_another());
             waits(&shared, 0);
-            watch.look(|_, partition| (partition == 1).then_some(end), &shared, Duration::ZERO);
+            watch.look(
+                |_, partition| (partition == 1).then_some(end),
+                &shared,
+                Duration::ZERO,
+            );
         }
         assert!(shared.lock().wants_another(), "it grows, and is not read");
     }
@@ -404,11 +544,15 @@ mod tests {
             waits(&shared, 0);
             watch.look(|_, _| end, &shared, Duration::ZERO);
         }
-        assert!(shared.lock().wants_another(), "it stands where it stood before");
+        assert!(
+            shared.lock().wants_another(),
+            "it stands where it stood before"
+        );
     }
 
-    /// Two partitions, of which the second is not fetched any more, while the source is full of the first and takes one message at a
-    /// time: so much stands in the queue at each look, of which so much is read until the next one.
+    /// Two partitions, of which the second is not fetched any more, while the source is full of the
+    /// first and takes one message at a time: so much stands in the queue at each look, of which so
+    /// much is read until the next one.
     fn beside_a_backlog(waiting: u64, is_read: u64, looks: i64) -> bool {
         let (shared, mut watch) = (shared(2), Watch::default());
         let full = 5_000;
@@ -416,7 +560,11 @@ mod tests {
         for look in 0..looks {
             assert_eq!(shared.lock().room(), 0);
             waits(&shared, waiting);
-            watch.look(|_, partition| Some(if partition == 1 { 9 + look } else { 1_000_000 }), &shared, Duration::ZERO);
+            watch.look(
+                |_, partition| Some(if partition == 1 { 9 + look } else { 1_000_000 }),
+                &shared,
+                Duration::ZERO,
+            );
             // The first partition moves with each look.
             shared.take_in(vec![record(0, full + look)]);
             shared.lock().was_read(is_read);
@@ -428,7 +576,10 @@ mod tests {
     fn a_stall_beside_a_backlog_is_found_once_the_queue_was_read_three_times_over_and_not_before() {
         assert!(!beside_a_backlog(1_000, 1_000, 3));
         assert!(beside_a_backlog(1_000, 1_000, 4));
-        assert!(!beside_a_backlog(1_000, 100, 30), "what was fetched of it may stand in the queue still");
+        assert!(
+            !beside_a_backlog(1_000, 100, 30),
+            "what was fetched of it may stand in the queue still"
+        );
         assert!(beside_a_backlog(1_000, 100, 31));
     }
 
@@ -456,20 +607,33 @@ mod tests {
         for second in 0..16_000 {
             waits(&shared, 0);
             let end = 9 + i64::try_from(second).expect("few");
-            watch.look_at(|| begun + Duration::from_secs(second), |_, _| Some(end), &shared, Duration::from_secs(60));
+            watch.look_at(
+                || begun + Duration::from_secs(second),
+                |_, _| Some(end),
+                &shared,
+                Duration::from_secs(60),
+            );
             if shared.lock().replacing().is_none() {
                 continue;
             }
             replaced.push(second - last);
             last = second;
-            // The next client begins where the group stands, and gets no further than the one before; the ninth does.
+            // The next client begins where the group stands, and gets no further than the one
+            // before; the ninth does.
             let epochs = shared.revoke(&[("t".to_owned(), 0)]);
             shared.lock().forget(&epochs);
             shared.assign("t", 0, Begins::At(4), Log::default());
-            shared.take_in((4..if replaced.len() < 9 { 5 } else { 6 }).map(|offset| record(0, offset)).collect());
+            shared.take_in(
+                (4..if replaced.len() < 9 { 5 } else { 6 })
+                    .map(|offset| record(0, offset))
+                    .collect(),
+            );
         }
-        // A look at which it is replaced is the last of one client; the next one is looked at a second later.
-        let expected = [60, 121, 241, 481, 961, 1_921, 3_841, 3_841, 3_841, 61, 121, 241];
+        // A look at which it is replaced is the last of one client; the next one is looked at a
+        // second later.
+        let expected = [
+            60, 121, 241, 481, 961, 1_921, 3_841, 3_841, 3_841, 61, 121, 241,
+        ];
         assert_eq!(replaced[..expected.len()], expected);
     }
 
@@ -494,11 +658,21 @@ mod tests {
             AFTER,
         );
         assert_eq!(asked.len(), IN_VAIN);
-        // Half of them are without a leader: all others are looked at, whichever were asked about in vain before.
+        // Half of them are without a leader: all others are looked at, whichever were asked about
+        // in vain before.
         for _ in 0..3 {
-            watch.look(|_, partition| (partition % 2 == 0).then_some(7), &shared, AFTER);
+            watch.look(
+                |_, partition| (partition % 2 == 0).then_some(7),
+                &shared,
+                AFTER,
+            );
         }
-        let known = shared.lock().status().iter().filter(|it| it.log_end == Some(7)).count();
+        let known = shared
+            .lock()
+            .status()
+            .iter()
+            .filter(|it| it.log_end == Some(7))
+            .count();
         assert_eq!(known, 4);
         assert_eq!(watch.silent.len(), 4, "{:?}", watch.silent);
     }
@@ -509,7 +683,10 @@ mod tests {
         let at = |seconds| begun + Duration::from_secs(seconds);
         let next = |before, at, end, now| {
             let next = Standing::next(before, at, end, reading, now)?;
-            Some(Standing { turns: TURNS, ..next })
+            Some(Standing {
+                turns: TURNS,
+                ..next
+            })
         };
         assert_eq!(next(None, Some(7), 7, begun), None, "all was read");
         let first = next(None, Some(5), 7, begun).expect("behind");
@@ -517,10 +694,17 @@ mod tests {
         assert_eq!(later, first);
         assert!(later.is_stalled(9, at(70), after));
         assert!(!later.is_stalled(9, at(59), after), "not for long enough");
-        assert!(!later.is_stalled(7, at(70), after), "what is left may be markers");
+        assert!(
+            !later.is_stalled(7, at(70), after),
+            "what is left may be markers"
+        );
         let moved = next(Some(first), Some(6), 9, at(70)).expect("behind");
         assert!(!moved.is_stalled(12, at(80), after), "it was read on");
         let unread = next(None, None, 3, begun).expect("nothing was read of it");
-        assert!(next(Some(unread), None, 4, at(60)).expect("behind").is_stalled(4, at(60), after));
+        assert!(
+            next(Some(unread), None, 4, at(60))
+                .expect("behind")
+                .is_stalled(4, at(60), after)
+        );
     }
 }

@@ -4,9 +4,9 @@ use std::collections::VecDeque;
 
 /// What was handed over of one partition under one assignment, and how much of it is settled.
 ///
-/// A dense ring over the offsets that were delivered. Offsets that were never delivered (compacted away, or markers
-/// of transactions) are gaps and count as settled. A settlement costs O(1) where there are no gaps and O(log n) where
-/// there are.
+/// A dense ring over the offsets that were delivered. Offsets that were never delivered (compacted
+/// away, or markers of transactions) are gaps and count as settled. A settlement costs O(1) where
+/// there are no gaps and O(log n) where there are.
 #[derive(Debug, Default)]
 pub(crate) struct Watermark {
     /// From the lowest unsettled offset on, ascending.
@@ -17,7 +17,8 @@ pub(crate) struct Watermark {
     committed: i64,
 }
 
-/// An offset, as it is while unsettled and with its bits turned round once settled: offsets are never negative.
+/// An offset, as it is while unsettled and with its bits turned round once settled: offsets are
+/// never negative.
 #[derive(Clone, Copy, Debug)]
 struct Slot(i64);
 
@@ -69,9 +70,9 @@ impl Watermark {
         }
     }
 
-    /// Takes note that the log was read up to this offset: what lies below it and was not delivered is a gap. So the
-    /// markers at the end of a transaction, which nobody is handed, hold nothing back. Does nothing before the first
-    /// delivery or [`begin`](Self::begin).
+    /// Takes note that the log was read up to this offset: what lies below it and was not delivered
+    /// is a gap. So the markers at the end of a transaction, which nobody is handed, hold nothing
+    /// back. Does nothing before the first delivery or [`begin`](Self::begin).
     pub(crate) fn pass(&mut self, offset: i64) {
         self.end = self.end.map(|end| end.max(offset));
     }
@@ -83,7 +84,9 @@ impl Watermark {
 
     /// Takes note that an offset is settled.
     pub(crate) fn settle(&mut self, offset: i64) -> Settling {
-        let Some(index) = self.index(offset) else { return Settling::Nothing };
+        let Some(index) = self.index(offset) else {
+            return Settling::Nothing;
+        };
         if self.ring[index].is_settled() {
             return Settling::Nothing;
         }
@@ -101,7 +104,8 @@ impl Watermark {
         Some(offset)
     }
 
-    /// What was given out for committing last, or where the partition began; `None` before anything was delivered.
+    /// What was given out for committing last, or where the partition began; `None` before anything
+    /// was delivered.
     pub(crate) fn given(&self) -> Option<i64> {
         self.end.map(|_| self.committed)
     }
@@ -137,7 +141,10 @@ impl Watermark {
         let ahead = usize::try_from(offset.checked_sub(self.ring.front()?.offset())?).ok()?;
         match self.ring.get(ahead) {
             Some(slot) if slot.offset() == offset => Some(ahead),
-            _ => self.ring.binary_search_by_key(&offset, |slot| slot.offset()).ok(),
+            _ => self
+                .ring
+                .binary_search_by_key(&offset, |slot| slot.offset())
+                .ok(),
         }
     }
 }
@@ -262,8 +269,13 @@ mod tests {
                     assert_eq!(watermark.settle(offset), expected, "seed {seed}");
                 }
                 if draw.below(3) == 0 {
-                    let lowest = naive.iter().find(|(_, settled)| !**settled).map(|(offset, _)| *offset);
-                    let expected = lowest.or(naive.keys().last().map(|last| last + 1)).filter(|offset| *offset > last_commit);
+                    let lowest = naive
+                        .iter()
+                        .find(|(_, settled)| !**settled)
+                        .map(|(offset, _)| *offset);
+                    let expected = lowest
+                        .or(naive.keys().last().map(|last| last + 1))
+                        .filter(|offset| *offset > last_commit);
                     assert_eq!(watermark.take_commit(), expected, "seed {seed}");
                     last_commit = expected.unwrap_or(last_commit);
                 }

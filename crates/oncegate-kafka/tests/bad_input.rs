@@ -1,4 +1,5 @@
-//! Bad input as a table: what comes in from a real broker, what becomes of it, what the operator sees, and what the book says of it.
+//! Bad input as a table: what comes in from a real broker, what becomes of it, what the operator
+//! sees, and what the book says of it.
 
 #[allow(dead_code, reason = "the other tests use the rest")]
 #[path = "kafka/stage.rs"]
@@ -28,53 +29,161 @@ enum Body {
 
 /// A message with these headers.
 fn headed(headers: Vec<(&'static str, Option<Vec<u8>>)>) -> Message {
-    Message { headers, key: None, body: Body::Row }
+    Message {
+        headers,
+        key: None,
+        body: Body::Row,
+    }
 }
 
 /// Messages that differ in their ids alone.
 fn ids<const N: usize>(ids: [&[u8]; N]) -> Vec<Message> {
-    ids.into_iter().map(|id| headed(vec![("id", Some(id.to_vec()))])).collect()
+    ids.into_iter()
+        .map(|id| headed(vec![("id", Some(id.to_vec()))]))
+        .collect()
 }
 
 fn body(id: &str, body: Body) -> Message {
-    Message { body, ..headed(vec![("id", Some(id.into()))]) }
+    Message {
+        body,
+        ..headed(vec![("id", Some(id.into()))])
+    }
 }
 
 fn rows() -> Vec<Row<Message>> {
-    let also = |id: &[u8], name, value: Option<&[u8]>| vec![headed(vec![("id", Some(id.into())), (name, value.map(Vec::from))])];
+    let also = |id: &[u8], name, value: Option<&[u8]>| {
+        vec![headed(vec![
+            ("id", Some(id.into())),
+            (name, value.map(Vec::from)),
+        ])]
+    };
     vec![
         Row::new("no id", 0, &["missing-id"], vec![headed(vec![])]),
         Row::new("an empty id", 0, &["missing-id"], ids([b""])),
-        Row::new("an id that is null", 0, &["missing-id"], vec![headed(vec![("id", None)])]),
+        Row::new(
+            "an id that is null",
+            0,
+            &["missing-id"],
+            vec![headed(vec![("id", None)])],
+        ),
         Row::new("an id of blanks", 1, &[], ids([b"   "])),
         Row::new("a NUL in an id", 1, &[], ids([b"a\0b"])),
-        Row::new("an id that is a Redis command, with CR and LF", 1, &[], ids([b"x\r\n*1\r\n$8\r\nFLUSHALL\r\n"])),
+        Row::new(
+            "an id that is a Redis command, with CR and LF",
+            1,
+            &[],
+            ids([b"x\r\n*1\r\n$8\r\nFLUSHALL\r\n"]),
+        ),
         Row::new("an id that is not UTF-8", 1, &[], ids([b"\xff\xfe"])),
         Row::new("`{}` and `{a}b`: two ids", 2, &[], ids([b"{}", b"{a}b"])),
-        Row::new("`a:b` and `processed:a:b`: two ids", 2, &[], ids([b"a:b", b"processed:a:b"])),
-        Row::new("ids of 200 and 201 bytes, one the beginning of the other", 2, &[], ids([&[b'i'; 200], &[b'i'; 201]])),
+        Row::new(
+            "`a:b` and `processed:a:b`: two ids",
+            2,
+            &[],
+            ids([b"a:b", b"processed:a:b"]),
+        ),
+        Row::new(
+            "ids of 200 and 201 bytes, one the beginning of the other",
+            2,
+            &[],
+            ids([&[b'i'; 200], &[b'i'; 201]]),
+        ),
         Row::new("an id of 64 KiB", 1, &[], ids([&[b'i'; 1 << 16]])),
-        Row::new("the same word in NFC and in NFD: two ids", 2, &[], ids(["é".as_bytes(), "e\u{301}".as_bytes()])),
+        Row::new(
+            "the same word in NFC and in NFD: two ids",
+            2,
+            &[],
+            ids(["é".as_bytes(), "e\u{301}".as_bytes()]),
+        ),
         Row::new(
             "two ids in one message",
             0,
             &["unusable-id"],
-            vec![headed(vec![("id", Some(b"first".into())), ("id", Some(b"last".into()))])],
+            vec![headed(vec![
+                ("id", Some(b"first".into())),
+                ("id", Some(b"last".into())),
+            ])],
         ),
         Row::new("the same message twice", 1, &[], ids([b"twice", b"twice"])),
-        Row::new("the same id with another body", 1, &[], vec![body("other", Body::Of(b" 14")), body("other", Body::Of(b"14 "))]),
-        Row::new("a null body (a tombstone)", 0, &["unreadable"], vec![body("null", Body::Null)]),
-        Row::new("an empty body", 0, &["unreadable"], vec![body("empty", Body::Of(b""))]),
-        Row::new("a body that does not parse", 0, &["unreadable"], vec![body("parse", Body::Of(b"{\"a\":"))]),
-        Row::new("a body beyond the limit", 0, &["too-large"], vec![body("large", Body::Of(&[b'x'; BODY_LIMIT + 1]))])
-            .set_aside_by(By::SourceHere),
-        Row::new("a null header value", 1, &[], also(b"also null", "null", None)),
-        Row::new("a header name that is not UTF-8", 1, &[], also(b"also odd", unread(b"a\xff"), Some(b"value"))),
-        Row::new("a key that is not UTF-8", 1, &[], vec![Message { key: Some(b"\xff\0"), ..headed(vec![("id", Some(b"key".into()))]) }]),
-        Row::new("a handler that panics with what is no text, at its last attempt", 0, &["attempts-spent"], ids([b"panic"])),
-        Row::new("a handler that blocks its thread for longer than its lease", 1, &[], ids([b"blocks"])),
-        Row::new("a handler that waits without end, at its last attempt", 0, &["attempts-spent"], ids([b"waits"])),
-        Row::new("a handler that leaves a thread behind, which outlives the consumer", 1, &[], ids([b"leaves"])),
+        Row::new(
+            "the same id with another body",
+            1,
+            &[],
+            vec![
+                body("other", Body::Of(b" 14")),
+                body("other", Body::Of(b"14 ")),
+            ],
+        ),
+        Row::new(
+            "a null body (a tombstone)",
+            0,
+            &["unreadable"],
+            vec![body("null", Body::Null)],
+        ),
+        Row::new(
+            "an empty body",
+            0,
+            &["unreadable"],
+            vec![body("empty", Body::Of(b""))],
+        ),
+        Row::new(
+            "a body that does not parse",
+            0,
+            &["unreadable"],
+            vec![body("parse", Body::Of(b"{\"a\":"))],
+        ),
+        Row::new(
+            "a body beyond the limit",
+            0,
+            &["too-large"],
+            vec![body("large", Body::Of(&[b'x'; BODY_LIMIT + 1]))],
+        )
+        .set_aside_by(By::SourceHere),
+        Row::new(
+            "a null header value",
+            1,
+            &[],
+            also(b"also null", "null", None),
+        ),
+        Row::new(
+            "a header name that is not UTF-8",
+            1,
+            &[],
+            also(b"also odd", unread(b"a\xff"), Some(b"value")),
+        ),
+        Row::new(
+            "a key that is not UTF-8",
+            1,
+            &[],
+            vec![Message {
+                key: Some(b"\xff\0"),
+                ..headed(vec![("id", Some(b"key".into()))])
+            }],
+        ),
+        Row::new(
+            "a handler that panics with what is no text, at its last attempt",
+            0,
+            &["attempts-spent"],
+            ids([b"panic"]),
+        ),
+        Row::new(
+            "a handler that blocks its thread for longer than its lease",
+            1,
+            &[],
+            ids([b"blocks"]),
+        ),
+        Row::new(
+            "a handler that waits without end, at its last attempt",
+            0,
+            &["attempts-spent"],
+            ids([b"waits"]),
+        ),
+        Row::new(
+            "a handler that leaves a thread behind, which outlives the consumer",
+            1,
+            &[],
+            ids([b"leaves"]),
+        ),
     ]
 }
 
@@ -87,7 +196,11 @@ fn unread(name: &'static [u8]) -> &'static str {
 
 #[test]
 fn the_book_has_the_table() {
-    assert_the_book_has(include_str!("../../../docs/src/bad-input.md"), "## From Kafka", &rows());
+    assert_the_book_has(
+        include_str!("../../../docs/src/bad-input.md"),
+        "## From Kafka",
+        &rows(),
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -98,8 +211,16 @@ async fn each_gets_its_verdict_and_stops_nothing() {
     for (number, row) in rows.iter().enumerate() {
         let text = number.to_string();
         for Message { headers, key, body } in &row.messages {
-            let all = OwnedHeaders::new().insert(Header { key: "row", value: Some(&text) });
-            let all = headers.iter().fold(all, |all, (key, value)| all.insert(Header { key, value: value.as_ref() }));
+            let all = OwnedHeaders::new().insert(Header {
+                key: "row",
+                value: Some(&text),
+            });
+            let all = headers.iter().fold(all, |all, (key, value)| {
+                all.insert(Header {
+                    key,
+                    value: value.as_ref(),
+                })
+            });
             let body = match body {
                 Body::Row => Some(text.as_bytes()),
                 Body::Null => None,
@@ -114,12 +235,28 @@ async fn each_gets_its_verdict_and_stops_nothing() {
     topic.await_commit(0, sent).await;
     trial.end().await;
     let mut reasons = vec![Vec::new(); rows.len()];
-    for letter in topic.read(topic.dead_letters(), letters, text_headers).await {
-        let last = |name: &str| letter.iter().rev().find(|(it, _)| it == name).and_then(|(_, value)| value.clone()).expect("a value");
+    for letter in topic
+        .read(topic.dead_letters(), letters, text_headers)
+        .await
+    {
+        let last = |name: &str| {
+            letter
+                .iter()
+                .rev()
+                .find(|(it, _)| it == name)
+                .and_then(|(_, value)| value.clone())
+                .expect("a value")
+        };
         reasons[last("row").parse::<usize>().expect("a number")].push(last(headers::REASON));
     }
     for (row, reasons) in rows.iter().zip(reasons) {
         assert_eq!(reasons, row.reasons, "{}", row.input);
     }
-    assert_eq!((topic.end_of(&topic.dead_letters()).await, topic.end_of(&topic.in_doubt()).await), (letters, 0));
+    assert_eq!(
+        (
+            topic.end_of(&topic.dead_letters()).await,
+            topic.end_of(&topic.in_doubt()).await
+        ),
+        (letters, 0)
+    );
 }

@@ -1,4 +1,5 @@
-//! What the gauges say, with numbers that are known. Alone in its process, because there is one recorder of metrics in it.
+//! What the gauges say, with numbers that are known. Alone in its process, because there is one
+//! recorder of metrics in it.
 #![forbid(unsafe_code)]
 
 #[allow(dead_code, reason = "the other tests use the rest")]
@@ -9,7 +10,9 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use metrics::{Counter, Gauge, GaugeFn, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit};
+use metrics::{
+    Counter, Gauge, GaugeFn, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit,
+};
 use oncegate_core::source::Open;
 
 use crate::stage::*;
@@ -30,7 +33,11 @@ impl GaugeFn for One {
     }
 
     fn set(&self, value: f64) {
-        self.0.0.lock().expect("nobody panics with it").insert(self.1.clone(), value);
+        self.0
+            .0
+            .lock()
+            .expect("nobody panics with it")
+            .insert(self.1.clone(), value);
     }
 }
 
@@ -44,8 +51,14 @@ impl Recorder for Gauges {
     }
 
     fn register_gauge(&self, key: &Key, _: &Metadata<'_>) -> Gauge {
-        let partition = key.labels().find(|label| label.key() == "partition").map_or_else(String::new, |it| format!("/{}", it.value()));
-        Gauge::from_arc(Arc::new(One(self.clone(), format!("{}{partition}", key.name()))))
+        let partition = key
+            .labels()
+            .find(|label| label.key() == "partition")
+            .map_or_else(String::new, |it| format!("/{}", it.value()));
+        Gauge::from_arc(Arc::new(One(
+            self.clone(),
+            format!("{}{partition}", key.name()),
+        )))
     }
 
     fn register_histogram(&self, _: &Key, _: &Metadata<'_>) -> Histogram {
@@ -55,13 +68,20 @@ impl Recorder for Gauges {
 
 impl Gauges {
     fn get(&self, name: &str) -> Option<f64> {
-        self.0.lock().expect("nobody panics with it").get(&format!("oncegate_kafka_{name}")).copied()
+        self.0
+            .lock()
+            .expect("nobody panics with it")
+            .get(&format!("oncegate_kafka_{name}"))
+            .copied()
     }
 
     /// Waits until all of these say so at once.
     async fn say(&self, expected: &[(&str, f64)]) {
         let end = Instant::now() + BOUND;
-        while expected.iter().any(|(name, value)| self.get(name) != Some(*value)) {
+        while expected
+            .iter()
+            .any(|(name, value)| self.get(name) != Some(*value))
+        {
             assert!(Instant::now() < end, "not {expected:?}: {:?}", self.0);
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
@@ -71,26 +91,44 @@ impl Gauges {
 #[tokio::test(flavor = "multi_thread")]
 async fn lag_assignment_and_the_age_of_the_watermark_are_told_as_they_are() {
     let gauges = Gauges::default();
-    metrics::set_global_recorder(gauges.clone()).unwrap_or_else(|_| panic!("there is another recorder"));
+    metrics::set_global_recorder(gauges.clone())
+        .unwrap_or_else(|_| panic!("there is another recorder"));
     let topic = Topic::new(2).await;
     topic.send_numbers(0, 7).await;
     topic.send_numbers(1, 3).await;
     // So that it looks every second.
-    let mut source = topic.source().stalled_after(Duration::from_secs(4)).open().await.expect("a source");
+    let mut source = topic
+        .source()
+        .stalled_after(Duration::from_secs(4))
+        .open()
+        .await
+        .expect("a source");
     let all = receive(&mut source, 10).await;
-    gauges.say(&[("partitions", 2.0), ("lag/0", 7.0), ("lag/1", 3.0)]).await;
+    gauges
+        .say(&[("partitions", 2.0), ("lag/0", 7.0), ("lag/1", 3.0)])
+        .await;
 
     // All of partition 1, and all but the third message of partition 0.
-    let (held, done): (Vec<_>, Vec<_>) = all.into_iter().partition(|it| it.receipt.partition == 0 && offset(it) == 2);
+    let (held, done): (Vec<_>, Vec<_>) = all
+        .into_iter()
+        .partition(|it| it.receipt.partition == 0 && offset(it) == 2);
     let before = Instant::now();
     accept(&mut source, done).await;
     let after = Instant::now();
-    gauges.say(&[("lag/0", 5.0), ("lag/1", 0.0), ("watermark_age_seconds/1", 0.0)]).await;
+    gauges
+        .say(&[
+            ("lag/0", 5.0),
+            ("lag/1", 0.0),
+            ("watermark_age_seconds/1", 0.0),
+        ])
+        .await;
     let end = Instant::now() + BOUND;
     let age = loop {
         match gauges.get("watermark_age_seconds/0") {
             // It has stood since it was accepted, not since it was read.
-            Some(age) if age >= 1.5 && after.elapsed() >= Duration::from_millis(1_500) => break age,
+            Some(age) if age >= 1.5 && after.elapsed() >= Duration::from_millis(1_500) => {
+                break age;
+            }
             age => assert!(Instant::now() < end, "{age:?}"),
         }
         tokio::time::sleep(Duration::from_millis(20)).await;
@@ -101,7 +139,14 @@ async fn lag_assignment_and_the_age_of_the_watermark_are_told_as_they_are() {
     gauges.say(&[("lag/0", 5.0), ("lag/1", 4.0)]).await;
     let last = receive(&mut source, 4).await;
     accept(&mut source, last.into_iter().chain(held)).await;
-    gauges.say(&[("lag/0", 0.0), ("lag/1", 0.0), ("watermark_age_seconds/0", 0.0), ("partitions", 2.0)]).await;
+    gauges
+        .say(&[
+            ("lag/0", 0.0),
+            ("lag/1", 0.0),
+            ("watermark_age_seconds/0", 0.0),
+            ("partitions", 2.0),
+        ])
+        .await;
     close(source).await;
     gauges.say(&[("partitions", 0.0)]).await;
 }

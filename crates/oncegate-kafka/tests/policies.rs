@@ -1,5 +1,6 @@
-//! What is found in a log that is not as it was left has a name in what is logged, and is counted. Alone in its process,
-//! because there is one place where lines are heard, and one recorder of metrics.
+//! What is found in a log that is not as it was left has a name in what is logged, and is counted.
+//! Alone in its process, because there is one place where lines are heard, and one recorder of
+//! metrics.
 #![forbid(unsafe_code)]
 
 #[allow(dead_code, reason = "the other tests use the rest")]
@@ -13,7 +14,9 @@ use std::time::{Duration, Instant};
 
 use metrics::{Counter, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit};
 use oncegate_core::source::Open;
-use oncegate_core::{Consumer, Context, Failure, Handler, IdSource, MemoryStore, Raw, RawBytes, async_trait};
+use oncegate_core::{
+    Consumer, Context, Failure, Handler, IdSource, MemoryStore, Raw, RawBytes, async_trait,
+};
 use oncegate_kafka::KafkaStatus;
 use oncegate_testkit::Lines;
 
@@ -29,7 +32,14 @@ impl Recorder for Counters {
     fn describe_histogram(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
 
     fn register_counter(&self, key: &Key, _: &Metadata<'_>) -> Counter {
-        Counter::from_arc(self.0.lock().expect("nobody panics with it").entry(key.name().to_owned()).or_default().clone())
+        Counter::from_arc(
+            self.0
+                .lock()
+                .expect("nobody panics with it")
+                .entry(key.name().to_owned())
+                .or_default()
+                .clone(),
+        )
     }
 
     fn register_gauge(&self, _: &Key, _: &Metadata<'_>) -> Gauge {
@@ -48,7 +58,8 @@ struct Told {
 }
 
 impl Told {
-    /// Waits until a line of this level says this of a topic, and the counter has come to so much at least.
+    /// Waits until a line of this level says this of a topic, and the counter has come to so much
+    /// at least.
     async fn says(&self, level: &str, name: &str, topic: &Topic, counter: &str, count: u64) {
         let counter = format!("oncegate_kafka_{counter}_total");
         let end = Instant::now() + BOUND;
@@ -59,19 +70,35 @@ impl Told {
     }
 
     fn counted(&self, counter: &str) -> u64 {
-        self.counters.0.lock().expect("nobody panics with it").get(counter).map_or(0, |count| count.load(Ordering::Relaxed))
+        self.counters
+            .0
+            .lock()
+            .expect("nobody panics with it")
+            .get(counter)
+            .map_or(0, |count| count.load(Ordering::Relaxed))
     }
 
     /// What it has said and counted instead, if it has not.
-    fn has_said(&self, level: &str, name: &str, topic: &Topic, counter: &str, count: u64) -> Result<(), String> {
+    fn has_said(
+        &self,
+        level: &str,
+        name: &str,
+        topic: &Topic,
+        counter: &str,
+        count: u64,
+    ) -> Result<(), String> {
         let counted = self.counted(counter);
         let mut said = self.said.lock().expect("nobody panics with it");
         said.extend(self.lines.take().into_iter().map(|(_, line)| line));
-        let is_said = said.iter().any(|it| it.contains(level) && it.contains(name) && it.contains(&topic.name));
+        let is_said = said
+            .iter()
+            .any(|it| it.contains(level) && it.contains(name) && it.contains(&topic.name));
         if counted >= count && is_said {
             Ok(())
         } else {
-            Err(format!("{level} {name}, {counter} is {counted} and not yet {count}: {said:#?}"))
+            Err(format!(
+                "{level} {name}, {counter} is {counted} and not yet {count}: {said:#?}"
+            ))
         }
     }
 }
@@ -79,15 +106,33 @@ impl Told {
 /// One after the other: see above.
 #[tokio::test(flavor = "multi_thread")]
 async fn each_policy_has_a_name_in_the_log_and_a_counter() {
-    let (lines, said, counters) = (Lines::of_this_process(), Mutex::default(), Counters::default());
-    metrics::set_global_recorder(counters.clone()).unwrap_or_else(|_| panic!("there is another recorder"));
-    let told = Told { lines, said, counters };
+    let (lines, said, counters) = (
+        Lines::of_this_process(),
+        Mutex::default(),
+        Counters::default(),
+    );
+    metrics::set_global_recorder(counters.clone())
+        .unwrap_or_else(|_| panic!("there is another recorder"));
+    let told = Told {
+        lines,
+        said,
+        counters,
+    };
     messages_missed(&told).await;
     log_cut(&told).await;
     partition_added(&told).await;
     replica_topic(&told).await;
-    let counters = ["messages_missed", "logs_cut", "partitions_added", "replica_offsets", "topics_made_anew"];
-    assert_eq!(counters.map(|it| told.counted(&format!("oncegate_kafka_{it}_total"))), [7, 1, 1, 1, 0]);
+    let counters = [
+        "messages_missed",
+        "logs_cut",
+        "partitions_added",
+        "replica_offsets",
+        "topics_made_anew",
+    ];
+    assert_eq!(
+        counters.map(|it| told.counted(&format!("oncegate_kafka_{it}_total"))),
+        [7, 1, 1, 1, 0]
+    );
     client_replaced(&told).await;
     // How often it is found and read depends on how often it is lost and assigned meanwhile.
     topic_made_anew(&told).await;
@@ -100,7 +145,8 @@ async fn messages_missed(told: &Told) {
     topic.remove_below(12).await;
     let mut source = topic.open().await;
     receive(&mut source, 8).await;
-    told.says("ERROR", "messages missed", &topic, "messages_missed", 7).await;
+    told.says("ERROR", "messages missed", &topic, "messages_missed", 7)
+        .await;
     close(source).await;
 }
 
@@ -119,11 +165,22 @@ async fn partition_added(told: &Told) {
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 3).await;
     topic.commit(3).await;
-    let mut source = topic.source().property("topic.metadata.refresh.interval.ms", "500").open().await.expect("a source");
+    let mut source = topic
+        .source()
+        .property("topic.metadata.refresh.interval.ms", "500")
+        .open()
+        .await
+        .expect("a source");
     topic.grow(2).await;
     topic.renewed().send_numbers(1, 5).await;
-    assert!(receive(&mut source, 5).await.iter().all(|it| it.receipt.partition == 1));
-    told.says("WARN", "partition added", &topic, "partitions_added", 1).await;
+    assert!(
+        receive(&mut source, 5)
+            .await
+            .iter()
+            .all(|it| it.receipt.partition == 1)
+    );
+    told.says("WARN", "partition added", &topic, "partitions_added", 1)
+        .await;
     close(source).await;
 }
 
@@ -131,12 +188,19 @@ async fn partition_added(told: &Told) {
 async fn replica_topic(told: &Told) {
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 10).await;
-    topic.commit_with(4, "topic-id=q5BZ55PYTTyxda8B1C5Amg cluster-id=another").await;
+    topic
+        .commit_with(4, "topic-id=q5BZ55PYTTyxda8B1C5Amg cluster-id=another")
+        .await;
     let mut source = topic.open().await;
     receive(&mut source, 6).await;
-    told.says("WARN", "replica topic", &topic, "replica_offsets", 1).await;
-    let fields = format!("partition=0 offset=4 cluster={:?} committed_cluster=\"another\"", topic.cluster_id().await);
-    told.says("WARN", &fields, &topic, "replica_offsets", 1).await;
+    told.says("WARN", "replica topic", &topic, "replica_offsets", 1)
+        .await;
+    let fields = format!(
+        "partition=0 offset=4 cluster={:?} committed_cluster=\"another\"",
+        topic.cluster_id().await
+    );
+    told.says("WARN", &fields, &topic, "replica_offsets", 1)
+        .await;
     close(source).await;
 }
 
@@ -144,9 +208,19 @@ async fn replica_topic(told: &Told) {
 async fn client_replaced(told: &Told) {
     let (topic, status) = (Topic::new(1).await, KafkaStatus::new());
     topic.send_numbers(0, 5).await;
-    let stalling = [("queued.min.messages", "1"), ("fetch.queue.backoff.ms", "300000")];
-    let kafka = stalling.iter().fold(topic.source(), |kafka, (key, value)| kafka.property(*key, *value));
-    let source = kafka.status(status.clone()).stalled_after(Duration::from_secs(1)).open().await.expect("a source");
+    let stalling = [
+        ("queued.min.messages", "1"),
+        ("fetch.queue.backoff.ms", "300000"),
+    ];
+    let kafka = stalling.iter().fold(topic.source(), |kafka, (key, value)| {
+        kafka.property(*key, *value)
+    });
+    let source = kafka
+        .status(status.clone())
+        .stalled_after(Duration::from_secs(1))
+        .open()
+        .await
+        .expect("a source");
     let end = Instant::now() + BOUND;
     while status.clients_replaced() == 0 {
         assert!(Instant::now() < end, "it stalls, and nobody sees it");
@@ -154,7 +228,8 @@ async fn client_replaced(told: &Told) {
         topic.send_numbers(0, 1).await;
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    told.says("ERROR", "client replaced", &topic, "clients_replaced", 1).await;
+    told.says("ERROR", "client replaced", &topic, "clients_replaced", 1)
+        .await;
     close(source).await;
 }
 
@@ -177,7 +252,11 @@ async fn topic_made_anew(told: &Told) {
     let (topic, runs) = (Topic::new(1).await, Runs::default());
     topic.send_numbers(0, 5).await;
     let consumer = Consumer::builder()
-        .source(topic.source().property("topic.metadata.refresh.interval.ms", "500"))
+        .source(
+            topic
+                .source()
+                .property("topic.metadata.refresh.interval.ms", "500"),
+        )
         .store(MemoryStore::new())
         .id(IdSource::position())
         .decode(RawBytes)
@@ -188,9 +267,11 @@ async fn topic_made_anew(told: &Told) {
     topic.make_anew().await;
     topic.send_numbers(0, 12).await;
     topic.await_reset(0, 12).await;
-    told.says("ERROR", "topic made anew", &topic, "topics_made_anew", 1).await;
+    told.says("ERROR", "topic made anew", &topic, "topics_made_anew", 1)
+        .await;
     // What was skipped is said; the rest was handled.
-    told.says("ERROR", "ids repeated", &topic, "ids_repeated", 5).await;
+    told.says("ERROR", "ids repeated", &topic, "ids_repeated", 5)
+        .await;
     assert_eq!(runs.0.load(Ordering::Relaxed), 12);
     drop(end);
     running.await.expect("no panic").expect("a clean end");

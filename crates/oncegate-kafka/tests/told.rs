@@ -1,4 +1,5 @@
-//! What a source says while there is no broker. Alone in its process, because it listens to all that is logged.
+//! What a source says while there is no broker. Alone in its process, because it listens to all
+//! that is logged.
 #![forbid(unsafe_code)]
 
 use std::time::{Duration, Instant};
@@ -23,46 +24,102 @@ async fn without_a_broker_or_partitions_one_line_comes_soon_and_says_what_is_wai
 async fn never_there(lines: &Lines) {
     let begun = Instant::now();
     let opening = Kafka::topic("t").brokers("127.0.0.1:1").group("g").open();
-    assert!(tokio::time::timeout(Duration::from_secs(7), opening).await.is_err());
+    assert!(
+        tokio::time::timeout(Duration::from_secs(7), opening)
+            .await
+            .is_err()
+    );
     is_told_once("127.0.0.1:1", begun, &lines.take());
 }
 
 /// Another member has the only partition, until it leaves.
 async fn waits_for_a_partition(lines: &Lines) {
-    let server = tokio::task::spawn_blocking(|| KafkaServer::start().expect("a broker")).await.expect("a broker");
-    let admin: AdminClient<DefaultClientContext> =
-        ClientConfig::new().set("bootstrap.servers", server.brokers()).create().expect("a client");
-    let created = admin.create_topics(&[NewTopic::new("t", 1, TopicReplication::Fixed(1))], &AdminOptions::new()).await;
+    let server = tokio::task::spawn_blocking(|| KafkaServer::start().expect("a broker"))
+        .await
+        .expect("a broker");
+    let admin: AdminClient<DefaultClientContext> = ClientConfig::new()
+        .set("bootstrap.servers", server.brokers())
+        .create()
+        .expect("a client");
+    let created = admin
+        .create_topics(
+            &[NewTopic::new("t", 1, TopicReplication::Fixed(1))],
+            &AdminOptions::new(),
+        )
+        .await;
     created.expect("an answer")[0].as_ref().expect("created");
-    let kafka = Kafka::topic("t").brokers(server.brokers()).group("g").property("session.timeout.ms", "12000");
-    let kafka = kafka.create_topics(TopicCreation::Create { partitions: 1, replication: 1 });
+    let kafka = Kafka::topic("t")
+        .brokers(server.brokers())
+        .group("g")
+        .property("session.timeout.ms", "12000");
+    let kafka = kafka.create_topics(TopicCreation::Create {
+        partitions: 1,
+        replication: 1,
+    });
     let other = kafka.clone().open().await.expect("a source");
     line_with(lines, "partition assigned").await;
     let source = kafka.open().await.expect("a source");
     let line = line_with(lines, "waiting for partitions to be assigned").await;
-    for part in ["INFO", "group=\"g\"", "topics=[\"t\"]", "session_timeout=12s", "session.timeout.ms"] {
+    for part in [
+        "INFO",
+        "group=\"g\"",
+        "topics=[\"t\"]",
+        "session_timeout=12s",
+        "session.timeout.ms",
+    ] {
         assert!(line.contains(part), "{part}: {line}");
     }
     drop(other);
     let line = line_with(lines, "partitions assigned after waiting").await;
-    assert!(line.contains("INFO") && line.contains("waited=") && line.contains("partitions=1"), "{line}");
-    let _ = Box::new(source).close(Instant::now() + Duration::from_secs(30)).await;
+    assert!(
+        line.contains("INFO") && line.contains("waited=") && line.contains("partitions=1"),
+        "{line}"
+    );
+    let _ = Box::new(source)
+        .close(Instant::now() + Duration::from_secs(30))
+        .await;
 }
 
 async fn gone_while_it_is_read(lines: &Lines) {
-    let mut server = tokio::task::spawn_blocking(|| KafkaServer::start().expect("a broker")).await.expect("a broker");
-    let admin: AdminClient<DefaultClientContext> =
-        ClientConfig::new().set("bootstrap.servers", server.brokers()).create().expect("a client");
-    let created = admin.create_topics(&[NewTopic::new("t", 1, TopicReplication::Fixed(1))], &AdminOptions::new()).await;
+    let mut server = tokio::task::spawn_blocking(|| KafkaServer::start().expect("a broker"))
+        .await
+        .expect("a broker");
+    let admin: AdminClient<DefaultClientContext> = ClientConfig::new()
+        .set("bootstrap.servers", server.brokers())
+        .create()
+        .expect("a client");
+    let created = admin
+        .create_topics(
+            &[NewTopic::new("t", 1, TopicReplication::Fixed(1))],
+            &AdminOptions::new(),
+        )
+        .await;
     created.expect("an answer")[0].as_ref().expect("created");
     let kafka = Kafka::topic("t").brokers(server.brokers()).group("g");
-    let mut source = kafka.create_topics(TopicCreation::Create { partitions: 1, replication: 1 }).open().await.expect("a source");
+    let mut source = kafka
+        .create_topics(TopicCreation::Create {
+            partitions: 1,
+            replication: 1,
+        })
+        .open()
+        .await
+        .expect("a source");
     lines.take();
     server.kill();
     let begun = Instant::now();
     let mut none = Vec::new();
-    let reading = source.receive(Limit { count: 1, bytes: 1 << 20 }, &mut none);
-    assert!(tokio::time::timeout(Duration::from_secs(8), reading).await.is_err());
+    let reading = source.receive(
+        Limit {
+            count: 1,
+            bytes: 1 << 20,
+        },
+        &mut none,
+    );
+    assert!(
+        tokio::time::timeout(Duration::from_secs(8), reading)
+            .await
+            .is_err()
+    );
     is_told_once(&server.brokers(), begun, &lines.take());
     let _ = Box::new(source).close(Instant::now()).await; // there is nobody to take leave of
 }
@@ -71,21 +128,35 @@ async fn gone_while_it_is_read(lines: &Lines) {
 async fn line_with(lines: &Lines, part: &str) -> String {
     let found = async {
         loop {
-            if let Some((_, line)) = lines.take().into_iter().find(|(_, line)| line.contains(part)) {
+            if let Some((_, line)) = lines
+                .take()
+                .into_iter()
+                .find(|(_, line)| line.contains(part))
+            {
                 return line;
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
-    tokio::time::timeout(Duration::from_secs(60), found).await.expect(part)
+    tokio::time::timeout(Duration::from_secs(60), found)
+        .await
+        .expect(part)
 }
 
 fn is_told_once(brokers: &str, begun: Instant, lines: &[(Instant, String)]) {
-    let [(at, line)] = lines else { panic!("{} lines: {lines:#?}", lines.len()) };
-    assert!(at.duration_since(begun) < Duration::from_secs(2), "after {:?}", at.duration_since(begun));
-    for part in
-        ["WARN", &format!("brokers: {brokers} cannot be reached"), "is Kafka running, and are host, port and security.protocol right"]
-    {
+    let [(at, line)] = lines else {
+        panic!("{} lines: {lines:#?}", lines.len())
+    };
+    assert!(
+        at.duration_since(begun) < Duration::from_secs(2),
+        "after {:?}",
+        at.duration_since(begun)
+    );
+    for part in [
+        "WARN",
+        &format!("brokers: {brokers} cannot be reached"),
+        "is Kafka running, and are host, port and security.protocol right",
+    ] {
         assert!(line.contains(part), "{part}: {line}");
     }
 }

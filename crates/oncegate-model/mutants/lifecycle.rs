@@ -1,7 +1,9 @@
 //! Wrong rules of the consumer, each the right ones but for one row.
 
 use oncegate_core::marker::{Guarantee, Verdict};
-use oncegate_core::road::{AfterDoubt, Event, History, Outcome, Policy, Reason, Settlement, Stage, Step, next};
+use oncegate_core::road::{
+    AfterDoubt, Event, History, Outcome, Policy, Reason, Settlement, Stage, Step, next,
+};
 
 type Answer = (Stage, Step);
 
@@ -11,26 +13,41 @@ fn left(settlement: Settlement) -> Answer {
 
 pub(crate) fn no_doubt_on_a_lost_lease(stage: Stage, event: Event, policy: &Policy) -> Answer {
     match (stage, event) {
-        (Stage::Running(permit, _), Event::LeaseOver) => left(Settlement::Release { after: policy.pause(0), failures: permit.failures }),
+        (Stage::Running(permit, _), Event::LeaseOver) => left(Settlement::Release {
+            after: policy.pause(0),
+            failures: permit.failures,
+        }),
         _ => next(stage, event, policy),
     }
 }
 
 pub(crate) fn accepts_a_busy_claim(stage: Stage, event: Event, policy: &Policy) -> Answer {
     let busy = matches!(event, Event::Answer(Verdict::Busy { .. }));
-    next(stage, if busy { Event::Answer(Verdict::Duplicate) } else { event }, policy)
+    next(
+        stage,
+        if busy {
+            Event::Answer(Verdict::Duplicate)
+        } else {
+            event
+        },
+        policy,
+    )
 }
 
 pub(crate) fn unknown_is_a_failure(stage: Stage, event: Event, policy: &Policy) -> Answer {
     match event {
-        Event::Returned(Outcome::Unknown(_)) => next(stage, Event::Returned(Outcome::Retry), policy),
+        Event::Returned(Outcome::Unknown(_)) => {
+            next(stage, Event::Returned(Outcome::Retry), policy)
+        }
         _ => next(stage, event, policy),
     }
 }
 
 pub(crate) fn keeps_its_doubt(stage: Stage, event: Event, policy: &Policy) -> Answer {
     match next(stage, event, policy) {
-        (Stage::Doubting(_, cause, AfterDoubt::Reject), _) if matches!(stage, Stage::Reconciling(..)) => {
+        (Stage::Doubting(_, cause, AfterDoubt::Reject), _)
+            if matches!(stage, Stage::Reconciling(..)) =>
+        {
             left(Settlement::Reject(Reason::InDoubt(cause)))
         }
         answer => answer,
@@ -40,9 +57,16 @@ pub(crate) fn keeps_its_doubt(stage: Stage, event: Event, policy: &Policy) -> An
 pub(crate) fn reconciled_is_a_failure(stage: Stage, event: Event, policy: &Policy) -> Answer {
     debug_assert_ne!(policy.guarantee, Guarantee::Bare);
     match (stage, next(stage, event, policy)) {
-        (Stage::Resolving(..), (Stage::Claiming(history, parks), step)) => {
-            (Stage::Claiming(History { failures: history.failures + 1, ..history }, parks), step)
-        }
+        (Stage::Resolving(..), (Stage::Claiming(history, parks), step)) => (
+            Stage::Claiming(
+                History {
+                    failures: history.failures + 1,
+                    ..history
+                },
+                parks,
+            ),
+            step,
+        ),
         (_, answer) => answer,
     }
 }

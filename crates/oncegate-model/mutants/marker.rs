@@ -1,6 +1,9 @@
 //! Wrong rules of the store, each the right ones but for one row.
 
-use oncegate_core::marker::{Age, Ask, Attempts, Change, Doubt, Effect, Finding, Guarantee, Hold, Marker, Operation, Verdict, apply};
+use oncegate_core::marker::{
+    Age, Ask, Attempts, Change, Doubt, Effect, Finding, Guarantee, Hold, Marker, Operation,
+    Verdict, apply,
+};
 
 type Answer = (Change, Verdict);
 
@@ -9,9 +12,11 @@ const LOST: Answer = (Change::Keep, Verdict::Lost);
 /// The same operation by the holder of the marker.
 fn by_holder(marker: &Marker, operation: &Operation) -> Operation {
     match marker {
-        Marker::InProgress(hold) | Marker::InDoubt(hold, _) => {
-            Operation { token: hold.token, attempt: hold.attempts.number, ..operation.clone() }
-        }
+        Marker::InProgress(hold) | Marker::InDoubt(hold, _) => Operation {
+            token: hold.token,
+            attempt: hold.attempts.number,
+            ..operation.clone()
+        },
         _ => operation.clone(),
     }
 }
@@ -26,7 +31,10 @@ fn written(answer: Answer, write: impl FnOnce(Marker) -> Marker) -> Answer {
 
 pub(crate) fn compares_tokens_alone(marker: Marker, age: Age, operation: &Operation) -> Answer {
     let same_token = matches!(marker, Marker::InProgress(hold) | Marker::InDoubt(hold, _) if hold.token == operation.token);
-    let is_holders = !matches!(operation.ask, Ask::Claim | Ask::SendBack { .. } | Ask::Forget { .. });
+    let is_holders = !matches!(
+        operation.ask,
+        Ask::Claim | Ask::SendBack { .. } | Ask::Forget { .. }
+    );
     if same_token && is_holders {
         return apply(marker, age, &by_holder(&marker, operation));
     }
@@ -35,14 +43,18 @@ pub(crate) fn compares_tokens_alone(marker: Marker, age: Age, operation: &Operat
 
 pub(crate) fn clear_compares_nothing(marker: Marker, age: Age, operation: &Operation) -> Answer {
     match (operation.ask, marker) {
-        (Ask::Clear(_), Marker::InProgress(_)) => apply(marker, age, &by_holder(&marker, operation)),
+        (Ask::Clear(_), Marker::InProgress(_)) => {
+            apply(marker, age, &by_holder(&marker, operation))
+        }
         _ => apply(marker, age, operation),
     }
 }
 
 pub(crate) fn resolve_compares_nothing(marker: Marker, age: Age, operation: &Operation) -> Answer {
     match (operation.ask, marker) {
-        (Ask::Resolve(Finding::DidNotHappen), Marker::InDoubt(..)) => apply(marker, age, &by_holder(&marker, operation)),
+        (Ask::Resolve(Finding::DidNotHappen), Marker::InDoubt(..)) => {
+            apply(marker, age, &by_holder(&marker, operation))
+        }
         _ => apply(marker, age, operation),
     }
 }
@@ -54,18 +66,24 @@ pub(crate) fn renews_for_whoever(marker: Marker, age: Age, operation: &Operation
     }
 }
 
-/// The terms of the record and of the claimer are taken for effectively once, and the grant is written as it should be.
+/// The terms of the record and of the claimer are taken for effectively once, and the grant is
+/// written as it should be.
 pub(crate) fn grants_what_lapsed(marker: Marker, age: Age, operation: &Operation) -> Answer {
     match (operation.ask, marker) {
         (Ask::Claim, Marker::InProgress(hold)) if hold.token != operation.token => {
             let mut lax = operation.clone();
             lax.terms.guarantee = Guarantee::EffectivelyOnce;
-            let hold = Hold { guarantee: Guarantee::EffectivelyOnce, ..hold };
+            let hold = Hold {
+                guarantee: Guarantee::EffectivelyOnce,
+                ..hold
+            };
             let answer = apply(Marker::InProgress(hold), age, &lax);
             written(answer, |marker| match marker {
-                Marker::InProgress(hold) => {
-                    Marker::InProgress(Hold { guarantee: operation.terms.guarantee, horizon: operation.terms.horizon(), ..hold })
-                }
+                Marker::InProgress(hold) => Marker::InProgress(Hold {
+                    guarantee: operation.terms.guarantee,
+                    horizon: operation.terms.horizon(),
+                    ..hold
+                }),
                 marker => marker,
             })
         }
@@ -75,7 +93,14 @@ pub(crate) fn grants_what_lapsed(marker: Marker, age: Age, operation: &Operation
 
 pub(crate) fn withdrawals_spend(marker: Marker, age: Age, operation: &Operation) -> Answer {
     match operation.ask {
-        Ask::Withdraw => apply(marker, age, &Operation { ask: Ask::Clear(Effect::Nothing), ..operation.clone() }),
+        Ask::Withdraw => apply(
+            marker,
+            age,
+            &Operation {
+                ask: Ask::Clear(Effect::Nothing),
+                ..operation.clone()
+            },
+        ),
         _ => apply(marker, age, operation),
     }
 }
@@ -83,11 +108,18 @@ pub(crate) fn withdrawals_spend(marker: Marker, age: Age, operation: &Operation)
 pub(crate) fn crashes_spend(marker: Marker, age: Age, operation: &Operation) -> Answer {
     let answer = apply(marker, age, operation);
     match (marker, answer) {
-        (Marker::InProgress(before), (Change::Write(Marker::InProgress(hold), expiry), Verdict::Granted(_)))
-            if before.token != operation.token =>
-        {
-            let attempts = Attempts { base: before.attempts.base, ..hold.attempts };
-            (Change::Write(Marker::InProgress(Hold { attempts, ..hold }), expiry), Verdict::Granted(attempts))
+        (
+            Marker::InProgress(before),
+            (Change::Write(Marker::InProgress(hold), expiry), Verdict::Granted(_)),
+        ) if before.token != operation.token => {
+            let attempts = Attempts {
+                base: before.attempts.base,
+                ..hold.attempts
+            };
+            (
+                Change::Write(Marker::InProgress(Hold { attempts, ..hold }), expiry),
+                Verdict::Granted(attempts),
+            )
         }
         _ => answer,
     }
@@ -96,15 +128,31 @@ pub(crate) fn crashes_spend(marker: Marker, age: Age, operation: &Operation) -> 
 /// The doubt of an attempt that an operator has freed since is recorded as if it were the last.
 pub(crate) fn doubts_what_was_freed(marker: Marker, age: Age, operation: &Operation) -> Answer {
     match (operation.ask, marker) {
-        (Ask::Doubt, Marker::Cleared { attempts, effect }) if operation.attempt <= attempts.base => {
-            apply(Marker::Cleared { attempts: Attempts { base: 0, ..attempts }, effect }, age, operation)
+        (Ask::Doubt, Marker::Cleared { attempts, effect })
+            if operation.attempt <= attempts.base =>
+        {
+            apply(
+                Marker::Cleared {
+                    attempts: Attempts {
+                        base: 0,
+                        ..attempts
+                    },
+                    effect,
+                },
+                age,
+                operation,
+            )
         }
         _ => apply(marker, age, operation),
     }
 }
 
 pub(crate) fn no_doubt_on_absent(marker: Marker, age: Age, operation: &Operation) -> Answer {
-    if (operation.ask, marker) == (Ask::Doubt, Marker::Absent) { LOST } else { apply(marker, age, operation) }
+    if (operation.ask, marker) == (Ask::Doubt, Marker::Absent) {
+        LOST
+    } else {
+        apply(marker, age, operation)
+    }
 }
 
 pub(crate) fn no_doubt_on_cleared(marker: Marker, age: Age, operation: &Operation) -> Answer {
@@ -119,7 +167,12 @@ pub(crate) fn another_body_waits(marker: Marker, age: Age, operation: &Operation
     match (marker, answer) {
         (Marker::InProgress(hold), (_, Verdict::Conflict)) => {
             let Age::Of(age) = age else { return answer };
-            (Change::Keep, Verdict::Busy { remaining: hold.lease.saturating_sub(age) })
+            (
+                Change::Keep,
+                Verdict::Busy {
+                    remaining: hold.lease.saturating_sub(age),
+                },
+            )
         }
         _ => answer,
     }
@@ -127,31 +180,43 @@ pub(crate) fn another_body_waits(marker: Marker, age: Age, operation: &Operation
 
 pub(crate) fn clear_forgets_unknown(marker: Marker, age: Age, operation: &Operation) -> Answer {
     match operation.ask {
-        Ask::Clear(Effect::Unknown) | Ask::Reject(Effect::Unknown) => written(apply(marker, age, operation), known),
+        Ask::Clear(Effect::Unknown) | Ask::Reject(Effect::Unknown) => {
+            written(apply(marker, age, operation), known)
+        }
         _ => apply(marker, age, operation),
     }
 }
 
 fn known(marker: Marker) -> Marker {
     match marker {
-        Marker::Cleared { attempts, .. } => Marker::Cleared { attempts, effect: Effect::Nothing },
+        Marker::Cleared { attempts, .. } => Marker::Cleared {
+            attempts,
+            effect: Effect::Nothing,
+        },
         marker => marker,
     }
 }
 
 pub(crate) fn unknown_does_not_last(marker: Marker, age: Age, operation: &Operation) -> Answer {
     match operation.ask {
-        Ask::Clear(Effect::Nothing) | Ask::Reject(Effect::Nothing) => written(apply(marker, age, operation), known),
+        Ask::Clear(Effect::Nothing) | Ask::Reject(Effect::Nothing) => {
+            written(apply(marker, age, operation), known)
+        }
         _ => apply(marker, age, operation),
     }
 }
 
 pub(crate) fn takeover_forgets(marker: Marker, age: Age, operation: &Operation) -> Answer {
     match (operation.ask, marker) {
-        (Ask::Claim, Marker::InProgress(before)) => written(apply(marker, age, operation), |after| match after {
-            Marker::InProgress(hold) => Marker::InProgress(Hold { earlier: before.earlier, ..hold }),
-            after => after,
-        }),
+        (Ask::Claim, Marker::InProgress(before)) => {
+            written(apply(marker, age, operation), |after| match after {
+                Marker::InProgress(hold) => Marker::InProgress(Hold {
+                    earlier: before.earlier,
+                    ..hold
+                }),
+                after => after,
+            })
+        }
         _ => apply(marker, age, operation),
     }
 }
@@ -165,7 +230,10 @@ pub(crate) fn grants_what_is_unknown(marker: Marker, age: Age, operation: &Opera
 
 pub(crate) fn rejects_without_attempt(marker: Marker, age: Age, operation: &Operation) -> Answer {
     written(apply(marker, age, operation), |marker| match marker {
-        Marker::Rejected { fingerprint, .. } => Marker::Rejected { attempt: 0, fingerprint },
+        Marker::Rejected { fingerprint, .. } => Marker::Rejected {
+            attempt: 0,
+            fingerprint,
+        },
         marker => marker,
     })
 }
@@ -180,8 +248,19 @@ pub(crate) fn forget_deletes(marker: Marker, age: Age, operation: &Operation) ->
 pub(crate) fn sends_back_without_budget(marker: Marker, age: Age, operation: &Operation) -> Answer {
     let answer = apply(marker, age, operation);
     match (operation.ask, marker) {
-        (Ask::SendBack { .. }, Marker::Cleared { attempts: before, .. }) => written(answer, |after| match after {
-            Marker::Cleared { attempts, effect } => Marker::Cleared { attempts: Attempts { base: before.base, ..attempts }, effect },
+        (
+            Ask::SendBack { .. },
+            Marker::Cleared {
+                attempts: before, ..
+            },
+        ) => written(answer, |after| match after {
+            Marker::Cleared { attempts, effect } => Marker::Cleared {
+                attempts: Attempts {
+                    base: before.base,
+                    ..attempts
+                },
+                effect,
+            },
             after => after,
         }),
         _ => answer,
@@ -196,7 +275,13 @@ pub(crate) fn sends_back_with_crashes(marker: Marker, age: Age, operation: &Oper
     };
     match operation.ask {
         Ask::SendBack { .. } => written(apply(marker, age, operation), |after| match after {
-            Marker::Cleared { attempts, effect } => Marker::Cleared { attempts: Attempts { crashes, ..attempts }, effect },
+            Marker::Cleared { attempts, effect } => Marker::Cleared {
+                attempts: Attempts {
+                    crashes,
+                    ..attempts
+                },
+                effect,
+            },
             after => after,
         }),
         _ => apply(marker, age, operation),
@@ -211,7 +296,11 @@ pub(crate) fn sends_back_in_word_alone(marker: Marker, age: Age, operation: &Ope
     }
 }
 
-pub(crate) fn sends_back_whatever_is_there(marker: Marker, age: Age, operation: &Operation) -> Answer {
+pub(crate) fn sends_back_whatever_is_there(
+    marker: Marker,
+    age: Age,
+    operation: &Operation,
+) -> Answer {
     match operation.ask {
         Ask::SendBack { seen, .. } => apply(seen, age, operation),
         _ => apply(marker, age, operation),
@@ -226,12 +315,23 @@ pub(crate) fn sends_back_as_known(marker: Marker, age: Age, operation: &Operatio
 }
 
 pub(crate) fn doubts_spend(marker: Marker, age: Age, operation: &Operation) -> Answer {
-    let lower = |hold: Hold| Hold { attempts: Attempts { base: hold.attempts.base - 1, ..hold.attempts }, ..hold };
+    let lower = |hold: Hold| Hold {
+        attempts: Attempts {
+            base: hold.attempts.base - 1,
+            ..hold.attempts
+        },
+        ..hold
+    };
     match (operation.ask, apply(marker, age, operation)) {
-        (Ask::Claim, (Change::Write(Marker::InDoubt(hold, Doubt::Reconciling), expiry), Verdict::InDoubt(_))) if !matches!(marker, Marker::InDoubt(before, _) if before.token == operation.token) =>
-        {
+        (
+            Ask::Claim,
+            (Change::Write(Marker::InDoubt(hold, Doubt::Reconciling), expiry), Verdict::InDoubt(_)),
+        ) if !matches!(marker, Marker::InDoubt(before, _) if before.token == operation.token) => {
             let hold = lower(hold);
-            (Change::Write(Marker::InDoubt(hold, Doubt::Reconciling), expiry), Verdict::InDoubt(hold.attempts))
+            (
+                Change::Write(Marker::InDoubt(hold, Doubt::Reconciling), expiry),
+                Verdict::InDoubt(hold.attempts),
+            )
         }
         (_, answer) => answer,
     }

@@ -50,7 +50,8 @@ impl Trial {
         let Some(flight) = &consumer.delivery else {
             // Two idle consumers are alike, if they promise the same and owe the store nothing.
             let alike = self.setup.guarantees[0] == self.setup.guarantees[1];
-            let other_idles = world.consumers[0].delivery.is_none() && world.consumers[0].late_completion.is_none();
+            let other_idles = world.consumers[0].delivery.is_none()
+                && world.consumers[0].late_completion.is_none();
             if who == 0 || !alike || !other_idles {
                 let mut waiting = world.queue.clone();
                 waiting.dedup();
@@ -61,7 +62,10 @@ impl Trial {
         match flight.asked {
             Some(Asked::Sent(ask)) => {
                 // Late completions go before the claims of their ids.
-                if ask != Ask::Claim || consumer.late_completion.is_none() || self.rules.first == First::Any {
+                if ask != Ask::Claim
+                    || consumer.late_completion.is_none()
+                    || self.rules.first == First::Any
+                {
                     actions.push(Apply(who));
                 }
                 if left.losses > 0 {
@@ -106,7 +110,13 @@ impl Trial {
         }
     }
 
-    fn actions_of_run(&self, world: &World, who: usize, flight: &Flight, actions: &mut Vec<Action>) {
+    fn actions_of_run(
+        &self,
+        world: &World,
+        who: usize,
+        flight: &Flight,
+        actions: &mut Vec<Action>,
+    ) {
         use Action::*;
         let left = &world.left;
         match flight.dispatch.stage() {
@@ -115,7 +125,10 @@ impl Trial {
                     Some(Effect::Pending) if world.is_taken(flight.attempt()) => {
                         actions.push(EffectHappens(who));
                         if left.failures > 0 {
-                            actions.extend([Return(who, Outcome::Retry), Return(who, Outcome::Reject)]);
+                            actions.extend([
+                                Return(who, Outcome::Retry),
+                                Return(who, Outcome::Reject),
+                            ]);
                         }
                     }
                     Some(Effect::Pending) => actions.push(Return(who, Outcome::Retry)), // the provider says that it refused
@@ -128,7 +141,11 @@ impl Trial {
             }
             Stage::Reconciling(..) => {
                 // It looks, and it may not be able to tell.
-                actions.push(if world.effects() > 0 { FindsOut(who) } else { FindsNothing(who) });
+                actions.push(if world.effects() > 0 {
+                    FindsOut(who)
+                } else {
+                    FindsNothing(who)
+                });
                 actions.push(Wake(who));
             }
             _ if flight.asked.is_none() => actions.push(Wake(who)),
@@ -139,7 +156,10 @@ impl Trial {
     fn actions_of_store_and_broker(&self, world: &World, actions: &mut Vec<Action>) {
         use Action::*;
         let left = &world.left;
-        if left.expiries > 0 && !world.over && matches!(world.marker, Marker::InProgress(_) | Marker::InDoubt(..)) {
+        if left.expiries > 0
+            && !world.over
+            && matches!(world.marker, Marker::InProgress(_) | Marker::InDoubt(..))
+        {
             actions.push(LeaseEnds);
         }
         if left.copies > 0 {
@@ -197,12 +217,18 @@ impl Trial {
             }
             Action::SendTwice => {
                 world.left.copies -= 1;
-                world.queue.push(Message { body: 0, failures: 0 });
+                world.queue.push(Message {
+                    body: 0,
+                    failures: 0,
+                });
             }
             Action::SendOther => {
                 world.left.others -= 1;
                 world.seen.other_body = true;
-                world.queue.push(Message { body: 1, failures: 0 });
+                world.queue.push(Message {
+                    body: 1,
+                    failures: 0,
+                });
             }
             Action::DeliverAgain(who) => {
                 world.left.copies -= 1;
@@ -211,9 +237,12 @@ impl Trial {
                 world.queue.push(flight.message);
             }
             Action::Apply(who) => {
-                let Some(Asked::Sent(ask)) = world.consumers[who].delivery.as_ref()?.asked else { return None };
+                let Some(Asked::Sent(ask)) = world.consumers[who].delivery.as_ref()?.asked else {
+                    return None;
+                };
                 let verdict = self.store(world, self.sent(world, who, ask)?);
-                world.consumers[who].delivery.as_mut()?.asked = Some(Asked::Answered(ask, verdict, Lease::Lives));
+                world.consumers[who].delivery.as_mut()?.asked =
+                    Some(Asked::Answered(ask, verdict, Lease::Lives));
             }
             Action::ApplyLate(place) => {
                 let sent = world.late.remove(place);
@@ -240,7 +269,9 @@ impl Trial {
                     Stage::New(_) => Event::Arrived, // it was held
                     Stage::Ready(_) if flight.lease == Lease::Over => Event::LeaseOver,
                     Stage::Ready(_) => Event::Slot,
-                    stage if stage.waits_on_lease() && flight.lease == Lease::Over => Event::LeaseOver,
+                    stage if stage.waits_on_lease() && flight.lease == Lease::Over => {
+                        Event::LeaseOver
+                    }
                     _ => Event::Woke,
                 };
                 self.happens(world, who, event);
@@ -264,9 +295,16 @@ impl Trial {
             Action::LeaseEnds => {
                 world.left.expiries -= 1;
                 world.over = true;
-                let (Marker::InProgress(hold) | Marker::InDoubt(hold, _)) = world.marker else { return None };
-                let flights = world.consumers.iter_mut().filter_map(|it| it.delivery.as_mut());
-                flights.filter(|it| it.dispatch.token == hold.token).for_each(fear);
+                let (Marker::InProgress(hold) | Marker::InDoubt(hold, _)) = world.marker else {
+                    return None;
+                };
+                let flights = world
+                    .consumers
+                    .iter_mut()
+                    .filter_map(|it| it.delivery.as_mut());
+                flights
+                    .filter(|it| it.dispatch.token == hold.token)
+                    .for_each(fear);
             }
             Action::LeaseFeared(who) => {
                 world.left.expiries -= 1;
@@ -277,10 +315,15 @@ impl Trial {
                 world.left.renewals -= 1;
                 let verdict = self.store(world, self.sent(world, who, Ask::Renew)?);
                 let flight = world.consumers[who].delivery.as_mut()?;
-                flight.lease = if verdict == Verdict::Kept { Lease::Lives } else { Lease::Over };
+                flight.lease = if verdict == Verdict::Kept {
+                    Lease::Lives
+                } else {
+                    Lease::Over
+                };
             }
             Action::LateRenewal(who) => {
-                (world.left.renewals, world.left.losses) = (world.left.renewals - 1, world.left.losses - 1);
+                (world.left.renewals, world.left.losses) =
+                    (world.left.renewals - 1, world.left.losses - 1);
                 let sent = self.sent(world, who, Ask::Renew)?;
                 world.late.push(sent);
             }
@@ -316,7 +359,9 @@ impl Trial {
                 }
             }
             Action::Asks | Action::AsksLate => {
-                let Person::Decided(letter, sent, then) = world.person else { return None };
+                let Person::Decided(letter, sent, then) = world.person else {
+                    return None;
+                };
                 if action == Action::Asks {
                     self.person_asks(world, letter, sent, then);
                 } else {
@@ -326,11 +371,15 @@ impl Trial {
                 }
             }
             Action::Publishes => {
-                let Person::Publishes(letter) = world.person else { return None };
+                let Person::Publishes(letter) = world.person else {
+                    return None;
+                };
                 world.publish(letter);
             }
             Action::TakesOut => {
-                let Person::TakesOut(letter) = world.person else { return None };
+                let Person::TakesOut(letter) = world.person else {
+                    return None;
+                };
                 world.take_out(letter);
             }
             Action::Stops => world.person = Person::Idle,
@@ -344,9 +393,15 @@ impl Trial {
 
     fn answer(&self, world: &mut World, who: usize) -> Option<()> {
         let flight = world.consumers[who].delivery.as_mut()?;
-        let Some(Asked::Answered(_, verdict, lease)) = flight.asked.take() else { return None };
+        let Some(Asked::Answered(_, verdict, lease)) = flight.asked.take() else {
+            return None;
+        };
         if let Verdict::Granted(_) | Verdict::InDoubt(_) = verdict {
-            flight.lease = if self.setup.guarantees[who] == Guarantee::Bare { Lease::None } else { lease };
+            flight.lease = if self.setup.guarantees[who] == Guarantee::Bare {
+                Lease::None
+            } else {
+                lease
+            };
         }
         self.happens(world, who, Event::Answer(verdict));
         Some(())
@@ -371,16 +426,25 @@ impl Trial {
     fn complete_late(&self, world: &mut World, who: usize) -> Option<()> {
         let (token, granted) = world.consumers[who].late_completion?;
         let (ask, attempt) = granted.map_or((Ask::Claim, 0), |attempt| (Ask::Complete, attempt));
-        let sent = Sent { ask, guarantee: self.setup.guarantees[who], body: 0, token, attempt };
+        let sent = Sent {
+            ask,
+            guarantee: self.setup.guarantees[who],
+            body: 0,
+            token,
+            attempt,
+        };
         world.consumers[who].late_completion = match self.store(world, sent) {
-            Verdict::Granted(attempts) | Verdict::InDoubt(attempts) => Some((token, Some(attempts.number))),
+            Verdict::Granted(attempts) | Verdict::InDoubt(attempts) => {
+                Some((token, Some(attempts.number)))
+            }
             _ => None,
         };
         Some(())
     }
 }
 
-/// The clock of a lease has run out for this delivery, also for a grant that it has not heard of yet.
+/// The clock of a lease has run out for this delivery, also for a grant that it has not heard of
+/// yet.
 fn fear(flight: &mut Flight) {
     if flight.lease == Lease::Lives {
         flight.lease = Lease::Over;
@@ -392,8 +456,13 @@ fn fear(flight: &mut Flight) {
 
 /// What the marker was before the claim that was granted last.
 fn before_claim(marker: &Marker) -> Option<Marker> {
-    let Marker::InProgress(hold) = marker else { return None };
-    let attempts = Attempts { number: hold.attempts.number - 1, ..hold.attempts };
+    let Marker::InProgress(hold) = marker else {
+        return None;
+    };
+    let attempts = Attempts {
+        number: hold.attempts.number - 1,
+        ..hold.attempts
+    };
     Some(match (attempts.number, hold.earlier) {
         (0, Left::Nothing) => Marker::Absent,
         (_, effect) => Marker::Cleared { attempts, effect },

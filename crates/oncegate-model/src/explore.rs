@@ -31,21 +31,31 @@ pub struct Line {
 impl Line {
     /// A line that holds.
     pub fn holds(setup: Setup) -> Self {
-        Self { setup, expected: Expected::Holds }
+        Self {
+            setup,
+            expected: Expected::Holds,
+        }
     }
 
     /// A line that violates this property.
     pub fn violates(setup: Setup, property: &'static str) -> Self {
-        Self { setup, expected: Expected::Violated(property) }
+        Self {
+            setup,
+            expected: Expected::Violated(property),
+        }
     }
 }
 
 /// The head of the table.
 pub fn head() -> String {
-    format!("{:<17} {:<90} {:<9} {:>11} {:>6}", "mode", "fault budget", "verdict", "states", "s")
+    format!(
+        "{:<17} {:<90} {:<9} {:>11} {:>6}",
+        "mode", "fault budget", "verdict", "states", "s"
+    )
 }
 
-/// Explores a line with these rules, prints it, and the way into trouble where there is one. Whether it is as expected.
+/// Explores a line with these rules, prints it, and the way into trouble where there is one.
+/// Whether it is as expected.
 pub fn explore(line: &Line, rules: Rules) -> bool {
     let started = Instant::now();
     let threads = std::thread::available_parallelism().map_or(1, |it| it.get());
@@ -54,13 +64,24 @@ pub fn explore(line: &Line, rules: Rules) -> bool {
         // One thread finds the shortest way into trouble.
         Expected::Violated(what) => (what, 1),
     };
-    let checker = Trial::new(line.setup, rules, only).checker().threads(threads).spawn_bfs().join();
+    let checker = Trial::new(line.setup, rules, only)
+        .checker()
+        .threads(threads)
+        .spawn_bfs()
+        .join();
     let mut found: Vec<_> = checker.discoveries().into_iter().collect();
     found.sort_by_key(|(_, path)| path.clone().into_vec().len());
-    let verdict = if found.is_empty() { "holds" } else { "violated" };
+    let verdict = if found.is_empty() {
+        "holds"
+    } else {
+        "violated"
+    };
     let seconds = started.elapsed().as_secs_f64();
     let (mode, trouble) = (mode(line.setup.guarantees), trouble(&line.setup));
-    println!("{mode:<17} {trouble:<90} {verdict:<9} {:>11} {seconds:>6.1}", checker.unique_state_count());
+    println!(
+        "{mode:<17} {trouble:<90} {verdict:<9} {:>11} {seconds:>6.1}",
+        checker.unique_state_count()
+    );
     let as_expected = match line.expected {
         Expected::Holds => found.is_empty(),
         Expected::Violated(_) => !found.is_empty(),
@@ -93,7 +114,11 @@ fn trouble(setup: &Setup) -> String {
     }
     if setup.budget.people > 0 && setup.guarantees[0] != setup.guarantees[1] {
         // A person's tool is configured as one of the two is.
-        text += if setup.guarantees[0] == Guarantee::AtMostOnce { "; tool at most once" } else { "; tool effectively once" };
+        text += if setup.guarantees[0] == Guarantee::AtMostOnce {
+            "; tool at most once"
+        } else {
+            "; tool effectively once"
+        };
     }
     if setup.keeps == Keeps::Order {
         text += "; in order";

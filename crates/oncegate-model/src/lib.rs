@@ -1,8 +1,11 @@
-//! Explores every interleaving of a small world in which oncegate's rules run: one id, two consumers, one key in the store, a
-//! broker, a provider that keeps count, and a person who looks after what was set aside.
+//! Explores every interleaving of a small world in which oncegate's rules run: one id, two
+//! consumers, one key in the store, a broker, a provider that keeps count, and a person who looks
+//! after what was set aside.
 //!
-//! The rules are [`marker::apply`](oncegate_core::marker::apply) and [`road::next`](oncegate_core::road::next), carried out by
-//! [`Dispatch`](oncegate_core::dispatch::Dispatch): the code that runs in production. This crate plays the rest of the world.
+//! The rules are [`marker::apply`](oncegate_core::marker::apply) and
+//! [`road::next`](oncegate_core::road::next), carried out by
+//! [`Dispatch`](oncegate_core::dispatch::Dispatch): the code that runs in production. This crate
+//! plays the rest of the world.
 #![forbid(unsafe_code)]
 
 mod actions;

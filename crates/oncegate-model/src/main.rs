@@ -1,7 +1,7 @@
 //! Prints what the model has seen.
 //!
-//! `oncegate-model [--deep]`: exit status 0 if every line is as it should be: what promises holds, and what promises
-//! nothing is seen to break.
+//! `oncegate-model [--deep]`: exit status 0 if every line is as it should be: what promises holds,
+//! and what promises nothing is seen to break.
 #![forbid(unsafe_code)]
 
 use std::process::ExitCode;
@@ -23,6 +23,17 @@ fn main() -> ExitCode {
     for line in lines(how_far) {
         right &= explore(&line, Rules::default());
     }
-    println!("{}", if right { "every line is as it should be" } else { "NOT as it should be" });
-    if right { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    println!(
+        "{}",
+        if right {
+            "every line is as it should be"
+        } else {
+            "NOT as it should be"
+        }
+    );
+    if right {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
 }

@@ -5,11 +5,17 @@
 use std::time::Duration;
 
 use oncegate_core::dispatch::{Command, Dispatch, Keeps};
-use oncegate_core::marker::{self, Age, Ask, Change, Fingerprint, Guarantee, Marker, Operation, Terms, Token, Verdict};
-use oncegate_core::road::{self, Event, Freshness, History, Outage, Policy, Reason, Settlement, Stage, Step};
+use oncegate_core::marker::{
+    self, Age, Ask, Change, Fingerprint, Guarantee, Marker, Operation, Terms, Token, Verdict,
+};
+use oncegate_core::road::{
+    self, Event, Freshness, History, Outage, Policy, Reason, Settlement, Stage, Step,
+};
 use oncegate_core::{Key, MessageId};
 
-use crate::world::{Asked, Budget, Consumer, Effect, Flight, Lease, Letter, Message, Receipt, Sent, Shelf, World};
+use crate::world::{
+    Asked, Budget, Consumer, Effect, Flight, Lease, Letter, Message, Receipt, Sent, Shelf, World,
+};
 
 const LEASE: Duration = Duration::from_secs(1);
 const WINDOW: Duration = Duration::from_secs(100);
@@ -23,7 +29,8 @@ pub struct Rules {
     pub next: fn(Stage, Event, &Policy) -> (Stage, Step),
     /// The token of a claim: of the token of the delivery's claim before it, and of a new one.
     pub token: fn(Token, Token) -> Token,
-    /// Up to and with which attempt the provider refuses what comes, once somebody has said that nothing can happen any more.
+    /// Up to and with which attempt the provider refuses what comes, once somebody has said that
+    /// nothing can happen any more.
     pub voids: fn(u32) -> u32,
     /// What a consumer asks first once the store is back.
     pub first: First,
@@ -40,7 +47,13 @@ pub enum First {
 
 impl Default for Rules {
     fn default() -> Self {
-        Self { apply: marker::apply, next: road::next, token: |_, new| new, voids: |attempt| attempt, first: First::LateCompletions }
+        Self {
+            apply: marker::apply,
+            next: road::next,
+            token: |_, new| new,
+            voids: |attempt| attempt,
+            first: First::LateCompletions,
+        }
     }
 }
 
@@ -62,7 +75,13 @@ pub struct Setup {
 impl Setup {
     /// Both promise the same; three attempts, in no order, nothing passes without the gate.
     pub fn of(guarantees: [Guarantee; 2], budget: Budget) -> Self {
-        Self { guarantees, budget, attempts: 3, keeps: Keeps::Nothing, outage: Outage::Hold }
+        Self {
+            guarantees,
+            budget,
+            attempts: 3,
+            keeps: Keeps::Nothing,
+            outage: Outage::Hold,
+        }
     }
 }
 
@@ -80,7 +99,12 @@ impl Trial {
     pub fn new(setup: Setup, rules: Rules, only: &'static str) -> Self {
         // The id is not empty.
         let id = MessageId::new("id").expect("an id");
-        Self { setup, rules, key: Key::new(&id), only }
+        Self {
+            setup,
+            rules,
+            key: Key::new(&id),
+            only,
+        }
     }
 
     fn policy(&self, who: usize) -> Policy {
@@ -108,16 +132,37 @@ impl Trial {
     }
 
     pub(crate) fn operation(&self, sent: &Sent) -> Operation {
-        let Sent { ask, guarantee, body, token, attempt } = *sent;
+        let Sent {
+            ask,
+            guarantee,
+            body,
+            token,
+            attempt,
+        } = *sent;
         let bodies_differ = self.setup.budget.others > 0;
         let fingerprint = bodies_differ.then(|| Fingerprint::new(body as u64));
-        let terms = Terms { guarantee, lease: LEASE, window: WINDOW, fingerprint };
-        Operation { key: self.key.clone(), ask, token, attempt, terms }
+        let terms = Terms {
+            guarantee,
+            lease: LEASE,
+            window: WINDOW,
+            fingerprint,
+        };
+        Operation {
+            key: self.key.clone(),
+            ask,
+            token,
+            attempt,
+            terms,
+        }
     }
 
     /// The store applies a command.
     pub(crate) fn store(&self, world: &mut World, sent: Sent) -> Verdict {
-        let age = Age::Of(if world.over { LEASE * 2 } else { Duration::ZERO });
+        let age = Age::Of(if world.over {
+            LEASE * 2
+        } else {
+            Duration::ZERO
+        });
         let before = world.marker;
         let (change, verdict) = (self.rules.apply)(before, age, &self.operation(&sent));
         world.seen.waits_for_nobody |= world.over && matches!(verdict, Verdict::Busy { .. });
@@ -126,7 +171,8 @@ impl Trial {
             Change::Write(marker, _) => (world.marker, world.over) = (marker, false),
             Change::Delete => (world.marker, world.over) = (Marker::Absent, false),
         }
-        world.seen.done |= matches!(world.marker, Marker::Done(_)) && !self.promises(Guarantee::Bare);
+        world.seen.done |=
+            matches!(world.marker, Marker::Done(_)) && !self.promises(Guarantee::Bare);
         self.watch_budget(world, &sent, before, verdict);
         verdict
     }
@@ -134,8 +180,16 @@ impl Trial {
     /// What the store answered spends the budget of attempts, or does not.
     fn watch_budget(&self, world: &mut World, sent: &Sent, before: Marker, verdict: Verdict) {
         let again = matches!(before, Marker::InProgress(hold) if hold.token == sent.token);
-        let taken_over = !again && matches!((before, verdict), (Marker::InProgress(_), Verdict::Granted(_) | Verdict::InDoubt(_)));
-        let withdrawn = sent.ask == Ask::Withdraw && again && !matches!(world.marker, Marker::InProgress(_));
+        let taken_over = !again
+            && matches!(
+                (before, verdict),
+                (
+                    Marker::InProgress(_),
+                    Verdict::Granted(_) | Verdict::InDoubt(_)
+                )
+            );
+        let withdrawn =
+            sent.ask == Ask::Withdraw && again && !matches!(world.marker, Marker::InProgress(_));
         if self.counts_grants() && (taken_over || withdrawn) {
             world.seen.spared += 1;
         }
@@ -153,14 +207,16 @@ impl Trial {
         }
         match verdict {
             Verdict::Granted(attempts) if !again => {
-                // What a person sends back is granted within the budget.
-                // It was given up for crashes since, and nobody had started it: so it would be without a person.
+                // What a person sends back is granted within the budget. It was given up for
+                // crashes since, and nobody had started it: so it would be without a person.
                 let given_up = world.seen.crashes > self.setup.attempts;
-                world.seen.not_run |= world.seen.owed && attempts.spent() > self.setup.attempts && !given_up;
+                world.seen.not_run |=
+                    world.seen.owed && attempts.spent() > self.setup.attempts && !given_up;
                 world.seen.known = false;
                 if self.counts_grants() {
                     world.seen.grants += 1;
-                    world.seen.spent_too_soon |= attempts.spent() + world.seen.forgiven > world.seen.grants - world.seen.spared;
+                    world.seen.spent_too_soon |= attempts.spent() + world.seen.forgiven
+                        > world.seen.grants - world.seen.spared;
                 }
             }
             Verdict::InDoubt(_) => world.seen.not_run |= world.seen.known,
@@ -171,15 +227,33 @@ impl Trial {
 
     pub(crate) fn sent(&self, world: &World, who: usize, ask: Ask) -> Option<Sent> {
         let flight = world.consumers[who].delivery.as_ref()?;
-        let Dispatch { token, attempts, .. } = flight.dispatch;
-        Some(Sent { ask, guarantee: self.setup.guarantees[who], body: flight.message.body, token, attempt: attempts.number })
+        let Dispatch {
+            token, attempts, ..
+        } = flight.dispatch;
+        Some(Sent {
+            ask,
+            guarantee: self.setup.guarantees[who],
+            body: flight.message.body,
+            token,
+            attempt: attempts.number,
+        })
     }
 
     /// A message is handed to a consumer.
     pub(crate) fn deliver(&self, world: &mut World, who: usize, message: Message) {
-        let history = History { failures: message.failures, freshness: Freshness::Fresh };
+        let history = History {
+            failures: message.failures,
+            freshness: Freshness::Fresh,
+        };
         let dispatch = Dispatch::new(history, self.setup.keeps);
-        let flight = Flight { message, receipt: Receipt::Valid, dispatch, asked: None, lease: Lease::None, run: None };
+        let flight = Flight {
+            message,
+            receipt: Receipt::Valid,
+            dispatch,
+            asked: None,
+            lease: Lease::None,
+            run: None,
+        };
         world.consumers[who].delivery = Some(flight);
         self.happens(world, who, Event::Arrived);
     }
@@ -189,10 +263,18 @@ impl Trial {
         let mut next = Some(event);
         while let Some(event) = next.take() {
             let new = world.new_token();
-            let Some(flight) = world.consumers[who].delivery.as_mut() else { return };
+            let Some(flight) = world.consumers[who].delivery.as_mut() else {
+                return;
+            };
             let token = |earlier| (self.rules.token)(earlier, new);
-            let command = flight.dispatch.handle_by(self.rules.next, event, &self.policy(who), token);
-            if !matches!(flight.dispatch.stage(), Stage::Running(..) | Stage::Ungated(_)) {
+            let command =
+                flight
+                    .dispatch
+                    .handle_by(self.rules.next, event, &self.policy(who), token);
+            if !matches!(
+                flight.dispatch.stage(),
+                Stage::Running(..) | Stage::Ungated(_)
+            ) {
                 abandon(world, who);
             }
             next = self.carry_out(world, who, command);
@@ -209,15 +291,26 @@ impl Trial {
                 flight.asked = Some(Asked::Sent(ask));
             }
             Command::AwaitRun if self.setup.budget.yields > 0 => {}
-            Command::AwaitRun => return Some(if flight.lease == Lease::Over { Event::LeaseOver } else { Event::Slot }),
+            Command::AwaitRun => {
+                return Some(if flight.lease == Lease::Over {
+                    Event::LeaseOver
+                } else {
+                    Event::Slot
+                });
+            }
             // A handler is started and polled only while its lease lives.
-            Command::Run | Command::Reconcile if flight.lease == Lease::Over => return Some(Event::LeaseOver),
+            Command::Run | Command::Reconcile if flight.lease == Lease::Over => {
+                return Some(Event::LeaseOver);
+            }
             Command::Run => self.start(world, who),
             Command::AwaitTurn => flight.lease = Lease::None,
             Command::Reconcile | Command::Wake(_) | Command::Nothing => {}
             Command::Hold { failures, .. } => {
                 flight.lease = Lease::None;
-                flight.dispatch.restart(History { failures, freshness: Freshness::Fresh });
+                flight.dispatch.restart(History {
+                    failures,
+                    freshness: Freshness::Fresh,
+                });
             }
             Command::Settle(settlement) => self.settle(world, who, settlement),
             Command::Abandon => self.comes_back(world, who),
@@ -226,18 +319,26 @@ impl Trial {
     }
 
     fn settle(&self, world: &mut World, who: usize, settlement: Settlement) {
-        let Some(flight) = world.consumers[who].delivery.take() else { return };
+        let Some(flight) = world.consumers[who].delivery.take() else {
+            return;
+        };
         let Message { body, .. } = flight.message;
         let (token, fence) = (flight.dispatch.token, flight.dispatch.attempts.number);
         match settlement {
-            Settlement::Release { failures, .. } if flight.receipt == Receipt::Valid => world.queue.push(Message { body, failures }),
+            Settlement::Release { failures, .. } if flight.receipt == Receipt::Valid => {
+                world.queue.push(Message { body, failures })
+            }
             Settlement::Release { .. } => {}
             Settlement::Accept(proof) if proof.as_str() == "passed_without_gate" => {
                 world.consumers[who].late_completion = Some((token, None));
             }
             Settlement::Accept(_) => {}
             Settlement::Reject(reason) => {
-                let shelf = if reason.is_in_doubt() { Shelf::InDoubt } else { Shelf::DeadLetters };
+                let shelf = if reason.is_in_doubt() {
+                    Shelf::InDoubt
+                } else {
+                    Shelf::DeadLetters
+                };
                 // A claim that was given up may arrive late, and hold the doubt for a lease.
                 let reconciled_by_me = self.setup.budget.losses == 0
                     && matches!(world.marker, Marker::InDoubt(hold, marker::Doubt::Reconciling) if hold.token == token);
@@ -245,7 +346,11 @@ impl Trial {
                 let never_granted = self.counts_grants() && world.seen.grants < self.setup.attempts;
                 world.seen.spent_too_soon |= reason == Reason::AttemptsSpent && never_granted;
                 // Nobody looks at it where no person acts.
-                let fence = if self.setup.budget.people > 0 { fence } else { 0 };
+                let fence = if self.setup.budget.people > 0 {
+                    fence
+                } else {
+                    0
+                };
                 world.add_letter(Letter { body, shelf, fence });
             }
         }
@@ -257,14 +362,30 @@ impl Trial {
 
     fn start(&self, world: &mut World, who: usize) {
         let running = |it: &Flight| it.run.is_some();
-        let others = || world.consumers.iter().enumerate().filter(|(place, _)| *place != who).filter_map(|(_, it)| it.delivery.as_ref());
+        let others = || {
+            world
+                .consumers
+                .iter()
+                .enumerate()
+                .filter(|(place, _)| *place != who)
+                .filter_map(|(_, it)| it.delivery.as_ref())
+        };
         let two_at_once = others().any(|it| running(it) && it.lease != Lease::Over);
         let may_happen = |it: &Flight| running(it) && world.is_taken(it.attempt());
-        let orphaned = world.provider.orphans.iter().any(|(attempt, _)| world.is_taken(*attempt));
+        let orphaned = world
+            .provider
+            .orphans
+            .iter()
+            .any(|(attempt, _)| world.is_taken(*attempt));
         let on_a_guess = world.effects() > 0 || orphaned || others().any(may_happen);
         let at_most_once = self.setup.guarantees[who] == Guarantee::AtMostOnce;
-        let Some(flight) = world.consumers[who].delivery.as_ref() else { return };
-        let (attempt, gated) = (flight.attempt(), !matches!(flight.dispatch.stage(), Stage::Ungated(_)));
+        let Some(flight) = world.consumers[who].delivery.as_ref() else {
+            return;
+        };
+        let (attempt, gated) = (
+            flight.attempt(),
+            !matches!(flight.dispatch.stage(), Stage::Ungated(_)),
+        );
         let below = !world.is_taken(attempt) || attempt <= world.seen.floor;
         if gated {
             world.seen.start_before_late |= world.consumers[who].late_completion.is_some();
@@ -294,7 +415,10 @@ impl Trial {
 
     /// A process ends without a word.
     pub(crate) fn crash(&self, world: &mut World, who: usize) {
-        if let Some(Asked::Sent(ask)) = world.consumers[who].delivery.as_ref().and_then(|flight| flight.asked)
+        if let Some(Asked::Sent(ask)) = world.consumers[who]
+            .delivery
+            .as_ref()
+            .and_then(|flight| flight.asked)
             && let Some(sent) = self.sent(world, who, ask)
         {
             world.late.push(sent);
@@ -305,9 +429,12 @@ impl Trial {
 
     /// `reconcile` has found out.
     pub(crate) fn finds(&self, world: &mut World, who: usize, finding: marker::Finding) {
-        let Some(flight) = world.consumers[who].delivery.as_ref() else { return };
+        let Some(flight) = world.consumers[who].delivery.as_ref() else {
+            return;
+        };
         if finding == marker::Finding::DidNotHappen {
-            // `find_or_void`: nothing under this id still can happen, up to and including this attempt.
+            // `find_or_void`: nothing under this id still can happen, up to and including this
+            // attempt.
             let voids = (self.rules.voids)(flight.attempt());
             world.void(voids);
         }
@@ -317,7 +444,9 @@ impl Trial {
 
 /// The handler is dropped; what it has asked of the provider may still happen.
 fn abandon(world: &mut World, who: usize) {
-    let Some(flight) = world.consumers[who].delivery.as_mut() else { return };
+    let Some(flight) = world.consumers[who].delivery.as_mut() else {
+        return;
+    };
     let (run, attempt, body) = (flight.run.take(), flight.attempt(), flight.message.body);
     // What the provider refuses by now cannot happen any more.
     if run == Some(Effect::Pending) && world.is_taken(attempt) {

@@ -27,11 +27,13 @@ pub struct Budget {
     pub others: u8,
     /// Consumers that are told to stop, or lose their assignment.
     pub drains: u8,
-    /// Grants that are withdrawn because another message runs alone. Where this is not 0, a handler waits for its place.
+    /// Grants that are withdrawn because another message runs alone. Where this is not 0, a handler
+    /// waits for its place.
     pub yields: u8,
     /// Markers that the store forgets.
     pub forgotten: u8,
-    /// Claims that the store forgets, so that the marker is what it was before: a failover to a replica that lagged behind.
+    /// Claims that the store forgets, so that the marker is what it was before: a failover to a
+    /// replica that lagged behind.
     pub lost_claims: u8,
     /// What a person does about a message that was set aside, or about an id that is done.
     pub people: u8,
@@ -159,7 +161,8 @@ pub enum Effect {
     Happened,
 }
 
-/// The world outside, in which effects happen. It refuses what comes under an attempt that was voided.
+/// The world outside, in which effects happen. It refuses what comes under an attempt that was
+/// voided.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Provider {
     /// How often it happened, for each body; two stands for more.
@@ -188,13 +191,15 @@ pub enum Shelf {
     InDoubt,
 }
 
-/// What a person is about to do. Between two steps anything may happen, and a tool that is cut off does no more.
+/// What a person is about to do. Between two steps anything may happen, and a tool that is cut off
+/// does no more.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Person {
     /// Nothing.
     #[default]
     Idle,
-    /// To ask the store for this, of the marker as it was seen, and then to publish a copy or to take the letter out.
+    /// To ask the store for this, of the marker as it was seen, and then to publish a copy or to
+    /// take the letter out.
     Decided(Letter, Sent, Then),
     /// To publish a copy of it.
     Publishes(Letter),
@@ -207,7 +212,9 @@ impl Person {
     fn letter(self) -> Option<Letter> {
         match self {
             Self::Idle => None,
-            Self::Decided(letter, ..) | Self::Publishes(letter) | Self::TakesOut(letter) => Some(letter),
+            Self::Decided(letter, ..) | Self::Publishes(letter) | Self::TakesOut(letter) => {
+                Some(letter)
+            }
         }
     }
 }
@@ -248,9 +255,11 @@ pub struct Seen {
     pub(crate) start_after_done: bool,
     /// A handler started at most once although an earlier run had, or may still have, an effect.
     pub(crate) start_on_a_guess: bool,
-    /// A handler started with an attempt that was voided, or that was used before a person freed the id.
+    /// A handler started with an attempt that was voided, or that was used before a person freed
+    /// the id.
     pub(crate) start_below_the_fence: bool,
-    /// A handler started before the store was asked to complete a copy that had passed without the gate.
+    /// A handler started before the store was asked to complete a copy that had passed without the
+    /// gate.
     pub(crate) start_before_late: bool,
     /// Two handlers ran at the same time, and each counted on its lease.
     pub(crate) two_at_once: bool,
@@ -312,7 +321,10 @@ impl World {
         Self {
             marker: Marker::Absent,
             over: false,
-            queue: vec![Message { body: 0, failures: 0 }],
+            queue: vec![Message {
+                body: 0,
+                failures: 0,
+            }],
             consumers: Default::default(),
             late: Vec::new(),
             provider: Provider::default(),
@@ -326,7 +338,10 @@ impl World {
     /// Whether nothing is left to deliver or to wait for.
     pub(crate) fn is_quiet(&self) -> bool {
         self.queue.is_empty()
-            && self.consumers.iter().all(|it| it.delivery.is_none() && it.late_completion.is_none())
+            && self
+                .consumers
+                .iter()
+                .all(|it| it.delivery.is_none() && it.late_completion.is_none())
             && self.provider.orphans.is_empty()
             && self.late.is_empty()
             && self.person == Person::Idle
@@ -341,7 +356,9 @@ impl World {
     pub(crate) fn void(&mut self, up_to_and_with: u32) {
         let voided = self.provider.voided.max(up_to_and_with);
         self.provider.voided = voided;
-        self.provider.orphans.retain(|(attempt, _)| *attempt > voided);
+        self.provider
+            .orphans
+            .retain(|(attempt, _)| *attempt > voided);
     }
 
     pub(crate) fn effects(&self) -> u8 {
@@ -354,8 +371,16 @@ impl World {
 
     /// Sets a message aside.
     pub(crate) fn add_letter(&mut self, letter: Letter) {
-        let handled = self.person.letter().and_then(|handled| self.letters.iter().position(|it| *it == handled));
-        let mut others = self.letters.iter_mut().enumerate().filter(|(place, _)| Some(*place) != handled).map(|(_, it)| it);
+        let handled = self
+            .person
+            .letter()
+            .and_then(|handled| self.letters.iter().position(|it| *it == handled));
+        let mut others = self
+            .letters
+            .iter_mut()
+            .enumerate()
+            .filter(|(place, _)| Some(*place) != handled)
+            .map(|(_, it)| it);
         match others.find(|it| (it.body, it.shelf) == (letter.body, letter.shelf)) {
             Some(there) => there.fence = there.fence.max(letter.fence),
             None => self.letters.push(letter),
@@ -390,10 +415,13 @@ impl World {
             if token.0 == 0 {
                 return;
             }
-            let place = names.iter().position(|name| *name == token.0).unwrap_or_else(|| {
-                names.push(token.0);
-                names.len() - 1
-            });
+            let place = names
+                .iter()
+                .position(|name| *name == token.0)
+                .unwrap_or_else(|| {
+                    names.push(token.0);
+                    names.len() - 1
+                });
             token.0 = place as u128 + 1;
         };
         rename_in_marker(&mut self.marker, &mut rename);
@@ -411,7 +439,8 @@ impl World {
         for sent in &mut self.late {
             rename_in_sent(sent, &mut rename);
         }
-        self.late.sort_unstable_by_key(|it| (it.token.0, it.attempt, name(&it.ask)));
+        self.late
+            .sort_unstable_by_key(|it| (it.token.0, it.attempt, name(&it.ask)));
     }
 
     /// A token that nobody has.
@@ -424,8 +453,16 @@ impl World {
             Person::Decided(_, sent, _) => Some(sent),
             _ => None,
         });
-        let sent = sent.flat_map(|it| [Some(it.token), seen(&it.ask).and_then(|marker| token_of(&marker))]);
-        let all = consumers.chain(sent).chain([token_of(&self.marker)]).flatten();
+        let sent = sent.flat_map(|it| {
+            [
+                Some(it.token),
+                seen(&it.ask).and_then(|marker| token_of(&marker)),
+            ]
+        });
+        let all = consumers
+            .chain(sent)
+            .chain([token_of(&self.marker)])
+            .flatten();
         Token(all.map(|token| token.0).max().unwrap_or(0) + 1)
     }
 }
@@ -471,8 +508,14 @@ pub(crate) fn name(ask: &Ask) -> &'static str {
         Ask::Doubt => "doubt",
         Ask::Resolve(Finding::Happened) => "resolution: it happened",
         Ask::Resolve(Finding::DidNotHappen) => "resolution: it did not happen",
-        Ask::SendBack { effect: Left::Nothing, .. } => "sending back, on a person's word that nothing happened",
-        Ask::SendBack { effect: Left::Unknown, .. } => "sending back",
+        Ask::SendBack {
+            effect: Left::Nothing,
+            ..
+        } => "sending back, on a person's word that nothing happened",
+        Ask::SendBack {
+            effect: Left::Unknown,
+            ..
+        } => "sending back",
         Ask::Forget { .. } => "forgetting",
     }
 }
@@ -510,7 +553,13 @@ impl std::fmt::Display for Budget {
             (people, "act of a person", "acts of a person"),
         ];
         let parts = parts.into_iter().filter(|(count, ..)| *count > 0);
-        let named: Vec<String> = parts.map(|(count, one, many)| format!("{count} {}", if count == 1 { one } else { many })).collect();
-        f.pad(&if named.is_empty() { "none".into() } else { named.join(", ") })
+        let named: Vec<String> = parts
+            .map(|(count, one, many)| format!("{count} {}", if count == 1 { one } else { many }))
+            .collect();
+        f.pad(&if named.is_empty() {
+            "none".into()
+        } else {
+            named.join(", ")
+        })
     }
 }

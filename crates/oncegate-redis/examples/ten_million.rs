@@ -1,16 +1,20 @@
-//! What ten million done markers cost: memory, and the rate of claims of new ids beside that at ten thousand.
+//! What ten million done markers cost: memory, and the rate of claims of new ids beside that at ten
+//! thousand.
 //!
-//! `cargo run --release -p oncegate-redis --example ten_million`. Starts two Redis servers of its own; needs some 4 GB of
-//! memory and a quiet machine.
+//! `cargo run --release -p oncegate-redis --example ten_million`. Starts two Redis servers of its
+//! own; needs some 4 GB of memory and a quiet machine.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
-use oncegate_core::marker::{Ask, Effect, Fingerprint, Guarantee, Marker, Operation, Terms, Token, Verdict};
+use oncegate_core::marker::{
+    Ask, Effect, Fingerprint, Guarantee, Marker, Operation, Terms, Token, Verdict,
+};
 use oncegate_core::{
-    Consumer, Context, Failure, Handler, Handlers, IdSource, Key, MemoryBroker, Message, MessageId, Raw, RawBytes, Store, async_trait,
+    Consumer, Context, Failure, Handler, Handlers, IdSource, Key, MemoryBroker, Message, MessageId,
+    Raw, RawBytes, Store, async_trait,
 };
 use oncegate_redis::Redis;
 use oncegate_testkit::servers::{RedisOptions, RedisServer};
@@ -38,19 +42,29 @@ enum Pace {
     OneAtATime,
     /// Single claims, 64 of them under way: a gate in front of a busy service.
     SixtyFourAtOnce,
-    /// Batches of 256, two in flight: a consumer of Kafka with a full topic and nothing else to do. The server's one thread
-    /// is what ends this.
+    /// Batches of 256, two in flight: a consumer of Kafka with a full topic and nothing else to do.
+    /// The server's one thread is what ends this.
     TwoBatchesAtOnce,
-    /// The same, without oncegate: `SET … 1 EX … NX`, pipelined by hand. What this loses, Redis loses by itself.
+    /// The same, without oncegate: `SET … 1 EX … NX`, pipelined by hand. What this loses, Redis
+    /// loses by itself.
     TwoBareBatchesAtOnce,
 }
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let options = || RedisOptions::new().setting("enable-debug-command", "local");
-    let (few, many) = (RedisServer::start(options())?, RedisServer::start(options())?);
-    println!("{FEW} done markers: {} bytes each", fill(&few, FEW, None).await?);
-    println!("{MANY} done markers: {} bytes each", fill(&many, MANY, None).await?);
+    let (few, many) = (
+        RedisServer::start(options())?,
+        RedisServer::start(options())?,
+    );
+    println!(
+        "{FEW} done markers: {} bytes each",
+        fill(&few, FEW, None).await?
+    );
+    println!(
+        "{MANY} done markers: {} bytes each",
+        fill(&many, MANY, None).await?
+    );
     let (at_few, at_many) = (Claims::on(&few).await?, Claims::on(&many).await?);
     for (pace, claims) in PACES {
         claim_in_turn(&at_few, &at_many, pace, claims).await;
@@ -70,7 +84,10 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         let [few, many] = consume_in_turn(&at_few, &at_many).await?;
         // The first is not counted.
         if round > 0 {
-            println!("consumer, round {}: {few} messages/s at {FEW}, {many} at {MANY}", round - 1);
+            println!(
+                "consumer, round {}: {few} messages/s at {FEW}, {many} at {MANY}",
+                round - 1
+            );
             rates[0].push(few);
             rates[1].push(many);
         }
@@ -78,29 +95,53 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     told("consumer", rates);
     drop(many);
     let many = RedisServer::start(options())?;
-    println!("{MANY} done markers with a fingerprint: {} bytes each", fill(&many, MANY, Some(Fingerprint::of(b"a body"))).await?);
+    println!(
+        "{MANY} done markers with a fingerprint: {} bytes each",
+        fill(&many, MANY, Some(Fingerprint::of(b"a body"))).await?
+    );
     Ok(())
 }
 
 fn told(what: &str, rates: [Vec<u64>; 2]) {
     let [few, many] = rates.map(median);
-    println!("{what}, median: {few} and {many} a second, {:.3} of the rate at {FEW}", many as f64 / few as f64);
+    println!(
+        "{what}, median: {few} and {many} a second, {:.3} of the rate at {FEW}",
+        many as f64 / few as f64
+    );
 }
 
 /// As long as a UUID.
 fn id(series: u64, number: u64) -> String {
-    format!("{series:08x}-{:04x}-4000-8000-{number:012x}", number % 65_536)
+    format!(
+        "{series:08x}-{:04x}-4000-8000-{number:012x}",
+        number % 65_536
+    )
 }
 
 fn operation(series: u64, number: u64, ask: Ask, fingerprint: Option<Fingerprint>) -> Operation {
     let key = Key::new(&MessageId::new(id(series, number)).expect("it is not empty"));
     let [lease, window] = [30, 86_400].map(Duration::from_secs);
-    let terms = Terms { guarantee: Guarantee::EffectivelyOnce, lease, window, fingerprint };
-    Operation { key, ask, token: Token(u128::from(number)), attempt: u32::from(ask == Ask::Complete), terms }
+    let terms = Terms {
+        guarantee: Guarantee::EffectivelyOnce,
+        lease,
+        window,
+        fingerprint,
+    };
+    Operation {
+        key,
+        ask,
+        token: Token(u128::from(number)),
+        attempt: u32::from(ask == Ask::Complete),
+        terms,
+    }
 }
 
 /// Writes done markers as completions do; answers with the bytes that each costs.
-async fn fill(server: &RedisServer, markers: u64, fingerprint: Option<Fingerprint>) -> Result<u64, Box<dyn std::error::Error>> {
+async fn fill(
+    server: &RedisServer,
+    markers: u64,
+    fingerprint: Option<Fingerprint>,
+) -> Result<u64, Box<dyn std::error::Error>> {
     let before = used(server)?;
     let store = Redis::at(server.url()).timeout(Duration::from_secs(10));
     let share = markers.div_ceil(4);
@@ -109,7 +150,9 @@ async fn fill(server: &RedisServer, markers: u64, fingerprint: Option<Fingerprin
         tokio::spawn(async move {
             let mut next = which * share;
             while next < end {
-                let batch: Vec<Operation> = (next..end.min(next + BATCH)).map(|it| operation(0, it, Ask::Complete, fingerprint)).collect();
+                let batch: Vec<Operation> = (next..end.min(next + BATCH))
+                    .map(|it| operation(0, it, Ask::Complete, fingerprint))
+                    .collect();
                 next += BATCH;
                 for answer in store.apply(&batch).await {
                     answer.expect("Redis takes it");
@@ -123,7 +166,8 @@ async fn fill(server: &RedisServer, markers: u64, fingerprint: Option<Fingerprin
     Ok((used(server)? - before) / markers)
 }
 
-/// Claims on both by turns, so that whatever else the machine does hits both. Answers with claims a second on each.
+/// Claims on both by turns, so that whatever else the machine does hits both. Answers with claims a
+/// second on each.
 async fn claim_in_turn(few: &Claims, many: &Claims, pace: Pace, count: u64) -> [u64; 2] {
     let mut times = [Duration::ZERO; 2];
     for first in (0..count).step_by(STRIDE as usize) {
@@ -141,19 +185,25 @@ impl Claims {
     async fn on(server: &RedisServer) -> Result<Self, Box<dyn std::error::Error>> {
         let store = Redis::at(server.url()).timeout(Duration::from_secs(10));
         store.look(&operation(0, 0, Ask::Claim, None).key).await?;
-        let bare = redis::Client::open(server.url())?.get_multiplexed_async_connection().await?;
+        let bare = redis::Client::open(server.url())?
+            .get_multiplexed_async_connection()
+            .await?;
         Ok(Self(store, bare))
     }
 
-    /// Claims some and clears them again, which is not timed: so the server keeps as many markers as it had.
+    /// Claims some and clears them again, which is not timed: so the server keeps as many markers
+    /// as it had.
     async fn stride(&self, pace: Pace, first: u64) -> Duration {
         let (at_once, each) = match pace {
             Pace::OneAtATime => (1, 1),
             Pace::SixtyFourAtOnce => (64, 1),
             Pace::TwoBatchesAtOnce | Pace::TwoBareBatchesAtOnce => (2, BATCH),
         };
-        let claims: Vec<Operation> = (first..first + STRIDE).map(|it| operation(1, it, Ask::Claim, None)).collect();
-        let batches: Vec<Vec<Operation>> = claims.chunks(each as usize).map(<[_]>::to_vec).collect();
+        let claims: Vec<Operation> = (first..first + STRIDE)
+            .map(|it| operation(1, it, Ask::Claim, None))
+            .collect();
+        let batches: Vec<Vec<Operation>> =
+            claims.chunks(each as usize).map(<[_]>::to_vec).collect();
         let started = Instant::now();
         let shares = batches.chunks(batches.len().div_ceil(at_once));
         if let Pace::TwoBareBatchesAtOnce = pace {
@@ -167,7 +217,11 @@ impl Claims {
             return claiming;
         }
         for batch in claims.chunks(BATCH as usize) {
-            let clears = batch.iter().map(|claim| Operation { ask: Ask::Clear(Effect::Nothing), attempt: 1, ..claim.clone() });
+            let clears = batch.iter().map(|claim| Operation {
+                ask: Ask::Clear(Effect::Nothing),
+                attempt: 1,
+                ..claim.clone()
+            });
             self.0.apply(&clears.collect::<Vec<_>>()).await;
         }
         claiming
@@ -187,16 +241,29 @@ impl Claims {
         for batch in batches {
             let mut pipeline = redis::pipe();
             for claim in batch {
-                pipeline.cmd("SET").arg(claim.key.as_bytes()).arg("1").arg("EX").arg(86_400).arg("NX");
+                pipeline
+                    .cmd("SET")
+                    .arg(claim.key.as_bytes())
+                    .arg("1")
+                    .arg("EX")
+                    .arg(86_400)
+                    .arg("NX");
             }
-            let set: Vec<bool> = pipeline.query_async(&mut self.1.clone()).await.expect("Redis takes it");
+            let set: Vec<bool> = pipeline
+                .query_async(&mut self.1.clone())
+                .await
+                .expect("Redis takes it");
             assert!(set.iter().all(|it| *it), "nobody had these ids");
         }
     }
 
     async fn delete_bare(&self, claims: &[Operation]) {
         let keys: Vec<_> = claims.iter().map(|claim| claim.key.as_bytes()).collect();
-        let deleted: usize = redis::cmd("DEL").arg(keys).query_async(&mut self.1.clone()).await.expect("Redis takes it");
+        let deleted: usize = redis::cmd("DEL")
+            .arg(keys)
+            .query_async(&mut self.1.clone())
+            .await
+            .expect("Redis takes it");
         assert_eq!(deleted, claims.len());
     }
 }
@@ -205,8 +272,12 @@ impl Claims {
 const MESSAGES: u64 = 10_000;
 const TURNS: u32 = 10;
 
-/// Consumes messages with ids that nobody had, claimed and completed, on both by turns. Answers with messages a second.
-async fn consume_in_turn(few: &Claims, many: &Claims) -> Result<[u64; 2], Box<dyn std::error::Error>> {
+/// Consumes messages with ids that nobody had, claimed and completed, on both by turns. Answers
+/// with messages a second.
+async fn consume_in_turn(
+    few: &Claims,
+    many: &Claims,
+) -> Result<[u64; 2], Box<dyn std::error::Error>> {
     let mut times = [Duration::ZERO; 2];
     for _ in 0..TURNS {
         for (claims, time) in [few, many].into_iter().zip(&mut times) {
@@ -232,7 +303,8 @@ impl Handler for CountDown {
 }
 
 impl Claims {
-    /// From the first message to the last completion; the markers are forgotten again, which is not timed.
+    /// From the first message to the last completion; the markers are forgotten again, which is not
+    /// timed.
     async fn consume(&self) -> Result<Duration, Box<dyn std::error::Error>> {
         let broker = MemoryBroker::new("many");
         for it in 0..MESSAGES {
@@ -248,12 +320,22 @@ impl Claims {
             .handlers(Handlers::InPlace)
             .handler(CountDown(AtomicU64::new(MESSAGES), handled));
         let started = Instant::now();
-        consumer.run_until(async move { over.notified().await }).await?;
+        consumer
+            .run_until(async move { over.notified().await })
+            .await?;
         let took = started.elapsed();
-        assert_eq!(broker.unsettled(), 0, "the consumer ends when all is settled");
+        assert_eq!(
+            broker.unsettled(),
+            0,
+            "the consumer ends when all is settled"
+        );
         for first in (0..MESSAGES).step_by(BATCH as usize) {
-            let forget = Ask::Forget { seen: Marker::Done(None) };
-            let batch: Vec<Operation> = (first..MESSAGES.min(first + BATCH)).map(|it| operation(1, it, forget, None)).collect();
+            let forget = Ask::Forget {
+                seen: Marker::Done(None),
+            };
+            let batch: Vec<Operation> = (first..MESSAGES.min(first + BATCH))
+                .map(|it| operation(1, it, forget, None))
+                .collect();
             for answer in self.0.apply(&batch).await {
                 assert!(matches!(answer, Ok(Verdict::Kept)), "{answer:?}");
             }
@@ -262,14 +344,25 @@ impl Claims {
     }
 }
 
-/// Brings Redis to rest after it grew its tables: until then each command moves a little from the old one to the new. So
-/// it is asked for markers that stand there.
-async fn table_rests(server: &RedisServer, claims: &Claims, markers: u64) -> Result<(), Box<dyn std::error::Error>> {
+/// Brings Redis to rest after it grew its tables: until then each command moves a little from the
+/// old one to the new. So it is asked for markers that stand there.
+async fn table_rests(
+    server: &RedisServer,
+    claims: &Claims,
+    markers: u64,
+) -> Result<(), Box<dyn std::error::Error>> {
     let mut next = 0;
-    while server.reply("DEBUG HTSTATS 0")?.contains("rehashing target") {
+    while server
+        .reply("DEBUG HTSTATS 0")?
+        .contains("rehashing target")
+    {
         let batches: Vec<Vec<Operation>> = (0..2_000)
             .map(|it| (next + it * BATCH) % markers)
-            .map(|begin| (begin..markers.min(begin + BATCH)).map(|it| operation(0, it, Ask::Claim, None)).collect())
+            .map(|begin| {
+                (begin..markers.min(begin + BATCH))
+                    .map(|it| operation(0, it, Ask::Claim, None))
+                    .collect()
+            })
             .collect();
         next += 2_000 * BATCH;
         for batch in batches {
@@ -283,7 +376,10 @@ async fn table_rests(server: &RedisServer, claims: &Claims, markers: u64) -> Res
 
 fn used(server: &RedisServer) -> Result<u64, Box<dyn std::error::Error>> {
     let info = server.reply("INFO memory")?;
-    let used = info.lines().find_map(|line| line.strip_prefix("used_memory:")).ok_or("Redis does not say what it uses")?;
+    let used = info
+        .lines()
+        .find_map(|line| line.strip_prefix("used_memory:"))
+        .ok_or("Redis does not say what it uses")?;
     Ok(used.parse()?)
 }
 

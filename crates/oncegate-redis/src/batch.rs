@@ -21,7 +21,8 @@ use sending::{Parcel, Replies};
 
 mod sending;
 
-/// The most keys that one script call changes: it holds everyone else up meanwhile, and Lua unpacks no more than some thousands.
+/// The most keys that one script call changes: it holds everyone else up meanwhile, and Lua unpacks
+/// no more than some thousands.
 const KEYS_PER_CALL: usize = 256;
 
 pub(crate) type Answer = Result<Verdict, Failure>;
@@ -44,14 +45,17 @@ enum Step {
 impl Step {
     fn operations(&self) -> &[usize] {
         match self {
-            Self::Claim(one) | Self::BareClaim(one) | Self::BareDelete(one) => std::slice::from_ref(one),
+            Self::Claim(one) | Self::BareClaim(one) | Self::BareDelete(one) => {
+                std::slice::from_ref(one)
+            }
             Self::Script(_, many) => many,
         }
     }
 }
 
-/// Applies the operations and answers each, in order. Those that have an answer already are not sent. With a watch, at most
-/// once is claimed only of servers that it looked at since they were connected to.
+/// Applies the operations and answers each, in order. Those that have an answer already are not
+/// sent. With a watch, at most once is claimed only of servers that it looked at since they were
+/// connected to.
 pub(crate) async fn apply(
     route: &Route,
     watch: Option<&Watch>,
@@ -60,17 +64,36 @@ pub(crate) async fn apply(
     operations: &[Operation],
     answers: Vec<Option<Answer>>,
 ) -> Vec<Result<Verdict, StoreError>> {
-    let mut batch = Batch { route, watch, durability, prefix, operations, answers, doubt: Doubt::of(route) };
+    let mut batch = Batch {
+        route,
+        watch,
+        durability,
+        prefix,
+        operations,
+        answers,
+        doubt: Doubt::of(route),
+    };
     for round in rounds(operations) {
-        let unanswered: Vec<usize> = round.into_iter().filter(|index| batch.answers[*index].is_none()).collect();
+        let unanswered: Vec<usize> = round
+            .into_iter()
+            .filter(|index| batch.answers[*index].is_none())
+            .collect();
         let steps = batch.plan(&unanswered);
         if batch.run(steps).await.is_err() {
             break;
         }
     }
     batch.doubt.unfinished = false;
-    let unsent = || Err(Failure::not_applied("not sent, because an earlier command in the same batch was not answered"));
-    batch.answers.into_iter().map(|answer| answer.unwrap_or_else(unsent).map_err(Into::into)).collect()
+    let unsent = || {
+        Err(Failure::not_applied(
+            "not sent, because an earlier command in the same batch was not answered",
+        ))
+    };
+    batch
+        .answers
+        .into_iter()
+        .map(|answer| answer.unwrap_or_else(unsent).map_err(Into::into))
+        .collect()
 }
 
 /// Whether it claims at most once.
@@ -92,9 +115,9 @@ fn answer_unsent(operation: &Operation) -> Option<Answer> {
     }
 }
 
-/// Splits the operations so that what is on one key keeps its order: claims on the same terms may follow each other in
-/// one part, since a pipeline runs in order and so does the script call that they meet in; anything else that has its key
-/// before it waits for the next part.
+/// Splits the operations so that what is on one key keeps its order: claims on the same terms may
+/// follow each other in one part, since a pipeline runs in order and so does the script call that
+/// they meet in; anything else that has its key before it waits for the next part.
 fn rounds(operations: &[Operation]) -> Vec<Vec<usize>> {
     if operations.len() == 1 {
         return vec![vec![0]];
@@ -104,7 +127,11 @@ fn rounds(operations: &[Operation]) -> Vec<Vec<usize>> {
     for (index, operation) in operations.iter().enumerate() {
         let round = match last.get(&operation.key) {
             None => 0,
-            Some((round, before)) if operation.ask == Ask::Claim && script::together(before, operation) => *round,
+            Some((round, before))
+                if operation.ask == Ask::Claim && script::together(before, operation) =>
+            {
+                *round
+            }
             Some((round, _)) => round + 1,
         };
         last.insert(&operation.key, (round, operation));
@@ -151,8 +178,8 @@ impl Batch<'_> {
         calls
     }
 
-    /// Adds an operation to the script call that it can travel in. In a Cluster each key travels alone: two that lie
-    /// with one node today may not do so tomorrow.
+    /// Adds an operation to the script call that it can travel in. In a Cluster each key travels
+    /// alone: two that lie with one node today may not do so tomorrow.
     fn add_call(&self, steps: &mut Vec<Sending>, at: At, index: usize) {
         if let Route::One(_) = self.route {
             for (step, _) in steps.iter_mut() {
@@ -168,8 +195,9 @@ impl Batch<'_> {
         steps.push((Step::Script(By::Hash, vec![index]), at));
     }
 
-    /// Sends the steps, in one pipeline to each server, and again what could not be decided: at most claim, script, script
-    /// by text, and each of them once more wherever a node of a Cluster names another.
+    /// Sends the steps, in one pipeline to each server, and again what could not be decided: at
+    /// most claim, script, script by text, and each of them once more wherever a node of a Cluster
+    /// names another.
     async fn run(&mut self, mut steps: Vec<Sending>) -> Result<(), Interrupted> {
         let mut redirections = REDIRECTIONS;
         let mut whole = Ok(());
@@ -180,7 +208,9 @@ impl Batch<'_> {
             let mut redirected = false;
             for (parcel, replies) in parcels.into_iter().zip(sent) {
                 match replies {
-                    Ok(replies) => redirected |= self.read_parcel(parcel, replies, redirections, &mut again),
+                    Ok(replies) => {
+                        redirected |= self.read_parcel(parcel, replies, redirections, &mut again)
+                    }
                     Err(failure) => {
                         self.doubt.doubted |= matches!(self.route, Route::Cluster(_));
                         for step in &parcel.steps {
@@ -227,17 +257,25 @@ impl Batch<'_> {
             };
             let lane = self.lane(&self.operations[first]);
             let asking = matches!(at, At::Asking(_));
-            let same = |parcel: &&mut Parcel| Arc::ptr_eq(&parcel.lanes, &lanes) && parcel.lane == lane && parcel.asking == asking;
+            let same = |parcel: &&mut Parcel| {
+                Arc::ptr_eq(&parcel.lanes, &lanes) && parcel.lane == lane && parcel.asking == asking
+            };
             match parcels.iter_mut().find(same) {
                 Some(parcel) => parcel.steps.push(step),
-                None => parcels.push(Parcel { lanes, lane, asking, steps: vec![step] }),
+                None => parcels.push(Parcel {
+                    lanes,
+                    lane,
+                    asking,
+                    steps: vec![step],
+                }),
             }
         }
         Ok(parcels)
     }
 
-    /// Claims travel alone where replicas have to know of them, but for those of the literal gate. So do renewals at most once: a
-    /// primary that was cut off would renew what others take over elsewhere.
+    /// Claims travel alone where replicas have to know of them, but for those of the literal gate.
+    /// So do renewals at most once: a primary that was cut off would renew what others take over
+    /// elsewhere.
     fn lane(&self, operation: &Operation) -> Lane {
         match (self.durability, operation.ask, operation.terms.guarantee) {
             (Durability::Primary, ..) | (_, _, Guarantee::Bare) => Lane::General,
@@ -248,12 +286,23 @@ impl Batch<'_> {
     }
 
     /// Reads what one server replied. Answers whether it named another.
-    fn read_parcel(&mut self, parcel: Parcel, replies: Replies, redirections: u32, again: &mut Vec<Sending>) -> bool {
-        let Replies { each, waited, watched } = replies;
+    fn read_parcel(
+        &mut self,
+        parcel: Parcel,
+        replies: Replies,
+        redirections: u32,
+        again: &mut Vec<Sending>,
+    ) -> bool {
+        let Replies {
+            each,
+            waited,
+            watched,
+        } = replies;
         let mut redirected = false;
         for (step, reply) in parcel.steps.into_iter().zip(each) {
             if let (Route::Cluster(_), Value::ServerError(error)) = (self.route, &reply)
-                && let Some(at) = reply::named_elsewhere(error.code(), error.details().unwrap_or_default())
+                && let Some(at) =
+                    reply::named_elsewhere(error.code(), error.details().unwrap_or_default())
             {
                 redirected = true;
                 if redirections > 0 {
@@ -261,7 +310,9 @@ impl Batch<'_> {
                 } else {
                     self.answer_all(
                         step.operations(),
-                        &Failure::not_applied("the nodes of the Cluster do not agree on who serves this key"),
+                        &Failure::not_applied(
+                            "the nodes of the Cluster do not agree on who serves this key",
+                        ),
                     );
                 }
                 continue;
@@ -278,11 +329,25 @@ impl Batch<'_> {
         redirected && redirections > 0
     }
 
-    /// What was granted or renewed is not, where too few replicas know of it, or the server was seen to forget.
-    fn withdraw(&mut self, operations: &[usize], failure: &Failure, concerned: impl Fn(&Operation) -> bool) {
-        for index in operations.iter().filter(|index| concerned(&self.operations[**index])) {
+    /// What was granted or renewed is not, where too few replicas know of it, or the server was
+    /// seen to forget.
+    fn withdraw(
+        &mut self,
+        operations: &[usize],
+        failure: &Failure,
+        concerned: impl Fn(&Operation) -> bool,
+    ) {
+        for index in operations
+            .iter()
+            .filter(|index| concerned(&self.operations[**index]))
+        {
             let answer = &mut self.answers[*index];
-            if matches!(answer, Some(Ok(Verdict::Granted(_) | Verdict::InDoubt(_) | Verdict::Kept))) {
+            if matches!(
+                answer,
+                Some(Ok(Verdict::Granted(_)
+                    | Verdict::InDoubt(_)
+                    | Verdict::Kept))
+            ) {
                 *answer = Some(Err(failure.clone()));
             }
         }
@@ -292,15 +357,29 @@ impl Batch<'_> {
         match step {
             Step::Claim(index) => {
                 let operation = &self.operations[*index];
-                let (record, horizon) = (record::granted(operation, 1), record::expiry(operation.terms.horizon()));
+                let (record, horizon) = (
+                    record::granted(operation, 1),
+                    record::expiry(operation.terms.horizon()),
+                );
                 let mut set = Cmd::with_capacity(7, 256);
-                set.arg("SET").arg(self.key(*index)).arg(record).arg("NX").arg("GET").arg("PX").arg(horizon);
+                set.arg("SET")
+                    .arg(self.key(*index))
+                    .arg(record)
+                    .arg("NX")
+                    .arg("GET")
+                    .arg("PX")
+                    .arg(horizon);
                 set
             }
             Step::BareClaim(index) => {
                 let window = self.operations[*index].terms.window;
                 let mut set = Cmd::with_capacity(6, 128);
-                set.arg("SET").arg(self.key(*index)).arg("1").arg("EX").arg(seconds(window)).arg("NX");
+                set.arg("SET")
+                    .arg(self.key(*index))
+                    .arg("1")
+                    .arg("EX")
+                    .arg(seconds(window))
+                    .arg("NX");
                 set
             }
             Step::BareDelete(index) => {
@@ -324,11 +403,14 @@ impl Batch<'_> {
     /// Reads one reply: an answer to each operation of the step, or another step.
     fn read(&mut self, step: Step, reply: Value, again: &mut Vec<Sending>) {
         match (step, reply) {
-            (Step::Script(By::Hash, call), Value::ServerError(error)) if error.code() == "NOSCRIPT" => {
+            (Step::Script(By::Hash, call), Value::ServerError(error))
+                if error.code() == "NOSCRIPT" =>
+            {
                 again.push((Step::Script(By::Text, call), At::Owner));
             }
             (step, Value::ServerError(error)) => {
-                let failure = self.said_by_server(error.code(), error.details().unwrap_or_default());
+                let failure =
+                    self.said_by_server(error.code(), error.details().unwrap_or_default());
                 self.answer_all(step.operations(), &failure);
             }
             (Step::Claim(index), reply) => match reply::claim(reply, &self.operations[index]) {
@@ -358,16 +440,23 @@ impl Batch<'_> {
     }
 
     fn said_by_server(&mut self, code: &str, detail: &str) -> Failure {
-        let moved = matches!(code, "MOVED" | "ASK" | "CLUSTERDOWN" | "CROSSSLOT") && matches!(self.route, Route::Cluster(_));
+        let moved = matches!(code, "MOVED" | "ASK" | "CLUSTERDOWN" | "CROSSSLOT")
+            && matches!(self.route, Route::Cluster(_));
         if moved || matches!(code, "READONLY" | "MASTERDOWN") {
             self.doubt.doubted = true;
         }
-        if moved { Failure::not_applied(format!("Redis says {code} {detail}")) } else { Failure::said_by_server(code, detail) }
+        if moved {
+            Failure::not_applied(format!("Redis says {code} {detail}"))
+        } else {
+            Failure::said_by_server(code, detail)
+        }
     }
 
     /// Reads one of the texts of `apply.lua`.
     fn read_verdict(&mut self, value: &Value) -> Answer {
-        let Value::BulkString(text) = value else { return Err(reply::unexpected(value)) };
+        let Value::BulkString(text) = value else {
+            return Err(reply::unexpected(value));
+        };
         match String::from_utf8_lossy(text).strip_prefix("error ") {
             Some(said) => {
                 let (code, detail) = said.split_once(' ').unwrap_or((said, ""));

@@ -1,5 +1,5 @@
-//! What operators look at and write down: markers with their time, all of them page by page, the audit, what servers say
-//! of themselves. None of it is on the way of a message.
+//! What operators look at and write down: markers with their time, all of them page by page, the
+//! audit, what servers say of themselves. None of it is on the way of a message.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -28,18 +28,24 @@ pub struct Browse {
 const START: &[u8] = b"0";
 
 impl Browse {
-    /// The next page, which may be empty; `None` after the last. A key that stands all the while is listed at least once; one
-    /// that comes or goes meanwhile may be listed or not.
+    /// The next page, which may be empty; `None` after the last. A key that stands all the while is
+    /// listed at least once; one that comes or goes meanwhile may be listed or not.
     ///
-    /// Each page is one `SCAN` of about as many keys as were asked for, and one read of what it found. The library's own
-    /// keys, `!…`, are left out.
+    /// Each page is one `SCAN` of about as many keys as were asked for, and one read of what it
+    /// found. The library's own keys, `!…`, are left out.
     ///
     /// # Errors
     /// The server could not be asked, or does not let this user.
     pub async fn next(&mut self) -> Result<Option<Vec<Listed>>, StoreError> {
-        let Some(lanes) = self.servers.front().cloned() else { return Ok(None) };
+        let Some(lanes) = self.servers.front().cloned() else {
+            return Ok(None);
+        };
         let mut scan = redis::cmd("SCAN");
-        scan.arg(&self.cursor).arg("MATCH").arg(&self.pattern).arg("COUNT").arg(self.page);
+        scan.arg(&self.cursor)
+            .arg("MATCH")
+            .arg(&self.pattern)
+            .arg("COUNT")
+            .arg(self.page);
         let (cursor, keys) = read_scan(ask(&lanes, &[scan]).await?.pop())?;
         self.cursor = cursor;
         if self.cursor == START {
@@ -51,14 +57,30 @@ impl Browse {
             .map(|name| String::from_utf8_lossy(name).into_owned())
             .filter(|name| !name.starts_with('!'))
             .collect();
-        let commands: Vec<Cmd> = names.iter().flat_map(|name| reads(&[&self.prefix, name.as_bytes()].concat())).collect();
-        let mut replies = if commands.is_empty() { Vec::new() } else { ask(&lanes, &commands).await? }.into_iter();
+        let commands: Vec<Cmd> = names
+            .iter()
+            .flat_map(|name| reads(&[&self.prefix, name.as_bytes()].concat()))
+            .collect();
+        let mut replies = if commands.is_empty() {
+            Vec::new()
+        } else {
+            ask(&lanes, &commands).await?
+        }
+        .into_iter();
         let listed = names.into_iter().map(|name| {
             let standing = standing(replies.next(), replies.next()).map_err(StoreError::from);
             Listed { name, standing }
         });
         // What expired since it was found is gone.
-        let gone = |listed: &Listed| matches!(listed.standing, Ok(Standing { marker: Marker::Absent, .. }));
+        let gone = |listed: &Listed| {
+            matches!(
+                listed.standing,
+                Ok(Standing {
+                    marker: Marker::Absent,
+                    ..
+                })
+            )
+        };
         Ok(Some(listed.filter(|listed| !gone(listed)).collect()))
     }
 }
@@ -91,7 +113,10 @@ impl Redis {
     pub async fn look_closely(&self, key: &Key) -> Result<Standing, StoreError> {
         let key = [self.prefix_bytes(), key.as_bytes()].concat();
         let lanes = self.route().owner(&key).await?;
-        let mut replies = ask(&lanes, &reads(&key)).await.inspect_err(|_| self.route().distrust())?.into_iter();
+        let mut replies = ask(&lanes, &reads(&key))
+            .await
+            .inspect_err(|_| self.route().distrust())?
+            .into_iter();
         Ok(standing(replies.next(), replies.next())?)
     }
 
@@ -106,7 +131,13 @@ impl Redis {
             plain => vec![*plain],
         });
         let pattern = pattern.chain(*b"*").collect();
-        Ok(Browse { prefix: self.prefix_bytes().into(), pattern, page: page.max(1), servers, cursor: START.to_vec() })
+        Ok(Browse {
+            prefix: self.prefix_bytes().into(),
+            pattern,
+            page: page.max(1),
+            servers,
+            cursor: START.to_vec(),
+        })
     }
 
     /// What each primary says of itself.
@@ -116,7 +147,10 @@ impl Redis {
     pub async fn servers(&self) -> Result<Vec<ServerInfo>, StoreError> {
         let mut servers = Vec::new();
         for lanes in self.route().primaries().await? {
-            servers.push(ServerInfo { address: lanes.general.described(), info: Info::of(&lanes).await? });
+            servers.push(ServerInfo {
+                address: lanes.general.described(),
+                info: Info::of(&lanes).await?,
+            });
         }
         Ok(servers)
     }
@@ -143,8 +177,15 @@ impl Redis {
         let (mut lines, mut from) = (Vec::new(), "-".to_owned());
         loop {
             let mut range = redis::cmd("XRANGE");
-            range.arg(self.audit_key()).arg(&from).arg("+").arg("COUNT").arg(PAGE);
-            let Value::Array(page) = self.ask_audit(range).await? else { return Err(wrong_kind("XRANGE").into()) };
+            range
+                .arg(self.audit_key())
+                .arg(&from)
+                .arg("+")
+                .arg("COUNT")
+                .arg(PAGE);
+            let Value::Array(page) = self.ask_audit(range).await? else {
+                return Err(wrong_kind("XRANGE").into());
+            };
             let count = page.len();
             for entry in page {
                 let (id, line) = read_entry(entry).ok_or_else(|| wrong_kind("XRANGE"))?;
@@ -163,7 +204,10 @@ impl Redis {
 
     async fn ask_audit(&self, command: Cmd) -> Result<Value, StoreError> {
         let lanes = self.route().owner(&self.audit_key()).await?;
-        let reply = ask(&lanes, &[command]).await.inspect_err(|_| self.route().distrust())?.pop();
+        let reply = ask(&lanes, &[command])
+            .await
+            .inspect_err(|_| self.route().distrust())?
+            .pop();
         Ok(unless_refused(reply)?)
     }
 }
@@ -183,14 +227,19 @@ async fn ask(lanes: &Lanes, commands: &[Cmd]) -> Result<Vec<Value>, Failure> {
 
 fn unless_refused(reply: Option<Value>) -> Result<Value, Failure> {
     match reply {
-        Some(Value::ServerError(error)) => Err(Failure::said_by_server(error.code(), error.details().unwrap_or_default())),
+        Some(Value::ServerError(error)) => Err(Failure::said_by_server(
+            error.code(),
+            error.details().unwrap_or_default(),
+        )),
         Some(reply) => Ok(reply),
         None => Err(Failure::unknown("Redis gave no answer")),
     }
 }
 
 fn wrong_kind(command: &str) -> Failure {
-    Failure::unknown(format!("Redis gave an answer of the wrong kind to {command}"))
+    Failure::unknown(format!(
+        "Redis gave an answer of the wrong kind to {command}"
+    ))
 }
 
 fn standing(got: Option<Value>, left: Option<Value>) -> Result<Standing, Failure> {
@@ -213,10 +262,14 @@ fn read_scan(reply: Option<Value>) -> Result<(Vec<u8>, Vec<Vec<u8>>), Failure> {
         Value::BulkString(bytes) => Some(bytes),
         _ => None,
     };
-    let Value::Array(parts) = unless_refused(reply)? else { return Err(wrong_kind("SCAN")) };
+    let Value::Array(parts) = unless_refused(reply)? else {
+        return Err(wrong_kind("SCAN"));
+    };
     let mut parts = parts.into_iter();
     match (parts.next().and_then(bytes), parts.next()) {
-        (Some(cursor), Some(Value::Array(keys))) => Ok((cursor, keys.into_iter().filter_map(bytes).collect())),
+        (Some(cursor), Some(Value::Array(keys))) => {
+            Ok((cursor, keys.into_iter().filter_map(bytes).collect()))
+        }
         _ => Err(wrong_kind("SCAN")),
     }
 }
@@ -227,9 +280,13 @@ fn read_entry(entry: Value) -> Option<(String, String)> {
         Value::BulkString(bytes) => Some(String::from_utf8_lossy(&bytes).into_owned()),
         _ => None,
     };
-    let Value::Array(parts) = entry else { return None };
+    let Value::Array(parts) = entry else {
+        return None;
+    };
     let mut parts = parts.into_iter();
     let id = text(parts.next()?)?;
-    let Value::Array(fields) = parts.next()? else { return None };
+    let Value::Array(fields) = parts.next()? else {
+        return None;
+    };
     Some((id, text(fields.into_iter().nth(1)?)?))
 }

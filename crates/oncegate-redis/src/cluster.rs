@@ -34,7 +34,8 @@ struct State {
     map: Option<Arc<Map>>,
     /// By address: the seeds, the nodes of the last map, and those that a node named since.
     nodes: HashMap<String, Arc<Lanes>>,
-    /// Which of the known nodes is asked first for the next map: another one each time, for any may be wrong.
+    /// Which of the known nodes is asked first for the next map: another one each time, for any may
+    /// be wrong.
     first: usize,
 }
 
@@ -42,7 +43,8 @@ struct State {
 pub(crate) struct Map {
     /// The last slot of each range, in order, and its primary's address.
     ranges: Vec<(u16, String)>,
-    /// The keys that were looked for: where a node has a slot or two, that takes thousands of tries.
+    /// The keys that were looked for: where a node has a slot or two, that takes thousands of
+    /// tries.
     keys: Mutex<HashMap<String, KeysByName>>,
 }
 
@@ -63,7 +65,9 @@ impl Moving {
     }
 
     fn has(&self, slot: u16) -> bool {
-        lock(&self.0).get(&slot).is_some_and(|since| since.elapsed() < MOVES_FOR)
+        lock(&self.0)
+            .get(&slot)
+            .is_some_and(|since| since.elapsed() < MOVES_FOR)
     }
 }
 
@@ -75,7 +79,10 @@ impl Map {
     /// The primary of a slot, where there is one.
     pub(crate) fn owner(&self, slot: u16) -> Option<&str> {
         let place = self.ranges.partition_point(|(last, _)| *last < slot);
-        self.ranges.get(place).map(|(_, address)| address.as_str()).filter(|address| !address.is_empty())
+        self.ranges
+            .get(place)
+            .map(|(_, address)| address.as_str())
+            .filter(|address| !address.is_empty())
     }
 
     /// How many slots somebody serves.
@@ -83,19 +90,30 @@ impl Map {
         let mut next = 0;
         let mut served = 0;
         for (last, address) in &self.ranges {
-            served += if address.is_empty() { 0 } else { (last + 1).saturating_sub(next) };
+            served += if address.is_empty() {
+                0
+            } else {
+                (last + 1).saturating_sub(next)
+            };
             next = next.max(last + 1);
         }
         served
     }
 
     fn of(ranges: Vec<(u16, String)>) -> Self {
-        Self { ranges, keys: Mutex::default() }
+        Self {
+            ranges,
+            keys: Mutex::default(),
+        }
     }
 
-    /// The first key of this name and a number that a node serves, and that is not on its way to another.
+    /// The first key of this name and a number that a node serves, and that is not on its way to
+    /// another.
     pub(crate) fn key_at(&self, address: &str, name: &[u8], moving: &Moving) -> Option<Vec<u8>> {
-        let known = lock(&self.keys).get(address).and_then(|keys| keys.get(name)).cloned();
+        let known = lock(&self.keys)
+            .get(address)
+            .and_then(|keys| keys.get(name))
+            .cloned();
         if let Some(key) = known.filter(|key| !moving.has(slot(key))) {
             return Some(key);
         }
@@ -103,10 +121,15 @@ impl Map {
             return None;
         }
         let numbered = |number: u16| [name, number.to_string().as_bytes()].concat();
-        let mut serves = (0..SLOTS).map(numbered).filter(|key| self.owner(slot(key)) == Some(address));
+        let mut serves = (0..SLOTS)
+            .map(numbered)
+            .filter(|key| self.owner(slot(key)) == Some(address));
         let first = serves.next()?;
         if !moving.has(slot(&first)) {
-            lock(&self.keys).entry(address.to_owned()).or_default().insert(name.to_vec(), first.clone());
+            lock(&self.keys)
+                .entry(address.to_owned())
+                .or_default()
+                .insert(name.to_vec(), first.clone());
             return Some(first);
         }
         // For the time being: those who look later agree on the first.
@@ -115,7 +138,12 @@ impl Map {
 
     /// Each primary once.
     pub(crate) fn primaries(&self) -> Vec<&str> {
-        let mut primaries: Vec<&str> = self.ranges.iter().map(|(_, address)| address.as_str()).filter(|it| !it.is_empty()).collect();
+        let mut primaries: Vec<&str> = self
+            .ranges
+            .iter()
+            .map(|(_, address)| address.as_str())
+            .filter(|it| !it.is_empty())
+            .collect();
         primaries.sort_unstable();
         primaries.dedup();
         primaries
@@ -139,11 +167,13 @@ impl Cluster {
         seeds.join(", ")
     }
 
-    /// Who serves what, asked anew after [`distrust`](Self::distrust). One node after the other is asked until one knows
-    /// of every slot; where none does, the one that knows of most is believed. A node that was reset knows of none.
+    /// Who serves what, asked anew after [`distrust`](Self::distrust). One node after the other is
+    /// asked until one knows of every slot; where none does, the one that knows of most is
+    /// believed. A node that was reset knows of none.
     ///
     /// # Errors
-    /// `NotApplied` if no node knows of a slot; `Misconfigured` if what answers is no Cluster, and all answer.
+    /// `NotApplied` if no node knows of a slot; `Misconfigured` if what answers is no Cluster, and
+    /// all answer.
     pub(crate) async fn map(&self) -> Result<Arc<Map>, Failure> {
         let mut state = self.state.lock().await;
         if self.distrusted.swap(false, Ordering::Relaxed) {
@@ -153,14 +183,22 @@ impl Cluster {
             return Ok(map.clone());
         }
         for seed in &self.seeds {
-            state.nodes.entry(seed.address().to_owned()).or_insert_with(|| self.lanes(seed.clone()));
+            state
+                .nodes
+                .entry(seed.address().to_owned())
+                .or_insert_with(|| self.lanes(seed.clone()));
         }
-        let mut known: Vec<(String, Arc<Lanes>)> = state.nodes.iter().map(|(address, node)| (address.clone(), node.clone())).collect();
+        let mut known: Vec<(String, Arc<Lanes>)> = state
+            .nodes
+            .iter()
+            .map(|(address, node)| (address.clone(), node.clone()))
+            .collect();
         known.sort_unstable_by(|(one, _), (other, _)| one.cmp(other));
         let (mut best, mut why): (Option<Map>, Option<Failure>) = (None, None);
         for _ in 0..known.len() {
             let (_, node) = &known[state.first % known.len()];
-            // Before it is asked: who waits no longer than this one is silent asks another the next time.
+            // Before it is asked: who waits no longer than this one is silent asks another the next
+            // time.
             state.first = (state.first + 1) % known.len();
             match self.ask(node).await {
                 Ok(map) => {
@@ -176,8 +214,11 @@ impl Cluster {
             }
         }
         if let Some(map) = best {
-            let is_seed = |address: &String| self.seeds.iter().any(|seed| seed.address() == address);
-            state.nodes.retain(|address, _| is_seed(address) || map.primaries().contains(&address.as_str()));
+            let is_seed =
+                |address: &String| self.seeds.iter().any(|seed| seed.address() == address);
+            state.nodes.retain(|address, _| {
+                is_seed(address) || map.primaries().contains(&address.as_str())
+            });
             let map = Arc::new(map);
             state.map = Some(map.clone());
             return Ok(map);
@@ -186,7 +227,10 @@ impl Cluster {
         Err(match why {
             Some(Failure::Unknown(problem)) => Failure::NotApplied(problem),
             Some(failure) => failure,
-            None => Failure::not_applied(format!("Redis::cluster: no slot is served, say {}; is the Cluster made?", self.described())),
+            None => Failure::not_applied(format!(
+                "Redis::cluster: no slot is served, say {}; is the Cluster made?",
+                self.described()
+            )),
         })
     }
 
@@ -208,7 +252,11 @@ impl Cluster {
     }
 
     fn lanes(&self, server: Server) -> Arc<Lanes> {
-        Arc::new(Lanes::to(Ok(Place::Fixed(server)), self.patience, self.durability))
+        Arc::new(Lanes::to(
+            Ok(Place::Fixed(server)),
+            self.patience,
+            self.durability,
+        ))
     }
 
     async fn ask(&self, node: &Lanes) -> Result<Map, Failure> {
@@ -217,15 +265,27 @@ impl Cluster {
         match node.general.ask(&pipeline).await?.pop() {
             Some(Value::Array(ranges)) => {
                 let host = node.general.host();
-                let mut ranges: Vec<(u16, u16, String)> =
-                    ranges.into_iter().map(|range| read_range(range, host)).collect::<Option<_>>().ok_or_else(wrong_kind)?;
+                let mut ranges: Vec<(u16, u16, String)> = ranges
+                    .into_iter()
+                    .map(|range| read_range(range, host))
+                    .collect::<Option<_>>()
+                    .ok_or_else(wrong_kind)?;
                 ranges.sort_unstable();
                 Ok(Map::of(without_gaps(ranges)))
             }
-            Some(Value::ServerError(error)) if error.details().is_some_and(|detail| detail.contains("cluster support disabled")) => {
-                Err(Failure::misconfigured("Redis::cluster names a server that is no Cluster; give a single server to Redis::at"))
+            Some(Value::ServerError(error))
+                if error
+                    .details()
+                    .is_some_and(|detail| detail.contains("cluster support disabled")) =>
+            {
+                Err(Failure::misconfigured(
+                    "Redis::cluster names a server that is no Cluster; give a single server to Redis::at",
+                ))
             }
-            Some(Value::ServerError(error)) => Err(Failure::said_by_server(error.code(), error.details().unwrap_or_default())),
+            Some(Value::ServerError(error)) => Err(Failure::said_by_server(
+                error.code(),
+                error.details().unwrap_or_default(),
+            )),
             _ => Err(wrong_kind()),
         }
     }
@@ -235,17 +295,34 @@ fn wrong_kind() -> Failure {
     Failure::unknown("Redis gave an answer of the wrong kind to CLUSTER SLOTS")
 }
 
-/// First, last, and the primary: `[first, last, [host, port, …], …]`. A node that does not know its own host names none.
+/// First, last, and the primary: `[first, last, [host, port, …], …]`. A node that does not know its
+/// own host names none.
 fn read_range(range: Value, asked: &str) -> Option<(u16, u16, String)> {
-    let Value::Array(fields) = range else { return None };
-    let [Value::Int(first), Value::Int(last), Value::Array(primary), ..] = fields.as_slice() else { return None };
-    let [host, Value::Int(port), ..] = primary.as_slice() else { return None };
+    let Value::Array(fields) = range else {
+        return None;
+    };
+    let [
+        Value::Int(first),
+        Value::Int(last),
+        Value::Array(primary),
+        ..,
+    ] = fields.as_slice()
+    else {
+        return None;
+    };
+    let [host, Value::Int(port), ..] = primary.as_slice() else {
+        return None;
+    };
     let host = match host {
         Value::BulkString(host) if !host.is_empty() => String::from_utf8_lossy(host).into_owned(),
         _ => asked.to_owned(),
     };
     let last = u16::try_from(*last).ok().filter(|last| *last < SLOTS)?;
-    Some(((*first).try_into().ok()?, last, joined(&host, (*port).try_into().ok()?)))
+    Some((
+        (*first).try_into().ok()?,
+        last,
+        joined(&host, (*port).try_into().ok()?),
+    ))
 }
 
 /// What nobody serves gets an empty address.
@@ -266,10 +343,19 @@ fn without_gaps(ranges: Vec<(u16, u16, String)>) -> Vec<(u16, String)> {
 pub(crate) fn slot(key: &[u8]) -> u16 {
     let tag = key.iter().position(|byte| *byte == b'{').and_then(|open| {
         let rest = &key[open + 1..];
-        rest.iter().position(|byte| *byte == b'}').filter(|length| *length > 0).map(|length| &rest[..length])
+        rest.iter()
+            .position(|byte| *byte == b'}')
+            .filter(|length| *length > 0)
+            .map(|length| &rest[..length])
     });
     let crc = tag.unwrap_or(key).iter().fold(0_u16, |crc, byte| {
-        (0..8).fold(crc ^ u16::from(*byte) << 8, |crc, _| if crc & 0x8000 == 0 { crc << 1 } else { crc << 1 ^ 0x1021 })
+        (0..8).fold(crc ^ u16::from(*byte) << 8, |crc, _| {
+            if crc & 0x8000 == 0 {
+                crc << 1
+            } else {
+                crc << 1 ^ 0x1021
+            }
+        })
     });
     crc % SLOTS
 }
@@ -290,28 +376,46 @@ mod tests {
 
     #[test]
     fn a_slot_has_its_primary_or_none() {
-        let ranges = vec![(0, 5460, "a:1".into()), (5462, 10_922, "b:2".into()), (10_923, 16_000, "a:1".into())];
+        let ranges = vec![
+            (0, 5460, "a:1".into()),
+            (5462, 10_922, "b:2".into()),
+            (10_923, 16_000, "a:1".into()),
+        ];
         let map = Map::of(without_gaps(ranges));
-        for (slot, owner) in
-            [(0, Some("a:1")), (5460, Some("a:1")), (5461, None), (5462, Some("b:2")), (16_000, Some("a:1")), (16_001, None)]
-        {
+        for (slot, owner) in [
+            (0, Some("a:1")),
+            (5460, Some("a:1")),
+            (5461, None),
+            (5462, Some("b:2")),
+            (16_000, Some("a:1")),
+            (16_001, None),
+        ] {
             assert_eq!(map.owner(slot), owner, "{slot}");
         }
         assert_eq!(map.primaries(), ["a:1", "b:2"]);
         assert_eq!(map.served(), 16_000);
-        assert_eq!(Map::of(without_gaps(vec![(0, SLOTS - 1, "a:1".into())])).served(), SLOTS);
+        assert_eq!(
+            Map::of(without_gaps(vec![(0, SLOTS - 1, "a:1".into())])).served(),
+            SLOTS
+        );
         assert_eq!(Map::of(vec![]).served(), 0);
     }
 
     #[test]
     fn a_key_of_a_node_is_looked_for_once() {
-        let map = Map::of(without_gaps(vec![(0, 9_999, "a:1".into()), (10_000, SLOTS - 1, "b:2".into())]));
+        let map = Map::of(without_gaps(vec![
+            (0, 9_999, "a:1".into()),
+            (10_000, SLOTS - 1, "b:2".into()),
+        ]));
         let still = Moving::default();
         let key = map.key_at("a:1", b"name", &still).expect("a key");
         assert_eq!(map.owner(slot(&key)), Some("a:1"));
         assert_ne!(map.key_at("b:2", b"name", &still), Some(key));
         assert_eq!(map.key_at("c:3", b"name", &still), None);
-        lock(&map.keys).get_mut("a:1").expect("looked for").insert(b"name".to_vec(), b"known".to_vec());
+        lock(&map.keys)
+            .get_mut("a:1")
+            .expect("looked for")
+            .insert(b"name".to_vec(), b"known".to_vec());
         assert_eq!(map.key_at("a:1", b"name", &still), Some(b"known".to_vec()));
     }
 
@@ -324,7 +428,9 @@ mod tests {
         let next = map.key_at("a:1", b"name", &moving).expect("another key");
         assert_ne!(slot(&first), slot(&next));
         for since in lock(&moving.0).values_mut() {
-            *since = Instant::now().checked_sub(MOVES_FOR).expect("the machine is up longer");
+            *since = Instant::now()
+                .checked_sub(MOVES_FOR)
+                .expect("the machine is up longer");
         }
         assert_eq!(map.key_at("a:1", b"name", &moving), Some(first));
     }

@@ -2,8 +2,8 @@
 
 use crate::route::Route;
 
-/// Looks for the servers anew after the batch where there is reason to, even if nobody waited for its end: a renewal waits
-/// for a part of its lease alone.
+/// Looks for the servers anew after the batch where there is reason to, even if nobody waited for
+/// its end: a renewal waits for a part of its lease alone.
 pub(crate) struct Doubt<'a> {
     route: &'a Route,
     /// Whether a server said, or was too silent to say, that it may not be the right one any more.
@@ -13,7 +13,11 @@ pub(crate) struct Doubt<'a> {
 
 impl<'a> Doubt<'a> {
     pub(crate) fn of(route: &'a Route) -> Self {
-        Self { route, doubted: false, unfinished: true }
+        Self {
+            route,
+            doubted: false,
+            unfinished: true,
+        }
     }
 }
 

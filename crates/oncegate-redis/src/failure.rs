@@ -30,22 +30,34 @@ pub(crate) struct Problem {
 
 impl Problem {
     pub(crate) fn new(text: impl AsRef<str>) -> Self {
-        Self { text: text.as_ref().into(), source: None }
+        Self {
+            text: text.as_ref().into(),
+            source: None,
+        }
     }
 
     pub(crate) fn of(text: impl AsRef<str>, source: RedisError) -> Self {
-        Self { text: text.as_ref().into(), source: Some(source) }
+        Self {
+            text: text.as_ref().into(),
+            source: Some(source),
+        }
     }
 }
 
-/// Whether a node of a Cluster says by this code that it does not serve a key, or that nobody does at the moment.
+/// Whether a node of a Cluster says by this code that it does not serve a key, or that nobody does
+/// at the moment.
 pub(crate) fn is_elsewhere(code: &str) -> bool {
     matches!(code, "MOVED" | "ASK" | "TRYAGAIN" | "CLUSTERDOWN")
 }
 
 /// The slot that is still on its way to another node, where one says `ASK <slot> <host:port>`.
 pub(crate) fn moving(code: &str, detail: &str) -> Option<u16> {
-    detail.split(' ').next().filter(|_| code == "ASK")?.parse().ok()
+    detail
+        .split(' ')
+        .next()
+        .filter(|_| code == "ASK")?
+        .parse()
+        .ok()
 }
 
 impl From<Failure> for StoreError {
@@ -80,7 +92,8 @@ impl Failure {
         }
     }
 
-    /// What to say when several were asked in vain: who may answer yet outranks those whose answer no time changes.
+    /// What to say when several were asked in vain: who may answer yet outranks those whose answer
+    /// no time changes.
     pub(crate) fn beside(self, before: Option<Self>) -> Self {
         match (before, self) {
             (Some(before @ Self::Misconfigured(_)), Self::Misconfigured(_)) => before,
@@ -93,27 +106,36 @@ impl Failure {
     pub(crate) fn said_by_server(code: &str, detail: &str) -> Self {
         let said = format!("Redis says {code} {detail}");
         match code {
-            "LOADING" | "READONLY" | "OOM" | "MISCONF" | "NOREPLICAS" | "BUSY" | "MASTERDOWN" | "TRYAGAIN" => Self::not_applied(said),
+            "LOADING" | "READONLY" | "OOM" | "MISCONF" | "NOREPLICAS" | "BUSY" | "MASTERDOWN"
+            | "TRYAGAIN" => Self::not_applied(said),
             "NOPERM" => Self::misconfigured(format!(
                 "{said}: let the user in the URL run SET, GET, MGET, DEL, PTTL, PEXPIRE, EVAL, EVALSHA and INFO on the keys of the prefix, \
                  WAIT for Durability::Replicas, and CLUSTER SLOTS and ASKING for Redis::cluster"
             )),
-            "NOAUTH" | "WRONGPASS" => Self::misconfigured(format!("{said}: put the right user and password into the URL")),
+            "NOAUTH" | "WRONGPASS" => Self::misconfigured(format!(
+                "{said}: put the right user and password into the URL"
+            )),
             "WRONGTYPE" => {
-                let text = format!("{said}: another program uses this key; give markers a prefix of their own with Redis::prefix");
+                let text = format!(
+                    "{said}: another program uses this key; give markers a prefix of their own with Redis::prefix"
+                );
                 Self::UnreadableMarker(Problem::new(text))
             }
-            "MOVED" | "ASK" | "CROSSSLOT" | "CLUSTERDOWN" => {
-                Self::misconfigured(format!("{said}: Redis::at names a node of a cluster; give its nodes to Redis::cluster"))
-            }
-            "ERR" if detail.contains("syntax error") => {
-                Self::misconfigured(format!("{said}: the server is older than 7.0; upgrade it, or choose Guarantee::Bare"))
-            }
-            "ERR" if detail.starts_with("unknown command") => {
-                Self::misconfigured(format!("{said}: the server must offer SET, GET, MGET, DEL, PTTL, PEXPIRE, EVAL and EVALSHA"))
-            }
-            // What Redis 7.0 says, and what later ones say, when a script runs what its user may not.
-            "ERR" if detail.contains("user executing the script can't") || detail.starts_with("ACL failure in script") => {
+            "MOVED" | "ASK" | "CROSSSLOT" | "CLUSTERDOWN" => Self::misconfigured(format!(
+                "{said}: Redis::at names a node of a cluster; give its nodes to Redis::cluster"
+            )),
+            "ERR" if detail.contains("syntax error") => Self::misconfigured(format!(
+                "{said}: the server is older than 7.0; upgrade it, or choose Guarantee::Bare"
+            )),
+            "ERR" if detail.starts_with("unknown command") => Self::misconfigured(format!(
+                "{said}: the server must offer SET, GET, MGET, DEL, PTTL, PEXPIRE, EVAL and EVALSHA"
+            )),
+            // What Redis 7.0 says, and what later ones say, when a script runs what its user may
+            // not.
+            "ERR"
+                if detail.contains("user executing the script can't")
+                    || detail.starts_with("ACL failure in script") =>
+            {
                 Self::said_by_server("NOPERM", detail)
             }
             "ERR" if detail.contains("max number of clients") => Self::not_applied(said),
@@ -143,24 +165,63 @@ mod tests {
 
     #[test]
     fn what_heals_is_not_applied_and_what_a_person_has_to_change_is_misconfigured() {
-        for heals in ["LOADING", "READONLY", "OOM", "MISCONF", "NOREPLICAS", "BUSY", "MASTERDOWN", "TRYAGAIN"] {
-            assert!(matches!(Failure::said_by_server(heals, "x"), Failure::NotApplied(_)), "{heals}");
+        for heals in [
+            "LOADING",
+            "READONLY",
+            "OOM",
+            "MISCONF",
+            "NOREPLICAS",
+            "BUSY",
+            "MASTERDOWN",
+            "TRYAGAIN",
+        ] {
+            assert!(
+                matches!(Failure::said_by_server(heals, "x"), Failure::NotApplied(_)),
+                "{heals}"
+            );
         }
         for wrong in ["NOPERM", "NOAUTH", "WRONGPASS", "MOVED", "CROSSSLOT"] {
-            assert!(matches!(Failure::said_by_server(wrong, "x"), Failure::Misconfigured(_)), "{wrong}");
+            assert!(
+                matches!(
+                    Failure::said_by_server(wrong, "x"),
+                    Failure::Misconfigured(_)
+                ),
+                "{wrong}"
+            );
         }
-        assert!(matches!(Failure::said_by_server("WRONGTYPE", "x"), Failure::UnreadableMarker(_)));
+        assert!(matches!(
+            Failure::said_by_server("WRONGTYPE", "x"),
+            Failure::UnreadableMarker(_)
+        ));
         // Redis before 7.0 knows NX and GET, but not together.
         let old = Failure::said_by_server("ERR", "syntax error");
-        assert!(matches!(&old, Failure::Misconfigured(problem) if problem.to_string().contains("7.0")), "{old:?}");
-        assert!(matches!(Failure::said_by_server("ERR", "max number of clients reached"), Failure::NotApplied(_)));
+        assert!(
+            matches!(&old, Failure::Misconfigured(problem) if problem.to_string().contains("7.0")),
+            "{old:?}"
+        );
+        assert!(matches!(
+            Failure::said_by_server("ERR", "max number of clients reached"),
+            Failure::NotApplied(_)
+        ));
         for (who, refuses) in [
-            ("Redis 7.0", "The user executing the script can't run this command or subcommand script: 1f, on @user_script:5."),
-            ("Redis 8.2", "ACL failure in script: User some has no permissions to run the 'set' command script: 1f, on @user_script:5."),
+            (
+                "Redis 7.0",
+                "The user executing the script can't run this command or subcommand script: 1f, on @user_script:5.",
+            ),
+            (
+                "Redis 8.2",
+                "ACL failure in script: User some has no permissions to run the 'set' command script: 1f, on @user_script:5.",
+            ),
         ] {
             let told = Failure::said_by_server("ERR", refuses);
-            assert!(matches!(&told, Failure::Misconfigured(problem) if problem.to_string().contains("PEXPIRE")), "{who}: {told:?}");
+            assert!(
+                matches!(&told, Failure::Misconfigured(problem) if problem.to_string().contains("PEXPIRE")),
+                "{who}: {told:?}"
+            );
         }
-        assert!(matches!(Failure::said_by_server("SOMETHING", "new"), Failure::Unknown(_)));
+        assert!(matches!(
+            Failure::said_by_server("SOMETHING", "new"),
+            Failure::Unknown(_)
+        ));
     }
 }

@@ -5,7 +5,8 @@ use std::time::Duration;
 /// What was noticed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Finding {
-    /// The canary is gone or was born anew: the keys were lost, deleted or evicted, or another consumer lost its last writes.
+    /// The canary is gone or was born anew: the keys were lost, deleted or evicted, or another
+    /// consumer lost its last writes.
     CanaryLost,
     /// The canary counts back: the last writes were lost, as in a failover or a power cut.
     WritesLost,

@@ -1,8 +1,9 @@
-//! The Redis store of oncegate: [`Redis::at`] a single server, [`Redis::sentinel`] a primary that Sentinels watch,
-//! [`Redis::cluster`] a Cluster; 7.0 or newer.
+//! The Redis store of oncegate: [`Redis::at`] a single server, [`Redis::sentinel`] a primary that
+//! Sentinels watch, [`Redis::cluster`] a Cluster; 7.0 or newer.
 //!
-//! A claim is one `SET … NX GET PX`; completions of many ids are one script call in the same pipeline. Everything
-//! that a script decides is [`oncegate_core::marker::apply`] row by row, by the server's clock.
+//! A claim is one `SET … NX GET PX`; completions of many ids are one script call in the same
+//! pipeline. Everything that a script decides is [`oncegate_core::marker::apply`] row by row, by
+//! the server's clock.
 #![forbid(unsafe_code)]
 
 mod batch;

@@ -5,7 +5,10 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use redis::aio::MultiplexedConnection;
-use redis::{AsyncConnectionConfig, ErrorKind, Pipeline, ProtocolVersion, PushInfo, PushKind, RedisError, Value};
+use redis::{
+    AsyncConnectionConfig, ErrorKind, Pipeline, ProtocolVersion, PushInfo, PushKind, RedisError,
+    Value,
+};
 use tokio::sync::Mutex;
 
 use crate::failure::{Failure, Problem};
@@ -20,7 +23,8 @@ pub(crate) struct Patience {
     pub(crate) reply: Duration,
 }
 
-/// After so many timeouts in a row the connection is made anew: a frozen server or a silent network never closes it.
+/// After so many timeouts in a row the connection is made anew: a frozen server or a silent network
+/// never closes it.
 const TIMEOUTS_IN_A_ROW: u32 = 3;
 
 /// Where the server is.
@@ -44,7 +48,8 @@ pub(crate) struct Link {
 #[derive(Default)]
 struct State {
     live: Option<Live>,
-    /// When connecting last failed, and why: who waited meanwhile gets the same answer instead of a wait of its own.
+    /// When connecting last failed, and why: who waited meanwhile gets the same answer instead of a
+    /// wait of its own.
     refused: Option<(Instant, Failure)>,
 }
 
@@ -70,7 +75,8 @@ impl Live {
     }
 }
 
-/// Who asked has not waited for the reply, and had a bound of its own that was shorter than ours: a timeout like any.
+/// Who asked has not waited for the reply, and had a bound of its own that was shorter than ours: a
+/// timeout like any.
 struct Abandoned<'a>(&'a Live);
 
 impl Drop for Abandoned<'_> {
@@ -81,7 +87,12 @@ impl Drop for Abandoned<'_> {
 
 impl Link {
     pub(crate) fn new(place: Result<Place, Problem>, patience: Patience) -> Self {
-        Self { place, patience, distrusted: AtomicBool::new(false), state: Mutex::default() }
+        Self {
+            place,
+            patience,
+            distrusted: AtomicBool::new(false),
+            state: Mutex::default(),
+        }
     }
 
     /// The host of a server that is always the same.
@@ -117,7 +128,8 @@ impl Link {
         }
     }
 
-    /// Sends the commands in one go and reads a reply to each; a reply may be [`Value::ServerError`].
+    /// Sends the commands in one go and reads a reply to each; a reply may be
+    /// [`Value::ServerError`].
     ///
     /// # Errors
     /// `NotApplied` or `Misconfigured` if nothing was sent; `Unknown` if it may have been.
@@ -130,7 +142,10 @@ impl Link {
     /// # Errors
     /// `NotApplied` or `Misconfigured`: there is none.
     pub(crate) async fn open(&self) -> Result<Open<'_>, Failure> {
-        Ok(Open { link: self, live: self.live().await? })
+        Ok(Open {
+            link: self,
+            live: self.live().await?,
+        })
     }
 
     /// Connects anew before the next command: the name may mean another server by now.
@@ -172,7 +187,10 @@ impl Link {
     }
 
     async fn connect(&self) -> Result<Live, Failure> {
-        let place = self.place.as_ref().map_err(|problem| Failure::Misconfigured(problem.clone()))?;
+        let place = self
+            .place
+            .as_ref()
+            .map_err(|problem| Failure::Misconfigured(problem.clone()))?;
         match place {
             Place::Fixed(server) => self.connect_to(server).await,
             Place::Primary(sentinels) => {
@@ -199,11 +217,19 @@ impl Link {
             Ok::<(), ()>(())
         });
         let connection = match open(server, ProtocolVersion::RESP3, &watched).await {
-            Err(error) if knows_no_resp3(&error) => open(server, ProtocolVersion::RESP2, &config).await,
+            Err(error) if knows_no_resp3(&error) => {
+                open(server, ProtocolVersion::RESP2, &config).await
+            }
             opened => opened,
         };
-        let connection = connection.map_err(|error| server.refused(&error, self.patience.connect))?;
-        Ok(Live { connection, broken, timeouts: Arc::default(), looked_at: Arc::default() })
+        let connection =
+            connection.map_err(|error| server.refused(&error, self.patience.connect))?;
+        Ok(Live {
+            connection,
+            broken,
+            timeouts: Arc::default(),
+            looked_at: Arc::default(),
+        })
     }
 
     /// Sentinels may name a server a moment before it knows.
@@ -216,7 +242,10 @@ impl Link {
         if info.contains("role:master") {
             return Ok(());
         }
-        Err(Failure::not_applied(format!("Redis at {} is not yet the primary that the Sentinels say it is", server.address())))
+        Err(Failure::not_applied(format!(
+            "Redis at {} is not yet the primary that the Sentinels say it is",
+            server.address()
+        )))
     }
 }
 
@@ -225,7 +254,11 @@ impl Open<'_> {
     pub(crate) async fn ask(&self, commands: &Pipeline) -> Result<Vec<Value>, Failure> {
         let Self { link, live } = self;
         let abandoned = Abandoned(live);
-        let sent = live.connection.clone().send_packed_commands(commands, 0, commands.len()).await;
+        let sent = live
+            .connection
+            .clone()
+            .send_packed_commands(commands, 0, commands.len())
+            .await;
         std::mem::forget(abandoned);
         match sent {
             Ok(replies) if replies.len() == commands.len() => {
@@ -234,15 +267,25 @@ impl Open<'_> {
             }
             Ok(replies) => {
                 live.broken.store(true, Ordering::Relaxed);
-                Err(Failure::unknown(format!("{} commands were answered {} times", commands.len(), replies.len())))
+                Err(Failure::unknown(format!(
+                    "{} commands were answered {} times",
+                    commands.len(),
+                    replies.len()
+                )))
             }
             Err(error) if error.is_timeout() => {
                 live.timed_out();
-                Err(Failure::Unknown(Problem::of(format!("no reply from Redis within {:?}", link.patience.reply), error)))
+                Err(Failure::Unknown(Problem::of(
+                    format!("no reply from Redis within {:?}", link.patience.reply),
+                    error,
+                )))
             }
             Err(error) => {
                 live.broken.store(true, Ordering::Relaxed);
-                Err(Failure::Unknown(Problem::of(format!("the connection to Redis broke: {error}"), error)))
+                Err(Failure::Unknown(Problem::of(
+                    format!("the connection to Redis broke: {error}"),
+                    error,
+                )))
             }
         }
     }
@@ -257,11 +300,21 @@ impl Open<'_> {
     }
 }
 
-async fn open(server: &Server, protocol: ProtocolVersion, config: &AsyncConnectionConfig) -> Result<MultiplexedConnection, RedisError> {
-    server.client(protocol)?.get_multiplexed_async_connection_with_config(config).await
+async fn open(
+    server: &Server,
+    protocol: ProtocolVersion,
+    config: &AsyncConnectionConfig,
+) -> Result<MultiplexedConnection, RedisError> {
+    server
+        .client(protocol)?
+        .get_multiplexed_async_connection_with_config(config)
+        .await
 }
 
 /// Redis before 6.0.
 fn knows_no_resp3(error: &RedisError) -> bool {
-    error.kind() == ErrorKind::RESP3NotSupported || error.detail().is_some_and(|detail| detail.starts_with("unknown command"))
+    error.kind() == ErrorKind::RESP3NotSupported
+        || error
+            .detail()
+            .is_some_and(|detail| detail.starts_with("unknown command"))
 }

@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use crate::durability::Durability;
 
-/// The most that one done marker costs, key, expiry and hash tables in, for `processed:` and a 36-byte id: what was
-/// measured just after Redis doubled its table. Between doublings it is some 20 bytes less.
+/// The most that one done marker costs, key, expiry and hash tables in, for `processed:` and a
+/// 36-byte id: what was measured just after Redis doubled its table. Between doublings it is some
+/// 20 bytes less.
 const DONE: u64 = 175;
 
 /// What a fingerprint adds.
@@ -79,8 +80,8 @@ pub struct Plan {
     pub markers: u64,
     /// Bytes that they take on each server, primary or replica.
     pub memory: u64,
-    /// What to set `maxmemory` to on each server: a quarter more, since tables double and loads vary. The machine needs up
-    /// to as much again while Redis rewrites its append-only file.
+    /// What to set `maxmemory` to on each server: a quarter more, since tables double and loads
+    /// vary. The machine needs up to as much again while Redis rewrites its append-only file.
     pub maxmemory: u64,
     /// Servers that hold the keys: primaries, and their replicas where claims wait for some.
     pub servers: u64,
@@ -90,11 +91,24 @@ pub struct Plan {
 
 /// What a load needs, by measured bytes a marker.
 pub fn plan(load: &Load) -> Plan {
-    let done = load.messages_per_second.saturating_mul(load.window.as_secs().max(1));
+    let done = load
+        .messages_per_second
+        .saturating_mul(load.window.as_secs().max(1));
     let held = load.processes.saturating_mul(load.in_flight);
-    let longer_key = load.key_bytes.saturating_sub(MEASURED_KEY).next_multiple_of(8);
-    let each = DONE + longer_key + if load.markers == Markers::WithFingerprint { FINGERPRINT } else { 0 };
-    let bytes = done.saturating_mul(each).saturating_add(held.saturating_mul(each + HELD));
+    let longer_key = load
+        .key_bytes
+        .saturating_sub(MEASURED_KEY)
+        .next_multiple_of(8);
+    let each = DONE
+        + longer_key
+        + if load.markers == Markers::WithFingerprint {
+            FINGERPRINT
+        } else {
+            0
+        };
+    let bytes = done
+        .saturating_mul(each)
+        .saturating_add(held.saturating_mul(each + HELD));
     let memory = bytes.div_ceil(load.primaries.max(1));
     let replicas = match load.durability {
         Durability::Primary => 0,
@@ -106,7 +120,9 @@ pub fn plan(load: &Load) -> Plan {
         maxmemory: memory.saturating_add(memory / 4),
         servers: load.primaries.max(1).saturating_mul(replicas + 1),
         // Operations, renewals, and claims where replicas have to know of them.
-        connections: load.processes.saturating_mul(if replicas > 0 { 3 } else { 2 }),
+        connections: load
+            .processes
+            .saturating_mul(if replicas > 0 { 3 } else { 2 }),
     }
 }
 
@@ -116,19 +132,53 @@ mod tests {
 
     #[test]
     fn a_load_is_multiplied_out() {
-        let load = Load { messages_per_second: 10, window: Duration::from_secs(100), in_flight: 0, ..Load::default() };
+        let load = Load {
+            messages_per_second: 10,
+            window: Duration::from_secs(100),
+            in_flight: 0,
+            ..Load::default()
+        };
         let whole = plan(&load);
-        assert_eq!(whole, Plan { markers: 1_000, memory: 175_000, maxmemory: 218_750, servers: 1, connections: 2 });
-        let longer = plan(&Load { key_bytes: 50, markers: Markers::WithFingerprint, ..load.clone() });
+        assert_eq!(
+            whole,
+            Plan {
+                markers: 1_000,
+                memory: 175_000,
+                maxmemory: 218_750,
+                servers: 1,
+                connections: 2
+            }
+        );
+        let longer = plan(&Load {
+            key_bytes: 50,
+            markers: Markers::WithFingerprint,
+            ..load.clone()
+        });
         assert_eq!(longer.memory, 1_000 * (175 + 8 + 16));
-        let replicas = Durability::Replicas { count: 2, timeout: Duration::ZERO };
-        let spread = plan(&Load { primaries: 4, durability: replicas, processes: 5, ..load });
-        assert_eq!((spread.memory, spread.servers, spread.connections), (43_750, 12, 15));
+        let replicas = Durability::Replicas {
+            count: 2,
+            timeout: Duration::ZERO,
+        };
+        let spread = plan(&Load {
+            primaries: 4,
+            durability: replicas,
+            processes: 5,
+            ..load
+        });
+        assert_eq!(
+            (spread.memory, spread.servers, spread.connections),
+            (43_750, 12, 15)
+        );
     }
 
     #[test]
     fn what_is_too_much_to_count_is_the_most() {
-        let all = Load { messages_per_second: u64::MAX, window: Duration::MAX, processes: u64::MAX, ..Load::default() };
+        let all = Load {
+            messages_per_second: u64::MAX,
+            window: Duration::MAX,
+            processes: u64::MAX,
+            ..Load::default()
+        };
         assert_eq!(plan(&all).memory, u64::MAX);
     }
 }

@@ -1,8 +1,8 @@
 //! A marker as Redis holds it.
 //!
-//! Done is `1`, as every program that deduplicates with `SET … 1 … NX` writes it, or `-1` and the 18 digits of its fingerprint:
-//! both are integers to Redis. A time in nanoseconds, which other programs write as a marker, is no such number. Everything else
-//! begins with a version:
+//! Done is `1`, as every program that deduplicates with `SET … 1 … NX` writes it, or `-1` and the
+//! 18 digits of its fingerprint: both are integers to Redis. A time in nanoseconds, which other
+//! programs write as a marker, is no such number. Everything else begins with a version:
 //!
 //! ```text
 //! v1 p <token> <attempts> <lease ms> <horizon ms> <guarantee a|e|b> <fingerprint or ->   in progress
@@ -12,17 +12,21 @@
 //! v1 c <attempts>                                                                        cleared
 //! ```
 //!
-//! Attempts are `<number> <base> <crashes> <n|u>`: the number of the last one, how many the budget does not count, how
-//! many ended in a crash since the id was last sent back, and whether what they may have done is unknown.
+//! Attempts are `<number> <base> <crashes> <n|u>`: the number of the last one, how many the budget
+//! does not count, how many ended in a crash since the id was last sent back, and whether what they
+//! may have done is unknown.
 //!
 //! `apply.lua` reads and writes the same.
 
 use std::fmt::Write;
 use std::time::Duration;
 
-use oncegate_core::marker::{Attempts, Doubt, Effect, Fingerprint, Guarantee, Hold, Marker, Operation, Terms, Token};
+use oncegate_core::marker::{
+    Attempts, Doubt, Effect, Fingerprint, Guarantee, Hold, Marker, Operation, Terms, Token,
+};
 
-/// The longest time that a record or an expiry may hold, a hundred years: beyond it Redis overflows.
+/// The longest time that a record or an expiry may hold, a hundred years: beyond it Redis
+/// overflows.
 const LONGEST_MS: u64 = 100 * 365 * 24 * 3600 * 1000;
 
 /// Why a value is no marker of ours.
@@ -36,7 +40,8 @@ pub(crate) enum Unreadable {
 
 /// Whole milliseconds, rounded up: nothing ends earlier than its writer meant.
 pub(crate) fn milliseconds(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos().div_ceil(1_000_000)).map_or(LONGEST_MS, |ms| ms.min(LONGEST_MS))
+    u64::try_from(duration.as_nanos().div_ceil(1_000_000))
+        .map_or(LONGEST_MS, |ms| ms.min(LONGEST_MS))
 }
 
 /// The same for an expiry, which Redis refuses to be zero.
@@ -63,12 +68,29 @@ fn fingerprint(fingerprint: Option<Fingerprint>) -> String {
     fingerprint.map_or_else(|| "-".into(), |it| format!("{:018}", it.get()))
 }
 
-/// The record of a first claim that was granted to the asker of this operation, with the number of its attempt.
+/// The record of a first claim that was granted to the asker of this operation, with the number of
+/// its attempt.
 pub(crate) fn granted(operation: &Operation, attempt: u32) -> String {
     let Operation { token, terms, .. } = *operation;
-    let Terms { guarantee, lease, fingerprint, .. } = terms;
+    let Terms {
+        guarantee,
+        lease,
+        fingerprint,
+        ..
+    } = terms;
     let (attempts, earlier, horizon) = (Attempts::new(attempt), Effect::Nothing, terms.horizon());
-    held('p', &Hold { token, attempts, earlier, lease, horizon, guarantee, fingerprint })
+    held(
+        'p',
+        &Hold {
+            token,
+            attempts,
+            earlier,
+            lease,
+            horizon,
+            guarantee,
+            fingerprint,
+        },
+    )
 }
 
 /// The record of a marker; empty if there is none.
@@ -79,13 +101,23 @@ pub(crate) fn encode(marker: &Marker) -> String {
         Marker::InProgress(hold) => held('p', hold),
         Marker::InDoubt(hold, Doubt::Waiting) => held('w', hold),
         Marker::InDoubt(hold, Doubt::Reconciling) => held('r', hold),
-        Marker::Rejected { attempt, fingerprint: it } => format!("v1 x {attempt} {}", fingerprint(*it)),
+        Marker::Rejected {
+            attempt,
+            fingerprint: it,
+        } => format!("v1 x {attempt} {}", fingerprint(*it)),
         Marker::Done(None) => "1".into(),
         Marker::Done(Some(it)) => format!("-1{:018}", it.get()),
     }
 }
 
-fn tried(Attempts { number, base, crashes }: &Attempts, effect: Effect) -> String {
+fn tried(
+    Attempts {
+        number,
+        base,
+        crashes,
+    }: &Attempts,
+    effect: Effect,
+) -> String {
     let effect = match effect {
         Effect::Nothing => 'n',
         Effect::Unknown => 'u',
@@ -95,10 +127,18 @@ fn tried(Attempts { number, base, crashes }: &Attempts, effect: Effect) -> Strin
 
 fn held(kind: char, hold: &Hold) -> String {
     let mut record = String::with_capacity(96);
-    let (lease, horizon, guarantee) = (milliseconds(hold.lease), expiry(hold.horizon), letter(hold.guarantee));
+    let (lease, horizon, guarantee) = (
+        milliseconds(hold.lease),
+        expiry(hold.horizon),
+        letter(hold.guarantee),
+    );
     let tried = tried(&hold.attempts, hold.earlier);
     // Writing to a String cannot fail.
-    let _ = write!(record, "v1 {kind} {:032x} {tried} {lease} {horizon} {guarantee} ", hold.token.0);
+    let _ = write!(
+        record,
+        "v1 {kind} {:032x} {tried} {lease} {horizon} {guarantee} ",
+        hold.token.0
+    );
     let _ = match hold.fingerprint {
         Some(it) => write!(record, "{:018}", it.get()),
         None => write!(record, "-"),
@@ -115,7 +155,10 @@ pub(crate) fn decode(raw: &[u8]) -> Result<Marker, Unreadable> {
     if text == "1" {
         return Ok(Marker::Done(None));
     }
-    if let Some(version) = text.strip_prefix('v').and_then(|rest| rest.split_once(' ')).map(|(version, _)| version)
+    if let Some(version) = text
+        .strip_prefix('v')
+        .and_then(|rest| rest.split_once(' '))
+        .map(|(version, _)| version)
         && version != "1"
         && !version.is_empty()
         && version.bytes().all(|byte| byte.is_ascii_digit())
@@ -138,7 +181,10 @@ fn read(text: &str) -> Option<Marker> {
         }
         "x" => {
             let attempt = read_count(fields.next()?)?;
-            Marker::Rejected { attempt, fingerprint: read_optional_fingerprint(fields.next()?)? }
+            Marker::Rejected {
+                attempt,
+                fingerprint: read_optional_fingerprint(fields.next()?)?,
+            }
         }
         "p" | "w" | "r" => {
             let token = read_token(fields.next()?)?;
@@ -165,13 +211,18 @@ fn read(text: &str) -> Option<Marker> {
 
 /// A number of at most this many decimal digits and no sign.
 fn digits(text: &str, longest: usize) -> Option<u64> {
-    let fits = !text.is_empty() && text.len() <= longest && text.bytes().all(|byte| byte.is_ascii_digit());
+    let fits =
+        !text.is_empty() && text.len() <= longest && text.bytes().all(|byte| byte.is_ascii_digit());
     fits.then(|| text.parse().ok()).flatten()
 }
 
 fn read_tried<'a>(fields: &mut impl Iterator<Item = &'a str>) -> Option<(Attempts, Effect)> {
     let mut count = || read_count(fields.next()?);
-    let attempts = Attempts { number: count()?, base: count()?, crashes: count()? };
+    let attempts = Attempts {
+        number: count()?,
+        base: count()?,
+        crashes: count()?,
+    };
     let effect = match fields.next()? {
         "n" => Effect::Nothing,
         "u" => Effect::Unknown,
@@ -189,8 +240,13 @@ fn read_duration(text: &str) -> Option<Duration> {
 }
 
 fn read_token(text: &str) -> Option<Token> {
-    let fits = text.len() == 32 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
-    fits.then(|| u128::from_str_radix(text, 16).ok()).flatten().map(Token)
+    let fits = text.len() == 32
+        && text
+            .bytes()
+            .all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
+    fits.then(|| u128::from_str_radix(text, 16).ok())
+        .flatten()
+        .map(Token)
 }
 
 fn read_guarantee(text: &str) -> Option<Guarantee> {
@@ -203,11 +259,19 @@ fn read_guarantee(text: &str) -> Option<Guarantee> {
 }
 
 fn read_fingerprint(text: &str) -> Option<Fingerprint> {
-    if text.len() == 18 { digits(text, 18).map(Fingerprint::new) } else { None }
+    if text.len() == 18 {
+        digits(text, 18).map(Fingerprint::new)
+    } else {
+        None
+    }
 }
 
 fn read_optional_fingerprint(text: &str) -> Option<Option<Fingerprint>> {
-    if text == "-" { Some(None) } else { read_fingerprint(text).map(Some) }
+    if text == "-" {
+        Some(None)
+    } else {
+        read_fingerprint(text).map(Some)
+    }
 }
 
 #[cfg(test)]
@@ -216,19 +280,56 @@ mod tests {
 
     fn hold(guarantee: Guarantee, fingerprint: Option<Fingerprint>) -> Hold {
         let [lease, horizon] = [30_000, 86_400_000].map(Duration::from_millis);
-        let attempts = Attempts { number: 7, base: 3, crashes: 2 };
-        Hold { token: Token(0xab), attempts, earlier: Effect::Unknown, lease, horizon, guarantee, fingerprint }
+        let attempts = Attempts {
+            number: 7,
+            base: 3,
+            crashes: 2,
+        };
+        Hold {
+            token: Token(0xab),
+            attempts,
+            earlier: Effect::Unknown,
+            lease,
+            horizon,
+            guarantee,
+            fingerprint,
+        }
     }
 
     fn markers() -> Vec<Marker> {
-        let most = Attempts { number: u32::MAX, base: u32::MAX, crashes: u32::MAX };
-        let mut markers: Vec<_> = [Effect::Nothing, Effect::Unknown].map(|effect| Marker::Cleared { attempts: most, effect }).into();
-        for body in [None, Some(Fingerprint::new(0)), Some(Fingerprint::new(Fingerprint::LIMIT - 1))] {
-            markers.extend([Marker::Rejected { attempt: 5, fingerprint: body }, Marker::Done(body)]);
-            for guarantee in [Guarantee::AtMostOnce, Guarantee::EffectivelyOnce, Guarantee::Bare] {
+        let most = Attempts {
+            number: u32::MAX,
+            base: u32::MAX,
+            crashes: u32::MAX,
+        };
+        let mut markers: Vec<_> = [Effect::Nothing, Effect::Unknown]
+            .map(|effect| Marker::Cleared {
+                attempts: most,
+                effect,
+            })
+            .into();
+        for body in [
+            None,
+            Some(Fingerprint::new(0)),
+            Some(Fingerprint::new(Fingerprint::LIMIT - 1)),
+        ] {
+            markers.extend([
+                Marker::Rejected {
+                    attempt: 5,
+                    fingerprint: body,
+                },
+                Marker::Done(body),
+            ]);
+            for guarantee in [
+                Guarantee::AtMostOnce,
+                Guarantee::EffectivelyOnce,
+                Guarantee::Bare,
+            ] {
                 let hold = hold(guarantee, body);
                 markers.push(Marker::InProgress(hold));
-                markers.extend([Doubt::Waiting, Doubt::Reconciling].map(|doubt| Marker::InDoubt(hold, doubt)));
+                markers.extend(
+                    [Doubt::Waiting, Doubt::Reconciling].map(|doubt| Marker::InDoubt(hold, doubt)),
+                );
             }
         }
         markers
@@ -245,11 +346,29 @@ mod tests {
     #[test]
     fn the_records_are_the_documented_bytes() {
         assert_eq!(encode(&Marker::Done(None)), "1");
-        assert_eq!(encode(&Marker::Done(Some(Fingerprint::new(42)))), "-1000000000000000042");
+        assert_eq!(
+            encode(&Marker::Done(Some(Fingerprint::new(42)))),
+            "-1000000000000000042"
+        );
         let held = Marker::InProgress(hold(Guarantee::AtMostOnce, None));
-        assert_eq!(encode(&held), "v1 p 000000000000000000000000000000ab 7 3 2 u 30000 86400000 a -");
-        assert_eq!(encode(&Marker::Cleared { attempts: Attempts::new(2), effect: Effect::Nothing }), "v1 c 2 0 0 n");
-        assert_eq!(encode(&Marker::Rejected { attempt: 2, fingerprint: None }), "v1 x 2 -");
+        assert_eq!(
+            encode(&held),
+            "v1 p 000000000000000000000000000000ab 7 3 2 u 30000 86400000 a -"
+        );
+        assert_eq!(
+            encode(&Marker::Cleared {
+                attempts: Attempts::new(2),
+                effect: Effect::Nothing
+            }),
+            "v1 c 2 0 0 n"
+        );
+        assert_eq!(
+            encode(&Marker::Rejected {
+                attempt: 2,
+                fingerprint: None
+            }),
+            "v1 x 2 -"
+        );
     }
 
     #[test]
@@ -266,13 +385,39 @@ mod tests {
     #[test]
     fn what_others_wrote_is_told_apart() {
         for newer in ["v2 p x", "v10 ", "v0 c 1"] {
-            assert_eq!(decode(newer.as_bytes()), Err(Unreadable::UnknownVersion), "{newer}");
+            assert_eq!(
+                decode(newer.as_bytes()),
+                Err(Unreadable::UnknownVersion),
+                "{newer}"
+            );
         }
-        let others =
-            ["", "2", "01", "1 ", "v1", "v1 c -1 0 0 n", "v1 c 4294967296 0 0 n", "v1 c 1 0 0 n ", "v1 c 1 0 0", "v1 c 1", "v1 x 5"];
+        let others = [
+            "",
+            "2",
+            "01",
+            "1 ",
+            "v1",
+            "v1 c -1 0 0 n",
+            "v1 c 4294967296 0 0 n",
+            "v1 c 1 0 0 n ",
+            "v1 c 1 0 0",
+            "v1 c 1",
+            "v1 x 5",
+        ];
         // Among them a time in nanoseconds, as a program with a marker of its own may write it.
-        for other in others.into_iter().chain(["processing", "\u{e9}", "v 1", "1763900000000000000", "-1", "-176390000000000000"]) {
-            assert_eq!(decode(other.as_bytes()), Err(Unreadable::NotAMarker), "{other}");
+        for other in others.into_iter().chain([
+            "processing",
+            "\u{e9}",
+            "v 1",
+            "1763900000000000000",
+            "-1",
+            "-176390000000000000",
+        ]) {
+            assert_eq!(
+                decode(other.as_bytes()),
+                Err(Unreadable::NotAMarker),
+                "{other}"
+            );
         }
         assert_eq!(decode(&[0xff]), Err(Unreadable::NotAMarker));
     }

@@ -18,14 +18,24 @@ pub(crate) enum Target {
 
 impl Target {
     /// The same, reached in another way.
-    pub(crate) fn with_servers(self, change: impl Fn(Server) -> Result<Server, Problem>) -> Result<Self, Problem> {
+    pub(crate) fn with_servers(
+        self,
+        change: impl Fn(Server) -> Result<Server, Problem>,
+    ) -> Result<Self, Problem> {
         Ok(match self {
             Self::One(Place::Fixed(server)) => Self::One(Place::Fixed(change(server)?)),
             Self::One(Place::Primary(sentinels)) => {
-                let servers = sentinels.servers().iter().cloned().map(change).collect::<Result<_, _>>()?;
+                let servers = sentinels
+                    .servers()
+                    .iter()
+                    .cloned()
+                    .map(change)
+                    .collect::<Result<_, _>>()?;
                 Self::One(Place::Primary(sentinels.reached_by(servers)))
             }
-            Self::Cluster(seeds) => Self::Cluster(seeds.into_iter().map(change).collect::<Result<_, _>>()?),
+            Self::Cluster(seeds) => {
+                Self::Cluster(seeds.into_iter().map(change).collect::<Result<_, _>>()?)
+            }
         })
     }
 }
@@ -33,8 +43,8 @@ impl Target {
 /// The connections to one server.
 pub(crate) struct Lanes {
     pub(crate) general: Link,
-    /// Only where replicas have to know of claims: `WAIT` holds up everything on its connection, and answers for that
-    /// connection's own writes alone.
+    /// Only where replicas have to know of claims: `WAIT` holds up everything on its connection,
+    /// and answers for that connection's own writes alone.
     claims: Option<Link>,
 }
 
@@ -46,7 +56,11 @@ pub(crate) enum Lane {
 }
 
 impl Lanes {
-    pub(crate) fn to(place: Result<Place, Problem>, patience: Patience, durability: Durability) -> Self {
+    pub(crate) fn to(
+        place: Result<Place, Problem>,
+        patience: Patience,
+        durability: Durability,
+    ) -> Self {
         let claims = match durability {
             Durability::Primary => None,
             Durability::Replicas { .. } => {
@@ -54,7 +68,10 @@ impl Lanes {
                 Some(Link::new(place.clone(), Patience { reply, ..patience }))
             }
         };
-        Self { general: Link::new(place, patience), claims }
+        Self {
+            general: Link::new(place, patience),
+            claims,
+        }
     }
 
     pub(crate) fn link(&self, lane: Lane) -> &Link {
@@ -89,11 +106,23 @@ pub(crate) enum View<'a> {
 }
 
 impl Route {
-    pub(crate) fn to(target: &Result<Target, Problem>, patience: Patience, durability: Durability) -> Self {
+    pub(crate) fn to(
+        target: &Result<Target, Problem>,
+        patience: Patience,
+        durability: Durability,
+    ) -> Self {
         match target {
-            Ok(Target::One(place)) => Self::One(Arc::new(Lanes::to(Ok(place.clone()), patience, durability))),
-            Ok(Target::Cluster(seeds)) => Self::Cluster(Box::new(Cluster::new(seeds.clone(), patience, durability))),
-            Err(problem) => Self::One(Arc::new(Lanes::to(Err(problem.clone()), patience, durability))),
+            Ok(Target::One(place)) => {
+                Self::One(Arc::new(Lanes::to(Ok(place.clone()), patience, durability)))
+            }
+            Ok(Target::Cluster(seeds)) => {
+                Self::Cluster(Box::new(Cluster::new(seeds.clone(), patience, durability)))
+            }
+            Err(problem) => Self::One(Arc::new(Lanes::to(
+                Err(problem.clone()),
+                patience,
+                durability,
+            ))),
         }
     }
 
@@ -113,15 +142,22 @@ impl Route {
         self.view().await?.lanes(key, &At::Owner).await
     }
 
-    /// Each primary once, with a key of this name that lies there; where there are several, a number is added to the name.
-    pub(crate) async fn keys_on_each(&self, name: &[u8]) -> Result<Vec<(Vec<u8>, Arc<Lanes>)>, Failure> {
+    /// Each primary once, with a key of this name that lies there; where there are several, a
+    /// number is added to the name.
+    pub(crate) async fn keys_on_each(
+        &self,
+        name: &[u8],
+    ) -> Result<Vec<(Vec<u8>, Arc<Lanes>)>, Failure> {
         match self {
             Self::One(lanes) => Ok(vec![(name.to_vec(), lanes.clone())]),
             Self::Cluster(cluster) => {
                 let map = cluster.map().await?;
                 let mut found = Vec::new();
                 for address in map.primaries() {
-                    if let (Some(key), Some(lanes)) = (map.key_at(address, name, &cluster.moving), cluster.node(address).await) {
+                    if let (Some(key), Some(lanes)) = (
+                        map.key_at(address, name, &cluster.moving),
+                        cluster.node(address).await,
+                    ) {
                         found.push((key, lanes));
                     }
                 }
@@ -131,10 +167,19 @@ impl Route {
     }
 
     /// The key of this name that lies on one server; `None` where that serves no slot.
-    pub(crate) async fn key_on(&self, lanes: &Lanes, name: &[u8]) -> Result<Option<Vec<u8>>, Failure> {
+    pub(crate) async fn key_on(
+        &self,
+        lanes: &Lanes,
+        name: &[u8],
+    ) -> Result<Option<Vec<u8>>, Failure> {
         Ok(match self {
             Self::One(_) => Some(name.to_vec()),
-            Self::Cluster(cluster) => cluster.map().await?.key_at(&lanes.general.described(), name, &cluster.moving),
+            Self::Cluster(cluster) => {
+                cluster
+                    .map()
+                    .await?
+                    .key_at(&lanes.general.described(), name, &cluster.moving)
+            }
         })
     }
 
@@ -153,15 +198,17 @@ impl Route {
         }
     }
 
-    /// Where others tell which server is the primary, one that is a replica by now is the wrong one.
+    /// Where others tell which server is the primary, one that is a replica by now is the wrong
+    /// one.
     ///
     /// # Errors
     /// `NotApplied`: the primary is to be looked for anew.
     pub(crate) fn still_a_primary(&self, info: &Info) -> Result<(), Failure> {
         match info.field("role") {
-            Some("slave") if self.setting() != "Redis::at" => {
-                Err(Failure::not_applied(format!("{}: a server that was the primary is a replica by now", self.setting())))
-            }
+            Some("slave") if self.setting() != "Redis::at" => Err(Failure::not_applied(format!(
+                "{}: a server that was the primary is a replica by now",
+                self.setting()
+            ))),
             _ => Ok(()),
         }
     }
@@ -187,7 +234,8 @@ impl Route {
         }
     }
 
-    /// Looks for the servers anew, and for keys of other slots than one that is on its way to another node.
+    /// Looks for the servers anew, and for keys of other slots than one that is on its way to
+    /// another node.
     pub(crate) fn distrust_slot(&self, moving: Option<u16>) {
         if let (Self::Cluster(cluster), Some(slot)) = (self, moving) {
             cluster.moving.add(slot);
@@ -218,7 +266,9 @@ impl View<'_> {
                     Some(address) => cluster.node(address).await,
                     None => None,
                 };
-                lanes.ok_or_else(|| Failure::not_applied("no node of the Cluster serves the slot of this key"))
+                lanes.ok_or_else(|| {
+                    Failure::not_applied("no node of the Cluster serves the slot of this key")
+                })
             }
         }
     }

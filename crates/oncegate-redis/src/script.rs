@@ -2,7 +2,9 @@
 
 use std::sync::LazyLock;
 
-use oncegate_core::marker::{self, Ask, Effect, Finding, Operation, Terms, UNRESOLVED_AT_MOST_ONCE};
+use oncegate_core::marker::{
+    self, Ask, Effect, Finding, Operation, Terms, UNRESOLVED_AT_MOST_ONCE,
+};
 use redis::{Cmd, Script};
 
 use crate::record;
@@ -18,15 +20,22 @@ pub(crate) enum By {
     Text,
 }
 
-/// Whether two operations can travel in one call: they ask the same on the same terms, apart from the fingerprint. What a person
-/// frees goes by the attempt, too.
+/// Whether two operations can travel in one call: they ask the same on the same terms, apart from
+/// the fingerprint. What a person frees goes by the attempt, too.
 pub(crate) fn together(one: &Operation, other: &Operation) -> bool {
     let shared = |terms: &Terms| (terms.guarantee, terms.lease, terms.window);
-    one.ask == other.ask && shared(&one.terms) == shared(&other.terms) && marker::freed(one) == marker::freed(other)
+    one.ask == other.ask
+        && shared(&one.terms) == shared(&other.terms)
+        && marker::freed(one) == marker::freed(other)
 }
 
 /// One call for operations that go [`together`]. There is at least one.
-pub(crate) fn call<'a>(by: By, prefix: &[u8], first: &Operation, operations: impl ExactSizeIterator<Item = &'a Operation> + Clone) -> Cmd {
+pub(crate) fn call<'a>(
+    by: By,
+    prefix: &[u8],
+    first: &Operation,
+    operations: impl ExactSizeIterator<Item = &'a Operation> + Clone,
+) -> Cmd {
     let count = operations.len();
     let mut call = Cmd::with_capacity(11 + 2 * count, 256 + 200 * count);
     match by {
@@ -42,7 +51,9 @@ pub(crate) fn call<'a>(by: By, prefix: &[u8], first: &Operation, operations: imp
     }
     let terms = &first.terms;
     let (seen, freed) = match &first.ask {
-        Ask::SendBack { seen, .. } | Ask::Forget { seen } => (record::encode(seen), marker::freed(first)),
+        Ask::SendBack { seen, .. } | Ask::Forget { seen } => {
+            (record::encode(seen), marker::freed(first))
+        }
         _ => (String::new(), None),
     };
     call.arg(name(&first.ask))
@@ -59,7 +70,8 @@ pub(crate) fn call<'a>(by: By, prefix: &[u8], first: &Operation, operations: imp
     call
 }
 
-/// A call that does nothing: whether the server takes it, and with the text, so that it knows the script.
+/// A call that does nothing: whether the server takes it, and with the text, so that it knows the
+/// script.
 pub(crate) fn nothing(by: By) -> Cmd {
     let mut call = named(by);
     call.arg(0);

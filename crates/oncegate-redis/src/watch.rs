@@ -1,7 +1,7 @@
 //! Notices, while running, that a server forgot what it was told.
 //!
-//! The [canary](crate::canary) tells of lost keys and lost writes, `INFO` the rest: evicted keys, another process, a clock
-//! that jumped.
+//! The [canary](crate::canary) tells of lost keys and lost writes, `INFO` the rest: evicted keys,
+//! another process, a clock that jumped.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -26,12 +26,13 @@ const EVERY: Duration = Duration::from_secs(2);
 /// The same, while others are to be told of a loss.
 const EVERY_TO_TELL: Duration = Duration::from_millis(100);
 
-/// How long at most once waits after a restart: who lost its last writes finds out when it asks again, at least once a
-/// second, and tells.
+/// How long at most once waits after a restart: who lost its last writes finds out when it asks
+/// again, at least once a second, and tells.
 const OTHERS_MAY_TELL: Duration = Duration::from_secs(3);
 
-/// A clock may go wrong by so much between two looks, or by half of the shortest at-most-once lease if that is less, since a lease is
-/// renewed at a third; and by a thousandth of the time between them besides.
+/// A clock may go wrong by so much between two looks, or by half of the shortest at-most-once lease
+/// if that is less, since a lease is renewed at a third; and by a thousandth of the time between
+/// them besides.
 const CLOCK_TOLERANCE: Duration = Duration::from_secs(2);
 
 /// Looks at servers now and then, and remembers what it saw.
@@ -43,7 +44,10 @@ pub(crate) struct Watch {
 
 impl Default for Watch {
     fn default() -> Self {
-        Self { process: Token::random(), state: Mutex::default() }
+        Self {
+            process: Token::random(),
+            state: Mutex::default(),
+        }
     }
 }
 
@@ -139,35 +143,65 @@ impl Watch {
 
     /// Looks at each server, side by side. One that does not answer is left for the next time.
     pub(crate) async fn look(&self, route: &Route, prefix: &[u8], durability: Durability) {
-        let Ok(servers) = route.primaries().await else { return };
-        let looks = join_all(servers.iter().map(|lanes| self.look_on(lanes, route, prefix, durability))).await;
+        let Ok(servers) = route.primaries().await else {
+            return;
+        };
+        let looks = join_all(
+            servers
+                .iter()
+                .map(|lanes| self.look_on(lanes, route, prefix, durability)),
+        )
+        .await;
         match looks.into_iter().collect::<Result<Vec<_>, _>>() {
             Ok(keys) => self.saw_all(&keys),
             Err(failure) => tracing::debug!(?failure, "Redis could not be looked at"),
         }
     }
 
-    async fn look_on(&self, lanes: &Lanes, route: &Route, prefix: &[u8], durability: Durability) -> Result<Option<Keys>, Failure> {
+    async fn look_on(
+        &self,
+        lanes: &Lanes,
+        route: &Route,
+        prefix: &[u8],
+        durability: Durability,
+    ) -> Result<Option<Keys>, Failure> {
         let keys = self.keys_on(route, lanes, prefix).await?;
-        self.look_at(&lanes.general.open().await?, route, keys.clone(), durability).await?;
+        self.look_at(
+            &lanes.general.open().await?,
+            route,
+            keys.clone(),
+            durability,
+        )
+        .await?;
         Ok(keys)
     }
 
-    /// These are the canaries of all servers: a birth that is to end and is none of them goes when it is one again.
+    /// These are the canaries of all servers: a birth that is to end and is none of them goes when
+    /// it is one again.
     fn saw_all(&self, keys: &[Option<Keys>]) {
         let is_one = |key: &Vec<u8>| keys.iter().flatten().any(|keys| keys.shared == *key);
-        self.state().births.retain(|key, birth| !birth.ends || is_one(key));
+        self.state()
+            .births
+            .retain(|key, birth| !birth.ends || is_one(key));
     }
 
     /// The keys on one server; `None` where that serves no slot.
-    pub(crate) async fn keys_on(&self, route: &Route, lanes: &Lanes, prefix: &[u8]) -> Result<Option<Keys>, Failure> {
+    pub(crate) async fn keys_on(
+        &self,
+        route: &Route,
+        lanes: &Lanes,
+        prefix: &[u8],
+    ) -> Result<Option<Keys>, Failure> {
         let shared = route.key_on(lanes, &canary::shared(prefix)).await?;
-        let own = route.key_on(lanes, &canary::own(prefix, self.process)).await?;
+        let own = route
+            .key_on(lanes, &canary::own(prefix, self.process))
+            .await?;
         Ok(shared.zip(own).map(|(shared, own)| Keys { shared, own }))
     }
 
-    /// Looks at the server behind a connection that was made since the last look: it may be another one, or the same with
-    /// its keys lost. A node of a Cluster that serves no slot of its own yet has no canary.
+    /// Looks at the server behind a connection that was made since the last look: it may be another
+    /// one, or the same with its keys lost. A node of a Cluster that serves no slot of its own yet
+    /// has no canary.
     ///
     /// # Errors
     /// `NotApplied` or `Misconfigured`: it could not be looked at, and nothing is known of it.
@@ -183,23 +217,40 @@ impl Watch {
             return Ok(());
         }
         let keys = self.keys_on(route, lanes, prefix).await?;
-        self.look_at(open, route, keys, durability).await.map_err(|failure| match failure {
-            // Of the claims nothing was sent.
-            Failure::Unknown(problem) => Failure::NotApplied(problem),
-            failure => failure,
-        })
+        self.look_at(open, route, keys, durability)
+            .await
+            .map_err(|failure| match failure {
+                // Of the claims nothing was sent.
+                Failure::Unknown(problem) => Failure::NotApplied(problem),
+                failure => failure,
+            })
     }
 
-    async fn look_at(&self, open: &Open<'_>, route: &Route, keys: Option<Keys>, durability: Durability) -> Result<(), Failure> {
-        self.look_once(open, route, keys.clone(), durability).await?;
+    async fn look_at(
+        &self,
+        open: &Open<'_>,
+        route: &Route,
+        keys: Option<Keys>,
+        durability: Durability,
+    ) -> Result<(), Failure> {
+        self.look_once(open, route, keys.clone(), durability)
+            .await?;
         match keys {
             // The others are told at once.
-            Some(keys) if self.asks(keys.clone()).birth.ends => self.look_once(open, route, Some(keys), durability).await,
+            Some(keys) if self.asks(keys.clone()).birth.ends => {
+                self.look_once(open, route, Some(keys), durability).await
+            }
             _ => Ok(()),
         }
     }
 
-    async fn look_once(&self, open: &Open<'_>, route: &Route, keys: Option<Keys>, durability: Durability) -> Result<(), Failure> {
+    async fn look_once(
+        &self,
+        open: &Open<'_>,
+        route: &Route,
+        keys: Option<Keys>,
+        durability: Durability,
+    ) -> Result<(), Failure> {
         let asked = keys.map(|keys| self.asks(keys));
         let mut pipeline = Pipeline::with_capacity(3);
         pipeline.cmd("INFO");
@@ -238,8 +289,15 @@ impl Watch {
     pub(crate) fn asks(&self, keys: Keys) -> Asked {
         let state = self.state();
         let birth = state.births.get(&keys.shared).cloned().unwrap_or_default();
-        let counted = state.counts.get(&keys.own).filter(|counted| counted.at.elapsed() < COUNT_STANDS);
-        Asked { least: counted.map_or(0, |counted| counted.least), birth, keys }
+        let counted = state
+            .counts
+            .get(&keys.own)
+            .filter(|counted| counted.at.elapsed() < COUNT_STANDS);
+        Asked {
+            least: counted.map_or(0, |counted| counted.least),
+            birth,
+            keys,
+        }
     }
 
     /// After it told.
@@ -255,23 +313,35 @@ impl Watch {
             return None;
         }
         let mut state = self.state();
-        state.shortest_lease = Some(state.shortest_lease.map_or(terms.lease, |shortest| shortest.min(terms.lease)));
-        // Markers that should still stand may have expired, and `max_age` does not speak for their messages.
-        let far = state.jumped.filter(|(_, by)| *by >= terms.window / 2).map(|(_, by)| Finding::ClockForward(by).told());
+        state.shortest_lease = Some(
+            state
+                .shortest_lease
+                .map_or(terms.lease, |shortest| shortest.min(terms.lease)),
+        );
+        // Markers that should still stand may have expired, and `max_age` does not speak for their
+        // messages.
+        let far = state
+            .jumped
+            .filter(|(_, by)| *by >= terms.window / 2)
+            .map(|(_, by)| Finding::ClockForward(by).told());
         if let Some(why) = state.forgot.clone().or(far) {
             metrics::gauge!(PAUSED).set(1);
             return Some(paused(&why));
         }
-        if state.restarted.is_some_and(|at| at.elapsed() < OTHERS_MAY_TELL) {
+        if state
+            .restarted
+            .is_some_and(|at| at.elapsed() < OTHERS_MAY_TELL)
+        {
             return Some(Failure::not_applied(format!(
                 "another Redis process answers; at most once waits {OTHERS_MAY_TELL:?}, in which consumers that lost writes with the last one \
                  tell the others"
             )));
         }
         match state.jumped {
-            Some((at, by)) if at.elapsed() < terms.lease => {
-                Some(Failure::not_applied(format!("{}; at most once pauses for one lease", Finding::ClockForward(by).told())))
-            }
+            Some((at, by)) if at.elapsed() < terms.lease => Some(Failure::not_applied(format!(
+                "{}; at most once pauses for one lease",
+                Finding::ClockForward(by).told()
+            ))),
             _ => None,
         }
     }
@@ -299,7 +369,12 @@ impl State {
         if let Some((asked, canary)) = told {
             findings.extend(self.told(asked, canary, stands));
         }
-        let predecessor = key.and_then(|key| self.births.get_mut(&key)?.process.replace(shown.run_id.clone()));
+        let predecessor = key.and_then(|key| {
+            self.births
+                .get_mut(&key)?
+                .process
+                .replace(shown.run_id.clone())
+        });
         let before = match (self.processes.get(&shown.run_id), predecessor) {
             // A node that was seen before: the canary may have come to it with its slot.
             (Some(same), _) => Some(same),
@@ -307,9 +382,11 @@ impl State {
                 let before = self.processes.get(&other);
                 if findings.is_empty() {
                     findings.push(Finding::Restarted);
-                    // What replicas had to know of is there on the one that took over. A primary that came back without its
-                    // last writes is believed by its replicas, which forget them too.
-                    let lost_nothing = stands == Stands::Perhaps && before.is_some_and(|before| shown.took_over_from(before));
+                    // What replicas had to know of is there on the one that took over. A primary
+                    // that came back without its last writes is believed by its replicas, which
+                    // forget them too.
+                    let lost_nothing = stands == Stands::Perhaps
+                        && before.is_some_and(|before| shown.took_over_from(before));
                     if !lost_nothing {
                         self.restarted = Some(Instant::now());
                     }
@@ -318,24 +395,42 @@ impl State {
             }
             (None, None) => None,
         };
-        let tolerance = self.shortest_lease.map_or(CLOCK_TOLERANCE, |lease| CLOCK_TOLERANCE.min(lease / 2));
-        findings.extend(before.map(|before| compare(before, &shown, tolerance)).unwrap_or_default());
+        let tolerance = self
+            .shortest_lease
+            .map_or(CLOCK_TOLERANCE, |lease| CLOCK_TOLERANCE.min(lease / 2));
+        findings.extend(
+            before
+                .map(|before| compare(before, &shown, tolerance))
+                .unwrap_or_default(),
+        );
         self.processes.insert(shown.run_id.clone(), shown);
         findings.iter().for_each(|finding| self.note(finding));
     }
 
     /// What a canary told. A finding is told once, whoever else was under way.
     fn told(&mut self, asked: Asked, canary: Canary, stands: Stands) -> Option<Finding> {
-        let Asked { keys, birth: known, least } = asked;
+        let Asked {
+            keys,
+            birth: known,
+            least,
+        } = asked;
         let now = Instant::now();
-        let counted = self.counts.entry(keys.own).or_insert(Counted { least: 0, at: now });
+        let counted = self
+            .counts
+            .entry(keys.own)
+            .or_insert(Counted { least: 0, at: now });
         if counted.at.elapsed() >= COUNT_STANDS {
             counted.least = 0;
         }
-        // Only what is not behind was counted up. Behind what it was since seen to be, or no loss of its own.
+        // Only what is not behind was counted up. Behind what it was since seen to be, or no loss
+        // of its own.
         let behind = canary.count < least.min(counted.least);
         if stands == Stands::Firmly || behind {
-            let least = if behind { canary.count } else { counted.least.max(canary.count) };
+            let least = if behind {
+                canary.count
+            } else {
+                counted.least.max(canary.count)
+            };
             *counted = Counted { least, at: now };
         }
         let birth = self.births.entry(keys.shared).or_default();
@@ -387,8 +482,8 @@ impl Shown {
         }
     }
 
-    /// Whether it followed that one, and ran already when that one was asked last: one that was started since may have read
-    /// its history from a file.
+    /// Whether it followed that one, and ran already when that one was asked last: one that was
+    /// started since may have read its history from a file.
     fn took_over_from(&self, before: &Self) -> bool {
         !before.history.is_empty()
             && self.followed.as_deref() == Some(&before.history)
@@ -400,17 +495,31 @@ impl Shown {
 fn compare(before: &Shown, now: &Shown, tolerance: Duration) -> Vec<Finding> {
     let mut findings = Vec::new();
     // A new process counts from 0.
-    let evicted_before = if now.run_id == before.run_id { before.evicted } else { 0 };
+    let evicted_before = if now.run_id == before.run_id {
+        before.evicted
+    } else {
+        0
+    };
     if now.evicted > evicted_before {
         findings.push(Finding::Evicted(now.evicted - evicted_before));
     }
-    // How long it may have been between the moments at which they were shown: a reply may lie unread, a request unsent.
-    let (least, most) = (now.asked.saturating_duration_since(before.at), now.at.saturating_duration_since(before.asked));
+    // How long it may have been between the moments at which they were shown: a reply may lie
+    // unread, a request unsent.
+    let (least, most) = (
+        now.asked.saturating_duration_since(before.at),
+        now.at.saturating_duration_since(before.asked),
+    );
     let tolerance = tolerance + most / 1_000;
     match now.clock.checked_sub(before.clock) {
-        Some(shown) if shown > most + tolerance => findings.push(Finding::ClockForward(shown - most)),
-        Some(shown) if shown + tolerance < least => findings.push(Finding::ClockBackward(least - shown)),
-        None if before.clock - now.clock > tolerance => findings.push(Finding::ClockBackward(before.clock - now.clock + least)),
+        Some(shown) if shown > most + tolerance => {
+            findings.push(Finding::ClockForward(shown - most))
+        }
+        Some(shown) if shown + tolerance < least => {
+            findings.push(Finding::ClockBackward(least - shown))
+        }
+        None if before.clock - now.clock > tolerance => {
+            findings.push(Finding::ClockBackward(before.clock - now.clock + least))
+        }
         _ => {}
     }
     findings

@@ -29,13 +29,13 @@ pub use metric::SQLITE_METRICS;
 
 /// Remembers ids in one SQLite file, which several processes of one machine may share.
 ///
-/// Each operation is atomic on its key and judged by the machine's wall clock. What was answered survives the end of
-/// the process, kill -9 included, and, with [`Synchronous::Full`], a power cut. The file is made when it is missing;
-/// its directory has to be there, on a local disk: write-ahead logging needs memory that the processes share, which
-/// network file systems do not offer.
+/// Each operation is atomic on its key and judged by the machine's wall clock. What was answered
+/// survives the end of the process, kill -9 included, and, with [`Synchronous::Full`], a power cut.
+/// The file is made when it is missing; its directory has to be there, on a local disk: write-ahead
+/// logging needs memory that the processes share, which network file systems do not offer.
 ///
-/// A thread of its own works on the file, from the first use until the last clone is dropped. All that waits for it
-/// shares one transaction. Clones share the thread.
+/// A thread of its own works on the file, from the first use until the last clone is dropped. All
+/// that waits for it shares one transaction. Clones share the thread.
 ///
 /// ```
 /// use oncegate_sql::Sqlite;
@@ -48,12 +48,13 @@ pub struct Sqlite(Arc<Handle>);
 /// What a power cut may cost: SQLite's setting `synchronous`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Synchronous {
-    /// Nothing that was answered: each transaction is on the disk before its operations are answered. At most once
-    /// needs this.
+    /// Nothing that was answered: each transaction is on the disk before its operations are
+    /// answered. At most once needs this.
     #[default]
     Full,
-    /// The transactions of the last moments; the end of the process alone costs nothing. Several times faster on disks
-    /// that are slow to sync. At most once refuses it, unless told to accept a forgetful store.
+    /// The transactions of the last moments; the end of the process alone costs nothing. Several
+    /// times faster on disks that are slow to sync. At most once refuses it, unless told to accept
+    /// a forgetful store.
     Normal,
 }
 
@@ -67,38 +68,67 @@ struct Handle {
 impl Sqlite {
     /// The store in this file. Opens nothing yet: what is wrong with it is said at the first use.
     pub fn file(path: impl AsRef<Path>) -> Self {
-        Self::at(Place { path: path.as_ref().to_owned(), synchronous: Synchronous::default(), patience: APPLY_TIMEOUT / 2 }, APPLY_TIMEOUT)
+        Self::at(
+            Place {
+                path: path.as_ref().to_owned(),
+                synchronous: Synchronous::default(),
+                patience: APPLY_TIMEOUT / 2,
+            },
+            APPLY_TIMEOUT,
+        )
     }
 
     /// What a power cut may cost: nothing, by default.
     #[must_use]
     pub fn synchronous(self, synchronous: Synchronous) -> Self {
-        Self::at(Place { synchronous, ..self.0.place.clone() }, self.0.timeout)
+        Self::at(
+            Place {
+                synchronous,
+                ..self.0.place.clone()
+            },
+            self.0.timeout,
+        )
     }
 
-    /// How long an answer may take before its outcome is unknown: 2 s by default. Half of it may be spent waiting for
-    /// other processes that write to the file; after that nothing was applied. Zero is refused at the first use.
+    /// How long an answer may take before its outcome is unknown: 2 s by default. Half of it may be
+    /// spent waiting for other processes that write to the file; after that nothing was applied.
+    /// Zero is refused at the first use.
     #[must_use]
     pub fn timeout(self, timeout: Duration) -> Self {
-        Self::at(Place { patience: timeout / 2, ..self.0.place.clone() }, timeout)
+        Self::at(
+            Place {
+                patience: timeout / 2,
+                ..self.0.place.clone()
+            },
+            timeout,
+        )
     }
 
     /// The marker under a key as it is now: what an operator has to have seen before
-    /// [`Ask::Forget`](oncegate_core::marker::Ask::Forget) or [`Ask::Resolve`](oncegate_core::marker::Ask::Resolve).
-    /// Changes nothing.
+    /// [`Ask::Forget`](oncegate_core::marker::Ask::Forget) or
+    /// [`Ask::Resolve`](oncegate_core::marker::Ask::Resolve). Changes nothing.
     ///
     /// # Errors
-    /// [`StoreError::UnreadableMarker`] if the row holds no marker that this release can read; otherwise as for
-    /// [`Store::apply`].
+    /// [`StoreError::UnreadableMarker`] if the row holds no marker that this release can read;
+    /// otherwise as for [`Store::apply`].
     pub async fn look(&self, key: &Key) -> Result<Marker, StoreError> {
-        Ok(self.ask(|reply| Request::Look(key.clone(), reply)).await??)
+        Ok(self
+            .ask(|reply| Request::Look(key.clone(), reply))
+            .await??)
     }
 
     fn at(place: Place, timeout: Duration) -> Self {
-        Self(Arc::new(Handle { place, timeout, desk: Mutex::default() }))
+        Self(Arc::new(Handle {
+            place,
+            timeout,
+            desk: Mutex::default(),
+        }))
     }
 
-    async fn ask<T>(&self, request: impl FnOnce(oneshot::Sender<T>) -> Request) -> Result<T, Failure> {
+    async fn ask<T>(
+        &self,
+        request: impl FnOnce(oneshot::Sender<T>) -> Request,
+    ) -> Result<T, Failure> {
         if self.0.timeout.is_zero() {
             let text = "Sqlite::timeout: no file answers within no time: allow some, or leave it out for the default of";
             return Err(Failure::misconfigured(format!("{text} {APPLY_TIMEOUT:?}")));
@@ -107,7 +137,10 @@ impl Sqlite {
         self.0.hand_in(request(reply))?;
         match tokio::time::timeout(self.0.timeout, answer).await {
             Ok(Ok(answer)) => Ok(answer),
-            Ok(Err(_)) => Err(Failure::unknown(format!("the thread that works on {} panicked", self.0.place.name()))),
+            Ok(Err(_)) => Err(Failure::unknown(format!(
+                "the thread that works on {} panicked",
+                self.0.place.name()
+            ))),
             Err(_) => Err(Failure::unknown(format!(
                 "{} has not answered within {:?}: its disk is slow, or others write to it all the time; Sqlite::timeout allows more",
                 self.0.place.name(),
@@ -123,9 +156,12 @@ impl Handle {
         let mut desk = self.desk.lock().unwrap_or_else(PoisonError::into_inner);
         let running = match desk.take() {
             Some(running) => running,
-            None => desk::start(self.place.clone()).map_err(|error| Failure::not_applied(format!("no thread for SQLite: {error}")))?,
+            None => desk::start(self.place.clone())
+                .map_err(|error| Failure::not_applied(format!("no thread for SQLite: {error}")))?,
         };
-        desk.insert(running).send(request).map_err(|_| Failure::not_applied("the thread for SQLite ended"))
+        desk.insert(running)
+            .send(request)
+            .map_err(|_| Failure::not_applied("the thread for SQLite ended"))
     }
 }
 
@@ -135,9 +171,18 @@ impl Store for Sqlite {
         if operations.is_empty() {
             return Vec::new();
         }
-        match self.ask(|reply| Request::Apply(operations.to_vec(), reply)).await {
-            Ok(answers) => answers.into_iter().map(|answer| answer.map_err(StoreError::from)).collect(),
-            Err(failure) => operations.iter().map(|_| Err(failure.clone().into())).collect(),
+        match self
+            .ask(|reply| Request::Apply(operations.to_vec(), reply))
+            .await
+        {
+            Ok(answers) => answers
+                .into_iter()
+                .map(|answer| answer.map_err(StoreError::from))
+                .collect(),
+            Err(failure) => operations
+                .iter()
+                .map(|_| Err(failure.clone().into()))
+                .collect(),
         }
     }
 
@@ -154,5 +199,6 @@ impl Store for Sqlite {
         2
     }
 
-    // For the renewals this handle is as good as another: its thread needs no runtime, and no handler can block it.
+    // For the renewals this handle is as good as another: its thread needs no runtime, and no
+    // handler can block it.
 }

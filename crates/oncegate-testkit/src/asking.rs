@@ -24,7 +24,12 @@ pub fn key(id: &str) -> Key {
 
 /// A lease of 30 s, a window of ten minutes, and no fingerprint.
 pub fn terms(guarantee: Guarantee) -> Terms {
-    Terms { guarantee, lease: 30 * SECOND, window: 600 * SECOND, fingerprint: None }
+    Terms {
+        guarantee,
+        lease: 30 * SECOND,
+        window: 600 * SECOND,
+        fingerprint: None,
+    }
 }
 
 /// What this token asks of an id in this attempt.
@@ -32,7 +37,13 @@ pub fn terms(guarantee: Guarantee) -> Terms {
 /// # Panics
 /// When the id is empty.
 pub fn operation(id: &str, ask: Ask, token: u128, attempt: u32, terms: Terms) -> Operation {
-    Operation { key: key(id), ask, token: Token(token), attempt, terms }
+    Operation {
+        key: key(id),
+        ask,
+        token: Token(token),
+        attempt,
+        terms,
+    }
 }
 
 /// The answers.
@@ -40,7 +51,12 @@ pub fn operation(id: &str, ask: Ask, token: u128, attempt: u32, terms: Terms) ->
 /// # Panics
 /// When one of them is no verdict.
 pub async fn verdicts(store: &dyn Store, operations: &[Operation]) -> Vec<Verdict> {
-    store.apply(operations).await.into_iter().map(|answer| answer.expect("a verdict")).collect()
+    store
+        .apply(operations)
+        .await
+        .into_iter()
+        .map(|answer| answer.expect("a verdict"))
+        .collect()
 }
 
 /// The answer to one operation.

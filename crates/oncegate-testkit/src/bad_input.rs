@@ -1,4 +1,5 @@
-//! Bad input as a table: what comes in from a real broker, what becomes of it, what the operator sees, and what the book says of it.
+//! Bad input as a table: what comes in from a real broker, what becomes of it, what the operator
+//! sees, and what the book says of it.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,7 +8,10 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use metrics::{Counter, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit};
-use oncegate_core::{Consumer, Context, Error, Failure, Handler, IdSource, MemoryBroker, MemoryStore, Message, Open, Store, async_trait};
+use oncegate_core::{
+    Consumer, Context, Error, Failure, Handler, IdSource, MemoryBroker, MemoryStore, Message, Open,
+    Store, async_trait,
+};
 use tokio::sync::oneshot;
 
 use crate::Lines;
@@ -17,7 +21,8 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// How long a claim holds, and how long a handler may run that waits for something.
 const LEASE: Duration = Duration::from_secs(2);
 const TIMEOUT: Duration = Duration::from_secs(1);
-/// How long the handler of `blocks` holds its thread, and with it the consumer: for longer than a claim holds that nobody renews.
+/// How long the handler of `blocks` holds its thread, and with it the consumer: for longer than a
+/// claim holds that nobody renews.
 const BLOCKED: Duration = Duration::from_millis(2_500);
 const LOOK: Duration = Duration::from_millis(10);
 /// How each message ends that the gate settles, as `oncegate_deliveries_total` has it.
@@ -27,7 +32,8 @@ const SAID: [&str; 2] = ["message dead-lettered", "message in doubt"];
 /// What a source says of one that it sets aside.
 const SOURCE_SAID: &str = "a body is over the limit";
 
-/// A line of the table. A message says by its body which row it is of, unless the body is what is bad.
+/// A line of the table. A message says by its body which row it is of, unless the body is what is
+/// bad.
 pub struct Row<M> {
     /// What comes in, as the book says it.
     pub input: &'static str,
@@ -46,7 +52,8 @@ pub struct Row<M> {
 pub enum By {
     /// The gate, which counts it and says so.
     Gate,
-    /// The source, which never hands it over, on a thread of its own, where nobody here hears what it says.
+    /// The source, which never hands it over, on a thread of its own, where nobody here hears what
+    /// it says.
     Source,
     /// The source, where the consumer runs, so that what it says is heard.
     SourceHere,
@@ -54,8 +61,19 @@ pub enum By {
 
 impl<M> Row<M> {
     /// A row.
-    pub fn new(input: &'static str, effects: usize, reasons: &'static [&'static str], messages: Vec<M>) -> Self {
-        Self { input, effects, reasons, messages, by: By::Gate }
+    pub fn new(
+        input: &'static str,
+        effects: usize,
+        reasons: &'static [&'static str],
+        messages: Vec<M>,
+    ) -> Self {
+        Self {
+            input,
+            effects,
+            reasons,
+            messages,
+            by: By::Gate,
+        }
     }
 
     /// The same, set aside by somebody else.
@@ -69,8 +87,16 @@ impl<M> Row<M> {
             By::Gate => (self.messages.len(), self.reasons.len()),
             By::Source | By::SourceHere => (self.messages.len() - self.reasons.len(), 0),
         };
-        let counts = [("completed", self.effects), ("duplicate", handed_over - self.effects - rejected), ("rejected", rejected)];
-        counts.into_iter().filter(|(_, count)| *count > 0).map(|(name, count)| (name, count as u64)).collect()
+        let counts = [
+            ("completed", self.effects),
+            ("duplicate", handed_over - self.effects - rejected),
+            ("rejected", rejected),
+        ];
+        counts
+            .into_iter()
+            .filter(|(_, count)| *count > 0)
+            .map(|(name, count)| (name, count as u64))
+            .collect()
     }
 
     fn line(&self) -> String {
@@ -79,7 +105,13 @@ impl<M> Row<M> {
             (0, [reason]) => format!("dead letters, `{reason}`"),
             (count, _) => format!("handled {count} times"),
         };
-        let times = |(name, count): (&str, u64)| if count == 1 { format!("`{name}`") } else { format!("`{name}` × {count}") };
+        let times = |(name, count): (&str, u64)| {
+            if count == 1 {
+                format!("`{name}`")
+            } else {
+                format!("`{name}` × {count}")
+            }
+        };
         let mut sees: Vec<String> = self.counted().into_iter().map(times).collect();
         match self.by {
             _ if self.reasons.is_empty() => {}
@@ -97,14 +129,19 @@ impl<M> Row<M> {
 pub fn assert_the_book_has<M>(book: &str, heading: &str, rows: &[Row<M>]) {
     let (_, section) = book.split_once(heading).expect("the section");
     let section = section.split("\n## ").next().unwrap_or_default();
-    let told: Vec<&str> = section.lines().filter(|line| line.starts_with("| ")).skip(2).collect();
+    let told: Vec<&str> = section
+        .lines()
+        .filter(|line| line.starts_with("| "))
+        .skip(2)
+        .collect();
     assert_eq!(told, rows.iter().map(Row::line).collect::<Vec<_>>());
 }
 
-/// A consumer to which bad input is sent. It has one attempt, and takes the id from the header `id`. Its handler panics at the id
-/// `panic` with what is no text, blocks its thread at `blocks` for longer than the lease, waits at `waits` without end, and leaves at
-/// `leaves` a thread behind that runs until the consumer has ended. It has a thread of its own, so that what it counts and logs is
-/// known apart from what others do.
+/// A consumer to which bad input is sent. It has one attempt, and takes the id from the header
+/// `id`. Its handler panics at the id `panic` with what is no text, blocks its thread at `blocks`
+/// for longer than the lease, waits at `waits` without end, and leaves at `leaves` a thread behind
+/// that runs until the consumer has ended. It has a thread of its own, so that what it counts and
+/// logs is known apart from what others do.
 pub struct Trial {
     effects: Effects,
     counters: Counters,
@@ -152,7 +189,10 @@ impl Handler for Effects {
                 let behind = std::thread::spawn(move || {
                     let _ = end.recv();
                 });
-                self.left.lock().unwrap_or_else(PoisonError::into_inner).push((ends, behind));
+                self.left
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .push((ends, behind));
             }
             _ => {}
         }
@@ -167,17 +207,34 @@ impl Trial {
     /// # Panics
     /// If the system gives no thread.
     pub fn begin(source: impl Open + 'static) -> Self {
-        let (effects, counters, lines) = (Effects::default(), Counters::default(), Lines::default());
+        let (effects, counters, lines) =
+            (Effects::default(), Counters::default(), Lines::default());
         let (stop, stopped) = oneshot::channel();
-        let consumer = Consumer::builder().source(source).store(MemoryStore::new()).id(IdSource::header("id")).handler(effects.clone());
+        let consumer = Consumer::builder()
+            .source(source)
+            .store(MemoryStore::new())
+            .id(IdSource::header("id"))
+            .handler(effects.clone());
         let consumer = consumer.attempts(1).lease(LEASE).handler_timeout(TIMEOUT);
-        let running = watched(&counters, &lines, move || consumer.run_until(async { drop(stopped.await) }));
-        Self { effects, counters, lines, said: Vec::new(), before: BTreeMap::new(), stop, running }
+        let running = watched(&counters, &lines, move || {
+            consumer.run_until(async { drop(stopped.await) })
+        });
+        Self {
+            effects,
+            counters,
+            lines,
+            said: Vec::new(),
+            before: BTreeMap::new(),
+            stop,
+            running,
+        }
     }
 
-    /// Waits until the gate has counted the messages of a row, which were sent, and compares what became of them, and what the operator
-    /// sees, with what should. The first message that a trial sets aside has to be named in the log, with its reason, its id if it has
-    /// one, and this place; the first that a source sets aside that is heard with this place. What stands in the dead letters, the test sees.
+    /// Waits until the gate has counted the messages of a row, which were sent, and compares what
+    /// became of them, and what the operator sees, with what should. The first message that a trial
+    /// sets aside has to be named in the log, with its reason, its id if it has one, and this
+    /// place; the first that a source sets aside that is heard with this place. What stands in the
+    /// dead letters, the test sees.
     ///
     /// # Panics
     /// If it is something else.
@@ -185,16 +242,33 @@ impl Trial {
         let (input, counted) = (row.input, row.counted());
         let (expected, end) = (counted.values().sum::<u64>(), Instant::now() + PATIENCE);
         let since = |before: &BTreeMap<&str, u64>| -> BTreeMap<&'static str, u64> {
-            let new = |name| (name, self.counters.of(name) - before.get(name).copied().unwrap_or_default());
-            ENDS.map(new).into_iter().filter(|(_, count)| *count > 0).collect()
+            let new = |name| {
+                (
+                    name,
+                    self.counters.of(name) - before.get(name).copied().unwrap_or_default(),
+                )
+            };
+            ENDS.map(new)
+                .into_iter()
+                .filter(|(_, count)| *count > 0)
+                .collect()
         };
         while since(&self.before).values().sum::<u64>() < expected {
-            assert!(Instant::now() < end, "{input}: {:?} instead of {counted:?}", since(&self.before));
+            assert!(
+                Instant::now() < end,
+                "{input}: {:?} instead of {counted:?}",
+                since(&self.before)
+            );
             tokio::time::sleep(LOOK).await;
         }
         assert_eq!(since(&self.before), counted, "{input}");
         self.before = ENDS.map(|name| (name, self.counters.of(name))).into();
-        let effects = self.effects.lock().get(&number).copied().unwrap_or_default();
+        let effects = self
+            .effects
+            .lock()
+            .get(&number)
+            .copied()
+            .unwrap_or_default();
         assert_eq!(effects, row.effects, "{input}");
         self.hears(row, place).await;
     }
@@ -209,11 +283,17 @@ impl Trial {
         }
         let end = Instant::now() + PATIENCE;
         let line = loop {
-            self.said.extend(self.lines.take().into_iter().map(|(_, line)| line));
+            self.said
+                .extend(self.lines.take().into_iter().map(|(_, line)| line));
             if let Some(line) = self.said.iter().find(|line| wanted(line)) {
                 break line;
             }
-            assert!(Instant::now() < end, "{}: nobody said so: {:?}", row.input, self.said);
+            assert!(
+                Instant::now() < end,
+                "{}: nobody said so: {:?}",
+                row.input,
+                self.said
+            );
             tokio::time::sleep(LOOK).await;
         };
         assert!(line.contains(place), "{}: {line} names no place", row.input);
@@ -221,8 +301,17 @@ impl Trial {
             return;
         }
         let reason = row.reasons.first().copied().unwrap_or_default();
-        assert!(line.contains(&format!("reason=\"{reason}\"")), "{}: {line} names no reason", row.input);
-        assert_eq!(line.contains(" id="), !matches!(reason, "missing-id" | "unusable-id"), "{}: {line}", row.input);
+        assert!(
+            line.contains(&format!("reason=\"{reason}\"")),
+            "{}: {line} names no reason",
+            row.input
+        );
+        assert_eq!(
+            line.contains(" id="),
+            !matches!(reason, "missing-id" | "unusable-id"),
+            "{}: {line}",
+            row.input
+        );
     }
 
     /// Ends the consumer.
@@ -231,10 +320,15 @@ impl Trial {
     /// If it did not end well.
     pub async fn end(self) {
         self.stop.send(()).expect("the consumer runs");
-        let ended = tokio::task::spawn_blocking(|| self.running.join()).await.expect("no panic");
+        let ended = tokio::task::spawn_blocking(|| self.running.join())
+            .await
+            .expect("no panic");
         ended.expect("no panic").expect("a clean end");
         for (ends, behind) in self.effects.left() {
-            assert!(!behind.is_finished(), "what a handler leaves behind outlives the consumer");
+            assert!(
+                !behind.is_finished(),
+                "what a handler leaves behind outlives the consumer"
+            );
             drop(ends);
             behind.join().expect("no panic");
         }
@@ -249,10 +343,17 @@ fn watched<F: Future<Output: Send + 'static>>(
 ) -> JoinHandle<F::Output> {
     let (recorder, writer) = (counters.clone(), lines.clone());
     std::thread::spawn(move || {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
-        let log = tracing_subscriber::fmt().with_ansi(false).with_max_level(tracing::Level::WARN);
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .expect("a runtime");
+        let log = tracing_subscriber::fmt()
+            .with_ansi(false)
+            .with_max_level(tracing::Level::WARN);
         let log = log.with_writer(move || writer.clone()).finish();
-        tracing::subscriber::with_default(log, || metrics::with_local_recorder(&recorder, || runtime.block_on(consume())))
+        tracing::subscriber::with_default(log, || {
+            metrics::with_local_recorder(&recorder, || runtime.block_on(consume()))
+        })
     })
 }
 
@@ -270,46 +371,82 @@ pub struct Sight {
 }
 
 impl Sight {
-    /// Hands a message with this id to a consumer with this scope and this store, and waits until it is settled or the consumer ends.
+    /// Hands a message with this id to a consumer with this scope and this store, and waits until
+    /// it is settled or the consumer ends.
     ///
     /// # Panics
     /// If neither happens within a minute.
     pub async fn of(store: impl Store + 'static, scope: &str, id: &str) -> Self {
-        let (counters, lines, broker) = (Counters::default(), Lines::default(), MemoryBroker::new("bad"));
+        let (counters, lines, broker) = (
+            Counters::default(),
+            Lines::default(),
+            MemoryBroker::new("bad"),
+        );
         broker.publish(Message::new("1").with_header("id", id));
-        let consumer = Consumer::builder().source(broker.source()).store(store).id(IdSource::header("id")).scope(scope);
+        let consumer = Consumer::builder()
+            .source(broker.source())
+            .store(store)
+            .id(IdSource::header("id"))
+            .scope(scope);
         // What waits for an answer that a person has to change first is waited for in a drain, too.
-        let (consumer, drained) = (consumer.handler(Effects::default()).drain(Duration::from_millis(200)), broker.clone());
+        let (consumer, drained) = (
+            consumer
+                .handler(Effects::default())
+                .drain(Duration::from_millis(200)),
+            broker.clone(),
+        );
         let running = watched(&counters, &lines, move || async move {
-            tokio::time::timeout(PATIENCE, consumer.run_until(async move { drained.drained().await })).await
+            tokio::time::timeout(
+                PATIENCE,
+                consumer.run_until(async move { drained.drained().await }),
+            )
+            .await
         });
-        let ended = tokio::task::spawn_blocking(|| running.join()).await.expect("no panic").expect("no panic");
+        let ended = tokio::task::spawn_blocking(|| running.join())
+            .await
+            .expect("no panic")
+            .expect("no panic");
         Self {
-            counted: ENDS.into_iter().filter(|end| counters.of(end) > 0).collect(),
+            counted: ENDS
+                .into_iter()
+                .filter(|end| counters.of(end) > 0)
+                .collect(),
             said: lines.take().into_iter().map(|(_, line)| line).collect(),
-            ended: ended.expect("it is settled, or the consumer ends").err().map(|error| error.to_string()),
+            ended: ended
+                .expect("it is settled, or the consumer ends")
+                .err()
+                .map(|error| error.to_string()),
             waits: broker.unsettled() > 0,
         }
     }
 
-    /// Whether this is what a table says in few words: how the message was counted, or that it is in doubt, or that the consumer does
-    /// not start, or ends, and words of why. The log has said the same, unless the consumer did not start. Where it ends, the message is
-    /// left to the next.
+    /// Whether this is what a table says in few words: how the message was counted, or that it is
+    /// in doubt, or that the consumer does not start, or ends, and words of why. The log has said
+    /// the same, unless the consumer did not start. Where it ends, the message is left to the next.
     pub fn is(&self, told: &str) -> bool {
         let Some((how, words)) = told.split_once(": ") else {
             return self.ended.is_none() && !self.waits && self.counted == [told.trim_matches('`')];
         };
         if how == "in doubt" {
-            let unreadable = |line: &String| line.contains("ERROR") && line.contains("unreadable marker") && line.contains(words);
-            return self.said.iter().any(unreadable) && self.ended.is_none() && self.counted == ["in_doubt"] && !self.waits;
+            let unreadable = |line: &String| {
+                line.contains("ERROR") && line.contains("unreadable marker") && line.contains(words)
+            };
+            return self.said.iter().any(unreadable)
+                && self.ended.is_none()
+                && self.counted == ["in_doubt"]
+                && !self.waits;
         }
-        let stopping = |line: &String| line.contains("ERROR") && line.contains("stopping") && line.contains(words);
+        let stopping = |line: &String| {
+            line.contains("ERROR") && line.contains("stopping") && line.contains(words)
+        };
         let said = match how {
             "the consumer ends" => self.said.iter().any(stopping),
             "the consumer does not start" => self.said.is_empty(),
             _ => false,
         };
-        said && self.ended.as_ref().is_some_and(|why| why.contains(words)) && self.counted.is_empty() && self.waits
+        said && self.ended.as_ref().is_some_and(|why| why.contains(words))
+            && self.counted.is_empty()
+            && self.waits
     }
 }
 
@@ -321,7 +458,8 @@ impl Counters {
     /// What the gate has counted under this outcome.
     fn of(&self, outcome: &str) -> u64 {
         let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        all.get(&format!("oncegate_deliveries_total {outcome}")).map_or(0, |count| count.load(Ordering::SeqCst))
+        all.get(&format!("oncegate_deliveries_total {outcome}"))
+            .map_or(0, |count| count.load(Ordering::SeqCst))
     }
 }
 
@@ -333,8 +471,16 @@ impl Recorder for Counters {
     fn describe_histogram(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
 
     fn register_counter(&self, key: &Key, _: &Metadata<'_>) -> Counter {
-        let name = key.labels().fold(key.name().to_owned(), |name, label| format!("{name} {}", label.value()));
-        Counter::from_arc(Arc::clone(self.0.lock().unwrap_or_else(PoisonError::into_inner).entry(name).or_default()))
+        let name = key.labels().fold(key.name().to_owned(), |name, label| {
+            format!("{name} {}", label.value())
+        });
+        Counter::from_arc(Arc::clone(
+            self.0
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .entry(name)
+                .or_default(),
+        ))
     }
 
     fn register_gauge(&self, _: &Key, _: &Metadata<'_>) -> Gauge {

@@ -2,7 +2,9 @@
 
 use std::fmt;
 
-use crate::servers::{KafkaServer, RabbitServer, RedisOptions, RedisPersistence, RedisServer, ServerError};
+use crate::servers::{
+    KafkaServer, RabbitServer, RedisOptions, RedisPersistence, RedisServer, ServerError,
+};
 
 /// The variable that names Kafka's bootstrap servers, as `host:port`.
 const KAFKA: &str = "ONCEGATE_KAFKA";
@@ -40,10 +42,15 @@ pub fn kafka_brokers() -> Result<String, MissingServer> {
 /// # Errors
 /// [`MissingServer`] when `ONCEGATE_RABBITMQ` is not set or empty.
 pub fn rabbitmq_url() -> Result<String, MissingServer> {
-    address("RabbitMQ", RABBITMQ, "amqp://guest:guest@127.0.0.1:5672/%2f")
+    address(
+        "RabbitMQ",
+        RABBITMQ,
+        "amqp://guest:guest@127.0.0.1:5672/%2f",
+    )
 }
 
-/// The URL of the Redis server that all tests share. It appends to disk every second and evicts nothing.
+/// The URL of the Redis server that all tests share. It appends to disk every second and evicts
+/// nothing.
 ///
 /// # Errors
 /// [`MissingServer`] when `ONCEGATE_REDIS` is not set or empty.
@@ -51,11 +58,23 @@ pub fn redis_url() -> Result<String, MissingServer> {
     address("Redis", REDIS, "redis://127.0.0.1:6379")
 }
 
-fn address(server: &'static str, variable: &'static str, example: &'static str) -> Result<String, MissingServer> {
-    std::env::var(variable).ok().filter(|address| !address.is_empty()).ok_or(MissingServer { server, variable, example })
+fn address(
+    server: &'static str,
+    variable: &'static str,
+    example: &'static str,
+) -> Result<String, MissingServer> {
+    std::env::var(variable)
+        .ok()
+        .filter(|address| !address.is_empty())
+        .ok_or(MissingServer {
+            server,
+            variable,
+            example,
+        })
 }
 
-/// One Kafka broker, one RabbitMQ node and one Redis server: given by the environment, or else started here.
+/// One Kafka broker, one RabbitMQ node and one Redis server: given by the environment, or else
+/// started here.
 ///
 /// Those started here are stopped when this is dropped.
 pub struct Servers {
@@ -79,9 +98,17 @@ impl Servers {
             let kafka = scope.spawn(|| provide(kafka_brokers(), KafkaServer::start));
             let rabbitmq = scope.spawn(|| provide(rabbitmq_url(), RabbitServer::start));
             let redis = provide(redis_url(), start_shared_redis);
-            let kafka = kafka.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            let rabbitmq = rabbitmq.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            Ok(Self { kafka: kafka?, rabbitmq: rabbitmq?, redis: redis? })
+            let kafka = kafka
+                .join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            let rabbitmq = rabbitmq
+                .join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            Ok(Self {
+                kafka: kafka?,
+                rabbitmq: rabbitmq?,
+                redis: redis?,
+            })
         })
     }
 
@@ -100,10 +127,14 @@ impl Servers {
         self.redis.address(RedisServer::url)
     }
 
-    /// What to put into a child's environment so that [`kafka_brokers`], [`rabbitmq_url`] and [`redis_url`] find
-    /// these servers there.
+    /// What to put into a child's environment so that [`kafka_brokers`], [`rabbitmq_url`] and
+    /// [`redis_url`] find these servers there.
     pub fn variables(&self) -> [(&'static str, String); 3] {
-        [(KAFKA, self.kafka_brokers()), (RABBITMQ, self.rabbitmq_url()), (REDIS, self.redis_url())]
+        [
+            (KAFKA, self.kafka_brokers()),
+            (RABBITMQ, self.rabbitmq_url()),
+            (REDIS, self.redis_url()),
+        ]
     }
 }
 
@@ -112,7 +143,10 @@ fn start_shared_redis() -> Result<RedisServer, ServerError> {
     RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EverySecond))
 }
 
-fn provide<S>(given: Result<String, MissingServer>, start: fn() -> Result<S, ServerError>) -> Result<Provided<S>, ServerError> {
+fn provide<S>(
+    given: Result<String, MissingServer>,
+    start: fn() -> Result<S, ServerError>,
+) -> Result<Provided<S>, ServerError> {
     match given {
         Ok(address) => Ok(Provided::ByEnvironment(address)),
         Err(MissingServer { .. }) => start().map(Provided::Here),
@@ -135,6 +169,9 @@ mod tests {
     #[test]
     fn a_missing_address_says_what_to_do() {
         let error = address("Redis", "ONCEGATE_NEVER_SET", "redis://127.0.0.1:6379").unwrap_err();
-        assert_eq!(error.to_string(), "no address of Redis: run `cargo xtask test`, or set ONCEGATE_NEVER_SET=redis://127.0.0.1:6379");
+        assert_eq!(
+            error.to_string(),
+            "no address of Redis: run `cargo xtask test`, or set ONCEGATE_NEVER_SET=redis://127.0.0.1:6379"
+        );
     }
 }

@@ -9,7 +9,9 @@ mod watched;
 use std::sync::Arc;
 use std::time::Duration;
 
-use oncegate_core::{Builder, Consumer, Decode, Error, Guarantee, Handler, IdSource, Json, MemoryBroker, Message};
+use oncegate_core::{
+    Builder, Consumer, Decode, Error, Guarantee, Handler, IdSource, Json, MemoryBroker, Message,
+};
 use serde::Serialize;
 
 use crate::LosesReplies;
@@ -19,7 +21,8 @@ pub use report::{Ended, Reconcile, Report, Run};
 use store::Remembered;
 use watched::Watched;
 
-/// A consumer in memory, with your handler and the faults that you name. It ends when every message is settled.
+/// A consumer in memory, with your handler and the faults that you name. It ends when every message
+/// is settled.
 ///
 /// ```no_run
 /// # use oncegate_core::{Context, Failure, Handler, async_trait};
@@ -37,12 +40,13 @@ use watched::Watched;
 /// # }
 /// ```
 ///
-/// **Time.** Nothing here waits for a lease: that of a consumer which crashed is over at once, and that of one which lives is
-/// not. Pauses between attempts are 1 to 10 ms, unless you set others. What the handler itself waits for with
-/// `tokio::time` costs nothing in a test with `#[tokio::test(start_paused = true)]`, and its timeout comes as fast.
+/// **Time.** Nothing here waits for a lease: that of a consumer which crashed is over at once, and
+/// that of one which lives is not. Pauses between attempts are 1 to 10 ms, unless you set others.
+/// What the handler itself waits for with `tokio::time` costs nothing in a test with
+/// `#[tokio::test(start_paused = true)]`, and its timeout comes as fast.
 ///
-/// **What it cannot show.** One consumer at a time, one process: nothing of brokers, networks and clocks. What is recorded is
-/// never forgotten.
+/// **What it cannot show.** One consumer at a time, one process: nothing of brokers, networks and
+/// clocks. What is recorded is never forgotten.
 #[derive(Debug)]
 #[must_use = "nothing runs until `run` is awaited"]
 pub struct Kit<H, D = Json> {
@@ -57,20 +61,34 @@ pub struct Kit<H, D = Json> {
 impl<H: Handler> Kit<H> {
     /// With every setting at its default, but for short pauses, and without a fault.
     pub fn new(handler: H) -> Self {
-        let consumer = Consumer::builder().backoff(Duration::from_millis(1), Duration::from_millis(10)).accept_forgetful_store();
-        Self { handler, consumer, id: IdSource::message_id(), messages: Vec::new(), copies: 0, faults: Faults::default() }
+        let consumer = Consumer::builder()
+            .backoff(Duration::from_millis(1), Duration::from_millis(10))
+            .accept_forgetful_store();
+        Self {
+            handler,
+            consumer,
+            id: IdSource::message_id(),
+            messages: Vec::new(),
+            copies: 0,
+            faults: Faults::default(),
+        }
     }
 }
 
 impl<H: Handler, D: Decode + Clone> Kit<H, D> {
-    /// Messages to deliver: the id, which stands in the property `message_id`, and the payload, which becomes a body of JSON.
+    /// Messages to deliver: the id, which stands in the property `message_id`, and the payload,
+    /// which becomes a body of JSON.
     ///
     /// # Panics
     /// If a payload cannot be written as JSON.
-    pub fn messages<P: Serialize>(mut self, messages: impl IntoIterator<Item = (impl Into<String>, P)>) -> Self {
+    pub fn messages<P: Serialize>(
+        mut self,
+        messages: impl IntoIterator<Item = (impl Into<String>, P)>,
+    ) -> Self {
         for (id, payload) in messages {
             let id = id.into();
-            let body = serde_json::to_vec(&payload).unwrap_or_else(|error| panic!("the payload of {id:?} is no JSON: {error}"));
+            let body = serde_json::to_vec(&payload)
+                .unwrap_or_else(|error| panic!("the payload of {id:?} is no JSON: {error}"));
             self.messages.push(Message::new(body).with_message_id(id));
         }
         self
@@ -82,7 +100,8 @@ impl<H: Handler, D: Decode + Clone> Kit<H, D> {
         self
     }
 
-    /// Where ids are read from. Default: the property `message_id`, where [`messages`](Self::messages) writes them.
+    /// Where ids are read from. Default: the property `message_id`, where
+    /// [`messages`](Self::messages) writes them.
     pub fn id(mut self, id: IdSource) -> Self {
         self.id = id;
         self
@@ -93,43 +112,61 @@ impl<H: Handler, D: Decode + Clone> Kit<H, D> {
         self.settings(|consumer| consumer.guarantee(guarantee))
     }
 
-    /// Any other setting of the consumer: attempts, retries, the order, how bodies are decoded. Source, store, handler and id
-    /// are the kit's.
-    pub fn settings<D2: Decode>(self, set: impl FnOnce(Builder<(), (), (), D>) -> Builder<(), (), (), D2>) -> Kit<H, D2> {
-        let Self { handler, consumer, id, messages, copies, faults } = self;
-        Kit { handler, consumer: set(consumer), id, messages, copies, faults }
+    /// Any other setting of the consumer: attempts, retries, the order, how bodies are decoded.
+    /// Source, store, handler and id are the kit's.
+    pub fn settings<D2: Decode>(
+        self,
+        set: impl FnOnce(Builder<(), (), (), D>) -> Builder<(), (), (), D2>,
+    ) -> Kit<H, D2> {
+        let Self {
+            handler,
+            consumer,
+            id,
+            messages,
+            copies,
+            faults,
+        } = self;
+        Kit {
+            handler,
+            consumer: set(consumer),
+            id,
+            messages,
+            copies,
+            faults,
+        }
     }
 
-    /// Delivers each message so many times more. The first copy comes right behind its message, while that one may still be
-    /// handled; the others when everything before them is settled.
+    /// Delivers each message so many times more. The first copy comes right behind its message,
+    /// while that one may still be handled; the others when everything before them is settled.
     pub fn duplicates(mut self, copies: u32) -> Self {
         self.copies = copies;
         self
     }
 
-    /// Ends the consumer, and starts another, each of the first so many times that a handler is about to start: its claim is
-    /// recorded, and nothing happened.
+    /// Ends the consumer, and starts another, each of the first so many times that a handler is
+    /// about to start: its claim is recorded, and nothing happened.
     pub fn crash_before_handler(mut self, times: u32) -> Self {
         self.faults.plan(Fault::Before, times);
         self
     }
 
-    /// Ends the consumer, and starts another, so many times while a handler waits at an `.await`: the first time at the first
-    /// that is not ready, the second time at the second, and so on.
+    /// Ends the consumer, and starts another, so many times while a handler waits at an `.await`:
+    /// the first time at the first that is not ready, the second time at the second, and so on.
     pub fn crash_in_handler(mut self, times: u32) -> Self {
         self.faults.plan(Fault::Inside, times);
         self
     }
 
-    /// Ends the consumer, and starts another, each of the first so many times that a handler has returned: whatever it did
-    /// stands, and nobody has written that down.
+    /// Ends the consumer, and starts another, each of the first so many times that a handler has
+    /// returned: whatever it did stands, and nobody has written that down.
     pub fn crash_after_handler(mut self, times: u32) -> Self {
         self.faults.plan(Fault::After, times);
         self
     }
 
-    /// Loses the replies to the first so many requests that hold a claim, and to the first so many that hold a completion.
-    /// The store has carried them out. Each costs 0.1 s, for which a consumer leaves a silent store alone.
+    /// Loses the replies to the first so many requests that hold a claim, and to the first so many
+    /// that hold a completion. The store has carried them out. Each costs 0.1 s, for which a
+    /// consumer leaves a silent store alone.
     pub fn lost_replies(mut self, times: u32) -> Self {
         self.faults.plan(Fault::ReplyToClaim, times);
         self.faults.plan(Fault::ReplyToCompletion, times);
@@ -139,8 +176,8 @@ impl<H: Handler, D: Decode + Clone> Kit<H, D> {
     /// Delivers everything, and says what became of it.
     ///
     /// # Panics
-    /// If the consumer ends with an error, such as a wrong setting; and if a fault that was asked for never came to pass, since a
-    /// test that passes without it shows nothing.
+    /// If the consumer ends with an error, such as a wrong setting; and if a fault that was asked
+    /// for never came to pass, since a test that passes without it shows nothing.
     pub async fn run(self) -> Report {
         let broker = MemoryBroker::new("kit");
         let faults = Arc::new(self.faults);
@@ -160,8 +197,16 @@ impl<H: Handler, D: Decode + Clone> Kit<H, D> {
                 let watched = Watched::new(handler.clone(), faults.clone());
                 let loses = faults.clone();
                 let all = broker.clone();
-                let consumer = self.consumer.clone().source(broker.source()).id(self.id.clone()).handler(watched);
-                let consumer = consumer.store(LosesReplies::new(Arc::new(store.clone()), move |asked: &_| loses.reply(asked)));
+                let consumer = self
+                    .consumer
+                    .clone()
+                    .source(broker.source())
+                    .id(self.id.clone())
+                    .handler(watched);
+                let consumer = consumer.store(LosesReplies::new(
+                    Arc::new(store.clone()),
+                    move |asked: &_| loses.reply(asked),
+                ));
                 let ended: Result<(), Error> = tokio::select! {
                     biased;
                     () = faults.crash() => {
@@ -176,7 +221,12 @@ impl<H: Handler, D: Decode + Clone> Kit<H, D> {
             }
         }
         faults.assert_all_came_to_pass();
-        let ids = self.messages.iter().filter_map(|message| self.id.read(message).ok()).map(|id| id.to_string()).collect();
+        let ids = self
+            .messages
+            .iter()
+            .filter_map(|message| self.id.read(message).ok())
+            .map(|id| id.to_string())
+            .collect();
         let (runs, reconciles) = faults.runs();
         Report::new(ids, runs, reconciles, &broker, &self.id)
     }

@@ -10,11 +10,12 @@
 //! # }
 //! ```
 //!
-//! The laws use the contract alone: a store needs nothing that is there for tests. What a key holds is found out by
-//! asking, since each marker has questions that no other answers alike.
+//! The laws use the contract alone: a store needs nothing that is there for tests. What a key holds
+//! is found out by asking, since each marker has questions that no other answers alike.
 //!
-//! [`source_laws!`](crate::source_laws) does the same for the laws in [`source`]. It needs a [`source::TestQueue`]: a queue
-//! or topic of the law's own, and a way to publish to it and to look at what was rejected.
+//! [`source_laws!`](crate::source_laws) does the same for the laws in [`source`]. It needs a
+//! [`source::TestQueue`]: a queue or topic of the law's own, and a way to publish to it and to look
+//! at what was rejected.
 
 mod ask;
 mod belief;
@@ -31,17 +32,19 @@ use tokio::runtime::{Builder, Runtime};
 
 use self::source::TestQueue;
 
-/// How long one law may take. None waits for more than a few seconds; a store that waits for ever breaks its contract.
+/// How long one law may take. None waits for more than a few seconds; a store that waits for ever
+/// breaks its contract.
 const LONGEST: Duration = Duration::from_secs(120);
 
 /// Makes a `#[test]` of each law of a [`Store`], named like the law.
 ///
-/// It takes what makes a store: an async function or closure without arguments. It is called once for each law, and the
-/// store that it gives has to be empty: a prefix, a table or a file of its own. What the store lives on (a server, a
-/// directory) has to outlive the law: let the store own it, or keep it in a `static`.
+/// It takes what makes a store: an async function or closure without arguments. It is called once
+/// for each law, and the store that it gives has to be empty: a prefix, a table or a file of its
+/// own. What the store lives on (a server, a directory) has to outlive the law: let the store own
+/// it, or keep it in a `static`.
 ///
-/// The tests stand where the macro stands; several stores in one file each take a module. [`laws::all`](crate::laws::all)
-/// runs the laws in one test.
+/// The tests stand where the macro stands; several stores in one file each take a module.
+/// [`laws::all`](crate::laws::all) runs the laws in one test.
 #[macro_export]
 macro_rules! store_laws {
     ($make:expr) => {
@@ -72,8 +75,8 @@ macro_rules! __store_law_list {
 
 /// Makes a `#[test]` of each law of a [`Source`](oncegate_core::Source), named like the law.
 ///
-/// It takes what makes a [`TestQueue`](crate::laws::source::TestQueue): an async function or closure without arguments,
-/// called once for each law.
+/// It takes what makes a [`TestQueue`](crate::laws::source::TestQueue): an async function or
+/// closure without arguments, called once for each law.
 #[macro_export]
 macro_rules! source_laws {
     ($make:expr) => {
@@ -111,14 +114,19 @@ type Law = fn(&Runtime, Arc<dyn Store>);
 
 const STORE_LAWS: &[(&str, Law)] = crate::__each_store_law!(__store_law_list, Law);
 
-/// Holds every law of a store, several at a time, each against a store of its own; for servers that are too dear for
-/// one a law, and have to be stopped afterwards. Panics with the names of the laws that the store breaks.
+/// Holds every law of a store, several at a time, each against a store of its own; for servers that
+/// are too dear for one a law, and have to be stopped afterwards. Panics with the names of the laws
+/// that the store breaks.
 pub fn all<S: Store + 'static>(make: impl AsyncFn() -> S + Sync) {
     /// As many laws at a time: most of what they do is waiting.
     const AT_ONCE: usize = 6;
     let left = std::sync::Mutex::new(STORE_LAWS.iter());
     let broken = std::sync::Mutex::new(Vec::new());
-    let next = || left.lock().expect("nothing panics while it is locked").next();
+    let next = || {
+        left.lock()
+            .expect("nothing panics while it is locked")
+            .next()
+    };
     std::thread::scope(|scope| {
         for _ in 0..AT_ONCE {
             scope.spawn(|| {
@@ -129,23 +137,41 @@ pub fn all<S: Store + 'static>(make: impl AsyncFn() -> S + Sync) {
                         law(&runtime, store);
                     }));
                     if kept.is_err() {
-                        broken.lock().expect("nothing panics while it is locked").push(*name);
+                        broken
+                            .lock()
+                            .expect("nothing panics while it is locked")
+                            .push(*name);
                     }
                 }
             });
         }
     });
-    let broken = broken.into_inner().expect("nothing panics while it is locked");
-    assert!(broken.is_empty(), "{} of {} laws are broken: {}", broken.len(), STORE_LAWS.len(), broken.join(", "));
+    let broken = broken
+        .into_inner()
+        .expect("nothing panics while it is locked");
+    assert!(
+        broken.is_empty(),
+        "{} of {} laws are broken: {}",
+        broken.len(),
+        STORE_LAWS.len(),
+        broken.join(", ")
+    );
 }
 
 fn runtime() -> Runtime {
     // Without threads there is nothing to test with.
-    Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime")
+    Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .expect("a runtime")
 }
 
 async fn within_bounds(law: impl Future<Output = ()>) {
-    if tokio::time::timeout(LONGEST + random::longer(), law).await.is_err() {
+    if tokio::time::timeout(LONGEST + random::longer(), law)
+        .await
+        .is_err()
+    {
         panic!("the law did not end in {LONGEST:?}: nothing may wait for ever");
     }
 }

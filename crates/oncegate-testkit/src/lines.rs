@@ -9,15 +9,19 @@ use std::time::Instant;
 pub struct Lines(Arc<Mutex<Vec<(Instant, String)>>>);
 
 impl Lines {
-    /// Listens to all that is logged at `INFO` and above, from now on. There is one listener in a process, so that a test
-    /// that uses it stands alone in its binary.
+    /// Listens to all that is logged at `INFO` and above, from now on. There is one listener in a
+    /// process, so that a test that uses it stands alone in its binary.
     ///
     /// # Panics
     /// If somebody listens already.
     pub fn of_this_process() -> Self {
         let lines = Self::default();
         let writer = lines.clone();
-        tracing_subscriber::fmt().with_ansi(false).with_max_level(tracing::Level::INFO).with_writer(move || writer.clone()).init();
+        tracing_subscriber::fmt()
+            .with_ansi(false)
+            .with_max_level(tracing::Level::INFO)
+            .with_writer(move || writer.clone())
+            .init();
         lines
     }
 
@@ -30,7 +34,10 @@ impl Lines {
 impl io::Write for Lines {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let said = String::from_utf8_lossy(line).into_owned();
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push((Instant::now(), said));
+        self.0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push((Instant::now(), said));
         Ok(line.len())
     }
 

@@ -6,8 +6,8 @@ use async_trait::async_trait;
 use oncegate_core::marker::{Guarantee, Operation, Verdict};
 use oncegate_core::{Memory, Store, StoreError};
 
-/// A store behind a network that loses replies: what was asked is applied, or the first part of it, and the asker is not
-/// told. A plan says what becomes of each apply, and sees what is asked.
+/// A store behind a network that loses replies: what was asked is applied, or the first part of it,
+/// and the asker is not told. A plan says what becomes of each apply, and sees what is asked.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -49,8 +49,14 @@ impl<P: Fn(&[Operation]) -> Fate + Send + Sync> Store for LosesReplies<P> {
         match (self.plan)(operations) {
             Fate::Answered => self.store.apply(operations).await,
             Fate::Lost { applied } => {
-                let _unheard = self.store.apply(&operations[..applied.min(operations.len())]).await;
-                operations.iter().map(|_| Err(StoreError::Unknown("the reply was lost".into()))).collect()
+                let _unheard = self
+                    .store
+                    .apply(&operations[..applied.min(operations.len())])
+                    .await;
+                operations
+                    .iter()
+                    .map(|_| Err(StoreError::Unknown("the reply was lost".into())))
+                    .collect()
             }
         }
     }

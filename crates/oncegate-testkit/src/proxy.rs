@@ -1,7 +1,7 @@
 //! A TCP proxy between a client and its server that loses replies, falls silent, resets and delays.
 //!
-//! It does what tools outside the protocol cannot: the reply to a chosen request is lost *after* the server has carried
-//! the request out.
+//! It does what tools outside the protocol cannot: the reply to a chosen request is lost *after*
+//! the server has carried the request out.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
@@ -83,8 +83,8 @@ impl Proxy {
         self.port
     }
 
-    /// Decides the fate of each request from now on, and may change its bytes; called with what one read brought, on all connections in
-    /// turn.
+    /// Decides the fate of each request from now on, and may change its bytes; called with what one
+    /// read brought, on all connections in turn.
     pub fn judge(&self, judge: impl FnMut(&mut [u8]) -> Fate + Send + 'static) {
         *lock(&self.shared.judge) = Box::new(judge);
     }
@@ -95,13 +95,14 @@ impl Proxy {
         self.shared.turn(Light::On);
     }
 
-    /// Nothing arrives on either side from now on, until [`pass`](Self::pass): then it does, as TCP would send it again.
-    /// Connections stay open, and new ones are accepted.
+    /// Nothing arrives on either side from now on, until [`pass`](Self::pass): then it does, as TCP
+    /// would send it again. Connections stay open, and new ones are accepted.
     pub fn black_hole(&self) {
         self.shared.turn(Light::Off);
     }
 
-    /// Ends a [`black_hole`](Self::black_hole) and nothing else: what [`judge`](Self::judge) was told stays.
+    /// Ends a [`black_hole`](Self::black_hole) and nothing else: what [`judge`](Self::judge) was
+    /// told stays.
     pub fn lighten(&self) {
         self.shared.turn(Light::On);
     }
@@ -131,7 +132,9 @@ impl Drop for Proxy {
 
 /// Whether a request holds a word, say `EVALSHA`, anywhere.
 pub fn holds(request: &[u8], word: &str) -> bool {
-    request.windows(word.len()).any(|part| part == word.as_bytes())
+    request
+        .windows(word.len())
+        .any(|part| part == word.as_bytes())
 }
 
 impl Shared {
@@ -144,13 +147,21 @@ impl Shared {
         let (to_server, to_client) = ([client.try_clone()?, server.try_clone()?], [server, client]);
         let (requests, replies) = (self.clone(), self.clone());
         let lost = losing.clone();
-        thread::spawn(move || requests.carry(to_server, |shared, request| shared.request(request, &losing)));
+        thread::spawn(move || {
+            requests.carry(to_server, |shared, request| {
+                shared.request(request, &losing)
+            })
+        });
         thread::spawn(move || replies.carry(to_client, |shared, _| shared.reply(&lost)));
         Ok(())
     }
 
     /// Carries what comes from the first to the second until either closes or `pass` says no.
-    fn carry(&self, [mut from, mut to]: [TcpStream; 2], mut pass: impl FnMut(&Self, &mut [u8]) -> bool) {
+    fn carry(
+        &self,
+        [mut from, mut to]: [TcpStream; 2],
+        mut pass: impl FnMut(&Self, &mut [u8]) -> bool,
+    ) {
         let mut buffer = vec![0; 1 << 16];
         while let Ok(read @ 1..) = from.read(&mut buffer) {
             self.wait_for_light();
@@ -187,7 +198,8 @@ impl Shared {
         }
     }
 
-    /// The server has carried out what it replies to; the connection closes over a reply that is to be lost.
+    /// The server has carried out what it replies to; the connection closes over a reply that is to
+    /// be lost.
     fn reply(&self, losing: &AtomicBool) -> bool {
         let loses = losing.load(Ordering::SeqCst);
         if loses {

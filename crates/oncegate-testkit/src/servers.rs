@@ -1,8 +1,10 @@
-//! Real servers as child processes: on free ports of 127.0.0.1, with their data in a temporary directory.
+//! Real servers as child processes: on free ports of 127.0.0.1, with their data in a temporary
+//! directory.
 //!
-//! A server keeps its ports and its directory for as long as its value lives, so one that was stopped or killed comes
-//! back at the same address with what it had written. Dropping the value stops the server and removes the directory.
-//! Each server is the leader of a session of its own: Ctrl-C in the terminal does not reach it.
+//! A server keeps its ports and its directory for as long as its value lives, so one that was
+//! stopped or killed comes back at the same address with what it had written. Dropping the value
+//! stops the server and removes the directory. Each server is the leader of a session of its own:
+//! Ctrl-C in the terminal does not reach it.
 
 mod certificates;
 mod cluster;
@@ -73,7 +75,9 @@ pub enum ServerError {
         advice: &'static str,
     },
     /// Maven copied something, but no broker.
-    #[error("Kafka: no broker in {directory} though Maven said so; remove the directory and try again")]
+    #[error(
+        "Kafka: no broker in {directory} though Maven said so; remove the directory and try again"
+    )]
     NoBroker {
         /// Where it should be.
         directory: PathBuf,
@@ -88,5 +92,9 @@ impl fmt::Debug for ServerError {
 }
 
 fn io(server: &'static str, action: &str, source: std::io::Error) -> ServerError {
-    ServerError::Io { server, action: action.into(), source }
+    ServerError::Io {
+        server,
+        action: action.into(),
+        source,
+    }
 }

@@ -6,7 +6,9 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use oncegate_testkit::proxy::{Fate, Proxy, holds};
-use oncegate_testkit::servers::{ClusterServers, RedisOptions, RedisPersistence, RedisServer, SentinelServers};
+use oncegate_testkit::servers::{
+    ClusterServers, RedisOptions, RedisPersistence, RedisServer, SentinelServers,
+};
 
 #[test]
 fn tls_is_trusted_by_its_authority_alone() {
@@ -15,13 +17,27 @@ fn tls_is_trusted_by_its_authority_alone() {
     let authority = server.certificate_authority();
     let ping = |authority: &str| {
         let run = Command::new("redis-cli")
-            .args(["-p", &port, "-h", "localhost", "--tls", "--cacert", authority, "-a", "secret", "PING"])
+            .args([
+                "-p",
+                &port,
+                "-h",
+                "localhost",
+                "--tls",
+                "--cacert",
+                authority,
+                "-a",
+                "secret",
+                "PING",
+            ])
             .output();
         String::from_utf8(run.unwrap().stdout).unwrap()
     };
     assert_eq!(ping(authority.to_str().unwrap()).trim(), "PONG");
     let stranger = RedisServer::start(RedisOptions::new().tls()).unwrap();
-    assert_ne!(ping(stranger.certificate_authority().to_str().unwrap()).trim(), "PONG");
+    assert_ne!(
+        ping(stranger.certificate_authority().to_str().unwrap()).trim(),
+        "PONG"
+    );
 }
 
 #[test]
@@ -40,19 +56,36 @@ fn sentinels_name_a_new_primary_and_a_cut_link_is_cut() {
     servers.mend().unwrap();
     assert_eq!(servers.primary(), new);
     assert_eq!(servers.redis()[old].command("EXISTS after").unwrap(), ":0");
-    assert!(servers.redis()[old].reply("INFO replication").unwrap().contains("role:slave"));
+    assert!(
+        servers.redis()[old]
+            .reply("INFO replication")
+            .unwrap()
+            .contains("role:slave")
+    );
 }
 
 #[test]
 fn a_server_that_loads_slowly_says_so_until_it_has_loaded() {
-    let mut server = RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EverySecond)).unwrap();
-    server.command("EVAL \"for i=1,100000 do redis.call('SET','k'..i,'v') end\" 0").unwrap();
+    let mut server =
+        RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EverySecond)).unwrap();
+    server
+        .command("EVAL \"for i=1,100000 do redis.call('SET','k'..i,'v') end\" 0")
+        .unwrap();
     server.kill();
     let port = server.port();
     let asking = std::thread::spawn(move || {
         // Until it has loaded: whoever connects too early is refused.
-        let answer = || Some(Client::of_one_that_may_not_listen(port)?.ask("GET k1").unwrap_or_default());
-        std::iter::repeat_with(answer).flatten().take_while(|said| said != "$1").any(|said| said.starts_with("-LOADING"))
+        let answer = || {
+            Some(
+                Client::of_one_that_may_not_listen(port)?
+                    .ask("GET k1")
+                    .unwrap_or_default(),
+            )
+        };
+        std::iter::repeat_with(answer)
+            .flatten()
+            .take_while(|said| said != "$1")
+            .any(|said| said.starts_with("-LOADING"))
     });
     // All of it would take 40 s.
     let began = Instant::now();
@@ -61,7 +94,12 @@ fn a_server_that_loads_slowly_says_so_until_it_has_loaded() {
     assert!(began.elapsed() >= Duration::from_secs(1));
     assert_eq!(server.command("EXISTS k100000").unwrap(), ":1");
     // Only that once.
-    assert!(server.reply("CONFIG GET key-load-delay").unwrap().contains("\r\n0\r\n"));
+    assert!(
+        server
+            .reply("CONFIG GET key-load-delay")
+            .unwrap()
+            .contains("\r\n0\r\n")
+    );
 }
 
 #[test]
@@ -70,9 +108,21 @@ fn a_cluster_is_whole() {
     assert_eq!(cluster.primaries().len(), 3);
     // The slot of `foo` is 12182.
     let serving = cluster.serves(12182);
-    assert_eq!(cluster.nodes()[serving].command("SET foo 1").unwrap(), "+OK");
-    let other = cluster.primaries().into_iter().find(|which| *which != serving).unwrap();
-    assert!(cluster.nodes()[other].command("GET foo").unwrap().starts_with("-MOVED 12182"));
+    assert_eq!(
+        cluster.nodes()[serving].command("SET foo 1").unwrap(),
+        "+OK"
+    );
+    let other = cluster
+        .primaries()
+        .into_iter()
+        .find(|which| *which != serving)
+        .unwrap();
+    assert!(
+        cluster.nodes()[other]
+            .command("GET foo")
+            .unwrap()
+            .starts_with("-MOVED 12182")
+    );
 }
 
 /// A client that sends one command and reads one line.
@@ -85,7 +135,9 @@ impl Client {
 
     fn of_one_that_may_not_listen(port: u16) -> Option<Self> {
         let stream = TcpStream::connect(("127.0.0.1", port)).ok()?;
-        stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        stream
+            .set_read_timeout(Some(Duration::from_secs(10)))
+            .unwrap();
         Some(Self(BufReader::new(stream)))
     }
 
@@ -101,11 +153,23 @@ impl Client {
 fn the_proxy_loses_a_reply_after_the_command_was_carried_out() {
     let server = RedisServer::start(RedisOptions::new()).unwrap();
     let proxy = Proxy::to(server.port()).unwrap();
-    proxy.judge(|request| if holds(request, "INCR") { Fate::LoseReply } else { Fate::Pass });
+    proxy.judge(|request| {
+        if holds(request, "INCR") {
+            Fate::LoseReply
+        } else {
+            Fate::Pass
+        }
+    });
     let mut client = Client::of(proxy.port());
     assert_eq!(client.ask("PING").unwrap(), "+PONG");
-    assert!(matches!(client.ask("INCR counted").as_deref(), Ok("") | Err(_)), "the reply arrived");
-    assert_eq!(Client::of(proxy.port()).ask("EXISTS counted").unwrap(), ":1");
+    assert!(
+        matches!(client.ask("INCR counted").as_deref(), Ok("") | Err(_)),
+        "the reply arrived"
+    );
+    assert_eq!(
+        Client::of(proxy.port()).ask("EXISTS counted").unwrap(),
+        ":1"
+    );
     assert_eq!(proxy.lost_replies(), 1);
     proxy.pass();
     assert_eq!(Client::of(proxy.port()).ask("INCR counted").unwrap(), ":2");
@@ -122,18 +186,33 @@ fn the_proxy_resets_delays_and_falls_silent() {
     assert!(asked.elapsed() >= Duration::from_millis(100));
 
     proxy.judge(|_| Fate::Reset);
-    assert!(matches!(client.ask("INCR never").as_deref(), Ok("") | Err(_)));
+    assert!(matches!(
+        client.ask("INCR never").as_deref(),
+        Ok("") | Err(_)
+    ));
     proxy.pass();
     let mut client = Client::of(proxy.port());
     assert_eq!(client.ask("EXISTS never").unwrap(), ":0");
 
     proxy.black_hole();
-    client.0.get_ref().set_read_timeout(Some(Duration::from_millis(100))).unwrap();
+    client
+        .0
+        .get_ref()
+        .set_read_timeout(Some(Duration::from_millis(100)))
+        .unwrap();
     assert!(client.ask("INCR late").is_err(), "a black hole answered");
     assert_eq!(Client::of(server.port()).ask("EXISTS late").unwrap(), ":0");
     proxy.pass();
-    client.0.get_ref().set_read_timeout(Some(Duration::from_secs(10))).unwrap();
-    assert_eq!(client.ask("PING").unwrap(), ":1", "what was held back arrives, and its reply first");
+    client
+        .0
+        .get_ref()
+        .set_read_timeout(Some(Duration::from_secs(10)))
+        .unwrap();
+    assert_eq!(
+        client.ask("PING").unwrap(),
+        ":1",
+        "what was held back arrives, and its reply first"
+    );
 
     proxy.reset();
     assert!(matches!(client.ask("PING").as_deref(), Ok("") | Err(_)));
@@ -145,7 +224,9 @@ fn the_proxy_resets_delays_and_falls_silent() {
 impl Client {
     /// `None` when nobody serves there any more.
     fn try_of(port: u16) -> Option<String> {
-        let mut client = Self(BufReader::new(TcpStream::connect(("127.0.0.1", port)).ok()?));
+        let mut client = Self(BufReader::new(
+            TcpStream::connect(("127.0.0.1", port)).ok()?,
+        ));
         client.ask("PING").ok().filter(|said| !said.is_empty())
     }
 }

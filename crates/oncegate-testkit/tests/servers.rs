@@ -6,12 +6,15 @@ use std::process::Command;
 use std::time::Duration;
 
 use oncegate_testkit::servers::{
-    KafkaServer, ProcessId, RabbitServer, RedisOptions, RedisPersistence, RedisServer, ServerError, fetch_kafka,
+    KafkaServer, ProcessId, RabbitServer, RedisOptions, RedisPersistence, RedisServer, ServerError,
+    fetch_kafka,
 };
 
 #[test]
 fn redis_keeps_port_and_data() {
-    let options = RedisOptions::new().persistence(RedisPersistence::EverySecond).password("secret");
+    let options = RedisOptions::new()
+        .persistence(RedisPersistence::EverySecond)
+        .password("secret");
     let mut redis = RedisServer::start(options).unwrap();
     let url = redis.url();
     let first = ProcessId::running(redis.pid()).unwrap();
@@ -31,8 +34,13 @@ fn redis_keeps_port_and_data() {
     redis.freeze();
     let mut stream = connect(&redis);
     stream.write_all(b"PING\r\n").unwrap();
-    stream.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
-    assert!(stream.read(&mut [0; 16]).is_err(), "a frozen server answered");
+    stream
+        .set_read_timeout(Some(Duration::from_millis(100)))
+        .unwrap();
+    assert!(
+        stream.read(&mut [0; 16]).is_err(),
+        "a frozen server answered"
+    );
     redis.thaw();
     assert_eq!(tell_redis(&redis, "GET kept"), "$1");
 
@@ -45,10 +53,15 @@ fn redis_keeps_port_and_data() {
 
 #[test]
 fn a_failed_start_shows_the_log() {
-    let error = RedisServer::start(RedisOptions::new().setting("no-such-setting", "1")).err().expect("it started");
+    let error = RedisServer::start(RedisOptions::new().setting("no-such-setting", "1"))
+        .err()
+        .expect("it started");
     let text = error.to_string();
     assert!(matches!(error, ServerError::DidNotStart { .. }), "{text}");
-    assert!(text.contains("no-such-setting") && text.contains("cargo xtask setup"), "{text}");
+    assert!(
+        text.contains("no-such-setting") && text.contains("cargo xtask setup"),
+        "{text}"
+    );
 }
 
 #[test]
@@ -64,15 +77,27 @@ fn rabbitmq_keeps_port_and_data() {
     rabbitmq.start_again().unwrap();
 
     assert_eq!(rabbitmq.url(), url);
-    assert!(rabbitmq.control(&["-q", "list_vhosts"]).unwrap().lines().any(|line| line == "kept"));
-    assert!(matches!(rabbitmq.control(&["no_such_command"]), Err(ServerError::ProgramFailed { .. })));
+    assert!(
+        rabbitmq
+            .control(&["-q", "list_vhosts"])
+            .unwrap()
+            .lines()
+            .any(|line| line == "kept")
+    );
+    assert!(matches!(
+        rabbitmq.control(&["no_such_command"]),
+        Err(ServerError::ProgramFailed { .. })
+    ));
 }
 
 #[test]
 fn kafka_keeps_port_and_data() {
     let mut kafka = KafkaServer::start().unwrap();
     let brokers = kafka.brokers();
-    topics(&kafka, &["--create", "--topic", "kept", "--partitions", "3"]);
+    topics(
+        &kafka,
+        &["--create", "--topic", "kept", "--partitions", "3"],
+    );
 
     kafka.stop();
     assert!(TcpStream::connect(("127.0.0.1", kafka.port())).is_err());
@@ -101,7 +126,11 @@ fn topics(kafka: &KafkaServer, arguments: &[&str]) -> String {
     let output = Command::new("java")
         .arg("-cp")
         .arg(fetch_kafka().unwrap().join("*"))
-        .args(["org.apache.kafka.tools.TopicCommand", "--bootstrap-server", &kafka.brokers()])
+        .args([
+            "org.apache.kafka.tools.TopicCommand",
+            "--bootstrap-server",
+            &kafka.brokers(),
+        ])
         .args(arguments)
         .output()
         .unwrap();

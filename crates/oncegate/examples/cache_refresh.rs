@@ -10,11 +10,17 @@ use oncegate::{Failure, Gate, Ran, Redis, WhenHeld};
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let redis = std::env::var("ONCEGATE_REDIS").unwrap_or_else(|_| "redis://localhost:6379".into());
     // The window is how long the cache is fresh: after it, the next reader refreshes again.
-    let gate = Gate::builder().store(Redis::at(redis)).scope("cache").window(Duration::from_secs(60)).lease(Duration::from_secs(10));
+    let gate = Gate::builder()
+        .store(Redis::at(redis))
+        .scope("cache")
+        .window(Duration::from_secs(60))
+        .lease(Duration::from_secs(10));
     let gate = gate.when_held(WhenHeld::Skip).open().await?;
     let cache = format!("prices-{}", std::process::id());
 
-    let readers: Vec<_> = (0..20).map(|_| tokio::spawn(read(gate.clone(), cache.clone()))).collect();
+    let readers: Vec<_> = (0..20)
+        .map(|_| tokio::spawn(read(gate.clone(), cache.clone())))
+        .collect();
     for reader in readers {
         println!("{}", reader.await??);
     }

@@ -8,7 +8,9 @@ use oncegate::{Failure, Gate, Ran, Redis};
 async fn main() -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
     let redis = std::env::var("ONCEGATE_REDIS").unwrap_or_else(|_| "redis://localhost:6379".into());
     let today = format!("settle-{}", std::process::id()); // a date, in a program that is started once a day
-    let machines: Vec<_> = (1..=3).map(|machine| tokio::spawn(at_midnight(machine, redis.clone(), today.clone()))).collect();
+    let machines: Vec<_> = (1..=3)
+        .map(|machine| tokio::spawn(at_midnight(machine, redis.clone(), today.clone())))
+        .collect();
     for machine in machines {
         machine.await??;
     }
@@ -16,8 +18,16 @@ async fn main() -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
 }
 
 /// What each machine runs when the timer fires.
-async fn at_midnight(machine: u32, redis: String, today: String) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
-    let gate = Gate::builder().store(Redis::at(redis)).scope("ledger").open().await?;
+async fn at_midnight(
+    machine: u32,
+    redis: String,
+    today: String,
+) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+    let gate = Gate::builder()
+        .store(Redis::at(redis))
+        .scope("ledger")
+        .open()
+        .await?;
     match gate.run(today, settle_the_day).await? {
         Ran::Now(entries) => println!("machine {machine} settled {entries} entries"),
         Ran::Before => println!("machine {machine} sees that it was settled"),

@@ -1,17 +1,22 @@
-//! A first look at speed: the bare Kafka client and oncegate, in turn, on the same topic and the same machine.
+//! A first look at speed: the bare Kafka client and oncegate, in turn, on the same topic and the
+//! same machine.
 //!
-//! `ONCEGATE_KAFKA=… ONCEGATE_REDIS=… cargo run --release -p oncegate --example first_look -- [MESSAGES [ONLY]]`
+//! `ONCEGATE_KAFKA=… ONCEGATE_REDIS=… cargo run --release -p oncegate --example first_look --
+//! [MESSAGES [ONLY]]`
 //!
-//! `ONLY` is a part of the names of what is to be run beside the bare client, such as `Redis, spawned`.
+//! `ONLY` is a part of the names of what is to be run beside the bare client, such as `Redis,
+//! spawned`.
 //!
-//! It prints messages a second and the ratio to the bare client. It is no benchmark: one run, one size, one handler.
+//! It prints messages a second and the ratio to the bare client. It is no benchmark: one run, one
+//! size, one handler.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use oncegate::{
-    Consumer, Context, Failure, Guarantee, Handler, Handlers, IdSource, Kafka, MemoryStore, RawBytes, Redis, Store, async_trait,
+    Consumer, Context, Failure, Guarantee, Handler, Handlers, IdSource, Kafka, MemoryStore,
+    RawBytes, Redis, Store, async_trait,
 };
 use rdkafka::ClientConfig;
 use rdkafka::consumer::{Consumer as _, StreamConsumer};
@@ -42,25 +47,44 @@ impl Handler for Count {
 
 #[tokio::main]
 async fn main() -> Outcome<()> {
-    let brokers = std::env::var("ONCEGATE_KAFKA").map_err(|_| "set ONCEGATE_KAFKA, as `cargo xtask services up` prints it")?;
-    let redis = std::env::var("ONCEGATE_REDIS").map_err(|_| "set ONCEGATE_REDIS, as `cargo xtask services up` prints it")?;
-    let messages = std::env::args().nth(1).map_or(Ok(1_000_000), |text| text.parse())?;
-    let run = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH)?.as_millis();
+    let brokers = std::env::var("ONCEGATE_KAFKA")
+        .map_err(|_| "set ONCEGATE_KAFKA, as `cargo xtask services up` prints it")?;
+    let redis = std::env::var("ONCEGATE_REDIS")
+        .map_err(|_| "set ONCEGATE_REDIS, as `cargo xtask services up` prints it")?;
+    let messages = std::env::args()
+        .nth(1)
+        .map_or(Ok(1_000_000), |text| text.parse())?;
+    let run = std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)?
+        .as_millis();
     let topic = format!("first-look-{run}");
     produce(&brokers, &topic, messages).await?;
 
     let bare = bare(&brokers, &topic, messages).await?;
     println!("{:<42} {:>10.0}/s", "bare client, recv()", bare);
     let only = std::env::args().nth(2).unwrap_or_default();
-    for (name, handlers) in [("in place", Handlers::InPlace), ("spawned", Handlers::Spawned)] {
+    for (name, handlers) in [
+        ("in place", Handlers::InPlace),
+        ("spawned", Handlers::Spawned),
+    ] {
         let memory = format!("oncegate, memory store, {name}");
         if memory.contains(&only) {
-            let rate = gated(&brokers, &topic, &memory, messages, MemoryStore::new(), handlers).await?;
+            let rate = gated(
+                &brokers,
+                &topic,
+                &memory,
+                messages,
+                MemoryStore::new(),
+                handlers,
+            )
+            .await?;
             println!("{memory:<42} {rate:>10.0}/s {:>6.2}", rate / bare);
         }
         let on_redis = format!("oncegate, Redis, {name}");
         if on_redis.contains(&only) {
-            let store = Redis::at(&redis).prefix(format!("{topic}-{handlers:?}:")).accept_forgetful_store();
+            let store = Redis::at(&redis)
+                .prefix(format!("{topic}-{handlers:?}:"))
+                .accept_forgetful_store();
             let rate = gated(&brokers, &topic, &on_redis, messages, store, handlers).await?;
             println!("{on_redis:<42} {rate:>10.0}/s {:>6.2}", rate / bare);
         }
@@ -74,17 +98,33 @@ async fn produce(brokers: &str, topic: &str, messages: usize) -> Outcome<()> {
     let mut config = ClientConfig::new();
     config.set("bootstrap.servers", brokers);
     let admin: AdminClient<_> = config.create()?;
-    let topics = [(topic.to_owned(), 4), (format!("{topic}.dead-letters"), 1), (format!("{topic}.in-doubt"), 1)];
-    let new = topics.iter().map(|(name, partitions)| NewTopic::new(name, *partitions, TopicReplication::Fixed(1)));
+    let topics = [
+        (topic.to_owned(), 4),
+        (format!("{topic}.dead-letters"), 1),
+        (format!("{topic}.in-doubt"), 1),
+    ];
+    let new = topics
+        .iter()
+        .map(|(name, partitions)| NewTopic::new(name, *partitions, TopicReplication::Fixed(1)));
     // As oncegate wants the last two.
-    let new: Vec<_> = new.map(|topic| topic.set("retention.ms", "-1").set("retention.bytes", "-1")).collect();
+    let new: Vec<_> = new
+        .map(|topic| topic.set("retention.ms", "-1").set("retention.bytes", "-1"))
+        .collect();
     admin.create_topics(&new, &AdminOptions::new()).await?;
-    let producer: ThreadedProducer<_> = config.set("queue.buffering.max.messages", "1000000").set("linger.ms", "20").create()?;
+    let producer: ThreadedProducer<_> = config
+        .set("queue.buffering.max.messages", "1000000")
+        .set("linger.ms", "20")
+        .create()?;
     let body = [b'x'; 100];
     for n in 0..messages {
         let id = format!("{n:012}");
-        let header = rdkafka::message::Header { key: "id", value: Some(&id) };
-        let mut record = BaseRecord::<(), _>::to(topic).payload(&body).headers(rdkafka::message::OwnedHeaders::new().insert(header));
+        let header = rdkafka::message::Header {
+            key: "id",
+            value: Some(&id),
+        };
+        let mut record = BaseRecord::<(), _>::to(topic)
+            .payload(&body)
+            .headers(rdkafka::message::OwnedHeaders::new().insert(header));
         while let Err((_, again)) = producer.send(record) {
             tokio::time::sleep(Duration::from_millis(5)).await;
             record = again;
@@ -97,7 +137,10 @@ async fn produce(brokers: &str, topic: &str, messages: usize) -> Outcome<()> {
 /// The most that the client itself reaches in safe code.
 async fn bare(brokers: &str, topic: &str, messages: usize) -> Outcome<f64> {
     let mut config = ClientConfig::new();
-    config.set("bootstrap.servers", brokers).set("group.id", format!("{topic}-bare")).set("auto.offset.reset", "earliest");
+    config
+        .set("bootstrap.servers", brokers)
+        .set("group.id", format!("{topic}-bare"))
+        .set("auto.offset.reset", "earliest");
     let consumer: StreamConsumer = config.set("fetch.queue.backoff.ms", "10").create()?;
     consumer.subscribe(&[topic])?;
     consumer.recv().await?;
@@ -109,8 +152,19 @@ async fn bare(brokers: &str, topic: &str, messages: usize) -> Outcome<f64> {
 }
 
 /// The same through the gate, timed from the first message to the last.
-async fn gated(brokers: &str, topic: &str, name: &str, messages: usize, store: impl Store + 'static, handlers: Handlers) -> Outcome<f64> {
-    let count = Count { seen: Arc::default(), all: messages, done: Arc::default() };
+async fn gated(
+    brokers: &str,
+    topic: &str,
+    name: &str,
+    messages: usize,
+    store: impl Store + 'static,
+    handlers: Handlers,
+) -> Outcome<f64> {
+    let count = Count {
+        seen: Arc::default(),
+        all: messages,
+        done: Arc::default(),
+    };
     let begun = Instant::now();
     let (seen, done) = (count.seen.clone(), count.done.clone());
     let timed = async move {

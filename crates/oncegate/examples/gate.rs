@@ -4,8 +4,15 @@ use oncegate::{Failure, Gate, Knows, Ran, Redis};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let gate = Gate::builder().store(Redis::at("redis://localhost:6379")).scope("ledger").open().await?;
-    match gate.run("settle-2026-11-20", || async { settle_the_day().await }).await? {
+    let gate = Gate::builder()
+        .store(Redis::at("redis://localhost:6379"))
+        .scope("ledger")
+        .open()
+        .await?;
+    match gate
+        .run("settle-2026-11-20", || async { settle_the_day().await })
+        .await?
+    {
         Ran::Now(entries) => println!("settled {entries} entries"),
         Ran::Before => println!("was settled before"),
         Ran::Elsewhere => println!("is being settled elsewhere"),

@@ -15,15 +15,23 @@ use tower::ServiceExt;
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let redis = std::env::var("ONCEGATE_REDIS").unwrap_or_else(|_| "redis://localhost:6379".into());
-    // A second request with the same key waits for the first, rather than tell its sender to come back.
+    // A second request with the same key waits for the first, rather than tell its sender to come
+    // back.
     let when_held = WhenHeld::Wait(Duration::from_secs(5));
-    let gate = Gate::builder().store(Redis::at(redis)).scope("orders").when_held(when_held).open().await?;
+    let gate = Gate::builder()
+        .store(Redis::at(redis))
+        .scope("orders")
+        .when_held(when_held)
+        .open()
+        .await?;
     let service = Router::new().route("/orders", post(order)).with_state(gate);
 
     let key = format!("order-{}", std::process::id());
     let senders: Vec<_> = (0..5)
         .map(|_| {
-            let request = Request::post("/orders").header("idempotency-key", &key).body(Body::empty());
+            let request = Request::post("/orders")
+                .header("idempotency-key", &key)
+                .body(Body::empty());
             request.map(|request| tokio::spawn(service.clone().oneshot(request)))
         })
         .collect::<Result<_, _>>()?;
@@ -34,7 +42,9 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
 }
 
 async fn order(State(gate): State<Gate>, headers: HeaderMap) -> StatusCode {
-    let Some(key) = headers.get("idempotency-key") else { return StatusCode::BAD_REQUEST };
+    let Some(key) = headers.get("idempotency-key") else {
+        return StatusCode::BAD_REQUEST;
+    };
     match gate.run(key, place_the_order).await {
         Ok(Ran::Now(())) => StatusCode::CREATED,
         Ok(Ran::Before) => StatusCode::OK,

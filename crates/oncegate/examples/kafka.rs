@@ -1,6 +1,9 @@
 //! Charges payments from a Kafka topic, at most once.
 
-use oncegate::{Consumer, Context, Error, Failure, Guarantee, Handler, IdSource, Kafka, Knows, Redis, async_trait, shutdown_signal};
+use oncegate::{
+    Consumer, Context, Error, Failure, Guarantee, Handler, IdSource, Kafka, Knows, Redis,
+    async_trait, shutdown_signal,
+};
 
 #[derive(serde::Deserialize)]
 struct Payment {
@@ -13,7 +16,9 @@ struct Charge;
 impl Handler for Charge {
     type Payload = Payment;
     async fn handle(&self, payment: Payment, cx: &Context) -> Result<(), Failure> {
-        charge(&payment.card, payment.cents, cx.id()).await.in_doubt()
+        charge(&payment.card, payment.cents, cx.id())
+            .await
+            .in_doubt()
     }
 }
 
@@ -27,7 +32,11 @@ async fn charge(card: &str, cents: u64, id: &str) -> Result<(), std::io::Error> 
 async fn main() -> Result<(), Error> {
     tracing_subscriber::fmt().init();
     Consumer::builder()
-        .source(Kafka::topic("payments").brokers("localhost:9092").group("ledger"))
+        .source(
+            Kafka::topic("payments")
+                .brokers("localhost:9092")
+                .group("ledger"),
+        )
         .store(Redis::at("redis://localhost:6379"))
         .scope("ledger")
         .guarantee(Guarantee::AtMostOnce)

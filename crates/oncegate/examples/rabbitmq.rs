@@ -1,6 +1,9 @@
 //! Takes stock levels from a RabbitMQ queue, effectively once.
 
-use oncegate::{Consumer, Context, Error, Failure, Handler, IdSource, RabbitMq, Redis, async_trait, shutdown_signal};
+use oncegate::{
+    Consumer, Context, Error, Failure, Handler, IdSource, RabbitMq, Redis, async_trait,
+    shutdown_signal,
+};
 
 #[derive(serde::Deserialize)]
 struct Stock {

@@ -1,12 +1,19 @@
-//! Work that one machine does once a day, whoever starts it and however often: `cargo run -p oncegate --example sqlite`,
-//! twice.
+//! Work that one machine does once a day, whoever starts it and however often: `cargo run -p
+//! oncegate --example sqlite`, twice.
 
 use oncegate::{Failure, Gate, Guarantee, Ran, Sqlite};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let gate = Gate::builder().store(Sqlite::file("jobs.db")).guarantee(Guarantee::AtMostOnce).open().await?;
-    match gate.run("report-2026-11-20", || async { write_the_report().await }).await? {
+    let gate = Gate::builder()
+        .store(Sqlite::file("jobs.db"))
+        .guarantee(Guarantee::AtMostOnce)
+        .open()
+        .await?;
+    match gate
+        .run("report-2026-11-20", || async { write_the_report().await })
+        .await?
+    {
         Ran::Now(pages) => println!("wrote {pages} pages"),
         Ran::Before => println!("was written before"),
         Ran::Elsewhere => println!("is being written by another process"),

@@ -1,6 +1,9 @@
 //! A consumer of one's own that needs no server: the book's first page.
 
-use oncegate::{Consumer, Context, Error, Failure, Handler, IdSource, MemoryBroker, Message, Sqlite, async_trait};
+use oncegate::{
+    Consumer, Context, Error, Failure, Handler, IdSource, MemoryBroker, Message, Sqlite,
+    async_trait,
+};
 
 #[derive(serde::Deserialize)]
 struct Stock {

@@ -1,9 +1,11 @@
-//! Stops as a container is stopped: `cargo run -p oncegate --example stop`, and `kill -TERM` or Ctrl-C while it charges.
+//! Stops as a container is stopped: `cargo run -p oncegate --example stop`, and `kill -TERM` or
+//! Ctrl-C while it charges.
 
 use std::time::Duration;
 
 use oncegate::{
-    Consumer, Context, Error, Failure, Guarantee, Handler, IdSource, MemoryBroker, Message, Sqlite, async_trait, shutdown_signal,
+    Consumer, Context, Error, Failure, Guarantee, Handler, IdSource, MemoryBroker, Message, Sqlite,
+    async_trait, shutdown_signal,
 };
 
 struct Charge;
@@ -22,7 +24,9 @@ impl Handler for Charge {
 
 #[tokio::main]
 async fn main() -> Result<(), Error> {
-    tracing_subscriber::fmt().with_writer(std::io::stderr).init();
+    tracing_subscriber::fmt()
+        .with_writer(std::io::stderr)
+        .init();
     let queue = MemoryBroker::new("payments");
     for number in 0..20_000 {
         queue.publish(Message::new("1995").with_message_id(format!("payment-{number}")));

@@ -1,8 +1,9 @@
-//! What a gate would change, counted before it changes anything: `cargo run -p oncegate --example trial`.
+//! What a gate would change, counted before it changes anything: `cargo run -p oncegate --example
+//! trial`.
 
 use oncegate::{
-    Consumer, Context, Error, Failure, Guarantee, Handler, IdSource, Kafka, Raw, RawBytes, Redis, Shadow, ShadowReport, async_trait,
-    shutdown_signal,
+    Consumer, Context, Error, Failure, Guarantee, Handler, IdSource, Kafka, Raw, RawBytes, Redis,
+    Shadow, ShadowReport, async_trait, shutdown_signal,
 };
 
 struct Print;
@@ -25,7 +26,11 @@ async fn main() -> Result<(), Error> {
     Consumer::builder()
         .store(Shadow::new(redis, report.clone()))
         // … all else as it will be
-        .source(Kafka::topic("payments").brokers("localhost:9092").group("ledger"))
+        .source(
+            Kafka::topic("payments")
+                .brokers("localhost:9092")
+                .group("ledger"),
+        )
         .id(IdSource::header("payment-id"))
         .guarantee(Guarantee::EffectivelyOnce)
         .decode(RawBytes)

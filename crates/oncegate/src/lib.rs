@@ -1,7 +1,8 @@
 //! Idempotent message consumers for Kafka and RabbitMQ.
 //!
-//! Whatever breaks on the way (a crash, a redelivery, a lost reply, a rebalance), the effect of a message happens the
-//! number of times that you chose. This crate re-exports the others, and holds no logic.
+//! Whatever breaks on the way (a crash, a redelivery, a lost reply, a rebalance), the effect of a
+//! message happens the number of times that you chose. This crate re-exports the others, and holds
+//! no logic.
 #![forbid(unsafe_code)]
 
 pub mod metrics;

@@ -20,8 +20,8 @@ pub fn all() -> impl Iterator<Item = &'static Metric> {
     ALL.iter().copied().flatten()
 }
 
-/// Tells the recorder of this process what each metric says, for those who read its output. Call it once, after the recorder
-/// was installed.
+/// Tells the recorder of this process what each metric says, for those who read its output. Call it
+/// once, after the recorder was installed.
 pub fn describe() {
     all().for_each(Metric::describe);
 }

@@ -21,23 +21,48 @@ impl Handler for Ship {
     }
 
     async fn reconcile(&self, _: String, cx: &Context) -> Result<Reconciled, Failure> {
-        Ok(if self.carrier.count(cx.id()) > 0 { Reconciled::Happened } else { Reconciled::DidNotHappen })
+        Ok(if self.carrier.count(cx.id()) > 0 {
+            Reconciled::Happened
+        } else {
+            Reconciled::DidNotHappen
+        })
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn no_parcel_is_sent_twice_or_forgotten() {
     let carrier = Effects::default();
-    let kit = Kit::new(Ship { carrier: carrier.clone() }).guarantee(Guarantee::AtMostOnce);
-    let kit = kit.messages([("order-1", "tea"), ("order-2", "milk")]).duplicates(2);
-    let report = kit.crash_before_handler(1).crash_after_handler(1).lost_replies(1).run().await;
-    report.assert_none_twice(|id| carrier.count(id)).assert_none_lost(|id| carrier.count(id)).assert_none_set_aside();
+    let kit = Kit::new(Ship {
+        carrier: carrier.clone(),
+    })
+    .guarantee(Guarantee::AtMostOnce);
+    let kit = kit
+        .messages([("order-1", "tea"), ("order-2", "milk")])
+        .duplicates(2);
+    let report = kit
+        .crash_before_handler(1)
+        .crash_after_handler(1)
+        .lost_replies(1)
+        .run()
+        .await;
+    report
+        .assert_none_twice(|id| carrier.count(id))
+        .assert_none_lost(|id| carrier.count(id))
+        .assert_none_set_aside();
 }
 
 #[tokio::test(start_paused = true)]
-#[should_panic(expected = "`order-1` happened 2 times. Its runs: attempt 1 returned Ok, then attempt 2 returned Ok")]
+#[should_panic(
+    expected = "`order-1` happened 2 times. Its runs: attempt 1 returned Ok, then attempt 2 returned Ok"
+)]
 async fn effectively_once_is_too_little_for_it() {
     let carrier = Effects::default();
-    let kit = Kit::new(Ship { carrier: carrier.clone() }).messages([("order-1", "tea")]);
-    kit.crash_after_handler(1).run().await.assert_none_twice(|id| carrier.count(id));
+    let kit = Kit::new(Ship {
+        carrier: carrier.clone(),
+    })
+    .messages([("order-1", "tea")]);
+    kit.crash_after_handler(1)
+        .run()
+        .await
+        .assert_none_twice(|id| carrier.count(id));
 }

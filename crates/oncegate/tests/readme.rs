@@ -1,5 +1,5 @@
-//! What the README and the book show is what the compiler sees: each of their Rust blocks stands, word for word, in a
-//! file that is compiled.
+//! What the README and the book show is what the compiler sees: each of their Rust blocks stands,
+//! word for word, in a file that is compiled.
 
 #[path = "book/dependencies.rs"]
 mod dependencies;
@@ -34,16 +34,22 @@ fn read(path: &Path) -> String {
 
 fn files(directory: &str, extension: &str) -> Vec<PathBuf> {
     let directory = root().join(directory);
-    let entries = std::fs::read_dir(&directory).unwrap_or_else(|error| panic!("{}: {error}", directory.display()));
+    let entries = std::fs::read_dir(&directory)
+        .unwrap_or_else(|error| panic!("{}: {error}", directory.display()));
     let paths = entries.map(|entry| entry.expect("an entry that can be read").path());
-    paths.filter(|path| path.extension().is_some_and(|it| it == extension)).collect()
+    paths
+        .filter(|path| path.extension().is_some_and(|it| it == extension))
+        .collect()
 }
 
 /// The pages of the book.
 fn pages() -> Vec<PathBuf> {
     let folders = std::fs::read_dir(root().join("docs/src")).expect("the book");
-    let folders = folders.map(|entry| entry.expect("an entry that can be read")).filter(|entry| entry.path().is_dir());
-    let within = folders.flat_map(|folder| files(&format!("docs/src/{}", folder.file_name().display()), "md"));
+    let folders = folders
+        .map(|entry| entry.expect("an entry that can be read"))
+        .filter(|entry| entry.path().is_dir());
+    let within = folders
+        .flat_map(|folder| files(&format!("docs/src/{}", folder.file_name().display()), "md"));
     files("docs/src", "md").into_iter().chain(within).collect()
 }
 
@@ -59,7 +65,10 @@ fn blocks(markdown: &str, fence: &str) -> Vec<String> {
             Some(block) => *block += &format!("{line}\n"),
         }
     }
-    assert!(open.is_none(), "a block that begins with {fence} does not end");
+    assert!(
+        open.is_none(),
+        "a block that begins with {fence} does not end"
+    );
     blocks
 }
 
@@ -67,46 +76,101 @@ fn blocks(markdown: &str, fence: &str) -> Vec<String> {
 fn has(file: &str, block: &str) -> bool {
     (0..=4).any(|depth| {
         let margin = "    ".repeat(depth);
-        let indented: String =
-            block.lines().map(|line| if line.is_empty() { "\n".to_owned() } else { format!("{margin}{line}\n") }).collect();
+        let indented: String = block
+            .lines()
+            .map(|line| {
+                if line.is_empty() {
+                    "\n".to_owned()
+                } else {
+                    format!("{margin}{line}\n")
+                }
+            })
+            .collect();
         file.contains(&indented)
     })
 }
 
-/// What nothing still can happen of. "Below the attempt" doubles an effect: the model shows it with the mutant "nothing happened:
-/// below this attempt alone".
+/// What nothing still can happen of. "Below the attempt" doubles an effect: the model shows it with
+/// the mutant "nothing happened: below this attempt alone".
 #[test]
 fn nothing_still_can_happen_up_to_and_with_the_attempt() {
     for (place, words) in [
-        ("docs/src/promises.md", "an attempt up to and including `cx.attempt()`"),
-        ("docs/src/guarantee.md", "an attempt up to and including `cx.attempt()`"),
-        ("crates/oncegate-core/src/handler.rs", "*and nothing still can*, up to and including `cx.attempt()`"),
-        ("examples/payments/src/provider.rs", "attempts up to and including this one"),
-        ("crates/oncegate-model/src/trial.rs", "voids: |attempt| attempt,"),
-        ("crates/oncegate-model/mutants/main.rs", "voids: |attempt| attempt - 1"),
+        (
+            "docs/src/promises.md",
+            "an attempt up to and including `cx.attempt()`",
+        ),
+        (
+            "docs/src/guarantee.md",
+            "an attempt up to and including `cx.attempt()`",
+        ),
+        (
+            "crates/oncegate-core/src/handler.rs",
+            "*and nothing still can*, up to and including `cx.attempt()`",
+        ),
+        (
+            "examples/payments/src/provider.rs",
+            "attempts up to and including this one",
+        ),
+        (
+            "crates/oncegate-model/src/trial.rs",
+            "voids: |attempt| attempt,",
+        ),
+        (
+            "crates/oncegate-model/mutants/main.rs",
+            "voids: |attempt| attempt - 1",
+        ),
     ] {
         let text = read(&root().join(place));
-        let said: Vec<&str> = text.lines().map(|line| line.trim().trim_start_matches("///").trim()).collect();
-        assert!(said.join(" ").contains(words), "{place} does not say: {words}");
+        let said: Vec<&str> = text
+            .lines()
+            .map(|line| line.trim().trim_start_matches("///").trim())
+            .collect();
+        assert!(
+            said.join(" ").contains(words),
+            "{place} does not say: {words}"
+        );
     }
 }
 
 #[test]
 fn every_rust_block_stands_in_a_file_that_is_compiled() {
-    let compiled: Vec<String> = COMPILED.iter().flat_map(|directory| files(directory, "rs")).map(|path| read(&path)).collect();
+    let compiled: Vec<String> = COMPILED
+        .iter()
+        .flat_map(|directory| files(directory, "rs"))
+        .map(|path| read(&path))
+        .collect();
     let mut pages = pages();
     pages.push(root().join("README.md"));
     let mut checked = 0;
     for page in pages {
         let text = read(&page);
-        let others = text.lines().find(|line| line.trim().starts_with("```rust") && line.trim() != "```rust");
-        assert_eq!(others, None, "{}: open Rust blocks with ```rust alone, so that they are checked", page.display());
+        let others = text
+            .lines()
+            .find(|line| line.trim().starts_with("```rust") && line.trim() != "```rust");
+        assert_eq!(
+            others,
+            None,
+            "{}: open Rust blocks with ```rust alone, so that they are checked",
+            page.display()
+        );
         for block in blocks(&text, "```text") {
-            assert!(!block.contains("::builder()"), "{}: this is Rust, open it with ```rust:\n{block}", page.display());
+            assert!(
+                !block.contains("::builder()"),
+                "{}: this is Rust, open it with ```rust:\n{block}",
+                page.display()
+            );
         }
         for block in blocks(&text, "```rust") {
-            assert!(!block.contains("ctrl_c"), "{}: containers send SIGTERM; show shutdown_signal():\n{block}", page.display());
-            assert!(compiled.iter().any(|file| has(file, &block)), "{}: in no compiled file:\n{block}", page.display());
+            assert!(
+                !block.contains("ctrl_c"),
+                "{}: containers send SIGTERM; show shutdown_signal():\n{block}",
+                page.display()
+            );
+            assert!(
+                compiled.iter().any(|file| has(file, &block)),
+                "{}: in no compiled file:\n{block}",
+                page.display()
+            );
             checked += 1;
         }
     }
@@ -116,14 +180,21 @@ fn every_rust_block_stands_in_a_file_that_is_compiled() {
 #[test]
 fn the_readme_shows_the_whole_of_the_demos_handler() {
     let handler = read(&root().join("examples/payments/src/charge.rs"));
-    assert!(blocks(&read(&root().join("README.md")), "```rust").contains(&handler), "copy charge.rs into the README again");
+    assert!(
+        blocks(&read(&root().join("README.md")), "```rust").contains(&handler),
+        "copy charge.rs into the README again"
+    );
 }
 
 /// A table of the book, as it follows from the code.
 fn table<const N: usize>(head: [&str; N], rows: impl IntoIterator<Item = [String; N]>) -> String {
     let line = |cells: [String; N]| format!("| {} |\n", cells.join(" | "));
     let rule = head.map(|_| "---".to_owned());
-    [head.map(str::to_owned), rule].into_iter().chain(rows).map(line).collect()
+    [head.map(str::to_owned), rule]
+        .into_iter()
+        .chain(rows)
+        .map(line)
+        .collect()
 }
 
 #[test]
@@ -132,13 +203,29 @@ fn the_book_lists_every_metric() {
     let metrics = table(
         ["metric", "kind", "what it says"],
         oncegate::metrics::all().map(|it| {
-            let labels = if it.labels.is_empty() { String::new() } else { format!("{{{}}}", it.labels.join(", ")) };
-            [format!("`{}{labels}`", it.name), it.kind.as_str().to_owned(), it.help.to_owned()]
+            let labels = if it.labels.is_empty() {
+                String::new()
+            } else {
+                format!("{{{}}}", it.labels.join(", "))
+            };
+            [
+                format!("`{}{labels}`", it.name),
+                it.kind.as_str().to_owned(),
+                it.help.to_owned(),
+            ]
         }),
     );
-    let outcomes = table(["`outcome`", "what it says"], OUTCOMES.iter().map(|(it, says)| [format!("`{it}`"), says.to_string()]));
+    let outcomes = table(
+        ["`outcome`", "what it says"],
+        OUTCOMES
+            .iter()
+            .map(|(it, says)| [format!("`{it}`"), says.to_string()]),
+    );
     for table in [metrics, outcomes] {
-        assert!(page.contains(&table), "docs/src/metrics.md does not have this table:\n{table}");
+        assert!(
+            page.contains(&table),
+            "docs/src/metrics.md does not have this table:\n{table}"
+        );
     }
 }
 
@@ -151,9 +238,15 @@ fn containers_are_given_longer_to_stop_than_a_drain_takes() {
         ("docs/src/containers.md", "terminationGracePeriodSeconds:"),
         ("docs/src/containers.md", "TimeoutStopSec="),
     ] {
-        for value in read(&root().join(file)).lines().filter_map(|line| line.trim().strip_prefix(key)) {
+        for value in read(&root().join(file))
+            .lines()
+            .filter_map(|line| line.trim().strip_prefix(key))
+        {
             let seconds: u64 = value.trim().trim_end_matches('s').parse().expect("seconds");
-            assert!(seconds >= oncegate::defaults::DRAIN.as_secs() + 10, "{file}: {key} {seconds}");
+            assert!(
+                seconds >= oncegate::defaults::DRAIN.as_secs() + 10,
+                "{file}: {key} {seconds}"
+            );
             checked += 1;
         }
     }
@@ -167,5 +260,8 @@ fn a_block_that_differs_is_found() {
     assert!(has(file, file));
     assert!(!has(file, "one();\ntwo();\n"));
     assert!(!has(file, "one();\n\nthree();\n"));
-    assert_eq!(blocks("a\n```rust\nx\n```\n```toml\ny\n```\n", "```rust"), ["x\n"]);
+    assert_eq!(
+        blocks("a\n```rust\nx\n```\n```toml\ny\n```\n", "```rust"),
+        ["x\n"]
+    );
 }

@@ -21,7 +21,11 @@ pub(crate) struct Pace {
 
 impl Default for Pace {
     fn default() -> Self {
-        Self { answer: Duration::from_millis(20), timeout: Duration::from_millis(60), late: Duration::from_millis(250) }
+        Self {
+            answer: Duration::from_millis(20),
+            timeout: Duration::from_millis(60),
+            late: Duration::from_millis(250),
+        }
     }
 }
 
@@ -67,7 +71,15 @@ impl Bank {
         unsure_of: impl IntoIterator<Item = String>,
     ) -> Arc<Self> {
         let (ledger, unsure_of) = (Mutex::new(ledger), unsure_of.into_iter().collect());
-        Arc::new(Self { ledger, faults, repeats, pace, look_ups: AtomicU64::new(0), asked: Mutex::default(), unsure_of })
+        Arc::new(Self {
+            ledger,
+            faults,
+            repeats,
+            pace,
+            look_ups: AtomicU64::new(0),
+            asked: Mutex::default(),
+            unsure_of,
+        })
     }
 
     /// Its book, to be counted. Not to be held over an await.
@@ -89,12 +101,27 @@ impl Bank {
     ///
     /// # Errors
     /// [`ProviderError::TimedOut`] leaves open what happened.
-    pub(crate) async fn charge(self: &Arc<Self>, card: Card, amount: u64, id: &str, attempt: u32) -> Result<(), ProviderError> {
+    pub(crate) async fn charge(
+        self: &Arc<Self>,
+        card: Card,
+        amount: u64,
+        id: &str,
+        attempt: u32,
+    ) -> Result<(), ProviderError> {
         debug_assert!(!card.0.is_empty(), "a card that was looked up has a number");
-        let fate = if self.unsure_of.contains(id) { Fate::AnswerLost } else { self.faults.charge(id, self.count(id)) };
-        let booking_after = if fate == Fate::ArrivesLate { self.pace.late } else { self.pace.answer / 2 };
+        let fate = if self.unsure_of.contains(id) {
+            Fate::AnswerLost
+        } else {
+            self.faults.charge(id, self.count(id))
+        };
+        let booking_after = if fate == Fate::ArrivesLate {
+            self.pace.late
+        } else {
+            self.pace.answer / 2
+        };
         let (bank, id) = (Arc::clone(self), id.to_owned());
-        // What has left the caller arrives, whatever becomes of the caller: hence a task of its own.
+        // What has left the caller arrives, whatever becomes of the caller: hence a task of its
+        // own.
         let booking = (fate != Fate::NeverArrives).then(|| {
             tokio::spawn(async move {
                 tokio::time::sleep(booking_after).await;
@@ -117,16 +144,26 @@ impl Bank {
         }
     }
 
-    /// Whether a payment was charged; if not, its attempts up to and including this one are refused from now on.
+    /// Whether a payment was charged; if not, its attempts up to and including this one are refused
+    /// from now on.
     ///
     /// # Errors
     /// Now and then, and always of a payment that it is unsure of; nothing is refused then.
-    pub(crate) async fn find_or_void(&self, id: &str, attempt: u32) -> Result<Option<()>, ProviderError> {
+    pub(crate) async fn find_or_void(
+        &self,
+        id: &str,
+        attempt: u32,
+    ) -> Result<Option<()>, ProviderError> {
         self.look_up().await?;
         if self.unsure_of.contains(id) {
-            return Err(ProviderError::Unavailable("nothing can be said of this payment".to_owned()));
+            return Err(ProviderError::Unavailable(
+                "nothing can be said of this payment".to_owned(),
+            ));
         }
-        let found = self.ledger().find_or_void(id, attempt).map_err(|error| ProviderError::Unavailable(error.to_string()))?;
+        let found = self
+            .ledger()
+            .find_or_void(id, attempt)
+            .map_err(|error| ProviderError::Unavailable(error.to_string()))?;
         Ok(found.then_some(()))
     }
 
@@ -139,7 +176,10 @@ impl Bank {
 
     async fn look_up(&self) -> Result<(), ProviderError> {
         tokio::time::sleep(self.pace.answer / 4).await;
-        if self.faults.look_up_fails(self.look_ups.fetch_add(1, Ordering::Relaxed)) {
+        if self
+            .faults
+            .look_up_fails(self.look_ups.fetch_add(1, Ordering::Relaxed))
+        {
             return Err(ProviderError::Unavailable("try again".to_owned()));
         }
         Ok(())

@@ -15,12 +15,19 @@ impl Handler for Charge {
 
     async fn handle(&self, payment: Payment, cx: &Context) -> Result<(), Failure> {
         let card = self.provider.card(&payment.card).await.retry()?; // nothing happened: run me again
-        self.provider.charge(card, payment.amount, cx.id(), cx.attempt()).await.in_doubt()?; // never again on a guess
+        self.provider
+            .charge(card, payment.amount, cx.id(), cx.attempt())
+            .await
+            .in_doubt()?; // never again on a guess
         Ok(())
     }
 
     async fn reconcile(&self, _: Payment, cx: &Context) -> Result<Reconciled, Failure> {
-        let found = self.provider.find_or_void(cx.id(), cx.attempt()).await.retry()?; // from now on nothing still can
+        let found = self
+            .provider
+            .find_or_void(cx.id(), cx.attempt())
+            .await
+            .retry()?; // from now on nothing still can
         Ok(found.map_or(Reconciled::DidNotHappen, |()| Reconciled::Happened))
     }
 }

@@ -1,11 +1,14 @@
-//! What the workers count of themselves: the outcomes that oncegate reports to the `metrics` facade.
+//! What the workers count of themselves: the outcomes that oncegate reports to the `metrics`
+//! facade.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use metrics::{Counter, CounterFn, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit};
+use metrics::{
+    Counter, CounterFn, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit,
+};
 use serde::{Deserialize, Serialize};
 
 /// The counter that has one label, the outcome.
@@ -23,13 +26,26 @@ impl Counts {
 
     /// How many deliveries were accepted: roughly, how many messages are through.
     pub(crate) fn accepted(&self) -> u64 {
-        ["completed", "duplicate"].map(|outcome| self.of(outcome)).iter().sum()
+        ["completed", "duplicate"]
+            .map(|outcome| self.of(outcome))
+            .iter()
+            .sum()
     }
 
     /// How many deliveries were settled, one way or another.
     #[cfg_attr(not(feature = "real"), allow(dead_code))]
     pub(crate) fn settled(&self) -> u64 {
-        ["completed", "duplicate", "passed_without_gate", "released", "rejected", "in_doubt"].map(|outcome| self.of(outcome)).iter().sum()
+        [
+            "completed",
+            "duplicate",
+            "passed_without_gate",
+            "released",
+            "rejected",
+            "in_doubt",
+        ]
+        .map(|outcome| self.of(outcome))
+        .iter()
+        .sum()
     }
 
     /// Adds what another worker counted.
@@ -44,8 +60,12 @@ impl Counts {
 /// Those that occurred, with how often.
 impl fmt::Display for Counts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let occurred: Vec<_> =
-            self.0.iter().filter(|(_, count)| **count > 0).map(|(outcome, count)| format!("{outcome} {count}")).collect();
+        let occurred: Vec<_> = self
+            .0
+            .iter()
+            .filter(|(_, count)| **count > 0)
+            .map(|(outcome, count)| format!("{outcome} {count}"))
+            .collect();
         f.write_str(&occurred.join(", "))
     }
 }
@@ -81,18 +101,28 @@ impl Outcomes {
     /// The same, with another recorder that hears of everything.
     #[cfg_attr(not(feature = "real"), allow(dead_code))]
     pub(crate) fn install_beside(recorder: impl Recorder + Send + Sync + 'static) -> Self {
-        Self { beside: Some(Arc::new(recorder)), ..Self::default() }.installed()
+        Self {
+            beside: Some(Arc::new(recorder)),
+            ..Self::default()
+        }
+        .installed()
     }
 
     fn installed(self) -> Self {
-        metrics::set_global_recorder(self.clone()).expect("main installs the only recorder of the process");
+        metrics::set_global_recorder(self.clone())
+            .expect("main installs the only recorder of the process");
         self
     }
 
     /// What was counted so far.
     pub(crate) fn counts(&self) -> Counts {
         let counters = self.counters.lock().unwrap_or_else(PoisonError::into_inner);
-        Counts(counters.iter().map(|(outcome, counter)| (outcome.clone(), counter.load(Ordering::Relaxed))).collect())
+        Counts(
+            counters
+                .iter()
+                .map(|(outcome, counter)| (outcome.clone(), counter.load(Ordering::Relaxed)))
+                .collect(),
+        )
     }
 
     /// The counter of an outcome.
@@ -104,30 +134,46 @@ impl Outcomes {
 
 impl Recorder for Outcomes {
     fn describe_counter(&self, name: KeyName, unit: Option<Unit>, says: SharedString) {
-        self.beside.iter().for_each(|it| it.describe_counter(name.clone(), unit, says.clone()));
+        self.beside
+            .iter()
+            .for_each(|it| it.describe_counter(name.clone(), unit, says.clone()));
     }
 
     fn describe_gauge(&self, name: KeyName, unit: Option<Unit>, says: SharedString) {
-        self.beside.iter().for_each(|it| it.describe_gauge(name.clone(), unit, says.clone()));
+        self.beside
+            .iter()
+            .for_each(|it| it.describe_gauge(name.clone(), unit, says.clone()));
     }
 
     fn describe_histogram(&self, name: KeyName, unit: Option<Unit>, says: SharedString) {
-        self.beside.iter().for_each(|it| it.describe_histogram(name.clone(), unit, says.clone()));
+        self.beside
+            .iter()
+            .for_each(|it| it.describe_histogram(name.clone(), unit, says.clone()));
     }
 
     fn register_counter(&self, key: &Key, metadata: &Metadata<'_>) -> Counter {
-        let beside = self.beside.as_ref().map_or_else(Counter::noop, |it| it.register_counter(key, metadata));
-        match key.labels().find(|label| key.name() == DELIVERIES && label.key() == "outcome") {
+        let beside = self
+            .beside
+            .as_ref()
+            .map_or_else(Counter::noop, |it| it.register_counter(key, metadata));
+        match key
+            .labels()
+            .find(|label| key.name() == DELIVERIES && label.key() == "outcome")
+        {
             Some(label) => Counter::from_arc(Arc::new(Both(self.counter(label.value()), beside))),
             None => beside,
         }
     }
 
     fn register_gauge(&self, key: &Key, metadata: &Metadata<'_>) -> Gauge {
-        self.beside.as_ref().map_or_else(Gauge::noop, |it| it.register_gauge(key, metadata))
+        self.beside
+            .as_ref()
+            .map_or_else(Gauge::noop, |it| it.register_gauge(key, metadata))
     }
 
     fn register_histogram(&self, key: &Key, metadata: &Metadata<'_>) -> Histogram {
-        self.beside.as_ref().map_or_else(Histogram::noop, |it| it.register_histogram(key, metadata))
+        self.beside
+            .as_ref()
+            .map_or_else(Histogram::noop, |it| it.register_histogram(key, metadata))
     }
 }

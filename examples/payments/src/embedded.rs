@@ -1,5 +1,6 @@
-//! The demo in one process: the broker in memory, store and ledger in files, workers as tasks that are aborted
-//! mid-charge. Killed and started again, it sends the same again, and goes on with the files.
+//! The demo in one process: the broker in memory, store and ledger in files, workers as tasks that
+//! are aborted mid-charge. Killed and started again, it sends the same again, and goes on with the
+//! files.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -43,22 +44,41 @@ pub(crate) async fn run(cli: &Cli, outcomes: &Outcomes) -> Result<Report, crate:
     let unsure_of = cli.unsure_of(&payments)?;
     let sent = traffic::of(&payments, cli.traffic.seed);
     if cli.store == Some(StoreKind::Memory) {
-        return run_on(cli, outcomes, (&sent, &unsure_of), Ledger::in_memory(), Remembers::Memory(MemoryStore::new())).await;
+        return run_on(
+            cli,
+            outcomes,
+            (&sent, &unsure_of),
+            Ledger::in_memory(),
+            Remembers::Memory(MemoryStore::new()),
+        )
+        .await;
     }
     let folder = Folder::of_run(&cli.run_dir, cli.promise.guarantee, cli.traffic.seed, &sent)?;
     let ledger = Ledger::in_file(&folder.ledger())?;
     if ledger.charged() > 0 {
         let (charged, all, folder) = (ledger.charged(), payments.len(), folder.path().display());
-        eprintln!("payments: going on with a run that was cut off: {charged} of {all} payments are charged already; see {folder}");
+        eprintln!(
+            "payments: going on with a run that was cut off: {charged} of {all} payments are charged already; see {folder}"
+        );
     }
     let store = Remembers::Sqlite(Sqlite::file(folder.store()));
     let report = run_on(cli, outcomes, (&sent, &unsure_of), ledger, store)
         .await
-        .map_err(|error| format!("{error}; ledger and store lie in {}", folder.path().display()))?;
+        .map_err(|error| {
+            format!(
+                "{error}; ledger and store lie in {}",
+                folder.path().display()
+            )
+        })?;
     if cli.keep || !report.is_right() && cli.promise.guarantee != Guaranteed::Bare {
         let kept = folder.keep()?;
         eprintln!("payments: ledger and store are kept in {}", kept.display());
-        operate::leave(&kept, cli.promise.guarantee, &format!("{DAYS}d"), (&operate::sqlite(&kept.join(STORE))?, ""))?;
+        operate::leave(
+            &kept,
+            cli.promise.guarantee,
+            &format!("{DAYS}d"),
+            (&operate::sqlite(&kept.join(STORE))?, ""),
+        )?;
     } else {
         folder.remove()?;
     }
@@ -74,7 +94,13 @@ async fn run_on(
 ) -> Result<Report, crate::Error> {
     let progress = Progress::new(sent.len() as u64);
     let (pace, faults) = (Pace::default(), Faults::seeded(cli.traffic.seed));
-    let bank = Bank::new(ledger, faults, cli.promise.repeats(), pace, unsure_of.iter().cloned());
+    let bank = Bank::new(
+        ledger,
+        faults,
+        cli.promise.repeats(),
+        pace,
+        unsure_of.iter().cloned(),
+    );
     let broker = MemoryBroker::new("payments");
     let mut fleet = Fleet::start(cli, &broker, store, &bank);
 
@@ -84,7 +110,9 @@ async fn run_on(
     let mut killed = 0;
     while !sending.is_finished() || broker.unsettled() > 0 {
         tokio::time::sleep(Duration::from_millis(20)).await;
-        while killed < cli.kills && begun.elapsed() >= SENDING.mul_f64((killed + 1) as f64 / (cli.kills + 1) as f64) {
+        while killed < cli.kills
+            && begun.elapsed() >= SENDING.mul_f64((killed + 1) as f64 / (cli.kills + 1) as f64)
+        {
             fleet.kill_one(&mut rng).await;
             killed += 1;
         }
@@ -98,14 +126,24 @@ async fn run_on(
 
     let book = bank.ledger();
     let aside = set_aside(&broker);
-    let report = Report::count(&Sent::all(sent), broker.delivered(), (&book, cli.promise.repeats()), &aside, &outcomes.counts());
-    Ok(report.with_kills(killed, cli.kills).with_unsure(unsure_of, &aside))
+    let report = Report::count(
+        &Sent::all(sent),
+        broker.delivered(),
+        (&book, cli.promise.repeats()),
+        &aside,
+        &outcomes.counts(),
+    );
+    Ok(report
+        .with_kills(killed, cli.kills)
+        .with_unsure(unsure_of, &aside))
 }
 
-/// Sends, evenly over [`SENDING`]: the last message at its end, so that something runs whenever a worker is killed.
+/// Sends, evenly over [`SENDING`]: the last message at its end, so that something runs whenever a
+/// worker is killed.
 async fn send(broker: MemoryBroker, messages: Vec<Outgoing>) {
     let chunks = messages.chunks(messages.len().div_ceil(STEPS).max(1));
-    let step = SENDING / u32::try_from(chunks.len().saturating_sub(1).max(1)).expect("at most STEPS");
+    let step =
+        SENDING / u32::try_from(chunks.len().saturating_sub(1).max(1)).expect("at most STEPS");
     let mut ticks = tokio::time::interval(step);
     for chunk in chunks {
         ticks.tick().await;
@@ -120,9 +158,23 @@ async fn send(broker: MemoryBroker, messages: Vec<Outgoing>) {
 }
 
 fn set_aside(broker: &MemoryBroker) -> SetAside {
-    let id = |letter: &DeadLetter| letter.message.headers.last(ID_HEADER).map(|id| String::from_utf8_lossy(id).into_owned());
-    let names = |letters: Vec<DeadLetter>| letters.iter().map(|letter| traffic::name(id(letter), &letter.message.body)).collect();
-    SetAside { in_doubt: names(broker.in_doubt()), dead_letters: names(broker.dead_letters()) }
+    let id = |letter: &DeadLetter| {
+        letter
+            .message
+            .headers
+            .last(ID_HEADER)
+            .map(|id| String::from_utf8_lossy(id).into_owned())
+    };
+    let names = |letters: Vec<DeadLetter>| {
+        letters
+            .iter()
+            .map(|letter| traffic::name(id(letter), &letter.message.body))
+            .collect()
+    };
+    SetAside {
+        in_doubt: names(broker.in_doubt()),
+        dead_letters: names(broker.dead_letters()),
+    }
 }
 
 /// What the workers share.
@@ -180,7 +232,9 @@ impl Fleet {
             .attempts(self.attempts)
             .max_crashes(self.attempts)
             .in_flight(256)
-            .handler(Charge { provider: Provider::Memory(Arc::clone(&self.bank)) });
+            .handler(Charge {
+                provider: Provider::Memory(Arc::clone(&self.bank)),
+            });
         tokio::spawn(consumer.run_until(async move {
             let _ = shutdown.changed().await; // an error is the end of the demo: also a reason to stop
         }))

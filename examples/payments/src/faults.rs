@@ -2,7 +2,8 @@
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-/// Decides what goes wrong. The same seed gives the same faults to the same ids, in whatever order they come.
+/// Decides what goes wrong. The same seed gives the same faults to the same ids, in whatever order
+/// they come.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Faults {
     seed: u64,
@@ -27,7 +28,8 @@ impl Faults {
         Self { seed }
     }
 
-    /// What becomes of the nth charge that is asked for under an id: of a hundred, two go through without an answer, two arrive late, two never do.
+    /// What becomes of the nth charge that is asked for under an id: of a hundred, two go through
+    /// without an answer, two arrive late, two never do.
     pub(crate) fn charge(&self, id: &str, nth: u32) -> Fate {
         match self.draw(id, u64::from(nth)) {
             0..2 => Fate::AnswerLost,
@@ -56,10 +58,19 @@ mod tests {
 
     #[test]
     fn the_seed_alone_decides_and_every_fate_occurs() {
-        let fates = |seed| (0..1000).map(|n| Faults::seeded(seed).charge(&format!("pay-{n}"), 1)).collect::<Vec<_>>();
+        let fates = |seed| {
+            (0..1000)
+                .map(|n| Faults::seeded(seed).charge(&format!("pay-{n}"), 1))
+                .collect::<Vec<_>>()
+        };
         assert_eq!(fates(7), fates(7));
         assert_ne!(fates(7), fates(8));
-        for fate in [Fate::Answered, Fate::AnswerLost, Fate::ArrivesLate, Fate::NeverArrives] {
+        for fate in [
+            Fate::Answered,
+            Fate::AnswerLost,
+            Fate::ArrivesLate,
+            Fate::NeverArrives,
+        ] {
             assert!(fates(7).contains(&fate), "{fate:?}");
         }
     }

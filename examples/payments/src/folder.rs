@@ -11,8 +11,8 @@ use crate::traffic::Outgoing;
 
 /// The directory of one run: of what is sent, under one guarantee. Another run has another.
 ///
-/// It goes in one step at the end of its run: half of it, a store that knows the payments without the ledger that has
-/// them, would count them as lost.
+/// It goes in one step at the end of its run: half of it, a store that knows the payments without
+/// the ledger that has them, would count them as lost.
 #[derive(Debug)]
 pub(crate) struct Folder(PathBuf);
 
@@ -23,19 +23,36 @@ pub(crate) const STORE: &str = "payments.db";
 const GONE: &str = "gone";
 
 impl Folder {
-    /// The directory of this run, with what a run of the same left that was killed. It is made if it is missing.
+    /// The directory of this run, with what a run of the same left that was killed. It is made if
+    /// it is missing.
     ///
     /// # Errors
     /// If it cannot be made.
-    pub(crate) fn of_run(run_dir: &Path, guarantee: Guaranteed, seed: u64, sent: &[Outgoing]) -> io::Result<Self> {
+    pub(crate) fn of_run(
+        run_dir: &Path,
+        guarantee: Guaranteed,
+        seed: u64,
+        sent: &[Outgoing],
+    ) -> io::Result<Self> {
         let mut hasher = DefaultHasher::new(); // its keys are fixed: the same on every run
         for message in sent {
             (&message.id, &message.body).hash(&mut hasher);
         }
-        let guarantee = guarantee.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
-        let folder = Self(run_dir.join(format!("{guarantee}-seed-{seed}-{:08x}", hasher.finish() as u32)));
+        let guarantee = guarantee
+            .to_possible_value()
+            .map(|value| value.get_name().to_owned())
+            .unwrap_or_default();
+        let folder = Self(run_dir.join(format!(
+            "{guarantee}-seed-{seed}-{:08x}",
+            hasher.finish() as u32
+        )));
         let made = std::fs::create_dir_all(&folder.0);
-        made.map_err(|error| io::Error::new(error.kind(), format!("--run-dir {}: {error}", run_dir.display())))?;
+        made.map_err(|error| {
+            io::Error::new(
+                error.kind(),
+                format!("--run-dir {}: {error}", run_dir.display()),
+            )
+        })?;
         let _ = std::fs::remove_dir_all(folder.beside(GONE)); // a kill came while it was removed; if it stays, it harms nobody
         Ok(folder)
     }
@@ -60,7 +77,9 @@ impl Folder {
     /// # Errors
     /// If it cannot be moved.
     pub(crate) fn keep(self) -> io::Result<PathBuf> {
-        let free = (1_u32..).map(|n| self.beside(&format!("kept-{n}"))).find(|path| !path.exists());
+        let free = (1_u32..)
+            .map(|n| self.beside(&format!("kept-{n}")))
+            .find(|path| !path.exists());
         let kept = free.expect("numbers do not end");
         std::fs::rename(&self.0, &kept)?;
         Ok(kept)
@@ -102,10 +121,21 @@ mod tests {
         let directory = tempfile::tempdir().expect("a directory");
         let run_dir = directory.path().join("runs");
         use Guaranteed::{AtMostOnce, Bare};
-        let runs = [(AtMostOnce, 1, 10), (AtMostOnce, 2, 10), (AtMostOnce, 1, 11), (Bare, 1, 10)];
-        let paths: std::collections::HashSet<_> = runs.iter().map(|run| folder(&run_dir, run.0, run.1, run.2).0).collect();
+        let runs = [
+            (AtMostOnce, 1, 10),
+            (AtMostOnce, 2, 10),
+            (AtMostOnce, 1, 11),
+            (Bare, 1, 10),
+        ];
+        let paths: std::collections::HashSet<_> = runs
+            .iter()
+            .map(|run| folder(&run_dir, run.0, run.1, run.2).0)
+            .collect();
         assert_eq!(paths.len(), runs.len());
-        assert!(runs.iter().all(|run| paths.contains(folder(&run_dir, run.0, run.1, run.2).path())));
+        assert!(
+            runs.iter()
+                .all(|run| paths.contains(folder(&run_dir, run.0, run.1, run.2).path()))
+        );
     }
 
     #[test]

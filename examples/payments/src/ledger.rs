@@ -1,4 +1,5 @@
-//! The provider's own book: what was charged, and what is refused. Neither a worker nor the framework can write in it.
+//! The provider's own book: what was charged, and what is refused. Neither a worker nor the
+//! framework can write in it.
 
 use std::collections::HashMap;
 use std::io;
@@ -78,31 +79,54 @@ impl Ledger {
         Self::default()
     }
 
-    /// Opens the book of a file, which is made if it is missing. Every entry is written before it is answered.
+    /// Opens the book of a file, which is made if it is missing. Every entry is written before it
+    /// is answered.
     ///
     /// # Errors
     /// If the file cannot be opened, another provider has it open, or a line of it is no entry.
     pub(crate) fn in_file(path: &Path) -> io::Result<Self> {
         let (file, read) = Appended::open(path)?;
-        Ok(Self { file: Some(file), ..read })
+        Ok(Self {
+            file: Some(file),
+            ..read
+        })
     }
 
     /// Books a charge, unless its attempt was voided or its repetition is known.
     ///
     /// # Errors
     /// [`NotBooked`]: then nothing was charged.
-    pub(crate) fn charge(&mut self, id: &str, amount: u64, attempt: u32, repeats: Repeats) -> Result<(), NotBooked> {
-        if self.voided.get(id).is_some_and(|through| attempt <= *through) {
-            return Err(Voided { id: id.to_owned(), attempt }.into());
+    pub(crate) fn charge(
+        &mut self,
+        id: &str,
+        amount: u64,
+        attempt: u32,
+        repeats: Repeats,
+    ) -> Result<(), NotBooked> {
+        if self
+            .voided
+            .get(id)
+            .is_some_and(|through| attempt <= *through)
+        {
+            return Err(Voided {
+                id: id.to_owned(),
+                attempt,
+            }
+            .into());
         }
         if repeats == Repeats::Deduplicated && self.charges.contains_key(id) {
             return Ok(());
         }
-        self.write(Entry::Charged { id: id.to_owned(), amount, attempt })?;
+        self.write(Entry::Charged {
+            id: id.to_owned(),
+            amount,
+            attempt,
+        })?;
         Ok(())
     }
 
-    /// Whether this payment was charged; if not, refuses its attempts up to and including this one from now on.
+    /// Whether this payment was charged; if not, refuses its attempts up to and including this one
+    /// from now on.
     ///
     /// # Errors
     /// If the refusal cannot be written; then nothing is refused.
@@ -111,7 +135,10 @@ impl Ledger {
             return Ok(true);
         }
         if self.voided.get(id).is_none_or(|through| *through < attempt) {
-            self.write(Entry::Voided { id: id.to_owned(), through: attempt })?;
+            self.write(Entry::Voided {
+                id: id.to_owned(),
+                through: attempt,
+            })?;
         }
         Ok(false)
     }
@@ -123,12 +150,17 @@ impl Ledger {
 
     /// How many payments were charged more than once.
     pub(crate) fn charged_twice(&self) -> usize {
-        self.charges.values().filter(|amounts| amounts.len() > 1).count()
+        self.charges
+            .values()
+            .filter(|amounts| amounts.len() > 1)
+            .count()
     }
 
     /// What was charged: each payment with the amount of each of its charges.
     pub(crate) fn charges(&self) -> impl Iterator<Item = (&str, &[u64])> {
-        self.charges.iter().map(|(id, amounts)| (id.as_str(), amounts.as_slice()))
+        self.charges
+            .iter()
+            .map(|(id, amounts)| (id.as_str(), amounts.as_slice()))
     }
 
     /// Whether this payment was charged.
@@ -165,9 +197,13 @@ mod tests {
     fn a_second_charge_counts_as_charged_twice() {
         let mut ledger = Ledger::in_memory();
         for _ in 0..2 {
-            ledger.charge("a", 5, 1, Repeats::ChargeAgain).expect("booked");
+            ledger
+                .charge("a", 5, 1, Repeats::ChargeAgain)
+                .expect("booked");
         }
-        ledger.charge("b", 5, 1, Repeats::ChargeAgain).expect("booked");
+        ledger
+            .charge("b", 5, 1, Repeats::ChargeAgain)
+            .expect("booked");
         assert_eq!((ledger.charged(), ledger.charged_twice()), (2, 1));
     }
 
@@ -175,7 +211,9 @@ mod tests {
     fn an_idempotency_key_charges_once() {
         let mut ledger = Ledger::in_memory();
         for attempt in 1..3 {
-            ledger.charge("a", 5, attempt, Repeats::Deduplicated).expect("answered");
+            ledger
+                .charge("a", 5, attempt, Repeats::Deduplicated)
+                .expect("answered");
         }
         assert_eq!((ledger.charged(), ledger.charged_twice()), (1, 0));
     }
@@ -184,8 +222,13 @@ mod tests {
     fn a_late_charge_is_refused_once_voided_and_the_next_attempt_is_not() {
         let mut ledger = Ledger::in_memory();
         assert!(!ledger.find_or_void("a", 1).expect("in memory"));
-        assert!(matches!(ledger.charge("a", 5, 1, Repeats::ChargeAgain), Err(NotBooked::Voided(_))));
-        ledger.charge("a", 5, 2, Repeats::ChargeAgain).expect("booked");
+        assert!(matches!(
+            ledger.charge("a", 5, 1, Repeats::ChargeAgain),
+            Err(NotBooked::Voided(_))
+        ));
+        ledger
+            .charge("a", 5, 2, Repeats::ChargeAgain)
+            .expect("booked");
         assert!(ledger.find_or_void("a", 2).expect("in memory"));
         assert_eq!((ledger.charged(), ledger.charged_twice()), (1, 0));
     }

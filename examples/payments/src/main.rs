@@ -1,5 +1,5 @@
-//! The payments demo: charges payments through oncegate while everything goes wrong that can, and counts what became of
-//! them by the provider's own ledger.
+//! The payments demo: charges payments through oncegate while everything goes wrong that can, and
+//! counts what became of them by the provider's own ledger.
 #![forbid(unsafe_code)]
 
 mod bank;
@@ -70,12 +70,19 @@ async fn run(cli: &Cli) -> Result<Option<Report>, Error> {
 /// Prints the counts, and what is wrong; success only if nothing is.
 fn show(cli: &Cli, report: &Report) -> ExitCode {
     if cli.wants_json() {
-        println!("{}", serde_json::to_string(report).expect("a struct of numbers is JSON"));
+        println!(
+            "{}",
+            serde_json::to_string(report).expect("a struct of numbers is JSON")
+        );
     } else {
         print!("{report}");
     }
     for wrong in report.wrong() {
         eprintln!("payments: wrong: {wrong}");
     }
-    if report.is_right() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    if report.is_right() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
 }

@@ -8,7 +8,8 @@ pub(crate) struct Progress(ProgressBar);
 impl Progress {
     /// A bar for so many messages.
     pub(crate) fn new(messages: u64) -> Self {
-        let style = ProgressStyle::with_template("  {bar:40} {pos}/{len} {msg}").expect("the template above is one");
+        let style = ProgressStyle::with_template("  {bar:40} {pos}/{len} {msg}")
+            .expect("the template above is one");
         Self(ProgressBar::new(messages).with_style(style))
     }
 

@@ -31,7 +31,13 @@ impl Provider {
     ///
     /// # Errors
     /// Any error leaves open whether it was charged.
-    pub(crate) async fn charge(&self, card: Card, amount: u64, id: &str, attempt: u32) -> Result<(), ProviderError> {
+    pub(crate) async fn charge(
+        &self,
+        card: Card,
+        amount: u64,
+        id: &str,
+        attempt: u32,
+    ) -> Result<(), ProviderError> {
         match self {
             Self::Memory(bank) => bank.charge(card, amount, id, attempt).await,
             #[cfg(feature = "real")]
@@ -39,12 +45,16 @@ impl Provider {
         }
     }
 
-    /// Whether a payment was charged. If it was not, the provider refuses its attempts up to and including this one from now
-    /// on, even those that are still under way.
+    /// Whether a payment was charged. If it was not, the provider refuses its attempts up to and
+    /// including this one from now on, even those that are still under way.
     ///
     /// # Errors
     /// Now and then; nothing is known then.
-    pub(crate) async fn find_or_void(&self, id: &str, attempt: u32) -> Result<Option<()>, ProviderError> {
+    pub(crate) async fn find_or_void(
+        &self,
+        id: &str,
+        attempt: u32,
+    ) -> Result<Option<()>, ProviderError> {
         match self {
             Self::Memory(bank) => bank.find_or_void(id, attempt).await,
             #[cfg(feature = "real")]

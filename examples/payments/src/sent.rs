@@ -21,7 +21,8 @@ pub(crate) enum Sending {
 pub(crate) struct Sent {
     attempted: u64,
     confirmed: u64,
-    /// The payments that may have reached the broker, with the amounts to charge: more than one only if the input says so.
+    /// The payments that may have reached the broker, with the amounts to charge: more than one
+    /// only if the input says so.
     amounts: HashMap<String, HashSet<u64>>,
     /// The payments that the broker has confirmed.
     payments: HashSet<String>,
@@ -77,7 +78,8 @@ impl Sent {
         self.payments.iter().map(String::as_str)
     }
 
-    /// The amounts to charge under this id; none if no valid payment was sent under it, not even without confirmation.
+    /// The amounts to charge under this id; none if no valid payment was sent under it, not even
+    /// without confirmation.
     pub(crate) fn amounts(&self, id: &str) -> Option<&HashSet<u64>> {
         self.amounts.get(id)
     }

@@ -1,4 +1,5 @@
-//! The dashboard's queries and the alert rules, asked of a real Prometheus that scrapes the demo's workers.
+//! The dashboard's queries and the alert rules, asked of a real Prometheus that scrapes the demo's
+//! workers.
 #![cfg(all(feature = "kafka", feature = "rabbitmq"))]
 #![forbid(unsafe_code)]
 
@@ -16,8 +17,13 @@ use serde_json::Value;
 
 const PAYMENTS: &str = env!("CARGO_BIN_EXE_payments");
 
-/// What exists only once it has happened, and does not happen in the demo. Queries for it say 0 until then.
-const SELDOM: &[&str] = &["oncegate_redis_paused", "oncegate_redis_findings_total", "oncegate_sqlite_clock_jumps_total"];
+/// What exists only once it has happened, and does not happen in the demo. Queries for it say 0
+/// until then.
+const SELDOM: &[&str] = &[
+    "oncegate_redis_paused",
+    "oncegate_redis_findings_total",
+    "oncegate_sqlite_clock_jumps_total",
+];
 
 /// A process that is killed when the test ends.
 struct Process(Child);
@@ -30,17 +36,30 @@ impl Drop for Process {
 }
 
 fn monitoring(file: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../monitoring").join(file)
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../../monitoring")
+        .join(file)
 }
 
 /// Starts a process, and waits until it says this; the word behind it.
 fn start(command: &mut Command, until: &str) -> (Process, String) {
-    let mut process =
-        Process(command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap_or_else(|error| panic!("{command:?}: {error}")));
-    let (out, errors) = (process.0.stdout.take().expect("piped"), process.0.stderr.take().expect("piped"));
+    let mut process = Process(
+        command
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap_or_else(|error| panic!("{command:?}: {error}")),
+    );
+    let (out, errors) = (
+        process.0.stdout.take().expect("piped"),
+        process.0.stderr.take().expect("piped"),
+    );
     let (tell, told) = std::sync::mpsc::channel();
     // Both are read to their end, or the process would wait for room.
-    for mut lines in [Box::new(BufReader::new(out)) as Box<dyn BufRead + Send>, Box::new(BufReader::new(errors))] {
+    for mut lines in [
+        Box::new(BufReader::new(out)) as Box<dyn BufRead + Send>,
+        Box::new(BufReader::new(errors)),
+    ] {
         let tell = tell.clone();
         std::thread::spawn(move || {
             let mut line = String::new();
@@ -53,7 +72,14 @@ fn start(command: &mut Command, until: &str) -> (Process, String) {
     let mut said = String::new();
     for line in told {
         if let Some((_, behind)) = line.split_once(until) {
-            return (process, behind.split_whitespace().next().unwrap_or_default().to_owned());
+            return (
+                process,
+                behind
+                    .split_whitespace()
+                    .next()
+                    .unwrap_or_default()
+                    .to_owned(),
+            );
         }
         said += &line;
     }
@@ -61,7 +87,13 @@ fn start(command: &mut Command, until: &str) -> (Process, String) {
 }
 
 fn demo(arguments: &[&str], run_dir: &Path, until: &str) -> (Process, String) {
-    start(Command::new(PAYMENTS).args(arguments).arg("--run-dir").arg(run_dir), until)
+    start(
+        Command::new(PAYMENTS)
+            .args(arguments)
+            .arg("--run-dir")
+            .arg(run_dir),
+        until,
+    )
 }
 
 /// A Prometheus that scrapes these every half a second, with the alert rules.
@@ -80,19 +112,28 @@ impl Prometheus {
         });
         let file = directory.join("prometheus.yml"); // JSON is YAML
         std::fs::write(&file, config.to_string()).expect("written");
-        // Debian's package of that name, which `cargo xtask setup` installs. The system chooses a free port.
+        // Debian's package of that name, which `cargo xtask setup` installs. The system chooses a
+        // free port.
         let mut command = Command::new("prometheus");
         command
             .arg(format!("--config.file={}", file.display()))
-            .arg(format!("--storage.tsdb.path={}", directory.join("tsdb").display()))
+            .arg(format!(
+                "--storage.tsdb.path={}",
+                directory.join("tsdb").display()
+            ))
             .arg("--web.listen-address=127.0.0.1:0");
         let (process, address) = start(&mut command, "msg=\"Listening on\" address=");
-        Self { _process: process, address }
+        Self {
+            _process: process,
+            address,
+        }
     }
 
     /// What it answers: nothing while it does not.
     async fn ask(&self, path: &str) -> Option<Value> {
-        let answer = reqwest::get(format!("http://{}/api/v1/{path}", self.address)).await.ok()?;
+        let answer = reqwest::get(format!("http://{}/api/v1/{path}", self.address))
+            .await
+            .ok()?;
         let answer: Value = serde_json::from_str(&answer.text().await.ok()?).ok()?;
         assert_eq!(answer["status"], "success", "{path}: {answer}");
         Some(answer["data"].clone())
@@ -102,7 +143,8 @@ impl Prometheus {
     async fn series(&self, query: &str) -> usize {
         let encoded: String = query.bytes().map(|byte| format!("%{byte:02x}")).collect();
         let data = self.ask(&format!("query?query={encoded}")).await;
-        data.and_then(|it| it["result"].as_array().map(Vec::len)).unwrap_or_default()
+        data.and_then(|it| it["result"].as_array().map(Vec::len))
+            .unwrap_or_default()
     }
 }
 
@@ -111,11 +153,26 @@ fn queries() -> Vec<String> {
     let text = std::fs::read_to_string(monitoring("dashboard.json")).expect("the dashboard");
     let dashboard: Value = serde_json::from_str(&text).expect("JSON");
     let panels = dashboard["panels"].as_array().expect("panels").clone();
-    let targets = panels.iter().flat_map(|panel| panel["targets"].as_array().cloned().unwrap_or_default());
+    let targets = panels
+        .iter()
+        .flat_map(|panel| panel["targets"].as_array().cloned().unwrap_or_default());
     let queries = targets.map(|target| target["expr"].as_str().expect("a query").to_owned());
-    let variables = [("$instance", ".*"), ("$__rate_interval", "10s"), ("$__range", "1m")];
-    let queries: Vec<String> = queries.map(|query| variables.iter().fold(query, |it, (name, value)| it.replace(name, value))).collect();
-    assert!(queries.len() > 30 && queries.iter().all(|it| !it.contains('$')), "{queries:?}");
+    let variables = [
+        ("$instance", ".*"),
+        ("$__rate_interval", "10s"),
+        ("$__range", "1m"),
+    ];
+    let queries: Vec<String> = queries
+        .map(|query| {
+            variables
+                .iter()
+                .fold(query, |it, (name, value)| it.replace(name, value))
+        })
+        .collect();
+    assert!(
+        queries.len() > 30 && queries.iter().all(|it| !it.contains('$')),
+        "{queries:?}"
+    );
     queries
 }
 
@@ -133,36 +190,85 @@ async fn until(what: &str, mut ask: impl AsyncFnMut() -> Result<(), String>) {
             tokio::time::sleep(Duration::from_millis(200)).await;
         }
     };
-    let in_time = tokio::time::timeout(Duration::from_secs(120), asking).await.is_ok();
+    let in_time = tokio::time::timeout(Duration::from_secs(120), asking)
+        .await
+        .is_ok();
     assert!(in_time, "not so: {what}: {instead}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_query_of_the_dashboard_returns_data_and_every_rule_can_be_asked() {
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
-    let (run_dir, name) = (directory.path(), format!("dashboard-{}", std::process::id()));
-    let (kafka, rabbitmq) = (oncegate_testkit::kafka_brokers().expect("set"), oncegate_testkit::rabbitmq_url().expect("set"));
+    let (run_dir, name) = (
+        directory.path(),
+        format!("dashboard-{}", std::process::id()),
+    );
+    let (kafka, rabbitmq) = (
+        oncegate_testkit::kafka_brokers().expect("set"),
+        oncegate_testkit::rabbitmq_url().expect("set"),
+    );
     let (_provider, provider) = demo(&["provider", "--listen", "127.0.0.1:0"], run_dir, "http://");
     let provider = format!("http://{provider}");
-    // The store of the tests' Redis forgets, which at most once refuses: effectively once is what the demo has for it.
+    // The store of the tests' Redis forgets, which at most once refuses: effectively once is what
+    // the demo has for it.
     let redis = oncegate_testkit::redis_url().expect("set");
-    let addresses = ["--kafka", &kafka, "--rabbitmq", &rabbitmq, "--redis", &redis, "--name", &name];
+    let addresses = [
+        "--kafka",
+        &kafka,
+        "--rabbitmq",
+        &rabbitmq,
+        "--redis",
+        &redis,
+        "--name",
+        &name,
+    ];
     let worker = |broker: &'static str| {
-        let own = ["work", "--broker", broker, "--worker", broker, "--provider", &provider, "--admin", "127.0.0.1:0"];
+        let own = [
+            "work",
+            "--broker",
+            broker,
+            "--worker",
+            broker,
+            "--provider",
+            &provider,
+            "--admin",
+            "127.0.0.1:0",
+        ];
         let rest = ["--guarantee", "effectively-once"];
-        let (process, said) = demo(&[&own[..], &rest[..], &addresses[..]].concat(), run_dir, "admin port http://");
+        let (process, said) = demo(
+            &[&own[..], &rest[..], &addresses[..]].concat(),
+            run_dir,
+            "admin port http://",
+        );
         (process, said.trim_end_matches("/status").to_owned())
     };
-    let (workers, admins): (Vec<Process>, Vec<String>) = ["kafka", "rabbitmq"].map(worker).into_iter().unzip();
-    let prometheus = Prometheus::start(directory.path(), &admins.iter().map(String::as_str).collect::<Vec<_>>());
+    let (workers, admins): (Vec<Process>, Vec<String>) =
+        ["kafka", "rabbitmq"].map(worker).into_iter().unzip();
+    let prometheus = Prometheus::start(
+        directory.path(),
+        &admins.iter().map(String::as_str).collect::<Vec<_>>(),
+    );
     let _producers = ["kafka", "rabbitmq"].map(|broker| {
-        let own = ["produce", "--broker", broker, "--prefix", broker, "--payments", "100000", "--rate", "200"];
+        let own = [
+            "produce",
+            "--broker",
+            broker,
+            "--prefix",
+            broker,
+            "--payments",
+            "100000",
+            "--rate",
+            "200",
+        ];
         demo(&[&own[..], &addresses[..]].concat(), run_dir, "sent ")
     });
 
     let mut unanswered = queries();
     for query in unanswered.iter().filter(|it| it.contains("or vector(0)")) {
-        assert!(names(query).iter().all(|it| SELDOM.contains(it)), "nothing would be missed here: {query}");
+        assert!(
+            names(query).iter().all(|it| SELDOM.contains(it)),
+            "nothing would be missed here: {query}"
+        );
     }
     until("every query returns data", async || {
         let mut still = Vec::new();
@@ -172,27 +278,67 @@ async fn every_query_of_the_dashboard_returns_data_and_every_rule_can_be_asked()
             }
         }
         unanswered = still;
-        if unanswered.is_empty() { Ok(()) } else { Err(format!("none for {unanswered:#?}")) }
+        if unanswered.is_empty() {
+            Ok(())
+        } else {
+            Err(format!("none for {unanswered:#?}"))
+        }
     })
     .await;
     // What Prometheus thinks of the rules is half a second old.
-    until("each rule can be asked, and dead letters alert", async || {
-        let groups = prometheus.ask("rules").await.ok_or("no answer")?["groups"].clone();
-        let rules: Vec<&Value> = groups.as_array().into_iter().flatten().filter_map(|it| it["rules"].as_array()).flatten().collect();
-        let fires = |name: &str| rules.iter().any(|it| it["name"] == name && it["state"] == "firing");
-        let asked = rules.len() > 15 && rules.iter().all(|it| it["health"] == "ok");
-        if asked && fires("OncegateDeadLetters") && !fires("OncegateWorkerDown") { Ok(()) } else { Err(format!("{groups:#}")) }
-    })
+    until(
+        "each rule can be asked, and dead letters alert",
+        async || {
+            let groups = prometheus.ask("rules").await.ok_or("no answer")?["groups"].clone();
+            let rules: Vec<&Value> = groups
+                .as_array()
+                .into_iter()
+                .flatten()
+                .filter_map(|it| it["rules"].as_array())
+                .flatten()
+                .collect();
+            let fires = |name: &str| {
+                rules
+                    .iter()
+                    .any(|it| it["name"] == name && it["state"] == "firing")
+            };
+            let asked = rules.len() > 15 && rules.iter().all(|it| it["health"] == "ok");
+            if asked && fires("OncegateDeadLetters") && !fires("OncegateWorkerDown") {
+                Ok(())
+            } else {
+                Err(format!("{groups:#}"))
+            }
+        },
+    )
     .await;
     for (admin, broker) in admins.iter().zip(["kafka", "rabbitmq"]) {
         until("its status says that it is ready and moves", async || {
-            let page = reqwest::get(format!("http://{admin}/status")).await.expect("it answers").text().await.expect("text");
-            assert!(!page.contains("amqp://") && !page.contains("redis://"), "{page}");
+            let page = reqwest::get(format!("http://{admin}/status"))
+                .await
+                .expect("it answers")
+                .text()
+                .await
+                .expect("text");
+            assert!(
+                !page.contains("amqp://") && !page.contains("redis://"),
+                "{page}"
+            );
             let read: Value = serde_json::from_str(&page).expect("JSON");
             let sources = read["sources"].as_array().expect("a list");
-            let source = sources.iter().find(|it| it["broker"] == broker).expect("its source");
-            let moved = if broker == "kafka" { &source["partitions"][0]["committable"] } else { &source["delivered"] };
-            if read["ready"] == true && moved.as_i64().is_some_and(|it| it > 0) { Ok(()) } else { Err(page) }
+            let source = sources
+                .iter()
+                .find(|it| it["broker"] == broker)
+                .expect("its source");
+            let moved = if broker == "kafka" {
+                &source["partitions"][0]["committable"]
+            } else {
+                &source["delivered"]
+            };
+            if read["ready"] == true && moved.as_i64().is_some_and(|it| it > 0) {
+                Ok(())
+            } else {
+                Err(page)
+            }
         })
         .await;
     }
@@ -202,10 +348,26 @@ async fn every_query_of_the_dashboard_returns_data_and_every_rule_can_be_asked()
 
 async fn remove_queues(url: &str, name: &str) {
     use lapin::options::QueueDeleteOptions;
-    let beside = [".dead-letters", ".in-doubt", ".delay.1000", ".delay.5000", ".delay.30000", ".delay.120000", ".delay.600000"];
-    let connection = lapin::Connection::connect(url, lapin::ConnectionProperties::default()).await.expect("connected");
+    let beside = [
+        ".dead-letters",
+        ".in-doubt",
+        ".delay.1000",
+        ".delay.5000",
+        ".delay.30000",
+        ".delay.120000",
+        ".delay.600000",
+    ];
+    let connection = lapin::Connection::connect(url, lapin::ConnectionProperties::default())
+        .await
+        .expect("connected");
     let channel = connection.create_channel().await.expect("a channel");
     for suffix in [""].into_iter().chain(beside) {
-        channel.queue_delete(format!("{name}{suffix}").into(), QueueDeleteOptions::default()).await.expect("deleted");
+        channel
+            .queue_delete(
+                format!("{name}{suffix}").into(),
+                QueueDeleteOptions::default(),
+            )
+            .await
+            .expect("deleted");
     }
 }

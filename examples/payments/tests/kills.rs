@@ -1,4 +1,5 @@
-//! The demo as a person runs it: killed at any moment, started again, started twice. Needs no servers.
+//! The demo as a person runs it: killed at any moment, started again, started twice. Needs no
+//! servers.
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
@@ -9,31 +10,46 @@ use std::time::{Duration, Instant};
 /// A demo whose files lie here.
 fn demo(run_dir: &Path, arguments: &[&str]) -> Command {
     let mut demo = Command::new(env!("CARGO_BIN_EXE_payments"));
-    demo.arg("--run-dir").arg(run_dir).args(arguments).stdout(Stdio::piped()).stderr(Stdio::piped());
+    demo.arg("--run-dir")
+        .arg(run_dir)
+        .args(arguments)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
     demo
 }
 
 /// The counts that it printed as JSON; it has to have found all right.
 fn counts(output: &Output) -> HashMap<String, u64> {
     let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{}: {said}{}", output.status, String::from_utf8_lossy(&output.stdout));
+    assert!(
+        output.status.success(),
+        "{}: {said}{}",
+        output.status,
+        String::from_utf8_lossy(&output.stdout)
+    );
     serde_json::from_slice(&output.stdout).expect("numbers by name")
 }
 
 /// The one folder of a run.
 fn folder(run_dir: &Path) -> PathBuf {
-    let mut folders: Vec<PathBuf> =
-        std::fs::read_dir(run_dir).expect("it is there").map(|entry| entry.expect("it is there").path()).collect();
+    let mut folders: Vec<PathBuf> = std::fs::read_dir(run_dir)
+        .expect("it is there")
+        .map(|entry| entry.expect("it is there").path())
+        .collect();
     assert_eq!(folders.len(), 1, "{folders:?}");
     folders.remove(0)
 }
 
-/// How often each payment was charged, by the lines of the provider's ledger: nothing of the demo is asked.
+/// How often each payment was charged, by the lines of the provider's ledger: nothing of the demo
+/// is asked.
 fn charges(folder: &Path) -> HashMap<String, u32> {
     let mut charges = HashMap::new();
     let ledger = std::fs::read_to_string(folder.join("ledger.jsonl")).unwrap_or_default();
     // A last line without an end was never answered: its writer was killed.
-    for line in ledger.split_inclusive('\n').filter(|line| line.ends_with('\n')) {
+    for line in ledger
+        .split_inclusive('\n')
+        .filter(|line| line.ends_with('\n'))
+    {
         let entry: serde_json::Value = serde_json::from_str(line).expect("JSON");
         if let Some(id) = entry["charged"]["id"].as_str() {
             *charges.entry(id.to_owned()).or_default() += 1;
@@ -47,7 +63,9 @@ fn killed_ten_times_and_started_again_it_charges_nobody_twice_and_loses_nothing(
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
     let run_dir = directory.path().join("runs");
     let seed = fastrand::u64(..1_000_000);
-    let moments: Vec<Duration> = (0..10).map(|_| Duration::from_millis(fastrand::u64(50..5_000))).collect();
+    let moments: Vec<Duration> = (0..10)
+        .map(|_| Duration::from_millis(fastrand::u64(50..5_000)))
+        .collect();
     println!("--seed {seed}, killed after {moments:?}");
     let seed = ["--seed", &seed.to_string()];
     let mut charged = 0;
@@ -57,21 +75,45 @@ fn killed_ten_times_and_started_again_it_charges_nobody_twice_and_loses_nothing(
         killed.kill().expect("it is ours");
         let killed = killed.wait_with_output().expect("it ended");
         // It takes longer than any of the moments, so it was in the middle of its work.
-        assert_eq!(killed.status.code(), None, "{}", String::from_utf8_lossy(&killed.stderr));
-        let now = if run_dir.exists() { charges(&folder(&run_dir)).len() } else { 0 };
-        assert!(now >= charged, "{now} payments are charged, {charged} were before");
+        assert_eq!(
+            killed.status.code(),
+            None,
+            "{}",
+            String::from_utf8_lossy(&killed.stderr)
+        );
+        let now = if run_dir.exists() {
+            charges(&folder(&run_dir)).len()
+        } else {
+            0
+        };
+        assert!(
+            now >= charged,
+            "{now} payments are charged, {charged} were before"
+        );
         charged = now;
     }
     assert!(charged > 0, "all were killed before the first charge");
 
-    let last = demo(&run_dir, &seed).args(["--json", "--keep"]).output().expect("it ran");
+    let last = demo(&run_dir, &seed)
+        .args(["--json", "--keep"])
+        .output()
+        .expect("it ran");
     let counts = counts(&last);
-    assert_eq!((counts["charged_twice"], counts["lost"]), (0, 0), "{counts:?}");
+    assert_eq!(
+        (counts["charged_twice"], counts["lost"]),
+        (0, 0),
+        "{counts:?}"
+    );
     assert!(counts["duplicates_stopped"] > 0, "{counts:?}");
     let charges = charges(&folder(&run_dir));
     assert!(charges.values().all(|times| *times == 1), "{charges:?}");
-    // What nobody could find out about waits for a person; what is charged besides is in the ledger.
-    assert!(charges.len() as u64 + counts["in_doubt"] >= 2000, "{} charged: {counts:?}", charges.len());
+    // What nobody could find out about waits for a person; what is charged besides is in the
+    // ledger.
+    assert!(
+        charges.len() as u64 + counts["in_doubt"] >= 2000,
+        "{} charged: {counts:?}",
+        charges.len()
+    );
     assert_eq!(charges.len() as u64, counts["charged"]);
 }
 
@@ -83,7 +125,10 @@ fn each_whole_run_begins_anew_and_no_two_share_their_files() {
     let first = demo(&run_dir, &arguments).spawn().expect("it starts");
     let begun = Instant::now();
     while !run_dir.exists() || charges(&folder(&run_dir)).is_empty() {
-        assert!(begun.elapsed() < Duration::from_secs(20), "it charges nothing");
+        assert!(
+            begun.elapsed() < Duration::from_secs(20),
+            "it charges nothing"
+        );
         std::thread::sleep(Duration::from_millis(10));
     }
     let beside = demo(&run_dir, &arguments).output().expect("it ran");
@@ -93,10 +138,20 @@ fn each_whole_run_begins_anew_and_no_two_share_their_files() {
 
     let again = |run: Output| {
         let counts = counts(&run);
-        assert_eq!((counts["charged_twice"], counts["lost"], counts["charged"]), (0, 0, 600 - counts["in_doubt"]), "{counts:?}");
+        assert_eq!(
+            (counts["charged_twice"], counts["lost"], counts["charged"]),
+            (0, 0, 600 - counts["in_doubt"]),
+            "{counts:?}"
+        );
         let reconciled = counts["reconciled_happened"] + counts["reconciled_had_not"];
-        assert!(counts["duplicates_stopped"] > 0 && reconciled > 0, "{counts:?}");
-        assert!(!run_dir.exists(), "a run that is over leaves nothing behind");
+        assert!(
+            counts["duplicates_stopped"] > 0 && reconciled > 0,
+            "{counts:?}"
+        );
+        assert!(
+            !run_dir.exists(),
+            "a run that is over leaves nothing behind"
+        );
     };
     again(first.wait_with_output().expect("it ended"));
     again(demo(&run_dir, &arguments).output().expect("it ran"));
@@ -108,9 +163,13 @@ fn without_what_the_store_remembers_payments_are_charged_twice() {
     let run_dir = directory.path().join("runs");
     let mut killed = demo(&run_dir, &[]).spawn().expect("it starts");
     let begun = Instant::now();
-    let has_begun = || std::fs::read_dir(&run_dir).is_ok_and(|mut folders| folders.next().is_some());
+    let has_begun =
+        || std::fs::read_dir(&run_dir).is_ok_and(|mut folders| folders.next().is_some());
     while !has_begun() || charges(&folder(&run_dir)).len() < 200 {
-        assert!(begun.elapsed() < Duration::from_secs(20), "it charges nothing");
+        assert!(
+            begun.elapsed() < Duration::from_secs(20),
+            "it charges nothing"
+        );
         std::thread::sleep(Duration::from_millis(10));
     }
     killed.kill().expect("it is ours");
@@ -120,7 +179,8 @@ fn without_what_the_store_remembers_payments_are_charged_twice() {
     }
     let last = demo(&run_dir, &["--json"]).output().expect("it ran");
     assert_eq!(last.status.code(), Some(1));
-    let counts: HashMap<String, u64> = serde_json::from_slice(&last.stdout).expect("numbers by name");
+    let counts: HashMap<String, u64> =
+        serde_json::from_slice(&last.stdout).expect("numbers by name");
     assert!(counts["charged_twice"] > 100, "{counts:?}");
     // What was wrong is kept, for whoever looks into it.
     assert!(charges(&folder(&run_dir)).values().any(|times| *times > 1));

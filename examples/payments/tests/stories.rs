@@ -1,5 +1,5 @@
-//! What `oncegate`, the operator's tool, tells of a run of the demo, and does on it, on each broker. `ONCEGATE_KAFKA`,
-//! `ONCEGATE_RABBITMQ` and `ONCEGATE_REDIS` say where the servers are.
+//! What `oncegate`, the operator's tool, tells of a run of the demo, and does on it, on each
+//! broker. `ONCEGATE_KAFKA`, `ONCEGATE_RABBITMQ` and `ONCEGATE_REDIS` say where the servers are.
 #![cfg(all(feature = "kafka", feature = "rabbitmq"))]
 #![forbid(unsafe_code)]
 
@@ -28,30 +28,65 @@ fn the_story_of_each_payment_is_told_on_rabbitmq() {
 fn each_story_is_told_and_a_person_ends_what_waits(run: &Run) {
     let copied = run.copied();
     let broken = run.waiting("dead-letters");
-    assert!(["pay-000199", "pay-000200"].iter().all(|id| run.waiting("in-doubt").contains(*id)));
-    let broken = broken.iter().find(|id| id.starts_with("broken-")).expect("about one in two hundred").as_str();
+    assert!(
+        ["pay-000199", "pay-000200"]
+            .iter()
+            .all(|id| run.waiting("in-doubt").contains(*id))
+    );
+    let broken = broken
+        .iter()
+        .find(|id| id.starts_with("broken-"))
+        .expect("about one in two hundred")
+        .as_str();
 
     run.tells("pay-000001", "handled", &["Not twice, because"]);
     run.tells(&copied, "handled", &["duplicate leaves no trace"]);
     if run.broker == "kafka" {
         let story = run.json(&["explain", &copied, "--copies"]);
         assert_eq!(
-            (story["verdict"].as_str(), story["copies"].as_array().map(Vec::len)),
+            (
+                story["verdict"].as_str(),
+                story["copies"].as_array().map(Vec::len)
+            ),
             (Some("handled-with-duplicates"), Some(2)),
             "{story}"
         );
     }
-    run.tells("pay-000200", "in-doubt", &["Nobody knows whether it happened", "in-doubt resolve"]);
-    run.tells(broken, "dead-lettered", &["unreadable", "not the JSON that was expected", "dead-letters redrive"]);
+    run.tells(
+        "pay-000200",
+        "in-doubt",
+        &["Nobody knows whether it happened", "in-doubt resolve"],
+    );
+    run.tells(
+        broken,
+        "dead-lettered",
+        &[
+            "unreadable",
+            "not the JSON that was expected",
+            "dead-letters redrive",
+        ],
+    );
     run.tells("nobody", "unknown", &["Nothing is known of this id"]);
 
     // The ledger has it: it happened. Without --yes that is only shown.
     assert!(run.charged("pay-000200"));
-    let resolve = ["in-doubt", "resolve", "pay-000200", "--happened", "--as", "ann", "--why", "it stands in the ledger"];
+    let resolve = [
+        "in-doubt",
+        "resolve",
+        "pay-000200",
+        "--happened",
+        "--as",
+        "ann",
+        "--why",
+        "it stands in the ledger",
+    ];
     run.ends(&resolve, 4);
     run.ends(&[resolve.as_slice(), &["--yes"]].concat(), 0);
     let left = run.waiting("in-doubt");
-    assert!(left.contains("pay-000199") && !left.contains("pay-000200"), "{left:?}");
+    assert!(
+        left.contains("pay-000199") && !left.contains("pay-000200"),
+        "{left:?}"
+    );
     let resolved = run.tells("pay-000200", "handled", &["ann said so"]);
     assert_eq!(resolved["marker"]["state"], "done", "{resolved}");
 
@@ -62,16 +97,32 @@ fn each_story_is_told_and_a_person_ends_what_waits(run: &Run) {
     run.tells(broken, "sent-back", &["bob sent it back"]);
     // It is not lost on its way: a worker takes it, and it comes back, as broken as it was.
     let worker = run.worker();
-    eventually("it stands in the dead letters again", || run.waiting("dead-letters").contains(broken));
+    eventually("it stands in the dead letters again", || {
+        run.waiting("dead-letters").contains(broken)
+    });
     worker.ends();
     run.tells(broken, "dead-lettered", &["unreadable", "bob"]);
 
-    // The store's audit has the acts on all that it is used for; these are told by the scope, which is the run's own.
-    for (who, what, id) in [("ann", "in-doubt resolve", "pay-000200"), ("bob", "dead-letters redrive", broken)] {
+    // The store's audit has the acts on all that it is used for; these are told by the scope, which
+    // is the run's own.
+    for (who, what, id) in [
+        ("ann", "in-doubt resolve", "pay-000200"),
+        ("bob", "dead-letters redrive", broken),
+    ] {
         let acts = run.json(&["audit", "--id", id]);
-        let is_done =
-            |act: &Value| [&act["scope"], &act["who"], &act["what"], &act["id"], &act["stage"]] == [&run.name, who, what, id, "done"];
-        assert!(acts.as_array().is_some_and(|acts| acts.iter().any(is_done)), "{acts}");
+        let is_done = |act: &Value| {
+            [
+                &act["scope"],
+                &act["who"],
+                &act["what"],
+                &act["id"],
+                &act["stage"],
+            ] == [&run.name, who, what, id, "done"]
+        };
+        assert!(
+            acts.as_array().is_some_and(|acts| acts.iter().any(is_done)),
+            "{acts}"
+        );
     }
     run.remove();
 }
@@ -88,7 +139,16 @@ impl Run {
     fn of(broker: &'static str) -> Self {
         let temporary = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
         let ran = Command::new(PAYMENTS)
-            .args(["--broker", broker, "--store", "redis", "--payments", "200", "--unsure", "2"])
+            .args([
+                "--broker",
+                broker,
+                "--store",
+                "redis",
+                "--payments",
+                "200",
+                "--unsure",
+                "2",
+            ])
             .args(["--kills", "0", "--workers", "1", "--keep", "--json"])
             .env("TMPDIR", temporary.path())
             .output()
@@ -98,9 +158,19 @@ impl Run {
         for (count, wanted) in [("charged", 200), ("charged_twice", 0), ("lost", 0)] {
             assert_eq!(report[count], wanted, "{count}: {report}");
         }
-        let mut runs = std::fs::read_dir(temporary.path()).expect("it is there").map(|run| run.expect("it is there").file_name());
-        let name = runs.next().expect("a run was kept").into_string().expect("text");
-        Self { broker, name, temporary }
+        let mut runs = std::fs::read_dir(temporary.path())
+            .expect("it is there")
+            .map(|run| run.expect("it is there").file_name());
+        let name = runs
+            .next()
+            .expect("a run was kept")
+            .into_string()
+            .expect("text");
+        Self {
+            broker,
+            name,
+            temporary,
+        }
     }
 
     fn path(&self, file: &str) -> PathBuf {
@@ -109,26 +179,39 @@ impl Run {
 
     fn lines(&self, file: &str) -> Vec<Value> {
         let text = std::fs::read_to_string(self.path(file)).expect("it is there");
-        text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
+        text.lines()
+            .map(|line| serde_json::from_str(line).expect("JSON"))
+            .collect()
     }
 
     /// A payment that was sent twice, and of which the provider is sure.
     fn copied(&self) -> String {
         let mut once = HashSet::new();
-        let sent = self.lines("sent.jsonl").into_iter().filter(|line| line["sending"] == "confirmed");
+        let sent = self
+            .lines("sent.jsonl")
+            .into_iter()
+            .filter(|line| line["sending"] == "confirmed");
         let names = sent.map(|line| line["name"].as_str().expect("a name").to_owned());
-        let mut twice =
-            names.filter(|name| !once.insert(name.clone())).filter(|name| !name.starts_with("pay-0002") && name != "pay-000199");
+        let mut twice = names
+            .filter(|name| !once.insert(name.clone()))
+            .filter(|name| !name.starts_with("pay-0002") && name != "pay-000199");
         twice.next().expect("about one in ten")
     }
 
     fn charged(&self, id: &str) -> bool {
-        self.lines("ledger.jsonl").iter().any(|line| line["charged"]["id"] == id)
+        self.lines("ledger.jsonl")
+            .iter()
+            .any(|line| line["charged"]["id"] == id)
     }
 
     fn ask(&self, arguments: &[&str]) -> Output {
         let mut oncegate = Command::new(tool());
-        oncegate.arg("--config").arg(self.path("oncegate.toml")).args(arguments).output().expect("it ran")
+        oncegate
+            .arg("--config")
+            .arg(self.path("oncegate.toml"))
+            .args(arguments)
+            .output()
+            .expect("it ran")
     }
 
     #[track_caller]
@@ -144,7 +227,12 @@ impl Run {
     /// The ids of what waits for a person.
     fn waiting(&self, shelf: &str) -> HashSet<String> {
         let list = self.json(&[shelf, "list"]);
-        list["letters"].as_array().expect("a list").iter().map(|letter| letter["id"].as_str().expect("an id").to_owned()).collect()
+        list["letters"]
+            .as_array()
+            .expect("a list")
+            .iter()
+            .map(|letter| letter["id"].as_str().expect("an id").to_owned())
+            .collect()
     }
 
     #[track_caller]
@@ -160,7 +248,17 @@ impl Run {
     /// One more worker of the demo, whose provider is gone with the run.
     fn worker(&self) -> Worker {
         let worker = Command::new(PAYMENTS)
-            .args(["work", "--broker", self.broker, "--store", "redis", "--name", &self.name, "--group", "ledger"])
+            .args([
+                "work",
+                "--broker",
+                self.broker,
+                "--store",
+                "redis",
+                "--name",
+                &self.name,
+                "--group",
+                "ledger",
+            ])
             .args(["--provider", "http://127.0.0.1:1", "--run-dir"])
             .arg(self.path(""))
             .stdout(Stdio::null())
@@ -171,14 +269,28 @@ impl Run {
 
     /// Takes away what it made on the broker.
     fn remove(&self) {
-        let beside = [".dead-letters", ".in-doubt", ".delay.1000", ".delay.5000", ".delay.30000", ".delay.120000", ".delay.600000"];
-        let names: Vec<String> = [""].into_iter().chain(beside).map(|suffix| format!("{}{suffix}", self.name)).collect();
-        tokio::runtime::Runtime::new().expect("a runtime").block_on(async {
-            match self.broker {
-                "kafka" => remove_topics(&names[..3]).await,
-                _ => remove_queues(&names).await,
-            }
-        });
+        let beside = [
+            ".dead-letters",
+            ".in-doubt",
+            ".delay.1000",
+            ".delay.5000",
+            ".delay.30000",
+            ".delay.120000",
+            ".delay.600000",
+        ];
+        let names: Vec<String> = [""]
+            .into_iter()
+            .chain(beside)
+            .map(|suffix| format!("{}{suffix}", self.name))
+            .collect();
+        tokio::runtime::Runtime::new()
+            .expect("a runtime")
+            .block_on(async {
+                match self.broker {
+                    "kafka" => remove_topics(&names[..3]).await,
+                    _ => remove_queues(&names).await,
+                }
+            });
     }
 }
 
@@ -186,18 +298,28 @@ async fn remove_topics(names: &[String]) {
     use rdkafka::admin::{AdminClient, AdminOptions};
     use rdkafka::client::DefaultClientContext;
     let brokers = oncegate_testkit::kafka_brokers().expect("ONCEGATE_KAFKA is set");
-    let admin: AdminClient<DefaultClientContext> =
-        rdkafka::ClientConfig::new().set("bootstrap.servers", brokers).create().expect("an admin client");
+    let admin: AdminClient<DefaultClientContext> = rdkafka::ClientConfig::new()
+        .set("bootstrap.servers", brokers)
+        .create()
+        .expect("an admin client");
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
     let _ = admin.delete_topics(&names, &AdminOptions::new()).await; // what stays harms nobody: no name is used again
 }
 
 async fn remove_queues(names: &[String]) {
     let url = oncegate_testkit::rabbitmq_url().expect("ONCEGATE_RABBITMQ is set");
-    let connection = lapin::Connection::connect(&url, lapin::ConnectionProperties::default()).await.expect("connected");
+    let connection = lapin::Connection::connect(&url, lapin::ConnectionProperties::default())
+        .await
+        .expect("connected");
     let channel = connection.create_channel().await.expect("a channel");
     for name in names {
-        channel.queue_delete(name.as_str().into(), lapin::options::QueueDeleteOptions::default()).await.expect("deleted");
+        channel
+            .queue_delete(
+                name.as_str().into(),
+                lapin::options::QueueDeleteOptions::default(),
+            )
+            .await
+            .expect("deleted");
     }
 }
 
@@ -219,16 +341,21 @@ impl Drop for Worker {
     }
 }
 
-/// The operator's tool, which tests of the whole workspace have built beside the demo. Where only those of the demo run, it is
-/// built once; what stands there then is not built anew.
+/// The operator's tool, which tests of the whole workspace have built beside the demo. Where only
+/// those of the demo run, it is built once; what stands there then is not built anew.
 fn tool() -> &'static Path {
     static TOOL: OnceLock<PathBuf> = OnceLock::new();
     TOOL.get_or_init(|| {
         let tool = Path::new(PAYMENTS).with_file_name("oncegate");
         if !tool.exists() {
-            let directory = tool.ancestors().nth(2).expect("the target directory has a profile's in it");
+            let directory = tool
+                .ancestors()
+                .nth(2)
+                .expect("the target directory has a profile's in it");
             let mut cargo = Command::new(env!("CARGO"));
-            cargo.args(["build", "--quiet", "-p", "oncegate-cli", "--target-dir"]).arg(directory);
+            cargo
+                .args(["build", "--quiet", "-p", "oncegate-cli", "--target-dir"])
+                .arg(directory);
             assert!(cargo.status().expect("cargo runs").success());
         }
         tool
@@ -238,7 +365,10 @@ fn tool() -> &'static Path {
 /// It ended so, and said this.
 #[track_caller]
 fn ended(output: &Output, code: i32) -> Value {
-    let (said, why) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    let (said, why) = (
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr),
+    );
     assert_eq!(output.status.code(), Some(code), "{said}{why}");
     serde_json::from_str(&said).unwrap_or_else(|error| panic!("{error}: {said}{why}"))
 }

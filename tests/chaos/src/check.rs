@@ -1,9 +1,9 @@
 //! Whether a run kept its promises: reads the ledger, and nothing else.
 //!
-//! In the manner of Jepsen's `total-queue`: what was attempted, what was acknowledged, what is lost, unexpected,
-//! duplicated or recovered. Beside that the order per key, the handlers that ran at the same time, the verdicts that
-//! acceptances rest on, and what is left at the end. Each violation names its invariant and its id, and tells the id's
-//! history from all logs.
+//! In the manner of Jepsen's `total-queue`: what was attempted, what was acknowledged, what is
+//! lost, unexpected, duplicated or recovered. Beside that the order per key, the handlers that ran
+//! at the same time, the verdicts that acceptances rest on, and what is left at the end. Each
+//! violation names its invariant and its id, and tells the id's history from all logs.
 
 mod accepts;
 mod again;
@@ -119,7 +119,8 @@ pub enum Invariant {
     I2,
     /// Effectively once: one effect that counts, and each other has its cause in the fault log.
     I3,
-    /// No two handlers of one id, but for one that lost its lease and was cancelled within its grace.
+    /// No two handlers of one id, but for one that lost its lease and was cancelled within its
+    /// grace.
     I4,
     /// Messages with the same key have their effects in the order in which they were sent.
     I5,
@@ -127,13 +128,16 @@ pub enum Invariant {
     I6,
     /// Nothing is committed before all up to it is settled.
     I7,
-    /// Each delivery is settled once at the most; the broker closed no channel because of a refused acknowledgement (406).
+    /// Each delivery is settled once at the most; the broker closed no channel because of a refused
+    /// acknowledgement (406).
     I8,
     /// What is accepted was completed, or was a duplicate, by a verdict of its own.
     I9,
-    /// After a fault effects come again within its bound, and at nine tenths of their rate where the machine has time for that.
+    /// After a fault effects come again within its bound, and at nine tenths of their rate where
+    /// the machine has time for that.
     I10,
-    /// While the store is away no handler starts, it is asked seldom, and memory and work in flight stay bounded.
+    /// While the store is away no handler starts, it is asked seldom, and memory and work in flight
+    /// stay bounded.
     I11,
     /// What consumers count of themselves is what passed through their source and their store.
     I12,
@@ -174,16 +178,22 @@ impl Invariant {
     /// What must hold, in a few words.
     pub fn text(self) -> &'static str {
         match self {
-            Self::I1 => "no loss: every confirmed message has an effect, or stands in the dead letters or in doubt",
+            Self::I1 => {
+                "no loss: every confirmed message has an effect, or stands in the dead letters or in doubt"
+            }
             Self::I2 => "at most once: no id has two effects",
-            Self::I3 => "effectively once: one unique effect an id, and for each other one a fault that can have cut off the run before",
+            Self::I3 => {
+                "effectively once: one unique effect an id, and for each other one a fault that can have cut off the run before"
+            }
             Self::I4 => "no two handlers of one id at once, but for one cancelled within its grace",
             Self::I5 => "order per key",
             Self::I6 => "what is committed never goes back, by the broker's word",
             Self::I7 => "nothing is committed before all up to it is settled",
             Self::I8 => "each delivery is settled once, and no channel was closed with 406",
             Self::I9 => "nothing is accepted without a verdict of its own; `Busy` is none",
-            Self::I10 => "after a fault effects come again within its bound; on a machine with time to spare at nine tenths of their rate",
+            Self::I10 => {
+                "after a fault effects come again within its bound; on a machine with time to spare at nine tenths of their rate"
+            }
             Self::I11 => {
                 "while the store is away or takes nothing no handler starts; away: at most 20 questions a second and 50 MB more a process; never more handlers than may be"
             }
@@ -196,16 +206,22 @@ impl Invariant {
         }
     }
 
-    /// Whether there was something to look at: a fault whose end could be judged, or a store that was away.
+    /// Whether there was something to look at: a fault whose end could be judged, or a store that
+    /// was away.
     pub fn was_tried(self, counts: &Counts) -> bool {
         match self {
-            Self::I10 => counts.again_judged.values().chain(counts.rate_again_judged.values()).any(|times| *times > 0),
+            Self::I10 => counts
+                .again_judged
+                .values()
+                .chain(counts.rate_again_judged.values())
+                .any(|times| *times > 0),
             Self::I11 => counts.away_ms + counts.refusing_ms > 0,
             _ => true,
         }
     }
 
-    /// Whether a run under these rules is held to it. `bare` is held to nothing but what it must be seen to break.
+    /// Whether a run under these rules is held to it. `bare` is held to nothing but what it must be
+    /// seen to break.
     pub fn applies(self, rules: &Rules) -> bool {
         match self {
             Self::I13 => rules.looked == Looked::Everywhere,
@@ -217,7 +233,11 @@ impl Invariant {
             Self::I4 => rules.promise != Promise::Bare && rules.store == Remembers::Claims,
             Self::I5 => rules.promise != Promise::Bare && rules.order != Ordered::Not,
             // A store that may forget counts no attempts.
-            Self::Aside => rules.attempts > 0 && rules.promise != Promise::Bare && rules.store == Remembers::Claims,
+            Self::Aside => {
+                rules.attempts > 0
+                    && rules.promise != Promise::Bare
+                    && rules.store == Remembers::Claims
+            }
             // Kafka alone has offsets.
             Self::I6 | Self::I7 => rules.promise != Promise::Bare && rules.order == Ordered::ByKey,
             _ => rules.promise != Promise::Bare,
@@ -306,8 +326,8 @@ pub struct Counts {
     /// After how many faults it could be judged how soon one came, by kind.
     #[serde(default)]
     pub again_judged: BTreeMap<String, u64>,
-    /// The longest until effects came at nine tenths of their rate after the end of a fault, or of two, in milliseconds, by their kinds:
-    /// where the machine had time to spare.
+    /// The longest until effects came at nine tenths of their rate after the end of a fault, or of
+    /// two, in milliseconds, by their kinds: where the machine had time to spare.
     #[serde(default)]
     pub rate_again_ms: BTreeMap<String, u64>,
     /// After how many that could be judged.
@@ -328,7 +348,8 @@ pub struct Counts {
     /// Processes that did not begin, because Redis was a replica.
     #[serde(default)]
     pub refused_to_begin: u64,
-    /// Commits that went back because a broker that had been frozen carried out an earlier one late.
+    /// Commits that went back because a broker that had been frozen carried out an earlier one
+    /// late.
     #[serde(default)]
     pub commits_overtaken: u64,
     /// The most memory that a consumer had, in KiB.
@@ -350,14 +371,22 @@ pub struct Checked {
 impl Checked {
     /// How many violations of one invariant there are.
     pub fn violations_of(&self, invariant: Invariant) -> usize {
-        self.violations.iter().filter(|violation| violation.invariant == invariant).count()
+        self.violations
+            .iter()
+            .filter(|violation| violation.invariant == invariant)
+            .count()
     }
 }
 
 /// Checks a ledger.
 pub fn check(ledger: &Ledger, rules: &Rules) -> Checked {
     let windows = Windows::of(ledger);
-    let mut finder = Finder { ledger, rules, windows: &windows, checked: Checked::default() };
+    let mut finder = Finder {
+        ledger,
+        rules,
+        windows: &windows,
+        checked: Checked::default(),
+    };
     finder.checked.counts.faults = windows.counts();
     finder.checked.counts.overlapping = windows.overlapping();
     let mut ids: Vec<&str> = ledger.ids().collect();
@@ -377,7 +406,10 @@ pub fn check(ledger: &Ledger, rules: &Rules) -> Checked {
     again::check(&mut finder);
     bounds::check(&mut finder);
     ends::check(&mut finder);
-    finder.checked.violations.sort_by(|a, b| (a.invariant, &a.id).cmp(&(b.invariant, &b.id)));
+    finder
+        .checked
+        .violations
+        .sort_by(|a, b| (a.invariant, &a.id).cmp(&(b.invariant, &b.id)));
     finder.checked
 }
 
@@ -397,10 +429,19 @@ impl<'a> Finder<'a> {
     /// Notes a violation, if the run is held to that.
     fn found(&mut self, invariant: Invariant, id: Option<&str>, why: String) {
         if invariant.applies(self.rules) {
-            // Each story is a walk through the whole ledger: when everything is broken, some tell enough.
+            // Each story is a walk through the whole ledger: when everything is broken, some tell
+            // enough.
             let told = self.checked.violations.len() < STORIES;
-            let history = id.filter(|_| told).map(|id| self.story(id)).unwrap_or_default();
-            self.checked.violations.push(Violation { invariant, id: id.map(str::to_owned), why, history });
+            let history = id
+                .filter(|_| told)
+                .map(|id| self.story(id))
+                .unwrap_or_default();
+            self.checked.violations.push(Violation {
+                invariant,
+                id: id.map(str::to_owned),
+                why,
+                history,
+            });
         }
     }
 
@@ -408,12 +449,23 @@ impl<'a> Finder<'a> {
     fn story(&self, id: &str) -> Vec<String> {
         let times = self.history(id).map(|record| record.at);
         let before = micros(self.rules.aftermath);
-        let span = times.clone().min().unwrap_or_default().saturating_sub(before)..=times.max().unwrap_or_default();
+        let span = times
+            .clone()
+            .min()
+            .unwrap_or_default()
+            .saturating_sub(before)..=times.max().unwrap_or_default();
         let told = |record: &&Record| match &record.what {
-            What::Fault { .. } | What::Gone { .. } | What::Stalled { .. } => span.contains(&record.at),
+            What::Fault { .. } | What::Gone { .. } | What::Stalled { .. } => {
+                span.contains(&record.at)
+            }
             what => what.id() == Some(id),
         };
-        self.ledger.records().iter().filter(told).map(ToString::to_string).collect()
+        self.ledger
+            .records()
+            .iter()
+            .filter(told)
+            .map(ToString::to_string)
+            .collect()
     }
 }
 

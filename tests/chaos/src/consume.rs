@@ -1,4 +1,5 @@
-//! One consumer process: what it reads, where its markers are and what it promises stand in its arguments.
+//! One consumer process: what it reads, where its markers are and what it promises stand in its
+//! arguments.
 
 use std::fmt;
 use std::sync::Arc;
@@ -7,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use oncegate::{
-    Consumer, Context, Durability, Failure, Handler, Handlers, IdSource, KafkaLogin, Knows, Open, Order, Reconciled, Redis, async_trait,
+    Consumer, Context, Durability, Failure, Handler, Handlers, IdSource, KafkaLogin, Knows, Open,
+    Order, Reconciled, Redis, async_trait,
 };
 use oncegate_testkit::servers::SENTINEL_NAME;
 
@@ -33,7 +35,8 @@ const REPLICATED: Duration = Duration::from_millis(200);
 pub struct Arguments {
     #[command(flatten)]
     common: Common,
-    /// With what to log in to Kafka: a name, a password, and the file with the authority's certificate.
+    /// With what to log in to Kafka: a name, a password, and the file with the authority's
+    /// certificate.
     #[arg(long, num_args = 3)]
     login: Option<Vec<String>>,
     /// Where the markers are: a Redis, or Sentinels that know one.
@@ -42,12 +45,14 @@ pub struct Arguments {
     /// How many replicas have to know of a claim.
     #[arg(long, default_value_t = 0)]
     replicas: u32,
-    /// Of RabbitMQ's queue one consumer takes messages until it goes, and keeps the order of each key.
+    /// Of RabbitMQ's queue one consumer takes messages until it goes, and keeps the order of each
+    /// key.
     #[arg(long)]
     one_at_a_time: bool,
 }
 
-/// Consumes until SIGTERM, then drains. Ends at once when its standard input ends: who started it is gone.
+/// Consumes until SIGTERM, then drains. Ends at once when its standard input ends: who started it
+/// is gone.
 ///
 /// # Errors
 /// What the consumer says.
@@ -56,29 +61,51 @@ pub async fn run(arguments: Arguments) -> Result<(), Error> {
     note_stalls(Arc::clone(&worker.log));
     match arguments.common.broker {
         Broker::Kafka => {
-            let mut source = arguments.common.kafka().property("session.timeout.ms", "6000").property("heartbeat.interval.ms", "1000");
+            let mut source = arguments
+                .common
+                .kafka()
+                .property("session.timeout.ms", "6000")
+                .property("heartbeat.interval.ms", "1000");
             if let Some([name, password, authority]) = arguments.login.as_deref() {
-                source = source.ca_certificate(authority).login(KafkaLogin::scram_sha_512(name, password));
+                source = source
+                    .ca_certificate(authority)
+                    .login(KafkaLogin::scram_sha_512(name, password));
             }
             consume(source, &arguments, worker).await
         }
         Broker::Rabbitmq if arguments.one_at_a_time => {
-            let source = arguments.common.rabbit().single_active_consumer().key_header(KEY_HEADER);
+            let source = arguments
+                .common
+                .rabbit()
+                .single_active_consumer()
+                .key_header(KEY_HEADER);
             consume(source, &arguments, worker).await
         }
         Broker::Rabbitmq => consume(arguments.common.rabbit(), &arguments, worker).await,
     }
 }
 
-async fn consume(source: impl Open + fmt::Debug, arguments: &Arguments, worker: Worker) -> Result<(), Error> {
-    let Arguments { common, redis, replicas, .. } = arguments;
+async fn consume(
+    source: impl Open + fmt::Debug,
+    arguments: &Arguments,
+    worker: Worker,
+) -> Result<(), Error> {
+    let Arguments {
+        common,
+        redis,
+        replicas,
+        ..
+    } = arguments;
     let store = match redis.as_slice() {
         [one] => Redis::at(one),
         sentinels => Redis::sentinel(sentinels, SENTINEL_NAME),
     };
     let store = match *replicas {
         0 => store,
-        count => store.durability(Durability::Replicas { count, timeout: REPLICATED }),
+        count => store.durability(Durability::Replicas {
+            count,
+            timeout: REPLICATED,
+        }),
     };
     // Into the log, where no secret may stand.
     eprintln!("source: {source:?}\nstore: {store:?}");
@@ -86,7 +113,11 @@ async fn consume(source: impl Open + fmt::Debug, arguments: &Arguments, worker: 
     let consumer = Consumer::builder()
         .source(Recorded::new(source, Arc::clone(&log)))
         .store(Recorded::new(store, Arc::clone(&log)))
-        .handler(Effects { sink, log, runs: AtomicU64::new(0) })
+        .handler(Effects {
+            sink,
+            log,
+            runs: AtomicU64::new(0),
+        })
         .guarantee(common.guarantee())
         .id(IdSource::header(ID_HEADER))
         .scope(&common.from)
@@ -100,15 +131,28 @@ async fn consume(source: impl Open + fmt::Debug, arguments: &Arguments, worker: 
         .in_flight(common.in_flight)
         .handlers(handlers(&common.name))
         .drain(common.drain());
-    let consumer = if arguments.one_at_a_time { consumer.order(Order::ByKey) } else { consumer };
-    worker.run(|terminated| consumer.run_until(terminated.come())).await
+    let consumer = if arguments.one_at_a_time {
+        consumer.order(Order::ByKey)
+    } else {
+        consumer
+    };
+    worker
+        .run(|terminated| consumer.run_until(terminated.come()))
+        .await
 }
 
-/// Where the handlers of a process run that is called like this: in every other one in place, so that the fast way has to keep what is
-/// promised, too. The second process of a consumer is of the other kind than the first, and so is its neighbour.
+/// Where the handlers of a process run that is called like this: in every other one in place, so
+/// that the fast way has to keep what is promised, too. The second process of a consumer is of the
+/// other kind than the first, and so is its neighbour.
 fn handlers(name: &str) -> Handlers {
-    let numbers = name.split(|c: char| !c.is_ascii_digit()).filter_map(|number| number.parse::<u64>().ok());
-    if numbers.sum::<u64>().is_multiple_of(2) { Handlers::Spawned } else { Handlers::InPlace }
+    let numbers = name
+        .split(|c: char| !c.is_ascii_digit())
+        .filter_map(|number| number.parse::<u64>().ok());
+    if numbers.sum::<u64>().is_multiple_of(2) {
+        Handlers::Spawned
+    } else {
+        Handlers::InPlace
+    }
 }
 
 /// Has the effect of a message at the sink, in the middle of its time.
@@ -165,7 +209,9 @@ fn note_stalls(log: Arc<Log>) {
             std::thread::sleep(every);
             let late = last.elapsed().saturating_sub(every);
             if late > STALL {
-                log.write(What::Stalled { ms: u64::try_from(late.as_millis()).unwrap_or(u64::MAX) });
+                log.write(What::Stalled {
+                    ms: u64::try_from(late.as_millis()).unwrap_or(u64::MAX),
+                });
             }
             last = Instant::now();
         }

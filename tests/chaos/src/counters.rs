@@ -1,4 +1,5 @@
-//! The metrics of a consumer process: its counters, as they go into the ledger, and all of them as Prometheus would read them.
+//! The metrics of a consumer process: its counters, as they go into the ledger, and all of them as
+//! Prometheus would read them.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -6,17 +7,21 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use metrics::{Counter, CounterFn, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit};
+use metrics::{
+    Counter, CounterFn, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit,
+};
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 
 use crate::Error;
 use crate::ledger::{Log, What};
 
-/// How often they are written down, the counters if they have changed: what a killed process had counted is known up to here.
+/// How often they are written down, the counters if they have changed: what a killed process had
+/// counted is known up to here.
 const EVERY: Duration = Duration::from_secs(1);
 /// How the file's name ends that has what Prometheus would read.
 pub(crate) const SCRAPE: &str = "metrics";
-/// The bounds of the histograms' buckets, in seconds: that there are some, and where, says nothing here.
+/// The bounds of the histograms' buckets, in seconds: that there are some, and where, says nothing
+/// here.
 const BUCKETS: [f64; 4] = [0.001, 0.01, 0.1, 1.0];
 
 /// All metrics of this process.
@@ -36,8 +41,8 @@ struct All {
 }
 
 impl Counters {
-    /// Takes what this process measures from now on. Each second its counters go into the ledger, and what Prometheus would read goes
-    /// into a file of this process in the folder.
+    /// Takes what this process measures from now on. Each second its counters go into the ledger,
+    /// and what Prometheus would read goes into a file of this process in the folder.
     ///
     /// # Errors
     /// If somebody else takes it already.
@@ -45,7 +50,11 @@ impl Counters {
         let all = All::new()?;
         metrics::set_global_recorder(all.clone()).map_err(|error| error.to_string())?;
         oncegate::metrics::describe();
-        let counters = Self { all, log, scrape: Arc::new(Mutex::new(folder.join(format!("{name}.{SCRAPE}")))) };
+        let counters = Self {
+            all,
+            log,
+            scrape: Arc::new(Mutex::new(folder.join(format!("{name}.{SCRAPE}")))),
+        };
         let meanwhile = counters.clone();
         std::thread::spawn(move || {
             let mut written = BTreeMap::new();
@@ -54,7 +63,10 @@ impl Counters {
                 let now = meanwhile.all.values();
                 if now != written {
                     written.clone_from(&now);
-                    meanwhile.log.write(What::Counted { values: now, last: false });
+                    meanwhile.log.write(What::Counted {
+                        values: now,
+                        last: false,
+                    });
                 }
                 meanwhile.write_the_scrape();
             }
@@ -64,7 +76,10 @@ impl Counters {
 
     /// Writes down what they came to, when nothing is measured any more.
     pub fn write_the_last(&self) {
-        self.log.write(What::Counted { values: self.all.values(), last: true });
+        self.log.write(What::Counted {
+            values: self.all.values(),
+            last: true,
+        });
         self.write_the_scrape();
     }
 
@@ -76,22 +91,35 @@ impl Counters {
 
 impl All {
     fn new() -> Result<Self, Error> {
-        let recorder = PrometheusBuilder::new().set_buckets(&BUCKETS)?.build_recorder();
+        let recorder = PrometheusBuilder::new()
+            .set_buckets(&BUCKETS)?
+            .build_recorder();
         let handle = recorder.handle();
-        Ok(Self { counters: Arc::default(), prometheus: Arc::new(recorder), handle })
+        Ok(Self {
+            counters: Arc::default(),
+            prometheus: Arc::new(recorder),
+            handle,
+        })
     }
 
     /// What has been counted at all.
     fn values(&self) -> BTreeMap<String, u64> {
         let all = self.counters.lock().unwrap_or_else(PoisonError::into_inner);
-        let value = |(name, value): (&String, &Arc<AtomicU64>)| (name.clone(), value.load(Ordering::Relaxed));
-        all.iter().map(value).filter(|(_, value)| *value > 0).collect()
+        let value = |(name, value): (&String, &Arc<AtomicU64>)| {
+            (name.clone(), value.load(Ordering::Relaxed))
+        };
+        all.iter()
+            .map(value)
+            .filter(|(_, value)| *value > 0)
+            .collect()
     }
 
-    /// Writes what Prometheus would read now over what it would have read before; a process that is killed meanwhile leaves that.
+    /// Writes what Prometheus would read now over what it would have read before; a process that is
+    /// killed meanwhile leaves that.
     fn write(&self, scrape: &Path) {
         let new = scrape.with_extension("metrics-new");
-        let written = std::fs::write(&new, self.handle.render()).and_then(|()| std::fs::rename(&new, scrape));
+        let written =
+            std::fs::write(&new, self.handle.render()).and_then(|()| std::fs::rename(&new, scrape));
         // As with the ledger: a run that cannot see what it is to look through is worth nothing.
         written.expect("the metrics can be written");
     }
@@ -129,11 +157,21 @@ impl Recorder for All {
     }
 
     fn register_counter(&self, key: &Key, metadata: &Metadata<'_>) -> Counter {
-        let labels: Vec<String> = key.labels().map(|label| format!("{}={}", label.key(), label.value())).collect();
-        let name = if labels.is_empty() { key.name().to_owned() } else { format!("{}{{{}}}", key.name(), labels.join(",")) };
+        let labels: Vec<String> = key
+            .labels()
+            .map(|label| format!("{}={}", label.key(), label.value()))
+            .collect();
+        let name = if labels.is_empty() {
+            key.name().to_owned()
+        } else {
+            format!("{}{{{}}}", key.name(), labels.join(","))
+        };
         let mut all = self.counters.lock().unwrap_or_else(PoisonError::into_inner);
         let value = Arc::clone(all.entry(name).or_default());
-        Counter::from_arc(Arc::new(Both { value, shown: self.prometheus.register_counter(key, metadata) }))
+        Counter::from_arc(Arc::new(Both {
+            value,
+            shown: self.prometheus.register_counter(key, metadata),
+        }))
     }
 
     fn register_gauge(&self, key: &Key, metadata: &Metadata<'_>) -> Gauge {
@@ -159,14 +197,18 @@ mod tests {
             metrics::counter!("deliveries", "outcome" => "busy").increment(0);
             metrics::counter!("lost").increment(1);
         });
-        let expected = [("deliveries{outcome=first}".to_owned(), 3), ("lost".to_owned(), 1)];
+        let expected = [
+            ("deliveries{outcome=first}".to_owned(), 3),
+            ("lost".to_owned(), 1),
+        ];
         assert_eq!(all.values(), BTreeMap::from(expected));
     }
 
     #[test]
     fn a_secret_in_a_metric_of_any_kind_is_found() {
         let (all, folder) = (All::new().unwrap(), tempfile::tempdir().unwrap());
-        let secrets = ["counter", "gauge", "histogram", "name", "help"].map(|of| Secret { of, text: canary() });
+        let secrets = ["counter", "gauge", "histogram", "name", "help"]
+            .map(|of| Secret { of, text: canary() });
         let [counter, gauge, histogram, name, help] = &secrets;
         metrics::with_local_recorder(&all, || {
             metrics::describe_gauge!("rate", format!("of {}", help.text));
@@ -180,7 +222,10 @@ mod tests {
         let told = format!("{:?}", find(folder.path(), &secrets).unwrap());
 
         for Secret { of, .. } in &secrets {
-            assert!(told.contains(&format!("{of:?}")), "the one in a {of} was not found: {told}");
+            assert!(
+                told.contains(&format!("{of:?}")),
+                "the one in a {of} was not found: {told}"
+            );
         }
     }
 }

@@ -1,4 +1,5 @@
-//! The processes of a run: consumers, each in a slot in which another takes its place when it ends, and the sink.
+//! The processes of a run: consumers, each in a slot in which another takes its place when it ends,
+//! and the sink.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader};
@@ -17,7 +18,8 @@ use crate::ledger::{Edge, Log, Sent, What};
 
 /// How often it is looked whether something has ended.
 const LOOK: Duration = Duration::from_millis(10);
-/// How long a consumer may take to end after SIGTERM before it is killed: what is longer than promised is seen.
+/// How long a consumer may take to end after SIGTERM before it is killed: what is longer than
+/// promised is seen.
 const PATIENCE: Duration = Duration::from_secs(45);
 
 /// Consumers of this program. Those that still run when it is dropped are killed.
@@ -48,8 +50,20 @@ struct Process {
 impl Fleet {
     /// So many slots, all empty; these are the arguments of each consumer beside its name.
     pub fn new(slots: usize, folder: &Path, arguments: Vec<String>, log: Arc<Log>) -> Self {
-        let slots = (0..slots).map(|number| Mutex::new(Slot { number, ..Slot::default() })).collect();
-        Self { folder: folder.to_owned(), arguments, log, slots }
+        let slots = (0..slots)
+            .map(|number| {
+                Mutex::new(Slot {
+                    number,
+                    ..Slot::default()
+                })
+            })
+            .collect();
+        Self {
+            folder: folder.to_owned(),
+            arguments,
+            log,
+            slots,
+        }
     }
 
     /// How many slots there are.
@@ -59,7 +73,9 @@ impl Fleet {
 
     /// A slot, for as long as something is done to it.
     pub fn slot(&self, number: usize) -> MutexGuard<'_, Slot> {
-        self.slots[number % self.slots.len()].lock().unwrap_or_else(PoisonError::into_inner)
+        self.slots[number % self.slots.len()]
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Starts a consumer in the slot, if it is empty.
@@ -71,9 +87,15 @@ impl Fleet {
             slot.started += 1;
             let name = format!("c{}.{}", slot.number, slot.started);
             let mut command = this_program(&self.folder.join(format!("{name}.log")))?;
-            command.args(["consume", "--name", &name]).args(&self.arguments);
+            command
+                .args(["consume", "--name", &name])
+                .args(&self.arguments);
             let mut child = command.spawn()?;
-            slot.process = Some(Process { name, _stdin: child.stdin.take(), child });
+            slot.process = Some(Process {
+                name,
+                _stdin: child.stdin.take(),
+                child,
+            });
         }
         Ok(())
     }
@@ -86,24 +108,37 @@ impl Fleet {
         (0..self.size()).try_for_each(|number| self.start(&mut self.slot(number)))
     }
 
-    /// Each consumer that runs, with the number of its process; without those to which something is done at the moment.
+    /// Each consumer that runs, with the number of its process; without those to which something is
+    /// done at the moment.
     pub fn running(&self) -> Vec<(String, u32)> {
         let name_and_number = |slot: &Mutex<Slot>| {
             let slot = slot.try_lock().ok()?;
-            slot.process.as_ref().map(|process| (process.name.clone(), process.child.id()))
+            slot.process
+                .as_ref()
+                .map(|process| (process.name.clone(), process.child.id()))
         };
         self.slots.iter().filter_map(name_and_number).collect()
     }
 
-    /// Looks for consumers that have ended by themselves, writes that down, and starts others. Leaves out those to which
-    /// something is done at the moment.
+    /// Looks for consumers that have ended by themselves, writes that down, and starts others.
+    /// Leaves out those to which something is done at the moment.
     ///
     /// # Errors
     /// What the system said.
     pub fn look(&self) -> Result<(), Error> {
         for slot in &self.slots {
-            let Ok(mut slot) = slot.try_lock() else { continue };
-            let Some(status) = slot.process.as_mut().map(|process| process.child.try_wait()).transpose()?.flatten() else { continue };
+            let Ok(mut slot) = slot.try_lock() else {
+                continue;
+            };
+            let Some(status) = slot
+                .process
+                .as_mut()
+                .map(|process| process.child.try_wait())
+                .transpose()?
+                .flatten()
+            else {
+                continue;
+            };
             if let Some(process) = slot.process.take() {
                 self.gone(&process.name, Sent::Nothing, status, Duration::ZERO);
             }
@@ -117,10 +152,17 @@ impl Fleet {
     /// # Errors
     /// What the system said.
     pub fn kill(&self, slot: &mut Slot) -> Result<(), Error> {
-        let Some(mut process) = slot.process.take() else { return Ok(()) };
+        let Some(mut process) = slot.process.take() else {
+            return Ok(());
+        };
         let since = Instant::now();
         process.child.kill()?;
-        self.gone(&process.name, Sent::Kill, process.child.wait()?, since.elapsed());
+        self.gone(
+            &process.name,
+            Sent::Kill,
+            process.child.wait()?,
+            since.elapsed(),
+        );
         Ok(())
     }
 
@@ -140,17 +182,28 @@ impl Fleet {
     /// What the system said.
     pub fn terminate_all(&self) -> Result<(), Error> {
         let mut slots: Vec<_> = (0..self.size()).map(|number| self.slot(number)).collect();
-        slots.iter_mut().try_for_each(|slot| self.until_it_listens(slot))?;
-        slots.iter().try_for_each(|slot| slot.signal(Signal::TERM))?;
+        slots
+            .iter_mut()
+            .try_for_each(|slot| self.until_it_listens(slot))?;
+        slots
+            .iter()
+            .try_for_each(|slot| slot.signal(Signal::TERM))?;
         let since = Instant::now();
-        slots.iter_mut().try_for_each(|slot| self.ended(slot, since))
+        slots
+            .iter_mut()
+            .try_for_each(|slot| self.ended(slot, since))
     }
 
-    /// A process that was just started would be ended by a signal that tells it to drain. Its file of the ledger is there once
-    /// it is not; see [`consume::run`](crate::consume::run).
+    /// A process that was just started would be ended by a signal that tells it to drain. Its file
+    /// of the ledger is there once it is not; see [`consume::run`](crate::consume::run).
     fn until_it_listens(&self, slot: &mut Slot) -> Result<(), Error> {
-        let Some(process) = &mut slot.process else { return Ok(()) };
-        let (file, since) = (self.folder.join(format!("{}.jsonl", process.name)), Instant::now());
+        let Some(process) = &mut slot.process else {
+            return Ok(());
+        };
+        let (file, since) = (
+            self.folder.join(format!("{}.jsonl", process.name)),
+            Instant::now(),
+        );
         while !file.exists() && process.child.try_wait()?.is_none() && since.elapsed() < PATIENCE {
             std::thread::sleep(LOOK);
         }
@@ -158,7 +211,9 @@ impl Fleet {
     }
 
     fn ended(&self, slot: &mut Slot, since: Instant) -> Result<(), Error> {
-        let Some(mut process) = slot.process.take() else { return Ok(()) };
+        let Some(mut process) = slot.process.take() else {
+            return Ok(());
+        };
         let status = loop {
             match process.child.try_wait()? {
                 Some(status) => break status,
@@ -180,7 +235,12 @@ impl Fleet {
             (None, None) => status.to_string(),
         };
         let took_ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
-        self.log.write(What::Gone { consumer: name.to_owned(), after, status, took_ms });
+        self.log.write(What::Gone {
+            consumer: name.to_owned(),
+            after,
+            status,
+            took_ms,
+        });
     }
 }
 
@@ -195,8 +255,13 @@ impl Slot {
     /// # Errors
     /// What the system said.
     pub fn signal(&self, signal: Signal) -> Result<(), Error> {
-        // One that has ended and was not waited for still has its number, so no other process can have it.
-        let number = self.process.as_ref().and_then(|process| i32::try_from(process.child.id()).ok()).and_then(Pid::from_raw);
+        // One that has ended and was not waited for still has its number, so no other process can
+        // have it.
+        let number = self
+            .process
+            .as_ref()
+            .and_then(|process| i32::try_from(process.child.id()).ok())
+            .and_then(Pid::from_raw);
         Ok(number.map_or(Ok(()), |number| kill_process(number, signal))?)
     }
 }
@@ -219,16 +284,29 @@ pub struct Faults {
 impl Faults {
     /// Into this log.
     pub fn new(log: Arc<Log>) -> Self {
-        Self { log, next: AtomicU64::new(1) }
+        Self {
+            log,
+            next: AtomicU64::new(1),
+        }
     }
 
     /// Plays a fault between its two records. What fails in it ends it.
     ///
     /// # Errors
     /// Those of the fault.
-    pub fn play<T>(&self, kind: &str, target: Option<String>, play: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
+    pub fn play<T>(
+        &self,
+        kind: &str,
+        target: Option<String>,
+        play: impl FnOnce() -> Result<T, Error>,
+    ) -> Result<T, Error> {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
-        let fault = |edge| What::Fault { number, kind: kind.to_owned(), target: target.clone(), edge };
+        let fault = |edge| What::Fault {
+            number,
+            kind: kind.to_owned(),
+            target: target.clone(),
+            edge,
+        };
         self.log.write(fault(Edge::Begin));
         let played = play();
         self.log.write(fault(Edge::End));
@@ -250,14 +328,25 @@ impl SinkProcess {
     /// What the system said.
     pub fn start(folder: &Path) -> Result<Self, Error> {
         let mut command = this_program(&folder.join("sink.log"))?;
-        command.arg("sink").arg("--folder").arg(folder).stdout(Stdio::piped());
+        command
+            .arg("sink")
+            .arg("--folder")
+            .arg(folder)
+            .stdout(Stdio::piped());
         let mut child = command.spawn()?;
         let mut line = String::new();
         if let Some(output) = child.stdout.take() {
             BufReader::new(output).read_line(&mut line)?;
         }
-        let process = Process { name: "sink".into(), _stdin: child.stdin.take(), child };
-        Ok(Self { process, address: line.trim().parse().map_err(|_| "the sink did not start")? })
+        let process = Process {
+            name: "sink".into(),
+            _stdin: child.stdin.take(),
+            child,
+        };
+        Ok(Self {
+            process,
+            address: line.trim().parse().map_err(|_| "the sink did not start")?,
+        })
     }
 
     /// Where it listens.
@@ -283,8 +372,12 @@ fn this_program(log: &Path) -> Result<Command, Error> {
     let mut command = Command::new("/proc/self/exe");
     command.arg0("oncegate-chaos");
     let log: File = OpenOptions::new().append(true).create(true).open(log)?;
-    command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(log);
-    // Handlers panic here on purpose. The first backtrace reads all debug information, which takes 50 MB and holds everything up.
+    command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(log);
+    // Handlers panic here on purpose. The first backtrace reads all debug information, which takes
+    // 50 MB and holds everything up.
     command.env("RUST_BACKTRACE", "0");
     Ok(command)
 }
@@ -293,7 +386,10 @@ fn this_program(log: &Path) -> Result<Command, Error> {
 pub fn end_with_parent() {
     std::thread::spawn(|| {
         let mut nothing = String::new();
-        while std::io::stdin().read_line(&mut nothing).is_ok_and(|read| read > 0) {}
+        while std::io::stdin()
+            .read_line(&mut nothing)
+            .is_ok_and(|read| read > 0)
+        {}
         std::process::exit(3);
     });
 }

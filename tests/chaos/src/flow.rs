@@ -11,7 +11,8 @@ use crate::sink::FILE;
 
 /// Over how long effects are counted.
 pub const SPAN: Duration = Duration::from_secs(1);
-/// Nine tenths of what comes when nothing is wrong; that is 95 in 100 of the messages, as the others are copies.
+/// Nine tenths of what comes when nothing is wrong; that is 95 in 100 of the messages, as the
+/// others are copies.
 const ENOUGH: f64 = 0.9 * 0.95;
 
 /// Looks at what the sink writes.
@@ -30,11 +31,17 @@ impl Flow {
     /// Over the sink of a run to which so many messages are sent a second.
     pub fn over(folder: &Path, rate: u32) -> Self {
         let enough = (f64::from(rate) * ENOUGH) as usize;
-        Self { path: folder.join(FILE), file: None, enough, rest: Vec::new(), effects: VecDeque::new() }
+        Self {
+            path: folder.join(FILE),
+            file: None,
+            enough,
+            rest: Vec::new(),
+            effects: VecDeque::new(),
+        }
     }
 
-    /// Whether there were enough effects in the last second, and that second began no earlier than at this moment of the
-    /// ledger's clock: a burst is no flow.
+    /// Whether there were enough effects in the last second, and that second began no earlier than
+    /// at this moment of the ledger's clock: a burst is no flow.
     ///
     /// # Errors
     /// What the file system said.
@@ -46,8 +53,14 @@ impl Flow {
         file.read_to_end(&mut self.rest)?;
         if let Some(end) = self.rest.iter().rposition(|byte| *byte == b'\n') {
             let lines: Vec<u8> = self.rest.drain(..=end).collect();
-            let records = lines.split(|byte| *byte == b'\n').filter_map(|line| serde_json::from_slice::<Record>(line).ok());
-            self.effects.extend(records.filter(|record| matches!(record.what, What::Effect { .. })).map(|record| record.at));
+            let records = lines
+                .split(|byte| *byte == b'\n')
+                .filter_map(|line| serde_json::from_slice::<Record>(line).ok());
+            self.effects.extend(
+                records
+                    .filter(|record| matches!(record.what, What::Effect { .. }))
+                    .map(|record| record.at),
+            );
         }
         let from = now().saturating_sub(u64::try_from(SPAN.as_micros()).unwrap_or(u64::MAX));
         while self.effects.front().is_some_and(|at| *at < from) {
@@ -66,14 +79,24 @@ mod tests {
     fn it_flows_when_there_were_enough_effects_for_a_second() {
         let folder = tempfile::tempdir().unwrap();
         let log = Log::open(&folder.path().join(FILE), "sink").unwrap();
-        let effects =
-            |count| (0..count).map(|_| What::Effect { id: "u-1".into(), consumer: "c0.1".into(), attempt: 1, unique: Unique::Known });
+        let effects = |count| {
+            (0..count).map(|_| What::Effect {
+                id: "u-1".into(),
+                consumer: "c0.1".into(),
+                attempt: 1,
+                unique: Unique::Known,
+            })
+        };
         let mut flow = Flow::over(folder.path(), 100);
         let begun = now();
         // As if it had begun a second before.
         let before = begun - 1_000_000;
         log.write_all(effects(84));
-        log.write(What::Refused { id: "u-1".into(), consumer: "c0.1".into(), attempt: 1 });
+        log.write(What::Refused {
+            id: "u-1".into(),
+            consumer: "c0.1".into(),
+            attempt: 1,
+        });
         assert!(!flow.flows_since(before).unwrap());
         log.write_all(effects(1));
         assert!(!flow.flows_since(begun + 3_600_000_000).unwrap());

@@ -1,7 +1,7 @@
 //! What happened in a run, record by record, in the order of one clock.
 //!
-//! Each process of a run appends to a file of its own, one JSON object a line. What a killed process had written stays:
-//! each record is handed to the system before the process goes on.
+//! Each process of a run appends to a file of its own, one JSON object a line. What a killed
+//! process had written stays: each record is handed to the system before the process goes on.
 
 mod log;
 mod record;
@@ -60,21 +60,32 @@ impl Ledger {
         Self { records, by_id }
     }
 
-    /// Reads every file in a folder whose name ends in `.jsonl`. The last line of a killed process may be cut off: it is
-    /// left out.
+    /// Reads every file in a folder whose name ends in `.jsonl`. The last line of a killed process
+    /// may be cut off: it is left out.
     ///
     /// # Errors
     /// [`Unreadable`].
     pub fn read(folder: &Path) -> Result<Self, Unreadable> {
-        let failed = |path: &Path, source| Unreadable::File { path: path.display().to_string(), source };
+        let failed = |path: &Path, source| Unreadable::File {
+            path: path.display().to_string(),
+            source,
+        };
         let mut records = Vec::new();
         for entry in std::fs::read_dir(folder).map_err(|source| failed(folder, source))? {
             let path = entry.map_err(|source| failed(folder, source))?.path();
-            if path.extension().is_some_and(|extension| extension == "jsonl") {
-                let text = std::fs::read_to_string(&path).map_err(|source| failed(&path, source))?;
+            if path
+                .extension()
+                .is_some_and(|extension| extension == "jsonl")
+            {
+                let text =
+                    std::fs::read_to_string(&path).map_err(|source| failed(&path, source))?;
                 let whole = text.rfind('\n').map_or("", |end| &text[..end]);
                 for (index, line) in whole.lines().enumerate() {
-                    let unreadable = |source| Unreadable::Line { path: path.display().to_string(), line: index + 1, source };
+                    let unreadable = |source| Unreadable::Line {
+                        path: path.display().to_string(),
+                        line: index + 1,
+                        source,
+                    };
                     records.push(serde_json::from_str(line).map_err(unreadable)?);
                 }
             }
@@ -90,7 +101,9 @@ impl Ledger {
     /// What was written from one time to another, by the ledger's clock.
     pub fn between(&self, from: u64, to: u64) -> impl Iterator<Item = &Record> {
         let first = self.records.partition_point(|record| record.at < from);
-        self.records[first..].iter().take_while(move |record| record.at <= to)
+        self.records[first..]
+            .iter()
+            .take_while(move |record| record.at <= to)
     }
 
     /// Every id that something is known of, in no order.
@@ -100,7 +113,11 @@ impl Ledger {
 
     /// What is known of an id.
     pub fn history<'a>(&'a self, id: &str) -> impl Iterator<Item = &'a Record> + Clone + use<'a> {
-        self.by_id.get(id).into_iter().flatten().map(|index| &self.records[*index])
+        self.by_id
+            .get(id)
+            .into_iter()
+            .flatten()
+            .map(|index| &self.records[*index])
     }
 }
 
@@ -112,26 +129,59 @@ mod tests {
     use super::*;
 
     fn effect(id: &str) -> What {
-        What::Effect { id: id.into(), consumer: "c0.1".into(), attempt: 2, unique: Unique::Accepted }
+        What::Effect {
+            id: id.into(),
+            consumer: "c0.1".into(),
+            attempt: 2,
+            unique: Unique::Accepted,
+        }
     }
 
     #[test]
     fn what_was_written_is_read_again_but_for_a_line_that_was_cut_off() {
         let folder = tempfile::tempdir().unwrap();
-        let (sink, player) = (folder.path().join("sink.jsonl"), folder.path().join("player.jsonl"));
-        let fault = What::Fault { number: 1, kind: "kill-redis".into(), target: None, edge: Edge::Begin };
-        Log::open(&player, "player").unwrap().write_all([What::Attempted { id: "a".into() }, fault.clone()]);
+        let (sink, player) = (
+            folder.path().join("sink.jsonl"),
+            folder.path().join("player.jsonl"),
+        );
+        let fault = What::Fault {
+            number: 1,
+            kind: "kill-redis".into(),
+            target: None,
+            edge: Edge::Begin,
+        };
+        Log::open(&player, "player")
+            .unwrap()
+            .write_all([What::Attempted { id: "a".into() }, fault.clone()]);
         Log::open(&sink, "sink").unwrap().write(effect("a"));
-        (&OpenOptions::new().append(true).open(&sink).unwrap()).write_all(br#"{"t":1,"w":"#).unwrap();
+        (&OpenOptions::new().append(true).open(&sink).unwrap())
+            .write_all(br#"{"t":1,"w":"#)
+            .unwrap();
         std::fs::write(folder.path().join("consumer.log"), "not a ledger").unwrap();
 
         let ledger = Ledger::read(folder.path()).unwrap();
 
-        let seen: Vec<(&str, &What)> = ledger.records().iter().map(|record| (record.by.as_str(), &record.what)).collect();
-        assert_eq!(seen, [("player", &What::Attempted { id: "a".into() }), ("player", &fault), ("sink", &effect("a"))]);
+        let seen: Vec<(&str, &What)> = ledger
+            .records()
+            .iter()
+            .map(|record| (record.by.as_str(), &record.what))
+            .collect();
+        assert_eq!(
+            seen,
+            [
+                ("player", &What::Attempted { id: "a".into() }),
+                ("player", &fault),
+                ("sink", &effect("a"))
+            ]
+        );
         assert_eq!(ledger.history("a").count(), 2);
         assert_eq!(ledger.history("b").count(), 0);
-        assert!(ledger.records().iter().all(|record| record.at > 0 && record.wall > 0));
+        assert!(
+            ledger
+                .records()
+                .iter()
+                .all(|record| record.at > 0 && record.wall > 0)
+        );
     }
 
     #[test]

@@ -1,9 +1,10 @@
 //! Whether the promises hold on real servers under real faults.
 //!
-//! A run publishes messages, kills and freezes whatever it can meanwhile, waits until everything has drained, and then
-//! counts. Effects are counted by a process of their own, so that a consumer that is killed can neither lose nor forge
-//! one. All that happens is written into a [`ledger`]; [`check`] reads that and nothing else, and says which invariant
-//! does not hold for which id, with the id's history.
+//! A run publishes messages, kills and freezes whatever it can meanwhile, waits until everything
+//! has drained, and then counts. Effects are counted by a process of their own, so that a consumer
+//! that is killed can neither lose nor forge one. All that happens is written into a [`ledger`];
+//! [`check`] reads that and nothing else, and says which invariant does not hold for which id, with
+//! the id's history.
 #![forbid(unsafe_code)]
 
 pub mod check;
@@ -35,11 +36,15 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 pub use stopping::Stopping;
 
-/// A directory in memory, where there is such a place: what a killed process has written there stays as on a disk, and no disk that
-/// is busy with other work costs time.
+/// A directory in memory, where there is such a place: what a killed process has written there
+/// stays as on a disk, and no disk that is busy with other work costs time.
 pub(crate) fn in_memory() -> std::io::Result<tempfile::TempDir> {
     let memory = std::path::Path::new("/dev/shm");
-    if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() }
+    if memory.is_dir() {
+        tempfile::tempdir_in(memory)
+    } else {
+        tempfile::tempdir()
+    }
 }
 
 /// What a lock guards, also when whoever held it has panicked.

@@ -1,4 +1,5 @@
-//! `oncegate-chaos`: plays real faults on real servers, and counts what becomes of messages. `cargo xtask chaos` runs it.
+//! `oncegate-chaos`: plays real faults on real servers, and counts what becomes of messages. `cargo
+//! xtask chaos` runs it.
 #![forbid(unsafe_code)]
 
 use std::path::{Path, PathBuf};
@@ -19,22 +20,30 @@ use oncegate_chaos::{Error, Stopping, fleet, matrix, mutants, probes, sink, stag
 
 /// Plays real faults on real servers, and counts what becomes of messages.
 ///
-/// NAME is a fault (kill-consumer, freeze-consumer, terminate-consumer, rolling-restart, kill-redis, load-redis, freeze-redis,
-/// drop-replies, dark-redis, reset-redis, fill-redis, fill-disk, demote-redis, strand-redis, flush-scripts, refuse-letters,
-/// restart-rabbit, kill-rabbit, close-connections, close-channels, cancel-consumers, dark-rabbit, reset-rabbit, kill-kafka,
-/// freeze-kafka, rebalance), `mixed` for all of them in turn, or `pairs` for two at a time. `fail-over-redis` has Redis servers of
-/// its own, which Sentinels watch. Exit code 0 if every promise held.
+/// NAME is a fault (kill-consumer, freeze-consumer, terminate-consumer, rolling-restart,
+/// kill-redis, load-redis, freeze-redis, drop-replies, dark-redis, reset-redis, fill-redis,
+/// fill-disk, demote-redis, strand-redis, flush-scripts, refuse-letters, restart-rabbit,
+/// kill-rabbit, close-connections, close-channels, cancel-consumers, dark-rabbit, reset-rabbit,
+/// kill-kafka, freeze-kafka, rebalance), `mixed` for all of them in turn, or `pairs` for two at a
+/// time. `fail-over-redis` has Redis servers of its own, which Sentinels watch. Exit code 0 if
+/// every promise held.
 #[derive(Parser)]
-#[command(name = "cargo xtask chaos", bin_name = "cargo xtask chaos", args_conflicts_with_subcommands = true)]
+#[command(
+    name = "cargo xtask chaos",
+    bin_name = "cargo xtask chaos",
+    args_conflicts_with_subcommands = true
+)]
 struct Arguments {
     /// What to play.
     #[arg(default_value = "mixed")]
     name: String,
-    /// Each kind of fault once, on both brokers, and the negative control: `bare` must be seen to lose. Under four minutes.
+    /// Each kind of fault once, on both brokers, and the negative control: `bare` must be seen to
+    /// lose. Under four minutes.
     #[arg(long, conflicts_with_all = ["name", "soak"])]
     smoke: bool,
-    /// Ends a process at every step of the road, in each mode, on each broker, with each store, three times each.
-    /// NAME, if it is not left out, is a step, or what its name begins with: `claim`.
+    /// Ends a process at every step of the road, in each mode, on each broker, with each store,
+    /// three times each. NAME, if it is not left out, is a step, or what its name begins with:
+    /// `claim`.
     #[arg(long, conflicts_with_all = ["smoke", "soak"])]
     matrix: bool,
     /// Twelve wrong versions, each of which a named check must catch. NAME may be one of them.
@@ -61,18 +70,19 @@ struct Arguments {
     /// How long faults last, and the pauses between them.
     #[arg(long, value_enum, default_value_t = Lengths::Full)]
     lengths: Lengths,
-    /// How many of the two replicas have to know of a claim in `fail-over-redis`. With none at most once pauses after it, and may
-    /// double; with one it pauses where Sentinels take the other one.
+    /// How many of the two replicas have to know of a claim in `fail-over-redis`. With none at most
+    /// once pauses after it, and may double; with one it pauses where Sentinels take the other one.
     #[arg(long, default_value_t = 2)]
     replicas: u32,
-    /// On RabbitMQ one consumer takes messages until it goes, and what has the same key is handled in its order; on Kafka it always is.
+    /// On RabbitMQ one consumer takes messages until it goes, and what has the same key is handled
+    /// in its order; on Kafka it always is.
     #[arg(long)]
     in_order: bool,
     /// On which broker; on both by default.
     #[arg(long, value_enum)]
     broker: Option<Broker>,
-    /// With which guarantee; by default at most once and effectively once in turn. `bare` loses, and ends with exit code 1; with 2 if a
-    /// run of it was not seen to lose.
+    /// With which guarantee; by default at most once and effectively once in turn. `bare` loses,
+    /// and ends with exit code 1; with 2 if a run of it was not seen to lose.
     #[arg(long, value_enum)]
     guarantee: Option<Promise>,
     /// Where the folders of the runs go; by default a new one in target/chaos.
@@ -89,7 +99,8 @@ enum Command {
         /// With its report.json.
         folder: PathBuf,
     },
-    /// Kill probes: messages on Kafka, SIGKILLs while they are handled, and no more patience than the group's session and three leases.
+    /// Kill probes: messages on Kafka, SIGKILLs while they are handled, and no more patience than
+    /// the group's session and three leases.
     Probes {
         /// How many.
         #[arg(long, default_value_t = 200)]
@@ -143,16 +154,27 @@ fn run(mut arguments: Arguments) -> Result<ExitCode, Error> {
         None => direct(&arguments),
         Some(Command::Check { folder }) => {
             let before = read(&folder.join("report.json"))?;
-            let run = before.runs.into_iter().next().ok_or("the report is of no run")?;
-            let report = Report::of(run.clone(), check(&Ledger::read(&folder)?, &run.rules), before.recovery);
+            let run = before
+                .runs
+                .into_iter()
+                .next()
+                .ok_or("the report is of no run")?;
+            let report = Report::of(
+                run.clone(),
+                check(&Ledger::read(&folder)?, &run.rules),
+                before.recovery,
+            );
             report.write(&folder)?;
             println!("{}", report.to_markdown());
             Ok(verdict(&report, None))
         }
-        Some(Command::Sum { reports }) if reports.iter().any(|path| path.ends_with("matrix.json")) => {
+        Some(Command::Sum { reports })
+            if reports.iter().any(|path| path.ends_with("matrix.json")) =>
+        {
             let mut sum = Matrix::default();
             for path in reports {
-                let text = std::fs::read(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+                let text =
+                    std::fs::read(&path).map_err(|error| format!("{}: {error}", path.display()))?;
                 sum.add(serde_json::from_slice(&text)?);
             }
             println!("{}", sum.to_markdown());
@@ -171,10 +193,28 @@ fn run(mut arguments: Arguments) -> Result<ExitCode, Error> {
             println!("{}", sum.to_markdown());
             Ok(verdict(&sum, None))
         }
-        Some(Command::Probes { count, side_by_side, messages, kills, seed }) => {
+        Some(Command::Probes {
+            count,
+            side_by_side,
+            messages,
+            kills,
+            seed,
+        }) => {
             let stopping = Stopping::on_signals()?;
-            let folder = target().join("chaos").join(format!("probes-{}", std::process::id()));
-            let probed = probes::run(&probes::Wish { probes: count, side_by_side, messages, kills, seed }, &folder, &stopping)?;
+            let folder = target()
+                .join("chaos")
+                .join(format!("probes-{}", std::process::id()));
+            let probed = probes::run(
+                &probes::Wish {
+                    probes: count,
+                    side_by_side,
+                    messages,
+                    kills,
+                    seed,
+                },
+                &folder,
+                &stopping,
+            )?;
             Ok(last_line(probed.lost.is_empty(), &probed.line(), None))
         }
         Some(Command::Consume(consumer)) => {
@@ -200,38 +240,75 @@ fn direct(arguments: &Arguments) -> Result<ExitCode, Error> {
     // What is tried, before others commit.
     let _ = stage::commit();
     let now = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs();
-    let folder = arguments.folder.clone().unwrap_or_else(|| target().join("chaos").join(now.to_string()));
+    let folder = arguments
+        .folder
+        .clone()
+        .unwrap_or_else(|| target().join("chaos").join(now.to_string()));
     if arguments.matrix {
-        let steps = if arguments.name == "mixed" { Vec::new() } else { vec![arguments.name.clone()] };
-        let wish = matrix::Wish { steps, broker: arguments.broker, promise: arguments.guarantee, side_by_side: arguments.side_by_side };
+        let steps = if arguments.name == "mixed" {
+            Vec::new()
+        } else {
+            vec![arguments.name.clone()]
+        };
+        let wish = matrix::Wish {
+            steps,
+            broker: arguments.broker,
+            promise: arguments.guarantee,
+            side_by_side: arguments.side_by_side,
+        };
         let (matrix, _) = matrix::run(&wish, &folder, &stopping)?;
         println!("{}", matrix.to_markdown());
-        return Ok(last_line(matrix.is_right(), &matrix.verdict(), Some(&folder.join("matrix.md"))));
+        return Ok(last_line(
+            matrix.is_right(),
+            &matrix.verdict(),
+            Some(&folder.join("matrix.md")),
+        ));
     }
     if arguments.mutants {
-        let wanted = if arguments.name == "mixed" { "" } else { &arguments.name };
+        let wanted = if arguments.name == "mixed" {
+            ""
+        } else {
+            &arguments.name
+        };
         let caught = mutants::run(wanted, &folder, &stopping)?;
         println!("{}", caught.to_markdown());
-        return Ok(last_line(caught.is_right(), &caught.verdict(), Some(&folder.join("mutants.md"))));
+        return Ok(last_line(
+            caught.is_right(),
+            &caught.verdict(),
+            Some(&folder.join("mutants.md")),
+        ));
     }
     let mut director = Director::new(&folder, &stopping);
     let report = if arguments.smoke {
         let begun = Instant::now();
         let report = director.smoke(arguments.seed.unwrap_or(1))?;
-        println!("chaos: the smoke run took {} s; it may take 240 on a machine with two free cores", begun.elapsed().as_secs());
+        println!(
+            "chaos: the smoke run took {} s; it may take 240 on a machine with two free cores",
+            begun.elapsed().as_secs()
+        );
         report
     } else {
         let wish = Wish {
             name: arguments.name.clone(),
-            brokers: arguments.broker.map_or_else(|| vec![Broker::Kafka, Broker::Rabbitmq], |broker| vec![broker]),
-            promises: arguments.guarantee.map_or_else(|| vec![Promise::AtMostOnce, Promise::EffectivelyOnce], |promise| vec![promise]),
+            brokers: arguments.broker.map_or_else(
+                || vec![Broker::Kafka, Broker::Rabbitmq],
+                |broker| vec![broker],
+            ),
+            promises: arguments.guarantee.map_or_else(
+                || vec![Promise::AtMostOnce, Promise::EffectivelyOnce],
+                |promise| vec![promise],
+            ),
             seed: arguments.seed.unwrap_or(now),
             messages: arguments.messages,
             rate: arguments.rate.max(1),
             consumers: arguments.consumers.max(1),
             lengths: arguments.lengths,
             replicas: arguments.replicas,
-            taken: if arguments.in_order { Taken::ByOne } else { Taken::ByAll },
+            taken: if arguments.in_order {
+                Taken::ByOne
+            } else {
+                Taken::ByAll
+            },
         };
         match arguments.soak {
             Some(minutes) => director.soak(&wish, Duration::from_secs(60 * minutes))?,
@@ -244,17 +321,29 @@ fn direct(arguments: &Arguments) -> Result<ExitCode, Error> {
 
 /// The last line of what is right, or is not.
 fn last_line(is_right: bool, said: &str, told_in: Option<&Path>) -> ExitCode {
-    let place = told_in.map(|path| format!(" ({})", path.display())).unwrap_or_default();
-    println!("chaos: {}: {said}{place}", if is_right { "PASSED" } else { "FAILED" });
-    if is_right { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    let place = told_in
+        .map(|path| format!(" ({})", path.display()))
+        .unwrap_or_default();
+    println!(
+        "chaos: {}: {said}{place}",
+        if is_right { "PASSED" } else { "FAILED" }
+    );
+    if is_right {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
 }
 
 /// The exit code of a harness that did not see `bare` lose.
 const BLIND: u8 = 2;
 
-/// The last line. Only what held is right. `bare` is red, as it should be, and more so if it was not seen to lose.
+/// The last line. Only what held is right. `bare` is red, as it should be, and more so if it was
+/// not seen to lose.
 fn verdict(report: &Report, folder: Option<&Path>) -> ExitCode {
-    let place = folder.map(|folder| format!(" ({})", folder.join("report.md").display())).unwrap_or_default();
+    let place = folder
+        .map(|folder| format!(" ({})", folder.join("report.md").display()))
+        .unwrap_or_default();
     match report.verdict() {
         Verdict::Held => {
             println!("chaos: PASSED: {}{place}", report.line());

@@ -8,16 +8,30 @@ use crate::Error;
 /// What Redis said.
 pub async fn unfinished(url: &str, scope: &str) -> Result<Vec<(String, String)>, Error> {
     let prefix = format!("processed:{scope}|");
-    let mut connection = redis::Client::open(url)?.get_multiplexed_async_connection().await?;
+    let mut connection = redis::Client::open(url)?
+        .get_multiplexed_async_connection()
+        .await?;
     let (mut cursor, mut found) = ("0".to_owned(), Vec::new());
     loop {
         let mut scan = redis::cmd("SCAN");
-        scan.arg(&cursor).arg("MATCH").arg(format!("{prefix}*")).arg("COUNT").arg(1_000);
+        scan.arg(&cursor)
+            .arg("MATCH")
+            .arg(format!("{prefix}*"))
+            .arg("COUNT")
+            .arg(1_000);
         let (next, keys): (String, Vec<String>) = scan.query_async(&mut connection).await?;
         if !keys.is_empty() {
-            let records: Vec<Option<String>> = redis::cmd("MGET").arg(&keys).query_async(&mut connection).await?;
-            let open = keys.into_iter().zip(records).filter_map(|(key, record)| Some((key, record.filter(|it| !is_done(it))?)));
-            found.extend(open.map(|(key, record)| (key.strip_prefix(&prefix).unwrap_or(&key).to_owned(), record)));
+            let records: Vec<Option<String>> = redis::cmd("MGET")
+                .arg(&keys)
+                .query_async(&mut connection)
+                .await?;
+            let open = keys
+                .into_iter()
+                .zip(records)
+                .filter_map(|(key, record)| Some((key, record.filter(|it| !is_done(it))?)));
+            found.extend(open.map(|(key, record)| {
+                (key.strip_prefix(&prefix).unwrap_or(&key).to_owned(), record)
+            }));
         }
         if next == "0" {
             return Ok(found);

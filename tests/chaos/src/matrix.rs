@@ -1,4 +1,5 @@
-//! Kill it at every step: each step of the road, in each mode, on each broker, with each store, three times.
+//! Kill it at every step: each step of the road, in each mode, on each broker, with each store,
+//! three times.
 
 mod cell;
 pub mod consumer;
@@ -41,34 +42,56 @@ pub struct Wish {
     pub side_by_side: Option<usize>,
 }
 
-/// Every combination, in the order of the table's columns. `bare`, which promises nothing, is played only when it is asked for.
+/// Every combination, in the order of the table's columns. `bare`, which promises nothing, is
+/// played only when it is asked for.
 pub fn columns() -> Vec<Made> {
     let mut all = Vec::new();
     for promise in [Promise::AtMostOnce, Promise::EffectivelyOnce, Promise::Bare] {
         for broker in [Broker::Kafka, Broker::Rabbitmq] {
             for markers in [Markers::Redis, Markers::Sqlite] {
-                all.push(Made { broker, markers, promise });
+                all.push(Made {
+                    broker,
+                    markers,
+                    promise,
+                });
             }
         }
     }
     all
 }
 
-/// Plays every cell, and writes `matrix.md`, `matrix.json` and the report of all groups into the folder.
+/// Plays every cell, and writes `matrix.md`, `matrix.json` and the report of all groups into the
+/// folder.
 ///
 /// # Errors
 /// If there was nothing to play, the servers do not start, or it was told to stop.
-pub fn run(wish: &Wish, folder: &Path, stopping: &Stopping) -> Result<(Matrix, Option<Report>), Error> {
+pub fn run(
+    wish: &Wish,
+    folder: &Path,
+    stopping: &Stopping,
+) -> Result<(Matrix, Option<Report>), Error> {
     if !cfg!(oncegate_chaos) {
-        return Err("this build has no points to end a process at: run it as `cargo xtask chaos --matrix`".into());
+        return Err(
+            "this build has no points to end a process at: run it as `cargo xtask chaos --matrix`"
+                .into(),
+        );
     }
     std::fs::create_dir_all(folder)?;
     let servers = Servers::start()?;
     let versions = servers.versions();
     let begun = Instant::now();
-    let wanted = |step: &Step| wish.steps.is_empty() || wish.steps.iter().any(|name| step.name.starts_with(name.as_str()));
+    let wanted = |step: &Step| {
+        wish.steps.is_empty()
+            || wish
+                .steps
+                .iter()
+                .any(|name| step.name.starts_with(name.as_str()))
+    };
     let made = |made: &Made| {
-        wish.broker.is_none_or(|it| it == made.broker) && wish.promise.map_or(made.promise != Promise::Bare, |it| it == made.promise)
+        wish.broker.is_none_or(|it| it == made.broker)
+            && wish
+                .promise
+                .map_or(made.promise != Promise::Bare, |it| it == made.promise)
     };
     let mut matrix = Matrix::default();
     let mut due: VecDeque<(&'static Step, Made)> = VecDeque::new();
@@ -89,15 +112,28 @@ pub fn run(wish: &Wish, folder: &Path, stopping: &Stopping) -> Result<(Matrix, O
         for _ in 0..wish.side_by_side.unwrap_or(SIDE_BY_SIDE) {
             scope.spawn(|| {
                 while stopping.go_on().is_ok() {
-                    let Some((step, made)) = lock(&due).pop_front() else { return };
+                    let Some((step, made)) = lock(&due).pop_front() else {
+                        return;
+                    };
                     let folder = place(folder, step, made);
                     let since = Instant::now();
                     let played = cell::play(&servers, step, made, &[], &folder);
                     let seconds = since.elapsed().as_secs();
                     let cell = Cell::of(step, made, &played);
                     let report = played.ok().map(|played| {
-                        let (scenario, broker) = (format!("matrix {}", step.name), made.broker.name().to_owned());
-                        let run = Run { scenario, broker, seed: 0, rules: played.rules, versions: versions.clone(), seconds, lost: 0 };
+                        let (scenario, broker) = (
+                            format!("matrix {}", step.name),
+                            made.broker.name().to_owned(),
+                        );
+                        let run = Run {
+                            scenario,
+                            broker,
+                            seed: 0,
+                            rules: played.rules,
+                            versions: versions.clone(),
+                            seconds,
+                            lost: 0,
+                        };
                         Report::of(run, played.checked, Default::default())
                     });
                     // What was right is told by its line in the table; all else is kept.
@@ -109,7 +145,12 @@ pub fn run(wish: &Wish, folder: &Path, stopping: &Stopping) -> Result<(Matrix, O
                     let mut done = lock(&done);
                     done.push((cell, report));
                     let (cell, _) = &done[done.len() - 1];
-                    println!("chaos: {:>3}/{all} {} ({seconds} s){}", done.len(), cell.line(), if cell.is_right() { "" } else { " !" });
+                    println!(
+                        "chaos: {:>3}/{all} {} ({seconds} s){}",
+                        done.len(),
+                        cell.line(),
+                        if cell.is_right() { "" } else { " !" }
+                    );
                 }
             });
         }
@@ -138,5 +179,10 @@ pub fn run(wish: &Wish, folder: &Path, stopping: &Stopping) -> Result<(Matrix, O
 fn place(folder: &Path, step: &Step, made: Made) -> PathBuf {
     let promise = serde_json::to_value(made.promise).unwrap_or_default();
     let promise = promise.as_str().unwrap_or_default();
-    folder.join(format!("{}-{promise}-{}-{}", step.name, made.broker.name(), made.markers.name()))
+    folder.join(format!(
+        "{}-{promise}-{}-{}",
+        step.name,
+        made.broker.name(),
+        made.markers.name()
+    ))
 }

@@ -6,7 +6,8 @@ use serde::{Deserialize, Serialize};
 pub const ID_HEADER: &str = "id";
 /// The header that holds the key, or the id of what has none: on RabbitMQ.
 pub const KEY_HEADER: &str = "key";
-/// How many keys there are for 100 messages a second: enough that a key's handlers, one after the other, keep up.
+/// How many keys there are for 100 messages a second: enough that a key's handlers, one after the
+/// other, keep up.
 const KEYS: u32 = 40;
 /// After how many seconds' messages comes one that makes its process abort.
 const ABORT_EVERY: u64 = 40;
@@ -45,7 +46,8 @@ pub enum Fate {
 }
 
 impl Fate {
-    /// Of a message by its id: those that never work begin with `fail-`, `panic-`, `hang-` or `abort-`.
+    /// Of a message by its id: those that never work begin with `fail-`, `panic-`, `hang-` or
+    /// `abort-`.
     pub fn of(id: &str) -> Self {
         match id.split_once('-').map(|(before, _)| before) {
             Some("fail") => Self::Fail,
@@ -57,8 +59,8 @@ impl Fate {
     }
 }
 
-/// The messages of a run, without end: half of them with a key, some that never work, some sent twice. The same seed makes
-/// the same.
+/// The messages of a run, without end: half of them with a key, some that never work, some sent
+/// twice. The same seed makes the same.
 #[derive(Clone, Debug)]
 pub struct Messages {
     random: fastrand::Rng,
@@ -73,7 +75,8 @@ pub struct Messages {
     copies: Vec<(u64, Outgoing)>,
 }
 
-/// Whether there are messages that make a consumer abort: each ends several consumers until it is given up.
+/// Whether there are messages that make a consumer abort: each ends several consumers until it is
+/// given up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Aborts {
@@ -101,7 +104,9 @@ impl Messages {
             next: 0,
             aborts,
             kinds,
-            rare: u16::try_from(rate / 300).unwrap_or(u16::MAX / 100).clamp(1, 100),
+            rare: u16::try_from(rate / 300)
+                .unwrap_or(u16::MAX / 100)
+                .clamp(1, 100),
             keys: KEYS * rate.div_ceil(100).max(1),
             abort_every: ABORT_EVERY * u64::from(rate.max(10)),
             copies: Vec::new(),
@@ -115,10 +120,14 @@ impl Messages {
 
     /// The copies that are still to be sent, when no more messages are.
     pub fn left(&mut self) -> Vec<Outgoing> {
-        std::mem::take(&mut self.copies).into_iter().map(|(_, copy)| copy).collect()
+        std::mem::take(&mut self.copies)
+            .into_iter()
+            .map(|(_, copy)| copy)
+            .collect()
     }
 
-    /// Mostly short, some longer, a few longer than a lease: the more come in a second, the fewer of them are long.
+    /// Mostly short, some longer, a few longer than a lease: the more come in a second, the fewer
+    /// of them are long.
     fn milliseconds(&mut self) -> u64 {
         match self.random.u16(0..100 * self.rare) {
             0 => 2_500,
@@ -139,22 +148,37 @@ impl Iterator for Messages {
         self.next += 1;
         let ms = self.milliseconds();
         let body = serde_json::to_string(&Work { ms }).expect("a number");
-        let without_key = |prefix: &str| Outgoing { id: format!("{prefix}-{number:07}"), key: None, body: body.clone() };
+        let without_key = |prefix: &str| Outgoing {
+            id: format!("{prefix}-{number:07}"),
+            key: None,
+            body: body.clone(),
+        };
         // What hangs comes early: each of its attempts takes as long as a handler may.
         let message = match (number, self.random.u16(0..1_000)) {
             (50 | 150, _) if self.kinds == Kinds::All => without_key("hang"),
-            (number, _) if self.aborts == Aborts::Some && number % self.abort_every == 300 => without_key("abort"),
+            (number, _) if self.aborts == Aborts::Some && number % self.abort_every == 300 => {
+                without_key("abort")
+            }
             (_, 0..3) => without_key("fail"),
             (_, 3..6) => without_key("panic"),
             (_, 6..500) => without_key("u"),
             _ => {
                 let key = format!("k{:02}", self.random.u32(0..self.keys));
-                Outgoing { id: format!("{key}-{number:07}"), key: Some(key), body }
+                Outgoing {
+                    id: format!("{key}-{number:07}"),
+                    key: Some(key),
+                    body,
+                }
             }
         };
         if self.random.u8(0..100) < 4 {
-            // A copy of what has a key comes at once, so that it does not stand behind what was sent later.
-            let after = if message.key.is_some() { 0 } else { self.random.u64(0..200) };
+            // A copy of what has a key comes at once, so that it does not stand behind what was
+            // sent later.
+            let after = if message.key.is_some() {
+                0
+            } else {
+                self.random.u64(0..200)
+            };
             self.copies.push((number + after, message.clone()));
         }
         Some(message)
@@ -169,21 +193,38 @@ mod tests {
 
     #[test]
     fn a_seed_makes_the_same_messages() {
-        let first = |seed| Messages::new(seed, Aborts::Never, Kinds::All, 100).take(500).collect::<Vec<_>>();
+        let first = |seed| {
+            Messages::new(seed, Aborts::Never, Kinds::All, 100)
+                .take(500)
+                .collect::<Vec<_>>()
+        };
         assert_eq!(first(1), first(1));
         assert_ne!(first(1), first(2));
     }
 
     #[test]
     fn there_is_something_of_everything() {
-        let messages: Vec<Outgoing> = Messages::new(3, Aborts::Some, Kinds::All, 100).take(5_000).collect();
+        let messages: Vec<Outgoing> = Messages::new(3, Aborts::Some, Kinds::All, 100)
+            .take(5_000)
+            .collect();
         let different: HashSet<&str> = messages.iter().map(|it| it.id.as_str()).collect();
-        assert!((150..250).contains(&(messages.len() - different.len())), "copies: {}", messages.len() - different.len());
+        assert!(
+            (150..250).contains(&(messages.len() - different.len())),
+            "copies: {}",
+            messages.len() - different.len()
+        );
         for fate in [Fate::Work, Fate::Fail, Fate::Panic, Fate::Hang, Fate::Abort] {
-            assert!(messages.iter().any(|it| Fate::of(&it.id) == fate), "{fate:?}");
+            assert!(
+                messages.iter().any(|it| Fate::of(&it.id) == fate),
+                "{fate:?}"
+            );
         }
         let hangs = |message: &Outgoing| Fate::of(&message.id) == Fate::Hang;
-        assert!(!Messages::new(3, Aborts::Some, Kinds::WithoutTheStuck, 100).take(5_000).any(|it| hangs(&it)));
+        assert!(
+            !Messages::new(3, Aborts::Some, Kinds::WithoutTheStuck, 100)
+                .take(5_000)
+                .any(|it| hangs(&it))
+        );
         let keyed = messages.iter().filter(|it| it.key.is_some()).count();
         assert!((2_200..2_800).contains(&keyed), "{keyed}");
     }

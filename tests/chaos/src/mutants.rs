@@ -1,4 +1,5 @@
-//! Wrong versions of oncegate: each must be caught by a check that has a name, or the harness is not good enough.
+//! Wrong versions of oncegate: each must be caught by a check that has a name, or the harness is
+//! not good enough.
 
 mod scene;
 
@@ -16,7 +17,8 @@ use crate::matrix::servers::Servers;
 use crate::{Error, Stopping, lock};
 use scene::{Broken, Play};
 
-/// How often a wrong version may be put before its scene until it is caught: what it breaks may need the right moment.
+/// How often a wrong version may be put before its scene until it is caught: what it breaks may
+/// need the right moment.
 const TRIES: u32 = 3;
 /// How many scenes are played side by side.
 const SIDE_BY_SIDE: usize = 6;
@@ -33,38 +35,151 @@ struct Mutant {
 }
 
 const SCENES: [(&str, &str, Play); 10] = [
-    ("crash-beside-copies", "three crashes before the handler, copies beside them", scene::crash_beside_copies),
-    ("crash-in-the-handler", "three crashes inside the handler", scene::crash_in_the_handler),
-    ("crash-before-completion", "three crashes before a completion is sent", scene::crash_before_completion),
-    ("killed-with-a-gap", "killed while one runs and those behind it are done", scene::killed_with_a_gap),
-    ("panics-after-effects", "handlers panic after their effect", scene::panics_after_effects),
-    ("late-clear", "a clear arrives late, in the next run", scene::late_clear),
-    ("late-resolve", "a resolve arrives late, in the next run", scene::late_resolve),
-    ("lost-claims", "the replies to first claims are lost", scene::lost_claims),
-    ("slow-renewal", "a renewal's reply is slow, then silence", scene::slow_renewal),
-    ("longer-than-the-window", "a crash after the effect, and again when the window is over", scene::longer_than_the_window),
+    (
+        "crash-beside-copies",
+        "three crashes before the handler, copies beside them",
+        scene::crash_beside_copies,
+    ),
+    (
+        "crash-in-the-handler",
+        "three crashes inside the handler",
+        scene::crash_in_the_handler,
+    ),
+    (
+        "crash-before-completion",
+        "three crashes before a completion is sent",
+        scene::crash_before_completion,
+    ),
+    (
+        "killed-with-a-gap",
+        "killed while one runs and those behind it are done",
+        scene::killed_with_a_gap,
+    ),
+    (
+        "panics-after-effects",
+        "handlers panic after their effect",
+        scene::panics_after_effects,
+    ),
+    (
+        "late-clear",
+        "a clear arrives late, in the next run",
+        scene::late_clear,
+    ),
+    (
+        "late-resolve",
+        "a resolve arrives late, in the next run",
+        scene::late_resolve,
+    ),
+    (
+        "lost-claims",
+        "the replies to first claims are lost",
+        scene::lost_claims,
+    ),
+    (
+        "slow-renewal",
+        "a renewal's reply is slow, then silence",
+        scene::slow_renewal,
+    ),
+    (
+        "longer-than-the-window",
+        "a crash after the effect, and again when the window is over",
+        scene::longer_than_the_window,
+    ),
 ];
 /// Beside those above; it alone needs a proxy.
-const ANOTHER_CHANNEL: (&str, &str, Play) =
-    ("another-channel", "connections close while handlers run, then a kill", scene::another_channel);
+const ANOTHER_CHANNEL: (&str, &str, Play) = (
+    "another-channel",
+    "connections close while handlers run, then a kill",
+    scene::another_channel,
+);
 
-const fn mutant(name: &'static str, text: &'static str, scene: &'static str, breaks: Invariant) -> Mutant {
-    Mutant { name, text, scene, breaks }
+const fn mutant(
+    name: &'static str,
+    text: &'static str,
+    scene: &'static str,
+    breaks: Invariant,
+) -> Mutant {
+    Mutant {
+        name,
+        text,
+        scene,
+        breaks,
+    }
 }
 
 const MUTANTS: [Mutant; 12] = [
-    mutant("accept-a-busy", "accepts a delivery whose id another one holds", "crash-beside-copies", Invariant::I9),
-    mutant("clear-without-comparing", "clears whatever is in progress, whoever holds it", "late-clear", Invariant::I4),
-    mutant("token-per-delivery", "makes one token for a delivery, and claims with it again", "late-clear", Invariant::I4),
-    mutant("new-token-on-a-retried-claim", "asks again about a claim with another token", "lost-claims", Invariant::I14),
-    mutant("resolve-compares-nothing", "takes `did not happen` for whatever stands there", "late-resolve", Invariant::I4),
-    mutant("unresolved-expires-with-the-window", "forgets in at most once what is unresolved", "longer-than-the-window", Invariant::I2),
-    mutant("panic-is-a-failure", "takes a panic for a clean failure in at most once", "panics-after-effects", Invariant::I2),
-    mutant("renewal-from-the-reply", "counts a renewed lease from the reply", "slow-renewal", Invariant::I4),
-    mutant("complete-before-the-handler", "writes that it is done when it is claimed", "crash-in-the-handler", Invariant::I1),
-    mutant("accept-before-complete", "accepts without waiting for the store", "crash-before-completion", Invariant::I9),
-    mutant("commit-the-highest", "commits the highest settled offset", "killed-with-a-gap", Invariant::I7),
-    mutant("settle-on-another-channel", "acknowledges by a tag of a channel that is gone", "another-channel", Invariant::I1),
+    mutant(
+        "accept-a-busy",
+        "accepts a delivery whose id another one holds",
+        "crash-beside-copies",
+        Invariant::I9,
+    ),
+    mutant(
+        "clear-without-comparing",
+        "clears whatever is in progress, whoever holds it",
+        "late-clear",
+        Invariant::I4,
+    ),
+    mutant(
+        "token-per-delivery",
+        "makes one token for a delivery, and claims with it again",
+        "late-clear",
+        Invariant::I4,
+    ),
+    mutant(
+        "new-token-on-a-retried-claim",
+        "asks again about a claim with another token",
+        "lost-claims",
+        Invariant::I14,
+    ),
+    mutant(
+        "resolve-compares-nothing",
+        "takes `did not happen` for whatever stands there",
+        "late-resolve",
+        Invariant::I4,
+    ),
+    mutant(
+        "unresolved-expires-with-the-window",
+        "forgets in at most once what is unresolved",
+        "longer-than-the-window",
+        Invariant::I2,
+    ),
+    mutant(
+        "panic-is-a-failure",
+        "takes a panic for a clean failure in at most once",
+        "panics-after-effects",
+        Invariant::I2,
+    ),
+    mutant(
+        "renewal-from-the-reply",
+        "counts a renewed lease from the reply",
+        "slow-renewal",
+        Invariant::I4,
+    ),
+    mutant(
+        "complete-before-the-handler",
+        "writes that it is done when it is claimed",
+        "crash-in-the-handler",
+        Invariant::I1,
+    ),
+    mutant(
+        "accept-before-complete",
+        "accepts without waiting for the store",
+        "crash-before-completion",
+        Invariant::I9,
+    ),
+    mutant(
+        "commit-the-highest",
+        "commits the highest settled offset",
+        "killed-with-a-gap",
+        Invariant::I7,
+    ),
+    mutant(
+        "settle-on-another-channel",
+        "acknowledges by a tag of a channel that is gone",
+        "another-channel",
+        Invariant::I1,
+    ),
 ];
 
 /// What became of all of them.
@@ -100,31 +215,53 @@ pub struct Outcome {
     pub tries: u32,
 }
 
-/// Puts each wrong version before its scene, and the right one before each of these; those whose name begins like this.
+/// Puts each wrong version before its scene, and the right one before each of these; those whose
+/// name begins like this.
 ///
 /// # Errors
 /// If the servers do not start, or it was told to stop.
 pub fn run(wanted: &str, folder: &Path, stopping: &Stopping) -> Result<Caught, Error> {
     if !cfg!(oncegate_chaos) {
-        return Err("this build has no wrong versions: run it as `cargo xtask chaos --mutants`".into());
+        return Err(
+            "this build has no wrong versions: run it as `cargo xtask chaos --mutants`".into(),
+        );
     }
     std::fs::create_dir_all(folder)?;
     let servers = Servers::start()?;
     let begun = Instant::now();
-    let mutants: Vec<&Mutant> = MUTANTS.iter().filter(|it| it.name.starts_with(wanted)).collect();
+    let mutants: Vec<&Mutant> = MUTANTS
+        .iter()
+        .filter(|it| it.name.starts_with(wanted))
+        .collect();
     let scenes = || SCENES.iter().chain([&ANOTHER_CHANNEL]);
     let of_mutants = mutants.iter().map(|mutant| (mutant.scene, Some(*mutant)));
-    let of_scenes = scenes().filter(|scene| mutants.iter().any(|it| it.scene == scene.0)).map(|scene| (scene.0, None));
-    let due = Mutex::new(of_mutants.chain(of_scenes).collect::<std::collections::VecDeque<_>>());
-    let caught = Mutex::new(Caught { versions: servers.versions(), ..Caught::default() });
+    let of_scenes = scenes()
+        .filter(|scene| mutants.iter().any(|it| it.scene == scene.0))
+        .map(|scene| (scene.0, None));
+    let due = Mutex::new(
+        of_mutants
+            .chain(of_scenes)
+            .collect::<std::collections::VecDeque<_>>(),
+    );
+    let caught = Mutex::new(Caught {
+        versions: servers.versions(),
+        ..Caught::default()
+    });
     std::thread::scope(|scope| {
         for _ in 0..SIDE_BY_SIDE {
             scope.spawn(|| {
                 while stopping.go_on().is_ok() {
-                    let Some((name, mutant)) = lock(&due).pop_front() else { return };
-                    let Some((_, _, play)) = scenes().find(|scene| scene.0 == name) else { return };
+                    let Some((name, mutant)) = lock(&due).pop_front() else {
+                        return;
+                    };
+                    let Some((_, _, play)) = scenes().find(|scene| scene.0 == name) else {
+                        return;
+                    };
                     tell(&caught, name, mutant, |environment, tried| {
-                        let place = folder.join(format!("{name}-{}-{tried}", mutant.map_or("right", |it| it.name)));
+                        let place = folder.join(format!(
+                            "{name}-{}-{tried}",
+                            mutant.map_or("right", |it| it.name)
+                        ));
                         play(&servers, environment, &place)
                     });
                 }
@@ -134,22 +271,41 @@ pub fn run(wanted: &str, folder: &Path, stopping: &Stopping) -> Result<Caught, E
     stopping.go_on()?;
     let mut caught = caught.into_inner().unwrap_or_else(PoisonError::into_inner);
     caught.seconds = begun.elapsed().as_secs();
-    caught.mutants.sort_by_key(|outcome| MUTANTS.iter().position(|it| it.name == outcome.name));
+    caught
+        .mutants
+        .sort_by_key(|outcome| MUTANTS.iter().position(|it| it.name == outcome.name));
     caught.write(folder)?;
     Ok(caught)
 }
 
 /// Plays, a wrong version until it is caught, and notes what came of it.
-fn tell(caught: &Mutex<Caught>, scene: &str, mutant: Option<&Mutant>, play: impl Fn(&[(&str, &str)], u32) -> Result<Broken, Error>) {
-    let Some(Mutant { name, text, breaks, .. }) = mutant else {
+fn tell(
+    caught: &Mutex<Caught>,
+    scene: &str,
+    mutant: Option<&Mutant>,
+    play: impl Fn(&[(&str, &str)], u32) -> Result<Broken, Error>,
+) {
+    let Some(Mutant {
+        name, text, breaks, ..
+    }) = mutant
+    else {
         match play(&[], 1) {
             Ok(broken) => {
-                println!("chaos: the right version, {scene}: {}", if broken.is_empty() { "held".to_owned() } else { told(&broken) });
+                println!(
+                    "chaos: the right version, {scene}: {}",
+                    if broken.is_empty() {
+                        "held".to_owned()
+                    } else {
+                        told(&broken)
+                    }
+                );
                 lock(caught).right.insert(scene.to_owned(), broken);
             }
             Err(error) => {
                 println!("chaos: the right version, {scene}: {error}");
-                lock(caught).unplayed.insert(scene.to_owned(), error.to_string());
+                lock(caught)
+                    .unplayed
+                    .insert(scene.to_owned(), error.to_string());
             }
         }
         return;
@@ -170,13 +326,24 @@ fn tell(caught: &Mutex<Caught>, scene: &str, mutant: Option<&Mutant>, play: impl
             Err(error) => eprintln!("chaos: {name}, {scene}: {error}"),
         }
     }
-    println!("chaos: {name}: {}", if outcome.is_caught() { format!("caught by {}", told(&outcome.by)) } else { outcome.survived() });
+    println!(
+        "chaos: {name}: {}",
+        if outcome.is_caught() {
+            format!("caught by {}", told(&outcome.by))
+        } else {
+            outcome.survived()
+        }
+    );
     lock(caught).mutants.push(outcome);
 }
 
 /// Invariants, with how often.
 fn told(broken: &BTreeMap<Invariant, usize>) -> String {
-    broken.iter().map(|(invariant, times)| format!("{invariant} × {times}")).collect::<Vec<_>>().join(", ")
+    broken
+        .iter()
+        .map(|(invariant, times)| format!("{invariant} × {times}"))
+        .collect::<Vec<_>>()
+        .join(", ")
 }
 
 impl Outcome {
@@ -186,7 +353,11 @@ impl Outcome {
     }
 
     fn survived(&self) -> String {
-        let else_broken = if self.by.is_empty() { String::new() } else { format!(", though it broke {}", told(&self.by)) };
+        let else_broken = if self.by.is_empty() {
+            String::new()
+        } else {
+            format!(", though it broke {}", told(&self.by))
+        };
         format!("SURVIVED {}{else_broken}", self.breaks)
     }
 }
@@ -202,34 +373,83 @@ impl Caught {
     pub fn verdict(&self) -> String {
         let (all, seconds) = (self.mutants.len(), self.seconds);
         let caught = self.mutants.iter().filter(|it| it.is_caught()).count();
-        let held = self.right.values().filter(|broken| broken.is_empty()).count();
+        let held = self
+            .right
+            .values()
+            .filter(|broken| broken.is_empty())
+            .count();
         let scenes = self.right.len() + self.unplayed.len();
-        format!("mutants: {caught} of {all} caught; the right version held in {held} of {scenes} scenes, {seconds} s")
+        format!(
+            "mutants: {caught} of {all} caught; the right version held in {held} of {scenes} scenes, {seconds} s"
+        )
     }
 
     fn write(&self, folder: &Path) -> io::Result<()> {
         std::fs::write(folder.join("mutants.md"), self.to_markdown())?;
-        std::fs::write(folder.join("mutants.json"), serde_json::to_vec_pretty(self)?)
+        std::fs::write(
+            folder.join("mutants.json"),
+            serde_json::to_vec_pretty(self)?,
+        )
     }
 
     /// The table.
     pub fn to_markdown(&self) -> String {
-        let mut text = format!("# {}\n\n| wrong version | scene | must break | broke |\n| --- | --- | --- | --- |\n", self.verdict());
+        let mut text = format!(
+            "# {}\n\n| wrong version | scene | must break | broke |\n| --- | --- | --- | --- |\n",
+            self.verdict()
+        );
         for outcome in &self.mutants {
-            let Outcome { name, text: does, scene, breaks, by, tries } = outcome;
-            let scene = SCENES.iter().chain([&ANOTHER_CHANNEL]).find(|it| it.0 == scene).map_or(scene.as_str(), |it| it.1);
-            let by = if by.is_empty() { "nothing".to_owned() } else { told(by) };
-            let by = if outcome.is_caught() { by } else { format!("**{by}**") };
-            let again = if *tries > 1 { format!(" (at try {tries})") } else { String::new() };
-            let _ = writeln!(text, "| `{name}`: {does} | {scene} | {breaks} | {by}{again} |");
+            let Outcome {
+                name,
+                text: does,
+                scene,
+                breaks,
+                by,
+                tries,
+            } = outcome;
+            let scene = SCENES
+                .iter()
+                .chain([&ANOTHER_CHANNEL])
+                .find(|it| it.0 == scene)
+                .map_or(scene.as_str(), |it| it.1);
+            let by = if by.is_empty() {
+                "nothing".to_owned()
+            } else {
+                told(by)
+            };
+            let by = if outcome.is_caught() {
+                by
+            } else {
+                format!("**{by}**")
+            };
+            let again = if *tries > 1 {
+                format!(" (at try {tries})")
+            } else {
+                String::new()
+            };
+            let _ = writeln!(
+                text,
+                "| `{name}`: {does} | {scene} | {breaks} | {by}{again} |"
+            );
         }
         for (scene, broken) in self.right.iter().filter(|(_, broken)| !broken.is_empty()) {
-            let _ = write!(text, "\nThe right version broke in {scene}: {}.\n", told(broken));
+            let _ = write!(
+                text,
+                "\nThe right version broke in {scene}: {}.\n",
+                told(broken)
+            );
         }
         for (scene, why) in &self.unplayed {
-            let _ = write!(text, "\nThe right version could not be played in {scene}: {why}.\n");
+            let _ = write!(
+                text,
+                "\nThe right version could not be played in {scene}: {why}.\n"
+            );
         }
-        let versions: Vec<String> = self.versions.iter().map(|(what, version)| format!("{what} {version}")).collect();
+        let versions: Vec<String> = self
+            .versions
+            .iter()
+            .map(|(what, version)| format!("{what} {version}"))
+            .collect();
         let _ = write!(text, "\nVersions: {}.\n", versions.join(", "));
         text
     }
@@ -244,7 +464,14 @@ mod tests {
         let names: std::collections::HashSet<&str> = MUTANTS.iter().map(|it| it.name).collect();
         assert_eq!(names.len(), 12);
         for mutant in &MUTANTS {
-            assert!(SCENES.iter().chain([&ANOTHER_CHANNEL]).any(|scene| scene.0 == mutant.scene), "{}", mutant.scene);
+            assert!(
+                SCENES
+                    .iter()
+                    .chain([&ANOTHER_CHANNEL])
+                    .any(|scene| scene.0 == mutant.scene),
+                "{}",
+                mutant.scene
+            );
         }
     }
 
@@ -264,13 +491,32 @@ mod tests {
             right: BTreeMap::from([("crash-beside-copies".to_owned(), broken(right))]),
             ..Caught::default()
         };
-        assert!(caught(&[Invariant::I1, Invariant::I9], &[]).is_right() && !Caught::default().is_right());
-        assert!(!caught(&[], &[]).is_right() && caught(&[], &[]).to_markdown().contains("**nothing**"));
+        assert!(
+            caught(&[Invariant::I1, Invariant::I9], &[]).is_right()
+                && !Caught::default().is_right()
+        );
+        assert!(
+            !caught(&[], &[]).is_right() && caught(&[], &[]).to_markdown().contains("**nothing**")
+        );
         let of_another = caught(&[Invariant::I1], &[]);
-        assert!(!of_another.is_right() && of_another.to_markdown().contains("| I9 | **I1 × 2** |"), "{}", of_another.to_markdown());
+        assert!(
+            !of_another.is_right() && of_another.to_markdown().contains("| I9 | **I1 × 2** |"),
+            "{}",
+            of_another.to_markdown()
+        );
         assert!(!caught(&[Invariant::I9], &[Invariant::I4]).is_right());
         let unplayed = BTreeMap::from([("late-clear".to_owned(), "no server".to_owned())]);
-        assert!(!Caught { unplayed, ..caught(&[Invariant::I9], &[]) }.is_right());
-        assert!(caught(&[], &[]).verdict().starts_with("mutants: 1 of 2 caught"));
+        assert!(
+            !Caught {
+                unplayed,
+                ..caught(&[Invariant::I9], &[])
+            }
+            .is_right()
+        );
+        assert!(
+            caught(&[], &[])
+                .verdict()
+                .starts_with("mutants: 1 of 2 caught")
+        );
     }
 }

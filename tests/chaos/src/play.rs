@@ -28,11 +28,13 @@ use crate::{Error, Stopping, markers, secrets};
 
 /// How long a drain of one consumer may take.
 const DRAIN: Duration = Duration::from_secs(10);
-/// How many messages a consumer handles at once. After it was killed, another runs as many of them one by one.
+/// How many messages a consumer handles at once. After it was killed, another runs as many of them
+/// one by one.
 const IN_FLIGHT: u32 = 64;
 /// How long a handler that lost its lease may run on, once its process runs.
 const GRACE: Duration = Duration::from_millis(500);
-/// How long after its end a fault may be the cause of something: Kafka's session, a lease, and two seconds.
+/// How long after its end a fault may be the cause of something: Kafka's session, a lease, and two
+/// seconds.
 const AFTERMATH: Duration = Duration::from_secs(10);
 /// How often the publisher sends.
 const TICK: Duration = Duration::from_millis(50);
@@ -40,7 +42,8 @@ const TICK: Duration = Duration::from_millis(50);
 const LOOK: Duration = Duration::from_millis(50);
 /// How long nothing may happen until all has drained: longer than a handler may run.
 const QUIET: Duration = Duration::from_secs(5);
-/// How long it may take until all is up, to drain, and how long for effects to come again after a fault.
+/// How long it may take until all is up, to drain, and how long for effects to come again after a
+/// fault.
 const PATIENCE: Duration = Duration::from_secs(120);
 const DRAINED: Duration = Duration::from_secs(400);
 const RECOVERY: Duration = Duration::from_secs(40);
@@ -103,7 +106,11 @@ pub enum Markers {
 
 impl Markers {
     fn remembers(self) -> Remembers {
-        if self == (Self::Watched { replicas: 0 }) { Remembers::NotAll } else { Remembers::Claims }
+        if self == (Self::Watched { replicas: 0 }) {
+            Remembers::NotAll
+        } else {
+            Remembers::Claims
+        }
     }
 }
 
@@ -131,11 +138,19 @@ pub enum AtOnce {
 ///
 /// # Errors
 /// If the run could not be played: then nothing is known.
-pub fn play(plan: &Plan, stage: &Stage, folder: &Path, stopping: &Stopping) -> Result<Report, Error> {
+pub fn play(
+    plan: &Plan,
+    stage: &Stage,
+    folder: &Path,
+    stopping: &Stopping,
+) -> Result<Report, Error> {
     let begun = Instant::now();
     std::fs::create_dir_all(folder)?;
     std::fs::write(folder.join("plan.json"), serde_json::to_vec_pretty(plan)?)?;
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()?;
     let queue = format!("chaos-{}-{}", std::process::id(), crate::ledger::now());
     let mut run = Playing::start(plan, stage, folder, &queue, &runtime, stopping)?;
     let recovery = run.faults()?;
@@ -149,11 +164,37 @@ pub fn play(plan: &Plan, stage: &Stage, folder: &Path, stopping: &Stopping) -> R
         (Broker::Rabbitmq, Taken::ByAll) => Ordered::Not,
     };
     let (promise, store) = (plan.promise, plan.markers.remembers());
-    let (lease, grace, aftermath, drain, in_flight, looked) = (LEASE, GRACE, AFTERMATH, DRAIN, IN_FLIGHT, Looked::Everywhere);
-    let rules = Rules { promise, order, lease, grace, aftermath, drain, store, in_flight, attempts: ATTEMPTS, looked };
+    let (lease, grace, aftermath, drain, in_flight, looked) = (
+        LEASE,
+        GRACE,
+        AFTERMATH,
+        DRAIN,
+        IN_FLIGHT,
+        Looked::Everywhere,
+    );
+    let rules = Rules {
+        promise,
+        order,
+        lease,
+        grace,
+        aftermath,
+        drain,
+        store,
+        in_flight,
+        attempts: ATTEMPTS,
+        looked,
+    };
     let checked = check(&Ledger::read(folder)?, &rules);
     let (scenario, broker) = (plan.scenario.clone(), stage.broker().name().to_owned());
-    let run = Run { scenario, broker, seed: plan.seed, rules, versions: stage.versions(), seconds: begun.elapsed().as_secs(), lost: 0 };
+    let run = Run {
+        scenario,
+        broker,
+        seed: plan.seed,
+        rules,
+        versions: stage.versions(),
+        seconds: begun.elapsed().as_secs(),
+        lost: 0,
+    };
     let report = Report::of(run, checked, recovery);
     report.write(folder)?;
     Ok(report)
@@ -190,18 +231,49 @@ impl<'a> Playing<'a> {
         stage.clear()?;
         let log = Arc::new(Log::open(&folder.join("player.jsonl"), "player")?);
         let sink = SinkProcess::start(folder)?;
-        let wire = Arc::new(runtime.block_on(Wire::open(stage.broker(), stage.url_direct(), queue, plan.taken))?);
-        let fleet = Fleet::new(plan.consumers, folder, arguments(plan, stage, folder, queue, &sink), Arc::clone(&log));
+        let wire = Arc::new(runtime.block_on(Wire::open(
+            stage.broker(),
+            stage.url_direct(),
+            queue,
+            plan.taken,
+        ))?);
+        let fleet = Fleet::new(
+            plan.consumers,
+            folder,
+            arguments(plan, stage, folder, queue, &sink),
+            Arc::clone(&log),
+        );
         fleet.start_all()?;
         let fleet = Arc::new(fleet);
         let watch = Watch::over(&fleet, &wire, folder)?;
         let enough = Arc::new(AtomicBool::new(false));
-        let publisher = runtime.spawn(publish(plan.clone(), Arc::clone(&wire), Arc::clone(&log), Arc::clone(&enough)));
+        let publisher = runtime.spawn(publish(
+            plan.clone(),
+            Arc::clone(&wire),
+            Arc::clone(&log),
+            Arc::clone(&enough),
+        ));
         let (publisher, flow) = (Some(publisher), Flow::over(folder, plan.rate));
-        let mut playing =
-            Self { plan, stage, folder, queue, runtime, stopping, log, fleet, _watch: watch, sink, wire, enough, publisher, flow };
+        let mut playing = Self {
+            plan,
+            stage,
+            folder,
+            queue,
+            runtime,
+            stopping,
+            log,
+            fleet,
+            _watch: watch,
+            sink,
+            wire,
+            enough,
+            publisher,
+            flow,
+        };
         // The first effects tell that all is up; what is lost from here on is lost for a reason.
-        playing.until_it_flows(PATIENCE)?.ok_or("no effects: see the consumers' logs in the folder")?;
+        playing
+            .until_it_flows(PATIENCE)?
+            .ok_or("no effects: see the consumers' logs in the folder")?;
         Ok(playing)
     }
 
@@ -220,14 +292,21 @@ impl<'a> Playing<'a> {
             match self.plan.at_once {
                 AtOnce::One => {
                     let scene = self.scene(&faults);
-                    self.stage.inflict(&planned, self.plan.seed ^ played as u64, &scene)?;
+                    self.stage
+                        .inflict(&planned, self.plan.seed ^ played as u64, &scene)?;
                     self.recovers(vec![planned.name()], &mut recovery)?;
                     played += 1;
                 }
                 AtOnce::Two => {
-                    let second = schedule.next_beside(&planned, self.plan.consumers).ok_or("nothing can be played beside another")?;
+                    let second = schedule
+                        .next_beside(&planned, self.plan.consumers)
+                        .ok_or("nothing can be played beside another")?;
                     // What lasts longer begins, so that the other one happens while it lasts.
-                    let (first, second) = if planned.lasts < second.lasts { (second, planned) } else { (planned, second) };
+                    let (first, second) = if planned.lasts < second.lasts {
+                        (second, planned)
+                    } else {
+                        (planned, second)
+                    };
                     self.two(&faults, [first, second], played as u64)?;
                     let mut names = [first.kind.name(), second.kind.name()];
                     names.sort_unstable();
@@ -245,17 +324,28 @@ impl<'a> Playing<'a> {
     }
 
     /// Waits until effects come as they did before, and notes how long that took.
-    fn recovers(&mut self, kinds: Vec<String>, recovery: &mut BTreeMap<String, Recovery>) -> Result<(), Error> {
+    fn recovers(
+        &mut self,
+        kinds: Vec<String>,
+        recovery: &mut BTreeMap<String, Recovery>,
+    ) -> Result<(), Error> {
         let before = Processors::until_now();
         let took = self.until_it_flows(RECOVERY)?.unwrap_or(RECOVERY);
         let of_it = recovery.entry(kinds.join(" + ")).or_default();
         let took_ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
-        *of_it = Recovery { times: of_it.times + 1, longest_ms: of_it.longest_ms.max(took_ms) };
+        *of_it = Recovery {
+            times: of_it.times + 1,
+            longest_ms: of_it.longest_ms.max(took_ms),
+        };
         // Who waits for messages that are not sent any more learns nothing.
         if !self.is_all_sent()
             && let (Some(before), Some(now)) = (before, Processors::until_now())
         {
-            self.log.write(What::Recovered { kinds, took_ms, idle: now.idle_since(before) });
+            self.log.write(What::Recovered {
+                kinds,
+                took_ms,
+                idle: now.idle_since(before),
+            });
         }
         Ok(())
     }
@@ -278,9 +368,21 @@ impl<'a> Playing<'a> {
     }
 
     fn scene<'b>(&'b self, faults: &'b Faults) -> Scene<'b> {
-        let pauses = self.plan.promise == Promise::AtMostOnce && self.plan.markers.remembers() == Remembers::NotAll;
-        let after_a_loss = if pauses { AfterALoss::StartAgain } else { AfterALoss::GoOn };
-        Scene { fleet: &self.fleet, faults, folder: self.folder, log: &self.log, queue: self.queue, after_a_loss }
+        let pauses = self.plan.promise == Promise::AtMostOnce
+            && self.plan.markers.remembers() == Remembers::NotAll;
+        let after_a_loss = if pauses {
+            AfterALoss::StartAgain
+        } else {
+            AfterALoss::GoOn
+        };
+        Scene {
+            fleet: &self.fleet,
+            faults,
+            folder: self.folder,
+            log: &self.log,
+            queue: self.queue,
+            after_a_loss,
+        }
     }
 
     fn is_enough(&self, played: usize) -> bool {
@@ -304,7 +406,8 @@ impl<'a> Playing<'a> {
         Ok(Rested::Well)
     }
 
-    /// Waits until effects come at the rate of the publisher, and says how long that took; none if it took longer.
+    /// Waits until effects come at the rate of the publisher, and says how long that took; none if
+    /// it took longer.
     fn until_it_flows(&mut self, patience: Duration) -> Result<Option<Duration>, Error> {
         let (since, begun) = (Instant::now(), crate::ledger::now());
         while since.elapsed() < patience {
@@ -324,8 +427,8 @@ impl<'a> Playing<'a> {
         self.fleet.look()
     }
 
-    /// Waits until nothing is left and nothing moves, ends the consumers, and sees whether that is so without them. What
-    /// they still held goes to another one.
+    /// Waits until nothing is left and nothing moves, ends the consumers, and sees whether that is
+    /// so without them. What they still held goes to another one.
     fn drain(&mut self) -> Result<(), Error> {
         let until = Instant::now() + DRAINED;
         loop {
@@ -334,7 +437,9 @@ impl<'a> Playing<'a> {
             let left = self.left_for_good();
             if left == Some(0) || Instant::now() > until {
                 // What the broker does not say is not nothing.
-                self.log.write(What::Left { count: left.unwrap_or(u64::MAX) });
+                self.log.write(What::Left {
+                    count: left.unwrap_or(u64::MAX),
+                });
                 return Ok(());
             }
             self.fleet.start(&mut self.fleet.slot(0))?;
@@ -363,10 +468,15 @@ impl<'a> Playing<'a> {
                 (size, since) = (now, Instant::now());
             }
             if since.elapsed() > QUIET {
-                if self.runtime.block_on(self.wire.left()).is_ok_and(|left| left == 0) {
+                if self
+                    .runtime
+                    .block_on(self.wire.left())
+                    .is_ok_and(|left| left == 0)
+                {
                     return Ok(());
                 }
-                // Kafka's consumers commit once a second; a delayed copy may wait for longer than all is quiet.
+                // Kafka's consumers commit once a second; a delayed copy may wait for longer than
+                // all is quiet.
                 since = Instant::now();
             }
             std::thread::sleep(2 * LOOK);
@@ -377,11 +487,21 @@ impl<'a> Playing<'a> {
     /// Writes down what was set aside, which markers are left, and what the servers said.
     fn look_around(&mut self) -> Result<(), Error> {
         let letters = self.runtime.block_on(self.wire.aside())?;
-        let aside = |letter: crate::wire::Letter| What::Aside { id: letter.id, place: letter.place, reason: letter.reason };
+        let aside = |letter: crate::wire::Letter| What::Aside {
+            id: letter.id,
+            place: letter.place,
+            reason: letter.reason,
+        };
         self.log.write_all(letters.into_iter().map(aside));
         std::thread::sleep(LEASE + Duration::from_secs(1));
-        let markers = self.runtime.block_on(markers::unfinished(&self.stage.redis_direct(), self.queue))?;
-        self.log.write_all(markers.into_iter().map(|(id, record)| What::Marker { id, record }));
+        let markers = self
+            .runtime
+            .block_on(markers::unfinished(&self.stage.redis_direct(), self.queue))?;
+        self.log.write_all(
+            markers
+                .into_iter()
+                .map(|(id, record)| What::Marker { id, record }),
+        );
         self.stage.keep_logs(self.folder, &self.log)?;
         let leaks = secrets::find(self.folder, self.stage.secrets())?;
         self.log.write_all(leaks);
@@ -404,7 +524,12 @@ enum Rested {
     Over,
 }
 
-async fn publish(plan: Plan, wire: Arc<Wire>, log: Arc<Log>, enough: Arc<AtomicBool>) -> Result<(), Error> {
+async fn publish(
+    plan: Plan,
+    wire: Arc<Wire>,
+    log: Arc<Log>,
+    enough: Arc<AtomicBool>,
+) -> Result<(), Error> {
     let mut messages = Messages::new(plan.seed, plan.aborts, plan.messages, plan.rate);
     let (begun, mut sent) = (Instant::now(), 0_u64);
     let mut ticks = tokio::time::interval(TICK);
@@ -417,7 +542,10 @@ async fn publish(plan: Plan, wire: Arc<Wire>, log: Arc<Log>, enough: Arc<AtomicB
         let batch = due.saturating_sub(sent + behind);
         let most = u64::from(plan.rate / 5).max(1);
         behind += batch.saturating_sub(most);
-        let mut now: Vec<_> = messages.by_ref().take(usize::try_from(batch.min(most))?).collect();
+        let mut now: Vec<_> = messages
+            .by_ref()
+            .take(usize::try_from(batch.min(most))?)
+            .collect();
         sent += now.len() as u64;
         let over = match plan.until {
             Until::Messages(count) => messages.different() >= count,
@@ -437,7 +565,13 @@ async fn publish(plan: Plan, wire: Arc<Wire>, log: Arc<Log>, enough: Arc<AtomicB
 
 /// What each consumer is started with.
 /// The arguments of each consumer beside its name.
-pub(crate) fn base_arguments(promise: Promise, stage: &Stage, folder: &Path, queue: &str, sink: &SinkProcess) -> Vec<String> {
+pub(crate) fn base_arguments(
+    promise: Promise,
+    stage: &Stage,
+    folder: &Path,
+    queue: &str,
+    sink: &SinkProcess,
+) -> Vec<String> {
     let promise = match promise {
         Promise::AtMostOnce => "at-most-once",
         Promise::EffectivelyOnce => "effectively-once",
@@ -455,7 +589,10 @@ pub(crate) fn base_arguments(promise: Promise, stage: &Stage, folder: &Path, que
         ("drain-ms", DRAIN.as_millis().to_string()),
         ("in-flight", IN_FLIGHT.to_string()),
     ];
-    let mut arguments: Vec<String> = arguments.into_iter().map(|(name, value)| format!("--{name}={value}")).collect();
+    let mut arguments: Vec<String> = arguments
+        .into_iter()
+        .map(|(name, value)| format!("--{name}={value}"))
+        .collect();
     if let Some(login) = stage.login() {
         arguments.push("--login".to_owned());
         arguments.extend(login);
@@ -463,7 +600,13 @@ pub(crate) fn base_arguments(promise: Promise, stage: &Stage, folder: &Path, que
     arguments
 }
 
-fn arguments(plan: &Plan, stage: &Stage, folder: &Path, queue: &str, sink: &SinkProcess) -> Vec<String> {
+fn arguments(
+    plan: &Plan,
+    stage: &Stage,
+    folder: &Path,
+    queue: &str,
+    sink: &SinkProcess,
+) -> Vec<String> {
     let mut arguments = base_arguments(plan.promise, stage, folder, queue, sink);
     if let Markers::Watched { replicas } = plan.markers {
         arguments.push(format!("--replicas={replicas}"));
@@ -479,7 +622,12 @@ fn written(folder: &Path) -> Result<u64, Error> {
     let mut size = 0;
     for entry in std::fs::read_dir(folder)? {
         let entry = entry?;
-        if entry.file_name() != watch::FILE && entry.path().extension().is_some_and(|extension| extension == "jsonl") {
+        if entry.file_name() != watch::FILE
+            && entry
+                .path()
+                .extension()
+                .is_some_and(|extension| extension == "jsonl")
+        {
             size += entry.metadata()?.len();
         }
     }

@@ -1,5 +1,6 @@
-//! Kill probes: a topic full of messages, some SIGKILLs while they are handled, and then no more patience than a session of the group and
-//! three leases. What has had no effect by then is lost, or comes too late to be told from it.
+//! Kill probes: a topic full of messages, some SIGKILLs while they are handled, and then no more
+//! patience than a session of the group and three leases. What has had no effect by then is lost,
+//! or comes too late to be told from it.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -78,13 +79,26 @@ pub fn run(wish: &Wish, folder: &Path, stopping: &Stopping) -> Result<Probed, Er
             if number >= wish.probes {
                 return Ok(all);
             }
-            let one = probe(wish, &stage, number, &folder.join(format!("probe-{number}")), stopping)?;
-            println!("probe {number}: {} lost, {} again, {:.1} s of silence at the most", one.lost.len(), one.again, one.longest_silence);
+            let one = probe(
+                wish,
+                &stage,
+                number,
+                &folder.join(format!("probe-{number}")),
+                stopping,
+            )?;
+            println!(
+                "probe {number}: {} lost, {} again, {:.1} s of silence at the most",
+                one.lost.len(),
+                one.again,
+                one.longest_silence
+            );
             all.add(one);
         }
     };
     std::thread::scope(|scope| {
-        let workers: Vec<_> = (0..wish.side_by_side.max(1)).map(|_| scope.spawn(worker)).collect();
+        let workers: Vec<_> = (0..wish.side_by_side.max(1))
+            .map(|_| scope.spawn(worker))
+            .collect();
         let mut all = Probed::default();
         for worker in workers {
             all.add(worker.join().map_err(|_| "a probe panicked")??);
@@ -105,7 +119,14 @@ impl Probed {
 
     /// In one line.
     pub fn line(&self) -> String {
-        let Self { probes, messages, kills, again, longest_silence, lost } = self;
+        let Self {
+            probes,
+            messages,
+            kills,
+            again,
+            longest_silence,
+            lost,
+        } = self;
         let mut line = format!(
             "{probes} probes, {messages} messages, {kills} SIGKILLs, {} lost, {again} effects again, {longest_silence:.1} s of silence at the most",
             lost.len()
@@ -117,21 +138,54 @@ impl Probed {
     }
 }
 
-fn probe(wish: &Wish, stage: &Stage, number: u64, folder: &Path, stopping: &Stopping) -> Result<Probed, Error> {
+fn probe(
+    wish: &Wish,
+    stage: &Stage,
+    number: u64,
+    folder: &Path,
+    stopping: &Stopping,
+) -> Result<Probed, Error> {
     std::fs::create_dir_all(folder)?;
     let mut random = fastrand::Rng::with_seed(wish.seed ^ (number << 16));
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .enable_all()
+        .build()?;
     let log = Arc::new(Log::open(&folder.join("player.jsonl"), "player")?);
     let queue = format!("probe-{}-{number}", std::process::id());
     let sink = SinkProcess::start(folder)?;
-    let wire = runtime.block_on(Wire::open(Broker::Kafka, stage.url_direct(), &queue, Taken::ByAll))?;
-    let ids: Vec<String> = (0..wish.messages).map(|number| format!("u-{number}")).collect();
-    let body = |random: &mut fastrand::Rng| serde_json::to_string(&Work { ms: random.u64(5..60) });
-    let messages: Result<Vec<Outgoing>, _> =
-        ids.iter().map(|id| Ok::<_, serde_json::Error>(Outgoing { id: id.clone(), key: None, body: body(&mut random)? })).collect();
+    let wire = runtime.block_on(Wire::open(
+        Broker::Kafka,
+        stage.url_direct(),
+        &queue,
+        Taken::ByAll,
+    ))?;
+    let ids: Vec<String> = (0..wish.messages)
+        .map(|number| format!("u-{number}"))
+        .collect();
+    let body = |random: &mut fastrand::Rng| {
+        serde_json::to_string(&Work {
+            ms: random.u64(5..60),
+        })
+    };
+    let messages: Result<Vec<Outgoing>, _> = ids
+        .iter()
+        .map(|id| {
+            Ok::<_, serde_json::Error>(Outgoing {
+                id: id.clone(),
+                key: None,
+                body: body(&mut random)?,
+            })
+        })
+        .collect();
     runtime.block_on(wire.publish(messages?, &log))?;
     runtime.block_on(wire.flush());
-    let fleet = Fleet::new(CONSUMERS, folder, base_arguments(Promise::EffectivelyOnce, stage, folder, &queue, &sink), Arc::clone(&log));
+    let fleet = Fleet::new(
+        CONSUMERS,
+        folder,
+        base_arguments(Promise::EffectivelyOnce, stage, folder, &queue, &sink),
+        Arc::clone(&log),
+    );
     fleet.start_all()?;
     let mut effects = Effects::of(folder)?;
     effects.until(1, START, stopping)?;
@@ -151,10 +205,22 @@ fn probe(wish: &Wish, stage: &Stage, number: u64, folder: &Path, stopping: &Stop
     if lost.is_empty() {
         std::fs::remove_dir_all(folder)?; // of a probe that shows nothing
     }
-    let Effects { all, unique, longest, .. } = effects;
+    let Effects {
+        all,
+        unique,
+        longest,
+        ..
+    } = effects;
     let again = all - unique.len() as u64;
     let longest_silence = longest.as_secs_f64();
-    Ok(Probed { probes: 1, messages: wish.messages, kills: wish.kills, again, longest_silence, lost })
+    Ok(Probed {
+        probes: 1,
+        messages: wish.messages,
+        kills: wish.kills,
+        again,
+        longest_silence,
+        lost,
+    })
 }
 
 /// The effects of a probe so far.
@@ -172,15 +238,27 @@ struct Effects {
 impl Effects {
     fn of(folder: &Path) -> Result<Self, Error> {
         let file = File::open(folder.join(FILE))?;
-        Ok(Self { file, rest: Vec::new(), all: 0, unique: HashSet::new(), last: Instant::now(), longest: Duration::ZERO })
+        Ok(Self {
+            file,
+            rest: Vec::new(),
+            all: 0,
+            unique: HashSet::new(),
+            last: Instant::now(),
+            longest: Duration::ZERO,
+        })
     }
 
     /// Reads on in what the sink writes.
     fn read(&mut self) -> Result<(), Error> {
         self.file.read_to_end(&mut self.rest)?;
-        let Some(end) = self.rest.iter().rposition(|byte| *byte == b'\n') else { return Ok(()) };
+        let Some(end) = self.rest.iter().rposition(|byte| *byte == b'\n') else {
+            return Ok(());
+        };
         let lines: Vec<u8> = self.rest.drain(..=end).collect();
-        for line in lines.split(|byte| *byte == b'\n').filter(|line| !line.is_empty()) {
+        for line in lines
+            .split(|byte| *byte == b'\n')
+            .filter(|line| !line.is_empty())
+        {
             if let What::Effect { id, .. } = serde_json::from_slice::<Record>(line)?.what {
                 self.all += 1;
                 self.unique.insert(id);
@@ -189,11 +267,15 @@ impl Effects {
         Ok(())
     }
 
-    /// Waits until so many messages have had an effect, or there was none of another message for so long.
+    /// Waits until so many messages have had an effect, or there was none of another message for so
+    /// long.
     fn until(&mut self, count: u64, silence: Duration, stopping: &Stopping) -> Result<(), Error> {
         let (begun, before) = (Instant::now(), self.unique.len());
         self.last = Instant::now();
-        while (self.unique.len() as u64) < count && self.last.elapsed() < silence && begun.elapsed() < LONGEST {
+        while (self.unique.len() as u64) < count
+            && self.last.elapsed() < silence
+            && begun.elapsed() < LONGEST
+        {
             std::thread::sleep(LOOK);
             stopping.go_on()?;
             let known = self.unique.len();

@@ -30,23 +30,38 @@ impl<S: Open> Open for Recorded<S> {
     type Source = Recorded<S::Source>;
 
     fn for_in_flight(self, count: usize) -> Self {
-        Self { inner: self.inner.for_in_flight(count), ..self }
+        Self {
+            inner: self.inner.for_in_flight(count),
+            ..self
+        }
     }
 
     fn for_window(self, window: Duration) -> Self {
-        Self { inner: self.inner.for_window(window), ..self }
+        Self {
+            inner: self.inner.for_window(window),
+            ..self
+        }
     }
 
     fn for_longest_open(self, open: Duration) -> Self {
-        Self { inner: self.inner.for_longest_open(open), ..self }
+        Self {
+            inner: self.inner.for_longest_open(open),
+            ..self
+        }
     }
 
     fn for_order(self, order: Order) -> Self {
-        Self { inner: self.inner.for_order(order), ..self }
+        Self {
+            inner: self.inner.for_order(order),
+            ..self
+        }
     }
 
     async fn open(self) -> Result<Self::Source, SourceError> {
-        Ok(Recorded { inner: self.inner.open().await?, log: self.log })
+        Ok(Recorded {
+            inner: self.inner.open().await?,
+            log: self.log,
+        })
     }
 }
 
@@ -55,10 +70,18 @@ impl<S: Source> Source for Recorded<S> {
     async fn receive(&mut self, limit: Limit, into: &mut Vec<Incoming>) -> Result<(), SourceError> {
         let before = into.len();
         let received = self.inner.receive(limit, into).await;
-        self.log.write_all(into.get(before..).unwrap_or_default().iter().map(|incoming| match incoming {
-            Incoming::Delivery(delivery) => What::Received { id: id(&delivery.message), position: position(delivery) },
-            Incoming::Revoked(epoch) => What::Revoked { epoch: *epoch },
-        }));
+        self.log.write_all(
+            into.get(before..)
+                .unwrap_or_default()
+                .iter()
+                .map(|incoming| match incoming {
+                    Incoming::Delivery(delivery) => What::Received {
+                        id: id(&delivery.message),
+                        position: position(delivery),
+                    },
+                    Incoming::Revoked(epoch) => What::Revoked { epoch: *epoch },
+                }),
+        );
         received
     }
 
@@ -69,7 +92,12 @@ impl<S: Source> Source for Recorded<S> {
                 Settlement::Release { .. } => (Settling::Released, "released"),
                 Settlement::Reject(reason) => (Settling::Rejected, reason.as_str()),
             };
-            What::Settled { id: id(&settled.delivery.message), position: position(&settled.delivery), how, why: why.to_owned() }
+            What::Settled {
+                id: id(&settled.delivery.message),
+                position: position(&settled.delivery),
+                how,
+                why: why.to_owned(),
+            }
         }));
         self.inner.settle(settled).await
     }
@@ -99,11 +127,16 @@ impl<S: Source> Source for Recorded<S> {
 impl<S: Store> Store for Recorded<S> {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
         let answers = self.inner.apply(operations).await;
-        self.log.write_all(operations.iter().zip(&answers).map(|(operation, answer)| {
-            let key = operation.key.as_str();
-            let id = key.split_once('|').map_or(key, |(_, id)| id).to_owned();
-            What::Answered { id, ask: asked(operation.ask), verdict: verdict(answer) }
-        }));
+        self.log
+            .write_all(operations.iter().zip(&answers).map(|(operation, answer)| {
+                let key = operation.key.as_str();
+                let id = key.split_once('|').map_or(key, |(_, id)| id).to_owned();
+                What::Answered {
+                    id,
+                    ask: asked(operation.ask),
+                    verdict: verdict(answer),
+                }
+            }));
         answers
     }
 
@@ -131,7 +164,10 @@ fn id(message: &Message) -> String {
 
 fn position(delivery: &Delivery) -> String {
     let receipt = &delivery.receipt;
-    format!("{}/{}@{}", receipt.partition, receipt.position, receipt.epoch)
+    format!(
+        "{}/{}@{}",
+        receipt.partition, receipt.position, receipt.epoch
+    )
 }
 
 fn asked(ask: Ask) -> Asked {

@@ -79,8 +79,9 @@ impl Wish {
             "pairs" => (all(broker), AtOnce::Two, Aborts::Some),
             name => (vec![name.parse::<Kind>()?], AtOnce::One, Aborts::Never),
         };
-        // Whom RabbitMQ cancels has a channel that still holds what it was handed, and RabbitMQ hands what follows to the next one at once.
-        // No client can keep that order; who asks for this fault alone sees it.
+        // Whom RabbitMQ cancels has a channel that still holds what it was handed, and RabbitMQ
+        // hands what follows to the next one at once. No client can keep that order; who asks for
+        // this fault alone sees it.
         if self.taken == Taken::ByOne && kinds.len() > 1 {
             kinds.retain(|kind| *kind != Kind::CancelConsumers);
         }
@@ -97,7 +98,13 @@ impl Wish {
             at_once,
             aborts,
             percent: None,
-            markers: if watched { Markers::Watched { replicas: self.replicas } } else { Markers::One },
+            markers: if watched {
+                Markers::Watched {
+                    replicas: self.replicas,
+                }
+            } else {
+                Markers::One
+            },
             messages: Kinds::All,
             taken: self.taken,
         })
@@ -105,21 +112,33 @@ impl Wish {
 
     /// Whether the scenario is one of this broker.
     fn is_of(&self, broker: Broker) -> bool {
-        let other: &[Kind] = if broker == Broker::Kafka { &RABBITMQ } else { &KAFKA };
+        let other: &[Kind] = if broker == Broker::Kafka {
+            &RABBITMQ
+        } else {
+            &KAFKA
+        };
         !other.iter().any(|kind| kind.name() == self.name)
     }
 }
 
 /// All that can be done on a broker.
 fn all(broker: Broker) -> Vec<Kind> {
-    let of_its_own: &[Kind] = if broker == Broker::Kafka { &KAFKA } else { &RABBITMQ };
+    let of_its_own: &[Kind] = if broker == Broker::Kafka {
+        &KAFKA
+    } else {
+        &RABBITMQ
+    };
     ANYWHERE.iter().chain(of_its_own).copied().collect()
 }
 
 impl<'a> Director<'a> {
     /// Puts the folders of its runs into this one.
     pub fn new(folder: &Path, stopping: &'a Stopping) -> Self {
-        Self { folder: folder.to_owned(), stopping, stages: HashMap::new() }
+        Self {
+            folder: folder.to_owned(),
+            stopping,
+            stages: HashMap::new(),
+        }
     }
 
     /// Plays what was wished, and says for each run how it ended.
@@ -127,16 +146,24 @@ impl<'a> Director<'a> {
     /// # Errors
     /// If a run could not be played.
     pub fn run(&mut self, wish: &Wish) -> Result<Report, Error> {
-        let runs: Vec<(Broker, Promise)> = wish.brokers.iter().flat_map(|broker| wish.promises.iter().map(|it| (*broker, *it))).collect();
+        let runs: Vec<(Broker, Promise)> = wish
+            .brokers
+            .iter()
+            .flat_map(|broker| wish.promises.iter().map(|it| (*broker, *it)))
+            .collect();
         let mut sum = None;
         for (broker, promise) in runs.into_iter().filter(|(broker, _)| wish.is_of(*broker)) {
-            add(&mut sum, self.play(broker, &wish.plan(broker, promise)?, Keep::Everything)?)?;
+            add(
+                &mut sum,
+                self.play(broker, &wish.plan(broker, promise)?, Keep::Everything)?,
+            )?;
         }
         sum.ok_or_else(|| "there is nothing to run: this fault is one of another broker".into())
     }
 
-    /// Plays what was wished with one seed after the other, until the time is over; a run that has begun is played to its
-    /// end. What is kept are the reports, and all of runs that were not right.
+    /// Plays what was wished with one seed after the other, until the time is over; a run that has
+    /// begun is played to its end. What is kept are the reports, and all of runs that were not
+    /// right.
     ///
     /// # Errors
     /// If a run could not be played.
@@ -144,7 +171,12 @@ impl<'a> Director<'a> {
         let (until, mut sum, mut wish) = (Instant::now() + time, None, wish.clone());
         let mut unplayed = 0;
         loop {
-            for broker in wish.brokers.clone().into_iter().filter(|broker| wish.is_of(*broker)) {
+            for broker in wish
+                .brokers
+                .clone()
+                .into_iter()
+                .filter(|broker| wish.is_of(*broker))
+            {
                 // One promise a round: the time is for many seeds.
                 let promise = wish.promises[usize::try_from(wish.seed)? % wish.promises.len()];
                 match self.play(broker, &wish.plan(broker, promise)?, Keep::Reports) {
@@ -154,14 +186,17 @@ impl<'a> Director<'a> {
                         sum.iter().try_for_each(|sum| sum.write(&self.folder))?;
                         unplayed = 0;
                     }
-                    // On a busy machine a server may not start in time. Of the messages of that run nothing is known.
+                    // On a busy machine a server may not start in time. Of the messages of that run
+                    // nothing is known.
                     Err(error) => {
                         self.stopping.go_on()?;
                         unplayed += 1;
                         if unplayed == UNPLAYED {
                             return Err(error);
                         }
-                        println!("chaos: a run could not be played, and counts for nothing: {error}");
+                        println!(
+                            "chaos: a run could not be played, and counts for nothing: {error}"
+                        );
                         self.stages.retain(|(of, _), _| *of != broker);
                     }
                 }
@@ -176,16 +211,36 @@ impl<'a> Director<'a> {
         }
     }
 
-    /// Each kind of fault once, on both brokers side by side, and the negative control on each: under four minutes.
+    /// Each kind of fault once, on both brokers side by side, and the negative control on each:
+    /// under four minutes.
     ///
     /// # Errors
     /// If a run could not be played, or the control could not be seen to lose.
     pub fn smoke(&self, seed: u64) -> Result<Report, Error> {
         use Kind::*;
-        let on_kafka = [KillConsumer, FreezeConsumer, KillRedis, LoadRedis, FillRedis, FillDisk, DemoteRedis, StrandRedis, FlushScripts];
+        let on_kafka = [
+            KillConsumer,
+            FreezeConsumer,
+            KillRedis,
+            LoadRedis,
+            FillRedis,
+            FillDisk,
+            DemoteRedis,
+            StrandRedis,
+            FlushScripts,
+        ];
         let on_kafka: Vec<Kind> = on_kafka.into_iter().chain(KAFKA).collect();
-        let on_rabbit =
-            [KillConsumer, TerminateConsumer, RollingRestart, FreezeRedis, LoadRedis, DropReplies, DarkRedis, ResetRedis, RefuseLetters];
+        let on_rabbit = [
+            KillConsumer,
+            TerminateConsumer,
+            RollingRestart,
+            FreezeRedis,
+            LoadRedis,
+            DropReplies,
+            DarkRedis,
+            ResetRedis,
+            RefuseLetters,
+        ];
         let on_rabbit: Vec<Kind> = on_rabbit.into_iter().chain(RABBITMQ).collect();
         // By the seed, so that each broker comes to each promise.
         let mut promises = [Promise::AtMostOnce, Promise::EffectivelyOnce];
@@ -193,12 +248,26 @@ impl<'a> Director<'a> {
         let run = |broker, promise, kinds: Vec<Kind>| -> Result<Report, Error> {
             let mut director = Director::new(&self.folder, self.stopping);
             let until = Until::Faults(kinds.len());
-            let mut report = director.play(broker, &short(promise, seed, kinds, until), Keep::Everything)?;
+            let mut report = director.play(
+                broker,
+                &short(promise, seed, kinds, until),
+                Keep::Everything,
+            )?;
             if broker == Broker::Rabbitmq {
                 let markers = Markers::Watched { replicas: 2 };
-                let plan =
-                    Plan { markers, messages: Kinds::WithoutTheStuck, ..short(promises[0], seed, WATCHED.to_vec(), Until::Faults(1)) };
-                report.add(director.play(broker, &Plan { scenario: "smoke-sentinels".into(), ..plan }, Keep::Everything)?)?;
+                let plan = Plan {
+                    markers,
+                    messages: Kinds::WithoutTheStuck,
+                    ..short(promises[0], seed, WATCHED.to_vec(), Until::Faults(1))
+                };
+                report.add(director.play(
+                    broker,
+                    &Plan {
+                        scenario: "smoke-sentinels".into(),
+                        ..plan
+                    },
+                    Keep::Everything,
+                )?)?;
             }
             director.control(broker, seed)?;
             Ok(report)
@@ -206,14 +275,16 @@ impl<'a> Director<'a> {
         std::thread::scope(|scope| {
             let kafka = scope.spawn(|| run(Broker::Kafka, promises[0], on_kafka));
             let rabbit = run(Broker::Rabbitmq, promises[1], on_rabbit);
-            let mut sum: Report = kafka.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+            let mut sum: Report = kafka
+                .join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
             sum.add(rabbit?)?;
             Ok(sum)
         })
     }
 
-    /// The negative control: `bare` must be seen to lose. On a machine so busy that hardly a claim was under way while replies
-    /// were lost, it is played again.
+    /// The negative control: `bare` must be seen to lose. On a machine so busy that hardly a claim
+    /// was under way while replies were lost, it is played again.
     ///
     /// # Errors
     /// If it was not seen to lose.
@@ -221,25 +292,44 @@ impl<'a> Director<'a> {
         let mut told = String::new();
         for seed in seed..seed + CONTROLS {
             // What hangs would have to be waited for, and shows nothing here.
-            let plan = Plan { messages: Kinds::WithoutTheStuck, ..short(Promise::Bare, seed, vec![Kind::DropReplies], Until::Faults(1)) };
+            let plan = Plan {
+                messages: Kinds::WithoutTheStuck,
+                ..short(
+                    Promise::Bare,
+                    seed,
+                    vec![Kind::DropReplies],
+                    Until::Faults(1),
+                )
+            };
             let control = self.play(broker, &plan, Keep::Everything)?;
             if control.verdict() == Verdict::SeenToLose {
                 return Ok(());
             }
             told = control.line();
         }
-        Err(format!("the negative control lost nothing, so the harness sees nothing: {told}").into())
+        Err(
+            format!("the negative control lost nothing, so the harness sees nothing: {told}")
+                .into(),
+        )
     }
 
     fn play(&mut self, broker: Broker, plan: &Plan, keep: Keep) -> Result<Report, Error> {
         self.stopping.go_on()?;
         let begun = Instant::now();
-        let redis = if plan.markers == Markers::One { Redis::One } else { Redis::Watched };
+        let redis = if plan.markers == Markers::One {
+            Redis::One
+        } else {
+            Redis::Watched
+        };
         let stage = match self.stages.remove(&(broker, redis)) {
             Some(stage) => stage,
             None => {
                 // The broker is the same.
-                let other = self.stages.iter().find(|((other, _), _)| *other == broker).map(|(_, stage)| stage);
+                let other = self
+                    .stages
+                    .iter()
+                    .find(|((other, _), _)| *other == broker)
+                    .map(|(_, stage)| stage);
                 match (other, redis) {
                     (Some(stage), Redis::Watched) => stage.with_sentinels()?,
                     (_, Redis::One) => Stage::start(broker)?,
@@ -248,16 +338,39 @@ impl<'a> Director<'a> {
             }
         };
         let stage = &*self.stages.entry((broker, redis)).or_insert(stage);
-        let promise = serde_json::to_value(plan.promise)?.as_str().unwrap_or_default().to_owned();
-        let folder = self.folder.join(format!("{}-{}-{promise}-{}", plan.scenario, broker.name(), plan.seed));
-        println!("chaos: {} on {}, {promise}, seed {}: {}", plan.scenario, broker.name(), plan.seed, folder.display());
-        let report =
-            play(plan, stage, &folder, self.stopping).map_err(|error| format!("{error}; what was written lies in {}", folder.display()))?;
+        let promise = serde_json::to_value(plan.promise)?
+            .as_str()
+            .unwrap_or_default()
+            .to_owned();
+        let folder = self.folder.join(format!(
+            "{}-{}-{promise}-{}",
+            plan.scenario,
+            broker.name(),
+            plan.seed
+        ));
+        println!(
+            "chaos: {} on {}, {promise}, seed {}: {}",
+            plan.scenario,
+            broker.name(),
+            plan.seed,
+            folder.display()
+        );
+        let report = play(plan, stage, &folder, self.stopping)
+            .map_err(|error| format!("{error}; what was written lies in {}", folder.display()))?;
         println!("chaos: {} ({} s)", report.line(), begun.elapsed().as_secs());
         // What `bare` loses is what it is there for.
-        let told = if plan.promise == Promise::Bare { &[] } else { report.violations.as_slice() };
+        let told = if plan.promise == Promise::Bare {
+            &[]
+        } else {
+            report.violations.as_slice()
+        };
         for violation in told {
-            println!("chaos:   {} {}: {}", violation.invariant, violation.id.as_deref().unwrap_or("-"), violation.why);
+            println!(
+                "chaos:   {} {}: {}",
+                violation.invariant,
+                violation.id.as_deref().unwrap_or("-"),
+                violation.why
+            );
         }
         if keep == Keep::Reports && report.verdict() == Verdict::Held {
             std::fs::remove_dir_all(&folder)?;

@@ -32,7 +32,8 @@ pub enum Kind {
     KillRedis,
     /// SIGKILL to Redis, and a start in which it has much to read before it serves anybody.
     LoadRedis,
-    /// Redis is killed when its replicas have not heard of it for a while, and one of them takes over.
+    /// Redis is killed when its replicas have not heard of it for a while, and one of them takes
+    /// over.
     FailOverRedis,
     /// SIGSTOP to Redis.
     FreezeRedis,
@@ -167,11 +168,17 @@ enum Needs {
 impl Schedule {
     /// Faults of these kinds; each round has each of them once, in an order of its own.
     pub fn new(kinds: &[Kind], lengths: Lengths, seed: u64) -> Self {
-        Self { random: fastrand::Rng::with_seed(seed), kinds: kinds.to_vec(), lengths, round: Vec::new(), put_off: VecDeque::new() }
+        Self {
+            random: fastrand::Rng::with_seed(seed),
+            kinds: kinds.to_vec(),
+            lengths,
+            round: Vec::new(),
+            put_off: VecDeque::new(),
+        }
     }
 
-    /// The next one that can be played while this one lasts, on so many consumers; what cannot comes later. None if there is none
-    /// in the next rounds.
+    /// The next one that can be played while this one lasts, on so many consumers; what cannot
+    /// comes later. None if there is none in the next rounds.
     pub fn next_beside(&mut self, first: &Planned, consumers: usize) -> Option<Planned> {
         let mut passed = VecDeque::new();
         let mut found = None;
@@ -190,32 +197,54 @@ impl Schedule {
 
     fn lasts(&mut self, kind: Kind) -> Duration {
         let random = &mut self.random;
-        let seconds = |random: &mut fastrand::Rng, full: std::ops::RangeInclusive<u64>, short: std::ops::RangeInclusive<u64>, lengths| {
-            Duration::from_millis(random.u64(if lengths == Lengths::Full { full } else { short }))
+        let seconds = |random: &mut fastrand::Rng,
+                       full: std::ops::RangeInclusive<u64>,
+                       short: std::ops::RangeInclusive<u64>,
+                       lengths| {
+            Duration::from_millis(random.u64(if lengths == Lengths::Full {
+                full
+            } else {
+                short
+            }))
         };
         match (kind, self.lengths) {
             (Kind::FreezeConsumer, Lengths::Full) => {
-                LEASE * random.choice([1, 2, 5]).unwrap_or(1) + Duration::from_millis(random.u64(0..500))
+                LEASE * random.choice([1, 2, 5]).unwrap_or(1)
+                    + Duration::from_millis(random.u64(0..500))
             }
-            (Kind::FreezeConsumer, Lengths::Short) => LEASE * 2 + Duration::from_millis(random.u64(0..500)),
+            (Kind::FreezeConsumer, Lengths::Short) => {
+                LEASE * 2 + Duration::from_millis(random.u64(0..500))
+            }
             (Kind::FreezeRedis, lengths) => seconds(random, 5_000..=30_000, 2_500..=3_500, lengths),
-            (Kind::DarkRedis | Kind::DarkRabbit, lengths) => seconds(random, 3_000..=15_000, 2_500..=3_500, lengths),
-            (Kind::FillRedis | Kind::FillDisk | Kind::DemoteRedis | Kind::StrandRedis | Kind::RefuseLetters, lengths) => {
-                seconds(random, 3_000..=10_000, 2_000..=2_500, lengths)
+            (Kind::DarkRedis | Kind::DarkRabbit, lengths) => {
+                seconds(random, 3_000..=15_000, 2_500..=3_500, lengths)
             }
+            (
+                Kind::FillRedis
+                | Kind::FillDisk
+                | Kind::DemoteRedis
+                | Kind::StrandRedis
+                | Kind::RefuseLetters,
+                lengths,
+            ) => seconds(random, 3_000..=10_000, 2_000..=2_500, lengths),
             (Kind::LoadRedis, lengths) => seconds(random, 2_000..=10_000, 2_000..=2_500, lengths),
             // For so long the replicas hear nothing.
-            (Kind::FailOverRedis, lengths) => seconds(random, 1_000..=5_000, 1_000..=1_500, lengths),
+            (Kind::FailOverRedis, lengths) => {
+                seconds(random, 1_000..=5_000, 1_000..=1_500, lengths)
+            }
             // Twice away and back.
             (Kind::Rebalance, Lengths::Full) => Duration::from_secs(12),
             (Kind::Rebalance, Lengths::Short) => Duration::from_secs(6),
             (Kind::DropReplies, lengths) => seconds(random, 5_000..=15_000, 4_000..=5_000, lengths),
             // Between one consumer and the next.
             (Kind::RollingRestart, _) => ROLLING,
-            (Kind::FreezeKafka, lengths) => seconds(random, 20_000..=20_000, 8_000..=8_000, lengths),
-            (Kind::KillConsumer | Kind::TerminateConsumer | Kind::KillRedis | Kind::KillKafka, _) => {
-                Duration::from_millis(random.u64(0..1_000))
+            (Kind::FreezeKafka, lengths) => {
+                seconds(random, 20_000..=20_000, 8_000..=8_000, lengths)
             }
+            (
+                Kind::KillConsumer | Kind::TerminateConsumer | Kind::KillRedis | Kind::KillKafka,
+                _,
+            ) => Duration::from_millis(random.u64(0..1_000)),
             _ => Duration::ZERO,
         }
     }
@@ -241,7 +270,13 @@ impl Iterator for Schedule {
             Lengths::Short => random.u64(200..1_000),
         };
         let percent = random.choice([1, 5, 20]).unwrap_or(5);
-        Some(Planned { pause: Duration::from_millis(pause), kind, lasts, consumer: random.usize(0..1_000), percent })
+        Some(Planned {
+            pause: Duration::from_millis(pause),
+            kind,
+            lasts,
+            consumer: random.usize(0..1_000),
+            percent,
+        })
     }
 }
 
@@ -254,8 +289,8 @@ impl Planned {
         }
     }
 
-    /// Whether both can last at the same time: neither has to wait for what the other needs for itself, and neither's end is the
-    /// end of the other.
+    /// Whether both can last at the same time: neither has to wait for what the other needs for
+    /// itself, and neither's end is the end of the other.
     pub fn goes_with(&self, other: &Self, consumers: usize) -> bool {
         use Needs::*;
         let same_consumer = || self.consumer % consumers == other.consumer % consumers;
@@ -275,7 +310,11 @@ impl Planned {
 impl Kind {
     /// All of them.
     pub fn all() -> impl Iterator<Item = Self> {
-        ANYWHERE.into_iter().chain(WATCHED).chain(RABBITMQ).chain(KAFKA)
+        ANYWHERE
+            .into_iter()
+            .chain(WATCHED)
+            .chain(RABBITMQ)
+            .chain(KAFKA)
     }
 
     /// The kind of a fault in the fault log.
@@ -285,7 +324,10 @@ impl Kind {
 
     fn needs(self) -> Needs {
         match self {
-            Self::KillConsumer | Self::FreezeConsumer | Self::TerminateConsumer | Self::Rebalance => Needs::Consumer,
+            Self::KillConsumer
+            | Self::FreezeConsumer
+            | Self::TerminateConsumer
+            | Self::Rebalance => Needs::Consumer,
             Self::RollingRestart => Needs::EachConsumer,
             Self::KillRedis
             | Self::LoadRedis
@@ -304,14 +346,19 @@ impl Kind {
             | Self::KillKafka
             | Self::FreezeKafka => Needs::Broker,
             Self::RefuseLetters => Needs::Settings,
-            Self::DropReplies | Self::DarkRedis | Self::ResetRedis | Self::DarkRabbit | Self::ResetRabbit => Needs::Nothing,
+            Self::DropReplies
+            | Self::DarkRedis
+            | Self::ResetRedis
+            | Self::DarkRabbit
+            | Self::ResetRabbit => Needs::Nothing,
         }
     }
 
     /// How long it may take at the most, after the fault, until effects come again.
     pub fn recovery_bound(self) -> Duration {
         Duration::from_secs(match self {
-            // Kafka's session, a lease, and two seconds: for whatever takes a consumer away, and where some wait in vain.
+            // Kafka's session, a lease, and two seconds: for whatever takes a consumer away, and
+            // where some wait in vain.
             Self::KillConsumer
             | Self::FreezeConsumer
             | Self::TerminateConsumer
@@ -373,7 +420,9 @@ impl FromStr for Kind {
     type Err = NoSuchFault;
 
     fn from_str(name: &str) -> Result<Self, NoSuchFault> {
-        Self::all().find(|kind| kind.name() == name).ok_or_else(|| NoSuchFault(name.to_owned()))
+        Self::all()
+            .find(|kind| kind.name() == name)
+            .ok_or_else(|| NoSuchFault(name.to_owned()))
     }
 }
 
@@ -385,7 +434,11 @@ mod tests {
 
     #[test]
     fn a_seed_makes_the_same_schedule_and_another_one_another() {
-        let first = |seed| Schedule::new(&ANYWHERE, Lengths::Full, seed).take(50).collect::<Vec<_>>();
+        let first = |seed| {
+            Schedule::new(&ANYWHERE, Lengths::Full, seed)
+                .take(50)
+                .collect::<Vec<_>>()
+        };
         assert_eq!(first(7), first(7));
         assert_ne!(first(7), first(8));
     }
@@ -393,22 +446,37 @@ mod tests {
     #[test]
     fn each_round_has_each_kind_once() {
         for seed in 0..20 {
-            let schedule: Vec<Kind> = Schedule::new(&RABBITMQ, Lengths::Short, seed).take(3 * RABBITMQ.len()).map(|it| it.kind).collect();
+            let schedule: Vec<Kind> = Schedule::new(&RABBITMQ, Lengths::Short, seed)
+                .take(3 * RABBITMQ.len())
+                .map(|it| it.kind)
+                .collect();
             for round in schedule.chunks(RABBITMQ.len()) {
-                assert_eq!(round.iter().collect::<HashSet<_>>(), RABBITMQ.iter().collect());
+                assert_eq!(
+                    round.iter().collect::<HashSet<_>>(),
+                    RABBITMQ.iter().collect()
+                );
             }
         }
         assert_eq!(Schedule::new(&[], Lengths::Short, 1).next(), None);
     }
 
     fn planned(kind: Kind, consumer: usize) -> Planned {
-        Planned { pause: LEASE, kind, lasts: LEASE, consumer, percent: 5 }
+        Planned {
+            pause: LEASE,
+            kind,
+            lasts: LEASE,
+            consumer,
+            percent: 5,
+        }
     }
 
     #[test]
     fn two_faults_last_at_once_unless_one_would_wait_for_the_other_or_end_it() {
         let go = |one: Kind, other: Kind| {
-            let both = [planned(one, 1).goes_with(&planned(other, 5), 3), planned(other, 5).goes_with(&planned(one, 1), 3)];
+            let both = [
+                planned(one, 1).goes_with(&planned(other, 5), 3),
+                planned(other, 5).goes_with(&planned(one, 1), 3),
+            ];
             assert_eq!(both[0], both[1], "{one}, {other}");
             both[0]
         };
@@ -433,7 +501,10 @@ mod tests {
         ] {
             assert!(!go(one, other), "{one}, {other}");
         }
-        assert!(!planned(KillConsumer, 1).goes_with(&planned(FreezeConsumer, 4), 3), "the same consumer");
+        assert!(
+            !planned(KillConsumer, 1).goes_with(&planned(FreezeConsumer, 4), 3),
+            "the same consumer"
+        );
     }
 
     #[test]
@@ -458,9 +529,15 @@ mod tests {
     #[test]
     fn consumers_are_frozen_for_one_two_and_five_leases() {
         let leases = |planned: Planned| planned.lasts.as_millis() / LEASE.as_millis();
-        let seen: HashSet<u128> = Schedule::new(&[Kind::FreezeConsumer], Lengths::Full, 1).take(50).map(leases).collect();
+        let seen: HashSet<u128> = Schedule::new(&[Kind::FreezeConsumer], Lengths::Full, 1)
+            .take(50)
+            .map(leases)
+            .collect();
         assert_eq!(seen, HashSet::from([1, 2, 5]));
-        let percents: HashSet<u8> = Schedule::new(&[Kind::DropReplies], Lengths::Full, 1).take(50).map(|it| it.percent).collect();
+        let percents: HashSet<u8> = Schedule::new(&[Kind::DropReplies], Lengths::Full, 1)
+            .take(50)
+            .map(|it| it.percent)
+            .collect();
         assert_eq!(percents, HashSet::from([1, 5, 20]));
     }
 
@@ -471,6 +548,12 @@ mod tests {
             assert_eq!(serde_json::to_value(kind).unwrap(), kind.name());
             assert_eq!(Kind::of(&planned(kind, 0).name()), Some(kind));
         }
-        assert!("kill-9".parse::<Kind>().unwrap_err().to_string().contains("kill-redis, load-redis, freeze-redis"));
+        assert!(
+            "kill-9"
+                .parse::<Kind>()
+                .unwrap_err()
+                .to_string()
+                .contains("kill-redis, load-redis, freeze-redis")
+        );
     }
 }

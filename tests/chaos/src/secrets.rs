@@ -21,8 +21,8 @@ pub fn canary() -> String {
     format!("Canary{:016x}", random.u64(..))
 }
 
-/// Looks for secrets in every file of a folder. They are letters and digits, so they look the same in a URL, in JSON, in a
-/// Debug output and in what Prometheus reads.
+/// Looks for secrets in every file of a folder. They are letters and digits, so they look the same
+/// in a URL, in JSON, in a Debug output and in what Prometheus reads.
 ///
 /// # Errors
 /// What the file system said; or that no consumer has left there what Prometheus would read.
@@ -33,22 +33,37 @@ pub fn find(folder: &Path, secrets: &[Secret]) -> io::Result<Vec<What>> {
         if !path.is_file() {
             continue;
         }
-        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        scrapes += u32::from(path.extension().is_some_and(|extension| extension == SCRAPE));
+        let name = path
+            .file_name()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned();
+        scrapes += u32::from(
+            path.extension()
+                .is_some_and(|extension| extension == SCRAPE),
+        );
         let mut reader = BufReader::new(std::fs::File::open(&path)?);
         let (mut line, mut number) = (Vec::new(), 0_u64);
         while reader.read_until(b'\n', &mut line)? > 0 {
             number += 1;
             // Hardly a line has it, and there are millions.
             if holds(&line, b"Canary") {
-                let told = secrets.iter().filter(|secret| holds(&line, secret.text.as_bytes()));
-                found.extend(told.map(|secret| What::Leaked { secret: secret.of.to_owned(), place: format!("{name}, line {number}") }));
+                let told = secrets
+                    .iter()
+                    .filter(|secret| holds(&line, secret.text.as_bytes()));
+                found.extend(told.map(|secret| What::Leaked {
+                    secret: secret.of.to_owned(),
+                    place: format!("{name}, line {number}"),
+                }));
             }
             line.clear();
         }
     }
     if scrapes == 0 {
-        return Err(io::Error::other(format!("nothing in {} is what Prometheus would read", folder.display())));
+        return Err(io::Error::other(format!(
+            "nothing in {} is what Prometheus would read",
+            folder.display()
+        )));
     }
     Ok(found)
 }
@@ -66,25 +81,53 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let secret = |of| Secret { of, text: canary() };
         let secrets = [secret("Redis"), secret("RabbitMQ")];
-        std::fs::write(folder.path().join("c0.1.log"), format!("INFO well\nWARN redis://:{}@127.0.0.1:1 is away\n", secrets[0].text))
-            .unwrap();
-        std::fs::write(folder.path().join("plan.json"), format!("{{\"url\":\"amqp://guest:{}@h\"", secrets[1].text)).unwrap();
+        std::fs::write(
+            folder.path().join("c0.1.log"),
+            format!(
+                "INFO well\nWARN redis://:{}@127.0.0.1:1 is away\n",
+                secrets[0].text
+            ),
+        )
+        .unwrap();
+        std::fs::write(
+            folder.path().join("plan.json"),
+            format!("{{\"url\":\"amqp://guest:{}@h\"", secrets[1].text),
+        )
+        .unwrap();
         std::fs::write(folder.path().join("sink.jsonl"), b"\xffCanary of another\n").unwrap();
         std::fs::write(folder.path().join("c0.1.metrics"), "oncegate_in_flight 3\n").unwrap();
 
-        let mut places: Vec<String> = find(folder.path(), &secrets).unwrap().iter().map(|found| format!("{found:?}")).collect();
+        let mut places: Vec<String> = find(folder.path(), &secrets)
+            .unwrap()
+            .iter()
+            .map(|found| format!("{found:?}"))
+            .collect();
 
         places.sort();
         assert_eq!(places.len(), 2, "{places:?}");
-        assert!(places[0].contains("RabbitMQ") && places[0].contains("plan.json, line 1"), "{places:?}");
-        assert!(places[1].contains("Redis") && places[1].contains("c0.1.log, line 2"), "{places:?}");
-        assert!(!places.iter().any(|place| place.contains("Canary")), "the finding tells it, too: {places:?}");
+        assert!(
+            places[0].contains("RabbitMQ") && places[0].contains("plan.json, line 1"),
+            "{places:?}"
+        );
+        assert!(
+            places[1].contains("Redis") && places[1].contains("c0.1.log, line 2"),
+            "{places:?}"
+        );
+        assert!(
+            !places.iter().any(|place| place.contains("Canary")),
+            "the finding tells it, too: {places:?}"
+        );
     }
 
     #[test]
     fn a_folder_without_metrics_is_not_clean_but_unknown() {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("c0.1.log"), "INFO well\n").unwrap();
-        assert!(find(folder.path(), &[]).unwrap_err().to_string().contains("Prometheus"));
+        assert!(
+            find(folder.path(), &[])
+                .unwrap_err()
+                .to_string()
+                .contains("Prometheus")
+        );
     }
 }

@@ -1,10 +1,12 @@
 //! The sink: a process that counts effects, and what consumers ask it.
 //!
-//! A consumer that is killed can neither lose an effect that the sink has taken nor forge one. Its raw table is every
-//! application, its unique table the first of each id; both stand in one append-only file of the ledger.
+//! A consumer that is killed can neither lose an effect that the sink has taken nor forge one. Its
+//! raw table is every application, its unique table the first of each id; both stand in one
+//! append-only file of the ledger.
 //!
-//! A request is one line, `A <id> <attempt> <consumer>` to apply an effect or `F …` to find out whether there was one; an
-//! answer is one byte. All requests that have arrived are taken, written down and answered together.
+//! A request is one line, `A <id> <attempt> <consumer>` to apply an effect or `F …` to find out
+//! whether there was one; an answer is one byte. All requests that have arrived are taken, written
+//! down and answered together.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::io::{self, Read, Write};
@@ -28,7 +30,10 @@ const REFUSED: u8 = b'0';
 /// # Errors
 /// What the system said.
 pub fn serve(folder: &Path, listening: impl FnOnce(SocketAddr)) -> io::Result<()> {
-    let table = Arc::new(Mutex::new(Table::over(Log::open(&folder.join(FILE), "sink")?)));
+    let table = Arc::new(Mutex::new(Table::over(Log::open(
+        &folder.join(FILE),
+        "sink",
+    )?)));
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     listening(listener.local_addr()?);
     for connection in listener.incoming() {
@@ -44,10 +49,15 @@ fn answer(mut connection: TcpStream, table: &Mutex<Table>) -> io::Result<()> {
     let (mut arrived, mut buffer) = (Vec::new(), vec![0; 1 << 16]);
     while let read @ 1.. = connection.read(&mut buffer)? {
         arrived.extend_from_slice(&buffer[..read]);
-        let Some(end) = arrived.iter().rposition(|byte| *byte == b'\n') else { continue };
+        let Some(end) = arrived.iter().rposition(|byte| *byte == b'\n') else {
+            continue;
+        };
         let requests = String::from_utf8_lossy(&arrived[..end]).into_owned();
         arrived.drain(..=end);
-        let answers = table.lock().unwrap_or_else(PoisonError::into_inner).take(&requests);
+        let answers = table
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take(&requests);
         connection.write_all(&answers)?;
     }
     Ok(())
@@ -64,17 +74,29 @@ struct Table {
 
 impl Table {
     fn over(log: Log) -> Self {
-        Self { log, unique: HashSet::new(), void: HashMap::new() }
+        Self {
+            log,
+            unique: HashSet::new(),
+            void: HashMap::new(),
+        }
     }
 
-    /// Carries out the requests in their order, writes them down, and answers each. What is no request is refused.
+    /// Carries out the requests in their order, writes them down, and answers each. What is no
+    /// request is refused.
     fn take(&mut self, requests: &str) -> Vec<u8> {
         let mut records = Vec::new();
-        let answers = requests.lines().map(|request| match request.split(' ').collect::<Vec<_>>()[..] {
-            ["A", id, attempt, consumer] => attempt.parse().map_or(REFUSED, |attempt| self.apply(id, attempt, consumer, &mut records)),
-            ["F", id, attempt, consumer] => attempt.parse().map_or(REFUSED, |attempt| self.find(id, attempt, consumer, &mut records)),
-            _ => REFUSED,
-        });
+        let answers =
+            requests
+                .lines()
+                .map(|request| match request.split(' ').collect::<Vec<_>>()[..] {
+                    ["A", id, attempt, consumer] => attempt.parse().map_or(REFUSED, |attempt| {
+                        self.apply(id, attempt, consumer, &mut records)
+                    }),
+                    ["F", id, attempt, consumer] => attempt.parse().map_or(REFUSED, |attempt| {
+                        self.find(id, attempt, consumer, &mut records)
+                    }),
+                    _ => REFUSED,
+                });
         let answers = answers.collect();
         self.log.write_all(records);
         answers
@@ -83,11 +105,24 @@ impl Table {
     fn apply(&mut self, id: &str, attempt: u32, consumer: &str, records: &mut Vec<What>) -> u8 {
         let (id, consumer) = (id.to_owned(), consumer.to_owned());
         if self.void.get(&id).is_some_and(|void| attempt <= *void) {
-            records.push(What::Refused { id, consumer, attempt });
+            records.push(What::Refused {
+                id,
+                consumer,
+                attempt,
+            });
             return REFUSED;
         }
-        let unique = if self.unique.insert(id.clone()) { Unique::Accepted } else { Unique::Known };
-        records.push(What::Effect { id, consumer, attempt, unique });
+        let unique = if self.unique.insert(id.clone()) {
+            Unique::Accepted
+        } else {
+            Unique::Known
+        };
+        records.push(What::Effect {
+            id,
+            consumer,
+            attempt,
+            unique,
+        });
         APPLIED
     }
 
@@ -98,8 +133,17 @@ impl Table {
             let void = self.void.entry(id.to_owned()).or_default();
             *void = attempt.max(*void);
         }
-        let found = if happened { Found::Happened } else { Found::Voided };
-        records.push(What::Looked { id: id.to_owned(), consumer: consumer.to_owned(), attempt, found });
+        let found = if happened {
+            Found::Happened
+        } else {
+            Found::Voided
+        };
+        records.push(What::Looked {
+            id: id.to_owned(),
+            consumer: consumer.to_owned(),
+            attempt,
+            found,
+        });
         if happened { APPLIED } else { REFUSED }
     }
 }
@@ -139,7 +183,10 @@ impl Sink {
                 let mut next = Some((line, answer));
                 while let Some((line, answer)) = next {
                     lines.push_str(&line);
-                    waiting.lock().unwrap_or_else(PoisonError::into_inner).push_back(answer);
+                    waiting
+                        .lock()
+                        .unwrap_or_else(PoisonError::into_inner)
+                        .push_back(answer);
                     next = asked.try_recv().ok();
                 }
                 if to.write_all(lines.as_bytes()).await.is_err() {
@@ -157,9 +204,15 @@ impl Sink {
                     let _ = waiting.pop_front().map(|answer| answer.send(*byte));
                 }
             }
-            answered.lock().unwrap_or_else(PoisonError::into_inner).clear();
+            answered
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .clear();
         });
-        Ok(Self { requests, consumer: consumer.to_owned() })
+        Ok(Self {
+            requests,
+            consumer: consumer.to_owned(),
+        })
     }
 
     /// Applies the effect.
@@ -167,7 +220,11 @@ impl Sink {
     /// # Errors
     /// [`NoAnswer`]: it may have happened. Inside, [`Void`]: it did not, and will not under this attempt.
     pub async fn apply(&self, id: &str, attempt: u32) -> Result<Result<(), Void>, NoAnswer> {
-        Ok(if self.ask('A', id, attempt).await? == APPLIED { Ok(()) } else { Err(Void) })
+        Ok(if self.ask('A', id, attempt).await? == APPLIED {
+            Ok(())
+        } else {
+            Err(Void)
+        })
     }
 
     /// Whether the effect happened; if not, it is void under this attempt and those before.
@@ -175,7 +232,11 @@ impl Sink {
     /// # Errors
     /// [`NoAnswer`].
     pub async fn find_or_void(&self, id: &str, attempt: u32) -> Result<Found, NoAnswer> {
-        Ok(if self.ask('F', id, attempt).await? == APPLIED { Found::Happened } else { Found::Voided })
+        Ok(if self.ask('F', id, attempt).await? == APPLIED {
+            Found::Happened
+        } else {
+            Found::Voided
+        })
     }
 
     async fn ask(&self, what: char, id: &str, attempt: u32) -> Result<u8, NoAnswer> {
@@ -195,19 +256,47 @@ mod tests {
     fn the_raw_table_counts_and_the_unique_one_takes_the_first() {
         let folder = tempfile::tempdir().unwrap();
         let mut table = Table::over(Log::open(&folder.path().join(FILE), "sink").unwrap());
-        assert_eq!(table.take("A a 1 c0\nA a 2 c1\nA b 1 c0\nnonsense"), b"1110");
+        assert_eq!(
+            table.take("A a 1 c0\nA a 2 c1\nA b 1 c0\nnonsense"),
+            b"1110"
+        );
         let ledger = Ledger::read(folder.path()).unwrap();
-        let uniques = |id| ledger.history(id).filter(|it| matches!(it.what, What::Effect { unique: Unique::Accepted, .. })).count();
-        assert_eq!((ledger.records().len(), uniques("a"), uniques("b")), (3, 1, 1));
+        let uniques = |id| {
+            ledger
+                .history(id)
+                .filter(|it| {
+                    matches!(
+                        it.what,
+                        What::Effect {
+                            unique: Unique::Accepted,
+                            ..
+                        }
+                    )
+                })
+                .count()
+        };
+        assert_eq!(
+            (ledger.records().len(), uniques("a"), uniques("b")),
+            (3, 1, 1)
+        );
     }
 
     #[test]
     fn what_was_voided_is_refused_and_a_later_attempt_taken() {
         let folder = tempfile::tempdir().unwrap();
         let mut table = Table::over(Log::open(&folder.path().join(FILE), "sink").unwrap());
-        assert_eq!(table.take("F a 2 c1\nA a 1 c0\nA a 2 c0\nA a 3 c1\nF a 4 c2"), b"00011");
+        assert_eq!(
+            table.take("F a 2 c1\nA a 1 c0\nA a 2 c0\nA a 3 c1\nF a 4 c2"),
+            b"00011"
+        );
         let ledger = Ledger::read(folder.path()).unwrap();
-        assert_eq!(ledger.history("a").filter(|it| matches!(it.what, What::Refused { .. })).count(), 2);
+        assert_eq!(
+            ledger
+                .history("a")
+                .filter(|it| matches!(it.what, What::Refused { .. }))
+                .count(),
+            2
+        );
     }
 
     #[tokio::test]
@@ -221,7 +310,12 @@ mod tests {
         let asked: Vec<_> = (0..300)
             .map(|number| {
                 let sink = Arc::clone(&sink);
-                tokio::spawn(async move { sink.apply(&format!("id-{number}"), 1).await.unwrap().is_ok() })
+                tokio::spawn(async move {
+                    sink.apply(&format!("id-{number}"), 1)
+                        .await
+                        .unwrap()
+                        .is_ok()
+                })
             })
             .collect();
         for (number, answered) in asked.into_iter().enumerate() {

@@ -11,7 +11,9 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use oncegate_testkit::proxy::Proxy;
-use oncegate_testkit::servers::{KafkaDoor, KafkaServer, KafkaUser, Kind as ServerKind, RabbitServer, Server, fetch_kafka};
+use oncegate_testkit::servers::{
+    KafkaDoor, KafkaServer, KafkaUser, Kind as ServerKind, RabbitServer, Server, fetch_kafka,
+};
 use rustix::process::Signal;
 
 use crate::fleet::{Faults, Fleet};
@@ -56,24 +58,40 @@ impl Stage {
     /// # Errors
     /// The first server that does not start.
     pub fn start(broker: Broker) -> Result<Self, Error> {
-        let redis = Secret { of: "Redis", text: canary() };
+        let redis = Secret {
+            of: "Redis",
+            text: canary(),
+        };
         let store = Store::one(&redis.text)?;
         let text = canary();
         let (broker, of) = match broker {
             Broker::Kafka => {
-                let server = KafkaServer::start_secured(KafkaUser { name: USER.to_owned(), password: text.clone() })?;
+                let server = KafkaServer::start_secured(KafkaUser {
+                    name: USER.to_owned(),
+                    password: text.clone(),
+                })?;
                 let brokers = server.brokers();
-                (BrokerServer::Kafka(Mutex::new(Heard { server, kept: 0 }), brokers), "Kafka")
+                (
+                    BrokerServer::Kafka(Mutex::new(Heard { server, kept: 0 }), brokers),
+                    "Kafka",
+                )
             }
             Broker::Rabbitmq => {
                 let server = RabbitServer::start()?;
                 server.control(&["-q", "add_user", USER, &text])?;
                 server.control(&["-q", "set_permissions", USER, ".*", ".*", ".*"])?;
                 let (proxy, url) = (Proxy::to(server.port())?, server.url());
-                (BrokerServer::Rabbit(Mutex::new(Heard { server, kept: 0 }), proxy, url), "RabbitMQ")
+                (
+                    BrokerServer::Rabbit(Mutex::new(Heard { server, kept: 0 }), proxy, url),
+                    "RabbitMQ",
+                )
             }
         };
-        Ok(Self { store, broker: Arc::new(broker), secrets: [redis, Secret { of, text }] })
+        Ok(Self {
+            store,
+            broker: Arc::new(broker),
+            secrets: [redis, Secret { of, text }],
+        })
     }
 
     /// The same broker, with three Redis servers that Sentinels watch instead of the one.
@@ -82,9 +100,16 @@ impl Stage {
     /// The first server that does not start.
     pub fn with_sentinels(&self) -> Result<Self, Error> {
         let [_, of_the_broker] = &self.secrets;
-        let redis = Secret { of: "Redis", text: canary() };
+        let redis = Secret {
+            of: "Redis",
+            text: canary(),
+        };
         let store = Store::three(&redis.text)?;
-        Ok(Self { store, broker: Arc::clone(&self.broker), secrets: [redis, of_the_broker.clone()] })
+        Ok(Self {
+            store,
+            broker: Arc::clone(&self.broker),
+            secrets: [redis, of_the_broker.clone()],
+        })
     }
 
     /// The passwords that consumers are given: none may be told by anybody.
@@ -116,17 +141,27 @@ impl Stage {
             BrokerServer::Kafka(server, _) => lock(server).server.brokers_by(KafkaDoor::Login),
             BrokerServer::Rabbit(_, proxy, _) => {
                 let [_, secret] = &self.secrets;
-                format!("amqp://{USER}:{}@127.0.0.1:{}/%2f", secret.text, proxy.port())
+                format!(
+                    "amqp://{USER}:{}@127.0.0.1:{}/%2f",
+                    secret.text,
+                    proxy.port()
+                )
             }
         }
     }
 
     /// What a consumer is told to log in to Kafka with: a name, a password, and whom to believe.
     pub fn login(&self) -> Option<[String; 3]> {
-        let BrokerServer::Kafka(server, _) = &*self.broker else { return None };
+        let BrokerServer::Kafka(server, _) = &*self.broker else {
+            return None;
+        };
         let [_, secret] = &self.secrets;
         let authority = lock(server).server.certificate_authority();
-        Some([USER.to_owned(), secret.text.clone(), authority.display().to_string()])
+        Some([
+            USER.to_owned(),
+            secret.text.clone(),
+            authority.display().to_string(),
+        ])
     }
 
     /// Where the broker is, without a proxy.
@@ -150,9 +185,18 @@ impl Stage {
         let mut versions = BTreeMap::from([("Redis".to_owned(), self.store.version())]);
         let (name, version) = match &*self.broker {
             BrokerServer::Kafka(..) => ("Kafka", kafka_version()),
-            BrokerServer::Rabbit(server, ..) => ("RabbitMQ", lock(server).server.control(&["-q", "version"]).ok()),
+            BrokerServer::Rabbit(server, ..) => (
+                "RabbitMQ",
+                lock(server).server.control(&["-q", "version"]).ok(),
+            ),
         };
-        versions.insert(name.to_owned(), version.unwrap_or_else(|| "unknown".to_owned()).trim().to_owned());
+        versions.insert(
+            name.to_owned(),
+            version
+                .unwrap_or_else(|| "unknown".to_owned())
+                .trim()
+                .to_owned(),
+        );
         versions.extend(said_by("rustc --version").map(|said| ("rustc".to_owned(), said)));
         versions.insert("commit".to_owned(), commit.to_owned());
         versions
@@ -168,18 +212,29 @@ impl Stage {
             BrokerServer::Kafka(server, _) => drop(lock(server).keep(folder)?),
             BrokerServer::Rabbit(server, ..) => {
                 let said = lock(server).keep(folder)?;
-                log.write_all(refused_acknowledgements(&said).into_iter().map(|line| What::ChannelRefused { line }));
+                log.write_all(
+                    refused_acknowledgements(&said)
+                        .into_iter()
+                        .map(|line| What::ChannelRefused { line }),
+                );
             }
         }
         Ok(())
     }
 
-    /// Does what was planned, writes it down, and returns when it is over: whatever was killed runs again.
+    /// Does what was planned, writes it down, and returns when it is over: whatever was killed runs
+    /// again.
     ///
     /// # Errors
     /// If that cannot be done: it says nothing about the consumers.
     pub fn inflict(&self, planned: &Planned, seed: u64, on: &Scene<'_>) -> Result<(), Error> {
-        let Scene { fleet, faults, folder, log, .. } = *on;
+        let Scene {
+            fleet,
+            faults,
+            folder,
+            log,
+            ..
+        } = *on;
         let name = &planned.name();
         let pause = || std::thread::sleep(planned.lasts);
         let momentary = |play: &dyn Fn()| {
@@ -219,7 +274,11 @@ impl Stage {
                 })?;
                 drop(slot);
                 let is_last = number + 1 == fleet.size();
-                std::thread::sleep(if is_last { Duration::ZERO } else { planned.lasts.saturating_sub(since.elapsed()) });
+                std::thread::sleep(if is_last {
+                    Duration::ZERO
+                } else {
+                    planned.lasts.saturating_sub(since.elapsed())
+                });
                 Ok(())
             }),
             Kind::RefuseLetters => {
@@ -251,12 +310,22 @@ impl Stage {
             Kind::RestartRabbit | Kind::KillRabbit => {
                 self.keep_logs(folder, log)?;
                 let mut server = lock(self.rabbit()?.0);
-                let end = if planned.kind == Kind::KillRabbit { Server::kill } else { Server::stop };
+                let end = if planned.kind == Kind::KillRabbit {
+                    Server::kill
+                } else {
+                    Server::stop
+                };
                 faults.play(name, None, || server.restart(planned.lasts, end))
             }
-            Kind::CloseConnections => self.control(on, name, &["-q", "close_all_connections", "chaos"]),
+            Kind::CloseConnections => {
+                self.control(on, name, &["-q", "close_all_connections", "chaos"])
+            }
             // As any soft error of a channel: it asks for what is not there.
-            Kind::CloseChannels => self.to_channels(on, name, "rabbit_channel:do(Channel, {'basic.get', 0, <<\"no such queue\">>, false})"),
+            Kind::CloseChannels => self.to_channels(
+                on,
+                name,
+                "rabbit_channel:do(Channel, {'basic.get', 0, <<\"no such queue\">>, false})",
+            ),
             // The channel stays open, and what it holds with it.
             Kind::CancelConsumers => {
                 let does = "Cancel = {'basic.cancel', Tag, true}, rabbit_channel:do(Channel, Cancel), rabbit_channel:send_command(Channel, Cancel)";
@@ -291,11 +360,21 @@ impl Stage {
             (BrokerServer::Kafka(_, brokers), letters) => refuse_letters(brokers, queue, letters),
             (BrokerServer::Rabbit(server, ..), Letters::Refused) => {
                 let full = r#"{"max-length":0,"overflow":"reject-publish"}"#;
-                lock(server).server.control(&["-q", "set_policy", "--apply-to", "queues", "chaos", ASIDE, full])?;
+                lock(server).server.control(&[
+                    "-q",
+                    "set_policy",
+                    "--apply-to",
+                    "queues",
+                    "chaos",
+                    ASIDE,
+                    full,
+                ])?;
                 Ok(())
             }
             (BrokerServer::Rabbit(server, ..), Letters::Taken) => {
-                lock(server).server.control(&["-q", "clear_policy", "chaos"])?;
+                lock(server)
+                    .server
+                    .control(&["-q", "clear_policy", "chaos"])?;
                 Ok(())
             }
         }
@@ -351,7 +430,8 @@ pub struct Scene<'a> {
     pub after_a_loss: AfterALoss,
 }
 
-/// What becomes of consumers when Redis has forgotten something: at most once pauses, until a person accepts it.
+/// What becomes of consumers when Redis has forgotten something: at most once pauses, until a
+/// person accepts it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AfterALoss {
     /// They go on.
@@ -384,7 +464,11 @@ impl<K: ServerKind> Heard<Server<K>> {
         let new = said.get(self.kept..).unwrap_or_default();
         self.kept = said.len();
         let path = folder.join(format!("{}.log", K::NAME.to_lowercase()));
-        OpenOptions::new().append(true).create(true).open(path)?.write_all(new)?;
+        OpenOptions::new()
+            .append(true)
+            .create(true)
+            .open(path)?
+            .write_all(new)?;
         Ok(String::from_utf8_lossy(new).into_owned())
     }
 }
@@ -408,28 +492,47 @@ fn dark(proxy: &Proxy, planned: &Planned, faults: &Faults) -> Result<(), Error> 
 
 /// The lines of RabbitMQ's log that say why it closed a channel with 406.
 pub(crate) fn refused_acknowledgements(said: &str) -> Vec<String> {
-    said.lines().filter(|line| line.to_lowercase().contains("precondition_failed")).map(str::to_owned).collect()
+    said.lines()
+        .filter(|line| line.to_lowercase().contains("precondition_failed"))
+        .map(str::to_owned)
+        .collect()
 }
 
-/// The commit that lay here when this process began, and whether what is built had changes beside it. Asked for at the beginning,
-/// since others may commit while a long run lasts.
+/// The commit that lay here when this process began, and whether what is built had changes beside
+/// it. Asked for at the beginning, since others may commit while a long run lasts.
 pub fn commit() -> &'static str {
     static COMMIT: OnceLock<String> = OnceLock::new();
     COMMIT.get_or_init(|| {
-        let commit = said_by("git rev-parse --short=12 HEAD").unwrap_or_else(|| "unknown".to_owned());
+        let commit =
+            said_by("git rev-parse --short=12 HEAD").unwrap_or_else(|| "unknown".to_owned());
         let changed = said_by("git status --porcelain -- Cargo.toml Cargo.lock crates tests/chaos");
-        if changed.is_none_or(|changed| changed.is_empty()) { commit } else { format!("{commit} with changes") }
+        if changed.is_none_or(|changed| changed.is_empty()) {
+            commit
+        } else {
+            format!("{commit} with changes")
+        }
     })
 }
 
 fn kafka_version() -> Option<String> {
     let libraries = fetch_kafka().ok()?;
-    Some(libraries.parent()?.file_name()?.to_str()?.strip_prefix("kafka-")?.to_owned())
+    Some(
+        libraries
+            .parent()?
+            .file_name()?
+            .to_str()?
+            .strip_prefix("kafka-")?
+            .to_owned(),
+    )
 }
 
 fn said_by(command: &str) -> Option<String> {
     let mut words = command.split(' ');
-    let output = Command::new(words.next()?).args(words).output().ok().filter(|output| output.status.success())?;
+    let output = Command::new(words.next()?)
+        .args(words)
+        .output()
+        .ok()
+        .filter(|output| output.status.success())?;
     let said = String::from_utf8(output.stdout).ok()?;
     Some(said.trim().trim_start_matches("rustc ").to_owned())
 }

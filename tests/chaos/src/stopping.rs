@@ -29,6 +29,10 @@ impl Stopping {
     /// # Errors
     /// That we were.
     pub fn go_on(&self) -> Result<(), Error> {
-        if self.0.load(Ordering::Relaxed) { Err("stopped by a signal".into()) } else { Ok(()) }
+        if self.0.load(Ordering::Relaxed) {
+            Err("stopped by a signal".into())
+        } else {
+            Ok(())
+        }
     }
 }

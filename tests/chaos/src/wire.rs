@@ -1,5 +1,5 @@
-//! What a run asks of a broker beside consuming, with the broker's plain client: to send with confirmation, to look what is
-//! left and what was set aside.
+//! What a run asks of a broker beside consuming, with the broker's plain client: to send with
+//! confirmation, to look what is left and what was set aside.
 
 mod kafka;
 mod rabbit;
@@ -15,7 +15,10 @@ use crate::play::Taken;
 use crate::worker::Broker;
 
 /// Where what has failed is set aside, by the end of its name.
-const ASIDE: [(&str, Place); 2] = [(".dead-letters", Place::DeadLetters), (".in-doubt", Place::InDoubt)];
+const ASIDE: [(&str, Place); 2] = [
+    (".dead-letters", Place::DeadLetters),
+    (".in-doubt", Place::InDoubt),
+];
 
 /// A topic or queue of a run.
 #[derive(Debug)]
@@ -49,8 +52,8 @@ impl Wire {
         })
     }
 
-    /// Hands messages to the broker, whatever state it is in, and writes down which it was given and which it confirmed. May
-    /// return before all are confirmed; see [`flush`](Self::flush).
+    /// Hands messages to the broker, whatever state it is in, and writes down which it was given
+    /// and which it confirmed. May return before all are confirmed; see [`flush`](Self::flush).
     ///
     /// # Errors
     /// If that can never succeed.
@@ -69,7 +72,8 @@ impl Wire {
         }
     }
 
-    /// How much is left for consumers: on Kafka what is not committed, on RabbitMQ what no consumer holds.
+    /// How much is left for consumers: on Kafka what is not committed, on RabbitMQ what no consumer
+    /// holds.
     ///
     /// # Errors
     /// If the broker does not say.

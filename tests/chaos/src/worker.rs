@@ -1,4 +1,5 @@
-//! What the consumer processes of runs and of cells share: how they begin, what they are told, and what they write down.
+//! What the consumer processes of runs and of cells share: how they begin, what they are told, and
+//! what they write down.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -93,8 +94,14 @@ impl Common {
 
     /// The topic, with a group of the same name.
     pub fn kafka(&self) -> Kafka {
-        let creation = TopicCreation::Create { partitions: 1, replication: 1 };
-        Kafka::topic(&self.from).brokers(&self.url).group(&self.from).create_topics(creation)
+        let creation = TopicCreation::Create {
+            partitions: 1,
+            replication: 1,
+        };
+        Kafka::topic(&self.from)
+            .brokers(&self.url)
+            .group(&self.from)
+            .create_topics(creation)
     }
 
     /// The queue.
@@ -119,26 +126,51 @@ impl Worker {
     /// # Errors
     /// What the system or the sink said.
     pub async fn begin(told: &Common) -> Result<Self, Error> {
-        let filter = tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "info".into());
-        tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false).init();
-        // Before its file of the ledger is there: whoever sees that knows that it can be told to drain.
+        let filter =
+            tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "info".into());
+        tracing_subscriber::fmt()
+            .with_env_filter(filter)
+            .with_writer(std::io::stderr)
+            .with_ansi(false)
+            .init();
+        // Before its file of the ledger is there: whoever sees that knows that it can be told to
+        // drain.
         let terminate = signal(SignalKind::terminate())?;
-        let log = Arc::new(Log::open(&told.folder.join(format!("{}.jsonl", told.name)), &told.name)?);
+        let log = Arc::new(Log::open(
+            &told.folder.join(format!("{}.jsonl", told.name)),
+            &told.name,
+        )?);
         let counters = Counters::install(Arc::clone(&log), &told.folder, &told.name)?;
         let sink = Sink::connect(told.sink, &told.name).await?;
-        Ok(Self { log, sink, terminate, counters })
+        Ok(Self {
+            log,
+            sink,
+            terminate,
+            counters,
+        })
     }
 
-    /// Runs what this makes of the future that ends with SIGTERM, and writes down what was counted, if it ends well.
+    /// Runs what this makes of the future that ends with SIGTERM, and writes down what was counted,
+    /// if it ends well.
     ///
     /// # Errors
     /// Those of what runs.
-    pub async fn run<F: Future<Output = Result<(), oncegate::Error>>>(self, consume: impl FnOnce(Terminated) -> F) -> Result<(), Error> {
-        let Self { terminate, counters, log, .. } = self;
+    pub async fn run<F: Future<Output = Result<(), oncegate::Error>>>(
+        self,
+        consume: impl FnOnce(Terminated) -> F,
+    ) -> Result<(), Error> {
+        let Self {
+            terminate,
+            counters,
+            log,
+            ..
+        } = self;
         let ended = consume(Terminated(terminate)).await;
         match &ended {
             Ok(()) => counters.write_the_last(),
-            Err(error) => log.write(What::Failed { error: error.to_string() }),
+            Err(error) => log.write(What::Failed {
+                error: error.to_string(),
+            }),
         }
         Ok(ended?)
     }
@@ -167,15 +199,32 @@ impl<'a> Running<'a> {
     /// Writes down that it has begun.
     pub fn begin(log: &'a Log, cx: &'a Context, run: u64) -> Self {
         let (id, attempt) = (cx.id(), cx.attempt());
-        log.write(What::Started { id: id.to_owned(), attempt, run });
-        Self { log, id, run, how: Ending::Dropped }
+        log.write(What::Started {
+            id: id.to_owned(),
+            attempt,
+            run,
+        });
+        Self {
+            log,
+            id,
+            run,
+            how: Ending::Dropped,
+        }
     }
 }
 
 impl Drop for Running<'_> {
     fn drop(&mut self) {
-        let how = if std::thread::panicking() { Ending::Panicked } else { self.how };
-        self.log.write(What::Ended { id: self.id.to_owned(), run: self.run, how });
+        let how = if std::thread::panicking() {
+            Ending::Panicked
+        } else {
+            self.how
+        };
+        self.log.write(What::Ended {
+            id: self.id.to_owned(),
+            run: self.run,
+            how,
+        });
     }
 }
 
@@ -184,8 +233,10 @@ impl Drop for Running<'_> {
 /// # Errors
 /// That the sink does not say.
 pub async fn reconcile(sink: &Sink, cx: &Context) -> Result<Reconciled, Failure> {
-    Ok(match sink.find_or_void(cx.id(), cx.attempt()).await.retry()? {
-        Found::Happened => Reconciled::Happened,
-        Found::Voided => Reconciled::DidNotHappen,
-    })
+    Ok(
+        match sink.find_or_void(cx.id(), cx.attempt()).await.retry()? {
+            Found::Happened => Reconciled::Happened,
+            Found::Voided => Reconciled::DidNotHappen,
+        },
+    )
 }

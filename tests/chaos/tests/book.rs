@@ -24,25 +24,34 @@ fn page() -> String {
 
 /// The files of a folder beside the page.
 fn files(folder: &Path) -> Vec<PathBuf> {
-    let mut files: Vec<PathBuf> =
-        std::fs::read_dir(folder).expect("the reports").map(|entry| entry.expect("an entry that can be read").path()).collect();
+    let mut files: Vec<PathBuf> = std::fs::read_dir(folder)
+        .expect("the reports")
+        .map(|entry| entry.expect("an entry that can be read").path())
+        .collect();
     files.sort();
     files
 }
 
 /// The folders of reports that add up.
 fn groups() -> Vec<PathBuf> {
-    files(&book().join("reliability")).into_iter().filter(|path| path.is_dir()).collect()
+    files(&book().join("reliability"))
+        .into_iter()
+        .filter(|path| path.is_dir())
+        .collect()
 }
 
 /// The reports of a folder, each of one run, by their seeds.
 fn reports(folder: &Path) -> Vec<Report> {
     let read = |path: PathBuf| -> Report {
-        let text = std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        let text =
+            std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
         serde_json::from_slice(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
     };
     let mut reports: Vec<Report> = files(folder).into_iter().map(read).collect();
-    assert!(reports.iter().all(|report| report.runs.len() == 1), "one report for each run");
+    assert!(
+        reports.iter().all(|report| report.runs.len() == 1),
+        "one report for each run"
+    );
     reports.sort_by_key(|report| report.runs[0].seed);
     reports
 }
@@ -50,7 +59,8 @@ fn reports(folder: &Path) -> Vec<Report> {
 fn sum(reports: &[Report]) -> Report {
     let (first, rest) = reports.split_first().expect("a report");
     let mut sum = first.clone();
-    rest.iter().for_each(|report| sum.add(report.clone()).expect("none of bare"));
+    rest.iter()
+        .for_each(|report| sum.add(report.clone()).expect("none of bare"));
     sum
 }
 
@@ -71,16 +81,42 @@ fn number(number: u64) -> String {
 fn row(broker: &str, promise: Option<Promise>, runs: &str, reports: &[Report]) -> String {
     let sum = sum(reports);
     let counts = &sum.counts;
-    let held = reports.iter().filter(|report| report.verdict() == Verdict::Held).count();
-    let faults: u64 = counts.faults.iter().filter(|(kind, _)| *kind != ABORT).map(|(_, times)| times).sum();
-    let of = |wanted: Promise| reports.iter().filter(move |report| report.runs[0].rules.promise == wanted);
-    let doubled: u64 = of(Promise::AtMostOnce).map(|report| report.counts.duplicated).sum();
-    let again: u64 = of(Promise::EffectivelyOnce).map(|report| report.counts.raw_effects - report.counts.unique_effects).sum();
-    let explained: u64 = of(Promise::EffectivelyOnce).flat_map(|report| report.counts.explained.values()).sum();
+    let held = reports
+        .iter()
+        .filter(|report| report.verdict() == Verdict::Held)
+        .count();
+    let faults: u64 = counts
+        .faults
+        .iter()
+        .filter(|(kind, _)| *kind != ABORT)
+        .map(|(_, times)| times)
+        .sum();
+    let of = |wanted: Promise| {
+        reports
+            .iter()
+            .filter(move |report| report.runs[0].rules.promise == wanted)
+    };
+    let doubled: u64 = of(Promise::AtMostOnce)
+        .map(|report| report.counts.duplicated)
+        .sum();
+    let again: u64 = of(Promise::EffectivelyOnce)
+        .map(|report| report.counts.raw_effects - report.counts.unique_effects)
+        .sum();
+    let explained: u64 = of(Promise::EffectivelyOnce)
+        .flat_map(|report| report.counts.explained.values())
+        .sum();
     let (guarantee, doubled, again) = match promise {
         Some(Promise::AtMostOnce) => ("at most once", number(doubled), "–".to_owned()),
-        Some(Promise::EffectivelyOnce) => ("effectively once", "–".to_owned(), format!("{} of {}", number(explained), number(again))),
-        _ => ("", number(doubled), format!("{} of {}", number(explained), number(again))),
+        Some(Promise::EffectivelyOnce) => (
+            "effectively once",
+            "–".to_owned(),
+            format!("{} of {}", number(explained), number(again)),
+        ),
+        _ => (
+            "",
+            number(doubled),
+            format!("{} of {}", number(explained), number(again)),
+        ),
     };
     format!(
         "| {broker} | {guarantee} | {runs} | {held} of {} | {} | {} | {} | {} | {doubled} | {again} |\n",
@@ -100,16 +136,27 @@ fn totals(reports: &[Report]) -> String {
             .to_owned();
     for (broker, shown) in [("kafka", "Kafka"), ("rabbitmq", "RabbitMQ")] {
         for promise in [Promise::AtMostOnce, Promise::EffectivelyOnce] {
-            let is_of = |report: &&Report| report.runs[0].broker == broker && report.runs[0].rules.promise == promise;
+            let is_of = |report: &&Report| {
+                report.runs[0].broker == broker && report.runs[0].rules.promise == promise
+            };
             let reports: Vec<Report> = reports.iter().filter(is_of).cloned().collect();
             if reports.is_empty() {
                 continue;
             }
-            let seeds: Vec<String> = reports.iter().map(|report| report.runs[0].seed.to_string()).collect();
+            let seeds: Vec<String> = reports
+                .iter()
+                .map(|report| report.runs[0].seed.to_string())
+                .collect();
             table += &row(shown, Some(promise), &seeds.join(", "), &reports);
         }
     }
-    table + &row("together", None, &format!("{} runs", reports.len()), reports)
+    table
+        + &row(
+            "together",
+            None,
+            &format!("{} runs", reports.len()),
+            reports,
+        )
 }
 
 /// How soon effects came after faults.
@@ -118,25 +165,72 @@ fn recovery(reports: &[Report]) -> String {
                      | --- | ---: | ---: | ---: | ---: | ---: | ---: |\n"
         .to_owned();
     let counts = sum(reports).counts;
-    let seconds = |ms: Option<u64>| ms.map_or_else(|| "–".to_owned(), |ms| format!("{:.1}", ms as f64 / 1_000.0));
+    let seconds = |ms: Option<u64>| {
+        ms.map_or_else(
+            || "–".to_owned(),
+            |ms| format!("{:.1}", ms as f64 / 1_000.0),
+        )
+    };
     let is_pair = |what: &str| what.contains(" + ");
     for kind in Kind::all() {
         let is_it = |what: &&String| !is_pair(what) && Kind::of(what) == Some(kind);
-        let played: u64 = counts.faults.iter().filter(|(what, _)| is_it(what)).map(|(_, times)| times).sum();
+        let played: u64 = counts
+            .faults
+            .iter()
+            .filter(|(what, _)| is_it(what))
+            .map(|(_, times)| times)
+            .sum();
         if played == 0 {
             continue;
         }
-        let judged: u64 = counts.again_judged.iter().filter(|(what, _)| is_it(what)).map(|(_, times)| times).sum();
-        let first = counts.again_ms.iter().filter(|(what, _)| is_it(what)).map(|(_, ms)| *ms).max();
-        let rates: u64 = counts.rate_again_judged.iter().filter(|(what, _)| is_it(what)).map(|(_, times)| times).sum();
-        let rate = counts.rate_again_ms.iter().filter(|(what, _)| is_it(what)).map(|(_, ms)| *ms).max();
+        let judged: u64 = counts
+            .again_judged
+            .iter()
+            .filter(|(what, _)| is_it(what))
+            .map(|(_, times)| times)
+            .sum();
+        let first = counts
+            .again_ms
+            .iter()
+            .filter(|(what, _)| is_it(what))
+            .map(|(_, ms)| *ms)
+            .max();
+        let rates: u64 = counts
+            .rate_again_judged
+            .iter()
+            .filter(|(what, _)| is_it(what))
+            .map(|(_, times)| times)
+            .sum();
+        let rate = counts
+            .rate_again_ms
+            .iter()
+            .filter(|(what, _)| is_it(what))
+            .map(|(_, ms)| *ms)
+            .max();
         let bound = kind.recovery_bound().as_secs();
-        table += &format!("| `{kind}` | {played} | {judged} | {} | {rates} | {} | {bound} |\n", seconds(first), seconds(rate));
+        table += &format!(
+            "| `{kind}` | {played} | {judged} | {} | {rates} | {} | {bound} |\n",
+            seconds(first),
+            seconds(rate)
+        );
     }
-    let pairs: u64 = counts.rate_again_judged.iter().filter(|(what, _)| is_pair(what)).map(|(_, times)| times).sum();
+    let pairs: u64 = counts
+        .rate_again_judged
+        .iter()
+        .filter(|(what, _)| is_pair(what))
+        .map(|(_, times)| times)
+        .sum();
     if pairs > 0 {
-        let longest = counts.rate_again_ms.iter().filter(|(what, _)| is_pair(what)).map(|(_, ms)| *ms).max();
-        table += &format!("| two at once | – | – | – | {pairs} | {} | the sum of both |\n", seconds(longest));
+        let longest = counts
+            .rate_again_ms
+            .iter()
+            .filter(|(what, _)| is_pair(what))
+            .map(|(_, ms)| *ms)
+            .max();
+        table += &format!(
+            "| two at once | – | – | – | {pairs} | {} | the sum of both |\n",
+            seconds(longest)
+        );
     }
     table
 }
@@ -149,7 +243,11 @@ fn the_tables_are_what_the_reports_add_up_to() {
     for folder in groups {
         let reports = reports(&folder);
         for table in [totals(&reports), recovery(&reports)] {
-            assert!(page.contains(&table), "docs/src/reliability.md does not have this table of {}:\n{table}", folder.display());
+            assert!(
+                page.contains(&table),
+                "docs/src/reliability.md does not have this table of {}:\n{table}",
+                folder.display()
+            );
         }
     }
 }
@@ -158,24 +256,44 @@ fn the_tables_are_what_the_reports_add_up_to() {
 fn every_report_is_linked_to_by_its_folder_and_names_its_commit() {
     let page = page();
     for folder in groups() {
-        let name = folder.file_name().expect("a name").to_string_lossy().into_owned();
-        assert!(page.contains(&format!("reliability/{name}/")), "nothing links to {name}");
-        let commits: BTreeSet<String> =
-            reports(&folder).iter().map(|report| report.runs[0].versions["commit"].chars().take(7).collect()).collect();
+        let name = folder
+            .file_name()
+            .expect("a name")
+            .to_string_lossy()
+            .into_owned();
+        assert!(
+            page.contains(&format!("reliability/{name}/")),
+            "nothing links to {name}"
+        );
+        let commits: BTreeSet<String> = reports(&folder)
+            .iter()
+            .map(|report| report.runs[0].versions["commit"].chars().take(7).collect())
+            .collect();
         for commit in commits {
-            assert!(page.contains(&commit), "docs/src/reliability.md does not name the commit {commit} of {name}");
+            assert!(
+                page.contains(&commit),
+                "docs/src/reliability.md does not name the commit {commit} of {name}"
+            );
         }
     }
 }
 
 /// The files of this beginning beside the page: each of one run.
 fn kept<T: serde::de::DeserializeOwned>(beginning: &str) -> Vec<T> {
-    let is_one = |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(beginning));
+    let is_one = |path: &PathBuf| {
+        path.file_name()
+            .is_some_and(|name| name.to_string_lossy().starts_with(beginning))
+    };
     let read = |path: PathBuf| {
-        let text = std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        let text =
+            std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
         serde_json::from_slice(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
     };
-    files(&book().join("reliability")).into_iter().filter(is_one).map(read).collect()
+    files(&book().join("reliability"))
+        .into_iter()
+        .filter(is_one)
+        .map(read)
+        .collect()
 }
 
 /// Whether the page names the commit that this was run of.
@@ -190,8 +308,15 @@ fn the_matrix_is_what_its_files_say() {
     for matrix in runs {
         let verdict = matrix.verdict();
         assert!(matrix.is_right(), "{verdict}");
-        assert!(page().contains(&verdict), "docs/src/reliability.md does not say: {verdict}");
-        assert!(names_the_commit(&matrix.versions), "docs/src/reliability.md does not name the commit {}", matrix.versions["commit"]);
+        assert!(
+            page().contains(&verdict),
+            "docs/src/reliability.md does not say: {verdict}"
+        );
+        assert!(
+            names_the_commit(&matrix.versions),
+            "docs/src/reliability.md does not name the commit {}",
+            matrix.versions["commit"]
+        );
     }
 }
 
@@ -200,9 +325,19 @@ fn every_step_was_played_wherever_it_is() {
     let mut all = Matrix::default();
     kept("matrix").into_iter().for_each(|run| all.add(run));
     for step in &STEPS {
-        for made in columns().into_iter().filter(|made| made.promise != Promise::Bare && step.absent(*made).is_none()) {
-            let played = all.cells.iter().any(|cell| cell.step == step.name && cell.made == made && cell.runs >= 3);
-            assert!(played, "no kept run of the matrix has ended a process at {}, {made:?}", step.name);
+        for made in columns()
+            .into_iter()
+            .filter(|made| made.promise != Promise::Bare && step.absent(*made).is_none())
+        {
+            let played = all
+                .cells
+                .iter()
+                .any(|cell| cell.step == step.name && cell.made == made && cell.runs >= 3);
+            assert!(
+                played,
+                "no kept run of the matrix has ended a process at {}, {made:?}",
+                step.name
+            );
         }
     }
 }
@@ -212,17 +347,33 @@ fn the_wrong_versions_are_what_their_file_says() {
     let [caught]: [Caught; 1] = kept("mutants").try_into().expect("one file");
     let (page, verdict) = (page(), caught.verdict());
     assert!(caught.is_right(), "{verdict}");
-    assert!(page.contains(&verdict), "docs/src/reliability.md does not say: {verdict}");
-    assert!(names_the_commit(&caught.versions), "docs/src/reliability.md does not name the commit {}", caught.versions["commit"]);
+    assert!(
+        page.contains(&verdict),
+        "docs/src/reliability.md does not say: {verdict}"
+    );
+    assert!(
+        names_the_commit(&caught.versions),
+        "docs/src/reliability.md does not name the commit {}",
+        caught.versions["commit"]
+    );
     let table = caught.to_markdown();
-    let rows: Vec<&str> = table.lines().filter(|line| line.starts_with("| `")).collect();
+    let rows: Vec<&str> = table
+        .lines()
+        .filter(|line| line.starts_with("| `"))
+        .collect();
     assert_eq!(rows.len(), 12);
     for row in rows {
-        assert!(page.contains(row), "docs/src/reliability.md does not have: {row}");
+        assert!(
+            page.contains(row),
+            "docs/src/reliability.md does not have: {row}"
+        );
     }
 }
 
 #[test]
 fn numbers_have_commas() {
-    assert_eq!([0, 999, 1_000, 4_500_673].map(number), ["0", "999", "1,000", "4,500,673"]);
+    assert_eq!(
+        [0, 999, 1_000, 4_500_673].map(number),
+        ["0", "999", "1,000", "4,500,673"]
+    );
 }

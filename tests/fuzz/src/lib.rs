@@ -1,10 +1,13 @@
-//! What strangers write, thrown at what reads it: each function takes any bytes, and panics if what must hold does not.
+//! What strangers write, thrown at what reads it: each function takes any bytes, and panics if what
+//! must hold does not.
 //!
-//! `fuzz/` hands them to libFuzzer, and is a workspace of its own, since fuzzing needs flags that nobody else should build with. They
-//! stand here so that all tests of the workspace build them, and try them on what fuzzing has kept (`inputs/`) and on what is made of it.
+//! `fuzz/` hands them to libFuzzer, and is a workspace of its own, since fuzzing needs flags that
+//! nobody else should build with. They stand here so that all tests of the workspace build them,
+//! and try them on what fuzzing has kept (`inputs/`) and on what is made of it.
 #![forbid(unsafe_code)]
 
-// What the adapters keep to themselves, as it stands there; where it looks for its neighbours, it finds them here.
+// What the adapters keep to themselves, as it stands there; where it looks for its neighbours, it
+// finds them here.
 #[allow(dead_code, reason = "the adapter uses the rest")]
 #[path = "../../../crates/oncegate-amqp/src/frames.rs"]
 mod frames;

@@ -3,8 +3,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-pub(crate) const DELAYS: [Duration; 5] =
-    [Duration::from_secs(1), Duration::from_secs(5), Duration::from_secs(30), Duration::from_secs(120), Duration::from_secs(600)];
+pub(crate) const DELAYS: [Duration; 5] = [
+    Duration::from_secs(1),
+    Duration::from_secs(5),
+    Duration::from_secs(30),
+    Duration::from_secs(120),
+    Duration::from_secs(600),
+];
 
 pub(crate) struct Settings {
     pub(crate) name: Arc<str>,

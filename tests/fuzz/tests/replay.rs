@@ -1,4 +1,5 @@
-//! Each target on the inputs that are kept, and on some that are made of them: the same ones each time, and without libFuzzer.
+//! Each target on the inputs that are kept, and on some that are made of them: the same ones each
+//! time, and without libFuzzer.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::{Path, PathBuf};
@@ -22,7 +23,10 @@ fn kept(target: &str) -> Vec<Vec<u8>> {
         .map(|entry| entry.expect("an entry").path())
         .collect();
     files.sort();
-    files.into_iter().map(|file| std::fs::read(file).expect("an input")).collect()
+    files
+        .into_iter()
+        .map(|file| std::fs::read(file).expect("an input"))
+        .collect()
 }
 
 /// One or two of them, cut, joined and spoilt in a few places.
@@ -38,7 +42,11 @@ fn made(kept: &[Vec<u8>], random: &mut Rng) -> Vec<u8> {
             0 => input.insert(at, random.u8(..)),
             1 if at < input.len() => drop(input.remove(at)),
             2 if at < input.len() => input[at] ^= 1 << random.u8(..8),
-            _ if at < input.len() => input[at] = *random.choice(&[0, 1, 0x7f, 0x80, 0xfe, 0xff]).expect("there are some"),
+            _ if at < input.len() => {
+                input[at] = *random
+                    .choice(&[0, 1, 0x7f, 0x80, 0xfe, 0xff])
+                    .expect("there are some")
+            }
             _ => input.push(random.u8(..)),
         }
     }
@@ -70,12 +78,28 @@ fn what_is_kept_and_what_is_made_of_it_is_read_as_it_must() {
 #[test]
 fn libfuzzer_is_handed_each_of_them_and_no_other() {
     let manifest = std::fs::read_to_string(here("../../fuzz/Cargo.toml")).expect("its manifest");
-    let files = std::fs::read_dir(here("../../fuzz/targets")).expect("its targets").count();
-    assert_eq!((files, manifest.matches("[[bin]]").count()), (TARGETS.len(), TARGETS.len()));
+    let files = std::fs::read_dir(here("../../fuzz/targets"))
+        .expect("its targets")
+        .count();
+    assert_eq!(
+        (files, manifest.matches("[[bin]]").count()),
+        (TARGETS.len(), TARGETS.len())
+    );
     for (name, _) in TARGETS {
-        assert!(manifest.contains(&format!("name = \"{name}\"\npath = \"targets/{name}.rs\"\n")), "{name} is not in fuzz/Cargo.toml");
-        let target = std::fs::read_to_string(here("../../fuzz/targets").join(format!("{name}.rs"))).expect("a target");
-        let calls = format!("\n#![no_main]\n\nlibfuzzer_sys::fuzz_target!(|data: &[u8]| oncegate_fuzzed::{name}(data));\n");
-        assert!(target.ends_with(&calls) && target.lines().count() == 4, "{target}");
+        assert!(
+            manifest.contains(&format!(
+                "name = \"{name}\"\npath = \"targets/{name}.rs\"\n"
+            )),
+            "{name} is not in fuzz/Cargo.toml"
+        );
+        let target = std::fs::read_to_string(here("../../fuzz/targets").join(format!("{name}.rs")))
+            .expect("a target");
+        let calls = format!(
+            "\n#![no_main]\n\nlibfuzzer_sys::fuzz_target!(|data: &[u8]| oncegate_fuzzed::{name}(data));\n"
+        );
+        assert!(
+            target.ends_with(&calls) && target.lines().count() == 4,
+            "{target}"
+        );
     }
 }

@@ -1,5 +1,5 @@
-//! A consumer process for the tests: what it reads, where it keeps its markers and what it promises stand in its
-//! arguments; what it did, in its diary. SIGTERM drains it.
+//! A consumer process for the tests: what it reads, where it keeps its markers and what it promises
+//! stand in its arguments; what it did, in its diary. SIGTERM drains it.
 #![forbid(unsafe_code)]
 
 use std::path::PathBuf;
@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
 use oncegate::{
-    Builder, Consumer, Decode, Error, Guarantee, Handler, IdSource, Kafka, Open, RabbitMq, Redis, TopicCreation, Topology, shutdown_signal,
+    Builder, Consumer, Decode, Error, Guarantee, Handler, IdSource, Kafka, Open, RabbitMq, Redis,
+    TopicCreation, Topology, shutdown_signal,
 };
 use oncegate_tests::counters::Counters;
 use oncegate_tests::diary::Diary;
@@ -77,8 +78,13 @@ enum Promise {
 
 #[tokio::main]
 async fn main() -> ExitCode {
-    let filter = tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "info".into());
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false).init();
+    let filter =
+        tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "info".into());
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(false)
+        .init();
     match consume(Arguments::parse()).await {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -89,8 +95,10 @@ async fn main() -> ExitCode {
 }
 
 async fn consume(arguments: Arguments) -> Result<(), Error> {
-    let diary = Arc::new(Diary::open(&arguments.diary).expect("the tests name a file that can be written"));
-    metrics::set_global_recorder(Counters::new(Arc::clone(&diary))).expect("it is the only recorder");
+    let diary =
+        Arc::new(Diary::open(&arguments.diary).expect("the tests name a file that can be written"));
+    metrics::set_global_recorder(Counters::new(Arc::clone(&diary)))
+        .expect("it is the only recorder");
     let guarantee = match arguments.guarantee {
         Promise::AtMostOnce => Guarantee::AtMostOnce,
         Promise::EffectivelyOnce => Guarantee::EffectivelyOnce,
@@ -112,24 +120,45 @@ async fn consume(arguments: Arguments) -> Result<(), Error> {
     match arguments.broker {
         Broker::Kafka => {
             let creation = match arguments.missing {
-                Missing::Declare => TopicCreation::Create { partitions: 1, replication: 1 },
+                Missing::Declare => TopicCreation::Create {
+                    partitions: 1,
+                    replication: 1,
+                },
                 Missing::Refuse => TopicCreation::Never,
             };
-            let kafka = Kafka::topic(arguments.from).brokers(arguments.url).group(arguments.group).create_topics(creation);
-            let kafka = kafka.property("session.timeout.ms", "6000").property("heartbeat.interval.ms", "1000");
-            let given = arguments.properties.iter().filter_map(|property| property.split_once('='));
-            run(consumer.source(given.fold(kafka, |kafka, (key, value)| kafka.property(key, value)))).await
+            let kafka = Kafka::topic(arguments.from)
+                .brokers(arguments.url)
+                .group(arguments.group)
+                .create_topics(creation);
+            let kafka = kafka
+                .property("session.timeout.ms", "6000")
+                .property("heartbeat.interval.ms", "1000");
+            let given = arguments
+                .properties
+                .iter()
+                .filter_map(|property| property.split_once('='));
+            run(consumer
+                .source(given.fold(kafka, |kafka, (key, value)| kafka.property(key, value))))
+            .await
         }
         Broker::Rabbitmq => {
             let topology = match arguments.missing {
                 Missing::Declare => Topology::Declare,
                 Missing::Refuse => Topology::Check,
             };
-            run(consumer.source(RabbitMq::queue(arguments.from).url(arguments.url).prefetch(arguments.prefetch).topology(topology))).await
+            run(consumer.source(
+                RabbitMq::queue(arguments.from)
+                    .url(arguments.url)
+                    .prefetch(arguments.prefetch)
+                    .topology(topology),
+            ))
+            .await
         }
     }
 }
 
-async fn run<S: Open, H: Handler, D: Decode>(consumer: Builder<S, Redis, H, D>) -> Result<(), Error> {
+async fn run<S: Open, H: Handler, D: Decode>(
+    consumer: Builder<S, Redis, H, D>,
+) -> Result<(), Error> {
     consumer.run_until(shutdown_signal()).await
 }

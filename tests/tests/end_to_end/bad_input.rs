@@ -1,4 +1,5 @@
-//! Settings that are wrong at start: refused with one line that names the setting, or waited for where it may heal.
+//! Settings that are wrong at start: refused with one line that names the setting, or waited for
+//! where it may heal.
 
 use std::time::Duration;
 
@@ -8,7 +9,10 @@ use crate::broker::Broker;
 use crate::on_both_brokers;
 use crate::world::{Settings, World};
 
-on_both_brokers!(a_wrong_setting_is_refused_with_one_line_that_names_it, a_server_that_is_not_there_is_waited_for);
+on_both_brokers!(
+    a_wrong_setting_is_refused_with_one_line_that_names_it,
+    a_server_that_is_not_there_is_waited_for
+);
 
 /// A port on which nobody listens: the system gives it to nobody either.
 const NOBODY: &str = "127.0.0.1:1";
@@ -28,7 +32,12 @@ async fn a_wrong_setting_is_refused_with_one_line_that_names_it(broker: Broker) 
         ("scope", "scope", "a|b"),
     ];
     wrong.extend(match broker {
-        Broker::Kafka => vec![("brokers", "url", ""), ("topic", "from", missing.as_str()), ("topic", "from", ""), ("group", "group", "")],
+        Broker::Kafka => vec![
+            ("brokers", "url", ""),
+            ("topic", "from", missing.as_str()),
+            ("topic", "from", ""),
+            ("group", "group", ""),
+        ],
         Broker::RabbitMq => vec![
             ("url", "url", "http://localhost"),
             ("url", "url", refused_user.as_str()),
@@ -38,10 +47,21 @@ async fn a_wrong_setting_is_refused_with_one_line_that_names_it(broker: Broker) 
         ],
     });
     for (setting, argument, value) in wrong {
-        refused(setting, world.consumer("effectively-once").with("missing", "refuse").with(argument, value)).await;
+        refused(
+            setting,
+            world
+                .consumer("effectively-once")
+                .with("missing", "refuse")
+                .with(argument, value),
+        )
+        .await;
     }
     // It keeps nothing on disk.
-    refused("store", world.consumer("at-most-once").with("redis", redis.url())).await;
+    refused(
+        "store",
+        world.consumer("at-most-once").with("redis", redis.url()),
+    )
+    .await;
     world.broker.remove(&world.name).await;
 }
 
@@ -53,11 +73,27 @@ async fn refused(setting: &str, settings: Settings<'_>) {
     let log = consumer.log();
     assert_eq!(status.code(), Some(1), "{arguments}: {log}");
     // A client's thread may log its own end after it.
-    let said: Vec<&str> = log.lines().filter_map(|line| line.strip_prefix("consumer: ")).collect();
-    let [said] = said[..] else { panic!("{arguments}: {log}") };
-    assert!(log.lines().all(|line| line.starts_with("consumer: ") || line.starts_with("20")), "more than one line: {log}");
-    assert!(said.split(": ").any(|part| part.split(' ').next() == Some(setting)), "{arguments}: {said}");
-    assert!(!log.contains("canary") && !log.contains("panicked"), "{log}");
+    let said: Vec<&str> = log
+        .lines()
+        .filter_map(|line| line.strip_prefix("consumer: "))
+        .collect();
+    let [said] = said[..] else {
+        panic!("{arguments}: {log}")
+    };
+    assert!(
+        log.lines()
+            .all(|line| line.starts_with("consumer: ") || line.starts_with("20")),
+        "more than one line: {log}"
+    );
+    assert!(
+        said.split(": ")
+            .any(|part| part.split(' ').next() == Some(setting)),
+        "{arguments}: {said}"
+    );
+    assert!(
+        !log.contains("canary") && !log.contains("panicked"),
+        "{log}"
+    );
 }
 
 async fn a_server_that_is_not_there_is_waited_for(broker: Broker) {
@@ -66,10 +102,23 @@ async fn a_server_that_is_not_there_is_waited_for(broker: Broker) {
         Broker::Kafka => NOBODY.to_owned(),
         Broker::RabbitMq => format!("amqp://guest:canary@{NOBODY}/%2f"),
     };
-    for (argument, value) in [("url", nobody), ("redis", format!("redis://:canary@{NOBODY}"))] {
-        let consumer = world.consumer("effectively-once").with(argument, value).start();
-        let warned = async || consumer.log().lines().any(|line| line.contains("WARN") && line.contains(NOBODY));
-        world.until(&format!("a warning about {argument}"), warned).await;
+    for (argument, value) in [
+        ("url", nobody),
+        ("redis", format!("redis://:canary@{NOBODY}")),
+    ] {
+        let consumer = world
+            .consumer("effectively-once")
+            .with(argument, value)
+            .start();
+        let warned = async || {
+            consumer
+                .log()
+                .lines()
+                .any(|line| line.contains("WARN") && line.contains(NOBODY))
+        };
+        world
+            .until(&format!("a warning about {argument}"), warned)
+            .await;
         assert!(!consumer.log().contains("canary"), "{}", consumer.log());
         consumer.stop().await;
     }

@@ -31,7 +31,10 @@ impl Sent {
     }
 
     pub(crate) fn raw(id: Option<String>, body: impl Into<String>) -> Self {
-        Self { id, body: body.into() }
+        Self {
+            id,
+            body: body.into(),
+        }
     }
 }
 
@@ -94,7 +97,8 @@ impl Broker {
         }
     }
 
-    /// How much is left for consumers: on Kafka what is not committed, on RabbitMQ what no consumer holds.
+    /// How much is left for consumers: on Kafka what is not committed, on RabbitMQ what no consumer
+    /// holds.
     pub(crate) async fn left(self, name: &str) -> u64 {
         match self {
             Self::Kafka => kafka::left(&self.url(), name).await,

@@ -34,12 +34,27 @@ async fn killed(broker: Broker, guarantee: &str) -> World {
 async fn killed_in_a_handler_is_in_doubt_at_most_once(broker: Broker) {
     let world = killed(broker, "at-most-once").await;
     let second = world.consumer("at-most-once").start();
-    world.until("it stands in doubt", async || world.in_doubt().await.len() == 1).await;
+    world
+        .until("it stands in doubt", async || {
+            world.in_doubt().await.len() == 1
+        })
+        .await;
     let letter = world.in_doubt().await.remove(0);
-    assert_eq!((letter.reason(), letter.header("oncegate-id")), ("in-doubt-holder-gone", "a"));
+    assert_eq!(
+        (letter.reason(), letter.header("oncegate-id")),
+        ("in-doubt-holder-gone", "a")
+    );
     assert_eq!(letter.body, r#"{"do":"hang"}"#);
-    assert_eq!((world.attempts("a"), world.effected()), (vec![1], vec!["done".to_owned()]));
-    assert!(world.marker("a").await.is_some_and(|marker| marker.starts_with("v1 ")));
+    assert_eq!(
+        (world.attempts("a"), world.effected()),
+        (vec![1], vec!["done".to_owned()])
+    );
+    assert!(
+        world
+            .marker("a")
+            .await
+            .is_some_and(|marker| marker.starts_with("v1 "))
+    );
     assert!(world.is_done("done").await);
     world.end([second]).await;
 }
@@ -48,8 +63,15 @@ async fn killed_in_a_handler_runs_again_effectively_once(broker: Broker) {
     let world = killed(broker, "effectively-once").await;
     let second = world.consumer("effectively-once").start();
     world.until_effects(2).await;
-    world.until("it is marked as done", async || world.marker("a").await.as_deref() == Some("1")).await;
-    assert_eq!((world.attempts("a"), world.attempts("done")), (vec![1, 2], vec![1]));
+    world
+        .until("it is marked as done", async || {
+            world.marker("a").await.as_deref() == Some("1")
+        })
+        .await;
+    assert_eq!(
+        (world.attempts("a"), world.attempts("done")),
+        (vec![1, 2], vec![1])
+    );
     assert_eq!(world.effected(), ["a", "done"]);
     world.end([second]).await;
 }
@@ -59,7 +81,10 @@ async fn killed_in_a_handler_is_lost_bare(broker: Broker) {
     let world = killed(broker, "bare").await;
     let second = world.consumer("bare").start();
     world.until_settled(2).await;
-    assert_eq!((world.attempts("a"), world.effected()), (vec![1], vec!["done".to_owned()]));
+    assert_eq!(
+        (world.attempts("a"), world.effected()),
+        (vec![1], vec!["done".to_owned()])
+    );
     assert_eq!(world.marker("a").await.as_deref(), Some("1"));
     world.end([second]).await;
 }
@@ -70,13 +95,18 @@ const LOAD: usize = 300;
 async fn killed_under_load(broker: Broker, guarantee: &str) -> (World, Process) {
     let world = World::new(broker).await;
     // Of different lengths, so that some handler always runs.
-    world.publish((0..LOAD).map(|n| Sent::slow(load(n), [20, 35, 50, 65, 90][n % 5]))).await;
+    world
+        .publish((0..LOAD).map(|n| Sent::slow(load(n), [20, 35, 50, 65, 90][n % 5])))
+        .await;
     for effects in [LOAD / 4, LOAD / 2] {
         let doomed = world.consumer(guarantee).with("in-flight", 16).start();
         world.until_effects(effects).await;
         doomed.kill();
     }
-    assert!(world.effects().len() < LOAD, "it ended before it was killed");
+    assert!(
+        world.effects().len() < LOAD,
+        "it ended before it was killed"
+    );
     let last = world.consumer(guarantee).with("in-flight", 16).start();
     world.until_judged((0..LOAD).map(load)).await;
     (world, last)
@@ -88,16 +118,28 @@ fn load(n: usize) -> String {
 
 async fn killed_under_load_has_no_effect_twice_at_most_once(broker: Broker) {
     let (world, last) = killed_under_load(broker, "at-most-once").await;
-    let doubted: BTreeSet<String> = world.in_doubt().await.iter().map(|letter| letter.header("id").to_owned()).collect();
+    let doubted: BTreeSet<String> = world
+        .in_doubt()
+        .await
+        .iter()
+        .map(|letter| letter.header("id").to_owned())
+        .collect();
     let effected = world.effected();
     let once: BTreeSet<String> = effected.iter().cloned().collect();
     assert_eq!(effected.len(), once.len(), "an effect happened twice");
     let starts: BTreeSet<String> = world.starts().into_iter().map(|run| run.id).collect();
-    assert_eq!(world.starts().len(), starts.len(), "a handler was started twice");
-    // What had its effect and was killed before that was recorded stands in both; what was killed between its claim and
-    // its start, in the second alone.
+    assert_eq!(
+        world.starts().len(),
+        starts.len(),
+        "a handler was started twice"
+    );
+    // What had its effect and was killed before that was recorded stands in both; what was killed
+    // between its claim and its start, in the second alone.
     assert_eq!(once.union(&doubted).count(), LOAD);
-    assert!(!doubted.is_empty() && doubted.len() <= 2 * 16, "{doubted:?}");
+    assert!(
+        !doubted.is_empty() && doubted.len() <= 2 * 16,
+        "{doubted:?}"
+    );
     assert_eq!(world.dead_letters().await, []);
     world.end([last]).await;
 }
@@ -108,18 +150,33 @@ async fn killed_under_load_loses_nothing_effectively_once(broker: Broker) {
     assert_eq!(effected.len(), LOAD);
     for n in 0..LOAD {
         let attempts = world.attempts(&load(n));
-        assert!(attempts.is_sorted_by(|one, next| one < next), "{}: {attempts:?}", load(n));
+        assert!(
+            attempts.is_sorted_by(|one, next| one < next),
+            "{}: {attempts:?}",
+            load(n)
+        );
     }
     assert!(world.starts().len() > LOAD, "nothing was run again");
-    assert_eq!((world.dead_letters().await, world.in_doubt().await), (vec![], vec![]));
+    assert_eq!(
+        (world.dead_letters().await, world.in_doubt().await),
+        (vec![], vec![])
+    );
     world.end([last]).await;
 }
 
 async fn consumers_that_come_and_go_share_the_load_without_an_effect_twice(broker: Broker) {
     let world = World::new(broker).await;
-    let consumer = || world.consumer("at-most-once").with("in-flight", 4).with("prefetch", 8).start();
+    let consumer = || {
+        world
+            .consumer("at-most-once")
+            .with("in-flight", 4)
+            .with("prefetch", 8)
+            .start()
+    };
     let first = consumer();
-    world.publish((0..LOAD).map(|n| Sent::slow(load(n), 60))).await;
+    world
+        .publish((0..LOAD).map(|n| Sent::slow(load(n), 60)))
+        .await;
     world.until_effects(20).await;
     let second = consumer();
     world.until_effects(100).await;
@@ -128,14 +185,19 @@ async fn consumers_that_come_and_go_share_the_load_without_an_effect_twice(broke
     world.until_judged((0..LOAD).map(load)).await;
     let ids: Vec<String> = (0..LOAD).map(load).collect();
     assert_eq!(world.effected(), ids);
-    assert_eq!((world.dead_letters().await, world.in_doubt().await), (vec![], vec![]));
+    assert_eq!(
+        (world.dead_letters().await, world.in_doubt().await),
+        (vec![], vec![])
+    );
     world.end([second, third]).await;
 }
 
 async fn told_to_stop_under_load_finishes_what_runs_and_loses_nothing(broker: Broker) {
     const COUNT: usize = 400;
     let world = World::new(broker).await;
-    world.publish((0..COUNT).map(|n| Sent::slow(format!("id-{n:03}"), 100))).await;
+    world
+        .publish((0..COUNT).map(|n| Sent::slow(format!("id-{n:03}"), 100)))
+        .await;
     let first = world.consumer("at-most-once").with("in-flight", 8).start();
     world.until_effects(40).await;
     let (status, took) = first.terminate(Duration::from_secs(15)).await;
@@ -150,14 +212,20 @@ async fn told_to_stop_under_load_finishes_what_runs_and_loses_nothing(broker: Br
     world.until_settled(COUNT).await;
     let ids: Vec<String> = (0..COUNT).map(|n| format!("id-{n:03}")).collect();
     assert_eq!(world.effected(), ids);
-    assert_eq!((world.dead_letters().await, world.in_doubt().await), (vec![], vec![]));
+    assert_eq!(
+        (world.dead_letters().await, world.in_doubt().await),
+        (vec![], vec![])
+    );
     world.end([second]).await;
 }
 
 async fn told_to_stop_does_not_wait_for_a_handler_without_end(broker: Broker) {
     let world = World::new(broker).await;
     world.publish([Sent::new("a", "hang")]).await;
-    let first = world.consumer("effectively-once").with("drain-ms", 1_000).start();
+    let first = world
+        .consumer("effectively-once")
+        .with("drain-ms", 1_000)
+        .start();
     world.until_starts(1).await;
     let (status, took) = first.terminate(Duration::from_secs(15)).await;
     assert!(status.success(), "{status}\n{}", world.story());
@@ -165,6 +233,9 @@ async fn told_to_stop_does_not_wait_for_a_handler_without_end(broker: Broker) {
 
     let second = world.consumer("effectively-once").start();
     world.until_settled(1).await;
-    assert_eq!((world.attempts("a"), world.effected()), (vec![1, 2], vec!["a".to_owned()]));
+    assert_eq!(
+        (world.attempts("a"), world.effected()),
+        (vec![1, 2], vec!["a".to_owned()])
+    );
     world.end([second]).await;
 }

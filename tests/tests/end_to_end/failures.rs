@@ -16,9 +16,17 @@ async fn a_failure_clears_the_marker_and_the_message_runs_again(broker: Broker) 
     for guarantee in ["at-most-once", "effectively-once", "bare"] {
         let world = World::new(broker).await;
         world.publish([Sent::new("a", "retry-once")]).await;
-        let consumer = world.consumer(guarantee).with("retries", 0).with("backoff-ms", 800).start();
+        let consumer = world
+            .consumer(guarantee)
+            .with("retries", 0)
+            .with("backoff-ms", 800)
+            .start();
         world.until_starts(1).await;
-        world.until("the marker is cleared", async || world.marker("a").await.is_none()).await;
+        world
+            .until("the marker is cleared", async || {
+                world.marker("a").await.is_none()
+            })
+            .await;
         assert_eq!(world.effects(), [], "{guarantee}");
         world.until_settled(1).await;
         assert_eq!(world.attempts("a"), [1, 1], "{guarantee}");
@@ -30,16 +38,42 @@ async fn a_failure_clears_the_marker_and_the_message_runs_again(broker: Broker) 
 
 async fn a_panic_is_in_doubt_at_most_once(broker: Broker) {
     let world = World::new(broker).await;
-    world.publish([Sent::new("a", "panic-once"), Sent::new("b", "work")]).await;
+    world
+        .publish([Sent::new("a", "panic-once"), Sent::new("b", "work")])
+        .await;
     let consumer = world.consumer("at-most-once").start();
     world.until_settled(2).await;
-    world.until("it stands in doubt", async || world.in_doubt().await.len() == 1).await;
+    world
+        .until("it stands in doubt", async || {
+            world.in_doubt().await.len() == 1
+        })
+        .await;
     let letter = world.in_doubt().await.remove(0);
-    assert_eq!((letter.reason(), letter.header("oncegate-id"), letter.header("id")), ("in-doubt-panicked", "a", "a"));
+    assert_eq!(
+        (
+            letter.reason(),
+            letter.header("oncegate-id"),
+            letter.header("id")
+        ),
+        ("in-doubt-panicked", "a", "a")
+    );
     assert_eq!(letter.body, r#"{"do":"panic-once"}"#);
-    assert!(letter.header("oncegate-first-error").contains("as the message says"), "{letter:?}");
-    assert_eq!((world.attempts("a"), world.effected()), (vec![1], vec!["b".to_owned()]));
-    assert!(world.marker("a").await.is_some_and(|marker| marker.starts_with("v1 ")));
+    assert!(
+        letter
+            .header("oncegate-first-error")
+            .contains("as the message says"),
+        "{letter:?}"
+    );
+    assert_eq!(
+        (world.attempts("a"), world.effected()),
+        (vec![1], vec!["b".to_owned()])
+    );
+    assert!(
+        world
+            .marker("a")
+            .await
+            .is_some_and(|marker| marker.starts_with("v1 "))
+    );
     assert_eq!(world.dead_letters().await, []);
     world.end([consumer]).await;
 }
@@ -49,7 +83,10 @@ async fn a_panic_runs_again_with_a_higher_attempt_effectively_once(broker: Broke
     world.publish([Sent::new("a", "panic-once")]).await;
     let consumer = world.consumer("effectively-once").start();
     world.until_settled(1).await;
-    assert_eq!((world.attempts("a"), world.effected()), (vec![1, 2], vec!["a".to_owned()]));
+    assert_eq!(
+        (world.attempts("a"), world.effected()),
+        (vec![1, 2], vec!["a".to_owned()])
+    );
     assert_eq!(world.marker("a").await.as_deref(), Some("1"));
     world.end([consumer]).await;
 }
@@ -59,7 +96,10 @@ async fn a_panic_runs_again_bare(broker: Broker) {
     world.publish([Sent::new("a", "panic-once")]).await;
     let consumer = world.consumer("bare").start();
     world.until_settled(1).await;
-    assert_eq!((world.attempts("a"), world.effected()), (vec![1, 1], vec!["a".to_owned()]));
+    assert_eq!(
+        (world.attempts("a"), world.effected()),
+        (vec![1, 1], vec!["a".to_owned()])
+    );
     assert_eq!(world.marker("a").await.as_deref(), Some("1"));
     world.end([consumer]).await;
 }
@@ -73,19 +113,44 @@ async fn what_cannot_be_handled_goes_to_the_dead_letters_and_the_rest_goes_on(br
         Sent::raw(Some(String::new()), r#"{"do":"slow"}"#),
         Sent::raw(Some("empty".into()), ""),
     ];
-    world.publish([Sent::new("before", "work")].into_iter().chain(bad.clone())).await;
+    world
+        .publish([Sent::new("before", "work")].into_iter().chain(bad.clone()))
+        .await;
     let consumer = world.consumer("effectively-once").start();
     world.until_settled(6).await;
     world.publish([Sent::new("after", "work")]).await;
     world.until_settled(7).await;
     assert_eq!(world.effected(), ["after", "before"]);
-    world.until("all stand in the dead letters", async || world.dead_letters().await.len() == bad.len()).await;
+    world
+        .until("all stand in the dead letters", async || {
+            world.dead_letters().await.len() == bad.len()
+        })
+        .await;
     let letters = world.dead_letters().await;
-    let of = |sent: &Sent| letters.iter().find(|letter| letter.body == sent.body).unwrap_or_else(|| panic!("{sent:?}: {letters:?}"));
+    let of = |sent: &Sent| {
+        letters
+            .iter()
+            .find(|letter| letter.body == sent.body)
+            .unwrap_or_else(|| panic!("{sent:?}: {letters:?}"))
+    };
     let reasons: Vec<&str> = bad.iter().map(of).map(Letter::reason).collect();
-    assert_eq!(reasons, ["unreadable", "unreadable", "missing-id", "missing-id", "unreadable"]);
+    assert_eq!(
+        reasons,
+        [
+            "unreadable",
+            "unreadable",
+            "missing-id",
+            "missing-id",
+            "unreadable"
+        ]
+    );
     assert_eq!(of(&bad[0]).header("oncegate-id"), "broken");
-    assert!(letters.iter().all(|letter| letter.header("oncegate-origin").starts_with(&world.name)), "{letters:?}");
+    assert!(
+        letters
+            .iter()
+            .all(|letter| letter.header("oncegate-origin").starts_with(&world.name)),
+        "{letters:?}"
+    );
     assert_eq!(world.in_doubt().await, []);
     world.end([consumer]).await;
 }

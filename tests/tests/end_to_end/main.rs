@@ -1,8 +1,9 @@
-//! Consumer processes on real brokers and a real Redis: whatever is done to them, each message has its effect the number
-//! of times that was promised, or stands where a person finds it.
+//! Consumer processes on real brokers and a real Redis: whatever is done to them, each message has
+//! its effect the number of times that was promised, or stands where a person finds it.
 //!
-//! Each scenario is one function, run on both brokers. The servers' addresses stand in the environment (`ONCEGATE_KAFKA`,
-//! `ONCEGATE_RABBITMQ`, `ONCEGATE_REDIS`); `cargo xtask test` sees to that.
+//! Each scenario is one function, run on both brokers. The servers' addresses stand in the
+//! environment (`ONCEGATE_KAFKA`, `ONCEGATE_RABBITMQ`, `ONCEGATE_REDIS`); `cargo xtask test` sees
+//! to that.
 #![forbid(unsafe_code)]
 
 mod bad_input;

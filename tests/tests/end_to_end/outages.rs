@@ -9,31 +9,47 @@ use crate::broker::{Broker, Sent};
 use crate::on_both_brokers;
 use crate::world::World;
 
-on_both_brokers!(redis_stopped_and_started_again_loses_and_doubles_nothing, told_to_stop_while_redis_is_away_ends_in_time);
+on_both_brokers!(
+    redis_stopped_and_started_again_loses_and_doubles_nothing,
+    told_to_stop_while_redis_is_away_ends_in_time
+);
 
 async fn redis_stopped_and_started_again_loses_and_doubles_nothing(broker: Broker) {
     const COUNT: usize = 400;
-    let mut redis = RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EveryWrite)).expect("Redis starts");
+    let mut redis =
+        RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EveryWrite))
+            .expect("Redis starts");
     for guarantee in ["at-most-once", "effectively-once"] {
         let world = World::with_redis(broker, redis.url()).await;
         let ids: Vec<String> = (0..COUNT).map(|n| format!("id-{n:03}")).collect();
         let (before, meanwhile) = ids.split_at(COUNT / 2);
-        world.publish(before.iter().map(|id| Sent::slow(id, 20))).await;
+        world
+            .publish(before.iter().map(|id| Sent::slow(id, 20)))
+            .await;
         let consumer = world.consumer(guarantee).with("in-flight", 8).start();
         world.until_effects(40).await;
 
         redis.stop();
         let held = world.effects().len();
         assert!(held < COUNT / 2, "Redis was stopped too late");
-        world.publish(meanwhile.iter().map(|id| Sent::slow(id, 20))).await;
+        world
+            .publish(meanwhile.iter().map(|id| Sent::slow(id, 20)))
+            .await;
         // Longer than a lease, so that whatever was held is over.
         tokio::time::sleep(Duration::from_millis(2_500)).await;
-        assert!(world.effects().len() <= held + 8, "it went on without its store");
+        assert!(
+            world.effects().len() <= held + 8,
+            "it went on without its store"
+        );
         redis.start_again().expect("Redis starts again");
 
         world.until_settled(COUNT).await;
         assert_eq!(world.effected(), ids, "{guarantee}");
-        assert_eq!((world.dead_letters().await, world.in_doubt().await), (vec![], vec![]), "{guarantee}");
+        assert_eq!(
+            (world.dead_letters().await, world.in_doubt().await),
+            (vec![], vec![]),
+            "{guarantee}"
+        );
         world.end([consumer]).await;
     }
 }
@@ -41,13 +57,25 @@ async fn redis_stopped_and_started_again_loses_and_doubles_nothing(broker: Broke
 /// What was done and could not be recorded is in doubt for whoever comes next.
 async fn told_to_stop_while_redis_is_away_ends_in_time(broker: Broker) {
     const COUNT: usize = 40;
-    let mut redis = RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EveryWrite)).expect("Redis starts");
+    let mut redis =
+        RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EveryWrite))
+            .expect("Redis starts");
     let world = World::with_redis(broker, redis.url()).await;
     let ids: BTreeSet<String> = (0..COUNT).map(|n| format!("id-{n:03}")).collect();
-    world.publish(ids.iter().map(|id| Sent::slow(id, 300))).await;
-    let first = world.consumer("at-most-once").with("in-flight", 8).with("drain-ms", 1_500).start();
+    world
+        .publish(ids.iter().map(|id| Sent::slow(id, 300)))
+        .await;
+    let first = world
+        .consumer("at-most-once")
+        .with("in-flight", 8)
+        .with("drain-ms", 1_500)
+        .start();
     world.until_effects(8).await;
-    world.until("more has started", async || world.starts().len() > world.effects().len()).await;
+    world
+        .until("more has started", async || {
+            world.starts().len() > world.effects().len()
+        })
+        .await;
     redis.stop();
     let (status, took) = first.terminate(Duration::from_secs(15)).await;
     assert!(status.success(), "{status}\n{}", world.story());
@@ -56,11 +84,30 @@ async fn told_to_stop_while_redis_is_away_ends_in_time(broker: Broker) {
 
     let second = world.consumer("at-most-once").start();
     world.until_judged(ids.clone()).await;
-    let doubted = world.in_doubt().await.into_iter().map(|letter| letter.header("id").to_owned());
-    assert_eq!(world.effected().into_iter().chain(doubted).collect::<BTreeSet<String>>(), ids);
+    let doubted = world
+        .in_doubt()
+        .await
+        .into_iter()
+        .map(|letter| letter.header("id").to_owned());
+    assert_eq!(
+        world
+            .effected()
+            .into_iter()
+            .chain(doubted)
+            .collect::<BTreeSet<String>>(),
+        ids
+    );
     let effected = world.effected();
-    assert_eq!(effected.len(), effected.iter().collect::<BTreeSet<_>>().len(), "an effect happened twice");
+    assert_eq!(
+        effected.len(),
+        effected.iter().collect::<BTreeSet<_>>().len(),
+        "an effect happened twice"
+    );
     let starts: BTreeSet<String> = world.starts().into_iter().map(|run| run.id).collect();
-    assert_eq!(world.starts().len(), starts.len(), "a handler was started twice");
+    assert_eq!(
+        world.starts().len(),
+        starts.len(),
+        "a handler was started twice"
+    );
     world.end([second]).await;
 }

@@ -20,8 +20,15 @@ impl Process {
     pub(crate) fn start(arguments: &[String], log: PathBuf) -> Self {
         let file = File::create(&log).expect("a log");
         let mut command = Command::new(env!("CARGO_BIN_EXE_consumer"));
-        command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(file);
-        Self { child: command.spawn().expect("the consumer's program"), log }
+        command
+            .args(arguments)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(file);
+        Self {
+            child: command.spawn().expect("the consumer's program"),
+            log,
+        }
     }
 
     /// What it has written into its log.
@@ -40,7 +47,10 @@ impl Process {
     }
 
     fn signal(&self, signal: Signal) {
-        let pid = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw).expect("a process number");
+        let pid = i32::try_from(self.child.id())
+            .ok()
+            .and_then(Pid::from_raw)
+            .expect("a process number");
         kill_process(pid, signal).expect("it is not waited for yet");
     }
 
@@ -61,7 +71,11 @@ impl Process {
     pub(crate) async fn stop(self) {
         let log = self.log.clone();
         let (status, _) = self.terminate(Duration::from_secs(25)).await;
-        assert!(status.success(), "{status}\n{}", std::fs::read_to_string(log).unwrap_or_default());
+        assert!(
+            status.success(),
+            "{status}\n{}",
+            std::fs::read_to_string(log).unwrap_or_default()
+        );
     }
 
     /// Waits until it ends by itself.
@@ -71,7 +85,11 @@ impl Process {
             if let Some(status) = self.child.try_wait().expect("it was started here") {
                 return status;
             }
-            assert!(Instant::now() < until, "it still runs after {patience:?}\n{}", self.log());
+            assert!(
+                Instant::now() < until,
+                "it still runs after {patience:?}\n{}",
+                self.log()
+            );
             tokio::time::sleep(LOOK_EVERY).await;
         }
     }

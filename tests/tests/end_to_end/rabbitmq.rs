@@ -2,7 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use lapin::options::{BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions, QueueDeleteOptions};
+use lapin::options::{
+    BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions,
+    QueueDeleteOptions,
+};
 use lapin::types::{AMQPValue, FieldTable, ShortString};
 use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
 use oncegate::{Open, RabbitMq, Source};
@@ -10,18 +13,36 @@ use oncegate::{Open, RabbitMq, Source};
 use crate::broker::{Letter, Sent};
 
 /// The queues that the source declares beside the one that it reads.
-const BESIDE: [&str; 7] = [".dead-letters", ".in-doubt", ".delay.1000", ".delay.5000", ".delay.30000", ".delay.120000", ".delay.600000"];
+const BESIDE: [&str; 7] = [
+    ".dead-letters",
+    ".in-doubt",
+    ".delay.1000",
+    ".delay.5000",
+    ".delay.30000",
+    ".delay.120000",
+    ".delay.600000",
+];
 
 /// The queues as the source itself declares them.
 pub(crate) async fn create(url: &str, queue: &str) {
-    let source = RabbitMq::queue(queue).url(url).open().await.expect("the queues are declared");
+    let source = RabbitMq::queue(queue)
+        .url(url)
+        .open()
+        .await
+        .expect("the queues are declared");
     let source: Box<dyn Source> = Box::new(source);
-    source.close(Instant::now() + Duration::from_secs(5)).await.expect("a clean end");
+    source
+        .close(Instant::now() + Duration::from_secs(5))
+        .await
+        .expect("a clean end");
 }
 
 pub(crate) async fn publish(url: &str, queue: &str, messages: &[Sent]) {
     let (connection, channel) = open(url).await;
-    channel.confirm_select(ConfirmSelectOptions::default()).await.expect("confirms");
+    channel
+        .confirm_select(ConfirmSelectOptions::default())
+        .await
+        .expect("confirms");
     let mut sent = Vec::new();
     for message in messages {
         let mut properties = BasicProperties::default().with_delivery_mode(2);
@@ -30,41 +51,83 @@ pub(crate) async fn publish(url: &str, queue: &str, messages: &[Sent]) {
             headers.insert("id".into(), AMQPValue::LongString(id.as_str().into()));
             properties = properties.with_headers(headers);
         }
-        let options = BasicPublishOptions { mandatory: true, ..BasicPublishOptions::default() };
-        let published = channel.basic_publish("".into(), queue.into(), options, message.body.as_bytes(), properties);
+        let options = BasicPublishOptions {
+            mandatory: true,
+            ..BasicPublishOptions::default()
+        };
+        let published = channel.basic_publish(
+            "".into(),
+            queue.into(),
+            options,
+            message.body.as_bytes(),
+            properties,
+        );
         sent.push(published.await.expect("a channel"));
     }
     for confirmed in sent {
         let confirmed = confirmed.await.expect("an answer");
-        assert!(confirmed.is_ack() && confirmed.take_message().is_none(), "it was not taken");
+        assert!(
+            confirmed.is_ack() && confirmed.take_message().is_none(),
+            "it was not taken"
+        );
     }
-    connection.close(200, "OK".into()).await.expect("a clean end");
+    connection
+        .close(200, "OK".into())
+        .await
+        .expect("a clean end");
 }
 
 pub(crate) async fn letters(url: &str, queue: &str) -> Vec<Letter> {
     let (connection, channel) = open(url).await;
     let mut letters = Vec::new();
     // Nothing is acknowledged: all goes back when the connection is closed.
-    while let Some(message) = channel.basic_get(queue.into(), BasicGetOptions::default()).await.expect("the queue") {
-        let headers = message.delivery.properties.headers().clone().unwrap_or_default();
+    while let Some(message) = channel
+        .basic_get(queue.into(), BasicGetOptions::default())
+        .await
+        .expect("the queue")
+    {
+        let headers = message
+            .delivery
+            .properties
+            .headers()
+            .clone()
+            .unwrap_or_default();
         letters.push(Letter {
-            headers: headers.inner().iter().map(|(name, value)| (name.to_string(), text(value))).collect(),
+            headers: headers
+                .inner()
+                .iter()
+                .map(|(name, value)| (name.to_string(), text(value)))
+                .collect(),
             body: String::from_utf8_lossy(&message.delivery.data).into_owned(),
         });
     }
-    connection.close(200, "OK".into()).await.expect("a clean end");
+    connection
+        .close(200, "OK".into())
+        .await
+        .expect("a clean end");
     letters
 }
 
 pub(crate) async fn left(url: &str, queue: &str) -> u64 {
     let (connection, channel) = open(url).await;
     let mut left = 0;
-    for name in std::iter::once(queue.to_owned()).chain(BESIDE[2..].iter().map(|beside| format!("{queue}{beside}"))) {
-        let options = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
-        let found = channel.queue_declare(name.into(), options, FieldTable::default()).await.expect("the queue");
+    for name in std::iter::once(queue.to_owned())
+        .chain(BESIDE[2..].iter().map(|beside| format!("{queue}{beside}")))
+    {
+        let options = QueueDeclareOptions {
+            passive: true,
+            ..QueueDeclareOptions::default()
+        };
+        let found = channel
+            .queue_declare(name.into(), options, FieldTable::default())
+            .await
+            .expect("the queue");
         left += u64::from(found.message_count());
     }
-    connection.close(200, "OK".into()).await.expect("a clean end");
+    connection
+        .close(200, "OK".into())
+        .await
+        .expect("a clean end");
     left
 }
 
@@ -72,13 +135,21 @@ pub(crate) async fn remove(url: &str, queue: &str) {
     let (connection, channel) = open(url).await;
     for beside in std::iter::once("").chain(BESIDE) {
         let name: ShortString = format!("{queue}{beside}").into();
-        channel.queue_delete(name, QueueDeleteOptions::default()).await.expect("deleting is idempotent");
+        channel
+            .queue_delete(name, QueueDeleteOptions::default())
+            .await
+            .expect("deleting is idempotent");
     }
-    connection.close(200, "OK".into()).await.expect("a clean end");
+    connection
+        .close(200, "OK".into())
+        .await
+        .expect("a clean end");
 }
 
 async fn open(url: &str) -> (Connection, Channel) {
-    let connection = Connection::connect(url, ConnectionProperties::default()).await.expect("RabbitMQ answers");
+    let connection = Connection::connect(url, ConnectionProperties::default())
+        .await
+        .expect("RabbitMQ answers");
     let channel = connection.create_channel().await.expect("a channel");
     (connection, channel)
 }

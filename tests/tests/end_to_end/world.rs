@@ -14,7 +14,13 @@ use crate::process::{LOOK_EVERY, Process};
 const PATIENCE: Duration = Duration::from_secs(45);
 
 /// Counted when a delivery has left for good.
-const FINAL: [&str; 5] = ["completed", "duplicate", "passed_without_gate", "rejected", "in_doubt"];
+const FINAL: [&str; 5] = [
+    "completed",
+    "duplicate",
+    "passed_without_gate",
+    "rejected",
+    "in_doubt",
+];
 
 #[derive(Debug)]
 pub(crate) struct World {
@@ -35,15 +41,32 @@ pub(crate) struct Settings<'a> {
 
 impl World {
     pub(crate) async fn new(broker: Broker) -> Self {
-        Self::with_redis(broker, oncegate_testkit::redis_url().unwrap_or_else(|missing| panic!("{missing}"))).await
+        Self::with_redis(
+            broker,
+            oncegate_testkit::redis_url().unwrap_or_else(|missing| panic!("{missing}")),
+        )
+        .await
     }
 
     pub(crate) async fn with_redis(broker: Broker, redis: String) -> Self {
         static WORLDS: AtomicU32 = AtomicU32::new(0);
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("a clock").as_millis();
-        let name = format!("e2e-{}-{now}-{}", std::process::id(), WORLDS.fetch_add(1, Ordering::Relaxed));
+        let now = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .expect("a clock")
+            .as_millis();
+        let name = format!(
+            "e2e-{}-{now}-{}",
+            std::process::id(),
+            WORLDS.fetch_add(1, Ordering::Relaxed)
+        );
         broker.create(&name).await;
-        Self { broker, name, redis, directory: tempfile::tempdir().expect("a directory"), started: AtomicU32::new(0) }
+        Self {
+            broker,
+            name,
+            redis,
+            directory: tempfile::tempdir().expect("a directory"),
+            started: AtomicU32::new(0),
+        }
     }
 
     pub(crate) async fn publish(&self, messages: impl IntoIterator<Item = Sent>) {
@@ -53,7 +76,10 @@ impl World {
 
     /// A consumer that promises `at-most-once`, `effectively-once` or `bare`.
     pub(crate) fn consumer(&self, guarantee: &str) -> Settings<'_> {
-        let settings = Settings { world: self, arguments: Vec::new() };
+        let settings = Settings {
+            world: self,
+            arguments: Vec::new(),
+        };
         settings
             .with("broker", self.broker.name())
             .with("url", self.broker.url())
@@ -61,7 +87,10 @@ impl World {
             .with("group", &self.name)
             .with("scope", &self.name)
             .with("redis", &self.redis)
-            .with("diary", self.directory.path().join("diary").display().to_string())
+            .with(
+                "diary",
+                self.directory.path().join("diary").display().to_string(),
+            )
             .with("guarantee", guarantee)
     }
 
@@ -71,12 +100,30 @@ impl World {
 
     /// Every start of a handler.
     pub(crate) fn starts(&self) -> Vec<Run> {
-        self.entries().into_iter().filter_map(|entry| if let Entry::Start(run) = entry { Some(run) } else { None }).collect()
+        self.entries()
+            .into_iter()
+            .filter_map(|entry| {
+                if let Entry::Start(run) = entry {
+                    Some(run)
+                } else {
+                    None
+                }
+            })
+            .collect()
     }
 
     /// Every effect.
     pub(crate) fn effects(&self) -> Vec<Run> {
-        self.entries().into_iter().filter_map(|entry| if let Entry::Effect(run) = entry { Some(run) } else { None }).collect()
+        self.entries()
+            .into_iter()
+            .filter_map(|entry| {
+                if let Entry::Effect(run) = entry {
+                    Some(run)
+                } else {
+                    None
+                }
+            })
+            .collect()
     }
 
     /// The ids that had an effect, sorted; one that had two stands there twice.
@@ -88,7 +135,11 @@ impl World {
 
     /// The attempts with which a handler was started for this id.
     pub(crate) fn attempts(&self, id: &str) -> Vec<u32> {
-        self.starts().into_iter().filter(|run| run.id == id).map(|run| run.attempt).collect()
+        self.starts()
+            .into_iter()
+            .filter(|run| run.id == id)
+            .map(|run| run.attempt)
+            .collect()
     }
 
     /// How many deliveries have left for good, as the consumers counted.
@@ -98,50 +149,82 @@ impl World {
 
     /// How often the consumers counted this outcome.
     pub(crate) fn counted(&self, outcome: &str) -> usize {
-        self.entries().iter().filter(|entry| matches!(entry, Entry::Counted(it) if it == outcome)).count()
+        self.entries()
+            .iter()
+            .filter(|entry| matches!(entry, Entry::Counted(it) if it == outcome))
+            .count()
     }
 
     /// What stands under an id in Redis, byte for byte.
     pub(crate) async fn marker(&self, id: &str) -> Option<String> {
         let client = redis::Client::open(self.redis.as_str()).expect("a Redis URL");
-        let mut connection = client.get_multiplexed_async_connection().await.expect("Redis answers");
-        redis::cmd("GET").arg(format!("processed:{}|{id}", self.name)).query_async(&mut connection).await.expect("a string")
+        let mut connection = client
+            .get_multiplexed_async_connection()
+            .await
+            .expect("Redis answers");
+        redis::cmd("GET")
+            .arg(format!("processed:{}|{id}", self.name))
+            .query_async(&mut connection)
+            .await
+            .expect("a string")
     }
 
     /// Whether the marker of an id says that it is done, with a fingerprint or without one.
     pub(crate) async fn is_done(&self, id: &str) -> bool {
-        let with_fingerprint =
-            |marker: &str| marker.len() == 20 && marker.starts_with("-1") && marker[1..].bytes().all(|it| it.is_ascii_digit());
-        self.marker(id).await.is_some_and(|marker| marker == "1" || with_fingerprint(&marker))
+        let with_fingerprint = |marker: &str| {
+            marker.len() == 20
+                && marker.starts_with("-1")
+                && marker[1..].bytes().all(|it| it.is_ascii_digit())
+        };
+        self.marker(id)
+            .await
+            .is_some_and(|marker| marker == "1" || with_fingerprint(&marker))
     }
 
     pub(crate) async fn dead_letters(&self) -> Vec<Letter> {
-        self.broker.letters(&format!("{}.dead-letters", self.name)).await
+        self.broker
+            .letters(&format!("{}.dead-letters", self.name))
+            .await
     }
 
     pub(crate) async fn in_doubt(&self) -> Vec<Letter> {
-        self.broker.letters(&format!("{}.in-doubt", self.name)).await
+        self.broker
+            .letters(&format!("{}.in-doubt", self.name))
+            .await
     }
 
     /// Waits until it is so.
     pub(crate) async fn until(&self, what: &str, mut is_so: impl AsyncFnMut() -> bool) {
         let until = Instant::now() + PATIENCE;
         while !is_so().await {
-            assert!(Instant::now() < until, "not within {PATIENCE:?}: {what}\n{}", self.story());
+            assert!(
+                Instant::now() < until,
+                "not within {PATIENCE:?}: {what}\n{}",
+                self.story()
+            );
             tokio::time::sleep(LOOK_EVERY).await;
         }
     }
 
     pub(crate) async fn until_settled(&self, count: usize) {
-        self.until(&format!("{count} deliveries are settled"), async || self.settled() >= count).await;
+        self.until(&format!("{count} deliveries are settled"), async || {
+            self.settled() >= count
+        })
+        .await;
     }
 
     pub(crate) async fn until_effects(&self, count: usize) {
-        self.until(&format!("{count} effects"), async || self.effects().len() >= count).await;
+        self.until(&format!("{count} effects"), async || {
+            self.effects().len() >= count
+        })
+        .await;
     }
 
     pub(crate) async fn until_starts(&self, count: usize) {
-        self.until(&format!("{count} starts"), async || self.starts().len() >= count).await;
+        self.until(&format!("{count} starts"), async || {
+            self.starts().len() >= count
+        })
+        .await;
     }
 
     /// Waits until each id is done or in doubt, and nothing waits for a consumer any more.
@@ -168,7 +251,8 @@ impl World {
         for number in 0..self.started.load(Ordering::Relaxed) {
             let log = self.log(number);
             // Of what the handler does wrong, an operator wants to know.
-            let is_ours = |line: &str| line.contains(" ERROR ") && !line.contains("handler panicked");
+            let is_ours =
+                |line: &str| line.contains(" ERROR ") && !line.contains("handler panicked");
             assert!(!log.lines().any(is_ours), "{log}");
         }
         let left = self.broker.left(&self.name).await;
@@ -177,17 +261,23 @@ impl World {
     }
 
     fn log(&self, number: u32) -> String {
-        std::fs::read_to_string(self.directory.path().join(format!("{number}.log"))).unwrap_or_default()
+        std::fs::read_to_string(self.directory.path().join(format!("{number}.log")))
+            .unwrap_or_default()
     }
 
     /// What a person wants to read when a test has failed.
     pub(crate) fn story(&self) -> String {
         let entries = self.entries();
-        let last = entries[entries.len().saturating_sub(30)..].iter().map(Entry::to_string);
+        let last = entries[entries.len().saturating_sub(30)..]
+            .iter()
+            .map(Entry::to_string);
         let logs = (0..self.started.load(Ordering::Relaxed)).flat_map(|number| {
             let log = self.log(number);
             let lines: Vec<String> = log.lines().map(str::to_owned).collect();
-            [format!("log of consumer {number}:")].into_iter().chain(lines[lines.len().saturating_sub(30)..].to_vec()).collect::<Vec<_>>()
+            [format!("log of consumer {number}:")]
+                .into_iter()
+                .chain(lines[lines.len().saturating_sub(30)..].to_vec())
+                .collect::<Vec<_>>()
         });
         last.chain(logs).collect::<Vec<_>>().join("\n")
     }
@@ -197,13 +287,17 @@ impl Settings<'_> {
     /// Replaces or adds one argument.
     pub(crate) fn with(mut self, name: &str, value: impl ToString) -> Self {
         let name = format!("--{name}=");
-        self.arguments.retain(|argument| !argument.starts_with(&name));
+        self.arguments
+            .retain(|argument| !argument.starts_with(&name));
         self.arguments.push(format!("{name}{}", value.to_string()));
         self
     }
 
     pub(crate) fn start(self) -> Process {
         let number = self.world.started.fetch_add(1, Ordering::Relaxed);
-        Process::start(&self.arguments, self.world.directory.path().join(format!("{number}.log")))
+        Process::start(
+            &self.arguments,
+            self.world.directory.path().join(format!("{number}.log")),
+        )
     }
 }

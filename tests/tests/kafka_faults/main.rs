@@ -1,8 +1,8 @@
-//! A Kafka broker and consumer processes that are stopped, frozen and killed: nothing is lost, nothing happens twice in at
-//! most once, and no offset goes back.
+//! A Kafka broker and consumer processes that are stopped, frozen and killed: nothing is lost,
+//! nothing happens twice in at most once, and no offset goes back.
 //!
-//! Each scenario is one function, run short with the other tests, and long by `cargo xtask kafka-faults`, which prints what
-//! it measured.
+//! Each scenario is one function, run short with the other tests, and long by `cargo xtask
+//! kafka-faults`, which prints what it measured.
 #![forbid(unsafe_code)]
 
 mod poison;
@@ -19,17 +19,28 @@ use crate::rig::{Judgement, LEASE, Rig};
 const PATIENCE: Duration = Duration::from_secs(120);
 /// How soon what is published is handled when a broker is back, on a machine that has not.
 const SOON: Duration = Duration::from_secs(30);
-/// Whether nothing was lost, nothing happened or began twice, each key stayed in order, and no log was taken for cut, since none was;
-/// and whether each message in doubt is
-/// explained: by one of so many that ran in a process that was ended or frozen, or by a lease that was lost, which its consumer
-/// counts.
+/// Whether nothing was lost, nothing happened or began twice, each key stayed in order, and no log
+/// was taken for cut, since none was; and whether each message in doubt is explained: by one of so
+/// many that ran in a process that was ended or frozen, or by a lease that was lost, which its
+/// consumer counts.
 fn is_kept(judgement: &Judgement, cut_short: usize) -> bool {
-    let Judgement { lost, effects_twice, starts_twice, out_of_order, logs_cut, in_doubt, fenced } = *judgement;
-    [lost, effects_twice, starts_twice, out_of_order, logs_cut] == [0; 5] && in_doubt <= cut_short + fenced
+    let Judgement {
+        lost,
+        effects_twice,
+        starts_twice,
+        out_of_order,
+        logs_cut,
+        in_doubt,
+        fenced,
+    } = *judgement;
+    [lost, effects_twice, starts_twice, out_of_order, logs_cut] == [0; 5]
+        && in_doubt <= cut_short + fenced
 }
 
 async fn broker() -> KafkaServer {
-    tokio::task::spawn_blocking(|| KafkaServer::start().expect("a broker")).await.expect("a broker")
+    tokio::task::spawn_blocking(|| KafkaServer::start().expect("a broker"))
+        .await
+        .expect("a broker")
 }
 
 fn shared_broker() -> String {
@@ -46,11 +57,16 @@ async fn members_come_and_go(for_so_long: Duration) {
     rig.publish(KEYS, 0..each, Duration::from_secs(1));
     let offsets = rig.watch_offsets();
     let join = || rig.consumer("at-most-once", &[]);
-    let (begun, mut members, mut leaving, mut joined, mut grows) = (Instant::now(), vec![join(), join()], Vec::new(), 2, true);
+    let (begun, mut members, mut leaving, mut joined, mut grows) =
+        (Instant::now(), vec![join(), join()], Vec::new(), 2, true);
     let mut full = 0;
     while begun.elapsed() < for_so_long {
         tokio::time::sleep(turn).await;
-        grows = if grows { members.len() < most } else { members.len() <= 2 };
+        grows = if grows {
+            members.len() < most
+        } else {
+            members.len() <= 2
+        };
         if grows {
             members.push(join());
             joined += 1;
@@ -62,9 +78,15 @@ async fn members_come_and_go(for_so_long: Duration) {
             leaving.push(tokio::spawn(members.remove(0).leave()));
         }
     }
-    let judged = rig.until_judged(KEYS * each, PATIENCE + for_so_long * 3).await;
+    let judged = rig
+        .until_judged(KEYS * each, PATIENCE + for_so_long * 3)
+        .await;
     rig.until_committed(PATIENCE).await;
-    leaving.extend(members.into_iter().map(|member| tokio::spawn(member.leave())));
+    leaving.extend(
+        members
+            .into_iter()
+            .map(|member| tokio::spawn(member.leave())),
+    );
     for left in leaving {
         left.await.expect("it left in good order");
     }
@@ -76,7 +98,11 @@ async fn members_come_and_go(for_so_long: Duration) {
         seen.looks
     );
     // Each left in good order, with all that ran in it done.
-    assert!(is_kept(&judgement, 0) && seen.regressions == 0, "{}", rig.logs());
+    assert!(
+        is_kept(&judgement, 0) && seen.regressions == 0,
+        "{}",
+        rig.logs()
+    );
     assert!(seen.looks > 10 && full > 0);
 }
 
@@ -98,7 +124,8 @@ enum BrokerFault {
     Killed,
 }
 
-/// Two consumers under load while the broker is away; what is published when it is back is soon handled.
+/// Two consumers under load while the broker is away; what is published when it is back is soon
+/// handled.
 async fn the_broker_fails(fault: BrokerFault, soon: Duration) {
     const KEYS: usize = 40;
     const EARLY: usize = 30;
@@ -107,7 +134,10 @@ async fn the_broker_fails(fault: BrokerFault, soon: Duration) {
     let rig = Rig::new(server.brokers(), 4, 1).await;
     rig.publish(KEYS, 0..EARLY, Duration::from_millis(150));
     let offsets = rig.watch_offsets();
-    let members = [rig.consumer("at-most-once", &[]), rig.consumer("at-most-once", &[])];
+    let members = [
+        rig.consumer("at-most-once", &[]),
+        rig.consumer("at-most-once", &[]),
+    ];
     rig.until_effects(KEYS * EARLY / 4, PATIENCE).await;
     let server = tokio::task::spawn_blocking(move || {
         match fault {
@@ -145,8 +175,16 @@ async fn the_broker_fails(fault: BrokerFault, soon: Duration) {
         seen.regressions,
         seen.looks
     );
-    assert!(is_kept(&judgement, 0) && seen.regressions == 0, "{}", rig.logs());
-    assert!(again < soon, "consuming again after {again:?}\n{}", rig.logs());
+    assert!(
+        is_kept(&judgement, 0) && seen.regressions == 0,
+        "{}",
+        rig.logs()
+    );
+    assert!(
+        again < soon,
+        "consuming again after {again:?}\n{}",
+        rig.logs()
+    );
     drop(server);
 }
 
@@ -185,14 +223,21 @@ async fn long_one_of_three_brokers_is_killed() {
     let rig = Rig::new(servers.brokers(), 6, 3).await;
     rig.publish(KEYS, 0..EACH, Duration::from_millis(400));
     let offsets = rig.watch_offsets();
-    let members = [rig.consumer("at-most-once", &[]), rig.consumer("at-most-once", &[])];
+    let members = [
+        rig.consumer("at-most-once", &[]),
+        rig.consumer("at-most-once", &[]),
+    ];
     let mut again = Vec::new();
     for node in 0..servers.count() {
-        rig.until_effects(KEYS * EACH * (node + 1) / 5, PATIENCE * 2).await;
+        rig.until_effects(KEYS * EACH * (node + 1) / 5, PATIENCE * 2)
+            .await;
         let killed = tokio::task::spawn_blocking(move || {
             servers.node_mut(node).kill();
             std::thread::sleep(Duration::from_secs(5));
-            servers.node_mut(node).start_again().expect("the broker again");
+            servers
+                .node_mut(node)
+                .start_again()
+                .expect("the broker again");
             servers
         });
         servers = killed.await.expect("the broker again");
@@ -211,8 +256,16 @@ async fn long_one_of_three_brokers_is_killed() {
         seen.regressions,
         seen.looks
     );
-    assert!(is_kept(&judgement, 0) && seen.regressions == 0, "{}", rig.logs());
-    assert!(again.iter().all(|again| *again < SOON), "consuming again after {again:?}\n{}", rig.logs());
+    assert!(
+        is_kept(&judgement, 0) && seen.regressions == 0,
+        "{}",
+        rig.logs()
+    );
+    assert!(
+        again.iter().all(|again| *again < SOON),
+        "consuming again after {again:?}\n{}",
+        rig.logs()
+    );
     drop(servers);
 }
 
@@ -246,7 +299,8 @@ async fn a_consumer_fails(fault: ConsumerFault) {
         }
         ConsumerFault::Frozen(time) => {
             members[0].signal(Signal::STOP);
-            // Longer than a session: all that it had goes to the other one, which takes over what ran in it too.
+            // Longer than a session: all that it had goes to the other one, which takes over what
+            // ran in it too.
             tokio::time::sleep(time).await;
             rig.until_assigned(1, PARTITIONS, PATIENCE).await;
             members[0].signal(Signal::CONT);
@@ -266,7 +320,11 @@ async fn a_consumer_fails(fault: ConsumerFault) {
         seen.regressions,
         seen.looks
     );
-    assert!(is_kept(&judgement, 16) && seen.regressions == 0, "{}", rig.logs());
+    assert!(
+        is_kept(&judgement, 16) && seen.regressions == 0,
+        "{}",
+        rig.logs()
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -294,20 +352,40 @@ async fn a_slow_handler(takes: Duration) {
     let rig = Rig::new(shared_broker(), 2, 1).await;
     rig.publish(KEYS, 0..1, takes);
     // No lease is lost, however late a renewal comes: what is seen twice was delivered twice.
-    let member = rig.consumer("at-most-once", &["--property", "max.poll.interval.ms=6500", "--lease-ms=60000"]);
+    let member = rig.consumer(
+        "at-most-once",
+        &[
+            "--property",
+            "max.poll.interval.ms=6500",
+            "--lease-ms=60000",
+        ],
+    );
     rig.until_judged(KEYS, takes + PATIENCE).await;
     rig.until_committed(PATIENCE).await;
     // Looked at before it leaves, which gives its partitions back.
     let (revoked, exceeded) = (rig.logged("partition revoked"), rig.logged("poll interval"));
     member.leave().await;
     let judgement = rig.judge(KEYS, 1);
-    println!("handler of {takes:?} with max.poll.interval.ms=6500: {judgement:?}, {revoked} revocations");
+    println!(
+        "handler of {takes:?} with max.poll.interval.ms=6500: {judgement:?}, {revoked} revocations"
+    );
     assert!(is_kept(&judgement, 0), "{}", rig.logs());
     assert_eq!((revoked, exceeded), (0, 0), "{}", rig.logs());
-    // Each delivery ends in a claim that is granted or in one of these, so there was one for each message.
+    // Each delivery ends in a claim that is granted or in one of these, so there was one for each
+    // message.
     let outcomes = |outcome| rig.counted(outcome);
-    assert_eq!((outcomes("first"), outcomes("completed")), (KEYS, KEYS), "{}", rig.logs());
-    assert_eq!(["reclaimed", "duplicate", "busy", "released"].map(outcomes), [0; 4], "{}", rig.logs());
+    assert_eq!(
+        (outcomes("first"), outcomes("completed")),
+        (KEYS, KEYS),
+        "{}",
+        rig.logs()
+    );
+    assert_eq!(
+        ["reclaimed", "duplicate", "busy", "released"].map(outcomes),
+        [0; 4],
+        "{}",
+        rig.logs()
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -324,8 +402,9 @@ async fn long_a_handler_that_takes_five_times_the_poll_interval() {
 /// How often the memory is measured with each backlog.
 const ROUNDS: usize = 3;
 
-/// The most memory of a consumer that works for a while on a backlog of so many messages, in MiB: of one consumer after the
-/// other, each in a group of its own that has the whole backlog before it.
+/// The most memory of a consumer that works for a while on a backlog of so many messages, in MiB:
+/// of one consumer after the other, each in a group of its own that has the whole backlog before
+/// it.
 async fn memory_with_a_backlog_of(count: usize) -> Vec<f64> {
     const KEYS: usize = 1_000;
     let server = broker().await;
@@ -334,14 +413,21 @@ async fn memory_with_a_backlog_of(count: usize) -> Vec<f64> {
     let mut memory = Vec::new();
     for round in 0..ROUNDS {
         let before = rig.effects().len();
-        let member = rig.consumer_of(&format!("{}-{round}", rig.name), "effectively-once", &["--in-flight=128"]);
+        let member = rig.consumer_of(
+            &format!("{}-{round}", rig.name),
+            "effectively-once",
+            &["--in-flight=128"],
+        );
         rig.until_effects(before + 1_000, PATIENCE).await;
         let (mut most, begun) = (0, Instant::now());
         while begun.elapsed() < Duration::from_secs(10) {
             most = most.max(member.memory());
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
-        assert!(rig.effects().len() - before < count, "nothing was left to wait");
+        assert!(
+            rig.effects().len() - before < count,
+            "nothing was left to wait"
+        );
         memory.push(most as f64 / 1024.0);
     }
     println!("memory: {memory:.1?} MiB with a backlog of {count}");
@@ -356,5 +442,8 @@ async fn long_memory_does_not_grow_with_the_backlog() {
     let mean = |all: &[f64]| all.iter().sum::<f64>() / all.len() as f64;
     let ratio = mean(&many) / mean(&few);
     println!("memory: {ratio:.2} times as much with a hundred times the backlog");
-    assert!(ratio <= 1.2, "{few:.1?} and {many:.1?} MiB: it grows with the backlog");
+    assert!(
+        ratio <= 1.2,
+        "{few:.1?} and {many:.1?} MiB: it grows with the backlog"
+    );
 }

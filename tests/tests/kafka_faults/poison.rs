@@ -20,10 +20,18 @@ fn publish(brokers: &str, topic: &str, numbers: impl Iterator<Item = u32>) {
     let producer: ThreadedProducer<DefaultProducerContext> = config.create().expect("a producer");
     for number in numbers {
         let (id, body) = (format!("n-{number}"), number.to_string());
-        let headers = OwnedHeaders::new().insert(Header { key: "id", value: Some(&id) });
-        let mut record = BaseRecord::<(), str>::to(topic).payload(&body).headers(headers);
+        let headers = OwnedHeaders::new().insert(Header {
+            key: "id",
+            value: Some(&id),
+        });
+        let mut record = BaseRecord::<(), str>::to(topic)
+            .payload(&body)
+            .headers(headers);
         while let Err((error, again)) = producer.send(record) {
-            assert_eq!(error, KafkaError::MessageProduction(RDKafkaErrorCode::QueueFull));
+            assert_eq!(
+                error,
+                KafkaError::MessageProduction(RDKafkaErrorCode::QueueFull)
+            );
             record = again;
             std::thread::sleep(Duration::from_millis(10));
         }
@@ -31,15 +39,28 @@ fn publish(brokers: &str, topic: &str, numbers: impl Iterator<Item = u32>) {
     producer.flush(PATIENCE).expect("all were confirmed");
 }
 
-/// Handles so many sound messages of one partition, behind a poisoned one or none; how long that took from the first of them to the
-/// last. At the end all is committed, and a poisoned one stands in the dead letters.
+/// Handles so many sound messages of one partition, behind a poisoned one or none; how long that
+/// took from the first of them to the last. At the end all is committed, and a poisoned one stands
+/// in the dead letters.
 async fn handle(brokers: &str, sound: u32, (poison, first): (Poison, u32)) -> Duration {
     let rig = Rig::new(brokers.to_owned(), 1, 1).await;
     publish(brokers, &rig.name, first..=sound);
     let source = Kafka::topic(&rig.name).brokers(brokers).group(&rig.name);
-    let took = poison::handle(source, IdSource::header("id"), (poison, first), sound, async || rig.until_committed(PATIENCE).await).await;
-    let reader: BaseConsumer = ClientConfig::new().set("bootstrap.servers", brokers).create().expect("a consumer");
-    let ends = reader.fetch_watermarks(&format!("{}.dead-letters", rig.name), 0, PATIENCE).expect("where the dead letters end");
+    let took = poison::handle(
+        source,
+        IdSource::header("id"),
+        (poison, first),
+        sound,
+        async || rig.until_committed(PATIENCE).await,
+    )
+    .await;
+    let reader: BaseConsumer = ClientConfig::new()
+        .set("bootstrap.servers", brokers)
+        .create()
+        .expect("a consumer");
+    let ends = reader
+        .fetch_watermarks(&format!("{}.dead-letters", rig.name), 0, PATIENCE)
+        .expect("where the dead letters end");
     assert_eq!(ends, (0, i64::from(first == POISON)), "dead letters");
     took
 }
@@ -57,6 +78,10 @@ async fn a_poisoned_message_is_set_aside_after_its_attempts_and_the_others_go_on
 async fn long_a_poisoned_message_among_ten_thousand() {
     let brokers = shared_broker();
     for poison in [Poison::Fails, Poison::Panics] {
-        Rounds::play(poison, 20, async |what| handle(&brokers, 10_000, what).await).await.judge();
+        Rounds::play(poison, 20, async |what| {
+            handle(&brokers, 10_000, what).await
+        })
+        .await
+        .judge();
     }
 }

@@ -17,7 +17,9 @@ use rdkafka::client::DefaultClientContext;
 use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::error::{KafkaError, RDKafkaErrorCode};
 use rdkafka::message::{Header, OwnedHeaders};
-use rdkafka::producer::{BaseRecord, DefaultProducerContext, Producer, PurgeConfig, ThreadedProducer};
+use rdkafka::producer::{
+    BaseRecord, DefaultProducerContext, Producer, PurgeConfig, ThreadedProducer,
+};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
@@ -40,43 +42,84 @@ pub(crate) struct Rig {
 impl Rig {
     /// A topic of its own, with so many partitions and replicas.
     pub(crate) async fn new(brokers: String, partitions: i32, replicas: i32) -> Self {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("a clock after 1970").as_nanos();
+        let now = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .expect("a clock after 1970")
+            .as_nanos();
         let name = format!("faults-{now}");
-        let admin: AdminClient<DefaultClientContext> = client(&brokers).create().expect("an admin client");
+        let admin: AdminClient<DefaultClientContext> =
+            client(&brokers).create().expect("an admin client");
         let options = AdminOptions::new().operation_timeout(Some(PATIENCE * 3));
-        let kept = |name| NewTopic::new(name, 1, TopicReplication::Fixed(replicas)).set("retention.ms", "-1").set("retention.bytes", "-1");
+        let kept = |name| {
+            NewTopic::new(name, 1, TopicReplication::Fixed(replicas))
+                .set("retention.ms", "-1")
+                .set("retention.bytes", "-1")
+        };
         let (dead, doubt) = (format!("{name}.dead-letters"), format!("{name}.in-doubt"));
         let topic = NewTopic::new(&name, partitions, TopicReplication::Fixed(replicas));
-        let created = admin.create_topics(&[topic, kept(&dead), kept(&doubt)], &options).await.expect("an answer");
+        let created = admin
+            .create_topics(&[topic, kept(&dead), kept(&doubt)], &options)
+            .await
+            .expect("an answer");
         assert!(created.iter().all(Result::is_ok), "{created:?}");
-        Self { brokers, name, partitions, directory: tempfile::tempdir().expect("a directory"), started: AtomicU32::new(0) }
+        Self {
+            brokers,
+            name,
+            partitions,
+            directory: tempfile::tempdir().expect("a directory"),
+            started: AtomicU32::new(0),
+        }
     }
 
-    /// Publishes messages of these numbers for each of `keys` keys, in their order, whose handler takes so long. A client that is
-    /// not confirmed all of them within forty seconds is replaced by another one, which sends them again: the gate knows their ids.
+    /// Publishes messages of these numbers for each of `keys` keys, in their order, whose handler
+    /// takes so long. A client that is not confirmed all of them within forty seconds is replaced
+    /// by another one, which sends them again: the gate knows their ids.
     pub(crate) fn publish(&self, keys: usize, numbers: Range<usize>, takes: Duration) {
         let mut config = client(&self.brokers);
-        config.set("acks", "all").set("linger.ms", "5").set("queue.buffering.max.messages", "500000");
+        config
+            .set("acks", "all")
+            .set("linger.ms", "5")
+            .set("queue.buffering.max.messages", "500000");
         let body = format!(r#"{{"do":"slow","ms":{}}}"#, takes.as_millis());
         for attempt in 1..=8 {
-            let producer: ThreadedProducer<DefaultProducerContext> = config.create().expect("a producer");
+            let producer: ThreadedProducer<DefaultProducerContext> =
+                config.create().expect("a producer");
             for number in numbers.clone() {
                 for key in 0..keys {
                     let (key, id) = (format!("k{key}"), id(key, number));
-                    let headers = OwnedHeaders::new().insert(Header { key: "id", value: Some(&id) });
-                    let mut record = BaseRecord::to(&self.name).key(&key).payload(&body).headers(headers);
+                    let headers = OwnedHeaders::new().insert(Header {
+                        key: "id",
+                        value: Some(&id),
+                    });
+                    let mut record = BaseRecord::to(&self.name)
+                        .key(&key)
+                        .payload(&body)
+                        .headers(headers);
                     while let Err((error, again)) = producer.send(record) {
-                        assert_eq!(error, KafkaError::MessageProduction(RDKafkaErrorCode::QueueFull));
+                        assert_eq!(
+                            error,
+                            KafkaError::MessageProduction(RDKafkaErrorCode::QueueFull)
+                        );
                         record = again;
                         std::thread::sleep(Duration::from_millis(10));
                     }
                 }
             }
-            let Err(error) = producer.flush(PATIENCE * 4) else { return };
+            let Err(error) = producer.flush(PATIENCE * 4) else {
+                return;
+            };
             let unconfirmed = producer.in_flight_count();
             let metadata = producer.client().fetch_metadata(Some(&self.name), PATIENCE);
-            let leaders = metadata.map(|it| it.topics()[0].partitions().iter().map(|it| it.leader()).collect::<Vec<_>>());
-            eprintln!("publisher {attempt}: {unconfirmed} not confirmed: {error}; leaders {leaders:?}");
+            let leaders = metadata.map(|it| {
+                it.topics()[0]
+                    .partitions()
+                    .iter()
+                    .map(|it| it.leader())
+                    .collect::<Vec<_>>()
+            });
+            eprintln!(
+                "publisher {attempt}: {unconfirmed} not confirmed: {error}; leaders {leaders:?}"
+            );
             producer.purge(PurgeConfig::default().queue().inflight());
         }
         panic!("no publisher was confirmed all it sent\n{}", self.logs());
@@ -93,13 +136,30 @@ impl Rig {
         let number = self.started.fetch_add(1, Ordering::Relaxed);
         let log = self.directory.path().join(format!("{number}.log"));
         let mut command = Command::new(env!("CARGO_BIN_EXE_consumer"));
-        command.args(["--broker=kafka", "--url", &self.brokers, "--from", &self.name, "--group", group, "--scope", group]);
+        command.args([
+            "--broker=kafka",
+            "--url",
+            &self.brokers,
+            "--from",
+            &self.name,
+            "--group",
+            group,
+            "--scope",
+            group,
+        ]);
         if !more.iter().any(|it| it.starts_with("--lease-ms")) {
             command.args(["--lease-ms", &LEASE.as_millis().to_string()]);
         }
         command.args(["--redis", &redis, "--guarantee", guarantee, "--diary"]);
-        command.arg(self.directory.path().join("diary")).args(more).stdin(Stdio::null()).stdout(Stdio::null());
-        let process = command.stderr(File::create(&log).expect("a log")).spawn().expect("the consumer's program");
+        command
+            .arg(self.directory.path().join("diary"))
+            .args(more)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null());
+        let process = command
+            .stderr(File::create(&log).expect("a log"))
+            .spawn()
+            .expect("the consumer's program");
         Member { process, log }
     }
 
@@ -108,28 +168,66 @@ impl Rig {
     }
 
     pub(crate) fn starts(&self) -> Vec<Run> {
-        self.entries().into_iter().filter_map(|entry| if let Entry::Start(run) = entry { Some(run) } else { None }).collect()
+        self.entries()
+            .into_iter()
+            .filter_map(|entry| {
+                if let Entry::Start(run) = entry {
+                    Some(run)
+                } else {
+                    None
+                }
+            })
+            .collect()
     }
 
     pub(crate) fn effects(&self) -> Vec<Run> {
-        self.entries().into_iter().filter_map(|entry| if let Entry::Effect(run) = entry { Some(run) } else { None }).collect()
+        self.entries()
+            .into_iter()
+            .filter_map(|entry| {
+                if let Entry::Effect(run) = entry {
+                    Some(run)
+                } else {
+                    None
+                }
+            })
+            .collect()
     }
 
-    /// Waits until so many different ids had their effect or stand in doubt; answers how long that took.
+    /// Waits until so many different ids had their effect or stand in doubt; answers how long that
+    /// took.
     pub(crate) async fn until_judged(&self, count: usize, patience: Duration) -> Duration {
-        self.until(&format!("{count} ids are judged"), patience, || self.judged().len() >= count).await
+        self.until(&format!("{count} ids are judged"), patience, || {
+            self.judged().len() >= count
+        })
+        .await
     }
 
     pub(crate) async fn until_effects(&self, count: usize, patience: Duration) -> Duration {
-        self.until(&format!("{count} effects"), patience, || self.effects().len() >= count).await
+        self.until(&format!("{count} effects"), patience, || {
+            self.effects().len() >= count
+        })
+        .await
     }
 
-    /// Waits until each key has begun a message that it had not begun before; answers how long that took.
-    pub(crate) async fn until_each_key_starts_again(&self, keys: usize, patience: Duration) -> Duration {
+    /// Waits until each key has begun a message that it had not begun before; answers how long that
+    /// took.
+    pub(crate) async fn until_each_key_starts_again(
+        &self,
+        keys: usize,
+        patience: Duration,
+    ) -> Duration {
         let begun = self.starts().len();
-        let again =
-            || self.starts().iter().skip(begun).filter_map(|run| Some(run.id.split_once('-')?.0.to_owned())).collect::<BTreeSet<_>>();
-        self.until(&format!("{keys} keys start again"), patience, || again().len() == keys).await
+        let again = || {
+            self.starts()
+                .iter()
+                .skip(begun)
+                .filter_map(|run| Some(run.id.split_once('-')?.0.to_owned()))
+                .collect::<BTreeSet<_>>()
+        };
+        self.until(&format!("{keys} keys start again"), patience, || {
+            again().len() == keys
+        })
+        .await
     }
 
     /// Waits until the broker counts so many members in the group.
@@ -139,26 +237,50 @@ impl Rig {
             let listed = asker.fetch_group_list(Some(&self.name), PATIENCE).ok()?;
             Some(listed.groups().first()?.members().len())
         };
-        self.until(&format!("{count} members"), patience, || members() >= Some(count)).await
+        self.until(&format!("{count} members"), patience, || {
+            members() >= Some(count)
+        })
+        .await
     }
 
-    /// Waits until the consumer that was started as this one, counted from 0, has so many partitions.
-    pub(crate) async fn until_assigned(&self, consumer: u32, partitions: usize, patience: Duration) -> Duration {
+    /// Waits until the consumer that was started as this one, counted from 0, has so many
+    /// partitions.
+    pub(crate) async fn until_assigned(
+        &self,
+        consumer: u32,
+        partitions: usize,
+        patience: Duration,
+    ) -> Duration {
         let has = || {
             let log = self.log(consumer);
-            log.matches("partition assigned").count().saturating_sub(log.matches("partition revoked").count())
+            log.matches("partition assigned")
+                .count()
+                .saturating_sub(log.matches("partition revoked").count())
         };
-        self.until(&format!("consumer {consumer} has {partitions} partitions"), patience, || has() == partitions).await
+        self.until(
+            &format!("consumer {consumer} has {partitions} partitions"),
+            patience,
+            || has() == partitions,
+        )
+        .await
     }
 
     pub(crate) async fn until_logged(&self, what: &str, patience: Duration) -> Duration {
-        self.until(&format!("it says {what}"), patience, || self.logged(what) > 0).await
+        self.until(&format!("it says {what}"), patience, || {
+            self.logged(what) > 0
+        })
+        .await
     }
 
     async fn until(&self, what: &str, patience: Duration, is_so: impl Fn() -> bool) -> Duration {
         let begun = Instant::now();
         while !is_so() {
-            assert!(begun.elapsed() < patience, "not within {patience:?}: {what}; {} effects\n{}", self.effects().len(), self.logs());
+            assert!(
+                begun.elapsed() < patience,
+                "not within {patience:?}: {what}; {} effects\n{}",
+                self.effects().len(),
+                self.logs()
+            );
             tokio::time::sleep(LOOK_EVERY).await;
         }
         begun.elapsed()
@@ -174,15 +296,26 @@ impl Rig {
     pub(crate) fn in_doubt(&self) -> BTreeSet<String> {
         use rdkafka::message::{Headers, Message};
         let topic = format!("{}.in-doubt", self.name);
-        let reader: BaseConsumer = client(&self.brokers).set("group.id", "faults-reader").create().expect("a consumer");
+        let reader: BaseConsumer = client(&self.brokers)
+            .set("group.id", "faults-reader")
+            .create()
+            .expect("a consumer");
         // A broker that does not answer is asked again.
-        let Ok((low, high)) = reader.fetch_watermarks(&topic, 0, PATIENCE) else { return BTreeSet::new() };
+        let Ok((low, high)) = reader.fetch_watermarks(&topic, 0, PATIENCE) else {
+            return BTreeSet::new();
+        };
         let mut all = TopicPartitionList::new();
-        all.add_partition_offset(&topic, 0, Offset::Beginning).expect("an offset");
+        all.add_partition_offset(&topic, 0, Offset::Beginning)
+            .expect("an offset");
         reader.assign(&all).expect("an assignment");
-        let letters = (low..high).filter_map(|_| reader.poll(PATIENCE)?.ok().map(|letter| letter.detach()));
+        let letters =
+            (low..high).filter_map(|_| reader.poll(PATIENCE)?.ok().map(|letter| letter.detach()));
         let id = |headers: Option<&OwnedHeaders>| {
-            let found = headers?.iter().find(|header| header.key == "id")?.value?.to_vec();
+            let found = headers?
+                .iter()
+                .find(|header| header.key == "id")?
+                .value?
+                .to_vec();
             String::from_utf8(found).ok()
         };
         letters.filter_map(|letter| id(letter.headers())).collect()
@@ -190,20 +323,28 @@ impl Rig {
 
     /// Holds against the promise: nothing lost, nothing twice, each key in order.
     pub(crate) fn judge(&self, keys: usize, each: usize) -> Judgement {
-        let all: BTreeSet<String> = (0..keys).flat_map(|key| (0..each).map(move |number| id(key, number))).collect();
+        let all: BTreeSet<String> = (0..keys)
+            .flat_map(|key| (0..each).map(move |number| id(key, number)))
+            .collect();
         let (effects, starts, doubted) = (self.effects(), self.starts(), self.in_doubt());
         let twice = |runs: &[Run]| {
             let mut seen = BTreeMap::<&str, usize>::new();
-            runs.iter().for_each(|run| *seen.entry(&run.id).or_default() += 1);
+            runs.iter()
+                .for_each(|run| *seen.entry(&run.id).or_default() += 1);
             seen.into_values().filter(|count| *count > 1).count()
         };
-        let judged: BTreeSet<String> = effects.iter().map(|run| run.id.clone()).chain(doubted.iter().cloned()).collect();
+        let judged: BTreeSet<String> = effects
+            .iter()
+            .map(|run| run.id.clone())
+            .chain(doubted.iter().cloned())
+            .collect();
         let mut last = BTreeMap::<&str, &str>::new();
         let out_of_order = effects
             .iter()
             .filter(|run| {
                 let (key, number) = run.id.split_once('-').expect("an id of ours");
-                last.insert(key, number).is_some_and(|before| before > number)
+                last.insert(key, number)
+                    .is_some_and(|before| before > number)
             })
             .count();
         Judgement {
@@ -219,7 +360,10 @@ impl Rig {
 
     /// How many deliveries all consumers together have counted under this outcome.
     pub(crate) fn counted(&self, outcome: &str) -> usize {
-        self.entries().iter().filter(|entry| matches!(entry, Entry::Counted(it) if it == outcome)).count()
+        self.entries()
+            .iter()
+            .filter(|entry| matches!(entry, Entry::Counted(it) if it == outcome))
+            .count()
     }
 
     /// Waits until the group has committed all that there is.
@@ -227,56 +371,87 @@ impl Rig {
         let begun = Instant::now();
         loop {
             // Each time another one: a client may have forgotten a broker that stood still.
-            let asker: BaseConsumer = client(&self.brokers).set("group.id", &self.name).create().expect("a consumer");
+            let asker: BaseConsumer = client(&self.brokers)
+                .set("group.id", &self.name)
+                .create()
+                .expect("a consumer");
             let committed = committed(&asker, &self.name, self.partitions);
-            let ends = (0..self.partitions).map(|it| asker.fetch_watermarks(&self.name, it, PATIENCE).map(|(_, end)| end));
+            let ends = (0..self.partitions).map(|it| {
+                asker
+                    .fetch_watermarks(&self.name, it, PATIENCE)
+                    .map(|(_, end)| end)
+            });
             let ends: Result<Vec<i64>, _> = ends.collect();
             // An empty partition need not be committed.
             if let (Some(committed), Ok(ends)) = (committed, ends)
-                && ends.iter().enumerate().all(|(partition, end)| committed.get(&(partition as i32)).copied().unwrap_or(0) == *end)
+                && ends.iter().enumerate().all(|(partition, end)| {
+                    committed.get(&(partition as i32)).copied().unwrap_or(0) == *end
+                })
             {
                 return;
             }
-            assert!(begun.elapsed() < patience, "not all was committed\n{}", self.logs());
+            assert!(
+                begun.elapsed() < patience,
+                "not all was committed\n{}",
+                self.logs()
+            );
             tokio::time::sleep(LOOK_EVERY).await;
         }
     }
 
     /// Asks the broker again and again where the group stands, until it is told to stop.
     pub(crate) fn watch_offsets(&self) -> OffsetWatch {
-        let (brokers, name, partitions) = (self.brokers.clone(), self.name.clone(), self.partitions);
-        let (stop, seen) = (Arc::new(AtomicBool::new(false)), Arc::new(Mutex::new(Seen::default())));
+        let (brokers, name, partitions) =
+            (self.brokers.clone(), self.name.clone(), self.partitions);
+        let (stop, seen) = (
+            Arc::new(AtomicBool::new(false)),
+            Arc::new(Mutex::new(Seen::default())),
+        );
         let (told, into) = (stop.clone(), seen.clone());
         let thread = std::thread::spawn(move || {
-            let asker: BaseConsumer = client(&brokers).set("group.id", &name).create().expect("a consumer");
+            let asker: BaseConsumer = client(&brokers)
+                .set("group.id", &name)
+                .create()
+                .expect("a consumer");
             while !told.load(Ordering::Relaxed) {
                 if let Some(now) = committed(&asker, &name, partitions) {
                     let mut seen = into.lock().expect("nobody panics with it");
                     seen.looks += 1;
                     for (partition, offset) in now {
                         let before = seen.offsets.insert(partition, offset);
-                        seen.regressions += usize::from(before.is_some_and(|before| offset < before));
+                        seen.regressions +=
+                            usize::from(before.is_some_and(|before| offset < before));
                     }
                 }
                 std::thread::sleep(Duration::from_millis(200));
             }
         });
-        OffsetWatch { stop, seen, thread: Some(thread) }
+        OffsetWatch {
+            stop,
+            seen,
+            thread: Some(thread),
+        }
     }
 
     /// The ends of the consumers' logs, and where they went wrong.
     pub(crate) fn logs(&self) -> String {
         let log = |number: u32| format!("consumer {number}:\n{}", end_of(&self.log(number)));
-        (0..self.started.load(Ordering::Relaxed)).map(log).collect::<Vec<_>>().join("\n")
+        (0..self.started.load(Ordering::Relaxed))
+            .map(log)
+            .collect::<Vec<_>>()
+            .join("\n")
     }
 
     /// How often any consumer has logged this.
     pub(crate) fn logged(&self, what: &str) -> usize {
-        (0..self.started.load(Ordering::Relaxed)).map(|number| self.log(number).matches(what).count()).sum()
+        (0..self.started.load(Ordering::Relaxed))
+            .map(|number| self.log(number).matches(what).count())
+            .sum()
     }
 
     fn log(&self, number: u32) -> String {
-        std::fs::read_to_string(self.directory.path().join(format!("{number}.log"))).unwrap_or_default()
+        std::fs::read_to_string(self.directory.path().join(format!("{number}.log")))
+            .unwrap_or_default()
     }
 }
 
@@ -311,7 +486,11 @@ pub(crate) struct Seen {
 impl OffsetWatch {
     pub(crate) fn end(mut self) -> Seen {
         self.stop.store(true, Ordering::Relaxed);
-        self.thread.take().expect("ended once").join().expect("no panic");
+        self.thread
+            .take()
+            .expect("ended once")
+            .join()
+            .expect("no panic");
         self.seen.lock().expect("nobody panics with it").clone()
     }
 }
@@ -324,7 +503,10 @@ pub(crate) struct Member {
 
 impl Member {
     pub(crate) fn signal(&self, signal: Signal) {
-        let pid = i32::try_from(self.process.id()).ok().and_then(Pid::from_raw).expect("a process number");
+        let pid = i32::try_from(self.process.id())
+            .ok()
+            .and_then(Pid::from_raw)
+            .expect("a process number");
         kill_process(pid, signal).expect("it is not waited for yet");
     }
 
@@ -337,7 +519,11 @@ impl Member {
             if lost <= log.rfind("partition assigned") {
                 return;
             }
-            assert!(Instant::now() < end, "it has no partition again: {}", end_of(&log));
+            assert!(
+                Instant::now() < end,
+                "it has no partition again: {}",
+                end_of(&log)
+            );
             tokio::time::sleep(LOOK_EVERY).await;
         }
     }
@@ -346,19 +532,30 @@ impl Member {
     pub(crate) async fn leave(mut self) {
         self.signal(Signal::TERM);
         let end = Instant::now() + Duration::from_secs(120);
-        while self.process.try_wait().expect("it was started here").is_none() {
+        while self
+            .process
+            .try_wait()
+            .expect("it was started here")
+            .is_none()
+        {
             assert!(Instant::now() < end, "it does not end");
             tokio::time::sleep(LOOK_EVERY).await;
         }
         let status = self.process.wait().expect("it was started here");
-        assert!(status.success(), "{status}: {}", end_of(&std::fs::read_to_string(&self.log).unwrap_or_default()));
+        assert!(
+            status.success(),
+            "{status}: {}",
+            end_of(&std::fs::read_to_string(&self.log).unwrap_or_default())
+        );
     }
 
     /// The memory that it has now, in KiB.
     pub(crate) fn memory(&self) -> u64 {
-        let status = std::fs::read_to_string(format!("/proc/{}/status", self.process.id())).unwrap_or_default();
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.process.id()))
+            .unwrap_or_default();
         let line = status.lines().find(|line| line.starts_with("VmRSS:"));
-        line.and_then(|line| line.split_whitespace().nth(1)?.parse().ok()).unwrap_or(0)
+        line.and_then(|line| line.split_whitespace().nth(1)?.parse().ok())
+            .unwrap_or(0)
     }
 }
 
@@ -387,7 +584,17 @@ fn committed(asker: &BaseConsumer, topic: &str, partitions: i32) -> Option<BTree
     }
     let answer = asker.committed_offsets(all, Duration::from_secs(2)).ok()?;
     let elements = answer.elements();
-    Some(elements.iter().filter_map(|it| Some((it.partition(), it.offset().to_raw().filter(|offset| *offset >= 0)?))).collect())
+    Some(
+        elements
+            .iter()
+            .filter_map(|it| {
+                Some((
+                    it.partition(),
+                    it.offset().to_raw().filter(|offset| *offset >= 0)?,
+                ))
+            })
+            .collect(),
+    )
 }
 
 fn client(brokers: &str) -> ClientConfig {

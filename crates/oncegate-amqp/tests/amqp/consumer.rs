@@ -27,7 +27,12 @@ impl Handler for Effects {
         if number.is_multiple_of(7) && cx.attempt() == 1 && fastrand::bool() {
             return Err(Failure::Retry("not yet".into()));
         }
-        *self.0.lock().expect("no handler panics").entry(number).or_default() += 1;
+        *self
+            .0
+            .lock()
+            .expect("no handler panics")
+            .entry(number)
+            .or_default() += 1;
         Ok(())
     }
 }
@@ -43,7 +48,9 @@ async fn every_id_is_handled_once_though_messages_are_doubled_and_the_connection
         .id(IdSource::message_id())
         .handler(effects.clone());
     let running = tokio::spawn(consumer.run_until(async { drop(stopped.await) }));
-    let id = |number: u32| BasicProperties::default().with_message_id(format!("n-{number}").as_str().into());
+    let id = |number: u32| {
+        BasicProperties::default().with_message_id(format!("n-{number}").as_str().into())
+    };
     let patience = Instant::now() + Duration::from_secs(40);
     while !rig.reaches("0", id(0)).await {
         assert!(Instant::now() < patience, "the consumer declared no queue");
@@ -58,11 +65,18 @@ async fn every_id_is_handled_once_though_messages_are_doubled_and_the_connection
         }
     }
     while effects.0.lock().expect("no handler panics").len() < 299 {
-        assert!(Instant::now() < patience, "{} handled", effects.0.lock().expect("no handler panics").len());
+        assert!(
+            Instant::now() < patience,
+            "{} handled",
+            effects.0.lock().expect("no handler panics").len()
+        );
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     let dead = rig.take(&rig.dead_letters()).await.delivery;
-    assert_eq!((&dead.data[..], header(&dead, headers::ID).as_deref()), (&b"13"[..], Some("n-13")));
+    assert_eq!(
+        (&dead.data[..], header(&dead, headers::ID).as_deref()),
+        (&b"13"[..], Some("n-13"))
+    );
     assert_eq!(header(&dead, headers::REASON).as_deref(), Some("refused"));
     assert!(header(&dead, headers::LAST_ERROR).is_some_and(|error| error.contains("thirteen")));
     stop.send(()).expect("the consumer runs");
@@ -96,7 +110,12 @@ impl Handler for Keys {
         }
         // Whoever came later would often be done earlier.
         tokio::time::sleep(Duration::from_millis(fastrand::u64(..10))).await;
-        let customer = cx.id().split('-').next().expect("customer-number").to_owned();
+        let customer = cx
+            .id()
+            .split('-')
+            .next()
+            .expect("customer-number")
+            .to_owned();
         let mut seen = self.0.lock().expect("no handler panics");
         seen.running -= 1;
         seen.order.entry(customer).or_default().push(number);
@@ -114,7 +133,13 @@ async fn messages_that_went_straight_to_the_queue_are_kept_in_the_order_of_a_hea
             let mut table = FieldTable::default();
             table.insert("customer".into(), AMQPValue::LongString(customer.into()));
             let id = format!("{customer}-{number}");
-            rig.publish_with(&number.to_string(), BasicProperties::default().with_message_id(id.into()).with_headers(table)).await;
+            rig.publish_with(
+                &number.to_string(),
+                BasicProperties::default()
+                    .with_message_id(id.into())
+                    .with_headers(table),
+            )
+            .await;
         }
     }
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
@@ -126,7 +151,15 @@ async fn messages_that_went_straight_to_the_queue_are_kept_in_the_order_of_a_hea
         .handler(keys.clone());
     let running = tokio::spawn(consumer.run_until(async { drop(stopped.await) }));
     let patience = Instant::now() + Duration::from_secs(40);
-    let handled = || keys.0.lock().expect("no handler panics").order.values().map(Vec::len).sum::<usize>();
+    let handled = || {
+        keys.0
+            .lock()
+            .expect("no handler panics")
+            .order
+            .values()
+            .map(Vec::len)
+            .sum::<usize>()
+    };
     while handled() < 3 * EACH as usize {
         assert!(Instant::now() < patience, "{} handled", handled());
         tokio::time::sleep(Duration::from_millis(20)).await;
@@ -134,7 +167,12 @@ async fn messages_that_went_straight_to_the_queue_are_kept_in_the_order_of_a_hea
     stop.send(()).expect("the consumer runs");
     running.await.expect("no panic").expect("a clean end");
     let Handled { order, most, .. } = keys.0.lock().expect("no handler panics").clone();
-    assert!(order.values().all(|numbers| *numbers == (0..EACH).collect::<Vec<_>>()), "{order:?}");
+    assert!(
+        order
+            .values()
+            .all(|numbers| *numbers == (0..EACH).collect::<Vec<_>>()),
+        "{order:?}"
+    );
     assert!((2..=3).contains(&most), "{most} at once");
     rig.done().await;
 }
@@ -168,10 +206,16 @@ async fn order_by_key_holds_over_a_restart_in_the_midst_of_a_failure() {
     close(open(rig.source(QueueKind::Quorum)).await).await;
     const ALL: u32 = 100;
     for number in 0..ALL {
-        rig.publish_with(&number.to_string(), BasicProperties::default().with_message_id(format!("n-{number}").into())).await;
+        rig.publish_with(
+            &number.to_string(),
+            BasicProperties::default().with_message_id(format!("n-{number}").into()),
+        )
+        .await;
     }
     for fails in [true, false] {
-        handler.fails.store(fails, std::sync::atomic::Ordering::SeqCst);
+        handler
+            .fails
+            .store(fails, std::sync::atomic::Ordering::SeqCst);
         let consumer = Consumer::builder()
             .source(rig.source(QueueKind::Quorum))
             .store(store.clone())
@@ -187,10 +231,14 @@ async fn order_by_key_holds_over_a_restart_in_the_midst_of_a_failure() {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
         };
-        let running = tokio::time::timeout(Duration::from_secs(60), consumer.run_until(enough)).await;
+        let running =
+            tokio::time::timeout(Duration::from_secs(60), consumer.run_until(enough)).await;
         running.expect("in time").expect("a clean end");
     }
-    assert_eq!(*handler.handled.lock().expect("no handler panics"), (0..ALL).collect::<Vec<_>>());
+    assert_eq!(
+        *handler.handled.lock().expect("no handler panics"),
+        (0..ALL).collect::<Vec<_>>()
+    );
     rig.becomes_empty(&rig.queue).await;
     rig.done().await;
 }
@@ -214,15 +262,24 @@ impl Handler for SlowAtFirst {
     }
 }
 
-/// A channel that stays open for a moment, for the acknowledgements that it sent last, holds what comes before all that the next one
-/// is handed.
+/// A channel that stays open for a moment, for the acknowledgements that it sent last, holds what
+/// comes before all that the next one is handed.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn order_by_key_holds_though_a_channel_is_given_up_for_what_stands_open_too_long() {
-    let (rig, handler, status) = (Rig::new().await, SlowAtFirst::default(), RabbitMqStatus::new());
+    let (rig, handler, status) = (
+        Rig::new().await,
+        SlowAtFirst::default(),
+        RabbitMqStatus::new(),
+    );
     close(open(rig.source(QueueKind::Quorum)).await).await;
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
     let consumer = Consumer::builder()
-        .source(rig.source(QueueKind::Quorum).key_header("customer").consumer_timeout(Duration::from_secs(3)).status(status.clone()))
+        .source(
+            rig.source(QueueKind::Quorum)
+                .key_header("customer")
+                .consumer_timeout(Duration::from_secs(3))
+                .status(status.clone()),
+        )
         .store(MemoryStore::new())
         .id(IdSource::message_id())
         .order(Order::ByKey)
@@ -230,24 +287,38 @@ async fn order_by_key_holds_though_a_channel_is_given_up_for_what_stands_open_to
     let running = tokio::spawn(consumer.run_until(async { drop(stopped.await) }));
     let (begun, mut all) = (Instant::now(), 0);
     while begun.elapsed() < Duration::from_secs(5) {
-        // Others are acknowledged one by one all the while. An odd number: two consumers are handed messages by turns.
+        // Others are acknowledged one by one all the while. An odd number: two consumers are handed
+        // messages by turns.
         for customer in ["a", "b", "c", "d", "e"] {
             let mut table = FieldTable::default();
             table.insert("customer".into(), AMQPValue::LongString(customer.into()));
             let id = format!("{customer}-{all}");
-            rig.publish_with(&all.to_string(), BasicProperties::default().with_message_id(id.into()).with_headers(table)).await;
+            rig.publish_with(
+                &all.to_string(),
+                BasicProperties::default()
+                    .with_message_id(id.into())
+                    .with_headers(table),
+            )
+            .await;
         }
         all += 1;
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     let handled = || handler.0.lock().expect("no handler panics").len();
     while handled() < all as usize {
-        assert!(begun.elapsed() < Duration::from_secs(60), "{} of {all} handled", handled());
+        assert!(
+            begun.elapsed() < Duration::from_secs(60),
+            "{} of {all} handled",
+            handled()
+        );
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     stop.send(()).expect("the consumer runs");
     running.await.expect("no panic").expect("a clean end");
     assert!(status.snapshot().reconnects >= 1, "no channel was given up");
-    assert_eq!(*handler.0.lock().expect("no handler panics"), (0..all).collect::<Vec<_>>());
+    assert_eq!(
+        *handler.0.lock().expect("no handler panics"),
+        (0..all).collect::<Vec<_>>()
+    );
     rig.done().await;
 }

@@ -24,7 +24,11 @@ impl Lawful {
         let rig = Rig::new().await;
         // It declares the queues, so that the laws may publish before they open a source.
         close(open(rig.source(kind)).await).await;
-        Self { rig, kind, taken: Mutex::default() }
+        Self {
+            rig,
+            kind,
+            taken: Mutex::default(),
+        }
     }
 }
 
@@ -40,10 +44,16 @@ impl TestQueue for Lawful {
         let mut headers = FieldTable::default();
         for (name, value) in message.headers.iter() {
             let name = std::str::from_utf8(name).expect("the laws use text");
-            headers.insert(name.into(), AMQPValue::LongString(value.unwrap_or_default().into()));
+            headers.insert(
+                name.into(),
+                AMQPValue::LongString(value.unwrap_or_default().into()),
+            );
         }
         let properties = BasicProperties::default().with_headers(headers);
-        assert!(self.rig.reaches(&message.body, properties).await, "the message reached no queue");
+        assert!(
+            self.rig.reaches(&message.body, properties).await,
+            "the message reached no queue"
+        );
     }
 
     async fn set_aside(&self, destination: Destination) -> Vec<Message> {
@@ -54,7 +64,13 @@ impl TestQueue for Lawful {
         let mut taken = self.taken.lock().await;
         let found = taken.entry(destination).or_default();
         let options = BasicGetOptions { no_ack: true };
-        while let Some(letter) = self.rig.channel.basic_get(queue.as_str().into(), options).await.expect("the queue exists") {
+        while let Some(letter) = self
+            .rig
+            .channel
+            .basic_get(queue.as_str().into(), options)
+            .await
+            .expect("the queue exists")
+        {
             found.push(as_a_message(letter.delivery));
         }
         found.clone()
@@ -63,10 +79,13 @@ impl TestQueue for Lawful {
 
 fn as_a_message(letter: lapin::message::Delivery) -> Message {
     let headers = letter.properties.headers().clone().unwrap_or_default();
-    headers.inner().iter().fold(Message::new(letter.data), |message, (name, value)| match value {
-        AMQPValue::LongString(value) => message.with_header(name.as_str(), value.as_bytes()),
-        _ => message,
-    })
+    headers.inner().iter().fold(
+        Message::new(letter.data),
+        |message, (name, value)| match value {
+            AMQPValue::LongString(value) => message.with_header(name.as_str(), value.as_bytes()),
+            _ => message,
+        },
+    )
 }
 
 mod quorum {

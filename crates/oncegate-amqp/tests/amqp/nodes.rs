@@ -5,11 +5,16 @@ use std::time::{Duration, Instant};
 
 use lapin::BasicProperties;
 use lapin::ExchangeKind;
-use lapin::options::{BasicPublishOptions, ExchangeDeclareOptions, ExchangeDeleteOptions, QueueBindOptions, QueueDeclareOptions};
+use lapin::options::{
+    BasicPublishOptions, ExchangeDeclareOptions, ExchangeDeleteOptions, QueueBindOptions,
+    QueueDeclareOptions,
+};
 use lapin::types::{AMQPValue, FieldTable};
 use oncegate_amqp::{QueueKind, RabbitMqStatus, Topology};
 use oncegate_core::source::{Incoming, Order, Source};
-use oncegate_core::{Consumer, Context, Failure, Guarantee, Handler, IdSource, MemoryStore, Readiness, async_trait};
+use oncegate_core::{
+    Consumer, Context, Failure, Guarantee, Handler, IdSource, MemoryStore, Readiness, async_trait,
+};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::oneshot;
 
@@ -24,11 +29,23 @@ pub(crate) fn by_way_of(address: impl std::fmt::Display) -> String {
 }
 
 fn broker() -> String {
-    url().rsplit_once('@').expect("user@host").1.split('/').next().expect("a host").to_owned()
+    url()
+        .rsplit_once('@')
+        .expect("user@host")
+        .1
+        .split('/')
+        .next()
+        .expect("a host")
+        .to_owned()
 }
 
 pub(crate) fn proxy() -> oncegate_testkit::proxy::Proxy {
-    let port = broker().rsplit_once(':').expect("a port").1.parse().expect("a number");
+    let port = broker()
+        .rsplit_once(':')
+        .expect("a port")
+        .1
+        .parse()
+        .expect("a number");
     oncegate_testkit::proxy::Proxy::to(port).expect("a port")
 }
 
@@ -36,9 +53,21 @@ pub(crate) fn proxy() -> oncegate_testkit::proxy::Proxy {
 async fn of_several_nodes_another_takes_over() {
     let (rig, status) = (Rig::new().await, RabbitMqStatus::new());
     let (first, second) = (proxy(), proxy());
-    let nobody = std::net::TcpListener::bind("127.0.0.1:0").expect("a port").local_addr().expect("an address");
-    let ways = [by_way_of(nobody), by_way_of(format!("127.0.0.1:{}", first.port())), by_way_of(format!("127.0.0.1:{}", second.port()))];
-    let mut source = open(rig.source(QueueKind::Quorum).urls(ways).status(status.clone())).await;
+    let nobody = std::net::TcpListener::bind("127.0.0.1:0")
+        .expect("a port")
+        .local_addr()
+        .expect("an address");
+    let ways = [
+        by_way_of(nobody),
+        by_way_of(format!("127.0.0.1:{}", first.port())),
+        by_way_of(format!("127.0.0.1:{}", second.port())),
+    ];
+    let mut source = open(
+        rig.source(QueueKind::Quorum)
+            .urls(ways)
+            .status(status.clone()),
+    )
+    .await;
     rig.publish("a").await;
     let stale = delivery(&mut source).await;
     // Whichever it used: now there is one left.
@@ -79,24 +108,48 @@ async fn a_broker_is_reached_by_its_ipv6_address() {
     rig.done().await;
 }
 
-/// The queue is the user's own, and nobody said that one of its consumers is active and the others wait.
+/// The queue is the user's own, and nobody said that one of its consumers is active and the others
+/// wait.
 #[tokio::test]
 async fn who_waits_behind_an_active_consumer_does_not_connect_over_and_over() {
     let (rig, status) = (Rig::new().await, RabbitMqStatus::new());
     let mut arguments = FieldTable::default();
-    arguments.insert("x-queue-type".into(), AMQPValue::LongString("quorum".into()));
+    arguments.insert(
+        "x-queue-type".into(),
+        AMQPValue::LongString("quorum".into()),
+    );
     arguments.insert("x-single-active-consumer".into(), AMQPValue::Boolean(true));
-    let options = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };
-    rig.channel.queue_declare(rig.queue.as_str().into(), options, arguments).await.expect("declared");
-    let source = || rig.source(QueueKind::Quorum).topology(Topology::Trust).prefetch(1);
+    let options = QueueDeclareOptions {
+        durable: true,
+        ..QueueDeclareOptions::default()
+    };
+    rig.channel
+        .queue_declare(rig.queue.as_str().into(), options, arguments)
+        .await
+        .expect("declared");
+    let source = || {
+        rig.source(QueueKind::Quorum)
+            .topology(Topology::Trust)
+            .prefetch(1)
+    };
     let mut active = open(source()).await;
     rig.publish("held").await;
     let held = delivery(&mut active).await;
     let mut waiting = open(source().status(status.clone())).await;
     rig.publish("stands ready").await;
-    let (until, mut into) = (tokio::time::Instant::now() + Duration::from_secs(9), Vec::new());
-    while tokio::time::timeout_at(until, waiting.receive(LIMIT, &mut into)).await.is_ok() {}
-    assert!(into.iter().all(|incoming| matches!(incoming, Incoming::Revoked(_))), "it was handed something: {into:?}");
+    let (until, mut into) = (
+        tokio::time::Instant::now() + Duration::from_secs(9),
+        Vec::new(),
+    );
+    while tokio::time::timeout_at(until, waiting.receive(LIMIT, &mut into))
+        .await
+        .is_ok()
+    {}
+    assert!(
+        into.iter()
+            .all(|incoming| matches!(incoming, Incoming::Revoked(_))),
+        "it was handed something: {into:?}"
+    );
     assert!(status.snapshot().reconnects <= 1, "{:?}", status.snapshot());
     settle(&mut active, held, accept()).await;
     close(active).await;
@@ -123,7 +176,12 @@ impl Journal {
 
     /// Who handled the last one.
     fn active(&self) -> char {
-        self.0.lock().expect("nobody panics with it").last().expect("something was handled").2
+        self.0
+            .lock()
+            .expect("nobody panics with it")
+            .last()
+            .expect("something was handled")
+            .2
     }
 
     async fn reaches(&self, count: usize) {
@@ -147,19 +205,32 @@ impl Handler for Writes {
 
     async fn handle(&self, (key, number): (u32, u32), _: &Context) -> Result<(), Failure> {
         tokio::time::sleep(Duration::from_millis(fastrand::u64(..20))).await;
-        self.journal.0.lock().expect("nobody panics with it").push((key, number, self.name));
+        self.journal
+            .0
+            .lock()
+            .expect("nobody panics with it")
+            .push((key, number, self.name));
         Ok(())
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn with_a_single_active_consumer_the_order_by_key_holds_across_a_fleet() {
-    let (rig, ways, store, journal) = (Rig::new().await, [proxy(), proxy()], MemoryStore::new(), Journal::default());
+    let (rig, ways, store, journal) = (
+        Rig::new().await,
+        [proxy(), proxy()],
+        MemoryStore::new(),
+        Journal::default(),
+    );
     let begin = async |number: usize| {
         let way = by_way_of(format!("127.0.0.1:{}", ways[number].port()));
         let (readiness, (stop, stopped)) = (Readiness::new(), oneshot::channel::<()>());
         let consumer = Consumer::builder()
-            .source(rig.source(QueueKind::Quorum).single_active_consumer().url(way))
+            .source(
+                rig.source(QueueKind::Quorum)
+                    .single_active_consumer()
+                    .url(way),
+            )
             .store(store.clone())
             .guarantee(Guarantee::AtMostOnce)
             .accept_forgetful_store()
@@ -167,7 +238,10 @@ async fn with_a_single_active_consumer_the_order_by_key_holds_across_a_fleet() {
             .order(Order::ByKey)
             .in_flight(16)
             .readiness(readiness.clone())
-            .handler(Writes { journal: journal.clone(), name: NAMES[number] });
+            .handler(Writes {
+                journal: journal.clone(),
+                name: NAMES[number],
+            });
         let running = tokio::spawn(consumer.run_until(async { drop(stopped.await) }));
         let patience = Instant::now() + Duration::from_secs(60);
         while !readiness.is_ready() {
@@ -195,12 +269,28 @@ async fn with_a_single_active_consumer_the_order_by_key_holds_across_a_fleet() {
     binding.await.expect("bound");
     for number in 0..EACH {
         for key in 0..KEYS {
-            let properties = BasicProperties::default().with_message_id(format!("{key}-{number}").into());
+            let properties =
+                BasicProperties::default().with_message_id(format!("{key}-{number}").into());
             let body = format!("[{key},{number}]");
-            let options = BasicPublishOptions { mandatory: true, ..BasicPublishOptions::default() };
-            let sent =
-                rig.channel.basic_publish(exchange.as_str().into(), format!("key.{key}").into(), options, body.as_bytes(), properties);
-            assert!(sent.await.expect("sent").await.expect("confirmed").take_message().is_none());
+            let options = BasicPublishOptions {
+                mandatory: true,
+                ..BasicPublishOptions::default()
+            };
+            let sent = rig.channel.basic_publish(
+                exchange.as_str().into(),
+                format!("key.{key}").into(),
+                options,
+                body.as_bytes(),
+                properties,
+            );
+            assert!(
+                sent.await
+                    .expect("sent")
+                    .await
+                    .expect("confirmed")
+                    .take_message()
+                    .is_none()
+            );
         }
     }
     let end = async |(stop, running): (oneshot::Sender<()>, tokio::task::JoinHandle<_>)| {
@@ -208,11 +298,15 @@ async fn with_a_single_active_consumer_the_order_by_key_holds_across_a_fleet() {
         let ended: Result<(), oncegate_core::Error> = running.await.expect("no panic");
         ended.expect("a clean end");
     };
-    // Whoever is active loses the queue, again and again: by force, and as a new version is brought out.
+    // Whoever is active loses the queue, again and again: by force, and as a new version is brought
+    // out.
     let all = (KEYS * EACH) as usize;
     for part in 1..=6 {
         journal.reaches(all * part / 8).await;
-        let active = NAMES.iter().position(|name| *name == journal.active()).expect("one of them");
+        let active = NAMES
+            .iter()
+            .position(|name| *name == journal.active())
+            .expect("one of them");
         if part % 2 == 0 {
             end(fleet.remove(active)).await;
             fleet.insert(active, begin(active).await);
@@ -230,7 +324,15 @@ async fn with_a_single_active_consumer_the_order_by_key_holds_across_a_fleet() {
         let numbers: Vec<u32> = entries.iter().map(|entry| entry.1).collect();
         assert_eq!(numbers, (0..EACH).collect::<Vec<_>>(), "{entries:?}");
     }
-    assert!(NAMES.into_iter().all(|name| journal.iter().any(|entry| entry.2 == name)), "only one of them consumed");
-    rig.channel.exchange_delete(exchange.as_str().into(), ExchangeDeleteOptions::default()).await.expect("deleted");
+    assert!(
+        NAMES
+            .into_iter()
+            .all(|name| journal.iter().any(|entry| entry.2 == name)),
+        "only one of them consumed"
+    );
+    rig.channel
+        .exchange_delete(exchange.as_str().into(), ExchangeDeleteOptions::default())
+        .await
+        .expect("deleted");
     rig.done().await;
 }

@@ -20,28 +20,58 @@ const QUEUE: &str = "payments";
 async fn channel(server: &RabbitServer) -> (Connection, Channel) {
     let read = |path: &Path| std::fs::read(path).expect("a file");
     let (certificate, key) = server.client_certificate();
-    let identity = OwnedIdentity::PKCS8 { pem: read(&certificate), key: read(&key) };
+    let identity = OwnedIdentity::PKCS8 {
+        pem: read(&certificate),
+        key: read(&key),
+    };
     let authority = String::from_utf8(read(&server.certificate_authority())).expect("text");
-    let config = OwnedTLSConfig { identity: Some(identity), cert_chain: Some(authority) };
+    let config = OwnedTLSConfig {
+        identity: Some(identity),
+        cert_chain: Some(authority),
+    };
     let runtime = lapin::runtime::default_runtime().expect("a runtime");
     let url = server.url();
-    let connecting = Connection::connect_with_config(&url, ConnectionProperties::default(), config, runtime);
+    let connecting =
+        Connection::connect_with_config(&url, ConnectionProperties::default(), config, runtime);
     let connection = connecting.await.expect("a connection");
     let channel = connection.create_channel().await.expect("a channel");
-    channel.confirm_select(ConfirmSelectOptions::default()).await.expect("confirms");
+    channel
+        .confirm_select(ConfirmSelectOptions::default())
+        .await
+        .expect("confirms");
     (connection, channel)
 }
 
 async fn publish(channel: &Channel, body: &str) {
-    let options = BasicPublishOptions { mandatory: true, ..BasicPublishOptions::default() };
-    let published = channel.basic_publish("".into(), QUEUE.into(), options, body.as_bytes(), BasicProperties::default());
-    let confirmation = published.await.expect("published").await.expect("confirmed");
+    let options = BasicPublishOptions {
+        mandatory: true,
+        ..BasicPublishOptions::default()
+    };
+    let published = channel.basic_publish(
+        "".into(),
+        QUEUE.into(),
+        options,
+        body.as_bytes(),
+        BasicProperties::default(),
+    );
+    let confirmation = published
+        .await
+        .expect("published")
+        .await
+        .expect("confirmed");
     assert!(confirmation.is_ack() && confirmation.take_message().is_none());
 }
 
 async fn ready(channel: &Channel, queue: &str) -> u32 {
-    let options = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
-    channel.queue_declare(queue.into(), options, FieldTable::default()).await.expect("the queue").message_count()
+    let options = QueueDeclareOptions {
+        passive: true,
+        ..QueueDeclareOptions::default()
+    };
+    channel
+        .queue_declare(queue.into(), options, FieldTable::default())
+        .await
+        .expect("the queue")
+        .message_count()
 }
 
 /// Consumes one message and rejects another, so that both connections are used.
@@ -59,7 +89,10 @@ async fn consumes(source: RabbitMq, channel: &Channel) {
         assert!(Instant::now() < patience, "the settlements did not arrive");
     }
     let options = lapin::options::QueuePurgeOptions::default();
-    channel.queue_purge("payments.dead-letters".into(), options).await.expect("purged");
+    channel
+        .queue_purge("payments.dead-letters".into(), options)
+        .await
+        .expect("purged");
 }
 
 /// What an attempt without a good outcome is told, at the level of a warning.
@@ -71,29 +104,67 @@ async fn waits(source: RabbitMq) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_broker_that_wants_tls_and_a_clients_certificate_is_consumed_from() {
     let start = || RabbitServer::start_with(&RabbitOptions::new().tls());
-    let server = tokio::task::spawn_blocking(start).await.expect("no panic").expect("a server");
-    let (authority, (certificate, key)) = (server.certificate_authority(), server.client_certificate());
+    let server = tokio::task::spawn_blocking(start)
+        .await
+        .expect("no panic")
+        .expect("a server");
+    let (authority, (certificate, key)) =
+        (server.certificate_authority(), server.client_certificate());
     let (connection, channel) = channel(&server).await;
-    let source = || RabbitMq::queue(QUEUE).url(server.url()).ca_certificate(&authority);
+    let source = || {
+        RabbitMq::queue(QUEUE)
+            .url(server.url())
+            .ca_certificate(&authority)
+    };
     consumes(source().client_certificate(&certificate, &key), &channel).await;
 
     // The user is whom the certificate names: the password is not asked for.
     let user = format!("<<\"{RABBITMQ_CLIENT}\">>");
     let may = "<<\".*\">>, <<\".*\">>, <<\".*\">>, <<\"test\">>";
-    let add = format!("rabbit_auth_backend_internal:add_user({user}, <<\"not used\">>, <<\"test\">>)");
+    let add =
+        format!("rabbit_auth_backend_internal:add_user({user}, <<\"not used\">>, <<\"test\">>)");
     let permit = format!("rabbit_auth_backend_internal:set_permissions({user}, <<\"/\">>, {may})");
-    server.control(&["-q", "eval", &format!("{add}, {permit}.")]).expect("a user");
+    server
+        .control(&["-q", "eval", &format!("{add}, {permit}.")])
+        .expect("a user");
     let external = server.url().replacen("guest:guest@", "", 1) + "?auth_mechanism=external";
-    consumes(source().url(external).client_certificate(&certificate, &key), &channel).await;
+    consumes(
+        source()
+            .url(external)
+            .client_certificate(&certificate, &key),
+        &channel,
+    )
+    .await;
     waits(source()).await;
-    waits(RabbitMq::queue(QUEUE).url(server.url()).client_certificate(&certificate, &key)).await;
-    let swapped = source().client_certificate(&key, &certificate).open().await.expect_err("they are swapped").to_string();
+    waits(
+        RabbitMq::queue(QUEUE)
+            .url(server.url())
+            .client_certificate(&certificate, &key),
+    )
+    .await;
+    let swapped = source()
+        .client_certificate(&key, &certificate)
+        .open()
+        .await
+        .expect_err("they are swapped")
+        .to_string();
     assert!(swapped.starts_with("client_certificate: "), "{swapped}");
-    let foreign = source().client_certificate(&authority, &key).open().await.expect_err("another key").to_string();
+    let foreign = source()
+        .client_certificate(&authority, &key)
+        .open()
+        .await
+        .expect_err("another key")
+        .to_string();
     assert!(foreign.starts_with("client_certificate: "), "{foreign}");
-    let wrong = source().client_certificate(&certificate, &key).url(server.url().replacen("guest:guest", "guest:canary", 1)).open().await;
+    let wrong = source()
+        .client_certificate(&certificate, &key)
+        .url(server.url().replacen("guest:guest", "guest:canary", 1))
+        .open()
+        .await;
     match wrong {
-        Err(error @ SourceError::Misconfigured { .. }) => assert!(!error.to_string().contains("canary"), "{error}"),
+        Err(error @ SourceError::Misconfigured { .. }) => {
+            assert!(!error.to_string().contains("canary"), "{error}")
+        }
         other => panic!("{other:?}"),
     }
     connection.close(200, "OK".into()).await.expect("closed");

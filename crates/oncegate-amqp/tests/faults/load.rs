@@ -18,7 +18,8 @@ const TICK: Duration = Duration::from_millis(10);
 /// How long the broker may leave all that was sent unanswered. An alarm is over before that.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(10);
 
-/// What became of each message. One in fifty fails at first, one in two hundred thrice, and one in a hundred is refused.
+/// What became of each message. One in fifty fails at first, one in two hundred thrice, and one in
+/// a hundred is refused.
 #[derive(Clone, Default)]
 pub(crate) struct Effects(Arc<Mutex<Became>>);
 
@@ -156,7 +157,8 @@ impl Load {
         }
     }
 
-    /// Publishes on one channel until the end, or until the channel breaks: then what has no answer is unsure.
+    /// Publishes on one channel until the end, or until the channel breaks: then what has no answer
+    /// is unsure.
     async fn publish(&self, channel: &Channel, unsure: &mut Vec<u32>) -> Result<(), ()> {
         let mut ticks = tokio::time::interval(TICK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -220,8 +222,17 @@ impl Load {
 pub(crate) async fn take_all(url: &str, queue: &str) -> BTreeSet<u32> {
     let (_connection, channel) = connect(url).await.expect("a broker");
     let mut all = BTreeSet::new();
-    while let Some(message) = channel.basic_get(queue.into(), BasicGetOptions { no_ack: true }).await.expect("a queue") {
-        all.insert(std::str::from_utf8(&message.data).ok().and_then(|text| text.parse().ok()).expect("a number"));
+    while let Some(message) = channel
+        .basic_get(queue.into(), BasicGetOptions { no_ack: true })
+        .await
+        .expect("a queue")
+    {
+        all.insert(
+            std::str::from_utf8(&message.data)
+                .ok()
+                .and_then(|text| text.parse().ok())
+                .expect("a number"),
+        );
     }
     all
 }
@@ -229,12 +240,31 @@ pub(crate) async fn take_all(url: &str, queue: &str) -> BTreeSet<u32> {
 async fn connect(url: &str) -> lapin::Result<(Connection, Channel)> {
     let connection = Connection::connect(url, ConnectionProperties::default()).await?;
     let channel = connection.create_channel().await?;
-    channel.confirm_select(ConfirmSelectOptions::default()).await?;
+    channel
+        .confirm_select(ConfirmSelectOptions::default())
+        .await?;
     Ok((connection, channel))
 }
 
-async fn send(channel: &Channel, queue: &str, number: u32) -> lapin::Result<lapin::PublisherConfirm> {
-    let options = BasicPublishOptions { mandatory: true, ..BasicPublishOptions::default() };
-    let properties = BasicProperties::default().with_delivery_mode(2).with_message_id(format!("n-{number}").into());
-    channel.basic_publish("".into(), queue.into(), options, number.to_string().as_bytes(), properties).await
+async fn send(
+    channel: &Channel,
+    queue: &str,
+    number: u32,
+) -> lapin::Result<lapin::PublisherConfirm> {
+    let options = BasicPublishOptions {
+        mandatory: true,
+        ..BasicPublishOptions::default()
+    };
+    let properties = BasicProperties::default()
+        .with_delivery_mode(2)
+        .with_message_id(format!("n-{number}").into());
+    channel
+        .basic_publish(
+            "".into(),
+            queue.into(),
+            options,
+            number.to_string().as_bytes(),
+            properties,
+        )
+        .await
 }

@@ -15,29 +15,54 @@ const BODY: usize = 4_096;
 /// The memory of this process, in kilobytes.
 fn resident() -> usize {
     let status = std::fs::read_to_string("/proc/self/status").expect("Linux");
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("a line");
-    line.trim().trim_end_matches(" kB").parse().expect("a number")
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("VmRSS:"))
+        .expect("a line");
+    line.trim()
+        .trim_end_matches(" kB")
+        .parse()
+        .expect("a number")
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "measures; cargo xtask faults runs it"]
 async fn memory_stays_flat_over_two_hundred_thousand_messages() {
     const ALL: usize = 200_000;
-    let server = tokio::task::spawn_blocking(RabbitServer::start).await.expect("no panic").expect("a server");
+    let server = tokio::task::spawn_blocking(RabbitServer::start)
+        .await
+        .expect("no panic")
+        .expect("a server");
     let status = RabbitMqStatus::new();
-    let source = RabbitMq::queue("flat").url(server.url()).prefetch(PREFETCH).status(status.clone()).open().await.expect("opened");
+    let source = RabbitMq::queue("flat")
+        .url(server.url())
+        .prefetch(PREFETCH)
+        .status(status.clone())
+        .open()
+        .await
+        .expect("opened");
     let mut source: Box<dyn Source> = Box::new(source);
     let url = server.url();
     let publishing = tokio::spawn(async move {
-        let connection = Connection::connect(&url, ConnectionProperties::default()).await.expect("a connection");
+        let connection = Connection::connect(&url, ConnectionProperties::default())
+            .await
+            .expect("a connection");
         let channel = connection.create_channel().await.expect("a channel");
-        channel.confirm_select(ConfirmSelectOptions::default()).await.expect("confirms");
+        channel
+            .confirm_select(ConfirmSelectOptions::default())
+            .await
+            .expect("confirms");
         let body = vec![b'x'; BODY];
         for _ in 0..ALL / 200 {
             let mut window = Vec::with_capacity(200);
             for _ in 0..200 {
-                let sent =
-                    channel.basic_publish("".into(), "flat".into(), BasicPublishOptions::default(), &body, BasicProperties::default());
+                let sent = channel.basic_publish(
+                    "".into(),
+                    "flat".into(),
+                    BasicPublishOptions::default(),
+                    &body,
+                    BasicProperties::default(),
+                );
                 window.push(sent.await.expect("sent"));
             }
             for confirm in window {
@@ -48,10 +73,23 @@ async fn memory_stays_flat_over_two_hundred_thousand_messages() {
     let (mut seen, mut early, mut most, begun) = (0, 0, 0, Instant::now());
     while seen < ALL {
         let mut into = Vec::new();
-        let receiving = tokio::time::timeout(Duration::from_secs(60), source.receive(Limit { count: 64, bytes: 1 << 20 }, &mut into));
+        let receiving = tokio::time::timeout(
+            Duration::from_secs(60),
+            source.receive(
+                Limit {
+                    count: 64,
+                    bytes: 1 << 20,
+                },
+                &mut into,
+            ),
+        );
         receiving.await.expect("in time").expect("received");
         let taken = into.into_iter().map(|incoming| match incoming {
-            Incoming::Delivery(delivery) => Settled { delivery, settlement: accepted(), story: None },
+            Incoming::Delivery(delivery) => Settled {
+                delivery,
+                settlement: accepted(),
+                story: None,
+            },
             Incoming::Revoked(epoch) => panic!("{epoch} was lost"),
         });
         let mut settled: Vec<_> = taken.collect();
@@ -64,7 +102,10 @@ async fn memory_stays_flat_over_two_hundred_thousand_messages() {
     }
     let late = resident();
     publishing.await.expect("no panic");
-    source.close(Instant::now() + Duration::from_secs(10)).await.expect("closed");
+    source
+        .close(Instant::now() + Duration::from_secs(10))
+        .await
+        .expect("closed");
     crate::no_refusals(&server);
     println!(
         "{ALL} messages of {BODY} bytes in {:.1?}: {early} kB after a tenth, {late} kB at the end; unacknowledged at most {most}",

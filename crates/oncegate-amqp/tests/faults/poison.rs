@@ -2,7 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use lapin::options::{BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, QueueDeleteOptions};
+use lapin::options::{
+    BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, QueueDeleteOptions,
+};
 use lapin::types::AMQPValue;
 use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
 use oncegate_amqp::RabbitMq;
@@ -18,20 +20,50 @@ const PATIENCE: Duration = Duration::from_secs(60);
 async fn publish(channel: &Channel, numbers: impl Iterator<Item = u32>) {
     let mut sent = Vec::new();
     for number in numbers {
-        let options = BasicPublishOptions { mandatory: true, ..BasicPublishOptions::default() };
-        let properties = BasicProperties::default().with_delivery_mode(2).with_message_id(format!("n-{number}").into());
-        sent.push(channel.basic_publish("".into(), QUEUE.into(), options, number.to_string().as_bytes(), properties).await.expect("sent"));
+        let options = BasicPublishOptions {
+            mandatory: true,
+            ..BasicPublishOptions::default()
+        };
+        let properties = BasicProperties::default()
+            .with_delivery_mode(2)
+            .with_message_id(format!("n-{number}").into());
+        sent.push(
+            channel
+                .basic_publish(
+                    "".into(),
+                    QUEUE.into(),
+                    options,
+                    number.to_string().as_bytes(),
+                    properties,
+                )
+                .await
+                .expect("sent"),
+        );
     }
     for confirm in sent {
         assert!(confirm.await.expect("confirmed").take_message().is_none());
     }
 }
 
-/// Handles so many sound messages behind a poisoned one or none; how long that took from the first of them to the last. At the end a
-/// poisoned one stands in the dead letters.
-async fn handle(url: &str, channel: &Channel, sound: u32, (poison, first): (Poison, u32)) -> Duration {
-    let source: Box<dyn Source> = Box::new(RabbitMq::queue(QUEUE).url(url).open().await.expect("opened"));
-    source.close(Instant::now() + Duration::from_secs(10)).await.expect("closed");
+/// Handles so many sound messages behind a poisoned one or none; how long that took from the first
+/// of them to the last. At the end a poisoned one stands in the dead letters.
+async fn handle(
+    url: &str,
+    channel: &Channel,
+    sound: u32,
+    (poison, first): (Poison, u32),
+) -> Duration {
+    let source: Box<dyn Source> = Box::new(
+        RabbitMq::queue(QUEUE)
+            .url(url)
+            .open()
+            .await
+            .expect("opened"),
+    );
+    source
+        .close(Instant::now() + Duration::from_secs(10))
+        .await
+        .expect("closed");
     publish(channel, first..=sound).await;
     let source = RabbitMq::queue(QUEUE).url(url);
     let set_aside = async || {
@@ -39,11 +71,24 @@ async fn handle(url: &str, channel: &Channel, sound: u32, (poison, first): (Pois
             let dead = dead_letter(channel).await;
             let table = dead.properties.headers().clone().unwrap_or_default();
             assert_eq!(dead.data, POISON.to_string().as_bytes());
-            assert_eq!(table.inner().get(headers::REASON), Some(&AMQPValue::LongString("attempts-spent".into())));
+            assert_eq!(
+                table.inner().get(headers::REASON),
+                Some(&AMQPValue::LongString("attempts-spent".into()))
+            );
         }
     };
-    let took = poison::handle(source, IdSource::message_id(), (poison, first), sound, set_aside).await;
-    channel.queue_delete(QUEUE.into(), QueueDeleteOptions::default()).await.expect("deleted");
+    let took = poison::handle(
+        source,
+        IdSource::message_id(),
+        (poison, first),
+        sound,
+        set_aside,
+    )
+    .await;
+    channel
+        .queue_delete(QUEUE.into(), QueueDeleteOptions::default())
+        .await
+        .expect("deleted");
     took
 }
 
@@ -51,7 +96,10 @@ async fn dead_letter(channel: &Channel) -> lapin::message::Delivery {
     let until = Instant::now() + PATIENCE;
     loop {
         let name = format!("{QUEUE}.dead-letters");
-        let got = channel.basic_get(name.into(), BasicGetOptions { no_ack: true }).await.expect("the queue");
+        let got = channel
+            .basic_get(name.into(), BasicGetOptions { no_ack: true })
+            .await
+            .expect("the queue");
         if let Some(message) = got {
             return message.delivery;
         }
@@ -61,11 +109,22 @@ async fn dead_letter(channel: &Channel) -> lapin::message::Delivery {
 }
 
 async fn poison_among(poison: Poison, sound: u32, rounds: usize) -> Rounds {
-    let server = tokio::task::spawn_blocking(RabbitServer::start).await.expect("no panic").expect("a server");
-    let connection = Connection::connect(&server.url(), ConnectionProperties::default()).await.expect("a connection");
+    let server = tokio::task::spawn_blocking(RabbitServer::start)
+        .await
+        .expect("no panic")
+        .expect("a server");
+    let connection = Connection::connect(&server.url(), ConnectionProperties::default())
+        .await
+        .expect("a connection");
     let channel = connection.create_channel().await.expect("a channel");
-    channel.confirm_select(ConfirmSelectOptions::default()).await.expect("confirms");
-    let played = Rounds::play(poison, rounds, async |what| handle(&server.url(), &channel, sound, what).await).await;
+    channel
+        .confirm_select(ConfirmSelectOptions::default())
+        .await
+        .expect("confirms");
+    let played = Rounds::play(poison, rounds, async |what| {
+        handle(&server.url(), &channel, sound, what).await
+    })
+    .await;
     crate::no_refusals(&server);
     played
 }
@@ -81,6 +140,8 @@ async fn a_poisoned_message_is_set_aside_after_its_attempts_and_the_others_go_on
 #[ignore = "measures; cargo xtask faults runs it"]
 async fn a_poisoned_message_among_ten_thousand() {
     for poison in [Poison::Fails, Poison::Panics] {
-        poison_among(poison, 10_000, crate::Length::from_env().rounds.max(5)).await.judge();
+        poison_among(poison, 10_000, crate::Length::from_env().rounds.max(5))
+            .await
+            .judge();
     }
 }

@@ -10,7 +10,10 @@ use crate::failure::Failure;
 use crate::letters::{Shelf, rabbitmq};
 
 pub(super) async fn look(config: &Config, findings: &mut Findings) -> Result<(), Failure> {
-    let shown = config.text("rabbitmq.url").map(crate::show_config::without_password).unwrap_or_default();
+    let shown = config
+        .text("rabbitmq.url")
+        .map(crate::show_config::without_password)
+        .unwrap_or_default();
     let at = format!("RabbitMQ at {shown}");
     let connection = match rabbitmq::connect(config).await {
         Ok(connection) => connection,
@@ -23,7 +26,12 @@ pub(super) async fn look(config: &Config, findings: &mut Findings) -> Result<(),
                 let remedy = "name a virtual host that exists, and let the user use it: rabbitmqctl set_permissions";
                 findings.error("rabbitmq-refuses-the-virtual-host", at, said, remedy);
             } else {
-                findings.error("rabbitmq-away", at, said, "start it, or correct rabbitmq.url, or what is said of TLS");
+                findings.error(
+                    "rabbitmq-away",
+                    at,
+                    said,
+                    "start it, or correct rabbitmq.url, or what is said of TLS",
+                );
             }
             return Ok(());
         }
@@ -31,11 +39,25 @@ pub(super) async fn look(config: &Config, findings: &mut Findings) -> Result<(),
     let queue = rabbitmq::queue(config)?;
     let dead_letters = rabbitmq::destination(config, Shelf::DeadLetters)?;
     // Who checks or trusts needs no right to configure, and still has to know that nobody compared.
-    let level = if matches!(config.text("rabbitmq.topology"), None | Some("declare")) { Level::Error } else { Level::Advice };
+    let level = if matches!(config.text("rabbitmq.topology"), None | Some("declare")) {
+        Level::Error
+    } else {
+        Level::Advice
+    };
     for (missing, name, role) in [
-        ("queue-missing", queue, Role::Consumed { dead_letters: dead_letters.clone() }),
+        (
+            "queue-missing",
+            queue,
+            Role::Consumed {
+                dead_letters: dead_letters.clone(),
+            },
+        ),
         ("dead-letter-queue-missing", dead_letters, Role::Letters),
-        ("in-doubt-queue-missing", rabbitmq::destination(config, Shelf::InDoubt)?, Role::Letters),
+        (
+            "in-doubt-queue-missing",
+            rabbitmq::destination(config, Shelf::InDoubt)?,
+            Role::Letters,
+        ),
     ] {
         judge(&connection, missing, &name, &role, level, findings).await?;
     }
@@ -48,7 +70,8 @@ enum Role {
     Letters,
 }
 
-/// Declares a queue that is there as it should be: it stays as it is, and the broker names the first thing that differs.
+/// Declares a queue that is there as it should be: it stays as it is, and the broker names the
+/// first thing that differs.
 async fn judge(
     connection: &Connection,
     missing: &'static str,
@@ -61,12 +84,18 @@ async fn judge(
     match rabbitmq::passively(&connection.create_channel().await?, name).await {
         Ok(_) => {}
         Err(error) if rabbitmq::reply_code(&error) == Some(404) => {
-            let remedy = "start the consumer with `Topology::Declare`, which is the default, or create it";
+            let remedy =
+                "start the consumer with `Topology::Declare`, which is the default, or create it";
             findings.error(missing, at, "it does not exist", remedy);
             return Ok(());
         }
         Err(error) => {
-            findings.error("queue-cannot-be-used", at, error.to_string(), "let the user configure, read and write it");
+            findings.error(
+                "queue-cannot-be-used",
+                at,
+                error.to_string(),
+                "let the user configure, read and write it",
+            );
             return Ok(());
         }
     }
@@ -94,8 +123,15 @@ async fn judge(
         }
     }
     // A classic queue differs from a classic one in something else than its kind.
-    let is_quorum = differs.iter().any(|it| it.argument == "x-queue-type" && it.said.contains("current is 'quorum'"));
-    let rank = |it: &Differing| TELLING.iter().position(|argument| *argument == it.argument).unwrap_or(TELLING.len());
+    let is_quorum = differs
+        .iter()
+        .any(|it| it.argument == "x-queue-type" && it.said.contains("current is 'quorum'"));
+    let rank = |it: &Differing| {
+        TELLING
+            .iter()
+            .position(|argument| *argument == it.argument)
+            .unwrap_or(TELLING.len())
+    };
     if let Some(differing) = differs.into_iter().min_by_key(rank) {
         differs_in(&differing, role, is_quorum, at, findings);
     }
@@ -118,7 +154,8 @@ enum Compared {
     Not(String),
 }
 
-/// Arguments that lose messages, the worst first: the broker names one alone, and another one each time.
+/// Arguments that lose messages, the worst first: the broker names one alone, and another one each
+/// time.
 const TELLING: [&str; 9] = [
     "durable",
     "auto_delete",
@@ -132,9 +169,16 @@ const TELLING: [&str; 9] = [
 ];
 
 /// What differs first.
-async fn differs_from(connection: &Connection, name: &str, arguments: FieldTable) -> Result<Compared, Failure> {
+async fn differs_from(
+    connection: &Connection,
+    name: &str,
+    arguments: FieldTable,
+) -> Result<Compared, Failure> {
     let channel = connection.create_channel().await?;
-    let options = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };
+    let options = QueueDeclareOptions {
+        durable: true,
+        ..QueueDeclareOptions::default()
+    };
     let error = match channel.queue_declare(name.into(), options, arguments).await {
         Ok(_) => {
             channel.close(200, "OK".into()).await?;
@@ -147,8 +191,14 @@ async fn differs_from(connection: &Connection, name: &str, arguments: FieldTable
         // An exclusive queue is locked.
         Some(405 | 406) => {
             let said = error.to_string();
-            let argument = said.split("inequivalent arg '").nth(1).and_then(|rest| rest.split('\'').next());
-            Ok(Compared::Differs(Differing { argument: argument.unwrap_or("exclusive").to_owned(), said }))
+            let argument = said
+                .split("inequivalent arg '")
+                .nth(1)
+                .and_then(|rest| rest.split('\'').next());
+            Ok(Compared::Differs(Differing {
+                argument: argument.unwrap_or("exclusive").to_owned(),
+                said,
+            }))
         }
         _ => Err(error.into()),
     }
@@ -171,36 +221,74 @@ fn plain_quorum(role: &Role, at: String, findings: &mut Findings) {
     }
 }
 
-const ANEW: &str = "such a thing cannot be changed: let the queue run empty, delete it, and declare it anew";
+const ANEW: &str =
+    "such a thing cannot be changed: let the queue run empty, delete it, and declare it anew";
 
-fn differs_in(differing: &Differing, role: &Role, is_quorum: bool, at: String, findings: &mut Findings) {
+fn differs_in(
+    differing: &Differing,
+    role: &Role,
+    is_quorum: bool,
+    at: String,
+    findings: &mut Findings,
+) {
     let Differing { argument, said } = differing;
     match (argument.as_str(), role) {
         ("durable", _) => {
-            findings.error("queue-not-durable", at, format!("it goes when the broker starts again, with all that it holds ({said})"), ANEW);
+            findings.error(
+                "queue-not-durable",
+                at,
+                format!("it goes when the broker starts again, with all that it holds ({said})"),
+                ANEW,
+            );
         }
         ("auto_delete" | "exclusive", _) => {
-            findings.error("queue-deletes-itself", at, format!("it goes when its last consumer or its owner does ({said})"), ANEW);
+            findings.error(
+                "queue-deletes-itself",
+                at,
+                format!("it goes when its last consumer or its owner does ({said})"),
+                ANEW,
+            );
         }
         ("x-message-ttl" | "x-expires", _) => {
-            findings.error("queue-expires", at, format!("what it holds goes after a time ({said})"), format!("{ANEW} without it"));
+            findings.error(
+                "queue-expires",
+                at,
+                format!("what it holds goes after a time ({said})"),
+                format!("{ANEW} without it"),
+            );
         }
         ("x-max-length" | "x-max-length-bytes", _) => {
             let what = format!("it drops or refuses messages when it is full ({said})");
-            findings.error("queue-has-a-length-limit", at, what, format!("{ANEW} without it"));
+            findings.error(
+                "queue-has-a-length-limit",
+                at,
+                what,
+                format!("{ANEW} without it"),
+            );
         }
         ("x-delivery-limit", Role::Letters) if is_quorum => {
             let what = format!("it drops what was looked at too often: each look counts ({said})");
-            findings.error("letters-are-dropped-when-looked-at", at, what, format!("{ANEW} with x-delivery-limit=2147483647"));
+            findings.error(
+                "letters-are-dropped-when-looked-at",
+                at,
+                what,
+                format!("{ANEW} with x-delivery-limit=2147483647"),
+            );
         }
-        (it, Role::Consumed { dead_letters }) if it.starts_with("x-dead-letter-") || it == "x-delivery-limit" => {
-            let what = format!("what the broker gives up on, at a delivery limit say, does not go to {dead_letters} ({said})");
-            let remedy =
-                format!("set dead-letter-exchange \"\" and dead-letter-routing-key {dead_letters} by a policy, or declare it anew");
+        (it, Role::Consumed { dead_letters })
+            if it.starts_with("x-dead-letter-") || it == "x-delivery-limit" =>
+        {
+            let what = format!(
+                "what the broker gives up on, at a delivery limit say, does not go to {dead_letters} ({said})"
+            );
+            let remedy = format!(
+                "set dead-letter-exchange \"\" and dead-letter-routing-key {dead_letters} by a policy, or declare it anew"
+            );
             findings.warning("queue-drops-what-it-gives-up", at, what, remedy);
         }
         _ => {
-            let remedy = "see that nothing of it loses messages, and use `Topology::Check` in the consumer";
+            let remedy =
+                "see that nothing of it loses messages, and use `Topology::Check` in the consumer";
             findings.warning("queue-has-other-arguments", at, said.clone(), remedy);
         }
     }

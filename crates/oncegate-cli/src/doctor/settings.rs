@@ -10,9 +10,14 @@ use crate::config::Config;
 use crate::failure::Failure;
 use crate::say::span;
 
-/// How bad a store is that forgets: at most once does not start on it, and effectively once handles again what was forgotten.
+/// How bad a store is that forgets: at most once does not start on it, and effectively once handles
+/// again what was forgotten.
 pub(super) fn forgetting(config: &Config) -> Level {
-    if config.guarantee() == Guarantee::AtMostOnce { Level::Error } else { Level::Warning }
+    if config.guarantee() == Guarantee::AtMostOnce {
+        Level::Error
+    } else {
+        Level::Warning
+    }
 }
 
 pub(super) fn look(config: &Config, findings: &mut Findings) -> Result<(), Failure> {
@@ -22,7 +27,11 @@ pub(super) fn look(config: &Config, findings: &mut Findings) -> Result<(), Failu
         findings.error(
             "lease-against-window",
             "gate.lease",
-            format!("the lease ({}) is not shorter than the window ({})", span(lease), span(window)),
+            format!(
+                "the lease ({}) is not shorter than the window ({})",
+                span(lease),
+                span(window)
+            ),
             "shorten gate.lease, or lengthen gate.window; a consumer refuses to start",
         );
     }
@@ -38,12 +47,19 @@ pub(super) fn look(config: &Config, findings: &mut Findings) -> Result<(), Failu
         findings.error(
             "max-age-against-window",
             "gate.max-age",
-            format!("messages of an age of {} are taken for new, and ids are forgotten after {}", span(max_age), span(window)),
+            format!(
+                "messages of an age of {} are taken for new, and ids are forgotten after {}",
+                span(max_age),
+                span(window)
+            ),
             "set gate.max-age to at most gate.window, half of it by default",
         );
     }
-    // As the consumer itself reckons at its start. What no consumer can be set up from, it says itself.
-    let open = config.consumer(Consumer::builder()).map_or(Duration::ZERO, |consumer| consumer.longest_open());
+    // As the consumer itself reckons at its start. What no consumer can be set up from, it says
+    // itself.
+    let open = config
+        .consumer(Consumer::builder())
+        .map_or(Duration::ZERO, |consumer| consumer.longest_open());
     let patience = config.consumer_timeout();
     if config.has("rabbitmq.url") && open > patience / 10 * 9 {
         findings.error(
@@ -68,14 +84,19 @@ pub(super) fn look(config: &Config, findings: &mut Findings) -> Result<(), Failu
             "if another service may ever share this Redis, give each a scope: `.scope(\"ledger\")` in the consumer, store.scope here",
         );
     }
-    if let Some(directory) = config.text("audit.file").and_then(|file| Path::new(file).parent())
+    if let Some(directory) = config
+        .text("audit.file")
+        .and_then(|file| Path::new(file).parent())
         && !directory.as_os_str().is_empty()
         && !directory.is_dir()
     {
         findings.error(
             "audit-has-no-place",
             "audit.file",
-            format!("the directory {} does not exist, so that nothing can be done that is audited", directory.display()),
+            format!(
+                "the directory {} does not exist, so that nothing can be done that is audited",
+                directory.display()
+            ),
             "create it, or leave audit.file out: the audit then stands on the store",
         );
     }

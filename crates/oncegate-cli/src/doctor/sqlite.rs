@@ -13,10 +13,18 @@ pub(super) async fn look(config: &Config, file: &Path, findings: &mut Findings) 
     let at = format!("SQLite file {}", file.display());
     // To look into a file makes it, which is for the first consumer to do.
     if !file.exists() {
-        match file.parent().filter(|directory| !directory.as_os_str().is_empty()) {
+        match file
+            .parent()
+            .filter(|directory| !directory.as_os_str().is_empty())
+        {
             Some(directory) if !directory.is_dir() => {
                 let what = format!("there is no directory {}", directory.display());
-                findings.error("store-unusable", at, what, "create it, or name another file in store.url");
+                findings.error(
+                    "store-unusable",
+                    at,
+                    what,
+                    "create it, or name another file in store.url",
+                );
             }
             _ => {}
         }
@@ -25,8 +33,19 @@ pub(super) async fn look(config: &Config, file: &Path, findings: &mut Findings) 
     match markers::sqlite(config, file).memory().await {
         Ok(Memory::Survives(_)) => {}
         Ok(Memory::Forgets(why)) => {
-            findings.add(forgetting(config), "store-forgets", at, why, "name a file on a local disk in store.url");
+            findings.add(
+                forgetting(config),
+                "store-forgets",
+                at,
+                why,
+                "name a file on a local disk in store.url",
+            );
         }
-        Err(error) => findings.error("store-unusable", at, error.to_string(), "change what it says"),
+        Err(error) => findings.error(
+            "store-unusable",
+            at,
+            error.to_string(),
+            "change what it says",
+        ),
     }
 }

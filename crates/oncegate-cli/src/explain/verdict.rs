@@ -43,7 +43,9 @@ impl Verdict {
     pub(crate) fn word(self, guarantee: Guarantee) -> &'static str {
         match (self, guarantee) {
             (Self::Handled, Guarantee::AtMostOnce) => return "handled, once",
-            (Self::HandledWithDuplicates, Guarantee::AtMostOnce) => return "handled once; there were duplicates",
+            (Self::HandledWithDuplicates, Guarantee::AtMostOnce) => {
+                return "handled once; there were duplicates";
+            }
             _ => {}
         }
         match self {
@@ -72,7 +74,12 @@ pub(crate) fn of(known: &Known) -> (Verdict, String) {
         return (Verdict::NotSeen, says.into());
     };
     // What came from elsewhere is another consumer's.
-    let waits = |letters: &[Letter]| letters.iter().find(|letter| letter.state.waits() && letter.elsewhere.is_none()).cloned();
+    let waits = |letters: &[Letter]| {
+        letters
+            .iter()
+            .find(|letter| letter.state.waits() && letter.elsewhere.is_none())
+            .cloned()
+    };
     let (dead, doubt) = (waits(&known.dead_letters), waits(&known.in_doubt));
     let (verdict, mut says) = match marker.state {
         State::Done => handled(known, dead.as_ref(), doubt.as_ref()),
@@ -101,13 +108,20 @@ const CLOCKS: u64 = 60_000;
 
 /// What people did about it last, if it was done.
 fn last(known: &Known) -> Option<(&Entry, Deed)> {
-    let mut done = known.acts.iter().filter(|act| act.stage == Stage::Done).map(|act| (act, act.deed()));
+    let mut done = known
+        .acts
+        .iter()
+        .filter(|act| act.stage == Stage::Done)
+        .map(|act| (act, act.deed()));
     done.rfind(|(_, deed)| *deed != Deed::Other)
 }
 
 /// Whether no claim was granted since a person freed the id.
 fn nothing_ran_since(known: &Known) -> bool {
-    known.marker.as_ref().is_some_and(|marker| marker.attempts == Some(0))
+    known
+        .marker
+        .as_ref()
+        .is_some_and(|marker| marker.attempts == Some(0))
 }
 
 /// Whether an act is so long ago that a record of what came after it may be gone.
@@ -117,23 +131,45 @@ fn is_past(act: &Entry, known: &Known) -> bool {
 
 /// The act by which it counts as handled, unless the record was written later, by a consumer.
 fn by_a_person(known: &Known) -> Option<&Entry> {
-    let written = known.marker.as_ref().and_then(|marker| marker.written_at_ms);
+    let written = known
+        .marker
+        .as_ref()
+        .and_then(|marker| marker.written_at_ms);
     let (act, deed) = last(known)?;
-    (deed == Deed::Completed && written.is_none_or(|written| written <= act.at_ms.saturating_add(CLOCKS))).then_some(act)
+    (deed == Deed::Completed
+        && written.is_none_or(|written| written <= act.at_ms.saturating_add(CLOCKS)))
+    .then_some(act)
 }
 
 /// The messages of the topic that were not set aside.
 fn copies(known: &Known) -> Option<usize> {
-    let aside: Vec<&str> = known.dead_letters.iter().chain(&known.in_doubt).filter_map(|letter| letter.header(headers::ORIGIN)).collect();
+    let aside: Vec<&str> = known
+        .dead_letters
+        .iter()
+        .chain(&known.in_doubt)
+        .filter_map(|letter| letter.header(headers::ORIGIN))
+        .collect();
     let copies = known.copies.as_ref()?.iter();
     // A place has its broker before it.
-    Some(copies.filter(|copy| !aside.iter().any(|origin| copy.split_once(' ').is_some_and(|(_, place)| place == *origin))).count())
+    Some(
+        copies
+            .filter(|copy| {
+                !aside.iter().any(|origin| {
+                    copy.split_once(' ')
+                        .is_some_and(|(_, place)| place == *origin)
+                })
+            })
+            .count(),
+    )
 }
 
 fn handled(known: &Known, dead: Option<&Letter>, doubt: Option<&Letter>) -> (Verdict, String) {
     let copies = copies(known).unwrap_or(0);
     let mut says = match by_a_person(known) {
-        Some(act) => format!("It counts as handled: {} said so on {} (`{}`).", act.who, act.at, act.what),
+        Some(act) => format!(
+            "It counts as handled: {} said so on {} (`{}`).",
+            act.who, act.at, act.what
+        ),
         None => "It was handled, and that was recorded.".to_owned(),
     };
     if known.guarantee != Guarantee::AtMostOnce {
@@ -159,7 +195,14 @@ fn handled(known: &Known, dead: Option<&Letter>, doubt: Option<&Letter>) -> (Ver
     if doubt.is_some() {
         says.push_str(" What stands in doubt under this id is settled by that: `oncegate in-doubt resolve --happened` clears it away.");
     }
-    (if copies > 1 { Verdict::HandledWithDuplicates } else { Verdict::Handled }, says)
+    (
+        if copies > 1 {
+            Verdict::HandledWithDuplicates
+        } else {
+            Verdict::Handled
+        },
+        says,
+    )
 }
 
 fn in_doubt(known: &Known, letter: Option<&Letter>) -> String {
@@ -169,7 +212,9 @@ fn in_doubt(known: &Known, letter: Option<&Letter>) -> String {
         "in-doubt-timed-out" => "its handler did not return in time",
         "in-doubt-unreadable-marker" => "what the store holds under its id is no marker",
         "in-doubt-holder-gone" => "the process that handled it is gone",
-        "in-doubt-too-old" => "it is older than what the store remembers, so it may have been handled before",
+        "in-doubt-too-old" => {
+            "it is older than what the store remembers, so it may have been handled before"
+        }
         _ => "nobody could tell",
     });
     match (letter, why) {
@@ -214,10 +259,18 @@ fn dead_lettered(known: &Known, letter: &Letter, state: State) -> String {
         "set-aside-by-the-broker" => "the broker itself gave it up, as at its delivery limit",
         _ => "nobody says why",
     };
-    let error = letter.header(headers::LAST_ERROR).map(|error| format!(" The last error: {error}.")).unwrap_or_default();
-    let stands = format!("It was not handled: {why}.{error} It stands in {}.", letter.place);
+    let error = letter
+        .header(headers::LAST_ERROR)
+        .map(|error| format!(" The last error: {error}."))
+        .unwrap_or_default();
+    let stands = format!(
+        "It was not handled: {why}.{error} It stands in {}.",
+        letter.place
+    );
     if state == State::Rejected {
-        return format!("{stands} A message with this id is not run until it is redriven; `oncegate dead-letters redrive` sends it back.");
+        return format!(
+            "{stands} A message with this id is not run until it is redriven; `oncegate dead-letters redrive` sends it back."
+        );
     }
     let mut says = stands;
     if letter.state == LetterState::Begun {
@@ -237,7 +290,8 @@ fn dead_lettered(known: &Known, letter: &Letter, state: State) -> String {
 
 fn without_letters(known: &Known, state: State) -> (Verdict, String) {
     let last = last(known);
-    // A marker that says that nothing counts is known; one that is not there says so for the length of the window alone.
+    // A marker that says that nothing counts is known; one that is not there says so for the length
+    // of the window alone.
     let is_known = |act: &Entry| state != State::Absent || !is_past(act, known);
     let gone = || {
         format!(
@@ -248,15 +302,32 @@ fn without_letters(known: &Known, state: State) -> (Verdict, String) {
     };
     match (last, state) {
         (Some((act, Deed::Dropped)), _) if is_known(act) => {
-            return (Verdict::Dropped, format!("It was not handled. {} dropped it from the dead letters on {}.", act.who, act.at));
+            return (
+                Verdict::Dropped,
+                format!(
+                    "It was not handled. {} dropped it from the dead letters on {}.",
+                    act.who, act.at
+                ),
+            );
         }
         (Some((act, Deed::Dropped)), _) => {
-            return (Verdict::Unknown, format!("{} dropped it from the dead letters on {}.{}", act.who, act.at, gone()));
+            return (
+                Verdict::Unknown,
+                format!(
+                    "{} dropped it from the dead letters on {}.{}",
+                    act.who,
+                    act.at,
+                    gone()
+                ),
+            );
         }
         (Some((act, Deed::SentBack)), State::Absent | State::Cleared) => {
             let sent = format!("{} sent it back on {}", act.who, act.at);
             return match is_known(act) {
-                true => (Verdict::SentBack, format!("{sent}; it was not handled since.")),
+                true => (
+                    Verdict::SentBack,
+                    format!("{sent}; it was not handled since."),
+                ),
                 false => (Verdict::Unknown, format!("{sent}.{}", gone())),
             };
         }
@@ -268,7 +339,15 @@ fn without_letters(known: &Known, state: State) -> (Verdict, String) {
             return (Verdict::Unknown, says);
         }
         (Some((act, Deed::Completed)), State::Absent) => {
-            return (Verdict::Unknown, format!("{} said on {} that it counts as handled.{}", act.who, act.at, gone()));
+            return (
+                Verdict::Unknown,
+                format!(
+                    "{} said on {} that it counts as handled.{}",
+                    act.who,
+                    act.at,
+                    gone()
+                ),
+            );
         }
         _ => {}
     }

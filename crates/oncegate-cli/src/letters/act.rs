@@ -64,7 +64,8 @@ impl Turns {
     }
 }
 
-/// SIGTERM or Ctrl-C: the program ends after the letter at hand, and tells how far it came. SIGKILL alone cuts a letter off.
+/// SIGTERM or Ctrl-C: the program ends after the letter at hand, and tells how far it came. SIGKILL
+/// alone cuts a letter off.
 pub(crate) struct Stop(Pin<Box<dyn Future<Output = ()> + Send>>);
 
 impl Stop {
@@ -77,7 +78,10 @@ impl Stop {
     ///
     /// # Errors
     /// Asked to stop, after which this is not used again.
-    pub(crate) async fn or<T>(&mut self, step: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
+    pub(crate) async fn or<T>(
+        &mut self,
+        step: impl Future<Output = Result<T, Failure>>,
+    ) -> Result<T, Failure> {
         tokio::select! {
             biased;
             () = &mut self.0 => Err(Failure::not_all("stopped by a signal before the end; run the command again for the remaining messages")),
@@ -127,8 +131,18 @@ impl Report {
             Outcome::Left => self.left += 1,
         }
         if self.rows.len() < ROWS {
-            let (place, id, reason) = (letter.place.to_string(), letter.id().map(str::to_owned), letter.reason().to_owned());
-            self.rows.push(Row { place, id, reason, outcome, says: says.into() });
+            let (place, id, reason) = (
+                letter.place.to_string(),
+                letter.id().map(str::to_owned),
+                letter.reason().to_owned(),
+            );
+            self.rows.push(Row {
+                place,
+                id,
+                reason,
+                outcome,
+                says: says.into(),
+            });
         }
     }
 
@@ -136,7 +150,11 @@ impl Report {
     ///
     /// # Errors
     /// What went wrong, if it would go wrong with the next letter, too.
-    pub(crate) fn note(&mut self, letter: &Letter, said: Result<String, Failure>) -> Result<(), Failure> {
+    pub(crate) fn note(
+        &mut self,
+        letter: &Letter,
+        said: Result<String, Failure>,
+    ) -> Result<(), Failure> {
         match said {
             Ok(said) => self.add(letter, Outcome::Done, said),
             Err(failure) => {
@@ -153,7 +171,8 @@ impl Report {
         self.done + self.left
     }
 
-    /// What is left does not count: it would be left the next time too, and nothing behind it ever be reached.
+    /// What is left does not count: it would be left the next time too, and nothing behind it ever
+    /// be reached.
     pub(crate) fn is_full(&self, pace: &Pace) -> bool {
         pace.limit.is_some_and(|limit| self.done >= limit)
     }
@@ -181,26 +200,63 @@ impl Report {
     fn note_id(&mut self, id: &str, outcome: Outcome, says: String) {
         if self.rows.len() < ROWS {
             let none = || "-".to_owned();
-            self.rows.push(Row { place: none(), id: Some(id.to_owned()), reason: none(), outcome, says });
+            self.rows.push(Row {
+                place: none(),
+                id: Some(id.to_owned()),
+                reason: none(),
+                outcome,
+                says,
+            });
         }
     }
 
     /// Prints it, and says how the program ends: with what stopped it, if something did.
-    pub(crate) fn finish(self, context: &Context, doing: &Doing, act: Acting, stopped: Option<Failure>) -> Result<(), Failure> {
+    pub(crate) fn finish(
+        self,
+        context: &Context,
+        doing: &Doing,
+        act: Acting,
+        stopped: Option<Failure>,
+    ) -> Result<(), Failure> {
         let mut table = Table::new(&["where", "id", "reason", "what"]);
         for row in &self.rows {
-            table.row([row.place.clone(), row.id.clone().unwrap_or_else(|| "-".into()), row.reason.clone(), row.says.clone()]);
+            table.row([
+                row.place.clone(),
+                row.id.clone().unwrap_or_else(|| "-".into()),
+                row.reason.clone(),
+                row.says.clone(),
+            ]);
         }
         let (seen, told) = (self.seen(), self.rows.len());
-        let cut = if told < seen { format!("The first {told} of {seen} are told.\n") } else { String::new() };
+        let cut = if told < seen {
+            format!("The first {told} of {seen} are told.\n")
+        } else {
+            String::new()
+        };
         let (verb, would) = (act.verb, if doing.yes { "" } else { "would be " });
         let ageless = ageless(self.without_age);
-        let summary = format!("{cut}{} {would}{verb}, {} {would}left where they are.{ageless}", self.done, self.left);
-        self.print(context, doing, act, stopped.as_ref(), format!("{table}{summary}"))?;
+        let summary = format!(
+            "{cut}{} {would}{verb}, {} {would}left where they are.{ageless}",
+            self.done, self.left
+        );
+        self.print(
+            context,
+            doing,
+            act,
+            stopped.as_ref(),
+            format!("{table}{summary}"),
+        )?;
         self.end(doing, stopped)
     }
 
-    fn print(&self, context: &Context, doing: &Doing, act: Acting, stopped: Option<&Failure>, people: String) -> Result<(), Failure> {
+    fn print(
+        &self,
+        context: &Context,
+        doing: &Doing,
+        act: Acting,
+        stopped: Option<&Failure>,
+        people: String,
+    ) -> Result<(), Failure> {
         let machines = serde_json::json!({
             "act": act.name, "did": doing.yes, "done": self.done, "left": self.left, "without_age": self.without_age,
             "markers": self.markers, "letters": self.rows, "all": self.rows.len() == self.seen(), "stopped": stopped.map(ToString::to_string),
@@ -213,7 +269,10 @@ impl Report {
             Some(failure) => Err(failure),
             None if doing.dry_run => Ok(()),
             None if !doing.yes => Err(Failure::not_confirmed()),
-            None if self.left > 0 => Err(Failure::not_all(format!("{} were left where they are", self.left))),
+            None if self.left > 0 => Err(Failure::not_all(format!(
+                "{} were left where they are",
+                self.left
+            ))),
             None => Ok(()),
         }
     }
@@ -226,12 +285,18 @@ pub(crate) struct Acting {
     pub(crate) verb: &'static str,
 }
 
-/// Publishes a copy with confirmation, writes down that it was done, and takes the letter out, in this order. A crash anywhere
-/// leaves the letter, or a copy more, which passes the gate.
+/// Publishes a copy with confirmation, writes down that it was done, and takes the letter out, in
+/// this order. A crash anywhere leaves the letter, or a copy more, which passes the gate.
 ///
 /// # Errors
 /// The letter is left where it is, and the audit says whether a copy may stand.
-pub(crate) async fn publish(audit: &Audit, begun: Begun, reader: &mut Reader, letter: &Letter, begins: Begins) -> Result<(), Failure> {
+pub(crate) async fn publish(
+    audit: &Audit,
+    begun: Begun,
+    reader: &mut Reader,
+    letter: &Letter,
+    begins: Begins,
+) -> Result<(), Failure> {
     match reader.publish(letter, begins).await {
         Ok(()) => {}
         Err(Unsent::Refused(failure)) => {
@@ -250,7 +315,12 @@ pub(crate) async fn publish(audit: &Audit, begun: Begun, reader: &mut Reader, le
 ///
 /// # Errors
 /// The letter is left where it is.
-pub(crate) async fn take_out(audit: &Audit, begun: Begun, reader: &Reader, letter: &Letter) -> Result<(), Failure> {
+pub(crate) async fn take_out(
+    audit: &Audit,
+    begun: Begun,
+    reader: &Reader,
+    letter: &Letter,
+) -> Result<(), Failure> {
     audit.done(begun).await?;
     reader.take_out(letter).await
 }

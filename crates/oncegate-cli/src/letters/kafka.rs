@@ -25,11 +25,17 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
 /// How many letters are read ahead of who goes through them.
 const AHEAD: usize = 64;
 
-/// A client of the brokers that are configured, made as the consumer makes its own, with these settings over them.
-pub(crate) fn client<C: FromClientConfig>(config: &Config, settings: &[(&str, &str)]) -> Result<C, Failure> {
+/// A client of the brokers that are configured, made as the consumer makes its own, with these
+/// settings over them.
+pub(crate) fn client<C: FromClientConfig>(
+    config: &Config,
+    settings: &[(&str, &str)],
+) -> Result<C, Failure> {
     let settings = [&[("client.id", "oncegate-cli")], settings].concat();
     let client = config.kafka()?.client(&settings);
-    client.map_err(|error| oncegate_config::Error::of_source(oncegate_config::Broker::Kafka, error).into())
+    client.map_err(|error| {
+        oncegate_config::Error::of_source(oncegate_config::Broker::Kafka, error).into()
+    })
 }
 
 /// The topic that is consumed.
@@ -47,7 +53,8 @@ pub(crate) fn destination(config: &Config, shelf: Shelf) -> Result<String, Failu
     Ok(named.map_or_else(|| format!("{topic}.{suffix}"), str::to_owned))
 }
 
-/// A consumer that belongs to no group: the name stands for nothing, since nothing is subscribed to or committed.
+/// A consumer that belongs to no group: the name stands for nothing, since nothing is subscribed to
+/// or committed.
 pub(crate) fn consumer(config: &Config) -> Result<BaseConsumer, Failure> {
     let settings = [
         ("group.id", "oncegate-cli"),
@@ -100,36 +107,66 @@ impl Reader {
                 read(&consumer, unread, ids.as_ref(), &hand_over);
             }
         });
-        let total = told_of.await.map_err(|_| Failure::server("Kafka: the reader ended"))??;
-        Ok(Self { total, target: topic(config)?, letters, config: config.clone(), publisher: None, done })
+        let total = told_of
+            .await
+            .map_err(|_| Failure::server("Kafka: the reader ended"))??;
+        Ok(Self {
+            total,
+            target: topic(config)?,
+            letters,
+            config: config.clone(),
+            publisher: None,
+            done,
+        })
     }
 
     pub(crate) async fn next(&mut self) -> Result<Option<Letter>, Failure> {
-        let Some(letter) = self.letters.recv().await else { return Ok(None) };
+        let Some(letter) = self.letters.recv().await else {
+            return Ok(None);
+        };
         let mut letter = letter?;
         // Nothing in the topic that is consumed is a dead letter.
         if letter.place.name == self.target {
             letter.remove_reserved_headers();
         }
         letter.state = self.done.state(&letter);
-        letter.elsewhere = letter.header(headers::ORIGIN).map(topic_of).filter(|name| *name != self.target).map(str::to_owned);
+        letter.elsewhere = letter
+            .header(headers::ORIGIN)
+            .map(topic_of)
+            .filter(|name| *name != self.target)
+            .map(str::to_owned);
         Ok(Some(letter))
     }
 
     pub(crate) async fn publish(&mut self, letter: &Letter, begins: Begins) -> Result<(), Unsent> {
         let publisher = match &self.publisher {
             Some(publisher) => publisher,
-            None => self.publisher.insert(client(&self.config, &PRODUCER).map_err(Unsent::Refused)?),
+            None => self
+                .publisher
+                .insert(client(&self.config, &PRODUCER).map_err(Unsent::Refused)?),
         };
         let mut written = OwnedHeaders::new();
-        for (name, value) in letter.raw_headers.iter().filter(|(name, _)| !begins_without(name)) {
-            written = written.insert(Header { key: name, value: value.as_ref() });
+        for (name, value) in letter
+            .raw_headers
+            .iter()
+            .filter(|(name, _)| !begins_without(name))
+        {
+            written = written.insert(Header {
+                key: name,
+                value: value.as_ref(),
+            });
         }
         if let Some(first_seen) = begins.first_seen() {
-            written = written.insert(Header { key: headers::FIRST_SEEN, value: Some(&first_seen) });
+            written = written.insert(Header {
+                key: headers::FIRST_SEEN,
+                value: Some(&first_seen),
+            });
         }
-        // Where it was, so that what has its key is in the same partition, whichever way its producer chose one.
-        let partition = letter.header(headers::ORIGIN).and_then(|origin| partition_of(origin, &self.target));
+        // Where it was, so that what has its key is in the same partition, whichever way its
+        // producer chose one.
+        let partition = letter
+            .header(headers::ORIGIN)
+            .and_then(|origin| partition_of(origin, &self.target));
         let record = |partition| FutureRecord::<[u8], [u8]> {
             topic: &self.target,
             partition,
@@ -140,25 +177,30 @@ impl Reader {
         };
         let sent = match publisher.send(record(partition), PATIENCE).await {
             // The topic has fewer partitions by now.
-            Err((KafkaError::MessageProduction(RDKafkaErrorCode::UnknownPartition), _)) if partition.is_some() => {
+            Err((KafkaError::MessageProduction(RDKafkaErrorCode::UnknownPartition), _))
+                if partition.is_some() =>
+            {
                 publisher.send(record(None), PATIENCE).await
             }
             sent => sent,
         };
-        sent.map(drop).map_err(|(error, _)| unsent(&error, &self.target))
+        sent.map(drop)
+            .map_err(|(error, _)| unsent(&error, &self.target))
     }
 }
 
 /// What an error says of a copy.
 fn unsent(error: &KafkaError, target: &str) -> Unsent {
     use RDKafkaErrorCode::{
-        InvalidTopic, MessageSizeTooLarge, PolicyViolation, QueueFull, TopicAuthorizationFailed, UnknownPartition, UnknownTopic,
-        UnknownTopicOrPartition,
+        InvalidTopic, MessageSizeTooLarge, PolicyViolation, QueueFull, TopicAuthorizationFailed,
+        UnknownPartition, UnknownTopic, UnknownTopicOrPartition,
     };
     let says = format!("Kafka: {target} does not take the copy: {error}");
     match error {
         // The next one may be smaller.
-        KafkaError::MessageProduction(MessageSizeTooLarge) => Unsent::Refused(Failure::not_all(format!("left: {says}"))),
+        KafkaError::MessageProduction(MessageSizeTooLarge) => {
+            Unsent::Refused(Failure::not_all(format!("left: {says}")))
+        }
         KafkaError::MessageProduction(
             InvalidTopic
             | PolicyViolation
@@ -184,7 +226,8 @@ fn partition_of(origin: &str, topic: &str) -> Option<i32> {
     (name == topic).then(|| partition.parse().ok()).flatten()
 }
 
-/// Assigns all partitions from their beginning. Says how many offsets there are up to their ends, and which partitions have any.
+/// Assigns all partitions from their beginning. Says how many offsets there are up to their ends,
+/// and which partitions have any.
 fn begin(consumer: &BaseConsumer, topic: &str) -> Result<(u64, HashSet<(i32, i64)>), Failure> {
     let partitions = partitions(consumer, topic)?;
     let (mut total, mut unread, mut assigned) = (0, HashSet::new(), TopicPartitionList::new());
@@ -205,15 +248,21 @@ fn begin(consumer: &BaseConsumer, topic: &str) -> Result<(u64, HashSet<(i32, i64
 /// # Errors
 /// It does not exist, or nobody answers.
 pub(crate) fn partitions(consumer: &BaseConsumer, topic: &str) -> Result<Vec<i32>, Failure> {
-    let metadata =
-        consumer.fetch_metadata(Some(topic), PATIENCE).map_err(|error| Failure::server(format!("Kafka does not answer: {error}")))?;
+    let metadata = consumer
+        .fetch_metadata(Some(topic), PATIENCE)
+        .map_err(|error| Failure::server(format!("Kafka does not answer: {error}")))?;
     let found = metadata.topics().first();
     match found.map(|topic| topic.error().map(RDKafkaErrorCode::from)) {
-        Some(None) => Ok(found.map(|topic| topic.partitions().iter().map(|it| it.id()).collect()).unwrap_or_default()),
-        Some(Some(RDKafkaErrorCode::UnknownTopicOrPartition | RDKafkaErrorCode::UnknownTopic)) | None => {
-            Err(Failure::server(format!("Kafka: the topic `{topic}` does not exist")))
-        }
-        Some(Some(code)) => Err(Failure::server(format!("Kafka: the topic `{topic}`: {code}"))),
+        Some(None) => Ok(found
+            .map(|topic| topic.partitions().iter().map(|it| it.id()).collect())
+            .unwrap_or_default()),
+        Some(Some(RDKafkaErrorCode::UnknownTopicOrPartition | RDKafkaErrorCode::UnknownTopic))
+        | None => Err(Failure::server(format!(
+            "Kafka: the topic `{topic}` does not exist"
+        ))),
+        Some(Some(code)) => Err(Failure::server(format!(
+            "Kafka: the topic `{topic}`: {code}"
+        ))),
     }
 }
 
@@ -228,7 +277,9 @@ fn read(
     while !unread.is_empty() {
         let letter = match consumer.poll(Duration::from_millis(200)) {
             None if last.elapsed() < PATIENCE * 3 => continue,
-            None => Err(Failure::server("Kafka says nothing more; not all of the topic was read")),
+            None => Err(Failure::server(
+                "Kafka says nothing more; not all of the topic was read",
+            )),
             Some(Err(KafkaError::PartitionEOF(partition))) => {
                 unread.retain(|(it, _)| *it != partition);
                 last = Instant::now();
@@ -239,7 +290,10 @@ fn read(
             Some(Err(error)) => Err(error.into()),
             Some(Ok(message)) => {
                 let (partition, next) = (message.partition(), message.offset() + 1);
-                let end = unread.iter().find(|(it, _)| *it == partition).map(|(_, end)| *end);
+                let end = unread
+                    .iter()
+                    .find(|(it, _)| *it == partition)
+                    .map(|(_, end)| *end);
                 let Some(end) = end else { continue };
                 if next >= end {
                     unread.remove(&(partition, end));
@@ -275,8 +329,13 @@ fn letter(message: &BorrowedMessage<'_>, ids: Option<&IdSource>) -> Letter {
             }
         }
     }
-    let text = |value: &Option<Vec<u8>>| String::from_utf8_lossy(value.as_deref().unwrap_or_default()).into_owned();
-    let written_ms = message.timestamp().to_millis().and_then(|ms| u64::try_from(ms).ok());
+    let text = |value: &Option<Vec<u8>>| {
+        String::from_utf8_lossy(value.as_deref().unwrap_or_default()).into_owned()
+    };
+    let written_ms = message
+        .timestamp()
+        .to_millis()
+        .and_then(|ms| u64::try_from(ms).ok());
     let mut letter = Letter {
         place: Place {
             broker: Broker::Kafka.name().to_owned(),
@@ -286,20 +345,26 @@ fn letter(message: &BorrowedMessage<'_>, ids: Option<&IdSource>) -> Letter {
             written_ms,
         },
         state: State::Waiting,
-        headers: raw_headers.iter().map(|(name, value)| (name.clone(), text(value))).collect(),
+        headers: raw_headers
+            .iter()
+            .map(|(name, value)| (name.clone(), text(value)))
+            .collect(),
         key: message.key().map(<[u8]>::to_vec),
         body: message.payload().map(<[u8]>::to_vec),
         sent_ms: None,
         set_aside_ms: written_ms,
         elsewhere: None,
-        lacks: (unnamed > 0).then(|| format!("{unnamed} of its headers have names that are no text")),
+        lacks: (unnamed > 0)
+            .then(|| format!("{unnamed} of its headers have names that are no text")),
         #[cfg(feature = "rabbitmq")]
         delivery: None,
         raw_headers,
         looks: None,
         read_id: None,
     };
-    letter.read_id = ids.and_then(|ids| ids.read(&as_message(&letter)).ok()).map(|id| id.to_string());
+    letter.read_id = ids
+        .and_then(|ids| ids.read(&as_message(&letter)).ok())
+        .map(|id| id.to_string());
     letter
 }
 
@@ -314,7 +379,11 @@ fn as_message(letter: &Letter) -> oncegate::Message {
     }
     if let (Some(partition), Some(offset)) = (letter.place.partition, letter.place.offset) {
         let position = oncegate::Position::Offset { partition, offset };
-        message.origin = oncegate::Origin { name: letter.place.name.as_str().into(), position, system: Some("kafka") };
+        message.origin = oncegate::Origin {
+            name: letter.place.name.as_str().into(),
+            position,
+            system: Some("kafka"),
+        };
     }
     message
 }

@@ -42,8 +42,8 @@ pub(crate) struct Show {
 /// How queues are looked into.
 #[derive(Args, Clone, Copy, Debug)]
 pub(crate) struct Looking {
-    /// Looks into a RabbitMQ queue that has other arguments than oncegate gives it, though a quorum queue counts that towards
-    /// its delivery limit.
+    /// Looks into a RabbitMQ queue that has other arguments than oncegate gives it, though a quorum
+    /// queue counts that towards its delivery limit.
     #[arg(long)]
     accept_delivery_counts: bool,
 }
@@ -51,21 +51,43 @@ pub(crate) struct Looking {
 impl Looking {
     /// As it was said here, or once and for all.
     pub(crate) fn counts(self, context: &Context) -> Counts {
-        let is_accepted = self.accept_delivery_counts || context.config.text("rabbitmq.delivery-counts") == Some("accepted");
-        if is_accepted { Counts::Accepted } else { Counts::Refused }
+        let is_accepted = self.accept_delivery_counts
+            || context.config.text("rabbitmq.delivery-counts") == Some("accepted");
+        if is_accepted {
+            Counts::Accepted
+        } else {
+            Counts::Refused
+        }
     }
 }
 
 async fn acts(context: &Context) -> Result<Vec<Entry>, Failure> {
-    if Audit::has_place(context)? { Audit::of(context)?.acts().await } else { Ok(Vec::new()) }
+    if Audit::has_place(context)? {
+        Audit::of(context)?.acts().await
+    } else {
+        Ok(Vec::new())
+    }
 }
 
 /// Opens a destination, with what the audit knows of it.
-pub(crate) async fn open(context: &Context, broker: Broker, shelf: Shelf, counts: Counts) -> Result<Reader, Failure> {
-    Reader::open(context, broker, shelf, Done::of(&acts(context).await?), counts).await
+pub(crate) async fn open(
+    context: &Context,
+    broker: Broker,
+    shelf: Shelf,
+    counts: Counts,
+) -> Result<Reader, Failure> {
+    Reader::open(
+        context,
+        broker,
+        shelf,
+        Done::of(&acts(context).await?),
+        counts,
+    )
+    .await
 }
 
-/// The same to look at it alone. On RabbitMQ the audit knows of what was cut off alone, and without it the letters are still to be seen.
+/// The same to look at it alone. On RabbitMQ the audit knows of what was cut off alone, and without
+/// it the letters are still to be seen.
 async fn open_to_look(
     context: &Context,
     broker: Broker,
@@ -98,7 +120,8 @@ pub(crate) fn bar(reader: &Reader, message: &'static str) -> indicatif::Progress
     bar
 }
 
-/// All letters that are meant, without their bodies unless they are wanted, and whether there may be more.
+/// All letters that are meant, without their bodies unless they are wanted, and whether there may
+/// be more.
 pub(crate) async fn gather(
     context: &Context,
     shelf: Shelf,
@@ -149,7 +172,17 @@ pub(crate) async fn list(context: &Context, shelf: Shelf, list: List) -> Result<
             meant == Meant::Yes
         };
         let left = list.limit - letters.len();
-        match gather(context, shelf, broker, counts, left, &mut not_looked_at, takes).await {
+        match gather(
+            context,
+            shelf,
+            broker,
+            counts,
+            left,
+            &mut not_looked_at,
+            takes,
+        )
+        .await
+        {
             Ok((found, rest)) => {
                 letters.extend(found);
                 more |= rest;
@@ -158,12 +191,30 @@ pub(crate) async fn list(context: &Context, shelf: Shelf, list: List) -> Result<
         }
     }
     let views: Vec<View<'_>> = letters.iter().map(Letter::view).collect();
-    let rest = if more { "\nThere are more: raise --limit." } else { "" };
+    let rest = if more {
+        "\nThere are more: raise --limit."
+    } else {
+        ""
+    };
     let all = !more && not_looked_at.places().is_none();
     let machines = serde_json::json!({ "letters": views, "all": all, "without_age": without_age, "not_looked_at": not_looked_at });
-    let (count, counted) = (letters.len(), if counts == Counts::Refused { counted(&letters) } else { String::new() });
+    let (count, counted) = (
+        letters.len(),
+        if counts == Counts::Refused {
+            counted(&letters)
+        } else {
+            String::new()
+        },
+    );
     let unseen = not_looked_at.for_people();
-    context.format.print(&machines, format!("{}{count} shown.{rest}{}{counted}{unseen}", table(&letters), ageless(without_age)))?;
+    context.format.print(
+        &machines,
+        format!(
+            "{}{count} shown.{rest}{}{counted}{unseen}",
+            table(&letters),
+            ageless(without_age)
+        ),
+    )?;
     not_looked_at.end()
 }
 
@@ -181,7 +232,16 @@ fn counted(letters: &[Letter]) -> String {
 }
 
 pub(crate) fn table(letters: &[Letter]) -> Table {
-    let mut table = Table::new(&["where", "id", "reason", "attempts", "fence", "from", "state", "last error"]);
+    let mut table = Table::new(&[
+        "where",
+        "id",
+        "reason",
+        "attempts",
+        "fence",
+        "from",
+        "state",
+        "last error",
+    ]);
     for letter in letters {
         let view = letter.view();
         let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".into());
@@ -214,20 +274,47 @@ pub(crate) async fn show(context: &Context, shelf: Shelf, show: Show) -> Result<
     let (mut letters, mut not_looked_at) = (Vec::new(), NotLookedAt::default());
     for broker in Broker::wanted(context, show.broker, &mut not_looked_at)? {
         let counts = show.looking.counts(context);
-        match gather(context, shelf, broker, counts, usize::MAX, &mut not_looked_at, |letter| filter.takes(letter)).await {
+        match gather(
+            context,
+            shelf,
+            broker,
+            counts,
+            usize::MAX,
+            &mut not_looked_at,
+            |letter| filter.takes(letter),
+        )
+        .await
+        {
             Ok((found, _)) => letters.extend(found),
             Err(failure) => not_looked_at.note(named(shelf, broker), failure),
         }
     }
-    let body = |letter: &Letter| show.body.then(|| String::from_utf8_lossy(letter.bytes()).into_owned());
-    let whole: Vec<Whole<'_>> =
-        letters.iter().map(|letter| Whole { view: letter.view(), headers: &letter.headers, body: body(letter) }).collect();
+    let body = |letter: &Letter| {
+        show.body
+            .then(|| String::from_utf8_lossy(letter.bytes()).into_owned())
+    };
+    let whole: Vec<Whole<'_>> = letters
+        .iter()
+        .map(|letter| Whole {
+            view: letter.view(),
+            headers: &letter.headers,
+            body: body(letter),
+        })
+        .collect();
     let mut text = String::new();
     for letter in &letters {
-        text.push_str(&format!("{} ({})\n", letter.place, format!("{:?}", letter.state).to_lowercase()));
+        text.push_str(&format!(
+            "{} ({})\n",
+            letter.place,
+            format!("{:?}", letter.state).to_lowercase()
+        ));
         if let Some(from) = letter.age_from_ms() {
             let age = std::time::Duration::from_millis(crate::say::now_ms().saturating_sub(from));
-            text.push_str(&format!("  from {}, {} ago\n", crate::say::utc(from), span(age)));
+            text.push_str(&format!(
+                "  from {}, {} ago\n",
+                crate::say::utc(from),
+                span(age)
+            ));
         }
         for (name, value) in &letter.headers {
             text.push_str(&format!("  {}: {}\n", plain(name), plain(value)));
@@ -247,7 +334,10 @@ pub(crate) async fn show(context: &Context, shelf: Shelf, show: Show) -> Result<
     not_looked_at.end()?;
     let waiting = letters.iter().any(|letter| letter.state.waits());
     if letters.is_empty() {
-        return Err(Failure::not_all(format!("{}: no message with this id stands there", filter.id.unwrap_or_default())));
+        return Err(Failure::not_all(format!(
+            "{}: no message with this id stands there",
+            filter.id.unwrap_or_default()
+        )));
     }
     if !waiting && context.format == crate::say::Format::People {
         crate::say::line("Nothing of it waits: all of it was dealt with.");

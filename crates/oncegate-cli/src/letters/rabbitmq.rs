@@ -1,24 +1,32 @@
 //! Letters on RabbitMQ: taken, held unacknowledged while they are looked at, and given back.
 //!
-//! There is no other way to look into a queue. A classic queue gives a message back as it was, but for the flag `redelivered`.
-//! A quorum queue may count that in `x-delivery-count`, and drops or dead-letters what goes over its delivery limit. RabbitMQ 3.10
-//! counts each way to give a message back; 4.3 counts neither `basic.nack` nor `basic.recover`, so that all that is held is given back
-//! by `basic.nack` before the channel is closed. The queues that oncegate declares have a limit that nobody reaches. A policy may
-//! set a lower one, and no client is told: so what was counted often is replaced by a copy, which is counted from zero. Other queues
-//! are not looked into unless that is accepted.
+//! There is no other way to look into a queue. A classic queue gives a message back as it was, but
+//! for the flag `redelivered`. A quorum queue may count that in `x-delivery-count`, and drops or
+//! dead-letters what goes over its delivery limit. RabbitMQ 3.10 counts each way to give a message
+//! back; 4.3 counts neither `basic.nack` nor `basic.recover`, so that all that is held is given
+//! back by `basic.nack` before the channel is closed. The queues that oncegate declares have a
+//! limit that nobody reaches. A policy may set a lower one, and no client is told: so what was
+//! counted often is replaced by a copy, which is counted from zero. Other queues are not looked
+//! into unless that is accepted.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use lapin::message::Delivery;
-use lapin::options::{BasicAckOptions, BasicGetOptions, BasicNackOptions, BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions};
+use lapin::options::{
+    BasicAckOptions, BasicGetOptions, BasicNackOptions, BasicPublishOptions, ConfirmSelectOptions,
+    QueueDeclareOptions,
+};
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Channel, Connection, ErrorKind};
 use oncegate::IdSource;
 use oncegate::marker::Token;
 use oncegate::source::headers;
 
-use super::{Begins, Broker, COUNTED_OFTEN, Counts, Done, Letter, ROUTING_KEY, Shelf, State, Unsent, begins_without};
+use super::{
+    Begins, Broker, COUNTED_OFTEN, Counts, Done, Letter, ROUTING_KEY, Shelf, State, Unsent,
+    begins_without,
+};
 use crate::Context;
 use crate::audit::Place;
 use crate::config::Config;
@@ -61,7 +69,9 @@ pub(crate) fn reply_code(error: &lapin::Error) -> Option<u16> {
 /// A connection to the broker that is configured, made as the consumer makes its own.
 pub(crate) async fn connect(config: &Config) -> Result<Connection, Failure> {
     let connected = config.rabbitmq()?.connect("oncegate-cli").await;
-    connected.map_err(|error| oncegate_config::Error::of_source(oncegate_config::Broker::RabbitMq, error).into())
+    connected.map_err(|error| {
+        oncegate_config::Error::of_source(oncegate_config::Broker::RabbitMq, error).into()
+    })
 }
 
 /// The queue that is consumed.
@@ -92,27 +102,54 @@ pub(crate) enum Kind {
 }
 
 pub(crate) async fn passively(channel: &Channel, queue: &str) -> lapin::Result<u32> {
-    let options = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
-    Ok(channel.queue_declare(queue.into(), options, FieldTable::default()).await?.message_count())
+    let options = QueueDeclareOptions {
+        passive: true,
+        ..QueueDeclareOptions::default()
+    };
+    Ok(channel
+        .queue_declare(queue.into(), options, FieldTable::default())
+        .await?
+        .message_count())
 }
 
-/// Finds out by declaring it as it should be: a queue that has other arguments is left as it is, and refuses.
+/// Finds out by declaring it as it should be: a queue that has other arguments is left as it is,
+/// and refuses.
 pub(crate) async fn kind(connection: &Connection, queue: &str) -> Result<Kind, Failure> {
     match passively(&connection.create_channel().await?, queue).await {
         Ok(_) => {}
         Err(error) if reply_code(&error) == Some(404) => return Ok(Kind::Missing),
         // An exclusive queue of somebody else's, or no right to look.
-        Err(error) => return Err(Failure::server(format!("RabbitMQ: the queue `{queue}`: {error}"))),
+        Err(error) => {
+            return Err(Failure::server(format!(
+                "RabbitMQ: the queue `{queue}`: {error}"
+            )));
+        }
     }
     let mut unlimited = FieldTable::default();
-    unlimited.insert("x-queue-type".into(), AMQPValue::LongString("quorum".into()));
+    unlimited.insert(
+        "x-queue-type".into(),
+        AMQPValue::LongString("quorum".into()),
+    );
     unlimited.insert("x-delivery-limit".into(), AMQPValue::LongInt(OUT_OF_REACH));
     let mut classic = FieldTable::default();
-    classic.insert("x-queue-type".into(), AMQPValue::LongString("classic".into()));
-    for (arguments, kind) in [(unlimited, Kind::Unlimited), (classic, Kind::Classic), (FieldTable::default(), Kind::Classic)] {
+    classic.insert(
+        "x-queue-type".into(),
+        AMQPValue::LongString("classic".into()),
+    );
+    for (arguments, kind) in [
+        (unlimited, Kind::Unlimited),
+        (classic, Kind::Classic),
+        (FieldTable::default(), Kind::Classic),
+    ] {
         let channel = connection.create_channel().await?;
-        let options = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };
-        match channel.queue_declare(queue.into(), options, arguments).await {
+        let options = QueueDeclareOptions {
+            durable: true,
+            ..QueueDeclareOptions::default()
+        };
+        match channel
+            .queue_declare(queue.into(), options, arguments)
+            .await
+        {
             Ok(_) => {
                 channel.close(200, "OK".into()).await?;
                 return Ok(kind);
@@ -145,13 +182,22 @@ pub(crate) struct Reader {
 }
 
 impl Reader {
-    pub(crate) async fn open(context: &Context, shelf: Shelf, done: Done, counts: Counts) -> Result<Self, Failure> {
+    pub(crate) async fn open(
+        context: &Context,
+        shelf: Shelf,
+        done: Done,
+        counts: Counts,
+    ) -> Result<Self, Failure> {
         let config = &context.config;
         let (name, target) = (destination(config, shelf)?, queue(config)?);
         let connection = connect(config).await?;
         let kind = kind(&connection, &name).await?;
         match (kind, counts) {
-            (Kind::Missing, _) => return Err(Failure::server(format!("RabbitMQ: the queue `{name}` does not exist"))),
+            (Kind::Missing, _) => {
+                return Err(Failure::server(format!(
+                    "RabbitMQ: the queue `{name}` does not exist"
+                )));
+            }
             (Kind::Other, Counts::Refused) => {
                 return Err(Failure::server(format!(
                     "RabbitMQ: the queue `{name}` has other arguments than oncegate gives such queues. A quorum queue counts each look at \
@@ -189,8 +235,8 @@ impl Reader {
         self.kind == Kind::Unlimited && self.counts == Counts::Refused
     }
 
-    /// Whether copies may be written, before anything is taken: what is given back is counted. A message to a queue that does not exist
-    /// comes back, where the user may publish it.
+    /// Whether copies may be written, before anything is taken: what is given back is counted. A
+    /// message to a queue that does not exist comes back, where the user may publish it.
     async fn may_publish(&mut self) -> Result<(), Failure> {
         let nowhere = format!("oncegate-nowhere-{}", self.mark);
         match self.send(&nowhere, b"", BasicProperties::default()).await {
@@ -205,19 +251,28 @@ impl Reader {
         }
     }
 
-    /// Each message once: what comes in meanwhile, redriven messages that fail again among it, is left.
+    /// Each message once: what comes in meanwhile, redriven messages that fail again among it, is
+    /// left.
     pub(crate) async fn next(&mut self) -> Result<Option<Letter>, Failure> {
         let (delivery, table, looks) = loop {
             if self.taken >= self.total && self.copies_ahead == 0 {
                 return Ok(None);
             }
-            let Some(message) = self.holding.basic_get(self.name.as_str().into(), BasicGetOptions::default()).await? else {
+            let Some(message) = self
+                .holding
+                .basic_get(self.name.as_str().into(), BasicGetOptions::default())
+                .await?
+            else {
                 return Ok(None);
             };
             self.taken += 1;
             let delivery = message.delivery;
             let table = delivery.properties.headers().clone().unwrap_or_default();
-            if table.inner().get(REPLACED_BY).is_some_and(|mark| text(mark) == self.mark) {
+            if table
+                .inner()
+                .get(REPLACED_BY)
+                .is_some_and(|mark| text(mark) == self.mark)
+            {
                 self.copies_ahead = self.copies_ahead.saturating_sub(1);
             }
             let looks = looks(&table, self.kind);
@@ -227,15 +282,27 @@ impl Reader {
             }
             self.replace(delivery, looks).await?;
         };
-        let headers: Vec<(String, String)> = table.inner().iter().map(|(name, value)| (name.to_string(), text(value))).collect();
-        let header = |name: &str| headers.iter().find(|(it, _)| it == name).map(|(_, value)| value.clone());
+        let headers: Vec<(String, String)> = table
+            .inner()
+            .iter()
+            .map(|(name, value)| (name.to_string(), text(value)))
+            .collect();
+        let header = |name: &str| {
+            headers
+                .iter()
+                .find(|(it, _)| it == name)
+                .map(|(_, value)| value.clone())
+        };
         let number = |name: &str| header(name).and_then(|text| text.parse::<u64>().ok());
         let death = Death::of(&table);
         let (set_aside_ms, origin) = match &death {
             Some(death) => (death.at_ms, death.queue.clone()),
             None => (number(SET_ASIDE_AT), header(headers::ORIGIN)),
         };
-        let timestamp = delivery.properties.timestamp().map(|seconds| seconds.saturating_mul(1_000));
+        let timestamp = delivery
+            .properties
+            .timestamp()
+            .map(|seconds| seconds.saturating_mul(1_000));
         let mut letter = Letter {
             place: Place {
                 broker: Broker::Rabbitmq.name().to_owned(),
@@ -245,21 +312,36 @@ impl Reader {
             },
             state: State::Waiting,
             // The consumer reads the key from the same header.
-            key: Some(header(ROUTING_KEY).unwrap_or_else(|| delivery.routing_key.to_string()).into_bytes()),
+            key: Some(
+                header(ROUTING_KEY)
+                    .unwrap_or_else(|| delivery.routing_key.to_string())
+                    .into_bytes(),
+            ),
             body: Some(delivery.data),
             // From any writer: an earlier time only makes redrive more careful.
-            sent_ms: timestamp.into_iter().chain(number(headers::FIRST_SEEN)).min(),
+            sent_ms: timestamp
+                .into_iter()
+                .chain(number(headers::FIRST_SEEN))
+                .min(),
             set_aside_ms,
             elsewhere: origin.filter(|name| *name != self.target),
             // From any writer: redrive leaves such a message where it is.
-            lacks: header(DROPPED_HEADERS).map(|names| format!("headers of it ({names}) were too large to be set aside")),
-            delivery: Some(Box::new(Held { tag: delivery.delivery_tag, properties: delivery.properties })),
+            lacks: header(DROPPED_HEADERS)
+                .map(|names| format!("headers of it ({names}) were too large to be set aside")),
+            delivery: Some(Box::new(Held {
+                tag: delivery.delivery_tag,
+                properties: delivery.properties,
+            })),
             raw_headers: Vec::new(),
             read_id: None,
             looks,
             headers,
         };
-        letter.read_id = self.ids.as_ref().and_then(|ids| ids.read(&as_message(&letter)).ok()).map(|id| id.to_string());
+        letter.read_id = self
+            .ids
+            .as_ref()
+            .and_then(|ids| ids.read(&as_message(&letter)).ok())
+            .map(|id| id.to_string());
         if death.is_some() {
             letter.remove_reserved_headers();
         }
@@ -267,12 +349,14 @@ impl Reader {
         Ok(Some(letter))
     }
 
-    /// Writes a copy of a letter to the end of its queue, and takes the letter out once the copy is confirmed. A crash in between leaves
-    /// both.
+    /// Writes a copy of a letter to the end of its queue, and takes the letter out once the copy is
+    /// confirmed. A crash in between leaves both.
     async fn replace(&mut self, delivery: Delivery, looks: Option<u64>) -> Result<(), Failure> {
         let name = self.name.clone();
         let properties = replacing(&delivery, &name, &self.mark);
-        if let Err(Unsent::Refused(failure) | Unsent::Unknown(failure)) = self.send(&name, &delivery.data, properties).await {
+        if let Err(Unsent::Refused(failure) | Unsent::Unknown(failure)) =
+            self.send(&name, &delivery.data, properties).await
+        {
             let times = looks.unwrap_or(0);
             return Err(Failure::server(format!(
                 "RabbitMQ: a letter in `{name}` was given back {times} times, and a copy was not written: {failure}"
@@ -288,20 +372,33 @@ impl Reader {
             return Ok(channel.clone());
         }
         let channel = self.connection.create_channel().await?;
-        channel.confirm_select(ConfirmSelectOptions::default()).await?;
+        channel
+            .confirm_select(ConfirmSelectOptions::default())
+            .await?;
         Ok(self.publishing.insert(channel).clone())
     }
 
     pub(crate) async fn publish(&mut self, letter: &Letter, begins: Begins) -> Result<(), Unsent> {
-        let Some(held) = &letter.delivery else { return Err(Unsent::Refused(Failure::server("RabbitMQ: not a delivery"))) };
+        let Some(held) = &letter.delivery else {
+            return Err(Unsent::Refused(Failure::server("RabbitMQ: not a delivery")));
+        };
         let target = self.target.clone();
-        self.send(&target, letter.bytes(), anew(&held.properties, begins)).await
+        self.send(&target, letter.bytes(), anew(&held.properties, begins))
+            .await
     }
 
     /// Publishes to a queue, with confirmation.
-    async fn send(&mut self, target: &str, body: &[u8], properties: BasicProperties) -> Result<(), Unsent> {
+    async fn send(
+        &mut self,
+        target: &str,
+        body: &[u8],
+        properties: BasicProperties,
+    ) -> Result<(), Unsent> {
         let channel = self.publishing().await.map_err(Unsent::Refused)?;
-        let options = BasicPublishOptions { mandatory: true, ..BasicPublishOptions::default() };
+        let options = BasicPublishOptions {
+            mandatory: true,
+            ..BasicPublishOptions::default()
+        };
         let published = channel.basic_publish("".into(), target.into(), options, body, properties);
         let confirmed = tokio::time::timeout(PATIENCE, async { published.await?.await }).await;
         match confirmed {
@@ -309,38 +406,50 @@ impl Reader {
             Ok(Ok(answer)) => match answer.is_ack() && answer.take_message().is_none() {
                 true => Ok(()),
                 false => {
-                    let says = format!("RabbitMQ: the queue `{target}` is not there, or is full: the copy was not taken");
+                    let says = format!(
+                        "RabbitMQ: the queue `{target}` is not there, or is full: the copy was not taken"
+                    );
                     Err(Unsent::Refused(Failure::server(says)))
                 }
             },
-            Ok(Err(error)) => {
-                Err(Unsent::Unknown(Failure::server(format!("RabbitMQ: the copy for `{target}` was not confirmed: {error}"))))
-            }
-            Err(_) => {
-                Err(Unsent::Unknown(Failure::server(format!("RabbitMQ: the copy for `{target}` was not confirmed within {PATIENCE:?}"))))
-            }
+            Ok(Err(error)) => Err(Unsent::Unknown(Failure::server(format!(
+                "RabbitMQ: the copy for `{target}` was not confirmed: {error}"
+            )))),
+            Err(_) => Err(Unsent::Unknown(Failure::server(format!(
+                "RabbitMQ: the copy for `{target}` was not confirmed within {PATIENCE:?}"
+            )))),
         }
     }
 
     pub(crate) async fn take_out(&self, letter: &Letter) -> Result<(), Failure> {
-        let Some(held) = &letter.delivery else { return Err(Failure::server("RabbitMQ: not a delivery")) };
+        let Some(held) = &letter.delivery else {
+            return Err(Failure::server("RabbitMQ: not a delivery"));
+        };
         self.acknowledge(held.tag).await
     }
 
     async fn acknowledge(&self, tag: u64) -> Result<(), Failure> {
-        self.holding.basic_ack(tag, BasicAckOptions::default()).await?;
+        self.holding
+            .basic_ack(tag, BasicAckOptions::default())
+            .await?;
         if self.holding.status().connected() {
             self.acknowledged.fetch_add(1, Ordering::Relaxed);
             Ok(())
         } else {
-            Err(Failure::server("RabbitMQ: the channel ended before the letter was taken out; it may still be there"))
+            Err(Failure::server(
+                "RabbitMQ: the channel ended before the letter was taken out; it may still be there",
+            ))
         }
     }
 
-    /// An acknowledgement has no answer: closing the channel in good order has, and comes after it. What was held comes back a
-    /// moment later, which is waited for, so that who looks next sees it.
+    /// An acknowledgement has no answer: closing the channel in good order has, and comes after it.
+    /// What was held comes back a moment later, which is waited for, so that who looks next sees
+    /// it.
     pub(crate) async fn close(self) {
-        let all = BasicNackOptions { multiple: true, requeue: true };
+        let all = BasicNackOptions {
+            multiple: true,
+            requeue: true,
+        };
         let _ = tokio::time::timeout(PATIENCE, self.holding.basic_nack(0, all)).await;
         let _ = tokio::time::timeout(PATIENCE, self.holding.close(200, "OK".into())).await;
         let held = self.taken - self.acknowledged.load(Ordering::Relaxed);
@@ -357,7 +466,8 @@ impl Reader {
     }
 }
 
-/// Persistent, and all of the original but its headers, its timestamp, and what would end it early or have it refused.
+/// Persistent, and all of the original but its headers, its timestamp, and what would end it early
+/// or have it refused.
 fn kept(original: &BasicProperties) -> BasicProperties {
     let mut kept = BasicProperties::default().with_delivery_mode(2);
     macro_rules! keep {
@@ -377,18 +487,27 @@ fn anew(original: &BasicProperties, begins: Begins) -> BasicProperties {
         kept = kept.with_timestamp(now_ms() / 1_000);
     }
     let mut table = FieldTable::default();
-    for (name, value) in original.headers().as_ref().into_iter().flat_map(|table| table.inner()) {
+    for (name, value) in original
+        .headers()
+        .as_ref()
+        .into_iter()
+        .flat_map(|table| table.inner())
+    {
         if !begins_without(name.as_str()) {
             table.insert(name.clone(), value.clone());
         }
     }
     if let Some(first_seen) = begins.first_seen() {
-        table.insert(headers::FIRST_SEEN.into(), AMQPValue::LongString(first_seen.into()));
+        table.insert(
+            headers::FIRST_SEEN.into(),
+            AMQPValue::LongString(first_seen.into()),
+        );
     }
     kept.with_headers(table)
 }
 
-/// The properties of a copy that replaces a letter in its queue: without what the broker counted, and what would send it elsewhere too.
+/// The properties of a copy that replaces a letter in its queue: without what the broker counted,
+/// and what would send it elsewhere too.
 fn replacing(letter: &Delivery, queue: &str, mark: &str) -> BasicProperties {
     let mut copy = kept(&letter.properties);
     if let Some(sent) = letter.properties.timestamp() {
@@ -396,13 +515,22 @@ fn replacing(letter: &Delivery, queue: &str, mark: &str) -> BasicProperties {
     }
     let left_out = ["x-delivery-count", "x-acquired-count", "CC", "BCC"];
     let mut headers = FieldTable::default();
-    for (name, value) in letter.properties.headers().as_ref().into_iter().flat_map(|table| table.inner()) {
+    for (name, value) in letter
+        .properties
+        .headers()
+        .as_ref()
+        .into_iter()
+        .flat_map(|table| table.inner())
+    {
         if !left_out.contains(&name.as_str()) {
             headers.insert(name.clone(), value.clone());
         }
     }
     if letter.routing_key.as_str() != queue && !headers.inner().contains_key(ROUTING_KEY) {
-        headers.insert(ROUTING_KEY.into(), AMQPValue::LongString(letter.routing_key.as_str().into()));
+        headers.insert(
+            ROUTING_KEY.into(),
+            AMQPValue::LongString(letter.routing_key.as_str().into()),
+        );
     }
     headers.insert(REPLACED_BY.into(), AMQPValue::LongString(mark.into()));
     copy.with_headers(headers)
@@ -410,8 +538,9 @@ fn replacing(letter: &Delivery, queue: &str, mark: &str) -> BasicProperties {
 
 /// What RabbitMQ wrote into `x-death` when it dead-lettered a message.
 ///
-/// RabbitMQ always writes that header, whatever a producer put there, and oncegate's dead letters never carry it. So oncegate did not
-/// dead-letter a message that has it, and its `oncegate-*` headers come from its producer, or from a delayed copy.
+/// RabbitMQ always writes that header, whatever a producer put there, and oncegate's dead letters
+/// never carry it. So oncegate did not dead-letter a message that has it, and its `oncegate-*`
+/// headers come from its producer, or from a delayed copy.
 struct Death {
     /// The queue that it lay in.
     queue: Option<String>,
@@ -422,22 +551,32 @@ impl Death {
     /// The last one: the broker writes it first.
     fn of(table: &FieldTable) -> Option<Self> {
         let deaths = table.inner().get("x-death")?;
-        let last = deaths.as_array().and_then(|deaths| deaths.as_slice().first()?.as_field_table());
+        let last = deaths
+            .as_array()
+            .and_then(|deaths| deaths.as_slice().first()?.as_field_table());
         let entry = |name: &str| last.and_then(|last| last.inner().get(name));
         let at_ms = match entry("time") {
             Some(AMQPValue::Timestamp(seconds)) => Some(seconds.saturating_mul(1_000)),
             _ => None,
         };
-        Some(Self { queue: entry("queue").map(text), at_ms })
+        Some(Self {
+            queue: entry("queue").map(text),
+            at_ms,
+        })
     }
 }
 
-/// How often a message was given back, where its queue counts that. In a classic queue such a header tells of another queue.
+/// How often a message was given back, where its queue counts that. In a classic queue such a
+/// header tells of another queue.
 fn looks(table: &FieldTable, kind: Kind) -> Option<u64> {
     if kind == Kind::Classic {
         return None;
     }
-    let counted = table.inner().get("x-delivery-count").and_then(AMQPValue::as_long_long_int).and_then(|count| u64::try_from(count).ok());
+    let counted = table
+        .inner()
+        .get("x-delivery-count")
+        .and_then(AMQPValue::as_long_long_int)
+        .and_then(|count| u64::try_from(count).ok());
     // Of what was never given back a queue that counts says nothing.
     counted.or((kind == Kind::Unlimited).then_some(0))
 }
@@ -465,7 +604,10 @@ fn as_message(letter: &Letter) -> oncegate::Message {
     if let Some(key) = &letter.key {
         message = message.with_key(key.clone());
     }
-    let id = letter.delivery.as_ref().and_then(|held| held.properties.message_id().as_ref());
+    let id = letter
+        .delivery
+        .as_ref()
+        .and_then(|held| held.properties.message_id().as_ref());
     match id {
         Some(id) => message.with_message_id(id.as_str().as_bytes().to_vec()),
         None => message,

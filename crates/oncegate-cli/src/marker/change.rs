@@ -1,4 +1,5 @@
-//! What an operator changes of a marker: shown first, written down, done only if the marker still is what was shown.
+//! What an operator changes of a marker: shown first, written down, done only if the marker still
+//! is what was shown.
 
 use clap::Args;
 use oncegate::marker::{self, Ask, Effect, Marker, Operation, Token, UNKNOWN_ATTEMPT, Verdict};
@@ -34,10 +35,20 @@ pub(crate) struct Subject<'a> {
 }
 
 impl<'a> Subject<'a> {
-    pub(crate) async fn look(context: &'a Context, markers: &Markers, id: MessageId) -> Result<Self, Failure> {
+    pub(crate) async fn look(
+        context: &'a Context,
+        markers: &Markers,
+        id: MessageId,
+    ) -> Result<Self, Failure> {
         let key = config::key(&context.config, &id)?;
         let standing = markers.look(&key).await?;
-        Ok(Self { context, markers: markers.clone(), id, key, standing })
+        Ok(Self {
+            context,
+            markers: markers.clone(),
+            id,
+            key,
+            standing,
+        })
     }
 
     pub(crate) fn state(&self) -> State {
@@ -52,22 +63,28 @@ impl<'a> Subject<'a> {
         }
     }
 
-    /// Asks the store for a change of the marker as it was seen. Where it frees the id for another run, the fence goes on above
-    /// `known`, the highest attempt that a dead letter or the audit names; 0 if none does.
+    /// Asks the store for a change of the marker as it was seen. Where it frees the id for another
+    /// run, the fence goes on above `known`, the highest attempt that a dead letter or the audit
+    /// names; 0 if none does.
     ///
     /// # Errors
     /// The store's; or it has become another meanwhile, and nothing was changed.
     pub(crate) async fn ask(&self, ask: Ask, known: u32) -> Result<(), Failure> {
         match self.markers.apply(self.operation(ask, known)).await? {
             Verdict::Kept | Verdict::Done { .. } => Ok(()),
-            _ => Err(Failure::not_all(format!("{}: the marker changed since it was read; nothing was written; look again", self.id))),
+            _ => Err(Failure::not_all(format!(
+                "{}: the marker changed since it was read; nothing was written; look again",
+                self.id
+            ))),
         }
     }
 
     /// What the id becomes if it is freed so, in a few words.
     pub(crate) fn freed(&self, ask: Ask, known: u32) -> String {
         match marker::freed(&self.operation(ask, known)) {
-            Some(Marker::Cleared { attempts, .. }) => format!("cleared, attempt {}", attempts.number),
+            Some(Marker::Cleared { attempts, .. }) => {
+                format!("cleared, attempt {}", attempts.number)
+            }
             _ => State::Absent.word().to_owned(),
         }
     }
@@ -96,19 +113,33 @@ impl<'a> Subject<'a> {
     }
 }
 
-/// The number above which attempts go on after an id that is done is forgotten: nobody knows how far they had come since `known`.
+/// The number above which attempts go on after an id that is done is forgotten: nobody knows how
+/// far they had come since `known`.
 fn fence_above(known: u32) -> u32 {
-    (known / UNKNOWN_ATTEMPT).saturating_add(1).saturating_mul(UNKNOWN_ATTEMPT)
+    (known / UNKNOWN_ATTEMPT)
+        .saturating_add(1)
+        .saturating_mul(UNKNOWN_ATTEMPT)
 }
 
 pub(crate) async fn forget(context: &Context, change: Change) -> Result<(), Failure> {
-    let subject = Subject::look(context, &Markers::of(&context.config)?, config::id(&context.config, &change.id)?).await?;
+    let subject = Subject::look(
+        context,
+        &Markers::of(&context.config)?,
+        config::id(&context.config, &change.id)?,
+    )
+    .await?;
     let id = &subject.id;
     let seen = subject.standing.marker;
     let (ask, consequence) = match subject.state() {
-        State::Done => (Ask::Forget { seen }, "was handled, and would be handled AGAIN if a message with this id came"),
+        State::Done => (
+            Ask::Forget { seen },
+            "was handled, and would be handled AGAIN if a message with this id came",
+        ),
         State::Rejected => (
-            Ask::SendBack { seen, effect: Effect::Unknown },
+            Ask::SendBack {
+                seen,
+                effect: Effect::Unknown,
+            },
             "was rejected, and would be handled if a message with this id came; `dead-letters redrive` frees it and publishes the message again",
         ),
         State::Absent => return nothing_to_do(context, "marker forget", &subject),
@@ -135,18 +166,32 @@ pub(crate) async fn forget(context: &Context, change: Change) -> Result<(), Fail
         State::Done => fence_above(Audit::of(context)?.fence(id).await?),
         _ => 0,
     };
-    let what = What { what: "marker forget", ask, known, after: subject.freed(ask, known), lasts: None, consequence };
+    let what = What {
+        what: "marker forget",
+        ask,
+        known,
+        after: subject.freed(ask, known),
+        lasts: None,
+        consequence,
+    };
     run(context, &change, &subject, what).await
 }
 
 pub(crate) async fn complete(context: &Context, change: Change) -> Result<(), Failure> {
-    let subject = Subject::look(context, &Markers::of(&context.config)?, config::id(&context.config, &change.id)?).await?;
+    let subject = Subject::look(
+        context,
+        &Markers::of(&context.config)?,
+        config::id(&context.config, &change.id)?,
+    )
+    .await?;
     let id = &subject.id;
     match subject.state() {
         State::Absent | State::Cleared | State::Lapsed | State::InDoubt => {}
         State::Done => return nothing_to_do(context, "marker complete", &subject),
         State::Rejected => {
-            return Err(Failure::not_all(format!("{id} is rejected: it is not run as it is; `dead-letters drop` takes its letter out")));
+            return Err(Failure::not_all(format!(
+                "{id} is rejected: it is not run as it is; `dead-letters drop` takes its letter out"
+            )));
         }
         State::InProgress | State::Unreadable => {
             return Err(Failure::not_all(format!(
@@ -155,9 +200,17 @@ pub(crate) async fn complete(context: &Context, change: Change) -> Result<(), Fa
             )));
         }
     }
-    let consequence = "would count as handled: a message with this id is accepted without a run for that long";
+    let consequence =
+        "would count as handled: a message with this id is accepted without a run for that long";
     let lasts = Some(config::window_told(&context.config));
-    let what = What { what: "marker complete", ask: Ask::Complete, known: 0, after: "done".into(), lasts, consequence };
+    let what = What {
+        what: "marker complete",
+        ask: Ask::Complete,
+        known: 0,
+        after: "done".into(),
+        lasts,
+        consequence,
+    };
     run(context, &change, &subject, what).await
 }
 
@@ -173,23 +226,62 @@ struct What {
     consequence: &'static str,
 }
 
-async fn run(context: &Context, change: &Change, subject: &Subject<'_>, what: What) -> Result<(), Failure> {
-    let What { what, ask, known, after: is, lasts, consequence } = what;
-    let lasts = lasts.map(|lasts| format!(" for {lasts}")).unwrap_or_default();
+async fn run(
+    context: &Context,
+    change: &Change,
+    subject: &Subject<'_>,
+    what: What,
+) -> Result<(), Failure> {
+    let What {
+        what,
+        ask,
+        known,
+        after: is,
+        lasts,
+        consequence,
+    } = what;
+    let lasts = lasts
+        .map(|lasts| format!(" for {lasts}"))
+        .unwrap_or_default();
     let after = format!("{is}{lasts}");
     let before = subject.in_words();
     let audit = Audit::of(context)?;
-    let stays = if what == "marker forget" { stays_in_the_audit(&audit, &subject.id).await } else { String::new() };
+    let stays = if what == "marker forget" {
+        stays_in_the_audit(&audit, &subject.id).await
+    } else {
+        String::new()
+    };
     if !change.yes {
-        let told = Told::of(subject.key.as_str(), &subject.standing, context.config.window());
-        let people = format!("{}\n{what}: {} {consequence}. It would be {after}.{stays}", told.for_people(), subject.id);
-        context.format.print(&Acted::of(what, false, subject, &before, &after), people)?;
+        let told = Told::of(
+            subject.key.as_str(),
+            &subject.standing,
+            context.config.window(),
+        );
+        let people = format!(
+            "{}\n{what}: {} {consequence}. It would be {after}.{stays}",
+            told.for_people(),
+            subject.id
+        );
+        context
+            .format
+            .print(&Acted::of(what, false, subject, &before, &after), people)?;
         return Err(Failure::not_confirmed());
     }
     // What is to be forgotten is not to stand in the audit for ever.
-    let id = if what == "marker forget" { subject.id.clone().hashed() } else { subject.id.clone() };
+    let id = if what == "marker forget" {
+        subject.id.clone().hashed()
+    } else {
+        subject.id.clone()
+    };
     let attempt = told::attempt(&subject.standing.marker).max((known > 0).then_some(known));
-    let act = Act { what, id: Some(id.to_string()), place: None, before: before.clone(), after: after.clone(), attempt };
+    let act = Act {
+        what,
+        id: Some(id.to_string()),
+        place: None,
+        before: before.clone(),
+        after: after.clone(),
+        attempt,
+    };
     let begun = audit.begin(act, change.why.as_deref()).await?;
     if let Err(failure) = subject.ask(ask, known).await {
         audit.failed(begun, &failure).await?;
@@ -197,25 +289,40 @@ async fn run(context: &Context, change: &Change, subject: &Subject<'_>, what: Wh
     }
     audit.done(begun).await?;
     let people = format!("{}: was {before}, is {is} now{lasts}{stays}", subject.id);
-    context.format.print(&Acted::of(what, true, subject, &before, &after), people)
+    context
+        .format
+        .print(&Acted::of(what, true, subject, &before, &after), people)
 }
 
-/// What whoever erases an id has to know: an audit is not rewritten, so what was done before names the id still.
+/// What whoever erases an id has to know: an audit is not rewritten, so what was done before names
+/// the id still.
 async fn stays_in_the_audit(audit: &Audit, id: &MessageId) -> String {
     // Where it cannot be read, the act itself says so.
-    let named = audit.acts_on(id).await.map_or(0, |acts| acts.iter().filter(|act| act.id.as_deref() == Some(id.as_str())).count());
+    let named = audit.acts_on(id).await.map_or(0, |acts| {
+        acts.iter()
+            .filter(|act| act.id.as_deref() == Some(id.as_str()))
+            .count()
+    });
     let acts = match named {
         0 => return String::new(),
         1 => "1 earlier act".to_owned(),
         _ => format!("{named} earlier acts"),
     };
-    format!("\nThe audit still names it, in {acts}: \"An id has to be erased\" in the book says how they go.")
+    format!(
+        "\nThe audit still names it, in {acts}: \"An id has to be erased\" in the book says how they go."
+    )
 }
 
-fn nothing_to_do(context: &Context, what: &'static str, subject: &Subject<'_>) -> Result<(), Failure> {
+fn nothing_to_do(
+    context: &Context,
+    what: &'static str,
+    subject: &Subject<'_>,
+) -> Result<(), Failure> {
     let is = subject.in_words();
     let people = format!("{} is {is} already: nothing to do", subject.id);
-    context.format.print(&Acted::of(what, false, subject, &is, &is), people)
+    context
+        .format
+        .print(&Acted::of(what, false, subject, &is, &is), people)
 }
 
 /// What machines are told of an act, whether it was done or not.
@@ -229,7 +336,19 @@ struct Acted<'a> {
 }
 
 impl<'a> Acted<'a> {
-    fn of(act: &'static str, did: bool, subject: &Subject<'_>, before: &'a str, after: &'a str) -> Self {
-        Self { act, did, id: subject.id.to_string(), before, after }
+    fn of(
+        act: &'static str,
+        did: bool,
+        subject: &Subject<'_>,
+        before: &'a str,
+        after: &'a str,
+    ) -> Self {
+        Self {
+            act,
+            did,
+            id: subject.id.to_string(),
+            before,
+            after,
+        }
     }
 }

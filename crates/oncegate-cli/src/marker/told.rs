@@ -56,7 +56,8 @@ pub(crate) struct Told {
     claim: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     guarantee: Option<&'static str>,
-    /// When it was written last; of what is done, rejected or cleared, as the configured window tells.
+    /// When it was written last; of what is done, rejected or cleared, as the configured window
+    /// tells.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) written_at_ms: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -77,7 +78,10 @@ impl Told {
         };
         let by_window = || window.checked_sub(standing.expires_in?);
         let fingerprint = match standing.marker {
-            Marker::Done(it) | Marker::Rejected { fingerprint: it, .. } => it,
+            Marker::Done(it)
+            | Marker::Rejected {
+                fingerprint: it, ..
+            } => it,
             _ => hold.and_then(|hold| hold.fingerprint),
         };
         Self {
@@ -88,7 +92,9 @@ impl Told {
             fence: attempt(&standing.marker),
             claim: hold.map(|hold| claim(&hold)),
             guarantee: hold.map(|hold| promise(hold.guarantee)),
-            written_at_ms: age.or_else(by_window).map(|age| now_ms().saturating_sub(ms(age))),
+            written_at_ms: age
+                .or_else(by_window)
+                .map(|age| now_ms().saturating_sub(ms(age))),
             lease_ms: hold.map(|hold| ms(hold.lease)),
             expires_in_ms: standing.expires_in.map(ms),
             fingerprint: fingerprint.map(|it| format!("{:018}", it.get())),
@@ -123,21 +129,33 @@ impl Told {
             or_dash(self.attempts.map(|count| count.to_string())),
             or_dash(self.fence.map(|number| number.to_string())),
             or_dash(self.written_at_ms.map(utc)),
-            or_dash(self.expires_in_ms.map(|left| span(Duration::from_millis(left)))),
+            or_dash(
+                self.expires_in_ms
+                    .map(|left| span(Duration::from_millis(left))),
+            ),
             or_dash(self.fingerprint.clone()),
         ]
     }
 
     /// All of it.
     pub(crate) fn for_people(&self) -> String {
-        let mut lines = vec![format!("{}: {}", self.key, self.state.word()), format!("  {}", self.says)];
-        let mut add = |name: &str, value: Option<String>| lines.extend(value.map(|value| format!("  {name}: {value}")));
+        let mut lines = vec![
+            format!("{}: {}", self.key, self.state.word()),
+            format!("  {}", self.says),
+        ];
+        let mut add = |name: &str, value: Option<String>| {
+            lines.extend(value.map(|value| format!("  {name}: {value}")))
+        };
         add("attempts", self.attempts.map(|count| count.to_string()));
         add("fence", self.fence.map(|number| number.to_string()));
         add("claim", self.claim.clone());
         add("promised", self.guarantee.map(str::to_owned));
         add("written", self.written_at_ms.map(utc));
-        add("expires in", self.expires_in_ms.map(|left| span(Duration::from_millis(left))));
+        add(
+            "expires in",
+            self.expires_in_ms
+                .map(|left| span(Duration::from_millis(left))),
+        );
         add("fingerprint of the body", self.fingerprint.clone());
         lines.join("\n")
     }
@@ -179,7 +197,9 @@ pub(crate) fn state(standing: &Standing) -> State {
 /// Whether somebody is finding out, at this moment, what happened.
 pub(crate) fn is_being_reconciled(standing: &Standing) -> bool {
     match standing.marker {
-        Marker::InDoubt(hold, Doubt::Reconciling) => standing.age().is_none_or(|age| age <= hold.lease),
+        Marker::InDoubt(hold, Doubt::Reconciling) => {
+            standing.age().is_none_or(|age| age <= hold.lease)
+        }
         _ => false,
     }
 }
@@ -199,7 +219,10 @@ fn promise(guarantee: Guarantee) -> &'static str {
 fn says(standing: &Standing) -> String {
     let since = |hold: &Hold| match standing.age() {
         Some(age) => format!("{} ago", span(age)),
-        None => format!("at a time that its expiry does not tell, for a lease of {}", span(hold.lease)),
+        None => format!(
+            "at a time that its expiry does not tell, for a lease of {}",
+            span(hold.lease)
+        ),
     };
     let over = |hold: &Hold| standing.age().and_then(|age| age.checked_sub(hold.lease));
     match standing.marker {

@@ -17,9 +17,19 @@ fn desk() -> Desk {
 
 /// The first cells of the rows of a table, without their backticks.
 fn first_cells(page: &str, title: &str) -> Vec<String> {
-    let section = page.split(&format!("\n## {title}\n")).nth(1).unwrap_or_else(|| panic!("no section {title}"));
-    let rows = section.split("\n## ").next().unwrap_or_default().lines().filter(|line| line.starts_with("| `"));
-    rows.filter_map(|row| row.split('`').nth(1)).map(str::to_owned).collect()
+    let section = page
+        .split(&format!("\n## {title}\n"))
+        .nth(1)
+        .unwrap_or_else(|| panic!("no section {title}"));
+    let rows = section
+        .split("\n## ")
+        .next()
+        .unwrap_or_default()
+        .lines()
+        .filter(|line| line.starts_with("| `"));
+    rows.filter_map(|row| row.split('`').nth(1))
+        .map(str::to_owned)
+        .collect()
 }
 
 #[test]
@@ -27,18 +37,31 @@ fn every_setting_stands_in_the_book() {
     let known = desk().json(&["config", "keys"]);
     let text = |value: &Value| value.as_str().unwrap_or("-").to_owned();
     let known: Vec<&Value> = known.as_array().expect("a list").iter().collect();
-    assert_eq!(first_cells(CONFIGURATION, "Every key"), known.iter().map(|it| text(&it["key"])).collect::<Vec<_>>());
+    assert_eq!(
+        first_cells(CONFIGURATION, "Every key"),
+        known.iter().map(|it| text(&it["key"])).collect::<Vec<_>>()
+    );
     for it in known {
         let variable = format!("`{}`", text(&it["variable"]));
-        let row = format!("| `{}` | {variable} | {} |", text(&it["key"]), text(&it["says"]));
-        assert!(CONFIGURATION.contains(&row), "docs/src/configuration.md lacks\n{row}");
+        let row = format!(
+            "| `{}` | {variable} | {} |",
+            text(&it["key"]),
+            text(&it["says"])
+        );
+        assert!(
+            CONFIGURATION.contains(&row),
+            "docs/src/configuration.md lacks\n{row}"
+        );
     }
 }
 
 #[test]
 fn the_file_that_the_book_shows_is_the_one_that_a_program_is_wired_from() {
     let file = include_str!("../../../../examples/payments/worker.toml");
-    assert!(CONFIGURATION.contains(&format!("```text\n{file}```\n")), "copy worker.toml into docs/src/configuration.md again");
+    assert!(
+        CONFIGURATION.contains(&format!("```text\n{file}```\n")),
+        "copy worker.toml into docs/src/configuration.md again"
+    );
     let desk = desk();
     desk.write("oncegate.toml", file);
     desk.run(&["config", "check", "--consumer"]).ended(0);
@@ -48,10 +71,24 @@ fn the_file_that_the_book_shows_is_the_one_that_a_program_is_wired_from() {
 fn every_finding_stands_in_the_book() {
     let known = desk().json(&["doctor", "--list"]);
     let text = |value: &Value| value.as_str().expect("a text").to_owned();
-    let known: Vec<(String, String)> = known.as_array().expect("a list").iter().map(|it| (text(&it[0]), text(&it[1]))).collect();
-    assert_eq!(first_cells(BOOK, "Findings"), known.iter().map(|(code, _)| code.clone()).collect::<Vec<_>>());
+    let known: Vec<(String, String)> = known
+        .as_array()
+        .expect("a list")
+        .iter()
+        .map(|it| (text(&it[0]), text(&it[1])))
+        .collect();
+    assert_eq!(
+        first_cells(BOOK, "Findings"),
+        known
+            .iter()
+            .map(|(code, _)| code.clone())
+            .collect::<Vec<_>>()
+    );
     for (code, says) in known {
-        assert!(BOOK.contains(&format!("| `{code}` | {says} |")), "{code}: {says}");
+        assert!(
+            BOOK.contains(&format!("| `{code}` | {says} |")),
+            "{code}: {says}"
+        );
     }
 }
 
@@ -59,7 +96,11 @@ fn every_finding_stands_in_the_book() {
 fn every_exit_code_stands_in_the_book() {
     let help = desk().run(&["--help"]).ended(0).out;
     let codes = help.split("Exit codes:").nth(1).expect("the exit codes");
-    let codes: Vec<&str> = codes.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+    let codes: Vec<&str> = codes
+        .lines()
+        .map(str::trim)
+        .filter(|line| !line.is_empty())
+        .collect();
     assert_eq!(codes.len(), 7, "{codes:?}");
     for line in codes {
         let (code, says) = line.split_once("  ").expect("a code and what it says");

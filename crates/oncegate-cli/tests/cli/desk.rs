@@ -31,7 +31,10 @@ impl Said {
 
     #[track_caller]
     pub(crate) fn says(self, text: &str) -> Self {
-        assert!(self.out.contains(text) || self.err.contains(text), "no {text:?} in {self:?}");
+        assert!(
+            self.out.contains(text) || self.err.contains(text),
+            "no {text:?} in {self:?}"
+        );
         self
     }
 }
@@ -62,11 +65,17 @@ impl Desk {
         desk
     }
 
-    /// On an SQLite file of its own, on the disk that the build is on: a directory for temporary files may lie in memory.
+    /// On an SQLite file of its own, on the disk that the build is on: a directory for temporary
+    /// files may lie in memory.
     pub(crate) fn on_sqlite() -> Self {
         let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
         let sqlite = Some(directory.path().join("markers.db"));
-        let desk = Self { directory, name: format!("cli-{:032x}", Token::random().0), redis: String::new(), sqlite };
+        let desk = Self {
+            directory,
+            name: format!("cli-{:032x}", Token::random().0),
+            redis: String::new(),
+            sqlite,
+        };
         desk.configure("");
         desk
     }
@@ -111,18 +120,35 @@ impl Desk {
     }
 
     pub(crate) fn store(&self) -> Redis {
-        Redis::at(&self.redis).prefix(self.prefix()).timeout(10 * SECOND)
+        Redis::at(&self.redis)
+            .prefix(self.prefix())
+            .timeout(10 * SECOND)
     }
 
     /// The store as a consumer has it, where it is SQLite.
     pub(crate) fn sqlite(&self) -> Option<Sqlite> {
-        self.sqlite.as_ref().map(|file| Sqlite::file(file).timeout(30 * SECOND))
+        self.sqlite
+            .as_ref()
+            .map(|file| Sqlite::file(file).timeout(30 * SECOND))
     }
 
     /// Asks the store as a consumer does.
-    pub(crate) async fn ask(&self, id: &str, ask: Ask, token: u128, attempt: u32, terms: Terms) -> Verdict {
+    pub(crate) async fn ask(
+        &self,
+        id: &str,
+        ask: Ask,
+        token: u128,
+        attempt: u32,
+        terms: Terms,
+    ) -> Verdict {
         let key = Scope::none().key(&MessageId::new(id).expect("an id"));
-        let operation = Operation { key, ask, token: Token(token), attempt, terms };
+        let operation = Operation {
+            key,
+            ask,
+            token: Token(token),
+            attempt,
+            terms,
+        };
         let mut answers = match self.sqlite() {
             Some(sqlite) => sqlite.apply(&[operation]).await,
             None => self.store().apply(&[operation]).await,
@@ -133,13 +159,25 @@ impl Desk {
 
 /// At most once, with the default window.
 pub(crate) fn terms() -> Terms {
-    Terms { guarantee: Guarantee::AtMostOnce, lease: 600 * SECOND, window: 24 * 3_600 * SECOND, fingerprint: None }
+    Terms {
+        guarantee: Guarantee::AtMostOnce,
+        lease: 600 * SECOND,
+        window: 24 * 3_600 * SECOND,
+        fingerprint: None,
+    }
 }
 
 fn run_in(directory: &Path, arguments: &[&str], variables: &[(&str, &str)]) -> Said {
     let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
-    command.current_dir(directory).args(arguments).envs(variables.iter().copied());
+    command
+        .current_dir(directory)
+        .args(arguments)
+        .envs(variables.iter().copied());
     let output = command.output().expect("the program was built");
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).expect("it writes UTF-8");
-    Said { code: output.status.code().expect("no signal ended it"), out: text(output.stdout), err: text(output.stderr) }
+    Said {
+        code: output.status.code().expect("no signal ended it"),
+        out: text(output.stdout),
+        err: text(output.stderr),
+    }
 }

@@ -37,19 +37,30 @@ async fn with_a_rejected_victim(broker: Broker) -> Arc<World> {
     let world = Arc::new(World::on(broker).await);
     world.publish(&[("victim", "declined")]).await;
     world.consume(Provider::Judges, 0, 1, 0).await;
-    world.run(&["dead-letters", "drop", "--id", "victim", "--yes"]).await.ended(0).says("1 dropped");
+    world
+        .run(&["dead-letters", "drop", "--id", "victim", "--yes"])
+        .await
+        .ended(0)
+        .says("1 dropped");
     world
 }
 
 async fn is_still_rejected(world: &Arc<World>) {
-    assert_eq!(world.json(&["marker", "show", "victim"]).await["state"], "rejected", "the marker of another id was sent back");
+    assert_eq!(
+        world.json(&["marker", "show", "victim"]).await["state"],
+        "rejected",
+        "the marker of another id was sent back"
+    );
 }
 
 /// One value of each letter, in the order of their ids.
 fn values(listed: &Value, name: &str) -> Vec<Value> {
     let mut letters = listed["letters"].as_array().expect("a list").clone();
     letters.sort_by_key(|letter| letter["id"].to_string());
-    letters.into_iter().map(|letter| letter[name].clone()).collect()
+    letters
+        .into_iter()
+        .map(|letter| letter[name].clone())
+        .collect()
 }
 
 async fn redrive_ignores_a_forged_id(broker: Broker) {
@@ -58,30 +69,87 @@ async fn redrive_ignores_a_forged_id(broker: Broker) {
     world.publish_with(&name, BODY, &FORGED).await;
     let large = "x".repeat(BODY_LIMIT + 1);
     let without_body = ("oncegate-body-omitted", "5");
-    world.publish_to(&name, "large", &large, &[&FORGED[..], &[without_body, ("oncegate-origin", "theirs/0/7")]].concat()).await;
-    world.consume(Provider::Judges, 0, if broker == Broker::Kafka { 3 } else { 2 }, 0).await;
+    world
+        .publish_to(
+            &name,
+            "large",
+            &large,
+            &[
+                &FORGED[..],
+                &[without_body, ("oncegate-origin", "theirs/0/7")],
+            ]
+            .concat(),
+        )
+        .await;
+    world
+        .consume(
+            Provider::Judges,
+            0,
+            if broker == Broker::Kafka { 3 } else { 2 },
+            0,
+        )
+        .await;
 
     let listed = world.json(&["dead-letters", "list"]).await;
     assert_eq!(ids(&listed), ["-", "large"], "{listed}");
     assert_eq!(values(&listed, "reason"), ["too-large", "missing-id"]);
     assert_eq!(values(&listed, "last_error"), [Value::Null, Value::Null]);
-    assert_eq!(ids(&world.json(&["dead-letters", "list", "--id", "victim"]).await), [""; 0]);
-    assert_eq!(ids(&world.json(&["dead-letters", "list", "--younger-than", "1h"]).await).len(), 2, "nothing is sent in the year 2100");
-    world.run(&["dead-letters", "redrive", "--all", "--yes"]).await.ended(0).says("2 redriven");
+    assert_eq!(
+        ids(&world
+            .json(&["dead-letters", "list", "--id", "victim"])
+            .await),
+        [""; 0]
+    );
+    assert_eq!(
+        ids(&world
+            .json(&["dead-letters", "list", "--younger-than", "1h"])
+            .await)
+        .len(),
+        2,
+        "nothing is sent in the year 2100"
+    );
+    world
+        .run(&["dead-letters", "redrive", "--all", "--yes"])
+        .await
+        .ended(0)
+        .says("2 redriven");
     is_still_rejected(&world).await;
     world.end().await;
 }
 
-/// Too large for the gate, so that oncegate wrote no id beside it: the id is what its producer says that it is.
+/// Too large for the gate, so that oncegate wrote no id beside it: the id is what its producer says
+/// that it is.
 async fn redrive_leaves_another_body_under_the_id_of_a_rejected_message(broker: Broker) {
     let world = with_a_rejected_victim(broker).await;
     let large = "x".repeat(BODY_LIMIT + 1);
-    world.publish_to(&world.desk.name, "victim", &large, &[("payment-id", "victim")]).await;
-    world.consume(Provider::Judges, 0, if broker == Broker::Kafka { 2 } else { 1 }, 0).await;
-    let said = world.run(&["dead-letters", "redrive", "--all", "--yes"]).await.ended(1);
-    said.says("its id was used for another body; name it with --id").says("0 redriven, 1 left");
+    world
+        .publish_to(
+            &world.desk.name,
+            "victim",
+            &large,
+            &[("payment-id", "victim")],
+        )
+        .await;
+    world
+        .consume(
+            Provider::Judges,
+            0,
+            if broker == Broker::Kafka { 2 } else { 1 },
+            0,
+        )
+        .await;
+    let said = world
+        .run(&["dead-letters", "redrive", "--all", "--yes"])
+        .await
+        .ended(1);
+    said.says("its id was used for another body; name it with --id")
+        .says("0 redriven, 1 left");
     is_still_rejected(&world).await;
-    world.run(&["dead-letters", "redrive", "--id", "victim", "--yes"]).await.ended(0).says("1 redriven");
+    world
+        .run(&["dead-letters", "redrive", "--id", "victim", "--yes"])
+        .await
+        .ended(0)
+        .says("1 redriven");
     world.end().await;
 }
 
@@ -90,17 +158,28 @@ async fn explain_counts_no_copy_by_a_forged_id(broker: Broker) {
         return; // A queue keeps nothing that could be counted.
     }
     let world = with_a_rejected_victim(broker).await;
-    world.publish_to(&world.desk.name, "another", BODY, &FORGED).await;
+    world
+        .publish_to(&world.desk.name, "another", BODY, &FORGED)
+        .await;
     let copies = world.json(&["explain", "victim", "--copies"]).await["copies"].clone();
     assert_eq!(copies.as_array().map(Vec::len), Some(1), "{copies}");
     world.end().await;
 }
 
-/// `x-death` as the broker would write it, of a message that another queue gave up in the year 2100.
+/// `x-death` as the broker would write it, of a message that another queue gave up in the year
+/// 2100.
 fn forged_death(queue: &str, reason: &str) -> AMQPValue {
     let time = AMQPValue::Timestamp(4_102_444_800);
-    let entries = [("queue", text(queue)), ("reason", text(reason)), ("count", AMQPValue::LongLongInt(1)), ("time", time)];
-    let entry: BTreeMap<_, _> = entries.into_iter().map(|(name, value)| (name.into(), value)).collect();
+    let entries = [
+        ("queue", text(queue)),
+        ("reason", text(reason)),
+        ("count", AMQPValue::LongLongInt(1)),
+        ("time", time),
+    ];
+    let entry: BTreeMap<_, _> = entries
+        .into_iter()
+        .map(|(name, value)| (name.into(), value))
+        .collect();
     AMQPValue::FieldArray(vec![AMQPValue::FieldTable(entry.into())].into())
 }
 
@@ -115,8 +194,14 @@ enum By {
 
 async fn broker_dead_letters(world: &World, id: &str, by: By, more: &[(&str, AMQPValue)]) {
     let name = &world.desk.name;
-    let forged = FORGED.into_iter().chain([("payment-id", id)]).map(|(name, value)| (name, text(value)));
-    let table: BTreeMap<_, _> = forged.chain(more.iter().cloned()).map(|(name, value)| (name.into(), value)).collect();
+    let forged = FORGED
+        .into_iter()
+        .chain([("payment-id", id)])
+        .map(|(name, value)| (name, text(value)));
+    let table: BTreeMap<_, _> = forged
+        .chain(more.iter().cloned())
+        .map(|(name, value)| (name.into(), value))
+        .collect();
     let mut properties = BasicProperties::default().with_headers(table.into());
     if by == By::Expiration {
         properties = properties.with_expiration("1".into());
@@ -124,9 +209,22 @@ async fn broker_dead_letters(world: &World, id: &str, by: By, more: &[(&str, AMQ
     publish_properties(&rabbitmq(), name, BODY, properties).await;
     if by == By::Rejection {
         let (connection, channel) = open().await;
-        let taken = channel.basic_get(name.as_str().into(), BasicGetOptions::default()).await.expect("the queue").expect("a message");
-        channel.basic_reject(taken.delivery.delivery_tag, BasicRejectOptions { requeue: false }).await.expect("rejected");
-        connection.close(200, "OK".into()).await.expect("a clean end");
+        let taken = channel
+            .basic_get(name.as_str().into(), BasicGetOptions::default())
+            .await
+            .expect("the queue")
+            .expect("a message");
+        channel
+            .basic_reject(
+                taken.delivery.delivery_tag,
+                BasicRejectOptions { requeue: false },
+            )
+            .await
+            .expect("rejected");
+        connection
+            .close(200, "OK".into())
+            .await
+            .expect("a clean end");
     }
 }
 
@@ -137,13 +235,24 @@ async fn redrive_ignores_forged_headers_of_what_rabbitmq_dead_lettered() {
     let origin = [("oncegate-origin", text("theirs"))];
     broker_dead_letters(&world, "expired", By::Expiration, &origin).await;
     broker_dead_letters(&world, "rejected", By::Rejection, &origin).await;
-    // The broker counts its own entry up where one is there already, and writes its own in place of what is no list.
-    broker_dead_letters(&world, "same", By::Rejection, &[("x-death", forged_death(&name, "rejected"))]).await;
+    // The broker counts its own entry up where one is there already, and writes its own in place of
+    // what is no list.
+    broker_dead_letters(
+        &world,
+        "same",
+        By::Rejection,
+        &[("x-death", forged_death(&name, "rejected"))],
+    )
+    .await;
     broker_dead_letters(&world, "text", By::Rejection, &[("x-death", text("none"))]).await;
     world.until_there_are(4, ".dead-letters").await;
 
     let listed = world.json(&["dead-letters", "list"]).await;
-    assert_eq!(ids(&listed), ["expired", "rejected", "same", "text"], "{listed}");
+    assert_eq!(
+        ids(&listed),
+        ["expired", "rejected", "same", "text"],
+        "{listed}"
+    );
     for (value, expected) in [
         ("reason", json!("set-aside-by-the-broker")),
         ("attempts", Value::Null),
@@ -153,10 +262,23 @@ async fn redrive_ignores_forged_headers_of_what_rabbitmq_dead_lettered() {
     ] {
         assert_eq!(values(&listed, value), vec![expected; 4], "{value}");
     }
-    let shown = world.run(&["dead-letters", "show", "rejected"]).await.ended(0).says("payment-id: rejected").says("x-death");
+    let shown = world
+        .run(&["dead-letters", "show", "rejected"])
+        .await
+        .ended(0)
+        .says("payment-id: rejected")
+        .says("x-death");
     assert!(!shown.out.contains("victim"), "{shown:?}");
-    world.run(&["in-doubt", "resolve", "victim", "--happened"]).await.ended(1).says("it stands in the dead letters");
-    world.run(&["dead-letters", "redrive", "--all", "--yes"]).await.ended(0).says("4 redriven");
+    world
+        .run(&["in-doubt", "resolve", "victim", "--happened"])
+        .await
+        .ended(1)
+        .says("it stands in the dead letters");
+    world
+        .run(&["dead-letters", "redrive", "--all", "--yes"])
+        .await
+        .ended(0)
+        .says("4 redriven");
     is_still_rejected(&world).await;
     world.consume(Provider::Works, 4, 0, 0).await;
     let mut charged = world.charged();

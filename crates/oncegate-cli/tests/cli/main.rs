@@ -1,5 +1,6 @@
-//! The program, run as an operator runs it, on real servers. Their addresses stand in the environment (`ONCEGATE_KAFKA`,
-//! `ONCEGATE_RABBITMQ`, `ONCEGATE_REDIS`); `cargo xtask test` sees to that.
+//! The program, run as an operator runs it, on real servers. Their addresses stand in the
+//! environment (`ONCEGATE_KAFKA`, `ONCEGATE_RABBITMQ`, `ONCEGATE_REDIS`); `cargo xtask test` sees
+//! to that.
 #![forbid(unsafe_code)]
 
 mod book;

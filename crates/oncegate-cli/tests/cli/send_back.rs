@@ -1,4 +1,5 @@
-//! What a person sends back is run, whatever it failed of before: once, and with an attempt above every earlier one.
+//! What a person sends back is run, whatever it failed of before: once, and with an attempt above
+//! every earlier one.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -52,7 +53,10 @@ impl Provider {
     }
 
     fn booked(&self) -> usize {
-        self.charges().values().map(|account| account.booked.len()).sum()
+        self.charges()
+            .values()
+            .map(|account| account.booked.len())
+            .sum()
     }
 }
 
@@ -95,7 +99,9 @@ fn id(number: usize) -> String {
 async fn world(broker: Broker, guarantee: Guarantee) -> Arc<World> {
     let world = Arc::new(World::on(broker).await);
     if guarantee == Guarantee::EffectivelyOnce {
-        world.desk.configure(&world.settings().replace("at-most-once", "effectively-once"));
+        world
+            .desk
+            .configure(&world.settings().replace("at-most-once", "effectively-once"));
     }
     world
 }
@@ -114,28 +120,75 @@ fn each_was_booked_once(provider: &Provider) {
     assert_eq!(charges.len(), MESSAGES);
     for (id, account) in charges.iter() {
         let above = account.unanswered.max(account.voided);
-        assert!(matches!(account.booked[..], [attempt] if attempt > above), "{id}: {account:?}");
+        assert!(
+            matches!(account.booked[..], [attempt] if attempt > above),
+            "{id}: {account:?}"
+        );
     }
 }
 
-/// A thousand messages fail of an unknown outcome until their attempts are spent; the provider heals; they are redriven.
+/// A thousand messages fail of an unknown outcome until their attempts are spent; the provider
+/// heals; they are redriven.
 async fn redriven(broker: Broker, guarantee: Guarantee) {
     let (world, provider) = (world(broker, guarantee).await, Provider::default());
     provider.0.tells.store(true, Ordering::Relaxed);
     world.publish_many((0..MESSAGES).map(id)).await;
-    world.handle(guarantee, provider.clone(), world.until_there_are(MESSAGES as u64, ".dead-letters")).await;
-    let listed = world.json(&["dead-letters", "list", "--limit", "1", "--reason", "attempts-spent"]).await;
-    assert_eq!(listed["letters"].as_array().map(Vec::len), Some(1), "{listed}");
+    world
+        .handle(
+            guarantee,
+            provider.clone(),
+            world.until_there_are(MESSAGES as u64, ".dead-letters"),
+        )
+        .await;
+    let listed = world
+        .json(&[
+            "dead-letters",
+            "list",
+            "--limit",
+            "1",
+            "--reason",
+            "attempts-spent",
+        ])
+        .await;
+    assert_eq!(
+        listed["letters"].as_array().map(Vec::len),
+        Some(1),
+        "{listed}"
+    );
     assert_eq!(provider.booked(), 0);
 
     provider.0.healed.store(true, Ordering::Relaxed);
-    let redriven = world.json(&["dead-letters", "redrive", "--all", "--yes"]).await;
-    assert_eq!((&redriven["done"], &redriven["left"]), (&Value::from(MESSAGES), &0.into()));
-    let all_booked = async || provider.booked() >= MESSAGES && (broker == Broker::Kafka || world.count("").await == 0);
-    world.handle(guarantee, provider.clone(), until("all are booked", all_booked)).await;
+    let redriven = world
+        .json(&["dead-letters", "redrive", "--all", "--yes"])
+        .await;
+    assert_eq!(
+        (&redriven["done"], &redriven["left"]),
+        (&Value::from(MESSAGES), &0.into())
+    );
+    let all_booked = async || {
+        provider.booked() >= MESSAGES && (broker == Broker::Kafka || world.count("").await == 0)
+    };
+    world
+        .handle(
+            guarantee,
+            provider.clone(),
+            until("all are booked", all_booked),
+        )
+        .await;
     each_was_booked_once(&provider);
-    let stays = if broker == Broker::Kafka { MESSAGES as u64 } else { 0 };
-    assert_eq!((world.count(".dead-letters").await, world.count(".in-doubt").await), (stays, 0), "none failed again");
+    let stays = if broker == Broker::Kafka {
+        MESSAGES as u64
+    } else {
+        0
+    };
+    assert_eq!(
+        (
+            world.count(".dead-letters").await,
+            world.count(".in-doubt").await
+        ),
+        (stays, 0),
+        "none failed again"
+    );
     world.end().await;
 }
 
@@ -147,25 +200,55 @@ async fn dead_letters_of_unknown_outcomes_are_redriven_at_most_once(broker: Brok
     redriven(broker, Guarantee::AtMostOnce).await;
 }
 
-/// A thousand messages, and ten duplicates of each, end in doubt; a person says that none happened; the provider heals. What was
-/// doubted at most once may be handled by consumers of either guarantee.
+/// A thousand messages, and ten duplicates of each, end in doubt; a person says that none happened;
+/// the provider heals. What was doubted at most once may be handled by consumers of either
+/// guarantee.
 async fn resolved(broker: Broker, guarantee: Guarantee) {
     let (world, provider) = (world(broker, guarantee).await, Provider::default());
-    world.publish_many((0..MESSAGES * COPIES).map(|number| id(number % MESSAGES))).await;
+    world
+        .publish_many((0..MESSAGES * COPIES).map(|number| id(number % MESSAGES)))
+        .await;
     let all = (MESSAGES * COPIES) as u64;
-    world.handle(Guarantee::AtMostOnce, provider.clone(), world.until_there_are(all, ".in-doubt")).await;
+    world
+        .handle(
+            Guarantee::AtMostOnce,
+            provider.clone(),
+            world.until_there_are(all, ".in-doubt"),
+        )
+        .await;
     assert_eq!(provider.booked(), 0);
 
     provider.0.healed.store(true, Ordering::Relaxed);
     let ids: Vec<String> = (0..MESSAGES).map(id).collect();
-    let resolve = ["in-doubt", "resolve"].into_iter().chain(ids.iter().map(String::as_str)).chain(["--did-not-happen", "--yes"]);
+    let resolve = ["in-doubt", "resolve"]
+        .into_iter()
+        .chain(ids.iter().map(String::as_str))
+        .chain(["--did-not-happen", "--yes"]);
     let resolved = world.json(&resolve.collect::<Vec<_>>()).await;
-    assert_eq!((&resolved["done"], &resolved["left"]), (&Value::from(all), &0.into()));
-    let all_booked = async || provider.booked() >= MESSAGES && (broker == Broker::Kafka || world.count("").await == 0);
-    world.handle(guarantee, provider.clone(), until("all are booked", all_booked)).await;
+    assert_eq!(
+        (&resolved["done"], &resolved["left"]),
+        (&Value::from(all), &0.into())
+    );
+    let all_booked = async || {
+        provider.booked() >= MESSAGES && (broker == Broker::Kafka || world.count("").await == 0)
+    };
+    world
+        .handle(
+            guarantee,
+            provider.clone(),
+            until("all are booked", all_booked),
+        )
+        .await;
     each_was_booked_once(&provider);
     let stays = if broker == Broker::Kafka { all } else { 0 };
-    assert_eq!((world.count(".in-doubt").await, world.count(".dead-letters").await), (stays, 0), "none failed again");
+    assert_eq!(
+        (
+            world.count(".in-doubt").await,
+            world.count(".dead-letters").await
+        ),
+        (stays, 0),
+        "none failed again"
+    );
     world.end().await;
 }
 

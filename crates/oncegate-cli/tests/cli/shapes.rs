@@ -11,25 +11,55 @@ const BOOK: &str = include_str!("../../../../docs/src/cli.md");
 
 /// What the book says of something: the keys that it always has, and those that it may have.
 fn keys(what: &str) -> [BTreeSet<&'static str>; 2] {
-    let section = BOOK.split("\n## For machines\n").nth(1).and_then(|rest| rest.split("\n## ").next()).expect("the section");
-    let row = section.lines().find(|line| line.starts_with(&format!("| {what} |"))).unwrap_or_else(|| panic!("no row for {what}"));
+    let section = BOOK
+        .split("\n## For machines\n")
+        .nth(1)
+        .and_then(|rest| rest.split("\n## ").next())
+        .expect("the section");
+    let row = section
+        .lines()
+        .find(|line| line.starts_with(&format!("| {what} |")))
+        .unwrap_or_else(|| panic!("no row for {what}"));
     let mut cells = row.split('|').skip(2);
-    [(); 2].map(|()| cells.next().expect("a cell").split('`').skip(1).step_by(2).collect())
+    [(); 2].map(|()| {
+        cells
+            .next()
+            .expect("a cell")
+            .split('`')
+            .skip(1)
+            .step_by(2)
+            .collect()
+    })
 }
 
 #[track_caller]
 fn has_the_shape(value: &Value, what: &str) {
     let [always, perhaps] = keys(what);
-    let has: BTreeSet<&str> = value.as_object().unwrap_or_else(|| panic!("no object: {value}")).keys().map(String::as_str).collect();
-    assert!(always.is_subset(&has), "{what} lacks {:?}: {value}", always.difference(&has));
+    let has: BTreeSet<&str> = value
+        .as_object()
+        .unwrap_or_else(|| panic!("no object: {value}"))
+        .keys()
+        .map(String::as_str)
+        .collect();
+    assert!(
+        always.is_subset(&has),
+        "{what} lacks {:?}: {value}",
+        always.difference(&has)
+    );
     let known: BTreeSet<&str> = always.union(&perhaps).copied().collect();
-    assert!(has.is_subset(&known), "{what} has {:?}, which the book does not know: {value}", has.difference(&known));
+    assert!(
+        has.is_subset(&known),
+        "{what} has {:?}, which the book does not know: {value}",
+        has.difference(&known)
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_answer_for_machines_stands_in_the_book() {
     let world = Arc::new(World::on(Broker::Kafka).await);
-    world.publish(&[("a", "declined"), ("b", "silent"), ("c", "works")]).await;
+    world
+        .publish(&[("a", "declined"), ("b", "silent"), ("c", "works")])
+        .await;
     world.consume(Provider::Judges, 1, 1, 1).await;
     for id in ["a", "b", "c", "nobody"] {
         has_the_shape(&world.json(&["explain", id, "--copies"]).await, "`explain`");
@@ -41,15 +71,30 @@ async fn every_answer_for_machines_stands_in_the_book() {
         has_the_shape(&list, "`dead-letters list`, `in-doubt list`");
         has_the_shape(&list["letters"][0], "a letter");
         let id = if shelf == "in-doubt" { "b" } else { "a" };
-        has_the_shape(&world.json(&[shelf, "show", id, "--body"]).await[0], "a letter that is shown");
+        has_the_shape(
+            &world.json(&[shelf, "show", id, "--body"]).await[0],
+            "a letter that is shown",
+        );
     }
     let acts: [(&[&str], &str); 6] = [
-        (&["dead-letters", "redrive", "--id", "a"], "`dead-letters redrive`, `drop`, `in-doubt resolve`"),
-        (&["dead-letters", "drop", "--id", "a"], "`dead-letters redrive`, `drop`, `in-doubt resolve`"),
-        (&["in-doubt", "resolve", "b", "--happened"], "`dead-letters redrive`, `drop`, `in-doubt resolve`"),
+        (
+            &["dead-letters", "redrive", "--id", "a"],
+            "`dead-letters redrive`, `drop`, `in-doubt resolve`",
+        ),
+        (
+            &["dead-letters", "drop", "--id", "a"],
+            "`dead-letters redrive`, `drop`, `in-doubt resolve`",
+        ),
+        (
+            &["in-doubt", "resolve", "b", "--happened"],
+            "`dead-letters redrive`, `drop`, `in-doubt resolve`",
+        ),
         (&["marker", "complete", "d"], "`marker forget`, `complete`"),
         (&["marker", "forget", "d"], "`marker forget`, `complete`"),
-        (&["marker", "forget", "nobody"], "`marker forget`, `complete`"),
+        (
+            &["marker", "forget", "nobody"],
+            "`marker forget`, `complete`",
+        ),
     ];
     for (act, shape) in acts {
         let name = act[..2].join(" ");
@@ -59,7 +104,11 @@ async fn every_answer_for_machines_stands_in_the_book() {
         let done = world.json(&done).await;
         for (said, did) in [(&shown, false), (&done, act[2] != "nobody")] {
             has_the_shape(said, shape);
-            assert_eq!((&said["act"], &said["did"]), (&name.as_str().into(), &did.into()), "{said}");
+            assert_eq!(
+                (&said["act"], &said["did"]),
+                (&name.as_str().into(), &did.into()),
+                "{said}"
+            );
             for letter in said["letters"].as_array().into_iter().flatten() {
                 has_the_shape(letter, "a letter that was dealt with");
             }
@@ -71,7 +120,11 @@ async fn every_answer_for_machines_stands_in_the_book() {
     let doctor = world.run(&["doctor", "--json"]).await.json();
     has_the_shape(&doctor, "`doctor`");
     has_the_shape(&doctor["findings"][0], "a finding");
-    let failed = world.run(&["dead-letters", "redrive", "--json"]).await.ended(2).json();
+    let failed = world
+        .run(&["dead-letters", "redrive", "--json"])
+        .await
+        .ended(2)
+        .json();
     has_the_shape(&failed, "what failed before anything was told");
     assert_eq!(failed["code"], 2);
     world.end().await;

@@ -1,13 +1,20 @@
-//! A topic or queue of a test's own, and a consumer that charges payments from it, as the demo does.
+//! A topic or queue of a test's own, and a consumer that charges payments from it, as the demo
+//! does.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use lapin::options::{BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions, QueueDeleteOptions};
+use lapin::options::{
+    BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions,
+    QueueDeleteOptions,
+};
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
-use oncegate::{Consumer, Context, Failure, Guarantee, Handler, IdSource, Kafka, Open, RabbitMq, Source, Store, async_trait};
+use oncegate::{
+    Consumer, Context, Failure, Guarantee, Handler, IdSource, Kafka, Open, RabbitMq, Source, Store,
+    async_trait,
+};
 use oncegate_testkit::asking::SECOND;
 use rdkafka::ClientConfig;
 use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
@@ -37,7 +44,8 @@ pub(crate) enum Broker {
 pub(crate) enum Provider {
     /// It takes all of them.
     Works,
-    /// It says no to those on the card `declined`, and nothing at all to those on the card `silent`.
+    /// It says no to those on the card `declined`, and nothing at all to those on the card
+    /// `silent`.
     Judges,
 }
 
@@ -58,9 +66,14 @@ impl Handler for Charge {
     async fn handle(&self, payment: Payment, cx: &Context) -> Result<(), Failure> {
         match (self.provider, payment.card.as_str()) {
             (Provider::Judges, "declined") => Err(Failure::Reject("the card was declined".into())),
-            (Provider::Judges, "silent") => Err(Failure::InDoubt("no answer from the provider".into())),
+            (Provider::Judges, "silent") => {
+                Err(Failure::InDoubt("no answer from the provider".into()))
+            }
             _ => {
-                self.charged.lock().expect("nobody panicked").push(cx.id().to_owned());
+                self.charged
+                    .lock()
+                    .expect("nobody panicked")
+                    .push(cx.id().to_owned());
                 Ok(())
             }
         }
@@ -81,13 +94,24 @@ impl World {
 
     /// The same at a desk that is there.
     pub(crate) async fn at(desk: Desk, broker: Broker) -> Self {
-        let world = Self { desk, broker, charged: Arc::default() };
+        let world = Self {
+            desk,
+            broker,
+            charged: Arc::default(),
+        };
         let name = &world.desk.name;
         match broker {
             Broker::Kafka => {
-                let keeping = |name| NewTopic::new(name, 2, TopicReplication::Fixed(1)).set("retention.ms", "-1");
+                let keeping = |name| {
+                    NewTopic::new(name, 2, TopicReplication::Fixed(1)).set("retention.ms", "-1")
+                };
                 let aside = [format!("{name}.dead-letters"), format!("{name}.in-doubt")];
-                create_topics(&[NewTopic::new(name, 2, TopicReplication::Fixed(1)), keeping(&aside[0]), keeping(&aside[1])]).await;
+                create_topics(&[
+                    NewTopic::new(name, 2, TopicReplication::Fixed(1)),
+                    keeping(&aside[0]),
+                    keeping(&aside[1]),
+                ])
+                .await;
             }
             Broker::RabbitMq => declare_as_the_source_does(name).await,
         }
@@ -99,10 +123,16 @@ impl World {
         let name = &self.desk.name;
         let gate = "[gate]\nguarantee = \"at-most-once\"\nid = \"header payment-id\"\n";
         match self.broker {
-            Broker::Kafka => format!("{gate}[kafka]\nbrokers = \"{}\"\ntopic = \"{name}\"\n", kafka()),
+            Broker::Kafka => format!(
+                "{gate}[kafka]\nbrokers = \"{}\"\ntopic = \"{name}\"\n",
+                kafka()
+            ),
             // A story may look at its letters more than five times.
             Broker::RabbitMq => {
-                format!("{gate}[rabbitmq]\nurl = \"{}\"\nqueue = \"{name}\"\n{COUNTS_ACCEPTED}", rabbitmq())
+                format!(
+                    "{gate}[rabbitmq]\nurl = \"{}\"\nqueue = \"{name}\"\n{COUNTS_ACCEPTED}",
+                    rabbitmq()
+                )
             }
         }
     }
@@ -116,9 +146,21 @@ impl World {
 
     /// Runs the program, and the test goes on meanwhile.
     pub(crate) async fn run(self: &Arc<Self>, arguments: &[&str]) -> Said {
-        let (world, arguments) = (Arc::clone(self), arguments.iter().map(|it| (*it).to_owned()).collect::<Vec<_>>());
-        let run = move || world.desk.run(&arguments.iter().map(String::as_str).collect::<Vec<_>>());
-        tokio::task::spawn_blocking(run).await.expect("no panic inside")
+        let (world, arguments) = (
+            Arc::clone(self),
+            arguments
+                .iter()
+                .map(|it| (*it).to_owned())
+                .collect::<Vec<_>>(),
+        );
+        let run = move || {
+            world
+                .desk
+                .run(&arguments.iter().map(String::as_str).collect::<Vec<_>>())
+        };
+        tokio::task::spawn_blocking(run)
+            .await
+            .expect("no panic inside")
     }
 
     pub(crate) async fn json(self: &Arc<Self>, arguments: &[&str]) -> serde_json::Value {
@@ -139,12 +181,21 @@ impl World {
         let (name, body) = (&self.desk.name, r#"{"card":"works"}"#);
         match self.broker {
             Broker::Kafka => {
-                let producer: FutureProducer = config().set("acks", "all").create().expect("a producer");
+                let producer: FutureProducer =
+                    config().set("acks", "all").create().expect("a producer");
                 let sent: Vec<_> = ids
                     .map(|id| {
-                        let headers = OwnedHeaders::new().insert(Header { key: "payment-id", value: Some(&id) });
-                        let record = FutureRecord::to(name).key(&id).payload(body).headers(headers);
-                        producer.send_result(record).unwrap_or_else(|(error, _)| panic!("{error}"))
+                        let headers = OwnedHeaders::new().insert(Header {
+                            key: "payment-id",
+                            value: Some(&id),
+                        });
+                        let record = FutureRecord::to(name)
+                            .key(&id)
+                            .payload(body)
+                            .headers(headers);
+                        producer
+                            .send_result(record)
+                            .unwrap_or_else(|(error, _)| panic!("{error}"))
                     })
                     .collect();
                 for sent in sent {
@@ -153,21 +204,55 @@ impl World {
             }
             Broker::RabbitMq => {
                 let (connection, channel) = open().await;
-                channel.confirm_select(ConfirmSelectOptions::default()).await.expect("confirms");
+                channel
+                    .confirm_select(ConfirmSelectOptions::default())
+                    .await
+                    .expect("confirms");
                 for id in ids {
                     let table: BTreeMap<_, _> = [("payment-id".into(), text(&id))].into();
-                    let properties = BasicProperties::default().with_headers(table.into()).with_delivery_mode(2);
+                    let properties = BasicProperties::default()
+                        .with_headers(table.into())
+                        .with_delivery_mode(2);
                     let options = BasicPublishOptions::default();
-                    channel.basic_publish("".into(), name.as_str().into(), options, body.as_bytes(), properties).await.expect("a channel");
+                    channel
+                        .basic_publish(
+                            "".into(),
+                            name.as_str().into(),
+                            options,
+                            body.as_bytes(),
+                            properties,
+                        )
+                        .await
+                        .expect("a channel");
                 }
-                assert!(channel.wait_for_confirms().await.expect("an answer").is_empty(), "none is returned");
-                connection.close(200, "OK".into()).await.expect("a clean end");
+                assert!(
+                    channel
+                        .wait_for_confirms()
+                        .await
+                        .expect("an answer")
+                        .is_empty(),
+                    "none is returned"
+                );
+                connection
+                    .close(200, "OK".into())
+                    .await
+                    .expect("a clean end");
             }
         }
     }
 
-    pub(crate) async fn publish_to(&self, name: &str, id: &str, body: &str, headers: &[(&str, &str)]) {
-        let headers: Vec<(&str, &str)> = headers.iter().copied().chain([("payment-id", id)]).collect();
+    pub(crate) async fn publish_to(
+        &self,
+        name: &str,
+        id: &str,
+        body: &str,
+        headers: &[(&str, &str)],
+    ) {
+        let headers: Vec<(&str, &str)> = headers
+            .iter()
+            .copied()
+            .chain([("payment-id", id)])
+            .collect();
         self.publish_with(name, body, &headers).await;
     }
 
@@ -175,47 +260,106 @@ impl World {
     pub(crate) async fn publish_with(&self, name: &str, body: &str, headers: &[(&str, &str)]) {
         match self.broker {
             Broker::Kafka => {
-                let producer: FutureProducer = config().set("acks", "all").create().expect("a producer");
+                let producer: FutureProducer =
+                    config().set("acks", "all").create().expect("a producer");
                 let all = OwnedHeaders::new();
-                let written = headers.iter().fold(all, |all, (key, value)| all.insert(Header { key, value: Some(*value) }));
-                let key = headers.iter().find(|(name, _)| *name == "payment-id").map_or("", |(_, id)| id);
-                let record = FutureRecord::to(name).key(key).payload(body).headers(written);
+                let written = headers.iter().fold(all, |all, (key, value)| {
+                    all.insert(Header {
+                        key,
+                        value: Some(*value),
+                    })
+                });
+                let key = headers
+                    .iter()
+                    .find(|(name, _)| *name == "payment-id")
+                    .map_or("", |(_, id)| id);
+                let record = FutureRecord::to(name)
+                    .key(key)
+                    .payload(body)
+                    .headers(written);
                 producer.send(record, PATIENCE).await.expect("it is taken");
             }
             Broker::RabbitMq => {
-                let table: BTreeMap<_, _> = headers.iter().map(|(name, value)| ((*name).into(), text(value))).collect();
-                publish_properties(&rabbitmq(), name, body, BasicProperties::default().with_headers(table.into())).await;
+                let table: BTreeMap<_, _> = headers
+                    .iter()
+                    .map(|(name, value)| ((*name).into(), text(value)))
+                    .collect();
+                publish_properties(
+                    &rabbitmq(),
+                    name,
+                    body,
+                    BasicProperties::default().with_headers(table.into()),
+                )
+                .await;
             }
         }
     }
 
-    /// Consumes until so much was charged in all, and so many letters stand in the dead letters and in doubt.
-    pub(crate) async fn consume(&self, provider: Provider, charged: usize, dead_letters: u64, in_doubt: u64) {
+    /// Consumes until so much was charged in all, and so many letters stand in the dead letters and
+    /// in doubt.
+    pub(crate) async fn consume(
+        &self,
+        provider: Provider,
+        charged: usize,
+        dead_letters: u64,
+        in_doubt: u64,
+    ) {
         let until = async {
             let begun = Instant::now();
             loop {
-                let is = (self.charged().len(), self.count(".dead-letters").await, self.count(".in-doubt").await);
+                let is = (
+                    self.charged().len(),
+                    self.count(".dead-letters").await,
+                    self.count(".in-doubt").await,
+                );
                 if is == (charged, dead_letters, in_doubt) {
                     return;
                 }
-                assert!(begun.elapsed() < PATIENCE, "{is:?}, not {:?}", (charged, dead_letters, in_doubt));
+                assert!(
+                    begun.elapsed() < PATIENCE,
+                    "{is:?}, not {:?}",
+                    (charged, dead_letters, in_doubt)
+                );
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
         };
         match self.desk.sqlite() {
             Some(sqlite) => self.consume_through(sqlite, provider, until).await,
-            None => self.consume_through(self.desk.store().accept_forgetful_store(), provider, until).await,
+            None => {
+                self.consume_through(self.desk.store().accept_forgetful_store(), provider, until)
+                    .await
+            }
         }
     }
 
-    async fn consume_through(&self, store: impl Store + 'static, provider: Provider, until: impl Future<Output = ()>) {
-        let charge = Charge { provider, charged: Arc::clone(&self.charged) };
-        self.handle_through(store, Guarantee::AtMostOnce, charge, until).await;
+    async fn consume_through(
+        &self,
+        store: impl Store + 'static,
+        provider: Provider,
+        until: impl Future<Output = ()>,
+    ) {
+        let charge = Charge {
+            provider,
+            charged: Arc::clone(&self.charged),
+        };
+        self.handle_through(store, Guarantee::AtMostOnce, charge, until)
+            .await;
     }
 
     /// Handles what comes, until so long.
-    pub(crate) async fn handle(&self, guarantee: Guarantee, handler: impl Handler, until: impl Future<Output = ()>) {
-        self.handle_through(self.desk.store().accept_forgetful_store(), guarantee, handler, until).await;
+    pub(crate) async fn handle(
+        &self,
+        guarantee: Guarantee,
+        handler: impl Handler,
+        until: impl Future<Output = ()>,
+    ) {
+        self.handle_through(
+            self.desk.store().accept_forgetful_store(),
+            guarantee,
+            handler,
+            until,
+        )
+        .await;
     }
 
     async fn handle_through(
@@ -236,8 +380,23 @@ impl World {
             .backoff(Duration::from_millis(1), Duration::from_millis(10))
             .handler(handler);
         let ended = match self.broker {
-            Broker::Kafka => consumer.source(Kafka::topic(name).brokers(kafka()).group(name).body_limit(BODY_LIMIT)).run_until(until).await,
-            Broker::RabbitMq => consumer.source(RabbitMq::queue(name).url(rabbitmq()).body_limit(BODY_LIMIT)).run_until(until).await,
+            Broker::Kafka => {
+                consumer
+                    .source(
+                        Kafka::topic(name)
+                            .brokers(kafka())
+                            .group(name)
+                            .body_limit(BODY_LIMIT),
+                    )
+                    .run_until(until)
+                    .await
+            }
+            Broker::RabbitMq => {
+                consumer
+                    .source(RabbitMq::queue(name).url(rabbitmq()).body_limit(BODY_LIMIT))
+                    .run_until(until)
+                    .await
+            }
         };
         ended.expect("a consumer that ends well");
     }
@@ -246,7 +405,8 @@ impl World {
         self.charged.lock().expect("nobody panicked").clone()
     }
 
-    /// How many messages stand in the topic or queue with this ending; on RabbitMQ those that nobody holds.
+    /// How many messages stand in the topic or queue with this ending; on RabbitMQ those that
+    /// nobody holds.
     pub(crate) async fn count(&self, suffix: &str) -> u64 {
         self.count_in(format!("{}{suffix}", self.desk.name)).await
     }
@@ -254,25 +414,45 @@ impl World {
     async fn count_in(&self, name: String) -> u64 {
         match self.broker {
             Broker::Kafka => tokio::task::spawn_blocking(move || {
-                let consumer: BaseConsumer = config().set("group.id", "counting").create().expect("a consumer");
-                let ends = (0..2).map(|partition| consumer.fetch_watermarks(&name, partition, PATIENCE).expect("watermarks"));
-                ends.map(|(low, high)| u64::try_from(high - low).expect("not negative")).sum()
+                let consumer: BaseConsumer = config()
+                    .set("group.id", "counting")
+                    .create()
+                    .expect("a consumer");
+                let ends = (0..2).map(|partition| {
+                    consumer
+                        .fetch_watermarks(&name, partition, PATIENCE)
+                        .expect("watermarks")
+                });
+                ends.map(|(low, high)| u64::try_from(high - low).expect("not negative"))
+                    .sum()
             })
             .await
             .expect("no panic inside"),
             Broker::RabbitMq => {
                 let (connection, channel) = open().await;
-                let passive = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
-                let count = channel.queue_declare(name.into(), passive, FieldTable::default()).await.expect("the queue").message_count();
-                connection.close(200, "OK".into()).await.expect("a clean end");
+                let passive = QueueDeclareOptions {
+                    passive: true,
+                    ..QueueDeclareOptions::default()
+                };
+                let count = channel
+                    .queue_declare(name.into(), passive, FieldTable::default())
+                    .await
+                    .expect("the queue")
+                    .message_count();
+                connection
+                    .close(200, "OK".into())
+                    .await
+                    .expect("a clean end");
                 count.into()
             }
         }
     }
 
-    /// Waits until so many are there: what was held or published a moment ago is counted a moment later.
+    /// Waits until so many are there: what was held or published a moment ago is counted a moment
+    /// later.
     pub(crate) async fn until_there_are(&self, count: u64, suffix: &str) {
-        self.until(&format!("{}{suffix}", self.desk.name), count).await;
+        self.until(&format!("{}{suffix}", self.desk.name), count)
+            .await;
     }
 
     /// The same of a topic or queue of any name.
@@ -289,17 +469,29 @@ impl World {
     }
 
     pub(crate) async fn end(&self) {
-        let names = ["", ".dead-letters", ".in-doubt"].map(|suffix| format!("{}{suffix}", self.desk.name));
+        let names =
+            ["", ".dead-letters", ".in-doubt"].map(|suffix| format!("{}{suffix}", self.desk.name));
         match self.broker {
             // What is left over harms nobody: its name is never used again.
-            Broker::Kafka => drop(admin().delete_topics(&names.each_ref().map(String::as_str), &AdminOptions::new()).await),
+            Broker::Kafka => drop(
+                admin()
+                    .delete_topics(&names.each_ref().map(String::as_str), &AdminOptions::new())
+                    .await,
+            ),
             Broker::RabbitMq => {
                 let (connection, channel) = open().await;
-                let delays = [1_000, 5_000, 30_000, 120_000, 600_000].map(|delay| format!("{}.delay.{delay}", self.desk.name));
+                let delays = [1_000, 5_000, 30_000, 120_000, 600_000]
+                    .map(|delay| format!("{}.delay.{delay}", self.desk.name));
                 for name in names.into_iter().chain(delays) {
-                    channel.queue_delete(name.into(), QueueDeleteOptions::default()).await.expect("deleting is idempotent");
+                    channel
+                        .queue_delete(name.into(), QueueDeleteOptions::default())
+                        .await
+                        .expect("deleting is idempotent");
                 }
-                connection.close(200, "OK".into()).await.expect("a clean end");
+                connection
+                    .close(200, "OK".into())
+                    .await
+                    .expect("a clean end");
             }
         }
     }
@@ -307,22 +499,46 @@ impl World {
 
 /// The queue and those beside it.
 pub(crate) async fn declare_as_the_source_does(queue: &str) {
-    let source = RabbitMq::queue(queue).url(rabbitmq()).open().await.expect("the queues are declared");
+    let source = RabbitMq::queue(queue)
+        .url(rabbitmq())
+        .open()
+        .await
+        .expect("the queues are declared");
     let source: Box<dyn Source> = Box::new(source);
-    source.close(Instant::now() + PATIENCE).await.expect("a clean end");
+    source
+        .close(Instant::now() + PATIENCE)
+        .await
+        .expect("a clean end");
 }
 
 pub(crate) async fn create_topics(topics: &[NewTopic<'_>]) {
-    let created = admin().create_topics(topics, &AdminOptions::new().operation_timeout(Some(PATIENCE))).await;
-    created.expect("Kafka answers").into_iter().for_each(|topic| drop(topic.expect("a topic that is new")));
+    let created = admin()
+        .create_topics(
+            topics,
+            &AdminOptions::new().operation_timeout(Some(PATIENCE)),
+        )
+        .await;
+    created
+        .expect("Kafka answers")
+        .into_iter()
+        .for_each(|topic| drop(topic.expect("a topic that is new")));
     let names: Vec<String> = topics.iter().map(|topic| topic.name.to_owned()).collect();
     // The broker says that a topic is created a moment before it says that it exists.
     let asked = tokio::task::spawn_blocking(move || {
-        let consumer: BaseConsumer = config().set("group.id", "counting").create().expect("a consumer");
+        let consumer: BaseConsumer = config()
+            .set("group.id", "counting")
+            .create()
+            .expect("a consumer");
         let begun = Instant::now();
         for name in names {
-            while consumer.fetch_watermarks(&name, 1, Duration::from_secs(5)).is_err() {
-                assert!(begun.elapsed() < PATIENCE, "the new topic {name} is not there");
+            while consumer
+                .fetch_watermarks(&name, 1, Duration::from_secs(5))
+                .is_err()
+            {
+                assert!(
+                    begun.elapsed() < PATIENCE,
+                    "the new topic {name} is not there"
+                );
                 std::thread::sleep(Duration::from_millis(50));
             }
         }
@@ -349,13 +565,40 @@ pub(crate) fn admin() -> AdminClient<DefaultClientContext> {
 }
 
 /// Publishes to a queue, by way of this URL, a message that lasts, and waits for its confirmation.
-pub(crate) async fn publish_properties(url: &str, queue: &str, body: &str, properties: BasicProperties) {
+pub(crate) async fn publish_properties(
+    url: &str,
+    queue: &str,
+    body: &str,
+    properties: BasicProperties,
+) {
     let (connection, channel) = open_at(url).await;
-    channel.confirm_select(ConfirmSelectOptions::default()).await.expect("confirms");
-    let (options, properties) = (BasicPublishOptions::default(), properties.with_delivery_mode(2));
-    let published = channel.basic_publish("".into(), queue.into(), options, body.as_bytes(), properties);
-    assert!(published.await.expect("a channel").await.expect("an answer").is_ack());
-    connection.close(200, "OK".into()).await.expect("a clean end");
+    channel
+        .confirm_select(ConfirmSelectOptions::default())
+        .await
+        .expect("confirms");
+    let (options, properties) = (
+        BasicPublishOptions::default(),
+        properties.with_delivery_mode(2),
+    );
+    let published = channel.basic_publish(
+        "".into(),
+        queue.into(),
+        options,
+        body.as_bytes(),
+        properties,
+    );
+    assert!(
+        published
+            .await
+            .expect("a channel")
+            .await
+            .expect("an answer")
+            .is_ack()
+    );
+    connection
+        .close(200, "OK".into())
+        .await
+        .expect("a clean end");
 }
 
 pub(crate) fn text(text: &str) -> AMQPValue {
@@ -367,7 +610,9 @@ pub(crate) async fn open() -> (Connection, Channel) {
 }
 
 async fn open_at(url: &str) -> (Connection, Channel) {
-    let connection = Connection::connect(url, ConnectionProperties::default()).await.expect("RabbitMQ answers");
+    let connection = Connection::connect(url, ConnectionProperties::default())
+        .await
+        .expect("RabbitMQ answers");
     let channel = connection.create_channel().await.expect("a channel");
     (connection, channel)
 }
@@ -376,13 +621,28 @@ async fn open_at(url: &str) -> (Connection, Channel) {
 pub(crate) async fn take_all(queue: &str) -> Vec<(String, bool, i64)> {
     let (connection, channel) = open().await;
     let mut all = Vec::new();
-    while let Some(message) = channel.basic_get(queue.into(), BasicGetOptions { no_ack: true }).await.expect("the queue") {
+    while let Some(message) = channel
+        .basic_get(queue.into(), BasicGetOptions { no_ack: true })
+        .await
+        .expect("the queue")
+    {
         let delivery = message.delivery;
         let headers = delivery.properties.headers().clone().unwrap_or_default();
-        let count = headers.inner().get("x-delivery-count").and_then(|it| it.as_long_long_int()).unwrap_or(0);
-        all.push((String::from_utf8_lossy(&delivery.data).into_owned(), delivery.redelivered, count));
+        let count = headers
+            .inner()
+            .get("x-delivery-count")
+            .and_then(|it| it.as_long_long_int())
+            .unwrap_or(0);
+        all.push((
+            String::from_utf8_lossy(&delivery.data).into_owned(),
+            delivery.redelivered,
+            count,
+        ));
     }
-    connection.close(200, "OK".into()).await.expect("a clean end");
+    connection
+        .close(200, "OK".into())
+        .await
+        .expect("a clean end");
     all
 }
 
@@ -396,15 +656,30 @@ pub(crate) async fn declare(queue: &str, arguments: &[(&str, &str)], limit: Opti
     if let Some(limit) = limit {
         table.insert("x-delivery-limit".into(), AMQPValue::LongInt(limit));
     }
-    let durable = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };
-    channel.queue_declare(queue.into(), durable, table).await.expect("a new queue");
-    connection.close(200, "OK".into()).await.expect("a clean end");
+    let durable = QueueDeclareOptions {
+        durable: true,
+        ..QueueDeclareOptions::default()
+    };
+    channel
+        .queue_declare(queue.into(), durable, table)
+        .await
+        .expect("a new queue");
+    connection
+        .close(200, "OK".into())
+        .await
+        .expect("a clean end");
 }
 
 pub(crate) async fn delete(queue: &str) {
     let (connection, channel) = open().await;
-    channel.queue_delete(queue.into(), QueueDeleteOptions::default()).await.expect("deleting is idempotent");
-    connection.close(200, "OK".into()).await.expect("a clean end");
+    channel
+        .queue_delete(queue.into(), QueueDeleteOptions::default())
+        .await
+        .expect("deleting is idempotent");
+    connection
+        .close(200, "OK".into())
+        .await
+        .expect("a clean end");
 }
 
 /// The bodies in a topic of two partitions, as far as it goes now.
@@ -412,18 +687,29 @@ pub(crate) async fn bodies(topic: &str) -> Vec<Option<Vec<u8>>> {
     use rdkafka::message::Message;
     let topic = topic.to_owned();
     let read = tokio::task::spawn_blocking(move || {
-        let consumer: BaseConsumer = config().set("group.id", "counting").set("enable.auto.commit", "false").create().expect("a consumer");
+        let consumer: BaseConsumer = config()
+            .set("group.id", "counting")
+            .set("enable.auto.commit", "false")
+            .create()
+            .expect("a consumer");
         let mut assigned = rdkafka::TopicPartitionList::new();
         let mut left = 0;
         for partition in 0..2 {
-            let (low, high) = consumer.fetch_watermarks(&topic, partition, PATIENCE).expect("watermarks");
+            let (low, high) = consumer
+                .fetch_watermarks(&topic, partition, PATIENCE)
+                .expect("watermarks");
             left += high - low;
-            assigned.add_partition_offset(&topic, partition, rdkafka::Offset::Beginning).expect("an offset");
+            assigned
+                .add_partition_offset(&topic, partition, rdkafka::Offset::Beginning)
+                .expect("an offset");
         }
         consumer.assign(&assigned).expect("assigned");
         let mut bodies = Vec::new();
         while left > 0 {
-            let message = consumer.poll(PATIENCE).expect("a message in time").expect("a message");
+            let message = consumer
+                .poll(PATIENCE)
+                .expect("a message in time")
+                .expect("a message");
             bodies.push(message.payload().map(<[u8]>::to_vec));
             left -= 1;
         }
@@ -435,9 +721,17 @@ pub(crate) async fn bodies(topic: &str) -> Vec<Option<Vec<u8>>> {
 /// The names of all groups on Kafka.
 pub(crate) async fn groups() -> Vec<String> {
     let listed = tokio::task::spawn_blocking(|| {
-        let consumer: BaseConsumer = config().set("group.id", "counting").create().expect("a consumer");
-        let list = consumer.fetch_group_list(None, PATIENCE).expect("the groups");
-        list.groups().iter().map(|group| group.name().to_owned()).collect()
+        let consumer: BaseConsumer = config()
+            .set("group.id", "counting")
+            .create()
+            .expect("a consumer");
+        let list = consumer
+            .fetch_group_list(None, PATIENCE)
+            .expect("the groups");
+        list.groups()
+            .iter()
+            .map(|group| group.name().to_owned())
+            .collect()
     });
     listed.await.expect("no panic inside")
 }

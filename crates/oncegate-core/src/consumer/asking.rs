@@ -32,7 +32,8 @@ pub(super) struct Applied {
 }
 
 impl<H: Handler, D: Decode> Running<H, D> {
-    /// Asks the store: verdicts that are due, late completions and claims of what has arrived share one apply, in this order.
+    /// Asks the store: verdicts that are due, late completions and claims of what has arrived share
+    /// one apply, in this order.
     pub(super) fn ask_the_store(&mut self) {
         if self.refused {
             self.drop_claims();
@@ -49,7 +50,11 @@ impl<H: Handler, D: Decode> Running<H, D> {
         while self.applies.len() < at_once {
             let verdicts = self.verdicts.len().min(chunk);
             let claims = self.claims.len().min(chunk);
-            let late = if Instant::now() >= self.late.due { self.late.len().min(chunk) } else { 0 };
+            let late = if Instant::now() >= self.late.due {
+                self.late.len().min(chunk)
+            } else {
+                0
+            };
             let mut slots = Vec::with_capacity(verdicts + late + claims);
             let mut operations = Vec::with_capacity(verdicts + late + claims);
             let verdicts: Vec<Slot> = self.verdicts.drain(..verdicts).collect();
@@ -73,18 +78,32 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 fault::before(&operations);
                 let answers = store.apply(&operations).await;
                 fault::after(&operations);
-                Applied { slots, operations, claims, sent, began, answers }
+                Applied {
+                    slots,
+                    operations,
+                    claims,
+                    sent,
+                    began,
+                    answers,
+                }
             }));
         }
     }
 
     /// Adds the first claims that may be asked for, and leaves the others in their order.
-    fn add_claims(&mut self, most: usize, slots: &mut Vec<Option<Slot>>, operations: &mut Vec<Operation>) {
+    fn add_claims(
+        &mut self,
+        most: usize,
+        slots: &mut Vec<Option<Slot>>,
+        operations: &mut Vec<Operation>,
+    ) {
         let none_waits = self.alone.is_none() && self.late.is_settled();
         let looked_at = if none_waits { most } else { self.claims.len() };
         let mut left = most;
         for _ in 0..looked_at {
-            let Some(slot) = self.claims.pop_front() else { break };
+            let Some(slot) = self.claims.pop_front() else {
+                break;
+            };
             if none_waits || (left > 0 && self.may_claim(slot)) {
                 left -= 1;
                 self.add_operation(slot, slots, operations);
@@ -96,18 +115,40 @@ impl<H: Handler, D: Decode> Running<H, D> {
 
     /// Whether its claim may be asked for now.
     pub(super) fn may_claim(&self, slot: Slot) -> bool {
-        let Some(flight) = self.flights.at(slot) else { return true }; // it is gone, and so is its claim
-        let others_turn = self.alone.is_some_and(|alone| alone != slot) && !flight.passage.dispatch().leaves();
-        !others_turn && !flight.key.as_ref().is_some_and(|key| self.late.hold_back(key))
+        let Some(flight) = self.flights.at(slot) else {
+            return true;
+        }; // it is gone, and so is its claim
+        let others_turn =
+            self.alone.is_some_and(|alone| alone != slot) && !flight.passage.dispatch().leaves();
+        !others_turn
+            && !flight
+                .key
+                .as_ref()
+                .is_some_and(|key| self.late.hold_back(key))
     }
 
-    fn add_operation(&mut self, slot: Slot, slots: &mut Vec<Option<Slot>>, operations: &mut Vec<Operation>) {
-        let Some(flight) = self.flights.at_mut(slot) else { return };
-        let Some(key) = flight.key.clone() else { return };
+    fn add_operation(
+        &mut self,
+        slot: Slot,
+        slots: &mut Vec<Option<Slot>>,
+        operations: &mut Vec<Operation>,
+    ) {
+        let Some(flight) = self.flights.at_mut(slot) else {
+            return;
+        };
+        let Some(key) = flight.key.clone() else {
+            return;
+        };
         flight.claim = Claim::Sent;
         let (token, attempt) = (flight.passage.dispatch().token, flight.attempt());
         slots.push(Some(slot));
-        operations.push(Operation { key, ask: flight.ask, token, attempt, terms: flight.terms });
+        operations.push(Operation {
+            key,
+            ask: flight.ask,
+            token,
+            attempt,
+            terms: flight.terms,
+        });
     }
 
     /// While the store is not asked, claims that may pass without it do so at once.
@@ -122,13 +163,25 @@ impl<H: Handler, D: Decode> Running<H, D> {
 
     /// A batch came back.
     pub(super) async fn answered(&mut self, applied: Applied) {
-        let Applied { slots, operations, claims, sent, began, mut answers } = applied;
+        let Applied {
+            slots,
+            operations,
+            claims,
+            sent,
+            began,
+            mut answers,
+        } = applied;
         self.read_clocks();
-        self.measures.answered(&operations, self.clock.saturating_duration_since(began));
+        self.measures
+            .answered(&operations, self.clock.saturating_duration_since(began));
         let now = Moment::now();
         if answers.len() != operations.len() {
             answers.clear();
-            answers.resize_with(operations.len(), || Err(StoreError::Unknown("the store answered with another number of verdicts".into())));
+            answers.resize_with(operations.len(), || {
+                Err(StoreError::Unknown(
+                    "the store answered with another number of verdicts".into(),
+                ))
+            });
         }
         crate::wrong_version!("accept-a-busy", {
             answers
@@ -171,7 +224,11 @@ impl<H: Handler, D: Decode> Running<H, D> {
             if !matches!(event, Event::Answer(_))
                 && let Some(flight) = self.flights.at_mut(slot)
             {
-                spans::answered(std::mem::replace(&mut flight.asked, Span::none()), &"unavailable", None);
+                spans::answered(
+                    std::mem::replace(&mut flight.asked, Span::none()),
+                    &"unavailable",
+                    None,
+                );
             }
             events.push((slot, event));
         }
@@ -189,7 +246,10 @@ impl<H: Handler, D: Decode> Running<H, D> {
         {
             tracing::warn!(%error, in_flight = self.flights.len(), suppressed_lines, "the store does not answer: deliveries wait");
         }
-        if events.iter().any(|(_, event)| matches!(event, Event::Answer(_) | Event::UnreadableMarker)) {
+        if events
+            .iter()
+            .any(|(_, event)| matches!(event, Event::Answer(_) | Event::UnreadableMarker))
+        {
             self.saw_of_store(|seen| seen.answered(now));
             if let Some(away) = self.breaker.answered(now) {
                 tracing::info!(?away, "the store answers again");
@@ -224,7 +284,9 @@ impl<H: Handler, D: Decode> Running<H, D> {
     /// What leaves needs no claim, unless one may have been sent already.
     fn drop_claims_of_those_that_leave(&mut self) {
         for slot in std::mem::take(&mut self.claims) {
-            let unsent = self.flights.at(slot).is_some_and(|flight| flight.claim == Claim::Unsent && flight.passage.dispatch().leaves());
+            let unsent = self.flights.at(slot).is_some_and(|flight| {
+                flight.claim == Claim::Unsent && flight.passage.dispatch().leaves()
+            });
             if unsent {
                 self.happens(slot, Event::NotAsked);
             } else {
@@ -235,17 +297,30 @@ impl<H: Handler, D: Decode> Running<H, D> {
 
     /// Another program wrote under a message's id.
     fn saw_unreadable_marker(&mut self, slot: Slot, why: &Cause) {
-        let Some(flight) = self.flights.at_mut(slot) else { return };
+        let Some(flight) = self.flights.at_mut(slot) else {
+            return;
+        };
         let id = flight.id.as_ref().map(MessageId::as_str);
         tracing::error!(id, origin = %flight.passage.delivery().message.origin, error = %why, "unreadable marker: nothing is known of this message");
-        flight.passage.tell(|story| story.last_error = Some(why.to_string()));
+        flight
+            .passage
+            .tell(|story| story.last_error = Some(why.to_string()));
     }
 
-    /// What passed without the gate is claimed and completed when the store is back. Says what the store asks to be changed, if it does.
-    fn answered_late(&mut self, operation: Operation, answer: Result<Verdict, StoreError>) -> Option<StoreError> {
+    /// What passed without the gate is claimed and completed when the store is back. Says what the
+    /// store asks to be changed, if it does.
+    fn answered_late(
+        &mut self,
+        operation: Operation,
+        answer: Result<Verdict, StoreError>,
+    ) -> Option<StoreError> {
         match answer {
             Ok(Verdict::Granted(attempts) | Verdict::InDoubt(attempts)) => {
-                self.late.put_back(Operation { ask: Ask::Complete, attempt: attempts.number, ..operation });
+                self.late.put_back(Operation {
+                    ask: Ask::Complete,
+                    attempt: attempts.number,
+                    ..operation
+                });
             }
             Ok(Verdict::Duplicate | Verdict::Done { .. }) => self.late.finish(&operation.key),
             Ok(verdict) => {
@@ -262,7 +337,8 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 tracing::error!(key = operation.key.as_str(), error = %why, "message that passed without the gate could not be recorded as done");
             }
             Err(error) => {
-                self.late.due = Instant::now() + self.policy.longest_backoff.min(Duration::from_secs(1));
+                self.late.due =
+                    Instant::now() + self.policy.longest_backoff.min(Duration::from_secs(1));
                 self.late.put_back(operation);
                 return Some(error).filter(|error| matches!(error, StoreError::Misconfigured(_)));
             }
@@ -279,7 +355,9 @@ impl<H: Handler, D: Decode> Running<H, D> {
         sent: Moment,
         granted: &mut Vec<(usize, Arc<Lease>)>,
     ) {
-        let Some(flight) = self.flights.at_mut(slot) else { return };
+        let Some(flight) = self.flights.at_mut(slot) else {
+            return;
+        };
         let granted_now = match verdict {
             Verdict::Granted(attempts) | Verdict::InDoubt(attempts) => {
                 if attempts.crashes > 0 {
@@ -287,16 +365,27 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 }
                 Some(attempts.number)
             }
-            Verdict::Busy { remaining } if matches!(flight.passage.stage(), Stage::Claiming(_, Parks(0))) => {
+            Verdict::Busy { remaining }
+                if matches!(flight.passage.stage(), Stage::Claiming(_, Parks(0))) =>
+            {
                 self.says.held_elsewhere(flight, remaining);
                 None
             }
             _ => None,
         };
-        spans::answered(std::mem::replace(&mut flight.asked, Span::none()), &verdict, granted_now);
+        spans::answered(
+            std::mem::replace(&mut flight.asked, Span::none()),
+            &verdict,
+            granted_now,
+        );
         let Some(attempt) = granted_now else { return };
         if self.renewals.is_some() {
-            let lease = Arc::new(Lease::new(operation, attempt, sent, sent + self.longest_hold));
+            let lease = Arc::new(Lease::new(
+                operation,
+                attempt,
+                sent,
+                sent + self.longest_hold,
+            ));
             flight.lease = Some(lease.clone());
             granted.push((slot.place, lease));
         }

@@ -55,7 +55,8 @@ pub(super) enum Claim {
 pub(super) enum Stands {
     /// On the road: it counts as in flight.
     OnTheRoad,
-    /// It waits behind another of its lane, or rests after an attempt that failed. It has claimed nothing.
+    /// It waits behind another of its lane, or rests after an attempt that failed. It has claimed
+    /// nothing.
     Aside,
 }
 
@@ -70,18 +71,32 @@ pub(super) enum Work {
 
 /// Whether a handler or `reconcile` belongs to this stage; in any other it is dropped.
 pub(super) fn runs(stage: Stage) -> bool {
-    matches!(stage, Stage::Running(..) | Stage::Reconciling(..) | Stage::Ungated(_))
+    matches!(
+        stage,
+        Stage::Running(..) | Stage::Reconciling(..) | Stage::Ungated(_)
+    )
 }
 
-/// Whether a delivery in this stage takes one of the runs that there may be at once; between two of its own, too.
+/// Whether a delivery in this stage takes one of the runs that there may be at once; between two of
+/// its own, too.
 pub(super) fn holds_a_run(stage: Stage) -> bool {
     runs(stage) || stage.waits_on_lease()
 }
 
-/// Whether a delivery in this stage holds its claim, or may do so soon: if another ended the process, it would be blamed, too.
+/// Whether a delivery in this stage holds its claim, or may do so soon: if another ended the
+/// process, it would be blamed, too.
 pub(super) fn may_be_blamed(stage: Stage) -> bool {
     use Stage::*;
-    matches!(stage, Claiming(..) | Ready(_) | Running(..) | Pausing(..) | Completing(_) | Clearing(..) | Rejecting(..))
+    matches!(
+        stage,
+        Claiming(..)
+            | Ready(_)
+            | Running(..)
+            | Pausing(..)
+            | Completing(_)
+            | Clearing(..)
+            | Rejecting(..)
+    )
 }
 
 /// A handler that runs: dropping this drops it.
@@ -124,11 +139,18 @@ impl Flight {
     pub(super) fn asks(&mut self, ask: Ask) {
         self.ask = ask;
         let attempt = self.attempt();
-        self.asked = spans::asked(&ask, self.id.as_ref(), attempt, Some(self.passage.delivery()));
+        self.asked = spans::asked(
+            &ask,
+            self.id.as_ref(),
+            attempt,
+            Some(self.passage.delivery()),
+        );
     }
 
     pub(super) fn lease_is_over(&self) -> bool {
-        self.lease.as_ref().is_some_and(|lease| !lease.lives(Moment::now()))
+        self.lease
+            .as_ref()
+            .is_some_and(|lease| !lease.lives(Moment::now()))
     }
 
     /// Keeps what a run said for whoever finds the message in the dead letters.

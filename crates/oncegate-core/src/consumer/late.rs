@@ -8,8 +8,8 @@ use hashbrown::HashMap;
 use crate::id::Key;
 use crate::marker::Operation;
 
-/// Completions that the store has not confirmed yet. While one is due for an id, no claim of that id is sent: a copy of its
-/// message would run again.
+/// Completions that the store has not confirmed yet. While one is due for an id, no claim of that
+/// id is sent: a copy of its message would run again.
 #[derive(Debug)]
 pub(super) struct LateCompletions {
     queue: VecDeque<Operation>,
@@ -24,7 +24,11 @@ const CAPACITY: usize = 100_000;
 
 impl LateCompletions {
     pub(super) fn new() -> Self {
-        Self { queue: VecDeque::new(), pending: HashMap::new(), due: Instant::now() }
+        Self {
+            queue: VecDeque::new(),
+            pending: HashMap::new(),
+            due: Instant::now(),
+        }
     }
 
     /// How many wait to be asked for.

@@ -16,7 +16,13 @@ use crate::slots::Slot;
 
 impl<H: Handler, D: Decode> Running<H, D> {
     /// A delivery's place is free: its lane goes on, and so does the next that runs alone.
-    pub(super) fn left(&mut self, slot: Slot, lane: Option<Lane>, lease: Option<Arc<Lease>>, bytes: usize) {
+    pub(super) fn left(
+        &mut self,
+        slot: Slot,
+        lane: Option<Lane>,
+        lease: Option<Arc<Lease>>,
+        bytes: usize,
+    ) {
         self.flights.remove(slot);
         self.bytes -= bytes;
         if lease.is_some() {
@@ -35,9 +41,14 @@ impl<H: Handler, D: Decode> Running<H, D> {
         if self.alone != Some(slot) {
             return;
         }
-        let waits = |slot: &Slot| self.flights.at(*slot).is_some_and(|flight| matches!(flight.passage.stage(), Stage::New(_)));
+        let waits = |slot: &Slot| {
+            self.flights
+                .at(*slot)
+                .is_some_and(|flight| matches!(flight.passage.stage(), Stage::New(_)))
+        };
         self.alone = std::iter::from_fn(|| self.alone_next.pop_front()).find(waits);
-        self.next_up.extend(self.alone.map(|slot| (slot, Event::Arrived)));
+        self.next_up
+            .extend(self.alone.map(|slot| (slot, Event::Arrived)));
     }
 
     /// Deliveries of this epoch belong to someone else soon.
@@ -45,7 +56,11 @@ impl<H: Handler, D: Decode> Running<H, D> {
         let theirs: Vec<Slot> = self
             .flights
             .slots()
-            .filter(|slot| self.flights.at(*slot).is_some_and(|it| it.passage.delivery().receipt.epoch == epoch))
+            .filter(|slot| {
+                self.flights
+                    .at(*slot)
+                    .is_some_and(|it| it.passage.delivery().receipt.epoch == epoch)
+            })
             .collect();
         for slot in theirs {
             self.leaves(slot);
@@ -65,7 +80,10 @@ impl<H: Handler, D: Decode> Running<H, D> {
     pub(super) async fn drain(&mut self, because: Option<Error>, bound: Duration) {
         let until = Instant::now() + bound;
         match &mut self.mode {
-            Mode::Draining { until: earlier, because: first } => {
+            Mode::Draining {
+                until: earlier,
+                because: first,
+            } => {
                 *earlier = until.min(*earlier);
                 if first.is_none() {
                     *first = because;
@@ -87,22 +105,35 @@ impl<H: Handler, D: Decode> Running<H, D> {
     pub(super) async fn leave(mut self) -> Result<(), Error> {
         let left: Vec<Slot> = self.flights.slots().collect();
         if !left.is_empty() {
-            tracing::warn!(in_flight = left.len(), "the drain is over; what did not finish comes back after its lease");
+            tracing::warn!(
+                in_flight = left.len(),
+                "the drain is over; what did not finish comes back after its lease"
+            );
         }
         if !self.late.is_empty() {
             let count = self.late.len();
-            tracing::warn!(count, "handled without the gate, and the store could not be told: a copy may run again");
+            tracing::warn!(
+                count,
+                "handled without the gate, and the store could not be told: a copy may run again"
+            );
         }
         for slot in left {
             self.happens(slot, Event::DrainOver);
         }
         self.settle().await;
-        let bound = Instant::now() + self.settings.drain.clamp(Duration::from_secs(1), Duration::from_secs(10));
+        let bound = Instant::now()
+            + self
+                .settings
+                .drain
+                .clamp(Duration::from_secs(1), Duration::from_secs(10));
         fault::point("drain.closing");
         let closed = self.source.close(bound).await;
         fault::point("drain.closed");
         match self.mode {
-            Mode::Draining { because: Some(error), .. } => Err(error),
+            Mode::Draining {
+                because: Some(error),
+                ..
+            } => Err(error),
             _ => Ok(closed?),
         }
     }

@@ -32,21 +32,54 @@ impl Says {
     pub(super) fn nothing_yet() -> Self {
         let [unavailable, not_remembered, crowded, unknown_age] =
             [10, 10, 10, 600].map(|seconds| Seldom::every(Duration::from_secs(seconds)));
-        let [rejected, in_doubt, panicked, reconciled, taken_over, alone, held] =
-            std::array::from_fn(|_| Seldom::up_to(LINES, Duration::from_secs(1)));
-        Self { unavailable, not_remembered, crowded, unknown_age, rejected, in_doubt, panicked, reconciled, taken_over, alone, held }
+        let [
+            rejected,
+            in_doubt,
+            panicked,
+            reconciled,
+            taken_over,
+            alone,
+            held,
+        ] = std::array::from_fn(|_| Seldom::up_to(LINES, Duration::from_secs(1)));
+        Self {
+            unavailable,
+            not_remembered,
+            crowded,
+            unknown_age,
+            rejected,
+            in_doubt,
+            panicked,
+            reconciled,
+            taken_over,
+            alone,
+            held,
+        }
     }
 
     /// A message that an operator will have to look at.
     pub(super) fn rejected(&mut self, settled: &Settled, destination: Option<String>) {
-        let Settlement::Reject(reason) = settled.settlement else { return };
-        let seldom = if reason.is_in_doubt() { &mut self.in_doubt } else { &mut self.rejected };
-        let Some(suppressed_lines) = seldom.due(Instant::now()) else { return };
+        let Settlement::Reject(reason) = settled.settlement else {
+            return;
+        };
+        let seldom = if reason.is_in_doubt() {
+            &mut self.in_doubt
+        } else {
+            &mut self.rejected
+        };
+        let Some(suppressed_lines) = seldom.due(Instant::now()) else {
+            return;
+        };
         let story = settled.story.as_deref();
         let first = story.and_then(|it| it.first_error.as_deref());
         let last = story.and_then(|it| it.last_error.as_deref());
-        let (error, last_error) = (first.or(last), last.filter(|_| last != first && first.is_some()));
-        let (id, attempts) = (story.and_then(|it| it.id.as_deref()), story.map(|it| it.attempts));
+        let (error, last_error) = (
+            first.or(last),
+            last.filter(|_| last != first && first.is_some()),
+        );
+        let (id, attempts) = (
+            story.and_then(|it| it.id.as_deref()),
+            story.map(|it| it.attempts),
+        );
         let (reason, origin) = (reason.as_str(), &settled.delivery.message.origin);
         macro_rules! warn {
             ($text:literal) => {
@@ -54,7 +87,9 @@ impl Says {
             };
         }
         if reason.starts_with("in-doubt") {
-            warn!("message in doubt: find out whether it happened, then `oncegate in-doubt resolve` it");
+            warn!(
+                "message in doubt: find out whether it happened, then `oncegate in-doubt resolve` it"
+            );
         } else {
             warn!("message dead-lettered");
         }
@@ -74,9 +109,14 @@ impl Says {
             Event::Found(_) => (&mut self.reconciled, false),
             _ => return,
         };
-        let Some(suppressed_lines) = seldom.due(Instant::now()) else { return };
+        let Some(suppressed_lines) = seldom.due(Instant::now()) else {
+            return;
+        };
         let (id, attempt) = (flight.id.as_ref().map(MessageId::as_str), flight.attempt());
-        let (origin, error) = (&flight.passage.delivery().message.origin, finished.error.as_deref());
+        let (origin, error) = (
+            &flight.passage.delivery().message.origin,
+            finished.error.as_deref(),
+        );
         let found = match finished.event {
             Event::Found(Some(Finding::Happened)) => "happened",
             Event::Found(Some(Finding::DidNotHappen)) => "did not happen",
@@ -92,8 +132,15 @@ impl Says {
     /// A message was granted, or found in doubt, that was in progress when a process ended.
     pub(super) fn taken_over(&mut self, flight: &Flight, attempts: Attempts) {
         if let Some(suppressed_lines) = self.taken_over.due(Instant::now()) {
-            let (id, origin) = (flight.id.as_ref().map(MessageId::as_str), &flight.passage.delivery().message.origin);
-            let Attempts { number: attempt, crashes, .. } = attempts;
+            let (id, origin) = (
+                flight.id.as_ref().map(MessageId::as_str),
+                &flight.passage.delivery().message.origin,
+            );
+            let Attempts {
+                number: attempt,
+                crashes,
+                ..
+            } = attempts;
             tracing::info!(
                 id,
                 attempt,
@@ -108,8 +155,15 @@ impl Says {
     /// A message begins to run alone.
     pub(super) fn runs_alone(&mut self, flight: &Flight, attempts: Attempts, max_crashes: u32) {
         if let Some(suppressed_lines) = self.alone.due(Instant::now()) {
-            let (id, origin) = (flight.id.as_ref().map(MessageId::as_str), &flight.passage.delivery().message.origin);
-            let Attempts { number: attempt, crashes, .. } = attempts;
+            let (id, origin) = (
+                flight.id.as_ref().map(MessageId::as_str),
+                &flight.passage.delivery().message.origin,
+            );
+            let Attempts {
+                number: attempt,
+                crashes,
+                ..
+            } = attempts;
             tracing::warn!(
                 id,
                 attempt,
@@ -125,7 +179,10 @@ impl Says {
     /// A message waits for whoever else holds its id.
     pub(super) fn held_elsewhere(&mut self, flight: &Flight, remaining: Duration) {
         if let Some(suppressed_lines) = self.held.due(Instant::now()) {
-            let (id, origin) = (flight.id.as_ref().map(MessageId::as_str), &flight.passage.delivery().message.origin);
+            let (id, origin) = (
+                flight.id.as_ref().map(MessageId::as_str),
+                &flight.passage.delivery().message.origin,
+            );
             tracing::info!(id, ?remaining, %origin, suppressed_lines, "message waits: another consumer holds its id, or did when it ended");
         }
     }

@@ -10,7 +10,9 @@ use futures_util::future::BoxFuture;
 
 use tracing::Span;
 
-use super::flight::{Claim, Flight, Ran, Report, Stands, Task, Work, holds_a_run, may_be_blamed, runs};
+use super::flight::{
+    Claim, Flight, Ran, Report, Stands, Task, Work, holds_a_run, may_be_blamed, runs,
+};
 use super::{Mode, Running};
 
 use crate::builder::age;
@@ -48,8 +50,15 @@ impl<H: Handler, D: Decode> Running<H, D> {
         }
         let bytes = delivery.message.size();
         let lane = self.lanes.of(&delivery);
-        let history = History { failures: delivery.failures, freshness };
-        let keeps = if lane.is_some() { Keeps::Order } else { Keeps::Nothing };
+        let history = History {
+            failures: delivery.failures,
+            freshness,
+        };
+        let keeps = if lane.is_some() {
+            Keeps::Order
+        } else {
+            Keeps::Nothing
+        };
         let mut passage = Passage::new(delivery, history, keeps);
         let (arrival, said) = match &id {
             Ok(_) => (Event::Arrived, None),
@@ -108,16 +117,41 @@ impl<H: Handler, D: Decode> Running<H, D> {
         }
     }
 
-    /// The id and the terms of a message. The user's functions run here: one that panics has found no id that can be used.
+    /// The id and the terms of a message. The user's functions run here: one that panics has found
+    /// no id that can be used.
     pub(super) fn identify(&self, message: &Message) -> (Result<MessageId, NoId>, Terms) {
-        let read = || (self.id.read(message), Terms { lease: self.lease, ..self.settings.terms(message) });
+        let read = || {
+            (
+                self.id.read(message),
+                Terms {
+                    lease: self.lease,
+                    ..self.settings.terms(message)
+                },
+            )
+        };
         match catch_unwind(AssertUnwindSafe(read)) {
             Ok(it) => it,
             Err(panic) => {
-                let said = format!("the function that reads the id or the fingerprint {}", what_it_said(panic));
+                let said = format!(
+                    "the function that reads the id or the fingerprint {}",
+                    what_it_said(panic)
+                );
                 tracing::error!(origin = %message.origin, "{said}");
-                let Settings { guarantee, lease, window, .. } = self.settings;
-                (Err(NoId::Unusable(said)), Terms { guarantee, lease, window, fingerprint: None })
+                let Settings {
+                    guarantee,
+                    lease,
+                    window,
+                    ..
+                } = self.settings;
+                (
+                    Err(NoId::Unusable(said)),
+                    Terms {
+                        guarantee,
+                        lease,
+                        window,
+                        fingerprint: None,
+                    },
+                )
             }
         }
     }
@@ -125,18 +159,25 @@ impl<H: Handler, D: Decode> Running<H, D> {
     /// It is this delivery's turn.
     pub(super) fn enter_road(&mut self, slot: Slot) {
         let drains = matches!(self.mode, Mode::Draining { .. });
-        let Some(flight) = self.flights.at_mut(slot) else { return };
+        let Some(flight) = self.flights.at_mut(slot) else {
+            return;
+        };
         if drains {
             flight.passage.leave();
         }
-        let event = if flight.passage.dispatch().leaves() { Event::Drain } else { flight.arrival };
+        let event = if flight.passage.dispatch().leaves() {
+            Event::Drain
+        } else {
+            flight.arrival
+        };
         self.happens(slot, event);
     }
 
     /// Something happened to a delivery, and to those that waited for it to leave.
     pub(super) fn happens(&mut self, slot: Slot, event: Event) {
         let mut next = Some((slot, event));
-        // In a loop of its own: a lane of thousands that leaves at once must not be as many calls deep.
+        // In a loop of its own: a lane of thousands that leaves at once must not be as many calls
+        // deep.
         while let Some((slot, event)) = next {
             self.advance(slot, event);
             next = self.next_up.pop_front();
@@ -146,17 +187,23 @@ impl<H: Handler, D: Decode> Running<H, D> {
         }
     }
 
-    /// The one that runs alone, once nothing else is about to be claimed; or the next that waits for a run to end, once one has.
+    /// The one that runs alone, once nothing else is about to be claimed; or the next that waits
+    /// for a run to end, once one has.
     pub(super) fn next_that_may_run(&mut self) -> Option<(Slot, Event)> {
-        if let Some(slot) = self.alone.filter(|_| self.claims_asked == 0 && self.withdrawing == 0 && self.running < self.settings.in_flight)
-            && let Some(flight) = self.flights.at(slot)
+        if let Some(slot) = self.alone.filter(|_| {
+            self.claims_asked == 0
+                && self.withdrawing == 0
+                && self.running < self.settings.in_flight
+        }) && let Some(flight) = self.flights.at(slot)
             && let Stage::Ready(_) = flight.passage.stage()
         {
             return Some((slot, self.may_begin(flight)));
         }
         while self.running < self.settings.in_flight {
             let slot = self.may_run_next.pop_front()?;
-            let Some(flight) = self.flights.at(slot) else { continue };
+            let Some(flight) = self.flights.at(slot) else {
+                continue;
+            };
             if let Stage::Ready(_) = flight.passage.stage() {
                 return Some((slot, self.may_begin(flight)));
             }
@@ -164,10 +211,12 @@ impl<H: Handler, D: Decode> Running<H, D> {
         None
     }
 
-    /// There is a place for its handler. The claim is held for as long as a run may take from now on: it may have waited for that
-    /// place longer than that.
+    /// There is a place for its handler. The claim is held for as long as a run may take from now
+    /// on: it may have waited for that place longer than that.
     fn may_begin(&self, flight: &Flight) -> Event {
-        let Some(lease) = &flight.lease else { return Event::Slot };
+        let Some(lease) = &flight.lease else {
+            return Event::Slot;
+        };
         let now = Moment::now();
         if !lease.lives(now) {
             return Event::LeaseOver;
@@ -180,7 +229,9 @@ impl<H: Handler, D: Decode> Running<H, D> {
     pub(super) fn advance(&mut self, slot: Slot, event: Event) {
         let mut next = Some(event);
         while let Some(event) = next.take() {
-            let Some(mut flight) = self.flights.take(slot) else { return };
+            let Some(mut flight) = self.flights.take(slot) else {
+                return;
+            };
             self.outcomes.happened(event);
             if flight.stands == Stands::Aside {
                 flight.stands = Stands::OnTheRoad;
@@ -189,22 +240,31 @@ impl<H: Handler, D: Decode> Running<H, D> {
             }
             self.completing -= usize::from(matches!(flight.passage.stage(), Stage::Completing(_)));
             self.parked -= usize::from(matches!(flight.passage.stage(), Stage::Parked(..)));
-            self.withdrawing -= usize::from(matches!(flight.passage.stage(), Stage::Withdrawing(..)));
+            self.withdrawing -=
+                usize::from(matches!(flight.passage.stage(), Stage::Withdrawing(..)));
             self.running -= usize::from(holds_a_run(flight.passage.stage()));
-            let claim = (flight.passage.dispatch().token, flight.passage.dispatch().attempts);
+            let claim = (
+                flight.passage.dispatch().token,
+                flight.passage.dispatch().attempts,
+            );
             let new_token = |earlier| fault::token(earlier, self.tokens.token());
             match flight.passage.handle(event, &self.policy, new_token) {
                 Onward::Travels(mut passage, Command::Hold { after, failures }) => {
-                    self.outcomes.settled(&Settlement::Release { after, failures });
+                    self.outcomes
+                        .settled(&Settlement::Release { after, failures });
                     let freshness = self.freshness(age(&passage.delivery().message, self.wall));
-                    passage.restart(History { failures, freshness });
+                    passage.restart(History {
+                        failures,
+                        freshness,
+                    });
                     flight.passage = passage;
                     self.rest(slot, flight, after);
                 }
                 Onward::Travels(passage, command) => {
                     self.completing += usize::from(matches!(passage.stage(), Stage::Completing(_)));
                     self.parked += usize::from(matches!(passage.stage(), Stage::Parked(..)));
-                    self.withdrawing += usize::from(matches!(passage.stage(), Stage::Withdrawing(..)));
+                    self.withdrawing +=
+                        usize::from(matches!(passage.stage(), Stage::Withdrawing(..)));
                     self.running += usize::from(holds_a_run(passage.stage()));
                     flight.passage = passage;
                     if !runs(flight.passage.stage()) {
@@ -219,21 +279,47 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 }
                 Onward::Left(mut settled) => {
                     let (token, attempts) = claim;
-                    let Flight { id, key, terms, lane, lease, task, bytes, arrived, .. } = *flight;
+                    let Flight {
+                        id,
+                        key,
+                        terms,
+                        lane,
+                        lease,
+                        task,
+                        bytes,
+                        arrived,
+                        ..
+                    } = *flight;
                     drop(task);
-                    self.measures.settled(self.clock.saturating_duration_since(arrived));
+                    self.measures
+                        .settled(self.clock.saturating_duration_since(arrived));
                     if let Some(story) = &mut settled.story {
                         story.id = id.as_ref().map(MessageId::to_string);
                     }
                     if let Settlement::Reject(reason) = &settled.settlement {
-                        self.says.rejected(&settled, self.source.destination(&settled.delivery.message.origin, reason));
+                        self.says.rejected(
+                            &settled,
+                            self.source
+                                .destination(&settled.delivery.message.origin, reason),
+                        );
                     }
-                    spans::settles(&settled.delivery, id.as_ref(), attempts.number, &settled.settlement)
-                        .in_scope(|| self.outcomes.settled(&settled.settlement));
+                    spans::settles(
+                        &settled.delivery,
+                        id.as_ref(),
+                        attempts.number,
+                        &settled.settlement,
+                    )
+                    .in_scope(|| self.outcomes.settled(&settled.settlement));
                     if let (Settlement::Accept(proof), Some(key)) = (&settled.settlement, key)
                         && proof.as_str() == "passed_without_gate"
                     {
-                        self.remember_later(Operation { key, ask: Ask::Claim, token, attempt: 0, terms });
+                        self.remember_later(Operation {
+                            key,
+                            ask: Ask::Claim,
+                            token,
+                            attempt: 0,
+                            terms,
+                        });
                     }
                     self.settled.push(settled);
                     self.left(slot, lane, lease, bytes);
@@ -247,13 +333,15 @@ impl<H: Handler, D: Decode> Running<H, D> {
         }
     }
 
-    /// A delivery that is ordered keeps its lane after an attempt that failed, so that none of its lane overtakes it.
+    /// A delivery that is ordered keeps its lane after an attempt that failed, so that none of its
+    /// lane overtakes it.
     fn rest(&mut self, slot: Slot, mut flight: Box<Flight>, after: Duration) {
         (flight.task, flight.began) = (None, None);
         flight.turn += 1;
         self.give_up_lease(slot, &mut flight);
         let after = self.jittered(after);
-        self.alarms.push(Reverse((Instant::now() + after, slot, flight.turn)));
+        self.alarms
+            .push(Reverse((Instant::now() + after, slot, flight.turn)));
         self.flights.put_back(slot, flight);
         self.step_aside(slot);
         self.end_alone(slot);
@@ -261,23 +349,34 @@ impl<H: Handler, D: Decode> Running<H, D> {
 
     /// A delivery counts as in flight no more, until something happens to it.
     fn step_aside(&mut self, slot: Slot) {
-        let Some(flight) = self.flights.at_mut(slot) else { return };
+        let Some(flight) = self.flights.at_mut(slot) else {
+            return;
+        };
         flight.stands = Stands::Aside;
         self.aside += 1;
         self.aside_bytes += flight.bytes;
     }
 
-    /// What passed without the gate is claimed when the store is back, with the token of its lost claim, and completed.
+    /// What passed without the gate is claimed when the store is back, with the token of its lost
+    /// claim, and completed.
     fn remember_later(&mut self, claim: Operation) {
         if self.late.add(claim).is_err()
             && let Some(suppressed_lines) = self.says.not_remembered.due(Instant::now())
         {
-            tracing::warn!(suppressed_lines, "too much passed without the gate: a copy of a message may run again");
+            tracing::warn!(
+                suppressed_lines,
+                "too much passed without the gate: a copy of a message may run again"
+            );
         }
     }
 
     /// Does what follows for a delivery; what happens at once, if something does.
-    pub(super) fn carry_out(&mut self, slot: Slot, flight: &mut Flight, command: Command) -> Option<Event> {
+    pub(super) fn carry_out(
+        &mut self,
+        slot: Slot,
+        flight: &mut Flight,
+        command: Command,
+    ) -> Option<Event> {
         match command {
             Command::Apply(ask) => {
                 if ask == Ask::Claim && flight.attempt() == 0 {
@@ -298,16 +397,28 @@ impl<H: Handler, D: Decode> Running<H, D> {
                     if let (Ask::Complete, Some(key)) = (ask, flight.key.clone()) {
                         let (store, ask, terms) = (self.store.clone(), Ask::Complete, flight.terms);
                         let (token, attempt) = (flight.passage.dispatch().token, flight.attempt());
-                        let completion = [Operation { key, ask, token, attempt, terms }];
+                        let completion = [Operation {
+                            key,
+                            ask,
+                            token,
+                            attempt,
+                            terms,
+                        }];
                         tokio::spawn(async move {
                             fault::before(&completion);
                             store.apply(&completion).await
                         });
-                        return Some(Event::Answer(crate::marker::Verdict::Done { marker_lost: false }));
+                        return Some(Event::Answer(crate::marker::Verdict::Done {
+                            marker_lost: false,
+                        }));
                     }
                 });
                 flight.asks(ask);
-                if ask == Ask::Claim { self.claims.push_back(slot) } else { self.verdicts.push_back(slot) }
+                if ask == Ask::Claim {
+                    self.claims.push_back(slot)
+                } else {
+                    self.verdicts.push_back(slot)
+                }
             }
             Command::AwaitRun => {
                 if let Stage::Ready(permit) = flight.passage.stage()
@@ -317,10 +428,12 @@ impl<H: Handler, D: Decode> Running<H, D> {
                         return Some(Event::OtherRunsAlone);
                     }
                     self.alone = Some(slot);
-                    self.says.runs_alone(flight, permit.attempts, self.policy.crashes);
+                    self.says
+                        .runs_alone(flight, permit.attempts, self.policy.crashes);
                     return None;
                 }
-                // Its slot may have gone to another while its completion was on the way, which turned out to be lost.
+                // Its slot may have gone to another while its completion was on the way, which
+                // turned out to be lost.
                 if self.running >= self.settings.in_flight {
                     self.may_run_next.push_back(slot);
                     return None;
@@ -337,7 +450,8 @@ impl<H: Handler, D: Decode> Running<H, D> {
             Command::Wake(after) => {
                 flight.turn += 1;
                 let after = self.jittered(after);
-                self.alarms.push(Reverse((Instant::now() + after, slot, flight.turn)));
+                self.alarms
+                    .push(Reverse((Instant::now() + after, slot, flight.turn)));
             }
             Command::AwaitTurn => {
                 self.give_up_lease(slot, flight);
@@ -348,7 +462,9 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 self.alone_next.push_back(slot);
             }
             Command::Nothing => {}
-            Command::Hold { .. } | Command::Settle(_) | Command::Abandon => unreachable!("a passage that leaves the road does not travel"),
+            Command::Hold { .. } | Command::Settle(_) | Command::Abandon => {
+                unreachable!("a passage that leaves the road does not travel")
+            }
         }
         None
     }
@@ -367,7 +483,13 @@ impl<H: Handler, D: Decode> Running<H, D> {
         let turn = flight.turn;
         let delivery = flight.passage.delivery();
         let (message, failures) = (delivery.message.clone(), delivery.failures);
-        let cx = Context { id, attempt: flight.attempt().max(1), failures, message, lease: flight.lease.clone() };
+        let cx = Context {
+            id,
+            attempt: flight.attempt().max(1),
+            failures,
+            message,
+            lease: flight.lease.clone(),
+        };
         let began = Instant::now();
         flight.began = Some(began);
         let runner = self.runner.clone();
@@ -384,7 +506,12 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 return Some(finished.event);
             }
         }
-        let report = Report { runs: self.runs.clone(), slot, turn, finished: None };
+        let report = Report {
+            runs: self.runs.clone(),
+            slot,
+            turn,
+            finished: None,
+        };
         let task = tokio::spawn(async move { report.tell(run.await) });
         flight.task = Some(Task(task.abort_handle()));
         self.spawned += 1;
@@ -393,9 +520,13 @@ impl<H: Handler, D: Decode> Running<H, D> {
 
     /// One more run is known; the lease may go by how long they take.
     fn measure(&mut self, began: Option<Instant>) {
-        let Some(took) = began.map(|began| began.elapsed()) else { return };
+        let Some(took) = began.map(|began| began.elapsed()) else {
+            return;
+        };
         self.measures.handled(took);
-        let Some(shortest) = self.settings.shortest_lease else { return };
+        let Some(shortest) = self.settings.shortest_lease else {
+            return;
+        };
         self.pace.ran(took);
         if let Some(lease) = self.pace.lease() {
             self.lease = lease.clamp(shortest, self.settings.lease);
@@ -404,7 +535,9 @@ impl<H: Handler, D: Decode> Running<H, D> {
 
     /// A handler or `reconcile` is over.
     pub(super) fn finished(&mut self, (slot, turn, finished): Ran) {
-        let Some(flight) = self.flights.at_mut(slot) else { return };
+        let Some(flight) = self.flights.at_mut(slot) else {
+            return;
+        };
         if flight.turn != turn {
             return;
         }
@@ -417,10 +550,16 @@ impl<H: Handler, D: Decode> Running<H, D> {
 
     /// The renewals say that a lease is over.
     pub(super) fn lease_over(&mut self, (place, token): Over) {
-        let Some(slot) = self.flights.slot(place) else { return };
+        let Some(slot) = self.flights.slot(place) else {
+            return;
+        };
         let now = Moment::now();
         let theirs = |lease: &Arc<Lease>| lease.token == token && !lease.lives(now); // not one that was granted again since
-        if self.flights.at(slot).is_some_and(|flight| flight.lease.as_ref().is_some_and(theirs)) {
+        if self
+            .flights
+            .at(slot)
+            .is_some_and(|flight| flight.lease.as_ref().is_some_and(theirs))
+        {
             self.happens(slot, Event::LeaseOver);
         }
     }

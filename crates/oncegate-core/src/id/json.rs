@@ -8,29 +8,50 @@ use serde_json::value::RawValue;
 
 use super::NoId;
 
-/// The longest whole number that is written out, in digits: `1e999999999` is nine characters and no id.
+/// The longest whole number that is written out, in digits: `1e999999999` is nine characters and no
+/// id.
 const LONGEST_NUMBER: usize = 200;
 
 /// The text of the id at this pointer (RFC 6901).
 pub(super) fn read(pointer: &str, body: &[u8]) -> Result<String, NoId> {
-    let unusable = |found: &str| NoId::Unusable(format!("the id at JSON pointer `{pointer}` {found}"));
-    let path: Vec<String> = pointer.split('/').skip(1).map(|token| token.replace("~1", "/").replace("~0", "~")).collect();
+    let unusable =
+        |found: &str| NoId::Unusable(format!("the id at JSON pointer `{pointer}` {found}"));
+    let path: Vec<String> = pointer
+        .split('/')
+        .skip(1)
+        .map(|token| token.replace("~1", "/").replace("~0", "~"))
+        .collect();
     let mut json = serde_json::Deserializer::from_slice(without_mark(body));
-    let found = At(&path).deserialize(&mut json).and_then(|found| json.end().map(|()| found));
+    let found = At(&path)
+        .deserialize(&mut json)
+        .and_then(|found| json.end().map(|()| found));
     // The full text may quote the payload; line and column do not.
-    let found = found.map_err(|error| unusable(&format!("was not found: no JSON at line {}, column {}", error.line(), error.column())))?;
+    let found = found.map_err(|error| {
+        unusable(&format!(
+            "was not found: no JSON at line {}, column {}",
+            error.line(),
+            error.column()
+        ))
+    })?;
     let raw = match found {
         Found::Nothing => return Err(NoId::Missing),
-        Found::Twice => return Err(unusable("is ambiguous: a name on its path stands twice in one object")),
+        Found::Twice => {
+            return Err(unusable(
+                "is ambiguous: a name on its path stands twice in one object",
+            ));
+        }
         Found::Once(raw) => raw.get(),
     };
     match raw.as_bytes().first() {
-        Some(b'"') => serde_json::from_str(raw).map_err(|_| unusable("is text that is not Unicode")),
+        Some(b'"') => {
+            serde_json::from_str(raw).map_err(|_| unusable("is text that is not Unicode"))
+        }
         Some(b'n') => Err(NoId::Missing),
         Some(b'{') => Err(unusable("is an object: name the field in it")),
         Some(b'[') => Err(unusable("is a list: name the element in it")),
         Some(b't' | b'f') => Err(unusable("is a truth value")),
-        _ => whole(raw).ok_or_else(|| unusable("is a number that is not whole, or has more than 200 digits")),
+        _ => whole(raw)
+            .ok_or_else(|| unusable("is a number that is not whole, or has more than 200 digits")),
     }
 }
 
@@ -39,9 +60,12 @@ pub(crate) fn without_mark(body: &[u8]) -> &[u8] {
     body.strip_prefix(b"\xef\xbb\xbf").unwrap_or(body)
 }
 
-/// The digits of a whole number of any size, however it is written: `1`, `1.0`, `10e-1` and `1e0` are one id.
+/// The digits of a whole number of any size, however it is written: `1`, `1.0`, `10e-1` and `1e0`
+/// are one id.
 fn whole(number: &str) -> Option<String> {
-    let (sign, number) = number.strip_prefix('-').map_or(("", number), |rest| ("-", rest));
+    let (sign, number) = number
+        .strip_prefix('-')
+        .map_or(("", number), |rest| ("-", rest));
     let (mantissa, exponent) = number.split_once(['e', 'E']).unwrap_or((number, "0"));
     let (before, after) = mantissa.split_once('.').unwrap_or((mantissa, ""));
     let after = after.trim_end_matches('0');
@@ -50,12 +74,21 @@ fn whole(number: &str) -> Option<String> {
     if digits.is_empty() {
         return Some("0".into());
     }
-    let shift = exponent.parse::<i64>().ok()?.checked_sub(i64::try_from(after.len()).ok()?)?;
+    let shift = exponent
+        .parse::<i64>()
+        .ok()?
+        .checked_sub(i64::try_from(after.len()).ok()?)?;
     let digits = match usize::try_from(shift) {
-        Ok(zeros) if digits.len().checked_add(zeros)? <= LONGEST_NUMBER => format!("{digits}{}", "0".repeat(zeros)),
+        Ok(zeros) if digits.len().checked_add(zeros)? <= LONGEST_NUMBER => {
+            format!("{digits}{}", "0".repeat(zeros))
+        }
         Ok(_) => return None,
         Err(_) => {
-            let (whole, fraction) = digits.split_at_checked(digits.len().checked_sub(usize::try_from(shift.unsigned_abs()).ok()?)?)?;
+            let (whole, fraction) = digits.split_at_checked(
+                digits
+                    .len()
+                    .checked_sub(usize::try_from(shift.unsigned_abs()).ok()?)?,
+            )?;
             if whole.is_empty() || fraction.bytes().any(|digit| digit != b'0') {
                 return None;
             }
@@ -96,7 +129,9 @@ impl<'de> Visitor<'de> for At<'_> {
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Found<'de>, A::Error> {
-        let Some((first, rest)) = self.0.split_first() else { return Ok(Found::Nothing) };
+        let Some((first, rest)) = self.0.split_first() else {
+            return Ok(Found::Nothing);
+        };
         let mut found = None;
         while let Some(name) = map.next_key::<Name<'de>>()? {
             if name.0 != first.as_str() {
@@ -112,9 +147,14 @@ impl<'de> Visitor<'de> for At<'_> {
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Found<'de>, A::Error> {
-        let Some((first, rest)) = self.0.split_first() else { return Ok(Found::Nothing) };
+        let Some((first, rest)) = self.0.split_first() else {
+            return Ok(Found::Nothing);
+        };
         // RFC 6901: digits without leading zeros.
-        let index = first.parse::<usize>().ok().filter(|index| index.to_string() == *first);
+        let index = first
+            .parse::<usize>()
+            .ok()
+            .filter(|index| index.to_string() == *first);
         let mut found = Found::Nothing;
         for at in 0_usize.. {
             if Some(at) == index {
@@ -172,7 +212,9 @@ mod tests {
 
     #[test]
     fn a_whole_number_is_one_id_however_it_is_written() {
-        for one in ["1", "1.0", "1e0", "1E+0", "10e-1", "0.1e1", "1.000", "100e-2"] {
+        for one in [
+            "1", "1.0", "1e0", "1E+0", "10e-1", "0.1e1", "1.000", "100e-2",
+        ] {
             assert_eq!(found(one).as_deref(), Some("1"), "{one}");
         }
         for zero in ["0", "-0", "0.0", "0e7", "0e-7"] {
@@ -180,7 +222,10 @@ mod tests {
         }
         for (written, id) in [
             ("18446744073709551616", "18446744073709551616"),
-            ("123456789012345678901234567890", "123456789012345678901234567890"),
+            (
+                "123456789012345678901234567890",
+                "123456789012345678901234567890",
+            ),
             ("1.5e1", "15"),
             ("-7", "-7"),
             ("12e2", "1200"),
@@ -210,14 +255,29 @@ mod tests {
             ("oops", "no JSON at line 1, column"),
             (r#""a"} {"id":"b""#, "no JSON at line 1, column"),
         ] {
-            let Err(NoId::Unusable(text)) = at("/id", &format!(r#"{{"id":{odd}}}"#)) else { panic!("{odd}") };
-            assert!(text.contains(says) && text.contains("`/id`"), "{odd}: {text}");
+            let Err(NoId::Unusable(text)) = at("/id", &format!(r#"{{"id":{odd}}}"#)) else {
+                panic!("{odd}")
+            };
+            assert!(
+                text.contains(says) && text.contains("`/id`"),
+                "{odd}: {text}"
+            );
         }
     }
 
     #[test]
     fn what_is_not_there_is_missing() {
-        for body in [r#"{"id":null}"#, "{}", "[]", "7", r#""id""#, "true", "null", "1.5", "-1"] {
+        for body in [
+            r#"{"id":null}"#,
+            "{}",
+            "[]",
+            "7",
+            r#""id""#,
+            "true",
+            "null",
+            "1.5",
+            "-1",
+        ] {
             assert_eq!(at("/id", body), Err(NoId::Missing), "{body}");
         }
         assert_eq!(at("/ids/2", r#"{"ids":["a","b"]}"#), Err(NoId::Missing));
@@ -231,13 +291,26 @@ mod tests {
         assert_eq!(at("/a~1b/m~0n/0/id", body).as_deref(), Ok("x"));
         assert_eq!(at("", "\"whole\"").as_deref(), Ok("whole"));
         // The same name elsewhere is no second id.
-        assert_eq!(at("/p/id", r#"{"id":"other","p":{"id":"mine","q":{"id":"more"}}}"#).as_deref(), Ok("mine"));
-        assert!(matches!(at("/p/id", r#"{"p":{"id":"a"},"p":{"id":"b"}}"#), Err(NoId::Unusable(_))));
+        assert_eq!(
+            at(
+                "/p/id",
+                r#"{"id":"other","p":{"id":"mine","q":{"id":"more"}}}"#
+            )
+            .as_deref(),
+            Ok("mine")
+        );
+        assert!(matches!(
+            at("/p/id", r#"{"p":{"id":"a"},"p":{"id":"b"}}"#),
+            Err(NoId::Unusable(_))
+        ));
     }
 
     #[test]
     fn a_byte_order_mark_is_no_part_of_the_body() {
         assert_eq!(at("/id", "\u{feff}{\"id\":\"a\"}").as_deref(), Ok("a"));
-        assert!(at("/id", "\u{feff}\u{feff}{\"id\":\"a\"}").is_err(), "one of them");
+        assert!(
+            at("/id", "\u{feff}\u{feff}{\"id\":\"a\"}").is_err(),
+            "one of them"
+        );
     }
 }

@@ -15,8 +15,19 @@ const AMO: Guarantee = Guarantee::AtMostOnce;
 const EO: Guarantee = Guarantee::EffectivelyOnce;
 
 fn operation(guarantee: Guarantee, ask: Ask, attempt: u32) -> Operation {
-    let terms = Terms { guarantee, lease: LEASE, window: WINDOW, fingerprint: None };
-    Operation { key: Key::new(&MessageId::new("id").expect("an id")), ask, token: MINE, attempt, terms }
+    let terms = Terms {
+        guarantee,
+        lease: LEASE,
+        window: WINDOW,
+        fingerprint: None,
+    };
+    Operation {
+        key: Key::new(&MessageId::new("id").expect("an id")),
+        ask,
+        token: MINE,
+        attempt,
+        terms,
+    }
 }
 
 fn with_body(mut operation: Operation, body: u64) -> Operation {
@@ -25,13 +36,29 @@ fn with_body(mut operation: Operation, body: u64) -> Operation {
 }
 
 /// The second attempt, of which the budget counts one: what a doubt makes of the first.
-const DOUBTED_ONCE: Attempts = Attempts { number: 2, base: 1, crashes: 0 };
+const DOUBTED_ONCE: Attempts = Attempts {
+    number: 2,
+    base: 1,
+    crashes: 0,
+};
 const NOTHING: Effect = Effect::Nothing;
 const UNKNOWN: Effect = Effect::Unknown;
 
 fn hold(guarantee: Guarantee, token: Token, attempts: Attempts, earlier: Effect) -> Hold {
-    let horizon = if guarantee == AMO { UNRESOLVED_AT_MOST_ONCE } else { WINDOW };
-    Hold { token, attempts, earlier, lease: LEASE, horizon, guarantee, fingerprint: None }
+    let horizon = if guarantee == AMO {
+        UNRESOLVED_AT_MOST_ONCE
+    } else {
+        WINDOW
+    };
+    Hold {
+        token,
+        attempts,
+        earlier,
+        lease: LEASE,
+        horizon,
+        guarantee,
+        fingerprint: None,
+    }
 }
 
 fn running(guarantee: Guarantee, token: Token, attempt: u32) -> Marker {
@@ -47,7 +74,10 @@ fn cleared(attempts: Attempts, effect: Effect) -> Marker {
 }
 
 fn rejected(attempt: u32) -> Marker {
-    Marker::Rejected { attempt, fingerprint: None }
+    Marker::Rejected {
+        attempt,
+        fingerprint: None,
+    }
 }
 
 fn write(marker: Marker) -> Change {
@@ -61,7 +91,12 @@ fn write(marker: Marker) -> Change {
 /// Checks rows of (marker, age, change, verdict) for one operation.
 fn rows(operation: &Operation, rows: &[(Marker, Age, Change, Verdict)]) {
     for (marker, age, change, verdict) in rows {
-        assert_eq!(apply(*marker, *age, operation), (*change, *verdict), "{:?} on {marker:?}, {age:?}", operation.ask);
+        assert_eq!(
+            apply(*marker, *age, operation),
+            (*change, *verdict),
+            "{:?} on {marker:?}, {age:?}",
+            operation.ask
+        );
     }
 }
 
@@ -74,26 +109,89 @@ fn claim() {
             let hold = hold(guarantee, MINE, attempts, earlier);
             (write(InProgress(hold)), Verdict::Granted(attempts))
         };
-        let (first, fourth) = (granted(Attempts::new(1), NOTHING), granted(Attempts::new(4), NOTHING));
-        let spared = granted(Attempts { number: 8, base: 7, crashes: 0 }, NOTHING);
-        let busy = |seconds| Verdict::Busy { remaining: Duration::from_secs(seconds) };
-        let taken = |attempts| (write(doubted(MINE, attempts, Doubt::Reconciling)), Verdict::InDoubt(attempts));
-        let (waiting, crashed) = (taken(Attempts { number: 3, base: 1, crashes: 0 }), taken(Attempts { number: 3, base: 1, crashes: 1 }));
+        let (first, fourth) = (
+            granted(Attempts::new(1), NOTHING),
+            granted(Attempts::new(4), NOTHING),
+        );
+        let spared = granted(
+            Attempts {
+                number: 8,
+                base: 7,
+                crashes: 0,
+            },
+            NOTHING,
+        );
+        let busy = |seconds| Verdict::Busy {
+            remaining: Duration::from_secs(seconds),
+        };
+        let taken = |attempts| {
+            (
+                write(doubted(MINE, attempts, Doubt::Reconciling)),
+                Verdict::InDoubt(attempts),
+            )
+        };
+        let (waiting, crashed) = (
+            taken(Attempts {
+                number: 3,
+                base: 1,
+                crashes: 0,
+            }),
+            taken(Attempts {
+                number: 3,
+                base: 1,
+                crashes: 1,
+            }),
+        );
         let own = doubted(MINE, DOUBTED_ONCE, Doubt::Reconciling);
         rows(
             &operation(guarantee, Ask::Claim, 0),
             &[
                 (Absent, ALIVE, first.0, first.1),
-                (cleared(Attempts::new(3), NOTHING), ALIVE, fourth.0, fourth.1),
-                (cleared(Attempts::all_forgiven(7), NOTHING), ALIVE, spared.0, spared.1), // a person sent it back
-                (running(guarantee, MINE, 4), OVER, write(running(guarantee, MINE, 4)), fourth.1), // renewed, the same attempt
+                (
+                    cleared(Attempts::new(3), NOTHING),
+                    ALIVE,
+                    fourth.0,
+                    fourth.1,
+                ),
+                (
+                    cleared(Attempts::all_forgiven(7), NOTHING),
+                    ALIVE,
+                    spared.0,
+                    spared.1,
+                ), // a person sent it back
+                (
+                    running(guarantee, MINE, 4),
+                    OVER,
+                    write(running(guarantee, MINE, 4)),
+                    fourth.1,
+                ), // renewed, the same attempt
                 (running(guarantee, THEIRS, 1), ALIVE, Keep, busy(29)),
                 (running(guarantee, THEIRS, 1), Age::Of(LEASE), Keep, busy(0)), // to its last moment
-                (running(guarantee, THEIRS, 1), Age::Unknown, write(running(guarantee, THEIRS, 1)), busy(30)),
+                (
+                    running(guarantee, THEIRS, 1),
+                    Age::Unknown,
+                    write(running(guarantee, THEIRS, 1)),
+                    busy(30),
+                ),
                 (own, ALIVE, write(own), Verdict::InDoubt(DOUBTED_ONCE)),
-                (doubted(THEIRS, Attempts::new(2), Doubt::Reconciling), ALIVE, Keep, busy(29)),
-                (doubted(THEIRS, Attempts::new(2), Doubt::Waiting), ALIVE, waiting.0, waiting.1),
-                (doubted(THEIRS, Attempts::new(2), Doubt::Reconciling), OVER, crashed.0, crashed.1),
+                (
+                    doubted(THEIRS, Attempts::new(2), Doubt::Reconciling),
+                    ALIVE,
+                    Keep,
+                    busy(29),
+                ),
+                (
+                    doubted(THEIRS, Attempts::new(2), Doubt::Waiting),
+                    ALIVE,
+                    waiting.0,
+                    waiting.1,
+                ),
+                (
+                    doubted(THEIRS, Attempts::new(2), Doubt::Reconciling),
+                    OVER,
+                    crashed.0,
+                    crashed.1,
+                ),
                 (rejected(3), ALIVE, Keep, Verdict::Rejected { attempt: 3 }),
                 (Done(None), ALIVE, Keep, Verdict::Duplicate),
             ],
@@ -104,49 +202,133 @@ fn claim() {
 #[test]
 fn a_lease_that_is_over_is_taken_over_or_doubted_by_the_stricter_guarantee() {
     // The attempt that crashed is not counted, nor is the one that finds out.
-    let attempts = Attempts { number: 2, base: 2, crashes: 1 };
-    let in_doubt = (write(doubted(MINE, attempts, Doubt::Reconciling)), Verdict::InDoubt(attempts));
+    let attempts = Attempts {
+        number: 2,
+        base: 2,
+        crashes: 1,
+    };
+    let in_doubt = (
+        write(doubted(MINE, attempts, Doubt::Reconciling)),
+        Verdict::InDoubt(attempts),
+    );
     for (record, claimer) in [(AMO, AMO), (AMO, EO), (EO, AMO)] {
-        assert_eq!(apply(running(record, THEIRS, 1), OVER, &operation(claimer, Ask::Claim, 0)), in_doubt, "{record:?} {claimer:?}");
+        assert_eq!(
+            apply(
+                running(record, THEIRS, 1),
+                OVER,
+                &operation(claimer, Ask::Claim, 0)
+            ),
+            in_doubt,
+            "{record:?} {claimer:?}"
+        );
     }
-    let attempts = Attempts { number: 2, base: 1, crashes: 1 };
+    let attempts = Attempts {
+        number: 2,
+        base: 1,
+        crashes: 1,
+    };
     let taken = apply(running(EO, THEIRS, 1), OVER, &operation(EO, Ask::Claim, 0));
-    assert_eq!(taken, (write(Marker::InProgress(hold(EO, MINE, attempts, UNKNOWN))), Verdict::Granted(attempts)));
+    assert_eq!(
+        taken,
+        (
+            write(Marker::InProgress(hold(EO, MINE, attempts, UNKNOWN))),
+            Verdict::Granted(attempts)
+        )
+    );
 }
 
 #[test]
 fn an_unknown_outcome_outlives_the_guarantee_under_which_it_arose() {
     let left_behind = cleared(Attempts::new(1), UNKNOWN);
-    let in_doubt = (write(doubted(MINE, DOUBTED_ONCE, Doubt::Reconciling)), Verdict::InDoubt(DOUBTED_ONCE));
-    assert_eq!(apply(left_behind, OVER, &operation(AMO, Ask::Claim, 0)), in_doubt);
+    let in_doubt = (
+        write(doubted(MINE, DOUBTED_ONCE, Doubt::Reconciling)),
+        Verdict::InDoubt(DOUBTED_ONCE),
+    );
+    assert_eq!(
+        apply(left_behind, OVER, &operation(AMO, Ask::Claim, 0)),
+        in_doubt
+    );
     // Effectively once runs it again; that this run did nothing says nothing of the one before.
     let second = Marker::InProgress(hold(EO, MINE, Attempts::new(2), UNKNOWN));
-    assert_eq!(apply(left_behind, OVER, &operation(EO, Ask::Claim, 0)), (write(second), Verdict::Granted(Attempts::new(2))));
-    for ask in [Ask::Clear(NOTHING), Ask::Clear(UNKNOWN), Ask::Reject(NOTHING), Ask::Reject(UNKNOWN)] {
+    assert_eq!(
+        apply(left_behind, OVER, &operation(EO, Ask::Claim, 0)),
+        (write(second), Verdict::Granted(Attempts::new(2)))
+    );
+    for ask in [
+        Ask::Clear(NOTHING),
+        Ask::Clear(UNKNOWN),
+        Ask::Reject(NOTHING),
+        Ask::Reject(UNKNOWN),
+    ] {
         let still_unknown = (write(cleared(Attempts::new(2), UNKNOWN)), Verdict::Kept);
-        assert_eq!(apply(second, ALIVE, &operation(EO, ask, 2)), still_unknown, "{ask:?}");
+        assert_eq!(
+            apply(second, ALIVE, &operation(EO, ask, 2)),
+            still_unknown,
+            "{ask:?}"
+        );
     }
     // An attempt 1 that had one before it: its record was lost, and a person sent the id back.
     let first = Marker::InProgress(hold(EO, MINE, Attempts::new(1), UNKNOWN));
     let kept = (write(cleared(Attempts::new(1), UNKNOWN)), Verdict::Kept);
-    assert_eq!(apply(first, ALIVE, &operation(EO, Ask::Clear(NOTHING), 1)), kept);
+    assert_eq!(
+        apply(first, ALIVE, &operation(EO, Ask::Clear(NOTHING), 1)),
+        kept
+    );
 }
 
 #[test]
 fn a_claim_with_another_body() {
     let body = |number| Some(Fingerprint::new(number));
     let claim = with_body(operation(AMO, Ask::Claim, 0), 7);
-    let theirs = Hold { fingerprint: body(8), ..hold(AMO, THEIRS, Attempts::new(1), NOTHING) };
+    let theirs = Hold {
+        fingerprint: body(8),
+        ..hold(AMO, THEIRS, Attempts::new(1), NOTHING)
+    };
     rows(
         &claim,
         &[
-            (Marker::InProgress(theirs), ALIVE, Change::Keep, Verdict::Busy { remaining: Duration::from_secs(29) }),
+            (
+                Marker::InProgress(theirs),
+                ALIVE,
+                Change::Keep,
+                Verdict::Busy {
+                    remaining: Duration::from_secs(29),
+                },
+            ),
             // Nobody waits for a holder that may never come back.
-            (Marker::InProgress(theirs), OVER, Change::Keep, Verdict::Conflict),
-            (Marker::InDoubt(theirs, Doubt::Waiting), ALIVE, Change::Keep, Verdict::Conflict),
-            (Marker::Rejected { attempt: 1, fingerprint: body(8) }, ALIVE, Change::Keep, Verdict::Conflict),
-            (Marker::Done(body(8)), ALIVE, Change::Keep, Verdict::Conflict),
-            (Marker::Done(body(7)), ALIVE, Change::Keep, Verdict::Duplicate),
+            (
+                Marker::InProgress(theirs),
+                OVER,
+                Change::Keep,
+                Verdict::Conflict,
+            ),
+            (
+                Marker::InDoubt(theirs, Doubt::Waiting),
+                ALIVE,
+                Change::Keep,
+                Verdict::Conflict,
+            ),
+            (
+                Marker::Rejected {
+                    attempt: 1,
+                    fingerprint: body(8),
+                },
+                ALIVE,
+                Change::Keep,
+                Verdict::Conflict,
+            ),
+            (
+                Marker::Done(body(8)),
+                ALIVE,
+                Change::Keep,
+                Verdict::Conflict,
+            ),
+            (
+                Marker::Done(body(7)),
+                ALIVE,
+                Change::Keep,
+                Verdict::Duplicate,
+            ),
             (Marker::Done(None), ALIVE, Change::Keep, Verdict::Duplicate), // a bare `1` matches any body
         ],
     );
@@ -156,8 +338,14 @@ fn a_claim_with_another_body() {
 fn only_grants_spend_the_budget_of_attempts() {
     let (mut marker, claim) = (running(AMO, THEIRS, 1), operation(AMO, Ask::Claim, 0));
     for copy in 1..=100 {
-        let Verdict::InDoubt(attempts) = apply(marker, OVER, &claim).1 else { panic!("in doubt") };
-        assert_eq!((attempts.number, attempts.spent()), (1 + copy, 0), "a crash spends nothing either");
+        let Verdict::InDoubt(attempts) = apply(marker, OVER, &claim).1 else {
+            panic!("in doubt")
+        };
+        assert_eq!(
+            (attempts.number, attempts.spent()),
+            (1 + copy, 0),
+            "a crash spends nothing either"
+        );
         marker = doubted(Token(2 + u128::from(copy)), attempts, Doubt::Waiting);
     }
 }
@@ -165,16 +353,29 @@ fn only_grants_spend_the_budget_of_attempts() {
 /// Every marker that is not the asker's own: another token, another attempt, or no holder at all.
 fn not_mine() -> Vec<Marker> {
     let holders = [(THEIRS, 1), (MINE, 2)];
-    let held = holders
-        .into_iter()
-        .flat_map(|(token, attempt)| [running(AMO, token, attempt), doubted(token, Attempts::new(attempt), Doubt::Waiting)]);
-    held.chain([Marker::Absent, cleared(Attempts::new(1), NOTHING), rejected(1), Marker::Done(None)]).collect()
+    let held = holders.into_iter().flat_map(|(token, attempt)| {
+        [
+            running(AMO, token, attempt),
+            doubted(token, Attempts::new(attempt), Doubt::Waiting),
+        ]
+    });
+    held.chain([
+        Marker::Absent,
+        cleared(Attempts::new(1), NOTHING),
+        rejected(1),
+        Marker::Done(None),
+    ])
+    .collect()
 }
 
 /// Checks that an operation loses on every marker that is not the asker's, but for those named.
 fn loses_but(ask: Ask, guarantee: Guarantee, but: impl Fn(&Marker) -> bool) {
     for marker in not_mine().into_iter().filter(|marker| !but(marker)) {
-        assert_eq!(apply(marker, ALIVE, &operation(guarantee, ask, 1)), (Change::Keep, Verdict::Lost), "{ask:?} on {marker:?}");
+        assert_eq!(
+            apply(marker, ALIVE, &operation(guarantee, ask, 1)),
+            (Change::Keep, Verdict::Lost),
+            "{ask:?} on {marker:?}"
+        );
     }
 }
 
@@ -184,8 +385,14 @@ fn nothing_there(marker: &Marker) -> bool {
 
 #[test]
 fn renew() {
-    for mine in [running(AMO, MINE, 1), doubted(MINE, Attempts::new(1), Doubt::Reconciling)] {
-        rows(&operation(AMO, Ask::Renew, 1), &[(mine, OVER, write(mine), Verdict::Kept)]);
+    for mine in [
+        running(AMO, MINE, 1),
+        doubted(MINE, Attempts::new(1), Doubt::Reconciling),
+    ] {
+        rows(
+            &operation(AMO, Ask::Renew, 1),
+            &[(mine, OVER, write(mine), Verdict::Kept)],
+        );
     }
     loses_but(Ask::Renew, AMO, |_| false);
 }
@@ -194,16 +401,28 @@ fn renew() {
 fn complete() {
     let done = |marker_lost| (write(Marker::Done(None)), Verdict::Done { marker_lost });
     let complete = operation(AMO, Ask::Complete, 1);
-    for known in
-        [running(AMO, MINE, 1), doubted(MINE, Attempts::new(1), Doubt::Waiting), doubted(THEIRS, Attempts::new(5), Doubt::Reconciling)]
-    {
+    for known in [
+        running(AMO, MINE, 1),
+        doubted(MINE, Attempts::new(1), Doubt::Waiting),
+        doubted(THEIRS, Attempts::new(5), Doubt::Reconciling),
+    ] {
         assert_eq!(apply(known, OVER, &complete), done(false), "{known:?}");
     }
     for lost in [Marker::Absent, cleared(Attempts::new(4), NOTHING)] {
         assert_eq!(apply(lost, ALIVE, &complete), done(true), "{lost:?}");
     }
-    rows(&complete, &[(Marker::Done(None), ALIVE, Change::Keep, Verdict::Done { marker_lost: false })]);
-    loses_but(Ask::Complete, AMO, |marker| !matches!(marker, Marker::InProgress(_) | Marker::Rejected { .. }));
+    rows(
+        &complete,
+        &[(
+            Marker::Done(None),
+            ALIVE,
+            Change::Keep,
+            Verdict::Done { marker_lost: false },
+        )],
+    );
+    loses_but(Ask::Complete, AMO, |marker| {
+        !matches!(marker, Marker::InProgress(_) | Marker::Rejected { .. })
+    });
 }
 
 #[test]
@@ -211,17 +430,41 @@ fn clear() {
     for (guarantee, effect, attempt, change) in [
         (AMO, Effect::Nothing, 1, Change::Delete),
         (EO, Effect::Nothing, 1, Change::Delete),
-        (AMO, Effect::Nothing, 2, write(cleared(Attempts::new(2), NOTHING))),
-        (EO, Effect::Unknown, 1, write(cleared(Attempts::new(1), UNKNOWN))),
-        (EO, Effect::Unknown, 3, write(cleared(Attempts::new(3), UNKNOWN))),
+        (
+            AMO,
+            Effect::Nothing,
+            2,
+            write(cleared(Attempts::new(2), NOTHING)),
+        ),
+        (
+            EO,
+            Effect::Unknown,
+            1,
+            write(cleared(Attempts::new(1), UNKNOWN)),
+        ),
+        (
+            EO,
+            Effect::Unknown,
+            3,
+            write(cleared(Attempts::new(3), UNKNOWN)),
+        ),
     ] {
         let marker = running(guarantee, MINE, attempt);
-        rows(&operation(guarantee, Ask::Clear(effect), attempt), &[(marker, OVER, change, Verdict::Kept)]);
+        rows(
+            &operation(guarantee, Ask::Clear(effect), attempt),
+            &[(marker, OVER, change, Verdict::Kept)],
+        );
     }
     let unknown = operation(AMO, Ask::Clear(Effect::Unknown), 1);
-    rows(&unknown, &[(running(AMO, MINE, 1), ALIVE, Change::Keep, Verdict::Lost)]); // what is unknown is doubted, never cleared
+    rows(
+        &unknown,
+        &[(running(AMO, MINE, 1), ALIVE, Change::Keep, Verdict::Lost)],
+    ); // what is unknown is doubted, never cleared
     for marker in [Marker::Absent, cleared(Attempts::new(1), NOTHING)] {
-        rows(&operation(AMO, Ask::Clear(Effect::Nothing), 1), &[(marker, ALIVE, Change::Keep, Verdict::Kept)]);
+        rows(
+            &operation(AMO, Ask::Clear(Effect::Nothing), 1),
+            &[(marker, ALIVE, Change::Keep, Verdict::Kept)],
+        );
     }
     loses_but(Ask::Clear(Effect::Nothing), AMO, nothing_there);
 }
@@ -230,14 +473,48 @@ fn clear() {
 fn withdraw() {
     for guarantee in [AMO, EO] {
         let ask = |attempt| operation(guarantee, Ask::Withdraw, attempt);
-        rows(&ask(1), &[(running(guarantee, MINE, 1), OVER, Change::Delete, Verdict::Kept)]);
-        // As if it had not been granted: neither the budget nor what is unknown of earlier attempts changes.
+        rows(
+            &ask(1),
+            &[(
+                running(guarantee, MINE, 1),
+                OVER,
+                Change::Delete,
+                Verdict::Kept,
+            )],
+        );
+        // As if it had not been granted: neither the budget nor what is unknown of earlier attempts
+        // changes.
         for earlier in [NOTHING, UNKNOWN] {
-            let granted = Marker::InProgress(hold(guarantee, MINE, Attempts { number: 4, base: 1, crashes: 1 }, earlier));
-            let before = cleared(Attempts { number: 4, base: 2, crashes: 1 }, earlier);
-            rows(&ask(4), &[(granted, OVER, write(before), Verdict::Kept), (before, ALIVE, Change::Keep, Verdict::Kept)]);
+            let granted = Marker::InProgress(hold(
+                guarantee,
+                MINE,
+                Attempts {
+                    number: 4,
+                    base: 1,
+                    crashes: 1,
+                },
+                earlier,
+            ));
+            let before = cleared(
+                Attempts {
+                    number: 4,
+                    base: 2,
+                    crashes: 1,
+                },
+                earlier,
+            );
+            rows(
+                &ask(4),
+                &[
+                    (granted, OVER, write(before), Verdict::Kept),
+                    (before, ALIVE, Change::Keep, Verdict::Kept),
+                ],
+            );
         }
-        rows(&ask(1), &[(Marker::Absent, ALIVE, Change::Keep, Verdict::Kept)]);
+        rows(
+            &ask(1),
+            &[(Marker::Absent, ALIVE, Change::Keep, Verdict::Kept)],
+        );
         loses_but(Ask::Withdraw, guarantee, nothing_there);
     }
 }
@@ -246,36 +523,105 @@ fn withdraw() {
 fn reject() {
     for effect in [Effect::Nothing, Effect::Unknown] {
         let ask = Ask::Reject(effect);
-        rows(&operation(AMO, ask, 1), &[(running(AMO, MINE, 1), OVER, write(rejected(1)), Verdict::Kept)]);
-        rows(&operation(EO, ask, 2), &[(running(EO, MINE, 2), OVER, write(cleared(Attempts::new(2), effect)), Verdict::Kept)]);
+        rows(
+            &operation(AMO, ask, 1),
+            &[(
+                running(AMO, MINE, 1),
+                OVER,
+                write(rejected(1)),
+                Verdict::Kept,
+            )],
+        );
+        rows(
+            &operation(EO, ask, 2),
+            &[(
+                running(EO, MINE, 2),
+                OVER,
+                write(cleared(Attempts::new(2), effect)),
+                Verdict::Kept,
+            )],
+        );
         loses_but(ask, AMO, |_| false);
         loses_but(ask, EO, nothing_there);
     }
-    rows(&operation(EO, Ask::Reject(Effect::Nothing), 1), &[(running(EO, MINE, 1), OVER, Change::Delete, Verdict::Kept)]);
+    rows(
+        &operation(EO, Ask::Reject(Effect::Nothing), 1),
+        &[(running(EO, MINE, 1), OVER, Change::Delete, Verdict::Kept)],
+    );
     // The run may not be over: who runs it again after a redrive needs the higher fence.
     rows(
         &operation(EO, Ask::Reject(Effect::Unknown), 1),
-        &[(running(EO, MINE, 1), OVER, write(cleared(Attempts::new(1), UNKNOWN)), Verdict::Kept)],
+        &[(
+            running(EO, MINE, 1),
+            OVER,
+            write(cleared(Attempts::new(1), UNKNOWN)),
+            Verdict::Kept,
+        )],
     );
 }
 
 #[test]
 fn doubt() {
-    let waiting = |attempts, earlier| write(Marker::InDoubt(hold(AMO, MINE, attempts, earlier), Doubt::Waiting));
+    let waiting = |attempts, earlier| {
+        write(Marker::InDoubt(
+            hold(AMO, MINE, attempts, earlier),
+            Doubt::Waiting,
+        ))
+    };
     let ask = operation(AMO, Ask::Doubt, 1);
     rows(
         &ask,
         &[
-            (running(AMO, MINE, 1), OVER, waiting(Attempts::new(1), NOTHING), Verdict::Kept),
-            (doubted(MINE, Attempts::new(1), Doubt::Reconciling), OVER, waiting(Attempts::new(1), UNKNOWN), Verdict::Kept),
-            (Marker::Absent, ALIVE, waiting(Attempts::all_forgiven(1), UNKNOWN), Verdict::Kept),
-            (cleared(Attempts::new(1), NOTHING), ALIVE, waiting(Attempts::new(1), UNKNOWN), Verdict::Kept),
-            (cleared(Attempts::new(0), NOTHING), ALIVE, waiting(Attempts::new(1), UNKNOWN), Verdict::Kept),
+            (
+                running(AMO, MINE, 1),
+                OVER,
+                waiting(Attempts::new(1), NOTHING),
+                Verdict::Kept,
+            ),
+            (
+                doubted(MINE, Attempts::new(1), Doubt::Reconciling),
+                OVER,
+                waiting(Attempts::new(1), UNKNOWN),
+                Verdict::Kept,
+            ),
+            (
+                Marker::Absent,
+                ALIVE,
+                waiting(Attempts::all_forgiven(1), UNKNOWN),
+                Verdict::Kept,
+            ),
+            (
+                cleared(Attempts::new(1), NOTHING),
+                ALIVE,
+                waiting(Attempts::new(1), UNKNOWN),
+                Verdict::Kept,
+            ),
+            (
+                cleared(Attempts::new(0), NOTHING),
+                ALIVE,
+                waiting(Attempts::new(1), UNKNOWN),
+                Verdict::Kept,
+            ),
             // The fence never steps back.
-            (cleared(Attempts::new(3), NOTHING), ALIVE, waiting(Attempts::new(3), UNKNOWN), Verdict::Kept),
+            (
+                cleared(Attempts::new(3), NOTHING),
+                ALIVE,
+                waiting(Attempts::new(3), UNKNOWN),
+                Verdict::Kept,
+            ),
             // Asked late, or again: somebody has found out since, or an operator has freed the id.
-            (cleared(DOUBTED_ONCE, NOTHING), ALIVE, Change::Keep, Verdict::Lost),
-            (cleared(Attempts::all_forgiven(1), NOTHING), ALIVE, Change::Keep, Verdict::Lost),
+            (
+                cleared(DOUBTED_ONCE, NOTHING),
+                ALIVE,
+                Change::Keep,
+                Verdict::Lost,
+            ),
+            (
+                cleared(Attempts::all_forgiven(1), NOTHING),
+                ALIVE,
+                Change::Keep,
+                Verdict::Lost,
+            ),
         ],
     );
     loses_but(Ask::Doubt, AMO, nothing_there);
@@ -285,51 +631,111 @@ fn doubt() {
 fn resolve() {
     let mine = doubted(MINE, Attempts::new(1), Doubt::Reconciling);
     let happened = operation(AMO, Ask::Resolve(Finding::Happened), 1);
-    rows(&happened, &[(mine, OVER, write(Marker::Done(None)), Verdict::Done { marker_lost: false })]);
+    rows(
+        &happened,
+        &[(
+            mine,
+            OVER,
+            write(Marker::Done(None)),
+            Verdict::Done { marker_lost: false },
+        )],
+    );
     let did_not = operation(AMO, Ask::Resolve(Finding::DidNotHappen), 1);
-    rows(&did_not, &[(mine, OVER, write(cleared(Attempts::new(1), NOTHING)), Verdict::Kept)]);
+    rows(
+        &did_not,
+        &[(
+            mine,
+            OVER,
+            write(cleared(Attempts::new(1), NOTHING)),
+            Verdict::Kept,
+        )],
+    );
     for finding in [Finding::Happened, Finding::DidNotHappen] {
         loses_but(Ask::Resolve(finding), AMO, |_| false);
-        rows(&operation(AMO, Ask::Resolve(finding), 1), &[(running(AMO, MINE, 1), ALIVE, Change::Keep, Verdict::Lost)]);
+        rows(
+            &operation(AMO, Ask::Resolve(finding), 1),
+            &[(running(AMO, MINE, 1), ALIVE, Change::Keep, Verdict::Lost)],
+        );
     }
 }
 
 #[test]
 fn send_back() {
     let in_doubt = doubted(THEIRS, DOUBTED_ONCE, Doubt::Waiting);
-    let (unknown, known) = (cleared(Attempts::new(5), UNKNOWN), cleared(Attempts::new(5), NOTHING));
+    let (unknown, known) = (
+        cleared(Attempts::new(5), UNKNOWN),
+        cleared(Attempts::new(5), NOTHING),
+    );
     let freed = |number, effect| cleared(Attempts::all_forgiven(number), effect);
     // What was given up after so many crashes is not given up again before it has run.
-    let crashed = Attempts { number: 12, base: 11, crashes: 11 };
+    let crashed = Attempts {
+        number: 12,
+        base: 11,
+        crashes: 11,
+    };
     for (guarantee, seen, word, free) in [
         (AMO, rejected(5), UNKNOWN, Some(freed(5, NOTHING))),
         (AMO, rejected(5), NOTHING, Some(freed(5, NOTHING))),
         (EO, unknown, UNKNOWN, Some(freed(5, UNKNOWN))),
         (EO, unknown, NOTHING, Some(freed(5, NOTHING))),
         (EO, known, UNKNOWN, Some(freed(5, NOTHING))),
-        (EO, cleared(crashed, UNKNOWN), UNKNOWN, Some(freed(12, UNKNOWN))),
-        (AMO, doubted(THEIRS, crashed, Doubt::Waiting), NOTHING, Some(freed(12, NOTHING))),
+        (
+            EO,
+            cleared(crashed, UNKNOWN),
+            UNKNOWN,
+            Some(freed(12, UNKNOWN)),
+        ),
+        (
+            AMO,
+            doubted(THEIRS, crashed, Doubt::Waiting),
+            NOTHING,
+            Some(freed(12, NOTHING)),
+        ),
         (AMO, in_doubt, NOTHING, Some(freed(2, NOTHING))),
         (AMO, in_doubt, UNKNOWN, None), // only a person's word frees it
         (EO, running(EO, THEIRS, 5), UNKNOWN, Some(freed(5, UNKNOWN))),
         (AMO, running(EO, THEIRS, 5), UNKNOWN, None),
         (EO, running(AMO, THEIRS, 5), UNKNOWN, None),
-        (AMO, running(AMO, THEIRS, 5), NOTHING, Some(freed(5, NOTHING))),
+        (
+            AMO,
+            running(AMO, THEIRS, 5),
+            NOTHING,
+            Some(freed(5, NOTHING)),
+        ),
         (AMO, Marker::Absent, UNKNOWN, Some(freed(0, UNKNOWN))),
         (AMO, Marker::Done(None), NOTHING, None), // that is forgotten, not sent back
     ] {
         let ask = Ask::SendBack { seen, effect: word };
-        let expected = free.map_or((Change::Keep, Verdict::Lost), |free| (write(free), Verdict::Kept));
-        rows(&operation(guarantee, ask, 0), &[(seen, OVER, expected.0, expected.1)]);
-        loses_but(ask, guarantee, |marker| *marker == seen || Some(*marker) == free);
+        let expected = free.map_or((Change::Keep, Verdict::Lost), |free| {
+            (write(free), Verdict::Kept)
+        });
+        rows(
+            &operation(guarantee, ask, 0),
+            &[(seen, OVER, expected.0, expected.1)],
+        );
+        loses_but(ask, guarantee, |marker| {
+            *marker == seen || Some(*marker) == free
+        });
         if let Some(free) = free {
-            // Asked again after a lost reply; and the dead letter may know of a higher fence than the marker.
-            rows(&operation(guarantee, ask, 0), &[(free, OVER, write(free), Verdict::Kept)]);
-            let Marker::Cleared { effect, .. } = free else { panic!("{free:?} is not cleared") };
-            rows(&operation(guarantee, ask, 99), &[(seen, OVER, write(freed(99, effect)), Verdict::Kept)]);
+            // Asked again after a lost reply; and the dead letter may know of a higher fence than
+            // the marker.
+            rows(
+                &operation(guarantee, ask, 0),
+                &[(free, OVER, write(free), Verdict::Kept)],
+            );
+            let Marker::Cleared { effect, .. } = free else {
+                panic!("{free:?} is not cleared")
+            };
+            rows(
+                &operation(guarantee, ask, 99),
+                &[(seen, OVER, write(freed(99, effect)), Verdict::Kept)],
+            );
         }
         if let Marker::InProgress(_) = seen {
-            rows(&operation(guarantee, ask, 0), &[(seen, ALIVE, Change::Keep, Verdict::Lost)]); // what runs is not sent back
+            rows(
+                &operation(guarantee, ask, 0),
+                &[(seen, ALIVE, Change::Keep, Verdict::Lost)],
+            ); // what runs is not sent back
         }
     }
 }
@@ -337,14 +743,42 @@ fn send_back() {
 #[test]
 fn forget() {
     let seen = Marker::Done(None);
-    let free = |number| (write(cleared(Attempts::all_forgiven(number), NOTHING)), Verdict::Kept);
-    assert_eq!(apply(seen, ALIVE, &operation(AMO, Ask::Forget { seen }, 7)), free(7), "the attempt that somebody knows");
-    assert_eq!(apply(seen, ALIVE, &operation(AMO, Ask::Forget { seen }, 0)), free(UNKNOWN_ATTEMPT), "nobody knows it");
+    let free = |number| {
+        (
+            write(cleared(Attempts::all_forgiven(number), NOTHING)),
+            Verdict::Kept,
+        )
+    };
+    assert_eq!(
+        apply(seen, ALIVE, &operation(AMO, Ask::Forget { seen }, 7)),
+        free(7),
+        "the attempt that somebody knows"
+    );
+    assert_eq!(
+        apply(seen, ALIVE, &operation(AMO, Ask::Forget { seen }, 0)),
+        free(UNKNOWN_ATTEMPT),
+        "nobody knows it"
+    );
     let again = operation(AMO, Ask::Forget { seen }, 7);
-    rows(&again, &[(cleared(Attempts::all_forgiven(7), NOTHING), ALIVE, free(7).0, Verdict::Kept)]); // after a lost reply
+    rows(
+        &again,
+        &[(
+            cleared(Attempts::all_forgiven(7), NOTHING),
+            ALIVE,
+            free(7).0,
+            Verdict::Kept,
+        )],
+    ); // after a lost reply
     loses_but(Ask::Forget { seen }, AMO, |marker| *marker == seen);
-    for other in [rejected(1), doubted(MINE, Attempts::new(1), Doubt::Waiting), running(AMO, THEIRS, 1)] {
-        rows(&operation(AMO, Ask::Forget { seen: other }, 0), &[(other, ALIVE, Change::Keep, Verdict::Lost)]);
+    for other in [
+        rejected(1),
+        doubted(MINE, Attempts::new(1), Doubt::Waiting),
+        running(AMO, THEIRS, 1),
+    ] {
+        rows(
+            &operation(AMO, Ask::Forget { seen: other }, 0),
+            &[(other, ALIVE, Change::Keep, Verdict::Lost)],
+        );
     }
 }
 
@@ -376,12 +810,39 @@ fn asking_again_after_a_lost_reply_gives_the_same_answer_or_a_look_that_converge
 #[test]
 fn bare_is_the_literal_gate() {
     let bare = |ask| operation(Guarantee::Bare, ask, 1);
-    rows(&bare(Ask::Claim), &[(Marker::Absent, ALIVE, write(Marker::Done(None)), Verdict::Granted(Attempts::new(1)))]);
+    rows(
+        &bare(Ask::Claim),
+        &[(
+            Marker::Absent,
+            ALIVE,
+            write(Marker::Done(None)),
+            Verdict::Granted(Attempts::new(1)),
+        )],
+    );
     for marker in [Marker::Done(None), running(AMO, THEIRS, 1)] {
-        rows(&bare(Ask::Claim), &[(marker, ALIVE, Change::Keep, Verdict::Duplicate)]);
+        rows(
+            &bare(Ask::Claim),
+            &[(marker, ALIVE, Change::Keep, Verdict::Duplicate)],
+        );
     }
-    for ask in [Ask::Clear(Effect::Nothing), Ask::Clear(Effect::Unknown), Ask::Reject(Effect::Unknown), Ask::Doubt] {
-        rows(&bare(ask), &[(Marker::Done(None), ALIVE, Change::Delete, Verdict::Kept)]);
+    for ask in [
+        Ask::Clear(Effect::Nothing),
+        Ask::Clear(Effect::Unknown),
+        Ask::Reject(Effect::Unknown),
+        Ask::Doubt,
+    ] {
+        rows(
+            &bare(ask),
+            &[(Marker::Done(None), ALIVE, Change::Delete, Verdict::Kept)],
+        );
     }
-    rows(&bare(Ask::Complete), &[(Marker::Done(None), ALIVE, Change::Keep, Verdict::Done { marker_lost: false })]);
+    rows(
+        &bare(Ask::Complete),
+        &[(
+            Marker::Done(None),
+            ALIVE,
+            Change::Keep,
+            Verdict::Done { marker_lost: false },
+        )],
+    );
 }

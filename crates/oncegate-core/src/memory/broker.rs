@@ -10,12 +10,15 @@ use tokio::sync::Notify;
 
 use crate::message::{HeadersBuilder, Message, Origin};
 use crate::road::{Reason, Settlement};
-use crate::source::{Delivery, Incoming, Limit, Open, Receipt, Settled, Source, SourceError, Story, kept_headers};
+use crate::source::{
+    Delivery, Incoming, Limit, Open, Receipt, Settled, Source, SourceError, Story, kept_headers,
+};
 
-/// A queue in this process. Cloning shares it; each [`MemoryBroker::source`] is one of its competing consumers.
+/// A queue in this process. Cloning shares it; each [`MemoryBroker::source`] is one of its
+/// competing consumers.
 ///
-/// It keeps a delivery until it is settled, and hands it out again when its source is dropped, as a broker does when a
-/// consumer dies.
+/// It keeps a delivery until it is settled, and hands it out again when its source is dropped, as a
+/// broker does when a consumer dies.
 #[derive(Clone, Debug)]
 pub struct MemoryBroker(Arc<Shared>);
 
@@ -61,14 +64,27 @@ struct Held {
 impl MemoryBroker {
     /// An empty queue of this name.
     pub fn new(name: &str) -> Self {
-        let origin = Origin { name: Arc::from(name), ..Origin::default() };
-        Self(Arc::new(Shared { origin, queue: Mutex::default(), changed: Notify::new() }))
+        let origin = Origin {
+            name: Arc::from(name),
+            ..Origin::default()
+        };
+        Self(Arc::new(Shared {
+            origin,
+            queue: Mutex::default(),
+            changed: Notify::new(),
+        }))
     }
 
     /// Adds a message at the end. Its origin is this queue, in the system that it names.
     pub fn publish(&self, mut message: Message) {
-        message.origin = Origin { system: message.origin.system, ..self.0.origin.clone() };
-        self.0.lock().ready.push_back(Held { message, failures: 0 });
+        message.origin = Origin {
+            system: message.origin.system,
+            ..self.0.origin.clone()
+        };
+        self.0.lock().ready.push_back(Held {
+            message,
+            failures: 0,
+        });
         self.0.changed.notify_waiters();
     }
 
@@ -76,7 +92,11 @@ impl MemoryBroker {
     pub fn source(&self) -> MemorySource {
         let mut queue = self.0.lock();
         queue.next_source += 1;
-        MemorySource { shared: self.0.clone(), name: queue.next_source, stopped: Intake::Open }
+        MemorySource {
+            shared: self.0.clone(),
+            name: queue.next_source,
+            stopped: Intake::Open,
+        }
     }
 
     /// What was rejected so far.
@@ -161,7 +181,11 @@ impl Source for MemorySource {
             };
             match wake {
                 Some(at) => {
-                    let _ = tokio::time::timeout(at.saturating_duration_since(Instant::now()) + Duration::from_millis(1), changed).await;
+                    let _ = tokio::time::timeout(
+                        at.saturating_duration_since(Instant::now()) + Duration::from_millis(1),
+                        changed,
+                    )
+                    .await;
                 }
                 None => changed.await,
             }
@@ -170,8 +194,15 @@ impl Source for MemorySource {
 
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), SourceError> {
         let mut queue = self.shared.lock();
-        for Settled { delivery, settlement, story } in settled.drain(..) {
-            let Some((_, held)) = queue.unsettled.remove(&delivery.receipt.position) else { continue };
+        for Settled {
+            delivery,
+            settlement,
+            story,
+        } in settled.drain(..)
+        {
+            let Some((_, held)) = queue.unsettled.remove(&delivery.receipt.position) else {
+                continue;
+            };
             match settlement {
                 Settlement::Accept(_) => {}
                 Settlement::Release { after, failures } => {
@@ -180,8 +211,16 @@ impl Source for MemorySource {
                     queue.delayed.insert(place, Held { failures, ..held });
                 }
                 Settlement::Reject(reason) => {
-                    let letter = DeadLetter { message: without_reserved(held.message), reason, story: story.map(|story| *story) };
-                    if reason.is_in_doubt() { queue.in_doubt.push(letter) } else { queue.dead_letters.push(letter) }
+                    let letter = DeadLetter {
+                        message: without_reserved(held.message),
+                        reason,
+                        story: story.map(|story| *story),
+                    };
+                    if reason.is_in_doubt() {
+                        queue.in_doubt.push(letter)
+                    } else {
+                        queue.dead_letters.push(letter)
+                    }
                 }
             }
         }
@@ -202,13 +241,20 @@ impl Source for MemorySource {
 fn without_reserved(message: Message) -> Message {
     let mut kept = HeadersBuilder::default();
     kept_headers(&message).for_each(|(name, value)| kept.push(name, value));
-    Message { headers: kept.finish(), ..message }
+    Message {
+        headers: kept.finish(),
+        ..message
+    }
 }
 
 impl Queue {
     /// Moves what has waited long enough to the end of the queue.
     fn wake(&mut self, now: Instant) {
-        while let Some(due) = self.delayed.first_entry().filter(|entry| entry.key().0 <= now) {
+        while let Some(due) = self
+            .delayed
+            .first_entry()
+            .filter(|entry| entry.key().0 <= now)
+        {
             self.ready.push_back(due.remove());
         }
     }
@@ -218,16 +264,28 @@ impl Queue {
         let mut bytes = 0;
         let before = into.len();
         while into.len() - before < limit.count {
-            let Some(size) = self.ready.front().map(|held| held.message.size()) else { break };
+            let Some(size) = self.ready.front().map(|held| held.message.size()) else {
+                break;
+            };
             if into.len() > before && bytes + size > limit.bytes {
                 break;
             }
-            let Some(held) = self.ready.pop_front() else { break };
+            let Some(held) = self.ready.pop_front() else {
+                break;
+            };
             bytes += size;
             self.next_tag += 1;
             self.delivered += 1;
-            let receipt = Receipt { epoch: source, partition: 0, position: self.next_tag };
-            into.push(Incoming::Delivery(Delivery { message: held.message.clone(), receipt, failures: held.failures }));
+            let receipt = Receipt {
+                epoch: source,
+                partition: 0,
+                position: self.next_tag,
+            };
+            into.push(Incoming::Delivery(Delivery {
+                message: held.message.clone(),
+                receipt,
+                failures: held.failures,
+            }));
             self.unsettled.insert(self.next_tag, (source, held));
         }
         into.len() > before
@@ -235,10 +293,16 @@ impl Queue {
 }
 
 impl Drop for MemorySource {
-    /// What this consumer had and did not settle goes to the front of the queue, as a broker does it.
+    /// What this consumer had and did not settle goes to the front of the queue, as a broker does
+    /// it.
     fn drop(&mut self) {
         let mut queue = self.shared.lock();
-        let mut tags: Vec<u64> = queue.unsettled.iter().filter(|(_, (owner, _))| *owner == self.name).map(|(tag, _)| *tag).collect();
+        let mut tags: Vec<u64> = queue
+            .unsettled
+            .iter()
+            .filter(|(_, (owner, _))| *owner == self.name)
+            .map(|(tag, _)| *tag)
+            .collect();
         tags.sort_unstable_by(|a, b| b.cmp(a));
         for tag in tags {
             if let Some((_, held)) = queue.unsettled.remove(&tag) {
@@ -260,19 +324,47 @@ mod tests {
         let broker = MemoryBroker::new("payments");
         for id in ["1", "2"] {
             broker.publish(
-                Message::new("x").with_header("id", id).with_header(headers::ID, "victim").with_header(headers::REASON, "refused"),
+                Message::new("x")
+                    .with_header("id", id)
+                    .with_header(headers::ID, "victim")
+                    .with_header(headers::REASON, "refused"),
             );
         }
         let (mut source, mut incoming) = (broker.source(), Vec::new());
-        source.receive(Limit { count: 2, bytes: 1_000 }, &mut incoming).await.expect("messages");
+        source
+            .receive(
+                Limit {
+                    count: 2,
+                    bytes: 1_000,
+                },
+                &mut incoming,
+            )
+            .await
+            .expect("messages");
         let reasons = [Reason::MissingId, Reason::InDoubt(crate::road::Cause::Said)];
-        let settled = incoming.into_iter().zip(reasons).map(|(incoming, reason)| match incoming {
-            Incoming::Delivery(delivery) => Settled { delivery, settlement: Settlement::Reject(reason), story: None },
-            Incoming::Revoked(epoch) => panic!("{epoch}"),
-        });
-        source.settle(&mut settled.collect()).await.expect("settled");
+        let settled = incoming
+            .into_iter()
+            .zip(reasons)
+            .map(|(incoming, reason)| match incoming {
+                Incoming::Delivery(delivery) => Settled {
+                    delivery,
+                    settlement: Settlement::Reject(reason),
+                    story: None,
+                },
+                Incoming::Revoked(epoch) => panic!("{epoch}"),
+            });
+        source
+            .settle(&mut settled.collect())
+            .await
+            .expect("settled");
         let letters = [broker.dead_letters(), broker.in_doubt()].concat();
-        let headers: Vec<_> = letters.iter().flat_map(|letter| letter.message.headers.iter()).collect();
-        assert_eq!(headers, [(&b"id"[..], Some(&b"1"[..])), (b"id", Some(b"2"))]);
+        let headers: Vec<_> = letters
+            .iter()
+            .flat_map(|letter| letter.message.headers.iter())
+            .collect();
+        assert_eq!(
+            headers,
+            [(&b"id"[..], Some(&b"1"[..])), (b"id", Some(b"2"))]
+        );
     }
 }

@@ -9,10 +9,11 @@ use hashbrown::HashTable;
 use crate::id::Key;
 use crate::marker::Fingerprint;
 
-/// Markers that are done, in the order in which they were written, and an index of where each stands.
+/// Markers that are done, in the order in which they were written, and an index of where each
+/// stands.
 ///
-/// A new id is looked for in the index alone, which is small enough to stay in a cache for long; each key is kept once,
-/// and none is moved when there are more of them.
+/// A new id is looked for in the index alone, which is small enough to stay in a cache for long;
+/// each key is kept once, and none is moved when there are more of them.
 #[derive(Debug, Default)]
 pub(super) struct Log {
     index: HashTable<Place>,
@@ -47,42 +48,75 @@ impl Log {
         self.index.len()
     }
 
-    /// Touches what [`Log::find`] will look at. Of a million ids hardly any lies in a cache of the processor; one lookup
-    /// right after the other waits for all of them at once, where between them there is so much to do that each waits alone.
+    /// Touches what [`Log::find`] will look at. Of a million ids hardly any lies in a cache of the
+    /// processor; one lookup right after the other waits for all of them at once, where between
+    /// them there is so much to do that each waits alone.
     pub(super) fn look_up_together(&self, hashes: &[u64]) {
-        let found = hashes.iter().filter(|hash| self.index.find(**hash, |place| place.hash == **hash).is_some()).count();
+        let found = hashes
+            .iter()
+            .filter(|hash| {
+                self.index
+                    .find(**hash, |place| place.hash == **hash)
+                    .is_some()
+            })
+            .count();
         std::hint::black_box(found);
     }
 
     /// The marker of an id, expired or not.
     pub(super) fn find(&self, hash: u64, key: &Key) -> Option<&Entry> {
-        let place = self.index.find(hash, |place| place.is_of(hash, key, &self.blocks, self.first))?;
+        let place = self.index.find(hash, |place| {
+            place.is_of(hash, key, &self.blocks, self.first)
+        })?;
         place.entry(&self.blocks, self.first)
     }
 
     /// Writes the marker of an id that it does not hold.
-    pub(super) fn write(&mut self, hash: u64, key: Key, fingerprint: Option<Fingerprint>, expires: Instant) {
+    pub(super) fn write(
+        &mut self,
+        hash: u64,
+        key: Key,
+        fingerprint: Option<Fingerprint>,
+        expires: Instant,
+    ) {
         if self.blocks.back().is_none_or(|block| block.len() == BLOCK) {
             self.blocks.push_back(Vec::with_capacity(BLOCK));
         }
         let before = (self.blocks.len() - 1) * BLOCK;
-        let Some(block) = self.blocks.back_mut() else { return };
+        let Some(block) = self.blocks.back_mut() else {
+            return;
+        };
         let number = self.first + (before + block.len()) as u64;
-        block.push(Entry { key, fingerprint, expires });
-        self.index.insert_unique(hash, Place { hash, number }, |place| place.hash);
+        block.push(Entry {
+            key,
+            fingerprint,
+            expires,
+        });
+        self.index
+            .insert_unique(hash, Place { hash, number }, |place| place.hash);
     }
 
     /// Forgets an id.
     pub(super) fn forget(&mut self, hash: u64, key: &Key) {
-        if let Ok(place) = self.index.find_entry(hash, |place| place.is_of(hash, key, &self.blocks, self.first)) {
+        if let Ok(place) = self.index.find_entry(hash, |place| {
+            place.is_of(hash, key, &self.blocks, self.first)
+        }) {
             place.remove();
         }
     }
 
     /// Forgets what has expired, the oldest first, up to the first that has not.
     pub(super) fn expire(&mut self, hasher: &impl BuildHasher, now: Instant) {
-        while let Some(oldest) = self.blocks.front().and_then(|block| block.get(self.expired)).filter(|oldest| oldest.expires <= now) {
-            let (hash, number) = (hasher.hash_one(&oldest.key), self.first + self.expired as u64);
+        while let Some(oldest) = self
+            .blocks
+            .front()
+            .and_then(|block| block.get(self.expired))
+            .filter(|oldest| oldest.expires <= now)
+        {
+            let (hash, number) = (
+                hasher.hash_one(&oldest.key),
+                self.first + self.expired as u64,
+            );
             if let Ok(place) = self.index.find_entry(hash, |place| place.number == number) {
                 place.remove();
             }
@@ -97,7 +131,10 @@ impl Log {
 
 impl Place {
     fn is_of(&self, hash: u64, key: &Key, blocks: &VecDeque<Vec<Entry>>, first: u64) -> bool {
-        self.hash == hash && self.entry(blocks, first).is_some_and(|entry| entry.key == *key)
+        self.hash == hash
+            && self
+                .entry(blocks, first)
+                .is_some_and(|entry| entry.key == *key)
     }
 
     fn entry<'a>(&self, blocks: &'a VecDeque<Vec<Entry>>, first: u64) -> Option<&'a Entry> {
@@ -133,19 +170,31 @@ mod tests {
                 log.expire(&hasher, at);
                 map.retain(|_, (_, expires)| *expires > at);
                 assert_eq!(log.len(), map.len());
-                let found = log.find(hash(&id), &id).map(|entry| (entry.fingerprint, entry.expires));
+                let found = log
+                    .find(hash(&id), &id)
+                    .map(|entry| (entry.fingerprint, entry.expires));
                 assert_eq!(found, map.get(&id).copied(), "seed {seed}, {now}");
                 log.forget(hash(&id), &id);
                 map.remove(&id);
                 if random.u8(..4) > 0 {
-                    let (fingerprint, expires) = (Some(Fingerprint::new(random.u64(..9))), at + Duration::from_secs(ids / 2 + 1));
+                    let (fingerprint, expires) = (
+                        Some(Fingerprint::new(random.u64(..9))),
+                        at + Duration::from_secs(ids / 2 + 1),
+                    );
                     log.write(hash(&id), id.clone(), fingerprint, expires);
                     map.insert(id, (fingerprint, expires));
                 }
             }
             log.expire(&hasher, start + Duration::from_secs(1 << 30));
-            assert_eq!((log.len(), log.find(hash(&key(0)), &key(0)).is_none()), (0, true));
-            assert!(log.blocks.len() <= 1, "{} blocks are kept", log.blocks.len());
+            assert_eq!(
+                (log.len(), log.find(hash(&key(0)), &key(0)).is_none()),
+                (0, true)
+            );
+            assert!(
+                log.blocks.len() <= 1,
+                "{} blocks are kept",
+                log.blocks.len()
+            );
         }
     }
 }

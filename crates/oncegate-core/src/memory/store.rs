@@ -14,7 +14,8 @@ use crate::store::{Memory, Store, StoreError};
 
 /// Remembers ids in this process, for as long as it lives. Cloning shares what is remembered.
 ///
-/// One lock a batch; what is in progress stands in a small table, what is done in a compact one: some 120 bytes an id of up to 40.
+/// One lock a batch; what is in progress stands in a small table, what is done in a compact one:
+/// some 120 bytes an id of up to 40.
 #[derive(Clone, Debug, Default)]
 pub struct MemoryStore(Arc<Mutex<Tables>>);
 
@@ -80,9 +81,16 @@ impl Store for MemoryStore {
         let now = Instant::now();
         let mut tables = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         tables.expire(now);
-        let hashes: Vec<u64> = operations.iter().map(|operation| tables.hasher.hash_one(&operation.key)).collect();
+        let hashes: Vec<u64> = operations
+            .iter()
+            .map(|operation| tables.hasher.hash_one(&operation.key))
+            .collect();
         tables.done.look_up_together(&hashes);
-        operations.iter().zip(hashes).map(|(operation, hash)| Ok(tables.apply(operation, hash, now))).collect()
+        operations
+            .iter()
+            .zip(hashes)
+            .map(|(operation, hash)| Ok(tables.apply(operation, hash, now)))
+            .collect()
     }
 
     fn described(&self) -> String {
@@ -90,7 +98,9 @@ impl Store for MemoryStore {
     }
 
     async fn memory(&self) -> Result<Memory, StoreError> {
-        Ok(Memory::Forgets("the memory store forgets everything when its process ends".into()))
+        Ok(Memory::Forgets(
+            "the memory store forgets everything when its process ends".into(),
+        ))
     }
 }
 
@@ -104,16 +114,30 @@ impl Tables {
             Change::Write(marker, horizon) => Some((marker, now + horizon.min(CENTURY))),
         };
         match stands {
-            Stands::Open => drop(self.open.find_entry(hash, |(it, _)| *it == operation.key).map(|entry| entry.remove())),
+            Stands::Open => drop(
+                self.open
+                    .find_entry(hash, |(it, _)| *it == operation.key)
+                    .map(|entry| entry.remove()),
+            ),
             Stands::Done => self.done.forget(hash, &operation.key),
             Stands::Nowhere => {}
         }
         match write {
-            Some((Marker::Done(fingerprint), expires)) => self.done.write(hash, operation.key.clone(), fingerprint, expires),
+            Some((Marker::Done(fingerprint), expires)) => {
+                self.done
+                    .write(hash, operation.key.clone(), fingerprint, expires)
+            }
             Some((marker, expires)) => {
-                let open = Open { marker, written: now, expires };
+                let open = Open {
+                    marker,
+                    written: now,
+                    expires,
+                };
                 let hasher = &self.hasher;
-                self.open.insert_unique(hash, (operation.key.clone(), open), |(key, _)| hasher.hash_one(key));
+                self.open
+                    .insert_unique(hash, (operation.key.clone(), open), |(key, _)| {
+                        hasher.hash_one(key)
+                    });
             }
             None => {}
         }
@@ -122,18 +146,27 @@ impl Tables {
 
     fn read(&self, hash: u64, key: &Key, now: Instant) -> (Marker, Duration, Stands) {
         match self.open.find(hash, |(it, _)| it == key) {
-            Some((_, open)) if now < open.expires => return (open.marker, now.saturating_duration_since(open.written), Stands::Open),
+            Some((_, open)) if now < open.expires => {
+                return (
+                    open.marker,
+                    now.saturating_duration_since(open.written),
+                    Stands::Open,
+                );
+            }
             Some(_) => return (Marker::Absent, Duration::ZERO, Stands::Open),
             None => {}
         }
         match self.done.find(hash, key) {
-            Some(done) if now < done.expires => (Marker::Done(done.fingerprint), Duration::ZERO, Stands::Done),
+            Some(done) if now < done.expires => {
+                (Marker::Done(done.fingerprint), Duration::ZERO, Stands::Done)
+            }
             Some(_) => (Marker::Absent, Duration::ZERO, Stands::Done),
             None => (Marker::Absent, Duration::ZERO, Stands::Nowhere),
         }
     }
 
-    /// Forgets what has expired. What is open is few, and is looked through when it has doubled since the last time.
+    /// Forgets what has expired. What is open is few, and is looked through when it has doubled
+    /// since the last time.
     fn expire(&mut self, now: Instant) {
         self.done.expire(&self.hasher, now);
         if self.open.len() >= self.crowded.max(FEW) {
@@ -160,13 +193,28 @@ mod tests {
         };
         for id in 0..10 * FEW {
             let key = Key::new(&MessageId::new(id.to_string()).expect("an id"));
-            let claim = Operation { key, ask: Ask::Claim, token: Token(1), attempt: 0, terms };
-            let failed = Operation { ask: Ask::Clear(Effect::Unknown), attempt: 1, ..claim.clone() };
+            let claim = Operation {
+                key,
+                ask: Ask::Claim,
+                token: Token(1),
+                attempt: 0,
+                terms,
+            };
+            let failed = Operation {
+                ask: Ask::Clear(Effect::Unknown),
+                attempt: 1,
+                ..claim.clone()
+            };
             store.apply(&[claim, failed]).await;
             if id % FEW == 0 {
                 tokio::time::sleep(Duration::from_millis(3)).await;
             }
         }
-        assert!(store.len() <= 3 * FEW, "{} of {} expired markers are kept", store.len(), 10 * FEW);
+        assert!(
+            store.len() <= 3 * FEW,
+            "{} of {} expired markers are kept",
+            store.len(),
+            10 * FEW
+        );
     }
 }

@@ -1,12 +1,19 @@
-//! Every row of the road, and a row for every stage when the lease ends, the store goes away, or the consumer drains.
+//! Every row of the road, and a row for every stage when the lease ends, the store goes away, or
+//! the consumer drains.
 
 use std::time::Duration;
 
 use super::*;
 use crate::marker::Verdict as V;
 
-const PERMIT: Permit = Permit { attempts: Attempts::new(1), failures: 0 };
-const HISTORY: History = History { failures: 0, freshness: Freshness::Fresh };
+const PERMIT: Permit = Permit {
+    attempts: Attempts::new(1),
+    failures: 0,
+};
+const HISTORY: History = History {
+    failures: 0,
+    freshness: Freshness::Fresh,
+};
 
 fn policy(guarantee: Guarantee) -> Policy {
     Policy {
@@ -39,7 +46,10 @@ fn accepted(by: By) -> (Stage, Step) {
 }
 
 fn permit(attempt: u32) -> Permit {
-    Permit { attempts: Attempts::new(attempt), failures: 0 }
+    Permit {
+        attempts: Attempts::new(attempt),
+        failures: 0,
+    }
 }
 
 /// Every stage that a delivery can be in before it leaves.
@@ -74,40 +84,95 @@ fn stages() -> Vec<Stage> {
 #[test]
 fn in_to_the_gate() {
     let policy = at_most_once();
-    assert_eq!(next(Stage::New(HISTORY), Event::NoId, &policy), reject(Reason::MissingId));
-    assert_eq!(next(Stage::New(HISTORY), Event::UnusableId, &policy), reject(Reason::UnusableId));
-    assert_eq!(next(Stage::New(HISTORY), Event::Arrived, &policy), (Stage::Claiming(HISTORY, Parks(0)), Step::ClaimAnew));
+    assert_eq!(
+        next(Stage::New(HISTORY), Event::NoId, &policy),
+        reject(Reason::MissingId)
+    );
+    assert_eq!(
+        next(Stage::New(HISTORY), Event::UnusableId, &policy),
+        reject(Reason::UnusableId)
+    );
+    assert_eq!(
+        next(Stage::New(HISTORY), Event::Arrived, &policy),
+        (Stage::Claiming(HISTORY, Parks(0)), Step::ClaimAnew)
+    );
 }
 
 #[test]
 fn the_claim_is_answered() {
-    let answer = |verdict, policy: &Policy| next(Stage::Claiming(HISTORY, Parks(0)), Event::Answer(verdict), policy);
+    let answer = |verdict, policy: &Policy| {
+        next(
+            Stage::Claiming(HISTORY, Parks(0)),
+            Event::Answer(verdict),
+            policy,
+        )
+    };
     for policy in [at_most_once(), effectively_once()] {
-        assert_eq!(answer(V::Granted(Attempts::new(3)), &policy), (Stage::Ready(permit(3)), Step::Queue));
-        assert_eq!(answer(V::Granted(Attempts::new(4)), &policy), rejecting(permit(4), Reason::AttemptsSpent, Effect::Nothing));
-        let reconciling = (Stage::Reconciling(permit(2), Tries(0), Cause::HolderGone), Step::Reconcile);
+        assert_eq!(
+            answer(V::Granted(Attempts::new(3)), &policy),
+            (Stage::Ready(permit(3)), Step::Queue)
+        );
+        assert_eq!(
+            answer(V::Granted(Attempts::new(4)), &policy),
+            rejecting(permit(4), Reason::AttemptsSpent, Effect::Nothing)
+        );
+        let reconciling = (
+            Stage::Reconciling(permit(2), Tries(0), Cause::HolderGone),
+            Step::Reconcile,
+        );
         assert_eq!(answer(V::InDoubt(Attempts::new(2)), &policy), reconciling);
         // A handler or a `reconcile` that ends its process each time is not run for ever.
-        let crashed = |crashes| Attempts { crashes, ..Attempts::all_forgiven(9) };
+        let crashed = |crashes| Attempts {
+            crashes,
+            ..Attempts::all_forgiven(9)
+        };
         let (last, one_more) = (crashed(policy.crashes), crashed(policy.crashes + 1));
-        assert!(matches!(answer(V::Granted(last), &policy), (Stage::Ready(_), Step::Queue)));
-        assert!(matches!(answer(V::InDoubt(last), &policy), (Stage::Reconciling(..), Step::Reconcile)));
-        let permit = Permit { attempts: one_more, failures: 0 };
-        assert_eq!(answer(V::Granted(one_more), &policy), rejecting(permit, Reason::CrashesSpent, Effect::Nothing));
-        let given_up = (Stage::Doubting(permit, Cause::HolderGone, AfterDoubt::Reject), Step::Ask(Ask::Doubt));
+        assert!(matches!(
+            answer(V::Granted(last), &policy),
+            (Stage::Ready(_), Step::Queue)
+        ));
+        assert!(matches!(
+            answer(V::InDoubt(last), &policy),
+            (Stage::Reconciling(..), Step::Reconcile)
+        ));
+        let permit = Permit {
+            attempts: one_more,
+            failures: 0,
+        };
+        assert_eq!(
+            answer(V::Granted(one_more), &policy),
+            rejecting(permit, Reason::CrashesSpent, Effect::Nothing)
+        );
+        let given_up = (
+            Stage::Doubting(permit, Cause::HolderGone, AfterDoubt::Reject),
+            Step::Ask(Ask::Doubt),
+        );
         assert_eq!(answer(V::InDoubt(one_more), &policy), given_up);
         assert_eq!(answer(V::Duplicate, &policy), accepted(By::Duplicate));
         assert_eq!(answer(V::Conflict, &policy), reject(Reason::Conflict));
-        assert_eq!(answer(V::Rejected { attempt: 2 }, &policy), reject(Reason::RejectedBefore));
-        let busy = V::Busy { remaining: Duration::from_secs(9) };
-        assert_eq!(answer(busy, &policy), (Stage::Parked(HISTORY, Parks(1), Asked::Answered), Step::Wake(pause(0) + A_MOMENT)));
+        assert_eq!(
+            answer(V::Rejected { attempt: 2 }, &policy),
+            reject(Reason::RejectedBefore)
+        );
+        let busy = V::Busy {
+            remaining: Duration::from_secs(9),
+        };
+        assert_eq!(
+            answer(busy, &policy),
+            (
+                Stage::Parked(HISTORY, Parks(1), Asked::Answered),
+                Step::Wake(pause(0) + A_MOMENT)
+            )
+        );
     }
 }
 
 #[test]
 fn busy_is_parked_and_asked_again_then_released_and_never_accepted() {
     let policy = at_most_once();
-    let busy = Event::Answer(V::Busy { remaining: Duration::ZERO });
+    let busy = Event::Answer(V::Busy {
+        remaining: Duration::ZERO,
+    });
     let mut stage = Stage::Claiming(HISTORY, Parks(0));
     for _ in 0..policy.parks {
         let (parked, step) = next(stage, busy, &policy);
@@ -118,34 +183,88 @@ fn busy_is_parked_and_asked_again_then_released_and_never_accepted() {
     }
     // It comes back when the holder's lease is over, or before.
     let pause = policy.pause(policy.parks);
-    for (remaining, after) in [(Duration::ZERO, Duration::ZERO), (pause / 2, pause / 2), (pause * 2, pause)] {
-        assert_eq!(next(stage, Event::Answer(V::Busy { remaining }), &policy), release(after + A_MOMENT, 0));
+    for (remaining, after) in [
+        (Duration::ZERO, Duration::ZERO),
+        (pause / 2, pause / 2),
+        (pause * 2, pause),
+    ] {
+        assert_eq!(
+            next(stage, Event::Answer(V::Busy { remaining }), &policy),
+            release(after + A_MOMENT, 0)
+        );
     }
 }
 
 #[test]
 fn attempts_are_bounded_by_the_marker_and_by_the_source() {
     let policy = effectively_once();
-    for (attempt, failures, spent) in [(1, 0, false), (2, 0, false), (3, 0, true), (1, 1, false), (1, 2, true)] {
-        let permit = Permit { attempts: Attempts::new(attempt), failures };
-        let (stage, _) = next(Stage::Running(permit, Tries(policy.retries)), Event::Returned(Outcome::Retry), &policy);
-        assert_eq!(matches!(stage, Stage::Rejecting(_, Reason::AttemptsSpent, _)), spent, "{permit:?}");
+    for (attempt, failures, spent) in [
+        (1, 0, false),
+        (2, 0, false),
+        (3, 0, true),
+        (1, 1, false),
+        (1, 2, true),
+    ] {
+        let permit = Permit {
+            attempts: Attempts::new(attempt),
+            failures,
+        };
+        let (stage, _) = next(
+            Stage::Running(permit, Tries(policy.retries)),
+            Event::Returned(Outcome::Retry),
+            &policy,
+        );
+        assert_eq!(
+            matches!(stage, Stage::Rejecting(_, Reason::AttemptsSpent, _)),
+            spent,
+            "{permit:?}"
+        );
     }
     // What a person sent back has its whole budget, however high the fence.
-    let sent_back = V::Granted(Attempts { number: 9, base: 8, crashes: 0 });
-    let (stage, step) = next(Stage::Claiming(HISTORY, Parks(0)), Event::Answer(sent_back), &policy);
-    assert!(matches!(stage, Stage::Ready(_)) && step == Step::Queue, "{stage:?}");
-    let failed_too_often = History { failures: 3, freshness: Freshness::Fresh };
-    let (stage, _) = next(Stage::Claiming(failed_too_often, Parks(0)), Event::Answer(V::Granted(Attempts::new(1))), &policy);
-    assert!(matches!(stage, Stage::Withdrawing(_, AfterWithdrawal::Reject)), "the id may have been freed for another copy: {stage:?}");
-    assert_eq!(next(stage, Event::Answer(V::Kept), &policy), reject(Reason::AttemptsSpent));
+    let sent_back = V::Granted(Attempts {
+        number: 9,
+        base: 8,
+        crashes: 0,
+    });
+    let (stage, step) = next(
+        Stage::Claiming(HISTORY, Parks(0)),
+        Event::Answer(sent_back),
+        &policy,
+    );
+    assert!(
+        matches!(stage, Stage::Ready(_)) && step == Step::Queue,
+        "{stage:?}"
+    );
+    let failed_too_often = History {
+        failures: 3,
+        freshness: Freshness::Fresh,
+    };
+    let (stage, _) = next(
+        Stage::Claiming(failed_too_often, Parks(0)),
+        Event::Answer(V::Granted(Attempts::new(1))),
+        &policy,
+    );
+    assert!(
+        matches!(stage, Stage::Withdrawing(_, AfterWithdrawal::Reject)),
+        "the id may have been freed for another copy: {stage:?}"
+    );
+    assert_eq!(
+        next(stage, Event::Answer(V::Kept), &policy),
+        reject(Reason::AttemptsSpent)
+    );
 }
 
 #[test]
 fn only_what_ran_and_failed_counts_as_a_failure() {
     let policy = effectively_once();
-    let history = History { failures: 1, ..HISTORY };
-    let permit = Permit { failures: 1, ..PERMIT };
+    let history = History {
+        failures: 1,
+        ..HISTORY
+    };
+    let permit = Permit {
+        failures: 1,
+        ..PERMIT
+    };
     let failures = |stage, event| match next(stage, event, &policy) {
         (_, Step::Settle(Settlement::Release { failures, .. })) => failures,
         (Stage::Clearing(permit, ..) | Stage::Withdrawing(permit, _), _) => permit.failures,
@@ -155,55 +274,165 @@ fn only_what_ran_and_failed_counts_as_a_failure() {
     for outcome in [Outcome::Retry, Outcome::Unknown(Cause::Panicked)] {
         assert_eq!(failures(last_try, Event::Returned(outcome)), 2);
     }
-    let busy = Event::Answer(V::Busy { remaining: Duration::ZERO });
-    assert_eq!(failures(Stage::Claiming(history, Parks(policy.parks)), busy), 1, "someone else held it");
-    assert_eq!(failures(last_try, Event::LeaseOver), 1, "the marker counts the takeover");
-    for waiting in [Stage::New(history), Stage::Parked(history, Parks(1), Asked::Answered), Stage::Ready(permit)] {
-        assert_eq!(failures(waiting, Event::Drain), 1, "a shutdown is no failure");
+    let busy = Event::Answer(V::Busy {
+        remaining: Duration::ZERO,
+    });
+    assert_eq!(
+        failures(Stage::Claiming(history, Parks(policy.parks)), busy),
+        1,
+        "someone else held it"
+    );
+    assert_eq!(
+        failures(last_try, Event::LeaseOver),
+        1,
+        "the marker counts the takeover"
+    );
+    for waiting in [
+        Stage::New(history),
+        Stage::Parked(history, Parks(1), Asked::Answered),
+        Stage::Ready(permit),
+    ] {
+        assert_eq!(
+            failures(waiting, Event::Drain),
+            1,
+            "a shutdown is no failure"
+        );
     }
 }
 
 #[test]
 fn an_old_message_whose_marker_is_absent_is_in_doubt_at_most_once() {
-    let old = Stage::Claiming(History { failures: 0, freshness: Freshness::TooOld }, Parks(0));
+    let old = Stage::Claiming(
+        History {
+            failures: 0,
+            freshness: Freshness::TooOld,
+        },
+        Parks(0),
+    );
     let granted = Event::Answer(V::Granted(Attempts::new(1)));
-    assert_eq!(next(old, granted, &at_most_once()), (Stage::Doubting(PERMIT, Cause::TooOld, AfterDoubt::Reconcile), Step::Ask(Ask::Doubt)));
-    assert_eq!(next(old, granted, &effectively_once()), (Stage::Ready(PERMIT), Step::Queue));
+    assert_eq!(
+        next(old, granted, &at_most_once()),
+        (
+            Stage::Doubting(PERMIT, Cause::TooOld, AfterDoubt::Reconcile),
+            Step::Ask(Ask::Doubt)
+        )
+    );
+    assert_eq!(
+        next(old, granted, &effectively_once()),
+        (Stage::Ready(PERMIT), Step::Queue)
+    );
     // Sent back by a tool that knows no more; but whoever crashed is the likelier cause.
     for (crashes, cause) in [(0, Cause::TooOld), (1, Cause::HolderGone)] {
-        let attempts = Attempts { crashes, ..Attempts::all_forgiven(6) };
-        let reconciling = Stage::Reconciling(Permit { attempts, failures: 0 }, Tries(0), cause);
-        assert_eq!(next(old, Event::Answer(V::InDoubt(attempts)), &at_most_once()), (reconciling, Step::Reconcile));
+        let attempts = Attempts {
+            crashes,
+            ..Attempts::all_forgiven(6)
+        };
+        let reconciling = Stage::Reconciling(
+            Permit {
+                attempts,
+                failures: 0,
+            },
+            Tries(0),
+            cause,
+        );
+        assert_eq!(
+            next(old, Event::Answer(V::InDoubt(attempts)), &at_most_once()),
+            (reconciling, Step::Reconcile)
+        );
     }
 }
 
 #[test]
 fn the_handler_returns() {
-    let returned = |outcome, policy: &Policy| next(Stage::Running(PERMIT, Tries(0)), Event::Returned(outcome), policy);
+    let returned = |outcome, policy: &Policy| {
+        next(
+            Stage::Running(PERMIT, Tries(0)),
+            Event::Returned(outcome),
+            policy,
+        )
+    };
     for policy in [at_most_once(), effectively_once()] {
-        assert_eq!(next(Stage::Ready(PERMIT), Event::Slot, &policy), (Stage::Running(PERMIT, Tries(0)), Step::Run));
-        assert_eq!(returned(Outcome::Done, &policy), (Stage::Completing(PERMIT), Step::Ask(Ask::Complete)));
-        assert_eq!(returned(Outcome::Retry, &policy), (Stage::Pausing(PERMIT, Tries(1)), Step::Wake(pause(0))));
-        assert_eq!(returned(Outcome::Reject, &policy), rejecting(PERMIT, Reason::Refused, Effect::Nothing));
-        assert_eq!(returned(Outcome::Unreadable, &policy), rejecting(PERMIT, Reason::Unreadable, Effect::Nothing));
-        assert_eq!(next(Stage::Pausing(PERMIT, Tries(1)), Event::Woke, &policy), (Stage::Running(PERMIT, Tries(1)), Step::Run));
+        assert_eq!(
+            next(Stage::Ready(PERMIT), Event::Slot, &policy),
+            (Stage::Running(PERMIT, Tries(0)), Step::Run)
+        );
+        assert_eq!(
+            returned(Outcome::Done, &policy),
+            (Stage::Completing(PERMIT), Step::Ask(Ask::Complete))
+        );
+        assert_eq!(
+            returned(Outcome::Retry, &policy),
+            (Stage::Pausing(PERMIT, Tries(1)), Step::Wake(pause(0)))
+        );
+        assert_eq!(
+            returned(Outcome::Reject, &policy),
+            rejecting(PERMIT, Reason::Refused, Effect::Nothing)
+        );
+        assert_eq!(
+            returned(Outcome::Unreadable, &policy),
+            rejecting(PERMIT, Reason::Unreadable, Effect::Nothing)
+        );
+        assert_eq!(
+            next(Stage::Pausing(PERMIT, Tries(1)), Event::Woke, &policy),
+            (Stage::Running(PERMIT, Tries(1)), Step::Run)
+        );
     }
-    let last = next(Stage::Running(PERMIT, Tries(2)), Event::Returned(Outcome::Retry), &at_most_once());
-    assert_eq!(last, (Stage::Clearing(PERMIT.failed(), Effect::Nothing, pause(2)), Step::Ask(Ask::Clear(Effect::Nothing))));
-    let bare = next(Stage::Running(PERMIT, Tries(0)), Event::Returned(Outcome::Retry), &policy(Guarantee::Bare));
-    assert!(matches!(bare, (Stage::Clearing(..), Step::Ask(Ask::Clear(_)))), "bare deletes after any failure");
+    let last = next(
+        Stage::Running(PERMIT, Tries(2)),
+        Event::Returned(Outcome::Retry),
+        &at_most_once(),
+    );
+    assert_eq!(
+        last,
+        (
+            Stage::Clearing(PERMIT.failed(), Effect::Nothing, pause(2)),
+            Step::Ask(Ask::Clear(Effect::Nothing))
+        )
+    );
+    let bare = next(
+        Stage::Running(PERMIT, Tries(0)),
+        Event::Returned(Outcome::Retry),
+        &policy(Guarantee::Bare),
+    );
+    assert!(
+        matches!(bare, (Stage::Clearing(..), Step::Ask(Ask::Clear(_)))),
+        "bare deletes after any failure"
+    );
 }
 
 #[test]
 fn an_unknown_outcome_is_never_run_again_in_place() {
     for cause in [Cause::Said, Cause::Panicked, Cause::TimedOut] {
         let unknown = Event::Returned(Outcome::Unknown(cause));
-        let doubted = (Stage::Doubting(PERMIT, cause, AfterDoubt::Reconcile), Step::Ask(Ask::Doubt));
-        assert_eq!(next(Stage::Running(PERMIT, Tries(0)), unknown, &at_most_once()), doubted);
-        let cleared = (Stage::Clearing(PERMIT.failed(), Effect::Unknown, pause(1)), Step::Ask(Ask::Clear(Effect::Unknown)));
-        assert_eq!(next(Stage::Running(PERMIT, Tries(0)), unknown, &effectively_once()), cleared);
-        let spent = next(Stage::Running(permit(3), Tries(0)), unknown, &effectively_once());
-        assert_eq!(spent, rejecting(permit(3), Reason::AttemptsSpent, Effect::Unknown));
+        let doubted = (
+            Stage::Doubting(PERMIT, cause, AfterDoubt::Reconcile),
+            Step::Ask(Ask::Doubt),
+        );
+        assert_eq!(
+            next(Stage::Running(PERMIT, Tries(0)), unknown, &at_most_once()),
+            doubted
+        );
+        let cleared = (
+            Stage::Clearing(PERMIT.failed(), Effect::Unknown, pause(1)),
+            Step::Ask(Ask::Clear(Effect::Unknown)),
+        );
+        assert_eq!(
+            next(
+                Stage::Running(PERMIT, Tries(0)),
+                unknown,
+                &effectively_once()
+            ),
+            cleared
+        );
+        let spent = next(
+            Stage::Running(permit(3), Tries(0)),
+            unknown,
+            &effectively_once(),
+        );
+        assert_eq!(
+            spent,
+            rejecting(permit(3), Reason::AttemptsSpent, Effect::Unknown)
+        );
     }
 }
 
@@ -212,34 +441,87 @@ fn a_doubt_is_reconciled() {
     let policy = at_most_once();
     let reconciling = |tries| Stage::Reconciling(PERMIT, Tries(tries), Cause::Said);
     let doubting = Stage::Doubting(PERMIT, Cause::Said, AfterDoubt::Reconcile);
-    assert_eq!(next(doubting, Event::Answer(V::Kept), &policy), (reconciling(0), Step::Reconcile));
+    assert_eq!(
+        next(doubting, Event::Answer(V::Kept), &policy),
+        (reconciling(0), Step::Reconcile)
+    );
     for finding in [Finding::Happened, Finding::DidNotHappen] {
-        let resolving = (Stage::Resolving(PERMIT, finding), Step::Ask(Ask::Resolve(finding)));
-        assert_eq!(next(reconciling(0), Event::Found(Some(finding)), &policy), resolving);
+        let resolving = (
+            Stage::Resolving(PERMIT, finding),
+            Step::Ask(Ask::Resolve(finding)),
+        );
+        assert_eq!(
+            next(reconciling(0), Event::Found(Some(finding)), &policy),
+            resolving
+        );
     }
     let paused = Stage::ReconcilePausing(PERMIT, Tries(1), Cause::Said);
-    assert_eq!(next(reconciling(0), Event::Found(None), &policy), (paused, Step::Wake(pause(0))));
-    assert_eq!(next(paused, Event::Woke, &policy), (reconciling(1), Step::Reconcile));
+    assert_eq!(
+        next(reconciling(0), Event::Found(None), &policy),
+        (paused, Step::Wake(pause(0)))
+    );
+    assert_eq!(
+        next(paused, Event::Woke, &policy),
+        (reconciling(1), Step::Reconcile)
+    );
     let given_back = Stage::Doubting(PERMIT, Cause::Said, AfterDoubt::Reject);
-    assert_eq!(next(reconciling(1), Event::Found(None), &policy), (given_back, Step::Ask(Ask::Doubt)));
-    assert_eq!(next(given_back, Event::Answer(V::Kept), &policy), reject(Reason::InDoubt(Cause::Said)));
-    let happened = next(Stage::Resolving(PERMIT, Finding::Happened), Event::Answer(V::Done { marker_lost: false }), &policy);
+    assert_eq!(
+        next(reconciling(1), Event::Found(None), &policy),
+        (given_back, Step::Ask(Ask::Doubt))
+    );
+    assert_eq!(
+        next(given_back, Event::Answer(V::Kept), &policy),
+        reject(Reason::InDoubt(Cause::Said))
+    );
+    let happened = next(
+        Stage::Resolving(PERMIT, Finding::Happened),
+        Event::Answer(V::Done { marker_lost: false }),
+        &policy,
+    );
     assert_eq!(happened, accepted(By::Resolved));
-    let did_not = next(Stage::Resolving(PERMIT, Finding::DidNotHappen), Event::Answer(V::Kept), &policy);
-    assert_eq!(did_not, (Stage::Claiming(HISTORY, Parks(0)), Step::ClaimAnew));
+    let did_not = next(
+        Stage::Resolving(PERMIT, Finding::DidNotHappen),
+        Event::Answer(V::Kept),
+        &policy,
+    );
+    assert_eq!(
+        did_not,
+        (Stage::Claiming(HISTORY, Parks(0)), Step::ClaimAnew)
+    );
 }
 
 #[test]
 fn out_the_verdict_stands_before_the_settlement() {
     let policy = at_most_once();
     for marker_lost in [false, true] {
-        assert_eq!(next(Stage::Completing(PERMIT), Event::Answer(V::Done { marker_lost }), &policy), accepted(By::Completed));
+        assert_eq!(
+            next(
+                Stage::Completing(PERMIT),
+                Event::Answer(V::Done { marker_lost }),
+                &policy
+            ),
+            accepted(By::Completed)
+        );
     }
     let after = Duration::from_secs(3);
     for verdict in [V::Kept, V::Lost] {
-        assert_eq!(next(Stage::Clearing(PERMIT, Effect::Nothing, after), Event::Answer(verdict), &policy), release(after, 0));
+        assert_eq!(
+            next(
+                Stage::Clearing(PERMIT, Effect::Nothing, after),
+                Event::Answer(verdict),
+                &policy
+            ),
+            release(after, 0)
+        );
     }
-    assert_eq!(next(Stage::Rejecting(PERMIT, Reason::Refused, Effect::Nothing), Event::Answer(V::Kept), &policy), reject(Reason::Refused));
+    assert_eq!(
+        next(
+            Stage::Rejecting(PERMIT, Reason::Refused, Effect::Nothing),
+            Event::Answer(V::Kept),
+            &policy
+        ),
+        reject(Reason::Refused)
+    );
 }
 
 #[test]
@@ -253,31 +535,75 @@ fn a_marker_that_is_lost_is_looked_at_again_with_a_new_token() {
         Stage::Doubting(PERMIT, Cause::Said, AfterDoubt::Reconcile),
         Stage::Doubting(PERMIT, Cause::Said, AfterDoubt::Reject),
     ] {
-        assert_eq!(next(stage, Event::Answer(V::Lost), &at_most_once()), look_again, "{stage:?}");
+        assert_eq!(
+            next(stage, Event::Answer(V::Lost), &at_most_once()),
+            look_again,
+            "{stage:?}"
+        );
     }
 }
 
 #[test]
 fn without_the_gate_only_effectively_once_and_only_if_chosen() {
-    let through = Policy { outage: Outage::PassThrough, ..effectively_once() };
+    let through = Policy {
+        outage: Outage::PassThrough,
+        ..effectively_once()
+    };
     let claiming = Stage::Claiming(HISTORY, Parks(0));
-    assert_eq!(next(claiming, Event::Unavailable, &through), (Stage::Ungated(HISTORY), Step::Run));
-    for policy in [effectively_once(), Policy { outage: Outage::PassThrough, ..at_most_once() }] {
-        assert!(matches!(next(claiming, Event::Unavailable, &policy), (Stage::Parked(_, _, Asked::Unknown), Step::Wake(_))));
+    assert_eq!(
+        next(claiming, Event::Unavailable, &through),
+        (Stage::Ungated(HISTORY), Step::Run)
+    );
+    for policy in [
+        effectively_once(),
+        Policy {
+            outage: Outage::PassThrough,
+            ..at_most_once()
+        },
+    ] {
+        assert!(matches!(
+            next(claiming, Event::Unavailable, &policy),
+            (Stage::Parked(_, _, Asked::Unknown), Step::Wake(_))
+        ));
     }
     let ungated = Stage::Ungated(HISTORY);
-    assert_eq!(next(ungated, Event::Returned(Outcome::Done), &through), accepted(By::PassedWithoutGate));
-    assert_eq!(next(ungated, Event::Returned(Outcome::Reject), &through), reject(Reason::Refused));
-    assert_eq!(next(ungated, Event::Returned(Outcome::Unreadable), &through), reject(Reason::Unreadable));
-    assert_eq!(next(ungated, Event::Returned(Outcome::Retry), &through), release(pause(0), 1));
-    let last = History { failures: through.attempts - 1, ..HISTORY };
-    assert_eq!(next(Stage::Ungated(last), Event::Returned(Outcome::Retry), &through), reject(Reason::AttemptsSpent));
+    assert_eq!(
+        next(ungated, Event::Returned(Outcome::Done), &through),
+        accepted(By::PassedWithoutGate)
+    );
+    assert_eq!(
+        next(ungated, Event::Returned(Outcome::Reject), &through),
+        reject(Reason::Refused)
+    );
+    assert_eq!(
+        next(ungated, Event::Returned(Outcome::Unreadable), &through),
+        reject(Reason::Unreadable)
+    );
+    assert_eq!(
+        next(ungated, Event::Returned(Outcome::Retry), &through),
+        release(pause(0), 1)
+    );
+    let last = History {
+        failures: through.attempts - 1,
+        ..HISTORY
+    };
+    assert_eq!(
+        next(
+            Stage::Ungated(last),
+            Event::Returned(Outcome::Retry),
+            &through
+        ),
+        reject(Reason::AttemptsSpent)
+    );
 }
 
 #[test]
 fn lease_over_while_completing_keeps_asking() {
     for policy in [at_most_once(), effectively_once()] {
-        assert_eq!(next(Stage::Completing(PERMIT), Event::LeaseOver, &policy), (Stage::Completing(PERMIT), Step::Wait));
+        assert_eq!(
+            next(Stage::Completing(PERMIT), Event::LeaseOver, &policy),
+            (Stage::Completing(PERMIT), Step::Wait)
+        );
     }
 }
 
@@ -288,14 +614,25 @@ fn lease_over_in_every_stage() {
         for policy in [at_most_once(), effectively_once()] {
             let expected = match stage {
                 Ready(_) => (Claiming(HISTORY, Parks(0)), Step::Ask(Ask::Claim)),
-                Running(..) if policy.guarantee == Guarantee::AtMostOnce => {
-                    (Doubting(PERMIT, Cause::HolderGone, AfterDoubt::Release), Step::Ask(Ask::Doubt))
+                Running(..) if policy.guarantee == Guarantee::AtMostOnce => (
+                    Doubting(PERMIT, Cause::HolderGone, AfterDoubt::Release),
+                    Step::Ask(Ask::Doubt),
+                ),
+                Running(..) | Reconciling(..) | ReconcilePausing(..) | Ungated(_) => {
+                    release(pause(0), 0)
                 }
-                Running(..) | Reconciling(..) | ReconcilePausing(..) | Ungated(_) => release(pause(0), 0),
-                Pausing(..) => (Clearing(PERMIT.failed(), Effect::Nothing, pause(0)), Step::Ask(Ask::Clear(Effect::Nothing))),
+                Pausing(..) => (
+                    Clearing(PERMIT.failed(), Effect::Nothing, pause(0)),
+                    Step::Ask(Ask::Clear(Effect::Nothing)),
+                ),
                 _ => (stage, Step::Wait), // nothing runs, and what is asked is compared with token and attempt
             };
-            assert_eq!(next(stage, Event::LeaseOver, &policy), expected, "{stage:?} {:?}", policy.guarantee);
+            assert_eq!(
+                next(stage, Event::LeaseOver, &policy),
+                expected,
+                "{stage:?} {:?}",
+                policy.guarantee
+            );
         }
     }
 }
@@ -306,8 +643,12 @@ fn store_outage_in_every_stage_asks_again_with_the_same_token() {
     for stage in stages() {
         let (after, step) = next(stage, Event::Unavailable, &at_most_once());
         match stage {
-            Claiming(..) => assert!(matches!((after, step), (Parked(_, _, Asked::Unknown), Step::Wake(_)))),
-            Leaving(_) | Withdrawing(..) | Doubting(..) | Resolving(..) | Completing(_) | Clearing(..) | Rejecting(..) => {
+            Claiming(..) => assert!(matches!(
+                (after, step),
+                (Parked(_, _, Asked::Unknown), Step::Wake(_))
+            )),
+            Leaving(_) | Withdrawing(..) | Doubting(..) | Resolving(..) | Completing(_)
+            | Clearing(..) | Rejecting(..) => {
                 assert_eq!((after, step), (stage, Step::Wake(pause(3))));
                 let (woken, step) = next(after, Event::Woke, &at_most_once());
                 assert_eq!(woken, stage);
@@ -324,33 +665,81 @@ fn drain_in_every_stage_gives_back_what_has_not_started() {
     for stage in stages() {
         let expected = match stage {
             New(_) | Parked(_, _, Asked::Answered) => release(Duration::ZERO, 0),
-            ReconcilePausing(..) => (Doubting(PERMIT, Cause::Said, AfterDoubt::Release), Step::Ask(Ask::Doubt)),
+            ReconcilePausing(..) => (
+                Doubting(PERMIT, Cause::Said, AfterDoubt::Release),
+                Step::Ask(Ask::Doubt),
+            ),
             Claiming(..) => (Leaving(HISTORY), Step::Wait),
             Parked(_, _, Asked::Unknown) => (Leaving(HISTORY), Step::Ask(Ask::Claim)),
-            Ready(_) => (Withdrawing(PERMIT, AfterWithdrawal::Release), Step::Ask(Ask::Withdraw)),
-            Pausing(..) => (Clearing(PERMIT, Effect::Nothing, Duration::ZERO), Step::Ask(Ask::Clear(Effect::Nothing))),
+            Ready(_) => (
+                Withdrawing(PERMIT, AfterWithdrawal::Release),
+                Step::Ask(Ask::Withdraw),
+            ),
+            Pausing(..) => (
+                Clearing(PERMIT, Effect::Nothing, Duration::ZERO),
+                Step::Ask(Ask::Clear(Effect::Nothing)),
+            ),
             _ => (stage, Step::Wait),
         };
-        assert_eq!(next(stage, Event::Drain, &at_most_once()), expected, "{stage:?}");
-        assert_eq!(next(stage, Event::DrainOver, &at_most_once()), (Settled, Step::Drop), "{stage:?}");
+        assert_eq!(
+            next(stage, Event::Drain, &at_most_once()),
+            expected,
+            "{stage:?}"
+        );
+        assert_eq!(
+            next(stage, Event::DrainOver, &at_most_once()),
+            (Settled, Step::Drop),
+            "{stage:?}"
+        );
     }
 }
 
 #[test]
 fn what_leaves_withdraws_its_claim() {
-    let answer = |verdict| next(Stage::Leaving(HISTORY), Event::Answer(verdict), &at_most_once());
+    let answer = |verdict| {
+        next(
+            Stage::Leaving(HISTORY),
+            Event::Answer(verdict),
+            &at_most_once(),
+        )
+    };
     let withdrawing = Stage::Withdrawing(permit(2), AfterWithdrawal::Release);
-    assert_eq!(answer(V::Granted(Attempts::new(2))), (withdrawing, Step::Ask(Ask::Withdraw)));
+    assert_eq!(
+        answer(V::Granted(Attempts::new(2))),
+        (withdrawing, Step::Ask(Ask::Withdraw))
+    );
     for verdict in [V::Kept, V::Lost] {
-        assert_eq!(next(withdrawing, Event::Answer(verdict), &at_most_once()), release(Duration::ZERO, 0));
+        assert_eq!(
+            next(withdrawing, Event::Answer(verdict), &at_most_once()),
+            release(Duration::ZERO, 0)
+        );
     }
-    assert_eq!(next(Stage::Leaving(HISTORY), Event::NotAsked, &at_most_once()), release(Duration::ZERO, 0));
-    let through = Policy { outage: Outage::PassThrough, ..effectively_once() };
-    assert_eq!(next(Stage::Leaving(HISTORY), Event::Unavailable, &through), release(Duration::ZERO, 0), "nobody waits for the store");
+    assert_eq!(
+        next(Stage::Leaving(HISTORY), Event::NotAsked, &at_most_once()),
+        release(Duration::ZERO, 0)
+    );
+    let through = Policy {
+        outage: Outage::PassThrough,
+        ..effectively_once()
+    };
+    assert_eq!(
+        next(Stage::Leaving(HISTORY), Event::Unavailable, &through),
+        release(Duration::ZERO, 0),
+        "nobody waits for the store"
+    );
     assert_eq!(answer(V::Duplicate), accepted(By::Duplicate));
-    let doubt_given_back = (Stage::Doubting(permit(2), Cause::HolderGone, AfterDoubt::Release), Step::Ask(Ask::Doubt));
+    let doubt_given_back = (
+        Stage::Doubting(permit(2), Cause::HolderGone, AfterDoubt::Release),
+        Step::Ask(Ask::Doubt),
+    );
     assert_eq!(answer(V::InDoubt(Attempts::new(2))), doubt_given_back);
-    for verdict in [V::Busy { remaining: Duration::ZERO }, V::Rejected { attempt: 2 }, V::Conflict] {
+    for verdict in [
+        V::Busy {
+            remaining: Duration::ZERO,
+        },
+        V::Rejected { attempt: 2 },
+        V::Conflict,
+    ] {
         assert_eq!(answer(verdict), release(Duration::ZERO, 0));
     }
 }
@@ -359,19 +748,38 @@ fn what_leaves_withdraws_its_claim() {
 fn what_waits_for_another_to_run_alone_holds_no_claim() {
     let policy = effectively_once();
     let withdrawing = Stage::Withdrawing(PERMIT, AfterWithdrawal::AwaitTurn);
-    assert_eq!(next(Stage::Ready(PERMIT), Event::OtherRunsAlone, &policy), (withdrawing, Step::Ask(Ask::Withdraw)));
+    assert_eq!(
+        next(Stage::Ready(PERMIT), Event::OtherRunsAlone, &policy),
+        (withdrawing, Step::Ask(Ask::Withdraw))
+    );
     let waiting = Stage::New(HISTORY);
     for verdict in [V::Kept, V::Lost] {
-        assert_eq!(next(withdrawing, Event::Answer(verdict), &policy), (waiting, Step::AwaitTurn));
+        assert_eq!(
+            next(withdrawing, Event::Answer(verdict), &policy),
+            (waiting, Step::AwaitTurn)
+        );
     }
     // With a token of its own: a withdrawal that arrives late must not match it.
-    assert_eq!(next(waiting, Event::Arrived, &policy), (Stage::Claiming(HISTORY, Parks(0)), Step::ClaimAnew));
+    assert_eq!(
+        next(waiting, Event::Arrived, &policy),
+        (Stage::Claiming(HISTORY, Parks(0)), Step::ClaimAnew)
+    );
 }
 
 #[test]
 fn a_settled_delivery_stays_settled() {
-    for event in [Event::Woke, Event::Answer(V::Kept), Event::LeaseOver, Event::Drain, Event::DrainOver, Event::Returned(Outcome::Done)] {
-        assert_eq!(next(Stage::Settled, event, &at_most_once()), (Stage::Settled, Step::Wait));
+    for event in [
+        Event::Woke,
+        Event::Answer(V::Kept),
+        Event::LeaseOver,
+        Event::Drain,
+        Event::DrainOver,
+        Event::Returned(Outcome::Done),
+    ] {
+        assert_eq!(
+            next(Stage::Settled, event, &at_most_once()),
+            (Stage::Settled, Step::Wait)
+        );
     }
 }
 
@@ -391,16 +799,24 @@ fn nothing_is_accepted_but_on_a_verdict() {
         Event::DrainOver,
         Event::Returned(Outcome::Done),
         Event::Found(Some(Finding::Happened)),
-        Event::Answer(V::Busy { remaining: Duration::ZERO }),
+        Event::Answer(V::Busy {
+            remaining: Duration::ZERO,
+        }),
         Event::Answer(V::Lost),
         Event::Answer(V::Kept),
         Event::Answer(V::Rejected { attempt: 2 }),
         Event::Answer(V::Conflict),
     ];
-    for stage in stages().into_iter().filter(|stage| !matches!(stage, Stage::Ungated(_))) {
+    for stage in stages()
+        .into_iter()
+        .filter(|stage| !matches!(stage, Stage::Ungated(_)))
+    {
         for event in events {
             let (_, step) = next(stage, event, &at_most_once());
-            assert!(!matches!(step, Step::Settle(Settlement::Accept(_))), "{stage:?} {event:?}");
+            assert!(
+                !matches!(step, Step::Settle(Settlement::Accept(_))),
+                "{stage:?} {event:?}"
+            );
         }
     }
 }
@@ -408,7 +824,10 @@ fn nothing_is_accepted_but_on_a_verdict() {
 #[test]
 fn pauses_double_and_are_bounded() {
     let policy = at_most_once();
-    assert_eq!((policy.pause(0), policy.pause(1), policy.pause(3)), (policy.backoff, policy.backoff * 2, policy.backoff * 8));
+    assert_eq!(
+        (policy.pause(0), policy.pause(1), policy.pause(3)),
+        (policy.backoff, policy.backoff * 2, policy.backoff * 8)
+    );
     assert_eq!(policy.pause(u32::MAX), policy.longest_backoff);
 }
 

@@ -1,7 +1,9 @@
 use super::*;
 
 fn whole() -> Kafka {
-    Kafka::topic("payments").brokers("localhost:9092").group("ledger")
+    Kafka::topic("payments")
+        .brokers("localhost:9092")
+        .group("ledger")
 }
 
 fn setting(kafka: Kafka) -> String {
@@ -15,20 +17,50 @@ fn setting(kafka: Kafka) -> String {
 fn what_is_missing_or_breaks_the_promise_is_named() {
     assert!(whole().check().is_ok());
     assert_eq!(setting(Kafka::topic("").brokers("b").group("g")), "topic");
-    assert_eq!(setting(Kafka::topics(Vec::<String>::new()).brokers("b").group("g")), "topic");
-    assert_eq!(setting(Kafka::topic("^pay.*").brokers("b").group("g")), "topic");
+    assert_eq!(
+        setting(Kafka::topics(Vec::<String>::new()).brokers("b").group("g")),
+        "topic"
+    );
+    assert_eq!(
+        setting(Kafka::topic("^pay.*").brokers("b").group("g")),
+        "topic"
+    );
     assert_eq!(setting(Kafka::topic("t").group("g")), "brokers");
     for brokers in ["http://x y", "localhost:99999", "a:9092,,b:9092"] {
-        assert_eq!(setting(Kafka::topic("t").brokers(brokers).group("g")), "brokers", "{brokers}");
+        assert_eq!(
+            setting(Kafka::topic("t").brokers(brokers).group("g")),
+            "brokers",
+            "{brokers}"
+        );
     }
     assert_eq!(setting(Kafka::topic("t").brokers("b").group(" ")), "group");
     assert_eq!(setting(whole().dead_letters("payments")), "dead_letters");
     assert_eq!(setting(whole().in_doubt("")), "in_doubt");
-    assert_eq!(setting(whole().create_topics(TopicCreation::Create { partitions: 0, replication: 1 })), "create_topics");
-    assert_eq!(setting(whole().property("auto.commit.interval.ms", "0")), "auto.commit.interval.ms");
-    assert!(whole().property("auto.commit.interval.ms", "100").check().is_ok());
-    assert_eq!(setting(whole().property("enable.ssl.certificate.verification", "false")), "enable.ssl.certificate.verification");
-    assert_eq!(setting(whole().ca_certificate("/no/such/file")), "ca_certificate");
+    assert_eq!(
+        setting(whole().create_topics(TopicCreation::Create {
+            partitions: 0,
+            replication: 1
+        })),
+        "create_topics"
+    );
+    assert_eq!(
+        setting(whole().property("auto.commit.interval.ms", "0")),
+        "auto.commit.interval.ms"
+    );
+    assert!(
+        whole()
+            .property("auto.commit.interval.ms", "100")
+            .check()
+            .is_ok()
+    );
+    assert_eq!(
+        setting(whole().property("enable.ssl.certificate.verification", "false")),
+        "enable.ssl.certificate.verification"
+    );
+    assert_eq!(
+        setting(whole().ca_certificate("/no/such/file")),
+        "ca_certificate"
+    );
     for key in [
         "enable.auto.commit",
         "enable.auto.offset.store",
@@ -46,50 +78,113 @@ fn what_is_missing_or_breaks_the_promise_is_named() {
 
 #[test]
 fn the_promise_stands_over_the_users_properties_and_they_over_the_rest() {
-    let properties = [("fetch.queue.backoff.ms", "50"), ("security.protocol", "ssl"), ("batch.num.messages", "500")];
-    let kafka = properties.iter().fold(whole(), |kafka, (key, value)| kafka.property(*key, *value));
+    let properties = [
+        ("fetch.queue.backoff.ms", "50"),
+        ("security.protocol", "ssl"),
+        ("batch.num.messages", "500"),
+    ];
+    let kafka = properties
+        .iter()
+        .fold(whole(), |kafka, (key, value)| kafka.property(*key, *value));
     let consumer = kafka.consumer_config();
     assert_eq!(consumer.get("fetch.queue.backoff.ms"), Some("50"));
     assert_eq!(consumer.get("fetch.message.max.bytes"), Some("262144"));
-    let by_another_name = whole().property("max.partition.fetch.bytes", "1").consumer_config();
-    assert_eq!((by_another_name.get("fetch.message.max.bytes"), by_another_name.get("max.partition.fetch.bytes")), (None, Some("1")));
-    assert_eq!((consumer.get("reconnect.backoff.max.ms"), kafka.tries_again()), (Some("1000"), Duration::from_secs(1)));
+    let by_another_name = whole()
+        .property("max.partition.fetch.bytes", "1")
+        .consumer_config();
+    assert_eq!(
+        (
+            by_another_name.get("fetch.message.max.bytes"),
+            by_another_name.get("max.partition.fetch.bytes")
+        ),
+        (None, Some("1"))
+    );
+    assert_eq!(
+        (
+            consumer.get("reconnect.backoff.max.ms"),
+            kafka.tries_again()
+        ),
+        (Some("1000"), Duration::from_secs(1))
+    );
     let slow = whole().property("reconnect.backoff.ms", "2000");
     assert_eq!(slow.tries_again(), Duration::from_secs(2));
-    slow.consumer_config().create::<rdkafka::consumer::BaseConsumer>().expect("nothing to refuse");
+    slow.consumer_config()
+        .create::<rdkafka::consumer::BaseConsumer>()
+        .expect("nothing to refuse");
     let patient = whole().property("reconnect.backoff.max.ms", "3000");
-    assert_eq!((patient.consumer_config().get("reconnect.backoff.max.ms"), patient.tries_again()), (Some("3000"), Duration::from_secs(3)));
+    assert_eq!(
+        (
+            patient.consumer_config().get("reconnect.backoff.max.ms"),
+            patient.tries_again()
+        ),
+        (Some("3000"), Duration::from_secs(3))
+    );
     assert_eq!(consumer.get("enable.auto.offset.store"), Some("false"));
     assert_eq!(consumer.get("auto.offset.reset"), Some("earliest"));
-    assert_eq!(kafka.producer_config().get("security.protocol"), Some("ssl"));
+    assert_eq!(
+        kafka.producer_config().get("security.protocol"),
+        Some("ssl")
+    );
     assert_eq!(kafka.producer_config().get("acks"), Some("all"));
-    assert_eq!(kafka.producer_config().get("allow.auto.create.topics"), Some("false"));
-    assert_eq!(kafka.producer_config().get("batch.num.messages"), Some("500"));
+    assert_eq!(
+        kafka.producer_config().get("allow.auto.create.topics"),
+        Some("false")
+    );
+    assert_eq!(
+        kafka.producer_config().get("batch.num.messages"),
+        Some("500")
+    );
 }
 
 #[test]
 fn a_group_is_cooperative_and_sticky_unless_it_is_told_otherwise() {
-    let strategy = |kafka: Kafka| kafka.consumer_config().get("partition.assignment.strategy").map(str::to_owned);
+    let strategy = |kafka: Kafka| {
+        kafka
+            .consumer_config()
+            .get("partition.assignment.strategy")
+            .map(str::to_owned)
+    };
     assert_eq!(strategy(whole()).as_deref(), Some("cooperative-sticky"));
-    assert_eq!(strategy(whole().property("partition.assignment.strategy", "range")).as_deref(), Some("range"));
+    assert_eq!(
+        strategy(whole().property("partition.assignment.strategy", "range")).as_deref(),
+        Some("range")
+    );
     // Where the brokers assign, librdkafka refuses one.
-    assert_eq!(strategy(whole().property("group.protocol", "consumer")), None);
+    assert_eq!(
+        strategy(whole().property("group.protocol", "consumer")),
+        None
+    );
 }
 
 #[test]
 fn who_is_to_begin_nowhere_does_not_begin_again_either() {
     assert_eq!(whole().where_out_of_range(), OutOfRange::Earliest);
-    assert_eq!(whole().out_of_range(OutOfRange::Error).where_out_of_range(), OutOfRange::Error);
-    assert_eq!(whole().start(StartAt::Error).where_out_of_range(), OutOfRange::Error);
-    for kafka in [whole().start(StartAt::Error), whole().out_of_range(OutOfRange::Error)] {
-        assert_eq!(kafka.consumer_config().get("auto.offset.reset"), Some("error"));
+    assert_eq!(
+        whole().out_of_range(OutOfRange::Error).where_out_of_range(),
+        OutOfRange::Error
+    );
+    assert_eq!(
+        whole().start(StartAt::Error).where_out_of_range(),
+        OutOfRange::Error
+    );
+    for kafka in [
+        whole().start(StartAt::Error),
+        whole().out_of_range(OutOfRange::Error),
+    ] {
+        assert_eq!(
+            kafka.consumer_config().get("auto.offset.reset"),
+            Some("error")
+        );
     }
 }
 
 #[test]
 fn a_rebalance_waits_well_under_the_poll_interval() {
     assert_eq!(whole().drain(), Duration::from_secs(10));
-    assert_eq!(whole().property("max.poll.interval.ms", "6000").drain(), Duration::from_secs(2));
+    assert_eq!(
+        whole().property("max.poll.interval.ms", "6000").drain(),
+        Duration::from_secs(2)
+    );
 }
 
 #[test]

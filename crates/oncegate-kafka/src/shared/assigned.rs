@@ -28,9 +28,10 @@ pub(super) struct Assigned {
     pub(super) out: usize,
     pub(super) backlog: Backlog,
     pub(super) keeps: Keeps,
-    /// From when on its position is sent by itself, once. librdkafka sends a stored offset only if it is above the
-    /// committed one: where the log was cut below that, the first position would never be sent, nor would any after
-    /// it. So each assignment begins with such a commit, and so does whatever follows on a commit that failed.
+    /// From when on its position is sent by itself, once. librdkafka sends a stored offset only if
+    /// it is above the committed one: where the log was cut below that, the first position would
+    /// never be sent, nor would any after it. So each assignment begins with such a commit, and so
+    /// does whatever follows on a commit that failed.
     pub(super) send_from: Option<Instant>,
     pub(super) missing: Missing,
 }
@@ -48,20 +49,32 @@ impl Backlog {
     }
 
     pub(super) fn remove(&mut self, bytes: usize) {
-        (self.count, self.bytes) = (self.count.saturating_sub(1), self.bytes.saturating_sub(bytes));
+        (self.count, self.bytes) = (
+            self.count.saturating_sub(1),
+            self.bytes.saturating_sub(bytes),
+        );
     }
 }
 
 impl Assigned {
-    /// The log was read to this offset: says so if it is below the one that the group stood at when the partition was
-    /// assigned, and answers if it is above the one that was expected.
+    /// The log was read to this offset: says so if it is below the one that the group stood at when
+    /// the partition was assigned, and answers if it is above the one that was expected.
     pub(super) fn arrive(&mut self, offset: i64) -> Option<Jump> {
         let stood = self.begins.at();
         if self.watermark.end().is_none() && stood.is_some_and(|stood| offset < stood) {
             self.is_shorter(stood, offset);
         }
-        let from = self.watermark.end().or(stood).filter(|from| *from < offset)?;
-        Some(Jump { topic: self.topic.clone(), partition: self.partition, from, to: offset })
+        let from = self
+            .watermark
+            .end()
+            .or(stood)
+            .filter(|from| *from < offset)?;
+        Some(Jump {
+            topic: self.topic.clone(),
+            partition: self.partition,
+            from,
+            to: offset,
+        })
     }
 
     /// The log came again at this offset, below where it `stood`. Says so by its name.
@@ -77,8 +90,9 @@ impl Assigned {
         self.log.ids = self.log.ids.after_a_cut(offset, stood.unwrap_or(offset));
     }
 
-    /// The log was read up to this offset, and all that is to be handed over below it has come. Of a log that ends in
-    /// what nobody is handed, this alone says so. Answers if it lies above the offset that was expected.
+    /// The log was read up to this offset, and all that is to be handed over below it has come. Of
+    /// a log that ends in what nobody is handed, this alone says so. Answers if it lies above the
+    /// offset that was expected.
     pub(super) fn pass(&mut self, offset: i64) -> Option<Jump> {
         let mut jump = None;
         if self.watermark.end().is_none() {
@@ -86,7 +100,12 @@ impl Assigned {
             if offset < stood {
                 return None;
             }
-            jump = (stood < offset).then(|| Jump { topic: self.topic.clone(), partition: self.partition, from: stood, to: offset });
+            jump = (stood < offset).then(|| Jump {
+                topic: self.topic.clone(),
+                partition: self.partition,
+                from: stood,
+                to: offset,
+            });
             self.watermark.begin(stood);
         }
         self.watermark.pass(offset);
@@ -94,13 +113,23 @@ impl Assigned {
     }
 
     pub(super) fn commit(&mut self, now: Instant) -> Option<Commit> {
-        let way = if self.send_from.is_some_and(|from| from <= now) { Way::Sent } else { Way::Stored };
+        let way = if self.send_from.is_some_and(|from| from <= now) {
+            Way::Sent
+        } else {
+            Way::Stored
+        };
         let offset = match way {
             Way::Sent => self.watermark.take_position()?,
             Way::Stored => self.watermark.take_commit()?,
         };
         self.send_from = self.send_from.filter(|_| way == Way::Stored);
-        Some(Commit { topic: self.topic.clone(), partition: self.partition, offset, way, identity: self.log.identity.clone() })
+        Some(Commit {
+            topic: self.topic.clone(),
+            partition: self.partition,
+            offset,
+            way,
+            identity: self.log.identity.clone(),
+        })
     }
 }
 
@@ -118,20 +147,29 @@ pub(crate) enum Ids {
     /// Each is that of one message.
     #[default]
     Unique,
-    /// Between these offsets they may be those of other messages: the topic was made anew or is a replica, or its log lost its
-    /// end.
+    /// Between these offsets they may be those of other messages: the topic was made anew or is a
+    /// replica, or its log lost its end.
     MayRepeat { from: i64, to: i64 },
 }
 
 impl Ids {
     /// Those of a topic that was made anew, or is a replica on another cluster.
-    pub(crate) const ANEW: Self = Self::MayRepeat { from: BEGINNING, to: i64::MAX };
+    pub(crate) const ANEW: Self = Self::MayRepeat {
+        from: BEGINNING,
+        to: i64::MAX,
+    };
 
     /// Those of a log that lost its end at `from`, once that was at `to`.
     fn after_a_cut(self, from: i64, to: i64) -> Self {
         match self {
             Self::Unique => Self::MayRepeat { from, to },
-            Self::MayRepeat { from: before, to: after } => Self::MayRepeat { from: before.min(from), to: after.max(to) },
+            Self::MayRepeat {
+                from: before,
+                to: after,
+            } => Self::MayRepeat {
+                from: before.min(from),
+                to: after.max(to),
+            },
         }
     }
 
@@ -145,9 +183,11 @@ impl Ids {
 pub(crate) enum Begins {
     /// At the offset that the group has committed.
     At(i64),
-    /// At the offset that was committed for a topic on another cluster, of which this one is a replica.
+    /// At the offset that was committed for a topic on another cluster, of which this one is a
+    /// replica.
     Replica(i64),
-    /// At the offset that was committed for a topic with another id: this one is a replica of that one, or was created again.
+    /// At the offset that was committed for a topic with another id: this one is a replica of that
+    /// one, or was created again.
     Ambiguous(i64),
     /// At its beginning, whatever was committed: its topic was made anew.
     Anew,
@@ -172,10 +212,12 @@ impl Begins {
 /// Whether librdkafka knows how far a partition was read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ReadTo {
-    /// What it says may be of an earlier assignment, until it has said that nothing was read yet or a message has come.
+    /// What it says may be of an earlier assignment, until it has said that nothing was read yet or
+    /// a message has come.
     Unproven,
     Known,
-    /// It takes an error for a message, and never goes back: after either it would read on too far up.
+    /// It takes an error for a message, and never goes back: after either it would read on too far
+    /// up.
     Unknown,
 }
 
@@ -188,8 +230,8 @@ pub(crate) struct Findings {
     pub(crate) restarted: Vec<(Arc<str>, i32)>,
 }
 
-/// The next message of a partition was not the one that the group stood at: what lies between may be a gap, or may have
-/// been removed before it was read.
+/// The next message of a partition was not the one that the group stood at: what lies between may
+/// be a gap, or may have been removed before it was read.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Jump {
     pub(crate) topic: Arc<str>,
@@ -201,8 +243,9 @@ pub(crate) struct Jump {
 }
 
 impl Jump {
-    /// How many offsets were removed before they were read, of a log that by now begins at `first`. Where that lies behind what
-    /// came, any of them may have been: no offset is passed without a word.
+    /// How many offsets were removed before they were read, of a log that by now begins at `first`.
+    /// Where that lies behind what came, any of them may have been: no offset is passed without a
+    /// word.
     pub(crate) fn missed(&self, first: i64) -> u64 {
         u64::try_from(first.min(self.to) - self.from).unwrap_or(0)
     }
@@ -217,8 +260,8 @@ pub(super) enum Keeps {
     Revoking,
     /// Its log cannot be read on: what was read before is handed out, and nothing that comes after.
     Barred,
-    /// Its topic was made anew or its log lost its end, and librdkafka is still to go back to where it begins here: nothing is
-    /// taken in before that.
+    /// Its topic was made anew or its log lost its end, and librdkafka is still to go back to where
+    /// it begins here: nothing is taken in before that.
     GoingBack,
 }
 

@@ -14,9 +14,11 @@ enum Event {
     Read { count: u8, gap: u8 },
     /// All that was read is handed out.
     HandOut,
-    /// A delivery is settled that was handed out, whoever's it is now, counted back from the last one.
+    /// A delivery is settled that was handed out, whoever's it is now, counted back from the last
+    /// one.
     Accept { back: u8 },
-    /// A delivery comes back that was handed out and not settled, to be handed out again at once, or not in this history.
+    /// A delivery comes back that was handed out and not settled, to be handed out again at once,
+    /// or not in this history.
     Release { back: u8, again: bool },
     /// One goes to the dead letters.
     Reject { back: u8 },
@@ -28,7 +30,8 @@ enum Event {
     Pass { beyond: u8 },
     /// The partition begins to go: nothing more of it is handed out, and what is settled counts.
     Revoke,
-    /// It has gone: what is settled from now on moves nothing. With a last commit, or without, where it was lost.
+    /// It has gone: what is settled from now on moves nothing. With a last commit, or without,
+    /// where it was lost.
     Forget { lost: bool },
     /// It comes back, and is read on where it was committed.
     Assign,
@@ -74,8 +77,18 @@ struct Naive {
 impl Naive {
     /// The lowest that is not settled, or the one after the last.
     fn committable(&self) -> Option<i64> {
-        let lowest = self.settled.iter().find(|(_, settled)| !**settled).map(|(offset, _)| *offset);
-        lowest.or(self.settled.keys().next_back().map(|last| (last + 1).max(self.passed))).or(self.begun)
+        let lowest = self
+            .settled
+            .iter()
+            .find(|(_, settled)| !**settled)
+            .map(|(offset, _)| *offset);
+        lowest
+            .or(self
+                .settled
+                .keys()
+                .next_back()
+                .map(|last| (last + 1).max(self.passed)))
+            .or(self.begun)
     }
 }
 
@@ -116,9 +129,26 @@ impl World {
     fn new() -> Self {
         let mut state = State::default();
         let epoch = state.begin(Arc::from("t"), 0, Begins::At(0), Log::default());
-        let (naive, out, letters, rests) = (Naive::default(), Vec::new(), VecDeque::new(), BTreeSet::new());
+        let (naive, out, letters, rests) = (
+            Naive::default(),
+            Vec::new(),
+            VecDeque::new(),
+            BTreeSet::new(),
+        );
         let (epoch, keeps) = (Some(epoch), Keeps::Assigned);
-        Self { state, epoch, keeps, naive, next: 0, committed: 0, out, letters, rests, made: 0, known: None }
+        Self {
+            state,
+            epoch,
+            keeps,
+            naive,
+            next: 0,
+            committed: 0,
+            out,
+            letters,
+            rests,
+            made: 0,
+            known: None,
+        }
     }
 
     /// Whether what is read of the partition is taken in.
@@ -144,13 +174,19 @@ impl World {
     }
 
     fn delivery(&self, index: usize) -> Delivery {
-        let Receipt { epoch, position, .. } = self.out[index].0;
+        let Receipt {
+            epoch, position, ..
+        } = self.out[index].0;
         delivery(record(position as i64), epoch)
     }
 
     /// What is settled of an assignment counts if it is the one that is ours.
     fn fate(&self, index: usize) -> Fate {
-        if Some(self.out[index].0.epoch) == self.epoch { Fate::Counted } else { Fate::Stale }
+        if Some(self.out[index].0.epoch) == self.epoch {
+            Fate::Counted
+        } else {
+            Fate::Stale
+        }
     }
 
     fn happens(&mut self, event: &Event) -> Result<(), TestCaseError> {
@@ -159,7 +195,8 @@ impl World {
                 let (mut records, next) = (Vec::new(), self.next);
                 for _ in 0..count {
                     self.next += i64::from(gap);
-                    // What was read of it before it went, or before it is back at its beginning, is not taken in.
+                    // What was read of it before it went, or before it is back at its beginning, is
+                    // not taken in.
                     if self.is_read() {
                         self.naive.settled.insert(self.next, false);
                     }
@@ -170,21 +207,36 @@ impl World {
                 self.next = if self.is_read() { self.next } else { next };
             }
             Event::HandOut => {
-                let (mut incoming, all) = (Vec::new(), Limit { count: usize::MAX, bytes: usize::MAX });
-                self.state.hand_out(all, usize::MAX, &mut incoming, &mut Vec::new());
+                let (mut incoming, all) = (
+                    Vec::new(),
+                    Limit {
+                        count: usize::MAX,
+                        bytes: usize::MAX,
+                    },
+                );
+                self.state
+                    .hand_out(all, usize::MAX, &mut incoming, &mut Vec::new());
                 for it in incoming {
                     if let Incoming::Delivery(Delivery { receipt, .. }) = it {
                         prop_assert!(self.is_handed_out() && Some(receipt.epoch) == self.epoch);
-                        prop_assert_eq!(self.naive.settled.get(&(receipt.position as i64)), Some(&false), "settled, or never read");
+                        prop_assert_eq!(
+                            self.naive.settled.get(&(receipt.position as i64)),
+                            Some(&false),
+                            "settled, or never read"
+                        );
                         self.out.push((receipt, Is::Out));
                     }
                 }
                 self.nothing_is_lost()?;
             }
             Event::Accept { back } => {
-                let Some(index) = self.out.len().checked_sub(1 + usize::from(back)) else { return Ok(()) };
+                let Some(index) = self.out.len().checked_sub(1 + usize::from(back)) else {
+                    return Ok(());
+                };
                 // One that was accepted may be accepted again, and that is to change nothing.
-                let (receipt, Is::Out | Is::Settled) = &self.out[index] else { return Ok(()) };
+                let (receipt, Is::Out | Is::Settled) = &self.out[index] else {
+                    return Ok(());
+                };
                 let fate = self.state.accept(receipt);
                 prop_assert_eq!(fate, self.fate(index));
                 if fate == Fate::Counted {
@@ -193,8 +245,14 @@ impl World {
                 self.out[index].1 = Is::Settled;
             }
             Event::Release { back, again } => {
-                let Some(index) = self.back(back) else { return Ok(()) };
-                let after = if again { Duration::ZERO } else { Duration::from_secs(86_400) };
+                let Some(index) = self.back(back) else {
+                    return Ok(());
+                };
+                let after = if again {
+                    Duration::ZERO
+                } else {
+                    Duration::from_secs(86_400)
+                };
                 let fate = self.state.release(self.delivery(index), after);
                 prop_assert_eq!(fate, self.fate(index));
                 self.out[index].1 = Is::Released;
@@ -203,25 +261,41 @@ impl World {
                 }
             }
             Event::Reject { back } => {
-                let Some(index) = self.back(back) else { return Ok(()) };
+                let Some(index) = self.back(back) else {
+                    return Ok(());
+                };
                 let fate = self.state.reject(&self.delivery(index));
                 prop_assert_eq!(fate, self.fate(index));
-                self.out[index].1 = if fate == Fate::Counted { Is::Rejected } else { Is::Settled };
-                self.letters.extend((fate == Fate::Counted).then_some(index));
+                self.out[index].1 = if fate == Fate::Counted {
+                    Is::Rejected
+                } else {
+                    Is::Settled
+                };
+                self.letters
+                    .extend((fate == Fate::Counted).then_some(index));
             }
             Event::Publish => {
-                let Some(index) = self.letters.pop_front() else { return Ok(()) };
+                let Some(index) = self.letters.pop_front() else {
+                    return Ok(());
+                };
                 let fate = self.state.published(&self.delivery(index));
                 prop_assert_eq!(fate, self.fate(index));
                 if fate == Fate::Counted {
-                    self.naive.settled.insert(self.out[index].0.position as i64, true);
+                    self.naive
+                        .settled
+                        .insert(self.out[index].0.position as i64, true);
                 }
                 self.out[index].1 = Is::Settled;
             }
             Event::Commit => self.commit()?,
             Event::Pass { beyond } => {
-                let known = self.state.assigned.values().all(|it| it.read_to == ReadTo::Known);
-                self.state.reached("t", 0, Some(self.next + i64::from(beyond)));
+                let known = self
+                    .state
+                    .assigned
+                    .values()
+                    .all(|it| it.read_to == ReadTo::Known);
+                self.state
+                    .reached("t", 0, Some(self.next + i64::from(beyond)));
                 if self.is_read() && known && !self.naive.settled.is_empty() {
                     self.naive.passed = self.next + i64::from(beyond);
                     self.next = self.naive.passed;
@@ -233,7 +307,9 @@ impl World {
                 self.keeps = Keeps::Revoking;
             }
             Event::Forget { lost } => {
-                let Some(epoch) = self.epoch.filter(|_| self.keeps == Keeps::Revoking) else { return Ok(()) };
+                let Some(epoch) = self.epoch.filter(|_| self.keeps == Keeps::Revoking) else {
+                    return Ok(());
+                };
                 if !lost {
                     self.commit()?;
                 }
@@ -245,18 +321,37 @@ impl World {
                 if self.epoch.is_some() {
                     return Ok(());
                 }
-                let epoch = self.state.begin(Arc::from("t"), 0, Begins::At(self.committed), Log::default());
+                let epoch = self.state.begin(
+                    Arc::from("t"),
+                    0,
+                    Begins::At(self.committed),
+                    Log::default(),
+                );
                 self.begins(Some(epoch), Keeps::Assigned);
                 (self.next, self.known) = (self.committed, None);
             }
             Event::Cut { below } => {
-                let Some(last) = self.naive.settled.keys().next_back().copied().filter(|_| self.is_read()) else { return Ok(()) };
+                let Some(last) = self
+                    .naive
+                    .settled
+                    .keys()
+                    .next_back()
+                    .copied()
+                    .filter(|_| self.is_read())
+                else {
+                    return Ok(());
+                };
                 // One after the last is what comes next anyway.
                 let at = (self.next - i64::from(below)).clamp(0, last);
                 self.state.take_in(vec![record(at), record(at + 1)]);
-                // It is read again from where the first lies that is not settled. What has come is not taken in then: all below it
-                // would count as passed.
-                let unsettled = self.naive.settled.iter().find(|(_, settled)| !**settled).map(|(offset, _)| *offset);
+                // It is read again from where the first lies that is not settled. What has come is
+                // not taken in then: all below it would count as passed.
+                let unsettled = self
+                    .naive
+                    .settled
+                    .iter()
+                    .find(|(_, settled)| !**settled)
+                    .map(|(offset, _)| *offset);
                 let Some(lowest) = unsettled.filter(|lowest| *lowest < at) else {
                     self.begins(Some(self.state.last_epoch), Keeps::Assigned);
                     self.naive.settled.extend([(at, false), (at + 1, false)]);
@@ -269,19 +364,25 @@ impl World {
             }
             Event::Anew { said } => {
                 self.made += u32::from(!said);
-                let begun = self.state.begin_anew("t", Some(tests::identity(&self.made.to_string())));
+                let begun = self
+                    .state
+                    .begin_anew("t", Some(tests::identity(&self.made.to_string())));
                 let is_another = self.is_handed_out() && self.known != Some(self.made);
                 prop_assert_eq!(begun, usize::from(is_another));
                 if is_another {
                     self.begins(Some(self.state.last_epoch), Keeps::GoingBack);
                     self.naive.begun = Some(BEGINNING);
-                    (self.next, self.committed, self.known) = (BEGINNING, BEGINNING, Some(self.made));
+                    (self.next, self.committed, self.known) =
+                        (BEGINNING, BEGINNING, Some(self.made));
                 }
             }
             Event::GoBack { works } => {
                 let going_back = self.state.going_back();
                 let expected = self.epoch.filter(|_| self.keeps == Keeps::GoingBack);
-                prop_assert_eq!(going_back.iter().map(|it| it.0).collect::<Vec<_>>(), Vec::from_iter(expected));
+                prop_assert_eq!(
+                    going_back.iter().map(|it| it.0).collect::<Vec<_>>(),
+                    Vec::from_iter(expected)
+                );
                 if let (true, Some(epoch)) = (works, expected) {
                     self.state.is_back(epoch);
                     self.keeps = Keeps::Assigned;
@@ -297,33 +398,71 @@ impl World {
         self.is_counted()
     }
 
-    /// What was read and is not settled is with the consumer, on its way to the dead letters, or rests, once all that can be
-    /// handed out was.
+    /// What was read and is not settled is with the consumer, on its way to the dead letters, or
+    /// rests, once all that can be handed out was.
     fn nothing_is_lost(&self) -> Result<(), TestCaseError> {
         if !self.is_handed_out() {
             return Ok(());
         }
-        let theirs = self.out.iter().filter(|(receipt, is)| Some(receipt.epoch) == self.epoch && matches!(is, Is::Out | Is::Rejected));
+        let theirs = self.out.iter().filter(|(receipt, is)| {
+            Some(receipt.epoch) == self.epoch && matches!(is, Is::Out | Is::Rejected)
+        });
         let mut held: BTreeSet<i64> = theirs.map(|(receipt, _)| receipt.position as i64).collect();
         held.extend(&self.rests);
-        let unsettled: BTreeSet<i64> = self.naive.settled.iter().filter(|(_, settled)| !**settled).map(|(offset, _)| *offset).collect();
+        let unsettled: BTreeSet<i64> = self
+            .naive
+            .settled
+            .iter()
+            .filter(|(_, settled)| !**settled)
+            .map(|(offset, _)| *offset)
+            .collect();
         prop_assert_eq!(held, unsettled);
         Ok(())
     }
 
     /// What a rebalance waits for, and what bounds reading, are counted as they are.
     fn is_counted(&self) -> Result<(), TestCaseError> {
-        let is_waited_for = |(receipt, is): &&(Receipt, Is)| Some(receipt.epoch) == self.epoch && matches!(is, Is::Out | Is::Rejected);
+        let is_waited_for = |(receipt, is): &&(Receipt, Is)| {
+            Some(receipt.epoch) == self.epoch && matches!(is, Is::Out | Is::Rejected)
+        };
         let out = self.out.iter().filter(is_waited_for).count();
         prop_assert_eq!(self.state.out(&Vec::from_iter(self.epoch)), out);
         prop_assert_eq!(self.state.publishing, self.letters.len());
-        for (epoch, assigned) in self.state.assigned.iter().filter(|(_, it)| it.keeps != Keeps::Revoking) {
-            let held = self.state.held.values().filter(|it| it.receipt.epoch == *epoch).count();
-            let letters = self.letters.iter().filter(|it| self.out[**it].0.epoch == *epoch).count();
+        for (epoch, assigned) in self
+            .state
+            .assigned
+            .iter()
+            .filter(|(_, it)| it.keeps != Keeps::Revoking)
+        {
+            let held = self
+                .state
+                .held
+                .values()
+                .filter(|it| it.receipt.epoch == *epoch)
+                .count();
+            let letters = self
+                .letters
+                .iter()
+                .filter(|it| self.out[**it].0.epoch == *epoch)
+                .count();
             prop_assert_eq!(assigned.backlog.count, held + letters);
         }
-        prop_assert_eq!(self.state.held_bytes, self.state.held.values().map(|it| it.message.size()).sum::<usize>());
-        prop_assert_eq!(self.state.ready_bytes, self.state.ready.iter().map(|it| it.message.size()).sum::<usize>());
+        prop_assert_eq!(
+            self.state.held_bytes,
+            self.state
+                .held
+                .values()
+                .map(|it| it.message.size())
+                .sum::<usize>()
+        );
+        prop_assert_eq!(
+            self.state.ready_bytes,
+            self.state
+                .ready
+                .iter()
+                .map(|it| it.message.size())
+                .sum::<usize>()
+        );
         Ok(())
     }
 
@@ -332,18 +471,35 @@ impl World {
         let expected = self.naive.committable();
         if let Some(commit) = commits.first() {
             prop_assert_eq!(Some(commit.offset), expected);
-            prop_assert!(commit.offset >= self.committed, "{} after {}", commit.offset, self.committed);
+            prop_assert!(
+                commit.offset >= self.committed,
+                "{} after {}",
+                commit.offset,
+                self.committed
+            );
             self.committed = commit.offset;
         }
         prop_assert_eq!(commits.len() <= 1, true);
         // What is not committed now is not above what was.
-        prop_assert!(expected.is_none_or(|expected| expected == self.committed), "{expected:?} was left out at {}", self.committed);
+        prop_assert!(
+            expected.is_none_or(|expected| expected == self.committed),
+            "{expected:?} was left out at {}",
+            self.committed
+        );
         Ok(())
     }
 }
 
 fn record(offset: i64) -> Record {
-    Record { topic: Arc::from("t"), partition: 0, offset, sent_at: None, key: None, headers: Headers::default(), body: "x".into() }
+    Record {
+        topic: Arc::from("t"),
+        partition: 0,
+        offset,
+        sent_at: None,
+        key: None,
+        headers: Headers::default(),
+        body: "x".into(),
+    }
 }
 
 proptest! {

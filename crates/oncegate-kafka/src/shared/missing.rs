@@ -30,7 +30,10 @@ impl Seldom {
     /// How much is to be said now, if something is.
     fn add(&mut self, count: u64, now: Instant) -> Option<u64> {
         self.unsaid += count;
-        if self.said.is_some_and(|said| now.duration_since(said) < SAID_EVERY) {
+        if self
+            .said
+            .is_some_and(|said| now.duration_since(said) < SAID_EVERY)
+        {
             return None;
         }
         self.said = Some(now);
@@ -39,8 +42,8 @@ impl Seldom {
 }
 
 impl State {
-    /// Counts messages that were removed before they were read. Answers how many of the partition are to be said now: these, and
-    /// those before them that were not.
+    /// Counts messages that were removed before they were read. Answers how many of the partition
+    /// are to be said now: these, and those before them that were not.
     pub(crate) fn miss(&mut self, jump: &Jump, missed: u64, now: Instant) -> Option<u64> {
         self.missed += missed;
         match self.missing_of(jump) {
@@ -49,10 +52,12 @@ impl State {
         }
     }
 
-    /// Keeps a gap of which nobody can tell what it is, since it is not known where the log begins. Answers how many such gaps of
-    /// the partition are to be said now.
+    /// Keeps a gap of which nobody can tell what it is, since it is not known where the log begins.
+    /// Answers how many such gaps of the partition are to be said now.
     pub(crate) fn keep_gap(&mut self, jump: Jump, now: Instant) -> Option<u64> {
-        let Some(missing) = self.missing_of(&jump) else { return Some(1) };
+        let Some(missing) = self.missing_of(&jump) else {
+            return Some(1);
+        };
         let gaps = missing.unclear.add(1, now);
         if missing.kept.len() < KEPT {
             missing.kept.push(jump);
@@ -60,10 +65,16 @@ impl State {
         gaps
     }
 
-    /// The gaps that are kept, of which somebody may know by now what they are: those of which `is_known` says so.
+    /// The gaps that are kept, of which somebody may know by now what they are: those of which
+    /// `is_known` says so.
     pub(crate) fn take_gaps(&mut self, is_known: impl Fn(&str, i32) -> bool) -> Vec<Jump> {
-        let with_gaps = self.assigned.values_mut().filter(|it| !it.missing.kept.is_empty() && is_known(&it.topic, it.partition));
-        with_gaps.flat_map(|it| std::mem::take(&mut it.missing.kept)).collect()
+        let with_gaps = self
+            .assigned
+            .values_mut()
+            .filter(|it| !it.missing.kept.is_empty() && is_known(&it.topic, it.partition));
+        with_gaps
+            .flat_map(|it| std::mem::take(&mut it.missing.kept))
+            .collect()
     }
 
     /// How many messages were removed before they were read.
@@ -73,7 +84,10 @@ impl State {
 
     fn missing_of(&mut self, jump: &Jump) -> Option<&mut Missing> {
         let theirs = |it: &&mut Assigned| it.partition == jump.partition && it.topic == jump.topic;
-        self.assigned.values_mut().find(theirs).map(|it| &mut it.missing)
+        self.assigned
+            .values_mut()
+            .find(theirs)
+            .map(|it| &mut it.missing)
     }
 }
 
@@ -84,7 +98,9 @@ mod tests {
     #[test]
     fn it_is_said_at_once_and_then_once_a_minute_with_all_that_came_meanwhile() {
         let (mut seldom, begun) = (Seldom::default(), Instant::now());
-        let said: Vec<u64> = (0..150).filter_map(|second| seldom.add(1, begun + Duration::from_secs(second))).collect();
+        let said: Vec<u64> = (0..150)
+            .filter_map(|second| seldom.add(1, begun + Duration::from_secs(second)))
+            .collect();
         assert_eq!(said, [1, 60, 60]);
     }
 }

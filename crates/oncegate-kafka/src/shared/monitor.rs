@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use super::State;
 
-/// A lock around the state, and a condition to wait for: those of the standard library, or those of a tool that tries many
-/// orders of threads.
+/// A lock around the state, and a condition to wait for: those of the standard library, or those of
+/// a tool that tries many orders of threads.
 pub(crate) trait Monitor: Default {
     /// The state, for as long as it is locked.
     type Guard<'a>: DerefMut<Target = State>
@@ -38,7 +38,10 @@ impl Monitor for Threads {
     }
 
     fn wait<'a>(&'a self, guard: Self::Guard<'a>, bound: Duration) -> Self::Guard<'a> {
-        self.changed.wait_timeout(guard, bound).unwrap_or_else(PoisonError::into_inner).0
+        self.changed
+            .wait_timeout(guard, bound)
+            .unwrap_or_else(PoisonError::into_inner)
+            .0
     }
 
     fn notify(&self) {

@@ -20,7 +20,12 @@ impl<M: Monitor> Shared<M> {
     pub(crate) fn settle(&self, settled: &mut Vec<Settled>) -> Vec<Rejected> {
         let mut rejected = Vec::new();
         let mut state = self.lock();
-        for Settled { delivery, settlement, story } in settled.drain(..) {
+        for Settled {
+            delivery,
+            settlement,
+            story,
+        } in settled.drain(..)
+        {
             let fate = match settlement {
                 Settlement::Accept(proof) => {
                     if proof.as_str() == DUPLICATE {
@@ -28,11 +33,21 @@ impl<M: Monitor> Shared<M> {
                     }
                     state.accept(&delivery.receipt)
                 }
-                Settlement::Release { after, failures } => state.release(Delivery { failures, ..delivery }, after),
+                Settlement::Release { after, failures } => state.release(
+                    Delivery {
+                        failures,
+                        ..delivery
+                    },
+                    after,
+                ),
                 Settlement::Reject(reason) => {
                     let fate = state.reject(&delivery);
                     if fate == Fate::Counted {
-                        rejected.push(Rejected { delivery, reason, story });
+                        rejected.push(Rejected {
+                            delivery,
+                            reason,
+                            story,
+                        });
                     }
                     fate
                 }
@@ -46,13 +61,21 @@ impl<M: Monitor> Shared<M> {
 }
 
 impl State {
-    /// Positions come again in a topic that was made anew or is a replica, and where a log has lost its end. Ids that come from them
-    /// are those of other messages, which the store may remember, and a message that bears one is skipped: that is said, since
-    /// nobody else can know.
+    /// Positions come again in a topic that was made anew or is a replica, and where a log has lost
+    /// its end. Ids that come from them are those of other messages, which the store may remember,
+    /// and a message that bears one is skipped: that is said, since nobody else can know.
     fn look_at_duplicate(&mut self, delivery: &Delivery) {
-        let Receipt { epoch, partition, position } = delivery.receipt;
+        let Receipt {
+            epoch,
+            partition,
+            position,
+        } = delivery.receipt;
         // Offsets came from an `i64`.
-        let Some(assigned) = self.assigned.get_mut(&epoch).filter(|it| it.log.ids.may_repeat(position as i64)) else {
+        let Some(assigned) = self
+            .assigned
+            .get_mut(&epoch)
+            .filter(|it| it.log.ids.may_repeat(position as i64))
+        else {
             return;
         };
         metrics::counter!(crate::metric::IDS_REPEATED).increment(1);

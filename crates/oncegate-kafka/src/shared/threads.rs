@@ -1,4 +1,5 @@
-//! The polling thread and those that settle, in many orders: shuttle chooses at each lock who goes on.
+//! The polling thread and those that settle, in many orders: shuttle chooses at each lock who goes
+//! on.
 
 use oncegate_core::Settled;
 use oncegate_testkit::laws::source::accepted;
@@ -13,8 +14,8 @@ const ORDERS: usize = 2_000;
 /// How many messages there are.
 const MESSAGES: i64 = 4;
 
-/// The lock and the condition of shuttle, under which no wait is ever over by itself: a wake-up that is lost is a deadlock,
-/// which it finds.
+/// The lock and the condition of shuttle, under which no wait is ever over by itself: a wake-up
+/// that is lost is a deadlock, which it finds.
 #[derive(Default)]
 struct Shuttled {
     state: Mutex<State>,
@@ -47,13 +48,20 @@ fn begun() -> (Arc<Shared<Shuttled>>, Vec<Delivery>) {
 }
 
 /// Two threads that settle these one by one, the last ones first.
-fn settle_beside(shared: &Arc<Shared<Shuttled>>, mut deliveries: Vec<Delivery>) -> Vec<thread::JoinHandle<()>> {
+fn settle_beside(
+    shared: &Arc<Shared<Shuttled>>,
+    mut deliveries: Vec<Delivery>,
+) -> Vec<thread::JoinHandle<()>> {
     let others = deliveries.split_off(deliveries.len() / 2);
     let settle = |mut deliveries: Vec<Delivery>| {
         let shared = shared.clone();
         thread::spawn(move || {
             while let Some(delivery) = deliveries.pop() {
-                let rejected = shared.settle(&mut vec![Settled { delivery, settlement: accepted(), story: None }]);
+                let rejected = shared.settle(&mut vec![Settled {
+                    delivery,
+                    settlement: accepted(),
+                    story: None,
+                }]);
                 assert!(rejected.is_empty());
             }
         })
@@ -83,9 +91,13 @@ fn a_drain_wakes_with_the_last_settlement_and_commits_all_in_every_order() {
                     shared.wait(Duration::MAX);
                 }
             };
-            let unsettled = shared.give_up(&leaving(), Leave::GivenBack, drain, || commit(&shared, &mut stands));
+            let unsettled = shared.give_up(&leaving(), Leave::GivenBack, drain, || {
+                commit(&shared, &mut stands)
+            });
             assert_eq!((unsettled, stands), (0, MESSAGES));
-            settling.into_iter().for_each(|thread| thread.join().expect("no panic"));
+            settling
+                .into_iter()
+                .for_each(|thread| thread.join().expect("no panic"));
         },
         ORDERS,
     );
@@ -107,7 +119,9 @@ fn what_is_settled_of_a_lost_assignment_moves_nothing_of_the_next_in_any_order()
             let (_, again) = hand_out(&mut shared.lock());
             let before = stands;
             commit(&shared, &mut stands);
-            settling.into_iter().for_each(|thread| thread.join().expect("no panic"));
+            settling
+                .into_iter()
+                .for_each(|thread| thread.join().expect("no panic"));
             commit(&shared, &mut stands);
             assert_eq!((stands, again.len() as i64), (before, MESSAGES - before));
             for delivery in &again {
@@ -133,7 +147,9 @@ fn what_is_settled_while_it_is_committed_is_committed_in_order_and_in_the_end_wh
                     shared.wait(Duration::MAX);
                 }
             }
-            settling.into_iter().for_each(|thread| thread.join().expect("no panic"));
+            settling
+                .into_iter()
+                .for_each(|thread| thread.join().expect("no panic"));
         },
         ORDERS,
     );

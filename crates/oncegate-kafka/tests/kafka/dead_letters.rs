@@ -13,7 +13,12 @@ use crate::stage::*;
 
 /// Rejects the first messages of a topic.
 async fn reject_all(topic: &Topic, count: usize) {
-    let mut source = topic.source().accept_limited_retention().open().await.expect("a source");
+    let mut source = topic
+        .source()
+        .accept_limited_retention()
+        .open()
+        .await
+        .expect("a source");
     for delivery in receive(&mut source, count).await {
         reject(&mut source, delivery, Reason::Refused).await;
     }
@@ -22,7 +27,10 @@ async fn reject_all(topic: &Topic, count: usize) {
 }
 
 fn header(message: &BorrowedMessage<'_>, name: &str) -> Option<String> {
-    text_headers(message).into_iter().rfind(|(it, _)| it == name).and_then(|(_, value)| value)
+    text_headers(message)
+        .into_iter()
+        .rfind(|(it, _)| it == name)
+        .and_then(|(_, value)| value)
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -30,42 +38,97 @@ async fn a_dead_letter_is_as_old_as_its_publishing_and_says_when_the_message_was
     const YEAR: i64 = 365 * 86_400_000;
     let now = now();
     // The topic would expire the first at once, and refuse the second for ever.
-    let topic = Topic::with_dead_letters(&[("retention.ms", "3600000"), ("message.timestamp.after.max.ms", "3600000")]).await;
+    let topic = Topic::with_dead_letters(&[
+        ("retention.ms", "3600000"),
+        ("message.timestamp.after.max.ms", "3600000"),
+    ])
+    .await;
     for (at, headers) in [
         (now - 3 * YEAR, OwnedHeaders::new()),
         (now + YEAR, OwnedHeaders::new()),
-        (now, OwnedHeaders::new().insert(Header { key: "oncegate-first-seen", value: Some("1234567890123") })),
-        (now, OwnedHeaders::new().insert(Header { key: "oncegate-first-seen", value: Some("long ago") })),
+        (
+            now,
+            OwnedHeaders::new().insert(Header {
+                key: "oncegate-first-seen",
+                value: Some("1234567890123"),
+            }),
+        ),
+        (
+            now,
+            OwnedHeaders::new().insert(Header {
+                key: "oncegate-first-seen",
+                value: Some("long ago"),
+            }),
+        ),
     ] {
-        topic.send_as_of(Some(at), None, Some(b"body"), headers).await;
+        topic
+            .send_as_of(Some(at), None, Some(b"body"), headers)
+            .await;
     }
     reject_all(&topic, 4).await;
     let copy = |message: &BorrowedMessage<'_>| {
-        (header(message, "oncegate-first-seen"), message.timestamp().to_millis(), header(message, "oncegate-origin"))
+        (
+            header(message, "oncegate-first-seen"),
+            message.timestamp().to_millis(),
+            header(message, "oncegate-origin"),
+        )
     };
     let mut dead = topic.read(topic.dead_letters(), 4, copy).await;
     dead.sort_by_key(|(_, _, origin)| origin.clone());
-    let seen: Vec<_> = dead.iter().map(|(seen, _, _)| seen.clone().expect("a header")).collect();
-    assert_eq!(seen, [(now - 3 * YEAR).to_string(), (now + YEAR).to_string(), "1234567890123".into(), now.to_string()]);
+    let seen: Vec<_> = dead
+        .iter()
+        .map(|(seen, _, _)| seen.clone().expect("a header"))
+        .collect();
+    assert_eq!(
+        seen,
+        [
+            (now - 3 * YEAR).to_string(),
+            (now + YEAR).to_string(),
+            "1234567890123".into(),
+            now.to_string()
+        ]
+    );
     let published = now..now + BOUND.as_millis() as i64;
-    assert!(dead.iter().all(|(_, at, _)| at.is_some_and(|at| published.contains(&at))), "{dead:?}");
+    assert!(
+        dead.iter()
+            .all(|(_, at, _)| at.is_some_and(|at| published.contains(&at))),
+        "{dead:?}"
+    );
 }
 
 fn now() -> i64 {
-    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).expect("a clock after 1970");
+    let since = std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .expect("a clock after 1970");
     since.as_millis() as i64
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_body_that_the_dead_letter_topic_does_not_take_is_left_out_and_said_to_be() {
     let topic = Topic::with_dead_letters(&[("max.message.bytes", "2000")]).await;
-    topic.send(Some(b"key"), Some(&[b'x'; 5_000]), OwnedHeaders::new()).await;
+    topic
+        .send(Some(b"key"), Some(&[b'x'; 5_000]), OwnedHeaders::new())
+        .await;
     reject_all(&topic, 1).await;
-    let copy = |it: &BorrowedMessage<'_>| (it.key().map(<[u8]>::to_vec), it.payload().map(<[u8]>::len), text_headers(it));
+    let copy = |it: &BorrowedMessage<'_>| {
+        (
+            it.key().map(<[u8]>::to_vec),
+            it.payload().map(<[u8]>::len),
+            text_headers(it),
+        )
+    };
     let (key, length, headers) = topic.read(topic.dead_letters(), 1, copy).await.remove(0);
     assert_eq!((key.as_deref(), length), (Some(&b"key"[..]), Some(0)));
-    assert!(headers.contains(&("oncegate-body-omitted".to_owned(), Some("5000".to_owned()))), "{headers:?}");
-    assert!(!headers.iter().any(|(name, _)| name == "oncegate-key-omitted" || name == "oncegate-headers-omitted"), "{headers:?}");
+    assert!(
+        headers.contains(&("oncegate-body-omitted".to_owned(), Some("5000".to_owned()))),
+        "{headers:?}"
+    );
+    assert!(
+        !headers
+            .iter()
+            .any(|(name, _)| name == "oncegate-key-omitted" || name == "oncegate-headers-omitted"),
+        "{headers:?}"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -78,7 +141,11 @@ async fn many_small_dead_letters_at_once_keep_their_bodies() {
         topic.send(None, Some(&body), OwnedHeaders::new()).await;
     }
     reject_all(&topic, COUNT).await;
-    let lengths = topic.read(topic.dead_letters(), COUNT, |it| it.payload().map(<[u8]>::len)).await;
+    let lengths = topic
+        .read(topic.dead_letters(), COUNT, |it| {
+            it.payload().map(<[u8]>::len)
+        })
+        .await;
     assert_eq!(lengths, [Some(body.len()); COUNT]);
 }
 
@@ -88,15 +155,34 @@ async fn a_dead_letter_that_is_refused_holds_up_none_that_it_shared_a_batch_with
     // It refuses what has no key.
     let topic = Topic::with_dead_letters(&[("cleanup.policy", "compact")]).await;
     for number in 0..COUNT {
-        topic.send((number % 3 > 0).then_some(&b"key"[..]), Some(b"body"), OwnedHeaders::new()).await;
+        topic
+            .send(
+                (number % 3 > 0).then_some(&b"key"[..]),
+                Some(b"body"),
+                OwnedHeaders::new(),
+            )
+            .await;
     }
-    let mut source = topic.source().accept_limited_retention().open().await.expect("a source");
+    let mut source = topic
+        .source()
+        .accept_limited_retention()
+        .open()
+        .await
+        .expect("a source");
     for delivery in receive(&mut source, COUNT).await {
         reject(&mut source, delivery, Reason::Refused).await;
     }
-    let origins = topic.read(topic.dead_letters(), COUNT / 3 * 2, |it| header(it, "oncegate-origin")).await;
+    let origins = topic
+        .read(topic.dead_letters(), COUNT / 3 * 2, |it| {
+            header(it, "oncegate-origin")
+        })
+        .await;
     let origins: BTreeSet<_> = origins.into_iter().collect();
-    assert_eq!(origins.len(), COUNT / 3 * 2, "one stands twice, and another does not");
+    assert_eq!(
+        origins.len(),
+        COUNT / 3 * 2,
+        "one stands twice, and another does not"
+    );
     topic.await_commit(0, 0).await;
 }
 
@@ -105,10 +191,21 @@ async fn a_partition_whose_dead_letters_are_refused_holds_up_no_other_one() {
     // More than are held of one partition.
     const COUNT: usize = 30_000;
     let topic = Topic::alone(2).await;
-    topic.create(&topic.dead_letters(), 1, &[&KEEPS[..], &[("cleanup.policy", "compact")]].concat()).await;
+    topic
+        .create(
+            &topic.dead_letters(),
+            1,
+            &[&KEEPS[..], &[("cleanup.policy", "compact")]].concat(),
+        )
+        .await;
     topic.create(&topic.in_doubt(), 1, &KEEPS).await;
     topic.send_numbers(0, COUNT).await;
-    let mut source = topic.source().accept_limited_retention().open().await.expect("a source");
+    let mut source = topic
+        .source()
+        .accept_limited_retention()
+        .open()
+        .await
+        .expect("a source");
     for delivery in receive(&mut source, 10_000).await {
         reject(&mut source, delivery, Reason::Refused).await;
     }
@@ -132,21 +229,43 @@ async fn a_partition_that_was_full_of_dead_letters_is_read_on_once_they_stand() 
     const COUNT: usize = 30_000;
     let topic = Topic::alone(2).await;
     topic.create(&topic.in_doubt(), 1, &KEEPS).await;
-    topic.create(&topic.dead_letters(), 1, &[&KEEPS[..], &[("cleanup.policy", "compact")]].concat()).await;
+    topic
+        .create(
+            &topic.dead_letters(),
+            1,
+            &[&KEEPS[..], &[("cleanup.policy", "compact")]].concat(),
+        )
+        .await;
     topic.send_numbers(0, COUNT).await;
-    let mut source = topic.source().accept_limited_retention().open().await.expect("a source");
+    let mut source = topic
+        .source()
+        .accept_limited_retention()
+        .open()
+        .await
+        .expect("a source");
     let mut rejected = 0;
-    let limit = Limit { count: 512, bytes: 1 << 20 };
+    let limit = Limit {
+        count: 512,
+        bytes: 1 << 20,
+    };
     let mut incoming = Vec::new();
     // Until the partition is full, or the machine is slow.
-    while tokio::time::timeout(Duration::from_secs(2), source.receive(limit, &mut incoming)).await.is_ok() {
+    while tokio::time::timeout(Duration::from_secs(2), source.receive(limit, &mut incoming))
+        .await
+        .is_ok()
+    {
         for delivery in incoming.drain(..).filter_map(delivery) {
             rejected += 1;
             reject(&mut source, delivery, Reason::Refused).await;
         }
     }
     assert!(rejected < COUNT, "nothing holds it");
-    topic.configure(&topic.dead_letters(), &[&KEEPS[..], &[("cleanup.policy", "delete")]].concat()).await;
+    topic
+        .configure(
+            &topic.dead_letters(),
+            &[&KEEPS[..], &[("cleanup.policy", "delete")]].concat(),
+        )
+        .await;
     for delivery in receive(&mut source, COUNT - rejected).await {
         reject(&mut source, delivery, Reason::Refused).await;
     }
@@ -156,28 +275,61 @@ async fn a_partition_that_was_full_of_dead_letters_is_read_on_once_they_stand() 
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_key_or_a_header_that_no_topic_takes_is_left_out_and_said_to_be() {
-    // Each message is as large as its own topic takes, and larger with the headers of the rejection.
+    // Each message is as large as its own topic takes, and larger with the headers of the
+    // rejection.
     const LARGE: usize = 3_000;
     let topic = Topic::with_dead_letters(&[("max.message.bytes", "2000")]).await;
     let huge = "h".repeat(LARGE);
-    topic.send(Some(huge.as_bytes()), Some(b"one"), OwnedHeaders::new()).await;
-    let headers = OwnedHeaders::new().insert(Header { key: "huge", value: Some(&huge) });
-    let headers = headers.insert(Header { key: "oncegate-first-seen", value: Some("1234567890123") });
+    topic
+        .send(Some(huge.as_bytes()), Some(b"one"), OwnedHeaders::new())
+        .await;
+    let headers = OwnedHeaders::new().insert(Header {
+        key: "huge",
+        value: Some(&huge),
+    });
+    let headers = headers.insert(Header {
+        key: "oncegate-first-seen",
+        value: Some("1234567890123"),
+    });
     topic.send(Some(b"key"), Some(b"three"), headers).await;
     reject_all(&topic, 2).await;
 
-    let copy = |it: &BorrowedMessage<'_>| (it.key().is_some(), it.payload().map(<[u8]>::len), text_headers(it));
+    let copy = |it: &BorrowedMessage<'_>| {
+        (
+            it.key().is_some(),
+            it.payload().map(<[u8]>::len),
+            text_headers(it),
+        )
+    };
     let mut dead = topic.read(topic.dead_letters(), 2, copy).await;
-    dead.sort_by_key(|(_, _, headers)| headers.iter().find(|(name, _)| name == "oncegate-origin").cloned());
-    for ((key, length, headers), (offset, body, key_length, count)) in dead.into_iter().zip([(0, 3, LARGE, 0), (1, 5, 3, 2)]) {
+    dead.sort_by_key(|(_, _, headers)| {
+        headers
+            .iter()
+            .find(|(name, _)| name == "oncegate-origin")
+            .cloned()
+    });
+    for ((key, length, headers), (offset, body, key_length, count)) in
+        dead.into_iter().zip([(0, 3, LARGE, 0), (1, 5, 3, 2)])
+    {
         assert_eq!((key, length), (false, Some(0)));
-        let value = |name: &str| headers.iter().find(|(it, _)| it == name).and_then(|(_, value)| value.clone());
+        let value = |name: &str| {
+            headers
+                .iter()
+                .find(|(it, _)| it == name)
+                .and_then(|(_, value)| value.clone())
+        };
         assert_eq!(value("oncegate-reason").as_deref(), Some("refused"));
-        assert_eq!(value("oncegate-origin"), Some(format!("{}/0/{offset}", topic.name)));
+        assert_eq!(
+            value("oncegate-origin"),
+            Some(format!("{}/0/{offset}", topic.name))
+        );
         assert_eq!(value("oncegate-body-omitted"), Some(body.to_string()));
         assert_eq!(value("oncegate-key-omitted"), Some(key_length.to_string()));
         assert_eq!(value("oncegate-headers-omitted"), Some(count.to_string()));
-        assert_eq!(value("oncegate-first-seen").is_some_and(|seen| seen == "1234567890123"), offset == 1);
+        assert_eq!(
+            value("oncegate-first-seen").is_some_and(|seen| seen == "1234567890123"),
+            offset == 1
+        );
         assert_eq!(value("huge"), None);
     }
 }
@@ -205,24 +357,68 @@ async fn forged_headers_are_stripped_on_every_way_into_the_dead_letters() {
     const LIMIT: usize = 10;
     let topic = Topic::new(1).await;
     for body in [&[b'x'; LIMIT + 1][..], b"no id", b"in doubt"] {
-        let names = ["oncegate-id", "oncegate-reason", "mine", "oncegate-id", "oncegate-body-omitted", "oncegate-failures"];
-        let headers = names.iter().fold(OwnedHeaders::new(), |all, name| all.insert(Header { key: name, value: Some("victim") }));
+        let names = [
+            "oncegate-id",
+            "oncegate-reason",
+            "mine",
+            "oncegate-id",
+            "oncegate-body-omitted",
+            "oncegate-failures",
+        ];
+        let headers = names.iter().fold(OwnedHeaders::new(), |all, name| {
+            all.insert(Header {
+                key: name,
+                value: Some("victim"),
+            })
+        });
         topic.send(Some(b"key"), Some(body), headers).await;
     }
-    let mut source = topic.source().body_limit(LIMIT).open().await.expect("a source");
-    for (delivery, reason) in receive(&mut source, 2).await.into_iter().zip([Reason::MissingId, Reason::InDoubt(Cause::Said)]) {
+    let mut source = topic
+        .source()
+        .body_limit(LIMIT)
+        .open()
+        .await
+        .expect("a source");
+    for (delivery, reason) in receive(&mut source, 2)
+        .await
+        .into_iter()
+        .zip([Reason::MissingId, Reason::InDoubt(Cause::Said)])
+    {
         reject(&mut source, delivery, reason).await;
     }
     topic.await_commit(0, 3).await;
     close(source).await;
     let mut letters = topic.read(topic.dead_letters(), 2, text_headers).await;
     letters.extend(topic.read(topic.in_doubt(), 1, text_headers).await);
-    let reasons: Vec<_> = letters.iter().map(|letter| letter.iter().find(|(name, _)| name == "oncegate-reason").cloned()).collect();
+    let reasons: Vec<_> = letters
+        .iter()
+        .map(|letter| {
+            letter
+                .iter()
+                .find(|(name, _)| name == "oncegate-reason")
+                .cloned()
+        })
+        .collect();
     for reason in ["missing-id", "too-large", "in-doubt-said"] {
-        assert!(reasons.contains(&Some(("oncegate-reason".to_owned(), Some(reason.to_owned())))), "{reasons:?}");
+        assert!(
+            reasons.contains(&Some((
+                "oncegate-reason".to_owned(),
+                Some(reason.to_owned())
+            ))),
+            "{reasons:?}"
+        );
     }
     for letter in letters {
         let names: Vec<&str> = letter.iter().map(|(name, _)| name.as_str()).collect();
-        assert_eq!(names, ["mine", "oncegate-reason", "oncegate-attempts", "oncegate-origin", "oncegate-first-seen"]);
+        assert_eq!(
+            names,
+            [
+                "mine",
+                "oncegate-reason",
+                "oncegate-attempts",
+                "oncegate-origin",
+                "oncegate-first-seen"
+            ]
+        );
     }
 }

@@ -24,7 +24,11 @@ async fn accept_all(mut source: KafkaSource, accepted: Accepted, mut leave: watc
         }
         let deliveries: Vec<Delivery> = incoming.into_iter().filter_map(delivery).collect();
         for it in &deliveries {
-            *accepted.lock().expect("no panic").entry((it.receipt.partition, offset(it))).or_default() += 1;
+            *accepted
+                .lock()
+                .expect("no panic")
+                .entry((it.receipt.partition, offset(it)))
+                .or_default() += 1;
         }
         // Slowly enough that there is something to hand over when members come and go.
         tokio::time::sleep(Duration::from_millis(2)).await;
@@ -37,7 +41,11 @@ async fn accept_all(mut source: KafkaSource, accepted: Accepted, mut leave: watc
 async fn until(accepted: &Accepted, count: usize) {
     let end = Instant::now() + BOUND;
     while accepted.lock().expect("no panic").len() < count {
-        assert!(Instant::now() < end, "{} of {count} were accepted", accepted.lock().expect("no panic").len());
+        assert!(
+            Instant::now() < end,
+            "{} of {count} were accepted",
+            accepted.lock().expect("no panic").len()
+        );
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
@@ -62,8 +70,16 @@ async fn come_and_go(strategy: &str) {
     let accepted = Accepted::default();
     let member = async || {
         let (leave, left) = watch::channel(());
-        let source = topic.source().property("partition.assignment.strategy", strategy).open().await.expect("a source");
-        (leave, tokio::spawn(accept_all(source, accepted.clone(), left)))
+        let source = topic
+            .source()
+            .property("partition.assignment.strategy", strategy)
+            .open()
+            .await
+            .expect("a source");
+        (
+            leave,
+            tokio::spawn(accept_all(source, accepted.clone(), left)),
+        )
     };
     let total = PARTITIONS as usize * EACH;
     let first = member().await;
@@ -79,19 +95,28 @@ async fn come_and_go(strategy: &str) {
         leave.send(()).expect("a member");
         left.await.expect("left");
     }
-    let twice = accepted.lock().expect("no panic").values().filter(|count| **count > 1).count();
+    let twice = accepted
+        .lock()
+        .expect("no panic")
+        .values()
+        .filter(|count| **count > 1)
+        .count();
     assert_eq!(twice, 0);
     for partition in 0..PARTITIONS {
         topic.await_commit(partition, EACH as i64).await;
     }
 }
 
-/// Waits until a partition of this source is revoked, as a consumer does that has no room for deliveries.
+/// Waits until a partition of this source is revoked, as a consumer does that has no room for
+/// deliveries.
 async fn revocation(source: &mut KafkaSource) -> u64 {
     let revoked = tokio::time::timeout(BOUND, async {
         loop {
             let mut incoming = Vec::new();
-            source.receive(Limit { count: 0, bytes: 0 }, &mut incoming).await.expect("news");
+            source
+                .receive(Limit { count: 0, bytes: 0 }, &mut incoming)
+                .await
+                .expect("news");
             if let Some(Incoming::Revoked(epoch)) = incoming.pop() {
                 return epoch;
             }
@@ -105,7 +130,12 @@ async fn a_settlement_after_the_partition_went_moves_nothing() {
     let topic = Topic::new(2).await;
     topic.send_numbers(0, 5).await;
     topic.send_numbers(1, 5).await;
-    let mut first = topic.source().drain_on_revoke(Duration::from_millis(50)).open().await.expect("a source");
+    let mut first = topic
+        .source()
+        .drain_on_revoke(Duration::from_millis(50))
+        .open()
+        .await
+        .expect("a source");
     let held = receive(&mut first, 10).await;
     let mut second = topic.open().await;
     let epoch = revocation(&mut first).await;
@@ -139,10 +169,12 @@ async fn a_revocation_is_announced_and_waits_for_what_is_being_handled() {
     });
     // The second member gets one of the two partitions.
     let epoch = revocation(&mut first).await;
-    let (leaving, staying): (Vec<_>, Vec<_>) = held.drain(..).partition(|it| it.receipt.epoch == epoch);
+    let (leaving, staying): (Vec<_>, Vec<_>) =
+        held.drain(..).partition(|it| it.receipt.epoch == epoch);
     assert_eq!((leaving.len(), staying.len()), (20, 20));
     let partition = leaving[0].receipt.partition as i32;
-    // It is settled while the rebalance waits, and so it is committed before the other member has the partition.
+    // It is settled while the rebalance waits, and so it is committed before the other member has
+    // the partition.
     accept(&mut first, leaving).await;
     let mut second = second.await.expect("a source");
     topic.await_commit(partition, 20).await;
@@ -152,41 +184,70 @@ async fn a_revocation_is_announced_and_waits_for_what_is_being_handled() {
     accept(&mut first, staying).await;
     close(first).await;
     close(second).await;
-    assert_eq!((topic.committed(partition).await, topic.committed(1 - partition).await), (Some(25), Some(20)));
+    assert_eq!(
+        (
+            topic.committed(partition).await,
+            topic.committed(1 - partition).await
+        ),
+        (Some(25), Some(20))
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_member_whose_instance_id_another_one_takes_ends_and_says_so() {
     let topic = Topic::new(1).await;
-    let open = async || topic.source().property("group.instance.id", "one").open().await.expect("a source");
+    let open = async || {
+        topic
+            .source()
+            .property("group.instance.id", "one")
+            .open()
+            .await
+            .expect("a source")
+    };
     let mut first = open().await;
     topic.send_numbers(0, 1).await;
     let mut deliveries = receive(&mut first, 1).await;
     let second = open().await;
     let text = end_of(&mut first).await;
-    assert!(text.starts_with("group.instance.id: ") && text.contains("of its own"), "{text}");
+    assert!(
+        text.starts_with("group.instance.id: ") && text.contains("of its own"),
+        "{text}"
+    );
     accept(&mut first, deliveries.drain(..)).await;
     close(first).await;
     close(second).await;
 }
 
-/// The broker's own way to form groups refuses a second member of an instance id, and that is fatal to its client: the source
-/// begins anew with another client until the first member has left, and says so each time.
+/// The broker's own way to form groups refuses a second member of an instance id, and that is fatal
+/// to its client: the source begins anew with another client until the first member has left, and
+/// says so each time.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_client_that_failed_for_good_is_replaced_until_it_works() {
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 3).await;
-    let kafka = || topic.source().property("group.protocol", "consumer").property("group.instance.id", "one");
+    let kafka = || {
+        topic
+            .source()
+            .property("group.protocol", "consumer")
+            .property("group.instance.id", "one")
+    };
     let mut first = kafka().open().await.expect("a source");
     let mut deliveries = receive(&mut first, 3).await;
     accept(&mut first, deliveries.drain(..1)).await;
     topic.await_commit(0, 1).await;
     let status = KafkaStatus::new();
-    let mut second = kafka().status(status.clone()).open().await.expect("a source");
+    let mut second = kafka()
+        .status(status.clone())
+        .open()
+        .await
+        .expect("a source");
     let end = Instant::now() + BOUND;
     while status.clients_replaced() == 0 {
         assert!(Instant::now() < end, "its client was not replaced");
-        assert!(is_silent(&mut second, Duration::from_millis(100)).await, "an instance id was used twice");
+        assert!(
+            is_silent(&mut second, Duration::from_millis(100)).await,
+            "an instance id was used twice"
+        );
     }
     close(first).await;
     let deliveries = receive(&mut second, 2).await;
@@ -200,7 +261,10 @@ async fn a_client_that_failed_for_good_is_replaced_until_it_works() {
 async fn what_every_client_would_fail_of_ends_the_source() {
     let topic = Topic::new(1).await;
     let status = KafkaStatus::new();
-    let kafka = topic.source().property("group.protocol", "consumer").property("group.remote.assignor", "nobody's");
+    let kafka = topic
+        .source()
+        .property("group.protocol", "consumer")
+        .property("group.remote.assignor", "nobody's");
     let mut source = kafka.status(status.clone()).open().await.expect("a source");
     let text = end_of(&mut source).await;
     assert!(text.starts_with("group.remote.assignor: "), "{text}");
@@ -213,7 +277,16 @@ async fn end_of(source: &mut KafkaSource) -> String {
     let ended = tokio::time::timeout(BOUND, async {
         loop {
             let mut incoming = Vec::new();
-            if let Err(error) = source.receive(Limit { count: 1, bytes: 1 << 20 }, &mut incoming).await {
+            if let Err(error) = source
+                .receive(
+                    Limit {
+                        count: 1,
+                        bytes: 1 << 20,
+                    },
+                    &mut incoming,
+                )
+                .await
+            {
                 return error.to_string();
             }
         }

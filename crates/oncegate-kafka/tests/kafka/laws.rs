@@ -18,10 +18,17 @@ impl TestQueue for Topic {
     }
 
     async fn publish(&self, message: Message) {
-        let headers = message.headers.iter().fold(OwnedHeaders::new(), |headers, (name, value)| {
-            headers.insert(Header { key: std::str::from_utf8(name).expect("the laws use text"), value })
-        });
-        self.send(message.key.as_deref(), Some(&message.body), headers).await;
+        let headers = message
+            .headers
+            .iter()
+            .fold(OwnedHeaders::new(), |headers, (name, value)| {
+                headers.insert(Header {
+                    key: std::str::from_utf8(name).expect("the laws use text"),
+                    value,
+                })
+            });
+        self.send(message.key.as_deref(), Some(&message.body), headers)
+            .await;
     }
 
     async fn set_aside(&self, destination: Destination) -> Vec<Message> {
@@ -32,8 +39,13 @@ impl TestQueue for Topic {
         let count = self.end_of(&topic).await;
         self.read(topic, count, |record| {
             let message = Message::new(record.payload().unwrap_or_default().to_vec());
-            let headers = record.headers().into_iter().flat_map(|headers| headers.iter());
-            headers.fold(message, |message, header| message.with_header(header.key, header.value.unwrap_or_default()))
+            let headers = record
+                .headers()
+                .into_iter()
+                .flat_map(|headers| headers.iter());
+            headers.fold(message, |message, header| {
+                message.with_header(header.key, header.value.unwrap_or_default())
+            })
         })
         .await
     }

@@ -39,7 +39,12 @@ async fn a_log_that_was_cut_below_the_commit_commits_lower() {
 async fn a_topic_that_is_made_anew_under_a_running_source_commits_lower() {
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 50).await;
-    let mut source = topic.source().property("topic.metadata.refresh.interval.ms", "500").open().await.expect("a source");
+    let mut source = topic
+        .source()
+        .property("topic.metadata.refresh.interval.ms", "500")
+        .open()
+        .await
+        .expect("a source");
     let all = receive(&mut source, 50).await;
     accept(&mut source, all).await;
     topic.await_commit(0, 50).await;
@@ -60,8 +65,11 @@ async fn a_topic_that_is_made_anew_under_a_running_source_commits_lower() {
 
 /// Of two topics on one broker, which is stopped once.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_log_that_loses_its_end_under_a_running_source_commits_lower_and_skips_nothing_unsettled() {
-    let mut server = tokio::task::spawn_blocking(|| KafkaServer::start().expect("a broker")).await.expect("a broker");
+async fn a_log_that_loses_its_end_under_a_running_source_commits_lower_and_skips_nothing_unsettled()
+{
+    let mut server = tokio::task::spawn_blocking(|| KafkaServer::start().expect("a broker"))
+        .await
+        .expect("a broker");
     let whole = Topic::at(server.brokers(), 1).await;
     whole.send_numbers(0, 50).await;
     let mut of_whole = open(&whole).await;
@@ -72,7 +80,12 @@ async fn a_log_that_loses_its_end_under_a_running_source_commits_lower_and_skips
     let mut of_half = open(&half.topic).await;
     let held = half.settle_some(&mut of_half).await;
 
-    let log = |topic: &Topic| server.directory().join("data").join(format!("{}-0", topic.name));
+    let log = |topic: &Topic| {
+        server
+            .directory()
+            .join("data")
+            .join(format!("{}-0", topic.name))
+    };
     let (whole_log, half_log) = (log(&whole), log(&half.topic));
     let again = tokio::task::spawn_blocking(move || {
         server.stop();
@@ -90,14 +103,31 @@ async fn a_log_that_loses_its_end_under_a_running_source_commits_lower_and_skips
     let mut anew = half.receive_again(&mut of_half).await;
     // Of before the cut: it moves nothing any more.
     accept(&mut of_half, held).await;
-    settle_until(&mut of_half, &half.topic, &mut anew, |offset| offset != Half::RELEASED, Half::RELEASED).await;
+    settle_until(
+        &mut of_half,
+        &half.topic,
+        &mut anew,
+        |offset| offset != Half::RELEASED,
+        Half::RELEASED,
+    )
+    .await;
     // Longer than librdkafka waits before it commits what was stored.
     tokio::time::sleep(Duration::from_secs(2)).await;
-    assert_eq!((whole.committed(0).await, half.topic.committed(0).await), (Some(0), Some(Half::RELEASED)));
+    assert_eq!(
+        (whole.committed(0).await, half.topic.committed(0).await),
+        (Some(0), Some(Half::RELEASED))
+    );
     settle_until(&mut of_whole, &whole, &mut again, |offset| offset < 4, 4).await;
     close(of_whole).await;
     assert_eq!(whole.committed(0).await, Some(4));
-    settle_until(&mut of_half, &half.topic, &mut anew, |_| true, Half::CUT_AT + Half::NEW as i64).await;
+    settle_until(
+        &mut of_half,
+        &half.topic,
+        &mut anew,
+        |_| true,
+        Half::CUT_AT + Half::NEW as i64,
+    )
+    .await;
     close(of_half).await;
     drop(server);
 }
@@ -109,7 +139,8 @@ async fn open(topic: &Topic) -> KafkaSource {
     topic.open().await
 }
 
-/// A topic that loses its end, of which some is settled below and above, some waits for its delay, and the rest is in flight.
+/// A topic that loses its end, of which some is settled below and above, some waits for its delay,
+/// and the rest is in flight.
 struct Half {
     topic: Topic,
 }
@@ -125,7 +156,13 @@ impl Half {
         let topic = Topic::at(brokers, 1).await;
         for number in 0..Self::ALL {
             // One after the other: each is a batch of its own, behind which the log can be cut.
-            topic.send(None, Some(number.to_string().as_bytes()), OwnedHeaders::new()).await;
+            topic
+                .send(
+                    None,
+                    Some(number.to_string().as_bytes()),
+                    OwnedHeaders::new(),
+                )
+                .await;
         }
         Self { topic }
     }
@@ -145,12 +182,16 @@ impl Half {
         held
     }
 
-    /// All that is not settled and is still there, and what came after it; and what was settled, if librdkafka goes back to the
-    /// beginning.
+    /// All that is not settled and is still there, and what came after it; and what was settled, if
+    /// librdkafka goes back to the beginning.
     async fn receive_again(&self, source: &mut KafkaSource) -> BTreeMap<i64, Delivery> {
         let anew = gather(source, Self::RELEASED..Self::CUT_AT + Self::NEW as i64).await;
         for (offset, delivery) in &anew {
-            let number = if *offset < Self::CUT_AT { *offset } else { offset - Self::CUT_AT };
+            let number = if *offset < Self::CUT_AT {
+                *offset
+            } else {
+                offset - Self::CUT_AT
+            };
             assert_eq!(delivery.message.body, number.to_string(), "at {offset}");
         }
         anew
@@ -161,13 +202,18 @@ impl Half {
 async fn gather(source: &mut KafkaSource, offsets: Range<i64>) -> BTreeMap<i64, Delivery> {
     let mut found = BTreeMap::new();
     while !offsets.clone().all(|offset| found.contains_key(&offset)) {
-        found.extend(receive(source, 1).await.into_iter().map(|it| (offset(&it), it)));
+        found.extend(
+            receive(source, 1)
+                .await
+                .into_iter()
+                .map(|it| (offset(&it), it)),
+        );
     }
     found
 }
 
-/// Settles what is due of what is held until the group has committed so much. On a busy machine the group may take the member for dead
-/// while its broker is away, and what is held comes again.
+/// Settles what is due of what is held until the group has committed so much. On a busy machine the
+/// group may take the member for dead while its broker is away, and what is held comes again.
 async fn settle_until(
     source: &mut KafkaSource,
     topic: &Topic,
@@ -177,21 +223,44 @@ async fn settle_until(
 ) {
     let end = Instant::now() + BOUND;
     loop {
-        let due: Vec<i64> = held.keys().copied().filter(|offset| is_due(*offset)).collect();
+        let due: Vec<i64> = held
+            .keys()
+            .copied()
+            .filter(|offset| is_due(*offset))
+            .collect();
         accept(source, due.iter().filter_map(|offset| held.remove(offset))).await;
         let now = topic.committed(0).await;
         if now == Some(committed) {
             return;
         }
-        assert!(Instant::now() < end, "{now:?} was committed, not {committed}");
+        assert!(
+            Instant::now() < end,
+            "{now:?} was committed, not {committed}"
+        );
         let mut incoming = Vec::new();
         // Over in time or not: what there is then is held.
-        let _ = tokio::time::timeout(Duration::from_millis(200), source.receive(Limit { count: 50, bytes: 1 << 20 }, &mut incoming)).await;
-        held.extend(incoming.into_iter().filter_map(delivery).map(|it| (offset(&it), it)));
+        let _ = tokio::time::timeout(
+            Duration::from_millis(200),
+            source.receive(
+                Limit {
+                    count: 50,
+                    bytes: 1 << 20,
+                },
+                &mut incoming,
+            ),
+        )
+        .await;
+        held.extend(
+            incoming
+                .into_iter()
+                .filter_map(delivery)
+                .map(|it| (offset(&it), it)),
+        );
     }
 }
 
-/// Takes all messages from this offset on from the directory of a partition, where a batch begins at that.
+/// Takes all messages from this offset on from the directory of a partition, where a batch begins
+/// at that.
 fn cut(log: &Path, offset: i64) {
     for file in std::fs::read_dir(log).expect("a log") {
         let path = file.expect("a file").path();
@@ -200,14 +269,16 @@ fn cut(log: &Path, offset: i64) {
                 let bytes = std::fs::read(&path).expect("a segment");
                 std::fs::write(&path, &bytes[..where_it_stands(&bytes, offset)]).expect("cut");
             }
-            Some("index" | "timeindex" | "snapshot") => std::fs::remove_file(path).expect("removed"),
+            Some("index" | "timeindex" | "snapshot") => {
+                std::fs::remove_file(path).expect("removed")
+            }
             _ => {}
         }
     }
 }
 
-/// Where the batch stands in a segment that begins with this offset. Each batch begins with its offset, and the length of what comes
-/// after these twelve bytes.
+/// Where the batch stands in a segment that begins with this offset. Each batch begins with its
+/// offset, and the length of what comes after these twelve bytes.
 fn where_it_stands(segment: &[u8], offset: i64) -> usize {
     let mut at = 0;
     loop {
@@ -225,7 +296,16 @@ async fn failure(source: &mut KafkaSource) -> (Vec<i64>, SourceError) {
     let failed = tokio::time::timeout(BOUND, async {
         loop {
             let mut incoming = Vec::new();
-            if let Err(error) = source.receive(Limit { count: 50, bytes: 1 << 20 }, &mut incoming).await {
+            if let Err(error) = source
+                .receive(
+                    Limit {
+                        count: 50,
+                        bytes: 1 << 20,
+                    },
+                    &mut incoming,
+                )
+                .await
+            {
                 return error;
             }
             let deliveries: Vec<Delivery> = incoming.into_iter().filter_map(delivery).collect();
@@ -239,40 +319,82 @@ async fn failure(source: &mut KafkaSource) -> (Vec<i64>, SourceError) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_damaged_batch_ends_the_source_and_is_never_passed() {
-    let server = tokio::task::spawn_blocking(|| KafkaServer::start().expect("a broker")).await.expect("a broker");
+    let server = tokio::task::spawn_blocking(|| KafkaServer::start().expect("a broker"))
+        .await
+        .expect("a broker");
     let topic = Topic::at(server.brokers(), 1).await;
     for body in ["first", "second", "to-be-damaged", "fourth"] {
-        topic.send(None, Some(body.as_bytes()), OwnedHeaders::new()).await;
+        topic
+            .send(None, Some(body.as_bytes()), OwnedHeaders::new())
+            .await;
     }
-    damage(&server.directory().join("data").join(format!("{}-0/00000000000000000000.log", topic.name)), b"to-be-damaged");
+    damage(
+        &server
+            .directory()
+            .join("data")
+            .join(format!("{}-0/00000000000000000000.log", topic.name)),
+        b"to-be-damaged",
+    );
     let open = async || {
-        let kafka = topic.source().create_topics(TopicCreation::Create { partitions: 1, replication: 1 });
-        kafka.property("check.crcs", "true").open().await.expect("a source")
+        let kafka = topic.source().create_topics(TopicCreation::Create {
+            partitions: 1,
+            replication: 1,
+        });
+        kafka
+            .property("check.crcs", "true")
+            .open()
+            .await
+            .expect("a source")
     };
     for _ in 0..2 {
         let mut source = open().await;
         let (seen, error) = failure(&mut source).await;
         assert!(seen.iter().all(|offset| *offset < 2), "{seen:?}");
         let text = error.to_string();
-        assert!(text.contains(&format!("{}/0", topic.name)) && text.contains("offset 2"), "{text}");
-        // What was read before the damage is handed out still, and nothing past it, whoever goes on asking.
+        assert!(
+            text.contains(&format!("{}/0", topic.name)) && text.contains("offset 2"),
+            "{text}"
+        );
+        // What was read before the damage is handed out still, and nothing past it, whoever goes on
+        // asking.
         let mut incoming = Vec::new();
-        let limit = Limit { count: 50, bytes: 1 << 20 };
-        while tokio::time::timeout(Duration::from_millis(500), source.receive(limit, &mut incoming)).await.is_ok() {
+        let limit = Limit {
+            count: 50,
+            bytes: 1 << 20,
+        };
+        while tokio::time::timeout(
+            Duration::from_millis(500),
+            source.receive(limit, &mut incoming),
+        )
+        .await
+        .is_ok()
+        {
             let deliveries: Vec<Delivery> = incoming.drain(..).filter_map(delivery).collect();
             assert!(deliveries.iter().all(|it| offset(it) < 2), "{deliveries:?}");
             accept(&mut source, deliveries).await;
         }
         close(source).await;
-        assert!(topic.committed(0).await.is_none_or(|committed| committed <= 2), "the damaged message was passed");
+        assert!(
+            topic
+                .committed(0)
+                .await
+                .is_none_or(|committed| committed <= 2),
+            "the damaged message was passed"
+        );
     }
 }
 
 /// Changes the bytes that are found in a file.
 fn damage(file: &Path, what: &[u8]) {
     let bytes = std::fs::read(file).expect("a log");
-    let at = bytes.windows(what.len()).position(|it| it == what).expect("the message");
-    let mut file = std::fs::OpenOptions::new().write(true).open(file).expect("a log");
+    let at = bytes
+        .windows(what.len())
+        .position(|it| it == what)
+        .expect("the message");
+    let mut file = std::fs::OpenOptions::new()
+        .write(true)
+        .open(file)
+        .expect("a log");
     file.seek(SeekFrom::Start(at as u64)).expect("a place");
     file.write_all(&vec![b'#'; what.len()]).expect("damaged");
 }

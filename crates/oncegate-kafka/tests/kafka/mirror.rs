@@ -1,11 +1,14 @@
-//! Failover to another cluster to which the topic, the group's offsets and their metadata are copied.
+//! Failover to another cluster to which the topic, the group's offsets and their metadata are
+//! copied.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use oncegate_core::source::Open;
-use oncegate_core::{Consumer, Context, Error, Failure, Handler, IdSource, MemoryStore, Raw, RawBytes, async_trait};
+use oncegate_core::{
+    Consumer, Context, Error, Failure, Handler, IdSource, MemoryStore, Raw, RawBytes, async_trait,
+};
 use oncegate_kafka::{Kafka, TopicCreation};
 use oncegate_testkit::servers::{KafkaServer, MirrorMakerServer, ServerError};
 use rdkafka::consumer::{BaseConsumer, Consumer as _};
@@ -20,7 +23,8 @@ use crate::stage::*;
 /// The id of the target cluster: `oncegate-kafka-2` in base64.
 const TARGET_CLUSTER: &str = "b25jZWdhdGUta2Fma2EtMg";
 
-/// How many messages are deleted before the mirror starts, so that offsets on the target cluster are lower.
+/// How many messages are deleted before the mirror starts, so that offsets on the target cluster
+/// are lower.
 const DELETED: i64 = 40;
 
 /// A source and a target cluster, of one broker each.
@@ -48,7 +52,12 @@ impl Handler for Runs {
     type Payload = Raw;
 
     async fn handle(&self, _: Raw, context: &Context) -> Result<(), Failure> {
-        *self.0.lock().expect("nobody panics with it").entry(context.id().to_string()).or_default() += 1;
+        *self
+            .0
+            .lock()
+            .expect("nobody panics with it")
+            .entry(context.id().to_string())
+            .or_default() += 1;
         Ok(())
     }
 }
@@ -58,9 +67,15 @@ impl Runs {
     fn assert_each_once(&self, count: usize) {
         let runs = self.0.lock().expect("nobody panics with it");
         let expected: BTreeSet<String> = (0..count).map(|id| id.to_string()).collect();
-        let missing: Vec<_> = expected.iter().filter(|id| !runs.contains_key(*id)).collect();
+        let missing: Vec<_> = expected
+            .iter()
+            .filter(|id| !runs.contains_key(*id))
+            .collect();
         let repeated: Vec<_> = runs.iter().filter(|(_, times)| **times > 1).collect();
-        assert!(missing.is_empty() && repeated.is_empty() && runs.len() == count, "missing {missing:?}, repeated {repeated:?}");
+        assert!(
+            missing.is_empty() && repeated.is_empty() && runs.len() == count,
+            "missing {missing:?}, repeated {repeated:?}"
+        );
     }
 }
 
@@ -72,10 +87,17 @@ struct Running {
 
 impl Running {
     fn start(topic: &Topic, store: &MemoryStore, runs: &Runs) -> Self {
-        let consumer =
-            Consumer::builder().source(source(topic)).store(store.clone()).id(IdSource::key()).decode(RawBytes).handler(runs.clone());
+        let consumer = Consumer::builder()
+            .source(source(topic))
+            .store(store.clone())
+            .id(IdSource::key())
+            .decode(RawBytes)
+            .handler(runs.clone());
         let (stop, stopped) = oneshot::channel::<()>();
-        Self { stop, task: tokio::spawn(consumer.run_until(async move { drop(stopped.await) })) }
+        Self {
+            stop,
+            task: tokio::spawn(consumer.run_until(async move { drop(stopped.await) })),
+        }
     }
 
     async fn stop(self) {
@@ -85,13 +107,22 @@ impl Running {
 }
 
 fn source(topic: &Topic) -> Kafka {
-    topic.source().create_topics(TopicCreation::Create { partitions: 1, replication: 1 })
+    topic.source().create_topics(TopicCreation::Create {
+        partitions: 1,
+        replication: 1,
+    })
 }
 
 /// Sends messages whose keys are these numbers.
 async fn send(topic: &Topic, ids: std::ops::Range<usize>) {
     for id in ids {
-        topic.send(Some(id.to_string().as_bytes()), Some(b"x"), OwnedHeaders::new()).await;
+        topic
+            .send(
+                Some(id.to_string().as_bytes()),
+                Some(b"x"),
+                OwnedHeaders::new(),
+            )
+            .await;
     }
 }
 
@@ -104,17 +135,25 @@ async fn until<F: Future<Output = bool>>(what: &str, is_so: impl Fn() -> F) {
     }
 }
 
-/// Every offset that was committed for partition 0, in order, as the broker has recorded them in `__consumer_offsets`.
+/// Every offset that was committed for partition 0, in order, as the broker has recorded them in
+/// `__consumer_offsets`.
 async fn committed_offsets(topic: &Topic) -> Vec<i64> {
     let (brokers, name) = (topic.brokers.clone(), topic.name.clone());
     let read = tokio::task::spawn_blocking(move || {
         let mut config = ClientConfig::new();
-        config.set("bootstrap.servers", brokers).set("group.id", "oncegate-test-reader").set("enable.partition.eof", "true");
+        config
+            .set("bootstrap.servers", brokers)
+            .set("group.id", "oncegate-test-reader")
+            .set("enable.partition.eof", "true");
         let reader: BaseConsumer = config.create().expect("a consumer");
-        let metadata = reader.fetch_metadata(Some(OFFSETS), BOUND).expect("an answer");
+        let metadata = reader
+            .fetch_metadata(Some(OFFSETS), BOUND)
+            .expect("an answer");
         let mut partitions = TopicPartitionList::new();
         for partition in metadata.topics()[0].partitions() {
-            partitions.add_partition_offset(OFFSETS, partition.id(), Offset::Beginning).expect("an offset");
+            partitions
+                .add_partition_offset(OFFSETS, partition.id(), Offset::Beginning)
+                .expect("an offset");
         }
         reader.assign(&partitions).expect("an assignment");
         let (mut offsets, mut ended) = (Vec::new(), BTreeSet::new());
@@ -122,7 +161,9 @@ async fn committed_offsets(topic: &Topic) -> Vec<i64> {
         while ended.len() < partitions.count() {
             assert!(Instant::now() < end, "{OFFSETS} is not read to its end");
             match reader.poll(Duration::from_millis(100)) {
-                Some(Ok(record)) => offsets.extend(committed_offset(record.key(), record.payload(), &name)),
+                Some(Ok(record)) => {
+                    offsets.extend(committed_offset(record.key(), record.payload(), &name))
+                }
                 Some(Err(KafkaError::PartitionEOF(partition))) => drop(ended.insert(partition)),
                 Some(Err(error)) => panic!("{error}"),
                 None => {}
@@ -135,12 +176,23 @@ async fn committed_offsets(topic: &Topic) -> Vec<i64> {
 
 const OFFSETS: &str = "__consumer_offsets";
 
-/// The offset in a record of `__consumer_offsets`, if it is one of partition 0 of this topic and of the group of its name: the
-/// key is a version of 0 or 1, group, topic and partition, and the value begins with a version and the offset.
+/// The offset in a record of `__consumer_offsets`, if it is one of partition 0 of this topic and of
+/// the group of its name: the key is a version of 0 or 1, group, topic and partition, and the value
+/// begins with a version and the offset.
 fn committed_offset(key: Option<&[u8]>, value: Option<&[u8]>, name: &str) -> Option<i64> {
-    let length = i16::try_from(name.len()).expect("a short name").to_be_bytes();
+    let length = i16::try_from(name.len())
+        .expect("a short name")
+        .to_be_bytes();
     let text = [&length[..], name.as_bytes()].concat();
-    let of_this = |version: i16| [&version.to_be_bytes()[..], &text, &text, &0_i32.to_be_bytes()].concat();
+    let of_this = |version: i16| {
+        [
+            &version.to_be_bytes()[..],
+            &text,
+            &text,
+            &0_i32.to_be_bytes(),
+        ]
+        .concat()
+    };
     let is_of_this = (0..=1).any(|version| key == Some(&of_this(version)));
     let offset = value?.get(2..10)?.try_into().ok()?;
     is_of_this.then(|| i64::from_be_bytes(offset))
@@ -149,7 +201,10 @@ fn committed_offset(key: Option<&[u8]>, value: Option<&[u8]>, name: &str) -> Opt
 /// Checks that the group continued at `translated` and that no commit went back.
 async fn assert_never_back(topic: &Topic, translated: i64, last: i64) {
     let offsets = committed_offsets(topic).await;
-    assert!(offsets.is_sorted() && offsets.contains(&translated) && offsets.last() == Some(&last), "{offsets:?} were committed");
+    assert!(
+        offsets.is_sorted() && offsets.contains(&translated) && offsets.last() == Some(&last),
+        "{offsets:?} were committed"
+    );
 }
 
 /// With MirrorMaker 2 itself, and another process on the target cluster.
@@ -166,10 +221,18 @@ async fn a_group_that_fails_over_to_a_mirrored_topic_continues_at_the_translated
     topic.remove_below(DELETED).await;
 
     let replica = topic.on(target_cluster.brokers());
-    let mut mirror = blocking(|| MirrorMakerServer::start(&source_cluster, &target_cluster, &topic.name, &topic.name));
-    until("no offset was translated", || async { replica.committed(0).await.is_some_and(|offset| offset > 0) }).await;
+    let mut mirror = blocking(|| {
+        MirrorMakerServer::start(&source_cluster, &target_cluster, &topic.name, &topic.name)
+    });
+    until("no offset was translated", || async {
+        replica.committed(0).await.is_some_and(|offset| offset > 0)
+    })
+    .await;
     send(&topic, 80..100).await;
-    until("not all was copied", || async { replica.end_of(&replica.name).await == 60 }).await;
+    until("not all was copied", || async {
+        replica.end_of(&replica.name).await == 60
+    })
+    .await;
     blocking(|| {
         mirror.stop();
         source_cluster.kill();
@@ -191,9 +254,11 @@ async fn a_group_that_fails_over_to_a_mirrored_topic_continues_at_the_translated
     assert!(metadata.contains(TARGET_CLUSTER), "{metadata}");
 }
 
-/// As where a host name is pointed to the target cluster. Offsets and metadata are copied as MirrorMaker 2 does.
+/// As where a host name is pointed to the target cluster. Offsets and metadata are copied as
+/// MirrorMaker 2 does.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_running_consumer_whose_brokers_become_those_of_the_mirror_continues_at_the_translated_offset() {
+async fn a_running_consumer_whose_brokers_become_those_of_the_mirror_continues_at_the_translated_offset()
+ {
     let (mut source_cluster, mut target_cluster) = two_clusters();
     let (store, runs) = (MemoryStore::new(), Runs::default());
     let topic = Topic::at(source_cluster.brokers(), 1).await;

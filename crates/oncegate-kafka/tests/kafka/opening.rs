@@ -9,9 +9,15 @@ use oncegate_kafka::{Kafka, TopicCreation};
 use crate::stage::*;
 
 async fn refusal(kafka: Kafka) -> (String, String) {
-    let opened = tokio::time::timeout(BOUND, kafka.open()).await.expect("an answer in time");
+    let opened = tokio::time::timeout(BOUND, kafka.open())
+        .await
+        .expect("an answer in time");
     match opened {
-        Err(SourceError::Misconfigured { setting, problem, remedy }) => (setting, format!("{problem}; {remedy}")),
+        Err(SourceError::Misconfigured {
+            setting,
+            problem,
+            remedy,
+        }) => (setting, format!("{problem}; {remedy}")),
         other => panic!("opened: {other:?}"),
     }
 }
@@ -19,21 +25,44 @@ async fn refusal(kafka: Kafka) -> (String, String) {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_missing_topic_is_named_with_what_to_do() {
     let topic = Topic::alone(1).await;
-    let (setting, text) = refusal(Kafka::topic("oncegate-test-nowhere").brokers(&topic.brokers).group("g")).await;
+    let (setting, text) = refusal(
+        Kafka::topic("oncegate-test-nowhere")
+            .brokers(&topic.brokers)
+            .group("g"),
+    )
+    .await;
     assert_eq!(setting, "topic");
-    assert!(text.contains("oncegate-test-nowhere") && text.contains("--create") && text.contains("--replication-factor 1 "), "{text}");
+    assert!(
+        text.contains("oncegate-test-nowhere")
+            && text.contains("--create")
+            && text.contains("--replication-factor 1 "),
+        "{text}"
+    );
 
     let (setting, text) = refusal(topic.source()).await;
     assert_eq!(setting, "dead_letters");
-    assert!(text.contains(&topic.dead_letters()) && text.contains("create_topics"), "{text}");
+    assert!(
+        text.contains(&topic.dead_letters()) && text.contains("create_topics"),
+        "{text}"
+    );
     // The cluster has one broker.
-    assert!(text.contains("replication: 1 ") && text.contains("--replication-factor 1 ") && !text.contains("replication: 3"), "{text}");
+    assert!(
+        text.contains("replication: 1 ")
+            && text.contains("--replication-factor 1 ")
+            && !text.contains("replication: 3"),
+        "{text}"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn missing_dead_letter_topics_are_created_on_request() {
     let topic = Topic::alone(1).await;
-    let kafka = || topic.source().create_topics(TopicCreation::Create { partitions: 1, replication: 1 });
+    let kafka = || {
+        topic.source().create_topics(TopicCreation::Create {
+            partitions: 1,
+            replication: 1,
+        })
+    };
     close(kafka().open().await.expect("a source")).await;
     // They are there now.
     close(kafka().open().await.expect("a source")).await;
@@ -42,17 +71,40 @@ async fn missing_dead_letter_topics_are_created_on_request() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_dead_letter_topic_that_forgets_is_refused_unless_that_is_accepted() {
-    for config in [("retention.ms", "3600000"), ("retention.bytes", "1000000"), ("cleanup.policy", "compact")] {
+    for config in [
+        ("retention.ms", "3600000"),
+        ("retention.bytes", "1000000"),
+        ("cleanup.policy", "compact"),
+    ] {
         let topic = Topic::with_dead_letters(&[config]).await;
         let (setting, text) = refusal(topic.source()).await;
         assert_eq!(setting, "dead_letters");
-        let command = format!("--entity-type topics --entity-name {} --add-config {}=", topic.dead_letters(), config.0);
-        assert!(text.contains(&command) && text.contains(&format!("{}={}", config.0, config.1)) && !text.contains('\n'), "{text}");
-        close(topic.source().accept_limited_retention().open().await.expect("a source")).await;
+        let command = format!(
+            "--entity-type topics --entity-name {} --add-config {}=",
+            topic.dead_letters(),
+            config.0
+        );
+        assert!(
+            text.contains(&command)
+                && text.contains(&format!("{}={}", config.0, config.1))
+                && !text.contains('\n'),
+            "{text}"
+        );
+        close(
+            topic
+                .source()
+                .accept_limited_retention()
+                .open()
+                .await
+                .expect("a source"),
+        )
+        .await;
     }
     // What a topic gets from the broker by default counts too.
     let topic = Topic::alone(1).await;
-    topic.create(&topic.dead_letters(), 1, &[("retention.ms", "-1")]).await;
+    topic
+        .create(&topic.dead_letters(), 1, &[("retention.ms", "-1")])
+        .await;
     topic.create(&topic.in_doubt(), 1, &[]).await;
     assert_eq!(refusal(topic.source()).await.0, "in_doubt");
 }
@@ -60,14 +112,34 @@ async fn a_dead_letter_topic_that_forgets_is_refused_unless_that_is_accepted() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_wrong_property_is_named_without_its_value() {
     let topic = Topic::new(1).await;
-    assert_eq!(refusal(topic.source().property("no.such.property", "1")).await.0, "no.such.property");
-    assert_eq!(refusal(topic.source().property("enable.auto.commit", "true")).await.0, "enable.auto.commit");
-    let (_, text) = refusal(topic.source().property("ssl.key.pem", "secret-canary").property("security.protocol", "ssl")).await;
+    assert_eq!(
+        refusal(topic.source().property("no.such.property", "1"))
+            .await
+            .0,
+        "no.such.property"
+    );
+    assert_eq!(
+        refusal(topic.source().property("enable.auto.commit", "true"))
+            .await
+            .0,
+        "enable.auto.commit"
+    );
+    let (_, text) = refusal(
+        topic
+            .source()
+            .property("ssl.key.pem", "secret-canary")
+            .property("security.protocol", "ssl"),
+    )
+    .await;
     assert!(!text.contains("canary"), "{text}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_broker_that_is_not_there_is_waited_for() {
     let kafka = Kafka::topic("t").brokers("127.0.0.1:1").group("g");
-    assert!(tokio::time::timeout(Duration::from_secs(2), kafka.open()).await.is_err());
+    assert!(
+        tokio::time::timeout(Duration::from_secs(2), kafka.open())
+            .await
+            .is_err()
+    );
 }

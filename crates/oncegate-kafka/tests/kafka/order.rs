@@ -3,7 +3,10 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use oncegate_core::{Consumer, Context, Failure, Handler, IdSource, Knows, MemoryStore, Order, Raw, RawBytes, async_trait};
+use oncegate_core::{
+    Consumer, Context, Failure, Handler, IdSource, Knows, MemoryStore, Order, Raw, RawBytes,
+    async_trait,
+};
 use rdkafka::message::OwnedHeaders;
 use tokio::sync::watch;
 
@@ -12,7 +15,8 @@ use crate::stage::*;
 /// What was handled: partition and offset, in order.
 type Done = Vec<(i32, i64)>;
 
-/// Handles a message once the script lets it, by its partition and offset, and what was handled before.
+/// Handles a message once the script lets it, by its partition and offset, and what was handled
+/// before.
 #[derive(Clone)]
 struct Scripted {
     done: watch::Sender<Done>,
@@ -24,7 +28,12 @@ struct Scripted {
 
 impl Scripted {
     fn new(fails_first: (i32, i64), may: fn(i32, i64, &Done) -> bool) -> Self {
-        Self { done: watch::channel(Done::new()).0, failed: Arc::default(), fails_first, may }
+        Self {
+            done: watch::channel(Done::new()).0,
+            failed: Arc::default(),
+            fails_first,
+            may,
+        }
     }
 }
 
@@ -34,8 +43,14 @@ impl Handler for Scripted {
 
     async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
         let mut place = cx.id().rsplit('/');
-        let offset: i64 = place.next().and_then(|it| it.parse().ok()).expect("a position");
-        let partition: i32 = place.next().and_then(|it| it.parse().ok()).expect("a position");
+        let offset: i64 = place
+            .next()
+            .and_then(|it| it.parse().ok())
+            .expect("a position");
+        let partition: i32 = place
+            .next()
+            .and_then(|it| it.parse().ok())
+            .expect("a position");
         if (partition, offset) == self.fails_first {
             let mut failed = self.failed.lock().expect("nobody panics with it");
             if !failed.contains(&(partition, offset)) {
@@ -44,7 +59,11 @@ impl Handler for Scripted {
             }
         }
         // The sender is ours.
-        let _ = self.done.subscribe().wait_for(|done| (self.may)(partition, offset, done)).await;
+        let _ = self
+            .done
+            .subscribe()
+            .wait_for(|done| (self.may)(partition, offset, done))
+            .await;
         self.done.send_modify(|done| done.push((partition, offset)));
         Ok(())
     }
@@ -65,7 +84,8 @@ async fn consume(topic: &Topic, order: Order, handler: &Scripted, count: usize) 
         .handler(handler.clone());
     let run = tokio::time::timeout(BOUND, consumer.run_until(all)).await;
     let done = handler.done.borrow().clone();
-    run.unwrap_or_else(|_| panic!("it stands at {done:?}")).expect("a clean end");
+    run.unwrap_or_else(|_| panic!("it stands at {done:?}"))
+        .expect("a clean end");
     done
 }
 
@@ -77,12 +97,28 @@ async fn by_partition_each_is_in_order_though_one_fails_and_the_other_goes_on() 
     topic.send_numbers(1, EACH).await;
     // Partition 0 goes on past its middle once all of partition 1 is done.
     let may = |partition, offset, done: &Done| {
-        partition == 1 || offset < 10 || done.iter().filter(|(partition, _)| *partition == 1).count() == EACH
+        partition == 1
+            || offset < 10
+            || done.iter().filter(|(partition, _)| *partition == 1).count() == EACH
     };
-    let done = consume(&topic, Order::ByPartition, &Scripted::new((0, 3), may), EACH * 2).await;
+    let done = consume(
+        &topic,
+        Order::ByPartition,
+        &Scripted::new((0, 3), may),
+        EACH * 2,
+    )
+    .await;
     for partition in 0..2 {
-        let offsets: Vec<i64> = done.iter().filter(|it| it.0 == partition).map(|it| it.1).collect();
-        assert_eq!(offsets, (0..EACH as i64).collect::<Vec<_>>(), "of partition {partition}");
+        let offsets: Vec<i64> = done
+            .iter()
+            .filter(|it| it.0 == partition)
+            .map(|it| it.1)
+            .collect();
+        assert_eq!(
+            offsets,
+            (0..EACH as i64).collect::<Vec<_>>(),
+            "of partition {partition}"
+        );
     }
     topic.await_commit(0, EACH as i64).await;
     topic.await_commit(1, EACH as i64).await;
@@ -93,7 +129,9 @@ async fn unordered_nothing_waits_for_another_of_its_key() {
     const ALL: usize = 10;
     let topic = Topic::new(1).await;
     for _ in 0..ALL {
-        topic.send(Some(b"key"), Some(b"body"), OwnedHeaders::new()).await;
+        topic
+            .send(Some(b"key"), Some(b"body"), OwnedHeaders::new())
+            .await;
     }
     let may = |_, offset, done: &Done| offset != 0 || done.len() == ALL - 1;
     let done = consume(&topic, Order::Unordered, &Scripted::new((0, 1), may), ALL).await;
@@ -106,13 +144,22 @@ async fn by_key_a_key_waits_for_itself_alone() {
     const ALL: usize = 20;
     let topic = Topic::new(1).await;
     for number in 0..ALL {
-        topic.send(Some(if number % 2 == 0 { b"even" } else { b"odd!" }), Some(b"body"), OwnedHeaders::new()).await;
+        topic
+            .send(
+                Some(if number % 2 == 0 { b"even" } else { b"odd!" }),
+                Some(b"body"),
+                OwnedHeaders::new(),
+            )
+            .await;
     }
     // The first of one key ends once all of the other are done.
     let may = |_, offset, done: &Done| offset != 0 || done.len() == ALL / 2;
     let done = consume(&topic, Order::ByKey, &Scripted::new((0, 5), may), ALL).await;
     let odd: Vec<i64> = (0..ALL as i64).filter(|it| it % 2 == 1).collect();
     let even: Vec<i64> = (0..ALL as i64).filter(|it| it % 2 == 0).collect();
-    assert_eq!(done.iter().map(|it| it.1).collect::<Vec<_>>(), [odd, even].concat());
+    assert_eq!(
+        done.iter().map(|it| it.1).collect::<Vec<_>>(),
+        [odd, even].concat()
+    );
     topic.await_commit(0, ALL as i64).await;
 }

@@ -12,10 +12,15 @@ use crate::stage::*;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_outage_heals_by_itself_and_never_holds_up_a_close() {
-    let mut server = tokio::task::spawn_blocking(|| KafkaServer::start().expect("a broker")).await.expect("a broker");
+    let mut server = tokio::task::spawn_blocking(|| KafkaServer::start().expect("a broker"))
+        .await
+        .expect("a broker");
     let topic = Topic::at(server.brokers(), 1).await;
     topic.send_numbers(0, 20).await;
-    let kafka = topic.source().create_topics(TopicCreation::Create { partitions: 1, replication: 1 });
+    let kafka = topic.source().create_topics(TopicCreation::Create {
+        partitions: 1,
+        replication: 1,
+    });
     let mut source = kafka.open().await.expect("a source");
     let mut deliveries = receive(&mut source, 20).await;
     accept(&mut source, deliveries.drain(..5)).await;
@@ -36,7 +41,16 @@ async fn an_outage_heals_by_itself_and_never_holds_up_a_close() {
     let healed = tokio::time::timeout(BOUND, async {
         while !(20..25).all(|offset| seen.contains(&offset)) {
             let mut incoming = Vec::new();
-            source.receive(Limit { count: 50, bytes: 1 << 20 }, &mut incoming).await.expect("no error");
+            source
+                .receive(
+                    Limit {
+                        count: 50,
+                        bytes: 1 << 20,
+                    },
+                    &mut incoming,
+                )
+                .await
+                .expect("no error");
             let deliveries: Vec<Delivery> = incoming.into_iter().filter_map(delivery).collect();
             seen.extend(offsets(&deliveries));
             accept(&mut source, deliveries).await;

@@ -9,7 +9,8 @@ use oncegate_kafka::{KafkaSource, KafkaStatus, OutOfRange, StartAt};
 
 use crate::stage::*;
 
-/// The setting and the text of the error that a source ends with, before it has handed anything over.
+/// The setting and the text of the error that a source ends with, before it has handed anything
+/// over.
 async fn refusal(source: &mut KafkaSource) -> (String, String) {
     let (setting, text, incoming) = end_of(source).await;
     assert!(incoming.is_empty(), "received {incoming:?} before {text}");
@@ -21,13 +22,26 @@ async fn end_of(source: &mut KafkaSource) -> (String, String, Vec<Incoming>) {
     let mut incoming = Vec::new();
     let ended = tokio::time::timeout(BOUND, async {
         loop {
-            if let Err(error) = source.receive(Limit { count: 100, bytes: 1 << 20 }, &mut incoming).await {
+            if let Err(error) = source
+                .receive(
+                    Limit {
+                        count: 100,
+                        bytes: 1 << 20,
+                    },
+                    &mut incoming,
+                )
+                .await
+            {
                 return error;
             }
         }
     });
     match ended.await.expect("an error in time") {
-        SourceError::Misconfigured { setting, problem, remedy } => (setting, format!("{problem}; {remedy}"), incoming),
+        SourceError::Misconfigured {
+            setting,
+            problem,
+            remedy,
+        } => (setting, format!("{problem}; {remedy}"), incoming),
         other => panic!("{other:?}"),
     }
 }
@@ -44,7 +58,12 @@ async fn removed() -> Topic {
 #[tokio::test(flavor = "multi_thread")]
 async fn start_at_error_ends_a_group_without_an_offset() {
     let topic = Topic::new(1).await;
-    let mut source = topic.source().start(StartAt::Error).open().await.expect("a source");
+    let mut source = topic
+        .source()
+        .start(StartAt::Error)
+        .open()
+        .await
+        .expect("a source");
     assert_eq!(refusal(&mut source).await.0, "start");
     close(source).await;
 }
@@ -52,13 +71,22 @@ async fn start_at_error_ends_a_group_without_an_offset() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_group_whose_messages_were_removed_reads_on_at_the_first_that_is_left() {
     let (topic, status) = (removed().await, KafkaStatus::new());
-    let mut source = topic.source().status(status.clone()).open().await.expect("a source");
+    let mut source = topic
+        .source()
+        .status(status.clone())
+        .open()
+        .await
+        .expect("a source");
     let deliveries = receive(&mut source, 8).await;
     assert_eq!(offsets(&deliveries), (12..20).collect::<Vec<_>>());
     // It is looked into while the first of them are handed over.
     let end = Instant::now() + BOUND;
     while status.messages_missed() != 7 {
-        assert!(Instant::now() < end, "{} were missed", status.messages_missed());
+        assert!(
+            Instant::now() < end,
+            "{} were missed",
+            status.messages_missed()
+        );
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     accept(&mut source, deliveries).await;
@@ -70,19 +98,27 @@ async fn a_group_whose_messages_were_removed_reads_on_at_the_first_that_is_left(
     close(source).await;
 }
 
-/// Read it was before retention came to it, and counted only after: all that is known then is that the log begins behind it.
+/// Read it was before retention came to it, and counted only after: all that is known then is that
+/// the log begins behind it.
 #[tokio::test(flavor = "multi_thread")]
 async fn what_was_removed_is_missed_also_where_retention_overtakes_what_waits_in_the_client() {
     let (topic, status) = (Topic::new(2).await, KafkaStatus::new());
-    // More than the source takes without being asked, so that what comes behind waits in librdkafka's queue.
+    // More than the source takes without being asked, so that what comes behind waits in
+    // librdkafka's queue.
     topic.send_numbers(1, 3_000).await;
     topic.send_numbers(0, 20).await;
     topic.commit(5).await;
     topic.remove_below(12).await;
-    let mut source = topic.source().status(status.clone()).open().await.expect("a source");
+    let mut source = topic
+        .source()
+        .status(status.clone())
+        .open()
+        .await
+        .expect("a source");
     let mut all = receive(&mut source, 1).await;
-    // Librdkafka waits for so long before it asks again where an offset is out of range, and hears where the log begins with each
-    // answer. Where it takes longer there is nothing to overtake, and as much is missed.
+    // Librdkafka waits for so long before it asks again where an offset is out of range, and hears
+    // where the log begins with each answer. Where it takes longer there is nothing to overtake,
+    // and as much is missed.
     tokio::time::sleep(Duration::from_secs(1)).await;
     topic.remove_below(15).await;
     tokio::time::sleep(Duration::from_millis(1_500)).await;
@@ -94,18 +130,34 @@ async fn what_was_removed_is_missed_also_where_retention_overtakes_what_waits_in
         assert!(Instant::now() < end, "nothing was missed");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    let first = all.iter().filter(|it| it.receipt.partition == 0).map(offset).min().expect("some came");
-    assert_eq!(status.messages_missed(), u64::try_from(first - 5).expect("it was removed below 12"));
+    let first = all
+        .iter()
+        .filter(|it| it.receipt.partition == 0)
+        .map(offset)
+        .min()
+        .expect("some came");
+    assert_eq!(
+        status.messages_missed(),
+        u64::try_from(first - 5).expect("it was removed below 12")
+    );
     close(source).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_group_whose_messages_were_removed_ends_if_it_is_told_to() {
     let topic = removed().await;
-    let mut source = topic.source().out_of_range(OutOfRange::Error).open().await.expect("a source");
+    let mut source = topic
+        .source()
+        .out_of_range(OutOfRange::Error)
+        .open()
+        .await
+        .expect("a source");
     let (setting, text) = refusal(&mut source).await;
     assert_eq!(setting, "out_of_range");
-    assert!(text.contains(&format!("stands at offset 5 of {}/0", topic.name)), "{text}");
+    assert!(
+        text.contains(&format!("stands at offset 5 of {}/0", topic.name)),
+        "{text}"
+    );
     close(source).await;
     assert_eq!(topic.committed(0).await, Some(5));
 }
@@ -115,10 +167,18 @@ async fn a_log_that_was_cut_ends_the_source_if_it_is_told_to() {
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 10).await;
     topic.commit(50).await;
-    let mut source = topic.source().out_of_range(OutOfRange::Error).open().await.expect("a source");
+    let mut source = topic
+        .source()
+        .out_of_range(OutOfRange::Error)
+        .open()
+        .await
+        .expect("a source");
     let (setting, text) = refusal(&mut source).await;
     assert_eq!(setting, "out_of_range");
-    assert!(text.contains(&format!("stands at offset 50 of {}/0", topic.name)), "{text}");
+    assert!(
+        text.contains(&format!("stands at offset 50 of {}/0", topic.name)),
+        "{text}"
+    );
     close(source).await;
     assert_eq!(topic.committed(0).await, Some(50));
 }
@@ -127,7 +187,12 @@ async fn a_log_that_was_cut_ends_the_source_if_it_is_told_to() {
 async fn a_group_without_an_offset_begins_at_the_beginning_though_it_may_not_begin_again() {
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 3).await;
-    let mut source = topic.source().out_of_range(OutOfRange::Error).open().await.expect("a source");
+    let mut source = topic
+        .source()
+        .out_of_range(OutOfRange::Error)
+        .open()
+        .await
+        .expect("a source");
     let deliveries = receive(&mut source, 3).await;
     assert_eq!(offsets(&deliveries), [0, 1, 2]);
     accept(&mut source, deliveries).await;
@@ -140,7 +205,10 @@ async fn a_partition_that_is_added_is_read_from_its_beginning() {
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 3).await;
     topic.commit(3).await;
-    let kafka = topic.source().start(StartAt::Error).property("topic.metadata.refresh.interval.ms", "500");
+    let kafka = topic
+        .source()
+        .start(StartAt::Error)
+        .property("topic.metadata.refresh.interval.ms", "500");
     let mut source = kafka.open().await.expect("a source");
     assert!(is_silent(&mut source, Duration::from_millis(500)).await);
     topic.grow(2).await;
@@ -179,15 +247,26 @@ async fn a_topic_that_is_made_anew_and_longer_than_before_is_read_whole() {
     topic.await_reset(0, 60).await;
     let after = topic.committed_with(0).await.expect("an offset").1;
     let cluster_id = topic.cluster_id().await;
-    assert!([&before, &after].iter().all(|it| is_identity(it, &cluster_id)) && before != after, "{before:?}, {after:?}");
+    assert!(
+        [&before, &after]
+            .iter()
+            .all(|it| is_identity(it, &cluster_id))
+            && before != after,
+        "{before:?}, {after:?}"
+    );
     close(source).await;
 }
 
-/// Whether this metadata names a topic, by 16 bytes in base64 as Kafka prints them, and the cluster.
+/// Whether this metadata names a topic, by 16 bytes in base64 as Kafka prints them, and the
+/// cluster.
 fn is_identity(metadata: &str, cluster_id: &str) -> bool {
     let sign = |it: char| it.is_ascii_alphanumeric() || "-_+/".contains(it);
-    let ids = metadata.strip_prefix("topic-id=").and_then(|ids| ids.split_once(" cluster-id="));
-    ids.is_some_and(|(topic, cluster)| topic.len() == 22 && topic.chars().all(sign) && cluster == cluster_id)
+    let ids = metadata
+        .strip_prefix("topic-id=")
+        .and_then(|ids| ids.split_once(" cluster-id="));
+    ids.is_some_and(|(topic, cluster)| {
+        topic.len() == 22 && topic.chars().all(sign) && cluster == cluster_id
+    })
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -202,7 +281,9 @@ async fn a_committed_offset_is_used_unless_its_metadata_names_a_deleted_topic_of
         let topic = Topic::new(1).await;
         let cluster_id = topic.cluster_id().await;
         topic.send_numbers(0, 10).await;
-        topic.commit_with(4, &metadata.replace("THIS", &cluster_id)).await;
+        topic
+            .commit_with(4, &metadata.replace("THIS", &cluster_id))
+            .await;
         let mut source = topic.open().await;
         let all = receive(&mut source, usize::try_from(10 - first).expect("offsets")).await;
         assert_eq!(offsets(&all), (first..10).collect::<Vec<_>>(), "{metadata}");
@@ -218,23 +299,43 @@ async fn a_committed_offset_is_used_unless_its_metadata_names_a_deleted_topic_of
 
 /// The topic may be a replica or a recreated one: a person decides.
 #[tokio::test(flavor = "multi_thread")]
-async fn an_offset_of_another_topic_id_without_a_cluster_id_ends_the_source_with_out_of_range_error() {
+async fn an_offset_of_another_topic_id_without_a_cluster_id_ends_the_source_with_out_of_range_error()
+ {
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 10).await;
-    topic.commit_with(4, "topic-id=q5BZ55PYTTyxda8B1C5Amg").await;
-    let mut source = topic.source().out_of_range(OutOfRange::Error).open().await.expect("a source");
+    topic
+        .commit_with(4, "topic-id=q5BZ55PYTTyxda8B1C5Amg")
+        .await;
+    let mut source = topic
+        .source()
+        .out_of_range(OutOfRange::Error)
+        .open()
+        .await
+        .expect("a source");
     let (setting, text) = refusal(&mut source).await;
     assert_eq!(setting, "out_of_range");
-    assert!(text.contains(&format!("offset 4 of {}/0 was committed for a topic with another id", topic.name)), "{text}");
+    assert!(
+        text.contains(&format!(
+            "offset 4 of {}/0 was committed for a topic with another id",
+            topic.name
+        )),
+        "{text}"
+    );
     close(source).await;
     assert_eq!(topic.committed(0).await, Some(4));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_topic_that_is_made_anew_ends_the_source_if_it_is_told_to_and_is_read_whole_after_a_restart() {
+async fn a_topic_that_is_made_anew_ends_the_source_if_it_is_told_to_and_is_read_whole_after_a_restart()
+ {
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 20).await;
-    let kafka = || topic.source().out_of_range(OutOfRange::Error).property("topic.metadata.refresh.interval.ms", "500");
+    let kafka = || {
+        topic
+            .source()
+            .out_of_range(OutOfRange::Error)
+            .property("topic.metadata.refresh.interval.ms", "500")
+    };
     let mut source = kafka().open().await.expect("a source");
     let mut all = receive(&mut source, 20).await;
     accept(&mut source, all.drain(..10)).await;
@@ -244,11 +345,18 @@ async fn a_topic_that_is_made_anew_ends_the_source_if_it_is_told_to_and_is_read_
     // Until it is noticed, what lies above may be handed over.
     let (setting, text, _) = end_of(&mut source).await;
     assert_eq!(setting, "out_of_range");
-    assert!(text.contains(&format!("the topic `{}` was deleted and made anew", topic.name)), "{text}");
+    assert!(
+        text.contains(&format!(
+            "the topic `{}` was deleted and made anew",
+            topic.name
+        )),
+        "{text}"
+    );
     // Of the old log: where it ended is no place to begin in the new one.
     accept(&mut source, all).await;
     close(source).await;
-    // A beginning that could not be committed before it closed is found missing again, and never passed.
+    // A beginning that could not be committed before it closed is found missing again, and never
+    // passed.
     let mut seen = Vec::new();
     for _ in 0..10 {
         let mut source = kafka().open().await.expect("a source");
@@ -256,10 +364,25 @@ async fn a_topic_that_is_made_anew_ends_the_source_if_it_is_told_to_and_is_read_
         while seen.len() < 60 {
             assert!(Instant::now() < end, "{seen:?}");
             let mut incoming = Vec::new();
-            if source.receive(Limit { count: 100, bytes: 1 << 20 }, &mut incoming).await.is_err() {
+            if source
+                .receive(
+                    Limit {
+                        count: 100,
+                        bytes: 1 << 20,
+                    },
+                    &mut incoming,
+                )
+                .await
+                .is_err()
+            {
                 break;
             }
-            seen.extend(incoming.into_iter().filter_map(delivery).map(|it| offset(&it)));
+            seen.extend(
+                incoming
+                    .into_iter()
+                    .filter_map(delivery)
+                    .map(|it| offset(&it)),
+            );
         }
         close(source).await;
         if seen.len() == 60 {

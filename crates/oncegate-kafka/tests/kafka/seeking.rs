@@ -1,5 +1,5 @@
-//! Where librdkafka reads on after a rebalance, when a fetch had failed before it. On librdkafka's own small broker, which fails
-//! when it is told to.
+//! Where librdkafka reads on after a rebalance, when a fetch had failed before it. On librdkafka's
+//! own small broker, which fails when it is told to.
 
 use std::sync::mpsc;
 use std::time::Duration;
@@ -17,35 +17,60 @@ use crate::stage::*;
 
 const PARTITIONS: i32 = 3;
 
-/// librdkafka counts an error that it hands over as a message at the offset where it stood. A rebalance pauses the partitions
-/// that stay, and has them read on behind what was counted: one message too far.
+/// librdkafka counts an error that it hands over as a message at the offset where it stood. A
+/// rebalance pauses the partitions that stay, and has them read on behind what was counted: one
+/// message too far.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_rebalance_after_a_fetch_that_failed_skips_nothing() {
     let cluster = MockCluster::new(1).expect("a broker");
     for (name, partitions) in [("t", PARTITIONS), ("t.dead-letters", 1), ("t.in-doubt", 1)] {
         cluster.create_topic(name, partitions, 1).expect("a topic");
     }
-    let producer: FutureProducer = ClientConfig::new().set("bootstrap.servers", cluster.bootstrap_servers()).create().expect("a producer");
+    let producer: FutureProducer = ClientConfig::new()
+        .set("bootstrap.servers", cluster.bootstrap_servers())
+        .create()
+        .expect("a producer");
     let send = async |partition: i32| {
-        producer.send(FutureRecord::<[u8], _>::to("t").partition(partition).payload("x"), BOUND).await.expect("sent");
+        producer
+            .send(
+                FutureRecord::<[u8], _>::to("t")
+                    .partition(partition)
+                    .payload("x"),
+                BOUND,
+            )
+            .await
+            .expect("sent");
     };
     // A member who joins is waited for as long as a session lasts, less a second.
-    let quick = [("session.timeout.ms", "3000"), ("heartbeat.interval.ms", "500")];
-    let kafka = Kafka::topic("t").brokers(cluster.bootstrap_servers()).group("g");
-    let kafka = quick.iter().fold(kafka, |kafka, (key, value)| kafka.property(*key, *value));
+    let quick = [
+        ("session.timeout.ms", "3000"),
+        ("heartbeat.interval.ms", "500"),
+    ];
+    let kafka = Kafka::topic("t")
+        .brokers(cluster.bootstrap_servers())
+        .group("g");
+    let kafka = quick
+        .iter()
+        .fold(kafka, |kafka, (key, value)| kafka.property(*key, *value));
     // Nothing of partition 2 was ever read.
     send(0).await;
     send(1).await;
     let mut source = kafka.open().await.expect("a source");
     let mut held = receive(&mut source, 2).await;
 
-    cluster.request_errors(RDKafkaApiKey::Fetch, &[RDKafkaRespErr::RD_KAFKA_RESP_ERR_UNKNOWN]);
-    // One fetch asks for all partitions: when the next message of one has come, the error of the others has come before.
+    cluster.request_errors(
+        RDKafkaApiKey::Fetch,
+        &[RDKafkaRespErr::RD_KAFKA_RESP_ERR_UNKNOWN],
+    );
+    // One fetch asks for all partitions: when the next message of one has come, the error of the
+    // others has come before.
     send(0).await;
     held.extend(receive(&mut source, 1).await);
 
     let mut other = ClientConfig::new();
-    other.set("bootstrap.servers", cluster.bootstrap_servers()).set("group.id", "g");
+    other
+        .set("bootstrap.servers", cluster.bootstrap_servers())
+        .set("group.id", "g");
     other.set("partition.assignment.strategy", "cooperative-sticky");
     for (key, value) in quick {
         other.set(key, value);
@@ -61,12 +86,22 @@ async fn a_rebalance_after_a_fetch_that_failed_skips_nothing() {
     // What is held keeps the rebalance waiting, and the partitions that stay paused.
     let epoch = revoked(&mut source).await;
     // As a rule it is the first partition that leaves; nothing is asked of one that does.
-    let gone = held.iter().find(|it| it.receipt.epoch == epoch).map_or(2, |it| it.receipt.partition);
+    let gone = held
+        .iter()
+        .find(|it| it.receipt.epoch == epoch)
+        .map_or(2, |it| it.receipt.partition);
     send(1).await;
     send(2).await;
     accept(&mut source, held).await;
-    let due: Vec<_> = [(1, 1), (2, 0)].into_iter().filter(|(partition, _)| *partition != gone).collect();
-    let mut next: Vec<_> = receive(&mut source, due.len()).await.iter().map(|it| (it.receipt.partition, offset(it))).collect();
+    let due: Vec<_> = [(1, 1), (2, 0)]
+        .into_iter()
+        .filter(|(partition, _)| *partition != gone)
+        .collect();
+    let mut next: Vec<_> = receive(&mut source, due.len())
+        .await
+        .iter()
+        .map(|it| (it.receipt.partition, offset(it)))
+        .collect();
     next.sort_unstable();
     assert_eq!(next, due);
     leave.send(()).expect("a member");
@@ -78,7 +113,10 @@ async fn revoked(source: &mut KafkaSource) -> u64 {
     let revoked = tokio::time::timeout(BOUND, async {
         loop {
             let mut incoming = Vec::new();
-            source.receive(Limit::NOTHING, &mut incoming).await.expect("news");
+            source
+                .receive(Limit::NOTHING, &mut incoming)
+                .await
+                .expect("news");
             if let Some(Incoming::Revoked(epoch)) = incoming.pop() {
                 return epoch;
             }

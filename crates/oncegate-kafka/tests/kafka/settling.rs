@@ -16,7 +16,12 @@ async fn what_is_accepted_is_committed() {
     let mut source = topic.open().await;
     let deliveries = receive(&mut source, 600).await;
     assert_eq!(offsets(&deliveries), (0..600).collect::<Vec<_>>());
-    assert!(deliveries.iter().enumerate().all(|(number, it)| it.message.body == number.to_string() && it.failures == 0));
+    assert!(
+        deliveries
+            .iter()
+            .enumerate()
+            .all(|(number, it)| it.message.body == number.to_string() && it.failures == 0)
+    );
     topic.await_commit(0, 0).await;
     accept(&mut source, deliveries).await;
     topic.await_commit(0, 600).await;
@@ -29,7 +34,10 @@ async fn a_restart_brings_back_what_was_not_settled_and_nothing_below_it() {
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 10).await;
     let mut source = topic.open().await;
-    let (early, late): (Vec<_>, Vec<_>) = receive(&mut source, 10).await.into_iter().partition(|it| offset(it) < 4);
+    let (early, late): (Vec<_>, Vec<_>) = receive(&mut source, 10)
+        .await
+        .into_iter()
+        .partition(|it| offset(it) < 4);
     let (unsettled, late): (Vec<_>, Vec<_>) = late.into_iter().partition(|it| offset(it) == 4);
     accept(&mut source, late).await;
     accept(&mut source, early).await;
@@ -71,7 +79,10 @@ async fn a_release_comes_back_after_its_delay_while_others_go_on() {
     topic.send_numbers(0, 5).await;
     let others = receive(&mut source, 5).await;
     assert_eq!(offsets(&others), [1, 2, 3, 4, 5]);
-    assert!(released.elapsed() < delay, "the others waited for the release");
+    assert!(
+        released.elapsed() < delay,
+        "the others waited for the release"
+    );
     accept(&mut source, others).await;
 
     let mut again = receive(&mut source, 1).await;
@@ -91,22 +102,45 @@ async fn a_release_comes_back_after_its_delay_while_others_go_on() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_rejected_delivery_stands_in_its_topic_before_it_is_committed() {
     let topic = Topic::new(1).await;
-    let headers = OwnedHeaders::new().insert(Header { key: "id", value: Some("p1") }).insert(Header { key: "none", value: None::<&str> });
+    let headers = OwnedHeaders::new()
+        .insert(Header {
+            key: "id",
+            value: Some("p1"),
+        })
+        .insert(Header {
+            key: "none",
+            value: None::<&str>,
+        });
     topic.send(Some(b"key"), Some(b"body"), headers).await;
-    topic.send(None, Some(b"unclear"), OwnedHeaders::new()).await;
+    topic
+        .send(None, Some(b"unclear"), OwnedHeaders::new())
+        .await;
     let mut source = topic.open().await;
-    for (delivery, reason) in receive(&mut source, 2).await.into_iter().zip([Reason::Refused, Reason::InDoubt(Cause::TimedOut)]) {
+    for (delivery, reason) in receive(&mut source, 2)
+        .await
+        .into_iter()
+        .zip([Reason::Refused, Reason::InDoubt(Cause::TimedOut)])
+    {
         reject(&mut source, delivery, reason).await;
     }
     topic.await_commit(0, 2).await;
     close(source).await;
 
     let copy = |message: &rdkafka::message::BorrowedMessage<'_>| {
-        (message.key().map(<[u8]>::to_vec), message.payload().map(<[u8]>::to_vec), text_headers(message))
+        (
+            message.key().map(<[u8]>::to_vec),
+            message.payload().map(<[u8]>::to_vec),
+            text_headers(message),
+        )
     };
     let (key, body, headers) = topic.read(topic.dead_letters(), 1, copy).await.remove(0);
-    assert_eq!((key.as_deref(), body.as_deref()), (Some(&b"key"[..]), Some(&b"body"[..])));
-    let (first_seen, others): (Vec<_>, Vec<_>) = headers.into_iter().partition(|(name, _)| name == "oncegate-first-seen");
+    assert_eq!(
+        (key.as_deref(), body.as_deref()),
+        (Some(&b"key"[..]), Some(&b"body"[..]))
+    );
+    let (first_seen, others): (Vec<_>, Vec<_>) = headers
+        .into_iter()
+        .partition(|(name, _)| name == "oncegate-first-seen");
     let expected = [
         ("id", Some("p1".to_owned())),
         ("none", None),
@@ -114,27 +148,52 @@ async fn a_rejected_delivery_stands_in_its_topic_before_it_is_committed() {
         ("oncegate-attempts", Some("0".to_owned())),
         ("oncegate-origin", Some(format!("{}/0/0", topic.name))),
     ];
-    assert_eq!(others, expected.map(|(name, value)| (name.to_owned(), value)));
+    assert_eq!(
+        others,
+        expected.map(|(name, value)| (name.to_owned(), value))
+    );
     assert_eq!(first_seen.len(), 1);
     let (key, body, headers) = topic.read(topic.in_doubt(), 1, copy).await.remove(0);
     assert_eq!((key, body.as_deref()), (None, Some(&b"unclear"[..])));
-    assert_eq!(headers[0], ("oncegate-reason".to_owned(), Some("in-doubt-timed-out".to_owned())));
+    assert_eq!(
+        headers[0],
+        (
+            "oncegate-reason".to_owned(),
+            Some("in-doubt-timed-out".to_owned())
+        )
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_body_over_the_limit_is_rejected_whole_and_never_handed_over() {
     let topic = Topic::new(1).await;
-    topic.send(None, Some(&[b'x'; 101]), OwnedHeaders::new()).await;
-    topic.send(None, Some(&[b'y'; 100]), OwnedHeaders::new()).await;
-    let mut source = topic.source().body_limit(100).open().await.expect("a source");
+    topic
+        .send(None, Some(&[b'x'; 101]), OwnedHeaders::new())
+        .await;
+    topic
+        .send(None, Some(&[b'y'; 100]), OwnedHeaders::new())
+        .await;
+    let mut source = topic
+        .source()
+        .body_limit(100)
+        .open()
+        .await
+        .expect("a source");
     let deliveries = receive(&mut source, 1).await;
     assert_eq!(offsets(&deliveries), [1]);
     accept(&mut source, deliveries).await;
     topic.await_commit(0, 2).await;
     close(source).await;
-    let found = topic.read(topic.dead_letters(), 1, |it| (it.payload().map(<[u8]>::len), text_headers(it))).await;
+    let found = topic
+        .read(topic.dead_letters(), 1, |it| {
+            (it.payload().map(<[u8]>::len), text_headers(it))
+        })
+        .await;
     assert_eq!(found[0].0, Some(101));
-    assert_eq!(found[0].1[0], ("oncegate-reason".to_owned(), Some("too-large".to_owned())));
+    assert_eq!(
+        found[0].1[0],
+        ("oncegate-reason".to_owned(), Some("too-large".to_owned()))
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -160,7 +219,10 @@ async fn nothing_is_handed_over_to_who_asks_for_nothing() {
     let first = receive(&mut source, 1).await.remove(0);
     release(&mut source, first, Duration::ZERO).await;
     let mut incoming = Vec::new();
-    let asked = tokio::time::timeout(Duration::from_millis(500), source.receive(Limit { count: 0, bytes: 0 }, &mut incoming));
+    let asked = tokio::time::timeout(
+        Duration::from_millis(500),
+        source.receive(Limit { count: 0, bytes: 0 }, &mut incoming),
+    );
     assert!(asked.await.is_err() && incoming.is_empty());
     let mut all = offsets(&receive(&mut source, 3).await);
     all.sort_unstable();
@@ -174,7 +236,14 @@ async fn a_dead_letter_that_does_not_stand_holds_its_offset_and_nothing_else() {
     // A compacted topic refuses what has no key.
     let topic = Topic::with_dead_letters(&[("cleanup.policy", "compact")]).await;
     topic.send_numbers(0, 3).await;
-    let open = async || topic.source().accept_limited_retention().open().await.expect("a source");
+    let open = async || {
+        topic
+            .source()
+            .accept_limited_retention()
+            .open()
+            .await
+            .expect("a source")
+    };
     let mut source = open().await;
     let mut deliveries = receive(&mut source, 3).await;
     accept(&mut source, deliveries.drain(..1)).await;
@@ -185,8 +254,13 @@ async fn a_dead_letter_that_does_not_stand_holds_its_offset_and_nothing_else() {
     let next = receive(&mut source, 1).await;
     assert_eq!(offsets(&next), [3]);
     accept(&mut source, next).await;
-    let closed = Box::new(source).close(Instant::now() + Duration::from_secs(3)).await;
-    assert!(matches!(closed, Err(SourceError::Unavailable(_))), "{closed:?}");
+    let closed = Box::new(source)
+        .close(Instant::now() + Duration::from_secs(3))
+        .await;
+    assert!(
+        matches!(closed, Err(SourceError::Unavailable(_))),
+        "{closed:?}"
+    );
     assert_eq!(topic.committed(0).await, Some(1));
 
     let mut source = open().await;

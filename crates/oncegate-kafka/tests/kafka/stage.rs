@@ -8,14 +8,18 @@ use oncegate_core::source::Open;
 use oncegate_core::{Delivery, Incoming, Limit, Position, Settled, Source};
 use oncegate_kafka::{Kafka, KafkaSource};
 use oncegate_testkit::laws::source::accepted;
-use rdkafka::admin::{AdminClient, AdminOptions, AlterConfig, NewPartitions, NewTopic, ResourceSpecifier, TopicReplication};
+use rdkafka::admin::{
+    AdminClient, AdminOptions, AlterConfig, NewPartitions, NewTopic, ResourceSpecifier,
+    TopicReplication,
+};
 use rdkafka::client::DefaultClientContext;
 use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer};
 use rdkafka::message::{BorrowedMessage, OwnedHeaders};
 use rdkafka::producer::{FutureProducer, FutureRecord};
 use rdkafka::{ClientConfig, Message, Offset, TopicPartitionList};
 
-/// No step of a test takes longer than this, beside much else on two cores and with a broker that starts meanwhile.
+/// No step of a test takes longer than this, beside much else on two cores and with a broker that
+/// starts meanwhile.
 pub(crate) const BOUND: Duration = Duration::from_secs(120);
 
 /// What a topic needs to keep its messages without limit.
@@ -37,13 +41,21 @@ impl Topic {
         topic
     }
 
-    /// A topic whose dead-letter topic is configured in a way of its own, beside keeping without limit.
+    /// A topic whose dead-letter topic is configured in a way of its own, beside keeping without
+    /// limit.
     ///
     /// It takes messages from the future itself.
     pub(crate) async fn with_dead_letters(config: &[(&str, &str)]) -> Self {
         let brokers = oncegate_testkit::kafka_brokers().expect("a broker");
-        let topic = Self::configured(brokers, 1, &[("message.timestamp.after.max.ms", "9223372036854775807")]).await;
-        topic.create(&topic.dead_letters(), 1, &[&KEEPS, config].concat()).await;
+        let topic = Self::configured(
+            brokers,
+            1,
+            &[("message.timestamp.after.max.ms", "9223372036854775807")],
+        )
+        .await;
+        topic
+            .create(&topic.dead_letters(), 1, &[&KEEPS, config].concat())
+            .await;
         topic.create(&topic.in_doubt(), 1, &KEEPS).await;
         topic
     }
@@ -53,14 +65,20 @@ impl Topic {
         let brokers = oncegate_testkit::kafka_brokers().expect("a broker");
         let large = [("max.message.bytes", "20971520")];
         let topic = Self::configured(brokers, 1, &large).await;
-        topic.create(&topic.dead_letters(), 1, &[&KEEPS[..], &large].concat()).await;
+        topic
+            .create(&topic.dead_letters(), 1, &[&KEEPS[..], &large].concat())
+            .await;
         topic.create(&topic.in_doubt(), 1, &KEEPS).await;
         topic
     }
 
     /// A topic without any other.
     pub(crate) async fn alone(partitions: i32) -> Self {
-        Self::at(oncegate_testkit::kafka_brokers().expect("a broker"), partitions).await
+        Self::at(
+            oncegate_testkit::kafka_brokers().expect("a broker"),
+            partitions,
+        )
+        .await
     }
 
     /// A topic without any other, on this broker.
@@ -69,23 +87,47 @@ impl Topic {
     }
 
     /// The same, configured in a way of its own.
-    pub(crate) async fn configured(brokers: String, partitions: i32, config: &[(&str, &str)]) -> Self {
+    pub(crate) async fn configured(
+        brokers: String,
+        partitions: i32,
+        config: &[(&str, &str)],
+    ) -> Self {
         static COUNT: AtomicU64 = AtomicU64::new(0);
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("a clock after 1970").as_nanos();
-        let name = format!("oncegate-test-{now}-{}", COUNT.fetch_add(1, Ordering::Relaxed));
-        let producer = client(&brokers).set("linger.ms", "1").set("message.max.bytes", "20971520").create().expect("a producer");
-        let topic = Self { name, brokers, producer };
+        let now = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .expect("a clock after 1970")
+            .as_nanos();
+        let name = format!(
+            "oncegate-test-{now}-{}",
+            COUNT.fetch_add(1, Ordering::Relaxed)
+        );
+        let producer = client(&brokers)
+            .set("linger.ms", "1")
+            .set("message.max.bytes", "20971520")
+            .create()
+            .expect("a producer");
+        let topic = Self {
+            name,
+            brokers,
+            producer,
+        };
         topic.create(&topic.name, partitions, config).await;
         topic
     }
 
     pub(crate) async fn create(&self, name: &str, partitions: i32, config: &[(&str, &str)]) {
-        let admin: AdminClient<DefaultClientContext> = client(&self.brokers).create().expect("an admin client");
+        let admin: AdminClient<DefaultClientContext> =
+            client(&self.brokers).create().expect("an admin client");
         let options = AdminOptions::new().operation_timeout(Some(BOUND));
         let topic = NewTopic::new(name, partitions, TopicReplication::Fixed(1));
-        let topic = config.iter().fold(topic, |topic, (key, value)| topic.set(key, value));
+        let topic = config
+            .iter()
+            .fold(topic, |topic, (key, value)| topic.set(key, value));
         let created = admin.create_topics([&topic], &options).await;
-        assert!(created.expect("an answer").iter().all(Result::is_ok), "{name} was not created");
+        assert!(
+            created.expect("an answer").iter().all(Result::is_ok),
+            "{name} was not created"
+        );
     }
 
     fn admin(&self) -> (AdminClient<DefaultClientContext>, AdminOptions) {
@@ -96,32 +138,51 @@ impl Topic {
     /// Gives the topic so many partitions in all.
     pub(crate) async fn grow(&self, partitions: usize) {
         let (admin, options) = self.admin();
-        let grown = admin.create_partitions(&[NewPartitions::new(&self.name, partitions)], &options).await;
-        assert!(grown.expect("an answer").iter().all(Result::is_ok), "{} did not grow", self.name);
+        let grown = admin
+            .create_partitions(&[NewPartitions::new(&self.name, partitions)], &options)
+            .await;
+        assert!(
+            grown.expect("an answer").iter().all(Result::is_ok),
+            "{} did not grow",
+            self.name
+        );
     }
 
     /// Removes what stands below an offset of partition 0, as its retention would.
     pub(crate) async fn remove_below(&self, offset: i64) {
         let (admin, options) = self.admin();
         let mut partitions = TopicPartitionList::new();
-        partitions.add_partition_offset(&self.name, 0, Offset::Offset(offset)).expect("an offset");
-        admin.delete_records(&partitions, &options).await.expect("removed");
+        partitions
+            .add_partition_offset(&self.name, 0, Offset::Offset(offset))
+            .expect("an offset");
+        admin
+            .delete_records(&partitions, &options)
+            .await
+            .expect("removed");
     }
 
     /// Gives another topic this configuration, and no other.
     pub(crate) async fn configure(&self, name: &str, config: &[(&str, &str)]) {
         let (admin, options) = self.admin();
         let altered = AlterConfig::new(ResourceSpecifier::Topic(name));
-        let altered = config.iter().fold(altered, |altered, (key, value)| altered.set(key, value));
+        let altered = config
+            .iter()
+            .fold(altered, |altered, (key, value)| altered.set(key, value));
         let altered = admin.alter_configs([&altered], &options).await;
-        assert!(altered.expect("an answer").iter().all(Result::is_ok), "{name} was not configured");
+        assert!(
+            altered.expect("an answer").iter().all(Result::is_ok),
+            "{name} was not configured"
+        );
     }
 
     /// Deletes a topic.
     pub(crate) async fn delete(&self, name: &str) {
         let (admin, options) = self.admin();
         let deleted = admin.delete_topics(&[name], &options).await;
-        assert!(deleted.expect("an answer").iter().all(Result::is_ok), "{name} was not deleted");
+        assert!(
+            deleted.expect("an answer").iter().all(Result::is_ok),
+            "{name} was not deleted"
+        );
     }
 
     /// Whether there is such a topic.
@@ -129,7 +190,10 @@ impl Topic {
         // A consumer's question creates none.
         let asker: BaseConsumer = client(&self.brokers).create().expect("a consumer");
         let metadata = asker.fetch_metadata(Some(name), BOUND).expect("an answer");
-        metadata.topics().iter().all(|topic| topic.error().is_none())
+        metadata
+            .topics()
+            .iter()
+            .all(|topic| topic.error().is_none())
     }
 
     /// Deletes the topic and creates another one of its name, with one partition.
@@ -145,8 +209,15 @@ impl Topic {
 
     /// The topic of the same name on other brokers.
     pub(crate) fn on(&self, brokers: String) -> Self {
-        let producer = client(&brokers).set("linger.ms", "1").create().expect("a producer");
-        Self { name: self.name.clone(), brokers, producer }
+        let producer = client(&brokers)
+            .set("linger.ms", "1")
+            .create()
+            .expect("a producer");
+        Self {
+            name: self.name.clone(),
+            brokers,
+            producer,
+        }
     }
 
     /// The id of the cluster that the topic is on.
@@ -169,7 +240,9 @@ impl Topic {
 
     /// The source as most tests use it. Its group bears the topic's name.
     pub(crate) fn source(&self) -> Kafka {
-        Kafka::topic(&self.name).brokers(&self.brokers).group(&self.name)
+        Kafka::topic(&self.name)
+            .brokers(&self.brokers)
+            .group(&self.name)
     }
 
     pub(crate) async fn open(&self) -> KafkaSource {
@@ -182,7 +255,13 @@ impl Topic {
         let sent: Vec<_> = bodies
             .iter()
             .map(|body| {
-                self.producer.send_result(FutureRecord::<[u8], _>::to(&self.name).partition(partition).payload(body)).expect("room")
+                self.producer
+                    .send_result(
+                        FutureRecord::<[u8], _>::to(&self.name)
+                            .partition(partition)
+                            .payload(body),
+                    )
+                    .expect("room")
             })
             .collect();
         for one in sent {
@@ -191,13 +270,26 @@ impl Topic {
     }
 
     /// Sends one message to partition 0.
-    pub(crate) async fn send(&self, key: Option<&[u8]>, body: Option<&[u8]>, headers: OwnedHeaders) {
+    pub(crate) async fn send(
+        &self,
+        key: Option<&[u8]>,
+        body: Option<&[u8]>,
+        headers: OwnedHeaders,
+    ) {
         self.send_as_of(None, key, body, headers).await;
     }
 
     /// Sends one message to partition 0 with this timestamp, in milliseconds since 1970.
-    pub(crate) async fn send_as_of(&self, at: Option<i64>, key: Option<&[u8]>, body: Option<&[u8]>, headers: OwnedHeaders) {
-        let mut record = FutureRecord::<[u8], [u8]>::to(&self.name).partition(0).headers(headers);
+    pub(crate) async fn send_as_of(
+        &self,
+        at: Option<i64>,
+        key: Option<&[u8]>,
+        body: Option<&[u8]>,
+        headers: OwnedHeaders,
+    ) {
+        let mut record = FutureRecord::<[u8], [u8]>::to(&self.name)
+            .partition(0)
+            .headers(headers);
         (record.timestamp, record.key, record.payload) = (at, key, body);
         self.producer.send(record, BOUND).await.expect("sent");
     }
@@ -209,28 +301,41 @@ impl Topic {
 
     /// The same, with this beside it.
     pub(crate) async fn commit_with(&self, offset: i64, metadata: &str) {
-        let (brokers, name, metadata) = (self.brokers.clone(), self.name.clone(), metadata.to_owned());
+        let (brokers, name, metadata) =
+            (self.brokers.clone(), self.name.clone(), metadata.to_owned());
         let committed = tokio::task::spawn_blocking(move || {
-            let outsider: BaseConsumer = client(&brokers).set("group.id", &name).create().expect("a consumer");
+            let outsider: BaseConsumer = client(&brokers)
+                .set("group.id", &name)
+                .create()
+                .expect("a consumer");
             let mut partitions = TopicPartitionList::new();
             let mut partition = partitions.add_partition(&name, 0);
-            partition.set_offset(Offset::Offset(offset)).expect("an offset");
+            partition
+                .set_offset(Offset::Offset(offset))
+                .expect("an offset");
             partition.set_metadata(metadata);
-            outsider.commit(&partitions, CommitMode::Sync).expect("committed");
+            outsider
+                .commit(&partitions, CommitMode::Sync)
+                .expect("committed");
         });
         committed.await.expect("committed");
     }
 
     /// What the group has committed for a partition, as the broker tells another client.
     pub(crate) async fn committed(&self, partition: i32) -> Option<i64> {
-        self.committed_with(partition).await.map(|(offset, _)| offset)
+        self.committed_with(partition)
+            .await
+            .map(|(offset, _)| offset)
     }
 
     /// The same, and what was committed beside it.
     pub(crate) async fn committed_with(&self, partition: i32) -> Option<(i64, String)> {
         let (brokers, name) = (self.brokers.clone(), self.name.clone());
         let asked = tokio::task::spawn_blocking(move || {
-            let asker: BaseConsumer = client(&brokers).set("group.id", &name).create().expect("a consumer");
+            let asker: BaseConsumer = client(&brokers)
+                .set("group.id", &name)
+                .create()
+                .expect("a consumer");
             let mut partitions = TopicPartitionList::new();
             partitions.add_partition(&name, partition);
             let end = Instant::now() + BOUND;
@@ -259,7 +364,10 @@ impl Topic {
             if committed == Some(offset) {
                 return;
             }
-            assert!(Instant::now() < end && committed.is_none_or(|it| it < offset), "{committed:?} was committed, not {offset}");
+            assert!(
+                Instant::now() < end && committed.is_none_or(|it| it < offset),
+                "{committed:?} was committed, not {offset}"
+            );
         }
     }
 
@@ -271,7 +379,10 @@ impl Topic {
             if committed == Some(offset) {
                 return;
             }
-            assert!(Instant::now() < end, "{committed:?} was committed, not {offset}");
+            assert!(
+                Instant::now() < end,
+                "{committed:?} was committed, not {offset}"
+            );
         }
     }
 
@@ -280,22 +391,39 @@ impl Topic {
         let (brokers, topic) = (self.brokers.clone(), topic.to_owned());
         let asked = tokio::task::spawn_blocking(move || {
             let asker: BaseConsumer = client(&brokers).create().expect("a consumer");
-            asker.fetch_watermarks(&topic, 0, BOUND).expect("an answer").1
+            asker
+                .fetch_watermarks(&topic, 0, BOUND)
+                .expect("an answer")
+                .1
         });
         usize::try_from(asked.await.expect("an answer")).expect("offsets begin at 0")
     }
 
     /// The first messages of another topic's partition 0, read by a plain consumer.
-    pub(crate) async fn read<T: Send + 'static>(&self, topic: String, count: usize, copy: fn(&BorrowedMessage<'_>) -> T) -> Vec<T> {
+    pub(crate) async fn read<T: Send + 'static>(
+        &self,
+        topic: String,
+        count: usize,
+        copy: fn(&BorrowedMessage<'_>) -> T,
+    ) -> Vec<T> {
         let brokers = self.brokers.clone();
         let read = tokio::task::spawn_blocking(move || {
-            let reader: BaseConsumer = client(&brokers).set("group.id", "oncegate-test-reader").create().expect("a consumer");
+            let reader: BaseConsumer = client(&brokers)
+                .set("group.id", "oncegate-test-reader")
+                .create()
+                .expect("a consumer");
             let mut partitions = TopicPartitionList::new();
-            partitions.add_partition_offset(&topic, 0, Offset::Beginning).expect("an offset");
+            partitions
+                .add_partition_offset(&topic, 0, Offset::Beginning)
+                .expect("an offset");
             reader.assign(&partitions).expect("an assignment");
             let (mut found, end) = (Vec::new(), Instant::now() + BOUND);
             while found.len() < count {
-                assert!(Instant::now() < end, "{} of {count} messages stand in {topic}", found.len());
+                assert!(
+                    Instant::now() < end,
+                    "{} of {count} messages stand in {topic}",
+                    found.len()
+                );
                 if let Some(Ok(message)) = reader.poll(Duration::from_millis(100)) {
                     found.push(copy(&message));
                 }
@@ -317,9 +445,15 @@ pub(crate) async fn receive(source: &mut KafkaSource, count: usize) -> Vec<Deliv
     let mut deliveries = Vec::new();
     let all = async {
         while deliveries.len() < count {
-            let limit = Limit { count: count - deliveries.len(), bytes: 1 << 20 };
+            let limit = Limit {
+                count: count - deliveries.len(),
+                bytes: 1 << 20,
+            };
             let mut incoming = Vec::new();
-            source.receive(limit, &mut incoming).await.expect("deliveries");
+            source
+                .receive(limit, &mut incoming)
+                .await
+                .expect("deliveries");
             deliveries.extend(incoming.into_iter().filter_map(delivery));
         }
     };
@@ -331,8 +465,14 @@ pub(crate) async fn receive(source: &mut KafkaSource, count: usize) -> Vec<Deliv
 /// Whether nothing comes for a while.
 pub(crate) async fn is_silent(source: &mut KafkaSource, time: Duration) -> bool {
     let mut incoming = Vec::new();
-    let limit = Limit { count: 1, bytes: 1 << 20 };
-    tokio::time::timeout(time, source.receive(limit, &mut incoming)).await.is_err() && incoming.is_empty()
+    let limit = Limit {
+        count: 1,
+        bytes: 1 << 20,
+    };
+    tokio::time::timeout(time, source.receive(limit, &mut incoming))
+        .await
+        .is_err()
+        && incoming.is_empty()
 }
 
 pub(crate) fn delivery(incoming: Incoming) -> Option<Delivery> {
@@ -343,27 +483,53 @@ pub(crate) fn delivery(incoming: Incoming) -> Option<Delivery> {
 }
 
 /// Settles deliveries as done.
-pub(crate) async fn accept(source: &mut KafkaSource, deliveries: impl IntoIterator<Item = Delivery>) {
-    settle(source, deliveries.into_iter().map(|delivery| (delivery, accepted()))).await;
+pub(crate) async fn accept(
+    source: &mut KafkaSource,
+    deliveries: impl IntoIterator<Item = Delivery>,
+) {
+    settle(
+        source,
+        deliveries
+            .into_iter()
+            .map(|delivery| (delivery, accepted())),
+    )
+    .await;
 }
 
 pub(crate) async fn release(source: &mut KafkaSource, delivery: Delivery, after: Duration) {
     let failures = delivery.failures + 1;
-    settle(source, [(delivery, Settlement::Release { after, failures })]).await;
+    settle(
+        source,
+        [(delivery, Settlement::Release { after, failures })],
+    )
+    .await;
 }
 
 pub(crate) async fn reject(source: &mut KafkaSource, delivery: Delivery, reason: Reason) {
     settle(source, [(delivery, Settlement::Reject(reason))]).await;
 }
 
-async fn settle(source: &mut KafkaSource, settled: impl IntoIterator<Item = (Delivery, Settlement)>) {
-    let mut settled = settled.into_iter().map(|(delivery, settlement)| Settled { delivery, settlement, story: None }).collect();
+async fn settle(
+    source: &mut KafkaSource,
+    settled: impl IntoIterator<Item = (Delivery, Settlement)>,
+) {
+    let mut settled = settled
+        .into_iter()
+        .map(|(delivery, settlement)| Settled {
+            delivery,
+            settlement,
+            story: None,
+        })
+        .collect();
     source.settle(&mut settled).await.expect("settled");
     assert!(settled.is_empty());
 }
 
 pub(crate) async fn close(source: KafkaSource) {
-    Box::new(source).close(Instant::now() + BOUND).await.expect("closed");
+    Box::new(source)
+        .close(Instant::now() + BOUND)
+        .await
+        .expect("closed");
 }
 
 pub(crate) fn offset(delivery: &Delivery) -> i64 {
@@ -380,6 +546,17 @@ pub(crate) fn offsets(deliveries: &[Delivery]) -> Vec<i64> {
 /// All headers of a message, where both are text.
 pub(crate) fn text_headers(message: &BorrowedMessage<'_>) -> Vec<(String, Option<String>)> {
     use rdkafka::message::Headers;
-    let headers = message.headers().into_iter().flat_map(|headers| headers.iter());
-    headers.map(|it| (it.key.to_owned(), it.value.map(|value| String::from_utf8_lossy(value).into_owned()))).collect()
+    let headers = message
+        .headers()
+        .into_iter()
+        .flat_map(|headers| headers.iter());
+    headers
+        .map(|it| {
+            (
+                it.key.to_owned(),
+                it.value
+                    .map(|value| String::from_utf8_lossy(value).into_owned()),
+            )
+        })
+        .collect()
 }

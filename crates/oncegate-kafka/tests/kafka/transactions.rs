@@ -14,7 +14,9 @@ struct Writer(FutureProducer);
 impl Writer {
     async fn new(topic: &Topic) -> Self {
         let mut config = ClientConfig::new();
-        config.set("bootstrap.servers", &topic.brokers).set("transactional.id", &topic.name);
+        config
+            .set("bootstrap.servers", &topic.brokers)
+            .set("transactional.id", &topic.name);
         let producer: FutureProducer = config.create().expect("a producer");
         let ready = producer.clone();
         let begun = tokio::task::spawn_blocking(move || ready.init_transactions(BOUND));
@@ -26,19 +28,27 @@ impl Writer {
     async fn write(&self, topic: &Topic, bodies: &[&str]) {
         self.0.begin_transaction().expect("a transaction");
         for body in bodies {
-            let record = FutureRecord::<[u8], _>::to(&topic.name).partition(0).payload(*body);
+            let record = FutureRecord::<[u8], _>::to(&topic.name)
+                .partition(0)
+                .payload(*body);
             self.0.send(record, BOUND).await.expect("sent");
         }
     }
 
     async fn commit(&self) {
         let producer = self.0.clone();
-        tokio::task::spawn_blocking(move || producer.commit_transaction(BOUND)).await.expect("no panic").expect("committed");
+        tokio::task::spawn_blocking(move || producer.commit_transaction(BOUND))
+            .await
+            .expect("no panic")
+            .expect("committed");
     }
 
     async fn abort(&self) {
         let producer = self.0.clone();
-        tokio::task::spawn_blocking(move || producer.abort_transaction(BOUND)).await.expect("no panic").expect("aborted");
+        tokio::task::spawn_blocking(move || producer.abort_transaction(BOUND))
+            .await
+            .expect("no panic")
+            .expect("aborted");
     }
 }
 
@@ -47,10 +57,18 @@ async fn what_was_committed_is_read_and_what_was_aborted_is_not_and_markers_hold
     let topic = Topic::new(1).await;
     let writer = Writer::new(&topic).await;
     let status = KafkaStatus::new();
-    let mut source = topic.source().status(status.clone()).open().await.expect("a source");
+    let mut source = topic
+        .source()
+        .status(status.clone())
+        .open()
+        .await
+        .expect("a source");
 
     writer.write(&topic, &["a", "b"]).await;
-    assert!(is_silent(&mut source, Duration::from_millis(700)).await, "read before it was committed");
+    assert!(
+        is_silent(&mut source, Duration::from_millis(700)).await,
+        "read before it was committed"
+    );
     writer.commit().await;
     let first = receive(&mut source, 2).await;
     assert_eq!(offsets(&first), [0, 1]);
@@ -69,7 +87,10 @@ async fn what_was_committed_is_read_and_what_was_aborted_is_not_and_markers_hold
     writer.commit().await;
     writer.write(&topic, &["open"]).await;
     let last = receive(&mut source, 1).await;
-    assert_eq!((offsets(&last), &last[0].message.body[..]), (vec![10], &b"c"[..]));
+    assert_eq!(
+        (offsets(&last), &last[0].message.body[..]),
+        (vec![10], &b"c"[..])
+    );
     topic.await_commit(0, 10).await;
     accept(&mut source, last).await;
     topic.await_commit(0, 12).await;
@@ -96,7 +117,12 @@ async fn a_group_that_begins_before_an_aborted_transaction_and_nothing_else_has_
     writer.write(&topic, &["never"; 3]).await;
     writer.abort().await;
     let status = KafkaStatus::new();
-    let source = topic.source().status(status.clone()).open().await.expect("a source");
+    let source = topic
+        .source()
+        .status(status.clone())
+        .open()
+        .await
+        .expect("a source");
     // Past three messages and their marker, none of which is handed over.
     topic.await_commit(0, 6).await;
     let end = Instant::now() + BOUND;

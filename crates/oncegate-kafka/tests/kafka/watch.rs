@@ -10,7 +10,11 @@ use oncegate_kafka::{Holder, KafkaStatus, PartitionStatus};
 use crate::stage::*;
 
 /// Waits until it says so of the only partition.
-async fn says(status: &KafkaStatus, what: &str, is_so: impl Fn(&PartitionStatus) -> bool) -> PartitionStatus {
+async fn says(
+    status: &KafkaStatus,
+    what: &str,
+    is_so: impl Fn(&PartitionStatus) -> bool,
+) -> PartitionStatus {
     let end = Instant::now() + BOUND;
     loop {
         let partitions = status.partitions();
@@ -28,25 +32,58 @@ async fn what_holds_a_partition_up_is_said_with_its_offset_and_for_how_long() {
     topic.send_numbers(0, 5).await;
     let status = KafkaStatus::new();
     assert_eq!(status.partitions(), []);
-    let mut source = topic.source().status(status.clone()).stalled_after(Duration::from_secs(4)).open().await.expect("a source");
-    let said = says(&status, "it was read", |it| it.lag == Some(5) && it.lowest.is_some()).await;
-    assert_eq!((&*said.topic, said.partition, said.committable, said.log_end), (&*topic.name, 0, Some(0), Some(5)));
-    assert_eq!(said.lowest.map(|lowest| (lowest.offset, lowest.holder)), Some((0, Holder::Queue)));
+    let mut source = topic
+        .source()
+        .status(status.clone())
+        .stalled_after(Duration::from_secs(4))
+        .open()
+        .await
+        .expect("a source");
+    let said = says(&status, "it was read", |it| {
+        it.lag == Some(5) && it.lowest.is_some()
+    })
+    .await;
+    assert_eq!(
+        (&*said.topic, said.partition, said.committable, said.log_end),
+        (&*topic.name, 0, Some(0), Some(5))
+    );
+    assert_eq!(
+        said.lowest.map(|lowest| (lowest.offset, lowest.holder)),
+        Some((0, Holder::Queue))
+    );
 
     let mut deliveries = receive(&mut source, 5).await;
     let third = deliveries.remove(2);
     accept(&mut source, deliveries).await;
-    let held = |it: &PartitionStatus| it.lowest.is_some_and(|lowest| lowest.offset == 2 && lowest.since >= Duration::from_secs(1));
+    let held = |it: &PartitionStatus| {
+        it.lowest
+            .is_some_and(|lowest| lowest.offset == 2 && lowest.since >= Duration::from_secs(1))
+    };
     let said = says(&status, "it stands at the third", held).await;
-    assert_eq!((said.committable, said.handed_out, said.delayed), (Some(2), 1, 0));
-    assert_eq!(said.lowest.map(|lowest| lowest.holder), Some(Holder::Consumer));
-    assert!(said.to_string().contains("/0 at 2, ") && said.to_string().contains("waiting for 2 since "), "{said}");
+    assert_eq!(
+        (said.committable, said.handed_out, said.delayed),
+        (Some(2), 1, 0)
+    );
+    assert_eq!(
+        said.lowest.map(|lowest| lowest.holder),
+        Some(Holder::Consumer)
+    );
+    assert!(
+        said.to_string().contains("/0 at 2, ") && said.to_string().contains("waiting for 2 since "),
+        "{said}"
+    );
 
     release(&mut source, third, Duration::from_secs(60)).await;
     let said = says(&status, "it was released", |it| it.delayed == 1).await;
-    assert_eq!(said.lowest.map(|lowest| lowest.holder), Some(Holder::Delay { failures: 1 }));
+    assert_eq!(
+        said.lowest.map(|lowest| lowest.holder),
+        Some(Holder::Delay { failures: 1 })
+    );
     close(source).await;
-    assert_eq!((status.partitions(), status.clients_replaced()), (vec![], 0));
+    assert_eq!(
+        (status.partitions(), status.clients_replaced()),
+        (vec![], 0)
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -54,14 +91,30 @@ async fn a_client_that_stalls_is_replaced_and_nothing_is_lost() {
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 5).await;
     let status = KafkaStatus::new();
-    // Once there is a message that was not taken yet, such a client fetches no other for five minutes. Its successor begins
-    // by reading all that there is.
-    let stalling = [("queued.min.messages", "1"), ("fetch.queue.backoff.ms", "300000")];
-    let kafka = stalling.iter().fold(topic.source(), |kafka, (key, value)| kafka.property(*key, *value));
-    let mut source = kafka.status(status.clone()).stalled_after(Duration::from_secs(2)).open().await.expect("a source");
-    let (mut seen, mut sent, mut goal, end) = (BTreeSet::new(), 5, None, Instant::now() + BOUND * 2);
+    // Once there is a message that was not taken yet, such a client fetches no other for five
+    // minutes. Its successor begins by reading all that there is.
+    let stalling = [
+        ("queued.min.messages", "1"),
+        ("fetch.queue.backoff.ms", "300000"),
+    ];
+    let kafka = stalling.iter().fold(topic.source(), |kafka, (key, value)| {
+        kafka.property(*key, *value)
+    });
+    let mut source = kafka
+        .status(status.clone())
+        .stalled_after(Duration::from_secs(2))
+        .open()
+        .await
+        .expect("a source");
+    let (mut seen, mut sent, mut goal, end) =
+        (BTreeSet::new(), 5, None, Instant::now() + BOUND * 2);
     while goal.is_none_or(|goal| (0..goal).any(|offset| !seen.contains(&offset))) {
-        assert!(Instant::now() < end, "{} of {goal:?}, replaced {} times", seen.len(), status.clients_replaced());
+        assert!(
+            Instant::now() < end,
+            "{} of {goal:?}, replaced {} times",
+            seen.len(),
+            status.clients_replaced()
+        );
         // As long as it grows: only a log that does is known to have something to read.
         topic.send_numbers(0, 1).await;
         sent += 1;
@@ -69,7 +122,13 @@ async fn a_client_that_stalls_is_replaced_and_nothing_is_lost() {
             goal.get_or_insert(sent);
         }
         let mut incoming = Vec::new();
-        let receiving = source.receive(Limit { count: 10, bytes: 1 << 20 }, &mut incoming);
+        let receiving = source.receive(
+            Limit {
+                count: 10,
+                bytes: 1 << 20,
+            },
+            &mut incoming,
+        );
         if let Ok(received) = tokio::time::timeout(Duration::from_millis(200), receiving).await {
             received.expect("deliveries");
         }
@@ -80,15 +139,18 @@ async fn a_client_that_stalls_is_replaced_and_nothing_is_lost() {
     close(source).await;
 }
 
-/// Messages of one partition wait in librdkafka's queue behind those of another, and are not asked for while that is full: they are
-/// handed over late, and that is no stall.
+/// Messages of one partition wait in librdkafka's queue behind those of another, and are not asked
+/// for while that is full: they are handed over late, and that is no stall.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_partition_that_waits_behind_the_backlog_of_another_is_no_stall() {
     const BACKLOG: usize = 15_000;
     let topic = Topic::new(2).await;
     topic.send_numbers(0, BACKLOG).await;
     let status = KafkaStatus::new();
-    let kafka = topic.source().status(status.clone()).stalled_after(Duration::from_secs(1));
+    let kafka = topic
+        .source()
+        .status(status.clone())
+        .stalled_after(Duration::from_secs(1));
     let mut source = kafka.open().await.expect("a source");
     let mut seen = receive(&mut source, 1).await.len();
     let (mut late, begun) = (0, Instant::now());

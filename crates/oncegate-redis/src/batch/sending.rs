@@ -45,14 +45,19 @@ impl Batch<'_> {
             // The first teaches the server the script.
             texts += u32::from(matches!(step, Step::Script(By::Text, _)));
             match step {
-                Step::Script(By::Text, call) if texts > 1 => pipeline.add_command(self.call(By::Hash, call)),
+                Step::Script(By::Text, call) if texts > 1 => {
+                    pipeline.add_command(self.call(By::Hash, call))
+                }
                 step => pipeline.add_command(self.command(step)),
             };
         }
         let open = parcel.lanes.link(parcel.lane).open().await?;
         let canary = self.look_first(&open, parcel).await?;
         // The last write: whoever has it has the claims before it.
-        for command in canary.iter().flat_map(|(_, asked)| canary::follow(&asked.keys, asked.least)) {
+        for command in canary
+            .iter()
+            .flat_map(|(_, asked)| canary::follow(&asked.keys, asked.least))
+        {
             pipeline.add_command(command);
         }
         // The last: it covers everything before it.
@@ -69,7 +74,11 @@ impl Batch<'_> {
         let watched = match canary {
             Some((watch, asked)) => {
                 let (count, birth) = (last(), last());
-                let stands = if waited.is_ok() { Stands::Firmly } else { Stands::Perhaps };
+                let stands = if waited.is_ok() {
+                    Stands::Firmly
+                } else {
+                    Stands::Perhaps
+                };
                 self.look_after(parcel, watch, asked, canary::read(birth, &count), stands)
             }
             None => Ok(()),
@@ -81,24 +90,48 @@ impl Batch<'_> {
                 nth % 2 == 0
             });
         }
-        Ok(Replies { each, waited, watched })
+        Ok(Replies {
+            each,
+            waited,
+            watched,
+        })
     }
 
     /// What is claimed at most once.
     fn strict<'a>(&'a self, parcel: &'a Parcel) -> impl Iterator<Item = &'a Terms> {
-        let operations = parcel.steps.iter().flat_map(Step::operations).map(|index| &self.operations[*index]);
+        let operations = parcel
+            .steps
+            .iter()
+            .flat_map(Step::operations)
+            .map(|index| &self.operations[*index]);
         operations.filter(|it| is_strict(it)).map(|it| &it.terms)
     }
 
-    /// Looks at a server that was connected to anew, if it is to be asked for claims at most once. Answers with the canary
-    /// to send after them, where the server has one.
-    async fn look_first(&self, open: &Open<'_>, parcel: &Parcel) -> Result<Option<(&Watch, Asked)>, Failure> {
-        let Some(watch) = self.watch.filter(|_| self.strict(parcel).next().is_some()) else { return Ok(None) };
-        watch.vouch(open, self.route, &parcel.lanes, self.prefix, self.durability).await?;
+    /// Looks at a server that was connected to anew, if it is to be asked for claims at most once.
+    /// Answers with the canary to send after them, where the server has one.
+    async fn look_first(
+        &self,
+        open: &Open<'_>,
+        parcel: &Parcel,
+    ) -> Result<Option<(&Watch, Asked)>, Failure> {
+        let Some(watch) = self.watch.filter(|_| self.strict(parcel).next().is_some()) else {
+            return Ok(None);
+        };
+        watch
+            .vouch(
+                open,
+                self.route,
+                &parcel.lanes,
+                self.prefix,
+                self.durability,
+            )
+            .await?;
         if let Some(withheld) = self.strict(parcel).find_map(|terms| watch.withholds(terms)) {
             return Err(withheld);
         }
-        let keys = watch.keys_on(self.route, &parcel.lanes, self.prefix).await?;
+        let keys = watch
+            .keys_on(self.route, &parcel.lanes, self.prefix)
+            .await?;
         Ok(keys.map(|keys| (watch, watch.asks(keys))))
     }
 

@@ -5,26 +5,48 @@ use metrics::{Counter, Gauge, Histogram, Key, KeyName, Metadata, Recorder, Share
 use super::*;
 
 const SECOND: Duration = Duration::from_secs(1);
-const AT_MOST_ONCE: Terms = Terms { guarantee: Guarantee::AtMostOnce, lease: SECOND, window: Duration::from_secs(60), fingerprint: None };
+const AT_MOST_ONCE: Terms = Terms {
+    guarantee: Guarantee::AtMostOnce,
+    lease: SECOND,
+    window: Duration::from_secs(60),
+    fingerprint: None,
+};
 
 fn shown(run_id: &str) -> Shown {
     let now = Instant::now();
     let history = format!("of {run_id}");
-    Shown { run_id: run_id.into(), history, followed: None, up: SECOND, evicted: 0, clock: 1_000 * SECOND, asked: now, at: now }
+    Shown {
+        run_id: run_id.into(),
+        history,
+        followed: None,
+        up: SECOND,
+        evicted: 0,
+        clock: 1_000 * SECOND,
+        asked: now,
+        at: now,
+    }
 }
 
 fn canary(birth: &str, count: u64) -> Canary {
-    Canary { birth: Some(birth.into()), count }
+    Canary {
+        birth: Some(birth.into()),
+        count,
+    }
 }
 
 fn keys(name: &str) -> Keys {
-    Keys { shared: name.into(), own: format!("own {name}").into() }
+    Keys {
+        shared: name.into(),
+        own: format!("own {name}").into(),
+    }
 }
 
 /// A look at a canary, with claims that stand with its count.
 fn look(watch: &Watch, name: &str, canary: Canary, shown: Shown) {
     let asked = watch.asks(keys(name));
-    watch.state().take(Some((asked, canary)), shown, Stands::Firmly);
+    watch
+        .state()
+        .take(Some((asked, canary)), shown, Stands::Firmly);
 }
 
 fn claim(watch: &Watch, canary: Canary, stands: Stands) {
@@ -45,19 +67,67 @@ fn why(watch: &Watch) -> String {
 
 #[test]
 fn what_a_process_shows_is_compared_with_what_it_showed() {
-    let before = Shown { evicted: 3, ..shown("r") };
+    let before = Shown {
+        evicted: 3,
+        ..shown("r")
+    };
     let later = before.at + 10 * SECOND;
-    let after = Shown { clock: 1_010 * SECOND, asked: later, at: later, ..before.clone() };
-    let other = Shown { run_id: "s".into(), evicted: 0, ..after.clone() };
+    let after = Shown {
+        clock: 1_010 * SECOND,
+        asked: later,
+        at: later,
+        ..before.clone()
+    };
+    let other = Shown {
+        run_id: "s".into(),
+        evicted: 0,
+        ..after.clone()
+    };
     for (now, findings) in [
         (after.clone(), vec![]),
         (other.clone(), vec![]),
-        (Shown { evicted: 9, ..after.clone() }, vec![Finding::Evicted(6)]),
-        (Shown { evicted: 2, ..other }, vec![Finding::Evicted(2)]),
-        (Shown { clock: 1_016 * SECOND, ..after.clone() }, vec![Finding::ClockForward(6 * SECOND)]),
-        (Shown { clock: 1_004 * SECOND, ..after.clone() }, vec![Finding::ClockBackward(6 * SECOND)]),
-        (Shown { clock: 990 * SECOND, ..after.clone() }, vec![Finding::ClockBackward(20 * SECOND)]),
-        (Shown { clock: 1_011 * SECOND, ..after }, vec![]),
+        (
+            Shown {
+                evicted: 9,
+                ..after.clone()
+            },
+            vec![Finding::Evicted(6)],
+        ),
+        (
+            Shown {
+                evicted: 2,
+                ..other
+            },
+            vec![Finding::Evicted(2)],
+        ),
+        (
+            Shown {
+                clock: 1_016 * SECOND,
+                ..after.clone()
+            },
+            vec![Finding::ClockForward(6 * SECOND)],
+        ),
+        (
+            Shown {
+                clock: 1_004 * SECOND,
+                ..after.clone()
+            },
+            vec![Finding::ClockBackward(6 * SECOND)],
+        ),
+        (
+            Shown {
+                clock: 990 * SECOND,
+                ..after.clone()
+            },
+            vec![Finding::ClockBackward(20 * SECOND)],
+        ),
+        (
+            Shown {
+                clock: 1_011 * SECOND,
+                ..after
+            },
+            vec![],
+        ),
     ] {
         assert_eq!(compare(&before, &now, CLOCK_TOLERANCE), findings, "{now:?}");
     }
@@ -70,15 +140,33 @@ fn a_step_of_the_clock_counts_from_half_of_the_shortest_lease() {
     let at = |ms: u32| {
         let before = shown("r");
         let later = before.at + 10 * SECOND;
-        Shown { clock: 1_010 * SECOND + Duration::from_millis(1) * ms, asked: later, at: later, ..before }
+        Shown {
+            clock: 1_010 * SECOND + Duration::from_millis(1) * ms,
+            asked: later,
+            at: later,
+            ..before
+        }
     };
-    for (lease, step, jumps) in [(30_000, 1_500, false), (30_000, 2_500, true), (100, 50, false), (100, 90, true), (30_000, 90, true)] {
+    for (lease, step, jumps) in [
+        (30_000, 1_500, false),
+        (30_000, 2_500, true),
+        (100, 50, false),
+        (100, 90, true),
+        (30_000, 90, true),
+    ] {
         let lease = Duration::from_millis(lease);
-        let _ = watch.withholds(&Terms { lease, ..AT_MOST_ONCE });
+        let _ = watch.withholds(&Terms {
+            lease,
+            ..AT_MOST_ONCE
+        });
         let mut state = watch.state();
         (state.jumped, state.processes) = (None, HashMap::from([("r".to_owned(), shown("r"))]));
         state.take(None, at(step), Stands::Born);
-        assert_eq!(state.jumped.is_some(), jumps, "{step} ms, by a lease of {lease:?}; the shortest counts");
+        assert_eq!(
+            state.jumped.is_some(),
+            jumps,
+            "{step} ms, by a lease of {lease:?}; the shortest counts"
+        );
     }
 }
 
@@ -86,25 +174,55 @@ fn a_step_of_the_clock_counts_from_half_of_the_shortest_lease() {
 #[test]
 fn a_reply_that_was_read_late_is_no_jump() {
     let soon = shown("r");
-    let late = Shown { at: soon.at + 10 * SECOND, ..soon.clone() };
+    let late = Shown {
+        at: soon.at + 10 * SECOND,
+        ..soon.clone()
+    };
     let next = |after: u32, clock: u32| {
         let at = late.at + after * SECOND;
-        Shown { clock: clock * SECOND, asked: at, at, ..soon.clone() }
+        Shown {
+            clock: clock * SECOND,
+            asked: at,
+            at,
+            ..soon.clone()
+        }
     };
     // The clock went on with the time since `late` was shown, which was long before it was read.
     assert_eq!(compare(&late, &next(1, 1_011), CLOCK_TOLERANCE), []);
     assert_eq!(compare(&late, &next(1, 1_001), CLOCK_TOLERANCE), []);
-    assert_eq!(compare(&soon, &Shown { at: soon.at + 20 * SECOND, ..next(0, 1_010) }, CLOCK_TOLERANCE), []);
-    assert_eq!(compare(&late, &next(1, 1_014), CLOCK_TOLERANCE), [Finding::ClockForward(3 * SECOND)]);
-    assert_eq!(compare(&late, &next(9, 1_001), CLOCK_TOLERANCE), [Finding::ClockBackward(8 * SECOND)]);
+    assert_eq!(
+        compare(
+            &soon,
+            &Shown {
+                at: soon.at + 20 * SECOND,
+                ..next(0, 1_010)
+            },
+            CLOCK_TOLERANCE
+        ),
+        []
+    );
+    assert_eq!(
+        compare(&late, &next(1, 1_014), CLOCK_TOLERANCE),
+        [Finding::ClockForward(3 * SECOND)]
+    );
+    assert_eq!(
+        compare(&late, &next(9, 1_001), CLOCK_TOLERANCE),
+        [Finding::ClockBackward(8 * SECOND)]
+    );
 }
 
 #[test]
 fn each_loss_pauses_and_is_told_from_the_others() {
-    let gone = Canary { birth: None, count: 1 };
-    for (lost, says) in
-        [(canary("c", 1), "born anew"), (gone, "born anew"), (canary("b", 0), "counts back"), (canary("b", 4), "counts back")]
-    {
+    let gone = Canary {
+        birth: None,
+        count: 1,
+    };
+    for (lost, says) in [
+        (canary("c", 1), "born anew"),
+        (gone, "born anew"),
+        (canary("b", 0), "counts back"),
+        (canary("b", 4), "counts back"),
+    ] {
         let watch = Watch::default();
         look(&watch, "k", canary("b", 5), shown("r"));
         assert!(!is_withheld(&watch));
@@ -112,7 +230,11 @@ fn each_loss_pauses_and_is_told_from_the_others() {
         assert!(why(&watch).contains(says), "{lost:?}");
         watch.accept();
         look(&watch, "k", canary("d", lost.count + 1), shown("r"));
-        assert_eq!(is_withheld(&watch), lost.birth == Some(b"c".into()), "accepted: {lost:?}");
+        assert_eq!(
+            is_withheld(&watch),
+            lost.birth == Some(b"c".into()),
+            "accepted: {lost:?}"
+        );
     }
 }
 
@@ -122,7 +244,9 @@ fn a_count_of_long_ago_is_not_gone_by() {
     let watch = Watch::default();
     look(&watch, "k", canary("b", 5), shown("r"));
     for counted in watch.state().counts.values_mut() {
-        counted.at = Instant::now().checked_sub(COUNT_STANDS).expect("the machine is up longer");
+        counted.at = Instant::now()
+            .checked_sub(COUNT_STANDS)
+            .expect("the machine is up longer");
     }
     claim(&watch, canary("b", 1), Stands::Firmly);
     claim(&watch, canary("b", 2), Stands::Firmly);
@@ -203,8 +327,14 @@ fn a_failover_that_no_claim_was_lost_in_pauses_nothing() {
     let watch = Watch::default();
     let looked = |told, run_id| {
         let asked = watch.asks(keys("k"));
-        let shown = Shown { followed: Some("of r".into()), up: 100 * SECOND, ..shown(run_id) };
-        watch.state().take(Some((asked, told)), shown, Stands::Perhaps);
+        let shown = Shown {
+            followed: Some("of r".into()),
+            up: 100 * SECOND,
+            ..shown(run_id)
+        };
+        watch
+            .state()
+            .take(Some((asked, told)), shown, Stands::Perhaps);
     };
     looked(canary("b", 1), "r");
     claim(&watch, canary("b", 2), Stands::Firmly);
@@ -213,25 +343,46 @@ fn a_failover_that_no_claim_was_lost_in_pauses_nothing() {
     looked(canary("b", 3), "s");
     assert!(!is_withheld(&watch), "what was covered is there");
     looked(canary("b", 1), "t");
-    assert!(why(&watch).contains("last writes"), "a claim that replicas knew of is gone");
+    assert!(
+        why(&watch).contains("last writes"),
+        "a claim that replicas knew of is gone"
+    );
 }
 
 /// Replicas follow a primary that came back, and forget what it lost.
 #[test]
 fn with_replicas_only_one_of_them_that_took_over_is_not_waited_for() {
     let primary = shown("r");
-    let replica = Shown { followed: Some(primary.history.clone()), up: 100 * SECOND, ..shown("s") };
+    let replica = Shown {
+        followed: Some(primary.history.clone()),
+        up: 100 * SECOND,
+        ..shown("s")
+    };
     for (next, waits) in [
         (replica.clone(), false),
         (shown("the same, started again"), true),
-        (Shown { followed: Some("of another".into()), ..replica.clone() }, true),
-        (Shown { up: Duration::ZERO, ..replica }, true),
+        (
+            Shown {
+                followed: Some("of another".into()),
+                ..replica.clone()
+            },
+            true,
+        ),
+        (
+            Shown {
+                up: Duration::ZERO,
+                ..replica
+            },
+            true,
+        ),
     ] {
         let watch = Watch::default();
         for shown in [primary.clone(), next] {
             let asked = watch.asks(keys("k"));
             let told = canary("b", 1);
-            watch.state().take(Some((asked, told)), shown, Stands::Perhaps);
+            watch
+                .state()
+                .take(Some((asked, told)), shown, Stands::Perhaps);
         }
         assert_eq!(is_withheld(&watch), waits);
     }
@@ -240,25 +391,70 @@ fn with_replicas_only_one_of_them_that_took_over_is_not_waited_for() {
 #[test]
 fn a_canary_that_moves_to_another_node_tells_nothing() {
     let watch = Watch::default();
-    let other = Shown { evicted: 9, clock: 1_300 * SECOND, ..shown("other") };
-    look(&watch, "1", canary("b", 1), Shown { evicted: 0, ..shown("one") });
+    let other = Shown {
+        evicted: 9,
+        clock: 1_300 * SECOND,
+        ..shown("other")
+    };
+    look(
+        &watch,
+        "1",
+        canary("b", 1),
+        Shown {
+            evicted: 0,
+            ..shown("one")
+        },
+    );
     look(&watch, "2", canary("b", 1), other.clone());
-    look(&watch, "1", canary("b", 2), Shown { at: Instant::now(), ..other.clone() });
+    look(
+        &watch,
+        "1",
+        canary("b", 2),
+        Shown {
+            at: Instant::now(),
+            ..other.clone()
+        },
+    );
     assert!(!is_withheld(&watch));
-    look(&watch, "1", canary("b", 3), Shown { evicted: 10, at: Instant::now(), ..other });
+    look(
+        &watch,
+        "1",
+        canary("b", 3),
+        Shown {
+            evicted: 10,
+            at: Instant::now(),
+            ..other
+        },
+    );
     assert!(is_withheld(&watch));
 }
 
 #[test]
 fn a_forward_jump_pauses_for_a_lease_and_a_long_one_until_it_is_accepted() {
     let watch = Watch::default();
-    let jump = |by: Duration, ago: Duration| (Instant::now().checked_sub(ago).expect("the machine is up longer"), by);
-    for (jumped, withheld) in
-        [(jump(3 * SECOND, Duration::ZERO), true), (jump(3 * SECOND, SECOND), false), (jump(30 * SECOND, 9 * SECOND), true)]
-    {
+    let jump = |by: Duration, ago: Duration| {
+        (
+            Instant::now()
+                .checked_sub(ago)
+                .expect("the machine is up longer"),
+            by,
+        )
+    };
+    for (jumped, withheld) in [
+        (jump(3 * SECOND, Duration::ZERO), true),
+        (jump(3 * SECOND, SECOND), false),
+        (jump(30 * SECOND, 9 * SECOND), true),
+    ] {
         watch.state().jumped = Some(jumped);
         assert_eq!(is_withheld(&watch), withheld, "{jumped:?}");
-        assert!(watch.withholds(&Terms { guarantee: Guarantee::EffectivelyOnce, ..AT_MOST_ONCE }).is_none());
+        assert!(
+            watch
+                .withholds(&Terms {
+                    guarantee: Guarantee::EffectivelyOnce,
+                    ..AT_MOST_ONCE
+                })
+                .is_none()
+        );
     }
     watch.accept();
     assert!(!is_withheld(&watch));
@@ -270,7 +466,11 @@ fn a_small_jump_does_not_lift_the_pause_of_a_large_one() {
     for by in [40, 3] {
         watch.state().note(&Finding::ClockForward(by * SECOND));
     }
-    assert!(why(&watch).contains("40s") && why(&watch).contains("accept_loss"), "{}", why(&watch));
+    assert!(
+        why(&watch).contains("40s") && why(&watch).contains("accept_loss"),
+        "{}",
+        why(&watch)
+    );
     watch.accept();
     watch.state().note(&Finding::ClockForward(3 * SECOND));
     assert!(why(&watch).contains("one lease"), "{}", why(&watch));
@@ -282,16 +482,24 @@ fn what_was_only_looked_at_pauses_and_tells_nobody() {
     let watch = Watch::default();
     let looked = |told, run_id| {
         let asked = watch.asks(keys("k"));
-        watch.state().take(Some((asked, told)), shown(run_id), Stands::Born);
+        watch
+            .state()
+            .take(Some((asked, told)), shown(run_id), Stands::Born);
     };
     looked(canary("b", 5), "r");
     looked(canary("b", 2), "s");
-    assert!(why(&watch).contains("another Redis process"), "no claim is gone");
+    assert!(
+        why(&watch).contains("another Redis process"),
+        "no claim is gone"
+    );
     assert!(!watch.asks(keys("k")).birth.ends);
     claim(&watch, canary("b", 3), Stands::Firmly);
     looked(canary("b", 4), "s");
     looked(canary("b", 2), "t");
-    assert!(why(&watch).contains("last writes"), "one that was claimed is");
+    assert!(
+        why(&watch).contains("last writes"),
+        "one that was claimed is"
+    );
     watch.accept();
     looked(canary("c", 5), "t");
     assert!(!watch.asks(keys("k")).birth.ends);
@@ -336,7 +544,14 @@ fn the_gauge_is_1_while_something_pauses_until_it_is_accepted() {
         ] {
             let watch = Watch::default();
             watch.state().note(&finding);
-            assert!(watch.withholds(&Terms { guarantee: Guarantee::EffectivelyOnce, ..AT_MOST_ONCE }).is_none());
+            assert!(
+                watch
+                    .withholds(&Terms {
+                        guarantee: Guarantee::EffectivelyOnce,
+                        ..AT_MOST_ONCE
+                    })
+                    .is_none()
+            );
             assert_eq!(is(), 0.0, "nobody pauses");
             let _ = watch.withholds(&AT_MOST_ONCE);
             assert_eq!(is(), pauses, "{finding:?}");

@@ -1,62 +1,133 @@
 //! What only Redis can do to a batch; what every store has to do stands in the laws.
 
-use oncegate_core::marker::{Ask, Attempts, Effect, Fingerprint, Guarantee, Marker, Terms, Token, Verdict};
+use oncegate_core::marker::{
+    Ask, Attempts, Effect, Fingerprint, Guarantee, Marker, Terms, Token, Verdict,
+};
 use oncegate_core::{Store, StoreError};
 
-use crate::support::{DONE, GRANTED, ask, claim, client, complete, key, operation, store, terms, verdicts};
+use crate::support::{
+    DONE, GRANTED, ask, claim, client, complete, key, operation, store, terms, verdicts,
+};
 
 #[tokio::test]
 async fn one_bad_key_spoils_no_other() {
     let (store, prefix) = store();
     let mut raw = client().await;
-    let _: i64 = redis::cmd("RPUSH").arg(format!("{prefix}list")).arg("x").query_async(&mut raw).await.expect("an answer");
-    for (id, value) in [("newer", "v2 p something"), ("other", "processing"), ("cut", "v1 p 0000 1")] {
-        let _: () = redis::cmd("SET").arg(format!("{prefix}{id}")).arg(value).query_async(&mut raw).await.expect("an answer");
+    let _: i64 = redis::cmd("RPUSH")
+        .arg(format!("{prefix}list"))
+        .arg("x")
+        .query_async(&mut raw)
+        .await
+        .expect("an answer");
+    for (id, value) in [
+        ("newer", "v2 p something"),
+        ("other", "processing"),
+        ("cut", "v1 p 0000 1"),
+    ] {
+        let _: () = redis::cmd("SET")
+            .arg(format!("{prefix}{id}"))
+            .arg(value)
+            .query_async(&mut raw)
+            .await
+            .expect("an answer");
     }
     let bad = ["list", "newer", "other", "cut"];
-    for asked in [Ask::Claim, Ask::Complete, Ask::Renew, Ask::Clear(Effect::Nothing)] {
+    for asked in [
+        Ask::Claim,
+        Ask::Complete,
+        Ask::Renew,
+        Ask::Clear(Effect::Nothing),
+    ] {
         let good = format!("good-{asked:?}");
-        assert_eq!(ask(&store, claim(&good, 1)).await.expect("a verdict"), GRANTED);
-        let mut batch = vec![operation(&good, asked, 1, 1, terms(Guarantee::EffectivelyOnce))];
+        assert_eq!(
+            ask(&store, claim(&good, 1)).await.expect("a verdict"),
+            GRANTED
+        );
+        let mut batch = vec![operation(
+            &good,
+            asked,
+            1,
+            1,
+            terms(Guarantee::EffectivelyOnce),
+        )];
         batch.extend(bad.map(|id| operation(id, asked, 1, 1, terms(Guarantee::EffectivelyOnce))));
         batch.push(claim(&format!("{good}-too"), 2));
         let answers = store.apply(&batch).await;
         assert!(answers[0].is_ok() && answers[5].is_ok(), "{answers:?}");
-        for (answer, says) in answers[1..5].iter().zip(["WRONGTYPE", "unknown record version", "another program", "another program"]) {
+        for (answer, says) in answers[1..5].iter().zip([
+            "WRONGTYPE",
+            "unknown record version",
+            "another program",
+            "another program",
+        ]) {
             let told = match answer {
-                Err(StoreError::Misconfigured(why)) if says == "unknown record version" => why.to_string(),
+                Err(StoreError::Misconfigured(why)) if says == "unknown record version" => {
+                    why.to_string()
+                }
                 Err(StoreError::UnreadableMarker(why)) => why.to_string(),
                 _ => panic!("{asked:?}: {answer:?}"),
             };
             assert!(told.contains(says), "{asked:?}: {told}");
         }
     }
-    for (id, value) in [("newer", "v2 p something"), ("other", "processing"), ("cut", "v1 p 0000 1")] {
-        let left: String = redis::cmd("GET").arg(format!("{prefix}{id}")).query_async(&mut raw).await.expect("an answer");
+    for (id, value) in [
+        ("newer", "v2 p something"),
+        ("other", "processing"),
+        ("cut", "v1 p 0000 1"),
+    ] {
+        let left: String = redis::cmd("GET")
+            .arg(format!("{prefix}{id}"))
+            .query_async(&mut raw)
+            .await
+            .expect("an answer");
         assert_eq!(left, value, "never overwritten");
     }
-    assert!(matches!(store.look(&key("newer")).await, Err(StoreError::Misconfigured(_))));
+    assert!(matches!(
+        store.look(&key("newer")).await,
+        Err(StoreError::Misconfigured(_))
+    ));
 }
 
-/// More completions than one call takes: found as they were claimed, missing, another's, and of another kind.
+/// More completions than one call takes: found as they were claimed, missing, another's, and of
+/// another kind.
 #[tokio::test]
 async fn hundreds_are_completed_at_once_each_as_it_stands() {
     let (store, prefix) = store();
     let ids: Vec<String> = (0..300).map(|it| format!("k{it}")).collect();
     let mine = |it: usize| it % 50 > 2;
-    let claims: Vec<_> = ids.iter().enumerate().filter(|(it, _)| mine(*it)).map(|(_, id)| claim(id, 1)).collect();
+    let claims: Vec<_> = ids
+        .iter()
+        .enumerate()
+        .filter(|(it, _)| mine(*it))
+        .map(|(_, id)| claim(id, 1))
+        .collect();
     assert_eq!(verdicts(&store, &claims).await, vec![GRANTED; claims.len()]);
     for it in (0..300).step_by(50) {
-        assert_eq!(ask(&store, claim(&ids[it], 2)).await.expect("a verdict"), GRANTED);
+        assert_eq!(
+            ask(&store, claim(&ids[it], 2)).await.expect("a verdict"),
+            GRANTED
+        );
         let list = format!("{prefix}{}", ids[it + 1]);
-        let _: i64 = redis::cmd("RPUSH").arg(list).arg("x").query_async(&mut client().await).await.expect("an answer");
+        let _: i64 = redis::cmd("RPUSH")
+            .arg(list)
+            .arg("x")
+            .query_async(&mut client().await)
+            .await
+            .expect("an answer");
     }
     let completions: Vec<_> = ids.iter().map(|id| complete(id, 1, 1)).collect();
     for (it, answer) in store.apply(&completions).await.into_iter().enumerate() {
         match it % 50 {
             0 => assert_eq!(answer.expect("a verdict"), Verdict::Lost, "k{it}"),
-            1 => assert!(matches!(&answer, Err(StoreError::UnreadableMarker(why)) if why.to_string().contains("WRONGTYPE")), "{answer:?}"),
-            2 => assert_eq!(answer.expect("a verdict"), Verdict::Done { marker_lost: true }, "k{it}"),
+            1 => assert!(
+                matches!(&answer, Err(StoreError::UnreadableMarker(why)) if why.to_string().contains("WRONGTYPE")),
+                "{answer:?}"
+            ),
+            2 => assert_eq!(
+                answer.expect("a verdict"),
+                Verdict::Done { marker_lost: true },
+                "k{it}"
+            ),
             _ => assert_eq!(answer.expect("a verdict"), DONE, "k{it}"),
         }
     }
@@ -64,16 +135,29 @@ async fn hundreds_are_completed_at_once_each_as_it_stands() {
 
 #[tokio::test]
 async fn order_is_kept_when_the_server_has_forgotten_the_script() {
-    let server = oncegate_testkit::servers::RedisServer::start(Default::default()).expect("a Redis");
+    let server =
+        oncegate_testkit::servers::RedisServer::start(Default::default()).expect("a Redis");
     let store = crate::support::at(&server.url());
     let mut raw = crate::support::client_of(&server.url()).await;
     for round in 0..3u128 {
-        let _: () = redis::cmd("SCRIPT").arg("FLUSH").query_async(&mut raw).await.expect("an answer");
+        let _: () = redis::cmd("SCRIPT")
+            .arg("FLUSH")
+            .query_async(&mut raw)
+            .await
+            .expect("an answer");
         let id = format!("k{round}");
-        let batch = [claim(&id, 1), complete(&id, 1, 1), claim(&id, 2), complete("x", 7, 1)];
+        let batch = [
+            claim(&id, 1),
+            complete(&id, 1, 1),
+            claim(&id, 2),
+            complete("x", 7, 1),
+        ];
         let lost = Verdict::Done { marker_lost: true };
         let last = if round == 0 { lost } else { DONE };
-        assert_eq!(verdicts(&store, &batch).await, vec![GRANTED, DONE, Verdict::Duplicate, last]);
+        assert_eq!(
+            verdicts(&store, &batch).await,
+            vec![GRANTED, DONE, Verdict::Duplicate, last]
+        );
     }
 }
 
@@ -81,37 +165,101 @@ async fn order_is_kept_when_the_server_has_forgotten_the_script() {
 async fn done_is_what_other_programs_write_and_stays_an_integer_with_a_fingerprint() {
     let (store, prefix) = store();
     let mut raw = client().await;
-    let with = |body| Terms { fingerprint: Some(Fingerprint::new(body)), ..terms(Guarantee::EffectivelyOnce) };
+    let with = |body| Terms {
+        fingerprint: Some(Fingerprint::new(body)),
+        ..terms(Guarantee::EffectivelyOnce)
+    };
     let batch = [
         complete("plain", 1, 1),
         operation("body", Ask::Complete, 1, 1, with(42)),
         operation("large", Ask::Complete, 1, 1, with(Fingerprint::LIMIT - 1)),
     ];
-    assert_eq!(verdicts(&store, &batch).await, [Verdict::Done { marker_lost: true }; 3]);
-    for (id, value) in [("plain", "1"), ("body", "-1000000000000000042"), ("large", "-1999999999999999999")] {
+    assert_eq!(
+        verdicts(&store, &batch).await,
+        [Verdict::Done { marker_lost: true }; 3]
+    );
+    for (id, value) in [
+        ("plain", "1"),
+        ("body", "-1000000000000000042"),
+        ("large", "-1999999999999999999"),
+    ] {
         let name = format!("{prefix}{id}");
-        let written: String = redis::cmd("GET").arg(&name).query_async(&mut raw).await.expect("an answer");
-        let encoding: String = redis::cmd("OBJECT").arg("ENCODING").arg(&name).query_async(&mut raw).await.expect("an answer");
+        let written: String = redis::cmd("GET")
+            .arg(&name)
+            .query_async(&mut raw)
+            .await
+            .expect("an answer");
+        let encoding: String = redis::cmd("OBJECT")
+            .arg("ENCODING")
+            .arg(&name)
+            .query_async(&mut raw)
+            .await
+            .expect("an answer");
         assert_eq!((written.as_str(), encoding.as_str()), (value, "int"));
     }
     let again = |body| operation("body", Ask::Claim, 2, 0, with(body));
-    assert_eq!(verdicts(&store, &[again(42), again(43)]).await, [Verdict::Duplicate, Verdict::Conflict]);
-    assert_eq!(verdicts(&store, &[operation("plain", Ask::Claim, 2, 0, with(43))]).await, [Verdict::Duplicate]);
+    assert_eq!(
+        verdicts(&store, &[again(42), again(43)]).await,
+        [Verdict::Duplicate, Verdict::Conflict]
+    );
+    assert_eq!(
+        verdicts(&store, &[operation("plain", Ask::Claim, 2, 0, with(43))]).await,
+        [Verdict::Duplicate]
+    );
 }
 
 #[tokio::test]
 async fn a_person_sends_back_only_what_was_seen() {
     let (store, _) = store();
     let strict = terms(Guarantee::AtMostOnce);
-    verdicts(&store, &[operation("k", Ask::Claim, 1, 0, strict), operation("k", Ask::Doubt, 1, 1, strict)]).await;
+    verdicts(
+        &store,
+        &[
+            operation("k", Ask::Claim, 1, 0, strict),
+            operation("k", Ask::Doubt, 1, 1, strict),
+        ],
+    )
+    .await;
     let seen = store.look(&key("k")).await.expect("a marker");
-    assert!(matches!(seen, Marker::InDoubt(hold, _) if hold.token == Token(1)), "{seen:?}");
+    assert!(
+        matches!(seen, Marker::InDoubt(hold, _) if hold.token == Token(1)),
+        "{seen:?}"
+    );
     // Someone reconciles in the meantime: it is not what was seen any more.
-    let doubted = Verdict::InDoubt(Attempts { number: 2, base: 1, crashes: 0 });
-    assert_eq!(verdicts(&store, &[operation("k", Ask::Claim, 2, 0, strict)]).await, [doubted]);
-    let send_back = |seen| operation("k", Ask::SendBack { seen, effect: Effect::Nothing }, 0, 0, strict);
+    let doubted = Verdict::InDoubt(Attempts {
+        number: 2,
+        base: 1,
+        crashes: 0,
+    });
+    assert_eq!(
+        verdicts(&store, &[operation("k", Ask::Claim, 2, 0, strict)]).await,
+        [doubted]
+    );
+    let send_back = |seen| {
+        operation(
+            "k",
+            Ask::SendBack {
+                seen,
+                effect: Effect::Nothing,
+            },
+            0,
+            0,
+            strict,
+        )
+    };
     assert_eq!(verdicts(&store, &[send_back(seen)]).await, [Verdict::Lost]);
     let seen = store.look(&key("k")).await.expect("a marker");
-    let granted = Verdict::Granted(Attempts { number: 3, base: 2, crashes: 0 });
-    assert_eq!(verdicts(&store, &[send_back(seen), operation("k", Ask::Claim, 3, 0, strict)]).await, [Verdict::Kept, granted]);
+    let granted = Verdict::Granted(Attempts {
+        number: 3,
+        base: 2,
+        crashes: 0,
+    });
+    assert_eq!(
+        verdicts(
+            &store,
+            &[send_back(seen), operation("k", Ask::Claim, 3, 0, strict)]
+        )
+        .await,
+        [Verdict::Kept, granted]
+    );
 }

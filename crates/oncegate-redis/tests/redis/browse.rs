@@ -14,7 +14,10 @@ async fn all(store: &Redis, page: usize) -> BTreeMap<String, Result<Standing, St
     let mut browse = store.browse(page).await.expect("Redis answers");
     let mut all = BTreeMap::new();
     while let Some(page) = browse.next().await.expect("Redis answers") {
-        all.extend(page.into_iter().map(|listed| (listed.name, listed.standing)));
+        all.extend(
+            page.into_iter()
+                .map(|listed| (listed.name, listed.standing)),
+        );
     }
     all
 }
@@ -25,35 +28,86 @@ async fn every_marker_is_listed_and_none_of_the_librarys_own_keys() {
     // With glob characters in it, a pattern would find others' keys, or none.
     let odd = store.clone().prefix(format!("{prefix}[a]*?:"));
     for n in 0..30 {
-        ask(&odd, claim(&format!("id-{n}"), n)).await.expect("a verdict");
+        ask(&odd, claim(&format!("id-{n}"), n))
+            .await
+            .expect("a verdict");
     }
     ask(&odd, complete("id-0", 0, 1)).await.expect("a verdict");
-    let scoped = Scope::named("ledger").expect("a scope").key(&MessageId::new("id-1").expect("an id"));
-    ask(&odd, oncegate_core::marker::Operation { key: scoped, ..claim("id-1", 77) }).await.expect("a verdict");
+    let scoped = Scope::named("ledger")
+        .expect("a scope")
+        .key(&MessageId::new("id-1").expect("an id"));
+    ask(
+        &odd,
+        oncegate_core::marker::Operation {
+            key: scoped,
+            ..claim("id-1", 77)
+        },
+    )
+    .await
+    .expect("a verdict");
     odd.write_audit("a line").await.expect("it is written");
     let listed = all(&odd, 7).await;
     assert_eq!(listed.len(), 31, "{:?}", listed.keys());
     assert!(listed.contains_key("ledger|id-1") && !listed.keys().any(|name| name.starts_with('!')));
     let standing = |id: &str| *listed[id].as_ref().expect("a marker");
-    assert!(matches!(standing("id-0").marker, Marker::Done(None)) && standing("id-0").age().is_none());
+    assert!(
+        matches!(standing("id-0").marker, Marker::Done(None)) && standing("id-0").age().is_none()
+    );
     assert!(matches!(standing("id-1").marker, Marker::InProgress(_)));
-    assert!(standing("id-1").age().is_some_and(|age| age < Duration::from_secs(600)), "{:?}", standing("id-1"));
+    assert!(
+        standing("id-1")
+            .age()
+            .is_some_and(|age| age < Duration::from_secs(600)),
+        "{:?}",
+        standing("id-1")
+    );
 }
 
 #[tokio::test]
 async fn a_marker_is_looked_at_with_its_time_and_stays_as_it_is() {
     let (store, prefix) = store();
     let absent = store.look_closely(&key("x")).await.expect("Redis answers");
-    assert_eq!(absent, Standing { marker: Marker::Absent, expires_in: None });
+    assert_eq!(
+        absent,
+        Standing {
+            marker: Marker::Absent,
+            expires_in: None
+        }
+    );
     ask(&store, claim("x", 1)).await.expect("a verdict");
-    ask(&store, operation("x", Ask::Clear(Effect::Unknown), 1, 1, terms(Guarantee::EffectivelyOnce))).await.expect("a verdict");
+    ask(
+        &store,
+        operation(
+            "x",
+            Ask::Clear(Effect::Unknown),
+            1,
+            1,
+            terms(Guarantee::EffectivelyOnce),
+        ),
+    )
+    .await
+    .expect("a verdict");
     for _ in 0..2 {
         let seen = store.look_closely(&key("x")).await.expect("Redis answers");
-        assert_eq!(seen.marker, Marker::Cleared { attempts: Attempts::new(1), effect: Effect::Unknown });
+        assert_eq!(
+            seen.marker,
+            Marker::Cleared {
+                attempts: Attempts::new(1),
+                effect: Effect::Unknown
+            }
+        );
         assert!(seen.expires_in.is_some());
     }
-    let () = redis::cmd("SET").arg(format!("{prefix}y")).arg("nothing of ours").query_async(&mut client().await).await.expect("set");
-    assert!(matches!(store.look_closely(&key("y")).await, Err(StoreError::UnreadableMarker(_))));
+    let () = redis::cmd("SET")
+        .arg(format!("{prefix}y"))
+        .arg("nothing of ours")
+        .query_async(&mut client().await)
+        .await
+        .expect("set");
+    assert!(matches!(
+        store.look_closely(&key("y")).await,
+        Err(StoreError::UnreadableMarker(_))
+    ));
     let listed = all(&store, 100).await;
     assert!(listed["x"].is_ok() && listed["y"].is_err());
 }
@@ -74,6 +128,10 @@ async fn a_server_tells_what_it_is() {
     let (store, _) = store();
     let servers = store.servers().await.expect("Redis answers");
     assert_eq!(servers.len(), 1);
-    assert!(servers[0].field("redis_version").is_some_and(|version| version.starts_with(|c: char| c.is_ascii_digit())));
+    assert!(
+        servers[0]
+            .field("redis_version")
+            .is_some_and(|version| version.starts_with(|c: char| c.is_ascii_digit()))
+    );
     assert!(servers[0].number("server_time_usec").is_some() && servers[0].address.contains(':'));
 }

@@ -3,7 +3,9 @@
 use oncegate_core::marker::{Guarantee, Operation, Verdict};
 use oncegate_core::{Store, StoreError};
 use oncegate_redis::{Durability, Redis};
-use oncegate_testkit::servers::{ClusterServers, RedisOptions, RedisServer, SENTINEL_NAME, SentinelServers};
+use oncegate_testkit::servers::{
+    ClusterServers, RedisOptions, RedisServer, SENTINEL_NAME, SentinelServers,
+};
 
 use crate::forms::healed;
 use crate::support::{DONE, GRANTED, SECOND, ask, at, claim, complete, verdicts};
@@ -11,7 +13,10 @@ use crate::support::{DONE, GRANTED, SECOND, ask, at, claim, complete, verdicts};
 /// A store that shows the certificate of this server's authority, and trusts it.
 fn certified(store: Redis, server: &RedisServer) -> Redis {
     let (certificate, key) = server.client_certificate();
-    store.timeout(5 * SECOND).ca_certificate(server.certificate_authority()).client_certificate(certificate, key)
+    store
+        .timeout(5 * SECOND)
+        .ca_certificate(server.certificate_authority())
+        .client_certificate(certificate, key)
 }
 
 async fn misconfigured(store: &Redis) -> String {
@@ -23,23 +28,43 @@ async fn misconfigured(store: &Redis) -> String {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_server_that_asks_for_a_certificate_gets_ours() {
-    let server = RedisServer::start(RedisOptions::new().tls().certified_clients()).expect("a Redis");
+    let server =
+        RedisServer::start(RedisOptions::new().tls().certified_clients()).expect("a Redis");
     let stranger = RedisServer::start(RedisOptions::new().tls()).expect("a Redis");
     let store = certified(at(&server.url()), &server);
-    assert_eq!(ask(&store, claim("k", 1)).await.expect("a verdict"), GRANTED);
+    assert_eq!(
+        ask(&store, claim("k", 1)).await.expect("a verdict"),
+        GRANTED
+    );
     let renewals = store.for_renewals().expect("a handle");
-    assert_eq!(ask(&*renewals, complete("k", 1, 1)).await.expect("a verdict"), DONE);
+    assert_eq!(
+        ask(&*renewals, complete("k", 1, 1))
+            .await
+            .expect("a verdict"),
+        DONE
+    );
     // In whichever order they are set.
     let (certificate, key) = server.client_certificate();
-    let turned = at(&server.url()).client_certificate(&certificate, &key).ca_certificate(server.certificate_authority());
-    assert_eq!(ask(&turned, claim("k", 2)).await.expect("a verdict"), Verdict::Duplicate);
+    let turned = at(&server.url())
+        .client_certificate(&certificate, &key)
+        .ca_certificate(server.certificate_authority());
+    assert_eq!(
+        ask(&turned, claim("k", 2)).await.expect("a verdict"),
+        Verdict::Duplicate
+    );
 
     // None, and one of another authority.
     let trusting = || at(&server.url()).ca_certificate(server.certificate_authority());
     let (others, others_key) = stranger.client_certificate();
-    for store in [trusting(), trusting().client_certificate(others, others_key)] {
+    for store in [
+        trusting(),
+        trusting().client_certificate(others, others_key),
+    ] {
         let line = misconfigured(&store).await;
-        assert!(line.starts_with("Redis::at") && line.contains("client_certificate(certificate, key)"), "{line}");
+        assert!(
+            line.starts_with("Redis::at") && line.contains("client_certificate(certificate, key)"),
+            "{line}"
+        );
     }
     // One of ours, where the server is not trusted.
     let line = misconfigured(&at(&server.url()).client_certificate(&certificate, &key)).await;
@@ -58,7 +83,10 @@ async fn files_that_hold_no_certificate_or_key_are_told() {
         (&certificate, &certificate, "holds no private key"),
     ] {
         let line = misconfigured(&at(&server.url()).client_certificate(certificate, key)).await;
-        assert!(line.starts_with("client_certificate: ") && line.contains(says), "{line}");
+        assert!(
+            line.starts_with("client_certificate: ") && line.contains(says),
+            "{line}"
+        );
     }
     let line = misconfigured(&at("redis://localhost").client_certificate(&certificate, &key)).await;
     assert!(line.contains("write rediss://"), "{line}");
@@ -67,30 +95,58 @@ async fn files_that_hold_no_certificate_or_key_are_told() {
 #[tokio::test(flavor = "multi_thread")]
 async fn sentinels_and_their_servers_over_tls() {
     let mut servers = SentinelServers::start_with_tls().expect("Redis and Sentinels");
-    let replicas = Durability::Replicas { count: 1, timeout: 5 * SECOND };
-    let store = certified(Redis::sentinel(servers.urls(), SENTINEL_NAME), &servers.redis()[0]).durability(replicas);
-    store.preflight(Guarantee::AtMostOnce).await.expect("nothing is missing");
-    assert_eq!(ask(&store, claim("k", 1)).await.expect("a verdict"), GRANTED);
+    let replicas = Durability::Replicas {
+        count: 1,
+        timeout: 5 * SECOND,
+    };
+    let store = certified(
+        Redis::sentinel(servers.urls(), SENTINEL_NAME),
+        &servers.redis()[0],
+    )
+    .durability(replicas);
+    store
+        .preflight(Guarantee::AtMostOnce)
+        .await
+        .expect("nothing is missing");
+    assert_eq!(
+        ask(&store, claim("k", 1)).await.expect("a verdict"),
+        GRANTED
+    );
     let old = servers.primary();
     servers.redis_mut(old).kill();
-    assert!(matches!(healed(&store, claim("k", 2)).await, Verdict::Busy { .. }), "the new primary knows the holder");
+    assert!(
+        matches!(healed(&store, claim("k", 2)).await, Verdict::Busy { .. }),
+        "the new primary knows the holder"
+    );
     assert_eq!(healed(&store, complete("k", 1, 1)).await, DONE);
 
-    let untrusted = misconfigured(&Redis::sentinel(servers.urls(), SENTINEL_NAME).timeout(5 * SECOND)).await;
-    assert!(untrusted.contains("not trusted") && untrusted.contains("Redis::sentinel"), "{untrusted}");
+    let untrusted =
+        misconfigured(&Redis::sentinel(servers.urls(), SENTINEL_NAME).timeout(5 * SECOND)).await;
+    assert!(
+        untrusted.contains("not trusted") && untrusted.contains("Redis::sentinel"),
+        "{untrusted}"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_nodes_of_a_cluster_over_tls() {
     let cluster = ClusterServers::start_with_tls().expect("a Cluster");
     let store = certified(Redis::cluster(&cluster.urls()[..1]), &cluster.nodes()[0]);
-    store.preflight(Guarantee::AtMostOnce).await.expect("nothing is missing");
+    store
+        .preflight(Guarantee::AtMostOnce)
+        .await
+        .expect("nothing is missing");
     let claims: Vec<Operation> = (0..60).map(|it| claim(&format!("k{it}"), it)).collect();
     assert_eq!(verdicts(&store, &claims).await, vec![GRANTED; 60]);
-    let ends: Vec<Operation> = (0..60).map(|it| complete(&format!("k{it}"), it, 1)).collect();
+    let ends: Vec<Operation> = (0..60)
+        .map(|it| complete(&format!("k{it}"), it, 1))
+        .collect();
     assert_eq!(verdicts(&store, &ends).await, vec![DONE; 60]);
     for which in cluster.primaries() {
         let said = cluster.nodes()[which].command("DBSIZE").expect("a reply");
-        assert!(said[1..].parse::<u32>().is_ok_and(|keys| keys > 5), "every node has its share: {said}");
+        assert!(
+            said[1..].parse::<u32>().is_ok_and(|keys| keys > 5),
+            "every node has its share: {said}"
+        );
     }
 }

@@ -24,7 +24,8 @@ struct Effects {
     lost_replies: u64,
 }
 
-/// Passes each id through a gate until the gate says that it ran, behind a proxy that loses replies.
+/// Passes each id through a gate until the gate says that it ran, behind a proxy that loses
+/// replies.
 async fn behind_lost_replies(guarantee: Guarantee) -> Effects {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let proxy = Proxy::to(server.port()).expect("a proxy");
@@ -33,14 +34,19 @@ async fn behind_lost_replies(guarantee: Guarantee) -> Effects {
     let random = Mutex::new(fastrand::Rng::with_seed(seed));
     let mut gates = Vec::new();
     for _ in 0..GATES {
-        let store = Redis::at(format!("redis://127.0.0.1:{}", proxy.port())).accept_forgetful_store();
-        let gate = Gate::builder().store(store).guarantee(guarantee).backoff(Duration::from_millis(1), Duration::from_millis(20));
+        let store =
+            Redis::at(format!("redis://127.0.0.1:{}", proxy.port())).accept_forgetful_store();
+        let gate = Gate::builder()
+            .store(store)
+            .guarantee(guarantee)
+            .backoff(Duration::from_millis(1), Duration::from_millis(20));
         gates.push(gate.open().await.expect("a gate"));
     }
     // Of claims, completions and whatever else is about an id; connections are made as usual.
     proxy.judge(move |request| {
         let about_id = holds(request, "processed:id-");
-        let loses = about_id && random.lock().expect("nobody panicked with it").u8(..100) < LOST_PERCENT;
+        let loses =
+            about_id && random.lock().expect("nobody panicked with it").u8(..100) < LOST_PERCENT;
         if loses { Fate::LoseReply } else { Fate::Pass }
     });
     let effects: Arc<Vec<AtomicU32>> = Arc::new((0..IDS).map(|_| AtomicU32::new(0)).collect());
@@ -63,15 +69,30 @@ async fn behind_lost_replies(guarantee: Guarantee) -> Effects {
     for done in futures_util::future::join_all(running).await {
         done.expect("no gate panicked");
     }
-    let times = |wanted: fn(u32) -> bool| effects.iter().filter(|effect| wanted(effect.load(Ordering::SeqCst))).count();
-    Effects { skipped: times(|it| it == 0), doubled: times(|it| it > 1), lost_replies: proxy.lost_replies() }
+    let times = |wanted: fn(u32) -> bool| {
+        effects
+            .iter()
+            .filter(|effect| wanted(effect.load(Ordering::SeqCst)))
+            .count()
+    };
+    Effects {
+        skipped: times(|it| it == 0),
+        doubled: times(|it| it > 1),
+        lost_replies: proxy.lost_replies(),
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn of_4000_ids_none_is_skipped_or_doubled_when_replies_are_lost() {
     for guarantee in [Guarantee::AtMostOnce, Guarantee::EffectivelyOnce] {
-        let Effects { skipped, doubled, lost_replies } = behind_lost_replies(guarantee).await;
-        println!("{guarantee:?}: {skipped} skipped, {doubled} doubled, {lost_replies} replies lost");
+        let Effects {
+            skipped,
+            doubled,
+            lost_replies,
+        } = behind_lost_replies(guarantee).await;
+        println!(
+            "{guarantee:?}: {skipped} skipped, {doubled} doubled, {lost_replies} replies lost"
+        );
         assert!(lost_replies > 200, "{lost_replies} lost: the test is blind");
         assert_eq!((skipped, doubled), (0, 0), "{guarantee:?}");
     }
@@ -80,9 +101,16 @@ async fn of_4000_ids_none_is_skipped_or_doubled_when_replies_are_lost() {
 /// The control: the literal gate takes its own claim for another's.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_literal_gate_skips_some_when_replies_are_lost() {
-    let Effects { skipped, doubled, lost_replies } = behind_lost_replies(Guarantee::Bare).await;
+    let Effects {
+        skipped,
+        doubled,
+        lost_replies,
+    } = behind_lost_replies(Guarantee::Bare).await;
     println!("Bare: {skipped} skipped, {doubled} doubled, {lost_replies} replies lost");
-    assert!(skipped > 20, "{skipped} skipped of {IDS}: the test is blind");
+    assert!(
+        skipped > 20,
+        "{skipped} skipped of {IDS}: the test is blind"
+    );
 }
 
 const OLDER: u128 = 1;
@@ -90,25 +118,52 @@ const NEWER: u128 = 2;
 const CLAIMS: usize = 600;
 
 fn every(ask: Ask, token: u128, guarantee: Guarantee) -> Vec<Operation> {
-    (0..CLAIMS).map(|it| operation(&format!("k{it}"), ask, token, u32::from(ask != Ask::Claim), terms(guarantee))).collect()
+    (0..CLAIMS)
+        .map(|it| {
+            operation(
+                &format!("k{it}"),
+                ask,
+                token,
+                u32::from(ask != Ask::Claim),
+                terms(guarantee),
+            )
+        })
+        .collect()
 }
 
-/// An older claim is given up while the server is stopped for 2 s, with commands under way that nobody waits for any more,
-/// some to arrive when the server goes on, some only when a newer claim holds the ids. Answers how many markers of the newer
-/// claim were changed by them.
+/// An older claim is given up while the server is stopped for 2 s, with commands under way that
+/// nobody waits for any more, some to arrive when the server goes on, some only when a newer claim
+/// holds the ids. Answers how many markers of the newer claim were changed by them.
 async fn changed_by_late_commands(guarantee: Guarantee) -> usize {
     let mut server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let slow = Proxy::to(server.port()).expect("a proxy");
     let url = |port: u16| format!("redis://127.0.0.1:{port}");
-    let impatient = |port: u16| Redis::at(url(port)).timeout(Duration::from_millis(150)).accept_forgetful_store();
-    let older: Vec<Redis> = (0..8).map(|it| impatient(if it % 2 == 0 { server.port() } else { slow.port() })).collect();
+    let impatient = |port: u16| {
+        Redis::at(url(port))
+            .timeout(Duration::from_millis(150))
+            .accept_forgetful_store()
+    };
+    let older: Vec<Redis> = (0..8)
+        .map(|it| {
+            impatient(if it % 2 == 0 {
+                server.port()
+            } else {
+                slow.port()
+            })
+        })
+        .collect();
     let newer = at(&url(server.port()));
 
     for answer in older[0].apply(&every(Ask::Claim, OLDER, guarantee)).await {
         assert_eq!(answer.expect("a verdict"), GRANTED);
     }
     // The server knows the script, so that late calls of it do something.
-    ask(&newer, operation("learns", Ask::Complete, 9, 1, terms(guarantee))).await.expect("a verdict");
+    ask(
+        &newer,
+        operation("learns", Ask::Complete, 9, 1, terms(guarantee)),
+    )
+    .await
+    .expect("a verdict");
     // Everyone has a connection before it gets dark.
     for store in &older {
         store.look(&key("k0")).await.expect("a marker");
@@ -119,11 +174,21 @@ async fn changed_by_late_commands(guarantee: Guarantee) -> usize {
     let stopped = Instant::now();
     // Each store gives up after its third timeout in a row; what it sent until then is on its way.
     let giving_up = older.iter().map(|store| async move {
-        for ask in [Ask::Clear(Effect::Nothing), Ask::Renew, Ask::Clear(Effect::Nothing)] {
+        for ask in [
+            Ask::Clear(Effect::Nothing),
+            Ask::Renew,
+            Ask::Clear(Effect::Nothing),
+        ] {
             let answers = store.apply(&every(ask, OLDER, guarantee)).await;
-            let abandoned = answers.iter().filter(|answer| matches!(answer, Err(StoreError::Unknown(_)))).count();
+            let abandoned = answers
+                .iter()
+                .filter(|answer| matches!(answer, Err(StoreError::Unknown(_))))
+                .count();
             // The literal gate does not renew.
-            assert!(abandoned == CLAIMS || (guarantee == Guarantee::Bare && ask == Ask::Renew), "{abandoned} of {ask:?}");
+            assert!(
+                abandoned == CLAIMS || (guarantee == Guarantee::Bare && ask == Ask::Renew),
+                "{abandoned} of {ask:?}"
+            );
         }
     });
     futures_util::future::join_all(giving_up).await;
@@ -134,9 +199,15 @@ async fn changed_by_late_commands(guarantee: Guarantee) -> usize {
     let deadline = Instant::now() + 30 * SECOND;
     let mut waiting = every(Ask::Claim, NEWER, guarantee);
     while !waiting.is_empty() {
-        assert!(Instant::now() < deadline, "{} ids are never free", waiting.len());
+        assert!(
+            Instant::now() < deadline,
+            "{} ids are never free",
+            waiting.len()
+        );
         let answers = newer.apply(&waiting).await;
-        let mut granted = answers.into_iter().map(|answer| matches!(answer, Ok(Verdict::Granted { .. })));
+        let mut granted = answers
+            .into_iter()
+            .map(|answer| matches!(answer, Ok(Verdict::Granted { .. })));
         waiting.retain(|_| !granted.next().unwrap_or(false));
     }
     slow.pass();
@@ -144,15 +215,20 @@ async fn changed_by_late_commands(guarantee: Guarantee) -> usize {
 
     let mut changed = 0;
     for it in 0..CLAIMS {
-        changed += usize::from(match newer.look(&key(&format!("k{it}"))).await.expect("a marker") {
-            Marker::InProgress(hold) => hold.token != Token(NEWER),
-            Marker::Done(None) => guarantee != Guarantee::Bare,
-            _ => true,
-        });
+        changed += usize::from(
+            match newer.look(&key(&format!("k{it}"))).await.expect("a marker") {
+                Marker::InProgress(hold) => hold.token != Token(NEWER),
+                Marker::Done(None) => guarantee != Guarantee::Bare,
+                _ => true,
+            },
+        );
     }
     if guarantee != Guarantee::Bare {
         let ends = newer.apply(&every(Ask::Complete, NEWER, guarantee)).await;
-        changed += ends.into_iter().filter(|answer| !matches!(answer, Ok(DONE))).count();
+        changed += ends
+            .into_iter()
+            .filter(|answer| !matches!(answer, Ok(DONE)))
+            .count();
     }
     changed
 }
@@ -164,7 +240,11 @@ async fn settled(server: &RedisServer) {
             .reply("INFO stats")
             .expect("a reply")
             .lines()
-            .find_map(|line| line.strip_prefix("total_net_input_bytes:")?.parse::<u64>().ok())
+            .find_map(|line| {
+                line.strip_prefix("total_net_input_bytes:")?
+                    .parse::<u64>()
+                    .ok()
+            })
     };
     let mut before = clients();
     let mut quiet = 0;
@@ -181,7 +261,11 @@ async fn settled(server: &RedisServer) {
 #[tokio::test(flavor = "multi_thread")]
 async fn no_late_command_of_an_older_claim_changes_a_newer_one() {
     for guarantee in [Guarantee::AtMostOnce, Guarantee::EffectivelyOnce] {
-        assert_eq!(changed_by_late_commands(guarantee).await, 0, "{guarantee:?}");
+        assert_eq!(
+            changed_by_late_commands(guarantee).await,
+            0,
+            "{guarantee:?}"
+        );
     }
     // The control: the literal gate deletes whatever stands there.
     let changed = changed_by_late_commands(Guarantee::Bare).await;
@@ -195,8 +279,17 @@ async fn a_late_reply_answers_nobody_else() {
     let proxy = Proxy::to(server.port()).expect("a proxy");
     let store = Redis::at(format!("redis://127.0.0.1:{}", proxy.port())).timeout(SECOND / 4);
     assert_eq!(healed(&store, claim("warm", 1)).await, GRANTED);
-    assert_eq!(healed(&store, complete("done", 1, 1)).await, Verdict::Done { marker_lost: true });
-    proxy.judge(|request| if holds(request, "processed:late") { Fate::Delay(SECOND / 2) } else { Fate::Pass });
+    assert_eq!(
+        healed(&store, complete("done", 1, 1)).await,
+        Verdict::Done { marker_lost: true }
+    );
+    proxy.judge(|request| {
+        if holds(request, "processed:late") {
+            Fate::Delay(SECOND / 2)
+        } else {
+            Fate::Pass
+        }
+    });
     let late = ask(&store, claim("late", 1)).await;
     assert!(matches!(late, Err(StoreError::Unknown(_))), "{late:?}");
     // The late reply, nil, would grant this one.
@@ -215,7 +308,13 @@ async fn a_black_hole_and_a_reset_heal() {
     for _ in 0..5 {
         let asked = Instant::now();
         let dark = ask(&store, claim("dark", 1)).await;
-        assert!(matches!(dark, Err(StoreError::Unknown(_) | StoreError::NotApplied(_))), "{dark:?}");
+        assert!(
+            matches!(
+                dark,
+                Err(StoreError::Unknown(_) | StoreError::NotApplied(_))
+            ),
+            "{dark:?}"
+        );
         assert!(asked.elapsed() < 8 * SECOND, "{:?}", asked.elapsed());
     }
     proxy.pass();
@@ -228,16 +327,34 @@ async fn a_black_hole_and_a_reset_heal() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_right_that_is_taken_away_is_told_and_given_back_is_used() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
-    server.command(&crate::support::rights("+wait")).expect("a reply");
-    let store = at(&format!("redis://oncegate:PASSWORD@127.0.0.1:{}", server.port()));
-    assert_eq!(ask(&store, claim("k", 1)).await.expect("a verdict"), GRANTED);
-    server.command("ACL SETUSER oncegate -set").expect("a reply");
+    server
+        .command(&crate::support::rights("+wait"))
+        .expect("a reply");
+    let store = at(&format!(
+        "redis://oncegate:PASSWORD@127.0.0.1:{}",
+        server.port()
+    ));
+    assert_eq!(
+        ask(&store, claim("k", 1)).await.expect("a verdict"),
+        GRANTED
+    );
+    server
+        .command("ACL SETUSER oncegate -set")
+        .expect("a reply");
     for refused in [claim("l", 1), complete("k", 1, 1)] {
         let answer = ask(&store, refused).await;
-        assert!(matches!(&answer, Err(StoreError::Misconfigured(why)) if why.to_string().contains("SET")), "{answer:?}");
+        assert!(
+            matches!(&answer, Err(StoreError::Misconfigured(why)) if why.to_string().contains("SET")),
+            "{answer:?}"
+        );
     }
-    server.command("ACL SETUSER oncegate +set").expect("a reply");
-    assert_eq!(ask(&store, complete("k", 1, 1)).await.expect("a verdict"), DONE);
+    server
+        .command("ACL SETUSER oncegate +set")
+        .expect("a reply");
+    assert_eq!(
+        ask(&store, complete("k", 1, 1)).await.expect("a verdict"),
+        DONE
+    );
 }
 
 /// A rolling upgrade: consumers with other leases, windows and promises share the ids for a while.
@@ -246,11 +363,20 @@ async fn old_and_new_settings_side_by_side_run_each_id_once() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let gate = |lease: u32, window: u32, guarantee| {
         let store = at(&server.url()).accept_forgetful_store();
-        Gate::builder().store(store).guarantee(guarantee).lease(lease * SECOND / 10).window(window * SECOND).open()
+        Gate::builder()
+            .store(store)
+            .guarantee(guarantee)
+            .lease(lease * SECOND / 10)
+            .window(window * SECOND)
+            .open()
     };
-    let old = gate(5, 60, Guarantee::EffectivelyOnce).await.expect("a gate");
+    let old = gate(5, 60, Guarantee::EffectivelyOnce)
+        .await
+        .expect("a gate");
     let gates = [
-        gate(300, 600, Guarantee::EffectivelyOnce).await.expect("a gate"),
+        gate(300, 600, Guarantee::EffectivelyOnce)
+            .await
+            .expect("a gate"),
         gate(5, 600, Guarantee::AtMostOnce).await.expect("a gate"),
         gate(300, 60, Guarantee::AtMostOnce).await.expect("a gate"),
         old,
@@ -267,10 +393,16 @@ async fn old_and_new_settings_side_by_side_run_each_id_once() {
                     tokio::time::sleep(Duration::from_millis(2)).await;
                     Ok(())
                 };
-                while !matches!(gate.run(format!("{it}"), work).await.expect("a verdict"), Ran::Now(()) | Ran::Before) {}
+                while !matches!(
+                    gate.run(format!("{it}"), work).await.expect("a verdict"),
+                    Ran::Now(()) | Ran::Before
+                ) {}
             }
         }
     });
     futures_util::future::join_all(consumers).await;
-    assert!(runs.iter().all(|runs| runs.load(Ordering::SeqCst) == 1), "{runs:?}");
+    assert!(
+        runs.iter().all(|runs| runs.load(Ordering::SeqCst) == 1),
+        "{runs:?}"
+    );
 }

@@ -5,9 +5,13 @@ use std::time::{Duration, Instant};
 use oncegate_core::marker::{Ask, Effect, Guarantee, Marker, Operation, Verdict};
 use oncegate_core::{Memory, Store, StoreError};
 use oncegate_redis::Redis;
-use oncegate_testkit::servers::{ClusterServers, RedisOptions, RedisServer, SENTINEL_NAME, SentinelServers};
+use oncegate_testkit::servers::{
+    ClusterServers, RedisOptions, RedisServer, SENTINEL_NAME, SentinelServers,
+};
 
-use crate::support::{DONE, GRANTED, SECOND, ask, claim, complete, key, operation, rights, terms, verdicts};
+use crate::support::{
+    DONE, GRANTED, SECOND, ask, claim, complete, key, operation, rights, terms, verdicts,
+};
 
 /// Asks until the store answers again; what is misconfigured never does.
 pub(crate) async fn healed(store: &Redis, operation: Operation) -> Verdict {
@@ -26,25 +30,46 @@ pub(crate) async fn healed(store: &Redis, operation: Operation) -> Verdict {
 async fn the_primary_is_the_one_that_the_sentinels_name() {
     let mut servers = SentinelServers::start().expect("Redis and Sentinels");
     let store = Redis::sentinel(servers.urls(), SENTINEL_NAME).timeout(2 * SECOND);
-    assert_eq!(ask(&store, claim("k", 1)).await.expect("a verdict"), GRANTED);
+    assert_eq!(
+        ask(&store, claim("k", 1)).await.expect("a verdict"),
+        GRANTED
+    );
     assert!(matches!(store.memory().await, Ok(Memory::Survives(_))));
     let old = servers.primary();
-    assert_eq!(servers.redis()[old].command("WAIT 2 5000").expect("a reply"), ":2");
+    assert_eq!(
+        servers.redis()[old]
+            .command("WAIT 2 5000")
+            .expect("a reply"),
+        ":2"
+    );
 
     let stranger = ask(&Redis::sentinel(servers.urls(), "nobody"), claim("k", 1)).await;
-    assert!(matches!(&stranger, Err(StoreError::Misconfigured(why)) if why.to_string().contains("nobody")), "{stranger:?}");
+    assert!(
+        matches!(&stranger, Err(StoreError::Misconfigured(why)) if why.to_string().contains("nobody")),
+        "{stranger:?}"
+    );
 
     // Killed: the connection breaks.
     servers.redis_mut(old).kill();
     let claimed = healed(&store, claim("k", 2)).await;
-    assert!(matches!(claimed, Verdict::Busy { .. }), "the new primary knows the holder: {claimed:?}");
+    assert!(
+        matches!(claimed, Verdict::Busy { .. }),
+        "the new primary knows the holder: {claimed:?}"
+    );
     assert_eq!(healed(&store, complete("k", 1, 1)).await, DONE);
     let new = servers.wait_for_failover(old).expect("a failover");
 
-    // Frozen: nothing breaks, and only the timeouts tell. The old one comes back as a replica first.
-    servers.redis_mut(old).start_again().expect("it starts again");
+    // Frozen: nothing breaks, and only the timeouts tell. The old one comes back as a replica
+    // first.
+    servers
+        .redis_mut(old)
+        .start_again()
+        .expect("it starts again");
     let deadline = Instant::now() + 40 * SECOND;
-    while !servers.redis()[old].reply("INFO replication").is_ok_and(|said| said.contains("master_link_status:up")) {
+    while !servers.redis()[old]
+        .reply("INFO replication")
+        .is_ok_and(|said| said.contains("master_link_status:up"))
+    {
         assert!(Instant::now() < deadline, "the old primary does not follow");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
@@ -59,14 +84,34 @@ async fn the_primary_is_the_one_that_the_sentinels_name() {
 async fn no_sentinel_is_waited_for() {
     let nobody = RedisServer::start(RedisOptions::new()).expect("a Redis");
     // A Redis is no Sentinel.
-    let answer = ask(&Redis::sentinel([nobody.url()], SENTINEL_NAME), claim("k", 1)).await;
-    assert!(matches!(answer, Err(StoreError::NotApplied(_) | StoreError::Misconfigured(_))), "{answer:?}");
+    let answer = ask(
+        &Redis::sentinel([nobody.url()], SENTINEL_NAME),
+        claim("k", 1),
+    )
+    .await;
+    assert!(
+        matches!(
+            answer,
+            Err(StoreError::NotApplied(_) | StoreError::Misconfigured(_))
+        ),
+        "{answer:?}"
+    );
     let url = nobody.url();
     drop(nobody);
     let answer = ask(&Redis::sentinel([url], SENTINEL_NAME), claim("k", 1)).await;
-    assert!(matches!(answer, Err(StoreError::NotApplied(_))), "{answer:?}");
-    let none = ask(&Redis::sentinel(Vec::<String>::new(), SENTINEL_NAME), claim("k", 1)).await;
-    assert!(matches!(none, Err(StoreError::Misconfigured(_))), "{none:?}");
+    assert!(
+        matches!(answer, Err(StoreError::NotApplied(_))),
+        "{answer:?}"
+    );
+    let none = ask(
+        &Redis::sentinel(Vec::<String>::new(), SENTINEL_NAME),
+        claim("k", 1),
+    )
+    .await;
+    assert!(
+        matches!(none, Err(StoreError::Misconfigured(_))),
+        "{none:?}"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -92,21 +137,45 @@ async fn a_cluster_is_asked_side_by_side() {
             _ => assert!(matches!(verdict, Verdict::Busy { .. }), "{verdict:?}"),
         }
     }
-    assert!(matches!(store.look(&key("k0")).await, Ok(Marker::Done(None))));
+    assert!(matches!(
+        store.look(&key("k0")).await,
+        Ok(Marker::Done(None))
+    ));
     // Several on one key keep their order.
-    let clear = operation("same", Ask::Clear(Effect::Nothing), 1, 1, terms(Guarantee::EffectivelyOnce));
-    let told = verdicts(&store, &[claim("same", 1), clear, claim("same", 2), complete("same", 2, 1)]).await;
+    let clear = operation(
+        "same",
+        Ask::Clear(Effect::Nothing),
+        1,
+        1,
+        terms(Guarantee::EffectivelyOnce),
+    );
+    let told = verdicts(
+        &store,
+        &[
+            claim("same", 1),
+            clear,
+            claim("same", 2),
+            complete("same", 2, 1),
+        ],
+    )
+    .await;
     assert_eq!(told, [GRANTED, Verdict::Kept, GRANTED, DONE]);
     for node in cluster.nodes() {
         node.command("SCRIPT FLUSH").expect("a reply");
     }
-    let rest: Vec<Operation> = (0..600).filter(|it| it % 3 == 1).map(|it| complete(&format!("k{it}"), it, 1)).collect();
+    let rest: Vec<Operation> = (0..600)
+        .filter(|it| it % 3 == 1)
+        .map(|it| complete(&format!("k{it}"), it, 1))
+        .collect();
     assert_eq!(verdicts(&store, &rest).await, vec![DONE; 200]);
 
     // Every node has its share.
     for which in cluster.primaries() {
         let said = cluster.nodes()[which].command("DBSIZE").expect("a reply");
-        assert!(said[1..].parse::<u32>().is_ok_and(|keys| keys > 100), "{said}");
+        assert!(
+            said[1..].parse::<u32>().is_ok_and(|keys| keys > 100),
+            "{said}"
+        );
     }
 
     // A node of it, given as a single server, is refused.
@@ -119,12 +188,20 @@ async fn a_cluster_is_asked_side_by_side() {
     // A primary that dies: its replica takes its slots over.
     let dead = cluster.primaries()[0];
     for which in cluster.primaries() {
-        cluster.nodes()[which].command("WAIT 1 5000").expect("a reply");
+        cluster.nodes()[which]
+            .command("WAIT 1 5000")
+            .expect("a reply");
     }
     cluster.node_mut(dead).kill();
     for it in (0..600).step_by(7) {
         let verdict = healed(&store, complete(&format!("k{it}"), it, 1)).await;
-        assert!(matches!(verdict, Verdict::Done { marker_lost: false } | Verdict::Lost), "k{it}: {verdict:?}");
+        assert!(
+            matches!(
+                verdict,
+                Verdict::Done { marker_lost: false } | Verdict::Lost
+            ),
+            "k{it}: {verdict:?}"
+        );
     }
 }
 
@@ -134,7 +211,9 @@ async fn looked<T, F: Future<Output = Result<T, StoreError>>>(look: impl Fn() ->
     loop {
         match look().await {
             Ok(looked) => return looked,
-            Err(StoreError::NotApplied(why) | StoreError::Unknown(why)) => assert!(Instant::now() < deadline, "still {why}"),
+            Err(StoreError::NotApplied(why) | StoreError::Unknown(why)) => {
+                assert!(Instant::now() < deadline, "still {why}")
+            }
             Err(error) => panic!("{error}"),
         }
         tokio::time::sleep(Duration::from_millis(50)).await;
@@ -144,7 +223,9 @@ async fn looked<T, F: Future<Output = Result<T, StoreError>>>(look: impl Fn() ->
 #[tokio::test(flavor = "multi_thread")]
 async fn a_start_beside_a_failover_finds_the_new_primary() {
     let mut cluster = ClusterServers::start().expect("a Cluster");
-    let stores: Vec<Redis> = (0..3).map(|_| Redis::cluster(cluster.urls()).timeout(2 * SECOND)).collect();
+    let stores: Vec<Redis> = (0..3)
+        .map(|_| Redis::cluster(cluster.urls()).timeout(2 * SECOND))
+        .collect();
     for store in &stores {
         looked(|| store.preflight(Guarantee::AtMostOnce)).await;
     }
@@ -152,9 +233,21 @@ async fn a_start_beside_a_failover_finds_the_new_primary() {
     let slot = 12_182;
     let old = cluster.serves(slot);
     let its = format!("master_port:{}", cluster.nodes()[old].port());
-    let says = |which: usize, what: &str| cluster.nodes()[which].reply("INFO replication").expect("a reply").contains(what);
-    let replica = (0..cluster.nodes().len()).find(|which| says(*which, &its)).expect("its replica");
-    assert!(cluster.nodes()[replica].command("CLUSTER FAILOVER").expect("a reply").starts_with("+OK"));
+    let says = |which: usize, what: &str| {
+        cluster.nodes()[which]
+            .reply("INFO replication")
+            .expect("a reply")
+            .contains(what)
+    };
+    let replica = (0..cluster.nodes().len())
+        .find(|which| says(*which, &its))
+        .expect("its replica");
+    assert!(
+        cluster.nodes()[replica]
+            .command("CLUSTER FAILOVER")
+            .expect("a reply")
+            .starts_with("+OK")
+    );
     let deadline = Instant::now() + 40 * SECOND;
     while !says(old, "role:slave") || !says(replica, "role:master") {
         assert!(Instant::now() < deadline, "no failover");
@@ -174,14 +267,26 @@ async fn a_start_beside_a_failover_finds_the_new_primary() {
 #[tokio::test(flavor = "multi_thread")]
 async fn effectively_once_does_not_wait_for_a_node_that_is_silent() {
     let mut cluster = ClusterServers::start().expect("a Cluster");
-    let store = Redis::cluster(cluster.urls()).timeout(120 * SECOND).prefix("");
+    let store = Redis::cluster(cluster.urls())
+        .timeout(120 * SECOND)
+        .prefix("");
     // Connects to every node.
     looked(|| store.preflight(Guarantee::EffectivelyOnce)).await;
     // `foo` is of slot 12182.
     let serves = cluster.serves(12_182);
-    let other = cluster.primaries().into_iter().find(|which| *which != serves).expect("another primary");
-    // On a busy machine the failover may have begun before the claim: what is asked here is another question.
-    assert_eq!(cluster.nodes()[serves].command("CONFIG SET cluster-require-full-coverage no").expect("a reply"), "+OK");
+    let other = cluster
+        .primaries()
+        .into_iter()
+        .find(|which| *which != serves)
+        .expect("another primary");
+    // On a busy machine the failover may have begun before the claim: what is asked here is another
+    // question.
+    assert_eq!(
+        cluster.nodes()[serves]
+            .command("CONFIG SET cluster-require-full-coverage no")
+            .expect("a reply"),
+        "+OK"
+    );
     cluster.node_mut(other).freeze();
     let claimed = tokio::time::timeout(60 * SECOND, healed(&store, claim("foo", 1))).await;
     assert_eq!(claimed.expect("nobody is waited for"), GRANTED);
@@ -196,13 +301,31 @@ async fn a_slot_that_moves_is_followed() {
     for node in cluster.nodes() {
         assert_eq!(node.command(&user).expect("a reply"), "+OK");
     }
-    let urls = cluster.urls().into_iter().map(|url| url.replace("redis://", "redis://oncegate:PASSWORD@"));
+    let urls = cluster
+        .urls()
+        .into_iter()
+        .map(|url| url.replace("redis://", "redis://oncegate:PASSWORD@"));
     let store = Redis::cluster(urls).timeout(2 * SECOND).prefix("");
     let slot = 12_182;
-    assert_eq!(ask(&store, claim("foo", 1)).await.expect("a verdict"), GRANTED);
+    assert_eq!(
+        ask(&store, claim("foo", 1)).await.expect("a verdict"),
+        GRANTED
+    );
     let from = cluster.serves(slot);
-    let to = cluster.primaries().into_iter().find(|which| *which != from).expect("another primary");
-    let id = |which: usize| cluster.nodes()[which].reply("CLUSTER MYID").expect("a reply").lines().nth(1).expect("an id").to_owned();
+    let to = cluster
+        .primaries()
+        .into_iter()
+        .find(|which| *which != from)
+        .expect("another primary");
+    let id = |which: usize| {
+        cluster.nodes()[which]
+            .reply("CLUSTER MYID")
+            .expect("a reply")
+            .lines()
+            .nth(1)
+            .expect("an id")
+            .to_owned()
+    };
     let (from_id, to_id) = (id(from), id(to));
     let tell = |which: usize, line: String| {
         let said = cluster.nodes()[which].command(&line).expect("a reply");
@@ -211,25 +334,53 @@ async fn a_slot_that_moves_is_followed() {
     tell(to, format!("CLUSTER SETSLOT {slot} IMPORTING {from_id}"));
     tell(from, format!("CLUSTER SETSLOT {slot} MIGRATING {to_id}"));
     // Half moved: the key is at the new node, which serves only those who say that they were sent.
-    tell(from, format!("MIGRATE 127.0.0.1 {} foo 0 5000", cluster.nodes()[to].port()));
-    assert!(matches!(ask(&store, claim("foo", 2)).await, Ok(Verdict::Busy { .. })));
-    assert_eq!(ask(&store, claim("foo", 1)).await.expect("a verdict"), GRANTED);
+    tell(
+        from,
+        format!(
+            "MIGRATE 127.0.0.1 {} foo 0 5000",
+            cluster.nodes()[to].port()
+        ),
+    );
+    assert!(matches!(
+        ask(&store, claim("foo", 2)).await,
+        Ok(Verdict::Busy { .. })
+    ));
+    assert_eq!(
+        ask(&store, claim("foo", 1)).await.expect("a verdict"),
+        GRANTED
+    );
     // With the canary of the new node beside it.
-    let strict = Operation { terms: terms(Guarantee::AtMostOnce), ..claim("foo", 1) };
+    let strict = Operation {
+        terms: terms(Guarantee::AtMostOnce),
+        ..claim("foo", 1)
+    };
     assert_eq!(ask(&store, strict).await.expect("a verdict"), GRANTED);
 
     tell(to, format!("CLUSTER SETSLOT {slot} NODE {to_id}"));
     tell(from, format!("CLUSTER SETSLOT {slot} NODE {to_id}"));
-    assert_eq!(ask(&store, complete("foo", 1, 1)).await.expect("a verdict"), DONE);
-    assert_eq!(ask(&store, claim("foo", 2)).await.expect("a verdict"), Verdict::Duplicate);
+    assert_eq!(
+        ask(&store, complete("foo", 1, 1)).await.expect("a verdict"),
+        DONE
+    );
+    assert_eq!(
+        ask(&store, claim("foo", 2)).await.expect("a verdict"),
+        Verdict::Duplicate
+    );
 }
 
-/// A slot that stays half moved holds up who connects anew, if its key is the one that tells of a node.
+/// A slot that stays half moved holds up who connects anew, if its key is the one that tells of a
+/// node.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_canary_on_its_way_to_another_node_holds_nobody_up() {
     let cluster = ClusterServers::start().expect("a Cluster");
-    let long = oncegate_core::marker::Terms { lease: 300 * SECOND, ..terms(Guarantee::AtMostOnce) };
-    let strict = |id: &str, token| Operation { terms: long, ..claim(id, token) };
+    let long = oncegate_core::marker::Terms {
+        lease: 300 * SECOND,
+        ..terms(Guarantee::AtMostOnce)
+    };
+    let strict = |id: &str, token| Operation {
+        terms: long,
+        ..claim(id, token)
+    };
     let ids: Vec<String> = (0..30).map(|it| format!("k{it}")).collect();
     let before = Redis::cluster(cluster.urls()).timeout(2 * SECOND);
     for id in &ids {
@@ -238,23 +389,54 @@ async fn a_canary_on_its_way_to_another_node_holds_nobody_up() {
     let lines = |which: usize, line: &str| cluster.nodes()[which].reply(line).expect("a reply");
     let (from, to) = (cluster.primaries()[0], cluster.primaries()[1]);
     let said = lines(from, "KEYS processed:!canary*");
-    let canary = said.lines().find(|line| line.starts_with("processed:!canary") && !line.contains("y:")).expect("its canary");
-    let slot = |key: &str| lines(from, &format!("CLUSTER KEYSLOT {key}")).trim().trim_start_matches(':').parse().expect("a slot");
+    let canary = said
+        .lines()
+        .find(|line| line.starts_with("processed:!canary") && !line.contains("y:"))
+        .expect("its canary");
+    let slot = |key: &str| {
+        lines(from, &format!("CLUSTER KEYSLOT {key}"))
+            .trim()
+            .trim_start_matches(':')
+            .parse()
+            .expect("a slot")
+    };
     let probes = (0..).map(|number| format!("processed:!probe{number}"));
-    let probe = probes.into_iter().find(|probe| cluster.serves(slot(probe)) == from).expect("a key for each slot");
-    let id = |which: usize| lines(which, "CLUSTER MYID").lines().nth(1).expect("an id").to_owned();
+    let probe = probes
+        .into_iter()
+        .find(|probe| cluster.serves(slot(probe)) == from)
+        .expect("a key for each slot");
+    let id = |which: usize| {
+        lines(which, "CLUSTER MYID")
+            .lines()
+            .nth(1)
+            .expect("an id")
+            .to_owned()
+    };
     let (from_id, to_id) = (id(from), id(to));
     for slot in [slot(canary), slot(&probe)] {
-        assert!(lines(to, &format!("CLUSTER SETSLOT {slot} IMPORTING {from_id}")).starts_with("+OK"));
-        assert!(lines(from, &format!("CLUSTER SETSLOT {slot} MIGRATING {to_id}")).starts_with("+OK"));
+        assert!(
+            lines(to, &format!("CLUSTER SETSLOT {slot} IMPORTING {from_id}")).starts_with("+OK")
+        );
+        assert!(
+            lines(from, &format!("CLUSTER SETSLOT {slot} MIGRATING {to_id}")).starts_with("+OK")
+        );
     }
-    let moved = lines(from, &format!("MIGRATE 127.0.0.1 {} {canary} 0 5000", cluster.nodes()[to].port()));
+    let moved = lines(
+        from,
+        &format!(
+            "MIGRATE 127.0.0.1 {} {canary} 0 5000",
+            cluster.nodes()[to].port()
+        ),
+    );
     assert!(moved.starts_with("+OK"), "{moved}");
 
     let anew = Redis::cluster(cluster.urls()).timeout(2 * SECOND);
     looked(|| anew.preflight(Guarantee::AtMostOnce)).await;
     for id in &ids {
-        assert!(matches!(healed(&anew, strict(id, 2)).await, Verdict::Busy { .. }));
+        assert!(matches!(
+            healed(&anew, strict(id, 2)).await,
+            Verdict::Busy { .. }
+        ));
         assert!(matches!(healed(&before, strict(id, 1)).await, GRANTED));
     }
 }
@@ -263,7 +445,10 @@ async fn a_canary_on_its_way_to_another_node_holds_nobody_up() {
 async fn what_is_no_cluster_is_told() {
     let single = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let answer = ask(&Redis::cluster([single.url()]), claim("k", 1)).await;
-    assert!(matches!(&answer, Err(StoreError::Misconfigured(why)) if why.to_string().contains("Redis::at")), "{answer:?}");
+    assert!(
+        matches!(&answer, Err(StoreError::Misconfigured(why)) if why.to_string().contains("Redis::at")),
+        "{answer:?}"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -271,35 +456,76 @@ async fn a_node_that_was_reset_is_not_believed() {
     let cluster = ClusterServers::start().expect("a Cluster");
     let urls = cluster.urls();
     let primaries = cluster.primaries();
-    // A replica: it may leave without a slot being lost. By its address it is the first to be asked.
-    let leaving = (0..urls.len()).filter(|which| !primaries.contains(which)).min_by_key(|which| &urls[*which]).expect("a replica");
-    assert_eq!(cluster.nodes()[leaving].command("CLUSTER RESET").expect("a reply"), "+OK");
+    // A replica: it may leave without a slot being lost. By its address it is the first to be
+    // asked.
+    let leaving = (0..urls.len())
+        .filter(|which| !primaries.contains(which))
+        .min_by_key(|which| &urls[*which])
+        .expect("a replica");
+    assert_eq!(
+        cluster.nodes()[leaving]
+            .command("CLUSTER RESET")
+            .expect("a reply"),
+        "+OK"
+    );
     let (left, other) = (&urls[leaving], urls.iter().max().expect("a node"));
     let store = Redis::cluster([left, other]).timeout(2 * SECOND);
     for it in 0..20 {
-        assert_eq!(ask(&store, claim(&format!("k{it}"), 1)).await.expect("a verdict"), GRANTED);
+        assert_eq!(
+            ask(&store, claim(&format!("k{it}"), 1))
+                .await
+                .expect("a verdict"),
+            GRANTED
+        );
     }
     let alone = ask(&Redis::cluster([left]), claim("k", 1)).await;
-    assert!(matches!(&alone, Err(StoreError::NotApplied(why)) if why.to_string().contains("no slot is served")), "{alone:?}");
+    assert!(
+        matches!(&alone, Err(StoreError::NotApplied(why)) if why.to_string().contains("no slot is served")),
+        "{alone:?}"
+    );
 }
 
 /// A renewal waits for a part of its lease, which may be shorter than a reply may take.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_renewal_that_is_given_up_each_time_finds_the_new_primary_of_its_slot() {
     let mut cluster = ClusterServers::start().expect("a Cluster");
-    let store = Redis::cluster(cluster.urls()).timeout(5 * SECOND).prefix("");
-    let long = oncegate_core::marker::Terms { lease: 120 * SECOND, ..terms(Guarantee::EffectivelyOnce) };
+    let store = Redis::cluster(cluster.urls())
+        .timeout(5 * SECOND)
+        .prefix("");
+    let long = oncegate_core::marker::Terms {
+        lease: 120 * SECOND,
+        ..terms(Guarantee::EffectivelyOnce)
+    };
     // Of slot 12182.
-    assert_eq!(ask(&store, operation("foo", Ask::Claim, 1, 0, long)).await.expect("a verdict"), GRANTED);
+    assert_eq!(
+        ask(&store, operation("foo", Ask::Claim, 1, 0, long))
+            .await
+            .expect("a verdict"),
+        GRANTED
+    );
     let renewals = store.for_renewals().expect("a handle");
     let renew = operation("foo", Ask::Renew, 1, 1, long);
-    assert_eq!(ask(&*renewals, renew.clone()).await.expect("a verdict"), Verdict::Kept);
+    assert_eq!(
+        ask(&*renewals, renew.clone()).await.expect("a verdict"),
+        Verdict::Kept
+    );
     let serves = cluster.serves(12_182);
-    assert_eq!(cluster.nodes()[serves].command("WAIT 1 5000").expect("a reply"), ":1");
+    assert_eq!(
+        cluster.nodes()[serves]
+            .command("WAIT 1 5000")
+            .expect("a reply"),
+        ":1"
+    );
     cluster.node_mut(serves).freeze();
     let deadline = Instant::now() + 40 * SECOND;
-    while !matches!(tokio::time::timeout(SECOND / 5, ask(&*renewals, renew.clone())).await, Ok(Ok(Verdict::Kept))) {
-        assert!(Instant::now() < deadline, "still at the node that is frozen");
+    while !matches!(
+        tokio::time::timeout(SECOND / 5, ask(&*renewals, renew.clone())).await,
+        Ok(Ok(Verdict::Kept))
+    ) {
+        assert!(
+            Instant::now() < deadline,
+            "still at the node that is frozen"
+        );
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     cluster.node_mut(serves).thaw();

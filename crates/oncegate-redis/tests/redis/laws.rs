@@ -1,15 +1,21 @@
-//! The laws of stores, on each form of Redis, and what only Redis can break: expiries that others changed.
+//! The laws of stores, on each form of Redis, and what only Redis can break: expiries that others
+//! changed.
 
 use std::time::Duration;
 
 use oncegate_core::marker::{
-    Ask, Attempts, Effect, Fingerprint, Guarantee, Marker, Operation, Terms, Token, UNRESOLVED_AT_MOST_ONCE, Verdict,
+    Ask, Attempts, Effect, Fingerprint, Guarantee, Marker, Operation, Terms, Token,
+    UNRESOLVED_AT_MOST_ONCE, Verdict,
 };
 use oncegate_redis::{Durability, Redis};
 use oncegate_testkit::laws;
-use oncegate_testkit::servers::{ClusterServers, RedisOptions, RedisServer, SENTINEL_NAME, SentinelServers};
+use oncegate_testkit::servers::{
+    ClusterServers, RedisOptions, RedisServer, SENTINEL_NAME, SentinelServers,
+};
 
-use crate::support::{DONE, GRANTED, SECOND, at, claim, client, client_of, key, operation, store, terms, verdicts};
+use crate::support::{
+    DONE, GRANTED, SECOND, at, claim, client, client_of, key, operation, store, terms, verdicts,
+};
 
 mod standalone {
     oncegate_testkit::store_laws!(async || crate::support::store().0);
@@ -17,7 +23,9 @@ mod standalone {
 
 /// A store with a patience of its own, under a prefix that no other law has.
 fn apart(store: Redis) -> Redis {
-    store.timeout(5 * SECOND).prefix(format!("processed:{:032x}:", Token::random().0))
+    store
+        .timeout(5 * SECOND)
+        .prefix(format!("processed:{:032x}:", Token::random().0))
 }
 
 #[test]
@@ -25,7 +33,10 @@ fn all_laws_hold_behind_sentinels() {
     let servers = SentinelServers::start().expect("Redis and Sentinels");
     laws::all(async || apart(Redis::sentinel(servers.urls(), SENTINEL_NAME)));
     // The same with claims that a replica has to know of.
-    let replica = Durability::Replicas { count: 1, timeout: 2 * SECOND };
+    let replica = Durability::Replicas {
+        count: 1,
+        timeout: 2 * SECOND,
+    };
     laws::all(async || apart(Redis::sentinel(servers.urls(), SENTINEL_NAME).durability(replica)));
 }
 
@@ -40,13 +51,19 @@ fn all_laws_hold_in_a_cluster() {
 async fn all_laws_hold_for_a_user_with_the_rights_of_the_book() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let book = include_str!("../../../../docs/src/stores.md");
-    let line = book.lines().find(|line| line.starts_with("ACL SETUSER oncegate ")).expect("the line of the book");
+    let line = book
+        .lines()
+        .find(|line| line.starts_with("ACL SETUSER oncegate "))
+        .expect("the line of the book");
     let mut words = line.split(' ');
     let mut command = redis::cmd(words.next().expect("ACL"));
     words.for_each(|word| {
         command.arg(word);
     });
-    let _: () = command.query_async(&mut client_of(&server.url()).await).await.expect("the line is right");
+    let _: () = command
+        .query_async(&mut client_of(&server.url()).await)
+        .await
+        .expect("the line is right");
     let url = format!("redis://oncegate:PASSWORD@127.0.0.1:{}", server.port());
     let all = tokio::task::spawn_blocking(move || laws::all(async || apart(at(&url))));
     all.await.expect("all laws hold");
@@ -56,12 +73,24 @@ async fn all_laws_hold_for_a_user_with_the_rights_of_the_book() {
 #[tokio::test]
 async fn a_lease_holds_to_its_last_millisecond() {
     let (store, _) = store();
-    let brief = Terms { lease: Duration::ZERO, ..terms(Guarantee::EffectivelyOnce) };
+    let brief = Terms {
+        lease: Duration::ZERO,
+        ..terms(Guarantee::EffectivelyOnce)
+    };
     for it in 0..2000 {
         let claim = |token| operation(&format!("k{it}"), Ask::Claim, token, 0, brief);
         match verdicts(&store, &[claim(1), claim(2)]).await[1] {
-            Verdict::Busy { remaining: Duration::ZERO } => return,
-            taken => assert_eq!(taken, Verdict::Granted(Attempts { number: 2, base: 1, crashes: 1 })),
+            Verdict::Busy {
+                remaining: Duration::ZERO,
+            } => return,
+            taken => assert_eq!(
+                taken,
+                Verdict::Granted(Attempts {
+                    number: 2,
+                    base: 1,
+                    crashes: 1
+                })
+            ),
         }
     }
     panic!("never busy in 2,000 claims that follow each other at once");
@@ -78,21 +107,66 @@ async fn every_marker_has_the_expiry_of_the_table() {
     let mut raw = client().await;
     let [lax, strict] = [Guarantee::EffectivelyOnce, Guarantee::AtMostOnce].map(terms);
     let bare = terms(Guarantee::Bare);
-    let body = |terms| Terms { fingerprint: Some(Fingerprint::new(7)), ..terms };
-    let brief = |terms| Terms { lease: Duration::ZERO, window: 300 * SECOND, ..terms };
+    let body = |terms| Terms {
+        fingerprint: Some(Fingerprint::new(7)),
+        ..terms
+    };
+    let brief = |terms| Terms {
+        lease: Duration::ZERO,
+        window: 300 * SECOND,
+        ..terms
+    };
     let cases: [(&str, Duration, &[Asked]); 12] = [
         ("claimed", WINDOW, &[(Ask::Claim, 1, 0, lax)]),
-        ("claimed at most once", UNRESOLVED_AT_MOST_ONCE, &[(Ask::Claim, 1, 0, strict)]),
+        (
+            "claimed at most once",
+            UNRESOLVED_AT_MOST_ONCE,
+            &[(Ask::Claim, 1, 0, strict)],
+        ),
         ("bare", WINDOW, &[(Ask::Claim, 1, 0, bare)]),
-        ("done", WINDOW, &[(Ask::Claim, 1, 0, brief(lax)), (Ask::Complete, 1, 1, lax)]),
-        ("done at most once", WINDOW, &[(Ask::Claim, 1, 0, strict), (Ask::Complete, 1, 1, strict)]),
+        (
+            "done",
+            WINDOW,
+            &[(Ask::Claim, 1, 0, brief(lax)), (Ask::Complete, 1, 1, lax)],
+        ),
+        (
+            "done at most once",
+            WINDOW,
+            &[(Ask::Claim, 1, 0, strict), (Ask::Complete, 1, 1, strict)],
+        ),
         ("done, body", WINDOW, &[(Ask::Complete, 1, 1, body(strict))]),
-        ("cleared", WINDOW, &[(Ask::Claim, 1, 0, brief(lax)), (Ask::Clear(Effect::Unknown), 1, 1, lax)]),
-        ("rejected", WINDOW, &[(Ask::Claim, 1, 0, strict), (Ask::Reject(Effect::Unknown), 1, 1, strict)]),
-        ("doubted", UNRESOLVED_AT_MOST_ONCE, &[(Ask::Claim, 1, 0, strict), (Ask::Doubt, 1, 1, strict)]),
+        (
+            "cleared",
+            WINDOW,
+            &[
+                (Ask::Claim, 1, 0, brief(lax)),
+                (Ask::Clear(Effect::Unknown), 1, 1, lax),
+            ],
+        ),
+        (
+            "rejected",
+            WINDOW,
+            &[
+                (Ask::Claim, 1, 0, strict),
+                (Ask::Reject(Effect::Unknown), 1, 1, strict),
+            ],
+        ),
+        (
+            "doubted",
+            UNRESOLVED_AT_MOST_ONCE,
+            &[(Ask::Claim, 1, 0, strict), (Ask::Doubt, 1, 1, strict)],
+        ),
         ("doubted, lax", WINDOW, &[(Ask::Doubt, 1, 1, lax)]),
-        ("taken over", WINDOW, &[(Ask::Claim, 1, 0, brief(lax)), (Ask::Claim, 2, 0, lax)]),
-        ("taken in doubt", UNRESOLVED_AT_MOST_ONCE, &[(Ask::Claim, 1, 0, brief(lax)), (Ask::Claim, 2, 0, strict)]),
+        (
+            "taken over",
+            WINDOW,
+            &[(Ask::Claim, 1, 0, brief(lax)), (Ask::Claim, 2, 0, lax)],
+        ),
+        (
+            "taken in doubt",
+            UNRESOLVED_AT_MOST_ONCE,
+            &[(Ask::Claim, 1, 0, brief(lax)), (Ask::Claim, 2, 0, strict)],
+        ),
     ];
     for (id, expiry, asked) in cases {
         let id = id.replace([' ', ','], "-"); // an id that stands in its key as it is
@@ -100,45 +174,111 @@ async fn every_marker_has_the_expiry_of_the_table() {
             verdicts(&store, &[operation(&id, *ask, *token, *attempt, *terms)]).await;
             tokio::time::sleep(Duration::from_millis(3)).await;
         }
-        let left: u64 = redis::cmd("PTTL").arg(format!("{prefix}{id}")).query_async(&mut raw).await.expect("an expiry");
+        let left: u64 = redis::cmd("PTTL")
+            .arg(format!("{prefix}{id}"))
+            .query_async(&mut raw)
+            .await
+            .expect("an expiry");
         let expiry = expiry.as_millis() as u64;
-        assert!((expiry - 5000..=expiry).contains(&left), "{id}: {left} ms left, not {expiry}");
+        assert!(
+            (expiry - 5000..=expiry).contains(&left),
+            "{id}: {left} ms left, not {expiry}"
+        );
     }
 }
 
-/// A marker without expiry, or with more than its horizon, was not written by this protocol alone: nobody knows its age.
-/// It gets its horizon again, and whoever does not hold it waits for a whole lease.
+/// A marker without expiry, or with more than its horizon, was not written by this protocol alone:
+/// nobody knows its age. It gets its horizon again, and whoever does not hold it waits for a whole
+/// lease.
 #[tokio::test]
 async fn a_marker_whose_age_nobody_knows_gets_its_horizon_again() {
     let (store, prefix) = store();
     let mut raw = client().await;
     let strict = terms(Guarantee::AtMostOnce);
     let lax = terms(Guarantee::EffectivelyOnce);
-    let body = |number| Terms { fingerprint: Some(Fingerprint::new(number)), ..lax };
-    let busy = Verdict::Busy { remaining: lax.lease };
-    let doubt = [operation("-", Ask::Doubt, 8, 1, strict), operation("-", Ask::Claim, 1, 0, strict)];
+    let body = |number| Terms {
+        fingerprint: Some(Fingerprint::new(number)),
+        ..lax
+    };
+    let busy = Verdict::Busy {
+        remaining: lax.lease,
+    };
+    let doubt = [
+        operation("-", Ask::Doubt, 8, 1, strict),
+        operation("-", Ask::Claim, 1, 0, strict),
+    ];
     let hold = |terms| [operation("-", Ask::Claim, 1, 0, terms)];
     // What is there, who asks, and the verdict. The id is another in each case.
     let cases = [
-        ("in progress", &hold(lax)[..], operation("-", Ask::Claim, 2, 0, lax), busy),
-        ("in progress at most once", &hold(strict), operation("-", Ask::Claim, 2, 0, strict), busy),
-        ("another body", &hold(body(7)), operation("-", Ask::Claim, 2, 0, body(8)), busy),
-        ("reconciling", &doubt, operation("-", Ask::Claim, 2, 0, strict), busy),
-        ("mine", &hold(lax), operation("-", Ask::Claim, 1, 0, lax), GRANTED),
-        ("renewed", &hold(lax), operation("-", Ask::Renew, 1, 1, lax), Verdict::Kept),
-        ("my doubt", &doubt, operation("-", Ask::Claim, 1, 0, strict), Verdict::InDoubt(Attempts::all_forgiven(2))),
+        (
+            "in progress",
+            &hold(lax)[..],
+            operation("-", Ask::Claim, 2, 0, lax),
+            busy,
+        ),
+        (
+            "in progress at most once",
+            &hold(strict),
+            operation("-", Ask::Claim, 2, 0, strict),
+            busy,
+        ),
+        (
+            "another body",
+            &hold(body(7)),
+            operation("-", Ask::Claim, 2, 0, body(8)),
+            busy,
+        ),
+        (
+            "reconciling",
+            &doubt,
+            operation("-", Ask::Claim, 2, 0, strict),
+            busy,
+        ),
+        (
+            "mine",
+            &hold(lax),
+            operation("-", Ask::Claim, 1, 0, lax),
+            GRANTED,
+        ),
+        (
+            "renewed",
+            &hold(lax),
+            operation("-", Ask::Renew, 1, 1, lax),
+            Verdict::Kept,
+        ),
+        (
+            "my doubt",
+            &doubt,
+            operation("-", Ask::Claim, 1, 0, strict),
+            Verdict::InDoubt(Attempts::all_forgiven(2)),
+        ),
     ];
     for (name, made, asked, expected) in cases {
-        for (how, tamper) in [("without", None), ("beyond", Some(UNRESOLVED_AT_MOST_ONCE.as_millis() as u64 + 60_000))] {
+        for (how, tamper) in [
+            ("without", None),
+            (
+                "beyond",
+                Some(UNRESOLVED_AT_MOST_ONCE.as_millis() as u64 + 60_000),
+            ),
+        ] {
             let id = format!("{name} {how}").replace(' ', "-");
-            let of = |operation: &Operation| Operation { key: key(&id), ..operation.clone() };
+            let of = |operation: &Operation| Operation {
+                key: key(&id),
+                ..operation.clone()
+            };
             for operation in made {
                 verdicts(&store, &[of(operation)]).await;
             }
             let before = store.look(&key(&id)).await.expect("a marker");
-            let (Marker::InProgress(hold) | Marker::InDoubt(hold, _)) = before else { panic!("{before:?}") };
+            let (Marker::InProgress(hold) | Marker::InDoubt(hold, _)) = before else {
+                panic!("{before:?}")
+            };
             let key_name = format!("{prefix}{id}");
-            let mut command = redis::cmd(if tamper.is_some() { "PEXPIRE" } else { "PERSIST" });
+            let mut command = redis::cmd(if tamper.is_some() {
+                "PEXPIRE"
+            } else {
+                "PERSIST"
+            });
             command.arg(&key_name);
             if let Some(expiry) = tamper {
                 command.arg(expiry);
@@ -147,22 +287,50 @@ async fn a_marker_whose_age_nobody_knows_gets_its_horizon_again() {
             assert_eq!(changed, 1);
 
             assert_eq!(verdicts(&store, &[of(&asked)]).await, [expected], "{id}");
-            assert_eq!(store.look(&key(&id)).await.expect("a marker"), before, "{id}");
-            let left: i64 = redis::cmd("PTTL").arg(&key_name).query_async(&mut raw).await.expect("an answer");
+            assert_eq!(
+                store.look(&key(&id)).await.expect("a marker"),
+                before,
+                "{id}"
+            );
+            let left: i64 = redis::cmd("PTTL")
+                .arg(&key_name)
+                .query_async(&mut raw)
+                .await
+                .expect("an answer");
             let horizon = hold.horizon.as_millis() as i64;
-            assert!((horizon - 5000..=horizon).contains(&left), "{id}: {left} ms left, not {horizon}");
+            assert!(
+                (horizon - 5000..=horizon).contains(&left),
+                "{id}: {left} ms left, not {horizon}"
+            );
         }
     }
     // A doubt that nobody reconciles is taken, whatever its age.
     let waiting = operation("waiting", Ask::Doubt, 1, 1, strict);
     verdicts(&store, &[waiting]).await;
-    let _: i64 = redis::cmd("PERSIST").arg(format!("{prefix}waiting")).query_async(&mut raw).await.expect("an answer");
+    let _: i64 = redis::cmd("PERSIST")
+        .arg(format!("{prefix}waiting"))
+        .query_async(&mut raw)
+        .await
+        .expect("an answer");
     let taken = verdicts(&store, &[operation("waiting", Ask::Claim, 2, 0, strict)]).await;
     assert_eq!(taken, [Verdict::InDoubt(Attempts::all_forgiven(2))]);
-    // A done marker that never expires, as other programs may write it, is a duplicate and stays so.
-    let _: () = redis::cmd("SET").arg(format!("{prefix}theirs")).arg("1").query_async(&mut raw).await.expect("an answer");
+    // A done marker that never expires, as other programs may write it, is a duplicate and stays
+    // so.
+    let _: () = redis::cmd("SET")
+        .arg(format!("{prefix}theirs"))
+        .arg("1")
+        .query_async(&mut raw)
+        .await
+        .expect("an answer");
     let complete = operation("theirs", Ask::Complete, 2, 1, lax);
-    assert_eq!(verdicts(&store, &[claim("theirs", 2), complete]).await, [Verdict::Duplicate, DONE]);
-    let left: i64 = redis::cmd("PTTL").arg(format!("{prefix}theirs")).query_async(&mut raw).await.expect("an answer");
+    assert_eq!(
+        verdicts(&store, &[claim("theirs", 2), complete]).await,
+        [Verdict::Duplicate, DONE]
+    );
+    let left: i64 = redis::cmd("PTTL")
+        .arg(format!("{prefix}theirs"))
+        .query_async(&mut raw)
+        .await
+        .expect("an answer");
     assert_eq!(left, -1);
 }

@@ -10,15 +10,24 @@ use oncegate_redis::Redis;
 use oncegate_testkit::servers::{RedisOptions, RedisPersistence, RedisServer};
 use tokio::net::{TcpListener, TcpStream};
 
-use crate::support::{DONE, GRANTED, SECOND, ask, at, claim, client_of, complete, operation, terms, verdicts};
+use crate::support::{
+    DONE, GRANTED, SECOND, ask, at, claim, client_of, complete, operation, terms, verdicts,
+};
 
 /// No answer takes longer, connecting and all, on a busy machine.
 const BOUND: Duration = Duration::from_secs(8);
 
-async fn bounded(store: &Redis, operation: oncegate_core::marker::Operation) -> Result<Verdict, StoreError> {
+async fn bounded(
+    store: &Redis,
+    operation: oncegate_core::marker::Operation,
+) -> Result<Verdict, StoreError> {
     let started = Instant::now();
     let answer = ask(store, operation).await;
-    assert!(started.elapsed() < BOUND, "{answer:?} after {:?}", started.elapsed());
+    assert!(
+        started.elapsed() < BOUND,
+        "{answer:?} after {:?}",
+        started.elapsed()
+    );
     answer
 }
 
@@ -35,20 +44,37 @@ async fn healed(store: &Redis, operation: oncegate_core::marker::Operation) -> V
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stopped_server_is_noticed_at_once_and_found_again() {
-    let mut server = RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EveryWrite)).expect("a Redis");
+    let mut server =
+        RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EveryWrite))
+            .expect("a Redis");
     let store = Redis::at(server.url());
     assert_eq!(healed(&store, claim("k", 1)).await, GRANTED);
     server.stop();
     let first = bounded(&store, claim("k", 2)).await;
-    assert!(matches!(first, Err(StoreError::NotApplied(_) | StoreError::Unknown(_))), "{first:?}");
+    assert!(
+        matches!(
+            first,
+            Err(StoreError::NotApplied(_) | StoreError::Unknown(_))
+        ),
+        "{first:?}"
+    );
     for _ in 0..3 {
         let refused = bounded(&store, claim("k", 2)).await;
-        assert!(matches!(&refused, Err(StoreError::NotApplied(why)) if why.to_string().contains("127.0.0.1")), "{refused:?}");
+        assert!(
+            matches!(&refused, Err(StoreError::NotApplied(why)) if why.to_string().contains("127.0.0.1")),
+            "{refused:?}"
+        );
     }
-    assert!(matches!(store.memory().await, Err(StoreError::NotApplied(_))));
+    assert!(matches!(
+        store.memory().await,
+        Err(StoreError::NotApplied(_))
+    ));
 
     server.start_again().expect("it starts again");
-    assert!(matches!(healed(&store, claim("k", 2)).await, Verdict::Busy { .. }));
+    assert!(matches!(
+        healed(&store, claim("k", 2)).await,
+        Verdict::Busy { .. }
+    ));
     assert_eq!(healed(&store, complete("k", 1, 1)).await, DONE);
 }
 
@@ -74,7 +100,9 @@ async fn a_server_that_reads_its_file_applies_nothing_yet() {
                 assert!(matches!(verdict, Verdict::Busy { .. }), "{verdict:?}");
                 break;
             }
-            Err(StoreError::NotApplied(why)) => loading += u32::from(why.to_string().contains("LOADING")),
+            Err(StoreError::NotApplied(why)) => {
+                loading += u32::from(why.to_string().contains("LOADING"))
+            }
             Err(StoreError::Unknown(_)) => {}
             Err(error) => panic!("{error}"),
         }
@@ -90,8 +118,14 @@ async fn a_server_that_was_never_there_is_found_when_it_comes() {
     let mut server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     server.stop();
     let store = Redis::at(server.url());
-    let all = futures_util::future::join_all((0..50).map(|token| bounded(&store, claim("k", token)))).await;
-    assert!(all.iter().all(|answer| matches!(answer, Err(StoreError::NotApplied(_)))), "{all:?}");
+    let all =
+        futures_util::future::join_all((0..50).map(|token| bounded(&store, claim("k", token))))
+            .await;
+    assert!(
+        all.iter()
+            .all(|answer| matches!(answer, Err(StoreError::NotApplied(_)))),
+        "{all:?}"
+    );
     server.start_again().expect("it starts again");
     assert_eq!(healed(&store, claim("k", 1)).await, GRANTED);
 }
@@ -104,10 +138,19 @@ async fn a_frozen_server_leaves_the_outcome_unknown_and_the_connection_is_made_a
     server.freeze();
     let batch = [claim("a", 1), complete("k", 1, 1), complete("a", 1, 1)];
     let answers = store.apply(&batch).await;
-    assert!(matches!(answers[..2], [Err(StoreError::Unknown(_)), Err(StoreError::Unknown(_))]), "{answers:?}");
-    assert!(matches!(answers[2], Err(StoreError::NotApplied(_))), "the second on the same key was not sent: {answers:?}");
-    // After three timeouts in a row connecting is what fails, so nothing is sent. A look at the server, which a claim
-    // starts now and then, counts as one of the three.
+    assert!(
+        matches!(
+            answers[..2],
+            [Err(StoreError::Unknown(_)), Err(StoreError::Unknown(_))]
+        ),
+        "{answers:?}"
+    );
+    assert!(
+        matches!(answers[2], Err(StoreError::NotApplied(_))),
+        "the second on the same key was not sent: {answers:?}"
+    );
+    // After three timeouts in a row connecting is what fails, so nothing is sent. A look at the
+    // server, which a claim starts now and then, counts as one of the three.
     let mut unknown = 1;
     loop {
         match bounded(&store, claim("b", 2)).await {
@@ -115,7 +158,10 @@ async fn a_frozen_server_leaves_the_outcome_unknown_and_the_connection_is_made_a
             Err(StoreError::NotApplied(_)) => break,
             answered => panic!("a frozen server answered: {answered:?}"),
         }
-        assert!(unknown <= 3, "the connection is still in use after {unknown} timeouts");
+        assert!(
+            unknown <= 3,
+            "the connection is still in use after {unknown} timeouts"
+        );
     }
     server.thaw();
     // What was unknown was applied or not; asked again with its token it is the same.
@@ -131,15 +177,22 @@ async fn who_waits_less_than_the_timeout_still_has_the_connection_made_anew() {
     server.freeze();
     for _ in 0..3 {
         let impatient = tokio::time::timeout(SECOND / 20, ask(&store, claim("k", 1))).await;
-        assert!(impatient.is_err(), "a frozen server answered: {impatient:?}");
+        assert!(
+            impatient.is_err(),
+            "a frozen server answered: {impatient:?}"
+        );
     }
     let connecting = bounded(&store, claim("k", 1)).await;
-    assert!(matches!(connecting, Err(StoreError::NotApplied(_))), "{connecting:?}");
+    assert!(
+        matches!(connecting, Err(StoreError::NotApplied(_))),
+        "{connecting:?}"
+    );
     server.thaw();
     assert_eq!(healed(&store, claim("k", 1)).await, GRANTED);
 }
 
-/// A name that means one server first and another later; connections that stand stay where they are.
+/// A name that means one server first and another later; connections that stand stay where they
+/// are.
 pub(crate) async fn name_of(first: &RedisServer) -> (String, Arc<AtomicU16>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let url = format!("redis://{}", listener.local_addr().expect("an address"));
@@ -163,15 +216,31 @@ async fn a_primary_that_is_elsewhere_now_is_found_without_a_claim() {
     let new = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let (url, meant) = name_of(&old).await;
     let store = at(&url);
-    assert_eq!(healed(&store, complete("learns the script", 1, 1)).await, Verdict::Done { marker_lost: true });
+    assert_eq!(
+        healed(&store, complete("learns the script", 1, 1)).await,
+        Verdict::Done { marker_lost: true }
+    );
 
     meant.store(new.port(), Ordering::SeqCst);
     let mut raw = client_of(&old.url()).await;
-    let _: () = redis::cmd("REPLICAOF").arg("127.0.0.1").arg(new.port()).query_async(&mut raw).await.expect("an answer");
+    let _: () = redis::cmd("REPLICAOF")
+        .arg("127.0.0.1")
+        .arg(new.port())
+        .query_async(&mut raw)
+        .await
+        .expect("an answer");
     // Renewals send nothing but the script, and so does a consumer whose queue is quiet.
     let refused = bounded(&store, complete("k", 1, 1)).await;
-    assert!(matches!(&refused, Err(StoreError::NotApplied(why)) if why.to_string().contains("READONLY")), "{refused:?}");
-    assert_eq!(bounded(&store, complete("k", 1, 1)).await.expect("the new primary"), Verdict::Done { marker_lost: true });
+    assert!(
+        matches!(&refused, Err(StoreError::NotApplied(why)) if why.to_string().contains("READONLY")),
+        "{refused:?}"
+    );
+    assert_eq!(
+        bounded(&store, complete("k", 1, 1))
+            .await
+            .expect("the new primary"),
+        Verdict::Done { marker_lost: true }
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -180,7 +249,10 @@ async fn a_killed_connection_heals() {
     let store = at(&server.url());
     let mut raw = client_of(&server.url()).await;
     for token in 1..5 {
-        assert_eq!(healed(&store, claim(&format!("k{token}"), token)).await, GRANTED);
+        assert_eq!(
+            healed(&store, claim(&format!("k{token}"), token)).await,
+            GRANTED
+        );
         let _: i64 = redis::cmd("CLIENT")
             .arg("KILL")
             .arg("TYPE")
@@ -199,9 +271,16 @@ async fn a_flushed_script_is_sent_again() {
     let store = at(&server.url());
     let mut raw = client_of(&server.url()).await;
     for token in 1..4 {
-        let _: () = redis::cmd("SCRIPT").arg("FLUSH").query_async(&mut raw).await.expect("an answer");
+        let _: () = redis::cmd("SCRIPT")
+            .arg("FLUSH")
+            .query_async(&mut raw)
+            .await
+            .expect("an answer");
         let id = format!("k{token}");
-        assert_eq!(verdicts(&store, &[claim(&id, token), complete(&id, token, 1)]).await, [GRANTED, DONE]);
+        assert_eq!(
+            verdicts(&store, &[claim(&id, token), complete(&id, token, 1)]).await,
+            [GRANTED, DONE]
+        );
     }
 }
 
@@ -211,11 +290,20 @@ async fn a_full_server_applies_nothing_and_renewals_go_on() {
     let store = at(&server.url());
     let mut raw = client_of(&server.url()).await;
     assert_eq!(healed(&store, claim("k", 1)).await, GRANTED);
-    let config = |value: &'static str| redis::cmd("CONFIG").arg("SET").arg("maxmemory").arg(value).to_owned();
+    let config = |value: &'static str| {
+        redis::cmd("CONFIG")
+            .arg("SET")
+            .arg("maxmemory")
+            .arg(value)
+            .to_owned()
+    };
     let _: () = config("1").query_async(&mut raw).await.expect("an answer");
     for refused in [claim("new", 2), complete("k", 1, 1), claim("k", 2)] {
         let answer = bounded(&store, refused).await;
-        assert!(matches!(&answer, Err(StoreError::NotApplied(why)) if why.to_string().contains("OOM")), "{answer:?}");
+        assert!(
+            matches!(&answer, Err(StoreError::NotApplied(why)) if why.to_string().contains("OOM")),
+            "{answer:?}"
+        );
     }
     let renew = operation("k", Ask::Renew, 1, 1, terms(Guarantee::EffectivelyOnce));
     assert_eq!(healed(&store, renew).await, Verdict::Kept);
@@ -228,32 +316,76 @@ async fn a_replica_and_too_few_replicas_apply_nothing() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let store = at(&server.url());
     let mut raw = client_of(&server.url()).await;
-    let _: () = redis::cmd("REPLICAOF").arg("127.0.0.1").arg(server.port()).query_async(&mut raw).await.expect("an answer");
+    let _: () = redis::cmd("REPLICAOF")
+        .arg("127.0.0.1")
+        .arg(server.port())
+        .query_async(&mut raw)
+        .await
+        .expect("an answer");
     for refused in [claim("k", 1), complete("k", 1, 1)] {
         let answer = bounded(&store, refused).await;
-        assert!(matches!(&answer, Err(StoreError::NotApplied(why)) if why.to_string().contains("READONLY")), "{answer:?}");
+        assert!(
+            matches!(&answer, Err(StoreError::NotApplied(why)) if why.to_string().contains("READONLY")),
+            "{answer:?}"
+        );
     }
-    let _: () = redis::cmd("REPLICAOF").arg("NO").arg("ONE").query_async(&mut raw).await.expect("an answer");
-    let _: () = redis::cmd("CONFIG").arg("SET").arg("min-replicas-to-write").arg(1).query_async(&mut raw).await.expect("an answer");
+    let _: () = redis::cmd("REPLICAOF")
+        .arg("NO")
+        .arg("ONE")
+        .query_async(&mut raw)
+        .await
+        .expect("an answer");
+    let _: () = redis::cmd("CONFIG")
+        .arg("SET")
+        .arg("min-replicas-to-write")
+        .arg(1)
+        .query_async(&mut raw)
+        .await
+        .expect("an answer");
     for refused in [claim("k", 1), complete("k", 1, 1)] {
         let answer = bounded(&store, refused).await;
-        assert!(matches!(&answer, Err(StoreError::NotApplied(why)) if why.to_string().contains("NOREPLICAS")), "{answer:?}");
+        assert!(
+            matches!(&answer, Err(StoreError::NotApplied(why)) if why.to_string().contains("NOREPLICAS")),
+            "{answer:?}"
+        );
     }
-    let _: () = redis::cmd("CONFIG").arg("SET").arg("min-replicas-to-write").arg(0).query_async(&mut raw).await.expect("an answer");
+    let _: () = redis::cmd("CONFIG")
+        .arg("SET")
+        .arg("min-replicas-to-write")
+        .arg(0)
+        .query_async(&mut raw)
+        .await
+        .expect("an answer");
     assert_eq!(healed(&store, claim("k", 1)).await, GRANTED);
 }
 
 #[test]
 fn renewals_connect_on_a_runtime_of_their_own() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
-    let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+    let runtime = || {
+        tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .expect("a runtime")
+    };
     let store = at(&server.url()).prefix("p:");
     let first = runtime();
-    assert_eq!(first.block_on(ask(&store, claim("k", 1))).expect("a verdict"), GRANTED);
+    assert_eq!(
+        first
+            .block_on(ask(&store, claim("k", 1)))
+            .expect("a verdict"),
+        GRANTED
+    );
     let renewals = store.for_renewals().expect("a handle");
     let renew = operation("k", Ask::Renew, 1, 1, terms(Guarantee::EffectivelyOnce));
-    assert_eq!(runtime().block_on(ask(&*renewals, renew.clone())).expect("a verdict"), Verdict::Kept);
-    // That runtime is gone, and with it the driver of the connection: it is made anew on the next one.
+    assert_eq!(
+        runtime()
+            .block_on(ask(&*renewals, renew.clone()))
+            .expect("a verdict"),
+        Verdict::Kept
+    );
+    // That runtime is gone, and with it the driver of the connection: it is made anew on the next
+    // one.
     let next = runtime();
     let verdict = next.block_on(async {
         match ask(&*renewals, renew.clone()).await {
@@ -262,12 +394,19 @@ fn renewals_connect_on_a_runtime_of_their_own() {
         }
     });
     assert_eq!(verdict.expect("a verdict"), Verdict::Kept);
-    assert_eq!(first.block_on(ask(&store, complete("k", 1, 1))).expect("a verdict"), DONE);
+    assert_eq!(
+        first
+            .block_on(ask(&store, complete("k", 1, 1)))
+            .expect("a verdict"),
+        DONE
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_full_disk_is_told_and_heals() {
-    let options = RedisOptions::new().persistence(RedisPersistence::EverySecond).disk_may_fill();
+    let options = RedisOptions::new()
+        .persistence(RedisPersistence::EverySecond)
+        .disk_may_fill();
     let server = RedisServer::start(options).expect("a Redis");
     let store = at(&server.url());
     assert_eq!(healed(&store, claim("held", 1)).await, GRANTED);
@@ -285,11 +424,17 @@ async fn a_full_disk_is_told_and_heals() {
     for refused in [claim("new", 1), complete("held", 1, 1)] {
         let answer = bounded(&store, refused).await;
         let told = |why: &str| why.contains("MISCONF") && why.contains("AOF");
-        assert!(matches!(&answer, Err(StoreError::NotApplied(why)) if told(&why.to_string())), "{answer:?}");
+        assert!(
+            matches!(&answer, Err(StoreError::NotApplied(why)) if told(&why.to_string())),
+            "{answer:?}"
+        );
     }
     let memory = store.memory().await;
     // Whoever begins now waits: it is no setting.
-    assert!(matches!(&memory, Err(StoreError::NotApplied(why)) if why.to_string().contains("look at its disk")), "{memory:?}");
+    assert!(
+        matches!(&memory, Err(StoreError::NotApplied(why)) if why.to_string().contains("look at its disk")),
+        "{memory:?}"
+    );
 
     server.free_disk().expect("there is room");
     assert_eq!(healed(&store, complete("held", 1, 1)).await, DONE);

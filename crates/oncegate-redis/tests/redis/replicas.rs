@@ -6,18 +6,27 @@ use std::time::{Duration, Instant};
 use oncegate_core::marker::{Ask, Guarantee, Marker, Operation, Terms, Verdict};
 use oncegate_core::{Store, StoreError};
 use oncegate_redis::{Durability, Redis};
-use oncegate_testkit::servers::{RedisOptions, RedisPersistence, RedisServer, SENTINEL_NAME, SentinelServers};
+use oncegate_testkit::servers::{
+    RedisOptions, RedisPersistence, RedisServer, SENTINEL_NAME, SentinelServers,
+};
 
 use crate::forms::healed;
 use crate::outages::name_of;
-use crate::support::{DONE, GRANTED, SECOND, ask, at, claim, client_of, complete, key, operation, rights, terms, verdicts};
+use crate::support::{
+    DONE, GRANTED, SECOND, ask, at, claim, client_of, complete, key, operation, rights, terms,
+    verdicts,
+};
 
 /// With patience: the machine may be busy with other tests.
-const ONE_REPLICA: Durability = Durability::Replicas { count: 1, timeout: SECOND };
+const ONE_REPLICA: Durability = Durability::Replicas {
+    count: 1,
+    timeout: SECOND,
+};
 
 fn with_replica() -> (RedisServer, RedisServer) {
     let primary = RedisServer::start(RedisOptions::new()).expect("a Redis");
-    let replica = RedisServer::start(RedisOptions::new().replica_of(primary.port())).expect("a Redis");
+    let replica =
+        RedisServer::start(RedisOptions::new().replica_of(primary.port())).expect("a Redis");
     let deadline = Instant::now() + 30 * SECOND;
     while primary.command("WAIT 1 200").expect("a reply") != ":1" {
         assert!(Instant::now() < deadline, "the replica does not follow");
@@ -29,17 +38,42 @@ fn with_replica() -> (RedisServer, RedisServer) {
 async fn nothing_is_granted_while_the_replica_is_stopped() {
     let (primary, mut replica) = with_replica();
     assert_eq!(primary.command(&rights("+wait")).expect("a reply"), "+OK");
-    let store = at(&format!("redis://oncegate:PASSWORD@127.0.0.1:{}", primary.port())).durability(ONE_REPLICA);
-    let doubtful = Terms { lease: Duration::from_millis(1), ..terms(Guarantee::AtMostOnce) };
-    let abandoned = Operation { terms: doubtful, ..claim("abandoned", 1) };
-    assert_eq!(verdicts(&store, &[claim("k", 1), claim("own", 1), abandoned.clone(), claim("done", 1)]).await, [GRANTED; 4]);
+    let store = at(&format!(
+        "redis://oncegate:PASSWORD@127.0.0.1:{}",
+        primary.port()
+    ))
+    .durability(ONE_REPLICA);
+    let doubtful = Terms {
+        lease: Duration::from_millis(1),
+        ..terms(Guarantee::AtMostOnce)
+    };
+    let abandoned = Operation {
+        terms: doubtful,
+        ..claim("abandoned", 1)
+    };
+    assert_eq!(
+        verdicts(
+            &store,
+            &[
+                claim("k", 1),
+                claim("own", 1),
+                abandoned.clone(),
+                claim("done", 1)
+            ]
+        )
+        .await,
+        [GRANTED; 4]
+    );
     assert_eq!(verdicts(&store, &[complete("done", 1, 1)]).await, [DONE]);
 
     replica.freeze();
     let mut asked: Vec<Operation> = (0..20).map(|it| claim(&format!("new{it}"), it)).collect();
     // One's own grant, asked for again, and a doubt that was taken over: both let something run.
     asked.push(claim("own", 1));
-    asked.push(Operation { token: oncegate_core::marker::Token(2), ..abandoned });
+    asked.push(Operation {
+        token: oncegate_core::marker::Token(2),
+        ..abandoned
+    });
     for (operation, answer) in asked.iter().zip(store.apply(&asked).await) {
         let told = matches!(&answer, Err(StoreError::Unknown(why)) if why.to_string().contains("0 of the 1 replicas"));
         assert!(told, "{operation:?}: {answer:?}");
@@ -47,34 +81,69 @@ async fn nothing_is_granted_while_the_replica_is_stopped() {
     // A primary that is cut off may not renew what another one lets others take over.
     let renewal = |guarantee| operation("own", Ask::Renew, 1, 1, terms(guarantee));
     let answer = ask(&store, renewal(Guarantee::AtMostOnce)).await;
-    assert!(matches!(&answer, Err(StoreError::Unknown(why)) if why.to_string().contains("0 of the 1 replicas")), "{answer:?}");
-    assert_eq!(ask(&store, renewal(Guarantee::EffectivelyOnce)).await.expect("a verdict"), Verdict::Kept, "it may run again");
+    assert!(
+        matches!(&answer, Err(StoreError::Unknown(why)) if why.to_string().contains("0 of the 1 replicas")),
+        "{answer:?}"
+    );
+    assert_eq!(
+        ask(&store, renewal(Guarantee::EffectivelyOnce))
+            .await
+            .expect("a verdict"),
+        Verdict::Kept,
+        "it may run again"
+    );
     // What lets nothing run is told as it is, and the rest does not wait for replicas.
-    let told = store.apply(&[claim("k", 2), claim("done", 2), complete("k", 1, 1)]).await;
-    assert!(matches!(told[..], [Ok(Verdict::Busy { .. }), Ok(Verdict::Duplicate), Ok(DONE)]), "{told:?}");
+    let told = store
+        .apply(&[claim("k", 2), claim("done", 2), complete("k", 1, 1)])
+        .await;
+    assert!(
+        matches!(
+            told[..],
+            [Ok(Verdict::Busy { .. }), Ok(Verdict::Duplicate), Ok(DONE)]
+        ),
+        "{told:?}"
+    );
 
     replica.thaw();
     for operation in &asked[..21] {
-        assert_eq!(healed(&store, operation.clone()).await, GRANTED, "the same token is the same claim: {operation:?}");
+        assert_eq!(
+            healed(&store, operation.clone()).await,
+            GRANTED,
+            "the same token is the same claim: {operation:?}"
+        );
     }
-    assert!(matches!(healed(&store, asked[21].clone()).await, Verdict::InDoubt { .. }));
+    assert!(matches!(
+        healed(&store, asked[21].clone()).await,
+        Verdict::InDoubt { .. }
+    ));
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn more_replicas_than_there_are_grant_nothing_and_the_literal_gate_waits_for_none() {
     let (primary, _replica) = with_replica();
-    let store = at(&primary.url()).durability(Durability::Replicas { count: 2, timeout: SECOND / 20 });
+    let store = at(&primary.url()).durability(Durability::Replicas {
+        count: 2,
+        timeout: SECOND / 20,
+    });
     let answer = ask(&store, claim("k", 1)).await;
-    assert!(matches!(&answer, Err(StoreError::Unknown(why)) if why.to_string().contains("of the 2 replicas")), "{answer:?}");
-    let bare = Operation { terms: terms(Guarantee::Bare), ..claim("bare", 1) };
+    assert!(
+        matches!(&answer, Err(StoreError::Unknown(why)) if why.to_string().contains("of the 2 replicas")),
+        "{answer:?}"
+    );
+    let bare = Operation {
+        terms: terms(Guarantee::Bare),
+        ..claim("bare", 1)
+    };
     assert_eq!(ask(&store, bare).await.expect("a verdict"), GRANTED);
 }
 
-/// Claims new ids until the primary dies after its link to the replicas was cut, and counts what was granted, and how much
-/// of that the new primary does not know.
+/// Claims new ids until the primary dies after its link to the replicas was cut, and counts what
+/// was granted, and how much of that the new primary does not know.
 async fn failover(durability: Durability) -> (usize, usize) {
     let mut servers = SentinelServers::start().expect("Redis and Sentinels");
-    let store = Redis::sentinel(servers.urls(), SENTINEL_NAME).timeout(2 * SECOND).durability(durability);
+    let store = Redis::sentinel(servers.urls(), SENTINEL_NAME)
+        .timeout(2 * SECOND)
+        .durability(durability);
     let mut granted = Vec::new();
     let mut next = 0_u128;
     let old = servers.primary();
@@ -84,13 +153,17 @@ async fn failover(durability: Durability) -> (usize, usize) {
         }
         let until = Instant::now() + 2 * SECOND;
         while Instant::now() < until {
-            let batch: Vec<Operation> = (next..next + 50).map(|it| claim(&format!("k{it}"), it)).collect();
+            let batch: Vec<Operation> = (next..next + 50)
+                .map(|it| claim(&format!("k{it}"), it))
+                .collect();
             next += 50;
             for (operation, answer) in batch.iter().zip(store.apply(&batch).await) {
                 match answer {
                     Ok(GRANTED) => granted.push(operation.key.clone()),
                     Ok(other) => panic!("{other:?}"),
-                    Err(error) => assert!(!matches!(error, StoreError::Misconfigured(_)), "{error}"),
+                    Err(error) => {
+                        assert!(!matches!(error, StoreError::Misconfigured(_)), "{error}")
+                    }
                 }
             }
         }
@@ -103,8 +176,15 @@ async fn failover(durability: Durability) -> (usize, usize) {
     let mut raw = client_of(&servers.redis()[new].url()).await;
     let mut lost = 0;
     for some in granted.chunks(1_000) {
-        let keys: Vec<String> = some.iter().map(|key| format!("processed:{}", key.as_str())).collect();
-        let known: usize = redis::cmd("EXISTS").arg(keys).query_async(&mut raw).await.expect("an answer");
+        let keys: Vec<String> = some
+            .iter()
+            .map(|key| format!("processed:{}", key.as_str()))
+            .collect();
+        let known: usize = redis::cmd("EXISTS")
+            .arg(keys)
+            .query_async(&mut raw)
+            .await
+            .expect("an answer");
         lost += some.len() - known;
     }
     (granted.len(), lost)
@@ -127,19 +207,30 @@ async fn at_most_once_goes_on_after_a_failover_that_lost_no_grant() {
     let (mut primary, replica) = with_replica();
     let (url, meant) = name_of(&primary).await;
     let store = at(&url).durability(ONE_REPLICA);
-    let strict = |id| Operation { terms: terms(Guarantee::AtMostOnce), ..claim(id, 1) };
+    let strict = |id| Operation {
+        terms: terms(Guarantee::AtMostOnce),
+        ..claim(id, 1)
+    };
     assert_eq!(healed(&store, strict("known")).await, GRANTED);
     // It follows no more, and is a primary of its own.
     assert_eq!(replica.command("REPLICAOF NO ONE").expect("a reply"), "+OK");
     for _ in 0..3 {
         let unknown = ask(&store, strict("not granted")).await;
-        assert!(matches!(&unknown, Err(StoreError::Unknown(why)) if why.to_string().contains("replicas")), "{unknown:?}");
+        assert!(
+            matches!(&unknown, Err(StoreError::Unknown(why)) if why.to_string().contains("replicas")),
+            "{unknown:?}"
+        );
     }
-    let _third = RedisServer::start(RedisOptions::new().replica_of(replica.port())).expect("a Redis");
+    let _third =
+        RedisServer::start(RedisOptions::new().replica_of(replica.port())).expect("a Redis");
     meant.store(replica.port(), Ordering::SeqCst);
     primary.kill();
     assert_eq!(healed(&store, strict("new")).await, GRANTED);
-    assert_eq!(healed(&store, strict("known")).await, GRANTED, "the same claim");
+    assert_eq!(
+        healed(&store, strict("known")).await,
+        GRANTED,
+        "the same claim"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -150,13 +241,30 @@ async fn wait_is_the_last_command_of_the_pipeline_of_claims_on_a_connection_of_i
     verdicts(&store, &[complete("warm", 1, 1)]).await;
     let mut monitor = crate::wire::Monitor::of(primary.port());
     let answers = verdicts(&store, &[claim("a", 1), complete("b", 1, 1), claim("c", 1)]).await;
-    assert_eq!(answers, [GRANTED, Verdict::Done { marker_lost: true }, GRANTED]);
+    assert_eq!(
+        answers,
+        [GRANTED, Verdict::Done { marker_lost: true }, GRANTED]
+    );
     let sent = monitor.lines();
-    let of = |word: &str| sent.iter().filter(move |(_, command)| command.starts_with(&format!("\"{word}\""))).collect::<Vec<_>>();
-    let claims: Vec<_> = sent.iter().filter(|(_, command)| command.contains("\"NX\"")).collect();
+    let of = |word: &str| {
+        sent.iter()
+            .filter(move |(_, command)| command.starts_with(&format!("\"{word}\"")))
+            .collect::<Vec<_>>()
+    };
+    let claims: Vec<_> = sent
+        .iter()
+        .filter(|(_, command)| command.contains("\"NX\""))
+        .collect();
     let (wait, script) = (of("WAIT"), of("EVALSHA"));
-    assert_eq!((claims.len(), wait.len(), script.len()), (2, 1, 1), "{sent:?}");
-    assert!(claims.iter().all(|(client, _)| *client == wait[0].0), "{sent:?}");
+    assert_eq!(
+        (claims.len(), wait.len(), script.len()),
+        (2, 1, 1),
+        "{sent:?}"
+    );
+    assert!(
+        claims.iter().all(|(client, _)| *client == wait[0].0),
+        "{sent:?}"
+    );
     assert_ne!(script[0].0, wait[0].0, "{sent:?}");
     assert_eq!(wait[0].1, r#""WAIT" "1" "1000""#);
     let place = |command: &str| sent.iter().position(|(_, it)| it == command);
@@ -165,12 +273,19 @@ async fn wait_is_the_last_command_of_the_pipeline_of_claims_on_a_connection_of_i
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_primary_that_may_not_wait_says_so() {
-    let server = RedisServer::start(RedisOptions::new().persistence(RedisPersistence::Nothing)).expect("a Redis");
+    let server = RedisServer::start(RedisOptions::new().persistence(RedisPersistence::Nothing))
+        .expect("a Redis");
     server
         .command("ACL SETUSER some on nopass ~processed:* -@all +set +get +mget +del +pttl +pexpire +eval +evalsha +info +hello")
         .expect("a reply");
     let store = at(&format!("redis://some:x@127.0.0.1:{}", server.port())).durability(ONE_REPLICA);
     let answer = ask(&store, claim("k", 1)).await;
-    assert!(matches!(&answer, Err(StoreError::Misconfigured(why)) if why.to_string().contains("WAIT")), "{answer:?}");
-    assert!(matches!(store.look(&key("k")).await, Ok(Marker::InProgress(_))), "applied, and asked again with its token it is the same");
+    assert!(
+        matches!(&answer, Err(StoreError::Misconfigured(why)) if why.to_string().contains("WAIT")),
+        "{answer:?}"
+    );
+    assert!(
+        matches!(store.look(&key("k")).await, Ok(Marker::InProgress(_))),
+        "applied, and asked again with its token it is the same"
+    );
 }

@@ -1,5 +1,5 @@
-//! The script alone: what it says of a claim where no fast path answers first, and which records it reads. Both have a twin
-//! in Rust that must say the same.
+//! The script alone: what it says of a claim where no fast path answers first, and which records it
+//! reads. Both have a twin in Rust that must say the same.
 
 use oncegate_core::StoreError;
 use oncegate_core::marker::{Ask, Guarantee, Token, Verdict};
@@ -18,7 +18,8 @@ const SEVEN: &str = "000000000000000007";
 const EIGHT: &str = "000000000000000008";
 const NO_BODY: &str = "-";
 
-/// The horizon of the records here, and how much of it a marker has left whose lease of 30 s lives, or is over.
+/// The horizon of the records here, and how much of it a marker has left whose lease of 30 s lives,
+/// or is over.
 const HORIZON: u64 = 600_000;
 const LIVES: u64 = HORIZON;
 const IS_OVER: u64 = HORIZON - 100_000;
@@ -27,12 +28,21 @@ fn held(kind: char, token: &str, attempts: &str, guarantee: char, body: &str) ->
     format!("v1 {kind} {token} {attempts} 30000 {HORIZON} {guarantee} {body}")
 }
 
-/// Asks the script whether this body may be handled: a claim of effectively once, sent as the store sends it.
+/// Asks the script whether this body may be handled: a claim of effectively once, sent as the store
+/// sends it.
 async fn claim(raw: &mut MultiplexedConnection, key: &str, body: &str) -> String {
     let mut call = redis::cmd("EVAL");
     call.arg(SCRIPT).arg(1).arg(key);
-    // The ask and the terms: guarantee, lease, window, horizon, what is unresolved at most once, and no marker to free.
-    call.arg("claim").arg("e").arg(30_000).arg(HORIZON).arg(HORIZON).arg(HORIZON * 1000).arg("").arg("");
+    // The ask and the terms: guarantee, lease, window, horizon, what is unresolved at most once,
+    // and no marker to free.
+    call.arg("claim")
+        .arg("e")
+        .arg(30_000)
+        .arg(HORIZON)
+        .arg(HORIZON)
+        .arg(HORIZON * 1000)
+        .arg("")
+        .arg("");
     // The claim: its token, attempt and fingerprint.
     call.arg(held('p', MINE, "0 0 0 n", 'e', body));
     let mut answers: Vec<String> = call.query_async(raw).await.expect("an answer");
@@ -41,7 +51,14 @@ async fn claim(raw: &mut MultiplexedConnection, key: &str, body: &str) -> String
 }
 
 async fn put(raw: &mut MultiplexedConnection, key: &str, record: &[u8], left: u64) {
-    let _: () = redis::cmd("SET").arg(key).arg(record).arg("PX").arg(left).query_async(raw).await.expect("written");
+    let _: () = redis::cmd("SET")
+        .arg(key)
+        .arg(record)
+        .arg("PX")
+        .arg(left)
+        .query_async(raw)
+        .await
+        .expect("written");
 }
 
 #[tokio::test]
@@ -49,17 +66,36 @@ async fn the_script_alone_answers_every_claim_as_the_table_says() {
     let prefix = format!("test:{:032x}:", Token::random().0);
     let mut raw = client().await;
     let running = |token, body| held('p', token, "3 1 0 n", 'e', body);
-    let [waiting, reconciled] = ['w', 'r'].map(|kind| move |token: &str, body: &str| held(kind, token, "3 1 0 u", 'a', body));
+    let [waiting, reconciled] = ['w', 'r']
+        .map(|kind| move |token: &str, body: &str| held(kind, token, "3 1 0 u", 'a', body));
     let done = |body: &str| format!("-1{body}");
     let rejected = |body: &str| format!("v1 x 3 {body}");
-    // What is there and how much of its expiry is left; whose body is claimed; the answer, and what is there afterwards:
-    // nothing is written, or a claim of mine in that state.
+    // What is there and how much of its expiry is left; whose body is claimed; the answer, and what
+    // is there afterwards: nothing is written, or a claim of mine in that state.
     let kept = None;
     let taken = |kind, attempts, guarantee| Some((kind, attempts, guarantee));
     let rows = [
-        ("v1 c 3 1 2 n".into(), LIVES, SEVEN, "granted 4 1 2", taken('p', "4 1 2 n", 'e')),
-        ("v1 c 3 0 0 u".into(), LIVES, SEVEN, "granted 4 0 0", taken('p', "4 0 0 u", 'e')),
-        ("v1 c 4294967295 0 0 n".into(), LIVES, SEVEN, "granted 4294967295 0 0", taken('p', "4294967295 0 0 n", 'e')),
+        (
+            "v1 c 3 1 2 n".into(),
+            LIVES,
+            SEVEN,
+            "granted 4 1 2",
+            taken('p', "4 1 2 n", 'e'),
+        ),
+        (
+            "v1 c 3 0 0 u".into(),
+            LIVES,
+            SEVEN,
+            "granted 4 0 0",
+            taken('p', "4 0 0 u", 'e'),
+        ),
+        (
+            "v1 c 4294967295 0 0 n".into(),
+            LIVES,
+            SEVEN,
+            "granted 4294967295 0 0",
+            taken('p', "4294967295 0 0 n", 'e'),
+        ),
         ("1".into(), LIVES, SEVEN, "duplicate", kept),
         ("1".into(), LIVES, NO_BODY, "duplicate", kept),
         (done(SEVEN), LIVES, SEVEN, "duplicate", kept),
@@ -75,75 +111,196 @@ async fn the_script_alone_answers_every_claim_as_the_table_says() {
         (running(THEIRS, SEVEN), LIVES, SEVEN, "busy", kept),
         (running(THEIRS, EIGHT), LIVES, SEVEN, "busy", kept),
         (running(THEIRS, EIGHT), IS_OVER, SEVEN, "conflict", kept),
-        (running(THEIRS, EIGHT), IS_OVER, NO_BODY, "granted 4 2 1", taken('p', "4 2 1 u", 'e')),
-        (running(THEIRS, SEVEN), IS_OVER, SEVEN, "granted 4 2 1", taken('p', "4 2 1 u", 'e')),
-        (held('p', THEIRS, "3 1 0 n", 'a', SEVEN), IS_OVER, SEVEN, "in-doubt 4 3 1", taken('r', "4 3 1 u", 'a')),
+        (
+            running(THEIRS, EIGHT),
+            IS_OVER,
+            NO_BODY,
+            "granted 4 2 1",
+            taken('p', "4 2 1 u", 'e'),
+        ),
+        (
+            running(THEIRS, SEVEN),
+            IS_OVER,
+            SEVEN,
+            "granted 4 2 1",
+            taken('p', "4 2 1 u", 'e'),
+        ),
+        (
+            held('p', THEIRS, "3 1 0 n", 'a', SEVEN),
+            IS_OVER,
+            SEVEN,
+            "in-doubt 4 3 1",
+            taken('r', "4 3 1 u", 'a'),
+        ),
         (waiting(MINE, EIGHT), LIVES, SEVEN, "in-doubt 3 1 0", kept),
         (waiting(THEIRS, EIGHT), LIVES, SEVEN, "conflict", kept),
-        (waiting(THEIRS, SEVEN), LIVES, SEVEN, "in-doubt 4 2 0", taken('r', "4 2 0 u", 'a')),
-        (reconciled(MINE, EIGHT), LIVES, SEVEN, "in-doubt 3 1 0", kept),
+        (
+            waiting(THEIRS, SEVEN),
+            LIVES,
+            SEVEN,
+            "in-doubt 4 2 0",
+            taken('r', "4 2 0 u", 'a'),
+        ),
+        (
+            reconciled(MINE, EIGHT),
+            LIVES,
+            SEVEN,
+            "in-doubt 3 1 0",
+            kept,
+        ),
         (reconciled(THEIRS, EIGHT), LIVES, SEVEN, "conflict", kept),
         (reconciled(THEIRS, EIGHT), IS_OVER, SEVEN, "conflict", kept),
         (reconciled(THEIRS, SEVEN), LIVES, SEVEN, "busy", kept),
-        (reconciled(THEIRS, SEVEN), IS_OVER, SEVEN, "in-doubt 4 2 1", taken('r', "4 2 1 u", 'a')),
+        (
+            reconciled(THEIRS, SEVEN),
+            IS_OVER,
+            SEVEN,
+            "in-doubt 4 2 1",
+            taken('r', "4 2 1 u", 'a'),
+        ),
     ];
     for (it, (record, left, body, expected, becomes)) in rows.into_iter().enumerate() {
         let key = format!("{prefix}{it}");
         put(&mut raw, &key, record.as_bytes(), left).await;
         let answer = claim(&mut raw, &key, body).await;
         // How much of a lease remains is a matter of time.
-        let answer = if answer.starts_with("busy ") { "busy" } else { &answer };
+        let answer = if answer.starts_with("busy ") {
+            "busy"
+        } else {
+            &answer
+        };
         assert_eq!(answer, expected, "{body} on {record} with {left} ms left");
-        let after: String = redis::cmd("GET").arg(&key).query_async(&mut raw).await.expect("a record");
+        let after: String = redis::cmd("GET")
+            .arg(&key)
+            .query_async(&mut raw)
+            .await
+            .expect("a record");
         let becomes = becomes.map_or(record.clone(), |(kind, attempts, guarantee)| {
-            let horizon = if guarantee == 'a' { HORIZON * 1000 } else { HORIZON };
+            let horizon = if guarantee == 'a' {
+                HORIZON * 1000
+            } else {
+                HORIZON
+            };
             format!("v1 {kind} {MINE} {attempts} 30000 {horizon} {guarantee} {body}")
         });
         assert_eq!(after, becomes, "{body} on {record} with {left} ms left");
     }
-    assert_eq!(claim(&mut raw, &format!("{prefix}absent"), SEVEN).await, "granted 1 0 0");
+    assert_eq!(
+        claim(&mut raw, &format!("{prefix}absent"), SEVEN).await,
+        "granted 1 0 0"
+    );
 }
 
 /// Records, each wrong in one way alone.
 fn unreadable() -> Vec<String> {
-    let mut records: Vec<String> =
-        ["", " ", "0", "2", "01", "11", "1 ", "1x", "-1", "1\n", "processing", "v1", "v1 ", "v1 q 1 0 0 n", "V1 c 1 0 0 n"]
-            .into_iter()
-            .chain([
-                "v1 c ",
-                "v1 c 1",
-                "v1 c 1 0",
-                "v1 c 1 0 0",
-                "v1 c 1 0 0 ",
-                "v1 c 1 0 0 x",
-                "v1 c 1 0 0 nu",
-                "v1 c 1 0 0 n ",
-                "v1 c 1 0  0 n",
-            ])
-            .chain(["v1 c  1 0 0 n", "v1  c 1 0 0 n", "v1 C 1 0 0 n", "v1 c 1 0 n", "v1 c 1 0 0 N", "v1 x", "v1 x 1", "v1 x 1 ", "v1 x -"])
-            // A time in nanoseconds, as another program may write it.
-            .chain(["1763900000000000000"])
-            .map(Into::into)
-            .collect();
+    let mut records: Vec<String> = [
+        "",
+        " ",
+        "0",
+        "2",
+        "01",
+        "11",
+        "1 ",
+        "1x",
+        "-1",
+        "1\n",
+        "processing",
+        "v1",
+        "v1 ",
+        "v1 q 1 0 0 n",
+        "V1 c 1 0 0 n",
+    ]
+    .into_iter()
+    .chain([
+        "v1 c ",
+        "v1 c 1",
+        "v1 c 1 0",
+        "v1 c 1 0 0",
+        "v1 c 1 0 0 ",
+        "v1 c 1 0 0 x",
+        "v1 c 1 0 0 nu",
+        "v1 c 1 0 0 n ",
+        "v1 c 1 0  0 n",
+    ])
+    .chain([
+        "v1 c  1 0 0 n",
+        "v1  c 1 0 0 n",
+        "v1 C 1 0 0 n",
+        "v1 c 1 0 n",
+        "v1 c 1 0 0 N",
+        "v1 x",
+        "v1 x 1",
+        "v1 x 1 ",
+        "v1 x -",
+    ])
+    // A time in nanoseconds, as another program may write it.
+    .chain(["1763900000000000000"])
+    .map(Into::into)
+    .collect();
     // A body is 18 digits, or `-` where there may be none.
-    let bodies =
-        ["00000000000000007", "0000000000000000007", "00000000000000000x", "00000000000000000\n", "00000000000000000\0", "x", "--", ""];
+    let bodies = [
+        "00000000000000007",
+        "0000000000000000007",
+        "00000000000000000x",
+        "00000000000000000\n",
+        "00000000000000000\0",
+        "x",
+        "--",
+        "",
+    ];
     for body in bodies {
-        records.extend([format!("-1{body}x"), format!("-1{body}"), format!("v1 x 3 {body}"), held('p', THEIRS, "3 0 0 n", 'e', body)]);
+        records.extend([
+            format!("-1{body}x"),
+            format!("-1{body}"),
+            format!("v1 x 3 {body}"),
+            held('p', THEIRS, "3 0 0 n", 'e', body),
+        ]);
     }
-    records.extend([format!("1{SEVEN}"), "1-".into(), "--".into(), "1".repeat(20), format!("v1 x 3 {SEVEN} ")]);
+    records.extend([
+        format!("1{SEVEN}"),
+        "1-".into(),
+        "--".into(),
+        "1".repeat(20),
+        format!("v1 x 3 {SEVEN} "),
+    ]);
     // A count is at most ten digits, and at most 2^32 - 1.
-    let counts = ["00000000001", "4294967296", "9999999999", "-1", "+1", "0x1", "3.0", "x", ""];
-    let tried = counts.iter().flat_map(|it| [format!("{it} 0 0 n"), format!("3 {it} 0 n"), format!("3 0 {it} n")]);
+    let counts = [
+        "00000000001",
+        "4294967296",
+        "9999999999",
+        "-1",
+        "+1",
+        "0x1",
+        "3.0",
+        "x",
+        "",
+    ];
+    let tried = counts.iter().flat_map(|it| {
+        [
+            format!("{it} 0 0 n"),
+            format!("3 {it} 0 n"),
+            format!("3 0 {it} n"),
+        ]
+    });
     let tried: Vec<String> = tried.collect();
     records.extend(tried.iter().map(|tried| format!("v1 c {tried}")));
     records.extend(counts.map(|count| format!("v1 x {count} -")));
     for kind in ['p', 'w', 'r'] {
-        records.extend(tried.iter().map(|tried| held(kind, THEIRS, tried, 'e', NO_BODY)));
+        records.extend(
+            tried
+                .iter()
+                .map(|tried| held(kind, THEIRS, tried, 'e', NO_BODY)),
+        );
     }
     // A token is 32 digits in lower case.
-    for token in [&THEIRS[1..], &format!("0{THEIRS}"), &THEIRS.replace('2', "A"), &THEIRS.replace('2', "g"), &THEIRS.replace('2', " "), ""]
-    {
+    for token in [
+        &THEIRS[1..],
+        &format!("0{THEIRS}"),
+        &THEIRS.replace('2', "A"),
+        &THEIRS.replace('2', "g"),
+        &THEIRS.replace('2', " "),
+        "",
+    ] {
         records.push(held('p', token, "3 0 0 n", 'e', NO_BODY));
     }
     // A time is at most 15 digits.
@@ -152,66 +309,129 @@ fn unreadable() -> Vec<String> {
         records.push(format!("v1 p {THEIRS} 3 0 0 n 30000 {time} e -"));
     }
     let whole = held('p', THEIRS, "3 0 0 n", 'e', NO_BODY);
-    records.extend(['x', 'E', ' ', '1'].map(|guarantee| held('p', THEIRS, "3 0 0 n", guarantee, NO_BODY)));
-    records.extend([format!("{whole} "), format!("{whole} -"), format!(" {whole}"), format!("{whole}\n"), whole.replace(' ', "  ")]);
+    records.extend(
+        ['x', 'E', ' ', '1'].map(|guarantee| held('p', THEIRS, "3 0 0 n", guarantee, NO_BODY)),
+    );
+    records.extend([
+        format!("{whole} "),
+        format!("{whole} -"),
+        format!(" {whole}"),
+        format!("{whole}\n"),
+        whole.replace(' ', "  "),
+    ]);
     records
 }
 
 /// Records at the edge of what may be read.
 fn readable() -> Vec<String> {
-    let mut records: Vec<String> =
-        ["1", "v1 x 0 -", "v1 c 0 0 0 n", "v1 c 0000000001 0 0 u", "v1 c 4294967295 4294967295 4294967295 u"].map(Into::into).into();
+    let mut records: Vec<String> = [
+        "1",
+        "v1 x 0 -",
+        "v1 c 0 0 0 n",
+        "v1 c 0000000001 0 0 u",
+        "v1 c 4294967295 4294967295 4294967295 u",
+    ]
+    .map(Into::into)
+    .into();
     for body in ["000000000000000000", "999999999999999999"] {
-        records.extend([format!("-1{body}"), format!("v1 x 3 {body}"), held('w', THEIRS, "3 0 0 n", 'a', body)]);
+        records.extend([
+            format!("-1{body}"),
+            format!("v1 x 3 {body}"),
+            held('w', THEIRS, "3 0 0 n", 'a', body),
+        ]);
     }
     for kind in ['p', 'w', 'r'] {
-        records.extend(['a', 'e', 'b'].map(|guarantee| held(kind, THEIRS, "4294967295 0 0 u", guarantee, NO_BODY)));
-        records.push(format!("v1 {kind} {} 0000000003 0 0 n 999999999999999 999999999999999 e -", "f".repeat(32)));
+        records.extend(
+            ['a', 'e', 'b']
+                .map(|guarantee| held(kind, THEIRS, "4294967295 0 0 u", guarantee, NO_BODY)),
+        );
+        records.push(format!(
+            "v1 {kind} {} 0000000003 0 0 n 999999999999999 999999999999999 e -",
+            "f".repeat(32)
+        ));
     }
     records
 }
 
-/// What the script, the look and the fast path of a claim say of a record: each nothing if they can read it.
+/// What the script, the look and the fast path of a claim say of a record: each nothing if they can
+/// read it.
 async fn read(record: &[u8]) -> [Option<String>; 3] {
     let (store, prefix) = store();
     let id = "k";
-    put(&mut client().await, &format!("{prefix}{id}"), record, HORIZON).await;
+    put(
+        &mut client().await,
+        &format!("{prefix}{id}"),
+        record,
+        HORIZON,
+    )
+    .await;
     let lax = terms(Guarantee::EffectivelyOnce);
     let refused = |error: StoreError| match error {
         StoreError::Misconfigured(why) | StoreError::UnreadableMarker(why) => why.to_string(),
         other => panic!("{:?}: {other:?}", String::from_utf8_lossy(record)),
     };
     // Of no record here is this the holder, so what can be read stays as it is.
-    let scripted = ask(&store, operation(id, Ask::Renew, 99, 1, lax)).await.inspect(|verdict| assert_eq!(*verdict, Verdict::Lost));
+    let scripted = ask(&store, operation(id, Ask::Renew, 99, 1, lax))
+        .await
+        .inspect(|verdict| assert_eq!(*verdict, Verdict::Lost));
     let looked = store.look(&key(id)).await;
     let claimed = ask(&store, operation(id, Ask::Claim, 99, 0, lax)).await;
-    [scripted.err().map(refused), looked.err().map(refused), claimed.err().map(refused)]
+    [
+        scripted.err().map(refused),
+        looked.err().map(refused),
+        claimed.err().map(refused),
+    ]
 }
 
 #[tokio::test]
 async fn the_script_reads_what_the_store_reads_and_nothing_else() {
-    let newer = ["v2 p x", "v10 ", "v0 c 1 0 0 n", "v01 c 1 0 0 n", "v2 "].map(|record| record.as_bytes().to_vec());
-    let bytes = [b"\xff".to_vec(), b"v1 c \xff 0 0 n".to_vec(), [b"v1 x 3 00000000000000000", &b"\xff"[..]].concat()];
-    let unreadable: Vec<Vec<u8>> = unreadable().into_iter().map(String::into_bytes).chain(bytes).collect();
+    let newer = ["v2 p x", "v10 ", "v0 c 1 0 0 n", "v01 c 1 0 0 n", "v2 "]
+        .map(|record| record.as_bytes().to_vec());
+    let bytes = [
+        b"\xff".to_vec(),
+        b"v1 c \xff 0 0 n".to_vec(),
+        [b"v1 x 3 00000000000000000", &b"\xff"[..]].concat(),
+    ];
+    let unreadable: Vec<Vec<u8>> = unreadable()
+        .into_iter()
+        .map(String::into_bytes)
+        .chain(bytes)
+        .collect();
     let (mut no_marker, mut other_release) = (None, None);
-    for (records, said) in [(unreadable, &mut no_marker), (newer.into(), &mut other_release)] {
+    for (records, said) in [
+        (unreadable, &mut no_marker),
+        (newer.into(), &mut other_release),
+    ] {
         for record in records {
             let shown = String::from_utf8_lossy(&record).into_owned();
             let [scripted, looked, claimed] = read(&record).await;
             assert!(scripted.is_some(), "the script reads {shown:?}");
             assert_eq!((&looked, &claimed), (&scripted, &scripted), "of {shown:?}");
-            assert_eq!(said.get_or_insert_with(|| scripted.clone()), &scripted, "of {shown:?}");
+            assert_eq!(
+                said.get_or_insert_with(|| scripted.clone()),
+                &scripted,
+                "of {shown:?}"
+            );
         }
     }
     assert_ne!(no_marker, other_release);
     for record in readable() {
-        assert_eq!(read(record.as_bytes()).await, [None, None, None], "{record}");
+        assert_eq!(
+            read(record.as_bytes()).await,
+            [None, None, None],
+            "{record}"
+        );
     }
 }
 
 /// As it is tried at start. What fails there looks like a command that the server refuses.
 #[tokio::test]
 async fn a_call_without_keys_and_terms_is_no_error() {
-    let answers: Vec<String> = redis::cmd("EVAL").arg(SCRIPT).arg(0).query_async(&mut client().await).await.expect("no error");
+    let answers: Vec<String> = redis::cmd("EVAL")
+        .arg(SCRIPT)
+        .arg(0)
+        .query_async(&mut client().await)
+        .await
+        .expect("no error");
     assert_eq!(answers, Vec::<String>::new());
 }

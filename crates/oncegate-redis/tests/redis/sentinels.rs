@@ -29,7 +29,10 @@ enum Says {
 /// A Sentinel that says one thing to whoever asks. Answers its URL, and how often it was asked.
 async fn sentinel(says: Says) -> (String, Arc<AtomicU32>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
-    let url = format!("redis://one:{PASSWORD}@{}/3", listener.local_addr().expect("an address"));
+    let url = format!(
+        "redis://one:{PASSWORD}@{}/3",
+        listener.local_addr().expect("an address")
+    );
     let asked = Arc::new(AtomicU32::new(0));
     let counts = asked.clone();
     tokio::spawn(async move {
@@ -45,7 +48,10 @@ async fn talk(mut client: TcpStream, says: Says, asked: Arc<AtomicU32>) {
     let mut logged_in = false;
     while let Ok(length @ 1..) = client.read(&mut request).await {
         // Each command begins with the number of its words.
-        for command in String::from_utf8_lossy(&request[..length]).split('*').skip(1) {
+        for command in String::from_utf8_lossy(&request[..length])
+            .split('*')
+            .skip(1)
+        {
             let is = |word: &str| holds(command.as_bytes(), word);
             let reply = match says {
                 // As a Sentinel does.
@@ -73,7 +79,12 @@ async fn talk(mut client: TcpStream, says: Says, asked: Arc<AtomicU32>) {
 /// A Redis that takes the login of the URLs.
 fn redis() -> RedisServer {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
-    assert_eq!(server.command(&format!("ACL SETUSER one on >{PASSWORD} ~* &* +@all")).expect("a reply"), "+OK");
+    assert_eq!(
+        server
+            .command(&format!("ACL SETUSER one on >{PASSWORD} ~* &* +@all"))
+            .expect("a reply"),
+        "+OK"
+    );
     server
 }
 
@@ -86,17 +97,27 @@ async fn nobody() -> u16 {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_sentinel_that_names_a_primary_of_the_past_is_not_asked_for_ever() {
     let (primary, replica) = (redis(), redis());
-    replica.command(&format!("REPLICAOF 127.0.0.1 {}", primary.port())).expect("a reply");
+    replica
+        .command(&format!("REPLICAOF 127.0.0.1 {}", primary.port()))
+        .expect("a reply");
     for past in [nobody().await, replica.port()] {
-        let ((stale, _), (right, asked)) = (sentinel(Says::At(past)).await, sentinel(Says::At(primary.port())).await);
+        let ((stale, _), (right, asked)) = (
+            sentinel(Says::At(past)).await,
+            sentinel(Says::At(primary.port())).await,
+        );
         let store = Redis::sentinel([stale, right], "mymaster").timeout(5 * SECOND);
         let first = store.look(&key("k")).await;
         assert!(matches!(first, Err(StoreError::NotApplied(_))), "{first:?}");
         assert!(matches!(store.look(&key("k")).await, Ok(Marker::Absent)));
-        assert_eq!(ask(&store, claim("k", 1)).await.expect("a verdict"), GRANTED);
+        assert_eq!(
+            ask(&store, claim("k", 1)).await.expect("a verdict"),
+            GRANTED
+        );
         // The one that was right is asked first from now on.
         let again = asked.load(Ordering::SeqCst);
-        primary.command("CLIENT KILL TYPE normal SKIPME yes").expect("a reply");
+        primary
+            .command("CLIENT KILL TYPE normal SKIPME yes")
+            .expect("a reply");
         assert_eq!(crate::forms::healed(&store, claim("k", 1)).await, GRANTED);
         assert!(asked.load(Ordering::SeqCst) > again);
         primary.command("FLUSHALL").expect("a reply");
@@ -105,13 +126,26 @@ async fn a_sentinel_that_names_a_primary_of_the_past_is_not_asked_for_ever() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_name_is_wrong_only_if_every_sentinel_says_so() {
-    let ((stranger, _), gone) = (sentinel(Says::NoSuchName).await, format!("redis://127.0.0.1:{}", nobody().await));
+    let ((stranger, _), gone) = (
+        sentinel(Says::NoSuchName).await,
+        format!("redis://127.0.0.1:{}", nobody().await),
+    );
     for urls in [[&stranger, &gone], [&gone, &stranger]] {
         let answer = ask(&Redis::sentinel(urls, "mymaster"), claim("k", 1)).await;
-        assert!(matches!(answer, Err(StoreError::NotApplied(_))), "{answer:?}");
+        assert!(
+            matches!(answer, Err(StoreError::NotApplied(_))),
+            "{answer:?}"
+        );
     }
-    let answer = ask(&Redis::sentinel([&stranger, &stranger], "mymaster"), claim("k", 1)).await;
-    assert!(matches!(&answer, Err(StoreError::Misconfigured(why)) if why.to_string().contains("mymaster")), "{answer:?}");
+    let answer = ask(
+        &Redis::sentinel([&stranger, &stranger], "mymaster"),
+        claim("k", 1),
+    )
+    .await;
+    assert!(
+        matches!(&answer, Err(StoreError::Misconfigured(why)) if why.to_string().contains("mymaster")),
+        "{answer:?}"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -119,6 +153,15 @@ async fn a_sentinel_with_a_login_is_asked_for_no_database() {
     let primary = redis();
     let (url, _) = sentinel(Says::AtToUsers(primary.port())).await;
     let store = Redis::sentinel([url], "mymaster").timeout(5 * SECOND);
-    assert_eq!(ask(&store, claim("k", 1)).await.expect("a verdict"), GRANTED);
-    assert!(primary.reply("INFO keyspace").expect("a reply").contains("db3:"), "the primary has databases");
+    assert_eq!(
+        ask(&store, claim("k", 1)).await.expect("a verdict"),
+        GRANTED
+    );
+    assert!(
+        primary
+            .reply("INFO keyspace")
+            .expect("a reply")
+            .contains("db3:"),
+        "the primary has databases"
+    );
 }

@@ -15,8 +15,11 @@ const SECRET: &str = "s3cr3tpassw0rd";
 /// The one line that a misconfigured store answers everything with.
 async fn misconfigured(store: &Redis) -> String {
     assert!(!format!("{store:?}").contains(SECRET));
-    let answers =
-        [ask(store, claim("k", 1)).await.map(|_| ()), store.memory().await.map(|_| ()), store.preflight(Guarantee::AtMostOnce).await];
+    let answers = [
+        ask(store, claim("k", 1)).await.map(|_| ()),
+        store.memory().await.map(|_| ()),
+        store.preflight(Guarantee::AtMostOnce).await,
+    ];
     let lines = answers.map(|answer| match answer {
         Err(error @ StoreError::Misconfigured(_)) => {
             let shown = format!("{error} {error:?}");
@@ -26,17 +29,29 @@ async fn misconfigured(store: &Redis) -> String {
         other => panic!("{other:?}"),
     });
     assert!(lines.iter().all(|line| *line == lines[0]), "{lines:?}");
-    assert!(lines[0].contains("Redis::at") && !lines[0].contains('\n'), "{lines:?}");
+    assert!(
+        lines[0].contains("Redis::at") && !lines[0].contains('\n'),
+        "{lines:?}"
+    );
     lines[0].clone()
 }
 
 #[tokio::test]
 async fn a_url_that_cannot_be_read() {
-    for url in ["", "localhost:6379", "http://localhost", &format!("redis://:{SECRET}@"), &format!("redis://u:{SECRET}@host/x")] {
+    for url in [
+        "",
+        "localhost:6379",
+        "http://localhost",
+        &format!("redis://:{SECRET}@"),
+        &format!("redis://u:{SECRET}@host/x"),
+    ] {
         let line = misconfigured(&Redis::at(url)).await;
         assert!(line.contains("write redis://"), "{line}");
     }
-    let line = misconfigured(&Redis::at(format!("rediss://:{SECRET}@localhost/#insecure"))).await;
+    let line = misconfigured(&Redis::at(format!(
+        "rediss://:{SECRET}@localhost/#insecure"
+    )))
+    .await;
     assert!(line.contains("ca_certificate"), "{line}");
 }
 
@@ -46,16 +61,38 @@ async fn a_time_or_a_number_of_nothing() {
     let replicas = |count, timeout| Durability::Replicas { count, timeout };
     let wrong = [
         (nobody().timeout(Duration::ZERO), "Redis::timeout: it is 0"),
-        (nobody().timeout(Duration::ZERO).timeout(Duration::from_secs(1)), "Redis::timeout: it is 0"),
-        (nobody().durability(replicas(0, Duration::from_secs(1))), "count is 0; name at least 1 replica"),
-        (nobody().durability(replicas(1, Duration::ZERO)), "timeout is 0"),
-        (nobody().durability(replicas(0, Duration::from_secs(1))).prefix("p:"), "count is 0"),
+        (
+            nobody()
+                .timeout(Duration::ZERO)
+                .timeout(Duration::from_secs(1)),
+            "Redis::timeout: it is 0",
+        ),
+        (
+            nobody().durability(replicas(0, Duration::from_secs(1))),
+            "count is 0; name at least 1 replica",
+        ),
+        (
+            nobody().durability(replicas(1, Duration::ZERO)),
+            "timeout is 0",
+        ),
+        (
+            nobody()
+                .durability(replicas(0, Duration::from_secs(1)))
+                .prefix("p:"),
+            "count is 0",
+        ),
     ];
     for (store, told) in wrong {
         let said = store.preflight(Guarantee::AtMostOnce).await;
-        assert!(matches!(&said, Err(StoreError::Misconfigured(why)) if why.to_string().contains(told)), "{said:?}");
+        assert!(
+            matches!(&said, Err(StoreError::Misconfigured(why)) if why.to_string().contains(told)),
+            "{said:?}"
+        );
         let said = ask(&store, claim("k", 1)).await;
-        assert!(matches!(&said, Err(StoreError::Misconfigured(why)) if why.to_string().contains(told)), "{said:?}");
+        assert!(
+            matches!(&said, Err(StoreError::Misconfigured(why)) if why.to_string().contains(told)),
+            "{said:?}"
+        );
     }
 }
 
@@ -81,9 +118,17 @@ async fn a_wrong_password() {
         format!("redis://127.0.0.1:{port}"),
     ] {
         let line = misconfigured(&at(&url)).await;
-        assert!(line.contains("password") && line.contains(&port.to_string()), "{line}");
+        assert!(
+            line.contains("password") && line.contains(&port.to_string()),
+            "{line}"
+        );
     }
-    assert_eq!(ask(&at(&server.url()), claim("k", 1)).await.expect("a verdict"), GRANTED);
+    assert_eq!(
+        ask(&at(&server.url()), claim("k", 1))
+            .await
+            .expect("a verdict"),
+        GRANTED
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -91,21 +136,59 @@ async fn tls_is_trusted_by_its_authority_alone() {
     let server = RedisServer::start(RedisOptions::new().tls().password(SECRET)).expect("a Redis");
     let stranger = RedisServer::start(RedisOptions::new().tls()).expect("a Redis");
     let trusting = at(&server.url()).ca_certificate(server.certificate_authority());
-    assert_eq!(ask(&trusting, claim("k", 1)).await.expect("a verdict"), GRANTED);
-    assert_eq!(ask(&trusting, complete("k", 1, 1)).await.expect("a verdict"), crate::support::DONE);
+    assert_eq!(
+        ask(&trusting, claim("k", 1)).await.expect("a verdict"),
+        GRANTED
+    );
+    assert_eq!(
+        ask(&trusting, complete("k", 1, 1))
+            .await
+            .expect("a verdict"),
+        crate::support::DONE
+    );
     let renewals = trusting.for_renewals().expect("a handle");
-    assert_eq!(ask(&*renewals, claim("k", 2)).await.expect("a verdict"), Verdict::Duplicate);
+    assert_eq!(
+        ask(&*renewals, claim("k", 2)).await.expect("a verdict"),
+        Verdict::Duplicate
+    );
 
-    for untrusted in [at(&server.url()), at(&server.url()).ca_certificate(stranger.certificate_authority())] {
+    for untrusted in [
+        at(&server.url()),
+        at(&server.url()).ca_certificate(stranger.certificate_authority()),
+    ] {
         let line = misconfigured(&untrusted).await;
-        assert!(line.contains("certificate") && line.contains("not trusted"), "{line}");
+        assert!(
+            line.contains("certificate") && line.contains("not trusted"),
+            "{line}"
+        );
     }
-    let missing = ask(&at(&server.url()).ca_certificate("/no/such/file"), claim("k", 1)).await;
-    assert!(matches!(&missing, Err(StoreError::Misconfigured(why)) if why.to_string().contains("/no/such/file")), "{missing:?}");
-    let nothing = ask(&at(&server.url()).ca_certificate("Cargo.toml"), claim("k", 1)).await;
-    assert!(matches!(&nothing, Err(StoreError::Misconfigured(why)) if why.to_string().contains("ca_certificate")), "{nothing:?}");
-    let plain = ask(&at("redis://localhost").ca_certificate(server.certificate_authority()), claim("k", 1)).await;
-    assert!(matches!(&plain, Err(StoreError::Misconfigured(why)) if why.to_string().contains("rediss://")), "{plain:?}");
+    let missing = ask(
+        &at(&server.url()).ca_certificate("/no/such/file"),
+        claim("k", 1),
+    )
+    .await;
+    assert!(
+        matches!(&missing, Err(StoreError::Misconfigured(why)) if why.to_string().contains("/no/such/file")),
+        "{missing:?}"
+    );
+    let nothing = ask(
+        &at(&server.url()).ca_certificate("Cargo.toml"),
+        claim("k", 1),
+    )
+    .await;
+    assert!(
+        matches!(&nothing, Err(StoreError::Misconfigured(why)) if why.to_string().contains("ca_certificate")),
+        "{nothing:?}"
+    );
+    let plain = ask(
+        &at("redis://localhost").ca_certificate(server.certificate_authority()),
+        claim("k", 1),
+    )
+    .await;
+    assert!(
+        matches!(&plain, Err(StoreError::Misconfigured(why)) if why.to_string().contains("rediss://")),
+        "{plain:?}"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -113,11 +196,19 @@ async fn a_server_without_hello_is_spoken_to_in_the_old_protocol() {
     let directory = tempfile::tempdir().expect("a directory");
     let renamed = directory.path().join("renamed.conf");
     std::fs::write(&renamed, "rename-command HELLO HI\n").expect("written");
-    let options = RedisOptions::new().password(SECRET).setting("include", renamed.display().to_string());
+    let options = RedisOptions::new()
+        .password(SECRET)
+        .setting("include", renamed.display().to_string());
     let server = RedisServer::start(options).expect("a Redis");
     let store = at(&server.url());
-    assert_eq!(ask(&store, claim("k", 1)).await.expect("a verdict"), GRANTED);
-    assert_eq!(ask(&store, complete("k", 1, 1)).await.expect("a verdict"), crate::support::DONE);
+    assert_eq!(
+        ask(&store, claim("k", 1)).await.expect("a verdict"),
+        GRANTED
+    );
+    assert_eq!(
+        ask(&store, complete("k", 1, 1)).await.expect("a verdict"),
+        crate::support::DONE
+    );
     assert!(matches!(store.memory().await, Ok(Memory::Forgets(_))));
     let wrong = format!("redis://:{SECRET}x@127.0.0.1:{}", server.port());
     assert!(misconfigured(&at(&wrong)).await.contains("password"));
@@ -127,9 +218,14 @@ async fn a_server_without_hello_is_spoken_to_in_the_old_protocol() {
 async fn a_socket_on_the_same_machine() {
     let directory = tempfile::tempdir().expect("a directory");
     let socket = directory.path().join("redis.sock");
-    let _server = RedisServer::start(RedisOptions::new().setting("unixsocket", socket.display().to_string())).expect("a Redis");
+    let _server =
+        RedisServer::start(RedisOptions::new().setting("unixsocket", socket.display().to_string()))
+            .expect("a Redis");
     let store = at(&format!("redis+unix://{}", socket.display()));
-    assert_eq!(ask(&store, claim("k", 1)).await.expect("a verdict"), GRANTED);
+    assert_eq!(
+        ask(&store, claim("k", 1)).await.expect("a verdict"),
+        GRANTED
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -158,82 +254,182 @@ async fn what_answers_is_not_redis() {
 async fn a_user_with_the_named_rights_is_enough_and_one_without_is_told() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let mut raw = client_of(&server.url()).await;
-    let rights = ["+set", "+get", "+mget", "+del", "+pttl", "+pexpire", "+eval", "+evalsha", "+info", "+hello"];
+    let rights = [
+        "+set", "+get", "+mget", "+del", "+pttl", "+pexpire", "+eval", "+evalsha", "+info",
+        "+hello",
+    ];
     let user = |name: &str, rights: &[&str]| {
         let mut command = redis::cmd("ACL");
-        command.arg("SETUSER").arg(name).arg("on").arg(format!(">{SECRET}")).arg("~processed:*").arg("-@all");
+        command
+            .arg("SETUSER")
+            .arg(name)
+            .arg("on")
+            .arg(format!(">{SECRET}"))
+            .arg("~processed:*")
+            .arg("-@all");
         rights.iter().for_each(|right| {
             command.arg(right);
         });
         command
     };
-    let _: () = user("enough", &rights).query_async(&mut raw).await.expect("an answer");
-    let _: () = user("poor", &["+hello"]).query_async(&mut raw).await.expect("an answer");
+    let _: () = user("enough", &rights)
+        .query_async(&mut raw)
+        .await
+        .expect("an answer");
+    let _: () = user("poor", &["+hello"])
+        .query_async(&mut raw)
+        .await
+        .expect("an answer");
     let url = |name: &str| format!("redis://{name}:{SECRET}@127.0.0.1:{}", server.port());
 
     let enough = at(&url("enough"));
-    let answers = enough.apply(&[claim("k", 1), claim("k", 2), complete("k", 1, 1)]).await;
+    let answers = enough
+        .apply(&[claim("k", 1), claim("k", 2), complete("k", 1, 1)])
+        .await;
     assert!(answers.iter().all(Result::is_ok), "{answers:?}");
     enough.memory().await.expect("INFO is allowed");
     let elsewhere = ask(&at(&url("enough")).prefix("mine:"), claim("k", 1)).await;
-    assert!(matches!(elsewhere, Err(StoreError::Misconfigured(_))), "{elsewhere:?}");
+    assert!(
+        matches!(elsewhere, Err(StoreError::Misconfigured(_))),
+        "{elsewhere:?}"
+    );
 
     // A right that only the script needs is missed where the script misses it.
     let held = complete("held", 1, 1);
-    for (name, missing) in [("no-pttl", "+pttl"), ("no-del", "+del"), ("no-pexpire", "+pexpire")] {
-        let rest: Vec<&str> = rights.iter().filter(|right| **right != missing).copied().collect();
-        let _: () = user(name, &rest).query_async(&mut raw).await.expect("an answer");
+    for (name, missing) in [
+        ("no-pttl", "+pttl"),
+        ("no-del", "+del"),
+        ("no-pexpire", "+pexpire"),
+    ] {
+        let rest: Vec<&str> = rights
+            .iter()
+            .filter(|right| **right != missing)
+            .copied()
+            .collect();
+        let _: () = user(name, &rest)
+            .query_async(&mut raw)
+            .await
+            .expect("an answer");
         let store = at(&url(name));
-        let id = |operation: Operation| Operation { key: key(name), ..operation };
-        let clear = Operation { ask: Ask::Clear(Effect::Nothing), ..claim("k", 1) };
-        let batch = [id(claim("k", 1)), held.clone(), id(claim("k", 1)), id(claim("k", 2)), id(Operation { attempt: 1, ..clear })];
+        let id = |operation: Operation| Operation {
+            key: key(name),
+            ..operation
+        };
+        let clear = Operation {
+            ask: Ask::Clear(Effect::Nothing),
+            ..claim("k", 1)
+        };
+        let batch = [
+            id(claim("k", 1)),
+            held.clone(),
+            id(claim("k", 1)),
+            id(claim("k", 2)),
+            id(Operation {
+                attempt: 1,
+                ..clear
+            }),
+        ];
         let answers = store.apply(&batch).await;
-        assert!(answers[0].is_ok() && answers[1].is_ok(), "{missing}: {answers:?}");
+        assert!(
+            answers[0].is_ok() && answers[1].is_ok(),
+            "{missing}: {answers:?}"
+        );
         let told = |answer: &Result<Verdict, StoreError>| matches!(answer, Err(StoreError::Misconfigured(why)) if why.to_string().contains("PEXPIRE"));
         assert!(answers[2..].iter().any(told), "{missing}: {answers:?}");
-        assert!(answers.iter().all(|answer| answer.is_ok() || told(answer)), "{missing}: {answers:?}");
+        assert!(
+            answers.iter().all(|answer| answer.is_ok() || told(answer)),
+            "{missing}: {answers:?}"
+        );
     }
 
-    // Taken away from a consumer that runs, this one stops nothing: what is not found at once is looked at alone.
-    let rest: Vec<&str> = rights.iter().filter(|right| **right != "+mget").copied().collect();
-    let _: () = user("no-mget", &rest).query_async(&mut raw).await.expect("an answer");
-    let answers = at(&url("no-mget")).apply(&[claim("n", 1), complete("n", 1, 1), claim("n", 2)]).await;
+    // Taken away from a consumer that runs, this one stops nothing: what is not found at once is
+    // looked at alone.
+    let rest: Vec<&str> = rights
+        .iter()
+        .filter(|right| **right != "+mget")
+        .copied()
+        .collect();
+    let _: () = user("no-mget", &rest)
+        .query_async(&mut raw)
+        .await
+        .expect("an answer");
+    let answers = at(&url("no-mget"))
+        .apply(&[claim("n", 1), complete("n", 1, 1), claim("n", 2)])
+        .await;
     let done = Verdict::Done { marker_lost: false };
-    assert!(matches!(answers[..], [Ok(Verdict::Granted(_)), Ok(it), Ok(Verdict::Duplicate)] if it == done), "{answers:?}");
+    assert!(
+        matches!(answers[..], [Ok(Verdict::Granted(_)), Ok(it), Ok(Verdict::Duplicate)] if it == done),
+        "{answers:?}"
+    );
 
     let poor = at(&url("poor"));
     for refused in [claim("k", 1), complete("k", 1, 1)] {
         let answer = ask(&poor, refused).await;
-        assert!(matches!(&answer, Err(StoreError::Misconfigured(why)) if why.to_string().contains("EVALSHA")), "{answer:?}");
+        assert!(
+            matches!(&answer, Err(StoreError::Misconfigured(why)) if why.to_string().contains("EVALSHA")),
+            "{answer:?}"
+        );
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn memory_is_what_the_server_says() {
-    let durable = RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EverySecond)).expect("a Redis");
-    assert!(matches!(at(&durable.url()).memory().await, Ok(Memory::Survives(_))));
+    let durable =
+        RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EverySecond))
+            .expect("a Redis");
+    assert!(matches!(
+        at(&durable.url()).memory().await,
+        Ok(Memory::Survives(_))
+    ));
     let mut raw = client_of(&durable.url()).await;
-    let _: () = redis::cmd("CONFIG").arg("SET").arg("maxmemory-policy").arg("volatile-lru").query_async(&mut raw).await.expect("an answer");
+    let _: () = redis::cmd("CONFIG")
+        .arg("SET")
+        .arg("maxmemory-policy")
+        .arg("volatile-lru")
+        .query_async(&mut raw)
+        .await
+        .expect("an answer");
     let evicting = at(&durable.url()).memory().await;
-    assert!(matches!(&evicting, Ok(Memory::Forgets(why)) if why.contains("volatile-lru")), "{evicting:?}");
+    assert!(
+        matches!(&evicting, Ok(Memory::Forgets(why)) if why.contains("volatile-lru")),
+        "{evicting:?}"
+    );
 
     let volatile = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let forgets = at(&volatile.url()).memory().await;
-    assert!(matches!(&forgets, Ok(Memory::Forgets(why)) if why.contains("appendonly yes")), "{forgets:?}");
+    assert!(
+        matches!(&forgets, Ok(Memory::Forgets(why)) if why.contains("appendonly yes")),
+        "{forgets:?}"
+    );
     let accepted = at(&volatile.url()).accept_forgetful_store().memory().await;
-    assert!(matches!(&accepted, Ok(Memory::Survives(why)) if why.contains("accepted by the user")), "{accepted:?}");
+    assert!(
+        matches!(&accepted, Ok(Memory::Survives(why)) if why.contains("accepted by the user")),
+        "{accepted:?}"
+    );
 }
 
 /// A server with a user who may do what the book says, but for some rights.
 fn without(missing: &[&str]) -> (RedisServer, Redis) {
-    let server = RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EverySecond)).expect("a Redis");
-    let line = rights("+wait").split(' ').filter(|word| !missing.contains(word)).collect::<Vec<_>>().join(" ");
+    let server = RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EverySecond))
+        .expect("a Redis");
+    let line = rights("+wait")
+        .split(' ')
+        .filter(|word| !missing.contains(word))
+        .collect::<Vec<_>>()
+        .join(" ");
     assert_eq!(server.command(&line).expect("a reply"), "+OK");
-    let store = at(&format!("redis://oncegate:PASSWORD@127.0.0.1:{}", server.port()));
+    let store = at(&format!(
+        "redis://oncegate:PASSWORD@127.0.0.1:{}",
+        server.port()
+    ));
     (server, store)
 }
 
-const GUARANTEES: [Guarantee; 3] = [Guarantee::AtMostOnce, Guarantee::EffectivelyOnce, Guarantee::Bare];
+const GUARANTEES: [Guarantee; 3] = [
+    Guarantee::AtMostOnce,
+    Guarantee::EffectivelyOnce,
+    Guarantee::Bare,
+];
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_right_that_a_guarantee_needs_is_missed_at_start() {
@@ -249,7 +445,12 @@ async fn a_right_that_a_guarantee_needs_is_missed_at_start() {
         (&["+eval"], &all),
         (&["+evalsha"], &all),
         (&["+info"], &[Guarantee::AtMostOnce]),
-        (&["+get", "+pttl", "+pexpire", "+eval", "+evalsha", "+info", "+wait"], &all),
+        (
+            &[
+                "+get", "+pttl", "+pexpire", "+eval", "+evalsha", "+info", "+wait",
+            ],
+            &all,
+        ),
     ];
     for (missing, refused) in rows {
         for guarantee in GUARANTEES {
@@ -258,25 +459,49 @@ async fn a_right_that_a_guarantee_needs_is_missed_at_start() {
             match &told {
                 Ok(()) => assert!(!refused.contains(&guarantee), "{missing:?}, {guarantee:?}"),
                 Err(StoreError::Misconfigured(why)) => {
-                    assert!(refused.contains(&guarantee), "{missing:?}, {guarantee:?}: {told:?}");
+                    assert!(
+                        refused.contains(&guarantee),
+                        "{missing:?}, {guarantee:?}: {told:?}"
+                    );
                     let line = why.to_string();
                     // The setting, what is wrong and what to do, in one sentence.
-                    let is_one = line.matches("does not let").count() == 1 && line.matches("ACL SETUSER").count() == 1;
-                    let whole = line.starts_with("Redis::at: ") && line.contains("ACL SETUSER oncegate ~processed:* +");
-                    assert!(is_one && whole && line.contains(&format!("{guarantee:?}")) && !line.contains('\n'), "{line}");
+                    let is_one = line.matches("does not let").count() == 1
+                        && line.matches("ACL SETUSER").count() == 1;
+                    let whole = line.starts_with("Redis::at: ")
+                        && line.contains("ACL SETUSER oncegate ~processed:* +");
+                    assert!(
+                        is_one
+                            && whole
+                            && line.contains(&format!("{guarantee:?}"))
+                            && !line.contains('\n'),
+                        "{line}"
+                    );
                     // What it prints grants all that is needed.
                     let command = line.find("ACL SETUSER").map_or("", |at| &line[at..]);
-                    assert_eq!(server.command(command).expect("a reply"), "+OK", "{command}");
-                    store.preflight(guarantee).await.expect("nothing is missing any more");
+                    assert_eq!(
+                        server.command(command).expect("a reply"),
+                        "+OK",
+                        "{command}"
+                    );
+                    store
+                        .preflight(guarantee)
+                        .await
+                        .expect("nothing is missing any more");
                 }
                 other => panic!("{missing:?}, {guarantee:?}: {other:?}"),
             }
         }
     }
-    let replicas = Durability::Replicas { count: 1, timeout: std::time::Duration::from_millis(100) };
+    let replicas = Durability::Replicas {
+        count: 1,
+        timeout: std::time::Duration::from_millis(100),
+    };
     for (missing, refused) in [(&["+wait"][..], true), (&[], false)] {
         let (_server, store) = without(missing);
-        let told = store.durability(replicas).preflight(Guarantee::EffectivelyOnce).await;
+        let told = store
+            .durability(replicas)
+            .preflight(Guarantee::EffectivelyOnce)
+            .await;
         let named = matches!(&told, Err(StoreError::Misconfigured(why)) if why.to_string().contains("+wait"));
         assert_eq!((named, told.is_ok()), (refused, !refused), "{told:?}");
     }
@@ -287,7 +512,10 @@ async fn keys_that_the_user_may_not_touch_are_missed_at_start() {
     let (_server, store) = without(&[]);
     for guarantee in GUARANTEES {
         let told = store.clone().prefix("mine:").preflight(guarantee).await;
-        assert!(matches!(&told, Err(StoreError::Misconfigured(why)) if why.to_string().contains("~mine:*")), "{told:?}");
+        assert!(
+            matches!(&told, Err(StoreError::Misconfigured(why)) if why.to_string().contains("~mine:*")),
+            "{told:?}"
+        );
     }
 }
 
@@ -296,18 +524,30 @@ async fn a_command_that_is_not_there_is_missed_at_start() {
     let directory = tempfile::tempdir().expect("a directory");
     let renamed = directory.path().join("renamed.conf");
     std::fs::write(&renamed, "rename-command EVAL \"\"\n").expect("written");
-    let server = RedisServer::start(RedisOptions::new().setting("include", renamed.display().to_string())).expect("a Redis");
+    let server =
+        RedisServer::start(RedisOptions::new().setting("include", renamed.display().to_string()))
+            .expect("a Redis");
     let store = at(&server.url());
     let told = store.preflight(Guarantee::EffectivelyOnce).await;
-    assert!(matches!(&told, Err(StoreError::Misconfigured(why)) if why.to_string().contains("does not offer EVAL")), "{told:?}");
-    store.preflight(Guarantee::Bare).await.expect("the literal gate needs no script");
+    assert!(
+        matches!(&told, Err(StoreError::Misconfigured(why)) if why.to_string().contains("does not offer EVAL")),
+        "{told:?}"
+    );
+    store
+        .preflight(Guarantee::Bare)
+        .await
+        .expect("the literal gate needs no script");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_server_that_refuses_writes_for_now_is_no_wrong_setting() {
-    let server = RedisServer::start(RedisOptions::new().setting("min-replicas-to-write", "1")).expect("a Redis");
+    let server = RedisServer::start(RedisOptions::new().setting("min-replicas-to-write", "1"))
+        .expect("a Redis");
     for guarantee in GUARANTEES {
-        at(&server.url()).preflight(guarantee).await.expect("it heals by itself");
+        at(&server.url())
+            .preflight(guarantee)
+            .await
+            .expect("it heals by itself");
     }
 }
 
@@ -321,9 +561,22 @@ async fn a_database_of_ones_own() {
     assert!(line.contains("NOPERM") && line.contains("SELECT"), "{line}");
     assert_eq!(server.command(&rights("+select")).expect("a reply"), "+OK");
     let store = at(&url);
-    store.preflight(Guarantee::AtMostOnce).await.expect("nothing is missing");
-    assert_eq!(ask(&store, claim("k", 1)).await.expect("a verdict"), GRANTED);
-    assert!(server.reply("INFO keyspace").expect("a reply").contains("db3:"), "{:?}", server.reply("INFO keyspace"));
+    store
+        .preflight(Guarantee::AtMostOnce)
+        .await
+        .expect("nothing is missing");
+    assert_eq!(
+        ask(&store, claim("k", 1)).await.expect("a verdict"),
+        GRANTED
+    );
+    assert!(
+        server
+            .reply("INFO keyspace")
+            .expect("a reply")
+            .contains("db3:"),
+        "{:?}",
+        server.reply("INFO keyspace")
+    );
 }
 
 /// What a guarantee can do without is a line in the log.
@@ -331,9 +584,22 @@ async fn a_database_of_ones_own() {
 async fn losses_that_will_not_be_seen_are_told_at_start() {
     let (_server, store) = without(&["+info"]);
     let logged = Log::default();
-    let subscriber = tracing_subscriber::fmt().with_writer(logged.clone()).with_ansi(false).finish();
+    let subscriber = tracing_subscriber::fmt()
+        .with_writer(logged.clone())
+        .with_ansi(false)
+        .finish();
     let _guard = tracing::subscriber::set_default(subscriber);
-    store.preflight(Guarantee::EffectivelyOnce).await.expect("it can do without");
+    store
+        .preflight(Guarantee::EffectivelyOnce)
+        .await
+        .expect("it can do without");
     let lines = logged.text();
-    assert!(lines.lines().filter(|line| line.contains("Redis::at") && line.contains("+info")).count() == 1, "{lines}");
+    assert!(
+        lines
+            .lines()
+            .filter(|line| line.contains("Redis::at") && line.contains("+info"))
+            .count()
+            == 1,
+        "{lines}"
+    );
 }

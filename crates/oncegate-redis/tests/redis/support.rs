@@ -4,13 +4,18 @@ use std::sync::{Arc, Mutex};
 
 use oncegate_core::marker::{Ask, Guarantee, Operation, Token};
 use oncegate_redis::Redis;
-pub(crate) use oncegate_testkit::asking::{DONE, GRANTED, SECOND, ask, key, operation, terms, verdicts};
+pub(crate) use oncegate_testkit::asking::{
+    DONE, GRANTED, SECOND, ask, key, operation, terms, verdicts,
+};
 use redis::aio::MultiplexedConnection;
 
 /// The store on the shared server, under a prefix that no other test has.
 pub(crate) fn store() -> (Redis, String) {
     let prefix = format!("test:{:032x}:", Token::random().0);
-    (at(&oncegate_testkit::redis_url().expect("ONCEGATE_REDIS is set")).prefix(&prefix), prefix)
+    (
+        at(&oncegate_testkit::redis_url().expect("ONCEGATE_REDIS is set")).prefix(&prefix),
+        prefix,
+    )
 }
 
 /// A store that is patient: the machine may be busy with other tests.
@@ -24,9 +29,14 @@ pub(crate) async fn client() -> MultiplexedConnection {
 }
 
 pub(crate) async fn client_of(url: &str) -> MultiplexedConnection {
-    let config = redis::AsyncConnectionConfig::new().set_response_timeout(Some(20 * SECOND)).set_connection_timeout(Some(20 * SECOND));
+    let config = redis::AsyncConnectionConfig::new()
+        .set_response_timeout(Some(20 * SECOND))
+        .set_connection_timeout(Some(20 * SECOND));
     let client = redis::Client::open(url).expect("a URL");
-    client.get_multiplexed_async_connection_with_config(&config).await.expect("Redis answers")
+    client
+        .get_multiplexed_async_connection_with_config(&config)
+        .await
+        .expect("Redis answers")
 }
 
 pub(crate) fn claim(id: &str, token: u128) -> Operation {
@@ -34,15 +44,27 @@ pub(crate) fn claim(id: &str, token: u128) -> Operation {
 }
 
 pub(crate) fn complete(id: &str, token: u128, attempt: u32) -> Operation {
-    operation(id, Ask::Complete, token, attempt, terms(Guarantee::EffectivelyOnce))
+    operation(
+        id,
+        Ask::Complete,
+        token,
+        attempt,
+        terms(Guarantee::EffectivelyOnce),
+    )
 }
 
-/// The line of the book that makes a user with just the rights that a store needs, and what it says to add for one of
-/// its forms.
+/// The line of the book that makes a user with just the rights that a store needs, and what it says
+/// to add for one of its forms.
 pub(crate) fn rights(added: &str) -> String {
     let book = include_str!("../../../../docs/src/stores.md");
-    assert!(book.contains(&format!("`{added}`")), "the book does not name {added}");
-    let line = book.lines().find(|line| line.starts_with("ACL SETUSER oncegate ")).expect("the line of the book");
+    assert!(
+        book.contains(&format!("`{added}`")),
+        "the book does not name {added}"
+    );
+    let line = book
+        .lines()
+        .find(|line| line.starts_with("ACL SETUSER oncegate "))
+        .expect("the line of the book");
     format!("{line} {added}")
 }
 
@@ -58,7 +80,10 @@ impl Log {
 
 impl std::io::Write for Log {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().expect("nobody panicked with it").extend_from_slice(bytes);
+        self.0
+            .lock()
+            .expect("nobody panicked with it")
+            .extend_from_slice(bytes);
         Ok(bytes.len())
     }
 

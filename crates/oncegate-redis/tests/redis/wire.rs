@@ -17,9 +17,18 @@ pub(crate) struct Monitor {
 impl Monitor {
     pub(crate) fn of(port: u16) -> Self {
         let stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).expect("a connection");
-        stream.set_read_timeout(Some(20 * SECOND)).expect("a timeout");
-        let mut monitor = Self { stream: BufReader::new(stream), port };
-        monitor.stream.get_mut().write_all(b"MONITOR\r\n").expect("sent");
+        stream
+            .set_read_timeout(Some(20 * SECOND))
+            .expect("a timeout");
+        let mut monitor = Self {
+            stream: BufReader::new(stream),
+            port,
+        };
+        monitor
+            .stream
+            .get_mut()
+            .write_all(b"MONITOR\r\n")
+            .expect("sent");
         assert_eq!(monitor.line(), "+OK");
         monitor
     }
@@ -32,7 +41,10 @@ impl Monitor {
 
     /// The commands so far, without those that make a connection or look at the server.
     fn commands(&mut self) -> Vec<String> {
-        self.lines().into_iter().map(|(_, command)| command).collect()
+        self.lines()
+            .into_iter()
+            .map(|(_, command)| command)
+            .collect()
     }
 
     /// The same, each with the client that sent it.
@@ -49,7 +61,10 @@ impl Monitor {
             }
             let looks = command.contains("!canary") || command.starts_with("\"INFO\"");
             if !looks && !command.starts_with("\"HELLO\"") && !command.starts_with("\"CLIENT\"") {
-                commands.push((client.rsplit(' ').next().unwrap_or_default().to_owned(), command.to_owned()));
+                commands.push((
+                    client.rsplit(' ').next().unwrap_or_default().to_owned(),
+                    command.to_owned(),
+                ));
             }
         }
     }
@@ -59,15 +74,27 @@ impl Monitor {
 async fn bare_is_the_literal_gate() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let store = at(&server.url());
-    let bare = Terms { window: 86_400 * SECOND, ..terms(Guarantee::Bare) };
+    let bare = Terms {
+        window: 86_400 * SECOND,
+        ..terms(Guarantee::Bare)
+    };
     let ask = |asked| operation("order-1", asked, 5, 1, bare);
     let mut monitor = Monitor::of(server.port());
 
     assert_eq!(verdicts(&store, &[ask(Ask::Claim)]).await, [GRANTED]);
-    assert_eq!(verdicts(&store, &[ask(Ask::Claim)]).await, [Verdict::Duplicate]);
-    assert_eq!(monitor.commands(), [r#""SET" "processed:order-1" "1" "EX" "86400" "NX""#; 2]);
+    assert_eq!(
+        verdicts(&store, &[ask(Ask::Claim)]).await,
+        [Verdict::Duplicate]
+    );
+    assert_eq!(
+        monitor.commands(),
+        [r#""SET" "processed:order-1" "1" "EX" "86400" "NX""#; 2]
+    );
 
-    assert_eq!(verdicts(&store, &[ask(Ask::Complete), ask(Ask::Renew)]).await, [DONE, Verdict::Kept]);
+    assert_eq!(
+        verdicts(&store, &[ask(Ask::Complete), ask(Ask::Renew)]).await,
+        [DONE, Verdict::Kept]
+    );
     assert_eq!(monitor.commands(), Vec::<String>::new());
 
     let failures = [
@@ -77,13 +104,23 @@ async fn bare_is_the_literal_gate() {
         Ask::Reject(Effect::Nothing),
         Ask::Doubt,
         Ask::Resolve(Finding::Happened),
-        Ask::Forget { seen: Marker::Done(None) },
+        Ask::Forget {
+            seen: Marker::Done(None),
+        },
     ];
     for asked in failures {
         assert_eq!(verdicts(&store, &[ask(asked)]).await, [Verdict::Kept]);
-        assert_eq!(monitor.commands(), [r#""DEL" "processed:order-1""#], "{asked:?}");
+        assert_eq!(
+            monitor.commands(),
+            [r#""DEL" "processed:order-1""#],
+            "{asked:?}"
+        );
     }
-    assert_eq!(server.command("DBSIZE").expect("a reply"), ":0", "no canary either");
+    assert_eq!(
+        server.command("DBSIZE").expect("a reply"),
+        ":0",
+        "no canary either"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -96,20 +133,47 @@ async fn a_claim_is_one_command_and_completions_of_many_are_one() {
     verdicts(&store, &[complete("a", 7, 1)]).await;
     let mut monitor = Monitor::of(server.port());
 
-    let batch = [claim("d", 8), complete("b", 7, 1), claim("e", 9), complete("c", 7, 1)];
-    assert_eq!(verdicts(&store, &batch).await, [GRANTED, DONE, GRANTED, DONE]);
-    let sent: Vec<String> = monitor.commands().into_iter().filter(|command| !command.is_empty()).collect();
-    let (inside, own): (Vec<&str>, Vec<&str>) = sent.iter().map(String::as_str).partition(|command| is_inside_script(command));
+    let batch = [
+        claim("d", 8),
+        complete("b", 7, 1),
+        claim("e", 9),
+        complete("c", 7, 1),
+    ];
+    assert_eq!(
+        verdicts(&store, &batch).await,
+        [GRANTED, DONE, GRANTED, DONE]
+    );
+    let sent: Vec<String> = monitor
+        .commands()
+        .into_iter()
+        .filter(|command| !command.is_empty())
+        .collect();
+    let (inside, own): (Vec<&str>, Vec<&str>) = sent
+        .iter()
+        .map(String::as_str)
+        .partition(|command| is_inside_script(command));
     assert_eq!(own.len(), 3, "{sent:?}");
     // Both found their claims as they were written: nothing was read a second time.
     assert_eq!(inside[0], r#""MGET" "processed:b" "processed:c""#);
-    assert_eq!(inside[1..], ["b", "c"].map(|id| format!(r#""SET" "processed:{id}" "1" "PX" "600000""#)));
-    assert!(own[0].starts_with("\"EVALSHA\"") && own[0].contains(r#""2" "processed:b" "processed:c""#), "{own:?}");
+    assert_eq!(
+        inside[1..],
+        ["b", "c"].map(|id| format!(r#""SET" "processed:{id}" "1" "PX" "600000""#))
+    );
+    assert!(
+        own[0].starts_with("\"EVALSHA\"") && own[0].contains(r#""2" "processed:b" "processed:c""#),
+        "{own:?}"
+    );
     let record = format!("v1 p {:032x} 1 0 0 n 30000 600000 e -", 8);
-    assert_eq!(own[1], format!(r#""SET" "processed:d" "{record}" "NX" "GET" "PX" "600000""#));
+    assert_eq!(
+        own[1],
+        format!(r#""SET" "processed:d" "{record}" "NX" "GET" "PX" "600000""#)
+    );
 
     // A duplicate is told by that one command alone.
-    assert_eq!(verdicts(&store, &[claim("b", 11)]).await, [Verdict::Duplicate]);
+    assert_eq!(
+        verdicts(&store, &[claim("b", 11)]).await,
+        [Verdict::Duplicate]
+    );
     assert_eq!(monitor.commands().len(), 1);
 }
 
@@ -122,12 +186,23 @@ async fn claims_of_one_id_travel_together() {
     let copies: Vec<Operation> = (0..50).map(|token| claim("k", token)).collect();
     let told = verdicts(&store, &copies).await;
     assert_eq!(told[0], GRANTED);
-    assert!(told[1..].iter().all(|verdict| matches!(verdict, Verdict::Busy { .. })), "{told:?}");
-    let calls = monitor.commands().iter().filter(|command| command.starts_with("\"EVALSHA\"")).count();
+    assert!(
+        told[1..]
+            .iter()
+            .all(|verdict| matches!(verdict, Verdict::Busy { .. })),
+        "{told:?}"
+    );
+    let calls = monitor
+        .commands()
+        .iter()
+        .filter(|command| command.starts_with("\"EVALSHA\""))
+        .count();
     assert_eq!(calls, 1, "one script call for all that were contended");
 }
 
 /// What a script calls is shown as well; of those only a claim's own SET has NX.
 fn is_inside_script(command: &str) -> bool {
-    command.starts_with("\"GET\"") || command.starts_with("\"MGET\"") || (command.starts_with("\"SET\"") && !command.contains("\"NX\""))
+    command.starts_with("\"GET\"")
+        || command.starts_with("\"MGET\"")
+        || (command.starts_with("\"SET\"") && !command.contains("\"NX\""))
 }

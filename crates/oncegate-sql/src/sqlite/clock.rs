@@ -7,13 +7,15 @@ use super::metric::CLOCK_JUMPS;
 /// More than this between the wall clock and the time that passed is a jump, not a correction.
 const JUMP: i64 = 1000;
 
-/// The clock that all processes of a machine share. It may jump: set by hand, by the network's time after a start, or
-/// because the machine slept. All times are in milliseconds since 1970.
+/// The clock that all processes of a machine share. It may jump: set by hand, by the network's time
+/// after a start, or because the machine slept. All times are in milliseconds since 1970.
 ///
-/// A jump forward would end every lease and every window at once. So from the moment when it is noticed, a holder has a
-/// whole lease more to renew; and what was remembered is remembered as much longer as the jump was wide, until the longest
-/// window of all who use the file has passed, and what is unresolved in at most once for as long as this process runs. After a jump back, markers seem to have been written in the future: their age is unknown, and the next
-/// claim starts it anew.
+/// A jump forward would end every lease and every window at once. So from the moment when it is
+/// noticed, a holder has a whole lease more to renew; and what was remembered is remembered as much
+/// longer as the jump was wide, until the longest window of all who use the file has passed, and
+/// what is unresolved in at most once for as long as this process runs. After a jump back, markers
+/// seem to have been written in the future: their age is unknown, and the next claim starts it
+/// anew.
 #[derive(Debug)]
 pub(crate) struct Clock {
     wall: i64,
@@ -48,21 +50,35 @@ pub(crate) struct Now {
 impl Clock {
     pub(crate) fn new() -> Self {
         let read = Instant::now();
-        Self { wall: wall(), read, jumps: Vec::new(), wide: 0, held_since: i64::MIN }
+        Self {
+            wall: wall(),
+            read,
+            jumps: Vec::new(),
+            wide: 0,
+            held_since: i64::MIN,
+        }
     }
 
     /// A clock that noticed a jump so long ago.
     #[cfg(test)]
     pub(crate) fn jumped(wide: Duration, ago: Duration) -> Self {
-        let noticed = Instant::now().checked_sub(ago).expect("the machine runs for longer");
+        let noticed = Instant::now()
+            .checked_sub(ago)
+            .expect("the machine runs for longer");
         let wide = milliseconds(wide);
-        Self { jumps: vec![Jump { wide, noticed }], wide, ..Self::new() }
+        Self {
+            jumps: vec![Jump { wide, noticed }],
+            wide,
+            ..Self::new()
+        }
     }
 
-    /// Lets go of the jumps since which the longest window (in milliseconds) has passed: what was written before them has had
-    /// its own. It has to be the longest of all who write to the file, since what one forgets is cleared out for all.
+    /// Lets go of the jumps since which the longest window (in milliseconds) has passed: what was
+    /// written before them has had its own. It has to be the longest of all who write to the file,
+    /// since what one forgets is cleared out for all.
     pub(crate) fn let_go(&mut self, longest_window: i64) {
-        self.jumps.retain(|jump| milliseconds(jump.noticed.elapsed()) <= longest_window);
+        self.jumps
+            .retain(|jump| milliseconds(jump.noticed.elapsed()) <= longest_window);
     }
 
     pub(crate) fn now(&mut self) -> Now {
@@ -77,7 +93,10 @@ impl Clock {
         let ahead = wall.saturating_sub(self.wall).saturating_sub(passed);
         if ahead > JUMP {
             noticed("forward", ahead);
-            self.jumps.push(Jump { wide: ahead, noticed: after });
+            self.jumps.push(Jump {
+                wide: ahead,
+                noticed: after,
+            });
             self.wide = self.wide.saturating_add(ahead);
             self.held_since = wall;
         } else if wall.saturating_add(JUMP) < self.wall {
@@ -85,20 +104,35 @@ impl Clock {
         }
         self.held_since = self.held_since.min(wall);
         (self.wall, self.read) = (wall, before);
-        let wide = self.jumps.iter().fold(0_i64, |all, jump| all.saturating_add(jump.wide));
-        let (forgotten, unresolved_forgotten) = (wall.saturating_sub(wide), wall.saturating_sub(self.wide));
-        Now { wall, held_since: self.held_since, forgotten, unresolved_forgotten }
+        let wide = self
+            .jumps
+            .iter()
+            .fold(0_i64, |all, jump| all.saturating_add(jump.wide));
+        let (forgotten, unresolved_forgotten) =
+            (wall.saturating_sub(wide), wall.saturating_sub(self.wide));
+        Now {
+            wall,
+            held_since: self.held_since,
+            forgotten,
+            unresolved_forgotten,
+        }
     }
 }
 
 fn noticed(direction: &'static str, wide: i64) {
     metrics::counter!(CLOCK_JUMPS, "direction" => direction).increment(1);
     let by = Duration::from_millis(wide.unsigned_abs());
-    tracing::warn!(direction, ?by, "the clock jumped: leases run for as long as they would have, and nothing is forgotten for it");
+    tracing::warn!(
+        direction,
+        ?by,
+        "the clock jumped: leases run for as long as they would have, and nothing is forgotten for it"
+    );
 }
 
 fn wall() -> i64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, milliseconds)
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, milliseconds)
 }
 
 /// Rounded up, and such that sums stay far from the end of the numbers: three thousand years.
@@ -116,7 +150,13 @@ mod tests {
     /// A clock that read START, and what it says when it reads `wall` after `passed` milliseconds.
     fn clock() -> (Clock, impl Fn(&mut Clock, i64, u64) -> Now) {
         let begun = Instant::now();
-        let clock = Clock { wall: START, read: begun, jumps: Vec::new(), wide: 0, held_since: i64::MIN };
+        let clock = Clock {
+            wall: START,
+            read: begun,
+            jumps: Vec::new(),
+            wide: 0,
+            held_since: i64::MIN,
+        };
         let look = move |clock: &mut Clock, wall: i64, passed: u64| {
             let at = begun + Duration::from_millis(passed);
             clock.at(START + wall, at, at)
@@ -130,7 +170,15 @@ mod tests {
         for (wall, passed) in [(0, 0), (500, 400), (90_000, 90_100), (90_900, 90_200)] {
             let now = look(&mut clock, wall, passed);
             let wall = START + wall;
-            assert_eq!(now, Now { wall, held_since: i64::MIN, forgotten: wall, unresolved_forgotten: wall });
+            assert_eq!(
+                now,
+                Now {
+                    wall,
+                    held_since: i64::MIN,
+                    forgotten: wall,
+                    unresolved_forgotten: wall
+                }
+            );
         }
     }
 
@@ -139,9 +187,20 @@ mod tests {
         let (mut clock, look) = clock();
         let now = look(&mut clock, 3_600_000, 0);
         let jumped = START + 3_600_000;
-        assert_eq!(now, Now { wall: jumped, held_since: jumped, forgotten: START, unresolved_forgotten: START });
+        assert_eq!(
+            now,
+            Now {
+                wall: jumped,
+                held_since: jumped,
+                forgotten: START,
+                unresolved_forgotten: START
+            }
+        );
         let now = look(&mut clock, 3_600_000 + 60_000, 60_000);
-        assert_eq!((now.held_since, now.forgotten, now.unresolved_forgotten), (jumped, START + 60_000, START + 60_000));
+        assert_eq!(
+            (now.held_since, now.forgotten, now.unresolved_forgotten),
+            (jumped, START + 60_000, START + 60_000)
+        );
     }
 
     #[test]
@@ -150,10 +209,22 @@ mod tests {
         let mut clock = Clock::jumped(wide, Duration::from_secs(10));
         clock.let_go(milliseconds(wide));
         let now = clock.now();
-        assert_eq!((now.wall - now.forgotten, now.wall - now.unresolved_forgotten), (milliseconds(wide), milliseconds(wide)));
+        assert_eq!(
+            (
+                now.wall - now.forgotten,
+                now.wall - now.unresolved_forgotten
+            ),
+            (milliseconds(wide), milliseconds(wide))
+        );
         clock.let_go(9_000);
         let now = clock.now();
-        assert_eq!((now.wall - now.forgotten, now.wall - now.unresolved_forgotten), (0, milliseconds(wide)));
+        assert_eq!(
+            (
+                now.wall - now.forgotten,
+                now.wall - now.unresolved_forgotten
+            ),
+            (0, milliseconds(wide))
+        );
     }
 
     #[test]
@@ -161,7 +232,10 @@ mod tests {
         let (mut clock, look) = clock();
         look(&mut clock, 3_600_000, 0);
         let now = look(&mut clock, 10, 10);
-        assert_eq!((now.held_since, now.forgotten), (now.wall, now.wall - 3_600_000));
+        assert_eq!(
+            (now.held_since, now.forgotten),
+            (now.wall, now.wall - 3_600_000)
+        );
         let now = look(&mut clock, 5_010, 5_010);
         assert_eq!(now.wall - now.held_since, 5_000);
     }
@@ -170,6 +244,12 @@ mod tests {
     fn long_times_do_not_overflow() {
         let longest = milliseconds(Duration::MAX);
         assert!(longest.checked_mul(1000).is_some());
-        assert_eq!((milliseconds(Duration::from_nanos(1)), milliseconds(Duration::ZERO)), (1, 0));
+        assert_eq!(
+            (
+                milliseconds(Duration::from_nanos(1)),
+                milliseconds(Duration::ZERO)
+            ),
+            (1, 0)
+        );
     }
 }

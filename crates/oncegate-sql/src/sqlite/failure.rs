@@ -53,35 +53,59 @@ impl From<Failure> for StoreError {
 
 impl Failure {
     pub(crate) fn not_applied(text: impl AsRef<str>) -> Self {
-        Self::NotApplied(Problem { text: text.as_ref().into(), source: None })
+        Self::NotApplied(Problem {
+            text: text.as_ref().into(),
+            source: None,
+        })
     }
 
     pub(crate) fn unknown(text: impl AsRef<str>) -> Self {
-        Self::Unknown(Problem { text: text.as_ref().into(), source: None })
+        Self::Unknown(Problem {
+            text: text.as_ref().into(),
+            source: None,
+        })
     }
 
     pub(crate) fn unreadable_marker(text: impl AsRef<str>) -> Self {
-        Self::UnreadableMarker(Problem { text: text.as_ref().into(), source: None })
+        Self::UnreadableMarker(Problem {
+            text: text.as_ref().into(),
+            source: None,
+        })
     }
 
     pub(crate) fn misconfigured(text: impl AsRef<str>) -> Self {
-        Self::Misconfigured(Problem { text: text.as_ref().into(), source: None })
+        Self::Misconfigured(Problem {
+            text: text.as_ref().into(),
+            source: None,
+        })
     }
 
     /// What an error of SQLite's means.
     pub(crate) fn of(error: rusqlite::Error, stage: Stage, place: &Place) -> Self {
         use ErrorCode::*;
         let file = place.name();
-        let said = |text: String| Problem { text: text.into(), source: None };
+        let said = |text: String| Problem {
+            text: text.into(),
+            source: None,
+        };
         let problem = match error.sqlite_error_code() {
             Some(DatabaseBusy | DatabaseLocked) => {
-                let text = format!("others write to {file}, and did not let go for {:?}; it is asked again", place.patience);
+                let text = format!(
+                    "others write to {file}, and did not let go for {:?}; it is asked again",
+                    place.patience
+                );
                 return Self::NotApplied(said(text).over(error)); // a commit that is refused so is rolled back
             }
-            Some(CannotOpen) if stage == Stage::Opening => return Self::Misconfigured(not_writable(&file).over(error)),
-            Some(ReadOnly | PermissionDenied) => return Self::Misconfigured(not_writable(&file).over(error)),
+            Some(CannotOpen) if stage == Stage::Opening => {
+                return Self::Misconfigured(not_writable(&file).over(error));
+            }
+            Some(ReadOnly | PermissionDenied) => {
+                return Self::Misconfigured(not_writable(&file).over(error));
+            }
             Some(NotADatabase) => {
-                let text = format!("Sqlite::file: {file} is no SQLite database: name another file; this one is left as it is");
+                let text = format!(
+                    "Sqlite::file: {file} is no SQLite database: name another file; this one is left as it is"
+                );
                 return Self::Misconfigured(said(text).over(error));
             }
             Some(DatabaseCorrupt) => {
@@ -91,7 +115,9 @@ impl Failure {
                 );
                 return Self::Misconfigured(said(text).over(error));
             }
-            Some(DiskFull) => said(format!("the disk of {file} is full: make room, and it goes on by itself")),
+            Some(DiskFull) => said(format!(
+                "the disk of {file} is full: make room, and it goes on by itself"
+            )),
             _ => said(format!("SQLite cannot work on {file}: {error}")),
         };
         match stage {
@@ -103,13 +129,21 @@ impl Failure {
 
 impl Problem {
     fn over(self, error: rusqlite::Error) -> Self {
-        Self { source: Some(Arc::new(error)), ..self }
+        Self {
+            source: Some(Arc::new(error)),
+            ..self
+        }
     }
 }
 
 fn not_writable(file: &str) -> Problem {
-    let text = format!("Sqlite::file: {file} may not be written: let this user write the file and its directory, or name another");
-    Problem { text: text.into(), source: None }
+    let text = format!(
+        "Sqlite::file: {file} may not be written: let this user write the file and its directory, or name another"
+    );
+    Problem {
+        text: text.into(),
+        source: None,
+    }
 }
 
 #[cfg(test)]
@@ -119,22 +153,60 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_heals_is_not_applied_what_a_person_has_to_change_is_misconfigured_and_a_broken_commit_is_unknown() {
-        let place = Place { path: "x.db".into(), synchronous: Default::default(), patience: Default::default() };
-        let failure =
-            |code, stage| Failure::of(rusqlite::Error::SqliteFailure(ffi::Error::new(code), Some("said".to_owned())), stage, &place);
+    fn what_heals_is_not_applied_what_a_person_has_to_change_is_misconfigured_and_a_broken_commit_is_unknown()
+     {
+        let place = Place {
+            path: "x.db".into(),
+            synchronous: Default::default(),
+            patience: Default::default(),
+        };
+        let failure = |code, stage| {
+            Failure::of(
+                rusqlite::Error::SqliteFailure(ffi::Error::new(code), Some("said".to_owned())),
+                stage,
+                &place,
+            )
+        };
         for stage in [Stage::Opening, Stage::Working, Stage::Committing] {
-            assert!(matches!(failure(ffi::SQLITE_BUSY_RECOVERY, stage), Failure::NotApplied(_)));
-            for wrong in [ffi::SQLITE_READONLY_DIRECTORY, ffi::SQLITE_NOTADB, ffi::SQLITE_CORRUPT_INDEX, ffi::SQLITE_PERM] {
-                assert!(matches!(failure(wrong, stage), Failure::Misconfigured(_)), "{wrong} {stage:?}");
+            assert!(matches!(
+                failure(ffi::SQLITE_BUSY_RECOVERY, stage),
+                Failure::NotApplied(_)
+            ));
+            for wrong in [
+                ffi::SQLITE_READONLY_DIRECTORY,
+                ffi::SQLITE_NOTADB,
+                ffi::SQLITE_CORRUPT_INDEX,
+                ffi::SQLITE_PERM,
+            ] {
+                assert!(
+                    matches!(failure(wrong, stage), Failure::Misconfigured(_)),
+                    "{wrong} {stage:?}"
+                );
             }
         }
-        for trouble in [ffi::SQLITE_FULL, ffi::SQLITE_IOERR_FSYNC, ffi::SQLITE_IOERR_WRITE, ffi::SQLITE_NOMEM] {
-            assert!(matches!(failure(trouble, Stage::Working), Failure::NotApplied(_)), "{trouble}");
-            assert!(matches!(failure(trouble, Stage::Committing), Failure::Unknown(_)), "{trouble}");
+        for trouble in [
+            ffi::SQLITE_FULL,
+            ffi::SQLITE_IOERR_FSYNC,
+            ffi::SQLITE_IOERR_WRITE,
+            ffi::SQLITE_NOMEM,
+        ] {
+            assert!(
+                matches!(failure(trouble, Stage::Working), Failure::NotApplied(_)),
+                "{trouble}"
+            );
+            assert!(
+                matches!(failure(trouble, Stage::Committing), Failure::Unknown(_)),
+                "{trouble}"
+            );
         }
-        assert!(matches!(failure(ffi::SQLITE_CANTOPEN, Stage::Opening), Failure::Misconfigured(_)));
+        assert!(matches!(
+            failure(ffi::SQLITE_CANTOPEN, Stage::Opening),
+            Failure::Misconfigured(_)
+        ));
         // It was open before: too many files are open, perhaps, and soon are not.
-        assert!(matches!(failure(ffi::SQLITE_CANTOPEN, Stage::Working), Failure::NotApplied(_)));
+        assert!(matches!(
+            failure(ffi::SQLITE_CANTOPEN, Stage::Working),
+            Failure::NotApplied(_)
+        ));
     }
 }

@@ -34,8 +34,8 @@ CREATE TABLE markers (        -- what oncegate remembers: a row per id; times in
     guarantee   INTEGER           -- 0 at most once, 1 effectively once, 2 bare
 ) WITHOUT ROWID, STRICT";
 
-/// After so many pages the log is copied into the file: more than SQLite's own 1,000, because ids in no order touch a
-/// page each.
+/// After so many pages the log is copied into the file: more than SQLite's own 1,000, because ids
+/// in no order touch a page each.
 const CHECKPOINT_PAGES: u32 = 4_000;
 
 /// What the log is cut to when it has become longer, because someone read for long: 64 MiB.
@@ -71,32 +71,44 @@ pub(crate) struct OpenFile {
     pub(crate) connection: Connection,
     /// Which file it is.
     pub(crate) identity: Identity,
-    /// What lies beside it: its log, and the memory that all who use the log share. SQLite makes both for the first who
-    /// reads, and removes them with the last; who has the file open has a lock on it that keeps others from that.
+    /// What lies beside it: its log, and the memory that all who use the log share. SQLite makes
+    /// both for the first who reads, and removes them with the last; who has the file open has a
+    /// lock on it that keeps others from that.
     beside: [(PathBuf, Identity); 2],
 }
 
 impl OpenFile {
-    /// Opens the file, or makes it. Once a file is `known` it is that one or none: this process went by what it remembered.
+    /// Opens the file, or makes it. Once a file is `known` it is that one or none: this process
+    /// went by what it remembered.
     ///
     /// # Errors
-    /// [`Failure::Misconfigured`] for what a person has to change; a file that is not ours is left as it is.
+    /// [`Failure::Misconfigured`] for what a person has to change; a file that is not ours is left
+    /// as it is.
     pub(crate) fn open(place: &Place, known: Option<Identity>) -> Result<Self, Failure> {
         let before = Identity::of(&place.path);
         if known.is_some() && before != known {
             return Err(replaced(place));
         }
         check_path(place)?;
-        let stage = if known.is_some() { Stage::Working } else { Stage::Opening };
+        let stage = if known.is_some() {
+            Stage::Working
+        } else {
+            Stage::Opening
+        };
         let failed = place.failure(stage);
-        let flags = OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_CREATE | OpenFlags::SQLITE_OPEN_NO_MUTEX;
+        let flags = OpenFlags::SQLITE_OPEN_READ_WRITE
+            | OpenFlags::SQLITE_OPEN_CREATE
+            | OpenFlags::SQLITE_OPEN_NO_MUTEX;
         let mut connection = Connection::open_with_flags(&place.path, flags).map_err(&failed)?;
         connection.busy_timeout(place.patience).map_err(&failed)?;
         if connection.is_readonly("main").map_err(&failed)? {
             return Err(Failure::of(only_readable(), stage, place));
         }
         // In a transaction: another process may be making the table at this moment.
-        let contents = connection.unchecked_transaction().and_then(|reading| Contents::of(&reading)).map_err(&failed)?;
+        let contents = connection
+            .unchecked_transaction()
+            .and_then(|reading| Contents::of(&reading))
+            .map_err(&failed)?;
         if contents.is_ours(place)? == Ours::Empty {
             log_ahead(&connection, place).map_err(&failed)?;
             create(&mut connection, place, &failed)?;
@@ -112,10 +124,15 @@ impl OpenFile {
         connection.execute_batch(windows::TABLE).map_err(&failed)?; // changes nothing where it is there
         version(&connection).map_err(&failed)?; // from this reading on, the log is open
         // SQLite opened it between these two looks at its name.
-        let identity = Identity::of(&place.path).filter(|after| before.is_none_or(|before| before == *after));
+        let identity =
+            Identity::of(&place.path).filter(|after| before.is_none_or(|before| before == *after));
         let identity = identity.ok_or_else(|| replaced(place))?;
         let beside = beside(&place.path).ok_or_else(|| replaced(place))?;
-        Ok(Self { connection, identity, beside })
+        Ok(Self {
+            connection,
+            identity,
+            beside,
+        })
     }
 
     /// Begins a transaction that nobody else's write can come into.
@@ -123,14 +140,19 @@ impl OpenFile {
         Transaction::new_unchecked(&self.connection, TransactionBehavior::Immediate)
     }
 
-    /// Whether this still is the file under its name, with its log, and of our version. Asked within each transaction: what
-    /// is written into a file or a log that was removed is seen by nobody, and a newer release may have made it its own.
+    /// Whether this still is the file under its name, with its log, and of our version. Asked
+    /// within each transaction: what is written into a file or a log that was removed is seen by
+    /// nobody, and a newer release may have made it its own.
     pub(crate) fn check(&self, place: &Place) -> Result<(), Failure> {
         if !self.stands(place) {
             return Err(replaced(place));
         }
         let version = version(&self.connection).map_err(place.failure(Stage::Working))?;
-        if version == VERSION { Ok(()) } else { Err(other_version(version, place)) }
+        if version == VERSION {
+            Ok(())
+        } else {
+            Err(other_version(version, place))
+        }
     }
 
     /// Whether the file, its log and the memory that is shared are those that were opened.
@@ -151,7 +173,9 @@ impl OpenFile {
                 "{file} lies on a file system in memory, and is gone when the machine starts anew: name a file on a disk"
             )));
         }
-        let synchronous: i32 = self.connection.query_row("PRAGMA synchronous", [], |row| row.get(0))?;
+        let synchronous: i32 = self
+            .connection
+            .query_row("PRAGMA synchronous", [], |row| row.get(0))?;
         Ok(if synchronous >= FULL {
             Memory::Survives(format!(
                 "SQLite {sqlite} writes ahead with synchronous=FULL in {file}: what was answered survives a crash and a power cut, as long as \
@@ -166,12 +190,16 @@ impl OpenFile {
 }
 
 impl Drop for OpenFile {
-    /// The last to close copies its log into the file, and removes what has the log's name. If that is another log by now,
-    /// both would destroy what others wrote since.
+    /// The last to close copies its log into the file, and removes what has the log's name. If that
+    /// is another log by now, both would destroy what others wrote since.
     fn drop(&mut self) {
-        let is_another = |(path, identity): &(PathBuf, Identity)| Identity::of(path).is_some_and(|found| found != *identity);
+        let is_another = |(path, identity): &(PathBuf, Identity)| {
+            Identity::of(path).is_some_and(|found| found != *identity)
+        };
         if self.beside.iter().any(is_another)
-            && let Err(error) = self.connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true)
+            && let Err(error) = self
+                .connection
+                .set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true)
         {
             tracing::debug!(%error, "a log that was replaced is closed like any other");
         }
@@ -200,10 +228,14 @@ fn replaced(place: &Place) -> Failure {
 
 /// What SQLite itself would say at the first write.
 fn only_readable() -> rusqlite::Error {
-    rusqlite::Error::SqliteFailure(rusqlite::ffi::Error::new(rusqlite::ffi::SQLITE_READONLY), None)
+    rusqlite::Error::SqliteFailure(
+        rusqlite::ffi::Error::new(rusqlite::ffi::SQLITE_READONLY),
+        None,
+    )
 }
 
-/// What SQLite says less clearly, or not at all: it would take an empty path and `:memory:` for databases in memory.
+/// What SQLite says less clearly, or not at all: it would take an empty path and `:memory:` for
+/// databases in memory.
 fn check_path(place: &Place) -> Result<(), Failure> {
     let (path, file) = (&place.path, place.name());
     let directory = match path.parent() {
@@ -212,14 +244,20 @@ fn check_path(place: &Place) -> Result<(), Failure> {
         None => Path::new("/"),
     };
     if path.as_os_str().is_empty() || path.as_os_str() == ":memory:" {
-        return Err(Failure::misconfigured(format!("Sqlite::file: `{file}` is no file: name one, or use MemoryStore")));
+        return Err(Failure::misconfigured(format!(
+            "Sqlite::file: `{file}` is no file: name one, or use MemoryStore"
+        )));
     }
     if path.is_dir() {
-        return Err(Failure::misconfigured(format!("Sqlite::file: {file} is a directory: name a file in it")));
+        return Err(Failure::misconfigured(format!(
+            "Sqlite::file: {file} is a directory: name a file in it"
+        )));
     }
     if !directory.is_dir() {
         let directory = directory.display();
-        return Err(Failure::misconfigured(format!("Sqlite::file: there is no directory {directory}: create it, or name another file")));
+        return Err(Failure::misconfigured(format!(
+            "Sqlite::file: there is no directory {directory}: create it, or name another file"
+        )));
     }
     Ok(())
 }
@@ -240,16 +278,33 @@ enum Ours {
 impl Contents {
     /// Within a transaction, so that all of it is of one moment.
     fn of(connection: &Transaction<'_>) -> rusqlite::Result<Self> {
-        let tables = connection.query_row("SELECT count(*) FROM sqlite_schema", [], |row| row.get(0))?;
+        let tables =
+            connection.query_row("SELECT count(*) FROM sqlite_schema", [], |row| row.get(0))?;
         let application = connection.query_row("PRAGMA application_id", [], |row| row.get(0))?;
-        Ok(Self { application, version: version(connection)?, tables })
+        Ok(Self {
+            application,
+            version: version(connection)?,
+            tables,
+        })
     }
 
     fn is_ours(&self, place: &Place) -> Result<Ours, Failure> {
         match self {
-            Self { application: APPLICATION, version: VERSION, .. } => Ok(Ours::Made),
-            Self { application: APPLICATION, version, .. } => Err(other_version(*version, place)),
-            Self { application: 0, version: 0, tables: 0 } => Ok(Ours::Empty),
+            Self {
+                application: APPLICATION,
+                version: VERSION,
+                ..
+            } => Ok(Ours::Made),
+            Self {
+                application: APPLICATION,
+                version,
+                ..
+            } => Err(other_version(*version, place)),
+            Self {
+                application: 0,
+                version: 0,
+                tables: 0,
+            } => Ok(Ours::Empty),
             _ => Err(Failure::misconfigured(format!(
                 "Sqlite::file: {} belongs to another program: name a file of its own for oncegate; this one is left as it is",
                 place.name()
@@ -259,7 +314,9 @@ impl Contents {
 }
 
 fn version(connection: &Connection) -> rusqlite::Result<i32> {
-    connection.prepare_cached("PRAGMA user_version")?.query_row([], |row| row.get(0))
+    connection
+        .prepare_cached("PRAGMA user_version")?
+        .query_row([], |row| row.get(0))
 }
 
 fn other_version(version: i32, place: &Place) -> Failure {
@@ -270,12 +327,14 @@ fn other_version(version: i32, place: &Place) -> Failure {
     ))
 }
 
-/// Turns the write-ahead log on, and says which journal there is. SQLite does not wait for others who do the same.
+/// Turns the write-ahead log on, and says which journal there is. SQLite does not wait for others
+/// who do the same.
 fn log_ahead(connection: &Connection, place: &Place) -> rusqlite::Result<String> {
     let begun = Instant::now();
     loop {
         let mode = connection.query_row("PRAGMA journal_mode=WAL", [], |row| row.get(0));
-        let is_busy = |error: &rusqlite::Error| error.sqlite_error_code() == Some(ErrorCode::DatabaseBusy);
+        let is_busy =
+            |error: &rusqlite::Error| error.sqlite_error_code() == Some(ErrorCode::DatabaseBusy);
         if !mode.as_ref().is_err_and(is_busy) || begun.elapsed() > place.patience {
             return mode;
         }
@@ -284,13 +343,26 @@ fn log_ahead(connection: &Connection, place: &Place) -> rusqlite::Result<String>
 }
 
 /// Makes the table, unless another process just did.
-fn create(connection: &mut Connection, place: &Place, failed: &impl Fn(rusqlite::Error) -> Failure) -> Result<(), Failure> {
-    let transaction = connection.transaction_with_behavior(TransactionBehavior::Immediate).map_err(failed)?;
+fn create(
+    connection: &mut Connection,
+    place: &Place,
+    failed: &impl Fn(rusqlite::Error) -> Failure,
+) -> Result<(), Failure> {
+    let transaction = connection
+        .transaction_with_behavior(TransactionBehavior::Immediate)
+        .map_err(failed)?;
     if Contents::of(&transaction).map_err(failed)?.is_ours(place)? == Ours::Empty {
         transaction.execute_batch(TABLE).map_err(failed)?;
-        transaction.pragma_update(None, "application_id", APPLICATION).map_err(failed)?;
-        transaction.pragma_update(None, "user_version", VERSION).map_err(failed)?;
-        tracing::info!(file = place.name(), "a new file, which remembers nothing yet");
+        transaction
+            .pragma_update(None, "application_id", APPLICATION)
+            .map_err(failed)?;
+        transaction
+            .pragma_update(None, "user_version", VERSION)
+            .map_err(failed)?;
+        tracing::info!(
+            file = place.name(),
+            "a new file, which remembers nothing yet"
+        );
     }
     transaction.commit().map_err(failed)
 }
@@ -306,8 +378,16 @@ fn set_up(connection: &Connection, place: &Place) -> rusqlite::Result<()> {
     connection.pragma_update(None, "fullfsync", "ON")?;
     connection.pragma_update(None, "checkpoint_fullfsync", "ON")?;
     connection.pragma_update(None, "cache_size", -CACHE)?;
-    connection.query_row(&format!("PRAGMA wal_autocheckpoint={CHECKPOINT_PAGES}"), [], |_| Ok(()))?;
-    connection.query_row(&format!("PRAGMA journal_size_limit={LOG_LIMIT}"), [], |_| Ok(()))
+    connection.query_row(
+        &format!("PRAGMA wal_autocheckpoint={CHECKPOINT_PAGES}"),
+        [],
+        |_| Ok(()),
+    )?;
+    connection.query_row(
+        &format!("PRAGMA journal_size_limit={LOG_LIMIT}"),
+        [],
+        |_| Ok(()),
+    )
 }
 
 /// Which file stands under a path.
@@ -322,13 +402,19 @@ impl Identity {
     fn of(path: &Path) -> Option<Self> {
         use std::os::unix::fs::MetadataExt;
         let metadata = std::fs::metadata(path).ok()?;
-        Some(Self { device: metadata.dev(), number: metadata.ino() })
+        Some(Self {
+            device: metadata.dev(),
+            number: metadata.ino(),
+        })
     }
 
     /// An open file cannot be removed here.
     #[cfg(not(unix))]
     fn of(_: &Path) -> Option<Self> {
-        Some(Self { device: 0, number: 0 })
+        Some(Self {
+            device: 0,
+            number: 0,
+        })
     }
 }
 

@@ -16,17 +16,26 @@ CREATE TABLE IF NOT EXISTS windows (longest INTEGER PRIMARY KEY -- for so long, 
 /// # Errors
 /// If SQLite fails.
 pub(crate) fn longest(connection: &Connection) -> rusqlite::Result<Option<i64>> {
-    connection.prepare_cached("SELECT max(longest) FROM windows")?.query_row([], |row| row.get(0))
+    connection
+        .prepare_cached("SELECT max(longest) FROM windows")?
+        .query_row([], |row| row.get(0))
 }
 
 /// Notes the window of who writes, in the transaction in which it is written.
 ///
 /// # Errors
 /// If SQLite fails.
-pub(crate) fn note(transaction: &Connection, window: Duration, longest: Option<i64>) -> rusqlite::Result<()> {
+pub(crate) fn note(
+    transaction: &Connection,
+    window: Duration,
+    longest: Option<i64>,
+) -> rusqlite::Result<()> {
     let window = milliseconds(window);
     if longest.is_none_or(|longest| longest < window) {
-        transaction.execute("INSERT OR IGNORE INTO windows (longest) VALUES (?1)", [window])?;
+        transaction.execute(
+            "INSERT OR IGNORE INTO windows (longest) VALUES (?1)",
+            [window],
+        )?;
     }
     Ok(())
 }

@@ -1,4 +1,5 @@
-//! Bad input as a table: what stands where a marker should, what a claim is told, what the operator sees, and what the book says of it.
+//! Bad input as a table: what stands where a marker should, what a claim is told, what the operator
+//! sees, and what the book says of it.
 
 use oncegate_core::marker::{Operation, Verdict};
 use oncegate_core::{MessageId, Scope, StoreError};
@@ -14,24 +15,95 @@ const NEWER: &str = "the consumer does not start: upgrade oncegate here";
 /// The scope of the consumer that meets it.
 const SCOPE: &str = "bad";
 
-/// What stands there, what made it of a marker in progress, what a claim is told, and what the operator sees.
+/// What stands there, what made it of a marker in progress, what a claim is told, and what the
+/// operator sees.
 type Row = (&'static str, &'static str, &'static str, &'static str);
 
 const ROWS: &[Row] = &[
-    ("a marker whose time is over", "UPDATE markers SET state = 0, expires = 1, guarantee = NULL", "granted", "`completed`"),
-    ("a state that nobody knows", "UPDATE markers SET state = 9", FOREIGN, DELETE),
-    ("in progress, and no token", "UPDATE markers SET token = NULL", FOREIGN, DELETE),
-    ("a token that was cut off", "UPDATE markers SET token = x'0102'", FOREIGN, DELETE),
-    ("no lease", "UPDATE markers SET lease = NULL", FOREIGN, DELETE),
-    ("a lease below nothing", "UPDATE markers SET lease = -1", FOREIGN, DELETE),
-    ("no attempt", "UPDATE markers SET attempt = NULL", FOREIGN, DELETE),
-    ("an attempt beyond 32 bits", "UPDATE markers SET attempt = 4294967296", FOREIGN, DELETE),
-    ("no number to count attempts from", "UPDATE markers SET base = NULL", FOREIGN, DELETE),
-    ("crashes below nothing", "UPDATE markers SET crashes = -1", FOREIGN, DELETE),
-    ("an effect that nobody knows", "UPDATE markers SET effect = 9", FOREIGN, DELETE),
-    ("a guarantee that nobody knows", "UPDATE markers SET guarantee = 9", FOREIGN, DELETE),
-    ("a fingerprint below nothing", "UPDATE markers SET fingerprint = -1", FOREIGN, DELETE),
-    ("the table of a newer release", "PRAGMA user_version = 2", "refused: newer release", NEWER),
+    (
+        "a marker whose time is over",
+        "UPDATE markers SET state = 0, expires = 1, guarantee = NULL",
+        "granted",
+        "`completed`",
+    ),
+    (
+        "a state that nobody knows",
+        "UPDATE markers SET state = 9",
+        FOREIGN,
+        DELETE,
+    ),
+    (
+        "in progress, and no token",
+        "UPDATE markers SET token = NULL",
+        FOREIGN,
+        DELETE,
+    ),
+    (
+        "a token that was cut off",
+        "UPDATE markers SET token = x'0102'",
+        FOREIGN,
+        DELETE,
+    ),
+    (
+        "no lease",
+        "UPDATE markers SET lease = NULL",
+        FOREIGN,
+        DELETE,
+    ),
+    (
+        "a lease below nothing",
+        "UPDATE markers SET lease = -1",
+        FOREIGN,
+        DELETE,
+    ),
+    (
+        "no attempt",
+        "UPDATE markers SET attempt = NULL",
+        FOREIGN,
+        DELETE,
+    ),
+    (
+        "an attempt beyond 32 bits",
+        "UPDATE markers SET attempt = 4294967296",
+        FOREIGN,
+        DELETE,
+    ),
+    (
+        "no number to count attempts from",
+        "UPDATE markers SET base = NULL",
+        FOREIGN,
+        DELETE,
+    ),
+    (
+        "crashes below nothing",
+        "UPDATE markers SET crashes = -1",
+        FOREIGN,
+        DELETE,
+    ),
+    (
+        "an effect that nobody knows",
+        "UPDATE markers SET effect = 9",
+        FOREIGN,
+        DELETE,
+    ),
+    (
+        "a guarantee that nobody knows",
+        "UPDATE markers SET guarantee = 9",
+        FOREIGN,
+        DELETE,
+    ),
+    (
+        "a fingerprint below nothing",
+        "UPDATE markers SET fingerprint = -1",
+        FOREIGN,
+        DELETE,
+    ),
+    (
+        "the table of a newer release",
+        "PRAGMA user_version = 2",
+        "refused: newer release",
+        NEWER,
+    ),
 ];
 
 /// What stands where the file should, what a claim is told, and what the operator sees.
@@ -59,8 +131,15 @@ fn the_book_has_the_table() {
     let book = include_str!("../../../../docs/src/bad-input.md");
     let (_, section) = book.split_once("## From SQLite").expect("the section");
     let section = section.split("\n## ").next().unwrap_or_default();
-    let lines: Vec<&str> = section.lines().filter(|line| line.starts_with("| ")).skip(2).collect();
-    assert_eq!(lines, ROWS.iter().chain(FILES).map(line).collect::<Vec<_>>());
+    let lines: Vec<&str> = section
+        .lines()
+        .filter(|line| line.starts_with("| "))
+        .skip(2)
+        .collect();
+    assert_eq!(
+        lines,
+        ROWS.iter().chain(FILES).map(line).collect::<Vec<_>>()
+    );
 }
 
 /// A claim with a token of its own, on a file as another process would open it.
@@ -76,7 +155,9 @@ async fn told(directory: &Directory) -> String {
 fn is_told(seen: &str, expected: &str) -> bool {
     match expected.split_once(": ") {
         None => seen == expected,
-        Some((how, words)) => seen.starts_with(how) && seen.contains(words) && seen.contains("left as it is"),
+        Some((how, words)) => {
+            seen.starts_with(how) && seen.contains(words) && seen.contains("left as it is")
+        }
     }
 }
 
@@ -92,14 +173,20 @@ async fn a_marker(made: &str, claimed: Operation) -> Directory {
 fn dump(directory: &Directory) -> String {
     let shown = "SELECT quote(expires) || quote(state) || quote(fingerprint) || quote(attempt) || quote(base) || quote(crashes) || quote(effect) || quote(token) || quote(lease)
         || quote(horizon) || quote(guarantee) FROM markers";
-    directory.raw().query_row(shown, [], |row| row.get(0)).expect("a row")
+    directory
+        .raw()
+        .query_row(shown, [], |row| row.get(0))
+        .expect("a row")
 }
 
 /// Something else where the file should be.
 fn no_markers(content: &str) -> Directory {
     let directory = Directory::new();
     if content.starts_with("CREATE") {
-        Connection::open(directory.file()).expect("it opens").execute_batch(content).expect("written");
+        Connection::open(directory.file())
+            .expect("it opens")
+            .execute_batch(content)
+            .expect("written");
     } else {
         std::fs::write(directory.file(), content.repeat(100)).expect("written");
     }
@@ -113,7 +200,11 @@ async fn each_row_gets_its_verdict_and_what_is_refused_stays_as_it_is() {
         let before = dump(&directory);
         let seen = told(&directory).await;
         assert!(is_told(&seen, expected), "{input}: {seen}");
-        assert_eq!(dump(&directory) == before, *expected != "granted", "{input}");
+        assert_eq!(
+            dump(&directory) == before,
+            *expected != "granted",
+            "{input}"
+        );
     }
 }
 
@@ -124,26 +215,39 @@ async fn each_file_gets_its_verdict_and_stays_as_it_is() {
         let before = std::fs::read(directory.file()).expect("it is there");
         let seen = told(&directory).await;
         assert!(is_told(&seen, expected), "{input}: {seen}");
-        assert!(std::fs::read(directory.file()).expect("it is there") == before, "{input}: it was changed");
+        assert!(
+            std::fs::read(directory.file()).expect("it is there") == before,
+            "{input}: it was changed"
+        );
     }
 }
 
 #[tokio::test]
 async fn the_operator_sees_what_to_do_about_each() {
     let scope = Scope::named(SCOPE).expect("a scope");
-    let claimed = || Operation { key: scope.key(&MessageId::new("a").expect("an id")), ..claim("a", 1) };
+    let claimed = || Operation {
+        key: scope.key(&MessageId::new("a").expect("an id")),
+        ..claim("a", 1)
+    };
     for (input, made, _, expected) in ROWS {
         let directory = a_marker(made, claimed()).await;
         let before = dump(&directory);
         let seen = Sight::of(at(directory.file()), SCOPE, "a").await;
         assert!(seen.is(expected), "{input}: {seen:?}");
-        assert_eq!(dump(&directory) == before, expected.contains(": "), "{input}");
+        assert_eq!(
+            dump(&directory) == before,
+            expected.contains(": "),
+            "{input}"
+        );
     }
     for (input, content, _, expected) in FILES {
         let directory = no_markers(content);
         let before = std::fs::read(directory.file()).expect("it is there");
         let seen = Sight::of(at(directory.file()), SCOPE, "a").await;
         assert!(seen.is(expected), "{input}: {seen:?}");
-        assert!(std::fs::read(directory.file()).expect("it is there") == before, "{input}: it was changed");
+        assert!(
+            std::fs::read(directory.file()).expect("it is there") == before,
+            "{input}: it was changed"
+        );
     }
 }

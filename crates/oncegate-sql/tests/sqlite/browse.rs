@@ -8,15 +8,29 @@ use crate::support::{Directory, GRANTED, SECOND, ask, claim, complete, key};
 async fn a_marker_is_told_with_how_long_it_still_stands() {
     let directory = Directory::new();
     let store = directory.store();
-    assert_eq!(store.look_with_expiry(&key("a")).await.expect("a marker"), (Marker::Absent, None));
-    assert_eq!(ask(&store, claim("a", 1)).await.expect("a verdict"), GRANTED);
+    assert_eq!(
+        store.look_with_expiry(&key("a")).await.expect("a marker"),
+        (Marker::Absent, None)
+    );
+    assert_eq!(
+        ask(&store, claim("a", 1)).await.expect("a verdict"),
+        GRANTED
+    );
     let (marker, left) = store.look_with_expiry(&key("a")).await.expect("a marker");
-    let Marker::InProgress(hold) = marker else { panic!("{marker:?}") };
-    let age = hold.horizon.checked_sub(left.expect("it expires")).expect("it was written before now");
+    let Marker::InProgress(hold) = marker else {
+        panic!("{marker:?}")
+    };
+    let age = hold
+        .horizon
+        .checked_sub(left.expect("it expires"))
+        .expect("it was written before now");
     assert!(age < 60 * SECOND, "written {age:?} ago");
     ask(&store, complete("a", 1)).await.expect("a verdict");
     let (marker, left) = store.look_with_expiry(&key("a")).await.expect("a marker");
-    assert!(marker == Marker::Done(None) && left.is_some_and(|left| !left.is_zero()), "{marker:?} {left:?}");
+    assert!(
+        marker == Marker::Done(None) && left.is_some_and(|left| !left.is_zero()),
+        "{marker:?} {left:?}"
+    );
 }
 
 #[tokio::test]
@@ -27,9 +41,16 @@ async fn all_markers_are_listed_page_by_page_and_what_expired_is_not() {
     for id in &ids {
         ask(&store, claim(id, 1)).await.expect("a verdict");
     }
-    // Within the second in which the store looks for what has expired it may be there or not: it counts as absent.
-    directory.raw().execute("UPDATE markers SET expires = 1 WHERE key = 'id-3'", []).expect("written");
-    directory.raw().execute("UPDATE markers SET state = 99 WHERE key = 'id-5'", []).expect("written");
+    // Within the second in which the store looks for what has expired it may be there or not: it
+    // counts as absent.
+    directory
+        .raw()
+        .execute("UPDATE markers SET expires = 1 WHERE key = 'id-3'", [])
+        .expect("written");
+    directory
+        .raw()
+        .execute("UPDATE markers SET state = 99 WHERE key = 'id-5'", [])
+        .expect("written");
     let mut browse = store.browse(2);
     let (mut found, mut pages) = (Vec::new(), 0);
     while let Some(page) = browse.next().await.expect("the file") {
@@ -43,9 +64,15 @@ async fn all_markers_are_listed_page_by_page_and_what_expired_is_not() {
     for (key, standing) in &found {
         match standing {
             Ok((Marker::InProgress(_), left)) => assert!(key != "id-5" && !left.is_zero(), "{key}"),
-            Err(error) => assert!(key == "id-5" && error.to_string().contains("id-5"), "{key}: {error}"),
+            Err(error) => assert!(
+                key == "id-5" && error.to_string().contains("id-5"),
+                "{key}: {error}"
+            ),
             other => panic!("{key}: {other:?}"),
         }
     }
-    assert!(browse.next().await.expect("the file").is_none(), "after the end is the end");
+    assert!(
+        browse.next().await.expect("the file").is_none(),
+        "after the end is the end"
+    );
 }

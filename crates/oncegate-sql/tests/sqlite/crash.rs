@@ -20,12 +20,18 @@ async fn writes_until_it_is_killed() {
     let store = at(file);
     let mut said = std::io::stdout();
     for round in 0_u32.. {
-        let ids: Vec<String> = (0..BATCH).map(|n| format!("{}-{round}-{n}", std::process::id())).collect();
+        let ids: Vec<String> = (0..BATCH)
+            .map(|n| format!("{}-{round}-{n}", std::process::id()))
+            .collect();
         let claims: Vec<_> = ids.iter().map(|id| claim(id, 1)).collect();
         verdicts(&store, &claims).await;
         writeln!(said, "claimed {} {round}", std::process::id()).expect("somebody reads");
         // Some are left in progress.
-        let completions: Vec<_> = ids.iter().skip(BATCH / 4).map(|id| complete(id, 1)).collect();
+        let completions: Vec<_> = ids
+            .iter()
+            .skip(BATCH / 4)
+            .map(|id| complete(id, 1))
+            .collect();
         verdicts(&store, &completions).await;
         writeln!(said, "completed {} {round}", std::process::id()).expect("somebody reads");
     }
@@ -41,18 +47,32 @@ async fn what_was_answered_before_kill_9_is_known_after_it() {
         let mut writers: Vec<_> = (0..2)
             .map(|_| {
                 Command::new(std::env::current_exe().expect("this test"))
-                    .args([WRITER, "--exact", "--ignored", "--nocapture", "--test-threads=1"])
+                    .args([
+                        WRITER,
+                        "--exact",
+                        "--ignored",
+                        "--nocapture",
+                        "--test-threads=1",
+                    ])
                     .env(FILE, directory.file())
                     .stdout(Stdio::piped())
                     .spawn()
                     .expect("it starts")
             })
             .collect();
-        let mut said: Vec<_> = writers.iter_mut().map(|writer| BufReader::new(writer.stdout.take().expect("piped")).lines()).collect();
+        let mut said: Vec<_> = writers
+            .iter_mut()
+            .map(|writer| BufReader::new(writer.stdout.take().expect("piped")).lines())
+            .collect();
         // From the moment when the first was answered.
         let mut lines = Vec::new();
         for lines_of_one in &mut said {
-            lines.extend(lines_of_one.by_ref().map_while(Result::ok).find(|line| line.contains("claimed")));
+            lines.extend(
+                lines_of_one
+                    .by_ref()
+                    .map_while(Result::ok)
+                    .find(|line| line.contains("claimed")),
+            );
         }
         std::thread::sleep(Duration::from_micros(random.below(60_000) as u64));
         for writer in &mut writers {
@@ -63,20 +83,37 @@ async fn what_was_answered_before_kill_9_is_known_after_it() {
         for line in lines {
             let words: Vec<&str> = line.split_whitespace().collect();
             // The harness says its own name first; what was cut short was never said.
-            let Some(at) = words.iter().position(|word| matches!(*word, "claimed" | "completed")) else { continue };
-            let [what, process, round] = words[at..] else { continue };
+            let Some(at) = words
+                .iter()
+                .position(|word| matches!(*word, "claimed" | "completed"))
+            else {
+                continue;
+            };
+            let [what, process, round] = words[at..] else {
+                continue;
+            };
             for n in 0..BATCH {
-                let marker = store.look(&key(&format!("{process}-{round}-{n}"))).await.expect("a marker");
-                let is_known =
-                    matches!(marker, Marker::Done(_)) || matches!(marker, Marker::InProgress(_)) && (what == "claimed" || n < BATCH / 4);
+                let marker = store
+                    .look(&key(&format!("{process}-{round}-{n}")))
+                    .await
+                    .expect("a marker");
+                let is_known = matches!(marker, Marker::Done(_))
+                    || matches!(marker, Marker::InProgress(_))
+                        && (what == "claimed" || n < BATCH / 4);
                 assert!(is_known, "{line}: {n} is {marker:?}");
             }
             rounds += 1;
         }
     }
     assert!(rounds >= 20, "{rounds}");
-    let whole: String = directory.raw().query_row("PRAGMA integrity_check", [], |row| row.get(0)).expect("an answer");
+    let whole: String = directory
+        .raw()
+        .query_row("PRAGMA integrity_check", [], |row| row.get(0))
+        .expect("an answer");
     assert_eq!(whole, "ok");
     // And it goes on.
-    assert_eq!(verdicts(&store, &[claim("next", 1)]).await, [Verdict::Granted(Attempts::new(1))]);
+    assert_eq!(
+        verdicts(&store, &[claim("next", 1)]).await,
+        [Verdict::Granted(Attempts::new(1))]
+    );
 }

@@ -1,4 +1,5 @@
-//! Files that are not what they should be: each is said in one line that names the setting and the remedy.
+//! Files that are not what they should be: each is said in one line that names the setting and the
+//! remedy.
 
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
@@ -16,24 +17,44 @@ use crate::support::{Directory, GRANTED, SECOND, ask, at, claim, line, verdicts}
 async fn refused(path: impl AsRef<Path>) -> String {
     let store = at(path.as_ref());
     let at_start = store.memory().await.expect_err("it is refused");
-    assert!(matches!(at_start, StoreError::Misconfigured(_)), "{at_start:?}");
+    assert!(
+        matches!(at_start, StoreError::Misconfigured(_)),
+        "{at_start:?}"
+    );
     let claimed = ask(&store, claim("a", 1)).await.expect_err("it is refused");
     assert_eq!(line(&at_start), line(&claimed));
     line(&at_start)
 }
 
 fn says(line: &str, words: &[&str]) {
-    assert!(words.iter().all(|word| line.contains(word)), "{line}: lacks one of {words:?}");
+    assert!(
+        words.iter().all(|word| line.contains(word)),
+        "{line}: lacks one of {words:?}"
+    );
 }
 
 #[tokio::test]
 async fn a_place_that_is_no_file_is_named() {
     let directory = Directory::new();
     let missing = directory.path().join("nowhere/payments.db");
-    says(&refused(&missing).await, &["Sqlite::file", "there is no directory", "nowhere", "create it"]);
-    says(&refused(directory.path()).await, &["Sqlite::file", "is a directory", "name a file in it"]);
+    says(
+        &refused(&missing).await,
+        &[
+            "Sqlite::file",
+            "there is no directory",
+            "nowhere",
+            "create it",
+        ],
+    );
+    says(
+        &refused(directory.path()).await,
+        &["Sqlite::file", "is a directory", "name a file in it"],
+    );
     for nothing in ["", ":memory:"] {
-        says(&refused(nothing).await, &["Sqlite::file", "is no file", "MemoryStore"]);
+        says(
+            &refused(nothing).await,
+            &["Sqlite::file", "is no file", "MemoryStore"],
+        );
     }
     assert!(!missing.exists());
 }
@@ -44,30 +65,45 @@ async fn no_time_to_answer_is_refused() {
     let store = directory.store().timeout(std::time::Duration::ZERO);
     let at_start = store.memory().await.expect_err("it is refused");
     let claimed = ask(&store, claim("a", 1)).await.expect_err("it is refused");
-    let looked = store.look(&crate::support::key("a")).await.expect_err("it is refused");
+    let looked = store
+        .look(&crate::support::key("a"))
+        .await
+        .expect_err("it is refused");
     for error in [&at_start, &claimed, &looked] {
         assert!(matches!(error, StoreError::Misconfigured(_)), "{error:?}");
         says(&line(error), &["Sqlite::timeout", "within no time", "2s"]);
     }
     assert!(!directory.file().exists());
-    assert_eq!(ask(&store.timeout(30 * SECOND), claim("a", 1)).await.expect("a verdict"), GRANTED);
+    assert_eq!(
+        ask(&store.timeout(30 * SECOND), claim("a", 1))
+            .await
+            .expect("a verdict"),
+        GRANTED
+    );
 }
 
 #[tokio::test]
 async fn a_file_that_is_not_ours_is_left_as_it_is() {
     let directory = Directory::new();
     let text = directory.path().join("text");
-    std::fs::write(&text, "not a database, and longer than nothing\n".repeat(100)).expect("written");
+    std::fs::write(
+        &text,
+        "not a database, and longer than nothing\n".repeat(100),
+    )
+    .expect("written");
 
     let other = directory.path().join("other.db");
     let raw = Connection::open(&other).expect("it opens");
-    raw.execute_batch("CREATE TABLE articles (name TEXT); INSERT INTO articles VALUES ('tea')").expect("written");
+    raw.execute_batch("CREATE TABLE articles (name TEXT); INSERT INTO articles VALUES ('tea')")
+        .expect("written");
     drop(raw);
 
     let newer = directory.path().join("newer.db");
     let raw = Connection::open(&newer).expect("it opens");
-    raw.execute_batch("CREATE TABLE markers_2 (key TEXT)").expect("written");
-    raw.pragma_update(None, "application_id", i32::from_be_bytes(*b"once")).expect("written");
+    raw.execute_batch("CREATE TABLE markers_2 (key TEXT)")
+        .expect("written");
+    raw.pragma_update(None, "application_id", i32::from_be_bytes(*b"once"))
+        .expect("written");
     raw.pragma_update(None, "user_version", 2).expect("written");
     drop(raw);
 
@@ -80,20 +116,35 @@ async fn a_file_that_is_not_ours_is_left_as_it_is() {
         let line = refused(file).await;
         says(&line, &words);
         says(&line, &["Sqlite::file", "left as it is"]);
-        assert!(std::fs::read(file).expect("it is there") == before, "{line}");
+        assert!(
+            std::fs::read(file).expect("it is there") == before,
+            "{line}"
+        );
     }
-    let beside = std::fs::read_dir(directory.path()).expect("a directory").count();
+    let beside = std::fs::read_dir(directory.path())
+        .expect("a directory")
+        .count();
     assert_eq!(beside, 3, "a log was left beside a file that is not ours");
 }
 
 #[tokio::test]
 async fn a_file_from_before_windows_were_noted_is_one_of_ours() {
     let directory = Directory::new();
-    ask(&directory.store(), claim("a", 1)).await.expect("granted");
-    directory.raw().execute_batch("DROP TABLE windows").expect("written");
-    let verdict = ask(&directory.store(), claim("a", 2)).await.expect("a verdict");
+    ask(&directory.store(), claim("a", 1))
+        .await
+        .expect("granted");
+    directory
+        .raw()
+        .execute_batch("DROP TABLE windows")
+        .expect("written");
+    let verdict = ask(&directory.store(), claim("a", 2))
+        .await
+        .expect("a verdict");
     assert!(matches!(verdict, Verdict::Busy { .. }), "{verdict:?}");
-    let longest: i64 = directory.raw().query_row("SELECT max(longest) FROM windows", [], |row| row.get(0)).expect("a number");
+    let longest: i64 = directory
+        .raw()
+        .query_row("SELECT max(longest) FROM windows", [], |row| row.get(0))
+        .expect("a number");
     assert_eq!(longest, 600_000);
 }
 
@@ -102,9 +153,17 @@ async fn a_release_that_takes_the_file_over_stops_the_older() {
     let directory = Directory::new();
     let store = directory.store();
     ask(&store, claim("a", 1)).await.expect("granted");
-    directory.raw().pragma_update(None, "user_version", 2).expect("written");
-    let stopped = ask(&store, claim("b", 1)).await.expect_err("it is not ours any more");
-    assert!(matches!(stopped, StoreError::Misconfigured(_)), "{stopped:?}");
+    directory
+        .raw()
+        .pragma_update(None, "user_version", 2)
+        .expect("written");
+    let stopped = ask(&store, claim("b", 1))
+        .await
+        .expect_err("it is not ours any more");
+    assert!(
+        matches!(stopped, StoreError::Misconfigured(_)),
+        "{stopped:?}"
+    );
     says(&line(&stopped), &["newer release", "upgrade oncegate here"]);
 }
 
@@ -119,13 +178,24 @@ async fn a_file_that_is_removed_or_replaced_while_in_use_stops_its_users() {
             std::fs::write(directory.file(), "").expect("written");
         }
         for id in ["b", "c"] {
-            let stopped = ask(&store, claim(id, 1)).await.expect_err("it would be seen by nobody");
-            assert!(matches!(stopped, StoreError::Misconfigured(_)), "{stopped:?}");
-            says(&line(&stopped), &["Sqlite::file", "removed or replaced", "put it back"]);
+            let stopped = ask(&store, claim(id, 1))
+                .await
+                .expect_err("it would be seen by nobody");
+            assert!(
+                matches!(stopped, StoreError::Misconfigured(_)),
+                "{stopped:?}"
+            );
+            says(
+                &line(&stopped),
+                &["Sqlite::file", "removed or replaced", "put it back"],
+            );
         }
         assert_eq!(directory.file().exists(), replace, "a new file was made");
         std::fs::rename(directory.path().join("away.db"), directory.file()).expect("moved back");
-        assert_eq!(ask(&store, claim("b", 1)).await.expect("a verdict"), GRANTED);
+        assert_eq!(
+            ask(&store, claim("b", 1)).await.expect("a verdict"),
+            GRANTED
+        );
     }
 }
 
@@ -143,7 +213,9 @@ fn close(directory: &Directory, store: Sqlite) {
     drop(store);
     let is_open = || {
         let files = std::fs::read_dir("/proc/self/fd").expect("Linux").flatten();
-        files.filter_map(|file| std::fs::read_link(file.path()).ok()).any(|path| path.starts_with(directory.path()))
+        files
+            .filter_map(|file| std::fs::read_link(file.path()).ok())
+            .any(|path| path.starts_with(directory.path()))
     };
     let begun = std::time::Instant::now();
     while is_open() {
@@ -160,12 +232,22 @@ async fn a_log_that_is_removed_while_in_use_stops_its_users_and_is_saved_by_the_
     ask(&store, claim("a", 1)).await.expect("granted");
     remove_log(&directory);
     for id in ["b", "c"] {
-        let stopped = ask(&store, claim(id, 1)).await.expect_err("it would be seen by nobody");
-        assert!(matches!(stopped, StoreError::Misconfigured(_)), "{stopped:?}");
-        says(&line(&stopped), &["Sqlite::file", "-wal", "removed or replaced", "put it back"]);
+        let stopped = ask(&store, claim(id, 1))
+            .await
+            .expect_err("it would be seen by nobody");
+        assert!(
+            matches!(stopped, StoreError::Misconfigured(_)),
+            "{stopped:?}"
+        );
+        says(
+            &line(&stopped),
+            &["Sqlite::file", "-wal", "removed or replaced", "put it back"],
+        );
     }
     close(&directory, store);
-    let verdict = ask(&directory.store(), claim("a", 2)).await.expect("a verdict");
+    let verdict = ask(&directory.store(), claim("a", 2))
+        .await
+        .expect("a verdict");
     assert!(matches!(verdict, Verdict::Busy { .. }), "{verdict:?}");
 }
 
@@ -173,7 +255,10 @@ async fn a_log_that_is_removed_while_in_use_stops_its_users_and_is_saved_by_the_
 #[ignore = "a process of the test below"]
 async fn is_granted_b() {
     let file = std::env::var_os(FILE).expect("a file");
-    assert_eq!(ask(&at(file), claim("b", 2)).await.expect("a verdict"), GRANTED);
+    assert_eq!(
+        ask(&at(file), claim("b", 2)).await.expect("a verdict"),
+        GRANTED
+    );
 }
 
 #[cfg(target_os = "linux")]
@@ -185,14 +270,27 @@ async fn of_two_who_have_a_log_each_the_one_whose_log_was_removed_stops_and_spoi
     remove_log(&directory);
     let program = std::env::current_exe().expect("this test");
     // In a process of its own: in this one, SQLite would know of the removed log.
-    let other = process("is_granted_b", &program, &directory.file()).output().expect("it ran");
-    assert!(other.status.success(), "{}", String::from_utf8_lossy(&other.stderr));
+    let other = process("is_granted_b", &program, &directory.file())
+        .output()
+        .expect("it ran");
+    assert!(
+        other.status.success(),
+        "{}",
+        String::from_utf8_lossy(&other.stderr)
+    );
     for _ in 0..2 {
-        let stopped = ask(&store, claim("b", 1)).await.expect_err("another was granted it");
-        assert!(matches!(stopped, StoreError::Misconfigured(_)), "{stopped:?}");
+        let stopped = ask(&store, claim("b", 1))
+            .await
+            .expect_err("another was granted it");
+        assert!(
+            matches!(stopped, StoreError::Misconfigured(_)),
+            "{stopped:?}"
+        );
     }
     close(&directory, store);
-    let verdict = ask(&directory.store(), claim("b", 3)).await.expect("a verdict");
+    let verdict = ask(&directory.store(), claim("b", 3))
+        .await
+        .expect("a verdict");
     assert!(matches!(verdict, Verdict::Busy { .. }), "{verdict:?}");
 }
 
@@ -200,18 +298,49 @@ async fn of_two_who_have_a_log_each_the_one_whose_log_was_removed_stops_and_spoi
 async fn a_row_that_cannot_be_read_spoils_no_other() {
     let directory = Directory::new();
     let store = directory.store();
-    verdicts(&store, &[claim("a", 1), claim("b", 1), claim("c", 1), claim("d", 1)]).await;
+    verdicts(
+        &store,
+        &[claim("a", 1), claim("b", 1), claim("c", 1), claim("d", 1)],
+    )
+    .await;
     let raw = directory.raw();
-    raw.execute("UPDATE markers SET state = 9 WHERE key = 'a'", []).expect("written");
-    raw.execute("UPDATE markers SET token = x'00' WHERE key = 'b'", []).expect("written");
-    raw.execute("UPDATE markers SET fingerprint = -1 WHERE key = 'c'", []).expect("written");
-    let answers = store.apply(&[claim("a", 2), claim("b", 1), claim("c", 1), claim("d", 1), claim("e", 1)]).await;
+    raw.execute("UPDATE markers SET state = 9 WHERE key = 'a'", [])
+        .expect("written");
+    raw.execute("UPDATE markers SET token = x'00' WHERE key = 'b'", [])
+        .expect("written");
+    raw.execute("UPDATE markers SET fingerprint = -1 WHERE key = 'c'", [])
+        .expect("written");
+    let answers = store
+        .apply(&[
+            claim("a", 2),
+            claim("b", 1),
+            claim("c", 1),
+            claim("d", 1),
+            claim("e", 1),
+        ])
+        .await;
     for (answer, id) in answers.iter().zip(["a", "b", "c"]) {
-        let Err(error @ StoreError::UnreadableMarker(_)) = answer else { panic!("{answer:?}") };
-        says(&line(error), &[&format!("the row of {id} "), "delete the row", "left as it is"]);
+        let Err(error @ StoreError::UnreadableMarker(_)) = answer else {
+            panic!("{answer:?}")
+        };
+        says(
+            &line(error),
+            &[
+                &format!("the row of {id} "),
+                "delete the row",
+                "left as it is",
+            ],
+        );
     }
-    assert!(matches!(answers[3..], [Ok(GRANTED), Ok(GRANTED)]), "{answers:?}");
-    let state: u32 = raw.query_row("SELECT state FROM markers WHERE key = 'a'", [], |row| row.get(0)).expect("it is there");
+    assert!(
+        matches!(answers[3..], [Ok(GRANTED), Ok(GRANTED)]),
+        "{answers:?}"
+    );
+    let state: u32 = raw
+        .query_row("SELECT state FROM markers WHERE key = 'a'", [], |row| {
+            row.get(0)
+        })
+        .expect("it is there");
     assert_eq!(state, 9);
 }
 
@@ -219,10 +348,24 @@ async fn a_row_that_cannot_be_read_spoils_no_other() {
 async fn it_says_what_its_memory_rests_on() {
     let directory = Directory::new();
     let full = directory.store().memory().await.expect("a memory");
-    assert!(matches!(&full, Memory::Survives(text) if text.contains("synchronous=FULL")), "{full:?}");
-    let normal = directory.store().synchronous(Synchronous::Normal).memory().await.expect("a memory");
-    assert!(matches!(&normal, Memory::Forgets(text) if text.contains("power cut") && text.contains("Synchronous::Normal")), "{normal:?}");
-    let mode: String = directory.raw().query_row("PRAGMA journal_mode", [], |row| row.get(0)).expect("an answer");
+    assert!(
+        matches!(&full, Memory::Survives(text) if text.contains("synchronous=FULL")),
+        "{full:?}"
+    );
+    let normal = directory
+        .store()
+        .synchronous(Synchronous::Normal)
+        .memory()
+        .await
+        .expect("a memory");
+    assert!(
+        matches!(&normal, Memory::Forgets(text) if text.contains("power cut") && text.contains("Synchronous::Normal")),
+        "{normal:?}"
+    );
+    let mode: String = directory
+        .raw()
+        .query_row("PRAGMA journal_mode", [], |row| row.get(0))
+        .expect("an answer");
     assert_eq!(mode, "wal");
 }
 
@@ -230,12 +373,17 @@ async fn it_says_what_its_memory_rests_on() {
 #[tokio::test]
 async fn a_file_system_in_memory_forgets() {
     // Where this machine has one.
-    let Ok(directory) = tempfile::tempdir_in("/dev/shm") else { return };
+    let Ok(directory) = tempfile::tempdir_in("/dev/shm") else {
+        return;
+    };
     let is_in_memory = std::fs::read_to_string("/proc/mounts")
         .expect("Linux")
         .lines()
         .any(|line| line.starts_with("tmpfs /dev/shm ") || line.contains(" /dev/shm tmpfs "));
-    let memory = Sqlite::file(directory.path().join("markers.db")).memory().await.expect("a memory");
+    let memory = Sqlite::file(directory.path().join("markers.db"))
+        .memory()
+        .await
+        .expect("a memory");
     assert_eq!(
         matches!(&memory, Memory::Forgets(text) if text.contains("in memory") && text.contains("on a disk")),
         is_in_memory,
@@ -248,7 +396,15 @@ const FILE: &str = "ONCEGATE_TEST_SQLITE_FILE";
 /// Runs a test of this file in a process of its own, with a file.
 fn process(test: &str, program: &Path, file: &Path) -> Command {
     let mut process = Command::new(program);
-    process.args([&format!("files::{test}"), "--exact", "--ignored", "--nocapture", "--test-threads=1"]).env(FILE, file);
+    process
+        .args([
+            &format!("files::{test}"),
+            "--exact",
+            "--ignored",
+            "--nocapture",
+            "--test-threads=1",
+        ])
+        .env(FILE, file);
     process.stdout(Stdio::null());
     process
 }
@@ -257,36 +413,63 @@ fn process(test: &str, program: &Path, file: &Path) -> Command {
 #[ignore = "a process of a test below"]
 async fn finds_that_it_may_not_write() {
     let file = std::env::var_os(FILE).expect("a file");
-    says(&refused(file).await, &["Sqlite::file", "may not be written", "let this user write the file and its directory"]);
+    says(
+        &refused(file).await,
+        &[
+            "Sqlite::file",
+            "may not be written",
+            "let this user write the file and its directory",
+        ],
+    );
 }
 
 #[test]
 fn a_file_that_may_not_be_written_is_refused() {
     let directory = Directory::for_anybody();
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
-    runtime.block_on(async { ask(&directory.store(), claim("a", 1)).await }).expect("granted");
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .build()
+        .expect("a runtime");
+    runtime
+        .block_on(async { ask(&directory.store(), claim("a", 1)).await })
+        .expect("granted");
     let raw = directory.raw();
-    raw.query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |_| Ok(())).expect("an answer");
+    raw.query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |_| Ok(()))
+        .expect("an answer");
     drop(raw);
-    // Root may write everything, so the process is somebody else: who must be able to run this program.
+    // Root may write everything, so the process is somebody else: who must be able to run this
+    // program.
     let program = directory.path().join("program");
     std::fs::copy(std::env::current_exe().expect("this test"), &program).expect("copied");
-    let allow = |path: &Path, mode| std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).expect("ours");
+    let allow = |path: &Path, mode| {
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).expect("ours")
+    };
     allow(&directory.file(), 0o444);
     allow(directory.path(), 0o555);
-    let is_root = std::fs::metadata(directory.path()).expect("it is there").uid() == 0;
+    let is_root = std::fs::metadata(directory.path())
+        .expect("it is there")
+        .uid()
+        == 0;
     // A file that may not be written, also where its log may, and one that cannot be made.
     let open = Directory::for_anybody();
     std::fs::copy(directory.file(), open.file()).expect("copied");
     allow(&open.file(), 0o444);
     allow(open.path(), 0o777);
-    for file in [directory.file(), open.file(), directory.path().join("new.db")] {
+    for file in [
+        directory.file(),
+        open.file(),
+        directory.path().join("new.db"),
+    ] {
         let mut found = process("finds_that_it_may_not_write", &program, &file);
         if is_root {
             found.uid(65_534).gid(65_534);
         }
         let found = found.current_dir("/").output().expect("it ran");
-        assert!(found.status.success(), "{}", String::from_utf8_lossy(&found.stderr));
+        assert!(
+            found.status.success(),
+            "{}",
+            String::from_utf8_lossy(&found.stderr)
+        );
     }
     allow(directory.path(), 0o755);
 }
@@ -297,7 +480,9 @@ async fn finds_that_the_disk_is_full() {
     let store = at(std::env::var_os(FILE).expect("a file"));
     let mut granted = 0;
     let refused = loop {
-        let claims: Vec<_> = (0..100).map(|n| claim(&format!("{granted}-{n}"), 1)).collect();
+        let claims: Vec<_> = (0..100)
+            .map(|n| claim(&format!("{granted}-{n}"), 1))
+            .collect();
         let answers = store.apply(&claims).await;
         if answers.iter().all(|answer| matches!(answer, Ok(GRANTED))) {
             granted += 1;
@@ -307,28 +492,60 @@ async fn finds_that_the_disk_is_full() {
         break answers;
     };
     for answer in &refused {
-        let Err(error @ (StoreError::NotApplied(_) | StoreError::Unknown(_))) = answer else { panic!("{answer:?}") };
-        assert!(line(error).contains("SQLite cannot work on") || line(error).contains("is full"), "{error}");
+        let Err(error @ (StoreError::NotApplied(_) | StoreError::Unknown(_))) = answer else {
+            panic!("{answer:?}")
+        };
+        assert!(
+            line(error).contains("SQLite cannot work on") || line(error).contains("is full"),
+            "{error}"
+        );
     }
     // What was granted before is known, also to who opens the file anew.
     for round in 0..granted {
-        let marker = store.look(&crate::support::key(&format!("{round}-0"))).await.expect("a marker");
-        assert!(matches!(marker, oncegate_core::marker::Marker::InProgress(_)), "{marker:?}");
+        let marker = store
+            .look(&crate::support::key(&format!("{round}-0")))
+            .await
+            .expect("a marker");
+        assert!(
+            matches!(marker, oncegate_core::marker::Marker::InProgress(_)),
+            "{marker:?}"
+        );
     }
 }
 
 #[tokio::test]
 async fn what_a_full_disk_does_not_take_is_not_granted_and_all_else_is_known() {
     let directory = Directory::new();
-    ask(&directory.store(), claim("first", 1)).await.expect("granted");
+    ask(&directory.store(), claim("first", 1))
+        .await
+        .expect("granted");
     let mut found = Command::new("sh");
     // Blocks of 512 or 1,024 bytes: a file that would become longer fails, as on a full disk.
-    found.args(["-c", r#"trap '' XFSZ; ulimit -f 400; exec "$0" "$@""#]).arg(std::env::current_exe().expect("this test"));
-    found.args(["files::finds_that_the_disk_is_full", "--exact", "--ignored", "--nocapture", "--test-threads=1"]);
+    found
+        .args(["-c", r#"trap '' XFSZ; ulimit -f 400; exec "$0" "$@""#])
+        .arg(std::env::current_exe().expect("this test"));
+    found.args([
+        "files::finds_that_the_disk_is_full",
+        "--exact",
+        "--ignored",
+        "--nocapture",
+        "--test-threads=1",
+    ]);
     let found = found.env(FILE, directory.file()).output().expect("it ran");
-    assert!(found.status.success(), "{}{}", String::from_utf8_lossy(&found.stdout), String::from_utf8_lossy(&found.stderr));
+    assert!(
+        found.status.success(),
+        "{}{}",
+        String::from_utf8_lossy(&found.stdout),
+        String::from_utf8_lossy(&found.stderr)
+    );
     // There is room again.
     let store = directory.store();
-    assert_eq!(ask(&store, claim("0-0", 1)).await.expect("a verdict"), Verdict::Granted(Attempts::new(1)));
-    assert_eq!(ask(&store, claim("next", 1)).await.expect("a verdict"), Verdict::Granted(Attempts::new(1)));
+    assert_eq!(
+        ask(&store, claim("0-0", 1)).await.expect("a verdict"),
+        Verdict::Granted(Attempts::new(1))
+    );
+    assert_eq!(
+        ask(&store, claim("next", 1)).await.expect("a verdict"),
+        Verdict::Granted(Attempts::new(1))
+    );
 }

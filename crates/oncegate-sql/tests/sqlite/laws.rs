@@ -33,5 +33,8 @@ impl Store for Owned {
 oncegate_testkit::store_laws!(async || {
     let directory = Directory::new();
     // The laws pull no plug, and some disks take long to sync.
-    Owned { store: directory.store().synchronous(Synchronous::Normal), _directory: directory }
+    Owned {
+        store: directory.store().synchronous(Synchronous::Normal),
+        _directory: directory,
+    }
 });

@@ -6,7 +6,9 @@ use oncegate_core::{Store, StoreError};
 use oncegate_sql::Synchronous;
 use rusqlite::TransactionBehavior;
 
-use crate::support::{DONE, Directory, GRANTED, SECOND, ask, at, claim, complete, key, line, verdicts};
+use crate::support::{
+    DONE, Directory, GRANTED, SECOND, ask, at, claim, complete, key, line, verdicts,
+};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn of_a_hundred_claims_over_five_handles_one_is_granted() {
@@ -19,9 +21,27 @@ async fn of_a_hundred_claims_over_five_handles_one_is_granted() {
             let (store, claim) = (stores[n as usize % stores.len()].clone(), claim(&id, n));
             tokio::spawn(async move { ask(&store, claim).await.expect("a verdict") })
         });
-        let verdicts: Vec<_> = join_all(claims).await.into_iter().map(|verdict| verdict.expect("no panic")).collect();
-        assert_eq!(verdicts.iter().filter(|verdict| **verdict == GRANTED).count(), 1, "{verdicts:?}");
-        assert_eq!(verdicts.iter().filter(|verdict| matches!(verdict, Verdict::Busy { .. })).count(), 99, "{verdicts:?}");
+        let verdicts: Vec<_> = join_all(claims)
+            .await
+            .into_iter()
+            .map(|verdict| verdict.expect("no panic"))
+            .collect();
+        assert_eq!(
+            verdicts
+                .iter()
+                .filter(|verdict| **verdict == GRANTED)
+                .count(),
+            1,
+            "{verdicts:?}"
+        );
+        assert_eq!(
+            verdicts
+                .iter()
+                .filter(|verdict| matches!(verdict, Verdict::Busy { .. }))
+                .count(),
+            99,
+            "{verdicts:?}"
+        );
     }
 }
 
@@ -34,7 +54,8 @@ async fn all_who_find_no_file_make_one_together() {
             tokio::spawn(async move { store.memory().await })
         });
         for made in join_all(makers).await {
-            made.expect("no panic").expect("it is there, whoever made it");
+            made.expect("no panic")
+                .expect("it is there, whoever made it");
         }
     }
 }
@@ -48,16 +69,31 @@ async fn handles_that_write_at_once_lose_nothing() {
             for round in 0..20 {
                 let ids: Vec<String> = (0..50).map(|n| format!("{writer}-{round}-{n}")).collect();
                 let claims: Vec<_> = ids.iter().map(|id| claim(id, 1)).collect();
-                assert!(verdicts(&store, &claims).await.iter().all(|verdict| *verdict == GRANTED));
+                assert!(
+                    verdicts(&store, &claims)
+                        .await
+                        .iter()
+                        .all(|verdict| *verdict == GRANTED)
+                );
                 let completions: Vec<_> = ids.iter().map(|id| complete(id, 1)).collect();
-                assert!(verdicts(&store, &completions).await.iter().all(|verdict| *verdict == DONE));
+                assert!(
+                    verdicts(&store, &completions)
+                        .await
+                        .iter()
+                        .all(|verdict| *verdict == DONE)
+                );
             }
         })
     });
     for written in join_all(writers).await {
         written.expect("no panic");
     }
-    let done: u32 = directory.raw().query_row("SELECT count(*) FROM markers WHERE state = 0", [], |row| row.get(0)).expect("a number");
+    let done: u32 = directory
+        .raw()
+        .query_row("SELECT count(*) FROM markers WHERE state = 0", [], |row| {
+            row.get(0)
+        })
+        .expect("a number");
     assert_eq!(done, 4 * 20 * 50);
 }
 
@@ -68,12 +104,23 @@ async fn a_file_that_another_keeps_locked_is_waited_for_and_then_asked_again() {
     ask(&store, claim("a", 1)).await.expect("granted");
     let mut raw = directory.raw();
 
-    let locked = raw.transaction_with_behavior(TransactionBehavior::Immediate).expect("the lock");
+    let locked = raw
+        .transaction_with_behavior(TransactionBehavior::Immediate)
+        .expect("the lock");
     let refused = ask(&store, claim("b", 1)).await.expect_err("it is locked");
-    assert!(matches!(refused, StoreError::NotApplied(_)) && line(&refused).contains("others write to"), "{refused}");
+    assert!(
+        matches!(refused, StoreError::NotApplied(_)) && line(&refused).contains("others write to"),
+        "{refused}"
+    );
     locked.rollback().expect("let go");
-    assert_eq!(store.look(&key("b")).await.expect("a marker"), oncegate_core::marker::Marker::Absent);
-    assert_eq!(ask(&store, claim("b", 1)).await.expect("it is free"), GRANTED);
+    assert_eq!(
+        store.look(&key("b")).await.expect("a marker"),
+        oncegate_core::marker::Marker::Absent
+    );
+    assert_eq!(
+        ask(&store, claim("b", 1)).await.expect("it is free"),
+        GRANTED
+    );
 }
 
 #[test]
@@ -81,9 +128,17 @@ fn a_store_outlives_the_runtime_that_first_used_it() {
     let directory = Directory::new();
     let store = directory.store();
     for round in 0..2 {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_time()
+            .build()
+            .expect("a runtime");
         let token = Token::random().0;
-        assert_eq!(runtime.block_on(ask(&store, claim(&format!("{round}"), token))).expect("a verdict"), GRANTED);
+        assert_eq!(
+            runtime
+                .block_on(ask(&store, claim(&format!("{round}"), token)))
+                .expect("a verdict"),
+            GRANTED
+        );
     }
     assert!(store.for_renewals().is_none());
 }

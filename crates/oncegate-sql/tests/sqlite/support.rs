@@ -5,7 +5,9 @@ use std::path::{Path, PathBuf};
 use oncegate_core::StoreError;
 use oncegate_core::marker::{Ask, Guarantee, Operation, Token};
 use oncegate_sql::Sqlite;
-pub(crate) use oncegate_testkit::asking::{DONE, GRANTED, SECOND, ask, key, operation, terms, verdicts};
+pub(crate) use oncegate_testkit::asking::{
+    DONE, GRANTED, SECOND, ask, key, operation, terms, verdicts,
+};
 use rusqlite::Connection;
 use tempfile::TempDir;
 

@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Counts by id what a handler did to the world: put one where your handler's database or provider is. Cloning shares it.
+/// Counts by id what a handler did to the world: put one where your handler's database or provider
+/// is. Cloning shares it.
 #[derive(Clone, Debug, Default)]
 pub struct Effects(Arc<Mutex<BTreeMap<String, usize>>>);
 

@@ -64,7 +64,13 @@ impl Faults {
         let holds = |ask: Ask| asked.iter().any(|operation| operation.ask == ask);
         let loses_claim = holds(Ask::Claim) && state.takes(Fault::ReplyToClaim);
         let loses_completion = holds(Ask::Complete) && state.takes(Fault::ReplyToCompletion);
-        if loses_claim || loses_completion { Fate::Lost { applied: asked.len() } } else { Fate::Answered }
+        if loses_claim || loses_completion {
+            Fate::Lost {
+                applied: asked.len(),
+            }
+        } else {
+            Fate::Answered
+        }
     }
 
     /// Ends when the consumer has to.
@@ -94,18 +100,24 @@ impl Faults {
         self.lock().life
     }
 
-    /// A handler of a consumer of this life is about to run: its place among the runs. `None` if that consumer is gone.
+    /// A handler of a consumer of this life is about to run: its place among the runs. `None` if
+    /// that consumer is gone.
     pub(super) fn starts(&self, life: u32, id: &str, attempt: u32) -> Option<usize> {
         let mut state = self.lock();
         if state.crashing || state.life != life {
             return None;
         }
         state.running += 1;
-        state.runs.push(Run { id: id.to_owned(), attempt, ended: Ended::Cut });
+        state.runs.push(Run {
+            id: id.to_owned(),
+            attempt,
+            ended: Ended::Cut,
+        });
         Some(state.runs.len() - 1)
     }
 
-    /// `reconcile` of a consumer of this life is about to run: its place among the reconciles. `None` if that consumer is gone.
+    /// `reconcile` of a consumer of this life is about to run: its place among the reconciles.
+    /// `None` if that consumer is gone.
     pub(super) fn reconcile_starts(&self, life: u32, id: &str, attempt: u32) -> Option<usize> {
         let mut state = self.lock();
         if state.crashing || state.life != life {
@@ -113,7 +125,12 @@ impl Faults {
         }
         state.running += 1;
         let after = state.runs.len();
-        state.reconciles.push(Reconcile { id: id.to_owned(), attempt, found: None, after });
+        state.reconciles.push(Reconcile {
+            id: id.to_owned(),
+            attempt,
+            found: None,
+            after,
+        });
         Some(state.reconciles.len() - 1)
     }
 
@@ -144,7 +161,9 @@ impl Faults {
     /// Whether the process ends where a handler waits for the so many-th time.
     pub(super) fn strikes_at_wait(&self, waits: u32) -> bool {
         let mut state = self.lock();
-        let strikes = !state.crashing && waits > state.came[Fault::Inside as usize] && state.takes(Fault::Inside);
+        let strikes = !state.crashing
+            && waits > state.came[Fault::Inside as usize]
+            && state.takes(Fault::Inside);
         self.end_consumer(&mut state, strikes)
     }
 
@@ -165,8 +184,15 @@ impl Faults {
         let state = self.lock();
         for (fault, name) in DUE {
             let (planned, came) = (state.planned[fault as usize], state.came[fault as usize]);
-            let hint = if fault == Fault::Inside { "no handler waited at so many `.await`s" } else { "there were too few runs" };
-            assert!(came == planned, "{name}: {planned} were asked for and {came} came to pass: {hint}, so this test would show nothing");
+            let hint = if fault == Fault::Inside {
+                "no handler waited at so many `.await`s"
+            } else {
+                "there were too few runs"
+            };
+            assert!(
+                came == planned,
+                "{name}: {planned} were asked for and {came} came to pass: {hint}, so this test would show nothing"
+            );
         }
     }
 

@@ -44,18 +44,36 @@ pub struct Reconcile {
     pub id: String,
     /// The attempt, as `reconcile` was told it.
     pub attempt: u32,
-    /// What it found out, or the text of its failure; `None` where a crash, a panic or a timeout cut it.
+    /// What it found out, or the text of its failure; `None` where a crash, a panic or a timeout
+    /// cut it.
     pub found: Option<Result<Reconciled, String>>,
-    /// How many runs had begun by then, of all ids: it stands between that many and the rest of [`Report::runs`].
+    /// How many runs had begun by then, of all ids: it stands between that many and the rest of
+    /// [`Report::runs`].
     pub after: usize,
 }
 
 impl Report {
-    pub(super) fn new(ids: BTreeSet<String>, runs: Vec<Run>, reconciles: Vec<Reconcile>, broker: &MemoryBroker, id: &IdSource) -> Self {
+    pub(super) fn new(
+        ids: BTreeSet<String>,
+        runs: Vec<Run>,
+        reconciles: Vec<Reconcile>,
+        broker: &MemoryBroker,
+        id: &IdSource,
+    ) -> Self {
         let (dead_letters, in_doubt) = (broker.dead_letters(), broker.in_doubt());
-        let aside = dead_letters.iter().chain(&in_doubt).filter_map(|letter| id.read(&letter.message).ok());
+        let aside = dead_letters
+            .iter()
+            .chain(&in_doubt)
+            .filter_map(|letter| id.read(&letter.message).ok());
         let set_aside = aside.map(|id| id.to_string()).collect();
-        Self { ids, runs, reconciles, dead_letters, in_doubt, set_aside }
+        Self {
+            ids,
+            runs,
+            reconciles,
+            dead_letters,
+            in_doubt,
+            set_aside,
+        }
     }
 
     /// Every start of the handler, in order.
@@ -83,27 +101,36 @@ impl Report {
         &self.in_doubt
     }
 
-    /// Holds that no id has more than one effect, where `effects` says how many the world has under an id.
+    /// Holds that no id has more than one effect, where `effects` says how many the world has under
+    /// an id.
     ///
     /// # Panics
     /// If one has more: its handler does not bear the second run that this guarantee gives it.
     pub fn assert_none_twice(&self, effects: impl Fn(&str) -> usize) -> &Self {
         for id in &self.ids {
             let count = effects(id);
-            assert!(count <= 1, "`{id}` happened {count} times. Its runs: {}", self.story(id));
+            assert!(
+                count <= 1,
+                "`{id}` happened {count} times. Its runs: {}",
+                self.story(id)
+            );
         }
         self
     }
 
-    /// Holds that each id has an effect, where `effects` says how many the world has under an id, or stands in the dead letters or
-    /// among the messages in doubt.
+    /// Holds that each id has an effect, where `effects` says how many the world has under an id,
+    /// or stands in the dead letters or among the messages in doubt.
     ///
     /// # Panics
     /// If one has neither: it was accepted, and nothing happened.
     pub fn assert_none_lost(&self, effects: impl Fn(&str) -> usize) -> &Self {
         for id in &self.ids {
             let known = effects(id) > 0 || self.set_aside.contains(id);
-            assert!(known, "`{id}` was accepted, and its effect never happened. Its runs: {}", self.story(id));
+            assert!(
+                known,
+                "`{id}` was accepted, and its effect never happened. Its runs: {}",
+                self.story(id)
+            );
         }
         self
     }
@@ -115,22 +142,34 @@ impl Report {
     pub fn assert_none_set_aside(&self) -> &Self {
         if let Some(letter) = self.dead_letters.iter().chain(&self.in_doubt).next() {
             let story = letter.story.clone().unwrap_or_default();
-            let (id, said) = (story.id.unwrap_or_default(), story.last_error.unwrap_or_default());
-            panic!("`{id}` was set aside, {}: {said}. Its runs: {}", letter.reason.as_str(), self.story(&id));
+            let (id, said) = (
+                story.id.unwrap_or_default(),
+                story.last_error.unwrap_or_default(),
+            );
+            panic!(
+                "`{id}` was set aside, {}: {said}. Its runs: {}",
+                letter.reason.as_str(),
+                self.story(&id)
+            );
         }
         self
     }
 
     /// What the handler did and said of an id, in order.
     fn story(&self, id: &str) -> String {
-        let runs = self.runs.iter().enumerate().filter(|(_, run)| run.id == id).map(|(place, run)| {
-            let ended = match run.ended {
-                Ended::Happened => "returned Ok",
-                Ended::Failed => "failed",
-                Ended::Cut => "was cut off",
-            };
-            (place + 1, format!("attempt {} {ended}", run.attempt))
-        });
+        let runs = self
+            .runs
+            .iter()
+            .enumerate()
+            .filter(|(_, run)| run.id == id)
+            .map(|(place, run)| {
+                let ended = match run.ended {
+                    Ended::Happened => "returned Ok",
+                    Ended::Failed => "failed",
+                    Ended::Cut => "was cut off",
+                };
+                (place + 1, format!("attempt {} {ended}", run.attempt))
+            });
         let reconciles = self.reconciles.iter().filter(|it| it.id == id).map(|it| {
             let found = match &it.found {
                 Some(Ok(Reconciled::Happened)) => "said that it happened",
@@ -139,13 +178,27 @@ impl Report {
                 Some(Err(failure)) => &format!("failed ({failure})"),
                 None => "was cut off",
             };
-            (it.after, format!("reconcile (attempt {}) {found}", it.attempt))
+            (
+                it.after,
+                format!("reconcile (attempt {}) {found}", it.attempt),
+            )
         });
         let mut steps: Vec<(usize, String)> = runs.chain(reconciles).collect();
         steps.sort_by_key(|(place, _)| *place); // stable: a run comes before what reconciles it
         let again = steps.chunk_by(|(_, one), (_, next)| one == next);
-        let steps: Vec<String> =
-            again.map(|same| if same.len() == 1 { same[0].1.clone() } else { format!("{}, {} times", same[0].1, same.len()) }).collect();
-        if steps.is_empty() { "none".to_owned() } else { steps.join(", then ") }
+        let steps: Vec<String> = again
+            .map(|same| {
+                if same.len() == 1 {
+                    same[0].1.clone()
+                } else {
+                    format!("{}, {} times", same[0].1, same.len())
+                }
+            })
+            .collect();
+        if steps.is_empty() {
+            "none".to_owned()
+        } else {
+            steps.join(", then ")
+        }
     }
 }

@@ -29,7 +29,11 @@ impl Drop for Running {
 impl<H> Watched<H> {
     pub(super) fn new(handler: Arc<H>, faults: Arc<Faults>) -> Self {
         let life = faults.life();
-        Self { handler, faults, life }
+        Self {
+            handler,
+            faults,
+            life,
+        }
     }
 }
 
@@ -39,8 +43,11 @@ impl<H: Handler> Handler for Watched<H> {
 
     async fn handle(&self, payload: H::Payload, cx: &Context) -> Result<(), Failure> {
         let faults = &self.faults;
-        // Where the process ends, nothing comes after: the consumer is dropped, and this future with it.
-        let Some(run) = faults.starts(self.life, cx.id(), cx.attempt()) else { return pending().await };
+        // Where the process ends, nothing comes after: the consumer is dropped, and this future
+        // with it.
+        let Some(run) = faults.starts(self.life, cx.id(), cx.attempt()) else {
+            return pending().await;
+        };
         let _running = Running(faults.clone());
         if faults.strikes(Fault::Before) {
             return pending().await;
@@ -51,8 +58,17 @@ impl<H: Handler> Handler for Watched<H> {
             Poll::Pending if faults.strikes_at_wait(work.waits) => Poll::Ready(None),
             Poll::Pending => Poll::Pending,
         });
-        let Some(handled) = handled.await else { return pending().await };
-        faults.ended(run, if handled.is_ok() { Ended::Happened } else { Ended::Failed });
+        let Some(handled) = handled.await else {
+            return pending().await;
+        };
+        faults.ended(
+            run,
+            if handled.is_ok() {
+                Ended::Happened
+            } else {
+                Ended::Failed
+            },
+        );
         if faults.strikes(Fault::After) {
             return pending().await;
         }
@@ -60,7 +76,12 @@ impl<H: Handler> Handler for Watched<H> {
     }
 
     async fn reconcile(&self, payload: H::Payload, cx: &Context) -> Result<Reconciled, Failure> {
-        let Some(place) = self.faults.reconcile_starts(self.life, cx.id(), cx.attempt()) else { return pending().await };
+        let Some(place) = self
+            .faults
+            .reconcile_starts(self.life, cx.id(), cx.attempt())
+        else {
+            return pending().await;
+        };
         let _running = Running(self.faults.clone());
         let found = self.handler.reconcile(payload, cx).await;
         self.faults.found(place, &found);
@@ -68,7 +89,8 @@ impl<H: Handler> Handler for Watched<H> {
     }
 }
 
-/// Counts how often a future had to wait. Polls that nothing woke it for do not count: whoever polls may do so twice.
+/// Counts how often a future had to wait. Polls that nothing woke it for do not count: whoever
+/// polls may do so twice.
 struct Waits<F> {
     work: Pin<Box<F>>,
     bell: Arc<Bell>,
@@ -84,21 +106,38 @@ struct Bell {
 impl Wake for Bell {
     fn wake(self: Arc<Self>) {
         self.rang.store(true, Ordering::Release);
-        self.poller.lock().unwrap_or_else(PoisonError::into_inner).wake_by_ref();
+        self.poller
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .wake_by_ref();
     }
 }
 
 impl<F: Future> Waits<F> {
     fn of(work: F) -> Self {
         // It has not waited yet: the first poll counts.
-        let bell = Arc::new(Bell { rang: AtomicBool::new(true), poller: Mutex::new(Waker::noop().clone()) });
-        Self { work: Box::pin(work), bell, waits: 0 }
+        let bell = Arc::new(Bell {
+            rang: AtomicBool::new(true),
+            poller: Mutex::new(Waker::noop().clone()),
+        });
+        Self {
+            work: Box::pin(work),
+            bell,
+            waits: 0,
+        }
     }
 
     fn poll(&mut self, poller: &mut Poller<'_>) -> Poll<F::Output> {
-        self.bell.poller.lock().unwrap_or_else(PoisonError::into_inner).clone_from(poller.waker());
+        self.bell
+            .poller
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone_from(poller.waker());
         let rang = self.bell.rang.swap(false, Ordering::AcqRel);
-        let polled = self.work.as_mut().poll(&mut Poller::from_waker(&self.bell.clone().into()));
+        let polled = self
+            .work
+            .as_mut()
+            .poll(&mut Poller::from_waker(&self.bell.clone().into()));
         self.waits += u32::from(rang && polled.is_pending());
         polled
     }

@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use oncegate_core::marker::{
-    Ask, Attempts, Doubt, Effect, Finding, Fingerprint, Guarantee, Hold, Marker, Operation, Terms, Token, UNRESOLVED_AT_MOST_ONCE, Verdict,
+    Ask, Attempts, Doubt, Effect, Finding, Fingerprint, Guarantee, Hold, Marker, Operation, Terms,
+    Token, UNRESOLVED_AT_MOST_ONCE, Verdict,
 };
 use oncegate_core::{Key, MessageId, Store, StoreError};
 
@@ -31,18 +32,35 @@ pub(crate) const fn granted(attempt: u32) -> Verdict {
 }
 
 /// A first attempt that was doubted, and the doubt taken by a claim.
-pub(crate) const DOUBTED_ONCE: Attempts = Attempts { number: 2, base: 1, crashes: 0 };
+pub(crate) const DOUBTED_ONCE: Attempts = Attempts {
+    number: 2,
+    base: 1,
+    crashes: 0,
+};
 /// A first attempt whose holder's lease has ended, taken in doubt by a claim.
-pub(crate) const CRASHED_ONCE: Attempts = Attempts { number: 2, base: 2, crashes: 1 };
+pub(crate) const CRASHED_ONCE: Attempts = Attempts {
+    number: 2,
+    base: 2,
+    crashes: 1,
+};
 /// A first attempt whose holder's lease has ended, granted anew.
-pub(crate) const TAKEN_OVER: Attempts = Attempts { number: 2, base: 1, crashes: 1 };
+pub(crate) const TAKEN_OVER: Attempts = Attempts {
+    number: 2,
+    base: 1,
+    crashes: 1,
+};
 
 pub(crate) fn key(id: impl AsRef<[u8]>) -> Key {
     Key::new(&MessageId::new(id).expect("no law uses an empty id"))
 }
 
 pub(crate) fn terms(guarantee: Guarantee) -> Terms {
-    Terms { guarantee, lease: LONG, window: WINDOW, fingerprint: None }
+    Terms {
+        guarantee,
+        lease: LONG,
+        window: WINDOW,
+        fingerprint: None,
+    }
 }
 
 pub(crate) fn body(number: u64) -> Option<Fingerprint> {
@@ -59,7 +77,11 @@ pub(crate) struct Asker {
 
 impl Asker {
     pub(crate) fn new(guarantee: Guarantee, token: Token, attempt: u32) -> Self {
-        Self { token, attempt, terms: terms(guarantee) }
+        Self {
+            token,
+            attempt,
+            terms: terms(guarantee),
+        }
     }
 
     pub(crate) fn lease(mut self, lease: Duration) -> Self {
@@ -79,7 +101,13 @@ impl Asker {
 
     pub(crate) fn asks(&self, ask: Ask, key: &Key) -> Operation {
         let attempt = if ask == Ask::Claim { 0 } else { self.attempt };
-        Operation { key: key.clone(), ask, token: self.token, attempt, terms: self.terms }
+        Operation {
+            key: key.clone(),
+            ask,
+            token: self.token,
+            attempt,
+            terms: self.terms,
+        }
     }
 
     pub(crate) fn claims(&self, key: &Key) -> Operation {
@@ -88,34 +116,74 @@ impl Asker {
 }
 
 /// The hold of a claim on the usual terms.
-pub(crate) fn hold(guarantee: Guarantee, token: Token, attempts: Attempts, earlier: Effect) -> Hold {
-    let horizon = if guarantee == AT_MOST_ONCE { UNRESOLVED_AT_MOST_ONCE } else { WINDOW };
-    Hold { token, attempts, earlier, lease: LONG, horizon, guarantee, fingerprint: None }
+pub(crate) fn hold(
+    guarantee: Guarantee,
+    token: Token,
+    attempts: Attempts,
+    earlier: Effect,
+) -> Hold {
+    let horizon = if guarantee == AT_MOST_ONCE {
+        UNRESOLVED_AT_MOST_ONCE
+    } else {
+        WINDOW
+    };
+    Hold {
+        token,
+        attempts,
+        earlier,
+        lease: LONG,
+        horizon,
+        guarantee,
+        fingerprint: None,
+    }
 }
 
 pub(crate) fn cleared(attempt: u32, effect: Effect) -> Marker {
-    Marker::Cleared { attempts: Attempts::new(attempt), effect }
+    Marker::Cleared {
+        attempts: Attempts::new(attempt),
+        effect,
+    }
 }
 
 pub(crate) fn rejected(attempt: u32, fingerprint: Option<Fingerprint>) -> Marker {
-    Marker::Rejected { attempt, fingerprint }
+    Marker::Rejected {
+        attempt,
+        fingerprint,
+    }
 }
 
 pub(crate) fn running(guarantee: Guarantee, token: Token, attempt: u32) -> Marker {
-    Marker::InProgress(hold(guarantee, token, Attempts::new(attempt), Effect::Nothing))
+    Marker::InProgress(hold(
+        guarantee,
+        token,
+        Attempts::new(attempt),
+        Effect::Nothing,
+    ))
 }
 
 pub(crate) fn doubted(guarantee: Guarantee, token: Token, attempt: u32) -> Marker {
-    Marker::InDoubt(hold(guarantee, token, Attempts::new(attempt), Effect::Unknown), Doubt::Waiting)
+    Marker::InDoubt(
+        hold(guarantee, token, Attempts::new(attempt), Effect::Unknown),
+        Doubt::Waiting,
+    )
 }
 
 /// A claim has taken the doubt of the attempt before.
 pub(crate) fn reconciled(token: Token, attempt: u32) -> Marker {
-    reconciling(token, Attempts { number: attempt, ..DOUBTED_ONCE })
+    reconciling(
+        token,
+        Attempts {
+            number: attempt,
+            ..DOUBTED_ONCE
+        },
+    )
 }
 
 pub(crate) fn reconciling(token: Token, attempts: Attempts) -> Marker {
-    Marker::InDoubt(hold(AT_MOST_ONCE, token, attempts, Effect::Unknown), Doubt::Reconciling)
+    Marker::InDoubt(
+        hold(AT_MOST_ONCE, token, attempts, Effect::Unknown),
+        Doubt::Reconciling,
+    )
 }
 
 /// The hold of a marker that has one.
@@ -157,9 +225,16 @@ pub(crate) const HOLDERS_ASKS: [Ask; 10] = [
 ];
 
 /// The answers, of which there has to be one for each operation.
-pub(crate) async fn answers(store: &dyn Store, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
+pub(crate) async fn answers(
+    store: &dyn Store,
+    operations: &[Operation],
+) -> Vec<Result<Verdict, StoreError>> {
     let answers = store.apply(operations).await;
-    assert_eq!(answers.len(), operations.len(), "one answer for each operation");
+    assert_eq!(
+        answers.len(),
+        operations.len(),
+        "one answer for each operation"
+    );
     answers
 }
 

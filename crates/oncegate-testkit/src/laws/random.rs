@@ -13,7 +13,9 @@ const HISTORIES: &str = "ONCEGATE_LAWS_HISTORIES";
 pub(crate) fn seeds(histories: u64) -> impl Iterator<Item = u64> {
     let first = number(SEED).unwrap_or_else(|| fastrand::u64(..=u64::MAX >> 16));
     let histories = number(HISTORIES).unwrap_or(histories);
-    println!("{histories} histories from seed {first}: {SEED}={first} {HISTORIES}={histories} repeats them");
+    println!(
+        "{histories} histories from seed {first}: {SEED}={first} {HISTORIES}={histories} repeats them"
+    );
     (0..histories).map(move |it| first.wrapping_add(it))
 }
 
@@ -23,7 +25,9 @@ pub(crate) fn longer() -> Duration {
 }
 
 fn number(variable: &str) -> Option<u64> {
-    std::env::var(variable).ok().map(|text| text.parse().expect("a whole number in the environment"))
+    std::env::var(variable)
+        .ok()
+        .map(|text| text.parse().expect("a whole number in the environment"))
 }
 
 /// What to say of a history that broke a law.
@@ -35,5 +39,8 @@ pub(crate) fn repeat(seed: u64) -> String {
 pub(crate) fn runner(seed: u64) -> TestRunner {
     let mut bytes = [0; 32];
     bytes[..8].copy_from_slice(&seed.to_le_bytes());
-    TestRunner::new_with_rng(Config::default(), TestRng::from_seed(RngAlgorithm::ChaCha, &bytes))
+    TestRunner::new_with_rng(
+        Config::default(),
+        TestRng::from_seed(RngAlgorithm::ChaCha, &bytes),
+    )
 }

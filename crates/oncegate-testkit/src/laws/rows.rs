@@ -1,9 +1,14 @@
 //! Rows of the operation table: a marker, a question, its answer, and the marker afterwards.
 
-use oncegate_core::marker::{self, Ask, Attempts, Doubt, Effect, Finding, Hold, Marker, Operation, Terms, Token, Verdict};
+use oncegate_core::marker::{
+    self, Ask, Attempts, Doubt, Effect, Finding, Hold, Marker, Operation, Terms, Token, Verdict,
+};
 use oncegate_core::{Key, Store};
 
-use super::ask::{AT_MOST_ONCE, Asker, DONE_THOUGH_LOST, EFFECTIVELY_ONCE, LONG, SHORT, SLACK, granted, hold, key, terms, verdicts};
+use super::ask::{
+    AT_MOST_ONCE, Asker, DONE_THOUGH_LOST, EFFECTIVELY_ONCE, LONG, SHORT, SLACK, granted, hold,
+    key, terms, verdicts,
+};
 
 /// One row. A marker whose lease is [`SHORT`] is asked about when its lease is over.
 #[derive(Clone, Debug)]
@@ -18,8 +23,21 @@ pub(crate) struct Row {
 }
 
 /// A row in the order in which the table has it.
-pub(crate) fn row(name: &'static str, given: Marker, (asker, ask): (Asker, Ask), verdict: Verdict, becomes: Marker) -> Row {
-    Row { name, given, asker, ask, verdict, becomes }
+pub(crate) fn row(
+    name: &'static str,
+    given: Marker,
+    (asker, ask): (Asker, Ask),
+    verdict: Verdict,
+    becomes: Marker,
+) -> Row {
+    Row {
+        name,
+        given,
+        asker,
+        ask,
+        verdict,
+        becomes,
+    }
 }
 
 /// A question together with its answer.
@@ -40,12 +58,19 @@ pub(crate) async fn keep(store: &dyn Store, rows: &[Row]) {
     let some = rows.len().div_ceil(ALONE);
     let exchanges = |way: &str, some: usize, of: Part| -> Vec<(String, Vec<Exchange>)> {
         let rows = rows.iter().enumerate().step_by(some);
-        rows.map(|(it, row)| (row.to_string(), of(row, &key(format!("{way}-{it}"))))).collect()
+        rows.map(|(it, row)| (row.to_string(), of(row, &key(format!("{way}-{it}")))))
+            .collect()
     };
     let steps: [(&str, Part); 3] = [
-        ("bringing the marker about", |row, key| bring_about(key, &row.given)),
-        ("the question", |row, key| vec![(row.asker.asks(row.ask, key), row.verdict)]),
-        ("looking at what it became", |row, key| questions(key, &row.becomes)),
+        ("bringing the marker about", |row, key| {
+            bring_about(key, &row.given)
+        }),
+        ("the question", |row, key| {
+            vec![(row.asker.asks(row.ask, key), row.verdict)]
+        }),
+        ("looking at what it became", |row, key| {
+            questions(key, &row.becomes)
+        }),
     ];
     for (step, of) in steps {
         if step == "the question" && rows.iter().any(Row::waits) {
@@ -60,12 +85,19 @@ pub(crate) async fn keep(store: &dyn Store, rows: &[Row]) {
 
 /// Asks all questions in one batch.
 async fn exchange(store: &dyn Store, step: &str, of: &[(String, Vec<Exchange>)]) {
-    let operations: Vec<Operation> = of.iter().flat_map(|(_, exchanges)| exchanges).map(|(asked, _)| asked.clone()).collect();
+    let operations: Vec<Operation> = of
+        .iter()
+        .flat_map(|(_, exchanges)| exchanges)
+        .map(|(asked, _)| asked.clone())
+        .collect();
     let mut heard = verdicts(store, &operations).await.into_iter();
     for (name, exchanges) in of {
         for (asked, expected) in exchanges {
             let heard = heard.next().expect("one answer for each operation");
-            assert!(alike(heard, *expected), "{name}: {step}: {heard:?}, not {expected:?}, to {asked:?}");
+            assert!(
+                alike(heard, *expected),
+                "{name}: {step}: {heard:?}, not {expected:?}, to {asked:?}"
+            );
         }
     }
 }
@@ -73,7 +105,9 @@ async fn exchange(store: &dyn Store, step: &str, of: &[(String, Vec<Exchange>)])
 /// Whether a verdict is the one that was expected. What remains of a lease is less than it was.
 pub(crate) fn alike(heard: Verdict, expected: Verdict) -> bool {
     match (heard, expected) {
-        (Verdict::Busy { remaining }, Verdict::Busy { remaining: most }) => remaining <= most && remaining >= most / 2,
+        (Verdict::Busy { remaining }, Verdict::Busy { remaining: most }) => {
+            remaining <= most && remaining >= most / 2
+        }
         _ => heard == expected,
     }
 }
@@ -86,19 +120,50 @@ impl Row {
 
 impl std::fmt::Display for Row {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { name, given, asker, ask, .. } = self;
-        write!(f, "row \u{ab}{name}\u{bb} ({ask:?} by {asker:?} on {given:?})")
+        let Self {
+            name,
+            given,
+            asker,
+            ask,
+            ..
+        } = self;
+        write!(
+            f,
+            "row \u{ab}{name}\u{bb} ({ask:?} by {asker:?} on {given:?})"
+        )
     }
 }
 
 fn asker_of(hold: &Hold) -> Asker {
-    let Hold { token, attempts, lease, guarantee, fingerprint, horizon, .. } = *hold;
+    let Hold {
+        token,
+        attempts,
+        lease,
+        guarantee,
+        fingerprint,
+        horizon,
+        ..
+    } = *hold;
     // What is unresolved in at most once is kept for its horizon, whatever the window.
-    let window = if guarantee == AT_MOST_ONCE { terms(guarantee).window } else { horizon };
-    Asker { token, attempt: attempts.number, terms: Terms { guarantee, lease, window, fingerprint } }
+    let window = if guarantee == AT_MOST_ONCE {
+        terms(guarantee).window
+    } else {
+        horizon
+    };
+    Asker {
+        token,
+        attempt: attempts.number,
+        terms: Terms {
+            guarantee,
+            lease,
+            window,
+            fingerprint,
+        },
+    }
 }
 
-/// The operations that make an absent marker this one, with their verdicts. A crash takes time: it is brought about by none.
+/// The operations that make an absent marker this one, with their verdicts. A crash takes time: it
+/// is brought about by none.
 pub(crate) fn bring_about(key: &Key, marker: &Marker) -> Vec<Exchange> {
     let maker = |attempt| Asker::new(AT_MOST_ONCE, MAKER, attempt);
     match *marker {
@@ -110,25 +175,55 @@ pub(crate) fn bring_about(key: &Key, marker: &Marker) -> Vec<Exchange> {
             made
         }
         Marker::InDoubt(hold, Doubt::Waiting) => {
-            let mut made = bring_about_cleared(key, Attempts::all_forgiven(hold.attempts.base), Effect::Nothing);
+            let mut made = bring_about_cleared(
+                key,
+                Attempts::all_forgiven(hold.attempts.base),
+                Effect::Nothing,
+            );
             made.push((asker_of(&hold).asks(Ask::Doubt, key), Verdict::Kept));
             made
         }
         Marker::InDoubt(hold, Doubt::Reconciling) => {
-            let Attempts { number, base, crashes } = hold.attempts;
-            let mut made = bring_about_cleared(key, Attempts::all_forgiven(base - 1), Effect::Nothing);
-            made.push((maker(number - 1).body(hold.fingerprint).asks(Ask::Doubt, key), Verdict::Kept));
-            made.push((asker_of(&hold).claims(key), Verdict::InDoubt(Attempts { number, base, crashes })));
+            let Attempts {
+                number,
+                base,
+                crashes,
+            } = hold.attempts;
+            let mut made =
+                bring_about_cleared(key, Attempts::all_forgiven(base - 1), Effect::Nothing);
+            made.push((
+                maker(number - 1)
+                    .body(hold.fingerprint)
+                    .asks(Ask::Doubt, key),
+                Verdict::Kept,
+            ));
+            made.push((
+                asker_of(&hold).claims(key),
+                Verdict::InDoubt(Attempts {
+                    number,
+                    base,
+                    crashes,
+                }),
+            ));
             made
         }
-        Marker::Rejected { attempt, fingerprint } => {
+        Marker::Rejected {
+            attempt,
+            fingerprint,
+        } => {
             let hold = hold(AT_MOST_ONCE, MAKER, Attempts::new(attempt), Effect::Nothing);
             let mut made = before(key, &hold);
             made.push((maker(0).body(fingerprint).claims(key), granted(attempt)));
-            made.push((maker(attempt).asks(Ask::Reject(Effect::Nothing), key), Verdict::Kept));
+            made.push((
+                maker(attempt).asks(Ask::Reject(Effect::Nothing), key),
+                Verdict::Kept,
+            ));
             made
         }
-        Marker::Done(body) => vec![(maker(1).body(body).asks(Ask::Complete, key), DONE_THOUGH_LOST)],
+        Marker::Done(body) => vec![(
+            maker(1).body(body).asks(Ask::Complete, key),
+            DONE_THOUGH_LOST,
+        )],
     }
 }
 
@@ -136,24 +231,54 @@ pub(crate) fn bring_about(key: &Key, marker: &Marker) -> Vec<Exchange> {
 fn before(key: &Key, hold: &Hold) -> Vec<Exchange> {
     match hold.attempts.number {
         1 if hold.earlier == Effect::Nothing => Vec::new(),
-        number => bring_about_cleared(key, Attempts { number: number - 1, ..hold.attempts }, hold.earlier),
+        number => bring_about_cleared(
+            key,
+            Attempts {
+                number: number - 1,
+                ..hold.attempts
+            },
+            hold.earlier,
+        ),
     }
 }
 
 fn bring_about_cleared(key: &Key, attempts: Attempts, effect: Effect) -> Vec<Exchange> {
     let Attempts { number, base, .. } = attempts;
-    let send_back = |effect| Ask::SendBack { seen: Marker::Absent, effect };
+    let send_back = |effect| Ask::SendBack {
+        seen: Marker::Absent,
+        effect,
+    };
     if number == base {
-        return vec![(Asker::new(EFFECTIVELY_ONCE, MAKER, base).asks(send_back(effect), key), Verdict::Kept)];
+        return vec![(
+            Asker::new(EFFECTIVELY_ONCE, MAKER, base).asks(send_back(effect), key),
+            Verdict::Kept,
+        )];
     }
     match effect {
         Effect::Nothing => vec![
-            (Asker::new(EFFECTIVELY_ONCE, MAKER, base).asks(send_back(Effect::Nothing), key), Verdict::Kept),
-            (Asker::new(AT_MOST_ONCE, MAKER, number).asks(Ask::Doubt, key), Verdict::Kept),
-            (Asker::new(AT_MOST_ONCE, MAKER, number).asks(Ask::Resolve(Finding::DidNotHappen), key), Verdict::Kept),
+            (
+                Asker::new(EFFECTIVELY_ONCE, MAKER, base).asks(send_back(Effect::Nothing), key),
+                Verdict::Kept,
+            ),
+            (
+                Asker::new(AT_MOST_ONCE, MAKER, number).asks(Ask::Doubt, key),
+                Verdict::Kept,
+            ),
+            (
+                Asker::new(AT_MOST_ONCE, MAKER, number)
+                    .asks(Ask::Resolve(Finding::DidNotHappen), key),
+                Verdict::Kept,
+            ),
         ],
         Effect::Unknown => {
-            let mut made = bring_about_cleared(key, Attempts { number: number - 1, ..attempts }, Effect::Nothing);
+            let mut made = bring_about_cleared(
+                key,
+                Attempts {
+                    number: number - 1,
+                    ..attempts
+                },
+                Effect::Nothing,
+            );
             let lax = Asker::new(EFFECTIVELY_ONCE, MAKER, number);
             made.push((lax.claims(key), Verdict::Granted(attempts)));
             made.push((lax.asks(Ask::Clear(Effect::Unknown), key), Verdict::Kept));
@@ -162,28 +287,53 @@ fn bring_about_cleared(key: &Key, attempts: Attempts, effect: Effect) -> Vec<Exc
     }
 }
 
-/// Questions that no other marker answers alike: every field of it, but for its age. They leave nothing behind, or a marker that
-/// a visitor freed or claimed.
+/// Questions that no other marker answers alike: every field of it, but for its age. They leave
+/// nothing behind, or a marker that a visitor freed or claimed.
 pub(crate) fn questions(key: &Key, marker: &Marker) -> Vec<Exchange> {
     let visitor = Asker::new(EFFECTIVELY_ONCE, VISITOR, 0).lease(LONG);
-    let send_back = |seen| visitor.asks(Ask::SendBack { seen, effect: Effect::Nothing }, key);
+    let send_back = |seen| {
+        visitor.asks(
+            Ask::SendBack {
+                seen,
+                effect: Effect::Nothing,
+            },
+            key,
+        )
+    };
     match *marker {
         Marker::Absent => vec![(visitor.claims(key), granted(1))],
         // What is in progress is not sent back; its holder's doubt keeps all of it, and then it is.
         Marker::InProgress(hold) => vec![
-            (send_back(Marker::InDoubt(hold, Doubt::Waiting)), Verdict::Lost),
-            (send_back(Marker::InDoubt(hold, Doubt::Reconciling)), Verdict::Lost),
+            (
+                send_back(Marker::InDoubt(hold, Doubt::Waiting)),
+                Verdict::Lost,
+            ),
+            (
+                send_back(Marker::InDoubt(hold, Doubt::Reconciling)),
+                Verdict::Lost,
+            ),
             (asker_of(&hold).asks(Ask::Doubt, key), Verdict::Kept),
-            (send_back(Marker::InDoubt(hold, Doubt::Waiting)), Verdict::Kept),
+            (
+                send_back(Marker::InDoubt(hold, Doubt::Waiting)),
+                Verdict::Kept,
+            ),
         ],
         Marker::Done(_) => {
-            vec![(visitor.claims(key), Verdict::Duplicate), (visitor.asks(Ask::Forget { seen: *marker }, key), Verdict::Kept)]
+            vec![
+                (visitor.claims(key), Verdict::Duplicate),
+                (
+                    visitor.asks(Ask::Forget { seen: *marker }, key),
+                    Verdict::Kept,
+                ),
+            ]
         }
         Marker::InDoubt(..) | Marker::Rejected { .. } | Marker::Cleared { .. } => {
             let asked = send_back(*marker);
             match marker::freed(&asked) {
                 // Sending back is kept, too, where the marker is already what it would become.
-                Some(freed) if freed != *marker => vec![(send_back(freed), Verdict::Lost), (asked, Verdict::Kept)],
+                Some(freed) if freed != *marker => {
+                    vec![(send_back(freed), Verdict::Lost), (asked, Verdict::Kept)]
+                }
                 _ => vec![(asked, Verdict::Kept)],
             }
         }

@@ -1,6 +1,7 @@
 //! The laws of a [`Source`]: each a function that panics if the source breaks the law.
 //!
-//! A law has a queue or a topic to itself. [`source_laws!`](crate::source_laws) makes a test of each.
+//! A law has a queue or a topic to itself. [`source_laws!`](crate::source_laws) makes a test of
+//! each.
 
 mod client;
 mod deliveries;
@@ -18,10 +19,11 @@ use std::time::Duration;
 
 use oncegate_core::{Message, Source, async_trait};
 
-/// A queue or a topic that nobody else uses, for one law: what a test needs beside the [`Source`] itself.
+/// A queue or a topic that nobody else uses, for one law: what a test needs beside the [`Source`]
+/// itself.
 ///
-/// It has one partition at most, so that what is published in order is delivered in order. It cleans up after itself, or
-/// its server does.
+/// It has one partition at most, so that what is published in order is delivered in order. It
+/// cleans up after itself, or its server does.
 #[async_trait]
 pub trait TestQueue: Send + Sync {
     /// What it opens.
@@ -30,16 +32,17 @@ pub trait TestQueue: Send + Sync {
     /// A new consumer of the queue, in the same group. The laws have one at a time.
     async fn source(&self) -> Self::Source;
 
-    /// Publishes a message at the end and waits until the broker has it: body, headers and, where the transport has one,
-    /// the message id.
+    /// Publishes a message at the end and waits until the broker has it: body, headers and, where
+    /// the transport has one, the message id.
     async fn publish(&self, message: Message);
 
-    /// The messages that stand in a destination of rejected ones, as a client of the broker reads them, with the headers
-    /// that were written. The laws ask again until what they expect is there.
+    /// The messages that stand in a destination of rejected ones, as a client of the broker reads
+    /// them, with the headers that were written. The laws ask again until what they expect is
+    /// there.
     async fn set_aside(&self, destination: Destination) -> Vec<Message>;
 
-    /// How long one step of a law may take. A consumer group may need half a minute until it hands over what another
-    /// consumer left.
+    /// How long one step of a law may take. A consumer group may need half a minute until it hands
+    /// over what another consumer left.
     fn patience(&self) -> Duration {
         Duration::from_secs(60)
     }

@@ -1,4 +1,5 @@
-//! The laws of a [`Store`](oncegate_core::Store): each a function that panics if the store it is given breaks the law.
+//! The laws of a [`Store`](oncegate_core::Store): each a function that panics if the store it is
+//! given breaks the law.
 //!
 //! The store has to be fresh. [`store_laws!`](crate::store_laws) makes a test of each.
 
@@ -111,12 +112,24 @@ mod tests {
             include_str!("store/windows.rs"),
         ];
         let lines = files.iter().flat_map(|file| file.lines());
-        let written: Vec<&str> = lines.filter_map(|line| line.strip_prefix("pub async fn ")?.split('(').next()).collect();
-        let mut listed: Vec<&str> = crate::laws::STORE_LAWS.iter().map(|(name, _)| *name).collect();
-        assert!(written.iter().all(|law| listed.contains(law)), "{written:?} are not all in {listed:?}");
+        let written: Vec<&str> = lines
+            .filter_map(|line| line.strip_prefix("pub async fn ")?.split('(').next())
+            .collect();
+        let mut listed: Vec<&str> = crate::laws::STORE_LAWS
+            .iter()
+            .map(|(name, _)| *name)
+            .collect();
+        assert!(
+            written.iter().all(|law| listed.contains(law)),
+            "{written:?} are not all in {listed:?}"
+        );
         let all = listed.len();
         listed.sort_unstable();
         listed.dedup();
-        assert_eq!((listed.len(), all), (written.len(), written.len()), "each law is listed once");
+        assert_eq!(
+            (listed.len(), all),
+            (written.len(), written.len()),
+            "each law is listed once"
+        );
     }
 }

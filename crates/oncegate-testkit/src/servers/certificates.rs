@@ -18,34 +18,104 @@ pub(crate) const CLIENT_CERTIFICATE: &str = "client.crt";
 pub(crate) const CLIENT_KEY: &str = "client.key";
 
 const ADVICE: &str = "install openssl";
-const CURVE: [&str; 5] = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"];
+const CURVE: [&str; 5] = [
+    "-newkey",
+    "ec",
+    "-pkeyopt",
+    "ec_paramgen_curve:prime256v1",
+    "-nodes",
+];
 
-/// An authority that is no server, and certificates that are no authority: clients and servers refuse anything else.
+/// An authority that is no server, and certificates that are no authority: clients and servers
+/// refuse anything else.
 const SERVER: &str = "subjectAltName=DNS:localhost,IP:127.0.0.1\nbasicConstraints=critical,CA:FALSE\nextendedKeyUsage=serverAuth\n";
 const CLIENT: &str = "basicConstraints=critical,CA:FALSE\nextendedKeyUsage=clientAuth\n";
 
-/// Makes an authority, and a certificate for `localhost` and 127.0.0.1 signed by it, valid for a day.
+/// Makes an authority, and a certificate for `localhost` and 127.0.0.1 signed by it, valid for a
+/// day.
 pub(crate) fn make(server: &'static str, directory: &Path) -> Result<(), ServerError> {
-    let authority = ["-x509", "-days", "1", "-subj", "/CN=oncegate test authority", "-keyout", "authority.key", "-out", AUTHORITY];
+    let authority = [
+        "-x509",
+        "-days",
+        "1",
+        "-subj",
+        "/CN=oncegate test authority",
+        "-keyout",
+        "authority.key",
+        "-out",
+        AUTHORITY,
+    ];
     openssl(server, directory, "req", &[&CURVE[..], &authority].concat())?;
     sign(server, directory, "/CN=localhost", SERVER, CERTIFICATE, KEY)
 }
 
 /// Makes a client's certificate, signed by the authority that [`make`] made.
 pub(crate) fn make_client(server: &'static str, directory: &Path) -> Result<(), ServerError> {
-    sign(server, directory, "/CN=oncegate test client", CLIENT, CLIENT_CERTIFICATE, CLIENT_KEY)
+    sign(
+        server,
+        directory,
+        "/CN=oncegate test client",
+        CLIENT,
+        CLIENT_CERTIFICATE,
+        CLIENT_KEY,
+    )
 }
 
-fn sign(server: &'static str, directory: &Path, subject: &str, extensions: &str, certificate: &str, key: &str) -> Result<(), ServerError> {
+fn sign(
+    server: &'static str,
+    directory: &Path,
+    subject: &str,
+    extensions: &str,
+    certificate: &str,
+    key: &str,
+) -> Result<(), ServerError> {
     write(server, &directory.join("extensions"), extensions)?;
-    openssl(server, directory, "req", &[&CURVE[..], &["-subj", subject, "-keyout", key, "-out", "request"]].concat())?;
-    let sign = ["-req", "-in", "request", "-CA", AUTHORITY, "-CAkey", "authority.key", "-CAcreateserial", "-days", "1"];
-    openssl(server, directory, "x509", &[&sign[..], &["-extfile", "extensions", "-out", certificate]].concat())
+    openssl(
+        server,
+        directory,
+        "req",
+        &[
+            &CURVE[..],
+            &["-subj", subject, "-keyout", key, "-out", "request"],
+        ]
+        .concat(),
+    )?;
+    let sign = [
+        "-req",
+        "-in",
+        "request",
+        "-CA",
+        AUTHORITY,
+        "-CAkey",
+        "authority.key",
+        "-CAcreateserial",
+        "-days",
+        "1",
+    ];
+    openssl(
+        server,
+        directory,
+        "x509",
+        &[&sign[..], &["-extfile", "extensions", "-out", certificate]].concat(),
+    )
 }
 
-fn openssl(server: &'static str, directory: &Path, command: &str, arguments: &[&str]) -> Result<(), ServerError> {
-    let run = Command::new("openssl").arg(command).args(arguments).current_dir(directory).output();
-    let output = run.map_err(|source| ServerError::Io { server, action: "run openssl".into(), source })?;
+fn openssl(
+    server: &'static str,
+    directory: &Path,
+    command: &str,
+    arguments: &[&str],
+) -> Result<(), ServerError> {
+    let run = Command::new("openssl")
+        .arg(command)
+        .args(arguments)
+        .current_dir(directory)
+        .output();
+    let output = run.map_err(|source| ServerError::Io {
+        server,
+        action: "run openssl".into(),
+        source,
+    })?;
     if output.status.success() {
         return Ok(());
     }

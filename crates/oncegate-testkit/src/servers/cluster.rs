@@ -9,13 +9,14 @@ use super::redis::{RedisOptions, RedisPersistence, RedisServer};
 use super::{ServerError, io};
 
 const NAME: &str = "Redis Cluster";
-const ADVICE: &str = "`cargo xtask setup` installs it (Debian's packages are redis-server and redis-tools)";
+const ADVICE: &str =
+    "`cargo xtask setup` installs it (Debian's packages are redis-server and redis-tools)";
 
 /// How long the nodes may take to agree.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Six nodes of one's own: three primaries, and a replica of each. Needs `redis-server` and `redis-cli`. Dropping it
-/// stops them all.
+/// Six nodes of one's own: three primaries, and a replica of each. Needs `redis-server` and
+/// `redis-cli`. Dropping it stops them all.
 pub struct ClusterServers {
     nodes: Vec<RedisServer>,
 }
@@ -26,18 +27,27 @@ impl ClusterServers {
     /// # Errors
     /// [`ServerError`], when one does not start or they do not agree.
     pub fn start() -> Result<Self, ServerError> {
-        let nodes = bus_ports()?.into_iter().map(|bus| node(RedisOptions::new(), bus)).collect::<Result<Vec<_>, _>>()?;
+        let nodes = bus_ports()?
+            .into_iter()
+            .map(|bus| node(RedisOptions::new(), bus))
+            .collect::<Result<Vec<_>, _>>()?;
         Self::join(nodes, RedisServer::port, &[])
     }
 
-    /// The same, all of which speak TLS to each other and to clients, and ask for certificates of their authority.
-    /// [`nodes`](Self::nodes)`()[0]` has them.
+    /// The same, all of which speak TLS to each other and to clients, and ask for certificates of
+    /// their authority. [`nodes`](Self::nodes)`()[0]` has them.
     ///
     /// # Errors
     /// [`ServerError`], when one does not start or they do not agree.
     pub fn start_with_tls() -> Result<Self, ServerError> {
         let over_tls = |options: RedisOptions, bus| {
-            node(options.certified_clients().setting("tls-cluster", "yes").setting("tls-replication", "yes"), bus)
+            node(
+                options
+                    .certified_clients()
+                    .setting("tls-cluster", "yes")
+                    .setting("tls-replication", "yes"),
+                bus,
+            )
         };
         let [first, rest @ ..] = bus_ports()?;
         let mut nodes = vec![over_tls(RedisOptions::new().tls(), first)?];
@@ -46,12 +56,23 @@ impl ClusterServers {
             nodes.push(over_tls(options, bus)?);
         }
         let (certificate, key) = nodes[0].client_certificate();
-        let files = [nodes[0].certificate_authority(), certificate, key].map(|file| file.display().to_string());
-        Self::join(nodes, RedisServer::tls_port, &["--tls", "--cacert", &files[0], "--cert", &files[1], "--key", &files[2]])
+        let files = [nodes[0].certificate_authority(), certificate, key]
+            .map(|file| file.display().to_string());
+        Self::join(
+            nodes,
+            RedisServer::tls_port,
+            &[
+                "--tls", "--cacert", &files[0], "--cert", &files[1], "--key", &files[2],
+            ],
+        )
     }
 
     /// Makes a Cluster of them, at these ports.
-    fn join(nodes: Vec<RedisServer>, port: impl Fn(&RedisServer) -> u16, arguments: &[&str]) -> Result<Self, ServerError> {
+    fn join(
+        nodes: Vec<RedisServer>,
+        port: impl Fn(&RedisServer) -> u16,
+        arguments: &[&str],
+    ) -> Result<Self, ServerError> {
         let addresses = nodes.iter().map(|node| format!("127.0.0.1:{}", port(node)));
         let create = Command::new("redis-cli")
             .args(arguments)
@@ -62,19 +83,30 @@ impl ClusterServers {
             .map_err(|source| io(NAME, "run redis-cli", source))?;
         if !create.status.success() {
             let output = String::from_utf8_lossy(&create.stdout).into_owned();
-            return Err(ServerError::ProgramFailed { server: NAME, program: "redis-cli --cluster create".into(), output, advice: ADVICE });
+            return Err(ServerError::ProgramFailed {
+                server: NAME,
+                program: "redis-cli --cluster create".into(),
+                output,
+                advice: ADVICE,
+            });
         }
         let cluster = Self { nodes };
         cluster.wait("the nodes to agree", |it| {
             let whole = |node: &RedisServer| {
-                node.reply("CLUSTER INFO").is_ok_and(|said| said.contains("cluster_state:ok") && said.contains("cluster_known_nodes:6"))
-                    && node.reply("CLUSTER SLOTS").is_ok_and(|said| said.matches("127.0.0.1").count() == 6)
+                node.reply("CLUSTER INFO").is_ok_and(|said| {
+                    said.contains("cluster_state:ok") && said.contains("cluster_known_nodes:6")
+                }) && node
+                    .reply("CLUSTER SLOTS")
+                    .is_ok_and(|said| said.matches("127.0.0.1").count() == 6)
             };
             it.nodes.iter().all(whole)
                 && it
                     .nodes
                     .iter()
-                    .filter(|node| node.reply("INFO replication").is_ok_and(|said| said.contains("master_link_status:up")))
+                    .filter(|node| {
+                        node.reply("INFO replication")
+                            .is_ok_and(|said| said.contains("master_link_status:up"))
+                    })
                     .count()
                     == 3
         })?;
@@ -98,8 +130,13 @@ impl ClusterServers {
 
     /// Which of the nodes are primaries now.
     pub fn primaries(&self) -> Vec<usize> {
-        let is_primary = |node: &RedisServer| node.reply("INFO replication").is_ok_and(|said| said.contains("role:master"));
-        (0..self.nodes.len()).filter(|which| is_primary(&self.nodes[*which])).collect()
+        let is_primary = |node: &RedisServer| {
+            node.reply("INFO replication")
+                .is_ok_and(|said| said.contains("role:master"))
+        };
+        (0..self.nodes.len())
+            .filter(|which| is_primary(&self.nodes[*which]))
+            .collect()
     }
 
     /// Which node serves a hash slot, as the first node that answers knows it.
@@ -110,8 +147,11 @@ impl ClusterServers {
         self.primaries()
             .into_iter()
             .find(|which| {
-                // `<id> <address> myself,master - … <slots>`: the node's own line ends with what it serves.
-                let said = self.nodes[*which].reply("CLUSTER NODES").unwrap_or_default();
+                // `<id> <address> myself,master - … <slots>`: the node's own line ends with what it
+                // serves.
+                let said = self.nodes[*which]
+                    .reply("CLUSTER NODES")
+                    .unwrap_or_default();
                 let own = said.lines().find(|line| line.contains("myself"));
                 own.is_some_and(|line| line.split(' ').skip(8).any(|range| within(range, slot)))
             })
@@ -123,7 +163,12 @@ impl ClusterServers {
         while !done(self) {
             if Instant::now() >= deadline {
                 let reason = format!("waited for {what} for {PATIENCE:?}");
-                return Err(ServerError::DidNotStart { server: NAME, reason, log: String::new(), advice: ADVICE });
+                return Err(ServerError::DidNotStart {
+                    server: NAME,
+                    reason,
+                    log: String::new(),
+                    advice: ADVICE,
+                });
             }
             std::thread::sleep(LOOK_EVERY);
         }
@@ -137,8 +182,14 @@ fn bus_ports() -> Result<[u16; 6], ServerError> {
 
 fn node(options: RedisOptions, bus: u16) -> Result<RedisServer, ServerError> {
     let options = options.persistence(RedisPersistence::EverySecond);
-    let options = options.setting("cluster-enabled", "yes").setting("cluster-port", bus.to_string());
-    RedisServer::start(options.setting("cluster-node-timeout", "1500").setting("repl-diskless-sync-delay", "0"))
+    let options = options
+        .setting("cluster-enabled", "yes")
+        .setting("cluster-port", bus.to_string());
+    RedisServer::start(
+        options
+            .setting("cluster-node-timeout", "1500")
+            .setting("repl-diskless-sync-delay", "0"),
+    )
 }
 
 /// Whether `first-last`, or a single number, holds the slot.

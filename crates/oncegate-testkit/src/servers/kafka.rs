@@ -19,7 +19,8 @@ pub(crate) const CLUSTER_ID: &str = "b25jZWdhdGUta2Fma2EtMQ";
 /// The file with the broker's settings.
 const PROPERTIES: &str = "server.properties";
 
-/// A Kafka broker of one's own, its own controller too. Needs `java`, and `mvn` when the broker was not fetched yet.
+/// A Kafka broker of one's own, its own controller too. Needs `java`, and `mvn` when the broker was
+/// not fetched yet.
 pub type KafkaServer = Server<Kafka>;
 
 /// The kind of a [`KafkaServer`].
@@ -45,17 +46,18 @@ pub(crate) struct Quorum {
 }
 
 impl KafkaServer {
-    /// Starts a broker and returns when it answers, which takes some seconds. Fetches the broker first when it was not
-    /// fetched yet.
+    /// Starts a broker and returns when it answers, which takes some seconds. Fetches the broker
+    /// first when it was not fetched yet.
     ///
     /// # Errors
-    /// [`ServerError`], with the end of the server's log, when it does not start or cannot be fetched.
+    /// [`ServerError`], with the end of the server's log, when it does not start or cannot be
+    /// fetched.
     pub fn start() -> Result<Self, ServerError> {
         Self::start_with(CLUSTER_ID, None)
     }
 
-    /// Starts a broker of a cluster with this id, so that clients can tell it from the other ones: an id is 16 bytes in base64
-    /// without padding.
+    /// Starts a broker of a cluster with this id, so that clients can tell it from the other ones:
+    /// an id is 16 bytes in base64 without padding.
     ///
     /// # Errors
     /// As [`KafkaServer::start`].
@@ -63,8 +65,8 @@ impl KafkaServer {
         Self::start_with(cluster_id, None)
     }
 
-    /// Starts a broker with every [`KafkaDoor`]: by the plain one a test's own tools come in. Its certificate is for
-    /// `localhost` and 127.0.0.1. Needs `openssl`.
+    /// Starts a broker with every [`KafkaDoor`]: by the plain one a test's own tools come in. Its
+    /// certificate is for `localhost` and 127.0.0.1. Needs `openssl`.
     ///
     /// # Errors
     /// As [`KafkaServer::start`], or when no certificate can be made.
@@ -74,17 +76,43 @@ impl KafkaServer {
 
     fn start_with(cluster_id: &str, user: Option<KafkaUser>) -> Result<Self, ServerError> {
         let [controller] = free_ports().map_err(|source| io("find free ports", source))?;
-        Self::start_in(&Quorum { controllers: vec![controller], node: 0, cluster_id: cluster_id.to_owned() }, user)
+        Self::start_in(
+            &Quorum {
+                controllers: vec![controller],
+                node: 0,
+                cluster_id: cluster_id.to_owned(),
+            },
+            user,
+        )
     }
 
     /// Starts one node of several, which answers once most of them are there.
     pub(crate) fn start_in(quorum: &Quorum, user: Option<KafkaUser>) -> Result<Self, ServerError> {
         let class_path = fetch_kafka()?.join("*");
-        let [port, tls, mutual, login] = free_ports().map_err(|source| io("find free ports", source))?;
-        let doors = user.as_ref().map(|_| KafkaDoor::SECURED.into_iter().zip([tls, mutual, login]).collect()).unwrap_or_default();
-        let heap = if quorum.controllers.len() == 1 { "-Xmx512m" } else { "-Xmx256m" };
+        let [port, tls, mutual, login] =
+            free_ports().map_err(|source| io("find free ports", source))?;
+        let doors = user
+            .as_ref()
+            .map(|_| {
+                KafkaDoor::SECURED
+                    .into_iter()
+                    .zip([tls, mutual, login])
+                    .collect()
+            })
+            .unwrap_or_default();
+        let heap = if quorum.controllers.len() == 1 {
+            "-Xmx512m"
+        } else {
+            "-Xmx256m"
+        };
         let directory = temporary_directory(Kafka::NAME)?;
-        let kafka = Kafka { port, doors, user, class_path, heap };
+        let kafka = Kafka {
+            port,
+            doors,
+            user,
+            class_path,
+            heap,
+        };
         let mut written = kafka.properties(quorum, directory.path());
         if let Some(user) = &kafka.user {
             kafka_doors::make_certificates(Kafka::NAME, directory.path())?;
@@ -103,10 +131,15 @@ impl KafkaServer {
     /// Its address behind one of its doors.
     ///
     /// # Panics
-    /// When it has no such door: only [`KafkaServer::start_secured`] gives it others than the plain one.
+    /// When it has no such door: only [`KafkaServer::start_secured`] gives it others than the plain
+    /// one.
     pub fn brokers_by(&self, door: KafkaDoor) -> String {
         let Kafka { port, doors, .. } = self.kind();
-        let found = doors.iter().find(|(it, _)| *it == door).map(|(_, port)| port).or((door == KafkaDoor::Plain).then_some(port));
+        let found = doors
+            .iter()
+            .find(|(it, _)| *it == door)
+            .map(|(_, port)| port)
+            .or((door == KafkaDoor::Plain).then_some(port));
         format!("localhost:{}", found.expect("a door that this broker has"))
     }
 
@@ -117,22 +150,28 @@ impl KafkaServer {
 
     /// A certificate and its key, with which a client comes in by [`KafkaDoor::MutualTls`].
     pub fn client_certificate(&self) -> (PathBuf, PathBuf) {
-        (self.directory().join(certificates::CLIENT_CERTIFICATE), self.directory().join(certificates::CLIENT_KEY))
+        (
+            self.directory().join(certificates::CLIENT_CERTIFICATE),
+            self.directory().join(certificates::CLIENT_KEY),
+        )
     }
 
-    /// Its port on 127.0.0.1, the same for as long as this value lives, unless it takes another one's.
+    /// Its port on 127.0.0.1, the same for as long as this value lives, unless it takes another
+    /// one's.
     pub fn port(&self) -> u16 {
         self.kind().port
     }
 
-    /// Gives this broker the port of another one, from its next start on: clients of that one then reach this one, as they do
-    /// when an address is pointed to another cluster. Both brokers are stopped, and neither has other doors than the plain one.
+    /// Gives this broker the port of another one, from its next start on: clients of that one then
+    /// reach this one, as they do when an address is pointed to another cluster. Both brokers are
+    /// stopped, and neither has other doors than the plain one.
     ///
     /// # Errors
     /// [`ServerError::Io`] when the broker's properties cannot be read or written.
     pub fn take_port_of(&mut self, other: &Self) -> Result<(), ServerError> {
         let path = self.directory().join(PROPERTIES);
-        let written = std::fs::read_to_string(&path).map_err(|source| io("read the properties", source))?;
+        let written =
+            std::fs::read_to_string(&path).map_err(|source| io("read the properties", source))?;
         let (own, taken) = (self.brokers(), other.brokers());
         write(Kafka::NAME, &path, &written.replace(&own, &taken))?;
         self.kind_mut().port = other.port();
@@ -142,12 +181,17 @@ impl KafkaServer {
 
 impl Kind for Kafka {
     const NAME: &'static str = "Kafka";
-    const ADVICE: &'static str = "`cargo xtask setup` installs what it needs (Debian's package is default-jre-headless)";
+    const ADVICE: &'static str =
+        "`cargo xtask setup` installs what it needs (Debian's package is default-jre-headless)";
     const START_PATIENCE: Duration = Duration::from_secs(90);
 
     fn commands(&self, directory: &Path) -> Vec<Command> {
         let mut command = self.java();
-        command.args([self.heap, "-Dorg.slf4j.simpleLogger.showDateTime=true", "kafka.Kafka"]);
+        command.args([
+            self.heap,
+            "-Dorg.slf4j.simpleLogger.showDateTime=true",
+            "kafka.Kafka",
+        ]);
         command.arg(directory.join(PROPERTIES));
         vec![command]
     }
@@ -167,7 +211,9 @@ impl Kafka {
     /// Prepares an empty data directory.
     fn format(&self, directory: &Path, cluster_id: &str) -> Result<(), ServerError> {
         let mut command = self.java();
-        command.args(["kafka.tools.StorageTool", "format", "-t", cluster_id, "-c"]).arg(directory.join(PROPERTIES));
+        command
+            .args(["kafka.tools.StorageTool", "format", "-t", cluster_id, "-c"])
+            .arg(directory.join(PROPERTIES));
         command.args(self.user.iter().flat_map(KafkaUser::scram));
         let output = command.output().map_err(|source| io("run java", source))?;
         if output.status.success() {
@@ -190,21 +236,46 @@ impl Kafka {
         let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, self.port))?;
         stream.set_read_timeout(Some(Duration::from_secs(2)))?;
         let length = [0, 0, 0, 10];
-        let request: &[&[u8]] = &[&length, &API_VERSIONS, &VERSION, &CORRELATION, &NO_CLIENT_ID];
+        let request: &[&[u8]] = &[
+            &length,
+            &API_VERSIONS,
+            &VERSION,
+            &CORRELATION,
+            &NO_CLIENT_ID,
+        ];
         stream.write_all(&request.concat())?;
         let mut answer = [0; 8];
         stream.read_exact(&mut answer)?;
-        if answer[4..] == CORRELATION { Ok(()) } else { Err(std::io::ErrorKind::InvalidData.into()) }
+        if answer[4..] == CORRELATION {
+            Ok(())
+        } else {
+            Err(std::io::ErrorKind::InvalidData.into())
+        }
     }
 
-    /// A node that is broker and controller. Groups form at once, and sessions may be as short as a test wants. Of three
-    /// nodes one may fail.
+    /// A node that is broker and controller. Groups form at once, and sessions may be as short as a
+    /// test wants. Of three nodes one may fail.
     fn properties(&self, quorum: &Quorum, directory: &Path) -> String {
-        let Quorum { controllers, node, .. } = quorum;
-        let doors: Vec<(&str, u16)> =
-            [(KafkaDoor::Plain, self.port)].iter().chain(&self.doors).map(|(door, port)| (door.listener(), *port)).collect();
-        let at = |host: &str| doors.iter().map(|(name, port)| format!("{name}://{host}:{port}")).collect::<Vec<_>>().join(",");
-        let voters: Vec<String> = controllers.iter().zip(1..).map(|(port, id)| format!("{id}@127.0.0.1:{port}")).collect();
+        let Quorum {
+            controllers, node, ..
+        } = quorum;
+        let doors: Vec<(&str, u16)> = [(KafkaDoor::Plain, self.port)]
+            .iter()
+            .chain(&self.doors)
+            .map(|(door, port)| (door.listener(), *port))
+            .collect();
+        let at = |host: &str| {
+            doors
+                .iter()
+                .map(|(name, port)| format!("{name}://{host}:{port}"))
+                .collect::<Vec<_>>()
+                .join(",")
+        };
+        let voters: Vec<String> = controllers
+            .iter()
+            .zip(1..)
+            .map(|(port, id)| format!("{id}@127.0.0.1:{port}"))
+            .collect();
         format!(
             "process.roles=broker,controller
 node.id={id}
@@ -230,7 +301,11 @@ group.min.session.timeout.ms=1000
             voters = voters.join(","),
             listeners = at("127.0.0.1"),
             controller = controllers[*node],
-            advertised = at(if self.doors.is_empty() { "127.0.0.1" } else { "localhost" }),
+            advertised = at(if self.doors.is_empty() {
+                "127.0.0.1"
+            } else {
+                "localhost"
+            }),
             data = directory.join("data").display(),
             replicas = controllers.len(),
             in_sync = controllers.len() / 2 + 1,
@@ -239,5 +314,9 @@ group.min.session.timeout.ms=1000
 }
 
 fn io(action: &str, source: std::io::Error) -> ServerError {
-    ServerError::Io { server: Kafka::NAME, action: action.into(), source }
+    ServerError::Io {
+        server: Kafka::NAME,
+        action: action.into(),
+        source,
+    }
 }

@@ -5,8 +5,8 @@ use super::port::free_ports;
 use super::server::Kind;
 use super::{Kafka, KafkaServer, ServerError, io};
 
-/// Three brokers of one's own, each a controller too: topics have three replicas, and one node may fail. Takes some 900 MB.
-/// Dropping it stops them all.
+/// Three brokers of one's own, each a controller too: topics have three replicas, and one node may
+/// fail. Takes some 900 MB. Dropping it stops them all.
 pub struct KafkaServers {
     nodes: Vec<KafkaServer>,
 }
@@ -17,22 +17,37 @@ impl KafkaServers {
     /// # Errors
     /// [`ServerError`], when one does not start.
     pub fn start() -> Result<Self, ServerError> {
-        let controllers: [u16; 3] = free_ports().map_err(|source| io(Kafka::NAME, "find free ports", source))?;
+        let controllers: [u16; 3] =
+            free_ports().map_err(|source| io(Kafka::NAME, "find free ports", source))?;
         // None answers before most of them are there.
         let nodes = std::thread::scope(|scope| {
             let starting = (0..controllers.len()).map(|node| {
-                let quorum = Quorum { controllers: controllers.to_vec(), node, cluster_id: CLUSTER_ID.to_owned() };
+                let quorum = Quorum {
+                    controllers: controllers.to_vec(),
+                    node,
+                    cluster_id: CLUSTER_ID.to_owned(),
+                };
                 scope.spawn(move || KafkaServer::start_in(&quorum, None))
             });
             let starting: Vec<_> = starting.collect();
-            starting.into_iter().map(|it| it.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect::<Result<Vec<_>, _>>()
+            starting
+                .into_iter()
+                .map(|it| {
+                    it.join()
+                        .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+                })
+                .collect::<Result<Vec<_>, _>>()
         })?;
         Ok(Self { nodes })
     }
 
     /// Their addresses for clients.
     pub fn brokers(&self) -> String {
-        self.nodes.iter().map(KafkaServer::brokers).collect::<Vec<_>>().join(",")
+        self.nodes
+            .iter()
+            .map(KafkaServer::brokers)
+            .collect::<Vec<_>>()
+            .join(",")
     }
 
     /// How many there are.

@@ -1,4 +1,5 @@
-//! Where the Kafka broker's files come from: Maven Central, once, into a cache outside the repository.
+//! Where the Kafka broker's files come from: Maven Central, once, into a cache outside the
+//! repository.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -14,10 +15,11 @@ pub fn kafka_is_fetched() -> bool {
     is_complete(&libraries())
 }
 
-/// The directory with the broker's jars: `$ONCEGATE_CACHE/kafka-4.3.0/libs`, by default in `~/.cache/oncegate`.
+/// The directory with the broker's jars: `$ONCEGATE_CACHE/kafka-4.3.0/libs`, by default in
+/// `~/.cache/oncegate`.
 ///
-/// With them are those of MirrorMaker 2. Fetches them (54 MB) when they are not all there; needs `mvn` for that. Several processes may do
-/// so at once.
+/// With them are those of MirrorMaker 2. Fetches them (54 MB) when they are not all there; needs
+/// `mvn` for that. Several processes may do so at once.
 ///
 /// # Errors
 /// [`ServerError`] when Maven fails or the cache cannot be written.
@@ -26,11 +28,20 @@ pub fn fetch_kafka() -> Result<PathBuf, ServerError> {
     if is_complete(&libraries) {
         return Ok(libraries);
     }
-    println!("fetching the Kafka broker {VERSION} into {}", libraries.display());
+    println!(
+        "fetching the Kafka broker {VERSION} into {}",
+        libraries.display()
+    );
     let project = temporary_directory(Kafka::NAME)?;
     write(Kafka::NAME, &project.path().join("pom.xml"), &pom())?;
     let output = Command::new("mvn")
-        .args(["-B", "-q", "dependency:copy-dependencies", "-DincludeScope=runtime", "-DoutputDirectory=libs"])
+        .args([
+            "-B",
+            "-q",
+            "dependency:copy-dependencies",
+            "-DincludeScope=runtime",
+            "-DoutputDirectory=libs",
+        ])
         .current_dir(project.path())
         .output()
         .map_err(|source| io("run mvn", source))?;
@@ -43,11 +54,18 @@ pub fn fetch_kafka() -> Result<PathBuf, ServerError> {
         });
     }
     keep(&project.path().join("libs"), &libraries)?;
-    if is_complete(&libraries) { Ok(libraries) } else { Err(ServerError::NoBroker { directory: libraries }) }
+    if is_complete(&libraries) {
+        Ok(libraries)
+    } else {
+        Err(ServerError::NoBroker {
+            directory: libraries,
+        })
+    }
 }
 
-/// Puts each jar in its place by renaming a copy, and the one that [`is_complete`] looks for after the others: who finds that one
-/// finds them all. Jars that are there already stay, since a broker may run from them.
+/// Puts each jar in its place by renaming a copy, and the one that [`is_complete`] looks for after
+/// the others: who finds that one finds them all. Jars that are there already stay, since a broker
+/// may run from them.
 fn keep(fetched: &Path, libraries: &Path) -> Result<(), ServerError> {
     let put = |name: &OsStr| -> std::io::Result<()> {
         if libraries.join(name).is_file() {
@@ -59,7 +77,9 @@ fn keep(fetched: &Path, libraries: &Path) -> Result<(), ServerError> {
     };
     let copy = || -> std::io::Result<()> {
         std::fs::create_dir_all(libraries)?;
-        let mut names = std::fs::read_dir(fetched)?.map(|it| Ok(it?.file_name())).collect::<std::io::Result<Vec<_>>>()?;
+        let mut names = std::fs::read_dir(fetched)?
+            .map(|it| Ok(it?.file_name()))
+            .collect::<std::io::Result<Vec<_>>>()?;
         names.sort_by_key(|name| *name == *last_jar());
         names.iter().try_for_each(|name| put(name))
     };
@@ -112,5 +132,9 @@ fn pom() -> String {
 }
 
 fn io(action: &str, source: std::io::Error) -> ServerError {
-    ServerError::Io { server: Kafka::NAME, action: action.into(), source }
+    ServerError::Io {
+        server: Kafka::NAME,
+        action: action.into(),
+        source,
+    }
 }

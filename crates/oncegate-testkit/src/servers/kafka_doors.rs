@@ -50,7 +50,12 @@ impl KafkaUser {
     pub(crate) fn scram(&self) -> [String; 4] {
         let Self { name, password } = self;
         let mechanism = |hash: &str| format!("SCRAM-SHA-{hash}=[name={name},password={password}]");
-        ["--add-scram".into(), mechanism("256"), "--add-scram".into(), mechanism("512")]
+        [
+            "--add-scram".into(),
+            mechanism("256"),
+            "--add-scram".into(),
+            mechanism("512"),
+        ]
     }
 }
 
@@ -59,9 +64,14 @@ pub(crate) fn make_certificates(server: &'static str, directory: &Path) -> Resul
     certificates::make(server, directory)?;
     certificates::make_client(server, directory)?;
     let read = |file: &str| {
-        std::fs::read_to_string(directory.join(file)).map_err(|source| super::io(server, "read a certificate that was made", source))
+        std::fs::read_to_string(directory.join(file))
+            .map_err(|source| super::io(server, "read a certificate that was made", source))
     };
-    write(server, &directory.join(IDENTITY), &(read(certificates::KEY)? + &read(certificates::CERTIFICATE)?))
+    write(
+        server,
+        &directory.join(IDENTITY),
+        &(read(certificates::KEY)? + &read(certificates::CERTIFICATE)?),
+    )
 }
 
 /// The broker's properties for the secured doors.

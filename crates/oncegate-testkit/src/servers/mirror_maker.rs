@@ -1,4 +1,5 @@
-//! MirrorMaker 2, which copies topics, group offsets and their metadata from one Kafka cluster to another.
+//! MirrorMaker 2, which copies topics, group offsets and their metadata from one Kafka cluster to
+//! another.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -21,28 +22,43 @@ pub struct MirrorMaker {
 }
 
 impl MirrorMakerServer {
-    /// Copies this topic from the source cluster to the target cluster, under the same name, from its first record on; and every
-    /// second the offsets of this group, while the group has no member on the target cluster. Returns before anything is copied.
+    /// Copies this topic from the source cluster to the target cluster, under the same name, from
+    /// its first record on; and every second the offsets of this group, while the group has no
+    /// member on the target cluster. Returns before anything is copied.
     ///
     /// # Errors
     /// [`ServerError`], with the end of the log, when it does not start.
-    pub fn start(source: &KafkaServer, target: &KafkaServer, topic: &str, group: &str) -> Result<Self, ServerError> {
+    pub fn start(
+        source: &KafkaServer,
+        target: &KafkaServer,
+        topic: &str,
+        group: &str,
+    ) -> Result<Self, ServerError> {
         let class_path = fetch_kafka()?.join("*");
         let directory = temporary_directory(MirrorMaker::NAME)?;
         let written = properties(&source.brokers(), &target.brokers(), topic, group);
-        write(MirrorMaker::NAME, &directory.path().join(PROPERTIES), &written)?;
+        write(
+            MirrorMaker::NAME,
+            &directory.path().join(PROPERTIES),
+            &written,
+        )?;
         Self::launch(MirrorMaker { class_path }, directory)
     }
 }
 
 impl Kind for MirrorMaker {
     const NAME: &'static str = "MirrorMaker 2";
-    const ADVICE: &'static str = "`cargo xtask setup` installs what it needs (Debian's package is default-jre-headless)";
+    const ADVICE: &'static str =
+        "`cargo xtask setup` installs what it needs (Debian's package is default-jre-headless)";
     const START_PATIENCE: Duration = Duration::from_secs(90);
 
     fn commands(&self, directory: &Path) -> Vec<Command> {
         let mut command = Command::new("java");
-        command.arg("-Xmx256m").arg("-cp").arg(&self.class_path).arg("org.apache.kafka.connect.mirror.MirrorMaker");
+        command
+            .arg("-Xmx256m")
+            .arg("-cp")
+            .arg(&self.class_path)
+            .arg("org.apache.kafka.connect.mirror.MirrorMaker");
         command.arg(directory.join(PROPERTIES));
         vec![command]
     }
@@ -52,7 +68,8 @@ impl Kind for MirrorMaker {
     }
 }
 
-/// All intervals are a second, and a record of translated offsets is written for each batch, so that a test need not wait.
+/// All intervals are a second, and a record of translated offsets is written for each batch, so
+/// that a test need not wait.
 fn properties(source: &str, target: &str, topic: &str, group: &str) -> String {
     format!(
         "clusters=source,target

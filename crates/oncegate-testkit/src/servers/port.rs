@@ -3,8 +3,8 @@
 use std::hash::{BuildHasher, RandomState};
 use std::net::{Ipv4Addr, TcpListener};
 
-/// Where to look: below the range from which the system takes the ports of outgoing connections (32,768 and up), so
-/// that a stopped server finds its port free when it is started again.
+/// Where to look: below the range from which the system takes the ports of outgoing connections
+/// (32,768 and up), so that a stopped server finds its port free when it is started again.
 const LOWEST: u16 = 10_000;
 const HIGHEST: u16 = 32_000;
 
@@ -19,7 +19,8 @@ pub(crate) fn free_ports<const N: usize>() -> std::io::Result<[u16; N]> {
     let mut refused = 0;
     while held.len() < N {
         let offset = RandomState::new().hash_one(refused) % range;
-        let port = LOWEST + u16::try_from(offset).expect("less than HIGHEST - LOWEST, which is a u16");
+        let port =
+            LOWEST + u16::try_from(offset).expect("less than HIGHEST - LOWEST, which is a u16");
         match TcpListener::bind((Ipv4Addr::LOCALHOST, port)) {
             Ok(listener) => {
                 ports[held.len()] = port;

@@ -1,4 +1,5 @@
-//! A process by its number and by when it started, so that a number used again is never taken for the old process.
+//! A process by its number and by when it started, so that a number used again is never taken for
+//! the old process.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,7 +10,8 @@ use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 /// How often to look whether something has happened that nobody reports.
 pub(crate) const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// One process of this machine. Its text is `number:start`, the start in clock ticks since the machine's own.
+/// One process of this machine. Its text is `number:start`, the start in clock ticks since the
+/// machine's own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProcessId {
     number: u32,
@@ -39,10 +41,11 @@ impl ProcessId {
         Self::running(self.number) == Some(self)
     }
 
-    /// Ends the process: SIGTERM, then, when it still runs after `patience`, SIGKILL. Returns when it is gone, and with
-    /// it what it has left behind in its process group.
+    /// Ends the process: SIGTERM, then, when it still runs after `patience`, SIGKILL. Returns when
+    /// it is gone, and with it what it has left behind in its process group.
     ///
-    /// A process that has ended already, or whose number belongs to another process by now, is left alone.
+    /// A process that has ended already, or whose number belongs to another process by now, is left
+    /// alone.
     pub fn stop(self, patience: Duration) {
         if !self.is_running() {
             return;
@@ -74,8 +77,9 @@ impl ProcessId {
 
     /// Ends what the process has left behind in its group, of which it was the leader.
     ///
-    /// A number is not given away while a group of that number has a member. So where another process bears it by now,
-    /// nothing of ours is left, and the group is a stranger's: it is left alone.
+    /// A number is not given away while a group of that number has a member. So where another
+    /// process bears it by now, nothing of ours is left, and the group is a stranger's: it is left
+    /// alone.
     fn kill_group(self) {
         let is_given_away = Self::bearing(self.number).is_some_and(|(process, _)| process != self);
         if let (false, Some(pid)) = (is_given_away, self.pid()) {
@@ -84,13 +88,19 @@ impl ProcessId {
         }
     }
 
-    /// The process that has this number now; one that has ended keeps it until its parent has looked.
+    /// The process that has this number now; one that has ended keeps it until its parent has
+    /// looked.
     fn bearing(number: u32) -> Option<(Self, Life)> {
         let stat = std::fs::read_to_string(format!("/proc/{number}/stat")).ok()?;
-        // The second field is the program's name in brackets and may hold anything, spaces and brackets too.
+        // The second field is the program's name in brackets and may hold anything, spaces and
+        // brackets too.
         let (_, after_name) = stat.rsplit_once(')')?;
         let mut fields = after_name.split_ascii_whitespace();
-        let life = if matches!(fields.next()?, "Z" | "X") { Life::HasEnded } else { Life::Runs };
+        let life = if matches!(fields.next()?, "Z" | "X") {
+            Life::HasEnded
+        } else {
+            Life::Runs
+        };
         let started = fields.nth(18)?.parse().ok()?;
         Some((Self { number, started }, life))
     }
@@ -127,7 +137,10 @@ impl FromStr for ProcessId {
 
     fn from_str(text: &str) -> Result<Self, NotAProcess> {
         let (number, started) = text.split_once(':').ok_or(NotAProcess)?;
-        Ok(Self { number: number.parse().map_err(|_| NotAProcess)?, started: started.parse().map_err(|_| NotAProcess)? })
+        Ok(Self {
+            number: number.parse().map_err(|_| NotAProcess)?,
+            started: started.parse().map_err(|_| NotAProcess)?,
+        })
     }
 }
 
@@ -141,15 +154,28 @@ mod tests {
 
     #[test]
     fn a_number_given_to_another_process_is_left_alone() {
-        let mut child = Command::new("sleep").arg("60").process_group(0).spawn().unwrap();
+        let mut child = Command::new("sleep")
+            .arg("60")
+            .process_group(0)
+            .spawn()
+            .unwrap();
         let process = ProcessId::running(child.id()).unwrap();
-        let earlier = ProcessId { number: process.number, started: process.started - 1 };
+        let earlier = ProcessId {
+            number: process.number,
+            started: process.started - 1,
+        };
 
         earlier.stop(Duration::ZERO);
         assert!(!earlier.is_running());
-        assert!(child.try_wait().unwrap().is_none(), "the other process was ended");
+        assert!(
+            child.try_wait().unwrap().is_none(),
+            "the other process was ended"
+        );
         earlier.kill_group();
-        assert!(!ended_soon(&mut child), "the other process's group was ended");
+        assert!(
+            !ended_soon(&mut child),
+            "the other process's group was ended"
+        );
 
         process.stop(Duration::from_secs(5));
         assert!(!process.is_running());
@@ -165,9 +191,16 @@ mod tests {
     #[test]
     fn what_a_process_leaves_behind_in_its_group_ends_with_it() {
         let script = "sleep 60 & echo $!; exec sleep 60";
-        let mut leader = Command::new("sh").args(["-c", script]).process_group(0).stdout(Stdio::piped()).spawn().unwrap();
+        let mut leader = Command::new("sh")
+            .args(["-c", script])
+            .process_group(0)
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
         let mut line = String::new();
-        BufReader::new(leader.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        BufReader::new(leader.stdout.take().unwrap())
+            .read_line(&mut line)
+            .unwrap();
         let left_behind = ProcessId::running(line.trim().parse().unwrap()).unwrap();
         let process = ProcessId::running(leader.id()).unwrap();
 
@@ -179,7 +212,10 @@ mod tests {
 
     #[test]
     fn a_process_reads_as_it_was_written() {
-        let process = ProcessId { number: 7, started: 11 };
+        let process = ProcessId {
+            number: 7,
+            started: 11,
+        };
         assert_eq!(process.to_string().parse::<ProcessId>().unwrap(), process);
         assert!("7".parse::<ProcessId>().is_err());
     }

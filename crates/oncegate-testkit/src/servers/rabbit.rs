@@ -12,11 +12,13 @@ use super::certificates;
 use super::port::free_ports;
 use super::server::{Kind, Server, temporary_directory, write};
 
-/// The program of the server itself; the one on the `PATH` insists on a user and directories of its own.
+/// The program of the server itself; the one on the `PATH` insists on a user and directories of its
+/// own.
 pub const RABBITMQ_SERVER: &str = "/usr/lib/rabbitmq/bin/rabbitmq-server";
 const RABBITMQCTL: &str = "/usr/lib/rabbitmq/bin/rabbitmqctl";
 
-/// A RabbitMQ node of one's own, with the name server (`epmd`) that it needs. Needs `rabbitmq-server`.
+/// A RabbitMQ node of one's own, with the name server (`epmd`) that it needs. Needs
+/// `rabbitmq-server`.
 pub type RabbitServer = Server<Rabbit>;
 
 /// The kind of a [`RabbitServer`].
@@ -59,10 +61,11 @@ impl RabbitOptions {
         Self::default()
     }
 
-    /// Takes no plain connection, only TLS from clients that show a certificate of its authority, made when it starts:
-    /// [`RabbitServer::url`] is an `amqps://` one, [`RabbitServer::certificate_authority`] what to trust and
-    /// [`RabbitServer::client_certificate`] what to show. With `EXTERNAL` the user is the certificate's common name,
-    /// [`RABBITMQ_CLIENT`]. Needs `openssl`.
+    /// Takes no plain connection, only TLS from clients that show a certificate of its authority,
+    /// made when it starts: [`RabbitServer::url`] is an `amqps://` one,
+    /// [`RabbitServer::certificate_authority`] what to trust and
+    /// [`RabbitServer::client_certificate`] what to show. With `EXTERNAL` the user is the
+    /// certificate's common name, [`RABBITMQ_CLIENT`]. Needs `openssl`.
     #[must_use]
     pub fn tls(mut self) -> Self {
         self.transport = Transport::Tls;
@@ -111,9 +114,16 @@ impl RabbitOptions {
         if let Some(node) = &self.joins {
             lines.push("cluster_formation.peer_discovery_backend = classic_config".to_owned());
             lines.push(format!("cluster_formation.classic_config.nodes.1 = {node}"));
-            lines.push(format!("cluster_formation.classic_config.nodes.2 = {}", name(port)));
+            lines.push(format!(
+                "cluster_formation.classic_config.nodes.2 = {}",
+                name(port)
+            ));
         }
-        lines.extend(self.settings.iter().map(|(name, value)| format!("{name} = {value}")));
+        lines.extend(
+            self.settings
+                .iter()
+                .map(|(name, value)| format!("{name} = {value}")),
+        );
         lines
     }
 }
@@ -140,11 +150,13 @@ impl RabbitServer {
     /// # Errors
     /// As [`start`](Self::start).
     pub fn start_with(options: &RabbitOptions) -> Result<Self, ServerError> {
-        let [port, distribution_port, own] = free_ports().map_err(|source| io("find free ports", source))?;
+        let [port, distribution_port, own] =
+            free_ports().map_err(|source| io("find free ports", source))?;
         let directory = temporary_directory(Rabbit::NAME)?;
         let cookie = directory.path().join(".erlang.cookie");
         write(Rabbit::NAME, &cookie, "ONCEGATE")?;
-        std::fs::set_permissions(&cookie, std::fs::Permissions::from_mode(0o600)).map_err(|source| io("protect the cookie", source))?;
+        std::fs::set_permissions(&cookie, std::fs::Permissions::from_mode(0o600))
+            .map_err(|source| io("protect the cookie", source))?;
         let plugins = match options.transport {
             Transport::Plain => "[].\n",
             Transport::Tls => "[rabbitmq_auth_mechanism_ssl].\n",
@@ -154,10 +166,28 @@ impl RabbitServer {
             certificates::make_client(Rabbit::NAME, directory.path())?;
         }
         let lines = options.lines(port, directory.path()).join("\n") + "\n";
-        write(Rabbit::NAME, &directory.path().join("rabbitmq.conf"), &lines)?;
-        write(Rabbit::NAME, &directory.path().join("enabled_plugins"), plugins)?;
-        let name_server = options.name_server.map_or(NameServer::Own(own), NameServer::Shared);
-        Self::launch(Rabbit { port, distribution_port, name_server, transport: options.transport }, directory)
+        write(
+            Rabbit::NAME,
+            &directory.path().join("rabbitmq.conf"),
+            &lines,
+        )?;
+        write(
+            Rabbit::NAME,
+            &directory.path().join("enabled_plugins"),
+            plugins,
+        )?;
+        let name_server = options
+            .name_server
+            .map_or(NameServer::Own(own), NameServer::Shared);
+        Self::launch(
+            Rabbit {
+                port,
+                distribution_port,
+                name_server,
+                transport: options.transport,
+            },
+            directory,
+        )
     }
 
     /// Its address for clients: user guest, virtual host `/`.
@@ -168,14 +198,19 @@ impl RabbitServer {
         }
     }
 
-    /// The file (PEM) of the authority that signed the certificate of a node started with [`RabbitOptions::tls`].
+    /// The file (PEM) of the authority that signed the certificate of a node started with
+    /// [`RabbitOptions::tls`].
     pub fn certificate_authority(&self) -> PathBuf {
         self.directory().join(certificates::AUTHORITY)
     }
 
-    /// The files (PEM) of a client's certificate and its key, which a node started with [`RabbitOptions::tls`] trusts.
+    /// The files (PEM) of a client's certificate and its key, which a node started with
+    /// [`RabbitOptions::tls`] trusts.
     pub fn client_certificate(&self) -> (PathBuf, PathBuf) {
-        (self.directory().join(certificates::CLIENT_CERTIFICATE), self.directory().join(certificates::CLIENT_KEY))
+        (
+            self.directory().join(certificates::CLIENT_CERTIFICATE),
+            self.directory().join(certificates::CLIENT_KEY),
+        )
     }
 
     /// Its port on 127.0.0.1, the same for as long as this value lives.
@@ -183,15 +218,18 @@ impl RabbitServer {
         self.kind().port
     }
 
-    /// Runs `rabbitmqctl` against this node, for instance with `["set_vm_memory_high_watermark", "0"]`, and answers
-    /// with what it printed.
+    /// Runs `rabbitmqctl` against this node, for instance with `["set_vm_memory_high_watermark",
+    /// "0"]`, and answers with what it printed.
     ///
     /// # Errors
     /// [`ServerError::ProgramFailed`] with its output.
     pub fn control(&self, arguments: &[&str]) -> Result<String, ServerError> {
         let mut command = Command::new(RABBITMQCTL);
         self.kind().surround(&mut command, self.directory());
-        let output = command.args(arguments).output().map_err(|source| io("run rabbitmqctl", source))?;
+        let output = command
+            .args(arguments)
+            .output()
+            .map_err(|source| io("run rabbitmqctl", source))?;
         let printed = String::from_utf8_lossy(&output.stdout).into_owned();
         if output.status.success() {
             return Ok(printed);
@@ -207,7 +245,8 @@ impl RabbitServer {
 
 impl Kind for Rabbit {
     const NAME: &'static str = "RabbitMQ";
-    const ADVICE: &'static str = "`cargo xtask setup` installs it (Debian's package is rabbitmq-server)";
+    const ADVICE: &'static str =
+        "`cargo xtask setup` installs it (Debian's package is rabbitmq-server)";
     const START_PATIENCE: Duration = Duration::from_secs(90);
 
     fn commands(&self, directory: &Path) -> Vec<Command> {
@@ -219,7 +258,10 @@ impl Kind for Rabbit {
             .env("RABBITMQ_LOG_BASE", directory.join("log"))
             .env("RABBITMQ_LOGS", "-")
             .env("RABBITMQ_CONFIG_FILE", directory.join("rabbitmq.conf"))
-            .env("RABBITMQ_ENABLED_PLUGINS_FILE", directory.join("enabled_plugins"))
+            .env(
+                "RABBITMQ_ENABLED_PLUGINS_FILE",
+                directory.join("enabled_plugins"),
+            )
             .env("RABBITMQ_PID_FILE", directory.join("pid"))
             // With these two the script becomes the node instead of waiting for it as its child.
             .env("RABBITMQ_ALLOW_INPUT", "true")
@@ -250,7 +292,8 @@ impl Rabbit {
         name(self.port)
     }
 
-    /// Sends AMQP's protocol header, which the node answers with a method frame (type 1), `connection.start`.
+    /// Sends AMQP's protocol header, which the node answers with a method frame (type 1),
+    /// `connection.start`.
     fn greets(&self) -> std::io::Result<()> {
         let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, self.port))?;
         if self.transport == Transport::Tls {
@@ -261,7 +304,11 @@ impl Rabbit {
         stream.write_all(b"AMQP\x00\x00\x09\x01")?;
         let mut frame_type = [0];
         stream.read_exact(&mut frame_type)?;
-        if frame_type == [1] { Ok(()) } else { Err(std::io::ErrorKind::InvalidData.into()) }
+        if frame_type == [1] {
+            Ok(())
+        } else {
+            Err(std::io::ErrorKind::InvalidData.into())
+        }
     }
 }
 
@@ -273,5 +320,9 @@ pub(crate) fn name_server(port: u16) -> Command {
 }
 
 fn io(action: &str, source: std::io::Error) -> ServerError {
-    ServerError::Io { server: Rabbit::NAME, action: action.into(), source }
+    ServerError::Io {
+        server: Rabbit::NAME,
+        action: action.into(),
+        source,
+    }
 }

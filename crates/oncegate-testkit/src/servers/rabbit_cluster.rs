@@ -12,8 +12,8 @@ use super::{ServerError, io};
 
 const NAME: &str = "RabbitMQ cluster";
 
-/// Three nodes of one's own, any of which may be stopped, killed, frozen and started again. Needs `rabbitmq-server`.
-/// Dropping it stops them all.
+/// Three nodes of one's own, any of which may be stopped, killed, frozen and started again. Needs
+/// `rabbitmq-server`. Dropping it stops them all.
 pub struct RabbitCluster {
     nodes: Vec<RabbitServer>,
     /// Outlives the nodes, which find each other by it.
@@ -28,7 +28,8 @@ struct Names {
 
 impl Kind for Names {
     const NAME: &'static str = "epmd";
-    const ADVICE: &'static str = "`cargo xtask setup` installs it (Debian's package is erlang-base)";
+    const ADVICE: &'static str =
+        "`cargo xtask setup` installs it (Debian's package is erlang-base)";
     const START_PATIENCE: Duration = Duration::from_secs(10);
 
     fn commands(&self, _: &Path) -> Vec<Command> {
@@ -41,7 +42,8 @@ impl Kind for Names {
 }
 
 impl RabbitCluster {
-    /// Starts the nodes and returns when all three answer and belong together, which takes half a minute or so.
+    /// Starts the nodes and returns when all three answer and belong together, which takes half a
+    /// minute or so.
     ///
     /// # Errors
     /// [`ServerError`], when one does not start.
@@ -54,11 +56,20 @@ impl RabbitCluster {
             let options = RabbitOptions::new().name_server(port).joins(&nodes[0]);
             nodes.push(RabbitServer::start_with(&options)?);
         }
-        let cluster = Self { nodes, _names: names };
-        let running = cluster.nodes[0].control(&["-q", "eval", "length(rabbit_nodes:all_running())."])?;
+        let cluster = Self {
+            nodes,
+            _names: names,
+        };
+        let running =
+            cluster.nodes[0].control(&["-q", "eval", "length(rabbit_nodes:all_running())."])?;
         if running.trim() != "3" {
             let reason = format!("{} of 3 nodes belong together", running.trim());
-            return Err(ServerError::DidNotStart { server: NAME, reason, log: String::new(), advice: "look at the nodes' logs" });
+            return Err(ServerError::DidNotStart {
+                server: NAME,
+                reason,
+                log: String::new(),
+                advice: "look at the nodes' logs",
+            });
         }
         Ok(cluster)
     }

@@ -22,13 +22,15 @@ pub enum RedisPersistence {
     /// Nothing: what is stopped is empty when it starts again.
     #[default]
     Nothing,
-    /// The append-only file, flushed every second: a crash of the process loses nothing, one of the machine a second.
+    /// The append-only file, flushed every second: a crash of the process loses nothing, one of the
+    /// machine a second.
     EverySecond,
     /// The append-only file, flushed before each answer.
     EveryWrite,
 }
 
-/// How to start a [`RedisServer`]. By default it persists nothing, asks for no password and evicts nothing.
+/// How to start a [`RedisServer`]. By default it persists nothing, asks for no password and evicts
+/// nothing.
 #[derive(Debug, Clone, Default)]
 pub struct RedisOptions {
     persistence: RedisPersistence,
@@ -95,8 +97,9 @@ impl RedisOptions {
         self
     }
 
-    /// Gives clients TLS, with a certificate for `localhost` and 127.0.0.1 made when it starts: [`RedisServer::url`]
-    /// is a `rediss://` one, and [`RedisServer::certificate_authority`] what to trust. Needs `openssl`.
+    /// Gives clients TLS, with a certificate for `localhost` and 127.0.0.1 made when it starts:
+    /// [`RedisServer::url`] is a `rediss://` one, and [`RedisServer::certificate_authority`] what
+    /// to trust. Needs `openssl`.
     #[must_use]
     pub fn tls(mut self) -> Self {
         self.transport = Transport::Tls;
@@ -147,8 +150,11 @@ impl RedisServer {
     /// # Errors
     /// [`ServerError`], with the end of the server's log, when it does not start.
     pub fn start(options: RedisOptions) -> Result<Self, ServerError> {
-        let [port, tls_port] =
-            free_ports().map_err(|source| ServerError::Io { server: Redis::NAME, action: "find free ports".into(), source })?;
+        let [port, tls_port] = free_ports().map_err(|source| ServerError::Io {
+            server: Redis::NAME,
+            action: "find free ports".into(),
+            source,
+        })?;
         let directory = temporary_directory(Redis::NAME)?;
         match &options.transport {
             Transport::Plain => {}
@@ -158,31 +164,52 @@ impl RedisServer {
             }
             Transport::TlsFrom(from) => copy_certificates(from, directory.path())?,
         }
-        Self::launch(Redis { port, tls_port, options }, directory)
+        Self::launch(
+            Redis {
+                port,
+                tls_port,
+                options,
+            },
+            directory,
+        )
     }
 
     /// Its address for clients, the password in it.
     pub fn url(&self) -> String {
-        let Redis { port, tls_port, options } = self.kind();
-        let login = options.password.as_ref().map_or_else(String::new, |password| format!(":{password}@"));
+        let Redis {
+            port,
+            tls_port,
+            options,
+        } = self.kind();
+        let login = options
+            .password
+            .as_ref()
+            .map_or_else(String::new, |password| format!(":{password}@"));
         match &options.transport {
             Transport::Plain => format!("redis://{login}127.0.0.1:{port}"),
-            Transport::Tls | Transport::TlsFrom(_) => format!("rediss://{login}localhost:{tls_port}"),
+            Transport::Tls | Transport::TlsFrom(_) => {
+                format!("rediss://{login}localhost:{tls_port}")
+            }
         }
     }
 
-    /// The certificate of the authority that signed this server's, where it was started with [`RedisOptions::tls`].
+    /// The certificate of the authority that signed this server's, where it was started with
+    /// [`RedisOptions::tls`].
     pub fn certificate_authority(&self) -> PathBuf {
         self.directory().join(certificates::AUTHORITY)
     }
 
     /// A certificate of the same authority for clients, and its key.
     pub fn client_certificate(&self) -> (PathBuf, PathBuf) {
-        (self.directory().join(certificates::CLIENT_CERTIFICATE), self.directory().join(certificates::CLIENT_KEY))
+        (
+            self.directory().join(certificates::CLIENT_CERTIFICATE),
+            self.directory().join(certificates::CLIENT_KEY),
+        )
     }
 
-    /// Lets no file of the server's grow any more, as a full disk does, until [`free_disk`](Self::free_disk). The server has
-    /// to be one whose [disk may fill](RedisOptions::disk_may_fill), or it ends.
+    /// Lets no file of the server's grow any more, as a full disk does, until
+    /// [`free_disk`](Self::free_disk). The server has to be one whose [disk may
+    /// fill](RedisOptions::disk_may_fill), or it ends.
     ///
     /// # Errors
     /// The operating system's.
@@ -200,13 +227,21 @@ impl RedisServer {
 
     fn let_files_grow_to(&self, current: Option<u64>) -> std::io::Result<()> {
         // Only the soft limit: nobody may raise the other again.
-        let limit = Rlimit { current, maximum: None };
-        rustix::process::prlimit(Pid::from_raw(self.pid().cast_signed()), Resource::Fsize, limit)?;
+        let limit = Rlimit {
+            current,
+            maximum: None,
+        };
+        rustix::process::prlimit(
+            Pid::from_raw(self.pid().cast_signed()),
+            Resource::Fsize,
+            limit,
+        )?;
         Ok(())
     }
 
-    /// Starts a stopped server again that is at work with what it has on disk for about this long before it serves anybody: until
-    /// then it answers with `LOADING`. Less long where it has little: a thousand commands of an append-only file take half a second.
+    /// Starts a stopped server again that is at work with what it has on disk for about this long
+    /// before it serves anybody: until then it answers with `LOADING`. Less long where it has
+    /// little: a thousand commands of an append-only file take half a second.
     ///
     /// # Errors
     /// [`ServerError`], when it does not start.
@@ -214,7 +249,10 @@ impl RedisServer {
         let (port, password) = (self.kind().port, self.kind().options.password.clone());
         let settings = self.kind().options.settings.len();
         // For each command; clients are heard in between after every 1,024.
-        self.kind_mut().options.settings.push(("key-load-delay".into(), LOAD_DELAY.to_string()));
+        self.kind_mut()
+            .options
+            .settings
+            .push(("key-load-delay".into(), LOAD_DELAY.to_string()));
         let enough = std::thread::spawn(move || {
             std::thread::sleep(lasts);
             // Where nobody listens yet, or any more, there is nothing to be cut short.
@@ -231,12 +269,18 @@ impl RedisServer {
         self.kind().tls_port
     }
 
-    /// Sends one command in its plain form, say `CONFIG SET maxmemory 1`, and answers with the first line of the reply.
+    /// Sends one command in its plain form, say `CONFIG SET maxmemory 1`, and answers with the
+    /// first line of the reply.
     ///
     /// # Errors
     /// The connection's.
     pub fn command(&self, line: &str) -> std::io::Result<String> {
-        Ok(self.reply(line)?.lines().next().unwrap_or_default().to_owned())
+        Ok(self
+            .reply(line)?
+            .lines()
+            .next()
+            .unwrap_or_default()
+            .to_owned())
     }
 
     /// Sends one command in its plain form and answers with the whole reply, as it came.
@@ -255,32 +299,51 @@ impl RedisServer {
 
 impl Kind for Redis {
     const NAME: &'static str = "Redis";
-    const ADVICE: &'static str = "`cargo xtask setup` installs it (Debian's package is redis-server)";
+    const ADVICE: &'static str =
+        "`cargo xtask setup` installs it (Debian's package is redis-server)";
     const START_PATIENCE: Duration = Duration::from_secs(30);
 
     fn commands(&self, directory: &Path) -> Vec<Command> {
         let mut command = match self.options.disk {
             Disk::Large => Command::new("redis-server"),
             Disk::MayFill => {
-                // What a full disk is to a write, the limit is too, to who does not end by its signal.
+                // What a full disk is to a write, the limit is too, to who does not end by its
+                // signal.
                 let mut command = Command::new("env");
                 command.args(["--ignore-signal=XFSZ", "redis-server"]);
                 command
             }
         };
-        command.args(["--port", &self.port.to_string(), "--bind", "127.0.0.1", "--save", ""]);
+        command.args([
+            "--port",
+            &self.port.to_string(),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+        ]);
         command.arg("--dir").arg(directory);
         command.args(["--maxmemory-policy", "noeviction"]);
         match self.options.persistence {
             RedisPersistence::Nothing => command.args(["--appendonly", "no"]),
-            RedisPersistence::EverySecond => command.args(["--appendonly", "yes", "--appendfsync", "everysec"]),
-            RedisPersistence::EveryWrite => command.args(["--appendonly", "yes", "--appendfsync", "always"]),
+            RedisPersistence::EverySecond => {
+                command.args(["--appendonly", "yes", "--appendfsync", "everysec"])
+            }
+            RedisPersistence::EveryWrite => {
+                command.args(["--appendonly", "yes", "--appendfsync", "always"])
+            }
         };
         if let Some(password) = &self.options.password {
             command.args(["--requirepass", password, "--masterauth", password]);
         }
         if let Some(primary) = self.options.replica_of {
-            command.args(["--replicaof", "127.0.0.1", &primary.to_string(), "--repl-diskless-sync-delay", "0"]);
+            command.args([
+                "--replicaof",
+                "127.0.0.1",
+                &primary.to_string(),
+                "--repl-diskless-sync-delay",
+                "0",
+            ]);
         }
         if self.options.transport != Transport::Plain {
             for (name, value) in tls_settings(directory, self.tls_port) {
@@ -301,7 +364,8 @@ impl Kind for Redis {
     fn answers(&self, number: u32, _: &str) -> bool {
         // That the answer bears our process number rules out a stranger on the same port.
         let mine = format!("\r\nprocess_id:{number}\r\n");
-        self.ask("INFO").is_ok_and(|answer| answer.contains(&mine) && answer.contains("\r\nloading:0\r\n"))
+        self.ask("INFO")
+            .is_ok_and(|answer| answer.contains(&mine) && answer.contains("\r\nloading:0\r\n"))
     }
 }
 
@@ -320,21 +384,31 @@ const CERTIFICATES: [(&str, &str); 5] = [
     ("tls-client-key-file", certificates::CLIENT_KEY),
 ];
 
-/// The settings of `redis.conf` for a server that listens for TLS on this port, with the certificates in this directory.
+/// The settings of `redis.conf` for a server that listens for TLS on this port, with the
+/// certificates in this directory.
 pub(crate) fn tls_settings(directory: &Path, port: u16) -> Vec<(&'static str, String)> {
-    let files = CERTIFICATES.map(|(setting, file)| (setting, directory.join(file).display().to_string()));
-    [("tls-port", port.to_string())].into_iter().chain(files).collect()
+    let files =
+        CERTIFICATES.map(|(setting, file)| (setting, directory.join(file).display().to_string()));
+    [("tls-port", port.to_string())]
+        .into_iter()
+        .chain(files)
+        .collect()
 }
 
 fn copy_certificates(from: &Path, to: &Path) -> Result<(), ServerError> {
     for (_, file) in CERTIFICATES {
         let copied = std::fs::copy(from.join(file), to.join(file));
-        copied.map_err(|source| ServerError::Io { server: Redis::NAME, action: "copy certificates".into(), source })?;
+        copied.map_err(|source| ServerError::Io {
+            server: Redis::NAME,
+            action: "copy certificates".into(),
+            source,
+        })?;
     }
     Ok(())
 }
 
-/// How many microseconds a server that [loads slowly](RedisServer::start_again_loading) pauses after each key or command.
+/// How many microseconds a server that [loads slowly](RedisServer::start_again_loading) pauses
+/// after each key or command.
 const LOAD_DELAY: u32 = 400;
 
 /// The reply to PING.
@@ -359,6 +433,8 @@ pub(crate) fn tell(port: u16, password: Option<&str>, command: &str) -> std::io:
     Ok(match password {
         None => answer,
         // Without the +OK to AUTH.
-        Some(_) => answer.split_once("\r\n").map_or_else(String::new, |(_, rest)| rest.to_owned()),
+        Some(_) => answer
+            .split_once("\r\n")
+            .map_or_else(String::new, |(_, rest)| rest.to_owned()),
     })
 }

@@ -31,22 +31,26 @@ pub struct Sentinel {
 
 impl Kind for Sentinel {
     const NAME: &'static str = "Sentinel";
-    const ADVICE: &'static str = "`cargo xtask setup` installs it (Debian's package is redis-server)";
+    const ADVICE: &'static str =
+        "`cargo xtask setup` installs it (Debian's package is redis-server)";
     const START_PATIENCE: Duration = Duration::from_secs(30);
 
     fn commands(&self, directory: &Path) -> Vec<Command> {
         let mut command = Command::new("redis-server");
-        command.arg(directory.join("sentinel.conf")).arg("--sentinel");
+        command
+            .arg(directory.join("sentinel.conf"))
+            .arg("--sentinel");
         vec![command]
     }
 
     fn answers(&self, number: u32, _: &str) -> bool {
-        tell(self.port, None, "INFO server").is_ok_and(|answer| answer.contains(&format!("\r\nprocess_id:{number}\r\n")))
+        tell(self.port, None, "INFO server")
+            .is_ok_and(|answer| answer.contains(&format!("\r\nprocess_id:{number}\r\n")))
     }
 }
 
-/// A primary, two replicas and three Sentinels of one's own, which agree on a failover a second after the primary fell
-/// silent. Needs `redis-server`. Dropping it stops them all.
+/// A primary, two replicas and three Sentinels of one's own, which agree on a failover a second
+/// after the primary fell silent. Needs `redis-server`. Dropping it stops them all.
 pub struct SentinelServers {
     over: Over,
     password: String,
@@ -64,8 +68,9 @@ impl SentinelServers {
         Self::start_over(Over::Plain, RedisOptions::new(), PASSWORD, DOWN_AFTER)
     }
 
-    /// The same, with another password (letters and digits), and Sentinels that wait for so long before they take a silent server
-    /// for gone: on a busy machine one that lives may be silent for more than a second.
+    /// The same, with another password (letters and digits), and Sentinels that wait for so long
+    /// before they take a silent server for gone: on a busy machine one that lives may be silent
+    /// for more than a second.
     ///
     /// # Errors
     /// [`ServerError`], when one of them does not start.
@@ -73,8 +78,8 @@ impl SentinelServers {
         Self::start_over(Over::Plain, RedisOptions::new(), password, down_after)
     }
 
-    /// The same, all of which speak TLS to each other and to clients, and ask for certificates of their authority.
-    /// [`redis`](Self::redis)`()[0]` has them.
+    /// The same, all of which speak TLS to each other and to clients, and ask for certificates of
+    /// their authority. [`redis`](Self::redis)`()[0]` has them.
     ///
     /// # Errors
     /// [`ServerError`], when one of them does not start.
@@ -82,45 +87,70 @@ impl SentinelServers {
         Self::start_over(Over::Tls, RedisOptions::new().tls(), PASSWORD, DOWN_AFTER)
     }
 
-    fn start_over(over: Over, options: RedisOptions, password: &str, down_after: Duration) -> Result<Self, ServerError> {
+    fn start_over(
+        over: Over,
+        options: RedisOptions,
+        password: &str,
+        down_after: Duration,
+    ) -> Result<Self, ServerError> {
         let shared = |options: RedisOptions| {
-            let options = options.persistence(RedisPersistence::EverySecond).password(password);
+            let options = options
+                .persistence(RedisPersistence::EverySecond)
+                .password(password);
             match over {
                 Over::Plain => options,
-                Over::Tls => options.certified_clients().setting("tls-replication", "yes"),
+                Over::Tls => options
+                    .certified_clients()
+                    .setting("tls-replication", "yes"),
             }
         };
         let primary = RedisServer::start(shared(options))?;
         let port = over.port(&primary);
-        let mut servers = Self { over, password: password.to_owned(), down_after, sentinels: Vec::new(), redis: vec![primary] };
+        let mut servers = Self {
+            over,
+            password: password.to_owned(),
+            down_after,
+            sentinels: Vec::new(),
+            redis: vec![primary],
+        };
         for _ in 0..2 {
             let options = match over {
                 Over::Plain => RedisOptions::new(),
                 Over::Tls => RedisOptions::new().tls_from(servers.redis[0].directory()),
             };
-            servers.redis.push(RedisServer::start(shared(options).replica_of(port))?);
+            servers
+                .redis
+                .push(RedisServer::start(shared(options).replica_of(port))?);
         }
-        servers.wait("two replicas to follow", |it| it.redis[0].command("WAIT 2 100").is_ok_and(|said| said == ":2"))?;
+        servers.wait("two replicas to follow", |it| {
+            it.redis[0]
+                .command("WAIT 2 100")
+                .is_ok_and(|said| said == ":2")
+        })?;
         for _ in 0..3 {
             servers.sentinels.push(start_sentinel(&servers)?);
         }
         servers.wait("the Sentinels to know each other", |it| {
-            it.sentinels
-                .iter()
-                .all(|sentinel| tell(sentinel.kind().port, None, "INFO sentinel").is_ok_and(|said| said.contains("slaves=2,sentinels=3")))
+            it.sentinels.iter().all(|sentinel| {
+                tell(sentinel.kind().port, None, "INFO sentinel")
+                    .is_ok_and(|said| said.contains("slaves=2,sentinels=3"))
+            })
         })?;
         Ok(servers)
     }
 
-    /// The Sentinels' addresses, with what the Redis servers ask of clients: `redis://:password@host:port`. The
-    /// Sentinels themselves ask for no password.
+    /// The Sentinels' addresses, with what the Redis servers ask of clients:
+    /// `redis://:password@host:port`. The Sentinels themselves ask for no password.
     pub fn urls(&self) -> Vec<String> {
         let password = &self.password;
         let url = |sentinel: &Sentinel| match self.over {
             Over::Plain => format!("redis://:{password}@127.0.0.1:{}", sentinel.port),
             Over::Tls => format!("rediss://:{password}@127.0.0.1:{}", sentinel.tls_port),
         };
-        self.sentinels.iter().map(|sentinel| url(sentinel.kind())).collect()
+        self.sentinels
+            .iter()
+            .map(|sentinel| url(sentinel.kind()))
+            .collect()
     }
 
     /// The three Redis servers, whichever of them is the primary.
@@ -141,7 +171,8 @@ impl SentinelServers {
         &mut self.redis[which]
     }
 
-    /// Cuts the link between the primary and its replicas; the Sentinels and clients still reach all of them.
+    /// Cuts the link between the primary and its replicas; the Sentinels and clients still reach
+    /// all of them.
     ///
     /// # Errors
     /// The connections'.
@@ -152,7 +183,9 @@ impl SentinelServers {
                 server.command("CONFIG SET masterauth no-such-password")?;
             }
         }
-        self.redis[primary].command("CLIENT KILL TYPE replica").map(drop)
+        self.redis[primary]
+            .command("CLIENT KILL TYPE replica")
+            .map(drop)
     }
 
     /// Waits until the Sentinels name another primary than this one, and it says so of itself.
@@ -162,14 +195,18 @@ impl SentinelServers {
     pub fn wait_for_failover(&self, from: usize) -> Result<usize, ServerError> {
         self.wait("a failover", |it| {
             it.named().is_some_and(|which| {
-                which != from && it.redis[which].command("SET oncegate-failover-probe 1 PX 1").is_ok_and(|said| said == "+OK")
+                which != from
+                    && it.redis[which]
+                        .command("SET oncegate-failover-probe 1 PX 1")
+                        .is_ok_and(|said| said == "+OK")
             })
         })?;
         Ok(self.primary())
     }
 
-    /// Makes good what [`cut_replication`](Self::cut_replication) and an end of a server have done: who has ended runs again, as a
-    /// replica from its first moment on. Returns when all Sentinels name the same primary, and both replicas follow it.
+    /// Makes good what [`cut_replication`](Self::cut_replication) and an end of a server have done:
+    /// who has ended runs again, as a replica from its first moment on. Returns when all Sentinels
+    /// name the same primary, and both replicas follow it.
     ///
     /// # Errors
     /// [`ServerError`], when a server does not start, or they do not follow within a minute.
@@ -197,14 +234,23 @@ impl SentinelServers {
                 }
                 false
             };
-            let replicas = it.redis.iter().enumerate().filter(|(which, _)| *which != primary);
+            let replicas = it
+                .redis
+                .iter()
+                .enumerate()
+                .filter(|(which, _)| *which != primary);
             replicas.filter(|(_, server)| follows(server)).count() == 2
-                && it.sentinels.iter().all(|sentinel| it.named_by(sentinel) == Some(primary))
+                && it
+                    .sentinels
+                    .iter()
+                    .all(|sentinel| it.named_by(sentinel) == Some(primary))
         })
     }
 
     fn named(&self) -> Option<usize> {
-        self.sentinels.iter().find_map(|sentinel| self.named_by(sentinel))
+        self.sentinels
+            .iter()
+            .find_map(|sentinel| self.named_by(sentinel))
     }
 
     fn named_by(&self, sentinel: &Server<Sentinel>) -> Option<usize> {
@@ -212,7 +258,9 @@ impl SentinelServers {
         let said = tell(sentinel.kind().port, None, &ask).ok()?;
         // *2, $9, 127.0.0.1, $5, the port.
         let port: u16 = said.lines().nth(4)?.parse().ok()?;
-        self.redis.iter().position(|server| self.over.port(server) == port)
+        self.redis
+            .iter()
+            .position(|server| self.over.port(server) == port)
     }
 
     fn wait(&self, what: &str, done: impl Fn(&Self) -> bool) -> Result<(), ServerError> {
@@ -220,7 +268,12 @@ impl SentinelServers {
         while !done(self) {
             if Instant::now() >= deadline {
                 let reason = format!("waited for {what} for {PATIENCE:?}");
-                return Err(ServerError::DidNotStart { server: Sentinel::NAME, reason, log: String::new(), advice: "look at their logs" });
+                return Err(ServerError::DidNotStart {
+                    server: Sentinel::NAME,
+                    reason,
+                    log: String::new(),
+                    advice: "look at their logs",
+                });
             }
             std::thread::sleep(LOOK_EVERY);
         }
@@ -246,9 +299,16 @@ impl Over {
 }
 
 fn start_sentinel(servers: &SentinelServers) -> Result<Server<Sentinel>, ServerError> {
-    let SentinelServers { over, password, down_after, redis, .. } = servers;
+    let SentinelServers {
+        over,
+        password,
+        down_after,
+        redis,
+        ..
+    } = servers;
     let (over, primary, down_after) = (*over, &redis[0], down_after.as_millis());
-    let [port, tls_port] = free_ports().map_err(|source| io(Sentinel::NAME, "find free ports", source))?;
+    let [port, tls_port] =
+        free_ports().map_err(|source| io(Sentinel::NAME, "find free ports", source))?;
     let directory = temporary_directory(Sentinel::NAME)?;
     let mut settings = format!(
         "port {port}\nbind 127.0.0.1\nprotected-mode no\ndir {}\n\
@@ -258,9 +318,17 @@ fn start_sentinel(servers: &SentinelServers) -> Result<Server<Sentinel>, ServerE
         over.port(primary)
     );
     if let Over::Tls = over {
-        settings.extend(tls_settings(primary.directory(), tls_port).into_iter().map(|(name, value)| format!("{name} {value}\n")));
+        settings.extend(
+            tls_settings(primary.directory(), tls_port)
+                .into_iter()
+                .map(|(name, value)| format!("{name} {value}\n")),
+        );
         settings.push_str("tls-replication yes\ntls-auth-clients yes\n");
     }
-    write(Sentinel::NAME, &directory.path().join("sentinel.conf"), &settings)?;
+    write(
+        Sentinel::NAME,
+        &directory.path().join("sentinel.conf"),
+        &settings,
+    )?;
     Server::launch(Sentinel { port, tls_port }, directory)
 }

@@ -23,10 +23,12 @@ pub trait Kind {
     /// How long a start may take.
     const START_PATIENCE: Duration;
 
-    /// The programs that make up the server, in the order in which they start; the server itself is the last.
+    /// The programs that make up the server, in the order in which they start; the server itself is
+    /// the last.
     fn commands(&self, directory: &Path) -> Vec<Command>;
 
-    /// Whether the server that runs as process `number` and has printed `log` since its start answers a client.
+    /// Whether the server that runs as process `number` and has printed `log` since its start
+    /// answers a client.
     fn answers(&self, number: u32, log: &str) -> bool;
 }
 
@@ -50,7 +52,11 @@ pub struct Detached {
 
 impl<K: Kind> Server<K> {
     pub(crate) fn launch(kind: K, directory: TempDir) -> Result<Self, ServerError> {
-        let mut server = Self { kind, directory: Some(directory), children: Vec::new() };
+        let mut server = Self {
+            kind,
+            directory: Some(directory),
+            children: Vec::new(),
+        };
         server.start_again()?;
         Ok(server)
     }
@@ -65,7 +71,10 @@ impl<K: Kind> Server<K> {
 
     /// Where the server keeps its data and its log.
     pub fn directory(&self) -> &Path {
-        self.directory.as_ref().expect("taken only by detach, which consumes self").path()
+        self.directory
+            .as_ref()
+            .expect("taken only by detach, which consumes self")
+            .path()
     }
 
     /// The number of the server's process.
@@ -76,8 +85,8 @@ impl<K: Kind> Server<K> {
         self.children.last().expect("the server runs").id()
     }
 
-    /// Starts a stopped server again: the same ports, the same data. Returns when it answers. Does nothing when the
-    /// server runs.
+    /// Starts a stopped server again: the same ports, the same data. Returns when it answers. Does
+    /// nothing when the server runs.
     ///
     /// # Errors
     /// [`ServerError::DidNotStart`] with the end of the server's log; then nothing is left running.
@@ -92,8 +101,8 @@ impl<K: Kind> Server<K> {
         outcome
     }
 
-    /// Ends the server in good order: SIGTERM, after 15 s SIGKILL. Returns when it is gone. Does nothing when the
-    /// server is stopped.
+    /// Ends the server in good order: SIGTERM, after 15 s SIGKILL. Returns when it is gone. Does
+    /// nothing when the server is stopped.
     pub fn stop(&mut self) {
         self.end(|process| process.stop(STOP_PATIENCE));
     }
@@ -116,23 +125,45 @@ impl<K: Kind> Server<K> {
     /// Lets the server live on after this program; who has the answer can stop it.
     pub fn detach(mut self) -> Detached {
         let children = std::mem::take(&mut self.children);
-        let processes = children.iter().rev().filter_map(|child| ProcessId::running(child.id())).collect();
-        let directory = self.directory.take().expect("taken only here, which consumes self").keep();
-        Detached { processes, directory }
+        let processes = children
+            .iter()
+            .rev()
+            .filter_map(|child| ProcessId::running(child.id()))
+            .collect();
+        let directory = self
+            .directory
+            .take()
+            .expect("taken only here, which consumes self")
+            .keep();
+        Detached {
+            processes,
+            directory,
+        }
     }
 
     fn spawn(&mut self) -> Result<(), ServerError> {
         let directory = self.directory().to_path_buf();
         let path = self.log_path();
         // Anew at each start, so that what `answers` reads was printed by this process.
-        let log = File::create(&path).map_err(|source| self.io(format!("create {}", path.display()), source))?;
+        let log = File::create(&path)
+            .map_err(|source| self.io(format!("create {}", path.display()), source))?;
         for command in self.kind.commands(&directory) {
             let mut in_session = in_a_session_of_its_own(&command);
             let shown = format!("run {:?}", command.get_program());
-            let output = log.try_clone().map_err(|source| self.io("share the log".into(), source))?;
-            let errors = log.try_clone().map_err(|source| self.io("share the log".into(), source))?;
-            in_session.current_dir(&directory).stdin(Stdio::null()).stdout(output).stderr(errors);
-            let child = in_session.spawn().map_err(|source| self.io(shown, source))?;
+            let output = log
+                .try_clone()
+                .map_err(|source| self.io("share the log".into(), source))?;
+            let errors = log
+                .try_clone()
+                .map_err(|source| self.io("share the log".into(), source))?;
+            in_session
+                .current_dir(&directory)
+                .stdin(Stdio::null())
+                .stdout(output)
+                .stderr(errors);
+            let child = in_session
+                .spawn()
+                .map_err(|source| self.io(shown, source))?;
             self.children.push(child);
         }
         Ok(())
@@ -147,7 +178,9 @@ impl<K: Kind> Server<K> {
             let reason = match child.try_wait() {
                 Ok(Some(status)) => format!("its process ended ({status})"),
                 _ if self.kind.answers(number, &log) => return Ok(()),
-                _ if Instant::now() >= deadline => format!("no answer within {:?}", K::START_PATIENCE),
+                _ if Instant::now() >= deadline => {
+                    format!("no answer within {:?}", K::START_PATIENCE)
+                }
                 _ => {
                     std::thread::sleep(LOOK_EVERY);
                     continue;
@@ -155,7 +188,12 @@ impl<K: Kind> Server<K> {
             };
             let lines: Vec<&str> = log.lines().collect();
             let log = lines[lines.len().saturating_sub(20)..].join("\n");
-            return Err(ServerError::DidNotStart { server: K::NAME, reason, log, advice: K::ADVICE });
+            return Err(ServerError::DidNotStart {
+                server: K::NAME,
+                reason,
+                log,
+                advice: K::ADVICE,
+            });
         }
     }
 
@@ -170,7 +208,11 @@ impl<K: Kind> Server<K> {
     }
 
     fn signal(&self, signal: Signal) {
-        if let Some(process) = self.children.last().and_then(|child| ProcessId::running(child.id())) {
+        if let Some(process) = self
+            .children
+            .last()
+            .and_then(|child| ProcessId::running(child.id()))
+        {
             process.signal(signal);
         }
     }
@@ -185,7 +227,11 @@ impl<K: Kind> Server<K> {
     }
 
     fn io(&self, action: String, source: std::io::Error) -> ServerError {
-        ServerError::Io { server: K::NAME, action, source }
+        ServerError::Io {
+            server: K::NAME,
+            action,
+            source,
+        }
     }
 }
 
@@ -195,11 +241,13 @@ impl<K: Kind> Drop for Server<K> {
     }
 }
 
-/// `setsid` becomes the program it is given, under the same process number, as the leader of a new session: signals of
-/// the terminal do not reach it, and it may outlive who started it.
+/// `setsid` becomes the program it is given, under the same process number, as the leader of a new
+/// session: signals of the terminal do not reach it, and it may outlive who started it.
 fn in_a_session_of_its_own(command: &Command) -> Command {
     let mut in_session = Command::new("setsid");
-    in_session.arg(command.get_program()).args(command.get_args());
+    in_session
+        .arg(command.get_program())
+        .args(command.get_args());
     for (name, value) in command.get_envs() {
         match value {
             Some(value) => in_session.env(name, value),
@@ -210,14 +258,21 @@ fn in_a_session_of_its_own(command: &Command) -> Command {
 }
 
 pub(crate) fn temporary_directory(server: &'static str) -> Result<TempDir, ServerError> {
-    tempfile::Builder::new().prefix("oncegate-").tempdir().map_err(|source| ServerError::Io {
-        server,
-        action: "create a temporary directory".into(),
-        source,
-    })
+    tempfile::Builder::new()
+        .prefix("oncegate-")
+        .tempdir()
+        .map_err(|source| ServerError::Io {
+            server,
+            action: "create a temporary directory".into(),
+            source,
+        })
 }
 
 /// Writes a file that a server reads.
 pub(crate) fn write(server: &'static str, path: &Path, contents: &str) -> Result<(), ServerError> {
-    std::fs::write(path, contents).map_err(|source| ServerError::Io { server, action: format!("write {}", path.display()), source })
+    std::fs::write(path, contents).map_err(|source| ServerError::Io {
+        server,
+        action: format!("write {}", path.display()),
+        source,
+    })
 }

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use oncegate_core::road::{Cause, Reason};
 use oncegate_core::{
-    Context, Failure, Guarantee, Handler, Handlers, IdSource, Knows, Message, Order, Raw, RawBytes, Reconciled, async_trait,
+    Context, Failure, Guarantee, Handler, Handlers, IdSource, Knows, Message, Order, Raw, RawBytes,
+    Reconciled, async_trait,
 };
 use oncegate_testkit::kit::Ended;
 use oncegate_testkit::{Effects, Kit};
@@ -28,7 +29,13 @@ struct Works {
 impl Works {
     fn on(sink: Sink) -> (Self, Effects) {
         let effects = Effects::default();
-        (Self { effects: effects.clone(), sink }, effects)
+        (
+            Self {
+                effects: effects.clone(),
+                sink,
+            },
+            effects,
+        )
     }
 }
 
@@ -59,47 +66,97 @@ impl Handler for Works {
 }
 
 fn three(says: &str) -> Vec<(String, String)> {
-    (1..=3).map(|id| (format!("id-{id}"), says.to_owned())).collect()
+    (1..=3)
+        .map(|id| (format!("id-{id}"), says.to_owned()))
+        .collect()
 }
 
 fn panics(assertion: impl FnOnce()) -> String {
-    let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(assertion)).expect_err("it has to notice");
+    let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(assertion))
+        .expect_err("it has to notice");
     panic.downcast_ref::<String>().cloned().expect("a text")
 }
 
 #[tokio::test(start_paused = true)]
 async fn without_faults_each_message_has_one_run() {
     let (handler, effects) = Works::on(Sink::Adds);
-    let report = Kit::new(handler).messages(three("work")).duplicates(3).run().await;
-    report.assert_none_lost(|id| effects.count(id)).assert_none_twice(|id| effects.count(id)).assert_none_set_aside();
-    assert_eq!((effects.total(), report.runs().len(), report.starts("id-2")), (3, 3, 1));
-    assert!(report.runs().iter().all(|run| (run.attempt, run.ended) == (1, Ended::Happened)));
+    let report = Kit::new(handler)
+        .messages(three("work"))
+        .duplicates(3)
+        .run()
+        .await;
+    report
+        .assert_none_lost(|id| effects.count(id))
+        .assert_none_twice(|id| effects.count(id))
+        .assert_none_set_aside();
+    assert_eq!(
+        (effects.total(), report.runs().len(), report.starts("id-2")),
+        (3, 3, 1)
+    );
+    assert!(
+        report
+            .runs()
+            .iter()
+            .all(|run| (run.attempt, run.ended) == (1, Ended::Happened))
+    );
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_handler_that_does_not_bear_a_second_run_is_caught_effectively_once() {
     let (handler, effects) = Works::on(Sink::Adds);
-    let report = Kit::new(handler).messages(three("work")).crash_after_handler(1).run().await;
+    let report = Kit::new(handler)
+        .messages(three("work"))
+        .crash_after_handler(1)
+        .run()
+        .await;
     report.assert_none_lost(|id| effects.count(id));
     let said = panics(|| _ = report.assert_none_twice(|id| effects.count(id)));
-    assert!(said.contains("happened 2 times. Its runs: attempt 1 returned Ok, then attempt 2 returned Ok"), "{said}");
+    assert!(
+        said.contains(
+            "happened 2 times. Its runs: attempt 1 returned Ok, then attempt 2 returned Ok"
+        ),
+        "{said}"
+    );
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_handler_that_bears_it_is_not() {
     let (handler, effects) = Works::on(Sink::Upserts);
-    let kit = Kit::new(handler).messages(three("work")).duplicates(2).lost_replies(2);
-    let report = kit.crash_before_handler(1).crash_in_handler(2).crash_after_handler(1).run().await;
-    report.assert_none_lost(|id| effects.count(id)).assert_none_twice(|id| effects.count(id)).assert_none_set_aside();
-    assert!(report.runs().iter().any(|run| run.attempt > 1), "{:?}", report.runs());
+    let kit = Kit::new(handler)
+        .messages(three("work"))
+        .duplicates(2)
+        .lost_replies(2);
+    let report = kit
+        .crash_before_handler(1)
+        .crash_in_handler(2)
+        .crash_after_handler(1)
+        .run()
+        .await;
+    report
+        .assert_none_lost(|id| effects.count(id))
+        .assert_none_twice(|id| effects.count(id))
+        .assert_none_set_aside();
+    assert!(
+        report.runs().iter().any(|run| run.attempt > 1),
+        "{:?}",
+        report.runs()
+    );
 }
 
 #[tokio::test(start_paused = true)]
 async fn each_crash_inside_comes_at_the_next_wait() {
     for (crashes, effects_twice) in [(1, 0), (2, 1)] {
         let (handler, effects) = Works::on(Sink::Adds);
-        let report = Kit::new(handler).messages([("a", "work")]).crash_in_handler(crashes).run().await;
-        assert_eq!(effects.count("a"), 1 + effects_twice, "the second wait comes after the effect");
+        let report = Kit::new(handler)
+            .messages([("a", "work")])
+            .crash_in_handler(crashes)
+            .run()
+            .await;
+        assert_eq!(
+            effects.count("a"),
+            1 + effects_twice,
+            "the second wait comes after the effect"
+        );
         assert_eq!(report.starts("a"), crashes as usize + 1);
         assert_eq!(report.runs()[0].ended, Ended::Cut);
     }
@@ -107,15 +164,31 @@ async fn each_crash_inside_comes_at_the_next_wait() {
 
 #[tokio::test(start_paused = true)]
 async fn at_most_once_never_doubles_and_loses_nothing() {
-    // After one crash all that was claimed is in doubt: where nobody knows, nothing is left to crash in.
-    let cases = [("work", 1, Handlers::Spawned), ("work", 1, Handlers::InPlace), ("nobody knows", 0, Handlers::Spawned)];
+    // After one crash all that was claimed is in doubt: where nobody knows, nothing is left to
+    // crash in.
+    let cases = [
+        ("work", 1, Handlers::Spawned),
+        ("work", 1, Handlers::InPlace),
+        ("nobody knows", 0, Handlers::Spawned),
+    ];
     for (says, crashes_before, handlers) in cases {
         let (handler, effects) = Works::on(Sink::Adds);
-        let kit = Kit::new(handler).guarantee(AtMostOnce).settings(|consumer| consumer.handlers(handlers));
+        let kit = Kit::new(handler)
+            .guarantee(AtMostOnce)
+            .settings(|consumer| consumer.handlers(handlers));
         let kit = kit.messages(three(says)).duplicates(2).lost_replies(2);
-        let report = kit.crash_before_handler(crashes_before).crash_after_handler(1).run().await;
-        report.assert_none_twice(|id| effects.count(id)).assert_none_lost(|id| effects.count(id));
-        let unknown = report.in_doubt().iter().any(|letter| letter.reason == Reason::InDoubt(Cause::HolderGone));
+        let report = kit
+            .crash_before_handler(crashes_before)
+            .crash_after_handler(1)
+            .run()
+            .await;
+        report
+            .assert_none_twice(|id| effects.count(id))
+            .assert_none_lost(|id| effects.count(id));
+        let unknown = report
+            .in_doubt()
+            .iter()
+            .any(|letter| letter.reason == Reason::InDoubt(Cause::HolderGone));
         assert_eq!(unknown, says == "nobody knows", "{:?}", report.in_doubt());
     }
 }
@@ -123,45 +196,97 @@ async fn at_most_once_never_doubles_and_loses_nothing() {
 #[tokio::test(start_paused = true)]
 async fn at_most_once_asks_reconcile_after_each_crash() {
     let (handler, effects) = Works::on(Sink::Adds);
-    let kit = Kit::new(handler).guarantee(AtMostOnce).messages([("a", "work")]);
-    let report = kit.crash_before_handler(1).crash_in_handler(1).crash_after_handler(1).run().await;
+    let kit = Kit::new(handler)
+        .guarantee(AtMostOnce)
+        .messages([("a", "work")]);
+    let report = kit
+        .crash_before_handler(1)
+        .crash_in_handler(1)
+        .crash_after_handler(1)
+        .run()
+        .await;
     report.assert_none_set_aside();
-    assert_eq!((effects.count("a"), report.starts("a")), (1, 3), "{:?}", report.runs());
-    let last = report.reconciles().last().map(|it| (it.attempt, it.found.clone(), it.after));
-    assert_eq!(last, Some((6, Some(Ok(Reconciled::Happened)), 3)), "{:?}", report.reconciles());
+    assert_eq!(
+        (effects.count("a"), report.starts("a")),
+        (1, 3),
+        "{:?}",
+        report.runs()
+    );
+    let last = report
+        .reconciles()
+        .last()
+        .map(|it| (it.attempt, it.found.clone(), it.after));
+    assert_eq!(
+        last,
+        Some((6, Some(Ok(Reconciled::Happened)), 3)),
+        "{:?}",
+        report.reconciles()
+    );
     let said = panics(|| _ = report.assert_none_lost(|_| 0));
     let first = "Its runs: attempt 1 was cut off, then reconcile (attempt 2) said that it did not happen, then attempt 3";
-    assert!(said.contains(first) && said.ends_with("then reconcile (attempt 6) said that it happened"), "{said}");
+    assert!(
+        said.contains(first) && said.ends_with("then reconcile (attempt 6) said that it happened"),
+        "{said}"
+    );
 }
 
 /// What stands in doubt is told with what `reconcile` said of it.
 #[tokio::test(start_paused = true)]
 async fn what_nobody_knows_is_told_with_what_reconcile_said() {
     let (handler, _) = Works::on(Sink::Adds);
-    let report = Kit::new(handler).guarantee(AtMostOnce).messages([("a", "nobody knows")]).crash_after_handler(1).run().await;
+    let report = Kit::new(handler)
+        .guarantee(AtMostOnce)
+        .messages([("a", "nobody knows")])
+        .crash_after_handler(1)
+        .run()
+        .await;
     let said = panics(|| _ = report.assert_none_set_aside());
-    assert!(said.contains("Its runs: attempt 1 returned Ok, then reconcile (attempt 2) could not tell, 5 times"), "{said}");
+    assert!(
+        said.contains(
+            "Its runs: attempt 1 returned Ok, then reconcile (attempt 2) could not tell, 5 times"
+        ),
+        "{said}"
+    );
 }
 
 #[tokio::test(start_paused = true)]
 async fn bare_is_seen_to_lose() {
     let (handler, effects) = Works::on(Sink::Adds);
-    let report = Kit::new(handler).guarantee(Bare).messages([("a", "work")]).crash_before_handler(1).run().await;
+    let report = Kit::new(handler)
+        .guarantee(Bare)
+        .messages([("a", "work")])
+        .crash_before_handler(1)
+        .run()
+        .await;
     let said = panics(|| _ = report.assert_none_lost(|id| effects.count(id)));
-    assert!(said.contains("`a` was accepted, and its effect never happened"), "{said}");
+    assert!(
+        said.contains("`a` was accepted, and its effect never happened"),
+        "{said}"
+    );
     let (handler, effects) = Works::on(Sink::Adds);
-    let report = Kit::new(handler).guarantee(Bare).messages([("a", "work")]).lost_replies(1).run().await;
+    let report = Kit::new(handler)
+        .guarantee(Bare)
+        .messages([("a", "work")])
+        .lost_replies(1)
+        .run()
+        .await;
     panics(|| _ = report.assert_none_lost(|id| effects.count(id)));
 }
 
 #[tokio::test(start_paused = true)]
 async fn what_is_set_aside_is_not_lost_and_is_said() {
     let (handler, effects) = Works::on(Sink::Adds);
-    let kit =
-        Kit::new(handler).messages([("a", "refuse")]).message(Message::new("{").with_message_id("b")).message(Message::new("\"no id\""));
+    let kit = Kit::new(handler)
+        .messages([("a", "refuse")])
+        .message(Message::new("{").with_message_id("b"))
+        .message(Message::new("\"no id\""));
     let report = kit.run().await;
     report.assert_none_lost(|id| effects.count(id));
-    let mut reasons: Vec<_> = report.dead_letters().iter().map(|letter| letter.reason.as_str()).collect();
+    let mut reasons: Vec<_> = report
+        .dead_letters()
+        .iter()
+        .map(|letter| letter.reason.as_str())
+        .collect();
     reasons.sort_unstable();
     assert_eq!(reasons, ["missing-id", "refused", "unreadable"]);
     let said = panics(|| _ = report.assert_none_set_aside());
@@ -173,7 +298,12 @@ async fn what_is_set_aside_is_not_lost_and_is_said() {
 async fn a_fault_that_never_came_is_an_error() {
     let (handler, _) = Works::on(Sink::Upserts);
     tokio::time::pause();
-    let _ = Kit::new(handler).messages([("a", "work")]).settings(|it| it.max_crashes(2)).crash_after_handler(4).run().await;
+    let _ = Kit::new(handler)
+        .messages([("a", "work")])
+        .settings(|it| it.max_crashes(2))
+        .crash_after_handler(4)
+        .run()
+        .await;
 }
 
 /// As quick as a handler on a busy machine.
@@ -196,10 +326,19 @@ async fn on_many_threads_nothing_of_a_crashed_consumer_goes_on() {
     for _ in 0..20 {
         let effects = Effects::default();
         let messages = (0..20).map(|id| (format!("id-{id}"), "work"));
-        let kit = Kit::new(Quick(effects.clone())).guarantee(AtMostOnce).messages(messages).duplicates(1);
+        let kit = Kit::new(Quick(effects.clone()))
+            .guarantee(AtMostOnce)
+            .messages(messages)
+            .duplicates(1);
         let report = kit.crash_after_handler(1).run().await;
-        report.assert_none_twice(|id| effects.count(id)).assert_none_lost(|id| effects.count(id));
-        let happened = report.runs().iter().filter(|run| run.ended == Ended::Happened).count();
+        report
+            .assert_none_twice(|id| effects.count(id))
+            .assert_none_lost(|id| effects.count(id));
+        let happened = report
+            .runs()
+            .iter()
+            .filter(|run| run.ended == Ended::Happened)
+            .count();
         assert!(effects.total() >= happened && effects.total() <= report.runs().len());
     }
 }
@@ -221,9 +360,16 @@ impl Handler for &'static Notes {
 #[tokio::test(start_paused = true)]
 async fn settings_and_ids_are_the_users() {
     let notes: &Notes = Box::leak(Box::default());
-    let kit = Kit::new(notes).id(IdSource::header("order")).settings(|it| it.decode(RawBytes).order(Order::ByKey).in_flight(1));
-    let kit = kit.message(Message::new("tea").with_header("order", "1")).message(Message::new("milk").with_header("order", "2"));
+    let kit = Kit::new(notes)
+        .id(IdSource::header("order"))
+        .settings(|it| it.decode(RawBytes).order(Order::ByKey).in_flight(1));
+    let kit = kit
+        .message(Message::new("tea").with_header("order", "1"))
+        .message(Message::new("milk").with_header("order", "2"));
     let report = kit.duplicates(1).run().await;
-    assert_eq!(*notes.0.lock().expect("no panic inside"), [b"tea".to_vec(), b"milk".to_vec()]);
+    assert_eq!(
+        *notes.0.lock().expect("no panic inside"),
+        [b"tea".to_vec(), b"milk".to_vec()]
+    );
     assert_eq!((report.starts("1"), report.starts("2")), (1, 1));
 }

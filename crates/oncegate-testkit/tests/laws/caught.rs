@@ -44,7 +44,10 @@ struct Mistaken {
 
 impl Mistaken {
     fn new(mistake: Mistake) -> Self {
-        Self { rows: Mutex::default(), mistake }
+        Self {
+            rows: Mutex::default(),
+            mistake,
+        }
     }
 
     fn key(&self, key: &Key) -> Key {
@@ -57,16 +60,23 @@ impl Mistaken {
     }
 
     fn read(&self, rows: &Rows, key: &Key) -> (Marker, Duration) {
-        let Some((marker, written, expiry)) = rows.get(key) else { return (Marker::Absent, Duration::ZERO) };
+        let Some((marker, written, expiry)) = rows.get(key) else {
+            return (Marker::Absent, Duration::ZERO);
+        };
         let expiry = match (self.mistake, marker) {
             (Mistake::NeverExpires, _) => Duration::MAX,
             (Mistake::ExpiresWithTheLease, Marker::InProgress(hold)) => hold.lease,
-            (Mistake::ExpiresUnresolvedWithTheWindow, Marker::InProgress(_) | Marker::InDoubt(..)) => (*expiry).min(Duration::from_secs(1)),
+            (
+                Mistake::ExpiresUnresolvedWithTheWindow,
+                Marker::InProgress(_) | Marker::InDoubt(..),
+            ) => (*expiry).min(Duration::from_secs(1)),
             _ => *expiry,
         };
         match written.elapsed() {
             age if age >= expiry => (Marker::Absent, Duration::ZERO),
-            age if self.mistake == Mistake::CountsWholeSeconds => (*marker, Duration::from_secs(age.as_secs())),
+            age if self.mistake == Mistake::CountsWholeSeconds => {
+                (*marker, Duration::from_secs(age.as_secs()))
+            }
             age => (*marker, age),
         }
     }
@@ -78,17 +88,44 @@ impl Mistaken {
             (
                 Mistake::DropsTheSecondAttemptThatWasRejected,
                 Ask::Reject(Effect::Nothing),
-                Change::Write(Marker::Cleared { attempts: Attempts { number: 2, .. }, .. }, _),
+                Change::Write(
+                    Marker::Cleared {
+                        attempts: Attempts { number: 2, .. },
+                        ..
+                    },
+                    _,
+                ),
             ) => Change::Delete,
-            (Mistake::ForgetsTheBase, _, Change::Write(Marker::Cleared { attempts, effect }, expiry)) => {
-                Change::Write(Marker::Cleared { attempts: Attempts { base: 0, ..attempts }, effect }, expiry)
-            }
-            (Mistake::ForgetsWhatIsUnknown, _, Change::Write(Marker::Cleared { attempts, .. }, expiry)) => {
-                Change::Write(Marker::Cleared { attempts, effect: Effect::Nothing }, expiry)
-            }
-            (Mistake::KeepsForTheAskersWindow, _, Change::Write(held @ (Marker::InProgress(_) | Marker::InDoubt(..)), _)) => {
-                Change::Write(held, operation.terms.horizon())
-            }
+            (
+                Mistake::ForgetsTheBase,
+                _,
+                Change::Write(Marker::Cleared { attempts, effect }, expiry),
+            ) => Change::Write(
+                Marker::Cleared {
+                    attempts: Attempts {
+                        base: 0,
+                        ..attempts
+                    },
+                    effect,
+                },
+                expiry,
+            ),
+            (
+                Mistake::ForgetsWhatIsUnknown,
+                _,
+                Change::Write(Marker::Cleared { attempts, .. }, expiry),
+            ) => Change::Write(
+                Marker::Cleared {
+                    attempts,
+                    effect: Effect::Nothing,
+                },
+                expiry,
+            ),
+            (
+                Mistake::KeepsForTheAskersWindow,
+                _,
+                Change::Write(held @ (Marker::InProgress(_) | Marker::InDoubt(..)), _),
+            ) => Change::Write(held, operation.terms.horizon()),
             _ => change,
         };
         (change, verdict)
@@ -100,15 +137,26 @@ impl Mistaken {
                 rows.entry(key).and_modify(|row| row.1 = Instant::now());
             }
             Change::Keep => {}
-            Change::Write(Marker::Cleared { .. }, _) if self.mistake == Mistake::DropsTheAttempt => {
+            Change::Write(Marker::Cleared { .. }, _)
+                if self.mistake == Mistake::DropsTheAttempt =>
+            {
                 rows.remove(&key);
             }
-            Change::Write(Marker::Done(_), expiry) if self.mistake == Mistake::DropsTheFingerprint => {
+            Change::Write(Marker::Done(_), expiry)
+                if self.mistake == Mistake::DropsTheFingerprint =>
+            {
                 rows.insert(key, (Marker::Done(None), Instant::now(), expiry));
             }
             Change::Write(marker, expiry) => {
-                let first = rows.get(&key).filter(|row| row.1.elapsed() < row.2).map(|row| row.1);
-                let written = if self.mistake == Mistake::KeepsTheFirstExpiry { first } else { None };
+                let first = rows
+                    .get(&key)
+                    .filter(|row| row.1.elapsed() < row.2)
+                    .map(|row| row.1);
+                let written = if self.mistake == Mistake::KeepsTheFirstExpiry {
+                    first
+                } else {
+                    None
+                };
                 rows.insert(key, (marker, written.unwrap_or_else(Instant::now), expiry));
             }
             Change::Delete => {
@@ -134,35 +182,49 @@ impl Store for Mistaken {
                 applied
             } else {
                 let mut rows = rows();
-                let seen = if self.mistake == Mistake::JudgesABatchByWhatWasThereBefore { &before } else { &*rows };
+                let seen = if self.mistake == Mistake::JudgesABatchByWhatWasThereBefore {
+                    &before
+                } else {
+                    &*rows
+                };
                 let (marker, age) = self.read(seen, &key);
                 let applied = self.judge(marker, age, operation);
                 self.write(&mut rows, key, applied.0);
                 applied
             };
             verdicts.push(Ok(verdict));
-            if self.mistake == Mistake::StopsAtWhatIsLost && (change, verdict) == (Change::Keep, Verdict::Lost) {
+            if self.mistake == Mistake::StopsAtWhatIsLost
+                && (change, verdict) == (Change::Keep, Verdict::Lost)
+            {
                 break;
             }
         }
-        verdicts.resize_with(operations.len(), || Err(StoreError::NotApplied("stopped".into())));
+        verdicts.resize_with(operations.len(), || {
+            Err(StoreError::NotApplied("stopped".into()))
+        });
         match self.mistake {
             Mistake::AnswersReversed => verdicts.reverse(),
-            Mistake::LeavesTheLastUnanswered => verdicts.truncate(operations.len().saturating_sub(1)),
+            Mistake::LeavesTheLastUnanswered => {
+                verdicts.truncate(operations.len().saturating_sub(1))
+            }
             _ => {}
         }
         verdicts
     }
 
     fn for_renewals(&self) -> Option<Arc<dyn Store>> {
-        (self.mistake == Mistake::RenewsElsewhere).then(|| Arc::new(Self::new(Mistake::None)) as Arc<dyn Store>)
+        (self.mistake == Mistake::RenewsElsewhere)
+            .then(|| Arc::new(Self::new(Mistake::None)) as Arc<dyn Store>)
     }
 }
 
 /// Whether a law is broken by a store that makes this mistake.
 macro_rules! breaks {
     ($mistake:ident, $law:ident) => {
-        catch_unwind(AssertUnwindSafe(|| run(async || Mistaken::new(Mistake::$mistake), law::$law))).is_err()
+        catch_unwind(AssertUnwindSafe(|| {
+            run(async || Mistaken::new(Mistake::$mistake), law::$law)
+        }))
+        .is_err()
     };
 }
 

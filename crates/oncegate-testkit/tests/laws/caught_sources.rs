@@ -4,7 +4,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use oncegate_core::road::{Reason, Settlement};
-use oncegate_core::{Delivery, Incoming, Limit, MemoryBroker, MemorySource, Message, Receipt, Settled, Source, SourceError, async_trait};
+use oncegate_core::{
+    Delivery, Incoming, Limit, MemoryBroker, MemorySource, Message, Receipt, Settled, Source,
+    SourceError, async_trait,
+};
 use oncegate_testkit::laws::run_source;
 use oncegate_testkit::laws::source::{self as law, Destination, TestQueue};
 
@@ -51,7 +54,13 @@ impl TestQueue for Queue {
     type Source = Mistaken;
 
     async fn source(&self) -> Mistaken {
-        Mistaken { inner: self.memory.0.source(), broker: self.memory.0.clone(), mistake: self.mistake, open: Vec::new(), stopped: None }
+        Mistaken {
+            inner: self.memory.0.source(),
+            broker: self.memory.0.clone(),
+            mistake: self.mistake,
+            open: Vec::new(),
+            stopped: None,
+        }
     }
 
     async fn publish(&self, message: Message) {
@@ -69,15 +78,30 @@ impl TestQueue for Queue {
 
 /// The same delivery, which only a test can make.
 fn copy(receipt: &Receipt) -> Delivery {
-    let Receipt { epoch, partition, position } = *receipt;
-    Delivery { message: Message::new(""), receipt: Receipt { epoch, partition, position }, failures: 0 }
+    let Receipt {
+        epoch,
+        partition,
+        position,
+    } = *receipt;
+    Delivery {
+        message: Message::new(""),
+        receipt: Receipt {
+            epoch,
+            partition,
+            position,
+        },
+        failures: 0,
+    }
 }
 
 #[async_trait]
 impl Source for Mistaken {
     async fn receive(&mut self, limit: Limit, into: &mut Vec<Incoming>) -> Result<(), SourceError> {
         let limit = match self.mistake {
-            Mistake::HandsOverAllThatIsThere => Limit { count: 1_000, bytes: 1 << 30 },
+            Mistake::HandsOverAllThatIsThere => Limit {
+                count: 1_000,
+                bytes: 1 << 30,
+            },
             _ => limit,
         };
         let mut taken = Vec::new();
@@ -86,13 +110,24 @@ impl Source for Mistaken {
             tokio::task::yield_now().await;
         }
         for incoming in taken {
-            let Incoming::Delivery(mut delivery) = incoming else { continue };
+            let Incoming::Delivery(mut delivery) = incoming else {
+                continue;
+            };
             match self.mistake {
                 Mistake::DropsHeaders => delivery.message.headers = Message::default().headers,
                 Mistake::DeliversTwice => self.broker.publish(delivery.message.clone()),
                 Mistake::AcceptsAtDelivery => {
-                    let settlement = Settlement::Release { after: Duration::from_secs(3600), failures: 0 };
-                    self.inner.settle(&mut vec![Settled { delivery: copy(&delivery.receipt), settlement, story: None }]).await?;
+                    let settlement = Settlement::Release {
+                        after: Duration::from_secs(3600),
+                        failures: 0,
+                    };
+                    self.inner
+                        .settle(&mut vec![Settled {
+                            delivery: copy(&delivery.receipt),
+                            settlement,
+                            story: None,
+                        }])
+                        .await?;
                 }
                 _ => {}
             }
@@ -103,7 +138,10 @@ impl Source for Mistaken {
     }
 
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), SourceError> {
-        let gone = || Settlement::Release { after: Duration::from_secs(3600), failures: 0 };
+        let gone = || Settlement::Release {
+            after: Duration::from_secs(3600),
+            failures: 0,
+        };
         let left = match self.mistake {
             Mistake::LeavesTheLastUnsettled => settled.pop(),
             _ => None,
@@ -113,22 +151,49 @@ impl Source for Mistaken {
             if self.stopped.is_some() && self.mistake == Mistake::StopsSettling {
                 continue;
             }
-            let before = self.open.iter().take_while(|open| **open != it.delivery.receipt).count();
+            let before = self
+                .open
+                .iter()
+                .take_while(|open| **open != it.delivery.receipt)
+                .count();
             it.settlement = match (self.mistake, it.settlement) {
-                (Mistake::ForgetsWhatIsAccepted, Settlement::Accept(_)) => Settlement::Release { after: Duration::ZERO, failures: 0 },
+                (Mistake::ForgetsWhatIsAccepted, Settlement::Accept(_)) => Settlement::Release {
+                    after: Duration::ZERO,
+                    failures: 0,
+                },
                 (Mistake::AcceptsAllBefore, accepted @ Settlement::Accept(_)) => {
-                    let delivery = |receipt: &Receipt| Settled { delivery: copy(receipt), settlement: gone(), story: None };
+                    let delivery = |receipt: &Receipt| Settled {
+                        delivery: copy(receipt),
+                        settlement: gone(),
+                        story: None,
+                    };
                     let mut all: Vec<Settled> = self.open[..before].iter().map(delivery).collect();
                     self.inner.settle(&mut all).await?;
                     accepted
                 }
-                (Mistake::ReleasesAtOnce, Settlement::Release { failures, .. }) => Settlement::Release { after: Duration::ZERO, failures },
-                (Mistake::ReleasesInTheirOrder, Settlement::Release { failures, .. }) => {
-                    Settlement::Release { after: Duration::from_secs(2), failures }
+                (Mistake::ReleasesAtOnce, Settlement::Release { failures, .. }) => {
+                    Settlement::Release {
+                        after: Duration::ZERO,
+                        failures,
+                    }
                 }
-                (Mistake::LosesLongReleases, Settlement::Release { after, .. }) if after > Duration::from_secs(3) => gone(),
-                (Mistake::CountsNothing, Settlement::Release { after, .. }) => Settlement::Release { after, failures: 0 },
-                (Mistake::HasOneDestination, Settlement::Reject(_)) => Settlement::Reject(Reason::Refused),
+                (Mistake::ReleasesInTheirOrder, Settlement::Release { failures, .. }) => {
+                    Settlement::Release {
+                        after: Duration::from_secs(2),
+                        failures,
+                    }
+                }
+                (Mistake::LosesLongReleases, Settlement::Release { after, .. })
+                    if after > Duration::from_secs(3) =>
+                {
+                    gone()
+                }
+                (Mistake::CountsNothing, Settlement::Release { after, .. }) => {
+                    Settlement::Release { after, failures: 0 }
+                }
+                (Mistake::HasOneDestination, Settlement::Reject(_)) => {
+                    Settlement::Reject(Reason::Refused)
+                }
                 (Mistake::RejectsOneInABatch, Settlement::Reject(_)) if !first => gone(),
                 (Mistake::SettlesABatchAsItsFirst, _) if !first => gone(),
                 (_, settlement) => settlement,
@@ -156,7 +221,10 @@ impl Source for Mistaken {
 /// Whether a law is broken by a source that makes this mistake.
 macro_rules! breaks {
     ($mistake:ident, $law:ident) => {{
-        let queue = async || Queue { memory: Memory(MemoryBroker::new("mistaken")), mistake: Mistake::$mistake };
+        let queue = async || Queue {
+            memory: Memory(MemoryBroker::new("mistaken")),
+            mistake: Mistake::$mistake,
+        };
         catch_unwind(AssertUnwindSafe(|| run_source(queue, law::$law))).is_err()
     }};
 }

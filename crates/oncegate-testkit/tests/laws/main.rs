@@ -1,4 +1,5 @@
-//! The laws of stores and sources: kept by those in memory and by a store that a user wrote, and broken by what breaks them.
+//! The laws of stores and sources: kept by those in memory and by a store that a user wrote, and
+//! broken by what breaks them.
 
 /// A test for each mistake: each of the laws beside it is broken by it, and by nothing else.
 ///

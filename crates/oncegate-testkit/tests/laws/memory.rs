@@ -4,7 +4,8 @@ use oncegate_core::MemoryStore;
 
 oncegate_testkit::store_laws!(async || MemoryStore::new());
 
-/// Rows whose borders only a store without a clock between two operations can tell: one batch has one moment.
+/// Rows whose borders only a store without a clock between two operations can tell: one batch has
+/// one moment.
 mod borders {
     use std::time::Duration;
 
@@ -15,10 +16,29 @@ mod borders {
     async fn a_lease_holds_to_its_last_moment() {
         let key = Key::new(&MessageId::new("k").expect("an id"));
         for guarantee in [Guarantee::AtMostOnce, Guarantee::EffectivelyOnce] {
-            let terms = Terms { guarantee, lease: Duration::ZERO, window: Duration::from_secs(9), fingerprint: None };
-            let claim = |token| Operation { key: key.clone(), ask: Ask::Claim, token: Token(token), attempt: 0, terms };
+            let terms = Terms {
+                guarantee,
+                lease: Duration::ZERO,
+                window: Duration::from_secs(9),
+                fingerprint: None,
+            };
+            let claim = |token| Operation {
+                key: key.clone(),
+                ask: Ask::Claim,
+                token: Token(token),
+                attempt: 0,
+                terms,
+            };
             let heard = MemoryStore::new().apply(&[claim(1), claim(2)]).await;
-            assert!(matches!(heard[1], Ok(Verdict::Busy { remaining: Duration::ZERO })), "{heard:?}");
+            assert!(
+                matches!(
+                    heard[1],
+                    Ok(Verdict::Busy {
+                        remaining: Duration::ZERO
+                    })
+                ),
+                "{heard:?}"
+            );
         }
     }
 }

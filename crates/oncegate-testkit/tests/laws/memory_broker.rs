@@ -1,7 +1,9 @@
 //! The memory broker.
 
 use oncegate_core::source::rejection_headers;
-use oncegate_core::{DeadLetter, Delivery, MemoryBroker, MemorySource, Message, Receipt, async_trait};
+use oncegate_core::{
+    DeadLetter, Delivery, MemoryBroker, MemorySource, Message, Receipt, async_trait,
+};
 use oncegate_testkit::laws::source::{Destination, TestQueue};
 
 pub(crate) struct Memory(pub(crate) MemoryBroker);
@@ -29,10 +31,22 @@ impl TestQueue for Memory {
 
 /// In memory, the story stands beside the message and not in its headers.
 fn as_a_broker_has_it(letter: DeadLetter) -> Message {
-    let receipt = Receipt { epoch: 0, partition: 0, position: 0 };
-    let delivery = Delivery { message: letter.message, receipt, failures: 0 };
+    let receipt = Receipt {
+        epoch: 0,
+        partition: 0,
+        position: 0,
+    };
+    let delivery = Delivery {
+        message: letter.message,
+        receipt,
+        failures: 0,
+    };
     let written = rejection_headers(&delivery, &letter.reason, letter.story.as_ref());
-    written.into_iter().fold(delivery.message, |message, (name, value)| message.with_header(name, value))
+    written
+        .into_iter()
+        .fold(delivery.message, |message, (name, value)| {
+            message.with_header(name, value)
+        })
 }
 
 oncegate_testkit::source_laws!(async || Memory(MemoryBroker::new("laws")));

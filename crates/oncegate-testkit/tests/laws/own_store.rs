@@ -19,7 +19,9 @@ impl Store for OwnStore {
         let mut rows = self.rows.lock().expect("nothing panics while it is locked");
         let mut verdicts = Vec::with_capacity(operations.len());
         for operation in operations {
-            let row = rows.get(&operation.key).map(|(marker, written, expiry)| (*marker, written.elapsed(), *expiry));
+            let row = rows
+                .get(&operation.key)
+                .map(|(marker, written, expiry)| (*marker, written.elapsed(), *expiry));
             let (marker, age) = match row {
                 Some((marker, age, expiry)) if age < expiry => (marker, age),
                 _ => (Marker::Absent, Duration::ZERO),

@@ -1,5 +1,5 @@
-//! The lines for `Cargo.toml` that a page shows are all that its code needs: it is compiled with just these, one package for each
-//! set of lines.
+//! The lines for `Cargo.toml` that a page shows are all that its code needs: it is compiled with
+//! just these, one package for each set of lines.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -12,7 +12,9 @@ const OF_THE_DEMO: &str = "examples/payments/src/charge.rs";
 
 /// A page as its blocks of lines for `Cargo.toml`, each with the Rust blocks that follow it.
 fn parts(markdown: &str) -> Vec<(String, Vec<String>)> {
-    let (first, rest) = markdown.split_once("```toml\n").map_or((markdown, None), |(first, rest)| (first, Some(rest)));
+    let (first, rest) = markdown
+        .split_once("```toml\n")
+        .map_or((markdown, None), |(first, rest)| (first, Some(rest)));
     let mut parts = vec![(String::new(), blocks(first, "```rust"))];
     for part in rest.into_iter().flat_map(|rest| rest.split("```toml\n")) {
         let (lines, text) = part.split_once("```\n").expect("a block ends");
@@ -23,25 +25,50 @@ fn parts(markdown: &str) -> Vec<(String, Vec<String>)> {
 
 #[test]
 fn the_code_of_each_page_compiles_with_the_dependencies_that_it_shows() {
-    let compiled = || COMPILED.iter().flat_map(|directory| files(directory, "rs")).map(|path| path.canonicalize().expect("it is there"));
+    let compiled = || {
+        COMPILED
+            .iter()
+            .flat_map(|directory| files(directory, "rs"))
+            .map(|path| path.canonicalize().expect("it is there"))
+    };
     let of_the_demo = read(&root().join(OF_THE_DEMO));
     let mut packages: BTreeMap<String, BTreeSet<PathBuf>> = BTreeMap::new();
     for page in pages().into_iter().chain([root().join("README.md")]) {
         for (lines, code) in parts(&read(&page)) {
             for block in code.iter().filter(|block| !has(&of_the_demo, block)) {
-                assert!(lines.contains("oncegate"), "{}: show the lines for Cargo.toml before this:\n{block}", page.display());
-                let source = compiled().find(|path| has(&read(path), block)).expect("another test finds it");
+                assert!(
+                    lines.contains("oncegate"),
+                    "{}: show the lines for Cargo.toml before this:\n{block}",
+                    page.display()
+                );
+                let source = compiled()
+                    .find(|path| has(&read(path), block))
+                    .expect("another test finds it");
                 packages.entry(lines.clone()).or_default().insert(source);
             }
         }
     }
     let (lines, sources): (Vec<_>, Vec<_>) = packages.into_iter().unzip();
-    let packages =
-        lines.iter().zip(sources).map(|(lines, sources)| Package { dependencies: lines.clone(), sources: sources.into_iter().collect() });
+    let packages = lines.iter().zip(sources).map(|(lines, sources)| Package {
+        dependencies: lines.clone(),
+        sources: sources.into_iter().collect(),
+    });
     let packages: Vec<Package> = packages.collect();
-    assert!((5..=8).contains(&packages.len()), "{} sets of dependencies: each costs time", packages.len());
+    assert!(
+        (5..=8).contains(&packages.len()),
+        "{} sets of dependencies: each costs time",
+        packages.len()
+    );
     for (package, said) in packages.iter().zip(check("book", &packages)) {
-        let names: Vec<String> = package.sources.iter().map(|source| target(source)).collect();
-        assert!(said.is_empty(), "with only this, {names:?} do not compile:\n{}\n{said:#?}", package.dependencies);
+        let names: Vec<String> = package
+            .sources
+            .iter()
+            .map(|source| target(source))
+            .collect();
+        assert!(
+            said.is_empty(),
+            "with only this, {names:?} do not compile:\n{}\n{said:#?}",
+            package.dependencies
+        );
     }
 }

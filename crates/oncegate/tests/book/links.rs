@@ -23,7 +23,11 @@ fn prose(markdown: &str) -> Vec<String> {
 fn links(markdown: &str) -> Vec<String> {
     let mut links = Vec::new();
     for line in prose(markdown) {
-        let targets = line.split("](").skip(1).filter_map(|rest| rest.split_once(')')).map(|(target, _)| target.to_owned());
+        let targets = line
+            .split("](")
+            .skip(1)
+            .filter_map(|rest| rest.split_once(')'))
+            .map(|(target, _)| target.to_owned());
         links.extend(targets);
     }
     links
@@ -35,12 +39,19 @@ fn anchors(markdown: &str) -> BTreeSet<String> {
     let mut in_block = false;
     for line in markdown.lines() {
         in_block ^= line.trim_start().starts_with("```");
-        let Some(heading) = line.strip_prefix('#').filter(|_| !in_block) else { continue };
+        let Some(heading) = line.strip_prefix('#').filter(|_| !in_block) else {
+            continue;
+        };
         let heading = heading.trim_start_matches('#').trim().to_lowercase();
-        let letters = heading.chars().filter(|it| it.is_alphanumeric() || "-_ ".contains(*it));
+        let letters = heading
+            .chars()
+            .filter(|it| it.is_alphanumeric() || "-_ ".contains(*it));
         let name: String = letters.map(|it| if it == ' ' { '-' } else { it }).collect();
         let again = (1..).map(|count| format!("{name}-{count}"));
-        if let Some(name) = std::iter::once(name.clone()).chain(again).find(|it| !anchors.contains(it)) {
+        if let Some(name) = std::iter::once(name.clone())
+            .chain(again)
+            .find(|it| !anchors.contains(it))
+        {
             anchors.insert(name);
         }
     }
@@ -62,11 +73,20 @@ fn tidy(path: &Path) -> PathBuf {
 
 /// Why a link of this page leads nowhere, if it does.
 fn broken(page: &Path, link: &str) -> Option<String> {
-    if ["https://", "http://", "mailto:"].iter().any(|scheme| link.starts_with(scheme)) {
+    if ["https://", "http://", "mailto:"]
+        .iter()
+        .any(|scheme| link.starts_with(scheme))
+    {
         return None;
     }
-    let (path, anchor) = link.split_once('#').map_or((link, None), |(path, anchor)| (path, Some(anchor)));
-    let target = if path.is_empty() { page.to_owned() } else { tidy(&page.parent()?.join(path)) };
+    let (path, anchor) = link
+        .split_once('#')
+        .map_or((link, None), |(path, anchor)| (path, Some(anchor)));
+    let target = if path.is_empty() {
+        page.to_owned()
+    } else {
+        tidy(&page.parent()?.join(path))
+    };
     if !target.exists() {
         return Some("there is no such file".to_owned());
     }
@@ -83,14 +103,32 @@ fn every_page_is_in_the_summary_and_every_line_of_it_is_a_page() {
     let book = root().join("docs/src");
     let summary = links(&read(&book.join("SUMMARY.md")));
     let listed: BTreeSet<PathBuf> = summary.iter().map(|link| tidy(&book.join(link))).collect();
-    assert_eq!(listed.len(), summary.len(), "a page stands twice in docs/src/SUMMARY.md");
-    let there: BTreeSet<PathBuf> = pages().iter().map(|page| tidy(page)).filter(|page| !page.ends_with("SUMMARY.md")).collect();
-    assert_eq!(listed, there, "docs/src/SUMMARY.md on the left, the pages that are there on the right");
+    assert_eq!(
+        listed.len(),
+        summary.len(),
+        "a page stands twice in docs/src/SUMMARY.md"
+    );
+    let there: BTreeSet<PathBuf> = pages()
+        .iter()
+        .map(|page| tidy(page))
+        .filter(|page| !page.ends_with("SUMMARY.md"))
+        .collect();
+    assert_eq!(
+        listed, there,
+        "docs/src/SUMMARY.md on the left, the pages that are there on the right"
+    );
 }
 
 #[test]
 fn every_link_and_anchor_leads_somewhere() {
-    let around = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "crates/README.md"].map(|name| root().join(name));
+    let around = [
+        "README.md",
+        "ARCHITECTURE.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "crates/README.md",
+    ]
+    .map(|name| root().join(name));
     let mut checked = 0;
     for page in pages().into_iter().chain(around) {
         let page = tidy(&page);
@@ -104,17 +142,32 @@ fn every_link_and_anchor_leads_somewhere() {
 
 /// What mdBook takes for HTML that is not closed, and shows to nobody.
 fn html(markdown: &str) -> Option<String> {
-    let begins_a_tag = |rest: &str| rest.starts_with(|it: char| it.is_ascii_alphabetic()) && !rest.starts_with("http");
-    prose(markdown).into_iter().find(|line| line.split('<').skip(1).any(begins_a_tag))
+    let begins_a_tag = |rest: &str| {
+        rest.starts_with(|it: char| it.is_ascii_alphabetic()) && !rest.starts_with("http")
+    };
+    prose(markdown)
+        .into_iter()
+        .find(|line| line.split('<').skip(1).any(begins_a_tag))
 }
 
 #[test]
 fn what_looks_like_html_stands_in_code() {
     for page in pages() {
-        assert_eq!(html(&read(&page)), None, "{}: put it between backticks", page.display());
+        assert_eq!(
+            html(&read(&page)),
+            None,
+            "{}: put it between backticks",
+            page.display()
+        );
     }
-    assert_eq!(html("| a | <topic>.dead-letters |\n").as_deref(), Some("| a | <topic>.dead-letters |"));
-    assert_eq!(html("`<topic>` and 1 < 2 and <https://example.org>\n"), None);
+    assert_eq!(
+        html("| a | <topic>.dead-letters |\n").as_deref(),
+        Some("| a | <topic>.dead-letters |")
+    );
+    assert_eq!(
+        html("`<topic>` and 1 < 2 and <https://example.org>\n"),
+        None
+    );
 }
 
 #[test]
@@ -131,7 +184,13 @@ fn a_link_that_leads_nowhere_is_found() {
     ] {
         assert_eq!(broken(&page, link).is_none(), good, "{link}");
     }
-    assert_eq!(links("[a](b.md) `[c](d.md)` [e](f.md#g)\n```text\n[h](i.md)\n```\n"), ["b.md", "f.md#g"]);
+    assert_eq!(
+        links("[a](b.md) `[c](d.md)` [e](f.md#g)\n```text\n[h](i.md)\n```\n"),
+        ["b.md", "f.md#g"]
+    );
     let headings = anchors("# It's a `Gate`\n## One\n```text\n# none\n```\n## One\n");
-    assert_eq!(headings.into_iter().collect::<Vec<_>>(), ["its-a-gate", "one", "one-1"]);
+    assert_eq!(
+        headings.into_iter().collect::<Vec<_>>(),
+        ["its-a-gate", "one", "one-1"]
+    );
 }

@@ -16,7 +16,8 @@ const SETTERS: &[(&str, &str)] = &[
     ("SQLite", "crates/oncegate-sql/src/sqlite.rs"),
 ];
 
-/// The public functions of a file that take a builder and give one, with their documentation up to its first heading.
+/// The public functions of a file that take a builder and give one, with their documentation up to
+/// its first heading.
 fn setters(source: &str) -> Vec<(String, String)> {
     let mut setters = Vec::new();
     let mut says: Vec<&str> = Vec::new();
@@ -29,12 +30,22 @@ fn setters(source: &str) -> Vec<(String, String)> {
             while !signature.contains('{') {
                 signature += lines.next().expect("the rest of a signature").trim();
             }
-            let takes_one = ["(self", "(mut self"].iter().any(|it| signature.contains(it));
-            let gives_one = ["-> Self", "-> Builder<", "-> GateBuilder<"].iter().any(|it| signature.contains(it));
+            let takes_one = ["(self", "(mut self"]
+                .iter()
+                .any(|it| signature.contains(it));
+            let gives_one = ["-> Self", "-> Builder<", "-> GateBuilder<"]
+                .iter()
+                .any(|it| signature.contains(it));
             if takes_one && gives_one {
                 let name = signature.split(['(', '<']).next().unwrap_or_default();
-                let text = says.iter().take_while(|it| !it.starts_with("# ") && !it.starts_with("```")).filter(|it| !it.is_empty());
-                setters.push((name.to_owned(), without_links(&text.copied().collect::<Vec<_>>().join(" "))));
+                let text = says
+                    .iter()
+                    .take_while(|it| !it.starts_with("# ") && !it.starts_with("```"))
+                    .filter(|it| !it.is_empty());
+                setters.push((
+                    name.to_owned(),
+                    without_links(&text.copied().collect::<Vec<_>>().join(" ")),
+                ));
             }
             says.clear();
         } else if !line.starts_with("    #[") {
@@ -63,11 +74,18 @@ fn without_links(text: &str) -> String {
 fn the_book_lists_every_setting() {
     let page = read(&root().join("docs/src/settings.md"));
     for (part, file) in SETTERS {
-        let rows = setters(&read(&root().join(file))).into_iter().map(|(name, says)| [format!("`.{name}(…)`"), says]);
+        let rows = setters(&read(&root().join(file)))
+            .into_iter()
+            .map(|(name, says)| [format!("`.{name}(…)`"), says]);
         let table = table(["setting", "what it says"], rows);
-        let (_, here) = page.split_once(&format!("\n## {part}\n")).unwrap_or_else(|| panic!("docs/src/settings.md has no part {part}"));
+        let (_, here) = page
+            .split_once(&format!("\n## {part}\n"))
+            .unwrap_or_else(|| panic!("docs/src/settings.md has no part {part}"));
         let here = here.split("\n## ").next().unwrap_or_default();
-        assert!(here.contains(&table), "docs/src/settings.md, {part}, does not have this table:\n{table}");
+        assert!(
+            here.contains(&table),
+            "docs/src/settings.md, {part}, does not have this table:\n{table}"
+        );
     }
 }
 
@@ -80,7 +98,11 @@ fn the_defaults_that_are_documented_are_those_of_the_code() {
         (_, s) if s % 60 == 0 => format!("{} min", s / 60),
         (_, s) => format!("{s} s"),
     };
-    let backoff = format!("{} and {}", lasts(defaults::BACKOFF), lasts(defaults::LONGEST_BACKOFF));
+    let backoff = format!(
+        "{} and {}",
+        lasts(defaults::BACKOFF),
+        lasts(defaults::LONGEST_BACKOFF)
+    );
     for (setting, default) in [
         ("window", lasts(defaults::WINDOW)),
         ("lease", lasts(defaults::LEASE)),
@@ -90,23 +112,56 @@ fn the_defaults_that_are_documented_are_those_of_the_code() {
         ("reconciles", defaults::RECONCILES.to_string()),
         ("handler_timeout", lasts(defaults::HANDLER_TIMEOUT)),
         ("in_flight", defaults::IN_FLIGHT.to_string()),
-        ("in_flight_bytes", format!("{} MiB", defaults::IN_FLIGHT_BYTES >> 20)),
-        ("waiting", format!("{},{:03}", defaults::WAITING / 1000, defaults::WAITING % 1000)),
-        ("waiting_bytes", format!("{} MiB", defaults::WAITING_BYTES >> 20)),
+        (
+            "in_flight_bytes",
+            format!("{} MiB", defaults::IN_FLIGHT_BYTES >> 20),
+        ),
+        (
+            "waiting",
+            format!(
+                "{},{:03}",
+                defaults::WAITING / 1000,
+                defaults::WAITING % 1000
+            ),
+        ),
+        (
+            "waiting_bytes",
+            format!("{} MiB", defaults::WAITING_BYTES >> 20),
+        ),
         ("drain", lasts(defaults::DRAIN)),
     ] {
-        let (_, says) = documented.iter().find(|(name, _)| name == setting).unwrap_or_else(|| panic!("no setting {setting}"));
-        assert!(says.contains(&format!("Default: {default}.")), "{setting} is {default} by default, and its documentation says: {says}");
+        let (_, says) = documented
+            .iter()
+            .find(|(name, _)| name == setting)
+            .unwrap_or_else(|| panic!("no setting {setting}"));
+        assert!(
+            says.contains(&format!("Default: {default}.")),
+            "{setting} is {default} by default, and its documentation says: {says}"
+        );
     }
 }
 
 /// The variants of an enum, as its file has them.
 fn variants(source: &str, name: &str) -> Vec<String> {
     let head = format!("pub enum {name} {{\n");
-    let (_, body) = source.split_once(&head).unwrap_or_else(|| panic!("no enum {name}"));
-    let (body, _) = body.split_once("\n}\n").unwrap_or_else(|| panic!("{name} does not end"));
-    let lines = body.lines().filter_map(|line| line.strip_prefix("    ").filter(|it| it.starts_with(char::is_uppercase)));
-    lines.map(|line| line.split([' ', '(', ',', '{']).next().unwrap_or_default().to_owned()).collect()
+    let (_, body) = source
+        .split_once(&head)
+        .unwrap_or_else(|| panic!("no enum {name}"));
+    let (body, _) = body
+        .split_once("\n}\n")
+        .unwrap_or_else(|| panic!("{name} does not end"));
+    let lines = body.lines().filter_map(|line| {
+        line.strip_prefix("    ")
+            .filter(|it| it.starts_with(char::is_uppercase))
+    });
+    lines
+        .map(|line| {
+            line.split([' ', '(', ',', '{'])
+                .next()
+                .unwrap_or_default()
+                .to_owned()
+        })
+        .collect()
 }
 
 #[test]
@@ -122,12 +177,19 @@ fn the_book_lists_every_error_and_every_reason() {
         ("handler.rs", "Failure"),
     ] {
         for variant in variants(&core(file), name) {
-            assert!(page.contains(&format!("| `{name}::{variant}` |")), "docs/src/errors.md has no row of {name}::{variant}");
+            assert!(
+                page.contains(&format!("| `{name}::{variant}` |")),
+                "docs/src/errors.md has no row of {name}::{variant}"
+            );
             checked += 1;
         }
     }
     for reason in oncegate::road::Reason::ALL {
-        assert!(page.contains(&format!("| `{}` |", reason.as_str())), "docs/src/errors.md has no row of the reason {}", reason.as_str());
+        assert!(
+            page.contains(&format!("| `{}` |", reason.as_str())),
+            "docs/src/errors.md has no row of the reason {}",
+            reason.as_str()
+        );
         checked += 1;
     }
     assert!(checked >= 30, "only {checked} errors were found");
@@ -138,6 +200,15 @@ fn setters_and_variants_are_found() {
     let source = "impl X {\n    /// Sets it.\n    ///\n    /// See [`Y`](Self::y), a|b.\n    ///\n    /// # Errors\n    /// None.\n    #[must_use]\n    \
                   pub fn it<T>(\n        mut self,\n        it: T,\n    ) -> Self {\n    /// No.\n    pub fn new() -> Self {\n    /// No.\n    \
                   pub fn is(&self) -> bool {\n";
-    assert_eq!(setters(source), [("it".to_owned(), "Sets it. See `Y`, a\\|b.".to_owned())]);
-    assert_eq!(variants("pub enum E {\n    /// A.\n    A,\n    B(u8),\n    C {\n        d: u8,\n    },\n}\n", "E"), ["A", "B", "C"]);
+    assert_eq!(
+        setters(source),
+        [("it".to_owned(), "Sets it. See `Y`, a\\|b.".to_owned())]
+    );
+    assert_eq!(
+        variants(
+            "pub enum E {\n    /// A.\n    A,\n    B(u8),\n    C {\n        d: u8,\n    },\n}\n",
+            "E"
+        ),
+        ["A", "B", "C"]
+    );
 }

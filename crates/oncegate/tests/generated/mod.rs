@@ -1,4 +1,5 @@
-//! Packages as users have them, outside of this workspace: a test generates them, and sees what cargo says.
+//! Packages as users have them, outside of this workspace: a test generates them, and sees what
+//! cargo says.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -14,36 +15,62 @@ pub(crate) struct Package {
 }
 
 pub(crate) fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().expect("the repository")
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../..")
+        .canonicalize()
+        .expect("the repository")
 }
 
 /// The name of the target that a source becomes.
 pub(crate) fn target(source: &Path) -> String {
-    source.file_stem().and_then(|stem| stem.to_str()).expect("a name").to_owned()
+    source
+        .file_stem()
+        .and_then(|stem| stem.to_str())
+        .expect("a name")
+        .to_owned()
 }
 
-/// Checks each package on its own, without the network and with the versions of this workspace, and says which targets
-/// have errors.
+/// Checks each package on its own, without the network and with the versions of this workspace, and
+/// says which targets have errors.
 ///
 /// # Panics
 /// If cargo does not come to the targets.
 pub(crate) fn check(name: &str, packages: &[Package]) -> Vec<Said> {
     let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     let _ = std::fs::remove_dir_all(&directory); // of an earlier run
-    let members: Vec<String> = (0..packages.len()).map(|number| format!("\"{name}-{number}\"")).collect();
+    let members: Vec<String> = (0..packages.len())
+        .map(|number| format!("\"{name}-{number}\""))
+        .collect();
     let profile = "[profile.dev]\ndebug = \"line-tables-only\"\n"; // as here, so that what is built already is used
-    write(&directory.join("Cargo.toml"), &format!("[workspace]\nresolver = \"3\"\nmembers = [{}]\n{profile}", members.join(", ")));
+    write(
+        &directory.join("Cargo.toml"),
+        &format!(
+            "[workspace]\nresolver = \"3\"\nmembers = [{}]\n{profile}",
+            members.join(", ")
+        ),
+    );
     std::fs::copy(root().join("Cargo.lock"), directory.join("Cargo.lock")).expect("copied");
     for (number, package) in packages.iter().enumerate() {
-        let mut manifest = format!("[package]\nname = \"{name}-{number}\"\nedition = \"2024\"\nautobins = false\n");
+        let mut manifest = format!(
+            "[package]\nname = \"{name}-{number}\"\nedition = \"2024\"\nautobins = false\n"
+        );
         manifest += &format!("[dependencies]\n{}", on_this_machine(&package.dependencies));
         for source in &package.sources {
             // With tests in it, or a program: as a test both are seen.
-            manifest += &format!("[[test]]\nname = \"{}\"\npath = \"{}\"\n", target(source), source.display());
+            manifest += &format!(
+                "[[test]]\nname = \"{}\"\npath = \"{}\"\n",
+                target(source),
+                source.display()
+            );
         }
-        write(&directory.join(format!("{name}-{number}/Cargo.toml")), &manifest);
+        write(
+            &directory.join(format!("{name}-{number}/Cargo.toml")),
+            &manifest,
+        );
     }
-    (0..packages.len()).map(|number| check_one(&directory, &format!("{name}-{number}"))).collect()
+    (0..packages.len())
+        .map(|number| check_one(&directory, &format!("{name}-{number}")))
+        .collect()
 }
 
 /// The lines with this checkout in place of the repository.
@@ -51,24 +78,54 @@ fn on_this_machine(dependencies: &str) -> String {
     let ours = |line: &str| {
         let name = line.split(' ').next().unwrap_or_default();
         let path = root().join("crates").join(name);
-        line.replace("git = \"https://github.com/oncegate/oncegate\"", &format!("path = \"{}\"", path.display())) + "\n"
+        line.replace(
+            "git = \"https://github.com/oncegate/oncegate\"",
+            &format!("path = \"{}\"", path.display()),
+        ) + "\n"
     };
-    dependencies.lines().filter(|line| !line.starts_with('[')).map(ours).collect()
+    dependencies
+        .lines()
+        .filter(|line| !line.starts_with('['))
+        .map(ours)
+        .collect()
 }
 
 fn check_one(directory: &Path, package: &str) -> Said {
     let this = std::env::current_exe().expect("this test has a path");
-    let target = this.ancestors().nth(3).expect("it lies in target/<profile>/deps");
+    let target = this
+        .ancestors()
+        .nth(3)
+        .expect("it lies in target/<profile>/deps");
     let mut cargo = Command::new(env!("CARGO"));
-    cargo.args(["check", "--offline", "--keep-going", "--tests", "--message-format=json", "-p", package]);
-    let checked = cargo.arg("--target-dir").arg(target).current_dir(directory).output().expect("cargo runs");
+    cargo.args([
+        "check",
+        "--offline",
+        "--keep-going",
+        "--tests",
+        "--message-format=json",
+        "-p",
+        package,
+    ]);
+    let checked = cargo
+        .arg("--target-dir")
+        .arg(target)
+        .current_dir(directory)
+        .output()
+        .expect("cargo runs");
     let mut said = Said::new();
     let mut came = false;
     for line in String::from_utf8_lossy(&checked.stdout).lines() {
-        let Ok(message) = serde_json::from_str::<serde_json::Value>(line) else { continue };
+        let Ok(message) = serde_json::from_str::<serde_json::Value>(line) else {
+            continue;
+        };
         came |= message["reason"] == "build-finished";
-        let is_its_own = message["package_id"].as_str().is_some_and(|id| id.contains(package));
-        let (name, text) = (message["target"]["name"].as_str(), message["message"]["rendered"].as_str());
+        let is_its_own = message["package_id"]
+            .as_str()
+            .is_some_and(|id| id.contains(package));
+        let (name, text) = (
+            message["target"]["name"].as_str(),
+            message["message"]["rendered"].as_str(),
+        );
         if let (Some(name), Some(text)) = (name, text)
             && is_its_own
             && message["message"]["level"] == "error"
@@ -77,7 +134,11 @@ fn check_one(directory: &Path, package: &str) -> Said {
         }
     }
     assert!(came, "{}", String::from_utf8_lossy(&checked.stderr));
-    assert!(checked.status.success() || !said.is_empty(), "{}", String::from_utf8_lossy(&checked.stderr));
+    assert!(
+        checked.status.success() || !said.is_empty(),
+        "{}",
+        String::from_utf8_lossy(&checked.stderr)
+    );
     said
 }
 

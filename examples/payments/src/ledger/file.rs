@@ -24,24 +24,39 @@ enum Tail {
 }
 
 impl Appended {
-    /// Opens the file for one writer, and reads it. A last line without an end is cut off: it was never answered.
+    /// Opens the file for one writer, and reads it. A last line without an end is cut off: it was
+    /// never answered.
     pub(super) fn open(path: &Path) -> io::Result<(Self, Ledger)> {
         let file = OpenOptions::new().create(true).append(true).open(path)?;
         // Before anything is read or cut off: the last line of another writer is no torn one.
         #[cfg(unix)]
-        rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive).map_err(|error| {
-            let text = format!("{} is not free, another provider may have it: {error}", path.display());
-            io::Error::new(io::Error::from(error).kind(), text)
-        })?;
+        rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive).map_err(
+            |error| {
+                let text = format!(
+                    "{} is not free, another provider may have it: {error}",
+                    path.display()
+                );
+                io::Error::new(io::Error::from(error).kind(), text)
+            },
+        )?;
         let mut read = LedgerFile::at(path.to_owned());
         read.refresh()?;
-        let tail = if file.metadata()?.len() > read.offset { Tail::Torn } else { Tail::None };
-        let mut appended = Self { file, length: read.offset, tail };
+        let tail = if file.metadata()?.len() > read.offset {
+            Tail::Torn
+        } else {
+            Tail::None
+        };
+        let mut appended = Self {
+            file,
+            length: read.offset,
+            tail,
+        };
         appended.cut_tail()?;
         Ok((appended, read.ledger))
     }
 
-    /// Adds a line. One that fails halfway, as on a full disk, is cut off again; at the latest before the next.
+    /// Adds a line. One that fails halfway, as on a full disk, is cut off again; at the latest
+    /// before the next.
     pub(super) fn append(&mut self, line: &[u8]) -> io::Result<()> {
         self.cut_tail()?;
         let written = self.file.write_all(line);
@@ -76,10 +91,16 @@ pub(crate) struct LedgerFile {
 impl LedgerFile {
     /// The book in this file; one that is missing is empty.
     pub(crate) fn at(path: PathBuf) -> Self {
-        Self { path, offset: 0, lines: 0, ledger: Ledger::default() }
+        Self {
+            path,
+            offset: 0,
+            lines: 0,
+            ledger: Ledger::default(),
+        }
     }
 
-    /// Reads what was added. A last line without an end is still being written, and is left for the next time.
+    /// Reads what was added. A last line without an end is still being written, and is left for the
+    /// next time.
     ///
     /// # Errors
     /// If the file cannot be read, or a line of it is no entry.
@@ -93,7 +114,10 @@ impl LedgerFile {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => return Err(error),
         }
-        for line in added.split_inclusive(|byte| *byte == b'\n').filter(|line| line.ends_with(b"\n")) {
+        for line in added
+            .split_inclusive(|byte| *byte == b'\n')
+            .filter(|line| line.ends_with(b"\n"))
+        {
             self.ledger.note(serde_json::from_slice(line)?);
             self.offset += line.len() as u64;
             self.lines += 1;
@@ -120,15 +144,22 @@ mod tests {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("ledger.jsonl");
         let mut ledger = Ledger::in_file(&path).expect("a new file");
-        ledger.charge("a", 5, 1, Repeats::ChargeAgain).expect("booked");
+        ledger
+            .charge("a", 5, 1, Repeats::ChargeAgain)
+            .expect("booked");
         ledger.find_or_void("b", 1).expect("written");
         drop(ledger);
         let mut again = Ledger::in_file(&path).expect("the same file");
-        again.charge("a", 5, 1, Repeats::ChargeAgain).expect("booked");
+        again
+            .charge("a", 5, 1, Repeats::ChargeAgain)
+            .expect("booked");
         assert!(again.charge("b", 5, 1, Repeats::ChargeAgain).is_err());
         let mut file = LedgerFile::at(path);
         let read = file.refresh().expect("the same file");
-        assert_eq!((read.charged(), read.charged_twice(), read.has_charged("b")), (1, 1, false));
+        assert_eq!(
+            (read.charged(), read.charged_twice(), read.has_charged("b")),
+            (1, 1, false)
+        );
     }
 
     #[test]
@@ -149,7 +180,12 @@ mod tests {
         let first = Ledger::in_file(&path).expect("a new file");
         let halfway = format!("{WHOLE}{}", &WHOLE[..20]); // the first is in the middle of a line
         std::fs::write(&path, &halfway).expect("written");
-        assert!(Ledger::in_file(&path).expect_err("it is taken").to_string().contains("another provider"));
+        assert!(
+            Ledger::in_file(&path)
+                .expect_err("it is taken")
+                .to_string()
+                .contains("another provider")
+        );
         assert_eq!(std::fs::read_to_string(&path).expect("read"), halfway);
         drop(first);
         Ledger::in_file(&path).expect("it is free");
@@ -165,6 +201,9 @@ mod tests {
         appended.file.write_all(b"{\"char").expect("written");
         appended.tail = Tail::Torn; // as if the rest had not been written, nor the beginning cut off
         appended.append(WHOLE.as_bytes()).expect("written");
-        assert_eq!(std::fs::read_to_string(&path).expect("read"), WHOLE.repeat(2));
+        assert_eq!(
+            std::fs::read_to_string(&path).expect("read"),
+            WHOLE.repeat(2)
+        );
     }
 }

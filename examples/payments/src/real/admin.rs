@@ -19,16 +19,27 @@ pub(super) struct Watched {
     pub(super) rabbitmq: oncegate::RabbitMqStatus,
 }
 
-/// Counts what happens in this process, and opens the port if one is wanted. Called once, before the consumer is built.
+/// Counts what happens in this process, and opens the port if one is wanted. Called once, before
+/// the consumer is built.
 ///
 /// # Errors
 /// If the port cannot be opened.
-pub(super) fn open(wanted: Option<SocketAddr>, watched: &Watched, errors: LastErrors) -> Result<(Outcomes, Option<Serving>), Error> {
-    let Some(address) = wanted else { return Ok((Outcomes::install(), None)) };
+pub(super) fn open(
+    wanted: Option<SocketAddr>,
+    watched: &Watched,
+    errors: LastErrors,
+) -> Result<(Outcomes, Option<Serving>), Error> {
+    let Some(address) = wanted else {
+        return Ok((Outcomes::install(), None));
+    };
     let (metrics, recorder) = Metrics::recorder();
     let outcomes = Outcomes::install_beside(recorder);
     Metrics::begin();
-    let admin = Admin::new().listen(address).consumer("payments", watched.readiness.clone(), watched.status.clone());
+    let admin = Admin::new().listen(address).consumer(
+        "payments",
+        watched.readiness.clone(),
+        watched.status.clone(),
+    );
     #[cfg(feature = "kafka")]
     let admin = admin.kafka("payments", watched.kafka.clone());
     #[cfg(feature = "rabbitmq")]

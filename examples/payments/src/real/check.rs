@@ -32,27 +32,46 @@ impl Named {
 /// Asks all that the run needs, at the same time.
 ///
 /// # Errors
-/// A line for each that does not answer, or does not let us: its option, what is wrong, and what to do.
-pub(super) async fn check(servers: &Servers, broker: Broker, store: StoreKind, guaranteed: Guaranteed) -> Result<(), Error> {
-    let (store, broker) = tokio::join!(check_store(servers, store, guaranteed), check_broker(servers, broker));
+/// A line for each that does not answer, or does not let us: its option, what is wrong, and what to
+/// do.
+pub(super) async fn check(
+    servers: &Servers,
+    broker: Broker,
+    store: StoreKind,
+    guaranteed: Guaranteed,
+) -> Result<(), Error> {
+    let (store, broker) = tokio::join!(
+        check_store(servers, store, guaranteed),
+        check_broker(servers, broker)
+    );
     match (store, broker) {
         (Err(store), Err(broker)) => Err(format!("{store}\npayments: {broker}").into()),
         (store, broker) => store.and(broker),
     }
 }
 
-async fn check_store(servers: &Servers, store: StoreKind, guaranteed: Guaranteed) -> Result<(), Error> {
+async fn check_store(
+    servers: &Servers,
+    store: StoreKind,
+    guaranteed: Guaranteed,
+) -> Result<(), Error> {
     if store != StoreKind::Redis {
         return Ok(());
     }
     let store = Redis::at(servers.redis()?);
     let asked = async {
         store.preflight(guaranteed.guarantee()).await?;
-        if guaranteed == Guaranteed::AtMostOnce { store.memory().await.map(Some) } else { Ok(None) }
+        if guaranteed == Guaranteed::AtMostOnce {
+            store.memory().await.map(Some)
+        } else {
+            Ok(None)
+        }
     };
     in_time(REDIS, async {
         match asked.await {
-            Ok(Some(Memory::Forgets(why))) => Err(REDIS.wrong(format!("at most once needs a store that does not forget, and {why}"))),
+            Ok(Some(Memory::Forgets(why))) => Err(REDIS.wrong(format!(
+                "at most once needs a store that does not forget, and {why}"
+            ))),
             Ok(_) => Ok(()),
             Err(error) => Err(REDIS.wrong(error)),
         }
@@ -73,7 +92,10 @@ async fn check_broker(servers: &Servers, broker: Broker) -> Result<(), Error> {
     }
 }
 
-async fn in_time(named: Named, asked: impl Future<Output = Result<(), Error>>) -> Result<(), Error> {
+async fn in_time(
+    named: Named,
+    asked: impl Future<Output = Result<(), Error>>,
+) -> Result<(), Error> {
     tokio::time::timeout(PATIENCE, asked).await.unwrap_or_else(|_| {
         Err(named.wrong(format!("no answer within {PATIENCE:?}; is it running, are host and port right, and does that port speak it?")))
     })

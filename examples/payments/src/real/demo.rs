@@ -1,4 +1,5 @@
-//! The demo on real servers: starts the processes, kills some of them, waits until nothing moves, and counts.
+//! The demo on real servers: starts the processes, kills some of them, waits until nothing moves,
+//! and counts.
 
 use std::path::{Path, PathBuf};
 use std::pin::pin;
@@ -22,7 +23,8 @@ use crate::traffic::{self, Outgoing};
 
 /// How long nothing may move, when everything is accounted for: longer than a late charge takes.
 const QUIET: Duration = Duration::from_secs(3);
-/// How long nothing may move, when something is missing: longer than a lease and Kafka's session together.
+/// How long nothing may move, when something is missing: longer than a lease and Kafka's session
+/// together.
 const STUCK: Duration = Duration::from_secs(20);
 /// How many messages are sent before their confirmations are waited for.
 const BATCH: usize = 250;
@@ -30,7 +32,8 @@ const BATCH: usize = 250;
 const LOOK: Duration = Duration::from_millis(100);
 /// How long nothing may move until the user hears what the workers say.
 const SILENCE: Duration = Duration::from_secs(5);
-/// How long the workers may take to settle the first of what they got: longer than it takes Kafka to give it to them.
+/// How long the workers may take to settle the first of what they got: longer than it takes Kafka
+/// to give it to them.
 const BEGINNING: Duration = Duration::from_secs(60);
 /// From sending to a kill: less than a charge takes, so that it hits some in the middle.
 const MIDST: Duration = Duration::from_millis(10);
@@ -51,10 +54,11 @@ pub(crate) struct Arguments {
     /// What the provider was started with.
     #[command(flatten)]
     promise: Promise,
-    /// Prints the counts as one JSON object. `charged`, `charged_twice` and `lost` come from the provider's ledger,
-    /// `in_doubt` and `dead_letters` from the broker. The rest but `sent` is what the workers counted: those in
-    /// processes of their own write it down five times a second, so a killed one takes its last counts along, and
-    /// `delivered`, `duplicates_stopped`, `retried` and `reconciled_…` may be too low.
+    /// Prints the counts as one JSON object. `charged`, `charged_twice` and `lost` come from the
+    /// provider's ledger, `in_doubt` and `dead_letters` from the broker. The rest but `sent` is
+    /// what the workers counted: those in processes of their own write it down five times a second,
+    /// so a killed one takes its last counts along, and `delivered`, `duplicates_stopped`,
+    /// `retried` and `reconciled_…` may be too low.
     #[arg(long)]
     pub(crate) json: bool,
 }
@@ -67,7 +71,10 @@ pub(crate) async fn report(arguments: &Arguments) -> Result<Report, Error> {
     let run_dir = RunDir::at(&arguments.run_dir)?;
     let mut all = SetAside::default();
     for broker in &arguments.broker {
-        let aside = Wire::open(*broker, &arguments.servers, &arguments.queue).await?.set_aside().await?;
+        let aside = Wire::open(*broker, &arguments.servers, &arguments.queue)
+            .await?
+            .set_aside()
+            .await?;
         all.in_doubt.extend(aside.in_doubt);
         all.dead_letters.extend(aside.dead_letters);
     }
@@ -77,21 +84,32 @@ pub(crate) async fn report(arguments: &Arguments) -> Result<Report, Error> {
 fn count(run_dir: &RunDir, promise: Promise, set_aside: &SetAside) -> Result<Report, Error> {
     let mut ledger = LedgerFile::at(run_dir.ledger());
     let counts = run_dir.counts()?;
-    let report = Report::count(&run_dir.sent()?, counts.settled(), (ledger.refresh()?, promise.repeats()), set_aside, &counts);
+    let report = Report::count(
+        &run_dir.sent()?,
+        counts.settled(),
+        (ledger.refresh()?, promise.repeats()),
+        set_aside,
+        &counts,
+    );
     Ok(report.with_counts_as_written_down())
 }
 
 /// Runs the demo and counts.
 ///
 /// # Errors
-/// If a server is not there, a process does not do its part, or SIGTERM or Ctrl-C comes. No process is left then; the
-/// run directory is kept.
+/// If a server is not there, a process does not do its part, or SIGTERM or Ctrl-C comes. No process
+/// is left then; the run directory is kept.
 pub(crate) async fn run(cli: &Cli) -> Result<Report, Error> {
     let payments = cli.traffic.payments("pay")?;
     let unsure_of = cli.unsure_of(&payments)?;
     let messages = traffic::of(&payments, cli.traffic.seed);
     if messages.len() < 2 * (cli.kills + 1) && cli.kills > 0 {
-        return Err(format!("--kills: {} are too many for {} messages; send more, or kill fewer", cli.kills, messages.len()).into());
+        return Err(format!(
+            "--kills: {} are too many for {} messages; send more, or kill fewer",
+            cli.kills,
+            messages.len()
+        )
+        .into());
     }
     let store = cli.store.unwrap_or(StoreKind::Redis);
     // From before the first process starts: who ends here must take them along.
@@ -103,7 +121,11 @@ pub(crate) async fn run(cli: &Cli) -> Result<Report, Error> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH)?.as_millis();
     let name = format!("payments-{now}-{}", std::process::id());
     // A directory for temporary files may lie in memory, where at most once has no file.
-    let above = if store == StoreKind::Sqlite { cli.run_dir.clone() } else { std::env::temp_dir() };
+    let above = if store == StoreKind::Sqlite {
+        cli.run_dir.clone()
+    } else {
+        std::env::temp_dir()
+    };
     let directory = above.join(&name);
     let ran = tokio::select! {
         ran = run_in(cli, (payments.len(), &messages, &unsure_of), name, &directory) => ran,
@@ -115,18 +137,33 @@ pub(crate) async fn run(cli: &Cli) -> Result<Report, Error> {
 /// The number of payments, the messages made of them, and the ids that the provider is unsure of.
 type Input<'a> = (usize, &'a [Outgoing], &'a [String]);
 
-async fn run_in(cli: &Cli, (payments, messages, unsure_of): Input<'_>, name: String, directory: &Path) -> Result<Report, Error> {
-    let queue = Queue { name, group: "ledger".to_owned() };
+async fn run_in(
+    cli: &Cli,
+    (payments, messages, unsure_of): Input<'_>,
+    name: String,
+    directory: &Path,
+) -> Result<Report, Error> {
+    let queue = Queue {
+        name,
+        group: "ledger".to_owned(),
+    };
     let mut run = Run::start(cli, queue, RunDir::at(directory)?, (payments, unsure_of)).await?;
     run.send(messages, cli.kills).await?;
     run.settle().await?;
     let aside = run.wire.set_aside().await?;
-    let report = count(&run.run_dir, cli.promise, &aside)?.with_kills(run.watch.killed(), cli.kills).with_unsure(unsure_of, &aside);
+    let report = count(&run.run_dir, cli.promise, &aside)?
+        .with_kills(run.watch.killed(), cli.kills)
+        .with_unsure(unsure_of, &aside);
     let keep = cli.keep || !report.is_right();
     let name = run.name.clone();
     run.finish(keep, directory).await?;
     if keep {
-        operate::leave(directory, cli.promise.guarantee, "24h", (&store(cli, &name, directory)?, &broker(cli, &name)?))?;
+        operate::leave(
+            directory,
+            cli.promise.guarantee,
+            "24h",
+            (&store(cli, &name, directory)?, &broker(cli, &name)?),
+        )?;
     }
     Ok(report)
 }
@@ -140,16 +177,25 @@ fn store(cli: &Cli, name: &str, directory: &Path) -> Result<String, Error> {
     Ok(url + &operate::line("scope", name))
 }
 
-/// The broker. Nobody has set a policy on the demo's, so that looking into its queues harms nothing.
+/// The broker. Nobody has set a policy on the demo's, so that looking into its queues harms
+/// nothing.
 fn broker(cli: &Cli, name: &str) -> Result<String, Error> {
     use operate::line;
     match cli.broker {
         #[cfg(feature = "kafka")]
-        Broker::Kafka => Ok(format!("[kafka]\n{}{}", line("brokers", cli.servers.kafka()?), line("topic", name))),
+        Broker::Kafka => Ok(format!(
+            "[kafka]\n{}{}",
+            line("brokers", cli.servers.kafka()?),
+            line("topic", name)
+        )),
         #[cfg(feature = "rabbitmq")]
         Broker::Rabbitmq => {
             let accepts = line("delivery-counts", "accepted");
-            Ok(format!("[rabbitmq]\n{}{}{accepts}", line("url", cli.servers.rabbitmq()?), line("queue", name)))
+            Ok(format!(
+                "[rabbitmq]\n{}{}{accepts}",
+                line("url", cli.servers.rabbitmq()?),
+                line("queue", name)
+            ))
         }
         #[allow(unreachable_patterns)]
         broker => Err(super::wire::not_in_this_build(broker)),
@@ -171,15 +217,33 @@ struct Run {
 }
 
 impl Run {
-    async fn start(cli: &Cli, queue: Queue, run_dir: RunDir, (payments, unsure_of): (usize, &[String])) -> Result<Self, Error> {
+    async fn start(
+        cli: &Cli,
+        queue: Queue,
+        run_dir: RunDir,
+        (payments, unsure_of): (usize, &[String]),
+    ) -> Result<Self, Error> {
         let mut arguments = promise(cli.promise);
         arguments.extend(["--seed".to_owned(), cli.traffic.seed.to_string()]);
-        arguments.extend(unsure_of.iter().flat_map(|id| ["--unsure-of".to_owned(), id.clone()]));
+        arguments.extend(
+            unsure_of
+                .iter()
+                .flat_map(|id| ["--unsure-of".to_owned(), id.clone()]),
+        );
         let provider = Provider::start(&run_dir, &arguments).await?;
         let attempts = cli.attempts().to_string();
         let store = cli.store.unwrap_or(StoreKind::Redis);
-        let store_name = store.to_possible_value().ok_or("a store without a name")?.get_name().to_owned();
-        let broker = cli.broker.to_possible_value().ok_or("a broker without a name")?.get_name().to_owned();
+        let store_name = store
+            .to_possible_value()
+            .ok_or("a store without a name")?
+            .get_name()
+            .to_owned();
+        let broker = cli
+            .broker
+            .to_possible_value()
+            .ok_or("a broker without a name")?
+            .get_name()
+            .to_owned();
         let mut arguments = promise(cli.promise);
         for (flag, value) in [
             ("--broker", &broker),
@@ -196,13 +260,26 @@ impl Run {
         for _ in 0..workers {
             fleet.hire()?;
         }
-        let wire = fleet.meanwhile(Wire::open(cli.broker, &cli.servers, &queue)).await?;
+        let wire = fleet
+            .meanwhile(Wire::open(cli.broker, &cli.servers, &queue))
+            .await?;
         let watch = Watch::over(&run_dir, payments);
-        Ok(Self { name: queue.name, run_dir, provider, fleet, wire, watch, payments, unsure: unsure_of.len(), workers })
+        Ok(Self {
+            name: queue.name,
+            run_dir,
+            provider,
+            fleet,
+            wire,
+            watch,
+            payments,
+            unsure: unsure_of.len(),
+            workers,
+        })
     }
 
-    /// Sends all, in one portion more than workers are to be killed: one is killed in the middle of each but the last,
-    /// and the rest waits for it. So no kill comes too late, however fast the machine is.
+    /// Sends all, in one portion more than workers are to be killed: one is killed in the middle of
+    /// each but the last, and the rest waits for it. So no kill comes too late, however fast the
+    /// machine is.
     async fn send(&mut self, messages: &[Outgoing], kills: usize) -> Result<(), Error> {
         let bound = |portion: usize| messages.len() * portion / (kills + 1);
         for portion in 0..kills {
@@ -243,8 +320,8 @@ impl Run {
         Ok(())
     }
 
-    /// Waits until a worker has done something since, as none does in the middle of a rebalance: which did the most. None
-    /// if none does anything at all.
+    /// Waits until a worker has done something since, as none does in the middle of a rebalance:
+    /// which did the most. None if none does anything at all.
     async fn busiest_since(&mut self, before: &[u64]) -> Result<Option<usize>, Error> {
         self.watch.begin_again();
         while self.watch.quiet() < BEGINNING {
@@ -263,9 +340,12 @@ impl Run {
         loop {
             tokio::time::sleep(LOOK).await;
             self.look()?;
-            let accounted = self.watch.charged() >= self.payments && self.watch.in_doubt() >= self.unsure as u64;
+            let accounted = self.watch.charged() >= self.payments
+                && self.watch.in_doubt() >= self.unsure as u64;
             let long_enough = if accounted { QUIET } else { STUCK };
-            if self.watch.quiet() < long_enough || (self.watch.quiet() < STUCK && self.wire.backlog().await? > 0) {
+            if self.watch.quiet() < long_enough
+                || (self.watch.quiet() < STUCK && self.wire.backlog().await? > 0)
+            {
                 continue;
             }
             // What a worker holds is seen only when it is gone.
@@ -285,7 +365,10 @@ impl Run {
         drop(self.watch); // the bar goes first
         self.provider.stop().await?;
         if keep {
-            eprintln!("payments: ledger, counts and logs lie in {}", directory.display());
+            eprintln!(
+                "payments: ledger, counts and logs lie in {}",
+                directory.display()
+            );
         } else {
             self.wire.remove().await?;
             std::fs::remove_dir_all(directory)?;
@@ -295,7 +378,11 @@ impl Run {
 }
 
 fn promise(promise: Promise) -> Vec<String> {
-    let guarantee = promise.guarantee.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
+    let guarantee = promise
+        .guarantee
+        .to_possible_value()
+        .map(|value| value.get_name().to_owned())
+        .unwrap_or_default();
     let mut arguments = vec!["--guarantee".to_owned(), guarantee];
     if promise.provider_deduplicates {
         arguments.push("--provider-deduplicates".to_owned());

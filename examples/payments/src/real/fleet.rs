@@ -17,12 +17,14 @@ use super::rundir::RunDir;
 
 /// How often it is looked whether all run.
 const LOOK: Duration = Duration::from_millis(100);
-/// How long something may take until the user hears what the workers say, and how long then until the next.
+/// How long something may take until the user hears what the workers say, and how long then until
+/// the next.
 const SILENCE: Duration = Duration::from_secs(5);
 /// How long a process may take to drain and end.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Processes of this program, each with a log in the run directory. Those that still run when it is dropped are killed.
+/// Processes of this program, each with a log in the run directory. Those that still run when it is
+/// dropped are killed.
 pub(crate) struct Fleet {
     run_dir: RunDir,
     environment: Vec<(&'static str, String)>,
@@ -52,7 +54,12 @@ impl Provider {
             .spawn()?;
         let stdout = process.stdout.take().ok_or("the provider has no stdout")?;
         let url = BufReader::new(stdout).lines().next_line().await?;
-        let url = url.ok_or_else(|| format!("the provider did not start{}", last_words(run_dir, "provider")))?;
+        let url = url.ok_or_else(|| {
+            format!(
+                "the provider did not start{}",
+                last_words(run_dir, "provider")
+            )
+        })?;
         Ok(Self { url, process })
     }
 
@@ -63,8 +70,20 @@ impl Provider {
 
 impl Fleet {
     /// No workers yet; these are the arguments and the environment of each.
-    pub(crate) fn new(run_dir: &RunDir, arguments: Vec<String>, environment: Vec<(&'static str, String)>) -> Self {
-        Self { run_dir: run_dir.clone(), environment, arguments, workers: Vec::new(), started: 0, complaints: HashSet::new(), told: None }
+    pub(crate) fn new(
+        run_dir: &RunDir,
+        arguments: Vec<String>,
+        environment: Vec<(&'static str, String)>,
+    ) -> Self {
+        Self {
+            run_dir: run_dir.clone(),
+            environment,
+            arguments,
+            workers: Vec::new(),
+            started: 0,
+            complaints: HashSet::new(),
+            told: None,
+        }
     }
 
     /// Starts one more.
@@ -91,27 +110,44 @@ impl Fleet {
 
     /// Which worker did the most since these counts; none if none did anything.
     pub(crate) fn busiest_since(&self, before: &[u64]) -> Option<usize> {
-        let done = self.settled().into_iter().zip(before).map(|(now, before)| now.saturating_sub(*before));
-        done.enumerate().filter(|(_, done)| *done > 0).max_by_key(|(_, done)| *done).map(|(worker, _)| worker)
+        let done = self
+            .settled()
+            .into_iter()
+            .zip(before)
+            .map(|(now, before)| now.saturating_sub(*before));
+        done.enumerate()
+            .filter(|(_, done)| *done > 0)
+            .max_by_key(|(_, done)| *done)
+            .map(|(worker, _)| worker)
     }
 
     /// How many deliveries each worker has settled, as far as they have written it down.
     pub(crate) fn settled(&self) -> Vec<u64> {
-        self.workers.iter().map(|(name, _)| self.run_dir.counts_of(name).settled()).collect()
+        self.workers
+            .iter()
+            .map(|(name, _)| self.run_dir.counts_of(name).settled())
+            .collect()
     }
 
     /// A worker ends by itself only for a reason.
     pub(crate) fn all_run(&mut self) -> Result<(), Error> {
         for (name, process) in &mut self.workers {
             if let Some(status) = process.try_wait()? {
-                return Err(format!("{name} ended with {status}{}", last_words(&self.run_dir, name)).into());
+                return Err(format!(
+                    "{name} ended with {status}{}",
+                    last_words(&self.run_dir, name)
+                )
+                .into());
             }
         }
         Ok(())
     }
 
     /// Waits for this as long as all workers run, and passes on what they complain of.
-    pub(crate) async fn meanwhile<T>(&mut self, awaited: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
+    pub(crate) async fn meanwhile<T>(
+        &mut self,
+        awaited: impl Future<Output = Result<T, Error>>,
+    ) -> Result<T, Error> {
         let mut awaited = pin!(awaited);
         let begun = Instant::now();
         loop {
@@ -125,13 +161,16 @@ impl Fleet {
         }
     }
 
-    /// Tells the user what a worker complained of last, unless one was told a moment ago: they share their servers, and
-    /// one speaks for all.
+    /// Tells the user what a worker complained of last, unless one was told a moment ago: they
+    /// share their servers, and one speaks for all.
     pub(crate) fn pass_on_complaints(&mut self) {
         if self.told.is_some_and(|at| at.elapsed() < SILENCE) {
             return;
         }
-        let mut complaints = self.workers.iter().filter_map(|(name, _)| Some((name, complaint(&self.run_dir, name)?)));
+        let mut complaints = self
+            .workers
+            .iter()
+            .filter_map(|(name, _)| Some((name, complaint(&self.run_dir, name)?)));
         let new = complaints.find(|(_, complaint)| !self.complaints.contains(complaint));
         if let Some((name, complaint)) = new {
             eprintln!("payments: {name}: {complaint}");
@@ -156,20 +195,33 @@ impl Fleet {
 fn last_words(run_dir: &RunDir, name: &str) -> String {
     let log = run_dir.log(name);
     let text = std::fs::read_to_string(&log).unwrap_or_default();
-    let said = text.lines().rev().find_map(|line| line.strip_prefix("payments: ")).map(|said| format!(": {said}"));
+    let said = text
+        .lines()
+        .rev()
+        .find_map(|line| line.strip_prefix("payments: "))
+        .map(|said| format!(": {said}"));
     format!("{}; see {}", said.unwrap_or_default(), log.display())
 }
 
 /// The last warning or error in a worker's log, without its time.
 fn complaint(run_dir: &RunDir, name: &str) -> Option<String> {
     let text = std::fs::read_to_string(run_dir.log(name)).ok()?;
-    let complaints = text.lines().rev().filter_map(|line| line.split_once(' ').map(|(_, said)| said.trim_start()));
-    complaints.filter(|said| said.starts_with("WARN ") || said.starts_with("ERROR ")).map(str::to_owned).next()
+    let complaints = text
+        .lines()
+        .rev()
+        .filter_map(|line| line.split_once(' ').map(|(_, said)| said.trim_start()));
+    complaints
+        .filter(|said| said.starts_with("WARN ") || said.starts_with("ERROR "))
+        .map(str::to_owned)
+        .next()
 }
 
 fn command(run_dir: &RunDir, name: &str) -> Result<Command, Error> {
     let mut command = Command::new(std::env::current_exe()?);
-    command.stdin(Stdio::null()).stderr(File::create(run_dir.log(name))?).kill_on_drop(true);
+    command
+        .stdin(Stdio::null())
+        .stderr(File::create(run_dir.log(name))?)
+        .kill_on_drop(true);
     Ok(command)
 }
 

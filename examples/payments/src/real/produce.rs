@@ -49,8 +49,16 @@ pub(super) async fn run(arguments: &Arguments) -> Result<(), Error> {
     let payments = arguments.traffic.payments(&arguments.prefix)?;
     let messages = traffic::of(&payments, arguments.traffic.seed);
     let wire = Wire::open(arguments.broker, &arguments.servers, &arguments.queue).await?;
-    let batch = if arguments.rate == 0 { BATCH } else { BATCH.min(arguments.rate.div_ceil(10) as usize) };
-    let step = Duration::from_secs_f64(if arguments.rate == 0 { 0.0 } else { batch as f64 / f64::from(arguments.rate) });
+    let batch = if arguments.rate == 0 {
+        BATCH
+    } else {
+        BATCH.min(arguments.rate.div_ceil(10) as usize)
+    };
+    let step = Duration::from_secs_f64(if arguments.rate == 0 {
+        0.0
+    } else {
+        batch as f64 / f64::from(arguments.rate)
+    });
     let (mut sent, mut said) = (0, Instant::now());
     for batch in messages.chunks(batch) {
         let next = Instant::now() + step;

@@ -32,8 +32,8 @@ pub(crate) struct Arguments {
     /// Decides what goes wrong.
     #[arg(long, default_value_t = 42)]
     seed: u64,
-    /// A payment that it charges without ever saying so, not even when asked: only a person finds out, in the ledger. May be
-    /// given several times.
+    /// A payment that it charges without ever saying so, not even when asked: only a person finds
+    /// out, in the ledger. May be given several times.
     #[arg(long, value_name = "ID")]
     unsure_of: Vec<String>,
     #[command(flatten)]
@@ -43,15 +43,25 @@ pub(crate) struct Arguments {
 /// Answers until SIGTERM. The first line on stdout is its URL.
 pub(super) async fn run(arguments: &Arguments) -> Result<(), Error> {
     // Before the ledger is touched: who cannot answer has no business there.
-    let listener = TcpListener::bind(&arguments.listen).await.map_err(|error| format!("--listen {}: {error}", arguments.listen))?;
+    let listener = TcpListener::bind(&arguments.listen)
+        .await
+        .map_err(|error| format!("--listen {}: {error}", arguments.listen))?;
     let _traces = Traces::begin("payments-provider")?;
     let ledger = Ledger::in_file(&RunDir::at(&arguments.run_dir)?.ledger())?;
-    let pace = Pace { answer: Duration::from_millis(20), timeout: Duration::from_millis(300), late: Duration::from_secs(1) };
-    let (faults, unsure_of) = (Faults::seeded(arguments.seed), arguments.unsure_of.iter().cloned());
+    let pace = Pace {
+        answer: Duration::from_millis(20),
+        timeout: Duration::from_millis(300),
+        late: Duration::from_secs(1),
+    };
+    let (faults, unsure_of) = (
+        Faults::seeded(arguments.seed),
+        arguments.unsure_of.iter().cloned(),
+    );
     let bank = Bank::new(ledger, faults, arguments.promise.repeats(), pace, unsure_of);
     println!("http://{}", listener.local_addr()?);
     std::io::stdout().flush()?;
-    let serving = axum::serve(listener, crate::http::router(Arc::clone(&bank))).with_graceful_shutdown(shutdown_signal());
+    let serving = axum::serve(listener, crate::http::router(Arc::clone(&bank)))
+        .with_graceful_shutdown(shutdown_signal());
     tokio::select! {
         served = serving => Ok(served?),
         () = say(&bank) => Ok(()),

@@ -2,7 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use lapin::options::{BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions, QueueDeleteOptions};
+use lapin::options::{
+    BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions,
+    QueueDeleteOptions,
+};
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::uri::AMQPUri;
 use lapin::{BasicProperties, Channel, Connection, ConnectionProperties, ErrorKind};
@@ -20,7 +23,13 @@ const TRIES: u32 = 20;
 /// How long nobody is told what is waited for.
 const SILENCE: Duration = Duration::from_secs(5);
 /// Where the source of oncegate keeps what waits for another attempt.
-const DELAYS: [&str; 5] = [".delay.1000", ".delay.5000", ".delay.30000", ".delay.120000", ".delay.600000"];
+const DELAYS: [&str; 5] = [
+    ".delay.1000",
+    ".delay.5000",
+    ".delay.30000",
+    ".delay.120000",
+    ".delay.600000",
+];
 const ASIDE: [&str; 2] = [".dead-letters", ".in-doubt"];
 
 /// AMQP's reply codes to a user, and to a virtual host, that are not right.
@@ -111,14 +120,20 @@ impl Wire {
     /// If the queue is there.
     async fn over(connection: Connection, queue: &str) -> Result<Self, Error> {
         let channel = connection.create_channel().await?;
-        channel.confirm_select(ConfirmSelectOptions::default()).await?;
-        let wire = Self { connection, channel, queue: queue.to_owned() };
+        channel
+            .confirm_select(ConfirmSelectOptions::default())
+            .await?;
+        let wire = Self {
+            connection,
+            channel,
+            queue: queue.to_owned(),
+        };
         wire.ready("").await?;
         Ok(wire)
     }
 
-    /// Sends, and sends again what was refused: RabbitMQ has not taken that, as happens while a quorum queue that was just
-    /// declared has no leader yet.
+    /// Sends, and sends again what was refused: RabbitMQ has not taken that, as happens while a
+    /// quorum queue that was just declared has no leader yet.
     pub(crate) async fn send(&self, messages: &[Outgoing]) -> Result<(), Error> {
         let mut left: Vec<&Outgoing> = messages.iter().collect();
         for _ in 0..TRIES {
@@ -128,23 +143,43 @@ impl Wire {
             }
             tokio::time::sleep(Duration::from_millis(200)).await;
         }
-        Err(format!("RabbitMQ refused {} messages for the queue {}, {TRIES} times", left.len(), self.queue).into())
+        Err(format!(
+            "RabbitMQ refused {} messages for the queue {}, {TRIES} times",
+            left.len(),
+            self.queue
+        )
+        .into())
     }
 
     /// Sends each once, and returns those that were refused.
     async fn publish<'a>(&self, messages: Vec<&'a Outgoing>) -> Result<Vec<&'a Outgoing>, Error> {
         let mut confirmations = Vec::with_capacity(messages.len());
         for message in messages {
-            let sending = Sending::begin(("rabbitmq", "publish"), &self.queue, message.id.as_deref());
+            let sending =
+                Sending::begin(("rabbitmq", "publish"), &self.queue, message.id.as_deref());
             let mut headers = FieldTable::default();
-            for (name, value) in [(ID_HEADER, message.id.clone()), (TRACEPARENT, sending.header())] {
+            for (name, value) in [
+                (ID_HEADER, message.id.clone()),
+                (TRACEPARENT, sending.header()),
+            ] {
                 if let Some(value) = value {
                     headers.insert(name.into(), AMQPValue::LongString(value.into()));
                 }
             }
-            let properties = BasicProperties::default().with_delivery_mode(2).with_headers(headers);
-            let options = BasicPublishOptions { mandatory: true, ..BasicPublishOptions::default() };
-            let publish = self.channel.basic_publish("".into(), self.queue.as_str().into(), options, message.body.as_bytes(), properties);
+            let properties = BasicProperties::default()
+                .with_delivery_mode(2)
+                .with_headers(headers);
+            let options = BasicPublishOptions {
+                mandatory: true,
+                ..BasicPublishOptions::default()
+            };
+            let publish = self.channel.basic_publish(
+                "".into(),
+                self.queue.as_str().into(),
+                options,
+                message.body.as_bytes(),
+                properties,
+            );
             confirmations.push((sending, message, publish.await?));
         }
         let mut refused = Vec::new();
@@ -152,7 +187,11 @@ impl Wire {
             let confirmation = confirmation.await?;
             let is_ack = confirmation.is_ack();
             if let Some(returned) = confirmation.take_message() {
-                return Err(format!("RabbitMQ returned a message for the queue {}: {}", self.queue, returned.reply_text).into());
+                return Err(format!(
+                    "RabbitMQ returned a message for the queue {}: {}",
+                    self.queue, returned.reply_text
+                )
+                .into());
             }
             if !is_ack {
                 refused.push(message);
@@ -176,12 +215,19 @@ impl Wire {
         // What is got and not acknowledged goes back when the channel closes.
         let channel = self.connection.create_channel().await?;
         let mut names = Vec::new();
-        while let Some(message) = channel.basic_get(name.as_str().into(), BasicGetOptions::default()).await? {
+        while let Some(message) = channel
+            .basic_get(name.as_str().into(), BasicGetOptions::default())
+            .await?
+        {
             let headers = message.delivery.properties.headers().as_ref();
-            let id = headers.and_then(|headers| headers.inner().get(ID_HEADER)).and_then(|id| match id {
-                AMQPValue::LongString(id) => Some(String::from_utf8_lossy(id.as_bytes()).into_owned()),
-                _ => None,
-            });
+            let id = headers
+                .and_then(|headers| headers.inner().get(ID_HEADER))
+                .and_then(|id| match id {
+                    AMQPValue::LongString(id) => {
+                        Some(String::from_utf8_lossy(id.as_bytes()).into_owned())
+                    }
+                    _ => None,
+                });
             names.push(traffic::name(id, &message.delivery.data));
         }
         channel.close(200, "OK".into()).await?;
@@ -191,14 +237,24 @@ impl Wire {
     pub(crate) async fn remove(&self) -> Result<(), Error> {
         for suffix in [""].into_iter().chain(ASIDE).chain(DELAYS) {
             let name = format!("{}{suffix}", self.queue);
-            self.channel.queue_delete(name.into(), QueueDeleteOptions::default()).await?;
+            self.channel
+                .queue_delete(name.into(), QueueDeleteOptions::default())
+                .await?;
         }
         Ok(())
     }
 
     async fn ready(&self, suffix: &str) -> Result<u64, Error> {
         let name = format!("{}{suffix}", self.queue);
-        let options = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
-        Ok(self.channel.queue_declare(name.into(), options, FieldTable::default()).await?.message_count().into())
+        let options = QueueDeclareOptions {
+            passive: true,
+            ..QueueDeclareOptions::default()
+        };
+        Ok(self
+            .channel
+            .queue_declare(name.into(), options, FieldTable::default())
+            .await?
+            .message_count()
+            .into())
     }
 }

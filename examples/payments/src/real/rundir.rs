@@ -42,7 +42,8 @@ impl RunDir {
     /// # Errors
     /// If it cannot be made.
     pub(crate) fn at(path: &Path) -> Result<Self, Error> {
-        std::fs::create_dir_all(path).map_err(|error| format!("--run-dir {}: {error}", path.display()))?;
+        std::fs::create_dir_all(path)
+            .map_err(|error| format!("--run-dir {}: {error}", path.display()))?;
         Ok(Self(path.to_owned()))
     }
 
@@ -65,17 +66,29 @@ impl RunDir {
         self.0.join(format!("{process}.log"))
     }
 
-    /// Writes down that these are sent: before it is attempted, and once the broker has confirmed it.
+    /// Writes down that these are sent: before it is attempted, and once the broker has confirmed
+    /// it.
     ///
     /// # Errors
     /// If it cannot be written.
     pub(crate) fn note_sent(&self, sending: Sending, messages: &[Outgoing]) -> Result<(), Error> {
         let mut lines = Vec::new();
         for message in messages {
-            serde_json::to_writer(&mut lines, &Noted { sending, name: message.name(), kind: message.kind })?;
+            serde_json::to_writer(
+                &mut lines,
+                &Noted {
+                    sending,
+                    name: message.name(),
+                    kind: message.kind,
+                },
+            )?;
             lines.push(b'\n');
         }
-        OpenOptions::new().create(true).append(true).open(self.0.join("sent.jsonl"))?.write_all(&lines)?;
+        OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(self.0.join("sent.jsonl"))?
+            .write_all(&lines)?;
         Ok(())
     }
 
@@ -85,9 +98,13 @@ impl RunDir {
     /// If it cannot be read, or nothing was sent.
     pub(crate) fn sent(&self) -> Result<Sent, Error> {
         let path = self.0.join("sent.jsonl");
-        let text = std::fs::read_to_string(&path).map_err(|error| format!("{}: {error}; was anything sent?", path.display()))?;
+        let text = std::fs::read_to_string(&path)
+            .map_err(|error| format!("{}: {error}; was anything sent?", path.display()))?;
         let mut sent = Sent::default();
-        for line in text.split_inclusive('\n').filter(|line| line.ends_with('\n')) {
+        for line in text
+            .split_inclusive('\n')
+            .filter(|line| line.ends_with('\n'))
+        {
             let noted: Noted = serde_json::from_str(line)?;
             sent.note(noted.sending, noted.name, noted.kind);
         }
@@ -99,11 +116,17 @@ impl RunDir {
     /// # Errors
     /// If a worker that runs has it, or it cannot be written down.
     pub(crate) fn take_name(&self, name: &str) -> Result<Name, Error> {
-        let taken = || format!("--worker {name}: a worker that runs has this name in {}; give each its own", self.0.display());
+        let taken = || {
+            format!(
+                "--worker {name}: a worker that runs has this name in {}; give each its own",
+                self.0.display()
+            )
+        };
         Ok(self.try_name(name)?.ok_or_else(taken)?)
     }
 
-    /// Takes the first name for a worker that is free: this one, or `worker` if it is empty, or that with a number.
+    /// Takes the first name for a worker that is free: this one, or `worker` if it is empty, or
+    /// that with a number.
     ///
     /// # Errors
     /// If none can be written down.
@@ -123,23 +146,37 @@ impl RunDir {
     /// `None` if a worker that runs has it.
     fn try_name(&self, name: &str) -> Result<Option<Name>, Error> {
         if name.is_empty() || name.contains(['/', '\\']) {
-            return Err(format!("--worker {name:?}: it becomes part of a file's name; use letters and digits").into());
+            return Err(format!(
+                "--worker {name:?}: it becomes part of a file's name; use letters and digits"
+            )
+            .into());
         }
         let path = self.0.join(format!("counts-{name}.lock"));
-        let file = OpenOptions::new().create(true).append(true).open(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+        let file = OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(&path)
+            .map_err(|error| format!("{}: {error}", path.display()))?;
         match rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => Ok(Some(Name { name: name.to_owned(), _held: file })),
+            Ok(()) => Ok(Some(Name {
+                name: name.to_owned(),
+                _held: file,
+            })),
             Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
             Err(error) => Err(format!("{}: {error}", path.display()).into()),
         }
     }
 
-    /// Writes down what a worker has counted so far. A worker that is killed takes its last moments with it.
+    /// Writes down what a worker has counted so far. A worker that is killed takes its last moments
+    /// with it.
     ///
     /// # Errors
     /// If it cannot be written.
     pub(crate) fn note_counts(&self, worker: &str, counts: &Counts) -> Result<(), Error> {
-        let (written, whole) = (self.0.join(format!("counts-{worker}.tmp")), self.0.join(format!("counts-{worker}.json")));
+        let (written, whole) = (
+            self.0.join(format!("counts-{worker}.tmp")),
+            self.0.join(format!("counts-{worker}.json")),
+        );
         std::fs::write(&written, serde_json::to_vec(counts)?)?;
         std::fs::rename(written, whole)?;
         Ok(())
@@ -148,7 +185,8 @@ impl RunDir {
     /// What one worker has counted; nothing if it has not begun.
     pub(crate) fn counts_of(&self, worker: &str) -> Counts {
         let read = std::fs::read(self.0.join(format!("counts-{worker}.json"))).ok();
-        read.and_then(|counts| serde_json::from_slice(&counts).ok()).unwrap_or_default()
+        read.and_then(|counts| serde_json::from_slice(&counts).ok())
+            .unwrap_or_default()
     }
 
     /// What all workers have counted.
@@ -159,7 +197,10 @@ impl RunDir {
         let mut all = Counts::default();
         for entry in std::fs::read_dir(&self.0)? {
             let path = entry?.path();
-            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            let name = path
+                .file_name()
+                .and_then(|name| name.to_str())
+                .unwrap_or_default();
             if name.starts_with("counts-") && name.ends_with(".json") {
                 all.add(&serde_json::from_slice(&std::fs::read(&path)?)?);
             }
@@ -179,14 +220,26 @@ mod tests {
         let run_dir = RunDir::at(directory.path()).expect("it is there");
         let messages = traffic::of(&traffic::payments(100, "pay", 1), 1);
         let (confirmed, attempted) = messages.split_at(messages.len() / 2);
-        run_dir.note_sent(Sending::Attempted, &messages).expect("written");
-        run_dir.note_sent(Sending::Confirmed, confirmed).expect("written");
-        let mut file = OpenOptions::new().append(true).open(directory.path().join("sent.jsonl")).expect("it is there");
+        run_dir
+            .note_sent(Sending::Attempted, &messages)
+            .expect("written");
+        run_dir
+            .note_sent(Sending::Confirmed, confirmed)
+            .expect("written");
+        let mut file = OpenOptions::new()
+            .append(true)
+            .open(directory.path().join("sent.jsonl"))
+            .expect("it is there");
         file.write_all(b"{\"sending\":\"conf").expect("written"); // it was killed in the middle of a line
 
         let sent = run_dir.sent().expect("whole lines");
-        assert_eq!((sent.confirmed(), sent.unconfirmed()), (confirmed.len() as u64, attempted.len() as u64));
-        let mut valid = messages.iter().filter(|message| matches!(message.kind, traffic::Kind::Valid { .. }));
+        assert_eq!(
+            (sent.confirmed(), sent.unconfirmed()),
+            (confirmed.len() as u64, attempted.len() as u64)
+        );
+        let mut valid = messages
+            .iter()
+            .filter(|message| matches!(message.kind, traffic::Kind::Valid { .. }));
         assert!(valid.all(|message| sent.amounts(&message.name()).is_some()));
         assert!(sent.payments().count() < 100);
     }
@@ -198,11 +251,23 @@ mod tests {
         let free = |wanted: &str| run_dir.take_free_name(wanted).expect("a name");
         let (first, second) = (free(""), free(""));
         assert_eq!((first.name(), second.name()), ("worker", "worker-2"));
-        let refusal = run_dir.take_name("worker-2").expect_err("it is taken").to_string();
-        assert!(refusal.starts_with("--worker worker-2: a worker that runs has this name"), "{refusal}");
+        let refusal = run_dir
+            .take_name("worker-2")
+            .expect_err("it is taken")
+            .to_string();
+        assert!(
+            refusal.starts_with("--worker worker-2: a worker that runs has this name"),
+            "{refusal}"
+        );
         assert_eq!(free("host").name(), "host");
         drop(second);
-        assert_eq!(run_dir.take_name("worker-2").expect("it is free again").name(), "worker-2");
+        assert_eq!(
+            run_dir
+                .take_name("worker-2")
+                .expect("it is free again")
+                .name(),
+            "worker-2"
+        );
         assert_eq!(run_dir.counts().expect("no counts yet"), Counts::default());
         assert!(run_dir.take_name("../x").is_err());
     }

@@ -9,7 +9,8 @@ use super::Error;
 /// What `cargo xtask services up` writes, from the root of the workspace.
 const SERVICES: &str = "target/services.env";
 
-/// Where the servers are: by flag, by environment, or as `cargo xtask services up` has written it down.
+/// Where the servers are: by flag, by environment, or as `cargo xtask services up` has written it
+/// down.
 #[derive(Clone, Debug, Default, Args)]
 pub(crate) struct Servers {
     /// Kafka's brokers, as host:port.
@@ -38,11 +39,16 @@ impl Servers {
         find(&self.redis, "--redis", "ONCEGATE_REDIS")
     }
 
-    /// The same for a process that is started: in its environment, where other users of the machine do not read them.
+    /// The same for a process that is started: in its environment, where other users of the machine
+    /// do not read them.
     pub(crate) fn environment(&self) -> impl Iterator<Item = (&'static str, String)> {
-        [("ONCEGATE_KAFKA", &self.kafka), ("ONCEGATE_RABBITMQ", &self.rabbitmq), ("ONCEGATE_REDIS", &self.redis)]
-            .into_iter()
-            .filter_map(|(name, value)| Some((name, value.clone().or_else(|| written_down(name))?)))
+        [
+            ("ONCEGATE_KAFKA", &self.kafka),
+            ("ONCEGATE_RABBITMQ", &self.rabbitmq),
+            ("ONCEGATE_REDIS", &self.redis),
+        ]
+        .into_iter()
+        .filter_map(|(name, value)| Some((name, value.clone().or_else(|| written_down(name))?)))
     }
 }
 
@@ -53,7 +59,13 @@ fn find(given: &Option<String>, flag: &str, variable: &str) -> Result<String, Er
 }
 
 fn written_down(variable: &str) -> Option<String> {
-    let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(SERVICES);
-    let text = std::fs::read_to_string(SERVICES).or_else(|_| std::fs::read_to_string(workspace)).ok()?;
-    text.lines().find_map(|line| line.strip_prefix(variable)?.strip_prefix('=')).map(|value| value.trim().to_owned())
+    let workspace = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../..")
+        .join(SERVICES);
+    let text = std::fs::read_to_string(SERVICES)
+        .or_else(|_| std::fs::read_to_string(workspace))
+        .ok()?;
+    text.lines()
+        .find_map(|line| line.strip_prefix(variable)?.strip_prefix('='))
+        .map(|value| value.trim().to_owned())
 }

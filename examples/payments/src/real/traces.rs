@@ -1,6 +1,8 @@
-//! One trace from the producer through the worker to the provider: the demo's own spans, and the header that joins them.
+//! One trace from the producer through the worker to the provider: the demo's own spans, and the
+//! header that joins them.
 //!
-//! Where this was left out of the build, or no `OTEL_EXPORTER_OTLP_ENDPOINT` says where to export to, there are no headers.
+//! Where this was left out of the build, or no `OTEL_EXPORTER_OTLP_ENDPOINT` says where to export
+//! to, there are no headers.
 
 use std::future::Future;
 
@@ -33,18 +35,27 @@ mod none {
         }
     }
 
-    pub(crate) async fn asked<T, A: Future<Output = T>>(_: &str, ask: impl FnOnce(Option<String>) -> A) -> T {
+    pub(crate) async fn asked<T, A: Future<Output = T>>(
+        _: &str,
+        ask: impl FnOnce(Option<String>) -> A,
+    ) -> T {
         ask(None).await
     }
 
-    pub(crate) async fn answered<T>(_: &str, _: Option<&str>, answer: impl Future<Output = T>) -> T {
+    pub(crate) async fn answered<T>(
+        _: &str,
+        _: Option<&str>,
+        answer: impl Future<Output = T>,
+    ) -> T {
         answer.await
     }
 }
 
 #[cfg(feature = "otlp")]
 mod some {
-    use opentelemetry::trace::{SpanContext, SpanId, TraceContextExt, TraceFlags, TraceId, TraceState};
+    use opentelemetry::trace::{
+        SpanContext, SpanId, TraceContextExt, TraceFlags, TraceId, TraceState,
+    };
     use tracing::{Instrument, Span, info_span};
     use tracing_opentelemetry::OpenTelemetrySpanExt;
     use tracing_subscriber::layer::SubscriberExt;
@@ -57,7 +68,8 @@ mod some {
         let context = span.context();
         let span = context.span().span_context().clone();
         let flags = span.trace_flags().to_u8();
-        span.is_valid().then(|| format!("00-{}-{}-{flags:02x}", span.trace_id(), span.span_id()))
+        span.is_valid()
+            .then(|| format!("00-{}-{}-{flags:02x}", span.trace_id(), span.span_id()))
     }
 
     /// A message is sent, from here until its confirmation.
@@ -65,7 +77,11 @@ mod some {
 
     impl Sending {
         /// By this system, which calls it so.
-        pub(crate) fn begin((system, operation): (&'static str, &'static str), queue: &str, id: Option<&str>) -> Self {
+        pub(crate) fn begin(
+            (system, operation): (&'static str, &'static str),
+            queue: &str,
+            id: Option<&str>,
+        ) -> Self {
             // A trace of its own: what it leads to is all that belongs to it.
             Self(info_span!(
                 parent: None,
@@ -108,15 +124,23 @@ mod some {
     }
 
     /// A question to the provider, below whatever asks it.
-    pub(crate) async fn asked<T, A: Future<Output = T>>(path: &str, ask: impl FnOnce(Option<String>) -> A) -> T {
+    pub(crate) async fn asked<T, A: Future<Output = T>>(
+        path: &str,
+        ask: impl FnOnce(Option<String>) -> A,
+    ) -> T {
         let span = info_span!("payments.ask", otel.kind = "client", url.path = path);
         let header = header_of(&span);
         ask(header).instrument(span).await
     }
 
     /// The provider's answer, below who asked.
-    pub(crate) async fn answered<T>(path: &str, asker: Option<&str>, answer: impl Future<Output = T>) -> T {
-        let span = info_span!(parent: None, "payments.answer", otel.kind = "server", url.path = path);
+    pub(crate) async fn answered<T>(
+        path: &str,
+        asker: Option<&str>,
+        answer: impl Future<Output = T>,
+    ) -> T {
+        let span =
+            info_span!(parent: None, "payments.answer", otel.kind = "server", url.path = path);
         if let Some(asker) = asker.and_then(read) {
             // It fails where nothing is exported.
             let _ = span.set_parent(opentelemetry::Context::new().with_remote_span_context(asker));
@@ -130,7 +154,13 @@ mod some {
         let (trace, span, flags) = (parts.next()?, parts.next()?, parts.next()?);
         let (trace, span) = (TraceId::from_hex(trace).ok()?, SpanId::from_hex(span).ok()?);
         let flags = TraceFlags::new(u8::from_str_radix(flags, 16).ok()?);
-        Some(SpanContext::new(trace, span, flags, true, TraceState::default()))
+        Some(SpanContext::new(
+            trace,
+            span,
+            flags,
+            true,
+            TraceState::default(),
+        ))
     }
 }
 

@@ -43,7 +43,8 @@ impl Watch {
     pub(crate) fn look(&mut self) -> Result<(), Error> {
         self.charged = self.ledger.refresh()?.charged();
         self.progress.at(self.charged as u64);
-        self.progress.says(format!("charged, {} workers killed", self.killed));
+        self.progress
+            .says(format!("charged, {} workers killed", self.killed));
         let counts = self.run_dir.counts()?;
         self.in_doubt = counts.of("in_doubt");
         let now = (self.ledger.lines(), counts.settled());
@@ -58,7 +59,8 @@ impl Watch {
         self.charged
     }
 
-    /// How many messages the workers had left in doubt when it was looked last: as many as they wrote down.
+    /// How many messages the workers had left in doubt when it was looked last: as many as they
+    /// wrote down.
     pub(crate) fn in_doubt(&self) -> u64 {
         self.in_doubt
     }

@@ -1,4 +1,5 @@
-//! What the demo asks of a broker beside consuming: to send, to look what was set aside, and how much waits.
+//! What the demo asks of a broker beside consuming: to send, to look what was set aside, and how
+//! much waits.
 
 use clap::Args;
 
@@ -31,12 +32,20 @@ impl Wire {
     ///
     /// # Errors
     /// If the broker is not in this build, not there, or does not let us.
-    pub(crate) async fn open(broker: Broker, servers: &Servers, queue: &Queue) -> Result<Self, Error> {
+    pub(crate) async fn open(
+        broker: Broker,
+        servers: &Servers,
+        queue: &Queue,
+    ) -> Result<Self, Error> {
         match broker {
             #[cfg(feature = "kafka")]
-            Broker::Kafka => Ok(Self::Kafka(super::kafka::Wire::open(servers.kafka()?, queue.clone()).await?)),
+            Broker::Kafka => Ok(Self::Kafka(
+                super::kafka::Wire::open(servers.kafka()?, queue.clone()).await?,
+            )),
             #[cfg(feature = "rabbitmq")]
-            Broker::Rabbitmq => Ok(Self::RabbitMq(Box::new(super::rabbitmq::Wire::open(&servers.rabbitmq()?, &queue.name).await?))),
+            Broker::Rabbitmq => Ok(Self::RabbitMq(Box::new(
+                super::rabbitmq::Wire::open(&servers.rabbitmq()?, &queue.name).await?,
+            ))),
             broker => Err(not_in_this_build(broker)),
         }
     }
@@ -74,11 +83,20 @@ impl Wire {
     pub(crate) async fn set_aside(&self) -> Result<SetAside, Error> {
         let (in_doubt, dead_letters) = match self {
             #[cfg(feature = "kafka")]
-            Self::Kafka(wire) => (wire.names(".in-doubt").await?, wire.names(".dead-letters").await?),
+            Self::Kafka(wire) => (
+                wire.names(".in-doubt").await?,
+                wire.names(".dead-letters").await?,
+            ),
             #[cfg(feature = "rabbitmq")]
-            Self::RabbitMq(wire) => (wire.names(".in-doubt").await?, wire.names(".dead-letters").await?),
+            Self::RabbitMq(wire) => (
+                wire.names(".in-doubt").await?,
+                wire.names(".dead-letters").await?,
+            ),
         };
-        Ok(SetAside { in_doubt, dead_letters })
+        Ok(SetAside {
+            in_doubt,
+            dead_letters,
+        })
     }
 
     /// Removes what the run made.

@@ -36,7 +36,8 @@ pub(crate) struct Arguments {
     servers: Servers,
     #[command(flatten)]
     queue: Queue,
-    /// What remembers ids, for all workers: a Redis, or the file `payments.db` in the run directory.
+    /// What remembers ids, for all workers: a Redis, or the file `payments.db` in the run
+    /// directory.
     #[arg(long, value_enum, default_value_t = StoreKind::Redis)]
     store: StoreKind,
     /// Where the payment provider is.
@@ -45,9 +46,9 @@ pub(crate) struct Arguments {
     /// Where the counts are kept.
     #[arg(long, default_value = "payments-run")]
     run_dir: PathBuf,
-    /// What the counts of this worker are kept under: a name of its own. By default the host's, or `worker`, and with a
-    /// number behind it if a worker that runs has that. One that is started again goes on counting where the last one
-    /// of its name stopped.
+    /// What the counts of this worker are kept under: a name of its own. By default the host's, or
+    /// `worker`, and with a number behind it if a worker that runs has that. One that is started
+    /// again goes on counting where the last one of its name stopped.
     #[arg(long)]
     worker: Option<String>,
     /// How long a claim holds without renewal, in milliseconds.
@@ -56,10 +57,12 @@ pub(crate) struct Arguments {
     /// How many payments are charged at once.
     #[arg(long, default_value_t = 256)]
     in_flight: usize,
-    /// How many attempts a payment gets, and how many kills may hit it; a fault of the provider costs an attempt.
+    /// How many attempts a payment gets, and how many kills may hit it; a fault of the provider
+    /// costs an attempt.
     #[arg(long, default_value_t = ATTEMPTS)]
     attempts: u32,
-    /// Where to answer /live, /ready, /status and /metrics; with port 0 the system chooses, and it is said which.
+    /// Where to answer /live, /ready, /status and /metrics; with port 0 the system chooses, and it
+    /// is said which.
     #[arg(long)]
     admin: Option<SocketAddr>,
     #[command(flatten)]
@@ -69,8 +72,12 @@ pub(crate) struct Arguments {
 /// Works until SIGTERM or Ctrl-C, then drains.
 pub(super) async fn run(arguments: &Arguments) -> Result<(), Error> {
     let errors = oncegate_admin::LastErrors::new();
-    let lines = tracing_subscriber::fmt::layer().with_ansi(std::io::stderr().is_terminal()).with_writer(std::io::stderr);
-    let said = lines.and_then(errors.clone()).with_filter(EnvFilter::new("warn,oncegate=info,lapin=off"));
+    let lines = tracing_subscriber::fmt::layer()
+        .with_ansi(std::io::stderr().is_terminal())
+        .with_writer(std::io::stderr);
+    let said = lines
+        .and_then(errors.clone())
+        .with_filter(EnvFilter::new("warn,oncegate=info,lapin=off"));
     let said = tracing_subscriber::registry().with(said);
     #[cfg(feature = "otlp")]
     let traces = super::traces::Traces::beside("payments-worker")?;
@@ -85,7 +92,8 @@ pub(super) async fn run(arguments: &Arguments) -> Result<(), Error> {
         None => run_dir.take_free_name(&std::env::var("HOSTNAME").unwrap_or_default())?,
     };
     let worker = taken.name();
-    // A worker that was killed and started again under its name goes on counting where the last one stopped.
+    // A worker that was killed and started again under its name goes on counting where the last one
+    // stopped.
     let before = run_dir.counts_of(worker);
     let counts = || {
         let mut counts = outcomes.counts();
@@ -126,7 +134,10 @@ async fn consume(arguments: &Arguments, watched: Watched) -> Result<(), Error> {
             let source = Kafka::topic(&arguments.queue.name)
                 .brokers(brokers)
                 .group(&arguments.queue.group)
-                .create_topics(TopicCreation::Create { partitions: 1, replication: 1 })
+                .create_topics(TopicCreation::Create {
+                    partitions: 1,
+                    replication: 1,
+                })
                 .property("session.timeout.ms", "6000")
                 .property("heartbeat.interval.ms", "1000")
                 .status(watched.kafka.clone());
@@ -134,7 +145,8 @@ async fn consume(arguments: &Arguments, watched: Watched) -> Result<(), Error> {
         }
         #[cfg(feature = "rabbitmq")]
         Broker::Rabbitmq => {
-            let source = oncegate::RabbitMq::queue(&arguments.queue.name).url(arguments.servers.rabbitmq()?);
+            let source =
+                oncegate::RabbitMq::queue(&arguments.queue.name).url(arguments.servers.rabbitmq()?);
             consume_from(source.status(watched.rabbitmq.clone()), arguments, watched).await
         }
         #[allow(unreachable_patterns)]
@@ -142,15 +154,43 @@ async fn consume(arguments: &Arguments, watched: Watched) -> Result<(), Error> {
     }
 }
 
-async fn consume_from(source: impl Open, arguments: &Arguments, watched: Watched) -> Result<(), Error> {
+async fn consume_from(
+    source: impl Open,
+    arguments: &Arguments,
+    watched: Watched,
+) -> Result<(), Error> {
     match arguments.store {
-        StoreKind::Memory => Err("--store: workers in processes of their own share no memory; take redis or sqlite".into()),
-        StoreKind::Redis => consume_through(source, Redis::at(arguments.servers.redis()?), arguments, watched).await,
-        StoreKind::Sqlite => consume_through(source, Sqlite::file(RunDir::at(&arguments.run_dir)?.store()), arguments, watched).await,
+        StoreKind::Memory => Err(
+            "--store: workers in processes of their own share no memory; take redis or sqlite"
+                .into(),
+        ),
+        StoreKind::Redis => {
+            consume_through(
+                source,
+                Redis::at(arguments.servers.redis()?),
+                arguments,
+                watched,
+            )
+            .await
+        }
+        StoreKind::Sqlite => {
+            consume_through(
+                source,
+                Sqlite::file(RunDir::at(&arguments.run_dir)?.store()),
+                arguments,
+                watched,
+            )
+            .await
+        }
     }
 }
 
-async fn consume_through(source: impl Open, store: impl Store + 'static, arguments: &Arguments, watched: Watched) -> Result<(), Error> {
+async fn consume_through(
+    source: impl Open,
+    store: impl Store + 'static,
+    arguments: &Arguments,
+    watched: Watched,
+) -> Result<(), Error> {
     let lease = Duration::from_millis(arguments.lease);
     Consumer::builder()
         .source(source)
@@ -165,7 +205,9 @@ async fn consume_through(source: impl Open, store: impl Store + 'static, argumen
         .in_flight(arguments.in_flight)
         .readiness(watched.readiness)
         .status(watched.status)
-        .handler(Charge { provider: Provider::Http(crate::http::Client::at(&arguments.provider)?) })
+        .handler(Charge {
+            provider: Provider::Http(crate::http::Client::at(&arguments.provider)?),
+        })
         .run_until(shutdown_signal())
         .await?;
     Ok(())

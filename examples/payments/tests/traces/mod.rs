@@ -1,4 +1,5 @@
-//! A trace from the producer through the worker to the provider, as a collector sees it that listens to OTLP over HTTP.
+//! A trace from the producer through the worker to the provider, as a collector sees it that
+//! listens to OTLP over HTTP.
 
 use std::sync::{Arc, Mutex};
 
@@ -23,106 +24,225 @@ async fn collect(exported: Exported) -> String {
         let mut exported = exported.lock().expect("nobody panicked");
         for resource in request.resource_spans {
             let attributes = resource.resource.expect("it says what it is of").attributes;
-            let service = attributes.into_iter().find(|it| it.key == "service.name").and_then(|it| it.value?.value);
-            let Some(StringValue(service)) = service else { panic!("a service without a name") };
-            let spans = resource.scope_spans.into_iter().flat_map(|scope| scope.spans);
+            let service = attributes
+                .into_iter()
+                .find(|it| it.key == "service.name")
+                .and_then(|it| it.value?.value);
+            let Some(StringValue(service)) = service else {
+                panic!("a service without a name")
+            };
+            let spans = resource
+                .scope_spans
+                .into_iter()
+                .flat_map(|scope| scope.spans);
             exported.extend(spans.map(|span| (service.clone(), span)));
         }
         Vec::new()
     }
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0")
+        .await
+        .expect("a port");
     let address = listener.local_addr().expect("an address");
-    let router = axum::Router::new().route("/v1/traces", post(take)).with_state(exported);
+    let router = axum::Router::new()
+        .route("/v1/traces", post(take))
+        .with_state(exported);
     tokio::spawn(async move { axum::serve(listener, router).await });
     format!("http://{address}")
 }
 
 fn attribute(span: &Span, key: &str) -> Option<String> {
-    match span.attributes.iter().find(|it| it.key == key)?.value.as_ref()?.value.as_ref()? {
+    match span
+        .attributes
+        .iter()
+        .find(|it| it.key == key)?
+        .value
+        .as_ref()?
+        .value
+        .as_ref()?
+    {
         StringValue(text) => Some(text.clone()),
         _ => None,
     }
 }
 
-/// A message that was handled at once, whose trace is whole: from its sending to the provider's answer.
+/// A message that was handled at once, whose trace is whole: from its sending to the provider's
+/// answer.
 fn is_whole(spans: &[(String, Span)], sent: &Span) -> Result<(), String> {
     let below = |parent: &Span, service: &str, name: &str, kind: SpanKind| {
         let found = spans.iter().find(|(of, span)| {
             (of.as_str(), span.name.as_str(), span.kind) == (service, name, kind as i32)
                 && (&span.trace_id, &span.parent_span_id) == (&parent.trace_id, &parent.span_id)
         });
-        found.map(|(_, span)| span.clone()).ok_or_else(|| format!("no {name} of {service}"))
+        found
+            .map(|(_, span)| span.clone())
+            .ok_or_else(|| format!("no {name} of {service}"))
     };
-    below(sent, "payments-worker", "oncegate.claim", SpanKind::Internal)?;
-    let handled = below(sent, "payments-worker", "oncegate.handle", SpanKind::Consumer)?;
+    below(
+        sent,
+        "payments-worker",
+        "oncegate.claim",
+        SpanKind::Internal,
+    )?;
+    let handled = below(
+        sent,
+        "payments-worker",
+        "oncegate.handle",
+        SpanKind::Consumer,
+    )?;
     if attribute(&handled, "id") != attribute(sent, "id") {
         return Err("another message was handled there".to_owned());
     }
-    let asked = below(&handled, "payments-worker", "payments.ask", SpanKind::Client)?;
-    below(&asked, "payments-provider", "payments.answer", SpanKind::Server)?;
+    let asked = below(
+        &handled,
+        "payments-worker",
+        "payments.ask",
+        SpanKind::Client,
+    )?;
+    below(
+        &asked,
+        "payments-provider",
+        "payments.answer",
+        SpanKind::Server,
+    )?;
     below(sent, "payments-worker", "oncegate.settle", SpanKind::Client)?;
     Ok(())
 }
 
 /// What comes again has a trace of its own, with a link to its sender.
 fn is_linked(spans: &[(String, Span)]) -> Result<(), String> {
-    let sent: Vec<&Span> = spans.iter().map(|(_, span)| span).filter(|span| span.name == "payments.send").collect();
+    let sent: Vec<&Span> = spans
+        .iter()
+        .map(|(_, span)| span)
+        .filter(|span| span.name == "payments.send")
+        .collect();
     let leads_to_a_sender = |span: &Span| {
-        let [link] = &span.links[..] else { return false };
-        sent.iter().any(|it| it.span_id == link.span_id && it.trace_id == link.trace_id && it.trace_id != span.trace_id)
+        let [link] = &span.links[..] else {
+            return false;
+        };
+        sent.iter().any(|it| {
+            it.span_id == link.span_id
+                && it.trace_id == link.trace_id
+                && it.trace_id != span.trace_id
+        })
     };
-    let linked = spans.iter().any(|(of, span)| of == "payments-worker" && span.name == "oncegate.settle" && leads_to_a_sender(span));
-    if linked { Ok(()) } else { Err("no settlement of a duplicate is linked to its sender".to_owned()) }
+    let linked = spans.iter().any(|(of, span)| {
+        of == "payments-worker" && span.name == "oncegate.settle" && leads_to_a_sender(span)
+    });
+    if linked {
+        Ok(())
+    } else {
+        Err("no settlement of a duplicate is linked to its sender".to_owned())
+    }
 }
 
 async fn a_trace_leads_from_the_producer_to_the_provider(broker: &'static str) {
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
-    let (run_dir, name) = (directory.path(), format!("traces-{broker}-{}", std::process::id()));
+    let (run_dir, name) = (
+        directory.path(),
+        format!("traces-{broker}-{}", std::process::id()),
+    );
     let exported = Exported::default();
     let collector = collect(Arc::clone(&exported)).await;
-    // OpenTelemetry's own variables: where to, and that nobody waits for long until a batch is full.
+    // OpenTelemetry's own variables: where to, and that nobody waits for long until a batch is
+    // full.
     let start = |arguments: &[&str], until: &str| {
-        let variables = [("OTEL_EXPORTER_OTLP_ENDPOINT", collector.as_str()), ("OTEL_BSP_SCHEDULE_DELAY", "200")];
+        let variables = [
+            ("OTEL_EXPORTER_OTLP_ENDPOINT", collector.as_str()),
+            ("OTEL_BSP_SCHEDULE_DELAY", "200"),
+        ];
         demo_with(&variables, arguments, run_dir, until)
     };
-    let (kafka, rabbitmq) = (oncegate_testkit::kafka_brokers().expect("set"), oncegate_testkit::rabbitmq_url().expect("set"));
+    let (kafka, rabbitmq) = (
+        oncegate_testkit::kafka_brokers().expect("set"),
+        oncegate_testkit::rabbitmq_url().expect("set"),
+    );
     let redis = oncegate_testkit::redis_url().expect("set");
     let (_provider, provider) = start(&["provider", "--listen", "127.0.0.1:0"], "http://");
     let provider = format!("http://{provider}");
-    let addresses = ["--kafka", &kafka, "--rabbitmq", &rabbitmq, "--redis", &redis, "--name", &name];
-    let own = ["work", "--broker", broker, "--provider", &provider, "--admin", "127.0.0.1:0", "--guarantee", "effectively-once"];
+    let addresses = [
+        "--kafka",
+        &kafka,
+        "--rabbitmq",
+        &rabbitmq,
+        "--redis",
+        &redis,
+        "--name",
+        &name,
+    ];
+    let own = [
+        "work",
+        "--broker",
+        broker,
+        "--provider",
+        &provider,
+        "--admin",
+        "127.0.0.1:0",
+        "--guarantee",
+        "effectively-once",
+    ];
     let (_worker, _) = start(&[&own[..], &addresses[..]].concat(), "admin port http://");
     let own = ["produce", "--broker", broker, "--payments", "60"];
     let (mut producer, _) = start(&[&own[..], &addresses[..]].concat(), "sent ");
     until("the producer ends, and has exported its last", async || {
-        producer.0.try_wait().expect("its status").map(drop).ok_or_else(|| "it runs".to_owned())
+        producer
+            .0
+            .try_wait()
+            .expect("its status")
+            .map(drop)
+            .ok_or_else(|| "it runs".to_owned())
     })
     .await;
-    until("a trace is whole, and what came again is linked", async || {
-        let spans = exported.lock().expect("nobody panicked").clone();
-        // A client of a broker may write spans of its own.
-        let is_sent = |of: &str, span: &Span| {
-            (of, span.name.as_str(), span.kind) == ("payments-producer", "payments.send", SpanKind::Producer as i32)
-        };
-        let sent: Vec<&Span> = spans.iter().filter(|(of, span)| is_sent(of, span)).map(|(_, span)| span).collect();
-        if sent.len() < 60 {
-            return Err(format!("{} of {} say that a message is sent", sent.len(), spans.len()));
-        }
-        let whole: Vec<Result<(), String>> = sent.iter().map(|sent| is_whole(&spans, sent)).collect();
-        if !whole.contains(&Ok(())) {
-            return Err(format!("{} spans, and {whole:?}", spans.len()));
-        }
-        is_linked(&spans)
-    })
+    until(
+        "a trace is whole, and what came again is linked",
+        async || {
+            let spans = exported.lock().expect("nobody panicked").clone();
+            // A client of a broker may write spans of its own.
+            let is_sent = |of: &str, span: &Span| {
+                (of, span.name.as_str(), span.kind)
+                    == (
+                        "payments-producer",
+                        "payments.send",
+                        SpanKind::Producer as i32,
+                    )
+            };
+            let sent: Vec<&Span> = spans
+                .iter()
+                .filter(|(of, span)| is_sent(of, span))
+                .map(|(_, span)| span)
+                .collect();
+            if sent.len() < 60 {
+                return Err(format!(
+                    "{} of {} say that a message is sent",
+                    sent.len(),
+                    spans.len()
+                ));
+            }
+            let whole: Vec<Result<(), String>> =
+                sent.iter().map(|sent| is_whole(&spans, sent)).collect();
+            if !whole.contains(&Ok(())) {
+                return Err(format!("{} spans, and {whole:?}", spans.len()));
+            }
+            is_linked(&spans)
+        },
+    )
     .await;
     if broker == "rabbitmq" {
         remove_queues(&rabbitmq, &name).await;
     }
 }
 
-fn demo_with(variables: &[(&str, &str)], arguments: &[&str], run_dir: &std::path::Path, until: &str) -> (Process, String) {
+fn demo_with(
+    variables: &[(&str, &str)],
+    arguments: &[&str],
+    run_dir: &std::path::Path,
+    until: &str,
+) -> (Process, String) {
     let mut command = std::process::Command::new(crate::PAYMENTS);
-    command.envs(variables.iter().copied()).args(arguments).arg("--run-dir").arg(run_dir);
+    command
+        .envs(variables.iter().copied())
+        .args(arguments)
+        .arg("--run-dir")
+        .arg(run_dir);
     crate::start(&mut command, until)
 }
 

@@ -1,5 +1,5 @@
-//! The program that is wired from a file alone, on real brokers and a real Redis. Its file is the one that the book shows;
-//! variables say where the servers of this run are.
+//! The program that is wired from a file alone, on real brokers and a real Redis. Its file is the
+//! one that the book shows; variables say where the servers of this run are.
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader};
@@ -27,28 +27,48 @@ impl Worker {
     fn start(variables: &[(&str, &str)]) -> Self {
         let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("worker.toml");
         let mut command = Command::new(env!("CARGO_BIN_EXE_worker"));
-        command.env("ONCEGATE_CONFIG", file).env_remove("RUST_LOG").envs(variables.iter().copied());
-        let mut process = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it was built");
+        command
+            .env("ONCEGATE_CONFIG", file)
+            .env_remove("RUST_LOG")
+            .envs(variables.iter().copied());
+        let mut process = command
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("it was built");
         let out = lines(process.stdout.take().expect("piped"));
         let errors = lines(process.stderr.take().expect("piped"));
-        Self { process, out, errors }
+        Self {
+            process,
+            out,
+            errors,
+        }
     }
 
     /// Where its admin port is.
     fn admin(&self) -> String {
         loop {
-            let line = self.errors.recv_timeout(PATIENCE).expect("it says where its admin port is");
+            let line = self
+                .errors
+                .recv_timeout(PATIENCE)
+                .expect("it says where its admin port is");
             if let Some((_, address)) = line.split_once("admin port http://") {
                 return address.trim_end_matches("/status").to_owned();
             }
         }
     }
 
-    /// Ends it as an operator does. How often it has written of each id by then, with those of before.
+    /// Ends it as an operator does. How often it has written of each id by then, with those of
+    /// before.
     fn stop(mut self, mut counts: HashMap<String, usize>) -> HashMap<String, usize> {
         kill_process(Pid::from_child(&self.process), Signal::TERM).expect("it runs");
         let ended = self.process.wait().expect("it ended");
-        assert_eq!(ended.code(), Some(0), "{:?}", self.errors.iter().collect::<Vec<_>>());
+        assert_eq!(
+            ended.code(),
+            Some(0),
+            "{:?}",
+            self.errors.iter().collect::<Vec<_>>()
+        );
         self.out.iter().for_each(|line| count(&mut counts, &line));
         counts
     }
@@ -63,23 +83,41 @@ impl Drop for Worker {
 
 fn lines(from: impl std::io::Read + Send + 'static) -> Receiver<String> {
     let (tell, told) = channel();
-    std::thread::spawn(move || BufReader::new(from).lines().map_while(Result::ok).try_for_each(|line| tell.send(line)));
+    std::thread::spawn(move || {
+        BufReader::new(from)
+            .lines()
+            .map_while(Result::ok)
+            .try_for_each(|line| tell.send(line))
+    });
     told
 }
 
 fn count(counts: &mut HashMap<String, usize>, line: &str) {
-    let (id, _) = line.split_once(": ").unwrap_or_else(|| panic!("no line of the handler's: {line}"));
+    let (id, _) = line
+        .split_once(": ")
+        .unwrap_or_else(|| panic!("no line of the handler's: {line}"));
     *counts.entry(id.to_owned()).or_default() += 1;
 }
 
 /// Everything is handled once, though some of it was sent twice.
-async fn everything_is_handled_once(broker: &str, produce: impl Fn(&str) -> Command, sent_first: bool) {
+async fn everything_is_handled_once(
+    broker: &str,
+    produce: impl Fn(&str) -> Command,
+    sent_first: bool,
+) {
     let name = format!("worker-{broker}-{}", std::process::id());
-    let (kafka, rabbitmq) = (oncegate_testkit::kafka_brokers().expect("set"), oncegate_testkit::rabbitmq_url().expect("set"));
+    let (kafka, rabbitmq) = (
+        oncegate_testkit::kafka_brokers().expect("set"),
+        oncegate_testkit::rabbitmq_url().expect("set"),
+    );
     let redis = oncegate_testkit::redis_url().expect("set");
     let send = || {
         let sent = produce(&name).output().expect("it ran");
-        assert!(sent.status.success(), "{}", String::from_utf8_lossy(&sent.stderr));
+        assert!(
+            sent.status.success(),
+            "{}",
+            String::from_utf8_lossy(&sent.stderr)
+        );
     };
     if sent_first {
         send();
@@ -103,35 +141,62 @@ async fn everything_is_handled_once(broker: &str, produce: impl Fn(&str) -> Comm
     if !sent_first {
         send();
     }
-    // It is told to stop in the midst of its work: what it has begun it finishes, and the next goes on with the rest.
+    // It is told to stop in the midst of its work: what it has begun it finishes, and the next goes
+    // on with the rest.
     let mut counts = HashMap::new();
-    count(&mut counts, &worker.out.recv_timeout(PATIENCE).expect("it handles something"));
+    count(
+        &mut counts,
+        &worker
+            .out
+            .recv_timeout(PATIENCE)
+            .expect("it handles something"),
+    );
     let mut counts = worker.stop(counts);
     let worker = start();
     let admin = worker.admin();
     let begun = Instant::now();
-    let ask = async |path: &str| reqwest::get(format!("http://{admin}/{path}")).await.expect("it answers");
+    let ask = async |path: &str| {
+        reqwest::get(format!("http://{admin}/{path}"))
+            .await
+            .expect("it answers")
+    };
     loop {
         match worker.out.recv_timeout(Duration::from_millis(100)) {
             Ok(line) => count(&mut counts, &line),
             Err(RecvTimeoutError::Timeout) => {
                 let metrics = ask("metrics").await.text().await.expect("text");
                 let said = |outcome: &str| {
-                    metrics.lines().any(|it| it.starts_with(&format!("oncegate_deliveries_total{{outcome=\"{outcome}\"}}")))
+                    metrics.lines().any(|it| {
+                        it.starts_with(&format!(
+                            "oncegate_deliveries_total{{outcome=\"{outcome}\"}}"
+                        ))
+                    })
                 };
                 if counts.len() == PAYMENTS && said("duplicate") {
                     break;
                 }
-                assert!(begun.elapsed() < PATIENCE, "{} of {PAYMENTS}: {metrics}", counts.len());
+                assert!(
+                    begun.elapsed() < PATIENCE,
+                    "{} of {PAYMENTS}: {metrics}",
+                    counts.len()
+                );
             }
-            Err(RecvTimeoutError::Disconnected) => panic!("it ended: {:?}", worker.errors.iter().collect::<Vec<_>>()),
+            Err(RecvTimeoutError::Disconnected) => {
+                panic!("it ended: {:?}", worker.errors.iter().collect::<Vec<_>>())
+            }
         }
     }
     assert_eq!(ask("ready").await.status(), 200);
     let status = ask("status").await.text().await.expect("text");
-    assert!(status.contains(&name) && status.contains(&format!("\"broker\":\"{broker}\"")), "{status}");
+    assert!(
+        status.contains(&name) && status.contains(&format!("\"broker\":\"{broker}\"")),
+        "{status}"
+    );
     let counts = worker.stop(counts);
-    assert!(counts.len() == PAYMENTS && counts.values().all(|count| *count == 1), "{counts:?}");
+    assert!(
+        counts.len() == PAYMENTS && counts.values().all(|count| *count == 1),
+        "{counts:?}"
+    );
     if broker == "rabbitmq" {
         crate::remove_queues(&rabbitmq, &name).await;
     }
@@ -140,9 +205,20 @@ async fn everything_is_handled_once(broker: &str, produce: impl Fn(&str) -> Comm
 fn produce(broker: &'static str, run_dir: &Path) -> impl Fn(&str) -> Command {
     move |name| {
         let mut command = Command::new(crate::PAYMENTS);
-        command.args(["produce", "--broker", broker, "--name", name, "--payments", &PAYMENTS.to_string()]);
+        command.args([
+            "produce",
+            "--broker",
+            broker,
+            "--name",
+            name,
+            "--payments",
+            &PAYMENTS.to_string(),
+        ]);
         command.args(["--kafka", &oncegate_testkit::kafka_brokers().expect("set")]);
-        command.args(["--rabbitmq", &oncegate_testkit::rabbitmq_url().expect("set")]);
+        command.args([
+            "--rabbitmq",
+            &oncegate_testkit::rabbitmq_url().expect("set"),
+        ]);
         command.arg("--run-dir").arg(run_dir);
         command
     }
@@ -167,15 +243,29 @@ fn a_program_that_lacks_something_ends_with_one_line_that_names_it() {
     for (variable, value, says) in [
         ("ONCEGATE_STORE_URL", "nothing", "store.url names no store"),
         ("ONCEGATE_GATE_LEASE", "72h", "gate.lease: "),
-        ("ONCEGATE_GATE_LAESE", "1s", "did you mean ONCEGATE_GATE_LEASE?"),
+        (
+            "ONCEGATE_GATE_LAESE",
+            "1s",
+            "did you mean ONCEGATE_GATE_LEASE?",
+        ),
         ("ONCEGATE_ADMIN_LISTEN", "nowhere", "admin.listen: "),
     ] {
-        let variables = [("ONCEGATE_ADMIN_LISTEN", "127.0.0.1:0"), ("ONCEGATE_STORE_URL", "memory:"), (variable, value)];
+        let variables = [
+            ("ONCEGATE_ADMIN_LISTEN", "127.0.0.1:0"),
+            ("ONCEGATE_STORE_URL", "memory:"),
+            (variable, value),
+        ];
         let mut worker = Worker::start(&variables);
         let ended = worker.process.wait().expect("it ended");
         let said: Vec<String> = worker.errors.iter().collect();
         assert_eq!(ended.code(), Some(1), "{said:?}");
-        let told: Vec<&String> = said.iter().filter(|line| line.starts_with("Error: ")).collect();
-        assert!(told.len() == 1 && told[0].contains(says), "no {says:?} in {said:?}");
+        let told: Vec<&String> = said
+            .iter()
+            .filter(|line| line.starts_with("Error: "))
+            .collect();
+        assert!(
+            told.len() == 1 && told[0].contains(says),
+            "no {says:?} in {said:?}"
+        );
     }
 }

@@ -25,7 +25,12 @@ pub(super) fn check(finder: &mut Finder<'_>, id: &str) {
                 (Asked::Claim, "busy") => finder.checked.counts.busy += 1,
                 _ => {}
             },
-            What::Settled { how: Settling::Accepted, why, position, .. } => {
+            What::Settled {
+                how: Settling::Accepted,
+                why,
+                position,
+                ..
+            } => {
                 let left = match why.as_str() {
                     "completed" => &mut verdicts.completed,
                     "duplicate" => &mut verdicts.duplicate,
@@ -34,7 +39,10 @@ pub(super) fn check(finder: &mut Finder<'_>, id: &str) {
                 };
                 finder.checked.counts.duplicates_stopped += u64::from(why == "duplicate");
                 if *left == 0 {
-                    let why = format!("{} accepted {position} as {why}, and no verdict says so", record.by);
+                    let why = format!(
+                        "{} accepted {position} as {why}, and no verdict says so",
+                        record.by
+                    );
                     finder.found(Invariant::I9, Some(id), why);
                 } else {
                     *left -= 1;

@@ -14,7 +14,10 @@ struct Run<'a> {
 pub(super) fn check(finder: &mut Finder<'_>, id: &str) {
     let runs = runs(finder, id);
     for (index, earlier) in runs.iter().enumerate() {
-        for later in runs[index + 1..].iter().filter(|later| later.from < earlier.to) {
+        for later in runs[index + 1..]
+            .iter()
+            .filter(|later| later.from < earlier.to)
+        {
             pair(finder, id, earlier, later);
         }
     }
@@ -24,9 +27,20 @@ fn pair(finder: &mut Finder<'_>, id: &str, earlier: &Run<'_>, later: &Run<'_>) {
     let beside = finder.windows.awake(earlier.by, later.from, earlier.to);
     let lease = micros(finder.rules.lease);
     let had_its_lease = later.from - earlier.from < lease
-        && finder.windows.cut_off(earlier.by, earlier.from.saturating_sub(lease), later.from, finder.rules).is_none();
+        && finder
+            .windows
+            .cut_off(
+                earlier.by,
+                earlier.from.saturating_sub(lease),
+                later.from,
+                finder.rules,
+            )
+            .is_none();
     let why = if later.attempt <= earlier.attempt {
-        format!("attempt {} did not rise above {}", later.attempt, earlier.attempt)
+        format!(
+            "attempt {} did not rise above {}",
+            later.attempt, earlier.attempt
+        )
     } else if had_its_lease {
         "the earlier one had its lease".to_owned()
     } else if beside > micros(finder.rules.grace) {
@@ -37,7 +51,14 @@ fn pair(finder: &mut Finder<'_>, id: &str, earlier: &Run<'_>, later: &Run<'_>) {
         counts.fenced_longest_ms = counts.fenced_longest_ms.max(beside / 1_000);
         return;
     };
-    finder.found(Invariant::I4, Some(id), format!("two handlers at once, of {} and {}: {why}", earlier.by, later.by));
+    finder.found(
+        Invariant::I4,
+        Some(id),
+        format!(
+            "two handlers at once, of {} and {}: {why}",
+            earlier.by, later.by
+        ),
+    );
 }
 
 /// In the order of their starts.
@@ -48,9 +69,20 @@ fn runs<'a>(finder: &Finder<'a>, id: &str) -> Vec<Run<'a>> {
         _ => None,
     });
     let run = |(record, attempt, run): (&'a Record, u32, u64)| {
-        let ends = |end: &&Record| end.by == record.by && matches!(end.what, What::Ended { run: ended, .. } if ended == run);
-        let to = history.clone().find(ends).map_or_else(|| finder.windows.gone(&record.by), |end| end.at);
-        Run { by: &record.by, attempt, from: record.at, to }
+        let ends = |end: &&Record| {
+            end.by == record.by
+                && matches!(end.what, What::Ended { run: ended, .. } if ended == run)
+        };
+        let to = history
+            .clone()
+            .find(ends)
+            .map_or_else(|| finder.windows.gone(&record.by), |end| end.at);
+        Run {
+            by: &record.by,
+            attempt,
+            from: record.at,
+            to,
+        }
     };
     started.map(run).collect()
 }

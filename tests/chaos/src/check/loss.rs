@@ -8,8 +8,24 @@ pub(super) fn check(finder: &mut Finder<'_>, id: &str) {
     let attempted = has(|what| matches!(what, What::Attempted { .. }));
     let confirmed = has(|what| matches!(what, What::Confirmed { .. }));
     let effect = has(|what| matches!(what, What::Effect { .. }));
-    let dead = has(|what| matches!(what, What::Aside { place: Place::DeadLetters, .. }));
-    let doubted = has(|what| matches!(what, What::Aside { place: Place::InDoubt, .. }));
+    let dead = has(|what| {
+        matches!(
+            what,
+            What::Aside {
+                place: Place::DeadLetters,
+                ..
+            }
+        )
+    });
+    let doubted = has(|what| {
+        matches!(
+            what,
+            What::Aside {
+                place: Place::InDoubt,
+                ..
+            }
+        )
+    });
 
     let counts = &mut finder.checked.counts;
     counts.attempted += u64::from(attempted);
@@ -19,10 +35,18 @@ pub(super) fn check(finder: &mut Finder<'_>, id: &str) {
     counts.recovered += u64::from(attempted && !confirmed && effect);
     if effect && !attempted {
         counts.unexpected += 1;
-        finder.found(Invariant::Unexpected, Some(id), "an effect of an id that was never sent".into());
+        finder.found(
+            Invariant::Unexpected,
+            Some(id),
+            "an effect of an id that was never sent".into(),
+        );
     }
     if confirmed && !effect && !dead && !doubted {
         finder.checked.counts.lost += 1;
-        finder.found(Invariant::I1, Some(id), "confirmed, and neither an effect nor set aside".into());
+        finder.found(
+            Invariant::I1,
+            Some(id),
+            "confirmed, and neither an effect nor set aside".into(),
+        );
     }
 }

@@ -1,7 +1,9 @@
-//! I12: what consumers count of themselves is what their source and their store have written down of them.
+//! I12: what consumers count of themselves is what their source and their store have written down
+//! of them.
 //!
-//! A process that ended well has written its counters down when it counted nothing any more: there each has to be the same. One
-//! that was killed takes the last second of them with it: what it had written before must not be more than the ledger has.
+//! A process that ended well has written its counters down when it counted nothing any more: there
+//! each has to be the same. One that was killed takes the last second of them with it: what it had
+//! written before must not be more than the ledger has.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -27,7 +29,11 @@ pub(super) fn check(finder: &mut Finder<'_>) {
     let mut processes: BTreeMap<&str, Process<'_>> = BTreeMap::new();
     for record in finder.ledger.records() {
         let outcome = match &record.what {
-            What::Answered { ask: Asked::Claim, verdict, .. } => answer(verdict),
+            What::Answered {
+                ask: Asked::Claim,
+                verdict,
+                ..
+            } => answer(verdict),
             What::Settled { how, why, .. } => Some(end(*how, why)),
             What::Counted { values, last } => {
                 let process = processes.entry(&record.by).or_default();
@@ -37,7 +43,12 @@ pub(super) fn check(finder: &mut Finder<'_>) {
             _ => None,
         };
         if let Some(outcome) = outcome {
-            *processes.entry(&record.by).or_default().seen.entry(outcome).or_default() += 1;
+            *processes
+                .entry(&record.by)
+                .or_default()
+                .seen
+                .entry(outcome)
+                .or_default() += 1;
         }
     }
     for (name, process) in processes {
@@ -46,15 +57,29 @@ pub(super) fn check(finder: &mut Finder<'_>) {
 }
 
 fn compare(finder: &mut Finder<'_>, name: &str, process: &Process<'_>) {
-    let Some(counted) = process.counted else { return };
-    let of = |outcome: &str| counted.get(&format!("{DELIVERIES}{{outcome={outcome}}}")).copied().unwrap_or_default();
+    let Some(counted) = process.counted else {
+        return;
+    };
+    let of = |outcome: &str| {
+        counted
+            .get(&format!("{DELIVERIES}{{outcome={outcome}}}"))
+            .copied()
+            .unwrap_or_default()
+    };
     let counts = &mut finder.checked.counts;
-    let compared = if process.ended_well { &mut counts.metrics_exact } else { &mut counts.metrics_bounded };
+    let compared = if process.ended_well {
+        &mut counts.metrics_exact
+    } else {
+        &mut counts.metrics_bounded
+    };
     *compared += 1;
     // The answer to what was let go at the end of a drain is read by nobody.
     let unread = of("dropped");
     for outcome in ANSWERS.into_iter().chain(ENDS) {
-        let (counted, seen) = (of(outcome), process.seen.get(outcome).copied().unwrap_or_default());
+        let (counted, seen) = (
+            of(outcome),
+            process.seen.get(outcome).copied().unwrap_or_default(),
+        );
         // In order, what failed rests in the consumer: released it is, and never settled.
         let rests = outcome == "released" && finder.rules.order != Ordered::Not;
         let most = match (process.ended_well, ANSWERS.contains(&outcome)) {
@@ -63,9 +88,15 @@ fn compare(finder: &mut Finder<'_>, name: &str, process: &Process<'_>) {
             // It may have been killed between counting a batch and writing it down.
             (false, false) => seen + u64::from(finder.rules.in_flight),
         };
-        let least = if process.ended_well { seen.saturating_sub(unread) } else { 0 };
+        let least = if process.ended_well {
+            seen.saturating_sub(unread)
+        } else {
+            0
+        };
         if counted < least || counted > most {
-            let why = format!("{name} counted {counted} times that it was {outcome}, and the ledger has that {seen} times");
+            let why = format!(
+                "{name} counted {counted} times that it was {outcome}, and the ledger has that {seen} times"
+            );
             finder.found(Invariant::I12, None, why);
         }
     }

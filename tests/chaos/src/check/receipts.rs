@@ -11,11 +11,21 @@ pub(super) fn check(finder: &mut Finder<'_>) {
     let mut twice = Vec::new();
     for record in finder.ledger.records() {
         match &record.what {
-            What::Received { position, .. } => *held.entry((&record.by, position)).or_default() += 1,
-            What::Settled { id, position, .. } => match held.get_mut(&(record.by.as_str(), position.as_str())) {
-                Some(held @ 1..) => *held -= 1,
-                _ => twice.push((id.as_str(), format!("{} settled {position} more often than it was handed over", record.by))),
-            },
+            What::Received { position, .. } => {
+                *held.entry((&record.by, position)).or_default() += 1
+            }
+            What::Settled { id, position, .. } => {
+                match held.get_mut(&(record.by.as_str(), position.as_str())) {
+                    Some(held @ 1..) => *held -= 1,
+                    _ => twice.push((
+                        id.as_str(),
+                        format!(
+                            "{} settled {position} more often than it was handed over",
+                            record.by
+                        ),
+                    )),
+                }
+            }
             _ => {}
         }
     }

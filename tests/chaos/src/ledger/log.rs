@@ -16,7 +16,8 @@ pub fn now() -> u64 {
     now.tv_sec.unsigned_abs() * 1_000_000 + now.tv_nsec.unsigned_abs() / 1_000
 }
 
-/// A file of the ledger that is being written. Several threads may write it: what is written at once stands together.
+/// A file of the ledger that is being written. Several threads may write it: what is written at
+/// once stands together.
 #[derive(Debug)]
 pub struct Log {
     file: File,
@@ -29,7 +30,10 @@ impl Log {
     /// # Errors
     /// What the file system said.
     pub fn open(path: &Path, by: impl Into<String>) -> io::Result<Self> {
-        Ok(Self { file: OpenOptions::new().append(true).create(true).open(path)?, by: by.into() })
+        Ok(Self {
+            file: OpenOptions::new().append(true).create(true).open(path)?,
+            by: by.into(),
+        })
     }
 
     /// Adds a record.
@@ -45,16 +49,26 @@ impl Log {
     /// # Panics
     /// When the file cannot be written: a run that cannot see what happened is worth nothing.
     pub fn write_all(&self, records: impl IntoIterator<Item = What>) {
-        let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
+        let wall = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .unwrap_or_default()
+            .as_millis();
         let (at, wall) = (now(), u64::try_from(wall).unwrap_or_default());
         let mut lines = Vec::new();
         for what in records {
-            let record = Record { at, wall, by: self.by.clone(), what };
+            let record = Record {
+                at,
+                wall,
+                by: self.by.clone(),
+                what,
+            };
             serde_json::to_writer(&mut lines, &record).expect("a record has only text and numbers");
             lines.push(b'\n');
         }
         if !lines.is_empty() {
-            (&self.file).write_all(&lines).expect("the ledger can be written");
+            (&self.file)
+                .write_all(&lines)
+                .expect("the ledger can be written");
         }
     }
 }

@@ -73,7 +73,8 @@ pub enum What {
         /// Partition and offset, or the delivery tag.
         position: String,
     },
-    /// A source took back what it had handed over with this epoch: it is another's, or its connection is gone.
+    /// A source took back what it had handed over with this epoch: it is another's, or its
+    /// connection is gone.
     Revoked {
         /// As the positions have it.
         epoch: u64,
@@ -116,7 +117,8 @@ pub enum What {
         /// The proof of an acceptance, or the reason of a rejection.
         why: String,
     },
-    /// A consumer noticed that it had not run for so long, though nobody had frozen it: it ended at the record's time.
+    /// A consumer noticed that it had not run for so long, though nobody had frozen it: it ended at
+    /// the record's time.
     Stalled {
         /// For how long.
         ms: u64,
@@ -183,7 +185,8 @@ pub enum What {
         /// By the broker's count.
         count: u64,
     },
-    /// The group has committed this, as Kafka told a client of the player's; written when it has changed.
+    /// The group has committed this, as Kafka told a client of the player's; written when it has
+    /// changed.
     Committed {
         /// Of the topic.
         partition: i32,
@@ -359,11 +362,25 @@ impl What {
 /// As a history tells it: seconds since the machine began, who, what.
 impl fmt::Display for Record {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}.{:06} {:<8} ", self.at / 1_000_000, self.at % 1_000_000, self.by)?;
+        write!(
+            f,
+            "{}.{:06} {:<8} ",
+            self.at / 1_000_000,
+            self.at % 1_000_000,
+            self.by
+        )?;
         let said = serde_json::to_value(&self.what).map_err(|_| fmt::Error)?;
-        let what = said.get("what").and_then(|what| what.as_str()).unwrap_or_default();
+        let what = said
+            .get("what")
+            .and_then(|what| what.as_str())
+            .unwrap_or_default();
         write!(f, "{what}")?;
-        for (name, value) in said.as_object().into_iter().flatten().filter(|(name, _)| *name != "what" && *name != "id") {
+        for (name, value) in said
+            .as_object()
+            .into_iter()
+            .flatten()
+            .filter(|(name, _)| *name != "what" && *name != "id")
+        {
             match value.as_str() {
                 Some(text) => write!(f, " {name}={text}")?,
                 None => write!(f, " {name}={value}")?,
@@ -379,8 +396,21 @@ mod tests {
 
     #[test]
     fn a_record_reads_as_a_line_of_a_history() {
-        let effect = What::Effect { id: "a".into(), consumer: "c0.1".into(), attempt: 2, unique: Unique::Accepted };
-        let record = Record { at: 12_000_345, wall: 0, by: "sink".into(), what: effect };
-        assert_eq!(record.to_string(), "12.000345 sink     effect attempt=2 consumer=c0.1 unique=accepted");
+        let effect = What::Effect {
+            id: "a".into(),
+            consumer: "c0.1".into(),
+            attempt: 2,
+            unique: Unique::Accepted,
+        };
+        let record = Record {
+            at: 12_000_345,
+            wall: 0,
+            by: "sink".into(),
+            what: effect,
+        };
+        assert_eq!(
+            record.to_string(),
+            "12.000345 sink     effect attempt=2 consumer=c0.1 unique=accepted"
+        );
     }
 }

@@ -1,4 +1,5 @@
-//! The consumer process of a cell: as small as can be, with what a step or a wrong version needs to show itself.
+//! The consumer process of a cell: as small as can be, with what a step or a wrong version needs to
+//! show itself.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,7 +8,8 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use oncegate::{
-    Consumer, Context, Failure, Handler, IdSource, Knows, Open, Reconciled, Redis, Rejects, Sqlite, Store, Topology, async_trait, fault,
+    Consumer, Context, Failure, Handler, IdSource, Knows, Open, Reconciled, Redis, Rejects, Sqlite,
+    Store, Topology, async_trait, fault,
 };
 
 use super::tricks::{Timed, Trick, Tricky};
@@ -62,7 +64,8 @@ pub struct Arguments {
     trick: Trick,
 }
 
-/// Consumes until SIGTERM, then drains. Ends at once when its standard input ends: who started it is gone.
+/// Consumes until SIGTERM, then drains. Ends at once when its standard input ends: who started it
+/// is gone.
 ///
 /// # Errors
 /// What the consumer says.
@@ -79,9 +82,26 @@ pub async fn run(arguments: Arguments) -> Result<(), Error> {
             consume(source, &arguments, worker).await
         }
         Broker::Rabbitmq => {
-            let topology = if arguments.topology == Declares::Consumer { Topology::Declare } else { Topology::Check };
-            let rejects = if arguments.rejects == SetsAside::Consumer { Rejects::Published } else { Rejects::ByQueue };
-            consume(arguments.common.rabbit().topology(topology).rejects(rejects), &arguments, worker).await
+            let topology = if arguments.topology == Declares::Consumer {
+                Topology::Declare
+            } else {
+                Topology::Check
+            };
+            let rejects = if arguments.rejects == SetsAside::Consumer {
+                Rejects::Published
+            } else {
+                Rejects::ByQueue
+            };
+            consume(
+                arguments
+                    .common
+                    .rabbit()
+                    .topology(topology)
+                    .rejects(rejects),
+                &arguments,
+                worker,
+            )
+            .await
         }
     }
 }
@@ -115,29 +135,44 @@ async fn consume(source: impl Open, arguments: &Arguments, worker: Worker) -> Re
     let store = Arc::new(Timed::new(store, Arc::clone(&log)));
     let mut builder = Consumer::builder();
     if arguments.markers == Markers::Sqlite {
-        // Its file lies in memory, which a power cut would empty. Here processes end, and no machine.
+        // Its file lies in memory, which a power cut would empty. Here processes end, and no
+        // machine.
         builder = builder.accept_forgetful_store();
     }
     let consumer = builder
         .source(Recorded::new(source, Arc::clone(&log)))
-        .store(Recorded::new(Tricky::new(store, arguments.trick), Arc::clone(&log)))
-        .handler(Effects { sink, log, runs: AtomicU64::new(0), of_id: Mutex::default() })
+        .store(Recorded::new(
+            Tricky::new(store, arguments.trick),
+            Arc::clone(&log),
+        ))
+        .handler(Effects {
+            sink,
+            log,
+            runs: AtomicU64::new(0),
+            of_id: Mutex::default(),
+        })
         .guarantee(common.guarantee())
         .id(IdSource::header(ID_HEADER))
         .scope(&common.from)
         .lease(common.lease())
         .window(Duration::from_millis(arguments.window_ms))
-        .backoff(Duration::from_millis(arguments.pause_ms), Duration::from_millis(arguments.longest_pause_ms))
+        .backoff(
+            Duration::from_millis(arguments.pause_ms),
+            Duration::from_millis(arguments.longest_pause_ms),
+        )
         .attempts(3)
         .retries(0)
         .reconciles(3)
         .handler_timeout(TIMEOUT)
         .in_flight(common.in_flight)
         .drain(common.drain());
-    worker.run(|terminated| consumer.run_until(terminated.come())).await
+    worker
+        .run(|terminated| consumer.run_until(terminated.come()))
+        .await
 }
 
-/// Has the effect of a message at the sink, in the middle of its time, or does what its id begins with.
+/// Has the effect of a message at the sink, in the middle of its time, or does what its id begins
+/// with.
 struct Effects {
     sink: Sink,
     log: Arc<Log>,

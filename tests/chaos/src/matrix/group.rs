@@ -1,4 +1,5 @@
-//! One consumer group on servers that it shares with others: its queue, its sink, its processes and its ledger.
+//! One consumer group on servers that it shares with others: its queue, its sink, its processes and
+//! its ledger.
 
 use std::collections::BTreeSet;
 use std::fs::OpenOptions;
@@ -32,7 +33,8 @@ pub(crate) const DRAIN: Duration = Duration::from_secs(8);
 const IN_FLIGHT: u32 = 16;
 /// How long a handler that lost its lease may run on, once its process runs.
 pub(crate) const GRACE: Duration = Duration::from_millis(500);
-/// How long after its end a fault may be the cause of something: Kafka's session, a lease, and what takeovers one at a time take.
+/// How long after its end a fault may be the cause of something: Kafka's session, a lease, and what
+/// takeovers one at a time take.
 const AFTERMATH: Duration = Duration::from_secs(10);
 /// How often it is looked how things go.
 const LOOK: Duration = Duration::from_millis(20);
@@ -62,8 +64,8 @@ pub(crate) struct Group<'a> {
     pub(crate) made: Made,
     folder: PathBuf,
     name: String,
-    /// Where the SQLite file lies: in memory, where there is such a place. The end of a process costs it nothing there either,
-    /// and a disk that is busy with other work costs no leases.
+    /// Where the SQLite file lies: in memory, where there is such a place. The end of a process
+    /// costs it nothing there either, and a disk that is busy with other work costs no leases.
     memory: tempfile::TempDir,
     /// What each of its processes is started with.
     arguments: Vec<String>,
@@ -93,28 +95,42 @@ impl Drop for Consumer {
 impl Consumer {
     /// Sends it a signal.
     pub(crate) fn signal(&self, signal: Signal) -> Result<(), Error> {
-        // One that has ended and was not waited for still has its number, so no other process can have it.
+        // One that has ended and was not waited for still has its number, so no other process can
+        // have it.
         let number = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw);
         Ok(number.map_or(Ok(()), |number| kill_process(number, signal))?)
     }
 }
 
 impl<'a> Group<'a> {
-    /// With a topic or queue of its own; everything that is known of it lies in the folder afterwards.
+    /// With a topic or queue of its own; everything that is known of it lies in the folder
+    /// afterwards.
     pub(crate) fn open(servers: &'a Servers, made: Made, folder: &Path) -> Result<Self, Error> {
         std::fs::create_dir_all(folder)?;
         // Numbers, since a folder's name may be long, and two groups must never share a queue.
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        let name = format!("cell-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let name = format!(
+            "cell-{}-{}",
+            std::process::id(),
+            NEXT.fetch_add(1, Ordering::Relaxed)
+        );
         let log = Arc::new(Log::open(&folder.join("player.jsonl"), "player")?);
         let sink = SinkProcess::start(folder)?;
-        let wire = servers.runtime.block_on(Wire::open(made.broker, &servers.url(made.broker), &name, Taken::ByAll))?;
+        let wire = servers.runtime.block_on(Wire::open(
+            made.broker,
+            &servers.url(made.broker),
+            &name,
+            Taken::ByAll,
+        ))?;
         let memory = crate::in_memory()?;
         let store = match made.markers {
             Markers::Redis => servers.redis(),
             Markers::Sqlite => memory.path().join(FILE).display().to_string(),
         };
-        let promise = serde_json::to_value(made.promise)?.as_str().unwrap_or_default().to_owned();
+        let promise = serde_json::to_value(made.promise)?
+            .as_str()
+            .unwrap_or_default()
+            .to_owned();
         let arguments = [
             ("folder", folder.display().to_string()),
             ("broker", made.broker.name().to_owned()),
@@ -128,14 +144,31 @@ impl<'a> Group<'a> {
             ("drain-ms", DRAIN.as_millis().to_string()),
             ("in-flight", IN_FLIGHT.to_string()),
         ];
-        let arguments = arguments.into_iter().map(|(name, value)| format!("--{name}={value}")).collect();
+        let arguments = arguments
+            .into_iter()
+            .map(|(name, value)| format!("--{name}={value}"))
+            .collect();
         let (faults, ids) = (AtomicU64::new(1), Mutex::default());
-        let group = Self { servers, made, folder: folder.to_owned(), name, memory, arguments, log, sink, wire, faults, ids };
+        let group = Self {
+            servers,
+            made,
+            folder: folder.to_owned(),
+            name,
+            memory,
+            arguments,
+            log,
+            sink,
+            wire,
+            faults,
+            ids,
+        };
         // Kafka has said that the topic is made before it tells everybody.
         let until = Instant::now() + PATIENCE;
         while made.broker == Broker::Kafka && group.left().is_none() {
             if Instant::now() > until {
-                return Err(format!("Kafka does not know {} within {PATIENCE:?}", group.name).into());
+                return Err(
+                    format!("Kafka does not know {} within {PATIENCE:?}", group.name).into(),
+                );
             }
             std::thread::sleep(5 * LOOK);
         }
@@ -145,25 +178,50 @@ impl<'a> Group<'a> {
     /// Starts each consumer with this, from now on.
     pub(crate) fn set(&mut self, name: &str, value: &str) {
         let begins = format!("--{name}=");
-        self.arguments.retain(|argument| !argument.starts_with(&begins));
+        self.arguments
+            .retain(|argument| !argument.starts_with(&begins));
         self.arguments.push(format!("{begins}{value}"));
     }
 
     /// Starts a consumer, with more in its environment and its arguments.
-    pub(crate) fn start(&self, name: &str, environment: &[(&str, &str)], more: &[&str]) -> Result<Consumer, Error> {
+    pub(crate) fn start(
+        &self,
+        name: &str,
+        environment: &[(&str, &str)],
+        more: &[&str],
+    ) -> Result<Consumer, Error> {
         // Not by its path: what lies there may be a newer build by now.
         let mut command = Command::new("/proc/self/exe");
-        let log = OpenOptions::new().append(true).create(true).open(self.folder.join(format!("{name}.log")))?;
-        command.arg0("oncegate-chaos").stdin(Stdio::piped()).stdout(Stdio::null()).stderr(log);
-        command.args(["cell-consumer", "--name", name]).args(&self.arguments).args(more);
-        command.env("RUST_BACKTRACE", "0").envs(environment.iter().copied());
+        let log = OpenOptions::new()
+            .append(true)
+            .create(true)
+            .open(self.folder.join(format!("{name}.log")))?;
+        command
+            .arg0("oncegate-chaos")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(log);
+        command
+            .args(["cell-consumer", "--name", name])
+            .args(&self.arguments)
+            .args(more);
+        command
+            .env("RUST_BACKTRACE", "0")
+            .envs(environment.iter().copied());
         let mut child = command.spawn()?;
-        Ok(Consumer { name: name.to_owned(), _stdin: child.stdin.take(), child })
+        Ok(Consumer {
+            name: name.to_owned(),
+            _stdin: child.stdin.take(),
+            child,
+        })
     }
 
     /// Hands messages to the broker, and returns when all are confirmed.
     pub(crate) fn publish(&self, messages: Vec<Outgoing>) -> Result<(), Error> {
-        self.ids.lock().unwrap_or_else(PoisonError::into_inner).extend(messages.iter().map(|message| message.id.clone()));
+        self.ids
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .extend(messages.iter().map(|message| message.id.clone()));
         self.servers.runtime.block_on(async {
             self.wire.publish(messages, &self.log).await?;
             self.wire.flush().await;
@@ -177,7 +235,11 @@ impl<'a> Group<'a> {
     }
 
     /// Waits until the ledger shows it; says whether it did in time.
-    pub(crate) fn until(&mut self, patience: Duration, shows: impl Fn(&Ledger) -> bool) -> Result<bool, Error> {
+    pub(crate) fn until(
+        &mut self,
+        patience: Duration,
+        shows: impl Fn(&Ledger) -> bool,
+    ) -> Result<bool, Error> {
         let until = Instant::now() + patience;
         while !shows(&self.ledger()?) {
             if Instant::now() > until {
@@ -190,7 +252,11 @@ impl<'a> Group<'a> {
     }
 
     /// Waits until a consumer has ended; none if it has not in time.
-    pub(crate) fn ended(&mut self, consumer: &mut Consumer, patience: Duration) -> Result<Option<ExitStatus>, Error> {
+    pub(crate) fn ended(
+        &mut self,
+        consumer: &mut Consumer,
+        patience: Duration,
+    ) -> Result<Option<ExitStatus>, Error> {
         let until = Instant::now() + patience;
         loop {
             if let Some(status) = consumer.child.try_wait()? {
@@ -207,16 +273,36 @@ impl<'a> Group<'a> {
     /// Writes down how a consumer ended that was made to: its end is the fault.
     pub(crate) fn was_ended(&self, consumer: &Consumer, kind: &str, status: ExitStatus) {
         let number = self.faults.fetch_add(1, Ordering::Relaxed);
-        let fault = |edge| What::Fault { number, kind: kind.to_owned(), target: Some(consumer.name.clone()), edge };
-        let gone = What::Gone { consumer: consumer.name.clone(), after: Sent::Kill, status: said(status), took_ms: 0 };
-        self.log.write_all([fault(Edge::Begin), gone, fault(Edge::End)]);
+        let fault = |edge| What::Fault {
+            number,
+            kind: kind.to_owned(),
+            target: Some(consumer.name.clone()),
+            edge,
+        };
+        let gone = What::Gone {
+            consumer: consumer.name.clone(),
+            after: Sent::Kill,
+            status: said(status),
+            took_ms: 0,
+        };
+        self.log
+            .write_all([fault(Edge::Begin), gone, fault(Edge::End)]);
         self.note_commits();
     }
 
-    /// Writes down what Kafka says that the group has committed. What it does not say now it says at the end.
+    /// Writes down what Kafka says that the group has committed. What it does not say now it says
+    /// at the end.
     fn note_commits(&self) {
-        let committed = self.wire.group().and_then(|group| group.committed().ok()).unwrap_or_default();
-        self.log.write_all(committed.into_iter().map(|(partition, offset)| What::Committed { partition, offset }));
+        let committed = self
+            .wire
+            .group()
+            .and_then(|group| group.committed().ok())
+            .unwrap_or_default();
+        self.log.write_all(
+            committed
+                .into_iter()
+                .map(|(partition, offset)| What::Committed { partition, offset }),
+        );
     }
 
     /// SIGKILL.
@@ -260,14 +346,26 @@ impl<'a> Group<'a> {
         self.until_it_listens(&consumer)?;
         consumer.signal(Signal::TERM)?;
         let since = Instant::now();
-        let status = self.ended(&mut consumer, PATIENCE)?.ok_or("it does not end")?;
+        let status = self
+            .ended(&mut consumer, PATIENCE)?
+            .ok_or("it does not end")?;
         let took_ms = u64::try_from(since.elapsed().as_millis())?;
-        self.log.write(What::Gone { consumer: consumer.name.clone(), after: Sent::Terminate, status: said(status), took_ms });
+        self.log.write(What::Gone {
+            consumer: consumer.name.clone(),
+            after: Sent::Terminate,
+            status: said(status),
+            took_ms,
+        });
         Ok(())
     }
 
-    /// Waits until nothing is left and nothing moves, and tells the consumers to drain; what they still held goes to another.
-    pub(crate) fn drain(&mut self, mut consumers: Vec<Consumer>, environment: &[(&str, &str)]) -> Result<(), Error> {
+    /// Waits until nothing is left and nothing moves, and tells the consumers to drain; what they
+    /// still held goes to another.
+    pub(crate) fn drain(
+        &mut self,
+        mut consumers: Vec<Consumer>,
+        environment: &[(&str, &str)],
+    ) -> Result<(), Error> {
         let until = Instant::now() + PATIENCE;
         for next in 1.. {
             self.until_quiet(&mut consumers, until)?;
@@ -278,15 +376,24 @@ impl<'a> Group<'a> {
             let since = Instant::now();
             for mut consumer in consumers.drain(..) {
                 let Some(status) = self.ended(&mut consumer, 2 * DRAIN)? else {
-                    return Err(format!("{} was told to drain, and has not ended", consumer.name).into());
+                    return Err(
+                        format!("{} was told to drain, and has not ended", consumer.name).into(),
+                    );
                 };
                 let took_ms = u64::try_from(since.elapsed().as_millis())?;
-                self.log.write(What::Gone { consumer: consumer.name.clone(), after: Sent::Terminate, status: said(status), took_ms });
+                self.log.write(What::Gone {
+                    consumer: consumer.name.clone(),
+                    after: Sent::Terminate,
+                    status: said(status),
+                    took_ms,
+                });
             }
             let left = self.left_for_good();
             if left == Some(0) || Instant::now() > until {
                 // What the broker does not say is not nothing.
-                self.log.write(What::Left { count: left.unwrap_or(u64::MAX) });
+                self.log.write(What::Left {
+                    count: left.unwrap_or(u64::MAX),
+                });
                 break;
             }
             consumers.push(self.start(&format!("z{next}"), environment, &[])?);
@@ -297,7 +404,10 @@ impl<'a> Group<'a> {
 
     /// A process that was just started would be ended by a signal that tells it to drain.
     pub(crate) fn until_it_listens(&self, consumer: &Consumer) -> Result<(), Error> {
-        let (file, until) = (self.folder.join(format!("{}.jsonl", consumer.name)), Instant::now() + PATIENCE);
+        let (file, until) = (
+            self.folder.join(format!("{}.jsonl", consumer.name)),
+            Instant::now() + PATIENCE,
+        );
         while !file.exists() && Instant::now() < until {
             std::thread::sleep(LOOK);
         }
@@ -327,7 +437,9 @@ impl<'a> Group<'a> {
             self.sink.look()?;
             for consumer in consumers.iter_mut() {
                 if let Some(status) = consumer.child.try_wait()? {
-                    return Err(format!("{} ended by itself: {}", consumer.name, said(status)).into());
+                    return Err(
+                        format!("{} ended by itself: {}", consumer.name, said(status)).into(),
+                    );
                 }
             }
             let written = written(&self.folder)?;
@@ -348,21 +460,37 @@ impl<'a> Group<'a> {
     /// Writes down what was set aside, and which markers are held by nobody.
     fn look_around(&self) -> Result<(), Error> {
         let letters = self.servers.runtime.block_on(self.wire.aside())?;
-        let aside = |letter: crate::wire::Letter| What::Aside { id: letter.id, place: letter.place, reason: letter.reason };
+        let aside = |letter: crate::wire::Letter| What::Aside {
+            id: letter.id,
+            place: letter.place,
+            reason: letter.reason,
+        };
         self.log.write_all(letters.into_iter().map(aside));
         if !self.held()?.is_empty() {
             // Who holds it may have a lease yet; a second later nobody has.
             std::thread::sleep(LEASE + Duration::from_secs(1));
-            self.log.write_all(self.held()?.into_iter().map(|(id, record)| What::Marker { id, record }));
+            self.log.write_all(
+                self.held()?
+                    .into_iter()
+                    .map(|(id, record)| What::Marker { id, record }),
+            );
         }
         Ok(())
     }
 
-    /// The ids whose marker is in progress, or that somebody finds out about; as Redis would show them.
+    /// The ids whose marker is in progress, or that somebody finds out about; as Redis would show
+    /// them.
     fn held(&self) -> Result<Vec<(String, String)>, Error> {
         let scope = Scope::named(&self.name)?;
-        let (redis, file) = (Redis::at(self.servers.redis()).timeout(PATIENCE), Sqlite::file(self.memory.path().join(FILE)));
-        let ids = self.ids.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let (redis, file) = (
+            Redis::at(self.servers.redis()).timeout(PATIENCE),
+            Sqlite::file(self.memory.path().join(FILE)),
+        );
+        let ids = self
+            .ids
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone();
         let mut held = Vec::new();
         self.servers.runtime.block_on(async {
             for id in ids {
@@ -372,8 +500,12 @@ impl<'a> Group<'a> {
                     Markers::Sqlite => file.look(&key).await?,
                 };
                 match marker {
-                    Marker::InProgress(hold) => held.push((id, format!("v1 p attempt {}", hold.attempts.number))),
-                    Marker::InDoubt(hold, Doubt::Reconciling) => held.push((id, format!("v1 r attempt {}", hold.attempts.number))),
+                    Marker::InProgress(hold) => {
+                        held.push((id, format!("v1 p attempt {}", hold.attempts.number)))
+                    }
+                    Marker::InDoubt(hold, Doubt::Reconciling) => {
+                        held.push((id, format!("v1 r attempt {}", hold.attempts.number)))
+                    }
                     _ => {}
                 }
             }
@@ -383,7 +515,11 @@ impl<'a> Group<'a> {
 
     /// What it is held to.
     pub(crate) fn rules(&self) -> Rules {
-        let order = if self.made.broker == Broker::Kafka { Ordered::ByKey } else { Ordered::Not };
+        let order = if self.made.broker == Broker::Kafka {
+            Ordered::ByKey
+        } else {
+            Ordered::Not
+        };
         Rules {
             promise: self.made.promise,
             order,
@@ -418,7 +554,11 @@ fn written(folder: &Path) -> Result<u64, Error> {
     let mut size = 0;
     for entry in std::fs::read_dir(folder)? {
         let entry = entry?;
-        if entry.path().extension().is_some_and(|extension| extension == "jsonl") {
+        if entry
+            .path()
+            .extension()
+            .is_some_and(|extension| extension == "jsonl")
+        {
             size += entry.metadata()?.len();
         }
     }

@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use oncegate_testkit::servers::{KafkaServer, RabbitServer, RedisOptions, RedisPersistence, RedisServer};
+use oncegate_testkit::servers::{
+    KafkaServer, RabbitServer, RedisOptions, RedisPersistence, RedisServer,
+};
 use tokio::runtime::Runtime;
 
 use super::consumer::Markers;
@@ -23,14 +25,23 @@ impl Servers {
     /// # Errors
     /// The first that does not start.
     pub fn start() -> Result<Self, Error> {
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build()?;
         std::thread::scope(|scope| {
             let kafka = scope.spawn(KafkaServer::start);
             let rabbit = scope.spawn(RabbitServer::start);
-            let redis = RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EverySecond))?;
+            let redis =
+                RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EverySecond))?;
             let kafka = kafka.join().map_err(|_| "starting Kafka panicked")??;
             let rabbit = rabbit.join().map_err(|_| "starting RabbitMQ panicked")??;
-            Ok(Self { kafka, rabbit, redis, runtime })
+            Ok(Self {
+                kafka,
+                rabbit,
+                redis,
+                runtime,
+            })
         })
     }
 
@@ -55,19 +66,47 @@ impl Servers {
     /// What the file system said.
     pub fn refused_acknowledgements(&self) -> Result<Vec<String>, Error> {
         let said = std::fs::read(self.rabbit.directory().join("server.log"))?;
-        Ok(crate::stage::refused_acknowledgements(&String::from_utf8_lossy(&said)))
+        Ok(crate::stage::refused_acknowledgements(
+            &String::from_utf8_lossy(&said),
+        ))
     }
 
     /// What runs here, and how old it is.
     pub fn versions(&self) -> BTreeMap<String, String> {
         let told = self.redis.reply("INFO server").unwrap_or_default();
-        let redis = told.lines().find_map(|line| line.strip_prefix("redis_version:")).unwrap_or("unknown").trim().to_owned();
-        let rabbit = self.rabbit.control(&["-q", "version"]).unwrap_or_else(|_| "unknown".into()).trim().to_owned();
+        let redis = told
+            .lines()
+            .find_map(|line| line.strip_prefix("redis_version:"))
+            .unwrap_or("unknown")
+            .trim()
+            .to_owned();
+        let rabbit = self
+            .rabbit
+            .control(&["-q", "version"])
+            .unwrap_or_else(|_| "unknown".into())
+            .trim()
+            .to_owned();
         let kafka = oncegate_testkit::servers::fetch_kafka().ok();
-        let kafka = kafka.and_then(|it| Some(it.parent()?.file_name()?.to_str()?.strip_prefix("kafka-")?.to_owned()));
+        let kafka = kafka.and_then(|it| {
+            Some(
+                it.parent()?
+                    .file_name()?
+                    .to_str()?
+                    .strip_prefix("kafka-")?
+                    .to_owned(),
+            )
+        });
         let commit = crate::stage::commit().to_owned();
-        let named = [("Redis", redis), ("RabbitMQ", rabbit), ("Kafka", kafka.unwrap_or_else(|| "unknown".into())), ("commit", commit)];
-        named.into_iter().map(|(name, version)| (name.to_owned(), version)).collect()
+        let named = [
+            ("Redis", redis),
+            ("RabbitMQ", rabbit),
+            ("Kafka", kafka.unwrap_or_else(|| "unknown".into())),
+            ("commit", commit),
+        ];
+        named
+            .into_iter()
+            .map(|(name, version)| (name.to_owned(), version))
+            .collect()
     }
 }
 

@@ -24,7 +24,8 @@ pub struct Matrix {
     pub seconds: u64,
     /// What was tried.
     pub versions: BTreeMap<String, String>,
-    /// Lines of RabbitMQ's log in which it closed a channel because of an acknowledgement (406), whichever cell's.
+    /// Lines of RabbitMQ's log in which it closed a channel because of an acknowledgement (406),
+    /// whichever cell's.
     #[serde(default)]
     pub refused: Vec<String>,
 }
@@ -55,12 +56,25 @@ pub struct Cell {
 impl Cell {
     /// One that does not exist.
     pub(crate) fn absent(step: &Step, made: Made, why: &str) -> Self {
-        Self { absent: Some(why.to_owned()), ..Self::empty(step, made) }
+        Self {
+            absent: Some(why.to_owned()),
+            ..Self::empty(step, made)
+        }
     }
 
     fn empty(step: &Step, made: Made) -> Self {
         let (step, wrong) = (step.name.to_owned(), Vec::new());
-        Self { step, made, absent: None, runs: 0, confirmed: 0, lost: 0, doubled: 0, explained: 0, wrong }
+        Self {
+            step,
+            made,
+            absent: None,
+            runs: 0,
+            confirmed: 0,
+            lost: 0,
+            doubled: 0,
+            explained: 0,
+            wrong,
+        }
     }
 
     /// One that was played.
@@ -68,13 +82,30 @@ impl Cell {
         let mut cell = Self::empty(step, made);
         match played {
             Err(error) => cell.wrong.push(error.to_string()),
-            Ok(Played { checked, seen, missed, .. }) => {
+            Ok(Played {
+                checked,
+                seen,
+                missed,
+                ..
+            }) => {
                 let counts = &checked.counts;
-                (cell.runs, cell.confirmed, cell.lost) = (u64::from(*seen), counts.acknowledged, counts.lost);
-                cell.doubled = if made.promise == Promise::AtMostOnce { counts.duplicated } else { 0 };
+                (cell.runs, cell.confirmed, cell.lost) =
+                    (u64::from(*seen), counts.acknowledged, counts.lost);
+                cell.doubled = if made.promise == Promise::AtMostOnce {
+                    counts.duplicated
+                } else {
+                    0
+                };
                 cell.explained = counts.explained.values().sum();
                 cell.wrong.clone_from(missed);
-                let told = |it: &crate::check::Violation| format!("{} {}: {}", it.invariant, it.id.as_deref().unwrap_or("-"), it.why);
+                let told = |it: &crate::check::Violation| {
+                    format!(
+                        "{} {}: {}",
+                        it.invariant,
+                        it.id.as_deref().unwrap_or("-"),
+                        it.why
+                    )
+                };
                 cell.wrong.extend(checked.violations.iter().map(told));
             }
         }
@@ -88,8 +119,19 @@ impl Cell {
 
     /// One line.
     pub fn line(&self) -> String {
-        let Self { step, runs, lost, doubled, explained, .. } = self;
-        let wrong = self.wrong.first().map(|it| format!("; {it}")).unwrap_or_default();
+        let Self {
+            step,
+            runs,
+            lost,
+            doubled,
+            explained,
+            ..
+        } = self;
+        let wrong = self
+            .wrong
+            .first()
+            .map(|it| format!("; {it}"))
+            .unwrap_or_default();
         format!(
             "{step}, {}: ended {runs} times, {lost} lost, {doubled} doubled, {explained} extra effects explained{wrong}",
             named(self.made)
@@ -104,21 +146,41 @@ fn named(made: Made) -> String {
         Promise::EffectivelyOnce => "effectively once",
         Promise::Bare => "bare",
     };
-    let broker = if made.broker == Broker::Kafka { "Kafka" } else { "RabbitMQ" };
-    format!("{promise}, {broker}, {}", if made.markers == Markers::Redis { "Redis" } else { "SQLite" })
+    let broker = if made.broker == Broker::Kafka {
+        "Kafka"
+    } else {
+        "RabbitMQ"
+    };
+    format!(
+        "{promise}, {broker}, {}",
+        if made.markers == Markers::Redis {
+            "Redis"
+        } else {
+            "SQLite"
+        }
+    )
 }
 
 impl Matrix {
     /// Into the order of the road.
     pub(crate) fn sort(&mut self) {
         let at = |name: &str| STEPS.iter().position(|step| step.name == name);
-        self.cells.sort_by_key(|cell| (at(&cell.step), columns().iter().position(|it| *it == cell.made)));
+        self.cells.sort_by_key(|cell| {
+            (
+                at(&cell.step),
+                columns().iter().position(|it| *it == cell.made),
+            )
+        });
     }
 
     /// Adds another run of it.
     pub fn add(&mut self, other: Self) {
         for cell in other.cells {
-            match self.cells.iter_mut().find(|it| it.step == cell.step && it.made == cell.made) {
+            match self
+                .cells
+                .iter_mut()
+                .find(|it| it.step == cell.step && it.made == cell.made)
+            {
                 None => self.cells.push(cell),
                 Some(sum) => {
                     sum.runs += cell.runs;
@@ -138,12 +200,19 @@ impl Matrix {
 
     /// Whether every cell is right, and RabbitMQ refused no acknowledgement.
     pub fn is_right(&self) -> bool {
-        !self.cells.is_empty() && self.cells.iter().all(Cell::is_right) && self.refused.is_empty() && !self.is_blind()
+        !self.cells.is_empty()
+            && self.cells.iter().all(Cell::is_right)
+            && self.refused.is_empty()
+            && !self.is_blind()
     }
 
     /// Whether `bare` was played, and lost nothing in any cell.
     fn is_blind(&self) -> bool {
-        let mut of_bare = self.cells.iter().filter(|cell| cell.made.promise == Promise::Bare && cell.absent.is_none()).peekable();
+        let mut of_bare = self
+            .cells
+            .iter()
+            .filter(|cell| cell.made.promise == Promise::Bare && cell.absent.is_none())
+            .peekable();
         of_bare.peek().is_some() && of_bare.all(|cell| cell.lost == 0)
     }
 
@@ -151,7 +220,11 @@ impl Matrix {
     pub fn verdict(&self) -> String {
         let sum = |of: fn(&Cell) -> u64| self.cells.iter().map(of).sum::<u64>();
         let wrong = self.cells.iter().filter(|cell| !cell.is_right()).count();
-        let played = self.cells.iter().filter(|cell| cell.absent.is_none()).count();
+        let played = self
+            .cells
+            .iter()
+            .filter(|cell| cell.absent.is_none())
+            .count();
         format!(
             "matrix: {played} cells, {} processes ended at their step, {} messages, {} lost, {} doubled, {} extra effects explained, {wrong} cells wrong, {} acknowledgements refused, {} s{}",
             sum(|it| it.runs),
@@ -161,7 +234,11 @@ impl Matrix {
             sum(|it| it.explained),
             self.refused.len(),
             self.seconds,
-            if self.is_blind() { "; BLIND: bare lost nothing" } else { "" }
+            if self.is_blind() {
+                "; BLIND: bare lost nothing"
+            } else {
+                ""
+            }
         )
     }
 
@@ -177,7 +254,10 @@ impl Matrix {
     /// The table.
     pub fn to_markdown(&self) -> String {
         let mut text = format!("# {}\n\n", self.verdict());
-        let columns: Vec<Made> = columns().into_iter().filter(|made| self.cells.iter().any(|cell| cell.made == *made)).collect();
+        let columns: Vec<Made> = columns()
+            .into_iter()
+            .filter(|made| self.cells.iter().any(|cell| cell.made == *made))
+            .collect();
         text += "Each cell: processes ended there / messages lost / ids doubled / extra effects explained.\n\n| step |";
         for made in &columns {
             let _ = write!(text, " {} |", named(*made));
@@ -186,13 +266,21 @@ impl Matrix {
         text += &" ---: |".repeat(columns.len());
         text.push('\n');
         let mut reasons: Vec<&str> = Vec::new();
-        for step in STEPS.iter().filter(|step| self.cells.iter().any(|cell| cell.step == step.name)) {
+        for step in STEPS
+            .iter()
+            .filter(|step| self.cells.iter().any(|cell| cell.step == step.name))
+        {
             let _ = write!(text, "| {} (`{}`) |", step.text, step.name);
             for made in &columns {
-                let cell = self.cells.iter().find(|cell| cell.step == step.name && cell.made == *made);
+                let cell = self
+                    .cells
+                    .iter()
+                    .find(|cell| cell.step == step.name && cell.made == *made);
                 let shown = match cell {
                     None => String::new(),
-                    Some(Cell { absent: Some(why), .. }) => {
+                    Some(Cell {
+                        absent: Some(why), ..
+                    }) => {
                         let number = reasons.iter().position(|it| it == why).unwrap_or_else(|| {
                             reasons.push(why);
                             reasons.len() - 1
@@ -201,7 +289,10 @@ impl Matrix {
                     }
                     Some(cell) => {
                         let mark = if cell.is_right() { "" } else { " **wrong**" };
-                        format!("{} / {} / {} / {}{mark}", cell.runs, cell.lost, cell.doubled, cell.explained)
+                        format!(
+                            "{} / {} / {} / {}{mark}",
+                            cell.runs, cell.lost, cell.doubled, cell.explained
+                        )
                     }
                 };
                 let _ = write!(text, " {shown} |");
@@ -221,7 +312,11 @@ impl Matrix {
         for line in &self.refused {
             let _ = write!(text, "\nRabbitMQ: {line}\n");
         }
-        let versions: Vec<String> = self.versions.iter().map(|(what, version)| format!("{what} {version}")).collect();
+        let versions: Vec<String> = self
+            .versions
+            .iter()
+            .map(|(what, version)| format!("{what} {version}"))
+            .collect();
         let _ = write!(text, "\nVersions: {}.\n", versions.join(", "));
         text
     }
@@ -233,20 +328,47 @@ mod tests {
 
     fn cell(step: &str, made: Made, lost: u64) -> Cell {
         let step = Step::named(step).expect("a step");
-        let wrong = if lost > 0 { vec!["I1 u-1: confirmed, and neither".to_owned()] } else { Vec::new() };
-        Cell { runs: 3, confirmed: 30, lost, wrong, ..Cell::empty(step, made) }
+        let wrong = if lost > 0 {
+            vec!["I1 u-1: confirmed, and neither".to_owned()]
+        } else {
+            Vec::new()
+        };
+        Cell {
+            runs: 3,
+            confirmed: 30,
+            lost,
+            wrong,
+            ..Cell::empty(step, made)
+        }
     }
 
     #[test]
     fn what_was_not_seen_to_end_is_as_wrong_as_what_was_lost() {
         let made = columns()[0];
-        let right = Matrix { cells: vec![cell("claim.before", made, 0)], ..Matrix::default() };
+        let right = Matrix {
+            cells: vec![cell("claim.before", made, 0)],
+            ..Matrix::default()
+        };
         assert!(right.is_right() && !Matrix::default().is_right());
         let mut lost = right.clone();
-        lost.add(Matrix { cells: vec![cell("claim.before", made, 1)], ..Matrix::default() });
-        assert_eq!((lost.cells.len(), lost.cells[0].runs, lost.is_right()), (1, 6, false));
-        assert!(lost.verdict().contains("6 processes ended at their step, 60 messages, 1 lost"), "{}", lost.verdict());
-        let unseen = Cell { runs: 2, ..cell("claim.before", made, 0) };
+        lost.add(Matrix {
+            cells: vec![cell("claim.before", made, 1)],
+            ..Matrix::default()
+        });
+        assert_eq!(
+            (lost.cells.len(), lost.cells[0].runs, lost.is_right()),
+            (1, 6, false)
+        );
+        assert!(
+            lost.verdict()
+                .contains("6 processes ended at their step, 60 messages, 1 lost"),
+            "{}",
+            lost.verdict()
+        );
+        let unseen = Cell {
+            runs: 2,
+            ..cell("claim.before", made, 0)
+        };
         assert!(!unseen.is_right());
     }
 
@@ -255,13 +377,31 @@ mod tests {
         let columns = columns();
         let (doubt, effectively_once) = (Step::named("doubt.before").expect("a step"), columns[4]);
         let why = doubt.absent(effectively_once).expect("it is absent");
-        let mut matrix =
-            Matrix { cells: vec![cell("doubt.before", columns[0], 0), cell("claim.after", columns[0], 2)], ..Matrix::default() };
-        matrix.cells.push(Cell::absent(doubt, effectively_once, why));
+        let mut matrix = Matrix {
+            cells: vec![
+                cell("doubt.before", columns[0], 0),
+                cell("claim.after", columns[0], 2),
+            ],
+            ..Matrix::default()
+        };
+        matrix
+            .cells
+            .push(Cell::absent(doubt, effectively_once, why));
         matrix.sort();
         let text = matrix.to_markdown();
-        assert!(text.contains("| before an id is put in doubt (`doubt.before`) | 3 / 0 / 0 / 0 | n/a (1) |"), "{text}");
-        assert!(text.contains("| 3 / 2 / 0 / 0 **wrong** |") && text.contains(&format!("(1) {why}.")), "{text}");
-        assert!(text.find("claim.after").expect("it stands there") < text.find("doubt.before").expect("it stands there"));
+        assert!(
+            text.contains(
+                "| before an id is put in doubt (`doubt.before`) | 3 / 0 / 0 / 0 | n/a (1) |"
+            ),
+            "{text}"
+        );
+        assert!(
+            text.contains("| 3 / 2 / 0 / 0 **wrong** |") && text.contains(&format!("(1) {why}.")),
+            "{text}"
+        );
+        assert!(
+            text.find("claim.after").expect("it stands there")
+                < text.find("doubt.before").expect("it stands there")
+        );
     }
 }

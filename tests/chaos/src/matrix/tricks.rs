@@ -1,5 +1,5 @@
-//! What a network does to the commands of a consumer: a command that comes late, a reply that is lost or slow. Done in the
-//! process itself, so that it happens at one moment and no other.
+//! What a network does to the commands of a consumer: a command that comes late, a reply that is
+//! lost or slow. Done in the process itself, so that it happens at one moment and no other.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,7 +14,8 @@ use crate::ledger::{Log, What};
 
 /// When a command arrives that comes late: its asker has asked again by then, and goes on.
 const LATE: Duration = Duration::from_millis(1_300);
-/// How late the reply to a renewal is: less than a third of the lease of 2 s, for which it is waited.
+/// How late the reply to a renewal is: less than a third of the lease of 2 s, for which it is
+/// waited.
 const SLOW: Duration = Duration::from_millis(600);
 
 /// What is done.
@@ -28,14 +29,16 @@ pub(super) enum Trick {
     LateResolve,
     /// The first claim of each id is carried out, and its reply lost.
     LostClaim,
-    /// The reply to the first renewals is slow, and nothing that is asked afterwards is answered or arrives.
+    /// The reply to the first renewals is slow, and nothing that is asked afterwards is answered or
+    /// arrives.
     SlowRenewal,
 }
 
 /// How long a store may take for an answer until that is worth a record.
 const STALL: Duration = Duration::from_millis(500);
 
-/// A store whose slowness is written down: a disk or a machine that is too busy may cost leases, and then it is the cause.
+/// A store whose slowness is written down: a disk or a machine that is too busy may cost leases,
+/// and then it is the cause.
 pub(super) struct Timed {
     store: Arc<dyn Store>,
     log: Arc<Log>,
@@ -54,7 +57,9 @@ impl Drop for Asking<'_> {
     fn drop(&mut self) {
         let took = self.1.elapsed();
         if took > STALL {
-            self.0.write(What::Stalled { ms: u64::try_from(took.as_millis()).unwrap_or(u64::MAX) });
+            self.0.write(What::Stalled {
+                ms: u64::try_from(took.as_millis()).unwrap_or(u64::MAX),
+            });
         }
     }
 }
@@ -75,8 +80,14 @@ impl Store for Timed {
     }
 
     fn for_renewals(&self) -> Option<Arc<dyn Store>> {
-        let store = self.store.for_renewals().unwrap_or_else(|| Arc::clone(&self.store));
-        Some(Arc::new(Self { store, log: Arc::clone(&self.log) }))
+        let store = self
+            .store
+            .for_renewals()
+            .unwrap_or_else(|| Arc::clone(&self.store));
+        Some(Arc::new(Self {
+            store,
+            log: Arc::clone(&self.log),
+        }))
     }
 }
 
@@ -91,11 +102,19 @@ pub(super) struct Tricky {
 
 impl Tricky {
     pub(super) fn new(store: Arc<dyn Store>, trick: Trick) -> Self {
-        Self { store, trick, done: Mutex::default(), dark: Arc::default() }
+        Self {
+            store,
+            trick,
+            done: Mutex::default(),
+            dark: Arc::default(),
+        }
     }
 
     fn first(&self, operation: &Operation) -> bool {
-        self.done.lock().unwrap_or_else(PoisonError::into_inner).insert(operation.key.as_str().to_owned())
+        self.done
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(operation.key.as_str().to_owned())
     }
 
     /// Whether this operation is not answered now, and comes late.
@@ -131,9 +150,19 @@ impl Store for Tricky {
                 answers.push(unknown());
                 continue;
             }
-            let answer = self.store.apply(std::slice::from_ref(operation)).await.pop();
-            let lost = self.trick == Trick::LostClaim && operation.ask == Ask::Claim && self.first(operation);
-            answers.push(if lost { unknown() } else { answer.unwrap_or_else(unknown) });
+            let answer = self
+                .store
+                .apply(std::slice::from_ref(operation))
+                .await
+                .pop();
+            let lost = self.trick == Trick::LostClaim
+                && operation.ask == Ask::Claim
+                && self.first(operation);
+            answers.push(if lost {
+                unknown()
+            } else {
+                answer.unwrap_or_else(unknown)
+            });
         }
         answers
     }
@@ -150,12 +179,19 @@ impl Store for Tricky {
         if self.trick != Trick::SlowRenewal {
             return self.store.for_renewals();
         }
-        let store = self.store.for_renewals().unwrap_or_else(|| Arc::clone(&self.store));
-        Some(Arc::new(Slow { store, dark: Arc::clone(&self.dark) }))
+        let store = self
+            .store
+            .for_renewals()
+            .unwrap_or_else(|| Arc::clone(&self.store));
+        Some(Arc::new(Slow {
+            store,
+            dark: Arc::clone(&self.dark),
+        }))
     }
 }
 
-/// What answers the first renewals slowly, and then falls silent, and with it all else that this consumer asks.
+/// What answers the first renewals slowly, and then falls silent, and with it all else that this
+/// consumer asks.
 struct Slow {
     store: Arc<dyn Store>,
     dark: Arc<AtomicBool>,

@@ -5,7 +5,9 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use oncegate_testkit::proxy::{Fate, Proxy};
-use oncegate_testkit::servers::{RedisOptions, RedisPersistence, RedisServer, SentinelServers, Server};
+use oncegate_testkit::servers::{
+    RedisOptions, RedisPersistence, RedisServer, SentinelServers, Server,
+};
 use tempfile::TempDir;
 
 use super::{Heard, MOMENT, dark, frozen};
@@ -15,43 +17,62 @@ use crate::{Error, lock};
 
 /// How long Redis may take to write down what it had kept for a disk that was full.
 const WRITTEN: Duration = Duration::from_millis(1_500);
-/// How long a Redis has to be silent until Sentinels take it for gone: none that lives is, however busy the machine may be.
+/// How long a Redis has to be silent until Sentinels take it for gone: none that lives is, however
+/// busy the machine may be.
 const DOWN_AFTER: Duration = Duration::from_secs(3);
-/// How many keys Redis loads in a second when it loads slowly: what it is given before it is killed to do so.
+/// How many keys Redis loads in a second when it loads slowly: what it is given before it is killed
+/// to do so.
 const LOADED: f64 = 2_000.0;
 
 /// The servers that keep the markers of a run.
 pub(super) enum Store {
     /// One, with a proxy before it that consumers go through.
-    One { server: Mutex<Heard<RedisServer>>, proxy: Proxy, password: String, _files: TempDir },
+    One {
+        server: Mutex<Heard<RedisServer>>,
+        proxy: Proxy,
+        password: String,
+        _files: TempDir,
+    },
     /// A primary and two replicas, as Sentinels name them.
     Three(Mutex<SentinelServers>),
 }
 
 impl Store {
-    /// One server, with an append-only file and a disk that may be full. It lies in memory, where there is such a place: while a
-    /// disk that others keep busy takes long to sync, Redis holds back for up to two seconds what it has answered, and a kill would
-    /// have it forget that.
+    /// One server, with an append-only file and a disk that may be full. It lies in memory, where
+    /// there is such a place: while a disk that others keep busy takes long to sync, Redis holds
+    /// back for up to two seconds what it has answered, and a kill would have it forget that.
     pub(super) fn one(password: &str) -> Result<Self, Error> {
         let files = crate::in_memory()?;
-        let options = RedisOptions::new().persistence(RedisPersistence::EverySecond).password(password).disk_may_fill();
+        let options = RedisOptions::new()
+            .persistence(RedisPersistence::EverySecond)
+            .password(password)
+            .disk_may_fill();
         let options = options.setting("dir", files.path().display().to_string());
         // So that it hears in time, while it loads a large file slowly, that it is enough.
         let options = options.setting("loading-process-events-interval-bytes", "4096");
         let server = RedisServer::start(options)?;
         let proxy = Proxy::to(server.port())?;
-        Ok(Self::One { server: Mutex::new(Heard { server, kept: 0 }), proxy, password: password.to_owned(), _files: files })
+        Ok(Self::One {
+            server: Mutex::new(Heard { server, kept: 0 }),
+            proxy,
+            password: password.to_owned(),
+            _files: files,
+        })
     }
 
     /// Three, with append-only files, and three Sentinels.
     pub(super) fn three(password: &str) -> Result<Self, Error> {
-        Ok(Self::Three(Mutex::new(SentinelServers::start_patient(password, DOWN_AFTER)?)))
+        Ok(Self::Three(Mutex::new(SentinelServers::start_patient(
+            password, DOWN_AFTER,
+        )?)))
     }
 
     /// Where consumers reach it: one URL, or those of Sentinels.
     pub(super) fn urls(&self) -> Vec<String> {
         match self {
-            Self::One { proxy, password, .. } => vec![format!("redis://:{password}@127.0.0.1:{}", proxy.port())],
+            Self::One {
+                proxy, password, ..
+            } => vec![format!("redis://:{password}@127.0.0.1:{}", proxy.port())],
             Self::Three(servers) => lock(servers).urls(),
         }
     }
@@ -68,8 +89,13 @@ impl Store {
     }
 
     pub(super) fn version(&self) -> String {
-        let told = self.with_primary(|primary| primary.reply("INFO server")).unwrap_or_default();
-        told.lines().find_map(|line| line.strip_prefix("redis_version:")).unwrap_or("unknown").to_owned()
+        let told = self
+            .with_primary(|primary| primary.reply("INFO server"))
+            .unwrap_or_default();
+        told.lines()
+            .find_map(|line| line.strip_prefix("redis_version:"))
+            .unwrap_or("unknown")
+            .to_owned()
     }
 
     /// Keeps what it has said, in the folder.
@@ -87,11 +113,19 @@ impl Store {
     }
 
     /// Does to it what was planned.
-    pub(super) fn inflict(&self, planned: &Planned, seed: u64, faults: &Faults, folder: &Path) -> Result<(), Error> {
+    pub(super) fn inflict(
+        &self,
+        planned: &Planned,
+        seed: u64,
+        faults: &Faults,
+        folder: &Path,
+    ) -> Result<(), Error> {
         let name = &planned.name();
         let (server, proxy) = match self {
             Self::One { server, proxy, .. } => (server, proxy),
-            Self::Three(servers) => return faults.play(name, None, || fail_over(&mut lock(servers), planned.lasts)),
+            Self::Three(servers) => {
+                return faults.play(name, None, || fail_over(&mut lock(servers), planned.lasts));
+            }
         };
         let momentary = |play: &dyn Fn()| {
             faults.play(name, None, || {
@@ -122,12 +156,28 @@ impl Store {
                 let mut redis = lock(server);
                 faults.play(name, None, || frozen(&mut redis.server, planned.lasts))
             }
-            Kind::FillRedis => while_set(server, planned, faults, "CONFIG SET maxmemory 1", "CONFIG SET maxmemory 0"),
-            Kind::StrandRedis => {
-                while_set(server, planned, faults, "CONFIG SET min-replicas-to-write 1", "CONFIG SET min-replicas-to-write 0")
-            }
+            Kind::FillRedis => while_set(
+                server,
+                planned,
+                faults,
+                "CONFIG SET maxmemory 1",
+                "CONFIG SET maxmemory 0",
+            ),
+            Kind::StrandRedis => while_set(
+                server,
+                planned,
+                faults,
+                "CONFIG SET min-replicas-to-write 1",
+                "CONFIG SET min-replicas-to-write 0",
+            ),
             // Nobody listens on that port: what it has it keeps.
-            Kind::DemoteRedis => while_set(server, planned, faults, "REPLICAOF 127.0.0.1 1", "REPLICAOF NO ONE"),
+            Kind::DemoteRedis => while_set(
+                server,
+                planned,
+                faults,
+                "REPLICAOF 127.0.0.1 1",
+                "REPLICAOF NO ONE",
+            ),
             Kind::FlushScripts => {
                 let redis = lock(server);
                 momentary(&|| drop(redis.server.command("SCRIPT FLUSH")))
@@ -139,14 +189,21 @@ impl Store {
                     std::thread::sleep(planned.lasts);
                     Ok(redis.server.free_disk()?)
                 });
-                // Whoever kills it now would have it lose what it has answered: that is another fault.
+                // Whoever kills it now would have it lose what it has answered: that is another
+                // fault.
                 std::thread::sleep(WRITTEN);
                 played
             }
             Kind::DropReplies => {
                 let (mut random, percent) = (fastrand::Rng::with_seed(seed), planned.percent);
                 faults.play(name, None, || {
-                    proxy.judge(move |_| if random.u8(0..100) < percent { Fate::LoseReply } else { Fate::Pass });
+                    proxy.judge(move |_| {
+                        if random.u8(0..100) < percent {
+                            Fate::LoseReply
+                        } else {
+                            Fate::Pass
+                        }
+                    });
                     std::thread::sleep(planned.lasts);
                     // And not the end of a darkness beside it.
                     proxy.judge(|_| Fate::Pass);
@@ -171,7 +228,13 @@ impl Store {
 }
 
 /// Says one thing to Redis, and after a while another.
-fn while_set(server: &Mutex<Heard<RedisServer>>, planned: &Planned, faults: &Faults, begin: &str, end: &str) -> Result<(), Error> {
+fn while_set(
+    server: &Mutex<Heard<RedisServer>>,
+    planned: &Planned,
+    faults: &Faults,
+    begin: &str,
+    end: &str,
+) -> Result<(), Error> {
     let redis = lock(server);
     let say = |what: &str| match redis.server.command(what)? {
         said if said.starts_with("+OK") => Ok(()),
@@ -184,8 +247,8 @@ fn while_set(server: &Mutex<Heard<RedisServer>>, planned: &Planned, faults: &Fau
     })
 }
 
-/// The replicas hear nothing of their primary for a while, then it is killed, and one of them takes over. What it was told last is
-/// lost.
+/// The replicas hear nothing of their primary for a while, then it is killed, and one of them takes
+/// over. What it was told last is lost.
 fn fail_over(servers: &mut SentinelServers, after: Duration) -> Result<(), Error> {
     let old = servers.primary();
     servers.cut_replication()?;

@@ -1,4 +1,5 @@
-//! Whatever a broker sends passes in its order and its length, but for what comes back, in however small pieces it comes.
+//! Whatever a broker sends passes in its order and its length, but for what comes back, in however
+//! small pieces it comes.
 
 use crate::frames::{Frames, SPOILT};
 
@@ -27,7 +28,8 @@ fn passed(data: &[u8], pieces: impl Iterator<Item = usize>, at_once: usize) -> V
     out
 }
 
-/// What a broker sends passes in its order and its length, but for what comes back, in however small pieces it comes.
+/// What a broker sends passes in its order and its length, but for what comes back, in however
+/// small pieces it comes.
 ///
 /// # Panics
 /// If that does not hold.
@@ -35,11 +37,19 @@ pub fn amqp_frames(data: &[u8]) {
     let whole = passed(data, std::iter::once(data.len()), 4_096);
     // A message that comes back passes without its content.
     let comes_back = data.windows(4).any(|four| four == [0, 60, 0, 50]);
-    assert!(if comes_back { whole.len() <= data.len() } else { whole.len() == data.len() });
+    assert!(if comes_back {
+        whole.len() <= data.len()
+    } else {
+        whole.len() == data.len()
+    });
     assert!(SPOILT.is_ascii());
-    // What begins like no frame passes at once, as far as it has come: only frames may be compared piece by piece.
+    // What begins like no frame passes at once, as far as it has come: only frames may be compared
+    // piece by piece.
     if is_of_frames(data) {
-        let odd = data.iter().map(|byte| usize::from(*byte % 23) + 1).chain(std::iter::repeat(1));
+        let odd = data
+            .iter()
+            .map(|byte| usize::from(*byte % 23) + 1)
+            .chain(std::iter::repeat(1));
         assert_eq!(passed(data, odd, 7), whole);
     }
 }

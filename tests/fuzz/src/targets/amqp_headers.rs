@@ -10,8 +10,16 @@ use crate::settings::Settings;
 use crate::{frames, incoming};
 
 /// Names that mean something to the mapping.
-const NAMES: [&str; 8] =
-    ["x-death", "oncegate-failures", "oncegate-not-before", "oncegate-routing-key", "count", "queue", "reason", "x-delivery-count"];
+const NAMES: [&str; 8] = [
+    "x-death",
+    "oncegate-failures",
+    "oncegate-not-before",
+    "oncegate-routing-key",
+    "count",
+    "queue",
+    "reason",
+    "x-delivery-count",
+];
 
 fn take<const N: usize>(data: &mut &[u8]) -> [u8; N] {
     let mut taken = [0; N];
@@ -29,7 +37,12 @@ fn bytes(data: &mut &[u8]) -> Vec<u8> {
 }
 
 fn text(data: &mut &[u8]) -> ShortString {
-    String::from_utf8_lossy(&bytes(data)).into_owned().chars().take(60).collect::<String>().into()
+    String::from_utf8_lossy(&bytes(data))
+        .into_owned()
+        .chars()
+        .take(60)
+        .collect::<String>()
+        .into()
 }
 
 fn value(data: &mut &[u8], depth: u8) -> AMQPValue {
@@ -67,22 +80,30 @@ fn table(data: &mut &[u8], depth: u8) -> FieldTable {
         let [name] = take(data);
         match name {
             0xff => break,
-            name if name < 128 => drop(table.insert(NAMES[usize::from(name) % NAMES.len()].into(), value(data, depth))),
+            name if name < 128 => drop(table.insert(
+                NAMES[usize::from(name) % NAMES.len()].into(),
+                value(data, depth),
+            )),
             _ => drop(table.insert(text(data), value(data, depth))),
         }
     }
     table
 }
 
-/// No number of a message is believed that nobody would believe, and no wait is longer than the longest.
+/// No number of a message is believed that nobody would believe, and no wait is longer than the
+/// longest.
 ///
 /// # Panics
 /// If that does not hold.
 pub fn amqp_headers(data: &[u8]) {
     let mut rest = data;
-    let mut properties = BasicProperties::default().with_message_id(text(&mut rest)).with_timestamp(u64::from_be_bytes(take(&mut rest)));
+    let mut properties = BasicProperties::default()
+        .with_message_id(text(&mut rest))
+        .with_timestamp(u64::from_be_bytes(take(&mut rest)));
     if take(&mut rest) != [0] {
-        properties = properties.with_expiration(text(&mut rest)).with_user_id(text(&mut rest));
+        properties = properties
+            .with_expiration(text(&mut rest))
+            .with_user_id(text(&mut rest));
     }
     let properties = properties.with_headers(table(&mut rest, 0));
     let mut raw = Raw::mock(7, "".into(), text(&mut rest), false, rest.to_vec());
@@ -97,7 +118,11 @@ pub fn amqp_headers(data: &[u8]) {
         .count();
     assert!(spoilt || names == 0);
     let [by_queue, keyed] = take::<1>(&mut rest).map(|byte| [byte & 1 == 1, byte & 2 == 2])[0];
-    let settings = Settings { name: "queue".into(), key_header: keyed.then(|| "count".into()), by_queue };
+    let settings = Settings {
+        name: "queue".into(),
+        key_header: keyed.then(|| "count".into()),
+        by_queue,
+    };
     let (delivery, _) = incoming::read(raw, &settings, 1);
     // A number that nobody would believe counts as none.
     assert!(delivery.failures <= 100_000);

@@ -1,8 +1,12 @@
-//! Settings of a consumer, whatever numbers and texts: refused with a sentence, or run; never a panic.
+//! Settings of a consumer, whatever numbers and texts: refused with a sentence, or run; never a
+//! panic.
 
 use std::time::Duration;
 
-use oncegate_core::{Consumer, Context, Failure, Fingerprints, Guarantee, Handler, IdSource, MemoryBroker, MemoryStore, async_trait};
+use oncegate_core::{
+    Consumer, Context, Failure, Fingerprints, Guarantee, Handler, IdSource, MemoryBroker,
+    MemoryStore, async_trait,
+};
 
 struct Nothing;
 
@@ -16,11 +20,15 @@ impl Handler for Nothing {
 }
 
 fn number(data: &mut &[u8]) -> u64 {
-    let Some((shape, rest)) = data.split_first() else { return 0 };
+    let Some((shape, rest)) = data.split_first() else {
+        return 0;
+    };
     let length = usize::from(shape % 9).min(rest.len());
     let (taken, rest) = rest.split_at(length);
     *data = rest;
-    taken.iter().fold(0, |number, byte| (number << 8) | u64::from(*byte))
+    taken
+        .iter()
+        .fold(0, |number, byte| (number << 8) | u64::from(*byte))
 }
 
 fn duration(data: &mut &[u8]) -> Duration {
@@ -38,13 +46,21 @@ pub fn settings(data: &[u8]) {
     let mut data = data;
     let (source, store) = (MemoryBroker::new("fuzz").source(), MemoryStore::new());
     let data = &mut data;
-    let guarantee = [Guarantee::AtMostOnce, Guarantee::EffectivelyOnce, Guarantee::Bare][number(data) as usize % 3];
+    let guarantee = [
+        Guarantee::AtMostOnce,
+        Guarantee::EffectivelyOnce,
+        Guarantee::Bare,
+    ][number(data) as usize % 3];
     let mut builder = Consumer::builder()
         .source(source)
         .store(store)
         .handler(Nothing)
         .guarantee(guarantee)
-        .fingerprints(if number(data) & 1 == 0 { Fingerprints::Body } else { Fingerprints::Off });
+        .fingerprints(if number(data) & 1 == 0 {
+            Fingerprints::Body
+        } else {
+            Fingerprints::Off
+        });
     // Each byte sets something, the same perhaps again.
     for _ in 0..12 {
         builder = match number(data) % 12 {
@@ -58,12 +74,17 @@ pub fn settings(data: &[u8]) {
             7 => builder.backoff(duration(data), duration(data)),
             8 => builder.handler_timeout(duration(data)),
             9 => builder.in_flight(number(data) as usize),
-            10 => builder.scope(String::from_utf8_lossy(&data[..data.len().min(usize::from(u8::MAX))])),
+            10 => builder.scope(String::from_utf8_lossy(
+                &data[..data.len().min(usize::from(u8::MAX))],
+            )),
             _ => builder.id(IdSource::header("id")),
         };
     }
     builder = builder.drain(Duration::ZERO);
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .build()
+        .expect("a runtime");
     if let Err(error) = runtime.block_on(builder.run_until(std::future::ready(()))) {
         assert!(!error.to_string().is_empty());
     }

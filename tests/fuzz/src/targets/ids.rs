@@ -14,20 +14,33 @@ pub fn ids(data: &[u8]) {
         assert_eq!(id.is_none(), raw.is_empty());
         if let Some(id) = id {
             assert!(!id.as_str().is_empty() && id.as_str().len() <= 200);
-            assert!(id.as_str().bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._:@/+=-".contains(&byte)));
+            assert!(
+                id.as_str()
+                    .bytes()
+                    .all(|byte| byte.is_ascii_alphanumeric() || b"._:@/+=-".contains(&byte))
+            );
             assert!(id.as_str().as_bytes() == raw || id.as_str().starts_with("h:"));
         }
     }
     if let [Some(a), Some(b)] = &ids {
         assert_eq!(a == b, first == second);
         assert_eq!(Key::new(a) == Key::new(b), first == second);
-        if let Ok(scope) = std::str::from_utf8(first).map_err(drop).and_then(|name| Scope::named(name).map_err(drop)) {
+        if let Ok(scope) = std::str::from_utf8(first)
+            .map_err(drop)
+            .and_then(|name| Scope::named(name).map_err(drop))
+        {
             // The scope ends at the first bar: another scope with another id never meets it.
             let key = scope.key(b);
-            assert_eq!(key.as_str().split_once('|'), Some((std::str::from_utf8(first).unwrap_or_default(), b.as_str())));
+            assert_eq!(
+                key.as_str().split_once('|'),
+                Some((std::str::from_utf8(first).unwrap_or_default(), b.as_str()))
+            );
         }
     }
-    let message = Message::new(data.to_vec()).with_key(first.to_vec()).with_message_id(second.to_vec()).with_header("id", data);
+    let message = Message::new(data.to_vec())
+        .with_key(first.to_vec())
+        .with_message_id(second.to_vec())
+        .with_header("id", data);
     let pointer = String::from_utf8_lossy(first);
     for source in [
         IdSource::header("id"),

@@ -1,4 +1,5 @@
-//! URLs with a password in them: whatever is wrong with one, nothing that is shown holds the password.
+//! URLs with a password in them: whatever is wrong with one, nothing that is shown holds the
+//! password.
 
 use oncegate_redis::Redis;
 
@@ -13,8 +14,8 @@ const PASSWORD: &str = "zqWxvkTsyGuRh";
 /// If that does not hold.
 pub fn urls(data: &[u8]) {
     let text = String::from_utf8_lossy(data);
-    // Whoever writes it where a user, a host or a path stands gets it shown; and the fuzzer learns what it is looked for.
-    // A URL is read without its line ends and tabs.
+    // Whoever writes it where a user, a host or a path stands gets it shown; and the fuzzer learns
+    // what it is looked for. A URL is read without its line ends and tabs.
     if text.replace(['\n', '\r', '\t'], "").contains(PASSWORD) {
         return;
     }
@@ -36,7 +37,10 @@ pub fn urls(data: &[u8]) {
             Err(error) => format!("{error} {error:?}"),
         };
         assert!(!shown.contains(PASSWORD), "{url:?} is shown as {shown:?}");
-        assert!(!shown.contains(['\n', '\r']) || url.contains("://") || !url.contains(PASSWORD), "{shown:?}");
+        assert!(
+            !shown.contains(['\n', '\r']) || url.contains("://") || !url.contains(PASSWORD),
+            "{shown:?}"
+        );
     }
     for url in [
         text.to_string(),
@@ -45,11 +49,22 @@ pub fn urls(data: &[u8]) {
         format!("{before}://u:{PASSWORD}@{after}"),
     ] {
         // The name of a socket is shown, whatever it looks like.
-        if url.to_ascii_lowercase().replace(['\n', '\r', '\t'], "").contains("unix:") {
+        if url
+            .to_ascii_lowercase()
+            .replace(['\n', '\r', '\t'], "")
+            .contains("unix:")
+        {
             continue;
         }
         let shown = format!("{:?}", Redis::at(&url));
-        let place = url.split_once("://").map_or("", |(_, rest)| rest).rsplit_once('@').map_or("", |(_, place)| place);
-        assert!(!shown.contains(PASSWORD) || place.contains(PASSWORD), "{url:?} is shown as {shown}");
+        let place = url
+            .split_once("://")
+            .map_or("", |(_, rest)| rest)
+            .rsplit_once('@')
+            .map_or("", |(_, place)| place);
+        assert!(
+            !shown.contains(PASSWORD) || place.contains(PASSWORD),
+            "{url:?} is shown as {shown}"
+        );
     }
 }

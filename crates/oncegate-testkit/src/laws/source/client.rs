@@ -3,13 +3,20 @@
 use std::time::{Duration, Instant};
 
 use oncegate_core::marker::Verdict;
-use oncegate_core::road::{self, Event, Freshness, History, Parks, Policy, Settlement, Stage, Step};
-use oncegate_core::{Delivery, Guarantee, Incoming, Limit, Message, Outage, Settled, Source, Story};
+use oncegate_core::road::{
+    self, Event, Freshness, History, Parks, Policy, Settlement, Stage, Step,
+};
+use oncegate_core::{
+    Delivery, Guarantee, Incoming, Limit, Message, Outage, Settled, Source, Story,
+};
 
 use super::{Destination, TestQueue};
 
 /// More than any law has.
-pub(super) const ALL: Limit = Limit { count: 10_000, bytes: 64 << 20 };
+pub(super) const ALL: Limit = Limit {
+    count: 10_000,
+    bytes: 64 << 20,
+};
 
 /// A source that is open, and how long it may take for anything.
 pub(super) struct Client<S>(pub(super) Box<S>, Duration);
@@ -25,12 +32,26 @@ impl<S: Source + 'static> Client<S> {
         let receiving = async {
             while all.len() < count {
                 let mut incoming = Vec::new();
-                self.0.receive(Limit { count: count - all.len(), ..ALL }, &mut incoming).await.expect("it receives");
+                self.0
+                    .receive(
+                        Limit {
+                            count: count - all.len(),
+                            ..ALL
+                        },
+                        &mut incoming,
+                    )
+                    .await
+                    .expect("it receives");
                 all.extend(incoming.into_iter().filter_map(delivery));
             }
         };
         let in_time = tokio::time::timeout(patience, receiving).await.is_ok();
-        assert!(in_time, "{} of {count} deliveries came in {patience:?}: {:?}", all.len(), bodies(&all));
+        assert!(
+            in_time,
+            "{} of {count} deliveries came in {patience:?}: {:?}",
+            all.len(),
+            bodies(&all)
+        );
         all
     }
 
@@ -45,27 +66,58 @@ impl<S: Source + 'static> Client<S> {
             let mut incoming = Vec::new();
             let _ = tokio::time::timeout(left, self.0.receive(ALL, &mut incoming)).await;
             let heard: Vec<_> = incoming.into_iter().filter_map(delivery).collect();
-            assert!(heard.is_empty(), "{why}, and it delivered {:?}", bodies(&heard));
+            assert!(
+                heard.is_empty(),
+                "{why}, and it delivered {:?}",
+                bodies(&heard)
+            );
         }
     }
 
-    pub(super) async fn settle(&mut self, settled: impl IntoIterator<Item = (Delivery, Settlement)>) {
-        let mut settled = settled.into_iter().map(|(delivery, settlement)| Settled { delivery, settlement, story: None }).collect();
+    pub(super) async fn settle(
+        &mut self,
+        settled: impl IntoIterator<Item = (Delivery, Settlement)>,
+    ) {
+        let mut settled = settled
+            .into_iter()
+            .map(|(delivery, settlement)| Settled {
+                delivery,
+                settlement,
+                story: None,
+            })
+            .collect();
         self.0.settle(&mut settled).await.expect("it settles");
         assert!(settled.is_empty(), "settling empties the list");
     }
 
-    pub(super) async fn settle_with(&mut self, delivery: Delivery, settlement: Settlement, story: Story) {
-        let mut settled = vec![Settled { delivery, settlement, story: Some(Box::new(story)) }];
+    pub(super) async fn settle_with(
+        &mut self,
+        delivery: Delivery,
+        settlement: Settlement,
+        story: Story,
+    ) {
+        let mut settled = vec![Settled {
+            delivery,
+            settlement,
+            story: Some(Box::new(story)),
+        }];
         self.0.settle(&mut settled).await.expect("it settles");
     }
 
     pub(super) async fn accept(&mut self, deliveries: impl IntoIterator<Item = Delivery>) {
-        self.settle(deliveries.into_iter().map(|delivery| (delivery, accepted()))).await;
+        self.settle(
+            deliveries
+                .into_iter()
+                .map(|delivery| (delivery, accepted())),
+        )
+        .await;
     }
 
     pub(super) async fn close(self) {
-        self.0.close(Instant::now() + self.1).await.expect("all that was settled is carried out");
+        self.0
+            .close(Instant::now() + self.1)
+            .await
+            .expect("all that was settled is carried out");
     }
 
     /// Closes it where deliveries are left that were never settled, which is no error.
@@ -102,7 +154,11 @@ pub(super) fn numbers(range: impl IntoIterator<Item = usize>) -> Vec<String> {
 }
 
 /// What stands in a destination, once it is so many messages.
-pub(super) async fn set_aside(queue: &impl TestQueue, destination: Destination, count: usize) -> Vec<Message> {
+pub(super) async fn set_aside(
+    queue: &impl TestQueue,
+    destination: Destination,
+    count: usize,
+) -> Vec<Message> {
     let until = Instant::now() + queue.patience();
     loop {
         let found = queue.set_aside(destination).await;
@@ -110,12 +166,17 @@ pub(super) async fn set_aside(queue: &impl TestQueue, destination: Destination, 
             assert_eq!(found.len(), count, "{destination:?}");
             return found;
         }
-        assert!(Instant::now() < until, "{} of {count} messages stand in {destination:?}", found.len());
+        assert!(
+            Instant::now() < until,
+            "{} of {count} messages stand in {destination:?}",
+            found.len()
+        );
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }
 
-/// An acceptance, for tests of a source. The road alone can make one, so it is asked what becomes of a duplicate.
+/// An acceptance, for tests of a source. The road alone can make one, so it is asked what becomes
+/// of a duplicate.
 pub fn accepted() -> Settlement {
     let policy = Policy {
         guarantee: Guarantee::EffectivelyOnce,
@@ -128,7 +189,13 @@ pub fn accepted() -> Settlement {
         longest_backoff: Duration::from_millis(1),
         outage: Outage::Hold,
     };
-    let stage = Stage::Claiming(History { failures: 0, freshness: Freshness::Fresh }, Parks(0));
+    let stage = Stage::Claiming(
+        History {
+            failures: 0,
+            freshness: Freshness::Fresh,
+        },
+        Parks(0),
+    );
     match road::next(stage, Event::Answer(Verdict::Duplicate), &policy) {
         (_, Step::Settle(settlement)) => settlement,
         other => unreachable!("a duplicate is accepted: {other:?}"),

@@ -15,7 +15,9 @@ pub async fn messages_arrive_as_they_were_sent_and_in_order(queue: impl TestQueu
         Message::new("plain"),
         Message::new(""),
         Message::new(binary.clone()),
-        Message::new("with headers").with_header("payment-id", "42").with_header("Odd name, with spaces", "ä €"),
+        Message::new("with headers")
+            .with_header("payment-id", "42")
+            .with_header("Odd name, with spaces", "ä €"),
         Message::new(vec![b'x'; 100_000]),
     ];
     for message in &sent {
@@ -40,12 +42,15 @@ pub async fn what_came_is_not_delivered_again_while_it_is_open(queue: impl TestQ
     publish_numbers(&queue, 3).await;
     let mut client = Client::of(&queue).await;
     let open = client.receive(3).await;
-    client.hears_nothing(Duration::from_millis(700), "all are open").await;
+    client
+        .hears_nothing(Duration::from_millis(700), "all are open")
+        .await;
     client.accept(open).await;
     client.close().await;
 }
 
-/// Neither in number nor in bytes; but one delivery that is larger than the bound is handed over alone.
+/// Neither in number nor in bytes; but one delivery that is larger than the bound is handed over
+/// alone.
 pub async fn no_more_is_handed_over_than_was_asked_for(queue: impl TestQueue) {
     for _ in 0..10 {
         queue.publish(Message::new(vec![b'x'; 1_000])).await;
@@ -53,15 +58,30 @@ pub async fn no_more_is_handed_over_than_was_asked_for(queue: impl TestQueue) {
     let mut client = Client::of(&queue).await;
     let mut all = Vec::new();
     for limit in [
-        Limit { count: 1, bytes: 1 << 20 },
-        Limit { count: 3, bytes: 1 << 20 },
-        Limit { count: 100, bytes: 2_500 },
-        Limit { count: 100, bytes: 10 },
+        Limit {
+            count: 1,
+            bytes: 1 << 20,
+        },
+        Limit {
+            count: 3,
+            bytes: 1 << 20,
+        },
+        Limit {
+            count: 100,
+            bytes: 2_500,
+        },
+        Limit {
+            count: 100,
+            bytes: 10,
+        },
     ] {
         let mut incoming = Vec::new();
         while incoming.is_empty() {
             let receiving = client.0.receive(limit, &mut incoming);
-            tokio::time::timeout(queue.patience(), receiving).await.expect("there is more").expect("it receives");
+            tokio::time::timeout(queue.patience(), receiving)
+                .await
+                .expect("there is more")
+                .expect("it receives");
         }
         let came: Vec<_> = incoming.into_iter().filter_map(delivery).collect();
         let bytes: usize = came.iter().map(|it| it.message.size()).sum();
@@ -84,7 +104,11 @@ pub async fn who_asks_for_nothing_gets_nothing(queue: impl TestQueue) {
     let first = client.receive(1).await;
     for _ in 0..5 {
         let mut incoming = Vec::new();
-        let _ = tokio::time::timeout(Duration::from_millis(100), client.0.receive(Limit::NOTHING, &mut incoming)).await;
+        let _ = tokio::time::timeout(
+            Duration::from_millis(100),
+            client.0.receive(Limit::NOTHING, &mut incoming),
+        )
+        .await;
         assert!(incoming.into_iter().filter_map(delivery).next().is_none());
     }
     let rest = client.receive(2).await;
@@ -107,7 +131,10 @@ pub async fn a_dropped_receive_loses_nothing(queue: impl TestQueue) {
         while all.len() < 100 {
             let mut incoming = Vec::new();
             // Polled once, then given up, in turn with one that waits a little.
-            let dropped = client.0.receive(Limit { count: 7, ..ALL }, &mut incoming).now_or_never();
+            let dropped = client
+                .0
+                .receive(Limit { count: 7, ..ALL }, &mut incoming)
+                .now_or_never();
             dropped.unwrap_or(Ok(())).expect("it receives");
             let waiting = client.0.receive(Limit { count: 7, ..ALL }, &mut incoming);
             if let Ok(received) = tokio::time::timeout(Duration::from_millis(3), waiting).await {
@@ -118,7 +145,9 @@ pub async fn a_dropped_receive_loses_nothing(queue: impl TestQueue) {
         all
     };
     let both = async { tokio::join!(publishing, receiving).1 };
-    let all = tokio::time::timeout(queue.patience(), both).await.expect("all of them come");
+    let all = tokio::time::timeout(queue.patience(), both)
+        .await
+        .expect("all of them come");
     assert_eq!(bodies(&all), numbers(0..100));
     client.accept(all).await;
     client.close().await;

@@ -30,7 +30,8 @@ pub async fn what_is_accepted_never_comes_back(queue: impl TestQueue) {
     }
     client.close().await;
     let mut next = Client::of(&queue).await;
-    next.hears_nothing(Duration::from_secs(2), "all were accepted").await;
+    next.hears_nothing(Duration::from_secs(2), "all were accepted")
+        .await;
     next.close().await;
 }
 
@@ -44,7 +45,10 @@ pub async fn what_is_not_settled_comes_back(queue: impl TestQueue) {
     let mut next = Client::of(&queue).await;
     let again = next.receive(5).await;
     assert_eq!(bodies(&again), numbers(0..5));
-    assert!(again.iter().all(|it| it.failures == 0), "a shutdown is no failure");
+    assert!(
+        again.iter().all(|it| it.failures == 0),
+        "a shutdown is no failure"
+    );
     next.accept(again).await;
     next.close().await;
 }
@@ -79,8 +83,15 @@ pub async fn a_gap_keeps_its_place_and_nothing_else(queue: impl TestQueue) {
     while !bodies(&came).contains(&"3".to_owned()) {
         came.push(next.receive_one().await);
     }
-    // What lies beyond a gap may come again, and its done marker tells. What lies before it may not.
-    assert!(bodies(&came).iter().all(|it| it.parse::<u32>().is_ok_and(|it| it >= 3)), "{:?}", bodies(&came));
+    // What lies beyond a gap may come again, and its done marker tells. What lies before it may
+    // not.
+    assert!(
+        bodies(&came)
+            .iter()
+            .all(|it| it.parse::<u32>().is_ok_and(|it| it >= 3)),
+        "{:?}",
+        bodies(&came)
+    );
     next.accept(came).await;
     next.close_unsettled().await;
 }
@@ -94,6 +105,7 @@ pub async fn a_stopped_source_still_settles(queue: impl TestQueue) {
     client.accept(all).await;
     client.close().await;
     let mut next = Client::of(&queue).await;
-    next.hears_nothing(Duration::from_secs(2), "all were accepted").await;
+    next.hears_nothing(Duration::from_secs(2), "all were accepted")
+        .await;
     next.close().await;
 }

@@ -10,12 +10,17 @@ use super::client::*;
 use super::{Destination, TestQueue};
 
 fn header<'a>(message: &'a Message, name: &str) -> Option<&'a str> {
-    message.headers.last(name).map(|value| std::str::from_utf8(value).expect("oncegate writes text"))
+    message
+        .headers
+        .last(name)
+        .map(|value| std::str::from_utf8(value).expect("oncegate writes text"))
 }
 
 /// With its body, its headers, and what a person wants to know; and it never comes back.
 pub async fn what_is_rejected_stands_in_the_dead_letters_with_its_story(queue: impl TestQueue) {
-    queue.publish(Message::new("poison").with_header("payment-id", "42")).await;
+    queue
+        .publish(Message::new("poison").with_header("payment-id", "42"))
+        .await;
     let mut client = Client::of(&queue).await;
     let poison = client.receive_one().await;
     let story = Story {
@@ -25,7 +30,9 @@ pub async fn what_is_rejected_stands_in_the_dead_letters_with_its_story(queue: i
         first_error: Some("no route".into()),
         last_error: Some("no such card".into()),
     };
-    client.settle_with(poison, Settlement::Reject(Reason::AttemptsSpent), story).await;
+    client
+        .settle_with(poison, Settlement::Reject(Reason::AttemptsSpent), story)
+        .await;
     client.close().await;
     let letters = set_aside(&queue, Destination::DeadLetters, 1).await;
     let letter = &letters[0];
@@ -44,7 +51,8 @@ pub async fn what_is_rejected_stands_in_the_dead_letters_with_its_story(queue: i
     assert!(header(letter, headers::ORIGIN).is_some_and(|origin| !origin.is_empty()));
     assert!(queue.set_aside(Destination::InDoubt).await.is_empty());
     let mut next = Client::of(&queue).await;
-    next.hears_nothing(Duration::from_secs(2), "it was rejected").await;
+    next.hears_nothing(Duration::from_secs(2), "it was rejected")
+        .await;
     next.close().await;
 }
 
@@ -53,10 +61,18 @@ pub async fn what_is_in_doubt_stands_apart(queue: impl TestQueue) {
     publish_numbers(&queue, 1).await;
     let mut client = Client::of(&queue).await;
     let delivery = client.receive_one().await;
-    client.settle([(delivery, Settlement::Reject(Reason::InDoubt(Cause::TimedOut)))]).await;
+    client
+        .settle([(
+            delivery,
+            Settlement::Reject(Reason::InDoubt(Cause::TimedOut)),
+        )])
+        .await;
     client.close().await;
     let letters = set_aside(&queue, Destination::InDoubt, 1).await;
-    assert_eq!((&letters[0].body[..], header(&letters[0], headers::REASON)), (&b"0"[..], Some("in-doubt-timed-out")));
+    assert_eq!(
+        (&letters[0].body[..], header(&letters[0], headers::REASON)),
+        (&b"0"[..], Some("in-doubt-timed-out"))
+    );
     assert!(queue.set_aside(Destination::DeadLetters).await.is_empty());
 }
 
@@ -66,14 +82,23 @@ pub async fn many_rejections_at_once_all_arrive(queue: impl TestQueue) {
     publish_numbers(&queue, MANY).await;
     let mut client = Client::of(&queue).await;
     let all = client.receive(MANY).await;
-    client.settle(all.into_iter().map(|delivery| (delivery, Settlement::Reject(Reason::Refused)))).await;
+    client
+        .settle(
+            all.into_iter()
+                .map(|delivery| (delivery, Settlement::Reject(Reason::Refused))),
+        )
+        .await;
     client.close().await;
     let letters = set_aside(&queue, Destination::DeadLetters, MANY).await;
-    let mut came: Vec<usize> = letters.iter().map(|it| String::from_utf8_lossy(&it.body).parse().expect("a number")).collect();
+    let mut came: Vec<usize> = letters
+        .iter()
+        .map(|it| String::from_utf8_lossy(&it.body).parse().expect("a number"))
+        .collect();
     came.sort_unstable();
     assert_eq!(came, Vec::from_iter(0..MANY));
     let mut next = Client::of(&queue).await;
-    next.hears_nothing(Duration::from_secs(2), "all were rejected").await;
+    next.hears_nothing(Duration::from_secs(2), "all were rejected")
+        .await;
     next.close().await;
 }
 
@@ -92,14 +117,24 @@ pub async fn each_settlement_of_a_batch_is_its_own(queue: impl TestQueue) {
     });
     client.settle(settled.collect::<Vec<_>>()).await;
     let again = client.receive(20).await;
-    assert_eq!(bodies(&again), numbers((0..60).filter(|number| number % 3 == 1)));
+    assert_eq!(
+        bodies(&again),
+        numbers((0..60).filter(|number| number % 3 == 1))
+    );
     client.accept(again).await;
     client.close().await;
     let letters = set_aside(&queue, Destination::DeadLetters, 20).await;
-    let mut came: Vec<usize> = letters.iter().map(|it| String::from_utf8_lossy(&it.body).parse().expect("a number")).collect();
+    let mut came: Vec<usize> = letters
+        .iter()
+        .map(|it| String::from_utf8_lossy(&it.body).parse().expect("a number"))
+        .collect();
     came.sort_unstable();
-    assert_eq!(came, Vec::from_iter((0..60).filter(|number| number % 3 == 2)));
+    assert_eq!(
+        came,
+        Vec::from_iter((0..60).filter(|number| number % 3 == 2))
+    );
     let mut next = Client::of(&queue).await;
-    next.hears_nothing(Duration::from_secs(2), "all were settled").await;
+    next.hears_nothing(Duration::from_secs(2), "all were settled")
+        .await;
     next.close().await;
 }

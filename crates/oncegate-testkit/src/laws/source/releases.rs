@@ -7,8 +7,11 @@ use oncegate_core::Message;
 use super::TestQueue;
 use super::client::*;
 
-/// Not before its delay, with the failures that it was released with; what else is there goes on meanwhile.
-pub async fn what_is_released_comes_back_after_its_delay_and_holds_up_no_other(queue: impl TestQueue) {
+/// Not before its delay, with the failures that it was released with; what else is there goes on
+/// meanwhile.
+pub async fn what_is_released_comes_back_after_its_delay_and_holds_up_no_other(
+    queue: impl TestQueue,
+) {
     const DELAY: Duration = Duration::from_millis(1_500);
     publish_numbers(&queue, 1).await;
     let mut client = Client::of(&queue).await;
@@ -28,7 +31,8 @@ pub async fn what_is_released_comes_back_after_its_delay_and_holds_up_no_other(q
     client.accept([again]).await;
     client.close().await;
     let mut next = Client::of(&queue).await;
-    next.hears_nothing(Duration::from_secs(1), "all were accepted").await;
+    next.hears_nothing(Duration::from_secs(1), "all were accepted")
+        .await;
     next.close().await;
 }
 
@@ -38,7 +42,12 @@ pub async fn what_is_released_for_long_comes_back_to_the_next_source(queue: impl
     let mut client = Client::of(&queue).await;
     let mut all = client.receive(3).await;
     let last = all.pop().expect("there are three");
-    client.settle(all.into_iter().map(|delivery| (delivery, released(Duration::from_secs(4), 1)))).await;
+    client
+        .settle(
+            all.into_iter()
+                .map(|delivery| (delivery, released(Duration::from_secs(4), 1))),
+        )
+        .await;
     client.accept([last]).await;
     client.close_unsettled().await;
     let mut next = Client::of(&queue).await;
@@ -56,12 +65,19 @@ pub async fn what_is_released_again_and_again_keeps_its_count(queue: impl TestQu
     let mut client = Client::of(&queue).await;
     for failures in 0..5 {
         let delivery = client.receive_one().await;
-        assert_eq!((body(&delivery).as_str(), delivery.failures), ("0", failures));
-        client.settle([(delivery, released(Duration::from_millis(10), failures + 1))]).await;
+        assert_eq!(
+            (body(&delivery).as_str(), delivery.failures),
+            ("0", failures)
+        );
+        client
+            .settle([(delivery, released(Duration::from_millis(10), failures + 1))])
+            .await;
     }
     // Held elsewhere is no failure: it is released with the count that it came with.
     let busy = client.receive_one().await;
-    client.settle([(busy, released(Duration::from_millis(10), 5))]).await;
+    client
+        .settle([(busy, released(Duration::from_millis(10), 5))])
+        .await;
     let last = client.receive_one().await;
     assert_eq!(last.failures, 5);
     client.accept([last]).await;
@@ -74,7 +90,13 @@ pub async fn releases_come_back_in_the_order_of_their_delays(queue: impl TestQue
     let mut client = Client::of(&queue).await;
     let all = client.receive(3).await;
     let delays = [900, 500, 100].map(Duration::from_millis);
-    client.settle(all.into_iter().zip(delays).map(|(delivery, delay)| (delivery, released(delay, 1)))).await;
+    client
+        .settle(
+            all.into_iter()
+                .zip(delays)
+                .map(|(delivery, delay)| (delivery, released(delay, 1))),
+        )
+        .await;
     let again = client.receive(3).await;
     assert_eq!(bodies(&again), ["2", "1", "0"]);
     client.accept(again).await;

@@ -3,11 +3,14 @@
 use std::sync::Arc;
 
 use oncegate_core::Store;
-use oncegate_core::marker::{Ask, Attempts, Effect, Fingerprint, Guarantee, Marker, Operation, Token, Verdict};
+use oncegate_core::marker::{
+    Ask, Attempts, Effect, Fingerprint, Guarantee, Marker, Operation, Token, Verdict,
+};
 
 use crate::laws::ask::{
-    AT_MOST_ONCE, Asker, BOTH, CRASHED_ONCE, DOUBTED_ONCE, EFFECTIVELY_ONCE, LONG, MINE, TAKEN_OVER, THEIRS, body, cleared, doubted,
-    granted, hold, key, of_body, over, reconciled, reconciling, rejected, running, verdicts,
+    AT_MOST_ONCE, Asker, BOTH, CRASHED_ONCE, DOUBTED_ONCE, EFFECTIVELY_ONCE, LONG, MINE,
+    TAKEN_OVER, THEIRS, body, cleared, doubted, granted, hold, key, of_body, over, reconciled,
+    reconciling, rejected, running, verdicts,
 };
 use crate::laws::rows::{keep, row};
 
@@ -19,12 +22,23 @@ const BUSY: Verdict = Verdict::Busy { remaining: LONG };
 
 /// The doubt of the attempt before is taken.
 fn in_doubt(attempt: u32) -> Verdict {
-    Verdict::InDoubt(Attempts { number: attempt, ..DOUBTED_ONCE })
+    Verdict::InDoubt(Attempts {
+        number: attempt,
+        ..DOUBTED_ONCE
+    })
 }
 
 /// A new id is granted as attempt 1.
 pub async fn a_new_id_is_granted(store: Arc<dyn Store>) {
-    let rows = BOTH.map(|of| row("claim: absent", Marker::Absent, claim(of), granted(1), running(of, MINE, 1)));
+    let rows = BOTH.map(|of| {
+        row(
+            "claim: absent",
+            Marker::Absent,
+            claim(of),
+            granted(1),
+            running(of, MINE, 1),
+        )
+    });
     keep(&*store, &rows).await;
 }
 
@@ -34,30 +48,76 @@ pub async fn a_cleared_id_is_granted_its_next_attempt(store: Arc<dyn Store>) {
     for of in BOTH {
         for (before, next) in [(1, 2), (3, 4), (9, 10), (u32::MAX, u32::MAX)] {
             let given = cleared(before, Effect::Nothing);
-            rows.push(row("claim: cleared", given, claim(of), granted(next), running(of, MINE, next)));
+            rows.push(row(
+                "claim: cleared",
+                given,
+                claim(of),
+                granted(next),
+                running(of, MINE, next),
+            ));
         }
         // A person sent it back: the fence goes on, and the budget begins anew.
-        let attempts = Attempts { number: 6, base: 5, crashes: 0 };
-        let given = Marker::Cleared { attempts: Attempts::all_forgiven(5), effect: Effect::Nothing };
+        let attempts = Attempts {
+            number: 6,
+            base: 5,
+            crashes: 0,
+        };
+        let given = Marker::Cleared {
+            attempts: Attempts::all_forgiven(5),
+            effect: Effect::Nothing,
+        };
         let becomes = Marker::InProgress(hold(of, MINE, attempts, Effect::Nothing));
-        rows.push(row("claim: cleared, sent back", given, claim(of), Verdict::Granted(attempts), becomes));
+        rows.push(row(
+            "claim: cleared, sent back",
+            given,
+            claim(of),
+            Verdict::Granted(attempts),
+            becomes,
+        ));
     }
     keep(&*store, &rows).await;
 }
 
-/// An unknown outcome outlives the guarantee under which it arose: it is in doubt where it is claimed at most once, and stays
-/// unknown where it is run again.
+/// An unknown outcome outlives the guarantee under which it arose: it is in doubt where it is
+/// claimed at most once, and stays unknown where it is run again.
 pub async fn an_unknown_outcome_is_in_doubt_in_at_most_once(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for (before, base) in [(1, 0), (4, 0), (5, 5), (5, 2)] {
-        let given = Marker::Cleared { attempts: Attempts { number: before, base, crashes: 0 }, effect: Effect::Unknown };
-        let doubt = Attempts { number: before + 1, base: base + 1, crashes: 0 };
+        let given = Marker::Cleared {
+            attempts: Attempts {
+                number: before,
+                base,
+                crashes: 0,
+            },
+            effect: Effect::Unknown,
+        };
+        let doubt = Attempts {
+            number: before + 1,
+            base: base + 1,
+            crashes: 0,
+        };
         let name = "claim: cleared, outcome unknown, at most once";
-        rows.push(row(name, given, claim(AT_MOST_ONCE), Verdict::InDoubt(doubt), reconciling(MINE, doubt)));
-        let grant = Attempts { number: before + 1, base, crashes: 0 };
+        rows.push(row(
+            name,
+            given,
+            claim(AT_MOST_ONCE),
+            Verdict::InDoubt(doubt),
+            reconciling(MINE, doubt),
+        ));
+        let grant = Attempts {
+            number: before + 1,
+            base,
+            crashes: 0,
+        };
         let becomes = Marker::InProgress(hold(EFFECTIVELY_ONCE, MINE, grant, Effect::Unknown));
         let name = "claim: cleared, outcome unknown, effectively once";
-        rows.push(row(name, given, claim(EFFECTIVELY_ONCE), Verdict::Granted(grant), becomes));
+        rows.push(row(
+            name,
+            given,
+            claim(EFFECTIVELY_ONCE),
+            Verdict::Granted(grant),
+            becomes,
+        ));
     }
     keep(&*store, &rows).await;
 }
@@ -66,9 +126,24 @@ pub async fn an_unknown_outcome_is_in_doubt_in_at_most_once(store: Arc<dyn Store
 pub async fn a_repeated_claim_is_the_same_grant(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
-        for given in [running(of, MINE, 1), running(of, MINE, 4), over(running(of, MINE, 1)), over(running(of, MINE, 4))] {
-            let attempt = if given == running(of, MINE, 1) || given == over(running(of, MINE, 1)) { 1 } else { 4 };
-            rows.push(row("claim: in progress, my token", given, claim(of), granted(attempt), given));
+        for given in [
+            running(of, MINE, 1),
+            running(of, MINE, 4),
+            over(running(of, MINE, 1)),
+            over(running(of, MINE, 4)),
+        ] {
+            let attempt = if given == running(of, MINE, 1) || given == over(running(of, MINE, 1)) {
+                1
+            } else {
+                4
+            };
+            rows.push(row(
+                "claim: in progress, my token",
+                given,
+                claim(of),
+                granted(attempt),
+                given,
+            ));
         }
     }
     keep(&*store, &rows).await;
@@ -80,7 +155,13 @@ pub async fn a_live_lease_is_busy(store: Arc<dyn Store>) {
     for holder in BOTH {
         for claimer in BOTH {
             for given in [running(holder, THEIRS, 1), running(holder, THEIRS, 4)] {
-                rows.push(row("claim: in progress, lease alive", given, claim(claimer), BUSY, given));
+                rows.push(row(
+                    "claim: in progress, lease alive",
+                    given,
+                    claim(claimer),
+                    BUSY,
+                    given,
+                ));
             }
         }
     }
@@ -92,22 +173,45 @@ pub async fn an_ended_lease_is_taken_over_in_effectively_once(store: Arc<dyn Sto
     let of = EFFECTIVELY_ONCE;
     let rows = [(1, 2), (4, 5), (u32::MAX, u32::MAX)].map(|(before, next)| {
         let given = over(running(of, THEIRS, before));
-        let attempts = Attempts { number: next, ..TAKEN_OVER };
+        let attempts = Attempts {
+            number: next,
+            ..TAKEN_OVER
+        };
         let becomes = Marker::InProgress(hold(of, MINE, attempts, Effect::Unknown));
-        row("claim: in progress, lease over, effectively once", given, claim(of), Verdict::Granted(attempts), becomes)
+        row(
+            "claim: in progress, lease over, effectively once",
+            given,
+            claim(of),
+            Verdict::Granted(attempts),
+            becomes,
+        )
     });
     keep(&*store, &rows).await;
 }
 
-/// A lease that is over is in doubt under the claimer's token and the next attempt, if one of the two is at most once.
+/// A lease that is over is in doubt under the claimer's token and the next attempt, if one of the
+/// two is at most once.
 pub async fn an_ended_lease_is_in_doubt_in_at_most_once(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for (holder, claimer) in [(AT_MOST_ONCE, AT_MOST_ONCE), (AT_MOST_ONCE, EFFECTIVELY_ONCE), (EFFECTIVELY_ONCE, AT_MOST_ONCE)] {
+    for (holder, claimer) in [
+        (AT_MOST_ONCE, AT_MOST_ONCE),
+        (AT_MOST_ONCE, EFFECTIVELY_ONCE),
+        (EFFECTIVELY_ONCE, AT_MOST_ONCE),
+    ] {
         for (before, next) in [(1, 2), (4, 5)] {
             let given = over(running(holder, THEIRS, before));
-            let attempts = Attempts { number: next, ..CRASHED_ONCE };
+            let attempts = Attempts {
+                number: next,
+                ..CRASHED_ONCE
+            };
             let (verdict, becomes) = (Verdict::InDoubt(attempts), reconciling(MINE, attempts));
-            rows.push(row("claim: in progress, lease over, at most once", given, claim(claimer), verdict, becomes));
+            rows.push(row(
+                "claim: in progress, lease over, at most once",
+                given,
+                claim(claimer),
+                verdict,
+                becomes,
+            ));
         }
     }
     keep(&*store, &rows).await;
@@ -118,27 +222,70 @@ pub async fn a_repeated_claim_is_the_same_doubt(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
         for given in [reconciled(MINE, 2), over(reconciled(MINE, 2))] {
-            rows.push(row("claim: in doubt, my token", given, claim(of), in_doubt(2), given));
+            rows.push(row(
+                "claim: in doubt, my token",
+                given,
+                claim(of),
+                in_doubt(2),
+                given,
+            ));
         }
-        for given in [doubted(AT_MOST_ONCE, MINE, 2), doubted(EFFECTIVELY_ONCE, MINE, 2)] {
-            rows.push(row("claim: in doubt, my token", given, claim(of), Verdict::InDoubt(Attempts::new(2)), given));
+        for given in [
+            doubted(AT_MOST_ONCE, MINE, 2),
+            doubted(EFFECTIVELY_ONCE, MINE, 2),
+        ] {
+            rows.push(row(
+                "claim: in doubt, my token",
+                given,
+                claim(of),
+                Verdict::InDoubt(Attempts::new(2)),
+                given,
+            ));
         }
     }
     keep(&*store, &rows).await;
 }
 
-/// A doubt that nobody reconciles, or whose reconciler's lease is over, goes to the claimer under the next attempt.
+/// A doubt that nobody reconciles, or whose reconciler's lease is over, goes to the claimer under
+/// the next attempt.
 pub async fn a_doubt_goes_to_who_claims_it(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
-        let waiting = [doubted(AT_MOST_ONCE, THEIRS, 2), doubted(EFFECTIVELY_ONCE, THEIRS, 2)];
-        rows.extend(waiting.map(|given| row("claim: in doubt, nobody reconciling", given, claim(of), in_doubt(3), reconciled(MINE, 3))));
+        let waiting = [
+            doubted(AT_MOST_ONCE, THEIRS, 2),
+            doubted(EFFECTIVELY_ONCE, THEIRS, 2),
+        ];
+        rows.extend(waiting.map(|given| {
+            row(
+                "claim: in doubt, nobody reconciling",
+                given,
+                claim(of),
+                in_doubt(3),
+                reconciled(MINE, 3),
+            )
+        }));
         let given = over(reconciled(THEIRS, 2));
-        let attempts = Attempts { number: 3, base: 2, crashes: 1 };
+        let attempts = Attempts {
+            number: 3,
+            base: 2,
+            crashes: 1,
+        };
         let name = "claim: in doubt, another reconciling, lease over";
-        rows.push(row(name, given, claim(of), Verdict::InDoubt(attempts), reconciling(MINE, attempts)));
+        rows.push(row(
+            name,
+            given,
+            claim(of),
+            Verdict::InDoubt(attempts),
+            reconciling(MINE, attempts),
+        ));
         let given = doubted(AT_MOST_ONCE, THEIRS, u32::MAX);
-        rows.push(row("claim: in doubt, last attempt", given, claim(of), in_doubt(u32::MAX), reconciled(MINE, u32::MAX)));
+        rows.push(row(
+            "claim: in doubt, last attempt",
+            given,
+            claim(of),
+            in_doubt(u32::MAX),
+            reconciled(MINE, u32::MAX),
+        ));
     }
     keep(&*store, &rows).await;
 }
@@ -147,7 +294,13 @@ pub async fn a_doubt_goes_to_who_claims_it(store: Arc<dyn Store>) {
 pub async fn a_doubt_that_another_reconciles_is_busy(store: Arc<dyn Store>) {
     let rows = BOTH.map(|of| {
         let given = reconciled(THEIRS, 2);
-        row("claim: in doubt, another reconciling, lease alive", given, claim(of), BUSY, given)
+        row(
+            "claim: in doubt, another reconciling, lease alive",
+            given,
+            claim(of),
+            BUSY,
+            given,
+        )
     });
     keep(&*store, &rows).await;
 }
@@ -155,26 +308,54 @@ pub async fn a_doubt_that_another_reconciles_is_busy(store: Arc<dyn Store>) {
 /// What was rejected is not run again, and whoever asks hears how far its attempts had come.
 pub async fn a_rejected_id_stays_rejected(store: Arc<dyn Store>) {
     let given = rejected(3, None);
-    keep(&*store, &BOTH.map(|of| row("claim: rejected", given, claim(of), Verdict::Rejected { attempt: 3 }, given))).await;
+    keep(
+        &*store,
+        &BOTH.map(|of| {
+            row(
+                "claim: rejected",
+                given,
+                claim(of),
+                Verdict::Rejected { attempt: 3 },
+                given,
+            )
+        }),
+    )
+    .await;
 }
 
 /// What is done is a duplicate.
 pub async fn a_done_id_is_a_duplicate(store: Arc<dyn Store>) {
     let given = Marker::Done(None);
-    keep(&*store, &BOTH.map(|of| row("claim: done", given, claim(of), Verdict::Duplicate, given))).await;
+    keep(
+        &*store,
+        &BOTH.map(|of| row("claim: done", given, claim(of), Verdict::Duplicate, given)),
+    )
+    .await;
 }
 
-/// Another body is told to wait while the first runs, which may yet fail. Once the first one's lease is over it conflicts: the
-/// first may never come back, and nobody waits for that.
+/// Another body is told to wait while the first runs, which may yet fail. Once the first one's
+/// lease is over it conflicts: the first may never come back, and nobody waits for that.
 pub async fn another_body_waits_for_the_first(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
         let (asker, ask) = claim(of);
         let asked = (asker.body(body(7)), ask);
         let given = of_body(running(of, THEIRS, 1), body(8));
-        rows.push(row("claim: another fingerprint, in progress, lease alive", given, asked, BUSY, given));
+        rows.push(row(
+            "claim: another fingerprint, in progress, lease alive",
+            given,
+            asked,
+            BUSY,
+            given,
+        ));
         let over = over(given);
-        rows.push(row("claim: another fingerprint, in progress, lease over", over, asked, Verdict::Conflict, over));
+        rows.push(row(
+            "claim: another fingerprint, in progress, lease over",
+            over,
+            asked,
+            Verdict::Conflict,
+            over,
+        ));
     }
     keep(&*store, &rows).await;
 }
@@ -192,14 +373,20 @@ pub async fn another_body_conflicts_with_what_was_first(store: Arc<dyn Store>) {
             Marker::Done(body(8)),
         ] {
             let asked = (asker.body(body(7)), ask);
-            rows.push(row("claim: another fingerprint, in doubt, rejected or done", given, asked, Verdict::Conflict, given));
+            rows.push(row(
+                "claim: another fingerprint, in doubt, rejected or done",
+                given,
+                asked,
+                Verdict::Conflict,
+                given,
+            ));
         }
     }
     keep(&*store, &rows).await;
 }
 
-/// The same body is no conflict, and neither is a body where there is nothing to compare it with: a claim without a
-/// fingerprint, or a marker without one, such as the bare `1` of another program.
+/// The same body is no conflict, and neither is a body where there is nothing to compare it with: a
+/// claim without a fingerprint, or a marker without one, such as the bare `1` of another program.
 pub async fn a_missing_fingerprint_matches_any_body(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
@@ -208,7 +395,13 @@ pub async fn a_missing_fingerprint_matches_any_body(store: Arc<dyn Store>) {
             let asked = (asker.body(second), ask);
             let taken = of_body(reconciled(MINE, 3), second);
             let doubted = of_body(doubted(AT_MOST_ONCE, THEIRS, 2), first);
-            rows.push(row("claim: in doubt, no other fingerprint", doubted, asked, in_doubt(3), taken));
+            rows.push(row(
+                "claim: in doubt, no other fingerprint",
+                doubted,
+                asked,
+                in_doubt(3),
+                taken,
+            ));
             rows.push(row(
                 "claim: rejected, no other fingerprint",
                 rejected(2, first),
@@ -216,7 +409,13 @@ pub async fn a_missing_fingerprint_matches_any_body(store: Arc<dyn Store>) {
                 Verdict::Rejected { attempt: 2 },
                 rejected(2, first),
             ));
-            rows.push(row("claim: done, no other fingerprint", Marker::Done(first), asked, Verdict::Duplicate, Marker::Done(first)));
+            rows.push(row(
+                "claim: done, no other fingerprint",
+                Marker::Done(first),
+                asked,
+                Verdict::Duplicate,
+                Marker::Done(first),
+            ));
         }
     }
     keep(&*store, &rows).await;
@@ -229,13 +428,31 @@ pub async fn every_fingerprint_is_told_from_every_other(store: Arc<dyn Store>) {
     let done = key("done");
     for first in bodies {
         let asker = |of| Asker::new(AT_MOST_ONCE, Token(1), 1).body(of);
-        assert!(matches!(verdicts(&*store, &[asker(first).asks(Ask::Complete, &done)]).await[0], Verdict::Done { .. }));
-        let claims: Vec<Operation> = bodies.iter().map(|second| asker(*second).claims(&done)).collect();
+        assert!(matches!(
+            verdicts(&*store, &[asker(first).asks(Ask::Complete, &done)]).await[0],
+            Verdict::Done { .. }
+        ));
+        let claims: Vec<Operation> = bodies
+            .iter()
+            .map(|second| asker(*second).claims(&done))
+            .collect();
         for (second, heard) in bodies.iter().zip(verdicts(&*store, &claims).await) {
-            let expected = if *second == first { Verdict::Duplicate } else { Verdict::Conflict };
-            assert_eq!(heard, expected, "{second:?} on an id that is done with {first:?}");
+            let expected = if *second == first {
+                Verdict::Duplicate
+            } else {
+                Verdict::Conflict
+            };
+            assert_eq!(
+                heard, expected,
+                "{second:?} on an id that is done with {first:?}"
+            );
         }
-        let forget = asker(first).asks(Ask::Forget { seen: Marker::Done(first) }, &done);
+        let forget = asker(first).asks(
+            Ask::Forget {
+                seen: Marker::Done(first),
+            },
+            &done,
+        );
         assert_eq!(verdicts(&*store, &[forget]).await, [Verdict::Kept]);
     }
 }

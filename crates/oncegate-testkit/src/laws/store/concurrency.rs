@@ -7,23 +7,33 @@ use oncegate_core::{Key, Store};
 use tokio::sync::Barrier;
 
 use crate::laws::ask::{
-    AT_MOST_ONCE, Asker, BOTH, CRASHED_ONCE, DONE, EFFECTIVELY_ONCE, MINE, SHORT, SLACK, TAKEN_OVER, THEIRS, granted, key, verdict,
-    verdicts,
+    AT_MOST_ONCE, Asker, BOTH, CRASHED_ONCE, DONE, EFFECTIVELY_ONCE, MINE, SHORT, SLACK,
+    TAKEN_OVER, THEIRS, granted, key, verdict, verdicts,
 };
 
 /// The store, and its handle for renewals where it has one: two connections, as two programs have.
 pub(crate) fn handles(store: &Arc<dyn Store>) -> [Arc<dyn Store>; 2] {
-    [store.clone(), store.for_renewals().unwrap_or_else(|| store.clone())]
+    [
+        store.clone(),
+        store.for_renewals().unwrap_or_else(|| store.clone()),
+    ]
 }
 
 /// Asks a hundred times at once, each time with another token.
-async fn a_hundred_at_once(store: &Arc<dyn Store>, ask: impl Fn(Token) -> Operation) -> Vec<Verdict> {
+async fn a_hundred_at_once(
+    store: &Arc<dyn Store>,
+    ask: impl Fn(Token) -> Operation,
+) -> Vec<Verdict> {
     const CLIENTS: usize = 100;
     let ready = Arc::new(Barrier::new(CLIENTS));
     let handles = handles(store);
     let clients: Vec<_> = (0..CLIENTS)
         .map(|client| {
-            let (store, ready, operation) = (handles[client % 2].clone(), ready.clone(), ask(Token(1000 + client as u128)));
+            let (store, ready, operation) = (
+                handles[client % 2].clone(),
+                ready.clone(),
+                ask(Token(1000 + client as u128)),
+            );
             tokio::spawn(async move {
                 ready.wait().await;
                 verdict(&*store, operation).await
@@ -41,16 +51,23 @@ fn count(heard: &[Verdict], like: impl Fn(&Verdict) -> bool) -> usize {
     heard.iter().filter(|verdict| like(verdict)).count()
 }
 
-/// Of a hundred simultaneous claims of a new id one is granted, and all others are told that it is held; in bare, that it
-/// is a duplicate.
+/// Of a hundred simultaneous claims of a new id one is granted, and all others are told that it is
+/// held; in bare, that it is a duplicate.
 pub async fn of_a_hundred_simultaneous_claims_one_is_granted(store: Arc<dyn Store>) {
     for guarantee in [AT_MOST_ONCE, EFFECTIVELY_ONCE, Guarantee::Bare] {
         for round in 0..5 {
             let key = key(format!("{guarantee:?}-{round}"));
-            let heard = a_hundred_at_once(&store, |token| Asker::new(guarantee, token, 0).claims(&key)).await;
+            let heard =
+                a_hundred_at_once(&store, |token| Asker::new(guarantee, token, 0).claims(&key))
+                    .await;
             assert_eq!(count(&heard, |it| *it == granted(1)), 1, "{heard:?}");
-            let others =
-                |it: &Verdict| if guarantee == Guarantee::Bare { *it == Verdict::Duplicate } else { matches!(it, Verdict::Busy { .. }) };
+            let others = |it: &Verdict| {
+                if guarantee == Guarantee::Bare {
+                    *it == Verdict::Duplicate
+                } else {
+                    matches!(it, Verdict::Busy { .. })
+                }
+            };
             assert_eq!(count(&heard, others), 99, "{heard:?}");
         }
     }
@@ -58,32 +75,67 @@ pub async fn of_a_hundred_simultaneous_claims_one_is_granted(store: Arc<dyn Stor
 
 /// Of a hundred simultaneous claims of an id whose lease is over one takes it over, and one alone.
 pub async fn of_a_hundred_simultaneous_takeovers_one_wins(store: Arc<dyn Store>) {
-    for (guarantee, taken) in [(AT_MOST_ONCE, Verdict::InDoubt(CRASHED_ONCE)), (EFFECTIVELY_ONCE, Verdict::Granted(TAKEN_OVER))] {
+    for (guarantee, taken) in [
+        (AT_MOST_ONCE, Verdict::InDoubt(CRASHED_ONCE)),
+        (EFFECTIVELY_ONCE, Verdict::Granted(TAKEN_OVER)),
+    ] {
         for round in 0..5 {
             let key = key(format!("{guarantee:?}-{round}"));
-            assert_eq!(verdict(&*store, Asker::new(guarantee, MINE, 0).lease(SHORT).claims(&key)).await, granted(1));
+            assert_eq!(
+                verdict(
+                    &*store,
+                    Asker::new(guarantee, MINE, 0).lease(SHORT).claims(&key)
+                )
+                .await,
+                granted(1)
+            );
             tokio::time::sleep(SHORT + SLACK).await;
-            let heard = a_hundred_at_once(&store, |token| Asker::new(guarantee, token, 0).claims(&key)).await;
+            let heard =
+                a_hundred_at_once(&store, |token| Asker::new(guarantee, token, 0).claims(&key))
+                    .await;
             assert_eq!(count(&heard, |it| *it == taken), 1, "{heard:?}");
-            assert_eq!(count(&heard, |it| matches!(it, Verdict::Busy { .. })), 99, "{heard:?}");
+            assert_eq!(
+                count(&heard, |it| matches!(it, Verdict::Busy { .. })),
+                99,
+                "{heard:?}"
+            );
         }
     }
 }
 
-/// Of a hundred who each want to free, complete or take what one of them holds, at once, none is told what is not so: a
-/// doubt is taken by one, and a resolved id is claimed by one.
+/// Of a hundred who each want to free, complete or take what one of them holds, at once, none is
+/// told what is not so: a doubt is taken by one, and a resolved id is claimed by one.
 pub async fn of_a_hundred_who_find_a_doubt_one_reconciles(store: Arc<dyn Store>) {
     for round in 0..5 {
         let key = key(format!("k{round}"));
-        assert_eq!(verdict(&*store, Asker::new(AT_MOST_ONCE, MINE, 1).asks(Ask::Doubt, &key)).await, Verdict::Kept);
-        let heard = a_hundred_at_once(&store, |token| Asker::new(AT_MOST_ONCE, token, 0).claims(&key)).await;
-        assert_eq!(count(&heard, |it| *it == Verdict::InDoubt(Attempts::all_forgiven(2))), 1, "{heard:?}");
-        assert_eq!(count(&heard, |it| matches!(it, Verdict::Busy { .. })), 99, "{heard:?}");
+        assert_eq!(
+            verdict(
+                &*store,
+                Asker::new(AT_MOST_ONCE, MINE, 1).asks(Ask::Doubt, &key)
+            )
+            .await,
+            Verdict::Kept
+        );
+        let heard = a_hundred_at_once(&store, |token| {
+            Asker::new(AT_MOST_ONCE, token, 0).claims(&key)
+        })
+        .await;
+        assert_eq!(
+            count(&heard, |it| *it
+                == Verdict::InDoubt(Attempts::all_forgiven(2))),
+            1,
+            "{heard:?}"
+        );
+        assert_eq!(
+            count(&heard, |it| matches!(it, Verdict::Busy { .. })),
+            99,
+            "{heard:?}"
+        );
     }
 }
 
-/// The handle for renewals is the same store, used from a thread and a runtime of its own: what one writes the other
-/// reads.
+/// The handle for renewals is the same store, used from a thread and a runtime of its own: what one
+/// writes the other reads.
 pub async fn the_handle_for_renewals_is_the_same_store(store: Arc<dyn Store>) {
     let handle = handles(&store)[1].clone();
     // The lease of each: what only the handle renewed is still held.
@@ -95,17 +147,32 @@ pub async fn the_handle_for_renewals_is_the_same_store(store: Arc<dyn Store>) {
     let there = keys.clone();
     let elsewhere = std::thread::spawn(move || {
         // As the consumer has it: the handle is used on the runtime of this thread alone.
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .expect("a runtime");
         runtime.block_on(async {
             for (guarantee, key) in &there {
                 let mine = Asker::new(*guarantee, MINE, 1);
                 let stranger = Asker::new(*guarantee, THEIRS, 1);
-                assert_eq!(verdict(&*handle, mine.asks(Ask::Renew, key)).await, Verdict::Kept);
-                assert_eq!(verdict(&*handle, stranger.asks(Ask::Renew, key)).await, Verdict::Lost);
+                assert_eq!(
+                    verdict(&*handle, mine.asks(Ask::Renew, key)).await,
+                    Verdict::Kept
+                );
+                assert_eq!(
+                    verdict(&*handle, stranger.asks(Ask::Renew, key)).await,
+                    Verdict::Lost
+                );
             }
         });
     });
-    tokio::task::spawn_blocking(move || elsewhere.join()).await.expect("not cancelled").expect("the handle renews");
-    let completed: Vec<Operation> = keys.iter().map(|(of, key)| Asker::new(*of, MINE, 1).asks(Ask::Complete, key)).collect();
+    tokio::task::spawn_blocking(move || elsewhere.join())
+        .await
+        .expect("not cancelled")
+        .expect("the handle renews");
+    let completed: Vec<Operation> = keys
+        .iter()
+        .map(|(of, key)| Asker::new(*of, MINE, 1).asks(Ask::Complete, key))
+        .collect();
     assert_eq!(verdicts(&*store, &completed).await, [DONE; 2]);
 }

@@ -1,10 +1,14 @@
-//! Random histories: the store does to each key what [`marker::apply`](oncegate_core::marker::apply) says.
+//! Random histories: the store does to each key what
+//! [`marker::apply`](oncegate_core::marker::apply) says.
 
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use oncegate_core::marker::{self, Age, Ask, Change, Effect, Finding, Fingerprint, Guarantee, Marker, Operation, Terms, Token, Verdict};
+use oncegate_core::marker::{
+    self, Age, Ask, Change, Effect, Finding, Fingerprint, Guarantee, Marker, Operation, Terms,
+    Token, Verdict,
+};
 use oncegate_core::{Key, Store};
 use proptest::collection::vec;
 use proptest::prelude::{Just, Strategy, prop_oneof};
@@ -26,12 +30,12 @@ const STEPS: usize = 16;
 /// How long a broken history is shortened before it is shown.
 const SHORTENING: Duration = Duration::from_secs(10);
 
-/// Random histories of operations and waits: after each step, verdict and marker are those of the reference, by the
-/// store's own clock.
+/// Random histories of operations and waits: after each step, verdict and marker are those of the
+/// reference, by the store's own clock.
 ///
-/// Each history runs on as many keys as it has steps: all of them take its first step, all but the first the second, and
-/// so on. When a key has taken its last step it is asked what it holds, so that each step's marker is looked at although
-/// to look is to change.
+/// Each history runs on as many keys as it has steps: all of them take its first step, all but the
+/// first the second, and so on. When a key has taken its last step it is asked what it holds, so
+/// that each step's marker is looked at although to look is to change.
 pub async fn random_histories_go_as_the_reference_says(store: Arc<dyn Store>) {
     let mut left = seeds(HISTORIES);
     let (mut last, mut more) = (0u64, 0);
@@ -53,7 +57,9 @@ pub async fn random_histories_go_as_the_reference_says(store: Arc<dyn Store>) {
             let (store, steps) = (store.clone(), history(seed).current());
             running.spawn(async move { (seed, run(&*store, &seed.to_string(), &steps).await) });
         }
-        let Some(ended) = running.join_next().await else { break };
+        let Some(ended) = running.join_next().await else {
+            break;
+        };
         match ended.expect("a history does not panic") {
             (_, Ok(verdicts)) => seen.extend(verdicts),
             (seed, Err(why)) => {
@@ -69,12 +75,22 @@ pub async fn random_histories_go_as_the_reference_says(store: Arc<dyn Store>) {
 
 /// Whether every kind of verdict was given.
 fn reaches_all(seen: &HashSet<&'static str>) -> bool {
-    let all = ["Granted", "InDoubt", "Busy", "Duplicate", "Rejected", "Conflict", "Kept", "Done", "Lost"];
+    let all = [
+        "Granted",
+        "InDoubt",
+        "Busy",
+        "Duplicate",
+        "Rejected",
+        "Conflict",
+        "Kept",
+        "Done",
+        "Lost",
+    ];
     all.iter().all(|verdict| seen.contains(verdict))
 }
 
-/// The shortest history that still breaks, by proptest's own way of shortening. Time is part of a history, so what broke
-/// once may not break again.
+/// The shortest history that still breaks, by proptest's own way of shortening. Time is part of a
+/// history, so what broke once may not break again.
 async fn shortest(store: &dyn Store, seed: u64, mut why: String) -> (Vec<Step>, String) {
     let mut tree = history(seed);
     let mut steps = tree.current();
@@ -135,7 +151,9 @@ enum Attempt {
 
 fn history(seed: u64) -> impl ValueTree<Value = Vec<Step>> {
     // Nothing in these strategies is refused.
-    vec(step(), 1..=STEPS).new_tree(&mut runner(seed)).expect("a history")
+    vec(step(), 1..=STEPS)
+        .new_tree(&mut runner(seed))
+        .expect("a history")
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -161,9 +179,15 @@ fn question() -> impl Strategy<Value = Question> {
         2 => select(vec![Effect::Nothing, Effect::Unknown]).prop_map(Asked::SendBackWhatIsThere),
         1 => one_of(&[Ask::SendBack { seen: Marker::Absent, effect: Effect::Unknown }]),
     ];
-    let by = prop_oneof![2 => Just(By::Holder), 1 => (0..4u128).prop_map(|token| By::Any(Token(token)))];
+    let by =
+        prop_oneof![2 => Just(By::Holder), 1 => (0..4u128).prop_map(|token| By::Any(Token(token)))];
     let attempt = prop_oneof![13 => Just(Attempt::ThatOfTheHolder), 2 => Just(Attempt::TheNext), 1 => Just(Attempt::TheLast)];
-    (asked, by, attempt, terms()).prop_map(|(ask, by, attempt, terms)| Question { ask, by, attempt, terms })
+    (asked, by, attempt, terms()).prop_map(|(ask, by, attempt, terms)| Question {
+        ask,
+        by,
+        attempt,
+        terms,
+    })
 }
 
 fn terms() -> impl Strategy<Value = Terms> {
@@ -171,12 +195,28 @@ fn terms() -> impl Strategy<Value = Terms> {
     let guarantee = prop_oneof![3 => Just(Guarantee::AtMostOnce), 3 => Just(Guarantee::EffectivelyOnce), 1 => Just(Guarantee::Bare)];
     let lease = select(vec![Duration::from_millis(40), LONG]);
     let window = select(vec![SECOND / 4, SECOND, 600 * SECOND]);
-    let bodies = vec![None, None, Some(Fingerprint::new(7)), Some(Fingerprint::new(Fingerprint::LIMIT - 1))];
-    (guarantee, lease, window, select(bodies)).prop_map(|(guarantee, lease, window, fingerprint)| {
-        // The literal gate knows whole seconds.
-        let window = if guarantee == Guarantee::Bare { window.max(SECOND) } else { window };
-        Terms { guarantee, lease, window, fingerprint }
-    })
+    let bodies = vec![
+        None,
+        None,
+        Some(Fingerprint::new(7)),
+        Some(Fingerprint::new(Fingerprint::LIMIT - 1)),
+    ];
+    (guarantee, lease, window, select(bodies)).prop_map(
+        |(guarantee, lease, window, fingerprint)| {
+            // The literal gate knows whole seconds.
+            let window = if guarantee == Guarantee::Bare {
+                window.max(SECOND)
+            } else {
+                window
+            };
+            Terms {
+                guarantee,
+                lease,
+                window,
+                fingerprint,
+            }
+        },
+    )
 }
 
 impl Question {
@@ -185,10 +225,15 @@ impl Question {
         let ask = match &self.ask {
             Asked::This(ask) => *ask,
             Asked::ForgetWhatIsThere => Ask::Forget { seen: marker },
-            Asked::SendBackWhatIsThere(effect) => Ask::SendBack { seen: marker, effect: *effect },
+            Asked::SendBackWhatIsThere(effect) => Ask::SendBack {
+                seen: marker,
+                effect: *effect,
+            },
         };
         let (holder, at) = match marker {
-            Marker::InProgress(hold) | Marker::InDoubt(hold, _) => (hold.token, hold.attempts.number),
+            Marker::InProgress(hold) | Marker::InDoubt(hold, _) => {
+                (hold.token, hold.attempts.number)
+            }
             Marker::Cleared { attempts, .. } => (Token(0), attempts.number),
             Marker::Rejected { attempt, .. } => (Token(0), attempt),
             Marker::Absent | Marker::Done(_) => (Token(0), 1),
@@ -202,7 +247,13 @@ impl Question {
             Attempt::TheNext => at.saturating_add(1),
             Attempt::TheLast => u32::MAX,
         };
-        Operation { key: key.clone(), ask, token, attempt, terms: self.terms }
+        Operation {
+            key: key.clone(),
+            ask,
+            token,
+            attempt,
+            terms: self.terms,
+        }
     }
 }
 
@@ -210,10 +261,19 @@ impl Question {
 ///
 /// # Errors
 /// The first answer that the reference cannot have given.
-async fn run(store: &dyn Store, name: &str, steps: &[Step]) -> Result<HashSet<&'static str>, String> {
-    let asked = steps.iter().filter(|step| matches!(step, Step::Ask(_))).count();
+async fn run(
+    store: &dyn Store,
+    name: &str,
+    steps: &[Step],
+) -> Result<HashSet<&'static str>, String> {
+    let asked = steps
+        .iter()
+        .filter(|step| matches!(step, Step::Ask(_)))
+        .count();
     let start = Instant::now();
-    let mut twins: Vec<(Key, Belief)> = (0..asked).map(|it| (key(format!("{name}.{it}")), Belief::new(start))).collect();
+    let mut twins: Vec<(Key, Belief)> = (0..asked)
+        .map(|it| (key(format!("{name}.{it}")), Belief::new(start)))
+        .collect();
     let mut seen = HashSet::new();
     // The twins before this one have taken their last step, and have been looked at.
     let mut first = 0;
@@ -226,39 +286,72 @@ async fn run(store: &dyn Store, name: &str, steps: &[Step]) -> Result<HashSet<&'
             Step::Ask(questions) => questions,
         };
         let mut batch = Vec::with_capacity(questions_of.len() * twins.len());
-        let mut marker = twins.last().expect("a twin for each step that asks").1.marker();
+        let mut marker = twins
+            .last()
+            .expect("a twin for each step that asks")
+            .1
+            .marker();
         for question in questions_of {
             batch.extend((first..asked).map(|twin| (twin, question.on(marker, &twins[twin].0))));
             // What the next question will probably meet.
-            marker = match marker::apply(marker, Age::Of(Duration::ZERO), &batch[batch.len() - 1].1).0 {
-                Change::Keep => marker,
-                Change::Write(marker, _) => marker,
-                Change::Delete => Marker::Absent,
-            };
+            marker =
+                match marker::apply(marker, Age::Of(Duration::ZERO), &batch[batch.len() - 1].1).0 {
+                    Change::Keep => marker,
+                    Change::Write(marker, _) => marker,
+                    Change::Delete => Marker::Absent,
+                };
         }
-        seen.extend(exchange(store, &mut twins, batch).await.map_err(|why| format!("step {number}: {why}"))?);
+        seen.extend(
+            exchange(store, &mut twins, batch)
+                .await
+                .map_err(|why| format!("step {number}: {why}"))?,
+        );
         let (key, belief) = &twins[first];
-        let look = questions(key, &belief.marker()).into_iter().map(|(operation, _)| (first, operation)).collect();
-        exchange(store, &mut twins, look).await.map_err(|why| format!("looking at what step {number} left: {why}"))?;
+        let look = questions(key, &belief.marker())
+            .into_iter()
+            .map(|(operation, _)| (first, operation))
+            .collect();
+        exchange(store, &mut twins, look)
+            .await
+            .map_err(|why| format!("looking at what step {number} left: {why}"))?;
         first += 1;
     }
     Ok(seen)
 }
 
-/// Asks in one batch, each operation of one twin, and takes in the answers. Says which verdicts there were.
+/// Asks in one batch, each operation of one twin, and takes in the answers. Says which verdicts
+/// there were.
 ///
 /// # Errors
 /// The first answer that the reference cannot have given.
-async fn exchange(store: &dyn Store, twins: &mut [(Key, Belief)], batch: Vec<(usize, Operation)>) -> Result<Vec<&'static str>, String> {
-    let operations: Vec<Operation> = batch.iter().map(|(_, operation)| operation.clone()).collect();
+async fn exchange(
+    store: &dyn Store,
+    twins: &mut [(Key, Belief)],
+    batch: Vec<(usize, Operation)>,
+) -> Result<Vec<&'static str>, String> {
+    let operations: Vec<Operation> = batch
+        .iter()
+        .map(|(_, operation)| operation.clone())
+        .collect();
     let from = Instant::now();
     let answers = answers(store, &operations).await;
-    let during = Span { from, to: Instant::now() };
+    let during = Span {
+        from,
+        to: Instant::now(),
+    };
     let mut seen = Vec::with_capacity(answers.len());
     for ((twin, operation), answer) in batch.into_iter().zip(answers) {
         let heard = answer.map_err(|error| format!("{error}, to {operation:?}"))?;
-        let surprised = |it: Surprise| format!("{:?}, not {:?}, to {operation:?} on {:?}", it.heard, it.expected, it.believed);
-        twins[twin].1.hear(&operation, during, heard).map_err(surprised)?;
+        let surprised = |it: Surprise| {
+            format!(
+                "{:?}, not {:?}, to {operation:?} on {:?}",
+                it.heard, it.expected, it.believed
+            )
+        };
+        twins[twin]
+            .1
+            .hear(&operation, during, heard)
+            .map_err(surprised)?;
         seen.push(name(heard));
     }
     Ok(seen)

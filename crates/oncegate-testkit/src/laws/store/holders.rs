@@ -3,50 +3,100 @@
 use std::sync::Arc;
 
 use oncegate_core::Store;
-use oncegate_core::marker::{Ask, Attempts, Doubt, Effect, Finding, Guarantee, Hold, Marker, UNKNOWN_ATTEMPT, Verdict};
+use oncegate_core::marker::{
+    Ask, Attempts, Doubt, Effect, Finding, Guarantee, Hold, Marker, UNKNOWN_ATTEMPT, Verdict,
+};
 
 use crate::laws::ask::{
-    AT_MOST_ONCE, Asker, BOTH, DONE, DONE_THOUGH_LOST, DOUBTED_ONCE, EFFECTIVELY_ONCE, HOLDERS_ASKS, LONG, MINE, THEIRS, WINDOW, body,
-    cleared, doubted, granted, hold, of_body, over, reconciled, rejected, running,
+    AT_MOST_ONCE, Asker, BOTH, DONE, DONE_THOUGH_LOST, DOUBTED_ONCE, EFFECTIVELY_ONCE,
+    HOLDERS_ASKS, LONG, MINE, THEIRS, WINDOW, body, cleared, doubted, granted, hold, of_body, over,
+    reconciled, rejected, running,
 };
 use crate::laws::rows::{Row, keep, row};
 
 const EFFECTS: [Effect; 2] = [Effect::Nothing, Effect::Unknown];
 const FINDINGS: [Finding; 2] = [Finding::Happened, Finding::DidNotHappen];
-const FREE: [Marker; 2] = [Marker::Absent, Marker::Cleared { attempts: Attempts::new(3), effect: Effect::Nothing }];
+const FREE: [Marker; 2] = [
+    Marker::Absent,
+    Marker::Cleared {
+        attempts: Attempts::new(3),
+        effect: Effect::Nothing,
+    },
+];
 
 fn asks(guarantee: Guarantee, ask: Ask, attempt: u32) -> (Asker, Ask) {
     (Asker::new(guarantee, MINE, attempt), ask)
 }
 
-/// The holder of attempt 2 whose settings have changed since: what it holds stays on the terms that it was claimed on.
+/// The holder of attempt 2 whose settings have changed since: what it holds stays on the terms that
+/// it was claimed on.
 fn on_other_terms(ask: Ask) -> [(Asker, Ask); 2] {
-    BOTH.map(|of| (Asker::new(of, MINE, 2).lease(LONG / 2).window(WINDOW / 2).body(body(8)), ask))
+    BOTH.map(|of| {
+        (
+            Asker::new(of, MINE, 2)
+                .lease(LONG / 2)
+                .window(WINDOW / 2)
+                .body(body(8)),
+            ask,
+        )
+    })
 }
 
-/// The holder renews what it runs and what it reconciles, also after its lease while nobody else has claimed.
+/// The holder renews what it runs and what it reconciles, also after its lease while nobody else
+/// has claimed.
 pub async fn the_holder_renews(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
-        for given in
-            [running(of, MINE, 2), over(running(of, MINE, 2)), doubted(of, MINE, 2), reconciled(MINE, 2), over(reconciled(MINE, 2))]
-        {
-            rows.push(row("renew: mine", given, asks(of, Ask::Renew, 2), Verdict::Kept, given));
-            rows.extend(on_other_terms(Ask::Renew).map(|asked| row("renew: mine, on other terms", given, asked, Verdict::Kept, given)));
+        for given in [
+            running(of, MINE, 2),
+            over(running(of, MINE, 2)),
+            doubted(of, MINE, 2),
+            reconciled(MINE, 2),
+            over(reconciled(MINE, 2)),
+        ] {
+            rows.push(row(
+                "renew: mine",
+                given,
+                asks(of, Ask::Renew, 2),
+                Verdict::Kept,
+                given,
+            ));
+            rows.extend(on_other_terms(Ask::Renew).map(|asked| {
+                row(
+                    "renew: mine, on other terms",
+                    given,
+                    asked,
+                    Verdict::Kept,
+                    given,
+                )
+            }));
         }
     }
     keep(&*store, &rows).await;
 }
 
-/// The holder completes, also after its lease while nobody else has claimed. The fingerprint stays with the id.
+/// The holder completes, also after its lease while nobody else has claimed. The fingerprint stays
+/// with the id.
 pub async fn the_holder_completes(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
         for given in [running(of, MINE, 2), over(running(of, MINE, 2))] {
-            rows.push(row("complete: in progress, mine", given, asks(of, Ask::Complete, 2), DONE, Marker::Done(None)));
+            rows.push(row(
+                "complete: in progress, mine",
+                given,
+                asks(of, Ask::Complete, 2),
+                DONE,
+                Marker::Done(None),
+            ));
             let (asker, ask) = asks(of, Ask::Complete, 2);
             let asked = (asker.body(body(7)), ask);
-            rows.push(row("complete: in progress, mine", of_body(given, body(7)), asked, DONE, Marker::Done(body(7))));
+            rows.push(row(
+                "complete: in progress, mine",
+                of_body(given, body(7)),
+                asked,
+                DONE,
+                Marker::Done(body(7)),
+            ));
         }
     }
     keep(&*store, &rows).await;
@@ -56,9 +106,20 @@ pub async fn the_holder_completes(store: Arc<dyn Store>) {
 pub async fn a_doubt_is_completed_by_whoever(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
-        for given in [doubted(of, MINE, 1), doubted(of, THEIRS, 5), reconciled(MINE, 2), reconciled(THEIRS, 5), over(reconciled(THEIRS, 5))]
-        {
-            rows.push(row("complete: in doubt, whoever's", given, asks(of, Ask::Complete, 1), DONE, Marker::Done(None)));
+        for given in [
+            doubted(of, MINE, 1),
+            doubted(of, THEIRS, 5),
+            reconciled(MINE, 2),
+            reconciled(THEIRS, 5),
+            over(reconciled(THEIRS, 5)),
+        ] {
+            rows.push(row(
+                "complete: in doubt, whoever's",
+                given,
+                asks(of, Ask::Complete, 1),
+                DONE,
+                Marker::Done(None),
+            ));
         }
     }
     keep(&*store, &rows).await;
@@ -70,7 +131,13 @@ pub async fn completing_again_is_done(store: Arc<dyn Store>) {
     for of in BOTH {
         for given in [Marker::Done(None), Marker::Done(body(7))] {
             let (asker, ask) = asks(of, Ask::Complete, 1);
-            rows.push(row("complete: done", given, (asker.body(body(8)), ask), DONE, given));
+            rows.push(row(
+                "complete: done",
+                given,
+                (asker.body(body(8)), ask),
+                DONE,
+                given,
+            ));
         }
     }
     keep(&*store, &rows).await;
@@ -81,7 +148,15 @@ pub async fn completing_a_lost_marker_says_so(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
         let asked = asks(of, Ask::Complete, 1);
-        rows.extend(FREE.map(|given| row("complete: absent, cleared", given, asked, DONE_THOUGH_LOST, Marker::Done(None))));
+        rows.extend(FREE.map(|given| {
+            row(
+                "complete: absent, cleared",
+                given,
+                asked,
+                DONE_THOUGH_LOST,
+                Marker::Done(None),
+            )
+        }));
     }
     keep(&*store, &rows).await;
 }
@@ -92,18 +167,31 @@ pub async fn clearing_a_first_attempt_deletes_it(store: Arc<dyn Store>) {
     for of in BOTH {
         for given in [running(of, MINE, 1), over(running(of, MINE, 1))] {
             let asked = asks(of, Ask::Clear(Effect::Nothing), 1);
-            rows.push(row("clear: in progress, mine, nothing happened, attempt 1", given, asked, Verdict::Kept, Marker::Absent));
+            rows.push(row(
+                "clear: in progress, mine, nothing happened, attempt 1",
+                given,
+                asked,
+                Verdict::Kept,
+                Marker::Absent,
+            ));
         }
     }
     keep(&*store, &rows).await;
 }
 
-/// A later attempt, and one whose outcome is unknown, keeps its number when it is cleared: it is a fence.
+/// A later attempt, and one whose outcome is unknown, keeps its number when it is cleared: it is a
+/// fence.
 pub async fn clearing_keeps_the_attempt(store: Arc<dyn Store>) {
     let name = "clear: in progress, mine, attempt > 1 or unknown";
     let clears = |of, effect, attempt| {
         let asked = asks(of, Ask::Clear(effect), attempt);
-        row(name, running(of, MINE, attempt), asked, Verdict::Kept, cleared(attempt, effect))
+        row(
+            name,
+            running(of, MINE, attempt),
+            asked,
+            Verdict::Kept,
+            cleared(attempt, effect),
+        )
     };
     let rows = [
         clears(AT_MOST_ONCE, Effect::Nothing, 2),
@@ -117,22 +205,55 @@ pub async fn clearing_keeps_the_attempt(store: Arc<dyn Store>) {
     keep(&*store, &rows).await;
 }
 
-/// A grant whose handler was not started is withdrawn as if it had not been granted: the budget and what is unknown of earlier
-/// attempts stay as they were. What is free already stays as it is.
+/// A grant whose handler was not started is withdrawn as if it had not been granted: the budget and
+/// what is unknown of earlier attempts stay as they were. What is free already stays as it is.
 pub async fn withdrawing_spends_nothing(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
         let first = running(of, MINE, 1);
-        rows.push(row("withdraw: in progress, mine, attempt 1", first, asks(of, Ask::Withdraw, 1), Verdict::Kept, Marker::Absent));
+        rows.push(row(
+            "withdraw: in progress, mine, attempt 1",
+            first,
+            asks(of, Ask::Withdraw, 1),
+            Verdict::Kept,
+            Marker::Absent,
+        ));
         // At most once is granted nothing that is unknown.
-        for earlier in EFFECTS.into_iter().filter(|earlier| *earlier == Effect::Nothing || of == EFFECTIVELY_ONCE) {
-            let attempts = Attempts { number: 4, base: 2, crashes: 0 };
+        for earlier in EFFECTS
+            .into_iter()
+            .filter(|earlier| *earlier == Effect::Nothing || of == EFFECTIVELY_ONCE)
+        {
+            let attempts = Attempts {
+                number: 4,
+                base: 2,
+                crashes: 0,
+            };
             let given = Marker::InProgress(hold(of, MINE, attempts, earlier));
-            let becomes = Marker::Cleared { attempts: Attempts { base: 3, ..attempts }, effect: earlier };
-            rows.push(row("withdraw: in progress, mine, attempt > 1", given, asks(of, Ask::Withdraw, 4), Verdict::Kept, becomes));
+            let becomes = Marker::Cleared {
+                attempts: Attempts {
+                    base: 3,
+                    ..attempts
+                },
+                effect: earlier,
+            };
+            rows.push(row(
+                "withdraw: in progress, mine, attempt > 1",
+                given,
+                asks(of, Ask::Withdraw, 4),
+                Verdict::Kept,
+                becomes,
+            ));
         }
         let asked = asks(of, Ask::Withdraw, 1);
-        rows.extend(FREE.map(|given| row("withdraw: absent, cleared", given, asked, Verdict::Kept, given)));
+        rows.extend(FREE.map(|given| {
+            row(
+                "withdraw: absent, cleared",
+                given,
+                asked,
+                Verdict::Kept,
+                given,
+            )
+        }));
     }
     keep(&*store, &rows).await;
 }
@@ -141,7 +262,13 @@ pub async fn withdrawing_spends_nothing(store: Arc<dyn Store>) {
 pub async fn an_unknown_outcome_is_not_cleared_in_at_most_once(store: Arc<dyn Store>) {
     let rows = [1, 4].map(|attempt| {
         let given = running(AT_MOST_ONCE, MINE, attempt);
-        row("clear: unknown, at most once", given, asks(AT_MOST_ONCE, Ask::Clear(Effect::Unknown), attempt), Verdict::Lost, given)
+        row(
+            "clear: unknown, at most once",
+            given,
+            asks(AT_MOST_ONCE, Ask::Clear(Effect::Unknown), attempt),
+            Verdict::Lost,
+            given,
+        )
     });
     keep(&*store, &rows).await;
 }
@@ -152,7 +279,9 @@ pub async fn clearing_what_is_free_changes_nothing(store: Arc<dyn Store>) {
     for of in BOTH {
         for effect in EFFECTS {
             let asked = asks(of, Ask::Clear(effect), 1);
-            rows.extend(FREE.map(|given| row("clear: absent, cleared", given, asked, Verdict::Kept, given)));
+            rows.extend(
+                FREE.map(|given| row("clear: absent, cleared", given, asked, Verdict::Kept, given)),
+            );
         }
     }
     keep(&*store, &rows).await;
@@ -166,11 +295,25 @@ pub async fn rejecting_is_remembered_in_at_most_once(store: Arc<dyn Store>) {
             for attempt in [1, 2, 3] {
                 let given = of_body(running(AT_MOST_ONCE, MINE, attempt), of);
                 let asked = asks(AT_MOST_ONCE, Ask::Reject(effect), attempt);
-                rows.push(row("reject: in progress, mine, at most once", given, asked, Verdict::Kept, rejected(attempt, of)));
+                rows.push(row(
+                    "reject: in progress, mine, at most once",
+                    given,
+                    asked,
+                    Verdict::Kept,
+                    rejected(attempt, of),
+                ));
             }
         }
         let asked = asks(AT_MOST_ONCE, Ask::Reject(effect), 1);
-        rows.extend(FREE.map(|given| row("reject: absent, cleared, at most once", given, asked, Verdict::Lost, given)));
+        rows.extend(FREE.map(|given| {
+            row(
+                "reject: absent, cleared, at most once",
+                given,
+                asked,
+                Verdict::Lost,
+                given,
+            )
+        }));
     }
     keep(&*store, &rows).await;
 }
@@ -179,8 +322,15 @@ pub async fn rejecting_is_remembered_in_at_most_once(store: Arc<dyn Store>) {
 pub async fn rejecting_clears_in_effectively_once(store: Arc<dyn Store>) {
     let name = "reject: in progress, mine, effectively once";
     let of = EFFECTIVELY_ONCE;
-    let rejects =
-        |effect, attempt, becomes| row(name, running(of, MINE, attempt), asks(of, Ask::Reject(effect), attempt), Verdict::Kept, becomes);
+    let rejects = |effect, attempt, becomes| {
+        row(
+            name,
+            running(of, MINE, attempt),
+            asks(of, Ask::Reject(effect), attempt),
+            Verdict::Kept,
+            becomes,
+        )
+    };
     let mut rows = vec![
         rejects(Effect::Nothing, 1, Marker::Absent),
         rejects(Effect::Nothing, 2, cleared(2, Effect::Nothing)),
@@ -191,26 +341,53 @@ pub async fn rejecting_clears_in_effectively_once(store: Arc<dyn Store>) {
     ];
     for effect in EFFECTS {
         let asked = asks(of, Ask::Reject(effect), 1);
-        rows.extend(FREE.map(|given| row("reject: absent, cleared, effectively once", given, asked, Verdict::Kept, given)));
+        rows.extend(FREE.map(|given| {
+            row(
+                "reject: absent, cleared, effectively once",
+                given,
+                asked,
+                Verdict::Kept,
+                given,
+            )
+        }));
     }
     keep(&*store, &rows).await;
 }
 
-/// The holder doubts what it ran or reconciled: then nobody reconciles, and nothing else of its hold changes.
+/// The holder doubts what it ran or reconciled: then nobody reconciles, and nothing else of its
+/// hold changes.
 pub async fn the_holder_doubts(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
         let asked = asks(of, Ask::Doubt, 2);
-        for given in [running(of, MINE, 2), doubted(of, MINE, 2), of_body(running(of, MINE, 2), body(7))] {
+        for given in [
+            running(of, MINE, 2),
+            doubted(of, MINE, 2),
+            of_body(running(of, MINE, 2), body(7)),
+        ] {
             let becomes = match given {
                 Marker::InProgress(hold) | Marker::InDoubt(hold, _) => waiting(hold),
                 _ => unreachable!("each of these has a hold"),
             };
             rows.push(row("doubt: mine", given, asked, Verdict::Kept, becomes));
-            rows.extend(on_other_terms(Ask::Doubt).map(|asked| row("doubt: mine, on other terms", given, asked, Verdict::Kept, becomes)));
+            rows.extend(on_other_terms(Ask::Doubt).map(|asked| {
+                row(
+                    "doubt: mine, on other terms",
+                    given,
+                    asked,
+                    Verdict::Kept,
+                    becomes,
+                )
+            }));
         }
         let waiting = waiting(hold(AT_MOST_ONCE, MINE, DOUBTED_ONCE, Effect::Unknown));
-        rows.push(row("doubt: in doubt, mine", reconciled(MINE, 2), asked, Verdict::Kept, waiting));
+        rows.push(row(
+            "doubt: in doubt, mine",
+            reconciled(MINE, 2),
+            asked,
+            Verdict::Kept,
+            waiting,
+        ));
     }
     keep(&*store, &rows).await;
 }
@@ -219,7 +396,8 @@ fn waiting(hold: Hold) -> Marker {
     Marker::InDoubt(hold, Doubt::Waiting)
 }
 
-/// What is free is in doubt once somebody doubts it, under the higher of both attempts: the fence never steps back.
+/// What is free is in doubt once somebody doubts it, under the higher of both attempts: the fence
+/// never steps back.
 pub async fn what_is_free_can_be_doubted(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
@@ -232,33 +410,90 @@ pub async fn what_is_free_can_be_doubted(store: Arc<dyn Store>) {
             (cleared(10, Effect::Unknown), 9, Attempts::new(10)),
         ] {
             let becomes = waiting(hold(of, MINE, fence, Effect::Unknown));
-            rows.push(row("doubt: absent, cleared", given, asks(of, Ask::Doubt, attempt), Verdict::Kept, becomes));
+            rows.push(row(
+                "doubt: absent, cleared",
+                given,
+                asks(of, Ask::Doubt, attempt),
+                Verdict::Kept,
+                becomes,
+            ));
         }
         // Asked late, or again: an operator has freed the id since.
-        let freed = Marker::Cleared { attempts: Attempts::all_forgiven(3), effect: Effect::Nothing };
-        rows.push(row("doubt: cleared, an attempt that was freed", freed, asks(of, Ask::Doubt, 3), Verdict::Lost, freed));
+        let freed = Marker::Cleared {
+            attempts: Attempts::all_forgiven(3),
+            effect: Effect::Nothing,
+        };
+        rows.push(row(
+            "doubt: cleared, an attempt that was freed",
+            freed,
+            asks(of, Ask::Doubt, 3),
+            Verdict::Lost,
+            freed,
+        ));
     }
     keep(&*store, &rows).await;
 }
 
-/// A doubt that is resolved as it was seen is done if it happened, and free under its attempt if it did not.
+/// A doubt that is resolved as it was seen is done if it happened, and free under its attempt if it
+/// did not.
 pub async fn a_doubt_is_resolved_as_it_was_seen(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
-        for given in [doubted(of, MINE, 2), reconciled(MINE, 2), over(reconciled(MINE, 2))] {
+        for given in [
+            doubted(of, MINE, 2),
+            reconciled(MINE, 2),
+            over(reconciled(MINE, 2)),
+        ] {
             let happened = asks(of, Ask::Resolve(Finding::Happened), 2);
-            rows.push(row("resolve: happened", given, happened, DONE, Marker::Done(None)));
+            rows.push(row(
+                "resolve: happened",
+                given,
+                happened,
+                DONE,
+                Marker::Done(None),
+            ));
             let did_not = asks(of, Ask::Resolve(Finding::DidNotHappen), 2);
-            let attempts = if matches!(given, Marker::InDoubt(_, Doubt::Waiting)) { Attempts::new(2) } else { DOUBTED_ONCE };
-            let becomes = Marker::Cleared { attempts, effect: Effect::Nothing };
-            rows.push(row("resolve: did not happen", given, did_not, Verdict::Kept, becomes));
+            let attempts = if matches!(given, Marker::InDoubt(_, Doubt::Waiting)) {
+                Attempts::new(2)
+            } else {
+                DOUBTED_ONCE
+            };
+            let becomes = Marker::Cleared {
+                attempts,
+                effect: Effect::Nothing,
+            };
+            rows.push(row(
+                "resolve: did not happen",
+                given,
+                did_not,
+                Verdict::Kept,
+                becomes,
+            ));
         }
-        // What runs is not resolved, and what is in doubt neither cleared nor rejected, not even by its holder.
+        // What runs is not resolved, and what is in doubt neither cleared nor rejected, not even by
+        // its holder.
         let given = running(of, MINE, 2);
-        rows.extend(FINDINGS.map(|finding| row("resolve: in progress", given, asks(of, Ask::Resolve(finding), 2), Verdict::Lost, given)));
-        for ask in EFFECTS.into_iter().flat_map(|effect| [Ask::Clear(effect), Ask::Reject(effect)]) {
+        rows.extend(FINDINGS.map(|finding| {
+            row(
+                "resolve: in progress",
+                given,
+                asks(of, Ask::Resolve(finding), 2),
+                Verdict::Lost,
+                given,
+            )
+        }));
+        for ask in EFFECTS
+            .into_iter()
+            .flat_map(|effect| [Ask::Clear(effect), Ask::Reject(effect)])
+        {
             for given in [doubted(of, MINE, 2), reconciled(MINE, 2)] {
-                rows.push(row("clear, reject: in doubt", given, asks(of, ask, 2), Verdict::Lost, given));
+                rows.push(row(
+                    "clear, reject: in doubt",
+                    given,
+                    asks(of, ask, 2),
+                    Verdict::Lost,
+                    given,
+                ));
             }
         }
     }
@@ -272,7 +507,10 @@ fn all_seen() -> Vec<Marker> {
         cleared(3, Effect::Nothing),
         cleared(3, Effect::Unknown),
         cleared(4, Effect::Unknown),
-        Marker::Cleared { attempts: Attempts::all_forgiven(3), effect: Effect::Unknown },
+        Marker::Cleared {
+            attempts: Attempts::all_forgiven(3),
+            effect: Effect::Unknown,
+        },
         running(AT_MOST_ONCE, THEIRS, 3),
         running(EFFECTIVELY_ONCE, THEIRS, 3),
         doubted(AT_MOST_ONCE, THEIRS, 3),
@@ -289,35 +527,60 @@ fn all_seen() -> Vec<Marker> {
     ]
 }
 
-/// A person sends back what was rejected, what failed too often and, on their word, what is in doubt, if it still is what was
-/// seen, and never what runs or is done. The fence goes on above every number that is known, and the whole budget is left.
+/// A person sends back what was rejected, what failed too often and, on their word, what is in
+/// doubt, if it still is what was seen, and never what runs or is done. The fence goes on above
+/// every number that is known, and the whole budget is left.
 pub async fn a_person_sends_back_what_was_seen(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for (of, word, known) in
-        [(AT_MOST_ONCE, Effect::Nothing, 0), (EFFECTIVELY_ONCE, Effect::Unknown, 0), (AT_MOST_ONCE, Effect::Unknown, 9)]
-    {
+    for (of, word, known) in [
+        (AT_MOST_ONCE, Effect::Nothing, 0),
+        (EFFECTIVELY_ONCE, Effect::Unknown, 0),
+        (AT_MOST_ONCE, Effect::Unknown, 9),
+    ] {
         let freed = |marker: &Marker| {
             let (number, effect) = match marker {
                 Marker::Absent => (0, word),
-                Marker::Cleared { attempts, effect } => (attempts.number, if word == Effect::Nothing { word } else { *effect }),
+                Marker::Cleared { attempts, effect } => (
+                    attempts.number,
+                    if word == Effect::Nothing {
+                        word
+                    } else {
+                        *effect
+                    },
+                ),
                 Marker::Rejected { attempt, .. } => (*attempt, Effect::Nothing),
                 Marker::InDoubt(hold, _) if word == Effect::Nothing => (hold.attempts.number, word),
-                Marker::InProgress(hold) if word == Effect::Nothing || (of, hold.guarantee) == (EFFECTIVELY_ONCE, EFFECTIVELY_ONCE) => {
+                Marker::InProgress(hold)
+                    if word == Effect::Nothing
+                        || (of, hold.guarantee) == (EFFECTIVELY_ONCE, EFFECTIVELY_ONCE) =>
+                {
                     (hold.attempts.number, word)
                 }
                 _ => return None,
             };
-            Some(Marker::Cleared { attempts: Attempts::all_forgiven(number.max(known)), effect })
+            Some(Marker::Cleared {
+                attempts: Attempts::all_forgiven(number.max(known)),
+                effect,
+            })
         };
         for given in all_seen() {
             for seen in all_seen() {
                 let asked = asks(of, Ask::SendBack { seen, effect: word }, known);
                 rows.push(match freed(&seen) {
                     // What runs is not sent back; what was sent back already is kept.
-                    Some(becomes) if given == becomes || (given == seen && !matches!(given, Marker::InProgress(_))) => {
+                    Some(becomes)
+                        if given == becomes
+                            || (given == seen && !matches!(given, Marker::InProgress(_))) =>
+                    {
                         row("send back: as seen", given, asked, Verdict::Kept, becomes)
                     }
-                    _ => row("send back: anything else", given, asked, Verdict::Lost, given),
+                    _ => row(
+                        "send back: anything else",
+                        given,
+                        asked,
+                        Verdict::Lost,
+                        given,
+                    ),
                 });
             }
         }
@@ -330,20 +593,42 @@ pub async fn a_person_sends_back_what_was_seen(store: Arc<dyn Store>) {
         (AT_MOST_ONCE, AT_MOST_ONCE, Some(Effect::Nothing)),
     ] {
         let seen = over(running(record, THEIRS, 3));
-        let asked = asks(of, Ask::SendBack { seen, effect: word.unwrap_or(Effect::Unknown) }, 0);
+        let asked = asks(
+            of,
+            Ask::SendBack {
+                seen,
+                effect: word.unwrap_or(Effect::Unknown),
+            },
+            0,
+        );
         rows.push(match word {
             Some(effect) => {
-                let becomes = Marker::Cleared { attempts: Attempts::all_forgiven(3), effect };
-                row("send back: in progress, lease over", seen, asked, Verdict::Kept, becomes)
+                let becomes = Marker::Cleared {
+                    attempts: Attempts::all_forgiven(3),
+                    effect,
+                };
+                row(
+                    "send back: in progress, lease over",
+                    seen,
+                    asked,
+                    Verdict::Kept,
+                    becomes,
+                )
             }
-            None => row("send back: in progress, lease over, at most once, no word", seen, asked, Verdict::Lost, seen),
+            None => row(
+                "send back: in progress, lease over, at most once, no word",
+                seen,
+                asked,
+                Verdict::Lost,
+                seen,
+            ),
         });
     }
     keep(&*store, &rows).await;
 }
 
-/// A person forgets what is done, if it still is what was seen, and nothing else. The fence goes on above the attempt that is
-/// known, or above a number that no budget reaches.
+/// A person forgets what is done, if it still is what was seen, and nothing else. The fence goes on
+/// above the attempt that is known, or above a number that no budget reaches.
 pub async fn a_person_forgets_what_is_done(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for (of, known) in [(AT_MOST_ONCE, 0), (EFFECTIVELY_ONCE, 7)] {
@@ -353,7 +638,10 @@ pub async fn a_person_forgets_what_is_done(store: Arc<dyn Store>) {
                 let asked = asks(of, Ask::Forget { seen }, known);
                 rows.push(match given {
                     Marker::Done(_) if given == seen => {
-                        let becomes = Marker::Cleared { attempts: Attempts::all_forgiven(fence), effect: Effect::Nothing };
+                        let becomes = Marker::Cleared {
+                            attempts: Attempts::all_forgiven(fence),
+                            effect: Effect::Nothing,
+                        };
                         row("forget: as seen", given, asked, Verdict::Kept, becomes)
                     }
                     _ => row("forget: anything else", given, asked, Verdict::Lost, given),
@@ -367,32 +655,72 @@ pub async fn a_person_forgets_what_is_done(store: Arc<dyn Store>) {
 /// What attempts have left behind stays unknown, though a later one did nothing.
 pub async fn what_is_unknown_stays_unknown(store: Arc<dyn Store>) {
     let of = EFFECTIVELY_ONCE;
-    let attempts = Attempts { number: 4, base: 2, crashes: 0 };
+    let attempts = Attempts {
+        number: 4,
+        base: 2,
+        crashes: 0,
+    };
     let given = Marker::InProgress(hold(of, MINE, attempts, Effect::Unknown));
-    let becomes = Marker::Cleared { attempts, effect: Effect::Unknown };
-    let all = EFFECTS.into_iter().flat_map(|effect| [Ask::Clear(effect), Ask::Reject(effect)]);
-    let rows: Vec<Row> =
-        all.map(|ask| row("clear, reject: an earlier outcome is unknown", given, asks(of, ask, 4), Verdict::Kept, becomes)).collect();
+    let becomes = Marker::Cleared {
+        attempts,
+        effect: Effect::Unknown,
+    };
+    let all = EFFECTS
+        .into_iter()
+        .flat_map(|effect| [Ask::Clear(effect), Ask::Reject(effect)]);
+    let rows: Vec<Row> = all
+        .map(|ask| {
+            row(
+                "clear, reject: an earlier outcome is unknown",
+                given,
+                asks(of, ask, 4),
+                Verdict::Kept,
+                becomes,
+            )
+        })
+        .collect();
     keep(&*store, &rows).await;
 }
 
-/// Another's permit completes, renews, clears, rejects, doubts and resolves nothing: neither another token under the same
-/// attempt, nor the same token under another attempt. What is settled stays settled.
+/// Another's permit completes, renews, clears, rejects, doubts and resolves nothing: neither
+/// another token under the same attempt, nor the same token under another attempt. What is settled
+/// stays settled.
 pub async fn another_permit_changes_nothing(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
         let not_mine = [(THEIRS, 2), (MINE, 1), (MINE, 3), (THEIRS, 1)];
         let held = not_mine.into_iter().flat_map(|(token, attempt)| {
-            let doubts = [doubted(of, token, attempt), reconciled(token, attempt.max(2))];
-            [running(of, token, attempt), over(running(of, token, attempt))].into_iter().chain(doubts.into_iter().filter(|it| !mine(it)))
+            let doubts = [
+                doubted(of, token, attempt),
+                reconciled(token, attempt.max(2)),
+            ];
+            [
+                running(of, token, attempt),
+                over(running(of, token, attempt)),
+            ]
+            .into_iter()
+            .chain(doubts.into_iter().filter(|it| !mine(it)))
         });
-        let settled = [Marker::Absent, cleared(2, Effect::Nothing), rejected(2, None), Marker::Done(None)];
+        let settled = [
+            Marker::Absent,
+            cleared(2, Effect::Nothing),
+            rejected(2, None),
+            Marker::Done(None),
+        ];
         for given in held.chain(settled) {
             rows.extend(
                 HOLDERS_ASKS
                     .into_iter()
                     .filter(|ask| !has_a_row_of_its_own(*ask, &given, of))
-                    .map(|ask| row("any of these: anything else", given, asks(of, ask, 2), Verdict::Lost, given)),
+                    .map(|ask| {
+                        row(
+                            "any of these: anything else",
+                            given,
+                            asks(of, ask, 2),
+                            Verdict::Lost,
+                            given,
+                        )
+                    }),
             );
         }
     }
@@ -417,8 +745,8 @@ fn has_a_row_of_its_own(ask: Ask, given: &Marker, of: Guarantee) -> bool {
     }
 }
 
-/// Bare is the literal gate: a claim of what is not there writes a done marker, any failure deletes it, and nothing else
-/// is looked at.
+/// Bare is the literal gate: a claim of what is not there writes a done marker, any failure deletes
+/// it, and nothing else is looked at.
 pub async fn bare_is_the_literal_gate(store: Arc<dyn Store>) {
     let bare = |ask| asks(Guarantee::Bare, ask, 1);
     let all = [
@@ -434,13 +762,46 @@ pub async fn bare_is_the_literal_gate(store: Arc<dyn Store>) {
     let mut rows: Vec<Row> = Vec::new();
     for given in all {
         rows.push(match given {
-            Marker::Absent => row("bare: claim, absent", given, bare(Ask::Claim), granted(1), Marker::Done(None)),
-            _ => row("bare: claim, anything else", given, bare(Ask::Claim), Verdict::Duplicate, given),
+            Marker::Absent => row(
+                "bare: claim, absent",
+                given,
+                bare(Ask::Claim),
+                granted(1),
+                Marker::Done(None),
+            ),
+            _ => row(
+                "bare: claim, anything else",
+                given,
+                bare(Ask::Claim),
+                Verdict::Duplicate,
+                given,
+            ),
         });
-        rows.push(row("bare: renew", given, bare(Ask::Renew), Verdict::Kept, given));
-        rows.push(row("bare: complete", given, bare(Ask::Complete), DONE, given));
-        for ask in HOLDERS_ASKS.into_iter().filter(|ask| !matches!(ask, Ask::Renew | Ask::Complete)) {
-            rows.push(row("bare: failure", given, bare(ask), Verdict::Kept, Marker::Absent));
+        rows.push(row(
+            "bare: renew",
+            given,
+            bare(Ask::Renew),
+            Verdict::Kept,
+            given,
+        ));
+        rows.push(row(
+            "bare: complete",
+            given,
+            bare(Ask::Complete),
+            DONE,
+            given,
+        ));
+        for ask in HOLDERS_ASKS
+            .into_iter()
+            .filter(|ask| !matches!(ask, Ask::Renew | Ask::Complete))
+        {
+            rows.push(row(
+                "bare: failure",
+                given,
+                bare(ask),
+                Verdict::Kept,
+                Marker::Absent,
+            ));
         }
     }
     keep(&*store, &rows).await;

@@ -103,7 +103,13 @@ fn ids() -> Vec<Vec<u8>> {
     .into_iter()
     .map(Vec::from)
     .collect();
-    ids.extend([vec![0xff], vec![0xff, 0xfe], vec![0xc3], vec![0xc3, 0x28], vec![0xed, 0xa0, 0x80]]);
+    ids.extend([
+        vec![0xff],
+        vec![0xff, 0xfe],
+        vec![0xc3],
+        vec![0xc3, 0x28],
+        vec![0xed, 0xa0, 0x80],
+    ]);
     for length in [199, 200, 201, 202, 255, 256, 65_535, 65_536, 10 << 20] {
         ids.push(vec![b'a'; length]);
     }
@@ -116,28 +122,46 @@ fn ids() -> Vec<Vec<u8>> {
     ids
 }
 
-/// Each id of the bad-input list has a marker of its own: a number, a case, a pattern, a path, RESP inside, a NUL, bytes
-/// that are no text, 10 MiB, two normal forms of one text.
+/// Each id of the bad-input list has a marker of its own: a number, a case, a pattern, a path, RESP
+/// inside, a NUL, bytes that are no text, 10 MiB, two normal forms of one text.
 pub async fn ids_of_every_kind_stay_distinct(store: Arc<dyn Store>) {
     let ids = ids();
-    assert_eq!(ids.iter().collect::<HashSet<_>>().len(), ids.len(), "the list names each id once");
-    let keys = ids.iter().map(|id| Key::new(&MessageId::new(id).expect("not empty"))).collect();
+    assert_eq!(
+        ids.iter().collect::<HashSet<_>>().len(),
+        ids.len(),
+        "the list names each id once"
+    );
+    let keys = ids
+        .iter()
+        .map(|id| Key::new(&MessageId::new(id).expect("not empty")))
+        .collect();
     have_markers_of_their_own(&*store, keys).await;
 }
 
 /// The same id in several scopes has a marker in each, and no id reaches into another scope.
 pub async fn scopes_stay_distinct(store: Arc<dyn Store>) {
-    let scopes = ["a", "A", "a:", "a:b", "b", "ab", "1"].map(|name| Scope::named(name).expect("a name in the alphabet"));
-    let ids = ["a", "b", "ab", "a|b", "|b", "a|", "1", "b|b"].map(|id| MessageId::new(id).expect("not empty"));
-    let scoped = scopes.iter().chain([&Scope::none()]).flat_map(|scope| ids.iter().map(|id| scope.key(id))).collect();
+    let scopes = ["a", "A", "a:", "a:b", "b", "ab", "1"]
+        .map(|name| Scope::named(name).expect("a name in the alphabet"));
+    let ids = ["a", "b", "ab", "a|b", "|b", "a|", "1", "b|b"]
+        .map(|id| MessageId::new(id).expect("not empty"));
+    let scoped = scopes
+        .iter()
+        .chain([&Scope::none()])
+        .flat_map(|scope| ids.iter().map(|id| scope.key(id)))
+        .collect();
     have_markers_of_their_own(&*store, scoped).await;
 }
 
 /// Completes each key with a body of its own, and looks whether each still has it after all others.
 async fn have_markers_of_their_own(store: &dyn Store, keys: Vec<Key>) {
-    let asker = |it: usize| Asker::new(EFFECTIVELY_ONCE, MINE, 1).body(Some(Fingerprint::new(it as u64)));
-    let every =
-        |ask: &dyn Fn(usize, &Key) -> Operation| -> Vec<Operation> { keys.iter().enumerate().map(|(it, key)| ask(it, key)).collect() };
+    let asker =
+        |it: usize| Asker::new(EFFECTIVELY_ONCE, MINE, 1).body(Some(Fingerprint::new(it as u64)));
+    let every = |ask: &dyn Fn(usize, &Key) -> Operation| -> Vec<Operation> {
+        keys.iter()
+            .enumerate()
+            .map(|(it, key)| ask(it, key))
+            .collect()
+    };
     let expect = |heard: Vec<Verdict>, expected: Verdict| {
         for (heard, key) in heard.into_iter().zip(&keys) {
             assert_eq!(heard, expected, "{}", key.as_str());
@@ -146,13 +170,36 @@ async fn have_markers_of_their_own(store: &dyn Store, keys: Vec<Key>) {
     // One at a time: each is new although all before it are there.
     for (it, key) in keys.iter().enumerate() {
         let heard = verdicts(store, &[asker(it).asks(Ask::Complete, key)]).await;
-        assert_eq!(heard, [DONE_THOUGH_LOST], "{} is taken for another id", key.as_str());
+        assert_eq!(
+            heard,
+            [DONE_THOUGH_LOST],
+            "{} is taken for another id",
+            key.as_str()
+        );
     }
-    expect(verdicts(store, &every(&|it, key| asker(it).claims(key))).await, Verdict::Duplicate);
+    expect(
+        verdicts(store, &every(&|it, key| asker(it).claims(key))).await,
+        Verdict::Duplicate,
+    );
     let seen = |it| Marker::Done(Some(Fingerprint::new(it as u64)));
-    expect(verdicts(store, &every(&|it, key| asker(it).asks(Ask::Forget { seen: seen(it) }, key))).await, Verdict::Kept);
+    expect(
+        verdicts(
+            store,
+            &every(&|it, key| asker(it).asks(Ask::Forget { seen: seen(it) }, key)),
+        )
+        .await,
+        Verdict::Kept,
+    );
     // All at once: nothing is left, and none stands in another's way.
-    let stranger = |it: usize| Asker::new(EFFECTIVELY_ONCE, THEIRS, 0).body(asker(it).terms.fingerprint);
-    let after_forget = Attempts { number: 2, base: 1, crashes: 0 };
-    expect(verdicts(store, &every(&|it, key| stranger(it).claims(key))).await, Verdict::Granted(after_forget));
+    let stranger =
+        |it: usize| Asker::new(EFFECTIVELY_ONCE, THEIRS, 0).body(asker(it).terms.fingerprint);
+    let after_forget = Attempts {
+        number: 2,
+        base: 1,
+        crashes: 0,
+    };
+    expect(
+        verdicts(store, &every(&|it, key| stranger(it).claims(key))).await,
+        Verdict::Granted(after_forget),
+    );
 }

@@ -7,15 +7,15 @@ use oncegate_core::marker::{Ask, Attempts, Marker, Operation, Token, Verdict};
 use oncegate_core::{Guarantee, Key, Store};
 
 use crate::laws::ask::{
-    AT_MOST_ONCE, Asker, BOTH, CRASHED_ONCE, EFFECTIVELY_ONCE, LONG, MINE, SHORT, SLACK, TAKEN_OVER, THEIRS, granted, key, verdict,
-    verdicts,
+    AT_MOST_ONCE, Asker, BOTH, CRASHED_ONCE, EFFECTIVELY_ONCE, LONG, MINE, SHORT, SLACK,
+    TAKEN_OVER, THEIRS, granted, key, verdict, verdicts,
 };
 
 /// Long enough to be asked often within it, by machines that are busy with other tests.
 const LEASE: Duration = Duration::from_millis(300);
 
-/// A lease is held for as long as was said, and goes to who claims after it. `Busy` tells how long is left, and who has
-/// waited for so long is not told to wait again.
+/// A lease is held for as long as was said, and goes to who claims after it. `Busy` tells how long
+/// is left, and who has waited for so long is not told to wait again.
 pub async fn a_lease_ends_when_it_was_said(store: Arc<dyn Store>) {
     for guarantee in BOTH {
         let key = key(format!("{guarantee:?}"));
@@ -24,7 +24,11 @@ pub async fn a_lease_ends_when_it_was_said(store: Arc<dyn Store>) {
         assert_eq!(verdict(&*store, holder.claims(&key)).await, granted(1));
         let claimed = Instant::now();
         let claim = Asker::new(guarantee, THEIRS, 0).claims(&key);
-        let taken = if guarantee == AT_MOST_ONCE { Verdict::InDoubt(CRASHED_ONCE) } else { Verdict::Granted(TAKEN_OVER) };
+        let taken = if guarantee == AT_MOST_ONCE {
+            Verdict::InDoubt(CRASHED_ONCE)
+        } else {
+            Verdict::Granted(TAKEN_OVER)
+        };
         let mut told_to_wait = 0;
         loop {
             let asked = Instant::now();
@@ -32,21 +36,38 @@ pub async fn a_lease_ends_when_it_was_said(store: Arc<dyn Store>) {
             let answered = Instant::now();
             let Verdict::Busy { remaining } = heard else {
                 assert_eq!(heard, taken, "after {:?}", before.elapsed());
-                assert!(answered - before + SLACK > LEASE, "taken over after {:?} of {LEASE:?}", answered - before);
+                assert!(
+                    answered - before + SLACK > LEASE,
+                    "taken over after {:?} of {LEASE:?}",
+                    answered - before
+                );
                 break;
             };
             let least = LEASE.saturating_sub(answered - before + SLACK);
             let most = LEASE.saturating_sub(asked - claimed) + SLACK;
-            assert!((least..=most).contains(&remaining), "{remaining:?} is said to remain, not {least:?} to {most:?}");
-            assert!(asked - claimed < LEASE + SLACK, "still busy {:?} after a claim for {LEASE:?}", asked - claimed);
+            assert!(
+                (least..=most).contains(&remaining),
+                "{remaining:?} is said to remain, not {least:?} to {most:?}"
+            );
+            assert!(
+                asked - claimed < LEASE + SLACK,
+                "still busy {:?} after a claim for {LEASE:?}",
+                asked - claimed
+            );
             told_to_wait += 1;
             // The first times at once, then for as long as the store says.
-            tokio::time::sleep(if told_to_wait < 5 { LEASE / 10 } else { remaining + SLACK }).await;
+            tokio::time::sleep(if told_to_wait < 5 {
+                LEASE / 10
+            } else {
+                remaining + SLACK
+            })
+            .await;
         }
     }
 }
 
-/// Renewing, claiming again with the same token, and claiming one's own doubt again start the lease anew.
+/// Renewing, claiming again with the same token, and claiming one's own doubt again start the lease
+/// anew.
 pub async fn a_renewal_starts_the_lease_anew(store: Arc<dyn Store>) {
     let holder = Asker::new(EFFECTIVELY_ONCE, MINE, 1).lease(LEASE);
     let doubter = Asker::new(AT_MOST_ONCE, MINE, 2).lease(LEASE);
@@ -55,9 +76,23 @@ pub async fn a_renewal_starts_the_lease_anew(store: Arc<dyn Store>) {
     let doubt_renewed = key("doubt renewed");
     let doubt_claimed_again = key("doubt claimed again");
     let left_alone = key("left alone");
-    let doubt = |key: &Key| [Asker::new(AT_MOST_ONCE, THEIRS, 1).asks(Ask::Doubt, key), doubter.claims(key)];
+    let doubt = |key: &Key| {
+        [
+            Asker::new(AT_MOST_ONCE, THEIRS, 1).asks(Ask::Doubt, key),
+            doubter.claims(key),
+        ]
+    };
     let [first, second] = [doubt(&doubt_renewed), doubt(&doubt_claimed_again)];
-    let made = [&[holder.claims(&renewed), holder.claims(&claimed_again), holder.claims(&left_alone)][..], &first, &second].concat();
+    let made = [
+        &[
+            holder.claims(&renewed),
+            holder.claims(&claimed_again),
+            holder.claims(&left_alone),
+        ][..],
+        &first,
+        &second,
+    ]
+    .concat();
     verdicts(&*store, &made).await;
     tokio::time::sleep(LEASE / 2).await;
 
@@ -68,17 +103,36 @@ pub async fn a_renewal_starts_the_lease_anew(store: Arc<dyn Store>) {
         doubter.claims(&doubt_claimed_again),
     ];
     let heard = verdicts(&*store, &again).await;
-    assert_eq!(heard, [Verdict::Kept, granted(1), Verdict::Kept, Verdict::InDoubt(Attempts::all_forgiven(2))]);
+    assert_eq!(
+        heard,
+        [
+            Verdict::Kept,
+            granted(1),
+            Verdict::Kept,
+            Verdict::InDoubt(Attempts::all_forgiven(2))
+        ]
+    );
     let answered = Instant::now();
     // What was left alone is over now; what was renewed is not yet, unless this machine was asleep.
     tokio::time::sleep(LEASE / 2 + SLACK).await;
     let stranger = Asker::new(EFFECTIVELY_ONCE, Token(3), 0);
-    assert_eq!(verdict(&*store, stranger.claims(&left_alone)).await, Verdict::Granted(TAKEN_OVER));
-    let keys = [&renewed, &claimed_again, &doubt_renewed, &doubt_claimed_again];
+    assert_eq!(
+        verdict(&*store, stranger.claims(&left_alone)).await,
+        Verdict::Granted(TAKEN_OVER)
+    );
+    let keys = [
+        &renewed,
+        &claimed_again,
+        &doubt_renewed,
+        &doubt_claimed_again,
+    ];
     let claims: Vec<Operation> = keys.into_iter().map(|key| stranger.claims(key)).collect();
     let heard = verdicts(&*store, &claims).await;
     if answered.elapsed() + SLACK < LEASE {
-        assert!(heard.iter().all(|it| matches!(it, Verdict::Busy { .. })), "{heard:?} for {keys:?} after a renewal");
+        assert!(
+            heard.iter().all(|it| matches!(it, Verdict::Busy { .. })),
+            "{heard:?} for {keys:?} after a renewal"
+        );
     }
 }
 
@@ -89,7 +143,15 @@ pub async fn asking_in_vain_does_not_lengthen_a_lease(store: Arc<dyn Store>) {
     assert_eq!(verdict(&*store, holder.claims(&key)).await, granted(1));
     let claimed = Instant::now();
     let stranger = Asker::new(EFFECTIVELY_ONCE, THEIRS, 1).lease(LONG);
-    let in_vain = [Ask::Renew, Ask::Complete, Ask::Doubt, Ask::Forget { seen: Marker::Done(None) }].map(|ask| stranger.asks(ask, &key));
+    let in_vain = [
+        Ask::Renew,
+        Ask::Complete,
+        Ask::Doubt,
+        Ask::Forget {
+            seen: Marker::Done(None),
+        },
+    ]
+    .map(|ask| stranger.asks(ask, &key));
     while claimed.elapsed() < LEASE * 3 / 4 {
         let heard = verdicts(&*store, &in_vain).await;
         assert_eq!(heard, [Verdict::Lost; 4]);
@@ -103,23 +165,35 @@ pub async fn asking_in_vain_does_not_lengthen_a_lease(store: Arc<dyn Store>) {
         tokio::time::sleep(LEASE / 10).await;
     }
     tokio::time::sleep((LEASE + SLACK).saturating_sub(claimed.elapsed())).await;
-    assert_eq!(verdict(&*store, stranger.claims(&key)).await, Verdict::Granted(TAKEN_OVER));
+    assert_eq!(
+        verdict(&*store, stranger.claims(&key)).await,
+        Verdict::Granted(TAKEN_OVER)
+    );
 }
 
 /// A hold is judged by the lease that its holder asked for, not by the reader's.
 pub async fn the_holders_lease_decides(store: Arc<dyn Store>) {
-    let terms = [(AT_MOST_ONCE, Verdict::InDoubt(CRASHED_ONCE)), (EFFECTIVELY_ONCE, Verdict::Granted(TAKEN_OVER))];
+    let terms = [
+        (AT_MOST_ONCE, Verdict::InDoubt(CRASHED_ONCE)),
+        (EFFECTIVELY_ONCE, Verdict::Granted(TAKEN_OVER)),
+    ];
     for (guarantee, taken) in terms {
         let ask = |name: &str, holders: Duration, readers: Duration| {
             let key = key(format!("{name}-{guarantee:?}"));
-            (Asker::new(guarantee, MINE, 1).lease(holders).claims(&key), Asker::new(guarantee, THEIRS, 0).lease(readers).claims(&key))
+            (
+                Asker::new(guarantee, MINE, 1).lease(holders).claims(&key),
+                Asker::new(guarantee, THEIRS, 0).lease(readers).claims(&key),
+            )
         };
         let (held, read) = ask("short reader", LONG, Duration::from_millis(1));
         let (brief, patient) = ask("long reader", SHORT, LONG);
         assert_eq!(verdicts(&*store, &[held, brief]).await, [granted(1); 2]);
         tokio::time::sleep(SHORT + SLACK).await;
         let heard = verdicts(&*store, &[read, patient]).await;
-        assert!(matches!(heard[0], Verdict::Busy { remaining } if remaining > LONG / 2), "{heard:?}");
+        assert!(
+            matches!(heard[0], Verdict::Busy { remaining } if remaining > LONG / 2),
+            "{heard:?}"
+        );
         assert_eq!(heard[1], taken);
     }
 }
@@ -128,19 +202,45 @@ pub async fn the_holders_lease_decides(store: Arc<dyn Store>) {
 pub async fn who_takes_over_holds_for_their_own_lease(store: Arc<dyn Store>) {
     let takeover = |guarantee: Guarantee, holders, takers| {
         let key = key(format!("{guarantee:?}-{takers:?}"));
-        let asker = |token, lease| Asker::new(guarantee, Token(token), 0).lease(lease).claims(&key);
+        let asker = |token, lease| {
+            Asker::new(guarantee, Token(token), 0)
+                .lease(lease)
+                .claims(&key)
+        };
         [asker(1, holders), asker(2, takers), asker(3, LONG)]
     };
-    let cases = BOTH.map(|guarantee| [takeover(guarantee, SHORT, LONG), takeover(guarantee, SHORT, SHORT)]).concat();
-    let step = |it: usize| -> Vec<Operation> { cases.iter().map(|claims| claims[it].clone()).collect() };
+    let cases = BOTH
+        .map(|guarantee| {
+            [
+                takeover(guarantee, SHORT, LONG),
+                takeover(guarantee, SHORT, SHORT),
+            ]
+        })
+        .concat();
+    let step =
+        |it: usize| -> Vec<Operation> { cases.iter().map(|claims| claims[it].clone()).collect() };
     assert_eq!(verdicts(&*store, &step(0)).await, [granted(1); 4]);
     tokio::time::sleep(SHORT + SLACK).await;
     let (doubt, grant) = (Verdict::InDoubt(CRASHED_ONCE), Verdict::Granted(TAKEN_OVER));
-    assert_eq!(verdicts(&*store, &step(1)).await, [doubt, doubt, grant, grant]);
+    assert_eq!(
+        verdicts(&*store, &step(1)).await,
+        [doubt, doubt, grant, grant]
+    );
     tokio::time::sleep(SHORT + SLACK).await;
     let heard = verdicts(&*store, &step(2)).await;
     let busy = |it: usize| matches!(heard[it], Verdict::Busy { remaining } if remaining > LONG / 2);
-    let doubt = Verdict::InDoubt(Attempts { number: 3, base: 3, crashes: 2 });
-    let grant = Verdict::Granted(Attempts { number: 3, base: 2, crashes: 2 });
-    assert!(busy(0) && heard[1] == doubt && busy(2) && heard[3] == grant, "{heard:?}");
+    let doubt = Verdict::InDoubt(Attempts {
+        number: 3,
+        base: 3,
+        crashes: 2,
+    });
+    let grant = Verdict::Granted(Attempts {
+        number: 3,
+        base: 2,
+        crashes: 2,
+    });
+    assert!(
+        busy(0) && heard[1] == doubt && busy(2) && heard[3] == grant,
+        "{heard:?}"
+    );
 }

@@ -7,8 +7,8 @@ use oncegate_core::marker::{Ask, Attempts, Effect, Guarantee, Operation, Token, 
 use oncegate_core::{Key, Store};
 
 use crate::laws::ask::{
-    AT_MOST_ONCE, Asker, CRASHED_ONCE, DONE, DONE_THOUGH_LOST, DOUBTED_ONCE, EFFECTIVELY_ONCE, LONG, MINE, SLACK, THEIRS, body, granted,
-    key, verdict, verdicts,
+    AT_MOST_ONCE, Asker, CRASHED_ONCE, DONE, DONE_THOUGH_LOST, DOUBTED_ONCE, EFFECTIVELY_ONCE,
+    LONG, MINE, SLACK, THEIRS, body, granted, key, verdict, verdicts,
 };
 
 /// The shortest window that settings allow.
@@ -22,34 +22,90 @@ struct Remembered {
     told: fn(&Verdict) -> bool,
 }
 
-fn remembered(name: &str, askers: &[(Asker, Ask)], claimer: Guarantee, told: fn(&Verdict) -> bool) -> Remembered {
+fn remembered(
+    name: &str,
+    askers: &[(Asker, Ask)],
+    claimer: Guarantee,
+    told: fn(&Verdict) -> bool,
+) -> Remembered {
     let key = key(name);
-    let made = askers.iter().map(|(asker, ask)| asker.asks(*ask, &key)).collect();
-    Remembered { claim: Asker::new(claimer, Token(99), 0).body(body(7)).claims(&key), key, made, told }
+    let made = askers
+        .iter()
+        .map(|(asker, ask)| asker.asks(*ask, &key))
+        .collect();
+    Remembered {
+        claim: Asker::new(claimer, Token(99), 0).body(body(7)).claims(&key),
+        key,
+        made,
+        told,
+    }
 }
 
-/// Whatever has the window is remembered for so long, and is absent afterwards: what is done, rejected or cleared, and
-/// what is unresolved in effectively once. A marker that has expired is no longer anybody's.
+/// Whatever has the window is remembered for so long, and is absent afterwards: what is done,
+/// rejected or cleared, and what is unresolved in effectively once. A marker that has expired is no
+/// longer anybody's.
 pub async fn what_has_the_window_is_forgotten_after_it(store: Arc<dyn Store>) {
     let mine = |of, attempt| Asker::new(of, MINE, attempt).lease(BRIEF / 2).window(BRIEF);
     let (once, again) = (mine(AT_MOST_ONCE, 1), mine(EFFECTIVELY_ONCE, 1));
     let held = |verdict: &Verdict| matches!(verdict, Verdict::Busy { .. });
     let all = [
-        remembered("done", &[(again, Ask::Claim), (again, Ask::Complete)], EFFECTIVELY_ONCE, |it| *it == Verdict::Duplicate),
-        remembered("done at most once", &[(once, Ask::Claim), (once, Ask::Complete)], AT_MOST_ONCE, |it| *it == Verdict::Duplicate),
-        remembered("done, body", &[(again.body(body(8)), Ask::Complete)], EFFECTIVELY_ONCE, |it| *it == Verdict::Conflict),
-        remembered("bare", &[(mine(Guarantee::Bare, 1), Ask::Claim)], Guarantee::Bare, |it| *it == Verdict::Duplicate),
-        remembered("rejected", &[(once, Ask::Claim), (once, Ask::Reject(Effect::Unknown))], AT_MOST_ONCE, |it| {
-            *it == Verdict::Rejected { attempt: 1 }
-        }),
-        remembered("in progress", &[(again.lease(LONG), Ask::Claim)], EFFECTIVELY_ONCE, held),
-        remembered("in doubt", &[(again.body(body(8)), Ask::Doubt)], EFFECTIVELY_ONCE, |it| *it == Verdict::Conflict),
+        remembered(
+            "done",
+            &[(again, Ask::Claim), (again, Ask::Complete)],
+            EFFECTIVELY_ONCE,
+            |it| *it == Verdict::Duplicate,
+        ),
+        remembered(
+            "done at most once",
+            &[(once, Ask::Claim), (once, Ask::Complete)],
+            AT_MOST_ONCE,
+            |it| *it == Verdict::Duplicate,
+        ),
+        remembered(
+            "done, body",
+            &[(again.body(body(8)), Ask::Complete)],
+            EFFECTIVELY_ONCE,
+            |it| *it == Verdict::Conflict,
+        ),
+        remembered(
+            "bare",
+            &[(mine(Guarantee::Bare, 1), Ask::Claim)],
+            Guarantee::Bare,
+            |it| *it == Verdict::Duplicate,
+        ),
+        remembered(
+            "rejected",
+            &[(once, Ask::Claim), (once, Ask::Reject(Effect::Unknown))],
+            AT_MOST_ONCE,
+            |it| *it == Verdict::Rejected { attempt: 1 },
+        ),
+        remembered(
+            "in progress",
+            &[(again.lease(LONG), Ask::Claim)],
+            EFFECTIVELY_ONCE,
+            held,
+        ),
+        remembered(
+            "in doubt",
+            &[(again.body(body(8)), Ask::Doubt)],
+            EFFECTIVELY_ONCE,
+            |it| *it == Verdict::Conflict,
+        ),
     ];
     let made: Vec<Operation> = all.iter().flat_map(|it| it.made.clone()).collect();
-    // A cleared marker is told from an absent one by a claim alone, which then holds it: a key for each time of asking.
+    // A cleared marker is told from an absent one by a claim alone, which then holds it: a key for
+    // each time of asking.
     let cleared: Vec<Key> = ["cleared 0", "cleared 1"].map(key).into();
-    let clear = |key: &Key| [again.claims(key), again.asks(Ask::Clear(Effect::Unknown), key)];
-    let made: Vec<Operation> = made.into_iter().chain(cleared.iter().flat_map(clear)).collect();
+    let clear = |key: &Key| {
+        [
+            again.claims(key),
+            again.asks(Ask::Clear(Effect::Unknown), key),
+        ]
+    };
+    let made: Vec<Operation> = made
+        .into_iter()
+        .chain(cleared.iter().flat_map(clear))
+        .collect();
     let before = Instant::now();
     verdicts(&*store, &made).await;
     let written = Instant::now();
@@ -62,24 +118,41 @@ pub async fn what_has_the_window_is_forgotten_after_it(store: Arc<dyn Store>) {
         return; // This machine slept: the markers may have expired before they were asked about.
     }
     for (it, heard) in all.iter().zip(&heard) {
-        assert!((it.told)(heard), "{:?} within its window: {heard:?}", it.key);
+        assert!(
+            (it.told)(heard),
+            "{:?} within its window: {heard:?}",
+            it.key
+        );
     }
     assert_eq!(heard[all.len()], granted(2), "cleared, within its window");
 
     tokio::time::sleep((BRIEF + SLACK).saturating_sub(written.elapsed())).await;
-    let late = Asker { attempt: 1, ..again }.asks(Ask::Renew, &all[5].key);
-    assert_eq!(verdict(&*store, late).await, Verdict::Lost, "an expired marker is nobody's");
+    let late = Asker {
+        attempt: 1,
+        ..again
+    }
+    .asks(Ask::Renew, &all[5].key);
+    assert_eq!(
+        verdict(&*store, late).await,
+        Verdict::Lost,
+        "an expired marker is nobody's"
+    );
     let second = Asker::new(EFFECTIVELY_ONCE, Token(97), 0).claims(&cleared[1]);
     let heard = verdicts(&*store, &[&claims[..], &[second]].concat()).await;
     for (name, heard) in all.iter().map(|it| &it.key).chain([&cleared[1]]).zip(heard) {
         assert_eq!(heard, granted(1), "{name:?} after its window");
     }
     // An expired marker whose holder completes after all: it is done, and the marker was lost.
-    let expired = Asker::new(EFFECTIVELY_ONCE, MINE, 1).lease(LONG).window(BRIEF);
+    let expired = Asker::new(EFFECTIVELY_ONCE, MINE, 1)
+        .lease(LONG)
+        .window(BRIEF);
     let key = key("late completion");
     assert_eq!(verdict(&*store, expired.claims(&key)).await, granted(1));
     tokio::time::sleep(BRIEF + SLACK).await;
-    assert_eq!(verdict(&*store, expired.asks(Ask::Complete, &key)).await, DONE_THOUGH_LOST);
+    assert_eq!(
+        verdict(&*store, expired.asks(Ask::Complete, &key)).await,
+        DONE_THOUGH_LOST
+    );
 }
 
 /// A duplicate that arrives again and again does not keep its marker alive.
@@ -87,17 +160,37 @@ pub async fn asking_in_vain_does_not_lengthen_a_window(store: Arc<dyn Store>) {
     let (done, rejected) = (key("done"), key("rejected"));
     let asker = |of| Asker::new(of, MINE, 1).window(BRIEF);
     let reject = asker(AT_MOST_ONCE).asks(Ask::Reject(Effect::Nothing), &rejected);
-    let made = [asker(EFFECTIVELY_ONCE).asks(Ask::Complete, &done), asker(AT_MOST_ONCE).claims(&rejected), reject];
-    assert_eq!(verdicts(&*store, &made).await, [DONE_THOUGH_LOST, granted(1), Verdict::Kept]);
+    let made = [
+        asker(EFFECTIVELY_ONCE).asks(Ask::Complete, &done),
+        asker(AT_MOST_ONCE).claims(&rejected),
+        reject,
+    ];
+    assert_eq!(
+        verdicts(&*store, &made).await,
+        [DONE_THOUGH_LOST, granted(1), Verdict::Kept]
+    );
     let written = Instant::now();
     let stranger = Asker::new(AT_MOST_ONCE, THEIRS, 1);
     let in_vain: Vec<Operation> = [&done, &rejected]
         .into_iter()
-        .flat_map(|key| [stranger.claims(key), stranger.asks(Ask::Complete, key), stranger.asks(Ask::Renew, key)])
+        .flat_map(|key| {
+            [
+                stranger.claims(key),
+                stranger.asks(Ask::Complete, key),
+                stranger.asks(Ask::Renew, key),
+            ]
+        })
         .collect();
     while written.elapsed() < BRIEF * 3 / 4 {
         let heard = verdicts(&*store, &in_vain).await;
-        let expected = [Verdict::Duplicate, DONE, Verdict::Lost, Verdict::Rejected { attempt: 1 }, Verdict::Lost, Verdict::Lost];
+        let expected = [
+            Verdict::Duplicate,
+            DONE,
+            Verdict::Lost,
+            Verdict::Rejected { attempt: 1 },
+            Verdict::Lost,
+            Verdict::Lost,
+        ];
         if written.elapsed() + SLACK > BRIEF {
             return; // This machine slept: the markers may have expired meanwhile.
         }
@@ -105,12 +198,22 @@ pub async fn asking_in_vain_does_not_lengthen_a_window(store: Arc<dyn Store>) {
         tokio::time::sleep(BRIEF / 10).await;
     }
     tokio::time::sleep((BRIEF + SLACK).saturating_sub(written.elapsed())).await;
-    assert_eq!(verdicts(&*store, &[stranger.claims(&done), stranger.claims(&rejected)]).await, [granted(1); 2]);
+    assert_eq!(
+        verdicts(
+            &*store,
+            &[stranger.claims(&done), stranger.claims(&rejected)]
+        )
+        .await,
+        [granted(1); 2]
+    );
 }
 
-/// Every write starts the expiry anew: a renewal, a claim asked again, a doubt, a clear, a completion.
+/// Every write starts the expiry anew: a renewal, a claim asked again, a doubt, a clear, a
+/// completion.
 pub async fn every_write_starts_the_window_anew(store: Arc<dyn Store>) {
-    let asker = Asker::new(EFFECTIVELY_ONCE, MINE, 1).lease(LONG).window(BRIEF);
+    let asker = Asker::new(EFFECTIVELY_ONCE, MINE, 1)
+        .lease(LONG)
+        .window(BRIEF);
     let stranger = Asker::new(EFFECTIVELY_ONCE, THEIRS, 0);
     let cases = [
         ("renewed", Ask::Renew, Verdict::Kept),
@@ -119,12 +222,21 @@ pub async fn every_write_starts_the_window_anew(store: Arc<dyn Store>) {
         ("cleared", Ask::Clear(Effect::Unknown), Verdict::Kept),
         ("completed", Ask::Complete, DONE),
     ];
-    let all = |ask: &dyn Fn(&(&str, Ask, Verdict)) -> Operation| -> Vec<Operation> { cases.iter().map(ask).collect() };
+    let all = |ask: &dyn Fn(&(&str, Ask, Verdict)) -> Operation| -> Vec<Operation> {
+        cases.iter().map(ask).collect()
+    };
     let before = Instant::now();
-    assert_eq!(verdicts(&*store, &all(&|(name, _, _)| asker.claims(&key(name)))).await, [granted(1); 5]);
+    assert_eq!(
+        verdicts(&*store, &all(&|(name, _, _)| asker.claims(&key(name)))).await,
+        [granted(1); 5]
+    );
     tokio::time::sleep(BRIEF * 3 / 5).await;
     let asked = Instant::now();
-    let heard = verdicts(&*store, &all(&|(name, ask, _)| asker.asks(*ask, &key(name)))).await;
+    let heard = verdicts(
+        &*store,
+        &all(&|(name, ask, _)| asker.asks(*ask, &key(name))),
+    )
+    .await;
     if before.elapsed() + SLACK > BRIEF {
         return; // This machine slept: the markers may have expired before they were written again.
     }
@@ -135,15 +247,31 @@ pub async fn every_write_starts_the_window_anew(store: Arc<dyn Store>) {
     if asked.elapsed() + SLACK > BRIEF {
         return;
     }
-    let [renewed, again, doubted, cleared, completed] = heard[..] else { panic!("five answers, not {heard:?}") };
-    assert!(matches!((renewed, again), (Verdict::Busy { .. }, Verdict::Busy { .. })), "{heard:?}");
-    assert_eq!([doubted, cleared, completed], [Verdict::InDoubt(DOUBTED_ONCE), granted(2), Verdict::Duplicate]);
+    let [renewed, again, doubted, cleared, completed] = heard[..] else {
+        panic!("five answers, not {heard:?}")
+    };
+    assert!(
+        matches!(
+            (renewed, again),
+            (Verdict::Busy { .. }, Verdict::Busy { .. })
+        ),
+        "{heard:?}"
+    );
+    assert_eq!(
+        [doubted, cleared, completed],
+        [
+            Verdict::InDoubt(DOUBTED_ONCE),
+            granted(2),
+            Verdict::Duplicate
+        ]
+    );
 }
 
-/// What is unresolved is kept for as long as its claimer said, whatever the settings of who writes it again: its holder who
-/// renews, claims again or doubts after a restart with other settings.
+/// What is unresolved is kept for as long as its claimer said, whatever the settings of who writes
+/// it again: its holder who renews, claims again or doubts after a restart with other settings.
 pub async fn the_holders_window_decides(store: Arc<dyn Store>) {
-    /// The holder's terms, those on which it asks again, and whether it is remembered after the shortest window.
+    /// The holder's terms, those on which it asks again, and whether it is remembered after the
+    /// shortest window.
     type Case = (&'static str, Asker, Asker, bool);
     let lax = Asker::new(EFFECTIVELY_ONCE, MINE, 1).lease(LONG);
     let strict = Asker::new(AT_MOST_ONCE, MINE, 1).lease(LONG).window(BRIEF);
@@ -153,8 +281,11 @@ pub async fn the_holders_window_decides(store: Arc<dyn Store>) {
         ("with a shorter window", lax, lax.window(BRIEF), true),
         ("as effectively once", strict, lax.window(BRIEF), true),
     ];
-    let writes =
-        [("renewed", Ask::Renew, Verdict::Kept), ("claimed again", Ask::Claim, granted(1)), ("doubted", Ask::Doubt, Verdict::Kept)];
+    let writes = [
+        ("renewed", Ask::Renew, Verdict::Kept),
+        ("claimed again", Ask::Claim, granted(1)),
+        ("doubted", Ask::Doubt, Verdict::Kept),
+    ];
     let (mut asked, mut expected, mut all) = (Vec::new(), Vec::new(), Vec::new());
     for (way, holder, again, stays) in cases {
         for (write, ask, verdict) in writes {
@@ -183,12 +314,24 @@ pub async fn the_holders_window_decides(store: Arc<dyn Store>) {
     }
 }
 
-/// What is unresolved in at most once outlives every window: an unknown on Friday is no first delivery on Monday.
+/// What is unresolved in at most once outlives every window: an unknown on Friday is no first
+/// delivery on Monday.
 pub async fn what_is_unresolved_at_most_once_outlives_the_window(store: Arc<dyn Store>) {
-    let brief = |of, token, attempt| Asker::new(of, Token(token), attempt).lease(BRIEF / 20).window(BRIEF);
+    let brief = |of, token, attempt| {
+        Asker::new(of, Token(token), attempt)
+            .lease(BRIEF / 20)
+            .window(BRIEF)
+    };
     let strict = brief(AT_MOST_ONCE, 1, 1);
-    let [running, doubted, taken, reversed, renewed, late] =
-        ["running", "doubted", "taken", "taken the other way", "renewed", "completed late"].map(key);
+    let [running, doubted, taken, reversed, renewed, late] = [
+        "running",
+        "doubted",
+        "taken",
+        "taken the other way",
+        "renewed",
+        "completed late",
+    ]
+    .map(key);
     let made = [
         strict.claims(&running),
         strict.claims(&doubted),
@@ -203,19 +346,39 @@ pub async fn what_is_unresolved_at_most_once_outlives_the_window(store: Arc<dyn 
     verdicts(&*store, &made).await;
     tokio::time::sleep(BRIEF / 20 + SLACK).await;
     // A takeover that doubts: from here on it is at most once, whichever of the two was.
-    let takeovers = [brief(AT_MOST_ONCE, 2, 0).claims(&taken), brief(EFFECTIVELY_ONCE, 2, 0).claims(&reversed)];
+    let takeovers = [
+        brief(AT_MOST_ONCE, 2, 0).claims(&taken),
+        brief(EFFECTIVELY_ONCE, 2, 0).claims(&reversed),
+    ];
     let heard = verdicts(&*store, &takeovers).await;
     if before.elapsed() + SLACK > BRIEF {
         return; // This machine slept: what was effectively once may have expired before it was taken over.
     }
     assert_eq!(heard, [Verdict::InDoubt(CRASHED_ONCE); 2]);
     tokio::time::sleep(BRIEF + SLACK).await;
-    let claims: Vec<Operation> =
-        [&running, &doubted, &taken, &reversed, &renewed].into_iter().map(|key| brief(AT_MOST_ONCE, 3, 0).claims(key)).collect();
-    let crashed_twice = Attempts { number: 3, base: 3, crashes: 2 };
-    let expected = [CRASHED_ONCE, DOUBTED_ONCE, crashed_twice, crashed_twice, CRASHED_ONCE].map(Verdict::InDoubt);
+    let claims: Vec<Operation> = [&running, &doubted, &taken, &reversed, &renewed]
+        .into_iter()
+        .map(|key| brief(AT_MOST_ONCE, 3, 0).claims(key))
+        .collect();
+    let crashed_twice = Attempts {
+        number: 3,
+        base: 3,
+        crashes: 2,
+    };
+    let expected = [
+        CRASHED_ONCE,
+        DOUBTED_ONCE,
+        crashed_twice,
+        crashed_twice,
+        CRASHED_ONCE,
+    ]
+    .map(Verdict::InDoubt);
     assert_eq!(verdicts(&*store, &claims).await, expected);
-    assert_eq!(verdict(&*store, strict.asks(Ask::Complete, &late)).await, DONE, "its holder still has it");
+    assert_eq!(
+        verdict(&*store, strict.asks(Ask::Complete, &late)).await,
+        DONE,
+        "its holder still has it"
+    );
 }
 
 /// The window is that of who completes, and a hundred years are no trouble.
@@ -224,7 +387,21 @@ pub async fn a_window_may_be_long(store: Arc<dyn Store>) {
     let claimer = Asker::new(EFFECTIVELY_ONCE, MINE, 1).window(BRIEF);
     let key = key("k");
     let completer = claimer.window(century);
-    assert_eq!(verdicts(&*store, &[claimer.claims(&key), completer.asks(Ask::Complete, &key)]).await, [granted(1), DONE]);
+    assert_eq!(
+        verdicts(
+            &*store,
+            &[claimer.claims(&key), completer.asks(Ask::Complete, &key)]
+        )
+        .await,
+        [granted(1), DONE]
+    );
     tokio::time::sleep(BRIEF + SLACK).await;
-    assert_eq!(verdict(&*store, Asker::new(EFFECTIVELY_ONCE, THEIRS, 0).claims(&key)).await, Verdict::Duplicate);
+    assert_eq!(
+        verdict(
+            &*store,
+            Asker::new(EFFECTIVELY_ONCE, THEIRS, 0).claims(&key)
+        )
+        .await,
+        Verdict::Duplicate
+    );
 }

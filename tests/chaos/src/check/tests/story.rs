@@ -9,43 +9,127 @@ pub(super) struct Story(pub(super) Vec<Record>);
 
 impl Story {
     pub(super) fn at(mut self, ms: u64, by: &str, what: What) -> Self {
-        self.0.push(Record { at: ms * 1_000, wall: 0, by: by.into(), what });
+        self.0.push(Record {
+            at: ms * 1_000,
+            wall: 0,
+            by: by.into(),
+            what,
+        });
         self
     }
 
     pub(super) fn sent(self, id: &str) -> Self {
-        self.at(0, "player", What::Attempted { id: id.into() }).at(1, "player", What::Confirmed { id: id.into() })
+        self.at(0, "player", What::Attempted { id: id.into() }).at(
+            1,
+            "player",
+            What::Confirmed { id: id.into() },
+        )
     }
 
     pub(super) fn start(self, ms: u64, by: &str, id: &str, attempt: u32) -> Self {
-        self.at(ms, by, What::Started { id: id.into(), attempt, run: 1 })
+        self.at(
+            ms,
+            by,
+            What::Started {
+                id: id.into(),
+                attempt,
+                run: 1,
+            },
+        )
     }
 
     pub(super) fn end(self, ms: u64, by: &str, id: &str, how: Ending) -> Self {
-        self.at(ms, by, What::Ended { id: id.into(), run: 1, how })
+        self.at(
+            ms,
+            by,
+            What::Ended {
+                id: id.into(),
+                run: 1,
+                how,
+            },
+        )
     }
 
-    pub(super) fn effect(self, ms: u64, consumer: &str, id: &str, attempt: u32, unique: Unique) -> Self {
-        self.at(ms, "sink", What::Effect { id: id.into(), consumer: consumer.into(), attempt, unique })
+    pub(super) fn effect(
+        self,
+        ms: u64,
+        consumer: &str,
+        id: &str,
+        attempt: u32,
+        unique: Unique,
+    ) -> Self {
+        self.at(
+            ms,
+            "sink",
+            What::Effect {
+                id: id.into(),
+                consumer: consumer.into(),
+                attempt,
+                unique,
+            },
+        )
     }
 
     pub(super) fn answer(self, ms: u64, by: &str, id: &str, ask: Asked, verdict: &str) -> Self {
-        self.at(ms, by, What::Answered { id: id.into(), ask, verdict: verdict.into() })
+        self.at(
+            ms,
+            by,
+            What::Answered {
+                id: id.into(),
+                ask,
+                verdict: verdict.into(),
+            },
+        )
     }
 
     pub(super) fn accept(self, ms: u64, by: &str, id: &str, why: &str) -> Self {
-        let settled = What::Settled { id: id.into(), position: "0/1".into(), how: Settling::Accepted, why: why.into() };
-        self.at(ms, by, What::Received { id: id.into(), position: "0/1".into() }).at(ms, by, settled)
+        let settled = What::Settled {
+            id: id.into(),
+            position: "0/1".into(),
+            how: Settling::Accepted,
+            why: why.into(),
+        };
+        self.at(
+            ms,
+            by,
+            What::Received {
+                id: id.into(),
+                position: "0/1".into(),
+            },
+        )
+        .at(ms, by, settled)
     }
 
     pub(super) fn fault(self, kind: &str, target: Option<&str>, from: u64, to: u64) -> Self {
         let number = self.0.len() as u64;
-        let fault = |edge| What::Fault { number, kind: kind.into(), target: target.map(str::to_owned), edge };
-        self.at(from, "player", fault(Edge::Begin)).at(to, "player", fault(Edge::End))
+        let fault = |edge| What::Fault {
+            number,
+            kind: kind.into(),
+            target: target.map(str::to_owned),
+            edge,
+        };
+        self.at(from, "player", fault(Edge::Begin))
+            .at(to, "player", fault(Edge::End))
     }
 
-    pub(super) fn gone(self, ms: u64, consumer: &str, after: Sent, status: &str, took_ms: u64) -> Self {
-        self.at(ms, "player", What::Gone { consumer: consumer.into(), after, status: status.into(), took_ms })
+    pub(super) fn gone(
+        self,
+        ms: u64,
+        consumer: &str,
+        after: Sent,
+        status: &str,
+        took_ms: u64,
+    ) -> Self {
+        self.at(
+            ms,
+            "player",
+            What::Gone {
+                consumer: consumer.into(),
+                after,
+                status: status.into(),
+                took_ms,
+            },
+        )
     }
 
     /// Handled by one consumer from a time on, as it should be.
@@ -64,6 +148,10 @@ impl Story {
 
     /// What it breaks.
     pub(super) fn breaks(self, rules: &Rules) -> Vec<(Invariant, Option<String>)> {
-        self.check(rules).violations.into_iter().map(|violation| (violation.invariant, violation.id)).collect()
+        self.check(rules)
+            .violations
+            .into_iter()
+            .map(|violation| (violation.invariant, violation.id))
+            .collect()
     }
 }
