@@ -99,7 +99,7 @@ async fn a_log_that_loses_its_end_under_a_running_source_commits_lower_and_skips
     half.topic.send_numbers(0, Half::NEW).await;
 
     let mut again = gather(&mut of_whole, 0..10).await;
-    whole.await_reset(0, 0).await;
+    settle_until(&mut of_whole, &whole, &mut again, |_| false, 0).await;
     let mut anew = half.receive_again(&mut of_half).await;
     // Of before the cut: it moves nothing any more.
     accept(&mut of_half, held).await;
