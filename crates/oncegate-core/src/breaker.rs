@@ -14,7 +14,7 @@ pub(crate) struct Breaker {
 
 /// What to do about the store now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Judgement {
+pub(crate) enum BreakerDecision {
     /// It answers: ask as you like.
     Ask,
     /// It did not answer: one question at a time.
@@ -40,11 +40,11 @@ impl Breaker {
         }
     }
 
-    pub(crate) fn judge(&self, now: Instant) -> Judgement {
+    pub(crate) fn decide(&self, now: Instant) -> BreakerDecision {
         match self.silences {
-            0 => Judgement::Ask,
-            _ if now >= self.next_try => Judgement::TryOnce,
-            _ => Judgement::Wait,
+            0 => BreakerDecision::Ask,
+            _ if now >= self.next_try => BreakerDecision::TryOnce,
+            _ => BreakerDecision::Wait,
         }
     }
 
@@ -85,15 +85,15 @@ mod tests {
         let start = Instant::now();
         let mut breaker = Breaker::closed();
         assert_eq!(
-            (breaker.judge(start), breaker.opens_at()),
-            (Judgement::Ask, None)
+            (breaker.decide(start), breaker.opens_at()),
+            (BreakerDecision::Ask, None)
         );
         let mut now = start;
         let mut tries = 0;
         while now < start + Duration::from_secs(10) {
-            match breaker.judge(now) {
-                Judgement::Wait => now = breaker.opens_at().expect("it is open"),
-                Judgement::Ask | Judgement::TryOnce => {
+            match breaker.decide(now) {
+                BreakerDecision::Wait => now = breaker.opens_at().expect("it is open"),
+                BreakerDecision::Ask | BreakerDecision::TryOnce => {
                     tries += 1;
                     breaker.silent(now);
                 }
@@ -106,8 +106,8 @@ mod tests {
                 .is_some_and(|away| away >= Duration::from_secs(9))
         );
         assert_eq!(
-            (breaker.judge(now), breaker.answered(now)),
-            (Judgement::Ask, None)
+            (breaker.decide(now), breaker.answered(now)),
+            (BreakerDecision::Ask, None)
         );
     }
 }

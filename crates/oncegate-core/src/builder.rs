@@ -1,4 +1,4 @@
-//! How a consumer is put together.
+//! The builder of a consumer.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -18,17 +18,17 @@ use crate::run::Runner;
 use crate::runtime_estimator::lease_for;
 use crate::settings::{Execution, Fingerprints, Settings, VolatileStore};
 use crate::source::{Open, Order, Source, headers};
-use crate::status::{ConsumerStatus, Ends};
+use crate::status::{ClearStatusOnDrop, ConsumerStatus};
 use crate::store::{Persistence, Store, StoreError};
 
-/// The running loop: take a slot, receive, pass the gate, settle, drain. Start with
-/// [`Consumer::builder`].
+/// A consumer: receives messages, claims their ids, runs the handler, records the outcome and
+/// settles. Start with [`Consumer::builder`].
 #[derive(Debug)]
 pub struct Consumer;
 
 impl Consumer {
-    /// A consumer with every setting at its default, to be given a source, a store, an id and a
-    /// handler.
+    /// A builder with every setting at its default. A source, a store, an id and a handler are
+    /// required.
     pub fn builder() -> Builder<(), (), (), Json> {
         Builder {
             source: (),
@@ -41,7 +41,7 @@ impl Consumer {
     }
 }
 
-/// A consumer that is being put together. It runs once it has a source, a store and a handler.
+/// Builds a consumer. [`run_until`](Self::run_until) needs a source, a store, an id and a handler.
 #[derive(Clone, Debug)]
 #[must_use = "a builder does nothing until `run_until` is awaited"]
 pub struct Builder<S, T, H, D> {
@@ -54,7 +54,7 @@ pub struct Builder<S, T, H, D> {
 }
 
 impl<S, T, H, D> Builder<S, T, H, D> {
-    /// Where deliveries come from.
+    /// The source of messages: a Kafka topic, a RabbitMQ queue, or a queue in memory.
     pub fn source<S2: Open>(self, source: S2) -> Builder<S2, T, H, D> {
         let Self {
             store,
@@ -74,7 +74,7 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         }
     }
 
-    /// What remembers ids.
+    /// The store that remembers ids.
     pub fn store<T2: Store + 'static>(self, store: T2) -> Builder<S, T2, H, D> {
         let Self {
             source,
@@ -94,7 +94,7 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         }
     }
 
-    /// What handles messages.
+    /// The handler of messages.
     pub fn handler<H2: Handler>(self, handler: H2) -> Builder<S, T, H2, D> {
         let Self {
             source,
@@ -114,7 +114,7 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         }
     }
 
-    /// How bodies become payloads. Default: JSON.
+    /// The decoder that turns a message body into the handler's payload. Default: JSON.
     pub fn decode<D2: Decode>(self, decode: D2) -> Builder<S, T, H, D2> {
         let Self {
             source,
@@ -134,7 +134,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         }
     }
 
-    /// What is promised when nobody knows whether an effect happened. Default: effectively once.
+    /// The guarantee: what follows when it is unknown whether an effect happened. Default:
+    /// effectively once.
     pub fn guarantee(mut self, guarantee: Guarantee) -> Self {
         self.settings.guarantee = guarantee;
         self
@@ -154,71 +155,71 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
-    /// Whether the same id with another body is told apart. Default: by the body in at most once,
-    /// not otherwise.
+    /// Whether a message with a known id and a different body is a conflict. Default: compares bodies
+    /// in at most once, and nothing otherwise.
     pub fn fingerprints(mut self, fingerprints: Fingerprints) -> Self {
         self.settings.fingerprints = fingerprints;
         self
     }
 
-    /// How long a done id is remembered, at least 1 s. Default: 24 h.
+    /// The dedup window: how long the id of a handled message is remembered, at least 1 s. Default: 24 h.
     pub fn dedup_window(mut self, window: Duration) -> Self {
-        self.settings.window = window;
+        self.settings.dedup_window = window;
         self
     }
 
-    /// How long a claim holds without renewal, at least 100 ms; it is renewed at a third of this.
+    /// How long a claim holds without renewal, at least 100 ms; it is renewed after a third of that.
     /// Default: 30 s.
     pub fn lease(mut self, lease: Duration) -> Self {
         self.settings.lease = lease;
         self
     }
 
-    /// The lease that the longest run asks for: twice as long, and a second. Handlers that run
-    /// longer are renewed all the same; a longer lease only makes a crash cost more time, and a
-    /// pause of the process less.
+    /// Sets the lease for handlers that run up to this long: twice as long, plus 1 s. Longer runs are
+    /// renewed, too. A longer lease delays the redelivery after a crash, and tolerates a longer pause
+    /// of the process.
     pub fn lease_for(self, longest_run: Duration) -> Self {
         self.lease(lease_for(longest_run))
     }
 
-    /// Chooses the lease by how long handlers run: twice what 99 in 100 need, and a second, within
-    /// these bounds, each at least 100 ms. Until 512 runs are known, the longest.
+    /// Adapts the lease to the duration of handlers: twice the 99th percentile, plus 1 s, within these
+    /// bounds, each at least 100 ms. The longest until 512 runs were measured.
     pub fn adaptive_lease(mut self, shortest: Duration, longest: Duration) -> Self {
         self.settings.lease = longest.max(shortest);
         self.settings.shortest_lease = Some(shortest);
         self
     }
 
-    /// The window that redeliveries ask for: twice the time for which a message may come again,
-    /// from its first delivery to its last copy, by the broker's retention and the producers'
+    /// Sets the dedup window for messages that may be redelivered for this long: twice as long. Count
+    /// from the first delivery to the last copy, by the broker's retention and the producers'
     /// retries.
     pub fn dedup_window_for(self, redelivered_for: Duration) -> Self {
         self.dedup_window(redelivered_for.saturating_mul(2))
     }
 
-    /// How many attempts a message gets before it is dead-lettered, at least 1. Default: 5.
+    /// The maximum number of attempts before a message is dead-lettered, at least 1. Default: 5.
     pub fn max_attempts(mut self, attempts: u32) -> Self {
-        self.settings.attempts = attempts;
+        self.settings.max_attempts = attempts;
         self
     }
 
-    /// How many processes may end while they handle a message before it is dead-lettered as
-    /// `crashes-spent`, or goes to the in-doubt queue in at most once; at least 2. Default: 10.
-    /// They spend none of [`attempts`](Self::attempts): a process that is killed from outside takes
-    /// innocent messages with it. From the second on the message runs alone: nothing else is
-    /// claimed until it is over.
+    /// The maximum number of processes that may crash while they handle a message before it is
+    /// dead-lettered as `crashes-spent`, or goes to the in-doubt queue in at most once; at least 2.
+    /// Default: 10. A crash does not count towards [`max_attempts`](Self::max_attempts), because a
+    /// process may be killed for other reasons. From the second crash on the message runs alone:
+    /// nothing else is claimed until it has ended.
     pub fn max_crashes(mut self, crashes: u32) -> Self {
         self.settings.max_crashes = crashes;
         self
     }
 
-    /// How often a handler is run again in place within one attempt. Default: 3.
+    /// The maximum number of retries within one attempt, without a redelivery. Default: 3.
     pub fn max_inline_retries(mut self, retries: u32) -> Self {
-        self.settings.retries = retries;
+        self.settings.max_inline_retries = retries;
         self
     }
 
-    /// The first and the longest pause before a retry; pauses double, with jitter. Default: 100 ms
+    /// The first and the longest pause before a retry; the pause doubles, with jitter. Default: 100 ms
     /// and 10 s.
     pub fn backoff(mut self, first: Duration, longest: Duration) -> Self {
         self.settings.backoff = first;
@@ -226,44 +227,43 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
-    /// How often `reconcile` is tried before a message goes to the in-doubt queue, at least 1.
-    /// Default: 5. One that ends its process counts for [`max_crashes`](Self::max_crashes).
+    /// The maximum number of `reconcile` calls before a message goes to the in-doubt queue, at least
+    /// 1. Default: 5. One that crashes its process counts towards [`max_crashes`](Self::max_crashes).
     pub fn max_reconciles(mut self, reconciles: u32) -> Self {
-        self.settings.reconciles = reconciles;
+        self.settings.max_reconciles = reconciles;
         self
     }
 
-    /// How long a handler may run; after that its outcome is unknown. Default: 5 min.
+    /// The timeout of a handler; its outcome is unknown then. Default: 5 min.
     pub fn handler_timeout(mut self, timeout: Duration) -> Self {
         self.settings.handler_timeout = timeout;
         self
     }
 
-    /// How many deliveries are claimed or handled at once at the most, at least 1; as many again
-    /// may be on their way out, with only their completion to be recorded. Default: 512.
+    /// The maximum number of deliveries that are claimed or handled at once, at least 1. As many
+    /// again may wait for the store to record their completion. Default: 512.
     pub fn max_in_flight(mut self, count: usize) -> Self {
-        self.settings.in_flight = count;
+        self.settings.max_in_flight = count;
         self
     }
 
-    /// How many bytes are in flight at the most; one larger delivery travels alone. Default: 64
-    /// MiB.
+    /// The maximum number of bytes in flight; a single delivery may be larger. Default: 64 MiB.
     pub fn max_in_flight_bytes(mut self, bytes: usize) -> Self {
-        self.settings.in_flight_bytes = bytes;
+        self.settings.max_in_flight_bytes = bytes;
         self
     }
 
-    /// How many deliveries wait at the most, in order, behind another of their key or partition, at
-    /// least 1; they are not in flight. So is one that was released, until its delay is over. When
-    /// so many wait, nothing is taken in, and other keys wait too. Default: 10,000.
+    /// The maximum number of deliveries that are queued behind another of their key or partition, at
+    /// least 1; they are not in flight. A failed delivery that keeps its place is queued, too, until
+    /// its backoff ends. At the limit nothing is received, so other keys wait, too. Default: 10,000.
     pub fn max_queued(mut self, count: usize) -> Self {
-        self.settings.waiting = count;
+        self.settings.max_queued = count;
         self
     }
 
-    /// How many bytes wait there at the most, and one delivery more. Default: 64 MiB.
+    /// The maximum number of queued bytes; one delivery may exceed it. Default: 64 MiB.
     pub fn max_queued_bytes(mut self, bytes: usize) -> Self {
-        self.settings.waiting_bytes = bytes;
+        self.settings.max_queued_bytes = bytes;
         self
     }
 
@@ -273,26 +273,27 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
-    /// How old a message may be and still be taken for new when its marker is absent. Default: half
-    /// the window.
+    /// The maximum age of a message that counts as new when the store does not know its id. Default:
+    /// half the dedup window.
     pub fn max_age(mut self, age: Duration) -> Self {
         self.settings.max_age = Some(age);
         self
     }
 
-    /// What is handled one after the other. Default: by key on Kafka, unordered on RabbitMQ.
+    /// Which messages are handled one after the other. Default: by key on Kafka, unordered on
+    /// RabbitMQ.
     pub fn order(mut self, order: Order) -> Self {
         self.settings.order = Some(order);
         self
     }
 
-    /// Where handlers run. Default: each in a task of its own.
-    pub fn execution(mut self, handlers: Execution) -> Self {
-        self.settings.handlers = handlers;
+    /// Where handlers run. Default: each in its own tokio task.
+    pub fn execution(mut self, execution: Execution) -> Self {
+        self.settings.execution = execution;
         self
     }
 
-    /// What to do while the store is away. Default: hold.
+    /// What to do while the store is unavailable. Default: hold messages until it answers.
     pub fn outage(mut self, outage: Outage) -> Self {
         self.settings.outage = outage;
         self
@@ -301,7 +302,7 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     /// Checks the settings as the consumer does before it starts. Connects to nothing.
     ///
     /// # Errors
-    /// [`Error::Misconfigured`] names the first setting that is wrong, and what to set instead.
+    /// [`Error::Misconfigured`] names the first wrong setting and its remedy.
     pub fn check(&self) -> Result<(), Error> {
         self.settings.check()?;
         if let Some(scope) = &self.scope {
@@ -310,29 +311,28 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self.settings.id.as_ref().map_or(Ok(()), check_id)
     }
 
-    /// How long a delivery may stay unsettled by these settings: it waits for another holder for
-    /// two leases, and then its handler runs as often as it may in place, each time to its timeout,
-    /// with the longest pauses between. What `reconcile` takes comes on top, and so does what waits
-    /// in order behind others. A broker that bounds this, as RabbitMQ does by its consumer timeout,
-    /// has to allow more.
+    /// How long a delivery may stay unsettled with these settings: it waits for another holder for two
+    /// leases, and then uses all inline retries, each up to the handler timeout, with the longest
+    /// pauses between. `reconcile` and queueing behind an ordering key come on top. A broker that
+    /// limits this, as RabbitMQ does with `consumer_timeout`, has to allow more.
     pub fn longest_open(&self) -> Duration {
         self.settings.longest_open()
     }
 
-    /// Where to tell whether messages are taken: for a readiness probe.
+    /// Where to report whether the consumer receives messages: for a readiness probe.
     pub fn readiness(mut self, readiness: Readiness) -> Self {
         self.settings.readiness = readiness;
         self
     }
 
-    /// Where to tell what is held, and what has been held longest: for a status page.
+    /// Where to report the deliveries in flight and the oldest of them: for a status page.
     pub fn status(mut self, status: ConsumerStatus) -> Self {
         self.settings.status = Some(status);
         self
     }
 
-    /// Lets at most once run on a store that may forget what it said: you accept that a forgotten
-    /// id is run again.
+    /// Allows at most once on a store that may lose data in a crash. You accept that a message whose
+    /// id is lost may run again.
     pub fn allow_volatile_store(mut self) -> Self {
         self.settings.volatile_store = VolatileStore::Allowed;
         self
@@ -340,14 +340,15 @@ impl<S, T, H, D> Builder<S, T, H, D> {
 }
 
 impl<S, T, H, D> Builder<S, T, H, D> {
-    /// Runs until `shutdown` is over, whatever it comes to, then drains and returns. A program
-    /// hands over [`shutdown_signal()`](crate::shutdown_signal): SIGTERM or Ctrl-C.
+    /// Runs until `shutdown` completes, with any output, then drains and returns. Pass
+    /// [`shutdown_signal()`](crate::shutdown_signal) to stop at SIGTERM or Ctrl-C.
     ///
-    /// Dropping the future stops at once: handlers are dropped, what is not settled comes back.
+    /// Dropping the future stops at once: handlers are dropped, and unsettled messages are
+    /// redelivered.
     ///
     /// # Errors
-    /// [`Error`] says what a person has to change: at start for a setting, later for what a broker
-    /// or a store refuses. What can heal by itself is waited for, with a warning in the log.
+    /// [`Error`] for what an operator has to change: a setting at start, or a request that a broker or
+    /// a store refuses. Temporary errors are logged and retried.
     pub async fn run_until(self, shutdown: impl Future) -> Result<(), Error>
     where
         S: Open,
@@ -371,24 +372,24 @@ impl<S, T, H, D> Builder<S, T, H, D> {
             settings.scope = Scope::named(&scope)?;
         }
         let Some(id) = settings.id.take() else {
-            let problem = "none was given, and a wrong guess would skip messages".to_owned();
+            let problem = "it is not set, and a wrong default would skip messages".to_owned();
             return Err(Error::Misconfigured {
                 setting: "id",
                 problem,
-                remedy: "name where the idempotency key is: IdSource::header(\"…\"), IdSource::message_id(), …",
+                remedy: "set where the idempotency key is read from: IdSource::header(\"…\"), IdSource::message_id(), …",
             });
         };
         let mut shutdown = std::pin::pin!(async { drop(shutdown.await) });
         let store: Arc<dyn Store> = Arc::new(store);
-        let _ends = Ends(settings.status.clone());
+        let _clear_on_drop = ClearStatusOnDrop(settings.status.clone());
         if let Some(status) = &settings.status {
-            status.begins(store.described());
+            status.start(store.described());
         }
         let opened = async {
             preflight(&*store, &settings).await?;
             let source = source
-                .for_in_flight(settings.in_flight)
-                .for_window(settings.window);
+                .for_in_flight(settings.max_in_flight)
+                .for_window(settings.dedup_window);
             let source = source.for_longest_open(settings.longest_open());
             let source = if let Some(order) = settings.order {
                 source.for_order(order)
@@ -401,7 +402,7 @@ impl<S, T, H, D> Builder<S, T, H, D> {
             opened = opened => opened?,
             () = &mut shutdown => return Ok(()),
         };
-        tracing::info!(guarantee = ?settings.guarantee, ?id, window = ?settings.window, lease = ?settings.lease, "consuming");
+        tracing::info!(guarantee = ?settings.guarantee, ?id, window = ?settings.dedup_window, lease = ?settings.lease, "consumer started");
         let runner = Runner {
             handler,
             decode,
@@ -419,19 +420,19 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     }
 }
 
-/// Asks the store whether it can keep the promise; waits for one that is not there yet.
+/// Checks that the store can keep the guarantee. Retries while it is unavailable.
 pub(crate) async fn preflight(store: &dyn Store, settings: &Settings) -> Result<(), Error> {
     let mut tries = 0;
-    let mut says = LogThrottle::every(Duration::from_secs(10));
+    let mut throttle = LogThrottle::every(Duration::from_secs(10));
     loop {
-        let found = forgets(store, settings).await;
+        let found = volatile_reason(store, settings).await;
         if let Some(status) = &settings.status {
             let now = Instant::now();
-            status.saw(|seen| match &found {
-                Ok(_) => seen.answered(now),
+            status.update_store(|health| match &found {
+                Ok(_) => health.answered(now),
                 Err(error) => {
-                    seen.failed(error, now);
-                    seen.silent(now);
+                    health.failed(error, now);
+                    health.silent(now);
                 }
             });
         }
@@ -440,8 +441,8 @@ pub(crate) async fn preflight(store: &dyn Store, settings: &Settings) -> Result<
             Ok(None) => return Ok(()),
             Err(error @ StoreError::Misconfigured(_)) => return Err(error.into()),
             Err(error) => {
-                if let Some(suppressed_lines) = says.due(Instant::now()) {
-                    tracing::warn!(%error, suppressed_lines, "waiting for the store");
+                if let Some(suppressed_lines) = throttle.due(Instant::now()) {
+                    tracing::warn!(%error, suppressed_lines, "store unavailable, the start waits until it answers; check the store and its network");
                 }
                 let pause = settings.policy().pause(tries);
                 tokio::time::sleep(pause.clamp(Duration::from_millis(100), Duration::from_secs(2)))
@@ -452,8 +453,11 @@ pub(crate) async fn preflight(store: &dyn Store, settings: &Settings) -> Result<
     }
 }
 
-/// Why the store may forget what it said, where that is refused.
-async fn forgets(store: &dyn Store, settings: &Settings) -> Result<Option<String>, StoreError> {
+/// Why the store may lose data in a crash; `None` if it may not, or if that is allowed.
+async fn volatile_reason(
+    store: &dyn Store,
+    settings: &Settings,
+) -> Result<Option<String>, StoreError> {
     store.preflight(settings.guarantee).await?;
     if settings.guarantee != Guarantee::AtMostOnce
         || settings.volatile_store == VolatileStore::Allowed
@@ -466,8 +470,8 @@ async fn forgets(store: &dyn Store, settings: &Settings) -> Result<Option<String
     })
 }
 
-/// The age of a message by its own timestamp or by when its first copy was seen, whichever is
-/// longer ago.
+/// The age of a message: by its own timestamp or by when its first copy was seen, whichever is
+/// earlier.
 pub(crate) fn age(message: &Message, now: SystemTime) -> Option<Duration> {
     let first_seen = message
         .headers
@@ -526,7 +530,7 @@ mod tests {
         assert!(about(aged(seen(day_ago.as_bytes()), None), hours(24)));
         assert!(
             about(aged(seen(day_ago.as_bytes()), Some(now)), hours(24)),
-            "a copy is published anew, with a new timestamp"
+            "a copy is published with a new timestamp"
         );
         assert!(about(
             aged(seen(ms(now).as_bytes()), Some(now - hours(2))),

@@ -1,16 +1,16 @@
-//! The loop: it carries steps between the road and the world, and decides nothing.
+//! The event loop of one consumer. It executes the actions of [`crate::lifecycle`] and decides
+//! nothing itself.
 //!
-//! One event loop per consumer, in phases: take in what is ready, let the road say what each
-//! delivery does next, ask the store in batches, settle in batches, wait. Nothing ever waits for a
-//! batch to fill. The phases stand here; what a phase does with a delivery stands in `travel`, with
-//! the store in `asking`, at the end in `leaving`.
+//! Each iteration polls everything that is ready, advances each delivery, sends batches to the
+//! store, settles in batches, and sleeps. It never waits for a batch to fill. This file has the
+//! phases; `dispatch` executes actions, `store_batches` talks to the store, `leaving` drains.
 
-mod asking;
 mod dispatch;
 mod entry;
 mod late;
 mod leaving;
 mod reports;
+mod store_batches;
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -24,12 +24,13 @@ use futures_util::future::BoxFuture;
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
-use self::asking::Applied;
 use self::entry::{FinishedRun, InFlightEntry};
 use self::late::LateCompletions;
 use self::reports::Reporter;
+use self::store_batches::AnsweredBatch;
 
 use crate::breaker::Breaker;
+use crate::consumer_metrics::{ConsumerMetrics, GaugeValues};
 use crate::decode::Decode;
 use crate::error::Error;
 use crate::fault;
@@ -38,20 +39,19 @@ use crate::id::IdSource;
 use crate::lanes::Lanes;
 use crate::lifecycle::{Event, Policy, Stage};
 use crate::marker::{Guarantee, Token, Tokens};
-use crate::measures::{Holds, Measures};
 use crate::outcome::Outcomes;
-use crate::readiness::{Takes, Telling};
-use crate::renewals::{Over, Renewals};
+use crate::readiness::{NotReadyOnDrop, ReadinessState};
+use crate::renewals::{LostLease, Renewals};
 use crate::run::Runner;
 use crate::runtime_estimator::RuntimeEstimator;
-use crate::seen::Seen;
 use crate::settings::Settings;
 use crate::slots::{Slot, Slots};
 use crate::source::{Incoming, Limit, Settled, Source};
-use crate::status::{DeliveryState, InFlightDelivery, TELLS_EVERY};
+use crate::status::{DeliveryState, InFlightDelivery, PUBLISH_INTERVAL};
 use crate::store::Store;
+use crate::store_health::StoreHealth;
 
-/// A consumer that runs.
+/// The state of one running consumer.
 pub(crate) struct Engine<H, D> {
     source: Box<dyn Source>,
     store: Arc<dyn Store>,
@@ -60,74 +60,78 @@ pub(crate) struct Engine<H, D> {
     settings: Settings,
     policy: Policy,
     outcomes: Outcomes,
-    measures: Measures,
+    metrics: ConsumerMetrics,
     renewals: Option<Arc<Renewals>>,
 
-    /// About now, by both clocks: read once for all that happens together.
+    /// The current time by both clocks, read once for all events that are processed together.
     clock: Instant,
     wall: SystemTime,
 
     flights: Slots<Box<InFlightEntry>>,
-    /// Those whose handler is over and whose completion is on its way: they hold no slot of a
-    /// handler any more.
+    /// Deliveries whose handler has returned and whose completion is not answered yet. They no
+    /// longer count towards `max_in_flight`.
     completing: usize,
-    parked: usize,
+    /// Deliveries that wait before they repeat their claim.
+    awaiting_holder: usize,
+    /// Bytes of all deliveries, queued ones included.
     bytes: usize,
-    /// Those that wait behind another of their lane, or rest: they are not in flight.
-    aside: usize,
-    aside_bytes: usize,
+    /// Deliveries that are queued behind their ordering key or are backing off. They are not in
+    /// flight.
+    queued: usize,
+    queued_bytes: usize,
     lanes: Lanes,
-    /// The delivery that runs alone, because it may be the one that ends processes. Until it is
-    /// over nothing else is claimed, so that no other is blamed for what it does to this one.
+    /// The delivery that runs alone, because it may be the one that crashes the process. No other
+    /// delivery is claimed until it has ended, so that none is charged with its crash.
     alone: Option<Slot>,
-    /// Those that wait to run alone. They hold no claim.
+    /// Deliveries that wait to run alone. They hold no claim.
     alone_next: VecDeque<Slot>,
-    /// How many claims the store is asked for, and how many grants are being withdrawn: what runs
-    /// alone begins when there are none.
-    claims_asked: usize,
+    /// Claims that were sent and are not answered, and grants that are being withdrawn. The
+    /// delivery that runs alone starts when both are 0.
+    claims_sent: usize,
     withdrawing: usize,
-    /// How many handlers run, or pause between two runs, and who waits for one of them to end.
+    /// Handlers that run or pause between two runs, and the deliveries that wait for one to end.
     running: usize,
-    may_run_next: VecDeque<Slot>,
-    /// Places whose lease is not to be renewed any more, for when the next are held.
+    awaiting_run: VecDeque<Slot>,
+    /// Slab indexes whose lease must not be renewed any more; passed on before the next grants.
     given_up: Vec<usize>,
-    /// Those whose turn has come because another left its place.
+    /// Events for deliveries that may proceed because another one was settled.
     next_up: VecDeque<(Slot, Event)>,
-    /// Those that stood aside and may go on the road, for when there is room on it.
+    /// Queued deliveries that may proceed as soon as there is capacity.
     turns: VecDeque<Slot>,
 
     claims: VecDeque<Slot>,
-    /// Whether a delivery has left since claims were last looked through for those that need not be
-    /// asked for any more.
+    /// Whether a delivery has started to drain since unsent claims were last dropped.
     some_left: bool,
     verdicts: VecDeque<Slot>,
-    /// Completions of what passed without the gate.
+    /// Completions of messages that were handled without the gate.
     late: LateCompletions,
     breaker: Breaker,
-    /// Whether the store said that it will never work as it is set up.
+    /// Whether the store reported that it is misconfigured.
     refused: bool,
-    says: Reporter,
-    /// When to tell what is held, if anybody asked.
-    tells_at: Instant,
-    pace: RuntimeEstimator,
-    /// What a claim asks for now.
+    reporter: Reporter,
+    /// When to publish the next status, if the user passed a [`ConsumerStatus`].
+    ///
+    /// [`ConsumerStatus`]: crate::ConsumerStatus
+    next_status_at: Instant,
+    runtimes: RuntimeEstimator,
+    /// The lease of the next claim.
     lease: Duration,
     longest_hold: Duration,
-    applies: FuturesUnordered<BoxFuture<'static, Applied>>,
+    applies: FuturesUnordered<BoxFuture<'static, AnsweredBatch>>,
     settled: Vec<Settled>,
     alarms: BinaryHeap<Reverse<(Instant, Slot, u32)>>,
 
-    /// How many handlers were spawned since they were last let run.
+    /// How many handlers were spawned since the loop last yielded to them.
     spawned: usize,
-    runs: UnboundedSender<FinishedRun>,
+    run_sender: UnboundedSender<FinishedRun>,
     ran: UnboundedReceiver<FinishedRun>,
-    over: UnboundedReceiver<Over>,
+    lost_leases: UnboundedReceiver<LostLease>,
     mode: Mode,
     tokens: Tokens,
     jitter: u64,
 }
 
-/// Whether new deliveries are taken in.
+/// Whether the consumer receives.
 enum Mode {
     Taking,
     Draining {
@@ -144,12 +148,12 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         id: IdSource,
         settings: Settings,
     ) -> Result<Self, Error> {
-        let (runs, ran) = unbounded_channel();
-        let (tell, over) = unbounded_channel();
+        let (run_sender, ran) = unbounded_channel();
+        let (lost_lease_sender, lost_leases) = unbounded_channel();
         let renewals = match settings.guarantee {
             Guarantee::Bare => None,
             _ => Some(
-                Renewals::start(store.clone(), settings.shortest_lease(), tell)
+                Renewals::start(store.clone(), settings.shortest_lease(), lost_lease_sender)
                     .map_err(Error::threads)?,
             ),
         };
@@ -157,10 +161,10 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             lanes: Lanes::new(settings.order.unwrap_or(source.default_order())),
             policy: settings.policy(),
             outcomes: Outcomes::new(),
-            measures: Measures::new(),
+            metrics: ConsumerMetrics::new(),
             clock: Instant::now(),
             wall: SystemTime::now(),
-            flights: Slots::new(settings.in_flight),
+            flights: Slots::new(settings.max_in_flight),
             source,
             store,
             runner,
@@ -170,16 +174,16 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             settings,
             renewals,
             completing: 0,
-            parked: 0,
+            awaiting_holder: 0,
             bytes: 0,
-            aside: 0,
-            aside_bytes: 0,
+            queued: 0,
+            queued_bytes: 0,
             alone: None,
             alone_next: VecDeque::new(),
-            claims_asked: 0,
+            claims_sent: 0,
             withdrawing: 0,
             running: 0,
-            may_run_next: VecDeque::new(),
+            awaiting_run: VecDeque::new(),
             given_up: Vec::new(),
             next_up: VecDeque::new(),
             turns: VecDeque::new(),
@@ -189,16 +193,16 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             late: LateCompletions::new(),
             breaker: Breaker::closed(),
             refused: false,
-            says: Reporter::nothing_yet(),
-            tells_at: Instant::now(),
-            pace: RuntimeEstimator::new(),
+            reporter: Reporter::new(),
+            next_status_at: Instant::now(),
+            runtimes: RuntimeEstimator::new(),
             applies: FuturesUnordered::new(),
             settled: Vec::new(),
             alarms: BinaryHeap::new(),
             spawned: 0,
-            runs,
+            run_sender,
             ran,
-            over,
+            lost_leases,
             mode: Mode::Taking,
             tokens: Tokens::default(),
             jitter: Token::random().0 as u64 | 1,
@@ -211,12 +215,12 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         mut shutdown: Pin<&mut impl Future<Output = ()>>,
     ) -> Result<(), Error> {
         let mut incoming = Vec::new();
-        let _telling = Telling(self.settings.readiness.clone());
+        let _not_ready_on_drop = NotReadyOnDrop(self.settings.readiness.clone());
         loop {
-            self.take_in(&mut incoming).await;
-            self.let_handlers_run().await;
-            self.give_turns();
-            self.ask_the_store();
+            self.poll_ready(&mut incoming).await;
+            self.yield_to_handlers().await;
+            self.resume_queued();
+            self.send_batches();
             self.settle().await;
             if let Mode::Draining { until, .. } = self.mode
                 && ((self.flights.is_empty()
@@ -226,18 +230,18 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             {
                 break;
             }
-            self.settings.readiness.tell(self.takes());
-            self.say_if_crowded();
-            self.tell_what_is_held();
-            self.measure_what_is_held();
+            self.settings.readiness.set(self.readiness());
+            self.warn_if_queue_is_full();
+            self.publish_status();
+            self.update_gauges();
             self.wait(&mut incoming, shutdown.as_mut()).await;
         }
         self.leave().await
     }
 
-    /// Steps back once for the handlers that were just spawned, so that the verdicts of those that
-    /// are ready at once travel together. Waits for none that is not.
-    async fn let_handlers_run(&mut self) {
+    /// Yields once to the handlers that were just spawned, so that the operations of those that
+    /// return at once share a batch. Does not wait for the others.
+    async fn yield_to_handlers(&mut self) {
         if std::mem::take(&mut self.spawned) == 0 {
             return;
         }
@@ -247,13 +251,13 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         }
     }
 
-    /// Sleeps until something happens, and takes note of the first thing that did.
+    /// Sleeps until the next event, and processes it.
     async fn wait(
         &mut self,
         incoming: &mut Vec<Incoming>,
         shutdown: Pin<&mut impl Future<Output = ()>>,
     ) {
-        let limit = self.room();
+        let limit = self.receive_limit();
         let alarm = self.next_alarm();
         let mut applied = None;
         let mut ran = None;
@@ -271,11 +275,11 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                 }
             };
             tokio::select! {
-                biased; // what is over before what was lost meanwhile, and the source, which may never run dry, last
+                biased; // results before lost leases, and the source, which may always be ready, last
                 () = shutdown, if !draining => stopping = true,
                 finished = self.ran.recv() => ran = finished,
                 answer = self.applies.next(), if !self.applies.is_empty() => applied = answer,
-                lost = self.over.recv(), if self.renewals.is_some() => over = Some(lost),
+                lost = self.lost_leases.recv(), if self.renewals.is_some() => over = Some(lost),
                 () = sleep => {}
                 received = self.source.receive(limit, incoming), if !draining => failed = received.err(),
             }
@@ -288,53 +292,57 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             self.drain(None, self.settings.drain).await;
         }
         if let Some(applied) = applied {
-            self.answered(applied).await;
+            self.on_batch_answered(applied).await;
         }
         if let Some(ran) = ran {
             self.finished(ran);
         }
         match over {
-            Some(Some(over)) => self.lease_over(over),
+            Some(Some(over)) => self.on_lease_lost(over),
             Some(None) => {
-                self.renewals = None; // nothing is heard from them any more
+                self.renewals = None; // its channel is closed
                 self.drain(Some(Error::Renewals), self.settings.drain).await;
             }
             None => {}
         }
     }
 
-    /// Takes in all that is ready, without waiting, so that sources and stores that give one at a
-    /// time batch too.
-    async fn take_in(&mut self, incoming: &mut Vec<Incoming>) {
-        // First what frees slots, so that what comes in next travels with the verdicts that freed
-        // them.
+    /// Processes everything that is ready, without waiting, so that sources and stores that return
+    /// one item at a time are batched, too.
+    async fn poll_ready(&mut self, incoming: &mut Vec<Incoming>) {
+        // Results first: they free capacity, and the operations that follow from them share a batch
+        // with the claims of what is received next.
         while let Ok(ran) = self.ran.try_recv() {
             self.finished(ran);
         }
         while let Some(Some(applied)) = self.applies.next().now_or_never() {
-            self.answered(applied).await;
+            self.on_batch_answered(applied).await;
         }
-        while let Ok(over) = self.over.try_recv() {
-            self.lease_over(over);
+        while let Ok(over) = self.lost_leases.try_recv() {
+            self.on_lease_lost(over);
         }
-        self.ring();
-        self.give_turns();
+        self.fire_alarms();
+        self.resume_queued();
         loop {
             if !incoming.is_empty() {
                 self.read_clocks();
             }
             for it in incoming.drain(..) {
                 match it {
-                    Incoming::Delivery(delivery) => self.arrived(delivery),
+                    Incoming::Delivery(delivery) => self.on_delivery(delivery),
                     Incoming::Revoked(epoch) => self.revoked(epoch),
                 }
             }
             if matches!(self.mode, Mode::Draining { .. })
-                || self.settled.len() >= self.settings.in_flight
+                || self.settled.len() >= self.settings.max_in_flight
             {
                 break;
             }
-            match self.source.receive(self.room(), incoming).now_or_never() {
+            match self
+                .source
+                .receive(self.receive_limit(), incoming)
+                .now_or_never()
+            {
                 None => break,
                 Some(Ok(())) if incoming.is_empty() => break,
                 Some(Ok(())) => {}
@@ -343,96 +351,96 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         }
     }
 
-    fn takes(&self) -> Takes {
+    fn readiness(&self) -> ReadinessState {
         match self.mode {
-            Mode::Taking if self.breaker.opens_at().is_none() => Takes::Messages,
-            _ => Takes::Nothing,
+            Mode::Taking if self.breaker.opens_at().is_none() => ReadinessState::Ready,
+            _ => ReadinessState::NotReady,
         }
     }
 
-    /// Whether nothing may come in because so much waits in order.
-    fn is_crowded(&self) -> bool {
-        self.aside >= self.settings.waiting || self.aside_bytes >= self.settings.waiting_bytes
+    /// Whether the limit of queued deliveries stops the consumer from receiving.
+    fn is_queue_full(&self) -> bool {
+        self.queued >= self.settings.max_queued
+            || self.queued_bytes >= self.settings.max_queued_bytes
     }
 
-    /// One key that is stuck stops all others now: whoever is called at night should not have to
-    /// guess.
-    fn say_if_crowded(&mut self) {
-        if !self.is_crowded() {
+    /// One blocked ordering key now blocks all others, so the log has to say so.
+    fn warn_if_queue_is_full(&mut self) {
+        if !self.is_queue_full() {
             return;
         }
-        if let Some(suppressed_lines) = self.says.crowded.due(Instant::now()) {
-            let (waiting, bytes) = (self.aside, self.aside_bytes);
+        if let Some(suppressed_lines) = self.reporter.queue_full.due(Instant::now()) {
+            let (waiting, bytes) = (self.queued, self.queued_bytes);
             tracing::warn!(
                 waiting,
                 bytes,
                 suppressed_lines,
-                "so much waits behind others of its key or partition that nothing more is taken in; see what fails, or raise `waiting` or `waiting_bytes`"
+                "queue limit reached, receiving is paused: too many deliveries wait behind others of their key or partition; see which messages fail, or raise `max_queued` or `max_queued_bytes`"
             );
         }
     }
 
-    /// Tells what was seen of the store, if anybody asked.
-    fn saw_of_store(&self, what: impl FnOnce(&mut Seen)) {
+    /// Updates what the status says of the store.
+    fn record_store_health(&self, what: impl FnOnce(&mut StoreHealth)) {
         if let Some(status) = &self.settings.status {
-            status.saw(what);
+            status.update_store(what);
         }
     }
 
-    fn tell_what_is_held(&mut self) {
+    fn publish_status(&mut self) {
         let (Some(status), now) = (&self.settings.status, Instant::now()) else {
             return;
         };
-        if now < self.tells_at {
+        if now < self.next_status_at {
             return;
         }
-        self.tells_at = now + TELLS_EVERY;
+        self.next_status_at = now + PUBLISH_INTERVAL;
         let all: Vec<(Instant, Slot)> = self
             .flights
             .slots()
             .filter_map(|slot| Some((self.flights.at(slot)?.arrived, slot)))
             .collect();
-        status.tell(self.flights.len() - self.aside, self.aside, all, |slot| {
-            let flight = self.flights.at(slot)?;
+        status.publish(self.flights.len() - self.queued, self.queued, all, |slot| {
+            let entry = self.flights.at(slot)?;
             Some(InFlightDelivery {
-                id: flight.id.clone(),
-                origin: flight.passage.delivery().message.origin.clone(),
+                id: entry.id.clone(),
+                origin: entry.passage.delivery().message.origin.clone(),
                 since: Duration::ZERO,
-                doing: DeliveryState::of(flight.passage.stage()),
-                attempt: flight.attempt(),
-                crashes: flight.passage.dispatch().attempts.crashes,
+                doing: DeliveryState::of(entry.passage.stage()),
+                attempt: entry.attempt(),
+                crashes: entry.passage.dispatch().attempts.crashes,
             })
         });
     }
 
-    fn measure_what_is_held(&mut self) {
+    fn update_gauges(&mut self) {
         let stores_away = usize::from(self.breaker.opens_at().is_some());
-        let in_flight = self.flights.len() - self.aside;
-        self.measures.holds(Holds {
+        let in_flight = self.flights.len() - self.queued;
+        self.metrics.set_gauges(GaugeValues {
             in_flight,
-            waiting: self.aside,
-            parked: self.parked,
+            waiting: self.queued,
+            awaiting_holder: self.awaiting_holder,
             stores_away,
         });
     }
 
-    /// How much more may come in. Where nothing may, revocations still do.
-    fn room(&self) -> Limit {
-        if self.is_crowded() {
+    /// How much may be received. With [`Limit::NOTHING`] the source still reports revocations.
+    fn receive_limit(&self) -> Limit {
+        if self.is_queue_full() {
             return Limit::NOTHING;
         }
-        self.room_on_the_road()
+        self.free_capacity()
     }
 
-    /// How much more may go on the road, from outside or from aside.
-    fn room_on_the_road(&self) -> Limit {
+    /// How much more may be in flight, newly received or from the queue.
+    fn free_capacity(&self) -> Limit {
         let holding =
-            self.flights.len() - self.aside - self.completing.min(self.settings.in_flight);
-        let count = self.settings.in_flight.saturating_sub(holding);
+            self.flights.len() - self.queued - self.completing.min(self.settings.max_in_flight);
+        let count = self.settings.max_in_flight.saturating_sub(holding);
         let bytes = self
             .settings
-            .in_flight_bytes
-            .saturating_sub(self.bytes - self.aside_bytes);
+            .max_in_flight_bytes
+            .saturating_sub(self.bytes - self.queued_bytes);
         if count > 0 && bytes > 0 {
             Limit { count, bytes }
         } else {
@@ -440,11 +448,11 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         }
     }
 
-    /// What stood aside goes on, before anything new comes in, as far as there is room.
-    fn give_turns(&mut self) {
-        while !self.turns.is_empty() && self.room_on_the_road() != Limit::NOTHING {
+    /// Admits queued deliveries, as far as there is capacity, before new ones are received.
+    fn resume_queued(&mut self) {
+        while !self.turns.is_empty() && self.free_capacity() != Limit::NOTHING {
             if let Some(slot) = self.turns.pop_front() {
-                self.enter_road(slot);
+                self.admit(slot);
             }
         }
     }
@@ -453,16 +461,16 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         (self.clock, self.wall) = (Instant::now(), SystemTime::now());
     }
 
-    /// Renews what was given up no more.
-    fn let_leases_go(&mut self) {
+    /// Stops renewing abandoned leases.
+    fn stop_renewals(&mut self) {
         if let (Some(renewals), false) = (&self.renewals, self.given_up.is_empty()) {
-            renewals.let_go(self.given_up.drain(..));
+            renewals.stop(self.given_up.drain(..));
         }
     }
 
-    /// Hands over what is settled.
+    /// Passes settlements to the source.
     async fn settle(&mut self) {
-        self.let_leases_go();
+        self.stop_renewals();
         if self.settled.is_empty() {
             return;
         }
@@ -471,29 +479,29 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         let result = self.source.settle(&mut settled).await;
         fault::point("settle.after");
         settled.clear();
-        self.settled = settled; // its allocation serves the next batch
+        self.settled = settled; // reuses the allocation
         if let Err(error) = result {
             self.drain(Some(error.into()), self.settings.drain).await;
         }
     }
 
-    /// Wakes what has waited long enough.
-    fn ring(&mut self) {
+    /// Delivers the events of the alarms that are due.
+    fn fire_alarms(&mut self) {
         let now = Instant::now();
         while let Some(Reverse((at, slot, turn))) = self.alarms.peek().copied() {
             if at > now {
                 return;
             }
             self.alarms.pop();
-            let Some(flight) = self.flights.at(slot).filter(|flight| flight.turn == turn) else {
+            let Some(entry) = self.flights.at(slot).filter(|entry| entry.turn == turn) else {
                 continue;
             };
-            let stage = flight.passage.stage();
+            let stage = entry.passage.stage();
             if let Stage::New(_) = stage {
                 self.turns.push_back(slot);
                 continue;
             }
-            let too_late = stage.waits_on_lease() && flight.lease_is_over();
+            let too_late = stage.waits_on_lease() && entry.lease_is_over();
             self.happens(
                 slot,
                 if too_late {
@@ -505,7 +513,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         }
     }
 
-    /// When to look again at the latest.
+    /// When the loop has to wake up at the latest.
     fn next_alarm(&self) -> Option<Instant> {
         let alarm = self.alarms.peek().map(|Reverse((at, ..))| *at);
         let asks_at = |at: Instant| self.breaker.opens_at().map_or(at, |opens| opens.max(at));
@@ -521,17 +529,20 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             Mode::Draining { until, .. } => Some(until),
             Mode::Taking => None,
         };
-        let turns = (!self.turns.is_empty() && self.room_on_the_road() != Limit::NOTHING)
-            .then(Instant::now);
-        let tells = self.settings.status.is_some().then_some(self.tells_at);
+        let turns =
+            (!self.turns.is_empty() && self.free_capacity() != Limit::NOTHING).then(Instant::now);
+        let tells = self
+            .settings
+            .status
+            .is_some()
+            .then_some(self.next_status_at);
         [alarm, late, breaker, over, turns, tells]
             .into_iter()
             .flatten()
             .min()
     }
 
-    /// A pause, spread by a quarter to either side, so that what failed together does not return
-    /// together.
+    /// A pause with 25 % jitter, so that deliveries that failed together are not retried together.
     fn jittered(&mut self, pause: Duration) -> Duration {
         self.jitter ^= self.jitter << 13;
         self.jitter ^= self.jitter >> 7;

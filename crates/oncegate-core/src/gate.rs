@@ -1,4 +1,4 @@
-//! The gate on its own, without a broker.
+//! [`Gate`]: runs work once per id, without a broker.
 
 use std::future::Future;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use tokio::sync::mpsc::unbounded_channel;
 use tracing::Instrument;
 
-use crate::breaker::{Breaker, Judgement};
+use crate::boot_time::BootTime;
+use crate::breaker::{Breaker, BreakerDecision};
 use crate::builder::preflight;
 use crate::driver::{DriverCommand, LifecycleDriver, OnRelease};
 use crate::error::Error;
@@ -18,93 +19,91 @@ use crate::lifecycle::{
     ClaimReply, DoubtCause, Event, Freshness, History, Outcome, Policy, Reason, Settlement, Stage,
 };
 use crate::marker::{Ask, Guarantee, Operation, Terms, Token, Verdict};
-use crate::moment::Moment;
 use crate::outcome::Outcomes;
 use crate::renewals::Renewals;
-use crate::run::{Ended, bounded, caught};
+use crate::run::{BoundedEnd, bounded, caught};
 use crate::settings::{LONGEST, Settings, VolatileStore};
 use crate::slots::{Slot, Slots};
 use crate::spans;
 use crate::store::{Store, StoreError};
 
-/// Guards any piece of work with an id: a cron job, an HTTP call, a cache refresh, a one-time
-/// migration.
+/// Runs any work once per id: a cron job, an HTTP call, a cache refresh, a one-time migration.
 ///
-/// It drives the same two functions as the consumer: [`marker::apply`](crate::marker::apply) in the
-/// store, [`lifecycle::transition`](crate::lifecycle::next) here. Cloning shares it.
+/// It uses the same two functions as the consumer: [`marker::apply`](crate::marker::apply) in the
+/// store, and [`lifecycle::transition`](crate::lifecycle::transition). Clones share the gate.
 #[derive(Clone)]
-pub struct Gate(Arc<Inner>);
+pub struct Gate(Arc<GateInner>);
 
-struct Inner {
+struct GateInner {
     store: Arc<dyn Store>,
     settings: Settings,
     policy: Policy,
     when_held: WhenHeld,
     outcomes: Outcomes,
-    /// What callers know of the store together: however many they are, a silent one is asked a few
-    /// times a second.
+    /// Shared by all callers, so that together they retry an unavailable store a few times a second.
     breaker: Mutex<Breaker>,
     renewals: Arc<Renewals>,
     places: Mutex<Slots<()>>,
 }
 
-/// What to do about work that someone else runs at this moment.
+/// What to do if another process or task runs the same id at this moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WhenHeld {
-    /// Answer [`RunOutcome::HeldElsewhere`] at once: the other does it. For jobs that any one of many machines
-    /// may run.
+    /// Return [`RunOutcome::HeldElsewhere`] at once. For jobs that any one of many machines may run.
     #[default]
     Skip,
-    /// Answer [`GateError::HeldElsewhere`] at once: the caller has to try again. For requests whose
+    /// Return [`GateError::HeldElsewhere`] at once: the caller has to retry. For requests whose
     /// sender waits.
     GiveUp,
-    /// Wait for the other to end, for so long at the most, and then answer
-    /// [`GateError::HeldElsewhere`]. If it succeeds, the answer is [`RunOutcome::AlreadyDone`]; if it fails,
-    /// the work runs here.
+    /// Wait up to this long for the other run to end, then return [`GateError::HeldElsewhere`]. If
+    /// the other run succeeds, the result is [`RunOutcome::AlreadyDone`]; if it fails, the work runs
+    /// here.
     Wait(Duration),
 }
 
-/// What became of guarded work.
+/// The result of [`Gate::run`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RunOutcome<T> {
-    /// It ran now; this is what it gave.
+    /// The work ran now and returned this.
     Executed(T),
-    /// It ran before, within the window.
+    /// The work ran before, within the dedup window.
     AlreadyDone,
-    /// Someone else runs it at this moment, and may yet fail. Only with [`WhenHeld::Skip`].
+    /// Another run of this id is in progress, and may still fail. Only with [`WhenHeld::Skip`].
     HeldElsewhere,
 }
 
-/// Why guarded work has no result.
+/// Why [`Gate::run`] has no result.
 #[derive(Debug, thiserror::Error)]
 pub enum GateError {
     /// The id is empty.
-    #[error("the id is empty: give each piece of work an id of its own")]
+    #[error("the id is empty: pass an id that is unique to the work")]
     MissingId,
-    /// The work failed and did nothing, or never will do anything; the id is free, or rejected.
+    /// The work failed without an effect. After [`Failure::Retry`] the id may run again; after
+    /// [`Failure::Reject`] it is rejected.
     #[error(transparent)]
     Failed(Failure),
-    /// The work panicked, had no end, lost its lease, or was interrupted before: nobody knows
-    /// whether it happened. At most once: find out, then resolve the id; it does not run again by
-    /// itself.
-    #[error("nobody knows whether it happened: {0}")]
+    /// It is unknown whether the work happened: it panicked, timed out, lost its lease, or was
+    /// interrupted. With at most once it does not run again by itself: check whether it happened,
+    /// then resolve the id.
+    #[error("unknown whether it happened: {0}")]
     InDoubt(String),
-    /// The id was rejected before, has failed too often, or stands for other work.
+    /// The id was rejected before, has used all attempts, or was used for other work.
     #[error("not run: {0}")]
     Refused(&'static str),
-    /// Someone else runs it at this moment, or still did when the wait was over; it may yet fail.
-    /// Try again later.
-    #[error("someone else runs it at this moment; try again later")]
+    /// Another run of this id is in progress, or still was when the wait ended. It may still fail:
+    /// try again later.
+    #[error("another run of this id is in progress; try again later")]
     HeldElsewhere,
-    /// The work ran, but the store could not be told: it counts as unknown until its lease is over.
-    #[error("it ran, and the store could not be told")]
+    /// The work ran, but the store did not record its outcome, which counts as unknown when the lease
+    /// ends.
+    #[error("the work ran, but the store did not record its outcome")]
     NotRecorded,
-    /// The store could not be asked; the work did not run.
-    #[error("not run, because the store does not answer: {0}")]
+    /// The store is unavailable; the work did not run.
+    #[error("not run, because the store is unavailable: {0}")]
     Store(#[source] StoreError),
 }
 
-/// A gate that is being put together.
+/// Builds a [`Gate`].
 #[derive(Debug)]
 #[must_use = "a builder does nothing until `open` is awaited"]
 pub struct GateBuilder<T> {
@@ -115,7 +114,7 @@ pub struct GateBuilder<T> {
 }
 
 impl Gate {
-    /// A gate with every setting at its default, to be given a store.
+    /// A builder with every setting at its default. A store is required.
     pub fn builder() -> GateBuilder<()> {
         GateBuilder {
             store: (),
@@ -125,20 +124,20 @@ impl Gate {
         }
     }
 
-    /// Runs the work if it has not run for this id within the window, and remembers that it did.
+    /// Runs the work if it has not run for this id within the dedup window, and records that it did.
     ///
-    /// The work is renewed while it runs, and dropped when its lease is lost. It may be started
-    /// again in place after [`Failure::Retry`].
+    /// The lease is renewed while the work runs, and the work is dropped if the lease is lost. It is
+    /// retried inline after [`Failure::Retry`].
     ///
     /// # Errors
-    /// [`GateError`] says what is known: it failed, it was not run, or nobody knows.
+    /// [`GateError`]: the work failed, did not run, or its outcome is unknown.
     pub async fn run<T, W: Future<Output = Result<T, Failure>>>(
         &self,
         id: impl AsRef<[u8]>,
         work: impl FnMut() -> W,
     ) -> Result<RunOutcome<T>, GateError> {
         let id = MessageId::new(id).ok_or(GateError::MissingId)?;
-        let place = self
+        let slot = self
             .0
             .places
             .lock()
@@ -148,15 +147,15 @@ impl Gate {
             failures: 0,
             freshness: Freshness::Fresh,
         };
-        let dispatch = LifecycleDriver::new(history, OnRelease::ReturnToSource);
-        Guarded {
+        let driver = LifecycleDriver::new(history, OnRelease::ReturnToSource);
+        GuardedRun {
             gate: self,
             id,
-            place,
-            dispatch,
+            slot,
+            driver,
             lease: None,
             result: None,
-            said: None,
+            failure: None,
             silence: None,
         }
         .run(work)
@@ -164,21 +163,21 @@ impl Gate {
     }
 }
 
-impl Inner {
-    /// Whether the store may be asked now. Waits once for it to be anyone's turn, a second at the
-    /// most.
+impl GateInner {
+    /// Whether an operation may be sent to the store now. Waits up to a second while the breaker is
+    /// open.
     async fn may_ask(&self) -> bool {
         for _ in 0..2 {
             let now = Instant::now();
             let opens_at = {
                 let mut breaker = self.breaker();
-                match breaker.judge(now) {
-                    Judgement::Ask => return true,
-                    Judgement::TryOnce => {
+                match breaker.decide(now) {
+                    BreakerDecision::Ask => return true,
+                    BreakerDecision::TryOnce => {
                         breaker.trying(now);
                         return true;
                     }
-                    Judgement::Wait => breaker.opens_at().unwrap_or(now),
+                    BreakerDecision::Wait => breaker.opens_at().unwrap_or(now),
                 }
             };
             tokio::time::sleep(opens_at.saturating_duration_since(now)).await;
@@ -191,25 +190,25 @@ impl Inner {
     }
 }
 
-/// How often a silent store is asked before guarded work is given up.
+/// How many operations in a row the store may leave unanswered before a run is abandoned.
 const PATIENCE: u32 = 5;
 
-/// How long one who waits for another holder pauses at the most before it asks again.
-const LONGEST_WAIT: Duration = Duration::from_secs(1);
+/// The longest pause between two claims of a run that waits for another holder.
+const MAX_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// One piece of guarded work on the road.
-struct Guarded<'a, T> {
+/// One call of [`Gate::run`].
+struct GuardedRun<'a, T> {
     gate: &'a Gate,
     id: MessageId,
-    place: Slot,
-    dispatch: LifecycleDriver,
+    slot: Slot,
+    driver: LifecycleDriver,
     lease: Option<Arc<Lease>>,
     result: Option<T>,
-    said: Option<Failure>,
+    failure: Option<Failure>,
     silence: Option<StoreError>,
 }
 
-impl<T> Guarded<'_, T> {
+impl<T> GuardedRun<'_, T> {
     async fn run<W: Future<Output = Result<T, Failure>>>(
         mut self,
         mut work: impl FnMut() -> W,
@@ -222,23 +221,23 @@ impl<T> Guarded<'_, T> {
         let mut event = Event::Arrived;
         let mut silent = 0;
         loop {
-            let before = self.dispatch.stage();
+            let before = self.driver.stage();
             self.gate.0.outcomes.happened(event);
-            event = match self.dispatch.handle(event, &policy, |_| Token::random()) {
+            event = match self.driver.handle(event, &policy, |_| Token::random()) {
                 DriverCommand::Apply(ask) => self.ask(ask).await,
                 DriverCommand::AwaitRun if self.lease_is_over() => Event::LeaseOver,
                 DriverCommand::AwaitRun => Event::Slot,
                 // The part of the work before its first await may panic, too.
                 DriverCommand::Run => self.work(async { work().await }).await,
-                DriverCommand::Reconcile => Event::Found(None), // nobody here can find out
+                DriverCommand::Reconcile => Event::Found(None), // a gate has no `reconcile`
                 DriverCommand::Wake(after)
                     if matches!(
-                        self.dispatch.stage(),
+                        self.driver.stage(),
                         Stage::AwaitingHolder(_, _, ClaimReply::Answered)
                     ) =>
                 {
                     let left = give_up_at.saturating_duration_since(Instant::now());
-                    tokio::time::sleep(after.min(left).min(LONGEST_WAIT)).await;
+                    tokio::time::sleep(after.min(left).min(MAX_POLL_INTERVAL)).await;
                     if left.is_zero() {
                         Event::Drain
                     } else {
@@ -247,19 +246,19 @@ impl<T> Guarded<'_, T> {
                 }
                 DriverCommand::Wake(after) => {
                     tokio::time::sleep(after).await;
-                    if self.dispatch.stage().waits_on_lease() && self.lease_is_over() {
+                    if self.driver.stage().waits_on_lease() && self.lease_is_over() {
                         Event::LeaseOver
                     } else {
                         Event::Woke
                     }
                 }
                 DriverCommand::Settle(settlement) => return self.settled(before, settlement),
-                // It keeps no order and yields to no one, so that nothing is held.
+                // Unreachable: a gate has no ordering keys, and no limit of crashes.
                 DriverCommand::Hold { .. }
                 | DriverCommand::AwaitTurn
                 | DriverCommand::Nothing
                 | DriverCommand::Abandon => {
-                    return Err(self.gave_up());
+                    return Err(self.no_result());
                 }
             };
             silent = if event == Event::Unavailable {
@@ -277,11 +276,11 @@ impl<T> Guarded<'_, T> {
 
     async fn ask(&mut self, ask: Ask) -> Event {
         if !self.gate.0.may_ask().await {
-            let silent = || StoreError::NotApplied("it did not answer others just now".into());
+            let silent = || StoreError::NotApplied("its last operation was not answered".into());
             self.silence.get_or_insert_with(silent);
             return Event::Unavailable;
         }
-        let Inner {
+        let GateInner {
             store,
             settings,
             renewals,
@@ -290,16 +289,16 @@ impl<T> Guarded<'_, T> {
         let Settings {
             guarantee,
             lease,
-            window,
+            dedup_window,
             ..
         } = *settings;
         let terms = Terms {
             guarantee,
             lease,
-            window,
+            window: dedup_window,
             fingerprint: None,
         };
-        let (token, attempt) = (self.dispatch.token, self.dispatch.attempts.number);
+        let (token, attempt) = (self.driver.token, self.driver.attempts.number);
         let operation = Operation {
             key: settings.scope.key(&self.id),
             ask,
@@ -307,8 +306,8 @@ impl<T> Guarded<'_, T> {
             attempt,
             terms,
         };
-        let sent = Moment::now();
-        let span = spans::asked(&ask, Some(&self.id), attempt, None);
+        let sent = BootTime::now();
+        let span = spans::operation(&ask, Some(&self.id), attempt, None);
         let answer = store
             .apply(std::slice::from_ref(&operation))
             .instrument(span.clone())
@@ -317,7 +316,7 @@ impl<T> Guarded<'_, T> {
         match answer {
             Some(Ok(verdict)) => {
                 self.gate.0.breaker().answered(Instant::now());
-                spans::answered(span, &verdict, None);
+                spans::end_operation(span, &verdict, None);
                 if let Verdict::Granted(attempts) | Verdict::InDoubt(attempts) = verdict
                     && guarantee != Guarantee::Bare
                 {
@@ -327,12 +326,12 @@ impl<T> Guarded<'_, T> {
                         sent,
                         sent + settings.longest_hold(),
                     ));
-                    renewals.hold(std::iter::once((self.place.place, held.clone())));
+                    renewals.start_renewing(std::iter::once((self.slot.place, held.clone())));
                     self.lease = Some(held);
                 }
                 Event::Answer(verdict)
             }
-            // No time changes these: whoever called is told at once.
+            // A retry does not help.
             Some(Err(error @ (StoreError::UnreadableMarker(_) | StoreError::Misconfigured(_)))) => {
                 self.gate.0.breaker().answered(Instant::now());
                 self.silence = Some(error);
@@ -340,7 +339,7 @@ impl<T> Guarded<'_, T> {
             }
             silence => {
                 self.gate.0.breaker().silent(Instant::now());
-                let nothing = || StoreError::Unknown("the store answered nothing".into());
+                let nothing = || StoreError::Unknown("the store returned no verdict".into());
                 self.silence = Some(silence.and_then(Result::err).unwrap_or_else(nothing));
                 Event::Unavailable
             }
@@ -350,12 +349,12 @@ impl<T> Guarded<'_, T> {
     fn lease_is_over(&self) -> bool {
         self.lease
             .as_ref()
-            .is_some_and(|lease| !lease.lives(Moment::now()))
+            .is_some_and(|lease| !lease.is_live(BootTime::now()))
     }
 
     async fn work(&mut self, work: impl Future<Output = Result<T, Failure>>) -> Event {
         let lease = self.lease.clone();
-        let span = tracing::debug_span!("oncegate.handle", id = %self.id, attempt = self.dispatch.attempts.number, outcome = tracing::field::Empty);
+        let span = tracing::debug_span!("oncegate.handle", id = %self.id, attempt = self.driver.attempts.number, outcome = tracing::field::Empty);
         let work = std::pin::pin!(caught(work));
         let ended = bounded(
             work,
@@ -366,23 +365,23 @@ impl<T> Guarded<'_, T> {
         )
         .await;
         let outcome = match ended {
-            Ended::Over(Ok(value)) => {
+            BoundedEnd::Over(Ok(value)) => {
                 self.result = Some(value);
                 Outcome::Done
             }
-            Ended::Over(Err(failure)) => {
+            BoundedEnd::Over(Err(failure)) => {
                 let outcome = match &failure {
                     Failure::Retry(_) => Outcome::Retry,
                     Failure::Reject(_) => Outcome::Reject,
                     Failure::InDoubt(_) => Outcome::Unknown(DoubtCause::Said),
                 };
-                self.said = Some(failure);
+                self.failure = Some(failure);
                 outcome
             }
-            Ended::Panicked(said) => self.unknown(said, DoubtCause::Panicked),
-            Ended::TimedOut => self.unknown("it had no end".into(), DoubtCause::TimedOut),
-            Ended::LeaseOver => {
-                self.said = Some(Failure::InDoubt("the lease was lost".into()));
+            BoundedEnd::Panicked(failure) => self.unknown(failure, DoubtCause::Panicked),
+            BoundedEnd::TimedOut => self.unknown("the work timed out".into(), DoubtCause::TimedOut),
+            BoundedEnd::LeaseOver => {
+                self.failure = Some(Failure::InDoubt("the lease was lost".into()));
                 return Event::LeaseOver;
             }
         };
@@ -390,16 +389,16 @@ impl<T> Guarded<'_, T> {
         Event::Returned(outcome)
     }
 
-    fn unknown(&mut self, said: String, cause: DoubtCause) -> Outcome {
-        self.said = Some(Failure::InDoubt(said.into()));
+    fn unknown(&mut self, failure: String, cause: DoubtCause) -> Outcome {
+        self.failure = Some(Failure::InDoubt(failure.into()));
         Outcome::Unknown(cause)
     }
 
     fn settled(mut self, from: Stage, settlement: Settlement) -> Result<RunOutcome<T>, GateError> {
         self.gate.0.outcomes.settled(&settlement);
-        let doubt = |said: Option<Failure>| {
-            GateError::InDoubt(said.map_or_else(
-                || "an earlier run did not end".into(),
+        let doubt = |failure: Option<Failure>| {
+            GateError::InDoubt(failure.map_or_else(
+                || "an earlier run was interrupted".into(),
                 |failure| failure.to_string(),
             ))
         };
@@ -416,47 +415,43 @@ impl<T> Guarded<'_, T> {
                     WhenHeld::GiveUp | WhenHeld::Wait(_) => Err(GateError::HeldElsewhere),
                 }
             }
-            Settlement::Release { .. } => match self.said.take() {
+            Settlement::Release { .. } => match self.failure.take() {
                 Some(failure @ (Failure::Retry(_) | Failure::Reject(_))) => {
                     Err(GateError::Failed(failure))
                 }
-                said => Err(doubt(said)),
+                failure => Err(doubt(failure)),
             },
-            Settlement::Reject(Reason::InDoubt(_)) => Err(doubt(self.said.take())),
-            Settlement::Reject(reason) => match self.said.take() {
+            Settlement::Reject(Reason::InDoubt(_)) => Err(doubt(self.failure.take())),
+            Settlement::Reject(reason) => match self.failure.take() {
                 Some(failure) => Err(GateError::Failed(failure)),
                 None => Err(GateError::Refused(reason.as_str())),
             },
         }
     }
 
-    fn gave_up(mut self) -> GateError {
+    fn no_result(mut self) -> GateError {
         match (&self.result, self.silence.take()) {
-            (None, Some(error)) if self.said.is_none() => GateError::Store(error),
+            (None, Some(error)) if self.failure.is_none() => GateError::Store(error),
             _ => GateError::NotRecorded,
         }
     }
 }
 
-impl<T> Drop for Guarded<'_, T> {
-    /// Whoever drops the future interrupts the work: its lease is left to end, and the renewals let
-    /// it go.
+impl<T> Drop for GuardedRun<'_, T> {
+    /// Stops the renewal: if the future was dropped, the work was interrupted and its lease ends.
     fn drop(&mut self) {
-        self.gate
-            .0
-            .renewals
-            .let_go(std::iter::once(self.place.place));
+        self.gate.0.renewals.stop(std::iter::once(self.slot.place));
         self.gate
             .0
             .places
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
-            .remove(self.place);
+            .remove(self.slot);
     }
 }
 
 impl<T> GateBuilder<T> {
-    /// What remembers ids.
+    /// The store that remembers ids.
     pub fn store<T2: Store + 'static>(self, store: T2) -> GateBuilder<T2> {
         GateBuilder {
             store,
@@ -466,7 +461,8 @@ impl<T> GateBuilder<T> {
         }
     }
 
-    /// What is promised when nobody knows whether the work happened. Default: effectively once.
+    /// The guarantee: what follows when it is unknown whether the work happened. Default: effectively
+    /// once.
     pub fn guarantee(mut self, guarantee: Guarantee) -> Self {
         self.settings.guarantee = guarantee;
         self
@@ -478,9 +474,9 @@ impl<T> GateBuilder<T> {
         self
     }
 
-    /// How long an id is remembered, at least 1 s. Default: 24 h.
+    /// The dedup window: how long an id is remembered, at least 1 s. Default: 24 h.
     pub fn dedup_window(mut self, window: Duration) -> Self {
-        self.settings.window = window;
+        self.settings.dedup_window = window;
         self
     }
 
@@ -490,15 +486,15 @@ impl<T> GateBuilder<T> {
         self
     }
 
-    /// What to do about work that someone else runs at this moment. Default: [`WhenHeld::Skip`].
+    /// What to do if another run of the same id is in progress. Default: [`WhenHeld::Skip`].
     pub fn when_held(mut self, when_held: WhenHeld) -> Self {
         self.when_held = when_held;
         self
     }
 
-    /// How often the work is run again in place after [`Failure::Retry`]. Default: 3.
+    /// The maximum number of inline retries after [`Failure::Retry`]. Default: 3.
     pub fn max_inline_retries(mut self, retries: u32) -> Self {
-        self.settings.retries = retries;
+        self.settings.max_inline_retries = retries;
         self
     }
 
@@ -508,13 +504,13 @@ impl<T> GateBuilder<T> {
         self
     }
 
-    /// How long the work may take. Default: 5 min.
+    /// The timeout of the work. Default: 5 min.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.settings.handler_timeout = timeout;
         self
     }
 
-    /// Lets at most once run on a store that may forget what it said.
+    /// Allows at most once on a store that may lose data in a crash.
     pub fn allow_volatile_store(mut self) -> Self {
         self.settings.volatile_store = VolatileStore::Allowed;
         self
@@ -522,11 +518,10 @@ impl<T> GateBuilder<T> {
 }
 
 impl<T> GateBuilder<T> {
-    /// Checks the settings and the store; waits for a store that is not there yet, with a warning
-    /// in the log.
+    /// Checks the settings and the store. Waits for a store that is unavailable, and logs a warning.
     ///
     /// # Errors
-    /// What a person has to change.
+    /// A wrong setting, or a store that cannot keep the guarantee.
     pub async fn open(self) -> Result<Gate, Error>
     where
         T: Store + 'static,
@@ -543,15 +538,15 @@ impl<T> GateBuilder<T> {
         }
         let store: Arc<dyn Store> = Arc::new(store);
         preflight(&*store, &settings).await?;
-        // The guard asks the lease itself, and wakes when it ends: nobody has to be told.
+        // `bounded` watches the lease itself, so the channel is unused.
         let (over, _) = unbounded_channel();
         let renewals =
             Renewals::start(store.clone(), settings.lease, over).map_err(Error::threads)?;
         let parks = match when_held {
             WhenHeld::Skip | WhenHeld::GiveUp => 0,
-            WhenHeld::Wait(_) => u32::MAX, // it is the clock that ends the wait
+            WhenHeld::Wait(_) => u32::MAX, // the time ends the wait, not a number of claims
         };
-        // No one can reconcile here.
+        // A gate has no `reconcile`.
         let policy = Policy {
             parks,
             reconciles: 1,
@@ -559,7 +554,7 @@ impl<T> GateBuilder<T> {
             crashes: u32::MAX,
             ..settings.policy()
         };
-        Ok(Gate(Arc::new(Inner {
+        Ok(Gate(Arc::new(GateInner {
             store,
             settings,
             policy,

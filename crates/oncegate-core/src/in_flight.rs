@@ -13,7 +13,7 @@ pub struct InFlight(Box<InFlightInner>);
 #[derive(Debug)]
 struct InFlightInner {
     delivery: Delivery,
-    dispatch: LifecycleDriver,
+    driver: LifecycleDriver,
     /// Only what failed has one.
     story: Option<Box<FailureHistory>>,
 }
@@ -31,10 +31,10 @@ pub enum Progress {
 
 impl InFlight {
     /// A delivery at the beginning of the road.
-    pub fn new(delivery: Delivery, history: History, keeps: OnRelease) -> Self {
+    pub fn new(delivery: Delivery, history: History, on_release: OnRelease) -> Self {
         Self(Box::new(InFlightInner {
             delivery,
-            dispatch: LifecycleDriver::new(history, keeps),
+            driver: LifecycleDriver::new(history, on_release),
             story: None,
         }))
     }
@@ -46,15 +46,15 @@ impl InFlight {
         policy: &Policy,
         new_token: impl FnMut(Token) -> Token,
     ) -> Progress {
-        let Self(mut travelling) = self;
-        match travelling.dispatch.handle(event, policy, new_token) {
+        let Self(mut inner) = self;
+        match inner.driver.handle(event, policy, new_token) {
             DriverCommand::Settle(settlement) => {
                 let InFlightInner {
                     delivery,
-                    dispatch,
+                    driver,
                     story,
-                } = *travelling;
-                let attempts = dispatch.attempts;
+                } = *inner;
+                let attempts = driver.attempts;
                 let story = matches!(settlement, Settlement::Reject(_)).then(|| {
                     let mut story = story.unwrap_or_default();
                     // The marker forgets attempts that did nothing; the delivery does not.
@@ -82,8 +82,8 @@ impl InFlight {
                     story,
                 })
             }
-            DriverCommand::Abandon => Progress::Abandoned(travelling.delivery),
-            command => Progress::InFlight(Self(travelling), command),
+            DriverCommand::Abandon => Progress::Abandoned(inner.delivery),
+            command => Progress::InFlight(Self(inner), command),
         }
     }
 
@@ -94,28 +94,28 @@ impl InFlight {
 
     /// Where it stands.
     pub fn stage(&self) -> Stage {
-        self.0.dispatch.stage()
+        self.0.driver.stage()
     }
 
     /// Its stage and its claim.
     pub fn dispatch(&self) -> &LifecycleDriver {
-        &self.0.dispatch
+        &self.0.driver
     }
 
     #[cfg(oncegate_chaos)]
     pub(crate) fn dispatch_mut(&mut self) -> &mut LifecycleDriver {
-        &mut self.0.dispatch
+        &mut self.0.driver
     }
 
     /// From here on it starts nothing: [`LifecycleDriver::leave`].
     pub fn leave(&mut self) {
-        self.0.dispatch.leave();
+        self.0.driver.leave();
     }
 
     /// A delivery that was held comes back: [`LifecycleDriver::restart`].
     pub fn restart(&mut self, history: History) {
         self.0.delivery.failures = history.failures;
-        self.0.dispatch.restart(history);
+        self.0.driver.restart(history);
     }
 
     /// Writes down what a person will want to know if it is dead-lettered.

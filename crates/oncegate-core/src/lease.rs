@@ -3,9 +3,9 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use crate::boot_time::BootTime;
 use crate::id::Key;
 use crate::marker::{Ask, Operation, Terms, Token};
-use crate::moment::Moment;
 
 /// One claim that was granted, shared by the loop, the handler's guard and the renewals.
 ///
@@ -18,15 +18,15 @@ pub(crate) struct Lease {
     pub(crate) attempt: u32,
     pub(crate) terms: Terms,
     /// When the claim was sent.
-    pub(crate) sent: Moment,
-    /// A [`Moment`]: no renewal after this, since nothing is held for ever.
+    pub(crate) sent: BootTime,
+    /// A [`BootTime`]: no renewal after this, since nothing is held for ever.
     ends: AtomicU64,
-    /// A [`Moment`]; 0 once lost.
+    /// A [`BootTime`]; 0 once lost.
     deadline: AtomicU64,
 }
 
 impl Lease {
-    pub(crate) fn new(operation: &Operation, attempt: u32, sent: Moment, ends: Moment) -> Self {
+    pub(crate) fn new(operation: &Operation, attempt: u32, sent: BootTime, ends: BootTime) -> Self {
         let Operation { token, terms, .. } = *operation;
         let (ends, deadline) = (AtomicU64::new(ends.as_micros()), AtomicU64::new(1));
         let lease = Self {
@@ -43,7 +43,7 @@ impl Lease {
     }
 
     /// Counts the lease from `sent`, unless it was lost.
-    pub(crate) fn extend(&self, sent: Moment) {
+    pub(crate) fn extend(&self, sent: BootTime) {
         let deadline = (sent + self.terms.lease).as_micros();
         let _ = self
             .deadline
@@ -53,28 +53,28 @@ impl Lease {
     }
 
     /// Renews it until this moment, and no longer.
-    pub(crate) fn hold_until(&self, ends: Moment) {
+    pub(crate) fn hold_until(&self, ends: BootTime) {
         self.ends.store(ends.as_micros(), Ordering::Release);
     }
 
-    pub(crate) fn may_be_renewed(&self, now: Moment) -> bool {
-        now < Moment::from_micros(self.ends.load(Ordering::Acquire))
+    pub(crate) fn may_be_renewed(&self, now: BootTime) -> bool {
+        now < BootTime::from_micros(self.ends.load(Ordering::Acquire))
     }
 
     pub(crate) fn lose(&self) {
         self.deadline.store(0, Ordering::Release);
     }
 
-    pub(crate) fn lives(&self, now: Moment) -> bool {
+    pub(crate) fn is_live(&self, now: BootTime) -> bool {
         now < self.deadline()
     }
 
     pub(crate) fn remaining(&self) -> Duration {
-        self.deadline().left_at(Moment::now())
+        self.deadline().left_at(BootTime::now())
     }
 
-    fn deadline(&self) -> Moment {
-        Moment::from_micros(self.deadline.load(Ordering::Acquire))
+    fn deadline(&self) -> BootTime {
+        BootTime::from_micros(self.deadline.load(Ordering::Acquire))
     }
 
     pub(crate) fn renewal(&self) -> Operation {

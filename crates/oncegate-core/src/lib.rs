@@ -3,9 +3,11 @@
 //! Start with [`Handler`] and [`Consumer`]; [`marker`] and [`lifecycle`] hold the promise.
 #![forbid(unsafe_code)]
 
+mod boot_time;
 mod breaker;
 mod builder;
 mod consumer;
+mod consumer_metrics;
 pub mod context;
 pub mod decode;
 pub mod defaults;
@@ -22,17 +24,14 @@ mod lease;
 pub mod lifecycle;
 mod log_throttle;
 pub mod marker;
-mod measures;
 pub mod memory;
 pub mod message;
 pub mod metric;
-mod moment;
 pub mod outcome;
 mod readiness;
 mod renewals;
 mod run;
 mod runtime_estimator;
-mod seen;
 mod settings;
 mod shadow;
 mod shutdown;
@@ -41,6 +40,7 @@ pub mod source;
 mod spans;
 mod status;
 pub mod store;
+mod store_health;
 
 pub use async_trait::async_trait;
 pub use builder::{Builder, Consumer};
@@ -57,7 +57,6 @@ pub use marker::{Fingerprint, Guarantee};
 pub use memory::{DeadLetter, MemoryBroker, MemorySource, MemoryStore};
 pub use message::{Headers, HeadersBuilder, Message, Origin, Position};
 pub use readiness::Readiness;
-pub use seen::{StoreSnapshot, StoreState, StoreTrouble};
 pub use settings::{Execution, Fingerprints};
 pub use shadow::{Shadow, ShadowOutcome, ShadowReport};
 pub use shutdown::shutdown_signal;
@@ -66,3 +65,4 @@ pub use source::{
 };
 pub use status::{ConsumerSnapshot, ConsumerStatus, DeliveryState, InFlightDelivery};
 pub use store::{Listed, Persistence, Standing, Store, StoreError};
+pub use store_health::{StoreSnapshot, StoreState, StoreTrouble};

@@ -2,7 +2,7 @@
 //! all others.
 
 mod broker;
-mod done;
+mod done_log;
 mod store;
 
 pub use broker::{DeadLetter, MemoryBroker, MemorySource};

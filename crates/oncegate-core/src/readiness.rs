@@ -1,9 +1,9 @@
-//! Whether a consumer takes messages, for those who ask from outside.
+//! Whether a consumer state messages, for those who ask from outside.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Whether a consumer takes messages at this moment: for a readiness probe. Clones share it.
+/// Whether a consumer state messages at this moment: for a readiness probe. Clones share it.
 ///
 /// Not ready before the source is open and the store was found, while the store does not answer,
 /// while the consumer drains, and after its end. It changes by itself as soon as the consumer
@@ -20,9 +20,9 @@ pub struct Readiness(Arc<AtomicBool>);
 
 /// What is told.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Takes {
-    Messages,
-    Nothing,
+pub(crate) enum ReadinessState {
+    Ready,
+    NotReady,
 }
 
 impl Readiness {
@@ -36,16 +36,17 @@ impl Readiness {
         self.0.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn tell(&self, takes: Takes) {
-        self.0.store(takes == Takes::Messages, Ordering::Relaxed);
+    pub(crate) fn set(&self, state: ReadinessState) {
+        self.0
+            .store(state == ReadinessState::Ready, Ordering::Relaxed);
     }
 }
 
 /// Tells that nothing is taken any more when it is dropped, however the consumer ends.
-pub(crate) struct Telling(pub(crate) Readiness);
+pub(crate) struct NotReadyOnDrop(pub(crate) Readiness);
 
-impl Drop for Telling {
+impl Drop for NotReadyOnDrop {
     fn drop(&mut self) {
-        self.0.tell(Takes::Nothing);
+        self.0.set(ReadinessState::NotReady);
     }
 }

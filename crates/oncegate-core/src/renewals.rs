@@ -8,10 +8,10 @@ use futures_util::FutureExt;
 use futures_util::future::join_all;
 use tokio::sync::mpsc::UnboundedSender;
 
+use crate::boot_time::BootTime;
 use crate::fault;
 use crate::lease::Lease;
 use crate::marker::{Token, Verdict};
-use crate::moment::Moment;
 use crate::store::Store;
 
 /// The leases that are held, one place per delivery in flight.
@@ -20,7 +20,7 @@ pub(crate) struct Renewals {
 }
 
 /// Says that the lease in this place, of this claim, is over.
-pub(crate) type Over = (usize, Token);
+pub(crate) type LostLease = (usize, Token);
 
 /// How long a store that does not answer is left alone, if the lease allows.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -34,7 +34,7 @@ impl Renewals {
     pub(crate) fn start(
         store: Arc<dyn Store>,
         lease: Duration,
-        over: UnboundedSender<Over>,
+        over: UnboundedSender<LostLease>,
     ) -> std::io::Result<Arc<Self>> {
         let renewals = Arc::new(Self {
             places: Mutex::default(),
@@ -53,15 +53,15 @@ impl Renewals {
                     Err(error) => return tracing::error!(%error, "no runtime for the renewals"),
                 };
                 let store = store.for_renewals().unwrap_or(store);
-                runtime.block_on(keep_alive(&weak, &*store, lease, &over));
+                runtime.block_on(renew_until_dropped(&weak, &*store, lease, &over));
                 // The store's connection must go before the runtime that drives it.
                 drop(store);
             })?;
         Ok(renewals)
     }
 
-    /// Holds these leases, each in its place.
-    pub(crate) fn hold(&self, leases: impl Iterator<Item = (usize, Arc<Lease>)>) {
+    /// GaugeValues these leases, each in its place.
+    pub(crate) fn start_renewing(&self, leases: impl Iterator<Item = (usize, Arc<Lease>)>) {
         let mut places = self.lock();
         for (place, lease) in leases {
             if places.len() <= place {
@@ -72,9 +72,9 @@ impl Renewals {
     }
 
     /// Lets go of what stands in these places.
-    pub(crate) fn let_go(&self, given_up: impl Iterator<Item = usize>) {
+    pub(crate) fn stop(&self, stopped: impl Iterator<Item = usize>) {
         let mut places = self.lock();
-        for place in given_up {
+        for place in stopped {
             if let Some(held) = places.get_mut(place) {
                 *held = None;
             }
@@ -86,11 +86,11 @@ impl Renewals {
     }
 
     /// Those whose last third but one has begun, and those that are over: these leave their place.
-    fn due(&self, now: Moment) -> (Vec<(usize, Arc<Lease>)>, Vec<Over>) {
+    fn due(&self, now: BootTime) -> (Vec<(usize, Arc<Lease>)>, Vec<LostLease>) {
         let (mut due, mut over) = (Vec::new(), Vec::new());
         for (place, held) in self.lock().iter_mut().enumerate() {
             let Some(lease) = held else { continue };
-            if !lease.lives(now) {
+            if !lease.is_live(now) {
                 over.push((place, lease.token));
                 *held = None;
             } else if lease.may_be_renewed(now) && lease.remaining() < lease.terms.lease * 2 / 3 {
@@ -101,11 +101,11 @@ impl Renewals {
     }
 }
 
-async fn keep_alive(
+async fn renew_until_dropped(
     renewals: &Weak<Renewals>,
     store: &dyn Store,
     lease: Duration,
-    over: &UnboundedSender<Over>,
+    over: &UnboundedSender<LostLease>,
 ) {
     let tick = (lease / 24).clamp(Duration::from_millis(5), Duration::from_secs(1));
     loop {
@@ -113,7 +113,7 @@ async fn keep_alive(
         let Some(renewals) = renewals.upgrade() else {
             return;
         };
-        let (due, ended) = renewals.due(Moment::now());
+        let (due, ended) = renewals.due(BootTime::now());
         drop(renewals);
         for ended in ended {
             let _ = over.send(ended); // the loop is gone: nothing is left to tell
@@ -132,7 +132,7 @@ async fn keep_alive(
                 );
                 Vec::new()
             });
-        if !due.is_empty() && !answered.contains(&Answered::Yes) {
+        if !due.is_empty() && !answered.contains(&StoreReply::Received) {
             tokio::time::sleep((lease / 6).min(PAUSE)).await;
         }
     }
@@ -140,31 +140,31 @@ async fn keep_alive(
 
 /// Whether the store said anything.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Answered {
-    Yes,
-    No,
+enum StoreReply {
+    Received,
+    Missing,
 }
 
 /// Renews a batch; what was not answered in time is asked again at the next tick, while it lives.
-async fn renew(store: &dyn Store, batch: &[(usize, Arc<Lease>)], patience: Duration) -> Answered {
+async fn renew(store: &dyn Store, batch: &[(usize, Arc<Lease>)], timeout: Duration) -> StoreReply {
     let operations: Vec<_> = batch.iter().map(|(_, lease)| lease.renewal()).collect();
     fault::before(&operations);
-    let sent = Moment::now();
-    let Ok(answers) = tokio::time::timeout(patience, store.apply(&operations)).await else {
+    let sent = BootTime::now();
+    let Ok(answers) = tokio::time::timeout(timeout, store.apply(&operations)).await else {
         tracing::warn!(
             leases = batch.len(),
             "leases could not be renewed: the store does not answer"
         );
-        return Answered::No;
+        return StoreReply::Missing;
     };
     fault::after(&operations);
     #[cfg(oncegate_chaos)]
     let sent = if fault::wrong("renewal-from-the-reply") {
-        Moment::now()
+        BootTime::now()
     } else {
         sent
     };
-    let mut answered = Answered::No;
+    let mut answered = StoreReply::Missing;
     let (mut failed, mut why) = (0, None);
     for ((_, lease), answer) in batch.iter().zip(answers) {
         match answer {
@@ -176,7 +176,7 @@ async fn renew(store: &dyn Store, batch: &[(usize, Arc<Lease>)], patience: Durat
                 continue;
             }
         }
-        answered = Answered::Yes;
+        answered = StoreReply::Received;
     }
     if let Some(error) = why {
         tracing::warn!(leases = failed, %error, "leases could not be renewed");

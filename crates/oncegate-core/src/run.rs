@@ -11,6 +11,7 @@ use futures_util::FutureExt;
 use futures_util::future::CatchUnwind;
 use tracing::Span;
 
+use crate::boot_time::BootTime;
 use crate::context::Context;
 use crate::decode::Decode;
 use crate::fault;
@@ -18,7 +19,6 @@ use crate::handler::{Failure, Handler, Reconciled};
 use crate::lease::Lease;
 use crate::lifecycle::{DoubtCause, Event, Outcome};
 use crate::marker::Finding;
-use crate::moment::Moment;
 use crate::spans;
 
 /// A handler, and what it needs to run.
@@ -30,12 +30,12 @@ pub(crate) struct Runner<H, D> {
 
 /// What a run came to, and what it said.
 #[derive(Debug)]
-pub(crate) struct Finished {
+pub(crate) struct RunResult {
     pub(crate) event: Event,
     pub(crate) error: Option<String>,
 }
 
-impl Finished {
+impl RunResult {
     /// Its task ended without a word.
     pub(crate) fn lost() -> Self {
         Self::returned(
@@ -54,43 +54,43 @@ impl Finished {
 
 impl<H: Handler, D: Decode> Runner<H, D> {
     /// Runs the handler once; its time began at `began`.
-    pub(crate) async fn handle(self: Arc<Self>, cx: Context, began: Instant) -> Finished {
-        let span = spans::handles(&cx);
+    pub(crate) async fn handle(self: Arc<Self>, cx: Context, began: Instant) -> RunResult {
+        let span = spans::handle(&cx);
         let work = std::pin::pin!(caught(async {
             let payload = match self.decode.decode::<H::Payload>(&cx.message) {
                 Ok(payload) => payload,
                 Err(error) => {
-                    return Finished::returned(Outcome::Unreadable, Some(error.to_string()));
+                    return RunResult::returned(Outcome::Unreadable, Some(error.to_string()));
                 }
             };
             fault::point("handler.before");
             let handled = self.handler.handle(payload, &cx).await;
             fault::point("handler.after");
             match handled {
-                Ok(()) => Finished::returned(Outcome::Done, None),
+                Ok(()) => RunResult::returned(Outcome::Done, None),
                 Err(failure) => {
                     let outcome = match &failure {
                         Failure::Retry(_) => Outcome::Retry,
                         Failure::Reject(_) => Outcome::Reject,
                         Failure::InDoubt(_) => Outcome::Unknown(DoubtCause::Said),
                     };
-                    Finished::returned(outcome, Some(failure.to_string()))
+                    RunResult::returned(outcome, Some(failure.to_string()))
                 }
             }
         }));
         let finished = match bounded(work, &span, began, self.timeout, cx.lease.as_deref()).await {
-            Ended::Over(finished) => finished,
-            Ended::Panicked(said) => {
+            BoundedEnd::Over(finished) => finished,
+            BoundedEnd::Panicked(said) => {
                 crate::wrong_version!("panic-is-a-failure", {
-                    return Finished::returned(Outcome::Retry, Some(said));
+                    return RunResult::returned(Outcome::Retry, Some(said));
                 });
-                Finished::returned(Outcome::Unknown(DoubtCause::Panicked), Some(said))
+                RunResult::returned(Outcome::Unknown(DoubtCause::Panicked), Some(said))
             }
-            Ended::TimedOut => Finished::returned(
+            BoundedEnd::TimedOut => RunResult::returned(
                 Outcome::Unknown(DoubtCause::TimedOut),
                 Some(format!("no end after {:?}", self.timeout)),
             ),
-            Ended::LeaseOver => Finished {
+            BoundedEnd::LeaseOver => RunResult {
                 event: Event::LeaseOver,
                 error: Some("the lease was over".into()),
             },
@@ -100,8 +100,8 @@ impl<H: Handler, D: Decode> Runner<H, D> {
     }
 
     /// Runs `reconcile` once; its time began at `began`.
-    pub(crate) async fn reconcile(self: Arc<Self>, cx: Context, began: Instant) -> Finished {
-        let span = spans::reconciles(&cx);
+    pub(crate) async fn reconcile(self: Arc<Self>, cx: Context, began: Instant) -> RunResult {
+        let span = spans::reconcile(&cx);
         let work = std::pin::pin!(caught(async {
             let payload = self
                 .decode
@@ -120,28 +120,29 @@ impl<H: Handler, D: Decode> Runner<H, D> {
             fault::point("reconcile.after");
             found
         }));
-        let (found, error) =
-            match bounded(work, &span, began, self.timeout, cx.lease.as_deref()).await {
-                Ended::Over(Ok(Reconciled::Happened)) => (Some(Finding::Happened), None),
-                Ended::Over(Ok(Reconciled::DidNotHappen)) => (Some(Finding::DidNotHappen), None),
-                Ended::Over(Ok(Reconciled::Unknown)) => {
-                    (None, Some("reconcile could not tell".to_owned()))
-                }
-                Ended::Over(Err(error)) => (None, Some(error)),
-                Ended::Panicked(said) => (None, Some(said)),
-                Ended::TimedOut => (
-                    None,
-                    Some(format!("reconcile had no end after {:?}", self.timeout)),
-                ),
-                Ended::LeaseOver => {
-                    return Finished {
-                        event: Event::LeaseOver,
-                        error: Some("the lease was over".into()),
-                    };
-                }
-            };
+        let (found, error) = match bounded(work, &span, began, self.timeout, cx.lease.as_deref())
+            .await
+        {
+            BoundedEnd::Over(Ok(Reconciled::Happened)) => (Some(Finding::Happened), None),
+            BoundedEnd::Over(Ok(Reconciled::DidNotHappen)) => (Some(Finding::DidNotHappen), None),
+            BoundedEnd::Over(Ok(Reconciled::Unknown)) => {
+                (None, Some("reconcile could not tell".to_owned()))
+            }
+            BoundedEnd::Over(Err(error)) => (None, Some(error)),
+            BoundedEnd::Panicked(said) => (None, Some(said)),
+            BoundedEnd::TimedOut => (
+                None,
+                Some(format!("reconcile had no end after {:?}", self.timeout)),
+            ),
+            BoundedEnd::LeaseOver => {
+                return RunResult {
+                    event: Event::LeaseOver,
+                    error: Some("the lease was over".into()),
+                };
+            }
+        };
         span.record("outcome", tracing::field::debug(&found));
-        Finished {
+        RunResult {
             event: Event::Found(found),
             error,
         }
@@ -149,7 +150,7 @@ impl<H: Handler, D: Decode> Runner<H, D> {
 }
 
 /// How a bounded future ended.
-pub(crate) enum Ended<T> {
+pub(crate) enum BoundedEnd<T> {
     Over(T),
     Panicked(String),
     TimedOut,
@@ -173,10 +174,10 @@ pub(crate) async fn bounded<F: Future>(
     began: Instant,
     timeout: Duration,
     lease: Option<&Lease>,
-) -> Ended<F::Output> {
+) -> BoundedEnd<F::Output> {
     let mut poll = |poller: &mut task::Context<'_>| match (work.as_mut().as_pin_mut(), lease) {
         (None, _) => Poll::Ready(None),
-        (_, Some(lease)) if !lease.lives(Moment::now()) => Poll::Ready(None),
+        (_, Some(lease)) if !lease.is_live(BootTime::now()) => Poll::Ready(None),
         (Some(work), _) => span.in_scope(|| work.poll(poller)).map(Some),
     };
     // Timers cost more than a handler that is ready at once.
@@ -192,15 +193,15 @@ pub(crate) async fn bounded<F: Future>(
     };
     if let Err(panic) = catch_unwind(AssertUnwindSafe(|| span.in_scope(|| work.set(None)))) {
         tracing::error!(
-            said = what_it_said(panic),
+            said = panic_text(panic),
             "the handler panicked while it was dropped"
         );
     }
     match ended {
-        Ok(Some(Ok(value))) => Ended::Over(value),
-        Ok(Some(Err(panic))) => Ended::Panicked(what_it_said(panic)),
-        Ok(None) => Ended::LeaseOver,
-        Err(_) => Ended::TimedOut,
+        Ok(Some(Ok(value))) => BoundedEnd::Over(value),
+        Ok(Some(Err(panic))) => BoundedEnd::Panicked(panic_text(panic)),
+        Ok(None) => BoundedEnd::LeaseOver,
+        Err(_) => BoundedEnd::TimedOut,
     }
 }
 
@@ -209,12 +210,12 @@ async fn end_of(lease: Option<&Lease>) {
     let Some(lease) = lease else {
         return std::future::pending().await;
     };
-    while lease.lives(Moment::now()) {
+    while lease.is_live(BootTime::now()) {
         tokio::time::sleep(lease.remaining()).await;
     }
 }
 
-pub(crate) fn what_it_said(panic: Box<dyn std::any::Any + Send>) -> String {
+pub(crate) fn panic_text(panic: Box<dyn std::any::Any + Send>) -> String {
     let text = panic
         .downcast_ref::<&str>()
         .copied()

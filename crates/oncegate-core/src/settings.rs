@@ -70,25 +70,25 @@ pub(crate) struct Settings {
     pub(crate) id: Option<IdSource>,
     pub(crate) scope: Scope,
     pub(crate) fingerprints: Fingerprints,
-    pub(crate) window: Duration,
+    pub(crate) dedup_window: Duration,
     pub(crate) lease: Duration,
     /// Where the lease goes by how long handlers run.
     pub(crate) shortest_lease: Option<Duration>,
-    pub(crate) attempts: u32,
+    pub(crate) max_attempts: u32,
     pub(crate) max_crashes: u32,
-    pub(crate) retries: u32,
+    pub(crate) max_inline_retries: u32,
     pub(crate) backoff: Duration,
     pub(crate) longest_backoff: Duration,
-    pub(crate) reconciles: u32,
+    pub(crate) max_reconciles: u32,
     pub(crate) handler_timeout: Duration,
-    pub(crate) in_flight: usize,
-    pub(crate) in_flight_bytes: usize,
-    pub(crate) waiting: usize,
-    pub(crate) waiting_bytes: usize,
+    pub(crate) max_in_flight: usize,
+    pub(crate) max_in_flight_bytes: usize,
+    pub(crate) max_queued: usize,
+    pub(crate) max_queued_bytes: usize,
     pub(crate) drain: Duration,
     pub(crate) max_age: Option<Duration>,
     pub(crate) order: Option<Order>,
-    pub(crate) handlers: Execution,
+    pub(crate) execution: Execution,
     pub(crate) outage: Outage,
     pub(crate) volatile_store: VolatileStore,
     pub(crate) readiness: Readiness,
@@ -109,24 +109,24 @@ impl Default for Settings {
             id: None,
             scope: Scope::none(),
             fingerprints: Fingerprints::default(),
-            window: defaults::WINDOW,
+            dedup_window: defaults::WINDOW,
             lease: defaults::LEASE,
             shortest_lease: None,
-            attempts: defaults::ATTEMPTS,
+            max_attempts: defaults::ATTEMPTS,
             max_crashes: defaults::MAX_CRASHES,
-            retries: defaults::RETRIES,
+            max_inline_retries: defaults::RETRIES,
             backoff: defaults::BACKOFF,
             longest_backoff: defaults::LONGEST_BACKOFF,
-            reconciles: defaults::RECONCILES,
+            max_reconciles: defaults::RECONCILES,
             handler_timeout: defaults::HANDLER_TIMEOUT,
-            in_flight: defaults::IN_FLIGHT,
-            in_flight_bytes: defaults::IN_FLIGHT_BYTES,
-            waiting: defaults::WAITING,
-            waiting_bytes: defaults::WAITING_BYTES,
+            max_in_flight: defaults::IN_FLIGHT,
+            max_in_flight_bytes: defaults::IN_FLIGHT_BYTES,
+            max_queued: defaults::WAITING,
+            max_queued_bytes: defaults::WAITING_BYTES,
             drain: defaults::DRAIN,
             max_age: None,
             order: None,
-            handlers: Execution::default(),
+            execution: Execution::default(),
             outage: Outage::default(),
             volatile_store: VolatileStore::Refused,
             readiness: Readiness::new(),
@@ -153,24 +153,24 @@ impl Settings {
                 "set at least 100 ms; 30 s is the default",
             );
         }
-        if self.window.is_zero() {
+        if self.dedup_window.is_zero() {
             return wrong(
                 "dedup_window",
                 "it is 0, so nothing would be remembered".into(),
                 "set the dedup window to at least twice the oldest redelivery",
             );
         }
-        if self.window < Duration::from_secs(1) {
+        if self.dedup_window < Duration::from_secs(1) {
             return wrong(
                 "dedup_window",
-                format!("{:?} is below one second", self.window),
+                format!("{:?} is below one second", self.dedup_window),
                 "set at least 1 s",
             );
         }
-        if self.lease >= self.window {
+        if self.lease >= self.dedup_window {
             let problem = format!(
                 "the lease ({:?}) is not shorter than the window ({:?})",
-                self.lease, self.window
+                self.lease, self.dedup_window
             );
             return wrong("lease", problem, "shorten the lease or lengthen the window");
         }
@@ -185,7 +185,7 @@ impl Settings {
                 "leave `.lease` out: the longest of the two is the lease",
             );
         }
-        if self.max_age.is_some_and(|age| age > self.window) {
+        if self.max_age.is_some_and(|age| age > self.dedup_window) {
             return wrong(
                 "max_age",
                 "it is longer than the window, which could not speak for such messages".into(),
@@ -193,20 +193,20 @@ impl Settings {
             );
         }
         let zeros = [
-            ("max_attempts", self.attempts == 0, "set at least 1"),
-            ("max_in_flight", self.in_flight == 0, "set at least 1"),
+            ("max_attempts", self.max_attempts == 0, "set at least 1"),
+            ("max_in_flight", self.max_in_flight == 0, "set at least 1"),
             (
                 "max_in_flight_bytes",
-                self.in_flight_bytes == 0,
+                self.max_in_flight_bytes == 0,
                 "set at least the size of one message",
             ),
-            ("max_queued", self.waiting == 0, "set at least 1"),
+            ("max_queued", self.max_queued == 0, "set at least 1"),
             (
                 "max_queued_bytes",
-                self.waiting_bytes == 0,
+                self.max_queued_bytes == 0,
                 "set at least the size of one message",
             ),
-            ("max_reconciles", self.reconciles == 0, "set at least 1"),
+            ("max_reconciles", self.max_reconciles == 0, "set at least 1"),
             (
                 "handler_timeout",
                 self.handler_timeout.is_zero(),
@@ -219,7 +219,7 @@ impl Settings {
             }
         }
         let durations = [
-            ("dedup_window", self.window),
+            ("dedup_window", self.dedup_window),
             ("handler_timeout", self.handler_timeout),
             ("backoff", self.longest_backoff),
             ("drain_timeout", self.drain),
@@ -269,8 +269,8 @@ impl Settings {
     /// every reconcile.
     pub(crate) fn longest_hold(&self) -> Duration {
         let runs = self
-            .retries
-            .saturating_add(self.reconciles)
+            .max_inline_retries
+            .saturating_add(self.max_reconciles)
             .saturating_add(1);
         let each = self
             .handler_timeout
@@ -284,7 +284,7 @@ impl Settings {
         let again = if self.guarantee == Guarantee::Bare {
             0
         } else {
-            self.retries
+            self.max_inline_retries
         };
         let each = self.handler_timeout.saturating_add(self.longest_backoff);
         self.lease
@@ -298,24 +298,24 @@ impl Settings {
         Terms {
             guarantee: self.guarantee,
             lease: self.lease,
-            window: self.window,
+            window: self.dedup_window,
             fingerprint,
         }
     }
 
     /// How old a message may be and still be taken for new.
     pub(crate) fn max_age(&self) -> Duration {
-        self.max_age.unwrap_or(self.window / 2)
+        self.max_age.unwrap_or(self.dedup_window / 2)
     }
 
     /// The numbers of the road. A claim that meets a holder is asked again for about two leases.
     pub(crate) fn policy(&self) -> Policy {
         let mut policy = Policy {
             guarantee: self.guarantee,
-            attempts: self.attempts,
+            attempts: self.max_attempts,
             crashes: self.max_crashes,
-            retries: self.retries,
-            reconciles: self.reconciles,
+            retries: self.max_inline_retries,
+            reconciles: self.max_reconciles,
             parks: 0,
             backoff: self.backoff,
             longest_backoff: self.longest_backoff,
@@ -351,7 +351,7 @@ mod tests {
             "bare runs it again only when it is delivered again"
         );
         let endless = Settings {
-            retries: u32::MAX,
+            max_inline_retries: u32::MAX,
             handler_timeout: LONGEST,
             ..settings
         };

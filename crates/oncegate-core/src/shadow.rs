@@ -18,7 +18,7 @@ use crate::store::{Persistence, Store, StoreError};
 /// Every claim is granted, whatever the store says of it, and no answer of the store stops a
 /// message or undoes its run. The [`ShadowReport`] says what the gate would have done. What the
 /// store is told is what a gate would tell it, so that it knows what was handled when the `Shadow`
-/// is taken away.
+/// is taken store_down_until.
 ///
 /// Where the system has a gate of its own already, the trial needs keys of its own (the store's
 /// prefix, or a scope): a marker that the shadow writes before the handler runs would look to that
@@ -37,13 +37,13 @@ use crate::store::{Persistence, Store, StoreError};
 /// assert_eq!(report.claims(), 0);
 /// ```
 pub struct Shadow<S: ?Sized> {
-    shared: Arc<Shared>,
+    shared: Arc<ShadowShared>,
     store: Arc<S>,
 }
 
 /// What a gate would have done with the messages that went through a [`Shadow`]. Clones share it.
 #[derive(Clone, Default)]
-pub struct ShadowReport(Arc<Figures>);
+pub struct ShadowReport(Arc<ShadowCounts>);
 
 /// Why a gate would not have let a message through at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -76,17 +76,17 @@ const ALL: [ShadowOutcome; 6] = [
 /// waits in vain.
 const PAUSE: Duration = Duration::from_secs(1);
 
-struct Shared {
+struct ShadowShared {
     report: ShadowReport,
     /// Claims that were granted here and not by the store: it is told nothing more of them.
-    ours: Mutex<HashSet<Token>>,
+    granted_here: Mutex<HashSet<Token>>,
     /// Until when the store is not asked.
-    away: Mutex<Option<Instant>>,
+    store_down_until: Mutex<Option<Instant>>,
     counters: [Counter; ALL.len()],
 }
 
 #[derive(Default)]
-struct Figures {
+struct ShadowCounts {
     claims: AtomicU64,
     would: [AtomicU64; ALL.len()],
 }
@@ -104,7 +104,7 @@ impl ShadowOutcome {
         }
     }
 
-    fn says(self) -> &'static str {
+    fn description(self) -> &'static str {
         match self {
             Self::Accept => "handled before, handled again",
             Self::Wait => "handled while another run of the same id was not over",
@@ -144,7 +144,7 @@ impl fmt::Display for ShadowReport {
             self.claims().saturating_sub(stopped)
         )?;
         ALL.iter()
-            .try_for_each(|what| writeln!(f, "{:>10} {}", self.would(*what), what.says()))
+            .try_for_each(|what| writeln!(f, "{:>10} {}", self.would(*what), what.description()))
     }
 }
 
@@ -161,10 +161,10 @@ impl<S: Store> Shadow<S> {
     /// Asks this store, and tells this report.
     pub fn new(store: S, report: ShadowReport) -> Self {
         let counters = ALL.map(|what| counter!(metric::SHADOW, "would" => what.as_str()));
-        let shared = Shared {
+        let shared = ShadowShared {
             report,
-            ours: Mutex::default(),
-            away: Mutex::default(),
+            granted_here: Mutex::default(),
+            store_down_until: Mutex::default(),
             counters,
         };
         Self {
@@ -184,10 +184,10 @@ impl<S: ?Sized> fmt::Debug for Shadow<S> {
 impl<S: Store + ?Sized> Store for Shadow<S> {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
         let asked: Vec<Operation> = {
-            let ours = self.shared.ours();
+            let granted_here = self.shared.granted_here();
             operations
                 .iter()
-                .filter(|operation| !ours.contains(&operation.token))
+                .filter(|operation| !granted_here.contains(&operation.token))
                 .cloned()
                 .collect()
         };
@@ -242,15 +242,15 @@ impl<S: Store + ?Sized> Store for Shadow<S> {
     }
 }
 
-impl Shared {
+impl ShadowShared {
     /// What the store says, or nothing for an answer that it owes.
     async fn ask<S: Store + ?Sized>(
         &self,
         store: &S,
         operations: &[Operation],
     ) -> Vec<Option<Verdict>> {
-        let away = *lock(&self.away);
-        if operations.is_empty() || away.is_some_and(|until| Instant::now() < until) {
+        let store_down_until = *lock(&self.store_down_until);
+        if operations.is_empty() || store_down_until.is_some_and(|until| Instant::now() < until) {
             return vec![None; operations.len()];
         }
         let mut answers = store.apply(operations).await;
@@ -259,7 +259,7 @@ impl Shared {
         }
         if let Some(Err(error)) = answers.iter().find(|answer| answer.is_err()) {
             tracing::warn!(%error, "the store does not answer; in a shadow nothing waits for it");
-            *lock(&self.away) = Some(Instant::now() + PAUSE);
+            *lock(&self.store_down_until) = Some(Instant::now() + PAUSE);
         }
         let mut answers: Vec<_> = answers.into_iter().map(Result::ok).collect();
         answers.resize(operations.len(), None);
@@ -272,7 +272,7 @@ impl Shared {
             return self.granted(operation, answer.flatten());
         }
         if answer.is_none() && operation.ask != Ask::Renew {
-            self.ours().remove(&operation.token);
+            self.granted_here().remove(&operation.token);
         }
         match operation.ask {
             Ask::Complete => Verdict::Done { marker_lost: false },
@@ -298,7 +298,7 @@ impl Shared {
             None => ShadowOutcome::Pause,
         };
         self.count(would);
-        self.ours().insert(operation.token);
+        self.granted_here().insert(operation.token);
         Verdict::Granted(Attempts::new(1))
     }
 
@@ -307,8 +307,8 @@ impl Shared {
         self.counters[would as usize].increment(1);
     }
 
-    fn ours(&self) -> MutexGuard<'_, HashSet<Token>> {
-        lock(&self.ours)
+    fn granted_here(&self) -> MutexGuard<'_, HashSet<Token>> {
+        lock(&self.granted_here)
     }
 }
 

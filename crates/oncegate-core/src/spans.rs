@@ -18,7 +18,7 @@ const TRACEPARENT: &str = "traceparent";
 
 /// A span for what is done with a message, with the attributes that OpenTelemetry's conventions for
 /// messaging name. They are looked up only where somebody listens.
-macro_rules! of_message {
+macro_rules! message_span {
     ($name:literal, $kind:literal, $operation:literal, $message:expr, $($field:tt)*) => {
         debug_span!(
             $name,
@@ -28,44 +28,44 @@ macro_rules! of_message {
             messaging.operation.name = operation_name($operation, $message),
             messaging.operation.r#type = $operation,
             messaging.destination.name = &*$message.origin.name,
-            messaging.destination.partition.id = place($message).0.map(as_text),
-            messaging.kafka.offset = place($message).1,
+            messaging.destination.partition.id = partition_and_offset($message).0.map(as_text),
+            messaging.kafka.offset = partition_and_offset($message).1,
             traceparent = traceparent($message),
         )
     };
 }
 
 /// One run of the handler.
-pub(crate) fn handles(cx: &Context) -> Span {
-    let span = of_message!("oncegate.handle", "consumer", "process", &cx.message, id = %cx.id, attempt = cx.attempt, outcome = Empty);
-    joins(
+pub(crate) fn handle(cx: &Context) -> Span {
+    let span = message_span!("oncegate.handle", "consumer", "process", &cx.message, id = %cx.id, attempt = cx.attempt, outcome = Empty);
+    join_trace(
         &span,
         &cx.message,
         if cx.attempt == 1 && cx.failures == 0 {
-            Joins::Below
+            TraceLink::Child
         } else {
-            Joins::Beside
+            TraceLink::Linked
         },
     );
     span
 }
 
 /// One run of `reconcile`: about an attempt before it.
-pub(crate) fn reconciles(cx: &Context) -> Span {
-    let span = of_message!("oncegate.reconcile", "consumer", "process", &cx.message, id = %cx.id, attempt = cx.attempt, outcome = Empty);
-    joins(&span, &cx.message, Joins::Beside);
+pub(crate) fn reconcile(cx: &Context) -> Span {
+    let span = message_span!("oncegate.reconcile", "consumer", "process", &cx.message, id = %cx.id, attempt = cx.attempt, outcome = Empty);
+    join_trace(&span, &cx.message, TraceLink::Linked);
     span
 }
 
 /// A delivery leaves the road.
-pub(crate) fn settles(
+pub(crate) fn settle(
     delivery: &Delivery,
     id: Option<&MessageId>,
     attempt: u32,
     settlement: &Settlement,
 ) -> Span {
     let message = &delivery.message;
-    let span = of_message!(
+    let span = message_span!(
         "oncegate.settle",
         "client",
         "settle",
@@ -74,13 +74,13 @@ pub(crate) fn settles(
         attempt = attempt,
         outcome = debug(settlement)
     );
-    joins(
+    join_trace(
         &span,
         message,
         if attempt == 1 && delivery.failures == 0 {
-            Joins::Below
+            TraceLink::Child
         } else {
-            Joins::Beside
+            TraceLink::Linked
         },
     );
     span
@@ -88,11 +88,11 @@ pub(crate) fn settles(
 
 /// How a span joins the trace of its message's sender.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Joins {
+enum TraceLink {
     /// As a child: what sending the message led to.
-    Below,
+    Child,
     /// With a link: a redelivery or a duplicate, whose message has led to something before.
-    Beside,
+    Linked,
 }
 
 /// What the system itself calls an operation.
@@ -105,7 +105,7 @@ fn operation_name(operation: &'static str, message: &Message) -> &'static str {
 }
 
 /// Where a message lies.
-fn place(message: &Message) -> (Option<i32>, Option<i64>) {
+fn partition_and_offset(message: &Message) -> (Option<i32>, Option<i64>) {
     match message.origin.position {
         Position::Offset { partition, offset } => (Some(partition), Some(offset)),
         Position::Queue => (None, None),
@@ -139,12 +139,12 @@ fn traceparent(message: &Message) -> Option<&str> {
 }
 
 #[cfg(not(feature = "opentelemetry"))]
-fn joins(_: &Span, _: &Message, _: Joins) {}
+fn join_trace(_: &Span, _: &Message, _: TraceLink) {}
 
 /// Puts a span into the trace of its message's sender, or links it; nothing where no OpenTelemetry
 /// layer listens.
 #[cfg(feature = "opentelemetry")]
-fn joins(span: &Span, message: &Message, joins: Joins) {
+fn join_trace(span: &Span, message: &Message, link: TraceLink) {
     use opentelemetry::trace::{
         SpanContext, SpanId, TraceContextExt, TraceFlags, TraceId, TraceState,
     };
@@ -174,12 +174,12 @@ fn joins(span: &Span, message: &Message, joins: Joins) {
         true,
         state.unwrap_or_default(),
     );
-    match joins {
+    match link {
         // It fails where no OpenTelemetry layer listens: nobody wants to know.
-        Joins::Below => {
+        TraceLink::Child => {
             drop(span.set_parent(opentelemetry::Context::new().with_remote_span_context(sender)))
         }
-        Joins::Beside => span.add_link(sender),
+        TraceLink::Linked => span.add_link(sender),
     }
 }
 
@@ -188,7 +188,7 @@ fn joins(span: &Span, message: &Message, joins: Joins) {
 ///
 /// Of a delivery, it joins the sender's trace as its run does; that it is a duplicate is not known
 /// before the answer.
-pub(crate) fn asked(
+pub(crate) fn operation(
     ask: &Ask,
     id: Option<&MessageId>,
     attempt: u32,
@@ -217,13 +217,13 @@ pub(crate) fn asked(
         Ask::Forget { .. } => span!("oncegate.forget"),
     };
     if let Some(delivery) = delivery {
-        joins(
+        join_trace(
             &span,
             &delivery.message,
             if attempt <= 1 && delivery.failures == 0 {
-                Joins::Below
+                TraceLink::Child
             } else {
-                Joins::Beside
+                TraceLink::Linked
             },
         );
     }
@@ -231,7 +231,7 @@ pub(crate) fn asked(
 }
 
 /// What was answered; the span ends here.
-pub(crate) fn answered(span: Span, outcome: &dyn Debug, attempt: Option<u32>) {
+pub(crate) fn end_operation(span: Span, outcome: &dyn Debug, attempt: Option<u32>) {
     span.record("outcome", debug(outcome));
     if let Some(attempt) = attempt {
         span.record("attempt", attempt);

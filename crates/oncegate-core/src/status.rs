@@ -7,20 +7,20 @@ use std::time::{Duration, Instant};
 use crate::id::MessageId;
 use crate::lifecycle::Stage;
 use crate::message::{Origin, Position};
-use crate::seen::{Seen, StoreSnapshot};
+use crate::store_health::{StoreHealth, StoreSnapshot};
 
 /// How often a consumer tells, if it was asked to.
-pub(crate) const TELLS_EVERY: Duration = Duration::from_millis(500);
+pub(crate) const PUBLISH_INTERVAL: Duration = Duration::from_millis(500);
 
 /// How many of the oldest are named.
-const NAMED: usize = 20;
+const MAX_OLDEST: usize = 20;
 
 /// What a consumer is doing: how much it holds, what it has held longest, by id and place, and
 /// whether its store answers. Clones share it.
 ///
-/// Told twice a second while the consumer runs, also when nothing moves; so it is at most half a
+/// StatusData twice a second while the consumer runs, also when nothing moves; so it is at most half a
 /// second old, unless a handler that runs in place blocks the consumer. What is seen of the store
-/// is told at once.
+/// is data at once.
 ///
 /// ```
 /// use oncegate_core::{Consumer, ConsumerStatus};
@@ -33,16 +33,16 @@ const NAMED: usize = 20;
 /// }
 /// ```
 #[derive(Clone, Default)]
-pub struct ConsumerStatus(Arc<Mutex<Told>>);
+pub struct ConsumerStatus(Arc<Mutex<StatusData>>);
 
-/// What was told last.
+/// What was data last.
 #[derive(Default)]
-pub(crate) struct Told {
+pub(crate) struct StatusData {
     pub(crate) in_flight: usize,
     pub(crate) waiting: usize,
     /// Sorted by how long ago they arrived.
     pub(crate) oldest: Vec<(Instant, InFlightDelivery)>,
-    pub(crate) store: Option<Seen>,
+    pub(crate) store: Option<StoreHealth>,
 }
 
 /// What a consumer holds at one moment.
@@ -142,11 +142,11 @@ impl ConsumerStatus {
     }
 
     /// What the consumer holds; nothing before its start and after its end. Given to two consumers,
-    /// it tells of whichever told last.
+    /// it tells of whichever data last.
     pub fn snapshot(&self) -> ConsumerSnapshot {
-        let (told, now) = (self.lock(), Instant::now());
+        let (data, now) = (self.lock(), Instant::now());
         let since = |arrived: &Instant| now.saturating_duration_since(*arrived);
-        let oldest = told
+        let oldest = data
             .oldest
             .iter()
             .map(|(arrived, held)| InFlightDelivery {
@@ -154,17 +154,17 @@ impl ConsumerStatus {
                 ..held.clone()
             })
             .collect();
-        let store = told.store.as_ref().map(|seen| seen.snapshot(now));
+        let store = data.store.as_ref().map(|seen| seen.snapshot(now));
         ConsumerSnapshot {
-            in_flight: told.in_flight,
-            waiting: told.waiting,
+            in_flight: data.in_flight,
+            waiting: data.waiting,
             oldest,
             store,
         }
     }
 
     /// The oldest of these, which are named with `held`.
-    pub(crate) fn tell<T>(
+    pub(crate) fn publish<T>(
         &self,
         in_flight: usize,
         waiting: usize,
@@ -172,41 +172,41 @@ impl ConsumerStatus {
         held: impl Fn(T) -> Option<InFlightDelivery>,
     ) {
         all.sort_by_key(|(arrived, _)| *arrived);
-        all.truncate(NAMED);
+        all.truncate(MAX_OLDEST);
         let oldest = all
             .into_iter()
             .filter_map(|(arrived, it)| Some((arrived, held(it)?)))
             .collect();
-        let mut told = self.lock();
-        (told.in_flight, told.waiting, told.oldest) = (in_flight, waiting, oldest);
+        let mut data = self.lock();
+        (data.in_flight, data.waiting, data.oldest) = (in_flight, waiting, oldest);
     }
 
     /// The consumer starts, with this store.
-    pub(crate) fn begins(&self, store: String) {
-        self.lock().store = Some(Seen::nothing_of(store));
+    pub(crate) fn start(&self, store: String) {
+        self.lock().store = Some(StoreHealth::new(store));
     }
 
     /// Something was seen of the store.
-    pub(crate) fn saw(&self, what: impl FnOnce(&mut Seen)) {
+    pub(crate) fn update_store(&self, what: impl FnOnce(&mut StoreHealth)) {
         if let Some(seen) = &mut self.lock().store {
             what(seen);
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Told> {
-        // What is told is whole at any moment: each part of it is replaced, and nothing panics in
+    fn lock(&self) -> MutexGuard<'_, StatusData> {
+        // What is data is whole at any moment: each part of it is replaced, and nothing panics in
         // between.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Forgets what was told when it is dropped, however the consumer ends.
-pub(crate) struct Ends(pub(crate) Option<ConsumerStatus>);
+/// Forgets what was data when it is dropped, however the consumer ends.
+pub(crate) struct ClearStatusOnDrop(pub(crate) Option<ConsumerStatus>);
 
-impl Drop for Ends {
+impl Drop for ClearStatusOnDrop {
     fn drop(&mut self) {
         if let Some(status) = &self.0 {
-            *status.lock() = Told::default();
+            *status.lock() = StatusData::default();
         }
     }
 }

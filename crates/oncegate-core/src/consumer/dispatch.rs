@@ -1,4 +1,5 @@
-//! From arrival to settlement: what the road says is carried out here.
+//! Executes the actions of the delivery lifecycle, from the receipt of a delivery to its
+//! settlement.
 
 use std::cmp::Reverse;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -11,10 +12,12 @@ use futures_util::future::BoxFuture;
 use tracing::Span;
 
 use super::entry::{
-    Claim, FinishedRun, InFlightEntry, Report, Stands, Task, Work, holds_a_run, may_be_blamed, runs,
+    AbortOnDrop, ClaimState, FinishedRun, InFlightEntry, Occupancy, RunKind, RunReport,
+    has_running_task, may_count_crash, occupies_run,
 };
 use super::{Engine, Mode};
 
+use crate::boot_time::BootTime;
 use crate::builder::age;
 use crate::context::Context;
 use crate::decode::Decode;
@@ -28,23 +31,22 @@ use crate::lease::Lease;
 use crate::lifecycle::{ClaimTries, Event, Freshness, History, Settlement, Stage};
 use crate::marker::{Ask, Guarantee, Operation, Terms};
 use crate::message::Message;
-use crate::moment::Moment;
-use crate::renewals::Over;
-use crate::run::{Finished, what_it_said};
+use crate::renewals::LostLease;
+use crate::run::{RunResult, panic_text};
 use crate::settings::{Execution, Settings};
 use crate::slots::Slot;
 use crate::source::Delivery;
 use crate::spans;
 
 impl<H: Handler, D: Decode> Engine<H, D> {
-    /// A delivery takes its slot.
-    pub(super) fn arrived(&mut self, delivery: Delivery) {
+    /// Registers a delivery that was received, and admits or queues it.
+    pub(super) fn on_delivery(&mut self, delivery: Delivery) {
         fault::point("delivery");
         let (id, terms) = self.identify(&delivery.message);
         let age = age(&delivery.message, self.wall);
         let freshness = self.freshness(age);
         match age {
-            None => self.note_unknown_age(&delivery.message),
+            None => self.warn_unknown_age(&delivery.message),
             Some(_) if freshness == Freshness::TooOld => self.outcomes.too_old(),
             Some(_) => {}
         }
@@ -69,37 +71,37 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             passage.tell(|story| story.first_error = said);
         }
         let id = id.ok();
-        let flight = InFlightEntry {
+        let entry = InFlightEntry {
             passage,
             key: id.as_ref().map(|id| self.settings.scope.key(id)),
             id,
             arrival,
             terms,
             ask: Ask::Claim,
-            claim: Claim::Unsent,
+            claim: ClaimState::Unsent,
             lane,
             lease: None,
-            asked: Span::none(),
+            store_span: Span::none(),
             task: None,
             began: None,
             arrived: self.clock,
-            stands: Stands::OnTheRoad,
+            occupancy: Occupancy::InFlight,
             turn: 0,
             bytes,
         };
         self.bytes += bytes;
-        let slot = self.flights.insert(Box::new(flight));
+        let slot = self.flights.insert(Box::new(entry));
         match lane.map_or(Turn::Now, |lane| self.lanes.enter(lane, slot)) {
-            Turn::Now => self.enter_road(slot),
-            Turn::Later => self.step_aside(slot),
+            Turn::Now => self.admit(slot),
+            Turn::Later => self.enqueue(slot),
         }
     }
 
-    /// At most once rests on `max_age`, which nobody can check of a message without a timestamp.
-    fn note_unknown_age(&mut self, message: &Message) {
+    /// At most once relies on `max_age`, which cannot be checked without a timestamp.
+    fn warn_unknown_age(&mut self, message: &Message) {
         self.outcomes.unknown_age();
         if self.policy.guarantee == Guarantee::AtMostOnce
-            && let Some(suppressed_lines) = self.says.unknown_age.due(Instant::now())
+            && let Some(suppressed_lines) = self.reporter.unknown_age.due(Instant::now())
         {
             tracing::warn!(
                 origin = %message.origin,
@@ -117,8 +119,8 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         }
     }
 
-    /// The id and the terms of a message. The user's functions run here: one that panics has found
-    /// no id that can be used.
+    /// The id and the terms of a message. The user's functions run here: if one panics, the id is
+    /// unusable.
     pub(super) fn identify(&self, message: &Message) -> (Result<MessageId, NoId>, Terms) {
         let read = || {
             (
@@ -134,13 +136,13 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             Err(panic) => {
                 let said = format!(
                     "the function that reads the id or the fingerprint {}",
-                    what_it_said(panic)
+                    panic_text(panic)
                 );
                 tracing::error!(origin = %message.origin, "{said}");
                 let Settings {
                     guarantee,
                     lease,
-                    window,
+                    dedup_window,
                     ..
                 } = self.settings;
                 (
@@ -148,7 +150,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                     Terms {
                         guarantee,
                         lease,
-                        window,
+                        window: dedup_window,
                         fingerprint: None,
                     },
                 )
@@ -156,99 +158,99 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         }
     }
 
-    /// It is this delivery's turn.
-    pub(super) fn enter_road(&mut self, slot: Slot) {
+    /// Starts the lifecycle of a delivery: it was received or leaves the queue.
+    pub(super) fn admit(&mut self, slot: Slot) {
         let drains = matches!(self.mode, Mode::Draining { .. });
-        let Some(flight) = self.flights.at_mut(slot) else {
+        let Some(entry) = self.flights.at_mut(slot) else {
             return;
         };
         if drains {
-            flight.passage.leave();
+            entry.passage.leave();
         }
-        let event = if flight.passage.dispatch().leaves() {
+        let event = if entry.passage.dispatch().leaves() {
             Event::Drain
         } else {
-            flight.arrival
+            entry.arrival
         };
         self.happens(slot, event);
     }
 
-    /// Something happened to a delivery, and to those that waited for it to leave.
+    /// Processes an event of one delivery, and the events that follow for others.
     pub(super) fn happens(&mut self, slot: Slot, event: Event) {
         let mut next = Some((slot, event));
-        // In a loop of its own: a lane of thousands that leaves at once must not be as many calls
-        // deep.
+        // A loop, not recursion: thousands of deliveries of one ordering key may follow each other.
         while let Some((slot, event)) = next {
             self.advance(slot, event);
             next = self.next_up.pop_front();
-            if next.is_none() && (self.alone.is_some() || !self.may_run_next.is_empty()) {
-                next = self.next_that_may_run();
+            if next.is_none() && (self.alone.is_some() || !self.awaiting_run.is_empty()) {
+                next = self.next_runnable();
             }
         }
     }
 
-    /// The one that runs alone, once nothing else is about to be claimed; or the next that waits
-    /// for a run to end, once one has.
-    pub(super) fn next_that_may_run(&mut self) -> Option<(Slot, Event)> {
+    /// The delivery that runs alone, once no claim or withdrawal is unanswered; otherwise the next
+    /// one that waits for a free run.
+    pub(super) fn next_runnable(&mut self) -> Option<(Slot, Event)> {
         if let Some(slot) = self.alone.filter(|_| {
-            self.claims_asked == 0
+            self.claims_sent == 0
                 && self.withdrawing == 0
-                && self.running < self.settings.in_flight
-        }) && let Some(flight) = self.flights.at(slot)
-            && let Stage::Ready(_) = flight.passage.stage()
+                && self.running < self.settings.max_in_flight
+        }) && let Some(entry) = self.flights.at(slot)
+            && let Stage::Ready(_) = entry.passage.stage()
         {
-            return Some((slot, self.may_begin(flight)));
+            return Some((slot, self.check_lease_before_run(entry)));
         }
-        while self.running < self.settings.in_flight {
-            let slot = self.may_run_next.pop_front()?;
-            let Some(flight) = self.flights.at(slot) else {
+        while self.running < self.settings.max_in_flight {
+            let slot = self.awaiting_run.pop_front()?;
+            let Some(entry) = self.flights.at(slot) else {
                 continue;
             };
-            if let Stage::Ready(_) = flight.passage.stage() {
-                return Some((slot, self.may_begin(flight)));
+            if let Stage::Ready(_) = entry.passage.stage() {
+                return Some((slot, self.check_lease_before_run(entry)));
             }
         }
         None
     }
 
-    /// There is a place for its handler. The claim is held for as long as a run may take from now
-    /// on: it may have waited for that place longer than that.
-    fn may_begin(&self, flight: &InFlightEntry) -> Event {
-        let Some(lease) = &flight.lease else {
+    /// Whether the handler may start, or its lease has ended meanwhile. The lease may be renewed for
+    /// as long as a run can take from now on, however long the delivery has waited.
+    fn check_lease_before_run(&self, entry: &InFlightEntry) -> Event {
+        let Some(lease) = &entry.lease else {
             return Event::Slot;
         };
-        let now = Moment::now();
-        if !lease.lives(now) {
+        let now = BootTime::now();
+        if !lease.is_live(now) {
             return Event::LeaseOver;
         }
         lease.hold_until(now + self.longest_hold);
         Event::Slot
     }
 
-    /// The road says what a delivery does next, and this does it.
+    /// Applies an event to a delivery and executes what follows, until it has to wait.
     pub(super) fn advance(&mut self, slot: Slot, event: Event) {
         let mut next = Some(event);
         while let Some(event) = next.take() {
-            let Some(mut flight) = self.flights.take(slot) else {
+            let Some(mut entry) = self.flights.take(slot) else {
                 return;
             };
             self.outcomes.happened(event);
-            if flight.stands == Stands::Aside {
-                flight.stands = Stands::OnTheRoad;
-                self.aside -= 1;
-                self.aside_bytes -= flight.bytes;
+            if entry.occupancy == Occupancy::Queued {
+                entry.occupancy = Occupancy::InFlight;
+                self.queued -= 1;
+                self.queued_bytes -= entry.bytes;
             }
-            self.completing -= usize::from(matches!(flight.passage.stage(), Stage::Completing(_)));
-            self.parked -= usize::from(matches!(flight.passage.stage(), Stage::AwaitingHolder(..)));
+            self.completing -= usize::from(matches!(entry.passage.stage(), Stage::Completing(_)));
+            self.awaiting_holder -=
+                usize::from(matches!(entry.passage.stage(), Stage::AwaitingHolder(..)));
             self.withdrawing -=
-                usize::from(matches!(flight.passage.stage(), Stage::Withdrawing(..)));
-            self.running -= usize::from(holds_a_run(flight.passage.stage()));
+                usize::from(matches!(entry.passage.stage(), Stage::Withdrawing(..)));
+            self.running -= usize::from(occupies_run(entry.passage.stage()));
             let claim = (
-                flight.passage.dispatch().token,
-                flight.passage.dispatch().attempts,
+                entry.passage.dispatch().token,
+                entry.passage.dispatch().attempts,
             );
             let new_token = |earlier| fault::token(earlier, self.tokens.token());
-            match flight.passage.handle(event, &self.policy, new_token) {
+            match entry.passage.handle(event, &self.policy, new_token) {
                 Progress::InFlight(mut passage, DriverCommand::Hold { after, failures }) => {
                     self.outcomes
                         .settled(&Settlement::Release { after, failures });
@@ -257,24 +259,24 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                         failures,
                         freshness,
                     });
-                    flight.passage = passage;
-                    self.rest(slot, flight, after);
+                    entry.passage = passage;
+                    self.back_off(slot, entry, after);
                 }
                 Progress::InFlight(passage, command) => {
                     self.completing += usize::from(matches!(passage.stage(), Stage::Completing(_)));
-                    self.parked +=
+                    self.awaiting_holder +=
                         usize::from(matches!(passage.stage(), Stage::AwaitingHolder(..)));
                     self.withdrawing +=
                         usize::from(matches!(passage.stage(), Stage::Withdrawing(..)));
-                    self.running += usize::from(holds_a_run(passage.stage()));
-                    flight.passage = passage;
-                    if !runs(flight.passage.stage()) {
-                        flight.task = None;
+                    self.running += usize::from(occupies_run(passage.stage()));
+                    entry.passage = passage;
+                    if !has_running_task(entry.passage.stage()) {
+                        entry.task = None;
                     }
-                    next = self.carry_out(slot, &mut flight, command);
-                    let may_be_blamed = may_be_blamed(flight.passage.stage());
-                    self.flights.put_back(slot, flight);
-                    if next.is_none() && !may_be_blamed {
+                    next = self.execute(slot, &mut entry, command);
+                    let may_count_crash = may_count_crash(entry.passage.stage());
+                    self.flights.put_back(slot, entry);
+                    if next.is_none() && !may_count_crash {
                         self.end_alone(slot);
                     }
                 }
@@ -290,21 +292,21 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                         bytes,
                         arrived,
                         ..
-                    } = *flight;
+                    } = *entry;
                     drop(task);
-                    self.measures
+                    self.metrics
                         .settled(self.clock.saturating_duration_since(arrived));
                     if let Some(story) = &mut settled.story {
                         story.id = id.as_ref().map(MessageId::to_string);
                     }
                     if let Settlement::Reject(reason) = &settled.settlement {
-                        self.says.rejected(
+                        self.reporter.rejected(
                             &settled,
                             self.source
                                 .destination(&settled.delivery.message.origin, reason),
                         );
                     }
-                    spans::settles(
+                    spans::settle(
                         &settled.delivery,
                         id.as_ref(),
                         attempts.number,
@@ -314,7 +316,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                     if let (Settlement::Accept(proof), Some(key)) = (&settled.settlement, key)
                         && proof.as_str() == "passed_without_gate"
                     {
-                        self.remember_later(Operation {
+                        self.record_completion_later(Operation {
                             key,
                             ask: Ask::Claim,
                             token,
@@ -326,78 +328,78 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                     self.left(slot, lane, lease, bytes);
                 }
                 Progress::Abandoned(_) => {
-                    drop(flight.task);
+                    drop(entry.task);
                     self.outcomes.dropped();
-                    self.left(slot, flight.lane, flight.lease, flight.bytes);
+                    self.left(slot, entry.lane, entry.lease, entry.bytes);
                 }
             }
         }
     }
 
-    /// A delivery that is ordered keeps its lane after an attempt that failed, so that none of its
-    /// lane overtakes it.
-    fn rest(&mut self, slot: Slot, mut flight: Box<InFlightEntry>, after: Duration) {
-        (flight.task, flight.began) = (None, None);
-        flight.turn += 1;
-        self.give_up_lease(slot, &mut flight);
+    /// Backs off after a failed attempt. The delivery keeps its ordering key, so that no other of
+    /// that key overtakes it.
+    fn back_off(&mut self, slot: Slot, mut entry: Box<InFlightEntry>, after: Duration) {
+        (entry.task, entry.began) = (None, None);
+        entry.turn += 1;
+        self.release_lease(slot, &mut entry);
         let after = self.jittered(after);
         self.alarms
-            .push(Reverse((Instant::now() + after, slot, flight.turn)));
-        self.flights.put_back(slot, flight);
-        self.step_aside(slot);
+            .push(Reverse((Instant::now() + after, slot, entry.turn)));
+        self.flights.put_back(slot, entry);
+        self.enqueue(slot);
         self.end_alone(slot);
     }
 
-    /// A delivery counts as in flight no more, until something happens to it.
-    fn step_aside(&mut self, slot: Slot) {
-        let Some(flight) = self.flights.at_mut(slot) else {
+    /// Counts a delivery as queued, not in flight, until its next event.
+    fn enqueue(&mut self, slot: Slot) {
+        let Some(entry) = self.flights.at_mut(slot) else {
             return;
         };
-        flight.stands = Stands::Aside;
-        self.aside += 1;
-        self.aside_bytes += flight.bytes;
+        entry.occupancy = Occupancy::Queued;
+        self.queued += 1;
+        self.queued_bytes += entry.bytes;
     }
 
-    /// What passed without the gate is claimed when the store is back, with the token of its lost
-    /// claim, and completed.
-    fn remember_later(&mut self, claim: Operation) {
+    /// Remembers to claim and complete a message that was handled without the gate, with the token
+    /// of its lost claim, as soon as the store answers.
+    fn record_completion_later(&mut self, claim: Operation) {
         if self.late.add(claim).is_err()
-            && let Some(suppressed_lines) = self.says.not_remembered.due(Instant::now())
+            && let Some(suppressed_lines) = self.reporter.late_completions_full.due(Instant::now())
         {
             tracing::warn!(
                 suppressed_lines,
-                "too much passed without the gate: a copy of a message may run again"
+                "completion not recorded: too many messages were handled without the gate; a redelivery of this one runs again"
             );
         }
     }
 
-    /// Does what follows for a delivery; what happens at once, if something does.
-    pub(super) fn carry_out(
+    /// Executes a command. Returns the event that it causes at once, if any.
+    pub(super) fn execute(
         &mut self,
         slot: Slot,
-        flight: &mut InFlightEntry,
+        entry: &mut InFlightEntry,
         command: DriverCommand,
     ) -> Option<Event> {
         match command {
             DriverCommand::Apply(ask) => {
-                if ask == Ask::Claim && flight.attempt() == 0 {
-                    self.give_up_lease(slot, flight);
+                if ask == Ask::Claim && entry.attempt() == 0 {
+                    self.release_lease(slot, entry);
                 }
-                if let Stage::Claiming(_, ClaimTries(0)) = flight.passage.stage()
-                    && flight.attempt() == 0
+                if let Stage::Claiming(_, ClaimTries(0)) = entry.passage.stage()
+                    && entry.attempt() == 0
                 {
-                    flight.claim = Claim::Unsent; // its token is new
+                    entry.claim = ClaimState::Unsent; // its token is new
                 }
-                flight.turn += 1; // an alarm that was set before must not ask a second time: it would come after the answer
+                entry.turn += 1; // invalidates earlier alarms, which would send the operation twice
                 crate::wrong_version!("new-token-on-a-retried-claim", {
                     if ask == Ask::Claim {
-                        flight.passage.dispatch_mut().token = self.tokens.token();
+                        entry.passage.dispatch_mut().token = self.tokens.token();
                     }
                 });
                 crate::wrong_version!("accept-before-complete", {
-                    if let (Ask::Complete, Some(key)) = (ask, flight.key.clone()) {
-                        let (store, ask, terms) = (self.store.clone(), Ask::Complete, flight.terms);
-                        let (token, attempt) = (flight.passage.dispatch().token, flight.attempt());
+                    if let (Ask::Complete, Some(key)) = (ask, entry.key.clone()) {
+                        let (store, ask, terms) = (self.store.clone(), Ask::Complete, entry.terms);
+                        let (token, attempt) = (entry.passage.dispatch().token, entry.attempt());
                         let completion = [Operation {
                             key,
                             ask,
@@ -414,7 +416,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                         }));
                     }
                 });
-                flight.asks(ask);
+                entry.begin_operation(ask);
                 if ask == Ask::Claim {
                     self.claims.push_back(slot)
                 } else {
@@ -422,40 +424,40 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                 }
             }
             DriverCommand::AwaitRun => {
-                if let Stage::Ready(permit) = flight.passage.stage()
+                if let Stage::Ready(permit) = entry.passage.stage()
                     && permit.runs_alone()
                 {
                     if self.alone.is_some_and(|other| other != slot) {
                         return Some(Event::OtherRunsAlone);
                     }
                     self.alone = Some(slot);
-                    self.says
-                        .runs_alone(flight, permit.attempts, self.policy.crashes);
+                    self.reporter
+                        .runs_alone(entry, permit.attempts, self.policy.crashes);
                     return None;
                 }
-                // Its slot may have gone to another while its completion was on the way, which
-                // turned out to be lost.
-                if self.running >= self.settings.in_flight {
-                    self.may_run_next.push_back(slot);
+                // Another delivery may have taken its run while its completion, which was lost, was
+                // unanswered.
+                if self.running >= self.settings.max_in_flight {
+                    self.awaiting_run.push_back(slot);
                     return None;
                 }
-                return Some(self.may_begin(flight));
+                return Some(self.check_lease_before_run(entry));
             }
             DriverCommand::Run => {
-                if let Stage::Ungated(_) = flight.passage.stage() {
-                    self.give_up_lease(slot, flight);
+                if let Stage::Ungated(_) = entry.passage.stage() {
+                    self.release_lease(slot, entry);
                 }
-                return self.start(slot, flight, Work::Handle);
+                return self.start(slot, entry, RunKind::Handle);
             }
-            DriverCommand::Reconcile => return self.start(slot, flight, Work::Reconcile),
+            DriverCommand::Reconcile => return self.start(slot, entry, RunKind::Reconcile),
             DriverCommand::Wake(after) => {
-                flight.turn += 1;
+                entry.turn += 1;
                 let after = self.jittered(after);
                 self.alarms
-                    .push(Reverse((Instant::now() + after, slot, flight.turn)));
+                    .push(Reverse((Instant::now() + after, slot, entry.turn)));
             }
             DriverCommand::AwaitTurn => {
-                self.give_up_lease(slot, flight);
+                self.release_lease(slot, entry);
                 if self.alone.is_none() {
                     self.alone = Some(slot);
                     return Some(Event::Arrived);
@@ -464,107 +466,107 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             }
             DriverCommand::Nothing => {}
             DriverCommand::Hold { .. } | DriverCommand::Settle(_) | DriverCommand::Abandon => {
-                unreachable!("a passage that leaves the road does not travel")
+                unreachable!("a settled delivery has no command")
             }
         }
         None
     }
 
-    /// Holds no lease any more, and renews none.
-    pub(super) fn give_up_lease(&mut self, slot: Slot, flight: &mut InFlightEntry) {
-        if flight.lease.take().is_some() {
+    /// Drops the lease of a delivery and stops its renewal.
+    pub(super) fn release_lease(&mut self, slot: Slot, entry: &mut InFlightEntry) {
+        if entry.lease.take().is_some() {
             self.given_up.push(slot.place);
         }
     }
 
-    /// Starts the handler or `reconcile`; what it came to, if it was ready at once.
+    /// Starts the handler or `reconcile`. Returns its event if it was ready at once.
     pub(super) fn start(
         &mut self,
         slot: Slot,
-        flight: &mut InFlightEntry,
-        work: Work,
+        entry: &mut InFlightEntry,
+        kind: RunKind,
     ) -> Option<Event> {
-        let id = flight.id.clone()?;
-        flight.turn += 1;
-        let turn = flight.turn;
-        let delivery = flight.passage.delivery();
+        let id = entry.id.clone()?;
+        entry.turn += 1;
+        let turn = entry.turn;
+        let delivery = entry.passage.delivery();
         let (message, failures) = (delivery.message.clone(), delivery.failures);
         let cx = Context {
             id,
-            attempt: flight.attempt().max(1),
+            attempt: entry.attempt().max(1),
             failures,
             message,
-            lease: flight.lease.clone(),
+            lease: entry.lease.clone(),
         };
         let began = Instant::now();
-        flight.began = Some(began);
+        entry.began = Some(began);
         let runner = self.runner.clone();
-        let mut run: BoxFuture<'static, Finished> = match work {
-            Work::Handle => Box::pin(runner.handle(cx, began)),
-            Work::Reconcile => Box::pin(runner.reconcile(cx, began)),
+        let mut run: BoxFuture<'static, RunResult> = match kind {
+            RunKind::Handle => Box::pin(runner.handle(cx, began)),
+            RunKind::Reconcile => Box::pin(runner.reconcile(cx, began)),
         };
-        if self.settings.handlers == Execution::Inline {
-            // Polled without a waker: if it is not ready, its task polls it again before it sleeps.
+        if self.settings.execution == Execution::Inline {
+            // No waker is needed: if it is pending, its task polls it again first.
             if let Some(finished) = (&mut run).now_or_never() {
-                flight.tell(&finished);
-                self.says.ran(flight, &finished);
-                self.measure(flight.began.take());
+                entry.record_error(&finished);
+                self.reporter.run_ended(entry, &finished);
+                self.record_runtime(entry.began.take());
                 return Some(finished.event);
             }
         }
-        let report = Report {
-            runs: self.runs.clone(),
+        let report = RunReport {
+            sender: self.run_sender.clone(),
             slot,
             turn,
             finished: None,
         };
-        let task = tokio::spawn(async move { report.tell(run.await) });
-        flight.task = Some(Task(task.abort_handle()));
+        let task = tokio::spawn(async move { report.send(run.await) });
+        entry.task = Some(AbortOnDrop(task.abort_handle()));
         self.spawned += 1;
         None
     }
 
-    /// One more run is known; the lease may go by how long they take.
-    fn measure(&mut self, began: Option<Instant>) {
+    /// Records the duration of a run, and adapts the lease where the user chose that.
+    fn record_runtime(&mut self, began: Option<Instant>) {
         let Some(took) = began.map(|began| began.elapsed()) else {
             return;
         };
-        self.measures.handled(took);
+        self.metrics.handled(took);
         let Some(shortest) = self.settings.shortest_lease else {
             return;
         };
-        self.pace.ran(took);
-        if let Some(lease) = self.pace.lease() {
+        self.runtimes.ran(took);
+        if let Some(lease) = self.runtimes.lease() {
             self.lease = lease.clamp(shortest, self.settings.lease);
         }
     }
 
-    /// A handler or `reconcile` is over.
+    /// A spawned handler or `reconcile` ended.
     pub(super) fn finished(&mut self, (slot, turn, finished): FinishedRun) {
-        let Some(flight) = self.flights.at_mut(slot) else {
+        let Some(entry) = self.flights.at_mut(slot) else {
             return;
         };
-        if flight.turn != turn {
+        if entry.turn != turn {
             return;
         }
-        flight.tell(&finished);
-        self.says.ran(flight, &finished);
-        let began = flight.began.take();
-        self.measure(began);
+        entry.record_error(&finished);
+        self.reporter.run_ended(entry, &finished);
+        let began = entry.began.take();
+        self.record_runtime(began);
         self.happens(slot, finished.event);
     }
 
-    /// The renewals say that a lease is over.
-    pub(super) fn lease_over(&mut self, (place, token): Over) {
+    /// The renewal thread reports that a lease ended.
+    pub(super) fn on_lease_lost(&mut self, (place, token): LostLease) {
         let Some(slot) = self.flights.slot(place) else {
             return;
         };
-        let now = Moment::now();
-        let theirs = |lease: &Arc<Lease>| lease.token == token && !lease.lives(now); // not one that was granted again since
+        let now = BootTime::now();
+        let theirs = |lease: &Arc<Lease>| lease.token == token && !lease.is_live(now); // not a newer lease in the same slot
         if self
             .flights
             .at(slot)
-            .is_some_and(|flight| flight.lease.as_ref().is_some_and(theirs))
+            .is_some_and(|entry| entry.lease.as_ref().is_some_and(theirs))
         {
             self.happens(slot, Event::LeaseOver);
         }

@@ -1,4 +1,4 @@
-//! One delivery in flight, and what runs for it.
+//! The engine's record of one delivery, and the task that runs for it.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -7,85 +7,85 @@ use tokio::sync::mpsc::UnboundedSender;
 use tokio::task::AbortHandle;
 use tracing::Span;
 
+use crate::boot_time::BootTime;
 use crate::id::{Key, MessageId};
 use crate::in_flight::InFlight;
 use crate::lanes::Lane;
 use crate::lease::Lease;
 use crate::lifecycle::{Event, Stage};
 use crate::marker::{Ask, Terms};
-use crate::moment::Moment;
-use crate::run::Finished;
+use crate::run::RunResult;
 use crate::slots::Slot;
 use crate::spans;
 
-/// One delivery in flight.
+/// What the engine knows of one delivery, queued or in flight.
 pub(super) struct InFlightEntry {
     pub(super) passage: InFlight,
     pub(super) id: Option<MessageId>,
-    /// What the road is told of it first: whether it has an id.
+    /// The first event of its lifecycle: whether it has an id.
     pub(super) arrival: Event,
     pub(super) key: Option<Key>,
     pub(super) terms: Terms,
     pub(super) ask: Ask,
-    pub(super) claim: Claim,
+    pub(super) claim: ClaimState,
     pub(super) lane: Option<Lane>,
     pub(super) lease: Option<Arc<Lease>>,
-    /// What was asked of the store, until it answers.
-    pub(super) asked: Span,
-    pub(super) task: Option<Task>,
-    /// When its handler began.
+    /// The span of the operation that the store has not answered yet.
+    pub(super) store_span: Span,
+    pub(super) task: Option<AbortOnDrop>,
+    /// When its handler started.
     pub(super) began: Option<Instant>,
-    /// When the source handed it over.
+    /// When it was received.
     pub(super) arrived: Instant,
-    pub(super) stands: Stands,
-    /// Counts runs and alarms, so that what comes too late is told apart.
+    pub(super) occupancy: Occupancy,
+    /// Counts runs and alarms, so that stale ones are ignored.
     pub(super) turn: u32,
     pub(super) bytes: usize,
 }
 
-/// Whether the store may know of the token of a delivery.
+/// Whether the store may know the claim of a delivery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Claim {
+pub(super) enum ClaimState {
     Unsent,
     Sent,
 }
 
-/// Where a delivery is.
+/// Which limit a delivery counts towards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Stands {
-    /// On the road: it counts as in flight.
-    OnTheRoad,
-    /// It waits behind another of its lane, or rests after an attempt that failed. It has claimed
-    /// nothing.
-    Aside,
+pub(super) enum Occupancy {
+    /// `max_in_flight`.
+    InFlight,
+    /// `max_queued`: it waits behind another of its ordering key, or backs off after a failed
+    /// attempt. It holds no claim.
+    Queued,
 }
 
-/// A handler that is over: where, in which turn, and what it came to.
-pub(super) type FinishedRun = (Slot, u32, Finished);
+/// The result of a spawned handler: whose, of which run, and the result.
+pub(super) type FinishedRun = (Slot, u32, RunResult);
 
-/// What to start.
-pub(super) enum Work {
+/// Which function of the handler runs.
+pub(super) enum RunKind {
     Handle,
     Reconcile,
 }
 
-/// Whether a handler or `reconcile` belongs to this stage; in any other it is dropped.
-pub(super) fn runs(stage: Stage) -> bool {
+/// Whether a handler or `reconcile` may run in this stage; in any other it is dropped.
+pub(super) fn has_running_task(stage: Stage) -> bool {
     matches!(
         stage,
         Stage::Running(..) | Stage::Reconciling(..) | Stage::Ungated(_)
     )
 }
 
-/// Whether a delivery in this stage takes one of the runs that there may be at once; between two of
-/// its own, too.
-pub(super) fn holds_a_run(stage: Stage) -> bool {
-    runs(stage) || stage.waits_on_lease()
+/// Whether a delivery in this stage counts towards the limit of concurrent runs. It does so in the
+/// pause between two runs, too.
+pub(super) fn occupies_run(stage: Stage) -> bool {
+    has_running_task(stage) || stage.waits_on_lease()
 }
 
-/// Whether a delivery in this stage holds its claim, or may do so soon: if another ended the
-/// process, it would be blamed, too.
-pub(super) fn may_be_blamed(stage: Stage) -> bool {
+/// Whether a delivery in this stage holds a claim or may do so soon: a crash that another message
+/// causes would be counted for it, too.
+pub(super) fn may_count_crash(stage: Stage) -> bool {
     use Stage::*;
     matches!(
         stage,
@@ -99,47 +99,47 @@ pub(super) fn may_be_blamed(stage: Stage) -> bool {
     )
 }
 
-/// A handler that runs: dropping this drops it.
-pub(super) struct Task(pub(super) AbortHandle);
+/// Aborts the task of a handler on drop.
+pub(super) struct AbortOnDrop(pub(super) AbortHandle);
 
-impl Drop for Task {
+impl Drop for AbortOnDrop {
     fn drop(&mut self) {
         self.0.abort();
     }
 }
 
-/// What is sent when a spawned handler is over, however it ends.
-pub(super) struct Report {
-    pub(super) runs: UnboundedSender<FinishedRun>,
+/// Sends the result of a spawned handler on drop, however its task ends.
+pub(super) struct RunReport {
+    pub(super) sender: UnboundedSender<FinishedRun>,
     pub(super) slot: Slot,
     pub(super) turn: u32,
-    pub(super) finished: Option<Finished>,
+    pub(super) finished: Option<RunResult>,
 }
 
-impl Report {
-    pub(super) fn tell(mut self, finished: Finished) {
+impl RunReport {
+    pub(super) fn send(mut self, finished: RunResult) {
         self.finished = Some(finished);
     }
 }
 
-impl Drop for Report {
+impl Drop for RunReport {
     fn drop(&mut self) {
-        let finished = self.finished.take().unwrap_or_else(Finished::lost);
-        let _ = self.runs.send((self.slot, self.turn, finished)); // the loop is gone: nobody wants to know
+        let finished = self.finished.take().unwrap_or_else(RunResult::lost);
+        let _ = self.sender.send((self.slot, self.turn, finished)); // fails only after the engine was dropped
     }
 }
 
 impl InFlightEntry {
-    /// The number of the attempt that was granted to its claim; 0 until then.
+    /// The number of the granted attempt; 0 before the grant.
     pub(super) fn attempt(&self) -> u32 {
         self.passage.dispatch().attempts.number
     }
 
-    /// Asks the store next.
-    pub(super) fn asks(&mut self, ask: Ask) {
+    /// Sets the next operation and opens its span.
+    pub(super) fn begin_operation(&mut self, ask: Ask) {
         self.ask = ask;
         let attempt = self.attempt();
-        self.asked = spans::asked(
+        self.store_span = spans::operation(
             &ask,
             self.id.as_ref(),
             attempt,
@@ -150,11 +150,11 @@ impl InFlightEntry {
     pub(super) fn lease_is_over(&self) -> bool {
         self.lease
             .as_ref()
-            .is_some_and(|lease| !lease.lives(Moment::now()))
+            .is_some_and(|lease| !lease.is_live(BootTime::now()))
     }
 
-    /// OnRelease what a run said for whoever finds the message in the dead letters.
-    pub(super) fn tell(&mut self, finished: &Finished) {
+    /// Records the error of a run for the headers of a dead letter, cut to 1,000 characters.
+    pub(super) fn record_error(&mut self, finished: &RunResult) {
         let Some(error) = &finished.error else { return };
         let error: String = error.chars().take(1000).collect();
         self.passage.tell(|story| {

@@ -1,4 +1,4 @@
-//! Completions of deliveries that passed without the gate, for when the store is back.
+//! Completions of messages that were handled without the gate while the store was unavailable.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -13,13 +13,13 @@ use crate::marker::Operation;
 #[derive(Debug)]
 pub(super) struct LateCompletions {
     queue: VecDeque<Operation>,
-    /// How many there are for each id, those that the store is being asked for among them.
+    /// How many are unconfirmed for each id, sent and unsent.
     pending: HashMap<Key, u32>,
-    /// When to ask for them again.
+    /// When to send them next.
     pub(super) due: Instant,
 }
 
-/// How many are kept at the most.
+/// The maximum number of operations that are kept.
 const CAPACITY: usize = 100_000;
 
 impl LateCompletions {
@@ -31,7 +31,7 @@ impl LateCompletions {
         }
     }
 
-    /// How many wait to be asked for.
+    /// How many are unsent.
     pub(super) fn len(&self) -> usize {
         self.queue.len()
     }
@@ -40,7 +40,7 @@ impl LateCompletions {
         self.queue.is_empty()
     }
 
-    /// Whether no claim has to wait.
+    /// Whether none is unconfirmed, so that no claim has to wait.
     pub(super) fn is_settled(&self) -> bool {
         self.pending.is_empty()
     }
@@ -50,10 +50,11 @@ impl LateCompletions {
         !self.is_settled() && self.pending.contains_key(key)
     }
 
-    /// Adds the claim of a delivery that passed, with the token of its lost claim.
+    /// Adds the claim of a message that was handled without the gate, with the token of its lost
+    /// claim.
     ///
     /// # Errors
-    /// There are too many: a copy of this message may run again.
+    /// The limit is reached: a redelivery of this message may run again.
     pub(super) fn add(&mut self, claim: Operation) -> Result<(), TooMany> {
         if self.queue.len() >= CAPACITY {
             return Err(TooMany);
@@ -63,17 +64,17 @@ impl LateCompletions {
         Ok(())
     }
 
-    /// The next ones to ask for, which stay pending until [`LateCompletions::finish`].
+    /// Takes the next ones to send. They stay unconfirmed until [`LateCompletions::finish`].
     pub(super) fn take(&mut self, count: usize) -> impl Iterator<Item = Operation> {
         self.queue.drain(..count.min(self.queue.len()))
     }
 
-    /// Asks again, or asks for what follows.
+    /// Queues the same operation again, or the one that follows it.
     pub(super) fn put_back(&mut self, operation: Operation) {
         self.queue.push_back(operation);
     }
 
-    /// The store has answered for good.
+    /// The store has given its final answer for this id.
     pub(super) fn finish(&mut self, key: &Key) {
         if let Some(count) = self.pending.get_mut(key) {
             *count -= 1;
@@ -84,5 +85,5 @@ impl LateCompletions {
     }
 }
 
-/// No more are kept.
+/// The limit of [`LateCompletions`] is reached.
 pub(super) struct TooMany;

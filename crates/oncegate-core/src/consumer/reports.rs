@@ -1,4 +1,4 @@
-//! What a consumer writes to the log of single messages, though not of each of many.
+//! Throttled log lines about single messages.
 
 use std::time::{Duration, Instant};
 
@@ -7,14 +7,14 @@ use crate::id::MessageId;
 use crate::lifecycle::{DoubtCause, Event, Outcome, Settlement};
 use crate::log_throttle::LogThrottle;
 use crate::marker::{Attempts, Finding};
-use crate::run::Finished;
+use crate::run::RunResult;
 use crate::source::Settled;
 
-/// What is said now and then, however often it happens.
+/// One throttle for each kind of log line.
 pub(super) struct Reporter {
     pub(super) unavailable: LogThrottle,
-    pub(super) not_remembered: LogThrottle,
-    pub(super) crowded: LogThrottle,
+    pub(super) late_completions_full: LogThrottle,
+    pub(super) queue_full: LogThrottle,
     pub(super) unknown_age: LogThrottle,
     rejected: LogThrottle,
     in_doubt: LogThrottle,
@@ -26,13 +26,18 @@ pub(super) struct Reporter {
     held: LogThrottle,
 }
 
-/// How many lines of one kind a second of single messages are written at the most.
+/// The maximum number of lines of one kind in a second.
 const LINES: u32 = 10;
 
 impl Reporter {
-    pub(super) fn nothing_yet() -> Self {
-        let [unavailable, not_remembered, crowded, unknown_age, failed] =
-            [10, 10, 10, 600, 1].map(|seconds| LogThrottle::every(Duration::from_secs(seconds)));
+    pub(super) fn new() -> Self {
+        let [
+            unavailable,
+            late_completions_full,
+            queue_full,
+            unknown_age,
+            failed,
+        ] = [10, 10, 10, 600, 1].map(|seconds| LogThrottle::every(Duration::from_secs(seconds)));
         let [
             rejected,
             in_doubt,
@@ -44,8 +49,8 @@ impl Reporter {
         ] = std::array::from_fn(|_| LogThrottle::up_to(LINES, Duration::from_secs(1)));
         Self {
             unavailable,
-            not_remembered,
-            crowded,
+            late_completions_full,
+            queue_full,
             unknown_age,
             rejected,
             in_doubt,
@@ -58,17 +63,17 @@ impl Reporter {
         }
     }
 
-    /// A message that an operator will have to look at.
+    /// A message was rejected, and an operator has to look at it.
     pub(super) fn rejected(&mut self, settled: &Settled, destination: Option<String>) {
         let Settlement::Reject(reason) = settled.settlement else {
             return;
         };
-        let seldom = if reason.is_in_doubt() {
+        let throttle = if reason.is_in_doubt() {
             &mut self.in_doubt
         } else {
             &mut self.rejected
         };
-        let Some(suppressed_lines) = seldom.due(Instant::now()) else {
+        let Some(suppressed_lines) = throttle.due(Instant::now()) else {
             return;
         };
         let story = settled.story.as_deref();
@@ -90,22 +95,22 @@ impl Reporter {
         }
         if reason.starts_with("in-doubt") {
             warn!(
-                "message in doubt: find out whether it happened, then `oncegate in-doubt resolve` it"
+                "message in doubt, sending it to the in-doubt queue: check whether it took effect, then run `oncegate in-doubt resolve`"
             );
         } else {
             warn!("message rejected, sending it to the dead letters");
         }
     }
 
-    /// A handler or `reconcile` is over.
+    /// A handler or `reconcile` ended.
     #[inline]
-    pub(super) fn ran(&mut self, flight: &InFlightEntry, finished: &Finished) {
+    pub(super) fn run_ended(&mut self, entry: &InFlightEntry, finished: &RunResult) {
         if !matches!(finished.event, Event::Returned(Outcome::Done)) {
-            self.ran_unlike_most(flight, finished);
+            self.log_run(entry, finished);
         }
     }
 
-    fn ran_unlike_most(&mut self, flight: &InFlightEntry, finished: &Finished) {
+    fn log_run(&mut self, entry: &InFlightEntry, finished: &RunResult) {
         let throttle = match finished.event {
             Event::Returned(Outcome::Unknown(DoubtCause::Panicked)) => &mut self.panicked,
             Event::Returned(Outcome::Retry | Outcome::Unknown(_)) => &mut self.failed,
@@ -115,9 +120,9 @@ impl Reporter {
         let Some(suppressed_lines) = throttle.due(Instant::now()) else {
             return;
         };
-        let (id, attempt) = (flight.id.as_ref().map(MessageId::as_str), flight.attempt());
+        let (id, attempt) = (entry.id.as_ref().map(MessageId::as_str), entry.attempt());
         let (origin, error) = (
-            &flight.passage.delivery().message.origin,
+            &entry.passage.delivery().message.origin,
             finished.error.as_deref(),
         );
         macro_rules! log {
@@ -129,17 +134,17 @@ impl Reporter {
             Event::Returned(Outcome::Retry) => {
                 log!(
                     warn,
-                    "handler failed and did nothing; the message is retried"
+                    "handler failed without an effect, the message is retried"
                 );
             }
             Event::Returned(Outcome::Unknown(DoubtCause::Panicked)) => {
-                log!(error, "handler panicked: its outcome is unknown");
+                log!(error, "handler panicked, its outcome is unknown");
             }
             Event::Returned(Outcome::Unknown(DoubtCause::TimedOut)) => {
-                log!(warn, "handler timed out: its outcome is unknown");
+                log!(warn, "handler timed out, its outcome is unknown");
             }
             Event::Returned(_) => {
-                log!(warn, "handler does not know its outcome");
+                log!(warn, "handler failed, its outcome is unknown");
             }
             Event::Found(finding) => {
                 let found = match finding {
@@ -153,12 +158,12 @@ impl Reporter {
         }
     }
 
-    /// A message was granted, or found in doubt, that was in progress when a process ended.
-    pub(super) fn taken_over(&mut self, flight: &InFlightEntry, attempts: Attempts) {
+    /// The claim of a message took over from a process that crashed or lost its lease.
+    pub(super) fn taken_over(&mut self, entry: &InFlightEntry, attempts: Attempts) {
         if let Some(suppressed_lines) = self.taken_over.due(Instant::now()) {
             let (id, origin) = (
-                flight.id.as_ref().map(MessageId::as_str),
-                &flight.passage.delivery().message.origin,
+                entry.id.as_ref().map(MessageId::as_str),
+                &entry.passage.delivery().message.origin,
             );
             let Attempts {
                 number: attempt,
@@ -171,22 +176,22 @@ impl Reporter {
                 crashes,
                 %origin,
                 suppressed_lines,
-                "message taken over: the process that handled it ended or lost its lease"
+                "message taken over: the process that handled it crashed or lost its lease"
             );
         }
     }
 
-    /// A message begins to run alone.
+    /// A message starts to run alone.
     pub(super) fn runs_alone(
         &mut self,
-        flight: &InFlightEntry,
+        entry: &InFlightEntry,
         attempts: Attempts,
         max_crashes: u32,
     ) {
         if let Some(suppressed_lines) = self.alone.due(Instant::now()) {
             let (id, origin) = (
-                flight.id.as_ref().map(MessageId::as_str),
-                &flight.passage.delivery().message.origin,
+                entry.id.as_ref().map(MessageId::as_str),
+                &entry.passage.delivery().message.origin,
             );
             let Attempts {
                 number: attempt,
@@ -200,19 +205,19 @@ impl Reporter {
                 max_crashes,
                 %origin,
                 suppressed_lines,
-                "possible crash loop: processes ended while they handled this message; it runs alone, and no other message is claimed until it is over"
+                "possible crash loop: processes crashed while they handled this message; it runs alone, and no other message is claimed until it ends"
             );
         }
     }
 
-    /// A message waits for whoever else holds its id.
-    pub(super) fn held_elsewhere(&mut self, flight: &InFlightEntry, remaining: Duration) {
+    /// A message waits because another consumer holds its id.
+    pub(super) fn held_elsewhere(&mut self, entry: &InFlightEntry, remaining: Duration) {
         if let Some(suppressed_lines) = self.held.due(Instant::now()) {
             let (id, origin) = (
-                flight.id.as_ref().map(MessageId::as_str),
-                &flight.passage.delivery().message.origin,
+                entry.id.as_ref().map(MessageId::as_str),
+                &entry.passage.delivery().message.origin,
             );
-            tracing::info!(id, ?remaining, %origin, suppressed_lines, "message waits: another consumer holds its id, or did when it ended");
+            tracing::info!(id, ?remaining, %origin, suppressed_lines, "message waits: another consumer holds the lease of its id, or crashed while it did");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! A queue in this process, with dead letters and an in-doubt queue.
+//! A queue in this process, with dead rejected and an in-doubt queue.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -21,7 +21,7 @@ use crate::source::{
 /// It keeps a delivery until it is settled, and hands it out again when its source is dropped, as a
 /// broker does when a consumer dies.
 #[derive(Clone, Debug)]
-pub struct MemoryBroker(Arc<Shared>);
+pub struct MemoryBroker(Arc<BrokerShared>);
 
 /// A message that was rejected, and why.
 #[derive(Clone, Debug, PartialEq)]
@@ -35,20 +35,20 @@ pub struct DeadLetter {
 }
 
 #[derive(Debug)]
-struct Shared {
+struct BrokerShared {
     origin: Origin,
-    queue: Mutex<Queue>,
+    queue: Mutex<BrokerQueue>,
     /// Something can be received, or was settled.
     changed: Notify,
 }
 
 #[derive(Debug, Default)]
-struct Queue {
-    ready: VecDeque<Held>,
+struct BrokerQueue {
+    ready: VecDeque<QueuedMessage>,
     /// By the time when each is due, and in the order of their releases.
-    delayed: BTreeMap<(Instant, u64), Held>,
+    delayed: BTreeMap<(Instant, u64), QueuedMessage>,
     releases: u64,
-    unsettled: HashMap<u64, (u64, Held)>,
+    unsettled: HashMap<u64, (u64, QueuedMessage)>,
     dead_letters: Vec<DeadLetter>,
     in_doubt: Vec<DeadLetter>,
     next_tag: u64,
@@ -57,7 +57,7 @@ struct Queue {
 }
 
 #[derive(Clone, Debug)]
-struct Held {
+struct QueuedMessage {
     message: Message,
     failures: u32,
 }
@@ -69,7 +69,7 @@ impl MemoryBroker {
             name: Arc::from(name),
             ..Origin::default()
         };
-        Self(Arc::new(Shared {
+        Self(Arc::new(BrokerShared {
             origin,
             queue: Mutex::default(),
             changed: Notify::new(),
@@ -82,7 +82,7 @@ impl MemoryBroker {
             system: message.origin.system,
             ..self.0.origin.clone()
         };
-        self.0.lock().ready.push_back(Held {
+        self.0.lock().ready.push_back(QueuedMessage {
             message,
             failures: 0,
         });
@@ -96,7 +96,7 @@ impl MemoryBroker {
         MemorySource {
             shared: self.0.clone(),
             name: queue.next_source,
-            stopped: Intake::Open,
+            stopped: SourceState::Open,
         }
     }
 
@@ -134,8 +134,8 @@ impl MemoryBroker {
     }
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Queue> {
+impl BrokerShared {
+    fn lock(&self) -> MutexGuard<'_, BrokerQueue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -143,13 +143,13 @@ impl Shared {
 /// One consumer of a [`MemoryBroker`].
 #[derive(Debug)]
 pub struct MemorySource {
-    shared: Arc<Shared>,
+    shared: Arc<BrokerShared>,
     name: u64,
-    stopped: Intake,
+    stopped: SourceState,
 }
 
 #[derive(Debug, PartialEq, Eq)]
-enum Intake {
+enum SourceState {
     Open,
     Stopped,
 }
@@ -166,7 +166,7 @@ impl Open for MemorySource {
 #[async_trait]
 impl Source for MemorySource {
     async fn receive(&mut self, limit: Limit, into: &mut Vec<Incoming>) -> Result<(), SourceError> {
-        if self.stopped == Intake::Stopped {
+        if self.stopped == SourceState::Stopped {
             return std::future::pending().await;
         }
         loop {
@@ -201,7 +201,7 @@ impl Source for MemorySource {
             story,
         } in settled.drain(..)
         {
-            let Some((_, held)) = queue.unsettled.remove(&delivery.receipt.position) else {
+            let Some((_, queued)) = queue.unsettled.remove(&delivery.receipt.position) else {
                 continue;
             };
             match settlement {
@@ -209,18 +209,20 @@ impl Source for MemorySource {
                 Settlement::Release { after, failures } => {
                     queue.releases += 1;
                     let place = (Instant::now() + after, queue.releases);
-                    queue.delayed.insert(place, Held { failures, ..held });
+                    queue
+                        .delayed
+                        .insert(place, QueuedMessage { failures, ..queued });
                 }
                 Settlement::Reject(reason) => {
-                    let letter = DeadLetter {
-                        message: without_reserved(held.message),
+                    let dead_letter = DeadLetter {
+                        message: without_reserved(queued.message),
                         reason,
                         story: story.map(|story| *story),
                     };
                     if reason.is_in_doubt() {
-                        queue.in_doubt.push(letter)
+                        queue.in_doubt.push(dead_letter)
                     } else {
-                        queue.dead_letters.push(letter)
+                        queue.dead_letters.push(dead_letter)
                     }
                 }
             }
@@ -231,7 +233,7 @@ impl Source for MemorySource {
     }
 
     async fn stop(&mut self) {
-        self.stopped = Intake::Stopped;
+        self.stopped = SourceState::Stopped;
     }
 
     async fn close(self: Box<Self>, _deadline: Instant) -> Result<(), SourceError> {
@@ -248,7 +250,7 @@ fn without_reserved(message: Message) -> Message {
     }
 }
 
-impl Queue {
+impl BrokerQueue {
     /// Moves what has waited long enough to the end of the queue.
     fn wake(&mut self, now: Instant) {
         while let Some(due) = self
@@ -265,13 +267,13 @@ impl Queue {
         let mut bytes = 0;
         let before = into.len();
         while into.len() - before < limit.count {
-            let Some(size) = self.ready.front().map(|held| held.message.size()) else {
+            let Some(size) = self.ready.front().map(|queued| queued.message.size()) else {
                 break;
             };
             if into.len() > before && bytes + size > limit.bytes {
                 break;
             }
-            let Some(held) = self.ready.pop_front() else {
+            let Some(queued) = self.ready.pop_front() else {
                 break;
             };
             bytes += size;
@@ -283,11 +285,11 @@ impl Queue {
                 position: self.next_tag,
             };
             into.push(Incoming::Delivery(Delivery {
-                message: held.message.clone(),
+                message: queued.message.clone(),
                 receipt,
-                failures: held.failures,
+                failures: queued.failures,
             }));
-            self.unsettled.insert(self.next_tag, (source, held));
+            self.unsettled.insert(self.next_tag, (source, queued));
         }
         into.len() > before
     }
@@ -306,8 +308,8 @@ impl Drop for MemorySource {
             .collect();
         tags.sort_unstable_by(|a, b| b.cmp(a));
         for tag in tags {
-            if let Some((_, held)) = queue.unsettled.remove(&tag) {
-                queue.ready.push_front(held);
+            if let Some((_, queued)) = queue.unsettled.remove(&tag) {
+                queue.ready.push_front(queued);
             }
         }
         drop(queue);
@@ -361,10 +363,10 @@ mod tests {
             .settle(&mut settled.collect())
             .await
             .expect("settled");
-        let letters = [broker.dead_letters(), broker.in_doubt()].concat();
-        let headers: Vec<_> = letters
+        let rejected = [broker.dead_letters(), broker.in_doubt()].concat();
+        let headers: Vec<_> = rejected
             .iter()
-            .flat_map(|letter| letter.message.headers.iter())
+            .flat_map(|dead_letter| dead_letter.message.headers.iter())
             .collect();
         assert_eq!(
             headers,

@@ -7,47 +7,47 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use hashbrown::{DefaultHashBuilder, HashTable};
 
-use super::done::Log;
+use super::done_log::DoneLog;
 use crate::id::Key;
 use crate::marker::{Age, Change, Marker, Operation, Verdict, apply};
 use crate::store::{Persistence, Store, StoreError};
 
 /// Remembers ids in this process, for as long as it lives. Cloning shares what is remembered.
 ///
-/// One lock a batch; what is in progress stands in a small table, what is done in a compact one:
+/// One lock a batch; what is in progress found_in in a small table, what is done in a compact one:
 /// some 120 bytes an id of up to 40.
 #[derive(Clone, Debug, Default)]
-pub struct MemoryStore(Arc<Mutex<Tables>>);
+pub struct MemoryStore(Arc<Mutex<MarkerTables>>);
 
 /// Each operation hashes its key once, for both tables.
 #[derive(Debug, Default)]
-struct Tables {
+struct MarkerTables {
     hasher: DefaultHashBuilder,
-    open: HashTable<(Key, Open)>,
-    done: Log,
+    open: HashTable<(Key, OpenMarker)>,
+    done: DoneLog,
     /// When so many are open, those that have expired are looked for.
-    crowded: usize,
+    sweep_at: usize,
 }
 
 /// No clock reaches further, and nobody waits longer.
 const CENTURY: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 
 /// As many open markers as are not worth a look.
-const FEW: usize = 4096;
+const MIN_SWEEP: usize = 4096;
 
 #[derive(Clone, Copy, Debug)]
-struct Open {
+struct OpenMarker {
     marker: Marker,
     written: Instant,
     expires: Instant,
 }
 
-/// What stands under a key, and in which table, though it may have expired.
+/// What found_in under a key, and in which table, though it may have expired.
 #[derive(Clone, Copy)]
-enum Stands {
+enum FoundIn {
     Open,
     Done,
-    Nowhere,
+    Neither,
 }
 
 impl MemoryStore {
@@ -85,7 +85,7 @@ impl Store for MemoryStore {
             .iter()
             .map(|operation| tables.hasher.hash_one(&operation.key))
             .collect();
-        tables.done.look_up_together(&hashes);
+        tables.done.prefetch(&hashes);
         operations
             .iter()
             .zip(hashes)
@@ -104,23 +104,23 @@ impl Store for MemoryStore {
     }
 }
 
-impl Tables {
+impl MarkerTables {
     fn apply(&mut self, operation: &Operation, hash: u64, now: Instant) -> Verdict {
-        let (marker, age, stands) = self.read(hash, &operation.key, now);
+        let (marker, age, found_in) = self.read(hash, &operation.key, now);
         let (change, verdict) = apply(marker, Age::Of(age), operation);
         let write = match change {
             Change::Keep => return verdict,
             Change::Delete => None,
             Change::Write(marker, horizon) => Some((marker, now + horizon.min(CENTURY))),
         };
-        match stands {
-            Stands::Open => drop(
+        match found_in {
+            FoundIn::Open => drop(
                 self.open
                     .find_entry(hash, |(it, _)| *it == operation.key)
                     .map(|entry| entry.remove()),
             ),
-            Stands::Done => self.done.forget(hash, &operation.key),
-            Stands::Nowhere => {}
+            FoundIn::Done => self.done.forget(hash, &operation.key),
+            FoundIn::Neither => {}
         }
         match write {
             Some((Marker::Done(fingerprint), expires)) => {
@@ -128,7 +128,7 @@ impl Tables {
                     .write(hash, operation.key.clone(), fingerprint, expires)
             }
             Some((marker, expires)) => {
-                let open = Open {
+                let open = OpenMarker {
                     marker,
                     written: now,
                     expires,
@@ -144,24 +144,26 @@ impl Tables {
         verdict
     }
 
-    fn read(&self, hash: u64, key: &Key, now: Instant) -> (Marker, Duration, Stands) {
+    fn read(&self, hash: u64, key: &Key, now: Instant) -> (Marker, Duration, FoundIn) {
         match self.open.find(hash, |(it, _)| it == key) {
             Some((_, open)) if now < open.expires => {
                 return (
                     open.marker,
                     now.saturating_duration_since(open.written),
-                    Stands::Open,
+                    FoundIn::Open,
                 );
             }
-            Some(_) => return (Marker::Absent, Duration::ZERO, Stands::Open),
+            Some(_) => return (Marker::Absent, Duration::ZERO, FoundIn::Open),
             None => {}
         }
         match self.done.find(hash, key) {
-            Some(done) if now < done.expires => {
-                (Marker::Done(done.fingerprint), Duration::ZERO, Stands::Done)
-            }
-            Some(_) => (Marker::Absent, Duration::ZERO, Stands::Done),
-            None => (Marker::Absent, Duration::ZERO, Stands::Nowhere),
+            Some(done) if now < done.expires => (
+                Marker::Done(done.fingerprint),
+                Duration::ZERO,
+                FoundIn::Done,
+            ),
+            Some(_) => (Marker::Absent, Duration::ZERO, FoundIn::Done),
+            None => (Marker::Absent, Duration::ZERO, FoundIn::Neither),
         }
     }
 
@@ -169,9 +171,9 @@ impl Tables {
     /// since the last time.
     fn expire(&mut self, now: Instant) {
         self.done.expire(&self.hasher, now);
-        if self.open.len() >= self.crowded.max(FEW) {
+        if self.open.len() >= self.sweep_at.max(MIN_SWEEP) {
             self.open.retain(|(_, open)| now < open.expires);
-            self.crowded = self.open.len() * 2;
+            self.sweep_at = self.open.len() * 2;
         }
     }
 }
@@ -191,7 +193,7 @@ mod tests {
             window: Duration::from_millis(2),
             fingerprint: None,
         };
-        for id in 0..10 * FEW {
+        for id in 0..10 * MIN_SWEEP {
             let key = Key::new(&MessageId::new(id.to_string()).expect("an id"));
             let claim = Operation {
                 key,
@@ -206,15 +208,15 @@ mod tests {
                 ..claim.clone()
             };
             store.apply(&[claim, failed]).await;
-            if id % FEW == 0 {
+            if id % MIN_SWEEP == 0 {
                 tokio::time::sleep(Duration::from_millis(3)).await;
             }
         }
         assert!(
-            store.len() <= 3 * FEW,
+            store.len() <= 3 * MIN_SWEEP,
             "{} of {} expired markers are kept",
             store.len(),
-            10 * FEW
+            10 * MIN_SWEEP
         );
     }
 }

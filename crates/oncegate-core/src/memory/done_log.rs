@@ -15,10 +15,10 @@ use crate::marker::Fingerprint;
 /// A new id is looked for in the index alone, which is small enough to stay in a cache for long;
 /// each key is kept once, and none is moved when there are more of them.
 #[derive(Debug, Default)]
-pub(super) struct Log {
-    index: HashTable<Place>,
+pub(super) struct DoneLog {
+    index: HashTable<EntryIndex>,
     /// Each but the last is full.
-    blocks: VecDeque<Vec<Entry>>,
+    blocks: VecDeque<Vec<DoneEntry>>,
     /// The number of the first entry of the first block.
     first: u64,
     /// How many entries of the first block have expired.
@@ -29,46 +29,42 @@ pub(super) struct Log {
 const BLOCK: usize = 512;
 
 #[derive(Debug)]
-struct Place {
+struct EntryIndex {
     hash: u64,
     number: u64,
 }
 
 /// It stays until it expires, though its id may have been forgotten or written again since.
 #[derive(Debug)]
-pub(super) struct Entry {
+pub(super) struct DoneEntry {
     key: Key,
     pub(super) fingerprint: Option<Fingerprint>,
     pub(super) expires: Instant,
 }
 
-impl Log {
+impl DoneLog {
     /// How many ids it holds.
     pub(super) fn len(&self) -> usize {
         self.index.len()
     }
 
-    /// Touches what [`Log::find`] will look at. Of a million ids hardly any lies in a cache of the
+    /// Touches what [`DoneLog::find`] will look at. Of a million ids hardly any lies in a cache of the
     /// processor; one lookup right after the other waits for all of them at once, where between
     /// them there is so much to do that each waits alone.
-    pub(super) fn look_up_together(&self, hashes: &[u64]) {
+    pub(super) fn prefetch(&self, hashes: &[u64]) {
         let found = hashes
             .iter()
-            .filter(|hash| {
-                self.index
-                    .find(**hash, |place| place.hash == **hash)
-                    .is_some()
-            })
+            .filter(|hash| self.index.find(**hash, |at| at.hash == **hash).is_some())
             .count();
         std::hint::black_box(found);
     }
 
     /// The marker of an id, expired or not.
-    pub(super) fn find(&self, hash: u64, key: &Key) -> Option<&Entry> {
-        let place = self.index.find(hash, |place| {
-            place.is_of(hash, key, &self.blocks, self.first)
-        })?;
-        place.entry(&self.blocks, self.first)
+    pub(super) fn find(&self, hash: u64, key: &Key) -> Option<&DoneEntry> {
+        let at = self
+            .index
+            .find(hash, |at| at.is_of(hash, key, &self.blocks, self.first))?;
+        at.entry(&self.blocks, self.first)
     }
 
     /// Writes the marker of an id that it does not hold.
@@ -87,21 +83,22 @@ impl Log {
             return;
         };
         let number = self.first + (before + block.len()) as u64;
-        block.push(Entry {
+        block.push(DoneEntry {
             key,
             fingerprint,
             expires,
         });
         self.index
-            .insert_unique(hash, Place { hash, number }, |place| place.hash);
+            .insert_unique(hash, EntryIndex { hash, number }, |at| at.hash);
     }
 
     /// Forgets an id.
     pub(super) fn forget(&mut self, hash: u64, key: &Key) {
-        if let Ok(place) = self.index.find_entry(hash, |place| {
-            place.is_of(hash, key, &self.blocks, self.first)
-        }) {
-            place.remove();
+        if let Ok(at) = self
+            .index
+            .find_entry(hash, |at| at.is_of(hash, key, &self.blocks, self.first))
+        {
+            at.remove();
         }
     }
 
@@ -117,8 +114,8 @@ impl Log {
                 hasher.hash_one(&oldest.key),
                 self.first + self.expired as u64,
             );
-            if let Ok(place) = self.index.find_entry(hash, |place| place.number == number) {
-                place.remove();
+            if let Ok(at) = self.index.find_entry(hash, |at| at.number == number) {
+                at.remove();
             }
             self.expired += 1;
             if self.expired == BLOCK {
@@ -129,15 +126,15 @@ impl Log {
     }
 }
 
-impl Place {
-    fn is_of(&self, hash: u64, key: &Key, blocks: &VecDeque<Vec<Entry>>, first: u64) -> bool {
+impl EntryIndex {
+    fn is_of(&self, hash: u64, key: &Key, blocks: &VecDeque<Vec<DoneEntry>>, first: u64) -> bool {
         self.hash == hash
             && self
                 .entry(blocks, first)
                 .is_some_and(|entry| entry.key == *key)
     }
 
-    fn entry<'a>(&self, blocks: &'a VecDeque<Vec<Entry>>, first: u64) -> Option<&'a Entry> {
+    fn entry<'a>(&self, blocks: &'a VecDeque<Vec<DoneEntry>>, first: u64) -> Option<&'a DoneEntry> {
         let at = usize::try_from(self.number.checked_sub(first)?).ok()?;
         blocks.get(at / BLOCK)?.get(at % BLOCK)
     }
@@ -163,7 +160,7 @@ mod tests {
         let hash = |key: &Key| hasher.hash_one(key);
         for seed in 0..6 {
             let mut random = fastrand::Rng::with_seed(seed);
-            let (mut log, mut map) = (Log::default(), HashMap::new());
+            let (mut log, mut map) = (DoneLog::default(), HashMap::new());
             let ids = random.u64(1..3 * BLOCK as u64);
             for now in 0..10 * BLOCK as u64 {
                 let (at, id) = (start + Duration::from_secs(now), key(random.u64(..ids)));

@@ -1,4 +1,4 @@
-//! Questions to the store, and its answers.
+//! Batches of operations to the store, and their answers.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 use tracing::Span;
 
 use super::Engine;
-use super::entry::Claim;
-use crate::breaker::Judgement;
+use super::entry::ClaimState;
+use crate::boot_time::BootTime;
+use crate::breaker::BreakerDecision;
 use crate::decode::Decode;
 use crate::fault;
 use crate::handler::Handler;
@@ -15,36 +16,35 @@ use crate::id::MessageId;
 use crate::lease::Lease;
 use crate::lifecycle::{ClaimTries, Event, Outage, Stage};
 use crate::marker::{Ask, Operation, Verdict};
-use crate::moment::Moment;
 use crate::slots::Slot;
 use crate::spans;
 use crate::store::{BoxError, StoreError};
 
-/// A batch that came back from the store.
-pub(super) struct Applied {
+/// A batch that the store has answered.
+pub(super) struct AnsweredBatch {
     slots: Vec<Option<Slot>>,
     operations: Vec<Operation>,
-    /// How many of them are claims of deliveries.
+    /// How many operations are claims of deliveries.
     claims: usize,
-    sent: Moment,
+    sent: BootTime,
     began: Instant,
     answers: Vec<Result<Verdict, StoreError>>,
 }
 
 impl<H: Handler, D: Decode> Engine<H, D> {
-    /// Asks the store: verdicts that are due, late completions and claims of what has arrived share
-    /// one apply, in this order.
-    pub(super) fn ask_the_store(&mut self) {
+    /// Sends what is due to the store. Outcomes, late completions and claims share one `apply`, in
+    /// this order.
+    pub(super) fn send_batches(&mut self) {
         if self.refused {
             self.drop_claims();
         }
         if std::mem::take(&mut self.some_left) {
-            self.drop_claims_of_those_that_leave();
+            self.drop_unsent_claims();
         }
-        let at_once = match self.breaker.judge(Instant::now()) {
-            Judgement::Ask if self.source.overlap() => self.store.parallel_applies().max(1),
-            Judgement::Ask | Judgement::TryOnce => 1,
-            Judgement::Wait => return self.pass_claims_by(),
+        let at_once = match self.breaker.decide(Instant::now()) {
+            BreakerDecision::Ask if self.source.overlap() => self.store.parallel_applies().max(1),
+            BreakerDecision::Ask | BreakerDecision::TryOnce => 1,
+            BreakerDecision::Wait => return self.bypass_gate(),
         };
         let chunk = self.source.chunk().max(1);
         while self.applies.len() < at_once {
@@ -71,14 +71,14 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                 return;
             }
             let claims = operations.len() - others;
-            self.claims_asked += claims;
+            self.claims_sent += claims;
             let store = self.store.clone();
             self.applies.push(Box::pin(async move {
-                let (sent, began) = (Moment::now(), Instant::now());
+                let (sent, began) = (BootTime::now(), Instant::now());
                 fault::before(&operations);
                 let answers = store.apply(&operations).await;
                 fault::after(&operations);
-                Applied {
+                AnsweredBatch {
                     slots,
                     operations,
                     claims,
@@ -90,7 +90,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         }
     }
 
-    /// Adds the first claims that may be asked for, and leaves the others in their order.
+    /// Adds the first claims that may be sent, and keeps the others in their order.
     fn add_claims(
         &mut self,
         most: usize,
@@ -113,15 +113,15 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         }
     }
 
-    /// Whether its claim may be asked for now.
+    /// Whether the claim of this delivery may be sent now.
     pub(super) fn may_claim(&self, slot: Slot) -> bool {
-        let Some(flight) = self.flights.at(slot) else {
+        let Some(entry) = self.flights.at(slot) else {
             return true;
-        }; // it is gone, and so is its claim
+        }; // settled meanwhile: `add_operation` skips it
         let others_turn =
-            self.alone.is_some_and(|alone| alone != slot) && !flight.passage.dispatch().leaves();
+            self.alone.is_some_and(|alone| alone != slot) && !entry.passage.dispatch().leaves();
         !others_turn
-            && !flight
+            && !entry
                 .key
                 .as_ref()
                 .is_some_and(|key| self.late.hold_back(key))
@@ -133,26 +133,27 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         slots: &mut Vec<Option<Slot>>,
         operations: &mut Vec<Operation>,
     ) {
-        let Some(flight) = self.flights.at_mut(slot) else {
+        let Some(entry) = self.flights.at_mut(slot) else {
             return;
         };
-        let Some(key) = flight.key.clone() else {
+        let Some(key) = entry.key.clone() else {
             return;
         };
-        flight.claim = Claim::Sent;
-        let (token, attempt) = (flight.passage.dispatch().token, flight.attempt());
+        entry.claim = ClaimState::Sent;
+        let (token, attempt) = (entry.passage.dispatch().token, entry.attempt());
         slots.push(Some(slot));
         operations.push(Operation {
             key,
-            ask: flight.ask,
+            ask: entry.ask,
             token,
             attempt,
-            terms: flight.terms,
+            terms: entry.terms,
         });
     }
 
-    /// While the store is not asked, claims that may pass without it do so at once.
-    pub(super) fn pass_claims_by(&mut self) {
+    /// Handles messages without the gate while the store is unavailable, if the user chose
+    /// [`Outage::PassThrough`].
+    pub(super) fn bypass_gate(&mut self) {
         if self.policy.outage != Outage::PassThrough {
             return;
         }
@@ -161,9 +162,9 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         }
     }
 
-    /// A batch came back.
-    pub(super) async fn answered(&mut self, applied: Applied) {
-        let Applied {
+    /// Processes the answers of one batch.
+    pub(super) async fn on_batch_answered(&mut self, applied: AnsweredBatch) {
+        let AnsweredBatch {
             slots,
             operations,
             claims,
@@ -172,14 +173,14 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             mut answers,
         } = applied;
         self.read_clocks();
-        self.measures
+        self.metrics
             .answered(&operations, self.clock.saturating_duration_since(began));
-        let now = Moment::now();
+        let now = BootTime::now();
         if answers.len() != operations.len() {
             answers.clear();
             answers.resize_with(operations.len(), || {
                 Err(StoreError::Unknown(
-                    "the store answered with another number of verdicts".into(),
+                    "the store returned a different number of verdicts than operations".into(),
                 ))
             });
         }
@@ -195,7 +196,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         let mut events = Vec::with_capacity(slots.len());
         for ((slot, operation), answer) in slots.into_iter().zip(operations).zip(answers) {
             let Some(slot) = slot else {
-                misconfigured = self.answered_late(operation, answer).or(misconfigured);
+                misconfigured = self.on_late_completion(operation, answer).or(misconfigured);
                 continue;
             };
             let event = match answer {
@@ -203,9 +204,9 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                     if let (Ask::Complete, Verdict::Done { .. }) = (operation.ask, verdict)
                         && let Some(lease) = self.flights.at(slot).and_then(|it| it.lease.as_ref())
                     {
-                        self.measures.completed(lease.sent.ago_at(now));
+                        self.metrics.completed(lease.sent.ago_at(now));
                     }
-                    self.note(slot, &operation, verdict, sent, &mut granted);
+                    self.record_answer(slot, &operation, verdict, sent, &mut granted);
                     Event::Answer(verdict)
                 }
                 Err(error @ StoreError::Misconfigured(_)) => {
@@ -213,7 +214,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                     Event::DrainOver
                 }
                 Err(StoreError::UnreadableMarker(why)) => {
-                    self.saw_unreadable_marker(slot, &why);
+                    self.report_unreadable_marker(slot, &why);
                     Event::UnreadableMarker
                 }
                 Err(error) => {
@@ -222,70 +223,70 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                 }
             };
             if !matches!(event, Event::Answer(_))
-                && let Some(flight) = self.flights.at_mut(slot)
+                && let Some(entry) = self.flights.at_mut(slot)
             {
-                spans::answered(
-                    std::mem::replace(&mut flight.asked, Span::none()),
+                spans::end_operation(
+                    std::mem::replace(&mut entry.store_span, Span::none()),
                     &"unavailable",
                     None,
                 );
             }
             events.push((slot, event));
         }
-        // What was given up before in these places is not what is held there now.
-        self.let_leases_go();
+        // Before the new grants: they may reuse slots whose old lease is still registered.
+        self.stop_renewals();
         if let Some(renewals) = &self.renewals {
-            renewals.hold(granted.into_iter());
+            renewals.start_renewing(granted.into_iter());
         }
         let now = self.clock;
         for error in misconfigured.iter().chain(&unavailable) {
-            self.saw_of_store(|seen| seen.failed(error, now));
+            self.record_store_health(|health| health.failed(error, now));
         }
         if let Some(error) = unavailable
-            && let Some(suppressed_lines) = self.says.unavailable.due(now)
+            && let Some(suppressed_lines) = self.reporter.unavailable.due(now)
         {
-            tracing::warn!(%error, in_flight = self.flights.len(), suppressed_lines, "the store does not answer: deliveries wait");
+            tracing::warn!(%error, in_flight = self.flights.len(), suppressed_lines, "store unavailable, deliveries wait until it answers; check the store and its network");
         }
         if events
             .iter()
             .any(|(_, event)| matches!(event, Event::Answer(_) | Event::UnreadableMarker))
         {
-            self.saw_of_store(|seen| seen.answered(now));
+            self.record_store_health(|health| health.answered(now));
             if let Some(away) = self.breaker.answered(now) {
-                tracing::info!(?away, "the store answers again");
+                tracing::info!(?away, "store available again");
             }
         } else if !events.is_empty() {
-            self.saw_of_store(|seen| seen.silent(now));
+            self.record_store_health(|health| health.silent(now));
             self.breaker.silent(now);
         }
         for (slot, event) in events {
             self.happens(slot, event);
         }
-        // Now it is known which of these grants are withdrawn.
-        self.claims_asked -= claims;
-        if let Some((slot, event)) = self.next_that_may_run() {
+        // Only now: the events above decided which of these grants are withdrawn.
+        self.claims_sent -= claims;
+        if let Some((slot, event)) = self.next_runnable() {
             self.happens(slot, event);
         }
         if let Some(error) = misconfigured
             && !std::mem::replace(&mut self.refused, true)
         {
-            tracing::error!(%error, "stopping: the store asks for a change; handlers that run may finish");
+            tracing::error!(%error, "store misconfigured, stopping: running handlers may finish; correct what the error names and start again");
             self.drain(Some(error.into()), self.settings.drain).await;
         }
     }
 
-    /// A store that refuses its user answers no claim: what would ask comes back after its lease.
+    /// Abandons deliveries whose claim was not sent: a misconfigured store grants none.
     fn drop_claims(&mut self) {
         for slot in std::mem::take(&mut self.claims) {
             self.happens(slot, Event::DrainOver);
         }
     }
 
-    /// What leaves needs no claim, unless one may have been sent already.
-    fn drop_claims_of_those_that_leave(&mut self) {
+    /// Drops the claims of deliveries that drain, unless the store may know of them already.
+    fn drop_unsent_claims(&mut self) {
         for slot in std::mem::take(&mut self.claims) {
-            let unsent = self.flights.at(slot).is_some_and(|flight| {
-                flight.claim == Claim::Unsent && flight.passage.dispatch().leaves()
+            let unsent = self.flights.at(slot).is_some_and(|entry| {
+                entry.claim == ClaimState::Unsent && entry.passage.dispatch().leaves()
             });
             if unsent {
                 self.happens(slot, Event::NotAsked);
@@ -295,21 +296,21 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         }
     }
 
-    /// Another program wrote under a message's id.
-    fn saw_unreadable_marker(&mut self, slot: Slot, why: &BoxError) {
-        let Some(flight) = self.flights.at_mut(slot) else {
+    /// Logs that the record under a message's key was not written by oncegate.
+    fn report_unreadable_marker(&mut self, slot: Slot, why: &BoxError) {
+        let Some(entry) = self.flights.at_mut(slot) else {
             return;
         };
-        let id = flight.id.as_ref().map(MessageId::as_str);
-        tracing::error!(id, origin = %flight.passage.delivery().message.origin, error = %why, "unreadable marker: nothing is known of this message");
-        flight
+        let id = entry.id.as_ref().map(MessageId::as_str);
+        tracing::error!(id, origin = %entry.passage.delivery().message.origin, error = %why, "unreadable marker: cannot tell whether this message was handled, sending it to the in-doubt queue");
+        entry
             .passage
             .tell(|story| story.last_error = Some(why.to_string()));
     }
 
-    /// What passed without the gate is claimed and completed when the store is back. Reporter what the
-    /// store asks to be changed, if it does.
-    fn answered_late(
+    /// Processes the answer to an operation of a message that was handled without the gate: its
+    /// claim is followed by its completion. Returns the error of a misconfigured store.
+    fn on_late_completion(
         &mut self,
         operation: Operation,
         answer: Result<Verdict, StoreError>,
@@ -329,12 +330,12 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                 tracing::warn!(
                     key,
                     ?verdict,
-                    "message that passed without the gate could not be recorded as done; another delivery of it may run again"
+                    "completion not recorded: message was handled without the gate, and a redelivery of it may run again"
                 );
             }
             Err(StoreError::UnreadableMarker(why)) => {
                 self.late.finish(&operation.key);
-                tracing::error!(key = operation.key.as_str(), error = %why, "message that passed without the gate could not be recorded as done");
+                tracing::error!(key = operation.key.as_str(), error = %why, "completion not recorded: message was handled without the gate, and its marker is unreadable");
             }
             Err(error) => {
                 self.late.due =
@@ -346,35 +347,35 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         None
     }
 
-    /// Writes down the permit that a verdict gives.
-    pub(super) fn note(
+    /// Records the lease that a verdict grants, and ends the span of the operation.
+    pub(super) fn record_answer(
         &mut self,
         slot: Slot,
         operation: &Operation,
         verdict: Verdict,
-        sent: Moment,
+        sent: BootTime,
         granted: &mut Vec<(usize, Arc<Lease>)>,
     ) {
-        let Some(flight) = self.flights.at_mut(slot) else {
+        let Some(entry) = self.flights.at_mut(slot) else {
             return;
         };
         let granted_now = match verdict {
             Verdict::Granted(attempts) | Verdict::InDoubt(attempts) => {
                 if attempts.crashes > 0 {
-                    self.says.taken_over(flight, attempts);
+                    self.reporter.taken_over(entry, attempts);
                 }
                 Some(attempts.number)
             }
             Verdict::Busy { remaining }
-                if matches!(flight.passage.stage(), Stage::Claiming(_, ClaimTries(0))) =>
+                if matches!(entry.passage.stage(), Stage::Claiming(_, ClaimTries(0))) =>
             {
-                self.says.held_elsewhere(flight, remaining);
+                self.reporter.held_elsewhere(entry, remaining);
                 None
             }
             _ => None,
         };
-        spans::answered(
-            std::mem::replace(&mut flight.asked, Span::none()),
+        spans::end_operation(
+            std::mem::replace(&mut entry.store_span, Span::none()),
             &verdict,
             granted_now,
         );
@@ -386,7 +387,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                 sent,
                 sent + self.longest_hold,
             ));
-            flight.lease = Some(lease.clone());
+            entry.lease = Some(lease.clone());
             granted.push((slot.place, lease));
         }
     }

@@ -1,4 +1,4 @@
-//! What a consumer measures, through the `metrics` facade.
+//! What a consumer metrics, through the `metrics` facade.
 
 use std::time::Duration;
 
@@ -8,49 +8,49 @@ use crate::marker::{Ask, Operation};
 use crate::metric;
 
 /// The histograms and gauges of one consumer, looked up once.
-pub(crate) struct Measures {
+pub(crate) struct ConsumerMetrics {
     claim: Histogram,
     handle: Histogram,
     complete: Histogram,
     lease_age: Histogram,
     delivery: Histogram,
-    in_flight: Share,
-    waiting: Share,
-    parked: Share,
-    store_away: Share,
+    in_flight: GaugeShare,
+    waiting: GaugeShare,
+    awaiting_holder: GaugeShare,
+    store_away: GaugeShare,
 }
 
 /// The share of one consumer in a gauge: what several of them hold adds up.
-struct Share {
+struct GaugeShare {
     gauge: Gauge,
-    told: usize,
+    value: usize,
 }
 
 /// What a consumer holds at one moment.
 #[derive(Default)]
-pub(crate) struct Holds {
+pub(crate) struct GaugeValues {
     pub(crate) in_flight: usize,
     pub(crate) waiting: usize,
-    pub(crate) parked: usize,
+    pub(crate) awaiting_holder: usize,
     pub(crate) stores_away: usize,
 }
 
-impl Share {
+impl GaugeShare {
     fn of(name: &'static str) -> Self {
         let gauge = gauge!(name);
         gauge.increment(0); // so that it is there from the start
-        Self { gauge, told: 0 }
+        Self { gauge, value: 0 }
     }
 
-    fn tell(&mut self, now: usize) {
-        if now != self.told {
-            self.gauge.increment(now as f64 - self.told as f64);
-            self.told = now;
+    fn set(&mut self, now: usize) {
+        if now != self.value {
+            self.gauge.increment(now as f64 - self.value as f64);
+            self.value = now;
         }
     }
 }
 
-impl Measures {
+impl ConsumerMetrics {
     pub(crate) fn new() -> Self {
         Self {
             claim: histogram!(metric::CLAIM_SECONDS),
@@ -58,10 +58,10 @@ impl Measures {
             complete: histogram!(metric::COMPLETE_SECONDS),
             lease_age: histogram!(metric::LEASE_AGE_SECONDS),
             delivery: histogram!(metric::DELIVERY_SECONDS),
-            in_flight: Share::of(metric::IN_FLIGHT),
-            waiting: Share::of(metric::WAITING),
-            parked: Share::of(metric::PARKED),
-            store_away: Share::of(metric::STORE_AWAY),
+            in_flight: GaugeShare::of(metric::IN_FLIGHT),
+            waiting: GaugeShare::of(metric::WAITING),
+            awaiting_holder: GaugeShare::of(metric::PARKED),
+            store_away: GaugeShare::of(metric::STORE_AWAY),
         }
     }
 
@@ -94,17 +94,17 @@ impl Measures {
     }
 
     /// What is held now.
-    pub(crate) fn holds(&mut self, now: Holds) {
-        self.in_flight.tell(now.in_flight);
-        self.waiting.tell(now.waiting);
-        self.parked.tell(now.parked);
-        self.store_away.tell(now.stores_away);
+    pub(crate) fn set_gauges(&mut self, now: GaugeValues) {
+        self.in_flight.set(now.in_flight);
+        self.waiting.set(now.waiting);
+        self.awaiting_holder.set(now.awaiting_holder);
+        self.store_away.set(now.stores_away);
     }
 }
 
-impl Drop for Measures {
+impl Drop for ConsumerMetrics {
     /// A consumer that is gone holds nothing.
     fn drop(&mut self) {
-        self.holds(Holds::default());
+        self.set_gauges(GaugeValues::default());
     }
 }

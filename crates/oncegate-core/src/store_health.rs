@@ -49,16 +49,16 @@ pub struct StoreTrouble {
 
 /// What was seen, with when.
 #[derive(Debug)]
-pub(crate) struct Seen {
+pub(crate) struct StoreHealth {
     name: String,
     answered: Option<Instant>,
     away: Option<Instant>,
     error: Option<(Instant, String)>,
 }
 
-impl Seen {
+impl StoreHealth {
     /// Of a store that was asked nothing yet.
-    pub(crate) fn nothing_of(name: String) -> Self {
+    pub(crate) fn new(name: String) -> Self {
         Self {
             name,
             answered: None,

@@ -10,9 +10,9 @@ use std::time::Duration;
 /// In microseconds; counted from the machine's start, or this process's where there is no such
 /// clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Moment(u64);
+pub(crate) struct BootTime(u64);
 
-impl Moment {
+impl BootTime {
     #[cfg(target_os = "linux")]
     pub(crate) fn now() -> Self {
         let time = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
@@ -46,7 +46,7 @@ impl Moment {
     }
 }
 
-impl Add<Duration> for Moment {
+impl Add<Duration> for BootTime {
     type Output = Self;
 
     fn add(self, duration: Duration) -> Self {
@@ -63,10 +63,10 @@ mod tests {
 
     #[test]
     fn it_goes_on_and_never_overflows() {
-        let before = Moment::now();
+        let before = BootTime::now();
         std::thread::sleep(Duration::from_millis(2));
-        let after = Moment::now();
-        assert!(after >= before + Duration::from_millis(2) && before > Moment::from_micros(0));
+        let after = BootTime::now();
+        assert!(after >= before + Duration::from_millis(2) && before > BootTime::from_micros(0));
         assert_eq!(before.left_at(after), Duration::ZERO);
         assert_eq!(
             (after + Duration::from_secs(1)).left_at(after),
