@@ -1,14 +1,13 @@
-//! A clock for leases: it goes on while the machine sleeps.
+//! A clock for leases, which does not stop while the machine is suspended.
 
 use std::ops::Add;
 use std::time::Duration;
 
-/// A moment by a clock that no one sets and that, on Linux, goes on while the machine is suspended,
-/// as the store's does: by [`Instant`](std::time::Instant) a machine that wakes after an hour would
-/// trust leases that ended long ago.
+/// A time of a monotonic clock that, on Linux, includes the time in which the machine is suspended
+/// (`CLOCK_BOOTTIME`), as the store's clock does. With [`Instant`](std::time::Instant), a machine
+/// that resumes after an hour would trust leases that have ended.
 ///
-/// In microseconds; counted from the machine's start, or this process's where there is no such
-/// clock.
+/// In microseconds since boot, or since the start of this process where there is no such clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct BootTime(u64);
 
@@ -16,7 +15,7 @@ impl BootTime {
     #[cfg(target_os = "linux")]
     pub(crate) fn now() -> Self {
         let time = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
-        // Neither is negative, and a machine runs less than 500,000 years.
+        // Neither is negative, and the sum overflows after 500,000 years of uptime only.
         Self(time.tv_sec as u64 * 1_000_000 + time.tv_nsec as u64 / 1_000 + 1)
     }
 
@@ -27,12 +26,12 @@ impl BootTime {
         Self(START.elapsed().as_micros() as u64 + 1)
     }
 
-    /// How long until then; zero if it is over.
+    /// The time from `now` until this; zero if it has passed.
     pub(crate) fn left_at(self, now: Self) -> Duration {
         Duration::from_micros(self.0.saturating_sub(now.0))
     }
 
-    /// How long ago it was; zero if it is still to come.
+    /// The time from this until `now`; zero if it is in the future.
     pub(crate) fn ago_at(self, now: Self) -> Duration {
         now.left_at(self)
     }
@@ -62,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_goes_on_and_never_overflows() {
+    fn the_clock_advances_and_never_overflows() {
         let before = BootTime::now();
         std::thread::sleep(Duration::from_millis(2));
         let after = BootTime::now();

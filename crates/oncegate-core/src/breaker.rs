@@ -1,36 +1,36 @@
-//! How often a store is asked that does not answer.
+//! A circuit breaker for the store.
 
 use std::time::{Duration, Instant};
 
-/// Counts the silences of a store. Whoever asks goes by its judgement, so that a store that is away
-/// is asked a few times a second, however many deliveries wait for it.
+/// Counts consecutive batches without an answer. An unavailable store gets a few requests a second,
+/// however many deliveries wait for it.
 #[derive(Debug)]
 pub(crate) struct Breaker {
     silences: u32,
-    /// When the first silence of the row was noticed.
+    /// When the first of them failed.
     since: Instant,
     next_try: Instant,
 }
 
-/// What to do about the store now.
+/// Whether a request may be sent to the store now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BreakerDecision {
-    /// It answers: ask as you like.
+    /// Closed: the store answers.
     Ask,
-    /// It did not answer: one question at a time.
+    /// Half-open: one request at a time.
     TryOnce,
-    /// It did not answer just now: not yet.
+    /// Open: not yet.
     Wait,
 }
 
-/// The pause after the first silence. With renewals, which wait as long, no process asks more than
-/// 20 times a second.
+/// The pause after the first failure. With renewals, which pause as long, a process sends at most
+/// 20 requests a second.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
-/// The longest pause: so long may a store that is back stay unnoticed.
+/// The longest pause, and so the longest delay until a recovered store is used again.
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
 impl Breaker {
-    /// For a store of which nothing bad is known.
+    /// A closed breaker.
     pub(crate) fn closed() -> Self {
         let now = Instant::now();
         Self {
@@ -48,22 +48,22 @@ impl Breaker {
         }
     }
 
-    /// When it may be asked again; `None` if nothing keeps one from it.
+    /// When the next request may be sent; `None` while the breaker is closed.
     pub(crate) fn opens_at(&self) -> Option<Instant> {
         (self.silences > 0).then_some(self.next_try)
     }
 
-    /// Someone asks now: the others wait a little longer.
+    /// A request is sent now; others wait a little longer.
     pub(crate) fn trying(&mut self, now: Instant) {
         self.next_try = now + FIRST_PAUSE;
     }
 
-    /// A question was answered. How long none was before, if it is the first.
+    /// A request was answered. Returns how long the store was unavailable, if it was.
     pub(crate) fn answered(&mut self, now: Instant) -> Option<Duration> {
         (std::mem::take(&mut self.silences) > 0).then(|| now.duration_since(self.since))
     }
 
-    /// A question was not answered.
+    /// A request was not answered.
     pub(crate) fn silent(&mut self, now: Instant) {
         if self.silences == 0 {
             self.since = now;

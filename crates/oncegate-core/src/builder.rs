@@ -155,43 +155,44 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
-    /// Whether a message with a known id and a different body is a conflict. Default: compares bodies
-    /// in at most once, and nothing otherwise.
+    /// Whether a message with a known id and a different body is a conflict. Default: compares
+    /// bodies in at most once, and nothing otherwise.
     pub fn fingerprints(mut self, fingerprints: Fingerprints) -> Self {
         self.settings.fingerprints = fingerprints;
         self
     }
 
-    /// The dedup window: how long the id of a handled message is remembered, at least 1 s. Default: 24 h.
+    /// The dedup window: how long the id of a handled message is remembered, at least 1 s. Default:
+    /// 24 h.
     pub fn dedup_window(mut self, window: Duration) -> Self {
         self.settings.dedup_window = window;
         self
     }
 
-    /// How long a claim holds without renewal, at least 100 ms; it is renewed after a third of that.
-    /// Default: 30 s.
+    /// How long a claim holds without renewal, at least 100 ms; it is renewed after a third of
+    /// that. Default: 30 s.
     pub fn lease(mut self, lease: Duration) -> Self {
         self.settings.lease = lease;
         self
     }
 
-    /// Sets the lease for handlers that run up to this long: twice as long, plus 1 s. Longer runs are
-    /// renewed, too. A longer lease delays the redelivery after a crash, and tolerates a longer pause
-    /// of the process.
+    /// Sets the lease for handlers that run up to this long: twice as long, plus 1 s. Longer runs
+    /// are renewed, too. A longer lease delays the redelivery after a crash, and tolerates a longer
+    /// pause of the process.
     pub fn lease_for(self, longest_run: Duration) -> Self {
         self.lease(lease_for(longest_run))
     }
 
-    /// Adapts the lease to the duration of handlers: twice the 99th percentile, plus 1 s, within these
-    /// bounds, each at least 100 ms. The longest until 512 runs were measured.
+    /// Adapts the lease to the duration of handlers: twice the 99th percentile, plus 1 s, within
+    /// these bounds, each at least 100 ms. The longest until 512 runs were measured.
     pub fn adaptive_lease(mut self, shortest: Duration, longest: Duration) -> Self {
         self.settings.lease = longest.max(shortest);
         self.settings.shortest_lease = Some(shortest);
         self
     }
 
-    /// Sets the dedup window for messages that may be redelivered for this long: twice as long. Count
-    /// from the first delivery to the last copy, by the broker's retention and the producers'
+    /// Sets the dedup window for messages that may be redelivered for this long: twice as long.
+    /// Count from the first delivery to the last copy, by the broker's retention and the producers'
     /// retries.
     pub fn dedup_window_for(self, redelivered_for: Duration) -> Self {
         self.dedup_window(redelivered_for.saturating_mul(2))
@@ -219,16 +220,17 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
-    /// The first and the longest pause before a retry; the pause doubles, with jitter. Default: 100 ms
-    /// and 10 s.
+    /// The first and the longest pause before a retry; the pause doubles, with jitter. Default: 100
+    /// ms and 10 s.
     pub fn backoff(mut self, first: Duration, longest: Duration) -> Self {
         self.settings.backoff = first;
         self.settings.longest_backoff = longest.max(first);
         self
     }
 
-    /// The maximum number of `reconcile` calls before a message goes to the in-doubt queue, at least
-    /// 1. Default: 5. One that crashes its process counts towards [`max_crashes`](Self::max_crashes).
+    /// The maximum number of `reconcile` calls before a message goes to the in-doubt queue, at
+    /// least 1. Default: 5. One that crashes its process counts towards
+    /// [`max_crashes`](Self::max_crashes).
     pub fn max_reconciles(mut self, reconciles: u32) -> Self {
         self.settings.max_reconciles = reconciles;
         self
@@ -253,9 +255,10 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
-    /// The maximum number of deliveries that are queued behind another of their key or partition, at
-    /// least 1; they are not in flight. A failed delivery that keeps its place is queued, too, until
-    /// its backoff ends. At the limit nothing is received, so other keys wait, too. Default: 10,000.
+    /// The maximum number of deliveries that are queued behind another of their key or partition,
+    /// at least 1; they are not in flight. A failed delivery that keeps its place is queued, too,
+    /// until its backoff ends. At the limit nothing is received, so other keys wait, too. Default:
+    /// 10,000.
     pub fn max_queued(mut self, count: usize) -> Self {
         self.settings.max_queued = count;
         self
@@ -273,8 +276,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
-    /// The maximum age of a message that counts as new when the store does not know its id. Default:
-    /// half the dedup window.
+    /// The maximum age of a message that counts as new when the store does not know its id.
+    /// Default: half the dedup window.
     pub fn max_age(mut self, age: Duration) -> Self {
         self.settings.max_age = Some(age);
         self
@@ -311,10 +314,10 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self.settings.id.as_ref().map_or(Ok(()), check_id)
     }
 
-    /// How long a delivery may stay unsettled with these settings: it waits for another holder for two
-    /// leases, and then uses all inline retries, each up to the handler timeout, with the longest
-    /// pauses between. `reconcile` and queueing behind an ordering key come on top. A broker that
-    /// limits this, as RabbitMQ does with `consumer_timeout`, has to allow more.
+    /// How long a delivery may stay unsettled with these settings: it waits for another holder for
+    /// two leases, and then uses all inline retries, each up to the handler timeout, with the
+    /// longest pauses between. `reconcile` and queueing behind an ordering key come on top. A
+    /// broker that limits this, as RabbitMQ does with `consumer_timeout`, has to allow more.
     pub fn longest_open(&self) -> Duration {
         self.settings.longest_open()
     }
@@ -331,8 +334,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
-    /// Allows at most once on a store that may lose data in a crash. You accept that a message whose
-    /// id is lost may run again.
+    /// Allows at most once on a store that may lose data in a crash. You accept that a message
+    /// whose id is lost may run again.
     pub fn allow_volatile_store(mut self) -> Self {
         self.settings.volatile_store = VolatileStore::Allowed;
         self

@@ -1,4 +1,4 @@
-//! What a consumer metrics, through the `metrics` facade.
+//! The histograms and gauges of a consumer, through the `metrics` facade.
 
 use std::time::Duration;
 
@@ -20,13 +20,13 @@ pub(crate) struct ConsumerMetrics {
     store_away: GaugeShare,
 }
 
-/// The share of one consumer in a gauge: what several of them hold adds up.
+/// The share of one consumer in a gauge, to which several consumers of a process add.
 struct GaugeShare {
     gauge: Gauge,
     value: usize,
 }
 
-/// What a consumer holds at one moment.
+/// The values of a consumer's gauges.
 #[derive(Default)]
 pub(crate) struct GaugeValues {
     pub(crate) in_flight: usize,
@@ -38,7 +38,7 @@ pub(crate) struct GaugeValues {
 impl GaugeShare {
     fn of(name: &'static str) -> Self {
         let gauge = gauge!(name);
-        gauge.increment(0); // so that it is there from the start
+        gauge.increment(0); // registers it
         Self { gauge, value: 0 }
     }
 
@@ -65,7 +65,7 @@ impl ConsumerMetrics {
         }
     }
 
-    /// The store answered these together, after so long.
+    /// The store answered this batch after this time.
     pub(crate) fn answered(&self, operations: &[Operation], after: Duration) {
         let count = |asked: Ask| operations.iter().filter(|it| it.ask == asked).count();
         for (histogram, count) in [
@@ -78,22 +78,22 @@ impl ConsumerMetrics {
         }
     }
 
-    /// A handler or `reconcile` is over.
+    /// A handler or `reconcile` ended after this time.
     pub(crate) fn handled(&self, after: Duration) {
         self.handle.record(after);
     }
 
-    /// An id was recorded as done, so long after its claim was sent.
+    /// An id was recorded as done, this long after its claim was sent.
     pub(crate) fn completed(&self, after: Duration) {
         self.lease_age.record(after);
     }
 
-    /// A delivery is settled, so long after it was handed over.
+    /// A delivery was settled, this long after it was received.
     pub(crate) fn settled(&self, after: Duration) {
         self.delivery.record(after);
     }
 
-    /// What is held now.
+    /// Updates the gauges.
     pub(crate) fn set_gauges(&mut self, now: GaugeValues) {
         self.in_flight.set(now.in_flight);
         self.waiting.set(now.waiting);
@@ -103,7 +103,7 @@ impl ConsumerMetrics {
 }
 
 impl Drop for ConsumerMetrics {
-    /// A consumer that is gone holds nothing.
+    /// Subtracts the share of this consumer.
     fn drop(&mut self) {
         self.set_gauges(GaugeValues::default());
     }

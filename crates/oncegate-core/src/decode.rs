@@ -45,8 +45,8 @@ impl Decode for Json {
     }
 }
 
-/// The part of an error of serde_json that comes from the payload's type: the field that is missing,
-/// or what was expected. The rest may quote the body.
+/// The part of an error of serde_json that comes from the payload's type: the field that is
+/// missing, or what was expected. The rest may quote the body.
 fn expectation(error: &str) -> Option<String> {
     let (error, _) = error.rsplit_once(" at line ")?;
     if error.starts_with("missing field `") {

@@ -40,7 +40,8 @@ struct GateInner {
     policy: Policy,
     when_held: WhenHeld,
     outcomes: Outcomes,
-    /// Shared by all callers, so that together they retry an unavailable store a few times a second.
+    /// Shared by all callers, so that together they retry an unavailable store a few times a
+    /// second.
     breaker: Mutex<Breaker>,
     renewals: Arc<Renewals>,
     places: Mutex<Slots<()>>,
@@ -49,15 +50,16 @@ struct GateInner {
 /// What to do if another process or task runs the same id at this moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WhenHeld {
-    /// Return [`RunOutcome::HeldElsewhere`] at once. For jobs that any one of many machines may run.
+    /// Return [`RunOutcome::HeldElsewhere`] at once. For jobs that any one of many machines may
+    /// run.
     #[default]
     Skip,
     /// Return [`GateError::HeldElsewhere`] at once: the caller has to retry. For requests whose
     /// sender waits.
     GiveUp,
     /// Wait up to this long for the other run to end, then return [`GateError::HeldElsewhere`]. If
-    /// the other run succeeds, the result is [`RunOutcome::AlreadyDone`]; if it fails, the work runs
-    /// here.
+    /// the other run succeeds, the result is [`RunOutcome::AlreadyDone`]; if it fails, the work
+    /// runs here.
     Wait(Duration),
 }
 
@@ -94,8 +96,8 @@ pub enum GateError {
     /// try again later.
     #[error("another run of this id is in progress; try again later")]
     HeldElsewhere,
-    /// The work ran, but the store did not record its outcome, which counts as unknown when the lease
-    /// ends.
+    /// The work ran, but the store did not record its outcome, which counts as unknown when the
+    /// lease ends.
     #[error("the work ran, but the store did not record its outcome")]
     NotRecorded,
     /// The store is unavailable; the work did not run.
@@ -124,10 +126,11 @@ impl Gate {
         }
     }
 
-    /// Runs the work if it has not run for this id within the dedup window, and records that it did.
+    /// Runs the work if it has not run for this id within the dedup window, and records that it
+    /// did.
     ///
-    /// The lease is renewed while the work runs, and the work is dropped if the lease is lost. It is
-    /// retried inline after [`Failure::Retry`].
+    /// The lease is renewed while the work runs, and the work is dropped if the lease is lost. It
+    /// is retried inline after [`Failure::Retry`].
     ///
     /// # Errors
     /// [`GateError`]: the work failed, did not run, or its outcome is unknown.
@@ -461,8 +464,8 @@ impl<T> GateBuilder<T> {
         }
     }
 
-    /// The guarantee: what follows when it is unknown whether the work happened. Default: effectively
-    /// once.
+    /// The guarantee: what follows when it is unknown whether the work happened. Default:
+    /// effectively once.
     pub fn guarantee(mut self, guarantee: Guarantee) -> Self {
         self.settings.guarantee = guarantee;
         self
@@ -518,7 +521,8 @@ impl<T> GateBuilder<T> {
 }
 
 impl<T> GateBuilder<T> {
-    /// Checks the settings and the store. Waits for a store that is unavailable, and logs a warning.
+    /// Checks the settings and the store. Waits for a store that is unavailable, and logs a
+    /// warning.
     ///
     /// # Errors
     /// A wrong setting, or a store that cannot keep the guarantee.

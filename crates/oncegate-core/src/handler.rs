@@ -66,7 +66,8 @@ pub enum Failure {
 }
 
 /// An error that always means the same [`Failure`]: `?` alone converts it. Implement it for errors
-/// of your own; no other error says by itself whether anything happened, so that [`FailureExt`] has to.
+/// of your own; no other error says by itself whether anything happened, so that [`FailureExt`] has
+/// to.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` does not say whether anything happened, and makes no `Failure` by itself",
     label = "say what is known: `.retry()?` if nothing happened, `.reject()?` if it will never work, `.in_doubt()?` if it may have happened; with `use oncegate::FailureExt;`"

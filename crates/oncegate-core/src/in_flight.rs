@@ -1,36 +1,38 @@
-//! One delivery on the road.
+//! One delivery in flight: its message, its stage and its failures.
 
 use crate::driver::{DriverCommand, LifecycleDriver, OnRelease};
 use crate::lifecycle::{Event, History, Policy, Reason, Settlement, Stage};
 use crate::marker::Token;
 use crate::source::{Delivery, FailureHistory, Settled};
 
-/// One delivery on the road: moved by each step, never copied, and gone once it is settled.
+/// One delivery in flight. Each event consumes it, it is never copied, and a settled one cannot be
+/// used again.
 #[derive(Debug)]
 pub struct InFlight(Box<InFlightInner>);
 
-/// It lies where it is while a passage moves: a step moves a pointer.
+/// Boxed, so that an event moves a pointer.
 #[derive(Debug)]
 struct InFlightInner {
     delivery: Delivery,
     driver: LifecycleDriver,
-    /// Only what failed has one.
+    /// `None` until an attempt fails.
     story: Option<Box<FailureHistory>>,
 }
 
-/// What a step made of a [`InFlight`].
+/// The result of an event for an [`InFlight`].
 #[derive(Debug)]
 pub enum Progress {
-    /// It goes on; this is to be done. Never [`DriverCommand::Settle`] or [`DriverCommand::Abandon`].
+    /// It is still in flight, and this command follows; never [`DriverCommand::Settle`] or
+    /// [`DriverCommand::Abandon`].
     InFlight(InFlight, DriverCommand),
-    /// It left the road, for the source to settle.
+    /// It has a settlement, for the source.
     Settled(Settled),
-    /// It was let go without a settlement, and comes back by itself.
+    /// It was abandoned without a settlement, and will be redelivered.
     Abandoned(Delivery),
 }
 
 impl InFlight {
-    /// A delivery at the beginning of the road.
+    /// A delivery that was just received.
     pub fn new(delivery: Delivery, history: History, on_release: OnRelease) -> Self {
         Self(Box::new(InFlightInner {
             delivery,
@@ -39,7 +41,7 @@ impl InFlight {
         }))
     }
 
-    /// Takes the passage one step on, as [`LifecycleDriver::handle`] says.
+    /// Processes an event as [`LifecycleDriver::handle`] does.
     pub fn handle(
         self,
         event: Event,
@@ -57,7 +59,7 @@ impl InFlight {
                 let attempts = driver.attempts;
                 let story = matches!(settlement, Settlement::Reject(_)).then(|| {
                     let mut story = story.unwrap_or_default();
-                    // The marker forgets attempts that did nothing; the delivery does not.
+                    // The marker does not count attempts without an effect; the delivery does.
                     let granted = attempts.spent().max(
                         delivery
                             .failures
@@ -92,7 +94,7 @@ impl InFlight {
         &self.0.delivery
     }
 
-    /// Where it stands.
+    /// Its stage in the lifecycle.
     pub fn stage(&self) -> Stage {
         self.0.driver.stage()
     }
@@ -107,18 +109,18 @@ impl InFlight {
         &mut self.0.driver
     }
 
-    /// From here on it starts nothing: [`LifecycleDriver::leave`].
+    /// From now on it starts nothing new: [`LifecycleDriver::leave`].
     pub fn leave(&mut self) {
         self.0.driver.leave();
     }
 
-    /// A delivery that was held comes back: [`LifecycleDriver::restart`].
+    /// Its backoff is over: [`LifecycleDriver::restart`].
     pub fn restart(&mut self, history: History) {
         self.0.delivery.failures = history.failures;
         self.0.driver.restart(history);
     }
 
-    /// Writes down what a person will want to know if it is dead-lettered.
+    /// Updates the history of failures, which a dead letter carries in its headers.
     pub fn tell(&mut self, write: impl FnOnce(&mut FailureHistory)) {
         write(self.0.story.get_or_insert_default());
     }
@@ -136,7 +138,7 @@ mod tests {
 
     /// The budget was spent before this delivery, or is spent with it.
     #[test]
-    fn a_letter_counts_runs_and_not_the_grant_over_the_budget() {
+    fn a_dead_letter_counts_runs_and_not_the_grant_beyond_max_attempts() {
         let (pause, guarantee) = (Duration::from_millis(1), Guarantee::EffectivelyOnce);
         let policy = Policy {
             guarantee,
@@ -181,15 +183,15 @@ mod tests {
             .chain(then)
             {
                 match passage.handle(*event, &policy, |_| Token(1)) {
-                    Progress::InFlight(onward, command) => {
+                    Progress::InFlight(next, command) => {
                         assert!(command != DriverCommand::Apply(Ask::Complete));
-                        passage = onward;
+                        passage = next;
                     }
                     Progress::Settled(left) => {
                         settled = Some(left);
                         break;
                     }
-                    Progress::Abandoned(_) => panic!("it was let go"),
+                    Progress::Abandoned(_) => panic!("it was abandoned"),
                 }
             }
             let settled = settled.expect("it is rejected");

@@ -1,4 +1,4 @@
-//! What is handled one after the other.
+//! Which deliveries are handled one after the other, by their ordering key.
 
 use std::collections::VecDeque;
 use std::hash::{BuildHasher, RandomState};
@@ -9,7 +9,8 @@ use crate::message::Position;
 use crate::slots::Slot;
 use crate::source::{Delivery, Order};
 
-/// Which deliveries wait for which. A lane is held from the delivery's arrival to its settlement.
+/// The queue of each ordering key. A delivery holds its key from its receipt to its settlement; the
+/// next one of that key waits.
 #[derive(Debug)]
 pub(crate) struct Lanes {
     order: Order,
@@ -17,7 +18,7 @@ pub(crate) struct Lanes {
     waiting: HashMap<Lane, VecDeque<Slot>>,
 }
 
-/// Two keys that share a hash share a lane: they wait for each other, and nothing else changes.
+/// The hash of an ordering key. Keys with the same hash wait for each other, which is harmless.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Lane(u64);
 
@@ -30,7 +31,7 @@ impl Lanes {
         }
     }
 
-    /// The lane of a delivery; `None` if it waits for nobody.
+    /// The ordering key of a delivery; `None` if it is unordered.
     pub(crate) fn of(&self, delivery: &Delivery) -> Option<Lane> {
         let origin = &delivery.message.origin;
         match (self.order, origin.position) {
@@ -49,7 +50,7 @@ impl Lanes {
         }
     }
 
-    /// Enters a lane; whether it was free. If not, the slot waits its turn.
+    /// Takes the ordering key for a delivery, or queues the delivery behind the one that holds it.
     pub(crate) fn enter(&mut self, lane: Lane, slot: Slot) -> Turn {
         match self.waiting.entry(lane) {
             hashbrown::hash_map::Entry::Vacant(free) => {
@@ -63,7 +64,7 @@ impl Lanes {
         }
     }
 
-    /// Leaves a lane; the slot whose turn it is now.
+    /// Releases an ordering key. Returns the next delivery, which now holds it.
     pub(crate) fn leave(&mut self, lane: Lane) -> Option<Slot> {
         let next = self.waiting.get_mut(&lane)?.pop_front();
         if next.is_none() {
@@ -72,7 +73,7 @@ impl Lanes {
         next
     }
 
-    /// Takes a slot that waits out of its lane; whether it waited there.
+    /// Removes a delivery from the queue of its key. Returns whether it was queued.
     pub(crate) fn withdraw(&mut self, lane: Lane, slot: Slot) -> Waited {
         let Some(waiting) = self.waiting.get_mut(&lane) else {
             return Waited::No;
@@ -85,20 +86,20 @@ impl Lanes {
     }
 }
 
-/// Whose turn it is.
+/// Whether a delivery may proceed.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Turn {
-    /// The lane was free.
+    /// It holds its ordering key.
     Now,
-    /// Another delivery is in it.
+    /// Another delivery holds the key.
     Later,
 }
 
-/// Whether a slot waited in a lane.
+/// Whether a delivery was queued.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Waited {
-    /// It did, and does not any more.
+    /// It was queued, and is removed.
     Yes,
-    /// It holds the lane, or never entered it.
+    /// It holds its key, or has none.
     No,
 }

@@ -1,4 +1,4 @@
-//! A claim that is held: how long for, and who keeps it alive.
+//! The lease of a granted claim.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -7,9 +7,9 @@ use crate::boot_time::BootTime;
 use crate::id::Key;
 use crate::marker::{Ask, Operation, Terms, Token};
 
-/// One claim that was granted, shared by the loop, the handler's guard and the renewals.
+/// The lease of a granted claim, shared by the engine, the run of the handler and the renewals.
 ///
-/// Its deadline is measured from the moment the claim, or its last renewal that succeeded, was
+/// Its deadline counts from the moment at which the claim, or its last successful renewal, was
 /// *sent*.
 #[derive(Debug)]
 pub(crate) struct Lease {
@@ -19,7 +19,7 @@ pub(crate) struct Lease {
     pub(crate) terms: Terms,
     /// When the claim was sent.
     pub(crate) sent: BootTime,
-    /// A [`BootTime`]: no renewal after this, since nothing is held for ever.
+    /// A [`BootTime`] after which the lease is not renewed any more.
     ends: AtomicU64,
     /// A [`BootTime`]; 0 once lost.
     deadline: AtomicU64,
@@ -42,7 +42,7 @@ impl Lease {
         lease
     }
 
-    /// Counts the lease from `sent`, unless it was lost.
+    /// Extends the lease from `sent`, unless it was lost.
     pub(crate) fn extend(&self, sent: BootTime) {
         let deadline = (sent + self.terms.lease).as_micros();
         let _ = self
@@ -52,7 +52,7 @@ impl Lease {
             });
     }
 
-    /// Renews it until this moment, and no longer.
+    /// Allows renewals until this moment.
     pub(crate) fn hold_until(&self, ends: BootTime) {
         self.ends.store(ends.as_micros(), Ordering::Release);
     }

@@ -1,6 +1,7 @@
 //! The contracts, the gate and the consumer loop of oncegate, with an in-memory source and store.
 //!
-//! Start with [`Handler`] and [`Consumer`]; [`marker`] and [`lifecycle`] hold the promise.
+//! Start with [`Handler`] and [`Consumer`]. The pure functions in [`marker`] and [`lifecycle`]
+//! decide everything that the guarantee depends on.
 #![forbid(unsafe_code)]
 
 mod boot_time;

@@ -1,26 +1,26 @@
-//! A line in the log that would come with each delivery.
+//! Limits log lines that could be written for each delivery.
 
 use std::time::{Duration, Instant};
 
-/// Lets some lines through in each period and counts those that it suppresses: a store that is away
-/// or a topic of broken messages must not fill a disk with logs.
+/// Allows a number of log lines in each period and counts the suppressed ones, so that an
+/// unavailable store or a topic of broken messages does not fill a disk with logs.
 #[derive(Debug)]
 pub struct LogThrottle {
     lines: u32,
     period: Duration,
-    /// When the period began, and how many lines it has let through.
+    /// When the period started; `written` counts its lines.
     began: Option<Instant>,
     written: u32,
     suppressed: u64,
 }
 
 impl LogThrottle {
-    /// One line in a period.
+    /// Allows one line in each period.
     pub const fn every(period: Duration) -> Self {
         Self::up_to(1, period)
     }
 
-    /// So many lines in a period.
+    /// Allows this number of lines in each period.
     pub const fn up_to(lines: u32, period: Duration) -> Self {
         Self {
             lines,
@@ -31,7 +31,7 @@ impl LogThrottle {
         }
     }
 
-    /// How many lines were suppressed since the last, if one may be written now.
+    /// If a line may be written now, the number of lines that were suppressed since the last one.
     pub fn due(&mut self, now: Instant) -> Option<u64> {
         if self
             .began
@@ -52,10 +52,10 @@ impl LogThrottle {
 mod tests {
     use super::*;
 
-    fn written(mut seldom: LogThrottle, seconds: impl Iterator<Item = u64>) -> Vec<(u64, u64)> {
+    fn written(mut throttle: LogThrottle, seconds: impl Iterator<Item = u64>) -> Vec<(u64, u64)> {
         let begun = Instant::now();
         seconds
-            .filter_map(|second| Some((second, seldom.due(begun + Duration::from_secs(second))?)))
+            .filter_map(|second| Some((second, throttle.due(begun + Duration::from_secs(second))?)))
             .collect()
     }
 

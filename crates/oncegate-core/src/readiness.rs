@@ -1,13 +1,13 @@
-//! Whether a consumer state messages, for those who ask from outside.
+//! Whether a consumer receives messages, for readiness probes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Whether a consumer state messages at this moment: for a readiness probe. Clones share it.
+/// Whether a consumer receives messages at this moment: for a readiness probe. Clones share it.
 ///
-/// Not ready before the source is open and the store was found, while the store does not answer,
-/// while the consumer drains, and after its end. It changes by itself as soon as the consumer
-/// notices.
+/// Not ready until the source is connected and the store has answered, while the store is
+/// unavailable, while the consumer drains, and after it ends. The consumer updates it as soon as it
+/// notices a change.
 ///
 /// ```
 /// # use oncegate_core::{Consumer, Readiness};
@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 #[derive(Clone, Debug, Default)]
 pub struct Readiness(Arc<AtomicBool>);
 
-/// What is told.
+/// Whether the consumer receives messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReadinessState {
     Ready,
@@ -26,12 +26,12 @@ pub(crate) enum ReadinessState {
 }
 
 impl Readiness {
-    /// Of a consumer that has not started.
+    /// The readiness of a consumer that has not started.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Whether messages are taken.
+    /// Whether the consumer receives messages.
     pub fn is_ready(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }
@@ -42,7 +42,7 @@ impl Readiness {
     }
 }
 
-/// Tells that nothing is taken any more when it is dropped, however the consumer ends.
+/// Sets "not ready" on drop, however the consumer ends.
 pub(crate) struct NotReadyOnDrop(pub(crate) Readiness);
 
 impl Drop for NotReadyOnDrop {

@@ -1,4 +1,4 @@
-//! OnRelease claims alive, on a thread that no handler can block.
+//! Renews leases on a thread of its own, which no handler can block.
 
 use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -14,23 +14,23 @@ use crate::lease::Lease;
 use crate::marker::{Token, Verdict};
 use crate::store::Store;
 
-/// The leases that are held, one place per delivery in flight.
+/// The leases that are renewed, by the slab index of their delivery.
 pub(crate) struct Renewals {
     places: Mutex<Vec<Option<Arc<Lease>>>>,
 }
 
-/// Says that the lease in this place, of this claim, is over.
+/// A lease that has ended: the slab index of its delivery, and the token of its claim.
 pub(crate) type LostLease = (usize, Token);
 
-/// How long a store that does not answer is left alone, if the lease allows.
+/// The pause after a renewal that was not answered, if the lease is long enough.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// How many renewals travel together.
+/// The maximum number of renewals in a batch.
 const BATCH: usize = 256;
 
 impl Renewals {
-    /// Starts the thread; it ends by itself when the last handle is gone. Each lease that is over
-    /// is told to `over`, which is closed if the thread cannot go on.
+    /// Starts the thread, which ends when the last handle is dropped. It sends each lease that has
+    /// ended to `over`, which is closed if the thread fails.
     pub(crate) fn start(
         store: Arc<dyn Store>,
         lease: Duration,
@@ -43,24 +43,23 @@ impl Renewals {
         std::thread::Builder::new()
             .name("oncegate-renewals".into())
             .spawn(move || {
-                // Made here: one that is dropped inside another runtime, because its thread did not
-                // start, panics.
+                // Created on this thread: a runtime that is dropped inside another one panics.
                 let runtime = match tokio::runtime::Builder::new_current_thread()
                     .enable_all()
                     .build()
                 {
                     Ok(runtime) => runtime,
-                    Err(error) => return tracing::error!(%error, "no runtime for the renewals"),
+                    Err(error) => return tracing::error!(%error, "cannot start the tokio runtime that renews leases, the consumer stops; check the limits of threads and file descriptors"),
                 };
                 let store = store.for_renewals().unwrap_or(store);
                 runtime.block_on(renew_until_dropped(&weak, &*store, lease, &over));
-                // The store's connection must go before the runtime that drives it.
+                // Closes the store's connection before the runtime that drives it.
                 drop(store);
             })?;
         Ok(renewals)
     }
 
-    /// GaugeValues these leases, each in its place.
+    /// Starts to renew these leases.
     pub(crate) fn start_renewing(&self, leases: impl Iterator<Item = (usize, Arc<Lease>)>) {
         let mut places = self.lock();
         for (place, lease) in leases {
@@ -71,7 +70,7 @@ impl Renewals {
         }
     }
 
-    /// Lets go of what stands in these places.
+    /// Stops renewing the leases of these deliveries.
     pub(crate) fn stop(&self, stopped: impl Iterator<Item = usize>) {
         let mut places = self.lock();
         for place in stopped {
@@ -85,7 +84,7 @@ impl Renewals {
         self.places.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Those whose last third but one has begun, and those that are over: these leave their place.
+    /// The leases with less than two thirds left, and those that have ended, which are removed.
     fn due(&self, now: BootTime) -> (Vec<(usize, Arc<Lease>)>, Vec<LostLease>) {
         let (mut due, mut over) = (Vec::new(), Vec::new());
         for (place, held) in self.lock().iter_mut().enumerate() {
@@ -116,7 +115,7 @@ async fn renew_until_dropped(
         let (due, ended) = renewals.due(BootTime::now());
         drop(renewals);
         for ended in ended {
-            let _ = over.send(ended); // the loop is gone: nothing is left to tell
+            let _ = over.send(ended); // fails only after the consumer was dropped
         }
         let renewed = join_all(
             due.chunks(BATCH)
@@ -128,7 +127,7 @@ async fn renew_until_dropped(
             .unwrap_or_else(|_| {
                 tracing::error!(
                     leases = due.len(),
-                    "the store panicked; what could not be renewed is asked again while it lives"
+                    "store panicked during a renewal, retrying while the leases last"
                 );
                 Vec::new()
             });
@@ -138,14 +137,15 @@ async fn renew_until_dropped(
     }
 }
 
-/// Whether the store said anything.
+/// Whether the store answered a batch of renewals.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum StoreReply {
     Received,
     Missing,
 }
 
-/// Renews a batch; what was not answered in time is asked again at the next tick, while it lives.
+/// Renews a batch. Leases that were not answered in time are retried at the next tick, until they
+/// end.
 async fn renew(store: &dyn Store, batch: &[(usize, Arc<Lease>)], timeout: Duration) -> StoreReply {
     let operations: Vec<_> = batch.iter().map(|(_, lease)| lease.renewal()).collect();
     fault::before(&operations);
@@ -153,7 +153,7 @@ async fn renew(store: &dyn Store, batch: &[(usize, Arc<Lease>)], timeout: Durati
     let Ok(answers) = tokio::time::timeout(timeout, store.apply(&operations)).await else {
         tracing::warn!(
             leases = batch.len(),
-            "leases could not be renewed: the store does not answer"
+            "leases not renewed, the store does not answer in time: retrying while they last; check the store and its network"
         );
         return StoreReply::Missing;
     };
@@ -179,7 +179,7 @@ async fn renew(store: &dyn Store, batch: &[(usize, Arc<Lease>)], timeout: Durati
         answered = StoreReply::Received;
     }
     if let Some(error) = why {
-        tracing::warn!(leases = failed, %error, "leases could not be renewed");
+        tracing::warn!(leases = failed, %error, "leases not renewed, retrying while they last; check the store");
     }
     answered
 }

@@ -1,4 +1,4 @@
-//! One run of a handler: decoded, bounded, guarded by its lease, with its panics caught.
+//! One run of a handler: decodes the payload, enforces the timeout and the lease, catches panics.
 
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -21,14 +21,14 @@ use crate::lifecycle::{DoubtCause, Event, Outcome};
 use crate::marker::Finding;
 use crate::spans;
 
-/// A handler, and what it needs to run.
+/// A handler with its decoder and its timeout.
 pub(crate) struct Runner<H, D> {
     pub(crate) handler: H,
     pub(crate) decode: D,
     pub(crate) timeout: Duration,
 }
 
-/// What a run came to, and what it said.
+/// The result of a run: its event, and the text of its error.
 #[derive(Debug)]
 pub(crate) struct RunResult {
     pub(crate) event: Event,
@@ -36,7 +36,7 @@ pub(crate) struct RunResult {
 }
 
 impl RunResult {
-    /// Its task ended without a word.
+    /// The task of the handler ended without a result.
     pub(crate) fn lost() -> Self {
         Self::returned(
             Outcome::Unknown(DoubtCause::Panicked),
@@ -53,7 +53,7 @@ impl RunResult {
 }
 
 impl<H: Handler, D: Decode> Runner<H, D> {
-    /// Runs the handler once; its time began at `began`.
+    /// Runs the handler once. Its timeout counts from `began`.
     pub(crate) async fn handle(self: Arc<Self>, cx: Context, began: Instant) -> RunResult {
         let span = spans::handle(&cx);
         let work = std::pin::pin!(caught(async {
@@ -88,7 +88,7 @@ impl<H: Handler, D: Decode> Runner<H, D> {
             }
             BoundedEnd::TimedOut => RunResult::returned(
                 Outcome::Unknown(DoubtCause::TimedOut),
-                Some(format!("no end after {:?}", self.timeout)),
+                Some(format!("the handler timed out after {:?}", self.timeout)),
             ),
             BoundedEnd::LeaseOver => RunResult {
                 event: Event::LeaseOver,
@@ -99,7 +99,7 @@ impl<H: Handler, D: Decode> Runner<H, D> {
         finished
     }
 
-    /// Runs `reconcile` once; its time began at `began`.
+    /// Runs `reconcile` once. Its timeout counts from `began`.
     pub(crate) async fn reconcile(self: Arc<Self>, cx: Context, began: Instant) -> RunResult {
         let span = spans::reconcile(&cx);
         let work = std::pin::pin!(caught(async {
@@ -126,13 +126,13 @@ impl<H: Handler, D: Decode> Runner<H, D> {
             BoundedEnd::Over(Ok(Reconciled::Happened)) => (Some(Finding::Happened), None),
             BoundedEnd::Over(Ok(Reconciled::DidNotHappen)) => (Some(Finding::DidNotHappen), None),
             BoundedEnd::Over(Ok(Reconciled::Unknown)) => {
-                (None, Some("reconcile could not tell".to_owned()))
+                (None, Some("reconcile returned Unknown".to_owned()))
             }
             BoundedEnd::Over(Err(error)) => (None, Some(error)),
             BoundedEnd::Panicked(said) => (None, Some(said)),
             BoundedEnd::TimedOut => (
                 None,
-                Some(format!("reconcile had no end after {:?}", self.timeout)),
+                Some(format!("reconcile timed out after {:?}", self.timeout)),
             ),
             BoundedEnd::LeaseOver => {
                 return RunResult {
@@ -157,17 +157,17 @@ pub(crate) enum BoundedEnd<T> {
     LeaseOver,
 }
 
-/// A future whose panics are caught. It is pinned where it was made: a handler's may be large, and
-/// each move copies it.
+/// A future whose panics are caught. It is pinned in place: the future of a handler may be large,
+/// and each move copies it.
 type Caught<F> = Option<CatchUnwind<AssertUnwindSafe<F>>>;
 
 pub(crate) fn caught<F: Future>(work: F) -> Caught<F> {
     Some(AssertUnwindSafe(work).catch_unwind())
 }
 
-/// Runs a future in its span, for so long at the most, counted from `began`, and no longer than its
-/// lease lives. It is polled only while the lease lives: a process that was stopped and continued
-/// polls before its timers fire. It is dropped here.
+/// Runs a future in its span until it completes, the timeout since `began` is over, or its lease
+/// ends, and drops it. The lease is checked before each poll: after a pause of the process the
+/// future is polled before the timers fire.
 pub(crate) async fn bounded<F: Future>(
     mut work: Pin<&mut Caught<F>>,
     span: &Span,
@@ -185,8 +185,8 @@ pub(crate) async fn bounded<F: Future>(
         Poll::Ready(ended) => Ok(ended),
         Poll::Pending => tokio::select! {
             biased;
-            // What is left, not until when: where a test pauses the runtime's time, its clock is
-            // another.
+            // A duration, not a deadline: in tests with paused time tokio's clock differs from
+            // `began`'s.
             ended = tokio::time::timeout(timeout.saturating_sub(began.elapsed()), std::future::poll_fn(poll)) => ended,
             () = end_of(lease) => Ok(None),
         },
@@ -205,7 +205,7 @@ pub(crate) async fn bounded<F: Future>(
     }
 }
 
-/// Ends when the lease does, however often it is renewed meanwhile.
+/// Completes when the lease ends, with all its renewals.
 async fn end_of(lease: Option<&Lease>) {
     let Some(lease) = lease else {
         return std::future::pending().await;
@@ -222,10 +222,10 @@ pub(crate) fn panic_text(panic: Box<dyn std::any::Any + Send>) -> String {
         .or_else(|| panic.downcast_ref::<String>().map(String::as_str));
     let said = format!(
         "panicked: {}",
-        text.unwrap_or("with something that is no text")
+        text.unwrap_or("with a payload that is not text")
     );
     if let Err(again) = catch_unwind(AssertUnwindSafe(|| drop(panic))) {
-        std::mem::forget(again); // it would go on for ever
+        std::mem::forget(again); // its drop may panic, too
     }
     said
 }

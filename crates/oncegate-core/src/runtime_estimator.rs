@@ -1,23 +1,22 @@
-//! How long handlers run, and what lease that asks for.
+//! Estimates the duration of handlers, and derives a lease from it.
 
 use std::time::Duration;
 
-/// How long handlers ran of late, in steps of a quarter: enough to choose a lease by.
+/// A histogram of recent handler durations, with buckets that grow by 25 %.
 #[derive(Debug)]
 pub(crate) struct RuntimeEstimator {
-    /// How many runs took up to 1 ms, 1.25 ms, and so on; the last counts all that are longer.
+    /// The number of runs of up to 1 ms, 1.25 ms, and so on; the last bucket has all longer ones.
     runs: [u32; STEPS],
     total: u32,
-    /// Nothing is said before so many runs are known.
+    /// `None` until [`RUNS`] were measured.
     lease: Option<Duration>,
 }
 
-/// Up to 1 ms times 1.25 to the 96th: some 33 minutes.
+/// The number of buckets: up to 1 ms × 1.25^96, about 33 minutes.
 const STEPS: usize = 97;
-/// How many runs are looked at together. What came before counts half.
+/// After how many runs the lease is computed. Earlier runs then count half.
 const RUNS: u32 = 512;
-/// What a lease has beyond twice the longest run: a pause of the process, a slow answer of the
-/// store.
+/// Added to twice the longest run, for a pause of the process or a slow store.
 pub(crate) const SLACK: Duration = Duration::from_secs(1);
 
 impl RuntimeEstimator {
@@ -29,13 +28,13 @@ impl RuntimeEstimator {
         }
     }
 
-    /// A handler ran this long.
-    pub(crate) fn ran(&mut self, took: Duration) {
+    /// Records the duration of a run.
+    pub(crate) fn record(&mut self, took: Duration) {
         let steps = (took.as_secs_f64() / 0.001).max(1.0).log(1.25).ceil();
         self.runs[(steps as usize).min(STEPS - 1)] += 1;
         self.total += 1;
         if self.total >= RUNS {
-            self.lease = Some(lease_for(self.longest_of_99_in_100()));
+            self.lease = Some(lease_for(self.percentile_99()));
             self.total = 0;
             for count in &mut self.runs {
                 *count /= 2;
@@ -45,12 +44,12 @@ impl RuntimeEstimator {
         }
     }
 
-    /// The lease that the measured runs ask for; `None` while too few are known.
+    /// The lease for the measured runs; `None` while there are too few.
     pub(crate) fn lease(&self) -> Option<Duration> {
         self.lease
     }
 
-    fn longest_of_99_in_100(&self) -> Duration {
+    fn percentile_99(&self) -> Duration {
         let all: u32 = self.runs.iter().sum();
         let mut left = all.div_ceil(100);
         for (step, count) in self.runs.iter().enumerate().rev() {
@@ -63,7 +62,7 @@ impl RuntimeEstimator {
     }
 }
 
-/// Twice the longest run, and some slack.
+/// The lease for runs of up to this duration: twice as long, plus [`SLACK`].
 pub(crate) fn lease_for(longest_run: Duration) -> Duration {
     longest_run.saturating_mul(2).saturating_add(SLACK)
 }
@@ -73,10 +72,10 @@ mod tests {
     use super::*;
 
     fn after(runs: impl IntoIterator<Item = u64>) -> Option<Duration> {
-        let mut pace = RuntimeEstimator::new();
+        let mut estimator = RuntimeEstimator::new();
         runs.into_iter()
-            .for_each(|ms| pace.ran(Duration::from_millis(ms)));
-        pace.lease()
+            .for_each(|ms| estimator.record(Duration::from_millis(ms)));
+        estimator.lease()
     }
 
     #[test]

@@ -1,14 +1,14 @@
-//! Places for what is in flight.
+//! A slab for deliveries in flight.
 
-/// A place, and which of its occupants is meant: what comes too late for one does not reach the
-/// next.
+/// An index into [`Slots`] and the serial number of its occupant, so that a stale event does not
+/// reach the next occupant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Slot {
     pub(crate) place: usize,
     serial: u64,
 }
 
-/// A fixed supply of places that are used again and again.
+/// A slab: a vector of reusable places.
 #[derive(Debug)]
 pub(crate) struct Slots<T> {
     places: Vec<(u64, Option<T>)>,
@@ -62,8 +62,7 @@ impl<T> Slots<T> {
             .as_mut()
     }
 
-    /// Takes a value out for a moment; its place stays taken until [`Slots::put_back`] or
-    /// [`Slots::remove`].
+    /// Takes a value out. Its place stays reserved until [`Slots::put_back`] or [`Slots::remove`].
     pub(crate) fn take(&mut self, slot: Slot) -> Option<T> {
         self.places
             .get_mut(slot.place)
@@ -76,7 +75,7 @@ impl<T> Slots<T> {
         self.places[slot.place].1 = Some(value);
     }
 
-    /// Frees a place.
+    /// Removes a value and frees its place.
     pub(crate) fn remove(&mut self, slot: Slot) {
         if let Some((serial, value)) = self
             .places
@@ -90,7 +89,7 @@ impl<T> Slots<T> {
         }
     }
 
-    /// The slot of whoever is in a place.
+    /// The slot of the current occupant of a place.
     pub(crate) fn slot(&self, place: usize) -> Option<Slot> {
         let (serial, value) = self.places.get(place)?;
         value.as_ref().map(|_| Slot {
@@ -99,7 +98,7 @@ impl<T> Slots<T> {
         })
     }
 
-    /// The slots that are taken.
+    /// The occupied slots.
     pub(crate) fn slots(&self) -> impl Iterator<Item = Slot> {
         (0..self.places.len()).filter_map(|place| self.slot(place))
     }

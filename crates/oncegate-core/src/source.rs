@@ -1,4 +1,4 @@
-//! The contract of a source: where deliveries come from, and where settlements go.
+//! The contract of a source, which receives messages from a broker and settles them.
 
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
@@ -8,72 +8,69 @@ use crate::lifecycle::{Reason, Settlement};
 use crate::message::{Message, Origin};
 use crate::store::BoxError;
 
-/// Where deliveries come from, and where settlements go.
+/// Receives messages from a broker and settles them.
 ///
 /// # The contract
-/// - A delivery is handed over until it is settled: what is not settled when the source ends comes
-///   back.
-/// - `Accept` never comes back. `Release` comes back, not before its delay, with
-///   [`Delivery::failures`] as it says. `Reject` stands in the dead-letter or in-doubt destination,
-///   confirmed, before the delivery is taken as settled.
-/// - Trouble with the broker is the source's own work: it reconnects with backoff, and says so in
-///   its logs. It returns an error only for what a person has to change.
+/// - A message is redelivered until it is settled, also after the source ends.
+/// - `Accept`: the message is not redelivered. `Release`: it is redelivered after the delay at the
+///   earliest, with [`Delivery::failures`] set as requested. `Reject`: it is published to the
+///   dead-letter or in-doubt destination, and settled after the broker has confirmed that.
+/// - The source reconnects with backoff, and logs it. It returns an error only for what an operator
+///   has to change.
 #[async_trait]
 pub trait Source: Send {
-    /// Waits until there is something, then adds all that is ready, within the limit, without
-    /// waiting for more.
+    /// Waits for a message, then appends all that are ready, within the limit, without waiting for
+    /// more.
     ///
-    /// Cancel-safe: a dropped future loses nothing. Also drives what the source has to do in the
-    /// background, and may return with nothing added.
+    /// Cancel-safe: dropping the future loses nothing. It also drives the background work of the
+    /// source, and may return without a message.
     ///
     /// # Errors
-    /// Only for what retrying cannot heal; the consumer drains and ends with it.
+    /// Permanent errors only. The consumer drains and returns the error.
     async fn receive(&mut self, limit: Limit, into: &mut Vec<Incoming>) -> Result<(), SourceError>;
 
-    /// Hands settlements over, in any order, and returns at once, leaving `settled` empty.
+    /// Takes settlements, in any order, and returns at once, leaving `settled` empty.
     ///
-    /// Commit watermark, multiple acknowledgement, holding a released delivery, publishing a dead
-    /// letter and waiting for its confirmation are the source's own work, done in the background.
+    /// The source works in the background: it commits the watermark or acknowledges, delays
+    /// released messages, publishes dead letters and waits for their confirmation.
     ///
     /// # Errors
     /// As [`Source::receive`].
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), SourceError>;
 
-    /// Stops handing out new deliveries; called once when a drain begins; `receive` is not called
-    /// any more.
+    /// Stops receiving. Called once when a drain starts; `receive` is not called after it.
     async fn stop(&mut self) {}
 
-    /// Finishes what was settled, until the deadline, then leaves the group or closes the channel.
+    /// Completes the settlements, until the deadline, then leaves the group or closes the channel.
     ///
     /// # Errors
-    /// What could not be finished; it will be delivered again.
+    /// Settlements that could not be completed; their messages will be redelivered.
     async fn close(self: Box<Self>, deadline: Instant) -> Result<(), SourceError>;
 
-    /// Where a delivery of this origin goes that is rejected for this reason, for the log; `None`
-    /// where that has no name.
+    /// The topic or queue to which a message of this origin is rejected for this reason, for the
+    /// log; `None` if it has no name.
     fn destination(&self, origin: &Origin, reason: &Reason) -> Option<String> {
         let _ = (origin, reason);
         None
     }
 
-    /// What each delivery is ordered by, unless the user chose otherwise.
+    /// The default order of this source.
     fn default_order(&self) -> Order {
         Order::Unordered
     }
 
-    /// How many deliveries one apply to the store should carry at the most. AMQP: a quarter of the
-    /// prefetch.
+    /// The maximum number of deliveries in one batch to the store. AMQP: a quarter of the prefetch.
     fn chunk(&self) -> usize {
         256
     }
 
-    /// Whether applies to a slow store should overlap. Kafka: yes; AMQP: no.
+    /// Whether batches to a slow store may overlap. Kafka: yes; AMQP: no.
     fn overlap(&self) -> bool {
         false
     }
 }
 
-/// A description of a source that can be opened: what a user hands to the consumer.
+/// The description of a source, which the consumer connects: what a user passes to the builder.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a source of messages",
     label = "this is no source",
@@ -82,11 +79,11 @@ pub trait Source: Send {
 )]
 #[async_trait]
 pub trait Open: Send {
-    /// What it opens.
+    /// The source that it opens.
     type Source: Source + 'static;
 
-    /// Told before it is opened: how many deliveries the consumer holds at once. What a source
-    /// takes beyond that only waits in it, and may wait too long for its broker.
+    /// Sets `max_in_flight` of the consumer, before [`open`](Self::open). Messages that a source
+    /// prefetches beyond it only wait, perhaps longer than its broker allows.
     fn for_in_flight(self, count: usize) -> Self
     where
         Self: Sized,
@@ -95,9 +92,8 @@ pub trait Open: Send {
         self
     }
 
-    /// Told before it is opened: for how long the consumer remembers a message that it has handled.
-    /// What a source may deliver again later than that is handled again; one that can tell says so
-    /// when it is opened.
+    /// Sets the dedup window of the consumer, before [`open`](Self::open). A message that is
+    /// redelivered after it is handled again; a source that can detect such a setup logs it.
     fn for_window(self, window: Duration) -> Self
     where
         Self: Sized,
@@ -106,8 +102,8 @@ pub trait Open: Send {
         self
     }
 
-    /// Told before it is opened, where the user chose one: the order that the consumer keeps. A
-    /// source that keeps what is released elsewhere than in its place may not do so then.
+    /// Sets the order that the user chose, if any, before [`open`](Self::open). With an order, a
+    /// source must not move released messages out of their place.
     fn for_order(self, order: Order) -> Self
     where
         Self: Sized,
@@ -116,8 +112,8 @@ pub trait Open: Send {
         self
     }
 
-    /// Told before it is opened: how long a delivery may stay unsettled by the consumer's settings,
-    /// [`Builder::longest_open`]. A source whose broker bounds that says so when it is opened.
+    /// Sets how long a delivery may stay unsettled, [`Builder::longest_open`], before
+    /// [`open`](Self::open). A source whose broker has a lower limit logs it.
     ///
     /// [`Builder::longest_open`]: crate::Builder::longest_open
     fn for_longest_open(self, open: Duration) -> Self
@@ -131,26 +127,26 @@ pub trait Open: Send {
     /// Checks the settings and connects.
     ///
     /// # Errors
-    /// What a person has to change. A broker that is not there yet is waited for, with a warning in
-    /// the log.
+    /// What an operator has to change. While the broker is unavailable it retries and logs a
+    /// warning.
     async fn open(self) -> Result<Self::Source, SourceError>;
 }
 
-/// How much a source may hand over at once.
+/// The maximum that [`Source::receive`] may append.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limit {
-    /// Deliveries. With 0, only revocations and errors are waited for.
+    /// Deliveries. With 0, it waits for revocations and errors only.
     pub count: usize,
-    /// Bytes of key, headers and body. One delivery larger than this is handed over alone.
+    /// Bytes of key, headers and body. A larger delivery is returned alone.
     pub bytes: usize,
 }
 
 impl Limit {
-    /// No deliveries: the consumer is full, and still wants to hear what is taken from it.
+    /// No deliveries: the consumer is full, and still processes revocations.
     pub const NOTHING: Self = Self { count: 0, bytes: 0 };
 }
 
-/// What a source hands over.
+/// What [`Source::receive`] returns.
 #[derive(Debug)]
 #[allow(
     clippy::large_enum_variant,
@@ -159,27 +155,28 @@ impl Limit {
 pub enum Incoming {
     /// A delivery to settle.
     Delivery(Delivery),
-    /// Every delivery whose receipt has this epoch belongs to someone else soon: what has not
-    /// started is not to start; what runs is settled if it is quick.
+    /// The assignment or channel of this epoch is being revoked. Deliveries with this epoch that
+    /// have not started do not start; running ones are settled if they end in time.
     Revoked(u64),
 }
 
-/// One hand-over of a message.
+/// One delivery of a message.
 #[derive(Debug)]
 pub struct Delivery {
-    /// What was sent.
+    /// The message.
     pub message: Message,
     /// The transport's handle to settle it.
     pub receipt: Receipt,
-    /// How many attempts of this message failed before, as its last release said; 0 where the
-    /// source does not know.
+    /// How many attempts of this message failed before, from its last release; 0 if the source does
+    /// not know.
     pub failures: u32,
 }
 
-/// The transport's handle to settle one delivery. Its source reads its meaning; nobody can copy it.
+/// The transport's handle to settle one delivery. Only its source interprets it; it cannot be
+/// copied.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Receipt {
-    /// The assignment or the channel that it belongs to.
+    /// The assignment (Kafka) or the channel (AMQP).
     pub epoch: u64,
     /// The partition, or 0.
     pub partition: u32,
@@ -187,26 +184,28 @@ pub struct Receipt {
     pub position: u64,
 }
 
-/// A delivery and what becomes of it. Made by the road alone, consumed by [`Source::settle`].
+/// A delivery with its settlement. Only [`InFlight`](crate::in_flight::InFlight) creates it, and
+/// [`Source::settle`] consumes it.
 #[derive(Debug)]
 pub struct Settled {
     /// The delivery, moved.
     pub delivery: Delivery,
-    /// What becomes of it.
+    /// What the source does with it.
     pub settlement: Settlement,
-    /// What a person who finds it in the dead letters wants to know; `None` where nothing failed.
+    /// The history of its failures, for the headers of a dead letter; `None` if it is not rejected.
     pub story: Option<Box<FailureHistory>>,
 }
 
-/// What is written beside a dead letter.
+/// The failures of a message, which its dead letter carries in headers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FailureHistory {
-    /// The id, where one could be read.
+    /// The id, if the message has a usable one.
     pub id: Option<String>,
-    /// How many attempts count towards the budget, without a grant over it, which is not run.
+    /// How many attempts count towards `max_attempts`. A grant beyond it is not run and not
+    /// counted.
     pub attempts: u32,
-    /// The highest number of an attempt that is known of its id: after a redrive, attempts go on
-    /// above it; 0 if none was granted.
+    /// The highest known attempt number of its id, above which a redrive continues; 0 if none was
+    /// granted.
     pub fence: u32,
     /// The first error, cut to 1,000 bytes.
     pub first_error: Option<String>,
@@ -214,10 +213,10 @@ pub struct FailureHistory {
     pub last_error: Option<String>,
 }
 
-/// What is handled one after the other.
+/// Which messages are handled one after the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Order {
-    /// Nothing: any two deliveries may run at once.
+    /// None: any two deliveries may run at once.
     Unordered,
     /// Deliveries with the same key of the same topic or queue.
     ByKey,
@@ -225,10 +224,10 @@ pub enum Order {
     ByPartition,
 }
 
-/// Why a source cannot go on.
+/// A permanent error of a source.
 #[derive(Debug, thiserror::Error)]
 pub enum SourceError {
-    /// A setting is wrong: the text names it and says what to do.
+    /// A setting is wrong.
     #[error("{setting}: {problem}; {remedy}")]
     Misconfigured {
         /// The setting.
@@ -238,7 +237,7 @@ pub enum SourceError {
         /// What to do.
         remedy: String,
     },
-    /// The broker refuses or is not there, and trying again does not help.
+    /// The broker refuses the request or is unavailable, and a retry does not help.
     #[error("the broker cannot be used: {0}")]
     Unavailable(#[source] BoxError),
 }
@@ -260,28 +259,29 @@ impl SourceError {
 
 /// The headers that oncegate writes on dead letters, in-doubt messages and delayed copies.
 ///
-/// A producer can write them, too. So a source copies only [`kept_headers`] of a message onto its
+/// A producer can set them, too, so a source copies only the [`kept_headers`] of a message to its
 /// dead letter, and adds its own.
 pub mod headers {
-    /// The prefix of all their names.
+    /// The prefix of all these headers.
     pub const PREFIX: &str = "oncegate-";
     /// Why the message was rejected: [`Reason::as_str`](crate::lifecycle::Reason::as_str).
     pub const REASON: &str = "oncegate-reason";
-    /// The id that the gate used.
+    /// The id of the message.
     pub const ID: &str = "oncegate-id";
-    /// How many attempts count towards the budget, without a grant over it, which is not run.
+    /// How many attempts count towards `max_attempts`. A grant beyond it is not run and not
+    /// counted.
     pub const ATTEMPTS: &str = "oncegate-attempts";
-    /// The number of the last attempt that was granted; left out if none was.
+    /// The number of the last granted attempt; left out if none was granted.
     pub const FENCE: &str = "oncegate-fence";
     /// The first error.
     pub const FIRST_ERROR: &str = "oncegate-first-error";
     /// The last error.
     pub const LAST_ERROR: &str = "oncegate-last-error";
-    /// Topic or queue, and partition and offset where there are some.
+    /// Topic, partition and offset, or the queue.
     pub const ORIGIN: &str = "oncegate-origin";
     /// How many attempts of a delayed copy failed before.
     pub const FAILURES: &str = "oncegate-failures";
-    /// When the first copy was seen, in milliseconds since 1970.
+    /// When the first copy was received, in milliseconds since 1970.
     pub const FIRST_SEEN: &str = "oncegate-first-seen";
 }
 
@@ -291,8 +291,8 @@ pub fn is_reserved(name: &[u8]) -> bool {
     name.starts_with(headers::PREFIX.as_bytes())
 }
 
-/// The headers of a message that its dead letter keeps: all but the reserved ones. Those were
-/// forged by a producer, or describe an earlier delivery.
+/// The headers of a message that its dead letter keeps: all but the reserved ones, which a producer
+/// has forged or which describe an earlier delivery.
 pub fn kept_headers(message: &Message) -> impl Iterator<Item = (&[u8], Option<&[u8]>)> {
     message
         .headers
@@ -314,8 +314,8 @@ pub fn first_seen(message: &Message) -> Option<u64> {
     header.into_iter().chain(sent).min()
 }
 
-/// The headers that a source writes onto a rejected delivery, in this order, beside its
-/// [`kept_headers`]: name and value.
+/// The headers that a source adds to the [`kept_headers`] of a rejected message, in this order:
+/// name and value.
 pub fn rejection_headers(
     delivery: &Delivery,
     reason: &crate::lifecycle::Reason,

@@ -1,4 +1,4 @@
-//! The spans along the road.
+//! The tracing spans of a delivery.
 
 use std::fmt::Debug;
 
@@ -12,12 +12,12 @@ use crate::marker::Ask;
 use crate::message::{Message, Position};
 use crate::source::Delivery;
 
-/// The header in which W3C's Trace Context says to which trace a message belongs. It goes along
-/// with dead letters and copies, as all of a message's headers do.
+/// The W3C Trace Context header with the trace of a message. Dead letters and copies keep it, as
+/// they keep all headers.
 const TRACEPARENT: &str = "traceparent";
 
-/// A span for what is done with a message, with the attributes that OpenTelemetry's conventions for
-/// messaging name. They are looked up only where somebody listens.
+/// A span with the attributes of OpenTelemetry's semantic conventions for messaging, which are
+/// evaluated only if the span is enabled.
 macro_rules! message_span {
     ($name:literal, $kind:literal, $operation:literal, $message:expr, $($field:tt)*) => {
         debug_span!(
@@ -57,7 +57,7 @@ pub(crate) fn reconcile(cx: &Context) -> Span {
     span
 }
 
-/// A delivery leaves the road.
+/// The settlement of a delivery.
 pub(crate) fn settle(
     delivery: &Delivery,
     id: Option<&MessageId>,
@@ -86,16 +86,16 @@ pub(crate) fn settle(
     span
 }
 
-/// How a span joins the trace of its message's sender.
+/// How a span relates to the trace of the message's sender.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum TraceLink {
-    /// As a child: what sending the message led to.
+    /// As a child of the sender's span.
     Child,
-    /// With a link: a redelivery or a duplicate, whose message has led to something before.
+    /// With a link: a redelivery or a duplicate.
     Linked,
 }
 
-/// What the system itself calls an operation.
+/// The name that the broker itself uses for an operation.
 fn operation_name(operation: &'static str, message: &Message) -> &'static str {
     match (operation, message.origin.system) {
         ("settle", Some("kafka")) => "commit",
@@ -104,7 +104,7 @@ fn operation_name(operation: &'static str, message: &Message) -> &'static str {
     }
 }
 
-/// Where a message lies.
+/// The partition and the offset of a message.
 fn partition_and_offset(message: &Message) -> (Option<i32>, Option<i64>) {
     match message.origin.position {
         Position::Offset { partition, offset } => (Some(partition), Some(offset)),
@@ -175,7 +175,7 @@ fn join_trace(span: &Span, message: &Message, link: TraceLink) {
         state.unwrap_or_default(),
     );
     match link {
-        // It fails where no OpenTelemetry layer listens: nobody wants to know.
+        // Fails only without an OpenTelemetry layer.
         TraceLink::Child => {
             drop(span.set_parent(opentelemetry::Context::new().with_remote_span_context(sender)))
         }
@@ -183,11 +183,11 @@ fn join_trace(span: &Span, message: &Message, link: TraceLink) {
     }
 }
 
-/// What is asked of the store, from the question to its answer: `oncegate.claim`, `.complete`, and
-/// one for each other.
+/// An operation of the store, from the request to its answer: `oncegate.claim`, `oncegate.complete`
+/// and so on.
 ///
-/// Of a delivery, it joins the sender's trace as its run does; that it is a duplicate is not known
-/// before the answer.
+/// For a delivery, it joins the sender's trace as a run does. Whether it is a duplicate is unknown
+/// until the answer.
 pub(crate) fn operation(
     ask: &Ask,
     id: Option<&MessageId>,
@@ -230,7 +230,7 @@ pub(crate) fn operation(
     span
 }
 
-/// What was answered; the span ends here.
+/// Records the answer and ends the span of an operation.
 pub(crate) fn end_operation(span: Span, outcome: &dyn Debug, attempt: Option<u32>) {
     span.record("outcome", debug(outcome));
     if let Some(attempt) = attempt {

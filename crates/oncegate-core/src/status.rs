@@ -1,4 +1,4 @@
-//! What a consumer is doing, for those who ask from outside.
+//! The status of a running consumer, for status pages and health checks.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -9,18 +9,17 @@ use crate::lifecycle::Stage;
 use crate::message::{Origin, Position};
 use crate::store_health::{StoreHealth, StoreSnapshot};
 
-/// How often a consumer tells, if it was asked to.
+/// How often a consumer publishes its status.
 pub(crate) const PUBLISH_INTERVAL: Duration = Duration::from_millis(500);
 
-/// How many of the oldest are named.
+/// How many of the oldest deliveries are listed.
 const MAX_OLDEST: usize = 20;
 
-/// What a consumer is doing: how much it holds, what it has held longest, by id and place, and
-/// whether its store answers. Clones share it.
+/// The status of a consumer: how many deliveries it has, the oldest of them, and whether its store
+/// answers. Clones share it.
 ///
-/// StatusData twice a second while the consumer runs, also when nothing moves; so it is at most half a
-/// second old, unless a handler that runs in place blocks the consumer. What is seen of the store
-/// is data at once.
+/// Updated twice a second while the consumer runs, so it is at most half a second old unless an
+/// inline handler blocks the consumer. The state of the store is updated at once.
 ///
 /// ```
 /// use oncegate_core::{Consumer, ConsumerStatus};
@@ -35,32 +34,32 @@ const MAX_OLDEST: usize = 20;
 #[derive(Clone, Default)]
 pub struct ConsumerStatus(Arc<Mutex<StatusData>>);
 
-/// What was data last.
+/// The last published status.
 #[derive(Default)]
 pub(crate) struct StatusData {
     pub(crate) in_flight: usize,
     pub(crate) waiting: usize,
-    /// Sorted by how long ago they arrived.
+    /// With the time of receipt, the oldest first.
     pub(crate) oldest: Vec<(Instant, InFlightDelivery)>,
     pub(crate) store: Option<StoreHealth>,
 }
 
-/// What a consumer holds at one moment.
+/// The status of a consumer at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ConsumerSnapshot {
-    /// Deliveries that are claimed, handled, or on their way out.
+    /// Deliveries in flight: claimed, handled, or being recorded.
     pub in_flight: usize,
-    /// Deliveries that wait behind another of their key or partition, or rest after an attempt that
-    /// failed.
+    /// Queued deliveries: behind another of their key or partition, or backing off after a failed
+    /// attempt.
     pub waiting: usize,
-    /// The deliveries that it has held longest, at most 20, the oldest first.
+    /// The oldest unsettled deliveries, at most 20, the oldest first.
     pub oldest: Vec<InFlightDelivery>,
-    /// What it has seen of its store; `None` before its start and after its end.
+    /// The state of its store; `None` before the consumer starts and after it ends.
     pub store: Option<StoreSnapshot>,
 }
 
-/// One delivery that a consumer holds.
+/// One unsettled delivery of a consumer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct InFlightDelivery {
@@ -68,13 +67,13 @@ pub struct InFlightDelivery {
     pub id: Option<MessageId>,
     /// The topic or queue, and on Kafka the partition and the offset.
     pub origin: Origin,
-    /// How long ago it was handed over.
+    /// How long ago it was received.
     pub since: Duration,
     /// What it waits for.
     pub doing: DeliveryState,
-    /// The number of the attempt, from 1; 0 before its first claim is granted.
+    /// The number of the attempt, from 1; 0 before its claim is granted.
     pub attempt: u32,
-    /// How many processes ended while they handled it, or lost its lease.
+    /// How many processes crashed while they handled it, or lost its lease.
     pub crashes: u32,
 }
 
@@ -82,22 +81,22 @@ pub struct InFlightDelivery {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DeliveryState {
-    /// Another delivery of its key or partition is before it, it rests after an attempt that
-    /// failed, or two processes ended while they handled it, and such messages run one at a time.
+    /// It is queued behind another delivery of its key or partition, backs off after a failed
+    /// attempt, or waits to run alone because two processes crashed while they handled it.
     Waiting,
-    /// The store: whether its id may be handled.
+    /// The store's answer to its claim.
     Claiming,
-    /// Its id is held elsewhere, or the store is away; the claim is asked again later.
+    /// Another consumer holds its id, or the store is unavailable; the claim is repeated later.
     AwaitingHolder,
-    /// A free place for its handler, or, if it is to run alone, the claims that are under way.
+    /// A free run for its handler, or, if it runs alone, the answers to claims that were sent.
     Ready,
-    /// The handler.
+    /// Its handler.
     Handling,
-    /// The pause before the handler runs again.
+    /// The backoff before an inline retry.
     Pausing,
-    /// `reconcile`, or the pause before it is tried again.
+    /// `reconcile`, or the backoff before it is retried.
     Reconciling,
-    /// The store: that what became of it is recorded.
+    /// The store, to record its outcome.
     Recording,
 }
 
@@ -120,7 +119,7 @@ impl DeliveryState {
         }
     }
 
-    /// One word for people and labels.
+    /// The state as one word, for labels and JSON.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Waiting => "waiting",
@@ -136,22 +135,22 @@ impl DeliveryState {
 }
 
 impl ConsumerStatus {
-    /// Of a consumer that has not started.
+    /// The status of a consumer that has not started.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// What the consumer holds; nothing before its start and after its end. Given to two consumers,
-    /// it tells of whichever data last.
+    /// The last published status; empty before the consumer starts and after it ends. If two
+    /// consumers share it, the one that published last.
     pub fn snapshot(&self) -> ConsumerSnapshot {
         let (data, now) = (self.lock(), Instant::now());
         let since = |arrived: &Instant| now.saturating_duration_since(*arrived);
         let oldest = data
             .oldest
             .iter()
-            .map(|(arrived, held)| InFlightDelivery {
+            .map(|(arrived, delivery)| InFlightDelivery {
                 since: since(arrived),
-                ..held.clone()
+                ..delivery.clone()
             })
             .collect();
         let store = data.store.as_ref().map(|seen| seen.snapshot(now));
@@ -163,30 +162,30 @@ impl ConsumerStatus {
         }
     }
 
-    /// The oldest of these, which are named with `held`.
+    /// Publishes the numbers and the oldest deliveries, which `describe` makes of `all`.
     pub(crate) fn publish<T>(
         &self,
         in_flight: usize,
         waiting: usize,
         mut all: Vec<(Instant, T)>,
-        held: impl Fn(T) -> Option<InFlightDelivery>,
+        describe: impl Fn(T) -> Option<InFlightDelivery>,
     ) {
         all.sort_by_key(|(arrived, _)| *arrived);
         all.truncate(MAX_OLDEST);
         let oldest = all
             .into_iter()
-            .filter_map(|(arrived, it)| Some((arrived, held(it)?)))
+            .filter_map(|(arrived, it)| Some((arrived, describe(it)?)))
             .collect();
         let mut data = self.lock();
         (data.in_flight, data.waiting, data.oldest) = (in_flight, waiting, oldest);
     }
 
-    /// The consumer starts, with this store.
+    /// The consumer starts with this store.
     pub(crate) fn start(&self, store: String) {
         self.lock().store = Some(StoreHealth::new(store));
     }
 
-    /// Something was seen of the store.
+    /// Updates the state of the store.
     pub(crate) fn update_store(&self, what: impl FnOnce(&mut StoreHealth)) {
         if let Some(seen) = &mut self.lock().store {
             what(seen);
@@ -194,13 +193,12 @@ impl ConsumerStatus {
     }
 
     fn lock(&self) -> MutexGuard<'_, StatusData> {
-        // What is data is whole at any moment: each part of it is replaced, and nothing panics in
-        // between.
+        // A poisoned lock is safe: nothing panics while the data is inconsistent.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Forgets what was data when it is dropped, however the consumer ends.
+/// Clears the status on drop, however the consumer ends.
 pub(crate) struct ClearStatusOnDrop(pub(crate) Option<ConsumerStatus>);
 
 impl Drop for ClearStatusOnDrop {
@@ -219,7 +217,7 @@ impl fmt::Debug for ConsumerStatus {
     }
 }
 
-/// One line for a person: `pay-42 of payments/3 at 1042: handling since 12s, attempt 1`.
+/// One line of text: `pay-42 of payments/3 at 1042: handling since 12s, attempt 1`.
 impl fmt::Display for InFlightDelivery {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.id {

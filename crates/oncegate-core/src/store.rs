@@ -6,16 +6,15 @@ use async_trait::async_trait;
 
 use crate::marker::{Guarantee, Marker, Operation, Verdict};
 
-/// Remembers ids.
+/// Remembers ids and the state of each.
 ///
 /// # The contract
 /// - Each operation is applied as [`marker::apply`](crate::marker::apply) says, atomically on its
 ///   own key, by the store's own clock.
 /// - The answer has one entry per operation, in order. Operations on one key are applied in the
-///   order in which they stand. One bad operation spoils no other.
-/// - Dropping the future leaves each operation applied or not: its outcome is unknown, and asking
-///   again is safe.
-/// - Nothing waits for ever: an answer that does not come in time is [`StoreError::Unknown`].
+///   given order. One failed operation does not affect the others.
+/// - If the future is dropped, each operation may or may not be applied. Repeating it is safe.
+/// - Each call returns in bounded time: a missing answer is [`StoreError::Unknown`].
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a store",
     label = "this is no store",
@@ -27,105 +26,98 @@ pub trait Store: Send + Sync {
     /// Applies the operations and answers each.
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>>;
 
-    /// What it is and where, in a few words for people, such as `Redis at 10.0.0.7:6379`: a status
-    /// page names the store so. Never a secret. By default the name of its type.
+    /// The store and its address, such as `Redis at 10.0.0.7:6379`, for status pages. Must not
+    /// contain secrets. Default: the name of the type.
     fn described(&self) -> String {
         std::any::type_name::<Self>().to_owned()
     }
 
-    /// Whether the store, as it is set up, offers all that this guarantee asks of it: its version,
-    /// its commands, the rights of its user. By default it is enough that it can tell its
-    /// [`persistence`](Self::persistence).
+    /// Checks that the server can keep this guarantee: its version, its commands, the permissions
+    /// of its user. By default it only calls [`persistence`](Self::persistence).
     ///
-    /// Asked at start, before anything is received. A store that is not there yet says
-    /// [`StoreError::NotApplied`] or [`StoreError::Unknown`], and is asked again;
-    /// [`StoreError::Misconfigured`] ends the consumer.
+    /// Called at start, before the first message. [`StoreError::NotApplied`] and
+    /// [`StoreError::Unknown`] are retried; [`StoreError::Misconfigured`] ends the consumer.
     ///
     /// # Errors
-    /// What keeps the store from being used on these terms: the setting, what is wrong with it, and
-    /// what to do.
+    /// The wrong setting, what is wrong with it, and what to do.
     async fn preflight(&self, guarantee: Guarantee) -> Result<(), StoreError> {
         let _ = guarantee;
         self.persistence().await.map(drop)
     }
 
-    /// Whether what the store said survives its own crash. At most once refuses a store that
-    /// forgets, and is the only guarantee that asks.
+    /// Whether acknowledged changes survive a crash of the store. At most once refuses a volatile
+    /// store, and is the only guarantee that calls this.
     ///
-    /// Asked at start, after [`preflight`](Self::preflight). A store that is not there yet says
-    /// [`StoreError::NotApplied`] or [`StoreError::Unknown`], and is asked again;
-    /// [`StoreError::Misconfigured`] ends the consumer.
+    /// Called at start, after [`preflight`](Self::preflight), with the same errors.
     ///
     /// # Errors
-    /// What keeps the store from being used, with what to do about it.
+    /// What prevents the use of the store, and what to do.
     async fn persistence(&self) -> Result<Persistence, StoreError> {
         Ok(Persistence::Volatile(
-            "it does not say that it survives a crash".into(),
+            "it does not report whether its data survives a crash".into(),
         ))
     }
 
-    /// A handle on the same store for the renewals: they run on a thread of their own, which no
-    /// handler can block, and must not share a connection whose driver lives on another runtime. It
-    /// connects when it is first used, there.
+    /// Another handle to the same store, for lease renewals. They run on a thread with its own
+    /// tokio runtime, and must not share a connection whose driver runs on another one. The handle
+    /// connects at its first use.
     ///
-    /// `None` where the store itself is as good, because it needs no runtime.
+    /// `None` if the store needs no runtime and can be shared.
     fn for_renewals(&self) -> Option<std::sync::Arc<dyn Store>> {
         None
     }
 
-    /// How many applies may be in flight at once to make the best use of this store. At least 1.
+    /// The number of concurrent `apply` calls that this store handles best, at least 1.
     fn parallel_applies(&self) -> usize {
         1
     }
 }
 
-/// Whether a store's answers survive its own crash.
+/// Whether acknowledged changes survive a crash of the store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Persistence {
-    /// What was answered is still known after a crash; the text says what that rests on.
+    /// They survive; the text says why.
     Durable(String),
-    /// It may be forgotten; the text says why, and how to change it. That it can be accepted is
-    /// said by whoever refuses it.
+    /// They may be lost; the text says why, and how to change that.
     Volatile(String),
 }
 
-/// Why a store did not answer an operation.
+/// Why a store has no verdict for an operation.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// Nothing was applied: ask again later.
+    /// The operation was not applied: retry later.
     #[error("the store changed nothing, and asking again is safe: {0}")]
     NotApplied(#[source] BoxError),
-    /// It may have been applied: ask again with the same token.
+    /// The operation may have been applied: retry with the same token.
     #[error("no answer from the store, which may have made the change; asking again is safe: {0}")]
     Unknown(#[source] BoxError),
-    /// What is stored under this key is no marker that this release can read. It concerns this id
-    /// alone, and nothing was changed.
+    /// The record under this key is not a marker that this release can read. Only this id is
+    /// affected, and nothing was changed.
     #[error("unreadable marker: {0}")]
     UnreadableMarker(#[source] BoxError),
-    /// It will never work like this: stop, and tell a person what to change.
+    /// A permanent error, until an operator changes what the text names.
     #[error("the store is misconfigured: {0}")]
     Misconfigured(#[source] BoxError),
 }
 
-/// The error below.
+/// A boxed error of any type.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
-/// How long a store may take for one apply, where it has no better figure of its own.
+/// The default timeout of one `apply`.
 pub const APPLY_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// A marker, and how long it stands.
+/// A marker with its expiry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Standing {
-    /// What stands under the key.
+    /// The marker under the key.
     pub marker: Marker,
-    /// When the key expires; `None` without an expiry, and where there is no key.
+    /// The time until the key expires; `None` if it has no expiry or does not exist.
     pub expires_in: Option<Duration>,
 }
 
 impl Standing {
     /// How long ago a marker in progress or in doubt was last written, by the server's clock.
-    /// `None` of others, whose records do not tell, and where the expiry was not set by this
-    /// protocol alone.
+    /// `None` for other markers, which do not record it, and if another program changed the expiry.
     pub fn age(&self) -> Option<Duration> {
         match self.marker {
             Marker::InProgress(hold) | Marker::InDoubt(hold, _) => {
@@ -136,11 +128,11 @@ impl Standing {
     }
 }
 
-/// One key of a page.
+/// One key of a listing.
 #[derive(Debug)]
 pub struct Listed {
-    /// The key without the prefix: the id, behind its scope and `|` where there is one.
+    /// The key without its prefix: the id, after `scope|` if there is a scope.
     pub name: String,
-    /// The marker; an error if the key holds none that this release can read.
+    /// The marker, or an error if the record is not a marker that this release can read.
     pub standing: Result<Standing, StoreError>,
 }

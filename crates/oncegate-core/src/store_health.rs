@@ -1,20 +1,20 @@
-//! What a consumer has seen of its store, for those who ask from outside.
+//! Whether the store of a consumer answers, as its status reports it.
 
 use std::time::{Duration, Instant};
 
 use crate::store::StoreError;
 
-/// What a consumer saw of its store when it asked for its messages. Nobody asks a store for this
-/// alone.
+/// The state of a consumer's store, from the operations of its messages. The store gets no extra
+/// requests for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StoreSnapshot {
-    /// What it is and where, as [`Store::described`](crate::Store::described) says it: without
+    /// The store and its address, from [`Store::described`](crate::Store::described): without
     /// secrets.
     pub name: String,
     /// Whether it answers.
     pub state: StoreState,
-    /// What it said last instead of an answer, however long ago.
+    /// Its last error, however long ago.
     pub last_error: Option<StoreTrouble>,
 }
 
@@ -22,32 +22,32 @@ pub struct StoreSnapshot {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum StoreState {
-    /// It was asked nothing yet, or has not said anything yet: the consumer has just started.
+    /// No operation was answered yet: the consumer has just started.
     Unasked,
-    /// It answered what it was asked last.
+    /// It answered the last batch.
     Answers {
-        /// How long ago. While no message comes, nobody asks.
+        /// How long ago. Without messages there are no operations.
         last: Duration,
     },
-    /// It did not answer what it was asked last. It is asked again a few times a second, for as
-    /// long as anything waits for it.
+    /// It did not answer the last batch. The consumer retries a few times a second, as long as
+    /// deliveries wait for the store.
     Away {
-        /// How long ago it first did not.
+        /// How long ago the first unanswered batch failed.
         since: Duration,
     },
 }
 
-/// What a store said instead of an answer.
+/// An error of the store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StoreTrouble {
     /// How long ago.
     pub since: Duration,
-    /// As the log has it.
+    /// The text of the error, as in the log.
     pub text: String,
 }
 
-/// What was seen, with when.
+/// The last answer and the last error of a store, each with its time.
 #[derive(Debug)]
 pub(crate) struct StoreHealth {
     name: String,
@@ -57,7 +57,7 @@ pub(crate) struct StoreHealth {
 }
 
 impl StoreHealth {
-    /// Of a store that was asked nothing yet.
+    /// A store that got no operation yet.
     pub(crate) fn new(name: String) -> Self {
         Self {
             name,
@@ -75,7 +75,7 @@ impl StoreHealth {
         self.away.get_or_insert(now);
     }
 
-    /// An error instead of one answer; others that were asked for beside it may have come.
+    /// One operation failed; others of the same batch may have succeeded.
     pub(crate) fn failed(&mut self, error: &StoreError, now: Instant) {
         self.error = Some((now, error.to_string()));
     }

@@ -212,8 +212,8 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         None
     }
 
-    /// Whether the handler may start, or its lease has ended meanwhile. The lease may be renewed for
-    /// as long as a run can take from now on, however long the delivery has waited.
+    /// Whether the handler may start, or its lease has ended meanwhile. The lease may be renewed
+    /// for as long as a run can take from now on, however long the delivery has waited.
     fn check_lease_before_run(&self, entry: &InFlightEntry) -> Event {
         let Some(lease) = &entry.lease else {
             return Event::Slot;
@@ -535,7 +535,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         let Some(shortest) = self.settings.shortest_lease else {
             return;
         };
-        self.runtimes.ran(took);
+        self.runtimes.record(took);
         if let Some(lease) = self.runtimes.lease() {
             self.lease = lease.clamp(shortest, self.settings.lease);
         }

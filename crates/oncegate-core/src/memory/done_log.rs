@@ -48,8 +48,8 @@ impl DoneLog {
         self.index.len()
     }
 
-    /// Touches what [`DoneLog::find`] will look at. Of a million ids hardly any lies in a cache of the
-    /// processor; one lookup right after the other waits for all of them at once, where between
+    /// Touches what [`DoneLog::find`] will look at. Of a million ids hardly any lies in a cache of
+    /// the processor; one lookup right after the other waits for all of them at once, where between
     /// them there is so much to do that each waits alone.
     pub(super) fn prefetch(&self, hashes: &[u64]) {
         let found = hashes
