@@ -1,4 +1,4 @@
-//! What a handler is told beside its payload.
+//! The context of a run, which a handler gets beside its payload.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,29 +7,30 @@ use crate::id::MessageId;
 use crate::lease::Lease;
 use crate::message::Message;
 
-/// What a handler is told beside its payload: the id, the fence, the message itself.
+/// The context of a run: the id, the fencing token, the message itself.
 #[derive(Clone, Debug)]
 pub struct Context {
     pub(crate) id: MessageId,
     pub(crate) attempt: u32,
-    /// How many attempts failed before, also those that the store forgot because they did nothing.
+    /// How many attempts failed before, including those without an effect, which the store does not
+    /// count.
     pub(crate) failures: u32,
     pub(crate) message: Message,
     pub(crate) lease: Option<Arc<Lease>>,
 }
 
 impl Context {
-    /// The idempotency key: hand it to whatever deduplicates further on.
+    /// The idempotency key: pass it to downstream systems that deduplicate.
     pub fn id(&self) -> &str {
         self.id.as_str()
     }
 
-    /// The fence: which attempt the store granted, from 1. A sink that refuses anything below the
-    /// highest attempt it has seen for an id is safe from a holder that was too slow to notice that
-    /// it had lost its lease.
+    /// The fencing token: the number of the granted attempt, from 1. A sink that refuses numbers
+    /// below the highest one that it has seen for an id is safe from a holder that has lost its
+    /// lease without noticing.
     ///
-    /// It grows after each attempt that may have had an effect. An attempt that ended with
-    /// [`retry`](crate::FailureExt::retry) had none, and the next may have the same number.
+    /// It increases after each attempt that may have had an effect. An attempt that ended with
+    /// [`retry`](crate::FailureExt::retry) had none, so the next one may have the same number.
     pub fn attempt(&self) -> u32 {
         self.attempt
     }
@@ -39,11 +40,12 @@ impl Context {
         &self.message
     }
 
-    /// How long the lease still lives if it is not renewed; zero once it is lost. Renewal goes on
-    /// by itself; code that cannot be cancelled by dropping its future (a blocking thread) asks
-    /// this before each effect.
+    /// How long the lease lasts without a renewal; zero once it is lost. Leases are renewed in the
+    /// background. Code that dropping the future does not cancel, such as a blocking thread, has to
+    /// check this before each effect.
     ///
-    /// Without a lease (`bare`, or passed without the gate) it is [`Duration::MAX`].
+    /// [`Duration::MAX`] without a lease: with [`Guarantee::Bare`](crate::Guarantee::Bare), and without
+    /// the gate.
     pub fn lease_remaining(&self) -> Duration {
         self.lease
             .as_ref()

@@ -1,33 +1,33 @@
-//! Every default, in one place.
+//! The defaults of all settings.
 
 use std::time::Duration;
 
-/// How long a done id is remembered.
+/// The dedup window: how long the id of a handled message is remembered.
 pub const WINDOW: Duration = Duration::from_secs(24 * 3600);
-/// How long a claim holds without renewal; it is renewed at a third of this.
+/// How long a claim holds without renewal; it is renewed after a third of that.
 pub const LEASE: Duration = Duration::from_secs(30);
-/// How many attempts a message gets before it is dead-lettered.
+/// The maximum number of attempts before a message is dead-lettered.
 pub const ATTEMPTS: u32 = 5;
-/// How many processes may end while they handle a message before it is dead-lettered.
+/// The maximum number of processes that may crash while they handle a message before it is
+/// dead-lettered.
 pub const MAX_CRASHES: u32 = 10;
-/// How often a handler is run again in place within one attempt.
+/// The maximum number of inline retries within one attempt.
 pub const RETRIES: u32 = 3;
 /// The first pause before a retry; it doubles.
 pub const BACKOFF: Duration = Duration::from_millis(100);
 /// The longest pause before a retry.
 pub const LONGEST_BACKOFF: Duration = Duration::from_secs(10);
-/// How often `reconcile` is tried before a message goes to the in-doubt queue.
+/// The maximum number of `reconcile` calls before a message goes to the in-doubt queue.
 pub const RECONCILES: u32 = 5;
-/// How long a handler may run.
+/// The timeout of a handler.
 pub const HANDLER_TIMEOUT: Duration = Duration::from_secs(300);
-/// How many deliveries are in flight at the most.
+/// The maximum number of deliveries in flight.
 pub const IN_FLIGHT: usize = 512;
-/// How many bytes of key, headers and body are in flight at the most, but for one delivery that is
-/// larger alone.
+/// The maximum number of bytes of key, headers and body in flight; a single delivery may be larger.
 pub const IN_FLIGHT_BYTES: usize = 64 << 20;
-/// How many deliveries wait at the most behind others of their key or partition.
+/// The maximum number of deliveries that are queued behind others of their key or partition.
 pub const WAITING: usize = 10_000;
-/// How many bytes of key, headers and body wait there at the most, and one delivery more.
+/// The maximum number of queued bytes of key, headers and body; one delivery may exceed it.
 pub const WAITING_BYTES: usize = 64 << 20;
 /// How long a drain may take.
 pub const DRAIN: Duration = Duration::from_secs(30);

@@ -4,7 +4,7 @@ use crate::id::BadScope;
 use crate::source::SourceError;
 use crate::store::StoreError;
 
-/// Why a consumer did not start, or ended. Each says what to do.
+/// Why a consumer did not start, or ended. The text says what to do.
 #[derive(thiserror::Error)]
 pub enum Error {
     /// A setting is wrong.
@@ -17,35 +17,35 @@ pub enum Error {
         /// What to do.
         remedy: &'static str,
     },
-    /// A scope that cannot stand in a key.
+    /// The scope has characters that are not allowed in a key.
     #[error(transparent)]
     Scope(#[from] BadScope),
-    /// At most once was asked of a store that may forget what it said.
+    /// At most once is set on a store that may lose data in a crash.
     #[error(
         "store: at most once needs a store that does not forget, and {0}; change that, or accept it with `allow_volatile_store()`"
     )]
     ForgetfulStore(String),
-    /// The store cannot be used as it is configured.
+    /// The store cannot be used with its configuration.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The thread that renews leases ended; without it no handler is safe.
+    /// The thread that renews leases ended. Without it leases end while handlers run.
     #[error(
-        "renewals: their thread ended, and without it no lease lives on; start again, and report what stands in the log before this"
+        "the thread that renews leases ended, so the consumer cannot continue; restart it, and report the log lines before this one"
     )]
     Renewals,
-    /// The source cannot go on.
+    /// The source failed permanently.
     #[error(transparent)]
     Source(#[from] SourceError),
 }
 
 impl Error {
-    /// The thread of the renewals did not start.
+    /// The thread that renews leases could not be started.
     pub(crate) fn threads(error: std::io::Error) -> Self {
-        let problem = format!("their thread could not be started: {error}");
+        let problem = format!("the thread that renews leases could not be started: {error}");
         Self::Misconfigured {
             setting: "renewals",
             problem,
-            remedy: "raise the limit of threads of this process",
+            remedy: "raise the thread limit of this process (`ulimit -u`, or `pids` of its cgroup)",
         }
     }
 }

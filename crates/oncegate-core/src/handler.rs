@@ -1,4 +1,4 @@
-//! What the user writes: a handler, and what it says when it fails.
+//! The handler that a user writes, and how it reports failures.
 
 use async_trait::async_trait;
 use serde::de::DeserializeOwned;
@@ -8,12 +8,11 @@ use crate::store::BoxError;
 
 /// Handles messages.
 ///
-/// The payload is decoded from the body: as JSON, unless the consumer was given another
-/// [`Decode`](crate::Decode). A payload that does not parse goes to the dead letters, and the
-/// consumer goes on.
+/// The payload is decoded from the body: as JSON, unless the consumer has another
+/// [`Decode`](crate::Decode). A message whose payload does not parse is dead-lettered.
 ///
-/// The future may be dropped at any `.await`: when its lease is over, at its timeout, at the end of
-/// a drain. What it had sent by then is an unknown outcome, and is treated as one.
+/// The future may be dropped at any `.await`: when its lease ends, at its timeout, at the end of a
+/// drain. Its outcome is unknown then.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a handler",
     label = "this is no `Handler`",
@@ -22,25 +21,25 @@ use crate::store::BoxError;
 )]
 #[async_trait]
 pub trait Handler: Send + Sync + 'static {
-    /// What the body is decoded into.
+    /// The type into which the body is decoded.
     type Payload: DeserializeOwned + Send;
 
     /// Does the work. `Ok` means that it happened.
     ///
     /// # Errors
-    /// A [`Failure`] says what is known of the effect: nothing happened, it never will, or nobody
-    /// knows.
+    /// A [`Failure`] that says whether the effect happened: it did not, it never will, or unknown.
     async fn handle(&self, payload: Self::Payload, cx: &Context) -> Result<(), Failure>;
 
-    /// Finds out whether an earlier attempt happened, when nobody knows. The payload comes by
-    /// value, as in `handle`.
+    /// Finds out whether an earlier attempt, whose outcome is unknown, had its effect.
     ///
-    /// [`Reconciled::DidNotHappen`] means: it did not, *and nothing still can*, up to and including
-    /// `cx.attempt()`. Whoever can only look answers [`Reconciled::Unknown`].
+    /// [`Reconciled::DidNotHappen`] means that it did not, *and that no attempt up to and including
+    /// `cx.attempt()` still can*. A handler that can only look, but not prevent a late effect,
+    /// returns
+    /// [`Reconciled::Unknown`].
     ///
     /// # Errors
-    /// Any failure counts as not having found out; it is tried again, and then the message goes to
-    /// the in-doubt queue.
+    /// Any failure counts as [`Reconciled::Unknown`]: it is retried up to `max_reconciles` times,
+    /// then the message goes to the in-doubt queue.
     async fn reconcile(
         &self,
         _payload: Self::Payload,
@@ -50,17 +49,17 @@ pub trait Handler: Send + Sync + 'static {
     }
 }
 
-/// What a handler knows of its effect when it fails. There is no conversion from errors in general:
-/// at each fallible call the handler says what it knows, with [`FailureExt`].
+/// What a handler knows of its effect when it fails. There is no blanket conversion from errors:
+/// each fallible call states it with [`FailureExt`].
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
     /// Nothing happened: safe to run again.
     #[error("nothing happened: {0}")]
     Retry(#[source] BoxError),
-    /// It will never work: dead letters.
+    /// Nothing happened, and a retry does not help: the message is dead-lettered.
     #[error("it will never work: {0}")]
     Reject(#[source] BoxError),
-    /// It may have happened: never run again on a guess.
+    /// It may have happened: the outcome is unknown.
     #[error("it may have happened: {0}")]
     InDoubt(#[source] BoxError),
 }
@@ -73,7 +72,7 @@ pub enum Failure {
     label = "say what is known: `.retry()?` if nothing happened, `.reject()?` if it will never work, `.in_doubt()?` if it may have happened; with `use oncegate::FailureExt;`"
 )]
 pub trait IntoFailure {
-    /// The failure that it means.
+    /// Converts it into the failure.
     fn into_failure(self) -> Failure;
 }
 
@@ -83,7 +82,7 @@ impl<E: IntoFailure> From<E> for Failure {
     }
 }
 
-/// What `reconcile` found out.
+/// The result of `reconcile`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Reconciled {
     /// The effect happened.
@@ -93,13 +92,13 @@ pub enum Reconciled {
     /// [`Context::attempt`](crate::Context::attempt). With attempts below it alone the effect of a
     /// handler that reconciles its own outcome could still happen, beside that of the next run.
     DidNotHappen,
-    /// Nobody can tell.
+    /// Cannot be determined.
     Unknown,
 }
 
-/// Says what a handler knows when a call fails: `card(…).await.retry()?`.
+/// Converts the error of a call into a [`Failure`]: `card(…).await.retry()?`.
 pub trait FailureExt<T> {
-    /// What the call fails with.
+    /// The error of the call.
     type Error;
 
     /// Nothing happened: safe to run again.
@@ -110,7 +109,7 @@ pub trait FailureExt<T> {
     where
         Self::Error: IntoCause;
 
-    /// It will never work: dead letters.
+    /// Nothing happened, and a retry does not help: the message is dead-lettered.
     ///
     /// # Errors
     /// [`Failure::Reject`] in place of the error.
@@ -118,7 +117,7 @@ pub trait FailureExt<T> {
     where
         Self::Error: IntoCause;
 
-    /// It may have happened: never run again on a guess.
+    /// It may have happened: the outcome is unknown.
     ///
     /// # Errors
     /// [`Failure::InDoubt`] in place of the error.
@@ -152,7 +151,7 @@ impl<T, E> FailureExt<T> for Result<T, E> {
     }
 }
 
-/// What can be the cause of a [`Failure`]: every error that may go to another thread, and text.
+/// Types that can be the cause of a [`Failure`]: errors that are `Send` and `Sync`, and text.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot be the cause of a `Failure`",
     label = "its error is neither text nor a `std::error::Error` that is `Send`, `Sync` and `'static`",

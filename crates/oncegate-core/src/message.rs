@@ -1,4 +1,4 @@
-//! What was sent: a value, with no connection inside.
+//! Messages: plain values without a connection.
 
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -8,8 +8,7 @@ use bytes::Bytes;
 /// One message as it was sent. Cloning copies no payload: key, headers and body are slices of
 /// shared memory.
 ///
-/// What outlives the batch it came in (a cache, a log) should copy what it keeps, or it keeps the
-/// whole batch alive.
+/// The slices keep the memory of the whole batch alive. Copy what you store for longer.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Message {
     /// Where the message came from.
@@ -68,8 +67,8 @@ pub struct Origin {
     pub name: Arc<str>,
     /// The position inside it, where there is a lasting one.
     pub position: Position,
-    /// The system that it lies in, as OpenTelemetry's conventions for messaging name it: `kafka`,
-    /// `rabbitmq`. Spans say it; `None` leaves it out.
+    /// The messaging system by OpenTelemetry's semantic conventions: `kafka`, `rabbitmq`. An
+    /// attribute of spans; `None` omits it.
     pub system: Option<&'static str>,
 }
 
@@ -98,14 +97,14 @@ impl std::fmt::Display for Origin {
 /// A message's place in its topic or queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Position {
-    /// A log keeps it at this partition and offset, for every reader the same.
+    /// A log, in which a message has a permanent partition and offset.
     Offset {
         /// The partition, from 0.
         partition: i32,
         /// The offset in the partition, from 0.
         offset: i64,
     },
-    /// A queue gives it no lasting place.
+    /// A queue, in which messages have no permanent position.
     Queue,
 }
 
@@ -170,7 +169,7 @@ impl Headers {
 }
 
 impl std::fmt::Debug for Headers {
-    /// Names only: values may hold what nobody should read in a log.
+    /// Names only: values may be secret.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_list()
             .entries(self.iter().map(|(name, _)| String::from_utf8_lossy(name)))

@@ -1,8 +1,8 @@
-//! Every metric, with what it says: what is registered and what the book shows come from here.
+//! All metrics with their descriptions, for the recorder and the book.
 
 use metrics::{Unit, describe_counter, describe_gauge, describe_histogram};
 
-/// One metric, as a recorder is told and the book shows it.
+/// The description of a metric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Metric {
     /// Its name, by Prometheus's conventions.
@@ -11,7 +11,7 @@ pub struct Metric {
     pub kind: Kind,
     /// Its labels; the values of each are few.
     pub labels: &'static [&'static str],
-    /// What it says.
+    /// Its description.
     pub help: &'static str,
 }
 
@@ -65,8 +65,8 @@ impl Metric {
         }
     }
 
-    /// Tells the recorder of the process what it is. Before the recorder is installed, it is told
-    /// to nobody.
+    /// Describes the metric to the recorder of the process. Has no effect before a recorder is
+    /// installed.
     pub fn describe(&self) {
         let Self { name, help, .. } = *self;
         let unit = if name.ends_with("_seconds") || name.ends_with("_seconds_total") {

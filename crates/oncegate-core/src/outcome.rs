@@ -5,7 +5,7 @@ use metrics::{Counter, counter};
 use crate::lifecycle::{Event, Outcome, Settlement};
 use crate::marker::{Attempts, Finding, Verdict};
 
-/// `oncegate_deliveries_total{outcome=…}`: what the gate said, and what became of deliveries.
+/// `oncegate_deliveries_total{outcome=…}`: the verdicts for deliveries, and their settlements.
 pub const DELIVERIES: &str = "oncegate_deliveries_total";
 
 macro_rules! outcomes {
@@ -73,7 +73,7 @@ impl Outcomes {
         }
     }
 
-    /// Counts how a delivery left the road.
+    /// Counts the settlement of a delivery.
     pub(crate) fn settled(&self, settlement: &Settlement) {
         match settlement {
             Settlement::Accept(proof) => match proof.as_str() {
@@ -92,12 +92,12 @@ impl Outcomes {
         self.too_old.increment(1);
     }
 
-    /// Counts a message whose age nobody knows.
+    /// Counts a message without a timestamp.
     pub(crate) fn unknown_age(&self) {
         self.unknown_age.increment(1);
     }
 
-    /// Counts a delivery that was let go at the end of a drain.
+    /// Counts a delivery that was abandoned at the end of a drain.
     pub(crate) fn dropped(&self) {
         self.dropped.increment(1);
     }

@@ -1,4 +1,4 @@
-//! What a consumer goes by, checked at start.
+//! The settings of a consumer, which are checked at start.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,17 +13,17 @@ use crate::readiness::Readiness;
 use crate::source::Order;
 use crate::status::ConsumerStatus;
 
-/// Whether the same id with another body is told apart.
+/// Whether a message with a known id and a different body is a conflict.
 #[derive(Clone, Default)]
 pub enum Fingerprints {
-    /// By the body in at most once, not at all otherwise.
+    /// Compares the body in at most once, and nothing otherwise.
     #[default]
     ByGuarantee,
-    /// Not at all: the id alone decides.
+    /// Compares nothing: only the id counts.
     Off,
-    /// By a hash of the body.
+    /// Compares a hash of the body.
     Body,
-    /// By a number that this function makes of the message.
+    /// Compares the number that this function computes from the message.
     By(Arc<dyn Fn(&Message) -> u64 + Send + Sync>),
 }
 
@@ -52,18 +52,18 @@ impl std::fmt::Debug for Fingerprints {
 /// Where handlers run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Execution {
-    /// Each in a task of its own: every core is used, for waiting and for computing alike.
+    /// Each in its own tokio task, on all cores.
     #[default]
     Spawned,
-    /// Each is polled once where it stands, and gets a task only if it is not ready: the fast way
-    /// for handlers that are ready at once. A handler that blocks holds up the consumer.
+    /// Each is polled once by the consumer, and spawned only if it is pending: the fastest for
+    /// handlers that are ready at once. A handler that blocks stops the consumer.
     Inline,
 }
 
-/// The longest that any setting may last, so that no clock overflows.
+/// The maximum of every duration, so that no clock overflows.
 pub(crate) const LONGEST: Duration = Duration::from_secs(3650 * 24 * 3600);
 
-/// What a consumer goes by.
+/// The settings of a consumer.
 #[derive(Clone, Debug)]
 pub(crate) struct Settings {
     pub(crate) guarantee: Guarantee,
@@ -72,7 +72,7 @@ pub(crate) struct Settings {
     pub(crate) fingerprints: Fingerprints,
     pub(crate) dedup_window: Duration,
     pub(crate) lease: Duration,
-    /// Where the lease goes by how long handlers run.
+    /// The lower bound of an adaptive lease; `None` for a fixed one.
     pub(crate) shortest_lease: Option<Duration>,
     pub(crate) max_attempts: u32,
     pub(crate) max_crashes: u32,
@@ -95,7 +95,7 @@ pub(crate) struct Settings {
     pub(crate) status: Option<ConsumerStatus>,
 }
 
-/// Whether at most once takes a store that may forget.
+/// Whether at most once accepts a store that may lose data in a crash.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum VolatileStore {
     Refused,
@@ -136,7 +136,7 @@ impl Default for Settings {
 }
 
 impl Settings {
-    /// Checks what cannot work.
+    /// Finds the first setting that cannot work.
     pub(crate) fn check(&self) -> Result<(), Error> {
         let wrong = |setting, problem: String, remedy| {
             Err(Error::Misconfigured {
@@ -188,8 +188,8 @@ impl Settings {
         if self.max_age.is_some_and(|age| age > self.dedup_window) {
             return wrong(
                 "max_age",
-                "it is longer than the window, which could not speak for such messages".into(),
-                "set it to at most the window",
+                "it is longer than the dedup window, after which ids are forgotten".into(),
+                "set it to at most the dedup window",
             );
         }
         let zeros = [
@@ -235,7 +235,7 @@ impl Settings {
         }
         if self.max_crashes < 2 {
             let problem = format!(
-                "{}: a message runs alone from the second crash on, and would not be given the chance",
+                "{} is below 2: a message runs alone from the second crash on",
                 self.max_crashes
             );
             return wrong("max_crashes", problem, "set at least 2");
@@ -244,7 +244,7 @@ impl Settings {
             return wrong(
                 "backoff",
                 format!(
-                    "{:?} would ask a store that is away without a pause",
+                    "{:?} would retry without a pause while the store is unavailable",
                     self.backoff
                 ),
                 "set at least 1 ms",
@@ -260,13 +260,13 @@ impl Settings {
         Ok(())
     }
 
-    /// The shortest lease that a claim may have.
+    /// The shortest lease of a claim.
     pub(crate) fn shortest_lease(&self) -> Duration {
         self.shortest_lease.unwrap_or(self.lease)
     }
 
-    /// How long one permit can be needed: every run in place to its timeout, every pause between,
-    /// every reconcile.
+    /// How long one grant can be needed: all inline retries and reconciles up to their timeout,
+    /// with all pauses between.
     pub(crate) fn longest_hold(&self) -> Duration {
         let runs = self
             .max_inline_retries
@@ -278,8 +278,8 @@ impl Settings {
         self.lease + each.saturating_mul(runs).min(LONGEST)
     }
 
-    /// How long a delivery may stay unsettled: it waits for another holder for two leases, and then
-    /// its handler runs as often as it may in place, each time to its timeout.
+    /// How long a delivery may stay unsettled: it waits for another holder for two leases, then
+    /// uses all inline retries, each up to the handler timeout.
     pub(crate) fn longest_open(&self) -> Duration {
         let again = if self.guarantee == Guarantee::Bare {
             0
@@ -303,12 +303,13 @@ impl Settings {
         }
     }
 
-    /// How old a message may be and still be taken for new.
+    /// The maximum age of a message that counts as new.
     pub(crate) fn max_age(&self) -> Duration {
         self.max_age.unwrap_or(self.dedup_window / 2)
     }
 
-    /// The numbers of the road. A claim that meets a holder is asked again for about two leases.
+    /// The policy of the lifecycle. A claim that meets another holder is repeated for about two
+    /// leases.
     pub(crate) fn policy(&self) -> Policy {
         let mut policy = Policy {
             guarantee: self.guarantee,

@@ -1,4 +1,4 @@
-//! The gate on trial: it counts what it would stop, and stops nothing.
+//! [`Shadow`]: counts what the gate would stop, and stops nothing.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -13,20 +13,21 @@ use crate::marker::{Ask, Attempts, Guarantee, Operation, Token, Verdict};
 use crate::metric;
 use crate::store::{Persistence, Store, StoreError};
 
-/// A store that is asked, counted, and not obeyed: for bringing the gate into a running system.
+/// A store that observes: it records what a gate would do, and lets every message run. Use it to
+/// introduce the gate into a running system.
 ///
-/// Every claim is granted, whatever the store says of it, and no answer of the store stops a
-/// message or undoes its run. The [`ShadowReport`] says what the gate would have done. What the
-/// store is told is what a gate would tell it, so that it knows what was handled when the `Shadow`
-/// is taken store_down_until.
+/// Every claim is granted, whatever the store answers, and no answer of the store stops a message
+/// or undoes its run. The [`ShadowReport`] counts what the gate would have done. The store gets the
+/// same operations as from a gate, so it knows which messages were handled when the `Shadow` is
+/// removed.
 ///
-/// Where the system has a gate of its own already, the trial needs keys of its own (the store's
-/// prefix, or a scope): a marker that the shadow writes before the handler runs would look to that
-/// gate like a message that was handled before.
+/// If the system has another gate already, the shadow needs its own keys (the store's prefix, or a
+/// scope). Otherwise a marker that the shadow writes before the handler runs looks to that gate
+/// like an earlier delivery.
 ///
-/// It grants effectively once and the bare gate alone; [`Guarantee::AtMostOnce`] is refused at
-/// start, because there a run of which nobody knows the end goes to a person. A message without an
-/// id is rejected as ever: choose an id that each has.
+/// It supports effectively once and the bare gate. [`Guarantee::AtMostOnce`] is refused at start,
+/// because there a run with an unknown outcome is not repeated. A message without an id is rejected
+/// as usual: choose an id that every message has.
 ///
 /// ```
 /// use oncegate_core::{Consumer, MemoryStore, Shadow, ShadowReport};
@@ -41,25 +42,25 @@ pub struct Shadow<S: ?Sized> {
     store: Arc<S>,
 }
 
-/// What a gate would have done with the messages that went through a [`Shadow`]. Clones share it.
+/// Counts what a gate would have done with the messages of a [`Shadow`]. Clones share it.
 #[derive(Clone, Default)]
 pub struct ShadowReport(Arc<ShadowCounts>);
 
-/// Why a gate would not have let a message through at once.
+/// Why a gate would not have run a message at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ShadowOutcome {
     /// It was handled before: its effect happened twice.
     Accept,
-    /// Another run of the same id was not over: both ran at the same time.
+    /// Another run of the same id was in progress: both ran at the same time.
     Wait,
-    /// An earlier run ended without a word, and nobody knows whether it had its effect.
+    /// An earlier run was interrupted, and it is unknown whether it had its effect.
     Doubt,
-    /// The id was used before for another body: to the dead letters.
+    /// The id was used before for another body: it would have been dead-lettered.
     Conflict,
     /// It was dead-lettered before.
     Reject,
-    /// The store did not answer: the consumer would have waited for it.
+    /// The store was unavailable: the consumer would have waited.
     Pause,
 }
 
@@ -72,15 +73,14 @@ const ALL: [ShadowOutcome; 6] = [
     ShadowOutcome::Pause,
 ];
 
-/// After a question that was not answered, the store is left alone for so long: what waits for it
-/// waits in vain.
+/// How long the store gets no operations after one that it did not answer.
 const PAUSE: Duration = Duration::from_secs(1);
 
 struct ShadowShared {
     report: ShadowReport,
-    /// Claims that were granted here and not by the store: it is told nothing more of them.
+    /// Tokens of claims that the store did not grant: it gets no further operations for them.
     granted_here: Mutex<HashSet<Token>>,
-    /// Until when the store is not asked.
+    /// Until when the store gets no operations.
     store_down_until: Mutex<Option<Instant>>,
     counters: [Counter; ALL.len()],
 }
@@ -117,24 +117,24 @@ impl ShadowOutcome {
 }
 
 impl ShadowReport {
-    /// Of a shadow that has seen nothing yet.
+    /// A report without claims.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// How many claims were asked for: once for each attempt of each delivery.
+    /// The number of claims: one for each attempt of each delivery.
     pub fn claims(&self) -> u64 {
         self.0.claims.load(Ordering::Relaxed)
     }
 
-    /// How many of them a gate would have treated so.
+    /// The number of claims with this outcome.
     pub fn would(&self, what: ShadowOutcome) -> u64 {
         self.0.would[what as usize].load(Ordering::Relaxed)
     }
 }
 
 impl fmt::Display for ShadowReport {
-    /// A line for all, and one for each thing that the gate would have done.
+    /// A line with the total, and one for each outcome.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let stopped: u64 = ALL.iter().map(|what| self.would(*what)).sum();
         writeln!(
@@ -158,7 +158,7 @@ impl fmt::Debug for ShadowReport {
 }
 
 impl<S: Store> Shadow<S> {
-    /// Asks this store, and tells this report.
+    /// Observes with this store and counts in this report.
     pub fn new(store: S, report: ShadowReport) -> Self {
         let counters = ALL.map(|what| counter!(metric::SHADOW, "would" => what.as_str()));
         let shared = ShadowShared {
@@ -218,7 +218,7 @@ impl<S: Store + ?Sized> Store for Shadow<S> {
         }
         match self.store.preflight(guarantee).await {
             Err(error @ (StoreError::NotApplied(_) | StoreError::Unknown(_))) => {
-                tracing::warn!(%error, "the store is not there; in a shadow nothing waits for it");
+                tracing::warn!(%error, "store unavailable, the shadow starts without it");
                 Ok(())
             }
             found => found,
@@ -243,7 +243,7 @@ impl<S: Store + ?Sized> Store for Shadow<S> {
 }
 
 impl ShadowShared {
-    /// What the store says, or nothing for an answer that it owes.
+    /// The verdicts of the store; `None` for each that is missing.
     async fn ask<S: Store + ?Sized>(
         &self,
         store: &S,
@@ -258,7 +258,7 @@ impl ShadowShared {
             answers.clear();
         }
         if let Some(Err(error)) = answers.iter().find(|answer| answer.is_err()) {
-            tracing::warn!(%error, "the store does not answer; in a shadow nothing waits for it");
+            tracing::warn!(%error, "store unavailable, messages run without it: this is a shadow");
             *lock(&self.store_down_until) = Some(Instant::now() + PAUSE);
         }
         let mut answers: Vec<_> = answers.into_iter().map(Result::ok).collect();
@@ -266,7 +266,7 @@ impl ShadowShared {
         answers
     }
 
-    /// What the consumer hears: that it may go on.
+    /// The verdict for the consumer, which always lets the message run.
     fn verdict(&self, operation: &Operation, answer: Option<Option<Verdict>>) -> Verdict {
         if let Ask::Claim = operation.ask {
             return self.granted(operation, answer.flatten());
@@ -284,7 +284,7 @@ impl ShadowShared {
         self.report.0.claims.fetch_add(1, Ordering::Relaxed);
         let would = match answer {
             Some(granted @ Verdict::Granted(_)) => return granted,
-            // The store holds it for this claim: it may be told how it ends.
+            // The store registered this claim, so it accepts the outcome.
             Some(Verdict::InDoubt(attempts)) => {
                 self.count(ShadowOutcome::Doubt);
                 return Verdict::Granted(attempts);
@@ -313,6 +313,6 @@ impl ShadowShared {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Nothing panics while it is held.
+    // A poisoned lock is safe: nothing panics while it is locked.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -15,11 +15,10 @@ use crate::source::{
     kept_headers,
 };
 
-/// A queue in this process. Cloning shares it; each [`MemoryBroker::source`] is one of its
-/// competing consumers.
+/// A queue in this process. Clones share it; each [`MemoryBroker::source`] is a competing consumer.
 ///
-/// It keeps a delivery until it is settled, and hands it out again when its source is dropped, as a
-/// broker does when a consumer dies.
+/// It keeps a message until it is settled, and redelivers it when its source is dropped, as a
+/// broker does when the connection of a consumer is lost.
 #[derive(Clone, Debug)]
 pub struct MemoryBroker(Arc<BrokerShared>);
 
@@ -28,9 +27,9 @@ pub struct MemoryBroker(Arc<BrokerShared>);
 pub struct DeadLetter {
     /// The message, without inbound `oncegate-*` headers.
     pub message: Message,
-    /// Why it stands here.
+    /// Why it was rejected.
     pub reason: Reason,
-    /// What happened to it, where something did.
+    /// The history of its failures, if it has one.
     pub story: Option<FailureHistory>,
 }
 
@@ -38,14 +37,14 @@ pub struct DeadLetter {
 struct BrokerShared {
     origin: Origin,
     queue: Mutex<BrokerQueue>,
-    /// Something can be received, or was settled.
+    /// Notified when a message can be received or was settled.
     changed: Notify,
 }
 
 #[derive(Debug, Default)]
 struct BrokerQueue {
     ready: VecDeque<QueuedMessage>,
-    /// By the time when each is due, and in the order of their releases.
+    /// By due time, then in the order of their releases.
     delayed: BTreeMap<(Instant, u64), QueuedMessage>,
     releases: u64,
     unsettled: HashMap<u64, (u64, QueuedMessage)>,
@@ -76,7 +75,7 @@ impl MemoryBroker {
         }))
     }
 
-    /// Adds a message at the end. Its origin is this queue, in the system that it names.
+    /// Appends a message. Its origin is this queue; the origin's system is kept.
     pub fn publish(&self, mut message: Message) {
         message.origin = Origin {
             system: message.origin.system,
@@ -100,28 +99,28 @@ impl MemoryBroker {
         }
     }
 
-    /// What was rejected so far.
+    /// The dead letters so far.
     pub fn dead_letters(&self) -> Vec<DeadLetter> {
         self.0.lock().dead_letters.clone()
     }
 
-    /// What nobody could find out about so far.
+    /// The messages in the in-doubt queue so far.
     pub fn in_doubt(&self) -> Vec<DeadLetter> {
         self.0.lock().in_doubt.clone()
     }
 
-    /// How many messages are not settled: waiting, delayed, or handed out.
+    /// The number of unsettled messages: ready, delayed, or delivered.
     pub fn unsettled(&self) -> usize {
         let queue = self.0.lock();
         queue.ready.len() + queue.delayed.len() + queue.unsettled.len()
     }
 
-    /// How many deliveries were handed out.
+    /// The number of deliveries so far.
     pub fn delivered(&self) -> u64 {
         self.0.lock().delivered
     }
 
-    /// Waits until everything is settled.
+    /// Waits until all messages are settled.
     pub async fn drained(&self) {
         loop {
             let mut changed = std::pin::pin!(self.0.changed.notified());
@@ -237,7 +236,7 @@ impl Source for MemorySource {
     }
 
     async fn close(self: Box<Self>, _deadline: Instant) -> Result<(), SourceError> {
-        Ok(()) // what is not settled goes back when this is dropped
+        Ok(()) // dropping the source requeues unsettled messages
     }
 }
 
@@ -251,7 +250,7 @@ fn without_reserved(message: Message) -> Message {
 }
 
 impl BrokerQueue {
-    /// Moves what has waited long enough to the end of the queue.
+    /// Moves delayed messages that are due to the end of the queue.
     fn wake(&mut self, now: Instant) {
         while let Some(due) = self
             .delayed
@@ -262,7 +261,7 @@ impl BrokerQueue {
         }
     }
 
-    /// Hands out what is ready; whether there was anything.
+    /// Delivers ready messages. Returns whether there was one.
     fn hand_out(&mut self, source: u64, limit: Limit, into: &mut Vec<Incoming>) -> bool {
         let mut bytes = 0;
         let before = into.len();
@@ -296,8 +295,7 @@ impl BrokerQueue {
 }
 
 impl Drop for MemorySource {
-    /// What this consumer had and did not settle goes to the front of the queue, as a broker does
-    /// it.
+    /// Requeues unsettled messages at the front, as a broker does.
     fn drop(&mut self) {
         let mut queue = self.shared.lock();
         let mut tags: Vec<u64> = queue

@@ -1,4 +1,4 @@
-//! The ids that are done: most of what a store remembers.
+//! The log of done markers, which are most of what a store remembers.
 
 use std::collections::VecDeque;
 use std::hash::BuildHasher;
@@ -9,15 +9,14 @@ use hashbrown::HashTable;
 use crate::id::Key;
 use crate::marker::Fingerprint;
 
-/// Markers that are done, in the order in which they were written, and an index of where each
-/// stands.
+/// Done markers in the order in which they were written, with an index.
 ///
-/// A new id is looked for in the index alone, which is small enough to stay in a cache for long;
-/// each key is kept once, and none is moved when there are more of them.
+/// The lookup of a new id needs only the index, which is small enough for the CPU cache. Each key
+/// is stored once, and entries are never moved.
 #[derive(Debug, Default)]
 pub(super) struct DoneLog {
     index: HashTable<EntryIndex>,
-    /// Each but the last is full.
+    /// All but the last are full.
     blocks: VecDeque<Vec<DoneEntry>>,
     /// The number of the first entry of the first block.
     first: u64,
@@ -25,7 +24,7 @@ pub(super) struct DoneLog {
     expired: usize,
 }
 
-/// How many entries a block has.
+/// The number of entries in a block.
 const BLOCK: usize = 512;
 
 #[derive(Debug)]
@@ -34,7 +33,7 @@ struct EntryIndex {
     number: u64,
 }
 
-/// It stays until it expires, though its id may have been forgotten or written again since.
+/// An entry stays until it expires, even if its id was removed or written again.
 #[derive(Debug)]
 pub(super) struct DoneEntry {
     key: Key,
@@ -43,14 +42,13 @@ pub(super) struct DoneEntry {
 }
 
 impl DoneLog {
-    /// How many ids it holds.
+    /// The number of ids.
     pub(super) fn len(&self) -> usize {
         self.index.len()
     }
 
-    /// Touches what [`DoneLog::find`] will look at. Of a million ids hardly any lies in a cache of
-    /// the processor; one lookup right after the other waits for all of them at once, where between
-    /// them there is so much to do that each waits alone.
+    /// Loads the index entries of a batch into the CPU cache. With a million ids each lookup is a
+    /// cache miss; back to back, the misses overlap.
     pub(super) fn prefetch(&self, hashes: &[u64]) {
         let found = hashes
             .iter()
@@ -67,7 +65,7 @@ impl DoneLog {
         at.entry(&self.blocks, self.first)
     }
 
-    /// Writes the marker of an id that it does not hold.
+    /// Appends the marker of an id that the log does not have.
     pub(super) fn write(
         &mut self,
         hash: u64,
@@ -92,7 +90,7 @@ impl DoneLog {
             .insert_unique(hash, EntryIndex { hash, number }, |at| at.hash);
     }
 
-    /// Forgets an id.
+    /// Removes an id.
     pub(super) fn forget(&mut self, hash: u64, key: &Key) {
         if let Ok(at) = self
             .index
@@ -102,7 +100,7 @@ impl DoneLog {
         }
     }
 
-    /// Forgets what has expired, the oldest first, up to the first that has not.
+    /// Removes expired entries, the oldest first, up to the first that has not expired.
     pub(super) fn expire(&mut self, hasher: &impl BuildHasher, now: Instant) {
         while let Some(oldest) = self
             .blocks
@@ -155,7 +153,7 @@ mod tests {
 
     /// Against a map that knows each id's latest marker, with windows of one length.
     #[test]
-    fn it_holds_what_a_map_holds() {
+    fn the_log_agrees_with_a_map() {
         let (hasher, start) = (RandomState::new(), Instant::now());
         let hash = |key: &Key| hasher.hash_one(key);
         for seed in 0..6 {

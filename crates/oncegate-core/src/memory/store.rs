@@ -12,27 +12,27 @@ use crate::id::Key;
 use crate::marker::{Age, Change, Marker, Operation, Verdict, apply};
 use crate::store::{Persistence, Store, StoreError};
 
-/// Remembers ids in this process, for as long as it lives. Cloning shares what is remembered.
+/// Remembers ids in the memory of this process. Clones share the ids.
 ///
-/// One lock a batch; what is in progress found_in in a small table, what is done in a compact one:
-/// some 120 bytes an id of up to 40.
+/// One lock for each batch; markers in progress are in a small table, done ones in a compact log:
+/// about 120 bytes for an id of up to 40.
 #[derive(Clone, Debug, Default)]
 pub struct MemoryStore(Arc<Mutex<MarkerTables>>);
 
-/// Each operation hashes its key once, for both tables.
+/// Both tables use the same hash of a key.
 #[derive(Debug, Default)]
 struct MarkerTables {
     hasher: DefaultHashBuilder,
     open: HashTable<(Key, OpenMarker)>,
     done: DoneLog,
-    /// When so many are open, those that have expired are looked for.
+    /// The number of open markers at which expired ones are removed.
     sweep_at: usize,
 }
 
-/// No clock reaches further, and nobody waits longer.
+/// The longest expiry, so that no clock overflows.
 const CENTURY: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 
-/// As many open markers as are not worth a look.
+/// Below this number of open markers, expired ones are kept.
 const MIN_SWEEP: usize = 4096;
 
 #[derive(Clone, Copy, Debug)]
@@ -42,7 +42,7 @@ struct OpenMarker {
     expires: Instant,
 }
 
-/// What found_in under a key, and in which table, though it may have expired.
+/// Which table has a key, expired or not.
 #[derive(Clone, Copy)]
 enum FoundIn {
     Open,
@@ -51,25 +51,25 @@ enum FoundIn {
 }
 
 impl MemoryStore {
-    /// A store that remembers nothing yet.
+    /// An empty store.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The marker of a key, and how long ago it was written where that matters.
+    /// The marker of a key, and how long ago it was written; zero if it is done or absent.
     pub fn marker(&self, key: &Key) -> (Marker, Duration) {
         let tables = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let (marker, age, _) = tables.read(tables.hasher.hash_one(key), key, Instant::now());
         (marker, age)
     }
 
-    /// How many ids are remembered.
+    /// The number of remembered ids.
     pub fn len(&self) -> usize {
         let tables = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         tables.open.len() + tables.done.len()
     }
 
-    /// Whether nothing is remembered.
+    /// Whether the store is empty.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -167,8 +167,8 @@ impl MarkerTables {
         }
     }
 
-    /// Forgets what has expired. What is open is few, and is looked through when it has doubled
-    /// since the last time.
+    /// Removes expired markers. Open ones are few, and are scanned only when their number has
+    /// doubled since the last scan.
     fn expire(&mut self, now: Instant) {
         self.done.expire(&self.hasher, now);
         if self.open.len() >= self.sweep_at.max(MIN_SWEEP) {
@@ -185,7 +185,7 @@ mod tests {
     use crate::marker::{Ask, Effect, Guarantee, Terms, Token};
 
     #[tokio::test]
-    async fn what_stays_open_is_forgotten_after_its_window() {
+    async fn open_markers_are_removed_after_their_window() {
         let store = MemoryStore::new();
         let terms = Terms {
             guarantee: Guarantee::EffectivelyOnce,
