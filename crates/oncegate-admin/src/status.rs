@@ -236,20 +236,20 @@ impl Reads {
 #[cfg(feature = "kafka")]
 impl Partition {
     fn of(status: &oncegate::PartitionStatus) -> Self {
-        use oncegate::{Holder, Stuck};
-        let waits_for = status.lowest.map(
-            |Stuck {
+        use oncegate::{BlockedBy, Blocker};
+        let waits_for = status.blocker.map(
+            |Blocker {
                  offset,
                  since,
-                 holder,
+                 blocked_by,
                  ..
              }| WaitsFor {
                 offset,
                 seconds: seconds(since),
                 holder: match holder {
-                    Holder::Queue => "queue",
-                    Holder::Consumer => "consumer",
-                    Holder::Delay { .. } => "delay",
+                    BlockedBy::Queue => "queue",
+                    BlockedBy::Consumer => "consumer",
+                    BlockedBy::Delay { .. } => "delay",
                     _ => "elsewhere",
                 },
             },

@@ -1,23 +1,22 @@
-//! Clients for tools that work beside the source.
+//! Clients for tools beside the source.
 
 use oncegate_core::SourceError;
 use rdkafka::config::FromClientConfig;
 
 use crate::kafka::Kafka;
-use crate::{refusal, security};
+use crate::{client_error, security};
 
 impl Kafka {
-    /// An rdkafka client of these brokers, say a `BaseConsumer` or an `AdminClient`, for a tool
-    /// that reads or repairs what the source writes. It connects as the source does: same brokers,
-    /// TLS, login and properties. `settings` are properties of librdkafka, too, and win over the
-    /// others. The client creates no topic by asking for one.
+    /// Creates an rdkafka client of these brokers, such as a `BaseConsumer` or an `AdminClient`,
+    /// with the brokers, TLS, login and properties of the source. `settings` are librdkafka
+    /// properties that override the others. A metadata request of this client creates no topic.
     ///
-    /// No broker is asked yet. The secrets stay in this description: there is no configuration to
-    /// print.
+    /// Connects to no broker yet. The secrets stay in this description: no configuration is
+    /// returned that could be printed.
     ///
     /// # Errors
-    /// [`SourceError::Misconfigured`]: what the source refuses of brokers, TLS, login and properties, what librdkafka refuses, or a setting
-    /// that turns off the verification of certificates.
+    /// [`SourceError::Misconfigured`] if the source or librdkafka rejects the brokers, TLS, login
+    /// or properties, or if a setting disables certificate verification.
     pub fn client<C: FromClientConfig>(&self, settings: &[(&str, &str)]) -> Result<C, SourceError> {
         self.check_access()?;
         settings
@@ -29,7 +28,7 @@ impl Kafka {
         for (key, value) in settings {
             config.set(*key, *value);
         }
-        config.create().map_err(refusal::of_setting)
+        config.create().map_err(client_error::from_config)
     }
 }
 
@@ -40,7 +39,7 @@ mod tests {
 
     use super::*;
 
-    /// A client that only keeps its configuration.
+    /// Keeps its configuration.
     struct Shown(ClientConfig);
 
     impl FromClientConfig for Shown {
@@ -50,7 +49,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_for_tools_has_the_settings_and_the_refusals_of_the_source() {
+    fn a_client_for_tools_has_the_settings_and_checks_of_the_source() {
         let kafka = |key: &str, value: &str| {
             Kafka::topic("")
                 .brokers("localhost:9092")

@@ -1,4 +1,4 @@
-//! Publishes rejected deliveries, and knows when they stand.
+//! Publishes rejected deliveries to dead-letter topics.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,66 +12,66 @@ use rdkafka::error::{KafkaError, RDKafkaErrorCode};
 use rdkafka::message::{Header, OwnedHeaders};
 use rdkafka::producer::{FutureProducer, FutureRecord, Producer as _};
 
+use crate::connection_errors::ConnectionErrors;
 use crate::kafka::Destinations;
-use crate::log::Log;
-use crate::outage::Outage;
-use crate::shared::Rejected;
+use crate::log::LogContext;
+use crate::shared::RejectedDelivery;
 
-/// Says on a dead letter that its body was left out, and how large it was: the broker takes no
-/// message of that size.
+/// The header of a dead letter without its body, which the broker rejected as too large. Its value
+/// is the size of the body in bytes.
 const BODY_OMITTED: &str = "oncegate-body-omitted";
-/// The same of the key.
+/// The same for the key.
 const KEY_OMITTED: &str = "oncegate-key-omitted";
-/// Says that the message's own headers were left out, and how many there were.
+/// The header of a dead letter without the message's own headers. Its value is their number.
 const HEADERS_OMITTED: &str = "oncegate-headers-omitted";
 
-/// How long a producer that was confirmed nothing has to name a broker.
-const ASKED: Duration = Duration::from_secs(5);
+/// How long a producer whose message timed out has to fetch the metadata of its topic.
+const METADATA_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How often it is logged of one topic that dead letters cannot be published to it.
+/// How often a failure is logged per topic.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-type Publisher = FutureProducer<Log>;
+type Publisher = FutureProducer<LogContext>;
 
-/// Publishes dead letters and in-doubt messages: idempotent, confirmed by all replicas.
+/// Publishes dead letters and in-doubt messages with idempotent producers and `acks=all`.
 pub(crate) struct DeadLetters {
     destinations: Destinations,
-    batches: Producer,
-    /// One message a request. The broker answers for a batch as a whole, so only of what is
-    /// published alone is it known which message it refuses.
-    singles: Producer,
+    batches: RestartingProducer,
+    /// Sends one message per request. The broker acknowledges a batch as a whole, so only a message
+    /// that is sent alone can be identified as the rejected one.
+    singles: RestartingProducer,
     throttles: Mutex<HashMap<(String, &'static str), LogThrottle>>,
 }
 
-/// A dead letter that is to be published, and what the attempts so far have shown.
-pub(crate) struct DeadLetter {
-    pub(crate) rejected: Rejected,
-    extent: Extent,
-    grouping: Grouping,
+/// A dead letter that is not published yet, and how the next attempt sends it.
+pub(crate) struct PendingDeadLetter {
+    pub(crate) rejected: RejectedDelivery,
+    extent: LetterExtent,
+    grouping: LetterGrouping,
 }
 
-/// What a dead letter shares its request with.
+/// Which messages share a request with the dead letter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Grouping {
+enum LetterGrouping {
     /// Others for the same partition.
     Batch,
-    /// Nothing: a batch that it was in was refused.
+    /// None: a batch with this message was rejected.
     Alone,
 }
 
-/// How much of a message goes out.
+/// The parts of the message that are published.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Extent {
+enum LetterExtent {
     /// All of it.
     Whole,
     /// Key and headers.
     NoBody,
-    /// What oncegate has to say of it.
+    /// Only the headers that oncegate adds.
     Note,
 }
 
-impl Extent {
-    /// What to try when this was too large.
+impl LetterExtent {
+    /// What to publish when this was too large.
     fn smaller(self) -> Option<Self> {
         match self {
             Self::Whole => Some(Self::NoBody),
@@ -81,34 +81,34 @@ impl Extent {
     }
 }
 
-impl DeadLetter {
-    pub(crate) fn new(rejected: Rejected) -> Self {
+impl PendingDeadLetter {
+    pub(crate) fn new(rejected: RejectedDelivery) -> Self {
         Self {
             rejected,
-            extent: Extent::Whole,
-            grouping: Grouping::Batch,
+            extent: LetterExtent::Whole,
+            grouping: LetterGrouping::Batch,
         }
     }
 }
 
 impl DeadLetters {
-    /// Starts the producer.
+    /// Starts the producers.
     pub(crate) fn open(
         config: ClientConfig,
         destinations: Destinations,
-        outage: Arc<Outage>,
+        connection_errors: Arc<ConnectionErrors>,
     ) -> Result<Self, KafkaError> {
         let mut alone = config.clone();
         alone.set("batch.num.messages", "1");
-        let batches = Producer {
+        let batches = RestartingProducer {
             config,
-            outage: outage.clone(),
+            connection_errors: connection_errors.clone(),
             current: Mutex::default(),
         };
         drop(batches.current()?);
-        let singles = Producer {
+        let singles = RestartingProducer {
             config: alone,
-            outage,
+            connection_errors,
             current: Mutex::default(),
         };
         Ok(Self {
@@ -119,24 +119,25 @@ impl DeadLetters {
         })
     }
 
-    /// The topic to which messages of this one are rejected.
+    /// The topic to which messages of `topic` are rejected.
     pub(crate) fn destination(&self, topic: &str, reason: &Reason) -> String {
         self.destinations.of(topic, reason)
     }
 
-    /// Publishes one rejected delivery; when it returns `Ok`, all in-sync replicas have it.
+    /// Publishes one rejected delivery. On `Ok`, all in-sync replicas have it.
     ///
-    /// Key, headers and body are those of the message, with the headers of the rejection after
-    /// them. Inbound `oncegate-*` headers are removed. A header name that is not UTF-8 has its odd
-    /// bytes replaced, and a tombstone has an empty body. The record is as old as its publishing,
-    /// so that no broker takes it for expired or for one from the future; when the message itself
-    /// was sent stands in the header `oncegate-first-seen`. What the broker finds too large goes
-    /// without its body, and then without key and headers, and headers say so; the origin header
-    /// says where it still stands.
+    /// The dead letter has the message's key, headers and body, and after them the headers of the
+    /// rejection. Inbound `oncegate-*` headers are removed. Invalid UTF-8 in a header name is
+    /// replaced, and a tombstone gets an empty body. The record's timestamp is the time of
+    /// publishing, so that retention and timestamp checks do not reject it; the header
+    /// `oncegate-first-seen` has the original timestamp. If the broker rejects the message as too
+    /// large, it is sent without its body, then also without key and headers. Headers say what was
+    /// omitted, and the origin header says where the original is.
     ///
     /// # Errors
-    /// Nobody knows whether it stands: publish again; a second copy is harmless.
-    pub(crate) async fn publish(&self, letter: &mut DeadLetter) -> Result<(), KafkaError> {
+    /// It is unknown whether the dead letter was written. Publish it again; a second copy is
+    /// harmless.
+    pub(crate) async fn publish(&self, letter: &mut PendingDeadLetter) -> Result<(), KafkaError> {
         loop {
             let Err(error) = self.send(letter).await else {
                 return Ok(());
@@ -145,8 +146,10 @@ impl DeadLetters {
                 return Err(error);
             };
             match (letter.grouping, letter.extent.smaller()) {
-                (Grouping::Batch, _) if is_refusal(code) => letter.grouping = Grouping::Alone,
-                (Grouping::Alone, Some(smaller))
+                (LetterGrouping::Batch, _) if is_refusal(code) => {
+                    letter.grouping = LetterGrouping::Alone
+                }
+                (LetterGrouping::Alone, Some(smaller))
                     if code == RDKafkaErrorCode::MessageSizeTooLarge =>
                 {
                     self.warn_of_size(letter);
@@ -157,10 +160,10 @@ impl DeadLetters {
         }
     }
 
-    async fn send(&self, letter: &DeadLetter) -> Result<(), KafkaError> {
-        let DeadLetter {
+    async fn send(&self, letter: &PendingDeadLetter) -> Result<(), KafkaError> {
+        let PendingDeadLetter {
             rejected:
-                Rejected {
+                RejectedDelivery {
                     delivery,
                     reason,
                     story,
@@ -169,33 +172,36 @@ impl DeadLetters {
             grouping,
         } = letter;
         let (message, topic) = (&delivery.message, self.topic_of(&letter.rejected));
-        let mut record = FutureRecord::<[u8], [u8]>::to(&topic).headers(written(
+        let mut record = FutureRecord::<[u8], [u8]>::to(&topic).headers(dead_letter_headers(
             delivery,
             reason,
             story.as_deref(),
             *extent,
         ));
-        record.payload = Some(if *extent == Extent::Whole {
+        record.payload = Some(if *extent == LetterExtent::Whole {
             &message.body
         } else {
             &[]
         });
-        record.key = message.key.as_deref().filter(|_| *extent != Extent::Note);
+        record.key = message
+            .key
+            .as_deref()
+            .filter(|_| *extent != LetterExtent::Note);
         match grouping {
-            Grouping::Batch => self.batches.send(record).await,
-            Grouping::Alone => self.singles.send(record).await,
+            LetterGrouping::Batch => self.batches.send(record).await,
+            LetterGrouping::Alone => self.singles.send(record).await,
         }
     }
 
-    fn topic_of(&self, rejected: &Rejected) -> String {
+    fn topic_of(&self, rejected: &RejectedDelivery) -> String {
         self.destination(&rejected.delivery.message.origin.name, &rejected.reason)
     }
 
-    /// Logs that a dead letter could not be published, once in a while for each topic.
-    pub(crate) fn warn_of_failure(&self, letter: &DeadLetter, error: &KafkaError) {
+    /// Logs that a dead letter could not be published, at most once per [`LOG_INTERVAL`] and topic.
+    pub(crate) fn warn_of_failure(&self, letter: &PendingDeadLetter, error: &KafkaError) {
         let (
             topic,
-            Rejected {
+            RejectedDelivery {
                 delivery, reason, ..
             },
         ) = (self.topic_of(&letter.rejected), &letter.rejected);
@@ -210,11 +216,11 @@ impl DeadLetters {
             offset = delivery.receipt.position,
             reason = reason.as_str(),
             suppressed_lines,
-            "cannot publish to the dead-letter topic; the message is held, its offset is not committed, and publishing is tried again"
+            "cannot publish to the dead-letter topic; the message is held, its offset is not committed, and publishing is retried"
         );
     }
 
-    fn warn_of_size(&self, letter: &DeadLetter) {
+    fn warn_of_size(&self, letter: &PendingDeadLetter) {
         let (topic, delivery) = (self.topic_of(&letter.rejected), &letter.rejected.delivery);
         let Some(suppressed_lines) = self.due(&topic, "size", Instant::now()) else {
             return;
@@ -226,11 +232,11 @@ impl DeadLetters {
             offset = delivery.receipt.position,
             bytes = delivery.message.size(),
             suppressed_lines,
-            "the dead-letter topic takes no message of this size; a part of it is left out"
+            "message too large for the dead-letter topic; publishing it without its body, and without key and headers if that is not enough"
         );
     }
 
-    /// How many lines of this kind were suppressed for the topic, if one is due.
+    /// The number of suppressed lines of this kind for the topic, if a line is due.
     fn due(&self, topic: &str, kind: &'static str, now: Instant) -> Option<u64> {
         let mut throttles = self
             .throttles
@@ -243,8 +249,8 @@ impl DeadLetters {
     }
 }
 
-/// Whether the broker refused the batch, for this message or for another one in it. Otherwise
-/// nothing was heard of it.
+/// Whether the broker rejected the batch, because of this message or another one. Otherwise the
+/// outcome is unknown.
 fn is_refusal(code: RDKafkaErrorCode) -> bool {
     use RDKafkaErrorCode as E;
     !matches!(
@@ -253,23 +259,23 @@ fn is_refusal(code: RDKafkaErrorCode) -> bool {
     )
 }
 
-/// A producer that is replaced when it fails for good.
-struct Producer {
+/// A producer that is replaced after a fatal error.
+struct RestartingProducer {
     config: ClientConfig,
-    outage: Arc<Outage>,
+    connection_errors: Arc<ConnectionErrors>,
     current: Mutex<Option<Publisher>>,
 }
 
-impl Producer {
+impl RestartingProducer {
     async fn send(&self, record: FutureRecord<'_, [u8], [u8]>) -> Result<(), KafkaError> {
         let (topic, producer) = (record.topic.to_owned(), self.current()?);
         let sent = producer.send(record, Duration::from_secs(30)).await;
         match &sent {
             Err(_) if producer.client().fatal_error().is_some() => {
-                self.replace(&producer, "it failed for good")
+                self.replace(&producer, "fatal error")
             }
             Err((KafkaError::MessageProduction(RDKafkaErrorCode::MessageTimedOut), _)) => {
-                self.replace_if_alone(producer, topic).await
+                self.replace_if_disconnected(producer, topic).await
             }
             _ => {}
         }
@@ -281,48 +287,50 @@ impl Producer {
         match &*producer {
             Some(producer) => Ok(producer.clone()),
             None => Ok(producer
-                .insert(self.config.create_with_context(Log(self.outage.clone()))?)
+                .insert(
+                    self.config
+                        .create_with_context(LogContext(self.connection_errors.clone()))?,
+                )
                 .clone()),
         }
     }
 
-    /// It may be that it has forgotten its brokers, and would wait for them for ever: one that
-    /// names none is replaced. If there are none, the next one finds none either, and nothing is
-    /// lost by it.
-    async fn replace_if_alone(&self, producer: Publisher, topic: String) {
-        let asked = tokio::task::spawn_blocking(move || {
-            let answer = producer.client().fetch_metadata(Some(&topic), ASKED);
+    /// A producer may have lost its broker metadata and would wait forever, so one that cannot
+    /// fetch the topic's metadata is replaced. If no broker is up, the new producer fails as well,
+    /// and nothing is lost.
+    async fn replace_if_disconnected(&self, producer: Publisher, topic: String) {
+        let fetched = tokio::task::spawn_blocking(move || {
+            let answer = producer
+                .client()
+                .fetch_metadata(Some(&topic), METADATA_TIMEOUT);
             (
                 answer.is_ok_and(|answer| !answer.brokers().is_empty()),
                 producer,
             )
         });
-        if let Ok((false, producer)) = asked.await {
-            self.replace(&producer, "it reaches no broker");
-            drop_aside(Some(producer));
+        if let Ok((false, producer)) = fetched.await {
+            self.replace(&producer, "it cannot fetch metadata");
+            drop_on_thread(Some(producer));
         }
     }
 
-    /// A fatal error of an idempotent producer stays: the next publish starts another one, unless
-    /// it has begun already.
-    fn replace(&self, failed: &Publisher, why: &str) {
+    /// A fatal error of an idempotent producer is permanent: the next publish creates a new
+    /// producer, unless another publish already has.
+    fn replace(&self, failed: &Publisher, reason: &str) {
         let mut producer = self.current.lock().unwrap_or_else(PoisonError::into_inner);
         if producer
             .as_ref()
             .is_some_and(|current| current.client().native_ptr() == failed.client().native_ptr())
         {
-            tracing::warn!(
-                why,
-                "the producer of dead letters is replaced by another one"
-            );
-            drop_aside(producer.take());
+            tracing::warn!(reason, "dead-letter producer replaced");
+            drop_on_thread(producer.take());
         }
     }
 }
 
-impl Drop for Producer {
+impl Drop for RestartingProducer {
     fn drop(&mut self) {
-        drop_aside(
+        drop_on_thread(
             self.current
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner)
@@ -331,48 +339,52 @@ impl Drop for Producer {
     }
 }
 
-/// A producer joins its thread when it is dropped: not on an async thread.
-fn drop_aside(producer: Option<Publisher>) {
-    // Where no thread can be had, the closure is dropped here, and the producer with it.
+/// Dropping a producer joins its thread, which must not block an async thread.
+fn drop_on_thread(producer: Option<Publisher>) {
+    // If no thread can be spawned, the closure and the producer are dropped here.
     let _ = std::thread::Builder::new()
         .name("oncegate-kafka-drop".into())
         .spawn(move || drop(producer));
 }
 
-/// All headers of a dead letter: those of the message's own that it keeps, then ours.
-fn written(
+/// The headers of a dead letter: those of the message that are kept, then those of the rejection.
+fn dead_letter_headers(
     delivery: &Delivery,
     reason: &Reason,
     story: Option<&Story>,
-    extent: Extent,
+    extent: LetterExtent,
 ) -> OwnedHeaders {
     let message = &delivery.message;
-    let mut written = OwnedHeaders::new();
-    if extent != Extent::Note {
+    let mut dead_letter_headers = OwnedHeaders::new();
+    if extent != LetterExtent::Note {
         for (name, value) in kept_headers(message) {
-            written = written.insert(Header {
+            dead_letter_headers = dead_letter_headers.insert(Header {
                 key: &String::from_utf8_lossy(name),
                 value,
             });
         }
     }
-    let mut ours = rejection_headers(delivery, reason, story);
-    ours.extend((extent != Extent::Whole).then(|| (BODY_OMITTED, message.body.len().to_string())));
-    if extent == Extent::Note {
-        ours.extend(
+    let mut added = rejection_headers(delivery, reason, story);
+    added.extend(
+        (extent != LetterExtent::Whole).then(|| (BODY_OMITTED, message.body.len().to_string())),
+    );
+    if extent == LetterExtent::Note {
+        added.extend(
             message
                 .key
                 .as_ref()
                 .map(|key| (KEY_OMITTED, key.len().to_string())),
         );
-        ours.push((HEADERS_OMITTED, message.headers.iter().count().to_string()));
+        added.push((HEADERS_OMITTED, message.headers.iter().count().to_string()));
     }
-    ours.iter().fold(written, |written, (name, value)| {
-        written.insert(Header {
-            key: name,
-            value: Some(value),
+    added
+        .iter()
+        .fold(dead_letter_headers, |dead_letter_headers, (name, value)| {
+            dead_letter_headers.insert(Header {
+                key: name,
+                value: Some(value),
+            })
         })
-    })
 }
 
 #[cfg(test)]
@@ -385,16 +397,20 @@ mod tests {
     use crate::Kafka;
 
     #[test]
-    fn of_each_topic_a_failure_is_logged_once_in_a_while_with_the_number_of_the_others() {
+    fn failures_are_logged_at_a_bounded_rate_per_topic() {
         let config = Kafka::topic("t")
             .brokers("localhost:1")
             .group("g")
             .producer_config();
-        let letters = DeadLetters::open(config, Destinations::default(), Arc::new(Outage::of("b")))
-            .expect("a producer");
-        let begun = Instant::now();
+        let letters = DeadLetters::open(
+            config,
+            Destinations::default(),
+            Arc::new(ConnectionErrors::new("b")),
+        )
+        .expect("a producer");
+        let started = Instant::now();
         let due =
-            |topic, second| letters.due(topic, "failure", begun + Duration::from_secs(second));
+            |topic, second| letters.due(topic, "failure", started + Duration::from_secs(second));
         assert_eq!(
             [
                 due("a", 0),
@@ -405,7 +421,7 @@ mod tests {
             ],
             [Some(0), None, Some(0), None, Some(2)]
         );
-        assert_eq!(letters.due("a", "size", begun), Some(0));
+        assert_eq!(letters.due("a", "size", started), Some(0));
     }
 
     #[test]
@@ -440,7 +456,7 @@ mod tests {
             failures: 0,
         };
         let names = |extent| {
-            let all = written(&delivery, &Reason::TooLarge, None, extent);
+            let all = dead_letter_headers(&delivery, &Reason::TooLarge, None, extent);
             assert!(
                 all.iter()
                     .all(|header| header.value.is_some_and(|value| value != b"victim")),
@@ -456,13 +472,13 @@ mod tests {
             "oncegate-attempts",
             "oncegate-origin",
         ];
-        assert_eq!(names(Extent::Whole), whole);
+        assert_eq!(names(LetterExtent::Whole), whole);
         assert_eq!(
-            names(Extent::NoBody),
+            names(LetterExtent::NoBody),
             [&whole[..], &[BODY_OMITTED]].concat()
         );
         assert_eq!(
-            names(Extent::Note),
+            names(LetterExtent::Note),
             [&whole[1..], &[BODY_OMITTED, HEADERS_OMITTED]].concat()
         );
     }

@@ -1,24 +1,25 @@
-//! What librdkafka says of itself every two seconds, of which one thing is of interest: whether it
-//! is with its group.
+//! librdkafka's statistics, from which only the state of the group coordinator is used.
 //!
-//! Its events say that no broker is reached, once, and never that one is reached again, or that the
-//! group is not.
+//! librdkafka's error events report once that no broker is reachable, and never that one is
+//! reachable again or that the coordinator is not.
 
 use std::time::Duration;
 
-/// How often it says so.
-pub(crate) const EVERY: Duration = Duration::from_secs(2);
+/// The statistics interval.
+pub(crate) const INTERVAL: Duration = Duration::from_secs(2);
 
-/// After this it says it. All of it is JSON of a kilobyte for each partition, or none, where it has
-/// quoted a name that has a quote in it.
-const STATE: &[u8] = br#""cgrp": { "state": ""#;
+/// The text before the coordinator's state. The statistics are JSON with about a kilobyte per
+/// partition, and not valid JSON if a name contains a quote, which librdkafka does not escape.
+const CGRP_STATE: &[u8] = br#""cgrp": { "state": ""#;
 
-/// Whether the client is connected to the broker that coordinates its group. What does not say so
-/// says nothing against it.
-pub(crate) fn is_with_its_group(statistics: &[u8]) -> bool {
-    // Little comes after it.
-    let at = statistics.windows(STATE.len()).rposition(|it| it == STATE);
-    at.is_none_or(|at| statistics[at + STATE.len()..].starts_with(br#"up""#))
+/// Whether the client is connected to its group coordinator. Statistics without the state count as
+/// connected.
+pub(crate) fn is_coordinator_up(statistics: &[u8]) -> bool {
+    // The state is near the end.
+    let at = statistics
+        .windows(CGRP_STATE.len())
+        .rposition(|it| it == CGRP_STATE);
+    at.is_none_or(|at| statistics[at + CGRP_STATE.len()..].starts_with(br#"up""#))
 }
 
 #[cfg(test)]
@@ -26,14 +27,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_says_that_it_is_not_up_does() {
-        // As librdkafka has it, which quotes no name.
+    fn only_statistics_with_another_state_than_up_count_as_disconnected() {
+        // As librdkafka writes it, without escaping names.
         let whole = |group| {
             format!(
                 r#"{{ "name": "a"b", "brokers":{{ "b/1": {{"state":"DOWN"}} }}, "topics":{{}}{group}, "tx":3}}"#
             )
         };
-        let is = |group| is_with_its_group(whole(group).as_bytes());
+        let is = |group| is_coordinator_up(whole(group).as_bytes());
         assert!(is(
             r#", "cgrp": { "state": "up", "stateage": 1, "join_state": "steady" }"#
         ));
@@ -43,6 +44,6 @@ mod tests {
         assert!(!is(
             r#", "cgrp": { "state": "wait-broker-transport", "join_state": "steady" }"#
         ));
-        assert!(is("") && is_with_its_group(b"cut o"));
+        assert!(is("") && is_coordinator_up(b"cut o"));
     }
 }

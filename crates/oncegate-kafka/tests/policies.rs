@@ -145,7 +145,7 @@ async fn messages_missed(told: &Told) {
     topic.remove_below(12).await;
     let mut source = topic.open().await;
     receive(&mut source, 8).await;
-    told.says("ERROR", "messages missed", &topic, "messages_missed", 7)
+    told.says("ERROR", "messages expired", &topic, "messages_missed", 7)
         .await;
     close(source).await;
 }
@@ -156,7 +156,8 @@ async fn log_cut(told: &Told) {
     topic.commit(50).await;
     let mut source = topic.open().await;
     receive(&mut source, 10).await;
-    told.says("ERROR", "log cut", &topic, "logs_cut", 1).await;
+    told.says("ERROR", "log truncated", &topic, "logs_cut", 1)
+        .await;
     close(source).await;
 }
 
@@ -267,7 +268,7 @@ async fn topic_made_anew(told: &Told) {
     topic.make_anew().await;
     topic.send_numbers(0, 12).await;
     topic.await_reset(0, 12).await;
-    told.says("ERROR", "topic made anew", &topic, "topics_made_anew", 1)
+    told.says("ERROR", "topic recreated", &topic, "topics_made_anew", 1)
         .await;
     // What was skipped is said; the rest was handled.
     told.says("ERROR", "ids repeated", &topic, "ids_repeated", 5)

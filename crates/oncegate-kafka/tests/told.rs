@@ -154,8 +154,9 @@ fn is_told_once(brokers: &str, begun: Instant, lines: &[(Instant, String)]) {
     );
     for part in [
         "WARN",
-        &format!("brokers: {brokers} cannot be reached"),
-        "is Kafka running, and are host, port and security.protocol right",
+        "cannot reach the brokers, retrying",
+        &format!("brokers={brokers:?}"),
+        "check that Kafka is running, and that host, port and security.protocol are correct",
     ] {
         assert!(line.contains(part), "{part}: {line}");
     }

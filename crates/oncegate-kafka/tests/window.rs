@@ -53,14 +53,15 @@ async fn a_window_below_the_retention_of_what_is_read(lines: &Lines) {
     is_one(
         &warned(lines, topic.source(), Some(DAY)).await,
         &[
-            "window: 1 day is shorter than messages may come again",
+            "deduplication window shorter than the topic retention",
+            "window=\"1 day\"",
             &format!(
-                "`{}` keeps them for 7 days, retention.ms=604800000",
+                "`{}` retains messages for 7 days, retention.ms=604800000",
                 topic.name
             ),
             // The broker's own default.
-            "set back, or after 7 days without a member",
-            "set .window(…) to at least 7 days",
+            "reset or expire, after 7 days without a member,",
+            "set .dedup_window(…) to at least 7 days",
         ],
     );
     assert_eq!(warned(lines, topic.source(), Some(DAY * 7)).await, [""; 0]);
@@ -77,8 +78,8 @@ async fn a_window_below_the_retention_of_what_is_read(lines: &Lines) {
     is_one(
         &warned(lines, both, Some(DAY)).await,
         &[
-            &format!("`{}` keeps them for 7 days", topic.name),
-            &format!("`{}` keeps them without limit", compacted.name),
+            &format!("`{}` retains messages for 7 days", topic.name),
+            &format!("`{}` retains messages without limit", compacted.name),
             "how far back",
         ],
     );
@@ -99,8 +100,9 @@ async fn dead_letters_that_go_before_their_ids(lines: &Lines) {
     is_one(
         &warned(lines, kafka(), Some(DAY)).await,
         &[
+            "setting=\"in_doubt\"",
             &format!(
-                "in_doubt: the topic `{}` forgets messages (retention.ms=3600000) sooner than the window (1 day)",
+                "topic={:?} retention=\"retention.ms=3600000\" window=\"1 day\"",
                 topic.in_doubt()
             ),
             "or at least 86400000",
@@ -122,8 +124,8 @@ async fn a_broker_that_does_not_tell(lines: &Lines) {
     is_one(
         &warned(lines, kafka, Some(DAY)).await,
         &[
-            "it is not known for how long these topics keep their messages: ",
-            "t.dead-letters, t.in-doubt, t (",
+            "cannot read the configuration of topics",
+            "topics=\"t.dead-letters, t.in-doubt, t\"",
             "grant DescribeConfigs",
         ],
     );

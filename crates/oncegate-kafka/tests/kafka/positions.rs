@@ -347,7 +347,7 @@ async fn a_topic_that_is_made_anew_ends_the_source_if_it_is_told_to_and_is_read_
     assert_eq!(setting, "out_of_range");
     assert!(
         text.contains(&format!(
-            "the topic `{}` was deleted and made anew",
+            "the topic `{}` was deleted and created again",
             topic.name
         )),
         "{text}"

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use oncegate_core::source::Open;
 use oncegate_core::{Delivery, Limit, Source};
-use oncegate_kafka::{Holder, KafkaStatus, PartitionStatus};
+use oncegate_kafka::{BlockedBy, KafkaStatus, PartitionStatus};
 
 use crate::stage::*;
 
@@ -40,7 +40,7 @@ async fn what_holds_a_partition_up_is_said_with_its_offset_and_for_how_long() {
         .await
         .expect("a source");
     let said = says(&status, "it was read", |it| {
-        it.lag == Some(5) && it.lowest.is_some()
+        it.lag == Some(5) && it.blocker.is_some()
     })
     .await;
     assert_eq!(
@@ -48,15 +48,15 @@ async fn what_holds_a_partition_up_is_said_with_its_offset_and_for_how_long() {
         (&*topic.name, 0, Some(0), Some(5))
     );
     assert_eq!(
-        said.lowest.map(|lowest| (lowest.offset, lowest.holder)),
-        Some((0, Holder::Queue))
+        said.blocker.map(|it| (it.offset, it.blocked_by)),
+        Some((0, BlockedBy::Queue))
     );
 
     let mut deliveries = receive(&mut source, 5).await;
     let third = deliveries.remove(2);
     accept(&mut source, deliveries).await;
     let held = |it: &PartitionStatus| {
-        it.lowest
+        it.blocker
             .is_some_and(|lowest| lowest.offset == 2 && lowest.since >= Duration::from_secs(1))
     };
     let said = says(&status, "it stands at the third", held).await;
@@ -65,8 +65,8 @@ async fn what_holds_a_partition_up_is_said_with_its_offset_and_for_how_long() {
         (Some(2), 1, 0)
     );
     assert_eq!(
-        said.lowest.map(|lowest| lowest.holder),
-        Some(Holder::Consumer)
+        said.blocker.map(|it| it.blocked_by),
+        Some(BlockedBy::Consumer)
     );
     assert!(
         said.to_string().contains("/0 at 2, ") && said.to_string().contains("waiting for 2 since "),
@@ -76,8 +76,8 @@ async fn what_holds_a_partition_up_is_said_with_its_offset_and_for_how_long() {
     release(&mut source, third, Duration::from_secs(60)).await;
     let said = says(&status, "it was released", |it| it.delayed == 1).await;
     assert_eq!(
-        said.lowest.map(|lowest| lowest.holder),
-        Some(Holder::Delay { failures: 1 })
+        said.blocker.map(|it| it.blocked_by),
+        Some(BlockedBy::Delay { failures: 1 })
     );
     close(source).await;
     assert_eq!(

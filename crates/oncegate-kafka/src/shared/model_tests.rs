@@ -1,4 +1,4 @@
-//! Random histories of one partition, held against a map of all its offsets.
+//! Random histories of one partition, compared with a map of all its offsets.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,75 +7,73 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// What may happen next.
+/// The next event.
 #[derive(Clone, Debug)]
-enum Event {
-    /// So many messages are read, with a gap of so many offsets before each.
+enum PartitionEvent {
+    /// `count` messages are read, each after a gap of `gap` offsets.
     Read { count: u8, gap: u8 },
-    /// All that was read is handed out.
+    /// All messages that were read are handed out.
     HandOut,
-    /// A delivery is settled that was handed out, whoever's it is now, counted back from the last
-    /// one.
+    /// A delivery is settled, of any assignment, counted back from the last one.
     Accept { back: u8 },
-    /// A delivery comes back that was handed out and not settled, to be handed out again at once,
-    /// or not in this history.
+    /// An unsettled delivery is released, to be handed out again at once or not in this history.
     Release { back: u8, again: bool },
-    /// One goes to the dead letters.
+    /// A delivery is rejected.
     Reject { back: u8 },
-    /// The dead letter that went there first stands.
+    /// The oldest unconfirmed dead letter is confirmed.
     Publish,
-    /// What there is to commit is committed.
+    /// Offsets are committed.
     Commit,
-    /// Markers are passed up to so far beyond what was read.
+    /// librdkafka's position advances `beyond` offsets past the last message.
     Pass { beyond: u8 },
-    /// The partition begins to go: nothing more of it is handed out, and what is settled counts.
+    /// The partition is being revoked: nothing more of it is handed out, and settlements count.
     Revoke,
-    /// It has gone: what is settled from now on moves nothing. With a last commit, or without,
-    /// where it was lost.
+    /// The assignment ends: settlements no longer count. With a last commit, or without one if it
+    /// is lost.
     Forget { lost: bool },
-    /// It comes back, and is read on where it was committed.
+    /// The partition is assigned again, at the committed offset.
     Assign,
-    /// The log loses its end, or begins anew: it is read on so far below what was read last.
+    /// The log is truncated or starts again: reading continues `below` offsets below the last one.
     Cut { below: u8 },
-    /// The topic was made anew, or is said once more to have been.
+    /// The topic was recreated, or this is reported once more.
     Anew { said: bool },
-    /// librdkafka goes back to where it is to begin, or fails to.
+    /// librdkafka seeks to the start position, or fails to.
     GoBack { works: bool },
-    /// The log cannot be read on.
+    /// The partition is halted.
     Bar,
 }
 
-fn event() -> impl Strategy<Value = Event> {
+fn event() -> impl Strategy<Value = PartitionEvent> {
     prop_oneof![
-        4 => (1..20_u8, prop_oneof![Just(0), 0..6_u8]).prop_map(|(count, gap)| Event::Read { count, gap }),
-        3 => Just(Event::HandOut),
-        12 => (0..60_u8).prop_map(|back| Event::Accept { back }),
-        2 => (0..30_u8, prop::bool::weighted(0.9)).prop_map(|(back, again)| Event::Release { back, again }),
-        1 => (0..30_u8).prop_map(|back| Event::Reject { back }),
-        1 => Just(Event::Publish),
-        4 => Just(Event::Commit),
-        1 => (0..9_u8).prop_map(|beyond| Event::Pass { beyond }),
-        1 => Just(Event::Revoke),
-        1 => any::<bool>().prop_map(|lost| Event::Forget { lost }),
-        2 => Just(Event::Assign),
-        1 => prop_oneof![1 => Just(u8::MAX), 3 => 1..40_u8].prop_map(|below| Event::Cut { below }),
-        1 => prop::bool::weighted(0.3).prop_map(|said| Event::Anew { said }),
-        2 => prop::bool::weighted(0.7).prop_map(|works| Event::GoBack { works }),
-        1 => prop_oneof![3 => Just(Event::HandOut), 1 => Just(Event::Bar)],
+        4 => (1..20_u8, prop_oneof![Just(0), 0..6_u8]).prop_map(|(count, gap)| PartitionEvent::Read { count, gap }),
+        3 => Just(PartitionEvent::HandOut),
+        12 => (0..60_u8).prop_map(|back| PartitionEvent::Accept { back }),
+        2 => (0..30_u8, prop::bool::weighted(0.9)).prop_map(|(back, again)| PartitionEvent::Release { back, again }),
+        1 => (0..30_u8).prop_map(|back| PartitionEvent::Reject { back }),
+        1 => Just(PartitionEvent::Publish),
+        4 => Just(PartitionEvent::Commit),
+        1 => (0..9_u8).prop_map(|beyond| PartitionEvent::Pass { beyond }),
+        1 => Just(PartitionEvent::Revoke),
+        1 => any::<bool>().prop_map(|lost| PartitionEvent::Forget { lost }),
+        2 => Just(PartitionEvent::Assign),
+        1 => prop_oneof![1 => Just(u8::MAX), 3 => 1..40_u8].prop_map(|below| PartitionEvent::Cut { below }),
+        1 => prop::bool::weighted(0.3).prop_map(|said| PartitionEvent::Anew { said }),
+        2 => prop::bool::weighted(0.7).prop_map(|works| PartitionEvent::GoBack { works }),
+        1 => prop_oneof![3 => Just(PartitionEvent::HandOut), 1 => Just(PartitionEvent::Bar)],
     ]
 }
 
-/// What is known of the partition under one assignment, kept in the plainest way.
+/// The offsets of one assignment, in the simplest representation.
 #[derive(Default)]
-struct Naive {
+struct NaiveOffsets {
     settled: BTreeMap<i64, bool>,
     passed: i64,
-    /// Where it begins though nothing was read.
-    begun: Option<i64>,
+    /// The start position if nothing was read.
+    started: Option<i64>,
 }
 
-impl Naive {
-    /// The lowest that is not settled, or the one after the last.
+impl NaiveOffsets {
+    /// The lowest unsettled offset, or the one after the last.
     fn committable(&self) -> Option<i64> {
         let lowest = self
             .settled
@@ -88,58 +86,63 @@ impl Naive {
                 .keys()
                 .next_back()
                 .map(|last| (last + 1).max(self.passed)))
-            .or(self.begun)
+            .or(self.started)
     }
 }
 
-/// Where a delivery is that was handed out.
+/// The state of a delivery that was handed out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Is {
+enum HandedOut {
     Out,
     Settled,
-    /// Released: if it is handed out again, that is another one.
+    /// Released: if it is handed out again, that is another delivery.
     Released,
-    /// On its way to the dead letters.
-    Rejected,
+    /// Its dead letter is being published.
+    RejectedDelivery,
 }
 
-struct World {
-    state: State,
+struct PartitionModel {
+    state: SourceState,
     /// The assignment whose settlements count, if there is one.
     epoch: Option<u64>,
-    /// Whether it stays, and is read.
-    keeps: Keeps,
-    naive: Naive,
+    /// The state of that assignment.
+    assignment: AssignmentState,
+    naive: NaiveOffsets,
     /// The next offset of the log.
     next: i64,
-    /// What was committed last.
+    /// The committed offset.
     committed: i64,
-    /// All that was handed out.
-    out: Vec<(Receipt, Is)>,
-    /// What is on its way to the dead letters.
+    /// All deliveries that were handed out.
+    out: Vec<(Receipt, HandedOut)>,
+    /// Unconfirmed dead letters.
     letters: VecDeque<usize>,
-    /// What was released for good, of this assignment.
+    /// Deliveries of this assignment that were released and stay released.
     rests: BTreeSet<i64>,
-    /// How often the topic was made anew, and as which the assigned one is known.
+    /// How often the topic was recreated, and which of these topics is assigned.
     made: u32,
     known: Option<u32>,
 }
 
-impl World {
+impl PartitionModel {
     fn new() -> Self {
-        let mut state = State::default();
-        let epoch = state.begin(Arc::from("t"), 0, Begins::At(0), Log::default());
+        let mut state = SourceState::default();
+        let epoch = state.start_assignment(
+            Arc::from("t"),
+            0,
+            StartPosition::Committed(0),
+            LogIdentity::default(),
+        );
         let (naive, out, letters, rests) = (
-            Naive::default(),
+            NaiveOffsets::default(),
             Vec::new(),
             VecDeque::new(),
             BTreeSet::new(),
         );
-        let (epoch, keeps) = (Some(epoch), Keeps::Assigned);
+        let (epoch, assignment) = (Some(epoch), AssignmentState::Active);
         Self {
             state,
             epoch,
-            keeps,
+            assignment,
             naive,
             next: 0,
             committed: 0,
@@ -151,26 +154,26 @@ impl World {
         }
     }
 
-    /// Whether what is read of the partition is taken in.
+    /// Whether records of the partition are added.
     fn is_read(&self) -> bool {
-        self.epoch.is_some() && self.keeps == Keeps::Assigned
+        self.epoch.is_some() && self.assignment == AssignmentState::Active
     }
 
-    /// Whether what was read of it is handed out.
+    /// Whether records of the partition are handed out.
     fn is_handed_out(&self) -> bool {
-        self.epoch.is_some() && self.keeps != Keeps::Revoking
+        self.epoch.is_some() && self.assignment != AssignmentState::Revoking
     }
 
-    /// Another assignment, of which nothing was read.
-    fn begins(&mut self, epoch: Option<u64>, keeps: Keeps) {
-        (self.epoch, self.keeps, self.naive) = (epoch, keeps, Naive::default());
+    /// Starts another assignment.
+    fn start(&mut self, epoch: Option<u64>, assignment: AssignmentState) {
+        (self.epoch, self.assignment, self.naive) = (epoch, assignment, NaiveOffsets::default());
         self.rests.clear();
     }
 
-    /// The delivery that was handed out so long ago, if it is not settled.
+    /// The delivery that many steps back, if it is not settled.
     fn back(&self, back: u8) -> Option<usize> {
         let index = self.out.len().checked_sub(1 + usize::from(back))?;
-        (self.out[index].1 == Is::Out).then_some(index)
+        (self.out[index].1 == HandedOut::Out).then_some(index)
     }
 
     fn delivery(&self, index: usize) -> Delivery {
@@ -180,33 +183,33 @@ impl World {
         delivery(record(position as i64), epoch)
     }
 
-    /// What is settled of an assignment counts if it is the one that is ours.
-    fn fate(&self, index: usize) -> Fate {
+    /// Settlements count for the current assignment only.
+    fn effect(&self, index: usize) -> SettlementEffect {
         if Some(self.out[index].0.epoch) == self.epoch {
-            Fate::Counted
+            SettlementEffect::Counted
         } else {
-            Fate::Stale
+            SettlementEffect::Stale
         }
     }
 
-    fn happens(&mut self, event: &Event) -> Result<(), TestCaseError> {
+    fn happens(&mut self, event: &PartitionEvent) -> Result<(), TestCaseError> {
         match *event {
-            Event::Read { count, gap } => {
+            PartitionEvent::Read { count, gap } => {
                 let (mut records, next) = (Vec::new(), self.next);
                 for _ in 0..count {
                     self.next += i64::from(gap);
-                    // What was read of it before it went, or before it is back at its beginning, is
-                    // not taken in.
+                    // Records are dropped while the partition is being revoked, or before the seek
+                    // succeeded.
                     if self.is_read() {
                         self.naive.settled.insert(self.next, false);
                     }
                     records.push(record(self.next));
                     self.next += 1;
                 }
-                self.state.take_in(records);
+                self.state.add_records(records);
                 self.next = if self.is_read() { self.next } else { next };
             }
-            Event::HandOut => {
+            PartitionEvent::HandOut => {
                 let (mut incoming, all) = (
                     Vec::new(),
                     Limit {
@@ -224,27 +227,27 @@ impl World {
                             Some(&false),
                             "settled, or never read"
                         );
-                        self.out.push((receipt, Is::Out));
+                        self.out.push((receipt, HandedOut::Out));
                     }
                 }
                 self.nothing_is_lost()?;
             }
-            Event::Accept { back } => {
+            PartitionEvent::Accept { back } => {
                 let Some(index) = self.out.len().checked_sub(1 + usize::from(back)) else {
                     return Ok(());
                 };
-                // One that was accepted may be accepted again, and that is to change nothing.
-                let (receipt, Is::Out | Is::Settled) = &self.out[index] else {
+                // Accepting a delivery twice must change nothing.
+                let (receipt, HandedOut::Out | HandedOut::Settled) = &self.out[index] else {
                     return Ok(());
                 };
-                let fate = self.state.accept(receipt);
-                prop_assert_eq!(fate, self.fate(index));
-                if fate == Fate::Counted {
+                let effect = self.state.accept(receipt);
+                prop_assert_eq!(effect, self.effect(index));
+                if effect == SettlementEffect::Counted {
                     self.naive.settled.insert(receipt.position as i64, true);
                 }
-                self.out[index].1 = Is::Settled;
+                self.out[index].1 = HandedOut::Settled;
             }
-            Event::Release { back, again } => {
+            PartitionEvent::Release { back, again } => {
                 let Some(index) = self.back(back) else {
                     return Ok(());
                 };
@@ -253,84 +256,87 @@ impl World {
                 } else {
                     Duration::from_secs(86_400)
                 };
-                let fate = self.state.release(self.delivery(index), after);
-                prop_assert_eq!(fate, self.fate(index));
-                self.out[index].1 = Is::Released;
-                if fate == Fate::Counted && !again {
+                let effect = self.state.release(self.delivery(index), after);
+                prop_assert_eq!(effect, self.effect(index));
+                self.out[index].1 = HandedOut::Released;
+                if effect == SettlementEffect::Counted && !again {
                     self.rests.insert(self.out[index].0.position as i64);
                 }
             }
-            Event::Reject { back } => {
+            PartitionEvent::Reject { back } => {
                 let Some(index) = self.back(back) else {
                     return Ok(());
                 };
-                let fate = self.state.reject(&self.delivery(index));
-                prop_assert_eq!(fate, self.fate(index));
-                self.out[index].1 = if fate == Fate::Counted {
-                    Is::Rejected
+                let effect = self.state.reject(&self.delivery(index));
+                prop_assert_eq!(effect, self.effect(index));
+                self.out[index].1 = if effect == SettlementEffect::Counted {
+                    HandedOut::RejectedDelivery
                 } else {
-                    Is::Settled
+                    HandedOut::Settled
                 };
                 self.letters
-                    .extend((fate == Fate::Counted).then_some(index));
+                    .extend((effect == SettlementEffect::Counted).then_some(index));
             }
-            Event::Publish => {
+            PartitionEvent::Publish => {
                 let Some(index) = self.letters.pop_front() else {
                     return Ok(());
                 };
-                let fate = self.state.published(&self.delivery(index));
-                prop_assert_eq!(fate, self.fate(index));
-                if fate == Fate::Counted {
+                let effect = self.state.published(&self.delivery(index));
+                prop_assert_eq!(effect, self.effect(index));
+                if effect == SettlementEffect::Counted {
                     self.naive
                         .settled
                         .insert(self.out[index].0.position as i64, true);
                 }
-                self.out[index].1 = Is::Settled;
+                self.out[index].1 = HandedOut::Settled;
             }
-            Event::Commit => self.commit()?,
-            Event::Pass { beyond } => {
+            PartitionEvent::Commit => self.commit()?,
+            PartitionEvent::Pass { beyond } => {
                 let known = self
                     .state
                     .assigned
                     .values()
-                    .all(|it| it.read_to == ReadTo::Known);
+                    .all(|it| it.position_trust == PositionTrust::Trusted);
                 self.state
-                    .reached("t", 0, Some(self.next + i64::from(beyond)));
+                    .advance_to("t", 0, Some(self.next + i64::from(beyond)));
                 if self.is_read() && known && !self.naive.settled.is_empty() {
                     self.naive.passed = self.next + i64::from(beyond);
                     self.next = self.naive.passed;
                 }
             }
-            Event::Revoke => {
+            PartitionEvent::Revoke => {
                 let epochs = self.state.revoke(&[("t".to_owned(), 0)]);
                 prop_assert_eq!(epochs, Vec::from_iter(self.epoch));
-                self.keeps = Keeps::Revoking;
+                self.assignment = AssignmentState::Revoking;
             }
-            Event::Forget { lost } => {
-                let Some(epoch) = self.epoch.filter(|_| self.keeps == Keeps::Revoking) else {
+            PartitionEvent::Forget { lost } => {
+                let Some(epoch) = self
+                    .epoch
+                    .filter(|_| self.assignment == AssignmentState::Revoking)
+                else {
                     return Ok(());
                 };
                 if !lost {
                     self.commit()?;
                 }
                 self.state.forget(&[epoch]);
-                self.begins(None, Keeps::Revoking);
+                self.start(None, AssignmentState::Revoking);
                 prop_assert_eq!(self.state.commits(), []);
             }
-            Event::Assign => {
+            PartitionEvent::Assign => {
                 if self.epoch.is_some() {
                     return Ok(());
                 }
-                let epoch = self.state.begin(
+                let epoch = self.state.start_assignment(
                     Arc::from("t"),
                     0,
-                    Begins::At(self.committed),
-                    Log::default(),
+                    StartPosition::Committed(self.committed),
+                    LogIdentity::default(),
                 );
-                self.begins(Some(epoch), Keeps::Assigned);
+                self.start(Some(epoch), AssignmentState::Active);
                 (self.next, self.known) = (self.committed, None);
             }
-            Event::Cut { below } => {
+            PartitionEvent::Cut { below } => {
                 let Some(last) = self
                     .naive
                     .settled
@@ -341,11 +347,11 @@ impl World {
                 else {
                     return Ok(());
                 };
-                // One after the last is what comes next anyway.
+                // Anything up to the last offset goes back; one after the last is the next offset.
                 let at = (self.next - i64::from(below)).clamp(0, last);
-                self.state.take_in(vec![record(at), record(at + 1)]);
-                // It is read again from where the first lies that is not settled. What has come is
-                // not taken in then: all below it would count as passed.
+                self.state.add_records(vec![record(at), record(at + 1)]);
+                // Reading continues at the lowest unsettled offset. The new records are dropped:
+                // with them, all offsets below would count as settled.
                 let unsettled = self
                     .naive
                     .settled
@@ -353,59 +359,62 @@ impl World {
                     .find(|(_, settled)| !**settled)
                     .map(|(offset, _)| *offset);
                 let Some(lowest) = unsettled.filter(|lowest| *lowest < at) else {
-                    self.begins(Some(self.state.last_epoch), Keeps::Assigned);
+                    self.start(Some(self.state.last_epoch), AssignmentState::Active);
                     self.naive.settled.extend([(at, false), (at + 1, false)]);
                     (self.next, self.committed) = (at + 2, self.committed.min(at));
                     return self.is_counted();
                 };
-                self.begins(Some(self.state.last_epoch), Keeps::GoingBack);
-                self.naive.begun = Some(lowest);
+                self.start(Some(self.state.last_epoch), AssignmentState::Seeking);
+                self.naive.started = Some(lowest);
                 self.next = lowest;
             }
-            Event::Anew { said } => {
+            PartitionEvent::Anew { said } => {
                 self.made += u32::from(!said);
-                let begun = self
+                let started = self
                     .state
-                    .begin_anew("t", Some(tests::identity(&self.made.to_string())));
+                    .restart_topic("t", Some(tests::identity(&self.made.to_string())));
                 let is_another = self.is_handed_out() && self.known != Some(self.made);
-                prop_assert_eq!(begun, usize::from(is_another));
+                prop_assert_eq!(started, usize::from(is_another));
                 if is_another {
-                    self.begins(Some(self.state.last_epoch), Keeps::GoingBack);
-                    self.naive.begun = Some(BEGINNING);
+                    self.start(Some(self.state.last_epoch), AssignmentState::Seeking);
+                    self.naive.started = Some(LOG_START);
                     (self.next, self.committed, self.known) =
-                        (BEGINNING, BEGINNING, Some(self.made));
+                        (LOG_START, LOG_START, Some(self.made));
                 }
             }
-            Event::GoBack { works } => {
-                let going_back = self.state.going_back();
-                let expected = self.epoch.filter(|_| self.keeps == Keeps::GoingBack);
+            PartitionEvent::GoBack { works } => {
+                let pending_seeks = self.state.pending_seeks();
+                let expected = self
+                    .epoch
+                    .filter(|_| self.assignment == AssignmentState::Seeking);
                 prop_assert_eq!(
-                    going_back.iter().map(|it| it.0).collect::<Vec<_>>(),
+                    pending_seeks.iter().map(|it| it.0).collect::<Vec<_>>(),
                     Vec::from_iter(expected)
                 );
                 if let (true, Some(epoch)) = (works, expected) {
-                    self.state.is_back(epoch);
-                    self.keeps = Keeps::Assigned;
+                    self.state.seek_done(epoch);
+                    self.assignment = AssignmentState::Active;
                 }
             }
-            Event::Bar => {
-                self.state.bar("t", 0);
+            PartitionEvent::Bar => {
+                self.state.halt("t", 0);
                 if self.is_read() {
-                    self.keeps = Keeps::Barred;
+                    self.assignment = AssignmentState::Halted;
                 }
             }
         }
         self.is_counted()
     }
 
-    /// What was read and is not settled is with the consumer, on its way to the dead letters, or
-    /// rests, once all that can be handed out was.
+    /// Each unsettled message is handed out, being published, or released, once everything was
+    /// handed out.
     fn nothing_is_lost(&self) -> Result<(), TestCaseError> {
         if !self.is_handed_out() {
             return Ok(());
         }
         let theirs = self.out.iter().filter(|(receipt, is)| {
-            Some(receipt.epoch) == self.epoch && matches!(is, Is::Out | Is::Rejected)
+            Some(receipt.epoch) == self.epoch
+                && matches!(is, HandedOut::Out | HandedOut::RejectedDelivery)
         });
         let mut held: BTreeSet<i64> = theirs.map(|(receipt, _)| receipt.position as i64).collect();
         held.extend(&self.rests);
@@ -420,10 +429,11 @@ impl World {
         Ok(())
     }
 
-    /// What a rebalance waits for, and what bounds reading, are counted as they are.
+    /// The counters that a rebalance waits for and that limit reading are correct.
     fn is_counted(&self) -> Result<(), TestCaseError> {
-        let is_waited_for = |(receipt, is): &&(Receipt, Is)| {
-            Some(receipt.epoch) == self.epoch && matches!(is, Is::Out | Is::Rejected)
+        let is_waited_for = |(receipt, is): &&(Receipt, HandedOut)| {
+            Some(receipt.epoch) == self.epoch
+                && matches!(is, HandedOut::Out | HandedOut::RejectedDelivery)
         };
         let out = self.out.iter().filter(is_waited_for).count();
         prop_assert_eq!(self.state.out(&Vec::from_iter(self.epoch)), out);
@@ -432,7 +442,7 @@ impl World {
             .state
             .assigned
             .iter()
-            .filter(|(_, it)| it.keeps != Keeps::Revoking)
+            .filter(|(_, it)| it.state != AssignmentState::Revoking)
         {
             let held = self
                 .state
@@ -480,7 +490,7 @@ impl World {
             self.committed = commit.offset;
         }
         prop_assert_eq!(commits.len() <= 1, true);
-        // What is not committed now is not above what was.
+        // An offset that is not committed now is not above the committed one.
         prop_assert!(
             expected.is_none_or(|expected| expected == self.committed),
             "{expected:?} was left out at {}",
@@ -506,10 +516,10 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn what_is_committed_is_the_lowest_unsettled_of_this_assignment_and_never_goes_back(
+    fn the_lowest_unsettled_offset_of_the_assignment_is_committed_and_never_decreases(
         events in prop::collection::vec(event(), 1..200),
     ) {
-        let mut world = World::new();
+        let mut world = PartitionModel::new();
         for event in &events {
             world.happens(event)?;
         }
