@@ -210,7 +210,7 @@ impl Reads {
             Self::Kafka(ref name, ref status) => Source::Kafka {
                 name: name.clone(),
                 clients_replaced: status.clients_replaced(),
-                messages_missed: status.messages_missed(),
+                messages_missed: status.messages_expired(),
                 partitions: status.partitions().iter().map(Partition::of).collect(),
             },
             #[cfg(feature = "rabbitmq")]

@@ -23,7 +23,7 @@ fn check_one(entry: &str) -> Result<(), String> {
         // The entry is not repeated, because it may contain a password.
         return Err("an entry contains an @, and a broker's address has no user".to_owned());
     }
-    let wrong = |what: &str| Err(format!("`{entry}` {what}"));
+    let invalid = |what: &str| Err(format!("`{entry}` {what}"));
     let address = match entry.split_once("://") {
         Some((protocol, address))
             if PROTOCOLS.contains(&protocol.to_ascii_lowercase().as_str()) =>
@@ -31,7 +31,7 @@ fn check_one(entry: &str) -> Result<(), String> {
             address
         }
         Some((protocol, _)) => {
-            return wrong(&format!(
+            return invalid(&format!(
                 "begins with {protocol}://, which is not a Kafka protocol"
             ));
         }
@@ -44,7 +44,7 @@ fn check_one(entry: &str) -> Result<(), String> {
         Some((host, "")) => (host, None),
         Some((host, rest)) => match rest.strip_prefix(':') {
             Some(port) => (host, Some(port)),
-            None => return wrong("has something other than a port after its address"),
+            None => return invalid("has something other than a port after its address"),
         },
         None if address.parse::<Ipv6Addr>().is_ok() => (address, None),
         None => address
@@ -52,14 +52,14 @@ fn check_one(entry: &str) -> Result<(), String> {
             .map_or((address, None), |(host, port)| (host, Some(port))),
     };
     if host.is_empty() {
-        return wrong("has no host");
+        return invalid("has no host");
     }
     if host.contains(|letter: char| letter.is_whitespace() || "/\\?#[]".contains(letter)) {
-        return wrong("has a host with a space or a character that no host name has");
+        return invalid("has a host with a space or a character that no host name has");
     }
     match port {
         Some(port) if !matches!(port.parse::<u16>(), Ok(1..)) => {
-            wrong("has no port between 1 and 65535")
+            invalid("has no port between 1 and 65535")
         }
         _ => Ok(()),
     }

@@ -244,7 +244,7 @@ impl CallbackContext {
         let end = Instant::now() + self.drain;
         while Instant::now() < end {
             let state = self.shared.lock();
-            if state.phase() >= SourcePhase::Closing || state.out(epochs) == 0 {
+            if state.phase() >= SourcePhase::Closing || state.handed_out(epochs) == 0 {
                 return;
             }
             drop(state);
@@ -277,7 +277,7 @@ impl CallbackContext {
             return self.shared.wait(wait);
         };
         let mut state = self.shared.lock();
-        state.queue_length(queue.length());
+        state.set_queue_length(queue.length());
         let (room, full) = (state.room(), state.full());
         drop(state);
         queue.hold_back(full);
@@ -346,7 +346,7 @@ impl CallbackContext {
         let Some(offset) = self
             .shared
             .lock()
-            .position_to_seek(topic, partition, position)
+            .distrust_position(topic, partition, position)
         else {
             return;
         };
@@ -447,7 +447,7 @@ impl ClientContext for CallbackContext {
 
     fn stats_raw(&self, statistics_json: &[u8]) {
         if !self.is_replaced.load(Ordering::Relaxed) {
-            self.shared.lock().group_state(
+            self.shared.lock().record_group_state(
                 statistics::is_coordinator_up(statistics_json),
                 Instant::now(),
             );

@@ -355,8 +355,8 @@ mod tests {
         let kafka = Kafka::topic("t").brokers(&brokers).group("g");
         let (shared, consumer) = client(&kafka, &brokers);
         let end = Instant::now() + BOUND;
-        let until = |is_so: &dyn Fn() -> bool| {
-            while !is_so() {
+        let until = |condition: &dyn Fn() -> bool| {
+            while !condition() {
                 assert!(Instant::now() < end, "it did not come to that");
                 serve(&consumer);
                 consumer.context().read_batch(TURN);

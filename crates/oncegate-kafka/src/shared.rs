@@ -100,7 +100,7 @@ pub(crate) struct SourceState {
     /// When the client last reported it.
     reported_at: Option<Instant>,
     expired: u64,
-    reading: ReadProgress,
+    progress: ReadProgress,
     /// Whether the polling thread was woken since its last wait.
     has_changed: bool,
 }
@@ -132,7 +132,7 @@ impl<M: StateLock> SharedState<M> {
 
     /// Waits on the consumer's side. Cancel-safe; returns at once if there was a change since the
     /// last wait.
-    pub(crate) async fn consumer_wakeup(&self) {
+    pub(crate) async fn wait_for_wakeup(&self) {
         self.consumer_wakeup.notified().await;
     }
 
@@ -321,7 +321,7 @@ impl SourceState {
     }
 
     /// How many deliveries of these assignments are not settled or released yet.
-    pub(crate) fn out(&self, epochs: &[u64]) -> usize {
+    pub(crate) fn handed_out(&self, epochs: &[u64]) -> usize {
         epochs
             .iter()
             .filter_map(|epoch| self.assigned.get(epoch))
@@ -386,7 +386,7 @@ impl SourceState {
 
     /// librdkafka's position in this partition is wrong. Returns the offset to seek to: after the
     /// last message that was read, or `position` if there is none.
-    pub(crate) fn position_to_seek(
+    pub(crate) fn distrust_position(
         &mut self,
         topic: &str,
         partition: i32,

@@ -140,9 +140,9 @@ impl Source for KafkaSource {
             match taken.next_due {
                 // Timeout or not, the next iteration takes what is ready.
                 Some(due) => {
-                    drop(tokio::time::timeout_at(due.into(), self.shared.consumer_wakeup()).await)
+                    drop(tokio::time::timeout_at(due.into(), self.shared.wait_for_wakeup()).await)
                 }
-                None => self.shared.consumer_wakeup().await,
+                None => self.shared.wait_for_wakeup().await,
             }
         }
     }
@@ -212,7 +212,7 @@ impl KafkaSource {
         reached: impl Fn(&SharedState) -> bool,
     ) -> WaitOutcome {
         while !reached(&self.shared) {
-            if tokio::time::timeout_at(deadline.into(), self.shared.consumer_wakeup())
+            if tokio::time::timeout_at(deadline.into(), self.shared.wait_for_wakeup())
                 .await
                 .is_err()
             {

@@ -44,7 +44,7 @@ impl KafkaStatus {
 
     /// How many messages expired before the group read them, since the source was opened. Counted
     /// by offsets, so that compacted records and transaction markers among them count too.
-    pub fn messages_missed(&self) -> u64 {
+    pub fn messages_expired(&self) -> u64 {
         self.shared().map_or(0, |shared| shared.lock().expired())
     }
 

@@ -162,7 +162,7 @@ impl StallCandidate {
         before: Option<Self>,
         at: Option<i64>,
         end: i64,
-        reading: ReadProgress,
+        progress: ReadProgress,
         now: Instant,
     ) -> Option<Self> {
         if at.is_some_and(|at| at >= end) {
@@ -173,11 +173,11 @@ impl StallCandidate {
             at,
             end,
             turns: 0,
-            turn: reading,
+            turn: progress,
         };
         let mut next = before.filter(|before| before.at == at).unwrap_or(start);
-        if next.turn.is_over(reading) {
-            (next.turns, next.turn) = (next.turns + 1, reading);
+        if next.turn.is_over(progress) {
+            (next.turns, next.turn) = (next.turns + 1, progress);
         }
         Some(next)
     }
@@ -217,7 +217,7 @@ impl PartitionWatch {
         });
         self.set_gauges(shared);
         let state = shared.lock();
-        let (now, reading, partitions) = (clock(), state.reading(), state.read_positions());
+        let (now, progress, partitions) = (clock(), state.read_progress(), state.read_positions());
         drop(state);
         let mut candidates = HashMap::new();
         for (epoch, topic, partition, at) in partitions {
@@ -231,7 +231,7 @@ impl PartitionWatch {
                 continue;
             };
             let before = self.candidates.get(&(epoch, partition)).copied();
-            let Some(next) = StallCandidate::next(before, at, *end, reading, now) else {
+            let Some(next) = StallCandidate::next(before, at, *end, progress, now) else {
                 continue;
             };
             let time_limit = self.time_limit(&topic, partition, at, stalled_after);
@@ -416,7 +416,7 @@ mod tests {
 
     /// The polling thread finds this many operations in the queue.
     fn queue_length(shared: &SharedState, waiting: u64) {
-        shared.lock().queue_length(waiting);
+        shared.lock().set_queue_length(waiting);
     }
 
     #[test]
@@ -455,7 +455,7 @@ mod tests {
                 )
             });
             while !shared.lock().needs_replacement() && Instant::now() < end {
-                shared.lock().group_state(false, Instant::now());
+                shared.lock().record_group_state(false, Instant::now());
                 std::thread::sleep(Duration::from_millis(200));
             }
             shared.enter(SourcePhase::Closing);
@@ -703,14 +703,14 @@ mod tests {
 
     #[test]
     fn only_a_position_without_progress_in_a_growing_log_is_stalled() {
-        let (started, after, reading) = (
+        let (started, after, progress) = (
             Instant::now(),
             Duration::from_secs(60),
             ReadProgress::default(),
         );
         let at = |seconds| started + Duration::from_secs(seconds);
         let next = |before, at, end, now| {
-            let next = StallCandidate::next(before, at, end, reading, now)?;
+            let next = StallCandidate::next(before, at, end, progress, now)?;
             Some(StallCandidate {
                 turns: REQUIRED_DRAINS,
                 ..next

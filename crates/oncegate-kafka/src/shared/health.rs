@@ -31,17 +31,17 @@ impl ReadProgress {
 
 impl SourceState {
     /// Records the length of the queue.
-    pub(crate) fn queue_length(&mut self, waiting: u64) {
-        (self.reading.waiting, self.reading.looks) = (waiting, self.reading.looks + 1);
+    pub(crate) fn set_queue_length(&mut self, waiting: u64) {
+        (self.progress.waiting, self.progress.looks) = (waiting, self.progress.looks + 1);
     }
 
     /// Counts messages that were read from the queue.
     pub(crate) fn count_read(&mut self, count: u64) {
-        self.reading.read += count;
+        self.progress.read += count;
     }
 
-    pub(crate) fn reading(&self) -> ReadProgress {
-        self.reading
+    pub(crate) fn read_progress(&self) -> ReadProgress {
+        self.progress
     }
 
     /// Requests that another client replaces this one.
@@ -56,7 +56,7 @@ impl SourceState {
 
     /// Records whether the client reports a connection to its group coordinator. A suspected client
     /// that still has none is replaced.
-    pub(crate) fn group_state(&mut self, is_with_it: bool, now: Instant) {
+    pub(crate) fn record_group_state(&mut self, is_with_it: bool, now: Instant) {
         let is_late = self
             .reported_at
             .replace(now)
@@ -139,8 +139,8 @@ impl SourceState {
             matches!(it.state, AssignmentState::Active | AssignmentState::Seeking)
                 && !self.is_full(it)
         };
-        let reading = self.assigned.iter().filter(|(_, it)| is_read(it));
-        reading
+        let progress = self.assigned.iter().filter(|(_, it)| is_read(it));
+        progress
             .map(|(epoch, it)| {
                 (
                     *epoch,
@@ -186,15 +186,15 @@ impl SourceState {
             .iter()
             .filter(|(_, delivery)| delivery.receipt.epoch == epoch);
         let blocker = watermark.lowest().map(|offset| {
-            let it_is = |delivery: &Delivery| {
+            let is_it = |delivery: &Delivery| {
                 delivery.receipt.epoch == epoch && delivery.receipt.position == offset as u64
             };
-            let delayed = self.held.iter().find(|(_, delivery)| it_is(delivery));
+            let delayed = self.held.iter().find(|(_, delivery)| is_it(delivery));
             let blocked_by = match delayed {
                 Some((_, delivery)) => BlockedBy::Delay {
                     failures: delivery.failures,
                 },
-                None if self.ready.iter().any(it_is) => BlockedBy::Queue,
+                None if self.ready.iter().any(is_it) => BlockedBy::Queue,
                 None => BlockedBy::Consumer,
             };
             // Recorded once per turn: an offset that became the lowest since then has not waited

@@ -436,7 +436,7 @@ impl PartitionModel {
                 && matches!(is, HandedOut::Out | HandedOut::RejectedDelivery)
         };
         let out = self.out.iter().filter(is_waited_for).count();
-        prop_assert_eq!(self.state.out(&Vec::from_iter(self.epoch)), out);
+        prop_assert_eq!(self.state.handed_out(&Vec::from_iter(self.epoch)), out);
         prop_assert_eq!(self.state.publishing, self.letters.len());
         for (epoch, assigned) in self
             .state

@@ -28,7 +28,7 @@ impl<M: StateLock> SharedState<M> {
             store();
         }
         let mut state = self.lock();
-        let unsettled = state.out(&epochs);
+        let unsettled = state.handed_out(&epochs);
         state.forget(&epochs);
         unsettled
     }

@@ -90,7 +90,7 @@ fn a_drain_ends_with_the_last_settlement_and_commits_all_in_every_schedule() {
             commit(&shared, &mut committed_offset);
             // As the source does while it may not read.
             let drain = |epochs: &[u64]| {
-                while shared.lock().out(epochs) > 0 {
+                while shared.lock().handed_out(epochs) > 0 {
                     shared.wait(Duration::MAX);
                 }
             };

@@ -82,7 +82,7 @@ fn a_revoked_partition_hands_out_nothing_more_and_still_counts_settlements() {
     state.add_records(vec![record(0, 3)]);
     let epochs = state.revoke(&leaving());
     state.add_records(vec![record(0, 4)]);
-    assert_eq!(state.out(&epochs), 3);
+    assert_eq!(state.handed_out(&epochs), 3);
     let (revoked, deliveries) = hand_out(&mut state);
     assert_eq!((revoked, deliveries.len()), (epochs.clone(), 0));
 
@@ -92,7 +92,7 @@ fn a_revoked_partition_hands_out_nothing_more_and_still_counts_settlements() {
         SettlementEffect::Counted
     );
     assert_eq!(state.accept(&first[1].receipt), SettlementEffect::Counted);
-    assert_eq!((state.out(&epochs), state.next_due()), (0, None));
+    assert_eq!((state.handed_out(&epochs), state.next_due()), (0, None));
     assert_eq!(
         state.commits(),
         [OffsetCommit {
@@ -360,32 +360,32 @@ fn a_limit_of_zero_hands_out_revocations_only() {
 fn reports_from_before_a_suspicion_do_not_replace_the_client() {
     let (mut state, started) = (SourceState::default(), Instant::now());
     let at = |seconds| started + Duration::from_secs(seconds);
-    state.group_state(false, at(0));
+    state.record_group_state(false, at(0));
     state.suspect_lost_metadata(at(1), at(1));
-    state.group_state(false, at(3));
+    state.record_group_state(false, at(3));
     assert!(
         !state.needs_replacement(),
         "that was of another time without its group"
     );
     state.suspect_lost_metadata(started, at(3));
     // This may be a report from before.
-    state.group_state(false, at(4));
+    state.record_group_state(false, at(4));
     // So may this one, after a long silence.
-    state.group_state(false, at(9));
-    state.group_state(false, at(9));
+    state.record_group_state(false, at(9));
+    state.record_group_state(false, at(9));
     assert!(!state.needs_replacement());
-    state.group_state(true, at(9));
-    state.group_state(false, at(10));
+    state.record_group_state(true, at(9));
+    state.record_group_state(false, at(10));
     assert_eq!(
         (state.needs_replacement(), state.without_group_since()),
         (false, Some(at(10)))
     );
     state.suspect_lost_metadata(at(10), at(11));
-    state.group_state(false, at(13));
+    state.record_group_state(false, at(13));
     assert!(state.needs_replacement());
     // The next client starts without a suspicion.
     state.take_replacement().expect("it is replaced");
-    state.group_state(false, at(50));
+    state.record_group_state(false, at(50));
     assert_eq!(
         (state.needs_replacement(), state.without_group_since()),
         (false, Some(at(50)))
@@ -592,7 +592,7 @@ fn a_release_is_handed_out_after_its_delay() {
         (1, 1, 0)
     );
     assert!(state.next_due().is_some_and(|due| due > Instant::now()));
-    assert_eq!(state.out(&[1]), 1);
+    assert_eq!(state.handed_out(&[1]), 1);
 }
 
 #[test]
@@ -654,7 +654,7 @@ fn transaction_markers_are_passed_if_the_position_is_trusted() {
         .iter()
         .for_each(|it| assert_eq!(state.accept(&it.receipt), SettlementEffect::Counted));
     assert_eq!(committed(&mut state), [(10, SendMode::Stored)]);
-    assert_eq!(state.position_to_seek("t", 0, Some(15)), Some(10));
+    assert_eq!(state.distrust_position("t", 0, Some(15)), Some(10));
     state.advance_to("t", 0, Some(20));
     assert_eq!(
         committed(&mut state),
@@ -733,7 +733,7 @@ fn a_partition_that_was_never_read_seeks_to_the_given_position() {
         StartPosition::NoOffset,
         LogIdentity::default(),
     );
-    assert_eq!(state.position_to_seek("t", 0, Some(7)), Some(7));
+    assert_eq!(state.distrust_position("t", 0, Some(7)), Some(7));
 }
 
 #[test]
