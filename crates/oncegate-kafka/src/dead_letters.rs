@@ -4,9 +4,9 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use oncegate_core::road::Reason;
+use oncegate_core::lifecycle::Reason;
 use oncegate_core::source::{kept_headers, rejection_headers};
-use oncegate_core::{Delivery, LogThrottle, Story};
+use oncegate_core::{Delivery, FailureHistory, LogThrottle};
 use rdkafka::ClientConfig;
 use rdkafka::error::{KafkaError, RDKafkaErrorCode};
 use rdkafka::message::{Header, OwnedHeaders};
@@ -351,14 +351,14 @@ fn drop_on_thread(producer: Option<Publisher>) {
 fn dead_letter_headers(
     delivery: &Delivery,
     reason: &Reason,
-    story: Option<&Story>,
+    story: Option<&FailureHistory>,
     extent: LetterExtent,
 ) -> OwnedHeaders {
     let message = &delivery.message;
-    let mut dead_letter_headers = OwnedHeaders::new();
+    let mut headers = OwnedHeaders::new();
     if extent != LetterExtent::Note {
         for (name, value) in kept_headers(message) {
-            dead_letter_headers = dead_letter_headers.insert(Header {
+            headers = headers.insert(Header {
                 key: &String::from_utf8_lossy(name),
                 value,
             });
@@ -377,14 +377,12 @@ fn dead_letter_headers(
         );
         added.push((HEADERS_OMITTED, message.headers.iter().count().to_string()));
     }
-    added
-        .iter()
-        .fold(dead_letter_headers, |dead_letter_headers, (name, value)| {
-            dead_letter_headers.insert(Header {
-                key: name,
-                value: Some(value),
-            })
+    added.iter().fold(headers, |headers, (name, value)| {
+        headers.insert(Header {
+            key: name,
+            value: Some(value),
         })
+    })
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! Settlements of the consumer.
 
-use oncegate_core::road::{Reason, Settlement};
-use oncegate_core::{Delivery, Receipt, Settled, Story};
+use oncegate_core::lifecycle::{Reason, Settlement};
+use oncegate_core::{Delivery, FailureHistory, Receipt, Settled};
 
 use super::{SettlementEffect, SharedState, SourceState, StateLock};
 
@@ -9,7 +9,7 @@ use super::{SettlementEffect, SharedState, SourceState, StateLock};
 pub(crate) struct RejectedDelivery {
     pub(crate) delivery: Delivery,
     pub(crate) reason: Reason,
-    pub(crate) story: Option<Box<Story>>,
+    pub(crate) story: Option<Box<FailureHistory>>,
 }
 
 /// The proof of a delivery that was accepted as a duplicate.
