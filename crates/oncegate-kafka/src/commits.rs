@@ -4,7 +4,7 @@ use oncegate_core::fault;
 use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer, ConsumerContext};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 
-use crate::log::log_error;
+use crate::client::log::log_error;
 use crate::shared::{OffsetCommit, SendMode, SharedState};
 
 /// Stores the offsets to commit. librdkafka commits a stored offset within
@@ -18,13 +18,13 @@ pub(crate) fn store<C: ConsumerContext>(consumer: &BaseConsumer<C>, shared: &Sha
     fault::point("kafka.commit.before");
     // Offsets that are committed at once are stored too: an earlier stored offset may be higher,
     // and librdkafka would commit that one next.
-    if let Err(error) = consumer.store_offsets(&listed(commits.iter())) {
+    if let Err(error) = consumer.store_offsets(&partition_list(commits.iter())) {
         // The partition belongs to another member now, which receives the message again; the gate
         // skips it as a duplicate.
         tracing::debug!(%error, "cannot store offsets of a revoked partition");
     }
     fault::point("kafka.commit.stored");
-    let sent = listed(
+    let sent = partition_list(
         commits
             .iter()
             .filter(|commit| commit.mode == SendMode::Immediate),
@@ -38,7 +38,7 @@ pub(crate) fn store<C: ConsumerContext>(consumer: &BaseConsumer<C>, shared: &Sha
     }
 }
 
-fn listed<'a>(commits: impl Iterator<Item = &'a OffsetCommit>) -> TopicPartitionList {
+fn partition_list<'a>(commits: impl Iterator<Item = &'a OffsetCommit>) -> TopicPartitionList {
     let mut list = TopicPartitionList::new();
     for commit in commits {
         let mut element = list.add_partition(&commit.topic, commit.partition);

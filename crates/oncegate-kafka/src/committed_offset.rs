@@ -1,7 +1,6 @@
 //! Committed offsets, and the start position of each assigned partition.
 
 use std::collections::{BTreeSet, HashMap};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use oncegate_core::SourceError;
@@ -9,8 +8,8 @@ use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext};
 use rdkafka::error::{KafkaResult, RDKafkaErrorCode};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList, TopicPartitionListElem};
 
-use crate::batch::{MessageQueue, PartitionError};
-use crate::client_error;
+use crate::client;
+use crate::client::batch::{MessageQueue, PartitionError};
 use crate::shared::StartPosition;
 use crate::topic_identity::{TopicIdentity, TopicMatch};
 use crate::topic_recreated::TopicIds;
@@ -219,12 +218,12 @@ impl<'a> TimeBudget<'a> {
     }
 
     /// Runs one request with the time it may take; `None` if the budget is used up.
-    fn request<T>(&mut self, ask: impl FnOnce(Duration) -> T) -> Option<T> {
+    fn request<T>(&mut self, send: impl FnOnce(Duration) -> T) -> Option<T> {
         if self.left.is_zero() || (self.is_leaving)() {
             return None;
         }
         let started = Instant::now();
-        let answer = ask(self.left.min(REQUEST_TIMEOUT));
+        let answer = send(self.left.min(REQUEST_TIMEOUT));
         self.left = self.left.saturating_sub(started.elapsed());
         Some(answer)
     }
@@ -233,13 +232,13 @@ impl<'a> TimeBudget<'a> {
     fn retry<T>(
         &mut self,
         what: &str,
-        mut ask: impl FnMut(Duration) -> KafkaResult<T>,
+        mut send: impl FnMut(Duration) -> KafkaResult<T>,
     ) -> Option<T> {
         let mut is_logged = false;
         loop {
             let answer = self.request(|budget| {
                 let started = Instant::now();
-                let answer = ask(budget);
+                let answer = send(budget);
                 if answer.is_err() {
                     std::thread::sleep(RETRY_PAUSE.min(budget.saturating_sub(started.elapsed())));
                 }
@@ -269,7 +268,7 @@ fn is_transient(code: RDKafkaErrorCode) -> bool {
         E::CoordinatorNotAvailable,
         E::NotCoordinator,
     ];
-    client_error::is_connection(code) || coordinator.contains(&code)
+    client::error::is_connection(code) || coordinator.contains(&code)
 }
 
 /// A committed offset.
@@ -317,12 +316,9 @@ fn parse_committed(it: &TopicPartitionListElem<'_>) -> Option<CommittedOffset> {
     let Offset::Offset(offset) = it.offset() else {
         return None;
     };
-    // Any program may commit arbitrary metadata for the group; the wrapper panics if it is not
-    // UTF-8.
-    let metadata = catch_unwind(AssertUnwindSafe(|| it.metadata().to_owned())).unwrap_or_default();
     Some(CommittedOffset {
         offset,
-        identity: TopicIdentity::parse(&metadata),
+        identity: TopicIdentity::parse(&client::commit_metadata(it)),
     })
 }
 
@@ -337,7 +333,7 @@ fn committed_topics(committed: &CommittedOffsets) -> BTreeSet<String> {
 /// The error of a partition that must not be read from another offset by itself. If a log is
 /// truncated while it is read, librdkafka does not report the position, just as without a committed
 /// offset; `position` is this member's own position.
-pub(crate) fn lost<C: ConsumerContext>(
+pub(crate) fn out_of_range<C: ConsumerContext>(
     queue: &MessageQueue<C>,
     fault: &PartitionError,
     position: Option<i64>,
@@ -401,7 +397,7 @@ mod tests {
     use rdkafka::types::{RDKafkaApiKey, RDKafkaRespErr};
 
     use super::*;
-    use crate::connection_errors::ConnectionErrors;
+    use crate::client::connection_errors::ConnectionErrors;
     use crate::context::CallbackContext;
 
     fn budget(left: Duration) -> TimeBudget<'static> {
@@ -579,7 +575,7 @@ mod tests {
         let (_consumer, queue) = client("127.0.0.1:1");
         let named = |offset, position| {
             let code = RDKafkaErrorCode::AutoOffsetReset;
-            match lost(
+            match out_of_range(
                 &queue,
                 &PartitionError {
                     topic: Arc::from("t"),
@@ -597,13 +593,13 @@ mod tests {
         };
         let (setting, problem) = named(9, Some(7));
         assert!(
-            setting == "out_of_range" && problem.contains("at offset 9 of t/3"),
+            setting == "out_of_range" && problem.contains("offset 9 of t/3 is not in the log"),
             "{setting}: {problem}"
         );
         // A log that was truncated while it was read.
         let (setting, problem) = named(-1001, Some(7));
         assert!(
-            setting == "out_of_range" && problem.contains("at offset 7 of t/3"),
+            setting == "out_of_range" && problem.contains("offset 7 of t/3 is not in the log"),
             "{setting}: {problem}"
         );
         assert_eq!(named(-1001, None).0, "start");
@@ -611,7 +607,7 @@ mod tests {
 
     /// A response without a top-level error, as brokers sent it before Kafka 0.11: each partition
     /// has the error.
-    fn says_it_of_each_partition(
+    fn fail_each_partition(
         cluster: &MockCluster<'_, DefaultProducerContext>,
         error: RDKafkaRespErr,
     ) {
@@ -628,7 +624,7 @@ mod tests {
         let brokers = cluster.bootstrap_servers();
         let (consumer, queue) = client(&brokers);
         commit(&consumer, 7, &identity(&consumer, &queue));
-        says_it_of_each_partition(
+        fail_each_partition(
             &cluster,
             RDKafkaRespErr::RD_KAFKA_RESP_ERR_COORDINATOR_LOAD_IN_PROGRESS,
         );
@@ -637,7 +633,7 @@ mod tests {
             StartPosition::Committed(7),
             "it is retried"
         );
-        says_it_of_each_partition(
+        fail_each_partition(
             &cluster,
             RDKafkaRespErr::RD_KAFKA_RESP_ERR_TOPIC_AUTHORIZATION_FAILED,
         );

@@ -12,16 +12,16 @@ use rdkafka::error::{KafkaError, KafkaResult, RDKafkaErrorCode};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList, TopicPartitionListElem};
 use rdkafka::types::RDKafkaRespErr;
 
-use crate::batch::{ForwardResult, MessageQueue, PartitionError, RecordBatch};
-use crate::client_error;
+use crate::client;
+use crate::client::batch::{ForwardResult, MessageQueue, PartitionError, RecordBatch};
+use crate::client::connection_errors::ConnectionErrors;
+use crate::client::log::{self, log_error};
+use crate::client::statistics;
 use crate::commits;
 use crate::committed_offset;
-use crate::connection_errors::ConnectionErrors;
 use crate::expired;
 use crate::kafka::{Kafka, OutOfRange, StartAt};
-use crate::log::{self, log_error};
 use crate::shared::{OffsetGap, RevocationKind, SharedState, SourcePhase, StartPosition};
-use crate::statistics;
 use crate::topic_recreated::TopicIds;
 
 /// How long one read waits for a message while revoked deliveries are drained.
@@ -63,7 +63,7 @@ impl CallbackContext {
             (kafka.start, kafka.out_of_range_policy(), kafka.drain());
         let (topics, bound, queue, last_error) = (
             TopicIds::default(),
-            kafka.bound(),
+            kafka.rebalance_step_limit(),
             Mutex::default(),
             Mutex::default(),
         );
@@ -116,9 +116,9 @@ impl CallbackContext {
         let mut assigned = partitions.clone();
         let is_leaving =
             || self.shared.lock().phase() > SourcePhase::Running || consumer.assignment_lost();
-        let patience = committed_offset::TimeBudget::new(self.bound, &is_leaving);
+        let budget = committed_offset::TimeBudget::new(self.bound, &is_leaving);
         for (topic, partition, start) in
-            committed_offset::start_positions(consumer, partitions, &self.topics, patience, || {
+            committed_offset::start_positions(consumer, partitions, &self.topics, budget, || {
                 queue.forward_log()
             })
         {
@@ -226,12 +226,12 @@ impl CallbackContext {
     /// another member.
     fn revoke(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
         let leaving = names(partitions);
-        let how = revocation_kind(consumer);
-        let lost = how == RevocationKind::Lost;
+        let kind = revocation_kind(consumer);
+        let lost = kind == RevocationKind::Lost;
         let store = || commits::store(consumer, &self.shared);
         let unsettled =
             self.shared
-                .end_assignments(&leaving, how, |epochs| self.drain(epochs), store);
+                .end_assignments(&leaving, kind, |epochs| self.drain(epochs), store);
         for (topic, partition) in &leaving {
             tracing::info!(topic, partition, lost, unsettled, "partition revoked");
         }
@@ -308,15 +308,15 @@ impl CallbackContext {
                         .lock()
                         .position_of(&fault.topic, fault.partition);
                     self.shared
-                        .fail(committed_offset::lost(queue, fault, position));
+                        .fail(committed_offset::out_of_range(queue, fault, position));
                 }
                 None => {
                     self.handle_error(fault.code, &format!("{}/{}", fault.topic, fault.partition))
                 }
             }
         }
-        let findings = self.shared.add_records(batch.records);
-        for gap in findings.gaps {
+        let intake = self.shared.add_records(batch.records);
+        for gap in intake.gaps {
             let first = queue.first_offset(&gap.topic, gap.partition);
             expired::classify_gap(gap, first, &self.shared);
         }
@@ -324,7 +324,7 @@ impl CallbackContext {
         let faulty = batch.errors.iter().filter(|fault| fault.offset >= 0);
         let faulty = faulty.map(|fault| (&*fault.topic, fault.partition, Some(fault.offset)));
         for (topic, partition, position) in faulty.chain(
-            findings
+            intake
                 .restarted
                 .iter()
                 .map(|(topic, partition)| (&**topic, *partition, None)),
@@ -351,11 +351,11 @@ impl CallbackContext {
             return;
         };
         fault::point("kafka.seek.before");
-        let sought = queue
+        let result = queue
             .consumer()
             .seek(topic, partition, Offset::Offset(offset), SEEK_TIMEOUT);
         fault::point("kafka.seek.after");
-        match sought {
+        match result {
             Ok(()) => self.shared.lock().seek_succeeded(topic, partition),
             Err(error) => {
                 tracing::warn!(%error, topic, partition, offset, "cannot seek to the next unread message; a rebalance may skip messages")
@@ -369,7 +369,7 @@ impl CallbackContext {
             return;
         };
         let mut state = self.shared.lock();
-        let advance_to = positions.elements().into_iter().filter_map(|it| {
+        let gaps = positions.elements().into_iter().filter_map(|it| {
             let offset = if let Offset::Offset(offset) = it.offset() {
                 Some(offset)
             } else {
@@ -377,7 +377,7 @@ impl CallbackContext {
             };
             state.advance_to(it.topic(), it.partition(), offset)
         });
-        let gaps: Vec<OffsetGap> = advance_to.collect();
+        let gaps: Vec<OffsetGap> = gaps.collect();
         drop(state);
         let first_of = |topic: &str, partition| queue.first_offset(topic, partition);
         for gap in gaps {
@@ -392,7 +392,7 @@ impl CallbackContext {
         match permanent_error(code, place) {
             Some(fault) => self.shared.fail(fault),
             // The error callback of the client has logged it.
-            None if client_error::is_connection(code) => {
+            None if client::error::is_connection(code) => {
                 tracing::debug!(%code, place, "cannot reach a broker")
             }
             None => tracing::warn!(%code, place, "kafka error, librdkafka retries"),
@@ -456,7 +456,7 @@ impl ClientContext for CallbackContext {
 
     fn error(&self, error: KafkaError, reason: &str) {
         match error.rdkafka_error_code() {
-            Some(code) if client_error::is_connection(code) => self.connection_errors.log(reason),
+            Some(code) if client::error::is_connection(code) => self.connection_errors.log(reason),
             Some(RDKafkaErrorCode::Fatal) => {
                 tracing::error!(%error, reason, "fatal kafka client error")
             }
@@ -468,10 +468,10 @@ impl ClientContext for CallbackContext {
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner);
             // librdkafka reports "all brokers down" right after the cause; the cause is kept.
-            if !(client_error::is_connection(code)
+            if !(client::error::is_connection(code)
                 && last_error
                     .as_ref()
-                    .is_some_and(|(before, _)| client_error::is_authentication(*before)))
+                    .is_some_and(|(before, _)| client::error::is_authentication(*before)))
             {
                 *last_error = Some((code, reason.to_owned()));
             }

@@ -12,9 +12,9 @@ use rdkafka::error::{KafkaError, RDKafkaErrorCode};
 use rdkafka::message::{Header, OwnedHeaders};
 use rdkafka::producer::{FutureProducer, FutureRecord, Producer as _};
 
-use crate::connection_errors::ConnectionErrors;
+use crate::client::connection_errors::ConnectionErrors;
+use crate::client::log::LogContext;
 use crate::kafka::Destinations;
-use crate::log::LogContext;
 use crate::shared::RejectedDelivery;
 
 /// The header of a dead letter without its body, which the broker rejected as too large. Its value
@@ -44,15 +44,15 @@ pub(crate) struct DeadLetters {
 }
 
 /// A dead letter that is not published yet, and how the next attempt sends it.
-pub(crate) struct PendingDeadLetter {
+pub(crate) struct UnpublishedDeadLetter {
     pub(crate) rejected: RejectedDelivery,
-    extent: LetterExtent,
-    grouping: LetterGrouping,
+    parts: PublishedParts,
+    grouping: RequestGrouping,
 }
 
 /// Which messages share a request with the dead letter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum LetterGrouping {
+enum RequestGrouping {
     /// Others for the same partition.
     Batch,
     /// None: a batch with this message was rejected.
@@ -61,7 +61,7 @@ enum LetterGrouping {
 
 /// The parts of the message that are published.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum LetterExtent {
+enum PublishedParts {
     /// All of it.
     Whole,
     /// Key and headers.
@@ -70,7 +70,7 @@ enum LetterExtent {
     Note,
 }
 
-impl LetterExtent {
+impl PublishedParts {
     /// What to publish when this was too large.
     fn smaller(self) -> Option<Self> {
         match self {
@@ -81,12 +81,12 @@ impl LetterExtent {
     }
 }
 
-impl PendingDeadLetter {
+impl UnpublishedDeadLetter {
     pub(crate) fn new(rejected: RejectedDelivery) -> Self {
         Self {
             rejected,
-            extent: LetterExtent::Whole,
-            grouping: LetterGrouping::Batch,
+            parts: PublishedParts::Whole,
+            grouping: RequestGrouping::Batch,
         }
     }
 }
@@ -137,48 +137,51 @@ impl DeadLetters {
     /// # Errors
     /// It is unknown whether the dead letter was written. Publish it again; a second copy is
     /// harmless.
-    pub(crate) async fn publish(&self, letter: &mut PendingDeadLetter) -> Result<(), KafkaError> {
+    pub(crate) async fn publish(
+        &self,
+        dead_letter: &mut UnpublishedDeadLetter,
+    ) -> Result<(), KafkaError> {
         loop {
-            let Err(error) = self.send(letter).await else {
+            let Err(error) = self.send(dead_letter).await else {
                 return Ok(());
             };
             let KafkaError::MessageProduction(code) = error else {
                 return Err(error);
             };
-            match (letter.grouping, letter.extent.smaller()) {
-                (LetterGrouping::Batch, _) if is_refusal(code) => {
-                    letter.grouping = LetterGrouping::Alone
+            match (dead_letter.grouping, dead_letter.parts.smaller()) {
+                (RequestGrouping::Batch, _) if is_rejection(code) => {
+                    dead_letter.grouping = RequestGrouping::Alone
                 }
-                (LetterGrouping::Alone, Some(smaller))
+                (RequestGrouping::Alone, Some(smaller))
                     if code == RDKafkaErrorCode::MessageSizeTooLarge =>
                 {
-                    self.warn_of_size(letter);
-                    letter.extent = smaller;
+                    self.warn_of_size(dead_letter);
+                    dead_letter.parts = smaller;
                 }
                 _ => return Err(error),
             }
         }
     }
 
-    async fn send(&self, letter: &PendingDeadLetter) -> Result<(), KafkaError> {
-        let PendingDeadLetter {
+    async fn send(&self, dead_letter: &UnpublishedDeadLetter) -> Result<(), KafkaError> {
+        let UnpublishedDeadLetter {
             rejected:
                 RejectedDelivery {
                     delivery,
                     reason,
                     story,
                 },
-            extent,
+            parts,
             grouping,
-        } = letter;
-        let (message, topic) = (&delivery.message, self.topic_of(&letter.rejected));
+        } = dead_letter;
+        let (message, topic) = (&delivery.message, self.topic_of(&dead_letter.rejected));
         let mut record = FutureRecord::<[u8], [u8]>::to(&topic).headers(dead_letter_headers(
             delivery,
             reason,
             story.as_deref(),
-            *extent,
+            *parts,
         ));
-        record.payload = Some(if *extent == LetterExtent::Whole {
+        record.payload = Some(if *parts == PublishedParts::Whole {
             &message.body
         } else {
             &[]
@@ -186,10 +189,10 @@ impl DeadLetters {
         record.key = message
             .key
             .as_deref()
-            .filter(|_| *extent != LetterExtent::Note);
+            .filter(|_| *parts != PublishedParts::Note);
         match grouping {
-            LetterGrouping::Batch => self.batches.send(record).await,
-            LetterGrouping::Alone => self.singles.send(record).await,
+            RequestGrouping::Batch => self.batches.send(record).await,
+            RequestGrouping::Alone => self.singles.send(record).await,
         }
     }
 
@@ -198,13 +201,13 @@ impl DeadLetters {
     }
 
     /// Logs that a dead letter could not be published, at most once per [`LOG_INTERVAL`] and topic.
-    pub(crate) fn warn_of_failure(&self, letter: &PendingDeadLetter, error: &KafkaError) {
+    pub(crate) fn warn_of_failure(&self, dead_letter: &UnpublishedDeadLetter, error: &KafkaError) {
         let (
             topic,
             RejectedDelivery {
                 delivery, reason, ..
             },
-        ) = (self.topic_of(&letter.rejected), &letter.rejected);
+        ) = (self.topic_of(&dead_letter.rejected), &dead_letter.rejected);
         let Some(suppressed_lines) = self.due(&topic, "failure", Instant::now()) else {
             return;
         };
@@ -220,8 +223,11 @@ impl DeadLetters {
         );
     }
 
-    fn warn_of_size(&self, letter: &PendingDeadLetter) {
-        let (topic, delivery) = (self.topic_of(&letter.rejected), &letter.rejected.delivery);
+    fn warn_of_size(&self, dead_letter: &UnpublishedDeadLetter) {
+        let (topic, delivery) = (
+            self.topic_of(&dead_letter.rejected),
+            &dead_letter.rejected.delivery,
+        );
         let Some(suppressed_lines) = self.due(&topic, "size", Instant::now()) else {
             return;
         };
@@ -251,7 +257,7 @@ impl DeadLetters {
 
 /// Whether the broker rejected the batch, because of this message or another one. Otherwise the
 /// outcome is unknown.
-fn is_refusal(code: RDKafkaErrorCode) -> bool {
+fn is_rejection(code: RDKafkaErrorCode) -> bool {
     use RDKafkaErrorCode as E;
     !matches!(
         code,
@@ -352,11 +358,11 @@ fn dead_letter_headers(
     delivery: &Delivery,
     reason: &Reason,
     story: Option<&FailureHistory>,
-    extent: LetterExtent,
+    parts: PublishedParts,
 ) -> OwnedHeaders {
     let message = &delivery.message;
     let mut headers = OwnedHeaders::new();
-    if extent != LetterExtent::Note {
+    if parts != PublishedParts::Note {
         for (name, value) in kept_headers(message) {
             headers = headers.insert(Header {
                 key: &String::from_utf8_lossy(name),
@@ -366,9 +372,9 @@ fn dead_letter_headers(
     }
     let mut added = rejection_headers(delivery, reason, story);
     added.extend(
-        (extent != LetterExtent::Whole).then(|| (BODY_OMITTED, message.body.len().to_string())),
+        (parts != PublishedParts::Whole).then(|| (BODY_OMITTED, message.body.len().to_string())),
     );
-    if extent == LetterExtent::Note {
+    if parts == PublishedParts::Note {
         added.extend(
             message
                 .key
@@ -453,12 +459,12 @@ mod tests {
             },
             failures: 0,
         };
-        let names = |extent| {
-            let all = dead_letter_headers(&delivery, &Reason::TooLarge, None, extent);
+        let names = |parts| {
+            let all = dead_letter_headers(&delivery, &Reason::TooLarge, None, parts);
             assert!(
                 all.iter()
                     .all(|header| header.value.is_some_and(|value| value != b"victim")),
-                "{extent:?}"
+                "{parts:?}"
             );
             all.iter()
                 .map(|header| header.key.to_owned())
@@ -470,13 +476,13 @@ mod tests {
             "oncegate-attempts",
             "oncegate-origin",
         ];
-        assert_eq!(names(LetterExtent::Whole), whole);
+        assert_eq!(names(PublishedParts::Whole), whole);
         assert_eq!(
-            names(LetterExtent::NoBody),
+            names(PublishedParts::NoBody),
             [&whole[..], &[BODY_OMITTED]].concat()
         );
         assert_eq!(
-            names(LetterExtent::Note),
+            names(PublishedParts::Note),
             [&whole[1..], &[BODY_OMITTED, HEADERS_OMITTED]].concat()
         );
     }

@@ -10,8 +10,8 @@ use rdkafka::ClientConfig;
 use rdkafka::config::RDKafkaLogLevel;
 
 use crate::brokers;
+use crate::client::statistics;
 use crate::security::{self, KafkaLogin, Security};
-use crate::statistics;
 use crate::status::KafkaStatus;
 
 /// How long a partition may make no progress while its log grows, by default.
@@ -408,12 +408,12 @@ impl Kafka {
 
     /// How long a rebalance may drain deliveries, well under `max.poll.interval.ms`.
     pub(crate) fn drain(&self) -> Duration {
-        self.drain.min(self.bound())
+        self.drain.min(self.rebalance_step_limit())
     }
 
     /// Time limit for one part of a rebalance, so that the whole stays below
     /// `max.poll.interval.ms`.
-    pub(crate) fn bound(&self) -> Duration {
+    pub(crate) fn rebalance_step_limit(&self) -> Duration {
         let interval = self
             .property_value("max.poll.interval.ms")
             .and_then(|it| it.parse().ok());

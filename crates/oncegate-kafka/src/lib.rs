@@ -22,27 +22,20 @@
 //! | before joining the group | `topics` (existence, creation), `retention` (retention of the topics) |
 //! | callbacks of librdkafka | `context` (rebalances, records), `commits`, `committed_offset` (start positions), `topic_recreated` (topic ids), `topic_identity` (the topic of a committed offset), `expired` (offset gaps) |
 //! | state, behind one lock | `shared` (`assignment`, `health`), `watermark` (the offset to commit), `status` and `partition` |
-//! | settings | `kafka`, `security`, `brokers`; `client` (clients for tools) |
-//! | librdkafka | `batch` (the only `unsafe` code), `log`, `statistics`, `connection_errors`, `lost_metadata`, `client_error` |
+//! | settings | `kafka`, `security`, `brokers`; `tool_client` |
+//! | librdkafka | `client`: `batch` (the only `unsafe` code), `log`, `statistics`, `connection_errors`, `error`, `lost_metadata`, and a table of workarounds |
 
 #![warn(clippy::undocumented_unsafe_blocks)]
 
 mod assignment_wait;
-// The workspace denies `unsafe` code; only `batch` allows it.
-#[allow(unsafe_code)]
-mod batch;
 mod brokers;
 mod client;
-mod client_error;
 mod commits;
 mod committed_offset;
-mod connection_errors;
 mod context;
 mod dead_letters;
 mod expired;
 mod kafka;
-mod log;
-mod lost_metadata;
 mod metric;
 mod open;
 mod partition;
@@ -51,8 +44,8 @@ mod retention;
 mod security;
 mod shared;
 mod source;
-mod statistics;
 mod status;
+mod tool_client;
 mod topic_identity;
 mod topic_recreated;
 mod topics;

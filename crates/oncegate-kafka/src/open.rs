@@ -7,14 +7,14 @@ use async_trait::async_trait;
 use oncegate_core::SourceError;
 use oncegate_core::source::Open;
 
-use crate::connection_errors::ConnectionErrors;
+use crate::client::connection_errors::ConnectionErrors;
 use crate::context::CallbackContext;
 use crate::dead_letters::DeadLetters;
 use crate::kafka::Kafka;
 use crate::poll;
 use crate::shared::SharedState;
 use crate::source::KafkaSource;
-use crate::{client_error, topics, watch};
+use crate::{client, topics, watch};
 
 #[async_trait]
 impl Open for Kafka {
@@ -37,7 +37,7 @@ impl Open for Kafka {
             let context = CallbackContext::new(shared.clone(), &self, connection_errors.clone());
             self.consumer_config()
                 .create_with_context(context)
-                .map_err(client_error::from_config)
+                .map_err(client::error::from_config)
         };
         let first = consumer()?;
         let dead_letters = DeadLetters::open(
@@ -45,7 +45,7 @@ impl Open for Kafka {
             self.destinations.clone(),
             connection_errors.clone(),
         )
-        .map_err(client_error::from_config)?;
+        .map_err(client::error::from_config)?;
         let consumer = topics::check(&self, first, consumer, &connection_errors).await?;
 
         poll::subscribe(&consumer, &self)?;

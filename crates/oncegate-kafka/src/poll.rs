@@ -10,8 +10,8 @@ use rdkafka::error::KafkaError;
 use rdkafka::topic_partition_list::Offset;
 
 use crate::assignment_wait::AssignmentWait;
-use crate::batch::{self, MessageQueue};
-use crate::client_error;
+use crate::client;
+use crate::client::batch::{self, MessageQueue};
 use crate::commits;
 use crate::committed_offset;
 use crate::context::{CallbackContext, SEEK_TIMEOUT, permanent_error, revocation_kind};
@@ -82,7 +82,7 @@ pub(crate) fn run(kafka: Kafka, mut consumer: Arc<BaseConsumer<CallbackContext>>
             let created = kafka
                 .consumer_config()
                 .create_with_context(context)
-                .map_err(client_error::from_config);
+                .map_err(client::error::from_config);
             match created.and_then(|consumer| subscribe(&consumer, &kafka).map(|()| consumer)) {
                 Ok(consumer) => break Arc::new(consumer),
                 Err(error) => {
@@ -153,7 +153,7 @@ fn replace_client(
 ) -> ClientExit {
     let mut state = shared.lock();
     // A client that does not reach its group can neither commit nor leave.
-    let (left, close) = if state.is_suspected() {
+    let (exit, close) = if state.is_suspected() {
         (ClientExit::ReplacedWithoutGroup, Duration::ZERO)
     } else {
         (ClientExit::Replaced, CLOSE_TIMEOUT)
@@ -190,7 +190,7 @@ fn replace_client(
             tracing::error!(%error, "cannot spawn a thread; the replaced kafka client was closed on the polling thread")
         }
     }
-    left
+    exit
 }
 
 /// A client with a fatal error does nothing any more. Another client replaces it, unless that would
@@ -270,9 +270,9 @@ fn restart_recreated_topics(consumer: &BaseConsumer<CallbackContext>, shared: &S
     }
     shared.seek_all(|topic, partition, offset| {
         fault::point("kafka.seek.before");
-        let sought = consumer.seek(topic, partition, Offset::Offset(offset), SEEK_TIMEOUT);
+        let result = consumer.seek(topic, partition, Offset::Offset(offset), SEEK_TIMEOUT);
         fault::point("kafka.seek.after");
-        sought
+        result
     });
 }
 
@@ -320,7 +320,7 @@ mod tests {
     use rdkafka::types::{RDKafkaApiKey, RDKafkaRespErr};
 
     use super::*;
-    use crate::connection_errors::ConnectionErrors;
+    use crate::client::connection_errors::ConnectionErrors;
 
     /// The time limit of each test step, for slow machines.
     const BOUND: Duration = Duration::from_secs(60);

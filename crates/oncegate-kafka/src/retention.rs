@@ -6,8 +6,8 @@ use std::time::Duration;
 use oncegate_core::SourceError;
 use rdkafka::admin::{AdminClient, AdminOptions, ConfigResource, ResourceSpecifier};
 
+use crate::client::log::LogContext;
 use crate::kafka::{Kafka, Retention};
-use crate::log::LogContext;
 
 /// Timeout of one request.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
@@ -20,17 +20,17 @@ pub(crate) const UNLIMITED_RETENTION: [(&str, &str); 3] = [
 ];
 
 /// Rejects dead-letter and in-doubt topics with limited retention, unless that is accepted, and
-/// warns if a topic's retention and the deduplication window do not match. `letters` are those
+/// warns if a topic's retention and the deduplication window do not match. `topics` are the former
 /// topics, each with its setting.
 ///
 /// If the broker does not return a topic's configuration, that is logged once and is no error.
 ///
 /// # Errors
-/// A topic of `letters` has limited retention, which is not accepted.
+/// One of `topics` has limited retention, which is not accepted.
 pub(crate) async fn check(
     kafka: &Kafka,
     client: impl FnOnce() -> Result<AdminClient<LogContext>, SourceError>,
-    letters: &[(&str, &str)],
+    topics: &[(&str, &str)],
 ) -> Result<(), SourceError> {
     // A source that is opened without a consumer has no window.
     let read = kafka
@@ -38,7 +38,7 @@ pub(crate) async fn check(
         .iter()
         .map(|name| ("topic", name.as_str()))
         .filter(|_| kafka.window.is_some());
-    let queried: Vec<(&str, &str)> = letters.iter().copied().chain(read).collect();
+    let queried: Vec<(&str, &str)> = topics.iter().copied().chain(read).collect();
     if queried.is_empty() {
         return Ok(());
     }

@@ -14,7 +14,7 @@ use oncegate_core::{
 };
 use tokio::sync::Notify;
 
-use crate::batch::Record;
+use crate::client::batch::Record;
 use crate::watermark::{OffsetChange, OffsetOrder, Watermark};
 
 mod assignment;
@@ -111,11 +111,11 @@ impl<M: StateLock> SharedState<M> {
     }
 
     /// Waits, on the polling thread, until something was settled or handed out since the last wait,
-    /// or for `bound`.
-    pub(crate) fn wait(&self, bound: Duration) {
+    /// or for `limit`.
+    pub(crate) fn wait(&self, limit: Duration) {
         let mut state = self.lock();
         if !state.has_changed {
-            state = self.state_lock.wait(state, bound);
+            state = self.state_lock.wait(state, limit);
         }
         state.has_changed = false;
     }
@@ -176,9 +176,9 @@ impl<M: StateLock> SharedState<M> {
         if records.is_empty() {
             return IntakeResult::default();
         }
-        let findings = self.lock().add_records(records);
+        let intake = self.lock().add_records(records);
         self.wake_consumer();
-        findings
+        intake
     }
 }
 
@@ -224,8 +224,8 @@ impl SourceState {
     /// the dead letters of another. At most twice the limit is held.
     fn is_full(&self, partition: &AssignedPartition) -> bool {
         let Backlog { count, bytes } = partition.backlog;
-        let has_share = |all: usize, own: usize, bound: usize| {
-            all >= bound && own >= (bound / self.assigned.len()).max(1)
+        let has_share = |all: usize, own: usize, limit: usize| {
+            all >= limit && own >= (limit / self.assigned.len()).max(1)
         };
         partition.watermark.span() >= MAX_SPAN
             || has_share(self.held.len() + self.publishing, count, MAX_HELD)
@@ -261,7 +261,7 @@ impl SourceState {
             log_end: None,
             lowest_since: (None, now),
             repetition_logged: false,
-            out: 0,
+            handed_out: 0,
             backlog: Backlog::default(),
             state: AssignmentState::Active,
             send_from,
@@ -325,7 +325,7 @@ impl SourceState {
         epochs
             .iter()
             .filter_map(|epoch| self.assigned.get(epoch))
-            .map(|it| it.out)
+            .map(|it| it.handed_out)
             .sum()
     }
 
@@ -337,7 +337,7 @@ impl SourceState {
     }
 
     fn add_records(&mut self, records: Vec<Record>) -> IntakeResult {
-        let (count, mut bytes, mut findings) = (records.len(), 0, IntakeResult::default());
+        let (count, mut bytes, mut intake) = (records.len(), 0, IntakeResult::default());
         let mut last: Option<(Arc<str>, i32, u64)> = None;
         for record in records {
             let same = last.as_ref().filter(|(topic, partition, _)| {
@@ -351,7 +351,7 @@ impl SourceState {
                     None => continue,
                 },
             };
-            let Some(epoch) = self.sequence(epoch, &record, &mut findings) else {
+            let Some(epoch) = self.sequence(epoch, &record, &mut intake) else {
                 continue;
             };
             last = Some((record.topic.clone(), record.partition, epoch));
@@ -361,7 +361,7 @@ impl SourceState {
             self.ready.push_back(delivery);
         }
         self.size = bytes / count;
-        findings
+        intake
     }
 
     /// Handles librdkafka's position in a partition, `None` before the first read. Transaction
@@ -420,14 +420,9 @@ impl SourceState {
     /// librdkafka went back), the assignment is revoked and a new epoch starts at this record, or
     /// at the lowest unsettled offset if that is lower. In the latter case the record is dropped
     /// and read again: with it, the offsets in between would count as settled.
-    fn sequence(
-        &mut self,
-        epoch: u64,
-        record: &Record,
-        findings: &mut IntakeResult,
-    ) -> Option<u64> {
+    fn sequence(&mut self, epoch: u64, record: &Record, intake: &mut IntakeResult) -> Option<u64> {
         let assigned = self.assigned.get_mut(&epoch)?;
-        findings.gaps.extend(assigned.record_arrived(record.offset));
+        intake.gaps.extend(assigned.record_arrived(record.offset));
         if assigned.watermark.deliver(record.offset) == OffsetOrder::Ascending {
             if assigned.position_trust == PositionTrust::Unconfirmed {
                 assigned.position_trust = PositionTrust::Trusted;
@@ -459,7 +454,7 @@ impl SourceState {
             return None;
         }
         assigned.watermark.deliver(record.offset);
-        findings
+        intake
             .restarted
             .push((record.topic.clone(), record.partition));
         Some(epoch)
@@ -501,7 +496,7 @@ impl SourceState {
             (count, bytes) = (count + 1, bytes + size);
             let is_oversize = delivery.message.body.len() > largest;
             if let Some(assigned) = self.assigned.get_mut(&delivery.receipt.epoch) {
-                assigned.out += 1;
+                assigned.handed_out += 1;
                 match (was_held, is_oversize) {
                     (true, false) => assigned.backlog.remove(size),
                     (false, true) => assigned.backlog.add(size),
@@ -533,7 +528,7 @@ impl SourceState {
         };
         // Offsets come from an `i64`.
         if assigned.watermark.settle(receipt.position as i64) == OffsetChange::Settled {
-            assigned.out = assigned.out.saturating_sub(1);
+            assigned.handed_out = assigned.handed_out.saturating_sub(1);
         }
         SettlementEffect::Counted
     }
@@ -544,7 +539,7 @@ impl SourceState {
         let Some(assigned) = self.assigned.get_mut(&delivery.receipt.epoch) else {
             return SettlementEffect::Stale;
         };
-        assigned.out = assigned.out.saturating_sub(1);
+        assigned.handed_out = assigned.handed_out.saturating_sub(1);
         if assigned.state != AssignmentState::Revoking {
             let delivery = Delivery {
                 message: detached(&delivery.message),

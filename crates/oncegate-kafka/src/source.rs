@@ -9,7 +9,7 @@ use oncegate_core::{
     Delivery, Incoming, Limit, Order, Origin, Settled, Source, SourceError, fault,
 };
 
-use crate::dead_letters::{DeadLetters, PendingDeadLetter};
+use crate::dead_letters::{DeadLetters, UnpublishedDeadLetter};
 use crate::shared::{RejectedDelivery, SharedState, SourcePhase, detached};
 
 /// The first and the longest pause before a dead letter is published again.
@@ -68,16 +68,16 @@ impl KafkaSource {
             message: detached(&rejected.delivery.message),
             ..rejected.delivery
         };
-        let mut letter = PendingDeadLetter::new(RejectedDelivery {
+        let mut dead_letter = UnpublishedDeadLetter::new(RejectedDelivery {
             delivery,
             ..rejected
         });
         tokio::spawn(async move {
             let (mut pause, longest) = PAUSES;
             fault::point("kafka.letter.before");
-            while let Err(error) = dead_letters.publish(&mut letter).await {
+            while let Err(error) = dead_letters.publish(&mut dead_letter).await {
                 metrics::counter!(crate::metric::DEAD_LETTER_FAILURES).increment(1);
-                dead_letters.warn_of_failure(&letter, &error);
+                dead_letters.warn_of_failure(&dead_letter, &error);
                 if shared.lock().phase() >= SourcePhase::Closing {
                     return;
                 }
@@ -86,7 +86,7 @@ impl KafkaSource {
             }
             let RejectedDelivery {
                 delivery, reason, ..
-            } = &letter.rejected;
+            } = &dead_letter.rejected;
             metrics::counter!(crate::metric::DEAD_LETTERS, "reason" => reason.as_str())
                 .increment(1);
             fault::point("kafka.letter.confirmed");
@@ -122,7 +122,7 @@ impl Source for KafkaSource {
                     size,
                     limit,
                     ?origin,
-                    "a body is over the limit: to the dead letters"
+                    "a body is over the limit; rejecting the message to the dead-letter topic"
                 );
                 self.publish(RejectedDelivery {
                     delivery,

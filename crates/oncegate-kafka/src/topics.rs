@@ -10,11 +10,11 @@ use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
 use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::error::RDKafkaErrorCode;
 
-use crate::client_error;
-use crate::connection_errors::ConnectionErrors;
+use crate::client;
+use crate::client::connection_errors::ConnectionErrors;
+use crate::client::log::LogContext;
 use crate::context::CallbackContext;
 use crate::kafka::{Kafka, TopicCreation};
-use crate::log::LogContext;
 use crate::retention;
 
 /// Timeout of one request.
@@ -140,7 +140,7 @@ async fn find_topic(
     connection_errors: &ConnectionErrors,
 ) -> Result<(BaseConsumer<CallbackContext>, TopicPresence), SourceError> {
     let (mut pause, longest) = PAUSES;
-    let (mut second_looks, mut in_vain) = (0, 0);
+    let (mut second_looks, mut failures) = (0, 0);
     loop {
         let name = topic.clone();
         let fetched = tokio::task::spawn_blocking(move || {
@@ -156,9 +156,9 @@ async fn find_topic(
             Ok(found) => return Ok((consumer, found)),
             Err(code) => {
                 classify_error(&consumer, code, &topic, connection_errors)?;
-                in_vain += u32::from(client_error::is_connection(code));
-                if in_vain == FAILURES_PER_CLIENT {
-                    in_vain = 0;
+                failures += u32::from(client::error::is_connection(code));
+                if failures == FAILURES_PER_CLIENT {
+                    failures = 0;
                     let before = std::mem::replace(&mut consumer, another()?);
                     before.context().is_replaced.store(true, Ordering::Relaxed);
                     tokio::task::spawn_blocking(move || drop(before));
@@ -212,7 +212,7 @@ fn classify_error(
     let last_error = consumer.context().take_last_error();
     if let Some((_, reason)) = last_error
         .as_ref()
-        .filter(|(code, _)| client_error::is_authentication(*code))
+        .filter(|(code, _)| client::error::is_authentication(*code))
     {
         return Err(SourceError::misconfigured(
             "property",
@@ -231,7 +231,7 @@ fn classify_error(
             format!("`{topic}` is not a valid topic name"),
             "name a topic that exists",
         )),
-        code if client_error::is_connection(code) => {
+        code if client::error::is_connection(code) => {
             connection_errors.log(&last_error.map_or_else(
                 || format!("no answer within {REQUEST_TIMEOUT:?}"),
                 |(_, reason)| reason,
@@ -252,7 +252,7 @@ fn admin(
     kafka
         .producer_config()
         .create_with_context(LogContext(connection_errors.clone()))
-        .map_err(client_error::from_config)
+        .map_err(client::error::from_config)
 }
 
 async fn create(
@@ -315,7 +315,7 @@ mod tests {
             kafka
                 .consumer_config()
                 .create_with_context(context)
-                .map_err(client_error::from_config)
+                .map_err(client::error::from_config)
         };
         // Like a client that has lost its broker metadata.
         let (first, connection_errors) = (

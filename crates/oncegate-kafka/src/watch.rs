@@ -9,9 +9,9 @@ use rdkafka::ClientConfig;
 use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::topic_partition_list::TopicPartitionList;
 
-use crate::connection_errors::ConnectionErrors;
-use crate::log::LogContext;
-use crate::lost_metadata::LostMetadata;
+use crate::client::connection_errors::ConnectionErrors;
+use crate::client::log::LogContext;
+use crate::client::lost_metadata::LostMetadata;
 use crate::shared::{ReadProgress, SharedState, SourcePhase};
 
 /// Maximum pause between two checks.
@@ -151,9 +151,9 @@ struct StallCandidate {
     /// The log end at that time.
     end: i64,
     /// How often the whole prefetch queue has been read since.
-    turns: u32,
+    drains: u32,
     /// The polling thread's progress when the last of these drains started.
-    turn: ReadProgress,
+    drain_start: ReadProgress,
 }
 
 impl StallCandidate {
@@ -172,12 +172,12 @@ impl StallCandidate {
             since: now,
             at,
             end,
-            turns: 0,
-            turn: progress,
+            drains: 0,
+            drain_start: progress,
         };
         let mut next = before.filter(|before| before.at == at).unwrap_or(start);
-        if next.turn.is_over(progress) {
-            (next.turns, next.turn) = (next.turns + 1, progress);
+        if next.drain_start.is_over(progress) {
+            (next.drains, next.drain_start) = (next.drains + 1, progress);
         }
         Some(next)
     }
@@ -186,7 +186,7 @@ impl StallCandidate {
     /// queue was read repeatedly. If the queue is not read for lack of room, nothing is known. A
     /// log that does not grow may end with transaction markers.
     fn is_stalled(&self, end: i64, now: Instant, after: Duration) -> bool {
-        end > self.end && self.turns >= REQUIRED_DRAINS && now.duration_since(self.since) >= after
+        end > self.end && self.drains >= REQUIRED_DRAINS && now.duration_since(self.since) >= after
     }
 }
 
@@ -294,19 +294,19 @@ impl PartitionWatch {
         self.silent.retain(|it| partitions.contains(it));
         let asks = !partitions.is_empty();
         partitions.sort_by_key(|it| self.silent.contains(it));
-        let (mut log_ends, mut replaced) = (HashMap::new(), 0);
+        let (mut log_ends, mut failures) = (HashMap::new(), 0);
         for it in partitions {
-            if replaced == MAX_SILENT {
+            if failures == MAX_SILENT {
                 break;
             }
             match end_of(&it.0, it.1) {
                 Some(end) => {
-                    replaced = 0;
+                    failures = 0;
                     self.silent.remove(&it);
                     log_ends.insert(it, end);
                 }
                 None => {
-                    replaced += 1;
+                    failures += 1;
                     if !self.silent.contains(&it) {
                         metrics::counter!(crate::metric::LOG_ENDS_UNKNOWN).increment(1);
                         tracing::warn!(
@@ -381,7 +381,7 @@ mod tests {
 
     use super::*;
     use crate::Kafka;
-    use crate::batch::Record;
+    use crate::client::batch::Record;
     use crate::shared::{LogIdentity, StartPosition};
 
     fn record(partition: i32, offset: i64) -> Record {
@@ -712,7 +712,7 @@ mod tests {
         let next = |before, at, end, now| {
             let next = StallCandidate::next(before, at, end, progress, now)?;
             Some(StallCandidate {
-                turns: REQUIRED_DRAINS,
+                drains: REQUIRED_DRAINS,
                 ..next
             })
         };

@@ -25,7 +25,7 @@ pub(super) struct AssignedPartition {
     /// Whether a repeated id was logged.
     pub(super) repetition_logged: bool,
     /// Deliveries that were handed out and are not settled or released.
-    pub(super) out: usize,
+    pub(super) handed_out: usize,
     pub(super) backlog: Backlog,
     pub(super) state: AssignmentState,
     /// From when on the position is committed once by itself. librdkafka commits a stored offset
@@ -78,7 +78,7 @@ impl AssignedPartition {
         })
     }
 
-    /// The log continues at this offset, below the expected one (`expected`).
+    /// The log continues at `offset`, below the `expected` one.
     pub(super) fn on_truncation(&mut self, expected: Option<i64>, offset: i64) {
         metrics::counter!(crate::metric::LOGS_TRUNCATED).increment(1);
         tracing::error!(

@@ -13,9 +13,9 @@ impl SourceState {
     pub(crate) fn commits(&mut self) -> Vec<OffsetCommit> {
         let now = Instant::now();
         for assigned in self.assigned.values_mut() {
-            let position_of = assigned.watermark.position();
-            if assigned.lowest_since.0 != position_of {
-                assigned.lowest_since = (position_of, now);
+            let position = assigned.watermark.position();
+            if assigned.lowest_since.0 != position {
+                assigned.lowest_since = (position, now);
             }
         }
         self.assigned

@@ -7,8 +7,8 @@ use oncegate_core::Delivery;
 
 use super::SourceState;
 use super::assignment::{AssignedPartition, AssignmentState};
+use crate::client::statistics;
 use crate::partition::{BlockedBy, Blocker, PartitionStatus};
-use crate::statistics;
 
 /// The polling thread's progress with the prefetch queue, which all partitions share.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -177,7 +177,7 @@ impl SourceState {
             start,
             log_end,
             lowest_since,
-            out,
+            handed_out,
             ..
         } = assigned;
         let committable = watermark.position().or(start.at());
@@ -218,7 +218,7 @@ impl SourceState {
             lag: committable
                 .zip(*log_end)
                 .map(|(at, end)| u64::try_from(end - at).unwrap_or(0)),
-            handed_out: *out,
+            handed_out: *handed_out,
             delayed: held.count(),
             blocker,
         }

@@ -30,17 +30,17 @@ enum PartitionEvent {
     Revoke,
     /// The assignment ends: settlements no longer count. With a last commit, or without one if it
     /// is lost.
-    Forget { lost: bool },
+    EndAssignment { lost: bool },
     /// The partition is assigned again, at the committed offset.
     Assign,
     /// The log is truncated or starts again: reading continues `below` offsets below the last one.
-    Cut { below: u8 },
+    Truncate { below: u8 },
     /// The topic was recreated, or this is reported once more.
-    Anew { said: bool },
+    Recreate { is_repeated: bool },
     /// librdkafka seeks to the start position, or fails to.
-    GoBack { works: bool },
+    Seek { succeeds: bool },
     /// The partition is halted.
-    Bar,
+    Halt,
 }
 
 fn event() -> impl Strategy<Value = PartitionEvent> {
@@ -54,12 +54,12 @@ fn event() -> impl Strategy<Value = PartitionEvent> {
         4 => Just(PartitionEvent::Commit),
         1 => (0..9_u8).prop_map(|beyond| PartitionEvent::Pass { beyond }),
         1 => Just(PartitionEvent::Revoke),
-        1 => any::<bool>().prop_map(|lost| PartitionEvent::Forget { lost }),
+        1 => any::<bool>().prop_map(|lost| PartitionEvent::EndAssignment { lost }),
         2 => Just(PartitionEvent::Assign),
-        1 => prop_oneof![1 => Just(u8::MAX), 3 => 1..40_u8].prop_map(|below| PartitionEvent::Cut { below }),
-        1 => prop::bool::weighted(0.3).prop_map(|said| PartitionEvent::Anew { said }),
-        2 => prop::bool::weighted(0.7).prop_map(|works| PartitionEvent::GoBack { works }),
-        1 => prop_oneof![3 => Just(PartitionEvent::HandOut), 1 => Just(PartitionEvent::Bar)],
+        1 => prop_oneof![1 => Just(u8::MAX), 3 => 1..40_u8].prop_map(|below| PartitionEvent::Truncate { below }),
+        1 => prop::bool::weighted(0.3).prop_map(|is_repeated| PartitionEvent::Recreate { is_repeated }),
+        2 => prop::bool::weighted(0.7).prop_map(|succeeds| PartitionEvent::Seek { succeeds }),
+        1 => prop_oneof![3 => Just(PartitionEvent::HandOut), 1 => Just(PartitionEvent::Halt)],
     ]
 }
 
@@ -113,14 +113,14 @@ struct PartitionModel {
     /// The committed offset.
     committed: i64,
     /// All deliveries that were handed out.
-    out: Vec<(Receipt, HandedOut)>,
+    handed_out: Vec<(Receipt, HandedOut)>,
     /// Unconfirmed dead letters.
-    letters: VecDeque<usize>,
+    unconfirmed: VecDeque<usize>,
     /// Deliveries of this assignment that were released and stay released.
-    rests: BTreeSet<i64>,
+    released: BTreeSet<i64>,
     /// How often the topic was recreated, and which of these topics is assigned.
-    made: u32,
-    known: Option<u32>,
+    topic_count: u32,
+    assigned_topic: Option<u32>,
 }
 
 impl PartitionModel {
@@ -132,7 +132,7 @@ impl PartitionModel {
             StartPosition::Committed(0),
             LogIdentity::default(),
         );
-        let (naive, out, letters, rests) = (
+        let (naive, handed_out, unconfirmed, released) = (
             NaiveOffsets::default(),
             Vec::new(),
             VecDeque::new(),
@@ -146,11 +146,11 @@ impl PartitionModel {
             naive,
             next: 0,
             committed: 0,
-            out,
-            letters,
-            rests,
-            made: 0,
-            known: None,
+            handed_out,
+            unconfirmed,
+            released,
+            topic_count: 0,
+            assigned_topic: None,
         }
     }
 
@@ -167,32 +167,32 @@ impl PartitionModel {
     /// Starts another assignment.
     fn start(&mut self, epoch: Option<u64>, assignment: AssignmentState) {
         (self.epoch, self.assignment, self.naive) = (epoch, assignment, NaiveOffsets::default());
-        self.rests.clear();
+        self.released.clear();
     }
 
     /// The delivery that many steps back, if it is not settled.
     fn back(&self, back: u8) -> Option<usize> {
-        let index = self.out.len().checked_sub(1 + usize::from(back))?;
-        (self.out[index].1 == HandedOut::Out).then_some(index)
+        let index = self.handed_out.len().checked_sub(1 + usize::from(back))?;
+        (self.handed_out[index].1 == HandedOut::Out).then_some(index)
     }
 
     fn delivery(&self, index: usize) -> Delivery {
         let Receipt {
             epoch, position, ..
-        } = self.out[index].0;
+        } = self.handed_out[index].0;
         delivery(record(position as i64), epoch)
     }
 
     /// Settlements count for the current assignment only.
-    fn effect(&self, index: usize) -> SettlementEffect {
-        if Some(self.out[index].0.epoch) == self.epoch {
+    fn expected_effect(&self, index: usize) -> SettlementEffect {
+        if Some(self.handed_out[index].0.epoch) == self.epoch {
             SettlementEffect::Counted
         } else {
             SettlementEffect::Stale
         }
     }
 
-    fn happens(&mut self, event: &PartitionEvent) -> Result<(), TestCaseError> {
+    fn apply(&mut self, event: &PartitionEvent) -> Result<(), TestCaseError> {
         match *event {
             PartitionEvent::Read { count, gap } => {
                 let (mut records, next) = (Vec::new(), self.next);
@@ -227,25 +227,25 @@ impl PartitionModel {
                             Some(&false),
                             "settled, or never read"
                         );
-                        self.out.push((receipt, HandedOut::Out));
+                        self.handed_out.push((receipt, HandedOut::Out));
                     }
                 }
-                self.nothing_is_lost()?;
+                self.check_nothing_is_lost()?;
             }
             PartitionEvent::Accept { back } => {
-                let Some(index) = self.out.len().checked_sub(1 + usize::from(back)) else {
+                let Some(index) = self.handed_out.len().checked_sub(1 + usize::from(back)) else {
                     return Ok(());
                 };
                 // Accepting a delivery twice must change nothing.
-                let (receipt, HandedOut::Out | HandedOut::Settled) = &self.out[index] else {
+                let (receipt, HandedOut::Out | HandedOut::Settled) = &self.handed_out[index] else {
                     return Ok(());
                 };
                 let effect = self.state.accept(receipt);
-                prop_assert_eq!(effect, self.effect(index));
+                prop_assert_eq!(effect, self.expected_effect(index));
                 if effect == SettlementEffect::Counted {
                     self.naive.settled.insert(receipt.position as i64, true);
                 }
-                self.out[index].1 = HandedOut::Settled;
+                self.handed_out[index].1 = HandedOut::Settled;
             }
             PartitionEvent::Release { back, again } => {
                 let Some(index) = self.back(back) else {
@@ -257,10 +257,11 @@ impl PartitionModel {
                     Duration::from_secs(86_400)
                 };
                 let effect = self.state.release(self.delivery(index), after);
-                prop_assert_eq!(effect, self.effect(index));
-                self.out[index].1 = HandedOut::Released;
+                prop_assert_eq!(effect, self.expected_effect(index));
+                self.handed_out[index].1 = HandedOut::Released;
                 if effect == SettlementEffect::Counted && !again {
-                    self.rests.insert(self.out[index].0.position as i64);
+                    self.released
+                        .insert(self.handed_out[index].0.position as i64);
                 }
             }
             PartitionEvent::Reject { back } => {
@@ -268,27 +269,27 @@ impl PartitionModel {
                     return Ok(());
                 };
                 let effect = self.state.reject(&self.delivery(index));
-                prop_assert_eq!(effect, self.effect(index));
-                self.out[index].1 = if effect == SettlementEffect::Counted {
+                prop_assert_eq!(effect, self.expected_effect(index));
+                self.handed_out[index].1 = if effect == SettlementEffect::Counted {
                     HandedOut::RejectedDelivery
                 } else {
                     HandedOut::Settled
                 };
-                self.letters
+                self.unconfirmed
                     .extend((effect == SettlementEffect::Counted).then_some(index));
             }
             PartitionEvent::Publish => {
-                let Some(index) = self.letters.pop_front() else {
+                let Some(index) = self.unconfirmed.pop_front() else {
                     return Ok(());
                 };
                 let effect = self.state.published(&self.delivery(index));
-                prop_assert_eq!(effect, self.effect(index));
+                prop_assert_eq!(effect, self.expected_effect(index));
                 if effect == SettlementEffect::Counted {
                     self.naive
                         .settled
-                        .insert(self.out[index].0.position as i64, true);
+                        .insert(self.handed_out[index].0.position as i64, true);
                 }
-                self.out[index].1 = HandedOut::Settled;
+                self.handed_out[index].1 = HandedOut::Settled;
             }
             PartitionEvent::Commit => self.commit()?,
             PartitionEvent::Pass { beyond } => {
@@ -309,7 +310,7 @@ impl PartitionModel {
                 prop_assert_eq!(epochs, Vec::from_iter(self.epoch));
                 self.assignment = AssignmentState::Revoking;
             }
-            PartitionEvent::Forget { lost } => {
+            PartitionEvent::EndAssignment { lost } => {
                 let Some(epoch) = self
                     .epoch
                     .filter(|_| self.assignment == AssignmentState::Revoking)
@@ -334,9 +335,9 @@ impl PartitionModel {
                     LogIdentity::default(),
                 );
                 self.start(Some(epoch), AssignmentState::Active);
-                (self.next, self.known) = (self.committed, None);
+                (self.next, self.assigned_topic) = (self.committed, None);
             }
-            PartitionEvent::Cut { below } => {
+            PartitionEvent::Truncate { below } => {
                 let Some(last) = self
                     .naive
                     .settled
@@ -362,27 +363,28 @@ impl PartitionModel {
                     self.start(Some(self.state.last_epoch), AssignmentState::Active);
                     self.naive.settled.extend([(at, false), (at + 1, false)]);
                     (self.next, self.committed) = (at + 2, self.committed.min(at));
-                    return self.is_counted();
+                    return self.check_counters();
                 };
                 self.start(Some(self.state.last_epoch), AssignmentState::Seeking);
                 self.naive.started = Some(lowest);
                 self.next = lowest;
             }
-            PartitionEvent::Anew { said } => {
-                self.made += u32::from(!said);
+            PartitionEvent::Recreate { is_repeated } => {
+                self.topic_count += u32::from(!is_repeated);
                 let started = self
                     .state
-                    .restart_topic("t", Some(tests::identity(&self.made.to_string())));
-                let is_another = self.is_handed_out() && self.known != Some(self.made);
+                    .restart_topic("t", Some(tests::identity(&self.topic_count.to_string())));
+                let is_another =
+                    self.is_handed_out() && self.assigned_topic != Some(self.topic_count);
                 prop_assert_eq!(started, usize::from(is_another));
                 if is_another {
                     self.start(Some(self.state.last_epoch), AssignmentState::Seeking);
                     self.naive.started = Some(LOG_START);
-                    (self.next, self.committed, self.known) =
-                        (LOG_START, LOG_START, Some(self.made));
+                    (self.next, self.committed, self.assigned_topic) =
+                        (LOG_START, LOG_START, Some(self.topic_count));
                 }
             }
-            PartitionEvent::GoBack { works } => {
+            PartitionEvent::Seek { succeeds } => {
                 let pending_seeks = self.state.pending_seeks();
                 let expected = self
                     .epoch
@@ -391,33 +393,33 @@ impl PartitionModel {
                     pending_seeks.iter().map(|it| it.0).collect::<Vec<_>>(),
                     Vec::from_iter(expected)
                 );
-                if let (true, Some(epoch)) = (works, expected) {
+                if let (true, Some(epoch)) = (succeeds, expected) {
                     self.state.seek_done(epoch);
                     self.assignment = AssignmentState::Active;
                 }
             }
-            PartitionEvent::Bar => {
+            PartitionEvent::Halt => {
                 self.state.halt("t", 0);
                 if self.is_read() {
                     self.assignment = AssignmentState::Halted;
                 }
             }
         }
-        self.is_counted()
+        self.check_counters()
     }
 
     /// Each unsettled message is handed out, being published, or released, once everything was
     /// handed out.
-    fn nothing_is_lost(&self) -> Result<(), TestCaseError> {
+    fn check_nothing_is_lost(&self) -> Result<(), TestCaseError> {
         if !self.is_handed_out() {
             return Ok(());
         }
-        let theirs = self.out.iter().filter(|(receipt, is)| {
+        let theirs = self.handed_out.iter().filter(|(receipt, is)| {
             Some(receipt.epoch) == self.epoch
                 && matches!(is, HandedOut::Out | HandedOut::RejectedDelivery)
         });
         let mut held: BTreeSet<i64> = theirs.map(|(receipt, _)| receipt.position as i64).collect();
-        held.extend(&self.rests);
+        held.extend(&self.released);
         let unsettled: BTreeSet<i64> = self
             .naive
             .settled
@@ -430,14 +432,17 @@ impl PartitionModel {
     }
 
     /// The counters that a rebalance waits for and that limit reading are correct.
-    fn is_counted(&self) -> Result<(), TestCaseError> {
+    fn check_counters(&self) -> Result<(), TestCaseError> {
         let is_waited_for = |(receipt, is): &&(Receipt, HandedOut)| {
             Some(receipt.epoch) == self.epoch
                 && matches!(is, HandedOut::Out | HandedOut::RejectedDelivery)
         };
-        let out = self.out.iter().filter(is_waited_for).count();
-        prop_assert_eq!(self.state.handed_out(&Vec::from_iter(self.epoch)), out);
-        prop_assert_eq!(self.state.publishing, self.letters.len());
+        let handed_out = self.handed_out.iter().filter(is_waited_for).count();
+        prop_assert_eq!(
+            self.state.handed_out(&Vec::from_iter(self.epoch)),
+            handed_out
+        );
+        prop_assert_eq!(self.state.publishing, self.unconfirmed.len());
         for (epoch, assigned) in self
             .state
             .assigned
@@ -450,12 +455,12 @@ impl PartitionModel {
                 .values()
                 .filter(|it| it.receipt.epoch == *epoch)
                 .count();
-            let letters = self
-                .letters
+            let unconfirmed = self
+                .unconfirmed
                 .iter()
-                .filter(|it| self.out[**it].0.epoch == *epoch)
+                .filter(|it| self.handed_out[**it].0.epoch == *epoch)
                 .count();
-            prop_assert_eq!(assigned.backlog.count, held + letters);
+            prop_assert_eq!(assigned.backlog.count, held + unconfirmed);
         }
         prop_assert_eq!(
             self.state.held_bytes,
@@ -521,7 +526,7 @@ proptest! {
     ) {
         let mut world = PartitionModel::new();
         for event in &events {
-            world.happens(event)?;
+            world.apply(event)?;
         }
         world.commit()?;
     }

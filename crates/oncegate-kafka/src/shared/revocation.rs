@@ -18,12 +18,12 @@ impl<M: StateLock> SharedState<M> {
     pub(crate) fn end_assignments(
         &self,
         leaving: &[(String, i32)],
-        how: RevocationKind,
+        kind: RevocationKind,
         drain: impl FnOnce(&[u64]),
         store: impl FnOnce(),
     ) -> usize {
         let epochs = self.revoke(leaving);
-        if how == RevocationKind::Revoked {
+        if kind == RevocationKind::Revoked {
             drain(&epochs);
             store();
         }
