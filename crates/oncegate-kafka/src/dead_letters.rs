@@ -31,7 +31,7 @@ const METADATA_TIMEOUT: Duration = Duration::from_secs(5);
 /// How often a failure is logged per topic.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-type Publisher = FutureProducer<LogContext>;
+type DeadLetterProducer = FutureProducer<LogContext>;
 
 /// Publishes dead letters and in-doubt messages with idempotent producers and `acks=all`.
 pub(crate) struct DeadLetters {
@@ -269,7 +269,7 @@ fn is_rejection(code: RDKafkaErrorCode) -> bool {
 struct RestartingProducer {
     config: ClientConfig,
     connection_errors: Arc<ConnectionErrors>,
-    current: Mutex<Option<Publisher>>,
+    current: Mutex<Option<DeadLetterProducer>>,
 }
 
 impl RestartingProducer {
@@ -288,7 +288,7 @@ impl RestartingProducer {
         sent.map(|_| ()).map_err(|(error, _)| error)
     }
 
-    fn current(&self) -> Result<Publisher, KafkaError> {
+    fn current(&self) -> Result<DeadLetterProducer, KafkaError> {
         let mut producer = self.current.lock().unwrap_or_else(PoisonError::into_inner);
         match &*producer {
             Some(producer) => Ok(producer.clone()),
@@ -304,7 +304,7 @@ impl RestartingProducer {
     /// A producer may have lost its broker metadata and would wait forever, so one that cannot
     /// fetch the topic's metadata is replaced. If no broker is up, the new producer fails as well,
     /// and nothing is lost.
-    async fn replace_if_disconnected(&self, producer: Publisher, topic: String) {
+    async fn replace_if_disconnected(&self, producer: DeadLetterProducer, topic: String) {
         let fetched = tokio::task::spawn_blocking(move || {
             let answer = producer
                 .client()
@@ -322,7 +322,7 @@ impl RestartingProducer {
 
     /// A fatal error of an idempotent producer is permanent: the next publish creates a new
     /// producer, unless another publish already has.
-    fn replace(&self, failed: &Publisher, reason: &str) {
+    fn replace(&self, failed: &DeadLetterProducer, reason: &str) {
         let mut producer = self.current.lock().unwrap_or_else(PoisonError::into_inner);
         if producer
             .as_ref()
@@ -346,7 +346,7 @@ impl Drop for RestartingProducer {
 }
 
 /// Dropping a producer joins its thread, which must not block an async thread.
-fn drop_on_thread(producer: Option<Publisher>) {
+fn drop_on_thread(producer: Option<DeadLetterProducer>) {
     // If no thread can be spawned, the closure and the producer are dropped here.
     let _ = std::thread::Builder::new()
         .name("oncegate-kafka-drop".into())

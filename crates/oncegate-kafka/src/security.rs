@@ -56,7 +56,7 @@ impl fmt::Debug for KafkaLogin {
 /// The security settings of the source.
 #[derive(Clone, Default)]
 pub(crate) struct Security {
-    transport: Transport,
+    transport: TransportSecurity,
     authority: Option<PathBuf>,
     own: Option<(PathBuf, PathBuf)>,
     login: Option<KafkaLogin>,
@@ -64,7 +64,7 @@ pub(crate) struct Security {
 }
 
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
-enum Transport {
+enum TransportSecurity {
     /// Plain text, or the property `security.protocol`.
     #[default]
     Unsaid,
@@ -83,7 +83,7 @@ enum Trust {
 
 impl Security {
     pub(crate) fn tls(&mut self) {
-        self.transport = Transport::Tls;
+        self.transport = TransportSecurity::Tls;
     }
 
     pub(crate) fn trust_authority(&mut self, certificate: PathBuf) {
@@ -136,9 +136,9 @@ impl Security {
 
     pub(crate) fn set(&self, config: &mut ClientConfig) {
         match (self.transport, &self.login) {
-            (Transport::Unsaid, _) => return,
-            (Transport::Tls, None) => config.set("security.protocol", "ssl"),
-            (Transport::Tls, Some(login)) => config
+            (TransportSecurity::Unsaid, _) => return,
+            (TransportSecurity::Tls, None) => config.set("security.protocol", "ssl"),
+            (TransportSecurity::Tls, Some(login)) => config
                 .set("security.protocol", "sasl_ssl")
                 .set("sasl.mechanism", login.mechanism)
                 .set("sasl.username", &login.name)

@@ -14,7 +14,7 @@ use oncegate_core::{
 };
 use tokio::sync::Notify;
 
-use crate::client::batch::Record;
+use crate::client::batch::ConsumerRecord;
 use crate::watermark::{OffsetChange, OffsetOrder, Watermark};
 
 mod assignment;
@@ -172,7 +172,7 @@ impl<M: StateLock> SharedState<M> {
     }
 
     /// Adds records that were read.
-    pub(crate) fn add_records(&self, records: Vec<Record>) -> IntakeResult {
+    pub(crate) fn add_records(&self, records: Vec<ConsumerRecord>) -> IntakeResult {
         if records.is_empty() {
             return IntakeResult::default();
         }
@@ -336,7 +336,7 @@ impl SourceState {
         }
     }
 
-    fn add_records(&mut self, records: Vec<Record>) -> IntakeResult {
+    fn add_records(&mut self, records: Vec<ConsumerRecord>) -> IntakeResult {
         let (count, mut bytes, mut intake) = (records.len(), 0, IntakeResult::default());
         let mut last: Option<(Arc<str>, i32, u64)> = None;
         for record in records {
@@ -420,7 +420,12 @@ impl SourceState {
     /// librdkafka went back), the assignment is revoked and a new epoch starts at this record, or
     /// at the lowest unsettled offset if that is lower. In the latter case the record is dropped
     /// and read again: with it, the offsets in between would count as settled.
-    fn sequence(&mut self, epoch: u64, record: &Record, intake: &mut IntakeResult) -> Option<u64> {
+    fn sequence(
+        &mut self,
+        epoch: u64,
+        record: &ConsumerRecord,
+        intake: &mut IntakeResult,
+    ) -> Option<u64> {
         let assigned = self.assigned.get_mut(&epoch)?;
         intake.gaps.extend(assigned.record_arrived(record.offset));
         if assigned.watermark.deliver(record.offset) == OffsetOrder::Ascending {
@@ -596,8 +601,8 @@ impl SettlementEffect {
     }
 }
 
-fn delivery(record: Record, epoch: u64) -> Delivery {
-    let Record {
+fn delivery(record: ConsumerRecord, epoch: u64) -> Delivery {
+    let ConsumerRecord {
         topic,
         partition,
         offset,

@@ -40,9 +40,9 @@ mod tests {
     use super::*;
 
     /// Keeps its configuration.
-    struct Shown(ClientConfig);
+    struct ConfigCapture(ClientConfig);
 
-    impl FromClientConfig for Shown {
+    impl FromClientConfig for ConfigCapture {
         fn from_config(config: &ClientConfig) -> KafkaResult<Self> {
             Ok(Self(config.clone()))
         }
@@ -57,7 +57,7 @@ mod tests {
         };
         let whole = kafka("reconnect.backoff.ms", "500")
             .login(crate::KafkaLogin::plain("ledger", "canary"));
-        let Shown(config) = whole
+        let ConfigCapture(config) = whole
             .client(&[("reconnect.backoff.ms", "600"), ("group.id", "tool")])
             .expect("no group is needed");
         for (key, value) in [
@@ -76,7 +76,7 @@ mod tests {
             ("group.id", "g"),
         ] {
             let refused = kafka(key, value)
-                .client::<Shown>(&[])
+                .client::<ConfigCapture>(&[])
                 .err()
                 .expect("refused")
                 .to_string();
@@ -89,10 +89,10 @@ mod tests {
         }
         let by_a_setting = Kafka::topic("t")
             .brokers("localhost:9092")
-            .client::<Shown>(&[("enable.ssl.certificate.verification", "false")]);
+            .client::<ConfigCapture>(&[("enable.ssl.certificate.verification", "false")]);
         assert!(by_a_setting.is_err());
         assert!(
-            Kafka::topic("t").client::<Shown>(&[]).is_err(),
+            Kafka::topic("t").client::<ConfigCapture>(&[]).is_err(),
             "no brokers"
         );
     }

@@ -381,12 +381,12 @@ mod tests {
 
     use super::*;
     use crate::Kafka;
-    use crate::client::batch::Record;
+    use crate::client::batch::ConsumerRecord;
     use crate::shared::{LogIdentity, StartPosition};
 
-    fn record(partition: i32, offset: i64) -> Record {
+    fn record(partition: i32, offset: i64) -> ConsumerRecord {
         let (topic, headers) = (Arc::from("t"), oncegate_core::Headers::default());
-        Record {
+        ConsumerRecord {
             topic,
             partition,
             offset,

@@ -60,14 +60,14 @@ unsafe impl<C: ConsumerContext + 'static> Sync for MessageQueue<C> {}
 #[derive(Debug, Default)]
 pub(crate) struct RecordBatch {
     /// The messages, in the order of their partitions.
-    pub(crate) records: Vec<Record>,
+    pub(crate) records: Vec<ConsumerRecord>,
     /// Errors of partitions.
     pub(crate) errors: Vec<PartitionError>,
 }
 
 /// One message.
 #[derive(Debug)]
-pub(crate) struct Record {
+pub(crate) struct ConsumerRecord {
     pub(crate) topic: Arc<str>,
     pub(crate) partition: i32,
     pub(crate) offset: i64,
@@ -463,7 +463,7 @@ impl MessageCopier {
         let block = Bytes::from(std::mem::take(&mut self.block));
         self.batch
             .records
-            .extend(self.pending.drain(..).map(|it| Record {
+            .extend(self.pending.drain(..).map(|it| ConsumerRecord {
                 topic: it.topic,
                 partition: it.partition,
                 offset: it.offset,

@@ -505,8 +505,8 @@ impl PartitionModel {
     }
 }
 
-fn record(offset: i64) -> Record {
-    Record {
+fn record(offset: i64) -> ConsumerRecord {
+    ConsumerRecord {
         topic: Arc::from("t"),
         partition: 0,
         offset,

@@ -6,9 +6,9 @@ use super::commits::COMMIT_RETRY_PAUSE;
 use super::*;
 use crate::topic_identity::TopicIdentity;
 
-pub(super) fn record(partition: i32, offset: i64) -> Record {
+pub(super) fn record(partition: i32, offset: i64) -> ConsumerRecord {
     let body = offset.to_string().into();
-    Record {
+    ConsumerRecord {
         topic: Arc::from("t"),
         partition,
         offset,
