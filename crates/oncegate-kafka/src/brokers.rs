@@ -54,7 +54,7 @@ fn check_one(entry: &str) -> Result<(), String> {
     if host.is_empty() {
         return invalid("has no host");
     }
-    if host.contains(|letter: char| letter.is_whitespace() || "/\\?#[]".contains(letter)) {
+    if host.contains(|it: char| it.is_whitespace() || "/\\?#[]".contains(it)) {
         return invalid("has a host with a space or a character that no host name has");
     }
     match port {

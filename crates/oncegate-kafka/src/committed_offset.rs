@@ -490,7 +490,7 @@ mod tests {
     fn a_closing_source_sends_no_requests() {
         let mut budget = TimeBudget::new(REQUEST_TIMEOUT, &|| true);
         assert_eq!(
-            budget.request(|_| unreachable!("nobody reads what it would be about")),
+            budget.request(|_| unreachable!("the source is closing")),
             None::<()>
         );
     }
@@ -658,7 +658,7 @@ mod tests {
         (0..100).for_each(|_| drop(consumer.poll(Duration::from_millis(1))));
         assert_eq!(topics.identity("t"), None, "it came through the main queue");
         queue.forward_log();
-        assert!(topics.identity("t").is_some(), "nobody hears it");
+        assert!(topics.identity("t").is_some(), "the log was forwarded");
     }
 
     #[test]

@@ -329,7 +329,7 @@ mod tests {
         let (_, found) = last_check
             .await
             .expect("another one asks")
-            .expect("nothing that a person has to change");
+            .expect("no permanent error");
         assert_eq!(found, TopicPresence::Exists);
     }
 }

@@ -121,7 +121,7 @@ async fn outage_while_reading(lines: &Lines) {
             .is_err()
     );
     is_logged_once(&server.brokers(), begun, &lines.take());
-    let _ = Box::new(source).close(Instant::now()).await; // there is nobody to take leave of
+    let _ = Box::new(source).close(Instant::now()).await; // the broker is down
 }
 
 /// Waits for a line that contains `part`.

@@ -448,7 +448,7 @@ fn a_partition_that_is_full_of_dead_letters_is_not_read_but_others_are() {
                 .map(|it| it.2)
                 .collect::<Vec<_>>(),
             [1],
-            "that it stands still is no stall"
+            "a partition without progress is no stall while it is full"
         );
         publishing(&mut state, count - 1, bytes.saturating_sub(1));
         assert_eq!(state.full(), []);

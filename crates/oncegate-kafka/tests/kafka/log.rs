@@ -283,7 +283,7 @@ fn cut(log: &Path, offset: i64) {
 fn batch_position(segment: &[u8], offset: i64) -> usize {
     let mut at = 0;
     loop {
-        let head = segment.get(at..at + 12).expect("a batch that begins there");
+        let head = segment.get(at..at + 12).expect("a batch that starts there");
         if i64::from_be_bytes(head[..8].try_into().expect("8 bytes")) == offset {
             return at;
         }
