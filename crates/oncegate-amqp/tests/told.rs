@@ -41,7 +41,7 @@ async fn without_a_broker_one_line_comes_soon_and_names_setting_problem_and_reme
         "WARN",
         "url: amqp://someone@127.0.0.1:1/%2f cannot be reached (",
         "refused",
-        "is RabbitMQ running, are host and port right",
+        "check that RabbitMQ is running, that host and port are correct",
     ] {
         assert!(line.contains(part), "{part}: {line}");
     }
@@ -86,7 +86,7 @@ async fn a_consumer_whose_handlers_may_outlast_the_consumer_timeout_is_warned_at
             .expect("nothing that a person has to change");
         let warned = said.iter().any(|line| {
             line.contains("WARN")
-                && line.contains("consumer_timeout: a delivery may stay open for 2500s")
+                && line.contains("consumer_timeout: a delivery may be unsettled for 2500s")
         });
         assert_eq!(warned, outlasts, "{minutes} min: {said:#?}");
     }

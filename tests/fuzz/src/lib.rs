@@ -8,9 +8,7 @@
 
 // What the adapters keep to themselves, as it stands there; where it looks for its neighbours, it
 // finds them here.
-#[allow(dead_code, reason = "the adapter uses the rest")]
-#[path = "../../../crates/oncegate-amqp/src/frames.rs"]
-mod frames;
+mod client;
 #[allow(dead_code, reason = "the adapter uses the rest")]
 #[path = "../../../crates/oncegate-amqp/src/incoming.rs"]
 mod incoming;

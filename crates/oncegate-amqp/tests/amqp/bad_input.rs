@@ -371,7 +371,10 @@ async fn a_connection_for_tools_is_refused_what_the_source_is_refused() {
     let wrong = crate::rig::url().replacen("guest:guest", "guest:canary", 1);
     for (url, words) in [
         (wrong.as_str(), "check the user and the password"),
-        ("amqp://guest:canary@127.0.0.1:1", "is RabbitMQ running"),
+        (
+            "amqp://guest:canary@127.0.0.1:1",
+            "check that RabbitMQ is running",
+        ),
     ] {
         let error = source(url)
             .connect("a tool")
