@@ -277,9 +277,9 @@ mod tests {
 
     /// The broker's side: like RabbitMQ it refuses an unknown tag.
     #[derive(Default)]
-    struct Broker(BTreeSet<u64>);
+    struct AckingBroker(BTreeSet<u64>);
 
-    impl Broker {
+    impl AckingBroker {
         fn acknowledge(&mut self, tag: u64, multiple: bool, settled: &BTreeSet<u64>) {
             assert!(self.0.contains(&tag), "406: unknown delivery tag {tag}");
             let covered: Vec<u64> = if multiple {
@@ -302,7 +302,7 @@ mod tests {
         for seed in 0..300 {
             let mut random = fastrand::Rng::with_seed(seed);
             let (mut acks, mut broker, mut settled) =
-                (AckLedger::new(), Broker::default(), BTreeSet::new());
+                (AckLedger::new(), AckingBroker::default(), BTreeSet::new());
             let (mut open, mut next) = (Vec::new(), 1);
             for _ in 0..400 {
                 assert_eq!(acks.unacked(), broker.0.len());

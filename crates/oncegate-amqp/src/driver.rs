@@ -43,7 +43,7 @@ const MAX_UNREADABLE_PAUSE: Duration = Duration::from_secs(30);
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A command from the source.
-pub(crate) enum DriverCommand {
+pub(crate) enum SourceCommand {
     /// Execute these settlements.
     Settle(Vec<Settled>),
     /// Accept no more deliveries.
@@ -60,7 +60,7 @@ pub(crate) enum DriverCommand {
 /// The driver's ends of what connects it to the source.
 pub(crate) struct DriverEndpoints {
     pub(crate) inbox: InboxSender,
-    pub(crate) commands: UnboundedReceiver<DriverCommand>,
+    pub(crate) commands: UnboundedReceiver<SourceCommand>,
     /// The epoch of the open channel; 0 while there is none.
     pub(crate) live_epoch: Arc<AtomicU64>,
 }
@@ -209,13 +209,13 @@ impl AmqpDriver {
         self.shut_down().await;
     }
 
-    async fn execute(&mut self, command: DriverCommand) {
+    async fn execute(&mut self, command: SourceCommand) {
         match command {
-            DriverCommand::Settle(batch) => {
+            SourceCommand::Settle(batch) => {
                 batch.into_iter().for_each(|settled| self.settle(settled))
             }
-            DriverCommand::Stop => self.stop().await,
-            DriverCommand::Close { deadline, done } => {
+            SourceCommand::Stop => self.stop().await,
+            SourceCommand::Close { deadline, done } => {
                 self.stop().await;
                 self.closing = Some(CloseRequest { deadline, done });
             }

@@ -761,7 +761,7 @@ mod tests {
 
     #[test]
     fn a_delay_longer_than_its_queue_is_written_into_a_header() {
-        let says = |after| {
+        let has_header = |after| {
             let copy = MessageCopy::delayed(
                 &delivery(),
                 Duration::from_secs(after),
@@ -770,8 +770,11 @@ mod tests {
             );
             names(&copy).contains(&NOT_BEFORE)
         };
-        assert!(!says(600) && says(601));
-        assert!(!says(30) && says(6), "the queue with the shorter delay");
+        assert!(!has_header(600) && has_header(601));
+        assert!(
+            !has_header(30) && has_header(6),
+            "the queue with the shorter delay"
+        );
     }
 
     #[test]

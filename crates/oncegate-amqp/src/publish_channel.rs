@@ -28,18 +28,18 @@ pub(crate) struct BatchOutcome {
     /// Copies that may not be in the queue, in their order. They have to be published again.
     pub(crate) unconfirmed: Vec<MessageCopy>,
     /// Why there are unconfirmed copies.
-    pub(crate) error: Option<PublishError>,
+    pub(crate) error: Option<CopyPublishError>,
 }
 
 /// Why a copy is not confirmed.
-pub(crate) enum PublishError {
+pub(crate) enum CopyPublishError {
     /// The broker returned a copy of the batch (`basic.return`), or refused it (`basic.nack`).
     ReturnedOrNacked(String),
     /// The channel was closed, or the confirm did not arrive in time.
     ChannelClosed(String),
 }
 
-impl std::fmt::Display for PublishError {
+impl std::fmt::Display for CopyPublishError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::ReturnedOrNacked(problem) | Self::ChannelClosed(problem) => f.write_str(problem),
@@ -54,7 +54,7 @@ impl BatchOutcome {
             channel: PublishChannel(None),
             confirmed: Vec::new(),
             unconfirmed,
-            error: Some(PublishError::ChannelClosed(problem)),
+            error: Some(CopyPublishError::ChannelClosed(problem)),
         }
     }
 }
@@ -93,8 +93,8 @@ impl PublishChannel {
         let destination = batch.first().map(|copy| copy.destination.clone());
         let (confirmed, unconfirmed, error) = split_by_confirm(batch, confirms);
         let channel = match (&error, destination) {
-            (Some(PublishError::ChannelClosed(_)), _) => None,
-            (Some(PublishError::ReturnedOrNacked(_)), Some(destination)) => {
+            (Some(CopyPublishError::ChannelClosed(_)), _) => None,
+            (Some(CopyPublishError::ReturnedOrNacked(_)), Some(destination)) => {
                 let declared = topology::redeclare(connection, settings, &destination).await;
                 if let Err(problem) = declared {
                     tracing::warn!(
@@ -178,14 +178,14 @@ async fn await_confirms<T>(
 /// return before the confirm of the same message, so each return is part of a confirm that arrived.
 fn split_by_confirm(
     batch: Vec<MessageCopy>,
-    confirms: Vec<Result<(), PublishError>>,
-) -> (Vec<MessageCopy>, Vec<MessageCopy>, Option<PublishError>) {
+    confirms: Vec<Result<(), CopyPublishError>>,
+) -> (Vec<MessageCopy>, Vec<MessageCopy>, Option<CopyPublishError>) {
     let mut error = None;
     let mut is_confirmed = Vec::with_capacity(batch.len());
     for confirm in confirms {
         is_confirmed.push(confirm.is_ok());
         match (confirm, &error) {
-            (Err(returned @ PublishError::ReturnedOrNacked(_)), _) => {
+            (Err(returned @ CopyPublishError::ReturnedOrNacked(_)), _) => {
                 return (Vec::new(), batch, Some(returned));
             }
             (Err(closed), None) => error = Some(closed),
@@ -199,7 +199,7 @@ fn split_by_confirm(
     (confirmed, unconfirmed, error)
 }
 
-async fn publish(channel: &Channel, copy: &MessageCopy) -> Result<(), PublishError> {
+async fn publish(channel: &Channel, copy: &MessageCopy) -> Result<(), CopyPublishError> {
     let options = BasicPublishOptions {
         mandatory: true,
         ..BasicPublishOptions::default()
@@ -217,7 +217,7 @@ async fn publish(channel: &Channel, copy: &MessageCopy) -> Result<(), PublishErr
         Err(error) => Err(error),
     };
     let not_enqueued = |problem: &str| {
-        Err(PublishError::ReturnedOrNacked(format!(
+        Err(CopyPublishError::ReturnedOrNacked(format!(
             "the copy for queue `{}` was not enqueued: {problem}",
             copy.destination
         )))
@@ -231,10 +231,10 @@ async fn publish(channel: &Channel, copy: &MessageCopy) -> Result<(), PublishErr
             not_enqueued(returned.reply_text.as_str())
         }
         Ok(Confirmation::Nack(None)) => not_enqueued("basic.nack"),
-        Ok(Confirmation::NotRequested) => Err(PublishError::ChannelClosed(
+        Ok(Confirmation::NotRequested) => Err(CopyPublishError::ChannelClosed(
             "publisher confirms are not enabled".into(),
         )),
-        Err(error) => Err(PublishError::ChannelClosed(error.to_string())),
+        Err(error) => Err(CopyPublishError::ChannelClosed(error.to_string())),
     }
 }
 
@@ -255,7 +255,7 @@ fn fault_point(copy: &MessageCopy, delay: &str, letter: &str) {
 mod tests {
     use super::*;
 
-    fn tags(confirms: Vec<Result<(), PublishError>>) -> (Vec<u64>, Vec<u64>) {
+    fn tags(confirms: Vec<Result<(), CopyPublishError>>) -> (Vec<u64>, Vec<u64>) {
         let copy = |tag| MessageCopy {
             epoch: 1,
             tag,
@@ -271,12 +271,12 @@ mod tests {
         (tags(confirmed), tags(unconfirmed))
     }
 
-    fn returned() -> Result<(), PublishError> {
-        Err(PublishError::ReturnedOrNacked("NO_ROUTE".into()))
+    fn returned() -> Result<(), CopyPublishError> {
+        Err(CopyPublishError::ReturnedOrNacked("NO_ROUTE".into()))
     }
 
-    fn closed() -> Result<(), PublishError> {
-        Err(PublishError::ChannelClosed("closed".into()))
+    fn closed() -> Result<(), CopyPublishError> {
+        Err(CopyPublishError::ChannelClosed("closed".into()))
     }
 
     #[test]

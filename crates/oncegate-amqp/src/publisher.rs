@@ -20,7 +20,7 @@ use crate::backoff::Backoff;
 use crate::connector;
 use crate::message_copy::{MessageCopy, PublishCancellation};
 use crate::problem_throttle::ProblemThrottle;
-use crate::publish_channel::{BatchOutcome, PublishChannel, PublishError};
+use crate::publish_channel::{BatchOutcome, CopyPublishError, PublishChannel};
 use crate::settings::QueueSettings;
 
 /// How many copies to one queue may wait for confirms at once.
@@ -330,7 +330,7 @@ impl PublisherTask {
             && matches!(
                 (&error, &key),
                 (
-                    PublishError::ChannelClosed(_),
+                    CopyPublishError::ChannelClosed(_),
                     PublishQueueKey::Destination(_)
                 )
             );
@@ -428,7 +428,7 @@ mod tests {
     fn outcome(
         confirmed: Vec<MessageCopy>,
         unconfirmed: Vec<MessageCopy>,
-        error: Option<PublishError>,
+        error: Option<CopyPublishError>,
     ) -> BatchOutcome {
         BatchOutcome {
             channel: PublishChannel::default(),
@@ -438,8 +438,8 @@ mod tests {
         }
     }
 
-    fn closed() -> Option<PublishError> {
-        Some(PublishError::ChannelClosed("closed".into()))
+    fn closed() -> Option<CopyPublishError> {
+        Some(CopyPublishError::ChannelClosed("closed".into()))
     }
 
     #[tokio::test]
@@ -524,7 +524,7 @@ mod tests {
                 outcome(
                     vec![],
                     vec![copy(1, "a"), copy(2, "a")],
-                    Some(PublishError::ReturnedOrNacked("NO_ROUTE".into())),
+                    Some(CopyPublishError::ReturnedOrNacked("NO_ROUTE".into())),
                 ),
             );
             task.batch_finished(destination("b"), outcome(vec![copy(3, "b")], vec![], None));

@@ -12,7 +12,7 @@ use oncegate_core::source::{Incoming, Limit, Open, Order, Settled, Source, Sourc
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::sync::oneshot;
 
-use crate::driver::{self, DriverCommand, DriverEndpoints};
+use crate::driver::{self, DriverEndpoints, SourceCommand};
 use crate::inbox::{InboxReceiver, inbox};
 use crate::settings::{QueueSettings, RabbitMq, Rejects};
 
@@ -22,7 +22,7 @@ use crate::settings::{QueueSettings, RabbitMq, Rejects};
 /// unacknowledged messages are redelivered.
 pub struct RabbitMqSource {
     incoming: InboxReceiver,
-    commands: UnboundedSender<DriverCommand>,
+    commands: UnboundedSender<SourceCommand>,
     live_epoch: Arc<AtomicU64>,
     chunk: usize,
     settings: Arc<QueueSettings>,
@@ -98,7 +98,7 @@ impl Source for RabbitMqSource {
             return Ok(());
         }
         self.commands
-            .send(DriverCommand::Settle(std::mem::take(settled)))
+            .send(SourceCommand::Settle(std::mem::take(settled)))
             .map_err(|_| driver_stopped())
     }
 
@@ -115,13 +115,13 @@ impl Source for RabbitMqSource {
     async fn stop(&mut self) {
         self.incoming.stop();
         // If the driver has stopped, `receive` returns the error.
-        let _ = self.commands.send(DriverCommand::Stop);
+        let _ = self.commands.send(SourceCommand::Stop);
     }
 
     async fn close(self: Box<Self>, deadline: Instant) -> Result<(), SourceError> {
         let (done, finished) = oneshot::channel();
         self.commands
-            .send(DriverCommand::Close {
+            .send(SourceCommand::Close {
                 deadline: deadline.into(),
                 done,
             })

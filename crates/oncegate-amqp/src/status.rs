@@ -21,7 +21,7 @@ use crate::metric;
 /// assert_eq!(status.snapshot().reconnects, 0);
 /// ```
 #[derive(Clone, Debug, Default)]
-pub struct RabbitMqStatus(Arc<Counters>);
+pub struct RabbitMqStatus(Arc<StatusCounters>);
 
 /// The values at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -49,7 +49,7 @@ pub struct RabbitMqSnapshot {
 }
 
 #[derive(Debug, Default)]
-struct Counters {
+struct StatusCounters {
     unacked: AtomicU64,
     delivered: AtomicU64,
     redelivered: AtomicU64,
@@ -99,7 +99,7 @@ impl RabbitMqStatus {
     }
 }
 
-impl Counters {
+impl StatusCounters {
     fn blocked(&self) -> MutexGuard<'_, BlockedTime> {
         // No code panics while it holds the lock.
         self.blocked.lock().unwrap_or_else(PoisonError::into_inner)

@@ -10,7 +10,7 @@ use crate::settings::{ConsumerMode, DELAYS, QueueKind, QueueSettings, Topology};
 
 /// A queue and the arguments to declare it with.
 struct QueueSpec {
-    role: QueueRole,
+    purpose: QueuePurpose,
     /// The setting with the name.
     setting: &'static str,
     name: ShortString,
@@ -18,7 +18,7 @@ struct QueueSpec {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum QueueRole {
+enum QueuePurpose {
     /// The source consumes it. It must have the declared arguments, since others may lose messages
     /// and AMQP does not tell which a queue has.
     Consumed,
@@ -113,7 +113,7 @@ async fn declare(
     if reply_code(&error) != Some(code::PRECONDITION_FAILED) {
         return Err(classify(error, queue));
     }
-    if queue.role == QueueRole::Consumed {
+    if queue.purpose == QueuePurpose::Consumed {
         return Err(ConnectError::QueueMismatch(SourceError::misconfigured(
             queue.setting,
             format!(
@@ -174,14 +174,14 @@ fn named_queues(settings: &QueueSettings) -> [QueueSpec; 3] {
         );
     }
     let target = |setting, name: &ShortString| QueueSpec {
-        role: QueueRole::Target,
+        purpose: QueuePurpose::Target,
         setting,
         name: name.clone(),
         arguments: target_arguments.clone(),
     };
     [
         QueueSpec {
-            role: QueueRole::Consumed,
+            purpose: QueuePurpose::Consumed,
             setting: "queue",
             name: settings.queue.clone(),
             arguments: consumed,
@@ -201,7 +201,7 @@ fn delay_queues(settings: &QueueSettings) -> impl Iterator<Item = QueueSpec> {
         );
         dead_letter_to(&mut arguments, &settings.queue, settings.kind);
         QueueSpec {
-            role: QueueRole::Target,
+            purpose: QueuePurpose::Target,
             setting: "queue",
             name: settings.delay_queue(delay),
             arguments,
