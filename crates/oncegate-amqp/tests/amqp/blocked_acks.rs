@@ -1,4 +1,4 @@
-//! What waits in memory, and keeps those behind it from being acknowledged together.
+//! A release in memory that keeps later deliveries from being acknowledged together.
 
 use std::time::{Duration, Instant};
 
@@ -9,18 +9,18 @@ use oncegate_core::road::{Reason, Settlement};
 use oncegate_core::source::{Delivery, Incoming, Open, Order, Source, headers};
 use oncegate_testkit::servers::RabbitServer;
 
-use crate::rig::*;
+use crate::fixture::*;
 
-/// More than are acknowledged one by one before the source looks for a cheaper way.
+/// More single acknowledgements than the source sends before it moves the release.
 const BEHIND: usize = 300;
 
-async fn publish_behind(rig: &Rig) {
+async fn publish_behind(fixture: &QueueFixture) {
     for _ in 0..BEHIND {
-        rig.publish("behind").await;
+        fixture.publish("behind").await;
     }
 }
 
-/// Accepts all that comes, until so many came that are not `behind`: those.
+/// Accepts all messages `behind`, and returns the others once there are this many.
 async fn accept_all_behind(source: &mut RabbitMqSource, others: usize) -> Vec<Delivery> {
     let (mut behind, mut found) = (0, Vec::new());
     while behind < BEHIND || found.len() < others {
@@ -36,11 +36,11 @@ async fn accept_all_behind(source: &mut RabbitMqSource, others: usize) -> Vec<De
     found
 }
 
-async fn reach(status: &RabbitMqStatus, copies: u64) {
-    let patience = Instant::now() + Duration::from_secs(20);
+async fn wait_for_copies(status: &RabbitMqStatus, copies: u64) {
+    let deadline = Instant::now() + Duration::from_secs(20);
     while status.snapshot().copies < copies {
         assert!(
-            Instant::now() < patience,
+            Instant::now() < deadline,
             "no copy: {:?}",
             status.snapshot()
         );
@@ -49,30 +49,35 @@ async fn reach(status: &RabbitMqStatus, copies: u64) {
 }
 
 #[tokio::test]
-async fn it_moves_to_a_delay_queue_with_its_delay_and_its_count_and_what_else_waits_does_not() {
+async fn it_moves_to_a_delay_queue_with_its_delay_and_failures_and_others_do_not() {
     for kind in crate::KINDS {
-        let (rig, status) = (Rig::new().await, RabbitMqStatus::new());
-        let mut source = open(rig.source(kind).prefetch(64).status(status.clone())).await;
-        rig.publish_with(
-            "first",
-            BasicProperties::default().with_message_id("m".into()),
-        )
-        .await;
-        rig.publish("second").await;
-        publish_behind(&rig).await;
+        let (fixture, status) = (QueueFixture::new().await, RabbitMqStatus::new());
+        let mut source = open(fixture.source(kind).prefetch(64).status(status.clone())).await;
+        fixture
+            .publish_with(
+                "first",
+                BasicProperties::default().with_message_id("m".into()),
+            )
+            .await;
+        fixture.publish("second").await;
+        publish_behind(&fixture).await;
         let (first, second) = (delivery(&mut source).await, delivery(&mut source).await);
-        let place_before = place(&second);
+        let tag_before = channel_and_tag(&second);
         settle(&mut source, first, release(Duration::from_millis(4_900))).await;
         settle(&mut source, second, release(Duration::from_millis(2_500))).await;
         let second = accept_all_behind(&mut source, 1).await.remove(0);
         assert_eq!(
-            (&second.message.body[..], place(&second), second.failures),
-            (&b"second"[..], place_before, 1)
+            (
+                &second.message.body[..],
+                channel_and_tag(&second),
+                second.failures
+            ),
+            (&b"second"[..], tag_before, 1)
         );
         settle(&mut source, second, accept()).await;
-        reach(&status, 1).await;
-        let copy = rig
-            .take(&format!("{}.delay.5000", rig.queue))
+        wait_for_copies(&status, 1).await;
+        let copy = fixture
+            .take(&format!("{}.delay.5000", fixture.queue))
             .await
             .delivery;
         assert_eq!(
@@ -88,43 +93,47 @@ async fn it_moves_to_a_delay_queue_with_its_delay_and_its_count_and_what_else_wa
             (status.snapshot().copies, status.snapshot().reconnects),
             (1, 0)
         );
-        rig.becomes_empty(&rig.queue).await;
-        rig.done().await;
+        fixture.wait_until_empty(&fixture.queue).await;
+        fixture.delete_queues().await;
     }
 }
 
-/// Releases the first message, accepts those behind it, and asserts that the first is handed over
-/// again from memory.
-async fn stays_in_memory(rig: &Rig, source: RabbitMq, properties: BasicProperties) {
+/// Releases the first message, accepts those behind it, and asserts that the first is redelivered
+/// from memory.
+async fn stays_in_memory(fixture: &QueueFixture, source: RabbitMq, properties: BasicProperties) {
     let status = RabbitMqStatus::new();
     let mut source = open(source.prefetch(64).status(status.clone())).await;
-    rig.publish_with("first", properties).await;
-    publish_behind(rig).await;
+    fixture.publish_with("first", properties).await;
+    publish_behind(fixture).await;
     let first = delivery(&mut source).await;
-    let (place_before, carried) = (place(&first), first.message.headers.clone());
+    let (tag_before, carried) = (channel_and_tag(&first), first.message.headers.clone());
     settle(&mut source, first, release(Duration::from_millis(900))).await;
     let again = accept_all_behind(&mut source, 1).await.remove(0);
     assert_eq!(
-        (place(&again), again.message.headers.clone(), again.failures),
-        (place_before, carried, 1)
+        (
+            channel_and_tag(&again),
+            again.message.headers.clone(),
+            again.failures
+        ),
+        (tag_before, carried, 1)
     );
     settle(&mut source, again, accept()).await;
     close(source).await;
     assert_eq!(status.snapshot().copies, 0);
-    rig.becomes_empty(&rig.queue).await;
+    fixture.wait_until_empty(&fixture.queue).await;
 }
 
 #[tokio::test]
-async fn it_stays_in_memory_where_an_order_is_kept_or_no_delay_queue_was_declared() {
+async fn it_stays_in_memory_with_an_order_or_without_declared_delay_queues() {
     let settings: [fn(RabbitMq) -> RabbitMq; 3] = [
         |source| source.topology(Topology::Trust),
         |source| source.single_active_consumer(),
         |source| source.for_order(Order::ByKey),
     ];
     for (number, setting) in settings.into_iter().enumerate() {
-        let rig = Rig::new().await;
-        let source = rig.source(QueueKind::Quorum);
-        // With `Topology::Trust`, too, there are delay queues, of which it does not know.
+        let fixture = QueueFixture::new().await;
+        let source = fixture.source(QueueKind::Quorum);
+        // Delay queues exist with `Topology::Trust`, too, but the source does not know them.
         close(
             open(if number == 1 {
                 source.single_active_consumer()
@@ -135,17 +144,17 @@ async fn it_stays_in_memory_where_an_order_is_kept_or_no_delay_queue_was_declare
         )
         .await;
         stays_in_memory(
-            &rig,
-            setting(rig.source(QueueKind::Quorum)),
+            &fixture,
+            setting(fixture.source(QueueKind::Quorum)),
             BasicProperties::default(),
         )
         .await;
-        rig.done().await;
+        fixture.delete_queues().await;
     }
 }
 
 #[tokio::test]
-async fn it_stays_in_memory_if_a_copy_would_lack_something() {
+async fn it_stays_in_memory_if_a_copy_would_lose_something() {
     let mut large = FieldTable::default();
     large.insert(
         "id".into(),
@@ -159,13 +168,13 @@ async fn it_stays_in_memory_if_a_copy_would_lack_something() {
         BasicProperties::default().with_headers(large),
         BasicProperties::default().with_expiration("600000".into()),
     ] {
-        let rig = Rig::new().await;
-        stays_in_memory(&rig, rig.source(QueueKind::Quorum), properties).await;
-        rig.done().await;
+        let fixture = QueueFixture::new().await;
+        stays_in_memory(&fixture, fixture.source(QueueKind::Quorum), properties).await;
+        fixture.delete_queues().await;
     }
 }
 
-/// Accepts what is behind, up to the next that is not.
+/// Accepts messages `behind` and returns the next other one.
 async fn next_other(source: &mut RabbitMqSource) -> Delivery {
     loop {
         let next = delivery(source).await;
@@ -176,8 +185,8 @@ async fn next_other(source: &mut RabbitMqSource) -> Delivery {
     }
 }
 
-/// Accepts all that is left.
-async fn accept_the_rest(source: &mut RabbitMqSource, status: &RabbitMqStatus) {
+/// Accepts all remaining messages.
+async fn accept_remaining(source: &mut RabbitMqSource, status: &RabbitMqStatus) {
     while status.snapshot().unacked > 0 {
         let mut into = Vec::new();
         let receiving =
@@ -194,114 +203,143 @@ async fn accept_the_rest(source: &mut RabbitMqSource, status: &RabbitMqStatus) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn it_is_handed_over_from_memory_if_its_copy_does_not_stand_in_time() {
+async fn it_is_redelivered_from_memory_if_its_copy_is_not_confirmed_in_time() {
     let server = tokio::task::spawn_blocking(RabbitServer::start)
         .await
         .expect("no panic")
         .expect("a server");
-    a_broker_short_of_memory_keeps_nothing_back(&server).await;
-    a_confirmation_that_comes_too_late_settles_nothing(&server).await;
+    a_memory_alarm_delays_no_redelivery(&server).await;
+    a_confirm_that_comes_too_late_settles_nothing(&server).await;
 }
 
-async fn a_broker_short_of_memory_keeps_nothing_back(server: &RabbitServer) {
-    let (rig, status) = (Rig::at(&server.url()).await, RabbitMqStatus::new());
-    let (other, known) = (Rig::at(&server.url()).await, RabbitMqStatus::new());
-    // One source finds out by itself, and one has been told.
+async fn a_memory_alarm_delays_no_redelivery(server: &RabbitServer) {
+    let (fixture, status) = (QueueFixture::at(&server.url()).await, RabbitMqStatus::new());
+    let (other, blocked_status) = (QueueFixture::at(&server.url()).await, RabbitMqStatus::new());
+    // `source` does not know of the alarm, and `blocked_source` gets `connection.blocked`.
     let mut source = open(
-        rig.source(QueueKind::Quorum)
+        fixture
+            .source(QueueKind::Quorum)
             .prefetch(64)
             .status(status.clone()),
     )
     .await;
-    let mut told = open(
+    let mut blocked_source = open(
         other
             .source(QueueKind::Quorum)
             .prefetch(64)
-            .status(known.clone()),
+            .status(blocked_status.clone()),
     )
     .await;
-    for rig in [&rig, &other] {
-        rig.publish("first").await;
-        rig.publish("second").await;
-        publish_behind(rig).await;
+    for fixture in [&fixture, &other] {
+        fixture.publish("first").await;
+        fixture.publish("second").await;
+        publish_behind(fixture).await;
     }
     server
         .control(&["set_vm_memory_high_watermark", "0"])
         .expect("an alarm");
 
-    let (first, second) = (delivery(&mut told).await, delivery(&mut told).await);
-    let mut letters = 0;
-    while known.snapshot().blocked == Duration::ZERO {
-        letters += 1;
-        assert!(letters < 20, "there was no alarm: the test proves nothing");
-        let letter = delivery(&mut told).await;
-        settle(&mut told, letter, Settlement::Reject(Reason::Refused)).await;
-        let patience = Instant::now() + Duration::from_secs(20);
-        while known.snapshot().blocked == Duration::ZERO && known.snapshot().copies < letters {
-            assert!(Instant::now() < patience, "{:?}", known.snapshot());
+    let (first, second) = (
+        delivery(&mut blocked_source).await,
+        delivery(&mut blocked_source).await,
+    );
+    let mut dead_letters = 0;
+    while blocked_status.snapshot().blocked == Duration::ZERO {
+        dead_letters += 1;
+        assert!(
+            dead_letters < 20,
+            "the alarm must block publishing, else this tests nothing"
+        );
+        let dead_letter = delivery(&mut blocked_source).await;
+        settle(
+            &mut blocked_source,
+            dead_letter,
+            Settlement::Reject(Reason::Refused),
+        )
+        .await;
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while blocked_status.snapshot().blocked == Duration::ZERO
+            && blocked_status.snapshot().copies < dead_letters
+        {
+            assert!(Instant::now() < deadline, "{:?}", blocked_status.snapshot());
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }
-    // It moves nowhere: it is back after its own delay, before the one that is due later.
-    settle(&mut told, first, release(Duration::from_millis(1_000))).await;
-    settle(&mut told, second, release(Duration::from_millis(1_900))).await;
+    // No move: each is redelivered after its own delay.
+    settle(
+        &mut blocked_source,
+        first,
+        release(Duration::from_millis(1_000)),
+    )
+    .await;
+    settle(
+        &mut blocked_source,
+        second,
+        release(Duration::from_millis(1_900)),
+    )
+    .await;
     for body in ["first", "second"] {
-        let next = next_other(&mut told).await;
+        let next = next_other(&mut blocked_source).await;
         assert_eq!(
             (&next.message.body[..], next.failures),
             (body.as_bytes(), 1)
         );
-        settle(&mut told, next, accept()).await;
+        settle(&mut blocked_source, next, accept()).await;
     }
 
     let (first, second) = (delivery(&mut source).await, delivery(&mut source).await);
-    let place_before = place(&first);
+    let tag_before = channel_and_tag(&first);
     settle(&mut source, second, accept()).await;
     settle(&mut source, first, release(Duration::from_millis(1_500))).await;
     let first = next_other(&mut source).await;
     assert_eq!(
-        (&first.message.body[..], place(&first), first.failures),
-        (&b"first"[..], place_before, 1)
+        (
+            &first.message.body[..],
+            channel_and_tag(&first),
+            first.failures
+        ),
+        (&b"first"[..], tag_before, 1)
     );
     settle(&mut source, first, Settlement::Reject(Reason::Refused)).await;
     assert_eq!(
         status.snapshot().copies,
         0,
-        "there was no alarm: the test proves nothing"
+        "the alarm must block publishing, else this tests nothing"
     );
 
     server
         .control(&["set_vm_memory_high_watermark", "0.8"])
         .expect("no alarm");
-    reach(&status, 1).await;
-    reach(&known, letters).await;
-    accept_the_rest(&mut source, &status).await;
-    accept_the_rest(&mut told, &known).await;
+    wait_for_copies(&status, 1).await;
+    wait_for_copies(&blocked_status, dead_letters).await;
+    accept_remaining(&mut source, &status).await;
+    accept_remaining(&mut blocked_source, &blocked_status).await;
     close(source).await;
-    close(told).await;
+    close(blocked_source).await;
     assert_eq!(
-        (status.snapshot().copies, known.snapshot().copies),
-        (1, letters),
-        "what had been handed over again was published"
+        (status.snapshot().copies, blocked_status.snapshot().copies),
+        (1, dead_letters),
+        "the copy of a redelivered message was published"
     );
-    for (rig, letters) in [(rig, 1), (other, letters as u32)] {
-        rig.becomes_empty(&rig.queue).await;
-        let delayed = [1_000, 5_000].map(|delay| format!("{}.delay.{delay}", rig.queue));
+    for (fixture, dead_letters) in [(fixture, 1), (other, dead_letters as u32)] {
+        fixture.wait_until_empty(&fixture.queue).await;
+        let delayed = [1_000, 5_000].map(|delay| format!("{}.delay.{delay}", fixture.queue));
         assert_eq!(
             (
-                rig.ready(&delayed[0]).await,
-                rig.ready(&delayed[1]).await,
-                rig.ready(&rig.dead_letters()).await
+                fixture.ready_messages(&delayed[0]).await,
+                fixture.ready_messages(&delayed[1]).await,
+                fixture.ready_messages(&fixture.dead_letters()).await
             ),
-            (0, 0, letters)
+            (0, 0, dead_letters)
         );
     }
 }
 
-async fn a_confirmation_that_comes_too_late_settles_nothing(server: &RabbitServer) {
-    let (rig, status) = (Rig::at(&server.url()).await, RabbitMqStatus::new());
+async fn a_confirm_that_comes_too_late_settles_nothing(server: &RabbitServer) {
+    let (fixture, status) = (QueueFixture::at(&server.url()).await, RabbitMqStatus::new());
     let mut source = open(
-        rig.source(QueueKind::Classic)
+        fixture
+            .source(QueueKind::Classic)
             .prefetch(64)
             .status(status.clone()),
     )
@@ -309,7 +347,7 @@ async fn a_confirmation_that_comes_too_late_settles_nothing(server: &RabbitServe
     let delay_queue = |does: &str| {
         let name = format!(
             "rabbit_misc:r(<<\"/\">>, queue, <<\"{}.delay.1000\">>)",
-            rig.queue
+            fixture.queue
         );
         let program = format!(
             "{{ok, Queue}} = rabbit_amqqueue:lookup({name}), sys:{does}(amqqueue:get_pid(Queue))."
@@ -317,22 +355,26 @@ async fn a_confirmation_that_comes_too_late_settles_nothing(server: &RabbitServe
         server.control(&["-q", "eval", &program]).expect("done");
     };
     delay_queue("suspend");
-    rig.publish("first").await;
-    publish_behind(&rig).await;
+    fixture.publish("first").await;
+    publish_behind(&fixture).await;
     let first = delivery(&mut source).await;
-    let place_before = place(&first);
+    let tag_before = channel_and_tag(&first);
     settle(&mut source, first, release(Duration::from_millis(900))).await;
     let again = accept_all_behind(&mut source, 1).await.remove(0);
-    assert_eq!((place(&again), status.snapshot().copies), (place_before, 0));
+    assert_eq!(
+        (channel_and_tag(&again), status.snapshot().copies),
+        (tag_before, 0)
+    );
     delay_queue("resume");
-    reach(&status, 1).await;
-    // Nobody settled it. Beside it stands the copy, when its delay is over.
+    wait_for_copies(&status, 1).await;
+    // The original is unsettled; its copy is in the queue, too, after its delay.
     close(source).await;
-    let stand = [
-        rig.take(&rig.queue).await.delivery,
-        rig.take(&rig.queue).await.delivery,
+    let messages = [
+        fixture.take(&fixture.queue).await.delivery,
+        fixture.take(&fixture.queue).await.delivery,
     ];
-    let mut failures = stand.map(|first| (first.data.clone(), header(&first, headers::FAILURES)));
+    let mut failures =
+        messages.map(|first| (first.data.clone(), header(&first, headers::FAILURES)));
     failures.sort();
     assert_eq!(
         failures,
