@@ -9,7 +9,7 @@ use oncegate_core::store::Cause;
 
 use crate::client::handshake;
 use crate::node::{BrokerNode, BrokerNodes};
-use crate::settings::QueueSettings;
+use crate::queue_settings::QueueSettings;
 use crate::tls::TlsFiles;
 
 /// Reply codes of errors that an operator has to fix.

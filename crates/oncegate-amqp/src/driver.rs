@@ -21,8 +21,9 @@ use crate::incoming;
 use crate::message_copy::{MessageCopy, PublishCancellation};
 use crate::open_session::{self, MAX_RECONNECT_PAUSE};
 use crate::publisher::{ConfirmedCopy, CopyPublisher};
+use crate::queue_settings::QueueSettings;
 use crate::session::{ChannelLoss, ConsumerSession, GapPolicy, SessionEvent, UnsettledDelivery};
-use crate::settings::{QueueSettings, Rejects};
+use crate::settings::Rejects;
 
 /// The longest delay that a released delivery waits in memory, if there are delay queues.
 const MAX_IN_MEMORY_DELAY: Duration = Duration::from_secs(5);

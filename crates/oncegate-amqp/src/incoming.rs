@@ -11,7 +11,7 @@ use oncegate_core::message::{Headers, HeadersBuilder, Message, Origin, Position}
 use oncegate_core::source::{Delivery, Receipt, headers};
 
 use crate::client::frame_sanitizer::INVALID_UTF8_MARK;
-use crate::settings::{DELAYS, QueueSettings};
+use crate::queue_settings::{DELAYS, QueueSettings};
 
 /// The header with the original routing key of a delayed copy, whose own routing key is the delay
 /// queue.

@@ -39,6 +39,7 @@ mod open_session;
 mod problem_throttle;
 mod publish_channel;
 mod publisher;
+mod queue_settings;
 mod session;
 mod settings;
 mod source;

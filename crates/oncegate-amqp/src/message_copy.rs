@@ -13,7 +13,7 @@ use oncegate_core::road::Reason;
 use oncegate_core::source::{Delivery, Story, first_seen, headers, rejection_headers};
 
 use crate::incoming::{NOT_BEFORE, OriginalProperties, ROUTING_KEY};
-use crate::settings::{DELAYS, QueueSettings};
+use crate::queue_settings::{DELAYS, QueueSettings};
 
 /// The header with the names of headers that were too large for this copy or an earlier one.
 pub(crate) const DROPPED_HEADERS: &str = "oncegate-dropped-headers";

@@ -10,8 +10,8 @@ use crate::backoff::Backoff;
 use crate::client::silence_probe::SILENCE_CHECK_INTERVAL;
 use crate::connector::ConnectError;
 use crate::problem_throttle::ProblemThrottle;
+use crate::queue_settings::QueueSettings;
 use crate::session::ConsumerSession;
-use crate::settings::QueueSettings;
 
 /// The longest pause before reconnecting. With the handshake, the source consumes at most about five
 /// seconds after the node is available.

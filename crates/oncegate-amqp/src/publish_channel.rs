@@ -7,7 +7,7 @@ use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
 use lapin::{BasicProperties, Channel, Confirmation, Connection};
 
 use crate::message_copy::MessageCopy;
-use crate::settings::QueueSettings;
+use crate::queue_settings::QueueSettings;
 use crate::topology;
 
 /// How long the confirms of a batch may take.

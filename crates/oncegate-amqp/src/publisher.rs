@@ -21,7 +21,7 @@ use crate::connector;
 use crate::message_copy::{MessageCopy, PublishCancellation};
 use crate::problem_throttle::ProblemThrottle;
 use crate::publish_channel::{BatchOutcome, CopyPublishError, PublishChannel};
-use crate::settings::QueueSettings;
+use crate::queue_settings::QueueSettings;
 
 /// How many copies to one queue may wait for confirms at once.
 const MAX_BATCH: usize = 256;

@@ -21,7 +21,7 @@ use crate::client::silence_probe::SilenceProbe;
 use crate::connector::{self, ConnectError, code, is_transient_refusal, reply_code};
 use crate::delay_buffer::DelayBuffer;
 use crate::incoming::OriginalProperties;
-use crate::settings::{ConsumerMode, QueueSettings};
+use crate::queue_settings::{ConsumerMode, QueueSettings};
 use crate::topology;
 
 /// How long settled deliveries behind an unsettled one wait for it, before they are acknowledged one

@@ -14,7 +14,8 @@ use tokio::sync::oneshot;
 
 use crate::driver::{self, DriverEndpoints, SourceCommand};
 use crate::inbox::{InboxReceiver, inbox};
-use crate::settings::{QueueSettings, RabbitMq, Rejects};
+use crate::queue_settings::QueueSettings;
+use crate::settings::{RabbitMq, Rejects};
 
 /// A consumed queue. Created by [`Open::open`] of a [`RabbitMq`].
 ///

@@ -6,7 +6,8 @@ use lapin::{Channel, Connection};
 use oncegate_core::source::SourceError;
 
 use crate::connector::{ConnectError, code, is_transient_refusal, reply_code};
-use crate::settings::{ConsumerMode, DELAYS, QueueKind, QueueSettings, Topology};
+use crate::queue_settings::{ConsumerMode, DELAYS, QueueSettings};
+use crate::settings::{QueueKind, Topology};
 
 /// A queue and the arguments to declare it with.
 struct QueueSpec {

@@ -15,10 +15,10 @@ mod incoming;
 #[allow(dead_code, reason = "the adapter uses the rest")]
 #[path = "../../../crates/oncegate-amqp/src/node.rs"]
 mod node;
+mod queue_settings;
 #[allow(dead_code, reason = "the store uses the rest")]
 #[path = "../../../crates/oncegate-redis/src/record.rs"]
 mod record;
-mod settings;
 mod targets;
 
 pub use targets::*;

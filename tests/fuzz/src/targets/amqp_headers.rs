@@ -8,7 +8,7 @@ use lapin::types::{AMQPValue, FieldArray, FieldTable, ShortString};
 
 use crate::client::frame_sanitizer::INVALID_UTF8_MARK;
 use crate::incoming;
-use crate::settings::QueueSettings;
+use crate::queue_settings::QueueSettings;
 
 /// Names that mean something to the mapping.
 const NAMES: [&str; 8] = [
