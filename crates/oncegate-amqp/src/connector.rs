@@ -5,7 +5,7 @@ use std::time::Duration;
 use lapin::uri::AMQPScheme;
 use lapin::{Connection, ConnectionProperties, ErrorKind};
 use oncegate_core::source::SourceError;
-use oncegate_core::store::Cause;
+use oncegate_core::store::BoxError;
 
 use crate::client::handshake;
 use crate::node::{BrokerNode, BrokerNodes};
@@ -29,7 +29,7 @@ pub(crate) enum ConnectError {
     /// and the broker logs an error at each attempt.
     QueueMismatch(SourceError),
     /// A later attempt may succeed.
-    Transient(Cause),
+    Transient(BoxError),
 }
 
 impl From<lapin::Error> for ConnectError {
@@ -38,7 +38,7 @@ impl From<lapin::Error> for ConnectError {
     }
 }
 
-impl From<ConnectError> for Cause {
+impl From<ConnectError> for BoxError {
     fn from(error: ConnectError) -> Self {
         match error {
             ConnectError::Misconfigured(error) | ConnectError::QueueMismatch(error) => error.into(),

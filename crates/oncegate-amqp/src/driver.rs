@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
-use oncegate_core::road::{Reason, Settlement};
-use oncegate_core::source::{Delivery, Settled, SourceError, Story};
+use oncegate_core::lifecycle::{Reason, Settlement};
+use oncegate_core::source::{Delivery, FailureHistory, Settled, SourceError};
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
@@ -259,7 +259,7 @@ impl AmqpDriver {
     }
 
     /// Sends a delivery to the dead letters or the in-doubt queue.
-    fn reject(&mut self, delivery: Delivery, reason: &Reason, story: Option<&Story>) {
+    fn reject(&mut self, delivery: Delivery, reason: &Reason, story: Option<&FailureHistory>) {
         let SessionState::Open(session) = &mut self.session else {
             return;
         };
@@ -440,9 +440,9 @@ impl AmqpDriver {
                 self.reject(
                     delivery,
                     &Reason::Unreadable,
-                    Some(&Story {
+                    Some(&FailureHistory {
                         last_error: Some(problem.into()),
-                        ..Story::default()
+                        ..FailureHistory::default()
                     }),
                 );
                 continue;

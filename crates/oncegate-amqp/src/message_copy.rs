@@ -9,8 +9,8 @@ use lapin::BasicProperties;
 use lapin::protocol::basic::gen_properties;
 use lapin::types::generation::gen_value;
 use lapin::types::{AMQPValue, FieldTable, ShortString};
-use oncegate_core::road::Reason;
-use oncegate_core::source::{Delivery, Story, first_seen, headers, rejection_headers};
+use oncegate_core::lifecycle::Reason;
+use oncegate_core::source::{Delivery, FailureHistory, first_seen, headers, rejection_headers};
 
 use crate::incoming::{NOT_BEFORE, OriginalProperties, ROUTING_KEY};
 use crate::queue_settings::{DELAYS, QueueSettings};
@@ -78,7 +78,7 @@ impl MessageCopy {
     pub(crate) fn rejected(
         delivery: &Delivery,
         reason: &Reason,
-        story: Option<&Story>,
+        story: Option<&FailureHistory>,
         original: &OriginalProperties,
         settings: &QueueSettings,
     ) -> Self {
@@ -466,7 +466,7 @@ mod tests {
         assert!(properties.content_type().is_some() && properties.message_id().is_some());
         let doubt = MessageCopy::rejected(
             &delivery(),
-            &Reason::InDoubt(oncegate_core::road::Cause::Said),
+            &Reason::InDoubt(oncegate_core::lifecycle::DoubtCause::Said),
             None,
             &original(),
             &settings(),
@@ -616,7 +616,7 @@ mod tests {
         for reason in [
             Reason::MissingId,
             Reason::TooLarge,
-            Reason::InDoubt(oncegate_core::road::Cause::Said),
+            Reason::InDoubt(oncegate_core::lifecycle::DoubtCause::Said),
         ] {
             let copy = MessageCopy::rejected(&delivery, &reason, None, &original, &settings());
             let ours = [
@@ -688,9 +688,9 @@ mod tests {
             properties: BasicProperties::default().with_headers(table),
             routing_key: None,
         };
-        let story = Story {
+        let story = FailureHistory {
             last_error: Some("é".repeat(1_000)),
-            ..Story::default()
+            ..FailureHistory::default()
         };
         let mut copy = MessageCopy::rejected(
             &delivery(),

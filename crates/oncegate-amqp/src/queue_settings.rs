@@ -59,7 +59,7 @@ impl QueueSettings {
         let (open, limit) = (self.longest_open, self.unsettled_timeout());
         (open > limit).then(|| {
             format!(
-                "consumer_timeout: a delivery may be unsettled for {open:?} with these settings of .handler_timeout(…), .retries(…) and .lease(…), \
+                "consumer_timeout: a delivery may be unsettled for {open:?} with these settings of .handler_timeout(…), .max_inline_retries(…) and .lease(…), \
                  but the source closes the channel after {limit:?} and the broker after {:?}, and all unacknowledged messages are redelivered; \
                  shorten one of them, or raise consumer_timeout in rabbitmq.conf and in .consumer_timeout(…)",
                 self.consumer_timeout

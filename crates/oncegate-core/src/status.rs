@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::id::MessageId;
+use crate::lifecycle::Stage;
 use crate::message::{Origin, Position};
-use crate::road::Stage;
 use crate::seen::{Seen, StoreSnapshot};
 
 /// How often a consumer tells, if it was asked to.
@@ -41,7 +41,7 @@ pub(crate) struct Told {
     pub(crate) in_flight: usize,
     pub(crate) waiting: usize,
     /// Sorted by how long ago they arrived.
-    pub(crate) oldest: Vec<(Instant, Held)>,
+    pub(crate) oldest: Vec<(Instant, InFlightDelivery)>,
     pub(crate) store: Option<Seen>,
 }
 
@@ -55,7 +55,7 @@ pub struct ConsumerSnapshot {
     /// failed.
     pub waiting: usize,
     /// The deliveries that it has held longest, at most 20, the oldest first.
-    pub oldest: Vec<Held>,
+    pub oldest: Vec<InFlightDelivery>,
     /// What it has seen of its store; `None` before its start and after its end.
     pub store: Option<StoreSnapshot>,
 }
@@ -63,7 +63,7 @@ pub struct ConsumerSnapshot {
 /// One delivery that a consumer holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Held {
+pub struct InFlightDelivery {
     /// Its id; `None` where none could be read.
     pub id: Option<MessageId>,
     /// The topic or queue, and on Kafka the partition and the offset.
@@ -71,7 +71,7 @@ pub struct Held {
     /// How long ago it was handed over.
     pub since: Duration,
     /// What it waits for.
-    pub doing: Doing,
+    pub doing: DeliveryState,
     /// The number of the attempt, from 1; 0 before its first claim is granted.
     pub attempt: u32,
     /// How many processes ended while they handled it, or lost its lease.
@@ -81,14 +81,14 @@ pub struct Held {
 /// What a delivery waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Doing {
+pub enum DeliveryState {
     /// Another delivery of its key or partition is before it, it rests after an attempt that
     /// failed, or two processes ended while they handled it, and such messages run one at a time.
     Waiting,
     /// The store: whether its id may be handled.
     Claiming,
     /// Its id is held elsewhere, or the store is away; the claim is asked again later.
-    Parked,
+    AwaitingHolder,
     /// A free place for its handler, or, if it is to run alone, the claims that are under way.
     Ready,
     /// The handler.
@@ -101,12 +101,12 @@ pub enum Doing {
     Recording,
 }
 
-impl Doing {
+impl DeliveryState {
     pub(crate) fn of(stage: Stage) -> Self {
         match stage {
             Stage::New(_) | Stage::Settled => Self::Waiting,
             Stage::Claiming(..) | Stage::Leaving(_) => Self::Claiming,
-            Stage::Parked(..) => Self::Parked,
+            Stage::AwaitingHolder(..) => Self::AwaitingHolder,
             Stage::Ready(_) => Self::Ready,
             Stage::Running(..) | Stage::Ungated(_) => Self::Handling,
             Stage::Pausing(..) => Self::Pausing,
@@ -125,7 +125,7 @@ impl Doing {
         match self {
             Self::Waiting => "waiting",
             Self::Claiming => "claiming",
-            Self::Parked => "parked",
+            Self::AwaitingHolder => "parked",
             Self::Ready => "ready",
             Self::Handling => "handling",
             Self::Pausing => "pausing",
@@ -149,7 +149,7 @@ impl ConsumerStatus {
         let oldest = told
             .oldest
             .iter()
-            .map(|(arrived, held)| Held {
+            .map(|(arrived, held)| InFlightDelivery {
                 since: since(arrived),
                 ..held.clone()
             })
@@ -169,7 +169,7 @@ impl ConsumerStatus {
         in_flight: usize,
         waiting: usize,
         mut all: Vec<(Instant, T)>,
-        held: impl Fn(T) -> Option<Held>,
+        held: impl Fn(T) -> Option<InFlightDelivery>,
     ) {
         all.sort_by_key(|(arrived, _)| *arrived);
         all.truncate(NAMED);
@@ -220,7 +220,7 @@ impl fmt::Debug for ConsumerStatus {
 }
 
 /// One line for a person: `pay-42 of payments/3 at 1042: handling since 12s, attempt 1`.
-impl fmt::Display for Held {
+impl fmt::Display for InFlightDelivery {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.id {
             Some(id) => write!(f, "{id}")?,

@@ -1,5 +1,5 @@
-//! Stops as a container is stopped: `cargo run -p oncegate --example stop`, and `kill -TERM` or
-//! Ctrl-C while it charges.
+//! Stops as a container is stopped: `cargo run -p oncegate --features sqlite --example stop`, and
+//! `kill -TERM` or Ctrl-C while it charges.
 
 use std::time::Duration;
 
@@ -38,7 +38,7 @@ async fn main() -> Result<(), Error> {
         .guarantee(Guarantee::AtMostOnce)
         .id(IdSource::message_id())
         .handler(Charge)
-        .drain(Duration::from_secs(20)) // longer than a charge takes, shorter than the container's grace period
+        .drain_timeout(Duration::from_secs(20)) // longer than a charge takes, shorter than the container's grace period
         .run_until(shutdown_signal())
         .await
 }
