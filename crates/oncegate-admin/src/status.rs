@@ -246,7 +246,7 @@ impl Partition {
              }| WaitsFor {
                 offset,
                 seconds: seconds(since),
-                holder: match holder {
+                holder: match blocked_by {
                     BlockedBy::Queue => "queue",
                     BlockedBy::Consumer => "consumer",
                     BlockedBy::Delay { .. } => "delay",

@@ -82,7 +82,7 @@ async fn rabbitmq_settings_are_refused_in_the_words_of_a_consumer() {
         .run(COMMANDS[0])
         .ended(3)
         .says("amqp://guest@127.0.0.1:1/%2f")
-        .says("is RabbitMQ running");
+        .says("check that RabbitMQ is running");
     assert!(!said.err.contains("canary"), "{said:?}");
     desk.configure(&format!(
         "[rabbitmq]\nurl = \"{}\"\nqueue = \"q\"\n",

@@ -1,4 +1,5 @@
-//! The connection as the client sees it: what comes in passes through [`Frames`] first.
+//! A connection whose incoming frames pass through a [`FrameSanitizer`] before the client reads
+//! them.
 
 use std::io;
 use std::net::SocketAddr;
@@ -11,42 +12,42 @@ use async_rs::util::RuntimeParts;
 use async_rs::{Runtime, Tokio};
 use futures_util::{AsyncRead, AsyncWrite, Stream};
 
-use crate::frames::Frames;
+use crate::client::frame_sanitizer::FrameSanitizer;
 
-/// The runtime that the client works on: tokio's, with guarded connections.
-pub(crate) type GuardedRuntime = Runtime<RuntimeParts<Tokio, Guarding>>;
+/// The runtime for the client: tokio's, with sanitized connections.
+pub(crate) type SanitizedRuntime = Runtime<RuntimeParts<Tokio, SanitizingReactor>>;
 
-/// The runtime of the thread that asks.
-pub(crate) fn runtime() -> GuardedRuntime {
+/// A [`SanitizedRuntime`] on the current tokio runtime.
+pub(crate) fn runtime() -> SanitizedRuntime {
     Runtime::new(RuntimeParts::new(
         Tokio::current(),
-        Guarding(Tokio::current()),
+        SanitizingReactor(Tokio::current()),
     ))
 }
 
-/// Both directions of a connection.
+/// A byte stream in both directions: plain TCP or TLS.
 pub(crate) trait Duplex: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<S: AsyncRead + AsyncWrite + Send + Unpin> Duplex for S {}
 
-/// A connection whose incoming frames the client survives.
-pub(crate) struct Guarded {
+/// A connection that sanitizes incoming frames; outgoing bytes are unchanged.
+pub(crate) struct SanitizedStream {
     stream: Box<dyn Duplex>,
-    frames: Frames,
+    sanitizer: FrameSanitizer,
     buffer: Vec<u8>,
 }
 
-impl Guarded {
+impl SanitizedStream {
     pub(crate) fn new(stream: impl Duplex + 'static) -> Self {
         Self {
             stream: Box::new(stream),
-            frames: Frames::default(),
+            sanitizer: FrameSanitizer::default(),
             buffer: vec![0; 64 << 10],
         }
     }
 }
 
-impl AsyncRead for Guarded {
+impl AsyncRead for SanitizedStream {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -57,22 +58,22 @@ impl AsyncRead for Guarded {
             return Poll::Ready(Ok(0));
         }
         loop {
-            let count = this.frames.hand_out(into);
+            let count = this.sanitizer.read(into);
             if count > 0 {
                 return Poll::Ready(Ok(count));
             }
             match ready!(Pin::new(&mut this.stream).poll_read(context, &mut this.buffer))? {
                 0 => {
-                    this.frames.end();
-                    return Poll::Ready(Ok(this.frames.hand_out(into)));
+                    this.sanitizer.finish();
+                    return Poll::Ready(Ok(this.sanitizer.read(into)));
                 }
-                count => this.frames.take_in(&this.buffer[..count]),
+                count => this.sanitizer.push(&this.buffer[..count]),
             }
         }
     }
 }
 
-impl AsyncWrite for Guarded {
+impl AsyncWrite for SanitizedStream {
     fn poll_write(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -98,20 +99,20 @@ impl AsyncWrite for Guarded {
     }
 }
 
-/// Tokio's reactor, with guarded connections.
+/// Tokio's reactor, with sanitized connections.
 #[derive(Clone, Debug)]
-pub(crate) struct Guarding(Tokio);
+pub(crate) struct SanitizingReactor(Tokio);
 
-impl Reactor for Guarding {
-    type TcpStream = Guarded;
+impl Reactor for SanitizingReactor {
+    type TcpStream = SanitizedStream;
     type Sleep = <Tokio as Reactor>::Sleep;
 
-    /// Never asked for: connections are made by their address.
+    /// Unsupported: the client connects by address only.
     fn register<H: io::Read + io::Write + Send + 'static>(
         &self,
         _: H,
     ) -> io::Result<impl AsyncRead + AsyncWrite + Send + Unpin + 'static> {
-        Err::<Guarded, _>(io::ErrorKind::Unsupported.into())
+        Err::<SanitizedStream, _>(io::ErrorKind::Unsupported.into())
     }
 
     fn sleep(&self, time: Duration) -> Self::Sleep {
@@ -125,8 +126,8 @@ impl Reactor for Guarding {
     fn tcp_connect_addr(
         &self,
         address: SocketAddr,
-    ) -> impl Future<Output = io::Result<Guarded>> + Send + 'static {
+    ) -> impl Future<Output = io::Result<SanitizedStream>> + Send + 'static {
         let connecting = self.0.tcp_connect_addr(address);
-        async move { connecting.await.map(Guarded::new) }
+        async move { connecting.await.map(SanitizedStream::new) }
     }
 }

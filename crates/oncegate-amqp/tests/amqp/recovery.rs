@@ -1,4 +1,4 @@
-//! Brokers that say nothing, messages that cannot be read, and a consumer that is full meanwhile.
+//! Brokers that do not answer, recreated queues, unparsable messages and closed channels.
 
 use std::time::{Duration, Instant};
 
@@ -11,10 +11,10 @@ use oncegate_core::source::{Incoming, Limit, Open, Source};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
-use crate::nodes::{by_way_of, proxy};
-use crate::rig::*;
+use crate::fixture::*;
+use crate::nodes::{proxy, url_with_address};
 
-/// How many threads of this process belong to connections.
+/// How many connection threads of lapin this process has.
 fn connection_threads() -> usize {
     let tasks = std::fs::read_dir("/proc/self/task").expect("Linux");
     let names =
@@ -22,13 +22,13 @@ fn connection_threads() -> usize {
     names.filter(|name| name.starts_with("lapin-io")).count()
 }
 
-/// In a process of its own: other tests come and go with connections.
+/// In a process of its own, because other tests open connections.
 #[test]
-fn a_broker_that_accepts_and_says_nothing_costs_no_thread_per_attempt() {
+fn a_broker_that_accepts_and_does_not_answer_leaks_no_threads() {
     const ALONE: &str = "ONCEGATE_AMQP_TEST_ALONE";
     if std::env::var_os(ALONE).is_none() {
         let program = std::env::current_exe().expect("this test");
-        let name = "trouble::a_broker_that_accepts_and_says_nothing_costs_no_thread_per_attempt";
+        let name = "trouble::a_broker_that_accepts_and_does_not_answer_leaks_no_threads";
         let output = std::process::Command::new(program)
             .args([name, "--exact", "--nocapture"])
             .env(ALONE, "1")
@@ -69,10 +69,10 @@ fn a_broker_that_accepts_and_says_nothing_costs_no_thread_per_attempt() {
                 accepted.len()
             );
             opening.abort();
-            let patience = Instant::now() + Duration::from_secs(10);
+            let deadline = Instant::now() + Duration::from_secs(10);
             while connection_threads() > 0 {
                 assert!(
-                    Instant::now() < patience,
+                    Instant::now() < deadline,
                     "{} threads are left",
                     connection_threads()
                 );
@@ -83,11 +83,17 @@ fn a_broker_that_accepts_and_says_nothing_costs_no_thread_per_attempt() {
 }
 
 #[tokio::test]
-async fn a_full_consumer_hears_what_is_taken_from_it_and_nothing_else() {
-    let (rig, proxy) = (Rig::new().await, Proxy::start().await);
-    let mut source = open(rig.source(QueueKind::Quorum).url(&proxy.url).prefetch(4)).await;
+async fn a_full_consumer_receives_revocations_and_no_deliveries() {
+    let (fixture, proxy) = (QueueFixture::new().await, ConnectionProxy::start().await);
+    let mut source = open(
+        fixture
+            .source(QueueKind::Quorum)
+            .url(&proxy.url)
+            .prefetch(4),
+    )
+    .await;
     for number in 0..20 {
-        rig.publish(&number.to_string()).await;
+        fixture.publish(&number.to_string()).await;
     }
     let held = delivery(&mut source).await;
     let mut into = Vec::new();
@@ -98,24 +104,24 @@ async fn a_full_consumer_hears_what_is_taken_from_it_and_nothing_else() {
     .await;
     assert!(nothing.is_err() && into.is_empty(), "{into:?}");
     for channel in 0..3 {
-        // A new channel's prefetch has come, and is not taken.
+        // The new channel's prefetch has arrived and is not received.
         let waiting = if channel == 0 {
             "waiting: 3"
         } else {
             "waiting: 4"
         };
-        let patience = Instant::now() + Duration::from_secs(10);
+        let deadline = Instant::now() + Duration::from_secs(10);
         while !format!("{source:?}").contains(waiting) {
-            assert!(Instant::now() < patience, "{source:?}");
+            assert!(Instant::now() < deadline, "{source:?}");
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
         proxy.cut();
-        let heard = tokio::time::timeout(
+        let receiving = tokio::time::timeout(
             Duration::from_secs(10),
             source.receive(Limit::NOTHING, &mut into),
         )
         .await;
-        heard.expect("in time").expect("received");
+        receiving.expect("in time").expect("received");
     }
     let revoked = into.iter().map(|incoming| match incoming {
         Incoming::Revoked(epoch) => *epoch,
@@ -123,28 +129,29 @@ async fn a_full_consumer_hears_what_is_taken_from_it_and_nothing_else() {
     });
     assert_eq!(revoked.collect::<Vec<_>>(), [1, 2, 3]);
     settle(&mut source, held, accept()).await;
-    // What came by channels that are gone is not handed out any more.
+    // Deliveries of closed channels are not returned.
     let (four, _) = deliveries(&mut source, 4, Duration::from_secs(10)).await;
     assert!(
         four.len() == 4 && four.iter().all(|delivery| delivery.receipt.epoch == 4),
         "{four:?}"
     );
     close(source).await;
-    rig.done().await;
+    fixture.delete_queues().await;
 }
 
-/// As when somebody makes the queue anew by hand, and otherwise.
+/// As when an operator deletes the queue and declares it with other arguments.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_queue_that_was_made_anew_with_other_arguments_is_consumed_when_that_is_mended() {
-    let (rig, proxy) = (Rig::new().await, proxy());
-    let way = by_way_of(format!("127.0.0.1:{}", proxy.port())) + "?connection_timeout=500";
-    let mut source = open(rig.source(QueueKind::Quorum).url(way)).await;
-    // So that the source does not make it anew first.
+async fn a_queue_recreated_with_other_arguments_is_consumed_once_it_is_deleted() {
+    let (fixture, proxy) = (QueueFixture::new().await, proxy());
+    let way = url_with_address(format!("127.0.0.1:{}", proxy.port())) + "?connection_timeout=500";
+    let mut source = open(fixture.source(QueueKind::Quorum).url(way)).await;
+    // So that the source does not declare it first.
     proxy.black_hole();
     proxy.reset();
     let remove = async || {
-        rig.channel
-            .queue_delete(rig.queue.as_str().into(), QueueDeleteOptions::default())
+        fixture
+            .channel
+            .queue_delete(fixture.queue.as_str().into(), QueueDeleteOptions::default())
             .await
             .expect("deleted")
     };
@@ -153,11 +160,16 @@ async fn a_queue_that_was_made_anew_with_other_arguments_is_consumed_when_that_i
         durable: true,
         ..QueueDeclareOptions::default()
     };
-    rig.channel
-        .queue_declare(rig.queue.as_str().into(), options, FieldTable::default())
+    fixture
+        .channel
+        .queue_declare(
+            fixture.queue.as_str().into(),
+            options,
+            FieldTable::default(),
+        )
         .await
         .expect("declared");
-    rig.publish("of the other queue").await;
+    fixture.publish("of the other queue").await;
     proxy.pass();
     let passes = Instant::now();
     let (until, mut into) = (
@@ -171,48 +183,55 @@ async fn a_queue_that_was_made_anew_with_other_arguments_is_consumed_when_that_i
     assert!(
         into.iter()
             .all(|incoming| matches!(incoming, Incoming::Revoked(_))),
-        "what loses messages was used: {into:?}"
+        "a queue that may lose messages was consumed: {into:?}"
     );
-    // Each refusal is an error in the broker's log: the first pause is half a second at least, and
-    // each is twice the one before.
-    let refusals = logged(&["Channel closed", "PRECONDITION_FAILED", &rig.queue]);
+    // Each refusal is an error in the broker's log. The first pause is at least half a second, and
+    // each pause is twice the one before.
+    let refusals = logged(&["Channel closed", "PRECONDITION_FAILED", &fixture.queue]);
     let most = 1 + (passes.elapsed().as_secs_f64() / 0.5 + 1.0).log2() as usize;
     assert!(
         (1..=most).contains(&refusals),
         "{refusals} refusals, {most} at most"
     );
     remove().await;
-    let patience = Instant::now() + Duration::from_secs(60);
-    while !rig.reaches("a", BasicProperties::default()).await {
-        assert!(Instant::now() < patience, "the queue was not made again");
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !fixture.try_publish("a", BasicProperties::default()).await {
+        assert!(
+            Instant::now() < deadline,
+            "the queue was not declared again"
+        );
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     let (mut one, _) = deliveries(&mut source, 1, Duration::from_secs(10)).await;
     assert_eq!(&one[0].message.body[..], b"a");
     assert_eq!(
-        logged(&["not consuming", "exists with other arguments", &rig.queue]),
+        logged(&[
+            "not consuming",
+            "exists with other arguments",
+            &fixture.queue
+        ]),
         1,
-        "it is told once"
+        "it is logged once"
     );
     settle(&mut source, one.remove(0), accept()).await;
     close(source).await;
-    rig.done().await;
+    fixture.delete_queues().await;
 }
 
-/// Which way is changed.
+/// The direction that is rewritten.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Way {
+pub(crate) enum Direction {
     ToTheBroker,
     FromTheBroker,
 }
 
-/// Passes connections on to the broker, and changes what goes one way.
-pub(crate) async fn spoiling_proxy(way: Way, spoil: fn(&mut [u8])) -> String {
+/// A TCP proxy to the broker that rewrites one direction.
+pub(crate) async fn rewriting_proxy(way: Direction, rewrite: fn(&mut [u8])) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let url = url();
     let at = url.rfind('@').expect("user@host") + 1;
     let end = url[at..].find('/').map_or(url.len(), |slash| at + slash);
-    let spoiling = format!(
+    let proxied = format!(
         "{}{}{}",
         &url[..at],
         listener.local_addr().expect("an address"),
@@ -223,53 +242,54 @@ pub(crate) async fn spoiling_proxy(way: Way, spoil: fn(&mut [u8])) -> String {
         while let Ok((near, _)) = listener.accept().await {
             let far = TcpStream::connect(&broker).await.expect("the broker");
             let (near, far) = (near.into_split(), far.into_split());
-            let (mut as_it_is, mut spoilt) = if way == Way::ToTheBroker {
+            let (mut unchanged, mut rewritten) = if way == Direction::ToTheBroker {
                 ((far.0, near.1), (near.0, far.1))
             } else {
                 ((near.0, far.1), (far.0, near.1))
             };
-            tokio::spawn(async move { tokio::io::copy(&mut as_it_is.0, &mut as_it_is.1).await });
+            tokio::spawn(async move { tokio::io::copy(&mut unchanged.0, &mut unchanged.1).await });
             tokio::spawn(async move {
                 let mut buffer = vec![0; 1 << 16];
-                while let Ok(read @ 1..) = spoilt.0.read(&mut buffer).await {
-                    spoil(&mut buffer[..read]);
-                    if spoilt.1.write_all(&buffer[..read]).await.is_err() {
+                while let Ok(read @ 1..) = rewritten.0.read(&mut buffer).await {
+                    rewrite(&mut buffer[..read]);
+                    if rewritten.1.write_all(&buffer[..read]).await.is_err() {
                         break;
                     }
                 }
             });
         }
     });
-    spoiling
+    proxied
 }
 
-/// Gives the value under `unreadable` a type that there is not.
-fn of_no_type(passed: &mut [u8]) {
+/// Gives the header `unreadable` a type that does not exist.
+fn set_unknown_type(passed: &mut [u8]) {
     while let Some(found) = passed.windows(11).position(|part| part == b"unreadableS") {
         passed[found + 10] = b'z';
     }
 }
 
 #[tokio::test]
-async fn a_message_that_cannot_be_read_stops_what_is_behind_it_and_spares_what_is_before_it() {
-    let rig = Rig::new().await;
-    close(open(rig.source(QueueKind::Quorum)).await).await;
-    let way = spoiling_proxy(Way::FromTheBroker, of_no_type).await;
+async fn an_unparsable_message_blocks_later_messages_and_not_earlier_ones() {
+    let fixture = QueueFixture::new().await;
+    close(open(fixture.source(QueueKind::Quorum)).await).await;
+    let way = rewriting_proxy(Direction::FromTheBroker, set_unknown_type).await;
     for number in 0..5 {
-        rig.publish(&number.to_string()).await;
+        fixture.publish(&number.to_string()).await;
     }
     let mut table = FieldTable::default();
     table.insert("unreadable".into(), AMQPValue::LongString("value".into()));
-    rig.publish_with("unreadable", BasicProperties::default().with_headers(table))
+    fixture
+        .publish_with("unreadable", BasicProperties::default().with_headers(table))
         .await;
-    rig.publish("behind").await;
+    fixture.publish("behind").await;
 
-    let mut source = open(rig.source(QueueKind::Quorum).url(way)).await;
+    let mut source = open(fixture.source(QueueKind::Quorum).url(way)).await;
     let (mut read, mut channels) = (Vec::new(), 0);
     let until = Instant::now() + Duration::from_secs(4);
-    while let Some(patience) = until.checked_duration_since(Instant::now()) {
+    while let Some(timeout) = until.checked_duration_since(Instant::now()) {
         let mut into = Vec::new();
-        if tokio::time::timeout(patience, source.receive(LIMIT, &mut into))
+        if tokio::time::timeout(timeout, source.receive(LIMIT, &mut into))
             .await
             .is_err()
         {
@@ -304,30 +324,31 @@ async fn a_message_that_cannot_be_read_stops_what_is_behind_it_and_spares_what_i
         .map(|(_, body)| body.as_str())
         .collect();
     assert_eq!(second, ["0", "1", "2", "3", "4"], "{read:?}");
-    // The broker may hand out what is behind before it noticed that the last channel has gone.
+    // The broker may deliver what is behind before it notices that the last channel is closed.
     assert!(
         read.iter()
             .all(|(epoch, body)| *epoch <= 2 || body == "behind"),
-        "what was settled came back: {read:?}"
+        "a settled message was redelivered: {read:?}"
     );
 
-    rig.channel
-        .queue_purge(rig.queue.as_str().into(), QueuePurgeOptions::default())
+    fixture
+        .channel
+        .queue_purge(fixture.queue.as_str().into(), QueuePurgeOptions::default())
         .await
         .expect("purged");
-    rig.publish("after").await;
+    fixture.publish("after").await;
     let (after, _) = deliveries(&mut source, 1, Duration::from_secs(20)).await;
     assert_eq!(&after[0].message.body[..], b"after");
     close(source).await;
-    rig.done().await;
+    fixture.delete_queues().await;
 }
 
 #[tokio::test]
-async fn a_person_may_look_at_an_in_doubt_message_as_often_as_they_like() {
-    let rig = Rig::new().await;
-    close(open(rig.source(QueueKind::Quorum)).await).await;
-    for queue in [rig.dead_letters(), rig.in_doubt()] {
-        // The broker refuses to declare a queue with other arguments than it has.
+async fn dead_letter_and_in_doubt_queues_have_no_practical_delivery_limit() {
+    let fixture = QueueFixture::new().await;
+    close(open(fixture.source(QueueKind::Quorum)).await).await;
+    for queue in [fixture.dead_letters(), fixture.in_doubt()] {
+        // The broker refuses a declaration with other arguments.
         let mut arguments = FieldTable::default();
         arguments.insert(
             "x-queue-type".into(),
@@ -338,80 +359,83 @@ async fn a_person_may_look_at_an_in_doubt_message_as_often_as_they_like() {
             durable: true,
             ..QueueDeclareOptions::default()
         };
-        rig.channel
+        fixture
+            .channel
             .queue_declare(queue.as_str().into(), options, arguments)
             .await
             .expect("these are its arguments");
     }
-    rig.done().await;
+    fixture.delete_queues().await;
 }
 
 /// The new channel has a delivery with the tag of the old one.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_receipt_of_a_dead_channel_acknowledges_nothing_on_the_next() {
-    let (rig, proxy, status) = (
-        Rig::new().await,
-        Proxy::start().await,
+async fn a_receipt_of_a_closed_channel_acknowledges_nothing_on_the_next() {
+    let (fixture, proxy, status) = (
+        QueueFixture::new().await,
+        ConnectionProxy::start().await,
         RabbitMqStatus::new(),
     );
     let mut source = open(
-        rig.source(QueueKind::Quorum)
+        fixture
+            .source(QueueKind::Quorum)
             .url(&proxy.url)
             .prefetch(4)
             .status(status.clone()),
     )
     .await;
-    rig.publish("a").await;
+    fixture.publish("a").await;
     let stale = delivery(&mut source).await;
     proxy.cut();
     let again = delivery(&mut source).await;
     assert_eq!(stale.receipt.position, again.receipt.position);
     settle(&mut source, stale, accept()).await;
-    // Closed in good order, so that what was acknowledged is acknowledged.
+    // Closing sends all acknowledgements.
     close(source).await;
     assert_eq!(status.snapshot().stale_receipts, 1);
-    assert_eq!(rig.take(&rig.queue).await.delivery.data, b"a");
-    rig.done().await;
+    assert_eq!(fixture.take(&fixture.queue).await.delivery.data, b"a");
+    fixture.delete_queues().await;
 }
 
-/// A dead letter is published while its own channel is gone, and confirmed when the next one has a
-/// delivery with its tag.
+/// The dead letter is confirmed after its channel was closed, when the next channel has a delivery
+/// with the same tag.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_confirmation_for_a_dead_channel_settles_nothing_on_the_next() {
-    let (rig, proxy, status) = (
-        Rig::new().await,
-        Proxy::start().await,
+async fn a_confirm_for_a_closed_channel_settles_nothing_on_the_next() {
+    let (fixture, proxy, status) = (
+        QueueFixture::new().await,
+        ConnectionProxy::start().await,
         RabbitMqStatus::new(),
     );
-    close(open(rig.source(QueueKind::Classic)).await).await;
-    let source = rig
+    close(open(fixture.source(QueueKind::Classic)).await).await;
+    let source = fixture
         .source(QueueKind::Classic)
         .topology(Topology::Check)
         .url(&proxy.url)
         .prefetch(4)
         .status(status.clone());
     let mut source = open(source).await;
-    rig.publish("a").await;
+    fixture.publish("a").await;
     let first = delivery(&mut source).await;
-    rig.channel
+    fixture
+        .channel
         .queue_delete(
-            rig.dead_letters().as_str().into(),
+            fixture.dead_letters().as_str().into(),
             QueueDeleteOptions::default(),
         )
         .await
         .expect("deleted");
     settle(&mut source, first, Settlement::Reject(Reason::Refused)).await;
-    let patience = Instant::now() + Duration::from_secs(20);
+    let deadline = Instant::now() + Duration::from_secs(20);
     while status.snapshot().copy_retries == 0 {
         assert!(
-            Instant::now() < patience,
+            Instant::now() < deadline,
             "the dead letter was not refused: {:?}",
             status.snapshot()
         );
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     proxy.cut();
-    // The source checks its queues when it connects: this one has to be there again by then.
+    // The source checks its queues when it reconnects, so the queue has to exist by then.
     let mut arguments = FieldTable::default();
     arguments.insert(
         "x-queue-type".into(),
@@ -421,15 +445,16 @@ async fn a_confirmation_for_a_dead_channel_settles_nothing_on_the_next() {
         durable: true,
         ..QueueDeclareOptions::default()
     };
-    rig.channel
-        .queue_declare(rig.dead_letters().as_str().into(), options, arguments)
+    fixture
+        .channel
+        .queue_declare(fixture.dead_letters().as_str().into(), options, arguments)
         .await
         .expect("declared");
     let again = delivery(&mut source).await;
-    // Longer than the publisher waits before it tries again.
+    // Longer than the publisher's backoff.
     tokio::time::sleep(Duration::from_secs(4)).await;
     drop(again);
     close(source).await;
-    assert_eq!(rig.take(&rig.queue).await.delivery.data, b"a");
-    rig.done().await;
+    assert_eq!(fixture.take(&fixture.queue).await.delivery.data, b"a");
+    fixture.delete_queues().await;
 }

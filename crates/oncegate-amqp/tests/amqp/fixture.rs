@@ -1,4 +1,4 @@
-//! A queue of a test's own on the real broker, and what a test does with it.
+//! A queue on a real broker for one test, and helpers for it.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock};
@@ -18,42 +18,41 @@ pub(crate) use oncegate_testkit::laws::source::accepted as accept;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 
-/// Where the broker answers.
+/// The broker's URL.
 pub(crate) fn url() -> String {
     oncegate_testkit::rabbitmq_url().expect("a RabbitMQ to test against")
 }
 
-/// How many lines that have all of these parts were logged in this process since its first rig was
-/// made. Among them are the broker's refusals, each with its reason: the client logs them.
+/// How many log lines of this process contain all of these parts. lapin logs the broker's errors.
 pub(crate) fn logged(parts: &[&str]) -> usize {
     static LOG: OnceLock<(Lines, Mutex<Vec<String>>)> = OnceLock::new();
     let (lines, log) = LOG.get_or_init(|| (Lines::of_this_process(), Mutex::default()));
-    let mut log = log.lock().expect("nobody panics with it");
+    let mut log = log.lock().expect("no panic while it is locked");
     log.extend(lines.take().into_iter().map(|(_, line)| line));
     log.iter()
         .filter(|line| parts.iter().all(|part| line.contains(part)))
         .count()
 }
 
-/// No test of this process had an acknowledgement refused so far.
+/// Asserts that the broker has refused no acknowledgement of this process.
 fn no_acknowledgement_was_refused() {
     assert_eq!(logged(&["PRECONDITION_FAILED", "delivery tag"]), 0, "406");
 }
 
-/// A queue with a name that nobody else uses.
-pub(crate) struct Rig {
+/// A queue with a unique name.
+pub(crate) struct QueueFixture {
     url: String,
     pub(crate) queue: String,
     pub(crate) channel: Channel,
     connection: Connection,
 }
 
-impl Rig {
+impl QueueFixture {
     pub(crate) async fn new() -> Self {
         Self::at(&url()).await
     }
 
-    /// On a broker of the test's own.
+    /// On this broker.
     pub(crate) async fn at(url: &str) -> Self {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         no_acknowledgement_was_refused();
@@ -78,13 +77,13 @@ impl Rig {
         }
     }
 
-    /// The same queue, by a new connection.
-    pub(crate) async fn again(&self) -> Self {
-        self.again_at(&self.url).await
+    /// The same queue, with a new connection.
+    pub(crate) async fn reconnect(&self) -> Self {
+        self.reconnect_to(&self.url).await
     }
 
-    /// The same queue, by another way to its broker.
-    pub(crate) async fn again_at(&self, url: &str) -> Self {
+    /// The same queue, with a connection to this URL.
+    pub(crate) async fn reconnect_to(&self, url: &str) -> Self {
         Self {
             queue: self.queue.clone(),
             ..Self::at(url).await
@@ -101,13 +100,13 @@ impl Rig {
 
     pub(crate) async fn publish_with(&self, body: &str, properties: BasicProperties) {
         assert!(
-            self.reaches(body, properties).await,
+            self.try_publish(body, properties).await,
             "the message reached no queue"
         );
     }
 
-    /// Publishes, and says whether there was a queue to take it.
-    pub(crate) async fn reaches(
+    /// Publishes; `false` if the message is unroutable.
+    pub(crate) async fn try_publish(
         &self,
         body: impl AsRef<[u8]>,
         properties: BasicProperties,
@@ -127,8 +126,8 @@ impl Rig {
         confirmation.is_ack() && confirmation.take_message().is_none()
     }
 
-    /// How many messages stand ready in a queue.
-    pub(crate) async fn ready(&self, queue: &str) -> u32 {
+    /// How many messages of a queue are ready.
+    pub(crate) async fn ready_messages(&self, queue: &str) -> u32 {
         let options = QueueDeclareOptions {
             passive: true,
             ..QueueDeclareOptions::default()
@@ -140,8 +139,8 @@ impl Rig {
             .message_count()
     }
 
-    /// How many consume from a queue.
-    pub(crate) async fn consumers(&self, queue: &str) -> u32 {
+    /// How many consumers a queue has.
+    pub(crate) async fn consumer_count(&self, queue: &str) -> u32 {
         let options = QueueDeclareOptions {
             passive: true,
             ..QueueDeclareOptions::default()
@@ -153,22 +152,21 @@ impl Rig {
             .consumer_count()
     }
 
-    /// Waits until nothing stands ready in a queue. The broker puts back what a channel held only
-    /// after it closed.
-    pub(crate) async fn becomes_empty(&self, queue: &str) {
-        let patience = Instant::now() + Duration::from_secs(10);
-        while self.ready(queue).await > 0 {
+    /// Waits until a queue has no ready messages. The broker requeues those of a closed channel
+    /// with a delay.
+    pub(crate) async fn wait_until_empty(&self, queue: &str) {
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while self.ready_messages(queue).await > 0 {
             assert!(
-                Instant::now() < patience,
-                "{} messages stay in `{queue}`",
-                self.ready(queue).await
+                Instant::now() < deadline,
+                "`{queue}` still has {} messages",
+                self.ready_messages(queue).await
             );
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
 
-    /// Whether there is such a queue. Asked on a channel of its own: the broker closes it if there
-    /// is none.
+    /// Whether a queue exists. On a channel of its own, which the broker closes if it does not.
     pub(crate) async fn exists(&self, queue: &str) -> bool {
         let channel = self.connection.create_channel().await.expect("a channel");
         let options = QueueDeclareOptions {
@@ -183,10 +181,10 @@ impl Rig {
         exists
     }
 
-    /// The next message of a queue, waited for up to ten seconds.
+    /// The next message of a queue, within ten seconds.
     pub(crate) async fn take(&self, queue: &str) -> lapin::message::BasicGetMessage {
-        let patience = Instant::now() + Duration::from_secs(10);
-        while Instant::now() < patience {
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while Instant::now() < deadline {
             if let Some(message) = self
                 .channel
                 .basic_get(queue.into(), BasicGetOptions { no_ack: true })
@@ -197,7 +195,7 @@ impl Rig {
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
-        panic!("nothing came to `{queue}`");
+        panic!("no message in `{queue}`");
     }
 
     pub(crate) fn dead_letters(&self) -> String {
@@ -208,8 +206,8 @@ impl Rig {
         format!("{}.in-doubt", self.queue)
     }
 
-    /// Removes the queues.
-    pub(crate) async fn done(self) {
+    /// Deletes the queues.
+    pub(crate) async fn delete_queues(self) {
         let delays = [1_000, 5_000, 30_000, 120_000, 600_000]
             .map(|delay| format!("{}.delay.{delay}", self.queue));
         for queue in [self.queue.clone(), self.dead_letters(), self.in_doubt()]
@@ -239,28 +237,28 @@ pub(crate) const LIMIT: Limit = Limit {
     bytes: 1 << 20,
 };
 
-/// Receives until this many deliveries came; what was revoked on the way comes along.
+/// Receives this many deliveries, and the revoked epochs in between.
 pub(crate) async fn deliveries(
     source: &mut RabbitMqSource,
     count: usize,
-    patience: Duration,
+    timeout: Duration,
 ) -> (Vec<Delivery>, Vec<u64>) {
-    within(LIMIT, source, count, patience).await
+    receive_within(LIMIT, source, count, timeout).await
 }
 
-async fn within(
+async fn receive_within(
     limit: Limit,
     source: &mut RabbitMqSource,
     count: usize,
-    patience: Duration,
+    timeout: Duration,
 ) -> (Vec<Delivery>, Vec<u64>) {
     let (mut taken, mut revoked) = (Vec::new(), Vec::new());
-    let deadline = tokio::time::Instant::now() + patience;
+    let deadline = tokio::time::Instant::now() + timeout;
     while taken.len() < count {
         let mut into = Vec::new();
         let receiving = tokio::time::timeout_at(deadline, source.receive(limit, &mut into)).await;
         receiving
-            .unwrap_or_else(|_| panic!("{} of {count} deliveries in {patience:?}", taken.len()))
+            .unwrap_or_else(|_| panic!("{} of {count} deliveries in {timeout:?}", taken.len()))
             .expect("received");
         for incoming in into {
             match incoming {
@@ -272,14 +270,14 @@ async fn within(
     (taken, revoked)
 }
 
-/// By which channel a delivery came, and as which of it.
-pub(crate) fn place(delivery: &Delivery) -> (u64, u64) {
+/// The channel's epoch and the delivery tag.
+pub(crate) fn channel_and_tag(delivery: &Delivery) -> (u64, u64) {
     (delivery.receipt.epoch, delivery.receipt.position)
 }
 
-/// The next delivery, alone.
+/// The next delivery.
 pub(crate) async fn delivery(source: &mut RabbitMqSource) -> Delivery {
-    within(
+    receive_within(
         Limit { count: 1, ..LIMIT },
         source,
         1,
@@ -290,9 +288,9 @@ pub(crate) async fn delivery(source: &mut RabbitMqSource) -> Delivery {
     .remove(0)
 }
 
-/// Asserts that nothing is handed over for a while.
-pub(crate) async fn nothing(source: &mut RabbitMqSource, patience: Duration) {
-    let deadline = tokio::time::Instant::now() + patience;
+/// Asserts that nothing is delivered within the timeout.
+pub(crate) async fn assert_nothing_delivered(source: &mut RabbitMqSource, timeout: Duration) {
+    let deadline = tokio::time::Instant::now() + timeout;
     let mut into = Vec::new();
     while tokio::time::timeout_at(deadline, source.receive(LIMIT, &mut into))
         .await
@@ -321,11 +319,11 @@ pub(crate) async fn close(source: Box<RabbitMqSource>) {
     source
         .close(Instant::now() + Duration::from_secs(10))
         .await
-        .expect("closed with nothing left over");
+        .expect("closed with all settlements finished");
     no_acknowledgement_was_refused();
 }
 
-/// A release for this long, after an attempt that failed.
+/// A release with this delay, after a failed attempt.
 pub(crate) fn release(after: Duration) -> Settlement {
     Settlement::Release { after, failures: 1 }
 }
@@ -337,20 +335,20 @@ pub(crate) fn header(message: &lapin::message::Delivery, name: &str) -> Option<S
     }
 }
 
-/// Stands between a source and the broker, and can cut or freeze every connection through it.
-pub(crate) struct Proxy {
+/// A TCP proxy to the broker that can cut or freeze its connections.
+pub(crate) struct ConnectionProxy {
     pub(crate) url: String,
-    fault: watch::Sender<Fault>,
+    fault: watch::Sender<ConnectionFault>,
 }
 
 #[derive(Clone, Copy)]
-enum Fault {
+enum ConnectionFault {
     None,
     Cut,
     Frozen,
 }
 
-impl Proxy {
+impl ConnectionProxy {
     pub(crate) async fn start() -> Self {
         let url = url();
         let at = url.rfind('@').expect("user@host") + 1;
@@ -358,12 +356,12 @@ impl Proxy {
         let broker = url[at..end].to_owned();
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let address = listener.local_addr().expect("an address");
-        let fault = watch::Sender::new(Fault::None);
+        let fault = watch::Sender::new(ConnectionFault::None);
         let faults = fault.subscribe();
         tokio::spawn(async move {
             while let Ok((mut near, _)) = listener.accept().await {
                 let (mut faults, broker) = (faults.clone(), broker.clone());
-                // A connection meets the faults that come after it.
+                // Only later faults affect this connection.
                 faults.mark_unchanged();
                 tokio::spawn(async move {
                     let Ok(mut far) = TcpStream::connect(&broker).await else {
@@ -374,7 +372,7 @@ impl Proxy {
                         _ = faults.changed() => {}
                     }
                     let fault = *faults.borrow();
-                    if let Fault::Frozen = fault {
+                    if let ConnectionFault::Frozen = fault {
                         tokio::time::sleep(Duration::from_secs(60)).await;
                     }
                 });
@@ -386,13 +384,13 @@ impl Proxy {
         }
     }
 
-    /// Closes the connections that there are.
+    /// Closes the current connections.
     pub(crate) fn cut(&self) {
-        self.fault.send_replace(Fault::Cut);
+        self.fault.send_replace(ConnectionFault::Cut);
     }
 
-    /// Keeps the connections open, and forwards nothing on them any more.
+    /// Keeps the current connections open, and forwards nothing more on them.
     pub(crate) fn freeze(&self) {
-        self.fault.send_replace(Fault::Frozen);
+        self.fault.send_replace(ConnectionFault::Frozen);
     }
 }

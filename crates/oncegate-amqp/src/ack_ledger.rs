@@ -1,128 +1,128 @@
-//! Which delivery tags of one channel may be acknowledged, and how.
+//! Which delivery tags of a channel may be acknowledged, and with which frames.
 
 use std::collections::VecDeque;
 
-/// The deliveries of one channel, and what each still carries.
+/// The unacknowledged deliveries of one channel, each with a context of type `T` until it is
+/// settled.
 ///
-/// An acknowledgement with `multiple` covers every tag up to its own, so it is only ever yielded
-/// for a prefix in which every tag is settled, and its own tag is one that was not acknowledged
-/// before: the broker refuses a tag that it does not know, and closes the channel.
+/// A `basic.ack` with `multiple` covers every tag up to its own. The ledger returns such a tag only
+/// for a prefix in which every tag is settled, and never one that was acknowledged before: the
+/// broker closes the channel for an unknown delivery tag (406).
 ///
-/// It holds what is not acknowledged, and nothing else: the prefetch bounds it, however long one of
-/// them stands open.
+/// Acknowledged tags are removed at once, so the prefetch bounds its size.
 #[derive(Debug)]
-pub(crate) struct Acks<T> {
-    /// What was delivered and is not acknowledged, by tag.
-    tags: VecDeque<(u64, Tag<T>)>,
+pub(crate) struct AckLedger<T> {
+    /// Unacknowledged deliveries, in the order of their tags.
+    tags: VecDeque<(u64, TagState<T>)>,
     settled: usize,
-    /// How many were acknowledged one by one while the first entry has been the first.
-    alone: usize,
+    /// How many tags were acknowledged one by one since the first entry became the first.
+    acked_singly: usize,
 }
 
 #[derive(Debug)]
-enum Tag<T> {
-    Open(T),
+enum TagState<T> {
+    Unsettled(T),
     Settled,
 }
 
-impl<T> Acks<T> {
-    /// Of a new channel.
+impl<T> AckLedger<T> {
+    /// The ledger of a new channel.
     pub(crate) fn new() -> Self {
         Self {
             tags: VecDeque::new(),
             settled: 0,
-            alone: 0,
+            acked_singly: 0,
         }
     }
 
-    /// Takes a delivery in. The broker counts its tags up; one that it left out is none of ours.
-    pub(crate) fn delivered(&mut self, tag: u64, carried: T) {
+    /// Adds a delivery. Tags of a channel increase; a tag that does not is ignored.
+    pub(crate) fn delivered(&mut self, tag: u64, context: T) {
         if self.tags.back().is_none_or(|(last, _)| *last < tag) {
-            self.tags.push_back((tag, Tag::Open(carried)));
+            self.tags.push_back((tag, TagState::Unsettled(context)));
         }
     }
 
-    /// What an unsettled delivery carries; `None` for a tag that is not open.
-    pub(crate) fn carried(&self, tag: u64) -> Option<&T> {
+    /// The context of an unsettled delivery; `None` for any other tag.
+    pub(crate) fn context(&self, tag: u64) -> Option<&T> {
         match &self.tags[self.index(tag)?] {
-            (_, Tag::Open(carried)) => Some(carried),
-            (_, Tag::Settled) => None,
+            (_, TagState::Unsettled(context)) => Some(context),
+            (_, TagState::Settled) => None,
         }
     }
 
-    /// Marks a delivery as done with, and gives back what it carried; `None` for a tag that is not
-    /// open.
+    /// Marks a delivery as settled and returns its context; `None` for a tag that is not
+    /// unsettled.
     pub(crate) fn settle(&mut self, tag: u64) -> Option<T> {
         let index = self.index(tag)?;
-        match std::mem::replace(&mut self.tags[index].1, Tag::Settled) {
-            Tag::Open(carried) => {
+        match std::mem::replace(&mut self.tags[index].1, TagState::Settled) {
+            TagState::Unsettled(context) => {
                 self.settled += 1;
-                Some(carried)
+                Some(context)
             }
-            Tag::Settled => None,
+            TagState::Settled => None,
         }
     }
 
-    /// Takes a delivery out that is rejected, and gives back what it carried; `None` for a tag that
-    /// is not open. The rejection has to leave before the next acknowledgement does: that may cover
-    /// the tag.
+    /// Removes a delivery that is to be rejected and returns its context; `None` for a tag that is
+    /// not unsettled. The caller sends the `basic.reject` before the next `basic.ack`, which may
+    /// cover the tag.
     pub(crate) fn reject(&mut self, tag: u64) -> Option<T> {
-        self.carried(tag)?;
+        self.context(tag)?;
         let index = self.index(tag)?;
         if index == 0 {
-            self.alone = 0;
+            self.acked_singly = 0;
         }
         match self.tags.remove(index)? {
-            (_, Tag::Open(carried)) => Some(carried),
-            (_, Tag::Settled) => None,
+            (_, TagState::Unsettled(context)) => Some(context),
+            (_, TagState::Settled) => None,
         }
     }
 
-    /// What the delivery carries that has stood open for longest.
-    pub(crate) fn oldest(&self) -> Option<&T> {
+    /// The context of the delivery that has been unsettled for longest.
+    pub(crate) fn oldest_unsettled(&self) -> Option<&T> {
         self.tags.iter().find_map(|(_, tag)| {
-            if let Tag::Open(carried) = tag {
-                Some(carried)
+            if let TagState::Unsettled(context) = tag {
+                Some(context)
             } else {
                 None
             }
         })
     }
 
-    /// Takes the settled prefix: the tag to acknowledge with `multiple`.
+    /// Removes the settled prefix and returns the tag to acknowledge with `multiple`.
     pub(crate) fn take_prefix(&mut self) -> Option<u64> {
         let mut last = None;
-        while let Some((tag, Tag::Settled)) = self.tags.front() {
+        while let Some((tag, TagState::Settled)) = self.tags.front() {
             last = Some(*tag);
             self.tags.pop_front();
             self.settled -= 1;
-            self.alone = 0;
+            self.acked_singly = 0;
         }
         last
     }
 
-    /// Takes all that is settled beyond the prefix: the tags to acknowledge one by one, in order.
+    /// Removes the other settled tags and returns them in order, to be acknowledged one by one.
     pub(crate) fn take_singles(&mut self) -> Vec<u64> {
         let mut singles = Vec::with_capacity(self.settled);
         if self.settled > 0 {
             self.tags.retain(|(tag, state)| {
-                let open = matches!(state, Tag::Open(_));
-                if !open {
+                let is_unsettled = matches!(state, TagState::Unsettled(_));
+                if !is_unsettled {
                     singles.push(*tag);
                 }
-                open
+                is_unsettled
             });
         }
         self.settled = 0;
-        self.alone += singles.len();
+        self.acked_singly += singles.len();
         singles
     }
 
-    /// The open delivery that keeps those behind it from being acknowledged together, and how many
-    /// of them were acknowledged one by one for its sake.
-    pub(crate) fn obstacle(&self) -> Option<(u64, usize)> {
+    /// The unsettled delivery that keeps later ones from being acknowledged together, and how many
+    /// of those were acknowledged one by one because of it.
+    pub(crate) fn blocking_tag(&self) -> Option<(u64, usize)> {
         match self.tags.front() {
-            Some((tag, Tag::Open(_))) => Some((*tag, self.alone)),
+            Some((tag, TagState::Unsettled(_))) => Some((*tag, self.acked_singly)),
             _ => None,
         }
     }
@@ -137,7 +137,7 @@ impl<T> Acks<T> {
         self.tags.len()
     }
 
-    /// Whether all that was delivered is acknowledged.
+    /// Whether every delivery is acknowledged.
     pub(crate) fn is_empty(&self) -> bool {
         self.tags.is_empty()
     }
@@ -153,8 +153,8 @@ mod tests {
 
     use super::*;
 
-    fn delivered(count: u64) -> Acks<u64> {
-        let mut acks = Acks::new();
+    fn delivered(count: u64) -> AckLedger<u64> {
+        let mut acks = AckLedger::new();
         (1..=count).for_each(|tag| acks.delivered(tag, tag));
         acks
     }
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn a_prefix_never_ends_with_a_tag_that_was_acknowledged_alone() {
+    fn a_prefix_never_ends_with_a_tag_that_was_acknowledged_singly() {
         let mut acks = delivered(4);
         acks.settle(3);
         assert_eq!(acks.take_singles(), [3]);
@@ -187,45 +187,48 @@ mod tests {
     }
 
     #[test]
-    fn the_obstacle_is_the_first_that_is_open_and_answers_for_those_behind_it_alone() {
+    fn the_blocking_tag_is_the_first_unsettled_one_and_counts_the_single_acks_behind_it() {
         let mut acks = delivered(6);
         for tag in [2, 3, 5] {
             acks.settle(tag);
         }
-        assert_eq!((acks.take_prefix(), acks.obstacle()), (None, Some((1, 0))));
         assert_eq!(
-            (acks.take_singles().len(), acks.obstacle()),
+            (acks.take_prefix(), acks.blocking_tag()),
+            (None, Some((1, 0)))
+        );
+        assert_eq!(
+            (acks.take_singles().len(), acks.blocking_tag()),
             (3, Some((1, 3)))
         );
         acks.settle(1);
         assert_eq!(
-            acks.obstacle(),
+            acks.blocking_tag(),
             None,
-            "it is settled, and its acknowledgement is only not sent"
+            "it is settled, only its acknowledgement is not sent yet"
         );
         assert_eq!(
-            (acks.take_prefix(), acks.obstacle()),
+            (acks.take_prefix(), acks.blocking_tag()),
             (Some(1), Some((4, 0)))
         );
         acks.settle(6);
         assert_eq!(
-            (acks.take_singles(), acks.obstacle()),
+            (acks.take_singles(), acks.blocking_tag()),
             (vec![6], Some((4, 1)))
         );
     }
 
     #[test]
-    fn a_rejected_tag_is_never_acknowledged_and_the_oldest_is_the_first_that_is_open() {
+    fn a_rejected_tag_is_never_acknowledged_and_the_oldest_is_the_first_unsettled_one() {
         let mut acks = delivered(4);
         assert_eq!(
             (acks.reject(2), acks.reject(2), acks.settle(2)),
             (Some(2), None, None)
         );
-        assert_eq!((acks.oldest(), acks.unacked()), (Some(&1), 3));
+        assert_eq!((acks.oldest_unsettled(), acks.unacked()), (Some(&1), 3));
         acks.settle(1);
         acks.settle(3);
         assert_eq!(
-            (acks.take_prefix(), acks.oldest(), acks.unacked()),
+            (acks.take_prefix(), acks.oldest_unsettled(), acks.unacked()),
             (Some(3), Some(&4), 1)
         );
         assert_eq!(acks.reject(4), Some(4));
@@ -239,14 +242,14 @@ mod tests {
         assert_eq!(acks.settle(3), None);
         assert_eq!(acks.settle(1), Some(1));
         assert_eq!(acks.settle(1), None);
-        assert_eq!(acks.carried(1), None);
-        assert_eq!(acks.carried(2), Some(&2));
+        assert_eq!(acks.context(1), None);
+        assert_eq!(acks.context(2), Some(&2));
         acks.take_prefix();
         assert_eq!(acks.settle(1), None);
     }
 
     #[test]
-    fn however_many_are_acknowledged_behind_an_open_one_nothing_is_kept_of_them() {
+    fn acknowledged_tags_behind_an_unsettled_one_take_no_memory() {
         let mut acks = delivered(1);
         for tag in 2..=100_001 {
             acks.delivered(tag, tag);
@@ -267,16 +270,16 @@ mod tests {
         );
         acks.take_singles();
         assert_eq!(
-            (acks.unacked(), acks.obstacle(), acks.oldest()),
+            (acks.unacked(), acks.blocking_tag(), acks.oldest_unsettled()),
             (1, Some((1, 100_000)), Some(&1))
         );
     }
 
-    /// The broker's side, as RabbitMQ does it: an unknown tag closes the channel.
+    /// The broker's side: like RabbitMQ it refuses an unknown tag.
     #[derive(Default)]
-    struct Broker(BTreeSet<u64>);
+    struct AckingBroker(BTreeSet<u64>);
 
-    impl Broker {
+    impl AckingBroker {
         fn acknowledge(&mut self, tag: u64, multiple: bool, settled: &BTreeSet<u64>) {
             assert!(self.0.contains(&tag), "406: unknown delivery tag {tag}");
             let covered: Vec<u64> = if multiple {
@@ -287,7 +290,7 @@ mod tests {
             for tag in covered {
                 assert!(
                     settled.contains(&tag),
-                    "{tag} was acknowledged and not settled: a lost message"
+                    "lost message: {tag} was acknowledged and not settled"
                 );
                 self.0.remove(&tag);
             }
@@ -295,11 +298,11 @@ mod tests {
     }
 
     #[test]
-    fn whatever_the_order_no_tag_is_lost_refused_or_forgotten() {
+    fn in_any_order_no_tag_is_lost_refused_or_left_over() {
         for seed in 0..300 {
             let mut random = fastrand::Rng::with_seed(seed);
             let (mut acks, mut broker, mut settled) =
-                (Acks::new(), Broker::default(), BTreeSet::new());
+                (AckLedger::new(), AckingBroker::default(), BTreeSet::new());
             let (mut open, mut next) = (Vec::new(), 1);
             for _ in 0..400 {
                 assert_eq!(acks.unacked(), broker.0.len());

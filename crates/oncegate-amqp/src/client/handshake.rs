@@ -1,4 +1,7 @@
-//! Giving up a connection that is not there yet.
+//! Connects with a timeout that covers the whole handshake.
+//!
+//! lapin's connection thread owns the socket and waits for the broker without a timeout: a load
+//! balancer that accepts and sends nothing would leak a thread and a socket with each attempt.
 
 use std::io;
 use std::net::{Shutdown, TcpStream};
@@ -11,39 +14,36 @@ use lapin::tcp::RustlsConnector;
 use lapin::uri::AMQPUri;
 use lapin::{AsyncTcpStream, Connection, ConnectionProperties};
 
-use crate::guard::{self, Guarded};
+use crate::client::sanitized_stream::{self, SanitizedStream};
 
-/// Ends the client's attempt when it is dropped before it was [`done`](Self::done).
-///
-/// The client's thread owns the socket until the broker answers, and waits for that without end: a
-/// load balancer that accepts and says nothing would cost a thread and a socket with each attempt.
+/// Shuts the socket of an unfinished handshake down when it is dropped, unless it was
+/// [disarmed](Self::disarm).
 #[derive(Default)]
-struct Handshake(Arc<Mutex<State>>);
+struct HandshakeGuard(Arc<Mutex<HandshakeState>>);
 
 #[derive(Default)]
-enum State {
+enum HandshakeState {
     #[default]
     Connecting,
-    /// A second handle to the connection's socket.
-    Waiting(TcpStream),
-    Over,
+    /// The socket is open; this is a second handle to it.
+    AwaitingBroker(TcpStream),
+    Finished,
 }
 
-/// Connects, encrypted where there is something to do so with, and gives up after so long; `None`
-/// then.
+/// Connects, with TLS if there is a connector; `None` after the timeout.
 pub(crate) async fn connect(
     uri: AMQPUri,
     tls: Option<RustlsConnector>,
     properties: ConnectionProperties,
-    patience: Duration,
+    timeout: Duration,
 ) -> Option<lapin::Result<Connection>> {
-    let handshake = Handshake::default();
+    let handshake = HandshakeGuard::default();
     let state = Arc::clone(&handshake.0);
     let connecting = Connection::connector(
         uri,
-        guard::runtime(),
+        sanitized_stream::runtime(),
         async move |uri, runtime| {
-            // By hand, because the client's own way traces the password.
+            // Not by lapin's `AMQPUriTcpExt`, which traces the URL with its password.
             let connecting = async {
                 let host = uri.authority.host.clone();
                 let stream = Tokio::current()
@@ -51,50 +51,52 @@ pub(crate) async fn connect(
                     .await?;
                 let socket = duplicate(stream.get_ref())?;
                 let stream = match &tls {
-                    Some(connector) => {
-                        Guarded::new(connector.connect_async(&uri.authority.host, stream).await?)
-                    }
-                    None => Guarded::new(stream),
+                    Some(connector) => SanitizedStream::new(
+                        connector.connect_async(&uri.authority.host, stream).await?,
+                    ),
+                    None => SanitizedStream::new(stream),
                 };
                 io::Result::Ok((stream, socket))
             };
-            let (stream, socket) = tokio::time::timeout(patience, connecting)
+            let (stream, socket) = tokio::time::timeout(timeout, connecting)
                 .await
                 .map_err(io::Error::from)??;
             let mut state = lock(&state);
-            if let State::Over = *state {
+            if let HandshakeState::Finished = *state {
                 return Err(io::Error::from(io::ErrorKind::TimedOut).into());
             }
-            *state = State::Waiting(socket);
+            *state = HandshakeState::AwaitingBroker(socket);
             drop(state);
             Ok(AsyncTcpStream::Plain(stream))
         },
         properties,
     );
-    let connected = tokio::time::timeout(patience, connecting).await.ok();
+    let connected = tokio::time::timeout(timeout, connecting).await.ok();
     if let Some(Ok(_)) = connected {
-        handshake.done();
+        handshake.disarm();
     }
     connected
 }
 
-impl Handshake {
-    fn done(&self) {
-        *lock(&self.0) = State::Over;
+impl HandshakeGuard {
+    fn disarm(&self) {
+        *lock(&self.0) = HandshakeState::Finished;
     }
 }
 
-impl Drop for Handshake {
+impl Drop for HandshakeGuard {
     fn drop(&mut self) {
-        if let State::Waiting(socket) = std::mem::replace(&mut *lock(&self.0), State::Over) {
-            // The client reads the end of the stream, and its thread ends.
+        if let HandshakeState::AwaitingBroker(socket) =
+            std::mem::replace(&mut *lock(&self.0), HandshakeState::Finished)
+        {
+            // lapin's thread reads the end of the stream and ends.
             let _ = socket.shutdown(Shutdown::Both);
         }
     }
 }
 
-fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
-    // Nothing panics while it is held.
+fn lock(state: &Mutex<HandshakeState>) -> MutexGuard<'_, HandshakeState> {
+    // No code panics while it holds the lock.
     state.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

@@ -1,4 +1,5 @@
-//! The copy of a message that goes to the dead letters, to the in-doubt messages or into a delay.
+//! The copy of a message that is published to the dead-letter queue, the in-doubt queue or a delay
+//! queue.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,17 +12,18 @@ use lapin::types::{AMQPValue, FieldTable, ShortString};
 use oncegate_core::lifecycle::Reason;
 use oncegate_core::source::{Delivery, FailureHistory, first_seen, headers, rejection_headers};
 
-use crate::incoming::{NOT_BEFORE, Original, ROUTING_KEY};
-use crate::settings::{DELAYS, Settings};
+use crate::incoming::{NOT_BEFORE, OriginalProperties, ROUTING_KEY};
+use crate::queue_settings::{DELAYS, QueueSettings};
 
-/// Which headers of the original were too large for the copy, or for a delayed copy before it.
+/// The header with the names of headers that were too large for this copy or an earlier one.
 pub(crate) const DROPPED_HEADERS: &str = "oncegate-dropped-headers";
 
-/// When the copy was set aside for a person, in milliseconds since 1970.
+/// The header with the time when a dead letter or in-doubt message was published, in milliseconds
+/// since 1970.
 pub(crate) const SET_ASIDE_AT: &str = "oncegate-set-aside-at";
 
-/// What is ours in a copy is small, and is kept.
-const OURS: [&str; 12] = [
+/// The headers that the source writes itself. They are small and are never dropped.
+const OWN_HEADERS: [&str; 12] = [
     headers::REASON,
     headers::ID,
     headers::ATTEMPTS,
@@ -36,89 +38,89 @@ const OURS: [&str; 12] = [
     SET_ASIDE_AT,
 ];
 
-/// The most bytes of a text for people.
-const TEXT: usize = 1_000;
+/// The limit for error texts in headers.
+const MAX_TEXT_BYTES: usize = 1_000;
 
-/// What the broker may add to a header frame: `x-death` and the like.
-const BROKERS_SHARE: usize = 8 * 1024;
+/// Space in a header frame for what the broker adds, such as `x-death`.
+const BROKER_HEADER_RESERVE: usize = 8 * 1024;
 
-/// A copy on its way to a queue, in place of the delivery with this tag.
+/// A copy to be published to a queue. Its confirm settles the delivery with this epoch and tag.
 #[derive(Clone, Debug)]
-pub(crate) struct Copy {
+pub(crate) struct MessageCopy {
     pub(crate) epoch: u64,
     pub(crate) tag: u64,
-    pub(crate) to: ShortString,
+    pub(crate) destination: ShortString,
     pub(crate) properties: BasicProperties,
     pub(crate) body: bytes::Bytes,
-    /// Where its original is kept all the while, and may be handed over instead.
-    pub(crate) withdrawal: Option<Withdrawal>,
+    /// Set if the original stays in memory and may be redelivered from there instead.
+    pub(crate) cancellation: Option<PublishCancellation>,
 }
 
-/// Takes a copy back. One that is not published yet never will be; the confirmation of one that is
-/// does not count.
+/// Cancels the publishing of a copy. A copy that is not published yet will not be; the confirm of
+/// one that is published has no effect. Clones share the state.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Withdrawal(Arc<AtomicBool>);
+pub(crate) struct PublishCancellation(Arc<AtomicBool>);
 
-impl Withdrawal {
-    pub(crate) fn withdraw(&self) {
+impl PublishCancellation {
+    pub(crate) fn cancel(&self) {
         self.0.store(true, Ordering::Release);
     }
 
-    pub(crate) fn is_withdrawn(&self) -> bool {
+    pub(crate) fn is_cancelled(&self) -> bool {
         self.0.load(Ordering::Acquire)
     }
 }
 
-impl Copy {
-    /// For a person: with the reason, and the original's properties and headers. Inbound
-    /// `oncegate-*` headers are removed; the values that a delayed copy carried were parsed, and
-    /// are written again.
+impl MessageCopy {
+    /// A dead letter or in-doubt message: the original's properties and headers, and the reason.
+    /// Inbound `oncegate-*` headers are removed; values of a delayed copy that are still valid were
+    /// parsed and are written again.
     pub(crate) fn rejected(
         delivery: &Delivery,
         reason: &Reason,
         story: Option<&FailureHistory>,
-        original: &Original,
-        settings: &Settings,
+        original: &OriginalProperties,
+        settings: &QueueSettings,
     ) -> Self {
-        let to = if reason.is_in_doubt() {
+        let destination = if reason.is_in_doubt() {
             &settings.in_doubt
         } else {
             &settings.dead_letters
         };
-        // Put back into a queue, by a person or a shovel, it is to begin afresh. Without `x-death`
-        // it can be told from what the broker dead-lettered.
-        let mut table = kept_headers(&original.properties, &[headers::PREFIX, "x-death"]);
+        // Requeued by an operator or a shovel, the message starts with no failed attempts. Without
+        // `x-death` it can be told from messages that the broker dead-lettered.
+        let mut table = copied_headers(&original.properties, &[headers::PREFIX, "x-death"]);
         for (name, value) in rejection_headers(delivery, reason, story) {
             let is_error = [headers::FIRST_ERROR, headers::LAST_ERROR].contains(&name);
             let value = if is_error {
-                cut(&value, TEXT).to_owned()
+                truncate(&value, MAX_TEXT_BYTES).to_owned()
             } else {
                 value
             };
             table.insert(name.into(), AMQPValue::LongString(value.into()));
         }
-        // A queue does not say when a message came.
+        // RabbitMQ does not record when a message was enqueued.
         table.insert(
             SET_ASIDE_AT.into(),
-            AMQPValue::LongString(now().as_millis().to_string().into()),
+            AMQPValue::LongString(unix_time().as_millis().to_string().into()),
         );
-        if let Some(names) = dropped_before(&original.properties) {
+        if let Some(names) = previously_dropped(&original.properties) {
             table.insert(DROPPED_HEADERS.into(), AMQPValue::LongString(names.into()));
         }
-        keep_routing_key(&mut table, delivery, original, settings);
-        Self::new(delivery, to.clone(), table, &original.properties)
+        insert_routing_key(&mut table, delivery, original, settings);
+        Self::new(delivery, destination.clone(), table, &original.properties)
     }
 
-    /// To come back after [`delay_step`]. Where that is shorter than the delay, [`NOT_BEFORE`] says
-    /// until when the rest lasts, which the consumer waits for, or by another copy.
+    /// A copy for the delay queue of [`delay_queue_step`]. If the delay is longer than that, the
+    /// header [`NOT_BEFORE`] has its end, and the consumer delays the message again for the rest.
     pub(crate) fn delayed(
         delivery: &Delivery,
         after: Duration,
-        original: &Original,
-        settings: &Settings,
+        original: &OriginalProperties,
+        settings: &QueueSettings,
     ) -> Self {
-        let delay = delay_step(after);
-        let mut table = kept_headers(
+        let delay = delay_queue_step(after);
+        let mut table = copied_headers(
             &original.properties,
             &[
                 "x-death",
@@ -134,7 +136,7 @@ impl Copy {
                 AMQPValue::LongString(number.to_string().into()),
             );
         };
-        let now = now();
+        let now = unix_time();
         write(headers::FAILURES, delivery.failures.into());
         write(
             headers::FIRST_SEEN,
@@ -144,7 +146,7 @@ impl Copy {
         if after > delay {
             write(NOT_BEFORE, (now + after).as_millis());
         }
-        keep_routing_key(&mut table, delivery, original, settings);
+        insert_routing_key(&mut table, delivery, original, settings);
         Self::new(
             delivery,
             settings.delay_queue(delay),
@@ -153,21 +155,26 @@ impl Copy {
         )
     }
 
-    /// Drops headers of the original, the largest first, until the rest fits into one frame, as the
-    /// protocol asks of it, with room for what the broker adds. [`DROPPED_HEADERS`] names them.
+    /// Drops headers of the original, the largest first, until the rest fits into one frame, with
+    /// [space](BROKER_HEADER_RESERVE) for what the broker adds. [`DROPPED_HEADERS`] names them.
     ///
-    /// A header frame that is too large costs the connection, and would cost the next one too.
-    pub(crate) fn fit(&mut self, frame_max: u32) {
-        let (size, most) = (size(&self.properties), most(frame_max));
+    /// The broker closes the connection for a larger content header, at each attempt.
+    pub(crate) fn drop_oversized_headers(&mut self, frame_max: u32) {
+        let (size, most) = (
+            header_frame_size(&self.properties),
+            max_header_frame(frame_max),
+        );
         if size <= most {
             return;
         }
-        let mut excess = size - most + TEXT + DROPPED_HEADERS.len();
+        let mut excess = size - most + MAX_TEXT_BYTES + DROPPED_HEADERS.len();
         let table = self.properties.headers().clone().unwrap_or_default();
         let mut largest: Vec<_> = table
             .inner()
             .iter()
-            .filter(|(name, value)| !OURS.contains(&name.as_str()) || value_size(value) > 2 * TEXT)
+            .filter(|(name, value)| {
+                !OWN_HEADERS.contains(&name.as_str()) || value_size(value) > 2 * MAX_TEXT_BYTES
+            })
             .collect();
         largest.sort_by_key(|(_, value)| std::cmp::Reverse(value_size(value)));
         let mut dropped = Vec::new();
@@ -178,7 +185,7 @@ impl Copy {
             excess = excess.saturating_sub(name.as_str().len() + value_size(value));
             dropped.push(name.clone());
         }
-        let before = dropped_before(&self.properties);
+        let before = previously_dropped(&self.properties);
         let names: Vec<_> = before
             .as_deref()
             .into_iter()
@@ -186,24 +193,23 @@ impl Copy {
             .collect();
         let names = names.join(", ");
         tracing::warn!(
-            to = self.to.as_str(),
+            queue = self.destination.as_str(),
             size,
-            headers = cut(&names, TEXT),
-            "the headers are too large for a copy; some are dropped"
+            headers = truncate(&names, MAX_TEXT_BYTES),
+            "the headers exceed the frame size; the largest are dropped from the copy"
         );
         let mut table = without(&table, |name| {
             dropped.iter().any(|dropped| dropped.as_str() == name)
         });
         table.insert(
             DROPPED_HEADERS.into(),
-            AMQPValue::LongString(cut(&names, TEXT).into()),
+            AMQPValue::LongString(truncate(&names, MAX_TEXT_BYTES).into()),
         );
         self.properties = std::mem::take(&mut self.properties).with_headers(table);
     }
 
-    /// Whether nothing of the original is left out of it, and its headers fit into one frame as
-    /// they are. What the broker itself wrote into the original does not count.
-    pub(crate) fn is_whole(&self, original: &Original, frame_max: u32) -> bool {
+    /// Whether the copy has everything that the producer sent, and its headers fit into one frame.
+    pub(crate) fn is_lossless(&self, original: &OriginalProperties, frame_max: u32) -> bool {
         let properties = &original.properties;
         let addressed = properties.headers().as_ref().is_some_and(|table| {
             ["CC", "BCC"]
@@ -213,41 +219,41 @@ impl Copy {
         properties.expiration().is_none()
             && properties.user_id().is_none()
             && !addressed
-            && self.fits(frame_max)
+            && self.fits_frame(frame_max)
     }
 
-    /// Whether its headers fit into one frame as they are.
-    pub(crate) fn fits(&self, frame_max: u32) -> bool {
-        size(&self.properties) <= most(frame_max)
+    /// Whether all headers fit into one frame.
+    pub(crate) fn fits_frame(&self, frame_max: u32) -> bool {
+        header_frame_size(&self.properties) <= max_header_frame(frame_max)
     }
 
-    pub(crate) fn is_withdrawn(&self) -> bool {
-        self.withdrawal
+    pub(crate) fn is_cancelled(&self) -> bool {
+        self.cancellation
             .as_ref()
-            .is_some_and(Withdrawal::is_withdrawn)
+            .is_some_and(PublishCancellation::is_cancelled)
     }
 
     fn new(
         delivery: &Delivery,
-        to: ShortString,
+        destination: ShortString,
         table: FieldTable,
         original: &BasicProperties,
     ) -> Self {
         Self {
             epoch: delivery.receipt.epoch,
             tag: delivery.receipt.position,
-            to,
-            properties: kept_properties(original).with_headers(table),
+            destination,
+            properties: copied_properties(original).with_headers(table),
             body: delivery.message.body.clone(),
-            withdrawal: None,
+            cancellation: None,
         }
     }
 }
 
 /// Which of [`DELAYS`] a copy waits for: the shortest that is long enough, unless that is more than
-/// twice as long; then the longest that is shorter. So what waits for the rest of a lease comes
-/// back within two leases, and few copies wait more than twice.
-fn delay_step(after: Duration) -> Duration {
+/// twice as long; then the longest that is shorter. A message that waits for the rest of a lease is
+/// thus redelivered within two leases, and few messages need more than two copies.
+fn delay_queue_step(after: Duration) -> Duration {
     let [shortest, ..] = DELAYS;
     let fits = |delay: &Duration| *delay >= after && *delay <= after * 2;
     let shorter = DELAYS.into_iter().rfind(|delay| *delay <= after);
@@ -258,9 +264,9 @@ fn delay_step(after: Duration) -> Duration {
         .unwrap_or(shortest)
 }
 
-/// Persistent, and all of the original but two: an expiration would end the copy early, and the
-/// broker refuses a user id that is not the publisher's.
-fn kept_properties(original: &BasicProperties) -> BasicProperties {
+/// The original's properties, persistent, without expiration and user id: an expired copy would be
+/// lost, and the broker refuses another user's id.
+fn copied_properties(original: &BasicProperties) -> BasicProperties {
     let mut kept = BasicProperties::default().with_delivery_mode(2);
     macro_rules! keep {
         ($($get:ident $set:ident),*) => { $(if let Some(value) = original.$get() { kept = kept.$set(value.clone()); })* };
@@ -271,8 +277,9 @@ fn kept_properties(original: &BasicProperties) -> BasicProperties {
     kept
 }
 
-/// Without `CC` and `BCC`, by which the broker would send the copy to other queues too.
-fn kept_headers(original: &BasicProperties, dropped: &[&str]) -> FieldTable {
+/// The original's headers without these prefixes, and without `CC` and `BCC`: the broker would route
+/// the copy to other queues, too.
+fn copied_headers(original: &BasicProperties, dropped: &[&str]) -> FieldTable {
     let Some(table) = original.headers() else {
         return FieldTable::default();
     };
@@ -289,15 +296,15 @@ fn without(table: &FieldTable, drops: impl Fn(&str) -> bool) -> FieldTable {
     kept
 }
 
-/// The time since 1970, by this machine's clock.
-fn now() -> Duration {
+/// The time since 1970, by the system clock.
+fn unix_time() -> Duration {
     SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .unwrap_or_default()
 }
 
-/// Which headers a delayed copy before this one was too large for.
-fn dropped_before(properties: &BasicProperties) -> Option<String> {
+/// The value of [`DROPPED_HEADERS`] of an earlier copy.
+fn previously_dropped(properties: &BasicProperties) -> Option<String> {
     match properties
         .headers()
         .as_ref()?
@@ -305,34 +312,36 @@ fn dropped_before(properties: &BasicProperties) -> Option<String> {
         .get(DROPPED_HEADERS)?
     {
         AMQPValue::LongString(names) => {
-            Some(cut(&String::from_utf8_lossy(names.as_bytes()), TEXT).to_owned())
+            Some(truncate(&String::from_utf8_lossy(names.as_bytes()), MAX_TEXT_BYTES).to_owned())
         }
         _ => None,
     }
 }
 
-/// The beginning of a text, of at most so many bytes.
-fn cut(text: &str, bytes: usize) -> &str {
+/// The longest prefix of a text within this number of bytes.
+fn truncate(text: &str, bytes: usize) -> &str {
     let end = (0..=bytes.min(text.len()))
         .rev()
         .find(|end| text.is_char_boundary(*end));
     &text[..end.unwrap_or(0)]
 }
 
-/// The most bytes that a content header's frame may have from us.
-fn most(frame_max: u32) -> usize {
+/// The limit for a content header's frame, in bytes; `frame_max` 0 is unlimited.
+fn max_header_frame(frame_max: u32) -> usize {
     let frame_max = frame_max as usize;
     if frame_max == 0 {
         usize::MAX
     } else {
-        frame_max.saturating_sub(BROKERS_SHARE).max(frame_max / 2)
+        frame_max
+            .saturating_sub(BROKER_HEADER_RESERVE)
+            .max(frame_max / 2)
     }
 }
 
-/// The bytes of a content header's frame: 20, and the properties.
-fn size(properties: &BasicProperties) -> usize {
+/// The size of a content header's frame: 20 bytes and the properties.
+fn header_frame_size(properties: &BasicProperties) -> usize {
     let written = gen_properties(properties)(Vec::<u8>::new().into());
-    // Writing into memory fails only on what cannot be published either.
+    // Encoding fails only for properties that cannot be published either.
     20 + written.map_or(0, |written| written.into_inner().1 as usize)
 }
 
@@ -341,11 +350,11 @@ fn value_size(value: &AMQPValue) -> usize {
     written.map_or(0, |written| written.into_inner().1 as usize)
 }
 
-fn keep_routing_key(
+fn insert_routing_key(
     table: &mut FieldTable,
     delivery: &Delivery,
-    original: &Original,
-    settings: &Settings,
+    original: &OriginalProperties,
+    settings: &QueueSettings,
 ) {
     if let Some(key) = original
         .routing_key
@@ -368,7 +377,7 @@ mod tests {
     use super::*;
     use crate::RabbitMq;
 
-    fn original() -> Original {
+    fn original() -> OriginalProperties {
         let mut table = FieldTable::default();
         for name in ["CC", "BCC", "x-death", "x-first-death-queue", "mine"] {
             table.insert(name.into(), AMQPValue::LongString("v".into()));
@@ -380,7 +389,7 @@ mod tests {
             .with_content_type("application/json".into())
             .with_message_id("m".into())
             .with_delivery_mode(1);
-        Original {
+        OriginalProperties {
             properties,
             routing_key: None,
         }
@@ -399,11 +408,11 @@ mod tests {
         }
     }
 
-    fn settings() -> Settings {
+    fn settings() -> QueueSettings {
         RabbitMq::queue("orders").check().expect("settings")
     }
 
-    fn names(copy: &Copy) -> Vec<&str> {
+    fn names(copy: &MessageCopy) -> Vec<&str> {
         copy.properties
             .headers()
             .as_ref()
@@ -415,8 +424,8 @@ mod tests {
     }
 
     #[test]
-    fn a_dead_letter_keeps_what_was_sent_and_says_why() {
-        let copy = Copy::rejected(
+    fn a_dead_letter_keeps_the_original_and_has_the_reason() {
+        let copy = MessageCopy::rejected(
             &delivery(),
             &Reason::Refused,
             None,
@@ -424,7 +433,12 @@ mod tests {
             &settings(),
         );
         assert_eq!(
-            (copy.to.as_str(), copy.tag, copy.epoch, &copy.body[..]),
+            (
+                copy.destination.as_str(),
+                copy.tag,
+                copy.epoch,
+                &copy.body[..]
+            ),
             ("orders.dead-letters", 9, 2, &b"body"[..])
         );
         let names = names(&copy);
@@ -450,33 +464,33 @@ mod tests {
             (&None, &None, &Some(2))
         );
         assert!(properties.content_type().is_some() && properties.message_id().is_some());
-        let doubt = Copy::rejected(
+        let doubt = MessageCopy::rejected(
             &delivery(),
             &Reason::InDoubt(oncegate_core::lifecycle::DoubtCause::Said),
             None,
             &original(),
             &settings(),
         );
-        assert_eq!(doubt.to.as_str(), "orders.in-doubt");
+        assert_eq!(doubt.destination.as_str(), "orders.in-doubt");
     }
 
     #[test]
-    fn a_delayed_copy_carries_its_failures_and_waits_long_enough() {
+    fn a_delayed_copy_has_its_failures_and_the_matching_delay_queue() {
         let to = |after| {
-            Copy::delayed(
+            MessageCopy::delayed(
                 &delivery(),
                 Duration::from_millis(after),
                 &original(),
                 &settings(),
             )
-            .to
+            .destination
             .to_string()
         };
         assert_eq!(to(1), "orders.delay.1000");
         assert_eq!(to(5_000), "orders.delay.5000");
         assert_eq!(to(600_000), "orders.delay.600000");
         assert_eq!(to(9_000_000), "orders.delay.600000");
-        let copy = Copy::delayed(
+        let copy = MessageCopy::delayed(
             &delivery(),
             Duration::from_secs(6),
             &original(),
@@ -497,13 +511,14 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_keeps_the_routing_key_whatever_the_key() {
+    fn a_copy_keeps_the_routing_key_with_any_message_key() {
         let kept = |routing_key: Option<&'static str>| {
-            let original = Original {
+            let original = OriginalProperties {
                 routing_key: routing_key.map(bytes::Bytes::from),
                 ..original()
             };
-            let copy = Copy::delayed(&delivery(), Duration::from_secs(6), &original, &settings());
+            let copy =
+                MessageCopy::delayed(&delivery(), Duration::from_secs(6), &original, &settings());
             copy.properties
                 .headers()
                 .as_ref()
@@ -517,7 +532,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_for_a_person_begins_afresh_when_it_is_put_back() {
+    fn a_requeued_dead_letter_starts_with_no_failures() {
         let rejected = |seen: &str| {
             let mut delivery = delivery();
             let mut table = FieldTable::default();
@@ -531,12 +546,13 @@ mod tests {
                 builder.push(name.as_bytes(), Some(value.as_bytes()));
             }
             delivery.message.headers = builder.finish();
-            let original = Original {
+            let original = OriginalProperties {
                 properties: BasicProperties::default().with_headers(table),
                 routing_key: None,
             };
-            let copy = Copy::rejected(&delivery, &Reason::Refused, None, &original, &settings());
-            let delayed = Copy::delayed(&delivery, Duration::ZERO, &original, &settings());
+            let copy =
+                MessageCopy::rejected(&delivery, &Reason::Refused, None, &original, &settings());
+            let delayed = MessageCopy::delayed(&delivery, Duration::ZERO, &original, &settings());
             let delayed = delayed
                 .properties
                 .headers()
@@ -576,7 +592,7 @@ mod tests {
     fn forged_headers_are_stripped_from_dead_letters() {
         let mut table = FieldTable::default();
         let mut builder = oncegate_core::message::HeadersBuilder::default();
-        for name in OURS.into_iter().chain([
+        for name in OWN_HEADERS.into_iter().chain([
             "oncegate-body-omitted",
             "oncegate-of-a-later-release",
             "x-death",
@@ -593,7 +609,7 @@ mod tests {
             },
             ..delivery()
         };
-        let original = Original {
+        let original = OriginalProperties {
             properties: BasicProperties::default().with_headers(table),
             routing_key: None,
         };
@@ -602,7 +618,7 @@ mod tests {
             Reason::TooLarge,
             Reason::InDoubt(oncegate_core::lifecycle::DoubtCause::Said),
         ] {
-            let copy = Copy::rejected(&delivery, &reason, None, &original, &settings());
+            let copy = MessageCopy::rejected(&delivery, &reason, None, &original, &settings());
             let ours = [
                 headers::ATTEMPTS,
                 DROPPED_HEADERS,
@@ -617,7 +633,7 @@ mod tests {
                 .iter()
                 .filter(|(_, value)| **value == AMQPValue::LongString("victim".into()))
                 .collect();
-            // Carried over even from a producer: it only makes redrive more careful.
+            // Kept even if a producer wrote it: redrive then leaves the message where it is.
             assert_eq!(
                 forged
                     .iter()
@@ -640,15 +656,15 @@ mod tests {
             "second".into(),
             AMQPValue::LongString("s".repeat(130_000).into()),
         );
-        let original = Original {
+        let original = OriginalProperties {
             properties: BasicProperties::default().with_headers(table),
             routing_key: None,
         };
         for mut copy in [
-            Copy::rejected(&delivery(), &Reason::Refused, None, &original, &settings()),
-            Copy::delayed(&delivery(), Duration::ZERO, &original, &settings()),
+            MessageCopy::rejected(&delivery(), &Reason::Refused, None, &original, &settings()),
+            MessageCopy::delayed(&delivery(), Duration::ZERO, &original, &settings()),
         ] {
-            copy.fit(131_072);
+            copy.drop_oversized_headers(131_072);
             let dropped = copy.properties.headers().as_ref().expect("headers").inner()
                 [DROPPED_HEADERS]
                 .clone();
@@ -657,7 +673,7 @@ mod tests {
     }
 
     #[test]
-    fn headers_that_are_too_large_go_largest_first() {
+    fn the_largest_headers_are_dropped_first() {
         let mut table = FieldTable::default();
         table.insert(
             "huge".into(),
@@ -668,7 +684,7 @@ mod tests {
             AMQPValue::LongString("l".repeat(60_000).into()),
         );
         table.insert("small".into(), AMQPValue::LongString("s".into()));
-        let original = Original {
+        let original = OriginalProperties {
             properties: BasicProperties::default().with_headers(table),
             routing_key: None,
         };
@@ -676,7 +692,7 @@ mod tests {
             last_error: Some("é".repeat(1_000)),
             ..FailureHistory::default()
         };
-        let mut copy = Copy::rejected(
+        let mut copy = MessageCopy::rejected(
             &delivery(),
             &Reason::Refused,
             Some(&story),
@@ -687,9 +703,9 @@ mod tests {
             [headers::LAST_ERROR]
             .clone();
         assert_eq!(error, AMQPValue::LongString("é".repeat(500).into()));
-        copy.fit(0);
+        copy.drop_oversized_headers(0);
         assert!(names(&copy).contains(&"huge"));
-        copy.fit(131_072);
+        copy.drop_oversized_headers(131_072);
         let names = names(&copy);
         assert!(
             names.contains(&"large")
@@ -701,52 +717,52 @@ mod tests {
             !names.contains(&"huge") && names.contains(&DROPPED_HEADERS),
             "{names:?}"
         );
-        assert!(size(&copy.properties) <= 131_072 - BROKERS_SHARE);
+        assert!(header_frame_size(&copy.properties) <= 131_072 - BROKER_HEADER_RESERVE);
     }
 
     #[test]
-    fn a_copy_is_whole_if_it_has_all_of_the_original_that_the_broker_did_not_write() {
-        let is_whole = |properties: BasicProperties, frame_max| {
-            let original = Original {
+    fn a_copy_is_lossless_if_it_has_everything_that_the_producer_sent() {
+        let is_lossless = |properties: BasicProperties, frame_max| {
+            let original = OriginalProperties {
                 properties,
                 routing_key: None,
             };
-            Copy::delayed(&delivery(), Duration::ZERO, &original, &settings())
-                .is_whole(&original, frame_max)
+            MessageCopy::delayed(&delivery(), Duration::ZERO, &original, &settings())
+                .is_lossless(&original, frame_max)
         };
         let with = |name: &str, bytes: usize| {
             let mut table = FieldTable::default();
             table.insert(name.into(), AMQPValue::LongString("v".repeat(bytes).into()));
             BasicProperties::default().with_headers(table)
         };
-        assert!(is_whole(
+        assert!(is_lossless(
             BasicProperties::default().with_message_id("m".into()),
             131_072
         ));
         assert!(
-            is_whole(with("x-death", 1), 131_072)
-                && is_whole(with("id", 120_000), 131_072)
-                && is_whole(with("id", 999_999), 0)
+            is_lossless(with("x-death", 1), 131_072)
+                && is_lossless(with("id", 120_000), 131_072)
+                && is_lossless(with("id", 999_999), 0)
         );
         assert!(
-            !is_whole(with("id", 125_000), 131_072)
-                && !is_whole(with("CC", 1), 131_072)
-                && !is_whole(with("BCC", 1), 131_072)
+            !is_lossless(with("id", 125_000), 131_072)
+                && !is_lossless(with("CC", 1), 131_072)
+                && !is_lossless(with("BCC", 1), 131_072)
         );
-        assert!(!is_whole(
+        assert!(!is_lossless(
             BasicProperties::default().with_expiration("60000".into()),
             131_072
         ));
-        assert!(!is_whole(
+        assert!(!is_lossless(
             BasicProperties::default().with_user_id("someone".into()),
             131_072
         ));
     }
 
     #[test]
-    fn a_delay_that_no_queue_has_is_written_down() {
-        let says = |after| {
-            let copy = Copy::delayed(
+    fn a_delay_longer_than_its_queue_is_written_into_a_header() {
+        let has_header = |after| {
+            let copy = MessageCopy::delayed(
                 &delivery(),
                 Duration::from_secs(after),
                 &original(),
@@ -754,12 +770,15 @@ mod tests {
             );
             names(&copy).contains(&NOT_BEFORE)
         };
-        assert!(!says(600) && says(601));
-        assert!(!says(30) && says(6), "one that is shorter than the delay");
+        assert!(!has_header(600) && has_header(601));
+        assert!(
+            !has_header(30) && has_header(6),
+            "the queue with the shorter delay"
+        );
     }
 
     #[test]
-    fn no_copy_waits_more_than_twice_its_delay_but_for_the_shortest() {
+    fn no_copy_waits_more_than_twice_its_delay_except_in_the_shortest_queue() {
         for (after, step) in [
             (1, 1_000),
             (999, 1_000),
@@ -777,16 +796,15 @@ mod tests {
             (9_000_000, 600_000),
         ] {
             assert_eq!(
-                delay_step(Duration::from_millis(after)),
+                delay_queue_step(Duration::from_millis(after)),
                 Duration::from_millis(step),
                 "{after} ms"
             );
         }
-        // The rest of a lease, at whatever time of it the claim is given back: the step ends within
-        // two leases.
+        // A claim released at any time of its lease waits for the rest: at most two leases in all.
         for lease in [1, 3, 10, 30, 90, 400, 1_200].map(Duration::from_secs) {
             for rest in (1..=100).map(|part| lease * part / 100) {
-                let over = lease - rest + delay_step(rest);
+                let over = lease - rest + delay_queue_step(rest);
                 assert!(over <= lease * 2, "{rest:?} of {lease:?}");
             }
         }

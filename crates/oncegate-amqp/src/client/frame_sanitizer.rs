@@ -1,85 +1,88 @@
-//! Frames as the broker sends them, made such that the client survives them.
+//! Rewrites incoming frames that the client cannot parse or must not log.
 //!
-//! The client reads a table in a table by calling itself: a few kilobytes of headers, nested deeply
-//! enough, would end the process, and each process after it to which the broker hands the message.
-//! And where AMQP has a short string, the client takes only UTF-8; anything else costs the
-//! connection, again and again. A message that comes back because no queue took it, the client
-//! writes into the log with its body and its headers: here it comes back empty.
+//! - lapin parses nested field tables by recursion: a few kilobytes of headers, nested deeply
+//!   enough, overflow the stack of every process that receives the message. Tables and arrays below
+//!   [`MAX_DEPTH`] become byte strings.
+//! - lapin accepts only UTF-8 in short strings and closes the connection for anything else, at each
+//!   redelivery. Such a string is filled with [`INVALID_UTF8_MARK`].
+//! - lapin logs a returned message (`basic.return`) with its body and headers. It arrives without
+//!   both.
 
 use std::collections::BTreeMap;
 
-/// What stands in place of each byte of a short string that is not UTF-8. A message that holds it
-/// has no name that one could go by.
-pub(crate) const SPOILT: char = '\u{1a}';
+/// Replaces each byte of a short string that is not UTF-8. Two such strings may look the same, so
+/// a message with this mark must not be identified by it.
+pub(crate) const INVALID_UTF8_MARK: char = '\u{1a}';
 
-/// Tables and arrays nested deeper than this are left unread, as the bytes that they are.
-const DEEPEST: usize = 32;
+/// Tables and arrays nested deeper than this stay unparsed bytes.
+const MAX_DEPTH: usize = 32;
 
-/// The bytes around a frame's payload: kind, channel and size before it, a mark behind it.
-const AROUND: usize = 8;
+/// The bytes around a frame's payload: type, channel and size before it, the end mark after it.
+const FRAME_OVERHEAD: usize = 8;
 
-/// Bytes on their way to the client.
+/// A byte stream from the broker to the client, in frames.
 #[derive(Default)]
-pub(crate) struct Frames {
-    /// What came in, and is no whole frame yet.
-    waiting: Vec<u8>,
-    /// Frames that may pass, and how far they have.
+pub(crate) struct FrameSanitizer {
+    /// Received bytes that are no complete frame yet.
+    partial: Vec<u8>,
+    /// Sanitized frames, of which the client has read up to `read_offset`.
     ready: Vec<u8>,
-    passed: usize,
-    /// What is still to come of messages that come back, by channel.
-    returned: BTreeMap<[u8; 2], Returned>,
+    read_offset: usize,
+    /// Returned messages that are not complete yet, by channel.
+    returned: BTreeMap<[u8; 2], ReturnedMessage>,
 }
 
-/// What is still to come of a message that comes back.
-enum Returned {
-    /// Its properties, then its body.
+/// The part of a returned message that is still to come.
+enum ReturnedMessage {
+    /// The content header and the body.
     Properties,
-    /// So many bytes of its body.
+    /// This number of bytes of the body.
     Body(u64),
 }
 
-impl Frames {
-    /// Takes in what the broker sent.
-    pub(crate) fn take_in(&mut self, bytes: &[u8]) {
-        if self.passed == self.ready.len() {
+impl FrameSanitizer {
+    /// Adds bytes from the broker.
+    pub(crate) fn push(&mut self, bytes: &[u8]) {
+        if self.read_offset == self.ready.len() {
             self.ready.clear();
-            self.passed = 0;
+            self.read_offset = 0;
         }
-        self.waiting.extend_from_slice(bytes);
-        let (mut whole, mut taken) = (0, 0);
-        while let Some(size) = size(&self.waiting[whole..]) {
-            let Some(frame) = self.waiting.get_mut(whole..whole + size) else {
+        self.partial.extend_from_slice(bytes);
+        let (mut complete, mut copied) = (0, 0);
+        while let Some(size) = frame_size(&self.partial[complete..]) {
+            let Some(frame) = self.partial.get_mut(complete..complete + size) else {
                 break;
             };
-            mend(frame);
-            if let Some(left) = empty(frame, &mut self.returned) {
+            sanitize(frame);
+            if let Some(left) = strip_returned_message(frame, &mut self.returned) {
                 self.ready
-                    .extend_from_slice(&self.waiting[taken..whole + left]);
-                taken = whole + size;
+                    .extend_from_slice(&self.partial[copied..complete + left]);
+                copied = complete + size;
             }
-            whole += size;
+            complete += size;
         }
-        self.ready.extend_from_slice(&self.waiting[taken..whole]);
-        self.waiting.drain(..whole);
+        self.ready
+            .extend_from_slice(&self.partial[copied..complete]);
+        self.partial.drain(..complete);
     }
 
-    /// The broker sends no more: what is left passes as it is.
-    pub(crate) fn end(&mut self) {
-        self.ready.append(&mut self.waiting);
+    /// Ends the stream: an incomplete frame is passed on as it is.
+    pub(crate) fn finish(&mut self) {
+        self.ready.append(&mut self.partial);
     }
 
-    /// Hands out what may pass; how many bytes that was.
-    pub(crate) fn hand_out(&mut self, into: &mut [u8]) -> usize {
-        let count = into.len().min(self.ready.len() - self.passed);
-        into[..count].copy_from_slice(&self.ready[self.passed..self.passed + count]);
-        self.passed += count;
+    /// Copies sanitized bytes into the buffer and returns their number.
+    pub(crate) fn read(&mut self, into: &mut [u8]) -> usize {
+        let count = into.len().min(self.ready.len() - self.read_offset);
+        into[..count].copy_from_slice(&self.ready[self.read_offset..self.read_offset + count]);
+        self.read_offset += count;
         count
     }
 }
 
-/// How many bytes a frame has, once that can be told. What is no frame (a broker of another version
-/// answers with eight bytes of text) passes as it is.
-fn size(bytes: &[u8]) -> Option<usize> {
+/// The size of the first frame in bytes; `None` until its size field is there. Bytes that are no
+/// frame (a broker of another protocol version answers with eight bytes of text) are passed on.
+fn frame_size(bytes: &[u8]) -> Option<usize> {
     let [kind, _, _, size @ ..] = bytes.get(..7)? else {
         return None;
     };
@@ -87,28 +90,31 @@ fn size(bytes: &[u8]) -> Option<usize> {
         return Some(bytes.len());
     }
     let size = u32::from_be_bytes(size.try_into().ok()?);
-    Some(size as usize + AROUND)
+    Some(size as usize + FRAME_OVERHEAD)
 }
 
 const METHOD: u8 = 1;
 const HEADER: u8 = 2;
 const BODY: u8 = 3;
 const HEARTBEAT: u8 = 8;
-/// The mark behind a frame's payload.
-const END: u8 = 0xce;
+/// The frame-end octet.
+const FRAME_END: u8 = 0xce;
 
-/// `basic.deliver`, `basic.get-ok` and `basic.return`: the methods whose short strings come from
+/// `basic.deliver`, `basic.get-ok` and `basic.return`: the methods with short strings from
 /// producers.
 const DELIVER: [u8; 4] = [0, 60, 0, 60];
 const GET_OK: [u8; 4] = [0, 60, 0, 71];
 const RETURN: [u8; 4] = [0, 60, 0, 50];
 
-/// The payload of a header with no properties and no body.
-const NOTHING: [u8; 14] = [0, 60, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+/// The payload of a content header without properties and body.
+const EMPTY_HEADER: [u8; 14] = [0, 60, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
 
-/// Empties a frame that is of a message that comes back: so many of its bytes may pass. Of its
-/// header that is one with nothing in it, and of its body none.
-fn empty(frame: &mut [u8], returned: &mut BTreeMap<[u8; 2], Returned>) -> Option<usize> {
+/// Empties a frame of a returned message and returns how many of its bytes to pass on: an empty
+/// content header, and none of the body. `None` for any other frame.
+fn strip_returned_message(
+    frame: &mut [u8],
+    returned: &mut BTreeMap<[u8; 2], ReturnedMessage>,
+) -> Option<usize> {
     let [kind, first, second, ..] = *frame else {
         return None;
     };
@@ -116,30 +122,32 @@ fn empty(frame: &mut [u8], returned: &mut BTreeMap<[u8; 2], Returned>) -> Option
     let payload = frame.get(7..end)?;
     match (kind, returned.get_mut(&channel)) {
         (METHOD, _) if payload.starts_with(&RETURN) => {
-            returned.insert(channel, Returned::Properties);
+            returned.insert(channel, ReturnedMessage::Properties);
             None
         }
-        // Whatever else begins on this channel, nothing comes back any more.
+        // Another method on this channel ends the returned message.
         (METHOD, Some(_)) => {
             returned.remove(&channel);
             None
         }
-        // A header has at least as many bytes as one with nothing in it.
-        (HEADER, Some(left @ Returned::Properties)) if payload.len() >= NOTHING.len() => {
+        // A valid content header is at least as long as an empty one.
+        (HEADER, Some(left @ ReturnedMessage::Properties))
+            if payload.len() >= EMPTY_HEADER.len() =>
+        {
             let size = u64::from_be_bytes(payload.get(4..12)?.try_into().ok()?);
-            *left = Returned::Body(size);
+            *left = ReturnedMessage::Body(size);
             if size == 0 {
                 returned.remove(&channel);
             }
-            let size = u32::try_from(NOTHING.len()).ok()?.to_be_bytes();
+            let size = u32::try_from(EMPTY_HEADER.len()).ok()?.to_be_bytes();
             frame.get_mut(3..7)?.copy_from_slice(&size);
             frame
-                .get_mut(7..7 + NOTHING.len())?
-                .copy_from_slice(&NOTHING);
-            *frame.get_mut(7 + NOTHING.len())? = END;
-            Some(NOTHING.len() + AROUND)
+                .get_mut(7..7 + EMPTY_HEADER.len())?
+                .copy_from_slice(&EMPTY_HEADER);
+            *frame.get_mut(7 + EMPTY_HEADER.len())? = FRAME_END;
+            Some(EMPTY_HEADER.len() + FRAME_OVERHEAD)
         }
-        (BODY, Some(Returned::Body(left))) => {
+        (BODY, Some(ReturnedMessage::Body(left))) => {
             *left = left.saturating_sub(payload.len() as u64);
             if *left == 0 {
                 returned.remove(&channel);
@@ -150,16 +158,16 @@ fn empty(frame: &mut [u8], returned: &mut BTreeMap<[u8; 2], Returned>) -> Option
     }
 }
 
-fn mend(frame: &mut [u8]) {
+fn sanitize(frame: &mut [u8]) {
     let (kind, end) = (frame[0], frame.len().saturating_sub(1));
     let Some(payload) = frame.get_mut(7..end) else {
         return;
     };
-    let mut reader = Reader {
+    let mut reader = FrameReader {
         bytes: payload,
         at: 0,
     };
-    // What ends too early is left to the client's judgement.
+    // The client reports a payload that ends too early.
     let _ = match kind {
         HEADER => reader.header(),
         METHOD => reader.method(),
@@ -167,32 +175,32 @@ fn mend(frame: &mut [u8]) {
     };
 }
 
-/// Reads along, and mends on the way.
-struct Reader<'a> {
+/// Parses a payload and sanitizes it in place.
+struct FrameReader<'a> {
     bytes: &'a mut [u8],
     at: usize,
 }
 
-impl Reader<'_> {
+impl FrameReader<'_> {
     fn method(&mut self) -> Option<()> {
         let method: [u8; 4] = self.take(4)?.try_into().ok()?;
         match method {
             DELIVER => {
-                self.short()?;
+                self.short_string()?;
                 self.take(9)?;
-                self.short()?;
-                self.short()
+                self.short_string()?;
+                self.short_string()
             }
             GET_OK => {
                 self.take(9)?;
-                self.short()?;
-                self.short()
+                self.short_string()?;
+                self.short_string()
             }
             RETURN => {
                 self.take(2)?;
-                self.short()?;
-                self.short()?;
-                self.short()
+                self.short_string()?;
+                self.short_string()?;
+                self.short_string()
             }
             _ => None,
         }
@@ -205,13 +213,13 @@ impl Reader<'_> {
         for property in PROPERTIES
             .iter()
             .enumerate()
-            .filter(|(place, _)| flags & (0x8000 >> place) != 0)
+            .filter(|(index, _)| flags & (0x8000 >> index) != 0)
             .map(|(_, property)| property)
         {
             match property {
-                Property::Short => self.short()?,
-                Property::Table => self.table()?,
-                Property::Bytes(count) => self.take(*count).map(drop)?,
+                PropertyType::ShortString => self.short_string()?,
+                PropertyType::Table => self.table()?,
+                PropertyType::Bytes(count) => self.take(*count).map(drop)?,
             }
         }
         Some(())
@@ -227,46 +235,46 @@ impl Reader<'_> {
         Some(u32::from_be_bytes(self.take(4)?.try_into().ok()?) as usize)
     }
 
-    fn short(&mut self) -> Option<()> {
+    fn short_string(&mut self) -> Option<()> {
         let count = self.take(1)?[0];
         let text = self.take(count.into())?;
         if std::str::from_utf8(text).is_err() {
-            text.fill(SPOILT as u8);
+            text.fill(INVALID_UTF8_MARK as u8);
         }
         Some(())
     }
 
-    /// A table, with all that is in it. Not by calling itself, which is the client's mistake.
+    /// A table with its nested tables and arrays. Iterative, since nesting is the sender's choice.
     fn table(&mut self) -> Option<()> {
-        let mut inside = vec![(Kind::Table, 0)];
+        let mut open_containers = vec![(ContainerKind::Table, 0)];
         let count = self.number()?;
-        inside[0].1 = self.at.checked_add(count)?;
-        while let Some((kind, end)) = inside.last().copied() {
+        open_containers[0].1 = self.at.checked_add(count)?;
+        while let Some((kind, end)) = open_containers.last().copied() {
             if self.at >= end {
-                inside.pop();
+                open_containers.pop();
                 continue;
             }
-            if kind == Kind::Table {
-                self.short()?;
+            if kind == ContainerKind::Table {
+                self.short_string()?;
             }
-            let depth = inside.len();
+            let depth = open_containers.len();
             let tag = &mut self.take(1)?[0];
             match *tag {
-                b'F' | b'A' if depth >= DEEPEST => {
-                    // A long string has the same form: a length and so many bytes.
+                b'F' | b'A' if depth >= MAX_DEPTH => {
+                    // A long string has the same layout: a length and that many bytes.
                     *tag = b'S';
-                    self.long()?;
+                    self.long_string()?;
                 }
                 b'F' | b'A' => {
                     let kind = if *tag == b'F' {
-                        Kind::Table
+                        ContainerKind::Table
                     } else {
-                        Kind::Array
+                        ContainerKind::Array
                     };
                     let count = self.number()?;
-                    inside.push((kind, self.at.checked_add(count)?));
+                    open_containers.push((kind, self.at.checked_add(count)?));
                 }
-                b'S' | b'x' => self.long()?,
+                b'S' | b'x' => self.long_string()?,
                 b't' | b'b' | b'B' => self.take(1).map(drop)?,
                 b's' | b'u' | b'U' => self.take(2).map(drop)?,
                 b'I' | b'i' | b'f' => self.take(4).map(drop)?,
@@ -279,40 +287,40 @@ impl Reader<'_> {
         Some(())
     }
 
-    fn long(&mut self) -> Option<()> {
+    fn long_string(&mut self) -> Option<()> {
         let count = self.number()?;
         self.take(count).map(drop)
     }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Kind {
+enum ContainerKind {
     Table,
     Array,
 }
 
-enum Property {
-    Short,
+enum PropertyType {
+    ShortString,
     Table,
     Bytes(usize),
 }
 
 /// The properties of a message, in the order of their flags.
-const PROPERTIES: [Property; 14] = [
-    Property::Short,
-    Property::Short,
-    Property::Table,
-    Property::Bytes(1),
-    Property::Bytes(1),
-    Property::Short,
-    Property::Short,
-    Property::Short,
-    Property::Short,
-    Property::Bytes(8),
-    Property::Short,
-    Property::Short,
-    Property::Short,
-    Property::Short,
+const PROPERTIES: [PropertyType; 14] = [
+    PropertyType::ShortString,
+    PropertyType::ShortString,
+    PropertyType::Table,
+    PropertyType::Bytes(1),
+    PropertyType::Bytes(1),
+    PropertyType::ShortString,
+    PropertyType::ShortString,
+    PropertyType::ShortString,
+    PropertyType::ShortString,
+    PropertyType::Bytes(8),
+    PropertyType::ShortString,
+    PropertyType::ShortString,
+    PropertyType::ShortString,
+    PropertyType::ShortString,
 ];
 
 #[cfg(test)]
@@ -338,21 +346,21 @@ mod tests {
         )
     }
 
-    /// What passes, handed in and out in pieces of this size.
-    fn passes(bytes: &[u8], piece: usize) -> Vec<u8> {
-        let (mut frames, mut passed) = (Frames::default(), Vec::new());
+    /// The sanitized bytes, pushed and read in pieces of this size.
+    fn sanitize_in_pieces(bytes: &[u8], piece: usize) -> Vec<u8> {
+        let (mut sanitizer, mut sanitized) = (FrameSanitizer::default(), Vec::new());
         for part in bytes.chunks(piece) {
-            frames.take_in(part);
+            sanitizer.push(part);
             let mut buffer = vec![0; piece];
-            while let count @ 1.. = frames.hand_out(&mut buffer) {
-                passed.extend_from_slice(&buffer[..count]);
+            while let count @ 1.. = sanitizer.read(&mut buffer) {
+                sanitized.extend_from_slice(&buffer[..count]);
             }
         }
-        frames.end();
+        sanitizer.finish();
         let mut rest = vec![0; bytes.len()];
-        let count = frames.hand_out(&mut rest);
-        passed.extend_from_slice(&rest[..count]);
-        passed
+        let count = sanitizer.read(&mut rest);
+        sanitized.extend_from_slice(&rest[..count]);
+        sanitized
     }
 
     fn rich() -> BasicProperties {
@@ -386,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_sound_passes_byte_for_byte_in_whatever_pieces() {
+    fn valid_frames_are_passed_on_unchanged_in_pieces_of_any_size() {
         let deliver = frame(
             METHOD,
             &[&DELIVER[..], b"\x01c", &[0; 9], b"\x00", b"\x03key"].concat(),
@@ -400,19 +408,19 @@ mod tests {
         ]
         .concat();
         for piece in [1, 2, 7, 64, 5_000] {
-            assert_eq!(passes(&all, piece), all, "in pieces of {piece}");
+            assert_eq!(sanitize_in_pieces(&all, piece), all, "in pieces of {piece}");
         }
         let version = b"AMQP\x00\x00\x09\x01";
-        assert_eq!(passes(version, 8), version);
+        assert_eq!(sanitize_in_pieces(version, 8), version);
         assert_eq!(
-            passes(&all[..all.len() - 3], 64),
+            sanitize_in_pieces(&all[..all.len() - 3], 64),
             &all[..all.len() - 3],
-            "an end in the middle"
+            "the stream ends within a frame"
         );
     }
 
     #[test]
-    fn what_comes_back_comes_back_empty_and_no_other_message_does() {
+    fn a_returned_message_loses_its_content_and_no_other_message_does() {
         let method = frame(
             METHOD,
             &[&RETURN[..], &[1, 0x38], b"\x08NO_ROUTE\x00\x05queue"].concat(),
@@ -423,34 +431,38 @@ mod tests {
             frame[2] = 2;
             frame
         };
-        // Of five bytes: in two parts, with another channel's message in between.
-        let inside = [other(large.clone()), other(frame(BODY, b"other"))].concat();
+        // A body of five bytes in two frames, with another channel's message in between.
+        let interleaved = [other(large.clone()), other(frame(BODY, b"other"))].concat();
         let back = [
             method.clone(),
             large.clone(),
             frame(BODY, b"abc"),
-            inside.clone(),
+            interleaved.clone(),
             frame(BODY, b"de"),
         ]
         .concat();
-        let after = [confirmed, large, frame(BODY, b"sound")].concat();
+        let after = [confirmed, large, frame(BODY, b"valid")].concat();
         let left = [
             method.clone(),
-            frame(HEADER, &NOTHING),
-            inside,
+            frame(HEADER, &EMPTY_HEADER),
+            interleaved,
             after.clone(),
         ]
         .concat();
         for piece in [1, 7, 5_000] {
             assert_eq!(
-                passes(&[back.clone(), after.clone()].concat(), piece),
+                sanitize_in_pieces(&[back.clone(), after.clone()].concat(), piece),
                 left,
                 "in pieces of {piece}"
             );
         }
-        let without_body = [method, frame(HEADER, &NOTHING)].concat();
+        let without_body = [method, frame(HEADER, &EMPTY_HEADER)].concat();
         let all = [without_body, after].concat();
-        assert_eq!(passes(&all, 64), all, "one that had nothing is the same");
+        assert_eq!(
+            sanitize_in_pieces(&all, 64),
+            all,
+            "an empty returned message stays the same"
+        );
         let deliver = frame(
             METHOD,
             &[&DELIVER[..], b"\x01c", &[0; 9], b"\x00", b"\x03key"].concat(),
@@ -462,32 +474,32 @@ mod tests {
             frame(BODY, b"whole"),
         ];
         assert_eq!(
-            passes(&broken_off.concat(), 64),
+            sanitize_in_pieces(&broken_off.concat(), 64),
             broken_off.concat(),
-            "what follows is another message"
+            "the method that follows starts another message"
         );
     }
 
     #[test]
-    fn a_short_string_that_is_not_utf8_is_marked() {
-        let sound = header(
+    fn a_short_string_that_is_not_utf8_is_replaced_by_marks() {
+        let valid = header(
             &BasicProperties::default()
                 .with_message_id("@@@@".into())
                 .with_app_id("mine".into()),
         );
-        let spoilt: Vec<u8> = sound
+        let invalid: Vec<u8> = valid
             .iter()
             .map(|byte| if *byte == b'@' { 0xff } else { *byte })
             .collect();
-        let mended = passes(&spoilt, 9);
+        let sanitized = sanitize_in_pieces(&invalid, 9);
         let (_, properties) =
-            parse_properties(&mended[19..mended.len() - 1]).expect("the client reads it");
+            parse_properties(&sanitized[19..sanitized.len() - 1]).expect("the client reads it");
         assert_eq!(
             properties
                 .message_id()
                 .as_ref()
                 .map(|id| id.as_str().to_owned()),
-            Some(SPOILT.to_string().repeat(4))
+            Some(INVALID_UTF8_MARK.to_string().repeat(4))
         );
         assert_eq!(
             properties.app_id().as_ref().map(|id| id.as_str()),
@@ -497,19 +509,27 @@ mod tests {
             METHOD,
             &[&DELIVER[..], b"\x01c", &[0; 9], b"\x00", b"\x02\xff\xfe"].concat(),
         );
-        assert!(passes(&deliver, 99).ends_with(&[2, SPOILT as u8, SPOILT as u8, 0xce]));
+        assert!(sanitize_in_pieces(&deliver, 99).ends_with(&[
+            2,
+            INVALID_UTF8_MARK as u8,
+            INVALID_UTF8_MARK as u8,
+            0xce
+        ]));
         let got = |key: &[u8]| {
             frame(
                 METHOD,
                 &[&GET_OK[..], &[0; 9], b"\x02dx", &[2], key, &[0, 0, 0, 7]].concat(),
             )
         };
-        assert_eq!(passes(&got(b"\xff\xfe"), 99), got(&[SPOILT as u8; 2]));
-        assert_eq!(passes(&got(b"ok"), 99), got(b"ok"));
+        assert_eq!(
+            sanitize_in_pieces(&got(b"\xff\xfe"), 99),
+            got(&[INVALID_UTF8_MARK as u8; 2])
+        );
+        assert_eq!(sanitize_in_pieces(&got(b"ok"), 99), got(b"ok"));
     }
 
     #[test]
-    fn what_is_nested_too_deeply_stays_bytes() {
+    fn a_table_that_is_nested_too_deeply_becomes_bytes() {
         let mut value = AMQPValue::FieldTable(FieldTable::default());
         for level in 0..200 {
             let mut table = FieldTable::default();
@@ -527,16 +547,16 @@ mod tests {
                 .with_headers(table)
                 .with_message_id("m".into()),
         );
-        let mended = passes(&deep, 1_000);
-        assert_eq!(mended.len(), deep.len());
-        let changed: Vec<_> = mended
+        let sanitized = sanitize_in_pieces(&deep, 1_000);
+        assert_eq!(sanitized.len(), deep.len());
+        let changed: Vec<_> = sanitized
             .iter()
             .zip(&deep)
             .filter(|(now, before)| now != before)
             .collect();
         assert_eq!(changed.len(), 1, "{changed:?}");
         let (_, properties) =
-            parse_properties(&mended[19..mended.len() - 1]).expect("the client reads it");
+            parse_properties(&sanitized[19..sanitized.len() - 1]).expect("the client reads it");
         assert_eq!(
             properties.message_id().as_ref().map(|id| id.as_str()),
             Some("m")
@@ -544,16 +564,19 @@ mod tests {
     }
 
     #[test]
-    fn whatever_comes_nothing_panics_and_no_byte_is_lost() {
-        let sound = [header(&rich()), frame(BODY, b"body")].concat();
+    fn random_bytes_cause_no_panic_and_none_is_lost() {
+        let valid = [header(&rich()), frame(BODY, b"body")].concat();
         let mut random = fastrand::Rng::with_seed(7);
         for _ in 0..20_000 {
-            let mut bytes = sound.clone();
+            let mut bytes = valid.clone();
             for _ in 0..random.usize(1..6) {
                 let at = random.usize(..bytes.len());
                 bytes[at] = random.u8(..);
             }
-            assert_eq!(passes(&bytes, random.usize(1..80)).len(), bytes.len());
+            assert_eq!(
+                sanitize_in_pieces(&bytes, random.usize(1..80)).len(),
+                bytes.len()
+            );
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What of the RabbitMQ adapter's settings the mapping of its messages asks for.
+//! The part of the RabbitMQ adapter's settings that its conversion of messages needs.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,14 +11,14 @@ pub(crate) const DELAYS: [Duration; 5] = [
     Duration::from_secs(600),
 ];
 
-pub(crate) struct Settings {
+pub(crate) struct QueueSettings {
     pub(crate) name: Arc<str>,
     pub(crate) key_header: Option<String>,
     pub(crate) by_queue: bool,
 }
 
-impl Settings {
-    pub(crate) fn delays_by_queue(&self) -> bool {
+impl QueueSettings {
+    pub(crate) fn uses_delay_queues(&self) -> bool {
         self.by_queue
     }
 }
