@@ -1,6 +1,6 @@
 //! Whether a server keeps its data after a crash, as far as `INFO` shows.
 
-use oncegate_core::Memory;
+use oncegate_core::Persistence;
 
 use crate::failure::StoreFailure;
 use crate::info::InfoReply;
@@ -17,7 +17,7 @@ struct PersistenceReport {
 ///
 /// # Errors
 /// A server could not be queried; the topology is refreshed before the next command.
-pub(crate) async fn inspect(router: &Router) -> Result<Memory, StoreFailure> {
+pub(crate) async fn inspect(router: &Router) -> Result<Persistence, StoreFailure> {
     let inspected = inspect_servers(router).await;
     if inspected.is_err() {
         router.invalidate();
@@ -25,7 +25,7 @@ pub(crate) async fn inspect(router: &Router) -> Result<Memory, StoreFailure> {
     inspected
 }
 
-async fn inspect_servers(router: &Router) -> Result<Memory, StoreFailure> {
+async fn inspect_servers(router: &Router) -> Result<Persistence, StoreFailure> {
     let mut all = PersistenceReport::default();
     let servers = router.primaries().await?;
     for connections in &servers {
@@ -86,15 +86,15 @@ fn assess(info: &InfoReply) -> PersistenceReport {
 }
 
 impl PersistenceReport {
-    fn persistence(&self) -> Memory {
+    fn persistence(&self) -> Persistence {
         if self.risks.is_empty() {
-            Memory::Survives(format!(
+            Persistence::Durable(format!(
                 "Redis {} with an append-only file and without eviction; with appendfsync everysec a power cut, or a crash while the \
                  disk is busy, may lose the last two seconds, and a failover loses writes that were not replicated",
                 self.version
             ))
         } else {
-            Memory::Forgets(self.risks.join("; "))
+            Persistence::Volatile(self.risks.join("; "))
         }
     }
 }
@@ -107,7 +107,7 @@ mod tests {
     #[test]
     fn a_server_with_an_append_only_file_is_durable() {
         assert!(
-            matches!(assess(&GOOD.into()).persistence(), Memory::Survives(text) if text.contains("7.0.15"))
+            matches!(assess(&GOOD.into()).persistence(), Persistence::Durable(text) if text.contains("7.0.15"))
         );
     }
 
@@ -146,7 +146,7 @@ mod tests {
         ] {
             let memory = assess(&GOOD.replace(good, bad).as_str().into()).persistence();
             assert!(
-                matches!(&memory, Memory::Forgets(text) if text.contains(remedy)),
+                matches!(&memory, Persistence::Volatile(text) if text.contains(remedy)),
                 "{memory:?}"
             );
         }

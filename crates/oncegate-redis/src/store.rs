@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use oncegate_core::marker::{Ask, Guarantee, Marker, Operation, Verdict};
-use oncegate_core::{Key, Memory, Store, StoreError};
+use oncegate_core::{Key, Persistence, Store, StoreError};
 use redis::Value;
 
 use crate::connection::{Endpoint, Timeouts};
@@ -240,7 +240,7 @@ impl Redis {
     /// file, or is a replica. Claims do not pause after a detected loss. A message whose marker is
     /// lost runs again.
     #[must_use]
-    pub fn accept_forgetful_store(mut self) -> Self {
+    pub fn allow_volatile_store(mut self) -> Self {
         self.data_loss = DataLossPolicy::Accept;
         self
     }
@@ -389,12 +389,12 @@ impl Store for Redis {
         Ok(preflight::preflight(&self.router, request).await?)
     }
 
-    async fn memory(&self) -> Result<Memory, StoreError> {
+    async fn persistence(&self) -> Result<Persistence, StoreError> {
         let memory = persistence::inspect(&self.router).await?;
         Ok(match (memory, self.data_loss) {
-            (Memory::Forgets(why), DataLossPolicy::Accept) => Memory::Survives(format!(
-                "risk accepted with accept_forgetful_store(): {why}"
-            )),
+            (Persistence::Volatile(why), DataLossPolicy::Accept) => {
+                Persistence::Durable(format!("risk accepted with allow_volatile_store(): {why}"))
+            }
             (memory, _) => memory,
         })
     }

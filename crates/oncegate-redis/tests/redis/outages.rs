@@ -66,7 +66,7 @@ async fn a_stopped_server_is_detected_at_once_and_reconnected() {
         );
     }
     assert!(matches!(
-        store.memory().await,
+        store.persistence().await,
         Err(StoreError::NotApplied(_))
     ));
 
@@ -428,7 +428,7 @@ async fn a_full_disk_is_reported_and_heals() {
             "{answer:?}"
         );
     }
-    let memory = store.memory().await;
+    let memory = store.persistence().await;
     // A consumer that starts now retries: this is an outage, not a configuration.
     assert!(
         matches!(&memory, Err(StoreError::NotApplied(why)) if why.to_string().contains("check its disk")),

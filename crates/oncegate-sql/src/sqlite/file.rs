@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use oncegate_core::Memory;
+use oncegate_core::Persistence;
 use rusqlite::config::DbConfig;
 use rusqlite::{Connection, ErrorCode, OpenFlags, Transaction, TransactionBehavior};
 
@@ -176,11 +176,11 @@ impl OpenDatabase {
     ///
     /// # Errors
     /// If SQLite fails.
-    pub(crate) fn persistence(&self, config: &FileConfig) -> rusqlite::Result<Memory> {
+    pub(crate) fn persistence(&self, config: &FileConfig) -> rusqlite::Result<Persistence> {
         const FULL: i32 = 2;
         let (file, sqlite) = (config.name(), rusqlite::version());
         if is_on_memory_file_system(&config.path) {
-            return Ok(Memory::Forgets(format!(
+            return Ok(Persistence::Volatile(format!(
                 "{file} is on a file system in memory and is lost when the machine restarts: use a file on a disk"
             )));
         }
@@ -188,12 +188,12 @@ impl OpenDatabase {
             .connection
             .query_row("PRAGMA synchronous", [], |row| row.get(0))?;
         Ok(if synchronous >= FULL {
-            Memory::Survives(format!(
+            Persistence::Durable(format!(
                 "SQLite {sqlite} with a write-ahead log and synchronous=FULL in {file}: answered operations survive a crash and a power \
                  cut, if the disk honours syncs"
             ))
         } else {
-            Memory::Forgets(format!(
+            Persistence::Volatile(format!(
                 "{file} is used with synchronous=NORMAL, and a power cut may lose the last transactions: remove Synchronous::Normal"
             ))
         })

@@ -6,7 +6,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
 use oncegate_core::marker::{Marker, Operation, Verdict};
-use oncegate_core::{Key, Memory, fault};
+use oncegate_core::{Key, Persistence, fault};
 use rusqlite::Connection;
 use tokio::sync::oneshot;
 
@@ -47,7 +47,7 @@ pub(crate) enum WriterRequest {
         oneshot::Sender<Result<MarkerPage, StoreFailure>>,
     ),
     /// Reads whether data survives a crash and a power cut.
-    Persistence(oneshot::Sender<Result<Memory, StoreFailure>>),
+    Persistence(oneshot::Sender<Result<Persistence, StoreFailure>>),
     /// Panics.
     #[cfg(test)]
     Panic,
@@ -236,7 +236,7 @@ impl WriterThread {
         read(&file.connection, clock.now()).map_err(config.failure(TransactionStage::Working))
     }
 
-    fn persistence(&mut self) -> Result<Memory, StoreFailure> {
+    fn persistence(&mut self) -> Result<Persistence, StoreFailure> {
         let (file, config, ..) = self.open()?;
         file.check(config)?;
         file.persistence(config)

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use oncegate_core::marker::{Attempts, Verdict};
-use oncegate_core::{Memory, Store, StoreError};
+use oncegate_core::{Persistence, Store, StoreError};
 use oncegate_sql::{Sqlite, Synchronous};
 use rusqlite::Connection;
 
@@ -15,7 +15,7 @@ use crate::support::{Directory, GRANTED, SECOND, ask, at, claim, line, verdicts}
 /// The message at the first use of this file; a claim fails with the same one.
 async fn refused(path: impl AsRef<Path>) -> String {
     let store = at(path.as_ref());
-    let at_start = store.memory().await.expect_err("it is refused");
+    let at_start = store.persistence().await.expect_err("it is refused");
     assert!(
         matches!(at_start, StoreError::Misconfigured(_)),
         "{at_start:?}"
@@ -62,7 +62,7 @@ async fn a_path_that_is_not_a_file_is_reported() {
 async fn a_timeout_of_zero_is_rejected() {
     let directory = Directory::new();
     let store = directory.store().timeout(std::time::Duration::ZERO);
-    let at_start = store.memory().await.expect_err("it is refused");
+    let at_start = store.persistence().await.expect_err("it is refused");
     let claimed = ask(&store, claim("a", 1)).await.expect_err("it is refused");
     let looked = store
         .look(&crate::support::key("a"))
@@ -346,19 +346,19 @@ async fn an_unreadable_row_does_not_affect_the_others() {
 #[tokio::test]
 async fn persistence_depends_on_synchronous() {
     let directory = Directory::new();
-    let full = directory.store().memory().await.expect("a memory");
+    let full = directory.store().persistence().await.expect("a memory");
     assert!(
-        matches!(&full, Memory::Survives(text) if text.contains("synchronous=FULL")),
+        matches!(&full, Persistence::Durable(text) if text.contains("synchronous=FULL")),
         "{full:?}"
     );
     let normal = directory
         .store()
         .synchronous(Synchronous::Normal)
-        .memory()
+        .persistence()
         .await
         .expect("a memory");
     assert!(
-        matches!(&normal, Memory::Forgets(text) if text.contains("power cut") && text.contains("Synchronous::Normal")),
+        matches!(&normal, Persistence::Volatile(text) if text.contains("power cut") && text.contains("Synchronous::Normal")),
         "{normal:?}"
     );
     let mode: String = directory
@@ -380,11 +380,11 @@ async fn a_file_system_in_memory_is_volatile() {
         .lines()
         .any(|line| line.starts_with("tmpfs /dev/shm ") || line.contains(" /dev/shm tmpfs "));
     let memory = Sqlite::file(directory.path().join("markers.db"))
-        .memory()
+        .persistence()
         .await
         .expect("a memory");
     assert_eq!(
-        matches!(&memory, Memory::Forgets(text) if text.contains("in memory") && text.contains("on a disk")),
+        matches!(&memory, Persistence::Volatile(text) if text.contains("in memory") && text.contains("on a disk")),
         is_in_memory,
         "{memory:?}"
     );

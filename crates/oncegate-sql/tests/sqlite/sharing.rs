@@ -51,7 +51,7 @@ async fn concurrent_handles_create_one_file() {
         let directory = Directory::new();
         let makers = (0..8).map(|_| {
             let store = directory.store().synchronous(Synchronous::Normal);
-            tokio::spawn(async move { store.memory().await })
+            tokio::spawn(async move { store.persistence().await })
         });
         for made in join_all(makers).await {
             made.expect("no panic").expect("one of them creates it");
