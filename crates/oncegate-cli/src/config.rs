@@ -39,7 +39,7 @@ pub(crate) fn terms(config: &Config, fingerprint: Option<Fingerprint>) -> Terms 
 /// The window by which acts go, and that nobody said which, where nobody did.
 pub(crate) fn window_told(config: &Config) -> String {
     let window = crate::say::span(config.window());
-    if config.has("gate.window") {
+    if config.has("gate.dedup-window") {
         window
     } else {
         format!("{window}, the default")

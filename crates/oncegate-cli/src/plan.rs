@@ -14,7 +14,7 @@ pub(crate) struct PlanArguments {
     /// New ids a second, on the average of a window; `gate.rate` where this is not said.
     #[arg(long)]
     rate: Option<u64>,
-    /// How long a done id is remembered; `gate.window` where this is not said.
+    /// How long a done id is remembered; `gate.dedup-window` where this is not said.
     #[arg(long, value_name = "TIME")]
     window: Option<Span>,
     /// Bytes of an id; a UUID has 36.

@@ -170,7 +170,7 @@ pub const SETTINGS: &[Setting] = &[
         "on, or trial: stops nothing, and counts what it would have stopped; on by default",
     ),
     time(
-        "gate.window",
+        "gate.dedup-window",
         "how long a done id is remembered; 24h by default",
     ),
     time(
@@ -190,7 +190,7 @@ pub const SETTINGS: &[Setting] = &[
         "how long a handler may run; 5m by default",
     ),
     number(
-        "gate.attempts",
+        "gate.max-attempts",
         "how many attempts a message gets before it is dead-lettered; 5 by default",
     ),
     number(
@@ -198,7 +198,7 @@ pub const SETTINGS: &[Setting] = &[
         "how many processes may end while they handle a message before it is dead-lettered; 10 by default",
     ),
     number(
-        "gate.retries",
+        "gate.max-inline-retries",
         "how often a handler is run again in place within one attempt; 3 by default",
     ),
     time(
@@ -210,35 +210,38 @@ pub const SETTINGS: &[Setting] = &[
         "the longest pause before a retry; 10s by default",
     ),
     number(
-        "gate.reconciles",
+        "gate.max-reconciles",
         "how often `reconcile` is tried before a message goes to those in doubt; 5 by default",
     ),
     number(
-        "gate.in-flight",
+        "gate.max-in-flight",
         "how many deliveries one process has in flight; 512 by default",
     ),
     number(
-        "gate.in-flight-bytes",
+        "gate.max-in-flight-bytes",
         "how many bytes they have together; 67108864 by default",
     ),
     number(
-        "gate.waiting",
+        "gate.max-queued",
         "how many deliveries wait in order behind others of their key or partition; 10000 by default",
     ),
     number(
-        "gate.waiting-bytes",
+        "gate.max-queued-bytes",
         "how many bytes they have together; 67108864 by default",
     ),
-    time("gate.drain", "how long a drain may take; 30s by default"),
+    time(
+        "gate.drain-timeout",
+        "how long a drain may take; 30s by default",
+    ),
     choice(
         "gate.order",
         &["by-key", "by-partition", "unordered"],
         "what is handled one after the other: by-key (the default on Kafka), by-partition or unordered (the default on RabbitMQ)",
     ),
     choice(
-        "gate.handlers",
-        &["spawned", "in-place"],
-        "where handlers run: spawned, each in a task of its own (the default), or in-place",
+        "gate.execution",
+        &["spawned", "inline"],
+        "where handlers run: spawned, each in a task of its own (the default), or inline",
     ),
     choice(
         "gate.outage",

@@ -1,6 +1,6 @@
 //! The contracts, the gate and the consumer loop of oncegate, with an in-memory source and store.
 //!
-//! Start with [`Handler`] and [`Consumer`]; [`marker`] and [`road`] hold the promise.
+//! Start with [`Handler`] and [`Consumer`]; [`marker`] and [`lifecycle`] hold the promise.
 #![forbid(unsafe_code)]
 
 mod breaker;
@@ -9,15 +9,18 @@ mod consumer;
 pub mod context;
 pub mod decode;
 pub mod defaults;
-pub mod dispatch;
+pub mod driver;
 pub mod error;
 #[doc(hidden)]
 pub mod fault;
 pub mod gate;
 pub mod handler;
 pub mod id;
+pub mod in_flight;
 mod lanes;
 mod lease;
+pub mod lifecycle;
+mod log_throttle;
 pub mod marker;
 mod measures;
 pub mod memory;
@@ -25,14 +28,11 @@ pub mod message;
 pub mod metric;
 mod moment;
 pub mod outcome;
-mod pace;
-pub mod passage;
 mod readiness;
 mod renewals;
-pub mod road;
 mod run;
+mod runtime_estimator;
 mod seen;
-mod seldom;
 mod settings;
 mod shadow;
 mod shutdown;
@@ -47,22 +47,22 @@ pub use builder::{Builder, Consumer};
 pub use context::Context;
 pub use decode::{Decode, Json, Raw, RawBytes};
 pub use error::Error;
-pub use gate::{Gate, GateBuilder, GateError, Ran, WhenHeld};
-pub use handler::{Failure, Handler, IntoCause, IntoFailure, Knows, Reconciled};
+pub use gate::{Gate, GateBuilder, GateError, RunOutcome, WhenHeld};
+pub use handler::{Failure, FailureExt, Handler, IntoCause, IntoFailure, Reconciled};
 pub use id::{IdSource, Key, MessageId, Scope};
+pub use lifecycle::Outage;
+#[doc(hidden)]
+pub use log_throttle::LogThrottle;
 pub use marker::{Fingerprint, Guarantee};
 pub use memory::{DeadLetter, MemoryBroker, MemorySource, MemoryStore};
 pub use message::{Headers, HeadersBuilder, Message, Origin, Position};
 pub use readiness::Readiness;
-pub use road::Outage;
 pub use seen::{StoreSnapshot, StoreState, StoreTrouble};
-#[doc(hidden)]
-pub use seldom::Seldom as LogThrottle;
-pub use settings::{Fingerprints, Handlers};
-pub use shadow::{Shadow, ShadowReport, Would};
+pub use settings::{Execution, Fingerprints};
+pub use shadow::{Shadow, ShadowOutcome, ShadowReport};
 pub use shutdown::shutdown_signal;
 pub use source::{
-    Delivery, Incoming, Limit, Open, Order, Receipt, Settled, Source, SourceError, Story,
+    Delivery, FailureHistory, Incoming, Limit, Open, Order, Receipt, Settled, Source, SourceError,
 };
-pub use status::{ConsumerSnapshot, ConsumerStatus, Doing, Held};
-pub use store::{Listed, Memory, Standing, Store, StoreError};
+pub use status::{ConsumerSnapshot, ConsumerStatus, DeliveryState, Held};
+pub use store::{Listed, Persistence, Standing, Store, StoreError};

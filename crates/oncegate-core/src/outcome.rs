@@ -2,8 +2,8 @@
 
 use metrics::{Counter, counter};
 
+use crate::lifecycle::{Event, Outcome, Settlement};
 use crate::marker::{Attempts, Finding, Verdict};
-use crate::road::{Event, Outcome, Settlement};
 
 /// `oncegate_deliveries_total{outcome=…}`: what the gate said, and what became of deliveries.
 pub const DELIVERIES: &str = "oncegate_deliveries_total";
@@ -40,8 +40,8 @@ outcomes!(
     marker_lost: "the store had forgotten a claim by the time its id was done: another may have run beside it",
     completed: "settled: handled, and recorded as done",
     released: "given back, to be delivered again",
-    rejected: "settled: in the dead letters",
-    in_doubt: "settled: in the in-doubt destination, for a person",
+    rejected: "settled: given to the source to publish in the dead letters",
+    in_doubt: "settled: given to the source to publish in the in-doubt destination, for an operator",
     passed_without_gate: "handled without the gate while the store was away (Outage::PassThrough)",
     too_old: "older than max_age when it came in: an absent marker says nothing of it",
     unknown_age: "without a timestamp, so that max_age could not be checked: taken for new",

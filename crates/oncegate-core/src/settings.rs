@@ -6,10 +6,10 @@ use std::time::Duration;
 use crate::defaults;
 use crate::error::Error;
 use crate::id::{IdSource, Scope};
+use crate::lifecycle::{Outage, Policy};
 use crate::marker::{Fingerprint, Guarantee, Terms};
 use crate::message::Message;
 use crate::readiness::Readiness;
-use crate::road::{Outage, Policy};
 use crate::source::Order;
 use crate::status::ConsumerStatus;
 
@@ -51,13 +51,13 @@ impl std::fmt::Debug for Fingerprints {
 
 /// Where handlers run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Handlers {
+pub enum Execution {
     /// Each in a task of its own: every core is used, for waiting and for computing alike.
     #[default]
     Spawned,
     /// Each is polled once where it stands, and gets a task only if it is not ready: the fast way
     /// for handlers that are ready at once. A handler that blocks holds up the consumer.
-    InPlace,
+    Inline,
 }
 
 /// The longest that any setting may last, so that no clock overflows.
@@ -88,18 +88,18 @@ pub(crate) struct Settings {
     pub(crate) drain: Duration,
     pub(crate) max_age: Option<Duration>,
     pub(crate) order: Option<Order>,
-    pub(crate) handlers: Handlers,
+    pub(crate) handlers: Execution,
     pub(crate) outage: Outage,
-    pub(crate) forgetful: Forgetful,
+    pub(crate) volatile_store: VolatileStore,
     pub(crate) readiness: Readiness,
     pub(crate) status: Option<ConsumerStatus>,
 }
 
 /// Whether at most once takes a store that may forget.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Forgetful {
+pub(crate) enum VolatileStore {
     Refused,
-    Accepted,
+    Allowed,
 }
 
 impl Default for Settings {
@@ -126,9 +126,9 @@ impl Default for Settings {
             drain: defaults::DRAIN,
             max_age: None,
             order: None,
-            handlers: Handlers::default(),
+            handlers: Execution::default(),
             outage: Outage::default(),
-            forgetful: Forgetful::Refused,
+            volatile_store: VolatileStore::Refused,
             readiness: Readiness::new(),
             status: None,
         }
@@ -155,14 +155,14 @@ impl Settings {
         }
         if self.window.is_zero() {
             return wrong(
-                "window",
+                "dedup_window",
                 "it is 0, so nothing would be remembered".into(),
                 "set the dedup window to at least twice the oldest redelivery",
             );
         }
         if self.window < Duration::from_secs(1) {
             return wrong(
-                "window",
+                "dedup_window",
                 format!("{:?} is below one second", self.window),
                 "set at least 1 s",
             );
@@ -193,20 +193,20 @@ impl Settings {
             );
         }
         let zeros = [
-            ("attempts", self.attempts == 0, "set at least 1"),
-            ("in_flight", self.in_flight == 0, "set at least 1"),
+            ("max_attempts", self.attempts == 0, "set at least 1"),
+            ("max_in_flight", self.in_flight == 0, "set at least 1"),
             (
-                "in_flight_bytes",
+                "max_in_flight_bytes",
                 self.in_flight_bytes == 0,
                 "set at least the size of one message",
             ),
-            ("waiting", self.waiting == 0, "set at least 1"),
+            ("max_queued", self.waiting == 0, "set at least 1"),
             (
-                "waiting_bytes",
+                "max_queued_bytes",
                 self.waiting_bytes == 0,
                 "set at least the size of one message",
             ),
-            ("reconciles", self.reconciles == 0, "set at least 1"),
+            ("max_reconciles", self.reconciles == 0, "set at least 1"),
             (
                 "handler_timeout",
                 self.handler_timeout.is_zero(),
@@ -219,10 +219,10 @@ impl Settings {
             }
         }
         let durations = [
-            ("window", self.window),
+            ("dedup_window", self.window),
             ("handler_timeout", self.handler_timeout),
             ("backoff", self.longest_backoff),
-            ("drain", self.drain),
+            ("drain_timeout", self.drain),
         ];
         for (setting, duration) in durations {
             if duration > LONGEST {

@@ -30,10 +30,10 @@ async fn consume(broker: &MemoryBroker, store: &MemoryStore, guarantee: Guarante
         .decode(RawBytes)
         .guarantee(guarantee)
         .id(IdSource::header("id"))
-        .accept_forgetful_store()
-        .reconciles(1)
+        .allow_volatile_store()
+        .max_reconciles(1)
         .order(Order::ByKey)
-        .waiting(1)
+        .max_queued(1)
         .backoff(Duration::from_millis(1), Duration::from_millis(1))
         .run_until(async move { all.drained().await })
         .await
@@ -172,7 +172,7 @@ async fn spans_along_the_road_carry_id_attempt_and_outcome() {
             "the handler has no `reconcile`",
         ],
     );
-    let dead = lines("WARN", "message dead-lettered");
+    let dead = lines("WARN", "message rejected, sending it to the dead letters");
     assert_eq!(dead.len(), 10, "ten stand for a hundred: {dead:#?}");
     has(dead[0], &[r#"reason="missing-id""#, "origin=q"]);
     let claim = log

@@ -382,7 +382,7 @@ fn window(config: &Config, name: &str, topic: &Topic, findings: &mut Findings) {
                  again, or stands in doubt in at most once",
                 span(config.window())
             ),
-            "lengthen gate.window and the consumer's `.window(…)` to how far back the group may be set, or shorten retention.ms",
+            "lengthen gate.dedup-window and the consumer's `.dedup_window(…)` to how far back the group may be set, or shorten retention.ms",
         );
     }
 }

@@ -32,7 +32,7 @@ pub(super) fn look(config: &Config, findings: &mut Findings) -> Result<(), Failu
                 span(lease),
                 span(window)
             ),
-            "shorten gate.lease, or lengthen gate.window; a consumer refuses to start",
+            "shorten gate.lease, or lengthen gate.dedup-window; a consumer refuses to start",
         );
     }
     if lease < Duration::from_millis(100) {
@@ -52,7 +52,7 @@ pub(super) fn look(config: &Config, findings: &mut Findings) -> Result<(), Failu
                 span(max_age),
                 span(window)
             ),
-            "set gate.max-age to at most gate.window, half of it by default",
+            "set gate.max-age to at most gate.dedup-window, half of it by default",
         );
     }
     // As the consumer itself reckons at its start. What no consumer can be set up from, it says
@@ -71,7 +71,7 @@ pub(super) fn look(config: &Config, findings: &mut Findings) -> Result<(), Failu
                 span(open),
                 span(patience)
             ),
-            "shorten gate.handler-timeout or gate.lease, lower gate.retries, or raise consumer_timeout in rabbitmq.conf and \
+            "shorten gate.handler-timeout or gate.lease, lower gate.max-inline-retries, or raise consumer_timeout in rabbitmq.conf and \
              rabbitmq.consumer-timeout here",
         );
     }

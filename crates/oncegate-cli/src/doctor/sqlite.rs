@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use oncegate::{Memory, Store};
+use oncegate::{Persistence, Store};
 
 use super::Findings;
 use super::settings::forgetting;
@@ -30,9 +30,9 @@ pub(super) async fn look(config: &Config, file: &Path, findings: &mut Findings) 
         }
         return;
     }
-    match markers::sqlite(config, file).memory().await {
-        Ok(Memory::Survives(_)) => {}
-        Ok(Memory::Forgets(why)) => {
+    match markers::sqlite(config, file).persistence().await {
+        Ok(Persistence::Durable(_)) => {}
+        Ok(Persistence::Volatile(why)) => {
             findings.add(
                 forgetting(config),
                 "store-forgets",

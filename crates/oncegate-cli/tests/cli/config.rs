@@ -8,7 +8,7 @@ use crate::desk::Desk;
 fn a_key_that_means_nothing_is_refused_with_the_nearest_one() {
     let desk = Desk::new();
     for (wrong, near) in [
-        ("[gate]\nwindwo = \"1h\"", "did you mean gate.window?"),
+        ("[gate]\nwindwo = \"1h\"", "did you mean gate.dedup-window?"),
         ("[gaet]\nwindow = \"1h\"", "did you mean gate?"),
         ("[kafka]\nbroker = \"x\"", "did you mean kafka.brokers?"),
         (
@@ -26,13 +26,13 @@ fn a_key_that_means_nothing_is_refused_with_the_nearest_one() {
     desk.configure("");
     desk.run_with(&["config", "check"], &[("ONCEGATE_GATE_WINDOWS", "1h")])
         .ended(2)
-        .says("did you mean ONCEGATE_GATE_WINDOW?");
+        .says("did you mean ONCEGATE_GATE_DEDUP_WINDOW?");
     for (wrong, near) in [
         ("ONCEGATE_KAFAK_TOPIC", "ONCEGATE_KAFKA_TOPIC"),
         ("ONCEGATE_STROE_URL", "ONCEGATE_STORE_URL"),
         ("ONCEGATE_STOR_URL_FILE", "ONCEGATE_STORE_URL_FILE"),
         ("ONCEGATE_RABBIT_QUEUE", "ONCEGATE_RABBITMQ_QUEUE"),
-        ("ONCEGATE_GATES_WINDOW", "ONCEGATE_GATE_WINDOW"),
+        ("ONCEGATE_GATES_WINDOW", "ONCEGATE_GATE_DEDUP_WINDOW"),
     ] {
         desk.run_with(&["config", "check"], &[(wrong, "1h")])
             .ended(2)
@@ -54,7 +54,10 @@ fn a_key_that_means_nothing_is_refused_with_the_nearest_one() {
 fn a_value_that_means_nothing_is_refused_with_its_key() {
     let desk = Desk::new();
     for (wrong, says) in [
-        ("[gate]\nwindow = 5", "gate.window wants a time, in quotes"),
+        (
+            "[gate]\nwindow = 5",
+            "gate.dedup-window wants a time, in quotes",
+        ),
         ("[gate]\nwindow = \"5 fortnights\"", "30s, 5m, 24h or 7d"),
         (
             "[gate]\nguarantee = \"exactly-once\"",

@@ -247,7 +247,7 @@ async fn a_file_that_survives_is_let_be_and_one_in_memory_is_found() {
     // A file system in memory, on every Linux.
     let memory = tempfile::tempdir_in("/dev/shm").expect("a directory");
     let file = memory.path().join("markers.db");
-    oncegate::Store::memory(&oncegate::Sqlite::file(&file))
+    oncegate::Store::persistence(&oncegate::Sqlite::file(&file))
         .await
         .expect("it is made");
     for store in [format!("sqlite:{}", file.display()), "memory:".to_owned()] {
