@@ -110,11 +110,11 @@ pub(crate) enum RoutingView<'a> {
 
 impl Router {
     pub(crate) fn to(
-        target: &Result<Deployment, Problem>,
+        deployment: &Result<Deployment, Problem>,
         timeouts: Timeouts,
         durability: Durability,
     ) -> Self {
-        match target {
+        match deployment {
             Ok(Deployment::Single(endpoint)) => Self::Single(Arc::new(ConnectionPair::to(
                 Ok(endpoint.clone()),
                 timeouts,

@@ -30,7 +30,7 @@ pub(crate) struct WallClock {
 #[derive(Debug)]
 struct ClockJump {
     width: i64,
-    noticed: Instant,
+    detected_at: Instant,
 }
 
 /// One moment, with the corrections for markers.
@@ -61,12 +61,12 @@ impl WallClock {
     /// A clock that detected a jump this long ago.
     #[cfg(test)]
     pub(crate) fn jumped(width: Duration, ago: Duration) -> Self {
-        let noticed = Instant::now()
+        let detected_at = Instant::now()
             .checked_sub(ago)
             .expect("the machine has been up longer");
         let width = milliseconds(width);
         Self {
-            jumps: vec![ClockJump { width, noticed }],
+            jumps: vec![ClockJump { width, detected_at }],
             total_width: width,
             ..Self::new()
         }
@@ -77,7 +77,7 @@ impl WallClock {
     /// since expired rows are deleted for all.
     pub(crate) fn drop_jumps_before(&mut self, longest_window: i64) {
         self.jumps
-            .retain(|jump| milliseconds(jump.noticed.elapsed()) <= longest_window);
+            .retain(|jump| milliseconds(jump.detected_at.elapsed()) <= longest_window);
     }
 
     pub(crate) fn now(&mut self) -> ClockReading {
@@ -94,7 +94,7 @@ impl WallClock {
             report("forward", ahead);
             self.jumps.push(ClockJump {
                 width: ahead,
-                noticed: after,
+                detected_at: after,
             });
             self.total_width = self.total_width.saturating_add(ahead);
             self.lease_start_floor = wall;

@@ -399,7 +399,7 @@ fn configure(connection: &Connection, config: &FileConfig) -> rusqlite::Result<(
         |_| Ok(()),
     )?;
     connection.query_row(
-        &format!("PRAGMA journal_size_limit={LOG_LIMIT}"),
+        &format!("PRAGMA journal_size_limit={WAL_SIZE_LIMIT}"),
         [],
         |_| Ok(()),
     )
