@@ -81,7 +81,7 @@ fn unusable(error: StoreError, findings: &mut Findings) {
             said,
             "start it, or correct store.url",
         );
-    } else if said.contains("refuses the user or the password") {
+    } else if said.contains("rejected the user or the password") {
         findings.error(
             "store-refuses-the-login",
             "Redis",

@@ -1,4 +1,5 @@
-//! The thread that works on the file: it takes all that waits, and answers it after one commit.
+//! The thread that works on the file. It applies all waiting requests in one transaction and answers
+//! them after the commit.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -9,73 +10,76 @@ use oncegate_core::{Key, Persistence, fault};
 use rusqlite::Connection;
 use tokio::sync::oneshot;
 
-use super::browse::{self, Page, Standing};
-use super::clock::{Clock, Now};
-use super::failure::{Failure, Stage};
-use super::file::{Identity, OpenFile, Place};
-use super::rows::Rows;
-use super::sweep::Sweep;
+use super::browse::{self, MarkerPage, MarkerWithExpiry};
+use super::clock::{ClockReading, WallClock};
+use super::failure::{StoreFailure, TransactionStage};
+use super::file::{FileConfig, FileIdentity, OpenDatabase};
+use super::marker_table::MarkerTable;
+use super::sweep::ExpirySweep;
 use super::windows;
 
-/// How many operations share a transaction at the most, but for those of one request, which are
-/// never parted.
-const TOGETHER: usize = 4096;
+/// The most operations of one transaction. The operations of one request are never split, even above
+/// this limit.
+const MAX_OPERATIONS: usize = 4096;
 
-/// How often expired rows are looked for while nothing else happens, and the clock is watched.
-const IDLE: Duration = Duration::from_secs(1);
+/// How often an idle thread deletes expired rows and checks the clock.
+const IDLE_INTERVAL: Duration = Duration::from_secs(1);
 
-/// How many rows are looked at then.
+/// How many rows an idle thread scans each time.
 const IDLE_ROWS: u32 = 500;
 
-/// What is answered to one request.
-type Answers = Vec<Result<Verdict, Failure>>;
+/// The answers to one [`WriterRequest::Apply`].
+type ApplyAnswers = Vec<Result<Verdict, StoreFailure>>;
 
-/// What the thread is asked.
+/// A request to the thread.
 #[derive(Debug)]
-pub(crate) enum Request {
-    /// Apply these.
-    Apply(Vec<Operation>, oneshot::Sender<Answers>),
-    /// What stands under this key?
-    Look(Key, oneshot::Sender<Result<Marker, Failure>>),
-    /// The same, and for how long?
-    LookClosely(Key, oneshot::Sender<Result<Standing, Failure>>),
-    /// What stands behind this key, so many rows of it?
-    Page(String, usize, oneshot::Sender<Result<Page, Failure>>),
-    /// Does the file survive?
-    Memory(oneshot::Sender<Result<Persistence, Failure>>),
-    /// Panic.
+pub(crate) enum WriterRequest {
+    /// Applies operations.
+    Apply(Vec<Operation>, oneshot::Sender<ApplyAnswers>),
+    /// Reads the marker of a key.
+    Look(Key, oneshot::Sender<Result<Marker, StoreFailure>>),
+    /// Reads the marker of a key and its expiry.
+    LookWithExpiry(Key, oneshot::Sender<Result<MarkerWithExpiry, StoreFailure>>),
+    /// Reads at most this many rows after a key.
+    ReadPage(
+        String,
+        usize,
+        oneshot::Sender<Result<MarkerPage, StoreFailure>>,
+    ),
+    /// Reads whether data survives a crash and a power cut.
+    Persistence(oneshot::Sender<Result<Persistence, StoreFailure>>),
+    /// Panics.
     #[cfg(test)]
     Panic,
 }
 
-impl Request {
-    /// Whether nobody waits for the answer any more. Then it is not begun: its outcome is unknown
+impl WriterRequest {
+    /// Whether the caller has stopped waiting. Such a request is skipped: its outcome is unknown
     /// either way.
     fn is_abandoned(&self) -> bool {
         match self {
             Self::Apply(_, reply) => reply.is_closed(),
             Self::Look(_, reply) => reply.is_closed(),
-            Self::LookClosely(_, reply) => reply.is_closed(),
-            Self::Page(.., reply) => reply.is_closed(),
-            Self::Memory(reply) => reply.is_closed(),
+            Self::LookWithExpiry(_, reply) => reply.is_closed(),
+            Self::ReadPage(.., reply) => reply.is_closed(),
+            Self::Persistence(reply) => reply.is_closed(),
             #[cfg(test)]
             Self::Panic => false,
         }
     }
 }
 
-/// Starts the thread. It ends when the sender is dropped. What panics costs the answers of that
-/// moment alone: which file it was and how the clock jumped have to be known for as long as the
-/// store is used.
+/// Starts the thread, which ends when the sender is dropped. A panic loses only the pending answers:
+/// the identity of the file and the jumps of the clock are kept.
 ///
 /// # Errors
-/// If the system starts no more threads.
-pub(crate) fn start(place: Place) -> std::io::Result<Sender<Request>> {
+/// If the system cannot start a thread.
+pub(crate) fn start(config: FileConfig) -> std::io::Result<Sender<WriterRequest>> {
     let (sender, requests) = channel();
-    let mut desk = Desk::new(place);
+    let mut writer = WriterThread::new(config);
     let work = move || {
-        while catch_unwind(AssertUnwindSafe(|| desk.run(&requests))).is_err() {
-            desk.let_go();
+        while catch_unwind(AssertUnwindSafe(|| writer.run(&requests))).is_err() {
+            writer.let_go();
         }
     };
     std::thread::Builder::new()
@@ -84,30 +88,30 @@ pub(crate) fn start(place: Place) -> std::io::Result<Sender<Request>> {
     Ok(sender)
 }
 
-struct Desk {
-    place: Place,
-    /// Opened when it is needed, and anew after trouble.
-    file: Option<OpenFile>,
-    /// Which file it was at first.
-    identity: Option<Identity>,
-    clock: Clock,
-    sweep: Sweep,
+struct WriterThread {
+    config: FileConfig,
+    /// Opened on first use, and again after a failure.
+    file: Option<OpenDatabase>,
+    /// The identity of the first opened file.
+    identity: Option<FileIdentity>,
+    clock: WallClock,
+    sweep: ExpirySweep,
 }
 
-impl Desk {
-    fn new(place: Place) -> Self {
+impl WriterThread {
+    fn new(config: FileConfig) -> Self {
         Self {
-            place,
+            config,
             file: None,
             identity: None,
-            clock: Clock::new(),
-            sweep: Sweep::default(),
+            clock: WallClock::new(),
+            sweep: ExpirySweep::default(),
         }
     }
 
-    fn run(&mut self, requests: &Receiver<Request>) {
+    fn run(&mut self, requests: &Receiver<WriterRequest>) {
         loop {
-            match requests.recv_timeout(IDLE) {
+            match requests.recv_timeout(IDLE_INTERVAL) {
                 Ok(request) => self.serve(request, requests),
                 Err(RecvTimeoutError::Timeout) => self.idle(),
                 Err(RecvTimeoutError::Disconnected) => return,
@@ -115,33 +119,33 @@ impl Desk {
         }
     }
 
-    /// Answers a request, and with it all that wait behind it.
-    fn serve(&mut self, first: Request, requests: &Receiver<Request>) {
+    /// Serves a request and all requests that wait behind it.
+    fn serve(&mut self, first: WriterRequest, requests: &Receiver<WriterRequest>) {
         let (mut batch, mut count) = (Vec::new(), 0);
         let mut next = Some(first);
         while let Some(request) = next.take() {
             match request {
                 abandoned if abandoned.is_abandoned() => {}
-                Request::Apply(operations, reply) => {
+                WriterRequest::Apply(operations, reply) => {
                     count += operations.len();
                     batch.push((operations, reply));
                 }
-                // Nobody is there to read what cannot be sent, here as below.
-                Request::Look(key, reply) => drop(reply.send(self.look(&key))),
-                Request::LookClosely(key, reply) => drop(
+                // Sending fails if the caller has stopped waiting, here and below.
+                WriterRequest::Look(key, reply) => drop(reply.send(self.look(&key))),
+                WriterRequest::LookWithExpiry(key, reply) => drop(
                     reply.send(
-                        self.browse(|file, now| browse::one(file, now, &key))
+                        self.read(|file, now| browse::marker_with_expiry(file, now, &key))
                             .and_then(|found| found),
                     ),
                 ),
-                Request::Page(after, limit, reply) => drop(
-                    reply.send(self.browse(|file, now| browse::page(file, now, &after, limit))),
+                WriterRequest::ReadPage(after, limit, reply) => drop(
+                    reply.send(self.read(|file, now| browse::read_page(file, now, &after, limit))),
                 ),
-                Request::Memory(reply) => drop(reply.send(self.memory())),
+                WriterRequest::Persistence(reply) => drop(reply.send(self.persistence())),
                 #[cfg(test)]
-                Request::Panic => panic!("as it was asked"),
+                WriterRequest::Panic => panic!("requested by a test"),
             }
-            if count < TOGETHER {
+            if count < MAX_OPERATIONS {
                 next = requests.try_recv().ok();
             }
         }
@@ -158,7 +162,7 @@ impl Desk {
                 }
             }
             Err(failure) => {
-                tracing::debug!(?failure, count, "no transaction");
+                tracing::debug!(?failure, count, "the transaction failed");
                 self.let_go();
                 for (operations, reply) in batch {
                     let _ = reply.send(operations.iter().map(|_| Err(failure.clone())).collect());
@@ -167,25 +171,25 @@ impl Desk {
         }
     }
 
-    /// Applies these in one transaction, which is committed when this returns.
+    /// Applies the operations of all requests in one transaction and commits it.
     fn apply<'a>(
         &mut self,
         requests: impl Iterator<Item = &'a [Operation]>,
         count: usize,
-    ) -> Result<Vec<Answers>, Failure> {
-        let (file, place, clock, sweep) = self.open()?;
-        let working = place.failure(Stage::Working);
-        // One that is dropped is rolled back.
+    ) -> Result<Vec<ApplyAnswers>, StoreFailure> {
+        let (file, config, clock, sweep) = self.open()?;
+        let working = config.failure(TransactionStage::Working);
+        // Rolled back when it is dropped.
         let transaction = file.begin().map_err(&working)?;
-        file.check(place)?;
-        // Read while nobody else writes: so no row was written later than now, unless the clock
-        // went back.
+        file.check(config)?;
+        // Read with the write lock held, so that no row is younger than this reading, unless the
+        // clock jumped back.
         let longest = windows::longest(&transaction).map_err(&working)?;
         if let Some(longest) = longest {
-            clock.let_go(longest);
+            clock.drop_jumps_before(longest);
         }
         let now = clock.now();
-        let mut rows = Rows::new(&transaction, now).map_err(&working)?;
+        let mut rows = MarkerTable::new(&transaction, now).map_err(&working)?;
         let mut answers = Vec::new();
         let mut window = Duration::ZERO;
         for operations in requests {
@@ -197,99 +201,105 @@ impl Desk {
             answers.push(answered);
         }
         drop(rows);
-        windows::note(&transaction, window, longest).map_err(&working)?;
+        windows::record(&transaction, window, longest).map_err(&working)?;
         let rows_beside = u32::try_from(count).unwrap_or(u32::MAX);
-        let stretch = sweep
-            .look(&transaction, rows_beside, now)
+        let range = sweep
+            .scan(&transaction, rows_beside, now)
             .map_err(&working)?;
-        sweep.clear(&transaction, &stretch, now).map_err(&working)?;
+        sweep
+            .delete_expired(&transaction, &range, now)
+            .map_err(&working)?;
         fault::point("sqlite.commit.before");
         transaction
             .commit()
-            .map_err(place.failure(Stage::Committing))?;
+            .map_err(config.failure(TransactionStage::Committing))?;
         fault::point("sqlite.commit.after");
-        sweep.pass(stretch);
+        sweep.advance(range);
         Ok(answers)
     }
 
-    fn look(&mut self, key: &Key) -> Result<Marker, Failure> {
-        let (file, place, clock, _) = self.open()?;
-        let working = place.failure(Stage::Working);
-        file.check(place)?;
-        let mut rows = Rows::new(&file.connection, clock.now()).map_err(&working)?;
+    fn look(&mut self, key: &Key) -> Result<Marker, StoreFailure> {
+        let (file, config, clock, _) = self.open()?;
+        let working = config.failure(TransactionStage::Working);
+        file.check(config)?;
+        let mut rows = MarkerTable::new(&file.connection, clock.now()).map_err(&working)?;
         rows.look(key).map_err(&working)?
     }
 
-    /// Reads as an operator does.
-    fn browse<T>(
+    /// Reads for an operator.
+    fn read<T>(
         &mut self,
-        read: impl FnOnce(&Connection, Now) -> rusqlite::Result<T>,
-    ) -> Result<T, Failure> {
-        let (file, place, clock, _) = self.open()?;
-        file.check(place)?;
-        read(&file.connection, clock.now()).map_err(place.failure(Stage::Working))
+        read: impl FnOnce(&Connection, ClockReading) -> rusqlite::Result<T>,
+    ) -> Result<T, StoreFailure> {
+        let (file, config, clock, _) = self.open()?;
+        file.check(config)?;
+        read(&file.connection, clock.now()).map_err(config.failure(TransactionStage::Working))
     }
 
-    fn memory(&mut self) -> Result<Persistence, Failure> {
-        let (file, place, ..) = self.open()?;
-        file.check(place)?;
-        file.memory(place).map_err(place.failure(Stage::Working))
+    fn persistence(&mut self) -> Result<Persistence, StoreFailure> {
+        let (file, config, ..) = self.open()?;
+        file.check(config)?;
+        file.persistence(config)
+            .map_err(config.failure(TransactionStage::Working))
     }
 
-    /// Looks for what has expired, and at the clock: a jump is not to be taken for the time that
-    /// passed since.
+    /// Deletes expired rows and checks the clock. Frequent checks distinguish a jump from elapsed
+    /// time.
     fn idle(&mut self) {
         let now = self.clock.now();
         let Some(file) = &self.file else { return };
-        if let Err(failure) = clear_a_stretch(file, &self.place, &mut self.sweep, now) {
-            // It can wait, and whoever asks next is told if it is more than that.
-            tracing::debug!(?failure, "expired markers are left for the next time");
+        if let Err(failure) = sweep_next_range(file, &self.config, &mut self.sweep, now) {
+            // Not urgent; a lasting failure is returned to the next caller.
+            tracing::debug!(?failure, "cannot delete expired markers; retrying later");
         }
     }
 
-    /// Closes the file after trouble: what a failed transaction leaves behind is not worth knowing.
-    /// But not a file whose log was replaced: opened anew it would go by another log, and grant
-    /// again what stands in this one.
+    /// Closes the database after a failure, to start from a known state. Keeps it open if its WAL was
+    /// replaced: with the new WAL it would grant markers of the old one again.
     fn let_go(&mut self) {
-        self.file.take_if(|file| file.stands(&self.place));
+        self.file.take_if(|file| file.is_current(&self.config));
     }
 
-    /// The open file, and what is needed beside it.
-    fn open(&mut self) -> Result<(&OpenFile, &Place, &mut Clock, &mut Sweep), Failure> {
+    /// The open database and the other fields.
+    fn open(
+        &mut self,
+    ) -> Result<(&OpenDatabase, &FileConfig, &mut WallClock, &mut ExpirySweep), StoreFailure> {
         let file = match self.file.take() {
             Some(file) => file,
-            None => OpenFile::open(&self.place, self.identity)?,
+            None => OpenDatabase::open(&self.config, self.identity)?,
         };
         self.identity = Some(file.identity);
         Ok((
             self.file.insert(file),
-            &self.place,
+            &self.config,
             &mut self.clock,
             &mut self.sweep,
         ))
     }
 }
 
-/// Writes only if something has expired, and the file still is ours to write to.
-fn clear_a_stretch(
-    file: &OpenFile,
-    place: &Place,
-    sweep: &mut Sweep,
-    now: Now,
-) -> Result<(), Failure> {
-    let working = place.failure(Stage::Working);
-    let stretch = sweep
-        .look(&file.connection, IDLE_ROWS, now)
+/// Scans the next range, and deletes its expired rows if there are any.
+fn sweep_next_range(
+    file: &OpenDatabase,
+    config: &FileConfig,
+    sweep: &mut ExpirySweep,
+    now: ClockReading,
+) -> Result<(), StoreFailure> {
+    let working = config.failure(TransactionStage::Working);
+    let range = sweep
+        .scan(&file.connection, IDLE_ROWS, now)
         .map_err(&working)?;
-    if stretch.expired > 0 {
+    if range.expired > 0 {
         let transaction = file.begin().map_err(&working)?;
-        file.check(place)?;
-        sweep.clear(&transaction, &stretch, now).map_err(&working)?;
+        file.check(config)?;
+        sweep
+            .delete_expired(&transaction, &range, now)
+            .map_err(&working)?;
         transaction
             .commit()
-            .map_err(place.failure(Stage::Committing))?;
+            .map_err(config.failure(TransactionStage::Committing))?;
     }
-    sweep.pass(stretch);
+    sweep.advance(range);
     Ok(())
 }
 
@@ -301,22 +311,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_nobody_waits_for_any_more_is_not_begun_and_all_else_shares_a_commit() {
+    fn abandoned_requests_are_skipped_and_the_others_share_a_commit() {
         let directory = tempfile::tempdir().expect("a directory");
-        let place = Place {
+        let config = FileConfig {
             path: directory.path().join("markers.db"),
             synchronous: Default::default(),
-            patience: IDLE,
+            busy_timeout: IDLE_INTERVAL,
         };
         let key = |id: &str| Key::new(&MessageId::new(id).expect("an id"));
         let terms = Terms {
             guarantee: Guarantee::AtMostOnce,
-            lease: IDLE,
-            window: IDLE,
+            lease: IDLE_INTERVAL,
+            window: IDLE_INTERVAL,
             fingerprint: None,
         };
         let (sender, requests) = channel();
-        let hand_in = |id| {
+        let submit = |id| {
             let (reply, answer) = oneshot::channel();
             let claim = Operation {
                 key: key(id),
@@ -326,19 +336,19 @@ mod tests {
                 terms,
             };
             sender
-                .send(Request::Apply(vec![claim], reply))
+                .send(WriterRequest::Apply(vec![claim], reply))
                 .expect("it waits");
             answer
         };
-        let answers = [hand_in("a"), hand_in("b")];
-        drop(hand_in("dropped"));
+        let answers = [submit("a"), submit("b")];
+        drop(submit("dropped"));
         let (reply, looked) = oneshot::channel();
         sender
-            .send(Request::Look(key("dropped"), reply))
+            .send(WriterRequest::Look(key("dropped"), reply))
             .expect("it waits");
         drop(sender);
 
-        Desk::new(place).run(&requests);
+        WriterThread::new(config).run(&requests);
         for answer in answers {
             assert!(matches!(
                 answer.blocking_recv().expect("answered")[..],
@@ -358,15 +368,15 @@ mod tests {
     }
 
     #[test]
-    fn an_idle_desk_clears_out_nothing_of_a_newer_release() {
+    fn an_idle_thread_deletes_nothing_from_a_newer_schema() {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("markers.db");
-        let mut desk = Desk::new(Place {
+        let mut writer = WriterThread::new(FileConfig {
             path: path.clone(),
             synchronous: Default::default(),
-            patience: IDLE,
+            busy_timeout: IDLE_INTERVAL,
         });
-        desk.open().expect("a new file");
+        writer.open().expect("a new file");
         let other = rusqlite::Connection::open(path).expect("it opens");
         other
             .execute(
@@ -378,7 +388,7 @@ mod tests {
             other
                 .pragma_update(None, "user_version", version)
                 .expect("written");
-            desk.idle();
+            writer.idle();
             let rows: u32 = other
                 .query_row("SELECT count(*) FROM markers", [], |row| row.get(0))
                 .expect("a number");
@@ -386,23 +396,23 @@ mod tests {
         }
     }
 
-    /// What two processes share, of which the one whose clock jumped has the shorter window, or
-    /// none yet.
+    /// Two processes share a file, and the one whose clock jumped has the shorter window, or has not
+    /// written yet.
     #[test]
-    fn a_jump_counts_for_the_longest_window_in_the_file_whoever_noticed_it() {
+    fn a_jump_is_kept_for_the_longest_window_in_the_file() {
         const HOUR: Duration = Duration::from_secs(3600);
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("markers.db");
-        let place = Place {
+        let config = FileConfig {
             path: path.clone(),
             synchronous: Default::default(),
-            patience: IDLE,
+            busy_timeout: IDLE_INTERVAL,
         };
         let key = |id: &str| Key::new(&MessageId::new(id).expect("an id"));
         let asks = |id: &str, ask, token, window| {
             let terms = Terms {
                 guarantee: Guarantee::AtMostOnce,
-                lease: IDLE,
+                lease: IDLE_INTERVAL,
                 window,
                 fingerprint: None,
             };
@@ -414,8 +424,8 @@ mod tests {
                 terms,
             }
         };
-        let apply = |desk: &mut Desk, operations: &[Operation]| -> Vec<Verdict> {
-            let answers = desk
+        let apply = |writer: &mut WriterThread, operations: &[Operation]| -> Vec<Verdict> {
+            let answers = writer
                 .apply([operations].into_iter(), operations.len())
                 .expect("a commit");
             answers[0]
@@ -424,10 +434,10 @@ mod tests {
                 .collect()
         };
         let other = || rusqlite::Connection::open(&path).expect("it opens");
-        // The windows of who wrote, and which of the rows outlive the other's transaction.
+        // The writer's window, and how many of its rows survive the other's transaction.
         let unresolved = |id| format!("{id}-unresolved");
-        for (id, window, outlive) in [("short", IDLE, 1), ("long", HOUR, 4)] {
-            let mut writer = Desk::new(place.clone());
+        for (id, window, outlive) in [("short", IDLE_INTERVAL, 1), ("long", HOUR, 4)] {
+            let mut writer = WriterThread::new(config.clone());
             let done = ["a", "b", "c"].map(|it| format!("{id}-{it}"));
             let mut made: Vec<Operation> = done
                 .iter()
@@ -436,11 +446,11 @@ mod tests {
             made.push(asks(&unresolved(id), Ask::Claim, 1, window));
             apply(&mut writer, &made);
             drop(writer);
-            // A jump of an hour made all of them older than they are.
+            // A jump of an hour let all of them appear expired.
             let mine = format!("{id}-%");
-            let jumped = || Desk {
-                clock: Clock::jumped(HOUR, 10 * IDLE),
-                ..Desk::new(place.clone())
+            let jumped = || WriterThread {
+                clock: WallClock::jumped(HOUR, 10 * IDLE_INTERVAL),
+                ..WriterThread::new(config.clone())
             };
             let rows = other()
                 .execute(
@@ -462,17 +472,17 @@ mod tests {
             assert_eq!(
                 (idle.look(&key(&done[0])).expect("a marker"), left()),
                 (Marker::Done(None), 4),
-                "{id}: who only looks"
+                "{id}: a reader"
             );
 
-            // More operations than there are rows: all of them are looked at.
+            // More operations than rows, so that all rows are scanned.
             let mut brief = jumped();
             let others: Vec<Operation> = (0..20)
-                .map(|it| asks(&format!("{id}{it}"), Ask::Claim, 2, IDLE))
+                .map(|it| asks(&format!("{id}{it}"), Ask::Claim, 2, IDLE_INTERVAL))
                 .collect();
             apply(&mut brief, &others);
             assert_eq!(left(), outlive, "{id}");
-            let again = apply(&mut brief, &[asks(&done[0], Ask::Claim, 2, IDLE)]);
+            let again = apply(&mut brief, &[asks(&done[0], Ask::Claim, 2, IDLE_INTERVAL)]);
             assert_eq!(
                 again,
                 [if outlive == 4 {
@@ -491,26 +501,28 @@ mod tests {
     }
 
     #[test]
-    fn who_panics_still_knows_which_file_it_was() {
+    fn a_panic_keeps_the_identity_of_the_file() {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("markers.db");
-        let sender = start(Place {
+        let sender = start(FileConfig {
             path: path.clone(),
             synchronous: Default::default(),
-            patience: IDLE,
+            busy_timeout: IDLE_INTERVAL,
         })
         .expect("a thread");
-        let memory = || {
+        let persistence = || {
             let (reply, answer) = oneshot::channel();
-            sender.send(Request::Memory(reply)).expect("it waits");
+            sender
+                .send(WriterRequest::Persistence(reply))
+                .expect("it waits");
             answer.blocking_recv().expect("answered")
         };
-        memory().expect("a new file");
-        sender.send(Request::Panic).expect("it waits");
-        memory().expect("it goes on");
+        persistence().expect("a new file");
+        sender.send(WriterRequest::Panic).expect("it waits");
+        persistence().expect("the thread still runs");
         std::fs::rename(&path, directory.path().join("away.db")).expect("moved");
-        sender.send(Request::Panic).expect("it waits");
-        memory().expect_err("it is gone");
+        sender.send(WriterRequest::Panic).expect("it waits");
+        persistence().expect_err("the file was moved");
         assert!(!path.exists(), "a new file was made");
     }
 }

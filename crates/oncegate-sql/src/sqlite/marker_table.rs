@@ -1,4 +1,4 @@
-//! Markers as rows, and what an operation does to one.
+//! Reads and writes markers as rows, and applies operations to them.
 
 use std::time::Duration;
 
@@ -9,10 +9,10 @@ use oncegate_core::marker::{
 };
 use rusqlite::{CachedStatement, Connection, OptionalExtension, Params, Row, params};
 
-use super::clock::{Now, milliseconds};
-use super::failure::Failure;
+use super::clock::{ClockReading, milliseconds};
+use super::failure::StoreFailure;
 
-const READ: &str = "SELECT expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee FROM markers
+const SELECT: &str = "SELECT expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee FROM markers
     WHERE key = ?1";
 
 const WRITE: &str =
@@ -21,74 +21,76 @@ const WRITE: &str =
     ON CONFLICT (key) DO UPDATE SET expires = ?2, state = ?3, fingerprint = ?4, attempt = ?5, base = ?6, crashes = ?7, effect = ?8,
         token = ?9, lease = ?10, horizon = ?11, guarantee = ?12";
 
-/// Writes nothing where there is a row, expired or not.
+/// Writes nothing if there is a row, expired or not.
 const WRITE_NEW: &str =
     "INSERT INTO markers (key, expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee)
     VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12)
     ON CONFLICT (key) DO NOTHING";
 
-/// Writes nothing unless this attempt of this claim is in progress, and is not forgotten.
-const COMPLETE_OWN: &str = "UPDATE markers SET expires = ?2, state = 0, fingerprint = ?3, attempt = NULL, base = NULL, crashes = NULL,
+/// Writes nothing unless this attempt of this claim is in progress and has not expired.
+const COMPLETE_OWN_CLAIM: &str = "UPDATE markers SET expires = ?2, state = 0, fingerprint = ?3, attempt = NULL, base = NULL, crashes = NULL,
         effect = NULL, token = NULL, lease = NULL, horizon = NULL, guarantee = NULL
     WHERE key = ?1 AND state = 2 AND token = ?4 AND attempt = ?5 AND expires > ?6";
 
 const DELETE: &str = "DELETE FROM markers WHERE key = ?1";
 
-/// The statements, for one transaction.
-pub(crate) struct Rows<'connection> {
-    read: CachedStatement<'connection>,
+/// The prepared statements of one transaction.
+pub(crate) struct MarkerTable<'connection> {
+    select: CachedStatement<'connection>,
     write: CachedStatement<'connection>,
     write_new: CachedStatement<'connection>,
-    complete_own: CachedStatement<'connection>,
+    complete_own_claim: CachedStatement<'connection>,
     delete: CachedStatement<'connection>,
-    now: Now,
+    now: ClockReading,
 }
 
-/// A row that this release cannot have written.
+/// The error for a row that this release cannot have written.
 #[derive(Debug)]
-pub(crate) struct Unreadable;
+pub(crate) struct UnreadableRow;
 
-/// A marker with what is known of its time.
-pub(crate) struct Found {
+/// A marker and its age.
+pub(crate) struct StoredMarker {
     pub(crate) marker: Marker,
     age: Age,
 }
 
-const ABSENT: Found = Found {
+const ABSENT: StoredMarker = StoredMarker {
     marker: Marker::Absent,
     age: Age::Of(Duration::ZERO),
 };
 
-impl<'connection> Rows<'connection> {
-    pub(crate) fn new(connection: &'connection Connection, now: Now) -> rusqlite::Result<Self> {
-        let [read, write, write_new, complete_own, delete] =
-            [READ, WRITE, WRITE_NEW, COMPLETE_OWN, DELETE]
+impl<'connection> MarkerTable<'connection> {
+    pub(crate) fn new(
+        connection: &'connection Connection,
+        now: ClockReading,
+    ) -> rusqlite::Result<Self> {
+        let [select, write, write_new, complete_own_claim, delete] =
+            [SELECT, WRITE, WRITE_NEW, COMPLETE_OWN_CLAIM, DELETE]
                 .map(|sql| connection.prepare_cached(sql));
         Ok(Self {
-            read: read?,
+            select: select?,
             write: write?,
             write_new: write_new?,
-            complete_own: complete_own?,
+            complete_own_claim: complete_own_claim?,
             delete: delete?,
             now,
         })
     }
 
-    /// Does to the row of its key what the operation asks. A row that cannot be read is left as it
-    /// is.
+    /// Applies the operation to the row of its key. An unreadable row is not changed.
     ///
     /// # Errors
-    /// If SQLite fails: then the whole transaction does.
+    /// If SQLite fails, which fails the whole transaction.
     pub(crate) fn apply(
         &mut self,
         operation: &Operation,
-    ) -> rusqlite::Result<Result<Verdict, Failure>> {
-        if let Some(verdict) = self.apply_to_the_usual(operation)? {
+    ) -> rusqlite::Result<Result<Verdict, StoreFailure>> {
+        if let Some(verdict) = self.apply_fast_path(operation)? {
             return Ok(Ok(verdict));
         }
-        let found = match self.find(&operation.key)? {
+        let found = match self.read(&operation.key)? {
             Ok(found) => found,
-            Err(Unreadable) => return Ok(Err(unreadable(operation.key.as_str()))),
+            Err(UnreadableRow) => return Ok(Err(unreadable(operation.key.as_str()))),
         };
         let (change, verdict) = apply(found.marker, found.age, operation);
         match change {
@@ -104,9 +106,9 @@ impl<'connection> Rows<'connection> {
         Ok(Ok(verdict))
     }
 
-    /// Nearly every claim finds nothing, and nearly every completion its own claim. Either takes
-    /// one statement then, which writes nothing if it is otherwise.
-    fn apply_to_the_usual(&mut self, operation: &Operation) -> rusqlite::Result<Option<Verdict>> {
+    /// Applies a claim of an absent key or the completion of an unchanged claim, the most frequent
+    /// cases, with one statement, which writes nothing in other cases.
+    fn apply_fast_path(&mut self, operation: &Operation) -> rusqlite::Result<Option<Verdict>> {
         let Operation {
             key,
             ask,
@@ -114,7 +116,7 @@ impl<'connection> Rows<'connection> {
             attempt,
             terms,
         } = operation;
-        let (usual, age) = match ask {
+        let (expected, age) = match ask {
             Ask::Claim => (ABSENT.marker, ABSENT.age),
             Ask::Complete => {
                 let Terms {
@@ -138,7 +140,7 @@ impl<'connection> Rows<'connection> {
             }
             _ => return Ok(None),
         };
-        let written = match (ask, apply(usual, age, operation)) {
+        let written = match (ask, apply(expected, age, operation)) {
             (Ask::Claim, (Change::Write(marker, after), verdict)) => (
                 self.write_new
                     .execute(self.now.columns(key, marker, after))?,
@@ -153,9 +155,9 @@ impl<'connection> Rows<'connection> {
                     fingerprint,
                     token,
                     attempt,
-                    self.now.forgotten
+                    self.now.expired_until
                 ];
-                (self.complete_own.execute(values)?, verdict)
+                (self.complete_own_claim.execute(values)?, verdict)
             }
             _ => return Ok(None),
         };
@@ -164,26 +166,26 @@ impl<'connection> Rows<'connection> {
             .map(|(_, verdict)| verdict))
     }
 
-    /// The marker under a key.
-    pub(crate) fn look(&mut self, key: &Key) -> rusqlite::Result<Result<Marker, Failure>> {
+    /// The marker of a key.
+    pub(crate) fn look(&mut self, key: &Key) -> rusqlite::Result<Result<Marker, StoreFailure>> {
         Ok(self
-            .find(key)?
+            .read(key)?
             .map(|found| found.marker)
-            .map_err(|Unreadable| unreadable(key.as_str())))
+            .map_err(|UnreadableRow| unreadable(key.as_str())))
     }
 
-    fn find(&mut self, key: &Key) -> rusqlite::Result<Result<Found, Unreadable>> {
+    fn read(&mut self, key: &Key) -> rusqlite::Result<Result<StoredMarker, UnreadableRow>> {
         let now = self.now;
         let found = self
-            .read
+            .select
             .query_row([key.as_str()], |row| Ok(read(row, now)))
             .optional()?;
         Ok(found.unwrap_or(Ok(ABSENT)))
     }
 }
 
-impl Now {
-    /// When what is written now, to last for so long, expires.
+impl ClockReading {
+    /// The expiry of a row that is written now and kept for this long.
     fn expires(&self, after: Duration) -> i64 {
         self.wall + milliseconds(after).max(1)
     }
@@ -196,7 +198,7 @@ impl Now {
         after: Duration,
     ) -> impl Params + use<'key> {
         let (state, fingerprint, hold) = match marker {
-            Marker::Absent => unreachable!("a marker that is absent is deleted, not written"),
+            Marker::Absent => unreachable!("an absent marker is deleted, not written"),
             Marker::Done(fingerprint) => (0, fingerprint, None),
             Marker::Cleared { .. } => (1, None, None),
             Marker::InProgress(hold) => (2, hold.fingerprint, Some(hold)),
@@ -204,19 +206,19 @@ impl Now {
             Marker::InDoubt(hold, Doubt::Reconciling) => (4, hold.fingerprint, Some(hold)),
             Marker::Rejected { fingerprint, .. } => (5, fingerprint, None),
         };
-        let tried = match marker {
+        let attempts_and_effect = match marker {
             Marker::Cleared { attempts, effect } => Some((attempts, effect)),
             _ => hold.map(|hold| (hold.attempts, hold.earlier)),
         };
         let attempt = match marker {
             Marker::Rejected { attempt, .. } => Some(attempt),
-            _ => tried.map(|(attempts, _)| attempts.number),
+            _ => attempts_and_effect.map(|(attempts, _)| attempts.number),
         };
         let [base, crashes] = [
-            tried.map(|(attempts, _)| attempts.base),
-            tried.map(|(attempts, _)| attempts.crashes),
+            attempts_and_effect.map(|(attempts, _)| attempts.base),
+            attempts_and_effect.map(|(attempts, _)| attempts.crashes),
         ];
-        let effect = tried.map(|(_, effect)| match effect {
+        let effect = attempts_and_effect.map(|(_, effect)| match effect {
             Effect::Nothing => 0,
             Effect::Unknown => 1,
         });
@@ -249,33 +251,33 @@ impl Now {
     }
 }
 
-/// Reads a row, whose columns are those of [`READ`].
-pub(crate) fn read(row: &Row<'_>, now: Now) -> Result<Found, Unreadable> {
-    let expires: i64 = row.get(0).map_err(|_| Unreadable)?;
-    // Of what a done marker lacks, its guarantee is one thing.
-    let forgotten = if matches!(row.get(10), Ok(Some(0))) {
-        now.unresolved_forgotten
+/// Reads a row, whose columns are those of [`SELECT`].
+pub(crate) fn read(row: &Row<'_>, now: ClockReading) -> Result<StoredMarker, UnreadableRow> {
+    let expires: i64 = row.get(0).map_err(|_| UnreadableRow)?;
+    // A done marker has no guarantee.
+    let expired_until = if matches!(row.get(10), Ok(Some(0))) {
+        now.unresolved_expired_until
     } else {
-        now.forgotten
+        now.expired_until
     };
-    if expires <= forgotten {
+    if expires <= expired_until {
         return Ok(ABSENT);
     }
     let fingerprint = match row
         .get::<_, Option<i64>>(2)
-        .map_err(|_| Unreadable)?
+        .map_err(|_| UnreadableRow)?
         .map(u64::try_from)
     {
         None => None,
         Some(Ok(number)) if number < Fingerprint::LIMIT => Some(Fingerprint::new(number)),
-        Some(_) => return Err(Unreadable),
+        Some(_) => return Err(UnreadableRow),
     };
-    let count = |column| row.get::<_, u32>(column).map_err(|_| Unreadable);
-    let tried = || -> Result<(Attempts, Effect), Unreadable> {
+    let count = |column| row.get::<_, u32>(column).map_err(|_| UnreadableRow);
+    let attempts_and_effect = || -> Result<(Attempts, Effect), UnreadableRow> {
         let effect = match row.get(6) {
             Ok(0) => Effect::Nothing,
             Ok(1) => Effect::Unknown,
-            _ => return Err(Unreadable),
+            _ => return Err(UnreadableRow),
         };
         Ok((
             Attempts {
@@ -286,13 +288,13 @@ pub(crate) fn read(row: &Row<'_>, now: Now) -> Result<Found, Unreadable> {
             effect,
         ))
     };
-    let hold = || -> Result<(Hold, Age), Unreadable> {
-        let (attempts, earlier) = tried()?;
+    let hold = || -> Result<(Hold, Age), UnreadableRow> {
+        let (attempts, earlier) = attempts_and_effect()?;
         let [lease, horizon] =
             [8, 9].map(|column| row.get::<_, i64>(column).ok().filter(|it| *it >= 0));
-        let (lease, horizon) = (lease.ok_or(Unreadable)?, horizon.ok_or(Unreadable)?);
+        let (lease, horizon) = (lease.ok_or(UnreadableRow)?, horizon.ok_or(UnreadableRow)?);
         let hold = Hold {
-            token: Token(u128::from_be_bytes(row.get(7).map_err(|_| Unreadable)?)),
+            token: Token(u128::from_be_bytes(row.get(7).map_err(|_| UnreadableRow)?)),
             attempts,
             earlier,
             lease: Duration::from_millis(lease.unsigned_abs()),
@@ -301,7 +303,7 @@ pub(crate) fn read(row: &Row<'_>, now: Now) -> Result<Found, Unreadable> {
                 Ok(0) => Guarantee::AtMostOnce,
                 Ok(1) => Guarantee::EffectivelyOnce,
                 Ok(2) => Guarantee::Bare,
-                _ => return Err(Unreadable),
+                _ => return Err(UnreadableRow),
             },
             fingerprint,
         };
@@ -310,7 +312,7 @@ pub(crate) fn read(row: &Row<'_>, now: Now) -> Result<Found, Unreadable> {
     let marker = match row.get(1) {
         Ok(0) => Marker::Done(fingerprint),
         Ok(1) => {
-            let (attempts, effect) = tried()?;
+            let (attempts, effect) = attempts_and_effect()?;
             Marker::Cleared { attempts, effect }
         }
         Ok(5) => Marker::Rejected {
@@ -324,28 +326,28 @@ pub(crate) fn read(row: &Row<'_>, now: Now) -> Result<Found, Unreadable> {
                 3 => Marker::InDoubt(hold, Doubt::Waiting),
                 _ => Marker::InDoubt(hold, Doubt::Reconciling),
             };
-            return Ok(Found { marker, age });
+            return Ok(StoredMarker { marker, age });
         }
-        _ => return Err(Unreadable),
+        _ => return Err(UnreadableRow),
     };
-    Ok(Found { marker, ..ABSENT })
+    Ok(StoredMarker { marker, ..ABSENT })
 }
 
-/// How old a marker is that was written at this time; unknown if that is still to come.
-fn age(written: i64, now: Now) -> Age {
+/// The age of a marker that was written at this time; unknown if that time is in the future.
+fn age(written: i64, now: ClockReading) -> Age {
     if written > now.wall {
         return Age::Unknown;
     }
-    let old = now.wall.saturating_sub(written.max(now.held_since));
+    let old = now.wall.saturating_sub(written.max(now.lease_start_floor));
     Age::Of(Duration::from_millis(
         u64::try_from(old).unwrap_or_default(),
-    )) // held_since is never after the wall clock
+    )) // lease_start_floor is never after the wall clock
 }
 
-pub(crate) fn unreadable(key: &str) -> Failure {
-    Failure::unreadable_marker(format!(
-        "the row of {} in the table markers holds no marker that this release can read: delete the row, or upgrade oncegate here; it is left \
-         as it is",
+pub(crate) fn unreadable(key: &str) -> StoreFailure {
+    StoreFailure::unreadable_marker(format!(
+        "the row of {} in the table markers holds no marker that this release can read: delete the row, or upgrade oncegate here; the row \
+         is unchanged",
         key
     ))
 }
@@ -356,7 +358,7 @@ mod tests {
 
     use oncegate_core::MessageId;
 
-    use super::super::file::{OpenFile, Place};
+    use super::super::file::{FileConfig, OpenDatabase};
     use super::*;
 
     const LEASE: i64 = 30_000;
@@ -369,16 +371,16 @@ mod tests {
         crashes: 1,
     };
 
-    fn file(directory: &Path) -> OpenFile {
-        let place = Place {
+    fn file(directory: &Path) -> OpenDatabase {
+        let config = FileConfig {
             path: directory.join("markers.db"),
             synchronous: Default::default(),
-            patience: Duration::ZERO,
+            busy_timeout: Duration::ZERO,
         };
-        OpenFile::open(&place, None).expect("a new file")
+        OpenDatabase::open(&config, None).expect("a new file")
     }
 
-    fn ask(file: &OpenFile, now: Now, ask: Ask, token: u128) -> Verdict {
+    fn ask(file: &OpenDatabase, now: ClockReading, ask: Ask, token: u128) -> Verdict {
         let [lease, window] = [LEASE, WINDOW].map(|it| Duration::from_millis(it.unsigned_abs()));
         let terms = Terms {
             guarantee: Guarantee::EffectivelyOnce,
@@ -394,24 +396,24 @@ mod tests {
             attempt: 1,
             terms,
         };
-        let mut rows = Rows::new(&file.connection, now).expect("a table");
+        let mut rows = MarkerTable::new(&file.connection, now).expect("a table");
         rows.apply(&operation)
-            .expect("no error of SQLite's")
+            .expect("SQLite does not fail")
             .expect("a verdict")
     }
 
-    /// Without a jump.
-    fn at(wall: i64) -> Now {
-        Now {
+    /// A reading without jumps.
+    fn at(wall: i64) -> ClockReading {
+        ClockReading {
             wall,
-            held_since: i64::MIN,
-            forgotten: wall,
-            unresolved_forgotten: wall,
+            lease_start_floor: i64::MIN,
+            expired_until: wall,
+            unresolved_expired_until: wall,
         }
     }
 
     #[test]
-    fn a_lease_and_a_window_end_when_they_are_over_and_not_before() {
+    fn a_lease_expires_after_its_last_millisecond() {
         let directory = tempfile::tempdir().expect("a directory");
         let file = file(directory.path());
         assert_eq!(
@@ -431,7 +433,7 @@ mod tests {
     }
 
     #[test]
-    fn a_done_marker_is_forgotten_after_its_window() {
+    fn a_done_marker_expires_after_its_window() {
         let directory = tempfile::tempdir().expect("a directory");
         let file = file(directory.path());
         assert_eq!(
@@ -449,7 +451,7 @@ mod tests {
     }
 
     #[test]
-    fn a_completion_knows_its_own_claim_from_any_other() {
+    fn a_completion_recognizes_only_its_own_claim() {
         let claimed = || {
             let directory = tempfile::tempdir().expect("a directory");
             let file = file(directory.path());
@@ -472,7 +474,7 @@ mod tests {
         assert_eq!(
             ask(&file, at(START + WINDOW - 1), Ask::Claim, 2),
             Verdict::Duplicate,
-            "the window begins anew"
+            "the window restarts"
         );
 
         let (file, _directory) = claimed();
@@ -490,7 +492,7 @@ mod tests {
         assert_eq!(
             ask(&file, at(START), Ask::Complete, 2),
             Verdict::Done { marker_lost: false },
-            "whoever knows ends a doubt"
+            "any token can resolve a doubt"
         );
 
         let (file, _directory) = claimed();
@@ -502,17 +504,17 @@ mod tests {
     }
 
     #[test]
-    fn a_jump_forward_ends_no_lease_and_forgets_nothing() {
+    fn a_jump_forward_expires_no_lease_and_no_marker() {
         let directory = tempfile::tempdir().expect("a directory");
         let file = file(directory.path());
         ask(&file, at(START), Ask::Claim, 1);
         let jumped = |later: i64| {
-            let forgotten = START + later;
-            Now {
+            let expired_until = START + later;
+            ClockReading {
                 wall: START + HOUR + later,
-                held_since: START + HOUR,
-                forgotten,
-                unresolved_forgotten: forgotten,
+                lease_start_floor: START + HOUR,
+                expired_until,
+                unresolved_expired_until: expired_until,
             }
         };
         assert_eq!(
@@ -536,7 +538,7 @@ mod tests {
     }
 
     #[test]
-    fn after_a_jump_back_the_age_is_nothing_and_then_begins_anew() {
+    fn after_a_jump_back_the_age_is_unknown_and_then_restarts() {
         let directory = tempfile::tempdir().expect("a directory");
         let file = file(directory.path());
         ask(&file, at(START + HOUR), Ask::Claim, 1);
@@ -545,7 +547,7 @@ mod tests {
             ask(&file, at(START), Ask::Claim, 2),
             Verdict::Busy { remaining: lease }
         );
-        // Not for an hour and a lease.
+        // Not busy for an hour and a lease.
         assert_eq!(
             ask(&file, at(START + LEASE + 1), Ask::Claim, 2),
             Verdict::Granted(TAKEN_OVER)
