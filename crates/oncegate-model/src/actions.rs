@@ -108,7 +108,7 @@ impl Trial {
             actions.push(Yield(who));
         }
         if flight.dispatch.leaves() {
-            actions.push(DrainOver(who));
+            actions.extend([DrainOver(who), StopNow(who)]);
         }
     }
 
@@ -344,6 +344,10 @@ impl Trial {
                 self.happens(world, who, Event::OtherRunsAlone);
             }
             Action::DrainOver(who) => self.happens(world, who, Event::DrainOver),
+            Action::StopNow(who) => {
+                world.seen.stopped_now |= self.counts_claims_left_behind();
+                self.happens(world, who, Event::StopNow);
+            }
             Action::CompleteLate(who) => self.complete_late(world, who)?,
             Action::Forget => {
                 world.left.forgotten -= 1;

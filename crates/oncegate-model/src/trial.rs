@@ -132,6 +132,20 @@ impl Trial {
         self.setup.guarantees == [guarantee; 2]
     }
 
+    /// Whether every claim has an end, as long as nobody stops without the store's answer.
+    pub(crate) fn counts_claims_left_behind(&self) -> bool {
+        let Budget {
+            crashes,
+            losses,
+            expiries,
+            forgotten,
+            lost_claims,
+            drains,
+            ..
+        } = self.setup.budget;
+        drains > 0 && (crashes, losses, expiries, forgotten, lost_claims) == (0, 0, 0, 0, 0)
+    }
+
     pub(crate) fn operation(&self, sent: &Sent) -> Operation {
         let Sent {
             ask,
