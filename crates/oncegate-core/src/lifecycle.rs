@@ -115,8 +115,10 @@ pub enum DoubtCause {
 pub enum AfterDoubt {
     /// Find out now.
     Reconcile,
-    /// The lease is lost, or the consumer drains: let whoever claims next find out.
+    /// The lease is lost: let whoever claims next find out, after a pause.
     Release,
+    /// The consumer stops: let whoever claims next find out.
+    ReleaseAtOnce,
     /// `reconcile` has tried in vain: to the in-doubt destination, and free for a person to
     /// resolve.
     Reject,
@@ -480,6 +482,9 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
         (Doubting(permit, _, AfterDoubt::Release), Answer(_)) => {
             release(policy.pause(0), permit.failures)
         }
+        (Doubting(permit, _, AfterDoubt::ReleaseAtOnce), Answer(_)) => {
+            release(Duration::ZERO, permit.failures)
+        }
         (Doubting(_, cause, AfterDoubt::Reject), Answer(V::Kept)) => reject(Reason::InDoubt(cause)),
         (Reconciling(permit, _, _), Found(Some(finding))) => (
             Resolving(permit, finding),
@@ -551,6 +556,9 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
         (Doubting(permit, _, AfterDoubt::Release), UnreadableMarker) => {
             release(policy.pause(0), permit.failures)
         }
+        (Doubting(permit, _, AfterDoubt::ReleaseAtOnce), UnreadableMarker) => {
+            release(Duration::ZERO, permit.failures)
+        }
         (Claiming(..) | Doubting(..) | Resolving(..) | Completing(_), UnreadableMarker) => {
             reject(Reason::InDoubt(DoubtCause::UnreadableMarker))
         }
@@ -588,14 +596,16 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
         (Leaving(history), Answer(V::InDoubt(attempts))) => doubt(
             history.permit(attempts),
             DoubtCause::HolderGone,
-            AfterDoubt::Release,
+            AfterDoubt::ReleaseAtOnce,
         ),
         (Leaving(history), NotAsked) => release(Duration::ZERO, history.failures),
         (Leaving(_), Answer(V::Duplicate)) => accept(By::Duplicate),
         (Leaving(history), Answer(_)) => release(Duration::ZERO, history.failures),
         (Ready(permit), Drain) => withdraw(permit, AfterWithdrawal::Release),
         (Pausing(permit, _), Drain) => clear(permit, Effect::Nothing, Duration::ZERO),
-        (ReconcilePausing(permit, _, cause), Drain) => doubt(permit, cause, AfterDoubt::Release),
+        (ReconcilePausing(permit, _, cause), Drain) => {
+            doubt(permit, cause, AfterDoubt::ReleaseAtOnce)
+        }
         (Settled, _) => (Settled, Action::Wait),
         (stage, DrainOver) => drain_over(stage, policy),
         (_, StopNow) => (Settled, Action::Abandon),
@@ -626,7 +636,9 @@ fn drain_over(stage: Stage, policy: &Policy) -> (Stage, Action) {
         // The handler is dropped. A message whose last attempt this was is released all the same:
         // the next claim dead-letters it, and a stop waits for no other system than the store.
         Running(permit, _) => match policy.guarantee {
-            Guarantee::AtMostOnce => doubt(permit, DoubtCause::HolderGone, AfterDoubt::Release),
+            Guarantee::AtMostOnce => {
+                doubt(permit, DoubtCause::HolderGone, AfterDoubt::ReleaseAtOnce)
+            }
             Guarantee::EffectivelyOnce | Guarantee::Bare => {
                 clear(permit.failed(), Effect::Unknown, Duration::ZERO)
             }
@@ -635,16 +647,17 @@ fn drain_over(stage: Stage, policy: &Policy) -> (Stage, Action) {
 
         // `reconcile` is dropped, or is not started any more: whoever claims next finds out.
         Reconciling(permit, _, cause) | ReconcilePausing(permit, _, cause) => {
-            doubt(permit, cause, AfterDoubt::Release)
+            doubt(permit, cause, AfterDoubt::ReleaseAtOnce)
         }
-        Doubting(permit, cause, AfterDoubt::Reconcile) => {
-            (Doubting(permit, cause, AfterDoubt::Release), Action::Wait)
-        }
+        Doubting(permit, cause, AfterDoubt::Reconcile) => (
+            Doubting(permit, cause, AfterDoubt::ReleaseAtOnce),
+            Action::Wait,
+        ),
 
         // An answer is still to come.
         Leaving(_)
         | Withdrawing(..)
-        | Doubting(_, _, AfterDoubt::Release | AfterDoubt::Reject)
+        | Doubting(_, _, AfterDoubt::Release | AfterDoubt::ReleaseAtOnce | AfterDoubt::Reject)
         | Resolving(..)
         | Completing(_)
         | Clearing(..)

@@ -69,6 +69,7 @@ fn stages() -> Vec<Stage> {
         Pausing(GRANT, Tries(1)),
         Doubting(GRANT, DoubtCause::Said, AfterDoubt::Reconcile),
         Doubting(GRANT, DoubtCause::HolderGone, AfterDoubt::Release),
+        Doubting(GRANT, DoubtCause::HolderGone, AfterDoubt::ReleaseAtOnce),
         Doubting(GRANT, DoubtCause::HolderGone, AfterDoubt::Reject),
         Reconciling(GRANT, Tries(0), DoubtCause::Said),
         ReconcilePausing(GRANT, Tries(1), DoubtCause::Said),
@@ -669,7 +670,7 @@ fn drain_in_every_stage_gives_back_what_has_not_started() {
         let expected = match stage {
             New(_) | AwaitingHolder(_, _, ClaimReply::Answered) => release(Duration::ZERO, 0),
             ReconcilePausing(..) => (
-                Doubting(GRANT, DoubtCause::Said, AfterDoubt::Release),
+                Doubting(GRANT, DoubtCause::Said, AfterDoubt::ReleaseAtOnce),
                 Action::Ask(Ask::Doubt),
             ),
             Claiming(..) => (Leaving(HISTORY), Action::Wait),
@@ -705,7 +706,7 @@ fn the_end_of_the_drain_in_every_stage_records_what_ran_as_unknown() {
     let bare = policy(Guarantee::Bare);
     let doubt_given_back = |cause| {
         (
-            Doubting(GRANT, cause, AfterDoubt::Release),
+            Doubting(GRANT, cause, AfterDoubt::ReleaseAtOnce),
             Action::Ask(Ask::Doubt),
         )
     };
@@ -723,9 +724,10 @@ fn the_end_of_the_drain_in_every_stage_records_what_ran_as_unknown() {
                 ),
                 Ungated(_) => release(Duration::ZERO, 1),
                 Reconciling(_, _, cause) => doubt_given_back(cause),
-                Doubting(_, cause, AfterDoubt::Reconcile) => {
-                    (Doubting(GRANT, cause, AfterDoubt::Release), Action::Wait)
-                }
+                Doubting(_, cause, AfterDoubt::Reconcile) => (
+                    Doubting(GRANT, cause, AfterDoubt::ReleaseAtOnce),
+                    Action::Wait,
+                ),
                 _ => (stage, Action::Wait),
             };
             assert_eq!(
@@ -747,7 +749,7 @@ fn the_end_of_the_drain_asks_the_store_as_a_handler_timeout_does_and_releases_at
         assert_eq!(asked, transition(running, timed_out, &policy).1);
         let (_, settled) = transition(stage, Event::Answer(V::Kept), &policy);
         let (after, failures) = match policy.guarantee {
-            Guarantee::AtMostOnce => (policy.pause(0), 0),
+            Guarantee::AtMostOnce => (Duration::ZERO, 0),
             Guarantee::EffectivelyOnce | Guarantee::Bare => (Duration::ZERO, 1),
         };
         assert_eq!(
@@ -830,7 +832,7 @@ fn what_leaves_withdraws_its_claim() {
     );
     assert_eq!(answer(V::Duplicate), accepted(By::Duplicate));
     let doubt_given_back = (
-        Stage::Doubting(permit(2), DoubtCause::HolderGone, AfterDoubt::Release),
+        Stage::Doubting(permit(2), DoubtCause::HolderGone, AfterDoubt::ReleaseAtOnce),
         Action::Ask(Ask::Doubt),
     );
     assert_eq!(answer(V::InDoubt(Attempts::new(2))), doubt_given_back);
