@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use oncegate::{
-    ConsumerStatus, Held, Position, Readiness, StoreSnapshot, StoreState, StoreTrouble,
+    ConsumerStatus, InFlightDelivery, Position, Readiness, StoreSnapshot, StoreState, StoreTrouble,
 };
 use serde::Serialize;
 
@@ -185,7 +185,7 @@ impl Store {
 }
 
 impl Oldest {
-    fn of(held: &Held) -> Self {
+    fn of(held: &InFlightDelivery) -> Self {
         let (partition, offset) = match held.origin.position {
             Position::Offset { partition, offset } => (Some(partition), Some(offset)),
             Position::Queue => (None, None),
