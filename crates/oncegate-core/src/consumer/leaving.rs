@@ -173,13 +173,9 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             self.happens(slot, Event::StopNow);
         }
         self.settle().await;
-        let bound = Instant::now()
-            + self
-                .settings
-                .drain
-                .clamp(Duration::from_secs(1), Duration::from_secs(10));
         fault::point("drain.closing");
-        let closed = self.source.close(bound).await;
+        let deadline = self.close_by();
+        let closed = self.source.close(deadline).await;
         fault::point("drain.closed");
         match self.mode {
             Mode::Draining {
@@ -188,5 +184,22 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             } => Err(error),
             _ => Ok(closed?),
         }
+    }
+
+    /// When the source has to be closed: what the store took to record outcomes is subtracted, so
+    /// that a stop takes no longer than the drain timeout and 10 s.
+    fn close_by(&self) -> Instant {
+        let now = Instant::now();
+        let recording = match self.mode {
+            Mode::Draining {
+                until,
+                phase: DrainPhase::Outcomes,
+                ..
+            } => STOP_TIMEOUT.saturating_sub(until.saturating_duration_since(now)),
+            _ => Duration::ZERO,
+        };
+        let shortest = Duration::from_secs(1);
+        let bound = self.settings.drain.clamp(shortest, Duration::from_secs(10));
+        now + bound.saturating_sub(recording).max(shortest)
     }
 }
