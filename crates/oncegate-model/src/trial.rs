@@ -141,9 +141,11 @@ impl Trial {
             forgotten,
             lost_claims,
             drains,
+            people,
             ..
         } = self.setup.budget;
-        drains > 0 && (crashes, losses, expiries, forgotten, lost_claims) == (0, 0, 0, 0, 0)
+        let others = [crashes, losses, expiries, forgotten, lost_claims, people];
+        drains > 0 && others == [0; 6]
     }
 
     pub(crate) fn operation(&self, sent: &Sent) -> Operation {
