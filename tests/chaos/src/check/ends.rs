@@ -2,6 +2,7 @@
 
 use super::{FREEZE_KAFKA, Finder, Invariant};
 use crate::ledger::{Asked, Place, Record, Sent, What};
+use oncegate::defaults::STOP_TIMEOUT;
 use std::time::Duration;
 
 /// How a process ends that aborts.
@@ -33,7 +34,7 @@ const STAYS: &str = "did not leave the group in time";
 pub(super) const UNHEARD: Duration = Duration::from_secs(1);
 
 pub(super) fn check(finder: &mut Finder<'_>) {
-    let bound = finder.rules.drain.as_millis() + 1_000;
+    let bound = (finder.rules.drain + STOP_TIMEOUT).as_millis() + 1_000;
     for record in finder.ledger.records() {
         match &record.what {
             What::Left { count } if *count > 0 => {
