@@ -23,7 +23,7 @@ impl Handler for Done {
 }
 
 #[tokio::test]
-async fn a_scrape_has_the_consumers_metrics_and_promtool_objects_to_none() {
+async fn a_scrape_has_all_metrics_and_passes_promtool() {
     let metrics = Metrics::install().expect("the first recorder");
     assert!(
         Metrics::install()
@@ -93,10 +93,10 @@ async fn a_scrape_has_the_consumers_metrics_and_promtool_objects_to_none() {
         );
     }
     assert!(!text.contains("canary"), "{text}");
-    promtool_objects_to_nothing_in(&text);
+    promtool_accepts(&text);
 }
 
-fn promtool_objects_to_nothing_in(text: &str) {
+fn promtool_accepts(text: &str) {
     let mut promtool = Command::new("promtool")
         .args(["check", "metrics"])
         .stdin(Stdio::piped())

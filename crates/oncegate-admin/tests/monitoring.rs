@@ -89,13 +89,13 @@ fn outcomes(text: &str) -> Vec<&str> {
 }
 
 #[test]
-fn promtool_accepts_the_rules_and_each_fires_when_it_should() {
+fn promtool_accepts_the_rules_and_their_tests() {
     promtool(&["check", "rules"], "monitoring/alerts.yml");
     promtool(&["test", "rules"], "monitoring/alerts.test.yml");
 }
 
 #[test]
-fn each_alert_is_tested_and_leads_to_its_place_in_the_book() {
+fn each_alert_is_tested_and_links_to_the_book() {
     let (rules, tests, book) = (
         read("monitoring/alerts.yml"),
         read("monitoring/alerts.test.yml"),
@@ -125,7 +125,7 @@ fn each_alert_is_tested_and_leads_to_its_place_in_the_book() {
 }
 
 #[test]
-fn the_line_in_the_head_puts_an_address_into_every_rule() {
+fn the_documented_command_sets_the_address_in_every_rule() {
     let rules = read("monitoring/alerts.yml");
     let sed = rules
         .lines()
@@ -158,7 +158,7 @@ fn the_line_in_the_head_puts_an_address_into_every_rule() {
 }
 
 #[test]
-fn rules_and_dashboard_ask_for_metrics_and_outcomes_that_there_are() {
+fn rules_and_dashboard_use_existing_metrics_and_outcomes() {
     let mut asked = read("monitoring/alerts.yml");
     for (_, query) in queries() {
         asked.push_str(&query);
@@ -186,7 +186,7 @@ fn rules_and_dashboard_ask_for_metrics_and_outcomes_that_there_are() {
 }
 
 #[test]
-fn what_is_not_there_is_found() {
+fn unknown_metrics_are_found() {
     assert!(is_of(
         "oncegate_claim_seconds_bucket",
         "oncegate_claim_seconds",

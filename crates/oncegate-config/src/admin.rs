@@ -1,7 +1,7 @@
 //! The admin port of a consumer that is wired from its configuration.
 
 use oncegate::{ConsumerStatus, Readiness};
-use oncegate_admin::{Admin, LastErrors, Metrics, Serving};
+use oncegate_admin::{Admin, LastErrors, Metrics, AdminServer};
 
 use crate::config::Config;
 use crate::error::{Broker, Error};
@@ -24,7 +24,7 @@ pub(crate) fn open(
     broker: Broker,
     watched: &Watched,
     errors: LastErrors,
-) -> Result<Option<Serving>, Error> {
+) -> Result<Option<AdminServer>, Error> {
     let Some(address) = config.listens_at()? else {
         return Ok(None);
     };
