@@ -1,8 +1,7 @@
-//! Who did what, when, and what it was before and after.
+//! The audit: who did what and when, with the state before and after.
 //!
-//! Each act has two lines: one before it, so that nothing is done that is not written down, and one
-//! that says how it ended. Between them stands what a crash leaves: an act of which nobody knows
-//! whether it was done.
+//! Each action has two lines: one before it starts, so that no action goes unrecorded, and one with
+//! its result. A crash leaves only the first: the result is unknown.
 
 use std::collections::{BTreeSet, HashMap};
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -16,46 +15,46 @@ use oncegate::marker::Token;
 use serde::{Deserialize, Serialize};
 
 use crate::Context;
-use crate::config::Span;
-use crate::failure::{Code, Failure};
-use crate::markers::{Markers, audit_beside};
-use crate::say::{Table, ms, now_ms, utc};
+use crate::config::TimeArg;
+use crate::failure::{Failure, FailureCode};
+use crate::marker_store::{MarkerStore, audit_beside};
+use crate::output::{TextTable, ms, now_ms, utc_text};
 
 #[derive(Args)]
 pub(crate) struct AuditArguments {
-    /// Only acts on this id.
+    /// Only actions on this id
     #[arg(long)]
     id: Option<String>,
-    /// Only acts by this operator.
+    /// Only actions by this operator
     #[arg(long)]
     who: Option<String>,
-    /// Only acts in this scope: several services may write into one audit. An empty one is that of
-    /// a service without a scope.
+    /// Only actions in this scope, since several services may share an audit; an empty one selects
+    /// services without a scope
     #[arg(long)]
     scope: Option<String>,
-    /// Only what was done within this time, such as 24h.
+    /// Only actions within this time, such as 24h
     #[arg(long, value_name = "TIME")]
-    since: Option<Span>,
-    /// The most to show, the newest of them.
+    since: Option<TimeArg>,
+    /// Maximum number of actions to show; the newest are shown
     #[arg(long, default_value_t = 100)]
     limit: usize,
 }
 
-/// How an act ended.
+/// The progress of an action.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) enum Stage {
-    /// It was about to be done. Where no other line says more, nobody knows whether it was.
+pub(crate) enum ActionStage {
+    /// It was started. Without a later line its result is unknown.
     Begun,
     Done,
-    /// Nothing was done.
+    /// Nothing was changed.
     NotDone,
-    /// Its copy was refused, so that nothing was sent; its marker may have been freed before.
+    /// The copy was refused, so nothing was sent; the marker may have been released before.
     NotSent,
 }
 
-impl Stage {
-    fn told(self) -> &'static str {
+impl ActionStage {
+    fn description(self) -> &'static str {
         match self {
             Self::Begun => "begun, end unknown",
             Self::Done => "done",
@@ -65,9 +64,9 @@ impl Stage {
     }
 }
 
-/// Where a message stands that was acted on.
+/// The position of a message in a broker.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub(crate) struct Place {
+pub(crate) struct MessageLocation {
     pub(crate) broker: String,
     /// The topic or queue.
     pub(crate) name: String,
@@ -75,13 +74,13 @@ pub(crate) struct Place {
     pub(crate) partition: Option<i32>,
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) offset: Option<i64>,
-    /// On Kafka the record's timestamp: a topic that is made anew counts its offsets from 0 again.
-    /// On RabbitMQ, where a message has no place of its own, when it was set aside, if it says so.
+    /// Kafka: the timestamp of the record, since a recreated topic reuses offsets. RabbitMQ: when
+    /// the message was moved to its destination, if it says so.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) written_ms: Option<u64>,
 }
 
-impl std::fmt::Display for Place {
+impl std::fmt::Display for MessageLocation {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match (self.partition, self.offset) {
             (Some(partition), Some(offset)) => {
@@ -92,113 +91,118 @@ impl std::fmt::Display for Place {
     }
 }
 
-/// One line.
+/// One line of the audit.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Entry {
-    /// What both lines of an act share.
+pub(crate) struct AuditEntry {
+    /// Identifies the action; both of its lines have it.
     pub(crate) act: String,
     pub(crate) at_ms: u64,
-    /// The same for people.
+    /// The same as RFC 3339.
     pub(crate) at: String,
     pub(crate) who: String,
     /// The command, such as `marker forget`.
     pub(crate) what: String,
-    pub(crate) stage: Stage,
-    /// Of the markers that it was about: another service's may have the same ids.
+    pub(crate) stage: ActionStage,
+    /// The scope of the markers; another service may use the same ids.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) scope: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) id: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none", default)]
-    pub(crate) place: Option<Place>,
-    /// What was there.
+    pub(crate) place: Option<MessageLocation>,
+    /// The state before.
     pub(crate) before: String,
-    /// What was to come of it.
+    /// The intended state.
     pub(crate) after: String,
-    /// The number of the last attempt of the id that was known: its fence, which no later act may
-    /// set back.
+    /// The last known attempt of the id: a fence that no later action may lower.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) attempt: Option<u32>,
-    /// Why, as the operator says.
+    /// The reason that the operator gave.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) why: Option<String>,
-    /// What went wrong.
+    /// The error.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) failure: Option<String>,
 }
 
-/// What an act came to, for the id that it was about.
+/// The effect of an action on the id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Deed {
+pub(crate) enum AuditedAction {
     SentBack,
     Dropped,
     Forgotten,
-    /// It counts as handled since.
+    /// The id counts as handled.
     Completed,
-    /// Nothing that the next delivery would see.
+    /// No effect on the next delivery.
     Other,
 }
 
-impl Entry {
-    /// Whether it is about this id. What was forgotten is written by its hash.
-    pub(crate) fn is_of(&self, id: &MessageId) -> bool {
+impl AuditEntry {
+    /// Whether it concerns this id. Forgotten ids are recorded as hashes.
+    pub(crate) fn concerns(&self, id: &MessageId) -> bool {
         self.id
             .as_deref()
             .is_some_and(|it| it == id.as_str() || it == id.clone().hashed().as_str())
     }
 
-    pub(crate) fn deed(&self) -> Deed {
+    pub(crate) fn action(&self) -> AuditedAction {
         match self.what.as_str() {
-            _ if self.after.starts_with("sent to ") => Deed::SentBack,
-            _ if self.after.starts_with("done") => Deed::Completed,
-            "dead-letters drop" => Deed::Dropped,
-            "marker forget" => Deed::Forgotten,
-            _ => Deed::Other,
+            _ if self.after.starts_with("sent to ") => AuditedAction::SentBack,
+            _ if self.after.starts_with("done") => AuditedAction::Completed,
+            "dead-letters drop" => AuditedAction::Dropped,
+            "marker forget" => AuditedAction::Forgotten,
+            _ => AuditedAction::Other,
         }
     }
 }
 
-/// What is about to be done.
-pub(crate) struct Act {
+/// An action before it starts.
+pub(crate) struct PlannedAction {
     pub(crate) what: &'static str,
     pub(crate) id: Option<String>,
-    pub(crate) place: Option<Place>,
+    pub(crate) place: Option<MessageLocation>,
     pub(crate) before: String,
     pub(crate) after: String,
     pub(crate) attempt: Option<u32>,
 }
 
-/// Where it is written.
-enum Where {
+/// Where the audit is stored.
+enum AuditStorage {
     File(PathBuf),
     #[cfg(feature = "redis")]
     Store(Redis),
 }
 
-/// The audit.
+/// Reads and writes the audit.
 pub(crate) struct Audit {
-    at: Where,
+    at: AuditStorage,
     who: String,
     scope: Option<String>,
 }
 
-/// An act that was begun: it has to be ended.
+/// A recorded action whose result has to be recorded.
 #[must_use]
-pub(crate) struct Begun(Entry);
+pub(crate) struct PendingAction(AuditEntry);
 
 impl Audit {
-    /// In the file that is configured, or else on the store.
+    /// Opens the configured file, or else the stream in the store.
     pub(crate) fn of(context: &Context) -> Result<Self, Failure> {
         let config = &context.config;
-        let at = match (config.text("audit.file"), config.place()?) {
-            (Some(path), _) => Where::File(path.into()),
-            (None, Some(oncegate_config::Place::Sqlite(file))) => Where::File(audit_beside(file)),
-            (None, _) => match Markers::of(config)? {
+        let at = match (config.text("audit.file"), config.store_kind()?) {
+            (Some(path), _) => AuditStorage::File(path.into()),
+            (None, Some(oncegate_config::StoreKind::Sqlite(file))) => {
+                AuditStorage::File(audit_beside(file))
+            }
+            (None, _) => match MarkerStore::of(config)? {
                 #[cfg(feature = "redis")]
-                Markers::Redis(redis) => Where::Store(redis),
-                // An SQLite file's stands at the place that was asked for above.
+                MarkerStore::Redis(redis) => AuditStorage::Store(redis),
+                // SQLite is handled above.
                 #[allow(unreachable_patterns)]
-                _ => return Err(Failure::usage("the audit has no place; set audit.file")),
+                _ => {
+                    return Err(Failure::usage(
+                        "no place for the audit is configured; set audit.file",
+                    ));
+                }
             },
         };
         Ok(Self {
@@ -208,22 +212,26 @@ impl Audit {
         })
     }
 
-    /// Whether there is a place for it.
-    pub(crate) fn has_place(context: &Context) -> Result<bool, Failure> {
-        Ok(context.config.has("audit.file") || context.config.place()?.is_some())
+    /// Whether a file or a store is configured.
+    pub(crate) fn is_configured(context: &Context) -> Result<bool, Failure> {
+        Ok(context.config.has("audit.file") || context.config.store_kind()?.is_some())
     }
 
-    /// Whether it is a file that is not there.
+    /// Whether it is a file that does not exist.
     fn has_no_file(&self) -> bool {
-        matches!(&self.at, Where::File(path) if !path.exists())
+        matches!(&self.at, AuditStorage::File(path) if !path.exists())
     }
 
-    /// Writes down what is about to be done.
+    /// Records an action before it starts.
     ///
     /// # Errors
-    /// It does not stand there: do nothing.
-    pub(crate) async fn begin(&self, act: Act, why: Option<&str>) -> Result<Begun, Failure> {
-        let Act {
+    /// It was not recorded: the action must not start.
+    pub(crate) async fn begin(
+        &self,
+        act: PlannedAction,
+        why: Option<&str>,
+    ) -> Result<PendingAction, Failure> {
+        let PlannedAction {
             what,
             id,
             place,
@@ -234,12 +242,12 @@ impl Audit {
         let (at_ms, why) = (now_ms(), why.map(str::to_owned));
         let (act, at, who, scope) = (
             format!("{:032x}", Token::random().0),
-            utc(at_ms),
+            utc_text(at_ms),
             self.who.clone(),
             self.scope.clone(),
         );
-        let (what, stage) = (what.to_owned(), Stage::Begun);
-        let entry = Entry {
+        let (what, stage) = (what.to_owned(), ActionStage::Begun);
+        let entry = AuditEntry {
             act,
             at_ms,
             at,
@@ -260,106 +268,111 @@ impl Audit {
                 "nothing was done, since the audit cannot be written: {error}"
             ))
         })?;
-        Ok(Begun(entry))
+        Ok(PendingAction(entry))
     }
 
-    /// Writes down that it was done.
+    /// Records that the action was done.
     ///
     /// # Errors
-    /// It was done, and the audit does not say so.
-    pub(crate) async fn done(&self, begun: Begun) -> Result<(), Failure> {
-        self.end(begun.0, Stage::Done, None).await
+    /// It was done, and the audit does not record it.
+    pub(crate) async fn done(&self, pending: PendingAction) -> Result<(), Failure> {
+        self.end(pending.0, ActionStage::Done, None).await
     }
 
-    /// Writes down that it was not done, and why.
+    /// Records that nothing was changed, and why.
     ///
     /// # Errors
-    /// It was not done, and the audit does not say so.
-    async fn not_done(&self, begun: Begun, failure: &Failure) -> Result<(), Failure> {
-        self.end(begun.0, Stage::NotDone, Some(failure.to_string()))
+    /// Nothing was changed, and the audit does not record it.
+    async fn not_done(&self, pending: PendingAction, failure: &Failure) -> Result<(), Failure> {
+        self.end(pending.0, ActionStage::NotDone, Some(failure.to_string()))
             .await
     }
 
-    /// Writes down that the copy was refused, and why.
+    /// Records that the copy was refused, and why.
     ///
     /// # Errors
-    /// It was not sent, and the audit does not say so.
-    pub(crate) async fn not_sent(&self, begun: Begun, failure: &Failure) -> Result<(), Failure> {
-        self.end(begun.0, Stage::NotSent, Some(failure.to_string()))
+    /// Nothing was sent, and the audit does not record it.
+    pub(crate) async fn not_sent(
+        &self,
+        pending: PendingAction,
+        failure: &Failure,
+    ) -> Result<(), Failure> {
+        self.end(pending.0, ActionStage::NotSent, Some(failure.to_string()))
             .await
     }
 
-    /// Writes down that something went wrong before anything was sent: that nothing was done, if
-    /// that is certain.
+    /// Records a failure before anything was sent: that nothing was changed, if that is certain.
     ///
     /// # Errors
-    /// Nothing was done, and the audit does not say so.
-    pub(crate) async fn failed(&self, begun: Begun, failure: &Failure) -> Result<(), Failure> {
+    /// Nothing was changed, and the audit does not record it.
+    pub(crate) async fn failed(
+        &self,
+        pending: PendingAction,
+        failure: &Failure,
+    ) -> Result<(), Failure> {
         match failure.code {
-            Code::NotAll => self.not_done(begun, failure).await,
-            // Where the store's answer is missing, nobody knows.
+            FailureCode::NotAll => self.not_done(pending, failure).await,
+            // Without an answer from the store the result is unknown.
             _ => {
-                self.unknown(begun, failure).await;
+                self.unknown(pending, failure).await;
                 Ok(())
             }
         }
     }
 
-    /// Writes down why nobody knows whether it was done. The act stays begun, whether or not this
-    /// can be written.
-    pub(crate) async fn unknown(&self, begun: Begun, failure: &Failure) {
+    /// Records why the result is unknown. The action stays `begun`, even if this cannot be written.
+    pub(crate) async fn unknown(&self, pending: PendingAction, failure: &Failure) {
         let _ = self
-            .end(begun.0, Stage::Begun, Some(failure.to_string()))
+            .end(pending.0, ActionStage::Begun, Some(failure.to_string()))
             .await;
     }
 
     async fn end(
         &self,
-        entry: Entry,
-        stage: Stage,
+        entry: AuditEntry,
+        stage: ActionStage,
         failure: Option<String>,
     ) -> Result<(), Failure> {
         let at_ms = now_ms();
-        let entry = Entry {
+        let entry = AuditEntry {
             stage,
             at_ms,
-            at: utc(at_ms),
+            at: utc_text(at_ms),
             failure,
             ..entry
         };
         let failed = |error| {
             Failure::server(format!(
-                "{} was {}, and the audit could not be told so: {error}",
+                "{} was {}, and the audit cannot record that: {error}",
                 entry.what,
-                stage.told()
+                stage.description()
             ))
         };
         self.write(&entry).await.map_err(failed)
     }
 
-    async fn write(&self, entry: &Entry) -> Result<(), String> {
+    async fn write(&self, entry: &AuditEntry) -> Result<(), String> {
         let line = serde_json::to_string(entry).map_err(|error| error.to_string())?;
         match &self.at {
             #[cfg(feature = "redis")]
-            Where::Store(redis) => redis
+            AuditStorage::Store(redis) => redis
                 .write_audit(&line)
                 .await
                 .map_err(|error| error.to_string()),
-            Where::File(path) => {
+            AuditStorage::File(path) => {
                 append(path, &line).map_err(|error| format!("{}: {error}", path.display()))
             }
         }
     }
 
-    /// The acts on an id in the scope that is configured. Several services may write into one
-    /// audit.
-    pub(crate) async fn acts_on(&self, id: &MessageId) -> Result<Vec<Entry>, Failure> {
-        let mut acts = self.acts().await?;
-        acts.retain(|act| act.is_of(id) && act.scope == self.scope);
-        Ok(acts)
+    /// The actions on an id in the configured scope. Several services may share one audit.
+    pub(crate) async fn actions_on(&self, id: &MessageId) -> Result<Vec<AuditEntry>, Failure> {
+        let mut actions = self.actions().await?;
+        actions.retain(|act| act.concerns(id) && act.scope == self.scope);
+        Ok(actions)
     }
 
-    /// The highest number of an attempt of this id that any act knew; 0 if none did.
+    /// The highest attempt of this id in the audit; 0 if none is recorded.
     pub(crate) async fn fence(&self, id: &MessageId) -> Result<u32, Failure> {
         let unread = |failure| {
             Failure::server(format!(
@@ -367,7 +380,7 @@ impl Audit {
             ))
         };
         Ok(self
-            .acts_on(id)
+            .actions_on(id)
             .await
             .map_err(unread)?
             .iter()
@@ -376,18 +389,17 @@ impl Audit {
             .unwrap_or(0))
     }
 
-    /// Every act once, with how it ended, the oldest first. A line that cannot be read is passed
-    /// over.
-    pub(crate) async fn acts(&self) -> Result<Vec<Entry>, Failure> {
+    /// All actions with their results, oldest first. Skips lines that cannot be read.
+    pub(crate) async fn actions(&self) -> Result<Vec<AuditEntry>, Failure> {
         Ok(self.read().await?.0)
     }
 
-    /// The same, and how many lines could not be read.
-    async fn read(&self) -> Result<(Vec<Entry>, usize), Failure> {
+    /// Like [`Self::actions`], with the number of lines that cannot be read.
+    async fn read(&self) -> Result<(Vec<AuditEntry>, usize), Failure> {
         let lines = match &self.at {
             #[cfg(feature = "redis")]
-            Where::Store(redis) => redis.read_audit().await?,
-            Where::File(path) => match std::fs::read_to_string(path) {
+            AuditStorage::Store(redis) => redis.read_audit().await?,
+            AuditStorage::File(path) => match std::fs::read_to_string(path) {
                 Ok(text) => text.lines().map(str::to_owned).collect(),
                 Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
                 Err(error) => {
@@ -398,31 +410,31 @@ impl Audit {
                 }
             },
         };
-        let mut acts: Vec<Entry> = Vec::new();
+        let mut actions: Vec<AuditEntry> = Vec::new();
         let (mut at, mut unreadable) = (HashMap::new(), 0);
         for line in &lines {
-            let Ok(entry) = serde_json::from_str::<Entry>(line) else {
+            let Ok(entry) = serde_json::from_str::<AuditEntry>(line) else {
                 unreadable += 1;
                 continue;
             };
             match at.get(&entry.act) {
-                Some(index) => acts[*index] = entry,
+                Some(index) => actions[*index] = entry,
                 None => {
-                    at.insert(entry.act.clone(), acts.len());
-                    acts.push(entry);
+                    at.insert(entry.act.clone(), actions.len());
+                    actions.push(entry);
                 }
             }
         }
-        Ok((acts, unreadable))
+        Ok((actions, unreadable))
     }
 }
 
-/// One write, so that the lines of several operators do not mix. A line that a crash cut off is not
-/// continued.
+/// Appends with one write, so that lines of several operators do not mix. Starts a new line after
+/// one that a crash cut off.
 fn append(path: &PathBuf, line: &str) -> std::io::Result<()> {
     let mut options = std::fs::OpenOptions::new();
     options.create(true).append(true).read(true);
-    // It holds ids.
+    // Only the owner may read it: it holds ids.
     #[cfg(unix)]
     std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
     let mut file = options.open(path)?;
@@ -436,29 +448,29 @@ fn append(path: &PathBuf, line: &str) -> std::io::Result<()> {
     file.sync_data()
 }
 
-pub(crate) fn user_of_this_machine() -> String {
-    let said = |names: &[&str]| {
+pub(crate) fn login_name() -> String {
+    let first_set = |names: &[&str]| {
         names
             .iter()
             .find_map(|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
     };
-    let host = said(&["HOSTNAME"]).or_else(|| {
+    let host = first_set(&["HOSTNAME"]).or_else(|| {
         std::fs::read_to_string("/etc/hostname")
             .ok()
             .map(|name| name.trim().to_owned())
     });
     format!(
         "{}@{}",
-        said(&["SUDO_USER", "USER", "LOGNAME"]).unwrap_or_else(|| "unknown".into()),
+        first_set(&["SUDO_USER", "USER", "LOGNAME"]).unwrap_or_else(|| "unknown".into()),
         host.unwrap_or_else(|| "unknown".into())
     )
 }
 
-pub(crate) fn table(acts: &[Entry]) -> Table {
-    let mut table = Table::new(&[
+pub(crate) fn table(actions: &[AuditEntry]) -> TextTable {
+    let mut table = TextTable::new(&[
         "when", "who", "what", "scope", "id", "before", "after", "end", "where", "why", "failure",
     ]);
-    for act in acts {
+    for act in actions {
         let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".into());
         table.row([
             act.at.clone(),
@@ -468,8 +480,8 @@ pub(crate) fn table(acts: &[Entry]) -> Table {
             or_dash(act.id.clone()),
             act.before.clone(),
             act.after.clone(),
-            act.stage.told().to_owned(),
-            or_dash(act.place.as_ref().map(Place::to_string)),
+            act.stage.description().to_owned(),
+            or_dash(act.place.as_ref().map(MessageLocation::to_string)),
             or_dash(act.why.clone()),
             or_dash(act.failure.clone()),
         ]);
@@ -487,39 +499,40 @@ pub(crate) async fn run(context: &Context, arguments: AuditArguments) -> Result<
         .since
         .map_or(0, |since| now_ms().saturating_sub(ms(since.0)));
     let audit = Audit::of(context)?;
-    let (mut acts, unreadable) = audit.read().await?;
-    is_known(
+    let (mut actions, unreadable) = audit.read().await?;
+    check_known(
         "--who",
         arguments.who.as_deref(),
-        acts.iter().map(|act| act.who.as_str()),
+        actions.iter().map(|act| act.who.as_str()),
     )?;
     let ours = context
         .config
         .text("store.scope")
         .into_iter()
         .chain([""])
-        .filter(|_| !acts.is_empty());
-    is_known(
+        .filter(|_| !actions.is_empty());
+    check_known(
         "--scope",
         arguments.scope.as_deref(),
-        acts.iter()
+        actions
+            .iter()
             .map(|act| act.scope.as_deref().unwrap_or_default())
             .chain(ours),
     )?;
-    acts.retain(|act| {
+    actions.retain(|act| {
         act.at_ms >= since
-            && id.as_ref().is_none_or(|id| act.is_of(id))
+            && id.as_ref().is_none_or(|id| act.concerns(id))
             && arguments.who.as_ref().is_none_or(|who| act.who == *who)
             && arguments
                 .scope
                 .as_ref()
                 .is_none_or(|scope| act.scope.as_deref().unwrap_or_default() == scope)
     });
-    let shown = &acts[acts.len().saturating_sub(arguments.limit)..];
-    let count = match acts.len() {
+    let shown = &actions[actions.len().saturating_sub(arguments.limit)..];
+    let count = match actions.len() {
         all if all > shown.len() => format!("The newest {} of {all} are shown: raise --limit.", shown.len()),
         0 if audit.has_no_file() => {
-            "0 shown: the file of the audit does not exist. Nobody has acted yet, or audit.file names another file.".into()
+            "0 shown: the audit file does not exist. No action was recorded yet, or audit.file names another file.".into()
         }
         all => format!("{all} shown."),
     };
@@ -534,11 +547,11 @@ pub(crate) async fn run(context: &Context, arguments: AuditArguments) -> Result<
     }
 }
 
-/// Whether a filter names what some act has.
+/// Checks that a filter matches at least one action.
 ///
 /// # Errors
-/// There are acts, and none has it.
-fn is_known<'a>(
+/// There are actions, and none matches.
+fn check_known<'a>(
     filter: &str,
     word: Option<&str>,
     known: impl Iterator<Item = &'a str>,
@@ -548,7 +561,7 @@ fn is_known<'a>(
     if known.is_empty() || known.contains(word) {
         return Ok(());
     }
-    Err(Failure::unknown_word(
+    Err(Failure::unknown_value(
         filter,
         word,
         &known.into_iter().collect::<Vec<_>>(),

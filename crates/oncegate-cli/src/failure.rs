@@ -1,4 +1,4 @@
-//! How the program ends.
+//! Exit codes and error messages.
 
 use std::fmt;
 use std::process::ExitCode;
@@ -6,19 +6,19 @@ use std::process::ExitCode;
 use oncegate::StoreError;
 use oncegate_config::settings::nearest;
 
-/// The exit codes, as `--help` tells them.
+/// The exit codes in `--help`.
 pub(crate) const CODES: &str = "Exit codes:
-  0  done, and nothing to object to
-  1  not all of it could be done, or something was found (see what it says)
-  2  the command line or the configuration is wrong
-  3  a server could not be asked, or refused
-  4  nothing was done: it showed what it would do, and wants --yes
-  5  a filter names nothing that is known
-  6  this program was built without the broker or the store that it takes";
+  0  success
+  1  incomplete, or problems were found (see the output)
+  2  invalid command line or configuration
+  3  a server is unreachable or refused the request
+  4  nothing was done: this was a preview, --yes applies it
+  5  a filter value is unknown
+  6  this build does not include the broker or store";
 
-/// Why the program ends with something else than 0.
+/// An exit code other than 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Code {
+pub(crate) enum FailureCode {
     NotAll = 1,
     Usage = 2,
     Server = 3,
@@ -27,92 +27,92 @@ pub(crate) enum Code {
     LeftOut = 6,
 }
 
-/// What is told on the way out.
+/// The error that ends the program.
 #[derive(Debug)]
 pub(crate) struct Failure {
-    pub(crate) code: Code,
+    pub(crate) code: FailureCode,
     text: String,
-    /// Whether what was asked for would fail in the same way again.
-    lasting: Lasting,
+    /// Whether the same request would fail again.
+    permanence: Permanence,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Lasting {
+enum Permanence {
     Perhaps,
-    /// The store refuses to say anything else of this key.
+    /// The marker of this key cannot be read.
     Yes,
 }
 
 impl Failure {
     pub(crate) fn usage(text: impl Into<String>) -> Self {
         Self {
-            code: Code::Usage,
+            code: FailureCode::Usage,
             text: text.into(),
-            lasting: Lasting::Perhaps,
+            permanence: Permanence::Perhaps,
         }
     }
 
     pub(crate) fn server(text: impl Into<String>) -> Self {
         Self {
-            code: Code::Server,
+            code: FailureCode::Server,
             text: text.into(),
-            lasting: Lasting::Perhaps,
+            permanence: Permanence::Perhaps,
         }
     }
 
     pub(crate) fn not_all(text: impl Into<String>) -> Self {
         Self {
-            code: Code::NotAll,
+            code: FailureCode::NotAll,
             text: text.into(),
-            lasting: Lasting::Perhaps,
+            permanence: Permanence::Perhaps,
         }
     }
 
-    /// A filter that would let nothing through, because nothing has that name.
-    pub(crate) fn unknown_word(filter: &str, word: &str, known: &[&str]) -> Self {
+    /// A filter value that matches nothing.
+    pub(crate) fn unknown_value(filter: &str, word: &str, known: &[&str]) -> Self {
         let meant = nearest(word, known.iter().copied())
             .map(|near| format!(", did you mean {near:?}?"))
             .unwrap_or_default();
-        let text = format!("{filter}: {word:?} is not known{meant}; known are {known:?}");
+        let text = format!("{filter}: {word:?} is unknown{meant}; known values: {known:?}");
         Self {
-            code: Code::UnknownWord,
+            code: FailureCode::UnknownWord,
             text,
-            lasting: Lasting::Perhaps,
+            permanence: Permanence::Perhaps,
         }
     }
 
-    /// What it takes is no part of this build.
-    pub(crate) fn left_out(what: &str, feature: &str) -> Self {
+    /// The command needs a feature that this build does not include.
+    pub(crate) fn feature_missing(what: &str, feature: &str) -> Self {
         let remedy = format!(
             "install it with the feature `{feature}` of oncegate-cli (all are on by default)"
         );
-        Self::left_out_as(format!("this oncegate was built without {what}; {remedy}"))
+        Self::feature_missing_text(format!("this oncegate was built without {what}; {remedy}"))
     }
 
-    /// The same, once it was said.
-    pub(crate) fn left_out_as(text: String) -> Self {
+    /// The same with a complete text.
+    pub(crate) fn feature_missing_text(text: String) -> Self {
         Self {
-            code: Code::LeftOut,
+            code: FailureCode::LeftOut,
             text,
-            lasting: Lasting::Perhaps,
+            permanence: Permanence::Perhaps,
         }
     }
 
-    /// The plan was shown.
+    /// The preview was shown.
     pub(crate) fn not_confirmed() -> Self {
         Self {
-            code: Code::NotConfirmed,
-            text: "nothing was done; say --yes to do it".into(),
-            lasting: Lasting::Perhaps,
+            code: FailureCode::NotConfirmed,
+            text: "nothing was done; pass --yes to apply it".into(),
+            permanence: Permanence::Perhaps,
         }
     }
 
-    /// As a reason to leave one letter where it is, if it concerns that letter alone: a marker that
-    /// cannot be read.
-    pub(crate) fn of_one_letter(self) -> Self {
-        match self.lasting {
-            Lasting::Yes => Self::not_all(format!("left: {}", self.text)),
-            Lasting::Perhaps => self,
+    /// Turns a failure that concerns a single message, such as an unreadable marker, into a reason
+    /// to skip it.
+    pub(crate) fn for_one_message(self) -> Self {
+        match self.permanence {
+            Permanence::Yes => Self::not_all(format!("left: {}", self.text)),
+            Permanence::Perhaps => self,
         }
     }
 
@@ -138,16 +138,16 @@ impl From<oncegate_config::Error> for Failure {
 
 impl From<StoreError> for Failure {
     fn from(error: StoreError) -> Self {
-        let lasting = if matches!(
+        let permanence = if matches!(
             error,
             StoreError::Misconfigured(_) | StoreError::UnreadableMarker(_)
         ) {
-            Lasting::Yes
+            Permanence::Yes
         } else {
-            Lasting::Perhaps
+            Permanence::Perhaps
         };
         Self {
-            lasting,
+            permanence,
             ..Self::server(error.to_string())
         }
     }

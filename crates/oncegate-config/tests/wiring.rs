@@ -48,7 +48,7 @@ async fn said(text: &str, variables: &[(&str, &str)]) -> String {
 }
 
 #[tokio::test]
-async fn what_is_wrong_is_said_by_its_key() {
+async fn errors_name_the_key() {
     let good = "[store]\nurl = \"memory:\"\n[gate]\nid = \"message-id\"\n";
     for (text, words) in [
         (
@@ -118,11 +118,11 @@ async fn what_is_wrong_is_said_by_its_key() {
         ),
         (
             good.replace("memory:", "mongodb://root:s3cret@x") + RABBITMQ,
-            &["store.url names no store", "redis://", "sqlite:"],
+            &["store.url is not valid", "redis://", "sqlite:"],
         ),
         (
             good.replace("memory:", "sqlite:") + RABBITMQ,
-            &["store.url", "names no file"],
+            &["store.url", "has no file"],
         ),
         (
             good.replace("memory:", "redis://x:notaport") + RABBITMQ,
@@ -139,13 +139,13 @@ async fn what_is_wrong_is_said_by_its_key() {
 }
 
 #[tokio::test]
-async fn variables_win_and_are_named() {
+async fn variables_take_precedence_and_are_named() {
     let good = format!("[store]\nurl = \"memory:\"\n[gate]\nid = \"message-id\"\n{RABBITMQ}");
     for (name, value, words) in [
         (
             "ONCEGATE_GATE_LEASE",
             "soon",
-            "ONCEGATE_GATE_LEASE: gate.lease: \"soon\" is no time",
+            "ONCEGATE_GATE_LEASE: gate.lease: \"soon\" is not a duration",
         ),
         ("ONCEGATE_GATE_LEASE", "25h", "gate.lease: "),
         ("ONCEGATE_GATE_ORDER", "by-kye", "did you mean by-key?"),
@@ -162,7 +162,7 @@ async fn variables_win_and_are_named() {
         (
             "ONCEGATE_ADMIN_LISTEN",
             "localhost",
-            "admin.listen: \"localhost\" is no address",
+            "admin.listen: \"localhost\" is not an address",
         ),
     ] {
         let said = said(&good, &[(name, value)]).await;
@@ -189,7 +189,7 @@ fn debug_shows_keys_and_no_value() {
 }
 
 #[test]
-fn ids_are_hashed_where_that_is_said() {
+fn ids_are_hashed_if_configured() {
     let read = |id: &str| {
         let variables = [("ONCEGATE_GATE_ID".to_owned(), id.to_owned())];
         Config::read(Some(std::path::Path::new("/dev/null")), variables).expect("one key")

@@ -4,18 +4,18 @@
 #![forbid(unsafe_code)]
 
 mod book;
-mod clients;
+mod broker_clients;
+mod cli;
 mod config;
-mod cut;
-mod desk;
+mod destinations;
 mod doctor;
 mod explain;
-mod forged;
-mod letters;
+mod fixture;
+mod forged_headers;
+mod interrupted;
+mod json_shapes;
 mod markers;
 mod redrive;
-mod send_back;
-mod shapes;
+mod redrive_load;
 mod sqlite;
 mod tls;
-mod world;

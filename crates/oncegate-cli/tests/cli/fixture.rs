@@ -23,7 +23,7 @@ use rdkafka::consumer::{BaseConsumer, Consumer as _};
 use rdkafka::message::{Header, OwnedHeaders};
 use rdkafka::producer::{FutureProducer, FutureRecord};
 
-use crate::desk::{Desk, Said};
+use crate::cli::{CommandOutput, TestCli};
 
 /// Generous, since other tests may keep the machine busy.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(90);
@@ -80,26 +80,26 @@ impl Handler for Charge {
     }
 }
 
-pub(crate) struct World {
-    pub(crate) desk: Desk,
+pub(crate) struct BrokerFixture {
+    pub(crate) cli: TestCli,
     pub(crate) broker: Broker,
     charged: Arc<Mutex<Vec<String>>>,
 }
 
-impl World {
+impl BrokerFixture {
     /// With topics or queues as a source wants them, and a configuration that names them.
     pub(crate) async fn on(broker: Broker) -> Self {
-        Self::at(Desk::new(), broker).await
+        Self::at(TestCli::new(), broker).await
     }
 
     /// The same at a desk that is there.
-    pub(crate) async fn at(desk: Desk, broker: Broker) -> Self {
-        let world = Self {
-            desk,
+    pub(crate) async fn at(cli: TestCli, broker: Broker) -> Self {
+        let fixture = Self {
+            cli,
             broker,
             charged: Arc::default(),
         };
-        let name = &world.desk.name;
+        let name = &fixture.cli.name;
         match broker {
             Broker::Kafka => {
                 let keeping = |name| {
@@ -115,12 +115,12 @@ impl World {
             }
             Broker::RabbitMq => declare_as_the_source_does(name).await,
         }
-        world.desk.configure(&world.settings());
-        world
+        fixture.cli.configure(&fixture.settings());
+        fixture
     }
 
     pub(crate) fn settings(&self) -> String {
-        let name = &self.desk.name;
+        let name = &self.cli.name;
         let gate = "[gate]\nguarantee = \"at-most-once\"\nid = \"header payment-id\"\n";
         match self.broker {
             Broker::Kafka => format!(
@@ -145,8 +145,8 @@ impl World {
     }
 
     /// Runs the program, and the test goes on meanwhile.
-    pub(crate) async fn run(self: &Arc<Self>, arguments: &[&str]) -> Said {
-        let (world, arguments) = (
+    pub(crate) async fn run(self: &Arc<Self>, arguments: &[&str]) -> CommandOutput {
+        let (fixture, arguments) = (
             Arc::clone(self),
             arguments
                 .iter()
@@ -154,8 +154,8 @@ impl World {
                 .collect::<Vec<_>>(),
         );
         let run = move || {
-            world
-                .desk
+            fixture
+                .cli
                 .run(&arguments.iter().map(String::as_str).collect::<Vec<_>>())
         };
         tokio::task::spawn_blocking(run)
@@ -165,20 +165,20 @@ impl World {
 
     pub(crate) async fn json(self: &Arc<Self>, arguments: &[&str]) -> serde_json::Value {
         let arguments: Vec<&str> = arguments.iter().copied().chain(["--json"]).collect();
-        self.run(&arguments).await.ended(0).json()
+        self.run(&arguments).await.exits_with(0).json()
     }
 
     /// Payments: id and card.
     pub(crate) async fn publish(&self, payments: &[(&str, &str)]) {
         for (id, card) in payments {
             let body = serde_json::json!({ "id": id, "card": card, "amount": 1_995 }).to_string();
-            self.publish_to(&self.desk.name, id, &body, &[]).await;
+            self.publish_to(&self.cli.name, id, &body, &[]).await;
         }
     }
 
     /// Payments with these ids, all of which wait for their confirmation together.
     pub(crate) async fn publish_many(&self, ids: impl Iterator<Item = String>) {
-        let (name, body) = (&self.desk.name, r#"{"card":"works"}"#);
+        let (name, body) = (&self.cli.name, r#"{"card":"works"}"#);
         match self.broker {
             Broker::Kafka => {
                 let producer: FutureProducer =
@@ -323,10 +323,10 @@ impl World {
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
         };
-        match self.desk.sqlite() {
+        match self.cli.sqlite() {
             Some(sqlite) => self.consume_through(sqlite, provider, until).await,
             None => {
-                self.consume_through(self.desk.store().accept_forgetful_store(), provider, until)
+                self.consume_through(self.cli.store().accept_forgetful_store(), provider, until)
                     .await
             }
         }
@@ -354,7 +354,7 @@ impl World {
         until: impl Future<Output = ()>,
     ) {
         self.handle_through(
-            self.desk.store().accept_forgetful_store(),
+            self.cli.store().accept_forgetful_store(),
             guarantee,
             handler,
             until,
@@ -369,7 +369,7 @@ impl World {
         handler: impl Handler,
         until: impl Future<Output = ()>,
     ) {
-        let name = &self.desk.name;
+        let name = &self.cli.name;
         let consumer = Consumer::builder()
             .store(store)
             .accept_forgetful_store()
@@ -408,7 +408,7 @@ impl World {
     /// How many messages stand in the topic or queue with this ending; on RabbitMQ those that
     /// nobody holds.
     pub(crate) async fn count(&self, suffix: &str) -> u64 {
-        self.count_in(format!("{}{suffix}", self.desk.name)).await
+        self.count_in(format!("{}{suffix}", self.cli.name)).await
     }
 
     async fn count_in(&self, name: String) -> u64 {
@@ -451,7 +451,7 @@ impl World {
     /// Waits until so many are there: what was held or published a moment ago is counted a moment
     /// later.
     pub(crate) async fn until_there_are(&self, count: u64, suffix: &str) {
-        self.until(&format!("{}{suffix}", self.desk.name), count)
+        self.until(&format!("{}{suffix}", self.cli.name), count)
             .await;
     }
 
@@ -470,7 +470,7 @@ impl World {
 
     pub(crate) async fn end(&self) {
         let names =
-            ["", ".dead-letters", ".in-doubt"].map(|suffix| format!("{}{suffix}", self.desk.name));
+            ["", ".dead-letters", ".in-doubt"].map(|suffix| format!("{}{suffix}", self.cli.name));
         match self.broker {
             // What is left over harms nobody: its name is never used again.
             Broker::Kafka => drop(
@@ -481,7 +481,7 @@ impl World {
             Broker::RabbitMq => {
                 let (connection, channel) = open().await;
                 let delays = [1_000, 5_000, 30_000, 120_000, 600_000]
-                    .map(|delay| format!("{}.delay.{delay}", self.desk.name));
+                    .map(|delay| format!("{}.delay.{delay}", self.cli.name));
                 for name in names.into_iter().chain(delays) {
                     channel
                         .queue_delete(name.into(), QueueDeleteOptions::default())

@@ -9,9 +9,9 @@ use lapin::types::AMQPValue;
 use oncegate::{Kafka, Open, RabbitMq};
 use oncegate_testkit::proxy::{Fate, Proxy};
 
-use crate::desk::Desk;
-use crate::letters::ids;
-use crate::world::{Broker, Provider, World, kafka, publish_properties, rabbitmq, text};
+use crate::cli::TestCli;
+use crate::destinations::ids;
+use crate::fixture::{Broker, BrokerFixture, Provider, kafka, publish_properties, rabbitmq, text};
 
 /// All that asks a broker.
 const COMMANDS: [&[&str]; 5] = [
@@ -25,19 +25,19 @@ const COMMANDS: [&[&str]; 5] = [
 /// Those that say what they can of the rest, and why they could not ask.
 const REPORTS: [&[&str]; 2] = [&["explain", "a"], &["doctor"]];
 
-fn refuses(desk: &Desk, words: &str) {
+fn refuses(cli: &TestCli, words: &str) {
     for command in COMMANDS {
-        desk.run(command).ended(2).says(words);
+        cli.run(command).exits_with(2).prints(words);
     }
     for command in REPORTS {
-        let said = desk.run(command).says(words);
+        let said = cli.run(command).prints(words);
         assert_ne!(said.code, 0, "{said:?}");
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn kafka_settings_are_refused_in_the_words_of_a_consumer() {
-    let desk = Desk::new();
+async fn kafka_settings_are_rejected_like_in_a_consumer() {
+    let cli = TestCli::new();
     for (property, value) in [
         ("enable.ssl.certificate.verification", "false"),
         ("ssl.endpoint.identification.algorithm", "none"),
@@ -51,19 +51,19 @@ async fn kafka_settings_are_refused_in_the_words_of_a_consumer() {
             .await;
         let words = consumer.expect_err("it is refused").to_string();
         let brokers = format!("[kafka]\nbrokers = \"{}\"\ntopic = \"t\"\n", kafka());
-        desk.configure(&format!(
+        cli.configure(&format!(
             "{brokers}password = \"canary\"\nproperties = {{ \"{property}\" = \"{value}\" }}\n"
         ));
-        refuses(&desk, &words);
-        assert!(!format!("{:?}", desk.run(COMMANDS[0])).contains("canary"));
+        refuses(&cli, &words);
+        assert!(!format!("{:?}", cli.run(COMMANDS[0])).contains("canary"));
     }
-    desk.configure("[kafka]\nbrokers = \"http://x\"\ntopic = \"t\"\n");
-    refuses(&desk, "kafka.brokers: `http://x` begins with http://");
+    cli.configure("[kafka]\nbrokers = \"http://x\"\ntopic = \"t\"\n");
+    refuses(&cli, "kafka.brokers: `http://x` begins with http://");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn rabbitmq_settings_are_refused_in_the_words_of_a_consumer() {
-    let desk = Desk::new();
+async fn rabbitmq_settings_are_rejected_like_in_a_consumer() {
+    let cli = TestCli::new();
     for url in [
         rabbitmq() + "?verify=verify_none",
         "amqp://guest:can/ary@localhost:5672/%2f".to_owned(),
@@ -74,25 +74,25 @@ async fn rabbitmq_settings_are_refused_in_the_words_of_a_consumer() {
             .await
             .expect_err("it is refused")
             .to_string();
-        desk.configure(&format!("[rabbitmq]\nurl = \"{url}\"\nqueue = \"q\"\n"));
-        refuses(&desk, &words);
+        cli.configure(&format!("[rabbitmq]\nurl = \"{url}\"\nqueue = \"q\"\n"));
+        refuses(&cli, &words);
     }
-    desk.configure("[rabbitmq]\nurl = \"amqp://guest:canary@127.0.0.1:1/%2f\"\nqueue = \"q\"\n");
-    let said = desk
+    cli.configure("[rabbitmq]\nurl = \"amqp://guest:canary@127.0.0.1:1/%2f\"\nqueue = \"q\"\n");
+    let said = cli
         .run(COMMANDS[0])
-        .ended(3)
-        .says("amqp://guest@127.0.0.1:1/%2f")
-        .says("is RabbitMQ running");
+        .exits_with(3)
+        .prints("amqp://guest@127.0.0.1:1/%2f")
+        .prints("is RabbitMQ running");
     assert!(!said.err.contains("canary"), "{said:?}");
-    desk.configure(&format!(
+    cli.configure(&format!(
         "[rabbitmq]\nurl = \"{}\"\nqueue = \"q\"\n",
         rabbitmq().replace("guest:guest", "guest:canary")
     ));
-    let said = desk
+    let said = cli
         .run(COMMANDS[0])
-        .ended(3)
-        .says("ACCESS_REFUSED")
-        .says("check the user and the password");
+        .exits_with(3)
+        .prints("ACCESS_REFUSED")
+        .prints("check the user and the password");
     assert!(!said.err.contains("canary"), "{said:?}");
 }
 
@@ -129,9 +129,9 @@ fn spoiling() -> (Proxy, String) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn unreadable_headers_stop_neither_list_nor_redrive() {
-    let world = Arc::new(World::on(Broker::RabbitMq).await);
-    let (name, (_proxy, url)) = (&world.desk.name, spoiling());
+async fn list_and_redrive_tolerate_unreadable_headers() {
+    let fixture = Arc::new(BrokerFixture::on(Broker::RabbitMq).await);
+    let (name, (_proxy, url)) = (&fixture.cli.name, spoiling());
     let body = r#"{"card":"works"}"#;
     for (id, odd, value) in [
         (
@@ -148,32 +148,32 @@ async fn unreadable_headers_stop_neither_list_nor_redrive() {
             .with_headers(table.into())
             .with_expiration("1".into());
         publish_properties(&url, name, body, properties).await;
-        world.until_there_are(0, "").await;
+        fixture.until_there_are(0, "").await;
     }
-    world.until_there_are(3, ".dead-letters").await;
+    fixture.until_there_are(3, ".dead-letters").await;
     assert_eq!(
-        ids(&world.json(&["dead-letters", "list"]).await),
+        ids(&fixture.json(&["dead-letters", "list"]).await),
         ["deep", "odd", "sound"]
     );
-    world
+    fixture
         .run(&["dead-letters", "show", "deep", "--body"])
         .await
-        .ended(0)
-        .says("payment-id: deep")
-        .says(body);
-    world
+        .exits_with(0)
+        .prints("payment-id: deep")
+        .prints(body);
+    fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
-        .ended(0)
-        .says("3 redriven");
+        .exits_with(0)
+        .prints("3 redriven");
     // The consumer dead-letters a message with a header name that is not UTF-8.
-    world.consume(Provider::Works, 2, 1, 0).await;
-    let mut charged = world.charged();
+    fixture.consume(Provider::Works, 2, 1, 0).await;
+    let mut charged = fixture.charged();
     charged.sort();
     assert_eq!(charged, ["deep", "sound"]);
     assert_eq!(
-        world.json(&["dead-letters", "list"]).await["letters"][0]["reason"],
+        fixture.json(&["dead-letters", "list"]).await["letters"][0]["reason"],
         "unreadable"
     );
-    world.end().await;
+    fixture.end().await;
 }

@@ -9,14 +9,14 @@ use std::time::{Duration, Instant};
 use oncegate::{Context, Failure, Guarantee, Handler, Knows, Reconciled, async_trait};
 use serde_json::Value;
 
-use crate::letters::on_both_brokers;
-use crate::world::{Broker, PATIENCE, World};
+use crate::destinations::on_both_brokers;
+use crate::fixture::{Broker, BrokerFixture, PATIENCE};
 
 on_both_brokers!(
     dead_letters_of_unknown_outcomes_are_redriven_effectively_once,
     dead_letters_of_unknown_outcomes_are_redriven_at_most_once,
-    doubts_that_did_not_happen_are_handled_effectively_once,
-    doubts_that_did_not_happen_are_handled_at_most_once,
+    messages_that_did_not_happen_are_handled_effectively_once,
+    messages_that_did_not_happen_are_handled_at_most_once,
 );
 
 const MESSAGES: usize = 1_000;
@@ -26,10 +26,10 @@ const COPIES: usize = 11;
 
 /// A provider that gives no answer until it heals, and books what it takes.
 #[derive(Clone, Default)]
-struct Provider(Arc<Books>);
+struct Provider(Arc<Ledger>);
 
 #[derive(Default)]
-struct Books {
+struct Ledger {
     healed: AtomicBool,
     /// Whether it can be asked what happened.
     tells: AtomicBool,
@@ -96,14 +96,16 @@ fn id(number: usize) -> String {
     format!("pay-{number:04}")
 }
 
-async fn world(broker: Broker, guarantee: Guarantee) -> Arc<World> {
-    let world = Arc::new(World::on(broker).await);
+async fn fixture(broker: Broker, guarantee: Guarantee) -> Arc<BrokerFixture> {
+    let fixture = Arc::new(BrokerFixture::on(broker).await);
     if guarantee == Guarantee::EffectivelyOnce {
-        world
-            .desk
-            .configure(&world.settings().replace("at-most-once", "effectively-once"));
+        fixture.cli.configure(
+            &fixture
+                .settings()
+                .replace("at-most-once", "effectively-once"),
+        );
     }
-    world
+    fixture
 }
 
 async fn until(what: &str, is: impl AsyncFn() -> bool) {
@@ -130,17 +132,17 @@ fn each_was_booked_once(provider: &Provider) {
 /// A thousand messages fail of an unknown outcome until their attempts are spent; the provider
 /// heals; they are redriven.
 async fn redriven(broker: Broker, guarantee: Guarantee) {
-    let (world, provider) = (world(broker, guarantee).await, Provider::default());
+    let (fixture, provider) = (fixture(broker, guarantee).await, Provider::default());
     provider.0.tells.store(true, Ordering::Relaxed);
-    world.publish_many((0..MESSAGES).map(id)).await;
-    world
+    fixture.publish_many((0..MESSAGES).map(id)).await;
+    fixture
         .handle(
             guarantee,
             provider.clone(),
-            world.until_there_are(MESSAGES as u64, ".dead-letters"),
+            fixture.until_there_are(MESSAGES as u64, ".dead-letters"),
         )
         .await;
-    let listed = world
+    let listed = fixture
         .json(&[
             "dead-letters",
             "list",
@@ -158,7 +160,7 @@ async fn redriven(broker: Broker, guarantee: Guarantee) {
     assert_eq!(provider.booked(), 0);
 
     provider.0.healed.store(true, Ordering::Relaxed);
-    let redriven = world
+    let redriven = fixture
         .json(&["dead-letters", "redrive", "--all", "--yes"])
         .await;
     assert_eq!(
@@ -166,9 +168,9 @@ async fn redriven(broker: Broker, guarantee: Guarantee) {
         (&Value::from(MESSAGES), &0.into())
     );
     let all_booked = async || {
-        provider.booked() >= MESSAGES && (broker == Broker::Kafka || world.count("").await == 0)
+        provider.booked() >= MESSAGES && (broker == Broker::Kafka || fixture.count("").await == 0)
     };
-    world
+    fixture
         .handle(
             guarantee,
             provider.clone(),
@@ -183,13 +185,13 @@ async fn redriven(broker: Broker, guarantee: Guarantee) {
     };
     assert_eq!(
         (
-            world.count(".dead-letters").await,
-            world.count(".in-doubt").await
+            fixture.count(".dead-letters").await,
+            fixture.count(".in-doubt").await
         ),
         (stays, 0),
         "none failed again"
     );
-    world.end().await;
+    fixture.end().await;
 }
 
 async fn dead_letters_of_unknown_outcomes_are_redriven_effectively_once(broker: Broker) {
@@ -204,16 +206,16 @@ async fn dead_letters_of_unknown_outcomes_are_redriven_at_most_once(broker: Brok
 /// the provider heals. What was doubted at most once may be handled by consumers of either
 /// guarantee.
 async fn resolved(broker: Broker, guarantee: Guarantee) {
-    let (world, provider) = (world(broker, guarantee).await, Provider::default());
-    world
+    let (fixture, provider) = (fixture(broker, guarantee).await, Provider::default());
+    fixture
         .publish_many((0..MESSAGES * COPIES).map(|number| id(number % MESSAGES)))
         .await;
     let all = (MESSAGES * COPIES) as u64;
-    world
+    fixture
         .handle(
             Guarantee::AtMostOnce,
             provider.clone(),
-            world.until_there_are(all, ".in-doubt"),
+            fixture.until_there_are(all, ".in-doubt"),
         )
         .await;
     assert_eq!(provider.booked(), 0);
@@ -224,15 +226,15 @@ async fn resolved(broker: Broker, guarantee: Guarantee) {
         .into_iter()
         .chain(ids.iter().map(String::as_str))
         .chain(["--did-not-happen", "--yes"]);
-    let resolved = world.json(&resolve.collect::<Vec<_>>()).await;
+    let resolved = fixture.json(&resolve.collect::<Vec<_>>()).await;
     assert_eq!(
         (&resolved["done"], &resolved["left"]),
         (&Value::from(all), &0.into())
     );
     let all_booked = async || {
-        provider.booked() >= MESSAGES && (broker == Broker::Kafka || world.count("").await == 0)
+        provider.booked() >= MESSAGES && (broker == Broker::Kafka || fixture.count("").await == 0)
     };
-    world
+    fixture
         .handle(
             guarantee,
             provider.clone(),
@@ -243,19 +245,19 @@ async fn resolved(broker: Broker, guarantee: Guarantee) {
     let stays = if broker == Broker::Kafka { all } else { 0 };
     assert_eq!(
         (
-            world.count(".in-doubt").await,
-            world.count(".dead-letters").await
+            fixture.count(".in-doubt").await,
+            fixture.count(".dead-letters").await
         ),
         (stays, 0),
         "none failed again"
     );
-    world.end().await;
+    fixture.end().await;
 }
 
-async fn doubts_that_did_not_happen_are_handled_effectively_once(broker: Broker) {
+async fn messages_that_did_not_happen_are_handled_effectively_once(broker: Broker) {
     resolved(broker, Guarantee::EffectivelyOnce).await;
 }
 
-async fn doubts_that_did_not_happen_are_handled_at_most_once(broker: Broker) {
+async fn messages_that_did_not_happen_are_handled_at_most_once(broker: Broker) {
     resolved(broker, Guarantee::AtMostOnce).await;
 }

@@ -10,16 +10,16 @@ use serde_json::Value;
 
 /// What the program said.
 #[derive(Debug)]
-pub(crate) struct Said {
+pub(crate) struct CommandOutput {
     pub(crate) code: i32,
     pub(crate) out: String,
     pub(crate) err: String,
 }
 
-impl Said {
+impl CommandOutput {
     /// It ended like this.
     #[track_caller]
-    pub(crate) fn ended(self, code: i32) -> Self {
+    pub(crate) fn exits_with(self, code: i32) -> Self {
         assert_eq!(self.code, code, "{self:?}");
         self
     }
@@ -30,7 +30,7 @@ impl Said {
     }
 
     #[track_caller]
-    pub(crate) fn says(self, text: &str) -> Self {
+    pub(crate) fn prints(self, text: &str) -> Self {
         assert!(
             self.out.contains(text) || self.err.contains(text),
             "no {text:?} in {self:?}"
@@ -39,7 +39,7 @@ impl Said {
     }
 }
 
-pub(crate) struct Desk {
+pub(crate) struct TestCli {
     directory: tempfile::TempDir,
     /// No other test has it.
     pub(crate) name: String,
@@ -48,21 +48,21 @@ pub(crate) struct Desk {
     sqlite: Option<PathBuf>,
 }
 
-impl Desk {
+impl TestCli {
     /// On the shared Redis, with a prefix of its own.
     pub(crate) fn new() -> Self {
         Self::at(&oncegate_testkit::redis_url().expect("ONCEGATE_REDIS is set"))
     }
 
     pub(crate) fn at(redis: &str) -> Self {
-        let desk = Self {
+        let cli = Self {
             directory: tempfile::tempdir().expect("a directory"),
             name: format!("cli-{:032x}", Token::random().0),
             redis: redis.to_owned(),
             sqlite: None,
         };
-        desk.configure("");
-        desk
+        cli.configure("");
+        cli
     }
 
     /// On an SQLite file of its own, on the disk that the build is on: a directory for temporary
@@ -70,14 +70,14 @@ impl Desk {
     pub(crate) fn on_sqlite() -> Self {
         let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
         let sqlite = Some(directory.path().join("markers.db"));
-        let desk = Self {
+        let cli = Self {
             directory,
             name: format!("cli-{:032x}", Token::random().0),
             redis: String::new(),
             sqlite,
         };
-        desk.configure("");
-        desk
+        cli.configure("");
+        cli
     }
 
     pub(crate) fn prefix(&self) -> String {
@@ -103,12 +103,12 @@ impl Desk {
         self.directory.path().join(name)
     }
 
-    pub(crate) fn run(&self, arguments: &[&str]) -> Said {
+    pub(crate) fn run(&self, arguments: &[&str]) -> CommandOutput {
         run_in(self.directory.path(), arguments, &[])
     }
 
     /// With variables.
-    pub(crate) fn run_with(&self, arguments: &[&str], variables: &[(&str, &str)]) -> Said {
+    pub(crate) fn run_with(&self, arguments: &[&str], variables: &[(&str, &str)]) -> CommandOutput {
         run_in(self.directory.path(), arguments, variables)
     }
 
@@ -116,7 +116,7 @@ impl Desk {
     #[track_caller]
     pub(crate) fn json(&self, arguments: &[&str]) -> Value {
         let arguments: Vec<&str> = arguments.iter().copied().chain(["--json"]).collect();
-        self.run(&arguments).ended(0).json()
+        self.run(&arguments).exits_with(0).json()
     }
 
     pub(crate) fn store(&self) -> Redis {
@@ -167,7 +167,7 @@ pub(crate) fn terms() -> Terms {
     }
 }
 
-fn run_in(directory: &Path, arguments: &[&str], variables: &[(&str, &str)]) -> Said {
+fn run_in(directory: &Path, arguments: &[&str], variables: &[(&str, &str)]) -> CommandOutput {
     let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
     command
         .current_dir(directory)
@@ -175,7 +175,7 @@ fn run_in(directory: &Path, arguments: &[&str], variables: &[(&str, &str)]) -> S
         .envs(variables.iter().copied());
     let output = command.output().expect("the program was built");
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).expect("it writes UTF-8");
-    Said {
+    CommandOutput {
         code: output.status.code().expect("no signal ended it"),
         out: text(output.stdout),
         err: text(output.stderr),
