@@ -50,12 +50,12 @@ const PLACES: &[(&str, &[&str])] = &[
         &["oncegate_core::memory", "<oncegate_core::memory"],
     ),
     (
-        "advance and Dispatch::handle",
+        "advance and LifecycleDriver::handle",
         &[
             "Running<H,D>>::happens",
             "Running<H,D>>::advance",
-            "Dispatch::handle",
-            "road::next",
+            "LifecycleDriver::handle",
+            "lifecycle::transition",
         ],
     ),
     (

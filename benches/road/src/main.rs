@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use bytes::Bytes;
 use oncegate_core::{
-    Consumer, Context, Failure, Handler, Handlers, Headers, IdSource, MemoryBroker, MemoryStore,
+    Consumer, Context, Failure, Handler, Execution, Headers, IdSource, MemoryBroker, MemoryStore,
     Message, RawBytes, async_trait,
 };
 use serde::de::IgnoredAny;
@@ -37,8 +37,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut arguments = std::env::args().skip(1);
     let messages: usize = arguments.next().ok_or("say how many messages")?.parse()?;
     let handlers = match arguments.next().as_deref() {
-        None | Some("in-place") => Handlers::InPlace,
-        Some("spawned") => Handlers::Spawned,
+        None | Some("in-place") => Execution::Inline,
+        Some("spawned") => Execution::Spawned,
         Some(other) => return Err(format!("`{other}` is neither `in-place` nor `spawned`").into()),
     };
     let broker = MemoryBroker::new("road");
@@ -66,7 +66,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         .store(MemoryStore::new())
         .id(IdSource::header("id"))
         .decode(RawBytes)
-        .handlers(handlers)
+        .execution(handlers)
         .handler(CountDown(AtomicUsize::new(messages), over))
         .run_until(async move { all.notified().await })
         .await?;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use oncegate::source::Open;
 use oncegate::{
-    Consumer, Context, Failure, Handler, Handlers, IdSource, Kafka, MemoryStore, RabbitMq,
+    Consumer, Context, Failure, Handler, Execution, IdSource, Kafka, MemoryStore, RabbitMq,
     RawBytes, Redis, Sqlite, Topology, async_trait,
 };
 use serde::de::IgnoredAny;
@@ -98,16 +98,16 @@ async fn past_the_gate(
         return Err("this way has no gate".into());
     };
     let handlers = match spawned {
-        Spawned::Yes => Handlers::Spawned,
-        Spawned::No => Handlers::InPlace,
+        Spawned::Yes => Execution::Spawned,
+        Spawned::No => Execution::Inline,
     };
     let over = meter.clone();
     let builder = Consumer::builder()
         .source(source)
         .id(id)
         .decode(RawBytes)
-        .handlers(handlers)
-        .in_flight(in_flight)
+        .execution(handlers)
+        .max_in_flight(in_flight)
         .handler(Counts {
             meter: meter.clone(),
             work: task.work,

@@ -8,8 +8,8 @@ use lapin::BasicProperties;
 use lapin::protocol::basic::gen_properties;
 use lapin::types::generation::gen_value;
 use lapin::types::{AMQPValue, FieldTable, ShortString};
-use oncegate_core::road::Reason;
-use oncegate_core::source::{Delivery, Story, first_seen, headers, rejection_headers};
+use oncegate_core::lifecycle::Reason;
+use oncegate_core::source::{Delivery, FailureHistory, first_seen, headers, rejection_headers};
 
 use crate::incoming::{NOT_BEFORE, Original, ROUTING_KEY};
 use crate::settings::{DELAYS, Settings};
@@ -76,7 +76,7 @@ impl Copy {
     pub(crate) fn rejected(
         delivery: &Delivery,
         reason: &Reason,
-        story: Option<&Story>,
+        story: Option<&FailureHistory>,
         original: &Original,
         settings: &Settings,
     ) -> Self {
@@ -452,7 +452,7 @@ mod tests {
         assert!(properties.content_type().is_some() && properties.message_id().is_some());
         let doubt = Copy::rejected(
             &delivery(),
-            &Reason::InDoubt(oncegate_core::road::Cause::Said),
+            &Reason::InDoubt(oncegate_core::lifecycle::DoubtCause::Said),
             None,
             &original(),
             &settings(),
@@ -600,7 +600,7 @@ mod tests {
         for reason in [
             Reason::MissingId,
             Reason::TooLarge,
-            Reason::InDoubt(oncegate_core::road::Cause::Said),
+            Reason::InDoubt(oncegate_core::lifecycle::DoubtCause::Said),
         ] {
             let copy = Copy::rejected(&delivery, &reason, None, &original, &settings());
             let ours = [
@@ -672,9 +672,9 @@ mod tests {
             properties: BasicProperties::default().with_headers(table),
             routing_key: None,
         };
-        let story = Story {
+        let story = FailureHistory {
             last_error: Some("é".repeat(1_000)),
-            ..Story::default()
+            ..FailureHistory::default()
         };
         let mut copy = Copy::rejected(
             &delivery(),

@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
-use oncegate_core::road::{Reason, Settlement};
-use oncegate_core::source::{Delivery, Settled, SourceError, Story};
+use oncegate_core::lifecycle::{Reason, Settlement};
+use oncegate_core::source::{Delivery, Settled, SourceError, FailureHistory};
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
@@ -253,7 +253,7 @@ impl Engine {
     }
 
     /// Sees to it that a delivery reaches the dead letters, or a person.
-    fn reject(&mut self, delivery: Delivery, reason: &Reason, story: Option<&Story>) {
+    fn reject(&mut self, delivery: Delivery, reason: &Reason, story: Option<&FailureHistory>) {
         let Link::Up(session) = &mut self.link else {
             return;
         };
@@ -416,9 +416,9 @@ impl Engine {
                 self.reject(
                     delivery,
                     &Reason::Unreadable,
-                    Some(&Story {
+                    Some(&FailureHistory {
                         last_error: Some(problem.into()),
-                        ..Story::default()
+                        ..FailureHistory::default()
                     }),
                 );
                 continue;

@@ -5,7 +5,7 @@ use std::time::Duration;
 use lapin::uri::AMQPScheme;
 use lapin::{Connection, ConnectionProperties, ErrorKind};
 use oncegate_core::source::SourceError;
-use oncegate_core::store::Cause;
+use oncegate_core::store::BoxError;
 
 use crate::handshake;
 use crate::node::{Node, Nodes};
@@ -29,7 +29,7 @@ pub(crate) enum Trouble {
     /// log: the queue is another than the source was told.
     Mismatch(SourceError),
     /// It may work later.
-    Passing(Cause),
+    Passing(BoxError),
 }
 
 impl From<lapin::Error> for Trouble {
@@ -38,7 +38,7 @@ impl From<lapin::Error> for Trouble {
     }
 }
 
-impl From<Trouble> for Cause {
+impl From<Trouble> for BoxError {
     fn from(trouble: Trouble) -> Self {
         match trouble {
             Trouble::Wrong(error) | Trouble::Mismatch(error) => error.into(),

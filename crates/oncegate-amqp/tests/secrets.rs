@@ -11,7 +11,7 @@ use lapin::options::{BasicPublishOptions, QueueDeclareOptions, QueueDeleteOption
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Connection, ConnectionProperties};
 use oncegate_amqp::{RabbitMq, Topology};
-use oncegate_core::road::{Reason, Settlement};
+use oncegate_core::lifecycle::{Reason, Settlement};
 use oncegate_core::source::{Incoming, Limit, Open, Settled, Source, SourceError};
 
 #[derive(Clone, Default)]

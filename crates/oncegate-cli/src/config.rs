@@ -38,7 +38,7 @@ pub(crate) fn terms(config: &Config, fingerprint: Option<Fingerprint>) -> Terms 
 /// The window as text, marked as the default if it is not configured.
 pub(crate) fn window_description(config: &Config) -> String {
     let window = crate::output::duration_text(config.window());
-    if config.has("gate.window") {
+    if config.has("gate.dedup-window") {
         window
     } else {
         format!("{window}, the default")

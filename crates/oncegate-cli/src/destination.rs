@@ -12,7 +12,7 @@ pub(crate) mod redrive_policy;
 use std::collections::HashMap;
 use std::convert::Infallible;
 
-use oncegate::road::Reason;
+use oncegate::lifecycle::Reason;
 use oncegate::source::{headers, is_reserved};
 use serde::Serialize;
 

@@ -14,7 +14,7 @@ pub(crate) struct PlanArguments {
     /// New ids per second, averaged over a window; by default `gate.rate`
     #[arg(long)]
     rate: Option<u64>,
-    /// How long done ids are remembered; by default `gate.window`
+    /// How long done ids are remembered; by default `gate.dedup-window`
     #[arg(long, value_name = "TIME")]
     window: Option<TimeArg>,
     /// Bytes of an id; a UUID has 36

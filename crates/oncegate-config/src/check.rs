@@ -8,10 +8,10 @@ use crate::store::{StoreKind, no_store};
 /// Upper bounds of numbers that the library stores in fewer bits.
 const UPPER_BOUNDS: [(&str, u64); 8] = [
     ("store.replicas", u32::MAX as u64),
-    ("gate.attempts", u32::MAX as u64),
+    ("gate.max-attempts", u32::MAX as u64),
     ("gate.max-crashes", u32::MAX as u64),
-    ("gate.retries", u32::MAX as u64),
-    ("gate.reconciles", u32::MAX as u64),
+    ("gate.max-inline-retries", u32::MAX as u64),
+    ("gate.max-reconciles", u32::MAX as u64),
     ("kafka.create-partitions", u16::MAX as u64),
     ("kafka.create-replicas", u16::MAX as u64),
     ("rabbitmq.prefetch", u16::MAX as u64),

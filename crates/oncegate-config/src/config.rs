@@ -110,9 +110,9 @@ impl Config {
         }
     }
 
-    /// `gate.window`, or its default.
+    /// `gate.dedup-window`, or its default.
     pub fn window(&self) -> Duration {
-        self.time("gate.window").unwrap_or(defaults::WINDOW)
+        self.time("gate.dedup-window").unwrap_or(defaults::WINDOW)
     }
 
     /// `gate.max-age`, or half the window.
@@ -131,9 +131,9 @@ impl Config {
             .unwrap_or(defaults::HANDLER_TIMEOUT)
     }
 
-    /// `gate.in-flight`, or its default.
+    /// `gate.max-in-flight`, or its default.
     pub fn in_flight(&self) -> u64 {
-        self.number("gate.in-flight")
+        self.number("gate.max-in-flight")
             .unwrap_or(defaults::IN_FLIGHT as u64)
     }
 

@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use oncegate::{Builder, Fingerprints, Handlers, IdSource, MessageId, Order, Outage, defaults};
+use oncegate::{Builder, Fingerprints, Execution, IdSource, MessageId, Order, Outage, defaults};
 
 use crate::config::Config;
 use crate::error::Error;
@@ -44,27 +44,27 @@ impl Config {
             guarantee: self.has("gate.guarantee").then(|| self.guarantee()),
             id: self.id_source()?,
             scope: self.text("store.scope"),
-            window: self.time("gate.window"),
+            dedup_window: self.time("gate.dedup-window"),
             max_age: self.time("gate.max-age"),
             lease: self.time("gate.lease"),
             handler_timeout: self.time("gate.handler-timeout"),
-            attempts: small("gate.attempts"),
+            max_attempts: small("gate.max-attempts"),
             max_crashes: small("gate.max-crashes"),
-            retries: small("gate.retries"),
-            reconciles: small("gate.reconciles"),
-            in_flight: size("gate.in-flight"),
-            in_flight_bytes: size("gate.in-flight-bytes"),
-            waiting: size("gate.waiting"),
-            waiting_bytes: size("gate.waiting-bytes"),
-            drain: self.time("gate.drain"),
+            max_inline_retries: small("gate.max-inline-retries"),
+            max_reconciles: small("gate.max-reconciles"),
+            max_in_flight: size("gate.max-in-flight"),
+            max_in_flight_bytes: size("gate.max-in-flight-bytes"),
+            max_queued: size("gate.max-queued"),
+            max_queued_bytes: size("gate.max-queued-bytes"),
+            drain_timeout: self.time("gate.drain-timeout"),
             order: self.text("gate.order").map(|order| match order {
                 "by-key" => Order::ByKey,
                 "by-partition" => Order::ByPartition,
                 _ => Order::Unordered,
             }),
-            handlers: self.text("gate.handlers").map(|handlers| match handlers {
-                "in-place" => Handlers::InPlace,
-                _ => Handlers::Spawned,
+            execution: self.text("gate.execution").map(|handlers| match handlers {
+                "inline" => Execution::Inline,
+                _ => Execution::Spawned,
             }),
             outage: self.text("gate.outage").map(|outage| match outage {
                 "pass-through" => Outage::PassThrough,
@@ -87,8 +87,8 @@ impl Config {
         if let Some((first, longest)) = self.backoff() {
             consumer = consumer.backoff(first, longest);
         }
-        Ok(if self.accepts_forgetful_store() {
-            consumer.accept_forgetful_store()
+        Ok(if self.allows_volatile_store() {
+            consumer.allow_volatile_store()
         } else {
             consumer
         })

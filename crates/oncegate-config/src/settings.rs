@@ -176,7 +176,7 @@ pub const SETTINGS: &[Setting] = &[
         "on, or trial: blocks no message and counts those it would have blocked; on by default",
     ),
     time(
-        "gate.window",
+        "gate.dedup-window",
         "how long a done id is remembered; 24h by default",
     ),
     time(
@@ -196,7 +196,7 @@ pub const SETTINGS: &[Setting] = &[
         "how long a handler may run; 5m by default",
     ),
     number(
-        "gate.attempts",
+        "gate.max-attempts",
         "attempts before a message is dead-lettered; 5 by default",
     ),
     number(
@@ -204,7 +204,7 @@ pub const SETTINGS: &[Setting] = &[
         "process crashes during handling before a message is dead-lettered; 10 by default",
     ),
     number(
-        "gate.retries",
+        "gate.max-inline-retries",
         "inline retries of a handler within one attempt; 3 by default",
     ),
     time(
@@ -216,27 +216,27 @@ pub const SETTINGS: &[Setting] = &[
         "the longest backoff before a retry; 10s by default",
     ),
     number(
-        "gate.reconciles",
+        "gate.max-reconciles",
         "calls of `reconcile` before a message moves to the in-doubt destination; 5 by default",
     ),
     number(
-        "gate.in-flight",
+        "gate.max-in-flight",
         "maximum deliveries in flight per process; 512 by default",
     ),
     number(
-        "gate.in-flight-bytes",
+        "gate.max-in-flight-bytes",
         "maximum bytes of deliveries in flight; 67108864 by default",
     ),
     number(
-        "gate.waiting",
+        "gate.max-queued",
         "maximum deliveries queued behind others of their key or partition; 10000 by default",
     ),
     number(
-        "gate.waiting-bytes",
+        "gate.max-queued-bytes",
         "maximum bytes of queued deliveries; 67108864 by default",
     ),
     time(
-        "gate.drain",
+        "gate.drain-timeout",
         "the maximum duration of a drain; 30s by default",
     ),
     choice(
@@ -245,9 +245,9 @@ pub const SETTINGS: &[Setting] = &[
         "which messages are handled in order: by-key (the default on Kafka), by-partition or unordered (the default on RabbitMQ)",
     ),
     choice(
-        "gate.handlers",
-        &["spawned", "in-place"],
-        "where handlers run: spawned, each in a task of its own (the default), or in-place",
+        "gate.execution",
+        &["spawned", "inline"],
+        "where handlers run: spawned, each in a task of its own (the default), or inline",
     ),
     choice(
         "gate.outage",

@@ -9,7 +9,7 @@ use async_trait::async_trait;
 use oncegate::marker::{Guarantee, Operation, Verdict};
 #[cfg(feature = "redis")]
 use oncegate::{Durability, Redis};
-use oncegate::{Memory, MemoryStore, Scope, Store, StoreError};
+use oncegate::{Persistence, MemoryStore, Scope, Store, StoreError};
 
 use crate::config::Config;
 use crate::error::Error;
@@ -55,8 +55,8 @@ impl Store for AnyStore {
         self.0.preflight(guarantee).await
     }
 
-    async fn memory(&self) -> Result<Memory, StoreError> {
-        self.0.memory().await
+    async fn persistence(&self) -> Result<Persistence, StoreError> {
+        self.0.persistence().await
     }
 
     fn for_renewals(&self) -> Option<Arc<dyn Store>> {
@@ -118,8 +118,8 @@ impl Config {
             #[cfg(feature = "redis")]
             StoreKind::Redis => {
                 let redis = self.redis(None)?;
-                Ok(AnyStore::of(if self.accepts_forgetful_store() {
-                    redis.accept_forgetful_store()
+                Ok(AnyStore::of(if self.allows_volatile_store() {
+                    redis.allow_volatile_store()
                 } else {
                     redis
                 }))
@@ -209,7 +209,7 @@ impl Config {
         }
     }
 
-    pub(crate) fn accepts_forgetful_store(&self) -> bool {
+    pub(crate) fn allows_volatile_store(&self) -> bool {
         self.text("store.forgetful") == Some("accepted")
     }
 }

@@ -82,11 +82,11 @@ async fn errors_name_the_key() {
         ),
         (
             format!("{good}attempts = 0\n{RABBITMQ}"),
-            &["gate.attempts: it is 0; set at least 1"],
+            &["gate.max-attempts: it is 0; set at least 1"],
         ),
         (
             format!("{good}attempts = 5000000000\n{RABBITMQ}"),
-            &["gate.attempts: 5000000000 is too large"],
+            &["gate.max-attempts: 5000000000 is too large"],
         ),
         (
             format!("{good}outage = \"pass-through\"\nguarantee = \"bare\"\n{RABBITMQ}"),

@@ -4,22 +4,22 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
-use crate::consumer::Running;
+use crate::consumer::Engine;
 use crate::decode::{Decode, Json};
 use crate::error::Error;
 use crate::handler::Handler;
 use crate::id::{IdSource, Scope};
 use crate::marker::Guarantee;
 use crate::message::Message;
-use crate::pace::lease_for;
+use crate::runtime_estimator::lease_for;
 use crate::readiness::Readiness;
-use crate::road::Outage;
+use crate::lifecycle::Outage;
 use crate::run::Runner;
-use crate::seldom::Seldom;
-use crate::settings::{Fingerprints, Forgetful, Handlers, Settings};
+use crate::log_throttle::LogThrottle;
+use crate::settings::{Fingerprints, Forgetful, Execution, Settings};
 use crate::source::{Open, Order, Source, headers};
 use crate::status::{ConsumerStatus, Ends};
-use crate::store::{Memory, Store, StoreError};
+use crate::store::{Persistence, Store, StoreError};
 
 /// The running loop: take a slot, receive, pass the gate, settle, drain. Start with
 /// [`Consumer::builder`].
@@ -162,7 +162,7 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     }
 
     /// How long a done id is remembered, at least 1 s. Default: 24 h.
-    pub fn window(mut self, window: Duration) -> Self {
+    pub fn dedup_window(mut self, window: Duration) -> Self {
         self.settings.window = window;
         self
     }
@@ -192,12 +192,12 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     /// The window that redeliveries ask for: twice the time for which a message may come again,
     /// from its first delivery to its last copy, by the broker's retention and the producers'
     /// retries.
-    pub fn window_for(self, redelivered_for: Duration) -> Self {
-        self.window(redelivered_for.saturating_mul(2))
+    pub fn dedup_window_for(self, redelivered_for: Duration) -> Self {
+        self.dedup_window(redelivered_for.saturating_mul(2))
     }
 
     /// How many attempts a message gets before it is dead-lettered, at least 1. Default: 5.
-    pub fn attempts(mut self, attempts: u32) -> Self {
+    pub fn max_attempts(mut self, attempts: u32) -> Self {
         self.settings.attempts = attempts;
         self
     }
@@ -213,7 +213,7 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     }
 
     /// How often a handler is run again in place within one attempt. Default: 3.
-    pub fn retries(mut self, retries: u32) -> Self {
+    pub fn max_inline_retries(mut self, retries: u32) -> Self {
         self.settings.retries = retries;
         self
     }
@@ -228,7 +228,7 @@ impl<S, T, H, D> Builder<S, T, H, D> {
 
     /// How often `reconcile` is tried before a message goes to the in-doubt queue, at least 1.
     /// Default: 5. One that ends its process counts for [`max_crashes`](Self::max_crashes).
-    pub fn reconciles(mut self, reconciles: u32) -> Self {
+    pub fn max_reconciles(mut self, reconciles: u32) -> Self {
         self.settings.reconciles = reconciles;
         self
     }
@@ -241,14 +241,14 @@ impl<S, T, H, D> Builder<S, T, H, D> {
 
     /// How many deliveries are claimed or handled at once at the most, at least 1; as many again
     /// may be on their way out, with only their completion to be recorded. Default: 512.
-    pub fn in_flight(mut self, count: usize) -> Self {
+    pub fn max_in_flight(mut self, count: usize) -> Self {
         self.settings.in_flight = count;
         self
     }
 
     /// How many bytes are in flight at the most; one larger delivery travels alone. Default: 64
     /// MiB.
-    pub fn in_flight_bytes(mut self, bytes: usize) -> Self {
+    pub fn max_in_flight_bytes(mut self, bytes: usize) -> Self {
         self.settings.in_flight_bytes = bytes;
         self
     }
@@ -256,19 +256,19 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     /// How many deliveries wait at the most, in order, behind another of their key or partition, at
     /// least 1; they are not in flight. So is one that was released, until its delay is over. When
     /// so many wait, nothing is taken in, and other keys wait too. Default: 10,000.
-    pub fn waiting(mut self, count: usize) -> Self {
+    pub fn max_queued(mut self, count: usize) -> Self {
         self.settings.waiting = count;
         self
     }
 
     /// How many bytes wait there at the most, and one delivery more. Default: 64 MiB.
-    pub fn waiting_bytes(mut self, bytes: usize) -> Self {
+    pub fn max_queued_bytes(mut self, bytes: usize) -> Self {
         self.settings.waiting_bytes = bytes;
         self
     }
 
     /// How long a drain may take. Default: 30 s.
-    pub fn drain(mut self, bound: Duration) -> Self {
+    pub fn drain_timeout(mut self, bound: Duration) -> Self {
         self.settings.drain = bound;
         self
     }
@@ -287,7 +287,7 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     }
 
     /// Where handlers run. Default: each in a task of its own.
-    pub fn handlers(mut self, handlers: Handlers) -> Self {
+    pub fn execution(mut self, handlers: Execution) -> Self {
         self.settings.handlers = handlers;
         self
     }
@@ -321,7 +321,7 @@ impl<S, T, H, D> Builder<S, T, H, D> {
 
     /// Lets at most once run on a store that may forget what it said: you accept that a forgotten
     /// id is run again.
-    pub fn accept_forgetful_store(mut self) -> Self {
+    pub fn allow_volatile_store(mut self) -> Self {
         self.settings.forgetful = Forgetful::Accepted;
         self
     }
@@ -392,7 +392,7 @@ impl<S, T, H, D> Builder<S, T, H, D> {
             decode,
             timeout: settings.handler_timeout,
         };
-        Running::new(
+        Engine::new(
             Box::new(source) as Box<dyn Source>,
             store,
             Arc::new(runner),
@@ -407,7 +407,7 @@ impl<S, T, H, D> Builder<S, T, H, D> {
 /// Asks the store whether it can keep the promise; waits for one that is not there yet.
 pub(crate) async fn preflight(store: &dyn Store, settings: &Settings) -> Result<(), Error> {
     let mut tries = 0;
-    let mut says = Seldom::every(Duration::from_secs(10));
+    let mut says = LogThrottle::every(Duration::from_secs(10));
     loop {
         let found = forgets(store, settings).await;
         if let Some(status) = &settings.status {
@@ -443,9 +443,9 @@ async fn forgets(store: &dyn Store, settings: &Settings) -> Result<Option<String
     if settings.guarantee != Guarantee::AtMostOnce || settings.forgetful == Forgetful::Accepted {
         return Ok(None);
     }
-    Ok(match store.memory().await? {
-        Memory::Forgets(why) => Some(why),
-        Memory::Survives(_) => None,
+    Ok(match store.persistence().await? {
+        Persistence::Volatile(why) => Some(why),
+        Persistence::Durable(_) => None,
     })
 }
 

@@ -6,11 +6,11 @@
 //! the store in `asking`, at the end in `leaving`.
 
 mod asking;
-mod flight;
+mod entry;
 mod late;
 mod leaving;
-mod says;
-mod travel;
+mod reports;
+mod dispatch;
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -25,9 +25,9 @@ use futures_util::stream::{FuturesUnordered, StreamExt};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use self::asking::Applied;
-use self::flight::{Flight, Ran};
+use self::entry::{InFlightEntry, FinishedRun};
 use self::late::LateCompletions;
-use self::says::Says;
+use self::reports::Reporter;
 
 use crate::breaker::Breaker;
 use crate::decode::Decode;
@@ -39,20 +39,20 @@ use crate::lanes::Lanes;
 use crate::marker::{Guarantee, Token, Tokens};
 use crate::measures::{Holds, Measures};
 use crate::outcome::Outcomes;
-use crate::pace::Pace;
+use crate::runtime_estimator::RuntimeEstimator;
 use crate::readiness::{Takes, Telling};
 use crate::renewals::{Over, Renewals};
-use crate::road::{Event, Policy, Stage};
+use crate::lifecycle::{Event, Policy, Stage};
 use crate::run::Runner;
 use crate::seen::Seen;
 use crate::settings::Settings;
 use crate::slots::{Slot, Slots};
 use crate::source::{Incoming, Limit, Settled, Source};
-use crate::status::{Doing, Held, TELLS_EVERY};
+use crate::status::{DeliveryState, Held, TELLS_EVERY};
 use crate::store::Store;
 
 /// A consumer that runs.
-pub(crate) struct Running<H, D> {
+pub(crate) struct Engine<H, D> {
     source: Box<dyn Source>,
     store: Arc<dyn Store>,
     runner: Arc<Runner<H, D>>,
@@ -67,7 +67,7 @@ pub(crate) struct Running<H, D> {
     clock: Instant,
     wall: SystemTime,
 
-    flights: Slots<Box<Flight>>,
+    flights: Slots<Box<InFlightEntry>>,
     /// Those whose handler is over and whose completion is on its way: they hold no slot of a
     /// handler any more.
     completing: usize,
@@ -106,10 +106,10 @@ pub(crate) struct Running<H, D> {
     breaker: Breaker,
     /// Whether the store said that it will never work as it is set up.
     refused: bool,
-    says: Says,
+    says: Reporter,
     /// When to tell what is held, if anybody asked.
     tells_at: Instant,
-    pace: Pace,
+    pace: RuntimeEstimator,
     /// What a claim asks for now.
     lease: Duration,
     longest_hold: Duration,
@@ -119,8 +119,8 @@ pub(crate) struct Running<H, D> {
 
     /// How many handlers were spawned since they were last let run.
     spawned: usize,
-    runs: UnboundedSender<Ran>,
-    ran: UnboundedReceiver<Ran>,
+    runs: UnboundedSender<FinishedRun>,
+    ran: UnboundedReceiver<FinishedRun>,
     over: UnboundedReceiver<Over>,
     mode: Mode,
     tokens: Tokens,
@@ -136,7 +136,7 @@ enum Mode {
     },
 }
 
-impl<H: Handler, D: Decode> Running<H, D> {
+impl<H: Handler, D: Decode> Engine<H, D> {
     pub(crate) fn new(
         source: Box<dyn Source>,
         store: Arc<dyn Store>,
@@ -189,9 +189,9 @@ impl<H: Handler, D: Decode> Running<H, D> {
             late: LateCompletions::new(),
             breaker: Breaker::closed(),
             refused: false,
-            says: Says::nothing_yet(),
+            says: Reporter::nothing_yet(),
             tells_at: Instant::now(),
-            pace: Pace::new(),
+            pace: RuntimeEstimator::new(),
             applies: FuturesUnordered::new(),
             settled: Vec::new(),
             alarms: BinaryHeap::new(),
@@ -398,7 +398,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 id: flight.id.clone(),
                 origin: flight.passage.delivery().message.origin.clone(),
                 since: Duration::ZERO,
-                doing: Doing::of(flight.passage.stage()),
+                doing: DeliveryState::of(flight.passage.stage()),
                 attempt: flight.attempt(),
                 crashes: flight.passage.dispatch().attempts.crashes,
             })

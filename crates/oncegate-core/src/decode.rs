@@ -4,7 +4,7 @@ use serde::de::DeserializeOwned;
 use serde::de::value::BytesDeserializer;
 
 use crate::message::Message;
-use crate::store::Cause;
+use crate::store::BoxError;
 
 /// Turns a message's body into a handler's payload.
 #[diagnostic::on_unimplemented(
@@ -18,7 +18,7 @@ pub trait Decode: Send + Sync + 'static {
     /// # Errors
     /// Why the body does not parse; the message goes to the dead letters with this text, so it must
     /// not quote the body.
-    fn decode<T: DeserializeOwned>(&self, message: &Message) -> Result<T, Cause>;
+    fn decode<T: DeserializeOwned>(&self, message: &Message) -> Result<T, BoxError>;
 }
 
 /// JSON, the default. A byte order mark before it is passed over.
@@ -26,7 +26,7 @@ pub trait Decode: Send + Sync + 'static {
 pub struct Json;
 
 impl Decode for Json {
-    fn decode<T: DeserializeOwned>(&self, message: &Message) -> Result<T, Cause> {
+    fn decode<T: DeserializeOwned>(&self, message: &Message) -> Result<T, BoxError> {
         serde_json::from_slice(crate::id::json::without_mark(&message.body)).map_err(|error| {
             // The full text may quote the payload; line and column do not.
             format!(
@@ -45,7 +45,7 @@ impl Decode for Json {
 pub struct RawBytes;
 
 impl Decode for RawBytes {
-    fn decode<T: DeserializeOwned>(&self, message: &Message) -> Result<T, Cause> {
+    fn decode<T: DeserializeOwned>(&self, message: &Message) -> Result<T, BoxError> {
         T::deserialize(BytesDeserializer::<serde::de::value::Error>::new(
             &message.body,
         ))

@@ -22,7 +22,7 @@ pub enum Error {
     Scope(#[from] BadScope),
     /// At most once was asked of a store that may forget what it said.
     #[error(
-        "store: at most once needs a store that does not forget, and {0}; change that, or accept it with `accept_forgetful_store()`"
+        "store: at most once needs a store that does not forget, and {0}; change that, or accept it with `allow_volatile_store()`"
     )]
     ForgetfulStore(String),
     /// The store cannot be used as it is configured.

@@ -9,7 +9,7 @@ use tracing::Instrument;
 
 use crate::breaker::{Breaker, Judgement};
 use crate::builder::preflight;
-use crate::dispatch::{Command, Dispatch, Keeps};
+use crate::driver::{DriverCommand, LifecycleDriver, OnRelease};
 use crate::error::Error;
 use crate::handler::Failure;
 use crate::id::{MessageId, Scope};
@@ -18,8 +18,8 @@ use crate::marker::{Ask, Guarantee, Operation, Terms, Token, Verdict};
 use crate::moment::Moment;
 use crate::outcome::Outcomes;
 use crate::renewals::Renewals;
-use crate::road::{
-    Asked, Cause, Event, Freshness, History, Outcome, Policy, Reason, Settlement, Stage,
+use crate::lifecycle::{
+    ClaimReply, DoubtCause, Event, Freshness, History, Outcome, Policy, Reason, Settlement, Stage,
 };
 use crate::run::{Ended, bounded, caught};
 use crate::settings::{Forgetful, LONGEST, Settings};
@@ -31,7 +31,7 @@ use crate::store::{Store, StoreError};
 /// migration.
 ///
 /// It drives the same two functions as the consumer: [`marker::apply`](crate::marker::apply) in the
-/// store, [`road::next`](crate::road::next) here. Cloning shares it.
+/// store, [`lifecycle::transition`](crate::lifecycle::next) here. Cloning shares it.
 #[derive(Clone)]
 pub struct Gate(Arc<Inner>);
 
@@ -51,7 +51,7 @@ struct Inner {
 /// What to do about work that someone else runs at this moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WhenHeld {
-    /// Answer [`Ran::Elsewhere`] at once: the other does it. For jobs that any one of many machines
+    /// Answer [`RunOutcome::HeldElsewhere`] at once: the other does it. For jobs that any one of many machines
     /// may run.
     #[default]
     Skip,
@@ -59,14 +59,14 @@ pub enum WhenHeld {
     /// sender waits.
     GiveUp,
     /// Wait for the other to end, for so long at the most, and then answer
-    /// [`GateError::HeldElsewhere`]. If it succeeds, the answer is [`Ran::Before`]; if it fails,
+    /// [`GateError::HeldElsewhere`]. If it succeeds, the answer is [`RunOutcome::AlreadyDone`]; if it fails,
     /// the work runs here.
     Wait(Duration),
 }
 
 /// What became of guarded work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ran<T> {
+pub enum RunOutcome<T> {
     /// It ran now; this is what it gave.
     Now(T),
     /// It ran before, within the window.
@@ -136,7 +136,7 @@ impl Gate {
         &self,
         id: impl AsRef<[u8]>,
         work: impl FnMut() -> W,
-    ) -> Result<Ran<T>, GateError> {
+    ) -> Result<RunOutcome<T>, GateError> {
         let id = MessageId::new(id).ok_or(GateError::MissingId)?;
         let place = self
             .0
@@ -148,7 +148,7 @@ impl Gate {
             failures: 0,
             freshness: Freshness::Fresh,
         };
-        let dispatch = Dispatch::new(history, Keeps::Nothing);
+        let dispatch = LifecycleDriver::new(history, OnRelease::ReturnToSource);
         Guarded {
             gate: self,
             id,
@@ -202,7 +202,7 @@ struct Guarded<'a, T> {
     gate: &'a Gate,
     id: MessageId,
     place: Slot,
-    dispatch: Dispatch,
+    dispatch: LifecycleDriver,
     lease: Option<Arc<Lease>>,
     result: Option<T>,
     said: Option<Failure>,
@@ -213,7 +213,7 @@ impl<T> Guarded<'_, T> {
     async fn run<W: Future<Output = Result<T, Failure>>>(
         mut self,
         mut work: impl FnMut() -> W,
-    ) -> Result<Ran<T>, GateError> {
+    ) -> Result<RunOutcome<T>, GateError> {
         let policy = self.gate.0.policy;
         let give_up_at = match self.gate.0.when_held {
             WhenHeld::Wait(at_most) => Instant::now() + at_most.min(LONGEST),
@@ -225,14 +225,14 @@ impl<T> Guarded<'_, T> {
             let before = self.dispatch.stage();
             self.gate.0.outcomes.happened(event);
             event = match self.dispatch.handle(event, &policy, |_| Token::random()) {
-                Command::Apply(ask) => self.ask(ask).await,
-                Command::AwaitRun if self.lease_is_over() => Event::LeaseOver,
-                Command::AwaitRun => Event::Slot,
+                DriverCommand::Apply(ask) => self.ask(ask).await,
+                DriverCommand::AwaitRun if self.lease_is_over() => Event::LeaseOver,
+                DriverCommand::AwaitRun => Event::Slot,
                 // The part of the work before its first await may panic, too.
-                Command::Run => self.work(async { work().await }).await,
-                Command::Reconcile => Event::Found(None), // nobody here can find out
-                Command::Wake(after)
-                    if matches!(self.dispatch.stage(), Stage::Parked(_, _, Asked::Answered)) =>
+                DriverCommand::Run => self.work(async { work().await }).await,
+                DriverCommand::Reconcile => Event::Found(None), // nobody here can find out
+                DriverCommand::Wake(after)
+                    if matches!(self.dispatch.stage(), Stage::AwaitingHolder(_, _, ClaimReply::Answered)) =>
                 {
                     let left = give_up_at.saturating_duration_since(Instant::now());
                     tokio::time::sleep(after.min(left).min(LONGEST_WAIT)).await;
@@ -242,7 +242,7 @@ impl<T> Guarded<'_, T> {
                         Event::Woke
                     }
                 }
-                Command::Wake(after) => {
+                DriverCommand::Wake(after) => {
                     tokio::time::sleep(after).await;
                     if self.dispatch.stage().waits_on_lease() && self.lease_is_over() {
                         Event::LeaseOver
@@ -250,9 +250,9 @@ impl<T> Guarded<'_, T> {
                         Event::Woke
                     }
                 }
-                Command::Settle(settlement) => return self.settled(before, settlement),
+                DriverCommand::Settle(settlement) => return self.settled(before, settlement),
                 // It keeps no order and yields to no one, so that nothing is held.
-                Command::Hold { .. } | Command::AwaitTurn | Command::Nothing | Command::Abandon => {
+                DriverCommand::Hold { .. } | DriverCommand::AwaitTurn | DriverCommand::Nothing | DriverCommand::Abandon => {
                     return Err(self.gave_up());
                 }
             };
@@ -368,13 +368,13 @@ impl<T> Guarded<'_, T> {
                 let outcome = match &failure {
                     Failure::Retry(_) => Outcome::Retry,
                     Failure::Reject(_) => Outcome::Reject,
-                    Failure::InDoubt(_) => Outcome::Unknown(Cause::Said),
+                    Failure::InDoubt(_) => Outcome::Unknown(DoubtCause::Said),
                 };
                 self.said = Some(failure);
                 outcome
             }
-            Ended::Panicked(said) => self.unknown(said, Cause::Panicked),
-            Ended::TimedOut => self.unknown("it had no end".into(), Cause::TimedOut),
+            Ended::Panicked(said) => self.unknown(said, DoubtCause::Panicked),
+            Ended::TimedOut => self.unknown("it had no end".into(), DoubtCause::TimedOut),
             Ended::LeaseOver => {
                 self.said = Some(Failure::InDoubt("the lease was lost".into()));
                 return Event::LeaseOver;
@@ -384,12 +384,12 @@ impl<T> Guarded<'_, T> {
         Event::Returned(outcome)
     }
 
-    fn unknown(&mut self, said: String, cause: Cause) -> Outcome {
+    fn unknown(&mut self, said: String, cause: DoubtCause) -> Outcome {
         self.said = Some(Failure::InDoubt(said.into()));
         Outcome::Unknown(cause)
     }
 
-    fn settled(mut self, from: Stage, settlement: Settlement) -> Result<Ran<T>, GateError> {
+    fn settled(mut self, from: Stage, settlement: Settlement) -> Result<RunOutcome<T>, GateError> {
         self.gate.0.outcomes.settled(&settlement);
         let doubt = |said: Option<Failure>| {
             GateError::InDoubt(said.map_or_else(
@@ -398,12 +398,12 @@ impl<T> Guarded<'_, T> {
             ))
         };
         match settlement {
-            Settlement::Accept(_) => Ok(self.result.take().map_or(Ran::Before, Ran::Now)),
+            Settlement::Accept(_) => Ok(self.result.take().map_or(RunOutcome::AlreadyDone, RunOutcome::Executed)),
             Settlement::Release { .. }
-                if matches!(from, Stage::Claiming(..) | Stage::Parked(..)) =>
+                if matches!(from, Stage::Claiming(..) | Stage::AwaitingHolder(..)) =>
             {
                 match self.gate.0.when_held {
-                    WhenHeld::Skip => Ok(Ran::Elsewhere),
+                    WhenHeld::Skip => Ok(RunOutcome::HeldElsewhere),
                     WhenHeld::GiveUp | WhenHeld::Wait(_) => Err(GateError::HeldElsewhere),
                 }
             }
@@ -470,7 +470,7 @@ impl<T> GateBuilder<T> {
     }
 
     /// How long an id is remembered, at least 1 s. Default: 24 h.
-    pub fn window(mut self, window: Duration) -> Self {
+    pub fn dedup_window(mut self, window: Duration) -> Self {
         self.settings.window = window;
         self
     }
@@ -488,7 +488,7 @@ impl<T> GateBuilder<T> {
     }
 
     /// How often the work is run again in place after [`Failure::Retry`]. Default: 3.
-    pub fn retries(mut self, retries: u32) -> Self {
+    pub fn max_inline_retries(mut self, retries: u32) -> Self {
         self.settings.retries = retries;
         self
     }
@@ -506,7 +506,7 @@ impl<T> GateBuilder<T> {
     }
 
     /// Lets at most once run on a store that may forget what it said.
-    pub fn accept_forgetful_store(mut self) -> Self {
+    pub fn allow_volatile_store(mut self) -> Self {
         self.settings.forgetful = Forgetful::Accepted;
         self
     }

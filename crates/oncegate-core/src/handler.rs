@@ -4,7 +4,7 @@ use async_trait::async_trait;
 use serde::de::DeserializeOwned;
 
 use crate::context::Context;
-use crate::store::Cause;
+use crate::store::BoxError;
 
 /// Handles messages.
 ///
@@ -51,25 +51,25 @@ pub trait Handler: Send + Sync + 'static {
 }
 
 /// What a handler knows of its effect when it fails. There is no conversion from errors in general:
-/// at each fallible call the handler says what it knows, with [`Knows`].
+/// at each fallible call the handler says what it knows, with [`FailureExt`].
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
     /// Nothing happened: safe to run again.
     #[error("nothing happened: {0}")]
-    Retry(#[source] Cause),
+    Retry(#[source] BoxError),
     /// It will never work: dead letters.
     #[error("it will never work: {0}")]
-    Reject(#[source] Cause),
+    Reject(#[source] BoxError),
     /// It may have happened: never run again on a guess.
     #[error("it may have happened: {0}")]
-    InDoubt(#[source] Cause),
+    InDoubt(#[source] BoxError),
 }
 
 /// An error that always means the same [`Failure`]: `?` alone converts it. Implement it for errors
-/// of your own; no other error says by itself whether anything happened, so that [`Knows`] has to.
+/// of your own; no other error says by itself whether anything happened, so that [`FailureExt`] has to.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` does not say whether anything happened, and makes no `Failure` by itself",
-    label = "say what is known: `.retry()?` if nothing happened, `.reject()?` if it will never work, `.in_doubt()?` if it may have happened; with `use oncegate::Knows;`"
+    label = "say what is known: `.retry()?` if nothing happened, `.reject()?` if it will never work, `.in_doubt()?` if it may have happened; with `use oncegate::FailureExt;`"
 )]
 pub trait IntoFailure {
     /// The failure that it means.
@@ -97,7 +97,7 @@ pub enum Reconciled {
 }
 
 /// Says what a handler knows when a call fails: `card(…).await.retry()?`.
-pub trait Knows<T> {
+pub trait FailureExt<T> {
     /// What the call fails with.
     type Error;
 
@@ -126,7 +126,7 @@ pub trait Knows<T> {
         Self::Error: IntoCause;
 }
 
-impl<T, E> Knows<T> for Result<T, E> {
+impl<T, E> FailureExt<T> for Result<T, E> {
     type Error = E;
 
     fn retry(self) -> Result<T, Failure>
@@ -159,12 +159,12 @@ impl<T, E> Knows<T> for Result<T, E> {
 )]
 pub trait IntoCause {
     /// The error, boxed.
-    fn into_cause(self) -> Cause;
+    fn into_cause(self) -> BoxError;
 }
 
 #[diagnostic::do_not_recommend]
-impl<E: Into<Cause>> IntoCause for E {
-    fn into_cause(self) -> Cause {
+impl<E: Into<BoxError>> IntoCause for E {
+    fn into_cause(self) -> BoxError {
         self.into()
     }
 }

@@ -1,6 +1,6 @@
 //! The contracts, the gate and the consumer loop of oncegate, with an in-memory source and store.
 //!
-//! Start with [`Handler`] and [`Consumer`]; [`marker`] and [`road`] hold the promise.
+//! Start with [`Handler`] and [`Consumer`]; [`marker`] and [`lifecycle`] hold the promise.
 #![forbid(unsafe_code)]
 
 mod breaker;
@@ -9,7 +9,7 @@ mod consumer;
 pub mod context;
 pub mod decode;
 pub mod defaults;
-pub mod dispatch;
+pub mod driver;
 pub mod error;
 #[doc(hidden)]
 pub mod fault;
@@ -25,14 +25,14 @@ pub mod message;
 pub mod metric;
 mod moment;
 pub mod outcome;
-mod pace;
-pub mod passage;
+mod runtime_estimator;
+pub mod in_flight;
 mod readiness;
 mod renewals;
-pub mod road;
+pub mod lifecycle;
 mod run;
 mod seen;
-mod seldom;
+mod log_throttle;
 mod settings;
 mod shadow;
 mod shutdown;
@@ -47,22 +47,22 @@ pub use builder::{Builder, Consumer};
 pub use context::Context;
 pub use decode::{Decode, Json, Raw, RawBytes};
 pub use error::Error;
-pub use gate::{Gate, GateBuilder, GateError, Ran, WhenHeld};
-pub use handler::{Failure, Handler, IntoCause, IntoFailure, Knows, Reconciled};
+pub use gate::{Gate, GateBuilder, GateError, RunOutcome, WhenHeld};
+pub use handler::{Failure, Handler, IntoCause, IntoFailure, FailureExt, Reconciled};
 pub use id::{IdSource, Key, MessageId, Scope};
 pub use marker::{Fingerprint, Guarantee};
 pub use memory::{DeadLetter, MemoryBroker, MemorySource, MemoryStore};
 pub use message::{Headers, HeadersBuilder, Message, Origin, Position};
 pub use readiness::Readiness;
-pub use road::Outage;
+pub use lifecycle::Outage;
 pub use seen::{StoreSnapshot, StoreState, StoreTrouble};
 #[doc(hidden)]
-pub use seldom::Seldom as LogThrottle;
-pub use settings::{Fingerprints, Handlers};
-pub use shadow::{Shadow, ShadowReport, Would};
+pub use log_throttle::LogThrottle;
+pub use settings::{Fingerprints, Execution};
+pub use shadow::{Shadow, ShadowReport, ShadowOutcome};
 pub use shutdown::shutdown_signal;
 pub use source::{
-    Delivery, Incoming, Limit, Open, Order, Receipt, Settled, Source, SourceError, Story,
+    Delivery, Incoming, Limit, Open, Order, Receipt, Settled, Source, SourceError, FailureHistory,
 };
-pub use status::{ConsumerSnapshot, ConsumerStatus, Doing, Held};
-pub use store::{Listed, Memory, Standing, Store, StoreError};
+pub use status::{ConsumerSnapshot, ConsumerStatus, DeliveryState, Held};
+pub use store::{Listed, Persistence, Standing, Store, StoreError};

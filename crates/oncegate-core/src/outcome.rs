@@ -3,7 +3,7 @@
 use metrics::{Counter, counter};
 
 use crate::marker::{Attempts, Finding, Verdict};
-use crate::road::{Event, Outcome, Settlement};
+use crate::lifecycle::{Event, Outcome, Settlement};
 
 /// `oncegate_deliveries_total{outcome=…}`: what the gate said, and what became of deliveries.
 pub const DELIVERIES: &str = "oncegate_deliveries_total";

@@ -1,4 +1,4 @@
-//! Keeps claims alive, on a thread that no handler can block.
+//! OnRelease claims alive, on a thread that no handler can block.
 
 use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};

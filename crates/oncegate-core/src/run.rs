@@ -18,7 +18,7 @@ use crate::handler::{Failure, Handler, Reconciled};
 use crate::lease::Lease;
 use crate::marker::Finding;
 use crate::moment::Moment;
-use crate::road::{Cause, Event, Outcome};
+use crate::lifecycle::{DoubtCause, Event, Outcome};
 use crate::spans;
 
 /// A handler, and what it needs to run.
@@ -39,7 +39,7 @@ impl Finished {
     /// Its task ended without a word.
     pub(crate) fn lost() -> Self {
         Self::returned(
-            Outcome::Unknown(Cause::Panicked),
+            Outcome::Unknown(DoubtCause::Panicked),
             Some("the handler's task ended without a result".into()),
         )
     }
@@ -72,7 +72,7 @@ impl<H: Handler, D: Decode> Runner<H, D> {
                     let outcome = match &failure {
                         Failure::Retry(_) => Outcome::Retry,
                         Failure::Reject(_) => Outcome::Reject,
-                        Failure::InDoubt(_) => Outcome::Unknown(Cause::Said),
+                        Failure::InDoubt(_) => Outcome::Unknown(DoubtCause::Said),
                     };
                     Finished::returned(outcome, Some(failure.to_string()))
                 }
@@ -84,10 +84,10 @@ impl<H: Handler, D: Decode> Runner<H, D> {
                 crate::wrong_version!("panic-is-a-failure", {
                     return Finished::returned(Outcome::Retry, Some(said));
                 });
-                Finished::returned(Outcome::Unknown(Cause::Panicked), Some(said))
+                Finished::returned(Outcome::Unknown(DoubtCause::Panicked), Some(said))
             }
             Ended::TimedOut => Finished::returned(
-                Outcome::Unknown(Cause::TimedOut),
+                Outcome::Unknown(DoubtCause::TimedOut),
                 Some(format!("no end after {:?}", self.timeout)),
             ),
             Ended::LeaseOver => Finished {

@@ -9,7 +9,7 @@ use crate::id::{IdSource, Scope};
 use crate::marker::{Fingerprint, Guarantee, Terms};
 use crate::message::Message;
 use crate::readiness::Readiness;
-use crate::road::{Outage, Policy};
+use crate::lifecycle::{Outage, Policy};
 use crate::source::Order;
 use crate::status::ConsumerStatus;
 
@@ -51,7 +51,7 @@ impl std::fmt::Debug for Fingerprints {
 
 /// Where handlers run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Handlers {
+pub enum Execution {
     /// Each in a task of its own: every core is used, for waiting and for computing alike.
     #[default]
     Spawned,
@@ -88,7 +88,7 @@ pub(crate) struct Settings {
     pub(crate) drain: Duration,
     pub(crate) max_age: Option<Duration>,
     pub(crate) order: Option<Order>,
-    pub(crate) handlers: Handlers,
+    pub(crate) handlers: Execution,
     pub(crate) outage: Outage,
     pub(crate) forgetful: Forgetful,
     pub(crate) readiness: Readiness,
@@ -126,7 +126,7 @@ impl Default for Settings {
             drain: defaults::DRAIN,
             max_age: None,
             order: None,
-            handlers: Handlers::default(),
+            handlers: Execution::default(),
             outage: Outage::default(),
             forgetful: Forgetful::Refused,
             readiness: Readiness::new(),

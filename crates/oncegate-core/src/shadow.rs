@@ -11,7 +11,7 @@ use metrics::{Counter, counter};
 
 use crate::marker::{Ask, Attempts, Guarantee, Operation, Token, Verdict};
 use crate::metric;
-use crate::store::{Memory, Store, StoreError};
+use crate::store::{Persistence, Store, StoreError};
 
 /// A store that is asked, counted, and not obeyed: for bringing the gate into a running system.
 ///
@@ -48,7 +48,7 @@ pub struct ShadowReport(Arc<Figures>);
 /// Why a gate would not have let a message through at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum Would {
+pub enum ShadowOutcome {
     /// It was handled before: its effect happened twice.
     Accept,
     /// Another run of the same id was not over: both ran at the same time.
@@ -63,13 +63,13 @@ pub enum Would {
     Pause,
 }
 
-const ALL: [Would; 6] = [
-    Would::Accept,
-    Would::Wait,
-    Would::Doubt,
-    Would::Conflict,
-    Would::Reject,
-    Would::Pause,
+const ALL: [ShadowOutcome; 6] = [
+    ShadowOutcome::Accept,
+    ShadowOutcome::Wait,
+    ShadowOutcome::Doubt,
+    ShadowOutcome::Conflict,
+    ShadowOutcome::Reject,
+    ShadowOutcome::Pause,
 ];
 
 /// After a question that was not answered, the store is left alone for so long: what waits for it
@@ -91,7 +91,7 @@ struct Figures {
     would: [AtomicU64; ALL.len()],
 }
 
-impl Would {
+impl ShadowOutcome {
     /// The value of the label `would`, for metrics and reports.
     pub fn as_str(self) -> &'static str {
         match self {
@@ -128,7 +128,7 @@ impl ShadowReport {
     }
 
     /// How many of them a gate would have treated so.
-    pub fn would(&self, what: Would) -> u64 {
+    pub fn would(&self, what: ShadowOutcome) -> u64 {
         self.0.would[what as usize].load(Ordering::Relaxed)
     }
 }
@@ -225,8 +225,8 @@ impl<S: Store + ?Sized> Store for Shadow<S> {
         }
     }
 
-    async fn memory(&self) -> Result<Memory, StoreError> {
-        self.store.memory().await
+    async fn persistence(&self) -> Result<Persistence, StoreError> {
+        self.store.persistence().await
     }
 
     fn for_renewals(&self) -> Option<Arc<dyn Store>> {
@@ -286,23 +286,23 @@ impl Shared {
             Some(granted @ Verdict::Granted(_)) => return granted,
             // The store holds it for this claim: it may be told how it ends.
             Some(Verdict::InDoubt(attempts)) => {
-                self.count(Would::Doubt);
+                self.count(ShadowOutcome::Doubt);
                 return Verdict::Granted(attempts);
             }
-            Some(Verdict::Busy { .. }) => Would::Wait,
-            Some(Verdict::Conflict) => Would::Conflict,
-            Some(Verdict::Rejected { .. }) => Would::Reject,
+            Some(Verdict::Busy { .. }) => ShadowOutcome::Wait,
+            Some(Verdict::Conflict) => ShadowOutcome::Conflict,
+            Some(Verdict::Rejected { .. }) => ShadowOutcome::Reject,
             Some(Verdict::Duplicate | Verdict::Kept | Verdict::Done { .. } | Verdict::Lost) => {
-                Would::Accept
+                ShadowOutcome::Accept
             }
-            None => Would::Pause,
+            None => ShadowOutcome::Pause,
         };
         self.count(would);
         self.ours().insert(operation.token);
         Verdict::Granted(Attempts::new(1))
     }
 
-    fn count(&self, would: Would) {
+    fn count(&self, would: ShadowOutcome) {
         self.report.0.would[would as usize].fetch_add(1, Ordering::Relaxed);
         self.counters[would as usize].increment(1);
     }

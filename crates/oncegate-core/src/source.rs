@@ -5,8 +5,8 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 use async_trait::async_trait;
 
 use crate::message::{Message, Origin};
-use crate::road::{Reason, Settlement};
-use crate::store::Cause;
+use crate::lifecycle::{Reason, Settlement};
+use crate::store::BoxError;
 
 /// Where deliveries come from, and where settlements go.
 ///
@@ -195,12 +195,12 @@ pub struct Settled {
     /// What becomes of it.
     pub settlement: Settlement,
     /// What a person who finds it in the dead letters wants to know; `None` where nothing failed.
-    pub story: Option<Box<Story>>,
+    pub story: Option<Box<FailureHistory>>,
 }
 
 /// What is written beside a dead letter.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Story {
+pub struct FailureHistory {
     /// The id, where one could be read.
     pub id: Option<String>,
     /// How many attempts count towards the budget, without a grant over it, which is not run.
@@ -240,7 +240,7 @@ pub enum SourceError {
     },
     /// The broker refuses or is not there, and trying again does not help.
     #[error("the broker cannot be used: {0}")]
-    Unavailable(#[source] Cause),
+    Unavailable(#[source] BoxError),
 }
 
 impl SourceError {
@@ -265,7 +265,7 @@ impl SourceError {
 pub mod headers {
     /// The prefix of all their names.
     pub const PREFIX: &str = "oncegate-";
-    /// Why the message was rejected: [`Reason::as_str`](crate::road::Reason::as_str).
+    /// Why the message was rejected: [`Reason::as_str`](crate::lifecycle::Reason::as_str).
     pub const REASON: &str = "oncegate-reason";
     /// The id that the gate used.
     pub const ID: &str = "oncegate-id";
@@ -318,8 +318,8 @@ pub fn first_seen(message: &Message) -> Option<u64> {
 /// [`kept_headers`]: name and value.
 pub fn rejection_headers(
     delivery: &Delivery,
-    reason: &crate::road::Reason,
-    story: Option<&Story>,
+    reason: &crate::lifecycle::Reason,
+    story: Option<&FailureHistory>,
 ) -> Vec<(&'static str, String)> {
     let story = story.cloned().unwrap_or_default();
     let origin = delivery.message.origin.to_string();
@@ -340,7 +340,7 @@ pub fn rejection_headers(
 mod tests {
     use super::*;
     use crate::message::HeadersBuilder;
-    use crate::road::Reason;
+    use crate::lifecycle::Reason;
 
     #[test]
     fn forged_headers_are_stripped_from_dead_letters() {

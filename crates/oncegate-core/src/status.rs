@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::id::MessageId;
 use crate::message::{Origin, Position};
-use crate::road::Stage;
+use crate::lifecycle::Stage;
 use crate::seen::{Seen, StoreSnapshot};
 
 /// How often a consumer tells, if it was asked to.
@@ -71,7 +71,7 @@ pub struct Held {
     /// How long ago it was handed over.
     pub since: Duration,
     /// What it waits for.
-    pub doing: Doing,
+    pub doing: DeliveryState,
     /// The number of the attempt, from 1; 0 before its first claim is granted.
     pub attempt: u32,
     /// How many processes ended while they handled it, or lost its lease.
@@ -81,14 +81,14 @@ pub struct Held {
 /// What a delivery waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Doing {
+pub enum DeliveryState {
     /// Another delivery of its key or partition is before it, it rests after an attempt that
     /// failed, or two processes ended while they handled it, and such messages run one at a time.
     Waiting,
     /// The store: whether its id may be handled.
     Claiming,
     /// Its id is held elsewhere, or the store is away; the claim is asked again later.
-    Parked,
+    AwaitingHolder,
     /// A free place for its handler, or, if it is to run alone, the claims that are under way.
     Ready,
     /// The handler.
@@ -101,12 +101,12 @@ pub enum Doing {
     Recording,
 }
 
-impl Doing {
+impl DeliveryState {
     pub(crate) fn of(stage: Stage) -> Self {
         match stage {
             Stage::New(_) | Stage::Settled => Self::Waiting,
             Stage::Claiming(..) | Stage::Leaving(_) => Self::Claiming,
-            Stage::Parked(..) => Self::Parked,
+            Stage::AwaitingHolder(..) => Self::AwaitingHolder,
             Stage::Ready(_) => Self::Ready,
             Stage::Running(..) | Stage::Ungated(_) => Self::Handling,
             Stage::Pausing(..) => Self::Pausing,
@@ -125,7 +125,7 @@ impl Doing {
         match self {
             Self::Waiting => "waiting",
             Self::Claiming => "claiming",
-            Self::Parked => "parked",
+            Self::AwaitingHolder => "parked",
             Self::Ready => "ready",
             Self::Handling => "handling",
             Self::Pausing => "pausing",

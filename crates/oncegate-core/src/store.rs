@@ -35,7 +35,7 @@ pub trait Store: Send + Sync {
 
     /// Whether the store, as it is set up, offers all that this guarantee asks of it: its version,
     /// its commands, the rights of its user. By default it is enough that it can tell its
-    /// [`memory`](Self::memory).
+    /// [`persistence`](Self::persistence).
     ///
     /// Asked at start, before anything is received. A store that is not there yet says
     /// [`StoreError::NotApplied`] or [`StoreError::Unknown`], and is asked again;
@@ -46,7 +46,7 @@ pub trait Store: Send + Sync {
     /// what to do.
     async fn preflight(&self, guarantee: Guarantee) -> Result<(), StoreError> {
         let _ = guarantee;
-        self.memory().await.map(drop)
+        self.persistence().await.map(drop)
     }
 
     /// Whether what the store said survives its own crash. At most once refuses a store that
@@ -58,8 +58,8 @@ pub trait Store: Send + Sync {
     ///
     /// # Errors
     /// What keeps the store from being used, with what to do about it.
-    async fn memory(&self) -> Result<Memory, StoreError> {
-        Ok(Memory::Forgets(
+    async fn persistence(&self) -> Result<Persistence, StoreError> {
+        Ok(Persistence::Volatile(
             "it does not say that it survives a crash".into(),
         ))
     }
@@ -81,12 +81,12 @@ pub trait Store: Send + Sync {
 
 /// Whether a store's answers survive its own crash.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Memory {
+pub enum Persistence {
     /// What was answered is still known after a crash; the text says what that rests on.
-    Survives(String),
+    Durable(String),
     /// It may be forgotten; the text says why, and how to change it. That it can be accepted is
     /// said by whoever refuses it.
-    Forgets(String),
+    Volatile(String),
 }
 
 /// Why a store did not answer an operation.
@@ -94,21 +94,21 @@ pub enum Memory {
 pub enum StoreError {
     /// Nothing was applied: ask again later.
     #[error("the store changed nothing, and asking again is safe: {0}")]
-    NotApplied(#[source] Cause),
+    NotApplied(#[source] BoxError),
     /// It may have been applied: ask again with the same token.
     #[error("no answer from the store, which may have made the change; asking again is safe: {0}")]
-    Unknown(#[source] Cause),
+    Unknown(#[source] BoxError),
     /// What is stored under this key is no marker that this release can read. It concerns this id
     /// alone, and nothing was changed.
     #[error("unreadable marker: {0}")]
-    UnreadableMarker(#[source] Cause),
+    UnreadableMarker(#[source] BoxError),
     /// It will never work like this: stop, and tell a person what to change.
     #[error("the store is misconfigured: {0}")]
-    Misconfigured(#[source] Cause),
+    Misconfigured(#[source] BoxError),
 }
 
 /// The error below.
-pub type Cause = Box<dyn std::error::Error + Send + Sync>;
+pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 /// How long a store may take for one apply, where it has no better figure of its own.
 pub const APPLY_TIMEOUT: Duration = Duration::from_secs(2);

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use oncegate_core::marker::{self, Age, Change, Marker, Operation, Verdict};
-use oncegate_core::road::Reason;
+use oncegate_core::lifecycle::Reason;
 use oncegate_core::source::{Incoming, Limit, Open, Settled, Source, SourceError};
 use oncegate_core::*;
 use tokio::sync::Notify;
@@ -203,10 +203,10 @@ async fn processes(
             .id(IdSource::header("id"))
             .decode(RawBytes)
             .order(order)
-            .in_flight(in_flight);
+            .max_in_flight(in_flight);
         let consumer = consumer
             .max_crashes(MAX_CRASHES)
-            .attempts(100)
+            .max_attempts(100)
             .backoff(Duration::from_millis(1), Duration::from_millis(2));
         let stop = levers.stop.clone();
         tokio::select! {
@@ -388,7 +388,7 @@ async fn nothing_else_is_claimed_while_a_message_runs_alone() {
         .handler(Alone(world.clone()))
         .id(IdSource::header("id"))
         .decode(RawBytes)
-        .attempts(2);
+        .max_attempts(2);
     let all = world.broker.clone();
     consumer
         .run_until(async move { all.drained().await })

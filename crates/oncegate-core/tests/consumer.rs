@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use oncegate_core::marker::{Ask, Marker, Operation, Terms, Token, Verdict};
-use oncegate_core::road::{Cause, Reason, Settlement};
+use oncegate_core::lifecycle::{DoubtCause, Reason, Settlement};
 use oncegate_core::*;
 use tokio::sync::{Notify, oneshot};
 
@@ -87,14 +87,14 @@ impl World {
             .handler(self.handler.clone())
             .guarantee(guarantee)
             .id(IdSource::header("id"))
-            .accept_forgetful_store()
+            .allow_volatile_store()
             .lease(Duration::from_millis(400))
             .backoff(Duration::from_millis(5), Duration::from_millis(20))
-            .retries(1)
-            .attempts(2)
-            .reconciles(2)
+            .max_inline_retries(1)
+            .max_attempts(2)
+            .max_reconciles(2)
             .handler_timeout(Duration::from_millis(900))
-            .drain(Duration::from_secs(5))
+            .drain_timeout(Duration::from_secs(5))
     }
 
     fn runs(&self) -> usize {
@@ -145,7 +145,7 @@ async fn handlers_in_place_give_the_same_result() {
     let broker = world.broker.clone();
     let consumer = world
         .consumer(Guarantee::EffectivelyOnce)
-        .handlers(Handlers::InPlace);
+        .execution(Execution::Inline);
     consumer
         .run_until(async move { broker.drained().await })
         .await
@@ -235,7 +235,7 @@ async fn a_panic_is_unknown_never_run_again_on_a_guess_at_most_once() {
     world.publish("a", "panic once");
     world.drain(Guarantee::AtMostOnce).await;
     assert_eq!((world.runs(), world.effects()), (1, 0));
-    assert_eq!(world.reasons(), [Reason::InDoubt(Cause::Panicked)]);
+    assert_eq!(world.reasons(), [Reason::InDoubt(DoubtCause::Panicked)]);
     assert!(matches!(world.marker("a"), Marker::InDoubt(..)));
 }
 
@@ -279,7 +279,7 @@ async fn a_handler_without_end_is_in_doubt_at_its_timeout() {
     let world = World::new();
     world.publish("a", "hang");
     world.drain(Guarantee::AtMostOnce).await;
-    assert_eq!(world.reasons(), [Reason::InDoubt(Cause::TimedOut)]);
+    assert_eq!(world.reasons(), [Reason::InDoubt(DoubtCause::TimedOut)]);
 }
 
 #[tokio::test]
@@ -365,13 +365,13 @@ async fn a_change_of_terms_while_consumers_run_keeps_the_promise() {
         let others = world
             .consumer(old)
             .lease(old_lease)
-            .window(Duration::from_secs(3600))
+            .dedup_window(Duration::from_secs(3600))
             .run_until(std::future::pending::<()>());
         let others = tokio::spawn(others);
         world
             .consumer(new)
             .lease(new_lease)
-            .window(Duration::from_secs(7200))
+            .dedup_window(Duration::from_secs(7200))
             .run_until(shutdown)
             .await
             .expect("a clean end");
@@ -478,7 +478,7 @@ async fn a_drain_finishes_what_runs_and_gives_back_what_does_not() {
     };
     world
         .consumer(Guarantee::AtMostOnce)
-        .in_flight(4)
+        .max_in_flight(4)
         .run_until(started)
         .await
         .expect("a clean end");
@@ -493,15 +493,15 @@ async fn wrong_settings_are_refused_with_the_setting_and_what_to_do() {
     let world = World::new();
     let base = || world.consumer(Guarantee::EffectivelyOnce);
     let wrong = [
-        ("window", base().window(Duration::ZERO)),
+        ("window", base().dedup_window(Duration::ZERO)),
         (
             "lease",
             base()
-                .window(Duration::from_secs(1))
+                .dedup_window(Duration::from_secs(1))
                 .lease(Duration::from_secs(1)),
         ),
-        ("in_flight", base().in_flight(0)),
-        ("attempts", base().attempts(0)),
+        ("in_flight", base().max_in_flight(0)),
+        ("attempts", base().max_attempts(0)),
         ("handler_timeout", base().handler_timeout(Duration::ZERO)),
         (
             "outage",
@@ -510,7 +510,7 @@ async fn wrong_settings_are_refused_with_the_setting_and_what_to_do() {
                 .outage(Outage::PassThrough),
         ),
         ("scope", base().scope("a|b")),
-        ("waiting", base().waiting(0)),
+        ("waiting", base().max_queued(0)),
         (
             "adaptive_lease",
             base()
@@ -694,7 +694,7 @@ async fn a_full_consumer_gives_back_what_is_revoked() {
         .consumer(Guarantee::EffectivelyOnce)
         .source(source)
         .lease(Duration::from_secs(60))
-        .in_flight(1);
+        .max_in_flight(1);
     consumer.run_until(shutdown).await.expect("a clean end");
     assert_eq!(world.runs(), 0);
 }
@@ -723,8 +723,8 @@ async fn where_time_is_paused_each_run_has_its_whole_time() {
         .source(broker.source())
         .store(MemoryStore::new())
         .id(IdSource::message_id())
-        .in_flight(1)
-        .attempts(1)
+        .max_in_flight(1)
+        .max_attempts(1)
         .handler_timeout(Duration::from_secs(300))
         .decode(RawBytes)
         .handler(Slept);

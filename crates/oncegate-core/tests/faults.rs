@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use oncegate_core::marker::{Ask, Attempts, Effect, Marker, Operation, Terms, Token, Verdict};
-use oncegate_core::road::Reason;
+use oncegate_core::lifecycle::Reason;
 use oncegate_core::*;
 
 const fn ms(n: u64) -> Duration {
@@ -155,7 +155,7 @@ fn consumer<S: Store + 'static, H: Handler>(
         .id(IdSource::header("id"))
         .lease(ms(400))
         .backoff(ms(5), ms(20))
-        .drain(ms(300))
+        .drain_timeout(ms(300))
 }
 
 fn broker(ids: impl IntoIterator<Item = String>) -> MemoryBroker {
@@ -299,7 +299,7 @@ async fn every_handler_is_dropped_at_the_end_of_its_lease_while_the_store_is_sil
     let started = Instant::now();
     let run = consumer(&broker, store, handler.clone())
         .lease(ms(600))
-        .in_flight(2000)
+        .max_in_flight(2000)
         .run_until(tokio::time::sleep(ms(2500)));
     run.await.expect("a clean end");
     let mut dropped: Vec<Duration> = handler
@@ -343,9 +343,9 @@ async fn renewals_go_on_after_a_panic_of_the_store() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_panic_in_a_drop_is_an_unknown_outcome_and_no_hang() {
     for (panics, handlers) in [
-        (Panics::WhenDropped, Handlers::Spawned),
-        (Panics::WithABomb, Handlers::Spawned),
-        (Panics::WithABomb, Handlers::InPlace),
+        (Panics::WhenDropped, Execution::Spawned),
+        (Panics::WithABomb, Execution::Spawned),
+        (Panics::WithABomb, Execution::Inline),
     ] {
         let broker = one();
         let handler = Slow {
@@ -356,8 +356,8 @@ async fn a_panic_in_a_drop_is_an_unknown_outcome_and_no_hang() {
         let all = broker.clone();
         let run = consumer(&broker, MemoryStore::new(), handler)
             .handler_timeout(ms(300))
-            .attempts(1)
-            .handlers(handlers);
+            .max_attempts(1)
+            .execution(handlers);
         let run = run.run_until(async move { all.drained().await });
         tokio::time::timeout(ms(10_000), run)
             .await
@@ -410,7 +410,7 @@ fn a_lane_of_thousands_that_leaves_at_once_is_no_deeper_than_one() {
         let all = broker.clone();
         let run = consumer(&broker, MemoryStore::new(), handler)
             .order(Order::ByKey)
-            .in_flight(WAITING + 1);
+            .max_in_flight(WAITING + 1);
         let run = tokio::spawn(run.run_until(async move { all.drained().await }));
         run.await.expect("no overflow").expect("a clean end");
         assert_eq!(broker.dead_letters().len(), WAITING);
@@ -423,11 +423,11 @@ async fn settings_beyond_every_clock_are_refused() {
         Builder<MemorySource, MemoryStore, Slow, RawBytes>,
     ) -> Builder<MemorySource, MemoryStore, Slow, RawBytes>;
     let wrong: [(&str, Set); 5] = [
-        ("drain", |it| it.drain(Duration::MAX)),
+        ("drain", |it| it.drain_timeout(Duration::MAX)),
         ("handler_timeout", |it| it.handler_timeout(Duration::MAX)),
         ("backoff", |it| it.backoff(ms(100), Duration::MAX)),
         ("backoff", |it| it.backoff(Duration::ZERO, Duration::ZERO)),
-        ("window", |it| it.window(Duration::MAX)),
+        ("window", |it| it.dedup_window(Duration::MAX)),
     ];
     for (setting, set) in wrong {
         let error = set(consumer(&one(), MemoryStore::new(), Slow::default()))
@@ -440,12 +440,12 @@ async fn settings_beyond_every_clock_are_refused() {
     let broker = one();
     let all = broker.clone();
     let longest = consumer(&broker, MemoryStore::new(), Slow::default())
-        .drain(most)
+        .drain_timeout(most)
         .handler_timeout(most)
         .backoff(ms(1), most)
-        .window(most);
+        .dedup_window(most);
     longest
-        .retries(u32::MAX)
+        .max_inline_retries(u32::MAX)
         .run_until(async move { all.drained().await })
         .await
         .expect("as good as no limit");
@@ -534,7 +534,7 @@ async fn what_runs_again_waits_for_a_place() {
         .store(loses)
         .id(IdSource::header("id"))
         .decode(RawBytes)
-        .in_flight(1);
+        .max_in_flight(1);
     consumer
         .handler(together.clone())
         .run_until(async move { all.drained().await })
@@ -678,8 +678,8 @@ async fn who_waited_long_for_its_turn_has_the_whole_time_for_its_run() {
     let run = consumer(&broker, store, handler.clone())
         .lease(ms(1000))
         .handler_timeout(ms(1000))
-        .retries(0)
-        .reconciles(1);
+        .max_inline_retries(0)
+        .max_reconciles(1);
     run.run_until(async move { all.drained().await })
         .await
         .expect("a clean end");
@@ -713,8 +713,8 @@ async fn nothing_begins_anew_in_a_drain() {
     let (broker, store, handler) = (one(), MemoryStore::new(), FailsInTheDrain::default());
     let run = consumer(&broker, store.clone(), handler.clone())
         .guarantee(Guarantee::AtMostOnce)
-        .accept_forgetful_store()
-        .drain(ms(2000));
+        .allow_volatile_store()
+        .drain_timeout(ms(2000));
     run.run_until(tokio::time::sleep(ms(100)))
         .await
         .expect("a clean end");

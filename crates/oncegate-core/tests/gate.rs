@@ -18,8 +18,8 @@ async fn gate(guarantee: Guarantee) -> Gate {
         .timeout(Duration::from_millis(700));
     builder
         .backoff(Duration::from_millis(1), Duration::from_millis(5))
-        .retries(2)
-        .accept_forgetful_store()
+        .max_inline_retries(2)
+        .allow_volatile_store()
         .open()
         .await
         .expect("a gate")
@@ -30,13 +30,13 @@ async fn work_runs_once_and_is_remembered() {
     let gate = gate(Guarantee::AtMostOnce).await;
     assert_eq!(
         gate.run("day", || async { Ok(7) }).await.expect("ran"),
-        Ran::Now(7)
+        RunOutcome::Executed(7)
     );
     assert_eq!(
         gate.run("day", || async { Ok(8) })
             .await
             .expect("remembered"),
-        Ran::Before
+        RunOutcome::AlreadyDone
     );
     assert!(matches!(
         gate.run("", || async { Ok(0) }).await,
@@ -58,7 +58,7 @@ async fn while_it_runs_it_is_held_elsewhere_longer_than_its_lease() {
     let (first, second) = tokio::join!(long, second);
     assert_eq!(
         (first.expect("ran"), second.expect("held")),
-        (Ran::Now(1), Ran::Elsewhere)
+        (RunOutcome::Executed(1), RunOutcome::HeldElsewhere)
     );
 }
 
@@ -66,7 +66,7 @@ async fn while_it_runs_it_is_held_elsewhere_longer_than_its_lease() {
 async fn a_failure_that_did_nothing_is_tried_again_in_place_and_leaves_the_id_free() {
     let gate = gate(Guarantee::AtMostOnce).await;
     let runs = AtomicU32::new(0);
-    let failed: Result<Ran<()>, _> = gate
+    let failed: Result<RunOutcome<()>, _> = gate
         .run("day", || async {
             runs.fetch_add(1, Ordering::Relaxed);
             Err(Failure::Retry("not yet".into()))
@@ -79,7 +79,7 @@ async fn a_failure_that_did_nothing_is_tried_again_in_place_and_leaves_the_id_fr
     assert_eq!(runs.load(Ordering::Relaxed), 3);
     assert_eq!(
         gate.run("day", || async { Ok(1) }).await.expect("free"),
-        Ran::Now(1)
+        RunOutcome::Executed(1)
     );
 }
 
@@ -87,10 +87,10 @@ async fn a_failure_that_did_nothing_is_tried_again_in_place_and_leaves_the_id_fr
 async fn an_unknown_outcome_is_never_run_again_at_most_once_and_is_effectively_once() {
     for (guarantee, again) in [
         (Guarantee::AtMostOnce, None),
-        (Guarantee::EffectivelyOnce, Some(Ran::Now(1))),
+        (Guarantee::EffectivelyOnce, Some(RunOutcome::Executed(1))),
     ] {
         let gate = gate(guarantee).await;
-        let panicked: Result<Ran<u8>, _> = gate.run("day", || async { panic!("half way") }).await;
+        let panicked: Result<RunOutcome<u8>, _> = gate.run("day", || async { panic!("half way") }).await;
         assert!(
             matches!(panicked, Err(GateError::InDoubt(_))),
             "{panicked:?}"
@@ -111,11 +111,11 @@ async fn a_doubt_is_told_to_each_caller_and_kept_from_no_person() {
     let gate = Gate::builder()
         .store(store.clone())
         .guarantee(Guarantee::AtMostOnce)
-        .accept_forgetful_store()
+        .allow_volatile_store()
         .open()
         .await
         .expect("a gate");
-    let panicked: Result<Ran<u8>, _> = gate.run("day", || async { panic!("half way") }).await;
+    let panicked: Result<RunOutcome<u8>, _> = gate.run("day", || async { panic!("half way") }).await;
     assert!(
         matches!(panicked, Err(GateError::InDoubt(_))),
         "{panicked:?}"
@@ -158,7 +158,7 @@ async fn a_doubt_is_told_to_each_caller_and_kept_from_no_person() {
         gate.run("day", || async { Ok(1) })
             .await
             .expect("the person said that nothing happened"),
-        Ran::Now(1)
+        RunOutcome::Executed(1)
     );
 }
 
@@ -199,7 +199,7 @@ async fn work_that_is_dropped_half_way_is_in_doubt_at_most_once() {
     );
     assert_eq!(
         gate.run("day", || async { Ok(1) }).await.expect("held"),
-        Ran::Elsewhere
+        RunOutcome::HeldElsewhere
     );
     tokio::time::sleep(Duration::from_millis(250)).await; // the lease of the store's own clock
     assert!(matches!(
@@ -215,7 +215,7 @@ async fn work_that_is_run_again_keeps_its_lease_and_never_runs_twice_at_once() {
         .lease(Duration::from_millis(200))
         .timeout(Duration::from_millis(700));
     let gate = gate
-        .retries(2)
+        .max_inline_retries(2)
         .backoff(Duration::from_millis(1), Duration::from_millis(5))
         .open()
         .await
@@ -242,7 +242,7 @@ async fn work_that_is_run_again_keeps_its_lease_and_never_runs_twice_at_once() {
     let (first, second) = tokio::join!(first, second);
     assert_eq!(
         (first.expect("it ran"), second.expect("an answer")),
-        (Ran::Now(1), Ran::Elsewhere)
+        (RunOutcome::Executed(1), RunOutcome::HeldElsewhere)
     );
     assert_eq!(most.load(Ordering::SeqCst), 1);
 }
@@ -255,7 +255,7 @@ async fn work_that_is_held_is_skipped_given_up_or_waited_for() {
             .store(store.clone())
             .when_held(when_held)
             .backoff(Duration::from_millis(5), Duration::from_millis(20));
-        gate.retries(0).open().await.expect("a gate")
+        gate.max_inline_retries(0).open().await.expect("a gate")
     };
     let holder = open(WhenHeld::Skip).await;
     let hold = |id: &'static str, outcome: Result<u32, ()>| {
@@ -281,7 +281,7 @@ async fn work_that_is_held_is_skipped_given_up_or_waited_for() {
     started.await.expect("it starts");
     assert_eq!(
         here(WhenHeld::Skip, "a").await.expect("an answer"),
-        Ran::Elsewhere
+        RunOutcome::HeldElsewhere
     );
     assert!(matches!(
         here(WhenHeld::GiveUp, "a").await,
@@ -295,10 +295,10 @@ async fn work_that_is_held_is_skipped_given_up_or_waited_for() {
         here(WhenHeld::Wait(Duration::MAX), "a")
             .await
             .expect("an answer"),
-        Ran::Before,
+        RunOutcome::AlreadyDone,
         "the other succeeded"
     );
-    assert_eq!(held.await.expect("no panic").expect("it ran"), Ran::Now(1));
+    assert_eq!(held.await.expect("no panic").expect("it ran"), RunOutcome::Executed(1));
 
     let (held, started) = hold("b", Err(()));
     started.await.expect("it starts");
@@ -306,7 +306,7 @@ async fn work_that_is_held_is_skipped_given_up_or_waited_for() {
         here(WhenHeld::Wait(Duration::from_secs(10)), "b")
             .await
             .expect("an answer"),
-        Ran::Now(2),
+        RunOutcome::Executed(2),
         "the other failed"
     );
     assert!(matches!(
@@ -383,7 +383,7 @@ async fn a_store_that_is_away_is_asked_a_few_times_a_second_by_all_callers_toget
         gate.run("id-1", || async { Ok(()) })
             .await
             .expect("it is back"),
-        Ran::Now(())
+        RunOutcome::Executed(())
     );
 }
 

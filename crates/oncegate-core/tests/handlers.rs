@@ -94,7 +94,7 @@ fn consumer<S: Store + 'static, H: Handler>(
         .id(IdSource::header("id"))
         .lease(LEASE)
         .backoff(pause, 4 * pause)
-        .drain(Duration::from_millis(300))
+        .drain_timeout(Duration::from_millis(300))
 }
 
 /// Holds its thread at the id `stuck` until the test lets it go.

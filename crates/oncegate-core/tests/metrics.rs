@@ -90,7 +90,7 @@ async fn what_is_held_is_told_and_how_long_all_took() {
         .store(Shadow::new(MemoryStore::new(), ShadowReport::new()))
         .id(IdSource::message_id())
         .order(Order::ByKey)
-        .retries(0)
+        .max_inline_retries(0)
         .backoff(Duration::from_millis(1), Duration::from_millis(1))
         .decode(RawBytes)
         .handler(Gated {

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use oncegate_core::marker::{Ask, Operation, Terms, Token};
-use oncegate_core::road::Settlement;
+use oncegate_core::lifecycle::Settlement;
 use oncegate_core::*;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
@@ -80,8 +80,8 @@ fn consumer(
         .id(IdSource::message_id())
         .order(Order::ByKey)
         .backoff(Duration::from_millis(2), Duration::from_millis(20))
-        .retries(0)
-        .attempts(1_000)
+        .max_inline_retries(0)
+        .max_attempts(1_000)
         .decode(RawBytes)
         .handler(handler.clone())
 }
@@ -124,7 +124,7 @@ async fn a_released_delivery_is_not_overtaken_by_its_key_and_holds_up_no_other()
     });
     (0..50).for_each(|number| publish(&broker, "a", number));
     (0..10).for_each(|number| publish(&broker, "b", number));
-    drain(&broker, consumer(&broker, &store, &handler).in_flight(4)).await;
+    drain(&broker, consumer(&broker, &store, &handler).max_in_flight(4)).await;
     let done = handler.done();
     assert_eq!(
         (of("a", &done), of("b", &done)),
@@ -160,7 +160,7 @@ async fn an_id_that_is_held_elsewhere_is_not_overtaken_by_its_key() {
         &broker,
         consumer(&broker, &store, &handler)
             .backoff(pause, pause)
-            .in_flight(4),
+            .max_in_flight(4),
     )
     .await;
     let done = handler.done();
@@ -188,7 +188,7 @@ async fn every_key_stays_in_order_whatever_fails() {
     }
     // A copy of one that may be away at that time.
     keys.iter().for_each(|key| publish(&broker, key, 39));
-    drain(&broker, consumer(&broker, &store, &handler).in_flight(16)).await;
+    drain(&broker, consumer(&broker, &store, &handler).max_in_flight(16)).await;
     let done = handler.done();
     for key in keys {
         assert_eq!(of(&format!("{key}-"), &done), in_order(&key, 40));
@@ -385,7 +385,7 @@ async fn what_waits_is_bounded() {
     (0..500).for_each(|number| publish(&broker, "a", number));
     drain(
         &broker,
-        consumer(&broker, &store, &handler).in_flight(4).waiting(20),
+        consumer(&broker, &store, &handler).max_in_flight(4).max_queued(20),
     )
     .await;
     assert_eq!(handler.done(), in_order("a", 500));
@@ -422,8 +422,8 @@ async fn what_waits_is_bounded_in_bytes() {
     drain(
         &broker,
         consumer(&broker, &store, &handler)
-            .in_flight(4)
-            .waiting_bytes(20 * BODY),
+            .max_in_flight(4)
+            .max_queued_bytes(20 * BODY),
     )
     .await;
     assert_eq!(handler.done(), in_order("a", 300));
@@ -487,12 +487,12 @@ const CROWD_BODY: usize = 1_000;
 
 #[tokio::test]
 async fn no_more_handlers_run_than_may_be_in_flight() {
-    crowd(|consumer| consumer.in_flight(MOST)).await;
+    crowd(|consumer| consumer.max_in_flight(MOST)).await;
 }
 
 #[tokio::test]
 async fn no_more_bytes_are_handled_than_may_be_in_flight() {
-    crowd(|consumer| consumer.in_flight(1_000).in_flight_bytes(MOST * CROWD_BODY)).await;
+    crowd(|consumer| consumer.max_in_flight(1_000).max_in_flight_bytes(MOST * CROWD_BODY)).await;
 }
 
 /// Many that fail together and rest for about as long, under a limit that lets four of them run.
@@ -544,7 +544,7 @@ async fn crowd(limited: impl FnOnce(Builder<(), (), (), Json>) -> Builder<(), ()
         .id(IdSource::message_id())
         .order(Order::ByKey)
         .backoff(Duration::from_millis(50), Duration::from_millis(50))
-        .retries(0)
+        .max_inline_retries(0)
         .decode(RawBytes)
         .handler(crowd.clone());
     let run = consumer.run_until(async move { all.drained().await });

@@ -43,9 +43,9 @@ impl Store for Limited {
         }
     }
 
-    async fn memory(&self) -> Result<Memory, StoreError> {
+    async fn persistence(&self) -> Result<Persistence, StoreError> {
         self.note("memory");
-        self.store.memory().await
+        self.store.persistence().await
     }
 }
 
@@ -75,7 +75,7 @@ async fn a_store_that_cannot_keep_the_guarantee_ends_the_start() {
             .guarantee(guarantee)
     };
     let refused = consumer(Guarantee::AtMostOnce)
-        .accept_forgetful_store()
+        .allow_volatile_store()
         .run_until(std::future::pending::<()>())
         .await;
     let line = refused.expect_err("a right is missing").to_string();
@@ -125,7 +125,7 @@ async fn by_default_a_store_has_to_tell_its_memory() {
             Vec::new()
         }
 
-        async fn memory(&self) -> Result<Memory, StoreError> {
+        async fn persistence(&self) -> Result<Persistence, StoreError> {
             Err(StoreError::Misconfigured("it is no file of ours".into()))
         }
     }

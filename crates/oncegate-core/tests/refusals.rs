@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
 use oncegate_core::marker::{Ask, Operation, Verdict};
-use oncegate_core::road::{Cause, Reason};
+use oncegate_core::lifecycle::{DoubtCause, Reason};
 use oncegate_core::*;
 use tokio::sync::Notify;
 
@@ -88,7 +88,7 @@ fn consumer(
         .store(store)
         .id(IdSource::header("id"))
         .decode(RawBytes);
-    consumer.handler(handler).drain(FOR_EVER)
+    consumer.handler(handler).drain_timeout(FOR_EVER)
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -140,7 +140,7 @@ async fn an_unreadable_marker_concerns_its_id_alone() {
         let all = broker.clone();
         let consumer = consumer(&broker, Shared::default(), handler.clone())
             .guarantee(guarantee)
-            .accept_forgetful_store();
+            .allow_volatile_store();
         let run = consumer.run_until(async move { all.drained().await });
         tokio::time::timeout(Duration::from_secs(20), run)
             .await
@@ -153,7 +153,7 @@ async fn an_unreadable_marker_concerns_its_id_alone() {
             .collect();
         ids.sort_by_key(|(_, story)| story.id.clone());
         for (reason, story) in &ids {
-            assert_eq!(*reason, Reason::InDoubt(Cause::UnreadableMarker));
+            assert_eq!(*reason, Reason::InDoubt(DoubtCause::UnreadableMarker));
             assert_eq!(
                 story.last_error.as_deref(),
                 Some("another program wrote this key"),
@@ -192,6 +192,6 @@ async fn a_gate_tells_of_an_unreadable_marker_at_once_and_others_pass() {
     );
     assert!(matches!(
         gate.run("ours", || async { Ok(7) }).await,
-        Ok(Ran::Now(7))
+        Ok(RunOutcome::Executed(7))
     ));
 }

@@ -42,7 +42,7 @@ async fn handle(
         .store(store)
         .id(IdSource::message_id())
         .fingerprints(Fingerprints::Body)
-        .retries(0)
+        .max_inline_retries(0)
         .backoff(Duration::from_millis(1), Duration::from_millis(1))
         .decode(RawBytes)
         .handler(runs.clone());
@@ -81,8 +81,8 @@ async fn everything_is_handled_and_the_report_says_what_would_not_have_been() {
     assert_eq!(
         (
             report.claims(),
-            report.would(Would::Accept),
-            report.would(Would::Conflict)
+            report.would(ShadowOutcome::Accept),
+            report.would(ShadowOutcome::Conflict)
         ),
         (7, 2, 1)
     );
@@ -146,7 +146,7 @@ async fn nothing_waits_for_a_store_that_is_not_there() {
         handle(Shadow::new(store.clone(), report.clone()), &messages).await,
         (200, 0)
     );
-    assert_eq!(report.would(Would::Pause), 200);
+    assert_eq!(report.would(ShadowOutcome::Pause), 200);
     assert!(
         store.0.load(Ordering::SeqCst) < 100,
         "it was asked for each message"
@@ -159,7 +159,7 @@ async fn at_most_once_cannot_be_tried_without_stopping_anything() {
     let refused = Gate::builder()
         .store(shadow)
         .guarantee(Guarantee::AtMostOnce)
-        .accept_forgetful_store()
+        .allow_volatile_store()
         .open()
         .await;
     assert!(refused.is_err_and(|error| error.to_string().contains("EffectivelyOnce")));

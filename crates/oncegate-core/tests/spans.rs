@@ -30,10 +30,10 @@ async fn consume(broker: &MemoryBroker, store: &MemoryStore, guarantee: Guarante
         .decode(RawBytes)
         .guarantee(guarantee)
         .id(IdSource::header("id"))
-        .accept_forgetful_store()
-        .reconciles(1)
+        .allow_volatile_store()
+        .max_reconciles(1)
         .order(Order::ByKey)
-        .waiting(1)
+        .max_queued(1)
         .backoff(Duration::from_millis(1), Duration::from_millis(1))
         .run_until(async move { all.drained().await })
         .await

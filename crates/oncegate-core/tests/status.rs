@@ -65,7 +65,7 @@ async fn what_is_stuck_is_named_with_its_place_and_what_it_waits_for() {
         .store(MemoryStore::new())
         .id(IdSource::message_id())
         .order(Order::ByKey)
-        .retries(0)
+        .max_inline_retries(0)
         .backoff(Duration::from_secs(60), Duration::from_secs(60))
         .decode(RawBytes)
         .handler(Stuck { lets: lets.clone() })
@@ -85,11 +85,11 @@ async fn what_is_stuck_is_named_with_its_place_and_what_it_waits_for() {
             held.map(|held| (held.doing, held.attempt))
         };
         let first = until(&seen, |it| {
-            doing(it, "stuck-0") == Some((Doing::Handling, 1))
-                && doing(it, "fails") == Some((Doing::Waiting, 1))
+            doing(it, "stuck-0") == Some((DeliveryState::Handling, 1))
+                && doing(it, "fails") == Some((DeliveryState::Waiting, 1))
         })
         .await;
-        assert_eq!(doing(&first, "stuck-1"), Some((Doing::Waiting, 0)));
+        assert_eq!(doing(&first, "stuck-1"), Some((DeliveryState::Waiting, 0)));
         assert_eq!(
             (doing(&first, "done"), first.in_flight, first.waiting),
             (None, 1, 2)
@@ -109,7 +109,7 @@ async fn what_is_stuck_is_named_with_its_place_and_what_it_waits_for() {
                 .is_some_and(|held| held.since >= Duration::from_millis(1200))
         })
         .await;
-        assert_eq!(doing(&older, "stuck-0"), Some((Doing::Handling, 1)));
+        assert_eq!(doing(&older, "stuck-0"), Some((DeliveryState::Handling, 1)));
         assert!(
             older
                 .oldest
@@ -145,7 +145,7 @@ async fn the_oldest_are_named_and_the_others_counted() {
         .store(MemoryStore::new())
         .id(IdSource::message_id())
         .order(Order::ByKey)
-        .drain(Duration::from_millis(1))
+        .drain_timeout(Duration::from_millis(1))
         .decode(RawBytes)
         .handler(Stuck {
             lets: Arc::new(Semaphore::new(0)),
@@ -192,9 +192,9 @@ impl Store for Late {
         "a late store".to_owned()
     }
 
-    async fn memory(&self) -> Result<Memory, StoreError> {
+    async fn persistence(&self) -> Result<Persistence, StoreError> {
         if self.is_there.load(Ordering::SeqCst) {
-            return self.store.memory().await;
+            return self.store.persistence().await;
         }
         Err(StoreError::NotApplied("nobody listens".into()))
     }

@@ -63,9 +63,9 @@ async fn a_message_is_handled_in_its_senders_trace_and_comes_again_beside_it() {
         .store(MemoryStore::new())
         .id(IdSource::message_id())
         .decode(RawBytes)
-        .retries(0)
+        .max_inline_retries(0)
         .backoff(Duration::from_millis(1), Duration::from_millis(1))
-        .attempts(3)
+        .max_attempts(3)
         .handler(Scripted)
         .run_until(async move { all.drained().await })
         .await

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use oncegate_core::road::{Cause, Reason};
+use oncegate_core::lifecycle::{DoubtCause, Reason};
 use oncegate_core::*;
 
 /// Hangs, knows nothing, gives up, or works, as the body says; counts its runs, and cannot find
@@ -55,7 +55,7 @@ impl World {
             .decode(RawBytes)
             .guarantee(guarantee)
             .id(IdSource::header("id"))
-            .accept_forgetful_store()
+            .allow_volatile_store()
             .lease(Duration::from_millis(200))
             .attempts(1)
             .reconciles(1)
@@ -96,7 +96,7 @@ async fn at_most_once_does_not_start_what_effectively_once_left_unknown() {
     );
     assert_eq!(
         world.reasons(),
-        [Reason::AttemptsSpent, Reason::InDoubt(Cause::HolderGone)]
+        [Reason::AttemptsSpent, Reason::InDoubt(DoubtCause::HolderGone)]
     );
 }
 

@@ -4,9 +4,9 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use oncegate_core::road::Reason;
+use oncegate_core::lifecycle::Reason;
 use oncegate_core::source::{kept_headers, rejection_headers};
-use oncegate_core::{Delivery, LogThrottle, Story};
+use oncegate_core::{Delivery, LogThrottle, FailureHistory};
 use rdkafka::ClientConfig;
 use rdkafka::error::{KafkaError, RDKafkaErrorCode};
 use rdkafka::message::{Header, OwnedHeaders};
@@ -343,7 +343,7 @@ fn drop_aside(producer: Option<Publisher>) {
 fn written(
     delivery: &Delivery,
     reason: &Reason,
-    story: Option<&Story>,
+    story: Option<&FailureHistory>,
     extent: Extent,
 ) -> OwnedHeaders {
     let message = &delivery.message;

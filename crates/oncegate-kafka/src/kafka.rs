@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use oncegate_core::SourceError;
-use oncegate_core::road::Reason;
+use oncegate_core::lifecycle::Reason;
 use rdkafka::ClientConfig;
 use rdkafka::config::RDKafkaLogLevel;
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use oncegate_core::road::Reason;
+use oncegate_core::lifecycle::Reason;
 use oncegate_core::{
     Delivery, Incoming, Limit, Order, Origin, Settled, Source, SourceError, fault,
 };

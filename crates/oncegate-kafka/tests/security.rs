@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use oncegate_core::SourceError;
-use oncegate_core::road::Reason;
+use oncegate_core::lifecycle::Reason;
 use oncegate_core::source::Open;
 use oncegate_kafka::{Kafka, KafkaLogin};
 use oncegate_testkit::servers::{KafkaDoor, KafkaServer, KafkaUser};

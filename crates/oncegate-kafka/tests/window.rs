@@ -60,7 +60,7 @@ async fn a_window_below_the_retention_of_what_is_read(lines: &Lines) {
             ),
             // The broker's own default.
             "set back, or after 7 days without a member",
-            "set .window(…) to at least 7 days",
+            "set .dedup_window(…) to at least 7 days",
         ],
     );
     assert_eq!(warned(lines, topic.source(), Some(DAY * 7)).await, [""; 0]);

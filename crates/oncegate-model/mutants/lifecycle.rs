@@ -1,14 +1,14 @@
 //! Wrong rules of the consumer, each the right ones but for one row.
 
 use oncegate_core::marker::{Guarantee, Verdict};
-use oncegate_core::road::{
-    AfterDoubt, Event, History, Outcome, Policy, Reason, Settlement, Stage, Step, next,
+use oncegate_core::lifecycle::{
+    AfterDoubt, Event, History, Outcome, Policy, Reason, Settlement, Stage, Action, transition,
 };
 
-type Answer = (Stage, Step);
+type Answer = (Stage, Action);
 
 fn left(settlement: Settlement) -> Answer {
-    (Stage::Settled, Step::Settle(settlement))
+    (Stage::Settled, Action::Settle(settlement))
 }
 
 pub(crate) fn no_doubt_on_a_lost_lease(stage: Stage, event: Event, policy: &Policy) -> Answer {
@@ -17,13 +17,13 @@ pub(crate) fn no_doubt_on_a_lost_lease(stage: Stage, event: Event, policy: &Poli
             after: policy.pause(0),
             failures: permit.failures,
         }),
-        _ => next(stage, event, policy),
+        _ => transition(stage, event, policy),
     }
 }
 
 pub(crate) fn accepts_a_busy_claim(stage: Stage, event: Event, policy: &Policy) -> Answer {
     let busy = matches!(event, Event::Answer(Verdict::Busy { .. }));
-    next(
+    transition(
         stage,
         if busy {
             Event::Answer(Verdict::Duplicate)
@@ -37,14 +37,14 @@ pub(crate) fn accepts_a_busy_claim(stage: Stage, event: Event, policy: &Policy) 
 pub(crate) fn unknown_is_a_failure(stage: Stage, event: Event, policy: &Policy) -> Answer {
     match event {
         Event::Returned(Outcome::Unknown(_)) => {
-            next(stage, Event::Returned(Outcome::Retry), policy)
+            transition(stage, Event::Returned(Outcome::Retry), policy)
         }
-        _ => next(stage, event, policy),
+        _ => transition(stage, event, policy),
     }
 }
 
 pub(crate) fn keeps_its_doubt(stage: Stage, event: Event, policy: &Policy) -> Answer {
-    match next(stage, event, policy) {
+    match transition(stage, event, policy) {
         (Stage::Doubting(_, cause, AfterDoubt::Reject), _)
             if matches!(stage, Stage::Reconciling(..)) =>
         {
@@ -56,7 +56,7 @@ pub(crate) fn keeps_its_doubt(stage: Stage, event: Event, policy: &Policy) -> An
 
 pub(crate) fn reconciled_is_a_failure(stage: Stage, event: Event, policy: &Policy) -> Answer {
     debug_assert_ne!(policy.guarantee, Guarantee::Bare);
-    match (stage, next(stage, event, policy)) {
+    match (stage, transition(stage, event, policy)) {
         (Stage::Resolving(..), (Stage::Claiming(history, parks), step)) => (
             Stage::Claiming(
                 History {

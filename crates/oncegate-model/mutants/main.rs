@@ -11,7 +11,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use oncegate_core::Outage;
-use oncegate_core::dispatch::Keeps;
+use oncegate_core::driver::OnRelease;
 use oncegate_core::marker::Guarantee::{self, AtMostOnce, EffectivelyOnce};
 use oncegate_model::world::Budget;
 use oncegate_model::{First, Line, Rules, Setup, explore, head};
@@ -63,7 +63,7 @@ fn mutants() -> Vec<Mutant> {
         ..NONE
     };
     let in_order = Setup {
-        keeps: Keeps::Order,
+        keeps: OnRelease::KeepPlace,
         ..both(
             AtMostOnce,
             Budget {

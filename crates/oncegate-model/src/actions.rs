@@ -1,12 +1,12 @@
 //! What can happen in the [`World`], and what it becomes.
 
 use oncegate_core::marker::{Ask, Attempts, Effect as Left, Finding, Guarantee, Marker, Verdict};
-use oncegate_core::road::{Cause, Event, Outcome, Stage};
+use oncegate_core::lifecycle::{DoubtCause, Event, Outcome, Stage};
 use stateright::{Model, Property};
 
 use crate::properties;
 use crate::trial::{First, Trial};
-use crate::world::{Action, Asked, Effect, Flight, Lease, Message, Person, Receipt, Sent, World};
+use crate::world::{Action, ClaimReply, Effect, ModelDelivery, Lease, Message, Person, Receipt, Sent, World};
 
 impl Model for Trial {
     type State = World;
@@ -60,7 +60,7 @@ impl Trial {
             return;
         };
         match flight.asked {
-            Some(Asked::Sent(ask)) => {
+            Some(ClaimReply::Sent(ask)) => {
                 // Late completions go before the claims of their ids.
                 if ask != Ask::Claim
                     || consumer.late_completion.is_none()
@@ -72,7 +72,7 @@ impl Trial {
                     actions.extend([LoseCommand(who), LateCommand(who)]);
                 }
             }
-            Some(Asked::Answered(..)) => {
+            Some(ClaimReply::Answered(..)) => {
                 actions.push(Answer(who));
                 if left.losses > 0 {
                     actions.push(LoseAnswer(who));
@@ -114,7 +114,7 @@ impl Trial {
         &self,
         world: &World,
         who: usize,
-        flight: &Flight,
+        flight: &ModelDelivery,
         actions: &mut Vec<Action>,
     ) {
         use Action::*;
@@ -136,7 +136,7 @@ impl Trial {
                     None => {}
                 }
                 if left.unknowns > 0 && flight.run.is_some() {
-                    actions.push(Return(who, Outcome::Unknown(Cause::Panicked)));
+                    actions.push(Return(who, Outcome::Unknown(DoubtCause::Panicked)));
                 }
             }
             Stage::Reconciling(..) => {
@@ -237,12 +237,12 @@ impl Trial {
                 world.queue.push(flight.message);
             }
             Action::Apply(who) => {
-                let Some(Asked::Sent(ask)) = world.consumers[who].delivery.as_ref()?.asked else {
+                let Some(ClaimReply::Sent(ask)) = world.consumers[who].delivery.as_ref()?.asked else {
                     return None;
                 };
                 let verdict = self.store(world, self.sent(world, who, ask)?);
                 world.consumers[who].delivery.as_mut()?.asked =
-                    Some(Asked::Answered(ask, verdict, Lease::Lives));
+                    Some(ClaimReply::Answered(ask, verdict, Lease::Lives));
             }
             Action::ApplyLate(place) => {
                 let sent = world.late.remove(place);
@@ -255,7 +255,7 @@ impl Trial {
             Action::LoseCommand(who) | Action::LateCommand(who) | Action::LoseAnswer(who) => {
                 world.left.losses -= 1;
                 let asked = world.consumers[who].delivery.as_mut()?.asked.take()?;
-                if let (Action::LateCommand(_), Asked::Sent(ask)) = (action, asked) {
+                if let (Action::LateCommand(_), ClaimReply::Sent(ask)) = (action, asked) {
                     let sent = self.sent(world, who, ask)?;
                     world.late.push(sent);
                 }
@@ -393,7 +393,7 @@ impl Trial {
 
     fn answer(&self, world: &mut World, who: usize) -> Option<()> {
         let flight = world.consumers[who].delivery.as_mut()?;
-        let Some(Asked::Answered(_, verdict, lease)) = flight.asked.take() else {
+        let Some(ClaimReply::Answered(_, verdict, lease)) = flight.asked.take() else {
             return None;
         };
         if let Verdict::Granted(_) | Verdict::InDoubt(_) = verdict {
@@ -445,11 +445,11 @@ impl Trial {
 
 /// The clock of a lease has run out for this delivery, also for a grant that it has not heard of
 /// yet.
-fn fear(flight: &mut Flight) {
+fn fear(flight: &mut ModelDelivery) {
     if flight.lease == Lease::Lives {
         flight.lease = Lease::Over;
     }
-    if let Some(Asked::Answered(_, _, lease)) = &mut flight.asked {
+    if let Some(ClaimReply::Answered(_, _, lease)) = &mut flight.asked {
         *lease = Lease::Over;
     }
 }

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use oncegate_core::Outage;
-use oncegate_core::dispatch::Keeps;
+use oncegate_core::driver::OnRelease;
 use oncegate_core::marker::Guarantee;
 use stateright::{Checker, Model};
 
@@ -120,7 +120,7 @@ fn trouble(setup: &Setup) -> String {
             "; tool effectively once"
         };
     }
-    if setup.keeps == Keeps::Order {
+    if setup.keeps == OnRelease::KeepPlace {
         text += "; in order";
     }
     if setup.outage == Outage::PassThrough {

@@ -3,8 +3,8 @@
 //! after what was set aside.
 //!
 //! The rules are [`marker::apply`](oncegate_core::marker::apply) and
-//! [`road::next`](oncegate_core::road::next), carried out by
-//! [`Dispatch`](oncegate_core::dispatch::Dispatch): the code that runs in production. This crate
+//! [`lifecycle::transition`](oncegate_core::lifecycle::next), carried out by
+//! [`LifecycleDriver`](oncegate_core::driver::LifecycleDriver): the code that runs in production. This crate
 //! plays the rest of the world.
 #![forbid(unsafe_code)]
 

@@ -2,7 +2,7 @@
 //! break.
 
 use oncegate_core::Outage;
-use oncegate_core::dispatch::Keeps;
+use oncegate_core::driver::OnRelease;
 use oncegate_core::marker::Guarantee::{AtMostOnce, Bare, EffectivelyOnce};
 
 use crate::explore::Line;
@@ -145,7 +145,7 @@ fn of_each_guarantee(how_far: HowFar) -> Vec<Line> {
             ..NONE
         };
         lines.push(Line::holds(Setup {
-            keeps: Keeps::Order,
+            keeps: OnRelease::KeepPlace,
             ..setup(in_order)
         }));
         if how_far == HowFar::Deep {

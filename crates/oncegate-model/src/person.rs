@@ -5,7 +5,7 @@
 use oncegate_core::marker::{
     Ask, Doubt, Effect, Finding, Guarantee, Marker, Token, UNKNOWN_ATTEMPT, Verdict,
 };
-use oncegate_core::road::Stage;
+use oncegate_core::lifecycle::Stage;
 
 use crate::trial::Trial;
 use crate::world::{Letter, Message, Person, Sent, Shelf, Then, World};

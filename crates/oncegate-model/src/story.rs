@@ -3,7 +3,7 @@
 use oncegate_core::marker::{Effect, Marker};
 use stateright::Path;
 
-use crate::world::{Action, Asked, Person, Shelf, Then, World, name};
+use crate::world::{Action, ClaimReply, Person, Shelf, Then, World, name};
 
 /// The way into trouble, a line for each step.
 pub(crate) fn tell(path: Path<World, Action>) -> Vec<String> {
@@ -22,7 +22,7 @@ fn step(world: &World, action: &Action, after: Option<&World>) -> String {
         .as_ref()
         .and_then(|it| it.asked)
     {
-        Some(Asked::Sent(ask) | Asked::Answered(ask, ..)) => name(&ask),
+        Some(ClaimReply::Sent(ask) | ClaimReply::Answered(ask, ..)) => name(&ask),
         None => "nothing",
     };
     let who = |who: usize| ["A", "B"][who];
@@ -57,7 +57,7 @@ fn step(world: &World, action: &Action, after: Option<&World>) -> String {
             .as_ref()
             .and_then(|it| it.asked)
         {
-            Some(Asked::Answered(ask, verdict, _)) => {
+            Some(ClaimReply::Answered(ask, verdict, _)) => {
                 format!("{} hears of its {}: {verdict:?}", who(at), name(&ask))
             }
             _ => format!("{} hears of its command", who(at)),

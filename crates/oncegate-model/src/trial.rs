@@ -1,20 +1,20 @@
 //! The rules at work in the [`World`]: what the store answers, and what a consumer does next.
 //!
-//! Nothing is decided here. Consumers are driven by [`Dispatch`], as they are in production.
+//! Nothing is decided here. Consumers are driven by [`LifecycleDriver`], as they are in production.
 
 use std::time::Duration;
 
-use oncegate_core::dispatch::{Command, Dispatch, Keeps};
+use oncegate_core::driver::{DriverCommand, LifecycleDriver, OnRelease};
 use oncegate_core::marker::{
     self, Age, Ask, Change, Fingerprint, Guarantee, Marker, Operation, Terms, Token, Verdict,
 };
-use oncegate_core::road::{
-    self, Event, Freshness, History, Outage, Policy, Reason, Settlement, Stage, Step,
+use oncegate_core::lifecycle::{
+    self, Event, Freshness, History, Outage, Policy, Reason, Settlement, Stage, Action,
 };
 use oncegate_core::{Key, MessageId};
 
 use crate::world::{
-    Asked, Budget, Consumer, Effect, Flight, Lease, Letter, Message, Receipt, Sent, Shelf, World,
+    ClaimReply, Budget, Consumer, Effect, ModelDelivery, Lease, Letter, Message, Receipt, Sent, Shelf, World,
 };
 
 const LEASE: Duration = Duration::from_secs(1);
@@ -26,7 +26,7 @@ pub struct Rules {
     /// What may one key become?
     pub apply: fn(Marker, Age, &Operation) -> (Change, Verdict),
     /// What does one delivery do next?
-    pub next: fn(Stage, Event, &Policy) -> (Stage, Step),
+    pub next: fn(Stage, Event, &Policy) -> (Stage, Action),
     /// The token of a claim: of the token of the delivery's claim before it, and of a new one.
     pub token: fn(Token, Token) -> Token,
     /// Up to and with which attempt the provider refuses what comes, once somebody has said that
@@ -49,7 +49,7 @@ impl Default for Rules {
     fn default() -> Self {
         Self {
             apply: marker::apply,
-            next: road::next,
+            next: lifecycle::transition,
             token: |_, new| new,
             voids: |attempt| attempt,
             first: First::LateCompletions,
@@ -67,7 +67,7 @@ pub struct Setup {
     /// How many attempts a message gets.
     pub attempts: u32,
     /// Whether deliveries that failed keep their place.
-    pub keeps: Keeps,
+    pub keeps: OnRelease,
     /// What consumers do while the store does not answer.
     pub outage: Outage,
 }
@@ -79,7 +79,7 @@ impl Setup {
             guarantees,
             budget,
             attempts: 3,
-            keeps: Keeps::Nothing,
+            keeps: OnRelease::ReturnToSource,
             outage: Outage::Hold,
         }
     }
@@ -227,7 +227,7 @@ impl Trial {
 
     pub(crate) fn sent(&self, world: &World, who: usize, ask: Ask) -> Option<Sent> {
         let flight = world.consumers[who].delivery.as_ref()?;
-        let Dispatch {
+        let LifecycleDriver {
             token, attempts, ..
         } = flight.dispatch;
         Some(Sent {
@@ -245,8 +245,8 @@ impl Trial {
             failures: message.failures,
             freshness: Freshness::Fresh,
         };
-        let dispatch = Dispatch::new(history, self.setup.keeps);
-        let flight = Flight {
+        let dispatch = LifecycleDriver::new(history, self.setup.keeps);
+        let flight = ModelDelivery {
             message,
             receipt: Receipt::Valid,
             dispatch,
@@ -281,17 +281,17 @@ impl Trial {
         }
     }
 
-    fn carry_out(&self, world: &mut World, who: usize, command: Command) -> Option<Event> {
+    fn carry_out(&self, world: &mut World, who: usize, command: DriverCommand) -> Option<Event> {
         let flight = world.consumers[who].delivery.as_mut()?;
         match command {
-            Command::Apply(ask) => {
+            DriverCommand::Apply(ask) => {
                 if ask == Ask::Claim && flight.dispatch.attempts.number == 0 {
                     flight.lease = Lease::None;
                 }
-                flight.asked = Some(Asked::Sent(ask));
+                flight.asked = Some(ClaimReply::Sent(ask));
             }
-            Command::AwaitRun if self.setup.budget.yields > 0 => {}
-            Command::AwaitRun => {
+            DriverCommand::AwaitRun if self.setup.budget.yields > 0 => {}
+            DriverCommand::AwaitRun => {
                 return Some(if flight.lease == Lease::Over {
                     Event::LeaseOver
                 } else {
@@ -299,21 +299,21 @@ impl Trial {
                 });
             }
             // A handler is started and polled only while its lease lives.
-            Command::Run | Command::Reconcile if flight.lease == Lease::Over => {
+            DriverCommand::Run | DriverCommand::Reconcile if flight.lease == Lease::Over => {
                 return Some(Event::LeaseOver);
             }
-            Command::Run => self.start(world, who),
-            Command::AwaitTurn => flight.lease = Lease::None,
-            Command::Reconcile | Command::Wake(_) | Command::Nothing => {}
-            Command::Hold { failures, .. } => {
+            DriverCommand::Run => self.start(world, who),
+            DriverCommand::AwaitTurn => flight.lease = Lease::None,
+            DriverCommand::Reconcile | DriverCommand::Wake(_) | DriverCommand::Nothing => {}
+            DriverCommand::Hold { failures, .. } => {
                 flight.lease = Lease::None;
                 flight.dispatch.restart(History {
                     failures,
                     freshness: Freshness::Fresh,
                 });
             }
-            Command::Settle(settlement) => self.settle(world, who, settlement),
-            Command::Abandon => self.comes_back(world, who),
+            DriverCommand::Settle(settlement) => self.settle(world, who, settlement),
+            DriverCommand::Abandon => self.comes_back(world, who),
         }
         None
     }
@@ -361,7 +361,7 @@ impl Trial {
     }
 
     fn start(&self, world: &mut World, who: usize) {
-        let running = |it: &Flight| it.run.is_some();
+        let running = |it: &ModelDelivery| it.run.is_some();
         let others = || {
             world
                 .consumers
@@ -371,7 +371,7 @@ impl Trial {
                 .filter_map(|(_, it)| it.delivery.as_ref())
         };
         let two_at_once = others().any(|it| running(it) && it.lease != Lease::Over);
-        let may_happen = |it: &Flight| running(it) && world.is_taken(it.attempt());
+        let may_happen = |it: &ModelDelivery| running(it) && world.is_taken(it.attempt());
         let orphaned = world
             .provider
             .orphans
@@ -415,7 +415,7 @@ impl Trial {
 
     /// A process ends without a word.
     pub(crate) fn crash(&self, world: &mut World, who: usize) {
-        if let Some(Asked::Sent(ask)) = world.consumers[who]
+        if let Some(ClaimReply::Sent(ask)) = world.consumers[who]
             .delivery
             .as_ref()
             .and_then(|flight| flight.asked)

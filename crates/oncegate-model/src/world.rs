@@ -2,9 +2,9 @@
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use oncegate_core::dispatch::Dispatch;
+use oncegate_core::driver::LifecycleDriver;
 use oncegate_core::marker::{Ask, Effect as Left, Finding, Guarantee, Marker, Token, Verdict};
-use oncegate_core::road::Outcome;
+use oncegate_core::lifecycle::Outcome;
 
 /// What may still go wrong, and how often.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -89,24 +89,24 @@ pub struct Message {
 /// One process.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Consumer {
-    pub(crate) delivery: Option<Flight>,
+    pub(crate) delivery: Option<ModelDelivery>,
     /// A completion of what passed without the gate, with the attempt once its claim was granted.
     pub(crate) late_completion: Option<(Token, Option<u32>)>,
 }
 
 /// One delivery on its way through a consumer.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Flight {
+pub struct ModelDelivery {
     /// As the broker knows it, should it come back.
     pub(crate) message: Message,
     pub(crate) receipt: Receipt,
-    pub(crate) dispatch: Dispatch,
-    pub(crate) asked: Option<Asked>,
+    pub(crate) dispatch: LifecycleDriver,
+    pub(crate) asked: Option<ClaimReply>,
     pub(crate) lease: Lease,
     pub(crate) run: Option<Effect>,
 }
 
-impl Flight {
+impl ModelDelivery {
     /// The fence that its handler hands to the provider.
     pub(crate) fn attempt(&self) -> u32 {
         self.dispatch.attempts.number.max(1)
@@ -124,7 +124,7 @@ pub enum Receipt {
 
 /// A command on its way to the store and back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Asked {
+pub enum ClaimReply {
     /// It has not been applied yet.
     Sent(Ask),
     /// It was applied; the answer is on its way. Whether a lease that it gives has ended meanwhile.

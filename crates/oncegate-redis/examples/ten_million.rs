@@ -13,7 +13,7 @@ use oncegate_core::marker::{
     Ask, Effect, Fingerprint, Guarantee, Marker, Operation, Terms, Token, Verdict,
 };
 use oncegate_core::{
-    Consumer, Context, Failure, Handler, Handlers, IdSource, Key, MemoryBroker, Message, MessageId,
+    Consumer, Context, Failure, Handler, Execution, IdSource, Key, MemoryBroker, Message, MessageId,
     Raw, RawBytes, Store, async_trait,
 };
 use oncegate_redis::Redis;
@@ -317,7 +317,7 @@ impl Claims {
             .store(self.0.clone())
             .id(IdSource::message_id())
             .decode(RawBytes)
-            .handlers(Handlers::InPlace)
+            .execution(Execution::Inline)
             .handler(CountDown(AtomicU64::new(MESSAGES), handled));
         let started = Instant::now();
         consumer

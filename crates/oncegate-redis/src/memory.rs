@@ -1,6 +1,6 @@
 //! Whether a server remembers what it was told, as far as `INFO` says.
 
-use oncegate_core::Memory;
+use oncegate_core::Persistence;
 
 use crate::failure::Failure;
 use crate::info::Info;
@@ -17,7 +17,7 @@ struct Found {
 ///
 /// # Errors
 /// One could not be asked; the servers are looked for anew the next time.
-pub(crate) async fn memory(route: &Route) -> Result<Memory, Failure> {
+pub(crate) async fn memory(route: &Route) -> Result<Persistence, Failure> {
     let looked = look(route).await;
     if looked.is_err() {
         route.distrust();
@@ -25,7 +25,7 @@ pub(crate) async fn memory(route: &Route) -> Result<Memory, Failure> {
     looked
 }
 
-async fn look(route: &Route) -> Result<Memory, Failure> {
+async fn look(route: &Route) -> Result<Persistence, Failure> {
     let mut all = Found::default();
     let servers = route.primaries().await?;
     for lanes in &servers {
@@ -87,15 +87,15 @@ fn judge(info: &Info) -> Found {
 }
 
 impl Found {
-    fn memory(&self) -> Memory {
+    fn memory(&self) -> Persistence {
         if self.forgets.is_empty() {
-            Memory::Survives(format!(
+            Persistence::Durable(format!(
                 "Redis {} with an append-only file, evicting nothing; with appendfsync everysec a power cut, and a crash beside a busy \
                  disk, may cost the last second or two, and a failover what was not replicated",
                 self.version
             ))
         } else {
-            Memory::Forgets(self.forgets.join("; "))
+            Persistence::Volatile(self.forgets.join("; "))
         }
     }
 }
@@ -108,7 +108,7 @@ mod tests {
     #[test]
     fn a_server_that_keeps_what_it_was_told_survives() {
         assert!(
-            matches!(judge(&GOOD.into()).memory(), Memory::Survives(text) if text.contains("7.0.15"))
+            matches!(judge(&GOOD.into()).memory(), Persistence::Durable(text) if text.contains("7.0.15"))
         );
     }
 
@@ -147,7 +147,7 @@ mod tests {
         ] {
             let memory = judge(&GOOD.replace(good, bad).as_str().into()).memory();
             assert!(
-                matches!(&memory, Memory::Forgets(text) if text.contains(remedy)),
+                matches!(&memory, Persistence::Volatile(text) if text.contains(remedy)),
                 "{memory:?}"
             );
         }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use oncegate_core::marker::{Ask, Guarantee, Marker, Operation, Verdict};
-use oncegate_core::{Key, Memory, Store, StoreError};
+use oncegate_core::{Key, Persistence, Store, StoreError};
 use redis::{Cmd, Pipeline, Value};
 
 use crate::durability::Durability;
@@ -245,7 +245,7 @@ impl Redis {
     /// keeps no append-only file, or is a replica; and go on when it is seen to forget. A forgotten
     /// marker lets its message run again.
     #[must_use]
-    pub fn accept_forgetful_store(mut self) -> Self {
+    pub fn allow_volatile_store(mut self) -> Self {
         self.forgetting = Forgetting::Accepted;
         self
     }
@@ -417,11 +417,11 @@ impl Store for Redis {
         Ok(preflight::preflight(&self.route, asked).await?)
     }
 
-    async fn memory(&self) -> Result<Memory, StoreError> {
+    async fn persistence(&self) -> Result<Persistence, StoreError> {
         let memory = memory::memory(&self.route).await?;
         Ok(match (memory, self.forgetting) {
-            (Memory::Forgets(why), Forgetting::Accepted) => Memory::Survives(format!(
-                "accepted by the user with accept_forgetful_store(): {why}"
+            (Persistence::Volatile(why), Forgetting::Accepted) => Persistence::Durable(format!(
+                "accepted by the user with allow_volatile_store(): {why}"
             )),
             (memory, _) => memory,
         })

@@ -18,7 +18,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use oncegate_core::marker::{Marker, Operation, Verdict};
 use oncegate_core::store::APPLY_TIMEOUT;
-use oncegate_core::{Key, Memory, Store, StoreError};
+use oncegate_core::{Key, Persistence, Store, StoreError};
 use tokio::sync::oneshot;
 
 pub use browse::{SqliteBrowse, SqliteListed};
@@ -190,7 +190,7 @@ impl Store for Sqlite {
         format!("SQLite in {}", self.0.place.name())
     }
 
-    async fn memory(&self) -> Result<Memory, StoreError> {
+    async fn persistence(&self) -> Result<Persistence, StoreError> {
         Ok(self.ask(Request::Memory).await??)
     }
 

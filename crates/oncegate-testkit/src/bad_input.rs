@@ -215,7 +215,7 @@ impl Trial {
             .store(MemoryStore::new())
             .id(IdSource::header("id"))
             .handler(effects.clone());
-        let consumer = consumer.attempts(1).lease(LEASE).handler_timeout(TIMEOUT);
+        let consumer = consumer.max_attempts(1).lease(LEASE).handler_timeout(TIMEOUT);
         let running = watched(&counters, &lines, move || {
             consumer.run_until(async { drop(stopped.await) })
         });
@@ -392,7 +392,7 @@ impl Sight {
         let (consumer, drained) = (
             consumer
                 .handler(Effects::default())
-                .drain(Duration::from_millis(200)),
+                .drain_timeout(Duration::from_millis(200)),
             broker.clone(),
         );
         let running = watched(&counters, &lines, move || async move {

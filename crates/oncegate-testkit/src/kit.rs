@@ -63,7 +63,7 @@ impl<H: Handler> Kit<H> {
     pub fn new(handler: H) -> Self {
         let consumer = Consumer::builder()
             .backoff(Duration::from_millis(1), Duration::from_millis(10))
-            .accept_forgetful_store();
+            .allow_volatile_store();
         Self {
             handler,
             consumer,

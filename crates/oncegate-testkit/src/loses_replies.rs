@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use oncegate_core::marker::{Guarantee, Operation, Verdict};
-use oncegate_core::{Memory, Store, StoreError};
+use oncegate_core::{Persistence, Store, StoreError};
 
 /// A store behind a network that loses replies: what was asked is applied, or the first part of it,
 /// and the asker is not told. A plan says what becomes of each apply, and sees what is asked.
@@ -69,8 +69,8 @@ impl<P: Fn(&[Operation]) -> Fate + Send + Sync> Store for LosesReplies<P> {
         self.store.preflight(guarantee).await
     }
 
-    async fn memory(&self) -> Result<Memory, StoreError> {
-        self.store.memory().await
+    async fn persistence(&self) -> Result<Persistence, StoreError> {
+        self.store.persistence().await
     }
 
     /// The handle of the store behind the network, which loses nothing.

@@ -78,8 +78,8 @@ pub async fn handle(
         .source(source)
         .store(MemoryStore::new())
         .id(id)
-        .attempts(ATTEMPTS)
-        .retries(RUNS - 1)
+        .max_attempts(ATTEMPTS)
+        .max_inline_retries(RUNS - 1)
         .backoff(Duration::from_millis(20), Duration::from_millis(100))
         .handler(counts.clone());
     let (stop, stopped) = oneshot::channel::<()>();

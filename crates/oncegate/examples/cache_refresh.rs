@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use oncegate::{Failure, Gate, Ran, Redis, WhenHeld};
+use oncegate::{Failure, Gate, RunOutcome, Redis, WhenHeld};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -13,7 +13,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let gate = Gate::builder()
         .store(Redis::at(redis))
         .scope("cache")
-        .window(Duration::from_secs(60))
+        .dedup_window(Duration::from_secs(60))
         .lease(Duration::from_secs(10));
     let gate = gate.when_held(WhenHeld::Skip).open().await?;
     let cache = format!("prices-{}", std::process::id());
@@ -29,9 +29,9 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
 
 async fn read(gate: Gate, cache: String) -> Result<&'static str, oncegate::GateError> {
     Ok(match gate.run(cache, fetch_the_prices).await? {
-        Ran::Now(()) => "refreshed",
-        Ran::Before => "fresh",
-        Ran::Elsewhere => "stale, while another refreshes",
+        RunOutcome::Executed(()) => "refreshed",
+        RunOutcome::AlreadyDone => "fresh",
+        RunOutcome::HeldElsewhere => "stale, while another refreshes",
     })
 }
 

@@ -2,7 +2,7 @@
 //!
 //! `ONCEGATE_REDIS=redis://… cargo run -p oncegate --example cron`
 
-use oncegate::{Failure, Gate, Ran, Redis};
+use oncegate::{Failure, Gate, RunOutcome, Redis};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
@@ -29,9 +29,9 @@ async fn at_midnight(
         .open()
         .await?;
     match gate.run(today, settle_the_day).await? {
-        Ran::Now(entries) => println!("machine {machine} settled {entries} entries"),
-        Ran::Before => println!("machine {machine} sees that it was settled"),
-        Ran::Elsewhere => println!("machine {machine} leaves it to another"),
+        RunOutcome::Executed(entries) => println!("machine {machine} settled {entries} entries"),
+        RunOutcome::AlreadyDone => println!("machine {machine} sees that it was settled"),
+        RunOutcome::HeldElsewhere => println!("machine {machine} leaves it to another"),
     }
     Ok(())
 }

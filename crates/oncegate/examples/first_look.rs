@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use oncegate::{
-    Consumer, Context, Failure, Guarantee, Handler, Handlers, IdSource, Kafka, MemoryStore,
+    Consumer, Context, Failure, Guarantee, Handler, Execution, IdSource, Kafka, MemoryStore,
     RawBytes, Redis, Store, async_trait,
 };
 use rdkafka::ClientConfig;
@@ -64,8 +64,8 @@ async fn main() -> Outcome<()> {
     println!("{:<42} {:>10.0}/s", "bare client, recv()", bare);
     let only = std::env::args().nth(2).unwrap_or_default();
     for (name, handlers) in [
-        ("in place", Handlers::InPlace),
-        ("spawned", Handlers::Spawned),
+        ("in place", Execution::Inline),
+        ("spawned", Execution::Spawned),
     ] {
         let memory = format!("oncegate, memory store, {name}");
         if memory.contains(&only) {
@@ -84,7 +84,7 @@ async fn main() -> Outcome<()> {
         if on_redis.contains(&only) {
             let store = Redis::at(&redis)
                 .prefix(format!("{topic}-{handlers:?}:"))
-                .accept_forgetful_store();
+                .allow_volatile_store();
             let rate = gated(&brokers, &topic, &on_redis, messages, store, handlers).await?;
             println!("{on_redis:<42} {rate:>10.0}/s {:>6.2}", rate / bare);
         }
@@ -158,7 +158,7 @@ async fn gated(
     name: &str,
     messages: usize,
     store: impl Store + 'static,
-    handlers: Handlers,
+    handlers: Execution,
 ) -> Outcome<f64> {
     let count = Count {
         seen: Arc::default(),
@@ -188,7 +188,7 @@ async fn gated(
         .guarantee(Guarantee::EffectivelyOnce)
         .id(IdSource::header("id"))
         .decode(RawBytes)
-        .handlers(handlers)
+        .execution(handlers)
         .handler(count)
         .run_until(finish)
         .await?;

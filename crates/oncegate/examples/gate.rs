@@ -1,6 +1,6 @@
 //! Settles the day once, wherever and however often the timer fires.
 
-use oncegate::{Failure, Gate, Knows, Ran, Redis};
+use oncegate::{Failure, Gate, FailureExt, RunOutcome, Redis};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -13,9 +13,9 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         .run("settle-2026-11-20", || async { settle_the_day().await })
         .await?
     {
-        Ran::Now(entries) => println!("settled {entries} entries"),
-        Ran::Before => println!("was settled before"),
-        Ran::Elsewhere => println!("is being settled elsewhere"),
+        RunOutcome::Executed(entries) => println!("settled {entries} entries"),
+        RunOutcome::AlreadyDone => println!("was settled before"),
+        RunOutcome::HeldElsewhere => println!("is being settled elsewhere"),
     }
     Ok(())
 }

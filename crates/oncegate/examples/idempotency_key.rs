@@ -9,7 +9,7 @@ use axum::body::Body;
 use axum::extract::State;
 use axum::http::{HeaderMap, Request, StatusCode};
 use axum::routing::post;
-use oncegate::{Failure, Gate, GateError, Ran, Redis, WhenHeld};
+use oncegate::{Failure, Gate, GateError, RunOutcome, Redis, WhenHeld};
 use tower::ServiceExt;
 
 #[tokio::main]
@@ -46,9 +46,9 @@ async fn order(State(gate): State<Gate>, headers: HeaderMap) -> StatusCode {
         return StatusCode::BAD_REQUEST;
     };
     match gate.run(key, place_the_order).await {
-        Ok(Ran::Now(())) => StatusCode::CREATED,
-        Ok(Ran::Before) => StatusCode::OK,
-        Ok(Ran::Elsewhere) | Err(GateError::HeldElsewhere) => StatusCode::CONFLICT,
+        Ok(RunOutcome::Executed(())) => StatusCode::CREATED,
+        Ok(RunOutcome::AlreadyDone) => StatusCode::OK,
+        Ok(RunOutcome::HeldElsewhere) | Err(GateError::HeldElsewhere) => StatusCode::CONFLICT,
         Err(GateError::Failed(_)) => StatusCode::SERVICE_UNAVAILABLE, // nothing happened: the sender may try again
         Err(_) => StatusCode::INTERNAL_SERVER_ERROR,                  // nobody knows
     }

@@ -1,7 +1,7 @@
 //! Work that one machine does once a day, whoever starts it and however often: `cargo run -p
 //! oncegate --example sqlite`, twice.
 
-use oncegate::{Failure, Gate, Guarantee, Ran, Sqlite};
+use oncegate::{Failure, Gate, Guarantee, RunOutcome, Sqlite};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -14,9 +14,9 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         .run("report-2026-11-20", || async { write_the_report().await })
         .await?
     {
-        Ran::Now(pages) => println!("wrote {pages} pages"),
-        Ran::Before => println!("was written before"),
-        Ran::Elsewhere => println!("is being written by another process"),
+        RunOutcome::Executed(pages) => println!("wrote {pages} pages"),
+        RunOutcome::AlreadyDone => println!("was written before"),
+        RunOutcome::HeldElsewhere => println!("is being written by another process"),
     }
     Ok(())
 }

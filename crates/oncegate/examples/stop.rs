@@ -38,7 +38,7 @@ async fn main() -> Result<(), Error> {
         .guarantee(Guarantee::AtMostOnce)
         .id(IdSource::message_id())
         .handler(Charge)
-        .drain(Duration::from_secs(20)) // longer than a charge takes, shorter than the container's grace period
+        .drain_timeout(Duration::from_secs(20)) // longer than a charge takes, shorter than the container's grace period
         .run_until(shutdown_signal())
         .await
 }

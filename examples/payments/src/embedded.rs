@@ -224,14 +224,14 @@ impl Fleet {
             .source(self.broker.source())
             .store(store)
             .guarantee(self.guarantee.guarantee())
-            .accept_forgetful_store() // in memory it ends with the broker; a file there survives what is shown here
+            .allow_volatile_store() // in memory it ends with the broker; a file there survives what is shown here
             .id(IdSource::header(ID_HEADER))
             .lease(LEASE)
-            .window(WINDOW)
+            .dedup_window(WINDOW)
             .backoff(Duration::from_millis(20), LEASE / 4)
-            .attempts(self.attempts)
+            .max_attempts(self.attempts)
             .max_crashes(self.attempts)
-            .in_flight(256)
+            .max_in_flight(256)
             .handler(Charge {
                 provider: Provider::Memory(Arc::clone(&self.bank)),
             });

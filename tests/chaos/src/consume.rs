@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use oncegate::{
-    Consumer, Context, Durability, Failure, Handler, Handlers, IdSource, KafkaLogin, Knows, Open,
+    Consumer, Context, Durability, Failure, Handler, Execution, IdSource, KafkaLogin, FailureExt, Open,
     Order, Reconciled, Redis, async_trait,
 };
 use oncegate_testkit::servers::SENTINEL_NAME;
@@ -123,14 +123,14 @@ async fn consume(
         .scope(&common.from)
         .lease(common.lease())
         .backoff(Duration::from_millis(50), Duration::from_millis(400))
-        .attempts(ATTEMPTS)
+        .max_attempts(ATTEMPTS)
         .max_crashes(ATTEMPTS)
-        .retries(1)
-        .reconciles(3)
+        .max_inline_retries(1)
+        .max_reconciles(3)
         .handler_timeout(TIMEOUT)
-        .in_flight(common.in_flight)
-        .handlers(handlers(&common.name))
-        .drain(common.drain());
+        .max_in_flight(common.in_flight)
+        .execution(handlers(&common.name))
+        .drain_timeout(common.drain());
     let consumer = if arguments.one_at_a_time {
         consumer.order(Order::ByKey)
     } else {
@@ -144,14 +144,14 @@ async fn consume(
 /// Where the handlers of a process run that is called like this: in every other one in place, so
 /// that the fast way has to keep what is promised, too. The second process of a consumer is of the
 /// other kind than the first, and so is its neighbour.
-fn handlers(name: &str) -> Handlers {
+fn handlers(name: &str) -> Execution {
     let numbers = name
         .split(|c: char| !c.is_ascii_digit())
         .filter_map(|number| number.parse::<u64>().ok());
     if numbers.sum::<u64>().is_multiple_of(2) {
-        Handlers::Spawned
+        Execution::Spawned
     } else {
-        Handlers::InPlace
+        Execution::Inline
     }
 }
 

@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use oncegate::marker::{Ask, Guarantee, Operation, Verdict};
-use oncegate::road::Settlement;
+use oncegate::lifecycle::Settlement;
 use oncegate::source::{Delivery, Incoming, Limit, Order, Settled};
-use oncegate::{Memory, Message, Open, Source, SourceError, Store, StoreError, async_trait};
+use oncegate::{Persistence, Message, Open, Source, SourceError, Store, StoreError, async_trait};
 
 use crate::ledger::{Asked, Log, Settling, What};
 use crate::message::ID_HEADER;
@@ -144,8 +144,8 @@ impl<S: Store> Store for Recorded<S> {
         self.inner.preflight(guarantee).await
     }
 
-    async fn memory(&self) -> Result<Memory, StoreError> {
-        self.inner.memory().await
+    async fn memory(&self) -> Result<Persistence, StoreError> {
+        self.inner.persistence().await
     }
 
     /// Renewals are not written down.

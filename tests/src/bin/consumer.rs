@@ -113,10 +113,10 @@ async fn consume(arguments: Arguments) -> Result<(), Error> {
         .scope(arguments.scope)
         .lease(Duration::from_millis(arguments.lease_ms))
         .backoff(backoff, backoff * 8)
-        .retries(arguments.retries)
-        .reconciles(2)
-        .in_flight(arguments.in_flight)
-        .drain(Duration::from_millis(arguments.drain_ms));
+        .max_inline_retries(arguments.retries)
+        .max_reconciles(2)
+        .max_in_flight(arguments.in_flight)
+        .drain_timeout(Duration::from_millis(arguments.drain_ms));
     match arguments.broker {
         Broker::Kafka => {
             let creation = match arguments.missing {

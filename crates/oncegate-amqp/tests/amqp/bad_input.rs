@@ -8,7 +8,7 @@ use lapin::BasicProperties;
 use lapin::options::BasicGetOptions;
 use lapin::types::{AMQPValue, FieldTable};
 use oncegate_amqp::{QueueKind, RabbitMq, RabbitMqStatus};
-use oncegate_core::road::{Cause, Reason, Settlement};
+use oncegate_core::lifecycle::{DoubtCause, Reason, Settlement};
 use oncegate_core::source::{Delivery, Open, SourceError, headers};
 
 use crate::rig::*;
@@ -220,7 +220,7 @@ async fn forged_headers_are_stripped_on_every_way_into_the_dead_letters() {
     }
     let settlements = [
         Settlement::Reject(Reason::MissingId),
-        Settlement::Reject(Reason::InDoubt(Cause::Said)),
+        Settlement::Reject(Reason::InDoubt(DoubtCause::Said)),
         release(Duration::from_millis(1)),
     ];
     for settlement in settlements {

@@ -221,7 +221,7 @@ async fn order_by_key_holds_over_a_restart_in_the_midst_of_a_failure() {
             .store(store.clone())
             .id(IdSource::message_id())
             .order(Order::ByKey)
-            .retries(0)
+            .max_inline_retries(0)
             .handler(handler.clone());
         let enough = async {
             if fails {

@@ -7,7 +7,7 @@ use lapin::BasicProperties;
 use lapin::options::{BasicGetOptions, QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::{AMQPValue, FieldTable};
 use oncegate_amqp::{QueueKind, RabbitMqSource, Topology};
-use oncegate_core::road::{Reason, Settlement};
+use oncegate_core::lifecycle::{Reason, Settlement};
 use oncegate_core::source::{Settled, Source};
 use oncegate_testkit::servers::RabbitServer;
 
@@ -124,7 +124,7 @@ async fn a_missing_dead_letter_queue_may_be_made_by_hand_later() {
         settle(
             &mut source,
             delivery,
-            Settlement::Reject(Reason::InDoubt(oncegate_core::road::Cause::Panicked)),
+            Settlement::Reject(Reason::InDoubt(oncegate_core::lifecycle::DoubtCause::Panicked)),
         )
         .await;
         if number % 4 == 0 {

@@ -7,7 +7,7 @@ use lapin::BasicProperties;
 use lapin::options::QueueDeclareOptions;
 use lapin::types::{AMQPValue, FieldTable};
 use oncegate_amqp::{QueueKind, RabbitMqStatus, Rejects, Topology};
-use oncegate_core::road::{Cause, Reason, Settlement};
+use oncegate_core::lifecycle::{DoubtCause, Reason, Settlement};
 use oncegate_core::source::{Limit, Open, Source, SourceError, headers};
 use oncegate_testkit::servers::RabbitServer;
 
@@ -184,7 +184,7 @@ async fn what_is_left_to_the_queues_own_dead_letter_exchange_arrives_there_and_c
     settle(
         &mut source,
         doubt,
-        Settlement::Reject(Reason::InDoubt(Cause::Panicked)),
+        Settlement::Reject(Reason::InDoubt(DoubtCause::Panicked)),
     )
     .await;
     let mut dead = BTreeSet::new();

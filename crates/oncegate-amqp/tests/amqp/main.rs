@@ -19,8 +19,8 @@ use lapin::BasicProperties;
 use lapin::options::{QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::{AMQPValue, FieldTable};
 use oncegate_amqp::{QueueKind, RabbitMq, RabbitMqSnapshot, RabbitMqStatus, Topology};
-use oncegate_core::road::{Cause, Reason, Settlement};
-use oncegate_core::source::{Open, Settled, Source, SourceError, Story, headers};
+use oncegate_core::lifecycle::{DoubtCause, Reason, Settlement};
+use oncegate_core::source::{Open, Settled, Source, SourceError, FailureHistory, headers};
 use oncegate_testkit::servers::RabbitServer;
 use tokio::io::AsyncReadExt;
 
@@ -166,11 +166,11 @@ async fn rejected_deliveries_stand_in_their_queues_with_their_story() {
             .enumerate()
             .map(|(number, delivery)| {
                 let reason = if number == 0 {
-                    Reason::InDoubt(Cause::Panicked)
+                    Reason::InDoubt(DoubtCause::Panicked)
                 } else {
                     Reason::Refused
                 };
-                let story = Story {
+                let story = FailureHistory {
                     id: Some("pay-1".into()),
                     attempts: 2,
                     fence: 2,

@@ -233,10 +233,10 @@ async fn with_a_single_active_consumer_the_order_by_key_holds_across_a_fleet() {
             )
             .store(store.clone())
             .guarantee(Guarantee::AtMostOnce)
-            .accept_forgetful_store()
+            .allow_volatile_store()
             .id(IdSource::message_id())
             .order(Order::ByKey)
-            .in_flight(16)
+            .max_in_flight(16)
             .readiness(readiness.clone())
             .handler(Writes {
                 journal: journal.clone(),

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use lapin::BasicProperties;
 use lapin::types::{AMQPValue, FieldTable};
 use oncegate_amqp::{QueueKind, RabbitMq, RabbitMqSource, RabbitMqStatus, Topology};
-use oncegate_core::road::{Reason, Settlement};
+use oncegate_core::lifecycle::{Reason, Settlement};
 use oncegate_core::source::{Delivery, Incoming, Open, Order, Source, headers};
 use oncegate_testkit::servers::RabbitServer;
 

@@ -11,7 +11,7 @@ use lapin::options::{
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
 use oncegate_amqp::{QueueKind, RabbitMq, RabbitMqSource};
-use oncegate_core::road::Settlement;
+use oncegate_core::lifecycle::Settlement;
 use oncegate_core::source::{Delivery, Incoming, Limit, Open, Settled, Source};
 use oncegate_testkit::Lines;
 pub(crate) use oncegate_testkit::laws::source::accepted as accept;

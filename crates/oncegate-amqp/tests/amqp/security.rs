@@ -8,7 +8,7 @@ use lapin::tcp::{OwnedIdentity, OwnedTLSConfig};
 use lapin::types::FieldTable;
 use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
 use oncegate_amqp::RabbitMq;
-use oncegate_core::road::{Reason, Settlement};
+use oncegate_core::lifecycle::{Reason, Settlement};
 use oncegate_core::source::{Open, SourceError};
 use oncegate_testkit::servers::{RABBITMQ_CLIENT, RabbitOptions, RabbitServer};
 

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use oncegate_amqp::{RabbitMq, RabbitMqStatus};
-use oncegate_core::road::{Reason, Settlement};
+use oncegate_core::lifecycle::{Reason, Settlement};
 use oncegate_core::source::{Incoming, Limit, Open, Settled, Source};
 use oncegate_core::{Consumer, Guarantee, IdSource, MemoryStore};
 use oncegate_testkit::proxy::Proxy;
@@ -103,10 +103,10 @@ impl Stage {
             .source(source.status(status))
             .store(MemoryStore::new())
             .guarantee(Guarantee::AtMostOnce)
-            .accept_forgetful_store()
+            .allow_volatile_store()
             .id(IdSource::message_id())
             // What fails waits in the source.
-            .retries(0)
+            .max_inline_retries(0)
             .handler(stage.effects.clone());
         let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
         let running = tokio::spawn(consumer.run_until(async { drop(stopped.await) }));

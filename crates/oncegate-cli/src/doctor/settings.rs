@@ -32,7 +32,7 @@ pub(super) fn check(config: &Config, findings: &mut DoctorFindings) -> Result<()
                 duration_text(lease),
                 duration_text(window)
             ),
-            "shorten gate.lease or lengthen gate.window; the consumer does not start otherwise",
+            "shorten gate.lease or lengthen gate.dedup-window; the consumer does not start otherwise",
         );
     }
     if lease < Duration::from_millis(100) {
@@ -55,7 +55,7 @@ pub(super) fn check(config: &Config, findings: &mut DoctorFindings) -> Result<()
                 duration_text(max_age),
                 duration_text(window)
             ),
-            "set gate.max-age to at most gate.window, half of it by default",
+            "set gate.max-age to at most gate.dedup-window, half of it by default",
         );
     }
     // The same calculation as in a starting consumer, which reports other errors itself.
@@ -73,7 +73,7 @@ pub(super) fn check(config: &Config, findings: &mut DoctorFindings) -> Result<()
                 duration_text(open),
                 duration_text(consumer_timeout)
             ),
-            "shorten gate.handler-timeout or gate.lease, lower gate.retries, or raise consumer_timeout in rabbitmq.conf and \
+            "shorten gate.handler-timeout or gate.lease, lower gate.max-inline-retries, or raise consumer_timeout in rabbitmq.conf and \
              rabbitmq.consumer-timeout here",
         );
     }

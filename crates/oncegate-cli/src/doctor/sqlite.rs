@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use oncegate::{Memory, Store};
+use oncegate::{Persistence, Store};
 
 use super::DoctorFindings;
 use super::settings::volatile_store_severity;
@@ -30,9 +30,9 @@ pub(super) async fn check(config: &Config, file: &Path, findings: &mut DoctorFin
         }
         return;
     }
-    match marker_store::sqlite(config, file).memory().await {
-        Ok(Memory::Survives(_)) => {}
-        Ok(Memory::Forgets(why)) => {
+    match marker_store::sqlite(config, file).persistence().await {
+        Ok(Persistence::Durable(_)) => {}
+        Ok(Persistence::Volatile(why)) => {
             findings.add(
                 volatile_store_severity(config),
                 "store-forgets",

@@ -8,7 +8,7 @@ use crate::cli::TestCli;
 fn unknown_keys_are_rejected_with_a_suggestion() {
     let cli = TestCli::new();
     for (wrong, near) in [
-        ("[gate]\nwindwo = \"1h\"", "did you mean gate.window?"),
+        ("[gate]\nwindwo = \"1h\"", "did you mean gate.dedup-window?"),
         ("[gaet]\nwindow = \"1h\"", "did you mean gate?"),
         ("[kafka]\nbroker = \"x\"", "did you mean kafka.brokers?"),
         (
@@ -26,13 +26,13 @@ fn unknown_keys_are_rejected_with_a_suggestion() {
     cli.configure("");
     cli.run_with(&["config", "check"], &[("ONCEGATE_GATE_WINDOWS", "1h")])
         .exits_with(2)
-        .prints("did you mean ONCEGATE_GATE_WINDOW?");
+        .prints("did you mean ONCEGATE_GATE_DEDUP_WINDOW?");
     for (wrong, near) in [
         ("ONCEGATE_KAFAK_TOPIC", "ONCEGATE_KAFKA_TOPIC"),
         ("ONCEGATE_STROE_URL", "ONCEGATE_STORE_URL"),
         ("ONCEGATE_STOR_URL_FILE", "ONCEGATE_STORE_URL_FILE"),
         ("ONCEGATE_RABBIT_QUEUE", "ONCEGATE_RABBITMQ_QUEUE"),
-        ("ONCEGATE_GATES_WINDOW", "ONCEGATE_GATE_WINDOW"),
+        ("ONCEGATE_GATES_WINDOW", "ONCEGATE_GATE_DEDUP_WINDOW"),
     ] {
         cli.run_with(&["config", "check"], &[(wrong, "1h")])
             .exits_with(2)
@@ -56,7 +56,7 @@ fn invalid_values_are_rejected_with_their_key() {
     for (wrong, says) in [
         (
             "[gate]\nwindow = 5",
-            "gate.window requires a duration, in quotes",
+            "gate.dedup-window requires a duration, in quotes",
         ),
         ("[gate]\nwindow = \"5 fortnights\"", "30s, 5m, 24h or 7d"),
         (

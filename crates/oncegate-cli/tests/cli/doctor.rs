@@ -244,7 +244,7 @@ async fn finds_an_sqlite_file_in_memory() {
     // A file system in memory, on every Linux.
     let memory = tempfile::tempdir_in("/dev/shm").expect("a directory");
     let file = memory.path().join("markers.db");
-    oncegate::Store::memory(&oncegate::Sqlite::file(&file))
+    oncegate::Store::persistence(&oncegate::Sqlite::file(&file))
         .await
         .expect("it is made");
     for store in [format!("sqlite:{}", file.display()), "memory:".to_owned()] {

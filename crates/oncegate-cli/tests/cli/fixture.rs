@@ -326,7 +326,7 @@ impl BrokerFixture {
         match self.cli.sqlite() {
             Some(sqlite) => self.consume_through(sqlite, provider, until).await,
             None => {
-                self.consume_through(self.cli.store().accept_forgetful_store(), provider, until)
+                self.consume_through(self.cli.store().allow_volatile_store(), provider, until)
                     .await
             }
         }
@@ -354,7 +354,7 @@ impl BrokerFixture {
         until: impl Future<Output = ()>,
     ) {
         self.handle_through(
-            self.cli.store().accept_forgetful_store(),
+            self.cli.store().allow_volatile_store(),
             guarantee,
             handler,
             until,
@@ -372,11 +372,11 @@ impl BrokerFixture {
         let name = &self.cli.name;
         let consumer = Consumer::builder()
             .store(store)
-            .accept_forgetful_store()
+            .allow_volatile_store()
             .guarantee(guarantee)
             .id(IdSource::header("payment-id"))
             .lease(10 * SECOND)
-            .reconciles(1)
+            .max_reconciles(1)
             .backoff(Duration::from_millis(1), Duration::from_millis(10))
             .handler(handler);
         let ended = match self.broker {

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use tracing::Span;
 
-use super::Running;
-use super::flight::Claim;
+use super::Engine;
+use super::entry::Claim;
 use crate::breaker::Judgement;
 use crate::decode::Decode;
 use crate::fault;
@@ -15,10 +15,10 @@ use crate::id::MessageId;
 use crate::lease::Lease;
 use crate::marker::{Ask, Operation, Verdict};
 use crate::moment::Moment;
-use crate::road::{Event, Outage, Parks, Stage};
+use crate::lifecycle::{Event, Outage, ClaimTries, Stage};
 use crate::slots::Slot;
 use crate::spans;
-use crate::store::{Cause, StoreError};
+use crate::store::{BoxError, StoreError};
 
 /// A batch that came back from the store.
 pub(super) struct Applied {
@@ -31,7 +31,7 @@ pub(super) struct Applied {
     answers: Vec<Result<Verdict, StoreError>>,
 }
 
-impl<H: Handler, D: Decode> Running<H, D> {
+impl<H: Handler, D: Decode> Engine<H, D> {
     /// Asks the store: verdicts that are due, late completions and claims of what has arrived share
     /// one apply, in this order.
     pub(super) fn ask_the_store(&mut self) {
@@ -296,7 +296,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
     }
 
     /// Another program wrote under a message's id.
-    fn saw_unreadable_marker(&mut self, slot: Slot, why: &Cause) {
+    fn saw_unreadable_marker(&mut self, slot: Slot, why: &BoxError) {
         let Some(flight) = self.flights.at_mut(slot) else {
             return;
         };
@@ -307,7 +307,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             .tell(|story| story.last_error = Some(why.to_string()));
     }
 
-    /// What passed without the gate is claimed and completed when the store is back. Says what the
+    /// What passed without the gate is claimed and completed when the store is back. Reporter what the
     /// store asks to be changed, if it does.
     fn answered_late(
         &mut self,
@@ -366,7 +366,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 Some(attempts.number)
             }
             Verdict::Busy { remaining }
-                if matches!(flight.passage.stage(), Stage::Claiming(_, Parks(0))) =>
+                if matches!(flight.passage.stage(), Stage::Claiming(_, ClaimTries(0))) =>
             {
                 self.says.held_elsewhere(flight, remaining);
                 None

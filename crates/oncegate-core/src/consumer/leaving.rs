@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{Mode, Running};
+use super::{Mode, Engine};
 
 use crate::decode::Decode;
 use crate::error::Error;
@@ -11,10 +11,10 @@ use crate::fault;
 use crate::handler::Handler;
 use crate::lanes::{Lane, Waited};
 use crate::lease::Lease;
-use crate::road::{Event, Stage};
+use crate::lifecycle::{Event, Stage};
 use crate::slots::Slot;
 
-impl<H: Handler, D: Decode> Running<H, D> {
+impl<H: Handler, D: Decode> Engine<H, D> {
     /// A delivery's place is free: its lane goes on, and so does the next that runs alone.
     pub(super) fn left(
         &mut self,

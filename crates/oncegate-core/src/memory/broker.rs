@@ -9,9 +9,9 @@ use hashbrown::HashMap;
 use tokio::sync::Notify;
 
 use crate::message::{HeadersBuilder, Message, Origin};
-use crate::road::{Reason, Settlement};
+use crate::lifecycle::{Reason, Settlement};
 use crate::source::{
-    Delivery, Incoming, Limit, Open, Receipt, Settled, Source, SourceError, Story, kept_headers,
+    Delivery, Incoming, Limit, Open, Receipt, Settled, Source, SourceError, FailureHistory, kept_headers,
 };
 
 /// A queue in this process. Cloning shares it; each [`MemoryBroker::source`] is one of its
@@ -30,7 +30,7 @@ pub struct DeadLetter {
     /// Why it stands here.
     pub reason: Reason,
     /// What happened to it, where something did.
-    pub story: Option<Story>,
+    pub story: Option<FailureHistory>,
 }
 
 #[derive(Debug)]
@@ -341,7 +341,7 @@ mod tests {
             )
             .await
             .expect("messages");
-        let reasons = [Reason::MissingId, Reason::InDoubt(crate::road::Cause::Said)];
+        let reasons = [Reason::MissingId, Reason::InDoubt(crate::lifecycle::BoxError::Said)];
         let settled = incoming
             .into_iter()
             .zip(reasons)

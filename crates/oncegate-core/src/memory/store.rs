@@ -10,7 +10,7 @@ use hashbrown::{DefaultHashBuilder, HashTable};
 use super::done::Log;
 use crate::id::Key;
 use crate::marker::{Age, Change, Marker, Operation, Verdict, apply};
-use crate::store::{Memory, Store, StoreError};
+use crate::store::{Persistence, Store, StoreError};
 
 /// Remembers ids in this process, for as long as it lives. Cloning shares what is remembered.
 ///
@@ -97,8 +97,8 @@ impl Store for MemoryStore {
         "the memory of this process".to_owned()
     }
 
-    async fn memory(&self) -> Result<Memory, StoreError> {
-        Ok(Memory::Forgets(
+    async fn persistence(&self) -> Result<Persistence, StoreError> {
+        Ok(Persistence::Volatile(
             "the memory store forgets everything when its process ends".into(),
         ))
     }

@@ -1,7 +1,7 @@
 //! What the consumer settles, taken in as a whole.
 
-use oncegate_core::road::{Reason, Settlement};
-use oncegate_core::{Delivery, Receipt, Settled, Story};
+use oncegate_core::lifecycle::{Reason, Settlement};
+use oncegate_core::{Delivery, Receipt, Settled, FailureHistory};
 
 use super::{Fate, Monitor, Shared, State};
 
@@ -9,7 +9,7 @@ use super::{Fate, Monitor, Shared, State};
 pub(crate) struct Rejected {
     pub(crate) delivery: Delivery,
     pub(crate) reason: Reason,
-    pub(crate) story: Option<Box<Story>>,
+    pub(crate) story: Option<Box<FailureHistory>>,
 }
 
 /// What a delivery is accepted on, where nothing ran: its id was done before.

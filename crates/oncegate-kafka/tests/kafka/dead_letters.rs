@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use oncegate_core::road::{Cause, Reason};
+use oncegate_core::lifecycle::{DoubtCause, Reason};
 use oncegate_core::source::Open;
 use oncegate_core::{Limit, Source};
 use rdkafka::Message;
@@ -382,7 +382,7 @@ async fn forged_headers_are_stripped_on_every_way_into_the_dead_letters() {
     for (delivery, reason) in receive(&mut source, 2)
         .await
         .into_iter()
-        .zip([Reason::MissingId, Reason::InDoubt(Cause::Said)])
+        .zip([Reason::MissingId, Reason::InDoubt(DoubtCause::Said)])
     {
         reject(&mut source, delivery, reason).await;
     }

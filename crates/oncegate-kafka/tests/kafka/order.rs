@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use oncegate_core::{
-    Consumer, Context, Failure, Handler, IdSource, Knows, MemoryStore, Order, Raw, RawBytes,
+    Consumer, Context, Failure, Handler, IdSource, FailureExt, MemoryStore, Order, Raw, RawBytes,
     async_trait,
 };
 use rdkafka::message::OwnedHeaders;
@@ -78,7 +78,7 @@ async fn consume(topic: &Topic, order: Order, handler: &Scripted, count: usize) 
         .store(MemoryStore::new())
         .id(IdSource::position())
         .order(order)
-        .retries(0)
+        .max_inline_retries(0)
         .backoff(Duration::from_millis(10), Duration::from_millis(10))
         .decode(RawBytes)
         .handler(handler.clone());

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use oncegate_core::road::{Cause, Reason};
+use oncegate_core::lifecycle::{DoubtCause, Reason};
 use oncegate_core::source::Open;
 use rdkafka::Message;
 use rdkafka::message::{Header, OwnedHeaders};
@@ -119,7 +119,7 @@ async fn a_rejected_delivery_stands_in_its_topic_before_it_is_committed() {
     for (delivery, reason) in receive(&mut source, 2)
         .await
         .into_iter()
-        .zip([Reason::Refused, Reason::InDoubt(Cause::TimedOut)])
+        .zip([Reason::Refused, Reason::InDoubt(DoubtCause::TimedOut)])
     {
         reject(&mut source, delivery, reason).await;
     }

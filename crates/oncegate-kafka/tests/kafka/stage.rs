@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use oncegate_core::road::{Reason, Settlement};
+use oncegate_core::lifecycle::{Reason, Settlement};
 use oncegate_core::source::Open;
 use oncegate_core::{Delivery, Incoming, Limit, Position, Settled, Source};
 use oncegate_kafka::{Kafka, KafkaSource};

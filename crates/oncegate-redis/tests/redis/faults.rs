@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use oncegate_core::marker::{Ask, Effect, Guarantee, Marker, Operation, Token, Verdict};
-use oncegate_core::{Gate, Ran, Store, StoreError};
+use oncegate_core::{Gate, RunOutcome, Store, StoreError};
 use oncegate_redis::Redis;
 use oncegate_testkit::proxy::{Fate, Proxy, holds};
 use oncegate_testkit::servers::{RedisOptions, RedisServer};
@@ -35,7 +35,7 @@ async fn behind_lost_replies(guarantee: Guarantee) -> Effects {
     let mut gates = Vec::new();
     for _ in 0..GATES {
         let store =
-            Redis::at(format!("redis://127.0.0.1:{}", proxy.port())).accept_forgetful_store();
+            Redis::at(format!("redis://127.0.0.1:{}", proxy.port())).allow_volatile_store();
         let gate = Gate::builder()
             .store(store)
             .guarantee(guarantee)
@@ -62,7 +62,7 @@ async fn behind_lost_replies(guarantee: Guarantee) -> Effects {
                     })
                 };
                 // As a broker hands it over again.
-                while !matches!(run().await, Ok(Ran::Now(()) | Ran::Before)) {}
+                while !matches!(run().await, Ok(RunOutcome::Executed(()) | RunOutcome::AlreadyDone)) {}
             }
         })
     });
@@ -141,7 +141,7 @@ async fn changed_by_late_commands(guarantee: Guarantee) -> usize {
     let impatient = |port: u16| {
         Redis::at(url(port))
             .timeout(Duration::from_millis(150))
-            .accept_forgetful_store()
+            .allow_volatile_store()
     };
     let older: Vec<Redis> = (0..8)
         .map(|it| {
@@ -362,12 +362,12 @@ async fn a_right_that_is_taken_away_is_told_and_given_back_is_used() {
 async fn old_and_new_settings_side_by_side_run_each_id_once() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let gate = |lease: u32, window: u32, guarantee| {
-        let store = at(&server.url()).accept_forgetful_store();
+        let store = at(&server.url()).allow_volatile_store();
         Gate::builder()
             .store(store)
             .guarantee(guarantee)
             .lease(lease * SECOND / 10)
-            .window(window * SECOND)
+            .dedup_window(window * SECOND)
             .open()
     };
     let old = gate(5, 60, Guarantee::EffectivelyOnce)
@@ -395,7 +395,7 @@ async fn old_and_new_settings_side_by_side_run_each_id_once() {
                 };
                 while !matches!(
                     gate.run(format!("{it}"), work).await.expect("a verdict"),
-                    Ran::Now(()) | Ran::Before
+                    RunOutcome::Executed(()) | RunOutcome::AlreadyDone
                 ) {}
             }
         }

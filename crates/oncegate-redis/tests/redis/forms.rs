@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use oncegate_core::marker::{Ask, Effect, Guarantee, Marker, Operation, Verdict};
-use oncegate_core::{Memory, Store, StoreError};
+use oncegate_core::{Persistence, Store, StoreError};
 use oncegate_redis::Redis;
 use oncegate_testkit::servers::{
     ClusterServers, RedisOptions, RedisServer, SENTINEL_NAME, SentinelServers,
@@ -34,7 +34,7 @@ async fn the_primary_is_the_one_that_the_sentinels_name() {
         ask(&store, claim("k", 1)).await.expect("a verdict"),
         GRANTED
     );
-    assert!(matches!(store.memory().await, Ok(Memory::Survives(_))));
+    assert!(matches!(store.persistence().await, Ok(Persistence::Durable(_))));
     let old = servers.primary();
     assert_eq!(
         servers.redis()[old]
@@ -119,7 +119,7 @@ async fn a_cluster_is_asked_side_by_side() {
     let mut cluster = ClusterServers::start().expect("a Cluster");
     // One node is enough to find the others.
     let store = Redis::cluster(&cluster.urls()[..1]).timeout(2 * SECOND);
-    assert!(matches!(store.memory().await, Ok(Memory::Survives(_))));
+    assert!(matches!(store.persistence().await, Ok(Persistence::Durable(_))));
 
     let claims: Vec<Operation> = (0..600).map(|it| claim(&format!("k{it}"), it)).collect();
     assert_eq!(verdicts(&store, &claims).await, vec![GRANTED; 600]);
@@ -256,8 +256,8 @@ async fn a_start_beside_a_failover_finds_the_new_primary() {
     for guarantee in [Guarantee::AtMostOnce, Guarantee::EffectivelyOnce] {
         looked(|| stores[0].preflight(guarantee)).await;
     }
-    let memory = looked(|| stores[1].memory()).await;
-    assert!(matches!(memory, Memory::Survives(_)), "{memory:?}");
+    let memory = looked(|| stores[1].persistence()).await;
+    assert!(matches!(memory, Persistence::Durable(_)), "{memory:?}");
     // And where the one that was the primary does not answer at all.
     cluster.node_mut(old).kill();
     looked(|| stores[2].preflight(Guarantee::EffectivelyOnce)).await;

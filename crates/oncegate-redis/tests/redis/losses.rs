@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use oncegate_core::marker::{Ask, Guarantee, Operation, Verdict};
-use oncegate_core::{Memory, Store, StoreError};
+use oncegate_core::{Persistence, Store, StoreError};
 use oncegate_redis::Redis;
 use oncegate_testkit::proxy::{Fate, Proxy, holds};
 use oncegate_testkit::servers::{RedisOptions, RedisPersistence, RedisServer};
@@ -26,7 +26,7 @@ async fn at_most_once_pauses_when_the_keys_are_gone() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let (store, accepting) = (
         at(&server.url()),
-        at(&server.url()).accept_forgetful_store(),
+        at(&server.url()).allow_volatile_store(),
     );
     assert_eq!(
         ask(&store, strict("charged", 1)).await.expect("a verdict"),
@@ -472,9 +472,9 @@ async fn evicted_keys_are_noticed() {
         matches!(&paused, Err(StoreError::NotApplied(why)) if told(&why.to_string())),
         "{paused:?}"
     );
-    let memory = store.memory().await;
+    let memory = store.persistence().await;
     assert!(
-        matches!(&memory, Ok(Memory::Forgets(why)) if why.contains("allkeys-random")),
+        matches!(&memory, Ok(Persistence::Volatile(why)) if why.contains("allkeys-random")),
         "{memory:?}"
     );
 }

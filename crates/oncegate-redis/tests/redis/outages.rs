@@ -66,7 +66,7 @@ async fn a_stopped_server_is_noticed_at_once_and_found_again() {
         );
     }
     assert!(matches!(
-        store.memory().await,
+        store.persistence().await,
         Err(StoreError::NotApplied(_))
     ));
 
@@ -429,7 +429,7 @@ async fn a_full_disk_is_told_and_heals() {
             "{answer:?}"
         );
     }
-    let memory = store.memory().await;
+    let memory = store.persistence().await;
     // Whoever begins now waits: it is no setting.
     assert!(
         matches!(&memory, Err(StoreError::NotApplied(why)) if why.to_string().contains("look at its disk")),

@@ -4,7 +4,7 @@ use std::net::TcpListener;
 use std::time::Duration;
 
 use oncegate_core::marker::{Ask, Effect, Guarantee, Operation, Verdict};
-use oncegate_core::{Memory, Store, StoreError};
+use oncegate_core::{Persistence, Store, StoreError};
 use oncegate_redis::{Durability, Redis};
 use oncegate_testkit::servers::{RedisOptions, RedisPersistence, RedisServer};
 
@@ -17,7 +17,7 @@ async fn misconfigured(store: &Redis) -> String {
     assert!(!format!("{store:?}").contains(SECRET));
     let answers = [
         ask(store, claim("k", 1)).await.map(|_| ()),
-        store.memory().await.map(|_| ()),
+        store.persistence().await.map(|_| ()),
         store.preflight(Guarantee::AtMostOnce).await,
     ];
     let lines = answers.map(|answer| match answer {
@@ -209,7 +209,7 @@ async fn a_server_without_hello_is_spoken_to_in_the_old_protocol() {
         ask(&store, complete("k", 1, 1)).await.expect("a verdict"),
         crate::support::DONE
     );
-    assert!(matches!(store.memory().await, Ok(Memory::Forgets(_))));
+    assert!(matches!(store.persistence().await, Ok(Persistence::Volatile(_))));
     let wrong = format!("redis://:{SECRET}x@127.0.0.1:{}", server.port());
     assert!(misconfigured(&at(&wrong)).await.contains("password"));
 }
@@ -287,7 +287,7 @@ async fn a_user_with_the_named_rights_is_enough_and_one_without_is_told() {
         .apply(&[claim("k", 1), claim("k", 2), complete("k", 1, 1)])
         .await;
     assert!(answers.iter().all(Result::is_ok), "{answers:?}");
-    enough.memory().await.expect("INFO is allowed");
+    enough.persistence().await.expect("INFO is allowed");
     let elsewhere = ask(&at(&url("enough")).prefix("mine:"), claim("k", 1)).await;
     assert!(
         matches!(elsewhere, Err(StoreError::Misconfigured(_))),
@@ -378,8 +378,8 @@ async fn memory_is_what_the_server_says() {
         RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EverySecond))
             .expect("a Redis");
     assert!(matches!(
-        at(&durable.url()).memory().await,
-        Ok(Memory::Survives(_))
+        at(&durable.url()).persistence().await,
+        Ok(Persistence::Durable(_))
     ));
     let mut raw = client_of(&durable.url()).await;
     let _: () = redis::cmd("CONFIG")
@@ -389,21 +389,21 @@ async fn memory_is_what_the_server_says() {
         .query_async(&mut raw)
         .await
         .expect("an answer");
-    let evicting = at(&durable.url()).memory().await;
+    let evicting = at(&durable.url()).persistence().await;
     assert!(
-        matches!(&evicting, Ok(Memory::Forgets(why)) if why.contains("volatile-lru")),
+        matches!(&evicting, Ok(Persistence::Volatile(why)) if why.contains("volatile-lru")),
         "{evicting:?}"
     );
 
     let volatile = RedisServer::start(RedisOptions::new()).expect("a Redis");
-    let forgets = at(&volatile.url()).memory().await;
+    let forgets = at(&volatile.url()).persistence().await;
     assert!(
-        matches!(&forgets, Ok(Memory::Forgets(why)) if why.contains("appendonly yes")),
+        matches!(&forgets, Ok(Persistence::Volatile(why)) if why.contains("appendonly yes")),
         "{forgets:?}"
     );
-    let accepted = at(&volatile.url()).accept_forgetful_store().memory().await;
+    let accepted = at(&volatile.url()).allow_volatile_store().persistence().await;
     assert!(
-        matches!(&accepted, Ok(Memory::Survives(why)) if why.contains("accepted by the user")),
+        matches!(&accepted, Ok(Persistence::Durable(why)) if why.contains("accepted by the user")),
         "{accepted:?}"
     );
 }

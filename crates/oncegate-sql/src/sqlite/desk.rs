@@ -5,7 +5,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
 use oncegate_core::marker::{Marker, Operation, Verdict};
-use oncegate_core::{Key, Memory, fault};
+use oncegate_core::{Key, Persistence, fault};
 use rusqlite::Connection;
 use tokio::sync::oneshot;
 
@@ -42,7 +42,7 @@ pub(crate) enum Request {
     /// What stands behind this key, so many rows of it?
     Page(String, usize, oneshot::Sender<Result<Page, Failure>>),
     /// Does the file survive?
-    Memory(oneshot::Sender<Result<Memory, Failure>>),
+    Memory(oneshot::Sender<Result<Persistence, Failure>>),
     /// Panic.
     #[cfg(test)]
     Panic,
@@ -230,7 +230,7 @@ impl Desk {
         read(&file.connection, clock.now()).map_err(place.failure(Stage::Working))
     }
 
-    fn memory(&mut self) -> Result<Memory, Failure> {
+    fn memory(&mut self) -> Result<Persistence, Failure> {
         let (file, place, ..) = self.open()?;
         file.check(place)?;
         file.memory(place).map_err(place.failure(Stage::Working))

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use oncegate_core::Memory;
+use oncegate_core::Persistence;
 use rusqlite::config::DbConfig;
 use rusqlite::{Connection, ErrorCode, OpenFlags, Transaction, TransactionBehavior};
 
@@ -165,11 +165,11 @@ impl OpenFile {
     ///
     /// # Errors
     /// If SQLite does not say.
-    pub(crate) fn memory(&self, place: &Place) -> rusqlite::Result<Memory> {
+    pub(crate) fn memory(&self, place: &Place) -> rusqlite::Result<Persistence> {
         const FULL: i32 = 2;
         let (file, sqlite) = (place.name(), rusqlite::version());
         if lies_in_memory(&place.path) {
-            return Ok(Memory::Forgets(format!(
+            return Ok(Persistence::Volatile(format!(
                 "{file} lies on a file system in memory, and is gone when the machine starts anew: name a file on a disk"
             )));
         }
@@ -177,12 +177,12 @@ impl OpenFile {
             .connection
             .query_row("PRAGMA synchronous", [], |row| row.get(0))?;
         Ok(if synchronous >= FULL {
-            Memory::Survives(format!(
+            Persistence::Durable(format!(
                 "SQLite {sqlite} writes ahead with synchronous=FULL in {file}: what was answered survives a crash and a power cut, as long as \
                  the disk keeps what it says it has written"
             ))
         } else {
-            Memory::Forgets(format!(
+            Persistence::Volatile(format!(
                 "{file} is used with synchronous=NORMAL, and a power cut may cost the last answers: leave Synchronous::Normal out"
             ))
         })

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use oncegate_core::marker::{Attempts, Verdict};
-use oncegate_core::{Memory, Store, StoreError};
+use oncegate_core::{Persistence, Store, StoreError};
 use oncegate_sql::{Sqlite, Synchronous};
 use rusqlite::Connection;
 
@@ -16,7 +16,7 @@ use crate::support::{Directory, GRANTED, SECOND, ask, at, claim, line, verdicts}
 /// What is said at the first use of this file; a claim is told the same.
 async fn refused(path: impl AsRef<Path>) -> String {
     let store = at(path.as_ref());
-    let at_start = store.memory().await.expect_err("it is refused");
+    let at_start = store.persistence().await.expect_err("it is refused");
     assert!(
         matches!(at_start, StoreError::Misconfigured(_)),
         "{at_start:?}"
@@ -63,7 +63,7 @@ async fn a_place_that_is_no_file_is_named() {
 async fn no_time_to_answer_is_refused() {
     let directory = Directory::new();
     let store = directory.store().timeout(std::time::Duration::ZERO);
-    let at_start = store.memory().await.expect_err("it is refused");
+    let at_start = store.persistence().await.expect_err("it is refused");
     let claimed = ask(&store, claim("a", 1)).await.expect_err("it is refused");
     let looked = store
         .look(&crate::support::key("a"))
@@ -347,19 +347,19 @@ async fn a_row_that_cannot_be_read_spoils_no_other() {
 #[tokio::test]
 async fn it_says_what_its_memory_rests_on() {
     let directory = Directory::new();
-    let full = directory.store().memory().await.expect("a memory");
+    let full = directory.store().persistence().await.expect("a memory");
     assert!(
-        matches!(&full, Memory::Survives(text) if text.contains("synchronous=FULL")),
+        matches!(&full, Persistence::Durable(text) if text.contains("synchronous=FULL")),
         "{full:?}"
     );
     let normal = directory
         .store()
         .synchronous(Synchronous::Normal)
-        .memory()
+        .persistence()
         .await
         .expect("a memory");
     assert!(
-        matches!(&normal, Memory::Forgets(text) if text.contains("power cut") && text.contains("Synchronous::Normal")),
+        matches!(&normal, Persistence::Volatile(text) if text.contains("power cut") && text.contains("Synchronous::Normal")),
         "{normal:?}"
     );
     let mode: String = directory
@@ -381,11 +381,11 @@ async fn a_file_system_in_memory_forgets() {
         .lines()
         .any(|line| line.starts_with("tmpfs /dev/shm ") || line.contains(" /dev/shm tmpfs "));
     let memory = Sqlite::file(directory.path().join("markers.db"))
-        .memory()
+        .persistence()
         .await
         .expect("a memory");
     assert_eq!(
-        matches!(&memory, Memory::Forgets(text) if text.contains("in memory") && text.contains("on a disk")),
+        matches!(&memory, Persistence::Volatile(text) if text.contains("in memory") && text.contains("on a disk")),
         is_in_memory,
         "{memory:?}"
     );

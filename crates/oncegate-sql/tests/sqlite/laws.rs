@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use oncegate_core::marker::{Operation, Verdict};
-use oncegate_core::{Memory, Store, StoreError, async_trait};
+use oncegate_core::{Persistence, Store, StoreError, async_trait};
 use oncegate_sql::{Sqlite, Synchronous};
 
 use crate::support::Directory;
@@ -20,8 +20,8 @@ impl Store for Owned {
         self.store.apply(operations).await
     }
 
-    async fn memory(&self) -> Result<Memory, StoreError> {
-        self.store.memory().await
+    async fn persistence(&self) -> Result<Persistence, StoreError> {
+        self.store.persistence().await
     }
 
     fn for_renewals(&self) -> Option<Arc<dyn Store>> {

@@ -51,7 +51,7 @@ async fn all_who_find_no_file_make_one_together() {
         let directory = Directory::new();
         let makers = (0..8).map(|_| {
             let store = directory.store().synchronous(Synchronous::Normal);
-            tokio::spawn(async move { store.memory().await })
+            tokio::spawn(async move { store.persistence().await })
         });
         for made in join_all(makers).await {
             made.expect("no panic")

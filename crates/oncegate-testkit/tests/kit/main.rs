@@ -3,9 +3,9 @@
 use std::sync::Mutex;
 use std::time::Duration;
 
-use oncegate_core::road::{Cause, Reason};
+use oncegate_core::lifecycle::{DoubtCause, Reason};
 use oncegate_core::{
-    Context, Failure, Guarantee, Handler, Handlers, IdSource, Knows, Message, Order, Raw, RawBytes,
+    Context, Failure, Guarantee, Handler, Execution, IdSource, FailureExt, Message, Order, Raw, RawBytes,
     Reconciled, async_trait,
 };
 use oncegate_testkit::kit::Ended;
@@ -167,15 +167,15 @@ async fn at_most_once_never_doubles_and_loses_nothing() {
     // After one crash all that was claimed is in doubt: where nobody knows, nothing is left to
     // crash in.
     let cases = [
-        ("work", 1, Handlers::Spawned),
-        ("work", 1, Handlers::InPlace),
-        ("nobody knows", 0, Handlers::Spawned),
+        ("work", 1, Execution::Spawned),
+        ("work", 1, Execution::Inline),
+        ("nobody knows", 0, Execution::Spawned),
     ];
     for (says, crashes_before, handlers) in cases {
         let (handler, effects) = Works::on(Sink::Adds);
         let kit = Kit::new(handler)
             .guarantee(AtMostOnce)
-            .settings(|consumer| consumer.handlers(handlers));
+            .settings(|consumer| consumer.execution(handlers));
         let kit = kit.messages(three(says)).duplicates(2).lost_replies(2);
         let report = kit
             .crash_before_handler(crashes_before)
@@ -188,7 +188,7 @@ async fn at_most_once_never_doubles_and_loses_nothing() {
         let unknown = report
             .in_doubt()
             .iter()
-            .any(|letter| letter.reason == Reason::InDoubt(Cause::HolderGone));
+            .any(|letter| letter.reason == Reason::InDoubt(DoubtCause::HolderGone));
         assert_eq!(unknown, says == "nobody knows", "{:?}", report.in_doubt());
     }
 }
@@ -362,7 +362,7 @@ async fn settings_and_ids_are_the_users() {
     let notes: &Notes = Box::leak(Box::default());
     let kit = Kit::new(notes)
         .id(IdSource::header("order"))
-        .settings(|it| it.decode(RawBytes).order(Order::ByKey).in_flight(1));
+        .settings(|it| it.decode(RawBytes).order(Order::ByKey).max_in_flight(1));
     let kit = kit
         .message(Message::new("tea").with_header("order", "1"))
         .message(Message::new("milk").with_header("order", "2"));

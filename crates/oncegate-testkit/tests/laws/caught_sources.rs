@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
-use oncegate_core::road::{Reason, Settlement};
+use oncegate_core::lifecycle::{Reason, Settlement};
 use oncegate_core::{
     Delivery, Incoming, Limit, MemoryBroker, MemorySource, Message, Receipt, Settled, Source,
     SourceError, async_trait,

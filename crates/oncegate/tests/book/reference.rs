@@ -184,7 +184,7 @@ fn the_book_lists_every_error_and_every_reason() {
             checked += 1;
         }
     }
-    for reason in oncegate::road::Reason::ALL {
+    for reason in oncegate::lifecycle::Reason::ALL {
         assert!(
             page.contains(&format!("| `{}` |", reason.as_str())),
             "docs/src/errors.md has no row of the reason {}",

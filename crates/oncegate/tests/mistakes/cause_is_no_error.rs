@@ -2,7 +2,7 @@
 // says: `Refusal` cannot be the cause of a `Failure`
 // says: implement `std::error::Error` for it, or hand over its text
 
-use oncegate::{Failure, Knows};
+use oncegate::{Failure, FailureExt};
 
 #[derive(Debug)]
 pub struct Refusal;

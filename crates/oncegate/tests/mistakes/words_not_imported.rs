@@ -1,5 +1,5 @@
 //! The words, without the trait that has them.
-// says: use oncegate::Knows;
+// says: use oncegate::FailureExt;
 
 use oncegate::Failure;
 

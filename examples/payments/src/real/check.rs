@@ -4,7 +4,7 @@ use std::fmt::Display;
 use std::future::Future;
 use std::time::Duration;
 
-use oncegate::{Memory, Redis, Store};
+use oncegate::{Persistence, Redis, Store};
 
 use super::{Error, Servers};
 use crate::cli::{Broker, Guaranteed, StoreKind};
@@ -62,14 +62,14 @@ async fn check_store(
     let asked = async {
         store.preflight(guaranteed.guarantee()).await?;
         if guaranteed == Guaranteed::AtMostOnce {
-            store.memory().await.map(Some)
+            store.persistence().await.map(Some)
         } else {
             Ok(None)
         }
     };
     in_time(REDIS, async {
         match asked.await {
-            Ok(Some(Memory::Forgets(why))) => Err(REDIS.wrong(format!(
+            Ok(Some(Persistence::Volatile(why))) => Err(REDIS.wrong(format!(
                 "at most once needs a store that does not forget, and {why}"
             ))),
             Ok(_) => Ok(()),

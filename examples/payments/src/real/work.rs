@@ -200,9 +200,9 @@ async fn consume_through(
         .scope(&arguments.queue.name)
         .lease(lease)
         .backoff(Duration::from_millis(50), lease / 4)
-        .attempts(arguments.attempts)
+        .max_attempts(arguments.attempts)
         .max_crashes(arguments.attempts.max(2))
-        .in_flight(arguments.in_flight)
+        .max_in_flight(arguments.in_flight)
         .readiness(watched.readiness)
         .status(watched.status)
         .handler(Charge {

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use oncegate::{
-    Consumer, Context, Failure, Handler, IdSource, Knows, Open, Reconciled, Redis, Rejects, Sqlite,
+    Consumer, Context, Failure, Handler, IdSource, FailureExt, Open, Reconciled, Redis, Rejects, Sqlite,
     Store, Topology, async_trait, fault,
 };
 
@@ -137,7 +137,7 @@ async fn consume(source: impl Open, arguments: &Arguments, worker: Worker) -> Re
     if arguments.markers == Markers::Sqlite {
         // Its file lies in memory, which a power cut would empty. Here processes end, and no
         // machine.
-        builder = builder.accept_forgetful_store();
+        builder = builder.allow_volatile_store();
     }
     let consumer = builder
         .source(Recorded::new(source, Arc::clone(&log)))
@@ -155,17 +155,17 @@ async fn consume(source: impl Open, arguments: &Arguments, worker: Worker) -> Re
         .id(IdSource::header(ID_HEADER))
         .scope(&common.from)
         .lease(common.lease())
-        .window(Duration::from_millis(arguments.window_ms))
+        .dedup_window(Duration::from_millis(arguments.window_ms))
         .backoff(
             Duration::from_millis(arguments.pause_ms),
             Duration::from_millis(arguments.longest_pause_ms),
         )
-        .attempts(3)
-        .retries(0)
-        .reconciles(3)
+        .max_attempts(3)
+        .max_inline_retries(0)
+        .max_reconciles(3)
         .handler_timeout(TIMEOUT)
-        .in_flight(common.in_flight)
-        .drain(common.drain());
+        .max_in_flight(common.in_flight)
+        .drain_timeout(common.drain());
     worker
         .run(|terminated| consumer.run_until(terminated.come()))
         .await

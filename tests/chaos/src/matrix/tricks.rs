@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
 use oncegate::marker::{Ask, Guarantee, Operation, Verdict};
-use oncegate::{Memory, Store, StoreError, async_trait};
+use oncegate::{Persistence, Store, StoreError, async_trait};
 
 use crate::ledger::{Log, What};
 
@@ -75,8 +75,8 @@ impl Store for Timed {
         self.store.preflight(guarantee).await
     }
 
-    async fn memory(&self) -> Result<Memory, StoreError> {
-        self.store.memory().await
+    async fn memory(&self) -> Result<Persistence, StoreError> {
+        self.store.persistence().await
     }
 
     fn for_renewals(&self) -> Option<Arc<dyn Store>> {
@@ -171,8 +171,8 @@ impl Store for Tricky {
         self.store.preflight(guarantee).await
     }
 
-    async fn memory(&self) -> Result<Memory, StoreError> {
-        self.store.memory().await
+    async fn memory(&self) -> Result<Persistence, StoreError> {
+        self.store.persistence().await
     }
 
     fn for_renewals(&self) -> Option<Arc<dyn Store>> {

@@ -64,23 +64,23 @@ pub fn settings(data: &[u8]) {
     // Each byte sets something, the same perhaps again.
     for _ in 0..12 {
         builder = match number(data) % 12 {
-            0 => builder.window(duration(data)),
+            0 => builder.dedup_window(duration(data)),
             1 => builder.lease(duration(data)),
             2 => builder.lease_for(duration(data)),
             3 => builder.adaptive_lease(duration(data), duration(data)),
-            4 => builder.window_for(duration(data)),
-            5 => builder.attempts(number(data) as u32),
-            6 => builder.retries(number(data) as u32),
+            4 => builder.dedup_window_for(duration(data)),
+            5 => builder.max_attempts(number(data) as u32),
+            6 => builder.max_inline_retries(number(data) as u32),
             7 => builder.backoff(duration(data), duration(data)),
             8 => builder.handler_timeout(duration(data)),
-            9 => builder.in_flight(number(data) as usize),
+            9 => builder.max_in_flight(number(data) as usize),
             10 => builder.scope(String::from_utf8_lossy(
                 &data[..data.len().min(usize::from(u8::MAX))],
             )),
             _ => builder.id(IdSource::header("id")),
         };
     }
-    builder = builder.drain(Duration::ZERO);
+    builder = builder.drain_timeout(Duration::ZERO);
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_time()
         .build()

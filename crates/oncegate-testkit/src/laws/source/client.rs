@@ -3,11 +3,11 @@
 use std::time::{Duration, Instant};
 
 use oncegate_core::marker::Verdict;
-use oncegate_core::road::{
-    self, Event, Freshness, History, Parks, Policy, Settlement, Stage, Step,
+use oncegate_core::lifecycle::{
+    self, Event, Freshness, History, ClaimTries, Policy, Settlement, Stage, Action,
 };
 use oncegate_core::{
-    Delivery, Guarantee, Incoming, Limit, Message, Outage, Settled, Source, Story,
+    Delivery, Guarantee, Incoming, Limit, Message, Outage, Settled, Source, FailureHistory,
 };
 
 use super::{Destination, TestQueue};
@@ -94,7 +94,7 @@ impl<S: Source + 'static> Client<S> {
         &mut self,
         delivery: Delivery,
         settlement: Settlement,
-        story: Story,
+        story: FailureHistory,
     ) {
         let mut settled = vec![Settled {
             delivery,
@@ -194,10 +194,10 @@ pub fn accepted() -> Settlement {
             failures: 0,
             freshness: Freshness::Fresh,
         },
-        Parks(0),
+        ClaimTries(0),
     );
-    match road::next(stage, Event::Answer(Verdict::Duplicate), &policy) {
-        (_, Step::Settle(settlement)) => settlement,
+    match lifecycle::transition(stage, Event::Answer(Verdict::Duplicate), &policy) {
+        (_, Action::Settle(settlement)) => settlement,
         other => unreachable!("a duplicate is accepted: {other:?}"),
     }
 }

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use oncegate_core::road::{Cause, Reason, Settlement};
+use oncegate_core::lifecycle::{DoubtCause, Reason, Settlement};
 use oncegate_core::source::headers;
-use oncegate_core::{Message, Story};
+use oncegate_core::{Message, FailureHistory};
 
 use super::client::*;
 use super::{Destination, TestQueue};
@@ -23,7 +23,7 @@ pub async fn what_is_rejected_stands_in_the_dead_letters_with_its_story(queue: i
         .await;
     let mut client = Client::of(&queue).await;
     let poison = client.receive_one().await;
-    let story = Story {
+    let story = FailureHistory {
         id: Some("42".into()),
         attempts: 3,
         fence: 7,
@@ -64,7 +64,7 @@ pub async fn what_is_in_doubt_stands_apart(queue: impl TestQueue) {
     client
         .settle([(
             delivery,
-            Settlement::Reject(Reason::InDoubt(Cause::TimedOut)),
+            Settlement::Reject(Reason::InDoubt(DoubtCause::TimedOut)),
         )])
         .await;
     client.close().await;

@@ -12,15 +12,15 @@ use crate::lanes::Lane;
 use crate::lease::Lease;
 use crate::marker::{Ask, Terms};
 use crate::moment::Moment;
-use crate::passage::Passage;
-use crate::road::{Event, Stage};
+use crate::in_flight::InFlight;
+use crate::lifecycle::{Event, Stage};
 use crate::run::Finished;
 use crate::slots::Slot;
 use crate::spans;
 
 /// One delivery in flight.
-pub(super) struct Flight {
-    pub(super) passage: Passage,
+pub(super) struct InFlightEntry {
+    pub(super) passage: InFlight,
     pub(super) id: Option<MessageId>,
     /// What the road is told of it first: whether it has an id.
     pub(super) arrival: Event,
@@ -61,7 +61,7 @@ pub(super) enum Stands {
 }
 
 /// A handler that is over: where, in which turn, and what it came to.
-pub(super) type Ran = (Slot, u32, Finished);
+pub(super) type FinishedRun = (Slot, u32, Finished);
 
 /// What to start.
 pub(super) enum Work {
@@ -110,7 +110,7 @@ impl Drop for Task {
 
 /// What is sent when a spawned handler is over, however it ends.
 pub(super) struct Report {
-    pub(super) runs: UnboundedSender<Ran>,
+    pub(super) runs: UnboundedSender<FinishedRun>,
     pub(super) slot: Slot,
     pub(super) turn: u32,
     pub(super) finished: Option<Finished>,
@@ -129,7 +129,7 @@ impl Drop for Report {
     }
 }
 
-impl Flight {
+impl InFlightEntry {
     /// The number of the attempt that was granted to its claim; 0 until then.
     pub(super) fn attempt(&self) -> u32 {
         self.passage.dispatch().attempts.number
@@ -153,7 +153,7 @@ impl Flight {
             .is_some_and(|lease| !lease.lives(Moment::now()))
     }
 
-    /// Keeps what a run said for whoever finds the message in the dead letters.
+    /// OnRelease what a run said for whoever finds the message in the dead letters.
     pub(super) fn tell(&mut self, finished: &Finished) {
         let Some(error) = &finished.error else { return };
         let error: String = error.chars().take(1000).collect();

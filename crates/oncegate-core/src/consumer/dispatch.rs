@@ -10,15 +10,15 @@ use futures_util::future::BoxFuture;
 
 use tracing::Span;
 
-use super::flight::{
-    Claim, Flight, Ran, Report, Stands, Task, Work, holds_a_run, may_be_blamed, runs,
+use super::entry::{
+    Claim, InFlightEntry, FinishedRun, Report, Stands, Task, Work, holds_a_run, may_be_blamed, runs,
 };
-use super::{Mode, Running};
+use super::{Mode, Engine};
 
 use crate::builder::age;
 use crate::context::Context;
 use crate::decode::Decode;
-use crate::dispatch::{Command, Keeps};
+use crate::driver::{DriverCommand, OnRelease};
 use crate::fault;
 use crate::handler::Handler;
 use crate::id::{MessageId, NoId};
@@ -27,16 +27,16 @@ use crate::lease::Lease;
 use crate::marker::{Ask, Guarantee, Operation, Terms};
 use crate::message::Message;
 use crate::moment::Moment;
-use crate::passage::{Onward, Passage};
+use crate::in_flight::{Progress, InFlight};
 use crate::renewals::Over;
-use crate::road::{Event, Freshness, History, Parks, Settlement, Stage};
+use crate::lifecycle::{Event, Freshness, History, ClaimTries, Settlement, Stage};
 use crate::run::{Finished, what_it_said};
-use crate::settings::{Handlers, Settings};
+use crate::settings::{Execution, Settings};
 use crate::slots::Slot;
 use crate::source::Delivery;
 use crate::spans;
 
-impl<H: Handler, D: Decode> Running<H, D> {
+impl<H: Handler, D: Decode> Engine<H, D> {
     /// A delivery takes its slot.
     pub(super) fn arrived(&mut self, delivery: Delivery) {
         fault::point("delivery");
@@ -55,11 +55,11 @@ impl<H: Handler, D: Decode> Running<H, D> {
             freshness,
         };
         let keeps = if lane.is_some() {
-            Keeps::Order
+            OnRelease::KeepPlace
         } else {
-            Keeps::Nothing
+            OnRelease::ReturnToSource
         };
-        let mut passage = Passage::new(delivery, history, keeps);
+        let mut passage = InFlight::new(delivery, history, keeps);
         let (arrival, said) = match &id {
             Ok(_) => (Event::Arrived, None),
             Err(NoId::Missing) => (Event::NoId, None),
@@ -69,7 +69,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             passage.tell(|story| story.first_error = said);
         }
         let id = id.ok();
-        let flight = Flight {
+        let flight = InFlightEntry {
             passage,
             key: id.as_ref().map(|id| self.settings.scope.key(id)),
             id,
@@ -213,7 +213,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
 
     /// There is a place for its handler. The claim is held for as long as a run may take from now
     /// on: it may have waited for that place longer than that.
-    fn may_begin(&self, flight: &Flight) -> Event {
+    fn may_begin(&self, flight: &InFlightEntry) -> Event {
         let Some(lease) = &flight.lease else {
             return Event::Slot;
         };
@@ -239,7 +239,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 self.aside_bytes -= flight.bytes;
             }
             self.completing -= usize::from(matches!(flight.passage.stage(), Stage::Completing(_)));
-            self.parked -= usize::from(matches!(flight.passage.stage(), Stage::Parked(..)));
+            self.parked -= usize::from(matches!(flight.passage.stage(), Stage::AwaitingHolder(..)));
             self.withdrawing -=
                 usize::from(matches!(flight.passage.stage(), Stage::Withdrawing(..)));
             self.running -= usize::from(holds_a_run(flight.passage.stage()));
@@ -249,7 +249,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             );
             let new_token = |earlier| fault::token(earlier, self.tokens.token());
             match flight.passage.handle(event, &self.policy, new_token) {
-                Onward::Travels(mut passage, Command::Hold { after, failures }) => {
+                Progress::InFlight(mut passage, DriverCommand::Hold { after, failures }) => {
                     self.outcomes
                         .settled(&Settlement::Release { after, failures });
                     let freshness = self.freshness(age(&passage.delivery().message, self.wall));
@@ -260,9 +260,9 @@ impl<H: Handler, D: Decode> Running<H, D> {
                     flight.passage = passage;
                     self.rest(slot, flight, after);
                 }
-                Onward::Travels(passage, command) => {
+                Progress::InFlight(passage, command) => {
                     self.completing += usize::from(matches!(passage.stage(), Stage::Completing(_)));
-                    self.parked += usize::from(matches!(passage.stage(), Stage::Parked(..)));
+                    self.parked += usize::from(matches!(passage.stage(), Stage::AwaitingHolder(..)));
                     self.withdrawing +=
                         usize::from(matches!(passage.stage(), Stage::Withdrawing(..)));
                     self.running += usize::from(holds_a_run(passage.stage()));
@@ -277,9 +277,9 @@ impl<H: Handler, D: Decode> Running<H, D> {
                         self.end_alone(slot);
                     }
                 }
-                Onward::Left(mut settled) => {
+                Progress::Settled(mut settled) => {
                     let (token, attempts) = claim;
-                    let Flight {
+                    let InFlightEntry {
                         id,
                         key,
                         terms,
@@ -324,7 +324,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
                     self.settled.push(settled);
                     self.left(slot, lane, lease, bytes);
                 }
-                Onward::Dropped(_) => {
+                Progress::Abandoned(_) => {
                     drop(flight.task);
                     self.outcomes.dropped();
                     self.left(slot, flight.lane, flight.lease, flight.bytes);
@@ -335,7 +335,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
 
     /// A delivery that is ordered keeps its lane after an attempt that failed, so that none of its
     /// lane overtakes it.
-    fn rest(&mut self, slot: Slot, mut flight: Box<Flight>, after: Duration) {
+    fn rest(&mut self, slot: Slot, mut flight: Box<InFlightEntry>, after: Duration) {
         (flight.task, flight.began) = (None, None);
         flight.turn += 1;
         self.give_up_lease(slot, &mut flight);
@@ -374,15 +374,15 @@ impl<H: Handler, D: Decode> Running<H, D> {
     pub(super) fn carry_out(
         &mut self,
         slot: Slot,
-        flight: &mut Flight,
-        command: Command,
+        flight: &mut InFlightEntry,
+        command: DriverCommand,
     ) -> Option<Event> {
         match command {
-            Command::Apply(ask) => {
+            DriverCommand::Apply(ask) => {
                 if ask == Ask::Claim && flight.attempt() == 0 {
                     self.give_up_lease(slot, flight);
                 }
-                if let Stage::Claiming(_, Parks(0)) = flight.passage.stage()
+                if let Stage::Claiming(_, ClaimTries(0)) = flight.passage.stage()
                     && flight.attempt() == 0
                 {
                     flight.claim = Claim::Unsent; // its token is new
@@ -420,7 +420,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
                     self.verdicts.push_back(slot)
                 }
             }
-            Command::AwaitRun => {
+            DriverCommand::AwaitRun => {
                 if let Stage::Ready(permit) = flight.passage.stage()
                     && permit.runs_alone()
                 {
@@ -440,20 +440,20 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 }
                 return Some(self.may_begin(flight));
             }
-            Command::Run => {
+            DriverCommand::Run => {
                 if let Stage::Ungated(_) = flight.passage.stage() {
                     self.give_up_lease(slot, flight);
                 }
                 return self.start(slot, flight, Work::Handle);
             }
-            Command::Reconcile => return self.start(slot, flight, Work::Reconcile),
-            Command::Wake(after) => {
+            DriverCommand::Reconcile => return self.start(slot, flight, Work::Reconcile),
+            DriverCommand::Wake(after) => {
                 flight.turn += 1;
                 let after = self.jittered(after);
                 self.alarms
                     .push(Reverse((Instant::now() + after, slot, flight.turn)));
             }
-            Command::AwaitTurn => {
+            DriverCommand::AwaitTurn => {
                 self.give_up_lease(slot, flight);
                 if self.alone.is_none() {
                     self.alone = Some(slot);
@@ -461,8 +461,8 @@ impl<H: Handler, D: Decode> Running<H, D> {
                 }
                 self.alone_next.push_back(slot);
             }
-            Command::Nothing => {}
-            Command::Hold { .. } | Command::Settle(_) | Command::Abandon => {
+            DriverCommand::Nothing => {}
+            DriverCommand::Hold { .. } | DriverCommand::Settle(_) | DriverCommand::Abandon => {
                 unreachable!("a passage that leaves the road does not travel")
             }
         }
@@ -470,14 +470,14 @@ impl<H: Handler, D: Decode> Running<H, D> {
     }
 
     /// Holds no lease any more, and renews none.
-    pub(super) fn give_up_lease(&mut self, slot: Slot, flight: &mut Flight) {
+    pub(super) fn give_up_lease(&mut self, slot: Slot, flight: &mut InFlightEntry) {
         if flight.lease.take().is_some() {
             self.given_up.push(slot.place);
         }
     }
 
     /// Starts the handler or `reconcile`; what it came to, if it was ready at once.
-    pub(super) fn start(&mut self, slot: Slot, flight: &mut Flight, work: Work) -> Option<Event> {
+    pub(super) fn start(&mut self, slot: Slot, flight: &mut InFlightEntry, work: Work) -> Option<Event> {
         let id = flight.id.clone()?;
         flight.turn += 1;
         let turn = flight.turn;
@@ -497,7 +497,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
             Work::Handle => Box::pin(runner.handle(cx, began)),
             Work::Reconcile => Box::pin(runner.reconcile(cx, began)),
         };
-        if self.settings.handlers == Handlers::InPlace {
+        if self.settings.handlers == Execution::Inline {
             // Polled without a waker: if it is not ready, its task polls it again before it sleeps.
             if let Some(finished) = (&mut run).now_or_never() {
                 flight.tell(&finished);
@@ -534,7 +534,7 @@ impl<H: Handler, D: Decode> Running<H, D> {
     }
 
     /// A handler or `reconcile` is over.
-    pub(super) fn finished(&mut self, (slot, turn, finished): Ran) {
+    pub(super) fn finished(&mut self, (slot, turn, finished): FinishedRun) {
         let Some(flight) = self.flights.at_mut(slot) else {
             return;
         };

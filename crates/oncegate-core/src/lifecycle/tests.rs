@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::*;
 use crate::marker::Verdict as V;
 
-const PERMIT: Permit = Permit {
+const GRANT: Grant = Grant {
     attempts: Attempts::new(1),
     failures: 0,
 };
@@ -41,12 +41,12 @@ fn pause(tries: u32) -> Duration {
     at_most_once().pause(tries)
 }
 
-fn accepted(by: By) -> (Stage, Step) {
+fn accepted(by: By) -> (Stage, Action) {
     accept(by)
 }
 
-fn permit(attempt: u32) -> Permit {
-    Permit {
+fn permit(attempt: u32) -> Grant {
+    Grant {
         attempts: Attempts::new(attempt),
         failures: 0,
     }
@@ -57,26 +57,26 @@ fn stages() -> Vec<Stage> {
     use Stage::*;
     vec![
         New(HISTORY),
-        Claiming(HISTORY, Parks(0)),
-        Parked(HISTORY, Parks(1), Asked::Answered),
-        Parked(HISTORY, Parks(1), Asked::Unknown),
+        Claiming(HISTORY, ClaimTries(0)),
+        AwaitingHolder(HISTORY, ClaimTries(1), ClaimReply::Answered),
+        AwaitingHolder(HISTORY, ClaimTries(1), ClaimReply::Unknown),
         Leaving(HISTORY),
-        Withdrawing(PERMIT, AfterWithdrawal::Release),
-        Withdrawing(PERMIT, AfterWithdrawal::AwaitTurn),
-        Withdrawing(PERMIT, AfterWithdrawal::Reject),
-        Ready(PERMIT),
-        Running(PERMIT, Tries(0)),
-        Pausing(PERMIT, Tries(1)),
-        Doubting(PERMIT, Cause::Said, AfterDoubt::Reconcile),
-        Doubting(PERMIT, Cause::HolderGone, AfterDoubt::Release),
-        Doubting(PERMIT, Cause::HolderGone, AfterDoubt::Reject),
-        Reconciling(PERMIT, Tries(0), Cause::Said),
-        ReconcilePausing(PERMIT, Tries(1), Cause::Said),
-        Resolving(PERMIT, Finding::Happened),
-        Resolving(PERMIT, Finding::DidNotHappen),
-        Completing(PERMIT),
-        Clearing(PERMIT, Effect::Nothing, Duration::ZERO),
-        Rejecting(PERMIT, Reason::Refused, Effect::Nothing),
+        Withdrawing(GRANT, AfterWithdrawal::Release),
+        Withdrawing(GRANT, AfterWithdrawal::AwaitTurn),
+        Withdrawing(GRANT, AfterWithdrawal::Reject),
+        Ready(GRANT),
+        Running(GRANT, Tries(0)),
+        Pausing(GRANT, Tries(1)),
+        Doubting(GRANT, DoubtCause::Said, AfterDoubt::Reconcile),
+        Doubting(GRANT, DoubtCause::HolderGone, AfterDoubt::Release),
+        Doubting(GRANT, DoubtCause::HolderGone, AfterDoubt::Reject),
+        Reconciling(GRANT, Tries(0), DoubtCause::Said),
+        ReconcilePausing(GRANT, Tries(1), DoubtCause::Said),
+        Resolving(GRANT, Finding::Happened),
+        Resolving(GRANT, Finding::DidNotHappen),
+        Completing(GRANT),
+        Clearing(GRANT, Effect::Nothing, Duration::ZERO),
+        Rejecting(GRANT, Reason::Refused, Effect::Nothing),
         Ungated(HISTORY),
     ]
 }
@@ -94,7 +94,7 @@ fn in_to_the_gate() {
     );
     assert_eq!(
         next(Stage::New(HISTORY), Event::Arrived, &policy),
-        (Stage::Claiming(HISTORY, Parks(0)), Step::ClaimAnew)
+        (Stage::Claiming(HISTORY, ClaimTries(0)), Action::ClaimAnew)
     );
 }
 
@@ -102,7 +102,7 @@ fn in_to_the_gate() {
 fn the_claim_is_answered() {
     let answer = |verdict, policy: &Policy| {
         next(
-            Stage::Claiming(HISTORY, Parks(0)),
+            Stage::Claiming(HISTORY, ClaimTries(0)),
             Event::Answer(verdict),
             policy,
         )
@@ -110,15 +110,15 @@ fn the_claim_is_answered() {
     for policy in [at_most_once(), effectively_once()] {
         assert_eq!(
             answer(V::Granted(Attempts::new(3)), &policy),
-            (Stage::Ready(permit(3)), Step::Queue)
+            (Stage::Ready(permit(3)), Action::Queue)
         );
         assert_eq!(
             answer(V::Granted(Attempts::new(4)), &policy),
             rejecting(permit(4), Reason::AttemptsSpent, Effect::Nothing)
         );
         let reconciling = (
-            Stage::Reconciling(permit(2), Tries(0), Cause::HolderGone),
-            Step::Reconcile,
+            Stage::Reconciling(permit(2), Tries(0), DoubtCause::HolderGone),
+            Action::Reconcile,
         );
         assert_eq!(answer(V::InDoubt(Attempts::new(2)), &policy), reconciling);
         // A handler or a `reconcile` that ends its process each time is not run for ever.
@@ -129,13 +129,13 @@ fn the_claim_is_answered() {
         let (last, one_more) = (crashed(policy.crashes), crashed(policy.crashes + 1));
         assert!(matches!(
             answer(V::Granted(last), &policy),
-            (Stage::Ready(_), Step::Queue)
+            (Stage::Ready(_), Action::Queue)
         ));
         assert!(matches!(
             answer(V::InDoubt(last), &policy),
-            (Stage::Reconciling(..), Step::Reconcile)
+            (Stage::Reconciling(..), Action::Reconcile)
         ));
-        let permit = Permit {
+        let permit = Grant {
             attempts: one_more,
             failures: 0,
         };
@@ -144,8 +144,8 @@ fn the_claim_is_answered() {
             rejecting(permit, Reason::CrashesSpent, Effect::Nothing)
         );
         let given_up = (
-            Stage::Doubting(permit, Cause::HolderGone, AfterDoubt::Reject),
-            Step::Ask(Ask::Doubt),
+            Stage::Doubting(permit, DoubtCause::HolderGone, AfterDoubt::Reject),
+            Action::Ask(Ask::Doubt),
         );
         assert_eq!(answer(V::InDoubt(one_more), &policy), given_up);
         assert_eq!(answer(V::Duplicate, &policy), accepted(By::Duplicate));
@@ -160,8 +160,8 @@ fn the_claim_is_answered() {
         assert_eq!(
             answer(busy, &policy),
             (
-                Stage::Parked(HISTORY, Parks(1), Asked::Answered),
-                Step::Wake(pause(0) + A_MOMENT)
+                Stage::AwaitingHolder(HISTORY, ClaimTries(1), ClaimReply::Answered),
+                Action::Wake(pause(0) + A_MOMENT)
             )
         );
     }
@@ -173,12 +173,12 @@ fn busy_is_parked_and_asked_again_then_released_and_never_accepted() {
     let busy = Event::Answer(V::Busy {
         remaining: Duration::ZERO,
     });
-    let mut stage = Stage::Claiming(HISTORY, Parks(0));
+    let mut stage = Stage::Claiming(HISTORY, ClaimTries(0));
     for _ in 0..policy.parks {
         let (parked, step) = next(stage, busy, &policy);
-        assert_eq!(step, Step::Wake(A_MOMENT));
+        assert_eq!(step, Action::Wake(A_MOMENT));
         let (claiming, step) = next(parked, Event::Woke, &policy);
-        assert_eq!(step, Step::Ask(Ask::Claim)); // the same token
+        assert_eq!(step, Action::Ask(Ask::Claim)); // the same token
         stage = claiming;
     }
     // It comes back when the holder's lease is over, or before.
@@ -205,7 +205,7 @@ fn attempts_are_bounded_by_the_marker_and_by_the_source() {
         (1, 1, false),
         (1, 2, true),
     ] {
-        let permit = Permit {
+        let permit = Grant {
             attempts: Attempts::new(attempt),
             failures,
         };
@@ -227,12 +227,12 @@ fn attempts_are_bounded_by_the_marker_and_by_the_source() {
         crashes: 0,
     });
     let (stage, step) = next(
-        Stage::Claiming(HISTORY, Parks(0)),
+        Stage::Claiming(HISTORY, ClaimTries(0)),
         Event::Answer(sent_back),
         &policy,
     );
     assert!(
-        matches!(stage, Stage::Ready(_)) && step == Step::Queue,
+        matches!(stage, Stage::Ready(_)) && step == Action::Queue,
         "{stage:?}"
     );
     let failed_too_often = History {
@@ -240,7 +240,7 @@ fn attempts_are_bounded_by_the_marker_and_by_the_source() {
         freshness: Freshness::Fresh,
     };
     let (stage, _) = next(
-        Stage::Claiming(failed_too_often, Parks(0)),
+        Stage::Claiming(failed_too_often, ClaimTries(0)),
         Event::Answer(V::Granted(Attempts::new(1))),
         &policy,
     );
@@ -261,24 +261,24 @@ fn only_what_ran_and_failed_counts_as_a_failure() {
         failures: 1,
         ..HISTORY
     };
-    let permit = Permit {
+    let permit = Grant {
         failures: 1,
-        ..PERMIT
+        ..GRANT
     };
     let failures = |stage, event| match next(stage, event, &policy) {
-        (_, Step::Settle(Settlement::Release { failures, .. })) => failures,
+        (_, Action::Settle(Settlement::Release { failures, .. })) => failures,
         (Stage::Clearing(permit, ..) | Stage::Withdrawing(permit, _), _) => permit.failures,
         other => panic!("{other:?}"),
     };
     let last_try = Stage::Running(permit, Tries(policy.retries));
-    for outcome in [Outcome::Retry, Outcome::Unknown(Cause::Panicked)] {
+    for outcome in [Outcome::Retry, Outcome::Unknown(DoubtCause::Panicked)] {
         assert_eq!(failures(last_try, Event::Returned(outcome)), 2);
     }
     let busy = Event::Answer(V::Busy {
         remaining: Duration::ZERO,
     });
     assert_eq!(
-        failures(Stage::Claiming(history, Parks(policy.parks)), busy),
+        failures(Stage::Claiming(history, ClaimTries(policy.parks)), busy),
         1,
         "someone else held it"
     );
@@ -289,7 +289,7 @@ fn only_what_ran_and_failed_counts_as_a_failure() {
     );
     for waiting in [
         Stage::New(history),
-        Stage::Parked(history, Parks(1), Asked::Answered),
+        Stage::AwaitingHolder(history, ClaimTries(1), ClaimReply::Answered),
         Stage::Ready(permit),
     ] {
         assert_eq!(
@@ -307,28 +307,28 @@ fn an_old_message_whose_marker_is_absent_is_in_doubt_at_most_once() {
             failures: 0,
             freshness: Freshness::TooOld,
         },
-        Parks(0),
+        ClaimTries(0),
     );
     let granted = Event::Answer(V::Granted(Attempts::new(1)));
     assert_eq!(
         next(old, granted, &at_most_once()),
         (
-            Stage::Doubting(PERMIT, Cause::TooOld, AfterDoubt::Reconcile),
-            Step::Ask(Ask::Doubt)
+            Stage::Doubting(GRANT, DoubtCause::TooOld, AfterDoubt::Reconcile),
+            Action::Ask(Ask::Doubt)
         )
     );
     assert_eq!(
         next(old, granted, &effectively_once()),
-        (Stage::Ready(PERMIT), Step::Queue)
+        (Stage::Ready(GRANT), Action::Queue)
     );
     // Sent back by a tool that knows no more; but whoever crashed is the likelier cause.
-    for (crashes, cause) in [(0, Cause::TooOld), (1, Cause::HolderGone)] {
+    for (crashes, cause) in [(0, DoubtCause::TooOld), (1, DoubtCause::HolderGone)] {
         let attempts = Attempts {
             crashes,
             ..Attempts::all_forgiven(6)
         };
         let reconciling = Stage::Reconciling(
-            Permit {
+            Grant {
                 attempts,
                 failures: 0,
             },
@@ -337,7 +337,7 @@ fn an_old_message_whose_marker_is_absent_is_in_doubt_at_most_once() {
         );
         assert_eq!(
             next(old, Event::Answer(V::InDoubt(attempts)), &at_most_once()),
-            (reconciling, Step::Reconcile)
+            (reconciling, Action::Reconcile)
         );
     }
 }
@@ -346,79 +346,79 @@ fn an_old_message_whose_marker_is_absent_is_in_doubt_at_most_once() {
 fn the_handler_returns() {
     let returned = |outcome, policy: &Policy| {
         next(
-            Stage::Running(PERMIT, Tries(0)),
+            Stage::Running(GRANT, Tries(0)),
             Event::Returned(outcome),
             policy,
         )
     };
     for policy in [at_most_once(), effectively_once()] {
         assert_eq!(
-            next(Stage::Ready(PERMIT), Event::Slot, &policy),
-            (Stage::Running(PERMIT, Tries(0)), Step::Run)
+            next(Stage::Ready(GRANT), Event::Slot, &policy),
+            (Stage::Running(GRANT, Tries(0)), Action::Run)
         );
         assert_eq!(
             returned(Outcome::Done, &policy),
-            (Stage::Completing(PERMIT), Step::Ask(Ask::Complete))
+            (Stage::Completing(GRANT), Action::Ask(Ask::Complete))
         );
         assert_eq!(
             returned(Outcome::Retry, &policy),
-            (Stage::Pausing(PERMIT, Tries(1)), Step::Wake(pause(0)))
+            (Stage::Pausing(GRANT, Tries(1)), Action::Wake(pause(0)))
         );
         assert_eq!(
             returned(Outcome::Reject, &policy),
-            rejecting(PERMIT, Reason::Refused, Effect::Nothing)
+            rejecting(GRANT, Reason::Refused, Effect::Nothing)
         );
         assert_eq!(
             returned(Outcome::Unreadable, &policy),
-            rejecting(PERMIT, Reason::Unreadable, Effect::Nothing)
+            rejecting(GRANT, Reason::Unreadable, Effect::Nothing)
         );
         assert_eq!(
-            next(Stage::Pausing(PERMIT, Tries(1)), Event::Woke, &policy),
-            (Stage::Running(PERMIT, Tries(1)), Step::Run)
+            next(Stage::Pausing(GRANT, Tries(1)), Event::Woke, &policy),
+            (Stage::Running(GRANT, Tries(1)), Action::Run)
         );
     }
     let last = next(
-        Stage::Running(PERMIT, Tries(2)),
+        Stage::Running(GRANT, Tries(2)),
         Event::Returned(Outcome::Retry),
         &at_most_once(),
     );
     assert_eq!(
         last,
         (
-            Stage::Clearing(PERMIT.failed(), Effect::Nothing, pause(2)),
-            Step::Ask(Ask::Clear(Effect::Nothing))
+            Stage::Clearing(GRANT.failed(), Effect::Nothing, pause(2)),
+            Action::Ask(Ask::Clear(Effect::Nothing))
         )
     );
     let bare = next(
-        Stage::Running(PERMIT, Tries(0)),
+        Stage::Running(GRANT, Tries(0)),
         Event::Returned(Outcome::Retry),
         &policy(Guarantee::Bare),
     );
     assert!(
-        matches!(bare, (Stage::Clearing(..), Step::Ask(Ask::Clear(_)))),
+        matches!(bare, (Stage::Clearing(..), Action::Ask(Ask::Clear(_)))),
         "bare deletes after any failure"
     );
 }
 
 #[test]
 fn an_unknown_outcome_is_never_run_again_in_place() {
-    for cause in [Cause::Said, Cause::Panicked, Cause::TimedOut] {
+    for cause in [DoubtCause::Said, DoubtCause::Panicked, DoubtCause::TimedOut] {
         let unknown = Event::Returned(Outcome::Unknown(cause));
         let doubted = (
-            Stage::Doubting(PERMIT, cause, AfterDoubt::Reconcile),
-            Step::Ask(Ask::Doubt),
+            Stage::Doubting(GRANT, cause, AfterDoubt::Reconcile),
+            Action::Ask(Ask::Doubt),
         );
         assert_eq!(
-            next(Stage::Running(PERMIT, Tries(0)), unknown, &at_most_once()),
+            next(Stage::Running(GRANT, Tries(0)), unknown, &at_most_once()),
             doubted
         );
         let cleared = (
-            Stage::Clearing(PERMIT.failed(), Effect::Unknown, pause(1)),
-            Step::Ask(Ask::Clear(Effect::Unknown)),
+            Stage::Clearing(GRANT.failed(), Effect::Unknown, pause(1)),
+            Action::Ask(Ask::Clear(Effect::Unknown)),
         );
         assert_eq!(
             next(
-                Stage::Running(PERMIT, Tries(0)),
+                Stage::Running(GRANT, Tries(0)),
                 unknown,
                 &effectively_once()
             ),
@@ -439,54 +439,54 @@ fn an_unknown_outcome_is_never_run_again_in_place() {
 #[test]
 fn a_doubt_is_reconciled() {
     let policy = at_most_once();
-    let reconciling = |tries| Stage::Reconciling(PERMIT, Tries(tries), Cause::Said);
-    let doubting = Stage::Doubting(PERMIT, Cause::Said, AfterDoubt::Reconcile);
+    let reconciling = |tries| Stage::Reconciling(GRANT, Tries(tries), DoubtCause::Said);
+    let doubting = Stage::Doubting(GRANT, DoubtCause::Said, AfterDoubt::Reconcile);
     assert_eq!(
         next(doubting, Event::Answer(V::Kept), &policy),
-        (reconciling(0), Step::Reconcile)
+        (reconciling(0), Action::Reconcile)
     );
     for finding in [Finding::Happened, Finding::DidNotHappen] {
         let resolving = (
-            Stage::Resolving(PERMIT, finding),
-            Step::Ask(Ask::Resolve(finding)),
+            Stage::Resolving(GRANT, finding),
+            Action::Ask(Ask::Resolve(finding)),
         );
         assert_eq!(
             next(reconciling(0), Event::Found(Some(finding)), &policy),
             resolving
         );
     }
-    let paused = Stage::ReconcilePausing(PERMIT, Tries(1), Cause::Said);
+    let paused = Stage::ReconcilePausing(GRANT, Tries(1), DoubtCause::Said);
     assert_eq!(
         next(reconciling(0), Event::Found(None), &policy),
-        (paused, Step::Wake(pause(0)))
+        (paused, Action::Wake(pause(0)))
     );
     assert_eq!(
         next(paused, Event::Woke, &policy),
-        (reconciling(1), Step::Reconcile)
+        (reconciling(1), Action::Reconcile)
     );
-    let given_back = Stage::Doubting(PERMIT, Cause::Said, AfterDoubt::Reject);
+    let given_back = Stage::Doubting(GRANT, DoubtCause::Said, AfterDoubt::Reject);
     assert_eq!(
         next(reconciling(1), Event::Found(None), &policy),
-        (given_back, Step::Ask(Ask::Doubt))
+        (given_back, Action::Ask(Ask::Doubt))
     );
     assert_eq!(
         next(given_back, Event::Answer(V::Kept), &policy),
-        reject(Reason::InDoubt(Cause::Said))
+        reject(Reason::InDoubt(DoubtCause::Said))
     );
     let happened = next(
-        Stage::Resolving(PERMIT, Finding::Happened),
+        Stage::Resolving(GRANT, Finding::Happened),
         Event::Answer(V::Done { marker_lost: false }),
         &policy,
     );
     assert_eq!(happened, accepted(By::Resolved));
     let did_not = next(
-        Stage::Resolving(PERMIT, Finding::DidNotHappen),
+        Stage::Resolving(GRANT, Finding::DidNotHappen),
         Event::Answer(V::Kept),
         &policy,
     );
     assert_eq!(
         did_not,
-        (Stage::Claiming(HISTORY, Parks(0)), Step::ClaimAnew)
+        (Stage::Claiming(HISTORY, ClaimTries(0)), Action::ClaimAnew)
     );
 }
 
@@ -496,7 +496,7 @@ fn out_the_verdict_stands_before_the_settlement() {
     for marker_lost in [false, true] {
         assert_eq!(
             next(
-                Stage::Completing(PERMIT),
+                Stage::Completing(GRANT),
                 Event::Answer(V::Done { marker_lost }),
                 &policy
             ),
@@ -507,7 +507,7 @@ fn out_the_verdict_stands_before_the_settlement() {
     for verdict in [V::Kept, V::Lost] {
         assert_eq!(
             next(
-                Stage::Clearing(PERMIT, Effect::Nothing, after),
+                Stage::Clearing(GRANT, Effect::Nothing, after),
                 Event::Answer(verdict),
                 &policy
             ),
@@ -516,7 +516,7 @@ fn out_the_verdict_stands_before_the_settlement() {
     }
     assert_eq!(
         next(
-            Stage::Rejecting(PERMIT, Reason::Refused, Effect::Nothing),
+            Stage::Rejecting(GRANT, Reason::Refused, Effect::Nothing),
             Event::Answer(V::Kept),
             &policy
         ),
@@ -526,14 +526,14 @@ fn out_the_verdict_stands_before_the_settlement() {
 
 #[test]
 fn a_marker_that_is_lost_is_looked_at_again_with_a_new_token() {
-    let look_again = (Stage::Claiming(HISTORY, Parks(0)), Step::ClaimAnew);
+    let look_again = (Stage::Claiming(HISTORY, ClaimTries(0)), Action::ClaimAnew);
     for stage in [
-        Stage::Completing(PERMIT),
-        Stage::Rejecting(PERMIT, Reason::Refused, Effect::Nothing),
-        Stage::Resolving(PERMIT, Finding::Happened),
-        Stage::Resolving(PERMIT, Finding::DidNotHappen),
-        Stage::Doubting(PERMIT, Cause::Said, AfterDoubt::Reconcile),
-        Stage::Doubting(PERMIT, Cause::Said, AfterDoubt::Reject),
+        Stage::Completing(GRANT),
+        Stage::Rejecting(GRANT, Reason::Refused, Effect::Nothing),
+        Stage::Resolving(GRANT, Finding::Happened),
+        Stage::Resolving(GRANT, Finding::DidNotHappen),
+        Stage::Doubting(GRANT, DoubtCause::Said, AfterDoubt::Reconcile),
+        Stage::Doubting(GRANT, DoubtCause::Said, AfterDoubt::Reject),
     ] {
         assert_eq!(
             next(stage, Event::Answer(V::Lost), &at_most_once()),
@@ -549,10 +549,10 @@ fn without_the_gate_only_effectively_once_and_only_if_chosen() {
         outage: Outage::PassThrough,
         ..effectively_once()
     };
-    let claiming = Stage::Claiming(HISTORY, Parks(0));
+    let claiming = Stage::Claiming(HISTORY, ClaimTries(0));
     assert_eq!(
         next(claiming, Event::Unavailable, &through),
-        (Stage::Ungated(HISTORY), Step::Run)
+        (Stage::Ungated(HISTORY), Action::Run)
     );
     for policy in [
         effectively_once(),
@@ -563,7 +563,7 @@ fn without_the_gate_only_effectively_once_and_only_if_chosen() {
     ] {
         assert!(matches!(
             next(claiming, Event::Unavailable, &policy),
-            (Stage::Parked(_, _, Asked::Unknown), Step::Wake(_))
+            (Stage::AwaitingHolder(_, _, ClaimReply::Unknown), Action::Wake(_))
         ));
     }
     let ungated = Stage::Ungated(HISTORY);
@@ -601,8 +601,8 @@ fn without_the_gate_only_effectively_once_and_only_if_chosen() {
 fn lease_over_while_completing_keeps_asking() {
     for policy in [at_most_once(), effectively_once()] {
         assert_eq!(
-            next(Stage::Completing(PERMIT), Event::LeaseOver, &policy),
-            (Stage::Completing(PERMIT), Step::Wait)
+            next(Stage::Completing(GRANT), Event::LeaseOver, &policy),
+            (Stage::Completing(GRANT), Action::Wait)
         );
     }
 }
@@ -613,19 +613,19 @@ fn lease_over_in_every_stage() {
     for stage in stages() {
         for policy in [at_most_once(), effectively_once()] {
             let expected = match stage {
-                Ready(_) => (Claiming(HISTORY, Parks(0)), Step::Ask(Ask::Claim)),
+                Ready(_) => (Claiming(HISTORY, ClaimTries(0)), Action::Ask(Ask::Claim)),
                 Running(..) if policy.guarantee == Guarantee::AtMostOnce => (
-                    Doubting(PERMIT, Cause::HolderGone, AfterDoubt::Release),
-                    Step::Ask(Ask::Doubt),
+                    Doubting(GRANT, DoubtCause::HolderGone, AfterDoubt::Release),
+                    Action::Ask(Ask::Doubt),
                 ),
                 Running(..) | Reconciling(..) | ReconcilePausing(..) | Ungated(_) => {
                     release(pause(0), 0)
                 }
                 Pausing(..) => (
-                    Clearing(PERMIT.failed(), Effect::Nothing, pause(0)),
-                    Step::Ask(Ask::Clear(Effect::Nothing)),
+                    Clearing(GRANT.failed(), Effect::Nothing, pause(0)),
+                    Action::Ask(Ask::Clear(Effect::Nothing)),
                 ),
-                _ => (stage, Step::Wait), // nothing runs, and what is asked is compared with token and attempt
+                _ => (stage, Action::Wait), // nothing runs, and what is asked is compared with token and attempt
             };
             assert_eq!(
                 next(stage, Event::LeaseOver, &policy),
@@ -645,16 +645,16 @@ fn store_outage_in_every_stage_asks_again_with_the_same_token() {
         match stage {
             Claiming(..) => assert!(matches!(
                 (after, step),
-                (Parked(_, _, Asked::Unknown), Step::Wake(_))
+                (AwaitingHolder(_, _, ClaimReply::Unknown), Action::Wake(_))
             )),
             Leaving(_) | Withdrawing(..) | Doubting(..) | Resolving(..) | Completing(_)
             | Clearing(..) | Rejecting(..) => {
-                assert_eq!((after, step), (stage, Step::Wake(pause(3))));
+                assert_eq!((after, step), (stage, Action::Wake(pause(3))));
                 let (woken, step) = next(after, Event::Woke, &at_most_once());
                 assert_eq!(woken, stage);
-                assert!(matches!(step, Step::Ask(_)), "{stage:?}: {step:?}");
+                assert!(matches!(step, Action::Ask(_)), "{stage:?}: {step:?}");
             }
-            _ => assert_eq!((after, step), (stage, Step::Wait), "nothing was asked"),
+            _ => assert_eq!((after, step), (stage, Action::Wait), "nothing was asked"),
         }
     }
 }
@@ -664,22 +664,22 @@ fn drain_in_every_stage_gives_back_what_has_not_started() {
     use Stage::*;
     for stage in stages() {
         let expected = match stage {
-            New(_) | Parked(_, _, Asked::Answered) => release(Duration::ZERO, 0),
+            New(_) | AwaitingHolder(_, _, ClaimReply::Answered) => release(Duration::ZERO, 0),
             ReconcilePausing(..) => (
-                Doubting(PERMIT, Cause::Said, AfterDoubt::Release),
-                Step::Ask(Ask::Doubt),
+                Doubting(GRANT, DoubtCause::Said, AfterDoubt::Release),
+                Action::Ask(Ask::Doubt),
             ),
-            Claiming(..) => (Leaving(HISTORY), Step::Wait),
-            Parked(_, _, Asked::Unknown) => (Leaving(HISTORY), Step::Ask(Ask::Claim)),
+            Claiming(..) => (Leaving(HISTORY), Action::Wait),
+            AwaitingHolder(_, _, ClaimReply::Unknown) => (Leaving(HISTORY), Action::Ask(Ask::Claim)),
             Ready(_) => (
-                Withdrawing(PERMIT, AfterWithdrawal::Release),
-                Step::Ask(Ask::Withdraw),
+                Withdrawing(GRANT, AfterWithdrawal::Release),
+                Action::Ask(Ask::Withdraw),
             ),
             Pausing(..) => (
-                Clearing(PERMIT, Effect::Nothing, Duration::ZERO),
-                Step::Ask(Ask::Clear(Effect::Nothing)),
+                Clearing(GRANT, Effect::Nothing, Duration::ZERO),
+                Action::Ask(Ask::Clear(Effect::Nothing)),
             ),
-            _ => (stage, Step::Wait),
+            _ => (stage, Action::Wait),
         };
         assert_eq!(
             next(stage, Event::Drain, &at_most_once()),
@@ -688,7 +688,7 @@ fn drain_in_every_stage_gives_back_what_has_not_started() {
         );
         assert_eq!(
             next(stage, Event::DrainOver, &at_most_once()),
-            (Settled, Step::Drop),
+            (Settled, Action::Abandon),
             "{stage:?}"
         );
     }
@@ -706,7 +706,7 @@ fn what_leaves_withdraws_its_claim() {
     let withdrawing = Stage::Withdrawing(permit(2), AfterWithdrawal::Release);
     assert_eq!(
         answer(V::Granted(Attempts::new(2))),
-        (withdrawing, Step::Ask(Ask::Withdraw))
+        (withdrawing, Action::Ask(Ask::Withdraw))
     );
     for verdict in [V::Kept, V::Lost] {
         assert_eq!(
@@ -729,8 +729,8 @@ fn what_leaves_withdraws_its_claim() {
     );
     assert_eq!(answer(V::Duplicate), accepted(By::Duplicate));
     let doubt_given_back = (
-        Stage::Doubting(permit(2), Cause::HolderGone, AfterDoubt::Release),
-        Step::Ask(Ask::Doubt),
+        Stage::Doubting(permit(2), DoubtCause::HolderGone, AfterDoubt::Release),
+        Action::Ask(Ask::Doubt),
     );
     assert_eq!(answer(V::InDoubt(Attempts::new(2))), doubt_given_back);
     for verdict in [
@@ -747,22 +747,22 @@ fn what_leaves_withdraws_its_claim() {
 #[test]
 fn what_waits_for_another_to_run_alone_holds_no_claim() {
     let policy = effectively_once();
-    let withdrawing = Stage::Withdrawing(PERMIT, AfterWithdrawal::AwaitTurn);
+    let withdrawing = Stage::Withdrawing(GRANT, AfterWithdrawal::AwaitTurn);
     assert_eq!(
-        next(Stage::Ready(PERMIT), Event::OtherRunsAlone, &policy),
-        (withdrawing, Step::Ask(Ask::Withdraw))
+        next(Stage::Ready(GRANT), Event::OtherRunsAlone, &policy),
+        (withdrawing, Action::Ask(Ask::Withdraw))
     );
     let waiting = Stage::New(HISTORY);
     for verdict in [V::Kept, V::Lost] {
         assert_eq!(
             next(withdrawing, Event::Answer(verdict), &policy),
-            (waiting, Step::AwaitTurn)
+            (waiting, Action::AwaitTurn)
         );
     }
     // With a token of its own: a withdrawal that arrives late must not match it.
     assert_eq!(
         next(waiting, Event::Arrived, &policy),
-        (Stage::Claiming(HISTORY, Parks(0)), Step::ClaimAnew)
+        (Stage::Claiming(HISTORY, ClaimTries(0)), Action::ClaimAnew)
     );
 }
 
@@ -778,7 +778,7 @@ fn a_settled_delivery_stays_settled() {
     ] {
         assert_eq!(
             next(Stage::Settled, event, &at_most_once()),
-            (Stage::Settled, Step::Wait)
+            (Stage::Settled, Action::Wait)
         );
     }
 }
@@ -814,7 +814,7 @@ fn nothing_is_accepted_but_on_a_verdict() {
         for event in events {
             let (_, step) = next(stage, event, &at_most_once());
             assert!(
-                !matches!(step, Step::Settle(Settlement::Accept(_))),
+                !matches!(step, Action::Settle(Settlement::Accept(_))),
                 "{stage:?} {event:?}"
             );
         }
@@ -835,9 +835,9 @@ fn pauses_double_and_are_bounded() {
 macro_rules! every_reason {
     ($($reason:ident $(($cause:ident))?),+ $(,)?) => {{
         let named = |reason: &Reason| match reason {
-            $(Reason::$reason $((Cause::$cause))? => reason.as_str(),)+
+            $(Reason::$reason $((DoubtCause::$cause))? => reason.as_str(),)+
         };
-        let every = [$(Reason::$reason $((Cause::$cause))?),+];
+        let every = [$(Reason::$reason $((DoubtCause::$cause))?),+];
         every.each_ref().map(named)
     }};
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 /// Lets some lines through in each period and counts those that it suppresses: a store that is away
 /// or a topic of broken messages must not fill a disk with logs.
 #[derive(Debug)]
-pub struct Seldom {
+pub struct LogThrottle {
     lines: u32,
     period: Duration,
     /// When the period began, and how many lines it has let through.
@@ -14,7 +14,7 @@ pub struct Seldom {
     suppressed: u64,
 }
 
-impl Seldom {
+impl LogThrottle {
     /// One line in a period.
     pub const fn every(period: Duration) -> Self {
         Self::up_to(1, period)
@@ -52,7 +52,7 @@ impl Seldom {
 mod tests {
     use super::*;
 
-    fn written(mut seldom: Seldom, seconds: impl Iterator<Item = u64>) -> Vec<(u64, u64)> {
+    fn written(mut seldom: LogThrottle, seconds: impl Iterator<Item = u64>) -> Vec<(u64, u64)> {
         let begun = Instant::now();
         seconds
             .filter_map(|second| Some((second, seldom.due(begun + Duration::from_secs(second))?)))
@@ -62,16 +62,16 @@ mod tests {
     #[test]
     fn the_first_is_written_and_then_one_in_each_period_with_the_number_of_the_others() {
         assert_eq!(
-            written(Seldom::every(Duration::from_secs(10)), 0..25),
+            written(LogThrottle::every(Duration::from_secs(10)), 0..25),
             [(0, 0), (10, 9), (20, 9)]
         );
     }
 
     #[test]
     fn at_a_low_rate_each_is_written() {
-        let ten = Seldom::up_to(10, Duration::from_secs(10));
+        let ten = LogThrottle::up_to(10, Duration::from_secs(10));
         assert_eq!(written(ten, (0..30).step_by(2)).len(), 15);
-        let two = Seldom::up_to(2, Duration::from_secs(10));
+        let two = LogThrottle::up_to(2, Duration::from_secs(10));
         assert_eq!(
             written(two, [0, 0, 0, 5, 11].into_iter()),
             [(0, 0), (0, 0), (11, 2)]

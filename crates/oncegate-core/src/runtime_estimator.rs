@@ -4,7 +4,7 @@ use std::time::Duration;
 
 /// How long handlers ran of late, in steps of a quarter: enough to choose a lease by.
 #[derive(Debug)]
-pub(crate) struct Pace {
+pub(crate) struct RuntimeEstimator {
     /// How many runs took up to 1 ms, 1.25 ms, and so on; the last counts all that are longer.
     runs: [u32; STEPS],
     total: u32,
@@ -20,7 +20,7 @@ const RUNS: u32 = 512;
 /// store.
 pub(crate) const SLACK: Duration = Duration::from_secs(1);
 
-impl Pace {
+impl RuntimeEstimator {
     pub(crate) fn new() -> Self {
         Self {
             runs: [0; STEPS],
@@ -73,7 +73,7 @@ mod tests {
     use super::*;
 
     fn after(runs: impl IntoIterator<Item = u64>) -> Option<Duration> {
-        let mut pace = Pace::new();
+        let mut pace = RuntimeEstimator::new();
         runs.into_iter()
             .for_each(|ms| pace.ran(Duration::from_millis(ms)));
         pace.lease()

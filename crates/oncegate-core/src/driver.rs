@@ -2,29 +2,29 @@
 //! which token and attempt, and what its owner has to do next.
 //!
 //! The consumer, [`Gate`](crate::Gate) and the model checker drive this same code. They differ in
-//! how they do what a [`Command`] says, never in which command follows.
+//! how they do what a [`DriverCommand`] says, never in which command follows.
 
 use std::time::Duration;
 
 use crate::marker::{Ask, Attempts, Token, Verdict};
-use crate::road::{Event, History, Policy, Settlement, Stage, Step, next};
+use crate::lifecycle::{Event, History, Policy, Settlement, Stage, Action, transition};
 
 /// One delivery: its stage, and the claim that it makes.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Dispatch {
+pub struct LifecycleDriver {
     stage: Stage,
     /// The current claim; 0 before the first.
     pub token: Token,
     /// What was granted to this claim, or how far the attempts of what is rejected had come; number
     /// 0 until then.
     pub attempts: Attempts,
-    keeps: Keeps,
+    keeps: OnRelease,
     stays: Stays,
 }
 
 /// Whether a delivery keeps its place when it failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Keeps {
+pub enum OnRelease {
     /// It goes back to its source.
     Nothing,
     /// It waits where it is, so that nothing of its ordering key overtakes it.
@@ -41,7 +41,7 @@ enum Stays {
 
 /// What the owner of a delivery does next.
 #[derive(Debug, PartialEq, Eq, Hash)]
-pub enum Command {
+pub enum DriverCommand {
     /// Applies this to the store with the delivery's token and attempt, and reports
     /// [`Event::Answer`] or [`Event::Unavailable`]. A claim with a new token ends the lease of the
     /// claim before it.
@@ -59,7 +59,7 @@ pub enum Command {
     Wake(Duration),
     /// Reports [`Event::Arrived`] when no other message runs alone.
     AwaitTurn,
-    /// Holds the delivery, unclaimed, for about this long, then calls [`Dispatch::restart`] and
+    /// Holds the delivery, unclaimed, for about this long, then calls [`LifecycleDriver::restart`] and
     /// reports [`Event::Arrived`].
     Hold {
         /// How long.
@@ -75,9 +75,9 @@ pub enum Command {
     Nothing,
 }
 
-impl Dispatch {
+impl LifecycleDriver {
     /// A delivery that has just arrived.
-    pub fn new(history: History, keeps: Keeps) -> Self {
+    pub fn new(history: History, keeps: OnRelease) -> Self {
         Self {
             stage: Stage::New(history),
             token: Token(0),
@@ -117,19 +117,19 @@ impl Dispatch {
         event: Event,
         policy: &Policy,
         new_token: impl FnMut(Token) -> Token,
-    ) -> Command {
-        self.handle_by(next, event, policy, new_token)
+    ) -> DriverCommand {
+        self.handle_by(transition, event, policy, new_token)
     }
 
-    /// The same by other rules than [`road::next`](crate::road::next): for a checker that has to
+    /// The same by other rules than [`lifecycle::transition`](crate::lifecycle::next): for a checker that has to
     /// see wrong rules fail.
     pub fn handle_by(
         &mut self,
-        rules: impl Fn(Stage, Event, &Policy) -> (Stage, Step),
+        rules: impl Fn(Stage, Event, &Policy) -> (Stage, Action),
         event: Event,
         policy: &Policy,
         mut new_token: impl FnMut(Token) -> Token,
-    ) -> Command {
+    ) -> DriverCommand {
         if let Event::Answer(Verdict::Granted(attempts) | Verdict::InDoubt(attempts)) = event {
             self.attempts = attempts;
         }
@@ -140,47 +140,47 @@ impl Dispatch {
         let command = self.step(&rules, event, policy, &mut new_token);
         // What leaves begins nothing: whatever would wait, queue or claim is asked to drain again.
         let begins = match command {
-            Command::Apply(ask) => ask == Ask::Claim && self.attempts.number == 0,
-            Command::AwaitRun | Command::Wake(_) | Command::AwaitTurn => true,
+            DriverCommand::Apply(ask) => ask == Ask::Claim && self.attempts.number == 0,
+            DriverCommand::AwaitRun | DriverCommand::Wake(_) | DriverCommand::AwaitTurn => true,
             _ => false,
         };
         if !begins || !self.leaves() {
             return command;
         }
         match self.step(&rules, Event::Drain, policy, &mut new_token) {
-            Command::Nothing => command,
+            DriverCommand::Nothing => command,
             instead => instead,
         }
     }
 
     fn step(
         &mut self,
-        rules: &impl Fn(Stage, Event, &Policy) -> (Stage, Step),
+        rules: &impl Fn(Stage, Event, &Policy) -> (Stage, Action),
         event: Event,
         policy: &Policy,
         new_token: &mut impl FnMut(Token) -> Token,
-    ) -> Command {
+    ) -> DriverCommand {
         let (stage, step) = rules(self.stage, event, policy);
         self.stage = stage;
         match step {
-            Step::ClaimAnew => {
+            Action::ClaimAnew => {
                 (self.token, self.attempts) = (new_token(self.token), Attempts::new(0));
-                Command::Apply(Ask::Claim)
+                DriverCommand::Apply(Ask::Claim)
             }
-            Step::Ask(ask) => Command::Apply(ask),
-            Step::Queue => Command::AwaitRun,
-            Step::Run => Command::Run,
-            Step::Reconcile => Command::Reconcile,
-            Step::Wake(after) => Command::Wake(after),
-            Step::AwaitTurn => Command::AwaitTurn,
-            Step::Settle(Settlement::Release { after, failures })
-                if self.keeps == Keeps::Order && !self.leaves() =>
+            Action::Ask(ask) => DriverCommand::Apply(ask),
+            Action::Queue => DriverCommand::AwaitRun,
+            Action::Run => DriverCommand::Run,
+            Action::Reconcile => DriverCommand::Reconcile,
+            Action::Wake(after) => DriverCommand::Wake(after),
+            Action::AwaitTurn => DriverCommand::AwaitTurn,
+            Action::Settle(Settlement::Release { after, failures })
+                if self.keeps == OnRelease::KeepPlace && !self.leaves() =>
             {
-                Command::Hold { after, failures }
+                DriverCommand::Hold { after, failures }
             }
-            Step::Settle(settlement) => Command::Settle(settlement),
-            Step::Wait => Command::Nothing,
-            Step::Drop => Command::Abandon,
+            Action::Settle(settlement) => DriverCommand::Settle(settlement),
+            Action::Wait => DriverCommand::Nothing,
+            Action::Abandon => DriverCommand::Abandon,
         }
     }
 }

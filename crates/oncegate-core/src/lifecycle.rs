@@ -15,33 +15,33 @@ pub enum Stage {
     /// Handed over by the source, or its grant was withdrawn: nothing is asked.
     New(History),
     /// A claim was asked.
-    Claiming(History, Parks),
+    Claiming(History, ClaimTries),
     /// Waits to ask its claim again: the id is held elsewhere, or the store was not there.
-    Parked(History, Parks, Asked),
+    AwaitingHolder(History, ClaimTries, ClaimReply),
     /// A claim was asked, and its grant will be withdrawn: the consumer drains.
     Leaving(History),
-    /// Asked to withdraw a grant: its handler was not started.
-    Withdrawing(Permit, AfterWithdrawal),
+    /// ClaimReply to withdraw a grant: its handler was not started.
+    Withdrawing(Grant, AfterWithdrawal),
     /// Granted, not started.
-    Ready(Permit),
+    Ready(Grant),
     /// The handler runs.
-    Running(Permit, Tries),
+    Running(Grant, Tries),
     /// The handler said that nothing happened; it runs again after a pause.
-    Pausing(Permit, Tries),
-    /// Asked to mark that nobody knows whether it happened.
-    Doubting(Permit, Cause, AfterDoubt),
+    Pausing(Grant, Tries),
+    /// ClaimReply to mark that nobody knows whether it happened.
+    Doubting(Grant, DoubtCause, AfterDoubt),
     /// `reconcile` runs.
-    Reconciling(Permit, Tries, Cause),
+    Reconciling(Grant, Tries, DoubtCause),
     /// `reconcile` did not find out; it runs again after a pause.
-    ReconcilePausing(Permit, Tries, Cause),
-    /// Asked to record what `reconcile` found.
-    Resolving(Permit, Finding),
-    /// Asked to record that it happened.
-    Completing(Permit),
-    /// Asked to free the id for another attempt.
-    Clearing(Permit, Effect, Duration),
-    /// Asked to keep the id from running again.
-    Rejecting(Permit, Reason, Effect),
+    ReconcilePausing(Grant, Tries, DoubtCause),
+    /// ClaimReply to record what `reconcile` found.
+    Resolving(Grant, Finding),
+    /// ClaimReply to record that it happened.
+    Completing(Grant),
+    /// ClaimReply to free the id for another attempt.
+    Clearing(Grant, Effect, Duration),
+    /// ClaimReply to keep the id from running again.
+    Rejecting(Grant, Reason, Effect),
     /// The handler runs without the gate, because the store is away and the user chose so.
     Ungated(History),
     /// Left the road.
@@ -68,11 +68,11 @@ pub enum Freshness {
 
 /// How often a claim was asked in vain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Parks(pub u32);
+pub struct ClaimTries(pub u32);
 
 /// What became of the claim of a parked delivery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Asked {
+pub enum ClaimReply {
     /// It was answered: someone else holds the id.
     Answered,
     /// It may have been applied.
@@ -85,7 +85,7 @@ pub struct Tries(pub u32);
 
 /// The right to handle one id now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Permit {
+pub struct Grant {
     /// The attempt that the store granted, whose number is the fence, and how many count.
     pub attempts: Attempts,
     /// How many attempts of this delivery failed before and were released: the marker forgets those
@@ -95,7 +95,7 @@ pub struct Permit {
 
 /// Why nobody knows whether it happened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Cause {
+pub enum DoubtCause {
     /// The handler said so.
     Said,
     /// The handler panicked.
@@ -182,12 +182,12 @@ pub enum Outcome {
     /// The payload does not parse.
     Unreadable,
     /// It may have happened.
-    Unknown(Cause),
+    Unknown(DoubtCause),
 }
 
 /// What the loop does next.
 #[derive(Debug, PartialEq, Eq, Hash)]
-pub enum Step {
+pub enum Action {
     /// Ask the store for a claim, with a token made for it.
     ClaimAnew,
     /// Ask the store, with the token and the attempt of the current claim.
@@ -272,7 +272,7 @@ pub enum Reason {
     /// It is larger than the source's limit.
     TooLarge,
     /// Nobody could find out whether it happened.
-    InDoubt(Cause),
+    InDoubt(DoubtCause),
 }
 
 impl Reason {
@@ -287,12 +287,12 @@ impl Reason {
         Self::CrashesSpent,
         Self::RejectedBefore,
         Self::TooLarge,
-        Self::InDoubt(Cause::Said),
-        Self::InDoubt(Cause::Panicked),
-        Self::InDoubt(Cause::TimedOut),
-        Self::InDoubt(Cause::HolderGone),
-        Self::InDoubt(Cause::TooOld),
-        Self::InDoubt(Cause::UnreadableMarker),
+        Self::InDoubt(DoubtCause::Said),
+        Self::InDoubt(DoubtCause::Panicked),
+        Self::InDoubt(DoubtCause::TimedOut),
+        Self::InDoubt(DoubtCause::HolderGone),
+        Self::InDoubt(DoubtCause::TooOld),
+        Self::InDoubt(DoubtCause::UnreadableMarker),
     ];
 
     /// The reason as it stands in headers, metrics and logs.
@@ -307,12 +307,12 @@ impl Reason {
             Self::CrashesSpent => "crashes-spent",
             Self::RejectedBefore => "rejected-before",
             Self::TooLarge => "too-large",
-            Self::InDoubt(Cause::Said) => "in-doubt-said",
-            Self::InDoubt(Cause::Panicked) => "in-doubt-panicked",
-            Self::InDoubt(Cause::TimedOut) => "in-doubt-timed-out",
-            Self::InDoubt(Cause::HolderGone) => "in-doubt-holder-gone",
-            Self::InDoubt(Cause::TooOld) => "in-doubt-too-old",
-            Self::InDoubt(Cause::UnreadableMarker) => "in-doubt-unreadable-marker",
+            Self::InDoubt(DoubtCause::Said) => "in-doubt-said",
+            Self::InDoubt(DoubtCause::Panicked) => "in-doubt-panicked",
+            Self::InDoubt(DoubtCause::TimedOut) => "in-doubt-timed-out",
+            Self::InDoubt(DoubtCause::HolderGone) => "in-doubt-holder-gone",
+            Self::InDoubt(DoubtCause::TooOld) => "in-doubt-too-old",
+            Self::InDoubt(DoubtCause::UnreadableMarker) => "in-doubt-unreadable-marker",
         }
     }
 
@@ -364,7 +364,7 @@ impl Policy {
             .min(self.longest_backoff)
     }
 
-    fn spent(&self, permit: Permit) -> bool {
+    fn spent(&self, permit: Grant) -> bool {
         permit.spent() >= self.attempts
     }
 
@@ -382,15 +382,15 @@ impl Stage {
 }
 
 /// What a delivery does next.
-pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
+pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action) {
     use {Event::*, Stage::*, Verdict as V};
     let at_most_once = policy.guarantee == Guarantee::AtMostOnce;
-    let wake = |tries| Step::Wake(policy.pause(tries));
+    let wake = |tries| Action::Wake(policy.pause(tries));
     match (stage, event) {
         // In: to the gate.
         (New(_), NoId) => reject(Reason::MissingId),
         (New(_), UnusableId) => reject(Reason::UnusableId),
-        (New(history), Arrived) => (Claiming(history, Parks(0)), Step::ClaimAnew),
+        (New(history), Arrived) => (Claiming(history, ClaimTries(0)), Action::ClaimAnew),
 
         // At the gate: the claim was answered.
         (Claiming(history, _), Answer(V::Granted(attempts))) => {
@@ -399,7 +399,7 @@ pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
         (Claiming(history, _), Answer(V::InDoubt(attempts))) if policy.gives_up_on(attempts) => {
             doubt(
                 history.permit(attempts),
-                Cause::HolderGone,
+                DoubtCause::HolderGone,
                 AfterDoubt::Reject,
             )
         }
@@ -407,13 +407,13 @@ pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
             // A tool that sent it back found no marker that would tell.
             let too_old = history.freshness == Freshness::TooOld && attempts.crashes == 0;
             let cause = if too_old {
-                Cause::TooOld
+                DoubtCause::TooOld
             } else {
-                Cause::HolderGone
+                DoubtCause::HolderGone
             };
             (
                 Reconciling(history.permit(attempts), Tries(0), cause),
-                Step::Reconcile,
+                Action::Reconcile,
             )
         }
         (Claiming(history, parks), Answer(V::Busy { remaining })) => {
@@ -423,8 +423,8 @@ pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
             match parks.0 >= policy.parks {
                 true => release(wait, history.failures),
                 false => (
-                    Parked(history, Parks(parks.0 + 1), Asked::Answered),
-                    Step::Wake(wait),
+                    AwaitingHolder(history, ClaimTries(parks.0 + 1), ClaimReply::Answered),
+                    Action::Wake(wait),
                 ),
             }
         }
@@ -432,22 +432,22 @@ pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
         (Claiming(..), Answer(V::Conflict)) => reject(Reason::Conflict),
         (Claiming(..), Answer(V::Rejected { .. })) => reject(Reason::RejectedBefore),
         (Claiming(history, _), Unavailable) if passes_through(policy) => {
-            (Ungated(history), Step::Run)
+            (Ungated(history), Action::Run)
         }
         (Claiming(history, parks), Unavailable) => (
-            Parked(history, Parks(parks.0 + 1), Asked::Unknown),
+            AwaitingHolder(history, ClaimTries(parks.0 + 1), ClaimReply::Unknown),
             wake(parks.0),
         ),
-        (Parked(history, parks, _), Woke) => (Claiming(history, parks), Step::Ask(Ask::Claim)),
+        (AwaitingHolder(history, parks, _), Woke) => (Claiming(history, parks), Action::Ask(Ask::Claim)),
 
         // The handler: it runs only while its lease lives.
-        (Ready(permit), Slot) => (Running(permit, Tries(0)), Step::Run),
+        (Ready(permit), Slot) => (Running(permit, Tries(0)), Action::Run),
         // What holds no claim cannot be blamed for a crash of the one that runs alone.
         (Ready(permit), OtherRunsAlone) => withdraw(permit, AfterWithdrawal::AwaitTurn),
         (Withdrawing(permit, then), Answer(_)) => withdrawn(permit, then),
-        (Pausing(permit, tries), Woke) => (Running(permit, tries), Step::Run),
+        (Pausing(permit, tries), Woke) => (Running(permit, tries), Action::Run),
         (Running(permit, _), Returned(Outcome::Done)) => {
-            (Completing(permit), Step::Ask(Ask::Complete))
+            (Completing(permit), Action::Ask(Ask::Complete))
         }
         (Running(permit, tries), Returned(Outcome::Retry)) => again(permit, tries, policy),
         (Running(permit, _), Returned(Outcome::Reject)) => {
@@ -470,14 +470,14 @@ pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
 
         // Nobody knows: ask the world.
         (Doubting(permit, cause, AfterDoubt::Reconcile), Answer(V::Kept)) => {
-            (Reconciling(permit, Tries(0), cause), Step::Reconcile)
+            (Reconciling(permit, Tries(0), cause), Action::Reconcile)
         }
         (Doubting(permit, _, AfterDoubt::Release), Answer(_)) => {
             release(policy.pause(0), permit.failures)
         }
         (Doubting(_, cause, AfterDoubt::Reject), Answer(V::Kept)) => reject(Reason::InDoubt(cause)),
         (Reconciling(permit, _, _), Found(Some(finding))) => {
-            (Resolving(permit, finding), Step::Ask(Ask::Resolve(finding)))
+            (Resolving(permit, finding), Action::Ask(Ask::Resolve(finding)))
         }
         // A doubt that nobody looks into any more is given back, so that a person may resolve it at
         // once.
@@ -489,7 +489,7 @@ pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
             wake(tries.0),
         ),
         (ReconcilePausing(permit, tries, cause), Woke) => {
-            (Reconciling(permit, tries, cause), Step::Reconcile)
+            (Reconciling(permit, tries, cause), Action::Reconcile)
         }
         (Resolving(_, Finding::Happened), Answer(V::Done { .. })) => accept(By::Resolved),
         // The marker counts the runs; a doubt that another left is none of this delivery's.
@@ -523,9 +523,9 @@ pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
         ) => look_again(permit),
 
         // The lease may be over. What has a verdict to record keeps asking; what runs is dropped.
-        (Ready(permit), LeaseOver) => (Claiming(permit.history(), Parks(0)), Step::Ask(Ask::Claim)),
+        (Ready(permit), LeaseOver) => (Claiming(permit.history(), ClaimTries(0)), Action::Ask(Ask::Claim)),
         (Running(permit, _), LeaseOver) if at_most_once => {
-            doubt(permit, Cause::HolderGone, AfterDoubt::Release)
+            doubt(permit, DoubtCause::HolderGone, AfterDoubt::Release)
         }
         (Running(permit, _), LeaseOver) => release(policy.pause(0), permit.failures),
         (Pausing(permit, _), LeaseOver) => clear(permit.failed(), Effect::Nothing, policy.pause(0)),
@@ -543,7 +543,7 @@ pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
             release(policy.pause(0), permit.failures)
         }
         (Claiming(..) | Doubting(..) | Resolving(..) | Completing(_), UnreadableMarker) => {
-            reject(Reason::InDoubt(Cause::UnreadableMarker))
+            reject(Reason::InDoubt(DoubtCause::UnreadableMarker))
         }
 
         // Nobody waits for the store: effectively once takes over what the claim may have left.
@@ -557,26 +557,26 @@ pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
             | Clearing(..) | Rejecting(..),
             Unavailable,
         ) => (stage, wake(3)),
-        (Leaving(_), Woke) => (stage, Step::Ask(Ask::Claim)),
-        (Withdrawing(..), Woke) => (stage, Step::Ask(Ask::Withdraw)),
-        (Doubting(..), Woke) => (stage, Step::Ask(Ask::Doubt)),
-        (Resolving(_, finding), Woke) => (stage, Step::Ask(Ask::Resolve(finding))),
-        (Completing(_), Woke) => (stage, Step::Ask(Ask::Complete)),
-        (Clearing(_, effect, _), Woke) => (stage, Step::Ask(Ask::Clear(effect))),
-        (Rejecting(_, _, effect), Woke) => (stage, Step::Ask(Ask::Reject(effect))),
+        (Leaving(_), Woke) => (stage, Action::Ask(Ask::Claim)),
+        (Withdrawing(..), Woke) => (stage, Action::Ask(Ask::Withdraw)),
+        (Doubting(..), Woke) => (stage, Action::Ask(Ask::Doubt)),
+        (Resolving(_, finding), Woke) => (stage, Action::Ask(Ask::Resolve(finding))),
+        (Completing(_), Woke) => (stage, Action::Ask(Ask::Complete)),
+        (Clearing(_, effect, _), Woke) => (stage, Action::Ask(Ask::Clear(effect))),
+        (Rejecting(_, _, effect), Woke) => (stage, Action::Ask(Ask::Reject(effect))),
 
         // The consumer drains: what has not started is given back, what runs may finish.
-        (New(history) | Parked(history, _, Asked::Answered), Drain) => {
+        (New(history) | AwaitingHolder(history, _, ClaimReply::Answered), Drain) => {
             release(Duration::ZERO, history.failures)
         }
-        (Claiming(history, _), Drain) => (Leaving(history), Step::Wait),
-        (Parked(history, _, Asked::Unknown), Drain) => (Leaving(history), Step::Ask(Ask::Claim)),
+        (Claiming(history, _), Drain) => (Leaving(history), Action::Wait),
+        (AwaitingHolder(history, _, ClaimReply::Unknown), Drain) => (Leaving(history), Action::Ask(Ask::Claim)),
         (Leaving(history), Answer(V::Granted(attempts))) => {
             withdraw(history.permit(attempts), AfterWithdrawal::Release)
         }
         (Leaving(history), Answer(V::InDoubt(attempts))) => doubt(
             history.permit(attempts),
-            Cause::HolderGone,
+            DoubtCause::HolderGone,
             AfterDoubt::Release,
         ),
         (Leaving(history), NotAsked) => release(Duration::ZERO, history.failures),
@@ -585,19 +585,19 @@ pub fn next(stage: Stage, event: Event, policy: &Policy) -> (Stage, Step) {
         (Ready(permit), Drain) => withdraw(permit, AfterWithdrawal::Release),
         (Pausing(permit, _), Drain) => clear(permit, Effect::Nothing, Duration::ZERO),
         (ReconcilePausing(permit, _, cause), Drain) => doubt(permit, cause, AfterDoubt::Release),
-        (Settled, _) => (Settled, Step::Wait),
-        (_, DrainOver) => (Settled, Step::Drop),
+        (Settled, _) => (Settled, Action::Wait),
+        (_, DrainOver) => (Settled, Action::Abandon),
 
         // Anything else comes too late, or changes nothing: a stale wake, a renewal's answer, a
         // drain while running.
-        (stage, _) => (stage, Step::Wait),
+        (stage, _) => (stage, Action::Wait),
     }
 }
 
 /// A pause between a lease's end and the claim after it: both clocks count in milliseconds.
 const A_MOMENT: Duration = Duration::from_millis(2);
 
-fn granted(permit: Permit, history: History, policy: &Policy) -> (Stage, Step) {
+fn granted(permit: Grant, history: History, policy: &Policy) -> (Stage, Action) {
     if policy.gives_up_on(permit.attempts) {
         return rejecting(permit, Reason::CrashesSpent, Effect::Nothing);
     }
@@ -613,16 +613,16 @@ fn granted(permit: Permit, history: History, policy: &Policy) -> (Stage, Step) {
         && permit.attempts.number == 1
         && history.freshness == Freshness::TooOld
     {
-        return doubt(permit, Cause::TooOld, AfterDoubt::Reconcile);
+        return doubt(permit, DoubtCause::TooOld, AfterDoubt::Reconcile);
     }
-    (Stage::Ready(permit), Step::Queue)
+    (Stage::Ready(permit), Action::Queue)
 }
 
-fn again(permit: Permit, tries: Tries, policy: &Policy) -> (Stage, Step) {
+fn again(permit: Grant, tries: Tries, policy: &Policy) -> (Stage, Action) {
     if tries.0 < policy.retries && policy.guarantee != Guarantee::Bare {
         return (
             Stage::Pausing(permit, Tries(tries.0 + 1)),
-            Step::Wake(policy.pause(tries.0)),
+            Action::Wake(policy.pause(tries.0)),
         );
     }
     if policy.spent(permit) {
@@ -639,66 +639,66 @@ fn passes_through(policy: &Policy) -> bool {
     policy.outage == Outage::PassThrough && policy.guarantee == Guarantee::EffectivelyOnce
 }
 
-fn accept(by: By) -> (Stage, Step) {
-    (Stage::Settled, Step::Settle(Settlement::Accept(Proof(by))))
+fn accept(by: By) -> (Stage, Action) {
+    (Stage::Settled, Action::Settle(Settlement::Accept(Proof(by))))
 }
 
-fn release(after: Duration, failures: u32) -> (Stage, Step) {
+fn release(after: Duration, failures: u32) -> (Stage, Action) {
     (
         Stage::Settled,
-        Step::Settle(Settlement::Release { after, failures }),
+        Action::Settle(Settlement::Release { after, failures }),
     )
 }
 
-fn reject(reason: Reason) -> (Stage, Step) {
-    (Stage::Settled, Step::Settle(Settlement::Reject(reason)))
+fn reject(reason: Reason) -> (Stage, Action) {
+    (Stage::Settled, Action::Settle(Settlement::Reject(reason)))
 }
 
-fn clear(permit: Permit, effect: Effect, after: Duration) -> (Stage, Step) {
+fn clear(permit: Grant, effect: Effect, after: Duration) -> (Stage, Action) {
     (
         Stage::Clearing(permit, effect, after),
-        Step::Ask(Ask::Clear(effect)),
+        Action::Ask(Ask::Clear(effect)),
     )
 }
 
-fn withdraw(permit: Permit, then: AfterWithdrawal) -> (Stage, Step) {
-    (Stage::Withdrawing(permit, then), Step::Ask(Ask::Withdraw))
+fn withdraw(permit: Grant, then: AfterWithdrawal) -> (Stage, Action) {
+    (Stage::Withdrawing(permit, then), Action::Ask(Ask::Withdraw))
 }
 
-fn withdrawn(permit: Permit, then: AfterWithdrawal) -> (Stage, Step) {
+fn withdrawn(permit: Grant, then: AfterWithdrawal) -> (Stage, Action) {
     match then {
         AfterWithdrawal::Release => release(Duration::ZERO, permit.failures),
         // Its next claim has a token of its own: a withdrawal that arrives late must not match it.
         AfterWithdrawal::Reject => reject(Reason::AttemptsSpent),
-        AfterWithdrawal::AwaitTurn => (Stage::New(permit.history()), Step::AwaitTurn),
+        AfterWithdrawal::AwaitTurn => (Stage::New(permit.history()), Action::AwaitTurn),
     }
 }
 
-fn rejecting(permit: Permit, reason: Reason, effect: Effect) -> (Stage, Step) {
+fn rejecting(permit: Grant, reason: Reason, effect: Effect) -> (Stage, Action) {
     (
         Stage::Rejecting(permit, reason, effect),
-        Step::Ask(Ask::Reject(effect)),
+        Action::Ask(Ask::Reject(effect)),
     )
 }
 
-fn doubt(permit: Permit, cause: Cause, then: AfterDoubt) -> (Stage, Step) {
-    (Stage::Doubting(permit, cause, then), Step::Ask(Ask::Doubt))
+fn doubt(permit: Grant, cause: DoubtCause, then: AfterDoubt) -> (Stage, Action) {
+    (Stage::Doubting(permit, cause, then), Action::Ask(Ask::Doubt))
 }
 
-fn look_again(permit: Permit) -> (Stage, Step) {
-    (Stage::Claiming(permit.history(), Parks(0)), Step::ClaimAnew)
+fn look_again(permit: Grant) -> (Stage, Action) {
+    (Stage::Claiming(permit.history(), ClaimTries(0)), Action::ClaimAnew)
 }
 
 impl History {
-    fn permit(self, attempts: Attempts) -> Permit {
-        Permit {
+    fn permit(self, attempts: Attempts) -> Grant {
+        Grant {
             attempts,
             failures: self.failures,
         }
     }
 }
 
-impl Permit {
+impl Grant {
     /// Whether it may be this message that ends processes: two ended while they handled it. One
     /// that ended says little of the many messages that it had in flight.
     pub fn runs_alone(self) -> bool {

@@ -1,55 +1,55 @@
 //! One delivery on the road.
 
-use crate::dispatch::{Command, Dispatch, Keeps};
+use crate::driver::{DriverCommand, LifecycleDriver, OnRelease};
 use crate::marker::Token;
-use crate::road::{Event, History, Policy, Reason, Settlement, Stage};
-use crate::source::{Delivery, Settled, Story};
+use crate::lifecycle::{Event, History, Policy, Reason, Settlement, Stage};
+use crate::source::{Delivery, Settled, FailureHistory};
 
 /// One delivery on the road: moved by each step, never copied, and gone once it is settled.
 #[derive(Debug)]
-pub struct Passage(Box<Travelling>);
+pub struct InFlight(Box<InFlightInner>);
 
 /// It lies where it is while a passage moves: a step moves a pointer.
 #[derive(Debug)]
-struct Travelling {
+struct InFlightInner {
     delivery: Delivery,
-    dispatch: Dispatch,
+    dispatch: LifecycleDriver,
     /// Only what failed has one.
-    story: Option<Box<Story>>,
+    story: Option<Box<FailureHistory>>,
 }
 
-/// What a step made of a [`Passage`].
+/// What a step made of a [`InFlight`].
 #[derive(Debug)]
-pub enum Onward {
-    /// It goes on; this is to be done. Never [`Command::Settle`] or [`Command::Abandon`].
-    Travels(Passage, Command),
+pub enum Progress {
+    /// It goes on; this is to be done. Never [`DriverCommand::Settle`] or [`DriverCommand::Abandon`].
+    Travels(InFlight, DriverCommand),
     /// It left the road, for the source to settle.
     Left(Settled),
     /// It was let go without a settlement, and comes back by itself.
     Dropped(Delivery),
 }
 
-impl Passage {
+impl InFlight {
     /// A delivery at the beginning of the road.
-    pub fn new(delivery: Delivery, history: History, keeps: Keeps) -> Self {
-        Self(Box::new(Travelling {
+    pub fn new(delivery: Delivery, history: History, keeps: OnRelease) -> Self {
+        Self(Box::new(InFlightInner {
             delivery,
-            dispatch: Dispatch::new(history, keeps),
+            dispatch: LifecycleDriver::new(history, keeps),
             story: None,
         }))
     }
 
-    /// Takes the passage one step on, as [`Dispatch::handle`] says.
+    /// Takes the passage one step on, as [`LifecycleDriver::handle`] says.
     pub fn handle(
         self,
         event: Event,
         policy: &Policy,
         new_token: impl FnMut(Token) -> Token,
-    ) -> Onward {
+    ) -> Progress {
         let Self(mut travelling) = self;
         match travelling.dispatch.handle(event, policy, new_token) {
-            Command::Settle(settlement) => {
-                let Travelling {
+            DriverCommand::Settle(settlement) => {
+                let InFlightInner {
                     delivery,
                     dispatch,
                     story,
@@ -74,14 +74,14 @@ impl Passage {
                     story.fence = attempts.number;
                     story
                 });
-                Onward::Left(Settled {
+                Progress::Settled(Settled {
                     delivery,
                     settlement,
                     story,
                 })
             }
-            Command::Abandon => Onward::Dropped(travelling.delivery),
-            command => Onward::Travels(Self(travelling), command),
+            DriverCommand::Abandon => Progress::Abandoned(travelling.delivery),
+            command => Progress::InFlight(Self(travelling), command),
         }
     }
 
@@ -96,28 +96,28 @@ impl Passage {
     }
 
     /// Its stage and its claim.
-    pub fn dispatch(&self) -> &Dispatch {
+    pub fn dispatch(&self) -> &LifecycleDriver {
         &self.0.dispatch
     }
 
     #[cfg(oncegate_chaos)]
-    pub(crate) fn dispatch_mut(&mut self) -> &mut Dispatch {
+    pub(crate) fn dispatch_mut(&mut self) -> &mut LifecycleDriver {
         &mut self.0.dispatch
     }
 
-    /// From here on it starts nothing: [`Dispatch::leave`].
+    /// From here on it starts nothing: [`LifecycleDriver::leave`].
     pub fn leave(&mut self) {
         self.0.dispatch.leave();
     }
 
-    /// A delivery that was held comes back: [`Dispatch::restart`].
+    /// A delivery that was held comes back: [`LifecycleDriver::restart`].
     pub fn restart(&mut self, history: History) {
         self.0.delivery.failures = history.failures;
         self.0.dispatch.restart(history);
     }
 
     /// Writes down what a person will want to know if it is dead-lettered.
-    pub fn tell(&mut self, write: impl FnOnce(&mut Story)) {
+    pub fn tell(&mut self, write: impl FnOnce(&mut FailureHistory)) {
         write(self.0.story.get_or_insert_default());
     }
 }
@@ -129,7 +129,7 @@ mod tests {
     use super::*;
     use crate::marker::{Ask, Attempts, Guarantee, Verdict};
     use crate::message::Message;
-    use crate::road::{Freshness, Outage, Outcome};
+    use crate::lifecycle::{Freshness, Outage, Outcome};
     use crate::source::Receipt;
 
     /// The budget was spent before this delivery, or is spent with it.
@@ -162,13 +162,13 @@ mod tests {
                 },
                 failures: 0,
             };
-            let mut passage = Passage::new(
+            let mut passage = InFlight::new(
                 delivery,
                 History {
                     failures: 0,
                     freshness: Freshness::Fresh,
                 },
-                Keeps::Nothing,
+                OnRelease::ReturnToSource,
             );
             let mut settled = None;
             for event in [
@@ -179,15 +179,15 @@ mod tests {
             .chain(then)
             {
                 match passage.handle(*event, &policy, |_| Token(1)) {
-                    Onward::Travels(onward, command) => {
-                        assert!(command != Command::Apply(Ask::Complete));
+                    Progress::InFlight(onward, command) => {
+                        assert!(command != DriverCommand::Apply(Ask::Complete));
                         passage = onward;
                     }
-                    Onward::Left(left) => {
+                    Progress::Settled(left) => {
                         settled = Some(left);
                         break;
                     }
-                    Onward::Dropped(_) => panic!("it was let go"),
+                    Progress::Abandoned(_) => panic!("it was let go"),
                 }
             }
             let settled = settled.expect("it is rejected");

@@ -2,36 +2,36 @@
 
 use std::time::{Duration, Instant};
 
-use super::flight::Flight;
+use super::entry::InFlightEntry;
 use crate::id::MessageId;
 use crate::marker::{Attempts, Finding};
-use crate::road::{Cause, Event, Outcome, Settlement};
+use crate::lifecycle::{DoubtCause, Event, Outcome, Settlement};
 use crate::run::Finished;
-use crate::seldom::Seldom;
+use crate::log_throttle::LogThrottle;
 use crate::source::Settled;
 
 /// What is said now and then, however often it happens.
-pub(super) struct Says {
-    pub(super) unavailable: Seldom,
-    pub(super) not_remembered: Seldom,
-    pub(super) crowded: Seldom,
-    pub(super) unknown_age: Seldom,
-    rejected: Seldom,
-    in_doubt: Seldom,
-    panicked: Seldom,
-    reconciled: Seldom,
-    taken_over: Seldom,
-    alone: Seldom,
-    held: Seldom,
+pub(super) struct Reporter {
+    pub(super) unavailable: LogThrottle,
+    pub(super) not_remembered: LogThrottle,
+    pub(super) crowded: LogThrottle,
+    pub(super) unknown_age: LogThrottle,
+    rejected: LogThrottle,
+    in_doubt: LogThrottle,
+    panicked: LogThrottle,
+    reconciled: LogThrottle,
+    taken_over: LogThrottle,
+    alone: LogThrottle,
+    held: LogThrottle,
 }
 
 /// How many lines of one kind a second of single messages are written at the most.
 const LINES: u32 = 10;
 
-impl Says {
+impl Reporter {
     pub(super) fn nothing_yet() -> Self {
         let [unavailable, not_remembered, crowded, unknown_age] =
-            [10, 10, 10, 600].map(|seconds| Seldom::every(Duration::from_secs(seconds)));
+            [10, 10, 10, 600].map(|seconds| LogThrottle::every(Duration::from_secs(seconds)));
         let [
             rejected,
             in_doubt,
@@ -40,7 +40,7 @@ impl Says {
             taken_over,
             alone,
             held,
-        ] = std::array::from_fn(|_| Seldom::up_to(LINES, Duration::from_secs(1)));
+        ] = std::array::from_fn(|_| LogThrottle::up_to(LINES, Duration::from_secs(1)));
         Self {
             unavailable,
             not_remembered,
@@ -97,15 +97,15 @@ impl Says {
 
     /// A handler or `reconcile` is over.
     #[inline]
-    pub(super) fn ran(&mut self, flight: &Flight, finished: &Finished) {
+    pub(super) fn ran(&mut self, flight: &InFlightEntry, finished: &Finished) {
         if !matches!(finished.event, Event::Returned(Outcome::Done)) {
             self.ran_unlike_most(flight, finished);
         }
     }
 
-    fn ran_unlike_most(&mut self, flight: &Flight, finished: &Finished) {
+    fn ran_unlike_most(&mut self, flight: &InFlightEntry, finished: &Finished) {
         let (seldom, panicked) = match finished.event {
-            Event::Returned(Outcome::Unknown(Cause::Panicked)) => (&mut self.panicked, true),
+            Event::Returned(Outcome::Unknown(DoubtCause::Panicked)) => (&mut self.panicked, true),
             Event::Found(_) => (&mut self.reconciled, false),
             _ => return,
         };
@@ -130,7 +130,7 @@ impl Says {
     }
 
     /// A message was granted, or found in doubt, that was in progress when a process ended.
-    pub(super) fn taken_over(&mut self, flight: &Flight, attempts: Attempts) {
+    pub(super) fn taken_over(&mut self, flight: &InFlightEntry, attempts: Attempts) {
         if let Some(suppressed_lines) = self.taken_over.due(Instant::now()) {
             let (id, origin) = (
                 flight.id.as_ref().map(MessageId::as_str),
@@ -153,7 +153,7 @@ impl Says {
     }
 
     /// A message begins to run alone.
-    pub(super) fn runs_alone(&mut self, flight: &Flight, attempts: Attempts, max_crashes: u32) {
+    pub(super) fn runs_alone(&mut self, flight: &InFlightEntry, attempts: Attempts, max_crashes: u32) {
         if let Some(suppressed_lines) = self.alone.due(Instant::now()) {
             let (id, origin) = (
                 flight.id.as_ref().map(MessageId::as_str),
@@ -177,7 +177,7 @@ impl Says {
     }
 
     /// A message waits for whoever else holds its id.
-    pub(super) fn held_elsewhere(&mut self, flight: &Flight, remaining: Duration) {
+    pub(super) fn held_elsewhere(&mut self, flight: &InFlightEntry, remaining: Duration) {
         if let Some(suppressed_lines) = self.held.due(Instant::now()) {
             let (id, origin) = (
                 flight.id.as_ref().map(MessageId::as_str),
