@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use oncegate::{Context, Failure, Handler, FailureExt, async_trait};
+use oncegate::{Context, Failure, FailureExt, Handler, async_trait};
 use serde::Deserialize;
 
 use crate::diary::{Diary, Entry, Run};

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use bytes::Bytes;
 use oncegate_core::{
-    Consumer, Context, Failure, Handler, Execution, Headers, IdSource, MemoryBroker, MemoryStore,
+    Consumer, Context, Execution, Failure, Handler, Headers, IdSource, MemoryBroker, MemoryStore,
     Message, RawBytes, async_trait,
 };
 use serde::de::IgnoredAny;

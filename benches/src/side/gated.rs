@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use oncegate::source::Open;
 use oncegate::{
-    Consumer, Context, Failure, Handler, Execution, IdSource, Kafka, MemoryStore, RabbitMq,
+    Consumer, Context, Execution, Failure, Handler, IdSource, Kafka, MemoryStore, RabbitMq,
     RawBytes, Redis, Sqlite, Topology, async_trait,
 };
 use serde::de::IgnoredAny;

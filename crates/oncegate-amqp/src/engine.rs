@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 use oncegate_core::lifecycle::{Reason, Settlement};
-use oncegate_core::source::{Delivery, Settled, SourceError, FailureHistory};
+use oncegate_core::source::{Delivery, FailureHistory, Settled, SourceError};
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::sync::oneshot;
 use tokio::time::Instant;

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use oncegate_core::message::Origin;
 use oncegate_core::lifecycle::Reason;
+use oncegate_core::message::Origin;
 use oncegate_core::source::{Incoming, Limit, Open, Order, Settled, Source, SourceError};
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::sync::oneshot;

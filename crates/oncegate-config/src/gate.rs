@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use oncegate::{Builder, Fingerprints, Execution, IdSource, MessageId, Order, Outage, defaults};
+use oncegate::{Builder, Execution, Fingerprints, IdSource, MessageId, Order, Outage, defaults};
 
 use crate::config::Config;
 use crate::error::Error;

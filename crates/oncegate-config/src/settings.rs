@@ -181,7 +181,7 @@ pub const SETTINGS: &[Setting] = &[
     ),
     time(
         "gate.max-age",
-        "the maximum age of a message without a marker; half the window by default",
+        "the maximum age of a message that is taken as new; half the window by default",
     ),
     time(
         "gate.lease",

@@ -9,7 +9,7 @@ use async_trait::async_trait;
 use oncegate::marker::{Guarantee, Operation, Verdict};
 #[cfg(feature = "redis")]
 use oncegate::{Durability, Redis};
-use oncegate::{Persistence, MemoryStore, Scope, Store, StoreError};
+use oncegate::{MemoryStore, Persistence, Scope, Store, StoreError};
 
 use crate::config::Config;
 use crate::error::Error;

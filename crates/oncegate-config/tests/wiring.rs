@@ -81,11 +81,11 @@ async fn errors_name_the_key() {
             &["gate.shortest-lease is longer than gate.lease"],
         ),
         (
-            format!("{good}attempts = 0\n{RABBITMQ}"),
+            format!("{good}max-attempts = 0\n{RABBITMQ}"),
             &["gate.max-attempts: it is 0; set at least 1"],
         ),
         (
-            format!("{good}attempts = 5000000000\n{RABBITMQ}"),
+            format!("{good}max-attempts = 5000000000\n{RABBITMQ}"),
             &["gate.max-attempts: 5000000000 is too large"],
         ),
         (

@@ -9,14 +9,14 @@ use crate::decode::{Decode, Json};
 use crate::error::Error;
 use crate::handler::Handler;
 use crate::id::{IdSource, Scope};
+use crate::lifecycle::Outage;
+use crate::log_throttle::LogThrottle;
 use crate::marker::Guarantee;
 use crate::message::Message;
-use crate::runtime_estimator::lease_for;
 use crate::readiness::Readiness;
-use crate::lifecycle::Outage;
 use crate::run::Runner;
-use crate::log_throttle::LogThrottle;
-use crate::settings::{Fingerprints, Forgetful, Execution, Settings};
+use crate::runtime_estimator::lease_for;
+use crate::settings::{Execution, Fingerprints, Settings, VolatileStore};
 use crate::source::{Open, Order, Source, headers};
 use crate::status::{ConsumerStatus, Ends};
 use crate::store::{Persistence, Store, StoreError};
@@ -322,7 +322,7 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     /// Lets at most once run on a store that may forget what it said: you accept that a forgotten
     /// id is run again.
     pub fn allow_volatile_store(mut self) -> Self {
-        self.settings.forgetful = Forgetful::Accepted;
+        self.settings.volatile_store = VolatileStore::Allowed;
         self
     }
 }
@@ -440,7 +440,9 @@ pub(crate) async fn preflight(store: &dyn Store, settings: &Settings) -> Result<
 /// Why the store may forget what it said, where that is refused.
 async fn forgets(store: &dyn Store, settings: &Settings) -> Result<Option<String>, StoreError> {
     store.preflight(settings.guarantee).await?;
-    if settings.guarantee != Guarantee::AtMostOnce || settings.forgetful == Forgetful::Accepted {
+    if settings.guarantee != Guarantee::AtMostOnce
+        || settings.volatile_store == VolatileStore::Allowed
+    {
         return Ok(None);
     }
     Ok(match store.persistence().await? {

@@ -6,11 +6,11 @@
 //! the store in `asking`, at the end in `leaving`.
 
 mod asking;
+mod dispatch;
 mod entry;
 mod late;
 mod leaving;
 mod reports;
-mod dispatch;
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -25,7 +25,7 @@ use futures_util::stream::{FuturesUnordered, StreamExt};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use self::asking::Applied;
-use self::entry::{InFlightEntry, FinishedRun};
+use self::entry::{FinishedRun, InFlightEntry};
 use self::late::LateCompletions;
 use self::reports::Reporter;
 
@@ -36,14 +36,14 @@ use crate::fault;
 use crate::handler::Handler;
 use crate::id::IdSource;
 use crate::lanes::Lanes;
+use crate::lifecycle::{Event, Policy, Stage};
 use crate::marker::{Guarantee, Token, Tokens};
 use crate::measures::{Holds, Measures};
 use crate::outcome::Outcomes;
-use crate::runtime_estimator::RuntimeEstimator;
 use crate::readiness::{Takes, Telling};
 use crate::renewals::{Over, Renewals};
-use crate::lifecycle::{Event, Policy, Stage};
 use crate::run::Runner;
+use crate::runtime_estimator::RuntimeEstimator;
 use crate::seen::Seen;
 use crate::settings::Settings;
 use crate::slots::{Slot, Slots};

@@ -6,8 +6,8 @@
 
 use std::time::Duration;
 
+use crate::lifecycle::{Action, Event, History, Policy, Settlement, Stage, transition};
 use crate::marker::{Ask, Attempts, Token, Verdict};
-use crate::lifecycle::{Event, History, Policy, Settlement, Stage, Action, transition};
 
 /// One delivery: its stage, and the claim that it makes.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -26,9 +26,9 @@ pub struct LifecycleDriver {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum OnRelease {
     /// It goes back to its source.
-    Nothing,
+    ReturnToSource,
     /// It waits where it is, so that nothing of its ordering key overtakes it.
-    Order,
+    KeepPlace,
 }
 
 /// Whether a delivery may still start something.
@@ -137,7 +137,7 @@ impl LifecycleDriver {
         if let Event::Answer(Verdict::Rejected { attempt }) = event {
             self.attempts = Attempts::all_forgiven(attempt);
         }
-        let command = self.step(&rules, event, policy, &mut new_token);
+        let command = self.advance(&rules, event, policy, &mut new_token);
         // What leaves begins nothing: whatever would wait, queue or claim is asked to drain again.
         let begins = match command {
             DriverCommand::Apply(ask) => ask == Ask::Claim && self.attempts.number == 0,
@@ -147,13 +147,13 @@ impl LifecycleDriver {
         if !begins || !self.leaves() {
             return command;
         }
-        match self.step(&rules, Event::Drain, policy, &mut new_token) {
+        match self.advance(&rules, Event::Drain, policy, &mut new_token) {
             DriverCommand::Nothing => command,
             instead => instead,
         }
     }
 
-    fn step(
+    fn advance(
         &mut self,
         rules: &impl Fn(Stage, Event, &Policy) -> (Stage, Action),
         event: Event,

@@ -14,15 +14,15 @@ use crate::error::Error;
 use crate::handler::Failure;
 use crate::id::{MessageId, Scope};
 use crate::lease::Lease;
+use crate::lifecycle::{
+    ClaimReply, DoubtCause, Event, Freshness, History, Outcome, Policy, Reason, Settlement, Stage,
+};
 use crate::marker::{Ask, Guarantee, Operation, Terms, Token, Verdict};
 use crate::moment::Moment;
 use crate::outcome::Outcomes;
 use crate::renewals::Renewals;
-use crate::lifecycle::{
-    ClaimReply, DoubtCause, Event, Freshness, History, Outcome, Policy, Reason, Settlement, Stage,
-};
 use crate::run::{Ended, bounded, caught};
-use crate::settings::{Forgetful, LONGEST, Settings};
+use crate::settings::{LONGEST, Settings, VolatileStore};
 use crate::slots::{Slot, Slots};
 use crate::spans;
 use crate::store::{Store, StoreError};
@@ -68,11 +68,11 @@ pub enum WhenHeld {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RunOutcome<T> {
     /// It ran now; this is what it gave.
-    Now(T),
+    Executed(T),
     /// It ran before, within the window.
-    Before,
+    AlreadyDone,
     /// Someone else runs it at this moment, and may yet fail. Only with [`WhenHeld::Skip`].
-    Elsewhere,
+    HeldElsewhere,
 }
 
 /// Why guarded work has no result.
@@ -232,7 +232,10 @@ impl<T> Guarded<'_, T> {
                 DriverCommand::Run => self.work(async { work().await }).await,
                 DriverCommand::Reconcile => Event::Found(None), // nobody here can find out
                 DriverCommand::Wake(after)
-                    if matches!(self.dispatch.stage(), Stage::AwaitingHolder(_, _, ClaimReply::Answered)) =>
+                    if matches!(
+                        self.dispatch.stage(),
+                        Stage::AwaitingHolder(_, _, ClaimReply::Answered)
+                    ) =>
                 {
                     let left = give_up_at.saturating_duration_since(Instant::now());
                     tokio::time::sleep(after.min(left).min(LONGEST_WAIT)).await;
@@ -252,7 +255,10 @@ impl<T> Guarded<'_, T> {
                 }
                 DriverCommand::Settle(settlement) => return self.settled(before, settlement),
                 // It keeps no order and yields to no one, so that nothing is held.
-                DriverCommand::Hold { .. } | DriverCommand::AwaitTurn | DriverCommand::Nothing | DriverCommand::Abandon => {
+                DriverCommand::Hold { .. }
+                | DriverCommand::AwaitTurn
+                | DriverCommand::Nothing
+                | DriverCommand::Abandon => {
                     return Err(self.gave_up());
                 }
             };
@@ -398,7 +404,10 @@ impl<T> Guarded<'_, T> {
             ))
         };
         match settlement {
-            Settlement::Accept(_) => Ok(self.result.take().map_or(RunOutcome::AlreadyDone, RunOutcome::Executed)),
+            Settlement::Accept(_) => Ok(self
+                .result
+                .take()
+                .map_or(RunOutcome::AlreadyDone, RunOutcome::Executed)),
             Settlement::Release { .. }
                 if matches!(from, Stage::Claiming(..) | Stage::AwaitingHolder(..)) =>
             {
@@ -507,7 +516,7 @@ impl<T> GateBuilder<T> {
 
     /// Lets at most once run on a store that may forget what it said.
     pub fn allow_volatile_store(mut self) -> Self {
-        self.settings.forgetful = Forgetful::Accepted;
+        self.settings.volatile_store = VolatileStore::Allowed;
         self
     }
 }

@@ -1,9 +1,9 @@
 //! One delivery on the road.
 
 use crate::driver::{DriverCommand, LifecycleDriver, OnRelease};
-use crate::marker::Token;
 use crate::lifecycle::{Event, History, Policy, Reason, Settlement, Stage};
-use crate::source::{Delivery, Settled, FailureHistory};
+use crate::marker::Token;
+use crate::source::{Delivery, FailureHistory, Settled};
 
 /// One delivery on the road: moved by each step, never copied, and gone once it is settled.
 #[derive(Debug)]
@@ -22,11 +22,11 @@ struct InFlightInner {
 #[derive(Debug)]
 pub enum Progress {
     /// It goes on; this is to be done. Never [`DriverCommand::Settle`] or [`DriverCommand::Abandon`].
-    Travels(InFlight, DriverCommand),
+    InFlight(InFlight, DriverCommand),
     /// It left the road, for the source to settle.
-    Left(Settled),
+    Settled(Settled),
     /// It was let go without a settlement, and comes back by itself.
-    Dropped(Delivery),
+    Abandoned(Delivery),
 }
 
 impl InFlight {
@@ -127,9 +127,9 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::lifecycle::{Freshness, Outage, Outcome};
     use crate::marker::{Ask, Attempts, Guarantee, Verdict};
     use crate::message::Message;
-    use crate::lifecycle::{Freshness, Outage, Outcome};
     use crate::source::Receipt;
 
     /// The budget was spent before this delivery, or is spent with it.

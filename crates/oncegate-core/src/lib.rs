@@ -16,8 +16,11 @@ pub mod fault;
 pub mod gate;
 pub mod handler;
 pub mod id;
+pub mod in_flight;
 mod lanes;
 mod lease;
+pub mod lifecycle;
+mod log_throttle;
 pub mod marker;
 mod measures;
 pub mod memory;
@@ -25,14 +28,11 @@ pub mod message;
 pub mod metric;
 mod moment;
 pub mod outcome;
-mod runtime_estimator;
-pub mod in_flight;
 mod readiness;
 mod renewals;
-pub mod lifecycle;
 mod run;
+mod runtime_estimator;
 mod seen;
-mod log_throttle;
 mod settings;
 mod shadow;
 mod shutdown;
@@ -48,21 +48,21 @@ pub use context::Context;
 pub use decode::{Decode, Json, Raw, RawBytes};
 pub use error::Error;
 pub use gate::{Gate, GateBuilder, GateError, RunOutcome, WhenHeld};
-pub use handler::{Failure, Handler, IntoCause, IntoFailure, FailureExt, Reconciled};
+pub use handler::{Failure, FailureExt, Handler, IntoCause, IntoFailure, Reconciled};
 pub use id::{IdSource, Key, MessageId, Scope};
+pub use lifecycle::Outage;
+#[doc(hidden)]
+pub use log_throttle::LogThrottle;
 pub use marker::{Fingerprint, Guarantee};
 pub use memory::{DeadLetter, MemoryBroker, MemorySource, MemoryStore};
 pub use message::{Headers, HeadersBuilder, Message, Origin, Position};
 pub use readiness::Readiness;
-pub use lifecycle::Outage;
 pub use seen::{StoreSnapshot, StoreState, StoreTrouble};
-#[doc(hidden)]
-pub use log_throttle::LogThrottle;
-pub use settings::{Fingerprints, Execution};
-pub use shadow::{Shadow, ShadowReport, ShadowOutcome};
+pub use settings::{Execution, Fingerprints};
+pub use shadow::{Shadow, ShadowOutcome, ShadowReport};
 pub use shutdown::shutdown_signal;
 pub use source::{
-    Delivery, Incoming, Limit, Open, Order, Receipt, Settled, Source, SourceError, FailureHistory,
+    Delivery, FailureHistory, Incoming, Limit, Open, Order, Receipt, Settled, Source, SourceError,
 };
 pub use status::{ConsumerSnapshot, ConsumerStatus, DeliveryState, Held};
 pub use store::{Listed, Persistence, Standing, Store, StoreError};

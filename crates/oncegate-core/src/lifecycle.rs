@@ -207,7 +207,7 @@ pub enum Action {
     /// Nothing: an answer is still to come.
     Wait,
     /// Let go of the delivery without settling it; it comes back after its lease.
-    Drop,
+    Abandon,
 }
 
 /// What becomes of a delivery at the broker.
@@ -438,7 +438,9 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
             AwaitingHolder(history, ClaimTries(parks.0 + 1), ClaimReply::Unknown),
             wake(parks.0),
         ),
-        (AwaitingHolder(history, parks, _), Woke) => (Claiming(history, parks), Action::Ask(Ask::Claim)),
+        (AwaitingHolder(history, parks, _), Woke) => {
+            (Claiming(history, parks), Action::Ask(Ask::Claim))
+        }
 
         // The handler: it runs only while its lease lives.
         (Ready(permit), Slot) => (Running(permit, Tries(0)), Action::Run),
@@ -476,9 +478,10 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
             release(policy.pause(0), permit.failures)
         }
         (Doubting(_, cause, AfterDoubt::Reject), Answer(V::Kept)) => reject(Reason::InDoubt(cause)),
-        (Reconciling(permit, _, _), Found(Some(finding))) => {
-            (Resolving(permit, finding), Action::Ask(Ask::Resolve(finding)))
-        }
+        (Reconciling(permit, _, _), Found(Some(finding))) => (
+            Resolving(permit, finding),
+            Action::Ask(Ask::Resolve(finding)),
+        ),
         // A doubt that nobody looks into any more is given back, so that a person may resolve it at
         // once.
         (Reconciling(permit, tries, cause), Found(None)) if tries.0 + 1 >= policy.reconciles => {
@@ -523,7 +526,10 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
         ) => look_again(permit),
 
         // The lease may be over. What has a verdict to record keeps asking; what runs is dropped.
-        (Ready(permit), LeaseOver) => (Claiming(permit.history(), ClaimTries(0)), Action::Ask(Ask::Claim)),
+        (Ready(permit), LeaseOver) => (
+            Claiming(permit.history(), ClaimTries(0)),
+            Action::Ask(Ask::Claim),
+        ),
         (Running(permit, _), LeaseOver) if at_most_once => {
             doubt(permit, DoubtCause::HolderGone, AfterDoubt::Release)
         }
@@ -570,7 +576,9 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
             release(Duration::ZERO, history.failures)
         }
         (Claiming(history, _), Drain) => (Leaving(history), Action::Wait),
-        (AwaitingHolder(history, _, ClaimReply::Unknown), Drain) => (Leaving(history), Action::Ask(Ask::Claim)),
+        (AwaitingHolder(history, _, ClaimReply::Unknown), Drain) => {
+            (Leaving(history), Action::Ask(Ask::Claim))
+        }
         (Leaving(history), Answer(V::Granted(attempts))) => {
             withdraw(history.permit(attempts), AfterWithdrawal::Release)
         }
@@ -640,7 +648,10 @@ fn passes_through(policy: &Policy) -> bool {
 }
 
 fn accept(by: By) -> (Stage, Action) {
-    (Stage::Settled, Action::Settle(Settlement::Accept(Proof(by))))
+    (
+        Stage::Settled,
+        Action::Settle(Settlement::Accept(Proof(by))),
+    )
 }
 
 fn release(after: Duration, failures: u32) -> (Stage, Action) {
@@ -682,11 +693,17 @@ fn rejecting(permit: Grant, reason: Reason, effect: Effect) -> (Stage, Action) {
 }
 
 fn doubt(permit: Grant, cause: DoubtCause, then: AfterDoubt) -> (Stage, Action) {
-    (Stage::Doubting(permit, cause, then), Action::Ask(Ask::Doubt))
+    (
+        Stage::Doubting(permit, cause, then),
+        Action::Ask(Ask::Doubt),
+    )
 }
 
 fn look_again(permit: Grant) -> (Stage, Action) {
-    (Stage::Claiming(permit.history(), ClaimTries(0)), Action::ClaimAnew)
+    (
+        Stage::Claiming(permit.history(), ClaimTries(0)),
+        Action::ClaimAnew,
+    )
 }
 
 impl History {

@@ -2,8 +2,8 @@
 
 use metrics::{Counter, counter};
 
-use crate::marker::{Attempts, Finding, Verdict};
 use crate::lifecycle::{Event, Outcome, Settlement};
+use crate::marker::{Attempts, Finding, Verdict};
 
 /// `oncegate_deliveries_total{outcome=…}`: what the gate said, and what became of deliveries.
 pub const DELIVERIES: &str = "oncegate_deliveries_total";

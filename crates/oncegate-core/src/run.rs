@@ -16,9 +16,9 @@ use crate::decode::Decode;
 use crate::fault;
 use crate::handler::{Failure, Handler, Reconciled};
 use crate::lease::Lease;
+use crate::lifecycle::{DoubtCause, Event, Outcome};
 use crate::marker::Finding;
 use crate::moment::Moment;
-use crate::lifecycle::{DoubtCause, Event, Outcome};
 use crate::spans;
 
 /// A handler, and what it needs to run.

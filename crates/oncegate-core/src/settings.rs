@@ -6,10 +6,10 @@ use std::time::Duration;
 use crate::defaults;
 use crate::error::Error;
 use crate::id::{IdSource, Scope};
+use crate::lifecycle::{Outage, Policy};
 use crate::marker::{Fingerprint, Guarantee, Terms};
 use crate::message::Message;
 use crate::readiness::Readiness;
-use crate::lifecycle::{Outage, Policy};
 use crate::source::Order;
 use crate::status::ConsumerStatus;
 
@@ -57,7 +57,7 @@ pub enum Execution {
     Spawned,
     /// Each is polled once where it stands, and gets a task only if it is not ready: the fast way
     /// for handlers that are ready at once. A handler that blocks holds up the consumer.
-    InPlace,
+    Inline,
 }
 
 /// The longest that any setting may last, so that no clock overflows.
@@ -90,16 +90,16 @@ pub(crate) struct Settings {
     pub(crate) order: Option<Order>,
     pub(crate) handlers: Execution,
     pub(crate) outage: Outage,
-    pub(crate) forgetful: Forgetful,
+    pub(crate) volatile_store: VolatileStore,
     pub(crate) readiness: Readiness,
     pub(crate) status: Option<ConsumerStatus>,
 }
 
 /// Whether at most once takes a store that may forget.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Forgetful {
+pub(crate) enum VolatileStore {
     Refused,
-    Accepted,
+    Allowed,
 }
 
 impl Default for Settings {
@@ -128,7 +128,7 @@ impl Default for Settings {
             order: None,
             handlers: Execution::default(),
             outage: Outage::default(),
-            forgetful: Forgetful::Refused,
+            volatile_store: VolatileStore::Refused,
             readiness: Readiness::new(),
             status: None,
         }

@@ -4,8 +4,8 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use async_trait::async_trait;
 
-use crate::message::{Message, Origin};
 use crate::lifecycle::{Reason, Settlement};
+use crate::message::{Message, Origin};
 use crate::store::BoxError;
 
 /// Where deliveries come from, and where settlements go.
@@ -339,8 +339,8 @@ pub fn rejection_headers(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::message::HeadersBuilder;
     use crate::lifecycle::Reason;
+    use crate::message::HeadersBuilder;
 
     #[test]
     fn forged_headers_are_stripped_from_dead_letters() {

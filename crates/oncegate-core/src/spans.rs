@@ -7,9 +7,9 @@ use tracing::{Span, debug_span};
 
 use crate::context::Context;
 use crate::id::MessageId;
+use crate::lifecycle::Settlement;
 use crate::marker::Ask;
 use crate::message::{Message, Position};
-use crate::lifecycle::Settlement;
 use crate::source::Delivery;
 
 /// The header in which W3C's Trace Context says to which trace a message belongs. It goes along

@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::id::MessageId;
-use crate::message::{Origin, Position};
 use crate::lifecycle::Stage;
+use crate::message::{Origin, Position};
 use crate::seen::{Seen, StoreSnapshot};
 
 /// How often a consumer tells, if it was asked to.

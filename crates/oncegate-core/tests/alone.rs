@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use oncegate_core::marker::{self, Age, Change, Marker, Operation, Verdict};
 use oncegate_core::lifecycle::Reason;
+use oncegate_core::marker::{self, Age, Change, Marker, Operation, Verdict};
 use oncegate_core::source::{Incoming, Limit, Open, Settled, Source, SourceError};
 use oncegate_core::*;
 use tokio::sync::Notify;
@@ -74,7 +74,7 @@ impl Store for StoreOf {
             match change {
                 Change::Keep => {}
                 Change::Write(marker, _) => {
-                    drop(markers.insert(operation.key.clone(), (marker, self.life)))
+                    markers.insert(operation.key.clone(), (marker, self.life));
                 }
                 Change::Delete => drop(markers.remove(&operation.key)),
             }

@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use oncegate_core::marker::{Ask, Marker, Operation, Terms, Token, Verdict};
 use oncegate_core::lifecycle::{DoubtCause, Reason, Settlement};
+use oncegate_core::marker::{Ask, Marker, Operation, Terms, Token, Verdict};
 use oncegate_core::*;
 use tokio::sync::{Notify, oneshot};
 

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use oncegate_core::marker::{Ask, Attempts, Effect, Marker, Operation, Terms, Token, Verdict};
 use oncegate_core::lifecycle::Reason;
+use oncegate_core::marker::{Ask, Attempts, Effect, Marker, Operation, Terms, Token, Verdict};
 use oncegate_core::*;
 
 const fn ms(n: u64) -> Duration {

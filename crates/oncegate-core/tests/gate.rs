@@ -90,7 +90,8 @@ async fn an_unknown_outcome_is_never_run_again_at_most_once_and_is_effectively_o
         (Guarantee::EffectivelyOnce, Some(RunOutcome::Executed(1))),
     ] {
         let gate = gate(guarantee).await;
-        let panicked: Result<RunOutcome<u8>, _> = gate.run("day", || async { panic!("half way") }).await;
+        let panicked: Result<RunOutcome<u8>, _> =
+            gate.run("day", || async { panic!("half way") }).await;
         assert!(
             matches!(panicked, Err(GateError::InDoubt(_))),
             "{panicked:?}"
@@ -115,7 +116,8 @@ async fn a_doubt_is_told_to_each_caller_and_kept_from_no_person() {
         .open()
         .await
         .expect("a gate");
-    let panicked: Result<RunOutcome<u8>, _> = gate.run("day", || async { panic!("half way") }).await;
+    let panicked: Result<RunOutcome<u8>, _> =
+        gate.run("day", || async { panic!("half way") }).await;
     assert!(
         matches!(panicked, Err(GateError::InDoubt(_))),
         "{panicked:?}"
@@ -298,7 +300,10 @@ async fn work_that_is_held_is_skipped_given_up_or_waited_for() {
         RunOutcome::AlreadyDone,
         "the other succeeded"
     );
-    assert_eq!(held.await.expect("no panic").expect("it ran"), RunOutcome::Executed(1));
+    assert_eq!(
+        held.await.expect("no panic").expect("it ran"),
+        RunOutcome::Executed(1)
+    );
 
     let (held, started) = hold("b", Err(()));
     started.await.expect("it starts");

@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use oncegate_core::marker::{Ask, Operation, Terms, Token};
 use oncegate_core::lifecycle::Settlement;
+use oncegate_core::marker::{Ask, Operation, Terms, Token};
 use oncegate_core::*;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
@@ -124,7 +124,11 @@ async fn a_released_delivery_is_not_overtaken_by_its_key_and_holds_up_no_other()
     });
     (0..50).for_each(|number| publish(&broker, "a", number));
     (0..10).for_each(|number| publish(&broker, "b", number));
-    drain(&broker, consumer(&broker, &store, &handler).max_in_flight(4)).await;
+    drain(
+        &broker,
+        consumer(&broker, &store, &handler).max_in_flight(4),
+    )
+    .await;
     let done = handler.done();
     assert_eq!(
         (of("a", &done), of("b", &done)),
@@ -188,7 +192,11 @@ async fn every_key_stays_in_order_whatever_fails() {
     }
     // A copy of one that may be away at that time.
     keys.iter().for_each(|key| publish(&broker, key, 39));
-    drain(&broker, consumer(&broker, &store, &handler).max_in_flight(16)).await;
+    drain(
+        &broker,
+        consumer(&broker, &store, &handler).max_in_flight(16),
+    )
+    .await;
     let done = handler.done();
     for key in keys {
         assert_eq!(of(&format!("{key}-"), &done), in_order(&key, 40));
@@ -385,7 +393,9 @@ async fn what_waits_is_bounded() {
     (0..500).for_each(|number| publish(&broker, "a", number));
     drain(
         &broker,
-        consumer(&broker, &store, &handler).max_in_flight(4).max_queued(20),
+        consumer(&broker, &store, &handler)
+            .max_in_flight(4)
+            .max_queued(20),
     )
     .await;
     assert_eq!(handler.done(), in_order("a", 500));
@@ -492,7 +502,12 @@ async fn no_more_handlers_run_than_may_be_in_flight() {
 
 #[tokio::test]
 async fn no_more_bytes_are_handled_than_may_be_in_flight() {
-    crowd(|consumer| consumer.max_in_flight(1_000).max_in_flight_bytes(MOST * CROWD_BODY)).await;
+    crowd(|consumer| {
+        consumer
+            .max_in_flight(1_000)
+            .max_in_flight_bytes(MOST * CROWD_BODY)
+    })
+    .await;
 }
 
 /// Many that fail together and rest for about as long, under a limit that lets four of them run.

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
-use oncegate_core::marker::{Ask, Operation, Verdict};
 use oncegate_core::lifecycle::{DoubtCause, Reason};
+use oncegate_core::marker::{Ask, Operation, Verdict};
 use oncegate_core::*;
 use tokio::sync::Notify;
 

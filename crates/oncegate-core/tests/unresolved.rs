@@ -57,8 +57,8 @@ impl World {
             .id(IdSource::header("id"))
             .allow_volatile_store()
             .lease(Duration::from_millis(200))
-            .attempts(1)
-            .reconciles(1)
+            .max_attempts(1)
+            .max_reconciles(1)
             .backoff(Duration::from_millis(5), Duration::from_millis(20))
     }
 
@@ -96,7 +96,10 @@ async fn at_most_once_does_not_start_what_effectively_once_left_unknown() {
     );
     assert_eq!(
         world.reasons(),
-        [Reason::AttemptsSpent, Reason::InDoubt(DoubtCause::HolderGone)]
+        [
+            Reason::AttemptsSpent,
+            Reason::InDoubt(DoubtCause::HolderGone)
+        ]
     );
 }
 

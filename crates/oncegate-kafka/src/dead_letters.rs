@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use oncegate_core::lifecycle::Reason;
 use oncegate_core::source::{kept_headers, rejection_headers};
-use oncegate_core::{Delivery, LogThrottle, FailureHistory};
+use oncegate_core::{Delivery, FailureHistory, LogThrottle};
 use rdkafka::ClientConfig;
 use rdkafka::error::{KafkaError, RDKafkaErrorCode};
 use rdkafka::message::{Header, OwnedHeaders};

@@ -1,9 +1,9 @@
 //! Wrong rules of the consumer, each the right ones but for one row.
 
-use oncegate_core::marker::{Guarantee, Verdict};
 use oncegate_core::lifecycle::{
-    AfterDoubt, Event, History, Outcome, Policy, Reason, Settlement, Stage, Action, transition,
+    Action, AfterDoubt, Event, History, Outcome, Policy, Reason, Settlement, Stage, transition,
 };
+use oncegate_core::marker::{Guarantee, Verdict};
 
 type Answer = (Stage, Action);
 

@@ -1,12 +1,14 @@
 //! What can happen in the [`World`], and what it becomes.
 
-use oncegate_core::marker::{Ask, Attempts, Effect as Left, Finding, Guarantee, Marker, Verdict};
 use oncegate_core::lifecycle::{DoubtCause, Event, Outcome, Stage};
+use oncegate_core::marker::{Ask, Attempts, Effect as Left, Finding, Guarantee, Marker, Verdict};
 use stateright::{Model, Property};
 
 use crate::properties;
 use crate::trial::{First, Trial};
-use crate::world::{Action, ClaimReply, Effect, ModelDelivery, Lease, Message, Person, Receipt, Sent, World};
+use crate::world::{
+    Action, ClaimReply, Effect, Lease, Message, ModelDelivery, Person, Receipt, Sent, World,
+};
 
 impl Model for Trial {
     type State = World;
@@ -237,7 +239,8 @@ impl Trial {
                 world.queue.push(flight.message);
             }
             Action::Apply(who) => {
-                let Some(ClaimReply::Sent(ask)) = world.consumers[who].delivery.as_ref()?.asked else {
+                let Some(ClaimReply::Sent(ask)) = world.consumers[who].delivery.as_ref()?.asked
+                else {
                     return None;
                 };
                 let verdict = self.store(world, self.sent(world, who, ask)?);

@@ -2,10 +2,10 @@
 //! an operation on the marker as it was seen, a copy, and the letter taken out, each a step after
 //! which anything may happen.
 
+use oncegate_core::lifecycle::Stage;
 use oncegate_core::marker::{
     Ask, Doubt, Effect, Finding, Guarantee, Marker, Token, UNKNOWN_ATTEMPT, Verdict,
 };
-use oncegate_core::lifecycle::Stage;
 
 use crate::trial::Trial;
 use crate::world::{Letter, Message, Person, Sent, Shelf, Then, World};

@@ -5,16 +5,17 @@
 use std::time::Duration;
 
 use oncegate_core::driver::{DriverCommand, LifecycleDriver, OnRelease};
+use oncegate_core::lifecycle::{
+    self, Action, Event, Freshness, History, Outage, Policy, Reason, Settlement, Stage,
+};
 use oncegate_core::marker::{
     self, Age, Ask, Change, Fingerprint, Guarantee, Marker, Operation, Terms, Token, Verdict,
-};
-use oncegate_core::lifecycle::{
-    self, Event, Freshness, History, Outage, Policy, Reason, Settlement, Stage, Action,
 };
 use oncegate_core::{Key, MessageId};
 
 use crate::world::{
-    ClaimReply, Budget, Consumer, Effect, ModelDelivery, Lease, Letter, Message, Receipt, Sent, Shelf, World,
+    Budget, ClaimReply, Consumer, Effect, Lease, Letter, Message, ModelDelivery, Receipt, Sent,
+    Shelf, World,
 };
 
 const LEASE: Duration = Duration::from_secs(1);

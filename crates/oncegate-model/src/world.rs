@@ -3,8 +3,8 @@
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use oncegate_core::driver::LifecycleDriver;
-use oncegate_core::marker::{Ask, Effect as Left, Finding, Guarantee, Marker, Token, Verdict};
 use oncegate_core::lifecycle::Outcome;
+use oncegate_core::marker::{Ask, Effect as Left, Finding, Guarantee, Marker, Token, Verdict};
 
 /// What may still go wrong, and how often.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]

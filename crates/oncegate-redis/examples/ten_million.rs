@@ -13,8 +13,8 @@ use oncegate_core::marker::{
     Ask, Effect, Fingerprint, Guarantee, Marker, Operation, Terms, Token, Verdict,
 };
 use oncegate_core::{
-    Consumer, Context, Failure, Handler, Execution, IdSource, Key, MemoryBroker, Message, MessageId,
-    Raw, RawBytes, Store, async_trait,
+    Consumer, Context, Execution, Failure, Handler, IdSource, Key, MemoryBroker, Message,
+    MessageId, Raw, RawBytes, Store, async_trait,
 };
 use oncegate_redis::Redis;
 use oncegate_testkit::servers::{RedisOptions, RedisServer};

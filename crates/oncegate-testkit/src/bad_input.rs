@@ -215,7 +215,10 @@ impl Trial {
             .store(MemoryStore::new())
             .id(IdSource::header("id"))
             .handler(effects.clone());
-        let consumer = consumer.max_attempts(1).lease(LEASE).handler_timeout(TIMEOUT);
+        let consumer = consumer
+            .max_attempts(1)
+            .lease(LEASE)
+            .handler_timeout(TIMEOUT);
         let running = watched(&counters, &lines, move || {
             consumer.run_until(async { drop(stopped.await) })
         });

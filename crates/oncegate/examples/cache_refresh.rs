@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use oncegate::{Failure, Gate, RunOutcome, Redis, WhenHeld};
+use oncegate::{Failure, Gate, Redis, RunOutcome, WhenHeld};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {

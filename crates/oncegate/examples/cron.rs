@@ -2,7 +2,7 @@
 //!
 //! `ONCEGATE_REDIS=redis://… cargo run -p oncegate --example cron`
 
-use oncegate::{Failure, Gate, RunOutcome, Redis};
+use oncegate::{Failure, Gate, Redis, RunOutcome};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error + Send + Sync>> {

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use oncegate::{
-    Consumer, Context, Failure, Guarantee, Handler, Execution, IdSource, Kafka, MemoryStore,
+    Consumer, Context, Execution, Failure, Guarantee, Handler, IdSource, Kafka, MemoryStore,
     RawBytes, Redis, Store, async_trait,
 };
 use rdkafka::ClientConfig;

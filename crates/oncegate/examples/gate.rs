@@ -1,6 +1,6 @@
 //! Settles the day once, wherever and however often the timer fires.
 
-use oncegate::{Failure, Gate, FailureExt, RunOutcome, Redis};
+use oncegate::{Failure, FailureExt, Gate, Redis, RunOutcome};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -9,7 +9,7 @@ use axum::body::Body;
 use axum::extract::State;
 use axum::http::{HeaderMap, Request, StatusCode};
 use axum::routing::post;
-use oncegate::{Failure, Gate, GateError, RunOutcome, Redis, WhenHeld};
+use oncegate::{Failure, Gate, GateError, Redis, RunOutcome, WhenHeld};
 use tower::ServiceExt;
 
 #[tokio::main]

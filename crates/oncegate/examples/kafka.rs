@@ -1,7 +1,7 @@
 //! Charges payments from a Kafka topic, at most once.
 
 use oncegate::{
-    Consumer, Context, Error, Failure, Guarantee, Handler, IdSource, Kafka, FailureExt, Redis,
+    Consumer, Context, Error, Failure, FailureExt, Guarantee, Handler, IdSource, Kafka, Redis,
     async_trait, shutdown_signal,
 };
 

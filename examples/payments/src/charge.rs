@@ -1,6 +1,6 @@
 //! The handler: charges each payment once.
 
-use oncegate::{Context, Failure, Handler, FailureExt, Reconciled, async_trait};
+use oncegate::{Context, Failure, FailureExt, Handler, Reconciled, async_trait};
 
 use crate::payment::Payment;
 use crate::provider::Provider;

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use oncegate::{
-    Consumer, Context, Durability, Failure, Handler, Execution, IdSource, KafkaLogin, FailureExt, Open,
-    Order, Reconciled, Redis, async_trait,
+    Consumer, Context, Durability, Execution, Failure, FailureExt, Handler, IdSource, KafkaLogin,
+    Open, Order, Reconciled, Redis, async_trait,
 };
 use oncegate_testkit::servers::SENTINEL_NAME;
 

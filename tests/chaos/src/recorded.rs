@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use oncegate::marker::{Ask, Guarantee, Operation, Verdict};
 use oncegate::lifecycle::Settlement;
+use oncegate::marker::{Ask, Guarantee, Operation, Verdict};
 use oncegate::source::{Delivery, Incoming, Limit, Order, Settled};
-use oncegate::{Persistence, Message, Open, Source, SourceError, Store, StoreError, async_trait};
+use oncegate::{Message, Open, Persistence, Source, SourceError, Store, StoreError, async_trait};
 
 use crate::ledger::{Asked, Log, Settling, What};
 use crate::message::ID_HEADER;
@@ -144,7 +144,7 @@ impl<S: Store> Store for Recorded<S> {
         self.inner.preflight(guarantee).await
     }
 
-    async fn memory(&self) -> Result<Persistence, StoreError> {
+    async fn persistence(&self) -> Result<Persistence, StoreError> {
         self.inner.persistence().await
     }
 

@@ -7,7 +7,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use oncegate::{Context, Failure, Guarantee, Kafka, FailureExt, RabbitMq, Reconciled, TopicCreation};
+use oncegate::{
+    Context, Failure, FailureExt, Guarantee, Kafka, RabbitMq, Reconciled, TopicCreation,
+};
 use serde::{Deserialize, Serialize};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 

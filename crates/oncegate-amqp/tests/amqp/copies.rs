@@ -124,7 +124,9 @@ async fn a_missing_dead_letter_queue_may_be_made_by_hand_later() {
         settle(
             &mut source,
             delivery,
-            Settlement::Reject(Reason::InDoubt(oncegate_core::lifecycle::DoubtCause::Panicked)),
+            Settlement::Reject(Reason::InDoubt(
+                oncegate_core::lifecycle::DoubtCause::Panicked,
+            )),
         )
         .await;
         if number % 4 == 0 {

@@ -20,7 +20,7 @@ use lapin::options::{QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::{AMQPValue, FieldTable};
 use oncegate_amqp::{QueueKind, RabbitMq, RabbitMqSnapshot, RabbitMqStatus, Topology};
 use oncegate_core::lifecycle::{DoubtCause, Reason, Settlement};
-use oncegate_core::source::{Open, Settled, Source, SourceError, FailureHistory, headers};
+use oncegate_core::source::{FailureHistory, Open, Settled, Source, SourceError, headers};
 use oncegate_testkit::servers::RabbitServer;
 use tokio::io::AsyncReadExt;
 

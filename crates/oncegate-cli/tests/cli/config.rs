@@ -55,10 +55,10 @@ fn invalid_values_are_rejected_with_their_key() {
     let cli = TestCli::new();
     for (wrong, says) in [
         (
-            "[gate]\nwindow = 5",
+            "[gate]\ndedup-window = 5",
             "gate.dedup-window requires a duration, in quotes",
         ),
-        ("[gate]\nwindow = \"5 fortnights\"", "30s, 5m, 24h or 7d"),
+        ("[gate]\ndedup-window = \"5 fortnights\"", "30s, 5m, 24h or 7d"),
         (
             "[gate]\nguarantee = \"exactly-once\"",
             "write one of at-most-once, effectively-once, bare",

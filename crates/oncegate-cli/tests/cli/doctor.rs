@@ -381,7 +381,7 @@ async fn finds_missing_topics() {
         cli.write(
             "oncegate.toml",
             &format!(
-                "[gate]\nwindow = \"30d\"\n[kafka]\nbrokers = \"{}\"\ntopic = \"{topic}\"\n",
+                "[gate]\ndedup-window = \"30d\"\n[kafka]\nbrokers = \"{}\"\ntopic = \"{topic}\"\n",
                 fixture::kafka()
             ),
         );
@@ -850,7 +850,7 @@ fn an_unreachable_server_hides_no_findings() {
     let cli = TestCli::new();
     let kafka = "[kafka]\nbrokers = \"127.0.0.1:1\"\ntopic = \"t\"\nproperties = { \"security.protocol\" = \"nonsense\" }\n";
     cli.configure(&format!(
-        "[gate]\nwindow = \"1h\"\nmax-age = \"2h\"\n{kafka}"
+        "[gate]\ndedup-window = \"1h\"\nmax-age = \"2h\"\n{kafka}"
     ));
     let said = cli.run(&["doctor", "--json"]).exits_with(2);
     let findings = said.json();

@@ -239,7 +239,7 @@ fn plan_uses_measured_bytes() {
     let plan = cli.json(&["plan", "--rate", "1000", "--window", "24h"]);
     let memory = plan["memory_bytes"].as_u64().expect("a number");
     assert!((14_000_000_000..17_000_000_000).contains(&memory), "{plan}");
-    cli.write("oncegate.toml", "[gate]\nrate = 1000\nwindow = \"24h\"\nguarantee = \"at-most-once\"\n[store]\nreplicas = 1\n");
+    cli.write("oncegate.toml", "[gate]\nrate = 1000\ndedup-window = \"24h\"\nguarantee = \"at-most-once\"\n[store]\nreplicas = 1\n");
     let strict = cli.json(&["plan"]);
     assert!(
         strict["memory_bytes"]

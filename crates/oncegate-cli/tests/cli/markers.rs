@@ -418,7 +418,7 @@ async fn actions_report_how_long_they_last() {
         cli.json(&["audit"])[0]["after"],
         "done for 1 d, the default"
     );
-    cli.configure("[gate]\nwindow = \"7d\"\n");
+    cli.configure("[gate]\ndedup-window = \"7d\"\n");
     cli.run(&["marker", "complete", "b", "--yes"])
         .exits_with(0)
         .prints("is done now for 7 d");

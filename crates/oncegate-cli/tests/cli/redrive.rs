@@ -191,7 +191,7 @@ async fn messages_older_than_the_window_are_skipped_without_at_most_once(broker:
     fixture.cli.configure(
         &fixture
             .settings()
-            .replace("at-most-once\"", "effectively-once\"\nwindow = \"7d\""),
+            .replace("at-most-once\"", "effectively-once\"\ndedup-window = \"7d\""),
     );
     fixture
         .run(&["dead-letters", "redrive", "--all", "--dry-run"])

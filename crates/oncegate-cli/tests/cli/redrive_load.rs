@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use oncegate::{Context, Failure, Guarantee, Handler, FailureExt, Reconciled, async_trait};
+use oncegate::{Context, Failure, FailureExt, Guarantee, Handler, Reconciled, async_trait};
 use serde_json::Value;
 
 use crate::destinations::on_both_brokers;

@@ -11,9 +11,9 @@ use futures_util::future::BoxFuture;
 use tracing::Span;
 
 use super::entry::{
-    Claim, InFlightEntry, FinishedRun, Report, Stands, Task, Work, holds_a_run, may_be_blamed, runs,
+    Claim, FinishedRun, InFlightEntry, Report, Stands, Task, Work, holds_a_run, may_be_blamed, runs,
 };
-use super::{Mode, Engine};
+use super::{Engine, Mode};
 
 use crate::builder::age;
 use crate::context::Context;
@@ -22,14 +22,14 @@ use crate::driver::{DriverCommand, OnRelease};
 use crate::fault;
 use crate::handler::Handler;
 use crate::id::{MessageId, NoId};
+use crate::in_flight::{InFlight, Progress};
 use crate::lanes::Turn;
 use crate::lease::Lease;
+use crate::lifecycle::{ClaimTries, Event, Freshness, History, Settlement, Stage};
 use crate::marker::{Ask, Guarantee, Operation, Terms};
 use crate::message::Message;
 use crate::moment::Moment;
-use crate::in_flight::{Progress, InFlight};
 use crate::renewals::Over;
-use crate::lifecycle::{Event, Freshness, History, ClaimTries, Settlement, Stage};
 use crate::run::{Finished, what_it_said};
 use crate::settings::{Execution, Settings};
 use crate::slots::Slot;
@@ -262,7 +262,8 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                 }
                 Progress::InFlight(passage, command) => {
                     self.completing += usize::from(matches!(passage.stage(), Stage::Completing(_)));
-                    self.parked += usize::from(matches!(passage.stage(), Stage::AwaitingHolder(..)));
+                    self.parked +=
+                        usize::from(matches!(passage.stage(), Stage::AwaitingHolder(..)));
                     self.withdrawing +=
                         usize::from(matches!(passage.stage(), Stage::Withdrawing(..)));
                     self.running += usize::from(holds_a_run(passage.stage()));
@@ -477,7 +478,12 @@ impl<H: Handler, D: Decode> Engine<H, D> {
     }
 
     /// Starts the handler or `reconcile`; what it came to, if it was ready at once.
-    pub(super) fn start(&mut self, slot: Slot, flight: &mut InFlightEntry, work: Work) -> Option<Event> {
+    pub(super) fn start(
+        &mut self,
+        slot: Slot,
+        flight: &mut InFlightEntry,
+        work: Work,
+    ) -> Option<Event> {
         let id = flight.id.clone()?;
         flight.turn += 1;
         let turn = flight.turn;

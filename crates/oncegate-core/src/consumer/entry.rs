@@ -8,12 +8,12 @@ use tokio::task::AbortHandle;
 use tracing::Span;
 
 use crate::id::{Key, MessageId};
+use crate::in_flight::InFlight;
 use crate::lanes::Lane;
 use crate::lease::Lease;
+use crate::lifecycle::{Event, Stage};
 use crate::marker::{Ask, Terms};
 use crate::moment::Moment;
-use crate::in_flight::InFlight;
-use crate::lifecycle::{Event, Stage};
 use crate::run::Finished;
 use crate::slots::Slot;
 use crate::spans;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{Mode, Engine};
+use super::{Engine, Mode};
 
 use crate::decode::Decode;
 use crate::error::Error;

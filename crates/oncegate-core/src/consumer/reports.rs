@@ -4,10 +4,10 @@ use std::time::{Duration, Instant};
 
 use super::entry::InFlightEntry;
 use crate::id::MessageId;
-use crate::marker::{Attempts, Finding};
 use crate::lifecycle::{DoubtCause, Event, Outcome, Settlement};
-use crate::run::Finished;
 use crate::log_throttle::LogThrottle;
+use crate::marker::{Attempts, Finding};
+use crate::run::Finished;
 use crate::source::Settled;
 
 /// What is said now and then, however often it happens.
@@ -153,7 +153,12 @@ impl Reporter {
     }
 
     /// A message begins to run alone.
-    pub(super) fn runs_alone(&mut self, flight: &InFlightEntry, attempts: Attempts, max_crashes: u32) {
+    pub(super) fn runs_alone(
+        &mut self,
+        flight: &InFlightEntry,
+        attempts: Attempts,
+        max_crashes: u32,
+    ) {
         if let Some(suppressed_lines) = self.alone.due(Instant::now()) {
             let (id, origin) = (
                 flight.id.as_ref().map(MessageId::as_str),

@@ -85,15 +85,15 @@ fn stages() -> Vec<Stage> {
 fn in_to_the_gate() {
     let policy = at_most_once();
     assert_eq!(
-        next(Stage::New(HISTORY), Event::NoId, &policy),
+        transition(Stage::New(HISTORY), Event::NoId, &policy),
         reject(Reason::MissingId)
     );
     assert_eq!(
-        next(Stage::New(HISTORY), Event::UnusableId, &policy),
+        transition(Stage::New(HISTORY), Event::UnusableId, &policy),
         reject(Reason::UnusableId)
     );
     assert_eq!(
-        next(Stage::New(HISTORY), Event::Arrived, &policy),
+        transition(Stage::New(HISTORY), Event::Arrived, &policy),
         (Stage::Claiming(HISTORY, ClaimTries(0)), Action::ClaimAnew)
     );
 }
@@ -101,7 +101,7 @@ fn in_to_the_gate() {
 #[test]
 fn the_claim_is_answered() {
     let answer = |verdict, policy: &Policy| {
-        next(
+        transition(
             Stage::Claiming(HISTORY, ClaimTries(0)),
             Event::Answer(verdict),
             policy,
@@ -175,9 +175,9 @@ fn busy_is_parked_and_asked_again_then_released_and_never_accepted() {
     });
     let mut stage = Stage::Claiming(HISTORY, ClaimTries(0));
     for _ in 0..policy.parks {
-        let (parked, step) = next(stage, busy, &policy);
+        let (parked, step) = transition(stage, busy, &policy);
         assert_eq!(step, Action::Wake(A_MOMENT));
-        let (claiming, step) = next(parked, Event::Woke, &policy);
+        let (claiming, step) = transition(parked, Event::Woke, &policy);
         assert_eq!(step, Action::Ask(Ask::Claim)); // the same token
         stage = claiming;
     }
@@ -189,7 +189,7 @@ fn busy_is_parked_and_asked_again_then_released_and_never_accepted() {
         (pause * 2, pause),
     ] {
         assert_eq!(
-            next(stage, Event::Answer(V::Busy { remaining }), &policy),
+            transition(stage, Event::Answer(V::Busy { remaining }), &policy),
             release(after + A_MOMENT, 0)
         );
     }
@@ -209,7 +209,7 @@ fn attempts_are_bounded_by_the_marker_and_by_the_source() {
             attempts: Attempts::new(attempt),
             failures,
         };
-        let (stage, _) = next(
+        let (stage, _) = transition(
             Stage::Running(permit, Tries(policy.retries)),
             Event::Returned(Outcome::Retry),
             &policy,
@@ -226,7 +226,7 @@ fn attempts_are_bounded_by_the_marker_and_by_the_source() {
         base: 8,
         crashes: 0,
     });
-    let (stage, step) = next(
+    let (stage, step) = transition(
         Stage::Claiming(HISTORY, ClaimTries(0)),
         Event::Answer(sent_back),
         &policy,
@@ -239,7 +239,7 @@ fn attempts_are_bounded_by_the_marker_and_by_the_source() {
         failures: 3,
         freshness: Freshness::Fresh,
     };
-    let (stage, _) = next(
+    let (stage, _) = transition(
         Stage::Claiming(failed_too_often, ClaimTries(0)),
         Event::Answer(V::Granted(Attempts::new(1))),
         &policy,
@@ -249,7 +249,7 @@ fn attempts_are_bounded_by_the_marker_and_by_the_source() {
         "the id may have been freed for another copy: {stage:?}"
     );
     assert_eq!(
-        next(stage, Event::Answer(V::Kept), &policy),
+        transition(stage, Event::Answer(V::Kept), &policy),
         reject(Reason::AttemptsSpent)
     );
 }
@@ -265,7 +265,7 @@ fn only_what_ran_and_failed_counts_as_a_failure() {
         failures: 1,
         ..GRANT
     };
-    let failures = |stage, event| match next(stage, event, &policy) {
+    let failures = |stage, event| match transition(stage, event, &policy) {
         (_, Action::Settle(Settlement::Release { failures, .. })) => failures,
         (Stage::Clearing(permit, ..) | Stage::Withdrawing(permit, _), _) => permit.failures,
         other => panic!("{other:?}"),
@@ -311,14 +311,14 @@ fn an_old_message_whose_marker_is_absent_is_in_doubt_at_most_once() {
     );
     let granted = Event::Answer(V::Granted(Attempts::new(1)));
     assert_eq!(
-        next(old, granted, &at_most_once()),
+        transition(old, granted, &at_most_once()),
         (
             Stage::Doubting(GRANT, DoubtCause::TooOld, AfterDoubt::Reconcile),
             Action::Ask(Ask::Doubt)
         )
     );
     assert_eq!(
-        next(old, granted, &effectively_once()),
+        transition(old, granted, &effectively_once()),
         (Stage::Ready(GRANT), Action::Queue)
     );
     // Sent back by a tool that knows no more; but whoever crashed is the likelier cause.
@@ -336,7 +336,7 @@ fn an_old_message_whose_marker_is_absent_is_in_doubt_at_most_once() {
             cause,
         );
         assert_eq!(
-            next(old, Event::Answer(V::InDoubt(attempts)), &at_most_once()),
+            transition(old, Event::Answer(V::InDoubt(attempts)), &at_most_once()),
             (reconciling, Action::Reconcile)
         );
     }
@@ -345,7 +345,7 @@ fn an_old_message_whose_marker_is_absent_is_in_doubt_at_most_once() {
 #[test]
 fn the_handler_returns() {
     let returned = |outcome, policy: &Policy| {
-        next(
+        transition(
             Stage::Running(GRANT, Tries(0)),
             Event::Returned(outcome),
             policy,
@@ -353,7 +353,7 @@ fn the_handler_returns() {
     };
     for policy in [at_most_once(), effectively_once()] {
         assert_eq!(
-            next(Stage::Ready(GRANT), Event::Slot, &policy),
+            transition(Stage::Ready(GRANT), Event::Slot, &policy),
             (Stage::Running(GRANT, Tries(0)), Action::Run)
         );
         assert_eq!(
@@ -373,11 +373,11 @@ fn the_handler_returns() {
             rejecting(GRANT, Reason::Unreadable, Effect::Nothing)
         );
         assert_eq!(
-            next(Stage::Pausing(GRANT, Tries(1)), Event::Woke, &policy),
+            transition(Stage::Pausing(GRANT, Tries(1)), Event::Woke, &policy),
             (Stage::Running(GRANT, Tries(1)), Action::Run)
         );
     }
-    let last = next(
+    let last = transition(
         Stage::Running(GRANT, Tries(2)),
         Event::Returned(Outcome::Retry),
         &at_most_once(),
@@ -389,7 +389,7 @@ fn the_handler_returns() {
             Action::Ask(Ask::Clear(Effect::Nothing))
         )
     );
-    let bare = next(
+    let bare = transition(
         Stage::Running(GRANT, Tries(0)),
         Event::Returned(Outcome::Retry),
         &policy(Guarantee::Bare),
@@ -409,7 +409,7 @@ fn an_unknown_outcome_is_never_run_again_in_place() {
             Action::Ask(Ask::Doubt),
         );
         assert_eq!(
-            next(Stage::Running(GRANT, Tries(0)), unknown, &at_most_once()),
+            transition(Stage::Running(GRANT, Tries(0)), unknown, &at_most_once()),
             doubted
         );
         let cleared = (
@@ -417,14 +417,14 @@ fn an_unknown_outcome_is_never_run_again_in_place() {
             Action::Ask(Ask::Clear(Effect::Unknown)),
         );
         assert_eq!(
-            next(
+            transition(
                 Stage::Running(GRANT, Tries(0)),
                 unknown,
                 &effectively_once()
             ),
             cleared
         );
-        let spent = next(
+        let spent = transition(
             Stage::Running(permit(3), Tries(0)),
             unknown,
             &effectively_once(),
@@ -442,7 +442,7 @@ fn a_doubt_is_reconciled() {
     let reconciling = |tries| Stage::Reconciling(GRANT, Tries(tries), DoubtCause::Said);
     let doubting = Stage::Doubting(GRANT, DoubtCause::Said, AfterDoubt::Reconcile);
     assert_eq!(
-        next(doubting, Event::Answer(V::Kept), &policy),
+        transition(doubting, Event::Answer(V::Kept), &policy),
         (reconciling(0), Action::Reconcile)
     );
     for finding in [Finding::Happened, Finding::DidNotHappen] {
@@ -451,35 +451,35 @@ fn a_doubt_is_reconciled() {
             Action::Ask(Ask::Resolve(finding)),
         );
         assert_eq!(
-            next(reconciling(0), Event::Found(Some(finding)), &policy),
+            transition(reconciling(0), Event::Found(Some(finding)), &policy),
             resolving
         );
     }
     let paused = Stage::ReconcilePausing(GRANT, Tries(1), DoubtCause::Said);
     assert_eq!(
-        next(reconciling(0), Event::Found(None), &policy),
+        transition(reconciling(0), Event::Found(None), &policy),
         (paused, Action::Wake(pause(0)))
     );
     assert_eq!(
-        next(paused, Event::Woke, &policy),
+        transition(paused, Event::Woke, &policy),
         (reconciling(1), Action::Reconcile)
     );
     let given_back = Stage::Doubting(GRANT, DoubtCause::Said, AfterDoubt::Reject);
     assert_eq!(
-        next(reconciling(1), Event::Found(None), &policy),
+        transition(reconciling(1), Event::Found(None), &policy),
         (given_back, Action::Ask(Ask::Doubt))
     );
     assert_eq!(
-        next(given_back, Event::Answer(V::Kept), &policy),
+        transition(given_back, Event::Answer(V::Kept), &policy),
         reject(Reason::InDoubt(DoubtCause::Said))
     );
-    let happened = next(
+    let happened = transition(
         Stage::Resolving(GRANT, Finding::Happened),
         Event::Answer(V::Done { marker_lost: false }),
         &policy,
     );
     assert_eq!(happened, accepted(By::Resolved));
-    let did_not = next(
+    let did_not = transition(
         Stage::Resolving(GRANT, Finding::DidNotHappen),
         Event::Answer(V::Kept),
         &policy,
@@ -495,7 +495,7 @@ fn out_the_verdict_stands_before_the_settlement() {
     let policy = at_most_once();
     for marker_lost in [false, true] {
         assert_eq!(
-            next(
+            transition(
                 Stage::Completing(GRANT),
                 Event::Answer(V::Done { marker_lost }),
                 &policy
@@ -506,7 +506,7 @@ fn out_the_verdict_stands_before_the_settlement() {
     let after = Duration::from_secs(3);
     for verdict in [V::Kept, V::Lost] {
         assert_eq!(
-            next(
+            transition(
                 Stage::Clearing(GRANT, Effect::Nothing, after),
                 Event::Answer(verdict),
                 &policy
@@ -515,7 +515,7 @@ fn out_the_verdict_stands_before_the_settlement() {
         );
     }
     assert_eq!(
-        next(
+        transition(
             Stage::Rejecting(GRANT, Reason::Refused, Effect::Nothing),
             Event::Answer(V::Kept),
             &policy
@@ -536,7 +536,7 @@ fn a_marker_that_is_lost_is_looked_at_again_with_a_new_token() {
         Stage::Doubting(GRANT, DoubtCause::Said, AfterDoubt::Reject),
     ] {
         assert_eq!(
-            next(stage, Event::Answer(V::Lost), &at_most_once()),
+            transition(stage, Event::Answer(V::Lost), &at_most_once()),
             look_again,
             "{stage:?}"
         );
@@ -551,7 +551,7 @@ fn without_the_gate_only_effectively_once_and_only_if_chosen() {
     };
     let claiming = Stage::Claiming(HISTORY, ClaimTries(0));
     assert_eq!(
-        next(claiming, Event::Unavailable, &through),
+        transition(claiming, Event::Unavailable, &through),
         (Stage::Ungated(HISTORY), Action::Run)
     );
     for policy in [
@@ -562,25 +562,28 @@ fn without_the_gate_only_effectively_once_and_only_if_chosen() {
         },
     ] {
         assert!(matches!(
-            next(claiming, Event::Unavailable, &policy),
-            (Stage::AwaitingHolder(_, _, ClaimReply::Unknown), Action::Wake(_))
+            transition(claiming, Event::Unavailable, &policy),
+            (
+                Stage::AwaitingHolder(_, _, ClaimReply::Unknown),
+                Action::Wake(_)
+            )
         ));
     }
     let ungated = Stage::Ungated(HISTORY);
     assert_eq!(
-        next(ungated, Event::Returned(Outcome::Done), &through),
+        transition(ungated, Event::Returned(Outcome::Done), &through),
         accepted(By::PassedWithoutGate)
     );
     assert_eq!(
-        next(ungated, Event::Returned(Outcome::Reject), &through),
+        transition(ungated, Event::Returned(Outcome::Reject), &through),
         reject(Reason::Refused)
     );
     assert_eq!(
-        next(ungated, Event::Returned(Outcome::Unreadable), &through),
+        transition(ungated, Event::Returned(Outcome::Unreadable), &through),
         reject(Reason::Unreadable)
     );
     assert_eq!(
-        next(ungated, Event::Returned(Outcome::Retry), &through),
+        transition(ungated, Event::Returned(Outcome::Retry), &through),
         release(pause(0), 1)
     );
     let last = History {
@@ -588,7 +591,7 @@ fn without_the_gate_only_effectively_once_and_only_if_chosen() {
         ..HISTORY
     };
     assert_eq!(
-        next(
+        transition(
             Stage::Ungated(last),
             Event::Returned(Outcome::Retry),
             &through
@@ -601,7 +604,7 @@ fn without_the_gate_only_effectively_once_and_only_if_chosen() {
 fn lease_over_while_completing_keeps_asking() {
     for policy in [at_most_once(), effectively_once()] {
         assert_eq!(
-            next(Stage::Completing(GRANT), Event::LeaseOver, &policy),
+            transition(Stage::Completing(GRANT), Event::LeaseOver, &policy),
             (Stage::Completing(GRANT), Action::Wait)
         );
     }
@@ -628,7 +631,7 @@ fn lease_over_in_every_stage() {
                 _ => (stage, Action::Wait), // nothing runs, and what is asked is compared with token and attempt
             };
             assert_eq!(
-                next(stage, Event::LeaseOver, &policy),
+                transition(stage, Event::LeaseOver, &policy),
                 expected,
                 "{stage:?} {:?}",
                 policy.guarantee
@@ -641,7 +644,7 @@ fn lease_over_in_every_stage() {
 fn store_outage_in_every_stage_asks_again_with_the_same_token() {
     use Stage::*;
     for stage in stages() {
-        let (after, step) = next(stage, Event::Unavailable, &at_most_once());
+        let (after, step) = transition(stage, Event::Unavailable, &at_most_once());
         match stage {
             Claiming(..) => assert!(matches!(
                 (after, step),
@@ -650,7 +653,7 @@ fn store_outage_in_every_stage_asks_again_with_the_same_token() {
             Leaving(_) | Withdrawing(..) | Doubting(..) | Resolving(..) | Completing(_)
             | Clearing(..) | Rejecting(..) => {
                 assert_eq!((after, step), (stage, Action::Wake(pause(3))));
-                let (woken, step) = next(after, Event::Woke, &at_most_once());
+                let (woken, step) = transition(after, Event::Woke, &at_most_once());
                 assert_eq!(woken, stage);
                 assert!(matches!(step, Action::Ask(_)), "{stage:?}: {step:?}");
             }
@@ -670,7 +673,9 @@ fn drain_in_every_stage_gives_back_what_has_not_started() {
                 Action::Ask(Ask::Doubt),
             ),
             Claiming(..) => (Leaving(HISTORY), Action::Wait),
-            AwaitingHolder(_, _, ClaimReply::Unknown) => (Leaving(HISTORY), Action::Ask(Ask::Claim)),
+            AwaitingHolder(_, _, ClaimReply::Unknown) => {
+                (Leaving(HISTORY), Action::Ask(Ask::Claim))
+            }
             Ready(_) => (
                 Withdrawing(GRANT, AfterWithdrawal::Release),
                 Action::Ask(Ask::Withdraw),
@@ -682,12 +687,12 @@ fn drain_in_every_stage_gives_back_what_has_not_started() {
             _ => (stage, Action::Wait),
         };
         assert_eq!(
-            next(stage, Event::Drain, &at_most_once()),
+            transition(stage, Event::Drain, &at_most_once()),
             expected,
             "{stage:?}"
         );
         assert_eq!(
-            next(stage, Event::DrainOver, &at_most_once()),
+            transition(stage, Event::DrainOver, &at_most_once()),
             (Settled, Action::Abandon),
             "{stage:?}"
         );
@@ -697,7 +702,7 @@ fn drain_in_every_stage_gives_back_what_has_not_started() {
 #[test]
 fn what_leaves_withdraws_its_claim() {
     let answer = |verdict| {
-        next(
+        transition(
             Stage::Leaving(HISTORY),
             Event::Answer(verdict),
             &at_most_once(),
@@ -710,12 +715,12 @@ fn what_leaves_withdraws_its_claim() {
     );
     for verdict in [V::Kept, V::Lost] {
         assert_eq!(
-            next(withdrawing, Event::Answer(verdict), &at_most_once()),
+            transition(withdrawing, Event::Answer(verdict), &at_most_once()),
             release(Duration::ZERO, 0)
         );
     }
     assert_eq!(
-        next(Stage::Leaving(HISTORY), Event::NotAsked, &at_most_once()),
+        transition(Stage::Leaving(HISTORY), Event::NotAsked, &at_most_once()),
         release(Duration::ZERO, 0)
     );
     let through = Policy {
@@ -723,7 +728,7 @@ fn what_leaves_withdraws_its_claim() {
         ..effectively_once()
     };
     assert_eq!(
-        next(Stage::Leaving(HISTORY), Event::Unavailable, &through),
+        transition(Stage::Leaving(HISTORY), Event::Unavailable, &through),
         release(Duration::ZERO, 0),
         "nobody waits for the store"
     );
@@ -749,19 +754,19 @@ fn what_waits_for_another_to_run_alone_holds_no_claim() {
     let policy = effectively_once();
     let withdrawing = Stage::Withdrawing(GRANT, AfterWithdrawal::AwaitTurn);
     assert_eq!(
-        next(Stage::Ready(GRANT), Event::OtherRunsAlone, &policy),
+        transition(Stage::Ready(GRANT), Event::OtherRunsAlone, &policy),
         (withdrawing, Action::Ask(Ask::Withdraw))
     );
     let waiting = Stage::New(HISTORY);
     for verdict in [V::Kept, V::Lost] {
         assert_eq!(
-            next(withdrawing, Event::Answer(verdict), &policy),
+            transition(withdrawing, Event::Answer(verdict), &policy),
             (waiting, Action::AwaitTurn)
         );
     }
     // With a token of its own: a withdrawal that arrives late must not match it.
     assert_eq!(
-        next(waiting, Event::Arrived, &policy),
+        transition(waiting, Event::Arrived, &policy),
         (Stage::Claiming(HISTORY, ClaimTries(0)), Action::ClaimAnew)
     );
 }
@@ -777,7 +782,7 @@ fn a_settled_delivery_stays_settled() {
         Event::Returned(Outcome::Done),
     ] {
         assert_eq!(
-            next(Stage::Settled, event, &at_most_once()),
+            transition(Stage::Settled, event, &at_most_once()),
             (Stage::Settled, Action::Wait)
         );
     }
@@ -812,7 +817,7 @@ fn nothing_is_accepted_but_on_a_verdict() {
         .filter(|stage| !matches!(stage, Stage::Ungated(_)))
     {
         for event in events {
-            let (_, step) = next(stage, event, &at_most_once());
+            let (_, step) = transition(stage, event, &at_most_once());
             assert!(
                 !matches!(step, Action::Settle(Settlement::Accept(_))),
                 "{stage:?} {event:?}"

@@ -8,10 +8,11 @@ use async_trait::async_trait;
 use hashbrown::HashMap;
 use tokio::sync::Notify;
 
-use crate::message::{HeadersBuilder, Message, Origin};
 use crate::lifecycle::{Reason, Settlement};
+use crate::message::{HeadersBuilder, Message, Origin};
 use crate::source::{
-    Delivery, Incoming, Limit, Open, Receipt, Settled, Source, SourceError, FailureHistory, kept_headers,
+    Delivery, FailureHistory, Incoming, Limit, Open, Receipt, Settled, Source, SourceError,
+    kept_headers,
 };
 
 /// A queue in this process. Cloning shares it; each [`MemoryBroker::source`] is one of its
@@ -341,7 +342,10 @@ mod tests {
             )
             .await
             .expect("messages");
-        let reasons = [Reason::MissingId, Reason::InDoubt(crate::lifecycle::BoxError::Said)];
+        let reasons = [
+            Reason::MissingId,
+            Reason::InDoubt(crate::lifecycle::DoubtCause::Said),
+        ];
         let settled = incoming
             .into_iter()
             .zip(reasons)

@@ -1,7 +1,7 @@
 //! What the consumer settles, taken in as a whole.
 
 use oncegate_core::lifecycle::{Reason, Settlement};
-use oncegate_core::{Delivery, Receipt, Settled, FailureHistory};
+use oncegate_core::{Delivery, FailureHistory, Receipt, Settled};
 
 use super::{Fate, Monitor, Shared, State};
 

@@ -208,7 +208,12 @@ async fn ten_thousand_headers_are_read_and_stand_in_the_dead_letters() {
             (&b"h9999"[..], Some(&b"v"[..]))
         )
     );
-    reject(&mut source, first, oncegate_core::lifecycle::Reason::Refused).await;
+    reject(
+        &mut source,
+        first,
+        oncegate_core::lifecycle::Reason::Refused,
+    )
+    .await;
     accept(&mut source, deliveries).await;
     topic.await_commit(0, 2).await;
     close(source).await;
@@ -244,7 +249,12 @@ async fn a_message_without_a_timestamp_has_none() {
         ]
     );
     for delivery in deliveries {
-        reject(&mut source, delivery, oncegate_core::lifecycle::Reason::Refused).await;
+        reject(
+            &mut source,
+            delivery,
+            oncegate_core::lifecycle::Reason::Refused,
+        )
+        .await;
     }
     topic.await_commit(0, 2).await;
     close(source).await;

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use oncegate_core::{
-    Consumer, Context, Failure, Handler, IdSource, FailureExt, MemoryStore, Order, Raw, RawBytes,
+    Consumer, Context, Failure, FailureExt, Handler, IdSource, MemoryStore, Order, Raw, RawBytes,
     async_trait,
 };
 use rdkafka::message::OwnedHeaders;

@@ -34,8 +34,7 @@ async fn behind_lost_replies(guarantee: Guarantee) -> Effects {
     let random = Mutex::new(fastrand::Rng::with_seed(seed));
     let mut gates = Vec::new();
     for _ in 0..GATES {
-        let store =
-            Redis::at(format!("redis://127.0.0.1:{}", proxy.port())).allow_volatile_store();
+        let store = Redis::at(format!("redis://127.0.0.1:{}", proxy.port())).allow_volatile_store();
         let gate = Gate::builder()
             .store(store)
             .guarantee(guarantee)
@@ -62,7 +61,10 @@ async fn behind_lost_replies(guarantee: Guarantee) -> Effects {
                     })
                 };
                 // As a broker hands it over again.
-                while !matches!(run().await, Ok(RunOutcome::Executed(()) | RunOutcome::AlreadyDone)) {}
+                while !matches!(
+                    run().await,
+                    Ok(RunOutcome::Executed(()) | RunOutcome::AlreadyDone)
+                ) {}
             }
         })
     });

@@ -34,7 +34,10 @@ async fn the_primary_is_the_one_that_the_sentinels_name() {
         ask(&store, claim("k", 1)).await.expect("a verdict"),
         GRANTED
     );
-    assert!(matches!(store.persistence().await, Ok(Persistence::Durable(_))));
+    assert!(matches!(
+        store.persistence().await,
+        Ok(Persistence::Durable(_))
+    ));
     let old = servers.primary();
     assert_eq!(
         servers.redis()[old]
@@ -119,7 +122,10 @@ async fn a_cluster_is_asked_side_by_side() {
     let mut cluster = ClusterServers::start().expect("a Cluster");
     // One node is enough to find the others.
     let store = Redis::cluster(&cluster.urls()[..1]).timeout(2 * SECOND);
-    assert!(matches!(store.persistence().await, Ok(Persistence::Durable(_))));
+    assert!(matches!(
+        store.persistence().await,
+        Ok(Persistence::Durable(_))
+    ));
 
     let claims: Vec<Operation> = (0..600).map(|it| claim(&format!("k{it}"), it)).collect();
     assert_eq!(verdicts(&store, &claims).await, vec![GRANTED; 600]);

@@ -24,10 +24,7 @@ fn strict(id: &str, token: u128) -> Operation {
 #[tokio::test(flavor = "multi_thread")]
 async fn at_most_once_pauses_when_the_keys_are_gone() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
-    let (store, accepting) = (
-        at(&server.url()),
-        at(&server.url()).allow_volatile_store(),
-    );
+    let (store, accepting) = (at(&server.url()), at(&server.url()).allow_volatile_store());
     assert_eq!(
         ask(&store, strict("charged", 1)).await.expect("a verdict"),
         GRANTED

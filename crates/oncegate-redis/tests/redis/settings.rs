@@ -209,7 +209,10 @@ async fn a_server_without_hello_is_spoken_to_in_the_old_protocol() {
         ask(&store, complete("k", 1, 1)).await.expect("a verdict"),
         crate::support::DONE
     );
-    assert!(matches!(store.persistence().await, Ok(Persistence::Volatile(_))));
+    assert!(matches!(
+        store.persistence().await,
+        Ok(Persistence::Volatile(_))
+    ));
     let wrong = format!("redis://:{SECRET}x@127.0.0.1:{}", server.port());
     assert!(misconfigured(&at(&wrong)).await.contains("password"));
 }
@@ -401,7 +404,10 @@ async fn memory_is_what_the_server_says() {
         matches!(&forgets, Ok(Persistence::Volatile(why)) if why.contains("appendonly yes")),
         "{forgets:?}"
     );
-    let accepted = at(&volatile.url()).allow_volatile_store().persistence().await;
+    let accepted = at(&volatile.url())
+        .allow_volatile_store()
+        .persistence()
+        .await;
     assert!(
         matches!(&accepted, Ok(Persistence::Durable(why)) if why.contains("accepted by the user")),
         "{accepted:?}"

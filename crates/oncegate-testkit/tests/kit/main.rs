@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use oncegate_core::lifecycle::{DoubtCause, Reason};
 use oncegate_core::{
-    Context, Failure, Guarantee, Handler, Execution, IdSource, FailureExt, Message, Order, Raw, RawBytes,
-    Reconciled, async_trait,
+    Context, Execution, Failure, FailureExt, Guarantee, Handler, IdSource, Message, Order, Raw,
+    RawBytes, Reconciled, async_trait,
 };
 use oncegate_testkit::kit::Ended;
 use oncegate_testkit::{Effects, Kit};

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use oncegate::{
-    Consumer, Context, Failure, Handler, IdSource, FailureExt, Open, Reconciled, Redis, Rejects, Sqlite,
-    Store, Topology, async_trait, fault,
+    Consumer, Context, Failure, FailureExt, Handler, IdSource, Open, Reconciled, Redis, Rejects,
+    Sqlite, Store, Topology, async_trait, fault,
 };
 
 use super::tricks::{Timed, Trick, Tricky};

@@ -75,7 +75,7 @@ impl Store for Timed {
         self.store.preflight(guarantee).await
     }
 
-    async fn memory(&self) -> Result<Persistence, StoreError> {
+    async fn persistence(&self) -> Result<Persistence, StoreError> {
         self.store.persistence().await
     }
 
@@ -171,7 +171,7 @@ impl Store for Tricky {
         self.store.preflight(guarantee).await
     }
 
-    async fn memory(&self) -> Result<Persistence, StoreError> {
+    async fn persistence(&self) -> Result<Persistence, StoreError> {
         self.store.persistence().await
     }
 

@@ -2,12 +2,12 @@
 
 use std::time::{Duration, Instant};
 
-use oncegate_core::marker::Verdict;
 use oncegate_core::lifecycle::{
-    self, Event, Freshness, History, ClaimTries, Policy, Settlement, Stage, Action,
+    self, Action, ClaimTries, Event, Freshness, History, Policy, Settlement, Stage,
 };
+use oncegate_core::marker::Verdict;
 use oncegate_core::{
-    Delivery, Guarantee, Incoming, Limit, Message, Outage, Settled, Source, FailureHistory,
+    Delivery, FailureHistory, Guarantee, Incoming, Limit, Message, Outage, Settled, Source,
 };
 
 use super::{Destination, TestQueue};

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use oncegate_core::lifecycle::{DoubtCause, Reason, Settlement};
 use oncegate_core::source::headers;
-use oncegate_core::{Message, FailureHistory};
+use oncegate_core::{FailureHistory, Message};
 
 use super::client::*;
 use super::{Destination, TestQueue};
