@@ -1,4 +1,4 @@
-//! The admin port, asked by a real client while consumers run in memory.
+//! The admin port, tested by a real client while consumers run in memory.
 
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,12 +13,12 @@ use serde_json::Value;
 use tokio::sync::Semaphore;
 use tracing_subscriber::layer::SubscriberExt;
 
-/// In all that nobody may read on the page: a payload, a header, a key, the words of a handler.
+/// Occurs in everything that must not be on a page: payload, header, key, error text of a handler.
 const CANARY: &str = "secret-canary";
 
 const ANY_PORT: (Ipv4Addr, u16) = (Ipv4Addr::LOCALHOST, 0);
 
-/// What is logged in this process.
+/// The log of this process.
 static LOGGED: LazyLock<LastErrors> = LazyLock::new(|| {
     let errors = LastErrors::new();
     tracing::subscriber::set_global_default(tracing_subscriber::registry().with(errors.clone()))
@@ -26,7 +26,7 @@ static LOGGED: LazyLock<LastErrors> = LazyLock::new(|| {
     errors
 });
 
-/// Waits until it is let, for an id that says so, and refuses what says so.
+/// Waits for a permit for the id `waits`, and rejects the id `refused`.
 struct Waits(Arc<Semaphore>);
 
 #[async_trait]
@@ -43,7 +43,7 @@ impl Handler for Waits {
     }
 }
 
-/// A store that can be sent away.
+/// A store that can become unavailable.
 #[derive(Clone, Default)]
 struct MayBeAway {
     store: MemoryStore,
@@ -84,7 +84,7 @@ async fn page(serving: &AdminServer) -> Value {
     serde_json::from_str(&text).expect("JSON")
 }
 
-/// Asks again until it is so.
+/// Polls until there is a result.
 async fn until<T>(what: &str, mut ask: impl AsyncFnMut() -> Option<T>) -> T {
     let found = async {
         loop {
@@ -249,7 +249,7 @@ async fn status_shows_deliveries_and_warnings_without_secrets() {
     assert_eq!(self::page(&serving).await["consumers"][0]["in_flight"], 0);
 }
 
-/// The password stands in the URL of the store: `page` refuses to see it.
+/// The URL of the store contains the password: `page` checks that it is not shown.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn status_shows_when_the_store_is_unavailable_and_back() {
     let mut server =
@@ -325,7 +325,7 @@ async fn status_shows_when_the_store_is_unavailable_and_back() {
     assert_eq!(store().await, Value::Null, "it has ended");
 }
 
-/// Holds its thread until it is let.
+/// Blocks its thread until it is released.
 struct Blocks(std::sync::Mutex<(mpsc::Sender<()>, mpsc::Receiver<()>)>);
 
 #[async_trait]
@@ -355,7 +355,7 @@ async fn it_responds_while_a_handler_blocks_the_only_thread() {
             .enable_all()
             .build()
             .expect("a runtime");
-        // Opened where the handler blocks: the port must not need that thread.
+        // Opened on the thread that the handler blocks: the port must not need it.
         runtime.block_on(async move {
             let serving = admin.serve().expect("it opens");
             let all = broker.clone();

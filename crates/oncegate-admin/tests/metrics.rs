@@ -1,4 +1,4 @@
-//! What Prometheus reads. A process of its own: the recorder is installed once for all of it.
+//! Metrics for Prometheus. The recorder is installed once per process, so this test has its own.
 
 use std::io::Write;
 use std::net::Ipv4Addr;
@@ -45,7 +45,7 @@ async fn a_scrape_has_all_metrics_and_passes_promtool() {
         .run_until(async move { all.drained().await })
         .await
         .expect("a clean end");
-    // Those that the servers' adapters would count: each metric once, so that each is looked at.
+    // Registers the metrics of the adapters too, so that each is checked once.
     for metric in oncegate::metrics::all() {
         let labels: Vec<(&str, &str)> = metric.labels.iter().map(|it| (*it, "some")).collect();
         match metric.kind {

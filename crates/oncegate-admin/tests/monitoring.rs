@@ -1,5 +1,4 @@
-//! The alert rules and the dashboard of `monitoring/` hold together with the metrics, the book and
-//! Prometheus.
+//! The alert rules and the dashboard of `monitoring/` match the metrics, the book and Prometheus.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -47,7 +46,7 @@ fn alerts() -> Vec<String> {
     alerts
 }
 
-/// What the panels ask, with the title of each.
+/// The queries of the panels, with their titles.
 fn queries() -> Vec<(String, String)> {
     let dashboard: Value = serde_json::from_str(&read("monitoring/dashboard.json")).expect("JSON");
     let text = |value: &Value| value.as_str().expect("text").to_owned();
@@ -69,7 +68,7 @@ fn words(text: &str) -> BTreeSet<&str> {
         .collect()
 }
 
-/// Whether a series of this name is one of a metric's.
+/// Whether a series belongs to a metric.
 fn is_of(series: &str, name: &str, kind: Kind) -> bool {
     match kind {
         Kind::Histogram => series
@@ -79,7 +78,7 @@ fn is_of(series: &str, name: &str, kind: Kind) -> bool {
     }
 }
 
-/// What is asked of the label `outcome`.
+/// The values of the label `outcome` in a query.
 fn outcomes(text: &str) -> Vec<&str> {
     let asked = text.split("outcome=").skip(1);
     let values = asked.map(|it| it.trim_start_matches('~').trim_start_matches('"'));
@@ -134,7 +133,7 @@ fn the_documented_command_sets_the_address_in_every_rule() {
     let script = sed
         .strip_suffix("' alerts.yml")
         .expect("a script, and the file");
-    // As it says, but for `-i`, which would change the file.
+    // As documented, without `-i`, which would change the file.
     let changed = Command::new("sed")
         .arg(script)
         .arg(path("monitoring/alerts.yml"))

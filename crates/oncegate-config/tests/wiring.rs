@@ -1,5 +1,5 @@
-//! What a consumer says that is wired from a file in which something is wrong: the key, and what to
-//! do. No server is asked.
+//! Errors of a consumer that is built from a wrong configuration: the key, and what to do. No
+//! server is contacted.
 #![cfg(all(
     feature = "run",
     feature = "kafka",
@@ -26,8 +26,7 @@ impl Handler for Nothing {
 const RABBITMQ: &str = "[rabbitmq]\nurl = \"amqp://localhost:1/%2f\"\nqueue = \"q\"\n";
 const KAFKA: &str = "[kafka]\nbrokers = \"localhost:1\"\ntopic = \"t\"\ngroup = \"g\"\n";
 
-/// What is said of this file. Nobody stops the consumer: it says so by itself, and before it looks
-/// for its broker.
+/// The error for this file. The consumer reports it by itself, before it connects to its broker.
 async fn said(text: &str, variables: &[(&str, &str)]) -> String {
     let directory = tempfile::tempdir().expect("a directory");
     let file = directory.path().join("oncegate.toml");

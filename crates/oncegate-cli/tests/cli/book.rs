@@ -1,4 +1,4 @@
-//! The book names what the program knows, and nothing else.
+//! The book matches the program.
 
 use serde_json::Value;
 
@@ -6,7 +6,7 @@ use crate::cli::TestCli;
 
 const BOOK: &str = include_str!("../../../../docs/src/cli.md");
 
-/// Where the keys of the configuration stand.
+/// The page that lists the keys.
 const CONFIGURATION: &str = include_str!("../../../../docs/src/configuration.md");
 
 fn cli() -> TestCli {
@@ -15,7 +15,7 @@ fn cli() -> TestCli {
     cli
 }
 
-/// The first cells of the rows of a table, without their backticks.
+/// The first cells of the rows of a table, without backticks.
 fn first_cells(page: &str, title: &str) -> Vec<String> {
     let section = page
         .split(&format!("\n## {title}\n"))

@@ -1,5 +1,5 @@
-//! The program reaches brokers as a consumer does: it refuses the same settings, and survives the
-//! same messages.
+//! The program connects to brokers as a consumer does: it rejects the same settings and tolerates
+//! the same messages.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::cli::TestCli;
 use crate::destinations::ids;
 use crate::fixture::{Broker, BrokerFixture, Provider, kafka, publish_properties, rabbitmq, text};
 
-/// All that asks a broker.
+/// Commands that connect to a broker.
 const COMMANDS: [&[&str]; 5] = [
     &["dead-letters", "list"],
     &["dead-letters", "show", "a"],
@@ -22,7 +22,7 @@ const COMMANDS: [&[&str]; 5] = [
     &["in-doubt", "list"],
 ];
 
-/// Those that say what they can of the rest, and why they could not ask.
+/// Commands that report what they could not check.
 const REPORTS: [&[&str]; 2] = [&["explain", "a"], &["doctor"]];
 
 fn refuses(cli: &TestCli, words: &str) {
@@ -96,8 +96,7 @@ async fn rabbitmq_settings_are_rejected_like_in_a_consumer() {
     assert!(!said.err.contains("canary"), "{said:?}");
 }
 
-/// A table in a table in a table, as it travels: a name of one letter, `F`, a length, and what is
-/// inside.
+/// Nested AMQP tables in wire format: a name of one character, `F`, a length, and the content.
 fn nested(depth: usize) -> Vec<u8> {
     let mut bytes = vec![0; depth * 7];
     for (level, part) in bytes.chunks_exact_mut(7).enumerate() {
@@ -108,8 +107,8 @@ fn nested(depth: usize) -> Vec<u8> {
     bytes
 }
 
-/// A way to the broker on which the text under `nested` becomes a table (both have a length and so
-/// many bytes), and `@@@@` bytes that are no UTF-8.
+/// A proxy that turns the text under `nested` into a table (both have a length) and `@@@@` into
+/// bytes that are not UTF-8.
 fn spoiling() -> (Proxy, String) {
     let url = rabbitmq();
     let at = url.rfind(':').expect("a port") + 1;
@@ -143,7 +142,7 @@ async fn list_and_redrive_tolerate_unreadable_headers() {
         ("sound", "plain", text("value")),
     ] {
         let table = BTreeMap::from([("payment-id".into(), text(id)), (odd.into(), value)]);
-        // No client takes it from the queue: the broker dead-letters it by itself.
+        // The broker dead-letters it without a client.
         let properties = BasicProperties::default()
             .with_headers(table.into())
             .with_expiration("1".into());

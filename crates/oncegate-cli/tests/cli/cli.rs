@@ -1,4 +1,4 @@
-//! An operator's desk: a directory with an `oncegate.toml`, and the program.
+//! Runs the program in a directory with an `oncegate.toml`.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,7 +8,7 @@ use oncegate::{MessageId, Redis, Scope, Sqlite, Store};
 use oncegate_testkit::asking::SECOND;
 use serde_json::Value;
 
-/// What the program said.
+/// The exit code and output of the program.
 #[derive(Debug)]
 pub(crate) struct CommandOutput {
     pub(crate) code: i32,
@@ -17,7 +17,7 @@ pub(crate) struct CommandOutput {
 }
 
 impl CommandOutput {
-    /// It ended like this.
+    /// Asserts the exit code.
     #[track_caller]
     pub(crate) fn exits_with(self, code: i32) -> Self {
         assert_eq!(self.code, code, "{self:?}");
@@ -41,15 +41,15 @@ impl CommandOutput {
 
 pub(crate) struct TestCli {
     directory: tempfile::TempDir,
-    /// No other test has it.
+    /// Unique for each test.
     pub(crate) name: String,
     pub(crate) redis: String,
-    /// The store, where it is not Redis.
+    /// The store, if it is not Redis.
     sqlite: Option<PathBuf>,
 }
 
 impl TestCli {
-    /// On the shared Redis, with a prefix of its own.
+    /// On the shared Redis, with its own prefix.
     pub(crate) fn new() -> Self {
         Self::at(&oncegate_testkit::redis_url().expect("ONCEGATE_REDIS is set"))
     }
@@ -65,8 +65,8 @@ impl TestCli {
         cli
     }
 
-    /// On an SQLite file of its own, on the disk that the build is on: a directory for temporary
-    /// files may lie in memory.
+    /// On its own SQLite file, on the disk of the build directory: the directory for temporary
+    /// files may be in memory.
     pub(crate) fn on_sqlite() -> Self {
         let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
         let sqlite = Some(directory.path().join("markers.db"));
@@ -84,7 +84,7 @@ impl TestCli {
         format!("test:{}:", self.name)
     }
 
-    /// Writes the configuration: the store, and more.
+    /// Writes the configuration: the store and more sections.
     pub(crate) fn configure(&self, more: &str) {
         let store = match &self.sqlite {
             Some(file) => format!("url = \"sqlite:{}\"\n", file.display()),
@@ -107,12 +107,12 @@ impl TestCli {
         run_in(self.directory.path(), arguments, &[])
     }
 
-    /// With variables.
+    /// Runs it with variables.
     pub(crate) fn run_with(&self, arguments: &[&str], variables: &[(&str, &str)]) -> CommandOutput {
         run_in(self.directory.path(), arguments, variables)
     }
 
-    /// The answer for machines of a command that ends well.
+    /// The JSON output of a successful command.
     #[track_caller]
     pub(crate) fn json(&self, arguments: &[&str]) -> Value {
         let arguments: Vec<&str> = arguments.iter().copied().chain(["--json"]).collect();
@@ -125,14 +125,14 @@ impl TestCli {
             .timeout(10 * SECOND)
     }
 
-    /// The store as a consumer has it, where it is SQLite.
+    /// The SQLite store as a consumer uses it.
     pub(crate) fn sqlite(&self) -> Option<Sqlite> {
         self.sqlite
             .as_ref()
             .map(|file| Sqlite::file(file).timeout(30 * SECOND))
     }
 
-    /// Asks the store as a consumer does.
+    /// Applies an operation as a consumer does.
     pub(crate) async fn ask(
         &self,
         id: &str,

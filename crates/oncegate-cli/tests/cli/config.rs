@@ -1,4 +1,4 @@
-//! The configuration.
+//! Configuration files and variables.
 
 use oncegate_config::settings::ValueKind;
 
@@ -8,7 +8,10 @@ use crate::cli::TestCli;
 fn unknown_keys_are_rejected_with_a_suggestion() {
     let cli = TestCli::new();
     for (wrong, near) in [
-        ("[gate]\nwindwo = \"1h\"", "did you mean gate.dedup-window?"),
+        (
+            "[gate]\ndedup-windwo = \"1h\"",
+            "did you mean gate.dedup-window?",
+        ),
         ("[gaet]\nwindow = \"1h\"", "did you mean gate?"),
         ("[kafka]\nbroker = \"x\"", "did you mean kafka.brokers?"),
         (
@@ -39,7 +42,7 @@ fn unknown_keys_are_rejected_with_a_suggestion() {
             .prints(wrong)
             .prints(&format!("did you mean {near}?"));
     }
-    // Somebody else's: the tests', the tools' and the workers' own.
+    // Variables of tests, tools and workers are ignored.
     let others = "KAFKA RABBITMQ REDIS CACHE OPERATOR TEST_RUN TEST_SQLITE_FILE LAWS_SEED FAULT_ROUNDS FAILPOINT SERVICE_HOST PORT_9623_TCP \
                   IMAGE BLOG_URL";
     let others: Vec<String> = others
@@ -58,7 +61,10 @@ fn invalid_values_are_rejected_with_their_key() {
             "[gate]\ndedup-window = 5",
             "gate.dedup-window requires a duration, in quotes",
         ),
-        ("[gate]\ndedup-window = \"5 fortnights\"", "30s, 5m, 24h or 7d"),
+        (
+            "[gate]\ndedup-window = \"5 fortnights\"",
+            "30s, 5m, 24h or 7d",
+        ),
         (
             "[gate]\nguarantee = \"exactly-once\"",
             "write one of at-most-once, effectively-once, bare",
@@ -146,7 +152,7 @@ fn passwords_are_read_from_files_and_variables_and_never_shown() {
         .exits_with(2)
         .prints("store.url-file")
         .prints("nowhere");
-    // A parser that shows the line shows what stands in it.
+    // The error must not quote the line.
     cli.write(
         "oncegate.toml",
         "[store]\nurl = \"redis://:s3cret@host\" x\n",
@@ -252,7 +258,7 @@ fn the_command_line_is_validated() {
         .prints("4  nothing was done");
 }
 
-/// Nothing that was looked at is no good news.
+/// Without a configuration no command reports success.
 #[test]
 fn an_empty_configuration_is_an_error() {
     let cli = TestCli::at("redis://127.0.0.1:1");
@@ -292,7 +298,7 @@ fn an_empty_configuration_is_an_error() {
     cli.run(&["doctor"])
         .exits_with(2)
         .prints("no server is configured: set store.url");
-    // A broker of which a part is missing is not passed over.
+    // A partly configured broker is reported.
     cli.write(
         "oncegate.toml",
         "[kafka]\nbrokers = \"127.0.0.1:1\"\n[rabbitmq]\nurl = \"amqp://127.0.0.1:1\"\n",

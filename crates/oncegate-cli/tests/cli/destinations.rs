@@ -1,5 +1,4 @@
-//! Dead letters and messages in doubt, on both brokers: what a real consumer set aside, looked at,
-//! and dealt with.
+//! Reading and changing dead letters and messages in doubt of a real consumer, on both brokers.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,7 +13,7 @@ use serde_json::Value;
 use crate::cli::TestCli;
 use crate::fixture::{Broker, BrokerFixture, PATIENCE, Provider, publish_properties};
 
-/// Makes a test of each scenario for each broker.
+/// Creates a test for each scenario and broker.
 macro_rules! on_both_brokers {
     ($($scenario:ident),+ $(,)?) => {
         mod on_kafka {
@@ -127,7 +126,7 @@ async fn dead_letters_are_listed_redriven_and_charged_once(broker: Broker) {
         .await
         .exits_with(1);
 
-    // Nothing happens that was not asked for.
+    // A command without a selection fails.
     fixture
         .run(&["dead-letters", "redrive", "--yes"])
         .await
@@ -265,7 +264,7 @@ async fn dropped_messages_are_not_listed_again(broker: Broker) {
         }
         Broker::RabbitMq => fixture.until_there_are(1, ".dead-letters").await,
     }
-    // It stays rejected: another copy is not run.
+    // The id stays rejected: another copy does not run.
     assert_eq!(
         fixture.json(&["marker", "show", "a"]).await["state"],
         "rejected"
@@ -367,14 +366,14 @@ async fn redrive_skips_handled_and_doubtful_messages(broker: Broker) {
         .publish(&[("done", "declined"), ("doubt", "silent")])
         .await;
     fixture.consume(Provider::Judges, 0, 1, 1).await;
-    // An operator frees the id, and the producer sends it again.
+    // An operator releases the id, and the producer sends it again.
     fixture
         .run(&["marker", "forget", "done", "--yes"])
         .await
         .exits_with(0);
     fixture.publish(&[("done", "works")]).await;
     fixture.consume(Provider::Works, 1, 1, 1).await;
-    // And one that is in doubt stands in the dead letters too.
+    // One that is in doubt is dead-lettered too.
     let headers = [
         ("oncegate-id", "doubt"),
         ("oncegate-reason", "attempts-spent"),
@@ -433,8 +432,8 @@ async fn reading_joins_no_group_and_commits_no_offset_on_kafka() {
     fixture.end().await;
 }
 
-/// What RabbitMQ does with what is looked at: a classic queue counts nothing, a quorum queue of
-/// 3.10 each look.
+/// How RabbitMQ counts reads: a classic queue counts nothing, a quorum queue of 3.10 counts each
+/// one.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn counting_queues_are_read_only_with_an_unreachable_limit() {
     let fixture = fixture(Broker::RabbitMq).await;
@@ -470,7 +469,7 @@ async fn counting_queues_are_read_only_with_an_unreachable_limit() {
     crate::fixture::declare(&classic, &[("x-queue-type", "classic")], None).await;
     crate::fixture::declare(&limited, &[("x-queue-type", "quorum")], Some(5)).await;
     assert_eq!(counted(&classic, &[]).await, Some(0));
-    // Its header tells of the queue that it came from.
+    // The header comes from another queue.
     let table: BTreeMap<_, _> = [
         ("oncegate-id".into(), crate::fixture::text("z")),
         ("x-delivery-count".into(), AMQPValue::LongLongInt(9)),
@@ -505,7 +504,7 @@ async fn counting_queues_are_read_only_with_an_unreachable_limit() {
     fixture.end().await;
 }
 
-/// A policy may give a queue a limit that no client is told.
+/// A policy may set a limit that no client can see.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn reading_never_exceeds_the_delivery_limit_of_a_policy() {
     let server = tokio::task::spawn_blocking(RabbitServer::start)
@@ -605,7 +604,8 @@ async fn reading_never_exceeds_the_delivery_limit_of_a_policy() {
         ),
         "a copy is the letter"
     );
-    // A user who may not write there cannot have a letter replaced: it says that it did not look.
+    // A user without write permission cannot replace messages: the queue is reported as not
+    // checked.
     server
         .control(&[
             "-q",
@@ -672,13 +672,13 @@ async fn a_message_stays_if_its_copy_is_refused() {
         act["stage"], "not-sent",
         "its marker was freed, and no copy stands"
     );
-    // Either of them may stand first.
+    // Either may be first.
     let first = act["id"].as_str().expect("an id");
     assert_eq!(
         fixture.json(&["marker", "show", first]).await["state"],
         "cleared"
     );
-    // The queue is declared again by whoever consumes; nothing is lost.
+    // The consumer declares the queue again; no message is lost.
     crate::fixture::declare_as_the_source_does(&fixture.cli.name).await;
     fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
@@ -764,7 +764,7 @@ async fn messages_without_body_are_skipped_and_copies_keep_their_partition() {
     fixture.end().await;
 }
 
-/// What RabbitMQ itself sets aside has no header of ours.
+/// Messages that RabbitMQ dead-lettered have no `oncegate-*` headers.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn messages_dead_lettered_by_the_broker_have_their_own_id() {
     let fixture = fixture(Broker::RabbitMq).await;
@@ -782,7 +782,7 @@ async fn messages_dead_lettered_by_the_broker_have_their_own_id() {
             .await),
         ["plain"]
     );
-    // Nothing says how old it is.
+    // Its age is unknown.
     fixture
         .run(&["dead-letters", "redrive", "--id", "plain", "--dry-run"])
         .await
@@ -806,8 +806,7 @@ async fn messages_dead_lettered_by_the_broker_have_their_own_id() {
 
 async fn ids_without_a_marker_are_redriven(broker: Broker) {
     let fixture = fixture(broker).await;
-    // As old as it says, it would be in doubt at once; and it has failed more often than is
-    // allowed.
+    // It is old enough to be in doubt and has failed more often than allowed.
     let headers = [
         ("oncegate-id", "old"),
         ("oncegate-first-seen", "1000"),
@@ -842,7 +841,7 @@ async fn ids_without_a_marker_are_redriven(broker: Broker) {
         .await
         .exits_with(0)
         .prints("1 redriven");
-    // Where it was sent, it is looked at as if letters stood there.
+    // The consumed queue is read like a destination.
     let name = &fixture.cli.name;
     fixture.cli.configure(&format!(
         "{}dead-letters = \"{name}\"\n",

@@ -1,5 +1,5 @@
-//! Misconfigurations that were planted, and what `oncegate doctor` says of each. A good set-up is
-//! the control: whatever is found there would be found everywhere.
+//! Each finding of `oncegate doctor`, from a real misconfiguration. A good setup must have no
+//! findings.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -19,7 +19,7 @@ use crate::fixture::{self, Broker, BrokerFixture};
 
 const AT_MOST_ONCE: &str = "scope = \"s\"\n[gate]\nguarantee = \"at-most-once\"\n";
 
-/// What was found: code and level, of those that are to be mended.
+/// Code and level of the findings that are problems.
 fn findings(cli: &TestCli) -> Vec<(String, String)> {
     let said = cli.run(&["doctor", "--json"]);
     assert!(said.code <= 1, "{said:?}");
@@ -64,7 +64,7 @@ fn cli(server: &RedisServer, more: &str) -> TestCli {
     cli
 }
 
-/// Each code stands here as what is found of something that was planted.
+/// Each code occurs in a test of this file.
 #[test]
 fn every_finding_has_a_test() {
     let listed = TestCli::at("redis://127.0.0.1:1")
@@ -128,7 +128,7 @@ fn finds_replicas_and_cluster_nodes() {
         &cli(&replica, AT_MOST_ONCE),
         &[("store-is-a-replica", "error")],
     );
-    // A real one would take another port, which may be in use.
+    // A real one may need a port that is in use.
     let node = RewritingProxy::before(&primary, |bytes| overwrite(bytes, "cluster_enabled:", "1"));
     let cli = TestCli::at(&node.url());
     cli.configure(AT_MOST_ONCE);
@@ -174,7 +174,7 @@ fn finds_missing_redis_permissions() {
         cli.configure(AT_MOST_ONCE);
         assert_findings(&cli, &[("store-lacks-a-right", "error")]);
         let said = cli.run(&["doctor"]).exits_with(1).prints(missing);
-        // One line grants all that is needed.
+        // One ACL line grants everything.
         let grant = said
             .out
             .lines()
@@ -233,7 +233,7 @@ fn finds_an_unusable_store() {
 async fn finds_an_sqlite_file_in_memory() {
     let cli = TestCli::on_sqlite();
     cli.configure(AT_MOST_ONCE);
-    // Not there yet.
+    // The file does not exist yet.
     assert_findings(&cli, &[]);
     cli.ask("a", oncegate::marker::Ask::Claim, 1, 0, crate::cli::terms())
         .await;
@@ -261,7 +261,7 @@ async fn finds_an_sqlite_file_in_memory() {
     }
 }
 
-/// Changes what a server says of itself, by texts of the same length.
+/// Rewrites replies of a server with texts of the same length.
 struct RewritingProxy {
     port: u16,
 }
@@ -297,7 +297,7 @@ impl RewritingProxy {
 
 fn pass(mut from: TcpStream, mut to: TcpStream, change: impl Fn(&mut Vec<u8>) + Send + 'static) {
     std::thread::spawn(move || {
-        // All of an INFO fits in.
+        // The buffer holds a whole INFO reply.
         let mut buffer = vec![0; 1 << 20];
         while let Ok(read @ 1..) = from.read(&mut buffer) {
             let mut bytes = buffer[..read].to_vec();
@@ -310,7 +310,7 @@ fn pass(mut from: TcpStream, mut to: TcpStream, change: impl Fn(&mut Vec<u8>) + 
     });
 }
 
-/// Writes over what stands behind a name, where it is said in one piece.
+/// Overwrites the value behind a name.
 fn overwrite(bytes: &mut [u8], name: &str, value: &str) {
     if let Some(at) = bytes
         .windows(name.len())
@@ -458,12 +458,12 @@ async fn finds_topics_that_lose_or_reject_dead_letters() {
         with(&names[6], &names[0], messages);
         assert_findings(&cli, &[(code, level)]);
     }
-    // A topic that keeps for ever is read again from its beginning one day.
+    // An unlimited topic may be read again from the start.
     with(&names[0], &names[0], &names[0]);
     assert_findings(&cli, &[("window-shorter-than-retention", "warning")]);
 }
 
-/// This broker answers as one that lets nobody ask for it: it does not know the question.
+/// A broker that denies DescribeConfigs: it does not know the request.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn finds_unreadable_topic_configurations() {
     let broker = rdkafka::mocking::MockCluster::new(1).expect("a mock broker");
@@ -487,7 +487,7 @@ async fn finds_unreadable_topic_configurations() {
         .prints("grant DescribeConfigs");
 }
 
-/// This broker answers of each topic as one with an authorizer does to who may not Describe it.
+/// A broker that denies Describe on each topic, like one with an authorizer.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn finds_missing_describe_permission() {
     let broker = rdkafka::mocking::MockCluster::new(1).expect("a mock broker");
@@ -517,8 +517,8 @@ async fn finds_missing_describe_permission() {
     ));
 }
 
-/// This broker answers as one with an authorizer does to who may see the topic and not read it, or
-/// not see the group. It does not know the question for how a topic is configured.
+/// A broker that denies Read on the topic or access to the group, like one with an authorizer. It
+/// does not know DescribeConfigs.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn finds_missing_read_permission() {
     use RDKafkaRespErr::{
@@ -531,9 +531,9 @@ async fn finds_missing_read_permission() {
             .create_topic(&format!("{}{suffix}", cli.name), 1, 1)
             .expect("a topic");
     }
-    // In the version of the answer in which a broker refuses each partition for itself. It then
-    // tells no end of the log, and this one does: not where the reader stands, or librdkafka would
-    // take that for all that was said.
+    // A response version in which each partition has its own error. A denied partition has no log
+    // end offset; this response has one that differs from the position of the reader, or librdkafka
+    // would report the end of the partition.
     broker
         .partition_follower(&cli.name, 0, 1)
         .expect("a partition that is there");
@@ -604,7 +604,7 @@ async fn finds_an_unreachable_broker_and_a_rejected_login() {
     }
 }
 
-/// Arguments of a queue.
+/// The arguments of a queue.
 type Arguments = Vec<(&'static str, AMQPValue)>;
 
 /// Declares a queue.
@@ -645,8 +645,8 @@ async fn finds_queues_that_lose_messages() {
         cli.name
     ));
     assert_findings(cli, &[("runs-outlast-the-consumer-timeout", "error")]);
-    // Each of the runs in place counts, and the wait for another holder: four runs of ten minutes,
-    // or two leases of fifteen.
+    // Inline retries and the wait for another holder count: four runs of ten minutes, or two leases
+    // of fifteen.
     for (gate, findings) in [
         ("handler-timeout = \"10m\"", true),
         ("lease = \"15m\"", true),
@@ -730,7 +730,7 @@ async fn finds_queues_that_lose_messages() {
             cli.name
         ));
         let codes: Vec<String> = findings(cli).into_iter().map(|(code, _)| code).collect();
-        // The queue that is consumed gives up to another one, then.
+        // The consumed queue dead-letters to another queue.
         let codes: Vec<&str> = codes
             .iter()
             .map(String::as_str)
@@ -764,7 +764,7 @@ async fn finds_queues_that_lose_messages() {
     ));
     assert_findings(cli, &[("queue-deletes-itself", "error")]);
     declared.push(leaving);
-    // Only its owner may look at it.
+    // Only the connection that declared it may use it.
     let taken = format!("{}.taken", cli.name);
     let (owner, channel) = fixture::open().await;
     let options = QueueDeclareOptions {
@@ -796,7 +796,7 @@ async fn finds_queues_that_lose_messages() {
     fixture.end().await;
 }
 
-/// The rights are the server's own: of one that other tests use they would be everybody's.
+/// A server of its own: permissions of a shared server would affect other tests.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn finds_missing_configure_permission() {
     let server = tokio::task::spawn_blocking(RabbitServer::start)
@@ -837,7 +837,7 @@ async fn finds_missing_configure_permission() {
         .exits_with(1)
         .prints("let the user configure `payments.dead-letters`")
         .prints("only for a user who may configure it");
-    // Such a consumer is none that declares.
+    // With this topology the consumer declares nothing.
     with("topology = \"check\"\n");
     assert_findings(&cli, &[]);
     cli.run(&["doctor"])

@@ -1,4 +1,4 @@
-//! The whole story of an id, told right for each end that it can have; and what a load needs.
+//! Explanations for each outcome of an id, and the plan of a load.
 
 use std::sync::Arc;
 
@@ -28,7 +28,7 @@ async fn explains_each_outcome(broker: Broker) {
             ("silent", "silent"),
         ])
         .await;
-    // The same payment again, and another one under an id that was used.
+    // A duplicate, and another payment under a used id.
     fixture
         .publish(&[("twice", "works"), ("charged", "another card")])
         .await;
@@ -100,7 +100,7 @@ async fn explains_each_outcome(broker: Broker) {
             (&"handled-with-duplicates".into(), Some(2)),
             "{copies}"
         );
-        // Another consumer has not taken them: they are there all the same.
+        // No consumer has claimed them: the topic still has them.
         fixture
             .cli
             .configure(&format!("scope = \"other\"\n{}", fixture.settings()));
@@ -135,7 +135,7 @@ async fn explains_each_outcome(broker: Broker) {
             .prints("omit --copies");
     }
 
-    // And when a person has dealt with it.
+    // After an operator resolved it.
     fixture
         .run(&[
             "dead-letters",
@@ -260,7 +260,7 @@ fn plan_uses_measured_bytes() {
     cli.run(&["plan"]).exits_with(2).prints("--rate");
 }
 
-/// Where the record of an id is gone with its time, the tool does not make up what happened since.
+/// Without a marker the tool must not invent what happened.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn actions_older_than_the_window_prove_nothing() {
     let fixture = Arc::new(BrokerFixture::on(Broker::Kafka).await);
@@ -299,7 +299,7 @@ async fn actions_older_than_the_window_prove_nothing() {
     for id in ["a", "b", "c"] {
         write_marker(&fixture.cli, id, None).await;
     }
-    // As if a window had passed since.
+    // As after the window.
     fixture.cli.configure(
         &fixture
             .settings()
@@ -311,7 +311,7 @@ async fn actions_older_than_the_window_prove_nothing() {
     fixture.end().await;
 }
 
-/// Of several acts on one id the last one counts.
+/// The last of several actions on one id decides.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_last_action_decides() {
     let fixture = Arc::new(BrokerFixture::on(Broker::RabbitMq).await);
@@ -320,7 +320,7 @@ async fn the_last_action_decides() {
         .await;
     fixture.consume(Provider::Judges, 0, 2, 0).await;
     let explanation = async |id: &str| fixture.json(&["explain", id]).await;
-    // Sent back, failed again, and given up then.
+    // Redriven, failed again, then dropped.
     fixture
         .run(&["dead-letters", "redrive", "--all", "--yes", "--as", "ann"])
         .await
@@ -331,14 +331,14 @@ async fn the_last_action_decides() {
         .await
         .exits_with(0);
     assert_eq!(explanation("a").await["verdict"], "dropped");
-    // Sent back, rejected again, and its letter taken away by somebody else.
+    // Redriven, rejected again, and its dead letter removed by another tool.
     crate::fixture::take_all(&format!("{}.dead-letters", fixture.cli.name)).await;
     let gone = explanation("b").await;
     assert_eq!(
         gone["verdict"], "dead-lettered",
         "it was sent back, and is not on its way any more: {gone}"
     );
-    // Recorded by hand, forgotten, and handled then.
+    // Completed by an operator, forgotten, then handled.
     let says =
         |explanation: &serde_json::Value| explanation["says"].as_str().expect("a text").to_owned();
     fixture
@@ -370,7 +370,7 @@ async fn the_last_action_decides() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn dead_letters_are_no_duplicates_and_control_characters_are_not_printed() {
     let fixture = Arc::new(BrokerFixture::on(Broker::Kafka).await);
-    // One payment, and another one under its id.
+    // One payment, and another one with its id.
     fixture
         .publish(&[("a", "works"), ("a", "another card")])
         .await;
@@ -434,7 +434,7 @@ async fn explain_claims_only_the_configured_guarantee() {
         .prints("kafka.topic is missing");
 }
 
-/// Several services may have one Redis, and so one audit, and the same ids.
+/// Services may share a Redis, an audit and ids.
 #[tokio::test]
 async fn explain_ignores_actions_of_other_scopes() {
     let cli = TestCli::new();

@@ -1,5 +1,4 @@
-//! A topic or queue of a test's own, and a consumer that charges payments from it, as the demo
-//! does.
+//! A topic or queue of its own, and a consumer that charges payments from it.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -25,10 +24,10 @@ use rdkafka::producer::{FutureProducer, FutureRecord};
 
 use crate::cli::{CommandOutput, TestCli};
 
-/// Generous, since other tests may keep the machine busy.
+/// Generous, since other tests share the machine.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(90);
 
-/// The largest body that the consumer takes, in bytes.
+/// The body limit of the consumer, in bytes.
 pub(crate) const BODY_LIMIT: usize = 10_000;
 
 pub(crate) const COUNTS_ACCEPTED: &str = "delivery-counts = \"accepted\"\n";
@@ -39,13 +38,12 @@ pub(crate) enum Broker {
     RabbitMq,
 }
 
-/// What the provider says to a payment.
+/// How the provider replies to a payment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Provider {
-    /// It takes all of them.
+    /// It accepts every payment.
     Works,
-    /// It says no to those on the card `declined`, and nothing at all to those on the card
-    /// `silent`.
+    /// It rejects the card `declined`, and does not reply for the card `silent`.
     Judges,
 }
 
@@ -87,12 +85,12 @@ pub(crate) struct BrokerFixture {
 }
 
 impl BrokerFixture {
-    /// With topics or queues as a source wants them, and a configuration that names them.
+    /// Creates topics or queues as a source does, and a configuration for them.
     pub(crate) async fn on(broker: Broker) -> Self {
         Self::at(TestCli::new(), broker).await
     }
 
-    /// The same at a desk that is there.
+    /// Like [`Self::on`], with this command line.
     pub(crate) async fn at(cli: TestCli, broker: Broker) -> Self {
         let fixture = Self {
             cli,
@@ -127,7 +125,7 @@ impl BrokerFixture {
                 "{gate}[kafka]\nbrokers = \"{}\"\ntopic = \"{name}\"\n",
                 kafka()
             ),
-            // A story may look at its letters more than five times.
+            // A test may read its messages more than five times.
             Broker::RabbitMq => {
                 format!(
                     "{gate}[rabbitmq]\nurl = \"{}\"\nqueue = \"{name}\"\n{COUNTS_ACCEPTED}",
@@ -144,7 +142,7 @@ impl BrokerFixture {
         }
     }
 
-    /// Runs the program, and the test goes on meanwhile.
+    /// Runs the program on a blocking thread.
     pub(crate) async fn run(self: &Arc<Self>, arguments: &[&str]) -> CommandOutput {
         let (fixture, arguments) = (
             Arc::clone(self),
@@ -168,7 +166,7 @@ impl BrokerFixture {
         self.run(&arguments).await.exits_with(0).json()
     }
 
-    /// Payments: id and card.
+    /// Publishes payments: id and card.
     pub(crate) async fn publish(&self, payments: &[(&str, &str)]) {
         for (id, card) in payments {
             let body = serde_json::json!({ "id": id, "card": card, "amount": 1_995 }).to_string();
@@ -176,7 +174,7 @@ impl BrokerFixture {
         }
     }
 
-    /// Payments with these ids, all of which wait for their confirmation together.
+    /// Publishes payments with these ids and waits for all confirmations together.
     pub(crate) async fn publish_many(&self, ids: impl Iterator<Item = String>) {
         let (name, body) = (&self.cli.name, r#"{"card":"works"}"#);
         match self.broker {
@@ -256,7 +254,7 @@ impl BrokerFixture {
         self.publish_with(name, body, &headers).await;
     }
 
-    /// A message with these headers and no others.
+    /// Publishes a message with exactly these headers.
     pub(crate) async fn publish_with(&self, name: &str, body: &str, headers: &[(&str, &str)]) {
         match self.broker {
             Broker::Kafka => {
@@ -295,8 +293,7 @@ impl BrokerFixture {
         }
     }
 
-    /// Consumes until so much was charged in all, and so many letters stand in the dead letters and
-    /// in doubt.
+    /// Consumes until this many payments are charged, dead-lettered and in doubt.
     pub(crate) async fn consume(
         &self,
         provider: Provider,
@@ -346,7 +343,7 @@ impl BrokerFixture {
             .await;
     }
 
-    /// Handles what comes, until so long.
+    /// Handles messages until this future completes.
     pub(crate) async fn handle(
         &self,
         guarantee: Guarantee,
@@ -405,8 +402,8 @@ impl BrokerFixture {
         self.charged.lock().expect("nobody panicked").clone()
     }
 
-    /// How many messages stand in the topic or queue with this ending; on RabbitMQ those that
-    /// nobody holds.
+    /// The number of messages in the topic or queue with this suffix; on RabbitMQ without
+    /// unacknowledged ones.
     pub(crate) async fn count(&self, suffix: &str) -> u64 {
         self.count_in(format!("{}{suffix}", self.cli.name)).await
     }
@@ -448,14 +445,13 @@ impl BrokerFixture {
         }
     }
 
-    /// Waits until so many are there: what was held or published a moment ago is counted a moment
-    /// later.
+    /// Waits for this number of messages: the count lags behind.
     pub(crate) async fn until_there_are(&self, count: u64, suffix: &str) {
         self.until(&format!("{}{suffix}", self.cli.name), count)
             .await;
     }
 
-    /// The same of a topic or queue of any name.
+    /// Like [`Self::until_there_are`], by name.
     pub(crate) async fn until(&self, name: &str, count: u64) {
         let begun = Instant::now();
         loop {
@@ -472,7 +468,7 @@ impl BrokerFixture {
         let names =
             ["", ".dead-letters", ".in-doubt"].map(|suffix| format!("{}{suffix}", self.cli.name));
         match self.broker {
-            // What is left over harms nobody: its name is never used again.
+            // Leftovers are harmless: names are not reused.
             Broker::Kafka => drop(
                 admin()
                     .delete_topics(&names.each_ref().map(String::as_str), &AdminOptions::new())
@@ -497,7 +493,7 @@ impl BrokerFixture {
     }
 }
 
-/// The queue and those beside it.
+/// The queue and its destinations.
 pub(crate) async fn declare_as_the_source_does(queue: &str) {
     let source = RabbitMq::queue(queue)
         .url(rabbitmq())
@@ -523,7 +519,7 @@ pub(crate) async fn create_topics(topics: &[NewTopic<'_>]) {
         .into_iter()
         .for_each(|topic| drop(topic.expect("a topic that is new")));
     let names: Vec<String> = topics.iter().map(|topic| topic.name.to_owned()).collect();
-    // The broker says that a topic is created a moment before it says that it exists.
+    // The broker confirms the creation of a topic before metadata requests find it.
     let asked = tokio::task::spawn_blocking(move || {
         let consumer: BaseConsumer = config()
             .set("group.id", "counting")
@@ -564,7 +560,7 @@ pub(crate) fn admin() -> AdminClient<DefaultClientContext> {
     config().create().expect("an admin client")
 }
 
-/// Publishes to a queue, by way of this URL, a message that lasts, and waits for its confirmation.
+/// Publishes a persistent message to a queue at this URL, and waits for its confirmation.
 pub(crate) async fn publish_properties(
     url: &str,
     queue: &str,
@@ -617,7 +613,7 @@ async fn open_at(url: &str) -> (Connection, Channel) {
     (connection, channel)
 }
 
-/// Takes all messages of a queue: body, whether it was delivered before, and its delivery count.
+/// Consumes all messages of a queue: body, redelivered flag and delivery count.
 pub(crate) async fn take_all(queue: &str) -> Vec<(String, bool, i64)> {
     let (connection, channel) = open().await;
     let mut all = Vec::new();
@@ -646,7 +642,7 @@ pub(crate) async fn take_all(queue: &str) -> Vec<(String, bool, i64)> {
     all
 }
 
-/// A durable queue with these arguments, and with this delivery limit.
+/// Declares a durable queue with these arguments and delivery limit.
 pub(crate) async fn declare(queue: &str, arguments: &[(&str, &str)], limit: Option<i32>) {
     let (connection, channel) = open().await;
     let mut table = FieldTable::default();
@@ -682,7 +678,7 @@ pub(crate) async fn delete(queue: &str) {
         .expect("a clean end");
 }
 
-/// The bodies in a topic of two partitions, as far as it goes now.
+/// The bodies in a topic with two partitions, up to its current end.
 pub(crate) async fn bodies(topic: &str) -> Vec<Option<Vec<u8>>> {
     use rdkafka::message::Message;
     let topic = topic.to_owned();

@@ -1,4 +1,4 @@
-//! Headers `oncegate-*` that a producer forged: no command acts on the id that they name.
+//! Forged `oncegate-*` headers: no command acts on the id that they name.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ const BODY: &str = r#"{"card":"works"}"#;
 /// The year 2100.
 const FUTURE_MS: &str = "4102444800000";
 
-/// What makes a message look like a dead letter of the id `victim`.
+/// Headers that make a message look like a dead letter of the id `victim`.
 const FORGED: [(&str, &str); 6] = [
     ("oncegate-id", "victim"),
     ("oncegate-reason", "refused"),
@@ -34,7 +34,7 @@ const FORGED: [(&str, &str); 6] = [
     ("oncegate-first-seen", FUTURE_MS),
 ];
 
-/// A world in which the id `victim` is rejected, and its dead letter was given up.
+/// A fixture in which `victim` is rejected and its dead letter was dropped.
 async fn with_a_rejected_victim(broker: Broker) -> Arc<BrokerFixture> {
     let fixture = Arc::new(BrokerFixture::on(broker).await);
     fixture.publish(&[("victim", "declined")]).await;
@@ -55,7 +55,7 @@ async fn is_still_rejected(fixture: &Arc<BrokerFixture>) {
     );
 }
 
-/// One value of each letter, in the order of their ids.
+/// One value of each message, ordered by id.
 fn values(listed: &Value, name: &str) -> Vec<Value> {
     let mut messages = listed["letters"].as_array().expect("a list").clone();
     messages.sort_by_key(|message| message["id"].to_string());
@@ -119,8 +119,7 @@ async fn redrive_ignores_a_forged_id(broker: Broker) {
     fixture.end().await;
 }
 
-/// Too large for the gate, so that oncegate wrote no id beside it: the id is what its producer says
-/// that it is.
+/// Too large for the gate, so that oncegate wrote no id: the id comes from the producer.
 async fn redrive_skips_another_body_under_a_rejected_id(broker: Broker) {
     let fixture = with_a_rejected_victim(broker).await;
     let large = "x".repeat(BODY_LIMIT + 1);
@@ -168,8 +167,7 @@ async fn explain_ignores_forged_ids_of_copies(broker: Broker) {
     fixture.end().await;
 }
 
-/// `x-death` as the broker would write it, of a message that another queue gave up in the year
-/// 2100.
+/// `x-death` as the broker would write it for another queue in the year 2100.
 fn forged_death(queue: &str, reason: &str) -> AMQPValue {
     let time = AMQPValue::Timestamp(4_102_444_800);
     let entries = [
@@ -185,12 +183,12 @@ fn forged_death(queue: &str, reason: &str) -> AMQPValue {
     AMQPValue::FieldArray(vec![AMQPValue::FieldTable(entry.into())].into())
 }
 
-/// How RabbitMQ comes to dead-letter a message.
+/// Why RabbitMQ dead-letters a message.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum DeathCause {
-    /// It expires.
+    /// Its TTL expires.
     Expiration,
-    /// Another program rejects it.
+    /// A consumer rejects it.
     Rejection,
 }
 
@@ -242,8 +240,7 @@ async fn redrive_ignores_forged_headers_of_rabbitmq_dead_letters() {
     let origin = [("oncegate-origin", text("theirs"))];
     broker_dead_letters(&fixture, "expired", DeathCause::Expiration, &origin).await;
     broker_dead_letters(&fixture, "rejected", DeathCause::Rejection, &origin).await;
-    // The broker counts its own entry up where one is there already, and writes its own in place of
-    // what is no list.
+    // The broker increments its own entry, and replaces a value that is not a list.
     broker_dead_letters(
         &fixture,
         "same",

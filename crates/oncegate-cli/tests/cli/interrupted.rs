@@ -1,5 +1,4 @@
-//! The program, killed or told to stop in the midst of an act: no message is lost, and none is
-//! charged twice.
+//! Interrupted commands: no message is lost, and none is charged twice.
 
 use std::process::{Command, Stdio};
 use std::sync::Arc;
@@ -18,7 +17,7 @@ on_both_brokers!(
     a_sent_message_that_was_not_removed_is_not_sent_again_blindly,
 );
 
-/// A world whose Redis is behind a proxy.
+/// A fixture whose Redis is behind a proxy.
 async fn fixture(broker: Broker) -> (Arc<BrokerFixture>, Proxy) {
     let url = oncegate_testkit::redis_url().expect("ONCEGATE_REDIS is set");
     let port = url
@@ -31,10 +30,10 @@ async fn fixture(broker: Broker) -> (Arc<BrokerFixture>, Proxy) {
     (Arc::new(BrokerFixture::at(cli, broker).await), proxy)
 }
 
-/// Whether a request is the one that is meant.
+/// Selects a request.
 type RequestMatch = fn(&[u8]) -> bool;
 
-/// Kills the program (SIGKILL) when it asks Redis for what is meant, which never arrives there.
+/// Kills the program (SIGKILL) when it sends the selected request, which Redis never receives.
 async fn kill_at(
     fixture: &BrokerFixture,
     proxy: &Proxy,
@@ -47,7 +46,7 @@ async fn kill_at(
             return Fate::Pass;
         }
         let _ = met.send(());
-        // Longer than the program lives, and than the test does.
+        // Longer than the test.
         Fate::Delay(std::time::Duration::from_secs(3_600))
     });
     let mut program = Command::new(env!("CARGO_BIN_EXE_oncegate"))
@@ -88,7 +87,7 @@ async fn sigterm_ends_a_redrive_after_the_current_message(broker: Broker) {
         if !records_sent(request) || met.send(()).is_err() {
             return Fate::Pass;
         }
-        // The signal comes while the letter is between its copy and its end.
+        // The signal arrives after the copy and before the removal of a message.
         Fate::Delay(std::time::Duration::from_secs(2))
     });
     let program = Command::new(env!("CARGO_BIN_EXE_oncegate"))
@@ -121,8 +120,7 @@ async fn sigterm_ends_a_redrive_after_the_current_message(broker: Broker) {
         "{out}{err}"
     );
     proxy.pass();
-    // The letter at hand is gone from the queue, or marked as done where nothing can be taken out;
-    // nothing is half done.
+    // The current message was removed, or marked as done on Kafka; none is half done.
     assert_eq!(
         fixture.json(&["dead-letters", "list"]).await["letters"]
             .as_array()
@@ -168,8 +166,8 @@ async fn a_redrive_survives_sigkill_at_each_step(broker: Broker) {
         let messages = fixture.json(&["dead-letters", "list", "--id", id]).await;
         assert_eq!(messages["letters"][0]["state"], state, "{id}: {messages}");
     }
-    // Of what nobody knows whether it was sent, nothing is sent again without a word once its
-    // marker is gone; where the marker says that nothing happened, it is.
+    // Without a marker, a message that may have been sent is not sent again without a flag; with a
+    // marker that records no effect, it is.
     write_marker(&fixture.cli, "c", None).await;
     let said = fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
@@ -187,15 +185,14 @@ async fn a_redrive_survives_sigkill_at_each_step(broker: Broker) {
         .await
         .exits_with(1)
         .prints("was handled meanwhile");
-    // The record of it goes, as it does with the window.
+    // Its marker expires, as after the window.
     write_marker(&fixture.cli, "c", None).await;
     fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
         .exits_with(1)
         .prints("--accept-unfinished");
-    // On Kafka the topic keeps what was published, three and three copies; on RabbitMQ nothing is
-    // left.
+    // Kafka keeps three messages and three copies; the queue of RabbitMQ is empty.
     fixture
         .until_there_are(if broker == Broker::Kafka { 6 } else { 0 }, "")
         .await;
@@ -219,7 +216,7 @@ async fn a_resolve_survives_sigkill_before_its_audit_line(broker: Broker) {
         fixture.json(&["in-doubt", "list"]).await["letters"][0]["state"],
         "begun"
     );
-    // Nothing of it counts as long as the marker says so: a second copy is a duplicate to the gate.
+    // The marker deduplicates a second copy.
     fixture
         .run(&resolve)
         .await
@@ -237,8 +234,8 @@ async fn a_resolve_survives_sigkill_before_its_audit_line(broker: Broker) {
     fixture.end().await;
 }
 
-/// The answer to the last line of the audit is lost: on RabbitMQ the letter stays, though the audit
-/// says that it was sent.
+/// The reply to the last audit line is lost: on RabbitMQ the message stays, though the audit
+/// records that it was sent.
 async fn a_sent_message_that_was_not_removed_is_not_sent_again_blindly(broker: Broker) {
     let (fixture, proxy) = fixture(broker).await;
     fixture.publish(&[("a", "declined")]).await;
@@ -268,8 +265,8 @@ async fn a_sent_message_that_was_not_removed_is_not_sent_again_blindly(broker: B
             again.exits_with(0).prints("0 redriven, 0 left");
         }
         Broker::RabbitMq => {
-            // Its marker says that the first copy was not claimed: a second one is a duplicate to
-            // the gate.
+            // The marker shows that the first copy was not claimed, so the gate deduplicates a
+            // second one.
             assert_eq!(waits, ["a"]);
             again.exits_with(0).prints("1 redriven, 0 left");
         }

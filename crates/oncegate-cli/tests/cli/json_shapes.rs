@@ -1,4 +1,4 @@
-//! What machines are told has the shape that the book says.
+//! The JSON output has the documented shape.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use crate::fixture::{Broker, BrokerFixture, Provider};
 
 const BOOK: &str = include_str!("../../../../docs/src/cli.md");
 
-/// What the book says of something: the keys that it always has, and those that it may have.
+/// The keys that the book documents: required and optional ones.
 fn keys(what: &str) -> [BTreeSet<&'static str>; 2] {
     let section = BOOK
         .split("\n## For machines\n")

@@ -1,6 +1,5 @@
-//! The program, run as an operator runs it, on real servers. Their addresses stand in the
-//! environment (`ONCEGATE_KAFKA`, `ONCEGATE_RABBITMQ`, `ONCEGATE_REDIS`); `cargo xtask test` sees
-//! to that.
+//! Runs the program like an operator, on real servers. `ONCEGATE_KAFKA`, `ONCEGATE_RABBITMQ` and
+//! `ONCEGATE_REDIS` name them; `cargo xtask test` sets these variables.
 #![forbid(unsafe_code)]
 
 mod book;

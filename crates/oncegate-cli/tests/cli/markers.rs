@@ -39,7 +39,7 @@ pub(crate) async fn one_of_each(cli: &TestCli) {
         .await;
 }
 
-/// Of each of them, and of one that never was: its state, and what is said of it.
+/// State and description of each, and of an id that never existed.
 pub(crate) const TOLD: [(&str, &str, &str); 7] = [
     ("never", "absent", "never claimed"),
     (
@@ -142,7 +142,7 @@ async fn forget_previews_and_audits() {
         "done",
         "showing changes nothing"
     );
-    // The fence goes on above the last attempt, which a done marker does not hold.
+    // The fence continues above the last attempt, which a done marker does not store.
     for (id, fence) in [("handled", 1_000_000), ("refused", 1)] {
         let says = format!("is cleared, attempt {fence} now");
         cli.run(&[
@@ -216,7 +216,7 @@ async fn forget_previews_and_audits() {
         .exits_with(0)
         .prints("WHO")
         .prints("marker forget");
-    // Forgotten once more, it goes on above what was named then.
+    // Forgotten again, it continues above the recorded fence.
     cli.run(&["marker", "complete", "handled", "--yes"])
         .exits_with(0);
     cli.run(&["marker", "forget", "handled", "--yes"])
@@ -281,7 +281,7 @@ async fn completion_keeps_the_fingerprint_and_accepts_any_id() {
         (&shown["state"], &shown["fingerprint"]),
         (&"done".into(), &"000000000000000007".into())
     );
-    // As it stands in keys and logs.
+    // As keys and logs show it.
     let stored = shown["key"].as_str().expect("a key");
     assert!(stored.starts_with("h:"));
     assert_eq!(cli.json(&["marker", "show", stored])["state"], "done");
@@ -404,7 +404,7 @@ fn errors_do_not_contain_the_store_password() {
     assert!(!format!("{said:?}").contains("s3cret"), "{said:?}");
 }
 
-/// What an operator writes stands for a window, and who has not said which is told so.
+/// A record expires with the window; the output names a default window.
 #[tokio::test]
 async fn actions_report_how_long_they_last() {
     let cli = TestCli::new();

@@ -1,5 +1,4 @@
-//! What is sent back, and what is left: a letter stands for ever, and what keeps its id from being
-//! handled twice does not.
+//! Which messages a redrive sends and which it skips: messages stay without limit, markers expire.
 
 use std::sync::Arc;
 
@@ -59,7 +58,7 @@ impl BrokerFixture {
         .await;
     }
 
-    /// How many letters stay when so many were taken out.
+    /// The expected number of remaining messages.
     fn remaining(&self, on_kafka: u64, on_rabbitmq: u64) -> u64 {
         if self.broker == Broker::Kafka {
             on_kafka
@@ -69,7 +68,7 @@ impl BrokerFixture {
     }
 }
 
-/// Puts anything under the id of a marker; nothing, as if its time were over.
+/// Writes any value under the key of a marker; `None` deletes it, as if it had expired.
 pub(crate) async fn write_marker(cli: &TestCli, id: &str, value: Option<&str>) {
     let client = redis::Client::open(cli.redis.as_str()).expect("a URL");
     let mut plain = client
@@ -95,7 +94,7 @@ pub(crate) async fn write_marker(cli: &TestCli, id: &str, value: Option<&str>) {
 async fn messages_older_than_the_window_are_reconciled(broker: Broker) {
     let fixture = Arc::new(BrokerFixture::on(broker).await);
     let old = (now_ms() - TWO_DAYS_MS).to_string();
-    // As large as it is, nobody looked at its marker when it was set aside.
+    // It was too large, so its marker was not read when it was dead-lettered.
     fixture
         .dead_letter(
             "dead-letters",
@@ -116,8 +115,7 @@ async fn messages_older_than_the_window_are_reconciled(broker: Broker) {
         .await
         .exits_with(0)
         .prints("1 redriven");
-    // The consumer finds it too old, and its `reconcile` cannot tell: nothing is charged on a
-    // guess.
+    // The consumer finds it too old, and its `reconcile` cannot decide: nothing is charged.
     fixture
         .consume(Provider::Works, 0, fixture.remaining(1, 0), 1)
         .await;
@@ -125,7 +123,7 @@ async fn messages_older_than_the_window_are_reconciled(broker: Broker) {
         fixture.json(&["in-doubt", "list"]).await["letters"][0]["reason"],
         "in-doubt-too-old"
     );
-    // Whoever answers for it has it run.
+    // The operator accepts the risk and it runs.
     fixture
         .dead_letter(
             "dead-letters",
@@ -188,11 +186,10 @@ async fn messages_older_than_the_window_are_skipped_without_at_most_once(broker:
         .exits_with(1)
         .prints("--accept-forgotten");
     fixture.until_there_are(0, "").await;
-    fixture.cli.configure(
-        &fixture
-            .settings()
-            .replace("at-most-once\"", "effectively-once\"\ndedup-window = \"7d\""),
-    );
+    fixture.cli.configure(&fixture.settings().replace(
+        "at-most-once\"",
+        "effectively-once\"\ndedup-window = \"7d\"",
+    ));
     fixture
         .run(&["dead-letters", "redrive", "--all", "--dry-run"])
         .await
@@ -271,7 +268,7 @@ async fn conflicts_are_redriven_only_by_id(broker: Broker) {
         .publish(&[("a", "works"), ("a", "another card")])
         .await;
     fixture.consume(Provider::Works, 1, 1, 0).await;
-    // The time of the marker of what was handled is over.
+    // The marker of the handled id expired.
     write_marker(&fixture.cli, "a", None).await;
     fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
@@ -284,8 +281,7 @@ async fn conflicts_are_redriven_only_by_id(broker: Broker) {
         .await
         .exits_with(0)
         .prints("1 would be redriven");
-    // Whose lease is over is not done with: its own letter, or its next delivery, is for the other
-    // body.
+    // An expired lease is unfinished: only its own message or delivery may continue.
     let short = Terms {
         lease: std::time::Duration::from_millis(1),
         ..terms()
@@ -325,7 +321,7 @@ async fn lapsed_ids_are_redriven(broker: Broker) {
         .await
         .exits_with(0)
         .prints("1 redriven");
-    // The gate finds it in doubt, whatever sent it.
+    // The gate finds it in doubt.
     fixture
         .consume(Provider::Works, 0, fixture.remaining(1, 0), 1)
         .await;
@@ -452,7 +448,7 @@ async fn position_ids_are_not_redriven(broker: Broker) {
     fixture.end().await;
 }
 
-/// The stages of all acts, and whether something went wrong.
+/// The stages of all actions, and whether they failed.
 fn stages(audit: &Value) -> Vec<(&str, bool)> {
     let acts = audit.as_array().expect("a list");
     acts.iter()
@@ -476,7 +472,7 @@ async fn set_largest(topic: &str, bytes: &str) {
         .for_each(|topic| drop(topic.expect("altered")));
 }
 
-/// With a body of so many bytes, which a producer's own limit would refuse.
+/// Publishes a body that exceeds the default limit of a producer.
 async fn publish_large(topic: &str, id: &str, reason: &str, bytes: usize) {
     let mut config = crate::fixture::config();
     let producer: FutureProducer = config
@@ -495,7 +491,7 @@ async fn publish_large(topic: &str, id: &str, reason: &str, bytes: usize) {
             value: Some(value),
         });
     }
-    // Zeros would be compressed by nobody either.
+    // Not zeros, which compression would shrink.
     let body = vec![b'x'; bytes];
     producer
         .send(
@@ -591,7 +587,7 @@ async fn a_refused_copy_blocks_no_other_message() {
     );
     set_largest(&name, "1000000").await;
     let again = async |arguments: &[&str]| {
-        // The broker knows of the new limit a moment later.
+        // The broker applies the new limit after a moment.
         let begun = std::time::Instant::now();
         while fixture.run(arguments).await.code != 0 {
             assert!(begun.elapsed() < PATIENCE, "{arguments:?}");
@@ -725,7 +721,7 @@ async fn a_tombstone_stays_a_tombstone() {
     fixture.end().await;
 }
 
-/// Who mistypes an id records nothing.
+/// A mistyped id records nothing.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn ids_without_a_message_or_doubt_are_not_resolved() {
     let fixture = Arc::new(BrokerFixture::on(Broker::RabbitMq).await);
@@ -740,7 +736,7 @@ async fn ids_without_a_message_or_doubt_are_not_resolved() {
         fixture.json(&["marker", "show", "typo"]).await["state"],
         "absent"
     );
-    // A marker alone may be in doubt, and what was found out lasts for the window.
+    // A marker without a message may be in doubt, and the finding lasts for the window.
     fixture.cli.ask("a", Ask::Claim, 1, 0, terms()).await;
     fixture.cli.ask("a", Ask::Doubt, 1, 1, terms()).await;
     fixture

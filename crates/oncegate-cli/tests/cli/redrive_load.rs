@@ -1,5 +1,4 @@
-//! What a person sends back is run, whatever it failed of before: once, and with an attempt above
-//! every earlier one.
+//! Redriven messages run exactly once, with an attempt above every earlier one.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,29 +20,29 @@ on_both_brokers!(
 
 const MESSAGES: usize = 1_000;
 
-/// Each doubt has so many copies.
+/// Copies of each message in doubt.
 const COPIES: usize = 11;
 
-/// A provider that gives no answer until it heals, and books what it takes.
+/// A provider that does not reply until it recovers, and books what it receives.
 #[derive(Clone, Default)]
 struct Provider(Arc<Ledger>);
 
 #[derive(Default)]
 struct Ledger {
     healed: AtomicBool,
-    /// Whether it can be asked what happened.
+    /// Whether it can be asked for the outcome.
     tells: AtomicBool,
     charges: Mutex<HashMap<String, Account>>,
 }
 
-/// The charges of one id.
+/// The bookings of one id.
 #[derive(Clone, Debug, Default)]
 struct Account {
-    /// The attempts that were booked.
+    /// The booked attempts.
     booked: Vec<u32>,
-    /// The highest attempt of which there was no answer.
+    /// The highest attempt without a reply.
     unanswered: u32,
-    /// Attempts up to and including this one are refused.
+    /// Attempts up to this one are rejected.
     voided: u32,
 }
 
@@ -116,7 +115,7 @@ async fn until(what: &str, is: impl AsyncFn() -> bool) {
     }
 }
 
-/// Each id was booked once, by an attempt above every one that was voided or had no answer.
+/// Each id was booked once, by an attempt above every voided or unanswered one.
 fn each_was_booked_once(provider: &Provider) {
     let charges = provider.charges();
     assert_eq!(charges.len(), MESSAGES);
@@ -129,8 +128,8 @@ fn each_was_booked_once(provider: &Provider) {
     }
 }
 
-/// A thousand messages fail of an unknown outcome until their attempts are spent; the provider
-/// heals; they are redriven.
+/// A thousand messages fail with unknown effect until their attempts are exhausted; the provider
+/// recovers; they are redriven.
 async fn redriven(broker: Broker, guarantee: Guarantee) {
     let (fixture, provider) = (fixture(broker, guarantee).await, Provider::default());
     provider.0.tells.store(true, Ordering::Relaxed);
@@ -202,9 +201,8 @@ async fn dead_letters_of_unknown_outcomes_are_redriven_at_most_once(broker: Brok
     redriven(broker, Guarantee::AtMostOnce).await;
 }
 
-/// A thousand messages, and ten duplicates of each, end in doubt; a person says that none happened;
-/// the provider heals. What was doubted at most once may be handled by consumers of either
-/// guarantee.
+/// A thousand messages with ten duplicates each end in doubt; an operator records that none
+/// happened; the provider recovers. Consumers with either guarantee may handle what was in doubt.
 async fn resolved(broker: Broker, guarantee: Guarantee) {
     let (fixture, provider) = (fixture(broker, guarantee).await, Provider::default());
     fixture

@@ -1,4 +1,4 @@
-//! The same on an SQLite file.
+//! The commands on an SQLite store.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use crate::cli::{TestCli, terms};
 use crate::fixture::{Broker, BrokerFixture, Provider};
 use crate::markers::{TOLD, one_of_each};
 
-/// The keys that are listed, in order.
+/// The listed keys, in order.
 fn keys(listed: &Value) -> Vec<String> {
     listed["markers"]
         .as_array()
@@ -105,7 +105,7 @@ async fn changes_apply_to_consumers_and_are_audited_beside_the_file() {
     );
     let lines = std::fs::read_to_string(cli.path("markers.db.audit.jsonl")).expect("the audit");
     assert_eq!(lines.lines().count(), 10, "two lines an act");
-    // Somewhere else, if that is wanted.
+    // Another file can be configured.
     cli.configure(&format!(
         "[audit]\nfile = \"{}\"\n",
         cli.path("audit.jsonl").display()

@@ -1,5 +1,4 @@
-//! A RabbitMQ that takes no plain connection, and whose certificate an authority of its own has
-//! signed.
+//! A RabbitMQ that accepts only TLS, with a certificate of a private CA.
 
 use std::path::Path;
 use std::time::Instant;
@@ -16,7 +15,7 @@ use crate::fixture::PATIENCE;
 
 const QUEUE: &str = "payments";
 
-/// The queues as a source declares them, and one dead letter.
+/// Declares the queues of a source and publishes one dead letter.
 async fn prepare(server: &RabbitServer) {
     let (authority, (certificate, key)) =
         (server.certificate_authority(), server.client_certificate());
