@@ -14,9 +14,9 @@ use oncegate::Redis;
 use oncegate::marker::Token;
 use serde::{Deserialize, Serialize};
 
-use crate::Context;
+use crate::CliContext;
 use crate::config::TimeArg;
-use crate::failure::{Failure, FailureCode};
+use crate::error::{CliError, CliErrorCode};
 use crate::marker_store::{MarkerStore, audit_beside};
 use crate::output::{TextTable, ms, now_ms, utc_text};
 
@@ -186,7 +186,7 @@ pub(crate) struct PendingAction(AuditEntry);
 
 impl Audit {
     /// Opens the configured file, or else the stream in the store.
-    pub(crate) fn of(context: &Context) -> Result<Self, Failure> {
+    pub(crate) fn of(context: &CliContext) -> Result<Self, CliError> {
         let config = &context.config;
         let at = match (config.text("audit.file"), config.store_kind()?) {
             (Some(path), _) => AuditStorage::File(path.into()),
@@ -199,7 +199,7 @@ impl Audit {
                 // SQLite is handled above.
                 #[allow(unreachable_patterns)]
                 _ => {
-                    return Err(Failure::usage(
+                    return Err(CliError::usage(
                         "no place for the audit is configured; set audit.file",
                     ));
                 }
@@ -213,7 +213,7 @@ impl Audit {
     }
 
     /// Whether a file or a store is configured.
-    pub(crate) fn is_configured(context: &Context) -> Result<bool, Failure> {
+    pub(crate) fn is_configured(context: &CliContext) -> Result<bool, CliError> {
         Ok(context.config.has("audit.file") || context.config.store_kind()?.is_some())
     }
 
@@ -230,7 +230,7 @@ impl Audit {
         &self,
         act: PlannedAction,
         why: Option<&str>,
-    ) -> Result<PendingAction, Failure> {
+    ) -> Result<PendingAction, CliError> {
         let PlannedAction {
             what,
             id,
@@ -264,7 +264,7 @@ impl Audit {
             failure: None,
         };
         self.write(&entry).await.map_err(|error| {
-            Failure::server(format!(
+            CliError::server(format!(
                 "nothing was done, since the audit cannot be written: {error}"
             ))
         })?;
@@ -275,7 +275,7 @@ impl Audit {
     ///
     /// # Errors
     /// It was done, and the audit does not record it.
-    pub(crate) async fn done(&self, pending: PendingAction) -> Result<(), Failure> {
+    pub(crate) async fn done(&self, pending: PendingAction) -> Result<(), CliError> {
         self.end(pending.0, ActionStage::Done, None).await
     }
 
@@ -283,7 +283,7 @@ impl Audit {
     ///
     /// # Errors
     /// Nothing was changed, and the audit does not record it.
-    async fn not_done(&self, pending: PendingAction, failure: &Failure) -> Result<(), Failure> {
+    async fn not_done(&self, pending: PendingAction, failure: &CliError) -> Result<(), CliError> {
         self.end(pending.0, ActionStage::NotDone, Some(failure.to_string()))
             .await
     }
@@ -295,8 +295,8 @@ impl Audit {
     pub(crate) async fn not_sent(
         &self,
         pending: PendingAction,
-        failure: &Failure,
-    ) -> Result<(), Failure> {
+        failure: &CliError,
+    ) -> Result<(), CliError> {
         self.end(pending.0, ActionStage::NotSent, Some(failure.to_string()))
             .await
     }
@@ -308,10 +308,10 @@ impl Audit {
     pub(crate) async fn failed(
         &self,
         pending: PendingAction,
-        failure: &Failure,
-    ) -> Result<(), Failure> {
+        failure: &CliError,
+    ) -> Result<(), CliError> {
         match failure.code {
-            FailureCode::NotAll => self.not_done(pending, failure).await,
+            CliErrorCode::NotAll => self.not_done(pending, failure).await,
             // Without an answer from the store the result is unknown.
             _ => {
                 self.unknown(pending, failure).await;
@@ -321,7 +321,7 @@ impl Audit {
     }
 
     /// Records why the result is unknown. The action stays `begun`, even if this cannot be written.
-    pub(crate) async fn unknown(&self, pending: PendingAction, failure: &Failure) {
+    pub(crate) async fn unknown(&self, pending: PendingAction, failure: &CliError) {
         let _ = self
             .end(pending.0, ActionStage::Begun, Some(failure.to_string()))
             .await;
@@ -332,7 +332,7 @@ impl Audit {
         entry: AuditEntry,
         stage: ActionStage,
         failure: Option<String>,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), CliError> {
         let at_ms = now_ms();
         let entry = AuditEntry {
             stage,
@@ -342,7 +342,7 @@ impl Audit {
             ..entry
         };
         let failed = |error| {
-            Failure::server(format!(
+            CliError::server(format!(
                 "{} was {}, and the audit cannot record that: {error}",
                 entry.what,
                 stage.description()
@@ -366,16 +366,16 @@ impl Audit {
     }
 
     /// The actions on an id in the configured scope. Several services may share one audit.
-    pub(crate) async fn actions_on(&self, id: &MessageId) -> Result<Vec<AuditEntry>, Failure> {
+    pub(crate) async fn actions_on(&self, id: &MessageId) -> Result<Vec<AuditEntry>, CliError> {
         let mut actions = self.actions().await?;
         actions.retain(|act| act.concerns(id) && act.scope == self.scope);
         Ok(actions)
     }
 
     /// The highest attempt of this id in the audit; 0 if none is recorded.
-    pub(crate) async fn fence(&self, id: &MessageId) -> Result<u32, Failure> {
+    pub(crate) async fn fence(&self, id: &MessageId) -> Result<u32, CliError> {
         let unread = |failure| {
-            Failure::server(format!(
+            CliError::server(format!(
                 "nothing was done, since the audit cannot be read: {failure}"
             ))
         };
@@ -390,12 +390,12 @@ impl Audit {
     }
 
     /// All actions with their results, oldest first. Skips lines that cannot be read.
-    pub(crate) async fn actions(&self) -> Result<Vec<AuditEntry>, Failure> {
+    pub(crate) async fn actions(&self) -> Result<Vec<AuditEntry>, CliError> {
         Ok(self.read().await?.0)
     }
 
     /// Like [`Self::actions`], with the number of lines that cannot be read.
-    async fn read(&self) -> Result<(Vec<AuditEntry>, usize), Failure> {
+    async fn read(&self) -> Result<(Vec<AuditEntry>, usize), CliError> {
         let lines = match &self.at {
             #[cfg(feature = "redis")]
             AuditStorage::Store(redis) => redis.read_audit().await?,
@@ -403,7 +403,7 @@ impl Audit {
                 Ok(text) => text.lines().map(str::to_owned).collect(),
                 Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
                 Err(error) => {
-                    return Err(Failure::server(format!(
+                    return Err(CliError::server(format!(
                         "the audit: {}: {error}",
                         path.display()
                     )));
@@ -489,7 +489,7 @@ pub(crate) fn table(actions: &[AuditEntry]) -> TextTable {
     table
 }
 
-pub(crate) async fn run(context: &Context, arguments: AuditArguments) -> Result<(), Failure> {
+pub(crate) async fn run(context: &CliContext, arguments: AuditArguments) -> Result<(), CliError> {
     let id = arguments
         .id
         .as_deref()
@@ -541,7 +541,7 @@ pub(crate) async fn run(context: &Context, arguments: AuditArguments) -> Result<
         .print(&shown, format!("{}{count}", table(shown)))?;
     match unreadable {
         0 => Ok(()),
-        _ => Err(Failure::not_all(format!(
+        _ => Err(CliError::not_all(format!(
             "lines of the audit that cannot be read, and are not shown: {unreadable}"
         ))),
     }
@@ -555,13 +555,13 @@ fn check_known<'a>(
     filter: &str,
     word: Option<&str>,
     known: impl Iterator<Item = &'a str>,
-) -> Result<(), Failure> {
+) -> Result<(), CliError> {
     let Some(word) = word else { return Ok(()) };
     let known: BTreeSet<&str> = known.collect();
     if known.is_empty() || known.contains(word) {
         return Ok(());
     }
-    Err(Failure::unknown_value(
+    Err(CliError::unknown_value(
         filter,
         word,
         &known.into_iter().collect::<Vec<_>>(),

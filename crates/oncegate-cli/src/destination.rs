@@ -16,9 +16,9 @@ use oncegate::lifecycle::Reason;
 use oncegate::source::{headers, is_reserved};
 use serde::Serialize;
 
-use crate::Context;
+use crate::CliContext;
 use crate::audit::{ActionStage, AuditEntry, AuditedAction, MessageLocation};
-use crate::failure::Failure;
+use crate::error::CliError;
 use crate::output::{Unchecked, utc_text};
 
 /// The original routing key of a message that was copied to a destination.
@@ -67,15 +67,15 @@ impl Broker {
     }
 
     /// The error for a broker that this build does not include.
-    pub(crate) fn feature_missing(self) -> Failure {
+    pub(crate) fn feature_missing(self) -> CliError {
         match self {
-            Self::Kafka => Failure::feature_missing("Kafka", "kafka"),
-            Self::Rabbitmq => Failure::feature_missing("RabbitMQ", "rabbitmq"),
+            Self::Kafka => CliError::feature_missing("Kafka", "kafka"),
+            Self::Rabbitmq => CliError::feature_missing("RabbitMQ", "rabbitmq"),
         }
     }
 
     /// Whether any broker setting is present.
-    pub(crate) fn any_configured(context: &Context) -> bool {
+    pub(crate) fn any_configured(context: &CliContext) -> bool {
         context.config.set().any(|set| {
             ["kafka.", "rabbitmq."]
                 .iter()
@@ -93,9 +93,9 @@ impl Broker {
 
     /// The fully configured brokers, or only the chosen one.
     pub(crate) fn configured(
-        context: &Context,
+        context: &CliContext,
         chosen: Option<Self>,
-    ) -> Result<Vec<Self>, Failure> {
+    ) -> Result<Vec<Self>, CliError> {
         let is_complete = |broker: &Self| {
             broker
                 .required_keys()
@@ -108,7 +108,7 @@ impl Broker {
             .filter(|it| chosen.is_none_or(|c| c == *it))
             .collect();
         if found.is_empty() {
-            return Err(Failure::usage(
+            return Err(CliError::usage(
                 "no broker: set kafka.brokers and kafka.topic, or rabbitmq.url and rabbitmq.queue",
             ));
         }
@@ -117,10 +117,10 @@ impl Broker {
 
     /// Like [`Self::configured`], and notes every partly configured broker as unchecked.
     pub(crate) fn selected(
-        context: &Context,
+        context: &CliContext,
         chosen: Option<Self>,
         unchecked: &mut Unchecked,
-    ) -> Result<Vec<Self>, Failure> {
+    ) -> Result<Vec<Self>, CliError> {
         let found = Self::configured(context, chosen)?;
         if chosen.is_none() {
             let _ = Self::note_incomplete(context, unchecked);
@@ -129,7 +129,7 @@ impl Broker {
     }
 
     /// Notes every partly configured broker as unchecked. Returns whether there was one.
-    pub(crate) fn note_incomplete(context: &Context, unchecked: &mut Unchecked) -> bool {
+    pub(crate) fn note_incomplete(context: &CliContext, unchecked: &mut Unchecked) -> bool {
         let mut any = false;
         for broker in [Self::Kafka, Self::Rabbitmq] {
             let section = format!("{}.", broker.name());
@@ -146,7 +146,7 @@ impl Broker {
                     "{missing} is missing; set it, or leave [{}] out",
                     broker.name()
                 );
-                unchecked.note(broker.name(), Failure::usage(text));
+                unchecked.note(broker.name(), CliError::usage(text));
                 any = true;
             }
         }
@@ -450,12 +450,12 @@ impl CopyAge {
 #[derive(Debug)]
 pub(crate) enum PublishError {
     /// The broker rejected it: no copy exists.
-    Refused(Failure),
+    Refused(CliError),
     /// No confirmation arrived: a copy may exist.
-    Unconfirmed(Failure),
+    Unconfirmed(CliError),
 }
 
-impl From<PublishError> for Failure {
+impl From<PublishError> for CliError {
     fn from(error: PublishError) -> Self {
         match error {
             PublishError::Refused(failure) | PublishError::Unconfirmed(failure) => failure,
@@ -476,12 +476,12 @@ pub(crate) enum DestinationReader {
 
 impl DestinationReader {
     pub(crate) async fn open(
-        context: &Context,
+        context: &CliContext,
         broker: Broker,
         destination: Destination,
         done: AuditedStates,
         count_policy: DeliveryCountPolicy,
-    ) -> Result<Self, Failure> {
+    ) -> Result<Self, CliError> {
         Ok(match broker {
             #[cfg(feature = "kafka")]
             Broker::Kafka => {
@@ -508,7 +508,7 @@ impl DestinationReader {
     }
 
     /// The next message, or `None` after the last.
-    pub(crate) async fn next(&mut self) -> Result<Option<DeadLetter>, Failure> {
+    pub(crate) async fn next(&mut self) -> Result<Option<DeadLetter>, CliError> {
         match self {
             #[cfg(feature = "kafka")]
             Self::Kafka(reader) => reader.next().await,
@@ -545,7 +545,7 @@ impl DestinationReader {
     }
 
     /// Removes a message from its queue. On Kafka messages stay, and the audit records their state.
-    pub(crate) async fn take_out(&self, message: &DeadLetter) -> Result<(), Failure> {
+    pub(crate) async fn take_out(&self, message: &DeadLetter) -> Result<(), CliError> {
         match self {
             #[cfg(feature = "kafka")]
             Self::Kafka(_) => Ok(()),

@@ -26,10 +26,10 @@ use super::{
     AuditedStates, Broker, CopyAge, DeadLetter, DeadLetterState, DeliveryCountPolicy, Destination,
     PublishError, REPLACED_FROM_COUNT, ROUTING_KEY, is_dropped_from_copies,
 };
-use crate::Context;
+use crate::CliContext;
 use crate::audit::MessageLocation;
 use crate::config::Config;
-use crate::failure::Failure;
+use crate::error::CliError;
 use crate::output::now_ms;
 
 /// When a message was moved to its destination, in milliseconds since 1970.
@@ -66,7 +66,7 @@ pub(crate) fn reply_code(error: &lapin::Error) -> Option<u16> {
 }
 
 /// A connection with the configuration of the consumer.
-pub(crate) async fn connect(config: &Config) -> Result<Connection, Failure> {
+pub(crate) async fn connect(config: &Config) -> Result<Connection, CliError> {
     let connected = config.rabbitmq()?.connect("oncegate-cli").await;
     connected.map_err(|error| {
         oncegate_config::Error::of_source(oncegate_config::Broker::RabbitMq, error).into()
@@ -74,15 +74,15 @@ pub(crate) async fn connect(config: &Config) -> Result<Connection, Failure> {
 }
 
 /// The consumed queue.
-pub(crate) fn queue(config: &Config) -> Result<String, Failure> {
+pub(crate) fn queue(config: &Config) -> Result<String, CliError> {
     let queue = config.text("rabbitmq.queue").map(str::to_owned);
-    queue.ok_or_else(|| Failure::usage("no queue: set rabbitmq.queue, or ONCEGATE_RABBITMQ_QUEUE"))
+    queue.ok_or_else(|| CliError::usage("no queue: set rabbitmq.queue, or ONCEGATE_RABBITMQ_QUEUE"))
 }
 
 pub(crate) fn destination_queue(
     config: &Config,
     destination: Destination,
-) -> Result<String, Failure> {
+) -> Result<String, CliError> {
     let queue = queue(config)?;
     let (named, suffix) = match destination {
         Destination::DeadLetters => (config.text("rabbitmq.dead-letters"), "dead-letters"),
@@ -119,13 +119,13 @@ pub(crate) async fn declare_passively(channel: &Channel, queue: &str) -> lapin::
 pub(crate) async fn queue_kind(
     connection: &Connection,
     queue: &str,
-) -> Result<DestinationQueueKind, Failure> {
+) -> Result<DestinationQueueKind, CliError> {
     match declare_passively(&connection.create_channel().await?, queue).await {
         Ok(_) => {}
         Err(error) if reply_code(&error) == Some(404) => return Ok(DestinationQueueKind::Missing),
         // An exclusive queue of another connection, or no permission.
         Err(error) => {
-            return Err(Failure::server(format!(
+            return Err(CliError::server(format!(
                 "RabbitMQ: the queue `{queue}`: {error}"
             )));
         }
@@ -191,23 +191,23 @@ pub(crate) struct QueueReader {
 
 impl QueueReader {
     pub(crate) async fn open(
-        context: &Context,
+        context: &CliContext,
         destination: Destination,
         done: AuditedStates,
         count_policy: DeliveryCountPolicy,
-    ) -> Result<Self, Failure> {
+    ) -> Result<Self, CliError> {
         let config = &context.config;
         let (name, target) = (destination_queue(config, destination)?, queue(config)?);
         let connection = connect(config).await?;
         let queue_kind = queue_kind(&connection, &name).await?;
         match (queue_kind, count_policy) {
             (DestinationQueueKind::Missing, _) => {
-                return Err(Failure::server(format!(
+                return Err(CliError::server(format!(
                     "RabbitMQ: the queue `{name}` does not exist"
                 )));
             }
             (DestinationQueueKind::Other, DeliveryCountPolicy::Refused) => {
-                return Err(Failure::server(format!(
+                return Err(CliError::server(format!(
                     "RabbitMQ: the arguments of the queue `{name}` differ from those oncegate declares. A quorum queue counts each read of a \
                      message and drops it at its delivery limit; if that limit is high enough, pass --accept-delivery-counts"
                 )));
@@ -246,14 +246,14 @@ impl QueueReader {
 
     /// Checks that copies can be published before any message is taken, since requeueing counts. A
     /// message to a queue that does not exist is returned if the user may publish.
-    async fn check_may_publish(&mut self) -> Result<(), Failure> {
+    async fn check_may_publish(&mut self) -> Result<(), CliError> {
         let missing_queue = format!("oncegate-nowhere-{}", self.reader_id);
         match self
             .send(&missing_queue, b"", BasicProperties::default())
             .await
         {
             Ok(()) | Err(PublishError::Refused(_)) => Ok(()),
-            Err(PublishError::Unconfirmed(failure)) => Err(Failure::server(format!(
+            Err(PublishError::Unconfirmed(failure)) => Err(CliError::server(format!(
                 "RabbitMQ: reads may count towards a delivery-limit that a policy sets for `{}`, and the user may not publish the copies that \
                  reset the count ({failure}). Let the user write to the default exchange (rabbitmqctl set_permissions); or, if `rabbitmqctl \
                  list_policies` shows no delivery-limit for this queue, pass --accept-delivery-counts or set \
@@ -265,7 +265,7 @@ impl QueueReader {
 
     /// Returns each message once; messages that arrive meanwhile, for example redriven ones that
     /// fail again, are not read.
-    pub(crate) async fn next(&mut self) -> Result<Option<DeadLetter>, Failure> {
+    pub(crate) async fn next(&mut self) -> Result<Option<DeadLetter>, CliError> {
         let (delivery, table, delivery_count) = loop {
             if self.received >= self.total && self.unread_copies == 0 {
                 return Ok(None);
@@ -367,14 +367,14 @@ impl QueueReader {
         &mut self,
         delivery: Delivery,
         delivery_count: Option<u64>,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), CliError> {
         let name = self.name.clone();
         let properties = replacement_properties(&delivery, &name, &self.reader_id);
         if let Err(PublishError::Refused(failure) | PublishError::Unconfirmed(failure)) =
             self.send(&name, &delivery.data, properties).await
         {
             let times = delivery_count.unwrap_or(0);
-            return Err(Failure::server(format!(
+            return Err(CliError::server(format!(
                 "RabbitMQ: a message in `{name}` has delivery count {times}, and its replacement was not published: {failure}"
             )));
         }
@@ -383,7 +383,7 @@ impl QueueReader {
     }
 
     /// The channel for copies, in confirm mode.
-    async fn publishing(&mut self) -> Result<Channel, Failure> {
+    async fn publishing(&mut self) -> Result<Channel, CliError> {
         if let Some(channel) = &self.publishing {
             return Ok(channel.clone());
         }
@@ -400,7 +400,7 @@ impl QueueReader {
         age: CopyAge,
     ) -> Result<(), PublishError> {
         let Some(unacked) = &dead_letter.delivery else {
-            return Err(PublishError::Refused(Failure::server(
+            return Err(PublishError::Refused(CliError::server(
                 "RabbitMQ: not a delivery",
             )));
         };
@@ -436,26 +436,26 @@ impl QueueReader {
                     let text = format!(
                         "RabbitMQ: the queue `{target}` does not exist or is full: the copy was not accepted"
                     );
-                    Err(PublishError::Refused(Failure::server(text)))
+                    Err(PublishError::Refused(CliError::server(text)))
                 }
             },
-            Ok(Err(error)) => Err(PublishError::Unconfirmed(Failure::server(format!(
+            Ok(Err(error)) => Err(PublishError::Unconfirmed(CliError::server(format!(
                 "RabbitMQ: the copy for `{target}` was not confirmed: {error}"
             )))),
-            Err(_) => Err(PublishError::Unconfirmed(Failure::server(format!(
+            Err(_) => Err(PublishError::Unconfirmed(CliError::server(format!(
                 "RabbitMQ: the copy for `{target}` was not confirmed within {REQUEST_TIMEOUT:?}"
             )))),
         }
     }
 
-    pub(crate) async fn take_out(&self, dead_letter: &DeadLetter) -> Result<(), Failure> {
+    pub(crate) async fn take_out(&self, dead_letter: &DeadLetter) -> Result<(), CliError> {
         let Some(unacked) = &dead_letter.delivery else {
-            return Err(Failure::server("RabbitMQ: not a delivery"));
+            return Err(CliError::server("RabbitMQ: not a delivery"));
         };
         self.acknowledge(unacked.tag).await
     }
 
-    async fn acknowledge(&self, tag: u64) -> Result<(), Failure> {
+    async fn acknowledge(&self, tag: u64) -> Result<(), CliError> {
         self.consuming
             .basic_ack(tag, BasicAckOptions::default())
             .await?;
@@ -463,7 +463,7 @@ impl QueueReader {
             self.acknowledged.fetch_add(1, Ordering::Relaxed);
             Ok(())
         } else {
-            Err(Failure::server(
+            Err(CliError::server(
                 "RabbitMQ: the channel closed before the message was acknowledged; it may still be in the queue",
             ))
         }

@@ -6,7 +6,7 @@ use oncegate::marker::{Ask, Attempts, UNKNOWN_ATTEMPT, Verdict};
 use serde_json::Value;
 
 use crate::cli::{TestCli, terms};
-use crate::fixture::{Broker, BrokerFixture, Provider};
+use crate::fixture::{Broker, BrokerFixture, PaymentProvider};
 use crate::markers::{TOLD, one_of_each};
 
 /// The listed keys, in order.
@@ -153,7 +153,7 @@ async fn explain_and_resolve_work_with_a_consumer_on_sqlite() {
             ("no", "silent"),
         ])
         .await;
-    fixture.consume(Provider::Judges, 1, 1, 2).await;
+    fixture.consume(PaymentProvider::Judges, 1, 1, 2).await;
     let verdict = async |id: &str| fixture.json(&["explain", id]).await["verdict"].clone();
     for (id, told) in [
         ("charged", "handled"),
@@ -187,7 +187,7 @@ async fn explain_and_resolve_work_with_a_consumer_on_sqlite() {
         .await
         .exits_with(0)
         .prints("1 redriven");
-    fixture.consume(Provider::Works, 3, 0, 0).await;
+    fixture.consume(PaymentProvider::Works, 3, 0, 0).await;
     for id in ["charged", "declined", "yes", "no"] {
         assert_eq!(verdict(id).await, "handled", "{id}");
     }
