@@ -3,168 +3,24 @@
 //! Each action has two lines: one before it starts, so that no action goes unrecorded, and one with
 //! its result. A crash leaves only the first: the result is unknown.
 
-use std::collections::{BTreeSet, HashMap};
+mod command;
+mod entry;
+
+use std::collections::HashMap;
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::PathBuf;
 
-use clap::Args;
 use oncegate::MessageId;
 #[cfg(feature = "redis")]
 use oncegate::Redis;
 use oncegate::marker::Token;
-use serde::{Deserialize, Serialize};
 
 use crate::CliContext;
-use crate::config::TimeArg;
 use crate::error::{CliError, CliErrorCode};
 use crate::marker_store::{MarkerStore, audit_beside};
-use crate::output::{TextTable, ms, now_ms, utc_text};
-
-#[derive(Args)]
-pub(crate) struct AuditArguments {
-    /// Only actions on this id
-    #[arg(long)]
-    id: Option<String>,
-    /// Only actions by this operator
-    #[arg(long)]
-    who: Option<String>,
-    /// Only actions in this scope, since several services may share an audit; an empty one selects
-    /// services without a scope
-    #[arg(long)]
-    scope: Option<String>,
-    /// Only actions within this time, such as 24h
-    #[arg(long, value_name = "TIME")]
-    since: Option<TimeArg>,
-    /// Maximum number of actions to show; the newest are shown
-    #[arg(long, default_value_t = 100)]
-    limit: usize,
-}
-
-/// The progress of an action.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub(crate) enum ActionStage {
-    /// It was started. Without a later line its result is unknown.
-    Begun,
-    Done,
-    /// Nothing was changed.
-    NotDone,
-    /// The copy was refused, so nothing was sent; the marker may have been released before.
-    NotSent,
-}
-
-impl ActionStage {
-    fn description(self) -> &'static str {
-        match self {
-            Self::Begun => "begun, end unknown",
-            Self::Done => "done",
-            Self::NotDone => "not done",
-            Self::NotSent => "not sent",
-        }
-    }
-}
-
-/// The position of a message in a broker.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub(crate) struct MessageLocation {
-    pub(crate) broker: String,
-    /// The topic or queue.
-    pub(crate) name: String,
-    #[serde(skip_serializing_if = "Option::is_none", default)]
-    pub(crate) partition: Option<i32>,
-    #[serde(skip_serializing_if = "Option::is_none", default)]
-    pub(crate) offset: Option<i64>,
-    /// Kafka: the timestamp of the record, since a recreated topic reuses offsets. RabbitMQ: when
-    /// the message was moved to its destination, if it says so.
-    #[serde(skip_serializing_if = "Option::is_none", default)]
-    pub(crate) written_ms: Option<u64>,
-}
-
-impl std::fmt::Display for MessageLocation {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match (self.partition, self.offset) {
-            (Some(partition), Some(offset)) => {
-                write!(f, "{} {}/{partition}/{offset}", self.broker, self.name)
-            }
-            _ => write!(f, "{} {}", self.broker, self.name),
-        }
-    }
-}
-
-/// One line of the audit.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct AuditEntry {
-    /// Identifies the action; both of its lines have it.
-    pub(crate) act: String,
-    pub(crate) at_ms: u64,
-    /// The same as RFC 3339.
-    pub(crate) at: String,
-    pub(crate) who: String,
-    /// The command, such as `marker forget`.
-    pub(crate) what: String,
-    pub(crate) stage: ActionStage,
-    /// The scope of the markers; another service may use the same ids.
-    #[serde(skip_serializing_if = "Option::is_none", default)]
-    pub(crate) scope: Option<String>,
-    #[serde(skip_serializing_if = "Option::is_none", default)]
-    pub(crate) id: Option<String>,
-    #[serde(skip_serializing_if = "Option::is_none", default)]
-    pub(crate) place: Option<MessageLocation>,
-    /// The state before.
-    pub(crate) before: String,
-    /// The intended state.
-    pub(crate) after: String,
-    /// The last known attempt of the id: a fence that no later action may lower.
-    #[serde(skip_serializing_if = "Option::is_none", default)]
-    pub(crate) attempt: Option<u32>,
-    /// The reason that the operator gave.
-    #[serde(skip_serializing_if = "Option::is_none", default)]
-    pub(crate) why: Option<String>,
-    /// The error.
-    #[serde(skip_serializing_if = "Option::is_none", default)]
-    pub(crate) failure: Option<String>,
-}
-
-/// The effect of an action on the id.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum AuditedAction {
-    SentBack,
-    Dropped,
-    Forgotten,
-    /// The id counts as handled.
-    Completed,
-    /// No effect on the next delivery.
-    Other,
-}
-
-impl AuditEntry {
-    /// Whether it concerns this id. Forgotten ids are recorded as hashes.
-    pub(crate) fn concerns(&self, id: &MessageId) -> bool {
-        self.id
-            .as_deref()
-            .is_some_and(|it| it == id.as_str() || it == id.clone().hashed().as_str())
-    }
-
-    pub(crate) fn action(&self) -> AuditedAction {
-        match self.what.as_str() {
-            _ if self.after.starts_with("sent to ") => AuditedAction::SentBack,
-            _ if self.after.starts_with("done") => AuditedAction::Completed,
-            "dead-letters drop" => AuditedAction::Dropped,
-            "marker forget" => AuditedAction::Forgotten,
-            _ => AuditedAction::Other,
-        }
-    }
-}
-
-/// An action before it starts.
-pub(crate) struct PlannedAction {
-    pub(crate) what: &'static str,
-    pub(crate) id: Option<String>,
-    pub(crate) place: Option<MessageLocation>,
-    pub(crate) before: String,
-    pub(crate) after: String,
-    pub(crate) attempt: Option<u32>,
-}
+use crate::output::{now_ms, utc_text};
+pub(crate) use command::{AuditArguments, run, table};
+pub(crate) use entry::{ActionStage, AuditEntry, AuditedAction, MessageLocation, PlannedAction};
 
 /// Where the audit is stored.
 enum AuditStorage {
@@ -464,106 +320,4 @@ pub(crate) fn login_name() -> String {
         first_set(&["SUDO_USER", "USER", "LOGNAME"]).unwrap_or_else(|| "unknown".into()),
         host.unwrap_or_else(|| "unknown".into())
     )
-}
-
-pub(crate) fn table(actions: &[AuditEntry]) -> TextTable {
-    let mut table = TextTable::new(&[
-        "when", "who", "what", "scope", "id", "before", "after", "end", "where", "why", "failure",
-    ]);
-    for act in actions {
-        let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".into());
-        table.row([
-            act.at.clone(),
-            act.who.clone(),
-            act.what.clone(),
-            or_dash(act.scope.clone()),
-            or_dash(act.id.clone()),
-            act.before.clone(),
-            act.after.clone(),
-            act.stage.description().to_owned(),
-            or_dash(act.place.as_ref().map(MessageLocation::to_string)),
-            or_dash(act.why.clone()),
-            or_dash(act.failure.clone()),
-        ]);
-    }
-    table
-}
-
-pub(crate) async fn run(context: &CliContext, arguments: AuditArguments) -> Result<(), CliError> {
-    let id = arguments
-        .id
-        .as_deref()
-        .map(|id| crate::config::id(&context.config, id))
-        .transpose()?;
-    let since = arguments
-        .since
-        .map_or(0, |since| now_ms().saturating_sub(ms(since.0)));
-    let audit = Audit::of(context)?;
-    let (mut actions, unreadable) = audit.read().await?;
-    check_known(
-        "--who",
-        arguments.who.as_deref(),
-        actions.iter().map(|act| act.who.as_str()),
-    )?;
-    let ours = context
-        .config
-        .text("store.scope")
-        .into_iter()
-        .chain([""])
-        .filter(|_| !actions.is_empty());
-    check_known(
-        "--scope",
-        arguments.scope.as_deref(),
-        actions
-            .iter()
-            .map(|act| act.scope.as_deref().unwrap_or_default())
-            .chain(ours),
-    )?;
-    actions.retain(|act| {
-        act.at_ms >= since
-            && id.as_ref().is_none_or(|id| act.concerns(id))
-            && arguments.who.as_ref().is_none_or(|who| act.who == *who)
-            && arguments
-                .scope
-                .as_ref()
-                .is_none_or(|scope| act.scope.as_deref().unwrap_or_default() == scope)
-    });
-    let shown = &actions[actions.len().saturating_sub(arguments.limit)..];
-    let count = match actions.len() {
-        all if all > shown.len() => format!("The newest {} of {all} are shown: raise --limit.", shown.len()),
-        0 if audit.has_no_file() => {
-            "0 shown: the audit file does not exist. No action was recorded yet, or audit.file names another file.".into()
-        }
-        all => format!("{all} shown."),
-    };
-    context
-        .format
-        .print(&shown, format!("{}{count}", table(shown)))?;
-    match unreadable {
-        0 => Ok(()),
-        _ => Err(CliError::not_all(format!(
-            "lines of the audit that cannot be read, and are not shown: {unreadable}"
-        ))),
-    }
-}
-
-/// Checks that a filter matches at least one action.
-///
-/// # Errors
-/// There are actions, and none matches.
-fn check_known<'a>(
-    filter: &str,
-    word: Option<&str>,
-    known: impl Iterator<Item = &'a str>,
-) -> Result<(), CliError> {
-    let Some(word) = word else { return Ok(()) };
-    let known: BTreeSet<&str> = known.collect();
-    if known.is_empty() || known.contains(word) {
-        return Ok(());
-    }
-    Err(CliError::unknown_value(
-        filter,
-        word,
-        &known.into_iter().collect::<Vec<_>>(),
-    ))
 }

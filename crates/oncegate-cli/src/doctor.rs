@@ -205,7 +205,7 @@ pub(crate) async fn run(context: &CliContext, arguments: DoctorArguments) -> Res
         .filter(|finding| finding.severity != Severity::Advice)
         .count();
     text.push_str(&format!(
-        "Checked {}: {bad} problems, {} recommendations.",
+        "Checked {}; problems: {bad}, recommendations: {}.",
         checked.join(", "),
         findings.len() - bad
     ));
@@ -215,6 +215,6 @@ pub(crate) async fn run(context: &CliContext, arguments: DoctorArguments) -> Res
     if bad == 0 {
         Ok(())
     } else {
-        Err(CliError::not_all(format!("{bad} problems found")))
+        Err(CliError::not_all(format!("problems found: {bad}")))
     }
 }

@@ -303,7 +303,7 @@ async fn actions_older_than_the_window_prove_nothing() {
     fixture.cli.configure(
         &fixture
             .settings()
-            .replace("[kafka]", "window = \"1ms\"\n[kafka]"),
+            .replace("[kafka]", "dedup-window = \"1ms\"\n[kafka]"),
     );
     told("a", "unknown", "longer ago than the window of 1 ms").await;
     told("b", "unknown", "longer ago than the window of 1 ms").await;
