@@ -878,7 +878,7 @@ fn a_consumer_timeout_of_any_length_is_checked() {
     cli.configure(rabbitmq);
     let output = cli.run(&["doctor"]).exits_with(1);
     assert!(
-        !said.out.contains("runs-outlast-the-consumer-timeout"),
-        "{said:?}"
+        !output.out.contains("runs-outlast-the-consumer-timeout"),
+        "{output:?}"
     );
 }
