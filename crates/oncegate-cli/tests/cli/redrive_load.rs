@@ -1,5 +1,4 @@
-//! What a person sends back is run, whatever it failed of before: once, and with an attempt above
-//! every earlier one.
+//! Redriven messages run exactly once, with an attempt above every earlier one.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,45 +8,45 @@ use std::time::{Duration, Instant};
 use oncegate::{Context, Failure, FailureExt, Guarantee, Handler, Reconciled, async_trait};
 use serde_json::Value;
 
-use crate::letters::on_both_brokers;
-use crate::world::{Broker, PATIENCE, World};
+use crate::destinations::on_both_brokers;
+use crate::fixture::{Broker, BrokerFixture, PATIENCE};
 
 on_both_brokers!(
     dead_letters_of_unknown_outcomes_are_redriven_effectively_once,
     dead_letters_of_unknown_outcomes_are_redriven_at_most_once,
-    doubts_that_did_not_happen_are_handled_effectively_once,
-    doubts_that_did_not_happen_are_handled_at_most_once,
+    messages_that_did_not_happen_are_handled_effectively_once,
+    messages_that_did_not_happen_are_handled_at_most_once,
 );
 
 const MESSAGES: usize = 1_000;
 
-/// Each doubt has so many copies.
+/// Copies of each message in doubt.
 const COPIES: usize = 11;
 
-/// A provider that gives no answer until it heals, and books what it takes.
+/// A provider that does not reply until it recovers, and books what it receives.
 #[derive(Clone, Default)]
-struct Provider(Arc<Books>);
+struct RecoveringProvider(Arc<BookedCharges>);
 
 #[derive(Default)]
-struct Books {
+struct BookedCharges {
     healed: AtomicBool,
-    /// Whether it can be asked what happened.
+    /// Whether it can be asked for the outcome.
     tells: AtomicBool,
     charges: Mutex<HashMap<String, Account>>,
 }
 
-/// The charges of one id.
+/// The bookings of one id.
 #[derive(Clone, Debug, Default)]
 struct Account {
-    /// The attempts that were booked.
+    /// The booked attempts.
     booked: Vec<u32>,
-    /// The highest attempt of which there was no answer.
+    /// The highest attempt without a reply.
     unanswered: u32,
-    /// Attempts up to and including this one are refused.
+    /// Attempts up to this one are rejected.
     voided: u32,
 }
 
-impl Provider {
+impl RecoveringProvider {
     fn charges(&self) -> MutexGuard<'_, HashMap<String, Account>> {
         self.0.charges.lock().expect("nobody panicked")
     }
@@ -61,7 +60,7 @@ impl Provider {
 }
 
 #[async_trait]
-impl Handler for Provider {
+impl Handler for RecoveringProvider {
     type Payload = Value;
 
     async fn handle(&self, _: Value, cx: &Context) -> Result<(), Failure> {
@@ -96,14 +95,16 @@ fn id(number: usize) -> String {
     format!("pay-{number:04}")
 }
 
-async fn world(broker: Broker, guarantee: Guarantee) -> Arc<World> {
-    let world = Arc::new(World::on(broker).await);
+async fn fixture(broker: Broker, guarantee: Guarantee) -> Arc<BrokerFixture> {
+    let fixture = Arc::new(BrokerFixture::on(broker).await);
     if guarantee == Guarantee::EffectivelyOnce {
-        world
-            .desk
-            .configure(&world.settings().replace("at-most-once", "effectively-once"));
+        fixture.cli.configure(
+            &fixture
+                .settings()
+                .replace("at-most-once", "effectively-once"),
+        );
     }
-    world
+    fixture
 }
 
 async fn until(what: &str, is: impl AsyncFn() -> bool) {
@@ -114,8 +115,8 @@ async fn until(what: &str, is: impl AsyncFn() -> bool) {
     }
 }
 
-/// Each id was booked once, by an attempt above every one that was voided or had no answer.
-fn each_was_booked_once(provider: &Provider) {
+/// Each id was booked once, by an attempt above every voided or unanswered one.
+fn each_was_booked_once(provider: &RecoveringProvider) {
     let charges = provider.charges();
     assert_eq!(charges.len(), MESSAGES);
     for (id, account) in charges.iter() {
@@ -127,20 +128,23 @@ fn each_was_booked_once(provider: &Provider) {
     }
 }
 
-/// A thousand messages fail of an unknown outcome until their attempts are spent; the provider
-/// heals; they are redriven.
+/// A thousand messages fail with unknown effect until their attempts are exhausted; the provider
+/// recovers; they are redriven.
 async fn redriven(broker: Broker, guarantee: Guarantee) {
-    let (world, provider) = (world(broker, guarantee).await, Provider::default());
+    let (fixture, provider) = (
+        fixture(broker, guarantee).await,
+        RecoveringProvider::default(),
+    );
     provider.0.tells.store(true, Ordering::Relaxed);
-    world.publish_many((0..MESSAGES).map(id)).await;
-    world
+    fixture.publish_many((0..MESSAGES).map(id)).await;
+    fixture
         .handle(
             guarantee,
             provider.clone(),
-            world.until_there_are(MESSAGES as u64, ".dead-letters"),
+            fixture.until_there_are(MESSAGES as u64, ".dead-letters"),
         )
         .await;
-    let listed = world
+    let listed = fixture
         .json(&[
             "dead-letters",
             "list",
@@ -158,7 +162,7 @@ async fn redriven(broker: Broker, guarantee: Guarantee) {
     assert_eq!(provider.booked(), 0);
 
     provider.0.healed.store(true, Ordering::Relaxed);
-    let redriven = world
+    let redriven = fixture
         .json(&["dead-letters", "redrive", "--all", "--yes"])
         .await;
     assert_eq!(
@@ -166,9 +170,9 @@ async fn redriven(broker: Broker, guarantee: Guarantee) {
         (&Value::from(MESSAGES), &0.into())
     );
     let all_booked = async || {
-        provider.booked() >= MESSAGES && (broker == Broker::Kafka || world.count("").await == 0)
+        provider.booked() >= MESSAGES && (broker == Broker::Kafka || fixture.count("").await == 0)
     };
-    world
+    fixture
         .handle(
             guarantee,
             provider.clone(),
@@ -183,13 +187,13 @@ async fn redriven(broker: Broker, guarantee: Guarantee) {
     };
     assert_eq!(
         (
-            world.count(".dead-letters").await,
-            world.count(".in-doubt").await
+            fixture.count(".dead-letters").await,
+            fixture.count(".in-doubt").await
         ),
         (stays, 0),
         "none failed again"
     );
-    world.end().await;
+    fixture.end().await;
 }
 
 async fn dead_letters_of_unknown_outcomes_are_redriven_effectively_once(broker: Broker) {
@@ -200,20 +204,22 @@ async fn dead_letters_of_unknown_outcomes_are_redriven_at_most_once(broker: Brok
     redriven(broker, Guarantee::AtMostOnce).await;
 }
 
-/// A thousand messages, and ten duplicates of each, end in doubt; a person says that none happened;
-/// the provider heals. What was doubted at most once may be handled by consumers of either
-/// guarantee.
+/// A thousand messages with ten duplicates each end in doubt; an operator records that none
+/// happened; the provider recovers. Consumers with either guarantee may handle what was in doubt.
 async fn resolved(broker: Broker, guarantee: Guarantee) {
-    let (world, provider) = (world(broker, guarantee).await, Provider::default());
-    world
+    let (fixture, provider) = (
+        fixture(broker, guarantee).await,
+        RecoveringProvider::default(),
+    );
+    fixture
         .publish_many((0..MESSAGES * COPIES).map(|number| id(number % MESSAGES)))
         .await;
     let all = (MESSAGES * COPIES) as u64;
-    world
+    fixture
         .handle(
             Guarantee::AtMostOnce,
             provider.clone(),
-            world.until_there_are(all, ".in-doubt"),
+            fixture.until_there_are(all, ".in-doubt"),
         )
         .await;
     assert_eq!(provider.booked(), 0);
@@ -224,15 +230,15 @@ async fn resolved(broker: Broker, guarantee: Guarantee) {
         .into_iter()
         .chain(ids.iter().map(String::as_str))
         .chain(["--did-not-happen", "--yes"]);
-    let resolved = world.json(&resolve.collect::<Vec<_>>()).await;
+    let resolved = fixture.json(&resolve.collect::<Vec<_>>()).await;
     assert_eq!(
         (&resolved["done"], &resolved["left"]),
         (&Value::from(all), &0.into())
     );
     let all_booked = async || {
-        provider.booked() >= MESSAGES && (broker == Broker::Kafka || world.count("").await == 0)
+        provider.booked() >= MESSAGES && (broker == Broker::Kafka || fixture.count("").await == 0)
     };
-    world
+    fixture
         .handle(
             guarantee,
             provider.clone(),
@@ -243,19 +249,19 @@ async fn resolved(broker: Broker, guarantee: Guarantee) {
     let stays = if broker == Broker::Kafka { all } else { 0 };
     assert_eq!(
         (
-            world.count(".in-doubt").await,
-            world.count(".dead-letters").await
+            fixture.count(".in-doubt").await,
+            fixture.count(".dead-letters").await
         ),
         (stays, 0),
         "none failed again"
     );
-    world.end().await;
+    fixture.end().await;
 }
 
-async fn doubts_that_did_not_happen_are_handled_effectively_once(broker: Broker) {
+async fn messages_that_did_not_happen_are_handled_effectively_once(broker: Broker) {
     resolved(broker, Guarantee::EffectivelyOnce).await;
 }
 
-async fn doubts_that_did_not_happen_are_handled_at_most_once(broker: Broker) {
+async fn messages_that_did_not_happen_are_handled_at_most_once(broker: Broker) {
     resolved(broker, Guarantee::AtMostOnce).await;
 }

@@ -1,5 +1,4 @@
-//! A topic or queue of a test's own, and a consumer that charges payments from it, as the demo
-//! does.
+//! A topic or queue of its own, and a consumer that charges payments from it.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -23,12 +22,12 @@ use rdkafka::consumer::{BaseConsumer, Consumer as _};
 use rdkafka::message::{Header, OwnedHeaders};
 use rdkafka::producer::{FutureProducer, FutureRecord};
 
-use crate::desk::{Desk, Said};
+use crate::cli::{CommandOutput, TestCli};
 
-/// Generous, since other tests may keep the machine busy.
+/// Generous, since other tests share the machine.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(90);
 
-/// The largest body that the consumer takes, in bytes.
+/// The body limit of the consumer, in bytes.
 pub(crate) const BODY_LIMIT: usize = 10_000;
 
 pub(crate) const COUNTS_ACCEPTED: &str = "delivery-counts = \"accepted\"\n";
@@ -39,13 +38,12 @@ pub(crate) enum Broker {
     RabbitMq,
 }
 
-/// What the provider says to a payment.
+/// How the provider replies to a payment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Provider {
-    /// It takes all of them.
+pub(crate) enum PaymentProvider {
+    /// It accepts every payment.
     Works,
-    /// It says no to those on the card `declined`, and nothing at all to those on the card
-    /// `silent`.
+    /// It rejects the card `declined`, and does not reply for the card `silent`.
     Judges,
 }
 
@@ -55,7 +53,7 @@ struct Payment {
 }
 
 struct Charge {
-    provider: Provider,
+    provider: PaymentProvider,
     charged: Arc<Mutex<Vec<String>>>,
 }
 
@@ -65,8 +63,10 @@ impl Handler for Charge {
 
     async fn handle(&self, payment: Payment, cx: &Context) -> Result<(), Failure> {
         match (self.provider, payment.card.as_str()) {
-            (Provider::Judges, "declined") => Err(Failure::Reject("the card was declined".into())),
-            (Provider::Judges, "silent") => {
+            (PaymentProvider::Judges, "declined") => {
+                Err(Failure::Reject("the card was declined".into()))
+            }
+            (PaymentProvider::Judges, "silent") => {
                 Err(Failure::InDoubt("no answer from the provider".into()))
             }
             _ => {
@@ -80,26 +80,26 @@ impl Handler for Charge {
     }
 }
 
-pub(crate) struct World {
-    pub(crate) desk: Desk,
+pub(crate) struct BrokerFixture {
+    pub(crate) cli: TestCli,
     pub(crate) broker: Broker,
     charged: Arc<Mutex<Vec<String>>>,
 }
 
-impl World {
-    /// With topics or queues as a source wants them, and a configuration that names them.
+impl BrokerFixture {
+    /// Creates topics or queues as a source does, and a configuration for them.
     pub(crate) async fn on(broker: Broker) -> Self {
-        Self::at(Desk::new(), broker).await
+        Self::at(TestCli::new(), broker).await
     }
 
-    /// The same at a desk that is there.
-    pub(crate) async fn at(desk: Desk, broker: Broker) -> Self {
-        let world = Self {
-            desk,
+    /// Like [`Self::on`], with this command line.
+    pub(crate) async fn at(cli: TestCli, broker: Broker) -> Self {
+        let fixture = Self {
+            cli,
             broker,
             charged: Arc::default(),
         };
-        let name = &world.desk.name;
+        let name = &fixture.cli.name;
         match broker {
             Broker::Kafka => {
                 let keeping = |name| {
@@ -115,19 +115,19 @@ impl World {
             }
             Broker::RabbitMq => declare_as_the_source_does(name).await,
         }
-        world.desk.configure(&world.settings());
-        world
+        fixture.cli.configure(&fixture.settings());
+        fixture
     }
 
     pub(crate) fn settings(&self) -> String {
-        let name = &self.desk.name;
+        let name = &self.cli.name;
         let gate = "[gate]\nguarantee = \"at-most-once\"\nid = \"header payment-id\"\n";
         match self.broker {
             Broker::Kafka => format!(
                 "{gate}[kafka]\nbrokers = \"{}\"\ntopic = \"{name}\"\n",
                 kafka()
             ),
-            // A story may look at its letters more than five times.
+            // A test may read its messages more than five times.
             Broker::RabbitMq => {
                 format!(
                     "{gate}[rabbitmq]\nurl = \"{}\"\nqueue = \"{name}\"\n{COUNTS_ACCEPTED}",
@@ -144,9 +144,9 @@ impl World {
         }
     }
 
-    /// Runs the program, and the test goes on meanwhile.
-    pub(crate) async fn run(self: &Arc<Self>, arguments: &[&str]) -> Said {
-        let (world, arguments) = (
+    /// Runs the program on a blocking thread.
+    pub(crate) async fn run(self: &Arc<Self>, arguments: &[&str]) -> CommandOutput {
+        let (fixture, arguments) = (
             Arc::clone(self),
             arguments
                 .iter()
@@ -154,8 +154,8 @@ impl World {
                 .collect::<Vec<_>>(),
         );
         let run = move || {
-            world
-                .desk
+            fixture
+                .cli
                 .run(&arguments.iter().map(String::as_str).collect::<Vec<_>>())
         };
         tokio::task::spawn_blocking(run)
@@ -165,20 +165,20 @@ impl World {
 
     pub(crate) async fn json(self: &Arc<Self>, arguments: &[&str]) -> serde_json::Value {
         let arguments: Vec<&str> = arguments.iter().copied().chain(["--json"]).collect();
-        self.run(&arguments).await.ended(0).json()
+        self.run(&arguments).await.exits_with(0).json()
     }
 
-    /// Payments: id and card.
+    /// Publishes payments: id and card.
     pub(crate) async fn publish(&self, payments: &[(&str, &str)]) {
         for (id, card) in payments {
             let body = serde_json::json!({ "id": id, "card": card, "amount": 1_995 }).to_string();
-            self.publish_to(&self.desk.name, id, &body, &[]).await;
+            self.publish_to(&self.cli.name, id, &body, &[]).await;
         }
     }
 
-    /// Payments with these ids, all of which wait for their confirmation together.
+    /// Publishes payments with these ids and waits for all confirmations together.
     pub(crate) async fn publish_many(&self, ids: impl Iterator<Item = String>) {
-        let (name, body) = (&self.desk.name, r#"{"card":"works"}"#);
+        let (name, body) = (&self.cli.name, r#"{"card":"works"}"#);
         match self.broker {
             Broker::Kafka => {
                 let producer: FutureProducer =
@@ -256,7 +256,7 @@ impl World {
         self.publish_with(name, body, &headers).await;
     }
 
-    /// A message with these headers and no others.
+    /// Publishes a message with exactly these headers.
     pub(crate) async fn publish_with(&self, name: &str, body: &str, headers: &[(&str, &str)]) {
         match self.broker {
             Broker::Kafka => {
@@ -295,11 +295,10 @@ impl World {
         }
     }
 
-    /// Consumes until so much was charged in all, and so many letters stand in the dead letters and
-    /// in doubt.
+    /// Consumes until this many payments are charged, dead-lettered and in doubt.
     pub(crate) async fn consume(
         &self,
-        provider: Provider,
+        provider: PaymentProvider,
         charged: usize,
         dead_letters: u64,
         in_doubt: u64,
@@ -323,10 +322,10 @@ impl World {
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
         };
-        match self.desk.sqlite() {
+        match self.cli.sqlite() {
             Some(sqlite) => self.consume_through(sqlite, provider, until).await,
             None => {
-                self.consume_through(self.desk.store().allow_volatile_store(), provider, until)
+                self.consume_through(self.cli.store().allow_volatile_store(), provider, until)
                     .await
             }
         }
@@ -335,7 +334,7 @@ impl World {
     async fn consume_through(
         &self,
         store: impl Store + 'static,
-        provider: Provider,
+        provider: PaymentProvider,
         until: impl Future<Output = ()>,
     ) {
         let charge = Charge {
@@ -346,7 +345,7 @@ impl World {
             .await;
     }
 
-    /// Handles what comes, until so long.
+    /// Handles messages until this future completes.
     pub(crate) async fn handle(
         &self,
         guarantee: Guarantee,
@@ -354,7 +353,7 @@ impl World {
         until: impl Future<Output = ()>,
     ) {
         self.handle_through(
-            self.desk.store().allow_volatile_store(),
+            self.cli.store().allow_volatile_store(),
             guarantee,
             handler,
             until,
@@ -369,7 +368,7 @@ impl World {
         handler: impl Handler,
         until: impl Future<Output = ()>,
     ) {
-        let name = &self.desk.name;
+        let name = &self.cli.name;
         let consumer = Consumer::builder()
             .store(store)
             .allow_volatile_store()
@@ -405,10 +404,10 @@ impl World {
         self.charged.lock().expect("nobody panicked").clone()
     }
 
-    /// How many messages stand in the topic or queue with this ending; on RabbitMQ those that
-    /// nobody holds.
+    /// The number of messages in the topic or queue with this suffix; on RabbitMQ without
+    /// unacknowledged ones.
     pub(crate) async fn count(&self, suffix: &str) -> u64 {
-        self.count_in(format!("{}{suffix}", self.desk.name)).await
+        self.count_in(format!("{}{suffix}", self.cli.name)).await
     }
 
     async fn count_in(&self, name: String) -> u64 {
@@ -448,14 +447,13 @@ impl World {
         }
     }
 
-    /// Waits until so many are there: what was held or published a moment ago is counted a moment
-    /// later.
+    /// Waits for this number of messages: the count lags behind.
     pub(crate) async fn until_there_are(&self, count: u64, suffix: &str) {
-        self.until(&format!("{}{suffix}", self.desk.name), count)
+        self.until(&format!("{}{suffix}", self.cli.name), count)
             .await;
     }
 
-    /// The same of a topic or queue of any name.
+    /// Like [`Self::until_there_are`], by name.
     pub(crate) async fn until(&self, name: &str, count: u64) {
         let begun = Instant::now();
         loop {
@@ -470,9 +468,9 @@ impl World {
 
     pub(crate) async fn end(&self) {
         let names =
-            ["", ".dead-letters", ".in-doubt"].map(|suffix| format!("{}{suffix}", self.desk.name));
+            ["", ".dead-letters", ".in-doubt"].map(|suffix| format!("{}{suffix}", self.cli.name));
         match self.broker {
-            // What is left over harms nobody: its name is never used again.
+            // Leftovers are harmless: names are not reused.
             Broker::Kafka => drop(
                 admin()
                     .delete_topics(&names.each_ref().map(String::as_str), &AdminOptions::new())
@@ -481,7 +479,7 @@ impl World {
             Broker::RabbitMq => {
                 let (connection, channel) = open().await;
                 let delays = [1_000, 5_000, 30_000, 120_000, 600_000]
-                    .map(|delay| format!("{}.delay.{delay}", self.desk.name));
+                    .map(|delay| format!("{}.delay.{delay}", self.cli.name));
                 for name in names.into_iter().chain(delays) {
                     channel
                         .queue_delete(name.into(), QueueDeleteOptions::default())
@@ -497,7 +495,7 @@ impl World {
     }
 }
 
-/// The queue and those beside it.
+/// The queue and its destinations.
 pub(crate) async fn declare_as_the_source_does(queue: &str) {
     let source = RabbitMq::queue(queue)
         .url(rabbitmq())
@@ -523,7 +521,7 @@ pub(crate) async fn create_topics(topics: &[NewTopic<'_>]) {
         .into_iter()
         .for_each(|topic| drop(topic.expect("a topic that is new")));
     let names: Vec<String> = topics.iter().map(|topic| topic.name.to_owned()).collect();
-    // The broker says that a topic is created a moment before it says that it exists.
+    // The broker confirms the creation of a topic before metadata requests find it.
     let asked = tokio::task::spawn_blocking(move || {
         let consumer: BaseConsumer = config()
             .set("group.id", "counting")
@@ -564,7 +562,7 @@ pub(crate) fn admin() -> AdminClient<DefaultClientContext> {
     config().create().expect("an admin client")
 }
 
-/// Publishes to a queue, by way of this URL, a message that lasts, and waits for its confirmation.
+/// Publishes a persistent message to a queue at this URL, and waits for its confirmation.
 pub(crate) async fn publish_properties(
     url: &str,
     queue: &str,
@@ -617,7 +615,7 @@ async fn open_at(url: &str) -> (Connection, Channel) {
     (connection, channel)
 }
 
-/// Takes all messages of a queue: body, whether it was delivered before, and its delivery count.
+/// Consumes all messages of a queue: body, redelivered flag and delivery count.
 pub(crate) async fn take_all(queue: &str) -> Vec<(String, bool, i64)> {
     let (connection, channel) = open().await;
     let mut all = Vec::new();
@@ -646,7 +644,7 @@ pub(crate) async fn take_all(queue: &str) -> Vec<(String, bool, i64)> {
     all
 }
 
-/// A durable queue with these arguments, and with this delivery limit.
+/// Declares a durable queue with these arguments and delivery limit.
 pub(crate) async fn declare(queue: &str, arguments: &[(&str, &str)], limit: Option<i32>) {
     let (connection, channel) = open().await;
     let mut table = FieldTable::default();
@@ -682,7 +680,7 @@ pub(crate) async fn delete(queue: &str) {
         .expect("a clean end");
 }
 
-/// The bodies in a topic of two partitions, as far as it goes now.
+/// The bodies in a topic with two partitions, up to its current end.
 pub(crate) async fn bodies(topic: &str) -> Vec<Option<Vec<u8>>> {
     use rdkafka::message::Message;
     let topic = topic.to_owned();

@@ -1,4 +1,4 @@
-//! How things are said: times, tables, and text that came from outside.
+//! Output: times, tables, and text from outside.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -6,35 +6,36 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
 
-use crate::failure::{Code, Failure};
+use crate::error::{CliError, CliErrorCode};
 
-/// For whom it is written.
+/// The format of the output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Format {
-    People,
-    Machines,
+pub(crate) enum OutputFormat {
+    Text,
+    Json,
 }
 
-impl Format {
-    /// Prints one or the other on standard output.
+impl OutputFormat {
+    /// Prints the JSON or the text on standard output.
     pub(crate) fn print(
         self,
-        machines: &impl Serialize,
-        people: impl fmt::Display,
-    ) -> Result<(), Failure> {
+        json: &impl Serialize,
+        text_output: impl fmt::Display,
+    ) -> Result<(), CliError> {
         let text = match self {
-            Self::People => people.to_string(),
-            Self::Machines => serde_json::to_string_pretty(machines)
-                .map_err(|error| Failure::not_all(format!("cannot be written as JSON: {error}")))?,
+            Self::Text => text_output.to_string(),
+            Self::Json => serde_json::to_string_pretty(json).map_err(|error| {
+                CliError::not_all(format!("cannot be written as JSON: {error}"))
+            })?,
         };
-        line(&text);
+        print_line(&text);
         Ok(())
     }
 
-    /// Tells machines of a failure, unless they were told of something already.
-    pub(crate) fn failed(self, failure: &Failure) {
-        if self == Self::Machines && !TOLD.load(Ordering::Relaxed) {
-            line(
+    /// Prints a failure as JSON, unless output was printed before.
+    pub(crate) fn print_failure(self, failure: &CliError) {
+        if self == Self::Json && !PRINTED.load(Ordering::Relaxed) {
+            print_line(
                 &serde_json::json!({ "failed": failure.to_string(), "code": failure.code as u8 })
                     .to_string(),
             );
@@ -42,19 +43,19 @@ impl Format {
     }
 }
 
-/// Whether something stands on standard output.
-static TOLD: AtomicBool = AtomicBool::new(false);
+/// Whether anything was printed on standard output.
+static PRINTED: AtomicBool = AtomicBool::new(false);
 
-/// Lines on standard output, without what a terminal would obey. Who reads no more of it, as `head`
-/// does, is not told more.
-pub(crate) fn line(text: &str) {
+/// Prints lines on standard output, without control characters that a terminal would interpret.
+/// Ignores a closed pipe, as with `head`.
+pub(crate) fn print_line(text: &str) {
     use std::io::Write;
-    TOLD.store(true, Ordering::Relaxed);
-    let shown = |letter: char| {
-        if letter.is_control() && letter != '\n' {
+    PRINTED.store(true, Ordering::Relaxed);
+    let shown = |character: char| {
+        if character.is_control() && character != '\n' {
             '\u{fffd}'
         } else {
-            letter
+            character
         }
     };
     let _ = writeln!(
@@ -64,7 +65,7 @@ pub(crate) fn line(text: &str) {
     );
 }
 
-/// Milliseconds since 1970, by this machine's clock.
+/// Milliseconds since 1970, by the local clock.
 pub(crate) fn now_ms() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, ms)
 }
@@ -73,26 +74,26 @@ pub(crate) fn ms(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// What was not looked at, and why: of it nothing is known, and nothing is claimed.
+/// What could not be checked, and why: the output makes no claim about it.
 #[derive(Debug, Default, Serialize)]
 #[serde(transparent)]
-pub(crate) struct NotLookedAt(Vec<Unseen>);
+pub(crate) struct Unchecked(Vec<UncheckedItem>);
 
 #[derive(Debug, Serialize)]
-struct Unseen {
+struct UncheckedItem {
     #[serde(rename = "where")]
     place: String,
     why: String,
     #[serde(skip)]
-    code: Code,
+    code: CliErrorCode,
 }
 
-impl NotLookedAt {
-    /// Notes a place once.
-    pub(crate) fn note(&mut self, place: impl Into<String>, why: Failure) {
+impl Unchecked {
+    /// Adds an item once.
+    pub(crate) fn note(&mut self, place: impl Into<String>, why: CliError) {
         let place = place.into();
         if !self.0.iter().any(|it| it.place == place) {
-            self.0.push(Unseen {
+            self.0.push(UncheckedItem {
                 place,
                 why: why.to_string(),
                 code: why.code,
@@ -100,37 +101,45 @@ impl NotLookedAt {
         }
     }
 
-    /// The places, in one line; `None` if all was looked at.
-    pub(crate) fn places(&self) -> Option<String> {
-        let places: Vec<&str> = self.0.iter().map(|it| it.place.as_str()).collect();
-        (!places.is_empty()).then(|| places.join(", "))
+    /// The names of all items; `None` if everything was checked.
+    pub(crate) fn names(&self) -> Option<String> {
+        let names: Vec<&str> = self.0.iter().map(|it| it.place.as_str()).collect();
+        (!names.is_empty()).then(|| names.join(", "))
     }
 
-    /// A line for each.
-    pub(crate) fn for_people(&self) -> String {
+    /// One line for each item.
+    pub(crate) fn to_text(&self) -> String {
         self.0
             .iter()
-            .map(|it| format!("\nNot looked at: {}: {}", plain(&it.place), plain(&it.why)))
+            .map(|it| {
+                format!(
+                    "\nNot checked: {}: {}",
+                    printable(&it.place),
+                    printable(&it.why)
+                )
+            })
             .collect()
     }
 
-    /// How a command ends that has printed what it saw.
+    /// The result of a command that has printed its output.
     ///
     /// # Errors
-    /// Something was not looked at.
-    pub(crate) fn end(&self) -> Result<(), Failure> {
-        match self.places() {
+    /// Something was not checked.
+    pub(crate) fn end(&self) -> Result<(), CliError> {
+        match self.names() {
             None => Ok(()),
-            Some(places) => {
-                // Another build would look there: that is what the user has to hear.
-                if let Some(left_out) = self.0.iter().find(|it| it.code == Code::LeftOut) {
-                    return Err(Failure::left_out_as(left_out.why.clone()));
+            Some(names) => {
+                // A build with that feature would check it: report that.
+                if let Some(feature_missing) =
+                    self.0.iter().find(|it| it.code == CliErrorCode::LeftOut)
+                {
+                    return Err(CliError::feature_missing_text(feature_missing.why.clone()));
                 }
-                let says = format!("not looked at: {places}; there may be more than what is shown");
-                Err(if self.0.iter().all(|it| it.code == Code::Usage) {
-                    Failure::usage(says)
+                let text = format!("not checked: {names}; there may be more than what is shown");
+                Err(if self.0.iter().all(|it| it.code == CliErrorCode::Usage) {
+                    CliError::usage(text)
                 } else {
-                    Failure::server(says)
+                    CliError::server(text)
                 })
             }
         }
@@ -138,7 +147,7 @@ impl NotLookedAt {
 }
 
 /// A point in time as RFC 3339, in UTC and whole seconds.
-pub(crate) fn utc(ms: u64) -> String {
+pub(crate) fn utc_text(ms: u64) -> String {
     let seconds = ms / 1_000;
     let (days, rest) = (seconds / 86_400, seconds % 86_400);
     // Days since 0000-03-01, in eras of 400 years, as in Howard Hinnant's "chrono-Compatible
@@ -164,8 +173,8 @@ pub(crate) fn utc(ms: u64) -> String {
     )
 }
 
-/// A time in its two largest units.
-pub(crate) fn span(duration: Duration) -> String {
+/// A duration in its two largest units.
+pub(crate) fn duration_text(duration: Duration) -> String {
     let seconds = duration.as_secs();
     if seconds == 0 {
         return format!("{} ms", duration.as_millis());
@@ -182,38 +191,38 @@ pub(crate) fn span(duration: Duration) -> String {
         .position(|(unit, _)| seconds >= *unit)
         .unwrap_or(units.len() - 1);
     let (unit, name) = units[first];
-    let mut said = format!("{} {name}", seconds / unit);
+    let mut text = format!("{} {name}", seconds / unit);
     if let Some((smaller, name)) = units.get(first + 1)
         && seconds % unit / smaller > 0
     {
-        said = format!("{said} {} {name}", seconds % unit / smaller);
+        text = format!("{text} {} {name}", seconds % unit / smaller);
     }
-    said
+    text
 }
 
-/// Text from outside, on one line and without what a terminal would obey.
-pub(crate) fn plain(text: &str) -> String {
+/// Text from outside, on one line and without control characters.
+pub(crate) fn printable(text: &str) -> String {
     text.chars()
-        .map(|letter| {
-            if letter.is_control() {
+        .map(|character| {
+            if character.is_control() {
                 '\u{fffd}'
             } else {
-                letter
+                character
             }
         })
         .collect()
 }
 
-/// The longest text in a cell, and in the last one, which pushes nothing aside.
+/// The maximum characters of a cell, and of the last cell of a row.
 const CELL: usize = 72;
 const LAST_CELL: usize = 400;
 
-/// A table for people.
-pub(crate) struct Table {
+/// A table for text output.
+pub(crate) struct TextTable {
     rows: Vec<Vec<String>>,
 }
 
-impl Table {
+impl TextTable {
     pub(crate) fn new(head: &[&str]) -> Self {
         Self {
             rows: vec![head.iter().map(|cell| cell.to_uppercase()).collect()],
@@ -226,18 +235,18 @@ impl Table {
         let cut = |(column, cell): (usize, &String)| {
             let longest = if column == last { LAST_CELL } else { CELL };
             match cell.char_indices().nth(longest) {
-                Some((end, _)) => format!("{}…", plain(&cell[..end])),
-                None => plain(cell),
+                Some((end, _)) => format!("{}…", printable(&cell[..end])),
+                None => printable(cell),
             }
         };
         self.rows.push(cells.iter().enumerate().map(cut).collect());
     }
 }
 
-impl fmt::Display for Table {
+impl fmt::Display for TextTable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);
-        let wide = |column: usize| {
+        let width = |column: usize| {
             self.rows
                 .iter()
                 .filter_map(|row| row.get(column))
@@ -245,7 +254,7 @@ impl fmt::Display for Table {
                 .max()
                 .unwrap_or(0)
         };
-        let widths: Vec<usize> = (0..columns).map(wide).collect();
+        let widths: Vec<usize> = (0..columns).map(width).collect();
         for row in &self.rows {
             let cells: Vec<String> = row
                 .iter()

@@ -1,5 +1,4 @@
-//! Dead letters and messages in doubt, on both brokers: what a real consumer set aside, looked at,
-//! and dealt with.
+//! Reading and changing dead letters and messages in doubt of a real consumer, on both brokers.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,23 +10,23 @@ use oncegate::{Open, RabbitMq, Source};
 use oncegate_testkit::servers::RabbitServer;
 use serde_json::Value;
 
-use crate::desk::Desk;
-use crate::world::{Broker, PATIENCE, Provider, World, publish_properties};
+use crate::cli::TestCli;
+use crate::fixture::{Broker, BrokerFixture, PATIENCE, PaymentProvider, publish_properties};
 
-/// Makes a test of each scenario for each broker.
+/// Creates a test for each scenario and broker.
 macro_rules! on_both_brokers {
     ($($scenario:ident),+ $(,)?) => {
         mod on_kafka {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $scenario() {
-                super::$scenario(crate::world::Broker::Kafka).await;
+                super::$scenario(crate::fixture::Broker::Kafka).await;
             })+
         }
 
         mod on_rabbitmq {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $scenario() {
-                super::$scenario(crate::world::Broker::RabbitMq).await;
+                super::$scenario(crate::fixture::Broker::RabbitMq).await;
             })+
         }
     };
@@ -36,11 +35,11 @@ macro_rules! on_both_brokers {
 pub(crate) use on_both_brokers;
 
 on_both_brokers!(
-    dead_letters_are_listed_shown_redriven_and_charged_once,
-    what_is_dropped_is_not_offered_again,
-    a_doubt_is_resolved_either_way,
-    what_was_handled_meanwhile_or_is_in_doubt_is_not_redriven,
-    an_id_that_was_never_in_the_store_is_redriven_all_the_same,
+    dead_letters_are_listed_redriven_and_charged_once,
+    dropped_messages_are_not_listed_again,
+    messages_in_doubt_are_resolved_either_way,
+    redrive_skips_handled_and_doubtful_messages,
+    ids_without_a_marker_are_redriven,
 );
 
 pub(crate) fn ids(listed: &Value) -> Vec<String> {
@@ -54,13 +53,13 @@ pub(crate) fn ids(listed: &Value) -> Vec<String> {
     ids
 }
 
-async fn world(broker: Broker) -> Arc<World> {
-    Arc::new(World::on(broker).await)
+async fn fixture(broker: Broker) -> Arc<BrokerFixture> {
+    Arc::new(BrokerFixture::on(broker).await)
 }
 
-async fn dead_letters_are_listed_shown_redriven_and_charged_once(broker: Broker) {
-    let world = world(broker).await;
-    world
+async fn dead_letters_are_listed_redriven_and_charged_once(broker: Broker) {
+    let fixture = fixture(broker).await;
+    fixture
         .publish(&[
             ("a", "works"),
             ("b", "declined"),
@@ -68,21 +67,21 @@ async fn dead_letters_are_listed_shown_redriven_and_charged_once(broker: Broker)
             ("d", "declined"),
         ])
         .await;
-    world.consume(Provider::Judges, 1, 3, 0).await;
+    fixture.consume(PaymentProvider::Judges, 1, 3, 0).await;
 
-    let listed = world.json(&["dead-letters", "list"]).await;
+    let listed = fixture.json(&["dead-letters", "list"]).await;
     assert_eq!(ids(&listed), ["b", "c", "d"]);
-    let letter = &listed["letters"][0];
+    let message = &listed["letters"][0];
     assert_eq!(
-        (&letter["reason"], &letter["state"]),
+        (&message["reason"], &message["state"]),
         (&"refused".into(), &"waiting".into()),
-        "{letter}"
+        "{message}"
     );
     assert!(
-        letter["last_error"]
+        message["last_error"]
             .as_str()
             .is_some_and(|error| error.contains("declined")),
-        "{letter}"
+        "{message}"
     );
     for (filter, found) in [
         (&["--reason", "refused"][..], 3),
@@ -97,18 +96,18 @@ async fn dead_letters_are_listed_shown_redriven_and_charged_once(broker: Broker)
             .chain(filter.iter().copied())
             .collect();
         assert_eq!(
-            ids(&world.json(&arguments).await).len(),
+            ids(&fixture.json(&arguments).await).len(),
             found,
             "{filter:?}"
         );
     }
-    world
+    fixture
         .run(&["dead-letters", "list"])
         .await
-        .ended(0)
-        .says("REASON")
-        .says("3 shown");
-    let shown = world.json(&["dead-letters", "show", "b"]).await;
+        .exits_with(0)
+        .prints("REASON")
+        .prints("3 shown");
+    let shown = fixture.json(&["dead-letters", "show", "b"]).await;
     assert!(
         shown[0]["headers"]
             .as_array()
@@ -116,41 +115,44 @@ async fn dead_letters_are_listed_shown_redriven_and_charged_once(broker: Broker)
             && shown[0]["body"].is_null(),
         "{shown}"
     );
-    world
+    fixture
         .run(&["dead-letters", "show", "b", "--body"])
         .await
-        .ended(0)
-        .says("\"card\":\"declined\"")
-        .says("payment-id: b");
-    world.run(&["dead-letters", "show", "a"]).await.ended(1);
+        .exits_with(0)
+        .prints("\"card\":\"declined\"")
+        .prints("payment-id: b");
+    fixture
+        .run(&["dead-letters", "show", "a"])
+        .await
+        .exits_with(1);
 
-    // Nothing happens that was not asked for.
-    world
+    // A command without a selection fails.
+    fixture
         .run(&["dead-letters", "redrive", "--yes"])
         .await
-        .ended(2)
-        .says("--all");
-    world
+        .exits_with(2)
+        .prints("--all");
+    fixture
         .run(&["dead-letters", "redrive", "--all", "--dry-run"])
         .await
-        .ended(0)
-        .says("would be freed, and sent to")
-        .says("3 would be redriven");
-    world
+        .exits_with(0)
+        .prints("would be released and sent to")
+        .prints("3 would be redriven");
+    fixture
         .run(&["dead-letters", "redrive", "--id", "b"])
         .await
-        .ended(4)
-        .says("1 would be redriven");
+        .exits_with(4)
+        .prints("1 would be redriven");
     assert_eq!(
-        world.json(&["marker", "show", "b"]).await["state"],
+        fixture.json(&["marker", "show", "b"]).await["state"],
         "rejected"
     );
     assert_eq!(
-        world.json(&["audit"]).await.as_array().map(Vec::len),
+        fixture.json(&["audit"]).await.as_array().map(Vec::len),
         Some(0)
     );
 
-    let redriven = world
+    let redriven = fixture
         .json(&[
             "dead-letters",
             "redrive",
@@ -169,14 +171,14 @@ async fn dead_letters_are_listed_shown_redriven_and_charged_once(broker: Broker)
         "{redriven}"
     );
     assert_eq!(
-        ids(&world.json(&["dead-letters", "list"]).await),
+        ids(&fixture.json(&["dead-letters", "list"]).await),
         ["c", "d"]
     );
     assert_eq!(
-        world.json(&["marker", "show", "b"]).await["state"],
+        fixture.json(&["marker", "show", "b"]).await["state"],
         "cleared"
     );
-    let rest = world
+    let rest = fixture
         .json(&[
             "dead-letters",
             "redrive",
@@ -190,14 +192,19 @@ async fn dead_letters_are_listed_shown_redriven_and_charged_once(broker: Broker)
         .await;
     assert_eq!(rest["done"], 1, "{rest}");
     let left_on_kafka = if broker == Broker::Kafka { 3 } else { 1 };
-    world.consume(Provider::Works, 3, left_on_kafka, 0).await;
-    let mut charged = world.charged();
+    fixture
+        .consume(PaymentProvider::Works, 3, left_on_kafka, 0)
+        .await;
+    let mut charged = fixture.charged();
     charged.sort();
     assert_eq!(charged.len(), 3, "{charged:?}");
     assert_eq!(&charged[..2], ["a", "b"]);
-    assert_eq!(world.json(&["marker", "show", "b"]).await["state"], "done");
+    assert_eq!(
+        fixture.json(&["marker", "show", "b"]).await["state"],
+        "done"
+    );
 
-    let audit = world.json(&["audit", "--id", "b"]).await;
+    let audit = fixture.json(&["audit", "--id", "b"]).await;
     let act = &audit[0];
     assert_eq!(
         (&act["who"], &act["what"], &act["stage"]),
@@ -211,34 +218,38 @@ async fn dead_letters_are_listed_shown_redriven_and_charged_once(broker: Broker)
     assert_eq!(
         (&act["before"], &act["why"]),
         (
-            &"set aside, rejected, attempt 1".into(),
+            &"dead-lettered, rejected, attempt 1".into(),
             &"the card was mended".into()
         )
     );
-    assert_eq!(act["place"]["broker"], world.broker_name());
-    world.end().await;
+    assert_eq!(act["place"]["broker"], fixture.broker_name());
+    fixture.end().await;
 }
 
-async fn what_is_dropped_is_not_offered_again(broker: Broker) {
-    let world = world(broker).await;
-    world.publish(&[("a", "declined"), ("b", "declined")]).await;
-    world.consume(Provider::Judges, 0, 2, 0).await;
-    world
+async fn dropped_messages_are_not_listed_again(broker: Broker) {
+    let fixture = fixture(broker).await;
+    fixture
+        .publish(&[("a", "declined"), ("b", "declined")])
+        .await;
+    fixture.consume(PaymentProvider::Judges, 0, 2, 0).await;
+    fixture
         .run(&["dead-letters", "drop", "--id", "a"])
         .await
-        .ended(4)
-        .says("would be dropped");
+        .exits_with(4)
+        .prints("would be dropped");
     assert_eq!(
-        ids(&world.json(&["dead-letters", "list"]).await),
+        ids(&fixture.json(&["dead-letters", "list"]).await),
         ["a", "b"]
     );
-    world
+    fixture
         .run(&["dead-letters", "drop", "--id", "a", "--yes"])
         .await
-        .ended(0)
-        .says("1 dropped");
-    assert_eq!(ids(&world.json(&["dead-letters", "list"]).await), ["b"]);
-    let everything = world.json(&["dead-letters", "list", "--everything"]).await;
+        .exits_with(0)
+        .prints("1 dropped");
+    assert_eq!(ids(&fixture.json(&["dead-letters", "list"]).await), ["b"]);
+    let everything = fixture
+        .json(&["dead-letters", "list", "--everything"])
+        .await;
     match broker {
         Broker::Kafka => {
             assert_eq!(ids(&everything), ["a", "b"], "nothing can be deleted there");
@@ -253,82 +264,93 @@ async fn what_is_dropped_is_not_offered_again(broker: Broker) {
                 "{everything}"
             );
         }
-        Broker::RabbitMq => world.until_there_are(1, ".dead-letters").await,
+        Broker::RabbitMq => fixture.until_there_are(1, ".dead-letters").await,
     }
-    // It stays rejected: another copy is not run.
+    // The id stays rejected: another copy does not run.
     assert_eq!(
-        world.json(&["marker", "show", "a"]).await["state"],
+        fixture.json(&["marker", "show", "a"]).await["state"],
         "rejected"
     );
-    assert_eq!(world.json(&["audit"]).await[0]["what"], "dead-letters drop");
-    let again = world
+    assert_eq!(
+        fixture.json(&["audit"]).await[0]["what"],
+        "dead-letters drop"
+    );
+    let again = fixture
         .json(&["dead-letters", "redrive", "--all", "--yes"])
         .await;
     assert_eq!(again["done"], 1, "the other one alone: {again}");
-    world.end().await;
+    fixture.end().await;
 }
 
-async fn a_doubt_is_resolved_either_way(broker: Broker) {
-    let world = world(broker).await;
-    world.publish(&[("yes", "silent"), ("no", "silent")]).await;
-    world.consume(Provider::Judges, 0, 0, 2).await;
-    assert_eq!(ids(&world.json(&["in-doubt", "list"]).await), ["no", "yes"]);
-    world
+async fn messages_in_doubt_are_resolved_either_way(broker: Broker) {
+    let fixture = fixture(broker).await;
+    fixture
+        .publish(&[("yes", "silent"), ("no", "silent")])
+        .await;
+    fixture.consume(PaymentProvider::Judges, 0, 0, 2).await;
+    assert_eq!(
+        ids(&fixture.json(&["in-doubt", "list"]).await),
+        ["no", "yes"]
+    );
+    fixture
         .run(&["in-doubt", "list"])
         .await
-        .ended(0)
-        .says("in-doubt-said")
-        .says("the handler has no `reconcile`");
-    world
+        .exits_with(0)
+        .prints("in-doubt-said")
+        .prints("the handler has no `reconcile`");
+    fixture
         .run(&["in-doubt", "show", "yes"])
         .await
-        .ended(0)
-        .says("payment-id: yes")
-        .says("no answer from the provider");
-    world.run(&["in-doubt", "resolve", "yes"]).await.ended(2);
-    world
+        .exits_with(0)
+        .prints("payment-id: yes")
+        .prints("no answer from the provider");
+    fixture
+        .run(&["in-doubt", "resolve", "yes"])
+        .await
+        .exits_with(2);
+    fixture
         .run(&["in-doubt", "resolve", "yes", "--happened"])
         .await
-        .ended(4)
-        .says("would be recorded as done");
+        .exits_with(4)
+        .prints("would be recorded as done");
     assert_eq!(
-        world.json(&["marker", "show", "yes"]).await["state"],
+        fixture.json(&["marker", "show", "yes"]).await["state"],
         "in-doubt"
     );
 
-    world
+    fixture
         .run(&["in-doubt", "resolve", "yes", "--happened", "--yes"])
         .await
-        .ended(0)
-        .says("1 resolved");
+        .exits_with(0)
+        .prints("1 resolved");
     assert_eq!(
-        world.json(&["marker", "show", "yes"]).await["state"],
+        fixture.json(&["marker", "show", "yes"]).await["state"],
         "done"
     );
-    world
+    fixture
         .run(&["in-doubt", "resolve", "no", "--did-not-happen", "--yes"])
         .await
-        .ended(0)
-        .says("sent to");
+        .exits_with(0)
+        .prints("sent to");
     assert_eq!(
-        world.json(&["marker", "show", "no"]).await["state"],
+        fixture.json(&["marker", "show", "no"]).await["state"],
         "cleared"
     );
-    assert_eq!(ids(&world.json(&["in-doubt", "list"]).await), [""; 0]);
+    assert_eq!(ids(&fixture.json(&["in-doubt", "list"]).await), [""; 0]);
 
     let left = if broker == Broker::Kafka { 2 } else { 0 };
-    world.consume(Provider::Works, 1, 0, left).await;
+    fixture.consume(PaymentProvider::Works, 1, 0, left).await;
     assert_eq!(
-        world.charged(),
+        fixture.charged(),
         ["no"],
         "what happened is not charged again"
     );
-    world
+    fixture
         .run(&["in-doubt", "resolve", "no", "--did-not-happen", "--yes"])
         .await
-        .ended(1)
-        .says("it was handled");
-    let what: Vec<String> = world
+        .exits_with(1)
+        .prints("it was handled");
+    let what: Vec<String> = fixture
         .json(&["audit"])
         .await
         .as_array()
@@ -337,70 +359,70 @@ async fn a_doubt_is_resolved_either_way(broker: Broker) {
         .map(|act| act["after"].to_string())
         .collect();
     assert_eq!(what.len(), 4, "the marker and the letter of each: {what:?}");
-    world.end().await;
+    fixture.end().await;
 }
 
-async fn what_was_handled_meanwhile_or_is_in_doubt_is_not_redriven(broker: Broker) {
-    let world = world(broker).await;
-    world
+async fn redrive_skips_handled_and_doubtful_messages(broker: Broker) {
+    let fixture = fixture(broker).await;
+    fixture
         .publish(&[("done", "declined"), ("doubt", "silent")])
         .await;
-    world.consume(Provider::Judges, 0, 1, 1).await;
-    // An operator frees the id, and the producer sends it again.
-    world
+    fixture.consume(PaymentProvider::Judges, 0, 1, 1).await;
+    // An operator releases the id, and the producer sends it again.
+    fixture
         .run(&["marker", "forget", "done", "--yes"])
         .await
-        .ended(0);
-    world.publish(&[("done", "works")]).await;
-    world.consume(Provider::Works, 1, 1, 1).await;
-    // And one that is in doubt stands in the dead letters too.
+        .exits_with(0);
+    fixture.publish(&[("done", "works")]).await;
+    fixture.consume(PaymentProvider::Works, 1, 1, 1).await;
+    // One that is in doubt is dead-lettered too.
     let headers = [
         ("oncegate-id", "doubt"),
         ("oncegate-reason", "attempts-spent"),
     ];
-    world
+    fixture
         .publish_to(
-            &format!("{}.dead-letters", world.desk.name),
+            &format!("{}.dead-letters", fixture.cli.name),
             "doubt",
             "{}",
             &headers,
         )
         .await;
-    let said = world
+    let said = fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
-        .ended(1);
+        .exits_with(1);
     let said = said
-        .says("would be a duplicate")
-        .says("`oncegate in-doubt resolve` first")
-        .says("0 redriven, 2 left");
+        .prints("would be a duplicate")
+        .prints("`oncegate in-doubt resolve` first")
+        .prints("0 redriven, 2 left");
     assert!(!said.out.contains("sent to"), "{said:?}");
     assert_eq!(
-        ids(&world.json(&["dead-letters", "list"]).await),
+        ids(&fixture.json(&["dead-letters", "list"]).await),
         ["done", "doubt"],
         "both are still there"
     );
     assert_eq!(
-        world.json(&["marker", "show", "done"]).await["state"],
+        fixture.json(&["marker", "show", "done"]).await["state"],
         "done"
     );
-    world.end().await;
+    fixture.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn looking_joins_no_group_and_moves_no_offset_on_kafka() {
-    let world = world(Broker::Kafka).await;
-    world.publish(&[("a", "declined")]).await;
-    world.consume(Provider::Judges, 0, 1, 0).await;
-    let before = crate::world::groups().await;
+async fn reading_joins_no_group_and_commits_no_offset_on_kafka() {
+    let fixture = fixture(Broker::Kafka).await;
+    fixture.publish(&[("a", "declined")]).await;
+    fixture.consume(PaymentProvider::Judges, 0, 1, 0).await;
+    let before = crate::fixture::groups().await;
     for _ in 0..3 {
-        assert_eq!(ids(&world.json(&["dead-letters", "list"]).await), ["a"]);
+        assert_eq!(ids(&fixture.json(&["dead-letters", "list"]).await), ["a"]);
     }
-    world
+    fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
-        .ended(0);
-    let new: Vec<String> = crate::world::groups()
+        .exits_with(0);
+    let new: Vec<String> = crate::fixture::groups()
         .await
         .into_iter()
         .filter(|group| !before.contains(group))
@@ -409,21 +431,23 @@ async fn looking_joins_no_group_and_moves_no_offset_on_kafka() {
         !new.iter().any(|group| group.starts_with("oncegate-cli")),
         "{new:?}"
     );
-    world.end().await;
+    fixture.end().await;
 }
 
-/// What RabbitMQ does with what is looked at: a classic queue counts nothing, a quorum queue of
-/// 3.10 each look.
+/// How RabbitMQ counts reads: a classic queue counts nothing, a quorum queue of 3.10 counts each
+/// one.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_queue_that_counts_looks_is_looked_into_only_if_its_limit_is_out_of_reach() {
-    let world = world(Broker::RabbitMq).await;
-    let name = world.desk.name.clone();
+async fn counting_queues_are_read_only_with_an_unreachable_limit() {
+    let fixture = fixture(Broker::RabbitMq).await;
+    let name = fixture.cli.name.clone();
     let counted = async |queue: &str, extra: &[&str]| {
-        let settings = world.settings().replace(crate::world::COUNTS_ACCEPTED, "");
-        world
-            .desk
+        let settings = fixture
+            .settings()
+            .replace(crate::fixture::COUNTS_ACCEPTED, "");
+        fixture
+            .cli
             .configure(&format!("{settings}dead-letters = \"{queue}\"\n"));
-        world
+        fixture
             .publish_to(queue, "x", "{}", &[("oncegate-id", "x")])
             .await;
         for _ in 0..2 {
@@ -431,31 +455,31 @@ async fn a_queue_that_counts_looks_is_looked_into_only_if_its_limit_is_out_of_re
                 .into_iter()
                 .chain(extra.iter().copied())
                 .collect();
-            let said = world.run(&arguments).await;
+            let said = fixture.run(&arguments).await;
             if said.code != 0 {
-                said.ended(3).says("--accept-delivery-counts");
+                said.exits_with(3).prints("--accept-delivery-counts");
                 return None;
             }
             assert_eq!(ids(&said.json()), ["x"]);
-            world.until(queue, 1).await;
+            fixture.until(queue, 1).await;
         }
-        let taken = crate::world::take_all(queue).await;
+        let taken = crate::fixture::take_all(queue).await;
         assert_eq!(taken.len(), 1, "{taken:?}");
         Some(taken[0].2)
     };
     let (classic, limited) = (format!("{name}.classic"), format!("{name}.limited"));
-    crate::world::declare(&classic, &[("x-queue-type", "classic")], None).await;
-    crate::world::declare(&limited, &[("x-queue-type", "quorum")], Some(5)).await;
+    crate::fixture::declare(&classic, &[("x-queue-type", "classic")], None).await;
+    crate::fixture::declare(&limited, &[("x-queue-type", "quorum")], Some(5)).await;
     assert_eq!(counted(&classic, &[]).await, Some(0));
-    // Its header tells of the queue that it came from.
+    // The header comes from another queue.
     let table: BTreeMap<_, _> = [
-        ("oncegate-id".into(), crate::world::text("z")),
+        ("oncegate-id".into(), crate::fixture::text("z")),
         ("x-delivery-count".into(), AMQPValue::LongLongInt(9)),
     ]
     .into();
     let properties = BasicProperties::default().with_headers(table.into());
-    publish_properties(&crate::world::rabbitmq(), &classic, "{}", properties).await;
-    let listed = world.json(&["dead-letters", "list"]).await;
+    publish_properties(&crate::fixture::rabbitmq(), &classic, "{}", properties).await;
+    let listed = fixture.json(&["dead-letters", "list"]).await;
     assert_eq!(
         (ids(&listed), &listed["letters"][0]["looks"]),
         (vec!["z".to_owned()], &Value::Null),
@@ -466,7 +490,7 @@ async fn a_queue_that_counts_looks_is_looked_into_only_if_its_limit_is_out_of_re
         None,
         "what is dropped after five looks is not looked into"
     );
-    crate::world::take_all(&limited).await;
+    crate::fixture::take_all(&limited).await;
     assert_eq!(
         counted(&limited, &["--accept-delivery-counts"]).await,
         Some(2)
@@ -477,15 +501,14 @@ async fn a_queue_that_counts_looks_is_looked_into_only_if_its_limit_is_out_of_re
         "towards a limit of two thousand million"
     );
     for queue in [classic, limited] {
-        crate::world::delete(&queue).await;
+        crate::fixture::delete(&queue).await;
     }
-    world.end().await;
+    fixture.end().await;
 }
 
-/// A policy may give a queue a limit that no client is told.
+/// A policy may set a limit that no client can see.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn letters_are_always_seen_on_queues_that_oncegate_declared_and_none_is_dropped_at_the_limit_of_a_policy()
- {
+async fn reading_never_exceeds_the_delivery_limit_of_a_policy() {
     let server = tokio::task::spawn_blocking(RabbitServer::start)
         .await
         .expect("no panic")
@@ -511,8 +534,8 @@ async fn letters_are_always_seen_on_queues_that_oncegate_declared_and_none_is_dr
         "queues",
     ];
     server.control(&limit).expect("a policy");
-    let desk = Desk::new();
-    desk.configure(&format!(
+    let cli = TestCli::new();
+    cli.configure(&format!(
         "[gate]\nid = \"header payment-id\"\n[rabbitmq]\nurl = \"{}\"\nqueue = \"payments\"\n",
         server.url()
     ));
@@ -526,7 +549,7 @@ async fn letters_are_always_seen_on_queues_that_oncegate_declared_and_none_is_dr
         ];
         let table: BTreeMap<_, _> = headers
             .iter()
-            .map(|(name, value)| ((*name).into(), crate::world::text(value)))
+            .map(|(name, value)| ((*name).into(), crate::fixture::text(value)))
             .collect();
         let properties = BasicProperties::default()
             .with_headers(table.into())
@@ -540,32 +563,32 @@ async fn letters_are_always_seen_on_queues_that_oncegate_declared_and_none_is_dr
         )
         .await;
     }
-    let first = desk.json(&["dead-letters", "show", "x"])[0].clone();
+    let first = cli.json(&["dead-letters", "show", "x"])[0].clone();
     for look in 0..20 {
-        let mut seen = ids(&desk.json(&["dead-letters", "list"]));
+        let mut seen = ids(&cli.json(&["dead-letters", "list"]));
         seen.sort_unstable();
         assert_eq!(seen, ["x", "y"], "at look {look}");
     }
-    let story = desk.json(&["explain", "x"]);
+    let explanation = cli.json(&["explain", "x"]);
     assert_eq!(
-        (&story["verdict"], &story["not_looked_at"]),
+        (&explanation["verdict"], &explanation["not_looked_at"]),
         (&"dead-lettered".into(), &serde_json::json!([])),
-        "{story}"
+        "{explanation}"
     );
-    let (letter, last) = (
-        &story["dead_letters"][0],
-        desk.json(&["dead-letters", "show", "x", "--body"])[0].clone(),
+    let (message, last) = (
+        &explanation["dead_letters"][0],
+        cli.json(&["dead-letters", "show", "x", "--body"])[0].clone(),
     );
     assert_eq!(
-        (&letter["attempts"], &letter["fence"]),
+        (&message["attempts"], &message["fence"]),
         (&5.into(), &6.into()),
-        "{letter}"
+        "{message}"
     );
-    desk.run(&["dead-letters", "list"])
-        .ended(0)
-        .says("ATTEMPTS  FENCE");
-    let named = |letter: &Value| -> BTreeMap<String, String> {
-        let headers = letter["headers"].as_array().expect("a list").iter();
+    cli.run(&["dead-letters", "list"])
+        .exits_with(0)
+        .prints("ATTEMPTS  FENCE");
+    let named = |message: &Value| -> BTreeMap<String, String> {
+        let headers = message["headers"].as_array().expect("a list").iter();
         let text = |it: &Value| it.as_str().expect("a text").to_owned();
         headers
             .map(|it| (text(&it[0]), text(&it[1])))
@@ -583,7 +606,8 @@ async fn letters_are_always_seen_on_queues_that_oncegate_declared_and_none_is_dr
         ),
         "a copy is the letter"
     );
-    // A user who may not write there cannot have a letter replaced: it says that it did not look.
+    // A user without write permission cannot replace messages: the queue is reported as not
+    // checked.
     server
         .control(&[
             "-q",
@@ -594,7 +618,7 @@ async fn letters_are_always_seen_on_queues_that_oncegate_declared_and_none_is_dr
             ".*",
         ])
         .expect("rights");
-    let blind = desk.run(&["explain", "x", "--json"]).ended(3).json();
+    let blind = cli.run(&["explain", "x", "--json"]).exits_with(3).json();
     assert_eq!(
         (&blind["verdict"], &blind["dead_letters"]),
         (&"not-looked-at".into(), &Value::Null),
@@ -604,16 +628,16 @@ async fn letters_are_always_seen_on_queues_that_oncegate_declared_and_none_is_dr
         blind["not_looked_at"][0]["where"], "the dead-letter destination on rabbitmq",
         "{blind}"
     );
-    desk.run(&["explain", "x"])
-        .ended(3)
-        .says("x: not known, since not all was looked at; not looked at: the dead-letter destination on rabbitmq");
-    desk.run(&["dead-letters", "list"])
-        .ended(3)
-        .says("Not looked at: the dead-letter destination on rabbitmq")
-        .says("list_policies");
-    let listed = desk
+    cli.run(&["explain", "x"])
+        .exits_with(3)
+        .prints("x: unknown; not everything was checked; not checked: the dead-letter destination on rabbitmq");
+    cli.run(&["dead-letters", "list"])
+        .exits_with(3)
+        .prints("Not checked: the dead-letter destination on rabbitmq")
+        .prints("list_policies");
+    let listed = cli
         .run(&["dead-letters", "list", "--json"])
-        .ended(3)
+        .exits_with(3)
         .json();
     assert_eq!(
         (&listed["all"], &listed["not_looked_at"][0]["where"]),
@@ -624,92 +648,104 @@ async fn letters_are_always_seen_on_queues_that_oncegate_declared_and_none_is_dr
         .control(&["-q", "set_permissions", "guest", ".*", ".*", ".*"])
         .expect("rights");
     assert_eq!(
-        ids(&desk.json(&["dead-letters", "list"])).len(),
+        ids(&cli.json(&["dead-letters", "list"])).len(),
         2,
         "what was not looked at was not counted"
     );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_letter_whose_copy_is_not_taken_stays_where_it_is() {
-    let world = world(Broker::RabbitMq).await;
-    world.publish(&[("a", "declined"), ("b", "declined")]).await;
-    world.consume(Provider::Judges, 0, 2, 0).await;
-    crate::world::delete(&world.desk.name).await;
-    let said = world
+async fn a_message_stays_if_its_copy_is_refused() {
+    let fixture = fixture(Broker::RabbitMq).await;
+    fixture
+        .publish(&[("a", "declined"), ("b", "declined")])
+        .await;
+    fixture.consume(PaymentProvider::Judges, 0, 2, 0).await;
+    crate::fixture::delete(&fixture.cli.name).await;
+    let said = fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
-        .ended(3);
-    said.says("is not there, or is full")
-        .says("0 redriven, 1 left");
-    world.until_there_are(2, ".dead-letters").await;
-    let act = world.json(&["audit"]).await[0].clone();
+        .exits_with(3);
+    said.prints("does not exist or is full")
+        .prints("0 redriven, 1 left");
+    fixture.until_there_are(2, ".dead-letters").await;
+    let act = fixture.json(&["audit"]).await[0].clone();
     assert_eq!(
         act["stage"], "not-sent",
         "its marker was freed, and no copy stands"
     );
-    // Either of them may stand first.
+    // Either may be first.
     let first = act["id"].as_str().expect("an id");
     assert_eq!(
-        world.json(&["marker", "show", first]).await["state"],
+        fixture.json(&["marker", "show", first]).await["state"],
         "cleared"
     );
-    // The queue is declared again by whoever consumes; nothing is lost.
-    crate::world::declare_as_the_source_does(&world.desk.name).await;
-    world
+    // The consumer declares the queue again; no message is lost.
+    crate::fixture::declare_as_the_source_does(&fixture.cli.name).await;
+    fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
-        .ended(0)
-        .says("2 redriven");
-    world.consume(Provider::Works, 2, 0, 0).await;
-    world.end().await;
+        .exits_with(0)
+        .prints("2 redriven");
+    fixture.consume(PaymentProvider::Works, 2, 0, 0).await;
+    fixture.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_letter_without_its_body_is_not_sent_back_and_a_copy_goes_to_its_partition() {
-    let world = world(Broker::Kafka).await;
-    let name = world.desk.name.clone();
-    let set_aside = |id: &'static str,
-                     partition: i32,
-                     omitted: &'static [(&'static str, &'static str)]| {
-        let (world, name, origin) = (&world, &name, format!("{}/{partition}/7", world.desk.name));
-        async move {
-            let headers = [
-                ("oncegate-id", id),
-                ("oncegate-reason", "refused"),
-                ("oncegate-origin", origin.as_str()),
-            ];
-            let headers: Vec<(&str, &str)> = headers.iter().chain(omitted).copied().collect();
-            world
-                .publish_to(
-                    &format!("{name}.dead-letters"),
-                    id,
-                    r#"{"card":"works"}"#,
-                    &headers,
-                )
-                .await;
-        }
-    };
+async fn messages_without_body_are_skipped_and_copies_keep_their_partition() {
+    let fixture = fixture(Broker::Kafka).await;
+    let name = fixture.cli.name.clone();
+    let set_aside =
+        |id: &'static str, partition: i32, omitted: &'static [(&'static str, &'static str)]| {
+            let (fixture, name, origin) = (
+                &fixture,
+                &name,
+                format!("{}/{partition}/7", fixture.cli.name),
+            );
+            async move {
+                let headers = [
+                    ("oncegate-id", id),
+                    ("oncegate-reason", "refused"),
+                    ("oncegate-origin", origin.as_str()),
+                ];
+                let headers: Vec<(&str, &str)> = headers.iter().chain(omitted).copied().collect();
+                fixture
+                    .publish_to(
+                        &format!("{name}.dead-letters"),
+                        id,
+                        r#"{"card":"works"}"#,
+                        &headers,
+                    )
+                    .await;
+            }
+        };
     set_aside("large", 0, &[("oncegate-body-omitted", "2000000")]).await;
     set_aside("first", 0, &[]).await;
     set_aside("second", 1, &[]).await;
     set_aside("gone", 9, &[]).await;
-    let said = world
+    let said = fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
-        .ended(1);
+        .exits_with(1);
     let said = said
-        .says("body of 2000000 bytes")
-        .says("3 redriven, 1 left");
+        .prints("body of 2000000 bytes")
+        .prints("3 redriven, 1 left");
     assert!(
-        said.out.contains(&format!("{name}/0/7 alone")),
+        said.out
+            .contains(&format!("complete message is {name}/0/7")),
         "it says where the whole one is: {said:?}"
     );
-    assert_eq!(ids(&world.json(&["dead-letters", "list"]).await), ["large"]);
-    world
-        .desk
-        .configure(&format!("{}dead-letters = \"{name}\"\n", world.settings()));
-    let sent = world.json(&["dead-letters", "list", "--everything"]).await;
+    assert_eq!(
+        ids(&fixture.json(&["dead-letters", "list"]).await),
+        ["large"]
+    );
+    fixture.cli.configure(&format!(
+        "{}dead-letters = \"{name}\"\n",
+        fixture.settings()
+    ));
+    let sent = fixture
+        .json(&["dead-letters", "list", "--everything"])
+        .await;
     let partition = |id: &str| {
         sent["letters"]
             .as_array()
@@ -727,32 +763,34 @@ async fn a_letter_without_its_body_is_not_sent_back_and_a_copy_goes_to_its_parti
         partition("gone").is_some(),
         "to another one, where its own is gone: {sent}"
     );
-    world.end().await;
+    fixture.end().await;
 }
 
-/// What RabbitMQ itself sets aside has no header of ours.
+/// Messages that RabbitMQ dead-lettered have no `oncegate-*` headers.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_the_broker_set_aside_is_known_by_its_own_id() {
-    let world = world(Broker::RabbitMq).await;
-    world
+async fn messages_dead_lettered_by_the_broker_have_their_own_id() {
+    let fixture = fixture(Broker::RabbitMq).await;
+    fixture
         .publish_to(
-            &format!("{}.dead-letters", world.desk.name),
+            &format!("{}.dead-letters", fixture.cli.name),
             "plain",
             r#"{"card":"works"}"#,
             &[],
         )
         .await;
     assert_eq!(
-        ids(&world.json(&["dead-letters", "list", "--id", "plain"]).await),
+        ids(&fixture
+            .json(&["dead-letters", "list", "--id", "plain"])
+            .await),
         ["plain"]
     );
-    // Nothing says how old it is.
-    world
+    // Its age is unknown.
+    fixture
         .run(&["dead-letters", "redrive", "--id", "plain", "--dry-run"])
         .await
-        .ended(0)
-        .says("to be reconciled");
-    world
+        .exits_with(0)
+        .prints("to be reconciled");
+    fixture
         .run(&[
             "dead-letters",
             "redrive",
@@ -762,16 +800,15 @@ async fn what_the_broker_set_aside_is_known_by_its_own_id() {
             "--yes",
         ])
         .await
-        .ended(0);
-    world.consume(Provider::Works, 1, 0, 0).await;
-    assert_eq!(world.charged(), ["plain"]);
-    world.end().await;
+        .exits_with(0);
+    fixture.consume(PaymentProvider::Works, 1, 0, 0).await;
+    assert_eq!(fixture.charged(), ["plain"]);
+    fixture.end().await;
 }
 
-async fn an_id_that_was_never_in_the_store_is_redriven_all_the_same(broker: Broker) {
-    let world = world(broker).await;
-    // As old as it says, it would be in doubt at once; and it has failed more often than is
-    // allowed.
+async fn ids_without_a_marker_are_redriven(broker: Broker) {
+    let fixture = fixture(broker).await;
+    // It is old enough to be in doubt and has failed more often than allowed.
     let headers = [
         ("oncegate-id", "old"),
         ("oncegate-first-seen", "1000"),
@@ -779,16 +816,16 @@ async fn an_id_that_was_never_in_the_store_is_redriven_all_the_same(broker: Brok
         ("kept", "yes"),
     ];
     let body = r#"{"id":"old","card":"works","amount":1}"#;
-    world
+    fixture
         .publish_to(
-            &format!("{}.dead-letters", world.desk.name),
+            &format!("{}.dead-letters", fixture.cli.name),
             "old",
             body,
             &headers,
         )
         .await;
     assert_eq!(
-        ids(&world
+        ids(&fixture
             .json(&["dead-letters", "list", "--older-than", "365d"])
             .await),
         ["old"]
@@ -801,13 +838,18 @@ async fn an_id_that_was_never_in_the_store_is_redriven_all_the_same(broker: Brok
         "--accept-forgotten",
         "--yes",
     ];
-    world.run(&redrive).await.ended(0).says("1 redriven");
-    // Where it was sent, it is looked at as if letters stood there.
-    let name = &world.desk.name;
-    world
-        .desk
-        .configure(&format!("{}dead-letters = \"{name}\"\n", world.settings()));
-    let copy = world
+    fixture
+        .run(&redrive)
+        .await
+        .exits_with(0)
+        .prints("1 redriven");
+    // The consumed queue is read like a destination.
+    let name = &fixture.cli.name;
+    fixture.cli.configure(&format!(
+        "{}dead-letters = \"{name}\"\n",
+        fixture.settings()
+    ));
+    let copy = fixture
         .json(&["dead-letters", "show", "old", "--accept-delivery-counts"])
         .await;
     let headers: Vec<&str> = copy[0]["headers"]
@@ -824,9 +866,9 @@ async fn an_id_that_was_never_in_the_store_is_redriven_all_the_same(broker: Brok
         name.starts_with("oncegate-") || (name.starts_with("x-") && **name != "x-delivery-count")
     });
     assert_eq!(ours.count(), 0, "it begins anew: {copy}");
-    world.desk.configure(&world.settings());
+    fixture.cli.configure(&fixture.settings());
     let left = if broker == Broker::Kafka { 1 } else { 0 };
-    world.consume(Provider::Works, 1, left, 0).await;
-    assert_eq!(world.charged(), ["old"]);
-    world.end().await;
+    fixture.consume(PaymentProvider::Works, 1, left, 0).await;
+    assert_eq!(fixture.charged(), ["old"]);
+    fixture.end().await;
 }

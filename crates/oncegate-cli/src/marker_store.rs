@@ -1,4 +1,4 @@
-//! The store that is configured, as an operator looks into it.
+//! The configured store, as an operator reads it.
 
 use std::convert::Infallible;
 use std::path::{Path, PathBuf};
@@ -10,79 +10,79 @@ use oncegate::marker::{Operation, Verdict};
 use oncegate::{Key, Listed, Standing, Store};
 #[cfg(feature = "sqlite")]
 use oncegate::{Sqlite, SqliteBrowse};
-use oncegate_config::Place;
+use oncegate_config::StoreKind;
 
 use crate::config::Config;
-use crate::failure::Failure;
+use crate::error::CliError;
 
-/// How long an answer may take where nothing is configured: a person waits longer than a consumer.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
+/// The default reply timeout: an operator can wait longer than a consumer.
+pub(crate) const REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Where markers stand that others can look at.
+/// A store that another process can read.
 #[derive(Clone)]
 #[allow(
     clippy::large_enum_variant,
     reason = "there is one of them, whatever the build holds"
 )]
-pub(crate) enum Markers {
+pub(crate) enum MarkerStore {
     #[cfg(feature = "redis")]
     Redis(Redis),
     #[cfg(feature = "sqlite")]
     Sqlite(Sqlite),
-    /// In a build with neither.
+    /// For builds with neither.
     #[allow(dead_code)]
     None(Infallible),
 }
 
-/// Goes through all of them.
-pub(crate) enum Browse {
+/// Reads all markers, page by page.
+pub(crate) enum MarkerPages {
     #[cfg(feature = "redis")]
     Redis(oncegate::Browse),
     #[cfg(feature = "sqlite")]
     Sqlite(SqliteBrowse),
-    /// In a build with neither.
+    /// For builds with neither.
     #[allow(dead_code)]
     None(Infallible),
 }
 
-impl Markers {
-    /// Connected to when it is first used.
+impl MarkerStore {
+    /// Opens the configured store; the connection is made on first use.
     ///
     /// # Errors
-    /// No store is configured, or one that nobody else can look at, or a file that is not there.
-    pub(crate) fn of(config: &Config) -> Result<Self, Failure> {
-        match config.place()? {
+    /// No store is configured, another process cannot read it, or its file does not exist.
+    pub(crate) fn of(config: &Config) -> Result<Self, CliError> {
+        match config.store_kind()? {
             #[cfg(feature = "sqlite")]
-            Some(Place::Sqlite(file)) => {
-                // The store itself would make a new one.
+            Some(StoreKind::Sqlite(file)) => {
+                // The store would create the file.
                 if !file.exists() {
                     let remedy = "no consumer has used it yet, or store.url names another file";
-                    return Err(Failure::server(format!(
+                    return Err(CliError::server(format!(
                         "there is no {}: {remedy}",
                         file.display()
                     )));
                 }
                 Ok(Self::Sqlite(sqlite(config, file)))
             }
-            Some(Place::Memory) => Err(Failure::usage(
-                "store.url: memory: is the memory of the consumer's process; nobody else can look into it, and it is lost with that process",
+            Some(StoreKind::Memory) => Err(CliError::usage(
+                "store.url: memory: is the memory of the consumer process; no other process can read it, and it is lost when that process ends",
             )),
             #[cfg(not(feature = "sqlite"))]
-            Some(Place::Sqlite(_)) => Err(Failure::left_out("SQLite", "sqlite")),
+            Some(StoreKind::Sqlite(_)) => Err(CliError::feature_missing("SQLite", "sqlite")),
             #[cfg(feature = "redis")]
-            Some(Place::Redis) | None => Ok(Self::Redis(config.redis(Some(PATIENCE))?)),
+            Some(StoreKind::Redis) | None => Ok(Self::Redis(config.redis(Some(REPLY_TIMEOUT))?)),
             #[cfg(not(feature = "redis"))]
-            Some(Place::Redis) => Err(Failure::left_out("Redis", "redis")),
+            Some(StoreKind::Redis) => Err(CliError::feature_missing("Redis", "redis")),
             #[cfg(not(feature = "redis"))]
             None => Err(config
                 .store()
                 .err()
-                .map_or_else(|| Failure::usage("no store"), Failure::from)),
+                .map_or_else(|| CliError::usage("no store"), CliError::from)),
         }
     }
 
-    /// What stands under a key.
-    pub(crate) async fn look(&self, key: &Key) -> Result<Standing, Failure> {
+    /// Reads the marker of a key.
+    pub(crate) async fn look(&self, key: &Key) -> Result<Standing, CliError> {
         Ok(match self {
             #[cfg(feature = "redis")]
             Self::Redis(redis) => redis.look_with_expiry(key).await?,
@@ -95,18 +95,18 @@ impl Markers {
         })
     }
 
-    pub(crate) async fn browse(&self, page: usize) -> Result<Browse, Failure> {
+    pub(crate) async fn browse(&self, page: usize) -> Result<MarkerPages, CliError> {
         Ok(match self {
             #[cfg(feature = "redis")]
-            Self::Redis(redis) => Browse::Redis(redis.browse(page).await?),
+            Self::Redis(redis) => MarkerPages::Redis(redis.browse(page).await?),
             #[cfg(feature = "sqlite")]
-            Self::Sqlite(sqlite) => Browse::Sqlite(sqlite.browse(page)),
+            Self::Sqlite(sqlite) => MarkerPages::Sqlite(sqlite.browse(page)),
             Self::None(never) => match *never {},
         })
     }
 
-    /// Asks for one change.
-    pub(crate) async fn apply(&self, operation: Operation) -> Result<Verdict, Failure> {
+    /// Applies one operation.
+    pub(crate) async fn apply(&self, operation: Operation) -> Result<Verdict, CliError> {
         let answers = match self {
             #[cfg(feature = "redis")]
             Self::Redis(redis) => redis.apply(&[operation]).await,
@@ -117,13 +117,13 @@ impl Markers {
         Ok(answers
             .into_iter()
             .next()
-            .ok_or_else(|| Failure::server("the store gave no answer"))??)
+            .ok_or_else(|| CliError::server("the store gave no answer"))??)
     }
 }
 
-impl Browse {
-    /// The next page; `None` after the last.
-    pub(crate) async fn next(&mut self) -> Result<Option<Vec<Listed>>, Failure> {
+impl MarkerPages {
+    /// The next page, or `None` after the last.
+    pub(crate) async fn next(&mut self) -> Result<Option<Vec<Listed>>, CliError> {
         Ok(match self {
             #[cfg(feature = "redis")]
             Self::Redis(browse) => browse.next().await?,
@@ -145,10 +145,10 @@ impl Browse {
 
 #[cfg(feature = "sqlite")]
 pub(crate) fn sqlite(config: &Config, file: &Path) -> Sqlite {
-    Sqlite::file(file).timeout(config.time("store.timeout").unwrap_or(PATIENCE))
+    Sqlite::file(file).timeout(config.time("store.timeout").unwrap_or(REPLY_TIMEOUT))
 }
 
-/// Where the audit of an SQLite file stands unless another file is configured: beside it.
+/// The default audit file of an SQLite store, next to its file.
 pub(crate) fn audit_beside(file: &Path) -> PathBuf {
     let mut name = file.as_os_str().to_owned();
     name.push(".audit.jsonl");

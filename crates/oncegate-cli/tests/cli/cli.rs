@@ -1,4 +1,4 @@
-//! An operator's desk: a directory with an `oncegate.toml`, and the program.
+//! Runs the program in a directory with an `oncegate.toml`.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,18 +8,18 @@ use oncegate::{MessageId, Redis, Scope, Sqlite, Store};
 use oncegate_testkit::asking::SECOND;
 use serde_json::Value;
 
-/// What the program said.
+/// The exit code and output of the program.
 #[derive(Debug)]
-pub(crate) struct Said {
+pub(crate) struct CommandOutput {
     pub(crate) code: i32,
     pub(crate) out: String,
     pub(crate) err: String,
 }
 
-impl Said {
-    /// It ended like this.
+impl CommandOutput {
+    /// Asserts the exit code.
     #[track_caller]
-    pub(crate) fn ended(self, code: i32) -> Self {
+    pub(crate) fn exits_with(self, code: i32) -> Self {
         assert_eq!(self.code, code, "{self:?}");
         self
     }
@@ -30,7 +30,7 @@ impl Said {
     }
 
     #[track_caller]
-    pub(crate) fn says(self, text: &str) -> Self {
+    pub(crate) fn prints(self, text: &str) -> Self {
         assert!(
             self.out.contains(text) || self.err.contains(text),
             "no {text:?} in {self:?}"
@@ -39,52 +39,52 @@ impl Said {
     }
 }
 
-pub(crate) struct Desk {
+pub(crate) struct TestCli {
     directory: tempfile::TempDir,
-    /// No other test has it.
+    /// Unique for each test.
     pub(crate) name: String,
     pub(crate) redis: String,
-    /// The store, where it is not Redis.
+    /// The store, if it is not Redis.
     sqlite: Option<PathBuf>,
 }
 
-impl Desk {
-    /// On the shared Redis, with a prefix of its own.
+impl TestCli {
+    /// On the shared Redis, with its own prefix.
     pub(crate) fn new() -> Self {
         Self::at(&oncegate_testkit::redis_url().expect("ONCEGATE_REDIS is set"))
     }
 
     pub(crate) fn at(redis: &str) -> Self {
-        let desk = Self {
+        let cli = Self {
             directory: tempfile::tempdir().expect("a directory"),
             name: format!("cli-{:032x}", Token::random().0),
             redis: redis.to_owned(),
             sqlite: None,
         };
-        desk.configure("");
-        desk
+        cli.configure("");
+        cli
     }
 
-    /// On an SQLite file of its own, on the disk that the build is on: a directory for temporary
-    /// files may lie in memory.
+    /// On its own SQLite file, on the disk of the build directory: the directory for temporary
+    /// files may be in memory.
     pub(crate) fn on_sqlite() -> Self {
         let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
         let sqlite = Some(directory.path().join("markers.db"));
-        let desk = Self {
+        let cli = Self {
             directory,
             name: format!("cli-{:032x}", Token::random().0),
             redis: String::new(),
             sqlite,
         };
-        desk.configure("");
-        desk
+        cli.configure("");
+        cli
     }
 
     pub(crate) fn prefix(&self) -> String {
         format!("test:{}:", self.name)
     }
 
-    /// Writes the configuration: the store, and more.
+    /// Writes the configuration: the store and more sections.
     pub(crate) fn configure(&self, more: &str) {
         let store = match &self.sqlite {
             Some(file) => format!("url = \"sqlite:{}\"\n", file.display()),
@@ -103,20 +103,20 @@ impl Desk {
         self.directory.path().join(name)
     }
 
-    pub(crate) fn run(&self, arguments: &[&str]) -> Said {
+    pub(crate) fn run(&self, arguments: &[&str]) -> CommandOutput {
         run_in(self.directory.path(), arguments, &[])
     }
 
-    /// With variables.
-    pub(crate) fn run_with(&self, arguments: &[&str], variables: &[(&str, &str)]) -> Said {
+    /// Runs it with variables.
+    pub(crate) fn run_with(&self, arguments: &[&str], variables: &[(&str, &str)]) -> CommandOutput {
         run_in(self.directory.path(), arguments, variables)
     }
 
-    /// The answer for machines of a command that ends well.
+    /// The JSON output of a successful command.
     #[track_caller]
     pub(crate) fn json(&self, arguments: &[&str]) -> Value {
         let arguments: Vec<&str> = arguments.iter().copied().chain(["--json"]).collect();
-        self.run(&arguments).ended(0).json()
+        self.run(&arguments).exits_with(0).json()
     }
 
     pub(crate) fn store(&self) -> Redis {
@@ -125,14 +125,14 @@ impl Desk {
             .timeout(10 * SECOND)
     }
 
-    /// The store as a consumer has it, where it is SQLite.
+    /// The SQLite store as a consumer uses it.
     pub(crate) fn sqlite(&self) -> Option<Sqlite> {
         self.sqlite
             .as_ref()
             .map(|file| Sqlite::file(file).timeout(30 * SECOND))
     }
 
-    /// Asks the store as a consumer does.
+    /// Applies an operation as a consumer does.
     pub(crate) async fn ask(
         &self,
         id: &str,
@@ -167,7 +167,7 @@ pub(crate) fn terms() -> Terms {
     }
 }
 
-fn run_in(directory: &Path, arguments: &[&str], variables: &[(&str, &str)]) -> Said {
+fn run_in(directory: &Path, arguments: &[&str], variables: &[(&str, &str)]) -> CommandOutput {
     let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
     command
         .current_dir(directory)
@@ -175,7 +175,7 @@ fn run_in(directory: &Path, arguments: &[&str], variables: &[(&str, &str)]) -> S
         .envs(variables.iter().copied());
     let output = command.output().expect("the program was built");
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).expect("it writes UTF-8");
-    Said {
+    CommandOutput {
         code: output.status.code().expect("no signal ended it"),
         out: text(output.stdout),
         err: text(output.stderr),

@@ -1,15 +1,15 @@
-//! What machines are told has the shape that the book says.
+//! The JSON output has the documented shape.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use serde_json::Value;
 
-use crate::world::{Broker, Provider, World};
+use crate::fixture::{Broker, BrokerFixture, PaymentProvider};
 
 const BOOK: &str = include_str!("../../../../docs/src/cli.md");
 
-/// What the book says of something: the keys that it always has, and those that it may have.
+/// The keys that the book documents: required and optional ones.
 fn keys(what: &str) -> [BTreeSet<&'static str>; 2] {
     let section = BOOK
         .split("\n## For machines\n")
@@ -55,24 +55,30 @@ fn has_the_shape(value: &Value, what: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn every_answer_for_machines_stands_in_the_book() {
-    let world = Arc::new(World::on(Broker::Kafka).await);
-    world
+async fn the_book_documents_every_json_output() {
+    let fixture = Arc::new(BrokerFixture::on(Broker::Kafka).await);
+    fixture
         .publish(&[("a", "declined"), ("b", "silent"), ("c", "works")])
         .await;
-    world.consume(Provider::Judges, 1, 1, 1).await;
+    fixture.consume(PaymentProvider::Judges, 1, 1, 1).await;
     for id in ["a", "b", "c", "nobody"] {
-        has_the_shape(&world.json(&["explain", id, "--copies"]).await, "`explain`");
-        has_the_shape(&world.json(&["marker", "show", id]).await, "`marker show`");
+        has_the_shape(
+            &fixture.json(&["explain", id, "--copies"]).await,
+            "`explain`",
+        );
+        has_the_shape(
+            &fixture.json(&["marker", "show", id]).await,
+            "`marker show`",
+        );
     }
-    has_the_shape(&world.json(&["marker", "list"]).await, "`marker list`");
-    for shelf in ["dead-letters", "in-doubt"] {
-        let list = world.json(&[shelf, "list"]).await;
+    has_the_shape(&fixture.json(&["marker", "list"]).await, "`marker list`");
+    for destination in ["dead-letters", "in-doubt"] {
+        let list = fixture.json(&[destination, "list"]).await;
         has_the_shape(&list, "`dead-letters list`, `in-doubt list`");
         has_the_shape(&list["letters"][0], "a letter");
-        let id = if shelf == "in-doubt" { "b" } else { "a" };
+        let id = if destination == "in-doubt" { "b" } else { "a" };
         has_the_shape(
-            &world.json(&[shelf, "show", id, "--body"]).await[0],
+            &fixture.json(&[destination, "show", id, "--body"]).await[0],
             "a letter that is shown",
         );
     }
@@ -99,9 +105,9 @@ async fn every_answer_for_machines_stands_in_the_book() {
     for (act, shape) in acts {
         let name = act[..2].join(" ");
         let shown: Vec<&str> = act.iter().copied().chain(["--json"]).collect();
-        let shown = world.run(&shown).await.json();
+        let shown = fixture.run(&shown).await.json();
         let done: Vec<&str> = act.iter().copied().chain(["--yes"]).collect();
-        let done = world.json(&done).await;
+        let done = fixture.json(&done).await;
         for (said, did) in [(&shown, false), (&done, act[2] != "nobody")] {
             has_the_shape(said, shape);
             assert_eq!(
@@ -109,23 +115,23 @@ async fn every_answer_for_machines_stands_in_the_book() {
                 (&name.as_str().into(), &did.into()),
                 "{said}"
             );
-            for letter in said["letters"].as_array().into_iter().flatten() {
-                has_the_shape(letter, "a letter that was dealt with");
+            for message in said["letters"].as_array().into_iter().flatten() {
+                has_the_shape(message, "a letter that was dealt with");
             }
         }
     }
-    for act in world.json(&["audit"]).await.as_array().expect("a list") {
+    for act in fixture.json(&["audit"]).await.as_array().expect("a list") {
         has_the_shape(act, "an act of `audit`");
     }
-    let doctor = world.run(&["doctor", "--json"]).await.json();
+    let doctor = fixture.run(&["doctor", "--json"]).await.json();
     has_the_shape(&doctor, "`doctor`");
     has_the_shape(&doctor["findings"][0], "a finding");
-    let failed = world
+    let failed = fixture
         .run(&["dead-letters", "redrive", "--json"])
         .await
-        .ended(2)
+        .exits_with(2)
         .json();
     has_the_shape(&failed, "what failed before anything was told");
     assert_eq!(failed["code"], 2);
-    world.end().await;
+    fixture.end().await;
 }

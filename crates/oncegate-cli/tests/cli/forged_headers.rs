@@ -1,4 +1,4 @@
-//! Headers `oncegate-*` that a producer forged: no command acts on the id that they name.
+//! Forged `oncegate-*` headers: no command acts on the id that they name.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -8,13 +8,15 @@ use lapin::options::{BasicGetOptions, BasicRejectOptions};
 use lapin::types::AMQPValue;
 use serde_json::{Value, json};
 
-use crate::letters::{ids, on_both_brokers};
-use crate::world::{BODY_LIMIT, Broker, Provider, World, open, publish_properties, rabbitmq, text};
+use crate::destinations::{ids, on_both_brokers};
+use crate::fixture::{
+    BODY_LIMIT, Broker, BrokerFixture, PaymentProvider, open, publish_properties, rabbitmq, text,
+};
 
 on_both_brokers!(
     redrive_ignores_a_forged_id,
-    redrive_leaves_another_body_under_the_id_of_a_rejected_message,
-    explain_counts_no_copy_by_a_forged_id
+    redrive_skips_another_body_under_a_rejected_id,
+    explain_ignores_forged_ids_of_copies
 );
 
 const BODY: &str = r#"{"card":"works"}"#;
@@ -22,7 +24,7 @@ const BODY: &str = r#"{"card":"works"}"#;
 /// The year 2100.
 const FUTURE_MS: &str = "4102444800000";
 
-/// What makes a message look like a dead letter of the id `victim`.
+/// Headers that make a message look like a dead letter of the id `victim`.
 const FORGED: [(&str, &str); 6] = [
     ("oncegate-id", "victim"),
     ("oncegate-reason", "refused"),
@@ -32,44 +34,44 @@ const FORGED: [(&str, &str); 6] = [
     ("oncegate-first-seen", FUTURE_MS),
 ];
 
-/// A world in which the id `victim` is rejected, and its dead letter was given up.
-async fn with_a_rejected_victim(broker: Broker) -> Arc<World> {
-    let world = Arc::new(World::on(broker).await);
-    world.publish(&[("victim", "declined")]).await;
-    world.consume(Provider::Judges, 0, 1, 0).await;
-    world
+/// A fixture in which `victim` is rejected and its dead letter was dropped.
+async fn with_a_rejected_victim(broker: Broker) -> Arc<BrokerFixture> {
+    let fixture = Arc::new(BrokerFixture::on(broker).await);
+    fixture.publish(&[("victim", "declined")]).await;
+    fixture.consume(PaymentProvider::Judges, 0, 1, 0).await;
+    fixture
         .run(&["dead-letters", "drop", "--id", "victim", "--yes"])
         .await
-        .ended(0)
-        .says("1 dropped");
-    world
+        .exits_with(0)
+        .prints("1 dropped");
+    fixture
 }
 
-async fn is_still_rejected(world: &Arc<World>) {
+async fn is_still_rejected(fixture: &Arc<BrokerFixture>) {
     assert_eq!(
-        world.json(&["marker", "show", "victim"]).await["state"],
+        fixture.json(&["marker", "show", "victim"]).await["state"],
         "rejected",
         "the marker of another id was sent back"
     );
 }
 
-/// One value of each letter, in the order of their ids.
+/// One value of each message, ordered by id.
 fn values(listed: &Value, name: &str) -> Vec<Value> {
-    let mut letters = listed["letters"].as_array().expect("a list").clone();
-    letters.sort_by_key(|letter| letter["id"].to_string());
-    letters
+    let mut messages = listed["letters"].as_array().expect("a list").clone();
+    messages.sort_by_key(|message| message["id"].to_string());
+    messages
         .into_iter()
-        .map(|letter| letter[name].clone())
+        .map(|message| message[name].clone())
         .collect()
 }
 
 async fn redrive_ignores_a_forged_id(broker: Broker) {
-    let world = with_a_rejected_victim(broker).await;
-    let name = world.desk.name.clone();
-    world.publish_with(&name, BODY, &FORGED).await;
+    let fixture = with_a_rejected_victim(broker).await;
+    let name = fixture.cli.name.clone();
+    fixture.publish_with(&name, BODY, &FORGED).await;
     let large = "x".repeat(BODY_LIMIT + 1);
     let without_body = ("oncegate-body-omitted", "5");
-    world
+    fixture
         .publish_to(
             &name,
             "large",
@@ -81,93 +83,91 @@ async fn redrive_ignores_a_forged_id(broker: Broker) {
             .concat(),
         )
         .await;
-    world
+    fixture
         .consume(
-            Provider::Judges,
+            PaymentProvider::Judges,
             0,
             if broker == Broker::Kafka { 3 } else { 2 },
             0,
         )
         .await;
 
-    let listed = world.json(&["dead-letters", "list"]).await;
+    let listed = fixture.json(&["dead-letters", "list"]).await;
     assert_eq!(ids(&listed), ["-", "large"], "{listed}");
     assert_eq!(values(&listed, "reason"), ["too-large", "missing-id"]);
     assert_eq!(values(&listed, "last_error"), [Value::Null, Value::Null]);
     assert_eq!(
-        ids(&world
+        ids(&fixture
             .json(&["dead-letters", "list", "--id", "victim"])
             .await),
         [""; 0]
     );
     assert_eq!(
-        ids(&world
+        ids(&fixture
             .json(&["dead-letters", "list", "--younger-than", "1h"])
             .await)
         .len(),
         2,
         "nothing is sent in the year 2100"
     );
-    world
+    fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
-        .ended(0)
-        .says("2 redriven");
-    is_still_rejected(&world).await;
-    world.end().await;
+        .exits_with(0)
+        .prints("2 redriven");
+    is_still_rejected(&fixture).await;
+    fixture.end().await;
 }
 
-/// Too large for the gate, so that oncegate wrote no id beside it: the id is what its producer says
-/// that it is.
-async fn redrive_leaves_another_body_under_the_id_of_a_rejected_message(broker: Broker) {
-    let world = with_a_rejected_victim(broker).await;
+/// Too large for the gate, so that oncegate wrote no id: the id comes from the producer.
+async fn redrive_skips_another_body_under_a_rejected_id(broker: Broker) {
+    let fixture = with_a_rejected_victim(broker).await;
     let large = "x".repeat(BODY_LIMIT + 1);
-    world
+    fixture
         .publish_to(
-            &world.desk.name,
+            &fixture.cli.name,
             "victim",
             &large,
             &[("payment-id", "victim")],
         )
         .await;
-    world
+    fixture
         .consume(
-            Provider::Judges,
+            PaymentProvider::Judges,
             0,
             if broker == Broker::Kafka { 2 } else { 1 },
             0,
         )
         .await;
-    let said = world
+    let said = fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
-        .ended(1);
-    said.says("its id was used for another body; name it with --id")
-        .says("0 redriven, 1 left");
-    is_still_rejected(&world).await;
-    world
+        .exits_with(1);
+    said.prints("its id was used for another body; select it with --id")
+        .prints("0 redriven, 1 left");
+    is_still_rejected(&fixture).await;
+    fixture
         .run(&["dead-letters", "redrive", "--id", "victim", "--yes"])
         .await
-        .ended(0)
-        .says("1 redriven");
-    world.end().await;
+        .exits_with(0)
+        .prints("1 redriven");
+    fixture.end().await;
 }
 
-async fn explain_counts_no_copy_by_a_forged_id(broker: Broker) {
+async fn explain_ignores_forged_ids_of_copies(broker: Broker) {
     if broker == Broker::RabbitMq {
         return; // A queue keeps nothing that could be counted.
     }
-    let world = with_a_rejected_victim(broker).await;
-    world
-        .publish_to(&world.desk.name, "another", BODY, &FORGED)
+    let fixture = with_a_rejected_victim(broker).await;
+    fixture
+        .publish_to(&fixture.cli.name, "another", BODY, &FORGED)
         .await;
-    let copies = world.json(&["explain", "victim", "--copies"]).await["copies"].clone();
+    let copies = fixture.json(&["explain", "victim", "--copies"]).await["copies"].clone();
     assert_eq!(copies.as_array().map(Vec::len), Some(1), "{copies}");
-    world.end().await;
+    fixture.end().await;
 }
 
-/// `x-death` as the broker would write it, of a message that another queue gave up in the year
-/// 2100.
+/// `x-death` as the broker would write it for another queue in the year 2100.
 fn forged_death(queue: &str, reason: &str) -> AMQPValue {
     let time = AMQPValue::Timestamp(4_102_444_800);
     let entries = [
@@ -183,17 +183,22 @@ fn forged_death(queue: &str, reason: &str) -> AMQPValue {
     AMQPValue::FieldArray(vec![AMQPValue::FieldTable(entry.into())].into())
 }
 
-/// How RabbitMQ comes to dead-letter a message.
+/// Why RabbitMQ dead-letters a message.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum By {
-    /// It expires.
+enum DeathCause {
+    /// Its TTL expires.
     Expiration,
-    /// Another program rejects it.
+    /// A consumer rejects it.
     Rejection,
 }
 
-async fn broker_dead_letters(world: &World, id: &str, by: By, more: &[(&str, AMQPValue)]) {
-    let name = &world.desk.name;
+async fn broker_dead_letters(
+    fixture: &BrokerFixture,
+    id: &str,
+    by: DeathCause,
+    more: &[(&str, AMQPValue)],
+) {
+    let name = &fixture.cli.name;
     let forged = FORGED
         .into_iter()
         .chain([("payment-id", id)])
@@ -203,11 +208,11 @@ async fn broker_dead_letters(world: &World, id: &str, by: By, more: &[(&str, AMQ
         .map(|(name, value)| (name.into(), value))
         .collect();
     let mut properties = BasicProperties::default().with_headers(table.into());
-    if by == By::Expiration {
+    if by == DeathCause::Expiration {
         properties = properties.with_expiration("1".into());
     }
     publish_properties(&rabbitmq(), name, BODY, properties).await;
-    if by == By::Rejection {
+    if by == DeathCause::Rejection {
         let (connection, channel) = open().await;
         let taken = channel
             .basic_get(name.as_str().into(), BasicGetOptions::default())
@@ -229,25 +234,30 @@ async fn broker_dead_letters(world: &World, id: &str, by: By, more: &[(&str, AMQ
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn redrive_ignores_forged_headers_of_what_rabbitmq_dead_lettered() {
-    let world = with_a_rejected_victim(Broker::RabbitMq).await;
-    let name = world.desk.name.clone();
+async fn redrive_ignores_forged_headers_of_rabbitmq_dead_letters() {
+    let fixture = with_a_rejected_victim(Broker::RabbitMq).await;
+    let name = fixture.cli.name.clone();
     let origin = [("oncegate-origin", text("theirs"))];
-    broker_dead_letters(&world, "expired", By::Expiration, &origin).await;
-    broker_dead_letters(&world, "rejected", By::Rejection, &origin).await;
-    // The broker counts its own entry up where one is there already, and writes its own in place of
-    // what is no list.
+    broker_dead_letters(&fixture, "expired", DeathCause::Expiration, &origin).await;
+    broker_dead_letters(&fixture, "rejected", DeathCause::Rejection, &origin).await;
+    // The broker increments its own entry, and replaces a value that is not a list.
     broker_dead_letters(
-        &world,
+        &fixture,
         "same",
-        By::Rejection,
+        DeathCause::Rejection,
         &[("x-death", forged_death(&name, "rejected"))],
     )
     .await;
-    broker_dead_letters(&world, "text", By::Rejection, &[("x-death", text("none"))]).await;
-    world.until_there_are(4, ".dead-letters").await;
+    broker_dead_letters(
+        &fixture,
+        "text",
+        DeathCause::Rejection,
+        &[("x-death", text("none"))],
+    )
+    .await;
+    fixture.until_there_are(4, ".dead-letters").await;
 
-    let listed = world.json(&["dead-letters", "list"]).await;
+    let listed = fixture.json(&["dead-letters", "list"]).await;
     assert_eq!(
         ids(&listed),
         ["expired", "rejected", "same", "text"],
@@ -262,27 +272,27 @@ async fn redrive_ignores_forged_headers_of_what_rabbitmq_dead_lettered() {
     ] {
         assert_eq!(values(&listed, value), vec![expected; 4], "{value}");
     }
-    let shown = world
+    let shown = fixture
         .run(&["dead-letters", "show", "rejected"])
         .await
-        .ended(0)
-        .says("payment-id: rejected")
-        .says("x-death");
+        .exits_with(0)
+        .prints("payment-id: rejected")
+        .prints("x-death");
     assert!(!shown.out.contains("victim"), "{shown:?}");
-    world
+    fixture
         .run(&["in-doubt", "resolve", "victim", "--happened"])
         .await
-        .ended(1)
-        .says("it stands in the dead letters");
-    world
+        .exits_with(1)
+        .prints("it is dead-lettered");
+    fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
-        .ended(0)
-        .says("4 redriven");
-    is_still_rejected(&world).await;
-    world.consume(Provider::Works, 4, 0, 0).await;
-    let mut charged = world.charged();
+        .exits_with(0)
+        .prints("4 redriven");
+    is_still_rejected(&fixture).await;
+    fixture.consume(PaymentProvider::Works, 4, 0, 0).await;
+    let mut charged = fixture.charged();
     charged.sort();
     assert_eq!(charged, ["expired", "rejected", "same", "text"]);
-    world.end().await;
+    fixture.end().await;
 }

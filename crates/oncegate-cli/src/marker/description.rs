@@ -1,4 +1,4 @@
-//! A marker in plain words.
+//! Describes a marker as text and JSON.
 
 use std::time::Duration;
 
@@ -6,25 +6,25 @@ use oncegate::marker::{Doubt, Effect, Guarantee, Hold, Marker};
 use oncegate::{Listed, Standing};
 use serde::Serialize;
 
-use crate::say::{ms, now_ms, span, utc};
+use crate::output::{duration_text, ms, now_ms, utc_text};
 
-/// The state of a marker, in one word.
+/// The state of a marker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) enum State {
+pub(crate) enum MarkerState {
     Absent,
     Cleared,
     InProgress,
-    /// In progress, and its lease is over.
+    /// In progress, and its lease has expired.
     Lapsed,
     InDoubt,
     Rejected,
     Done,
-    /// No marker that this release can read.
+    /// Not a marker that this release can read.
     Unreadable,
 }
 
-impl State {
+impl MarkerState {
     pub(crate) fn word(self) -> &'static str {
         match self {
             Self::Absent => "absent",
@@ -39,25 +39,26 @@ impl State {
     }
 }
 
-/// What is said of one marker.
+/// A marker as text and JSON.
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct Told {
+pub(crate) struct MarkerDescription {
     pub(crate) key: String,
-    pub(crate) state: State,
-    pub(crate) says: String,
-    /// How many attempts count towards the budget.
+    pub(crate) state: MarkerState,
+    #[serde(rename = "says")]
+    pub(crate) text: String,
+    /// Attempts that count towards the budget.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) attempts: Option<u32>,
-    /// The number of the last attempt: the fencing token.
+    /// The fencing token: the number of the last attempt.
     #[serde(skip_serializing_if = "Option::is_none")]
     fence: Option<u32>,
-    /// The beginning of the token of the claim that holds it.
+    /// The first digits of the token of the current claim.
     #[serde(skip_serializing_if = "Option::is_none")]
     claim: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     guarantee: Option<&'static str>,
-    /// When it was written last; of what is done, rejected or cleared, as the configured window
-    /// tells.
+    /// When it was last written; for done, rejected and cleared markers computed from the
+    /// configured window.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) written_at_ms: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -68,7 +69,7 @@ pub(crate) struct Told {
     fingerprint: Option<String>,
 }
 
-impl Told {
+impl MarkerDescription {
     pub(crate) fn of(key: &str, standing: &Standing, window: Duration) -> Self {
         let age = standing.age();
         let state = state(standing);
@@ -87,11 +88,11 @@ impl Told {
         Self {
             key: key.to_owned(),
             state,
-            says: says(standing),
+            text: describe(standing),
             attempts: spent(&standing.marker),
             fence: attempt(&standing.marker),
             claim: hold.map(|hold| claim(&hold)),
-            guarantee: hold.map(|hold| promise(hold.guarantee)),
+            guarantee: hold.map(|hold| guarantee_name(hold.guarantee)),
             written_at_ms: age
                 .or_else(by_window)
                 .map(|age| now_ms().saturating_sub(ms(age))),
@@ -106,8 +107,8 @@ impl Told {
             Ok(standing) => Self::of(&listed.name, standing, window),
             Err(error) => Self {
                 key: listed.name.clone(),
-                state: State::Unreadable,
-                says: error.to_string(),
+                state: MarkerState::Unreadable,
+                text: error.to_string(),
                 attempts: None,
                 fence: None,
                 claim: None,
@@ -120,7 +121,7 @@ impl Told {
         }
     }
 
-    /// A row of the list.
+    /// The cells of a table row.
     pub(crate) fn cells(&self) -> [String; 7] {
         let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".into());
         [
@@ -128,20 +129,20 @@ impl Told {
             self.state.word().to_owned(),
             or_dash(self.attempts.map(|count| count.to_string())),
             or_dash(self.fence.map(|number| number.to_string())),
-            or_dash(self.written_at_ms.map(utc)),
+            or_dash(self.written_at_ms.map(utc_text)),
             or_dash(
                 self.expires_in_ms
-                    .map(|left| span(Duration::from_millis(left))),
+                    .map(|left| duration_text(Duration::from_millis(left))),
             ),
             or_dash(self.fingerprint.clone()),
         ]
     }
 
-    /// All of it.
-    pub(crate) fn for_people(&self) -> String {
+    /// The complete description.
+    pub(crate) fn to_text(&self) -> String {
         let mut lines = vec![
             format!("{}: {}", self.key, self.state.word()),
-            format!("  {}", self.says),
+            format!("  {}", self.text),
         ];
         let mut add = |name: &str, value: Option<String>| {
             lines.extend(value.map(|value| format!("  {name}: {value}")))
@@ -149,19 +150,19 @@ impl Told {
         add("attempts", self.attempts.map(|count| count.to_string()));
         add("fence", self.fence.map(|number| number.to_string()));
         add("claim", self.claim.clone());
-        add("promised", self.guarantee.map(str::to_owned));
-        add("written", self.written_at_ms.map(utc));
+        add("guarantee", self.guarantee.map(str::to_owned));
+        add("written", self.written_at_ms.map(utc_text));
         add(
             "expires in",
             self.expires_in_ms
-                .map(|left| span(Duration::from_millis(left))),
+                .map(|left| duration_text(Duration::from_millis(left))),
         );
         add("fingerprint of the body", self.fingerprint.clone());
         lines.join("\n")
     }
 }
 
-/// The number of the last attempt, where the marker tells.
+/// The number of the last attempt, if the marker stores it.
 pub(crate) fn attempt(marker: &Marker) -> Option<u32> {
     match marker {
         Marker::Cleared { attempts, .. } => Some(attempts.number),
@@ -171,7 +172,7 @@ pub(crate) fn attempt(marker: &Marker) -> Option<u32> {
     }
 }
 
-/// How many attempts count towards the budget, where the marker tells.
+/// Attempts that count towards the budget.
 fn spent(marker: &Marker) -> Option<u32> {
     match marker {
         Marker::Cleared { attempts, .. } => Some(attempts.spent()),
@@ -180,21 +181,21 @@ fn spent(marker: &Marker) -> Option<u32> {
     }
 }
 
-/// In one word what stands there.
-pub(crate) fn state(standing: &Standing) -> State {
-    let over = |hold: &Hold| standing.age().is_some_and(|age| age > hold.lease);
+/// The state of a marker.
+pub(crate) fn state(standing: &Standing) -> MarkerState {
+    let overdue = |hold: &Hold| standing.age().is_some_and(|age| age > hold.lease);
     match standing.marker {
-        Marker::Absent => State::Absent,
-        Marker::Cleared { .. } => State::Cleared,
-        Marker::InProgress(hold) if over(&hold) => State::Lapsed,
-        Marker::InProgress(_) => State::InProgress,
-        Marker::InDoubt(..) => State::InDoubt,
-        Marker::Rejected { .. } => State::Rejected,
-        Marker::Done(_) => State::Done,
+        Marker::Absent => MarkerState::Absent,
+        Marker::Cleared { .. } => MarkerState::Cleared,
+        Marker::InProgress(hold) if overdue(&hold) => MarkerState::Lapsed,
+        Marker::InProgress(_) => MarkerState::InProgress,
+        Marker::InDoubt(..) => MarkerState::InDoubt,
+        Marker::Rejected { .. } => MarkerState::Rejected,
+        Marker::Done(_) => MarkerState::Done,
     }
 }
 
-/// Whether somebody is finding out, at this moment, what happened.
+/// Whether a consumer is reconciling it now.
 pub(crate) fn is_being_reconciled(standing: &Standing) -> bool {
     match standing.marker {
         Marker::InDoubt(hold, Doubt::Reconciling) => {
@@ -208,7 +209,7 @@ fn claim(hold: &Hold) -> String {
     format!("{:032x}", hold.token.0)[..8].to_owned()
 }
 
-fn promise(guarantee: Guarantee) -> &'static str {
+fn guarantee_name(guarantee: Guarantee) -> &'static str {
     match guarantee {
         Guarantee::AtMostOnce => "at most once",
         Guarantee::EffectivelyOnce => "effectively once",
@@ -216,19 +217,19 @@ fn promise(guarantee: Guarantee) -> &'static str {
     }
 }
 
-fn says(standing: &Standing) -> String {
+fn describe(standing: &Standing) -> String {
     let since = |hold: &Hold| match standing.age() {
-        Some(age) => format!("{} ago", span(age)),
+        Some(age) => format!("{} ago", duration_text(age)),
         None => format!(
-            "at a time that its expiry does not tell, for a lease of {}",
-            span(hold.lease)
+            "at an unknown time, for a lease of {}",
+            duration_text(hold.lease)
         ),
     };
-    let over = |hold: &Hold| standing.age().and_then(|age| age.checked_sub(hold.lease));
+    let overdue = |hold: &Hold| standing.age().and_then(|age| age.checked_sub(hold.lease));
     match standing.marker {
         Marker::Absent => {
-            "Nothing stands under this id: it was never claimed, or failed in its first attempt and had done nothing, or was forgotten, or its \
-             time is over."
+            "The store has no marker for this id: it was never claimed, or its first attempt failed without an effect, or it was forgotten, or the \
+             marker expired."
                 .into()
         }
         Marker::Cleared { attempts, effect } => format!(
@@ -240,19 +241,19 @@ fn says(standing: &Standing) -> String {
                 Effect::Unknown => " Whether an earlier attempt had an effect is unknown: in at most once the next claim finds it in doubt.",
             }
         ),
-        Marker::InProgress(hold) => match over(&hold) {
+        Marker::InProgress(hold) => match overdue(&hold) {
             None => format!(
-                "Claim {} holds it for attempt {}; written {}, at its beginning or a renewal. It stays theirs for a lease of {} from then.",
+                "Claim {} holds it for attempt {}; written {}, when it was granted or renewed. It is valid for a lease of {} from then.",
                 claim(&hold),
                 hold.attempts.number,
                 since(&hold),
-                span(hold.lease)
+                duration_text(hold.lease)
             ),
-            Some(over) => format!(
-                "Claim {} left it: its lease in attempt {} has been over for {}. Its process crashed, or cannot reach the store. {}",
+            Some(overdue) => format!(
+                "Claim {} expired: its lease in attempt {} ended {} ago. Its process crashed or cannot reach the store. {}",
                 claim(&hold),
                 hold.attempts.number,
-                span(over),
+                duration_text(overdue),
                 match hold.guarantee {
                     Guarantee::AtMostOnce => "The next delivery finds it in doubt.",
                     _ => "The next delivery runs it again.",
@@ -260,13 +261,13 @@ fn says(standing: &Standing) -> String {
             ),
         },
         Marker::InDoubt(hold, doubt) => format!(
-            "Nobody knows whether it happened in attempt {}; written {}. {}",
+            "Whether attempt {} had an effect is unknown; written {}. {}",
             hold.attempts.number,
             since(&hold),
             match (doubt, is_being_reconciled(standing)) {
-                (Doubt::Reconciling, true) => "Somebody is finding out.",
-                (Doubt::Reconciling, false) => "Whoever was finding out let the lease end.",
-                (Doubt::Waiting, _) => "It waits for a delivery that finds out, or for a person: `oncegate in-doubt resolve`.",
+                (Doubt::Reconciling, true) => "A consumer is reconciling it.",
+                (Doubt::Reconciling, false) => "The lease of the reconciling consumer has expired.",
+                (Doubt::Waiting, _) => "It waits for a delivery that reconciles it, or for an operator: `oncegate in-doubt resolve`.",
             }
         ),
         Marker::Rejected { attempt, .. } => {

@@ -1,5 +1,5 @@
-//! The program reaches brokers as a consumer does: it refuses the same settings, and survives the
-//! same messages.
+//! The program connects to brokers as a consumer does: it rejects the same settings and tolerates
+//! the same messages.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -9,11 +9,13 @@ use lapin::types::AMQPValue;
 use oncegate::{Kafka, Open, RabbitMq};
 use oncegate_testkit::proxy::{Fate, Proxy};
 
-use crate::desk::Desk;
-use crate::letters::ids;
-use crate::world::{Broker, Provider, World, kafka, publish_properties, rabbitmq, text};
+use crate::cli::TestCli;
+use crate::destinations::ids;
+use crate::fixture::{
+    Broker, BrokerFixture, PaymentProvider, kafka, publish_properties, rabbitmq, text,
+};
 
-/// All that asks a broker.
+/// Commands that connect to a broker.
 const COMMANDS: [&[&str]; 5] = [
     &["dead-letters", "list"],
     &["dead-letters", "show", "a"],
@@ -22,22 +24,22 @@ const COMMANDS: [&[&str]; 5] = [
     &["in-doubt", "list"],
 ];
 
-/// Those that say what they can of the rest, and why they could not ask.
+/// Commands that report what they could not check.
 const REPORTS: [&[&str]; 2] = [&["explain", "a"], &["doctor"]];
 
-fn refuses(desk: &Desk, words: &str) {
+fn refuses(cli: &TestCli, words: &str) {
     for command in COMMANDS {
-        desk.run(command).ended(2).says(words);
+        cli.run(command).exits_with(2).prints(words);
     }
     for command in REPORTS {
-        let said = desk.run(command).says(words);
+        let said = cli.run(command).prints(words);
         assert_ne!(said.code, 0, "{said:?}");
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn kafka_settings_are_refused_in_the_words_of_a_consumer() {
-    let desk = Desk::new();
+async fn kafka_settings_are_rejected_like_in_a_consumer() {
+    let cli = TestCli::new();
     for (property, value) in [
         ("enable.ssl.certificate.verification", "false"),
         ("ssl.endpoint.identification.algorithm", "none"),
@@ -51,19 +53,19 @@ async fn kafka_settings_are_refused_in_the_words_of_a_consumer() {
             .await;
         let words = consumer.expect_err("it is refused").to_string();
         let brokers = format!("[kafka]\nbrokers = \"{}\"\ntopic = \"t\"\n", kafka());
-        desk.configure(&format!(
+        cli.configure(&format!(
             "{brokers}password = \"canary\"\nproperties = {{ \"{property}\" = \"{value}\" }}\n"
         ));
-        refuses(&desk, &words);
-        assert!(!format!("{:?}", desk.run(COMMANDS[0])).contains("canary"));
+        refuses(&cli, &words);
+        assert!(!format!("{:?}", cli.run(COMMANDS[0])).contains("canary"));
     }
-    desk.configure("[kafka]\nbrokers = \"http://x\"\ntopic = \"t\"\n");
-    refuses(&desk, "kafka.brokers: `http://x` begins with http://");
+    cli.configure("[kafka]\nbrokers = \"http://x\"\ntopic = \"t\"\n");
+    refuses(&cli, "kafka.brokers: `http://x` begins with http://");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn rabbitmq_settings_are_refused_in_the_words_of_a_consumer() {
-    let desk = Desk::new();
+async fn rabbitmq_settings_are_rejected_like_in_a_consumer() {
+    let cli = TestCli::new();
     for url in [
         rabbitmq() + "?verify=verify_none",
         "amqp://guest:can/ary@localhost:5672/%2f".to_owned(),
@@ -74,30 +76,29 @@ async fn rabbitmq_settings_are_refused_in_the_words_of_a_consumer() {
             .await
             .expect_err("it is refused")
             .to_string();
-        desk.configure(&format!("[rabbitmq]\nurl = \"{url}\"\nqueue = \"q\"\n"));
-        refuses(&desk, &words);
+        cli.configure(&format!("[rabbitmq]\nurl = \"{url}\"\nqueue = \"q\"\n"));
+        refuses(&cli, &words);
     }
-    desk.configure("[rabbitmq]\nurl = \"amqp://guest:canary@127.0.0.1:1/%2f\"\nqueue = \"q\"\n");
-    let said = desk
+    cli.configure("[rabbitmq]\nurl = \"amqp://guest:canary@127.0.0.1:1/%2f\"\nqueue = \"q\"\n");
+    let said = cli
         .run(COMMANDS[0])
-        .ended(3)
-        .says("amqp://guest@127.0.0.1:1/%2f")
-        .says("check that RabbitMQ is running");
+        .exits_with(3)
+        .prints("amqp://guest@127.0.0.1:1/%2f")
+        .prints("check that RabbitMQ is running");
     assert!(!said.err.contains("canary"), "{said:?}");
-    desk.configure(&format!(
+    cli.configure(&format!(
         "[rabbitmq]\nurl = \"{}\"\nqueue = \"q\"\n",
         rabbitmq().replace("guest:guest", "guest:canary")
     ));
-    let said = desk
+    let said = cli
         .run(COMMANDS[0])
-        .ended(3)
-        .says("ACCESS_REFUSED")
-        .says("check the user and the password");
+        .exits_with(3)
+        .prints("ACCESS_REFUSED")
+        .prints("check the user and the password");
     assert!(!said.err.contains("canary"), "{said:?}");
 }
 
-/// A table in a table in a table, as it travels: a name of one letter, `F`, a length, and what is
-/// inside.
+/// Nested AMQP tables in wire format: a name of one character, `F`, a length, and the content.
 fn nested(depth: usize) -> Vec<u8> {
     let mut bytes = vec![0; depth * 7];
     for (level, part) in bytes.chunks_exact_mut(7).enumerate() {
@@ -108,8 +109,8 @@ fn nested(depth: usize) -> Vec<u8> {
     bytes
 }
 
-/// A way to the broker on which the text under `nested` becomes a table (both have a length and so
-/// many bytes), and `@@@@` bytes that are no UTF-8.
+/// A proxy that turns the text under `nested` into a table (both have a length) and `@@@@` into
+/// bytes that are not UTF-8.
 fn spoiling() -> (Proxy, String) {
     let url = rabbitmq();
     let at = url.rfind(':').expect("a port") + 1;
@@ -129,9 +130,9 @@ fn spoiling() -> (Proxy, String) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn unreadable_headers_stop_neither_list_nor_redrive() {
-    let world = Arc::new(World::on(Broker::RabbitMq).await);
-    let (name, (_proxy, url)) = (&world.desk.name, spoiling());
+async fn list_and_redrive_tolerate_unreadable_headers() {
+    let fixture = Arc::new(BrokerFixture::on(Broker::RabbitMq).await);
+    let (name, (_proxy, url)) = (&fixture.cli.name, spoiling());
     let body = r#"{"card":"works"}"#;
     for (id, odd, value) in [
         (
@@ -143,37 +144,37 @@ async fn unreadable_headers_stop_neither_list_nor_redrive() {
         ("sound", "plain", text("value")),
     ] {
         let table = BTreeMap::from([("payment-id".into(), text(id)), (odd.into(), value)]);
-        // No client takes it from the queue: the broker dead-letters it by itself.
+        // The broker dead-letters it without a client.
         let properties = BasicProperties::default()
             .with_headers(table.into())
             .with_expiration("1".into());
         publish_properties(&url, name, body, properties).await;
-        world.until_there_are(0, "").await;
+        fixture.until_there_are(0, "").await;
     }
-    world.until_there_are(3, ".dead-letters").await;
+    fixture.until_there_are(3, ".dead-letters").await;
     assert_eq!(
-        ids(&world.json(&["dead-letters", "list"]).await),
+        ids(&fixture.json(&["dead-letters", "list"]).await),
         ["deep", "odd", "sound"]
     );
-    world
+    fixture
         .run(&["dead-letters", "show", "deep", "--body"])
         .await
-        .ended(0)
-        .says("payment-id: deep")
-        .says(body);
-    world
+        .exits_with(0)
+        .prints("payment-id: deep")
+        .prints(body);
+    fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
-        .ended(0)
-        .says("3 redriven");
+        .exits_with(0)
+        .prints("3 redriven");
     // The consumer dead-letters a message with a header name that is not UTF-8.
-    world.consume(Provider::Works, 2, 1, 0).await;
-    let mut charged = world.charged();
+    fixture.consume(PaymentProvider::Works, 2, 1, 0).await;
+    let mut charged = fixture.charged();
     charged.sort();
     assert_eq!(charged, ["deep", "sound"]);
     assert_eq!(
-        world.json(&["dead-letters", "list"]).await["letters"][0]["reason"],
+        fixture.json(&["dead-letters", "list"]).await["letters"][0]["reason"],
         "unreadable"
     );
-    world.end().await;
+    fixture.end().await;
 }
