@@ -27,7 +27,7 @@ const LEAVE: Duration = Duration::from_secs(10);
 /// After a freeze of Kafka its client may have forgotten it: for how long at the most, until
 /// another one takes its place, and what a consumer says that is told to drain meanwhile.
 const FORGOTTEN: Duration = Duration::from_secs(25);
-const STAYS: &str = "the group was not left in time";
+const STAYS: &str = "did not leave the group in time";
 
 /// How long before a failover begins its replicas may not have heard of what is said.
 pub(super) const UNHEARD: Duration = Duration::from_secs(1);

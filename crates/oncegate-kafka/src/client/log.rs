@@ -1,4 +1,4 @@
-//! What is said of librdkafka's own words: its log, and errors that change nothing.
+//! librdkafka's log lines and errors.
 
 use std::sync::Arc;
 
@@ -6,12 +6,14 @@ use rdkafka::client::ClientContext;
 use rdkafka::config::RDKafkaLogLevel;
 use rdkafka::error::{KafkaError, KafkaResult};
 
-use crate::outage::Outage;
+use crate::client;
+use crate::client::connection_errors::ConnectionErrors;
 
-/// Hands librdkafka's log lines to `tracing`, and what cannot be reached to whoever speaks of that.
-pub(crate) struct Log(pub(crate) Arc<Outage>);
+/// A client context that forwards log lines to `tracing` and connection errors to
+/// [`ConnectionErrors`].
+pub(crate) struct LogContext(pub(crate) Arc<ConnectionErrors>);
 
-impl ClientContext for Log {
+impl ClientContext for LogContext {
     fn log(&self, level: RDKafkaLogLevel, facility: &str, line: &str) {
         self::line(level, facility, line);
     }
@@ -20,20 +22,18 @@ impl ClientContext for Log {
 
     fn error(&self, error: KafkaError, reason: &str) {
         match error.rdkafka_error_code() {
-            Some(code) if Outage::is(code) => self.0.tell(reason),
-            _ => tracing::warn!(%error, reason, "Kafka, dead letters"),
+            Some(code) if client::error::is_connection(code) => self.0.log(reason),
+            _ => tracing::warn!(%error, reason, "kafka client error"),
         }
     }
 }
 
-/// Hands one line of librdkafka's log to `tracing`.
+/// Forwards one line of librdkafka's log to `tracing`.
 pub(crate) fn line(level: RDKafkaLogLevel, facility: &str, line: &str) {
     match level {
-        // Properties are given to consumer and producer alike; each warns of those that are the
-        // other's.
+        // Properties are set on consumers and producers alike; each warns about those of the other.
         _ if facility == "CONFWARN" => tracing::debug!(facility, "{line}"),
-        // A broker failed: each such line that is an error comes as an error of the client too,
-        // which is told.
+        // librdkafka also reports each such failure as an error of the client, which is logged.
         _ if facility == "FAIL" => tracing::debug!(facility, "{line}"),
         RDKafkaLogLevel::Emerg
         | RDKafkaLogLevel::Alert
@@ -47,8 +47,8 @@ pub(crate) fn line(level: RDKafkaLogLevel, facility: &str, line: &str) {
     }
 }
 
-/// Says what failed, where nothing else can be done about it.
-pub(crate) fn complain(what: &str, result: KafkaResult<()>) {
+/// Logs an error that has no other effect.
+pub(crate) fn log_error(what: &str, result: KafkaResult<()>) {
     if let Err(error) = result {
         tracing::error!(%error, "{what}");
     }

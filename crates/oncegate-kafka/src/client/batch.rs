@@ -1,21 +1,22 @@
-//! Reads many messages in one call: the only module of oncegate with `unsafe` code.
+//! Reads messages in batches: the only module of oncegate with `unsafe` code.
 //!
-//! librdkafka's safe wrapper reads message by message, at an event and two reference counts each.
-//! Read in batches from a queue of our own, a message costs a copy of its bytes.
+//! librdkafka's safe wrapper reads one message at a time, at the cost of an event and two reference
+//! counts each. Read in batches from a separate queue, a message costs a copy of its bytes.
 //!
 //! # Invariants
-//! 1. A [`Queue`] holds its consumer, so the client outlives the queue, as `rd_kafka_queue_destroy`
-//!    asks.
-//! 2. A native queue may be used from any thread: librdkafka locks it. Hence `Send` and `Sync`.
-//! 3. Every message that `rd_kafka_consume_batch_queue` has returned is destroyed exactly once, by
-//!    [`Fetched`], and no pointer into it outlives that: all its bytes are copied first.
-//! 4. The main queue is never read in batches: rebalances are served by the safe wrapper alone.
-//! 5. What librdkafka logs stands in a queue of its own, which only [`Queue`] reads: an event of it
-//!    is destroyed exactly once, where it was polled, and its text is copied before. In the main
-//!    queue lines overtake rebalances, and there may be more of them than are served.
+//! 1. A [`MessageQueue`] holds its consumer, so the client outlives the queue, as
+//!    `rd_kafka_queue_destroy` requires.
+//! 2. A native queue may be used from any thread, because librdkafka locks it. Hence `Send` and
+//!    `Sync`.
+//! 3. [`FetchedMessages`] destroys every message that `rd_kafka_consume_batch_queue` returned
+//!    exactly once. No pointer into a message outlives it: all its bytes are copied first.
+//! 4. The main queue is never read in batches; only the safe wrapper serves rebalances.
+//! 5. librdkafka's log has a queue of its own, which only [`MessageQueue`] polls. Each event is
+//!    destroyed exactly once, where it was polled, after its text was copied. In the main queue log
+//!    lines would delay rebalances, and there may be more lines than are served per turn.
 //! 6. A message's error code may come from the broker, which may know codes that the enum of the
-//!    bindings does not. It is read as the number it is, and no reference is made to a whole native
-//!    message: fields are read one by one.
+//!    bindings does not have. It is read as a number, and no reference to a whole native message is
+//!    created: fields are read one by one.
 
 use std::ffi::{CStr, CString, c_void};
 use std::ptr::{self, NonNull};
@@ -31,42 +32,42 @@ use rdkafka::error::RDKafkaErrorCode;
 use rdkafka::message::BorrowedMessage;
 use rdkafka::types::RDKafkaRespErr;
 
-/// The most messages of one read.
-pub(crate) const MOST: usize = 256;
+/// Maximum number of messages per read.
+pub(crate) const MAX_BATCH: usize = 256;
 
-/// The most lines of librdkafka's log that are heard in one turn.
-const LINES: usize = 10_000;
+/// Maximum number of librdkafka's log lines that are forwarded per turn.
+const MAX_LOG_LINES: usize = 10_000;
 
 /// Messages share blocks of about this many bytes. A larger message has a block of its own.
-const BLOCK: usize = 1 << 20;
+const BLOCK_BYTES: usize = 1 << 20;
 
-/// A queue of our own, which partitions are forwarded to.
-pub(crate) struct Queue<C: ConsumerContext + 'static> {
+/// The queue that the partitions' queues are forwarded to.
+pub(crate) struct MessageQueue<C: ConsumerContext + 'static> {
     native: NonNull<native::rd_kafka_queue_t>,
-    /// What librdkafka logs.
+    /// The queue of librdkafka's log.
     lines: NonNull<native::rd_kafka_queue_t>,
     consumer: Arc<BaseConsumer<C>>,
-    /// Partitions that are not forwarded to this queue for now.
-    apart: Mutex<Vec<(Arc<str>, i32)>>,
+    /// Partitions whose queues are not forwarded to this one for now.
+    held_back: Mutex<Vec<(Arc<str>, i32)>>,
 }
 
 // SAFETY: invariant 2; the consumer is `Send` and `Sync` by itself.
-unsafe impl<C: ConsumerContext + 'static> Send for Queue<C> {}
+unsafe impl<C: ConsumerContext + 'static> Send for MessageQueue<C> {}
 // SAFETY: as above.
-unsafe impl<C: ConsumerContext + 'static> Sync for Queue<C> {}
+unsafe impl<C: ConsumerContext + 'static> Sync for MessageQueue<C> {}
 
-/// What one read has found.
+/// The result of one read.
 #[derive(Debug, Default)]
-pub(crate) struct Batch {
+pub(crate) struct RecordBatch {
     /// The messages, in the order of their partitions.
-    pub(crate) records: Vec<Record>,
-    /// What librdkafka says about partitions.
-    pub(crate) faults: Vec<Fault>,
+    pub(crate) records: Vec<ConsumerRecord>,
+    /// Errors of partitions.
+    pub(crate) errors: Vec<PartitionError>,
 }
 
 /// One message.
 #[derive(Debug)]
-pub(crate) struct Record {
+pub(crate) struct ConsumerRecord {
     pub(crate) topic: Arc<str>,
     pub(crate) partition: i32,
     pub(crate) offset: i64,
@@ -76,18 +77,18 @@ pub(crate) struct Record {
     pub(crate) body: Bytes,
 }
 
-/// An error that stands in a partition's queue.
+/// An error in a partition's queue.
 #[derive(Debug)]
-pub(crate) struct Fault {
+pub(crate) struct PartitionError {
     pub(crate) topic: Arc<str>,
     pub(crate) partition: i32,
-    /// Where it stands, or a negative number.
+    /// The offset of the error; negative if it has none.
     pub(crate) offset: i64,
     pub(crate) code: RDKafkaErrorCode,
 }
 
-impl<C: ConsumerContext + 'static> Queue<C> {
-    /// New queues of this client; `None` if librdkafka has no memory for them.
+impl<C: ConsumerContext + 'static> MessageQueue<C> {
+    /// Creates the queues of this client; `None` if librdkafka is out of memory.
     pub(crate) fn new(consumer: &Arc<BaseConsumer<C>>) -> Option<Self> {
         let client = consumer.client().native_ptr();
         // SAFETY: the client lives, `consumer` holds it.
@@ -101,25 +102,25 @@ impl<C: ConsumerContext + 'static> Queue<C> {
             native: NonNull::new(queue)?,
             lines: NonNull::new(lines)?,
             consumer: consumer.clone(),
-            apart: Mutex::default(),
+            held_back: Mutex::default(),
         };
-        // SAFETY: client and queue live. The only error is that lines do not come by a queue, and
-        // they do: the wrapper asks so.
+        // SAFETY: client and queue live. The only possible error is that log lines are not queued,
+        // and the wrapper sets `log.queue`.
         unsafe { native::rd_kafka_set_log_queue(client, queue.lines.as_ptr()) };
         Some(queue)
     }
 
-    /// Hands what librdkafka has logged since the last call to the context, in its order. Serves
-    /// nothing else, so it may be called inside a rebalance.
-    pub(crate) fn hear(&self) {
-        for _ in 0..LINES {
+    /// Forwards the log lines since the last call to the context, in order. Serves nothing else, so
+    /// it may be called inside a rebalance.
+    pub(crate) fn forward_log(&self) {
+        for _ in 0..MAX_LOG_LINES {
             // SAFETY: the queue lives.
             let event = unsafe { native::rd_kafka_queue_poll(self.lines.as_ptr(), 0) };
             if event.is_null() {
                 return;
             }
             let (mut facility, mut line, mut level) = (ptr::null(), ptr::null(), 0);
-            // SAFETY: the event lives, and the three are ours.
+            // SAFETY: the event lives, and the three variables are local.
             if unsafe { native::rd_kafka_event_log(event, &mut facility, &mut line, &mut level) }
                 == 0
             {
@@ -131,49 +132,54 @@ impl<C: ConsumerContext + 'static> Queue<C> {
                     line.to_string_lossy().trim(),
                 );
             }
-            // SAFETY: ours since it was polled, and given back once (invariant 5).
+            // SAFETY: the event is ours since it was polled, and is destroyed once (invariant 5).
             unsafe { native::rd_kafka_event_destroy(event) }
         }
     }
 
-    /// How much librdkafka has fetched that was not read yet: messages, and what it has to say
-    /// between them.
-    pub(crate) fn waiting(&self) -> u64 {
+    /// Number of fetched and unread operations: messages and errors.
+    pub(crate) fn length(&self) -> u64 {
         // SAFETY: the queue lives.
         let waiting = unsafe { native::rd_kafka_queue_length(self.native.as_ptr()) };
         waiting as u64
     }
 
-    /// Lets the messages of a partition come through this queue. To be called before the partition
-    /// is assigned, or its first messages come through the main queue.
-    pub(crate) fn adopt(&self, topic: &str, partition: i32) -> Adoption {
+    /// Forwards a partition's queue to this one. Must be called before the partition is assigned;
+    /// otherwise its first messages arrive in the main queue.
+    pub(crate) fn forward_partition(&self, topic: &str, partition: i32) -> ForwardResult {
         self.forward(topic, partition, self.native.as_ptr())
     }
 
-    /// Leaves what librdkafka fetches of these partitions from now on in queues of their own, which
-    /// it fills as far as `queued.min.messages` says, and lets what came of all others meanwhile,
-    /// and will come, through this one.
-    pub(crate) fn set_apart(&self, partitions: Vec<(Arc<str>, i32)>) {
-        let mut apart = self.apart.lock().unwrap_or_else(PoisonError::into_inner);
-        for (topic, partition) in partitions.iter().filter(|it| !apart.contains(it)) {
+    /// Stops forwarding these partitions, whose own queues then fill up to `queued.min.messages`,
+    /// and forwards all others again, including what was fetched of them meanwhile.
+    pub(crate) fn hold_back(&self, partitions: Vec<(Arc<str>, i32)>) {
+        let mut held_back = self
+            .held_back
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        for (topic, partition) in partitions.iter().filter(|it| !held_back.contains(it)) {
             self.forward(topic, *partition, ptr::null_mut());
         }
-        // One that is not assigned any more fetches nothing, and is forwarded again before it is
-        // assigned.
-        for (topic, partition) in apart.iter().filter(|it| !partitions.contains(it)) {
-            self.adopt(topic, *partition);
+        // A partition that is no longer assigned fetches nothing, and is forwarded again before its
+        // next assignment.
+        for (topic, partition) in held_back.iter().filter(|it| !partitions.contains(it)) {
+            self.forward_partition(topic, *partition);
         }
-        *apart = partitions;
+        *held_back = partitions;
     }
 
-    fn forward(&self, topic: &str, partition: i32, to: *mut native::rd_kafka_queue_t) -> Adoption {
+    fn forward(
+        &self,
+        topic: &str,
+        partition: i32,
+        to: *mut native::rd_kafka_queue_t,
+    ) -> ForwardResult {
         let Ok(topic) = CString::new(topic) else {
-            return Adoption::NoSuchPartition;
+            return ForwardResult::NoSuchPartition;
         };
         // SAFETY: the client lives (invariant 1) and `topic` ends in NUL and outlives the call. The
-        // handle that comes back is ours: it is forwarded and given back once. The partition's
-        // queue lives on without the handle. `to` is our queue, which lives, or null, which ends
-        // the forwarding.
+        // returned handle is ours and is destroyed once; the partition's queue outlives it. `to` is
+        // our queue, which lives, or null, which ends the forwarding.
         unsafe {
             let handle = native::rd_kafka_queue_get_partition(
                 self.consumer.client().native_ptr(),
@@ -181,26 +187,24 @@ impl<C: ConsumerContext + 'static> Queue<C> {
                 partition,
             );
             if handle.is_null() {
-                return Adoption::NoSuchPartition;
+                return ForwardResult::NoSuchPartition;
             }
             native::rd_kafka_queue_forward(handle, to);
             native::rd_kafka_queue_destroy(handle);
         }
-        Adoption::Forwarded
+        ForwardResult::Forwarded
     }
 
-    /// The client.
     pub(crate) fn consumer(&self) -> &BaseConsumer<C> {
         &self.consumer
     }
 
-    /// The first offset that a partition's log still has, as the broker's last answer to a fetch
-    /// said.
+    /// The log start offset of a partition, as of the last fetch response.
     pub(crate) fn first_offset(&self, topic: &str, partition: i32) -> Option<i64> {
         let topic = CString::new(topic).ok()?;
         let (mut low, mut high) = (-1, -1);
         // SAFETY: the client lives (invariant 1), `topic` ends in NUL and outlives the call, and
-        // both numbers are ours.
+        // both numbers are local.
         let code = unsafe {
             native::rd_kafka_get_watermark_offsets(
                 self.consumer.client().native_ptr(),
@@ -213,28 +217,29 @@ impl<C: ConsumerContext + 'static> Queue<C> {
         (code == RDKafkaRespErr::RD_KAFKA_RESP_ERR_NO_ERROR && low >= 0).then_some(low)
     }
 
-    /// Reads what is there, at most `limit` messages and [`MOST`]; if there is nothing, waits for
-    /// the first.
-    pub(crate) fn read(&self, limit: usize, wait: Duration) -> Batch {
-        let mut fetched = Fetched::default();
-        let limit = limit.min(MOST);
+    /// Reads at most `limit` and at most [`MAX_BATCH`] messages; waits for the first one if there
+    /// is none.
+    pub(crate) fn read(&self, limit: usize, wait: Duration) -> RecordBatch {
+        let mut fetched = FetchedMessages::default();
+        let limit = limit.min(MAX_BATCH);
         self.fetch(&mut fetched, limit, Duration::ZERO);
         if fetched.count == 0 {
-            // A batch read waits until the batch is full: wait for one, then take the rest.
+            // A batch read waits until the batch is full, so this waits for one message and then
+            // takes the rest without waiting.
             self.fetch(&mut fetched, limit.min(1), wait);
             self.fetch(&mut fetched, limit, Duration::ZERO);
         }
         fetched.copy()
     }
 
-    /// Fills up to `limit` messages in all.
-    fn fetch(&self, fetched: &mut Fetched, limit: usize, wait: Duration) {
+    /// Fills up to `limit` messages in total.
+    fn fetch(&self, fetched: &mut FetchedMessages, limit: usize, wait: Duration) {
         let free = &mut fetched.messages[fetched.count..limit.max(fetched.count)];
         if free.is_empty() {
             return;
         }
         let wait = i32::try_from(wait.as_millis()).unwrap_or(i32::MAX);
-        // SAFETY: the queue lives, and `free` has room for as many pointers as it says.
+        // SAFETY: the queue lives, and `free` has room for as many pointers as its length says.
         let count = unsafe {
             native::rd_kafka_consume_batch_queue(
                 self.native.as_ptr(),
@@ -247,18 +252,18 @@ impl<C: ConsumerContext + 'static> Queue<C> {
     }
 }
 
-/// Whether a partition's queue was there.
+/// Whether the partition's queue was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Adoption {
+pub(crate) enum ForwardResult {
     Forwarded,
     NoSuchPartition,
 }
 
-impl<C: ConsumerContext + 'static> Drop for Queue<C> {
+impl<C: ConsumerContext + 'static> Drop for MessageQueue<C> {
     fn drop(&mut self) {
-        self.hear();
-        // SAFETY: the client lives (invariant 1), and its main queue, which takes the lines from
-        // here on, as long as it. All three handles are ours and given back once.
+        self.forward_log();
+        // SAFETY: the client lives (invariant 1), and so does its main queue, which receives the
+        // log lines from now on. All three handles are ours and are destroyed once.
         unsafe {
             let client = self.consumer.client().native_ptr();
             let main = native::rd_kafka_queue_get_main(client);
@@ -270,7 +275,7 @@ impl<C: ConsumerContext + 'static> Drop for Queue<C> {
     }
 }
 
-/// The level of a line, as syslog counts them.
+/// The log level of a syslog severity.
 fn level_of(level: i32) -> RDKafkaLogLevel {
     use RDKafkaLogLevel as L;
     match level {
@@ -285,34 +290,34 @@ fn level_of(level: i32) -> RDKafkaLogLevel {
     }
 }
 
-/// Copies a message that came through the main queue.
-pub(crate) fn copy(message: &BorrowedMessage<'_>) -> Batch {
-    let mut copier = Copier::default();
+/// Copies a message that arrived in the main queue.
+pub(crate) fn copy(message: &BorrowedMessage<'_>) -> RecordBatch {
+    let mut copier = MessageCopier::default();
     // SAFETY: a borrowed message points to a live native one.
     unsafe { copier.take(message.ptr()) }
     copier.finish()
 }
 
-/// Messages that librdkafka has handed over and wants back (invariant 3).
-struct Fetched {
-    messages: [*mut native::rd_kafka_message_t; MOST],
+/// Messages on loan from librdkafka, destroyed on drop (invariant 3).
+struct FetchedMessages {
+    messages: [*mut native::rd_kafka_message_t; MAX_BATCH],
     count: usize,
 }
 
-impl Default for Fetched {
+impl Default for FetchedMessages {
     fn default() -> Self {
         Self {
-            messages: [ptr::null_mut(); MOST],
+            messages: [ptr::null_mut(); MAX_BATCH],
             count: 0,
         }
     }
 }
 
-impl Fetched {
-    fn copy(self) -> Batch {
-        let mut copier = Copier::default();
+impl FetchedMessages {
+    fn copy(self) -> RecordBatch {
+        let mut copier = MessageCopier::default();
         for message in &self.messages[..self.count] {
-            // SAFETY: librdkafka has handed it over, and it is destroyed only when `self` is
+            // SAFETY: librdkafka returned the message, and it is destroyed only when `self` is
             // dropped.
             unsafe { copier.take(*message) }
         }
@@ -320,10 +325,10 @@ impl Fetched {
     }
 }
 
-impl Drop for Fetched {
+impl Drop for FetchedMessages {
     fn drop(&mut self) {
         for message in &self.messages[..self.count] {
-            // SAFETY: each was handed over once and is given back once.
+            // SAFETY: each message was returned once and is destroyed once.
             unsafe { native::rd_kafka_message_destroy(*message) }
         }
     }
@@ -331,16 +336,16 @@ impl Drop for Fetched {
 
 /// Copies messages into blocks.
 #[derive(Default)]
-struct Copier {
+struct MessageCopier {
     block: Vec<u8>,
-    /// Those whose bytes stand in the block.
-    pending: Vec<Pending>,
+    /// Messages whose bytes are in the current block.
+    pending: Vec<PendingRecord>,
     topic: Option<Arc<str>>,
-    batch: Batch,
+    batch: RecordBatch,
 }
 
-/// A message whose block is not finished. Its bytes stand one after the other: headers, key, body.
-struct Pending {
+/// A message in an unfinished block. Its bytes are consecutive: headers, key, body.
+struct PendingRecord {
     topic: Arc<str>,
     partition: i32,
     offset: i64,
@@ -351,12 +356,12 @@ struct Pending {
     end: usize,
 }
 
-impl Copier {
+impl MessageCopier {
     /// # Safety
     /// `message` points to a message of librdkafka that lives until the call returns.
     unsafe fn take(&mut self, message: *mut native::rd_kafka_message_t) {
-        // SAFETY: the caller's promise; librdkafka fills every field that is read here. An enum of
-        // the bindings is as large as an `i32`, and any number is an `i32` (invariant 6).
+        // SAFETY: the caller's promise; librdkafka sets every field that is read here. An enum of
+        // the bindings has the size of an `i32`, and any number is a valid `i32` (invariant 6).
         let (code, rkt, partition, offset, key, key_len, payload, len) = unsafe {
             (
                 (&raw const (*message).err).cast::<i32>().read(),
@@ -372,7 +377,7 @@ impl Copier {
         // SAFETY: a message's topic lives as long as the message.
         let topic = unsafe { self.topic(rkt) };
         if code != RDKafkaRespErr::RD_KAFKA_RESP_ERR_NO_ERROR as i32 {
-            self.batch.faults.push(Fault {
+            self.batch.errors.push(PartitionError {
                 topic,
                 partition,
                 offset,
@@ -380,7 +385,7 @@ impl Copier {
             });
             return;
         }
-        if !self.block.is_empty() && self.block.len() + key_len + len > BLOCK {
+        if !self.block.is_empty() && self.block.len() + key_len + len > BLOCK_BYTES {
             self.close_block();
         }
         let start = self.block.len();
@@ -392,9 +397,9 @@ impl Copier {
         self.block.extend_from_slice(key.unwrap_or_default());
         let key_end = key.map(|_| self.block.len());
         self.block.extend_from_slice(body.unwrap_or_default());
-        // SAFETY: the message lives; the kind of its timestamp is of no interest.
+        // SAFETY: the message lives; the kind of its timestamp is not needed.
         let sent_at = unsafe { native::rd_kafka_message_timestamp(message, ptr::null_mut()) };
-        self.pending.push(Pending {
+        self.pending.push(PendingRecord {
             topic,
             partition,
             offset,
@@ -425,22 +430,22 @@ impl Copier {
         }
     }
 
-    /// Copies the headers. A name need not be UTF-8; a value may be null. librdkafka ends a name at
-    /// a NUL inside it.
+    /// Copies the headers. A name need not be UTF-8; a value may be null. librdkafka truncates a
+    /// name at a NUL byte.
     ///
     /// # Safety
     /// `message` points to a message of librdkafka that lives until the call returns.
     unsafe fn copy_headers(&mut self, message: *const native::rd_kafka_message_t) {
         let mut headers = ptr::null_mut();
-        // SAFETY: the message lives, and owns what `headers` is made to point to.
+        // SAFETY: the message lives and owns the headers that are returned.
         let found = unsafe { native::rd_kafka_message_headers(message, &mut headers) };
         if found != RDKafkaRespErr::RD_KAFKA_RESP_ERR_NO_ERROR || headers.is_null() {
             return;
         }
         let (mut name, mut value, mut size) = (ptr::null(), ptr::null(), 0);
         for index in 0.. {
-            // SAFETY: the headers live as long as their message; an index past the end is answered
-            // with an error.
+            // SAFETY: the headers live as long as their message; an index past the end returns an
+            // error.
             let got = unsafe {
                 native::rd_kafka_header_get_all(headers, index, &mut name, &mut value, &mut size)
             };
@@ -458,7 +463,7 @@ impl Copier {
         let block = Bytes::from(std::mem::take(&mut self.block));
         self.batch
             .records
-            .extend(self.pending.drain(..).map(|it| Record {
+            .extend(self.pending.drain(..).map(|it| ConsumerRecord {
                 topic: it.topic,
                 partition: it.partition,
                 offset: it.offset,
@@ -469,13 +474,13 @@ impl Copier {
             }));
     }
 
-    fn finish(mut self) -> Batch {
+    fn finish(mut self) -> RecordBatch {
         self.close_block();
         self.batch
     }
 }
 
-/// The code of this number, or `Unknown` for one that the bindings do not know.
+/// The error code with this number, or `Unknown` if the bindings do not have it.
 fn known(code: i32) -> RDKafkaErrorCode {
     RDKafkaRespErr::try_from(code).map_or(RDKafkaErrorCode::Unknown, Into::into)
 }
@@ -493,7 +498,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_code_that_only_the_broker_knows_is_unknown() {
+    fn an_error_code_that_the_bindings_do_not_have_is_unknown() {
         assert_eq!(known(-185), RDKafkaErrorCode::OperationTimedOut);
         assert_eq!(known(2), RDKafkaErrorCode::InvalidMessage);
         for code in [i32::MIN, -200_000, 9_999, i32::from(i16::MAX)] {
@@ -502,7 +507,7 @@ mod tests {
     }
 
     #[test]
-    fn a_message_with_such_a_code_is_a_fault() {
+    fn a_message_with_an_unknown_error_code_is_an_error() {
         // SAFETY: a message of nulls and zeros is a valid one; its code is written as a number, and
         // never read as an enum.
         let batch = unsafe {
@@ -510,11 +515,11 @@ mod tests {
             (&raw mut (*message.as_mut_ptr()).err)
                 .cast::<i32>()
                 .write(12_345);
-            let mut copier = Copier::default();
+            let mut copier = MessageCopier::default();
             copier.take(message.as_mut_ptr());
             copier.finish()
         };
         assert_eq!(batch.records.len(), 0);
-        assert_eq!(batch.faults[0].code, RDKafkaErrorCode::Unknown);
+        assert_eq!(batch.errors[0].code, RDKafkaErrorCode::Unknown);
     }
 }

@@ -1,23 +1,23 @@
-//! What the consumer settles, taken in as a whole.
+//! Settlements of the consumer.
 
 use oncegate_core::lifecycle::{Reason, Settlement};
 use oncegate_core::{Delivery, FailureHistory, Receipt, Settled};
 
-use super::{Fate, Monitor, Shared, State};
+use super::{SettlementEffect, SharedState, SourceState, StateLock};
 
-/// A delivery that is to go to the dead letters.
-pub(crate) struct Rejected {
+/// A delivery that is to be published to a dead-letter topic.
+pub(crate) struct RejectedDelivery {
     pub(crate) delivery: Delivery,
     pub(crate) reason: Reason,
     pub(crate) story: Option<Box<FailureHistory>>,
 }
 
-/// What a delivery is accepted on, where nothing ran: its id was done before.
+/// The proof of a delivery that was accepted as a duplicate.
 const DUPLICATE: &str = "duplicate";
 
-impl<M: Monitor> Shared<M> {
-    /// Takes in what was settled, and wakes the polling thread. Answers what is to be published.
-    pub(crate) fn settle(&self, settled: &mut Vec<Settled>) -> Vec<Rejected> {
+impl<M: StateLock> SharedState<M> {
+    /// Applies settlements, and wakes the polling thread. Returns the deliveries to publish.
+    pub(crate) fn settle(&self, settled: &mut Vec<Settled>) -> Vec<RejectedDelivery> {
         let mut rejected = Vec::new();
         let mut state = self.lock();
         for Settled {
@@ -26,10 +26,10 @@ impl<M: Monitor> Shared<M> {
             story,
         } in settled.drain(..)
         {
-            let fate = match settlement {
+            let effect = match settlement {
                 Settlement::Accept(proof) => {
                     if proof.as_str() == DUPLICATE {
-                        state.look_at_duplicate(&delivery);
+                        state.check_repeated_id(&delivery);
                     }
                     state.accept(&delivery.receipt)
                 }
@@ -41,18 +41,18 @@ impl<M: Monitor> Shared<M> {
                     after,
                 ),
                 Settlement::Reject(reason) => {
-                    let fate = state.reject(&delivery);
-                    if fate == Fate::Counted {
-                        rejected.push(Rejected {
+                    let effect = state.reject(&delivery);
+                    if effect == SettlementEffect::Counted {
+                        rejected.push(RejectedDelivery {
                             delivery,
                             reason,
                             story,
                         });
                     }
-                    fate
+                    effect
                 }
             };
-            fate.count();
+            effect.count();
         }
         drop(state);
         self.wake_poller();
@@ -60,17 +60,17 @@ impl<M: Monitor> Shared<M> {
     }
 }
 
-impl State {
-    /// Positions come again in a topic that was made anew or is a replica, and where a log has lost
-    /// its end. Ids that come from them are those of other messages, which the store may remember,
-    /// and a message that bears one is skipped: that is said, since nobody else can know.
-    fn look_at_duplicate(&mut self, delivery: &Delivery) {
+impl SourceState {
+    /// Positions repeat in a recreated topic, in a replica, and after a truncation. Ids that are
+    /// made from them belong to other messages that the store may remember, so new messages are
+    /// skipped as duplicates. Only the source can detect this, so it logs it.
+    fn check_repeated_id(&mut self, delivery: &Delivery) {
         let Receipt {
             epoch,
             partition,
             position,
         } = delivery.receipt;
-        // Offsets came from an `i64`.
+        // Offsets come from an `i64`.
         let Some(assigned) = self
             .assigned
             .get_mut(&epoch)
@@ -79,14 +79,14 @@ impl State {
             return;
         };
         metrics::counter!(crate::metric::IDS_REPEATED).increment(1);
-        if !std::mem::replace(&mut assigned.has_repeated, true) {
+        if !std::mem::replace(&mut assigned.repetition_logged, true) {
             tracing::error!(
                 topic = &*assigned.topic,
                 partition,
                 offset = position,
-                "ids repeated: the topic was created again, is a replica, or its log lost its end, and the ids of its messages were handled \
-                 before. Where they come from positions these are other messages, which are skipped: give the consumer another .scope(…) and set the group's \
-                 offsets back. Where producers send ids of their own, these were sent again, or handled before a rebalance"
+                "ids repeated: the topic was recreated, is a replica, or its log was truncated, and the ids of its messages were handled before; \
+                 if ids come from positions, these are other messages, which are skipped: give the consumer another .scope(…) and reset the \
+                 group's offsets; if producers set the ids, the messages were sent again, or handled before a rebalance"
             );
         }
     }

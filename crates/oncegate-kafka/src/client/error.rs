@@ -1,10 +1,11 @@
-//! What is refused: settings by librdkafka, clients by the broker.
+//! Errors of librdkafka clients.
 
 use oncegate_core::SourceError;
 use rdkafka::error::{KafkaError, RDKafkaErrorCode};
 
-/// A setting that librdkafka refuses. Its text may repeat the value, which may be a secret.
-pub(crate) fn of_setting(error: KafkaError) -> SourceError {
+/// The error of a property that librdkafka rejects. librdkafka's text may contain the value, which
+/// may be a secret.
+pub(crate) fn from_config(error: KafkaError) -> SourceError {
     match error {
         KafkaError::ClientConfig(_, text, key, _) => {
             let secret = [
@@ -13,7 +14,7 @@ pub(crate) fn of_setting(error: KafkaError) -> SourceError {
             .iter()
             .any(|part| key.contains(part));
             let problem = if secret {
-                "is refused by librdkafka".to_owned()
+                "is rejected by librdkafka".to_owned()
             } else {
                 text
             };
@@ -34,11 +35,20 @@ pub(crate) fn of_setting(error: KafkaError) -> SourceError {
     }
 }
 
-/// Whether this says that the broker does not let the client in.
-pub(crate) fn is_of_the_broker(code: RDKafkaErrorCode) -> bool {
+/// Whether the broker rejected the client's credentials.
+pub(crate) fn is_authentication(code: RDKafkaErrorCode) -> bool {
     use RDKafkaErrorCode as E;
     matches!(
         code,
         E::Authentication | E::SaslAuthenticationFailed | E::UnsupportedSASLMechanism
+    )
+}
+
+/// Whether this error says that a broker cannot be reached.
+pub(crate) fn is_connection(code: RDKafkaErrorCode) -> bool {
+    use RDKafkaErrorCode as E;
+    matches!(
+        code,
+        E::AllBrokersDown | E::BrokerTransportFailure | E::Resolve | E::SSL | E::OperationTimedOut
     )
 }

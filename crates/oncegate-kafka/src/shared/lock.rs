@@ -1,39 +1,40 @@
-//! The lock that the state stands behind, and what wakes whoever waits for it to change.
+//! The lock around the state, and the condition to wait for a change.
 
 use std::ops::DerefMut;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::State;
+use super::SourceState;
 
-/// A lock around the state, and a condition to wait for: those of the standard library, or those of
-/// a tool that tries many orders of threads.
-pub(crate) trait Monitor: Default {
-    /// The state, for as long as it is locked.
-    type Guard<'a>: DerefMut<Target = State>
+/// A lock around the state and a condition variable: those of the standard library, or those of
+/// shuttle.
+pub(crate) trait StateLock: Default {
+    /// The guard of the locked state.
+    type Guard<'a>: DerefMut<Target = SourceState>
     where
         Self: 'a;
 
     fn lock(&self) -> Self::Guard<'_>;
 
-    /// Gives the lock back until it is notified, or for so long.
+    /// Unlocks until it is notified, or for `bound`.
     fn wait<'a>(&'a self, guard: Self::Guard<'a>, bound: Duration) -> Self::Guard<'a>;
 
     fn notify(&self);
 }
 
-/// That of the standard library.
+/// The standard library's.
 #[derive(Default)]
-pub(crate) struct Threads {
-    state: Mutex<State>,
+pub(crate) struct StdLock {
+    state: Mutex<SourceState>,
     changed: Condvar,
 }
 
-impl Monitor for Threads {
-    type Guard<'a> = MutexGuard<'a, State>;
+impl StateLock for StdLock {
+    type Guard<'a> = MutexGuard<'a, SourceState>;
 
     fn lock(&self) -> Self::Guard<'_> {
-        // A panic under this lock is a defect; what it leaves commits less, never more: go on.
+        // A panic under this lock is a defect. What it leaves behind commits less, never more, so
+        // the lock is used on.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -1,5 +1,5 @@
-//! What a source says while there is no broker. Alone in its process, because it listens to all
-//! that is logged.
+//! The log lines of a source without a broker or without partitions. Alone in its process, because
+//! it captures all log lines.
 #![forbid(unsafe_code)]
 
 use std::time::{Duration, Instant};
@@ -12,16 +12,16 @@ use rdkafka::ClientConfig;
 use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
 use rdkafka::client::DefaultClientContext;
 
-/// One after the other: there is one place where lines are heard.
+/// Sequential, because the log is global.
 #[tokio::test(flavor = "multi_thread")]
-async fn without_a_broker_or_partitions_one_line_comes_soon_and_says_what_is_waited_for() {
+async fn without_a_broker_or_partitions_one_line_is_logged_soon() {
     let lines = Lines::of_this_process();
-    never_there(&lines).await;
-    gone_while_it_is_read(&lines).await;
+    no_broker_at_start(&lines).await;
+    outage_while_reading(&lines).await;
     waits_for_a_partition(&lines).await;
 }
 
-async fn never_there(lines: &Lines) {
+async fn no_broker_at_start(lines: &Lines) {
     let begun = Instant::now();
     let opening = Kafka::topic("t").brokers("127.0.0.1:1").group("g").open();
     assert!(
@@ -29,7 +29,7 @@ async fn never_there(lines: &Lines) {
             .await
             .is_err()
     );
-    is_told_once("127.0.0.1:1", begun, &lines.take());
+    is_logged_once("127.0.0.1:1", begun, &lines.take());
 }
 
 /// Another member has the only partition, until it leaves.
@@ -80,7 +80,7 @@ async fn waits_for_a_partition(lines: &Lines) {
         .await;
 }
 
-async fn gone_while_it_is_read(lines: &Lines) {
+async fn outage_while_reading(lines: &Lines) {
     let mut server = tokio::task::spawn_blocking(|| KafkaServer::start().expect("a broker"))
         .await
         .expect("a broker");
@@ -120,11 +120,11 @@ async fn gone_while_it_is_read(lines: &Lines) {
             .await
             .is_err()
     );
-    is_told_once(&server.brokers(), begun, &lines.take());
-    let _ = Box::new(source).close(Instant::now()).await; // there is nobody to take leave of
+    is_logged_once(&server.brokers(), begun, &lines.take());
+    let _ = Box::new(source).close(Instant::now()).await; // the broker is down
 }
 
-/// The first line from now on that has this in it.
+/// Waits for a line that contains `part`.
 async fn line_with(lines: &Lines, part: &str) -> String {
     let found = async {
         loop {
@@ -143,7 +143,7 @@ async fn line_with(lines: &Lines, part: &str) -> String {
         .expect(part)
 }
 
-fn is_told_once(brokers: &str, begun: Instant, lines: &[(Instant, String)]) {
+fn is_logged_once(brokers: &str, begun: Instant, lines: &[(Instant, String)]) {
     let [(at, line)] = lines else {
         panic!("{} lines: {lines:#?}", lines.len())
     };
@@ -154,8 +154,9 @@ fn is_told_once(brokers: &str, begun: Instant, lines: &[(Instant, String)]) {
     );
     for part in [
         "WARN",
-        &format!("brokers: {brokers} cannot be reached"),
-        "is Kafka running, and are host, port and security.protocol right",
+        "cannot reach the brokers, retrying",
+        &format!("brokers={brokers:?}"),
+        "check that Kafka is running, and that host, port and security.protocol are correct",
     ] {
         assert!(line.contains(part), "{part}: {line}");
     }
